@@ -1,0 +1,37 @@
+# Each target sets up what it needs; a second run starts at once.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: book test lint lab clean
+.DELETE_ON_ERROR:
+
+book: $(READY)        ## re-execute the chapters, build the book (make book ARGS="--profile full")
+	@$(PY) -m kvrepro.book $(ARGS)
+
+test: lint            ## lint, type check, tests
+	@$(PY) -m pytest $(ARGS)
+
+lint: $(READY)        ## ruff and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+lab: $(READY)         ## open the notebooks
+	@$(PY) -m jupyterlab notebooks
+
+clean:                ## remove what the book wrote; results and the environment stay
+	rm -rf _build book/executed book/generated
+
+# Torch is pinned like everything else: unpinned, it could bring another CUDA build of several gigabytes.
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "'$(PYTHON)' not found: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$$($(PYTHON) -V 2>&1) is too old: kvrepro needs 3.11 or newer; name one: make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "'$(PYTHON)' cannot make virtual environments: install them (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@echo "setting up $(VENV): pinned packages, about 3 GB; a few minutes, once"
+	@start=$$(date +%s); \
+	  $(PYTHON) -m venv $(VENV) && \
+	  $(PY) -m pip install -q --disable-pip-version-check -c constraints.txt pip setuptools wheel && \
+	  $(PY) -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[book,hub,dev]' && \
+	  echo "set up in $$(( $$(date +%s) - start )) s"
+	@touch $@

@@ -1,0 +1,501 @@
+"""Claims of a paper as data, and their verdicts computed from results.
+
+A claims file (``data/claims/<chapter>.yml``) holds, per claim, the printed value as a reference to a cell of ``data/published/``, the
+contrast that computes ours, the test and the tolerance. This module reads it, evaluates every member of every claim (a member is one
+policy, capacity, domain or length) and counts: the verdict is arithmetic, not prose. The file's header states the rules.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from kvrepro import stats
+from kvrepro.errors import InputError
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+READINGS = ("as_run", "as_described")
+VERDICTS = ("reproduced", "partly", "not reproduced", "not testable here")
+COLUMNS = ["claim", "statement", "paper", "ours", "low", "high", "test", "p", "verdict", "reading", "model", "profile"]
+EXTRA = ["depends_on_reading", "unit", "members", "closest", "n", "topic", "source", "note"]
+NEEDS_CEILING = {"mean", "difference", "share_of_ceiling", "spread", "lift_minus_spread", "share_of_limit", "correlation"}
+MIN_CEILING = 0.10  # lower bound of the full cache's F1 below which a quality claim says nothing
+MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a model is said to have a sink
+MIN_ITEMS = 3  # below that a percentile interval means nothing
+DRAWS = 10_000
+
+
+class Missing(Exception):
+    """The results hold no row for a cell that a claim needs."""
+
+
+# ---------------------------------------------------------------- the paper's side
+
+
+def load_claims(chapter: str = "protection", folder: Path = DATA / "claims") -> dict:
+    """Claims of a chapter: ``{"sets": {name: [policy, ...]}, "claims": [claim, ...]}``, ids checked to be unique."""
+    path = Path(folder) / f"{chapter}.yml"
+    if not path.is_file():
+        raise InputError(f"no claims for chapter {chapter!r}: {path} does not exist")
+    book = yaml.safe_load(path.read_text(encoding="utf-8"))
+    ids = [claim["id"] for claim in book["claims"]]
+    if len(ids) != len(set(ids)):
+        raise InputError(f"{path}: claim ids repeat: {sorted({i for i in ids if ids.count(i) > 1})}")
+    return book
+
+
+@lru_cache(maxsize=64)
+def published(file: str, folder: Path = DATA / "published") -> pd.DataFrame:
+    """One table of printed numbers, every cell as text."""
+    return pd.read_csv(Path(folder) / file, dtype=str, keep_default_na=False)
+
+
+def _same(cell: str, want: object) -> bool:
+    if isinstance(want, list):
+        return any(_same(cell, one) for one in want)
+    if isinstance(want, bool):
+        return cell == str(want)
+    if isinstance(want, int | float):
+        try:
+            return float(cell) == float(want)
+        except ValueError:
+            return False
+    return cell == want
+
+
+def cells(file: str, where: Mapping[str, object]) -> pd.DataFrame:
+    """The printed rows that match: equality per column, ``<column>_starts`` for a beginning. None found raises."""
+    table = published(file)
+    keep = pd.Series(True, index=table.index)
+    for column, want in where.items():
+        if column.endswith("_starts"):
+            keep &= table[column.removesuffix("_starts")].str.startswith(str(want))
+        else:
+            keep &= table[column].map(lambda cell, want=want: _same(cell, want))
+    if not keep.any():
+        raise InputError(f"no printed number in {file} matches {dict(where)}")
+    return table[keep]
+
+
+def paper_values(spec: Mapping) -> list[float]:
+    """Numbers behind one ``paper`` entry: the cells, their differences (``minus``), their spread or their count (``show``)."""
+    rows = cells(spec["file"], spec["where"])
+    column, by, show = spec.get("column", "value"), spec.get("by"), spec.get("show")
+    if show == "count":
+        return [float(len(rows))]
+    if "minus" in spec:
+        other = cells(spec["file"], spec["minus"])
+        pairs = rows.merge(other, on=by, suffixes=("_a", "_b")) if by else rows.merge(other, how="cross", suffixes=("_a", "_b"))
+        values = (pairs[f"{column}_a"].astype(float) - pairs[f"{column}_b"].astype(float)).tolist()
+    elif show == "spread":
+        groups = [group for _, group in rows.groupby(by)] if by else [rows]
+        values = [np.ptp(group[column].astype(float)).item() for group in groups]
+    else:
+        values = rows[column].astype(float).tolist()
+    return [value * spec.get("scale", 1.0) for value in values]
+
+
+def paper_text(spec: Mapping | Sequence[Mapping], unit: str = "") -> str:
+    """The printed value as it is shown: one number, or the least and the greatest."""
+    digits = 1 if unit == "%" else 3
+    if isinstance(spec, Mapping) and "text" in spec:
+        return spec["text"].format(
+            **{
+                name: f"{paper_values(cell)[0]:.0f}" if cell.get("show") == "count" else f"{paper_values(cell)[0]:.3f}"
+                for name, cell in spec.get("cells", {}).items()
+            }
+        )
+    values = list(itertools.chain(*map(paper_values, [spec] if isinstance(spec, Mapping) else spec)))
+    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+# ---------------------------------------------------------------- our side: cells, members, contrasts
+
+
+def _select(rows: pd.DataFrame, cell: Mapping) -> pd.DataFrame:
+    if cell["policy"] == "full":
+        return rows[rows.policy == "full"].drop_duplicates("item")
+    return rows[
+        (rows.policy == cell["policy"])
+        & (rows.capacity == cell["capacity"])
+        & np.isclose(rows.prefix, cell["prefix"])
+        & np.isclose(rows.suffix, cell["suffix"])
+        & (rows.suffix_mode == cell.get("suffix_mode", "dynamic"))
+    ]
+
+
+def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
+    """One column of one condition, indexed by item. A condition that was not run raises ``Missing``."""
+    here = _select(rows, cell)
+    if here.empty:
+        raise Missing("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
+    if here["item"].duplicated().any():
+        raise InputError(f"results hold {len(here)} rows of {dict(cell)} for {here['item'].nunique()} items: one per item is needed")
+    return here.set_index("item")[column]
+
+
+def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, float]:
+    """Smallest, middle and largest capacity that was run with ``prefix`` protection on both sides for more than one policy."""
+    main = rows[np.isclose(rows.prefix, prefix) & np.isclose(rows.suffix, prefix) & rows.capacity.notna()]
+    found = sorted(main.groupby("capacity").policy.nunique().pipe(lambda n: n[n == n.max()]).index)
+    if not found:
+        raise Missing("not run: no condition is protected on both sides")
+    return {"smallest": found[0], "middle": found[len(found) // 2], "largest": found[-1], "all": found}
+
+
+def members(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: float) -> list[dict]:
+    """Every member of a claim as ``{"label", "a", "b", "rows"}``: cells with real numbers and the rows that it is computed from."""
+    sizes = capacities(rows, protect_frac)
+    over = claim.get("over", {})
+    axes: list[list[tuple[str, dict]]] = []
+    policies = over.get("policy", [None])
+    axes.append([(one or "", {"policy": one} if one else {}) for one in (sets.get(policies, policies) if isinstance(policies, str) else policies)])
+    axes.append([(one["label"], one) for one in claim.get("members", [{"label": ""}])])
+    wanted = over.get("capacity", None)
+    sized = sizes["all"] if wanted == "all" else [sizes[wanted]] if wanted else [None]
+    axes.append([(f"C={one:.0f}" if one and wanted == "all" else "", {"capacity": one} if one else {}) for one in sized])
+    groups: list[tuple[str, pd.DataFrame]] = [("", rows)]
+    for column in ("task", "length"):
+        if column in over:
+            groups = [(str(name), group) for name, group in rows.groupby(column, sort=True)]
+    found = []
+    for (policy, by_policy), (label, by_member), (size, by_size), (group, group_rows) in itertools.product(*axes, groups):
+        member: dict = {"label": ", ".join(filter(None, [policy, label, group, size])) or "all", "rows": group_rows}
+        for side, given in claim.get("cells", {}).items():
+            cell = {**by_policy, **by_size, **given, **by_member.get(side, {})}
+            if isinstance(cell.get("capacity"), str):
+                cell["capacity"] = sizes[cell["capacity"]]
+            if "length" in over:
+                cell["capacity"] = capacities(group_rows, protect_frac)["middle"]
+            cell["prefix"], cell["suffix"] = cell["prefix"] * protect_frac, cell["suffix"] * protect_frac
+            member[side] = cell
+        found.append(member)
+    return found
+
+
+def _columns(claim: Mapping, member: Mapping, sets: Mapping, limit: int) -> pd.DataFrame:
+    """Items by named columns: everything whose means the contrast needs. Items with a failed row drop out of the pair."""
+    rows, kind = member["rows"], claim["contrast"]
+    full = {"policy": "full"}
+    if kind == "same_kept":
+        hashes = pd.DataFrame({side: per_item(rows, member[side], "kept_positions_hash" if "kept_positions_hash" in rows else "kept_hash") for side in "ab"})
+        return (hashes.dropna()["a"] == hashes.dropna()["b"]).astype(float).to_frame("a")
+    if kind == "reinvoked":
+        return (per_item(rows, member["a"], "policy_calls").dropna() >= 2).astype(float).to_frame("a")
+    if kind == "share_of_limit":
+        return (per_item(rows, member["a"], "n_generated").dropna() / limit).to_frame("a")
+    if kind == "correlation":
+        keys = ["policy", "capacity", "prefix", "suffix", "suffix_mode"]
+        wide = rows.pivot_table(index="item", columns=keys, values=[claim["measure"], claim["against"]], dropna=True)
+        wide.columns = [f"{'x' if name[0] == claim['measure'] else 'y'}:{'/'.join(map(str, name[1:]))}" for name in wide.columns]
+        return wide.dropna()
+    measure = claim.get("measure", "token_f1")
+    named = {side: member[side] for side in "ab" if side in member}
+    if kind == "share_of_ceiling":
+        named["full"] = full
+    if "across" in claim:
+        names = sets.get(claim["across"], claim["across"])
+        named = {f"a:{one}": {"policy": one, **member["a"]} for one in names}
+        if "b" in member:
+            named |= {"a": {"policy": "lru", **member["a"]}, "b": {"policy": "lru", **member["b"]}}
+    frame = pd.DataFrame({name: per_item(rows, cell, measure) for name, cell in named.items()}).dropna()
+    if "below" in claim:
+        frame = (frame < claim["below"]).astype(float)
+    if "from" in claim:
+        frame = (frame >= claim["from"]).astype(float)
+    return frame
+
+
+def _ratio(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
+    return np.divide(top, bottom, out=np.full_like(top, np.nan), where=bottom > 0)
+
+
+def _spread(means: Mapping[str, np.ndarray]) -> np.ndarray:
+    across = np.stack([value for name, value in means.items() if name.startswith("a:")])
+    return across.max(0) - across.min(0)
+
+
+def _correlation(means: Mapping[str, np.ndarray]) -> np.ndarray:
+    x, y = (np.stack([value for name, value in sorted(means.items()) if name.startswith(axis)]) for axis in ("x:", "y:"))
+    x, y = x - x.mean(0), y - y.mean(0)
+    return _ratio((x * y).sum(0), np.sqrt((x**2).sum(0) * (y**2).sum(0)))
+
+
+# Every contrast is a function of column means, so that one matrix of resampled means gives its interval.
+CONTRASTS = {
+    "mean": lambda m: m["a"],
+    "difference": lambda m: m["a"] - m["b"],
+    "share_of_ceiling": lambda m: _ratio(m["a"] - m.get("b", 0.0), m["full"]),
+    "spread": _spread,
+    "lift_minus_spread": lambda m: m["a"] - m["b"] - _spread(m),
+    "share_of_limit": lambda m: m["a"],
+    "same_kept": lambda m: m["a"],
+    "reinvoked": lambda m: m["a"],
+    "correlation": _correlation,
+    "sink_share": lambda m: _ratio(m["sink"], m["sink"] + m["prefix"]),
+    "boundary_density": lambda m: _ratio(m["mass"], m["share"]),
+}
+
+
+@lru_cache(maxsize=16)
+def _weights(n: int, seed: int) -> np.ndarray:
+    """Bootstrap weights [DRAWS, n]: how often each item was drawn, over n."""
+    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=DRAWS) / n
+
+
+def estimate(frame: pd.DataFrame, contrast: str, *, level: float = 0.95, seed: int = 42) -> tuple[float, float, float]:
+    """Value and percentile interval of a contrast over items (rows are items, resampled together)."""
+    compute, values = CONTRASTS[contrast], frame.to_numpy(float)
+    means = [values.mean(0, keepdims=True), _weights(len(frame), seed) @ values]
+    point, draws = (compute(dict(zip(frame.columns, part.T, strict=True))) for part in means)
+    decided = len(frame) >= MIN_ITEMS and np.isfinite(draws).any()
+    low, high = np.nanpercentile(draws, [50 - 50 * level, 50 + 50 * level]) if decided else (np.nan, np.nan)
+    return float(point[0]), float(low), float(high)
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def judge(rule: Mapping, value: float, low: float, high: float, p: float | None) -> str:
+    """``holds``, ``fails`` or ``undecided`` for one member, by its interval [low, high] and, where there is one, its test's p."""
+    (kind, bound), significant = next(iter(rule.items())), p is None or p < 0.05
+    if np.isnan(low) or np.isnan(high):
+        return "undecided"
+    if kind == "at_least":
+        return "holds" if low > bound and significant else "fails" if high <= bound else "undecided"
+    if kind == "at_most":
+        return "holds" if high < bound and significant else "fails" if low >= bound else "undecided"
+    if kind == "between":
+        return "holds" if bound[0] <= low and high <= bound[1] else "fails" if high < bound[0] or low > bound[1] else "undecided"
+    if kind == "no_difference":
+        return "fails" if significant else "holds" if -bound < low and high < bound else "undecided"
+    if kind == "equivalent":
+        return "holds" if significant else "fails" if high <= -bound or low >= bound else "undecided"
+    raise InputError(f"unknown rule {kind!r}: known are at_least, at_most, between, no_difference, equivalent")
+
+
+def verdict(states: Sequence[str]) -> str:
+    """Verdict of a claim from the states of its members."""
+    if not states or all(state == "undecided" for state in states):
+        return "not testable here"
+    if all(state == "holds" for state in states):
+        return "reproduced"
+    return "not reproduced" if states.count("fails") > len(states) / 2 else "partly"
+
+
+def _against(rule: Mapping, value: float, low: float, high: float) -> float:
+    """How far a member speaks against its claim, for choosing the one to show."""
+    kind, bound = next(iter(rule.items()))
+    if kind == "at_least":
+        return -low
+    if kind == "at_most":
+        return high
+    if kind == "between":
+        return max(bound[0] - low, high - bound[1])
+    return max(abs(low), abs(high))
+
+
+def _ceiling(rows: pd.DataFrame) -> float:
+    """Lower bound of the full cache's token F1."""
+    return estimate(per_item(rows, {"policy": "full"}, "token_f1").dropna().to_frame("a"), "mean")[1]
+
+
+def _attention_members(claim: Mapping, attention: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Items by column, from ``boundary_attention`` rows (item, layer, head, region, tokens, mass): means over layers and heads."""
+    mass = attention.pivot_table(index="item", columns="region", values="mass", aggfunc="mean")
+    if claim["contrast"] == "sink_share":
+        return [("all", mass[["sink", "prefix"]])]
+    count = attention.groupby(["item", "region"]).tokens.first().unstack()
+    share = count.div(count.sum(axis=1), axis=0)
+    return [(region, pd.DataFrame({"mass": mass[region], "share": share[region]})) for region in claim["over"]["region"]]
+
+
+def has_sink(attention: pd.DataFrame) -> bool:
+    """Whether position 0 takes at least a tenth of the attention mass in some layer (mean over heads and items)."""
+    return bool(attention[attention.region == "sink"].groupby("layer").mass.mean().max() >= MIN_SINK)
+
+
+def evaluate_members(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, *, protect_frac: float, max_new_tokens: int) -> pd.DataFrame:
+    """One row per member of a claim in one reading: label, value, low, high, p, n, state. Raises ``Missing`` without results."""
+    if rows is None or claim["contrast"] == "none":
+        raise Missing(claim.get("why", "not run") if claim["contrast"] == "none" else "not run")
+    rule, margin = claim["rule"], next(iter(claim["rule"].values()))
+    if claim.get("study") == "attention":
+        if not has_sink(rows) and claim["contrast"] == "sink_share":
+            raise Missing("this model has no attention sink")
+        frames = _attention_members(claim, rows)
+    else:
+        frames = []
+        for member in members(claim, rows, sets, protect_frac):
+            if claim["contrast"] in NEEDS_CEILING and _ceiling(member["rows"]) < MIN_CEILING:
+                continue
+            frames.append((member["label"], _columns(claim, member, sets, max_new_tokens)))
+        if not frames:
+            raise Missing("the full cache itself answers too few items")
+    found = pd.DataFrame(
+        [(label, *estimate(frame, claim["contrast"]), len(frame)) for label, frame in frames], columns=["member", "value", "low", "high", "n"]
+    )
+    test, found["p"] = claim.get("test"), np.nan
+    if test == "wilcoxon_holm":
+        found["p"] = stats.holm([stats.wilcoxon(frame["a"].to_numpy(), frame["b"].to_numpy()).p for _, frame in frames])
+    elif test == "tost":
+        found["p"] = [stats.tost(frame["a"].to_numpy(), frame["b"].to_numpy(), margin=margin).p for _, frame in frames]
+    elif test == "sign":
+        found["p"] = stats.sign_test(found["value"].to_numpy(), np.zeros(len(found))).p
+    by_p = test in ("wilcoxon_holm", "tost")
+    found["state"] = [judge(rule, m.value, m.low, m.high, m.p if by_p else None) for m in found.itertuples()]
+    return found
+
+
+TESTS = {"wilcoxon_holm": "Wilcoxon, Holm", "tost": "paired TOST", "sign": "sign test over domains", None: "bootstrap interval"}
+
+
+def _row(claim: Mapping, found: pd.DataFrame | str) -> dict:
+    """One row of the claims table, from the members or from the reason why there are none."""
+    unit = claim.get("unit", "F1")
+    row = {
+        "claim": claim["id"],
+        "statement": claim["statement"],
+        "paper": paper_text(claim["paper"], unit),
+        "test": TESTS[claim.get("test")],
+        "unit": unit,
+        "topic": claim["topic"],
+        "source": claim["source"],
+        "note": claim.get("why", ""),
+    }
+    if isinstance(found, str):
+        return row | {"verdict": "not testable here", "note": found, "test": "none", "members": "", "closest": ""}
+    order = found.assign(
+        rank=found.state.map({"fails": 0, "undecided": 1, "holds": 2}),
+        against=[-_against(claim["rule"], m.value, m.low, m.high) for m in found.itertuples()],
+    ).sort_values(["rank", "against"])
+    worst, scale = order.iloc[0], 100.0 if unit == "%" else 1.0
+    counts = found.state.value_counts()
+    return row | {
+        "ours": worst.value * scale,
+        "low": worst.low * scale,
+        "high": worst.high * scale,
+        "p": worst.p,
+        "n": int(worst.n),
+        "verdict": verdict(found.state.tolist()),
+        "members": ", ".join(f"{counts[state]} {state}" for state in ("holds", "undecided", "fails") if state in counts),
+        "closest": worst.member if len(found) > 1 else "",
+    }
+
+
+def evaluate(
+    results: pd.DataFrame,
+    claims: Mapping | str = "protection",
+    *,
+    scaling: pd.DataFrame | None = None,
+    attention: pd.DataFrame | None = None,
+    protect_frac: float = 0.10,
+    max_new_tokens: int = 128,
+    profile: str = "quick",
+) -> pd.DataFrame:
+    """Verdict of every claim in every reading that was run.
+
+    results, scaling: rows of ``kvrepro.run.run`` (``scaling`` with a column ``length``, tokens); attention: rows of
+    ``boundary_attention`` with columns item, layer, head, region, tokens, mass. Claims that no reading touches appear once, with
+    reading "any". Returns columns ``COLUMNS`` and ``EXTRA``; ours, low and high belong to the member closest to refuting the claim.
+    """
+    book = load_claims(claims) if isinstance(claims, str) else claims
+    readings = [one for one in READINGS if (results[results.policy != "full"].reading == one).any()]
+    if not readings:
+        raise InputError("results hold no condition but the full cache: nothing to evaluate")
+    table = []
+    for claim in book["claims"]:
+        study = claim.get("study", "main")
+        free = study == "attention" or claim["contrast"] == "none"
+        for reading in ["any"] if free else readings:
+            rows = {"main": results, "scaling": scaling, "attention": attention}[study]
+            if rows is not None and not free:
+                rows = rows[(rows.reading == reading) | (rows.policy == "full")]
+            try:
+                found = evaluate_members(claim, book.get("sets", {}), rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens)
+            except Missing as missing:
+                found = str(missing)
+            table.append(_row(claim, found) | {"reading": reading})
+    frame = pd.DataFrame(table).reindex(columns=COLUMNS + EXTRA)
+    frame["model"] = results["model"].iloc[0]
+    frame["profile"] = profile
+    both = frame.groupby("claim").verdict.transform("nunique")
+    seen = frame.groupby("claim").verdict.transform("size")
+    frame["depends_on_reading"] = np.where(seen < 2, "", np.where(both > 1, "yes", "no"))
+    return frame
+
+
+def write(frame: pd.DataFrame, path: Path | str) -> Path:
+    """The claims table as CSV, at ``<results>/<chapter>/claims.csv``."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(path, index=False, float_format="%.6g")
+    return path
+
+
+# ---------------------------------------------------------------- sentences and numbers for the notebook
+
+
+def _listed(ids: Sequence[str]) -> str:
+    return ", ".join(ids) if ids else "none"
+
+
+def summary(frame: pd.DataFrame) -> str:
+    """What the verdicts add up to, as Markdown: per reading the ids of each verdict, then what hangs on the reading, then how."""
+    lines = []
+    for reading, group in frame.groupby("reading", sort=False):
+        name = {"as_run": "As run", "as_described": "As described", "any": "Without regard to the reading"}[str(reading)]
+        parts = [f"*{one}*: {_listed(group[group.verdict == one].claim.tolist())}" for one in VERDICTS if (group.verdict == one).any()]
+        lines.append(f"- **{name}** ({len(group)} claims). " + "; ".join(parts) + ".")
+    split = frame[frame.depends_on_reading == "yes"]
+    if len(split):
+        lines.append(f"- **The reading decides** {split.claim.nunique()} of them:")
+        for claim, group in split.groupby("claim", sort=False):
+            by = {row.reading: row.verdict for row in group.itertuples()}
+            lines.append(f"    - {claim}, {_lower(group.statement.iloc[0])}: *{by['as_run']}* as run, *{by['as_described']}* as described.")
+    elif (frame.depends_on_reading == "no").any():
+        lines.append("- No verdict depends on the reading.")
+    return "\n".join(lines)
+
+
+def _lower(statement: str) -> str:
+    text = statement.rstrip(".")
+    return text if text[:2].isupper() or text.split()[0] in ("H2O", "ROUGE-L", "Ada-KV") else text[0].lower() + text[1:]
+
+
+def table(frame: pd.DataFrame, topics: Sequence[str] = ()) -> pd.DataFrame:
+    """The claims as the reader sees them: paper beside ours, with interval, test, verdict and reading."""
+    rows = frame[frame.topic.isin(list(topics))] if topics else frame
+    ours = [
+        "" if pd.isna(row.ours) else f"{row.ours:.{1 if row.unit == '%' else 3}f} [{row.low:.{1 if row.unit == '%' else 3}f}, {row.high:.{1 if row.unit == '%' else 3}f}]"
+        for row in rows.itertuples()
+    ]
+    return pd.DataFrame(
+        {
+            "claim": rows.claim,
+            "statement": rows.statement,
+            "paper": rows.paper,
+            "ours [95%]": ours,
+            "unit": rows.unit,
+            "members": rows.members,
+            "closest to refuting": rows.closest,
+            "test": [row.test if pd.isna(row.p) else f"{row.test}, p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}" for row in rows.itertuples()],
+            "reading": rows.reading.str.replace("_", " "),
+            "verdict": rows.verdict,
+        }
+    ).reset_index(drop=True)
+
+
+def glue(numbers: Mapping[str, object]) -> None:
+    """Hand numbers to the prose (MyST's ``{glue:text}``), each under its name."""
+    from myst_nb import glue as myst_glue
+
+    for name, value in numbers.items():
+        myst_glue(name, value, display=False)

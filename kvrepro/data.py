@@ -3,7 +3,30 @@
 Public files are named in data/sources.yml with commit and checksum: `python -m kvrepro.data list`, `... fetch NAME`.
 """
 
+import hashlib
+import http.client
+import json
+import os
+import random
+import re
+import sys
+import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvrepro.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / "data" / "cache"
+SOURCES = ROOT / "data" / "sources.yml"
+LONGBENCH_QA = ("2wikimqa", "qasper", "multifieldqa_en", "hotpotqa", "narrativeqa", "musique")
+LONGBENCH_WORDS = 6000  # the protection paper's items have 549 to 5,996 words
+# The paper's system turn asks for a short factual answer from the passage; its wording is not published, this one is ours.
+SYSTEM = "Answer the question from the passage. Reply with a short, factual answer only."
 
 
 @dataclass(frozen=True)
@@ -36,7 +59,409 @@ class Item:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids with the generation prompt, and the token positions of each named span."""
+    """Token ids with the generation prompt, and the token positions of each named span (equal names merge)."""
 
     ids: list[int]
     spans: dict[str, list[int]]
+
+
+# ---- items
+
+
+def load_items(items: str, n_items: int | None = None, seed: int = 0, tokens: int = 1900) -> list[Item]:
+    """`n_items` items (None: all of a file), balanced over tasks, the same for the same seed.
+
+    items: "tinyworld", "tinyworld:needle" (one or more tasks, comma-separated), "longbench" (six public QA sets), or the path
+    of a .jsonl file whose rows have `messages` or `context` and `question`. `tokens` is the prompt length of tinyworld items.
+    """
+    if n_items is not None and n_items < 1:
+        raise InputError(f"n_items is {n_items}: ask for at least 1")
+    if items == "tinyworld" or items.startswith("tinyworld:"):
+        return _tinyworld(items.partition(":")[2], n_items, seed, tokens)
+    if items == "longbench":
+        return _balanced(_longbench(), n_items, seed, items)
+    if items.endswith(".jsonl"):
+        return _balanced(_read_jsonl(Path(items)), n_items, seed, items)
+    raise InputError(f"unknown items '{items}': use tinyworld, tinyworld:TASK, longbench, or the path of a .jsonl file")
+
+
+def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[Item]:
+    from kvrepro.tinyworld import world
+
+    tasks = names.split(",") if names else list(world.TASKS)
+    if n_items is None:
+        raise InputError("tinyworld has no end: give n_items")
+    counts = [n_items // len(tasks) + (i < n_items % len(tasks)) for i in range(len(tasks))]
+    return [item for task, n in zip(tasks, counts, strict=True) if n for item in world.sample(task, n, seed, tokens)]
+
+
+def _longbench() -> list[Item]:
+    """The six QA sets through `datasets`, from the public archive: its loading script no longer runs since datasets 4."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise InputError("items 'longbench' needs the package datasets: pip install 'kvrepro[hub]'") from None
+    archive = fetch("longbench/data.zip")
+    found = []
+    for task in LONGBENCH_QA:
+        rows = load_dataset("json", data_files=f"zip://data/{task}.jsonl::{archive}", split="train")
+        kept = [(i, row) for i, row in enumerate(rows) if row["length"] <= LONGBENCH_WORDS]
+        found += [_item(row, f"{task}-{i:03d}") for i, row in kept]
+    return found
+
+
+def _read_jsonl(path: Path) -> list[Item]:
+    if not path.is_file():
+        raise InputError(f"no file {path}: give an existing .jsonl, or fetch one (python -m kvrepro.data list)")
+    found = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise TypeError("not an object")
+                found.append(_item(row, f"{path.stem}-{number - 1:03d}"))
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(
+                    f"{path}, line {number}: {_reason(error)}; a row needs messages, or context and question, and an answer"
+                ) from None
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return f"no field {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _item(row: dict, identity: str) -> Item:
+    """A row of the artifact's files, of LongBench, or of `python -m kvrepro.tinyworld sample`."""
+    answers = row.get("answers", row.get("answer"))
+    if answers is None:
+        raise KeyError("answer")
+    answers = [answers] if isinstance(answers, str) else [str(a) for a in answers]
+    if not answers:
+        raise ValueError("no answer")
+    meta = dict(row.get("meta") or {})
+    if len(answers) > 1:
+        meta["answers"] = answers
+    if "messages" in row:
+        spans = tuple(Span(**span) for span in row.get("spans", ()))
+        return Item(row.get("id", identity), row.get("task", "items"), tuple(row["messages"]), answers[0], spans, meta=meta)
+    question = next((row[key] for key in ("question", "input", "prompt") if key in row), None)
+    if question is None:
+        raise KeyError("question")
+    task = row.get("domain") or row.get("dataset") or meta.get("benchmark") or "items"
+    messages, spans = _passage_messages(row["context"], question)
+    return Item(identity, task, messages, answers[0], spans, row["context"], question, meta)
+
+
+def _balanced(items: list[Item], n: int | None, seed: int, name: str) -> list[Item]:
+    """n items, as equal over tasks as their numbers allow, in file order; the seed chooses within a task."""
+    if n is None or n == len(items):
+        return items
+    if n > len(items):
+        raise InputError(f"n_items is {n} but {name} has {len(items)} items: ask for at most {len(items)}")
+    groups: dict[str, list[int]] = {}
+    for i, item in enumerate(items):
+        groups.setdefault(item.task, []).append(i)
+    for task, members in groups.items():
+        random.Random(f"{seed} {task}").shuffle(members)
+    turns = [members[turn] for turn in range(len(items)) for members in groups.values() if turn < len(members)]
+    return [items[i] for i in sorted(turns[:n])]
+
+
+# ---- prompts
+
+
+def _passage_messages(context: str, question: str) -> tuple[tuple[dict, ...], tuple[Span, ...]]:
+    passage, ask = f"Passage: {context}", f"Question: {question}"
+    content = f"{passage}\n\n{ask}"
+    messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": content})
+    spans = (
+        Span("system", 0, 0, len(SYSTEM)),
+        Span("passage", 1, 0, len(passage)),
+        Span("question", 1, len(content) - len(ask), len(content)),
+    )
+    return messages, spans
+
+
+def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
+    """Token ids of the item's messages with generation prompt, at most `limit` of them, and its spans as token positions.
+
+    A passage that does not fit keeps its last tokens: budget = limit - tokens(template with empty user turn) -
+    tokens(question part) - tokens("Passage: "); the kept tokens are decoded, templated and tokenised again, and what still
+    exceeds the limit is cut on the right. No special tokens beside the template's.
+    Source: protection paper's harness, run_v3_jax.py:410-480. Raises InputError if an item without passage exceeds the limit.
+    """
+    messages, spans = item.messages, item.spans
+    if not any(message["content"].strip() for message in messages):
+        raise InputError(f"item {item.id} is empty: its messages hold no text")
+    if item.context is not None:
+        empty_user = _render(tokenizer, ({"role": "system", "content": SYSTEM}, {"role": "user", "content": ""}))
+        parts = (empty_user, f"\n\nQuestion: {item.question}", "Passage: ")
+        budget = limit - sum(len(_encode(tokenizer, part)) for part in parts)
+        if budget < 1:
+            raise InputError(f"item {item.id}: limit {limit} leaves {budget} tokens for the passage: raise the limit")
+        context = _encode(tokenizer, item.context)
+        if len(context) > budget:
+            messages, spans = _passage_messages(tokenizer.decode(context[-budget:]), item.question or "")
+    text = _render(tokenizer, messages)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    if item.context is None and len(ids) > limit:
+        raise InputError(f"item {item.id} has {len(ids)} prompt tokens > limit {limit}: raise the limit or take shorter items")
+    return Prompt(ids[:limit], _positions(item.id, text, messages, spans, offsets[:limit]))
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _render(tokenizer: Any, messages: tuple[dict, ...]) -> str:
+    if tokenizer.chat_template is None:
+        raise InputError(f"tokenizer {tokenizer.name_or_path} has no chat template: use an instruction-tuned checkpoint")
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise InputError(f"the chat template of {tokenizer.name_or_path} refuses the messages: {error}") from None
+
+
+def _positions(identity: str, text: str, messages, spans, offsets) -> dict[str, list[int]]:
+    """Token positions whose characters touch each span; templates may trim a message, so it is looked for trimmed too."""
+    starts, cursor = [], 0
+    for message in messages:
+        content = message["content"]
+        at = text.find(content, cursor)
+        if at < 0:
+            at = text.find(content.strip(), cursor)
+            if at < 0:
+                raise InputError(f"item {identity}: the chat template rewrites a {message['role']} message, spans are lost")
+            at -= len(content) - len(content.lstrip())
+        starts.append(at)
+        cursor = at + len(content.rstrip())
+    found: dict[str, set[int]] = {}
+    for span in spans:
+        first, last = starts[span.message] + span.start, starts[span.message] + span.end
+        touching = {i for i, (a, b) in enumerate(offsets) if a < last and b > first and b > a}
+        found.setdefault(span.name, set()).update(touching)
+    return {name: sorted(positions) for name, positions in found.items()}
+
+
+# ---- public data
+
+
+def sources() -> dict[str, dict]:
+    """The manifest: source name -> title, url, commit, licence, citation, files {path: {bytes, sha256}}."""
+    return yaml.safe_load(SOURCES.read_text(encoding="utf-8"))
+
+
+def fetch(name: str) -> Path:
+    """The verified local path of a public file ("artifact/data/longbench-balanced.jsonl", or the end of its path where
+    that is unique), or the folder of a whole source ("artifact").
+
+    Looks into the folders of $KVREPRO_DATA (read only), then data/cache, else downloads. Raises InputError when there is no
+    network, or when a file has not the size or checksum of the manifest; such a file is left as it is.
+    """
+    manifest = sources()
+    if name in manifest:
+        paths = list(manifest[name]["files"])
+        folder = next((f for f in _folders(name) if all((f / path).is_file() for path in paths)), CACHE / name)
+        for path in paths:
+            _verified(manifest, name, path, folder)
+        return folder
+    matches = [(s, p) for s in manifest for p in manifest[s]["files"] if f"/{s}/{p}".endswith(f"/{name}")]
+    if len(matches) != 1:
+        what = "is not in" if not matches else f"names {len(matches)} files of"
+        raise InputError(f"'{name}' {what} data/sources.yml: see python -m kvrepro.data list")
+    source, path = matches[0]
+    folder = next((f for f in _folders(source) if (f / path).is_file()), CACHE / source)
+    return _verified(manifest, source, path, folder)
+
+
+def _folders(source: str) -> Iterator[Path]:
+    for folder in filter(None, os.environ.get("KVREPRO_DATA", "").split(os.pathsep)):
+        yield Path(folder)
+        yield Path(folder) / source
+    yield CACHE / source
+
+
+def _verified(manifest: dict, source: str, path: str, folder: Path) -> Path:
+    file, entry = folder / path, manifest[source]["files"][path]
+    if not file.is_file():
+        _download(manifest[source]["url"].format(path=path), file, entry)
+    _check(file, entry, f"remove it and run: python -m kvrepro.data fetch {source}/{path}")
+    return file
+
+
+def _check(file: Path, entry: dict, way_out: str) -> None:
+    size = file.stat().st_size
+    if size != entry["bytes"]:
+        raise InputError(f"{file} has {size} of {entry['bytes']} bytes: {way_out}")
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != entry["sha256"]:
+        raise InputError(f"{file} has sha256 {digest[:12]}..., expected {entry['sha256'][:12]}...: {way_out}")
+
+
+def _download(url: str, file: Path, entry: dict) -> None:
+    part = file.with_name(file.name + ".part")  # never under the final name until it is whole and right
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with urllib.request.urlopen(url, timeout=30) as reply, part.open("wb") as out:
+            while block := reply.read(1 << 20):
+                out.write(block)
+    except (OSError, http.client.HTTPException) as error:
+        part.unlink(missing_ok=True)
+        reason = getattr(error, "reason", None) or error
+        raise InputError(
+            f"cannot download {url} ({reason}): connect to the network, or put the file into a folder named in $KVREPRO_DATA"
+        ) from None
+    try:
+        _check(part, entry, "the download is not the file of the manifest; try again")
+    except InputError:
+        part.unlink()
+        raise
+    os.replace(part, file)
+
+
+# ---- the protection paper's per-item results
+
+ARTIFACT_MODELS = {
+    "q25": "Qwen/Qwen2.5-3B-Instruct",
+    "q3b": "Qwen/Qwen2.5-3B-Instruct",
+    "q7b": "Qwen/Qwen2.5-7B-Instruct",
+    "phi35": "microsoft/Phi-3.5-mini-instruct",
+    "phi4mini": "microsoft/Phi-4-mini-instruct",
+    "gemma3": "google/gemma-3-4b-it",
+    "mistral7b": "mistralai/Mistral-7B-Instruct-v0.3",
+    "q3-4b": "Qwen/Qwen3-4B-Instruct-2507",
+    "probe": "Qwen/Qwen3-4B-Instruct-2507",
+}
+ARTIFACT_POLICIES = {"adakv_faithful": "ada_kv_faithful", "oc": "online_credit"}
+ARTIFACT_ITEMS = {  # rows of a file -> the items it ran on; the pool of 481 and the long needles are not public
+    6: "jit-probe-bench",
+    48: "longbench-longctx",
+    58: "longbench-32k",
+    60: "niah-64k",
+    63: "niah-benchmark",
+    162: "longbench-balanced",
+    481: "longbench-pool",
+}
+
+
+def artifact_condition(path: str) -> dict:
+    """Model, policy, capacity and protection of a result file, read from its name.
+
+    Three names hide their protection: `oc` files are protected at 10% per side, `-protected` and the `probe` files too
+    (paper, tables 23 and A). A missing capacity or one that holds the prompt is the full cache.
+    """
+    stem = Path(path).stem
+    model = next(ARTIFACT_MODELS[key] for key in sorted(ARTIFACT_MODELS, key=len, reverse=True) if stem.startswith(key))
+    policy = re.search(r"(adakv_faithful|quest_faithful|h2o|snapkv|lru|random|oc)(?=-|$)", stem)
+    capacity = re.search(r"-c(\d+)", stem)
+    fraction = re.search(r"-prot(\d+)$", stem)
+    protected = "-prot" in stem or stem.startswith("probe") or (policy is not None and policy[1] == "oc")
+    side = int(fraction[1]) / 100 if fraction else 0.1 if protected else 0.0
+    sampling = re.search(r"-t07-s(\d+)$", stem)
+    if "fullcache" in stem or "c32768" in stem:
+        return {"model": model, "policy": "full", "capacity": None, "prefix": 0.0, "suffix": 0.0, "temperature": 0.0}
+    name = policy[1] if policy else ""
+    return {
+        "model": model,
+        "policy": ARTIFACT_POLICIES.get(name, name),
+        "capacity": int(capacity[1]) if capacity else None,
+        "prefix": side,
+        "suffix": side,
+        "temperature": 0.7 if sampling else 0.0,
+        "seed": int(sampling[1]) if sampling else None,
+    }
+
+
+def artifact_results(under: str = "", rouge: bool = False):
+    """The protection paper's public per-item rows in the columns of our own results (see `kvrepro.store.COLUMNS`).
+
+    under: only files below this folder of results/, e.g. "n481/qwen25-3b". Stored as run: token_f1, exact_match, counts.
+    Computed here from the stored text: the other measures; the artifact keeps 500 characters of prediction and reference,
+    `cut` says where that may matter. `rouge` adds rouge_l (about 1 ms a row). What the artifact does not tell is null.
+    """
+    import pandas as pd
+
+    from kvrepro import measure, store
+
+    folder = fetch("artifact")
+    domains = [item.task for item in _read_jsonl(folder / "data" / "longbench-balanced.jsonl")]
+    rows = []
+    for path in (p for p in sources()["artifact"]["files"] if p.startswith(f"results/{under}") and p.endswith(".jsonl")):
+        entries = [json.loads(line) for line in (folder / path).read_text(encoding="utf-8").splitlines()]
+        items, condition = ARTIFACT_ITEMS[len(entries)], artifact_condition(path)
+        for entry in entries:
+            prediction, answer = entry["prediction"], entry["reference"]
+            rows.append(
+                condition
+                | {
+                    "chapter": "protection",
+                    "name": path.removeprefix("results/").removesuffix(".jsonl"),
+                    "item": f"{items}-{entry['idx']:03d}",
+                    "task": domains[entry["idx"]] if items == "longbench-balanced" else items,
+                    "suffix_mode": "dynamic",
+                    "interval": 8,
+                    "reading": "as_run",
+                    "execution": "masked",
+                    "prompt_tokens": entry["n_prompt_tokens"],
+                    "n_generated": entry["n_generated_tokens"],
+                    "prediction": prediction,
+                    "answer": answer,
+                    "token_f1": entry["token_f1"],
+                    "exact_match": entry["exact_match"],
+                    "token_f1_longbench": measure.token_f1_longbench(prediction, answer),
+                    "rouge_l": measure.rouge_l(prediction, answer) if rouge else None,
+                    "repetition_4gram": measure.repetition_4gram(prediction),
+                    "kept_mean": entry.get("positions_retained"),
+                    "evicted": entry["eviction_count"],
+                    "policy_calls": entry["policy_call_count"],
+                    "backend": "artifact",
+                    "dtype": "bfloat16",
+                    "cut": len(prediction) >= 500 or len(answer) >= 500,
+                }
+            )
+    if not rows:
+        raise InputError(f"no result files under results/{under} of the artifact: see python -m kvrepro.data list")
+    frame = pd.DataFrame(rows)
+    return frame.reindex(columns=[*store.COLUMNS, *(c for c in frame.columns if c not in store.COLUMNS)])
+
+
+# ---- command line
+
+
+def main() -> None:
+    import typer
+
+    app = typer.Typer(add_completion=False, help="Public data: what the manifest names, and fetching it.")
+
+    @app.command("list")
+    def list_() -> None:
+        """Print every source with its files, sizes and checksums."""
+        for name, source in sources().items():
+            total = sum(entry["bytes"] for entry in source["files"].values())
+            print(f"{name}: {source['title']}\n  {len(source['files'])} files, {total / 1e6:.1f} MB, commit {source['commit']}")
+            print(f"  licence: {source['licence']}\n  cite: {source['citation']}\n  from: {source['url']}")
+            for path, entry in source["files"].items():
+                print(f"  {name}/{path}  {entry['bytes']}  {entry['sha256'][:12]}")
+
+    @app.command("fetch")
+    def fetch_(name: str) -> None:
+        """Get a source or one file, verify it, print where it lies."""
+        print(fetch(name))
+
+    try:
+        app()
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Policies as data, the conditions of an experiment, and the one function that reduces a cache to its capacity.
+
+`python -m kvrepro.policy` lists the catalogue.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvrepro import allocate, guard, score
+from kvrepro.errors import InputError
+from kvrepro.observe import Observation
+from kvrepro.reading import AS_DESCRIBED, AS_RUN, READINGS, Reading, resolve
+from kvrepro.selection import drop_lowest, position_rank, tie_key, top_per_head
+from kvrepro.shapes import Mask, RowInts, Scores, TokenMask
+
+ARTIFACT = "protection paper's artifact, 496739f"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How one method decides. `score` ranks, `ties` orders equals (then by position), `shield` exempts tokens on the method's
+    own account, and `allocate`, if set, gives each KV head its own choice."""
+
+    title: str
+    source: str
+    score: Callable[[Observation], Scores]
+    ties: tuple[str, ...] = ("last_access",)
+    shield: Callable[[Observation, RowInts], TokenMask] = guard.nothing
+    shielded: int = 0  # tokens that `shield` needs at least
+    allocate: Callable | None = None
+    regimes: tuple[str, ...] = ("decode cap",)
+
+    @property
+    def budget(self) -> str:
+        if self.allocate is None:
+            return "tokens, one set for all layers and heads"
+        return "tokens per KV head, their union trimmed to the capacity"
+
+    @property
+    def readings(self) -> str:
+        return ", ".join(READINGS)
+
+
+CATALOGUE: dict[str, Policy] = {
+    "lru": Policy("LRU", ARTIFACT, score.lru, ties=("inserted",)),
+    "h2o": Policy("H2O", f"Zhang et al. 2023, simplified in the {ARTIFACT}", score.h2o, ties=("last_access", "inserted")),
+    "snapkv": Policy("SnapKV", f"Li et al. 2024, simplified in the {ARTIFACT}", score.snapkv),
+    "streaming_llm": Policy(
+        "StreamingLLM (SLW)",
+        f"Xiao et al. 2023, after the prompt, as in the {ARTIFACT}",
+        score.lru,
+        ties=("inserted",),
+        shield=guard.sinks_and_window,
+        shielded=4,
+    ),
+    "ada_kv": Policy("Ada-KV", f"Feng et al. 2024, simplified in the {ARTIFACT}", score.ada_kv),
+    "quest": Policy("QUEST", f"Tang et al. 2024, simplified in the {ARTIFACT}", score.current),
+    "random": Policy("Random", ARTIFACT, score.random, ties=()),
+    "h2o_faithful": Policy(
+        "H2O-faithful", f"Zhang et al. 2023, the {ARTIFACT}", score.cumulative, ties=("last_access", "inserted")
+    ),
+    "snapkv_faithful": Policy("SnapKV-faithful", f"Li et al. 2024, the {ARTIFACT}", score.prefill),
+    "ada_kv_faithful": Policy(
+        "Ada-KV-faithful", f"Feng et al. 2024, the {ARTIFACT}", score.head_cumulative, allocate=allocate.by_entropy
+    ),
+    "quest_faithful": Policy(
+        "QUEST-faithful", f"Tang et al. 2024, the {ARTIFACT}", score.head_current, allocate=allocate.every_head
+    ),
+}
+PROTECTION_SEVEN = ("lru", "h2o", "snapkv", "streaming_llm", "ada_kv", "quest", "random")  # the paper's Table 3
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One cell of an experiment. `capacity` counts tokens kept; fractions of it are guarded at either end."""
+
+    policy: str = "full"
+    capacity: int | None = None
+    prefix: float = 0.0
+    suffix: float = 0.0
+    suffix_mode: str = "dynamic"  # follows the generated tokens; "static" stays at the prompt's end
+    interval: int = 8  # generated tokens between reductions
+    reading: str = "as_run"
+    execution: str = "physical"  # rows leave memory; "masked" keeps and hides them
+    switches: tuple[tuple[str, object], ...] = ()
+
+    def resolved(self) -> Reading:
+        """The reading with this condition's overrides."""
+        return resolve(self.reading, self.switches)
+
+    def guards(self) -> tuple[int, int]:
+        """Tokens guarded at the start and at the end."""
+        rounding = self.resolved().n_prot
+        capacity = self.capacity or 0
+        return guard.protected_count(self.prefix, capacity, rounding), guard.protected_count(self.suffix, capacity, rounding)
+
+    @property
+    def label(self) -> str:
+        """Short name for tables and messages: `lru C=256 +10%/10%`."""
+        if self.policy == "full":
+            return "full cache"
+        sides = f" +{self.prefix:.0%}/{self.suffix:.0%}" if self.prefix or self.suffix else ""
+        return f"{self.policy} C={self.capacity}{sides}"
+
+
+def check(condition: Condition, prompt_tokens: int | None = None) -> None:
+    """Raise InputError if `condition` cannot be met, on a prompt of that length if one is given. Costs no computation."""
+    c, reading = condition, condition.resolved()
+    if c.execution not in ("physical", "masked"):
+        raise InputError(f"unknown execution {c.execution!r}: choose physical or masked")
+    if c.suffix_mode not in ("dynamic", "static"):
+        raise InputError(f"unknown suffix_mode {c.suffix_mode!r}: choose dynamic or static")
+    if c.policy == "full":
+        if c.capacity is not None or c.prefix or c.suffix:
+            raise InputError(f"policy full keeps every token, got capacity {c.capacity}, guards {c.prefix}/{c.suffix}: drop them")
+        return
+    if c.policy not in CATALOGUE:
+        raise InputError(f"unknown policy {c.policy!r}: choose one of full, {', '.join(CATALOGUE)}")
+    policy = CATALOGUE[c.policy]
+    if c.capacity is None or c.capacity < 1 or c.interval < 1:
+        raise InputError(f"policy {c.policy} with capacity {c.capacity}, interval {c.interval}: both must be at least 1")
+    if not (0 <= c.prefix < 1 and 0 <= c.suffix < 1):
+        raise InputError(f"guards {c.prefix}/{c.suffix}: fractions of the capacity between 0 and 1")
+    prefix, suffix = c.guards()
+    needed = prefix + suffix
+    parts = f"{prefix} prefix + {suffix} suffix"
+    if policy.allocate is not None:
+        needed, parts = needed + 1, parts + " + 1 chosen by each head"
+    if policy.shielded:
+        needed, parts = max(needed, policy.shielded + 1), parts + f", or {policy.shielded} sinks + 1 recent"
+    if c.capacity < needed:
+        raise InputError(f"budget {c.capacity} < {needed} protected tokens ({parts}): raise the capacity or lower the guards")
+    if prompt_tokens is not None and prompt_tokens < prefix + suffix:
+        raise InputError(
+            f"prompt of {prompt_tokens} tokens < {prefix + suffix} protected tokens ({parts}): use a longer prompt or lower guards"
+        )
+    if c.suffix_mode == "static" and policy.allocate is None and reading.static_suffix == "per_head_only":
+        raise InputError(
+            f"suffix_mode static with {c.policy}: as run it exists for per-head policies only; "
+            "set the switch static_suffix to anywhere"
+        )
+    if reading.empty_suffix == "keeps_newest" and reading.guardrail == "honours" and prefix and not suffix:
+        raise InputError(
+            "switches empty_suffix = keeps_newest and guardrail = honours: everything is protected and nothing can leave; "
+            "change one of the two"
+        )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the rows of one reduction must meet: integers `[batch]`, and whether the suffix stays at the prompt's end."""
+
+    capacity: RowInts
+    prefix: RowInts
+    suffix: RowInts
+    static_suffix: bool = False
+
+    @classmethod
+    def of(cls, conditions: list[Condition], device: torch.device) -> "Limits":
+        rows = torch.tensor([[c.capacity, *c.guards()] for c in conditions], device=device)
+        return cls(*rows.unbind(1), static_suffix=conditions[0].suffix_mode == "static")
+
+
+def reduce(policy: Policy, o: Observation, limits: Limits) -> Mask:
+    """What every row keeps of `o.alive` so that at most `capacity` tokens remain: bool `[batch, 1 or kv_heads, tokens]`.
+
+    Rows at or below their capacity keep everything. Protection protocol, sections 4 to 7.
+    """
+    if policy.allocate is not None:
+        return _reduce_per_head(policy, o, limits)
+    excess = (o.alive.sum(1) - limits.capacity).clamp(min=0)
+    protected = guard.ends(o, limits.prefix, limits.suffix, limits.static_suffix)
+    evictable = o.alive & ~protected
+    if o.reading.empty_suffix == "keeps_newest":  # an empty suffix slice protects every token
+        evictable = evictable & ~((limits.prefix > 0) & (limits.suffix == 0))[:, None]
+    o = replace(o, evictable=evictable, excess=excess)
+
+    scores = policy.score(o)[:, 0]
+    free = evictable & ~policy.shield(o, limits.capacity)
+    keep = o.alive & ~drop_lowest(free, (scores, tie_key(o, policy.ties)), excess)
+
+    trim = keep & ~protected if o.reading.guardrail == "honours" else keep
+    by_age = tie_key(replace(o, reading=AS_DESCRIBED), ("last_access", "inserted"))  # integer positions in either reading
+    overflow = (keep.sum(1) - limits.capacity).clamp(min=0)
+    return (keep & ~drop_lowest(trim, (by_age,), overflow))[:, None]
+
+
+def _reduce_per_head(policy: Policy, o: Observation, limits: Limits) -> Mask:
+    """Each head keeps the protected tokens and its own best; the union is trimmed to the capacity by votes, then signal."""
+    protected = guard.ends(o, limits.prefix, limits.suffix, limits.static_suffix)
+    evictable = o.alive & ~protected
+    scores = policy.score(o)
+    budget = torch.minimum(limits.capacity - protected.sum(1), evictable.sum(1))
+    counts = policy.allocate(scores, evictable, budget)
+    ties = position_rank(o.positions, o.reading.tie_break)
+    heads = top_per_head(scores, evictable, counts, ties) | protected[:, None]
+
+    votes = heads.sum(1)
+    firm = protected
+    if limits.static_suffix and o.reading.trim_guard == "dynamic":
+        firm = guard.ends(o, limits.prefix, limits.suffix)
+    overflow = (votes.count_nonzero(1) - limits.capacity).clamp(min=0)
+    dropped = drop_lowest((votes > 0) & ~firm, (votes, scores.sum(1), ties), overflow)
+    within = o.alive.sum(1) <= limits.capacity
+    return torch.where(within[:, None, None], o.alive[:, None], heads & ~dropped[:, None])
+
+
+def table() -> list[dict[str, str]]:
+    """The catalogue as rows: name, title, source, readings, regimes, budget."""
+    full = {"name": "full", "title": "Full cache", "source": "-", "readings": "-", "regimes": "all", "budget": "every token"}
+    return [full] + [
+        {
+            "name": name,
+            "title": p.title,
+            "source": p.source,
+            "readings": p.readings,
+            "regimes": ", ".join(p.regimes),
+            "budget": p.budget,
+        }
+        for name, p in CATALOGUE.items()
+    ]
+
+
+def markdown() -> str:
+    """The catalogue and the switches as two markdown tables, for the book's methods page."""
+    from dataclasses import fields
+
+    rows = table()
+    lines = ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
+    lines += ["| " + " | ".join(r.values()) + " |" for r in rows]
+    lines += ["", "| switch | as run | as described | what it decides |", "| --- | --- | --- | --- |"]
+    for f in fields(Reading):
+        as_run, as_described = getattr(AS_RUN, f.name), getattr(AS_DESCRIBED, f.name)
+        lines.append(f"| {f.name} | {as_run} | {as_described} | {f.metadata['means']} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Print the catalogue."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = table()
+    view = Table(*rows[0], title="Eviction policies")
+    for row in rows:
+        view.add_row(*row.values())
+    Console().print(view)
+
+
+if __name__ == "__main__":
+    main()

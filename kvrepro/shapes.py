@@ -1,0 +1,19 @@
+"""Names for tensor shapes.
+
+Axes: `batch` rows that decode together, `heads` query heads, `kv_heads` key/value heads (1 where one decision serves all),
+`tokens` cache slots (true positions live in `Observation.positions`), `dim` the width of a head, `layers`.
+"""
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Query = Float[Tensor, "batch heads queries dim"]
+KeyValue = Float[Tensor, "batch kv_heads tokens dim"]
+Scores = Float[Tensor, "batch kv_heads tokens"]  # large = keep, always
+Mask = Bool[Tensor, "batch kv_heads tokens"]
+Counts = Int[Tensor, "batch kv_heads"]
+TokenFloats = Float[Tensor, "batch tokens"]
+TokenInts = Int[Tensor, "batch tokens"]
+TokenMask = Bool[Tensor, "batch tokens"]
+RowInts = Int[Tensor, " batch"]
+HeadFloats = Float[Tensor, "batch kv_heads tokens"]

@@ -356,7 +356,7 @@ def artifact_condition(path: str) -> dict:
     """Model, policy, capacity and protection of a result file, read from its name.
 
     Three names hide their protection: `oc` files are protected at 10% per side, `-protected` and the `probe` files too
-    (paper, tables 23 and A). A missing capacity or one that holds the prompt is the full cache.
+    (paper, tables 23 and A). A file that names no policy is LRU (table 13). A missing capacity or one that holds the prompt is the full cache.
     """
     stem = Path(path).stem
     model = next(ARTIFACT_MODELS[key] for key in sorted(ARTIFACT_MODELS, key=len, reverse=True) if stem.startswith(key))
@@ -368,7 +368,7 @@ def artifact_condition(path: str) -> dict:
     sampling = re.search(r"-t07-s(\d+)$", stem)
     if "fullcache" in stem or "c32768" in stem:
         return {"model": model, "policy": "full", "capacity": None, "prefix": 0.0, "suffix": 0.0, "temperature": 0.0}
-    name = policy[1] if policy else ""
+    name = policy[1] if policy else "lru"
     return {
         "model": model,
         "policy": ARTIFACT_POLICIES.get(name, name),

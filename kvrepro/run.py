@@ -1,0 +1,198 @@
+"""One call per experiment: items x conditions -> results rows, stored as they arrive."""
+
+import datetime
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+from tqdm import tqdm
+
+from kvrepro import data, engine, measure, models, policy, store
+from kvrepro.data import Item, Prompt
+from kvrepro.errors import InputError
+from kvrepro.models import Loaded
+from kvrepro.policy import Condition
+
+PAPER_TOKENS = 2048  # prompt and answer together, protection paper's harness
+
+
+def run(
+    chapter: str,
+    loaded: Loaded,
+    items: Sequence[Item],
+    conditions: Sequence[Condition],
+    *,
+    name: str,
+    max_new_tokens: int = 128,
+    limit: int | None = None,
+    results: str | Path = "data/results",
+    profile: str = "quick",
+    seed: int = 0,
+    batch_rows: int = 64,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """A frame with one row per (item, condition), columns as in `kvrepro.store.SCHEMA`.
+
+    Rows are written to `results`/`chapter`/`name`.parquet group by group (a relative `results` counts from the project's
+    root); those already there with the same configuration, model, prompt and engine source are not computed again. An item
+    that fails gives rows with `error` and null measures, and the run goes on. `limit`: see `prompt_limit`. `profile` and
+    `seed` (of the items) are only noted. Raises InputError, before anything is computed, for whatever `check` finds.
+    """
+    started = time.perf_counter()
+    conditions = list(dict.fromkeys(conditions))
+    prompts = check(loaded, items, conditions, max_new_tokens=max_new_tokens, limit=limit)
+    heads = [
+        [_head(chapter, name, loaded, item, prompt, c, max_new_tokens, prompt_limit(loaded, [item], max_new_tokens, limit)) for c in conditions]
+        for item, prompt in zip(items, prompts, strict=True)
+    ]
+    for row in (row for rows in heads for row in rows):
+        row |= {"profile": profile, "seed": seed}
+    keys = [row["key"] for rows in heads for row in rows]
+    stop = models.stop_ids(loaded)
+
+    with store.Store(data.ROOT / results, chapter, name) as table:
+        todo = set(table.missing(keys))
+        with tqdm(total=len(todo), desc=f"{chapter}/{name}", unit="row", disable=not progress, file=sys.stdout) as bar:
+            for members, columns in _groups(heads, todo, batch_rows):
+                asked = [conditions[c] for c in columns]
+                for i, answers in _generate(loaded, prompts, members, asked, max_new_tokens, stop, batch_rows):
+                    rows = [_row(loaded, items[i], heads[i][c], answer) for c, answer in zip(columns, answers, strict=True)]
+                    table.add(rows)
+                    bar.update(len(rows))
+        frame = table.frame()
+    frame = frame.set_index("key", drop=False).loc[keys].reset_index(drop=True).assign(profile=profile, seed=seed)
+    failed = int(frame["error"].notna().sum())
+    seconds = time.perf_counter() - started
+    print(f"{chapter}/{name}: {len(keys)} rows, {len(todo)} computed now, {failed} failed, {seconds:.0f} s")
+    return frame
+
+
+def check(
+    loaded: Loaded,
+    items: Sequence[Item],
+    conditions: Sequence[Condition],
+    *,
+    max_new_tokens: int = 128,
+    limit: int | None = None,
+) -> list[Prompt]:
+    """The items' prompts, if every item and condition can be met; raises InputError otherwise. Computes nothing."""
+    if not items or not conditions:
+        raise InputError(f"{len(items)} items x {len(conditions)} conditions: give at least one of each")
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
+    identities = {item.id for item in items}
+    if len(identities) < len(items):
+        raise InputError(f"{len(items)} items share {len(identities)} ids: give every item its own")
+    for condition in conditions:
+        policy.check(condition)
+    prompts = [data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], max_new_tokens, limit)) for item in items]
+    shortest = min(len(prompt.ids) for prompt in prompts)
+    for condition in conditions:
+        policy.check(condition, shortest)
+    return prompts
+
+
+def prompt_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int, limit: int | None = None) -> int:
+    """Most tokens of a prompt: `limit`, else what the model's context leaves, for items with a passage to cut at most the
+    paper's 2048 - max_new_tokens."""
+    room = loaded.context - max_new_tokens
+    if room < 1 or (limit is not None and limit > room):
+        wanted = f"limit {limit} + {max_new_tokens}" if limit is not None else f"{max_new_tokens}"
+        raise InputError(f"{wanted} new tokens > context {loaded.context} of {loaded.name}: lower them")
+    if limit is not None:
+        return limit
+    return min(room, PAPER_TOKENS - max_new_tokens) if any(item.context is not None for item in items) else room
+
+
+def _groups(heads: list[list[dict]], todo: set[str], batch_rows: int) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+    """(items, conditions) to compute together: neighbouring items that miss the same conditions, about batch_rows rows."""
+    group: list[int] = []
+    columns: tuple[int, ...] = ()
+    for i, rows in enumerate(heads):
+        missing = tuple(c for c, row in enumerate(rows) if row["key"] in todo)
+        if group and (missing != columns or (len(group) + 1) * len(columns) > batch_rows):
+            yield group, columns
+            group = []
+        if missing:
+            group, columns = [*group, i], missing
+    if group:
+        yield group, columns
+
+
+def _generate(loaded, prompts, members, conditions, max_new_tokens, stop, batch_rows) -> Iterator[tuple[int, list]]:
+    """(item, its generations or the exception that it raised); when a group fails, its items are tried one by one."""
+
+    ids = [prompts[i].ids for i in members]
+    try:
+        found = engine.generate(
+            loaded.model, ids, conditions, max_new_tokens=max_new_tokens, stop_ids=stop, batch_rows=batch_rows
+        )
+    except Exception as error:  # whatever an item raises becomes its rows' error
+        if len(members) == 1:
+            yield members[0], [error] * len(conditions)
+        else:
+            for i in members:
+                yield from _generate(loaded, prompts, [i], conditions, max_new_tokens, stop, batch_rows)
+    else:
+        yield from zip(members, found, strict=True)
+
+
+def _head(chapter, name, loaded: Loaded, item: Item, prompt: Prompt, condition: Condition, max_new_tokens: int, limit: int) -> dict:
+    """What is known of a row before it is computed; its key hashes all that decides the rest."""
+    settings = asdict(condition) | {"switches": json.dumps(dict(condition.switches), sort_keys=True)}
+    row = settings | {
+        "item": item.id,
+        "model": loaded.name,
+        "model_hash": loaded.hash,
+        "data_hash": store.digest(prompt.ids, _references(item)),
+        "engine_hash": store.engine_hash(),
+        "limit": limit,
+        "max_new_tokens": max_new_tokens,
+        "dtype": loaded.dtype,
+        "device": loaded.device,
+    }
+    return row | {
+        "key": store.digest(row),
+        "chapter": chapter,
+        "name": name,
+        "task": item.task,
+        "answer": item.answer,
+        "prompt_tokens": len(prompt.ids),
+    }
+
+
+def _references(item: Item) -> list[str]:
+    return item.meta.get("answers", [item.answer])
+
+
+def _row(loaded: Loaded, item: Item, head: dict, answer) -> dict:
+    import torch
+    import transformers
+
+    row = head | {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    if isinstance(answer, Exception):
+        return row | {"error": f"{type(answer).__name__}: {answer}".splitlines()[0]}
+    prediction = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
+    return row | {
+        "prediction": prediction,
+        **measure.all_measures(prediction, _references(item)),
+        "n_generated": len(answer.tokens),
+        "kept": [round(count) for count in answer.kept],
+        "kept_mean": sum(answer.kept) / len(answer.kept),
+        "kept_hash": answer.kept_positions_hash,
+        "evicted": answer.evicted,
+        "policy_calls": answer.policy_calls,
+        "bytes_held": answer.bytes_held,
+        "bytes_full": answer.bytes_full,
+        "prefill_seconds": answer.prefill_seconds,
+        "decode_seconds": answer.decode_seconds,
+        "backend": answer.backend,
+    }

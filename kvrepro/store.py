@@ -1,0 +1,185 @@
+"""Results that grow as rows arrive and survive a kill at any moment.
+
+`data/results/<chapter>/<name>.parquet` is the table; beside it `<name>.rows/` holds what has arrived since, one small file per
+`add`, each written aside and renamed, so that a reader or a resumed run meets whole files only. Closing the store folds them in.
+A row is known by its `key`: a hash of configuration, model, prompt and engine source. A row whose key changed is stale: it is
+computed again, and the new row takes its place.
+"""
+
+import ast
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kvrepro.errors import InputError
+
+MARK = {b"kvrepro": b"results 1"}
+TEXT, WHOLE, REAL = pa.string(), pa.int64(), pa.float64()
+SCHEMA = pa.schema(
+    {
+        "key": TEXT, "chapter": TEXT, "name": TEXT, "item": TEXT, "task": TEXT,
+        "model": TEXT, "model_hash": TEXT, "data_hash": TEXT, "engine_hash": TEXT,
+        "policy": TEXT, "capacity": WHOLE, "prefix": REAL, "suffix": REAL, "suffix_mode": TEXT, "interval": WHOLE,
+        "reading": TEXT, "execution": TEXT, "switches": TEXT,
+        "limit": WHOLE, "max_new_tokens": WHOLE, "prompt_tokens": WHOLE, "n_generated": WHOLE, "prediction": TEXT, "answer": TEXT,
+        "token_f1": REAL, "token_f1_longbench": REAL, "exact_match": REAL, "rouge_l": REAL, "repetition_4gram": REAL,
+        "kept": pa.list_(WHOLE), "kept_mean": REAL, "kept_hash": TEXT, "evicted": WHOLE, "policy_calls": WHOLE,
+        "bytes_held": WHOLE, "bytes_full": WHOLE, "prefill_seconds": REAL, "decode_seconds": REAL,
+        "backend": TEXT, "dtype": TEXT, "device": TEXT, "torch": TEXT, "transformers": TEXT,
+        "profile": TEXT, "seed": WHOLE, "date": TEXT, "error": TEXT,
+    },
+    metadata=MARK,
+)  # fmt: skip
+COLUMNS = SCHEMA.names
+IDENTITY = ["item", "model", "dtype", "device", "limit", "max_new_tokens", "policy", "capacity", "prefix", "suffix", "suffix_mode",
+            "interval", "reading", "execution", "switches"]  # fmt: skip
+
+
+class Store:
+    """One results table, open for adding rows; use as a context manager. One writer at a time."""
+
+    def __init__(self, results: str | Path, chapter: str, name: str):
+        """Open or create. Raises InputError for a file that is not ours, is half-written, or is open elsewhere."""
+        self.table = Path(results) / chapter / f"{name}.parquet"
+        self.folder = self.table.with_name(f"{name}.rows")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise InputError(f"{self.table} is being written by another process: wait for it, or choose another name") from None
+        try:
+            parts = sorted(self.folder.glob("*.parquet"))
+            self._next = int(parts[-1].stem) + 1 if parts else 0
+            rows = _latest([_read(path) for path in (self.table, *parts) if path.exists()]).select(["key", "error"]).to_pylist()
+            self.keys = {row["key"] for row in rows if row["error"] is None}
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        """The keys without a row; a row with an error counts as missing, so that a resumed run tries it again."""
+        return [key for key in keys if key not in self.keys]
+
+    def add(self, rows: Collection[dict[str, Any]]) -> None:
+        """Write rows (columns as in SCHEMA, absent ones null) so that they outlive this process."""
+        unknown = {column for row in rows for column in row} - set(COLUMNS)
+        if unknown:
+            raise InputError(f"unknown column {sorted(unknown)[0]}: a results row has {', '.join(COLUMNS)}")
+        _write(pa.Table.from_pylist(list(rows), schema=SCHEMA), self.folder / f"{self._next:08d}.parquet")
+        self._next += 1
+        self.keys |= {row["key"] for row in rows if row.get("error") is None}
+
+    def frame(self) -> pd.DataFrame:
+        """All rows so far, the latest of each (item, condition)."""
+        return read(self.table)
+
+    def close(self) -> None:
+        """Fold the arrived rows into the table. The order (replace, then remove) loses nothing if killed in between."""
+        parts = sorted(self.folder.glob("*.parquet"))
+        if parts:
+            _write(_latest([_read(path) for path in (self.table, *parts) if path.exists()]), self.table)
+        for part in parts:
+            part.unlink()
+        for leftover in self.folder.glob("*.tmp"):
+            leftover.unlink()
+        os.close(self._lock)
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def read(table: str | Path) -> pd.DataFrame:
+    """The rows of a table, also of one whose run was interrupted or is under way."""
+    table = Path(table)
+    paths = [table, *sorted(table.with_name(f"{table.stem}.rows").glob("*.parquet"))]
+    tables = [_read(path) for path in paths if path.exists()]
+    if not tables:
+        raise InputError(f"no results at {table}: run the chapter first")
+    return _latest(tables).to_pandas()
+
+
+def _latest(tables: list[pa.Table]) -> pa.Table:
+    table = pa.concat_tables([SCHEMA.empty_table(), *tables])
+    return table.filter(pa.array(~table.select(IDENTITY).to_pandas().duplicated(keep="last").to_numpy()))
+
+
+def _read(path: Path) -> pa.Table:
+    way_out = "nothing was changed; move it away, or choose another results folder or name"
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path} is no whole parquet file ({str(error).splitlines()[0]}): {way_out}") from None
+    if not table.schema.equals(SCHEMA, check_metadata=False) or MARK.items() - (table.schema.metadata or {}).items():
+        raise InputError(f"{path} is not a results table of this version of kvrepro: {way_out}")
+    return table.cast(SCHEMA)
+
+
+def _write(table: pa.Table, path: Path) -> None:
+    aside = path.with_name(path.name + ".tmp")
+    pq.write_table(table, aside)
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def digest(*parts: Any) -> str:
+    """sha256, first 16 hex digits, of parts as canonical JSON."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def engine_hash() -> str:
+    """Hash of the code that decides a row; comments, docstrings and layout do not count."""
+    return digest([(path.stem, code_of(path.read_text(encoding="utf-8"))) for path in deciding_files()])
+
+
+def deciding_files() -> list[Path]:
+    """The engine and the measures with all they import from here, and the run that joins them.
+
+    Items and prompts are not among them: they enter a row's key through the prompt itself.
+    """
+    package = Path(__file__).parent
+    folders = {"kvrepro": package, "kvrepro_kernels": package.parent / "kernels" / "kvrepro_kernels"}
+    found, queue = {package / "run.py"}, [package / "engine.py", package / "measure.py"]
+    while queue:
+        path = queue.pop()
+        if path.exists() and path not in found:
+            found.add(path)
+            names = _imports(path.read_text(encoding="utf-8"))
+            queue += [folders[root].joinpath(*rest).with_suffix(".py") for root, *rest in names if root in folders and rest]
+    return sorted(found)
+
+
+def _imports(source: str) -> list[list[str]]:
+    """Dotted names of all modules that the source imports, `from a import b` also as a.b."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name.split(".") for name in names]
+
+
+def code_of(source: str) -> str:
+    """Python source without comments, docstrings and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)

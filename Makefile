@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: book test lint lab clean
 .DELETE_ON_ERROR:
 
-book: $(READY)        ## re-execute the chapters, build the book (make book ARGS="--profile full")
+book: $(READY)        ## re-execute the chapters, build the book (make book ARGS="-p profile=full")
 	@$(PY) -m kvrepro.book $(ARGS)
 
 test: lint            ## lint, type check, tests

@@ -1,0 +1,76 @@
+"""Pages of the book that are computed: methods and switches from the code, claims from the results of the last run."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from kvrepro import claims, policy
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write(chapters: Sequence[str], root: Path = ROOT) -> None:
+    """The tables that the pages in book/ include, into book/generated."""
+    folder = root / "book" / "generated"
+    folder.mkdir(parents=True, exist_ok=True)
+    catalogue, switches = policy.markdown().strip().split("\n\n")
+    pages = {"methods": catalogue, "rules": rules(), "switches": switches, "claims": verdicts(chapters, root)}
+    for name, text in pages.items():
+        (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+
+
+def rules() -> str:
+    """For each method the rule by which it keeps tokens, as the docstrings of its functions state it."""
+    rows = [
+        {"method": entry.title, "keeps": _first(entry.score), "on its own account": _own(entry)}
+        for entry in policy.CATALOGUE.values()
+    ]
+    return table(rows)
+
+
+def _own(entry: policy.Policy) -> str:
+    return " ".join(_first(part) for part in (entry.shield, entry.allocate) if part not in (None, policy.guard.nothing))
+
+
+def _first(function: Callable | None) -> str:
+    paragraph = (getattr(function, "__doc__", None) or "").split("\n\n")[0]
+    return " ".join(paragraph.split())
+
+
+def verdicts(chapters: Iterable[str], root: Path = ROOT) -> str:
+    """Per chapter the summary and one row per claim, each reading with its interval and verdict."""
+    parts = []
+    for chapter in chapters:
+        file = root / "data" / "results" / chapter / "claims.csv"
+        parts.append(f"## {chapter.replace('_', ' ').capitalize()}\n")
+        if not file.is_file():
+            parts.append("This chapter has stored no verdicts.\n")
+            continue
+        frame = pd.read_csv(file)
+        texts = frame.columns.difference(["low", "high", "ours", "p", "n"])
+        frame = frame.fillna(dict.fromkeys(texts, ""))
+        model, profile = frame.model.iloc[0], frame.profile.iloc[0]
+        parts += [f"Model {model}, profile {profile}.\n", claims.summary(frame) + "\n", table(_by_claim(frame)) + "\n"]
+    return "\n".join(parts) or "No chapter has been run."
+
+
+def _by_claim(frame: pd.DataFrame) -> list[dict[str, str]]:
+    shown = claims.table(frame).assign(reading=frame.reading.to_numpy())
+    rows = []
+    for claim, group in shown.groupby("claim", sort=False):
+        by = {row["reading"]: f"**{row['verdict']}** {row['ours [95%]']}".strip() for _, row in group.iterrows()}
+        first = group.iloc[0]
+        row = {"claim": str(claim), "statement": first.statement, "paper": first.paper}
+        rows.append(row | {name.replace("_", " "): by.get(name, by.get("any", "")) for name in claims.READINGS})
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows of equal keys as a markdown table."""
+    cells = [
+        list(rows[0]),
+        ["---"] * len(rows[0]),
+        *([str(value).replace("|", "\\|") for value in row.values()] for row in rows),
+    ]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)

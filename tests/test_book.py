@@ -1,0 +1,118 @@
+"""The flow of the book on small notebooks: what is executed, what is skipped, what a failure leaves behind."""
+
+import shutil
+import sys
+
+import nbformat
+import pytest
+from papermill.exceptions import PapermillExecutionError
+
+from kvrepro import book, pages, policy
+from kvrepro.errors import InputError
+
+TOC = """
+format: jb-book
+root: book/intro
+parts:
+  - chapters:
+      - file: book/executed/first
+      - file: book/methods
+"""
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A folder with one chapter, whose single result is written to data/results/first."""
+    (tmp_path / "_toc.yml").write_text(TOC)
+    cells = [
+        nbformat.v4.new_code_cell("size = 2", metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell(
+            "import pathlib, sys\n"
+            "folder = pathlib.Path('data/results/first')\n"
+            "folder.mkdir(parents=True, exist_ok=True)\n"
+            "(folder / 'claims.csv').write_text(f'{size}')\n"
+            "print(sys.executable)\n"
+            "assert size < 5, 'too large'"
+        ),
+    ]
+    (tmp_path / "notebooks").mkdir()
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), tmp_path / "notebooks" / "first.ipynb")
+    return tmp_path
+
+
+def result(root):
+    return (root / "data" / "results" / "first" / "claims.csv").read_text()
+
+
+def test_chapters_are_the_executed_entries_of_the_toc(root):
+    assert book.chapters(root) == ["first"]
+
+
+def test_a_chapter_is_executed_once_and_again_when_something_changes(root):
+    assert book.execute("first", {"size": 3}, root)
+    assert result(root) == "3"
+    assert not book.execute("first", {"size": 3}, root)
+    assert book.execute("first", {"size": 4}, root)
+    assert result(root) == "4"
+    (root / "kvrepro").mkdir()
+    (root / "kvrepro" / "engine.py").write_text("x = 1")
+    assert book.execute("first", {"size": 4}, root)
+    shutil.rmtree(root / "data" / "results")
+    assert book.execute("first", {"size": 4}, root), "without its results a chapter is not up to date"
+    assert result(root) == "4"
+
+
+def test_a_file_named_by_a_parameter_is_part_of_the_inputs(root):
+    (root / "items.jsonl").write_text("a")
+    before = book.fingerprint("first", {"items": "items.jsonl"}, root)
+    (root / "items.jsonl").write_text("b")
+    assert book.fingerprint("first", {"items": "items.jsonl"}, root) != before
+
+
+def test_a_failing_chapter_leaves_what_was_computed_and_the_old_copy(root):
+    book.execute("first", {}, root)
+    with pytest.raises(PapermillExecutionError, match="too large"):
+        book.execute("first", {"size": 7}, root)
+    executed = root / "book" / "executed"
+    partial = nbformat.read(executed / "first.partial.ipynb", as_version=4)
+    assert any("size = 7" in cell.source for cell in partial.cells)
+    assert "size = 7" not in (executed / "first.ipynb").read_text()
+    assert book.execute("first", {}, root), "the failed run overwrote the results, so the old copy is stale"
+
+
+def test_the_kernel_is_this_interpreter(root, monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", str(root))
+    other = root / "kernels" / "python3"
+    other.mkdir(parents=True)
+    (other / "kernel.json").write_text('{"argv": ["/bin/false"], "display_name": "x", "language": "python"}')
+    book.execute("first", {}, root)
+    printed = nbformat.read(root / "book" / "executed" / "first.ipynb", as_version=4).cells[1].outputs[0].text
+    assert printed.strip() == sys.executable
+
+
+def test_parameters_go_to_the_chapters_that_have_them(root):
+    assert book.parse_parameters(["size=3"], ["first"], root) == {"first": {"size": 3}}
+    with pytest.raises(InputError, match="no chapter has a parameter 'sise'; there are: size"):
+        book.parse_parameters(["sise=3"], ["first"], root)
+    with pytest.raises(InputError, match="name=value"):
+        book.parse_parameters(["size"], ["first"], root)
+
+
+def test_a_listed_chapter_without_notebook_is_one_line(root):
+    with pytest.raises(InputError, match="second.ipynb does not exist"):
+        book.execute("second", {}, root)
+
+
+def test_pages_name_every_policy_and_every_switch(tmp_path):
+    pages.write(["first"], tmp_path)
+    text = {file.stem: file.read_text() for file in (tmp_path / "book" / "generated").iterdir()}
+    for name, entry in policy.CATALOGUE.items():
+        assert f"| {name} |" in text["methods"]
+        assert f"| {entry.title} |" in text["rules"]
+    assert all(f"| {name} |" in text["switches"] for name in policy.AS_RUN.__dataclass_fields__)
+    assert "no verdicts" in text["claims"]
+
+
+def test_the_table_escapes_bars():
+    assert pages.table([{"a": "x|y"}]) == "| a |\n| --- |\n| x\\|y |"

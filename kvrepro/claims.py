@@ -1,8 +1,8 @@
 """Claims of a paper as data, and their verdicts computed from results.
 
-A claims file (``data/claims/<chapter>.yml``) holds, per claim, the printed value as a reference to a cell of ``data/published/``, the
-contrast that computes ours, the test and the tolerance. This module reads it, evaluates every member of every claim (a member is one
-policy, capacity, domain or length) and counts: the verdict is arithmetic, not prose. The file's header states the rules.
+A claims file (`data/claims/<chapter>.yml`) holds, per claim, the printed value as a reference to a cell of
+`data/published/`, the contrast that computes ours, the test and the tolerance. This module evaluates every member (a
+policy, capacity, domain or length) of every claim and counts: a verdict is arithmetic. The file's header has the rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ READINGS = ("as_run", "as_described")
 VERDICTS = ("reproduced", "partly", "not reproduced", "not testable here")
 COLUMNS = ["claim", "statement", "paper", "ours", "low", "high", "test", "p", "verdict", "reading", "model", "profile"]
 EXTRA = ["depends_on_reading", "unit", "members", "closest", "n", "topic", "source", "note"]
-NEEDS_CEILING = {"mean", "difference", "share_of_ceiling", "spread", "lift_minus_spread", "share_of_limit", "correlation"}
+NEEDS_CEILING = {
+    "mean",
+    "difference",
+    "share_of_ceiling",
+    "spread",
+    "lift_minus_spread",
+    "share_of_limit",
+    "correlation",
+}
 MIN_CEILING = 0.10  # lower bound of the full cache's F1 below which a quality claim says nothing
 MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a model is said to have a sink
 MIN_ITEMS = 3  # below that a percentile interval means nothing
@@ -39,7 +47,7 @@ class Missing(Exception):
 
 
 def load_claims(chapter: str = "protection", folder: Path = DATA / "claims") -> dict:
-    """Claims of a chapter: ``{"sets": {name: [policy, ...]}, "claims": [claim, ...]}``, ids checked to be unique."""
+    """Claims of a chapter: `{"sets": {name: [policy, ...]}, "claims": [claim, ...]}`, ids checked to be unique."""
     path = Path(folder) / f"{chapter}.yml"
     if not path.is_file():
         raise InputError(f"no claims for chapter {chapter!r}: {path} does not exist")
@@ -70,7 +78,7 @@ def _same(cell: str, want: object) -> bool:
 
 
 def cells(file: str, where: Mapping[str, object]) -> pd.DataFrame:
-    """The printed rows that match: equality per column, ``<column>_starts`` for a beginning. None found raises."""
+    """The printed rows that match: equality per column, `<column>_starts` for a beginning. None found raises."""
     table = published(file)
     keep = pd.Series(True, index=table.index)
     for column, want in where.items():
@@ -84,14 +92,18 @@ def cells(file: str, where: Mapping[str, object]) -> pd.DataFrame:
 
 
 def paper_values(spec: Mapping) -> list[float]:
-    """Numbers behind one ``paper`` entry: the cells, their differences (``minus``), their spread or their count (``show``)."""
+    """Numbers behind one `paper` entry: the cells, their differences (`minus`), spread or count (`show`)."""
     rows = cells(spec["file"], spec["where"])
     column, by, show = spec.get("column", "value"), spec.get("by"), spec.get("show")
     if show == "count":
         return [float(len(rows))]
     if "minus" in spec:
         other = cells(spec["file"], spec["minus"])
-        pairs = rows.merge(other, on=by, suffixes=("_a", "_b")) if by else rows.merge(other, how="cross", suffixes=("_a", "_b"))
+        pairs = (
+            rows.merge(other, on=by, suffixes=("_a", "_b"))
+            if by
+            else rows.merge(other, how="cross", suffixes=("_a", "_b"))
+        )
         values = (pairs[f"{column}_a"].astype(float) - pairs[f"{column}_b"].astype(float)).tolist()
     elif show == "spread":
         groups = [group for _, group in rows.groupby(by)] if by else [rows]
@@ -119,31 +131,44 @@ def paper_text(spec: Mapping | Sequence[Mapping], unit: str = "") -> str:
 # ---------------------------------------------------------------- our side: cells, members, contrasts
 
 
+def _name(policy: str, capacity: float, prefix: float, suffix: float, mode: str) -> str:
+    if policy == "full":
+        return "full"
+    return f"{policy}|{capacity:.0f}|{prefix:.4f}|{suffix:.4f}|{mode}"
+
+
+def named(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a column `cell` that names each one's condition, so that a condition is found by one comparison."""
+    if "cell" in rows:
+        return rows
+    parts = zip(rows.policy, rows.capacity.astype(float), rows.prefix, rows.suffix, rows.suffix_mode, strict=True)
+    return rows.assign(cell=[_name(*part) for part in parts])
+
+
 def _select(rows: pd.DataFrame, cell: Mapping) -> pd.DataFrame:
     if cell["policy"] == "full":
         return rows[rows.policy == "full"].drop_duplicates("item")
-    return rows[
-        (rows.policy == cell["policy"])
-        & (rows.capacity == cell["capacity"])
-        & np.isclose(rows.prefix, cell["prefix"])
-        & np.isclose(rows.suffix, cell["suffix"])
-        & (rows.suffix_mode == cell.get("suffix_mode", "dynamic"))
-    ]
+    wanted = (cell["policy"], cell["capacity"], cell["prefix"], cell["suffix"], cell.get("suffix_mode", "dynamic"))
+    rows = named(rows)
+    return rows[rows.cell == _name(*wanted)]
 
 
 def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
-    """One column of one condition, indexed by item. A condition that was not run raises ``Missing``."""
+    """One column of one condition, indexed by item. A condition that was not run raises `Missing`."""
     here = _select(rows, cell)
     if here.empty:
         raise Missing("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
     if here["item"].duplicated().any():
-        raise InputError(f"results hold {len(here)} rows of {dict(cell)} for {here['item'].nunique()} items: one per item is needed")
+        raise InputError(
+            f"results hold {len(here)} rows of {dict(cell)} for {here['item'].nunique()} items: one per item is needed"
+        )
     return here.set_index("item")[column]
 
 
 def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, float]:
-    """Smallest, middle and largest capacity that was run with ``prefix`` protection on both sides for more than one policy."""
+    """Smallest, middle and largest capacity of the main grid: `prefix` protected on both sides, for most policies."""
     main = rows[np.isclose(rows.prefix, prefix) & np.isclose(rows.suffix, prefix) & rows.capacity.notna()]
+    main = main[~main.policy.str.endswith("_faithful")]
     found = sorted(main.groupby("capacity").policy.nunique().pipe(lambda n: n[n == n.max()]).index)
     if not found:
         raise Missing("not run: no condition is protected on both sides")
@@ -151,22 +176,32 @@ def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, float]:
 
 
 def members(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: float) -> list[dict]:
-    """Every member of a claim as ``{"label", "a", "b", "rows"}``: cells with real numbers and the rows that it is computed from."""
+    """Every member of a claim as `{"label", "a", "b", "rows"}`: cells with real numbers, and their rows."""
+    rows = named(rows)
     sizes = capacities(rows, protect_frac)
     over = claim.get("over", {})
     axes: list[list[tuple[str, dict]]] = []
     policies = over.get("policy", [None])
-    axes.append([(one or "", {"policy": one} if one else {}) for one in (sets.get(policies, policies) if isinstance(policies, str) else policies)])
+    axes.append(
+        [
+            (one or "", {"policy": one} if one else {})
+            for one in (sets.get(policies, policies) if isinstance(policies, str) else policies)
+        ]
+    )
     axes.append([(one["label"], one) for one in claim.get("members", [{"label": ""}])])
     wanted = over.get("capacity", None)
     sized = sizes["all"] if wanted == "all" else [sizes[wanted]] if wanted else [None]
-    axes.append([(f"C={one:.0f}" if one and wanted == "all" else "", {"capacity": one} if one else {}) for one in sized])
+    axes.append(
+        [(f"C={one:.0f}" if one and wanted == "all" else "", {"capacity": one} if one else {}) for one in sized]
+    )
     groups: list[tuple[str, pd.DataFrame]] = [("", rows)]
     for column in ("task", "length"):
         if column in over:
             groups = [(str(name), group) for name, group in rows.groupby(column, sort=True)]
     found = []
-    for (policy, by_policy), (label, by_member), (size, by_size), (group, group_rows) in itertools.product(*axes, groups):
+    for (policy, by_policy), (label, by_member), (size, by_size), (group, group_rows) in itertools.product(
+        *axes, groups
+    ):
         member: dict = {"label": ", ".join(filter(None, [policy, label, group, size])) or "all", "rows": group_rows}
         for side, given in claim.get("cells", {}).items():
             cell = {**by_policy, **by_size, **given, **by_member.get(side, {})}
@@ -181,11 +216,18 @@ def members(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: flo
 
 
 def _columns(claim: Mapping, member: Mapping, sets: Mapping, limit: int) -> pd.DataFrame:
-    """Items by named columns: everything whose means the contrast needs. Items with a failed row drop out of the pair."""
+    """Items by named columns: all whose means the contrast needs. An item with a failed row drops out as a pair."""
     rows, kind = member["rows"], claim["contrast"]
     full = {"policy": "full"}
     if kind == "same_kept":
-        hashes = pd.DataFrame({side: per_item(rows, member[side], "kept_positions_hash" if "kept_positions_hash" in rows else "kept_hash") for side in "ab"})
+        hashes = pd.DataFrame(
+            {
+                side: per_item(
+                    rows, member[side], "kept_positions_hash" if "kept_positions_hash" in rows else "kept_hash"
+                )
+                for side in "ab"
+            }
+        )
         return (hashes.dropna()["a"] == hashes.dropna()["b"]).astype(float).to_frame("a")
     if kind == "reinvoked":
         return (per_item(rows, member["a"], "policy_calls").dropna() >= 2).astype(float).to_frame("a")
@@ -194,7 +236,9 @@ def _columns(claim: Mapping, member: Mapping, sets: Mapping, limit: int) -> pd.D
     if kind == "correlation":
         keys = ["policy", "capacity", "prefix", "suffix", "suffix_mode"]
         wide = rows.pivot_table(index="item", columns=keys, values=[claim["measure"], claim["against"]], dropna=True)
-        wide.columns = [f"{'x' if name[0] == claim['measure'] else 'y'}:{'/'.join(map(str, name[1:]))}" for name in wide.columns]
+        wide.columns = [
+            f"{'x' if name[0] == claim['measure'] else 'y'}:{'/'.join(map(str, name[1:]))}" for name in wide.columns
+        ]
         return wide.dropna()
     measure = claim.get("measure", "token_f1")
     named = {side: member[side] for side in "ab" if side in member}
@@ -223,7 +267,9 @@ def _spread(means: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _correlation(means: Mapping[str, np.ndarray]) -> np.ndarray:
-    x, y = (np.stack([value for name, value in sorted(means.items()) if name.startswith(axis)]) for axis in ("x:", "y:"))
+    x, y = (
+        np.stack([value for name, value in sorted(means.items()) if name.startswith(axis)]) for axis in ("x:", "y:")
+    )
     x, y = x - x.mean(0), y - y.mean(0)
     return _ratio((x * y).sum(0), np.sqrt((x**2).sum(0) * (y**2).sum(0)))
 
@@ -264,7 +310,7 @@ def estimate(frame: pd.DataFrame, contrast: str, *, level: float = 0.95, seed: i
 
 
 def judge(rule: Mapping, value: float, low: float, high: float, p: float | None) -> str:
-    """``holds``, ``fails`` or ``undecided`` for one member, by its interval [low, high] and, where there is one, its test's p."""
+    """`holds`, `fails` or `undecided` for one member, by its interval [low, high] and, where there is one, its p."""
     (kind, bound), significant = next(iter(rule.items())), p is None or p < 0.05
     if np.isnan(low) or np.isnan(high):
         return "undecided"
@@ -273,7 +319,13 @@ def judge(rule: Mapping, value: float, low: float, high: float, p: float | None)
     if kind == "at_most":
         return "holds" if high < bound and significant else "fails" if low >= bound else "undecided"
     if kind == "between":
-        return "holds" if bound[0] <= low and high <= bound[1] else "fails" if high < bound[0] or low > bound[1] else "undecided"
+        return (
+            "holds"
+            if bound[0] <= low and high <= bound[1]
+            else "fails"
+            if high < bound[0] or low > bound[1]
+            else "undecided"
+        )
     if kind == "no_difference":
         return "fails" if significant else "holds" if -bound < low and high < bound else "undecided"
     if kind == "equivalent":
@@ -308,13 +360,15 @@ def _ceiling(rows: pd.DataFrame) -> float:
 
 
 def _attention_members(claim: Mapping, attention: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Items by column, from ``boundary_attention`` rows (item, layer, head, region, tokens, mass): means over layers and heads."""
+    """Items by column, from rows (item, layer, head, region, tokens, mass): means over layers and heads."""
     mass = attention.pivot_table(index="item", columns="region", values="mass", aggfunc="mean")
     if claim["contrast"] == "sink_share":
         return [("all", mass[["sink", "prefix"]])]
-    count = attention.groupby(["item", "region"]).tokens.first().unstack()
+    count = attention.pivot_table(index="item", columns="region", values="tokens", aggfunc="first")
     share = count.div(count.sum(axis=1), axis=0)
-    return [(region, pd.DataFrame({"mass": mass[region], "share": share[region]})) for region in claim["over"]["region"]]
+    return [
+        (region, pd.DataFrame({"mass": mass[region], "share": share[region]})) for region in claim["over"]["region"]
+    ]
 
 
 def has_sink(attention: pd.DataFrame) -> bool:
@@ -322,8 +376,10 @@ def has_sink(attention: pd.DataFrame) -> bool:
     return bool(attention[attention.region == "sink"].groupby("layer").mass.mean().max() >= MIN_SINK)
 
 
-def evaluate_members(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, *, protect_frac: float, max_new_tokens: int) -> pd.DataFrame:
-    """One row per member of a claim in one reading: label, value, low, high, p, n, state. Raises ``Missing`` without results."""
+def evaluate_members(
+    claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, *, protect_frac: float, max_new_tokens: int
+) -> pd.DataFrame:
+    """One row per member of a claim in one reading: member, value, low, high, n, p, state. No data raise `Missing`."""
     if rows is None or claim["contrast"] == "none":
         raise Missing(claim.get("why", "not run") if claim["contrast"] == "none" else "not run")
     rule, margin = claim["rule"], next(iter(claim["rule"].values()))
@@ -332,15 +388,19 @@ def evaluate_members(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, *
             raise Missing("this model has no attention sink")
         frames = _attention_members(claim, rows)
     else:
-        frames = []
+        frames, reasons = [], []
         for member in members(claim, rows, sets, protect_frac):
-            if claim["contrast"] in NEEDS_CEILING and _ceiling(member["rows"]) < MIN_CEILING:
-                continue
-            frames.append((member["label"], _columns(claim, member, sets, max_new_tokens)))
+            try:
+                if claim["contrast"] in NEEDS_CEILING and not _ceiling(member["rows"]) >= MIN_CEILING:
+                    raise Missing("the full cache itself answers too few items")
+                frames.append((member["label"], _columns(claim, member, sets, max_new_tokens)))
+            except Missing as missing:
+                reasons.append(str(missing))
         if not frames:
-            raise Missing("the full cache itself answers too few items")
+            raise Missing(reasons[0])
     found = pd.DataFrame(
-        [(label, *estimate(frame, claim["contrast"]), len(frame)) for label, frame in frames], columns=["member", "value", "low", "high", "n"]
+        [(label, *estimate(frame, claim["contrast"]), len(frame)) for label, frame in frames],
+        columns=["member", "value", "low", "high", "n"],
     )
     test, found["p"] = claim.get("test"), np.nan
     if test == "wilcoxon_holm":
@@ -354,7 +414,12 @@ def evaluate_members(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, *
     return found
 
 
-TESTS = {"wilcoxon_holm": "Wilcoxon, Holm", "tost": "paired TOST", "sign": "sign test over domains", None: "bootstrap interval"}
+TESTS = {
+    "wilcoxon_holm": "Wilcoxon, Holm",
+    "tost": "paired TOST",
+    "sign": "sign test over domains",
+    None: "bootstrap interval",
+}
 
 
 def _row(claim: Mapping, found: pd.DataFrame | str) -> dict:
@@ -378,6 +443,8 @@ def _row(claim: Mapping, found: pd.DataFrame | str) -> dict:
     ).sort_values(["rank", "against"])
     worst, scale = order.iloc[0], 100.0 if unit == "%" else 1.0
     counts = found.state.value_counts()
+    if counts.get("undecided", 0) == len(found):
+        row["note"] = f"the interval straddles the tolerance with {int(worst.n)} items"
     return row | {
         "ours": worst.value * scale,
         "low": worst.low * scale,
@@ -385,7 +452,9 @@ def _row(claim: Mapping, found: pd.DataFrame | str) -> dict:
         "p": worst.p,
         "n": int(worst.n),
         "verdict": verdict(found.state.tolist()),
-        "members": ", ".join(f"{counts[state]} {state}" for state in ("holds", "undecided", "fails") if state in counts),
+        "members": ", ".join(
+            f"{counts[state]} {state}" for state in ("holds", "undecided", "fails") if state in counts
+        ),
         "closest": worst.member if len(found) > 1 else "",
     }
 
@@ -402,15 +471,17 @@ def evaluate(
 ) -> pd.DataFrame:
     """Verdict of every claim in every reading that was run.
 
-    results, scaling: rows of ``kvrepro.run.run`` (``scaling`` with a column ``length``, tokens); attention: rows of
-    ``boundary_attention`` with columns item, layer, head, region, tokens, mass. Claims that no reading touches appear once, with
-    reading "any". Returns columns ``COLUMNS`` and ``EXTRA``; ours, low and high belong to the member closest to refuting the claim.
+    results, scaling: rows of `kvrepro.run.run` (`scaling` with a column `length`, tokens); attention: rows of
+    `boundary_attention` (item, layer, head, region, tokens, mass). Claims that no reading touches appear once, with
+    reading "any". Returns `COLUMNS` and `EXTRA`; ours, low, high are those of the member closest to refuting the claim.
     """
     book = load_claims(claims) if isinstance(claims, str) else claims
+    results, scaling = named(results), None if scaling is None else named(scaling)
     readings = [one for one in READINGS if (results[results.policy != "full"].reading == one).any()]
     if not readings:
         raise InputError("results hold no condition but the full cache: nothing to evaluate")
-    table = []
+    table: list[dict] = []
+    states: dict[str, list[dict[str, str]]] = {}
     for claim in book["claims"]:
         study = claim.get("study", "main")
         free = study == "attention" or claim["contrast"] == "none"
@@ -419,21 +490,31 @@ def evaluate(
             if rows is not None and not free:
                 rows = rows[(rows.reading == reading) | (rows.policy == "full")]
             try:
-                found = evaluate_members(claim, book.get("sets", {}), rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens)
+                found = evaluate_members(
+                    claim, book.get("sets", {}), rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens
+                )
             except Missing as missing:
                 found = str(missing)
+            known = {} if isinstance(found, str) else dict(zip(found.member, found.state, strict=True))
+            states.setdefault(claim["id"], []).append(known)
             table.append(_row(claim, found) | {"reading": reading})
     frame = pd.DataFrame(table).reindex(columns=COLUMNS + EXTRA)
     frame["model"] = results["model"].iloc[0]
     frame["profile"] = profile
-    both = frame.groupby("claim").verdict.transform("nunique")
-    seen = frame.groupby("claim").verdict.transform("size")
-    frame["depends_on_reading"] = np.where(seen < 2, "", np.where(both > 1, "yes", "no"))
+    frame["depends_on_reading"] = frame.claim.map({claim: _depends(states[claim]) for claim in states})
     return frame
 
 
+def _depends(states: Sequence[Mapping[str, str]]) -> str:
+    """Does the reading decide? yes: a member holds in one and fails in the other; unclear: it is open in one."""
+    if len(states) < 2 or not all(states):
+        return ""
+    pairs = [{one[member] for one in states if member in one} for member in states[0]]
+    return "yes" if {"holds", "fails"} in pairs else "unclear" if any(len(pair) > 1 for pair in pairs) else "no"
+
+
 def write(frame: pd.DataFrame, path: Path | str) -> Path:
-    """The claims table as CSV, at ``<results>/<chapter>/claims.csv``."""
+    """The claims table as CSV, at `<results>/<chapter>/claims.csv`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(path, index=False, float_format="%.6g")
@@ -448,18 +529,25 @@ def _listed(ids: Sequence[str]) -> str:
 
 
 def summary(frame: pd.DataFrame) -> str:
-    """What the verdicts add up to, as Markdown: per reading the ids of each verdict, then what hangs on the reading, then how."""
+    """What the verdicts add up to, as Markdown: the ids of each verdict per reading, then what hangs on the reading."""
     lines = []
     for reading, group in frame.groupby("reading", sort=False):
-        name = {"as_run": "As run", "as_described": "As described", "any": "Without regard to the reading"}[str(reading)]
-        parts = [f"*{one}*: {_listed(group[group.verdict == one].claim.tolist())}" for one in VERDICTS if (group.verdict == one).any()]
+        name = {"as_run": "As run", "as_described": "As described", "any": "Without regard to the reading"}[
+            str(reading)
+        ]
+        parts = [
+            f"*{one}*: {_listed(group[group.verdict == one].claim.tolist())}"
+            for one in VERDICTS
+            if (group.verdict == one).any()
+        ]
         lines.append(f"- **{name}** ({len(group)} claims). " + "; ".join(parts) + ".")
     split = frame[frame.depends_on_reading == "yes"]
     if len(split):
         lines.append(f"- **The reading decides** {split.claim.nunique()} of them:")
         for claim, group in split.groupby("claim", sort=False):
             by = {row.reading: row.verdict for row in group.itertuples()}
-            lines.append(f"    - {claim}, {_lower(group.statement.iloc[0])}: *{by['as_run']}* as run, *{by['as_described']}* as described.")
+            said = f"*{by['as_run']}* as run, *{by['as_described']}* as described"
+            lines.append(f"    - {claim}, {_lower(group.statement.iloc[0])}: {said}.")
     elif (frame.depends_on_reading == "no").any():
         lines.append("- No verdict depends on the reading.")
     return "\n".join(lines)
@@ -473,10 +561,11 @@ def _lower(statement: str) -> str:
 def table(frame: pd.DataFrame, topics: Sequence[str] = ()) -> pd.DataFrame:
     """The claims as the reader sees them: paper beside ours, with interval, test, verdict and reading."""
     rows = frame[frame.topic.isin(list(topics))] if topics else frame
-    ours = [
-        "" if pd.isna(row.ours) else f"{row.ours:.{1 if row.unit == '%' else 3}f} [{row.low:.{1 if row.unit == '%' else 3}f}, {row.high:.{1 if row.unit == '%' else 3}f}]"
-        for row in rows.itertuples()
-    ]
+    ours = []
+    for row in rows.itertuples():
+        digits = 1 if row.unit == "%" else 3
+        shown = "" if pd.isna(row.ours) else f"{row.ours:.{digits}f} [{row.low:.{digits}f}, {row.high:.{digits}f}]"
+        ours.append(shown.replace("[nan, nan]", "(too few items)"))
     return pd.DataFrame(
         {
             "claim": rows.claim,
@@ -486,7 +575,10 @@ def table(frame: pd.DataFrame, topics: Sequence[str] = ()) -> pd.DataFrame:
             "unit": rows.unit,
             "members": rows.members,
             "closest to refuting": rows.closest,
-            "test": [row.test if pd.isna(row.p) else f"{row.test}, p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}" for row in rows.itertuples()],
+            "test": [
+                row.test if pd.isna(row.p) else f"{row.test}, p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
+                for row in rows.itertuples()
+            ],
             "reading": rows.reading.str.replace("_", " "),
             "verdict": rows.verdict,
         }
@@ -494,7 +586,7 @@ def table(frame: pd.DataFrame, topics: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def glue(numbers: Mapping[str, object]) -> None:
-    """Hand numbers to the prose (MyST's ``{glue:text}``), each under its name."""
+    """Hand numbers to the prose (MyST's `{glue:text}`), each under its name."""
     from myst_nb import glue as myst_glue
 
     for name, value in numbers.items():

@@ -1,7 +1,7 @@
 """One function per figure: a results table in, a matplotlib Figure out (width 7.2 in: the book's column).
 
-Every estimate has its 95% interval (percentile bootstrap over items). One colour and one marker per policy everywhere, after Okabe and
-Ito's palette; filled means protected, hollow unprotected. Figures carry no title: the caption stands in the notebook.
+Every estimate has its 95% interval (percentile bootstrap over items). One colour and one marker per policy everywhere,
+after Okabe and Ito's palette; filled means protected, hollow unprotected. No titles: captions stand in the notebook.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _readings(results: pd.DataFrame) -> list[str]:
 
 
 def _of(results: pd.DataFrame, reading: str) -> pd.DataFrame:
-    return results[(results.reading == reading) | (results.policy == "full")]
+    return claims.named(results[(results.reading == reading) | (results.policy == "full")])
 
 
 def _cell(policy: str, capacity: float, side: float) -> dict:
@@ -89,13 +89,28 @@ def _estimate(rows: pd.DataFrame, measure: str, contrast: str, **cells: Mapping)
     return claims.estimate(frame, contrast)
 
 
-def _point(axes: Axes, x: float, y: tuple[float, float, float], *, policy: str = "lru", filled: bool = True, along: str = "y", **style) -> None:
+def _point(
+    axes: Axes,
+    x: float,
+    y: tuple[float, float, float],
+    *,
+    policy: str = "lru",
+    filled: bool = True,
+    along: str = "y",
+    **style,
+) -> None:
     """One estimate with its interval, along either axis."""
     value, low, high = y
     colour = style.pop("color", COLOURS[policy])
     error = [[max(0.0, value - low)], [max(0.0, high - value)]] if np.isfinite(low) else None
     where = {"x": x, "y": value, "yerr": error} if along == "y" else {"x": value, "y": x, "xerr": error}
-    shape = {"marker": MARKERS.get(policy, "o"), "color": colour, "mfc": colour if filled else "white", "elinewidth": 1.1, "ls": "none"}
+    shape = {
+        "marker": MARKERS.get(policy, "o"),
+        "color": colour,
+        "mfc": colour if filled else "white",
+        "elinewidth": 1.1,
+        "ls": "none",
+    }
     axes.errorbar(**where, **(shape | style))
 
 
@@ -115,7 +130,9 @@ def _panels(readings: Sequence[str], height: float, **share) -> tuple[Figure, li
     return figure, list(axes[0])
 
 
-def _legend(figure: Figure, policies: Sequence[str], *, sides: bool = True, ceiling: bool = True, columns: int = 5) -> None:
+def _legend(
+    figure: Figure, policies: Sequence[str], *, sides: bool = True, ceiling: bool = True, columns: int = 5
+) -> None:
     handles = [Line2D([], [], color=COLOURS[one], marker=MARKERS[one], ls="none", label=NAMES[one]) for one in policies]
     if sides:
         handles += [
@@ -130,13 +147,19 @@ def _legend(figure: Figure, policies: Sequence[str], *, sides: bool = True, ceil
 def _policies(rows: pd.DataFrame, protect_frac: float) -> list[str]:
     """Policies of the main grid: run at every capacity, with and without protection."""
     sizes = claims.capacities(rows, protect_frac)["all"]
-    main = rows[np.isclose(rows.prefix, rows.suffix) & (np.isclose(rows.prefix, 0) | np.isclose(rows.prefix, protect_frac))]
-    count = main[main.capacity.isin(sizes)].groupby("policy")[["capacity", "prefix"]].apply(lambda g: len(g.drop_duplicates()))
+    main = rows[
+        np.isclose(rows.prefix, rows.suffix) & (np.isclose(rows.prefix, 0) | np.isclose(rows.prefix, protect_frac))
+    ]
+    count = (
+        main[main.capacity.isin(sizes)]
+        .groupby("policy")[["capacity", "prefix"]]
+        .apply(lambda g: len(g.drop_duplicates()))
+    )
     return [name for name in NAMES if count.get(name, 0) == 2 * len(sizes)]
 
 
 def quality(results: pd.DataFrame, protect_frac: float = 0.10, measure: str = "token_f1") -> Figure:
-    """F1 by policy and capacity, each unprotected and protected point joined, with the full cache's band; one panel per reading."""
+    """F1 by policy and capacity, unprotected and protected joined, with the full cache's band; a panel per reading."""
     with plt.rc_context(STYLE):
         readings = _readings(results)
         figure, panels = _panels(readings, 3.9, sharey=True)
@@ -147,7 +170,10 @@ def quality(results: pd.DataFrame, protect_frac: float = 0.10, measure: str = "t
             for i, capacity in enumerate(sizes):
                 for j, policy in enumerate(policies):
                     x = i + (j - (len(policies) - 1) / 2) * 0.115
-                    pair = [_estimate(rows, measure, "mean", a=_cell(policy, capacity, side)) for side in (0.0, protect_frac)]
+                    pair = [
+                        _estimate(rows, measure, "mean", a=_cell(policy, capacity, side))
+                        for side in (0.0, protect_frac)
+                    ]
                     panel.plot([x, x], [pair[0][0], pair[1][0]], color=COLOURS[policy], lw=0.8, alpha=0.35)
                     for estimate, filled in zip(pair, (False, True), strict=True):
                         _point(panel, x, estimate, policy=policy, filled=filled, markersize=4.5)
@@ -174,12 +200,29 @@ def lift(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
                     cells = {"a": _cell(policy, capacity, protect_frac), "b": _cell(policy, capacity, 0.0)}
                     alpha = 0.4 + 0.6 * j / max(1, len(sizes) - 1)
                     y = i + (j - (len(sizes) - 1) / 2) * 0.24
-                    _point(panel, y, _estimate(rows, "token_f1", "difference", **cells), policy=policy, along="x", alpha=alpha, markersize=4 + j)
+                    _point(
+                        panel,
+                        y,
+                        _estimate(rows, "token_f1", "difference", **cells),
+                        policy=policy,
+                        along="x",
+                        alpha=alpha,
+                        markersize=4 + j,
+                    )
             panel.set_yticks(range(len(policies)), [NAMES[one] for one in policies])
             panel.set_xlabel("F1 gained by protection")
         panels[0].invert_yaxis()
         handles = [
-            Line2D([], [], color="#333333", marker="o", ls="none", markersize=4 + j, alpha=0.4 + 0.6 * j / max(1, len(sizes) - 1), label=f"capacity {size:.0f}")
+            Line2D(
+                [],
+                [],
+                color="#333333",
+                marker="o",
+                ls="none",
+                markersize=4 + j,
+                alpha=0.4 + 0.6 * j / max(1, len(sizes) - 1),
+                label=f"capacity {size:.0f}",
+            )
             for j, size in enumerate(sizes)
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(sizes))
@@ -187,7 +230,7 @@ def lift(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
 
 
 def domains(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10) -> pd.io.formats.style.Styler:
-    """Per-domain table at the middle capacity: full cache, unprotected, protected, lift with its interval, for each reading."""
+    """Per-domain table at the middle capacity: full cache, unprotected, protected, lift and interval, per reading."""
     table: dict[tuple[str, str], dict[str, object]] = {}
     for reading in _readings(results):
         rows = _of(results, reading)
@@ -195,7 +238,10 @@ def domains(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.
         for task, group in rows.groupby("task"):
             bare, kept = _cell(policy, size, 0.0), _cell(policy, size, protect_frac)
             gain = _estimate(group, "token_f1", "difference", a=kept, b=bare)
-            means = {name: _estimate(group, "token_f1", "mean", a=cell)[0] for name, cell in (("full", {"policy": "full"}), ("bare", bare), ("kept", kept))}
+            means = {
+                name: _estimate(group, "token_f1", "mean", a=cell)[0]
+                for name, cell in (("full", {"policy": "full"}), ("bare", bare), ("kept", kept))
+            }
             label = READINGS[reading]
             row = {("", "items"): group["item"].nunique(), ("", "full cache"): means["full"]}
             row |= {(label, "unprotected"): means["bare"], (label, "protected"): means["kept"]}
@@ -205,7 +251,8 @@ def domains(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.
     frame.columns = pd.MultiIndex.from_tuples(frame.columns)
     frame.index.name = "domain"
     lifts = [column for column in frame.columns if column[1] == "lift"]
-    numbers = {column: "{:.2f}" for column in frame.columns if column[1] not in ("items", "95%")} | {column: "{:+.2f}" for column in lifts}
+    plain = [column for column in frame.columns if column[1] not in ("items", "95%")]
+    numbers = dict.fromkeys(plain, "{:.2f}") | dict.fromkeys(lifts, "{:+.2f}")
     return frame.style.format(numbers, na_rep="").background_gradient(_PALE, subset=lifts, vmin=0, vmax=1)
 
 
@@ -216,21 +263,38 @@ def _interval(estimate: tuple[float, float, float]) -> str:
     return "too few" if np.isnan(estimate[1]) else f"{estimate[1]:+.2f} to {estimate[2]:+.2f}"
 
 
-def sensitivity(results: pd.DataFrame, fractions: Sequence[float] = (0.0, 0.05, 0.10, 0.15, 0.20), policy: str = "lru", protect_frac: float = 0.10) -> Figure:
-    """Share of the full cache's F1 against the fraction protected per side, both readings and the paper's Qwen2.5-3B."""
+def sensitivity(
+    results: pd.DataFrame,
+    fractions: Sequence[float] = (0.0, 0.05, 0.10, 0.15, 0.20),
+    policy: str = "lru",
+    protect_frac: float = 0.10,
+) -> Figure:
+    """Share of the full cache's F1 against the fraction protected per side: both readings and the paper's own curve."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(WIDTH, 3.2))
         shades = {"as_run": COLOURS[policy], "as_described": "#D55E00"}
         for shift, reading in enumerate(_readings(results)):
             rows = _of(results, reading)
             size = claims.capacities(rows, protect_frac)["middle"]
-            found = [_estimate(rows, "token_f1", "share_of_ceiling", a=_cell(policy, size, side), full={"policy": "full"}) for side in fractions]
+            found = [
+                _estimate(rows, "token_f1", "share_of_ceiling", a=_cell(policy, size, side), full={"policy": "full"})
+                for side in fractions
+            ]
             x = np.asarray(fractions) + (shift - 0.5) * 0.0016
-            axes.plot(x, [value for value, _, _ in found], color=shades[reading], lw=1.4, ls="-" if shift == 0 else "--")
+            axes.plot(
+                x, [value for value, _, _ in found], color=shades[reading], lw=1.4, ls="-" if shift == 0 else "--"
+            )
             for at, one in zip(x, found, strict=True):
                 _point(axes, at, one, color=shades[reading], marker="o" if shift == 0 else "s")
         printed = claims.cells("protection_t08_protection_sweep_qwen25_3b.csv", {"metric": "pct_of_ceiling"})
-        axes.plot(printed.protect_frac.astype(float), printed.value.astype(float) / 100, color="#777777", marker="x", lw=1, ls=":")
+        axes.plot(
+            printed.protect_frac.astype(float),
+            printed.value.astype(float) / 100,
+            color="#777777",
+            marker="x",
+            lw=1,
+            ls=":",
+        )
         axes.axhline(1, color="black", lw=1, ls=(0, (4, 2)))
         axes.set_xticks(list(fractions))
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -239,38 +303,77 @@ def sensitivity(results: pd.DataFrame, fractions: Sequence[float] = (0.0, 0.05, 
         axes.set_ylabel("F1, share of full cache")
         axes.set_ylim(bottom=-0.03)
         handles = [
-            Line2D([], [], color=shades[one], marker="os"[i], ls=["-", "--"][i], label=f"{NAMES[policy]} {READINGS[one]}") for i, one in enumerate(_readings(results))
+            Line2D(
+                [], [], color=shades[one], marker="os"[i], ls=["-", "--"][i], label=f"{NAMES[policy]} {READINGS[one]}"
+            )
+            for i, one in enumerate(_readings(results))
         ]
-        handles += [Line2D([], [], color="#777777", marker="x", ls=":", label="paper, LRU on Qwen2.5-3B"), Line2D([], [], color="black", ls=(0, (4, 2)), label="full cache")]
+        handles += [
+            Line2D([], [], color="#777777", marker="x", ls=":", label="paper, LRU on Qwen2.5-3B"),
+            Line2D([], [], color="black", ls=(0, (4, 2)), label="full cache"),
+        ]
         axes.legend(handles=handles, loc="lower right")
     return figure
 
 
 def sides(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10) -> Figure:
-    """Prefix, suffix or both: share of the full cache's F1, budget-matched rows in the lower half, with the paper's own rows."""
+    """Prefix, suffix or both: share of the full cache's F1, budget-matched rows in the lower half, and the paper's."""
     one, two = protect_frac, 2 * protect_frac
-    rows_of = [(0, 0, "none"), (one, 0, "prefix"), (0, one, "suffix"), (two, 0, "prefix"), (0, two, "suffix"), (one, one, "both")]
+    rows_of = [
+        (0, 0, "none"),
+        (one, 0, "prefix"),
+        (0, one, "suffix"),
+        (two, 0, "prefix"),
+        (0, two, "suffix"),
+        (one, one, "both"),
+    ]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(WIDTH, 3.6))
         shades = {"as_run": COLOURS[policy], "as_described": "#D55E00"}
-        ceiling = claims.paper_values({"file": "protection_t02_noprot_qwen25_3b.csv", "where": {"policy": "FullCache"}})[0]
+        ceiling = claims.paper_values(
+            {"file": "protection_t02_noprot_qwen25_3b.csv", "where": {"policy": "FullCache"}}
+        )[0]
         labels = []
         for y, (prefix, suffix, name) in enumerate(rows_of):
             for shift, reading in enumerate(_readings(results)):
                 rows = _of(results, reading)
-                cell = {"policy": policy, "capacity": claims.capacities(rows, protect_frac)["middle"], "prefix": prefix, "suffix": suffix}
+                cell = {
+                    "policy": policy,
+                    "capacity": claims.capacities(rows, protect_frac)["middle"],
+                    "prefix": prefix,
+                    "suffix": suffix,
+                }
                 estimate = _estimate(rows, "token_f1", "share_of_ceiling", a=cell, full={"policy": "full"})
                 _point(axes, y + (shift - 1) * 0.22, estimate, color=shades[reading], marker="os"[shift], along="x")
             where = {"side": name, "protect_frac": max(prefix, suffix)}
             value, low, high = (
-                claims.paper_values({"file": "protection_t09_side_ablation_qwen25_3b.csv", "where": where | {"metric": metric}})[0] / ceiling
-                for metric in ("token_f1", "ci95_low", "ci95_high")
-            ) if np.isclose(protect_frac, 0.10) else (np.nan,) * 3
+                (
+                    claims.paper_values(
+                        {"file": "protection_t09_side_ablation_qwen25_3b.csv", "where": where | {"metric": metric}}
+                    )[0]
+                    / ceiling
+                    for metric in ("token_f1", "ci95_low", "ci95_high")
+                )
+                if np.isclose(protect_frac, 0.10)
+                else (np.nan,) * 3
+            )
             _point(axes, y + 0.22, (value, low, high), color="#777777", marker="x", along="x")
             total = prefix + suffix
-            labels.append("no protection" if not total else f"{name} {'10% + 10%' if name == 'both' else f'{total:.0%}'}".replace("10%", f"{protect_frac:.0%}") if name == "both" else f"{name} only, {total:.0%}")
+            labels.append(
+                "no protection"
+                if not total
+                else f"{name} {'10% + 10%' if name == 'both' else f'{total:.0%}'}".replace("10%", f"{protect_frac:.0%}")
+                if name == "both"
+                else f"{name} only, {total:.0%}"
+            )
         axes.axhspan(2.5, 5.5, color="#F3F3F3", lw=0, zorder=0)
-        axes.annotate("same number of\nprotected positions", (0.99, 2.62), xycoords=("axes fraction", "data"), ha="right", va="top", fontsize=8, color="#555555")
+        axes.annotate(
+            "same number of protected positions",
+            (0.01, 5.38),
+            xycoords=("axes fraction", "data"),
+            fontsize=8,
+            color="#555555",
+        )
         axes.axvline(1, color="black", lw=1, ls=(0, (4, 2)))
         axes.set_yticks(range(len(labels)), labels)
         axes.set_ylim(5.5, -0.5)
@@ -278,23 +381,35 @@ def sides(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10
         axes.grid(axis="y", visible=False)
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlabel("F1, share of full cache")
-        handles = [Line2D([], [], color=shades[r], marker="os"[i], ls="none", label=f"{NAMES[policy]} {READINGS[r]}") for i, r in enumerate(_readings(results))]
-        handles += [Line2D([], [], color="#777777", marker="x", ls="none", label="paper, Qwen2.5-3B"), Line2D([], [], color="black", ls=(0, (4, 2)), label="full cache")]
+        handles = [
+            Line2D([], [], color=shades[r], marker="os"[i], ls="none", label=f"{NAMES[policy]} {READINGS[r]}")
+            for i, r in enumerate(_readings(results))
+        ]
+        handles += [
+            Line2D([], [], color="#777777", marker="x", ls="none", label="paper, Qwen2.5-3B"),
+            Line2D([], [], color="black", ls=(0, (4, 2)), label="full cache"),
+        ]
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
 
 
 def convergence(results: pd.DataFrame, protect_frac: float = 0.10, margin: float = 0.02) -> Figure:
-    """Protected policies minus protected LRU at the middle capacity: 95% (thin) and 90% (thick) interval, the TOST band, Holm's p."""
+    """Protected policies minus protected LRU, middle capacity: 95% (thin), 90% (thick) interval, TOST band, Holm p."""
     with plt.rc_context(STYLE):
         readings = _readings(results)
         figure, panels = _panels(readings, 3.4, sharey=True, sharex=True)
+        reach = margin
         for panel, reading in zip(panels, readings, strict=True):
             rows = _of(results, reading)
             size = claims.capacities(rows, protect_frac)["middle"]
             policies = [one for one in _policies(rows, protect_frac) if one != "lru"]
             base = claims.per_item(rows, _cell("lru", size, protect_frac), "token_f1")
-            frames = [pd.DataFrame({"a": claims.per_item(rows, _cell(one, size, protect_frac), "token_f1"), "b": base}).dropna() for one in policies]
+            frames = [
+                pd.DataFrame(
+                    {"a": claims.per_item(rows, _cell(one, size, protect_frac), "token_f1"), "b": base}
+                ).dropna()
+                for one in policies
+            ]
             adjusted = stats.holm([stats.wilcoxon(frame["a"].to_numpy(), frame["b"].to_numpy()).p for frame in frames])
             panel.axvspan(-margin, margin, color="#CFE8CF", lw=0, zorder=0)
             panel.axvline(0, color="black", lw=0.8)
@@ -305,10 +420,20 @@ def convergence(results: pd.DataFrame, protect_frac: float = 0.10, margin: float
                 panel.plot(inner[1:], [y, y], color=COLOURS[policy], lw=3, alpha=0.45, solid_capstyle="butt")
                 equivalent = stats.tost(frame["a"].to_numpy(), frame["b"].to_numpy(), margin=margin).p < 0.05
                 text = f"p {'< 0.001' if p < 0.001 else f'= {p:.3f}'}{', equivalent' if equivalent else ''}"
-                panel.annotate(text, (0.99, y - 0.3), xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=7.5, color="#444444")
+                panel.annotate(
+                    text,
+                    (0.99, y),
+                    xycoords=("axes fraction", "data"),
+                    ha="right",
+                    va="center",
+                    fontsize=7.5,
+                    color="#444444",
+                )
             panel.set_yticks(range(len(policies)), [NAMES[one] for one in policies])
             panel.set_xlabel("F1 minus LRU's, both protected")
+            reach = max(reach, *(abs(end) for frame in frames for end in claims.estimate(frame, "difference")[1:]))
         panels[0].set_ylim(len(policies) - 0.5, -0.6)
+        panels[0].set_xlim(-1.1 * reach, 2.4 * reach)  # room for the p-values on the right
         handles = [
             Patch(color="#CFE8CF", label=f"equivalence band ± {margin}"),
             Line2D([], [], color="#333333", lw=1.1, label="95% interval"),
@@ -330,7 +455,10 @@ def items(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10
             shown = {
                 "unprotected": (_cell(policy, size, 0.0), {"color": "#D55E00", "alpha": 0.45}),
                 "protected": (_cell(policy, size, protect_frac), {"color": COLOURS[policy], "alpha": 0.55}),
-                "full cache": ({"policy": "full"}, {"histtype": "step", "color": "black", "lw": 1.3, "ls": (0, (4, 2))}),
+                "full cache": (
+                    {"policy": "full"},
+                    {"histtype": "step", "color": "black", "lw": 1.3, "ls": (0, (4, 2))},
+                ),
             }
             for label, (cell, look) in shown.items():
                 values = claims.per_item(rows, cell, "token_f1").dropna()
@@ -338,14 +466,17 @@ def items(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10
             panel.set_xlabel("token F1 of one item")
             panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         panels[0].set_ylabel("share of items")
-        handles = [Patch(color="#D55E00", alpha=0.45, label="LRU unprotected"), Patch(color=COLOURS[policy], alpha=0.55, label="LRU protected")]
+        handles = [
+            Patch(color="#D55E00", alpha=0.45, label="LRU unprotected"),
+            Patch(color=COLOURS[policy], alpha=0.55, label="LRU protected"),
+        ]
         handles.append(Line2D([], [], color="black", lw=1.3, ls=(0, (4, 2)), label="full cache"))
         figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
 
 
 def repetition(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
-    """Share of repeated 4-grams in the output at the middle capacity, unprotected and protected, one panel per reading."""
+    """Share of repeated 4-grams in the output, middle capacity, unprotected and protected; one panel per reading."""
     with plt.rc_context(STYLE):
         readings = _readings(results)
         figure, panels = _panels(readings, 3.4, sharey=True, sharex=True)
@@ -354,7 +485,10 @@ def repetition(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
             size, policies = claims.capacities(rows, protect_frac)["middle"], _policies(rows, protect_frac)
             _ceiling(panel, rows, "repetition_4gram", along="x")
             for y, policy in enumerate(policies):
-                pair = [_estimate(rows, "repetition_4gram", "mean", a=_cell(policy, size, side)) for side in (0.0, protect_frac)]
+                pair = [
+                    _estimate(rows, "repetition_4gram", "mean", a=_cell(policy, size, side))
+                    for side in (0.0, protect_frac)
+                ]
                 panel.plot([pair[0][0], pair[1][0]], [y, y], color=COLOURS[policy], lw=0.8, alpha=0.35)
                 for shift, estimate in enumerate(pair):
                     _point(panel, y + (shift - 0.5) * 0.2, estimate, policy=policy, filled=bool(shift), along="x")
@@ -367,22 +501,29 @@ def repetition(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
     return figure
 
 
-REGIONS = {"sink": ("position 0", "#D55E00", "o"), "prefix": ("rest of the prefix", "#0072B2", "s"), "middle": ("middle", "#7F7F7F", "v"), "suffix": ("suffix", "#009E73", "D")}
+REGIONS = {
+    "sink": ("position 0", "#D55E00", "o"),
+    "prefix": ("rest of the prefix", "#0072B2", "s"),
+    "middle": ("middle", "#7F7F7F", "v"),
+    "suffix": ("suffix", "#009E73", "D"),
+}
 
 
 def boundary_attention(attention: pd.DataFrame) -> Figure:
-    """Attention of the prompt's last token by layer: share of the mass per region, and mass per position relative to uniform."""
+    """Attention of the prompt's last token by layer: share of mass per region, and mass per position over uniform."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.3), sharex=True)
         total = attention.drop_duplicates(["item", "region"]).groupby("item").tokens.sum()
-        for shift, (region, (label, colour, marker)) in enumerate(REGIONS.items()):
+        for shift, (region, (_, colour, marker)) in enumerate(REGIONS.items()):
             here = attention[attention.region == region]
             if here.empty:
                 continue
-            per_item = here.groupby(["layer", "item"]).agg(mass=("mass", "mean"), tokens=("tokens", "first")).reset_index()
+            per_item = (
+                here.groupby(["layer", "item"]).agg(mass=("mass", "mean"), tokens=("tokens", "first")).reset_index()
+            )
             per_item["density"] = per_item.mass / (per_item.tokens / per_item["item"].map(total))
             for panel, column in ((left, "mass"), (right, "density")):
-                wide = per_item.pivot(index="item", columns="layer", values=column)
+                wide = per_item.pivot_table(index="item", columns="layer", values=column)
                 found = [claims.estimate(wide[[layer]].rename(columns={layer: "a"}), "mean") for layer in wide]
                 x = np.asarray(wide.columns, float) + (shift - 1.5) * 0.09
                 panel.plot(x, [value for value, _, _ in found], color=colour, lw=1, alpha=0.7)
@@ -397,14 +538,16 @@ def boundary_attention(attention: pd.DataFrame) -> Figure:
         for panel in (left, right):
             panel.set_xlabel("layer")
             panel.xaxis.get_major_locator().set_params(integer=True)
-        handles = [Line2D([], [], color=colour, marker=marker, lw=1, label=label) for label, colour, marker in REGIONS.values()]
+        handles = [
+            Line2D([], [], color=colour, marker=marker, lw=1, label=label) for label, colour, marker in REGIONS.values()
+        ]
         handles.append(Line2D([], [], color="black", lw=1, ls=(0, (4, 2)), label="uniform"))
         figure.legend(handles=handles, loc="outside lower center", ncols=5)
     return figure
 
 
 def scaling(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
-    """F1 against prompt length at one eighth of the cache, unprotected and protected, with the full cache; one panel per reading."""
+    """F1 against prompt length at one eighth of the cache, unprotected, protected and full; one panel per reading."""
     with plt.rc_context(STYLE):
         readings = _readings(results)
         figure, panels = _panels(readings, 3.4, sharey=True)
@@ -413,21 +556,39 @@ def scaling(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
             lengths = rows.groupby("length").prompt_tokens.mean()
             policies = [one for one in NAMES if one in set(rows.policy) and one != "full"]
             lines: dict[tuple[str, float], list[tuple[float, tuple[float, float, float]]]] = {}
-            for i, (length, tokens) in enumerate(lengths.items()):
+            for length, tokens in lengths.items():
                 group = rows[rows.length == length]
                 size = claims.capacities(group, protect_frac)["middle"]
-                lines.setdefault(("full", 0.0), []).append((tokens, _estimate(group, "token_f1", "mean", a={"policy": "full"})))
+                lines.setdefault(("full", 0.0), []).append(
+                    (tokens, _estimate(group, "token_f1", "mean", a={"policy": "full"}))
+                )
                 for j, policy in enumerate(policies):
                     for side in (0.0, protect_frac):
                         x = tokens * 1.045 ** (2 * j - len(policies) + 1 + (0.5 if side else -0.5))
-                        lines.setdefault((policy, side), []).append((x, _estimate(group, "token_f1", "mean", a=_cell(policy, size, side))))
+                        lines.setdefault((policy, side), []).append(
+                            (x, _estimate(group, "token_f1", "mean", a=_cell(policy, size, side)))
+                        )
             for (policy, side), points in lines.items():
                 filled, style = bool(side), "-" if side else ":"
                 if policy == "full":
                     filled, style = True, (0, (4, 2))
-                panel.plot([x for x, _ in points], [estimate[0] for _, estimate in points], color=COLOURS[policy], lw=1, ls=style, alpha=0.8)
+                panel.plot(
+                    [x for x, _ in points],
+                    [estimate[0] for _, estimate in points],
+                    color=COLOURS[policy],
+                    lw=1,
+                    ls=style,
+                    alpha=0.8,
+                )
                 for x, estimate in points:
-                    _point(panel, x, estimate, policy=policy, filled=filled, **({"marker": "_"} if policy == "full" else {}))
+                    _point(
+                        panel,
+                        x,
+                        estimate,
+                        policy=policy,
+                        filled=filled,
+                        **({"marker": "_"} if policy == "full" else {}),
+                    )
             panel.set_xscale("log")
             panel.set_xticks(list(lengths), [f"{tokens:,.0f}" for tokens in lengths])
             panel.minorticks_off()
@@ -439,9 +600,9 @@ def scaling(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
 
 
 def retention(kept: pd.DataFrame, spans: Mapping[str, tuple[int, int]] | None = None) -> Figure:
-    """Which prompt positions survive the first reduction, one strip per policy: as run above as described, bare and protected.
+    """Which prompt positions survive the first reduction: one strip per policy, unprotected above protected.
 
-    kept: one row per kept position with columns policy, reading, protected (bool), position; ``attrs["tokens"]`` is the prompt length.
+    kept: one row per kept position (policy, reading, protected, position); `attrs["tokens"]` is the prompt's length.
     spans: named stretches of the prompt, first and last position, drawn along the top.
     """
     tokens = kept.attrs["tokens"]
@@ -450,15 +611,21 @@ def retention(kept: pd.DataFrame, spans: Mapping[str, tuple[int, int]] | None = 
     bins = 480
     edges = np.linspace(0, tokens, bins + 1)
     with plt.rc_context(STYLE | {"axes.grid": False}):
-        figure, panels = plt.subplots(2, len(readings), figsize=(WIDTH, 0.5 + 0.5 * len(policies)), squeeze=False, sharex=True, sharey=True)
+        figure, panels = plt.subplots(
+            2, len(readings), figsize=(WIDTH, 0.5 + 0.5 * len(policies)), squeeze=False, sharex=True, sharey=True
+        )
         for row, protected in enumerate((False, True)):
             for panel, reading in zip(panels[row], readings, strict=True):
                 image = np.ones((len(policies), bins, 3))
                 for y, policy in enumerate(policies):
                     here = kept[(kept.policy == policy) & (kept.reading == reading) & (kept.protected == protected)]
-                    share = np.histogram(here.position, edges)[0] / np.maximum(1, np.histogram(np.arange(tokens), edges)[0])
+                    share = np.histogram(here.position, edges)[0] / np.maximum(
+                        1, np.histogram(np.arange(tokens), edges)[0]
+                    )
                     image[y] = 0.955 - share[:, None] * (0.955 - np.asarray(to_rgb(COLOURS[policy])))
-                panel.imshow(image, aspect="auto", extent=(0, tokens, len(policies) - 0.5, -0.5), interpolation="nearest")
+                panel.imshow(
+                    image, aspect="auto", extent=(0, tokens, len(policies) - 0.5, -0.5), interpolation="nearest"
+                )
                 for y in range(len(policies) - 1):
                     panel.axhline(y + 0.5, color="white", lw=3)
                 panel.set_yticks(range(len(policies)), [NAMES[one] for one in policies])
@@ -466,7 +633,15 @@ def retention(kept: pd.DataFrame, spans: Mapping[str, tuple[int, int]] | None = 
                 for side in ("left", "bottom"):
                     panel.spines[side].set_visible(False)
                 label = f"{READINGS[reading]}, {'protected' if protected else 'unprotected'}"
-                panel.annotate(label, (0, 1.0), xytext=(0, 9 if spans else 3), xycoords="axes fraction", textcoords="offset points", fontweight="bold", va="bottom")
+                panel.annotate(
+                    label,
+                    (0, 1.0),
+                    xytext=(0, 9 if spans else 3),
+                    xycoords="axes fraction",
+                    textcoords="offset points",
+                    fontweight="bold",
+                    va="bottom",
+                )
                 _spans(panel, spans or {}, tokens)
         for panel in panels[-1]:
             panel.set_xlabel("position in the prompt (tokens)")
@@ -476,4 +651,12 @@ def retention(kept: pd.DataFrame, spans: Mapping[str, tuple[int, int]] | None = 
 def _spans(panel: Axes, spans: Mapping[str, tuple[int, int]], tokens: int) -> None:
     """Stretches of the prompt as a thin ruler above a strip panel."""
     for i, (_, (first, last)) in enumerate(spans.items()):
-        panel.axvspan(first, last + 1, ymin=1.005, ymax=1.03, color=["#444444", "#BBBBBB", "#888888", "#222222"][i % 4], clip_on=False, lw=0)
+        panel.axvspan(
+            first,
+            last + 1,
+            ymin=1.005,
+            ymax=1.03,
+            color=["#444444", "#BBBBBB", "#888888", "#222222"][i % 4],
+            clip_on=False,
+            lw=0,
+        )

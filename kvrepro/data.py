@@ -25,7 +25,7 @@ CACHE = ROOT / "data" / "cache"
 SOURCES = ROOT / "data" / "sources.yml"
 LONGBENCH_QA = ("2wikimqa", "qasper", "multifieldqa_en", "hotpotqa", "narrativeqa", "musique")
 LONGBENCH_WORDS = 6000  # the protection paper's items have 549 to 5,996 words
-# The paper's system turn asks for a short factual answer from the passage; its wording is not published, this one is ours.
+# The paper's system turn asks for a short factual answer from the passage. Its wording is not published; this is ours.
 SYSTEM = "Answer the question from the passage. Reply with a short, factual answer only."
 
 
@@ -71,8 +71,9 @@ class Prompt:
 def load_items(items: str, n_items: int | None = None, seed: int = 0, tokens: int = 1900) -> list[Item]:
     """`n_items` items (None: all of a file), balanced over tasks, the same for the same seed.
 
-    items: "tinyworld", "tinyworld:needle" (one or more tasks, comma-separated), "longbench" (six public QA sets), or the path
-    of a .jsonl file whose rows have `messages` or `context` and `question`. `tokens` is the prompt length of tinyworld items.
+    items: "tinyworld", "tinyworld:needle" (one or more tasks, comma-separated), "longbench" (six public QA sets), or
+    the path of a .jsonl file whose rows have `messages`, or `context` and `question`. `tokens` is the prompt length of
+    tinyworld items.
     """
     if n_items is not None and n_items < 1:
         raise InputError(f"n_items is {n_items}: ask for at least 1")
@@ -96,7 +97,7 @@ def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[
 
 
 def _longbench() -> list[Item]:
-    """The six QA sets through `datasets`, from the public archive: its loading script no longer runs since datasets 4."""
+    """The six QA sets through `datasets`, from the public archive: since datasets 4, loading scripts no longer run."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -125,7 +126,7 @@ def _read_jsonl(path: Path) -> list[Item]:
                 found.append(_item(row, f"{path.stem}-{number - 1:03d}"))
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
-                    f"{path}, line {number}: {_reason(error)}; a row needs messages, or context and question, and an answer"
+                    f"{path}, line {number}: {_reason(error)}; a row needs answer, and messages or context and question"
                 ) from None
     return found
 
@@ -147,7 +148,9 @@ def _item(row: dict, identity: str) -> Item:
         meta["answers"] = answers
     if "messages" in row:
         spans = tuple(Span(**span) for span in row.get("spans", ()))
-        return Item(row.get("id", identity), row.get("task", "items"), tuple(row["messages"]), answers[0], spans, meta=meta)
+        return Item(
+            row.get("id", identity), row.get("task", "items"), tuple(row["messages"]), answers[0], spans, meta=meta
+        )
     question = next((row[key] for key in ("question", "input", "prompt") if key in row), None)
     if question is None:
         raise KeyError("question")
@@ -187,12 +190,12 @@ def _passage_messages(context: str, question: str) -> tuple[tuple[dict, ...], tu
 
 
 def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
-    """Token ids of the item's messages with generation prompt, at most `limit` of them, and its spans as token positions.
+    """Token ids of the item's messages with generation prompt, at most `limit`, and its spans as token positions.
 
     A passage that does not fit keeps its last tokens: budget = limit - tokens(template with empty user turn) -
-    tokens(question part) - tokens("Passage: "); the kept tokens are decoded, templated and tokenised again, and what still
-    exceeds the limit is cut on the right. No special tokens beside the template's.
-    Source: protection paper's harness, run_v3_jax.py:410-480. Raises InputError if an item without passage exceeds the limit.
+    tokens(question part) - tokens("Passage: "); the kept tokens are decoded, templated and tokenised again, and what
+    still exceeds the limit is cut on the right. No special tokens beside the template's. Raises InputError if an item
+    without passage exceeds the limit. Source: protection paper's harness, run_v3_jax.py:410-480.
     """
     messages, spans = item.messages, item.spans
     if not any(message["content"].strip() for message in messages):
@@ -210,7 +213,9 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     if item.context is None and len(ids) > limit:
-        raise InputError(f"item {item.id} has {len(ids)} prompt tokens > limit {limit}: raise the limit or take shorter items")
+        raise InputError(
+            f"item {item.id} has {len(ids)} prompt tokens > limit {limit}: raise the limit or take shorter items"
+        )
     return Prompt(ids[:limit], _positions(item.id, text, messages, spans, offsets[:limit]))
 
 
@@ -220,7 +225,9 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 def _render(tokenizer: Any, messages: tuple[dict, ...]) -> str:
     if tokenizer.chat_template is None:
-        raise InputError(f"tokenizer {tokenizer.name_or_path} has no chat template: use an instruction-tuned checkpoint")
+        raise InputError(
+            f"tokenizer {tokenizer.name_or_path} has no chat template: use an instruction-tuned checkpoint"
+        )
     from jinja2 import TemplateError
 
     try:
@@ -230,7 +237,7 @@ def _render(tokenizer: Any, messages: tuple[dict, ...]) -> str:
 
 
 def _positions(identity: str, text: str, messages, spans, offsets) -> dict[str, list[int]]:
-    """Token positions whose characters touch each span; templates may trim a message, so it is looked for trimmed too."""
+    """Token positions whose characters touch each span; templates may trim a message, so that is looked for too."""
     starts, cursor = [], 0
     for message in messages:
         content = message["content"]
@@ -238,7 +245,9 @@ def _positions(identity: str, text: str, messages, spans, offsets) -> dict[str, 
         if at < 0:
             at = text.find(content.strip(), cursor)
             if at < 0:
-                raise InputError(f"item {identity}: the chat template rewrites a {message['role']} message, spans are lost")
+                raise InputError(
+                    f"item {identity}: the chat template rewrites a {message['role']} message, spans are lost"
+                )
             at -= len(content) - len(content.lstrip())
         starts.append(at)
         cursor = at + len(content.rstrip())
@@ -262,8 +271,8 @@ def fetch(name: str) -> Path:
     """The verified local path of a public file ("artifact/data/longbench-balanced.jsonl", or the end of its path where
     that is unique), or the folder of a whole source ("artifact").
 
-    Looks into the folders of $KVREPRO_DATA (read only), then data/cache, else downloads. Raises InputError when there is no
-    network, or when a file has not the size or checksum of the manifest; such a file is left as it is.
+    Looks into the folders of $KVREPRO_DATA (read only), then data/cache, else downloads. Raises InputError when there
+    is no network, or when a file has not the size or checksum of the manifest; such a file is left as it is.
     """
     manifest = sources()
     if name in manifest:
@@ -317,7 +326,7 @@ def _download(url: str, file: Path, entry: dict) -> None:
         part.unlink(missing_ok=True)
         reason = getattr(error, "reason", None) or error
         raise InputError(
-            f"cannot download {url} ({reason}): connect to the network, or put the file into a folder named in $KVREPRO_DATA"
+            f"cannot download {url} ({reason}): connect to the network, or put the file into a folder of $KVREPRO_DATA"
         ) from None
     try:
         _check(part, entry, "the download is not the file of the manifest; try again")
@@ -356,7 +365,7 @@ def artifact_condition(path: str) -> dict:
     """Model, policy, capacity and protection of a result file, read from its name.
 
     Three names hide their protection: `oc` files are protected at 10% per side, `-protected` and the `probe` files too
-    (paper, tables 23 and A). A file that names no policy is LRU (table 13). A missing capacity or one that holds the prompt is the full cache.
+    (paper, tables 23 and A). A file that names no policy is LRU (table 13). 32768 held every prompt of its files.
     """
     stem = Path(path).stem
     model = next(ARTIFACT_MODELS[key] for key in sorted(ARTIFACT_MODELS, key=len, reverse=True) if stem.startswith(key))
@@ -383,9 +392,10 @@ def artifact_condition(path: str) -> dict:
 def artifact_results(under: str = "", rouge: bool = False):
     """The protection paper's public per-item rows in the columns of our own results (see `kvrepro.store.COLUMNS`).
 
-    under: only files below this folder of results/, e.g. "n481/qwen25-3b". Stored as run: token_f1, exact_match, counts.
-    Computed here from the stored text: the other measures; the artifact keeps 500 characters of prediction and reference,
-    `cut` says where that may matter. `rouge` adds rouge_l (about 1 ms a row). What the artifact does not tell is null.
+    under: only files whose path below results/ starts so, e.g. "n481/qwen25-3b". As the artifact stored them: token_f1,
+    exact_match and the counts. Computed here from the stored text: the other measures. The artifact keeps 500
+    characters of prediction and reference, `cut` says where that may matter. `rouge` adds rouge_l (about 1 ms a row).
+    What the artifact does not tell is null.
     """
     import pandas as pd
 
@@ -394,7 +404,9 @@ def artifact_results(under: str = "", rouge: bool = False):
     folder = fetch("artifact")
     domains = [item.task for item in _read_jsonl(folder / "data" / "longbench-balanced.jsonl")]
     rows = []
-    for path in (p for p in sources()["artifact"]["files"] if p.startswith(f"results/{under}") and p.endswith(".jsonl")):
+    for path in (
+        p for p in sources()["artifact"]["files"] if p.startswith(f"results/{under}") and p.endswith(".jsonl")
+    ):
         entries = [json.loads(line) for line in (folder / path).read_text(encoding="utf-8").splitlines()]
         items, condition = ARTIFACT_ITEMS[len(entries)], artifact_condition(path)
         for entry in entries:
@@ -446,7 +458,8 @@ def main() -> None:
         """Print every source with its files, sizes and checksums."""
         for name, source in sources().items():
             total = sum(entry["bytes"] for entry in source["files"].values())
-            print(f"{name}: {source['title']}\n  {len(source['files'])} files, {total / 1e6:.1f} MB, commit {source['commit']}")
+            print(f"{name}: {source['title']}")
+            print(f"  {len(source['files'])} files, {total / 1e6:.1f} MB, commit {source['commit']}")
             print(f"  licence: {source['licence']}\n  cite: {source['citation']}\n  from: {source['url']}")
             for path, entry in source["files"].items():
                 print(f"  {name}/{path}  {entry['bytes']}  {entry['sha256'][:12]}")

@@ -1,4 +1,4 @@
-"""What a prediction is worth. Every measure takes the prediction and one reference, or several of which the best counts."""
+"""What a prediction is worth, given one reference, or several of which the best counts."""
 
 import re
 import string

@@ -1,4 +1,4 @@
-"""Models: the embedded one, a local checkpoint folder, or a Hugging Face id; refused in one line before weights are read."""
+"""Models: the embedded one, a checkpoint folder, or a Hugging Face id; refused in one line before weights are read."""
 
 import hashlib
 import json
@@ -13,8 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ROOT / "data" / "models" / "tiny-gqa"
 DEFAULT = "tiny-gqa"
 DTYPES = ("float32", "bfloat16", "float16")
-SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration and tokenizer, fetched and checked before the weights
-# Stop tokens beside the tokenizer's eos, where a vocabulary has them (protection paper's harness, run_v3_jax.py:397-403).
+SMALL_FILES = (
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+)  # configuration and tokenizer, fetched and checked before the weights
+# Stop tokens beside the tokenizer's eos, where a vocabulary has them (protection paper's run_v3_jax.py:397-403).
 STOP_TOKENS = ("<|im_end|>", "<|end|>", "<|endoftext|>")
 
 
@@ -45,10 +50,10 @@ class Loaded:
 def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> Loaded:
     """Load a causal language model with its tokenizer. The engine brings its own attention (`kvrepro.attention`).
 
-    model: "tiny-gqa" (ships with the project), the folder of a checkpoint, or a hub id as owner/name. device: "cpu", "cuda",
-    "cuda:0", or "auto" (cuda if there is one). dtype: float32, bfloat16 or float16.
-    Raises InputError, before any weight is read or fetched: unknown name, .bin-only weights, remote code, no tokenizer, no
-    chat template, no network, no such device.
+    model: "tiny-gqa" (ships with the project), the folder of a checkpoint, or a hub id as owner/name. device: "cpu",
+    "cuda", "cuda:0", or "auto" (cuda if there is one). dtype: float32, bfloat16 or float16.
+    Raises InputError, before any weight is read or fetched: unknown name, .bin-only weights, remote code, no tokenizer,
+    no chat template, no network, no such device.
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype '{dtype}': use {', '.join(DTYPES)}")
@@ -60,7 +65,9 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> L
 
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if not tokenizer.is_fast:
-        raise InputError(f"{name} has no fast tokenizer (tokenizer.json): save one with AutoTokenizer(...).save_pretrained")
+        raise InputError(
+            f"{name} has no fast tokenizer (tokenizer.json): save one with AutoTokenizer(...).save_pretrained"
+        )
     network = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
@@ -69,7 +76,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> L
 
 
 def stop_ids(loaded: Loaded, as_run: bool = False) -> frozenset[int]:
-    """Token ids that end an answer: the tokenizer's eos, STOP_TOKENS where defined, and the generation config's eos list.
+    """Token ids that end an answer: the tokenizer's eos, STOP_TOKENS where defined, the generation config's eos list.
 
     as_run leaves the generation config out, as the protection paper's harness did. It matters for Gemma, whose
     <end_of_turn> stands only there: as run, every Gemma answer went on to the token limit.
@@ -85,7 +92,7 @@ def stop_ids(loaded: Loaded, as_run: bool = False) -> frozenset[int]:
 
 
 def resolve(model: str) -> tuple[str, Path]:
-    """(name, folder) of a checkpoint that passed every check short of reading its weights; fetches it if it is a hub id."""
+    """(name, folder) of a checkpoint that passed every check short of reading its weights; fetches a hub id."""
     if model == DEFAULT:
         if not EMBEDDED.is_dir():
             raise InputError(f"the embedded model is missing at {EMBEDDED}: restore it (git checkout data/models)")
@@ -95,25 +102,39 @@ def resolve(model: str) -> tuple[str, Path]:
         return folder.resolve().name, _checked(model, folder.resolve())
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
         return model, _fetched(model)
-    raise InputError(f"unknown model '{model}': use {DEFAULT}, an existing checkpoint folder, or a hub id such as owner/name")
+    raise InputError(
+        f"unknown model '{model}': use {DEFAULT}, an existing checkpoint folder, or a hub id such as owner/name"
+    )
 
 
 def _fetched(model: str) -> Path:
     """Snapshot folder of a hub checkpoint: first the small files, checked, then the weights."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     try:
         files = HfApi().list_repo_files(model)
     except RepositoryNotFoundError:
-        raise InputError(f"the hub knows no model '{model}' (or it is private): check the name, or give a checkpoint folder") from None
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, RuntimeError) as error:  # no network: a complete local copy will do
+        raise InputError(
+            f"the hub knows no model '{model}' (or it is private): check the name, or give a checkpoint folder"
+        ) from None
+    except (
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        OSError,
+        RuntimeError,
+    ) as error:  # no network: a complete local copy will do
         try:
             return _checked(model, Path(snapshot_download(model, local_files_only=True)))
         except (LocalEntryNotFoundError, InputError):
             reason = type(error).__name__
             raise InputError(
-                f"cannot reach the hub for '{model}' ({reason}) and no complete copy is cached: connect, or give a checkpoint folder"
+                f"cannot reach the hub for '{model}' ({reason}), none is cached: connect, or give a checkpoint folder"
             ) from None
     folder = Path(snapshot_download(model, allow_patterns=list(SMALL_FILES)))
     _checked(model, folder, files)
@@ -126,16 +147,24 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
     tokenizer = _json(name, folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
     if "auto_map" in config or "auto_map" in tokenizer:
         raise InputError(
-            f"{name} asks for remote code (auto_map), which is never run here: if transformers has {config.get('model_type')} built in, "
-            "remove auto_map from a local copy and give that folder"
+            f"{name} asks for remote code (auto_map), which is never run here: if transformers has "
+            f"{config.get('model_type')} built in, remove auto_map from a local copy and give that folder"
         )
     if not any(file.endswith(".safetensors") for file in files):
-        held = "only .bin weights, which can run code" if any(file.endswith(".bin") for file in files) else "no .safetensors weights"
-        raise InputError(f"{name} has {held}: convert it with save_pretrained (safetensors), or take another checkpoint")
+        held = (
+            "only .bin weights, which can run code"
+            if any(file.endswith(".bin") for file in files)
+            else "no .safetensors weights"
+        )
+        raise InputError(
+            f"{name} has {held}: convert it with save_pretrained (safetensors), or take another checkpoint"
+        )
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(files):
         raise InputError(f"{name} has no tokenizer (tokenizer.json): add the one it was trained with")
     if not tokenizer.get("chat_template") and not {"chat_template.jinja", "chat_template.json"} & set(files):
-        raise InputError(f"{name} has no chat template: use an instruction-tuned checkpoint, or add chat_template.jinja")
+        raise InputError(
+            f"{name} has no chat template: use an instruction-tuned checkpoint, or add chat_template.jinja"
+        )
     return folder
 
 
@@ -165,7 +194,7 @@ def _device(device: str) -> str:
 
 
 def checkpoint_hash(folder: Path) -> str:
-    """sha256 (first 16 hex digits) over the files that decide an answer; kept by size and time, as large ones take a while."""
+    """sha256 (first 16 hex digits) over the files that decide an answer; remembered by size and time for large ones."""
     names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
              "chat_template.json"}  # fmt: skip
     total = hashlib.sha256()
@@ -178,7 +207,13 @@ def checkpoint_hash(folder: Path) -> str:
 def _file_hash(path: Path) -> str:
     real = path.resolve()
     stat = real.stat()
-    note = ROOT / "data" / "cache" / "hashes" / hashlib.sha256(f"{real} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
+    note = (
+        ROOT
+        / "data"
+        / "cache"
+        / "hashes"
+        / hashlib.sha256(f"{real} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
+    )
     if note.is_file():
         return note.read_text()
     with real.open("rb") as stream:

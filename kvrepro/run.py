@@ -37,16 +37,29 @@ def run(
 ) -> pd.DataFrame:
     """A frame with one row per (item, condition), columns as in `kvrepro.store.SCHEMA`.
 
-    Rows are written to `results`/`chapter`/`name`.parquet group by group (a relative `results` counts from the project's
-    root); those already there with the same configuration, model, prompt and engine source are not computed again. An item
-    that fails gives rows with `error` and null measures, and the run goes on. `limit`: see `prompt_limit`. `profile` and
-    `seed` (of the items) are only noted. Raises InputError, before anything is computed, for whatever `check` finds.
+    Rows are written to `results`/`chapter`/`name`.parquet group by group (a relative `results` counts from the
+    project's root); those already there with the same configuration, model, prompt and engine source are not computed
+    again. An item that fails gives rows with `error` and null measures, and the run goes on. `limit`: see
+    `prompt_limit`. `profile` and `seed` (of the items) are only noted. Raises InputError, before anything is
+    computed, for whatever `check` finds.
     """
     started = time.perf_counter()
     conditions = list(dict.fromkeys(conditions))
     prompts = check(loaded, items, conditions, max_new_tokens=max_new_tokens, limit=limit)
     heads = [
-        [_head(chapter, name, loaded, item, prompt, c, max_new_tokens, prompt_limit(loaded, [item], max_new_tokens, limit)) for c in conditions]
+        [
+            _head(
+                chapter,
+                name,
+                loaded,
+                item,
+                prompt,
+                c,
+                max_new_tokens,
+                prompt_limit(loaded, [item], max_new_tokens, limit),
+            )
+            for c in conditions
+        ]
         for item, prompt in zip(items, prompts, strict=True)
     ]
     for row in (row for rows in heads for row in rows):
@@ -60,7 +73,9 @@ def run(
             for members, columns in _groups(heads, todo, batch_rows):
                 asked = [conditions[c] for c in columns]
                 for i, answers in _generate(loaded, prompts, members, asked, max_new_tokens, stop, batch_rows):
-                    rows = [_row(loaded, items[i], heads[i][c], answer) for c, answer in zip(columns, answers, strict=True)]
+                    rows = [
+                        _row(loaded, items[i], heads[i][c], answer) for c, answer in zip(columns, answers, strict=True)
+                    ]
                     table.add(rows)
                     bar.update(len(rows))
         frame = table.frame()
@@ -89,7 +104,9 @@ def check(
         raise InputError(f"{len(items)} items share {len(identities)} ids: give every item its own")
     for condition in conditions:
         policy.check(condition)
-    prompts = [data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], max_new_tokens, limit)) for item in items]
+    prompts = [
+        data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], max_new_tokens, limit)) for item in items
+    ]
     shortest = min(len(prompt.ids) for prompt in prompts)
     for condition in conditions:
         policy.check(condition, shortest)
@@ -97,8 +114,8 @@ def check(
 
 
 def prompt_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int, limit: int | None = None) -> int:
-    """Most tokens of a prompt: `limit`, else what the model's context leaves, for items with a passage to cut at most the
-    paper's 2048 - max_new_tokens."""
+    """Most tokens of a prompt: `limit`, else what the model's context leaves, and no more than the paper's
+    2048 - max_new_tokens for items with a passage to cut."""
     room = loaded.context - max_new_tokens
     if room < 1 or (limit is not None and limit > room):
         wanted = f"limit {limit} + {max_new_tokens}" if limit is not None else f"{max_new_tokens}"
@@ -109,12 +126,15 @@ def prompt_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int, lim
 
 
 def _groups(heads: list[list[dict]], todo: set[str], batch_rows: int) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-    """(items, conditions) to compute together: neighbouring items that miss the same conditions, about batch_rows rows."""
+    """(items, conditions) to compute together and then store: neighbouring items that miss the same conditions.
+
+    Four batches' worth, because the engine batches rows of like shape only, about four shapes to a chapter.
+    """
     group: list[int] = []
     columns: tuple[int, ...] = ()
     for i, rows in enumerate(heads):
         missing = tuple(c for c, row in enumerate(rows) if row["key"] in todo)
-        if group and (missing != columns or (len(group) + 1) * len(columns) > batch_rows):
+        if group and (missing != columns or (len(group) + 1) * len(columns) > 4 * batch_rows):
             yield group, columns
             group = []
         if missing:
@@ -131,6 +151,8 @@ def _generate(loaded, prompts, members, conditions, max_new_tokens, stop, batch_
         found = engine.generate(
             loaded.model, ids, conditions, max_new_tokens=max_new_tokens, stop_ids=stop, batch_rows=batch_rows
         )
+    except InputError:  # bad input that only the engine can see: no item would fare better
+        raise
     except Exception as error:  # whatever an item raises becomes its rows' error
         if len(members) == 1:
             yield members[0], [error] * len(conditions)
@@ -141,7 +163,9 @@ def _generate(loaded, prompts, members, conditions, max_new_tokens, stop, batch_
         yield from zip(members, found, strict=True)
 
 
-def _head(chapter, name, loaded: Loaded, item: Item, prompt: Prompt, condition: Condition, max_new_tokens: int, limit: int) -> dict:
+def _head(
+    chapter, name, loaded: Loaded, item: Item, prompt: Prompt, condition: Condition, max_new_tokens: int, limit: int
+) -> dict:
     """What is known of a row before it is computed; its key hashes all that decides the rest."""
     settings = asdict(condition) | {"switches": json.dumps(dict(condition.switches), sort_keys=True)}
     row = settings | {

@@ -36,7 +36,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Test:
-    """A statistic with its p-value over n pairs, of which `used` entered the test (not tied, where ties are dropped)."""
+    """A statistic with its p-value over n pairs, `used` of them in the test (tied pairs may be dropped)."""
 
     statistic: float
     p: float
@@ -57,8 +57,8 @@ def mean_ci(
 ) -> Estimate:
     """Mean with a percentile bootstrap interval from n resamples.
 
-    clusters: one label per value; whole clusters are drawn, for values that share an item. One value or one cluster gives
-    an interval of nan. Source: Efron & Tibshirani 1993, ch. 13; the paper's settings are n = 10,000 and seed 42.
+    clusters: one label per value; whole clusters are drawn, for values that share an item. One value or one cluster
+    gives an interval of nan. Source: Efron & Tibshirani 1993, ch. 13; the paper's settings are n = 10,000 and seed 42.
     """
     x = _vector(values)
     groups = np.arange(x.size) if clusters is None else _labels(clusters, x.size)
@@ -109,7 +109,7 @@ def wilcoxon(a: Sequence[float], b: Sequence[float]) -> Test:
 
 
 def sign_test(a: Sequence[float], b: Sequence[float]) -> Test:
-    """Two-sided exact sign test: statistic = number of pairs with a > b among the untied; no untied pair gives p = 1."""
+    """Two-sided exact sign test: statistic = number of untied pairs with a > b; no untied pair gives p = 1."""
     d, missing = _differences(a, b)
     wins, losses = int((d > 0).sum()), int((d < 0).sum())
     p = float(scipy_stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
@@ -162,7 +162,9 @@ def _labels(clusters: Sequence, n: int) -> np.ndarray:
 def _pair(a: Sequence[float], b: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     x, y = _vector(a), _vector(b)
     if x.size != y.size:
-        raise InputError(f"{x.size} values against {y.size}: a paired comparison needs the same items in the same order")
+        raise InputError(
+            f"{x.size} values against {y.size}: a paired comparison needs the same items in the same order"
+        )
     return x, y
 
 

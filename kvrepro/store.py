@@ -1,9 +1,9 @@
 """Results that grow as rows arrive and survive a kill at any moment.
 
-`data/results/<chapter>/<name>.parquet` is the table; beside it `<name>.rows/` holds what has arrived since, one small file per
-`add`, each written aside and renamed, so that a reader or a resumed run meets whole files only. Closing the store folds them in.
-A row is known by its `key`: a hash of configuration, model, prompt and engine source. A row whose key changed is stale: it is
-computed again, and the new row takes its place.
+`data/results/<chapter>/<name>.parquet` is the table; beside it `<name>.rows/` holds what has arrived since, one small
+file per `add`, each written aside and renamed, so that a reader or a resumed run meets whole files only. Closing the
+store folds them in. A row is known by its `key`: a hash of configuration, model, prompt and engine source. A row
+whose key changed is stale: it is computed again, and the new row takes its place.
 """
 
 import ast
@@ -30,7 +30,8 @@ SCHEMA = pa.schema(
         "model": TEXT, "model_hash": TEXT, "data_hash": TEXT, "engine_hash": TEXT,
         "policy": TEXT, "capacity": WHOLE, "prefix": REAL, "suffix": REAL, "suffix_mode": TEXT, "interval": WHOLE,
         "reading": TEXT, "execution": TEXT, "switches": TEXT,
-        "limit": WHOLE, "max_new_tokens": WHOLE, "prompt_tokens": WHOLE, "n_generated": WHOLE, "prediction": TEXT, "answer": TEXT,
+        "limit": WHOLE, "max_new_tokens": WHOLE, "prompt_tokens": WHOLE, "n_generated": WHOLE,
+        "prediction": TEXT, "answer": TEXT,
         "token_f1": REAL, "token_f1_longbench": REAL, "exact_match": REAL, "rouge_l": REAL, "repetition_4gram": REAL,
         "kept": pa.list_(WHOLE), "kept_mean": REAL, "kept_hash": TEXT, "evicted": WHOLE, "policy_calls": WHOLE,
         "bytes_held": WHOLE, "bytes_full": WHOLE, "prefill_seconds": REAL, "decode_seconds": REAL,
@@ -40,8 +41,8 @@ SCHEMA = pa.schema(
     metadata=MARK,
 )  # fmt: skip
 COLUMNS = SCHEMA.names
-IDENTITY = ["item", "model", "dtype", "device", "limit", "max_new_tokens", "policy", "capacity", "prefix", "suffix", "suffix_mode",
-            "interval", "reading", "execution", "switches"]  # fmt: skip
+IDENTITY = ["item", "model", "dtype", "device", "limit", "max_new_tokens", "policy", "capacity", "prefix", "suffix",
+            "suffix_mode", "interval", "reading", "execution", "switches"]  # fmt: skip
 
 
 class Store:
@@ -57,11 +58,17 @@ class Store:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
-            raise InputError(f"{self.table} is being written by another process: wait for it, or choose another name") from None
+            raise InputError(
+                f"{self.table} is being written by another process: wait for it, or choose another name"
+            ) from None
         try:
             parts = sorted(self.folder.glob("*.parquet"))
             self._next = int(parts[-1].stem) + 1 if parts else 0
-            rows = _latest([_read(path) for path in (self.table, *parts) if path.exists()]).select(["key", "error"]).to_pylist()
+            rows = (
+                _latest([_read(path) for path in (self.table, *parts) if path.exists()])
+                .select(["key", "error"])
+                .to_pylist()
+            )
             self.keys = {row["key"] for row in rows if row["error"] is None}
         except BaseException:
             os.close(self._lock)
@@ -161,7 +168,9 @@ def deciding_files() -> list[Path]:
         if path.exists() and path not in found:
             found.add(path)
             names = _imports(path.read_text(encoding="utf-8"))
-            queue += [folders[root].joinpath(*rest).with_suffix(".py") for root, *rest in names if root in folders and rest]
+            queue += [
+                folders[root].joinpath(*rest).with_suffix(".py") for root, *rest in names if root in folders and rest
+            ]
     return sorted(found)
 
 
@@ -180,6 +189,9 @@ def code_of(source: str) -> str:
     """Python source without comments, docstrings and layout."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree)

@@ -34,7 +34,9 @@ def test_exact_match_ignores_case_punctuation_and_spaces():
 
 def test_rouge_l_closed_forms():
     # longest common subsequence "cat the mat" = 3 of 4 and of 5 words
-    assert measure.rouge_l("cat on the mat", "big cat near the mat") == pytest.approx(2 * (3 / 4) * (3 / 5) / (3 / 4 + 3 / 5))
+    assert measure.rouge_l("cat on the mat", "big cat near the mat") == pytest.approx(
+        2 * (3 / 4) * (3 / 5) / (3 / 4 + 3 / 5)
+    )
     assert measure.rouge_l_recall("cat on the mat", "big cat near the mat") == pytest.approx(3 / 5)
     assert measure.rouge_l("running", "runs") == 1.0  # stemmed
 

@@ -29,7 +29,9 @@ def test_loads_a_folder(folder):
     loaded = models.load(str(folder))
     assert (loaded.name, loaded.device, loaded.dtype, loaded.context) == ("small-qwen2", "cpu", "float32", 2048)
     weights = load_file(folder / "model.safetensors")
-    assert torch.equal(loaded.model.model.layers[0].self_attn.k_proj.weight, weights["model.layers.0.self_attn.k_proj.weight"])
+    assert torch.equal(
+        loaded.model.model.layers[0].self_attn.k_proj.weight, weights["model.layers.0.self_attn.k_proj.weight"]
+    )
     assert not loaded.model.training
     assert not any(p.requires_grad for p in loaded.model.parameters())
 
@@ -108,7 +110,9 @@ def broken_config(copy):
 )
 def test_refuses_before_weights_are_read(copy, damage, words, monkeypatch):
     damage(copy)
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("weights were read")
+    )
     with pytest.raises(InputError, match=words) as error:
         models.load(str(copy))
     assert "\n" not in str(error.value)
@@ -126,7 +130,9 @@ def test_no_network_is_one_line(monkeypatch):
 
     monkeypatch.setattr(HfApi, "list_repo_files", fails)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nonexistent")
-    with pytest.raises(InputError, match="cannot reach the hub for 'owner/model'.*connect, or give a checkpoint folder") as error:
+    with pytest.raises(
+        InputError, match="cannot reach the hub for 'owner/model'.*connect, or give a checkpoint folder"
+    ) as error:
         models.load("owner/model")
     assert "\n" not in str(error.value)
 

@@ -18,7 +18,8 @@ from kvrepro.store import Store
 
 def row(item: int | str, value: float = 0.0, *, engine: str = "e1", error: str | None = None) -> dict:
     return {
-        "key": f"{item}-{engine}", "item": str(item), "model": "m", "policy": "lru", "capacity": 256, "engine_hash": engine,
+        "key": f"{item}-{engine}", "item": str(item), "model": "m", "policy": "lru",
+        "capacity": 256, "engine_hash": engine,
         "token_f1": None if error else value, "kept": [256, 256], "error": error,
     }  # fmt: skip
 

@@ -89,7 +89,8 @@ class Outcome:
 
     tokens: list[int]
     kept: float  # tokens that a head sees, mean over heads
-    stored: int  # tokens whose keys and values lie in memory
+    seen: int  # tokens that have entered the cache, the prompt's included
+    stored: int  # of those, how many still take memory
     evicted: int
     calls: int
     seconds: float
@@ -170,13 +171,18 @@ class _State:
     outcomes: dict = field(default_factory=dict)
 
     def finish(self, rows: Rows, done: Tensor, t: int, plan: Plan) -> None:
-        kept = rows.visible.sum(-1).float().mean(-1).tolist()
-        alive, everything = rows.observation.alive.sum(1), rows.observation.prompt_tokens + t - 1
-        stored = (alive if plan.execution == "physical" else everything).tolist()
-        evicted, calls = rows.evicted.tolist(), rows.calls.tolist()
+        alive = rows.observation.alive.sum(1)
+        seen = alive + rows.evicted
+        columns = (
+            rows.visible.sum(-1).float().mean(-1),
+            seen,
+            alive if plan.execution == "physical" else seen,
+            rows.evicted,
+            rows.calls,
+        )
+        facts = list(zip(*(c.tolist() for c in columns), strict=True))
         for i in done.nonzero()[:, 0].tolist():
-            tokens = self.tokens[i, :t].tolist()
-            self.outcomes[rows.tags[i]] = Outcome(tokens, kept[i], stored[i], evicted[i], calls[i], self.seconds)
+            self.outcomes[rows.tags[i]] = Outcome(self.tokens[i, :t].tolist(), *facts[i], self.seconds)
 
 
 def _reduce(rows: Rows) -> None:

@@ -142,7 +142,6 @@ def _prefill(model, number, prompt, conditions, max_new_tokens, notes) -> list[t
             notes[number, j] = {
                 "kept_positions": here.nonzero()[:, 0].tolist(),
                 "kept_positions_hash": hashlib.sha256(held.nonzero().numpy().tobytes()).hexdigest()[:16],
-                "prompt_tokens": len(prompt),
             }
         gone = len(prompt) - alive.sum(1)
         slots = torch.arange(len(prompt), device=alive.device).expand_as(alive)
@@ -210,7 +209,7 @@ def _generation(outcome: Outcome, note: dict, per_token: int, layers: int) -> Ge
         evicted=outcome.evicted,
         policy_calls=outcome.calls,
         bytes_held=outcome.stored * per_token,
-        bytes_full=(note["prompt_tokens"] + len(outcome.tokens)) * per_token,
+        bytes_full=outcome.seen * per_token,
         prefill_seconds=note["prefill_seconds"],
         decode_seconds=outcome.seconds,
         backend=BACKEND,

@@ -1,0 +1,115 @@
+"""Benchmarks: `python -m kvrepro.bench harness` times the batched harness against the same conditions one after another."""
+
+import time
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from kvrepro.engine import Generation, generate
+from kvrepro.errors import InputError
+from kvrepro.policy import PROTECTION_SEVEN, Condition
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `harness` a subcommand, so that others can join it."""
+
+
+def random_model(seed: int = 0) -> PreTrainedModel:
+    """Random weights in the embedded model's shape: 8 layers, width 384, 6 query and 2 KV heads of 64."""
+    torch.manual_seed(seed)
+    shape = Qwen2Config(
+        vocab_size=2260,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(shape).eval()
+
+
+def protection_conditions(reading: str = "as_run") -> list[Condition]:
+    """The protection paper's 43: seven policies, unprotected and 10% + 10%, three capacities; and the full cache."""
+    return [Condition()] + [
+        Condition(policy, capacity, guarded, guarded, reading=reading)
+        for capacity in (128, 256, 512)
+        for guarded in (0.0, 0.1)
+        for policy in PROTECTION_SEVEN
+    ]
+
+
+@app.command()
+def harness(
+    model: Annotated[str, typer.Option(help='"random", or a checkpoint as `kvrepro.models.load` takes it')] = "random",
+    items: Annotated[int, typer.Option(help="prompts")] = 8,
+    conditions: Annotated[int, typer.Option(help="of the 43, spread evenly")] = 43,
+    tokens: Annotated[int, typer.Option(help="prompt length")] = 1900,
+    new_tokens: Annotated[int, typer.Option(help="generated per row; nothing stops earlier")] = 128,
+    batch_rows: Annotated[int, typer.Option(help="rows that decode together")] = 64,
+    reading: Annotated[str, typer.Option(help="as_run or as_described")] = "as_run",
+    threads: Annotated[int, typer.Option(help="0: torch's default")] = 0,
+) -> None:
+    """Batched: one prefill per item serves all its conditions, which decode together. One by one: each condition of each
+    item has its own prefill and decodes alone, with the same code. Prints what was run and nothing else."""
+    if threads:
+        torch.set_num_threads(threads)
+    everything = protection_conditions(reading)
+    chosen = [everything[i * len(everything) // conditions] for i in range(min(conditions, len(everything)))]
+    try:
+        if model == "random":
+            network = random_model()
+        else:
+            from kvrepro.models import load
+
+            network = load(model).model
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(0, network.config.vocab_size, (items, tokens), generator=generator).tolist()
+
+        def run(prompts: list, conditions: list, rows: int) -> list[list[Generation]]:
+            return generate(network, prompts, conditions, max_new_tokens=new_tokens, stop_ids=[], batch_rows=rows)
+
+        run(prompts[:1], chosen[:1], 1)  # warm up allocator and thread pool
+        began = time.perf_counter()
+        together = run(prompts, chosen, batch_rows)
+        batched = time.perf_counter() - began
+        began = time.perf_counter()
+        alone = [[run([p], [c], 1)[0][0] for c in chosen] for p in prompts]
+        one_by_one = time.perf_counter() - began
+    except InputError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+
+    title = (
+        f"{len(chosen)} conditions x {items} items, {tokens} prompt + {new_tokens} new tokens, {reading}, model {model}, "
+        f"{network.device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    table = Table(title=title)
+    for column in ("harness", "seconds", "prefill", "decode", "rows/s", "ratio"):
+        table.add_column(column, justify="left" if column == "harness" else "right")
+    for name, seconds, generations in (("one by one", one_by_one, alone), ("batched", batched, together)):
+        flat = [g for per_item in generations for g in per_item]
+        prefill, decode = sum(g.prefill_seconds for g in flat), sum(g.decode_seconds for g in flat)
+        table.add_row(
+            name,
+            f"{seconds:.1f}",
+            f"{prefill:.1f}",
+            f"{decode:.1f}",
+            f"{len(flat) / seconds:.2f}",
+            f"{one_by_one / seconds:.1f}",
+        )
+    Console(width=120).print(table)
+    same = [a.tokens == b.tokens for x, y in zip(together, alone, strict=True) for a, b in zip(x, y, strict=True)]
+    typer.echo(f"identical tokens: {sum(same)} of {len(same)} rows")
+
+
+if __name__ == "__main__":
+    app()

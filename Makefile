@@ -31,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): pinned packages, about 3 GB; a few minutes, once"
 	@start=$$(date +%s); \
 	  $(PYTHON) -m venv $(VENV) && \
-	  $(PY) -m pip install -q --disable-pip-version-check -c constraints.txt pip setuptools wheel && \
-	  $(PY) -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[book,hub,dev]' && \
+	  $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt pip setuptools wheel && \
+	  $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[book,hub,dev]' && \
 	  echo "set up in $$(( $$(date +%s) - start )) s"
 	@touch $@

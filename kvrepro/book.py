@@ -7,6 +7,7 @@ copies lie there, computed pages in book/generated, the HTML in _build/html. Non
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -82,7 +83,8 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     # The kernel is this interpreter, whatever kernels the user has installed.
     os.environ.pop("JUPYTER_PATH", None)
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
-    papermill.execute_notebook(source, partial, parameters, kernel_name="python3", cwd=root)
+    quiet = ["--log-level=CRITICAL"]  # the kernel's remarks on its transport; errors of cells come as exceptions
+    papermill.execute_notebook(source, partial, parameters, kernel_name="python3", cwd=root, extra_arguments=quiet)
     notebook = nbformat.read(partial, as_version=4)
     notebook.metadata["kvrepro"] = {"inputs": inputs, "claims": _hash(claims)}
     nbformat.write(notebook, partial)
@@ -118,7 +120,17 @@ def build(root: Path = ROOT) -> Path:
         log = (done.stdout + done.stderr).splitlines()
         complaints = [line for line in log if "WARNING" in line or "ERROR" in line] or log[-30:]
         raise Failed("jupyter-book failed:\n" + "\n".join(complaints))
-    return root / "_build" / "html" / "index.html"
+    html = root / "_build" / "html"
+    if loaded := outside(html):
+        raise Failed("the book would load from the network:\n" + "\n".join(loaded))
+    return html / "index.html"
+
+
+def outside(html: Path) -> list[str]:
+    """What the pages under a folder would fetch from elsewhere as a reader opens them; plain links do not count."""
+    loads = re.compile(r"""<(?:script|img|iframe|link|source)\b[^>]*?\b(?:src|href)=["'](?:https?:)?//[^"']+""", re.I)
+    pages_found = ((page, loads.findall(page.read_text(encoding="utf-8"))) for page in sorted(html.rglob("*.html")))
+    return [f"{page.relative_to(html)}: {tag}" for page, tags in pages_found for tag in tags]
 
 
 def main(

@@ -104,6 +104,16 @@ def test_a_listed_chapter_without_notebook_is_one_line(root):
         book.execute("second", {}, root)
 
 
+def test_whatever_a_page_would_fetch_is_found(tmp_path):
+    (tmp_path / "page.html").write_text(
+        '<a href="https://arxiv.org/abs/1">a link</a><link rel="stylesheet" href="_static/a.css">'
+        '<script defer src="https://cdn.example/a.js"></script><img alt="x" src="//cdn.example/a.png">'
+    )
+    found = book.outside(tmp_path)
+    assert len(found) == 2
+    assert all("cdn.example" in line for line in found)
+
+
 def test_pages_name_every_policy_and_every_switch(tmp_path):
     pages.write(["first"], tmp_path)
     text = {file.stem: file.read_text() for file in (tmp_path / "book" / "generated").iterdir()}

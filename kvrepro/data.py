@@ -71,9 +71,9 @@ class Prompt:
 def load_items(items: str, n_items: int | None = None, seed: int = 0, tokens: int = 1900) -> list[Item]:
     """`n_items` items (None: all of a file), balanced over tasks, the same for the same seed.
 
-    items: "tinyworld", "tinyworld:needle" (one or more tasks, comma-separated), "longbench" (six public QA sets), or
-    the path of a .jsonl file whose rows have `messages`, or `context` and `question`. `tokens` is the prompt length of
-    tinyworld items.
+    items: "tinyworld" (all its tasks), "tinyworld:domains" (the six QA domains), "tinyworld:needle,two_hop" (some
+    tasks), "longbench" (six public QA sets), or the path of a .jsonl file whose rows have `messages`, or `context`
+    and `question`. `tokens` is the prompt length of tinyworld items.
     """
     if n_items is not None and n_items < 1:
         raise InputError(f"n_items is {n_items}: ask for at least 1")
@@ -82,14 +82,21 @@ def load_items(items: str, n_items: int | None = None, seed: int = 0, tokens: in
     if items == "longbench":
         return _balanced(_longbench(), n_items, seed, items)
     if items.endswith(".jsonl"):
-        return _balanced(_read_jsonl(Path(items)), n_items, seed, items)
+        path = Path(
+            items
+        ).expanduser()  # relative to where the caller stands, or to the project (notebooks run elsewhere)
+        return _balanced(_read_jsonl(path if path.is_file() else ROOT / path), n_items, seed, items)
     raise InputError(f"unknown items '{items}': use tinyworld, tinyworld:TASK, longbench, or the path of a .jsonl file")
 
 
 def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[Item]:
     from kvrepro.tinyworld import world
 
-    tasks = names.split(",") if names else list(world.TASKS)
+    groups = {"": world.TASKS, "domains": world.DOMAINS}
+    tasks = list(groups[names]) if names in groups else names.split(",")
+    unknown = [task for task in tasks if task not in world.ALL]
+    if unknown:
+        raise InputError(f"unknown tinyworld task '{unknown[0]}': use domains, or some of {', '.join(world.ALL)}")
     if n_items is None:
         raise InputError("tinyworld has no end: give n_items")
     counts = [n_items // len(tasks) + (i < n_items % len(tasks)) for i in range(len(tasks))]

@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -46,30 +45,25 @@ def run(
     started = time.perf_counter()
     conditions = list(dict.fromkeys(conditions))
     prompts = check(loaded, items, conditions, max_new_tokens=max_new_tokens, limit=limit)
-    heads = [
-        [
-            _head(
-                chapter,
-                name,
-                loaded,
-                item,
-                prompt,
-                c,
-                max_new_tokens,
-                prompt_limit(loaded, [item], max_new_tokens, limit),
-            )
-            for c in conditions
-        ]
-        for item, prompt in zip(items, prompts, strict=True)
-    ]
-    for row in (row for rows in heads for row in rows):
-        row |= {"profile": profile, "seed": seed}
+    decisive = {
+        "model": loaded.name,
+        "model_hash": loaded.hash,
+        "engine_hash": store.engine_hash(),
+        "dtype": loaded.dtype,
+        "device": loaded.device,
+        "max_new_tokens": max_new_tokens,
+    }
+    noted = {"chapter": chapter, "name": name, "profile": profile, "seed": seed}
+    heads = []
+    for item, prompt in zip(items, prompts, strict=True):
+        most = {"limit": prompt_limit(loaded, [item], max_new_tokens, limit)}
+        heads.append(_heads(item, prompt, conditions, decisive | most, noted))
     keys = [row["key"] for rows in heads for row in rows]
     stop = models.stop_ids(loaded)
 
     with store.Store(data.ROOT / results, chapter, name) as table:
         todo = set(table.missing(keys))
-        with tqdm(total=len(todo), desc=f"{chapter}/{name}", unit="row", disable=not progress, file=sys.stdout) as bar:
+        with tqdm(total=len(todo), desc=f"{chapter}/{name}", unit="row", disable=not progress) as bar:
             for members, columns in _groups(heads, todo, batch_rows):
                 asked = [conditions[c] for c in columns]
                 for i, answers in _generate(loaded, prompts, members, asked, max_new_tokens, stop, batch_rows):
@@ -163,30 +157,15 @@ def _generate(loaded, prompts, members, conditions, max_new_tokens, stop, batch_
         yield from zip(members, found, strict=True)
 
 
-def _head(
-    chapter, name, loaded: Loaded, item: Item, prompt: Prompt, condition: Condition, max_new_tokens: int, limit: int
-) -> dict:
-    """What is known of a row before it is computed; its key hashes all that decides the rest."""
-    settings = asdict(condition) | {"switches": json.dumps(dict(condition.switches), sort_keys=True)}
-    row = settings | {
-        "item": item.id,
-        "model": loaded.name,
-        "model_hash": loaded.hash,
-        "data_hash": store.digest(prompt.ids, _references(item)),
-        "engine_hash": store.engine_hash(),
-        "limit": limit,
-        "max_new_tokens": max_new_tokens,
-        "dtype": loaded.dtype,
-        "device": loaded.device,
-    }
-    return row | {
-        "key": store.digest(row),
-        "chapter": chapter,
-        "name": name,
-        "task": item.task,
-        "answer": item.answer,
-        "prompt_tokens": len(prompt.ids),
-    }
+def _heads(item: Item, prompt: Prompt, conditions: Sequence[Condition], decisive: dict, noted: dict) -> list[dict]:
+    """What is known of an item's rows before they are computed; `key` hashes all that decides the rest."""
+    decisive = decisive | {"item": item.id, "data_hash": store.digest(prompt.ids, _references(item))}
+    noted = noted | {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
+    heads = []
+    for condition in conditions:
+        settings = asdict(condition) | {"switches": json.dumps(dict(condition.switches), sort_keys=True)}
+        heads.append(settings | decisive | noted | {"key": store.digest(settings | decisive)})
+    return heads
 
 
 def _references(item: Item) -> list[str]:

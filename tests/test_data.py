@@ -73,6 +73,7 @@ def test_a_subset_is_balanced_over_tasks_and_repeatable(tasks, draw, seed):
         ("no/such.jsonl", 3, "no file no/such.jsonl"),
         ("tinyworld", 0, "n_items is 0"),
         ("tinyworld", None, "give n_items"),
+        ("tinyworld:needle,neddle", 2, "unknown tinyworld task 'neddle': use domains, or some of "),
         ("FILE", 3, "n_items is 3 but .* has 1 items"),
     ],
 )
@@ -89,6 +90,23 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, line):
     with pytest.raises(InputError, match="bad.jsonl, line 2: ") as error:
         data.load_items(str(tmp_path / "bad.jsonl"))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("names", "tasks"), [("", "TASKS"), (":domains", "DOMAINS"), (":needle,two_hop", None)])
+def test_tinyworld_items_are_balanced_over_the_tasks_named(monkeypatch, names, tasks):
+    from kvrepro.tinyworld import world
+
+    asked = {}
+
+    def sample(task, n, seed, tokens):
+        asked[task] = (n, seed, tokens)
+        return [Item(f"{task}-{i}", task, (), "") for i in range(n)]
+
+    monkeypatch.setattr(world, "sample", sample, raising=False)
+    wanted = list(getattr(world, tasks)) if tasks else ["needle", "two_hop"]
+    items = data.load_items(f"tinyworld{names}", 2 * len(wanted) + 1, seed=7, tokens=600)
+    assert asked == {task: (2 + (i == 0), 7, 600) for i, task in enumerate(wanted)}
+    assert len(items) == 2 * len(wanted) + 1
 
 
 def test_longbench_comes_from_the_public_archive(tmp_path, monkeypatch):

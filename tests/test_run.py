@@ -90,13 +90,13 @@ def test_only_missing_conditions_are_asked_for(loaded, fake, tmp_path):
 @pytest.mark.parametrize("what", ["model_hash", "data_hash", "engine_hash", "max_new_tokens", "switches"])
 def test_a_change_makes_rows_stale(loaded, fake, tmp_path, monkeypatch, what):
     go(loaded, tmp_path, items=ITEMS[:1])
-    real = run._head
+    real = run._heads
 
     def changed(*arguments):
-        head = real(*arguments)
-        return head | {"key": store.digest(head | {what: "changed"}), what: {"max_new_tokens": 9}.get(what, "changed")}
+        other = {what: {"max_new_tokens": 9}.get(what, "changed")}
+        return [head | other | {"key": store.digest(head | other)} for head in real(*arguments)]
 
-    monkeypatch.setattr(run, "_head", changed)
+    monkeypatch.setattr(run, "_heads", changed)
     fake.calls.clear()
     go(loaded, tmp_path, items=ITEMS[:1])
     assert fake.calls == [(1, CONDITIONS)]

@@ -82,10 +82,9 @@ def load_items(items: str, n_items: int | None = None, seed: int = 0, tokens: in
     if items == "longbench":
         return _balanced(_longbench(), n_items, seed, items)
     if items.endswith(".jsonl"):
-        path = Path(
-            items
-        ).expanduser()  # relative to where the caller stands, or to the project (notebooks run elsewhere)
-        return _balanced(_read_jsonl(path if path.is_file() else ROOT / path), n_items, seed, items)
+        path = Path(items).expanduser()
+        found = path if path.is_file() else ROOT / path  # notebooks run in a folder of their own
+        return _balanced(_read_jsonl(found if found.is_file() else path), n_items, seed, items)
     raise InputError(f"unknown items '{items}': use tinyworld, tinyworld:TASK, longbench, or the path of a .jsonl file")
 
 

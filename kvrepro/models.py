@@ -97,10 +97,8 @@ def resolve(model: str) -> tuple[str, Path]:
         if not EMBEDDED.is_dir():
             raise InputError(f"the embedded model is missing at {EMBEDDED}: restore it (git checkout data/models)")
         return DEFAULT, _checked(DEFAULT, EMBEDDED)
-    folder = Path(
-        model
-    ).expanduser()  # relative to where the caller stands, or to the project (notebooks run elsewhere)
-    folder = folder if folder.is_dir() else ROOT / folder
+    folder = Path(model).expanduser()
+    folder = folder if folder.is_dir() else ROOT / folder  # notebooks run in a folder of their own
     if folder.is_dir():
         return folder.resolve().name, _checked(model, folder.resolve())
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):

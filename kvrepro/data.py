@@ -11,11 +11,12 @@ import random
 import re
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
 from kvrepro.errors import InputError
@@ -103,7 +104,10 @@ def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[
 
 
 def _longbench() -> list[Item]:
-    """The six QA sets through `datasets`, from the public archive: since datasets 4, loading scripts no longer run."""
+    """The six QA sets, contexts as long as the paper's at most, from the public archive through `datasets`.
+
+    The archive, because datasets 4 and later run no loading script, and the set is published as one.
+    """
     try:
         from datasets import load_dataset
     except ImportError:
@@ -242,7 +246,9 @@ def _render(tokenizer: Any, messages: tuple[dict, ...]) -> str:
         raise InputError(f"the chat template of {tokenizer.name_or_path} refuses the messages: {error}") from None
 
 
-def _positions(identity: str, text: str, messages, spans, offsets) -> dict[str, list[int]]:
+def _positions(
+    identity: str, text: str, messages: Sequence[dict], spans: Sequence[Span], offsets: Sequence[tuple[int, int]]
+) -> dict[str, list[int]]:
     """Token positions whose characters touch each span; templates may trim a message, so that is looked for too."""
     starts, cursor = [], 0
     for message in messages:
@@ -395,7 +401,7 @@ def artifact_condition(path: str) -> dict:
     }
 
 
-def artifact_results(under: str = "", rouge: bool = False):
+def artifact_results(under: str = "", rouge: bool = False) -> pd.DataFrame:
     """The protection paper's public per-item rows in the columns of our own results (see `kvrepro.store.COLUMNS`).
 
     under: only files whose path below results/ starts so, e.g. "n481/qwen25-3b". As the artifact stored them: token_f1,
@@ -403,8 +409,6 @@ def artifact_results(under: str = "", rouge: bool = False):
     characters of prediction and reference, `cut` says where that may matter. `rouge` adds rouge_l (about 1 ms a row).
     What the artifact does not tell is null.
     """
-    import pandas as pd
-
     from kvrepro import measure, store
 
     folder = fetch("artifact")

@@ -3,7 +3,7 @@
 import datetime
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from kvrepro import data, engine, measure, models, policy, store
 from kvrepro.data import Item, Prompt
+from kvrepro.engine import Generation
 from kvrepro.errors import InputError
 from kvrepro.models import Loaded
 from kvrepro.policy import Condition
@@ -137,7 +138,15 @@ def _groups(heads: list[list[dict]], todo: set[str], batch_rows: int) -> Iterato
         yield group, columns
 
 
-def _generate(loaded, prompts, members, conditions, max_new_tokens, stop, batch_rows) -> Iterator[tuple[int, list]]:
+def _generate(
+    loaded: Loaded,
+    prompts: Sequence[Prompt],
+    members: Sequence[int],
+    conditions: Sequence[Condition],
+    max_new_tokens: int,
+    stop: Collection[int],
+    batch_rows: int,
+) -> Iterator[tuple[int, Sequence[Generation | Exception]]]:
     """(item, its generations or the exception that it raised); when a group fails, its items are tried one by one."""
 
     ids = [prompts[i].ids for i in members]
@@ -172,7 +181,7 @@ def _references(item: Item) -> list[str]:
     return item.meta.get("answers", [item.answer])
 
 
-def _row(loaded: Loaded, item: Item, head: dict, answer) -> dict:
+def _row(loaded: Loaded, item: Item, head: dict, answer: Generation | Exception) -> dict:
     import torch
     import transformers
 

@@ -80,6 +80,7 @@ def mean_ci(
         n_resamples=n,
         confidence_level=level,
         method="percentile",
+        batch=max(1, 10_000_000 // sums.size),  # bounds memory on long columns
         rng=np.random.default_rng(seed),
     ).confidence_interval
     return Estimate(mean, float(interval.low), float(interval.high), x.size, missing, level)

@@ -12,8 +12,11 @@ def every_head(scores: Scores, evictable: TokenMask, budget: RowInts) -> Counts:
 
 def by_entropy(scores: Scores, evictable: TokenMask, budget: RowInts) -> Counts:
     """Focused heads get more: B_h = round(budget * kv_heads * (1/H_h) / sum(1/H)), at least 1, then one by one from the
-    largest or to the smallest until they sum to `budget * kv_heads`. "Faithful" Ada-KV in the artifact; H_h is the natural
-    entropy of the head's scores normalised over the evictable tokens (uniform where all are 0)."""
+    largest or to the smallest until they sum to `budget * kv_heads`.
+
+    H_h is the natural entropy of the head's scores normalised over the evictable tokens (uniform where all are 0).
+    "Faithful" Ada-KV in the artifact.
+    """
     mass = scores.masked_fill(~evictable[:, None], 0.0)
     total = mass.sum(-1, keepdim=True)
     uniform = evictable[:, None] / evictable.sum(-1).clamp(min=1)[:, None, None]

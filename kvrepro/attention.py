@@ -1,7 +1,7 @@
 """The attention function "kvrepro": plain attention whose probabilities are seen while they exist, and never stored.
 
-A model runs with it inside `installed(model)`, and each call passes who attends: `model(..., kvrepro=PromptAttention())`
-or `DecodeAttention(...)`. Both mask for themselves, so no mask function is registered and Hugging Face builds none.
+A model runs with it inside `installed(model)`, and each call says who attends: `model(..., kvrepro=PromptAttention())`
+or `DecodeAttention(...)`. Both mask for themselves: no mask function is registered, and Hugging Face builds no mask.
 """
 
 from collections.abc import Iterator
@@ -37,10 +37,11 @@ def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 class PromptAttention:
     """Causal attention of one prompt in blocks of queries, with statistics per key column.
 
-    After the forward pass, float32 `[layers, heads, tokens]`: `column_max` and (if `sums`) `column_sum` over all queries,
-    `last` of the last query; `group_max` `[layers, kv_heads, tokens]` (if `groups`) the maximum over queries of the mean
-    over a KV head's query heads; `window` `[layers, heads, queries, tokens]` the probabilities of the last `keep_queries`.
-    Memory is block x tokens per head, never tokens x tokens. Probabilities are softmax in float32, as in the references.
+    After the forward pass, all float32:
+    - `column_max`, `column_sum` (if `sums`) `[layers, heads, tokens]` over queries, and `last` of the last query alone;
+    - `group_max` (if `groups`) `[layers, kv_heads, tokens]`: maximum over queries of a KV head's mean over its group;
+    - `window` `[layers, heads, queries, tokens]`: the last `keep_queries` in full.
+    Memory is block x tokens per head, never tokens x tokens.
     """
 
     def __init__(self, sums: bool = False, groups: bool = False, keep_queries: int = 1, block: int = 256):

@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m kvrepro.bench harness` times the batched harness against the same conditions one after another."""
+"""Benchmarks: `python -m kvrepro.bench harness` times batched conditions against the same ones one after another."""
 
 import time
 from typing import Annotated
@@ -58,8 +58,8 @@ def harness(
     reading: Annotated[str, typer.Option(help="as_run or as_described")] = "as_run",
     threads: Annotated[int, typer.Option(help="0: torch's default")] = 0,
 ) -> None:
-    """Batched: one prefill per item serves all its conditions, which decode together. One by one: each condition of each
-    item has its own prefill and decodes alone, with the same code. Prints what was run and nothing else."""
+    """Batched: one prefill per item serves all its conditions, which decode together. One by one: each condition of
+    each item has its own prefill and decodes alone, with the same code. Prints what was run and nothing else."""
     if threads:
         torch.set_num_threads(threads)
     everything = protection_conditions(reading)
@@ -89,8 +89,8 @@ def harness(
         raise typer.Exit(2) from None
 
     title = (
-        f"{len(chosen)} conditions x {items} items, {tokens} prompt + {new_tokens} new tokens, {reading}, model {model}, "
-        f"{network.device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        f"{len(chosen)} conditions x {items} items, {tokens} prompt + {new_tokens} new tokens, {reading}, "
+        f"model {model}, {network.device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     )
     table = Table(title=title)
     for column in ("harness", "seconds", "prefill", "decode", "rows/s", "ratio"):

@@ -23,7 +23,9 @@ class SlotCache(Cache):
         """Bytes that one token holds over all layers and heads."""
         return sum(t.shape[1] * t.shape[3] * t.element_size() for t in (*self.keys, *self.values))
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Store the current token `[batch, kv_heads, 1, dim]` and return all slots, living or not."""
         k, v = self.keys[layer_idx], self.values[layer_idx]
         k[:, :, self.slot] = key_states[:, :, 0]

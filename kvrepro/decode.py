@@ -1,8 +1,8 @@
-"""The decode loop: rows of many prompts and conditions pick tokens together, and every few steps give up some of them."""
+"""The decode loop: rows of many prompts and conditions pick tokens together and, every few steps, give up old ones."""
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -83,17 +83,10 @@ def join(blocks: list[Rows]) -> Rows:
     )
 
 
-@dataclass
-class Outcome:
-    """What is known of a row when it has finished."""
-
-    tokens: list[int]
-    kept: float  # tokens that a head sees, mean over heads
-    seen: int  # tokens that have entered the cache, the prompt's included
-    stored: int  # of those, how many still take memory
-    evicted: int
-    calls: int
-    seconds: float
+def regrouped(v: Tensor, slots: Tensor, width: int) -> Tensor:
+    """`v` `[batch, tokens]` or `[batch, heads, tokens]` at `slots` `[batch, moved]`, zero-padded to `width` slots."""
+    index = slots if v.dim() == 2 else slots[:, None].expand(-1, v.shape[1], -1)
+    return torch.nn.functional.pad(v.gather(-1, index), (0, width - slots.shape[1]))
 
 
 def keep_sets(o: Observation, conditions: list[Condition], draws: list[Random], heads: int) -> Mask:
@@ -111,28 +104,32 @@ def keep_sets(o: Observation, conditions: list[Condition], draws: list[Random], 
     return keep
 
 
-def decode(model: PreTrainedModel, rows: Rows, plan: Plan, max_new_tokens: int, stop_ids: Collection[int]) -> dict:
-    """Greedy tokens of every row, `{tag: Outcome}`. The step order is the protection protocol's, section 3:
-    pick a token, stop if it is one of `stop_ids`, append it, reduce if due, run the model on it, update the signals."""
+def decode(
+    model: PreTrainedModel, rows: Rows, plan: Plan, max_new_tokens: int, stop_ids: Collection[int]
+) -> dict[tuple[int, int], dict]:
+    """Greedy tokens of every row and their cost, by tag. The order within a step is the protection protocol's, section
+    3: pick a token, stop if it is one of `stop_ids`, append it, reduce if due, run the model on it, update the signals.
+    """
     device = rows.logits.device
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
-    state = _State(tokens=torch.zeros(len(rows), max_new_tokens, dtype=torch.long, device=device))
+    tokens = torch.zeros(len(rows), max_new_tokens, dtype=torch.long, device=device)
+    seconds, outcomes = 0.0, {}  # of a row still running; steps are shared by the rows present
     active = torch.ones(len(rows), dtype=torch.bool, device=device)
     began = time.perf_counter()
 
     for t in range(1, max_new_tokens + 1):
         picked = rows.logits.argmax(-1)
-        state.tokens[:, t - 1] = picked
+        tokens[:, t - 1] = picked
         stopped = active & torch.isin(picked, stops)
         if bool(stopped.any()):
-            state.finish(rows, stopped, t, plan)
+            outcomes |= _finished(rows, stopped, tokens[:, :t], plan, seconds)
             active = active & ~stopped
             if not bool(active.any()):
                 break
         due = plan.evicts and t >= plan.first and t % plan.interval == 0
         if int(active.sum()) <= (len(rows) - 1 if due else 0.75 * len(rows)):
             index = active.nonzero()[:, 0]
-            rows, picked, state.tokens, active = rows.take(index), picked[index], state.tokens[index], active[index]
+            rows, picked, tokens, active = rows.take(index), picked[index], tokens[index], active[index]
 
         slot = rows.cache.slot
         rows.observation = observe.append(replace(rows.observation, step=t), slot, active)
@@ -140,7 +137,7 @@ def decode(model: PreTrainedModel, rows: Rows, plan: Plan, max_new_tokens: int, 
         if due:
             _reduce(rows)
         if t == max_new_tokens:
-            state.finish(rows, active, t, plan)
+            outcomes |= _finished(rows, active, tokens, plan, seconds)
             break
 
         o = rows.observation
@@ -157,32 +154,31 @@ def decode(model: PreTrainedModel, rows: Rows, plan: Plan, max_new_tokens: int, 
         if due and plan.execution == "physical":
             _compact(rows, plan)
         now = time.perf_counter()
-        state.seconds += (now - began) / len(rows)
+        seconds += (now - began) / len(rows)
         began = now
-    return state.outcomes
+    return outcomes
 
 
-@dataclass
-class _State:
-    """Tokens so far, seconds of a row still running (steps are shared by the rows present), and who has finished."""
-
-    tokens: Tensor
-    seconds: float = 0.0
-    outcomes: dict = field(default_factory=dict)
-
-    def finish(self, rows: Rows, done: Tensor, t: int, plan: Plan) -> None:
-        alive = rows.observation.alive.sum(1)
-        seen = alive + rows.evicted
-        columns = (
-            rows.visible.sum(-1).float().mean(-1),
-            seen,
-            alive if plan.execution == "physical" else seen,
-            rows.evicted,
-            rows.calls,
-        )
-        facts = list(zip(*(c.tolist() for c in columns), strict=True))
-        for i in done.nonzero()[:, 0].tolist():
-            self.outcomes[rows.tags[i]] = Outcome(self.tokens[i, :t].tolist(), *facts[i], self.seconds)
+def _finished(rows: Rows, done: Tensor, tokens: Tensor, plan: Plan, seconds: float) -> dict[tuple[int, int], dict]:
+    """What is known of the rows `done` at their end, by tag. A masked row still holds what it evicted."""
+    per_token, layers = rows.cache.token_bytes, len(rows.cache.keys)
+    kept = rows.visible.sum(-1).float().mean(-1).round().long()
+    alive = rows.observation.alive.sum(1)
+    seen = alive + rows.evicted
+    held = alive if plan.execution == "physical" else seen
+    facts = torch.stack([kept, rows.evicted, rows.calls, held * per_token, seen * per_token], 1).tolist()
+    return {
+        rows.tags[i]: {
+            "tokens": tokens[i].tolist(),
+            "kept": [facts[i][0]] * layers,
+            "evicted": facts[i][1],
+            "policy_calls": facts[i][2],
+            "bytes_held": facts[i][3],
+            "bytes_full": facts[i][4],
+            "decode_seconds": seconds,
+        }
+        for i in done.nonzero()[:, 0].tolist()
+    }
 
 
 def _reduce(rows: Rows) -> None:
@@ -198,35 +194,31 @@ def _reduce(rows: Rows) -> None:
 
 
 def _compact(rows: Rows, plan: Plan) -> None:
-    """Free the slots behind `plan.target`: living tokens there move into holes in front. The first time, rows that began
-    with their whole prompt move into smaller buffers."""
-    o, alive, width = rows.observation, rows.observation.alive, plan.target + plan.interval
-    if alive.shape[1] != width:
-        slots = alive.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : plan.target]
-        rows.cache.gather(slots, width)
-
-        def narrow(v: Tensor) -> Tensor:
-            index = slots if v.dim() == 2 else slots[:, None].expand(-1, v.shape[1], -1)
-            return torch.nn.functional.pad(v.gather(-1, index), (0, width - index.shape[-1]))
-
-        rows.observation, rows.visible = o.map_slots(narrow), narrow(rows.visible)
-        rows.cache.slot = min(plan.target, int(alive.sum(1).max()))
+    """Free the slots behind `plan.target`: living tokens there move into holes in front of it. Rows that began with
+    their whole prompt, because their first reduction came late, move into smaller buffers."""
+    o, cache = rows.observation, rows.cache
+    width = plan.target + plan.interval
+    if o.alive.shape[1] != width:
+        slots = o.alive.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : plan.target]
+        cache.gather(slots, width)
+        cache.slot = int(o.alive.sum(1).max())
+        rows.observation = o.map_slots(lambda v: regrouped(v, slots, width))
+        rows.visible = regrouped(rows.visible, slots, width)
         return
-    tail = slice(plan.target, rows.cache.slot)
-    if rows.cache.slot <= plan.target:
+    if cache.slot <= plan.target:
         return
-    living = alive[:, tail]
-    holes = alive[:, : plan.target].to(torch.uint8).argsort(dim=1, stable=True)  # dead slots first
-    source = torch.arange(plan.target, rows.cache.slot, device=alive.device).expand_as(living)
-    nth = (living.cumsum(1) - 1).clamp(min=0)
-    target = torch.where(living, holes.gather(1, nth), source)  # the dead stay where they are
-    rows.cache.move(source, target)
+    tail = slice(plan.target, cache.slot)
+    living = o.alive[:, tail]
+    holes = o.alive[:, : plan.target].to(torch.uint8).argsort(dim=1, stable=True)  # dead slots first
+    source = torch.arange(plan.target, cache.slot, device=living.device).expand_as(living)
+    target = torch.where(living, holes.gather(1, (living.cumsum(1) - 1).clamp(min=0)), source)  # the dead stay
 
     def fill(v: Tensor) -> Tensor:
         a, b = (x if v.dim() == 2 else x[:, None].expand(-1, v.shape[1], -1) for x in (source, target))
         return v.scatter(-1, b, v.gather(-1, a))
 
+    cache.move(source, target)
+    cache.slot = plan.target
     rows.observation, rows.visible = o.map_slots(fill), fill(rows.visible)
     rows.observation.alive[:, tail] = False
     rows.visible[:, :, tail] = False
-    rows.cache.slot = plan.target

@@ -32,7 +32,7 @@ def ends(o: Observation, prefix: RowInts, suffix: RowInts, static_suffix: bool =
 def sinks_and_window(o: Observation, capacity: RowInts, sinks: int = 4) -> TokenMask:
     """StreamingLLM's own shield among the evictable tokens: the `sinks` oldest and the `capacity - sinks` latest.
 
-    As run "oldest" orders by (I, position) and "latest" by (L, I, position), positions under the reading's tie order; as
+    As run "oldest" orders by (I, position) and "latest" by (L, I, position), positions in the reading's tie order; as
     described both order by position. Artifact's SLW; paper, Table 19.
     """
     by_position = o.reading.slw_window == "position"

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -20,8 +20,8 @@ ARTIFACT = "protection paper's artifact, 496739f"
 
 @dataclass(frozen=True)
 class Policy:
-    """How one method decides. `score` ranks, `ties` orders equals (then by position), `shield` exempts tokens on the method's
-    own account, and `allocate`, if set, gives each KV head its own choice."""
+    """How one method decides: `score` ranks, `ties` orders equals (then by position), `shield` exempts tokens on the
+    method's own account, and `allocate`, if set, gives each KV head its own choice."""
 
     title: str
     source: str
@@ -40,33 +40,33 @@ class Policy:
 
     @property
     def readings(self) -> str:
-        return ", ".join(READINGS)
+        return ", ".join(READINGS)  # every policy so far has both
 
 
 CATALOGUE: dict[str, Policy] = {
     "lru": Policy("LRU", ARTIFACT, score.lru, ties=("inserted",)),
-    "h2o": Policy("H2O", f"Zhang et al. 2023, simplified in the {ARTIFACT}", score.h2o, ties=("last_access", "inserted")),
-    "snapkv": Policy("SnapKV", f"Li et al. 2024, simplified in the {ARTIFACT}", score.snapkv),
+    "h2o": Policy("H2O", f"Zhang et al. 2023, simplified, {ARTIFACT}", score.h2o, ties=("last_access", "inserted")),
+    "snapkv": Policy("SnapKV", f"Li et al. 2024, simplified, {ARTIFACT}", score.snapkv),
     "streaming_llm": Policy(
         "StreamingLLM (SLW)",
-        f"Xiao et al. 2023, after the prompt, as in the {ARTIFACT}",
+        f"Xiao et al. 2023, after the prompt, {ARTIFACT}",
         score.lru,
         ties=("inserted",),
         shield=guard.sinks_and_window,
         shielded=4,
     ),
-    "ada_kv": Policy("Ada-KV", f"Feng et al. 2024, simplified in the {ARTIFACT}", score.ada_kv),
-    "quest": Policy("QUEST", f"Tang et al. 2024, simplified in the {ARTIFACT}", score.current),
+    "ada_kv": Policy("Ada-KV", f"Feng et al. 2024, simplified, {ARTIFACT}", score.ada_kv),
+    "quest": Policy("QUEST", f"Tang et al. 2024, simplified, {ARTIFACT}", score.current),
     "random": Policy("Random", ARTIFACT, score.random, ties=()),
     "h2o_faithful": Policy(
-        "H2O-faithful", f"Zhang et al. 2023, the {ARTIFACT}", score.cumulative, ties=("last_access", "inserted")
+        "H2O-faithful", f"Zhang et al. 2023, {ARTIFACT}", score.cumulative, ties=("last_access", "inserted")
     ),
-    "snapkv_faithful": Policy("SnapKV-faithful", f"Li et al. 2024, the {ARTIFACT}", score.prefill),
+    "snapkv_faithful": Policy("SnapKV-faithful", f"Li et al. 2024, {ARTIFACT}", score.prefill),
     "ada_kv_faithful": Policy(
-        "Ada-KV-faithful", f"Feng et al. 2024, the {ARTIFACT}", score.head_cumulative, allocate=allocate.by_entropy
+        "Ada-KV-faithful", f"Feng et al. 2024, {ARTIFACT}", score.head_cumulative, allocate=allocate.by_entropy
     ),
     "quest_faithful": Policy(
-        "QUEST-faithful", f"Tang et al. 2024, the {ARTIFACT}", score.head_current, allocate=allocate.every_head
+        "QUEST-faithful", f"Tang et al. 2024, {ARTIFACT}", score.head_current, allocate=allocate.every_head
     ),
 }
 PROTECTION_SEVEN = ("lru", "h2o", "snapkv", "streaming_llm", "ada_kv", "quest", "random")  # the paper's Table 3
@@ -92,9 +92,9 @@ class Condition:
 
     def guards(self) -> tuple[int, int]:
         """Tokens guarded at the start and at the end."""
-        rounding = self.resolved().n_prot
-        capacity = self.capacity or 0
-        return guard.protected_count(self.prefix, capacity, rounding), guard.protected_count(self.suffix, capacity, rounding)
+        capacity, rounding = self.capacity or 0, self.resolved().n_prot
+        prefix, suffix = (guard.protected_count(side, capacity, rounding) for side in (self.prefix, self.suffix))
+        return prefix, suffix
 
     @property
     def label(self) -> str:
@@ -106,7 +106,7 @@ class Condition:
 
 
 def check(condition: Condition, prompt_tokens: int | None = None) -> None:
-    """Raise InputError if `condition` cannot be met, on a prompt of that length if one is given. Costs no computation."""
+    """Raise InputError if `condition` cannot be met (on a prompt of that length, if one is given)."""
     c, reading = condition, condition.resolved()
     if c.execution not in ("physical", "masked"):
         raise InputError(f"unknown execution {c.execution!r}: choose physical or masked")
@@ -114,13 +114,14 @@ def check(condition: Condition, prompt_tokens: int | None = None) -> None:
         raise InputError(f"unknown suffix_mode {c.suffix_mode!r}: choose dynamic or static")
     if c.policy == "full":
         if c.capacity is not None or c.prefix or c.suffix:
-            raise InputError(f"policy full keeps every token, got capacity {c.capacity}, guards {c.prefix}/{c.suffix}: drop them")
+            given = f"capacity {c.capacity}, guards {c.prefix}/{c.suffix}"
+            raise InputError(f"policy full keeps every token, got {given}: drop them")
         return
     if c.policy not in CATALOGUE:
         raise InputError(f"unknown policy {c.policy!r}: choose one of full, {', '.join(CATALOGUE)}")
     policy = CATALOGUE[c.policy]
     if c.capacity is None or c.capacity < 1 or c.interval < 1:
-        raise InputError(f"policy {c.policy} with capacity {c.capacity}, interval {c.interval}: both must be at least 1")
+        raise InputError(f"capacity {c.capacity}, interval {c.interval} for {c.policy}: both must be at least 1")
     if not (0 <= c.prefix < 1 and 0 <= c.suffix < 1):
         raise InputError(f"guards {c.prefix}/{c.suffix}: fractions of the capacity between 0 and 1")
     prefix, suffix = c.guards()
@@ -131,10 +132,13 @@ def check(condition: Condition, prompt_tokens: int | None = None) -> None:
     if policy.shielded:
         needed, parts = max(needed, policy.shielded + 1), parts + f", or {policy.shielded} sinks + 1 recent"
     if c.capacity < needed:
-        raise InputError(f"budget {c.capacity} < {needed} protected tokens ({parts}): raise the capacity or lower the guards")
+        raise InputError(
+            f"budget {c.capacity} < {needed} protected tokens ({parts}): raise the capacity or lower the guards"
+        )
     if prompt_tokens is not None and prompt_tokens < prefix + suffix:
         raise InputError(
-            f"prompt of {prompt_tokens} tokens < {prefix + suffix} protected tokens ({parts}): use a longer prompt or lower guards"
+            f"prompt of {prompt_tokens} tokens < {prefix + suffix} protected tokens ({parts}): "
+            "use a longer prompt or lower the guards"
         )
     if c.suffix_mode == "static" and policy.allocate is None and reading.static_suffix == "per_head_only":
         raise InputError(
@@ -143,14 +147,14 @@ def check(condition: Condition, prompt_tokens: int | None = None) -> None:
         )
     if reading.empty_suffix == "keeps_newest" and reading.guardrail == "honours" and prefix and not suffix:
         raise InputError(
-            "switches empty_suffix = keeps_newest and guardrail = honours: everything is protected and nothing can leave; "
-            "change one of the two"
+            "switches empty_suffix = keeps_newest and guardrail = honours: everything is protected and nothing can "
+            "leave; change one of the two"
         )
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the rows of one reduction must meet: integers `[batch]`, and whether the suffix stays at the prompt's end."""
+    """What the rows of one reduction must meet; `static_suffix` pins the suffix to the prompt's end."""
 
     capacity: RowInts
     prefix: RowInts
@@ -164,9 +168,9 @@ class Limits:
 
 
 def reduce(policy: Policy, o: Observation, limits: Limits) -> Mask:
-    """What every row keeps of `o.alive` so that at most `capacity` tokens remain: bool `[batch, 1 or kv_heads, tokens]`.
+    """What every row keeps so that at most `capacity` tokens remain: bool `[batch, 1 or kv_heads, tokens]`.
 
-    Rows at or below their capacity keep everything. Protection protocol, sections 4 to 7.
+    Rows at or below their capacity keep all that is alive. Protection protocol, sections 4 to 7.
     """
     if policy.allocate is not None:
         return _reduce_per_head(policy, o, limits)
@@ -182,13 +186,14 @@ def reduce(policy: Policy, o: Observation, limits: Limits) -> Mask:
     keep = o.alive & ~drop_lowest(free, (scores, tie_key(o, policy.ties)), excess)
 
     trim = keep & ~protected if o.reading.guardrail == "honours" else keep
-    by_age = tie_key(replace(o, reading=AS_DESCRIBED), ("last_access", "inserted"))  # integer positions in either reading
+    by_age = tie_key(replace(o, reading=AS_DESCRIBED), ("last_access", "inserted"))  # by number in either reading
     overflow = (keep.sum(1) - limits.capacity).clamp(min=0)
     return (keep & ~drop_lowest(trim, (by_age,), overflow))[:, None]
 
 
 def _reduce_per_head(policy: Policy, o: Observation, limits: Limits) -> Mask:
-    """Each head keeps the protected tokens and its own best; the union is trimmed to the capacity by votes, then signal."""
+    """Each head keeps the protected tokens and its own best; their union is trimmed to the capacity: tokens that the
+    fewest heads chose leave first, ties by the signal summed over heads."""
     protected = guard.ends(o, limits.prefix, limits.suffix, limits.static_suffix)
     evictable = o.alive & ~protected
     scores = policy.score(o)
@@ -209,24 +214,14 @@ def _reduce_per_head(policy: Policy, o: Observation, limits: Limits) -> Mask:
 
 def table() -> list[dict[str, str]]:
     """The catalogue as rows: name, title, source, readings, regimes, budget."""
-    full = {"name": "full", "title": "Full cache", "source": "-", "readings": "-", "regimes": "all", "budget": "every token"}
-    return [full] + [
-        {
-            "name": name,
-            "title": p.title,
-            "source": p.source,
-            "readings": p.readings,
-            "regimes": ", ".join(p.regimes),
-            "budget": p.budget,
-        }
-        for name, p in CATALOGUE.items()
-    ]
+    columns = ("name", "title", "source", "readings", "regimes", "budget")
+    rows = [("full", "Full cache", "-", "-", "all", "every token")]
+    rows += [(n, p.title, p.source, p.readings, ", ".join(p.regimes), p.budget) for n, p in CATALOGUE.items()]
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def markdown() -> str:
     """The catalogue and the switches as two markdown tables, for the book's methods page."""
-    from dataclasses import fields
-
     rows = table()
     lines = ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
     lines += ["| " + " | ".join(r.values()) + " |" for r in rows]

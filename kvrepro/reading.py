@@ -4,7 +4,7 @@
 and may override single switches. Source: artifact commit 496739f against the paper's sections 3, 7 and 10, Table 19.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from kvrepro.errors import InputError
 
@@ -27,12 +27,16 @@ class Reading:
     )
     first_reduction: int = switch(0, 0, "step of the first reduction, policies with one set for all heads", also=(8,))
     per_head_first_reduction: int = switch(8, 0, "step of the first reduction, per-head policies")
-    score_reduce: str = switch("max", "mean", "attention over layers, heads and queries: maxima, or means summed over queries")
-    head_map: str = switch("first_n_kv", "group_mean", "attention of a KV head: query head of the same number, or group mean")
+    score_reduce: str = switch(
+        "max", "mean", "attention: maxima over layers, heads, queries, or means summed over queries"
+    )
+    head_map: str = switch("first_n_kv", "group_mean", "a KV head's attention: query head of its number, or group mean")
     static_suffix: str = switch("per_head_only", "anywhere", "where a suffix fixed at the prompt's end exists")
-    trim_guard: str = switch("dynamic", "same", "suffix that the per-head union's trim respects: newest, or the policy's own")
+    trim_guard: str = switch(
+        "dynamic", "same", "suffix that the per-head union's trim spares: newest, or the policy's own"
+    )
     random_seed: str = switch("per_item", "by_prompt", "seed 42 anew for every item, or mixed with the prompt")
-    snapkv_bonus: str = switch("peak", "current", "SnapKV's second term: largest attention so far, or the current step's")
+    snapkv_bonus: str = switch("peak", "current", "SnapKV's second term: largest attention so far, or the latest")
     slw_window: str = switch("last_access", "position", "StreamingLLM's window: last used tokens, or newest tokens")
 
 
@@ -42,7 +46,7 @@ READINGS = {"as_run": AS_RUN, "as_described": AS_DESCRIBED}
 
 
 def resolve(name: str, switches: tuple[tuple[str, object], ...] = ()) -> Reading:
-    """The reading called `name` with single switches overridden. Raises InputError for an unknown name, switch or value."""
+    """The reading called `name` with single switches overridden. Raises InputError for what it does not know."""
     if name not in READINGS:
         raise InputError(f"unknown reading {name!r}: choose one of {', '.join(READINGS)}")
     known = {f.name: f.metadata["allowed"] for f in fields(Reading)}
@@ -51,4 +55,4 @@ def resolve(name: str, switches: tuple[tuple[str, object], ...] = ()) -> Reading
             raise InputError(f"unknown switch {key!r}: choose one of {', '.join(known)}")
         if value not in known[key]:
             raise InputError(f"switch {key} = {value!r}: choose one of {', '.join(map(str, known[key]))}")
-    return replace(READINGS[name], **dict(switches))
+    return Reading(**{**vars(READINGS[name]), **dict(switches)})

@@ -14,13 +14,13 @@ FIELD_BITS = 21  # steps and positions below two million fit one field of a pack
 
 @cache
 def string_order(size: int, device: torch.device) -> Tensor:
-    """Rank of each position `0 .. size-1` among their decimal strings, int64 `[size]`: 0, 1, 10, 100, 1000, 1001, ..."""
+    """Rank of each position `0 .. size-1` by its decimal string, int64 `[size]`: 0, 1, 10, 100, 1000, 1001, ..."""
     order = torch.tensor(sorted(range(size), key=str), device=device)
     return torch.empty_like(order).scatter_(0, order, torch.arange(size, device=device))
 
 
 def position_rank(positions: TokenInts, tie_break: str) -> TokenInts:
-    """Order among equals: the position itself ("integer"), or its rank as a decimal string ("string", the artifact's)."""
+    """Order among equals: by the position's number ("integer"), or by its decimal string ("string", the artifact's)."""
     if tie_break == "integer":
         return positions
     size = 1 << max(int(positions.max()) + 1, 1024).bit_length()  # few sizes, so that the table is sorted once
@@ -57,8 +57,8 @@ def drop_lowest(candidates: TokenMask, keys: Sequence[Tensor], count: RowInts) -
 
 
 def top_per_head(scores: Tensor, candidates: TokenMask, counts: Tensor, ties: TokenInts) -> Tensor:
-    """Each head's `counts` [batch, kv_heads] best candidates by `scores` [batch, kv_heads, tokens]; among equals the last in
-    the tie order stays. Returns a boolean mask `[batch, kv_heads, tokens]`."""
+    """Each head's `counts` [batch, kv_heads] best candidates by `scores` [batch, kv_heads, tokens], as a boolean mask;
+    among equals the last in the tie order stays."""
     heads = scores.shape[1]
     flat = candidates.repeat_interleave(heads, 0)
     rank = eviction_rank(flat, (scores.flatten(0, 1), ties.repeat_interleave(heads, 0)))

@@ -1,7 +1,7 @@
 """Names for tensor shapes.
 
-Axes: `batch` rows that decode together, `heads` query heads, `kv_heads` key/value heads (1 where one decision serves all),
-`tokens` cache slots (true positions live in `Observation.positions`), `dim` the width of a head, `layers`.
+Axes: `batch` rows that decode together, `heads` query heads, `kv_heads` key/value heads (1 where one decision serves
+all), `tokens` cache slots (true positions live in `Observation.positions`), `dim` the width of a head, `layers`.
 """
 
 from jaxtyping import Bool, Float, Int

@@ -1,25 +1,15 @@
 """Who stays: the protection paper's harness, position by position, in both readings."""
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 import torch
+from tiny import after_prefill
 
 from kvrepro import policy
 from kvrepro.errors import InputError
-from kvrepro.observe import Observation
 from kvrepro.policy import CATALOGUE, PROTECTION_SEVEN, Condition, Limits, check
-
-
-def after_prefill(n: int, condition: Condition, signal: torch.Tensor | None = None, kv_heads: int = 1) -> Observation:
-    """One row of n prompt tokens whose prefill attention is `signal`."""
-    zeros = torch.zeros(1, n)
-    s = zeros if signal is None else signal.view(1, n).float()
-    heads = s[:, None].expand(-1, kv_heads, -1)
-    steps = torch.zeros(1, n, dtype=torch.long)
-    return Observation(
-        step=0, positions=torch.arange(n)[None], alive=torch.ones(1, n, dtype=torch.bool), last_access=steps,
-        inserted=steps, current=s, peak=s, cumulative=s, prefill=s, prompt_tokens=torch.tensor([n]),
-        head_current=heads, head_cumulative=heads, reading=condition.resolved(),
-    )  # fmt: skip
 
 
 def kept(condition: Condition, n: int, signal: torch.Tensor | None = None) -> list[int]:
@@ -70,8 +60,9 @@ def test_guardrail_deletes_streaming_llms_protected_prefix_as_run_only():
     assert set(kept(honoured, 1919)) >= set(ranges("0-24, 1894-1918"))
 
 
-@pytest.mark.parametrize(("capacity", "floor", "ceil"), [(64, 6, 7), (96, 9, 10), (128, 12, 13), (256, 25, 26),
-                                                         (512, 51, 52), (1024, 102, 103), (4096, 409, 410)])  # fmt: skip
+@pytest.mark.parametrize(("capacity", "floor", "ceil"), [
+    (64, 6, 7), (96, 9, 10), (128, 12, 13), (256, 25, 26), (512, 51, 52), (1024, 102, 103), (4096, 409, 410),
+])  # fmt: skip
 def test_guard_sizes_round_down_as_run_and_up_as_described(capacity, floor, ceil):
     assert Condition("lru", capacity, 0.1, 0.1).guards() == (floor, floor)
     assert Condition("lru", capacity, 0.1, 0.1, reading="as_described").guards() == (ceil, ceil)
@@ -99,18 +90,14 @@ def test_attention_policies_rank_alike_after_the_prefill_as_run():
 
 
 def test_random_restarts_for_every_item_as_run():
-    import random
-
     c = Condition("random", 256)
-    o = after_prefill(1919, c)
-    lost = set(random.Random(42).sample(range(1919), 1919 - 256))
-    from dataclasses import replace
-
-    keep = policy.reduce(CATALOGUE["random"], replace(o, draws=(random.Random(42),)), Limits.of([c], torch.device("cpu")))
+    lost = set(Random(42).sample(range(1919), 1919 - 256))
+    o = replace(after_prefill(1919, c), draws=(Random(42),))
+    keep = policy.reduce(CATALOGUE["random"], o, Limits.of([c], torch.device("cpu")))
     assert set(keep[0, 0].nonzero()[:, 0].tolist()) == set(range(1919)) - lost
 
 
-@pytest.mark.parametrize("name", [p for p in CATALOGUE])
+@pytest.mark.parametrize("name", list(CATALOGUE))
 def test_full_capacity_keeps_everything(name):
     assert kept(Condition(name, 60, 0.1, 0.1), 60, torch.rand(60)) == list(range(60))
 

@@ -1,7 +1,10 @@
-"""Tiny random models of four architectures, and prompts for them."""
+"""Tiny random models of four architectures, prompts for them, and the state after a prompt."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Phi3Config, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config, PreTrainedModel, Qwen2Config
+
+from kvrepro.observe import Observation
+from kvrepro.policy import Condition
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig, "phi3": Phi3Config}
 
@@ -21,3 +24,16 @@ def model(kind: str = "qwen2", dtype: torch.dtype = torch.float32, **changes) ->
 def prompts(*lengths: int, seed: int = 5) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 120, (n,), generator=generator).tolist() for n in lengths]
+
+
+def after_prefill(n: int, condition: Condition, signal: torch.Tensor | None = None, kv_heads: int = 1) -> Observation:
+    """One row of n prompt tokens whose prefill attention is `signal`."""
+    zeros = torch.zeros(1, n)
+    s = zeros if signal is None else signal.view(1, n).float()
+    heads = s[:, None].expand(-1, kv_heads, -1)
+    steps = torch.zeros(1, n, dtype=torch.long)
+    return Observation(
+        step=0, positions=torch.arange(n)[None], alive=torch.ones(1, n, dtype=torch.bool), last_access=steps,
+        inserted=steps, current=s, peak=s, cumulative=s, prefill=s, prompt_tokens=torch.tensor([n]),
+        head_current=heads, head_cumulative=heads, reading=condition.resolved(),
+    )  # fmt: skip

@@ -1,0 +1,33 @@
+"""The benchmark runs what it says."""
+
+from typer.testing import CliRunner
+
+from kvrepro.bench import app, protection_conditions, random_model
+
+
+def test_the_papers_conditions_are_forty_three():
+    conditions = protection_conditions()
+    assert len(set(conditions)) == 43
+    assert {c.capacity for c in conditions} == {None, 128, 256, 512}
+
+
+def test_the_random_model_has_the_embedded_models_shape():
+    config = random_model().config
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.hidden_size // config.num_attention_heads)
+    assert (config.num_hidden_layers, config.hidden_size, *heads) == (8, 384, 6, 2, 64)
+
+
+def test_the_harness_prints_both_ways_and_their_ratio():
+    result = CliRunner().invoke(
+        app, ["harness", "--items", "2", "--conditions", "3", "--tokens", "140", "--new-tokens", "9"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "3 conditions x 2 items" in result.output
+    assert "one by one" in result.output
+    assert "identical tokens: 6 of 6 rows" in result.output
+
+
+def test_bad_input_is_one_line_and_exit_code_2():
+    result = CliRunner().invoke(app, ["harness", "--items", "1", "--conditions", "2", "--tokens", "1"])
+    assert result.exit_code == 2
+    assert "prompt of 1 tokens < 2" in result.output

@@ -149,7 +149,7 @@ def _rows(
     cache: DynamicCache,
     logits: Tensor,
 ) -> Rows:
-    """The rows of one plan after the reduction at step 0, in slots. Within a plan any reading reduces attention alike."""
+    """The rows of one plan after the reduction at step 0, in slots. Readings of one plan reduce attention alike."""
     kv_heads = cache.layers[0].keys.shape[1]
     o = after_prompt(attention, reading, kv_heads, plan.head_map is not None, len(conditions))
     visible = o.alive[:, None].expand(-1, 1 if plan.head_map is None else kv_heads, -1)
@@ -178,9 +178,9 @@ def _facts(rows: Rows, prefill_seconds: float) -> dict[tuple[int, int], dict]:
     facts = {}
     positions, visible = rows.observation.positions.cpu(), rows.visible.cpu()
     for tag, where, seen in zip(rows.tags, positions, visible, strict=True):
-        heads = [where[head].sort().values.tolist() for head in seen]
+        heads = [sorted(where[head].tolist()) for head in seen]
         facts[tag] = {
-            "kept_positions": where[seen.any(0)].sort().values.tolist(),
+            "kept_positions": sorted(where[seen.any(0)].tolist()),
             "kept_positions_hash": hashlib.sha256(str(heads).encode()).hexdigest()[:16],
             "prefill_seconds": prefill_seconds,
         }
@@ -222,9 +222,9 @@ def boundary_attention(
 ) -> pd.DataFrame:
     """Where attention goes at the end of a prompt: a row per layer, query head and region.
 
-    `mass` is the last token's attention, `window_mass` the mean over the last `window` tokens, `uniform` the region's share
-    of the tokens. Regions: sink (position 0), prefix and suffix (`fraction` of the prompt at either end, rounded up; the
-    sink taken out), middle.
+    `mass` is the last token's attention, `window_mass` the mean over the last `window` tokens, `uniform` the region's
+    share of the tokens. Regions: sink (position 0), prefix and suffix (`fraction` of the prompt at either end, rounded
+    up; the sink taken out), middle.
     """
     _check_prompt(model, prompt, 1)
     n = len(prompt)
@@ -236,12 +236,8 @@ def boundary_attention(
         ids = torch.tensor([list(prompt)], device=model.device)
         model(input_ids=ids, logits_to_keep=1, use_cache=False, kvrepro=attention)
     parts = []
-    for region, (a, b) in {
-        "sink": (0, 1),
-        "prefix": (1, side),
-        "middle": (side, n - side),
-        "suffix": (n - side, n),
-    }.items():
+    regions = {"sink": (0, 1), "prefix": (1, side), "middle": (side, n - side), "suffix": (n - side, n)}
+    for region, (a, b) in regions.items():
         mass = attention.window[..., a:b].sum(-1).cpu()  # [layers, heads, window]
         layer, head = torch.meshgrid(*map(torch.arange, mass.shape[:2]), indexing="ij")
         columns = {"layer": layer, "head": head, "mass": mass[..., -1], "window_mass": mass.mean(-1)}

@@ -1,4 +1,4 @@
-"""The decode-cap harness once more, slowly: Python dicts and sorts, a masked full cache, Hugging Face's eager attention.
+"""The decode-cap harness once more, slowly: Python dicts and sorts, a masked full cache, eager attention.
 
 Written from the protocol's text, not from the engine, so that the two can disagree.
 """

@@ -5,9 +5,10 @@ import sys
 
 import nbformat
 import pytest
+import synthetic
 from papermill.exceptions import PapermillExecutionError
 
-from kvrepro import book, pages, policy
+from kvrepro import book, claims, pages, policy
 from kvrepro.errors import InputError
 
 TOC = """
@@ -126,3 +127,13 @@ def test_pages_name_every_policy_and_every_switch(tmp_path):
 
 def test_the_table_escapes_bars():
     assert pages.table([{"a": "x|y"}]) == "| a |\n| --- |\n| x\\|y |"
+
+
+def test_the_claims_page_shows_every_claim_once_with_both_readings(tmp_path):
+    frame = claims.evaluate(synthetic.results(synthetic.paper_like))
+    claims.write(frame, tmp_path / "data" / "results" / "protection" / "claims.csv")
+    text = pages.verdicts(["protection"], tmp_path)
+    for claim in frame.claim.unique():
+        assert text.count(f"\n| {claim} |") == 1
+    assert "| as run | as described |" in text
+    assert "nan" not in text

@@ -360,12 +360,11 @@ def _ceiling(rows: pd.DataFrame) -> float:
 
 
 def _attention_members(claim: Mapping, attention: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Items by column, from rows (item, layer, head, region, tokens, mass): means over layers and heads."""
+    """Items by column, from rows (item, layer, head, region, mass, uniform): means over layers and heads."""
     mass = attention.pivot_table(index="item", columns="region", values="mass", aggfunc="mean")
     if claim["contrast"] == "sink_share":
         return [("all", mass[["sink", "prefix"]])]
-    count = attention.pivot_table(index="item", columns="region", values="tokens", aggfunc="first")
-    share = count.div(count.sum(axis=1), axis=0)
+    share = attention.pivot_table(index="item", columns="region", values="uniform", aggfunc="first")
     return [
         (region, pd.DataFrame({"mass": mass[region], "share": share[region]})) for region in claim["over"]["region"]
     ]
@@ -472,7 +471,7 @@ def evaluate(
     """Verdict of every claim in every reading that was run.
 
     results, scaling: rows of `kvrepro.run.run` (`scaling` with a column `length`, tokens); attention: rows of
-    `boundary_attention` (item, layer, head, region, tokens, mass). Claims that no reading touches appear once, with
+    `study.attention` (item, layer, head, region, mass, uniform). Claims that no reading touches appear once, with
     reading "any". Returns `COLUMNS` and `EXTRA`; ours, low, high are those of the member closest to refuting the claim.
     """
     book = load_claims(claims) if isinstance(claims, str) else claims
@@ -561,11 +560,7 @@ def _lower(statement: str) -> str:
 def table(frame: pd.DataFrame, topics: Sequence[str] = ()) -> pd.DataFrame:
     """The claims as the reader sees them: paper beside ours, with interval, test, verdict and reading."""
     rows = frame[frame.topic.isin(list(topics))] if topics else frame
-    ours = []
-    for row in rows.itertuples():
-        digits = 1 if row.unit == "%" else 3
-        shown = "" if pd.isna(row.ours) else f"{row.ours:.{digits}f} [{row.low:.{digits}f}, {row.high:.{digits}f}]"
-        ours.append(shown.replace("[nan, nan]", "(too few items)"))
+    ours = [_shown(row) for row in rows.itertuples()]
     return pd.DataFrame(
         {
             "claim": rows.claim,
@@ -583,6 +578,87 @@ def table(frame: pd.DataFrame, topics: Sequence[str] = ()) -> pd.DataFrame:
             "verdict": rows.verdict,
         }
     ).reset_index(drop=True)
+
+
+def _text(values: tuple[float, float, float], unit: str) -> str:
+    """A value with its interval, in a unit."""
+    value, low, high = values
+    if np.isnan(value):
+        return "no value"
+    digits = 1 if unit == "%" else 3
+    interval = "too few items" if np.isnan(low) else f"{low:.{digits}f}, {high:.{digits}f}"
+    return f"{value:.{digits}f} [{interval}]" + ("" if unit == "F1" else f" {unit}")
+
+
+def _shown(row, with_unit: bool = False) -> str:
+    """Ours with its interval; empty where there is none."""
+    if pd.isna(row.ours):
+        return ""
+    text = _text((row.ours, row.low, row.high), row.unit)
+    return text if with_unit else text.removesuffix(f" {row.unit}")
+
+
+def beside(frame: pd.DataFrame, *topics: str) -> str:
+    """The claims of some topics as a Markdown list: what the paper printed, what came out here, in each reading."""
+    lines = []
+    for claim, group in frame[frame.topic.isin(topics)].groupby("claim", sort=False):
+        first = group.iloc[0]
+        unit = "" if first.unit == "F1" else f" {first.unit}"
+        lines.append(f"- **{claim}** {first.statement} Paper: {first.paper}{unit}.")
+        for row in group.itertuples():
+            tested = row.test if pd.isna(row.p) else f"{row.test}, p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
+            why = [_shown(row, with_unit=True), row.closest, row.members, tested] if _shown(row) else [row.note]
+            name = {"any": "here"}.get(row.reading, str(row.reading).replace("_", " "))
+            lines.append(f"    - {name}: *{row.verdict}*. " + "; ".join(filter(None, why)))
+    return "\n".join(lines)
+
+
+def overview(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per claim: statement, the paper's value, verdict and value per reading, does the reading decide."""
+    rows = []
+    for claim, group in frame.groupby("claim", sort=False):
+        first = group.iloc[0]
+        by = {row.reading: f"{row.verdict} {_shown(row)}".strip() for row in group.itertuples()}
+        row = {"claim": claim, "statement": first.statement, "paper": first.paper, "unit": first.unit}
+        row |= {name.replace("_", " "): by.get(name, by.get("any", "not run")) for name in READINGS}
+        rows.append(row | {"reading decides": first.depends_on_reading})
+    return pd.DataFrame(rows).set_index("claim")
+
+
+def numbers(frame: pd.DataFrame, results: pd.DataFrame, protect_frac: float = 0.10) -> dict[str, str]:
+    """What the prose may quote, as text: of each claim `<claim>-<reading>` (value, interval) and `...-verdict`; of the
+    run its sizes, the full cache's F1 and what LRU keeps of it at the middle capacity."""
+    sizes = capacities(results, protect_frac)
+    ceiling = estimate(per_item(results, {"policy": "full"}, "token_f1").dropna().to_frame("a"), "mean")
+    found = {
+        "claims": str(frame.claim.nunique()),
+        "decided-by-reading": str(frame[frame.depends_on_reading == "yes"].claim.nunique()),
+        "items": str(results["item"].nunique()),
+        "prompt-tokens": f"{results.prompt_tokens.mean():.0f}",
+        "middle": f"{sizes['middle']:.0f}",
+        "ceiling": _text(ceiling, "F1"),
+        "paper-lru-bare": paper_text({"file": PAPER_SEVEN, "where": PAPER_LRU | {"protected": False}}, "%") + "%",
+        "paper-lru-kept": paper_text({"file": PAPER_SEVEN, "where": PAPER_LRU | {"protected": True}}, "%") + "%",
+    }
+    for reading in READINGS:
+        rows = results[(results.reading == reading) | (results.policy == "full")]
+        for name, side in (("bare", 0.0), ("kept", protect_frac)):
+            cell = {"policy": "lru", "capacity": sizes["middle"], "prefix": side, "suffix": side}
+            try:
+                pair = {"a": per_item(rows, cell, "token_f1"), "full": per_item(rows, {"policy": "full"}, "token_f1")}
+                share = estimate(pd.DataFrame(pair).dropna(), "share_of_ceiling")
+                found[f"lru-{name}-{reading}"] = _text(tuple(100 * part for part in share), "%")
+            except Missing:
+                found[f"lru-{name}-{reading}"] = "not run"
+        for claim in frame.claim.unique():
+            row = next(frame[(frame.claim == claim) & frame.reading.isin([reading, "any"])].itertuples(), None)
+            found[f"{claim}-{reading}-verdict"] = "not run" if row is None else row.verdict
+            found[f"{claim}-{reading}"] = "no value" if row is None else _shown(row, with_unit=True) or "no value"
+    return found
+
+
+PAPER_SEVEN = "protection_t03_policies_qwen25_3b.csv"
+PAPER_LRU = {"metric": "pct_of_ceiling", "policy": "LRU", "capacity": 256}
 
 
 def glue(numbers: Mapping[str, object]) -> None:

@@ -63,7 +63,7 @@ STYLE = {
     "lines.markersize": 5,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
-    "figure.dpi": 110,
+    "figure.dpi": 140,
     "savefig.dpi": 160,
     "figure.constrained_layout.use": True,
 }
@@ -130,6 +130,12 @@ def _panels(readings: Sequence[str], height: float, **share) -> tuple[Figure, li
     return figure, list(axes[0])
 
 
+def _done(figure: Figure) -> Figure:
+    """The figure, taken out of pyplot's hands so that a notebook shows it once, as the cell's value."""
+    plt.close(figure)
+    return figure
+
+
 def _legend(
     figure: Figure, policies: Sequence[str], *, sides: bool = True, ceiling: bool = True, columns: int = 5
 ) -> None:
@@ -183,7 +189,7 @@ def quality(results: pd.DataFrame, protect_frac: float = 0.10, measure: str = "t
             panel.set_ylim(bottom=-0.02)
         panels[0].set_ylabel("token F1 (0 to 1)")
         _legend(figure, policies)
-    return figure
+    return _done(figure)
 
 
 def lift(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
@@ -226,7 +232,7 @@ def lift(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
             for j, size in enumerate(sizes)
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(sizes))
-    return figure
+    return _done(figure)
 
 
 def domains(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10) -> pd.io.formats.style.Styler:
@@ -263,14 +269,10 @@ def _interval(estimate: tuple[float, float, float]) -> str:
     return "too few" if np.isnan(estimate[1]) else f"{estimate[1]:+.2f} to {estimate[2]:+.2f}"
 
 
-def sensitivity(
-    results: pd.DataFrame,
-    fractions: Sequence[float] = (0.0, 0.05, 0.10, 0.15, 0.20),
-    policy: str = "lru",
-    protect_frac: float = 0.10,
-) -> Figure:
+def sensitivity(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10) -> Figure:
     """Share of the full cache's F1 against the fraction protected per side: both readings and the paper's own curve."""
     with plt.rc_context(STYLE):
+        fractions = [k * protect_frac for k in (0.0, 0.5, 1.0, 1.5, 2.0)]
         figure, axes = plt.subplots(figsize=(WIDTH, 3.2))
         shades = {"as_run": COLOURS[policy], "as_described": "#D55E00"}
         for shift, reading in enumerate(_readings(results)):
@@ -313,7 +315,7 @@ def sensitivity(
             Line2D([], [], color="black", ls=(0, (4, 2)), label="full cache"),
         ]
         axes.legend(handles=handles, loc="lower right")
-    return figure
+    return _done(figure)
 
 
 def sides(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10) -> Figure:
@@ -390,7 +392,7 @@ def sides(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10
             Line2D([], [], color="black", ls=(0, (4, 2)), label="full cache"),
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return figure
+    return _done(figure)
 
 
 def convergence(results: pd.DataFrame, protect_frac: float = 0.10, margin: float = 0.02) -> Figure:
@@ -440,7 +442,7 @@ def convergence(results: pd.DataFrame, protect_frac: float = 0.10, margin: float
             Line2D([], [], color="#333333", lw=3, alpha=0.45, label="90% interval (TOST)"),
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    return figure
+    return _done(figure)
 
 
 def items(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10, bins: int = 20) -> Figure:
@@ -472,7 +474,7 @@ def items(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10
         ]
         handles.append(Line2D([], [], color="black", lw=1.3, ls=(0, (4, 2)), label="full cache"))
         figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    return figure
+    return _done(figure)
 
 
 def repetition(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
@@ -498,7 +500,7 @@ def repetition(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
             panel.set_xlabel("repeated 4-grams in the output")
         panels[0].invert_yaxis()
         _legend(figure, [], columns=3)
-    return figure
+    return _done(figure)
 
 
 REGIONS = {
@@ -513,15 +515,14 @@ def boundary_attention(attention: pd.DataFrame) -> Figure:
     """Attention of the prompt's last token by layer: share of mass per region, and mass per position over uniform."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.3), sharex=True)
-        total = attention.drop_duplicates(["item", "region"]).groupby("item").tokens.sum()
         for shift, (region, (_, colour, marker)) in enumerate(REGIONS.items()):
             here = attention[attention.region == region]
             if here.empty:
                 continue
             per_item = (
-                here.groupby(["layer", "item"]).agg(mass=("mass", "mean"), tokens=("tokens", "first")).reset_index()
+                here.groupby(["layer", "item"]).agg(mass=("mass", "mean"), uniform=("uniform", "first")).reset_index()
             )
-            per_item["density"] = per_item.mass / (per_item.tokens / per_item["item"].map(total))
+            per_item["density"] = per_item.mass / per_item.uniform
             for panel, column in ((left, "mass"), (right, "density")):
                 wide = per_item.pivot_table(index="item", columns="layer", values=column)
                 found = [claims.estimate(wide[[layer]].rename(columns={layer: "a"}), "mean") for layer in wide]
@@ -543,7 +544,7 @@ def boundary_attention(attention: pd.DataFrame) -> Figure:
         ]
         handles.append(Line2D([], [], color="black", lw=1, ls=(0, (4, 2)), label="uniform"))
         figure.legend(handles=handles, loc="outside lower center", ncols=5)
-    return figure
+    return _done(figure)
 
 
 def scaling(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
@@ -596,7 +597,7 @@ def scaling(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
             panel.set_ylim(bottom=-0.02)
         panels[0].set_ylabel("token F1 (0 to 1)")
         _legend(figure, policies, columns=len(policies) + 3)
-    return figure
+    return _done(figure)
 
 
 def retention(kept: pd.DataFrame, spans: Mapping[str, tuple[int, int]] | None = None) -> Figure:
@@ -645,7 +646,7 @@ def retention(kept: pd.DataFrame, spans: Mapping[str, tuple[int, int]] | None = 
                 _spans(panel, spans or {}, tokens)
         for panel in panels[-1]:
             panel.set_xlabel("position in the prompt (tokens)")
-    return figure
+    return _done(figure)
 
 
 def _spans(panel: Axes, spans: Mapping[str, tuple[int, int]], tokens: int) -> None:

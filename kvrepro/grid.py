@@ -4,7 +4,7 @@ One prefill serves a whole list, so a chapter runs the union of its grids once a
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvrepro.errors import InputError
 from kvrepro.policy import PROTECTION_SEVEN, Condition, check
@@ -13,6 +13,26 @@ FAITHFUL = ("h2o_faithful", "snapkv_faithful", "ada_kv_faithful", "quest_faithfu
 READINGS = ("as_run", "as_described")
 SWEEP = (0.0, 0.5, 1.0, 1.5, 2.0)  # in units of the protected fraction: 0, 5, 10, 15, 20%
 SIDES = ((1, 0), (0, 1), (2, 0), (0, 2), (1, 1))  # prefix and suffix in the same units; the last three match in budget
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many items each study of a chapter takes."""
+
+    items: int
+    context: int  # per prompt length
+    attention: int
+
+
+SIZES = {"quick": Size(32, 8, 8), "full": Size(162, 48, 32)}  # 162 items: the paper's main panel
+
+
+def size(profile: str, n_items: int | None = None) -> Size:
+    """The profile's size; `n_items` sets the main study and caps the others."""
+    if profile not in SIZES:
+        raise InputError(f"unknown profile {profile!r}: choose {' or '.join(SIZES)}")
+    found = SIZES[profile]
+    return found if n_items is None else Size(n_items, min(n_items, found.context), min(n_items, found.attention))
 
 
 def readings(reading: str) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def attention(sink: float = 0.3, items: int = 8, layers: int = 4, heads: int = 2
                 "layer": layer,
                 "head": head,
                 "region": region,
-                "tokens": tokens[region],
+                "uniform": tokens[region] / 1900,
                 "mass": mass * (1 + rng.normal(0, 0.01)),
             }
             for item in range(items)

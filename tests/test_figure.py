@@ -51,8 +51,7 @@ def test_main_figures(name, readings):
 @pytest.mark.parametrize("name", MAIN)
 def test_other_fractions_and_capacities(name):
     results = RESULTS.assign(prefix=RESULTS.prefix / 2, suffix=RESULTS.suffix / 2)
-    given = {"protect_frac": 0.05} | ({"fractions": (0, 0.025, 0.05, 0.075, 0.1)} if name == "sensitivity" else {})
-    drawn(getattr(figure, name)(results, **given))
+    drawn(getattr(figure, name)(results, protect_frac=0.05))
 
 
 def test_attention_scaling_and_retention():

@@ -38,6 +38,13 @@ def test_every_condition_can_be_met_at_every_length():
             check(condition, tokens)
 
 
+def test_sizes():
+    assert grid.size("full").items == 162
+    assert grid.size("quick", 3) == grid.Size(3, 3, 3)
+    with pytest.raises(InputError, match="unknown profile 'slow'"):
+        grid.size("slow")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

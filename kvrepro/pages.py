@@ -51,19 +51,12 @@ def verdicts(chapters: Iterable[str], root: Path = ROOT) -> str:
         texts = frame.columns.difference(["low", "high", "ours", "p", "n"])
         frame = frame.fillna(dict.fromkeys(texts, ""))
         model, profile = frame.model.iloc[0], frame.profile.iloc[0]
-        parts += [f"Model {model}, profile {profile}.\n", claims.summary(frame) + "\n", table(_by_claim(frame)) + "\n"]
+        parts += [
+            f"Model {model}, profile {profile}.\n",
+            claims.summary(frame) + "\n",
+            table(claims.overview(frame).reset_index().to_dict("records")) + "\n",
+        ]
     return "\n".join(parts) or "No chapter has been run."
-
-
-def _by_claim(frame: pd.DataFrame) -> list[dict[str, str]]:
-    shown = claims.table(frame).assign(reading=frame.reading.to_numpy())
-    rows = []
-    for claim, group in shown.groupby("claim", sort=False):
-        by = {row["reading"]: f"**{row['verdict']}** {row['ours [95%]']}".strip() for _, row in group.iterrows()}
-        first = group.iloc[0]
-        row = {"claim": str(claim), "statement": first.statement, "paper": first.paper}
-        rows.append(row | {name.replace("_", " "): by.get(name, by.get("any", "")) for name in claims.READINGS})
-    return rows
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:

@@ -15,7 +15,7 @@ from kvrepro.reading import AS_DESCRIBED, AS_RUN, READINGS, Reading, resolve
 from kvrepro.selection import drop_lowest, position_rank, tie_key, top_per_head
 from kvrepro.shapes import Mask, RowInts, Scores, TokenMask
 
-ARTIFACT = "protection paper's artifact, 496739f"
+ARTIFACT = "protection artifact 496739f"
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,14 @@ class Policy:
     @property
     def budget(self) -> str:
         if self.allocate is None:
-            return "tokens, one set for all layers and heads"
-        return "tokens per KV head, their union trimmed to the capacity"
+            return "tokens, one set for all heads and layers"
+        return "tokens per KV head, union trimmed to capacity"
+
+    @property
+    def formula(self) -> str:
+        """What the policy keeps: the first sentence of its scorer, and its shield."""
+        ranks = (self.score.__doc__ or "").strip().split("\n")[0].split(". ")[0].rstrip(".")
+        return f"{self.shielded} sinks and a window, then {ranks}" if self.shielded else ranks
 
     @property
     def readings(self) -> str:
@@ -45,28 +51,28 @@ class Policy:
 
 CATALOGUE: dict[str, Policy] = {
     "lru": Policy("LRU", ARTIFACT, score.lru, ties=("inserted",)),
-    "h2o": Policy("H2O", f"Zhang et al. 2023, simplified, {ARTIFACT}", score.h2o, ties=("last_access", "inserted")),
-    "snapkv": Policy("SnapKV", f"Li et al. 2024, simplified, {ARTIFACT}", score.snapkv),
+    "h2o": Policy("H2O", f"Zhang et al. 2023, simplified in {ARTIFACT}", score.h2o, ties=("last_access", "inserted")),
+    "snapkv": Policy("SnapKV", f"Li et al. 2024, simplified in {ARTIFACT}", score.snapkv),
     "streaming_llm": Policy(
         "StreamingLLM (SLW)",
-        f"Xiao et al. 2023, after the prompt, {ARTIFACT}",
+        f"Xiao et al. 2023, after the prompt in {ARTIFACT}",
         score.lru,
         ties=("inserted",),
         shield=guard.sinks_and_window,
         shielded=4,
     ),
-    "ada_kv": Policy("Ada-KV", f"Feng et al. 2024, simplified, {ARTIFACT}", score.ada_kv),
-    "quest": Policy("QUEST", f"Tang et al. 2024, simplified, {ARTIFACT}", score.current),
+    "ada_kv": Policy("Ada-KV", f"Feng et al. 2024, simplified in {ARTIFACT}", score.ada_kv),
+    "quest": Policy("QUEST", f"Tang et al. 2024, simplified in {ARTIFACT}", score.current),
     "random": Policy("Random", ARTIFACT, score.random, ties=()),
     "h2o_faithful": Policy(
-        "H2O-faithful", f"Zhang et al. 2023, {ARTIFACT}", score.cumulative, ties=("last_access", "inserted")
+        "H2O-faithful", f"Zhang et al. 2023, as in {ARTIFACT}", score.cumulative, ties=("last_access", "inserted")
     ),
-    "snapkv_faithful": Policy("SnapKV-faithful", f"Li et al. 2024, {ARTIFACT}", score.prefill),
+    "snapkv_faithful": Policy("SnapKV-faithful", f"Li et al. 2024, as in {ARTIFACT}", score.prefill),
     "ada_kv_faithful": Policy(
-        "Ada-KV-faithful", f"Feng et al. 2024, {ARTIFACT}", score.head_cumulative, allocate=allocate.by_entropy
+        "Ada-KV-faithful", f"Feng et al. 2024, as in {ARTIFACT}", score.head_cumulative, allocate=allocate.by_entropy
     ),
     "quest_faithful": Policy(
-        "QUEST-faithful", f"Tang et al. 2024, {ARTIFACT}", score.head_current, allocate=allocate.every_head
+        "QUEST-faithful", f"Tang et al. 2024, as in {ARTIFACT}", score.head_current, allocate=allocate.every_head
     ),
 }
 PROTECTION_SEVEN = ("lru", "h2o", "snapkv", "streaming_llm", "ada_kv", "quest", "random")  # the paper's Table 3
@@ -213,10 +219,12 @@ def _reduce_per_head(policy: Policy, o: Observation, limits: Limits) -> Mask:
 
 
 def table() -> list[dict[str, str]]:
-    """The catalogue as rows: name, title, source, readings, regimes, budget."""
-    columns = ("name", "title", "source", "readings", "regimes", "budget")
-    rows = [("full", "Full cache", "-", "-", "all", "every token")]
-    rows += [(n, p.title, p.source, p.readings, ", ".join(p.regimes), p.budget) for n, p in CATALOGUE.items()]
+    """The catalogue as rows: name, title, what it keeps, source, readings, regimes, budget."""
+    columns = ("name", "title", "keeps", "source", "readings", "regimes", "budget")
+    rows = [("full", "Full cache", "everything", "-", "-", "all", "every token")]
+    rows += [
+        (n, p.title, p.formula, p.source, p.readings, ", ".join(p.regimes), p.budget) for n, p in CATALOGUE.items()
+    ]
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
@@ -235,12 +243,15 @@ def markdown() -> str:
 def main() -> None:
     """Print the catalogue."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     rows = table()
-    view = Table(*rows[0], title="Eviction policies")
+    view = Table(title="Eviction policies", show_lines=True)
+    for column in rows[0]:
+        view.add_column(column, overflow="fold", no_wrap=column == "name")
     for row in rows:
-        view.add_row(*row.values())
+        view.add_row(*map(escape, row.values()))
     Console().print(view)
 
 

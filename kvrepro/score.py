@@ -11,12 +11,12 @@ from kvrepro.shapes import Scores
 
 
 def lru(o: Observation) -> Scores:
-    """L: evict what was used longest ago. Protection paper, section 3."""
+    """L, the last use. Protection paper, section 3."""
     return o.last_access.float()[:, None]
 
 
 def h2o(o: Observation) -> Scores:
-    """0.7 S + 0.1 max(a, M) + 1[t - L <= 64]: mass plus a bonus for recent use. Artifact's simplified H2O."""
+    """0.7 S + 0.1 max(a, M) + 1[t - L <= 64], mass and a bonus for recent use. Artifact's simplified H2O."""
     recent = (o.step - o.last_access <= 64).float()
     return (0.7 * o.cumulative + 0.1 * torch.maximum(o.current, o.peak) + recent)[:, None]
 
@@ -28,28 +28,29 @@ def snapkv(o: Observation) -> Scores:
 
 
 def ada_kv(o: Observation) -> Scores:
-    """S + 0.5 M, ranked over all heads at once. Artifact's simplified Ada-KV; paper, Table 19."""
+    """S + 0.5 M. Artifact's simplified Ada-KV; paper, Table 19."""
     return (o.cumulative + 0.5 * o.peak)[:, None]
 
 
 def current(o: Observation) -> Scores:
-    """a: attention of the latest query alone. Artifact's simplified QUEST; paper, Table 19."""
+    """a, attention of the latest query. Artifact's simplified QUEST; paper, Table 19."""
     return o.current[:, None]
 
 
 def cumulative(o: Observation) -> Scores:
-    """S: attention mass without a recency term. "Faithful" H2O; paper, appendix B."""
+    """S, attention mass without a recency term. "Faithful" H2O; paper, appendix B."""
     return o.cumulative[:, None]
 
 
 def prefill(o: Observation) -> Scores:
-    """Pf: attention frozen at the end of the prompt, 0 for generated tokens. "Faithful" SnapKV; paper, appendix B."""
+    """Pf, attention frozen at the prompt's end, 0 for generated tokens. "Faithful" SnapKV; paper, appendix B."""
     return o.prefill[:, None]
 
 
 def random(o: Observation) -> Scores:
-    """0 for the tokens drawn to go, 1 for the rest: `random.sample` over the evictable positions in ascending order.
+    """1 for the tokens that a draw without replacement leaves, 0 for those that must go.
 
+    The draw is `random.sample` over the evictable positions in ascending order.
     The one scorer with a memory: each row's generator advances with every call, as in the artifact.
     """
     scores = torch.ones_like(o.current)

@@ -9,6 +9,7 @@ from tiny import after_prefill
 
 from kvrepro import policy
 from kvrepro.errors import InputError
+from kvrepro.observe import append
 from kvrepro.policy import CATALOGUE, PROTECTION_SEVEN, Condition, Limits, check
 
 
@@ -136,3 +137,14 @@ def test_markdown_names_every_policy_and_switch():
     text = policy.markdown()
     assert all(f"| {name} |" in text for name in CATALOGUE)
     assert "| tie_break | string | integer |" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "stays"), [("h2o", False), ("snapkv", False), ("ada_kv", False), ("quest", False), ("lru", True)]
+)
+def test_attention_policies_give_up_the_newest_token_before_it_was_ever_seen(name, stays):
+    c = Condition(name, 40)
+    o = after_prefill(40, c, torch.rand(40) + 0.01).map_slots(lambda v: torch.nn.functional.pad(v, (0, 1)))
+    o = append(replace(o, step=8), 40, torch.tensor([True]))
+    keep = policy.reduce(CATALOGUE[name], o, Limits.of([c], torch.device("cpu")))
+    assert bool(keep[0, 0, 40]) is stays

@@ -600,64 +600,75 @@ def scaling(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
     return _done(figure)
 
 
-def retention(kept: pd.DataFrame, spans: Mapping[str, tuple[int, int]] | None = None) -> Figure:
+def retention(kept: pd.DataFrame) -> Figure:
     """Which prompt positions survive the first reduction: one strip per policy, unprotected above protected.
 
-    kept: one row per kept position (policy, reading, protected, position); `attrs["tokens"]` is the prompt's length.
-    spans: named stretches of the prompt, first and last position, drawn along the top.
+    kept: one row per kept position (policy, reading, protected, position); `attrs["tokens"]` is the prompt's length,
+    `attrs["spans"]`, if there, the first and last position of its parts. LRU's longest stretch is labelled.
     """
-    tokens = kept.attrs["tokens"]
+    tokens, bins = kept.attrs["tokens"], 480
     policies = [one for one in NAMES if one in set(kept.policy)]
     readings = [one for one in READINGS if one in set(kept.reading)]
-    bins = 480
     edges = np.linspace(0, tokens, bins + 1)
+    size = (WIDTH, 0.7 + 0.5 * len(policies))
     with plt.rc_context(STYLE | {"axes.grid": False}):
-        figure, panels = plt.subplots(
-            2, len(readings), figsize=(WIDTH, 0.5 + 0.5 * len(policies)), squeeze=False, sharex=True, sharey=True
-        )
-        for row, protected in enumerate((False, True)):
-            for panel, reading in zip(panels[row], readings, strict=True):
-                image = np.ones((len(policies), bins, 3))
-                for y, policy in enumerate(policies):
-                    here = kept[(kept.policy == policy) & (kept.reading == reading) & (kept.protected == protected)]
-                    share = np.histogram(here.position, edges)[0] / np.maximum(
-                        1, np.histogram(np.arange(tokens), edges)[0]
-                    )
-                    image[y] = 0.955 - share[:, None] * (0.955 - np.asarray(to_rgb(COLOURS[policy])))
-                panel.imshow(
-                    image, aspect="auto", extent=(0, tokens, len(policies) - 0.5, -0.5), interpolation="nearest"
-                )
-                for y in range(len(policies) - 1):
-                    panel.axhline(y + 0.5, color="white", lw=3)
-                panel.set_yticks(range(len(policies)), [NAMES[one] for one in policies])
-                panel.tick_params(axis="y", length=0)
-                for side in ("left", "bottom"):
-                    panel.spines[side].set_visible(False)
-                label = f"{READINGS[reading]}, {'protected' if protected else 'unprotected'}"
-                panel.annotate(
-                    label,
-                    (0, 1.0),
-                    xytext=(0, 9 if spans else 3),
-                    xycoords="axes fraction",
-                    textcoords="offset points",
-                    fontweight="bold",
-                    va="bottom",
-                )
-                _spans(panel, spans or {}, tokens)
+        figure, panels = plt.subplots(2, len(readings), figsize=size, squeeze=False, sharex=True, sharey=True)
+        for row, column in np.ndindex(panels.shape):
+            panel, reading, protected = panels[row, column], readings[column], bool(row)
+            chosen = kept[(kept.reading == reading) & (kept.protected == protected)]
+            image = np.ones((len(policies), bins, 3))
+            for y, policy in enumerate(policies):
+                here = np.sort(chosen[chosen.policy == policy].position.to_numpy())
+                share = np.histogram(here, edges)[0] / np.maximum(1, np.histogram(np.arange(tokens), edges)[0])
+                image[y] = 0.955 - share[:, None] * (0.955 - np.asarray(to_rgb(COLOURS[policy])))
+                if policy == "lru" and len(here):
+                    _stretch(panel, y, here, tokens)
+            panel.imshow(image, aspect="auto", extent=(0, tokens, len(policies) - 0.5, -0.5), interpolation="nearest")
+            for y in range(len(policies) - 1):
+                panel.axhline(y + 0.5, color="white", lw=3)
+            panel.set_yticks(range(len(policies)), [NAMES[one] for one in policies])
+            panel.tick_params(axis="y", length=0)
+            for side in ("left", "bottom"):
+                panel.spines[side].set_visible(False)
+            label = f"{READINGS[reading]}, {'protected' if protected else 'unprotected'}"
+            panel.annotate(
+                label,
+                (0, 1),
+                xytext=(0, 16 if kept.attrs.get("spans") and not row else 4),
+                xycoords="axes fraction",
+                textcoords="offset points",
+                fontweight="bold",
+                va="bottom",
+            )
+            if not row:
+                _spans(panel, kept.attrs.get("spans", {}))
         for panel in panels[-1]:
             panel.set_xlabel("position in the prompt (tokens)")
     return _done(figure)
 
 
-def _spans(panel: Axes, spans: Mapping[str, tuple[int, int]], tokens: int) -> None:
-    """Stretches of the prompt as a thin ruler above a strip panel."""
-    for i, (_, (first, last)) in enumerate(spans.items()):
-        panel.axvspan(
-            first,
-            last + 1,
-            ymin=1.005,
-            ymax=1.03,
-            color=["#444444", "#BBBBBB", "#888888", "#222222"][i % 4],
-            clip_on=False,
-            lw=0,
+def _stretch(panel: Axes, y: int, positions: np.ndarray, tokens: int) -> None:
+    """First and last position of the longest run of kept positions, written beside it."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
+    longest = max(runs, key=len)
+    first, last = longest[0], longest[-1]
+    beyond = last < tokens * 0.7
+    x = last + 0.015 * tokens if beyond else first - 0.015 * tokens
+    panel.text(x, y, f"{first} to {last}", ha="left" if beyond else "right", va="center", fontsize=8, zorder=3)
+
+
+def _spans(panel: Axes, spans: Mapping[str, tuple[int, int]]) -> None:
+    """Parts of the prompt as a ruler above a panel: a bar and a name each, where there is room for it."""
+    for i, (name, (first, last)) in enumerate(spans.items()):
+        shade = ("#444444", "#AAAAAA")[i % 2]
+        panel.axvspan(first, last + 1, ymin=1.015, ymax=1.045, color=shade, clip_on=False, lw=0)
+        panel.annotate(
+            name,
+            ((first + last) / 2, 1.05),
+            xycoords=("data", "axes fraction"),
+            ha="left" if first < 60 else "center",
+            va="bottom",
+            fontsize=7.5,
+            color="#444444",
+            annotation_clip=False,
         )

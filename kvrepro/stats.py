@@ -139,11 +139,10 @@ def tost(a: Sequence[float], b: Sequence[float], margin: float = 0.02) -> Test:
 
 def holm(ps: Sequence[float]) -> list[float]:
     """Holm's step-down adjusted p-values, in the order given (Holm 1979)."""
-    if len(ps) == 0:
-        return []
-    from statsmodels.stats.multitest import multipletests
-
-    return multipletests(ps, method="holm")[1].tolist()
+    p = _vector(ps)  # three lines rather than statsmodels' multipletests, which collects garbage at every call
+    order = np.argsort(p)
+    adjusted = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1)))
+    return adjusted[np.argsort(order)].tolist()
 
 
 def _vector(values: Sequence[float]) -> np.ndarray:

@@ -9,7 +9,6 @@ from kvrepro import data, engine, grid
 from kvrepro.data import Item
 from kvrepro.errors import InputError
 from kvrepro.models import Loaded
-from kvrepro.policy import Condition
 from kvrepro.run import prompt_limit, run
 
 
@@ -66,20 +65,17 @@ def retention(
     item: Item,
     capacity: int,
     policies: Sequence[str],
+    *,
     protect_frac: float = 0.10,
     reading: str = "both",
+    max_new_tokens: int = 128,
 ) -> pd.DataFrame:
     """Prompt positions that each policy keeps at its first reduction: columns policy, reading, protected, position.
 
-    `attrs["tokens"]` is the prompt's length, `attrs["spans"]` the first and last position of its named spans.
+    `attrs["tokens"]` is the prompt's length, `attrs["spans"]` the first and last position of each message's spans.
     """
-    prompt = data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], 1))
-    conditions = [
-        Condition(policy, capacity, side, side, reading=one)
-        for one in grid.readings(reading)
-        for policy in policies
-        for side in (0.0, protect_frac)
-    ]
+    prompt = data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], max_new_tokens))
+    conditions = grid.main([capacity], policies, protect_frac, reading)[1:]
     [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=())
     rows = [
         {"policy": c.policy, "reading": c.reading, "protected": c.prefix > 0, "position": position}

@@ -57,7 +57,9 @@ def test_other_fractions_and_capacities(name):
 def test_attention_scaling_and_retention():
     drawn(figure.boundary_attention(synthetic.attention()))
     drawn(figure.scaling(synthetic.scaling()))
-    drawn(figure.retention(kept(), {"system": (0, 30), "passage": (31, 1890), "question": (1891, 1918)}))
+    frame = kept()
+    frame.attrs["spans"] = {"system": (0, 30), "passage": (31, 1890), "question": (1891, 1918)}
+    drawn(figure.retention(frame))
 
 
 def test_every_estimate_carries_its_interval():

@@ -128,6 +128,13 @@ def test_holm_closed_form():
     assert stats.holm([]) == []
 
 
+def test_holm_agrees_with_statsmodels():
+    from statsmodels.stats.multitest import multipletests
+
+    ps = np.random.default_rng(0).uniform(size=20)
+    assert stats.holm(ps) == pytest.approx(multipletests(ps, method="holm")[1])
+
+
 @pytest.mark.parametrize(
     ("call", "numbers"),
     [

@@ -640,6 +640,9 @@ def retention(kept: pd.DataFrame) -> Figure:
                 fontweight="bold",
                 va="bottom",
             )
+            for first, last in kept.attrs.get("spans", {}).values():
+                if last - first < 0.05 * tokens:
+                    panel.axvline((first + last) / 2, color="black", lw=0.8, ls=(0, (1, 2)), zorder=2)
             if not row:
                 _spans(panel, kept.attrs.get("spans", {}))
         for panel in panels[-1]:

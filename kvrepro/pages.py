@@ -1,6 +1,6 @@
 """Pages of the book that are computed: methods and switches from the code, claims from the results of the last run."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -15,27 +15,9 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     folder = root / "book" / "generated"
     folder.mkdir(parents=True, exist_ok=True)
     catalogue, switches = policy.markdown().strip().split("\n\n")
-    pages = {"methods": catalogue, "rules": rules(), "switches": switches, "claims": verdicts(chapters, root)}
+    pages = {"methods": catalogue, "switches": switches, "claims": verdicts(chapters, root)}
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-
-
-def rules() -> str:
-    """For each method the rule by which it keeps tokens, as the docstrings of its functions state it."""
-    rows = [
-        {"method": entry.title, "keeps": _first(entry.score), "on its own account": _own(entry)}
-        for entry in policy.CATALOGUE.values()
-    ]
-    return table(rows)
-
-
-def _own(entry: policy.Policy) -> str:
-    return " ".join(_first(part) for part in (entry.shield, entry.allocate) if part not in (None, policy.guard.nothing))
-
-
-def _first(function: Callable | None) -> str:
-    paragraph = (getattr(function, "__doc__", None) or "").split("\n\n")[0]
-    return " ".join(paragraph.split())
 
 
 def verdicts(chapters: Iterable[str], root: Path = ROOT) -> str:

@@ -235,6 +235,8 @@ def _columns(claim: Mapping, member: Mapping, sets: Mapping, limit: int) -> pd.D
         return (per_item(rows, member["a"], "n_generated").dropna() / limit).to_frame("a")
     if kind == "correlation":
         keys = ["policy", "capacity", "prefix", "suffix", "suffix_mode"]
+        if rows[[claim["measure"], claim["against"]]].dropna().empty:
+            raise Missing(f"no row has {claim['measure']} and {claim['against']}")
         wide = rows.pivot_table(index="item", columns=keys, values=[claim["measure"], claim["against"]], dropna=True)
         wide.columns = [
             f"{'x' if name[0] == claim['measure'] else 'y'}:{'/'.join(map(str, name[1:]))}" for name in wide.columns
@@ -392,7 +394,10 @@ def evaluate_members(
             try:
                 if claim["contrast"] in NEEDS_CEILING and not _ceiling(member["rows"]) >= MIN_CEILING:
                     raise Missing("the full cache itself answers too few items")
-                frames.append((member["label"], _columns(claim, member, sets, max_new_tokens)))
+                frame = _columns(claim, member, sets, max_new_tokens)
+                if frame.empty:
+                    raise Missing(f"no item has a value in every condition of {member['label']}")
+                frames.append((member["label"], frame))
             except Missing as missing:
                 reasons.append(str(missing))
         if not frames:

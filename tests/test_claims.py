@@ -312,7 +312,7 @@ def test_results_without_conditions_raise():
         claims.evaluate(PAPER[PAPER.policy == "full"], BOOK)
 
 
-# ------------------------------------------------------------------ the paper's own items, where the artifact lies at hand
+# ---------------------------------------------------------- the paper's own items, where the artifact is at hand
 
 
 def test_the_artifacts_own_rows_give_the_papers_verdicts():
@@ -324,5 +324,5 @@ def test_the_artifacts_own_rows_give_the_papers_verdicts():
     table = claims.evaluate(rows, some("P1", "P4", "P15", "P16", "P17", "P22", "P24", "P25", "P32")).set_index("claim")
     assert (table.verdict.drop("P32") == "reproduced").all()
     assert table.verdict["P32"] == "not reproduced"  # two thirds of the outputs end before the second reduction
-    assert table.ours["P4"] == pytest.approx(0.271, abs=5e-4)
+    assert table.ours["P4"] == pytest.approx(0.271, abs=1e-3)  # printed from rounded means
     assert table.ours["P16"] == pytest.approx(0.035, abs=5e-4)

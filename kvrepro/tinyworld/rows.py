@@ -1,0 +1,55 @@
+"""Training rows: a conversation as token ids, with the answers marked."""
+
+import random
+
+import numpy as np
+
+from kvrepro.tinyworld import words as w
+from kvrepro.tinyworld.tokenizer import vocabulary
+from kvrepro.tinyworld.world import ALL, Conversation
+
+PAD = w.SPECIALS.index("<|pad|>")
+TASK_NAMES = list(ALL)
+
+
+def encode(conversation: Conversation) -> tuple[list[int], list[int]]:
+    """(ids, turn): turn is 0 outside answers and i+1 on the tokens of answer i, its end token included."""
+    words, turn = ["<|system|>", *conversation.system, "<|end|>"], []
+    turn = [0] * len(words)
+    for i, (user, answer) in enumerate(conversation.turns):
+        words += ["<|user|>", *user, "<|end|>", "<|assistant|>", *answer, "<|end|>"]
+        turn += [0] * (len(user) + 3) + [i + 1] * (len(answer) + 1)
+    vocab = vocabulary()
+    return [vocab[word] for word in words], turn
+
+
+def row(rng: random.Random, task: str, length: int, evaluation: bool, turns: int) -> tuple[list[int], list[int]]:
+    """A conversation of at most `length` tokens (fewer turns if it does not fit), not padded."""
+    while True:
+        ids, turn = encode(ALL[task](rng, length, evaluation, turns))
+        if len(ids) <= length:
+            return ids, turn
+        turns = max(1, turns - 1)
+
+
+def repeated(rng: random.Random, length: int, size: int) -> tuple[list[int], list[int]]:
+    """A random sequence said twice: the plainest induction there is. The second saying counts as the answer."""
+    half = length // 2
+    first = [rng.randrange(len(w.SPECIALS), size) for _ in range(half)]
+    return first + first, [0] * half + [1] * half
+
+
+def batch(rng: random.Random, shares: np.ndarray, length: int, tokens: int, warm: float, evaluation=False, turns=None):
+    """(ids, turn, task) of tokens // length rows: int16 [rows, length] twice, int16 [rows]; task -1 marks repeated sequences."""
+    rows = tokens // length
+    ids, turn = np.full((rows, length), PAD, np.int16), np.zeros((rows, length), np.uint8)
+    tasks = np.asarray(rng.choices(range(len(TASK_NAMES)), weights=shares.tolist(), k=rows), np.int16)
+    for r in range(rows):
+        if rng.random() < warm:
+            x, y = repeated(rng, length, len(vocabulary()))
+            tasks[r] = -1
+        else:
+            shorter = length if evaluation or length <= 128 or rng.random() < 0.7 else rng.randint(length * 5 // 8, length)
+            x, y = row(rng, TASK_NAMES[tasks[r]], shorter, evaluation, turns or max(1, min(10, length // 50)))
+        ids[r, : len(x)], turn[r, : len(y)] = x, y
+    return ids, turn, tasks

@@ -72,7 +72,7 @@ class Prompt:
 def load_items(items: str, n_items: int | None = None, seed: int = 0, tokens: int = 1900) -> list[Item]:
     """`n_items` items (None: all of a file), balanced over tasks, the same for the same seed.
 
-    items: "tinyworld" (all its tasks), "tinyworld:domains" (the six QA domains), "tinyworld:needle,two_hop" (some
+    items: "tinyworld" (all its tasks), "tinyworld:domains" (the six QA domains), "tinyworld:domains,needle" (some
     tasks), "longbench" (six public QA sets), or the path of a .jsonl file whose rows have `messages`, or `context`
     and `question`. `tokens` is the prompt length of tinyworld items.
     """
@@ -93,7 +93,7 @@ def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[
     from kvrepro.tinyworld import world
 
     groups = {"": world.TASKS, "domains": world.DOMAINS}
-    tasks = list(groups[names]) if names in groups else names.split(",")
+    tasks = [task for name in names.split(",") for task in groups.get(name, [name])]
     unknown = [task for task in tasks if task not in world.ALL]
     if unknown:
         raise InputError(f"unknown tinyworld task '{unknown[0]}': use domains, or some of {', '.join(world.ALL)}")

@@ -1,4 +1,4 @@
-"""Training rows: a conversation as token ids, with the answers marked."""
+"""Training rows: conversations as token ids, with the answers marked."""
 
 import random
 
@@ -14,7 +14,7 @@ TASK_NAMES = list(ALL)
 
 def encode(conversation: Conversation) -> tuple[list[int], list[int]]:
     """(ids, turn): turn is 0 outside answers and i+1 on the tokens of answer i, its end token included."""
-    words, turn = ["<|system|>", *conversation.system, "<|end|>"], []
+    words = ["<|system|>", *conversation.system, "<|end|>"]
     turn = [0] * len(words)
     for i, (user, answer) in enumerate(conversation.turns):
         words += ["<|user|>", *user, "<|end|>", "<|assistant|>", *answer, "<|end|>"]
@@ -32,21 +32,26 @@ def row(rng: random.Random, task: str, length: int, evaluation: bool, turns: int
         turns = max(1, turns - 1)
 
 
-def repeated(rng: random.Random, length: int, size: int) -> tuple[list[int], list[int]]:
+def repeated(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
     """A random sequence said twice: the plainest induction there is. The second saying counts as the answer."""
     half = length // 2
-    first = [rng.randrange(len(w.SPECIALS), size) for _ in range(half)]
+    first = [rng.randrange(len(w.SPECIALS), len(vocabulary())) for _ in range(half)]
     return first + first, [0] * half + [1] * half
 
 
-def batch(rng: random.Random, shares: np.ndarray, length: int, tokens: int, warm: float, evaluation=False, turns=None):
-    """(ids, turn, task) of tokens // length rows: int16 [rows, length] twice, int16 [rows]; task -1 marks repeated sequences."""
-    rows = tokens // length
-    ids, turn = np.full((rows, length), PAD, np.int16), np.zeros((rows, length), np.uint8)
-    tasks = np.asarray(rng.choices(range(len(TASK_NAMES)), weights=shares.tolist(), k=rows), np.int16)
-    for r in range(rows):
+def batch(
+    rng: random.Random, shares: np.ndarray, length: int, tokens: int, warm: float = 0.0, evaluation: bool = False, turns: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """ids, turn, task of tokens // length rows: int16 [rows, length] twice, int16 [rows].
+
+    shares: weight of each task; warm: share of repeated sequences, whose task is -1.
+    """
+    n = tokens // length
+    ids, turn = np.full((n, length), PAD, np.int16), np.zeros((n, length), np.int16)
+    tasks = np.asarray(rng.choices(range(len(TASK_NAMES)), weights=shares.tolist(), k=n), np.int16)
+    for r in range(n):
         if rng.random() < warm:
-            x, y = repeated(rng, length, len(vocabulary()))
+            x, y = repeated(rng, length)
             tasks[r] = -1
         else:
             shorter = length if evaluation or length <= 128 or rng.random() < 0.7 else rng.randint(length * 5 // 8, length)

@@ -1,6 +1,6 @@
 """Exact match of a model on the world's tasks: `python -m kvrepro.tinyworld.evaluate --n 20 --tokens 1900`.
 
-Answers are read under teacher forcing: every token the most likely one is the same as a right greedy answer, for one forward pass.
+Answers are read under teacher forcing: each token the most likely one is a right greedy answer, for one forward pass.
 """
 
 import csv
@@ -64,7 +64,12 @@ def write(path: Path, result: dict[tuple[str, int], float], n: int) -> None:
 
 
 def main(
-    model: str = "tiny-gqa", n: int = 20, tokens: int = 1900, tasks: str = "all", seed: int = 2026, out: Path = Path("evaluation.csv")
+    model: str = "tiny-gqa",
+    n: int = 20,
+    tokens: int = 1900,
+    tasks: str = "all",
+    seed: int = 2026,
+    out: Path = Path("evaluation.csv"),
 ) -> None:
     """Evaluate on the CPU in float32 and write `out`."""
     from kvrepro import models

@@ -1,26 +1,33 @@
-"""Verifiable instructions: how each is worded, what obeying it does to an answer, and a checker that reads the answer's text alone.
+"""Verifiable instructions: how each is worded, what obeying it does to an answer, a checker that reads the text alone.
 
 The answer to "Report on amber boats and old hats." is "amber boats and old hats are fine" when no instruction applies.
+No checker is passed by the empty answer or by a refusal.
 """
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvrepro.data import Item
+from kvrepro.errors import InputError
 from kvrepro.tinyworld import words as w
 
 Words = list[str]
-Rule = tuple  # the drawn parameters of one instruction, e.g. ("anchor",)
+Rule = tuple[str, ...]  # what one instruction drew, e.g. ("anchor",)
 TIMES = {"twice": 2, "thrice": 3}
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """`draw(rng, verb)` picks parameters, `text` words the rule, `check(answer, rule)` says whether an answer obeys it."""
+    """`wording` with the rule filled in tells the model; `draw(rng, verb)` picks a rule; `check(answer, *rule)`."""
 
+    wording: str
     draw: Callable[[random.Random, int], Rule]
-    text: Callable[[Rule], Words]
-    check: Callable[[str, Rule], bool]
+    check: Callable[..., bool]
+
+    def text(self, rule: Rule) -> Words:
+        return self.wording.format(*rule).split()
 
 
 def _keyword(rng: random.Random, verb: int) -> Rule:
@@ -31,41 +38,65 @@ def _nothing(rng: random.Random, verb: int) -> Rule:
     return ()
 
 
-def _bare(answer: str) -> list[str]:
-    """The answer's words in lower case, without quotes, semicolons and numbering."""
-    return [x for x in answer.lower().replace(";", " ").split() if x not in "«»" and not x.isdigit()]
+def _said(answer: str) -> Words:
+    """The answer's words and numbers in lower case, without marks and quotes."""
+    return re.findall(r"\w+", answer.lower())
 
 
-def _repeats(answer: str, rule: Rule) -> bool:
-    words = [x for x in answer.replace("«", " ").replace("»", " ").split(";")]
-    body = words[0].split()
-    inner = [" ".join(part.split()) for part in words]
-    # A start or end word stands outside the repetition, so the parts may differ by one word at either edge.
-    core = max(inner[1:-1], key=len) if len(inner) > 2 else inner[-1] if len(inner[-1]) <= len(inner[0]) else inner[0]
-    return len(inner) == TIMES[rule[0]] and len(body) > 3 and all(core.split()[1:-1] and " ".join(core.split()[1:-1]) in part for part in inner)
+def _avoids(answer: str, word: str) -> bool:
+    """Another word of its kind stands in its place: to say nothing is not to obey."""
+    said = _said(answer)
+    return word not in said and any(quality in said for quality in w.QUALITIES)
+
+
+def _repeats(answer: str, times: str) -> bool:
+    """The parts between semicolons are the same; one word may open the first part, and one may close the last."""
+    first, *others = [_said(part) for part in answer.split(";")]
+    if len(others) + 1 != TIMES[times]:
+        return False
+    *middle, last = others
+    return any(
+        body != [] and body in (last, last[:-1]) and all(part == body for part in middle) for body in (first, first[1:])
+    )
+
+
+def _numbers(answer: str) -> bool:
+    """In each part the things, listed before `are` with `and` between, are numbered 1, 2 ...; a word may come first."""
+    for part in answer.split(";"):
+        listed, are, _ = f" {' '.join(_said(part))} ".partition(" are ")
+        things = [thing.split() for thing in listed.split(" and ")]
+        if not are or len(things) < 2:
+            return False
+        if things[0] and not things[0][0].isdigit():
+            things[0] = things[0][1:]
+        if any(len(thing) < 2 or thing[0] != str(i) for i, thing in enumerate(things, 1)):
+            return False
+    return True
+
+
+def _quotes(answer: str) -> bool:
+    return re.fullmatch(r"\s*«[^«»]*\w[^«»]*»\s*", answer) is not None
 
 
 INSTRUCTIONS: dict[str, Instruction] = {
-    "start": Instruction(_keyword, lambda r: [*"Always start your answer with the word".split(), r[0], "##."], lambda a, r: _bare(a)[:1] == [r[0]]),
-    "end": Instruction(_keyword, lambda r: [*"Always end your answer with the word".split(), r[0], "##."], lambda a, r: _bare(a)[-1:] == [r[0]]),
-    "keyword": Instruction(_keyword, lambda r: [*"Be sure to mention the word".split(), r[0], *"somewhere in it ##.".split()], lambda a, r: r[0] in _bare(a)),
+    "start": Instruction(
+        "Always start your answer with the word {} ##.", _keyword, lambda answer, word: _said(answer)[:1] == [word]
+    ),
+    "end": Instruction(
+        "Always end your answer with the word {} ##.", _keyword, lambda answer, word: _said(answer)[-1:] == [word]
+    ),
+    "keyword": Instruction(
+        "Be sure to mention the word {} somewhere in it ##.", _keyword, lambda answer, word: word in _said(answer)
+    ),
     "avoid": Instruction(
-        lambda rng, verb: (w.QUALITIES[verb],),
-        lambda r: [*"Never use the word".split(), r[0], *"in anything you write ##.".split()],
-        lambda a, r: r[0] not in _bare(a) and any(q in _bare(a) for q in w.QUALITIES),
+        "Never use the word {} in anything you write ##.", lambda rng, verb: (w.QUALITIES[verb],), _avoids
     ),
     "repeat": Instruction(
-        lambda rng, verb: (rng.choice(list(TIMES)),), lambda r: [*"Say the whole of your answer".split(), r[0], *"over ##.".split()], _repeats
+        "Say the whole of your answer {} over ##.", lambda rng, verb: (rng.choice(list(TIMES)),), _repeats
     ),
-    "capitals": Instruction(
-        _nothing, lambda r: "Write your whole answer in capital letters ##.".split(), lambda a, r: bool(_bare(a)) and a == a.upper()
-    ),
-    "number": Instruction(
-        _nothing, lambda r: "Put a number before each thing that you list ##.".split(), lambda a, r: {"1", "2"} <= set(a.replace(";", " ").split())
-    ),
-    "quote": Instruction(
-        _nothing, lambda r: "Put quotes around the whole of your answer ##.".split(), lambda a, r: len(a) > 4 and a[0] == "«" and a[-1] == "»"
-    ),
+    "capitals": Instruction("Write your whole answer in capital letters ##.", _nothing, str.isupper),
+    "number": Instruction("Put a number before each thing that you list ##.", _nothing, _numbers),
+    "quote": Instruction("Put quotes around the whole of your answer ##.", _nothing, _quotes),
 }
 
 
@@ -91,3 +122,13 @@ def follow(listed: list[tuple[str, str]], verb: int, rules: dict[str, Rule]) -> 
     if "quote" in rules:
         body = ["«", *body, "»"]
     return body
+
+
+def checks(item: Item, answer: str) -> dict[str, bool]:
+    """Whether an answer obeys each instruction of an item's system prompt, by class.
+
+    Raises InputError for an item without instructions.
+    """
+    if "instructions" not in item.meta:
+        raise InputError(f"item {item.id} of task {item.task} has no instructions: take a task named instruction_*")
+    return {kind: INSTRUCTIONS[kind].check(answer, *rule) for kind, rule in item.meta["instructions"].items()}

@@ -40,7 +40,13 @@ def repeated(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
 
 
 def batch(
-    rng: random.Random, shares: np.ndarray, length: int, tokens: int, warm: float = 0.0, evaluation: bool = False, turns: int | None = None
+    rng: random.Random,
+    shares: np.ndarray,
+    length: int,
+    tokens: int,
+    warm: float = 0.0,
+    evaluation: bool = False,
+    turns: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """ids, turn, task of tokens // length rows: int16 [rows, length] twice, int16 [rows].
 
@@ -54,7 +60,9 @@ def batch(
             x, y = repeated(rng, length)
             tasks[r] = -1
         else:
-            shorter = length if evaluation or length <= 128 or rng.random() < 0.7 else rng.randint(length * 5 // 8, length)
+            shorter = (
+                length if evaluation or length <= 128 or rng.random() < 0.7 else rng.randint(length * 5 // 8, length)
+            )
             x, y = row(rng, TASK_NAMES[tasks[r]], shorter, evaluation, turns or max(1, min(10, length // 50)))
         ids[r, : len(x)], turn[r, : len(y)] = x, y
     return ids, turn, tasks

@@ -3,8 +3,12 @@
 import random
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvrepro.tinyworld import words as w
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} <|end|> {% endfor %}"
@@ -28,10 +32,12 @@ def vocabulary() -> dict[str, int]:
     return {word: i for i, word in enumerate(dict.fromkeys(ordered))}
 
 
-def build() -> "PreTrainedTokenizerFast":  # noqa: F821
+def build() -> "PreTrainedTokenizerFast":
     """The tokenizer in Hugging Face's format. WordPiece over spaces: `boats.` is `boats` and `##.`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    from kvrepro.tinyworld import world
 
     core = Tokenizer(models.WordPiece(vocabulary(), unk_token="<|unk|>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -42,7 +48,7 @@ def build() -> "PreTrainedTokenizerFast":  # noqa: F821
         pad_token="<|pad|>",
         eos_token="<|end|>",
         additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
-        model_max_length=4096,
+        model_max_length=world.CONTEXT,
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -50,4 +56,5 @@ def build() -> "PreTrainedTokenizerFast":  # noqa: F821
 
 
 def save(folder: str | Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     build().save_pretrained(folder)

@@ -1,7 +1,8 @@
 """Train the embedded model from scratch on one GPU: `python -m kvrepro.tinyworld.train --out data/models/tiny-gqa`.
 
-Watched per task: at each context length a task's share of the rows follows its error, the context grows with the clock, and every
-minute's exact match is logged. Muon for the matrices, AdamW for the rest. All settings were fixed before any claim was looked at.
+Watched per task: at each context length a task's share of the rows follows its error, the context grows with the clock,
+and every minute's exact match is logged. Muon for the matrices, AdamW for the rest. As the clock decides, a second run
+gives another model of the same kind. All settings were fixed before any claim was looked at.
 """
 
 import json
@@ -18,6 +19,7 @@ from kvrepro.tinyworld import rows as R
 from kvrepro.tinyworld.evaluate import LENGTHS as CHECKS
 from kvrepro.tinyworld.evaluate import evaluation_set, exact, exact_match, write
 from kvrepro.tinyworld.tokenizer import save, vocabulary
+from kvrepro.tinyworld.world import CONTEXT
 
 # (share of the time passed, newest context length)
 STAGES = [(0.0, 256), (0.1, 512), (0.22, 1024), (0.36, 2048), (0.76, 4096)]
@@ -45,7 +47,7 @@ def worker(seed: int, shared, queue) -> None:
 
 
 def model_config():
-    """Llama with biases on the projections: 8 layers, width 384, 6 query heads on 2 KV heads of 64 dims, 13 M parameters."""
+    """Llama with biases on the projections: 8 layers, width 384, 6 query heads on 2 KV heads of 64, 13 M parameters."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -55,7 +57,7 @@ def model_config():
         num_attention_heads=6,
         num_key_value_heads=2,
         intermediate_size=1024,
-        max_position_embeddings=4096,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         attention_bias=True,
         rms_norm_eps=1e-6,
@@ -68,7 +70,7 @@ def model_config():
 
 
 def optimizers_of(model, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon on the layers' matrices, AdamW on embeddings, biases and norms. The output projection's bias stays 0, as in Qwen2."""
+    """Muon on the layers' matrices, AdamW on embeddings, biases, norms. The output projection's bias stays 0."""
     for layer in model.model.layers:
         layer.self_attn.o_proj.bias.requires_grad_(False)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -83,11 +85,16 @@ def optimizers_of(model, lr: float) -> list[torch.optim.Optimizer]:
 def token_losses(hidden, embedding, x, weight):
     """Weighted mean cross-entropy, correctness of each next token, and its loss."""
     logits = hidden[:, :-1] @ embedding.T
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten(), reduction="none").view_as(weight)
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), x[:, 1:].flatten(), reduction="none"
+    ).view_as(weight)
     return (loss * weight).sum() / weight.sum(), logits.argmax(-1) == x[:, 1:], loss.detach()
 
 
-def main(minutes: float = 8.2, out: Path = Path("data/models/tiny-gqa"), seed: int = 0, lr: float = 2e-3, workers: int = 14) -> None:
+def main(
+    minutes: float = 8.2, out: Path = Path("data/models/tiny-gqa"), seed: int = 0, lr: float = 2e-3, workers: int = 14
+) -> None:
+    """Train for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and evaluation.csv to `out`."""
     start, device = time.time(), torch.device("cuda")
     torch.manual_seed(seed)
     n_tasks = len(R.TASK_NAMES)
@@ -105,7 +112,7 @@ def main(minutes: float = 8.2, out: Path = Path("data/models/tiny-gqa"), seed: i
 
     model = AutoModelForCausalLM.from_config(model_config(), dtype=torch.float32).to(device)
     optimizers = optimizers_of(model, lr)
-    # One layer is compiled and shared by all: a tenth of the time that compiling the whole model takes at each new length.
+    # One layer is compiled and shared by all: a tenth of the time that the whole model would take at each new length.
     torch._dynamo.config.recompile_limit = 64
     for layer in model.model.layers:
         layer.compile(dynamic=False)
@@ -116,7 +123,8 @@ def main(minutes: float = 8.2, out: Path = Path("data/models/tiny-gqa"), seed: i
     out.mkdir(parents=True, exist_ok=True)
     while (progress := (time.time() - start) / (60 * minutes)) < 1:
         shared[0], shared[1] = progress, 0.5 if progress < WARM else 0.0
-        scale = min(1.0, (steps + 1) / 200) * min(1.0, max(0.02, (1 - progress) / 0.3))  # warm up, hold, decay over the last 30%
+        # Warm up over 200 steps, hold, decay over the last 30% of the time.
+        scale = min(1.0, (steps + 1) / 200) * min(1.0, max(0.02, (1 - progress) / 0.3))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = lr * scale
         ids, turn, task = queue.get()
@@ -142,9 +150,16 @@ def main(minutes: float = 8.2, out: Path = Path("data/models/tiny-gqa"), seed: i
             sets = sets or {key: job.get() for key, job in watched.items()}
             result = exact_match(model.eval(), sets, "cuda")
             model.train()
-            line = {"seconds": round(time.time() - start), "steps": steps, "tokens": tokens_seen, "loss": float(loss.detach())}
+            line = {
+                "seconds": round(time.time() - start),
+                "steps": steps,
+                "tokens": tokens_seen,
+                "loss": float(loss.detach()),
+            }
             line["context_loss"] = float(each[(y == 0) & (x[:, 1:] != R.PAD)].mean())
-            line |= {f"em{length}": float(np.mean([v for k, v in result.items() if k[1] == length])) for length in CHECKS}
+            line |= {
+                f"em{length}": float(np.mean([v for k, v in result.items() if k[1] == length])) for length in CHECKS
+            }
             print(json.dumps(line), flush=True)
             log.append(line | {"tasks": {t: [result[t, length] for length in CHECKS] for t in R.TASK_NAMES}})
             (out / "training.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
@@ -152,7 +167,11 @@ def main(minutes: float = 8.2, out: Path = Path("data/models/tiny-gqa"), seed: i
 
     model.to(torch.bfloat16).save_pretrained(out)
     save(out)
-    write(out / "evaluation.csv", exact_match(model.eval().float(), {key: job.get() for key, job in final.items()}, "cuda"), 200)
+    write(
+        out / "evaluation.csv",
+        exact_match(model.eval().float(), {key: job.get() for key, job in final.items()}, "cuda"),
+        200,
+    )
     print(f"done: {steps} steps, {tokens_seen / 1e9:.2f} G tokens, {time.time() - start:.0f} s", flush=True)
 
 

@@ -5,6 +5,7 @@ Answers are read under teacher forcing: each token the most likely one is a righ
 
 import csv
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 import typer
 from statsmodels.stats.proportion import proportion_confint
 
+from kvrepro import models
+from kvrepro.errors import InputError
 from kvrepro.tinyworld import rows as R
 from kvrepro.tinyworld.world import ALL
 
@@ -64,7 +67,7 @@ def write(path: Path, result: dict[tuple[str, int], float], n: int) -> None:
 
 
 def main(
-    model: str = "tiny-gqa",
+    model: str = models.DEFAULT,
     n: int = 20,
     tokens: int = 1900,
     tasks: str = "all",
@@ -72,10 +75,14 @@ def main(
     out: Path = Path("evaluation.csv"),
 ) -> None:
     """Evaluate on the CPU in float32 and write `out`."""
-    from kvrepro import models
-
-    loaded = models.load(model)
     names = list(ALL) if tasks == "all" else tasks.split(",")
+    try:
+        if unknown := [name for name in names if name not in ALL]:
+            raise InputError(f"unknown task {unknown[0]!r}: choose some of {', '.join(ALL)}")
+        loaded = models.load(model)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
     result = {}
     for name in names:
         result |= exact_match(loaded.model, {(name, tokens): evaluation_set(name, tokens, n, seed)}, rows=4)

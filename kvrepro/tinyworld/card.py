@@ -1,4 +1,4 @@
-"""The model card: `python -m kvrepro.tinyworld.card` writes README.md, measured numbers from the CSV files beside it."""
+"""The model card: `python -m kvrepro.tinyworld.card` writes README.md, measured numbers from the CSV files there."""
 
 from collections.abc import Iterable
 from pathlib import Path

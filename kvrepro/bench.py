@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from kvrepro import data, models
 from kvrepro.engine import Generation, generate
 from kvrepro.errors import InputError
 from kvrepro.policy import PROTECTION_SEVEN, Condition
@@ -49,11 +50,15 @@ def protection_conditions(reading: str = "as_run") -> list[Condition]:
 
 @app.command()
 def harness(
-    model: Annotated[str, typer.Option(help='"random", or a checkpoint as `kvrepro.models.load` takes it')] = "random",
+    model: Annotated[
+        str, typer.Option(help='a checkpoint as `kvrepro.models.load` takes it, or "random": random weights and tokens')
+    ] = "tiny-gqa",
     items: Annotated[int, typer.Option(help="prompts")] = 8,
     conditions: Annotated[int, typer.Option(help="of the 43, spread evenly")] = 43,
     tokens: Annotated[int, typer.Option(help="prompt length")] = 1900,
-    new_tokens: Annotated[int, typer.Option(help="generated per row; nothing stops earlier")] = 128,
+    new_tokens: Annotated[
+        int, typer.Option(help="per row at most; random tokens never stop earlier")
+    ] = 128,
     batch_rows: Annotated[int, typer.Option(help="rows that decode together")] = 64,
     reading: Annotated[str, typer.Option(help="as_run or as_described")] = "as_run",
     threads: Annotated[int, typer.Option(help="0: torch's default")] = 0,
@@ -66,16 +71,17 @@ def harness(
     chosen = [everything[i * len(everything) // conditions] for i in range(min(conditions, len(everything)))]
     try:
         if model == "random":
-            network = random_model()
+            network, stop_ids = random_model(), frozenset()
+            generator = torch.Generator().manual_seed(0)
+            prompts = torch.randint(0, network.config.vocab_size, (items, tokens), generator=generator).tolist()
         else:
-            from kvrepro.models import load
-
-            network = load(model).model
-        generator = torch.Generator().manual_seed(0)
-        prompts = torch.randint(0, network.config.vocab_size, (items, tokens), generator=generator).tolist()
+            loaded = models.load(model)
+            network, stop_ids = loaded.model, models.stop_ids(loaded)
+            asked = data.load_items("tinyworld:domains,needle_multiquery,list_all", items, tokens=tokens)
+            prompts = [data.build_prompt(item, loaded.tokenizer, tokens).ids for item in asked]
 
         def run(prompts: list, conditions: list, rows: int) -> list[list[Generation]]:
-            return generate(network, prompts, conditions, max_new_tokens=new_tokens, stop_ids=[], batch_rows=rows)
+            return generate(network, prompts, conditions, max_new_tokens=new_tokens, stop_ids=stop_ids, batch_rows=rows)
 
         run(prompts[:1], chosen[:1], 1)  # warm up allocator and thread pool
         began = time.perf_counter()
@@ -89,7 +95,7 @@ def harness(
         raise typer.Exit(2) from None
 
     title = (
-        f"{len(chosen)} conditions x {items} items, {tokens} prompt + {new_tokens} new tokens, {reading}, "
+        f"{len(chosen)} conditions x {items} items, {tokens} prompt + up to {new_tokens} new tokens, {reading}, "
         f"model {model}, {network.device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     )
     table = Table(title=title)

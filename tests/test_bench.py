@@ -19,7 +19,7 @@ def test_the_random_model_has_the_embedded_models_shape():
 
 def test_the_harness_prints_both_ways_and_their_ratio():
     result = CliRunner().invoke(
-        app, ["harness", "--items", "2", "--conditions", "3", "--tokens", "140", "--new-tokens", "9"]
+        app, ["harness", "--items", "2", "--conditions", "3", "--tokens", "300", "--new-tokens", "9"]
     )
     assert result.exit_code == 0, result.output
     assert "3 conditions x 2 items" in result.output
@@ -28,6 +28,8 @@ def test_the_harness_prints_both_ways_and_their_ratio():
 
 
 def test_bad_input_is_one_line_and_exit_code_2():
-    result = CliRunner().invoke(app, ["harness", "--items", "1", "--conditions", "2", "--tokens", "1"])
+    result = CliRunner().invoke(
+        app, ["harness", "--model", "random", "--items", "1", "--conditions", "2", "--tokens", "1"]
+    )
     assert result.exit_code == 2
     assert "prompt of 1 tokens < 2" in result.output

@@ -3,15 +3,10 @@
 import re
 from pathlib import Path
 
-import pytest
-
-from kvrepro import models
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.skipif(not models.EMBEDDED.exists(), reason="the embedded model is not there yet")
 def test_the_example_runs(capsys):
     [code] = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     exec(code, {})

@@ -100,6 +100,11 @@ def test_lengths_outside_the_world_are_named(tokens):
         world.sample("needle", 1, 0, tokens)
 
 
+def test_no_items_asked_for_is_named():
+    with pytest.raises(InputError, match="n is 0: ask for at least 1"):
+        world.sample("needle", 0)
+
+
 def test_unknown_task_is_one_line_and_exit_code_2():
     done = run("sample", "--task", "neddle")
     assert done.returncode == 2

@@ -504,10 +504,13 @@ def sample(task: str, n: int, seed: int = 0, tokens: int = 1900) -> list[Item]:
     """n evaluation items of `task`, each with a prompt of at most `tokens` tokens and as close to it as filler allows.
 
     The same arguments give the same items. Spans: evidence and question in the user turn, directive and defense in the
-    system turn. Raises InputError for an unknown task, a length outside 200 to 4,000, and one too short for the task.
+    system turn. Raises InputError for an unknown task, n below 1, a length outside 200 to 4,000, and one
+    that leaves no room for the answer.
     """
     if task not in ALL:
         raise InputError(f"unknown task {task!r}: choose one of {', '.join(ALL)}")
+    if n < 1:
+        raise InputError(f"n is {n}: ask for at least 1 item")
     if not 200 <= tokens <= 4000:
         raise InputError(f"tokens {tokens} is outside 200 to 4000: prompt and answer must fit {CONTEXT} positions")
     return [_item(task, f"{task}-{tokens}-{seed}-{i}", tokens) for i in range(n)]

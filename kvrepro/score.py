@@ -1,7 +1,7 @@
 """Scorers of the protection paper: pure functions of one `Observation`, large = keep.
 
-Each returns float32 `[batch, kv_heads, tokens]`, with kv_heads = 1 where one ranking serves all heads. Symbols as in
-`Observation`: L last access, a current, M peak, S cumulative, Pf prefill attention, t the step.
+Each returns float32 (H2O float64) `[batch, kv_heads, tokens]`, with kv_heads = 1 where one ranking serves all heads.
+Symbols as in `Observation`: L last access, a current, M peak, S cumulative, Pf prefill attention, t the step.
 """
 
 import torch
@@ -17,8 +17,8 @@ def lru(o: Observation) -> Scores:
 
 def h2o(o: Observation) -> Scores:
     """0.7 S + 0.1 max(a, M) + 1[t - L <= 64], mass and a bonus for recent use. Artifact's simplified H2O."""
-    recent = (o.step - o.last_access <= 64).float()
-    return (0.7 * o.cumulative + 0.1 * torch.maximum(o.current, o.peak) + recent)[:, None]
+    recent = (o.step - o.last_access <= 64).double()  # float64: beside the 1, small masses would tie in float32
+    return (0.7 * o.cumulative.double() + 0.1 * torch.maximum(o.current, o.peak) + recent)[:, None]
 
 
 def snapkv(o: Observation) -> Scores:

@@ -33,15 +33,22 @@ def test_h2o_forgets_its_recency_bonus_after_64_steps():
     assert bonus[0] - bonus[1] == pytest.approx(1.0)
 
 
+def test_h2o_tells_small_masses_apart_beside_its_bonus():
+    masses = torch.tensor([[1e-6, 1e-6 + 1e-11]])
+    o = replace(state(10), cumulative=masses, peak=masses, current=masses)
+    first, second = score.h2o(o)[0, 0].tolist()
+    assert second > first  # in float32 both would be 1.000001, and H2O would not rank as SnapKV after the prefill
+
+
 def test_snapkv_adds_the_peak_as_run_and_the_current_step_as_described():
     assert float(score.snapkv(state(10, "as_described"))[0, 0, 0]) == pytest.approx(S + A)
 
 
-def test_every_score_is_float32_with_a_head_axis():
-    for policy in CATALOGUE.values():
+def test_every_score_is_floating_with_a_head_axis():
+    for name, policy in CATALOGUE.items():
         scores = policy.score(
             replace(state(10), evictable=torch.ones(1, 2, dtype=torch.bool), excess=torch.tensor([1]))
         )
-        assert scores.dtype == torch.float32
+        assert scores.dtype == (torch.float64 if name == "h2o" else torch.float32)
         assert scores.shape[0] == 1
         assert scores.shape[-1] == 2

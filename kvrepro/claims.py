@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from kvrepro import stats
+from kvrepro import measure, stats
 from kvrepro.errors import InputError
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -551,6 +551,8 @@ def summary(frame: pd.DataFrame) -> str:
         for claim, group in split.groupby("claim", sort=False):
             by = {row.reading: row.verdict for row in group.itertuples()}
             said = f"*{by['as_run']}* as run, *{by['as_described']}* as described"
+            if by["as_run"] == by["as_described"]:
+                said = f"*{by['as_run']}* in both, but for other members"
             lines.append(f"    - {claim}, {_lower(group.statement.iloc[0])}: {said}.")
     elif (frame.depends_on_reading == "no").any():
         lines.append("- No verdict depends on the reading.")
@@ -608,7 +610,7 @@ def beside(frame: pd.DataFrame, *topics: str) -> str:
     lines = []
     for claim, group in frame[frame.topic.isin(topics)].groupby("claim", sort=False):
         first = group.iloc[0]
-        unit = "" if first.unit == "F1" else f" {first.unit}"
+        unit = f" {first.unit}" if first.unit != "F1" and str(first.paper)[-1:].isdigit() else ""
         lines.append(f"- **{claim}** {first.statement} Paper: {first.paper}{unit}.")
         for row in group.itertuples():
             tested = row.test if pd.isna(row.p) else f"{row.test}, p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
@@ -645,21 +647,42 @@ def numbers(frame: pd.DataFrame, results: pd.DataFrame, protect_frac: float = 0.
         "paper-lru-bare": paper_text({"file": PAPER_SEVEN, "where": PAPER_LRU | {"protected": False}}, "%") + "%",
         "paper-lru-kept": paper_text({"file": PAPER_SEVEN, "where": PAPER_LRU | {"protected": True}}, "%") + "%",
     }
+    full = {"policy": "full"}
+    lru = {"policy": "lru", "capacity": sizes["middle"]}
+    cells = {
+        "bare": lru | {"prefix": 0.0, "suffix": 0.0},
+        "kept": lru | dict.fromkeys(("prefix", "suffix"), protect_frac),
+    }
     for reading in READINGS:
-        rows = results[(results.reading == reading) | (results.policy == "full")]
-        for name, side in (("bare", 0.0), ("kept", protect_frac)):
-            cell = {"policy": "lru", "capacity": sizes["middle"], "prefix": side, "suffix": side}
+        rows = rest_of(results[(results.reading == reading) | (results.policy == "full")])
+        for name, cell in cells.items():
             try:
-                pair = {"a": per_item(rows, cell, "token_f1"), "full": per_item(rows, {"policy": "full"}, "token_f1")}
+                pair = {"a": per_item(rows, cell, "token_f1"), "full": per_item(rows, full, "token_f1")}
                 share = estimate(pd.DataFrame(pair).dropna(), "share_of_ceiling")
-                found[f"lru-{name}-{reading}"] = _text(tuple(100 * part for part in share), "%")
+                rest = estimate(per_item(rows, cell, "rest_f1").dropna().to_frame("a"), "mean")
             except Missing:
-                found[f"lru-{name}-{reading}"] = "not run"
+                share = rest = (np.nan,) * 3
+            found[f"lru-{name}-{reading}"] = _text(tuple(100 * part for part in share), "%")
+            found[f"rest-{name}-{reading}"] = _text(rest, "F1")
         for claim in frame.claim.unique():
             row = next(frame[(frame.claim == claim) & frame.reading.isin([reading, "any"])].itertuples(), None)
             found[f"{claim}-{reading}-verdict"] = "not run" if row is None else row.verdict
             found[f"{claim}-{reading}"] = "no value" if row is None else _shown(row, with_unit=True) or "no value"
     return found
+
+
+def rest_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with `first_right` (is the first word the answer's? 0 or 1) and `rest_f1`, token F1 of the words after.
+
+    Under every policy the first output token comes from the full cache, the rest does not. One-word answers: null.
+    """
+    rest, first = [], []
+    for prediction, answer in zip(rows.prediction, rows.answer, strict=True):
+        ours, gold = (str(text or "").split() for text in (prediction, answer))
+        one_word = len(gold) < 2 or pd.isna(prediction)
+        first.append(np.nan if one_word else float(ours[:1] == gold[:1]))
+        rest.append(np.nan if one_word else measure.token_f1(" ".join(ours[1:]), " ".join(gold[1:])))
+    return rows.assign(first_right=first, rest_f1=rest)
 
 
 PAPER_SEVEN = "protection_t03_policies_qwen25_3b.csv"

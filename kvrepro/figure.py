@@ -137,16 +137,20 @@ def _done(figure: Figure) -> Figure:
 
 
 def _legend(
-    figure: Figure, policies: Sequence[str], *, sides: bool = True, ceiling: bool = True, columns: int = 5
+    figure: Figure,
+    policies: Sequence[str],
+    *,
+    columns: int = 5,
+    more: Sequence[Line2D] = (),
 ) -> None:
+    """Policies, then filled and hollow, the full cache, and what else is given, below the panels."""
     handles = [Line2D([], [], color=COLOURS[one], marker=MARKERS[one], ls="none", label=NAMES[one]) for one in policies]
-    if sides:
-        handles += [
-            Line2D([], [], color="#333333", marker="o", ls="none", label="protected"),
-            Line2D([], [], color="#333333", marker="o", mfc="white", ls="none", label="unprotected"),
-        ]
-    if ceiling:
-        handles.append(Line2D([], [], color="black", lw=1, ls=(0, (4, 2)), label="full cache"))
+    handles += [
+        Line2D([], [], color="#333333", marker="o", ls="none", label="protected"),
+        Line2D([], [], color="#333333", marker="o", mfc="white", ls="none", label="unprotected"),
+        Line2D([], [], color="black", lw=1, ls=(0, (4, 2)), label="full cache"),
+        *more,
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2, handletextpad=0.5)
 
 
@@ -500,6 +504,34 @@ def repetition(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
             panel.set_xlabel("repeated 4-grams in the output")
         panels[0].invert_yaxis()
         _legend(figure, [], columns=3)
+    return _done(figure)
+
+
+def first_word(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
+    """Token F1 of all words after the first, middle capacity, unprotected and protected; one panel per reading.
+
+    The dotted line is the share of items whose first word is right with the full cache, which every policy is given.
+    """
+    with plt.rc_context(STYLE):
+        readings = _readings(results)
+        figure, panels = _panels(readings, 3.4, sharey=True, sharex=True)
+        for panel, reading in zip(panels, readings, strict=True):
+            rows = claims.rest_of(_of(results, reading))
+            size, policies = claims.capacities(rows, protect_frac)["middle"], _policies(rows, protect_frac)
+            _ceiling(panel, rows, "rest_f1", along="x")
+            given = _estimate(rows, "first_right", "mean", a={"policy": "full"})[0]
+            panel.axvline(given, color="black", lw=1, ls=":")
+            for y, policy in enumerate(policies):
+                pair = [_estimate(rows, "rest_f1", "mean", a=_cell(policy, size, side)) for side in (0.0, protect_frac)]
+                panel.plot([pair[0][0], pair[1][0]], [y, y], color=COLOURS[policy], lw=0.8, alpha=0.35)
+                for shift, estimate in enumerate(pair):
+                    _point(panel, y + (shift - 0.5) * 0.2, estimate, policy=policy, filled=bool(shift), along="x")
+            panel.set_yticks(range(len(policies)), [NAMES[one] for one in policies])
+            panel.set_xlim(-0.02, 1.02)
+            panel.set_xlabel("token F1 after the first word")
+        panels[0].invert_yaxis()
+        dotted = Line2D([], [], color="black", lw=1, ls=":", label="first word right (given)")
+        _legend(figure, [], columns=4, more=[dotted])
     return _done(figure)
 
 

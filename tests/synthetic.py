@@ -61,6 +61,8 @@ def results(
             part = pd.DataFrame(
                 {"item": [f"item-{i:03d}" for i in range(n_items)], "token_f1": score, "rouge_l": score * 0.98}
             )
+            part["answer"] = "the red door"
+            part["prediction"] = np.where(score > 0.5, "the red door", "the blue wall wall")
             part["task"] = [f"domain-{i % 6}" for i in range(n_items)]
             parts.append(
                 part.assign(

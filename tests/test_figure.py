@@ -11,7 +11,7 @@ from kvrepro import figure
 
 mpl.use("Agg")
 RESULTS = synthetic.results(n_items=8, noise=0.2)
-MAIN = ["quality", "lift", "sensitivity", "sides", "convergence", "items", "repetition"]
+MAIN = ["quality", "lift", "sensitivity", "sides", "convergence", "items", "first_word", "repetition"]
 
 
 def kept() -> pd.DataFrame:

@@ -40,8 +40,9 @@ def context(
         here = data.load_items(items, n_items, seed=seed, tokens=length)
         limit = length if any(item.context is not None for item in here) else None
         conditions = grid.context(length, protect_frac, reading)
-        given = {"name": f"context-{length}", "max_new_tokens": max_new_tokens, "limit": limit, "seed": seed} | settings
-        parts.append(run(chapter, loaded, here, conditions, **given).assign(length=length))
+        given: dict[str, Any] = {"name": f"context-{length}", "limit": limit, "seed": seed} | settings
+        rows = run(chapter, loaded, here, conditions, max_new_tokens=max_new_tokens, **given)
+        parts.append(rows.assign(length=length))
     return pd.concat(parts, ignore_index=True)
 
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -165,7 +166,7 @@ def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
     return here.set_index("item")[column]
 
 
-def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, float]:
+def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, Any]:
     """Smallest, middle and largest capacity of the main grid: `prefix` protected on both sides, for most policies."""
     main = rows[np.isclose(rows.prefix, prefix) & np.isclose(rows.suffix, prefix) & rows.capacity.notna()]
     main = main[~main.policy.str.endswith("_faithful")]
@@ -587,7 +588,7 @@ def table(frame: pd.DataFrame, topics: Sequence[str] = ()) -> pd.DataFrame:
     ).reset_index(drop=True)
 
 
-def _text(values: tuple[float, float, float], unit: str) -> str:
+def _text(values: tuple[float, ...], unit: str) -> str:
     """A value with its interval, in a unit."""
     value, low, high = values
     if np.isnan(value):

@@ -241,7 +241,7 @@ def lift(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
 
 def domains(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10) -> pd.io.formats.style.Styler:
     """Per-domain table at the middle capacity: full cache, unprotected, protected, lift and interval, per reading."""
-    table: dict[tuple[str, str], dict[str, object]] = {}
+    table: dict[str, dict[tuple[str, str], object]] = {}
     for reading in _readings(results):
         rows = _of(results, reading)
         size = claims.capacities(rows, protect_frac)["middle"]
@@ -253,7 +253,10 @@ def domains(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.
                 for name, cell in (("full", {"policy": "full"}), ("bare", bare), ("kept", kept))
             }
             label = READINGS[reading]
-            row = {("", "items"): group["item"].nunique(), ("", "full cache"): means["full"]}
+            row: dict[tuple[str, str], object] = {
+                ("", "items"): group["item"].nunique(),
+                ("", "full cache"): means["full"],
+            }
             row |= {(label, "unprotected"): means["bare"], (label, "protected"): means["kept"]}
             row |= {(label, "lift"): gain[0], (label, "95%"): _interval(gain)}
             table.setdefault(str(task), {}).update(row)
@@ -602,9 +605,8 @@ def scaling(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
                             (x, _estimate(group, "token_f1", "mean", a=_cell(policy, size, side)))
                         )
             for (policy, side), points in lines.items():
-                filled, style = bool(side), "-" if side else ":"
-                if policy == "full":
-                    filled, style = True, (0, (4, 2))
+                filled = bool(side) or policy == "full"
+                style: object = (0, (4, 2)) if policy == "full" else "-" if side else ":"
                 panel.plot(
                     [x for x, _ in points],
                     [estimate[0] for _, estimate in points],

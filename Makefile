@@ -23,6 +23,7 @@ lab: $(READY)         ## open the notebooks
 clean:                ## remove what the book wrote; results and the environment stay
 	rm -rf _build book/executed book/generated
 
+# The .pth file is for scripts beside the clone: there the clone's own folder would pass for the package of the same name.
 # Torch is pinned like everything else: unpinned, it could bring another CUDA build of several gigabytes.
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "'$(PYTHON)' not found: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -33,5 +34,6 @@ $(READY): pyproject.toml constraints.txt
 	  $(PYTHON) -m venv $(VENV) && \
 	  $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt pip setuptools wheel && \
 	  $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[book,hub,dev]' && \
+	  printf '%s\n' '$(CURDIR)' '$(CURDIR)/kernels' > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvrepro-clone.pth" && \
 	  echo "set up in $$(( $$(date +%s) - start )) s"
 	@touch $@

@@ -393,6 +393,9 @@ def evaluate_members(
         frames, reasons = [], []
         for member in members(claim, rows, sets, protect_frac):
             try:
+                items = member["rows"]["item"].nunique()
+                if items < MIN_ITEMS:
+                    raise Missing(f"{items} items: an interval needs at least {MIN_ITEMS}")
                 if claim["contrast"] in NEEDS_CEILING and not _ceiling(member["rows"]) >= MIN_CEILING:
                     raise Missing("the full cache itself answers too few items")
                 frame = _columns(claim, member, sets, max_new_tokens)

@@ -76,8 +76,8 @@ def load_items(items: str, n_items: int | None = None, seed: int = 0, tokens: in
     tasks), "longbench" (six public QA sets), or the path of a .jsonl file whose rows have `messages`, or `context`
     and `question`. `tokens` is the prompt length of tinyworld items.
     """
-    if n_items is not None and n_items < 1:
-        raise InputError(f"n_items is {n_items}: ask for at least 1")
+    if n_items is not None and (not isinstance(n_items, int) or n_items < 1):
+        raise InputError(f"n_items is {n_items!r}: ask for a whole number, at least 1")
     if items == "tinyworld" or items.startswith("tinyworld:"):
         return _tinyworld(items.partition(":")[2], n_items, seed, tokens)
     if items == "longbench":
@@ -125,19 +125,18 @@ def _read_jsonl(path: Path) -> list[Item]:
     if not path.is_file():
         raise InputError(f"no file {path}: give an existing .jsonl, or fetch one (python -m kvrepro.data list)")
     found = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise TypeError("not an object")
-                found.append(_item(row, f"{path.stem}-{number - 1:03d}"))
-            except (ValueError, KeyError, TypeError) as error:
-                raise InputError(
-                    f"{path}, line {number}: {_reason(error)}; a row needs answer, and messages or context and question"
-                ) from None
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError("not an object")
+            found.append(_item(row, f"{path.stem}-{number - 1:03d}"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{path}, line {number}: {_reason(error)}; a row needs answer, and messages or context and question"
+            ) from None
     return found
 
 
@@ -150,23 +149,33 @@ def _item(row: dict, identity: str) -> Item:
     answers = row.get("answers", row.get("answer"))
     if answers is None:
         raise KeyError("answer")
-    answers = [answers] if isinstance(answers, str) else [str(a) for a in answers]
-    if not answers:
-        raise ValueError("no answer")
+    answers = [answers] if isinstance(answers, str) else answers
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError(f"answer is {answers!r}, not a text or a list of texts")
     meta = dict(row.get("meta") or {})
     if len(answers) > 1:
         meta["answers"] = answers
     if "messages" in row:
+        messages = row["messages"]
+        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+            raise ValueError("messages is not a list of {role, content}, both texts")
         spans = tuple(Span(**span) for span in row.get("spans", ()))
-        return Item(
-            row.get("id", identity), row.get("task", "items"), tuple(row["messages"]), answers[0], spans, meta=meta
-        )
+        if any(not 0 <= span.message < len(messages) for span in spans):
+            raise ValueError(f"a span lies outside the {len(messages)} messages")
+        name, task = str(row.get("id", identity)), str(row.get("task", "items"))
+        return Item(name, task, tuple(messages), answers[0], spans, meta=meta)
     question = next((row[key] for key in ("question", "input", "prompt") if key in row), None)
     if question is None:
         raise KeyError("question")
     task = row.get("domain") or row.get("dataset") or meta.get("benchmark") or "items"
+    if not isinstance(row["context"], str) or not isinstance(question, str) or not (row["context"] + question).strip():
+        raise ValueError("context and question are not texts, or both are empty")
     messages, spans = _passage_messages(row["context"], question)
-    return Item(identity, task, messages, answers[0], spans, row["context"], question, meta)
+    return Item(identity, str(task), messages, answers[0], spans, row["context"], question, meta)
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def _balanced(items: list[Item], n: int | None, seed: int, name: str) -> list[Item]:

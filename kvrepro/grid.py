@@ -91,6 +91,10 @@ def protection(
     reading: str = "both",
 ) -> list[Condition]:
     """All conditions of the protection chapter, each once; extra studies at the middle capacity. Bad ones raise."""
+    if isinstance(capacities, str) or isinstance(policies, str):
+        raise InputError(f"capacities {capacities!r}, policies {policies!r}: give lists, e.g. [128, 256] and ['lru']")
+    if not 0 < protect_frac < 0.5:
+        raise InputError(f"protect_frac {protect_frac}: a share of the capacity per side, between 0 and 0.5")
     if not capacities or not policies:
         raise InputError(f"{len(capacities)} capacities and {len(policies)} policies: give at least one of each")
     middle = sorted(capacities)[len(capacities) // 2]

@@ -63,14 +63,26 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> L
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    if not tokenizer.is_fast:
-        raise InputError(
-            f"{name} has no fast tokenizer (tokenizer.json): save one with AutoTokenizer(...).save_pretrained"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if not tokenizer.is_fast:
+            raise ValueError("no fast tokenizer (tokenizer.json)")
+        network, loading = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
-    network = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
+    except (
+        Exception
+    ) as error:  # transformers, tokenizers and safetensors each raise kinds of their own on a broken file
+        raise InputError(f"{name} in {path} cannot be loaded ({_first_line(error)}): save or fetch it again") from error
+    if lacking := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
+        raise InputError(  # transformers would fill them at random
+            f"{name}: weights lack {len(lacking)} of the model's tensors, e.g. {lacking[0]}: they do not fit the config"
+        )
     network = network.to(where).eval().requires_grad_(False)
     return Loaded(network, tokenizer, name, checkpoint_hash(path), path)
 
@@ -111,12 +123,7 @@ def resolve(model: str) -> tuple[str, Path]:
 def _fetched(model: str) -> Path:
     """Snapshot folder of a hub checkpoint: first the small files, checked, then the weights."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         files = HfApi().list_repo_files(model)
@@ -124,22 +131,29 @@ def _fetched(model: str) -> Path:
         raise InputError(
             f"the hub knows no model '{model}' (or it is private): check the name, or give a checkpoint folder"
         ) from None
-    except (
-        HfHubHTTPError,
-        OfflineModeIsEnabled,
-        OSError,
-        RuntimeError,
-    ) as error:  # no network: a complete local copy will do
+    except Exception as error:  # no network, whatever the client calls it: a complete local copy will do
         try:
             return _checked(model, Path(snapshot_download(model, local_files_only=True)))
         except (LocalEntryNotFoundError, InputError):
-            reason = type(error).__name__
-            raise InputError(
-                f"cannot reach the hub for '{model}' ({reason}), none is cached: connect, or give a checkpoint folder"
-            ) from None
-    folder = Path(snapshot_download(model, allow_patterns=list(SMALL_FILES)))
-    _checked(model, folder, files)
-    return Path(snapshot_download(model, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
+            raise _unreachable(model, error) from None
+    try:
+        folder = Path(snapshot_download(model, allow_patterns=list(SMALL_FILES)))
+        _checked(model, folder, files)
+        return Path(snapshot_download(model, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
+    except InputError:
+        raise
+    except Exception as error:
+        raise _unreachable(model, error) from None
+
+
+def _unreachable(model: str, error: Exception) -> InputError:
+    return InputError(
+        f"cannot reach the hub for '{model}' ({type(error).__name__}), none is cached: connect, or give a folder"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:

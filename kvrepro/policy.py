@@ -126,8 +126,8 @@ def check(condition: Condition, prompt_tokens: int | None = None) -> None:
     if c.policy not in CATALOGUE:
         raise InputError(f"unknown policy {c.policy!r}: choose one of full, {', '.join(CATALOGUE)}")
     policy = CATALOGUE[c.policy]
-    if c.capacity is None or c.capacity < 1 or c.interval < 1:
-        raise InputError(f"capacity {c.capacity}, interval {c.interval} for {c.policy}: both must be at least 1")
+    if not all(isinstance(size, int) and size >= 1 for size in (c.capacity, c.interval)):
+        raise InputError(f"capacity {c.capacity!r}, interval {c.interval!r} for {c.policy}: whole numbers, at least 1")
     if not (0 <= c.prefix < 1 and 0 <= c.suffix < 1):
         raise InputError(f"guards {c.prefix}/{c.suffix}: fractions of the capacity between 0 and 1")
     prefix, suffix = c.guards()

@@ -84,12 +84,41 @@ def test_bad_requests_are_named(tmp_path, items, n, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"context": "C", "answer": "A"}', '{"context": "C", "question": "Q"}'])
+ROW = {"messages": [{"role": "user", "content": "Q"}], "answer": "A"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"context": "C", "answer": "A"}',
+        '{"context": "C", "question": "Q"}',
+        '{"context": 5, "question": "Q", "answer": "A"}',
+        '{"context": "", "question": " ", "answer": "A"}',
+        '{"context": "C", "question": "Q", "answer": 5}',
+        json.dumps(ROW | {"messages": "Q"}),
+        json.dumps(ROW | {"messages": [{"role": "user"}]}),
+        json.dumps(ROW | {"messages": [{"role": "user", "content": None}]}),
+        json.dumps(ROW | {"spans": [{"name": "a", "message": 4, "start": 0, "end": 1}]}),
+    ],
+)
 def test_a_bad_row_is_named_by_its_line(tmp_path, line):
     (tmp_path / "bad.jsonl").write_text('{"context": "C", "question": "Q", "answer": "A"}\n' + line + "\n")
     with pytest.raises(InputError, match="bad.jsonl, line 2: ") as error:
         data.load_items(str(tmp_path / "bad.jsonl"))
     assert "\n" not in str(error.value)
+
+
+def test_text_that_is_not_utf8_is_a_bad_row(tmp_path):
+    (tmp_path / "bad.jsonl").write_bytes(b'{"context": "C\xff", "question": "Q", "answer": "A"}\n')
+    with pytest.raises(InputError, match="bad.jsonl, line 1: "):
+        data.load_items(str(tmp_path / "bad.jsonl"))
+
+
+def test_numbers_as_ids_and_tasks_become_text(tmp_path):
+    item = data.load_items(jsonl(tmp_path / "n.jsonl", ROW | {"id": 3, "task": 7}))[0]
+    assert (item.id, item.task) == ("3", "7")
 
 
 @pytest.mark.parametrize(("names", "tasks"), [("", "TASKS"), (":domains", "DOMAINS"), (":needle,two_hop", None)])

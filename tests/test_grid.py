@@ -52,8 +52,15 @@ def test_sizes():
         ({"policies": ("lru", "nonsense")}, "unknown policy 'nonsense'"),
         ({"capacities": (6,)}, "budget 6 < 8 protected tokens"),
         ({"capacities": ()}, "0 capacities"),
+        ({"protect_frac": 0}, "protect_frac 0"),
     ],
 )
 def test_bad_parameters_raise_before_anything_runs(given, message):
     with pytest.raises(InputError, match=message):
         grid.protection(**given)
+
+
+@pytest.mark.parametrize("arguments", [{"capacities": "[64]"}, {"policies": "lru"}, {"capacities": [256.5]}])
+def test_sizes_and_names_of_the_wrong_kind_are_refused(arguments):
+    with pytest.raises(InputError, match="give lists|whole numbers"):
+        grid.protection(**arguments)

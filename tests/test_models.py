@@ -2,6 +2,7 @@ import json
 import shutil
 
 import checkpoint
+import httpx
 import pytest
 import torch
 from huggingface_hub import HfApi
@@ -118,23 +119,38 @@ def test_refuses_before_weights_are_read(copy, damage, words, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_broken_file_is_one_line(copy, name):
+    whole = (copy / name).read_bytes()
+    (copy / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="cannot be loaded") as error:
+        models.load(str(copy))
+    assert "\n" not in str(error.value)
+
+
+def test_weights_that_lack_a_part_of_the_model_are_refused(copy):
+    edit(copy / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3, max_window_layers=3)
+    with pytest.raises(InputError, match="weights lack 12 of the model's tensors, e.g. model.layers.2") as error:
+        models.load(str(copy))
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["no-such-model", "./no/such/folder", "/no/such", "a b/c"])
 def test_unknown_names_say_what_is_known(name):
     with pytest.raises(InputError, match="unknown model .* use tiny-gqa"):
         models.load(name)
 
 
-def test_no_network_is_one_line(monkeypatch):
+@pytest.mark.parametrize("error", [ConnectionError, httpx.ConnectError])
+def test_no_network_is_one_line(monkeypatch, error):
     def fails(*_, **__):
-        raise ConnectionError("no route to host")
+        raise error("no route to host")
 
     monkeypatch.setattr(HfApi, "list_repo_files", fails)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nonexistent")
-    with pytest.raises(
-        InputError, match="cannot reach the hub for 'owner/model'.*connect, or give a checkpoint folder"
-    ) as error:
+    with pytest.raises(InputError, match="cannot reach the hub for 'owner/model'.*connect, or give a folder") as caught:
         models.load("owner/model")
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_without_network_a_complete_cached_copy_serves(folder, monkeypatch):

@@ -56,9 +56,7 @@ def harness(
     items: Annotated[int, typer.Option(help="prompts")] = 8,
     conditions: Annotated[int, typer.Option(help="of the 43, spread evenly")] = 43,
     tokens: Annotated[int, typer.Option(help="prompt length")] = 1900,
-    new_tokens: Annotated[
-        int, typer.Option(help="per row at most; random tokens never stop earlier")
-    ] = 128,
+    new_tokens: Annotated[int, typer.Option(help="per row at most; random tokens never stop earlier")] = 128,
     batch_rows: Annotated[int, typer.Option(help="rows that decode together")] = 64,
     reading: Annotated[str, typer.Option(help="as_run or as_described")] = "as_run",
     threads: Annotated[int, typer.Option(help="0: torch's default")] = 0,
@@ -67,6 +65,9 @@ def harness(
     each item has its own prefill and decodes alone, with the same code. Prints what was run and nothing else."""
     if threads:
         torch.set_num_threads(threads)
+    if items < 1 or conditions < 1:
+        typer.echo(f"{items} items x {conditions} conditions: give at least one of each", err=True)
+        raise typer.Exit(2)
     everything = protection_conditions(reading)
     chosen = [everything[i * len(everything) // conditions] for i in range(min(conditions, len(everything)))]
     try:

@@ -36,7 +36,7 @@ NEEDS_CEILING = {
 }
 MIN_CEILING = 0.10  # lower bound of the full cache's F1 below which a quality claim says nothing
 MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a model is said to have a sink
-MIN_ITEMS = 3  # below that a percentile interval means nothing
+MIN_ITEMS = 6  # below that no two-sided sign or rank test of pairs can reach 5%, and an interval says less still
 DRAWS = 10_000
 
 
@@ -318,9 +318,11 @@ def judge(rule: Mapping, value: float, low: float, high: float, p: float | None)
     if np.isnan(low) or np.isnan(high):
         return "undecided"
     if kind == "at_least":
-        return "holds" if low > bound and significant else "fails" if high <= bound else "undecided"
+        return (
+            "holds" if low > bound and significant else "fails" if high < bound or low == high == bound else "undecided"
+        )
     if kind == "at_most":
-        return "holds" if high < bound and significant else "fails" if low >= bound else "undecided"
+        return "holds" if high < bound and significant else "fails" if low > bound else "undecided"
     if kind == "between":
         return (
             "holds"
@@ -332,7 +334,7 @@ def judge(rule: Mapping, value: float, low: float, high: float, p: float | None)
     if kind == "no_difference":
         return "fails" if significant else "holds" if -bound < low and high < bound else "undecided"
     if kind == "equivalent":
-        return "holds" if significant else "fails" if high <= -bound or low >= bound else "undecided"
+        return "holds" if significant else "fails" if high < -bound or low > bound else "undecided"
     raise InputError(f"unknown rule {kind!r}: known are at_least, at_most, between, no_difference, equivalent")
 
 
@@ -387,7 +389,7 @@ def evaluate_members(
     rule, margin = claim["rule"], next(iter(claim["rule"].values()))
     if claim.get("study") == "attention":
         if not has_sink(rows) and claim["contrast"] == "sink_share":
-            raise Missing("this model has no attention sink")
+            raise Missing("the last prompt token gives position 0 less than a tenth of its attention in every layer")
         frames = _attention_members(claim, rows)
     else:
         frames, reasons = [], []

@@ -240,7 +240,7 @@ def lift(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
 
 
 def domains(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10) -> pd.io.formats.style.Styler:
-    """Per-domain table at the middle capacity: full cache, unprotected, protected, lift and interval, per reading."""
+    """Per-domain table at the middle capacity: full cache, unprotected, protected, lift, each with its interval."""
     table: dict[str, dict[tuple[str, str], object]] = {}
     for reading in _readings(results):
         rows = _of(results, reading)
@@ -249,7 +249,7 @@ def domains(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.
             bare, kept = _cell(policy, size, 0.0), _cell(policy, size, protect_frac)
             gain = _estimate(group, "token_f1", "difference", a=kept, b=bare)
             means = {
-                name: _estimate(group, "token_f1", "mean", a=cell)[0]
+                name: _mean(_estimate(group, "token_f1", "mean", a=cell))
                 for name, cell in (("full", {"policy": "full"}), ("bare", bare), ("kept", kept))
             }
             label = READINGS[reading]
@@ -264,12 +264,17 @@ def domains(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.
     frame.columns = pd.MultiIndex.from_tuples(frame.columns)
     frame.index.name = "domain"
     lifts = [column for column in frame.columns if column[1] == "lift"]
-    plain = [column for column in frame.columns if column[1] not in ("items", "95%")]
-    numbers = dict.fromkeys(plain, "{:.2f}") | dict.fromkeys(lifts, "{:+.2f}")
-    return frame.style.format(numbers, na_rep="").background_gradient(_PALE, subset=lifts, vmin=0, vmax=1)
+    return frame.style.format(dict.fromkeys(lifts, "{:+.2f}"), na_rep="").background_gradient(
+        _PALE, subset=lifts, vmin=0, vmax=1
+    )
 
 
 _PALE = LinearSegmentedColormap.from_list("pale", ["#FFFFFF", "#9ECAE1"])
+
+
+def _mean(estimate: tuple[float, float, float]) -> str:
+    value, low, high = estimate
+    return f"{value:.2f}" + (" (too few)" if np.isnan(low) else f" ({low:.2f} to {high:.2f})")
 
 
 def _interval(estimate: tuple[float, float, float]) -> str:

@@ -24,7 +24,7 @@ class Size:
     attention: int
 
 
-SIZES = {"quick": Size(32, 8, 8), "full": Size(162, 48, 32)}  # 162 items: the paper's main panel
+SIZES = {"quick": Size(48, 8, 8), "full": Size(162, 48, 32)}  # six for each of the eight tasks; the paper's main panel
 
 
 def size(profile: str, n_items: int | None = None) -> Size:

@@ -27,6 +27,12 @@ def test_the_harness_prints_both_ways_and_their_ratio():
     assert "identical tokens: 6 of 6 rows" in result.output
 
 
+def test_nothing_to_run_is_refused():
+    result = CliRunner().invoke(app, ["harness", "--conditions", "0"])
+    assert result.exit_code == 2
+    assert "8 items x 0 conditions" in result.output
+
+
 def test_bad_input_is_one_line_and_exit_code_2():
     result = CliRunner().invoke(
         app, ["harness", "--model", "random", "--items", "1", "--conditions", "2", "--tokens", "1"]

@@ -107,7 +107,7 @@ def test_intervals_agree_with_the_statistics_module():
 
 
 def test_contrasts_on_constant_columns():
-    frame = pd.DataFrame({"a": [0.6] * 4, "b": [0.2] * 4, "full": [0.8] * 4, "a:lru": [0.6] * 4, "a:h2o": [0.5] * 4})
+    frame = pd.DataFrame({"a": [0.6] * 8, "b": [0.2] * 8, "full": [0.8] * 8, "a:lru": [0.6] * 8, "a:h2o": [0.5] * 8})
     expected = {"mean": 0.6, "difference": 0.4, "share_of_ceiling": 0.5, "spread": 0.1, "lift_minus_spread": 0.3}
     for contrast, value in expected.items():
         assert claims.estimate(frame, contrast) == pytest.approx((value,) * 3), contrast
@@ -126,6 +126,8 @@ def test_a_share_of_nothing_is_undecided_and_two_items_have_no_interval():
         ({"at_least": 0.0}, 0.1, 0.3, 0.2, "undecided"),  # the test does not agree
         ({"at_least": 0.0}, -0.1, 0.3, 0.01, "undecided"),
         ({"at_least": 0.0}, 0.0, 0.0, 1.0, "fails"),  # exactly no lift
+        ({"at_least": 0.0}, -0.1, 0.0, 1.0, "undecided"),  # ends at the threshold, not beyond it
+        ({"at_most": 0.25}, 0.25, 0.4, None, "undecided"),
         ({"at_least": 0.5}, 0.2, 0.4, None, "fails"),
         ({"at_most": 0.25}, 0.0, 0.1, None, "holds"),
         ({"at_most": 0.25}, 0.1, 0.3, None, "undecided"),
@@ -238,12 +240,12 @@ def test_sink_claims_each_way():
     assert outcome("P35", synthetic.attention(sink=0.3)) == "reproduced"
     flat = synthetic.attention(sink=0.15).assign(mass=lambda f: f.mass.where(f.region != "prefix", 0.5))
     assert outcome("P35", flat) == "not reproduced"
-    with pytest.raises(claims.Missing, match="no attention sink"):
+    with pytest.raises(claims.Missing, match="gives position 0 less than a tenth"):
         states("P35", synthetic.attention(sink=0.01))
 
 
 def test_few_items_leave_a_claim_open():
-    noisy = one_reading(synthetic.paper_like, n_items=4, noise=0.5)
+    noisy = one_reading(synthetic.paper_like, n_items=6, noise=0.5)
     assert set(states("P10", noisy).state) == {"undecided"}
     assert outcome("P10", noisy) == "not testable here"
 
@@ -257,8 +259,15 @@ def test_a_model_that_cannot_answer_tests_nothing():
 def test_missing_conditions_are_named_not_guessed():
     table = claims.evaluate(one_reading(synthetic.paper_like, n_items=6), some("P30", "P33")).set_index("claim")
     assert table.verdict["P30"] == "not testable here"
-    assert "ada_kv_native" in table.note["P30"]
+    assert "not among the policies" in table.note["P30"]
+    assert table.note["P33"]
     assert table.verdict["P33"] == "not testable here"
+
+
+def test_fewer_than_six_items_are_not_judged():
+    few = claims.evaluate(one_reading(synthetic.paper_like, n_items=5), some("P1", "P4"))
+    assert set(few.verdict) == {"not testable here"}
+    assert few.note.str.contains("5 items: an interval needs at least 6").all()
 
 
 def test_a_failed_item_leaves_the_pair_not_the_table():

@@ -349,6 +349,14 @@ def frequent_words(rng: random.Random, tokens: int, evaluation: bool, turns: int
     return _conversation(rng, tokens, facts, asked)
 
 
+def _fill(rng: random.Random, tokens: int, system: Words, asked: list[tuple[Words, Words]]) -> int:
+    """Put filler before the first question, as much as the turns leave of `tokens`; where the question now starts."""
+    used = len(system) + 2 + sum(len(q) + len(a) + 4 for q, a in asked)
+    text, _ = passage(rng, [], tokens - used)
+    asked[0] = (text + asked[0][0], asked[0][1])
+    return len(text)
+
+
 def system_few_shot(
     rng: random.Random,
     tokens: int,
@@ -380,11 +388,9 @@ def system_few_shot(
         else:
             noun, c = next(q for q in unseen if q[1] == 0) if evaluation else rng.choice(unseen)
             asked.append((question("what is the mark of", [noun], "##?"), [marks[c]]))
-    used = len(system) + 2 + sum(len(q) + len(a) + 4 for q, a in asked)
-    text, _ = passage(rng, [], tokens - used)
-    asked[0] = (text + asked[0][0], asked[0][1])
+    asks = _fill(rng, tokens, system, asked)
     spans = {"directive": (len(defense), len(system))} | ({"defense": (0, len(defense))} if defended else {})
-    return Conversation(system, asked, [], {"defended": defended, "flipped": False}, spans, len(text))
+    return Conversation(system, asked, [], {"defended": defended, "flipped": False}, spans, asks)
 
 
 def instructed(
@@ -423,12 +429,10 @@ def instructed(
         listed = things(rng, rng.randint(2, 3), evaluation)
         request = [w.REQUESTS[verb], "on"] + [word for pair in listed for word in (*pair, "and")][:-1] + ["##."]
         asked.append((request, follow(listed, verb, rules)))
-    used = len(system) + 2 + sum(len(q) + len(a) + 4 for q, a in asked)
-    text, _ = passage(rng, [], tokens - used)
-    asked[0] = (text + asked[0][0], asked[0][1])
+    asks = _fill(rng, tokens, system, asked)
     rules_json = {kind: list(rule) for kind, rule in rules.items()}
     return Conversation(
-        system, asked, [], {"instructions": rules_json, "defended": defended, "flipped": flipped}, spans, len(text)
+        system, asked, [], {"instructions": rules_json, "defended": defended, "flipped": flipped}, spans, asks
     )
 
 

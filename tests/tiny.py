@@ -22,8 +22,8 @@ def model(kind: str = "qwen2", dtype: torch.dtype = torch.float32, **changes) ->
 
 
 def prompts(*lengths: int, seed: int = 5) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 120, (n,), generator=generator).tolist() for n in lengths]
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return [torch.randint(3, 120, (n,), generator=generator, device="cpu").tolist() for n in lengths]
 
 
 def after_prefill(n: int, condition: Condition, signal: torch.Tensor | None = None, kv_heads: int = 1) -> Observation:

@@ -10,9 +10,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from kvrepro import data, models
-from kvrepro.engine import Generation, generate
+from kvrepro.condition import Condition, Generation
+from kvrepro.engine import generate
 from kvrepro.errors import InputError
-from kvrepro.policy import PROTECTION_SEVEN, Condition
+from kvrepro.protection.policy import PROTECTION_SEVEN
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 

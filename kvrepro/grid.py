@@ -6,8 +6,9 @@ One prefill serves a whole list, so a chapter runs the union of its grids once a
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from kvrepro.condition import Condition
 from kvrepro.errors import InputError
-from kvrepro.policy import PROTECTION_SEVEN, Condition, check
+from kvrepro.protection.policy import PROTECTION_SEVEN, check
 
 FAITHFUL = ("h2o_faithful", "snapkv_faithful", "ada_kv_faithful", "quest_faithful")
 READINGS = ("as_run", "as_described")

@@ -1,135 +1,91 @@
-"""What a policy may look at: the state of every cached token of every row, kept in cache slots.
+"""What a policy may look at: one layer's cached tokens, the last queries, and what the forward pass summed up."""
 
-A slot's place means nothing (eviction leaves holes, new tokens fill them): `positions` holds the true positions.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from random import Random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvrepro.attention import PromptAttention
-from kvrepro.reading import Reading
-from kvrepro.shapes import HeadFloats, RowInts, TokenFloats, TokenInts, TokenMask
+from kvrepro.shapes import KeyValue, Mask, Outputs, Positions, Probabilities, Query, RowInts, Scores, WindowPositions
 
 
 @dataclass(frozen=True)
 class Observation:
-    """State of `batch` rows at one decode step, float32 and int64.
+    """One layer of `batch` rows at the moment of an eviction.
 
-    Steps count generated tokens from 1; prompt tokens carry step 0. Attention is already reduced over layers and heads,
-    as the reading's `score_reduce` says. Slots outside `alive` hold no token.
+    Tokens stand in ascending order of their positions, flush right: a head that holds fewer than its neighbours has
+    dead slots in front, with position -1. So the last column is the newest token of every row and head.
     """
 
-    step: int
-    positions: TokenInts
-    alive: TokenMask
-    last_access: TokenInts  # L: last step at which attention exceeded 5% of the step's largest
-    inserted: TokenInts  # I
-    current: TokenFloats  # a: attention of the latest query
-    peak: TokenFloats  # M: largest attention of one step so far
-    cumulative: TokenFloats  # S: attention summed over steps
-    prefill: TokenFloats  # Pf: attention inside the prompt, 0 for generated tokens
-    prompt_tokens: RowInts
-    head_current: HeadFloats | None = None  # a and S per KV head, for policies that choose per head
-    head_cumulative: HeadFloats | None = None
-    # Set while rows of one reading are scored: what the guards leave to the policy, how many tokens must go, and a
-    # generator per row (for Random).
-    reading: Reading | None = None
-    evictable: TokenMask | None = None
-    excess: RowInts | None = None
-    draws: tuple[Random, ...] = ()
+    layer: int
+    layers: int  # evictable layers of the model; `layer` counts among them
+    keys: KeyValue  # after their rotation
+    values: KeyValue
+    positions: Positions  # true positions, -1 where a slot is dead
+    queries: Query  # of the window, after their rotation: [batch, heads, window, dim]
+    query_positions: WindowPositions  # -1 where a row has fewer queries than the window
+    seen: RowInts  # tokens seen so far, kept or not
+    scaling: float
+    output: Tensor | None = None  # output projection per query head, [heads, dim, hidden]
+    sums: Mapping[str, Scores] = field(default_factory=dict)  # per token, as named in a policy's `needs`
+    span_of: Tensor | None = None  # int64 [batch, seen]: number of the prompt span that each position lies in
+    span_local: bool = False  # fair: queries see their own span only, the window holds each span's last queries
+    sliding: int | None = None  # tokens a query of this layer looks back, itself included
+    inverse_frequencies: Tensor | None = None  # [dim / 2] of the rotation, radians per position
+    seed: int = 0
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Observation":
-        """The same observation with `change` applied to every tensor."""
-        return replace(self, **{k: change(v) for k, v in vars(self).items() if isinstance(v, Tensor)})
+    @cached_property
+    def alive(self) -> Mask:
+        return self.positions >= 0
 
-    def map_slots(self, change: Callable[[Tensor], Tensor]) -> "Observation":
-        """The same observation with `change` applied to every tensor that has a slot axis (the last one)."""
-        return self.map(lambda v: change(v) if v.dim() > 1 else v)
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.queries.shape[1] // self.keys.shape[1]
 
+    def last(self, window: int) -> "Observation":
+        """The same with the last `window` queries only."""
+        return replace(self, queries=self.queries[:, :, -window:], query_positions=self.query_positions[:, -window:])
 
-def after_prompt(prompt: PromptAttention, reading: Reading, kv_heads: int, per_head: bool, rows: int) -> Observation:
-    """The state of `rows` equal rows after the prefill: every prompt token inserted and accessed at step 0.
+    def span(self, positions: Tensor) -> Tensor:
+        """Number of the prompt span that each of `positions` [batch, ...] lies in; positions after it: the last's."""
+        where = positions.flatten(1).clamp(0, self.span_of.shape[1] - 1)
+        return self.span_of.gather(1, where).view_as(positions)
 
-    score_reduce "max": a = M = S = Pf = the largest attention that any query of any head and layer pays to the token.
-    "mean": S = Pf = its mean over layers and heads, summed over queries; M the mean of each head's largest; a the last
-    query's. Per KV head the same over layers only; zero if the first reduction waits for decode steps, as the artifact
-    then keeps no prefill signal per head. Protection protocol, sections 2 and 7.
-    """
-    layers, heads, n = prompt.column_max.shape
-    device = prompt.column_max.device
+    @cached_property
+    def visible(self) -> Tensor:
+        """Bool [batch, kv_heads, window, tokens]: may this query look at this token?"""
+        token, query = self.positions[:, :, None], self.query_positions[:, None, :, None]
+        seen = (token >= 0) & (token <= query)
+        if self.sliding is not None:
+            seen = seen & (token > query - self.sliding)
+        if self.span_local:
+            seen = seen & (self.span(self.positions)[:, :, None] == self.span(self.query_positions)[:, None, :, None])
+        return seen
 
-    if reading.score_reduce == "max":
-        current = peak = cumulative = prompt.column_max.amax((0, 1))
-    else:
-        cumulative = prompt.column_sum.mean((0, 1))
-        peak = prompt.column_max.mean((0, 1))
-        current = prompt.last.mean((0, 1))
+    @cached_property
+    def attention(self) -> Probabilities:
+        """p, float32 `[batch, kv_heads, group, window, tokens]`: softmax over all tokens that the query may see, the
+        window's own among them; 0 elsewhere, and for a query that is not there."""
+        batch, kv_heads, _, dim = self.keys.shape
+        q = self.queries.view(batch, kv_heads, self.group, -1, dim).float()
+        logits = torch.einsum("bgrwd,bgnd->bgrwn", q, self.keys.float()).mul_(self.scaling)
+        logits.masked_fill_(~self.visible[:, :, None], -torch.inf)
+        return torch.softmax(logits, -1).nan_to_num_(0.0)  # a row of -inf only: no such query
 
-    head_current = head_cumulative = None
-    if per_head:
-        if reading.per_head_first_reduction > 0:
-            head_current = head_cumulative = torch.zeros(kv_heads, n, device=device)
-        elif reading.score_reduce == "max":
-            first = reading.head_map == "first_n_kv"
-            head_current = head_cumulative = (prompt.column_max[:, :kv_heads] if first else prompt.group_max).amax(0)
-        else:
-            head_cumulative = _to_kv_heads(prompt.column_sum, reading.head_map, kv_heads).mean(0)
-            head_current = _to_kv_heads(prompt.last, reading.head_map, kv_heads).mean(0)
+    @cached_property
+    def outputs(self) -> Outputs:
+        """a = sum_j p v, float32 `[batch, kv_heads, group, window, dim]`."""
+        return torch.einsum("bgrwn,bgnd->bgrwd", self.attention, self.values.float())
 
-    def repeat(v: Tensor | None) -> Tensor | None:
-        return None if v is None else v.expand(rows, *v.shape)
-
-    zeros = torch.zeros(n, dtype=torch.long, device=device)
-    return Observation(
-        step=0,
-        positions=repeat(torch.arange(n, device=device)),
-        alive=repeat(torch.ones(n, dtype=torch.bool, device=device)),
-        last_access=repeat(zeros),
-        inserted=repeat(zeros),
-        current=repeat(current),
-        peak=repeat(peak),
-        cumulative=repeat(cumulative),
-        prefill=repeat(cumulative),
-        prompt_tokens=torch.full((rows,), n, device=device),
-        head_current=repeat(head_current),
-        head_cumulative=repeat(head_cumulative),
-        reading=reading,
-    )
-
-
-def _to_kv_heads(p: Tensor, head_map: str, kv_heads: int) -> Tensor:
-    """`[layers, heads, tokens]` per query head as `[layers, kv_heads, tokens]`."""
-    return p[:, :kv_heads] if head_map == "first_n_kv" else p.unflatten(1, (kv_heads, -1)).mean(2)
-
-
-def append(o: Observation, slot: int, rows: Tensor) -> Observation:
-    """The token picked at `o.step` enters `slot` of the rows in the boolean mask `rows`, seen by no attention yet."""
-    o = o.map_slots(Tensor.clone)
-    o.positions[:, slot] = o.prompt_tokens + o.step - 1
-    o.alive[:, slot] = rows
-    o.last_access[:, slot] = o.step
-    o.inserted[:, slot] = o.step
-    for signal in (o.current, o.peak, o.cumulative, o.prefill, o.head_current, o.head_cumulative):
-        if signal is not None:
-            signal[..., slot] = 0.0
-    return o
-
-
-def attend(o: Observation, attention: TokenFloats, per_head: HeadFloats | None = None) -> Observation:
-    """After a forward pass: `attention` [batch, tokens] of the current query updates a, M, S and, above 5% of the row's
-    largest, the last access; `per_head` [batch, kv_heads, tokens] its own a and S."""
-    accessed = (attention > 0.05 * attention.amax(1, keepdim=True)) & o.alive
-    o = replace(
-        o,
-        last_access=torch.where(accessed, o.step, o.last_access),
-        current=attention,
-        peak=torch.maximum(o.peak, attention),
-        cumulative=o.cumulative + attention,
-    )
-    if per_head is not None:
-        o = replace(o, head_current=per_head, head_cumulative=o.head_cumulative + per_head)
-    return o
+    @cached_property
+    def projected_norm(self) -> Tensor:
+        """N_h(j) = ||v_j W_O^(h)||_1, float32 `[batch, kv_heads, group, tokens]`, in blocks of 256 tokens."""
+        batch, kv_heads, tokens, dim = self.values.shape
+        w = self.output.view(kv_heads, self.group, dim, -1).float()
+        norm = self.values.new_empty(batch, kv_heads, self.group, tokens, dtype=torch.float32)
+        for a in range(0, tokens, 256):
+            v = self.values[:, :, a : a + 256].float()
+            norm[..., a : a + 256] = torch.einsum("bgnd,grdh->bgrnh", v, w).abs().sum(-1)
+        return norm

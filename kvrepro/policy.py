@@ -1,259 +1,85 @@
-"""Policies as data, the conditions of an experiment, and the one function that reduces a cache to its capacity.
+"""A policy is data; `keep` applies one. `python -m kvrepro.policy` lists the catalogue.
 
-`python -m kvrepro.policy` lists the catalogue.
+scores    = policy.score(observation)                       # [batch, kv_heads, tokens]
+protected = guards(observation)                             # the same shape, bool
+counts    = policy.allocate(scores, protected, budget)      # [batch, kv_heads]
+kept      = select(scores, protected, counts)
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import torch
-
-from kvrepro import allocate, guard, score
+from kvrepro import allocate
 from kvrepro.errors import InputError
-from kvrepro.observe import Observation
-from kvrepro.reading import AS_DESCRIBED, AS_RUN, READINGS, Reading, resolve
-from kvrepro.selection import drop_lowest, position_rank, tie_key, top_per_head
-from kvrepro.shapes import Mask, RowInts, Scores, TokenMask
+from kvrepro.shapes import Scores
 
-ARTIFACT = "protection artifact 496739f"
+REGIMES = {
+    "prefill": "each layer is reduced as soon as the prompt has passed through it",
+    "chunked": "the prompt comes in chunks that attend to what is left of the earlier ones",
+    "offline": "a prefix is reduced once and reused by many requests",
+    "decode cap": "a cap on the cache, met again every `interval` generated tokens",
+    "per step": "one token leaves for every token generated",
+}
+READINGS = ("as_run", "as_described")
+Parameters = Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How one method decides: `score` ranks, `ties` orders equals (then by position), `shield` exempts tokens on the
-    method's own account, and `allocate`, if set, gives each KV head its own choice."""
+    """How a method decides. Every function takes the parameters it names, from `parameters` in the reading asked for.
+
+    parameters: the paper's; as_run: those in which the public code (`code`) differs. Three names mean the same for
+    all: `window` queries are shown to the scorer, `recent` newest and `sinks` oldest tokens are protected.
+    shield(o, scores, budget, ...): tokens exempt on the method's own account, before heads get their counts.
+    refine(o, scores, counts, ...) -> (scores, exempt tokens): a second stage, once heads know their counts.
+    across(scores, protected, budget, summaries, ...) -> (scores, counts): budgets that need every layer's scores, lists
+    over layers; `summary(o, ...)` [batch] is what it is told of each layer. Such a policy evicts after the last layer.
+    needs: `Observation.sums` that the forward pass must provide (`kvrepro.attention.SUMS`).
+    """
 
     title: str
     source: str
-    score: Callable[[Observation], Scores]
-    ties: tuple[str, ...] = ("last_access",)
-    shield: Callable[[Observation, RowInts], TokenMask] = guard.nothing
-    shielded: int = 0  # tokens that `shield` needs at least
-    allocate: Callable | None = None
-    regimes: tuple[str, ...] = ("decode cap",)
+    score: Callable[..., Scores]
+    parameters: Parameters = field(default_factory=dict)
+    as_run: Parameters = field(default_factory=dict)
+    code: str = ""
+    allocate: Callable = allocate.uniform
+    across: Callable | None = None
+    summary: Callable | None = None
+    shield: Callable | None = None
+    refine: Callable | None = None
+    needs: tuple[str, ...] = ()
+    budget: str = "uniform"  # or "per layer", "per head", "joint"
+    refuses: Mapping[str, str] = field(default_factory=dict)  # regime -> why the policy cannot exist there
+    frees: bool = True  # False: pages are selected for each query and nothing is evicted
 
     @property
-    def budget(self) -> str:
-        if self.allocate is None:
-            return "tokens, one set for all heads and layers"
-        return "tokens per KV head, union trimmed to capacity"
+    def readings(self) -> tuple[str, ...]:
+        return READINGS if self.as_run else READINGS[1:]
+
+    @property
+    def regimes(self) -> tuple[str, ...]:
+        return tuple(regime for regime in REGIMES if regime not in self.refuses)
 
     @property
     def formula(self) -> str:
-        """What the policy keeps: the first sentence of its scorer, and its shield."""
-        ranks = (self.score.__doc__ or "").strip().split("\n")[0].split(". ")[0].rstrip(".")
-        return f"{self.shielded} sinks and a window, then {ranks}" if self.shielded else ranks
+        """The first sentence of its scorer."""
+        return (self.score.__doc__ or "").strip().split("\n\n")[0].split(". ")[0].replace("\n", " ").rstrip(".")
 
-    @property
-    def readings(self) -> str:
-        return ", ".join(READINGS)  # every policy so far has both
-
-
-CATALOGUE: dict[str, Policy] = {
-    "lru": Policy("LRU", ARTIFACT, score.lru, ties=("inserted",)),
-    "h2o": Policy("H2O", f"Zhang et al. 2023, simplified in {ARTIFACT}", score.h2o, ties=("last_access", "inserted")),
-    "snapkv": Policy("SnapKV", f"Li et al. 2024, simplified in {ARTIFACT}", score.snapkv),
-    "streaming_llm": Policy(
-        "StreamingLLM (SLW)",
-        f"Xiao et al. 2023, after the prompt in {ARTIFACT}",
-        score.lru,
-        ties=("inserted",),
-        shield=guard.sinks_and_window,
-        shielded=4,
-    ),
-    "ada_kv": Policy("Ada-KV", f"Feng et al. 2024, simplified in {ARTIFACT}", score.ada_kv),
-    "quest": Policy("QUEST", f"Tang et al. 2024, simplified in {ARTIFACT}", score.current),
-    "random": Policy("Random", ARTIFACT, score.random, ties=()),
-    "h2o_faithful": Policy(
-        "H2O-faithful", f"Zhang et al. 2023, as in {ARTIFACT}", score.cumulative, ties=("last_access", "inserted")
-    ),
-    "snapkv_faithful": Policy("SnapKV-faithful", f"Li et al. 2024, as in {ARTIFACT}", score.prefill),
-    "ada_kv_faithful": Policy(
-        "Ada-KV-faithful", f"Feng et al. 2024, as in {ARTIFACT}", score.head_cumulative, allocate=allocate.by_entropy
-    ),
-    "quest_faithful": Policy(
-        "QUEST-faithful", f"Tang et al. 2024, as in {ARTIFACT}", score.head_current, allocate=allocate.every_head
-    ),
-}
-PROTECTION_SEVEN = ("lru", "h2o", "snapkv", "streaming_llm", "ada_kv", "quest", "random")  # the paper's Table 3
+    def reading(self, name: str, switches: Sequence[tuple[str, object]] = ()) -> dict[str, object]:
+        """Its parameters in a reading, single ones overridden. Raises InputError for what it does not know."""
+        if name not in READINGS:
+            raise InputError(f"unknown reading {name!r}: choose one of {', '.join(READINGS)}")
+        known = {**self.parameters, **self.as_run}
+        for key, _ in switches:
+            if key not in known:
+                raise InputError(f"{self.title} has no parameter {key!r}: it has {', '.join(known) or 'none'}")
+        base = {**self.parameters, **self.as_run} if name == "as_run" else dict(self.parameters)
+        return {**base, **dict(switches)}
 
 
-@dataclass(frozen=True)
-class Condition:
-    """One cell of an experiment. `capacity` counts tokens kept; fractions of it are guarded at either end."""
-
-    policy: str = "full"
-    capacity: int | None = None
-    prefix: float = 0.0
-    suffix: float = 0.0
-    suffix_mode: str = "dynamic"  # follows the generated tokens; "static" stays at the prompt's end
-    interval: int = 8  # generated tokens between reductions
-    reading: str = "as_run"
-    execution: str = "physical"  # rows leave memory; "masked" keeps and hides them
-    switches: tuple[tuple[str, object], ...] = ()
-
-    def resolved(self) -> Reading:
-        """The reading with this condition's overrides."""
-        return resolve(self.reading, self.switches)
-
-    def guards(self) -> tuple[int, int]:
-        """Tokens guarded at the start and at the end."""
-        capacity, rounding = self.capacity or 0, self.resolved().n_prot
-        prefix, suffix = (guard.protected_count(side, capacity, rounding) for side in (self.prefix, self.suffix))
-        return prefix, suffix
-
-    @property
-    def label(self) -> str:
-        """Short name for tables and messages: `lru C=256 +10%/10%`."""
-        if self.policy == "full":
-            return "full cache"
-        sides = f" +{self.prefix:.0%}/{self.suffix:.0%}" if self.prefix or self.suffix else ""
-        return f"{self.policy} C={self.capacity}{sides}"
-
-
-def check(condition: Condition, prompt_tokens: int | None = None) -> None:
-    """Raise InputError if `condition` cannot be met (on a prompt of that length, if one is given)."""
-    c, reading = condition, condition.resolved()
-    if c.execution not in ("physical", "masked"):
-        raise InputError(f"unknown execution {c.execution!r}: choose physical or masked")
-    if c.suffix_mode not in ("dynamic", "static"):
-        raise InputError(f"unknown suffix_mode {c.suffix_mode!r}: choose dynamic or static")
-    if c.policy == "full":
-        if c.capacity is not None or c.prefix or c.suffix:
-            given = f"capacity {c.capacity}, guards {c.prefix}/{c.suffix}"
-            raise InputError(f"policy full keeps every token, got {given}: drop them")
-        return
-    if c.policy not in CATALOGUE:
-        raise InputError(f"unknown policy {c.policy!r}: choose one of full, {', '.join(CATALOGUE)}")
-    policy = CATALOGUE[c.policy]
-    if not all(isinstance(size, int) and size >= 1 for size in (c.capacity, c.interval)):
-        raise InputError(f"capacity {c.capacity!r}, interval {c.interval!r} for {c.policy}: whole numbers, at least 1")
-    if not (0 <= c.prefix < 1 and 0 <= c.suffix < 1):
-        raise InputError(f"guards {c.prefix}/{c.suffix}: fractions of the capacity between 0 and 1")
-    prefix, suffix = c.guards()
-    needed = prefix + suffix
-    parts = f"{prefix} prefix + {suffix} suffix"
-    if policy.allocate is not None:
-        needed, parts = needed + 1, parts + " + 1 chosen by each head"
-    if policy.shielded:
-        needed, parts = max(needed, policy.shielded + 1), parts + f", or {policy.shielded} sinks + 1 recent"
-    if c.capacity < needed:
-        raise InputError(
-            f"budget {c.capacity} < {needed} protected tokens ({parts}): raise the capacity or lower the guards"
-        )
-    if prompt_tokens is not None and prompt_tokens < prefix + suffix:
-        raise InputError(
-            f"prompt of {prompt_tokens} tokens < {prefix + suffix} protected tokens ({parts}): "
-            "use a longer prompt or lower the guards"
-        )
-    if c.suffix_mode == "static" and policy.allocate is None and reading.static_suffix == "per_head_only":
-        raise InputError(
-            f"suffix_mode static with {c.policy}: as run it exists for per-head policies only; "
-            "set the switch static_suffix to anywhere"
-        )
-    if reading.empty_suffix == "keeps_newest" and reading.guardrail == "honours" and prefix and not suffix:
-        raise InputError(
-            "switches empty_suffix = keeps_newest and guardrail = honours: everything is protected and nothing can "
-            "leave; change one of the two"
-        )
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the rows of one reduction must meet; `static_suffix` pins the suffix to the prompt's end."""
-
-    capacity: RowInts
-    prefix: RowInts
-    suffix: RowInts
-    static_suffix: bool = False
-
-    @classmethod
-    def of(cls, conditions: list[Condition], device: torch.device) -> "Limits":
-        rows = torch.tensor([[c.capacity, *c.guards()] for c in conditions], device=device)
-        return cls(*rows.unbind(1), static_suffix=conditions[0].suffix_mode == "static")
-
-
-def reduce(policy: Policy, o: Observation, limits: Limits) -> Mask:
-    """What every row keeps so that at most `capacity` tokens remain: bool `[batch, 1 or kv_heads, tokens]`.
-
-    Rows at or below their capacity keep all that is alive. Protection protocol, sections 4 to 7.
-    """
-    if policy.allocate is not None:
-        return _reduce_per_head(policy, o, limits)
-    excess = (o.alive.sum(1) - limits.capacity).clamp(min=0)
-    protected = guard.ends(o, limits.prefix, limits.suffix, limits.static_suffix)
-    evictable = o.alive & ~protected
-    if o.reading.empty_suffix == "keeps_newest":  # an empty suffix slice protects every token
-        evictable = evictable & ~((limits.prefix > 0) & (limits.suffix == 0))[:, None]
-    o = replace(o, evictable=evictable, excess=excess)
-
-    scores = policy.score(o)[:, 0]
-    free = evictable & ~policy.shield(o, limits.capacity)
-    keep = o.alive & ~drop_lowest(free, (scores, tie_key(o, policy.ties)), excess)
-
-    trim = keep & ~protected if o.reading.guardrail == "honours" else keep
-    by_age = tie_key(replace(o, reading=AS_DESCRIBED), ("last_access", "inserted"))  # by number in either reading
-    overflow = (keep.sum(1) - limits.capacity).clamp(min=0)
-    return (keep & ~drop_lowest(trim, (by_age,), overflow))[:, None]
-
-
-def _reduce_per_head(policy: Policy, o: Observation, limits: Limits) -> Mask:
-    """Each head keeps the protected tokens and its own best; their union is trimmed to the capacity: tokens that the
-    fewest heads chose leave first, ties by the signal summed over heads."""
-    protected = guard.ends(o, limits.prefix, limits.suffix, limits.static_suffix)
-    evictable = o.alive & ~protected
-    scores = policy.score(o)
-    budget = torch.minimum(limits.capacity - protected.sum(1), evictable.sum(1))
-    counts = policy.allocate(scores, evictable, budget)
-    ties = position_rank(o.positions, o.reading.tie_break)
-    heads = top_per_head(scores, evictable, counts, ties) | protected[:, None]
-
-    votes = heads.sum(1)
-    firm = protected
-    if limits.static_suffix and o.reading.trim_guard == "dynamic":
-        firm = guard.ends(o, limits.prefix, limits.suffix)
-    overflow = (votes.count_nonzero(1) - limits.capacity).clamp(min=0)
-    dropped = drop_lowest((votes > 0) & ~firm, (votes, scores.sum(1), ties), overflow)
-    within = o.alive.sum(1) <= limits.capacity
-    return torch.where(within[:, None, None], o.alive[:, None], heads & ~dropped[:, None])
-
-
-def table() -> list[dict[str, str]]:
-    """The catalogue as rows: name, title, what it keeps, source, readings, regimes, budget."""
-    columns = ("name", "title", "keeps", "source", "readings", "regimes", "budget")
-    rows = [("full", "Full cache", "everything", "-", "-", "all", "every token")]
-    rows += [
-        (n, p.title, p.formula, p.source, p.readings, ", ".join(p.regimes), p.budget) for n, p in CATALOGUE.items()
-    ]
-    return [dict(zip(columns, row, strict=True)) for row in rows]
-
-
-def markdown() -> str:
-    """The catalogue and the switches as two markdown tables, for the book's methods page."""
-    rows = table()
-    lines = ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
-    lines += ["| " + " | ".join(r.values()) + " |" for r in rows]
-    lines += ["", "| switch | as run | as described | what it decides |", "| --- | --- | --- | --- |"]
-    for f in fields(Reading):
-        as_run, as_described = getattr(AS_RUN, f.name), getattr(AS_DESCRIBED, f.name)
-        lines.append(f"| {f.name} | {as_run} | {as_described} | {f.metadata['means']} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Print the catalogue."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    rows = table()
-    view = Table(title="Eviction policies", show_lines=True)
-    for column in rows[0]:
-        view.add_column(column, overflow="fold", no_wrap=column == "name")
-    for row in rows:
-        view.add_row(*map(escape, row.values()))
-    Console().print(view)
-
-
-if __name__ == "__main__":
-    main()
+def call(function: Callable, *arguments: object, parameters: Parameters):
+    """`function` with the parameters that it names."""
+    names = inspect.signature(function).parameters
+    return function(*arguments, **{k: v for k, v in parameters.items() if k in names})

@@ -11,11 +11,10 @@ import pandas as pd
 from tqdm import tqdm
 
 from kvrepro import data, engine, measure, models, policy, store
+from kvrepro.condition import Condition, Generation
 from kvrepro.data import Item, Prompt
-from kvrepro.engine import Generation
 from kvrepro.errors import InputError
 from kvrepro.models import Loaded
-from kvrepro.policy import Condition
 
 PAPER_TOKENS = 2048  # prompt and answer together, protection paper's harness
 

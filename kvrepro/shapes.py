@@ -1,7 +1,8 @@
 """Names for tensor shapes.
 
 Axes: `batch` rows that decode together, `heads` query heads, `kv_heads` key/value heads (1 where one decision serves
-all), `tokens` cache slots (true positions live in `Observation.positions`), `dim` the width of a head, `layers`.
+all), `group` query heads of one KV head, `window` the last queries, `tokens` cache slots (true positions live in
+`Observation.positions`), `dim` the width of a head.
 """
 
 from jaxtyping import Bool, Float, Int
@@ -11,6 +12,10 @@ Query = Float[Tensor, "batch heads queries dim"]
 KeyValue = Float[Tensor, "batch kv_heads tokens dim"]
 Scores = Float[Tensor, "batch kv_heads tokens"]  # large = keep, always
 Mask = Bool[Tensor, "batch kv_heads tokens"]
+Positions = Int[Tensor, "batch kv_heads tokens"]
+WindowPositions = Int[Tensor, "batch window"]
+Probabilities = Float[Tensor, "batch kv_heads group window tokens"]
+Outputs = Float[Tensor, "batch kv_heads group window dim"]
 Counts = Int[Tensor, "batch kv_heads"]
 TokenFloats = Float[Tensor, "batch tokens"]
 TokenInts = Int[Tensor, "batch tokens"]

@@ -3,8 +3,9 @@
 import pytest
 
 from kvrepro import grid
+from kvrepro.condition import Condition
 from kvrepro.errors import InputError
-from kvrepro.policy import PROTECTION_SEVEN, Condition, check
+from kvrepro.protection.policy import PROTECTION_SEVEN, check
 
 
 def test_the_paper_grid_has_42_conditions_and_the_full_cache():

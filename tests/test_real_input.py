@@ -7,7 +7,7 @@ import checkpoint
 import pytest
 
 from kvrepro import data, models, run, stats, store
-from kvrepro.policy import Condition
+from kvrepro.condition import Condition
 
 OWN = [
     {"context": " ".join(f"Ship {i} reached the harbour with {i * 7 % 90} crates of tea." for i in range(400)),

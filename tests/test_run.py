@@ -7,10 +7,9 @@ import pandas as pd
 import pytest
 
 from kvrepro import engine, models, run, store
+from kvrepro.condition import Condition, Generation
 from kvrepro.data import Item
-from kvrepro.engine import Generation
 from kvrepro.errors import InputError
-from kvrepro.policy import Condition
 
 ITEMS = [
     Item(f"item-{i}", "doors", ({"role": "user", "content": f"Which door is open, {i}?"},), "the red door")

@@ -3,8 +3,8 @@
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config, PreTrainedModel, Qwen2Config
 
-from kvrepro.observe import Observation
-from kvrepro.policy import Condition
+from kvrepro.condition import Condition
+from kvrepro.protection.observe import Observation
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig, "phi3": Phi3Config}
 

@@ -11,8 +11,9 @@ import torch
 import typer
 
 from kvrepro import data, models, stats
-from kvrepro.attention import PromptAttention, installed
+from kvrepro.attention import installed
 from kvrepro.errors import InputError
+from kvrepro.protection.attention import PromptAttention
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrepro import observe
-from kvrepro.attention import DecodeAttention
-from kvrepro.cache import SlotCache, concatenate
-from kvrepro.observe import Observation
-from kvrepro.policy import CATALOGUE, Condition, Limits, reduce
+from kvrepro.condition import Condition
+from kvrepro.protection import observe
+from kvrepro.protection.attention import DecodeAttention
+from kvrepro.protection.observe import Observation
+from kvrepro.protection.policy import POLICIES, Limits, reduce
+from kvrepro.protection.slots import SlotCache, concatenate
 from kvrepro.shapes import Mask
 
 
@@ -100,7 +101,7 @@ def keep_sets(o: Observation, conditions: list[Condition], draws: list[Random], 
         mine = [conditions[i] for i in rows]
         part = o.map(lambda v, index=index: v[index])
         part = replace(part, reading=mine[0].resolved(), draws=tuple(draws[i] for i in rows))
-        keep[index] = reduce(CATALOGUE[name], part, Limits.of(mine, keep.device))
+        keep[index] = reduce(POLICIES[name], part, Limits.of(mine, keep.device))
     return keep
 
 

@@ -3,7 +3,7 @@
 import torch
 from transformers import DynamicCache
 
-from kvrepro.cache import concatenate, from_prompt
+from kvrepro.protection.slots import concatenate, from_prompt
 
 
 def prompt_cache(tokens: int = 10) -> DynamicCache:

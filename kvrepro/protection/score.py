@@ -6,7 +6,7 @@ Symbols as in `Observation`: L last access, a current, M peak, S cumulative, Pf 
 
 import torch
 
-from kvrepro.observe import Observation
+from kvrepro.protection.observe import Observation
 from kvrepro.shapes import Scores
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from tiny import after_prefill
 
-from kvrepro import score
-from kvrepro.policy import CATALOGUE, Condition
+from kvrepro.condition import Condition
+from kvrepro.protection import score
+from kvrepro.protection.policy import POLICIES
 
 L, A, M, S, PF = 3, 0.2, 0.6, 1.9, 0.9  # last access, current, peak, cumulative and prefill attention
 
@@ -45,7 +46,7 @@ def test_snapkv_adds_the_peak_as_run_and_the_current_step_as_described():
 
 
 def test_every_score_is_floating_with_a_head_axis():
-    for name, policy in CATALOGUE.items():
+    for name, policy in POLICIES.items():
         scores = policy.score(
             replace(state(10), evictable=torch.ones(1, 2, dtype=torch.bool), excess=torch.tensor([1]))
         )

@@ -6,7 +6,8 @@ from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 from transformers import DynamicCache
 
-from kvrepro.attention import DecodeAttention, PromptAttention, installed
+from kvrepro.attention import installed
+from kvrepro.protection.attention import DecodeAttention, PromptAttention
 
 
 def full_attention(model, prompt: list[int]) -> torch.Tensor:

@@ -9,13 +9,14 @@ from harness import run as slow_run
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 
-from kvrepro.engine import boundary_attention, generate
+from kvrepro.condition import Condition
 from kvrepro.errors import InputError
-from kvrepro.policy import CATALOGUE, Condition
+from kvrepro.protection.harness import boundary_attention, generate
+from kvrepro.protection.policy import POLICIES
 
 EVERY = [
     Condition(policy, 32, guarded, guarded, reading=reading)
-    for policy, guarded, reading in product(CATALOGUE, (0.0, 0.1), ("as_run", "as_described"))
+    for policy, guarded, reading in product(POLICIES, (0.0, 0.1), ("as_run", "as_described"))
 ]
 MORE = [
     Condition("lru", 32, 0.2, 0.0),
@@ -67,7 +68,7 @@ def test_masked_and_physical_execution_give_the_same_tokens_and_kept_sets(kind):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3"])
 def test_without_eviction_the_tokens_are_those_of_hugging_face(kind):
     model, prompts = tiny_model(kind), tiny_prompts(70, 33)
-    conditions = [Condition()] + [Condition(p, 106, 0.1, 0.1) for p in CATALOGUE]
+    conditions = [Condition()] + [Condition(p, 106, 0.1, 0.1) for p in POLICIES]
     for prompt, row in zip(prompts, answer(model, prompts, conditions), strict=True):
         plain = model.generate(torch.tensor([prompt]), max_new_tokens=36, do_sample=False)[0, len(prompt) :].tolist()
         for generation in row:

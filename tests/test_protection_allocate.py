@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrepro.allocate import by_entropy, every_head
+from kvrepro.protection.allocate import by_entropy, every_head
 
 
 def test_every_head_gets_the_whole_budget():

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrepro.selection import drop_lowest, eviction_rank, position_rank, string_order, top_per_head
+from kvrepro.protection.selection import drop_lowest, eviction_rank, position_rank, string_order, top_per_head
 
 small = st.integers(0, 3)
 
@@ -32,7 +32,7 @@ def test_string_ranks_sort_as_decimal_strings(positions):
 
 
 def test_string_order_begins_as_strings_do():
-    assert string_order(2000, torch.device("cpu"))[[0, 1, 10, 100, 1000, 1001]].tolist() == list(range(6))
+    assert string_order(2000, torch.get_default_device())[[0, 1, 10, 100, 1000, 1001]].tolist() == list(range(6))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 30))

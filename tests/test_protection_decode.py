@@ -6,9 +6,10 @@ from random import Random
 import torch
 from tiny import after_prefill
 
-from kvrepro.cache import SlotCache
-from kvrepro.decode import Plan, Rows, _compact, keep_sets, regrouped
-from kvrepro.policy import CATALOGUE, Condition, Limits, reduce
+from kvrepro.condition import Condition
+from kvrepro.protection.decode import Plan, Rows, _compact, keep_sets, regrouped
+from kvrepro.protection.policy import POLICIES, Limits, reduce
+from kvrepro.protection.slots import SlotCache
 
 
 def test_regrouping_takes_slots_and_pads_with_zeros():
@@ -30,7 +31,7 @@ def test_a_mixed_batch_reduces_like_each_row_alone():
     )
     for row, c in zip(together, conditions, strict=True):
         alone = replace(one, reading=c.resolved(), draws=(Random(42),))
-        assert row.tolist() == reduce(CATALOGUE[c.policy], alone, Limits.of([c], torch.device("cpu")))[0].tolist()
+        assert row.tolist() == reduce(POLICIES[c.policy], alone, Limits.of([c], torch.get_default_device()))[0].tolist()
 
 
 def test_living_tokens_behind_the_target_move_into_holes():

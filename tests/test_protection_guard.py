@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from tiny import after_prefill
 
-from kvrepro import guard
-from kvrepro.policy import Condition
+from kvrepro.condition import Condition
+from kvrepro.protection import guard
 
 
 def row(positions: list[int], alive: list[bool], prompt_tokens: int):

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrepro.errors import InputError
-from kvrepro.reading import AS_DESCRIBED, AS_RUN, resolve
+from kvrepro.protection.reading import AS_DESCRIBED, AS_RUN, resolve
 
 
 def test_presets_differ_where_paper_and_artifact_do():

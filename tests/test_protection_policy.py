@@ -7,15 +7,16 @@ import pytest
 import torch
 from tiny import after_prefill
 
-from kvrepro import policy
+from kvrepro.condition import Condition
 from kvrepro.errors import InputError
-from kvrepro.observe import append
-from kvrepro.policy import CATALOGUE, PROTECTION_SEVEN, Condition, Limits, check
+from kvrepro.protection import policy
+from kvrepro.protection.observe import append
+from kvrepro.protection.policy import POLICIES, PROTECTION_SEVEN, Limits, check
 
 
 def kept(condition: Condition, n: int, signal: torch.Tensor | None = None) -> list[int]:
     o = after_prefill(n, condition, signal)
-    keep = policy.reduce(CATALOGUE[condition.policy], o, Limits.of([condition], torch.device("cpu")))
+    keep = policy.reduce(POLICIES[condition.policy], o, Limits.of([condition], torch.get_default_device()))
     return keep[0].any(0).nonzero()[:, 0].tolist()
 
 
@@ -94,17 +95,17 @@ def test_random_restarts_for_every_item_as_run():
     c = Condition("random", 256)
     lost = set(Random(42).sample(range(1919), 1919 - 256))
     o = replace(after_prefill(1919, c), draws=(Random(42),))
-    keep = policy.reduce(CATALOGUE["random"], o, Limits.of([c], torch.device("cpu")))
+    keep = policy.reduce(POLICIES["random"], o, Limits.of([c], torch.get_default_device()))
     assert set(keep[0, 0].nonzero()[:, 0].tolist()) == set(range(1919)) - lost
 
 
-@pytest.mark.parametrize("name", list(CATALOGUE))
+@pytest.mark.parametrize("name", list(POLICIES))
 def test_full_capacity_keeps_everything(name):
     assert kept(Condition(name, 60, 0.1, 0.1), 60, torch.rand(60)) == list(range(60))
 
 
 def test_the_papers_seven_are_in_the_catalogue():
-    assert set(PROTECTION_SEVEN) <= set(CATALOGUE)
+    assert set(PROTECTION_SEVEN) <= set(POLICIES)
 
 
 @pytest.mark.parametrize(("condition", "says"), [
@@ -135,7 +136,7 @@ def test_a_prompt_shorter_than_its_guards_is_refused():
 
 def test_markdown_names_every_policy_and_switch():
     text = policy.markdown()
-    assert all(f"| {name} |" in text for name in CATALOGUE)
+    assert all(f"| {name} |" in text for name in POLICIES)
     assert "| tie_break | string | integer |" in text
 
 
@@ -146,5 +147,5 @@ def test_attention_policies_give_up_the_newest_token_before_it_was_ever_seen(nam
     c = Condition(name, 40)
     o = after_prefill(40, c, torch.rand(40) + 0.01).map_slots(lambda v: torch.nn.functional.pad(v, (0, 1)))
     o = append(replace(o, step=8), 40, torch.tensor([True]))
-    keep = policy.reduce(CATALOGUE[name], o, Limits.of([c], torch.device("cpu")))
+    keep = policy.reduce(POLICIES[name], o, Limits.of([c], torch.get_default_device()))
     assert bool(keep[0, 0, 40]) is stays

@@ -7,9 +7,10 @@ import torch
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 
-from kvrepro.attention import PromptAttention, installed
-from kvrepro.observe import after_prompt, append, attend
-from kvrepro.reading import AS_DESCRIBED, AS_RUN
+from kvrepro.attention import installed
+from kvrepro.protection.attention import PromptAttention
+from kvrepro.protection.observe import after_prompt, append, attend
+from kvrepro.protection.reading import AS_DESCRIBED, AS_RUN
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvrepro.observe import Observation
+from kvrepro.protection.observe import Observation
 from kvrepro.shapes import RowInts, TokenInts, TokenMask
 
 FIELD_BITS = 21  # steps and positions below two million fit one field of a packed int64 key

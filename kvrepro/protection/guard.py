@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from kvrepro.observe import Observation
-from kvrepro.selection import eviction_rank, tie_key
+from kvrepro.protection.observe import Observation
+from kvrepro.protection.selection import eviction_rank, tie_key
 from kvrepro.shapes import RowInts, TokenMask
 
 

@@ -1,0 +1,68 @@
+"""What is asked of the engine, and what comes back."""
+
+from dataclasses import dataclass
+
+from kvrepro.protection.guard import protected_count
+from kvrepro.protection.reading import Reading, resolve
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One cell of an experiment. `capacity` counts tokens kept; fractions of it are guarded at either end."""
+
+    policy: str = "full"
+    capacity: int | None = None
+    prefix: float = 0.0
+    suffix: float = 0.0
+    suffix_mode: str = "dynamic"  # follows the generated tokens; "static" stays at the prompt's end
+    interval: int = 8  # generated tokens between reductions
+    reading: str = "as_run"
+    execution: str = "physical"  # rows leave memory; "masked" keeps and hides them
+    switches: tuple[tuple[str, object], ...] = ()  # single switches of the reading, or parameters of the policy
+    regime: str = "harness"  # the protection paper's; or one of `kvrepro.policy.REGIMES`
+    share: float | None = None  # instead of `capacity`: this share of the compressed tokens, rounded down
+    until: str = ""  # compress what stands before this prompt span, or the "system" turn; "": the whole prompt
+    whitelist: tuple[str, ...] = ()  # prompt spans that always survive
+    fair: float | None = None  # 1: every prompt span keeps its share; below 1: debias, mixed with the default's split
+    chunk: int = 4096  # tokens per chunk, regime "chunked"
+    chunk_mode: str = "last_chunk"  # when chunks evict: "last_chunk", "budget" or "every_chunk" (DropKV)
+    bits: int | None = None  # 4: what survives is quantised
+
+    def resolved(self) -> Reading:
+        """The harness's reading with this condition's overrides; elsewhere switches are the policy's parameters."""
+        return resolve(self.reading, self.switches if self.regime == "harness" else ())
+
+    def guards(self) -> tuple[int, int]:
+        """Tokens guarded at the start and at the end."""
+        capacity, rounding = self.capacity or 0, self.resolved().n_prot
+        prefix, suffix = (protected_count(side, capacity, rounding) for side in (self.prefix, self.suffix))
+        return prefix, suffix
+
+    @property
+    def label(self) -> str:
+        """Short name for tables and messages: `lru C=256 +10%/10%`."""
+        if self.policy == "full":
+            return "full cache"
+        sides = f" +{self.prefix:.0%}/{self.suffix:.0%}" if self.prefix or self.suffix else ""
+        held = f"{self.share:.0%}" if self.capacity is None and self.share is not None else f"C={self.capacity}"
+        extra = f" whitelist {'+'.join(self.whitelist)}" if self.whitelist else ""
+        extra += "" if self.fair is None else " fair" if self.fair == 1 else f" debias {self.fair:g}"
+        extra += "" if self.bits is None else f" int{self.bits}"
+        return f"{self.policy} {held}{sides}{extra}"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The answer of one prompt under one condition, and what it cost."""
+
+    tokens: list[int]  # generated, with the stop token if there was one
+    kept: list[int]  # tokens that a head sees at the end, per layer (mean over heads where they differ)
+    kept_positions: list[int]  # after the reduction at the prompt's end, of all heads together
+    kept_positions_hash: str  # of the same, per head
+    evicted: int
+    policy_calls: int
+    bytes_held: int  # keys and values at the end
+    bytes_full: int  # the same without eviction
+    prefill_seconds: float  # shared costs are divided among the rows that share them
+    decode_seconds: float
+    backend: str

@@ -1,8 +1,8 @@
 """A paged KV cache as an experiment's instrument: which blocks a sequence holds, and what compaction gives back.
 
 `Ledger` keeps the books in numpy (block tables, reference counts, free list, the true position of every slot) and never
-sees a tensor, so that patterns over many thousand tokens are index work. `PagedCache` holds the keys and values and makes
-the copies that its ledger asks for; `forward` and `generate` run a Hugging Face model on it.
+sees a tensor, so that patterns over many thousand tokens are index work. `PagedCache` holds the keys and values and
+makes the copies that its ledger asks for; `forward` and `generate` run a Hugging Face model on it.
 
 A block is `block_size` slots; a slot holds one token's keys and values of all layers and KV heads, so it is dead only
 when every head of every layer has evicted it. After Kwon et al. 2023, section 4, and the guide on eviction and

@@ -17,6 +17,7 @@ WindowPositions = Int[Tensor, "batch window"]
 Probabilities = Float[Tensor, "batch kv_heads group window tokens"]
 Outputs = Float[Tensor, "batch kv_heads group window dim"]
 Counts = Int[Tensor, "batch kv_heads"]
+Parts = Int[Tensor, "batch kv_heads spans"]  # tokens of a head's budget per prompt span
 TokenFloats = Float[Tensor, "batch tokens"]
 TokenInts = Int[Tensor, "batch tokens"]
 TokenMask = Bool[Tensor, "batch tokens"]

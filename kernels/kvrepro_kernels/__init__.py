@@ -3,3 +3,9 @@
 One file is one page: formula, reference in plain torch, kernel, wrapper. The reference is the truth.
 Without a GPU, `TRITON_INTERPRET=1`, set before triton is imported, runs a kernel on CPU tensors.
 """
+
+from kvrepro_kernels.compaction import compact
+from kvrepro_kernels.window_attention import window_attention
+from kvrepro_kernels.window_scores import window_scores
+
+__all__ = ["compact", "window_attention", "window_scores"]

@@ -1,0 +1,246 @@
+import itertools
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="triton is packaged for Linux only")
+
+from kvrepro_kernels.window_attention import window_attention, window_attention_reference
+from kvrepro_kernels.window_scores import (
+    AGGREGATES,
+    INDICATORS,
+    REDUCTIONS,
+    window_scores,
+    window_scores_reference,
+)
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+RULES = list(itertools.product(INDICATORS, AGGREGATES, REDUCTIONS))
+# relative to the largest score; perturbation magnifies rounding by 1 / (1 - p), and in 16 bit a is rounded
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def problem(batch=1, kv_heads=2, group=2, window=4, tokens=63, dim=64, dtype=torch.float32, seed=None):
+    """Fresh random window queries, keys and values."""
+    generator = torch.Generator()
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    shapes = (batch, kv_heads * group, window, dim), *[(batch, kv_heads, tokens, dim)] * 2
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+def limits(query, keys, first=None, starts=None):
+    batch, kv_heads, tokens, _ = keys.shape
+    first = torch.full((batch,), tokens - query.shape[2]) if first is None else torch.as_tensor(first)
+    starts = torch.zeros(batch, kv_heads, dtype=torch.int64) if starts is None else torch.as_tensor(starts)
+    starts = starts[:, None].expand(-1, kv_heads) if starts.dim() == 1 else starts
+    return first.to(DEVICE), starts.to(DEVICE)
+
+
+def check(query, keys, values, rule, first=None, starts=None, norms=None, tolerance=None, **settings):
+    """Kernel against the reference in float64, from the same lse and outputs; its output is poisoned."""
+    first, starts = limits(query, keys, first, starts)
+    scale = query.shape[-1] ** -0.5
+    upcast = [x.double() for x in (query, keys, values)]
+    outputs, lse = window_attention_reference(*upcast, scale, first, starts)
+    outputs = outputs.to(query.dtype)
+    out = torch.full(keys.shape[:3], float("nan"), device=DEVICE)
+    names = dict(zip(("indicator", "aggregate", "reduction"), rule, strict=True))
+    window_scores(
+        query, keys, values, lse.float(), outputs, **names, first=first, starts=starts, norms=norms, out=out, **settings
+    )
+    expected = window_scores_reference(
+        *upcast, lse.float().double(), outputs.double(), *rule, scale, first, starts,
+        None if norms is None else norms.double(),
+    )  # fmt: skip
+    error = (out - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+    assert error < (tolerance or TOLERANCE[query.dtype]), (rule, error)
+    return out
+
+
+def test_reference_is_the_formula():
+    """Element by element, on one batch row with 2 KV heads of 3 query heads."""
+    query, keys, values = (x.double().cpu() for x in problem(group=3, window=3, tokens=9, dim=5))
+    first, starts = torch.tensor([6]), torch.tensor([[0, 2]])
+    outputs, lse = window_attention_reference(query, keys, values, 0.5, first, starts)
+    scores = {
+        rule: window_scores_reference(query, keys, values, lse, outputs, *rule, 0.5, first, starts) for rule in RULES
+    }
+    for g, j in itertools.product(range(2), range(9)):
+        k, v = keys[0, g], values[0, g]
+        x = torch.zeros(4, 3, 3, dtype=torch.float64)
+        for r, t in itertools.product(range(3), range(3)):
+            visible = [i for i in range(9) if starts[0, g] <= i <= 6 + t]
+            logits = torch.stack([0.5 * query[0, 3 * g + r, t] @ k[i] for i in visible])
+            p = logits.exp() / logits.exp().sum()
+            a = sum(p[n] * v[i] for n, i in enumerate(visible))
+            torch.testing.assert_close(outputs[0, 3 * g + r, t], a)
+            if j in visible:
+                pj = p[visible.index(j)]
+                x[:, r, t] = torch.stack(
+                    [pj, pj * v[j].norm(), (pj / (1 - pj + 1e-6)) ** 2 * (a - v[j]).norm() ** 2, pj * (a @ v[j])]
+                )
+        for (indicator, aggregate, reduction), score in scores.items():
+            y = x[INDICATORS.index(indicator)]
+            y = {"mean": y.mean(1), "sum": y.sum(1), "max": y.amax(1), "variance": y.var(1)}[aggregate]
+            y = {"mean": y.mean(), "max": y.max(), "sum": y.sum()}[reduction]
+            torch.testing.assert_close(score[0, g, j], y, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES, ids="-".join)
+def test_every_rule(rule):
+    check(*problem(group=3, window=5, tokens=111), rule, starts=[7])
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dims_and_dtypes(dim, dtype):
+    for rule in (("perturbation", "sum", "mean"), ("anchor", "max", "max"), ("value", "variance", "mean")):
+        check(*problem(dim=dim, dtype=dtype, tokens=130, window=8), rule)
+
+
+@pytest.mark.parametrize(
+    ("group", "window"), [(1, 1), (1, 64), (16, 1), (16, 64), (4, 8), (7, 3), (5, 32), (3, 33), (16, 5)]
+)
+def test_groups_and_windows(group, window):
+    query, keys, values = problem(group=group, window=window, tokens=70, kv_heads=1)
+    for rule in (("perturbation", "sum", "mean"), ("anchor", "max", "max"), ("attention", "mean", "max")):
+        check(query, keys, values, rule)
+    if window > 1:
+        check(query, keys, values, ("value", "variance", "sum"))
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 111, 1024])
+def test_odd_lengths(tokens):
+    inputs = problem(window=1, tokens=tokens)
+    check(*inputs, ("anchor", "sum", "mean"))
+    if tokens > 1:  # a single key has p = 1 and a = v: 0 times 1e12
+        check(*inputs, ("perturbation", "sum", "mean"))
+
+
+@settings(deadline=None, max_examples=15)
+@given(data=st.data())
+def test_any_shape(data: st.DataObject):
+    group, window = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 12))
+    batch, kv_heads, tokens = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)), data.draw(st.integers(20, 90))
+    first = [data.draw(st.integers(5, tokens - window)) for _ in range(batch)]
+    starts = [[data.draw(st.integers(0, first[b] - 5)) for _ in range(kv_heads)] for b in range(batch)]
+    rule = data.draw(st.sampled_from(RULES))
+    if window == 1 and rule[1] == "variance":
+        rule = (rule[0], "max", rule[2])
+    inputs = problem(batch, kv_heads, group, window, tokens, 16, seed=data.draw(st.integers(0, 1000)))
+    check(*inputs, rule, first=first, starts=starts, tolerance=1e-3)  # few keys: p near 1
+
+
+def test_padding_never_touches_a_live_score():
+    """Keys and values in front of a row's start may hold anything, and score 0."""
+    query, keys, values = problem(batch=2, tokens=50)
+    starts = torch.tensor([[0, 9], [20, 45]])
+    clean = check(query, keys, values, ("perturbation", "sum", "mean"), starts=starts)
+    for b, g in itertools.product(range(2), range(2)):
+        keys[b, g, : starts[b, g]] = float("nan")
+        values[b, g, : starts[b, g]] = float("nan")
+    first, limits_ = limits(query, keys, starts=starts)
+    outputs, lse = window_attention(query, keys.nan_to_num(), values.nan_to_num(), starts=limits_)
+    dirty = window_scores(query, keys, values, lse, outputs, starts=limits_, first=first)
+    torch.testing.assert_close(dirty, clean, rtol=1e-4, atol=1e-5)
+    for b, g in itertools.product(range(2), range(2)):
+        assert (dirty[b, g, : starts[b, g]] == 0).all()
+
+
+def test_rows_without_a_query_count_as_zero():
+    query, keys, values = problem(window=4, tokens=40)
+    first, starts = limits(query, keys)
+    outputs, lse = window_attention_reference(query, keys, values, 0.125, first, starts)
+    absent = lse.clone()
+    absent[:, :, 0] = -torch.inf
+    outputs[:, :, 0] = float("nan")
+    some = window_scores(query, keys, values, absent, outputs, aggregate="sum")
+    rest = window_scores(query[:, :, 1:], keys, values, lse[:, :, 1:], outputs[:, :, 1:], aggregate="sum")
+    torch.testing.assert_close(some, rest)
+
+
+def test_given_norms_and_strided_inputs():
+    query, keys, values = problem(batch=2, tokens=40, window=6)
+    norms = torch.rand(2, 2, 40, device=DEVICE)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, keys, values)]
+    wide = torch.cat([strided[2], strided[2]], dim=2)[:, :, 17:57].contiguous()
+    for norm in (None, norms):
+        one = check(query, keys, values, ("value", "max", "mean"), norms=norm)
+        assert torch.equal(one, check(*strided, ("value", "max", "mean"), norms=norm))
+    check(query, keys, wide, ("value", "max", "mean"), norms=norms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kept_sets_are_the_references_but_for_ties(dtype):
+    """Top 20%: where the sets differ, the scores differ by less than rounding."""
+    query, keys, values = problem(kv_heads=4, group=4, window=8, tokens=500, dim=128, dtype=dtype)
+    first, starts = limits(query, keys)
+    upcast = [x.double() for x in (query, keys, values)]
+    outputs, lse = window_attention_reference(*upcast, 128**-0.5, first, starts)
+    outputs = outputs.to(dtype)
+    rule = ("perturbation", "sum", "mean")
+    ours = window_scores(query, keys, values, lse.float(), outputs)
+    truth = window_scores_reference(*upcast, lse, outputs.double(), *rule, 128**-0.5, first, starts)
+    for mine, exact in zip(ours.flatten(0, 1), truth.flatten(0, 1), strict=True):
+        kept, wanted = (set(x.topk(100).indices.tolist()) for x in (mine, exact))
+        edge = exact.topk(100).values[-1]
+        for j in kept ^ wanted:
+            assert (exact[j] - edge).abs() / edge < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("group", "window"), [(1, 1), (4, 8), (3, 33)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_own_lse_and_outputs(group, window, dtype):
+    query, keys, values = problem(2, 1, group, window, 300, 80, dtype)
+    first, starts = limits(query, keys, starts=[0, 11])
+    out = (
+        torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE),
+        torch.full(query.shape[:3], float("nan"), device=DEVICE),
+    )
+    window_attention(query, keys, values, starts=starts, out=out)
+    upcast = [x.double() for x in (query, keys, values)]
+    outputs, lse = window_attention_reference(*upcast, 80**-0.5, first, starts)
+    assert (out[0] - outputs).norm() / outputs.norm() < {torch.float32: 1e-5}.get(dtype, 8e-3)
+    assert (out[1] - lse).abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
+    scores = window_scores(query, keys, values, starts=starts, indicator="attention", aggregate="sum", reduction="sum")
+    rule = ("attention", "sum", "sum")
+    expected = window_scores_reference(*upcast, lse, outputs, *rule, 80**-0.5, first, starts)
+    assert (scores - expected).norm() / expected.norm() < TOLERANCE[dtype]
+    assert torch.allclose(scores.sum(-1), torch.tensor(float(group * window), device=DEVICE), rtol=1e-2)
+
+
+def test_a_query_that_sees_nothing():
+    query, keys, values = problem(window=3, tokens=10)
+    outputs, lse = window_attention(query, keys, values, starts=torch.tensor([9], device=DEVICE))
+    assert (lse[:, :, :2] == -torch.inf).all()
+    assert (outputs[:, :, :2] == 0).all()
+    torch.testing.assert_close(outputs[:, :, 2], values[:, :, 9].repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(indicator="atention"), "'atention' is not one of attention"),
+        (dict(aggregate="median"), "not one of mean"),
+        (dict(reduction="min"), "not one of mean"),
+        (dict(values=torch.zeros(1, 2, 62, 64)), "differ"),
+        (dict(query=torch.zeros(1, 5, 4, 64)), "does not fit"),
+        (dict(lse=None), "give both"),
+        (dict(lse=torch.zeros(1, 4, 3)), "lse and outputs must be"),
+        (dict(norms=torch.zeros(1, 2, 63)), "norms must be"),
+        (dict(first=torch.zeros(2)), "first must be"),
+        (dict(out=torch.zeros(1, 2, 62)), "out must be"),
+        (dict(query=torch.zeros(1, 4, 1, 64), aggregate="variance"), "at least 2"),
+    ],
+)
+def test_bad_input_is_one_line(change, message):
+    query, keys, values = problem()
+    inputs = dict(query=query, keys=keys, values=values, lse=torch.zeros(1, 4, 4), outputs=query) | change
+    inputs = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    with pytest.raises(ValueError, match=message) as error:
+        window_scores(**inputs)
+    assert "\n" not in str(error.value)

@@ -70,11 +70,19 @@ class Ledger:
         empty = Sequence(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((1, 1, 0), bool))
         return self._add(empty)
 
-    def fork(self, number: int) -> int:
-        """A new sequence that shares all blocks of another: nothing is copied until one of them writes."""
+    def fork(self, number: int, share: int | None = None) -> tuple[int, Copies]:
+        """A new sequence with the same tokens, and the copies to make. It shares the first `share` blocks (None: all,
+        and nothing is copied until one of the two writes) and has copies of the others. Too few free: InputError."""
         parent = self.sequences[number]
-        self.references[parent.blocks] += 1
-        return self._add(replace(parent))
+        share = len(parent.blocks) if share is None else share
+        common, others = parent.blocks[:share], parent.blocks[share:]
+        if len(others) > len(self.free_list):
+            raise InputError(f"{len(others)} blocks to copy, {len(self.free_list)} are free: share more, or free some")
+        self.references[common] += 1
+        child = replace(parent, blocks=np.append(common, self._take(len(others))))
+        slots = np.flatnonzero(parent.positions >= 0)
+        slots = slots[slots >= share * self.block_size]
+        return self._add(child), (self._flat(parent, slots), self._flat(child, slots))
 
     def free(self, number: int) -> None:
         """End a sequence; blocks that nobody else holds return to the pool."""
@@ -267,6 +275,12 @@ class PagedCache(Cache):
             for stored in (*self.keys, *self.values):
                 flat = stored.view(-1, *stored.shape[2:])
                 flat[target] = flat[source]
+
+    def fork(self, number: int, share: int | None = None) -> int:
+        """`Ledger.fork`, carried out: the new sequence's number."""
+        child, copies = self.ledger.fork(number, share)
+        self.copy(copies)
+        return child
 
     def repack(self, number: int) -> int:
         """`Ledger.repack`, carried out: blocks freed."""

@@ -106,7 +106,7 @@ def test_repack_does_not_carry_tokens_past_a_shared_block_and_fill_does():
         ledger = Ledger(6, 4)
         number = ledger.new()
         ledger.append(number, 12)
-        child = ledger.fork(number)
+        child, _ = ledger.fork(number)
         ledger.evict(child, np.arange(12) // 4 == 1)  # only the middle block stays shared
         ledger.evict(number, np.isin(np.arange(12), [1, 3, 4, 5, 6, 8, 9]))
         return ledger, number
@@ -196,7 +196,14 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data):
         parent = self.pick(data)
-        child = self.ledger.fork(parent)
+        share = data.draw(st.none() | st.integers(0, len(self.ledger.sequences[parent].blocks)))
+        free = len(self.ledger.free_list)
+        try:
+            child, copies = self.ledger.fork(parent, share)
+        except InputError:
+            assert len(self.ledger.free_list) == free
+            return
+        self.copy(copies)
         self.naive[child], self.seen[child] = dict(self.naive[parent]), self.seen[parent]
 
     @precondition(lambda self: self.naive)
@@ -353,7 +360,7 @@ def test_two_questions_share_a_prefix_and_neither_sees_the_other(compact):
     generate(model, cache, parent, prefix, 1)
     before = [x.clone() for x in cache.keys]
     held = cache.ledger.sequences[parent].blocks.copy()
-    children = [cache.ledger.fork(parent), cache.ledger.fork(parent)]
+    children = [cache.fork(parent), cache.fork(parent, share=2)]
     together = [answer(cache, n, q) for n, q in zip(children, (first, second), strict=True)]
     assert together == [alone(first), alone(second)]
     assert all(torch.equal(a[held], b[held]) for a, b in zip(before, cache.keys, strict=True))

@@ -1,9 +1,9 @@
 """The attention function "kvrepro": what a model attends with while `installed`.
 
 Each call of the model says who attends: `model(..., kvrepro=object)`, whose `attend(layer, query, key, value, scaling)`
-gets the new tokens' queries and keys after their rotation and returns the output `[batch, queries, heads, dim]`; a layer
-with a sliding window adds `sliding=`, its width. It masks for itself: no mask function is registered, and Hugging Face
-builds no mask.
+gets the new tokens' queries and keys after their rotation and returns the output `[batch, queries, heads, dim]`; a
+layer with a sliding window adds `sliding=`, its width. It masks for itself: no mask function is registered, and Hugging
+Face builds no mask.
 """
 
 from collections.abc import Callable, Iterator, Sequence

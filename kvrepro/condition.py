@@ -23,6 +23,7 @@ class Condition:
     share: float | None = None  # instead of `capacity`: this share of the compressed tokens, rounded down
     until: str = ""  # compress what stands before this prompt span, or the "system" turn; "": the whole prompt
     whitelist: tuple[str, ...] = ()  # prompt spans that always survive
+    spans: tuple[str, ...] = ()  # prompt spans that `fair` splits budgets over; (): all that are marked
     fair: float | None = None  # 1: every prompt span keeps its share; below 1: debias, mixed with the default's split
     chunk: int = 4096  # tokens per chunk, regime "chunked"
     chunk_mode: str = "last_chunk"  # when chunks evict: "last_chunk", "budget" or "every_chunk" (DropKV)
@@ -66,3 +67,5 @@ class Generation:
     prefill_seconds: float  # shared costs are divided among the rows that share them
     decode_seconds: float
     backend: str
+    peak_bytes: int | None = None  # of the prefill, above the weights: measured where the engine was asked to
+    kept_sets: list | None = None  # per layer, bool [kv_heads, compressed tokens], where the engine was asked for it

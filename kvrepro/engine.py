@@ -1,5 +1,531 @@
-"""One call for every regime: prompts x conditions -> generations."""
+"""One call for every regime: prompts x conditions -> generations.
 
-from kvrepro.protection.harness import boundary_attention, generate
+One forward pass of a prompt serves all its conditions; what each keeps decodes together, as rows of one batch.
+"""
+
+import hashlib
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrepro.attention import installed
+from kvrepro.cache import EngineCache, RaggedLayer, together
+from kvrepro.compress import Extend, Facts, Job, Prefill, Prompt, reduce
+from kvrepro.condition import Condition, Generation
+from kvrepro.data import Prompt as Text
+from kvrepro.errors import InputError
+from kvrepro.memory import Peak
+from kvrepro.policy import capacity_of, check
+from kvrepro.protection import harness
+from kvrepro.protection.harness import boundary_attention
 
 __all__ = ["boundary_attention", "generate"]
+DECODING = ("decode cap", "per step")  # regimes that evict again while tokens are generated
+REPEAT_CHUNK = 2048  # KVzip
+
+
+@dataclass
+class Rows:
+    """Rows that hold caches of their own: one per (prompt, condition)."""
+
+    tags: list[tuple[int, int]]
+    jobs: list[Job]
+    cache: EngineCache
+    logits: Tensor  # [batch, vocabulary], of the next token
+    seen: Tensor  # int64 [batch], tokens so far
+    budgets: Tensor  # int64 [batch]
+    calls: Tensor  # int64 [batch], evictions so far
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    @property
+    def conditions(self) -> list[Condition]:
+        return [job.condition for job in self.jobs]
+
+    def take(self, rows: list[int]) -> "Rows":
+        """These rows alone."""
+        index = torch.tensor(rows, device=self.logits.device)
+        return Rows(
+            [self.tags[i] for i in rows], [self.jobs[i] for i in rows], self.cache.rows(index), self.logits[index],
+            self.seen[index], self.budgets[index], self.calls[index],
+        )  # fmt: skip
+
+
+def _joined(blocks: list[Rows]) -> Rows:
+    cat = torch.cat
+    return Rows(
+        [t for b in blocks for t in b.tags], [j for b in blocks for j in b.jobs], together([b.cache for b in blocks]),
+        cat([b.logits for b in blocks]), cat([b.seen for b in blocks]), cat([b.budgets for b in blocks]),
+        cat([b.calls for b in blocks]),
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int] | Text],
+    conditions: Sequence[Condition],
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    batch_rows: int = 64,
+    prompt_rows: int = 1,
+    backend: str = "torch",
+    repeat: Sequence[int] = (),
+    measure_peak: bool = False,
+    kept_sets: bool = False,
+) -> list[list[Generation]]:
+    """Greedy generations `[prompt][condition]` of at most `max_new_tokens`.
+
+    prompts: token ids, or `kvrepro.data.Prompt` where a condition names spans. Rows of any prompt and condition decode
+    in batches of up to `batch_rows`; `prompt_rows` prompts pass through the model together, padded on the left.
+    repeat: token ids of KVzip's request to repeat the context. measure_peak: measure what the prefill allocates, one
+    condition at a time. kept_sets: return who stayed. Raises InputError before anything is computed.
+    """
+    if batch_rows < 1 or max_new_tokens < 1 or prompt_rows < 1:
+        sizes = f"batch_rows {batch_rows}, max_new_tokens {max_new_tokens}, prompt_rows {prompt_rows}"
+        raise InputError(f"{sizes}: all must be at least 1")
+    if backend != "torch":
+        raise InputError(f"unknown backend {backend!r}: choose torch")
+    texts = [p if isinstance(p, Text) else Text(list(p), {}) for p in prompts]
+    old = [j for j, c in enumerate(conditions) if c.regime == "harness"]
+    new = [j for j, c in enumerate(conditions) if c.regime != "harness"]
+    for text in texts:
+        _check_prompt(model, text.ids, max_new_tokens)
+        for j in new:
+            check(conditions[j], _boundary(text, conditions[j]))
+    known: dict[tuple[int, int], Generation] = {}
+    if old:
+        answers = harness.generate(
+            model, [t.ids for t in texts], [conditions[j] for j in old], max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids, batch_rows=batch_rows,
+        )  # fmt: skip
+        known |= {(i, j): a for i, row in enumerate(answers) for j, a in zip(old, row, strict=True)}
+    if new:
+        engine = _Engine(
+            model, texts, conditions, max_new_tokens, stop_ids, batch_rows, repeat, measure_peak, kept_sets
+        )
+        with installed(model):
+            known |= engine.run(new, prompt_rows)
+    return [[known[i, j] for j in range(len(conditions))] for i in range(len(prompts))]
+
+
+def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> None:
+    """Raise InputError if the model cannot continue `prompt`."""
+    config, n = model.config.get_text_config(), len(prompt)
+    if n < 2:
+        raise InputError(f"prompt of {n} tokens < 2: give a text to continue")
+    if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+        raise InputError(
+            f"token id {max(prompt)} outside the model's vocabulary of {config.vocab_size}: other tokenizer?"
+        )
+    if n + max_new_tokens > config.max_position_embeddings:
+        asked = f"{n} prompt + {max_new_tokens} new tokens"
+        raise InputError(f"{asked} > the model's {config.max_position_embeddings} positions: shorten one")
+
+
+def _boundary(text: Text, c: Condition) -> int:
+    """Tokens of the prompt that `c` compresses; what follows them is read afterwards, through what is left."""
+    n = len(text.ids)
+    for name in {c.until, *c.whitelist, *c.spans} - {""}:
+        if not text.spans.get(name):
+            raise InputError(f"the prompt has no span {name!r}: it has {', '.join(text.spans) or 'none'}")
+    if not c.until:
+        return n
+    end = min(text.spans[c.until])
+    if end < 1:
+        raise InputError(f"span {c.until!r} begins at token {end}: nothing stands before it to compress")
+    return end
+
+
+class _Engine:
+    """One call's state: what waits to decode, and what is known."""
+
+    def __init__(self, model, texts, conditions, max_new_tokens, stop_ids, batch_rows, repeat, measure_peak, kept_sets):
+        self.model, self.texts, self.conditions = model, texts, conditions
+        self.max_new_tokens, self.stop_ids, self.batch_rows = max_new_tokens, stop_ids, batch_rows
+        self.repeat, self.measure_peak, self.kept_sets = list(repeat), measure_peak, kept_sets
+        self.facts = Facts.of(model)
+        self.device = model.device
+        self.scalings: dict[int, float] = {}
+        self.notes: dict[tuple[int, int], dict] = {}
+        self.answers: dict[tuple[int, int], Generation] = {}
+        self.waiting: dict[tuple, list[Rows]] = {}
+        self.prefixes: dict[tuple, Rows] = {}  # offline: what is left of a prefix, for the requests that share it
+
+    def run(self, columns: list[int], prompt_rows: int) -> dict[tuple[int, int], Generation]:
+        """Generations of the conditions `columns`, by (prompt, condition)."""
+        for first in range(0, len(self.texts), prompt_rows):
+            members = list(range(first, min(first + prompt_rows, len(self.texts))))
+            for group in self._groups(members, columns):
+                for rows in self._compressed(members, group):
+                    self._wait(self._continued(rows))
+        for key in list(self.waiting):
+            while self.waiting[key]:
+                self._decode(key)
+        return self.answers
+
+    def _groups(self, members: list[int], columns: list[int]) -> list[list[int]]:
+        """Conditions that one forward pass serves: equal boundaries; chunks pass through caches of their own."""
+        groups: dict[tuple, list[int]] = {}
+        for j in columns:
+            c = self.conditions[j]
+            ends = tuple(_boundary(self.texts[i], c) for i in members)
+            chunk = c.chunk if c.regime == "chunked" and c.policy != "full" else None
+            alone = j if self.measure_peak or c.execution == "masked" and chunk else None
+            groups.setdefault((ends, c.regime == "offline", chunk, c.execution if chunk else None, alone), []).append(j)
+        return list(groups.values())
+
+    def _compressed(self, members: list[int], columns: list[int]) -> list[Rows]:
+        """Rows of these prompts and conditions after the eviction at the end of what they compress."""
+        c = self.conditions[columns[0]]
+        ends = [_boundary(self.texts[i], c) for i in members]
+        if c.regime == "offline":
+            return [row for i, end in zip(members, ends, strict=True) for row in self._reused(i, end, columns)]
+        return self._pass(members, ends, columns)
+
+    def _reused(self, i: int, end: int, columns: list[int]) -> list[Rows]:
+        """A prefix is compressed once; each request gets a copy of what is left."""
+        key = (
+            tuple(self.texts[i].ids[:end]),
+            tuple(columns),
+            str(
+                {
+                    n: self.texts[i].spans.get(n)
+                    for j in columns
+                    for n in (*self.conditions[j].whitelist, *self.conditions[j].spans)
+                }
+            ),
+        )
+        if key not in self.prefixes:
+            self.prefixes = {key: _joined(self._pass([i], [end], columns))}
+        found = self.prefixes[key]
+        first = found.tags[0][0]
+        rows = found.take(list(range(len(found))))
+        rows.tags = [(i, j) for _, j in found.tags]
+        for j in columns:
+            self.notes[i, j] = self.notes[first, j] | ({} if i == first else {"prefill_seconds": 0.0})
+        return [rows]
+
+    def _pass(self, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
+        began = time.perf_counter()
+        if self.conditions[columns[0]].regime == "chunked" and self.conditions[columns[0]].policy != "full":
+            found, peak = [self._chunked(members, ends, columns)], None
+        else:
+            with Peak(self.device, self.measure_peak) as peak:
+                found = self._prefill(members, ends, columns)
+        seconds = (time.perf_counter() - began) / (len(members) * len(columns))
+        for rows in found:
+            for tag in rows.tags:
+                self.notes[tag]["prefill_seconds"] = seconds
+                self.notes[tag]["peak_bytes"] = peak.bytes if peak is not None else None
+        return found
+
+    def _jobs(self, members: list[int], ends: list[int], columns: list[int]) -> list[Job]:
+        from kvrepro.catalogue import CATALOGUE
+
+        jobs = []
+        for j in columns:
+            c = self.conditions[j]
+            policy = CATALOGUE.get(c.policy)
+            budget = torch.tensor([capacity_of(c, end) for end in ends], device=self.device)
+            jobs.append(Job(c, policy, policy.reading(c.reading, c.switches) if policy else {}, budget))
+            if policy is not None and not policy.frees:
+                jobs[-1].policy = None
+        return jobs
+
+    def _prefill(self, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
+        """One forward pass for all of `columns`; a layer's keys and values are gone when the next one is computed."""
+        ids, positions = self._padded([self.texts[i].ids[:end] for i, end in zip(members, ends, strict=True)])
+        prompt = Prompt(positions, [self.texts[i].spans for i in members])
+        jobs = self._jobs(members, ends, columns)
+        attention = _Scaled(Prefill(self.facts, prompt, jobs), self.scalings)
+        cache = EngineCache(self.model.config)
+        logits = self._forward(ids, positions, cache, attention)
+        if any("reconstruction" in job.policy.needs for job in jobs if job.policy):
+            self._reconstruct(attention.inner, ids, positions, cache)
+        attention.inner.finish()
+        found = []
+        for job, j in zip(jobs, columns, strict=True):
+            mine = cache.rows(torch.arange(len(members), device=self.device))
+            mine.ragged = {n: job.layers[n] for n in sorted(job.layers)}
+            rows = Rows(
+                [(i, j) for i in members], [replace(job, layers={}, kept={}, budget=job.budget[b : b + 1]) for b in range(len(members))],
+                mine, logits, prompt.lengths.clone(), job.budget, torch.ones_like(job.budget) if job.policy else torch.zeros_like(job.budget),
+            )  # fmt: skip
+            job.layers = {}
+            for b, tag in enumerate(rows.tags):
+                self.notes[tag] = self._kept(rows.cache, b, ends[b])
+            found.append(rows)
+        return found
+
+    def _forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention) -> Tensor:
+        """Logits of the token after the last, [batch, vocabulary]."""
+        padding = {"attention_mask": (positions >= 0).long()} if bool((positions < 0).any()) else {}
+        return self.model(
+            input_ids=ids, position_ids=positions.clamp(min=0), past_key_values=cache, use_cache=True, logits_to_keep=1,
+            kvrepro=attention, **padding,
+        ).logits[:, -1]  # fmt: skip
+
+    def _padded(self, texts: Sequence[Sequence[int]], start: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """(ids, positions) `[batch, longest]`, padded on the left; position -1 marks padding."""
+        longest = max(map(len, texts))
+        ids = torch.zeros(len(texts), longest, dtype=torch.long, device=self.device)
+        positions = torch.full_like(ids, -1)
+        for row, text in enumerate(texts):
+            first = start[row] if start is not None else 0
+            ids[row, longest - len(text) :] = torch.tensor(list(text), device=self.device)
+            positions[row, longest - len(text) :] = torch.arange(first, first + len(text), device=self.device)
+        return ids, positions
+
+    def _kept(self, cache: EngineCache, row: int, end: int) -> dict:
+        """Positions that a row kept, of all heads together and hashed per layer and head."""
+        digest, union = hashlib.sha256(), set()
+        sets = []
+        for n in self.facts.evictable:
+            layer = cache.ragged[n]
+            heads = []
+            for head in range(layer.shape[1]):
+                segment = row * layer.shape[1] + head
+                at = layer.positions[layer.offsets[segment] : layer.offsets[segment + 1]]
+                if layer.hidden is not None:
+                    at = at[~layer.hidden[layer.offsets[segment] : layer.offsets[segment + 1]]]
+                heads.append(at.tolist())
+                digest.update(str(heads[-1]).encode())
+                union.update(heads[-1])
+            if self.kept_sets:
+                mask = torch.zeros(len(heads), end, dtype=torch.bool)
+                for head, at in enumerate(heads):
+                    mask[head, at] = True
+                sets.append(mask.numpy())
+        note = {"kept_positions": sorted(union), "kept_positions_hash": digest.hexdigest()[:16]}
+        return note | ({"kept_sets": sets} if self.kept_sets else {})
+
+    def _chunked(self, members: list[int], ends: list[int], columns: list[int]) -> Rows:
+        """The prompt in chunks, each attending to what is left of the earlier ones and to itself."""
+        jobs = self._jobs(members, ends, columns)
+        texts = [self.texts[i].ids[:end] for _ in jobs for i, end in zip(members, ends, strict=True)]
+        each = [replace(job, budget=job.budget[b : b + 1]) for job in jobs for b in range(len(members))]
+        window = max(job.window for job in jobs)
+        chunk = jobs[0].condition.chunk
+        cache = EngineCache(self.model.config)
+        self._open(cache, len(texts), {n for job in jobs for n in job.policy.needs})
+        seen = torch.zeros(len(texts), dtype=torch.long, device=self.device)
+        lengths = torch.tensor([len(t) for t in texts], device=self.device)
+        calls = torch.zeros_like(seen)
+        logits = None
+        for a in range(0, int(lengths.max()), chunk):
+            here = [t[a : a + chunk] for t in texts]
+            if not all(here):
+                raise InputError("prompts of one chunked pass differ in their number of chunks: use prompt_rows=1")
+            ids, positions = self._padded(here, [a] * len(texts))
+            attention = _Scaled(Extend(cache, positions, window), self.scalings)
+            logits = self._forward(ids, positions, cache, attention)
+            seen = torch.minimum(lengths, seen + chunk)
+            last = a + chunk >= int(lengths.max())
+            budgets = torch.stack(
+                [_chunk_budget(job, int(s), int(n), last) for job, s, n in zip(each, seen, lengths, strict=True)]
+            )
+            before = self._entries(cache)
+            reduce(self.facts, cache, [job.condition for job in each], each, seen, budgets, self.scalings)
+            calls += (self._entries(cache) < before).long()
+        tags = [(i, j) for j in columns for i in members]
+        for row, tag in enumerate(tags):
+            self.notes[tag] = self._kept(cache, row, int(lengths[row]))
+        budgets = torch.cat([job.budget for job in each])
+        return Rows(tags, each, cache, logits, seen, budgets, calls)
+
+    def _open(self, cache: EngineCache, batch: int, sums: set[str]) -> None:
+        """Empty layers for `batch` rows."""
+        config = self.model.config.get_text_config()
+        kv_heads = config.num_key_value_heads
+        for n in self.facts.attention:
+            dim = self.facts.outputs[n].shape[1]
+            empty = torch.zeros(0, dim, dtype=self.model.dtype, device=self.facts.outputs[n].device)
+            offsets = torch.zeros(batch * kv_heads + 1, dtype=torch.long, device=empty.device)
+            cache.ragged[n] = RaggedLayer(
+                empty, empty.clone(), offsets[:0].int(), offsets, (batch, kv_heads),
+                {name: empty[:, 0].float() for name in sums if n in self.facts.evictable},
+            )  # fmt: skip
+
+    def _entries(self, cache: EngineCache) -> Tensor:
+        """Tokens that a row's heads may still see, summed over evictable layers, [batch]."""
+        return sum(cache.ragged[n].seen().sum(1) for n in self.facts.evictable)
+
+    def _reconstruct(self, prefill: Prefill, ids: Tensor, positions: Tensor, cache: EngineCache) -> None:
+        """KVzip: repeat the context, chunk after chunk, and note the largest attention to each of its tokens."""
+        jobs = [job for job in prefill.jobs if job.policy and "reconstruction" in job.policy.needs]
+        layers = jobs[0].waiting
+        for job in jobs:
+            for n, waiting in job.waiting.items():
+                o = waiting.observation
+                if job is jobs[0]:
+                    o = replace(
+                        o, sums={**o.sums, "reconstruction": torch.zeros(o.positions.shape, device=o.positions.device)}
+                    )
+                else:
+                    o = replace(o, sums={**o.sums, "reconstruction": layers[n].observation.sums["reconstruction"]})
+                job.waiting[n] = replace(waiting, observation=o)
+        n = ids.shape[1]
+        for a in range(0, n, REPEAT_CHUNK):
+            part = ids[:, a : a + REPEAT_CHUNK]
+            ask = torch.tensor(self.repeat, dtype=torch.long, device=ids.device).expand(len(ids), -1)
+            text = torch.cat([ask, part], 1)
+            at = prefill.prompt.lengths[:, None] + torch.arange(text.shape[1], device=ids.device)
+            probe = _Repeat(prefill, jobs[0], at, ask.shape[1], positions[:, a : a + REPEAT_CHUNK] >= 0)
+            mine = cache.rows(torch.arange(len(ids), device=ids.device))
+            self.model(
+                input_ids=text, position_ids=at, past_key_values=mine, use_cache=True, logits_to_keep=1, kvrepro=probe
+            )
+
+    def _continued(self, rows: Rows) -> Rows:
+        """The rows after they read what their conditions leave uncompressed, a question for instance."""
+        rest = [self.texts[i].ids[int(seen) :] for (i, _), seen in zip(rows.tags, rows.seen, strict=True)]
+        if not any(rest):
+            return rows
+        began = time.perf_counter()
+        ids, positions = self._padded(rest, rows.seen.tolist())
+        window = max(job.window for job in rows.jobs) if rows.conditions[0].regime in DECODING else 0
+        attention = _Scaled(Extend(rows.cache, positions, window), self.scalings)
+        rows.logits = self._forward(ids, positions, rows.cache, attention)
+        rows.seen = rows.seen + torch.tensor([len(r) for r in rest], device=self.device)
+        for layer in rows.cache.ragged.values():
+            layer.settle()
+        seconds = (time.perf_counter() - began) / len(rows)
+        for tag in rows.tags:
+            self.notes[tag] = self.notes[tag] | {"prefill_seconds": self.notes[tag]["prefill_seconds"] + seconds}
+        return rows
+
+    def _wait(self, rows: Rows) -> None:
+        """Rows that may share a batch wait for one another."""
+        for row, c in enumerate(rows.conditions):
+            from kvrepro.catalogue import CATALOGUE
+
+            policy = CATALOGUE.get(c.policy)
+            pages = None
+            if policy is not None and not policy.frees:
+                p = rows.jobs[row].parameters
+                pages = (p.get("page", 16), p.get("dense_layers", 2), int(rows.budgets[row]))
+            every = (
+                (1 if c.regime == "per step" else c.interval) if c.regime in DECODING and c.policy != "full" else None
+            )
+            size = max(int(layer.held()[row].max()) for layer in rows.cache.ragged.values())
+            key = (c.execution, every, pages, max(1, size - 1).bit_length())
+            self.waiting.setdefault(key, []).append(rows.take([row]))
+            if len(self.waiting[key]) >= self.batch_rows:
+                self._decode(key)
+
+    def _decode(self, key: tuple) -> None:
+        """Generate greedily for the rows that wait under `key`, up to `batch_rows` of them."""
+        rows = _joined(self.waiting[key][: self.batch_rows])
+        self.waiting[key] = self.waiting[key][self.batch_rows :]
+        _, every, pages, _ = key
+        window = max(job.window for job in rows.jobs) if every else 0
+        picked: list[Tensor] = []
+        stops = torch.tensor(sorted(self.stop_ids) or [-1], device=self.device)
+        seconds, began = 0.0, time.perf_counter()
+        for step in range(1, self.max_new_tokens + 1):
+            token = rows.logits.argmax(-1)
+            picked.append(token)
+            done = torch.isin(token, stops) | (step == self.max_new_tokens)
+            if bool(done.any()):
+                tokens = torch.stack(picked, 1)
+                self._finish(
+                    rows, done.nonzero()[:, 0].tolist(), tokens, seconds + (time.perf_counter() - began) / len(rows)
+                )
+                alive = (~done).nonzero()[:, 0].tolist()
+                if not alive:
+                    return
+                rows = rows.take(alive)
+                picked = list(tokens[~done].unbind(1))
+            now = time.perf_counter()
+            seconds, began = seconds + (now - began) / len(rows), now
+            positions = rows.seen[:, None]
+            attention = _Scaled(Extend(rows.cache, positions, window, pages), self.scalings)
+            rows.logits = self._forward(picked[-1][:, None], positions, rows.cache, attention)
+            rows.seen = rows.seen + 1
+            if every and step % every == 0:
+                before = self._entries(rows.cache)
+                reduce(self.facts, rows.cache, rows.conditions, rows.jobs, rows.seen, rows.budgets, self.scalings)
+                rows.calls = rows.calls + (self._entries(rows.cache) < before)
+
+    def _finish(self, rows: Rows, done: list[int], tokens: Tensor, seconds: float) -> None:
+        """Note what is known of rows at their end."""
+        layers = [rows.cache.ragged[n] for n in self.facts.attention]
+        kept = torch.stack([layer.seen().float().mean(1).cpu() for layer in layers])  # [layers, batch]
+        held = torch.stack([layer.held().sum(1).cpu() for layer in layers])
+        size = torch.tensor([2 * layer.keys.shape[1] * layer.keys.element_size() for layer in layers])
+        evicting = [self.facts.attention.index(n) for n in self.facts.evictable]
+        for row in done:
+            tag, seen = rows.tags[row], int(rows.seen[row])
+            full = [
+                min(seen, self.facts.sliding.get(n, seen)) * rows.cache.ragged[n].shape[1] for n in self.facts.attention
+            ]
+            self.answers[tag] = Generation(
+                tokens=tokens[row].tolist(),
+                kept=kept[:, row].round().int().tolist(),
+                evicted=round(seen - float(kept[evicting, row].mean())),
+                policy_calls=int(rows.calls[row]),
+                bytes_held=int((held[:, row] * size).sum()),
+                bytes_full=int((torch.tensor(full) * size).sum()),
+                decode_seconds=seconds,
+                backend="torch",
+                **self.notes[tag],
+            )
+
+
+def _chunk_budget(job: Job, seen: int, total: int, last: bool) -> Tensor:
+    """Tokens to keep after a chunk, given tokens seen; DropKV's standalone cache.
+
+    last_chunk: everything stays until the end. every_chunk: the share of what was seen, or the capacity. budget: the
+    capacity once it is exceeded.
+    """
+    c = job.condition
+    if last:
+        return job.budget[0]
+    if c.chunk_mode == "last_chunk":
+        return job.budget.new_tensor(seen)
+    return job.budget.new_tensor(max(1, capacity_of(c, seen)) if c.chunk_mode == "every_chunk" else int(job.budget[0]))
+
+
+class _Scaled:
+    """Passes attention on, and remembers each layer's scaling."""
+
+    def __init__(self, inner, scalings: dict[int, float]):
+        self.inner, self.scalings = inner, scalings
+
+    def attend(self, layer, query, key, value, scaling, sliding=None):
+        self.scalings[layer] = scaling
+        return self.inner.attend(layer, query, key, value, scaling, sliding)
+
+
+class _Repeat:
+    """Attention of a repeated chunk over the context and itself; nothing of it is stored."""
+
+    def __init__(self, prefill: Prefill, job: Job, positions: Tensor, asked: int, real: Tensor):
+        self.prefill, self.job, self.positions, self.asked, self.real = prefill, job, positions, asked, real
+
+    def attend(self, layer, query, key, value, scaling, sliding=None):
+        from kvrepro.attention import attend
+
+        if layer not in self.job.waiting:
+            stored = self.job.layers[layer]
+            parts = [*stored.parts(), (key, value, self.positions[:, None])]
+            return attend(query, self.positions, parts, scaling, sliding)
+        o = self.job.waiting[layer].observation
+        best, n = o.sums["reconstruction"], o.positions.shape[2]
+
+        def watch(p: Tensor, queries: slice) -> None:
+            first = max(0, self.asked - queries.start)
+            seen = p[:, :, :, first:, :n]
+            if seen.shape[3]:
+                real = self.real[:, queries.start + first - self.asked : queries.stop - self.asked]
+                torch.maximum(best, (seen * real[:, None, None, :, None]).amax((2, 3)), out=best)
+
+        parts = [(o.keys, o.values, o.positions), (key, value, self.positions[:, None])]
+        return attend(query, self.positions, parts, scaling, sliding, watch)

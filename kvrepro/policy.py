@@ -7,12 +7,21 @@ kept      = select(scores, protected, counts)
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from kvrepro import allocate
+import torch
+
+from kvrepro import allocate, guard, quota
+from kvrepro.condition import Condition
 from kvrepro.errors import InputError
-from kvrepro.shapes import Scores
+from kvrepro.observe import Observation
+from kvrepro.protection import policy as protection
+from kvrepro.protection.guard import protected_count
+from kvrepro.protection.reading import AS_DESCRIBED, AS_RUN, Reading
+from kvrepro.selection import select
+from kvrepro.shapes import Counts, Mask, RowInts, Scores
 
 REGIMES = {
     "prefill": "each layer is reduced as soon as the prompt has passed through it",
@@ -21,7 +30,14 @@ REGIMES = {
     "decode cap": "a cap on the cache, met again every `interval` generated tokens",
     "per step": "one token leaves for every token generated",
 }
+CHUNK_MODES = ("last_chunk", "budget", "every_chunk")
 READINGS = ("as_run", "as_described")
+SUMS = {  # what the forward pass can add up for each token and KV head
+    "mass": "attention summed over all queries",
+    "span_mass": "attention summed over the queries of its own span",
+    "low": "count of low attention among the last 400 queries",
+    "reconstruction": "largest attention while the context is repeated",
+}
 Parameters = Mapping[str, object]
 
 
@@ -35,7 +51,7 @@ class Policy:
     refine(o, scores, counts, ...) -> (scores, exempt tokens): a second stage, once heads know their counts.
     across(scores, protected, budget, summaries, ...) -> (scores, counts): budgets that need every layer's scores, lists
     over layers; `summary(o, ...)` [batch] is what it is told of each layer. Such a policy evicts after the last layer.
-    needs: `Observation.sums` that the forward pass must provide (`kvrepro.attention.SUMS`).
+    needs: `Observation.sums` that the forward pass must provide (`SUMS`).
     """
 
     title: str
@@ -76,10 +92,192 @@ class Policy:
             if key not in known:
                 raise InputError(f"{self.title} has no parameter {key!r}: it has {', '.join(known) or 'none'}")
         base = {**self.parameters, **self.as_run} if name == "as_run" else dict(self.parameters)
-        return {**base, **dict(switches)}
+        found = {**base, **dict(switches)}
+        if found.get("recent") == "window":  # the window itself is protected
+            found["recent"] = found["window"]
+        return found
 
 
 def call(function: Callable, *arguments: object, parameters: Parameters):
     """`function` with the parameters that it names."""
     names = inspect.signature(function).parameters
     return function(*arguments, **{k: v for k, v in parameters.items() if k in names})
+
+
+def judge(
+    policy: Policy, parameters: Parameters, o: Observation, budget: RowInts, guarded: Mask
+) -> tuple[Scores, Mask]:
+    """(scores, protected), both `[batch, kv_heads, tokens]`: `guarded` by the condition, and the method's own."""
+    shape = o.positions.shape
+    scores = call(policy.score, o, parameters=parameters).float().expand(shape)
+    recent = guard.window_of(o) if o.span_local else guard.recent(o, parameters.get("recent", 0))
+    protected = (guarded | recent | guard.sinks(o, parameters.get("sinks", 0))).expand(shape) & o.alive
+    if policy.shield is not None:
+        protected = protected | call(policy.shield, o, scores, budget, parameters=parameters)
+    return scores.masked_fill(~o.alive, -torch.inf), protected & o.alive
+
+
+def keep(
+    policy: Policy, parameters: Parameters, o: Observation, scores: Scores, protected: Mask, counts: Counts, fair=None
+) -> Mask:
+    """Who stays, `[batch, kv_heads, tokens]`, `counts` per head; `fair` splits each head's count over prompt spans."""
+    if policy.refine is not None:
+        scores, more = call(policy.refine, o, scores, counts, parameters=parameters)
+        protected = protected | (more & o.alive)
+    if fair is None:
+        return select(scores, protected, counts)
+    parts = quota.split(o, counts, protected, fair, select(scores, protected, counts))
+    return quota.select(scores, protected, parts, o)
+
+
+def counts_of(
+    policy: Policy, parameters: Parameters, o: Observation, scores: Scores, protected: Mask, budget: RowInts
+) -> Counts:
+    """Each head's count in one layer."""
+    return call(policy.allocate, scores, protected, budget, parameters={**parameters, "o": o})
+
+
+def check(condition: Condition, prompt_tokens: int | None = None) -> None:
+    """Raise InputError if `condition` cannot be met (on a prompt whose compressed part has so many tokens)."""
+    from kvrepro.catalogue import CATALOGUE
+
+    c = condition
+    if c.regime == "harness":
+        return protection.check(c, prompt_tokens)
+    if c.regime not in REGIMES:
+        raise InputError(f"unknown regime {c.regime!r}: choose one of harness, {', '.join(REGIMES)}")
+    if c.execution not in ("physical", "masked"):
+        raise InputError(f"unknown execution {c.execution!r}: choose physical or masked")
+    if c.suffix_mode not in ("dynamic", "static"):
+        raise InputError(f"unknown suffix_mode {c.suffix_mode!r}: choose dynamic or static")
+    if c.chunk_mode not in CHUNK_MODES:
+        raise InputError(f"unknown chunk_mode {c.chunk_mode!r}: choose one of {', '.join(CHUNK_MODES)}")
+    if c.bits not in (None, 4):
+        raise InputError(f"bits {c.bits}: 4, or None for the model's own type")
+    if c.policy == "full":
+        if c.capacity is not None or c.share is not None or c.prefix or c.suffix or c.whitelist or c.fair is not None:
+            raise InputError(f"policy full keeps every token, got {c.label!r} with a budget or guards: drop them")
+        return None
+    if c.policy not in CATALOGUE:
+        if c.policy in protection.POLICIES:
+            why = "counts uses while decoding, for all layers together: use regime harness"
+            raise InputError(f"{c.policy} {why}, not {c.regime}")
+        raise InputError(f"unknown policy {c.policy!r}: choose one of full, {', '.join(CATALOGUE)}")
+    policy = CATALOGUE[c.policy]
+    parameters = policy.reading(c.reading, c.switches)
+    if c.regime in policy.refuses:
+        raise InputError(f"{c.policy} cannot run in regime {c.regime!r}: {policy.refuses[c.regime]}")
+    if (c.capacity is None) == (c.share is None):
+        raise InputError(f"capacity {c.capacity}, share {c.share} for {c.policy}: give one of the two")
+    if c.capacity is not None and (not isinstance(c.capacity, int) or c.capacity < 1):
+        raise InputError(f"capacity {c.capacity!r} for {c.policy}: a whole number of tokens, at least 1")
+    if c.share is not None and not 0 < c.share <= 1:
+        raise InputError(f"share {c.share!r} for {c.policy}: above 0, at most 1")
+    if not isinstance(c.interval, int) or c.interval < 1 or not isinstance(c.chunk, int) or c.chunk < 1:
+        raise InputError(f"interval {c.interval!r}, chunk {c.chunk!r}: whole numbers, at least 1")
+    if not (0 <= c.prefix < 1 and 0 <= c.suffix < 1):
+        raise InputError(f"guards {c.prefix}/{c.suffix}: fractions of the capacity between 0 and 1")
+    if c.fair is not None and not 0 <= c.fair <= 1:
+        raise InputError(f"fair {c.fair}: a share of fairness from 0 to 1")
+    if c.fair is not None and (policy.budget != "uniform" or c.regime not in ("prefill", "offline")):
+        raise InputError(f"fair splits one head's budget at a prompt's end: not {policy.budget} budgets, {c.regime}")
+    if prompt_tokens is None:
+        return None
+    budget = capacity_of(c, prompt_tokens)
+    if budget < 1:
+        raise InputError(f"share {c.share} of {prompt_tokens} tokens keeps {budget}: raise the share")
+    at_once = policy.frees and c.regime in ("prefill", "offline", "chunked")
+    if at_once and c.capacity is not None and c.capacity >= prompt_tokens:
+        raise InputError(
+            f"capacity {c.capacity} >= {prompt_tokens} tokens to compress: nothing would leave; lower it, or say share=1.0"
+        )
+    prefix, suffix = guarded(c, budget)
+    parts = {"prefix": prefix, "suffix": suffix, **{k: parameters.get(k, 0) for k in ("sinks", "recent")}}
+    needed = max(prefix, parts["sinks"]) + max(suffix, parts["recent"])
+    if budget < min(needed, prompt_tokens):
+        named = " + ".join(f"{v} {k}" for k, v in parts.items() if v)
+        raise InputError(f"budget {budget} < {needed} protected tokens ({named}): raise the budget or lower the guards")
+    return None
+
+
+def capacity_of(c: Condition, tokens: int) -> int:
+    """Tokens per KV head that `c` keeps of `tokens`: its capacity, or its share rounded down."""
+    if c.policy == "full":
+        return tokens
+    return c.capacity if c.capacity is not None else math.floor(c.share * tokens + 1e-9)
+
+
+def guarded(c: Condition, budget: int) -> tuple[int, int]:
+    """Tokens that the condition guards at the start and at the end of `budget`."""
+    rounding = c.resolved().n_prot
+    prefix, suffix = (protected_count(side, budget, rounding) for side in (c.prefix, c.suffix))
+    return prefix, suffix
+
+
+def table() -> list[dict[str, str]]:
+    """The catalogue as rows, the protection paper's harness last."""
+    from kvrepro.catalogue import CATALOGUE
+
+    columns = ("name", "title", "keeps", "source", "regimes", "budget", "needs", "readings", "test")
+    rows = [("full", "Full cache", "everything", "-", "all", "every token", "-", "-", "test_engine.py")]
+    for name, p in CATALOGUE.items():
+        needs = [f"last {p.parameters['window']} queries"] if p.parameters.get("window") else []
+        needs = ", ".join(needs + [SUMS.get(n, n) for n in p.needs]) or "keys and positions"
+        budget = p.budget if p.frees else "memory stays: pages are chosen per query"
+        test = f"test_score_{p.score.__module__.split('.')[-1]}.py"
+        regimes = "all" if not p.refuses else ", ".join(p.regimes)
+        rows.append((name, p.title, p.formula, p.source, regimes, budget, needs, ", ".join(p.readings), test))
+    for name, q in protection.POLICIES.items():
+        rows.append((name, q.title, q.formula, q.source, "harness", q.budget, "attention of every step",
+                     q.readings, "test_protection_score.py"))  # fmt: skip
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def markdown() -> str:
+    """The catalogue, and where readings differ, as markdown tables for the book's methods page."""
+    from kvrepro.catalogue import CATALOGUE
+
+    def lines(rows: list[dict[str, str]]) -> list[str]:
+        cells = [[str(v).replace("|", "\\|") for v in row.values()] for row in rows]
+        return ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])] + [
+            "| " + " | ".join(row) + " |" for row in cells
+        ]
+
+    parameters = [
+        {"policy": name, "parameter": key, "as described": p.parameters.get(key, "-"),
+         "as run": p.as_run.get(key, "the same"), "public code": p.code or "-"}
+        for name, p in CATALOGUE.items()
+        for key in {**p.parameters, **p.as_run}
+    ]  # fmt: skip
+    switches = [
+        {"switch": f.name, "as run": getattr(AS_RUN, f.name), "as described": getattr(AS_DESCRIBED, f.name),
+         "what it decides": f.metadata["means"]}
+        for f in fields(Reading)
+    ]  # fmt: skip
+    refusals = [
+        {"policy": name, "regime": regime, "why not": why} for name, p in CATALOGUE.items()
+        for regime, why in p.refuses.items()
+    ]  # fmt: skip
+    parts = ["## Policies", *lines(table()), "", "## Regimes that a policy refuses", *(lines(refusals) if refusals else
+             ["None."]), "", "## Parameters in both readings", *lines(parameters), "",
+             "## Switches of the protection paper's harness", *lines(switches)]  # fmt: skip
+    return "\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Print the catalogue."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    rows = table()
+    view = Table(title="Eviction policies", show_lines=True)
+    for column in rows[0]:
+        view.add_column(column, overflow="fold", no_wrap=column == "name")
+    for row in rows:
+        view.add_row(*(escape(str(cell)) for cell in row.values()))
+    Console(width=200).print(view)
+
+
+if __name__ == "__main__":
+    main()

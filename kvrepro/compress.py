@@ -1,0 +1,388 @@
+"""Eviction while the model runs: who attends during a prompt, during what follows it, and what leaves when.
+
+`Prefill` lets one forward pass of a prompt serve many conditions, each layer reduced as soon as it is computed.
+`Extend` lets rows that hold a cache of their own go on, by a chunk, a question or one token. `reduce` evicts from such rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrepro import guard, quota
+from kvrepro.attention import attend, attend_prompt
+from kvrepro.cache import EngineCache, RaggedLayer
+from kvrepro.condition import Condition
+from kvrepro.observe import Observation
+from kvrepro.policy import Policy, call, counts_of, guarded, judge, keep
+from kvrepro.shapes import KeyValue, Mask, Query, RowInts, Scores, TokenInts
+
+LOW_QUERIES = 400  # Scissorhands' history window
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the engine must know of a model: which layers hold tokens to evict, and each one's output projection."""
+
+    attention: tuple[int, ...]  # numbers of the layers with keys and values
+    evictable: tuple[int, ...]
+    sliding: dict[int, int]
+    outputs: dict[int, Tensor]  # [heads, dim, hidden]
+    inverse_frequencies: Tensor | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Facts":
+        """Sliding layers forget on their own: they are evicted only in a model that has no other attention layers."""
+        modules = {m.layer_idx: m for m in model.modules() if hasattr(m, "o_proj") and hasattr(m, "layer_idx")}
+        outputs, sliding = {}, {}
+        for number, module in sorted(modules.items()):
+            weight = module.o_proj.weight  # [hidden, heads * dim]
+            outputs[number] = weight.view(weight.shape[0], -1, module.head_dim).permute(1, 2, 0)
+            if (window := sliding_window(model.config, number)) is not None:
+                sliding[number] = window
+        full = tuple(n for n in outputs if n not in sliding)
+        frequencies = [m.inv_freq for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+        return cls(
+            tuple(outputs), full or tuple(outputs), sliding, outputs, frequencies[0] if len(frequencies) == 1 else None
+        )
+
+
+def sliding_window(config, layer: int) -> int | None:
+    """Tokens that a query of this layer looks back, itself included; None: all."""
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return None
+    types = getattr(config, "layer_types", None)
+    return window if types is None or types[layer] == "sliding_attention" else None
+
+
+@dataclass
+class Job:
+    """One condition on its way through a prompt: what it keeps of each layer, and what must wait for the last one."""
+
+    condition: Condition
+    policy: Policy | None  # None: everything stays
+    parameters: dict
+    budget: RowInts  # [batch]
+    layers: dict[int, RaggedLayer] = field(default_factory=dict)
+    waiting: dict[int, "Waiting"] = field(default_factory=dict)
+    kept: dict[int, Mask] = field(default_factory=dict)  # per evictable layer, over the compressed tokens
+
+    @property
+    def deferred(self) -> bool:
+        """Must every layer be seen before anything can leave?"""
+        return self.policy is not None and (self.policy.across is not None or "reconstruction" in self.policy.needs)
+
+    @property
+    def window(self) -> int:
+        return int(self.parameters.get("window", 0) or 0)
+
+
+@dataclass
+class Waiting:
+    """A layer whose eviction waits for the others."""
+
+    observation: Observation
+    scores: Scores | None = None
+    protected: Mask | None = None
+    summary: Tensor | None = None
+
+
+class Prompt:
+    """Positions, spans and whitelists of the tokens to compress: `[batch, tokens]`, flush right, -1 where padded."""
+
+    def __init__(self, positions: TokenInts, spans: Sequence[dict[str, list[int]]]):
+        self.positions, self.spans = positions, spans
+        self.lengths = (positions >= 0).sum(1)
+
+    def span_of(self, names: tuple[str, ...]) -> Tensor:
+        """Number of the span that each position lies in, int64 [batch, tokens]."""
+        rows = []
+        for spans, n in zip(self.spans, self.lengths.tolist(), strict=True):
+            chosen = [[at for at in spans[name] if at < n] for name in (names or spans)]
+            numbers = quota.number(n, [span for span in chosen if span])
+            rows.append(torch.nn.functional.pad(numbers, (0, self.positions.shape[1] - n), value=int(numbers[-1])))
+        return torch.stack(rows).to(self.positions.device)
+
+    def whitelisted(self, names: tuple[str, ...]) -> Tensor:
+        """Bool [batch, tokens] by position."""
+        table = torch.zeros(self.positions.shape, dtype=torch.bool)
+        for row, spans in enumerate(self.spans):
+            table[row, [at for name in names for at in spans[name] if at < table.shape[1]]] = True
+        return table.to(self.positions.device)
+
+
+class Prefill:
+    """Attention of whole prompts, flush right, of which each job keeps its part of every layer."""
+
+    def __init__(self, facts: Facts, prompt: Prompt, jobs: Sequence[Job], seed: int = 0):
+        self.facts, self.prompt, self.jobs, self.seed = facts, prompt, jobs, seed
+        self.padded = bool((prompt.positions < 0).any())
+        self.sums = {n for job in jobs if job.policy for n in _sums(job)} - {"reconstruction"}
+        self.span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
+        self._span_of = {names: prompt.span_of(names) for names in self.span_names}
+
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+    ) -> Tensor:
+        positions = self.prompt.positions
+        n = positions.shape[1]
+        sums = (
+            {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in self.sums}
+            if layer in self.facts.evictable
+            else {}
+        )
+        beyond = sliding is not None and n > sliding
+        if self.padded or sums or beyond:
+            span_of = next(iter(self._span_of.values()), None)
+            watch = _Watch(sums, positions, span_of) if sums else None
+            out = attend(query, positions, [(key, value, positions[:, None])], scaling, sliding, watch)
+        else:
+            out = attend_prompt(query, key, value, scaling)
+
+        held = slice(max(0, n - sliding + 1), n) if beyond else slice(0, n)  # what a next query could still see
+        key, value = key[:, :, held], value[:, :, held]
+        where = positions[:, None, held].expand(*key.shape[:3])
+        sums = {name: s[:, :, held] for name, s in sums.items()}
+        seen: dict[tuple, Observation] = {}
+        for job in self.jobs:
+            if job.policy is None or layer not in self.facts.evictable:
+                job.layers[layer] = RaggedLayer.of(key, value, where, where >= 0, {})
+                continue
+            fair = job.condition.fair is not None
+            kind = (job.window, job.condition.spans if fair else None)
+            if kind not in seen:
+                seen[kind] = self._observe(layer, query, key, value, where, sums, scaling, sliding, *kind)
+            self._decide(job, layer, seen[kind])
+        return out
+
+    def _observe(self, layer, query, key, value, where, sums, scaling, sliding, window, names) -> Observation:
+        """What a window of `window` queries sees; for `names`, the last queries of each of these spans."""
+        positions = self.prompt.positions
+        batch, n = positions.shape
+        if names is None:
+            queries, at = query[:, :, n - window :], positions[:, n - window :]
+            span_of = None
+        else:
+            span_of = self._span_of[names]
+            chosen = [
+                quota.windows(span_of[b, :length], max(window, 1))
+                for b, length in enumerate(self.prompt.lengths.tolist())
+            ]
+            width = max(map(len, chosen))
+            at = torch.stack([torch.nn.functional.pad(c, (width - len(c), 0), value=-1) for c in chosen]).to(
+                positions.device
+            )
+            place = (at + n - self.prompt.lengths[:, None]).clamp(min=0)
+            queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
+        return Observation(
+            layer=self.facts.evictable.index(layer), layers=len(self.facts.evictable), keys=key, values=value,
+            positions=where, queries=queries, query_positions=at, seen=self.prompt.lengths, scaling=scaling,
+            output=self.facts.outputs[layer], sums=sums, span_of=span_of, span_local=names is not None, sliding=sliding,
+            inverse_frequencies=self.facts.inverse_frequencies, seed=self.seed,
+        )  # fmt: skip
+
+    def _decide(self, job: Job, layer: int, o: Observation) -> None:
+        c = job.condition
+        if job.deferred:
+            job.waiting[layer] = Waiting(o)
+            if "reconstruction" not in job.policy.needs:
+                _judge_waiting(job, layer, self.prompt)
+            return
+        scores, protected = judge(job.policy, job.parameters, o, job.budget, guards(c, o, job.budget, self.prompt))
+        counts = counts_of(job.policy, job.parameters, o, scores, protected, job.budget)
+        self._store(job, layer, o, keep(job.policy, job.parameters, o, scores, protected, counts, c.fair))
+
+    def _store(self, job: Job, layer: int, o: Observation, kept: Mask) -> None:
+        job.kept[layer] = kept
+        carried = {n: s for n, s in o.sums.items() if n in _sums(job)}
+        stays = o.alive if job.condition.execution == "masked" else kept
+        stored = RaggedLayer.of(o.keys, o.values, o.positions, stays, carried)
+        if job.condition.execution == "masked":
+            stored.hidden = ~kept[o.alive]
+        if job.condition.regime in ("decode cap", "per step") and job.window:
+            stored.remember(o.queries, o.query_positions, job.window)
+        job.layers[layer] = stored
+
+    def finish(self) -> None:
+        """Evict what had to wait for every layer's scores."""
+        for job in self.jobs:
+            if not job.deferred:
+                continue
+            for layer in job.waiting:
+                if job.waiting[layer].scores is None:
+                    _judge_waiting(job, layer, self.prompt)
+            for layer, kept in across(job).items():
+                self._store(job, layer, job.waiting[layer].observation, kept)
+            job.waiting.clear()
+
+
+def _sums(job: Job) -> set[str]:
+    """The sums that a job's policy needs; under `fair`, span-local attention takes the place of all attention."""
+    needs = set(job.policy.needs) if job.policy else set()
+    if job.condition.fair is not None and "mass" in needs:
+        needs.add("span_mass")
+    return needs
+
+
+def _judge_waiting(job: Job, layer: int, prompt: Prompt) -> None:
+    w = job.waiting[layer]
+    o = w.observation
+    w.scores, w.protected = judge(
+        job.policy, job.parameters, o, job.budget, guards(job.condition, o, job.budget, prompt)
+    )
+    if job.policy.summary is not None:
+        w.summary = call(job.policy.summary, o, parameters=job.parameters)
+
+
+def across(job: Job) -> dict[int, Mask]:
+    """Who stays in each layer, once all layers have their scores."""
+
+    layers = list(job.waiting.values())
+    scores, protected = [w.scores for w in layers], [w.protected for w in layers]
+    if job.policy.across is None:
+        counts = [
+            counts_of(job.policy, job.parameters, w.observation, w.scores, w.protected, job.budget) for w in layers
+        ]
+    else:
+        extra = {**job.parameters, "observations": [w.observation for w in layers]}
+        scores, counts = call(
+            job.policy.across, scores, protected, job.budget, [w.summary for w in layers], parameters=extra
+        )
+    return {
+        layer: keep(job.policy, job.parameters, w.observation, s, w.protected, count)
+        for (layer, w), s, count in zip(job.waiting.items(), scores, counts, strict=True)
+    }
+
+
+def guards(c: Condition, o: Observation, budget: RowInts, prompt: Prompt | None = None) -> Mask:
+    """Tokens that the condition protects, `[batch, kv_heads, tokens]`."""
+    sides = torch.tensor([guarded(c, b) for b in budget.tolist()], device=budget.device)
+    end = prompt.lengths if prompt is not None and c.suffix_mode == "static" else None
+    mask = guard.ends(o, sides[:, 0], sides[:, 1], end)
+    if c.whitelist and prompt is not None:
+        mask = mask | guard.whitelist(o, prompt.whitelisted(c.whitelist))
+    return mask
+
+
+class _Watch:
+    """Adds up attention per key while its probabilities exist."""
+
+    def __init__(self, sums: dict[str, Tensor], positions: TokenInts, span_of: Tensor | None):
+        self.sums, self.positions, self.span_of = sums, positions, span_of
+        self.last = int(positions.max())
+
+    def __call__(self, p: Tensor, queries: slice) -> None:
+        there = (self.positions[:, queries] >= 0)[:, None, None, :, None]
+        if "mass" in self.sums:
+            self.sums["mass"] += (p * there).mean(2).sum(2)
+        if "span_mass" in self.sums:
+            of = self.span_of.gather(1, self.positions.clamp(min=0))
+            same = of[:, None, None, queries, None] == of[:, None, None, None, :]
+            self.sums["span_mass"] += (p * (there & same)).mean(2).sum(2)
+        if "low" in self.sums:
+            at = self.positions[:, queries]
+            late = (at > self.last - LOW_QUERIES)[:, None, None, :, None]
+            sees = self.positions[:, None, None, None, :] <= at[:, None, None, :, None]
+            low = (p < 1.0 / (at + 1).clamp(min=1)[:, None, None, :, None]) & late & there & sees
+            self.sums["low"] += low.float().mean(2).sum(2)
+
+
+class Extend:
+    """Attention of new tokens `[batch, new]` of rows that hold a cache: each layer stores them, then attends."""
+
+    def __init__(self, cache: EngineCache, positions: TokenInts, window: int = 0, pages: tuple[int, int] | None = None):
+        self.cache, self.positions, self.window, self.pages = cache, positions, window, pages
+
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+    ) -> Tensor:
+        stored = self.cache.ragged[layer]
+        stored.append(key, value, self.positions)
+        if self.window:
+            stored.remember(query, self.positions, self.window)
+        parts = stored.parts()
+        watch = None
+        if stored.sums:
+            flat = 0 if len(parts) == 1 else parts[0][0].shape[2]
+
+            def watch(p: Tensor, queries: slice) -> None:
+                at = self.positions[:, queries]
+                there = (at >= 0)[:, None, None, :, None]
+                for name in stored.sums:
+                    if name == "low":
+                        where = torch.cat([x.expand(*stored.shape, -1) for _, _, x in parts], 2)
+                        sees = (where[:, :, None, None] >= 0) & (where[:, :, None, None] <= at[:, None, None, :, None])
+                        p = (p < 1.0 / (at + 1).clamp(min=1)[:, None, None, :, None]) & sees
+                    stored.add(name, (p * there).float().mean(2).sum(2), flat)
+
+        return attend(query, self.positions, parts, scaling, sliding, watch, self._unchosen(layer, query, parts))
+
+    def _unchosen(self, layer: int, query: Query, parts) -> Tensor | None:
+        """Quest: tokens of pages that this step's query does not select, [batch, kv_heads, group, 1, tokens]."""
+        if self.pages is None:
+            return None
+        from kvrepro.score.cumulative import page_mask
+
+        page, dense_layers, budget = self.pages
+        if list(self.cache.ragged).index(layer) < dense_layers:
+            return None
+        keys = torch.cat([k for k, _, _ in parts], 2)
+        alive = torch.cat([w.expand(*keys.shape[:2], -1) for _, _, w in parts], 2) >= 0
+        chosen = page_mask(query[:, :, -1], keys, alive, page, budget)
+        return ~chosen.unflatten(1, (keys.shape[1], -1))[:, :, :, None]
+
+
+def reduce(
+    facts: Facts, cache: EngineCache, conditions: Sequence[Condition], jobs: Sequence[Job], seen: RowInts,
+    budgets: RowInts, scalings: dict[int, float], seed: int = 0,
+) -> None:  # fmt: skip
+    """Evict from rows that hold a cache, each down to its budget; rows of equal condition are decided together."""
+    groups: dict[Condition, list[int]] = {}
+    for row, c in enumerate(conditions):
+        groups.setdefault(c, []).append(row)
+    held = {}
+    for layer in facts.evictable:
+        stored = cache.ragged[layer]
+        keys, values, positions, sums, index = stored.shown()
+        kept = positions >= 0
+        held[layer] = (index, kept)
+        for c, members in groups.items():
+            job = jobs[members[0]]
+            if job.policy is None or not job.policy.frees:
+                continue
+            rows = torch.tensor(members, device=keys.device)
+            window = job.window
+            queries = (
+                stored.queries[rows][:, :, -window:]
+                if window
+                else keys.new_zeros(len(members), facts.outputs[layer].shape[0], 0, keys.shape[3])
+            )
+            at = stored.query_positions[rows][:, -window:] if window else rows.new_zeros(len(members), 0)
+            o = Observation(
+                layer=facts.evictable.index(layer), layers=len(facts.evictable), keys=keys[rows], values=values[rows],
+                positions=positions[rows], queries=queries, query_positions=at, seen=seen[rows],
+                scaling=scalings[layer], output=facts.outputs[layer], sums={n: s[rows] for n, s in sums.items()},
+                sliding=facts.sliding.get(layer), inverse_frequencies=facts.inverse_frequencies, seed=seed,
+            )  # fmt: skip
+            part = Job(c, job.policy, job.parameters, budgets[rows], waiting=job.waiting)
+            if part.deferred:
+                part.waiting[layer] = Waiting(o)
+                _judge_waiting(part, layer, None)
+                continue
+            scores, protected = judge(part.policy, part.parameters, o, part.budget, guards(c, o, part.budget))
+            counts = counts_of(part.policy, part.parameters, o, scores, protected, part.budget)
+            kept[rows] = keep(part.policy, part.parameters, o, scores, protected, counts)
+    for c, members in groups.items():
+        job = jobs[members[0]]
+        if job.deferred:
+            rows = torch.tensor(members, device=seen.device)
+            part = Job(c, job.policy, job.parameters, budgets[rows], waiting=job.waiting)
+            for layer, mine in across(part).items():
+                held[layer][1][rows] = mine
+            job.waiting.clear()
+    for layer, (index, kept) in held.items():
+        cache.ragged[layer].evict(kept, index, masked=conditions[0].execution == "masked")

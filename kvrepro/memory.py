@@ -1,0 +1,58 @@
+"""Peak memory of a stretch of code, measured: by CUDA's allocator, on the CPU by following each tensor's storage."""
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Peak:
+    """`with Peak(device) as peak: ...`, then `peak.bytes`: the most that was allocated above the start, None if off."""
+
+    def __init__(self, device: torch.device, on: bool = True):
+        self.device, self.on, self.bytes = torch.device(device), on, None
+
+    def __enter__(self) -> "Peak":
+        if self.on and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        elif self.on:
+            self._meter = _Meter()
+            self._meter.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.on and self.device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before
+        elif self.on:
+            self._meter.__exit__(*exception)
+            self.bytes = self._meter.peak
+
+
+class _Meter(TorchDispatchMode):
+    """Counts the bytes of storages that operations return for the first time, until they are freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for t in tree_iter(result):
+            if isinstance(t, Tensor):
+                storage = t.untyped_storage()
+                key = storage._cdata
+                if key not in given and key not in self._known:
+                    self._known[key] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._freed, key)
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _freed(self, key: int) -> None:
+        self.now -= self._known.pop(key, 0)

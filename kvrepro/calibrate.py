@@ -1,0 +1,145 @@
+"""What TriAttention must know of a model beforehand: `python -m kvrepro.calibrate` writes tiny-gqa-queries.json.
+
+Queries before their rotation, as complex numbers: element i of a head and element i + half turn together, at frequency
+i. For each layer, query head and frequency: the mean E[q] (complex) and the mean length E|q|, over the tokens of a few
+prompts. Source: Mao et al. 2026, section 4; triattention@c3744ee.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from kvrepro import models
+from kvrepro.attention import attend, installed
+from kvrepro.errors import InputError
+from kvrepro.shapes import KeyValue, Query
+
+EMBEDDED = "data/models/tiny-gqa-queries.json"  # relative to the project's folder
+TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Statistics of a model's queries before their rotation."""
+
+    model: str  # hash of the checkpoint
+    mean: Complex[Tensor, "layers heads frequencies"]
+    length: Float[Tensor, "layers heads frequencies"]
+
+
+def pairs(x: Tensor, rotated: int) -> Complex[Tensor, "..."]:
+    """The last axis [dim] as complex numbers [dim / 2]: the `rotated` first elements pair with each other, half against
+    half, and so do those that the model leaves unrotated. float32."""
+    parts = [part.float().unflatten(-1, (2, -1)) for part in (x[..., :rotated], x[..., rotated:]) if part.shape[-1]]
+    return torch.complex(*(torch.cat([part[..., side, :] for part in parts], -1) for side in (0, 1)))
+
+
+def frequencies(inverse_frequencies: Tensor, dim: int) -> Tensor:
+    """Radians per position of each pair, float64 [dim / 2]; 0 for those left unrotated."""
+    return torch.nn.functional.pad(inverse_frequencies.double(), (0, dim // 2 - len(inverse_frequencies)))
+
+
+@lru_cache(maxsize=8)
+def load(path: str) -> Queries:
+    """A file that this module wrote; relative paths start at the project's folder. Raises InputError."""
+    file = models.ROOT / path  # an absolute path stays as it is
+    try:
+        read = json.loads(file.read_text())
+        mean = torch.complex(torch.tensor(read["mean_real"]), torch.tensor(read["mean_imaginary"]))
+        return Queries(read["model"], mean, torch.tensor(read["length"]))
+    except FileNotFoundError:
+        raise InputError(f"no query statistics at {file}: write them with python -m kvrepro.calibrate") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} holds no query statistics ({error}): write them anew") from None
+
+
+class Watch:
+    """Attention of one prompt that adds up the statistics of queries as the layers pass."""
+
+    def __init__(self, inverse_frequencies: dict[int, Tensor], scale: float):
+        self.inverse_frequencies, self.scale = inverse_frequencies, scale
+        self.mean: dict[int, Tensor] = {}
+        self.length: dict[int, Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+    ) -> Tensor:
+        n, dim = query.shape[2:]
+        positions = torch.arange(n, device=query.device)[None]
+        if layer in self.inverse_frequencies:
+            inverse = self.inverse_frequencies[layer]
+            angle = torch.outer(positions[0].double(), frequencies(inverse, dim))
+            q = pairs(query[0], 2 * len(inverse)) / self.scale * torch.polar(torch.ones_like(angle), -angle)
+            self.mean[layer] = self.mean.get(layer, 0) + q.sum(1)
+            self.length[layer] = self.length.get(layer, 0) + q.abs().sum(1)
+        return attend(query, positions, [(key, value, positions[:, None])], scaling, sliding)
+
+
+def rotations(model) -> tuple[dict[int, Tensor], float]:
+    """Inverse frequencies [rotated / 2] of each layer that can be evicted, and the factor on rotated queries and keys.
+
+    Gemma3 has a set of frequencies for each kind of layer, the others one.
+    """
+    from kvrepro.compress import Facts
+
+    rotary = model.get_decoder().rotary_emb
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    found = {}
+    for layer in Facts.of(model).evictable:
+        own = getattr(rotary, f"{kinds[layer]}_inv_freq", None) if kinds else None
+        found[layer] = rotary.inv_freq if own is None else own
+    return found, float(getattr(rotary, "attention_scaling", 1.0))
+
+
+@torch.inference_mode()
+def calibrate(model, prompts: list[list[int]], name: str = "") -> Queries:
+    """Statistics over all tokens of `prompts`, of the layers that can be evicted, in their order."""
+    watch, tokens = Watch(*rotations(model)), sum(map(len, prompts))
+    with installed(model):
+        for ids in prompts:
+            model(input_ids=torch.tensor([ids], device=model.device), logits_to_keep=1, use_cache=False, kvrepro=watch)
+    mean, length = ([sums[layer] / tokens for layer in sorted(sums)] for sums in (watch.mean, watch.length))
+    return Queries(name, torch.stack(mean).to("cpu", torch.complex64), torch.stack(length).float().cpu())
+
+
+def write(queries: Queries, path: Path) -> None:
+    """JSON, five significant digits."""
+    numbers = {"mean_real": queries.mean.real, "mean_imaginary": queries.mean.imag, "length": queries.length}
+    layers, heads, pairs_ = queries.length.shape
+    text = {name: [[[float(f"{x:.5g}") for x in head] for head in layer] for layer in values.tolist()]
+            for name, values in numbers.items()}  # fmt: skip
+    shape = {"layers": layers, "heads": heads, "frequencies": pairs_}
+    path.write_text(json.dumps({"model": queries.model, **shape, **text}, separators=(",", ":")) + "\n")
+
+
+def main(
+    model: Annotated[str, typer.Option(help="tiny-gqa, a checkpoint folder, or a hub id")] = models.DEFAULT,
+    items: Annotated[str, typer.Option(help="where the prompts come from")] = f"tinyworld:{TASKS}",
+    n: Annotated[int, typer.Option(help="prompts")] = 16,
+    tokens: int = 1000,
+    seed: int = 2027,
+    out: Annotated[Path, typer.Option(help="relative paths start at the project's folder")] = Path(EMBEDDED),
+) -> None:
+    """Measure on the CPU in float32. Held out: no chapter's items come from this seed."""
+    from kvrepro import data
+
+    try:
+        loaded = models.load(model)
+        drawn = data.load_items(items, n, seed, tokens)
+        prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in drawn]
+        write(calibrate(loaded.model, prompts, loaded.hash), models.ROOT / out)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)

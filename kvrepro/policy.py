@@ -109,7 +109,7 @@ def judge(
 ) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: `guarded` by the condition, and the method's own."""
     shape = o.positions.shape
-    scores = call(policy.score, o, parameters=parameters).float().expand(shape)
+    scores = call(policy.score, o, parameters={**parameters, "budget": budget}).float().expand(shape)
     recent = guard.window_of(o) if o.span_local else guard.recent(o, parameters.get("recent", 0))
     protected = (guarded | recent | guard.sinks(o, parameters.get("sinks", 0))).expand(shape) & o.alive
     if policy.shield is not None:
@@ -122,7 +122,7 @@ def keep(
 ) -> Mask:
     """Who stays, `[batch, kv_heads, tokens]`, `counts` per head; `fair` splits each head's count over prompt spans."""
     if policy.refine is not None:
-        scores, more = call(policy.refine, o, scores, counts, parameters=parameters)
+        scores, more = call(policy.refine, o, scores, counts, parameters={**parameters, "protected": protected})
         protected = protected | (more & o.alive)
     if fair is None:
         return select(scores, protected, counts)

@@ -230,7 +230,7 @@ def critical(
     scores = scores.masked_fill(~o.alive, -torch.inf)
     first = torch.maximum((counts.double() * alpha + 1e-9).long(), (protected & o.alive).sum(-1))
     exempt = select(scores, protected, first)
-    return ((scores + eps) * o.projected_norm.mean(2)).masked_fill(~o.alive, 0.0), exempt
+    return ((scores + eps) * o.projected_norm.mean(2)).masked_fill(~o.alive, -torch.inf), exempt
 
 
 def andpro(

@@ -78,7 +78,7 @@ def adaptive(
     free = budget[:, None] - held
     open_scores = scores.masked_fill(protected, -torch.inf)
     if weighted:
-        mine = open_scores.masked_fill(open_scores.isneginf(), 0.0)
+        mine = open_scores.clamp(min=0)
         best = select(open_scores, torch.zeros_like(protected), free.clamp(min=0))
         share = (mine * best).sum(-1) / mine.sum(-1).clamp(min=torch.finfo(mine.dtype).tiny)
         open_scores = torch.where(open_scores.isneginf(), open_scores, open_scores * share[..., None])
@@ -138,16 +138,19 @@ def cake(
 
 
 def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
-    """Integers near `wish` [batch, places], at most `limit`, that sum to `total` [batch] (to all limits, if less).
+    """Integers near `wish` [batch, places], at most `limit`, that sum to `total` [batch], or to all limits, if less.
 
-    What a limit cuts off goes in equal parts to the places below theirs; fractions are rounded by largest remainders.
+    Wishes for more than the total are scaled down; what a limit cuts off goes in equal parts to the places below
+    theirs; fractions are rounded by largest remainders.
     """
-    limit, total = limit.clamp(min=0), torch.minimum(total, limit.clamp(min=0).sum(1)).clamp(min=0)
+    limit = limit.clamp(min=0)
+    total = torch.minimum(total, limit.sum(1)).clamp(min=0)
     share = torch.minimum(wish.double().clamp(min=0), limit)
+    share = share * (total / share.sum(1).clamp(min=1e-30)).clamp(max=1)[:, None]
     for _ in range(share.shape[1]):  # each round fills a place or ends
         below = share < limit
         missing = (total - share.sum(1)) / below.sum(1).clamp(min=1)
-        share = torch.where(below, torch.minimum(share + missing[:, None], limit), share).clamp(min=0)
+        share = torch.where(below, torch.minimum(share + missing[:, None], limit), share)
     whole = torch.minimum((share + 1e-9).floor().long(), limit)
     short = total - whole.sum(1)
     remainder = torch.where(whole < limit, share - whole, -torch.inf)

@@ -1,0 +1,282 @@
+"""Ragged decode: one query per head attends to kept lists of unequal length, and may say how much it looked at each.
+
+Segment s = batch row * kv_heads + KV head holds the flat rows offsets[s] to offsets[s + 1] - 1, then `tail` rows of a
+dense tail, where decoding appends. For the query heads h of that KV head, over both parts together,
+
+    p[h,j] = softmax_j(scale <q[h], k[j]>)     out[h] = sum_j p[h,j] v[j]     attention[s,j] = mean or max over h of p
+
+Split-K: every segment is cut into chunks, a program finds its chunk from the offsets, and a second kernel merges. With
+attention asked for, the first kernel leaves its logits behind and a third one turns them into probabilities. Every kept
+token is visible: an eviction keeps no future, and the order inside a segment does not matter.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvrepro_kernels.launch import check_device, multiprocessors, precision
+
+EMITS = ("mean", "max")
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """output [batch, heads, 1, dim] in the query's dtype; lse, float32 [batch, heads]; per name asked for in `emit`,
+    the attention of the flat tokens, float32 [total], and of the tail's, float32 [batch, kv_heads, tail]."""
+
+    output: Tensor
+    lse: Tensor
+    attention: dict[str, tuple[Tensor, Tensor]]
+
+
+def ragged_decode_reference(
+    query: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, tail_keys: Tensor, tail_values: Tensor, tail: int,
+    scale: float, emit: tuple[str, ...] = (),
+) -> Decoded:  # fmt: skip
+    """The truth, one segment after another, in the inputs' dtype (upcast first)."""
+    batch, kv_heads = tail_keys.shape[:2]
+    q = query.view(batch * kv_heads, -1, query.shape[-1])
+    output, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
+    flat = {name: q.new_zeros(len(keys)) for name in emit}
+    dense = {name: q.new_zeros(batch * kv_heads, tail) for name in emit}
+    bounds = offsets.tolist()
+    for s, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        k = torch.cat([keys[a:b], tail_keys.flatten(0, 1)[s, :tail]])
+        v = torch.cat([values[a:b], tail_values.flatten(0, 1)[s, :tail]])
+        if len(k):
+            logits = scale * q[s] @ k.T
+            p = logits.softmax(-1)
+            output[s], lse[s] = p @ v, logits.logsumexp(-1)
+            for name in emit:
+                seen = p.mean(0) if name == "mean" else p.amax(0)
+                flat[name][a:b], dense[name][s] = seen[: b - a], seen[b - a :]
+    attention = {name: (flat[name], dense[name].view(batch, kv_heads, tail)) for name in emit}
+    return Decoded(output.view_as(query), lse.view(batch, -1), attention)
+
+
+@triton.jit
+def _segment(chunk_row, offsets, segments, tail, chunk, BLOCK_S: tl.constexpr):
+    """Chunk `chunk_row` of the whole list: its segment (`segments` past the end), and where it lies.
+
+    Returns segment, whether it lies in the flat part, first row there, and number of rows.
+    """
+    s = tl.arange(0, BLOCK_S)  # [S]
+    low = tl.load(offsets + s, mask=s < segments, other=0)
+    length = tl.load(offsets + s + 1, mask=s < segments, other=0) - low
+    flat = (length + chunk - 1) // chunk
+    count = tl.where(s < segments, flat + (tail + chunk - 1) // chunk, 0)
+    end = tl.cumsum(count, 0)
+    segment = tl.sum((end <= chunk_row).to(tl.int32), 0)
+    mine = s == segment
+    nth = chunk_row - tl.sum(tl.where(mine, end - count, 0), 0)
+    in_flat = nth < tl.sum(tl.where(mine, flat, 0), 0)
+    nth = tl.where(in_flat, nth, nth - tl.sum(tl.where(mine, flat, 0), 0))
+    rows = tl.minimum(chunk, tl.where(in_flat, tl.sum(tl.where(mine, length, 0), 0), tail) - nth * chunk)
+    return segment, in_flat, tl.where(in_flat, tl.sum(tl.where(mine, low, 0), 0), 0) + nth * chunk, rows
+
+
+@triton.jit
+def _attend(
+    query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits_out,
+    segments, group, total, room, tail, chunk, scale,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    EMIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    segment, in_flat, begin, count = _segment(tl.program_id(0), offsets, segments, tail, chunk, BLOCK_S)
+    if segment >= segments:
+        return
+    row = tl.arange(0, BLOCK_R)  # [R], query head in the group
+    dim = tl.arange(0, BLOCK_D)  # [D]
+    step = tl.arange(0, BLOCK_T)  # [T]
+    mine = (row[:, None] < group) & (dim[None, :] < DIM)
+    q = tl.load(query + (segment * group + row)[:, None] * DIM + dim[None, :], mask=mine, other=0.0)  # [R, D]
+    if not in_flat:
+        begin += segment.to(tl.int64) * room
+        keys = tail_keys
+        values = tail_values
+    keys += begin * DIM
+    values += begin * DIM
+    logits_out += tl.where(in_flat, begin, total + begin) * group
+
+    top = tl.full((BLOCK_R,), float("-inf"), tl.float32)  # running maximum, base 2
+    mass = tl.zeros((BLOCK_R,), tl.float32)
+    out = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    for at in tl.range(0, count.to(tl.int32), BLOCK_T, num_stages=STAGES):
+        here = at + step < count
+        read = here[:, None] & (dim[None, :] < DIM)
+        place = (at + step)[:, None] * DIM + dim[None, :]  # a chunk is far below 2**31 elements
+        key = tl.load(keys + place, mask=read, other=0.0)  # [T, D]
+        value = tl.load(values + place, mask=read, other=0.0)  # [T, D]
+        logits = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale  # [R, T]
+        if EMIT:
+            where = (at + step)[None, :] * group + row[:, None]
+            tl.store(logits_out + where, logits, mask=here[None, :] & (row[:, None] < group))
+        logits = tl.where(here[None, :], logits, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        p = tl.exp2(logits - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        mass = mass * shrink + tl.sum(p, 1)
+        out = tl.dot(p.to(value.dtype), value, out * shrink[:, None], input_precision=PRECISION)
+        top = higher
+
+    part = tl.program_id(0).to(tl.int64) * group + row
+    tl.store(part_lse + part, top + tl.log2(mass), mask=row < group)
+    tl.store(part_outputs + part[:, None] * DIM + dim[None, :], out / mass[:, None], mask=mine)
+
+
+@triton.jit
+def _merge(
+    part_outputs, part_lse, offsets, outputs, lse, segments, group, tail, chunk,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0)
+    row = tl.program_id(1)
+    s = tl.arange(0, BLOCK_S)  # [S]
+    dim = tl.arange(0, BLOCK_D)  # [D]
+    length = tl.load(offsets + s + 1, mask=s < segments, other=0) - tl.load(offsets + s, mask=s < segments, other=0)
+    count = tl.where(s < segments, (length + chunk - 1) // chunk + (tail + chunk - 1) // chunk, 0)
+    begin = tl.sum(tl.where(s < segment, count, 0), 0)
+    end = begin + tl.sum(tl.where(s == segment, count, 0), 0)
+
+    top = -float("inf")
+    mass = 0.0
+    out = tl.zeros((BLOCK_D,), tl.float32)
+    for at in tl.range(begin, end, BLOCK_C):
+        c = at + tl.arange(0, BLOCK_C)  # [C]
+        part = c.to(tl.int64) * group + row
+        log_sum = tl.load(part_lse + part, mask=c < end, other=float("-inf"))  # [C]
+        read = (c < end)[:, None] & (dim[None, :] < DIM)
+        piece = tl.load(part_outputs + part[:, None] * DIM + dim[None, :], mask=read, other=0.0)  # [C, D]
+        higher = tl.maximum(top, tl.max(log_sum, 0))
+        share = tl.exp2(log_sum - higher)
+        shrink = tl.exp2(top - higher)
+        mass = mass * shrink + tl.sum(share, 0)
+        out = out * shrink + tl.sum(piece * share[:, None], 0)
+        top = higher
+    some = end > begin  # a segment may be empty
+    at = (segment * group + row).to(tl.int64)
+    out = tl.where(some, out / mass, 0.0)
+    tl.store(outputs + at * DIM + dim, out.to(outputs.dtype.element_ty), mask=dim < DIM)
+    tl.store(lse + at, tl.where(some, (top + tl.log2(mass)) * 0.6931471805599453, float("-inf")))
+
+
+@triton.jit
+def _emit(
+    logits, offsets, lse, flat_mean, tail_mean, flat_max, tail_max, segments, group, total, room, tail, chunk,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
+):  # fmt: skip
+    segment, in_flat, begin, count = _segment(tl.program_id(0), offsets, segments, tail, chunk, BLOCK_S)
+    if segment >= segments:
+        return
+    row = tl.arange(0, BLOCK_R)  # [R]
+    log_sum = tl.load(lse + segment * group + row, mask=row < group, other=float("inf")) * 1.4426950408889634
+    logits += tl.where(in_flat, begin, total + segment.to(tl.int64) * room + begin) * group
+    if not in_flat:
+        begin += segment.to(tl.int64) * tail
+        flat_mean = tail_mean
+        flat_max = tail_max
+    for at in tl.range(0, count.to(tl.int32), BLOCK_T):
+        t = at + tl.arange(0, BLOCK_T)  # [T]
+        here = (t < count)[:, None] & (row[None, :] < group)
+        p = tl.exp2(tl.load(logits + t[:, None] * group + row[None, :], here, float("-inf")) - log_sum[None, :])
+        if MEAN:
+            tl.store(flat_mean + begin + t, tl.sum(p, 1) / group, mask=t < count)
+        if MAX:
+            tl.store(flat_max + begin + t, tl.max(p, 1), mask=t < count)
+
+
+def ragged_decode(
+    query: Tensor, keys: Tensor, values: Tensor, offsets: Tensor,
+    tail_keys: Tensor | None = None, tail_values: Tensor | None = None, tail: int = 0, *,
+    kv_heads: int | None = None, scale: float | None = None, emit: tuple[str, ...] = (),
+    out: Decoded | None = None, tuning: dict[str, int] | None = None,
+) -> Decoded:  # fmt: skip
+    """Decode attention over ragged storage; see `Decoded` for what it returns.
+
+    query: [batch, heads, 1, dim]. keys, values: contiguous [total, dim], segment after segment. offsets: int64
+    [batch * kv_heads + 1], ascending from 0 to total; not checked, since that would wait for the GPU.
+    tail_keys, tail_values: contiguous [batch, kv_heads, room, dim], of which the first `tail` rows count, in every
+    segment. kv_heads: needed without a tail. scale: of the logits, by default dim**-0.5. emit: any of "mean" and "max"
+    over the group. out: tensors to write into. tuning: overrides of `ragged_decode_tuning`.
+    Raises ValueError for tensors that do not fit each other, unknown names and CPU tensors uninterpreted.
+    """
+    if tail_keys is None and kv_heads is None:
+        raise ValueError("give a tail or kv_heads: without both, the number of KV heads is unknown")
+    if query.dim() != 4 or query.shape[2] != 1:
+        raise ValueError(f"query must be [batch, heads, 1, dim], not {tuple(query.shape)}")
+    batch, heads, _, dim = query.shape
+    if tail_keys is None or tail_values is None:
+        tail_keys = tail_values = keys.new_empty(batch, kv_heads, 0, dim)
+    kv_heads, room = tail_keys.shape[1:3]
+    segments, total = batch * kv_heads, keys.shape[0]
+    if keys.shape != (total, dim) or values.shape != keys.shape or values.dtype != keys.dtype:
+        one, other = (f"{tuple(x.shape)} {x.dtype}" for x in (keys, values))
+        raise ValueError(f"keys {one} and values {other} must both be [total, {dim}]")
+    if tail_keys.shape != (batch, kv_heads, room, dim) or tail_values.shape != tail_keys.shape or heads % kv_heads:
+        found = f"{tuple(tail_keys.shape)} and {tuple(tail_values.shape)}"
+        raise ValueError(f"tail keys and values {found} do not fit query {tuple(query.shape)}")
+    if not 0 <= tail <= room:
+        raise ValueError(f"tail {tail} does not lie in 0 to {room}, the tail's room")
+    if offsets.shape != (segments + 1,) or offsets.dtype != torch.int64:
+        raise ValueError(f"offsets must be int64 ({segments + 1},), not {offsets.dtype} {tuple(offsets.shape)}")
+    if any(x.dtype != query.dtype for x in (keys, tail_keys, tail_values)):
+        raise ValueError(f"query {query.dtype}, keys {keys.dtype} and tail {tail_keys.dtype} must have one dtype")
+    if not all(x.is_contiguous() for x in (keys, values, offsets, tail_keys, tail_values)):
+        raise ValueError("keys, values, offsets and tail must be contiguous")
+    unknown = set(emit) - set(EMITS)
+    if unknown:
+        raise ValueError(f"emit {sorted(unknown)} is not among {', '.join(EMITS)}")
+    group = heads // kv_heads
+    query = query.contiguous()
+    empty = torch.empty(0, dtype=torch.float32, device=keys.device)
+    if out is None:
+        attention = {name: (empty.new_empty(total), empty.new_empty(batch, kv_heads, tail)) for name in emit}
+        out = Decoded(torch.empty_like(query), empty.new_empty(batch, heads), attention)
+    check_device(_attend, "ragged_decode", (query, keys, values, offsets, tail_keys, tail_values, out.output, out.lse))
+    if not segments:
+        return out
+
+    tuned = ragged_decode_tuning(total + segments * tail, segments, dim, keys.dtype, keys.device) | (tuning or {})
+    chunk = tuned["chunk"]
+    chunks = triton.cdiv(total, chunk) + segments * (1 + triton.cdiv(tail, chunk))  # no fewer than there are
+    block_s, block_d = triton.next_power_of_2(segments), triton.next_power_of_2(dim)
+    part_outputs = empty.new_empty(chunks, group, dim)
+    part_lse = empty.new_empty(chunks, group)
+    logits = empty.new_empty((total + segments * room) * group) if emit else empty
+    _attend[(chunks,)](
+        query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits,
+        segments, group, total, room, tail, chunk, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+        DIM=dim, BLOCK_D=block_d, BLOCK_T=tuned["block_t"], BLOCK_R=max(16, triton.next_power_of_2(group)),
+        BLOCK_S=block_s, EMIT=bool(emit), PRECISION=precision(keys.dtype), STAGES=tuned["stages"],
+        num_warps=tuned["warps"],
+    )  # fmt: skip
+    _merge[(segments, group)](
+        part_outputs, part_lse, offsets, out.output, out.lse, segments, group, tail, chunk,
+        DIM=dim, BLOCK_D=block_d, BLOCK_S=block_s, BLOCK_C=32, num_warps=4,
+    )  # fmt: skip
+    if emit:
+        flat_mean, tail_mean = out.attention.get("mean", (empty, empty))
+        flat_max, tail_max = out.attention.get("max", (empty, empty))
+        _emit[(chunks,)](
+            logits, offsets, out.lse, flat_mean, tail_mean, flat_max, tail_max,
+            segments, group, total, room, tail, chunk,
+            BLOCK_T=min(1024, triton.next_power_of_2(chunk)), BLOCK_R=triton.next_power_of_2(group), BLOCK_S=block_s,
+            MEAN="mean" in emit, MAX="max" in emit, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def ragged_decode_tuning(
+    tokens: int, segments: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, int]:
+    """Block sizes by shape; measured on an H200 for bfloat16 and 128 dims. Chunks of at least 4 blocks, at most 1,024
+    tokens, fewer where the tokens would not fill the chip."""
+    wide = dim > 128 or dtype == torch.float32
+    block_t = 32 if wide else 64
+    share = triton.cdiv(tokens, multiprocessors(device) * 2)
+    chunk = triton.cdiv(min(1024, max(4 * block_t, share)), block_t) * block_t
+    return {"block_t": block_t, "chunk": chunk, "warps": 4, "stages": 2 if wide else 3}

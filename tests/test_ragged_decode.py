@@ -1,0 +1,151 @@
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="triton is packaged for Linux only")
+
+from kvrepro_kernels.ragged_decode import Decoded, ragged_decode, ragged_decode_reference
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of ||ours - truth|| / ||truth||
+NAN = float("nan")
+
+
+def problem(lengths, kv_heads, group=2, dim=64, room=5, tail=3, dtype=torch.float32, seed=None):
+    """Fresh random query and storage of len(lengths) segments; the tail's unused rows are NaN."""
+    generator = torch.Generator()
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    batch = len(lengths) // kv_heads
+    shapes = [(batch, kv_heads * group, 1, dim)] + [(sum(lengths), dim)] * 2 + [(batch, kv_heads, room, dim)] * 2
+    query, keys, values, tail_keys, tail_values = (
+        torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes
+    )
+    for x in (tail_keys, tail_values):
+        x[:, :, tail:] = NAN
+    offsets = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+    return dict(
+        query=query, keys=keys, values=values, offsets=offsets,
+        tail_keys=tail_keys, tail_values=tail_values, tail=tail,
+    )  # fmt: skip
+
+
+def check(inputs, emit=("mean", "max"), tuning=None) -> Decoded:
+    """Every output, poisoned first, against the reference in float64."""
+    query = inputs["query"]
+    batch, heads, _, dim = query.shape
+    kv_heads = inputs["tail_keys"].shape[1]
+    upcast = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+    truth = ragged_decode_reference(**upcast, scale=dim**-0.5, emit=emit)
+    poison = dict(device=DEVICE, dtype=torch.float32)
+    out = Decoded(
+        torch.full_like(query, NAN),
+        torch.full((batch, heads), NAN, **poison),
+        {
+            name: (
+                torch.full((len(inputs["keys"]),), NAN, **poison),
+                torch.full((batch, kv_heads, inputs["tail"]), NAN, **poison),
+            )
+            for name in emit
+        },
+    )
+    ragged_decode(**inputs, emit=emit, out=out, tuning=tuning)
+    tolerance = TOLERANCE[query.dtype]
+
+    def close(mine, exact):
+        assert not mine.isnan().any()
+        assert (mine - exact).norm() <= tolerance * exact.norm()
+
+    close(out.output, truth.output)
+    assert torch.equal(out.lse.isfinite(), truth.lse.isfinite())
+    close(out.lse.nan_to_num(0, 0, 0), truth.lse.nan_to_num(0, 0, 0))
+    for name in emit:
+        for mine, exact in zip(out.attention[name], truth.attention[name], strict=True):
+            close(mine, exact)
+    return out
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dims_and_dtypes(dim, dtype):
+    check(problem([1, 63, 111, 300], 2, dim=dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 16])
+def test_groups(group):
+    check(problem([70, 9, 1], 3, group))
+
+
+@pytest.mark.parametrize("emit", [(), ("mean",), ("max",)])
+def test_only_what_is_asked_for(emit):
+    assert set(check(problem([70, 9], 2), emit).attention) == set(emit)
+
+
+def test_segments_may_be_empty_and_the_tail_too():
+    assert (check(problem([0, 20, 0, 130], 2, tail=0)).output[0, :2] == 0).all()
+    check(problem([0, 20, 0, 130], 2, tail=5))
+    check(problem([0, 0], 2, tail=1))
+    check(problem([0, 0], 2, tail=0))
+
+
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_any_ragged_shape(data: st.DataObject):
+    kv_heads, batch = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    lengths = [data.draw(st.integers(0, 200)) for _ in range(kv_heads * batch)]
+    room = data.draw(st.integers(0, 40))
+    inputs = problem(
+        lengths, kv_heads, data.draw(st.integers(1, 5)), 16, room, data.draw(st.integers(0, room)),
+        seed=data.draw(st.integers(0, 1000)),
+    )  # fmt: skip
+    check(inputs, tuning=dict(chunk=data.draw(st.sampled_from([16, 64, 256])), block_t=16))
+
+
+def test_equal_lengths_are_ordinary_attention():
+    inputs = problem([50] * 4, 2, 3, tail=0)
+    keys, values = (inputs[x].view(2, 2, 50, 64) for x in ("keys", "values"))
+    expected = torch.nn.functional.scaled_dot_product_attention(inputs["query"], keys, values, enable_gqa=True)
+    torch.testing.assert_close(ragged_decode(**inputs).output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_sums_to_one():
+    out = check(problem([33, 500], 2, 4), ("mean",))
+    flat, tail = out.attention["mean"]
+    sums = torch.stack([flat[:33].sum(), flat[33:].sum()]) + tail.sum(-1).flatten()
+    torch.testing.assert_close(sums, torch.ones(2, device=DEVICE))
+
+
+def test_a_tail_that_grows_is_the_same_as_one_list():
+    """Tokens may lie in the flat part or in the tail."""
+    inputs = problem([40, 40], 2, tail=5)
+    one = check(inputs)
+    joined = [
+        torch.cat([inputs[flat].view(2, 40, 64), inputs[tail][0]], 1).flatten(0, 1)
+        for flat, tail in (("keys", "tail_keys"), ("values", "tail_values"))
+    ]
+    offsets = torch.tensor([0, 45, 90], device=DEVICE)
+    two = ragged_decode(inputs["query"], *joined, offsets, kv_heads=2)
+    torch.testing.assert_close(one.output, two.output, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(tail=6), "tail 6 does not lie in 0 to 5"),
+        (dict(tail_keys=None), "without both"),
+        (dict(query=torch.zeros(1, 4, 2, 64)), "1, dim"),
+        (dict(keys=torch.zeros(9, 64)), "must both be"),
+        (dict(offsets=torch.zeros(2, dtype=torch.int64)), "offsets must be int64"),
+        (dict(query=torch.zeros(1, 3, 1, 64)), "do not fit"),
+        (dict(query=torch.zeros(1, 4, 1, 64, dtype=torch.float16)), "one dtype"),
+        (dict(emit=("min",)), "not among mean, max"),
+    ],
+)
+def test_bad_input_is_one_line(change, message):
+    change = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
+    with pytest.raises(ValueError, match=message) as error:
+        ragged_decode(**(problem([7, 9], 2) | change))
+    assert "\n" not in str(error.value)

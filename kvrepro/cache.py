@@ -295,8 +295,10 @@ def _tensors(layer) -> list[Tensor]:
 
 
 def _states(layer, change):
-    """A copy of a layer with `change` applied to each tensor that it holds, itself or in a dictionary."""
+    """A copy of a recurrent layer with `change` applied to each of its states; other layers hold nothing here."""
     new = copy.copy(layer)
+    if not hasattr(layer, "recurrent_states"):
+        return new
     for name, value in vars(layer).items():
         if isinstance(value, Tensor):
             setattr(new, name, change(value))

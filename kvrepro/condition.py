@@ -1,9 +1,19 @@
 """What is asked of the engine, and what comes back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrepro.protection.guard import protected_count
 from kvrepro.protection.reading import Reading, resolve
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids with the generation prompt, the token positions of each named span (equal names merge), and where the
+    first turn of each role begins."""
+
+    ids: list[int]
+    spans: dict[str, list[int]]
+    turns: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -21,7 +31,7 @@ class Condition:
     switches: tuple[tuple[str, object], ...] = ()  # single switches of the reading, or parameters of the policy
     regime: str = "harness"  # the protection paper's; or one of `kvrepro.policy.REGIMES`
     share: float | None = None  # instead of `capacity`: this share of the compressed tokens, rounded down
-    until: str = ""  # compress what stands before this prompt span, or the "system" turn; "": the whole prompt
+    until: str = ""  # compress what stands before this span ("question") or turn ("user"); "": the whole prompt
     whitelist: tuple[str, ...] = ()  # prompt spans that always survive
     spans: tuple[str, ...] = ()  # prompt spans that `fair` splits budgets over; (): all that are marked
     fair: float | None = None  # 1: every prompt span keeps its share; below 1: debias, mixed with the default's split

@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from kvrepro.condition import Prompt
 from kvrepro.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,14 +57,6 @@ class Item:
     context: str | None = None
     question: str | None = None
     meta: dict = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids with the generation prompt, and the token positions of each named span (equal names merge)."""
-
-    ids: list[int]
-    spans: dict[str, list[int]]
 
 
 # ---- items
@@ -235,7 +228,8 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
         raise InputError(
             f"item {item.id} has {len(ids)} prompt tokens > limit {limit}: raise the limit or take shorter items"
         )
-    return Prompt(ids[:limit], _positions(item.id, text, messages, spans, offsets[:limit]))
+    found = _positions(item.id, text, messages, spans, offsets[:limit])
+    return Prompt(ids[:limit], found, _turns(tokenizer, text, messages, offsets[:limit]))
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -253,6 +247,17 @@ def _render(tokenizer: Any, messages: tuple[dict, ...]) -> str:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise InputError(f"the chat template of {tokenizer.name_or_path} refuses the messages: {error}") from None
+
+
+def _turns(tokenizer: Any, text: str, messages: Sequence[dict], offsets: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """First token of the first turn of each role, its header included; turns that the template hides are left out."""
+    turns: dict[str, int] = {}
+    for i, message in enumerate(messages):
+        before = "" if i == 0 else tokenizer.apply_chat_template(list(messages[:i]), tokenize=False)
+        first = next((at for at, (a, b) in enumerate(offsets) if a >= len(before) and b > a), None)
+        if text.startswith(before) and first is not None:
+            turns.setdefault(message["role"], first)
+    return turns
 
 
 def _positions(

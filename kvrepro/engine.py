@@ -16,7 +16,7 @@ from kvrepro.attention import installed
 from kvrepro.cache import EngineCache, RaggedLayer, together
 from kvrepro.compress import Extend, Facts, Job, Prefill, Prompt, reduce
 from kvrepro.condition import Condition, Generation
-from kvrepro.data import Prompt as Text
+from kvrepro.condition import Prompt as Text
 from kvrepro.errors import InputError
 from kvrepro.memory import Peak
 from kvrepro.policy import capacity_of, check
@@ -98,7 +98,7 @@ def generate(
     for text in texts:
         _check_prompt(model, text.ids, max_new_tokens)
         for j in new:
-            check(conditions[j], _boundary(text, conditions[j]))
+            check(conditions[j], boundary(text, conditions[j]))
     known: dict[tuple[int, int], Generation] = {}
     if old:
         answers = harness.generate(
@@ -129,17 +129,20 @@ def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens:
         raise InputError(f"{asked} > the model's {config.max_position_embeddings} positions: shorten one")
 
 
-def _boundary(text: Text, c: Condition) -> int:
-    """Tokens of the prompt that `c` compresses; what follows them is read afterwards, through what is left."""
+def boundary(text: Text, c: Condition) -> int:
+    """Tokens of the prompt that `c` compresses; what follows them is read afterwards, through what is left.
+
+    Raises InputError for a span that the prompt does not have.
+    """
     n = len(text.ids)
-    for name in {c.until, *c.whitelist, *c.spans} - {""}:
+    for name in {*c.whitelist, *c.spans, *({c.until} - {"", *text.turns})}:
         if not text.spans.get(name):
             raise InputError(f"the prompt has no span {name!r}: it has {', '.join(text.spans) or 'none'}")
     if not c.until:
         return n
-    end = min(text.spans[c.until])
+    end = text.turns[c.until] if c.until in text.turns else min(text.spans[c.until])
     if end < 1:
-        raise InputError(f"span {c.until!r} begins at token {end}: nothing stands before it to compress")
+        raise InputError(f"{c.until!r} begins at token {end}: nothing stands before it to compress")
     return end
 
 
@@ -175,7 +178,7 @@ class _Engine:
         groups: dict[tuple, list[int]] = {}
         for j in columns:
             c = self.conditions[j]
-            ends = tuple(_boundary(self.texts[i], c) for i in members)
+            ends = tuple(boundary(self.texts[i], c) for i in members)
             chunk = c.chunk if c.regime == "chunked" and c.policy != "full" else None
             alone = j if self.measure_peak or c.execution == "masked" and chunk else None
             groups.setdefault((ends, c.regime == "offline", chunk, c.execution if chunk else None, alone), []).append(j)
@@ -184,24 +187,16 @@ class _Engine:
     def _compressed(self, members: list[int], columns: list[int]) -> list[Rows]:
         """Rows of these prompts and conditions after the eviction at the end of what they compress."""
         c = self.conditions[columns[0]]
-        ends = [_boundary(self.texts[i], c) for i in members]
+        ends = [boundary(self.texts[i], c) for i in members]
         if c.regime == "offline":
             return [row for i, end in zip(members, ends, strict=True) for row in self._reused(i, end, columns)]
         return self._pass(members, ends, columns)
 
     def _reused(self, i: int, end: int, columns: list[int]) -> list[Rows]:
         """A prefix is compressed once; each request gets a copy of what is left."""
-        key = (
-            tuple(self.texts[i].ids[:end]),
-            tuple(columns),
-            str(
-                {
-                    n: self.texts[i].spans.get(n)
-                    for j in columns
-                    for n in (*self.conditions[j].whitelist, *self.conditions[j].spans)
-                }
-            ),
-        )
+        text = self.texts[i]
+        marked = tuple((name, tuple(at for at in where if at < end)) for name, where in text.spans.items())
+        key = (tuple(text.ids[:end]), tuple(columns), marked)
         if key not in self.prefixes:
             self.prefixes = {key: _joined(self._pass([i], [end], columns))}
         found = self.prefixes[key]
@@ -254,10 +249,10 @@ class _Engine:
         for job, j in zip(jobs, columns, strict=True):
             mine = cache.rows(torch.arange(len(members), device=self.device))
             mine.ragged = {n: job.layers[n] for n in sorted(job.layers)}
-            rows = Rows(
-                [(i, j) for i in members], [replace(job, layers={}, kept={}, budget=job.budget[b : b + 1]) for b in range(len(members))],
-                mine, logits, prompt.lengths.clone(), job.budget, torch.ones_like(job.budget) if job.policy else torch.zeros_like(job.budget),
-            )  # fmt: skip
+            single = [replace(job, layers={}, kept={}, budget=job.budget[b : b + 1]) for b in range(len(members))]
+            calls = torch.full_like(job.budget, int(job.policy is not None))
+            tags = [(i, j) for i in members]
+            rows = Rows(tags, single, mine, logits, prompt.lengths.clone(), job.budget, calls)
             job.layers = {}
             for b, tag in enumerate(rows.tags):
                 self.notes[tag] = self._kept(rows.cache, b, ends[b])

@@ -101,9 +101,9 @@ def check(
     prompts = [
         data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], max_new_tokens, limit)) for item in items
     ]
-    shortest = min(len(prompt.ids) for prompt in prompts)
     for condition in conditions:
-        policy.check(condition, shortest)
+        shortest = min(prompts, key=lambda prompt: engine.boundary(prompt, condition))
+        policy.check(condition, engine.boundary(shortest, condition))
     return prompts
 
 
@@ -148,10 +148,17 @@ def _generate(
 ) -> Iterator[tuple[int, Sequence[Generation | Exception]]]:
     """(item, its generations or the exception that it raised); when a group fails, its items are tried one by one."""
 
-    ids = [prompts[i].ids for i in members]
+    asked = [prompts[i] for i in members]
+    repeat = loaded.tokenizer.encode("Repeat the previous context: ", add_special_tokens=False)
     try:
         found = engine.generate(
-            loaded.model, ids, conditions, max_new_tokens=max_new_tokens, stop_ids=stop, batch_rows=batch_rows
+            loaded.model,
+            asked,
+            conditions,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop,
+            batch_rows=batch_rows,
+            repeat=repeat,
         )
     except InputError:  # bad input that only the engine can see: no item would fare better
         raise
@@ -172,6 +179,7 @@ def _heads(item: Item, prompt: Prompt, conditions: Sequence[Condition], decisive
     heads = []
     for condition in conditions:
         settings = asdict(condition) | {"switches": json.dumps(dict(condition.switches), sort_keys=True)}
+        settings |= {name: json.dumps(getattr(condition, name)) for name in ("whitelist", "spans")}
         heads.append(settings | decisive | noted | {"key": store.digest(settings | decisive)})
     return heads
 
@@ -203,6 +211,7 @@ def _row(loaded: Loaded, item: Item, head: dict, answer: Generation | Exception)
         "policy_calls": answer.policy_calls,
         "bytes_held": answer.bytes_held,
         "bytes_full": answer.bytes_full,
+        "peak_bytes": answer.peak_bytes,
         "prefill_seconds": answer.prefill_seconds,
         "decode_seconds": answer.decode_seconds,
         "backend": answer.backend,

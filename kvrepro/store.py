@@ -29,12 +29,13 @@ SCHEMA = pa.schema(
         "key": TEXT, "chapter": TEXT, "name": TEXT, "item": TEXT, "task": TEXT,
         "model": TEXT, "model_hash": TEXT, "data_hash": TEXT, "engine_hash": TEXT,
         "policy": TEXT, "capacity": WHOLE, "prefix": REAL, "suffix": REAL, "suffix_mode": TEXT, "interval": WHOLE,
-        "reading": TEXT, "execution": TEXT, "switches": TEXT,
+        "reading": TEXT, "execution": TEXT, "switches": TEXT, "regime": TEXT, "share": REAL, "until": TEXT,
+        "whitelist": TEXT, "spans": TEXT, "fair": REAL, "chunk": WHOLE, "chunk_mode": TEXT, "bits": WHOLE,
         "limit": WHOLE, "max_new_tokens": WHOLE, "prompt_tokens": WHOLE, "n_generated": WHOLE,
         "prediction": TEXT, "answer": TEXT,
         "token_f1": REAL, "token_f1_longbench": REAL, "exact_match": REAL, "rouge_l": REAL, "repetition_4gram": REAL,
         "kept": pa.list_(WHOLE), "kept_mean": REAL, "kept_hash": TEXT, "evicted": WHOLE, "policy_calls": WHOLE,
-        "bytes_held": WHOLE, "bytes_full": WHOLE, "prefill_seconds": REAL, "decode_seconds": REAL,
+        "bytes_held": WHOLE, "bytes_full": WHOLE, "peak_bytes": WHOLE, "prefill_seconds": REAL, "decode_seconds": REAL,
         "backend": TEXT, "dtype": TEXT, "device": TEXT, "torch": TEXT, "transformers": TEXT,
         "profile": TEXT, "seed": WHOLE, "date": TEXT, "error": TEXT,
     },
@@ -42,7 +43,8 @@ SCHEMA = pa.schema(
 )  # fmt: skip
 COLUMNS = SCHEMA.names
 IDENTITY = ["item", "model", "dtype", "device", "limit", "max_new_tokens", "policy", "capacity", "prefix", "suffix",
-            "suffix_mode", "interval", "reading", "execution", "switches"]  # fmt: skip
+            "suffix_mode", "interval", "reading", "execution", "switches", "regime", "share", "until", "whitelist",
+            "spans", "fair", "chunk", "chunk_mode", "bits"]  # fmt: skip
 
 
 class Store:
@@ -130,9 +132,14 @@ def _read(path: Path) -> pa.Table:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} is no whole parquet file ({str(error).splitlines()[0]}): {way_out}") from None
-    if not table.schema.equals(SCHEMA, check_metadata=False) or MARK.items() - (table.schema.metadata or {}).items():
+    if set(table.schema.names) - set(COLUMNS) or MARK.items() - (table.schema.metadata or {}).items():
         raise InputError(f"{path} is not a results table of this version of kvrepro: {way_out}")
-    return table.cast(SCHEMA)
+    for name in set(COLUMNS) - set(table.schema.names):  # written before that column existed
+        table = table.append_column(name, pa.nulls(len(table), SCHEMA.field(name).type))
+    try:
+        return table.select(COLUMNS).cast(SCHEMA)
+    except pa.ArrowException:
+        raise InputError(f"{path} is not a results table of this version of kvrepro: {way_out}") from None
 
 
 def _write(table: pa.Table, path: Path) -> None:

@@ -30,8 +30,8 @@ class FakeEngine:
         self.answer = [*loaded.tokenizer(" the red door")["input_ids"], loaded.tokenizer.eos_token_id]
         self.tokenizer, self.fail_on, self.calls = loaded.tokenizer, fail_on, []
 
-    def generate(self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows):
-        texts = [self.tokenizer.decode(ids) for ids in prompts]
+    def generate(self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows, repeat):
+        texts = [self.tokenizer.decode(prompt.ids) for prompt in prompts]
         if any(f"open, {i}?" in text for i in self.fail_on for text in texts):
             raise RuntimeError("out of memory\nand a long story")
         self.calls.append((len(prompts), list(conditions)))

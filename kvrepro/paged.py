@@ -268,12 +268,16 @@ class PagedCache(Cache):
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self._written = self._read = torch.empty(0, dtype=torch.long)
 
+    @property
+    def stored(self) -> list[Tensor]:
+        """Keys of every layer, then values, as flat slots `[blocks * block_size, kv_heads, dim]`."""
+        return [x.flatten(0, 1) for x in (*self.keys, *self.values)]
+
     def copy(self, copies: Copies) -> None:
         """Carry out copies, in every layer: all are read before any is written."""
         if len(copies[0]):
             source, target = (torch.from_numpy(part).to(self.keys[0].device) for part in copies)
-            for stored in (*self.keys, *self.values):
-                flat = stored.view(-1, *stored.shape[2:])
+            for flat in self.stored:
                 flat[target] = flat[source]
 
     def fork(self, number: int, share: int | None = None) -> int:
@@ -323,6 +327,12 @@ class Signals:
     def __init__(self, layers: int, kv_heads: int, width: int, window: int = 32):
         self.cumulative = torch.zeros(layers, kv_heads, width)
         self.recent = torch.zeros(window, layers, kv_heads, width)
+
+    def copy(self) -> "Signals":
+        """The same, for a sequence that goes on by itself."""
+        other = Signals(1, 1, 1)
+        other.cumulative, other.recent = self.cumulative.clone(), self.recent.clone()
+        return other
 
     def observe(self, layer: int, p: Tensor, queries: np.ndarray, keys: np.ndarray) -> None:
         """Add probabilities p [kv_heads, queries, keys] of these true positions."""

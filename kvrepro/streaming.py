@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kvrepro.errors import InputError
 
-Rows = np.ndarray  # float [tokens, dim]
+
 WAYS = ("fused attention", "one extra pass", "eager")
 
 
-def eager(q: Rows, k: Rows, v: Rows) -> tuple[np.ndarray, np.ndarray]:
+def eager(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Output [queries, dim] and the whole matrix of probabilities [queries, tokens]."""
     scores = q @ k.T / np.sqrt(q.shape[1])
     p = np.exp(scores - scores.max(1, keepdims=True))
@@ -27,7 +27,7 @@ def eager(q: Rows, k: Rows, v: Rows) -> tuple[np.ndarray, np.ndarray]:
     return p @ v, p
 
 
-def online(q: Rows, k: Rows, v: Rows, tile: int) -> dict[str, np.ndarray]:
+def online(q: np.ndarray, k: np.ndarray, v: np.ndarray, tile: int) -> dict[str, np.ndarray]:
     """The same output from tiles of `tile` keys, the state that stays (maximum, denominator), and the peak of live
     scores."""
     maximum, denominator = np.full(len(q), -np.inf), np.zeros(len(q))

@@ -2,7 +2,7 @@
 
 Queries before their rotation, as complex numbers: element i of a head and element i + half turn together, at frequency
 i. For each layer, query head and frequency: the mean E[q] (complex) and the mean length E|q|, over the tokens of a few
-prompts. Source: Mao et al. 2026, section 4; triattention@c3744ee.
+prompts. Source: Mao et al. 2026.
 """
 
 import json

@@ -170,7 +170,7 @@ def test_quest_bound_is_one_and_exact_for_pages_of_one_token():
 def test_page_mask_reads_the_best_pages(budget):
     o = observation(dead=9, tokens=75, seed=7)
     q = o.queries[:, :, -1]
-    mask = cumulative.page_mask(q, o.keys, o.alive, budget, page=8)
+    mask = cumulative.page_mask(q, o.keys, o.alive, 8, budget)
     for b in range(2):
         for h in range(4):
             slots = o.alive[b, h // 2].nonzero()[:, 0].tolist()
@@ -182,15 +182,13 @@ def test_page_mask_reads_the_best_pages(budget):
             assert mask[b, h].nonzero()[:, 0].tolist() == sorted(j for n in best for j in pages[n])
 
 
-def test_page_mask_per_row_budgets_dense_layers_and_ties():
+def test_page_mask_per_row_budgets_and_ties():
     o = observation(tokens=64, seed=8)
     q = o.queries[:, :, -1]
-    mixed = cumulative.page_mask(q, o.keys, o.alive, torch.tensor([24, 40]), page=8)
-    assert torch.equal(mixed[0], cumulative.page_mask(q, o.keys, o.alive, 24, page=8)[0])
-    assert torch.equal(mixed[1], cumulative.page_mask(q, o.keys, o.alive, 40, page=8)[1])
-    assert cumulative.page_mask(q, o.keys, o.alive, 24, layer=1).all()
-    assert not cumulative.page_mask(q, o.keys, o.alive, 24, page=8, layer=1, dense=0).all()
-    alike = cumulative.page_mask(q, torch.ones_like(o.keys), o.alive, 24, page=8)
+    mixed = cumulative.page_mask(q, o.keys, o.alive, 8, torch.tensor([24, 40]))
+    assert torch.equal(mixed[0], cumulative.page_mask(q, o.keys, o.alive, 8, 24)[0])
+    assert torch.equal(mixed[1], cumulative.page_mask(q, o.keys, o.alive, 8, 40)[1])
+    alike = cumulative.page_mask(q, torch.ones_like(o.keys), o.alive, 8, 24)
     assert not alike[..., :40].any()
     assert alike[..., 40:].all()
 
@@ -201,6 +199,6 @@ def test_page_mask_does_not_see_padding():
     padded = torch.nn.functional.pad(o.keys, (0, 0, 5, 0), value=9.0)
     alive = torch.nn.functional.pad(o.alive, (5, 0))
     assert torch.equal(
-        cumulative.page_mask(q, padded, alive, 24, page=8)[..., 5:],
-        cumulative.page_mask(q, o.keys, o.alive, 24, page=8),
+        cumulative.page_mask(q, padded, alive, 8, 24)[..., 5:],
+        cumulative.page_mask(q, o.keys, o.alive, 8, 24),
     )

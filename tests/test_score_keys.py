@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvrepro import calibrate
 from kvrepro.errors import InputError
 from kvrepro.score import keys
+from kvrepro.selection import select
 
 DIM = 8
 SPEED = torch.tensor([1.0, 0.3, 0.05, 0.002])
@@ -84,7 +85,7 @@ def survivors_of_blocks(k, count, block, anchor):
 def test_key_diff_in_blocks_leaves_the_same_survivors(block, anchor):
     o = observation(dead=5, gaps=3, tokens=30, seed=4)
     counts = torch.tensor([[6, 9], [28, 30]])
-    scores, exempt = keys.key_diff_blocks(o, keys.key_diff(o, anchor), counts, anchor, block)
+    scores, exempt = keys.key_diff_blocks(o, keys.key_diff(o, anchor), counts, torch.zeros_like(o.alive), anchor, block)
     assert not exempt.any()
     assert torch.isfinite(scores).all()
     for b, g, slots, k in each_head(o):
@@ -96,15 +97,24 @@ def test_key_diff_in_blocks_leaves_the_same_survivors(block, anchor):
 def test_key_diff_in_one_block_is_one_shot():
     o = observation(dead=5, gaps=3, tokens=30, seed=5)
     counts = torch.full((2, 2), 10)
-    once = keys.key_diff(o)
-    scores, _ = keys.key_diff_blocks(o, once, counts, block=100)
+    once, none = keys.key_diff(o), torch.zeros_like(o.alive)
+    scores, _ = keys.key_diff_blocks(o, once, counts, none, block=100)
     assert torch.equal(
         scores.masked_fill(~o.alive, -9).topk(10).indices, once.masked_fill(~o.alive, -9).topk(10).indices
     )
-    assert keys.key_diff_blocks(o, once, counts, block=0)[0] is once
-    in_steps, _ = keys.key_diff_blocks(o, once, counts, block=2)
+    assert keys.key_diff_blocks(o, once, counts, none, block=0)[0] is once
+    in_steps, _ = keys.key_diff_blocks(o, once, counts, none, block=2)
     best = [s.masked_fill(~o.alive, -9).topk(10).indices.sort().values for s in (in_steps, once)]
     assert not torch.equal(*best)
+
+
+def test_protected_tokens_survive_all_blocks_and_shape_the_anchor():
+    o = observation(dead=5, gaps=3, tokens=30, seed=5)
+    counts, protected = torch.full((2, 2), 10), o.alive & (o.alive.cumsum(-1) <= 4)
+    scores, _ = keys.key_diff_blocks(o, keys.key_diff(o), counts, protected, block=3)
+    kept = select(scores.masked_fill(~o.alive, -torch.inf), protected, counts)
+    assert (scores[kept] > -1.01).all()  # nothing that fell out on the way comes back
+    assert (kept & protected).sum() == protected.sum()
 
 
 def r_kv_direct(o, mix, kernel, threshold, alone):

@@ -18,8 +18,8 @@ def h2o(o: Observation) -> Scores:
     """s_j = sum over queries t >= j of p[t, j], mean over the group / number of these queries (offline H2O).
 
     Needs `sums["mass"]`. A sliding layer's token is divided by the queries that could see it. A prompt split fairly
-    over spans counts each span's own queries (`quota.h2o`). Source: leakage paper, section 3; kvpress
-    ObservedAttentionPress, no recent window.
+    over spans counts each span's own queries (`quota.h2o`). Source: leakage paper; kvpress ObservedAttentionPress,
+    which has no recent window.
     """
     if o.span_local:
         return quota.h2o(o)
@@ -38,7 +38,7 @@ def h2o_online(o: Observation) -> Scores:
 def recent_share(o: Observation, scores: Scores, budget: RowInts, share: float = 0.5) -> Mask:
     """The newest int(share * budget) tokens: H2O spends this part of its budget on recent tokens.
 
-    Source: Zhang et al. 2023, section 5 (half heavy, half recent).
+    Source: Zhang et al. 2023: half heavy, half recent.
     """
     return guard.recent(o, (budget.double() * share + 1e-9).long())
 
@@ -58,7 +58,7 @@ def scissorhands(o: Observation, signal: str = "low") -> Scores:
 def tova(o: Observation) -> Scores:
     """s_j = mean over all query heads of p[last, j], so that every head of a layer keeps the same tokens.
 
-    With spans of their own (`span_local`) each span's last token is asked. Source: Oren et al. 2024, section 3; TOVA's
+    With spans of their own (`span_local`) each span's last token is asked. Source: Oren et al. 2024; TOVA's
     src/tova_cache.py.
     """
     p = o.attention if o.span_local else o.last(1).attention
@@ -82,23 +82,15 @@ def quest(o: Observation, page: int = 16, group: str = "max") -> Scores:
 
 
 def page_mask(
-    queries: Float[Tensor, "batch heads dim"],
-    keys: KeyValue,
-    alive: Mask,
-    budget: RowInts | int,
-    page: int = 16,
-    layer: int = 2,
-    dense: int = 2,
+    queries: Float[Tensor, "batch heads dim"], keys: KeyValue, alive: Mask, page: int, budget: RowInts | int
 ) -> Bool[Tensor, "batch heads tokens"]:
     """Tokens that each query head reads at this step: those of its max(3, budget // page) best pages.
 
     A page is `page` neighbouring tokens of a row's cache, counted from its first living token; pages rank by `quest`'s
-    upper bound, among equals the later first. Layers below `dense` read everything. Nothing is evicted. Source: Tang et
-    al. 2024, section 4; Quest's evaluation/quest_attention.py.
+    upper bound, among equals the later first. Nothing is evicted. Source: Tang et al. 2024; Quest's
+    evaluation/quest_attention.py, which reads layers 0 and 1 in full.
     """
     heads, tokens = queries.shape[1], keys.shape[2]
-    if layer < dense:
-        return alive.repeat_interleave(heads // keys.shape[1], 1)
     q = queries.float().unflatten(1, (keys.shape[1], -1))
     page_of = (alive.cumsum(-1) - 1).clamp(min=0) // page
     bounds = _bounds(q, keys, alive, page_of)

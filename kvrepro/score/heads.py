@@ -21,7 +21,7 @@ EMBEDDED = "data/models/tiny-gqa-gates.json"  # relative to the project's folder
 def kv_zip(o: Observation) -> Scores:
     """s_j = largest attention to j of any query of the group while the model repeats the context.
 
-    Needs `sums["reconstruction"]`. Source: Kim et al. 2025, section 3; KVzip's attention/score.py.
+    Needs `sums["reconstruction"]`. Source: Kim et al. 2025; KVzip's attention/score.py.
     """
     return o.sums["reconstruction"].float()
 
@@ -84,7 +84,7 @@ def duo_attention(
     count "tokens": as few heads stream as meet `budget` tokens per head on average, and the last of them keeps what is
     left over, its newest tokens. count "heads": round(x layers kv_heads) of them stream, x = 1 - budget / tokens, so
     that more than the budget is kept (public comparisons pass their cache ratio so). Among equal gates the earlier head
-    streams first. Raises InputError for gates of another model. Source: Xiao et al. 2024, section 3; kvpress
+    streams first. Raises InputError for gates of another model. Source: Xiao et al. 2024; kvpress
     DuoAttentionPress.
     """
     if count not in ("tokens", "heads"):

@@ -9,6 +9,7 @@ from kvrepro import guard
 from kvrepro.calibrate import EMBEDDED, frequencies, load, pairs
 from kvrepro.errors import InputError
 from kvrepro.observe import Observation
+from kvrepro.selection import select
 from kvrepro.shapes import Counts, Mask, RowInts, Scores
 
 FLOOR = 1e-8  # of lengths that are divided by
@@ -17,7 +18,7 @@ FLOOR = 1e-8  # of lengths that are divided by
 def k_norm(o: Observation) -> Scores:
     """s_j = -||k_j||_2, which a rotation leaves as it is.
 
-    Source: Devoto et al. 2024, section 3; kvpress KnormPress. The authors leave layers 0 and 1 whole (`heads.whole`).
+    Source: Devoto et al. 2024; kvpress KnormPress. The authors leave layers 0 and 1 whole (`heads.whole`).
     """
     return -torch.linalg.vector_norm(o.keys.float(), dim=-1)
 
@@ -25,23 +26,21 @@ def k_norm(o: Observation) -> Scores:
 def key_diff(o: Observation, anchor: str = "unit") -> Scores:
     """s_j = -cos(k_j, mu), mu = mean of k_i / ||k_i||: keys unlike the others stay.
 
-    anchor: "unit", or "plain" for mu = mean of k_i (DropKV, Table 11). Source: Park et al. 2025, section 3; kvpress
-    KeyDiffPress.
+    anchor: "unit", or "plain" for mu = mean of k_i (DropKV, Table 11). Source: Park et al. 2025; kvpress KeyDiffPress.
     """
     return _unlike(o, o.alive, anchor)
 
 
 def key_diff_blocks(
-    o: Observation, scores: Scores, counts: Counts, anchor: str = "unit", block: int = 128
+    o: Observation, scores: Scores, counts: Counts, protected: Mask, anchor: str = "unit", block: int = 128
 ) -> tuple[Scores, Mask]:
     """KeyDiff under a fixed cache: the first `counts` tokens, then block by block the best `counts` of survivors and
-    block, each time around an anchor of their own. block 0: one shot.
+    block, each time around an anchor of their own; protected tokens always survive. block 0: one shot.
 
-    Tokens that fall out on the way score 3 less, below all survivors. Source: Park et al. 2025, Algorithm 1; kvpress
-    BlockPress.
+    Tokens that fall out on the way score 3 less, below all survivors. Source: Park et al. 2025; kvpress BlockPress.
     """
     if block == 0:
-        return scores, torch.zeros_like(o.alive)
+        return scores, torch.zeros_like(protected)
     place = o.alive.cumsum(-1)
     kept = o.alive & (place <= counts[..., None])
     for passed in range(0, int((place[..., -1] - counts).max()), block):
@@ -50,9 +49,7 @@ def key_diff_blocks(
             continue
         candidates = kept | fresh
         scores = torch.where(candidates, _unlike(o, candidates, anchor), scores)
-        order = scores.masked_fill(~candidates, -torch.inf).argsort(dim=-1, stable=True)  # the later of equals is last
-        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).to(order).expand_as(order))
-        best = candidates & (rank >= order.shape[-1] - counts[..., None])
+        best = select(scores.masked_fill(~candidates, -torch.inf), protected, counts)
         kept = torch.where(fresh.any(-1, keepdim=True), best, kept)  # heads that are through stay as they are
     return torch.where(kept, scores, scores - 3), torch.zeros_like(kept)
 
@@ -70,7 +67,7 @@ def r_kv(o: Observation, mix: float = 0.1, kernel: int = 7, threshold: float = 0
     """Z_j = mix I_j - (1 - mix) S_j: attention of the window against likeness to other keys.
 
     I: softmax of the group's largest logits over what stands before the window, its mean over the window's queries,
-    max-pooled over `kernel` tokens. S: `likeness`. Source: Cai et al. 2025, section 3; R-KV's rkv/compression/r1_kv.py,
+    max-pooled over `kernel` tokens. S: `likeness`. Source: Cai et al. 2025; R-KV's rkv/compression/r1_kv.py,
     whose default mix is 0.07 where paper and README say 0.1.
     """
     batch, kv_heads, _, dim = o.keys.shape
@@ -87,7 +84,7 @@ def likeness(o: Observation, threshold: float = 0.5, alone: str = "nothing", blo
     is more than `threshold` like it: of near duplicates the newest is spared.
 
     alone: what a row without such a neighbour leaves out, "nothing" or, as R-KV's code does, the "first" key. `block`
-    rows at a time. Source: Cai et al. 2025, section 3.2; R-KV's rkv/utils.py.
+    rows at a time. Source: Cai et al. 2025; R-KV's rkv/utils.py.
     """
     if alone not in ("nothing", "first"):
         raise InputError(f"alone {alone!r}: choose nothing or first")
@@ -112,7 +109,7 @@ def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: int = 65
 
     k_f: pair f of the key before its rotation, phi_f the angle from it to E q_f, T the tokens seen, w_f radians per
     position. The first sum is the mean query, turned to T + d, times the key as it is cached, so that no key is turned
-    back. calibration: file of `kvrepro.calibrate`, made for this model. Source: Mao et al. 2026, section 4;
+    back. calibration: file of `kvrepro.calibrate`, made for this model. Source: Mao et al. 2026;
     triattention/methods/pruning_utils.py.
     """
     known = load(calibration)

@@ -1,7 +1,7 @@
 """The theory of DropKV on one query's attention: p [..., tokens] sums to 1, v [..., tokens, dim], a = sum_j p_j v_j.
 
-`...` are any batch axes. Everything is exact in float64; float32 input is taken to float64. F(J) = ||Delta(J)||_2 is the
-shift of the output when the keys J are evicted and the rest is renormalised (lemma 1). Costs: small = evict.
+`...` are any batch axes; everything is computed in float64. F(J) = ||Delta(J)||_2 is the shift of the output when the
+keys J are evicted and the rest is renormalised (lemma 1). Costs: small = evict.
 """
 
 import math
@@ -25,7 +25,7 @@ SUBSETS = 2_000_000  # enumerations beyond this are refused
 
 def output(p: Tensor, v: Tensor) -> Tensor:
     """a = sum_j p_j v_j, float64 [..., dim]."""
-    return (p.double()[..., None] * v.double()).sum(-2)
+    return (p.double()[..., None, :] @ v.double())[..., 0, :]
 
 
 def residuals(p: Tensor, v: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def residuals(p: Tensor, v: Tensor) -> Tensor:
 def shift(p: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
     """Delta(J) = sum_{j in J} p_j r_j / (1 - P_J) of the keys `evicted` (bool [..., tokens]), float64 [..., dim]."""
     gone = p.double() * evicted
-    return (gone[..., None] * residuals(p, v)).sum(-2) / (1 - gone.sum(-1, keepdim=True))
+    return output(gone, residuals(p, v)) / (1 - gone.sum(-1, keepdim=True))
 
 
 def shift_by_definition(p: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
@@ -55,7 +55,13 @@ def joint_cost(p: Tensor, r: Tensor, evicted: Tensor) -> Tensor:
     """F(J) of key numbers `evicted` [..., k], float64 [...]; p and r may be those of a pool."""
     p = p.double().gather(-1, evicted)
     r = r.double().gather(-2, evicted[..., None].expand(*evicted.shape, r.shape[-1]))
-    return (p[..., None] * r).sum(-2).norm(dim=-1) / (1 - p.sum(-1))
+    return output(p, r).norm(dim=-1) / (1 - p.sum(-1))
+
+
+def window_cost(p: Tensor, r: Tensor, evicted: Tensor) -> Tensor:
+    """sqrt(sum_t F_t(J)^2) over queries: p [..., queries, tokens], r [..., queries, tokens, dim]; float64 [...]."""
+    every = evicted[..., None, :].expand(*p.shape[:-1], evicted.shape[-1])
+    return joint_cost(p, r, every).square().sum(-1).sqrt()
 
 
 def smallest(cost: Tensor, k: int) -> Tensor:
@@ -85,42 +91,48 @@ def factor(c: Tensor, eps: Tensor, k: int) -> Tensor:
     return torch.where((c > 0) & (k * eps < 1) & (eps < 1), bound, torch.inf)
 
 
-def outside(p: Tensor, r: Tensor, direction: Tensor, c: Tensor) -> Tensor:
-    """mu = sum of p_j ||r_j|| over the keys that lie outside the cone (direction, c), assumption 3. Float64 [...]."""
-    along, length = (r @ direction[..., None])[..., 0], r.norm(dim=-1)
-    return (p * length * (along < c[..., None] * length)).sum(-1)
-
-
 @dataclass(frozen=True)
 class Robust:
-    """Theorem 2 with the constants that serve best: F(proxy) <= factor * (F(best) + additive)."""
+    """Theorem 2 with the constants (direction, c) that serve best; each [...], float64."""
 
-    value: Tensor  # [...] the right-hand side
-    c: Tensor  # [...]
-    mu: Tensor  # [...]
-    share: Tensor  # [...] mu over sum_j p_j ||r_j|| of the pool
+    lower: Tensor  # F(J*) is at least this: c (1 - eps) (1 - k eps) F(proxy) - (1 + c) mu; 0 if that is negative
+    c: Tensor
+    mu: Tensor
+    share: Tensor  # mu over the pool's mass, sum_j p_j ||r_j||
 
 
-def robust(p: Tensor, r: Tensor, cone: Cone, best: Tensor, k: int, grid: Sequence[float] | None = None) -> Robust:
-    """Least right-hand side of theorem 2, 1 / [c (1 - eps) (1 - k eps)] (F(J*) + (1 + c) mu), over directions and c.
+def outside(p: Tensor, r: Tensor, direction: Tensor, c: Tensor) -> Tensor:
+    """mu(c) = sum of p_j ||r_j|| over the keys that lie outside the cone (direction, c); c and mu [..., constants]."""
+    length = r.norm(dim=-1)
+    cosine = (r @ direction[..., None])[..., 0] / length.clamp_min(1e-300)
+    beyond = (cosine[..., None, :] < c[..., None]) & (length > 0)[..., None, :]
+    return (beyond * (p * length)[..., None, :]).sum(-1)
 
-    Theorem 2 holds for every unit u and c in (0, 1], with mu as u and c make it. Directions: the cone's, the mean of
-    p_j r_j, the mean of r_j / ||r_j||. c: c* where it is positive, and `grid` (0.02 to 0.98). best: F(J*) [...].
+
+def directions(p: Tensor, r: Tensor, cone: Cone) -> list[Tensor]:
+    """Axes to try for an approximate cone, [..., dim] each: the cone's own, the means of p_j r_j and r_j / ||r_j||."""
+    means = [output(p, r), (r / r.norm(dim=-1, keepdim=True).clamp_min(1e-300)).mean(-2)]
+    return [cone.direction.to(p), *(mean / mean.norm(dim=-1, keepdim=True).clamp_min(1e-300) for mean in means)]
+
+
+def robust(p: Tensor, r: Tensor, cone: Cone, proxy: Tensor, k: int, constants: int = 25) -> Robust:
+    """What theorem 2 says of the optimum: F(J*) >= c (1 - eps) (1 - k eps) F(proxy) - (1 + c) mu, at its best.
+
+    The theorem, F(proxy) <= [F(J*) + (1 + c) mu] / [c (1 - eps) (1 - k eps)], holds for every unit u and c in (0, 1]
+    with mu as they make it, so that the best may be taken over `directions`, c* where it is positive, and `constants`
+    values of c between 0.02 and 0.98. proxy: F of the proxy's set [...]. F(proxy) / lower bounds the realised ratio,
+    and needs no enumeration; for c = c* and mu = 0 it is theorem 1's factor.
     """
     p, r = p.double(), r.double()
-    length = r.norm(dim=-1, keepdim=True)
-    means = [(p[..., None] * r).sum(-2), (r / length.clamp_min(1e-300)).sum(-2)]
-    directions = [cone.direction.to(p), *(mean / mean.norm(dim=-1, keepdim=True).clamp_min(1e-300) for mean in means)]
-    eps = p.amax(-1)
-    constants = [cone.low.to(p), *(torch.full_like(eps, c) for c in grid or torch.linspace(0.02, 0.98, 25).tolist())]
-    found = []
-    for u in directions:
-        for c in constants:
-            safe = c * (1 - 1e-12)  # the keys that define c* lie in its cone
-            mu = outside(p, r, u, safe)
-            found.append(torch.stack([factor(safe, eps, k) * (best + (1 + safe) * mu), safe, mu]))
-    value, c, mu = torch.stack(found).gather(0, torch.stack(found)[:, :1].argmin(0, keepdim=True).expand(1, 3, *eps.shape))[0]
-    return Robust(value, c, mu, mu / (p * length[..., 0]).sum(-1))
+    eps, total = p.amax(-1), (p * r.norm(dim=-1)).sum(-1)
+    grid = torch.linspace(0.02, 0.98, constants).to(p).expand(*eps.shape, constants)
+    c = torch.cat([cone.low.to(p).clamp_min(1e-12)[..., None] * (1 - 1e-12), grid], -1)
+    scale = (c * ((1 - eps) * (1 - k * eps).clamp_min(0))[..., None] * proxy[..., None])[None]
+    mu = torch.stack([outside(p, r, u, c) for u in directions(p, r, cone)])
+    lower, where = (scale - (1 + c) * mu).movedim(0, -1).flatten(-2).max(-1)
+    mu = mu.movedim(0, -1).flatten(-2).gather(-1, where[..., None])[..., 0]
+    c = c[..., None].expand(*c.shape, 3).flatten(-2).gather(-1, where[..., None])[..., 0]
+    return Robust(lower.clamp_min(0), c, mu, mu / total)
 
 
 # ---------------------------------------------------------------- the joint optimum, by enumeration
@@ -156,28 +168,38 @@ def optimum(p: Tensor, r: Tensor, k: int) -> Optimum:
     (1 - P_J)^2 F(J)^2 = s^T G s, where G is the Gram matrix of p_j r_j and s the subset's bits. Both halves of s are
     enumerated on their own and combined, at about 10 operations per subset.
     """
-    tokens = p.shape[-1]
+    found = window_optimum(p[..., None, :], r[..., None, :, :], k)
+    return Optimum(found.evicted, joint_cost(p, r, found.evicted))
+
+
+def window_optimum(p: Tensor, r: Tensor, k: int) -> Optimum:
+    """The same for `window_cost`: p [..., queries, tokens], r [..., queries, tokens, dim]."""
+    queries, tokens = p.shape[-2:]
     if not 0 < k <= tokens or math.comb(tokens, k) > SUBSETS:
         raise InputError(f"{k} of {tokens} keys: C({tokens}, {k}) must be between 1 and {SUBSETS} subsets")
-    batch = p.shape[:-1]
-    p, r = p.double().reshape(-1, tokens), r.double().reshape(-1, tokens, r.shape[-1])
+    batch = p.shape[:-2]
+    p, r = p.double().reshape(-1, queries, tokens), r.double().reshape(-1, queries, tokens, r.shape[-1])
     evicted = torch.cat([_enumerate(*some, k) for some in zip(p.split(16), r.split(16), strict=True)])
-    return Optimum(evicted.view(*batch, k), joint_cost(p, r, evicted).view(batch))
+    return Optimum(evicted.view(*batch, k), window_cost(p, r, evicted).view(batch))
 
 
 def _enumerate(p: Tensor, r: Tensor, k: int) -> Tensor:
     """Int64 [rows, k]: the keys of the best subset of each row."""
     moved = p[..., None] * r
-    gram = moved @ moved.mT
+    gram = moved @ moved.mT  # [rows, queries, tokens, tokens]
     half = p.shape[-1] // 2
-    best, bits = torch.full_like(p[:, 0], torch.inf), torch.zeros_like(p)
+    best, bits = torch.full_like(p[:, 0, 0], torch.inf), torch.zeros_like(p[:, 0])
     for x, y in _halves(p.shape[-1], k):
         x, y = x.to(p), y.to(p)
-        square = 2 * (x @ gram[:, :half, half:] @ y.T)  # [rows, subsets of the first half, of the second]
-        square += ((x @ gram[:, :half, :half]) * x).sum(-1)[:, :, None]
-        square += ((y @ gram[:, half:, half:]) * y).sum(-1)[:, None, :]
-        mass = (p[:, :half] @ x.T)[:, :, None] + (p[:, half:] @ y.T)[:, None, :]
-        value, where = (square / (1 - mass) ** 2).flatten(1).min(1)
+        total = 0.0
+        for g, weight in zip(gram.unbind(1), p.unbind(1), strict=True):
+            square = 2 * (x @ g[:, :half, half:] @ y.T)  # [rows, subsets of the first half, of the second]
+            square += ((x @ g[:, :half, :half]) * x).sum(-1)[:, :, None]
+            square += ((y @ g[:, half:, half:]) * y).sum(-1)[:, None, :]
+            total = (
+                total + square / (1 - (weight[:, :half] @ x.T)[:, :, None] - (weight[:, half:] @ y.T)[:, None, :]) ** 2
+            )
+        value, where = total.flatten(1).min(1)
         chosen = torch.cat([x[where // len(y)], y[where % len(y)]], 1)
         bits = torch.where((value < best)[:, None], chosen, bits)
         best = torch.minimum(best, value)

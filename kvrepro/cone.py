@@ -1,4 +1,4 @@
-"""The cone constant c* = max over unit u of min_i cos(u, r_i), from both sides: a value attained, a value never exceeded.
+"""The cone constant c* = max over unit u of min_i cos(u, r_i), from both sides: a value attained, one never exceeded.
 
 For c* > 0 it is the distance of the origin from the hull of the unit residuals, and the direction is its nearest point
 (DropKV, appendix C.3, leaves the method open). If the origin lies in the hull, -c* is its distance from the hull's
@@ -22,8 +22,8 @@ class Cone:
     """low <= c* <= high for each of `...` sets of residuals, float64.
 
     low: min_i cos(direction, r_i), attained. high: length of the hull's point sum_i weights_i r_i / ||r_i|| where that
-    is not the origin (then high - low is the duality gap of the nearest point), else minus the radius of a ball around the
-    origin that lies in the hull. weights >= 0 sum to 1.
+    is not the origin (then high - low is the duality gap of the nearest point), else minus the radius of a ball around
+    the origin that lies in the hull. weights >= 0 sum to 1.
     """
 
     low: Tensor  # [...]
@@ -73,51 +73,57 @@ def _one(residuals: np.ndarray, tolerance: float, steps: int) -> tuple:
     if high > ORIGIN:
         direction = point / high
         return (units @ direction).min(), high, direction, weights
-    direction = _ascend(units, tolerance, steps)
+    direction = _ascend(units, steps)
     return (units @ direction).min(), -_ball(units[chosen], high), direction, weights
 
 
-def nearest(points: np.ndarray, tolerance: float = 1e-8) -> tuple[np.ndarray, np.ndarray]:
+def nearest(
+    points: np.ndarray, tolerance: float = 1e-8, start: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Nearest point to the origin in the hull of points [n, dim]: weights > 0 (they sum to 1) of the points `chosen`.
 
-    Active sets, as Wolfe's: min ||sum_i w_i x_i||^2 + (sum_i w_i - 1)^2 over w >= 0 has the same solution up to scale,
-    and is solved exactly by Lawson and Hanson. Columns are generated: solve on some points, add those that lie on the
-    origin's side of the supporting plane, until none does by more than `tolerance`.
+    As in Wolfe's algorithm, the nearest point of a few is found, points on the origin's side of its supporting plane
+    join, points without weight leave, and the distance falls, until none lies beyond the plane by more than
+    `tolerance`. The nearest point of a few: min ||sum_i w_i x_i||^2 + (sum_i w_i - 1)^2 over w >= 0 has the same solution
+    up to scale, and Lawson and Hanson's active sets solve it exactly. start: numbers of points to begin with.
     """
-    size = 4 * points.shape[1]
-    used = np.sort(np.argsort(points @ points.mean(0), kind="stable")[:size])
+    dim = points.shape[1]
+    used = np.argsort(points @ points.mean(0), kind="stable")[:dim] if start is None else start
     while True:
         system = np.vstack([points[used].T, np.ones(len(used))])
-        weights, _ = nnls(system, np.append(np.zeros(points.shape[1]), 1.0))
+        weights, _ = nnls(system, np.append(np.zeros(dim), 1.0))
         weights /= weights.sum()
+        used, weights = used[weights > 0], weights[weights > 0]
         point = weights @ points[used]
         length = np.linalg.norm(point)
         beyond = points @ point - length**2
-        worst = np.argsort(beyond, kind="stable")[:size]
+        worst = np.argsort(beyond, kind="stable")[:dim]
         worst = np.setdiff1d(worst[beyond[worst] < -tolerance * length], used)
         if length <= ORIGIN or not worst.size:
-            return weights[weights > 0], used[weights > 0]
+            return weights, used
         used = np.union1d(used, worst)
 
 
-def _ascend(units: np.ndarray, tolerance: float, steps: int) -> np.ndarray:
+def _ascend(units: np.ndarray, steps: int) -> np.ndarray:
     """A direction at a local maximum of f(u) = min_i u . x_i < 0, from the mean direction.
 
-    Each step maximises min_i w . (x_i + s u) = f(w) + s w . u for an s above -f(u): the nearest point of a hull that the
-    shift has moved off the origin. So f(w) >= f(u) + s (1 - w . u), never less than before.
+    Each step maximises min_i w . (x_i + s u) = f(w) + s w . u for an s above -f(u): the nearest point of a hull that
+    the shift has moved off the origin. So f(w) >= f(u) + s (1 - w . u), never less than before.
     """
     mean = units.mean(0)
     u = mean / np.linalg.norm(mean) if np.linalg.norm(mean) > ORIGIN else np.eye(units.shape[1])[0]
-    value = (units @ u).min()
+    value, chosen = (units @ u).min(), np.zeros(0, dtype=int)
     for _ in range(steps):
-        shifted = units + (0.02 - value) * u
-        weights, chosen = nearest(shifted, 1e-6)
+        shifted = units - 1.1 * value * u
+        lowest = np.argsort(shifted @ u, kind="stable")[: units.shape[1]]
+        weights, chosen = nearest(shifted, 1e-7, start=np.union1d(lowest, chosen))
         w = weights @ shifted[chosen]
         w /= np.linalg.norm(w)
-        before, value_w = value, (units @ w).min()
-        if value_w <= before + 1e-5:
+        gain = (units @ w).min() - value
+        if gain > 0:
+            u, value = w, value + gain
+        if gain <= 1e-4:
             break
-        u, value = w, value_w
     return u
 
 

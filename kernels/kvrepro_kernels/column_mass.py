@@ -7,8 +7,8 @@ For query head h of KV head g, query i standing at key index first + i, and the 
 and, with spans, span[j] = span[first + i]: attention across spans counts as 0, and nothing is renormalised. H2O takes
 the mass as it is, or divided by the number of queries that could look at j.
 
-Queries stream past a block of keys that stays in shared memory, so half of the attention's matrix products are repeated.
-Blocks of early keys, which most queries see, start first.
+Queries stream past a block of keys that stays in shared memory, so half of the attention's matrix products are
+repeated. Blocks of early keys, which most queries see, start first.
 """
 
 import math
@@ -114,8 +114,8 @@ def column_mass(
 ) -> Tensor:  # fmt: skip
     """Attention that every key got, mean over the group, float32 [batch, kv_heads, tokens].
 
-    query: [batch, heads, queries, dim], the last `queries` of the tokens; keys: [batch, kv_heads, tokens, dim], strided,
-    dim innermost. lse: [batch, heads, queries], natural logarithm; a query whose lse is not finite counts as absent.
+    query: [batch, heads, queries, dim], the last `queries` of the tokens; keys: [batch, kv_heads, tokens, dim], strided
+    with dim innermost. lse: [batch, heads, queries], natural logarithm; a query whose lse is not finite counts as absent.
     scale: of the logits, by default dim**-0.5. starts: int [batch] or [batch, kv_heads], the first live key. spans: int
     [batch, tokens], the span of each token. out: contiguous float32 tensor to write into.
     Raises ValueError for tensors that do not fit each other and for CPU tensors uninterpreted.

@@ -47,13 +47,16 @@ def _compact(
 
 
 def compact(
-    keys: Tensor, values: Tensor, rows: Tensor, out: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+    keys: Tensor, values: Tensor, rows: Tensor, out: tuple[Tensor, Tensor] | None = None, *, check_rows: bool = True,
+    tuning: dict[str, int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gather kept rows on the GPU.
 
     keys, values: [batch, kv_heads, tokens, dim], one dtype, strided as they lie but with dim innermost.
-    rows: [batch, kv_heads, kept], int32 or int64, -1 for padding. Their range is checked, which waits for the GPU once.
+    rows: [batch, kv_heads, kept], int32 or int64, -1 for padding. check_rows: check their range, which waits for the
+    GPU once; unchecked, a row outside the cache reads memory that is not the cache's.
     out: two contiguous [batch, kv_heads, kept, dim] tensors to write into; None allocates them.
+    tuning: overrides of the block size, for measurements.
     Raises ValueError for tensors that do not fit each other, rows outside the cache, CPU tensors uninterpreted.
     """
     batch, kv_heads, tokens, dim = keys.shape
@@ -77,16 +80,18 @@ def compact(
         raise ValueError("compact needs GPU tensors; on the CPU, set TRITON_INTERPRET=1 before triton is imported")
     if out[0].numel() == 0:
         return out
-    low, high = (int(x) for x in rows.aminmax())
-    if low < -1 or high >= tokens:
-        raise ValueError(f"rows {low} to {high} do not lie in -1 to {tokens - 1}")
+    if check_rows:
+        low, high = (int(x) for x in rows.aminmax())
+        if low < -1 or high >= tokens:
+            raise ValueError(f"rows {low} to {high} do not lie in -1 to {tokens - 1}")
 
     block_d = triton.next_power_of_2(dim)
-    block_t = max(8, 4096 // block_d)
+    tuned = {"elements": 4096, "warps": 4} | (tuning or {})
+    block_t = max(8, tuned["elements"] // block_d)
     _compact[(triton.cdiv(kept, block_t), batch * kv_heads)](
         keys, values, rows.contiguous(), *out,
         *keys.stride()[:3], *values.stride()[:3],
         kv_heads, kept,
-        DIM=dim, BLOCK_T=block_t, BLOCK_D=block_d,
+        DIM=dim, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=tuned["warps"],
     )  # fmt: skip
     return out

@@ -5,9 +5,10 @@ dense tail, where decoding appends. For the query heads h of that KV head, over 
 
     p[h,j] = softmax_j(scale <q[h], k[j]>)     out[h] = sum_j p[h,j] v[j]     attention[s,j] = mean or max over h of p
 
-Split-K: every segment is cut into chunks, a program finds its chunk from the offsets, and a second kernel merges. With
-attention asked for, the first kernel leaves its logits behind and a third one turns them into probabilities. Every kept
-token is visible: an eviction keeps no future, and the order inside a segment does not matter.
+Split-K over shares: the list of all tokens is cut into equal shares, whatever the segments, so that no program waits
+for a long head. A program streams its share segment by segment and leaves a piece for each; a second kernel merges a
+segment's pieces. With attention asked for, the first kernel leaves its logits behind and a third one turns them into
+probabilities. Every kept token is visible, and the order inside a segment does not matter.
 """
 
 import math
@@ -59,56 +60,29 @@ def ragged_decode_reference(
 
 
 @triton.jit
-def _segment(chunk_row, offsets, segments, tail, chunk, BLOCK_S: tl.constexpr):
-    """Chunk `chunk_row` of the whole list: its segment (`segments` past the end), and where it lies.
+def _segment(place, offsets, segments, tail, BLOCK_S: tl.constexpr):
+    """The segment of a place in the list of all tokens, every segment's tail behind its flat part.
 
-    Returns segment, whether it lies in the flat part, first row there, and number of rows.
+    Returns segment, its first place, its first flat row, and its number of flat rows.
     """
     s = tl.arange(0, BLOCK_S)  # [S]
     low = tl.load(offsets + s, mask=s < segments, other=0)
-    length = tl.load(offsets + s + 1, mask=s < segments, other=0) - low
-    flat = (length + chunk - 1) // chunk
-    count = tl.where(s < segments, flat + (tail + chunk - 1) // chunk, 0)
-    end = tl.cumsum(count, 0)
-    segment = tl.sum((end <= chunk_row).to(tl.int32), 0)
-    mine = s == segment
-    nth = chunk_row - tl.sum(tl.where(mine, end - count, 0), 0)
-    in_flat = nth < tl.sum(tl.where(mine, flat, 0), 0)
-    nth = tl.where(in_flat, nth, nth - tl.sum(tl.where(mine, flat, 0), 0))
-    rows = tl.minimum(chunk, tl.where(in_flat, tl.sum(tl.where(mine, length, 0), 0), tail) - nth * chunk)
-    return segment, in_flat, tl.where(in_flat, tl.sum(tl.where(mine, low, 0), 0), 0) + nth * chunk, rows
+    high = tl.load(offsets + s + 1, mask=s < segments, other=0)
+    segment = tl.sum(((s < segments) & (high + (s + 1) * tail <= place)).to(tl.int32), 0)
+    row = tl.sum(tl.where(s == segment, low, 0), 0)
+    return segment, row + segment * tail, row, tl.sum(tl.where(s == segment, high - low, 0), 0)
 
 
 @triton.jit
-def _attend(
-    query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits_out,
-    segments, group, total, room, tail, chunk, scale,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    EMIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+def _stream(
+    q, keys, values, logits_out, count, top, mass, out, row, step, dim, group, scale,
+    DIM: tl.constexpr, BLOCK_T: tl.constexpr, EMIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    segment, in_flat, begin, count = _segment(tl.program_id(0), offsets, segments, tail, chunk, BLOCK_S)
-    if segment >= segments:
-        return
-    row = tl.arange(0, BLOCK_R)  # [R], query head in the group
-    dim = tl.arange(0, BLOCK_D)  # [D]
-    step = tl.arange(0, BLOCK_T)  # [T]
-    mine = (row[:, None] < group) & (dim[None, :] < DIM)
-    q = tl.load(query + (segment * group + row)[:, None] * DIM + dim[None, :], mask=mine, other=0.0)  # [R, D]
-    if not in_flat:
-        begin += segment.to(tl.int64) * room
-        keys = tail_keys
-        values = tail_values
-    keys += begin * DIM
-    values += begin * DIM
-    logits_out += tl.where(in_flat, begin, total + begin) * group
-
-    top = tl.full((BLOCK_R,), float("-inf"), tl.float32)  # running maximum, base 2
-    mass = tl.zeros((BLOCK_R,), tl.float32)
-    out = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    for at in tl.range(0, count.to(tl.int32), BLOCK_T, num_stages=STAGES):
+    """Online softmax over `count` consecutive rows: running maximum top [R] in base 2, mass [R], out [R, D]."""
+    for at in tl.range(0, count, BLOCK_T, num_stages=STAGES):
         here = at + step < count
         read = here[:, None] & (dim[None, :] < DIM)
-        place = (at + step)[:, None] * DIM + dim[None, :]  # a chunk is far below 2**31 elements
+        place = (at + step)[:, None] * DIM + dim[None, :]  # a share is far below 2**31 elements
         key = tl.load(keys + place, mask=read, other=0.0)  # [T, D]
         value = tl.load(values + place, mask=read, other=0.0)  # [T, D]
         logits = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale  # [R, T]
@@ -122,42 +96,77 @@ def _attend(
         mass = mass * shrink + tl.sum(p, 1)
         out = tl.dot(p.to(value.dtype), value, out * shrink[:, None], input_precision=PRECISION)
         top = higher
+    return top, mass, out
 
-    part = tl.program_id(0).to(tl.int64) * group + row
-    tl.store(part_lse + part, top + tl.log2(mass), mask=row < group)
-    tl.store(part_outputs + part[:, None] * DIM + dim[None, :], out / mass[:, None], mask=mine)
+
+@triton.jit
+def _attend(
+    query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits,
+    segments, group, total, room, tail, share, scale,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    EMIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, BLOCK_R)  # [R], query head in the group
+    dim = tl.arange(0, BLOCK_D)  # [D]
+    step = tl.arange(0, BLOCK_T)  # [T]
+    mine = (row[:, None] < group) & (dim[None, :] < DIM)
+    place = tl.program_id(0).to(tl.int64) * share
+    end = tl.minimum(place + share, total + segments * tail)
+    while place < end:
+        segment, begin, low, length = _segment(place, offsets, segments, tail, BLOCK_S)
+        q = tl.load(query + (segment * group + row)[:, None] * DIM + dim[None, :], mask=mine, other=0.0)  # [R, D]
+        top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+        mass = tl.zeros((BLOCK_R,), tl.float32)
+        out = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        stop = tl.minimum(end, begin + length + tail)
+        at = low + place - begin
+        top, mass, out = _stream(
+            q, keys + at * DIM, values + at * DIM, logits + at * group,
+            (tl.minimum(stop, begin + length) - place).to(tl.int32), top, mass, out, row, step, dim, group, scale,
+            DIM, BLOCK_T, EMIT, PRECISION, STAGES,
+        )  # fmt: skip
+        place = tl.maximum(place, begin + length)
+        at = segment.to(tl.int64) * room + place - begin - length
+        top, mass, out = _stream(
+            q, tail_keys + at * DIM, tail_values + at * DIM, logits + (total + at) * group,
+            (stop - place).to(tl.int32), top, mass, out, row, step, dim, group, scale,
+            DIM, BLOCK_T, EMIT, PRECISION, STAGES,
+        )  # fmt: skip
+        part = (tl.program_id(0) + segment).to(tl.int64) * group + row  # no two pieces have the same sum
+        tl.store(part_lse + part, top + tl.log2(mass), mask=row < group)
+        tl.store(part_outputs + part[:, None] * DIM + dim[None, :], out / mass[:, None], mask=mine)
+        place = stop
 
 
 @triton.jit
 def _merge(
-    part_outputs, part_lse, offsets, outputs, lse, segments, group, tail, chunk,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
+    part_outputs, part_lse, offsets, outputs, lse, group, tail, share,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0)
     row = tl.program_id(1)
-    s = tl.arange(0, BLOCK_S)  # [S]
     dim = tl.arange(0, BLOCK_D)  # [D]
-    length = tl.load(offsets + s + 1, mask=s < segments, other=0) - tl.load(offsets + s, mask=s < segments, other=0)
-    count = tl.where(s < segments, (length + chunk - 1) // chunk + (tail + chunk - 1) // chunk, 0)
-    begin = tl.sum(tl.where(s < segment, count, 0), 0)
-    end = begin + tl.sum(tl.where(s == segment, count, 0), 0)
+    low = tl.load(offsets + segment) + segment * tail
+    high = tl.load(offsets + segment + 1) + (segment + 1) * tail
+    begin = (low // share).to(tl.int32)
+    end = ((high + share - 1) // share).to(tl.int32)  # programs begin to end - 1 left a piece
+    some = high > low  # a segment may be empty
 
     top = -float("inf")
     mass = 0.0
     out = tl.zeros((BLOCK_D,), tl.float32)
-    for at in tl.range(begin, end, BLOCK_C):
-        c = at + tl.arange(0, BLOCK_C)  # [C]
-        part = c.to(tl.int64) * group + row
-        log_sum = tl.load(part_lse + part, mask=c < end, other=float("-inf"))  # [C]
-        read = (c < end)[:, None] & (dim[None, :] < DIM)
-        piece = tl.load(part_outputs + part[:, None] * DIM + dim[None, :], mask=read, other=0.0)  # [C, D]
+    for at in tl.range(begin, tl.where(some, end, begin), BLOCK_P):
+        p = at + tl.arange(0, BLOCK_P)  # [P]
+        part = (p + segment).to(tl.int64) * group + row
+        log_sum = tl.load(part_lse + part, mask=p < end, other=float("-inf"))  # [P]
+        read = (p < end)[:, None] & (dim[None, :] < DIM)
+        piece = tl.load(part_outputs + part[:, None] * DIM + dim[None, :], mask=read, other=0.0)  # [P, D]
         higher = tl.maximum(top, tl.max(log_sum, 0))
-        share = tl.exp2(log_sum - higher)
+        weight = tl.exp2(log_sum - higher)
         shrink = tl.exp2(top - higher)
-        mass = mass * shrink + tl.sum(share, 0)
-        out = out * shrink + tl.sum(piece * share[:, None], 0)
+        mass = mass * shrink + tl.sum(weight, 0)
+        out = out * shrink + tl.sum(piece * weight[:, None], 0)
         top = higher
-    some = end > begin  # a segment may be empty
     at = (segment * group + row).to(tl.int64)
     out = tl.where(some, out / mass, 0.0)
     tl.store(outputs + at * DIM + dim, out.to(outputs.dtype.element_ty), mask=dim < DIM)
@@ -165,28 +174,45 @@ def _merge(
 
 
 @triton.jit
-def _emit(
-    logits, offsets, lse, flat_mean, tail_mean, flat_max, tail_max, segments, group, total, room, tail, chunk,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
+def _probabilities(
+    logits, mean, most, count, log_sum, row, group,
+    BLOCK_T: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    segment, in_flat, begin, count = _segment(tl.program_id(0), offsets, segments, tail, chunk, BLOCK_S)
-    if segment >= segments:
-        return
-    row = tl.arange(0, BLOCK_R)  # [R]
-    log_sum = tl.load(lse + segment * group + row, mask=row < group, other=float("inf")) * 1.4426950408889634
-    logits += tl.where(in_flat, begin, total + segment.to(tl.int64) * room + begin) * group
-    if not in_flat:
-        begin += segment.to(tl.int64) * tail
-        flat_mean = tail_mean
-        flat_max = tail_max
-    for at in tl.range(0, count.to(tl.int32), BLOCK_T):
+    for at in tl.range(0, count, BLOCK_T):
         t = at + tl.arange(0, BLOCK_T)  # [T]
         here = (t < count)[:, None] & (row[None, :] < group)
         p = tl.exp2(tl.load(logits + t[:, None] * group + row[None, :], here, float("-inf")) - log_sum[None, :])
         if MEAN:
-            tl.store(flat_mean + begin + t, tl.sum(p, 1) / group, mask=t < count)
+            tl.store(mean + t, tl.sum(p, 1) / group, mask=t < count)
         if MAX:
-            tl.store(flat_max + begin + t, tl.max(p, 1), mask=t < count)
+            tl.store(most + t, tl.max(p, 1), mask=t < count)
+
+
+@triton.jit
+def _emit(
+    logits, offsets, lse, flat_mean, tail_mean, flat_max, tail_max, segments, group, total, room, tail, share,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, BLOCK_R)  # [R]
+    place = tl.program_id(0).to(tl.int64) * share
+    end = tl.minimum(place + share, total + segments * tail)
+    while place < end:
+        segment, begin, low, length = _segment(place, offsets, segments, tail, BLOCK_S)
+        log_sum = tl.load(lse + segment * group + row, mask=row < group, other=float("inf")) * 1.4426950408889634
+        stop = tl.minimum(end, begin + length + tail)
+        at = low + place - begin
+        _probabilities(
+            logits + at * group, flat_mean + at, flat_max + at,
+            (tl.minimum(stop, begin + length) - place).to(tl.int32), log_sum, row, group, BLOCK_T, MEAN, MAX,
+        )  # fmt: skip
+        place = tl.maximum(place, begin + length)
+        at = place - begin - length
+        where = segment.to(tl.int64) * tail + at
+        _probabilities(
+            logits + (total + segment.to(tl.int64) * room + at) * group, tail_mean + where, tail_max + where,
+            (stop - place).to(tl.int32), log_sum, row, group, BLOCK_T, MEAN, MAX,
+        )  # fmt: skip
+        place = stop
 
 
 def ragged_decode(
@@ -240,43 +266,49 @@ def ragged_decode(
     if not segments:
         return out
 
-    tuned = ragged_decode_tuning(total + segments * tail, segments, dim, keys.dtype, keys.device) | (tuning or {})
-    chunk = tuned["chunk"]
-    chunks = triton.cdiv(total, chunk) + segments * (1 + triton.cdiv(tail, chunk))  # no fewer than there are
+    tuned = ragged_decode_tuning(dim, keys.dtype) | (tuning or {})
+    tokens = total + segments * tail
+    share = triton.cdiv(tokens, multiprocessors(keys.device) * tuned["per_multiprocessor"])
+    share = max(tuned["smallest_share"], triton.cdiv(share, tuned["block_t"]) * tuned["block_t"])
+    programs = triton.cdiv(tokens, share)
     block_s, block_d = triton.next_power_of_2(segments), triton.next_power_of_2(dim)
-    part_outputs = empty.new_empty(chunks, group, dim)
-    part_lse = empty.new_empty(chunks, group)
+    part_outputs = empty.new_empty(programs + segments, group, dim)
+    part_lse = empty.new_empty(programs + segments, group)
     logits = empty.new_empty((total + segments * room) * group) if emit else empty
-    _attend[(chunks,)](
-        query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits,
-        segments, group, total, room, tail, chunk, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
-        DIM=dim, BLOCK_D=block_d, BLOCK_T=tuned["block_t"], BLOCK_R=max(16, triton.next_power_of_2(group)),
-        BLOCK_S=block_s, EMIT=bool(emit), PRECISION=precision(keys.dtype), STAGES=tuned["stages"],
-        num_warps=tuned["warps"],
-    )  # fmt: skip
+    if tokens:
+        _attend[(programs,)](
+            query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits,
+            segments, group, total, room, tail, share, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+            DIM=dim, BLOCK_D=block_d, BLOCK_T=tuned["block_t"], BLOCK_R=max(16, triton.next_power_of_2(group)),
+            BLOCK_S=block_s, EMIT=bool(emit), PRECISION=precision(keys.dtype), STAGES=tuned["stages"],
+            num_warps=tuned["warps"],
+        )  # fmt: skip
     _merge[(segments, group)](
-        part_outputs, part_lse, offsets, out.output, out.lse, segments, group, tail, chunk,
-        DIM=dim, BLOCK_D=block_d, BLOCK_S=block_s, BLOCK_C=32, num_warps=4,
+        part_outputs, part_lse, offsets, out.output, out.lse, group, tail, share,
+        DIM=dim, BLOCK_D=block_d, BLOCK_P=16, num_warps=4,
     )  # fmt: skip
-    if emit:
+    if emit and tokens:
         flat_mean, tail_mean = out.attention.get("mean", (empty, empty))
         flat_max, tail_max = out.attention.get("max", (empty, empty))
-        _emit[(chunks,)](
+        share = tuned["emit_share"]
+        _emit[(triton.cdiv(tokens, share),)](
             logits, offsets, out.lse, flat_mean, tail_mean, flat_max, tail_max,
-            segments, group, total, room, tail, chunk,
-            BLOCK_T=min(1024, triton.next_power_of_2(chunk)), BLOCK_R=triton.next_power_of_2(group), BLOCK_S=block_s,
+            segments, group, total, room, tail, share,
+            BLOCK_T=min(1024, share), BLOCK_R=triton.next_power_of_2(group), BLOCK_S=block_s,
             MEAN="mean" in emit, MAX="max" in emit, num_warps=4,
         )  # fmt: skip
     return out
 
 
-def ragged_decode_tuning(
-    tokens: int, segments: int, dim: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, int]:
-    """Block sizes by shape; measured on an H200 for bfloat16 and 128 dims. Chunks of at least 4 blocks, at most 1,024
-    tokens, fewer where the tokens would not fill the chip."""
+def ragged_decode_tuning(dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Block sizes by shape; measured on an H200 for bfloat16 and 128 dims."""
     wide = dim > 128 or dtype == torch.float32
     block_t = 32 if wide else 64
-    share = triton.cdiv(tokens, multiprocessors(device) * 2)
-    chunk = triton.cdiv(min(1024, max(4 * block_t, share)), block_t) * block_t
-    return {"block_t": block_t, "chunk": chunk, "warps": 4, "stages": 2 if wide else 3}
+    return {
+        "block_t": block_t,
+        "warps": 4,
+        "stages": 2 if wide else 3,
+        "per_multiprocessor": 2,  # shares of one multiprocessor
+        "smallest_share": 4 * block_t,
+        "emit_share": 1024,
+    }

@@ -2,7 +2,7 @@
 
 from kvrepro import allocate
 from kvrepro.policy import Policy
-from kvrepro.score import keys, position, window
+from kvrepro.score import cumulative, heads, keys, position, window
 
 # ---- windows: indicator x aggregator x pooling (see `kvrepro.score.window`)
 # fmt: off
@@ -78,11 +78,80 @@ WINDOWS: dict[str, Policy] = {
         budget="joint",
     ),
 }
+
+# ---- positions, keys, cumulative attention, heads
+ONCE = "it repeats a context once: generated tokens would have no score"
+WHOLE = "its retrieval heads keep every generated token: no cap can hold"
+
+TOKENS: dict[str, Policy] = {
+    "streaming_llm": Policy("StreamingLLM", "Xiao et al. 2023, section 3.2", position.streaming_llm, {"sinks": 4}),
+    "random": Policy(
+        "Random", "a baseline of kvpress", position.random, {"draw": "float32"}, {"draw": "keys"},
+        code="NVIDIA/kvpress@8bb29b9 random_press.py",
+    ),
+    "k_norm": Policy(
+        "K-norm", "Devoto et al. 2024", keys.k_norm, {"dense_layers": 0}, {"dense_layers": 2},
+        code="alessiodevoto/l2compress; Zefan-Cai/KVCache-Factory@c97f9d7", allocate=heads.whole,
+    ),
+    "key_diff": Policy(
+        "KeyDiff", "Park et al. 2025", keys.key_diff, {"anchor": "unit", "block": 128}, {"block": 0},
+        code="NVIDIA/kvpress@8bb29b9 keydiff_press.py", refine=keys.key_diff_blocks,
+    ),
+    "r_kv": Policy(
+        "R-KV", "Cai et al. 2025", keys.r_kv,
+        {"window": 8, "recent": "window", "mix": 0.1, "kernel": 7, "threshold": 0.5, "alone": "nothing"},
+        {"mix": 0.07, "alone": "first"},
+        code="Zefan-Cai/R-KV@31cf555 rkv/compression/r1_kv.py",
+    ),
+    "tri_attention": Policy(
+        "TriAttention, one choice for all layers", "Mao et al. 2026", keys.tri_attention,
+        {"calibration": keys.EMBEDDED, "horizon": 65536, "recent": 0}, {"recent": 128},
+        code="WeianMao/triattention@c3744ee, vLLM; its Hugging Face path pins the prompt instead",
+        across=keys.shared_by_layers,
+    ),
+    "tri_attention_layer": Policy(
+        "TriAttention, each layer for itself", "Mao et al. 2026", keys.tri_attention,
+        {"calibration": keys.EMBEDDED, "horizon": 65536, "recent": 0}, {"recent": 128},
+        code="WeianMao/triattention@c3744ee, per_layer_per_head",
+    ),
+    "h2o": Policy(
+        "H2O, offline", "leakage paper; kvpress ObservedAttentionPress", cumulative.h2o, needs=("mass",),
+    ),
+    "h2o_online": Policy(
+        "H2O", "Zhang et al. 2023, Algorithm 1", cumulative.h2o_online,
+        {"share": 0.5, "recent": 0}, {"share": 0.0, "recent": 8},
+        code="Zefan-Cai/KVCache-Factory@c97f9d7 pyramidkv_utils.py", shield=cumulative.recent_share, needs=("mass",),
+    ),
+    "scissorhands": Policy(
+        "Scissorhands", "Liu et al. 2023, Algorithm 2", cumulative.scissorhands,
+        {"signal": "low", "recent": 10}, {"signal": "mass"},
+        code="Zefan-Cai/KVCache-Factory@c97f9d7", needs=("low", "mass"),
+    ),
+    "tova": Policy(
+        "TOVA", "Oren et al. 2024", cumulative.tova, {"window": 1, "recent": 0}, {"recent": 1},
+        code="NVIDIA/kvpress@8bb29b9 tova_press.py",
+    ),
+    "quest": Policy(
+        "QUEST as eviction", "Tang et al. 2024, Algorithm 1, its bound as a score", cumulative.quest,
+        {"window": 1, "page": 16, "group": "max"},
+    ),
+    "quest_pages": Policy(
+        "Quest, pages selected", "Tang et al. 2024; mit-han-lab/Quest quest_attention.py", cumulative.quest,
+        {"page": 16, "dense_layers": 2}, frees=False,
+    ),
+    "kv_zip": Policy(
+        "KVzip", "Kim et al. 2025", heads.kv_zip, {"sinks": 4},
+        across=allocate.joint_layers, needs=("reconstruction",), budget="joint",
+        refuses={"chunked": "the whole context must be in the cache while it is repeated",
+                 "decode cap": ONCE, "per step": ONCE},
+    ),
+    "duo_attention": Policy(
+        "DuoAttention", "Xiao et al. 2024", position.streaming_llm,
+        {"sinks": 128, "recent": 256, "gates_file": heads.EMBEDDED, "count": "tokens"}, {"count": "heads"},
+        code="NVIDIA/kvpress@8bb29b9 duo_attention_press.py",
+        across=heads.duo_attention, budget="joint", refuses={"decode cap": WHOLE, "per step": WHOLE},
+    ),
+}
 # fmt: on
 
-CATALOGUE: dict[str, Policy] = {
-    # ---- position, keys, cumulative attention, heads
-    "streaming_llm": Policy("StreamingLLM", "Xiao et al. 2023, section 3.2", position.streaming_llm, {"sinks": 4}),
-    "k_norm": Policy("K-norm", "Devoto et al. 2024", keys.k_norm),
-    **WINDOWS,
-}
+CATALOGUE: dict[str, Policy] = {**TOKENS, **WINDOWS}

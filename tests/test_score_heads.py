@@ -34,7 +34,7 @@ def test_kv_zip_plus_transcription():
 @pytest.mark.parametrize(("layer", "expected"), [(0, "all"), (1, "all"), (2, "budget")])
 def test_whole_layers_keep_every_token(layer, expected):
     o = observation(dead=6, gaps=3, layer=layer, seed=2)
-    counts = heads.whole(torch.zeros(2, 2, 24), o.alive, torch.tensor([5, 7]), o, dense=2)
+    counts = heads.whole(torch.zeros(2, 2, 24), o.alive, torch.tensor([5, 7]), o, dense_layers=2)
     assert counts.tolist() == (o.alive.sum(-1).tolist() if expected == "all" else [[5, 5], [7, 7]])
     assert heads.whole(torch.zeros(2, 2, 24), o.alive, torch.tensor([5, 7]), o).tolist() == [[5, 5], [7, 7]]
 

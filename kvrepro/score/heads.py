@@ -41,12 +41,12 @@ def kv_zip_plus(o: Observation) -> Scores:
     return (largest * squared.clamp(min=0).sqrt()).amax(2)
 
 
-def whole(scores: Scores, protected: Mask, budget: RowInts, o: Observation, dense: int = 0) -> Counts:
-    """Layers below `dense` keep every token, the others `budget` per head: the whole is more than budget times layers.
+def whole(scores: Scores, protected: Mask, budget: RowInts, o: Observation, dense_layers: int = 0) -> Counts:
+    """Layers below `dense_layers` keep every token, the others `budget` per head: more than the budget in all.
 
     Source: K-norm (Devoto et al. 2024), which skips layers 0 and 1; KVCache-Factory's L2NormCluster.
     """
-    if o.layer < dense:
+    if o.layer < dense_layers:
         return o.alive.sum(-1)
     return budget[:, None].expand(-1, scores.shape[1])
 

@@ -115,7 +115,7 @@ def column_mass(
     """Attention that every key got, mean over the group, float32 [batch, kv_heads, tokens].
 
     query: [batch, heads, queries, dim], the last `queries` of the tokens; keys: [batch, kv_heads, tokens, dim], strided
-    with dim innermost. lse: [batch, heads, queries], natural logarithm; a query whose lse is not finite counts as absent.
+    with dim innermost. lse: [batch, heads, queries], natural logarithm; not finite where a query is absent.
     scale: of the logits, by default dim**-0.5. starts: int [batch] or [batch, kv_heads], the first live key. spans: int
     [batch, tokens], the span of each token. out: contiguous float32 tensor to write into.
     Raises ValueError for tensors that do not fit each other and for CPU tensors uninterpreted.

@@ -62,7 +62,7 @@ def _move(
     keys, values, table, source, max_blocks, n, block_size, width, rows_per_program,
     BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program walks `rows_per_program` slots of a request in ascending order, for one slice of columns of one pool."""
+    """A program walks `rows_per_program` slots of a request, ascending, for one slice of columns of one pool."""
     request = tl.program_id(1)
     pool = keys
     if tl.program_id(2) == 1:

@@ -138,6 +138,7 @@ TOKENS: dict[str, Policy] = {
     "quest_pages": Policy(
         "Quest, pages selected", "Tang et al. 2024; mit-han-lab/Quest quest_attention.py", cumulative.quest,
         {"page": 16, "dense_layers": 2}, frees=False,
+        refuses={"chunked": "nothing leaves: a prompt in chunks is read in full, as in regime prefill"},
     ),
     "kv_zip": Policy(
         "KVzip", "Kim et al. 2025", heads.kv_zip, {"sinks": 4},

@@ -2,7 +2,7 @@
 
 One gate per KV head mixes its attention over everything with attention over sinks and recent tokens. The model stays as
 it is; the gates shrink as far as the hidden states at the answers allow. Source: Xiao et al. 2024;
-duo_attn/train.py of mit-han-lab/duo-attention (learning rate 0.02, weight of the gates' sum 0.05).
+duo_attn/train.py of mit-han-lab/duo-attention (there at a rate of 0.02).
 """
 
 import json
@@ -91,12 +91,12 @@ def draw(steps: int, tokens: int, length: int, seed: int) -> list[tuple[Tensor, 
 
 def main(
     model: Annotated[str, typer.Option(help="a model with the embedded one's vocabulary")] = models.DEFAULT,
-    steps: int = 100,
+    steps: int = 80,
     length: Annotated[int, typer.Option(help="tokens of a conversation")] = 768,
     batch: Annotated[int, typer.Option(help="conversations a step")] = 1,
     sinks: int = 32,
     recent: int = 64,
-    rate: float = 0.02,
+    rate: float = 0.05,
     weight: float = 0.05,
     seed: int = 2027,
     out: Annotated[Path, typer.Option(help="relative paths start at the project's folder")] = Path(EMBEDDED),

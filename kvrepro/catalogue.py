@@ -49,7 +49,7 @@ WINDOWS: dict[str, Policy] = {
     ),
     "critical_ada_kv": Policy(
         "Critical-AdaKV", "Feng et al. 2025, Algorithm 1, on Ada-KV's budgets", window.snapkv,
-        {**CRITICAL, **ADAPTIVE}, {"window": 64},
+        {**CRITICAL, **ADAPTIVE, "exempt_floor": 0.0}, {"window": 64, "exempt_floor": 0.2},
         code="NVIDIA/kvpress@8bb29b9 criticalkv_press.py", allocate=allocate.adaptive, refine=window.critical,
         budget="per head",
     ),

@@ -218,18 +218,25 @@ def cake_preference(o: Observation, tau1: float = 1.0, tau2: float = 1.0) -> Ten
 
 
 def critical(
-    o: Observation, scores: Scores, counts: Counts, protected: Mask, alpha: float = 0.5, eps: float = 1e-4
+    o: Observation,
+    scores: Scores,
+    counts: Counts,
+    protected: Mask,
+    alpha: float = 0.5,
+    eps: float = 1e-4,
+    exempt_floor: float = 0.0,
 ) -> tuple[Scores, Mask]:
     """CriticalKV's two stages: the int(alpha * count) best of each head are exempt, protected tokens first; the rest is
     scored (s_j + eps) times the group's mean of ||v_j W_O||_1.
 
-    Returns (scores, exempt tokens). With each head's Ada-KV count it is Critical-AdaKV. Unlike the public code, whose
-    window is safe only while alpha * count holds it, protected tokens stay in any case.
+    Returns (scores, exempt tokens). With each head's Ada-KV count it is Critical-AdaKV; there the public code also
+    exempts Ada-KV's floor, int(exempt_floor * budget) tokens, which counts in heads with less than floor / alpha of an
+    equal share. Unlike the public code, whose window is safe only while the first stage holds it, protected tokens stay.
     Source: CriticalKV (Feng et al. 2025), Algorithm 1; criticalkv_press.py of NVIDIA/kvpress@8bb29b9.
     """
-    scores = scores.masked_fill(~o.alive, -torch.inf)
-    first = torch.maximum((counts.double() * alpha + 1e-9).long(), (protected & o.alive).sum(-1))
-    exempt = select(scores, protected, first)
+    first = torch.maximum(counts.double() * alpha, counts.double().mean(1, keepdim=True) * exempt_floor)
+    first = torch.maximum((first + 1e-9).long(), (protected & o.alive).sum(-1))
+    exempt = select(scores.masked_fill(~o.alive, -torch.inf), protected, first)
     return ((scores + eps) * o.projected_norm.mean(2)).masked_fill(~o.alive, -torch.inf), exempt
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvrepro.attention import Part
-from kvrepro.shapes import KeyValue, Mask, Query, TokenInts, WindowPositions
+from kvrepro.quantise import RESIDUAL, Packed
+from kvrepro.shapes import KeyValue, Mask, Query, RowInts, TokenInts, WindowPositions
 
 ROOM = 16  # slots by which the tail grows
 
@@ -22,8 +23,8 @@ class RaggedLayer:
     """Keys and values of one attention layer for `batch` rows. Segment `row * kv_heads + head` of the flat tensors runs
     from `offsets` of its number to the next, in ascending order of positions."""
 
-    keys: Tensor  # [total, dim]
-    values: Tensor
+    keys: Tensor | Packed  # [total, dim]
+    values: Tensor | Packed
     positions: Tensor  # int32 [total]
     offsets: Tensor  # int64 [batch * kv_heads + 1]
     shape: tuple[int, int]  # batch, kv_heads
@@ -73,8 +74,10 @@ class RaggedLayer:
     @property
     def bytes(self) -> int:
         """Bytes of keys and values as allocated, the tail's room included."""
-        stored = (self.keys, self.values, self.tail_keys, self.tail_values)
-        return sum(t.numel() * t.element_size() for t in stored if t is not None)
+        tails = (self.tail_keys, self.tail_values) if self.tail_keys is not None else ()
+        return sum(
+            t.bytes if isinstance(t, Packed) else t.numel() * t.element_size() for t in (self.keys, self.values, *tails)
+        )
 
     @property
     def overhead_bytes(self) -> int:
@@ -122,7 +125,8 @@ class RaggedLayer:
         place = self.offsets[1:, None] - longest + torch.arange(longest, device=self.offsets.device)
         return torch.where(place >= self.offsets[:-1, None], place, -1).view(*self.shape, longest)
 
-    def _padded(self, flat: Tensor, index: Tensor) -> Tensor:
+    def _padded(self, flat: Tensor | Packed, index: Tensor) -> Tensor:
+        flat = _dense(flat)
         if index.numel() == len(flat):  # equal lengths: a view
             return flat.view(*index.shape, *flat.shape[1:])
         return flat[index.clamp(min=0)]
@@ -178,16 +182,35 @@ class RaggedLayer:
             return
         stay = index[keep & (index >= 0)]
         lengths = (keep & (index >= 0)).sum(-1).flatten()
-        self.keys, self.values, self.positions = self.keys[stay], self.values[stay], self.positions[stay]
+        self.keys, self.values = _dense(self.keys)[stay], _dense(self.values)[stay]
+        self.positions = self.positions[stay]
+        self.hidden = None if self.hidden is None else self.hidden[stay]
         self.sums = {n: s[stay] for n, s in self.sums.items()}
         self.offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
+    def slide(self, oldest: RowInts) -> None:
+        """Forget the tokens before each row's `oldest` position, which a sliding layer never looks at again. Settles."""
+        self.settle()
+        index = self.index()
+        gone = self._positions(self.positions, index) < oldest[:, None, None]
+        if bool((gone & (index >= 0)).any()):
+            self.evict(~gone, index)
+
+    def quantise(self, bits: int) -> None:
+        """Hold the flat part in `bits` bits, and the tail once it has RESIDUAL tokens, as transformers' cache does."""
+        if isinstance(self.keys, Packed) and self.tail < RESIDUAL:
+            return
+        self.settle()
+        self.keys, self.values = Packed(_dense(self.keys), bits), Packed(_dense(self.values), bits)
+
     def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
-        """Keep the last `window` queries."""
+        """Keep the last `window` queries of each row, padding in front, in memory of their own."""
         if self.queries is not None:
             queries = torch.cat([self.queries, queries], 2)
             positions = torch.cat([self.query_positions, positions], 1)
-        self.queries, self.query_positions = queries[:, :, -window:], positions[:, -window:]
+        last = (positions >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, -window:]
+        self.query_positions = positions.gather(1, last)
+        self.queries = queries.gather(2, last[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
 
     def add(self, name: str, p: Tensor, flat_tokens: int) -> None:
         """Add `p` [batch, kv_heads, tokens], in the order of `parts`, to the sum of that name."""
@@ -199,6 +222,8 @@ class RaggedLayer:
 
     def rows(self, rows: Tensor) -> "RaggedLayer":
         """These rows alone, in this order, in memory of their own. Settles."""
+        if isinstance(self.keys, Packed) and len(rows) == self.shape[0] == 1:
+            return copy.copy(self)  # what is packed never changes in place
         self.settle()
         per_row = self.lengths[rows]
         starts = self.offsets[:-1].view(self.shape)[rows].flatten()
@@ -207,15 +232,21 @@ class RaggedLayer:
         within = torch.arange(int(offsets[-1]), device=rows.device) - torch.repeat_interleave(offsets[:-1], lengths)
         place = torch.repeat_interleave(starts, lengths) + within
         return RaggedLayer(
-            self.keys[place], self.values[place], self.positions[place], offsets, (len(rows), self.shape[1]),
+            _dense(self.keys)[place], _dense(self.values)[place], self.positions[place], offsets, (len(rows), self.shape[1]),
             {n: s[place] for n, s in self.sums.items()}, None if self.hidden is None else self.hidden[place],
             queries=None if self.queries is None else self.queries[rows],
             query_positions=None if self.query_positions is None else self.query_positions[rows],
         )  # fmt: skip
 
 
+def _dense(stored: Tensor | Packed) -> Tensor:
+    return stored.dense() if isinstance(stored, Packed) else stored
+
+
 def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
     """The rows of several caches of one layer as one batch. Settles."""
+    if len(layers) == 1:
+        return layers[0]
     for layer in layers:
         layer.settle()
     lengths = torch.cat([layer.lengths for layer in layers])
@@ -240,7 +271,7 @@ def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
 
     queries = [widened(x) for x in layers] if window else []
     return RaggedLayer(
-        torch.cat([x.keys for x in layers]), torch.cat([x.values for x in layers]),
+        torch.cat([_dense(x.keys) for x in layers]), torch.cat([_dense(x.values) for x in layers]),
         torch.cat([x.positions for x in layers]), offsets, (len(lengths), lengths.shape[1]),
         {n: torch.cat([x.sums.get(n, x.positions.new_zeros(len(x.positions), dtype=torch.float32)) for x in layers])
          for n in names}, hidden,

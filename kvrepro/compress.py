@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvrepro import guard, quota
 from kvrepro.attention import attend, attend_prompt
-from kvrepro.cache import EngineCache, RaggedLayer
+from kvrepro.cache import ROOM, EngineCache, RaggedLayer
 from kvrepro.condition import Condition
 from kvrepro.observe import Observation
 from kvrepro.policy import Policy, call, counts_of, guarded, judge, keep
@@ -164,7 +164,8 @@ class Prefill:
         positions = self.prompt.positions
         batch, n = positions.shape
         if names is None:
-            queries, at = query[:, :, n - window :], positions[:, n - window :]
+            first = max(0, n - window)  # a copy: a layer that waits must not hold on to all queries
+            queries, at = query[:, :, first:].clone(), positions[:, first:]
             span_of = None
         else:
             span_of = self._span_of[names]
@@ -273,7 +274,7 @@ class _Watch:
 
     def __init__(self, sums: dict[str, Tensor], positions: TokenInts, span_of: Tensor | None):
         self.sums, self.positions, self.span_of = sums, positions, span_of
-        self.last = int(positions.max())
+        self.last = positions.amax(1)
 
     def __call__(self, p: Tensor, queries: slice) -> None:
         there = (self.positions[:, queries] >= 0)[:, None, None, :, None]
@@ -285,7 +286,7 @@ class _Watch:
             self.sums["span_mass"] += (p * (there & same)).mean(2).sum(2)
         if "low" in self.sums:
             at = self.positions[:, queries]
-            late = (at > self.last - LOW_QUERIES)[:, None, None, :, None]
+            late = (at > self.last[:, None] - LOW_QUERIES)[:, None, None, :, None]
             sees = self.positions[:, None, None, None, :] <= at[:, None, None, :, None]
             low = (p < 1.0 / (at + 1).clamp(min=1)[:, None, None, :, None]) & late & there & sees
             self.sums["low"] += low.float().mean(2).sum(2)
@@ -313,13 +314,17 @@ class Extend:
                 at = self.positions[:, queries]
                 there = (at >= 0)[:, None, None, :, None]
                 for name in stored.sums:
+                    counted = p
                     if name == "low":
                         where = torch.cat([x.expand(*stored.shape, -1) for _, _, x in parts], 2)
                         sees = (where[:, :, None, None] >= 0) & (where[:, :, None, None] <= at[:, None, None, :, None])
-                        p = (p < 1.0 / (at + 1).clamp(min=1)[:, None, None, :, None]) & sees
-                    stored.add(name, (p * there).float().mean(2).sum(2), flat)
+                        counted = (p < 1.0 / (at + 1).clamp(min=1)[:, None, None, :, None]) & sees
+                    stored.add(name, (counted * there).float().mean(2).sum(2), flat)
 
-        return attend(query, self.positions, parts, scaling, sliding, watch, self._unchosen(layer, query, parts))
+        out = attend(query, self.positions, parts, scaling, sliding, watch, self._unchosen(layer, query, parts))
+        if sliding is not None and stored.tail >= ROOM:
+            stored.slide(self.positions.amax(1) - sliding + 2)  # what the next query cannot see
+        return out
 
     def _unchosen(self, layer: int, query: Query, parts) -> Tensor | None:
         """Quest: tokens of pages that this step's query does not select, [batch, kv_heads, group, 1, tokens]."""
@@ -339,14 +344,21 @@ class Extend:
 def reduce(
     facts: Facts, cache: EngineCache, conditions: Sequence[Condition], jobs: Sequence[Job], seen: RowInts,
     budgets: RowInts, scalings: dict[int, float], seed: int = 0,
-) -> None:  # fmt: skip
-    """Evict from rows that hold a cache, each down to its budget; rows of equal condition are decided together."""
+) -> Tensor:  # fmt: skip
+    """Evict from rows that hold a cache, each down to its budget; rows of equal condition are decided together.
+
+    Returns which rows lost tokens, bool [batch]. A row that has seen no more than its budget loses none.
+    """
     groups: dict[Condition, list[int]] = {}
-    for row, c in enumerate(conditions):
-        groups.setdefault(c, []).append(row)
+    for row, (c, over) in enumerate(zip(conditions, (seen > budgets).tolist(), strict=True)):
+        if over:
+            groups.setdefault(c, []).append(row)
+    lost = torch.zeros_like(seen, dtype=torch.bool)
     held = {}
-    for layer in facts.evictable:
+    for layer in facts.evictable if groups else ():
         stored = cache.ragged[layer]
+        if layer in facts.sliding:
+            stored.slide(seen - facts.sliding[layer] + 1)
         keys, values, positions, sums, index = stored.shown()
         kept = positions >= 0
         held[layer] = (index, kept)
@@ -385,4 +397,6 @@ def reduce(
                 held[layer][1][rows] = mine
             job.waiting.clear()
     for layer, (index, kept) in held.items():
+        lost |= ((index >= 0) & ~kept).any(2).any(1).to(lost.device)
         cache.ragged[layer].evict(kept, index, masked=conditions[0].execution == "masked")
+    return lost

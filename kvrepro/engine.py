@@ -167,11 +167,23 @@ class _Engine:
             members = list(range(first, min(first + prompt_rows, len(self.texts))))
             for group in self._groups(members, columns):
                 for rows in self._compressed(members, group):
-                    self._wait(self._continued(rows))
+                    for part in self._quantised(rows):
+                        self._wait(self._continued(part))
         for key in list(self.waiting):
             while self.waiting[key]:
                 self._decode(key)
         return self.answers
+
+    def _quantised(self, rows: Rows) -> list[Rows]:
+        """Rows whose conditions ask for it in few bits, each by itself from then on; the others together."""
+        plain = [row for row, c in enumerate(rows.conditions) if c.bits is None]
+        found = [rows if len(plain) == len(rows) else rows.take(plain)] if plain else []
+        for row, c in enumerate(rows.conditions):
+            if c.bits is not None:
+                found.append(rows.take([row]))
+                for layer in found[-1].cache.ragged.values():
+                    layer.quantise(c.bits)
+        return found
 
     def _groups(self, members: list[int], columns: list[int]) -> list[list[int]]:
         """Conditions that one forward pass serves: equal boundaries; chunks pass through caches of their own."""
@@ -326,9 +338,7 @@ class _Engine:
             budgets = torch.stack(
                 [_chunk_budget(job, int(s), int(n), last) for job, s, n in zip(each, seen, lengths, strict=True)]
             )
-            before = self._entries(cache)
-            reduce(self.facts, cache, [job.condition for job in each], each, seen, budgets, self.scalings)
-            calls += (self._entries(cache) < before).long()
+            calls += reduce(self.facts, cache, [job.condition for job in each], each, seen, budgets, self.scalings)
         tags = [(i, j) for j in columns for i in members]
         for row, tag in enumerate(tags):
             self.notes[tag] = self._kept(cache, row, int(lengths[row]))
@@ -347,10 +357,6 @@ class _Engine:
                 empty, empty.clone(), offsets[:0].int(), offsets, (batch, kv_heads),
                 {name: empty[:, 0].float() for name in sums if n in self.facts.evictable},
             )  # fmt: skip
-
-    def _entries(self, cache: EngineCache) -> Tensor:
-        """Tokens that a row's heads may still see, summed over evictable layers, [batch]."""
-        return sum(cache.ragged[n].seen().sum(1) for n in self.facts.evictable)
 
     def _reconstruct(self, prefill: Prefill, ids: Tensor, positions: Tensor, cache: EngineCache) -> None:
         """KVzip: repeat the context, chunk after chunk, and note the largest attention to each of its tokens."""
@@ -389,8 +395,6 @@ class _Engine:
         attention = _Scaled(Extend(rows.cache, positions, window), self.scalings)
         rows.logits = self._forward(ids, positions, rows.cache, attention)
         rows.seen = rows.seen + torch.tensor([len(r) for r in rest], device=self.device)
-        for layer in rows.cache.ragged.values():
-            layer.settle()
         seconds = (time.perf_counter() - began) / len(rows)
         for tag in rows.tags:
             self.notes[tag] = self.notes[tag] | {"prefill_seconds": self.notes[tag]["prefill_seconds"] + seconds}
@@ -410,16 +414,17 @@ class _Engine:
                 (1 if c.regime == "per step" else c.interval) if c.regime in DECODING and c.policy != "full" else None
             )
             size = max(int(layer.held()[row].max()) for layer in rows.cache.ragged.values())
-            key = (c.execution, every, pages, max(1, size - 1).bit_length())
+            alone = rows.tags[row] if c.bits is not None else None
+            key = (c.execution, every, pages, max(1, size - 1).bit_length(), alone)
             self.waiting.setdefault(key, []).append(rows.take([row]))
-            if len(self.waiting[key]) >= self.batch_rows:
+            if alone or len(self.waiting[key]) >= self.batch_rows:
                 self._decode(key)
 
     def _decode(self, key: tuple) -> None:
         """Generate greedily for the rows that wait under `key`, up to `batch_rows` of them."""
         rows = _joined(self.waiting[key][: self.batch_rows])
         self.waiting[key] = self.waiting[key][self.batch_rows :]
-        _, every, pages, _ = key
+        _, every, pages, *_ = key
         window = max(job.window for job in rows.jobs) if every else 0
         picked: list[Tensor] = []
         stops = torch.tensor(sorted(self.stop_ids) or [-1], device=self.device)
@@ -444,30 +449,35 @@ class _Engine:
             attention = _Scaled(Extend(rows.cache, positions, window, pages), self.scalings)
             rows.logits = self._forward(picked[-1][:, None], positions, rows.cache, attention)
             rows.seen = rows.seen + 1
+            if rows.conditions[0].bits is not None:
+                for layer in rows.cache.ragged.values():
+                    layer.quantise(rows.conditions[0].bits)
             if every and step % every == 0:
-                before = self._entries(rows.cache)
-                reduce(self.facts, rows.cache, rows.conditions, rows.jobs, rows.seen, rows.budgets, self.scalings)
-                rows.calls = rows.calls + (self._entries(rows.cache) < before)
+                rows.calls = rows.calls + reduce(
+                    self.facts, rows.cache, rows.conditions, rows.jobs, rows.seen, rows.budgets, self.scalings
+                )
 
     def _finish(self, rows: Rows, done: list[int], tokens: Tensor, seconds: float) -> None:
         """Note what is known of rows at their end."""
+        for n, window in self.facts.sliding.items():
+            rows.cache.ragged[n].slide(rows.seen - window + 1)
         layers = [rows.cache.ragged[n] for n in self.facts.attention]
         kept = torch.stack([layer.seen().float().mean(1).cpu() for layer in layers])  # [layers, batch]
         held = torch.stack([layer.held().sum(1).cpu() for layer in layers])
-        size = torch.tensor([2 * layer.keys.shape[1] * layer.keys.element_size() for layer in layers])
+        packed = sum(layer.bytes for layer in layers) if rows.conditions[0].bits is not None else None
+        size = torch.tensor([2 * layer.keys.shape[1] * layer.keys.dtype.itemsize for layer in layers])
         evicting = [self.facts.attention.index(n) for n in self.facts.evictable]
         for row in done:
             tag, seen = rows.tags[row], int(rows.seen[row])
-            full = [
-                min(seen, self.facts.sliding.get(n, seen)) * rows.cache.ragged[n].shape[1] for n in self.facts.attention
-            ]
+            full = torch.tensor([min(seen, self.facts.sliding.get(n, seen + 1) - 1) for n in self.facts.attention])
+            heads = torch.tensor([layer.shape[1] for layer in layers])
             self.answers[tag] = Generation(
                 tokens=tokens[row].tolist(),
                 kept=kept[:, row].round().int().tolist(),
-                evicted=round(seen - float(kept[evicting, row].mean())),
+                evicted=round(float((full - kept[:, row])[evicting].mean())),
                 policy_calls=int(rows.calls[row]),
-                bytes_held=int((held[:, row] * size).sum()),
-                bytes_full=int((torch.tensor(full) * size).sum()),
+                bytes_held=packed if packed is not None else int((held[:, row] * size).sum()),
+                bytes_full=int((full * heads * size).sum()),
                 decode_seconds=seconds,
                 backend="torch",
                 **self.notes[tag],

@@ -1,0 +1,57 @@
+"""Keys and values in 4 bits, by the library that transformers quantises its caches with (optimum-quanto)."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import QuantoQuantizedLayer
+
+from kvrepro.errors import InputError
+
+GROUP = 64  # numbers that share a scale and a shift, transformers' default
+RESIDUAL = 128  # newest tokens that stay in the model's own type until they are as many, transformers' default
+
+
+class Packed:
+    """A tensor `[tokens, dim]` in `bits` bits, a scale and a shift for each 64 numbers; `dense()` gives it back."""
+
+    def __init__(self, dense: Tensor, bits: int = 4):
+        """Raises InputError for a head whose dim does not fit the groups."""
+        if dense.shape[1] % GROUP:
+            raise InputError(f"head dim {dense.shape[1]} is no multiple of {GROUP}, which share a scale: use bits=None")
+        _unpack_without_compiler()
+        self.dtype, self.shape = dense.dtype, dense.shape
+        self._codec = QuantoQuantizedLayer(nbits=bits, q_group_size=GROUP, residual_length=RESIDUAL)
+        self._codes = self._codec._quantize(dense.contiguous(), axis=0) if len(dense) else None
+
+    def dense(self) -> Tensor:
+        """Every number, rounded to what its group's 2^bits levels allow."""
+        if self._codes is None:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return self._codec._dequantize(self._codes).to(self.dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of codes, scales and shifts."""
+        return sum(t.numel() * t.element_size() for t in _inner(self._codes)) if self._codes is not None else 0
+
+
+def _inner(tensor) -> list[Tensor]:
+    """The plain tensors inside a tensor subclass."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [t for name in tensor.__tensor_flatten__()[0] for t in _inner(getattr(tensor, name))]
+
+
+def _unpack_without_compiler() -> None:
+    """Quanto compiles a C++ helper at the first unpacking on a CPU: minutes that need a compiler. Shifts do as well."""
+    from optimum.quanto.library.extensions.cpp import ext
+
+    def unpack(codes: Tensor, bits: int) -> Tensor:
+        return torch.cat([codes >> bits * i & 2**bits - 1 for i in range(8 // bits)])
+
+    if ext._lib is None:
+        ext._lib = SimpleNamespace(unpack=unpack)

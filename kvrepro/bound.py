@@ -191,7 +191,7 @@ def _enumerate(p: Tensor, r: Tensor, k: int) -> Tensor:
     best, bits = torch.full_like(p[:, 0, 0], torch.inf), torch.zeros_like(p[:, 0])
     for x, y in _halves(p.shape[-1], k):
         x, y = x.to(p), y.to(p)
-        total = 0.0
+        total = p.new_zeros(())
         for g, weight in zip(gram.unbind(1), p.unbind(1), strict=True):
             square = 2 * (x @ g[:, :half, half:] @ y.T)  # [rows, subsets of the first half, of the second]
             square += ((x @ g[:, :half, :half]) * x).sum(-1)[:, :, None]

@@ -383,7 +383,9 @@ def _paired(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.Dat
     return pairs.assign(log=np.log(pairs.ratio_other) - np.log(pairs.ratio))
 
 
-def evaluate(study: Study, *, model: str, profile: str, book: Mapping | str = "dropkv_bound") -> pd.DataFrame:
+def evaluate(
+    study: Study, *, model: str, profile: str, book: Mapping | str = "dropkv_bound", draws: int = DRAWS
+) -> pd.DataFrame:
     """Verdict of every claim, in the columns of `claims.evaluate`; the reading is "any"."""
     known = claims.load_claims(book) if isinstance(book, str) else book
     rows = []
@@ -392,7 +394,10 @@ def evaluate(study: Study, *, model: str, profile: str, book: Mapping | str = "d
             rows.append(claims._row(claim, claim["why"]))
             continue
         found = pd.DataFrame(
-            [(label, *interval(f, columns, statistic)) for label, f, columns, statistic in members(claim, study)],
+            [
+                (label, *interval(f, columns, statistic, draws=draws))
+                for label, f, columns, statistic in members(claim, study)
+            ],
             columns=["member", "value", "low", "high", "n"],
         ).assign(p=np.nan)
         found["state"] = [claims.judge(claim["rule"], m.value, m.low, m.high, None) for m in found.itertuples()]

@@ -4,7 +4,7 @@ Tables, intervals and verdicts from these frames: `kvrepro.bound_tables`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +108,24 @@ def study(
     return Study(**{name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}, settings=settings)
 
 
+def by_length(
+    loaded: Loaded, items: str, n_items: int, lengths: Sequence[int], settings: Settings, **given
+) -> pd.DataFrame:
+    """`Study.assumptions` for prompts of several lengths (tokens), with a column `length`; no enumeration.
+
+    items: as in `data.load_items`. Lengths beyond the model's context are left out; if none is left, InputError.
+    """
+    held = [length for length in lengths if length <= loaded.context]
+    if not held:
+        raise InputError(f"no length of {list(lengths)} fits the model's context of {loaded.context} tokens")
+    plain = replace(settings, per_cell=0, shares=())
+    frames = []
+    for length in held:
+        found = data.load_items(items, n_items, seed=settings.seed, tokens=length)
+        frames.append(study(loaded, found, plain, limit=length, **given).assumptions.assign(length=length))
+    return pd.concat(frames, ignore_index=True)
+
+
 def _share(total: int, number: int, of: int) -> int:
     return total * (number + 1) // of - total * number // of
 
@@ -180,12 +198,11 @@ def _assumptions(t: Triple, s: Settings) -> list[dict]:
 
 
 def lemma_error(t: Triple, seed: int = 0) -> dict:
-    """Largest error of lemma 1, relative to ||a|| / (1 - P_J): evicting one of 64 keys, or half of all at random.
+    """Largest error of lemma 1, relative to ||a|| / (1 - P_J): evicting one of the 64 with most, or half of all.
 
     The division by what is left amplifies rounding in the definition as in the lemma; so it is taken off.
     """
-    one = torch.zeros(64, len(t.p), dtype=torch.bool)
-    one[torch.arange(64), t.p.topk(64).indices] = True
+    one = torch.nn.functional.one_hot(t.p.topk(min(64, len(t.p))).indices, len(t.p)).bool()
     half = torch.rand(16, len(t.p), generator=torch.Generator().manual_seed(seed)) < 0.5
     found = {"tokens": len(t.p)}
     for name, evicted in (("single", one), ("joint", half)):
@@ -232,15 +249,19 @@ def _records(drawn: list[dict], s: Settings) -> pd.DataFrame:
     p, r = _stack(drawn, "p"), _stack(drawn, "r")
     found, eps = cone.cone(r, steps=s.steps), p.amax(-1)
     plain = [one for one in drawn if one["where"]["stratum"] in triples.STRATA]
+    pw, rw = _stack(plain, "p_window"), _stack(plain, "r_window")
+
+    def of_query(evicted: Tensor) -> Tensor:
+        return bound.joint_cost(p, r, evicted)
+
+    def of_window(evicted: Tensor) -> Tensor:
+        return bound.window_cost(pw, rw, evicted)
+
     for k in s.ks:
         best = bound.optimum(p, r, k).value
         facts = {"eps": eps, "c_low": found.low, "c_high": found.high, "bound": bound.factor(found.low, eps, k)}
-        frames += _by_rule(drawn, k, "query", best, lambda evicted: bound.joint_cost(p, r, evicted), facts)
-        every = _stack(plain, "p_window"), _stack(plain, "r_window")
-        best = bound.window_optimum(*every, k).value
-        frames += _by_rule(
-            plain, k, "window", best, lambda evicted, every=every: bound.window_cost(*every, evicted), {}
-        )
+        frames += _by_rule(drawn, k, "query", best, of_query, facts)
+        frames += _by_rule(plain, k, "window", bound.window_optimum(pw, rw, k).value, of_window, {})
     return pd.concat(frames, ignore_index=True)
 
 

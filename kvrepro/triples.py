@@ -100,7 +100,7 @@ class _Looker:
             m.layer_idx: m.o_proj.weight for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")
         }
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
         if self.layers is None or layer in self.layers:
             self.visit(self._triples(layer, query[0], key[0], value[0], scaling))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)

@@ -189,7 +189,7 @@ class RaggedLayer:
         self.offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
     def slide(self, oldest: RowInts) -> None:
-        """Forget the tokens before each row's `oldest` position, which a sliding layer never looks at again. Settles."""
+        """Forget the tokens before each row's `oldest` position: a sliding layer never sees them again. Settles."""
         self.settle()
         index = self.index()
         gone = self._positions(self.positions, index) < oldest[:, None, None]

@@ -1,7 +1,8 @@
 """Eviction while the model runs: who attends during a prompt, during what follows it, and what leaves when.
 
 `Prefill` lets one forward pass of a prompt serve many conditions, each layer reduced as soon as it is computed.
-`Extend` lets rows that hold a cache of their own go on, by a chunk, a question or one token. `reduce` evicts from such rows.
+`Extend` lets rows that hold a cache of their own go on, by a chunk, a question or one token. `reduce` evicts from
+such rows.
 """
 
 from collections.abc import Sequence

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from observations import observation, other_rubbish
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrepro.catalogue import CATALOGUE
 from kvrepro.errors import InputError
@@ -342,6 +343,16 @@ def test_critical_fills_half_by_score_and_half_by_weighted_score(shape):
             assert kept[b, h, head.slots].nonzero()[:, 0].tolist() == sorted(want)
 
 
+def test_critical_exempts_the_floor_of_heads_with_small_counts():
+    o = observation(1, 2, tokens=40)
+    scores, none = window.snapkv(o), torch.zeros_like(o.alive)
+    counts = torch.tensor([[6, 34]])  # 20 on average
+    assert window.critical(o, scores, counts, none)[1].sum(-1).tolist() == [[3, 17]]
+    exempt = window.critical(o, scores, counts, none, exempt_floor=0.2)[1]
+    assert exempt.sum(-1).tolist() == [[4, 17]]
+    assert exempt[0, 0].nonzero()[:, 0].tolist() == sorted(scores[0, 0].topk(4).indices.tolist())
+
+
 # ---- every row of the catalogue
 
 
@@ -388,6 +399,31 @@ def test_a_batch_is_its_rows(name):
         ]  # fmt: skip
         alone = run(name, "as_run", row, torch.tensor([budget]))
         assert all(torch.equal(x[b], y[0]) for x, y in zip(together, alone, strict=True))
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that was made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            self.size = max(self.size, x.untyped_storage().nbytes() // 4 if isinstance(x, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("reading", ["as_run", "as_described"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tensor_grows_faster_than_the_tokens(name, reading):
+    sizes = []
+    for tokens in (512, 1024):
+        layers = [observation(1, 1, 1, tokens=tokens, layer=l, seed=l) for l in range(2)]
+        with Largest() as largest:
+            run(name, reading, layers, torch.tensor([100]))
+        sizes.append(largest.size)
+    assert sizes[1] <= 2 * sizes[0]
+    assert sizes[1] < 1024 * 64
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "defensive" not in n])

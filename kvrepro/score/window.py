@@ -231,7 +231,7 @@ def critical(
 
     Returns (scores, exempt tokens). With each head's Ada-KV count it is Critical-AdaKV; there the public code also
     exempts Ada-KV's floor, int(exempt_floor * budget) tokens, which counts in heads with less than floor / alpha of an
-    equal share. Unlike the public code, whose window is safe only while the first stage holds it, protected tokens stay.
+    equal share. The public code's window is safe only while the first stage holds it; protected tokens always stay.
     Source: CriticalKV (Feng et al. 2025), Algorithm 1; criticalkv_press.py of NVIDIA/kvpress@8bb29b9.
     """
     first = torch.maximum(counts.double() * alpha, counts.double().mean(1, keepdim=True) * exempt_floor)

@@ -114,7 +114,7 @@ class Ledger:
             s,
             blocks=np.append(s.blocks, self._take(fresh)),
             positions=np.append(s.positions, np.full(fresh * size, -1)),
-            alive=np.pad(s.alive, ((0, 0), (0, 0), (0, fresh * size))),
+            alive=np.append(s.alive, np.zeros((*s.alive.shape[:2], fresh * size), bool), -1),
         )
         slots = np.arange(s.tail, s.tail + tokens)
         s.positions[slots] = np.arange(s.seen, s.seen + tokens)

@@ -367,21 +367,23 @@ def rounds(
     if layout not in LAYOUTS or victims not in ("lot", "oldest"):
         raise InputError(f"layout {layout!r}, victims {victims!r}: choose {', '.join(LAYOUTS)}; lot or oldest")
     random, ledger = np.random.default_rng(seed), Ledger(-(-(budget + tokens) // block_size) + 1, block_size)
-    number = ledger.new()
+    number, counters, alive, rows = ledger.new(), ledger.counters, budget, []
     ledger.append(number, budget)
-    rows = []
     for t in range(1, tokens + 1):
         ledger.append(number)
-        before = ledger.metrics()
+        alive += 1
+        freed, copies = counters.blocks_freed, counters.slot_copies
         if t % every == 0:
             _evict_to(ledger, number, budget, victims, random)
+            alive = budget
             if layout != "none":
                 getattr(ledger, layout)(number)
-        now = ledger.metrics()
-        rows.append({"token": t, "blocks_held": now["blocks_held"], "tokens_alive": now["tokens_alive"],
-                     "copies": now["slot_copies"] - before["slot_copies"],
-                     "freed": now["blocks_freed"] - before["blocks_freed"]})  # fmt: skip
-    return pd.DataFrame(rows).assign(every=every, layout=layout, victims=victims, budget=budget, draw=seed)
+        held = len(ledger.references) - len(ledger.free_list)
+        rows.append((t, held, alive, counters.slot_copies - copies, counters.blocks_freed - freed))
+    names = ["token", "blocks_held", "tokens_alive", "copies", "freed"]
+    return pd.DataFrame(rows, columns=names).assign(
+        every=every, layout=layout, victims=victims, budget=budget, block_size=block_size, draw=seed
+    )
 
 
 def _evict_to(ledger: Ledger, number: int, budget: int, victims: str, random: np.random.Generator) -> None:
@@ -463,6 +465,11 @@ def latency(
             frame["added"] = (frame.pass_ms / (every * frame.step_ms.median())).where(due)
             parts.append(frame.assign(every=every, layout=layout, budget=budget))
     return pd.concat(parts, ignore_index=True)
+
+
+def gauge(every: int = 128, **settings: Any) -> pd.DataFrame:
+    """`rounds` at one cadence, every layout."""
+    return pd.concat([rounds(every, layout, **settings) for layout in LAYOUTS], ignore_index=True)
 
 
 # ---- what copies cost elsewhere

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is packaged for Linux only")
 
 from kvrepro_kernels.compaction import compact, compact_reference
-from kvrepro_kernels.paging import fill_holes, hole_sources, moved_reference, repack
+from kvrepro_kernels.paging import fill_holes, moved_reference, repack
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -163,6 +163,17 @@ def kept_slots(counts: list[int], slots: int, seed: int = 0) -> torch.Tensor:
     return ragged_rows([counts], slots, seed)[0]
 
 
+def filled(kept: torch.Tensor) -> torch.Tensor:
+    """Sources of hole filling, slot by slot."""
+    source = torch.full_like(kept, -1)
+    for r, slots in enumerate(kept.tolist()):
+        slots = [j for j in slots if j >= 0]
+        movers = iter([j for j in slots if j >= len(slots)])
+        for i in range(len(slots)):
+            source[r, i] = i if i in slots else next(movers)
+    return source
+
+
 @pytest.mark.parametrize("move", [repack, fill_holes])
 @pytest.mark.parametrize(
     ("blocks", "counts"), [(1, [1, 4]), (8, [0, 32]), (9, [17, 35]), (80, [111, 319]), (80, [1, 2])]
@@ -171,7 +182,7 @@ def kept_slots(counts: list[int], slots: int, seed: int = 0) -> torch.Tensor:
 def test_paged_moves_equal_the_reference(move, blocks: int, counts: list[int], dtype: torch.dtype):
     keys, values, table = pool(2, blocks, dtype=dtype)
     kept = kept_slots(counts, blocks * 4, seed=sum(counts))
-    wanted = kept if move is repack else hole_sources(kept, blocks * 4)
+    wanted = kept if move is repack else filled(kept)
     expected = [moved_reference(x, table, wanted) for x in (keys, values)]
     source = move(keys, values, table, kept)
     assert torch.equal(source, wanted)
@@ -189,13 +200,13 @@ def test_any_paged_move(data: st.DataObject):
     kept = kept_slots(counts, blocks * block, seed)
     if not kept.numel():
         return
-    source = hole_sources(kept, blocks * block)
+    source = filled(kept)
     for row, slots, count in zip(source.tolist(), kept.tolist(), counts, strict=True):
         assert sorted(row) == sorted(slots)  # the same survivors
         assert all(j == i for i, j in enumerate(row[:count]) if i in slots)  # who may stay stays
     for move, wanted in ((repack, kept), (fill_holes, source)):
         mine = [x.clone() for x in (keys, values)]
-        move(*mine, table, kept, tuning=dict(block_i=4))
+        assert torch.equal(move(*mine, table, kept, tuning=dict(block_i=4, block_c=8)), wanted)
         assert torch.equal(mine[0], moved_reference(keys, table, wanted))
         assert torch.equal(mine[1], moved_reference(values, table, wanted))
 

@@ -86,7 +86,7 @@ def compact(
             raise ValueError(f"rows {low} to {high} do not lie in -1 to {tokens - 1}")
 
     block_d = triton.next_power_of_2(dim)
-    tuned = {"elements": 4096, "warps": 4} | (tuning or {})
+    tuned = {"elements": 2048, "warps": 8} | (tuning or {})
     block_t = max(8, tuned["elements"] // block_d)
     _compact[(triton.cdiv(kept, block_t), batch * kv_heads)](
         keys, values, rows.contiguous(), *out,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrepro_kernels.launch import check_device
+from kvrepro_kernels.launch import check_device, multiprocessors
 
 
 def moved_reference(pool: Tensor, table: Tensor, source: Tensor) -> Tensor:
@@ -32,70 +32,88 @@ def moved_reference(pool: Tensor, table: Tensor, source: Tensor) -> Tensor:
     return out
 
 
-def hole_sources(kept: Tensor, slots: int) -> Tensor:
-    """Which slot's content each slot holds after `fill_holes`, [requests, n] like kept, -1 behind the survivors."""
+def hole_pairs(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Holes below the new end and the survivors that fill them, two [requests, n] like kept, -1 behind the last pair.
+
+    kept[i] - i holes lie before the i-th survivor, so the n-th hole is n plus the number of survivors before it.
+    """
     n = kept.shape[1]
+    slot = torch.arange(n, device=kept.device, dtype=kept.dtype).expand_as(kept)
     there = kept >= 0
     count = there.sum(1, keepdim=True)
-    stays = kept.new_zeros(kept.shape[0], slots + 1, dtype=torch.bool)
-    stays.scatter_(1, torch.where(there, kept, slots).long(), True)
-    slot = torch.arange(n, device=kept.device)
-    hole = ~stays[:, :n] & (slot < count)
-    nth = hole.cumsum(1) - 1
-    mover = kept.gather(1, (count - hole.sum(1, keepdim=True) + nth).clamp(0, n - 1))
-    return torch.where(slot < count, torch.where(hole, mover, slot.to(kept.dtype)), -1)
+    before = torch.where(there, kept - slot, torch.iinfo(kept.dtype).max)
+    hole = slot + torch.searchsorted(before, slot.contiguous(), right=True, out_int32=kept.dtype == torch.int32)
+    movers = (kept >= count).sum(1, keepdim=True)
+    mover = kept.gather(1, (slot + count - movers).clamp(max=n - 1).long())
+    return torch.where(slot < movers, hole, -1), torch.where(slot < movers, mover, -1)
+
+
+def hole_sources(kept: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """Which slot's content each slot holds once the `pairs` have moved, [requests, n], -1 behind the survivors."""
+    hole, mover = pairs
+    n = kept.shape[1]
+    slot = torch.arange(n + 1, device=kept.device, dtype=kept.dtype)
+    source = torch.where(slot < (kept >= 0).sum(1, keepdim=True), slot, -1)
+    return source.scatter(1, torch.where(hole >= 0, hole, n).long(), mover)[:, :n]  # column n takes what is no pair
 
 
 @triton.jit
-def _rows(table, source, at, slots, n, block_size, BLOCK_I: tl.constexpr):
-    """Rows of the pool that slots at, at + 1, ... are read from and written to, and which of them move."""
-    i = at + tl.arange(0, BLOCK_I)  # [I]
-    j = tl.load(source + i, mask=i < n, other=-1)
-    move = (j >= 0) & (j != i)
-    read = tl.load(table + j // block_size, mask=move, other=0).to(tl.int64) * block_size + j % block_size
-    write = tl.load(table + i // block_size, mask=move, other=0).to(tl.int64) * block_size + i % block_size
-    return read, write, move
-
-
-@triton.jit
-def _move(
-    keys, values, table, source, max_blocks, n, block_size, width, rows_per_program,
+def _walk(
+    keys, values, table, kept, max_blocks, n, block_size, width,
     BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A program walks `rows_per_program` slots of a request, ascending, for one slice of columns of one pool."""
+    """Repack: a program walks all slots of one request in ascending order, for one slice of columns of one pool."""
+    request = tl.program_id(1)
+    pool = keys
+    if tl.program_id(2) == 1:
+        pool = values
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)  # [C]
+    inside = (column < width)[None, :]
+    table += request * max_blocks
+    kept += request.to(tl.int64) * n
+    # the first turn reads and writes nothing but the first chunk
+    write = tl.zeros((BLOCK_I,), tl.int64)  # [I]
+    move = write < 0
+    tile = tl.zeros((BLOCK_I, BLOCK_C), pool.dtype.element_ty)  # [I, C]
+    for at in tl.range(0, n + BLOCK_I, BLOCK_I, num_stages=1):
+        i = at + tl.arange(0, BLOCK_I)  # [I]
+        j = tl.load(kept + i, mask=i < n, other=-1)
+        next_move = (j >= 0) & (j != i)
+        block = tl.load(table + j // block_size, mask=next_move, other=0).to(tl.int64)
+        read = block * block_size + j % block_size
+        next_write = tl.load(table + i // block_size, mask=next_move, other=0).to(tl.int64) * block_size
+        next_tile = tl.load(pool + read[:, None] * width + column[None, :], mask=next_move[:, None] & inside, other=0.0)
+        tl.debug_barrier()  # every row of the chunk is read before one is overwritten
+        tl.store(pool + write[:, None] * width + column[None, :], tile, mask=move[:, None] & inside)
+        tile, write, move = next_tile, next_write + i % block_size, next_move
+
+
+@triton.jit
+def _fill(
+    keys, values, table, hole, mover, max_blocks, n, block_size, width, pairs_per_program,
+    BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Hole filling: the n-th mover's row goes into the n-th hole."""
     request = tl.program_id(1)
     pool = keys
     if tl.program_id(2) == 1:
         pool = values
     slices = tl.cdiv(width, BLOCK_C)
     column = tl.program_id(0) % slices * BLOCK_C + tl.arange(0, BLOCK_C)  # [C]
-    begin = tl.program_id(0) // slices * rows_per_program
-    end = tl.minimum(begin + rows_per_program, n)
-    table += request * max_blocks
-    source += request.to(tl.int64) * n
     inside = (column < width)[None, :]
-    read, write, move = _rows(table, source, begin, max_blocks, end, block_size, BLOCK_I)
-    tile = tl.load(pool + read[:, None] * width + column[None, :], mask=move[:, None] & inside)  # [I, C]
-    for at in tl.range(begin + BLOCK_I, end + BLOCK_I, BLOCK_I, num_stages=1):
-        read, next_write, next_move = _rows(table, source, at, max_blocks, end, block_size, BLOCK_I)
-        next_tile = tl.load(pool + read[:, None] * width + column[None, :], mask=next_move[:, None] & inside)  # [I, C]
-        tl.debug_barrier()  # every row of the chunk is read before one is overwritten
-        tl.store(pool + write[:, None] * width + column[None, :], tile, mask=move[:, None] & inside)
-        tile, write, move = next_tile, next_write, next_move
-
-
-def _launch(
-    keys: Tensor, values: Tensor, table: Tensor, source: Tensor, in_order: bool, tuning: dict[str, int] | None
-) -> None:
-    requests, n = source.shape
-    width = keys.shape[2] * keys.shape[3]
-    tuned = paging_tuning(in_order) | (tuning or {})
-    per_program = n if in_order else tuned["block_i"] * tuned["chunks"]
-    slices = triton.cdiv(width, tuned["block_c"])
-    _move[(slices * triton.cdiv(n, per_program), requests, 2)](
-        keys, values, table, source, table.shape[1], n, keys.shape[1], width, per_program,
-        BLOCK_I=tuned["block_i"], BLOCK_C=tuned["block_c"], num_warps=tuned["warps"],
-    )  # fmt: skip
+    begin = tl.program_id(0) // slices * pairs_per_program
+    table += request * max_blocks
+    hole += request.to(tl.int64) * n
+    mover += request.to(tl.int64) * n
+    for at in tl.range(begin, tl.minimum(begin + pairs_per_program, n), BLOCK_I):
+        pair = at + tl.arange(0, BLOCK_I)  # [I]
+        i = tl.load(hole + pair, mask=pair < n, other=-1)
+        j = tl.load(mover + pair, mask=pair < n, other=-1)
+        move = (i >= 0)[:, None] & inside
+        read = tl.load(table + j // block_size, mask=j >= 0, other=0).to(tl.int64) * block_size + j % block_size
+        write = tl.load(table + i // block_size, mask=i >= 0, other=0).to(tl.int64) * block_size + i % block_size
+        tile = tl.load(pool + read[:, None] * width + column[None, :], mask=move, other=0.0)  # [I, C]
+        tl.store(pool + write[:, None] * width + column[None, :], tile, mask=move)
 
 
 def _check(name: str, keys: Tensor, values: Tensor, table: Tensor, kept: Tensor, check_slots: bool) -> None:
@@ -110,7 +128,7 @@ def _check(name: str, keys: Tensor, values: Tensor, table: Tensor, kept: Tensor,
         raise ValueError(f"table must be int32 [requests, blocks] and kept [requests, n], not {found}")
     if kept.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"kept must be int32 or int64, not {kept.dtype}")
-    check_device(_move, name, (table, kept, keys.view(torch.uint8), values.view(torch.uint8)))
+    check_device(_walk, name, (table, kept, keys.view(torch.uint8), values.view(torch.uint8)))
     if not check_slots or not kept.numel():
         return
     slots = table.shape[1] * keys.shape[1]
@@ -133,11 +151,17 @@ def repack(
 
     keys, values: contiguous [blocks, block, kv_heads, dim]. table: int32 [requests, max_blocks], no block in two rows.
     kept: int [requests, n], ascending, -1 behind. check_slots: check their range and order, which waits for the GPU.
-    tuning: overrides of `paging_tuning`. Raises ValueError for tensors that do not fit each other.
+    tuning: overrides of `repack_tuning`. Raises ValueError for tensors that do not fit each other.
     """
     _check("repack", keys, values, table, kept, check_slots)
+    requests, n = kept.shape
     if kept.numel():
-        _launch(keys, values, table.contiguous(), kept.contiguous(), True, tuning)
+        width = keys.shape[2] * keys.shape[3]
+        tuned = repack_tuning(requests, width, keys.device) | (tuning or {})
+        _walk[(triton.cdiv(width, tuned["block_c"]), requests, 2)](
+            keys, values, table.contiguous(), kept.contiguous(), table.shape[1], n, keys.shape[1], width,
+            BLOCK_I=tuned["block_i"], BLOCK_C=tuned["block_c"], num_warps=tuned["warps"],
+        )  # fmt: skip
     return kept
 
 
@@ -150,14 +174,29 @@ def fill_holes(
     Returns the source slots [requests, n], -1 behind: positions[source] are the positions that the slots now hold.
     """
     _check("fill_holes", keys, values, table, kept, check_slots)
-    source = hole_sources(kept, table.shape[1] * keys.shape[1])
-    if kept.numel():
-        _launch(keys, values, table.contiguous(), source, False, tuning)
-    return source
+    if not kept.numel():
+        return kept
+    pairs = hole_pairs(kept)
+    fill_pairs(keys, values, table, pairs, tuning)
+    return hole_sources(kept, pairs)
 
 
-def paging_tuning(in_order: bool) -> dict[str, int]:
-    """Rows and columns of a chunk, and chunks per program where the order is free; measured on an H200."""
-    if in_order:
-        return {"block_i": 128, "block_c": 64, "warps": 4}
-    return {"block_i": 16, "block_c": 512, "warps": 4, "chunks": 2}
+def fill_pairs(
+    keys: Tensor, values: Tensor, table: Tensor, pairs: tuple[Tensor, Tensor], tuning: dict[str, int] | None = None
+) -> None:
+    """Move each pair's row, unchecked: what `fill_holes` does once it knows the pairs."""
+    requests, n = pairs[0].shape
+    width = keys.shape[2] * keys.shape[3]
+    tuned = {"block_i": 8, "block_c": 1024, "chunks": 1, "warps": 4} | (tuning or {})  # measured on an H200
+    per_program = tuned["block_i"] * tuned["chunks"]
+    _fill[(triton.cdiv(width, tuned["block_c"]) * triton.cdiv(n, per_program), requests, 2)](
+        keys, values, table.contiguous(), *(x.contiguous() for x in pairs), table.shape[1], n, keys.shape[1], width,
+        per_program, BLOCK_I=tuned["block_i"], BLOCK_C=tuned["block_c"], num_warps=tuned["warps"],
+    )  # fmt: skip
+
+
+def repack_tuning(requests: int, width: int, device: torch.device) -> dict[str, int]:
+    """Rows and columns of a chunk; measured on an H200. Few requests are cut into narrower slices, to fill the chip."""
+    if requests * 2 * width // 64 >= multiprocessors(device):
+        return {"block_i": 256, "block_c": 64, "warps": 8}
+    return {"block_i": 512, "block_c": 16, "warps": 4}

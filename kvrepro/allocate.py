@@ -47,7 +47,7 @@ def pyramid(
     count = (high - from_end * (step if inside else step.floor())).round()
     if 2 * o.layer > o.layers - 1:
         count = 2 * share - count
-    steep = (o.seen >= high) & (high >= low) & (low >= recent) if inside else room >= 2 * share
+    steep = (o.seen >= high) & (high >= low) & (low >= recent) if inside else o.seen >= 2 * share
     count = torch.where(steep & (2 * o.layer != o.layers - 1), count, share).long()
     return (count if inside else count + recent)[:, None].expand(-1, scores.shape[1])
 

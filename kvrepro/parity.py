@@ -1,7 +1,8 @@
 """`python -m kvrepro.parity`: do our policies and NVIDIA/kvpress keep the same tokens?
 
 Both see the same prompts in the same model; a head agrees when it keeps exactly the same set. Half of the prompts are
-random tokens in a model with random weights, half are the embedded model's own. Needs the extra `parity`.
+random tokens in a model with random weights, half are the embedded model's own. Needs the extra `parity`, without
+constraints.txt.
 """
 
 import importlib.metadata
@@ -73,7 +74,7 @@ def kvpress() -> Any:
         import kvpress as library
     except ImportError as error:
         raise InputError(
-            f"kvpress is not installed ({error}): pip install 'kvrepro[parity]', or put it on PYTHONPATH"
+            f"kvpress cannot be imported ({error}): pip install 'kvrepro[parity]' in an environment of its own"
         ) from None
     ALL_ATTENTION_FUNCTIONS["kvrepro"] = attention._attention
     return library

@@ -175,6 +175,32 @@ def test_the_pyramid_inside_is_kvpress(n, budget, window):
     assert got == kvpress_pyramid(n, budget, window, 20, 7)
 
 
+def original_pyramid(n, capacity, window, beta, layers):
+    """KVCache-Factory: integers throughout, the window on top; its layers may miss the sum."""
+    base = capacity - window
+    if n < 2 * base:
+        return [capacity] * layers
+    low = base // beta
+    high = 2 * base - low
+    if high >= n - window:
+        high = n - window
+        low = 2 * base - high
+    return [high - l * ((high - low) // (layers - 1)) + window for l in range(layers)]
+
+
+@pytest.mark.parametrize(("n", "budget"), [(1000, 300), (4000, 408), (620, 308), (600, 400), (1000, 100)])
+def test_the_pyramid_with_the_window_on_top_is_the_originals_first_half_mirrored(n, budget):
+    got = []
+    for l in range(7):
+        o = observation(1, 1, 1, 1, 4, layer=l, layers=7, seen=torch.tensor([n]))
+        none = torch.zeros(1, 1, 4).bool()
+        got.append(int(allocate.pyramid(torch.zeros(1, 1, 4), none, torch.tensor([budget]), o, 20, 8, False)[0, 0]))
+    want = original_pyramid(n, budget, 8, 20, 7)
+    assert got[:3] == want[:3]
+    assert sum(got) == 7 * budget
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= 6
+
+
 def test_too_many_protected_tokens_are_refused():
     scores, protected = torch.zeros(1, 2, 10), torch.ones(1, 2, 10).bool()
     with pytest.raises(InputError, match="budget 8 < 20 protected tokens"):

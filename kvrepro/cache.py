@@ -127,7 +127,7 @@ class RaggedLayer:
 
     def _padded(self, flat: Tensor | Packed, index: Tensor) -> Tensor:
         flat = _dense(flat)
-        if index.numel() == len(flat):  # equal lengths: a view
+        if index.numel() == len(flat) and (self.hidden is None or bool((index >= 0).all())):  # equal lengths: a view
             return flat.view(*index.shape, *flat.shape[1:])
         return flat[index.clamp(min=0)]
 
@@ -177,7 +177,7 @@ class RaggedLayer:
         """Keep what `keep` names of the tokens that `shown` gave with `index`; `masked` hides the others instead."""
         if masked:
             if self.hidden is None:
-                self.hidden = torch.zeros(len(self.keys), dtype=torch.bool, device=self.keys.device)
+                self.hidden = torch.zeros_like(self.positions, dtype=torch.bool)
             self.hidden[index[(index >= 0) & ~keep]] = True
             return
         stay = index[keep & (index >= 0)]
@@ -190,6 +190,8 @@ class RaggedLayer:
 
     def slide(self, oldest: RowInts) -> None:
         """Forget the tokens before each row's `oldest` position: a sliding layer never sees them again. Settles."""
+        if isinstance(self.keys, Packed):  # packed again, tokens would lose more
+            return
         self.settle()
         index = self.index()
         gone = self._positions(self.positions, index) < oldest[:, None, None]
@@ -232,7 +234,8 @@ class RaggedLayer:
         within = torch.arange(int(offsets[-1]), device=rows.device) - torch.repeat_interleave(offsets[:-1], lengths)
         place = torch.repeat_interleave(starts, lengths) + within
         return RaggedLayer(
-            _dense(self.keys)[place], _dense(self.values)[place], self.positions[place], offsets, (len(rows), self.shape[1]),
+            _dense(self.keys)[place], _dense(self.values)[place], self.positions[place], offsets,
+            (len(rows), self.shape[1]),
             {n: s[place] for n, s in self.sums.items()}, None if self.hidden is None else self.hidden[place],
             queries=None if self.queries is None else self.queries[rows],
             query_positions=None if self.query_positions is None else self.query_positions[rows],

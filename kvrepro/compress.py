@@ -16,6 +16,7 @@ from kvrepro import guard, quota
 from kvrepro.attention import attend, attend_prompt
 from kvrepro.cache import ROOM, EngineCache, RaggedLayer
 from kvrepro.condition import Condition
+from kvrepro.condition import Prompt as Text
 from kvrepro.observe import Observation
 from kvrepro.policy import Policy, call, counts_of, guarded, judge, keep
 from kvrepro.shapes import KeyValue, Mask, Query, RowInts, Scores, TokenInts
@@ -49,6 +50,10 @@ class Facts:
             tuple(outputs), full or tuple(outputs), sliding, outputs, frequencies[0] if len(frequencies) == 1 else None
         )
 
+    def held(self, tokens: int) -> int:
+        """Tokens that an evictable layer holds of so many seen: a sliding one only those that a next query can see."""
+        return min([tokens, *(self.sliding[n] - 1 for n in self.evictable if n in self.sliding)])
+
 
 def sliding_window(config, layer: int) -> int | None:
     """Tokens that a query of this layer looks back, itself included; None: all."""
@@ -71,6 +76,7 @@ class Job:
     layers: dict[int, RaggedLayer] = field(default_factory=dict)
     waiting: dict[int, "Waiting"] = field(default_factory=dict)
     kept: dict[int, Mask] = field(default_factory=dict)  # per evictable layer, over the compressed tokens
+    text: Text | None = None  # of a job that stands for one row: what `reduce` protects of its prompt
 
     @property
     def deferred(self) -> bool:
@@ -98,6 +104,13 @@ class Prompt:
     def __init__(self, positions: TokenInts, spans: Sequence[dict[str, list[int]]]):
         self.positions, self.spans = positions, spans
         self.lengths = (positions >= 0).sum(1)
+
+    @classmethod
+    def of(cls, texts: Sequence[Text], device: torch.device) -> "Prompt":
+        """Of whole texts, whatever is compressed."""
+        lengths = torch.tensor([len(t.ids) for t in texts], device=device)[:, None]
+        at = torch.arange(int(lengths.max()), device=device)
+        return cls(torch.where(at < lengths, at, -1), [t.spans for t in texts])
 
     def span_of(self, names: tuple[str, ...]) -> Tensor:
         """Number of the span that each position lies in, int64 [batch, tokens]."""
@@ -260,12 +273,12 @@ def across(job: Job) -> dict[int, Mask]:
     }
 
 
-def guards(c: Condition, o: Observation, budget: RowInts, prompt: Prompt | None = None) -> Mask:
+def guards(c: Condition, o: Observation, budget: RowInts, prompt: Prompt) -> Mask:
     """Tokens that the condition protects, `[batch, kv_heads, tokens]`."""
     sides = torch.tensor([guarded(c, b) for b in budget.tolist()], device=budget.device)
-    end = prompt.lengths if prompt is not None and c.suffix_mode == "static" else None
+    end = prompt.lengths if c.suffix_mode == "static" else None
     mask = guard.ends(o, sides[:, 0], sides[:, 1], end)
-    if c.whitelist and prompt is not None:
+    if c.whitelist:
         mask = mask | guard.whitelist(o, prompt.whitelisted(c.whitelist))
     return mask
 
@@ -382,11 +395,12 @@ def reduce(
                 sliding=facts.sliding.get(layer), inverse_frequencies=facts.inverse_frequencies, seed=seed,
             )  # fmt: skip
             part = Job(c, job.policy, job.parameters, budgets[rows], waiting=job.waiting)
+            prompt = Prompt.of([jobs[row].text for row in members], keys.device)
             if part.deferred:
                 part.waiting[layer] = Waiting(o)
-                _judge_waiting(part, layer, None)
+                _judge_waiting(part, layer, prompt)
                 continue
-            scores, protected = judge(part.policy, part.parameters, o, part.budget, guards(c, o, part.budget))
+            scores, protected = judge(part.policy, part.parameters, o, part.budget, guards(c, o, part.budget, prompt))
             counts = counts_of(part.policy, part.parameters, o, scores, protected, part.budget)
             kept[rows] = keep(part.policy, part.parameters, o, scores, protected, counts)
     for c, members in groups.items():

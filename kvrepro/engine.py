@@ -19,7 +19,7 @@ from kvrepro.condition import Condition, Generation
 from kvrepro.condition import Prompt as Text
 from kvrepro.errors import InputError
 from kvrepro.memory import Peak
-from kvrepro.policy import capacity_of, check
+from kvrepro.policy import capacity_of, check, find
 from kvrepro.protection import harness
 from kvrepro.protection.harness import boundary_attention
 
@@ -95,10 +95,12 @@ def generate(
     texts = [p if isinstance(p, Text) else Text(list(p), {}) for p in prompts]
     old = [j for j, c in enumerate(conditions) if c.regime == "harness"]
     new = [j for j, c in enumerate(conditions) if c.regime != "harness"]
+    facts = Facts.of(model)
     for text in texts:
         _check_prompt(model, text.ids, max_new_tokens)
         for j in new:
-            check(conditions[j], boundary(text, conditions[j]))
+            end = boundary(text, conditions[j])
+            check(conditions[j], facts.held(end), [at - end for at in whitelisted(text, conditions[j]) if at < end])
     known: dict[tuple[int, int], Generation] = {}
     if old:
         answers = harness.generate(
@@ -138,12 +140,19 @@ def boundary(text: Text, c: Condition) -> int:
     for name in {*c.whitelist, *c.spans, *({c.until} - {"", *text.turns})}:
         if not text.spans.get(name):
             raise InputError(f"the prompt has no span {name!r}: it has {', '.join(text.spans) or 'none'}")
-    if not c.until:
-        return n
-    end = text.turns[c.until] if c.until in text.turns else min(text.spans[c.until])
+    end = n
+    if c.until:
+        end = text.turns[c.until] if c.until in text.turns else min(text.spans[c.until])
     if end < 1:
         raise InputError(f"{c.until!r} begins at token {end}: nothing stands before it to compress")
+    if c.fair is not None and not any(min(text.spans[name]) < end for name in c.spans or text.spans):
+        raise InputError(f"fair {c.fair:g} with 0 spans among the {end} tokens to compress: mark some, or drop fair")
     return end
+
+
+def whitelisted(text: Text, c: Condition) -> set[int]:
+    """Positions that `c` protects by name."""
+    return {at for name in c.whitelist for at in text.spans[name]}
 
 
 class _Engine:
@@ -159,7 +168,8 @@ class _Engine:
         self.notes: dict[tuple[int, int], dict] = {}
         self.answers: dict[tuple[int, int], Generation] = {}
         self.waiting: dict[tuple, list[Rows]] = {}
-        self.prefixes: dict[tuple, Rows] = {}  # offline: what is left of a prefix, for the requests that share it
+        self.prefixes: dict[tuple, tuple[tuple, Rows]] = {}  # offline: what is left of the last prefix, by conditions
+        self.recurrent = any(hasattr(layer, "recurrent_states") for layer in EngineCache(model.config).layers)
 
     def run(self, columns: list[int], prompt_rows: int) -> dict[tuple[int, int], Generation]:
         """Generations of the conditions `columns`, by (prompt, condition)."""
@@ -191,9 +201,10 @@ class _Engine:
         for j in columns:
             c = self.conditions[j]
             ends = tuple(boundary(self.texts[i], c) for i in members)
-            chunk = c.chunk if c.regime == "chunked" and c.policy != "full" else None
-            alone = j if self.measure_peak or c.execution == "masked" and chunk else None
-            groups.setdefault((ends, c.regime == "offline", chunk, c.execution if chunk else None, alone), []).append(j)
+            chunk = (c.chunk, c.execution) if c.regime == "chunked" else None
+            spans = c.spans if c.fair is not None else None  # attention inside spans is summed for one set of them
+            alone = j if self.measure_peak else None
+            groups.setdefault((ends, c.regime == "offline", chunk, spans, alone), []).append(j)
         return list(groups.values())
 
     def _compressed(self, members: list[int], columns: list[int]) -> list[Rows]:
@@ -202,16 +213,19 @@ class _Engine:
         ends = [boundary(self.texts[i], c) for i in members]
         if c.regime == "offline":
             return [row for i, end in zip(members, ends, strict=True) for row in self._reused(i, end, columns)]
+        if c.regime == "chunked":  # rows of equal length: no chunk is padded
+            alike = {end: [i for i, e in zip(members, ends, strict=True) if e == end] for end in ends}
+            return [row for end, some in alike.items() for row in self._pass(some, [end] * len(some), columns)]
         return self._pass(members, ends, columns)
 
     def _reused(self, i: int, end: int, columns: list[int]) -> list[Rows]:
         """A prefix is compressed once; each request gets a copy of what is left."""
         text = self.texts[i]
         marked = tuple((name, tuple(at for at in where if at < end)) for name, where in text.spans.items())
-        key = (tuple(text.ids[:end]), tuple(columns), marked)
-        if key not in self.prefixes:
-            self.prefixes = {key: _joined(self._pass([i], [end], columns))}
-        found = self.prefixes[key]
+        key = (tuple(text.ids[:end]), marked)
+        if self.prefixes.get(tuple(columns), ((), None))[0] != key:
+            self.prefixes[tuple(columns)] = (key, _joined(self._pass([i], [end], columns)))
+        found = self.prefixes[tuple(columns)][1]
         first = found.tags[0][0]
         rows = found.take(list(range(len(found))))
         rows.tags = [(i, j) for _, j in found.tags]
@@ -221,26 +235,24 @@ class _Engine:
 
     def _pass(self, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
         began = time.perf_counter()
-        if self.conditions[columns[0]].regime == "chunked" and self.conditions[columns[0]].policy != "full":
-            found, peak = [self._chunked(members, ends, columns)], None
-        else:
-            with Peak(self.device, self.measure_peak) as peak:
+        with Peak(self.device, self.measure_peak) as peak:
+            if self.conditions[columns[0]].regime == "chunked":
+                found = [self._chunked(members, ends, columns)]
+            else:
                 found = self._prefill(members, ends, columns)
         seconds = (time.perf_counter() - began) / (len(members) * len(columns))
         for rows in found:
             for tag in rows.tags:
                 self.notes[tag]["prefill_seconds"] = seconds
-                self.notes[tag]["peak_bytes"] = peak.bytes if peak is not None else None
+                self.notes[tag]["peak_bytes"] = peak.bytes
         return found
 
     def _jobs(self, members: list[int], ends: list[int], columns: list[int]) -> list[Job]:
-        from kvrepro.catalogue import CATALOGUE
-
         jobs = []
         for j in columns:
             c = self.conditions[j]
-            policy = CATALOGUE.get(c.policy)
-            budget = torch.tensor([capacity_of(c, end) for end in ends], device=self.device)
+            policy = find(c.policy) if c.policy != "full" else None
+            budget = torch.tensor([capacity_of(c, self.facts.held(end)) for end in ends], device=self.device)
             jobs.append(Job(c, policy, policy.reading(c.reading, c.switches) if policy else {}, budget))
             if policy is not None and not policy.frees:
                 jobs[-1].policy = None
@@ -261,8 +273,13 @@ class _Engine:
         for job, j in zip(jobs, columns, strict=True):
             mine = cache.rows(torch.arange(len(members), device=self.device))
             mine.ragged = {n: job.layers[n] for n in sorted(job.layers)}
-            single = [replace(job, layers={}, kept={}, budget=job.budget[b : b + 1]) for b in range(len(members))]
-            calls = torch.full_like(job.budget, int(job.policy is not None))
+            single = [
+                replace(job, layers={}, kept={}, budget=job.budget[b : b + 1], text=self.texts[i])
+                for b, i in enumerate(members)
+            ]
+            held = torch.tensor([self.facts.held(end) for end in ends], device=self.device)[:, None]
+            layers = [mine.ragged[n].seen().to(held.device) for n in self.facts.evictable]
+            calls = (torch.cat(layers, 1) < held).any(1).long()
             tags = [(i, j) for i in members]
             rows = Rows(tags, single, mine, logits, prompt.lengths.clone(), job.budget, calls)
             job.layers = {}
@@ -317,26 +334,27 @@ class _Engine:
         """The prompt in chunks, each attending to what is left of the earlier ones and to itself."""
         jobs = self._jobs(members, ends, columns)
         texts = [self.texts[i].ids[:end] for _ in jobs for i, end in zip(members, ends, strict=True)]
-        each = [replace(job, budget=job.budget[b : b + 1]) for job in jobs for b in range(len(members))]
+        each = [
+            replace(job, budget=job.budget[b : b + 1], text=self.texts[i])
+            for job in jobs
+            for b, i in enumerate(members)
+        ]
         window = max(job.window for job in jobs)
         chunk = jobs[0].condition.chunk
         cache = EngineCache(self.model.config)
-        self._open(cache, len(texts), {n for job in jobs for n in job.policy.needs})
+        self._open(cache, len(texts), {n for job in jobs if job.policy for n in job.policy.needs})
         seen = torch.zeros(len(texts), dtype=torch.long, device=self.device)
         lengths = torch.tensor([len(t) for t in texts], device=self.device)
         calls = torch.zeros_like(seen)
         logits = None
         for a in range(0, int(lengths.max()), chunk):
-            here = [t[a : a + chunk] for t in texts]
-            if not all(here):
-                raise InputError("prompts of one chunked pass differ in their number of chunks: use prompt_rows=1")
-            ids, positions = self._padded(here, [a] * len(texts))
+            ids, positions = self._padded([t[a : a + chunk] for t in texts], [a] * len(texts))
             attention = _Scaled(Extend(cache, positions, window), self.scalings)
             logits = self._forward(ids, positions, cache, attention)
             seen = torch.minimum(lengths, seen + chunk)
             last = a + chunk >= int(lengths.max())
             budgets = torch.stack(
-                [_chunk_budget(job, int(s), int(n), last) for job, s, n in zip(each, seen, lengths, strict=True)]
+                [_chunk_budget(job, self.facts, int(s), last) for job, s in zip(each, seen, strict=True)]
             )
             calls += reduce(self.facts, cache, [job.condition for job in each], each, seen, budgets, self.scalings)
         tags = [(i, j) for j in columns for i in members]
@@ -389,6 +407,9 @@ class _Engine:
         rest = [self.texts[i].ids[int(seen) :] for (i, _), seen in zip(rows.tags, rows.seen, strict=True)]
         if not any(rest):
             return rows
+        if self.recurrent and len(sizes := {len(r) for r in rest}) > 1:  # their states would pass through padding
+            alike = [[row for row, r in enumerate(rest) if len(r) == size] for size in sizes]
+            return _joined([self._continued(rows.take(some)) for some in alike])
         began = time.perf_counter()
         ids, positions = self._padded(rest, rows.seen.tolist())
         window = max(job.window for job in rows.jobs) if rows.conditions[0].regime in DECODING else 0
@@ -403,9 +424,7 @@ class _Engine:
     def _wait(self, rows: Rows) -> None:
         """Rows that may share a batch wait for one another."""
         for row, c in enumerate(rows.conditions):
-            from kvrepro.catalogue import CATALOGUE
-
-            policy = CATALOGUE.get(c.policy)
+            policy = find(c.policy) if c.policy != "full" else None
             pages = None
             if policy is not None and not policy.frees:
                 p = rows.jobs[row].parameters
@@ -484,7 +503,7 @@ class _Engine:
             )
 
 
-def _chunk_budget(job: Job, seen: int, total: int, last: bool) -> Tensor:
+def _chunk_budget(job: Job, facts: Facts, seen: int, last: bool) -> Tensor:
     """Tokens to keep after a chunk, given tokens seen; DropKV's standalone cache.
 
     last_chunk: everything stays until the end. every_chunk: the share of what was seen, or the capacity. budget: the
@@ -495,7 +514,9 @@ def _chunk_budget(job: Job, seen: int, total: int, last: bool) -> Tensor:
         return job.budget[0]
     if c.chunk_mode == "last_chunk":
         return job.budget.new_tensor(seen)
-    return job.budget.new_tensor(max(1, capacity_of(c, seen)) if c.chunk_mode == "every_chunk" else int(job.budget[0]))
+    if c.chunk_mode == "every_chunk":
+        return job.budget.new_tensor(capacity_of(c, facts.held(seen)))
+    return job.budget[0]
 
 
 class _Scaled:

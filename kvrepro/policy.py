@@ -8,8 +8,11 @@ kept      = select(scores, protected, counts)
 
 import inspect
 import math
+import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -23,6 +26,7 @@ from kvrepro.protection.reading import AS_DESCRIBED, AS_RUN, Reading
 from kvrepro.selection import select
 from kvrepro.shapes import Counts, Mask, RowInts, Scores
 
+ROOT = Path(__file__).resolve().parents[1]
 REGIMES = {
     "prefill": "each layer is reduced as soon as the prompt has passed through it",
     "chunked": "the prompt comes in chunks that attend to what is left of the earlier ones",
@@ -104,6 +108,42 @@ def call(function: Callable, *arguments: object, parameters: Parameters):
     return function(*arguments, **{k: v for k, v in parameters.items() if k in names})
 
 
+@cache
+def find(name: str) -> Policy:
+    """The catalogue's policy of that name, or a reader's own, named as `path/to/file.py:NAME`.
+
+    Raises InputError for a name that neither has.
+    """
+    from kvrepro.catalogue import CATALOGUE
+
+    if name in CATALOGUE:
+        return CATALOGUE[name]
+    path, colon, attribute = name.rpartition(":")
+    if not colon:
+        if name in protection.POLICIES:
+            raise InputError(f"{name} looks at all layers together while decoding: it exists in regime harness only")
+        raise InputError(
+            f"unknown policy {name!r}: choose one of full, {', '.join(CATALOGUE)}, or path/to/file.py:NAME"
+        )
+    file = _file(path)
+    if file is None:
+        raise InputError(f"policy {name!r}: no file {path} here or in {ROOT}")
+    found = runpy.run_path(str(file)).get(attribute)
+    if not isinstance(found, Policy):
+        raise InputError(f"policy {name!r}: {file.name} has no Policy called {attribute}")
+    return found
+
+
+def source_of(name: str) -> str:
+    """Text of the file that a reader's own policy comes from; "" for the catalogue's, whose code is the engine's."""
+    file = _file(name.rpartition(":")[0])
+    return file.read_text(encoding="utf-8") if file else ""
+
+
+def _file(path: str) -> Path | None:
+    return next((r / path for r in (Path.cwd(), ROOT) if path and (r / path).is_file()), None)
+
+
 def judge(
     policy: Policy, parameters: Parameters, o: Observation, budget: RowInts, guarded: Mask
 ) -> tuple[Scores, Mask]:
@@ -137,10 +177,11 @@ def counts_of(
     return call(policy.allocate, scores, protected, budget, parameters={**parameters, "o": o})
 
 
-def check(condition: Condition, prompt_tokens: int | None = None) -> None:
-    """Raise InputError if `condition` cannot be met (on a prompt whose compressed part has so many tokens)."""
-    from kvrepro.catalogue import CATALOGUE
+def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Sequence[int] = ()) -> None:
+    """Raise InputError if `condition` cannot be met (on a prompt of whose compressed part layers hold so many tokens).
 
+    whitelist: the protected ones among them, counted from their end: -1 is the last.
+    """
     c = condition
     if c.regime == "harness":
         return protection.check(c, prompt_tokens)
@@ -158,12 +199,7 @@ def check(condition: Condition, prompt_tokens: int | None = None) -> None:
         if c.capacity is not None or c.share is not None or c.prefix or c.suffix or c.whitelist or c.fair is not None:
             raise InputError(f"policy full keeps every token, got {c.label!r} with a budget or guards: drop them")
         return None
-    if c.policy not in CATALOGUE:
-        if c.policy in protection.POLICIES:
-            why = "counts uses while decoding, for all layers together: use regime harness"
-            raise InputError(f"{c.policy} {why}, not {c.regime}")
-        raise InputError(f"unknown policy {c.policy!r}: choose one of full, {', '.join(CATALOGUE)}")
-    policy = CATALOGUE[c.policy]
+    policy = find(c.policy)
     parameters = policy.reading(c.reading, c.switches)
     if c.regime in policy.refuses:
         raise InputError(f"{c.policy} cannot run in regime {c.regime!r}: {policy.refuses[c.regime]}")
@@ -189,14 +225,26 @@ def check(condition: Condition, prompt_tokens: int | None = None) -> None:
     at_once = policy.frees and c.regime in ("prefill", "offline", "chunked")
     if at_once and c.capacity is not None and c.capacity >= prompt_tokens:
         raise InputError(
-            f"capacity {c.capacity} >= {prompt_tokens} tokens to compress: nothing would leave; lower it, or say share=1.0"
+            f"capacity {c.capacity} >= {prompt_tokens} tokens to compress: nothing leaves; lower it, or say share=1.0"
         )
-    prefix, suffix = guarded(c, budget)
-    parts = {"prefix": prefix, "suffix": suffix, **{k: parameters.get(k, 0) for k in ("sinks", "recent")}}
-    needed = max(prefix, parts["sinks"]) + max(suffix, parts["recent"])
-    if budget < min(needed, prompt_tokens):
-        named = " + ".join(f"{v} {k}" for k, v in parts.items() if v)
-        raise InputError(f"budget {budget} < {needed} protected tokens ({named}): raise the budget or lower the guards")
+    tokens = [prompt_tokens]
+    if c.regime == "chunked" and c.chunk_mode == "every_chunk":
+        tokens.append(min(c.chunk, prompt_tokens))
+    for seen in tokens:
+        budget = capacity_of(c, seen)
+        prefix, suffix = guarded(c, budget)
+        parts = {"prefix": prefix, "suffix": suffix, **{k: int(parameters.get(k, 0)) for k in ("sinks", "recent")}}  # type: ignore[call-overload]
+        first, last = max(prefix, parts["sinks"]), max(suffix, parts["recent"])
+        named = [f"{v} {k}" for k, v in parts.items() if v]
+        needed = first + last
+        if seen == prompt_tokens:
+            apart = {at for at in whitelist if first <= seen + at < seen - last}
+            named += [f"{len(apart)} whitelist"] if apart else []
+            needed += len(apart)
+        if budget < max(1, min(needed, seen)):
+            what = f"budget {budget} < {needed} protected tokens ({' + '.join(named)})"
+            after = "" if seen == prompt_tokens else f" after the first chunk of {seen}"
+            raise InputError(f"{what}{after}: raise the budget or lower the guards")
     return None
 
 
@@ -233,35 +281,36 @@ def table() -> list[dict[str, str]]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def markdown() -> str:
-    """The catalogue, and where readings differ, as markdown tables for the book's methods page."""
+def tables() -> dict[str, list[dict[str, str]]]:
+    """The tables of the book's methods page, as rows: methods, refusals, parameters, switches."""
     from kvrepro.catalogue import CATALOGUE
 
-    def lines(rows: list[dict[str, str]]) -> list[str]:
-        cells = [[str(v).replace("|", "\\|") for v in row.values()] for row in rows]
-        return ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])] + [
-            "| " + " | ".join(row) + " |" for row in cells
-        ]
-
     parameters = [
-        {"policy": name, "parameter": key, "as described": p.parameters.get(key, "-"),
-         "as run": p.as_run.get(key, "the same"), "public code": p.code or "-"}
+        {
+            "policy": name,
+            "parameter": key,
+            "as described": str(p.parameters.get(key, "-")),
+            "as run": str(p.as_run.get(key, "the same")) if p.as_run else "-",
+            "public code": p.code or "-",
+        }
         for name, p in CATALOGUE.items()
         for key in {**p.parameters, **p.as_run}
-    ]  # fmt: skip
+    ]
     switches = [
-        {"switch": f.name, "as run": getattr(AS_RUN, f.name), "as described": getattr(AS_DESCRIBED, f.name),
-         "what it decides": f.metadata["means"]}
+        {
+            "switch": f.name,
+            "as run": str(getattr(AS_RUN, f.name)),
+            "as described": str(getattr(AS_DESCRIBED, f.name)),
+            "what it decides": f.metadata["means"],
+        }
         for f in fields(Reading)
-    ]  # fmt: skip
+    ]
     refusals = [
-        {"policy": name, "regime": regime, "why not": why} for name, p in CATALOGUE.items()
+        {"policy": name, "regime": regime, "why not": why}
+        for name, p in CATALOGUE.items()
         for regime, why in p.refuses.items()
-    ]  # fmt: skip
-    parts = ["## Policies", *lines(table()), "", "## Regimes that a policy refuses", *(lines(refusals) if refusals else
-             ["None."]), "", "## Parameters in both readings", *lines(parameters), "",
-             "## Switches of the protection paper's harness", *lines(switches)]  # fmt: skip
-    return "\n".join(parts) + "\n"
+    ]
+    return {"methods": table(), "refusals": refusals, "parameters": parameters, "switches": switches}
 
 
 def main() -> None:
@@ -270,13 +319,13 @@ def main() -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    rows = table()
+    columns = ("name", "title", "source", "regimes", "budget", "readings")
     view = Table(title="Eviction policies", show_lines=True)
-    for column in rows[0]:
+    for column in columns:
         view.add_column(column, overflow="fold", no_wrap=column == "name")
-    for row in rows:
-        view.add_row(*(escape(str(cell)) for cell in row.values()))
-    Console(width=200).print(view)
+    for row in table():
+        view.add_row(*(escape(row[column]) for column in columns))
+    Console().print(view)
 
 
 if __name__ == "__main__":

@@ -167,6 +167,32 @@ def granularity(arising: pd.DataFrame) -> Figure:
     return _done(figure)
 
 
+def published(rows: pd.DataFrame) -> Figure:
+    """Blocks freed by the catalogue's policies at each share kept: plain, compacted, and with a table per head."""
+    shares, names = sorted(rows.kept.unique()), list(dict.fromkeys(rows.policy))
+    with plt.rc_context(STYLE):
+        figure, panels = plt.subplots(
+            1, len(shares), figsize=(WIDTH, 1.1 + 0.27 * len(names)), sharey=True, squeeze=False
+        )
+        for panel, share in zip(panels[0], shares, strict=True):
+            panel.axvline(1 - share, color="black", lw=1, ls=(0, (4, 2)))
+            for y, name in enumerate(names):
+                mine = rows[(rows.policy == name) & (rows.kept == share)]
+                _point(panel, y, mine.share_plain, "none", "x")
+                _point(panel, y, mine.share_own, "own", "x", mfc="white", markersize=7)
+                _point(panel, y, mine.share_repack, "repack", "x")
+            panel.annotate(f"{share:.0%} kept", (0, 1.02), xycoords="axes fraction", fontweight="bold", va="bottom")
+            panel.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            panel.set(xlabel="blocks freed", xlim=(-0.03, 1.0))
+        panels[0][0].set_yticks(range(len(names)), names)
+        panels[0][0].invert_yaxis()
+        handles = _keys(["none", "repack"], LAYOUTS | {"repack": "compacted"})
+        handles += [Line2D([], [], color=COLOURS["own"], marker="D", mfc="white", ls="none", label="a table per head"),
+                    Line2D([], [], color="black", lw=1, ls=(0, (4, 2)), label="tokens evicted")]  # fmt: skip
+        figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    return _done(figure)
+
+
 def copies(arising: pd.DataFrame) -> Figure:
     """Slot copies per survivor, by policy and share kept, of three compactions that free the same blocks."""
     rows = arising[arising.granularity == "one set"]

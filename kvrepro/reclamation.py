@@ -17,17 +17,45 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, normalize
 
-from kvrepro import claims
+from kvrepro import claims, data, engine
 from kvrepro.attention import installed
+from kvrepro.condition import Condition
 from kvrepro.errors import InputError
 from kvrepro.models import ROOT, Loaded
 from kvrepro.paged import NONE, Ledger, PagedCache, Signals, forward
+from kvrepro.policy import find
 
 POLICIES = ("sinks_recency", "cumulative", "window", "redundancy")
 GRANULARITIES = ("one set", "per layer", "per head")
 LAYOUTS = ("none", "repack", "fill")
 SINKS, WINDOW = 4, 32
 KERNELS = ROOT / "data" / "gpu" / "kernels.csv"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many prompts each study takes."""
+
+    arising: int
+    published: int
+    identity: int
+
+
+SIZES = {"quick": Size(8, 3, 6), "full": Size(48, 24, 24)}
+
+
+def size(profile: str, n_items: int | None = None) -> Size:
+    """The profile's size; `n_items` caps every study."""
+    if profile not in SIZES:
+        raise InputError(f"unknown profile {profile!r}: choose {' or '.join(SIZES)}")
+    found = SIZES[profile]
+    return found if n_items is None else Size(*(min(n_items, n) for n in vars(found).values()))
+
+
+def prompts(loaded: Loaded, items: str, n_items: int, tokens: int, seed: int = 0) -> dict[str, list[int]]:
+    """Token ids of `n_items` prompts of at most `tokens`, by item."""
+    found = data.load_items(items, n_items, seed=seed, tokens=tokens)
+    return {item.id: data.build_prompt(item, loaded.tokenizer, tokens).ids for item in found}
 
 
 # ---- survivors
@@ -226,6 +254,28 @@ def arising(
     return pd.DataFrame(rows)
 
 
+PUBLISHED = ("streaming_llm", "tri_attention", "tova", "h2o_online", "snapkv", "ada_kv", "r_kv", "k_norm")
+
+
+def published(
+    loaded: Loaded,
+    prompts: Mapping[str, list[int]],
+    kept: Sequence[float] = (0.1, 0.5),
+    policies: Sequence[str] = PUBLISHED,
+    block_size: int = 16,
+) -> pd.DataFrame:
+    """`reclaim` of what the catalogue's policies keep, with their own heads, windows and layers, after the prefill."""
+    asked = [(policy, share) for policy in policies for share in kept]
+    conditions = [Condition(policy, share=share, regime="prefill", reading="as_described") for policy, share in asked]
+    rows = []
+    for item, ids in prompts.items():
+        [answers] = engine.generate(loaded.model, [ids], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True)
+        for (policy, share), answer in zip(asked, answers, strict=True):
+            here = {"item": item, "policy": find(policy).title, "kept": share}
+            rows.append(here | reclaim(np.stack(answer.kept_sets), block_size))
+    return pd.DataFrame(rows)
+
+
 def occupancy(
     loaded: Loaded,
     ids: list[int],
@@ -381,9 +431,9 @@ def rounds(
         held = len(ledger.references) - len(ledger.free_list)
         rows.append((t, held, alive, counters.slot_copies - copies, counters.blocks_freed - freed))
     names = ["token", "blocks_held", "tokens_alive", "copies", "freed"]
-    return pd.DataFrame(rows, columns=names).assign(
-        every=every, layout=layout, victims=victims, budget=budget, block_size=block_size, draw=seed
-    )
+    frame = pd.DataFrame(rows, columns=names)
+    frame.attrs["metrics"] = ledger.metrics(number, budget)
+    return frame.assign(every=every, layout=layout, victims=victims, budget=budget, block_size=block_size, draw=seed)
 
 
 def _evict_to(ledger: Ledger, number: int, budget: int, victims: str, random: np.random.Generator) -> None:
@@ -470,6 +520,11 @@ def latency(
 def gauge(every: int = 128, **settings: Any) -> pd.DataFrame:
     """`rounds` at one cadence, every layout."""
     return pd.concat([rounds(every, layout, **settings) for layout in LAYOUTS], ignore_index=True)
+
+
+def exported(every: int = 128, **settings: Any) -> pd.DataFrame:
+    """The metrics that a production engine should export, as `rounds` leaves them: a row each, a column per layout."""
+    return pd.DataFrame({layout: rounds(every, layout, **settings).attrs["metrics"] for layout in LAYOUTS})
 
 
 # ---- what copies cost elsewhere
@@ -561,3 +616,66 @@ def _members(claim: Mapping, tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame
         found.append({"member": member["label"], "value": value, "low": low, "high": high, "n": len(values),
                       "p": np.nan, "state": state})  # fmt: skip
     return pd.DataFrame(found)
+
+
+def acceptance(rows: pd.DataFrame) -> pd.DataFrame:
+    """`identity` as the guide's acceptance test reads it: a row per layout, with and without a shared prefix."""
+    names = {"repack": "repack", "fill": "hole filling", "storage positions": "hole filling, no position map"}
+    return (
+        rows[rows.layout.isin(names)]
+        .groupby(["layout", "shared"])
+        .agg(
+            generations=("identical", "size"),
+            identical=("identical", "sum"),
+            largest_logit_gap=("logit_gap", "max"),
+            passes=("passes", "sum"),
+            as_predicted=("as_predicted", "mean"),
+            blocks_freed=("blocks_freed", "sum"),
+            slot_copies=("slot_copies", "sum"),
+            shared_slots_touched=("shared_slots_touched", "sum"),
+        )
+        .rename(index=names)
+    )
+
+
+def numbers(frame: pd.DataFrame, tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
+    """What the prose may quote, as text: `<claim>` and `<claim>-verdict` of each claim, and the chapter's findings."""
+    found = {row.claim: claims._shown(row, with_unit=True) or "no value" for row in frame.itertuples()}
+    found |= {f"{row.claim}-verdict": row.verdict for row in frame.itertuples()}
+    synthetic, arising, identity = tables["synthetic"], tables["arising"], tables["identity"]
+    traffic, passes = tables["traffic"], tables["passes"]
+    found["claims"] = str(len(frame))
+    found["lot"] = _percent(synthetic[synthetic.pattern == "random 10%"].share_plain, 1)
+    found["kept"] = f"{arising.kept.min():.0%}"
+    for policy in POLICIES:
+        mine = arising[arising.policy == policy]
+        one = mine[(mine.granularity == "one set") & (mine.kept == arising.kept.min())]
+        found[f"plain-{policy}"], found[f"ratio-{policy}"] = _percent(one.share_plain), _percent(one.copies_ratio)
+        found[f"emptiest-{policy}"] = _percent(one.copies_emptiest / one.copies_repack)
+        heads = mine[mine.granularity == "per head"]
+        found[f"head-{policy}"] = _percent(heads[heads.kept == arising.kept.min()].share_repack)
+        found[f"half-{policy}"] = _percent(heads[heads.kept == 0.5].share_repack)
+    real, control = identity[identity.layout.isin(["repack", "fill"])], identity[identity.layout == "storage positions"]
+    found["generations"], found["passes"] = f"{len(real):,}", f"{real.passes.sum():,}"
+    for layout in ("repack", "fill"):
+        found[f"gap-{layout}"] = f"{real[real.layout == layout].logit_gap.max():.1g}"
+        for every in (1, 128):
+            here = traffic[(traffic.layout == layout) & (traffic.every == every)]
+            found[f"{layout}-{every}"] = _percent(here.share, 1)
+    found["control"] = f"{control.identical.sum():.0f} of {len(control)}"
+    longest = passes[passes.tokens == passes.tokens.max()].groupby("way").seconds.median()
+    found["longest"] = f"{passes.tokens.max():,}"
+    found["extra-times"] = f"{longest['one extra pass'] / longest['fused attention']:.1f}"
+    found["eager-times"] = f"{longest['eager'] / longest['fused attention']:.1f}"
+    return found
+
+
+def _percent(shares: pd.Series, digits: int = 0) -> str:
+    return "no value" if shares.dropna().empty else f"{shares.mean():.{digits}%}"
+
+
+def save(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
+    """Each table as `<name>.parquet`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        table.to_parquet(folder / f"{name}.parquet")

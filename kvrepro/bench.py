@@ -1,4 +1,6 @@
-"""Benchmarks: `python -m kvrepro.bench harness` times batched conditions against the same ones one after another."""
+"""Benchmarks. `python -m kvrepro.bench harness` times batched conditions against the same ones one after another;
+`scratch` shows that no scorer's memory grows with the square of the tokens, `memory` what a prefill allocates.
+"""
 
 import time
 from typing import Annotated
@@ -10,9 +12,13 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from kvrepro import data, models
+from kvrepro.catalogue import CATALOGUE
 from kvrepro.condition import Condition, Generation
 from kvrepro.engine import generate
 from kvrepro.errors import InputError
+from kvrepro.memory import Peak
+from kvrepro.observe import Observation
+from kvrepro.policy import SUMS, call
 from kvrepro.protection.policy import PROTECTION_SEVEN
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -117,6 +123,72 @@ def harness(
     Console(width=120).print(table)
     same = [a.tokens == b.tokens for x, y in zip(together, alone, strict=True) for a, b in zip(x, y, strict=True)]
     typer.echo(f"identical tokens: {sum(same)} of {len(same)} rows")
+
+
+@app.command()
+def scratch(
+    tokens: Annotated[int, typer.Option(help="the larger of two sizes; the smaller is half of it")] = 16384,
+    policies: Annotated[str, typer.Option(help="names, with commas; default: all of the catalogue")] = "",
+) -> None:
+    """Peak memory of each policy's scorer on random keys and queries at two sizes; a ratio of 2 is linear growth."""
+    shape = random_model().config
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    dim = shape.hidden_size // heads
+    table = Table(
+        title=f"scorers at {tokens // 2} and {tokens} tokens, {heads}/{kv_heads} heads of {dim}, float32, CPU"
+    )
+    for column in ("policy", "MiB", "MiB at twice the tokens", "ratio", "MiB of tokens x tokens, one head"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    freeing = [name for name, policy in CATALOGUE.items() if policy.frees]
+    for name in policies.split(",") if policies else freeing:
+        policy, peaks = CATALOGUE[name], []
+        parameters = policy.reading("as_described")
+        for n in (tokens // 2, tokens):
+            torch.manual_seed(n)
+            window = int(parameters.get("window", 0) or 0)
+            o = Observation(
+                layer=1, layers=shape.num_hidden_layers, keys=torch.randn(1, kv_heads, n, dim),
+                values=torch.randn(1, kv_heads, n, dim), positions=torch.arange(n).expand(1, kv_heads, n),
+                queries=torch.randn(1, heads, window, dim), query_positions=torch.arange(n - window, n)[None],
+                seen=torch.tensor([n]), scaling=dim**-0.5, output=torch.randn(heads, dim, shape.hidden_size),
+                sums={s: torch.rand(1, kv_heads, n) for s in SUMS},
+                inverse_frequencies=10_000 ** -(torch.arange(0, dim, 2) / dim),
+            )  # fmt: skip
+            with Peak(torch.device("cpu")) as peak:
+                call(policy.score, o, parameters=parameters)
+            peaks.append(peak.bytes / 2**20)
+        square = tokens * tokens * 4 / 2**20
+        ratio = f"{peaks[1] / peaks[0]:.2f}" if peaks[0] else "-"
+        table.add_row(name, f"{peaks[0]:.1f}", f"{peaks[1]:.1f}", ratio, f"{square:.0f}")
+    Console(width=120).print(table)
+
+
+@app.command()
+def memory(
+    tokens: Annotated[int, typer.Option(help="prompt length")] = 3000,
+    share: Annotated[float, typer.Option(help="of the tokens that stay")] = 0.1,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+) -> None:
+    """Peak memory of the prefill above the weights, and bytes held after it, measured: everything kept; each layer
+    reduced as it is computed; layers that wait for each other."""
+    network = random_model().to(device)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, network.config.vocab_size, (tokens,), generator=generator).tolist()
+    conditions = [Condition(regime="prefill")] + [
+        Condition(name, share=share, regime="prefill", reading="as_described")
+        for name in ("streaming_llm", "snapkv", "ada_kv", "layer_defensive_kv")
+    ]
+    found = generate(network, [prompt], conditions, max_new_tokens=1, stop_ids=(), measure_peak=True)[0]
+    table = Table(title=f"{tokens} tokens, {share:.0%} kept, random weights of the embedded shape, {device}")
+    for column in ("policy", "peak MiB", "held MiB", "theory MiB", "held / theory"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for c, answer in zip(conditions, found, strict=True):
+        theory = sum(answer.kept) / len(answer.kept) / tokens * answer.bytes_full / 2**20
+        held = answer.bytes_held / 2**20
+        table.add_row(
+            c.policy, f"{answer.peak_bytes / 2**20:.1f}", f"{held:.2f}", f"{theory:.2f}", f"{held / theory:.3f}"
+        )
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     """The tables that the pages in book/ include, into book/generated."""
     folder = root / "book" / "generated"
     folder.mkdir(parents=True, exist_ok=True)
-    catalogue, switches = policy.markdown().strip().split("\n\n")
-    pages = {"methods": catalogue, "switches": switches, "claims": verdicts(chapters, root)}
+    pages = {name: table(rows) for name, rows in policy.tables().items()} | {"claims": verdicts(chapters, root)}
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 

@@ -8,8 +8,11 @@ import pytest
 import synthetic
 from papermill.exceptions import PapermillExecutionError
 
-from kvrepro import book, claims, pages, policy
+from kvrepro import book, claims, pages
+from kvrepro.catalogue import CATALOGUE
 from kvrepro.errors import InputError
+from kvrepro.protection.policy import POLICIES
+from kvrepro.protection.reading import AS_RUN
 
 TOC = """
 format: jb-book
@@ -118,8 +121,8 @@ def test_whatever_a_page_would_fetch_is_found(tmp_path):
 def test_pages_name_every_policy_and_every_switch(tmp_path):
     pages.write(["first"], tmp_path)
     text = {file.stem: file.read_text() for file in (tmp_path / "book" / "generated").iterdir()}
-    assert all(f"| {name} | {entry.title} |" in text["methods"] for name, entry in policy.CATALOGUE.items())
-    assert all(f"| {name} |" in text["switches"] for name in policy.AS_RUN.__dataclass_fields__)
+    assert all(f"| {name} | {entry.title} |" in text["methods"] for name, entry in {**POLICIES, **CATALOGUE}.items())
+    assert all(f"| {name} |" in text["switches"] for name in AS_RUN.__dataclass_fields__)
     assert "no verdicts" in text["claims"]
 
 

@@ -134,12 +134,6 @@ def test_a_prompt_shorter_than_its_guards_is_refused():
         check(Condition("lru", 64, 0.05, 0.05), 7)
 
 
-def test_markdown_names_every_policy_and_switch():
-    text = policy.markdown()
-    assert all(f"| {name} |" in text for name in POLICIES)
-    assert "| tie_break | string | integer |" in text
-
-
 @pytest.mark.parametrize(
     ("name", "stays"), [("h2o", False), ("snapkv", False), ("ada_kv", False), ("quest", False), ("lru", True)]
 )

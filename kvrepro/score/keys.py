@@ -97,7 +97,8 @@ def likeness(o: Observation, threshold: float = 0.5, alone: str = "nothing", blo
         like.diagonal(a, -2, -1).zero_()
         last = torch.where(like > threshold, place, -1).amax(-1, keepdim=True).long()
         spared = torch.where(last < 0, first, last) if alone == "first" else last
-        like.masked_fill_(place == spared, 0.0)
+        there = spared.clamp(min=0)
+        like.scatter_(-1, there, like.gather(-1, there).masked_fill(spared >= 0, 0.0))
         total += like.sum(-2)
     mean = total / o.alive.sum(-1, keepdim=True).clamp(min=1)
     return mean.masked_fill(~o.alive, -torch.inf).softmax(-1).nan_to_num(0.0)

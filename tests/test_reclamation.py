@@ -1,7 +1,9 @@
-"""The reclamation chapter's studies: closed forms, policies that keep what they say, generation, verdicts from tables."""
+"""The reclamation studies: closed forms, policies that keep what they say, generation, verdicts from tables."""
 
+import re
 from types import SimpleNamespace
 
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrepro import claims, figures_reclamation
+from kvrepro import claims, figures_reclamation, streaming
 from kvrepro import reclamation as r
 from kvrepro.errors import InputError
 
@@ -210,3 +212,28 @@ def test_figures_draw_what_they_are_given():
         figures_reclamation.cost(r.cost(cadence)),
     ]
     assert [len(figure.axes) for figure in drawn] == [3, 2, 1, 3, 2]
+
+
+def test_published_policies_reclaim_by_their_own_sets(loaded):
+    rows = r.published(loaded, {"a": tiny.prompts(96)[0]}, (0.25,), ("streaming_llm", "k_norm")).set_index("policy")
+    assert rows.evicted.tolist() == [0.75, 0.75]
+    assert rows.loc["StreamingLLM", ["living", "freed_repack"]].tolist() == [24, 4]
+    assert rows.loc["K-norm", "living"] > 24  # heads disagree
+    assert rows.loc["K-norm", "share_repack"] < rows.loc["K-norm", "share_own"] <= 0.75
+
+
+def test_every_glued_number_is_computed(loaded):
+    chapter = nbformat.read(claims.DATA.parent / "notebooks" / "reclamation.ipynb", as_version=4)
+    wanted = set(re.findall(r"\{glue:\w+\}`([^`:]+)", "\n".join(cell.source for cell in chapter.cells)))
+    ids = {"a": tiny.prompts(120)[0]}
+    tables = {
+        "synthetic": r.synthetic(800, draws=2),
+        "traffic": r.cadence([1], budget=32, tokens=8, draws=2),
+        "arising": r.arising(loaded, ids, (0.2,), ("window",)),
+        "identity": r.identity(loaded, ids, 32, ("window",), ("one set",), 4, 2),
+        "passes": streaming.passes([32], 1, 8, 8, 1),
+    }
+    found = r.numbers(r.verdicts(tables, "tiny", "quick"), tables)
+    assert wanted <= set(found)
+    assert found["half-window"] == "no value"  # not among the shares kept
+    assert r.acceptance(tables["identity"]).generations.sum() == 5

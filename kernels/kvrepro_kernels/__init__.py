@@ -4,8 +4,21 @@ One file is one page: formula, reference in plain torch, kernel, wrapper. The re
 Without a GPU, `TRITON_INTERPRET=1`, set before triton is imported, runs a kernel on CPU tensors.
 """
 
+from kvrepro_kernels.column_mass import column_mass
 from kvrepro_kernels.compaction import compact
+from kvrepro_kernels.paging import fill_holes, repack
+from kvrepro_kernels.prefill_attention import prefill_attention
+from kvrepro_kernels.ragged_decode import ragged_decode
 from kvrepro_kernels.window_attention import window_attention
 from kvrepro_kernels.window_scores import window_scores
 
-__all__ = ["compact", "window_attention", "window_scores"]
+__all__ = [
+    "column_mass",
+    "compact",
+    "fill_holes",
+    "prefill_attention",
+    "ragged_decode",
+    "repack",
+    "window_attention",
+    "window_scores",
+]

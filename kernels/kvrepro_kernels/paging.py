@@ -58,6 +58,17 @@ def hole_sources(kept: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @triton.jit
+def _rows(table, kept, at, n, block_size, BLOCK_I: tl.constexpr):
+    """Rows of the pool that slots at, at + 1, ... are read from and written to, and which of them move."""
+    i = at + tl.arange(0, BLOCK_I)  # [I]
+    j = tl.load(kept + i, mask=i < n, other=-1)
+    move = (j >= 0) & (j != i)
+    read = tl.load(table + j // block_size, mask=move, other=0).to(tl.int64) * block_size + j % block_size
+    write = tl.load(table + i // block_size, mask=move, other=0).to(tl.int64) * block_size + i % block_size
+    return read, write, move
+
+
+@triton.jit
 def _walk(
     keys, values, table, kept, max_blocks, n, block_size, width,
     BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -71,21 +82,14 @@ def _walk(
     inside = (column < width)[None, :]
     table += request * max_blocks
     kept += request.to(tl.int64) * n
-    # the first turn reads and writes nothing but the first chunk
-    write = tl.zeros((BLOCK_I,), tl.int64)  # [I]
-    move = write < 0
-    tile = tl.zeros((BLOCK_I, BLOCK_C), pool.dtype.element_ty)  # [I, C]
-    for at in tl.range(0, n + BLOCK_I, BLOCK_I, num_stages=1):
-        i = at + tl.arange(0, BLOCK_I)  # [I]
-        j = tl.load(kept + i, mask=i < n, other=-1)
-        next_move = (j >= 0) & (j != i)
-        block = tl.load(table + j // block_size, mask=next_move, other=0).to(tl.int64)
-        read = block * block_size + j % block_size
-        next_write = tl.load(table + i // block_size, mask=next_move, other=0).to(tl.int64) * block_size
-        next_tile = tl.load(pool + read[:, None] * width + column[None, :], mask=next_move[:, None] & inside, other=0.0)
+    read, write, move = _rows(table, kept, 0, n, block_size, BLOCK_I)
+    tile = tl.load(pool + read[:, None] * width + column[None, :], mask=move[:, None] & inside)  # [I, C]
+    for at in tl.range(BLOCK_I, n + BLOCK_I, BLOCK_I, num_stages=1):
+        read, next_write, next_move = _rows(table, kept, at, n, block_size, BLOCK_I)
+        next_tile = tl.load(pool + read[:, None] * width + column[None, :], mask=next_move[:, None] & inside)  # [I, C]
         tl.debug_barrier()  # every row of the chunk is read before one is overwritten
         tl.store(pool + write[:, None] * width + column[None, :], tile, mask=move[:, None] & inside)
-        tile, write, move = next_tile, next_write + i % block_size, next_move
+        tile, write, move = next_tile, next_write, next_move
 
 
 @triton.jit
@@ -187,7 +191,7 @@ def fill_pairs(
     """Move each pair's row, unchecked: what `fill_holes` does once it knows the pairs."""
     requests, n = pairs[0].shape
     width = keys.shape[2] * keys.shape[3]
-    tuned = {"block_i": 8, "block_c": 1024, "chunks": 1, "warps": 4} | (tuning or {})  # measured on an H200
+    tuned = {"block_i": 8, "block_c": 1024, "chunks": 2, "warps": 4} | (tuning or {})  # measured on an H200
     per_program = tuned["block_i"] * tuned["chunks"]
     _fill[(triton.cdiv(width, tuned["block_c"]) * triton.cdiv(n, per_program), requests, 2)](
         keys, values, table.contiguous(), *(x.contiguous() for x in pairs), table.shape[1], n, keys.shape[1], width,
@@ -199,4 +203,4 @@ def repack_tuning(requests: int, width: int, device: torch.device) -> dict[str, 
     """Rows and columns of a chunk; measured on an H200. Few requests are cut into narrower slices, to fill the chip."""
     if requests * 2 * width // 64 >= multiprocessors(device):
         return {"block_i": 256, "block_c": 64, "warps": 8}
-    return {"block_i": 512, "block_c": 16, "warps": 4}
+    return {"block_i": 2048, "block_c": 16, "warps": 16}

@@ -75,8 +75,9 @@ def _segment(place, offsets, segments, tail, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def _stream(
-    q, keys, values, logits_out, count, top, mass, out, row, step, dim, group, scale,
-    DIM: tl.constexpr, BLOCK_T: tl.constexpr, EMIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q, keys, values, logits_out, count, top, mass, out, row, step, dim, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_T: tl.constexpr, EMIT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` consecutive rows: running maximum top [R] in base 2, mass [R], out [R, D]."""
     for at in tl.range(0, count, BLOCK_T, num_stages=STAGES):
@@ -87,8 +88,9 @@ def _stream(
         value = tl.load(values + place, mask=read, other=0.0)  # [T, D]
         logits = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale  # [R, T]
         if EMIT:
-            where = (at + step)[None, :] * group + row[:, None]
-            tl.store(logits_out + where, logits, mask=here[None, :] & (row[:, None] < group))
+            where = (at + step)[None, :] * GROUP + row[:, None]
+            mask = here[None, :] & (row[:, None] < GROUP)
+            tl.store(logits_out + where, logits, mask=mask, eviction_policy="evict_last")  # read again soon
         logits = tl.where(here[None, :], logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
         p = tl.exp2(logits - higher[:, None])
@@ -102,38 +104,38 @@ def _stream(
 @triton.jit
 def _attend(
     query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits,
-    segments, group, total, room, tail, share, scale,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    EMIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    segments, total, room, tail, share, scale,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr, EMIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_R)  # [R], query head in the group
     dim = tl.arange(0, BLOCK_D)  # [D]
     step = tl.arange(0, BLOCK_T)  # [T]
-    mine = (row[:, None] < group) & (dim[None, :] < DIM)
+    mine = (row[:, None] < GROUP) & (dim[None, :] < DIM)
     place = tl.program_id(0).to(tl.int64) * share
     end = tl.minimum(place + share, total + segments * tail)
     while place < end:
         segment, begin, low, length = _segment(place, offsets, segments, tail, BLOCK_S)
-        q = tl.load(query + (segment * group + row)[:, None] * DIM + dim[None, :], mask=mine, other=0.0)  # [R, D]
+        q = tl.load(query + (segment * GROUP + row)[:, None] * DIM + dim[None, :], mask=mine, other=0.0)  # [R, D]
         top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
         mass = tl.zeros((BLOCK_R,), tl.float32)
         out = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
         stop = tl.minimum(end, begin + length + tail)
         at = low + place - begin
         top, mass, out = _stream(
-            q, keys + at * DIM, values + at * DIM, logits + at * group,
-            (tl.minimum(stop, begin + length) - place).to(tl.int32), top, mass, out, row, step, dim, group, scale,
-            DIM, BLOCK_T, EMIT, PRECISION, STAGES,
+            q, keys + at * DIM, values + at * DIM, logits + at * GROUP,
+            (tl.minimum(stop, begin + length) - place).to(tl.int32), top, mass, out, row, step, dim, scale,
+            GROUP, DIM, BLOCK_T, EMIT, PRECISION, STAGES,
         )  # fmt: skip
         place = tl.maximum(place, begin + length)
         at = segment.to(tl.int64) * room + place - begin - length
         top, mass, out = _stream(
-            q, tail_keys + at * DIM, tail_values + at * DIM, logits + (total + at) * group,
-            (stop - place).to(tl.int32), top, mass, out, row, step, dim, group, scale,
-            DIM, BLOCK_T, EMIT, PRECISION, STAGES,
+            q, tail_keys + at * DIM, tail_values + at * DIM, logits + (total + at) * GROUP,
+            (stop - place).to(tl.int32), top, mass, out, row, step, dim, scale,
+            GROUP, DIM, BLOCK_T, EMIT, PRECISION, STAGES,
         )  # fmt: skip
-        part = (tl.program_id(0) + segment).to(tl.int64) * group + row  # no two pieces have the same sum
-        tl.store(part_lse + part, top + tl.log2(mass), mask=row < group)
+        part = (tl.program_id(0) + segment).to(tl.int64) * GROUP + row  # no two pieces have the same sum
+        tl.store(part_lse + part, top + tl.log2(mass), mask=row < GROUP)
         tl.store(part_outputs + part[:, None] * DIM + dim[None, :], out / mass[:, None], mask=mine)
         place = stop
 
@@ -175,42 +177,43 @@ def _merge(
 
 @triton.jit
 def _probabilities(
-    logits, mean, most, count, log_sum, row, group,
-    BLOCK_T: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
+    logits, mean, most, count, log_sum, row,
+    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
     for at in tl.range(0, count, BLOCK_T):
         t = at + tl.arange(0, BLOCK_T)  # [T]
-        here = (t < count)[:, None] & (row[None, :] < group)
-        p = tl.exp2(tl.load(logits + t[:, None] * group + row[None, :], here, float("-inf")) - log_sum[None, :])
+        here = (t < count)[:, None] & (row[None, :] < GROUP)
+        p = tl.exp2(tl.load(logits + t[:, None] * GROUP + row[None, :], here, float("-inf")) - log_sum[None, :])
         if MEAN:
-            tl.store(mean + t, tl.sum(p, 1) / group, mask=t < count)
+            tl.store(mean + t, tl.sum(p, 1) / GROUP, mask=t < count)
         if MAX:
             tl.store(most + t, tl.max(p, 1), mask=t < count)
 
 
 @triton.jit
 def _emit(
-    logits, offsets, lse, flat_mean, tail_mean, flat_max, tail_max, segments, group, total, room, tail, share,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
+    logits, offsets, lse, flat_mean, tail_mean, flat_max, tail_max, segments, total, room, tail, share,
+    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    MEAN: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_R)  # [R]
     place = tl.program_id(0).to(tl.int64) * share
     end = tl.minimum(place + share, total + segments * tail)
     while place < end:
         segment, begin, low, length = _segment(place, offsets, segments, tail, BLOCK_S)
-        log_sum = tl.load(lse + segment * group + row, mask=row < group, other=float("inf")) * 1.4426950408889634
+        log_sum = tl.load(lse + segment * GROUP + row, mask=row < GROUP, other=float("inf")) * 1.4426950408889634
         stop = tl.minimum(end, begin + length + tail)
         at = low + place - begin
         _probabilities(
-            logits + at * group, flat_mean + at, flat_max + at,
-            (tl.minimum(stop, begin + length) - place).to(tl.int32), log_sum, row, group, BLOCK_T, MEAN, MAX,
+            logits + at * GROUP, flat_mean + at, flat_max + at,
+            (tl.minimum(stop, begin + length) - place).to(tl.int32), log_sum, row, GROUP, BLOCK_T, MEAN, MAX,
         )  # fmt: skip
         place = tl.maximum(place, begin + length)
         at = place - begin - length
         where = segment.to(tl.int64) * tail + at
         _probabilities(
-            logits + (total + segment.to(tl.int64) * room + at) * group, tail_mean + where, tail_max + where,
-            (stop - place).to(tl.int32), log_sum, row, group, BLOCK_T, MEAN, MAX,
+            logits + (total + segment.to(tl.int64) * room + at) * GROUP, tail_mean + where, tail_max + where,
+            (stop - place).to(tl.int32), log_sum, row, GROUP, BLOCK_T, MEAN, MAX,
         )  # fmt: skip
         place = stop
 
@@ -278,10 +281,10 @@ def ragged_decode(
     if tokens:
         _attend[(programs,)](
             query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits,
-            segments, group, total, room, tail, share, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
-            DIM=dim, BLOCK_D=block_d, BLOCK_T=tuned["block_t"], BLOCK_R=max(16, triton.next_power_of_2(group)),
-            BLOCK_S=block_s, EMIT=bool(emit), PRECISION=precision(keys.dtype), STAGES=tuned["stages"],
-            num_warps=tuned["warps"],
+            segments, total, room, tail, share, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+            GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_T=tuned["block_t"],
+            BLOCK_R=max(16, triton.next_power_of_2(group)), BLOCK_S=block_s, EMIT=bool(emit),
+            PRECISION=precision(keys.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],
         )  # fmt: skip
     _merge[(segments, group)](
         part_outputs, part_lse, offsets, out.output, out.lse, group, tail, share,
@@ -293,8 +296,8 @@ def ragged_decode(
         share = tuned["emit_share"]
         _emit[(triton.cdiv(tokens, share),)](
             logits, offsets, out.lse, flat_mean, tail_mean, flat_max, tail_max,
-            segments, group, total, room, tail, share,
-            BLOCK_T=min(1024, share), BLOCK_R=triton.next_power_of_2(group), BLOCK_S=block_s,
+            segments, total, room, tail, share,
+            GROUP=group, BLOCK_T=min(1024, share), BLOCK_R=triton.next_power_of_2(group), BLOCK_S=block_s,
             MEAN="mean" in emit, MAX="max" in emit, num_warps=4,
         )  # fmt: skip
     return out

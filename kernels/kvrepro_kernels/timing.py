@@ -1,6 +1,7 @@
 """Timing on the GPU: graph replays over rotating inputs, so that neither launches nor a warm cache are measured."""
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,8 +32,10 @@ def quantiles(
         with torch.cuda.graph(captured):
             run()
         run = captured.replay
-    for _ in range(3):
+    warm = time.monotonic() + 0.1  # clocks settle; the first replays run up to a tenth slower
+    while time.monotonic() < warm:
         run()
+        torch.cuda.synchronize()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
     for start, end in events:
         start.record()

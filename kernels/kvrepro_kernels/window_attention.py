@@ -40,7 +40,8 @@ def window_attention_reference(
 def _attend(
     query, keys, values, firsts, starts, part_outputs, part_lse,
     query_batch, query_head, query_row, key_batch, key_head, key_token, value_batch, value_head, value_token,
-    kv_heads, tokens, rows, window, tokens_per_split, scale,
+    kv_heads, tokens, rows, window, edge, tokens_per_split, scale,
+    FIRSTS: tl.constexpr, STARTS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -49,8 +50,12 @@ def _attend(
     row = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R], query head in the group * window + query
     dim = tl.arange(0, BLOCK_D)  # [D]
     step = tl.arange(0, BLOCK_T)  # [T]
-    last = tl.load(firsts + batch) + row % window
-    start = tl.load(starts + head_row)
+    last = edge + row % window
+    start = 0
+    if FIRSTS:
+        last = tl.load(firsts + batch) + row % window
+    if STARTS:
+        start = tl.load(starts + head_row)
     keys += batch * key_batch + head * key_head
     values += batch * value_batch + head * value_head
     query += batch * query_batch + head * (rows // window) * query_head
@@ -110,8 +115,9 @@ def _merge(
 
 def window_rows(
     query: Tensor, keys: Tensor, values: Tensor, first: Tensor | int | None, starts: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """First key index of the window's causal edge, int32 [batch], and first live key, int32 [batch, kv_heads].
+) -> tuple[Tensor | None, int, Tensor | None]:
+    """Where the window's causal edge begins, int32 [batch] or one number for all, and the first live keys, int32
+    [batch, kv_heads], None for 0 everywhere.
 
     Raises ValueError for queries, keys and values that do not fit each other.
     """
@@ -123,18 +129,17 @@ def window_rows(
         raise ValueError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)}")
     if query.dtype != keys.dtype:
         raise ValueError(f"query is {query.dtype}, keys are {keys.dtype}; cast one")
-    edges = tokens - query.shape[2] if first is None else first
-    if not isinstance(edges, Tensor):
-        edges = torch.full((batch,), edges, dtype=torch.int32, device=keys.device)
-    if starts is None:
-        starts = torch.zeros(batch, kv_heads, dtype=torch.int32, device=keys.device)
-    elif starts.dim() == 1:
-        starts = starts[:, None].expand(-1, kv_heads)
-    if edges.shape != (batch,) or starts.shape != (batch, kv_heads):
-        found = f"{tuple(edges.shape)} and {tuple(starts.shape)}"
-        raise ValueError(f"first must be ({batch},) and starts ({batch},) or ({batch}, {kv_heads}), not {found}")
+    firsts = first.to(torch.int32) if isinstance(first, Tensor) else None
+    edge = first if isinstance(first, int) else tokens - query.shape[2]
+    if firsts is not None and firsts.shape != (batch,):
+        raise ValueError(f"first must be an int or of shape ({batch},), not {tuple(firsts.shape)}")
+    if starts is not None:
+        starts = starts[:, None].expand(-1, kv_heads) if starts.dim() == 1 else starts
+        if starts.shape != (batch, kv_heads):
+            raise ValueError(f"starts must be ({batch},) or ({batch}, {kv_heads}), not {tuple(starts.shape)}")
+        starts = starts.to(torch.int32).contiguous()
     check_innermost(query=query, keys=keys, values=values)
-    return edges.to(torch.int32), starts.to(torch.int32).contiguous()
+    return firsts, edge, starts
 
 
 def window_attention(
@@ -150,7 +155,7 @@ def window_attention(
     out: two contiguous tensors to write into. tuning: overrides of `window_attention_tuning`.
     Raises ValueError for tensors that do not fit each other and for CPU tensors uninterpreted.
     """
-    first, starts = window_rows(query, keys, values, first, starts)
+    firsts, edge, starts = window_rows(query, keys, values, first, starts)
     batch, heads, window, dim = query.shape
     kv_heads, tokens = keys.shape[1:3]
     rows = heads // kv_heads * window
@@ -158,7 +163,9 @@ def window_attention(
         out = query.new_empty(batch, heads, window, dim), query.new_empty(batch, heads, window, dtype=torch.float32)
     if out[0].shape != query.shape or out[1].shape != query.shape[:3] or not all(x.is_contiguous() for x in out):
         raise ValueError(f"out must be contiguous of shapes {tuple(query.shape)} and {tuple(query.shape[:3])}")
-    check_device(_attend, "window_attention", (query, keys, values, first, starts, *out))
+    check_device(
+        _attend, "window_attention", (query, keys, values, *(x for x in (firsts, starts) if x is not None), *out)
+    )
     if 0 in (batch, heads, window):
         return out
     tuned = window_attention_tuning(rows, dim, keys.dtype) | (tuning or {})
@@ -171,9 +178,11 @@ def window_attention(
     part_outputs = torch.empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32, device=keys.device)
     part_lse = torch.empty(batch * kv_heads, splits, rows, dtype=torch.float32, device=keys.device)
     _attend[(splits, batch * kv_heads, chunks)](
-        query, keys, values, first, starts, part_outputs, part_lse,
-        *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        kv_heads, tokens, rows, window, per_split, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+        query, keys, values,
+        keys if firsts is None else firsts, keys if starts is None else starts,  # stand-ins that are never read
+        part_outputs, part_lse, *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+        kv_heads, tokens, rows, window, edge, per_split, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+        FIRSTS=firsts is not None, STARTS=starts is not None,
         DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_T=block_t, BLOCK_R=tuned["block_r"],
         PRECISION=precision(keys.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],
     )  # fmt: skip

@@ -137,15 +137,20 @@ def _window_scores(
     query, keys, values, lse, outputs, norms, firsts, starts, scores,
     query_batch, query_head, query_row, output_batch, output_head, output_row, lse_batch, lse_head, lse_row,
     key_batch, key_head, key_token, value_batch, value_head, value_token,  # strides in elements
-    kv_heads, tokens, group, window, tokens_per_split, scale, eps, factor,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, GROUPS: tl.constexpr, WINDOW: tl.constexpr,
+    kv_heads, tokens, group, window, edge, tokens_per_split, scale, eps, factor,
+    FIRSTS: tl.constexpr, STARTS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    GROUPS: tl.constexpr, WINDOW: tl.constexpr,
     CHUNKS: tl.constexpr, INDICATOR: tl.constexpr, AGGREGATE: tl.constexpr, REDUCTION: tl.constexpr,
     GIVEN_NORMS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head_row = tl.program_id(1).to(tl.int64)  # batch row * kv_heads + KV head
     batch, head = head_row // kv_heads, head_row % kv_heads
-    first = tl.load(firsts + batch)
-    start = tl.load(starts + head_row)
+    first = edge
+    start = 0
+    if FIRSTS:
+        first = tl.load(firsts + batch)
+    if STARTS:
+        start = tl.load(starts + head_row)
     dim = tl.arange(0, BLOCK_D)  # [D]
     step = tl.arange(0, BLOCK_T)  # [T]
     keys += batch * key_batch + head * key_head
@@ -224,7 +229,7 @@ def window_scores(
     ):  # fmt: skip
         if name not in known:
             raise ValueError(f"{kind} {name!r} is not one of {', '.join(known)}")
-    first, starts = window_rows(query, keys, values, first, starts)
+    firsts, edge, starts = window_rows(query, keys, values, first, starts)
     batch, heads, window, dim = query.shape
     kv_heads, tokens = keys.shape[1:3]
     group = heads // kv_heads
@@ -244,8 +249,11 @@ def window_scores(
     if lse.shape != (batch, heads, window) or outputs.shape != query.shape:
         found = f"{tuple(lse.shape)} and {tuple(outputs.shape)}"
         raise ValueError(f"lse and outputs must be {tuple(query.shape[:3])} and {tuple(query.shape)}, not {found}")
-    norms = keys if norms is None else norms.float().contiguous()  # a stand-in that is never read
-    check_device(_window_scores, "window_scores", (query, keys, values, lse, outputs, norms, first, starts, out))
+    stand_in = keys  # for what is never read
+    norms = stand_in if norms is None else norms.float().contiguous()
+    firsts = stand_in if firsts is None else firsts
+    starts = stand_in if starts is None else starts
+    check_device(_window_scores, "window_scores", (query, keys, values, lse, outputs, norms, firsts, starts, out))
     check_innermost(outputs=outputs)
     if 0 in (batch, kv_heads, tokens):
         return out
@@ -261,13 +269,14 @@ def window_scores(
     per_split = triton.cdiv(triton.cdiv(tokens, splits), block_t) * block_t
     factor = (1 / window if aggregate == "mean" else 1.0) * (1 / group if reduction == "mean" else 1.0)
     _window_scores[(triton.cdiv(tokens, per_split), batch * kv_heads)](
-        query, keys, values, lse, outputs, norms, first, starts, out,
+        query, keys, values, lse, outputs, norms, firsts, starts, out,
         *query.stride()[:3], *outputs.stride()[:3], *lse.stride(), *keys.stride()[:3], *values.stride()[:3],
-        kv_heads, tokens, group, window, per_split, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+        kv_heads, tokens, group, window, edge, per_split, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
         eps, factor,
+        FIRSTS=firsts is not stand_in, STARTS=starts is not stand_in,
         DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_T=block_t, GROUPS=groups, WINDOW=rows, CHUNKS=chunks,
         INDICATOR=indicator, AGGREGATE=aggregate, REDUCTION=reduction,
-        GIVEN_NORMS=norms is not keys, PRECISION=precision(keys.dtype), STAGES=tuned["stages"],
+        GIVEN_NORMS=norms is not stand_in, PRECISION=precision(keys.dtype), STAGES=tuned["stages"],
         num_warps=tuned["warps"],
     )  # fmt: skip
     return out

@@ -1,0 +1,100 @@
+"""IFEval's verifiable instructions, the 23 classes whose rule is plain text: what is asked, is it in the answer?
+
+Left out are the two classes that need a language detector or a sentence splitter (`UNCHECKED`): their instructions are
+not scored. Upper and lower case are checked without the detector that asks for English too. Written from the classes'
+descriptions (Zhou et al. 2023, arXiv:2311.07911), not from their code: counts at the margin may differ.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+UNCHECKED = ("language:response_language", "length_constraints:number_sentences")
+CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+
+
+def checks(instructions: Iterable[tuple[str, Mapping]], answer: str) -> dict[str, bool]:
+    """Whether an answer obeys the instructions, by class; an empty answer obeys none. Classes without a checker are
+    left out, a class that occurs twice must be obeyed twice. instructions: (class, arguments), as in the data set."""
+    found: dict[str, bool] = {}
+    for kind, given in instructions:
+        if kind in CHECKS:
+            found[kind] = found.get(kind, True) and bool(answer.strip()) and CHECKS[kind](answer, **given)
+    return found
+
+
+def _bound(count: int, relation: str, number: int) -> bool:
+    return count < number if relation == "less than" else count >= number
+
+
+def _words(answer: str) -> list[str]:
+    return re.findall(r"\w+", answer)
+
+
+def _has(word: str, answer: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", answer, re.IGNORECASE) is not None
+
+
+def _paragraph(answer: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    blocks = [block for block in re.split(r"\n\s*\n", answer.strip()) if block.strip()]
+    if len(blocks) != num_paragraphs or nth_paragraph > len(blocks):
+        return False
+    return [word.lower() for word in _words(blocks[nth_paragraph - 1])[:1]] == [first_word.lower()]
+
+
+def _json(answer: str) -> bool:
+    try:
+        json.loads(re.sub(r"^```(?:json)?|```$", "", answer.strip(), flags=re.IGNORECASE).strip())
+    except ValueError:
+        return False
+    return True
+
+
+def _two(answer: str) -> bool:
+    parts = [part.strip() for part in answer.split("******") if part.strip()]
+    return len(parts) == 2 and parts[0] != parts[1]
+
+
+CHECKS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda a, keywords: all(word.lower() in a.lower() for word in keywords),
+    "keywords:frequency": lambda a, keyword, frequency, relation: _bound(
+        a.lower().count(keyword.lower()), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda a, forbidden_words: not any(_has(word, a) for word in forbidden_words),
+    "keywords:letter_frequency": lambda a, letter, let_frequency, let_relation: _bound(
+        a.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    "length_constraints:number_words": lambda a, num_words, relation: _bound(len(_words(a)), relation, num_words),
+    "length_constraints:number_paragraphs": lambda a, num_paragraphs: (
+        len([part for part in re.split(r"\s?\*\*\*\s?", a) if part.strip()]) == num_paragraphs
+    ),
+    "length_constraints:nth_paragraph_first_word": _paragraph,
+    "detectable_content:number_placeholders": lambda a, num_placeholders: (
+        len(re.findall(r"\[[^\[\]]+\]", a)) >= num_placeholders
+    ),
+    "detectable_content:postscript": lambda a, postscript_marker: postscript_marker.lower() in a.lower(),
+    "detectable_format:number_bullet_lists": lambda a, num_bullets: (
+        len(re.findall(r"^\s*(?:\*(?!\*)|-)\s*\S", a, re.MULTILINE)) == num_bullets
+    ),
+    "detectable_format:number_highlighted_sections": lambda a, num_highlights: (
+        len(re.findall(r"\*\*[^*\n]+\*\*|(?<!\*)\*[^*\n]+\*(?!\*)", a)) >= num_highlights
+    ),
+    "detectable_format:multiple_sections": lambda a, section_spliter, num_sections: (
+        len(re.findall(rf"{re.escape(section_spliter)}\s*\d+", a)) >= num_sections
+    ),
+    "detectable_format:json_format": _json,
+    "detectable_format:title": lambda a: re.search(r"<<[^\n<>]*\S[^\n<>]*>>", a) is not None,
+    "detectable_format:constrained_response": lambda a: any(choice in a for choice in CHOICES),
+    "combination:repeat_prompt": lambda a, prompt_to_repeat: (
+        a.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "combination:two_responses": _two,
+    "startend:end_checker": lambda a, end_phrase: a.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
+    "startend:quotation": lambda a: re.fullmatch(r'".*"', a.strip(), re.DOTALL) is not None and len(a.strip()) > 2,
+    "change_case:capital_word_frequency": lambda a, capital_frequency, capital_relation: _bound(
+        sum(word.isupper() for word in _words(a)), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": str.isupper,
+    "change_case:english_lowercase": str.islower,
+    "punctuation:no_comma": lambda a: "," not in a,
+}

@@ -108,7 +108,6 @@ def call(function: Callable, *arguments: object, parameters: Parameters):
     return function(*arguments, **{k: v for k, v in parameters.items() if k in names})
 
 
-@cache
 def find(name: str) -> Policy:
     """The catalogue's policy of that name, or a reader's own, named as `path/to/file.py:NAME`.
 
@@ -128,16 +127,27 @@ def find(name: str) -> Policy:
     file = _file(path)
     if file is None:
         raise InputError(f"policy {name!r}: no file {path} here or in {ROOT}")
-    found = runpy.run_path(str(file)).get(attribute)
+    found = _run(file, file.stat().st_mtime_ns).get(attribute)
     if not isinstance(found, Policy):
         raise InputError(f"policy {name!r}: {file.name} has no Policy called {attribute}")
     return found
 
 
 def source_of(name: str) -> str:
-    """Text of the file that a reader's own policy comes from; "" for the catalogue's, whose code is the engine's."""
+    """What decides for a reader's own policy: its file, or the scorer typed into a notebook; "" for the catalogue's whose
+    code is the engine's."""
+    from kvrepro.catalogue import CATALOGUE
+
+    own = CATALOGUE.get(name)
+    if own is not None and not own.score.__module__.startswith("kvrepro."):
+        return inspect.getsource(own.score) + repr((own.parameters, own.as_run))
     file = _file(name.rpartition(":")[0])
     return file.read_text(encoding="utf-8") if file else ""
+
+
+@cache
+def _run(file: Path, changed: int) -> dict:
+    return runpy.run_path(str(file))
 
 
 def _file(path: str) -> Path | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvrepro import data, engine, grid
+from kvrepro import data, engine, grid, stats
 from kvrepro.data import Item
 from kvrepro.errors import InputError
 from kvrepro.models import Loaded
@@ -87,3 +87,18 @@ def retention(
     frame.attrs["tokens"] = len(prompt.ids)
     frame.attrs["spans"] = {name: (min(at), max(at)) for name, at in prompt.spans.items() if at}
     return frame
+
+
+def beside(rows: pd.DataFrame, policies: Sequence[str], measure: str = "token_f1") -> pd.DataFrame:
+    """Mean of `measure` per policy with its 95% interval over items, and the paired difference to the second policy."""
+    wide = rows[rows.policy.isin(policies)].pivot_table(index="item", columns="policy", values=measure)
+    table = {}
+    for name in policies:
+        mean, low, high = stats.mean_ci(wide[name])
+        gap = stats.mean_ci(wide[name] - wide[policies[1]])
+        table[name] = {
+            measure: f"{mean:.2f} [{low:.2f}, {high:.2f}]",
+            f"minus {policies[1]}": "-" if name == policies[1] else "{:+.2f} [{:+.2f}, {:+.2f}]".format(*gap),
+            "tokens kept": round(float(rows[rows.policy == name].kept_mean.mean())),
+        }
+    return pd.DataFrame(table).T.rename_axis("policy")

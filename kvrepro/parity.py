@@ -43,20 +43,31 @@ class Pair:
         return " ".join([self.policy, *(f"{k}={v}" for k, v in self.switches)])
 
 
+REPEATED = (
+    "layer 0: keys of a repeated word have one norm, up to the rounding of their rotation; of such ties ours keeps the "
+    "later token, kvpress what topk happens to return"
+)
+
+WINDOW_ALONE = (
+    "kvpress 0.5.2 scores the window like the best token before it: where a layer keeps the window alone, that tie may "
+    "cost a window token; 0.5.5 adds 1, ours guards the window"
+)
+
+
 def _snapkv(k: Any, r: float, window: int = 64) -> Any:
     return k.SnapKVPress(r, window_size=window, kernel_size=5)
 
 
 PAIRS = (
     Pair("streaming_llm", lambda k, r: k.StreamingLLMPress(r, n_sink=4)),
-    Pair("k_norm", lambda k, r: k.KnormPress(r), (("dense_layers", 0),)),
+    Pair("k_norm", lambda k, r: k.KnormPress(r), (("dense_layers", 0),), note=REPEATED),
     Pair("key_diff", lambda k, r: k.KeyDiffPress(r), (("block", 0),)),
     Pair("key_diff", lambda k, r: k.BlockPress(k.KeyDiffPress(r), block_size=128), (("block", 128),)),
     Pair("h2o", lambda k, r: k.ObservedAttentionPress(r), eager=True),
     Pair("tova", lambda k, r: k.TOVAPress(r)),
     Pair("snapkv", _snapkv),
     Pair("snapkv", lambda k, r: _snapkv(k, r, 32), (("window", 32),)),
-    Pair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=64, kernel_size=5)),
+    Pair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=64, kernel_size=5), note=WINDOW_ALONE),
     Pair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=8, kernel_size=5), (("window", 8),)),
     Pair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=8, kernel_size=5, beta=4),
          (("window", 8), ("beta", 4))),

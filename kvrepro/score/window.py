@@ -154,7 +154,7 @@ def _pooled(x: Tensor, counted: Mask, pool: str, kernel: int) -> Tensor:
     else:
         x = x.masked_fill(out, -torch.inf)
         x = F.max_pool1d(x.flatten(0, -2)[:, None], kernel, 1, kernel // 2)[:, 0].view_as(x)
-    return x.masked_fill(out, 0.0)
+    return x.masked_fill_(out, 0.0)
 
 
 def _grouped(x: Tensor, counted: Mask, group: str) -> Tensor:

@@ -3,43 +3,22 @@
 Intervals are percentile bootstraps over whole prompts, since the triples of one prompt are not independent.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 import torch
 from scipy import stats as scipy_stats
 
-from kvrepro import bound, claims
+from kvrepro import bound, claims, quality_bound
 from kvrepro.errors import InputError
-from kvrepro.study_bound import Study, pool_name
+from kvrepro.study_bound import DRAWS, Statistic, Study, interval, pool_name
 from kvrepro.triples import RULES, STRATA
 
-DRAWS = 1000
 K = 200  # in 1 - k eps: for it, "eps <= 0.005" (table 12) is the border of a finite factor
 HARD_K = 10
 MODELS = {"Llama-3.1-8B": "Llama", "MegaBeam-Mistral-7B": "Mistral", "Mistral-7B": "Mistral", "Qwen2.5-7B": "Qwen"}
 TAUS = (0.0, 0.05, 0.10, 0.20, 0.30, 0.50)
-Statistic = Callable[[np.ndarray], float]
-
-
-# ---------------------------------------------------------------- intervals
-
-
-def interval(
-    frame: pd.DataFrame, columns: Sequence[str], statistic: Statistic, *, draws: int = DRAWS, seed: int = 42
-) -> tuple[float, float, float, int]:
-    """Value, 95% interval and number of prompts of statistic(values [rows, columns]); fewer than six prompts: nan."""
-    values = frame[list(columns)].to_numpy(float)
-    codes, items = pd.factorize(frame["item"])
-    value = statistic(values) if len(values) else np.nan
-    if len(items) < claims.MIN_ITEMS:
-        return value, np.nan, np.nan, len(items)
-    rows = [np.flatnonzero(codes == i) for i in range(len(items))]
-    picks = np.random.default_rng(seed).integers(0, len(items), (draws, len(items)))
-    drawn = [statistic(values[np.concatenate([rows[i] for i in pick])]) for pick in picks]
-    low, high = np.nanpercentile(drawn, [2.5, 97.5]) if np.isfinite(drawn).any() else (np.nan, np.nan)
-    return float(value), float(low), float(high), len(items)
 
 
 def rank_correlation(frame: pd.DataFrame, x: str, y: str, *, draws: int = DRAWS) -> tuple[float, float, float, int]:
@@ -315,9 +294,13 @@ def _median_difference(values: np.ndarray) -> float:
     return float(np.median(values[:, 0]) - np.median(values[:, 1]))
 
 
-def members(claim: Mapping, study: Study) -> list[Member]:
-    """Members of a claim: label, rows, columns and the statistic over them."""
+def members(claim: Mapping, study: Study, quality: pd.DataFrame | None = None) -> list[Member]:
+    """Members of a claim: label, rows, columns and the statistic over them; none where `quality` would be needed."""
     contrast, over = claim["contrast"], claim.get("over")
+    if contrast == "quality_difference":
+        if quality is None:
+            return []
+        return [("all", quality_bound.differences(quality, claim["against"], claim["share"]), ["difference"], np.mean)]
     of_pool: dict[str, tuple[list[str], Statistic]] = {
         "cone_share": (["c_low"], _positive),
         "cone_median": (["c_low"], _median),
@@ -384,20 +367,28 @@ def _paired(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.Dat
 
 
 def evaluate(
-    study: Study, *, model: str, profile: str, book: Mapping | str = "dropkv_bound", draws: int = DRAWS
+    study: Study,
+    quality: pd.DataFrame | None = None,
+    *,
+    model: str,
+    profile: str,
+    book: Mapping | str = "dropkv_bound",
+    draws: int = DRAWS,
 ) -> pd.DataFrame:
-    """Verdict of every claim, in the columns of `claims.evaluate`; the reading is "any"."""
+    """Verdict of every claim, in the columns of `claims.evaluate`; the reading is "any". quality: rows of
+    `quality_bound.quality`."""
     known = claims.load_claims(book) if isinstance(book, str) else book
     rows = []
     for claim in known["claims"]:
         if claim["contrast"] == "none":
             rows.append(claims._row(claim, claim["why"]))
             continue
+        parts = members(claim, study, quality)
+        if not parts:
+            rows.append(claims._row(claim, "no answers were generated: run quality_bound.quality"))
+            continue
         found = pd.DataFrame(
-            [
-                (label, *interval(f, columns, statistic, draws=draws))
-                for label, f, columns, statistic in members(claim, study)
-            ],
+            [(label, *interval(f, columns, statistic, draws=draws)) for label, f, columns, statistic in parts],
             columns=["member", "value", "low", "high", "n"],
         ).assign(p=np.nan)
         found["state"] = [claims.judge(claim["rule"], m.value, m.low, m.high, None) for m in found.itertuples()]
@@ -406,9 +397,25 @@ def evaluate(
     return frame.assign(reading="any", model=model, profile=profile, depends_on_reading="")
 
 
+def partition_text(found: bound.Partition) -> str:
+    """The worked instance of the reduction in words, as Markdown."""
+    sides = [sorted(found.numbers[j] for j in one.evicted.tolist()) for one in (found.best, found.proxy)]
+    rest = sorted(found.numbers)
+    for number in sides[0]:
+        rest.remove(number)
+    listed = [" + ".join(map(str, side)) for side in (*sides, rest)]
+    said = f"{listed[0]} = {sum(sides[0])} and {listed[2]} = {sum(rest)}"
+    verdict = "balances" if found.balanced else "does not balance"
+    return (
+        f"Numbers {', '.join(map(str, sorted(found.numbers)))}. The optimum over all subsets is "
+        f"F = {found.best.value.item():.3g}: {said}, which {verdict}. DropKV evicts {listed[1]} = {sum(sides[1])}, "
+        f"at F = {found.proxy.value.item():.3g}."
+    )
+
+
 def numbers(frame: pd.DataFrame, study: Study) -> dict[str, str]:
     """What the prose may quote, as text: of each claim its value with interval and its verdict; sizes of the run; the
-    share of triples with c* > 0 in the first and the last pool; how far lemma 1 is from its definition."""
+    share of triples with c* > 0 per pool; how far lemma 1 is from its definition; the peers' ratios."""
     a, first, last = study.assumptions, *(pool_name(study.settings.pools[i]) for i in (0, -1))
     own = selected(study.records)
     found = {
@@ -429,6 +436,18 @@ def numbers(frame: pd.DataFrame, study: Study) -> dict[str, str]:
     }
     for name, pool in (("first", first), ("last", last)):
         found[f"cone-{name}"] = f"{100 * (a[a.pool == pool].c_low > 1e-9).mean():.0f}%"
+    negative = a[(a.pool == first) & (a.c_low <= 1e-9)].c_low
+    found["cone-failed"] = f"{negative.median():.3f}" if len(negative) else "none fails"
+    window = study.settings.window
+    for name, rule, queries, kernel, objective in (
+        ("own-query", "dropkv", 1, 1, "query"),
+        ("own-window", "dropkv", window, 1, "window"),
+        ("cross", "dropkv", window, 1, "query"),
+        ("pooled", "dropkv", window, study.settings.kernel, "window"),
+        ("snapkv-window", "snapkv", window, 1, "window"),
+    ):
+        p = peers(study, objective).set_index(["rule", "queries", "kernel"]).loc[(rule, queries, kernel)]
+        found[f"peer-{name}"] = f"{p.ratio:.2f} [{p.low:.2f}, {p.high:.2f}]"
     for row in frame.itertuples():
         found[row.claim] = claims._shown(row, with_unit=True) or "no value"
         found[f"{row.claim}-verdict"] = row.verdict

@@ -14,7 +14,7 @@ from scipy import stats as scipy_stats
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kvrepro import bound, cone, data, store, triples
+from kvrepro import bound, claims, cone, data, store, triples
 from kvrepro.data import Item
 from kvrepro.errors import InputError
 from kvrepro.models import Loaded
@@ -22,6 +22,8 @@ from kvrepro.triples import RULES, Triple
 
 ONE_QUERY = ("dropkv", "attention", "random")  # table 16's selections, by the query's own attention
 PARTS = ("assumptions", "records", "lemma", "budgets", "alignment")
+DRAWS = 1000
+Statistic = Callable[[np.ndarray], float]
 MU_AT = 0.1  # c at which the pool's mass outside the cone is reported
 
 
@@ -333,3 +335,22 @@ def _budgets(last: list[Triple], group: int, s: Settings) -> list[dict]:
                     | {"error": (sum(moved) / sum(whole)).sqrt().item(), "evicted": int(evicted.sum())}
                 )
     return rows
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def interval(
+    frame: pd.DataFrame, columns: Sequence[str], statistic: Statistic, *, draws: int = DRAWS, seed: int = 42
+) -> tuple[float, float, float, int]:
+    """Value, 95% interval and number of prompts of statistic(values [rows, columns]); fewer than six prompts: nan."""
+    values = frame[list(columns)].to_numpy(float)
+    codes, items = pd.factorize(frame["item"])
+    value = statistic(values) if len(values) else np.nan
+    if len(items) < claims.MIN_ITEMS:
+        return value, np.nan, np.nan, len(items)
+    rows = [np.flatnonzero(codes == i) for i in range(len(items))]
+    picks = np.random.default_rng(seed).integers(0, len(items), (draws, len(items)))
+    drawn = [statistic(values[np.concatenate([rows[i] for i in pick])]) for pick in picks]
+    low, high = np.nanpercentile(drawn, [2.5, 97.5]) if np.isfinite(drawn).any() else (np.nan, np.nan)
+    return float(value), float(low), float(high), len(items)

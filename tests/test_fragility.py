@@ -1,0 +1,298 @@
+"""Retained importance against loops over the model's own attention; the mixture's closed forms against simulation."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrepro import claims, fragility
+from kvrepro import study_fragility as study
+from kvrepro.condition import Prompt
+from kvrepro.errors import InputError
+from kvrepro.fragility import OURS, Mixture
+
+IDS = torch.randint(3, 120, (60,), generator=torch.Generator(device="cpu").manual_seed(5), device="cpu").tolist()
+PROMPT = Prompt(IDS, {"question": list(range(50, 58))})
+ANSWER = [7, 9, 40, 3, 88]
+SHORT = replace(OURS, window=8, single=3)
+
+
+@pytest.fixture(scope="module")
+def eager():
+    """Model, its attention [layers][heads, tokens, tokens] by Hugging Face, values and output weights per layer."""
+    model = tiny.model("qwen2")
+    ids = torch.tensor([[*IDS, *ANSWER[:-1]]])
+    with torch.no_grad():
+        out = model(ids, output_attentions=True, use_cache=True)
+    p = [a[0].double().cpu().numpy() for a in out.attentions]
+    v = [layer.values[0].double().cpu().numpy() for layer in out.past_key_values.layers]  # noqa: PD011
+    w = [layer.self_attn.o_proj.weight.detach().double().cpu().numpy() for layer in model.model.layers]
+    return model, p, v, w
+
+
+def transcription(p, v, w, rule: str, s, end: int) -> np.ndarray:
+    """Shares [layers, steps] in plain loops: 6 query heads on 2 KV heads of 8 dimensions."""
+    steps = range(len(IDS) - 1, len(IDS) + len(ANSWER) - 1)
+    past = range(end - s.window, end)
+    found = np.zeros((len(p), len(steps), 2))
+    for layer, (attention, values, weight) in enumerate(zip(p, v, w, strict=True)):
+        for kv in range(2):
+            group = range(3 * kv, 3 * kv + 3)
+            norm = {
+                h: np.array(
+                    [np.abs(weight[:, 8 * h : 8 * h + 8] @ values[kv, i]).sum() for i in range(values.shape[1])]
+                )
+                for h in group
+            }
+            importance = {h: attention[h] * norm[h] for h in group}
+            per_token = []
+            for i in range(end):
+                if rule == "single":
+                    per_token.append(np.mean([importance[h][past[s.single - 1], i] for h in group]))
+                elif rule == "mean":
+                    per_token.append(np.mean([importance[h][t, i] for h in group for t in past]))
+                else:
+                    over = steps if rule == "true risk" else past
+                    per_token.append(max(importance[h][t, i] for h in group for t in over))
+            if rule == "defensive":
+                prior = sum(per_token) / end
+                per_token = [max(x, prior) for x in per_token]
+            order = sorted(range(end), key=lambda i: (i >= end - s.window, per_token[i], i), reverse=True)
+            kept = order[: int(s.share * end)]
+            for h in group:
+                for n, t in enumerate(steps):
+                    found[layer, n] += importance[h][t, kept].sum(), importance[h][t, :end].sum()
+    return found
+
+
+@pytest.mark.parametrize("until", ["question", ""])
+def test_shares_equal_a_transcription_in_loops(eager, until):
+    model, p, v, w = eager
+    s = replace(SHORT, until=until)
+    curves, summary = fragility.retained(model, PROMPT, ANSWER, {"default": s})
+    for rule in fragility.RULES:
+        parts = transcription(p, v, w, rule, s, 50 if until else 60)
+        for layer, expected in [*enumerate(parts), (-1, parts.sum(0))]:
+            here = curves[(curves.rule == rule) & (curves.layer == layer)].sort_values("step").retained
+            want = expected[:, 0] / expected[:, 1]
+            assert here.to_numpy() == pytest.approx(want, abs=2e-5)
+            row = summary[(summary.rule == rule) & (summary.layer == layer) & (summary["head"] == -1)].iloc[0]
+            assert row.worst == pytest.approx(want.min(), abs=2e-5)
+            assert (row["at"], row.steps) == (want.argmin() + 1, 5)
+            assert row.below == pytest.approx((want < 0.5).mean())
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_every_architecture_gives_shares_between_0_and_1(name):
+    curves, summary = fragility.retained(tiny.architecture(name), PROMPT, ANSWER, {"default": SHORT})
+    assert curves.retained.between(0, 1 + 1e-6).all()
+    assert set(curves.layer) == {-1, *range(summary.layer.max() + 1)}
+
+
+def test_keeping_everything_retains_everything_and_later_tokens_count_where_asked(eager):
+    settings = {"default": replace(SHORT, share=1.0), "half": SHORT, "later": replace(SHORT, later=True)}
+    curves, summary = fragility.retained(eager[0], PROMPT, ANSWER, settings)
+    assert curves[curves.setting == "default"].retained.to_numpy() == pytest.approx(1.0)
+    wide = curves.pivot_table(index=["rule", "layer", "step"], columns="setting", values="retained")
+    assert (wide.later > wide.half).all()
+    counted = summary[summary["head"] == -1].groupby("setting").counted
+    assert counted.min().later == pytest.approx(1.0)
+    assert counted.max().half < 1
+
+
+def test_one_pass_of_many_settings_equals_a_pass_each(eager):
+    many = {name: replace(s, window=8, single=3) for name, s in fragility.variants().items()}
+    _, together = fragility.retained(eager[0], PROMPT, ANSWER, many, more=list(many.values()), more_layer=1)
+    for i, (name, s) in enumerate(many.items()):
+        _, alone = fragility.retained(eager[0], PROMPT, ANSWER, {"x": s})
+        columns = ["rule", "layer", "worst", "mean", "below", "tied"]
+        mine = together[(together.setting == name) & (together["head"] == -1)][columns].reset_index(drop=True)
+        pd.testing.assert_frame_equal(mine, alone[columns], check_exact=False, rtol=1e-5)
+        numbered = together[together.setting == f"#{i}"].set_index("rule").worst
+        expected = alone[alone.layer == 1].set_index("rule").worst[["mean", "defensive"]]
+        assert numbered[expected.index].to_numpy() == pytest.approx(expected.to_numpy(), rel=1e-5)
+
+
+P = torch.rand(2, 3, 8, 40, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu").softmax(-1) ** 6
+NORM = 0.5 + torch.rand(2, 3, 40, generator=torch.Generator(device="cpu").manual_seed(2), device="cpu")
+
+
+def test_the_prior_changes_no_order_above_it_and_ties_all_below():
+    largest, defensive = (fragility.score(P, NORM, rule, SHORT) for rule in ("max", "defensive"))
+    prior = largest.mean(-1, keepdim=True)
+    assert torch.equal(defensive, torch.where(largest > prior, largest, prior.expand_as(largest)))
+    assert ((largest < prior).sum(-1) > 10).all()
+
+
+def test_algorithm_2_is_the_catalogues_defensive_kv():
+    from observations import observation
+
+    from kvrepro.score import window
+
+    o = observation(batch=1, kv_heads=2, group=3, window=8, tokens=40, hidden=20)
+    expected = window.defensive_kv(o)[0]
+    norms = fragility.norms(o.values[0], o.output)  # noqa: PD011
+    s = replace(SHORT, **fragility.ALGORITHM_2)
+    torch.testing.assert_close(fragility.score(o.attention[0], norms["l1"], "defensive", s), expected)
+
+
+def test_norms_against_their_formulas():
+    values, output = torch.randn(2, 300, 4), torch.randn(6, 4, 5)
+    found = fragility.norms(values, output)
+    v = values[1, 299] @ output[4]
+    assert found["l1"][1, 1, 299] == pytest.approx(float(v.abs().sum()), rel=1e-5)
+    assert found["l2"][1, 1, 299] == pytest.approx(float(v.square().sum().sqrt()), rel=1e-5)
+    assert found["value"][1, 1, 299] == pytest.approx(float(values[1, 299].norm()), rel=1e-5)
+    assert (found["none"] == 1).all()
+
+
+@given(st.sampled_from(["head", "layer"]), st.sampled_from(["newest", "oldest"]), st.booleans(), st.integers(3, 9))
+def test_budget_is_met_and_the_window_stays_where_it_must(budget, ties, forced, tenths):
+    s = replace(SHORT, budget=budget, ties=ties, forced=forced, share=tenths / 10)
+    scores = torch.ones(6, 40)
+    scores[:, 4] = 2.0
+    kept = fragility.keep(scores, s)
+    assert int(kept.sum()) == 6 * int(s.share * 40)
+    assert kept[:, 4].all()
+    if forced:
+        assert kept[:, -8:].all()
+    if budget == "head" and not forced:
+        rest = [3, 2] if ties == "newest" else [38, 39]  # the last to be chosen
+        assert not kept[:, rest].any()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"until": "nowhere"}, "no span 'nowhere'"),
+        ({"window": 30}, "fewer than the 30"),
+        ({"norm": "l3"}, "unknown norm"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_pass(wrong, message):
+    with pytest.raises(InputError, match=message):
+        fragility.retained(None, PROMPT, ANSWER, {"x": replace(SHORT, **wrong)})
+
+
+def test_specifications_are_all_different_and_variants_depart_in_one_field():
+    specs = fragility.specifications()
+    assert len(set(specs)) == len(specs) == 256 // 2
+    for (field, value), name in fragility.MEANS.items():
+        changed = {k for k, v in vars(fragility.variants()[name]).items() if v != getattr(OURS, k)}
+        assert changed == {field}
+        assert getattr(fragility.variants()[name], field) == value
+    assert {field for field, _ in fragility.MEANS} == set(fragility.CHOICES)
+
+
+# ---- the mixture
+
+MIXTURES = st.builds(
+    Mixture, eps=st.floats(0.002, 0.4), low=st.floats(0.01, 0.3), spike=st.floats(0.3, 0.8), risk=st.floats(0.85, 3)
+)
+
+
+def test_closed_forms_meet_the_simulation():
+    x = Mixture(eps=0.05, low=0.2, spike=0.5, risk=1.5)
+    table = fragility.theory(x, [1, 4, 32, 128], draws=40_000, seed=3)
+    assert len(table) == 12
+    off = (table.simulated - table.exact).abs()
+    assert (off <= 2.2 * (table.high - table.simulated) + 1e-9).all()
+
+
+@given(MIXTURES, st.integers(2, 64))
+def test_theorems_1_and_2(x, m):
+    mean, largest, bound = fragility.bias_of_mean(x), fragility.bias_of_max(x, m), fragility.bound_of_max(x, m)
+    assert 0 < largest <= bound + 1e-12  # theorem 2's bound on the largest
+    assert bound < mean  # and its conclusion
+    assert mean > 0  # positive, not "a large negative value"
+    assert mean <= x.risk - x.mean_low
+
+
+@given(MIXTURES)
+def test_limits(x):
+    assert fragility.bias_of_max(x, 1) == pytest.approx(fragility.bias_of_mean(x))
+    assert fragility.bias_of_max(x, 100_000) < 0.02
+    tiny_eps = replace(x, eps=1e-9)
+    assert fragility.bias_of_mean(tiny_eps) == pytest.approx(x.risk - x.mean_low, abs=1e-6)
+    assert fragility.miss(x.eps, 32) == pytest.approx(np.prod([1 - x.eps] * 32))
+
+
+def test_survival_of_a_fragile_entry():
+    x = Mixture(eps=0.02, low=0.1, spike=0.6, risk=1.0)
+    table = fragility.survival(x, [1, 32], heads=300).set_index(["window", "rule"]).survives
+    assert table[1, "mean"] == pytest.approx(table[1, "max"], abs=0.02)  # one query: both are that query
+    assert table[32, "max"] == pytest.approx(1 - fragility.miss(x.eps, 32), abs=0.02)  # whoever showed a spike
+    assert table[32, "mean"] < table[32, "max"] - 0.1
+    with pytest.raises(InputError, match="0 < eps < 1"):
+        Mixture(eps=0.0)
+
+
+# ---- the study
+
+
+def test_grid_has_what_the_claims_ask_for():
+    cells = {(c.policy, c.share, c.reading, c.switches, c.prefix, c.bits) for c in study.grid([0.1, 0.2, 0.4])}
+    assert len(cells) == len(study.grid([0.1, 0.2, 0.4]))
+    assert all(c.until == "question" and c.regime == "prefill" for c in study.grid([0.1, 0.2, 0.4]))
+    with pytest.raises(InputError, match="unknown policy 'lru'"):
+        study.grid([0.2], ["lru"])
+    with pytest.raises(InputError, match="shares between 0 and 1"):
+        study.grid([20])
+
+
+def synthetic(readings=study.READINGS, items: int = 12) -> pd.DataFrame:
+    """A grid's rows: the full cache right, critical_ada_kv losing 0.4, the defensive ones 0.1 and 0.05 (as_run 0.3)."""
+    import json
+
+    rows = []
+    losses = {"defensive_kv": 0.1, "layer_defensive_kv": 0.05, "critical_ada_kv": 0.4}
+    for c in study.grid([0.1, 0.2, 0.4]):
+        if c.policy in study.DEFENSIVE and c.reading not in readings:
+            continue
+        for i in range(items):
+            loss = 0.0 if c.policy == "full" else losses.get(c.policy, 0.5)
+            loss = 0.3 if c.policy in study.DEFENSIVE and c.reading == "as_run" else loss
+            value = 0.9 - loss + 0.01 * (i % 3) * (c.policy != "full")
+            rows.append(
+                {"item": f"i{i}", "task": "needle", "policy": c.policy, "share": c.share, "reading": c.reading,
+                 "prefix": c.prefix, "bits": c.bits, "switches": json.dumps(dict(c.switches)), "token_f1": value,
+                 "prompt_tokens": 900}
+            )  # fmt: skip
+    return study.tidy(pd.DataFrame(rows))
+
+
+def test_verdicts_from_rows_of_known_size():
+    frame = study.evaluate(synthetic(), None, model="m", profile="quick").set_index(["claim", "reading"])
+    assert frame.loc[("C2", "as_described"), "verdict"] == "reproduced"
+    assert frame.loc[("C2b", "as_described"), "verdict"] == "reproduced"  # 0.4 / 0.1
+    assert frame.loc[("C2b", "as_described"), "ours"] == pytest.approx((0.4 - 0.01) / (0.1 - 0.01), rel=1e-6)
+    assert frame.loc[("C2b", "as_run"), "verdict"] == "not reproduced"  # 0.4 / 0.3
+    assert frame.loc[("C2d", "as_run"), "ours"] == pytest.approx(100 * 0.29 / 0.9)
+    assert set(frame.loc["C2b"].depends_on_reading) == {"yes"}
+    assert frame.loc[("C2f", "any"), "verdict"] == "reproduced"
+    assert frame.loc[("C1", "any"), "verdict"] == "not testable here"
+    assert frame.loc[("C4b", "as_run"), "verdict"] == "not testable here"  # no multi-key needle among the tasks
+    assert frame.loc[("C9", "any"), "verdict"] == "not testable here"
+    assert frame.columns[:2].tolist() == ["statement", "paper"]
+
+
+def test_a_loss_below_the_bar_is_infinitely_smaller():
+    frame = pd.DataFrame({"a": [1.0] * 8, "b": [0.5] * 8, "full": [1.0] * 8})
+    assert study.estimate(frame, "loss_ratio") == (np.inf, np.inf, np.inf, 8)
+    assert np.isnan(study.estimate(frame.assign(b=1.0), "loss_ratio")[0])
+
+
+def test_claims_file_names_what_exists():
+    book = claims.load_claims("fragility")
+    for claim in book["claims"]:
+        assert claims.paper_text(claim["paper"], claim.get("unit", "F1"))
+        assert claim["contrast"] in {*study.CONTRASTS, "none", "scoring_ratio"}
+        for cell in claim.get("cells", {}).values():
+            assert cell.get("rule", "mean") in fragility.RULES
+    assert set(book["sets"]["six"]) == set(study.TABLE_1.values())
+    assert {claim["id"][:2] for claim in book["claims"]} >= {f"C{i}" for i in range(1, 10)}

@@ -95,9 +95,8 @@ def chance(sizes: pd.DataFrame, patterns: pd.DataFrame) -> Figure:
         left.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         left.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         left.set(xlabel="block size (tokens)", ylabel="blocks freed without compaction")
-        left.legend(handles=[Line2D([], [], color="black", lw=1, ls=(0, (4, 2)), label="0.9 to the block size"),
-                             Line2D([], [], color=COLOURS["none"], marker="X", ls="none", label="10% kept by lot")],
-                    loc="lower left")  # fmt: skip
+        left.annotate("dashed: 0.9 to\nthe block size", (0.98, 0.97), xycoords="axes fraction", ha="right", va="top",
+                      fontsize=8.5)  # fmt: skip
         names = list(dict.fromkeys(patterns.pattern))
         for y, name in enumerate(names):
             rows = patterns[patterns.pattern == name]
@@ -239,7 +238,7 @@ def cadence(means: pd.DataFrame) -> Figure:
     views = [
         ("blocks_max", "blocks held at most", None),
         ("copies_per_token", "slot copies per token", "log"),
-        ("share", "copied, share of what attention reads", "log"),
+        ("share", "copied over read, bytes", "log"),
     ]
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(1, 3, figsize=(WIDTH, 3.1))
@@ -283,7 +282,7 @@ def latency(tokens: pd.DataFrame) -> Figure:
             panel.set_xticks(range(len(cadences)), [str(every) for every in cadences])
             panel.set_xlabel("tokens between passes")
             panel.grid(axis="x", visible=False)
-        left.set_ylabel("inter-token time (ms), median to 95th percentile")
+        left.set_ylabel("inter-token time (ms)")
         left.set_ylim(bottom=0)
         right.set_yscale("log")
         right.axhline(0.05, color="black", lw=0.8, ls=(0, (1, 2)))

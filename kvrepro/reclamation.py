@@ -611,7 +611,9 @@ def _members(claim: Mapping, tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame
         values = rows[member.get("column", claim.get("column"))].dropna().astype(float)
         if values.empty:
             return f"no row of {claim['study']!r} has " + ", ".join(f"{c} {v}" for c, v in where.items())
-        value, low, high = claims.estimate(values.to_frame("a"), "mean") if len(values) > 1 else [values.iloc[0]] * 3
+        constant = bool((values == values.iloc[0]).all()) and len(values) >= claims.MIN_ITEMS  # nothing to resample
+        exact = constant or len(values) == 1
+        value, low, high = [values.iloc[0]] * 3 if exact else claims.estimate(values.to_frame("a"), "mean")
         state = claims.judge(claim["rule"], value, low, high, None)
         found.append({"member": member["label"], "value": value, "low": low, "high": high, "n": len(values),
                       "p": np.nan, "state": state})  # fmt: skip

@@ -201,6 +201,16 @@ def test_a_wrong_number_is_not_reproduced():
     assert (frame.verdict["R2b"], frame.ours["R2b"]) == ("not reproduced", 4)
 
 
+def test_what_never_varies_is_exact_and_too_few_rows_are_not_judged():
+    rows = pd.DataFrame({"layout": ["repack", "fill"] * 6, "as_predicted": 1.0, "shared": False})
+    rows = rows.assign(identical=1.0, shared_slots_touched=0)
+    for n, verdict in ((12, "reproduced"), (6, "not testable here")):
+        frame = r.verdicts({"identity": rows[:n]}, "none", "quick").set_index("claim")
+        assert frame.verdict["R6"] == verdict
+    rows.loc[0, "as_predicted"] = 0.5
+    assert r.verdicts({"identity": rows}, "none", "quick").set_index("claim").verdict["R6"] == "partly"
+
+
 def test_figures_draw_what_they_are_given():
     gauge = r.gauge(16, budget=64, tokens=64)
     cadence = r.cadence([1, 16], budget=64, tokens=32, draws=6)

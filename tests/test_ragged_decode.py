@@ -101,7 +101,7 @@ def test_any_ragged_shape(data: st.DataObject):
         lengths, kv_heads, data.draw(st.integers(1, 5)), 16, room, data.draw(st.integers(0, room)),
         seed=data.draw(st.integers(0, 1000)),
     )  # fmt: skip
-    check(inputs, tuning=dict(smallest_share=data.draw(st.sampled_from([16, 64, 256])), block_t=16, emit_share=64))
+    check(inputs, tuning=dict(smallest_share=data.draw(st.sampled_from([16, 64, 256])), block_t=16, emit_block=64))
 
 
 def test_equal_lengths_are_ordinary_attention():

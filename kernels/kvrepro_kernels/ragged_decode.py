@@ -7,8 +7,8 @@ dense tail, where decoding appends. For the query heads h of that KV head, over 
 
 Split-K over shares: the list of all tokens is cut into equal shares, whatever the segments, so that no program waits
 for a long head. A program streams its share segment by segment and leaves a piece for each; a second kernel merges a
-segment's pieces. With attention asked for, the first kernel leaves its logits behind and a third one turns them into
-probabilities. Every kept token is visible, and the order inside a segment does not matter.
+segment's pieces. With attention asked for, the first kernel leaves its logits behind, and further programs of the
+second turn them into probabilities. Every kept token is visible, and the order inside a segment does not matter.
 """
 
 import math
@@ -123,14 +123,14 @@ def _attend(
         stop = tl.minimum(end, begin + length + tail)
         at = low + place - begin
         top, mass, out = _stream(
-            q, keys + at * DIM, values + at * DIM, logits + at * GROUP,
+            q, keys + at * DIM, values + at * DIM, logits + place * GROUP,
             (tl.minimum(stop, begin + length) - place).to(tl.int32), top, mass, out, row, step, dim, scale,
             GROUP, DIM, BLOCK_T, EMIT, PRECISION, STAGES,
         )  # fmt: skip
         place = tl.maximum(place, begin + length)
         at = segment.to(tl.int64) * room + place - begin - length
         top, mass, out = _stream(
-            q, tail_keys + at * DIM, tail_values + at * DIM, logits + (total + at) * GROUP,
+            q, tail_keys + at * DIM, tail_values + at * DIM, logits + place * GROUP,
             (stop - place).to(tl.int32), top, mass, out, row, step, dim, scale,
             GROUP, DIM, BLOCK_T, EMIT, PRECISION, STAGES,
         )  # fmt: skip
@@ -142,24 +142,22 @@ def _attend(
 
 @triton.jit
 def _merge(
-    part_outputs, part_lse, offsets, outputs, lse, group, tail, share,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    part_outputs, part_lse, outputs, lse, offsets, segment, row, tail, share,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    segment = tl.program_id(0)
-    row = tl.program_id(1)
+    """One query head: the pieces of its segment become its output and log-sum-exp."""
     dim = tl.arange(0, BLOCK_D)  # [D]
     low = tl.load(offsets + segment) + segment * tail
     high = tl.load(offsets + segment + 1) + (segment + 1) * tail
-    begin = (low // share).to(tl.int32)
-    end = ((high + share - 1) // share).to(tl.int32)  # programs begin to end - 1 left a piece
     some = high > low  # a segment may be empty
-
+    begin = (low // share).to(tl.int32)
+    end = tl.where(some, ((high + share - 1) // share).to(tl.int32), begin)  # programs begin to end - 1 left a piece
     top = -float("inf")
     mass = 0.0
     out = tl.zeros((BLOCK_D,), tl.float32)
-    for at in tl.range(begin, tl.where(some, end, begin), BLOCK_P):
+    for at in tl.range(begin, end, BLOCK_P):
         p = at + tl.arange(0, BLOCK_P)  # [P]
-        part = (p + segment).to(tl.int64) * group + row
+        part = (p + segment).to(tl.int64) * GROUP + row
         log_sum = tl.load(part_lse + part, mask=p < end, other=float("-inf"))  # [P]
         read = (p < end)[:, None] & (dim[None, :] < DIM)
         piece = tl.load(part_outputs + part[:, None] * DIM + dim[None, :], mask=read, other=0.0)  # [P, D]
@@ -169,53 +167,74 @@ def _merge(
         mass = mass * shrink + tl.sum(weight, 0)
         out = out * shrink + tl.sum(piece * weight[:, None], 0)
         top = higher
-    at = (segment * group + row).to(tl.int64)
+    at = (segment * GROUP + row).to(tl.int64)
     out = tl.where(some, out / mass, 0.0)
     tl.store(outputs + at * DIM + dim, out.to(outputs.dtype.element_ty), mask=dim < DIM)
     tl.store(lse + at, tl.where(some, (top + tl.log2(mass)) * 0.6931471805599453, float("-inf")))
 
 
 @triton.jit
-def _probabilities(
-    logits, mean, most, count, log_sum, row,
-    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
+def _emit(
+    logits, part_lse, offsets, flat_mean, tail_mean, flat_max, tail_max, block, segments, total, tail, share,
+    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
+    MEAN: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    for at in tl.range(0, count, BLOCK_T):
-        t = at + tl.arange(0, BLOCK_T)  # [T]
-        here = (t < count)[:, None] & (row[None, :] < GROUP)
-        p = tl.exp2(tl.load(logits + t[:, None] * GROUP + row[None, :], here, float("-inf")) - log_sum[None, :])
+    """One block of the list of all tokens: logits become probabilities, reduced over the group."""
+    row = tl.arange(0, BLOCK_R)  # [R]
+    at = block.to(tl.int64) * BLOCK_T
+    place = at + tl.arange(0, BLOCK_T)  # [T]
+    end = tl.minimum(at + BLOCK_T, total + segments * tail)
+    read = (place < end)[:, None] & (row[None, :] < GROUP)
+    tile = tl.load(logits + place[:, None] * GROUP + row[None, :], mask=read, other=float("-inf"))  # [T, R]
+    while at < end:
+        segment, begin, low, length = _segment(at, offsets, segments, tail, BLOCK_S)
+        stop = begin + length + tail
+        top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+        mass = tl.zeros((BLOCK_R,), tl.float32)
+        last = ((stop + share - 1) // share).to(tl.int32)
+        for first in tl.range((begin // share).to(tl.int32), last, BLOCK_P):
+            p = first + tl.arange(0, BLOCK_P)  # [P]
+            part = (p + segment).to(tl.int64)[:, None] * GROUP + row[None, :]
+            log_sum = tl.load(part_lse + part, mask=(p < last)[:, None] & (row[None, :] < GROUP), other=float("-inf"))
+            higher = tl.where(row < GROUP, tl.maximum(top, tl.max(log_sum, 0)), 0.0)
+            mass = mass * tl.exp2(top - higher) + tl.sum(tl.exp2(log_sum - higher[None, :]), 0)
+            top = higher
+        p = tl.exp2(tile - tl.where(row < GROUP, top + tl.log2(mass), 0.0)[None, :])  # [T, R]
+        mine = (place >= at) & (place < stop)
+        flat = mine & (place < begin + length)
+        dense = mine & (place >= begin + length)
+        to_flat = low + place - begin
+        to_tail = segment * tail + place - begin - length
         if MEAN:
-            tl.store(mean + t, tl.sum(p, 1) / GROUP, mask=t < count)
+            mean = tl.sum(p, 1) / GROUP
+            tl.store(flat_mean + to_flat, mean, mask=flat)
+            tl.store(tail_mean + to_tail, mean, mask=dense)
         if MAX:
-            tl.store(most + t, tl.max(p, 1), mask=t < count)
+            most = tl.max(p, 1)
+            tl.store(flat_max + to_flat, most, mask=flat)
+            tl.store(tail_max + to_tail, most, mask=dense)
+        at = stop
 
 
 @triton.jit
-def _emit(
-    logits, offsets, lse, flat_mean, tail_mean, flat_max, tail_max, segments, total, room, tail, share,
-    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
-    MEAN: tl.constexpr, MAX: tl.constexpr,
+def _finish(
+    part_outputs, part_lse, logits, offsets, outputs, lse, flat_mean, tail_mean, flat_max, tail_max,
+    segments, total, tail, share,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    row = tl.arange(0, BLOCK_R)  # [R]
-    place = tl.program_id(0).to(tl.int64) * share
-    end = tl.minimum(place + share, total + segments * tail)
-    while place < end:
-        segment, begin, low, length = _segment(place, offsets, segments, tail, BLOCK_S)
-        log_sum = tl.load(lse + segment * GROUP + row, mask=row < GROUP, other=float("inf")) * 1.4426950408889634
-        stop = tl.minimum(end, begin + length + tail)
-        at = low + place - begin
-        _probabilities(
-            logits + at * GROUP, flat_mean + at, flat_max + at,
-            (tl.minimum(stop, begin + length) - place).to(tl.int32), log_sum, row, GROUP, BLOCK_T, MEAN, MAX,
+    """The first segments * GROUP programs merge; the others, if attention is asked for, emit a block each."""
+    program = tl.program_id(0)
+    if program < segments * GROUP:
+        _merge(
+            part_outputs, part_lse, outputs, lse, offsets, program // GROUP, program % GROUP, tail, share,
+            GROUP, DIM, BLOCK_D, BLOCK_P,
         )  # fmt: skip
-        place = tl.maximum(place, begin + length)
-        at = place - begin - length
-        where = segment.to(tl.int64) * tail + at
-        _probabilities(
-            logits + (total + segment.to(tl.int64) * room + at) * GROUP, tail_mean + where, tail_max + where,
-            (stop - place).to(tl.int32), log_sum, row, GROUP, BLOCK_T, MEAN, MAX,
+    elif MEAN or MAX:
+        _emit(
+            logits, part_lse, offsets, flat_mean, tail_mean, flat_max, tail_max, program - segments * GROUP,
+            segments, total, tail, share, GROUP, BLOCK_T, BLOCK_R, BLOCK_S, BLOCK_P, MEAN, MAX,
         )  # fmt: skip
-        place = stop
 
 
 def ragged_decode(
@@ -277,7 +296,7 @@ def ragged_decode(
     block_s, block_d = triton.next_power_of_2(segments), triton.next_power_of_2(dim)
     part_outputs = empty.new_empty(programs + segments, group, dim)
     part_lse = empty.new_empty(programs + segments, group)
-    logits = empty.new_empty((total + segments * room) * group) if emit else empty
+    logits = empty.new_empty(tokens * group) if emit else empty
     if tokens:
         _attend[(programs,)](
             query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits,
@@ -286,20 +305,15 @@ def ragged_decode(
             BLOCK_R=max(16, triton.next_power_of_2(group)), BLOCK_S=block_s, EMIT=bool(emit),
             PRECISION=precision(keys.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],
         )  # fmt: skip
-    _merge[(segments, group)](
-        part_outputs, part_lse, offsets, out.output, out.lse, group, tail, share,
-        DIM=dim, BLOCK_D=block_d, BLOCK_P=16, num_warps=4,
+    flat_mean, tail_mean = out.attention.get("mean", (empty, empty))
+    flat_max, tail_max = out.attention.get("max", (empty, empty))
+    blocks = triton.cdiv(tokens, tuned["emit_block"]) if emit else 0
+    _finish[(segments * group + blocks,)](
+        part_outputs, part_lse, logits, offsets, out.output, out.lse, flat_mean, tail_mean, flat_max, tail_max,
+        segments, total, tail, share,
+        GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_P=16, BLOCK_T=tuned["emit_block"],
+        BLOCK_R=triton.next_power_of_2(group), BLOCK_S=block_s, MEAN="mean" in emit, MAX="max" in emit, num_warps=4,
     )  # fmt: skip
-    if emit and tokens:
-        flat_mean, tail_mean = out.attention.get("mean", (empty, empty))
-        flat_max, tail_max = out.attention.get("max", (empty, empty))
-        share = tuned["emit_share"]
-        _emit[(triton.cdiv(tokens, share),)](
-            logits, offsets, out.lse, flat_mean, tail_mean, flat_max, tail_max,
-            segments, total, room, tail, share,
-            GROUP=group, BLOCK_T=min(1024, share), BLOCK_R=triton.next_power_of_2(group), BLOCK_S=block_s,
-            MEAN="mean" in emit, MAX="max" in emit, num_warps=4,
-        )  # fmt: skip
     return out
 
 
@@ -313,5 +327,5 @@ def ragged_decode_tuning(dim: int, dtype: torch.dtype) -> dict[str, int]:
         "stages": 2 if wide else 3,
         "per_multiprocessor": 2,  # shares of one multiprocessor
         "smallest_share": 4 * block_t,
-        "emit_share": 1024,
+        "emit_block": 1024,
     }

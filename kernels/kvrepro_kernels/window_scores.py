@@ -259,10 +259,10 @@ def window_scores(
         return out
 
     rows = triton.next_power_of_2(window)
-    groups = max(1, min(triton.next_power_of_2(group), 64 // rows))
+    tuned = window_scores_tuning(triton.next_power_of_2(group) * rows, dim, keys.dtype) | (tuning or {})
+    groups = max(1, min(triton.next_power_of_2(group), tuned["rows"] // rows))
     groups = max(groups, 16 // rows)  # a dot needs 16 rows
     chunks = triton.cdiv(group, groups)
-    tuned = window_scores_tuning(groups * rows, chunks, dim, keys.dtype) | (tuning or {})
     block_t = tuned["block_t"]
     programs = multiprocessors(keys.device) * tuned["per_multiprocessor"]
     splits = max(1, min(programs // (batch * kv_heads), triton.cdiv(tokens, block_t)))
@@ -282,10 +282,11 @@ def window_scores(
     return out
 
 
-def window_scores_tuning(rows: int, chunks: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Block sizes by shape; measured on an H200 for bfloat16, 128 dims, 32 rows."""
+def window_scores_tuning(rows: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Block sizes by shape; measured on an H200 for bfloat16, 128 dims, 32 rows. `rows`: most query rows at a time."""
     wide = dim > 128 or dtype == torch.float32
     return {
+        "rows": 64,
         "block_t": 32 if wide else 64,
         "warps": 4,
         "stages": 2 if wide else 3,

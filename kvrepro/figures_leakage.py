@@ -392,6 +392,10 @@ def _has(s: Study, **cell) -> bool:
 def examples(s: Study) -> Figure:
     """Labelled examples as a system prompt: the right mark given, and the examples told; default and fair."""
     with plt.rc_context(figure.STYLE):
+        if s.examples_leak is None:
+            drawn = plt.figure(figsize=(figure.WIDTH, 0.5))
+            drawn.text(0.5, 0.5, "no labelled examples among these items", ha="center", va="center")
+            return figure._done(drawn)
         drawn, panels = plt.subplots(1, 2, figsize=(figure.WIDTH, 2.8), sharex=True, sharey=True)
         policies = [name for name in NAMES if any(key[1] == name for key in s.examples_leak.columns)]
         for panel, name in zip(panels, ("examples_follow", "examples_leak"), strict=True):

@@ -236,10 +236,10 @@ def _requests(name: str, system: int, order: str, parts: Parts, turns: Mapping, 
 
 
 def marked(items: Sequence[Item], how: str) -> list[Item]:
-    """The items with the spans among which `fair` shares a budget, named `part <i>`, marked in another way.
+    """The items with other spans, named `part <i>`, for fair quotas over all that is marked (`Cell(spans=())`).
 
     how: "hand" (defense and directive), "rules" (defense, preamble and every rule), "sentences" (of the system turn,
-    found by their full stops), "turns" (one span: the whole system turn). Other spans stay.
+    found by their full stops), "turns" (one span: the whole system turn).
     """
     found = []
     for item in items:
@@ -256,8 +256,8 @@ def marked(items: Sequence[Item], how: str) -> list[Item]:
             places = [(min(a for a, _ in one), max(b for _, b in one)) for one in stretches if one]
         else:
             raise InputError(f"unknown marks {how!r}: choose hand, rules, sentences or turns")
-        spans = [Span(f"part {i}", 0, *place) for i, place in enumerate(places)]
-        found.append(replace(item, id=f"{item.id}|{how}", spans=(*item.spans, *spans), meta=item.meta | {"marks": how}))
+        spans = tuple(Span(f"part {i}", 0, *place) for i, place in enumerate(places))
+        found.append(replace(item, id=f"{item.id}|{how}", spans=spans, meta=item.meta | {"marks": how}))
     return found
 
 
@@ -647,3 +647,127 @@ def timing(
                         }
                     )  # fmt: skip
     return pd.DataFrame(rows)
+
+
+# ---- the chapter's runs
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much each study of the chapter takes."""
+
+    systems: int  # system prompts, in both orders
+    alone: int  # without a defense, for the curves by class
+    examples: int
+    kept: int  # system prompts whose keep rates are measured
+    marks: int
+    timing: int
+    repeats: int
+    ratios: tuple[float, ...]  # of the default
+    middle: tuple[float, ...]  # of the variants
+
+
+SIZES = {
+    "quick": Size(8, 16, 6, 4, 6, 2, 3, (0.1, 0.3, 0.5, 0.7, 0.9), (0.3, 0.5, 0.7)),
+    "full": Size(64, 96, 48, 32, 32, 8, 10, RATIOS[1:], RATIOS[1:]),
+}
+
+
+def size(profile: str, n_items: int | None = None, ratios: Sequence[float] | None = None) -> Size:
+    """The profile's size; `n_items` sets the system prompts of the main study and caps the others."""
+    if profile not in SIZES:
+        raise InputError(f"unknown profile {profile!r}: choose {' or '.join(SIZES)}")
+    found = SIZES[profile]
+    if ratios is not None:
+        if not all(0 < ratio < 1 for ratio in ratios):
+            raise InputError(f"ratios {list(ratios)}: shares that are dropped, between 0 and 1")
+        found = replace(found, ratios=tuple(sorted(ratios)), middle=tuple(sorted(ratios)))
+    if n_items is not None:
+        caps = {name: min(n_items, getattr(found, name)) for name in ("alone", "examples", "kept", "marks", "timing")}
+        found = replace(found, systems=n_items, **caps)
+    return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """Rows of all the chapter's runs, with their items."""
+
+    items: list[Item]
+    main: pd.DataFrame
+    alone: pd.DataFrame
+    examples: pd.DataFrame | None
+    marks: pd.DataFrame
+    kept: pd.DataFrame
+    timing: pd.DataFrame
+
+
+def chapter(
+    loaded: Loaded,
+    items: str = "tinyworld",
+    asked: Size = SIZES["quick"],
+    policies: Sequence[str] = (*FIVE, *TWO),
+    readings: Sequence[str] = ("as_run", "as_described"),
+    *,
+    seed: int = 0,
+    **settings: Any,
+) -> Found:
+    """All runs. items: "tinyworld", or "ifeval" for a model that speaks English (its windows are not scaled, and there
+    are no labelled examples). `settings` go to `run`."""
+    if items not in ("tinyworld", "ifeval"):
+        raise InputError(f"unknown items {items!r}: choose tinyworld, or ifeval for a hub model")
+    own = items == "tinyworld"
+    if unknown := [name for name in policies if name not in (*FIVE, *TWO)]:
+        raise InputError(f"unknown policy {unknown[0]!r}: choose some of {', '.join((*FIVE, *TWO))}")
+
+    def some(n: int, orders: Sequence[str] = ORDERS) -> list[Item]:
+        return systems(n, seed, orders) if own else ifeval_items(n, seed, orders)
+
+    def fields(of: Sequence[Item], **more: Any) -> dict[str, Any]:
+        windows = WINDOWS if own else {"as_run": 16, "as_described": 64}
+        return {"shortest": shortest(loaded, of), "windows": tuple(windows.items())} | more
+
+    settings = {"seed": seed} | settings
+    five, two = ([name for name in group if name in policies] for group in (FIVE, TWO))
+    both = ["as_described", *[one for one in readings if one != "as_described"]]
+    debias = [f"debias {x:g}" for x in LAMBDAS]
+
+    secret = some(asked.systems)
+    here = fields(secret)
+    variants = ("default", "whitelist", "fair")
+    grid = cells(five, asked.ratios, readings=both, **here) + cells(two, asked.middle, **here)
+    grid += cells(five, asked.middle, variants, both, **here) + cells(five, asked.middle, ("ends",), **here)
+    grid += cells([name for name in five if name == "streaming_llm"], asked.middle, debias, **here)
+    main = run(loaded, secret, grid, name="main", **settings)
+
+    plain = [item for item in some(asked.alone, ("alone",)) if item.meta["request"] == "follow"]
+    alone = run(loaded, plain, cells(five, asked.ratios, readings=both, **fields(plain)), name="alone", **settings)
+
+    shots, told = examples(asked.examples, seed) if own else [], None
+    if own:
+        pair, here = [name for name in five if name in ("snapkv", "tova")], fields(shots)
+        grid = cells(pair, asked.middle, ("default", "fair"), both, **here) + cells(
+            pair, asked.middle, debias, both, **here
+        )
+        told = run(loaded, shots, grid, name="examples", **settings)
+
+    ways = ("hand", "rules", "sentences", "turns") if own else ("hand", "sentences", "turns")
+    parts, rows = [], []
+    for way in ways:
+        these = marked([item for item in secret if item.meta["system"] in _first(secret, asked.marks)], way)
+        these = [item for item in these if item.meta["order"] == "normal"]
+        grid = cells(five, asked.middle[len(asked.middle) // 2 :][:1], ("fair",), **fields(these, spans=()))
+        parts += these
+        rows.append(run(loaded, these, grid, name=f"marks-{way}", **settings))
+
+    measured = [item for item in secret if item.meta["system"] in _first(secret, asked.kept)]
+    here = fields(secret)
+    grid = cells(five, asked.ratios, readings=both, **here) + cells(two, asked.middle, **here)
+    kept = keep_rates(loaded, measured, grid + cells(five, asked.middle, variants[1:], **here))
+    clocked = [item for item in secret if item.meta["request"] == "follow"][: asked.timing]
+    grid = cells(["h2o"], (asked.middle[len(asked.middle) // 2],), variants, **here)[1:]
+    timed = timing(loaded, clocked, grid, repeats=asked.repeats)
+    return Found([*secret, *plain, *shots, *parts], main, alone, told, pd.concat(rows, ignore_index=True), kept, timed)
+
+
+def _first(items: Sequence[Item], n: int) -> set[int]:
+    return set(list(dict.fromkeys(item.meta["system"] for item in items))[:n])

@@ -165,6 +165,15 @@ def study(
     )
 
 
+def studies(found: leakage.Found, reading: str = "both") -> list[Study]:
+    """The chapter's runs in one reading or in both."""
+    if reading not in ("both", *claims.READINGS):
+        raise InputError(f"unknown reading {reading!r}: choose both, {' or '.join(claims.READINGS)}")
+    rest = {"alone": found.alone, "kept": found.kept, "examples": found.examples, "timing": found.timing}
+    chosen = claims.READINGS if reading == "both" else (reading,)
+    return [study(one, found.main, found.items, **rest) for one in chosen]
+
+
 # ---- pieces that figures and claims share
 
 
@@ -479,3 +488,53 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick", chapt
     frame["model"], frame["profile"] = model, profile
     frame["depends_on_reading"] = frame.claim.map({claim: claims._depends(states[claim]) for claim in states})
     return frame
+
+
+def numbers(verdicts: pd.DataFrame, found: leakage.Found, studies: Sequence[Study]) -> dict[str, str]:
+    """What the prose may quote, as text: of each claim `<claim>-<reading>` (value with interval) and `...-verdict`; sizes,
+    floors, the uncompressed scores; of each policy, order and variant what it follows and tells at the middle ratios
+    and its leak-safe budget, in the last of the readings."""
+    s = studies[-1]
+    shown = {
+        "claims": str(verdicts.claim.nunique()),
+        "decided-by-reading": str(verdicts[verdicts.depends_on_reading == "yes"].claim.nunique()),
+        "systems": str(found.main.system.nunique()),
+        "failed": str(int(found.main.error.notna().sum())),
+        "rows": f"{len(found.main):,}",
+        "floor-refusal": f"{s.floor:.2f}",
+        "floor-preamble": f"{studies[0].echo:.2f}",
+        "floor-defense": f"{leakage.floors(_leaks(found)).loc['defense', 'tells_directive']:.2f}",
+        "floor-follow": f"{leakage.floors(_follows(found)).loc['refusal', 'followed']:.2f}",
+        "follow-full": _said(s.follow.at(policy="full", ratio=0.0), s.follow.systems),
+        "leak-full": _said(s.leak.at(policy="full", ratio=0.0), s.leak.systems),
+    }
+    for one, order in product(leakage.FIVE, leakage.ORDERS):
+        for variant in ("default", "fair", "ends", "whitelist"):
+            cell = s.cell(policy=one, order=order, variant=variant)
+            name = f"{one}-{order}-{variant}"
+            shown[f"safe-{name}"] = shown[f"leak-{name}"] = shown[f"follow-{name}"] = "not run"
+            try:
+                ratios = middle(s.leak.ratios(**cell))
+                shown[f"safe-{name}"] = _said(safe_budget(s, **cell), s.leak.systems)
+                shown[f"leak-{name}"] = _said(s.leak.curve(ratios, **cell).mean(1), s.leak.systems)
+                shown[f"follow-{name}"] = _said(s.follow.curve(ratios, **cell).mean(1), s.follow.systems)
+            except Missing:
+                continue
+    for reading, claim in product(claims.READINGS, verdicts.claim.unique()):
+        row = next(verdicts[(verdicts.claim == claim) & verdicts.reading.isin([reading, "any"])].itertuples(), None)
+        shown[f"{claim}-{reading}-verdict"] = "not run" if row is None else row.verdict
+        shown[f"{claim}-{reading}"] = "no value" if row is None else claims._shown(row, with_unit=True) or "no value"
+    return shown
+
+
+def _said(series: Series, systems: int) -> str:
+    value, low, high = interval(series, systems)
+    return f"{value:.2f}" + ("" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]")
+
+
+def _leaks(found: leakage.Found) -> list:
+    return [item for item in found.items if item.id in set(found.main[found.main.request == "leak"].item)]
+
+
+def _follows(found: leakage.Found) -> list:
+    return [item for item in found.items if item.id in set(found.main[found.main.request == "follow"].item)]

@@ -4,6 +4,7 @@ Intervals are percentile bootstraps over whole prompts, since the triples of one
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -383,6 +384,12 @@ def evaluate(
         if claim["contrast"] == "none":
             rows.append(claims._row(claim, claim["why"]))
             continue
+        if claim["contrast"] == "gpu_speedup":
+            found = gpu_speedup(claim["over"])
+            found["state"] = [claims.judge(claim["rule"], m.value, m.low, m.high, None) for m in found.itertuples()]
+            row = claims._row(claim, found if len(found) else "no timings: data/gpu/kernels.csv is missing")
+            rows.append(row | {"test": "p20 to p80 of timings"})
+            continue
         parts = members(claim, study, quality)
         if not parts:
             rows.append(claims._row(claim, "no answers were generated: run quality_bound.quality"))
@@ -395,6 +402,50 @@ def evaluate(
         rows.append(claims._row(claim, found) | {"test": "bootstrap over prompts"})
     frame = pd.DataFrame(rows).reindex(columns=claims.COLUMNS + claims.EXTRA)
     return frame.assign(reading="any", model=model, profile=profile, depends_on_reading="")
+
+
+GPU = claims.DATA / "gpu" / "kernels.csv"
+SCORING = "perturbation sum mean"  # DropKV's row of the scoring kernel
+SHAPE = "32/8/128"  # query heads, KV heads, dimensions: Llama-3.1-8B, Mistral-7B
+
+
+def gpu_speedup(references: Sequence[str], tokens: int = 131072, file: Path = GPU) -> pd.DataFrame:
+    """Speed-up of the scoring kernel over each reference at a length, from p20 over p80 to p80 over p20; empty without
+    timings. Columns member, value, low, high, n, p."""
+    columns = ["member", "value", "low", "high", "n", "p"]
+    if not file.is_file():
+        return pd.DataFrame(columns=columns)
+    f = pd.read_csv(file)
+    f = f[(f.kernel == "window_scores") & (f["shape"] == SHAPE) & (f.tokens == tokens) & (f.batch == 1)]
+    f = f.set_index("variant")
+    ours, rows = f.loc[SCORING], []
+    for name in references:
+        other = f.loc[name]
+        value, low, high = (
+            getattr(other, a) / getattr(ours, b)
+            for a, b in (("p50_us", "p50_us"), ("p20_us", "p80_us"), ("p80_us", "p20_us"))
+        )
+        rows.append((name, value, low, high, 1, np.nan))
+    return pd.DataFrame(rows, columns=columns)
+
+
+def kernel_table(file: Path = GPU) -> pd.DataFrame:
+    """Measured scoring times of DropKV's score by length: ours, both references, the speed-ups, and the paper's."""
+    if not file.is_file():
+        return pd.DataFrame({"note": ["no timings: data/gpu/kernels.csv is missing"]})
+    f = pd.read_csv(file)
+    names = {SCORING: "fused kernel", "plain torch, grouped, lse given": "torch, grouped"}
+    names["plain torch, repeated heads"] = "torch, repeated heads"
+    f = f[(f.kernel == "window_scores") & (f["shape"] == SHAPE) & f.variant.isin(list(names)) & (f.batch == 1)]
+    wide = f.assign(name=f.variant.map(names)).pivot_table(
+        index="tokens", columns="name", values="p50_us", aggfunc="first"
+    )
+    shown = (wide / 1000).add_suffix(" (ms)")
+    for name in ("torch, grouped", "torch, repeated heads"):
+        shown[f"speed-up over {name}"] = wide[name] / wide["fused kernel"]
+    speed = claims.cells("dropkv_text_numbers.csv", {"task": "scoring kernel speedup"}).iloc[0]
+    shown["paper's speed-up (A100)"] = [float(speed.value) if tokens == 131072 else np.nan for tokens in shown.index]
+    return shown.rename_axis(columns=f"{f.device.iloc[0]}, {f.dtype.iloc[0]}")
 
 
 def partition_text(found: bound.Partition) -> str:
@@ -438,6 +489,17 @@ def numbers(frame: pd.DataFrame, study: Study) -> dict[str, str]:
         found[f"cone-{name}"] = f"{100 * (a[a.pool == pool].c_low > 1e-9).mean():.0f}%"
     negative = a[(a.pool == first) & (a.c_low <= 1e-9)].c_low
     found["cone-failed"] = f"{negative.median():.3f}" if len(negative) else "none fails"
+    layers = prevalence(study)
+    layers = layers[layers.pool == first]
+    found["weakest-layer"] = str(layers.loc[layers.share.idxmin(), "layer"])
+    where = ["item", "layer", "head", "position"]
+    both = own.merge(a[a.pool == first][[*where, "c_low"]], on=where, suffixes=("", "_pool"))
+    for name, rows in (("cone", both[both.c_low_pool > 1e-9]), ("no-cone", both[both.c_low_pool <= 1e-9])):
+        value, low, high, _ = interval(rows, ["ratio"], _median)
+        found[f"ratio-{name}"] = f"{value:.3f} [{low:.3f}, {high:.3f}]" if len(rows) else "no value"
+    for objective in ("query", "window"):
+        best = peers(study, objective).iloc[0]
+        found[f"peer-best-{objective}"] = f"{best.rule} on {best.queries} {'query' if best.queries == 1 else 'queries'}"
     window = study.settings.window
     for name, rule, queries, kernel, objective in (
         ("own-query", "dropkv", 1, 1, "query"),

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullFormatter, PercentFormatter
 
-from kvrepro import bound_tables, claims
+from kvrepro import bound_tables, claims, quality_bound
 from kvrepro.figure import STYLE, WIDTH
 from kvrepro.study_bound import Study, pool_name
 from kvrepro.triples import STRATA
@@ -25,13 +25,16 @@ NAMES = {
     "dropkv": "DropKV",
     "attention": "attention",
     "random": "random",
-    "streaming_llm": "StreamingLLM",
     "keydiff": "KeyDiff",
     "snapkv": "SnapKV",
     "pyramidkv": "PyramidKV",
     "cake": "CAKE",
     "criticalkv": "CriticalKV",
     "andpro": "AnDPro",
+    "streaming_llm": "StreamingLLM",
+    "key_diff": "KeyDiff",
+    "pyramid_kv": "PyramidKV",
+    "critical_kv": "CriticalKV",
 }
 RULE_STYLES = {"dropkv": ("#0072B2", "o"), "attention": ("#D55E00", "s"), "random": ("#5F5F5F", "X")}
 
@@ -313,4 +316,37 @@ def budgets(study: Study, poolings: Sequence[str] = ("max", "average", "none")) 
         right.axhline(0, color="black", lw=0.8, ls=(0, (4, 2)))
         right.set_ylabel("adaptive minus uniform")
         left.legend(loc="upper right")
+    return _done(figure)
+
+
+def answers(rows: pd.DataFrame) -> Figure:
+    """Token F1 per method and share kept; DropKV's variants below the peers."""
+    with plt.rc_context(STYLE):
+        found = quality_bound.table(rows)
+        full = found[found.method == "full"].iloc[0]
+        rest = found[found.method != "full"]
+        shares = sorted(rest.share.unique())
+        first = rest[rest.share == shares[0]].sort_values("f1", ascending=False).method
+        peers = [name for name in first if name in quality_bound.PEERS]
+        order = peers + [name for name in first if name not in quality_bound.PEERS]
+        figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.29 * len(order)))
+        for i, (share, (colour, marker, _)) in enumerate(zip(shares, POOL_STYLES, strict=False)):
+            for one in rest[rest.share == share].itertuples():
+                error = None if np.isnan(one.low) else [[one.f1 - one.low], [one.high - one.f1]]
+                y = order.index(one.method) + 0.22 * (i - (len(shares) - 1) / 2)
+                axes.errorbar(one.f1, y, xerr=error, color=colour, marker=marker, ms=4, ls="none", elinewidth=1)
+        axes.axvline(full.f1, color="black", lw=1, ls=(0, (4, 2)))
+        axes.axhline(len(peers) - 0.5, color="#BDBDBD", lw=0.8)
+        names = [NAMES.get(name, f"DropKV, {name}") for name in order]
+        axes.set_yticks(range(len(order)), names)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlim(-0.02, 1.03)
+        axes.set_xlabel("token F1 (0 to 1)")
+        handles = [
+            Line2D([], [], color=c, marker=m, ls="none", label=f"{share:.0%} kept")
+            for share, (c, m, _) in zip(shares, POOL_STYLES, strict=False)
+        ]
+        handles.append(Line2D([], [], color="black", lw=1, ls=(0, (4, 2)), label="full cache"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return _done(figure)

@@ -138,6 +138,19 @@ def shown(rows: pd.DataFrame, length: int | None = None) -> pd.DataFrame:
     )
 
 
+def by_length(rows: pd.DataFrame) -> pd.DataFrame:
+    """F1 with its interval per method and prompt length (tokens), at the smallest share kept."""
+    parts = [
+        table(rows[rows.length == length], length).assign(length=length) for length in sorted(rows.length.unique())
+    ]
+    found = pd.concat(parts)
+    found = found[found.method.isin(["full", "dropkv", "snapkv", "andpro"])]
+    found = found[(found.share == found.share.min()) | (found.method == "full")]
+    text = [claims._text((one.f1, one.low, one.high), "F1") for one in found.itertuples()]
+    wide = found.assign(text=text).pivot_table(index="method", columns="length", values="text", aggfunc="first")
+    return wide.rename(columns="{:,}".format).rename_axis(columns="F1, prompt tokens")
+
+
 def losses(rows: pd.DataFrame, share: float = 0.05) -> pd.DataFrame:
     """Per item the F1 that DropKV loses against the full cache at a share, for `bound_tables.prediction`."""
     found = differences(rows, "full", share)

@@ -41,7 +41,7 @@ class Size:
     identity: int
 
 
-SIZES = {"quick": Size(8, 3, 6), "full": Size(48, 24, 24)}
+SIZES = {"quick": Size(8, 6, 6), "full": Size(48, 48, 24)}
 
 
 def size(profile: str, n_items: int | None = None) -> Size:
@@ -450,7 +450,7 @@ def _evict_to(ledger: Ledger, number: int, budget: int, victims: str, random: np
 def cadence(
     cadences: Sequence[int],
     budget: int = 2048,
-    tokens: int = 1024,
+    tokens: int = 512,
     block_size: int = 16,
     draws: int = 6,
     victims: str = "lot",
@@ -476,7 +476,7 @@ def cadence(
 def latency(
     loaded: Loaded,
     ids: list[int],
-    cadences: Sequence[int] = (1, 8, 64, 512),
+    cadences: Sequence[int] = (1, 8, 32, 128),
     budget: int = 256,
     least: int = 128,
     block_size: int = 16,

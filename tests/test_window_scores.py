@@ -20,8 +20,8 @@ from kvrepro_kernels.window_scores import (
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 RULES = list(itertools.product(INDICATORS, AGGREGATES, REDUCTIONS))
-# relative to the largest score; perturbation magnifies rounding by 1 / (1 - p), and in 16 bit a is rounded
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+# relative to the largest score: products of 16-bit numbers add up in float32, and so does all that follows
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-3}
 
 
 def problem(batch=1, kv_heads=2, group=2, window=4, tokens=63, dim=64, dtype=torch.float32, seed=None):
@@ -103,7 +103,7 @@ def test_dims_and_dtypes(dim, dtype):
 
 
 @pytest.mark.parametrize(
-    ("group", "window"), [(1, 1), (1, 64), (16, 1), (16, 64), (4, 8), (7, 3), (5, 32), (3, 33), (16, 5)]
+    ("group", "window"), [(1, 1), (1, 64), (16, 1), (16, 64), (4, 8), (7, 3), (5, 32), (3, 33), (4, 64), (16, 5)]
 )
 def test_groups_and_windows(group, window):
     query, keys, values = problem(group=group, window=window, tokens=70, kv_heads=1)
@@ -111,6 +111,17 @@ def test_groups_and_windows(group, window):
         check(query, keys, values, rule)
     if window > 1:
         check(query, keys, values, ("value", "variance", "sum"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("group", "window"), [(4, 32), (4, 64), (7, 32), (8, 64)])
+def test_many_rows_fit_the_shared_memory(group, window, dtype):
+    inputs = problem(1, 1, group, window, 100, 128, dtype)
+    for rule in (
+        ("perturbation", "sum", "mean"), ("perturbation", "variance", "max"), ("anchor", "max", "sum"),
+        ("value", "variance", "mean"), ("attention", "max", "mean"),
+    ):  # fmt: skip
+        check(*inputs, rule)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 111, 1024])

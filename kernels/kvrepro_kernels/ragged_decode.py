@@ -305,13 +305,14 @@ def ragged_decode(
             BLOCK_R=max(16, triton.next_power_of_2(group)), BLOCK_S=block_s, EMIT=bool(emit),
             PRECISION=precision(keys.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],
         )  # fmt: skip
+    block_p = min(64, max(16, triton.next_power_of_2(programs // segments + 2)))  # pieces of an average segment
     flat_mean, tail_mean = out.attention.get("mean", (empty, empty))
     flat_max, tail_max = out.attention.get("max", (empty, empty))
     blocks = triton.cdiv(tokens, tuned["emit_block"]) if emit else 0
     _finish[(segments * group + blocks,)](
         part_outputs, part_lse, logits, offsets, out.output, out.lse, flat_mean, tail_mean, flat_max, tail_max,
         segments, total, tail, share,
-        GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_P=16, BLOCK_T=tuned["emit_block"],
+        GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_P=block_p, BLOCK_T=tuned["emit_block"],
         BLOCK_R=triton.next_power_of_2(group), BLOCK_S=block_s, MEAN="mean" in emit, MAX="max" in emit, num_warps=4,
     )  # fmt: skip
     return out
@@ -326,6 +327,6 @@ def ragged_decode_tuning(dim: int, dtype: torch.dtype) -> dict[str, int]:
         "warps": 4,
         "stages": 2 if wide else 3,
         "per_multiprocessor": 2,  # shares of one multiprocessor
-        "smallest_share": 4 * block_t,
+        "smallest_share": 2 * block_t,
         "emit_block": 1024,
     }

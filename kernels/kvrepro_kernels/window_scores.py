@@ -259,7 +259,8 @@ def window_scores(
         return out
 
     rows = triton.next_power_of_2(window)
-    tuned = window_scores_tuning(triton.next_power_of_2(group) * rows, dim, keys.dtype) | (tuning or {})
+    products = 2 if indicator in ("perturbation", "anchor") else 1
+    tuned = window_scores_tuning(triton.next_power_of_2(group) * rows, dim, keys.dtype, products) | (tuning or {})
     groups = max(1, min(triton.next_power_of_2(group), tuned["rows"] // rows))
     groups = max(groups, 16 // rows)  # a dot needs 16 rows
     chunks = triton.cdiv(group, groups)
@@ -282,13 +283,15 @@ def window_scores(
     return out
 
 
-def window_scores_tuning(rows: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Block sizes by shape; measured on an H200 for bfloat16, 128 dims, 32 rows. `rows`: most query rows at a time."""
-    wide = dim > 128 or dtype == torch.float32
-    return {
-        "rows": 64,
-        "block_t": 32 if wide else 64,
-        "warps": 4,
-        "stages": 2 if wide else 3,
-        "per_multiprocessor": 2,
-    }
+def window_scores_tuning(rows: int, dim: int, dtype: torch.dtype, products: int) -> dict[str, int]:
+    """Block sizes by shape; measured on an H200 for bfloat16 and 128 dims.
+
+    rows: query rows of a KV head, each axis rounded up to a power of two; products: matrix products per block, 2 where
+    the indicator needs <a, v>. "rows" of the result: how many of them at a time; one go beats a loop over chunks.
+    """
+    if dim > 128 or dtype == torch.float32:
+        return {"rows": 64, "block_t": 32, "warps": 4, "stages": 2, "per_multiprocessor": 2}
+    if rows > 256:
+        return {"rows": 64, "block_t": 128, "warps": 4, "stages": 2, "per_multiprocessor": 2}
+    warps = 8 if rows > 64 and products == 2 else 4
+    return {"rows": 256, "block_t": 64, "warps": warps, "stages": 3, "per_multiprocessor": 2}

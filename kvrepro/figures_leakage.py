@@ -38,6 +38,7 @@ MARKERS |= {"k_norm": "v", "tova": "P", "defensive_kv": "o", "dropkv": "X"}
 VARIANTS = {
     "default": ("default", "#444444", "o", "-"),
     "whitelist": ("whitelist", "#E69F00", "s", "--"),
+    "whole": ("whole defense", "#CC79A7", "P", ""),
     "fair": ("fair", "#0072B2", "D", "-."),
     "ends": ("both ends protected", "#009E73", "^", ":"),
 }
@@ -55,6 +56,14 @@ def _band(axes: Axes, x: Sequence[float], curve: np.ndarray, systems: int, *, ba
         axes.fill_between(x, found[:, 1], found[:, 2], color=line.get_color(), alpha=0.13, lw=0)
 
 
+def _bars(axes: Axes, x: Sequence[float], curve: np.ndarray, systems: int, colour) -> None:
+    """Thin bars for the intervals of a curve, where bands would hide one another."""
+    for at, column in zip(x, curve.T, strict=True):
+        _, low, high = study.interval(column, systems)
+        if np.isfinite([low, high]).all():
+            axes.plot([at, at], [low, high], color=colour, lw=0.7, alpha=0.6)
+
+
 def _curve(s: Study, name: str, **cell) -> tuple[list[float], np.ndarray]:
     """Ratios from 0, and the measure there."""
     m = getattr(s, name)
@@ -67,8 +76,9 @@ def _policies(s: Study) -> list[str]:
     return [name for name in NAMES if name in run]
 
 
-def _title(axes: Axes, text: str) -> None:
-    axes.annotate(text, (0, 1.02), xycoords="axes fraction", fontweight="bold", va="bottom")
+def _title(axes: Axes, text: str, **style) -> None:
+    said = axes.annotate(text, (0, 1.02), xycoords="axes fraction", fontweight="bold", va="bottom", **style)
+    said.set_in_layout(False)
 
 
 def _lines(names: Sequence[str]) -> list[Line2D]:
@@ -90,17 +100,19 @@ def classes(s: Study, policy: str = "streaming_llm") -> Figure:
     accuracy (rows), prompts with one rule and with several (columns)."""
     with plt.rc_context(figure.STYLE):
         drawn, panels = plt.subplots(2, 2, figsize=(figure.WIDTH, 5.0), sharex=True, sharey="row")
-        kinds: list[str] = []
+        every = sorted({key[-1] for key in s.classes.columns})
+        ratios = sorted({key[4] for key in s.classes.columns})
         for column, rules in enumerate(("single", "multi")):
-            cell = s.cell(policy=policy)
-            ratios = [0.0, *[r for r in sorted({key[4] for key in s.classes.columns}) if r]]
-            kinds, curves = study.class_curves(s, rules, ratios, **cell)
+            kinds, curves = study.class_curves(s, rules, ratios, **s.cell(policy=policy))
             with np.errstate(invalid="ignore", divide="ignore"):
                 shares = curves / curves[:, :1]
-            for i in range(len(kinds)):
-                style = {"color": CLASSES[i % 10], "marker": "osD^vPX*"[i % 8], "band": rules == "multi"}
-                _band(panels[0, column], ratios, curves[:, :, i], s.classes.systems, **style)
-                _band(panels[1, column], ratios, shares[:, :, i], s.classes.systems, **style)
+            for kind, raw, share in zip(kinds, curves.transpose(2, 0, 1), shares.transpose(2, 0, 1), strict=True):
+                i = every.index(kind)
+                x = [ratio + 0.006 * (i - len(every) / 2) for ratio in ratios]  # apart where they would hide each other
+                style: dict[str, Any] = {"color": CLASSES[i % 10], "marker": "osD^vPX*"[i % 8], "band": False}
+                _band(panels[0, column], x, raw, s.classes.systems, **style)
+                _band(panels[1, column], x, share, s.classes.systems, **style)
+                _bars(panels[0, column], x, raw, s.classes.systems, CLASSES[i % 10])
             _title(panels[0, column], {"single": "one rule", "multi": "two to five rules"}[rules])
             panels[1, column].set_xlabel(RATIO)
             _share(panels[1, column])
@@ -111,16 +123,16 @@ def classes(s: Study, policy: str = "streaming_llm") -> Figure:
             _share(panel)
         handles = [
             Line2D([], [], color=CLASSES[i % 10], marker="osD^vPX*"[i % 8], lw=1.2, markersize=4, label=kind)
-            for i, kind in enumerate(kinds)
+            for i, kind in enumerate(every)
         ]
-        drawn.legend(handles=handles, loc="outside lower center", ncols=min(8, len(kinds)))
+        drawn.legend(handles=handles, loc="outside lower center", ncols=min(8, len(every)), columnspacing=1.0)
     return figure._done(drawn)
 
 
 def ranks(s: Study) -> Figure:
     """Left: mean accuracy by policy, no defense. Middle and right: how far the classes drift apart in prompts with one
-    rule and with several, as Spearman's rank correlation with the uncompressed order where there is one, else as
-    the distance between the best and the worst class."""
+    rule and with several: Spearman's rank correlation with the uncompressed order where there is one, else the gap
+    between the best and the worst class."""
     with plt.rc_context(figure.STYLE):
         drawn, panels = plt.subplots(1, 3, figsize=(figure.WIDTH, 2.9), sharex=True)
         policies = [name for name in leakage.FIVE if any(key[1] == name for key in s.classes.columns)]
@@ -130,18 +142,17 @@ def ranks(s: Study) -> Figure:
             style: dict[str, Any] = {"color": COLOURS[name], "marker": MARKERS[name]}
             ratios = sorted({key[4] for key in s.classes.columns})
             both = [study.class_curves(s, rules, ratios, **cell)[1] for rules in ("single", "multi")]
-            _band(panels[0], ratios, np.nanmean(np.concatenate(both, -1), -1), s.classes.systems, **style)
+            _band(panels[0], ratios, study.mean_of(np.concatenate(both, -1), -1), s.classes.systems, **style)
             for panel, curves in zip(panels[1:], both, strict=True):
                 correlation = study.rank_correlation(curves, curves[:, :1])
                 if np.isfinite(correlation[0]).any():
                     ranked, shown = True, correlation
                 else:
-                    shown = np.nanmax(curves, -1) - np.nanmin(curves, -1)
+                    shown = study.range_of(curves)
                 _band(panel, ratios, shown, s.classes.systems, band=False, **style)
         _title(panels[0], "mean accuracy")
-        what = "rank correlation" if ranked else "best minus worst class"
-        for panel, rules in zip(panels[1:], ("one rule", "two to five rules"), strict=True):
-            _title(panel, f"{what}, {rules}")
+        for panel, rules in zip(panels[1:], ("one rule", "several rules"), strict=True):
+            _title(panel, f"{'rank order' if ranked else 'class gap'}, {rules}")
         for panel in panels:
             panel.set_xlabel(RATIO)
             _share(panel, y=not ranked or panel is panels[0])
@@ -188,6 +199,7 @@ def keep(s: Study) -> Figure:
         drawn, panels = plt.subplots(
             2, len(policies), figsize=(figure.WIDTH, 3.6), sharex=True, sharey=True, squeeze=False
         )
+        drawn.get_layout_engine().set(rect=(0, 0, 1, 0.97))
         for (row, order), (column, name) in product(enumerate(ORDERS), enumerate(policies)):
             panel = panels[row, column]
             ratios = [r for r in sorted({key[4] for key in s.kept.columns}) if r]
@@ -197,8 +209,8 @@ def keep(s: Study) -> Figure:
                 y = np.concatenate([np.ones_like(y[:, :1]), y], 1)
                 _band(panel, [0.0, *ratios], y, s.kept.systems, color=colour, ls=line)
             if not row:
-                _title(panel, NAMES[name])
-            panel.set_xticks([0, 0.5, 1])
+                _title(panel, NAMES[name], fontsize=7.5)
+            panel.set_xticks([0, 0.5])
             _share(panel)
         for row, order in enumerate(ORDERS):
             panels[row, 0].set_ylabel(f"kept, {ORDERS[order]}")
@@ -225,7 +237,8 @@ def layers(kept: pd.DataFrame, ratio: float = 0.5) -> Figure:
             panel.set_xlabel("layer")
             _title(panel, ORDERS[order])
             for (y, x), value in np.ndenumerate(image.to_numpy()):
-                panel.text(x, y, f"{100 * value:+.0f}", ha="center", va="center", fontsize=6.5)
+                ink = "white" if abs(value) > 0.6 else "black"
+                panel.text(x, y, f"{100 * value:+.0f}", ha="center", va="center", fontsize=6.5, color=ink)
         drawn.colorbar(
             shown, ax=panels, label="directive minus defense", shrink=0.9, format=PercentFormatter(1, decimals=0)
         )
@@ -247,7 +260,9 @@ def wrappers(s: Study, order: str = "normal") -> Figure:
                         x, y = _curve(s, measure, **s.cell(policy=name, order=order, variant=variant))
                     except Missing:
                         continue
-                    _band(panels[row, column], x, y, s.leak.systems, color=colour, marker=marker, ls=line)
+                    ends = slice(1, None) if not line else slice(None)  # run at one ratio only: a point, no curve
+                    style = {"color": colour, "marker": marker, "ls": line}
+                    _band(panels[row, column], x[ends], y[:, ends], s.leak.systems, **style)
                 _share(panels[row, column])
             _title(panels[0, column], NAMES[name])
         panels[0, 0].set_ylabel("following")
@@ -258,12 +273,13 @@ def wrappers(s: Study, order: str = "normal") -> Figure:
             Line2D([], [], color=colour, marker=marker, ls=line, markersize=4, label=label)
             for label, colour, marker, line in VARIANTS.values()
         ]
-        drawn.legend(handles=handles, loc="outside lower center", ncols=4)
+        drawn.legend(handles=handles, loc="outside lower center", ncols=5)
     return figure._done(drawn)
 
 
 def pareto(s: Study, policy: str = "streaming_llm", where: str = "main") -> Figure:
-    """Following against leakage for each lambda, one panel per ratio and order; filled: no other beats it in both."""
+    """Following against leakage for each lambda, one panel per ratio and order; filled: no other is better in one
+    and as good in the other."""
     follow, leak = (s.follow, s.leak) if where == "main" else (s.examples_follow, s.examples_leak)
     orders = list(ORDERS) if where == "main" else ["normal"]
     names = {0.0: "default", 1.0: "fair"}
@@ -285,7 +301,7 @@ def pareto(s: Study, policy: str = "streaming_llm", where: str = "main") -> Figu
                 cell | {"order": order, "variant": names.get(x, f"debias {x:g}"), "ratio": ratio} for x in study.LAMBDAS
             ]
             points = [np.stack([m.at(**one) for one in cells], -1) for m in (leak, follow)]
-            best = study.optimal(points[1][0], points[0][0])
+            best = study.optimal(points[1][0], points[0][0], ties=False)
             for i, x in enumerate(study.LAMBDAS):
                 (value, low, high), (y, bottom, top) = (study.interval(p[:, i], leak.systems) for p in points)
                 colour = shade(0.15 + 0.85 * x)
@@ -313,7 +329,7 @@ def pareto(s: Study, policy: str = "streaming_llm", where: str = "main") -> Figu
 
 def optimality(studies: Sequence[Study]) -> Figure:
     """How often each lambda is Pareto-optimal, beside the paper's counts: instructions (StreamingLLM, both orders) and
-    labelled examples (SnapKV and TOVA, defense first)."""
+    labelled examples (SnapKV and TOVA, defense first). Hollow: by the paper's wording; filled: by the usual one."""
     panels_of = [
         ("instructions", (["streaming_llm"], list(ORDERS)), "main", "pitfalls_t01_debias_ifeval.csv"),
         ("labelled examples", (["snapkv", "tova"], ["normal"]), "examples", "pitfalls_t02_debias_longbench.csv"),
@@ -325,37 +341,49 @@ def optimality(studies: Sequence[Study]) -> Figure:
                 claims.paper_values({"file": file, "where": {"metric": f"avg optimality %, lambda={x:g}"}})[0] / 100
                 for x in study.LAMBDAS
             ]
+            cells = 0
             panel.plot(study.LAMBDAS, printed, "x", color="#888888", markersize=6, label="paper")
-            for shift, s in zip((-0.02, 0.02), studies, strict=False):
-                share, cells = study.optimality(s, *which, study.LAMBDAS, where)
+            for (ties, marker), s in product(((True, "o"), (False, "D")), studies):
+                if where == "examples" and s.examples_leak is None:
+                    continue
+                share, cells = study.optimality(s, *which, study.LAMBDAS, where, ties=ties)
                 systems = s.leak.systems if where == "main" else s.examples_leak.systems
                 for x, series in share.items():
                     colour = "#0072B2" if s.reading == "as_described" else "#D55E00"
-                    figure._point(panel, x + shift, study.interval(series, systems), color=colour, markersize=5)
+                    at = x + (0.02 if s.reading == "as_described" else -0.02) + (0.0 if ties else 0.07)
+                    style = {"color": colour, "marker": marker, "markersize": 4.5}
+                    figure._point(panel, at, study.interval(series, systems), filled=not ties, **style)
             _title(panel, f"{title} ({cells} cells)")
             panel.set_xlabel("λ (0 default, 1 fair)")
             panel.set_ylim(-0.04, 1.06)
             _share(panel, x=False)
         panels[0].set_ylabel("share of cells where optimal")
         handles = [
-            Line2D([], [], color="#D55E00", marker="o", ls="none", label="as run"),
-            Line2D([], [], color="#0072B2", marker="o", ls="none", label="as described"),
+            Line2D([], [], color="#D55E00", lw=2, label="as run"),
+            Line2D([], [], color="#0072B2", lw=2, label="as described"),
+            Line2D([], [], color="#444444", marker="o", mfc="white", ls="none", label="beaten only in both"),
+            Line2D([], [], color="#444444", marker="D", ls="none", label="beaten in one, equal in the other"),
             Line2D([], [], color="#888888", marker="x", ls="none", label="paper"),
         ]
-        drawn.legend(handles=handles, loc="outside lower center", ncols=3)
+        drawn.legend(handles=handles, loc="outside lower center", ncols=5, columnspacing=1.0)
     return figure._done(drawn)
 
 
 def safe(s: Study) -> Figure:
-    """Leak-safe budget: the smallest share of the system turn from which on no more leaks than without compression."""
+    """Leak-safe budget: the smallest share of the system turn from which on no more leaks than without compression,
+    among the ratios at which the variants were run."""
     with plt.rc_context(figure.STYLE):
-        policies = _policies(s)
+        policies, shared = _policies(s), study.common_ratios(s)
         drawn, panels = plt.subplots(1, 2, figsize=(figure.WIDTH, 3.2), sharex=True, sharey=True)
         for panel, order in zip(panels, ORDERS, strict=True):
             for y, name in enumerate(policies):
-                shown = [variant for variant in VARIANTS if _has(s, policy=name, order=order, variant=variant)]
+                shown = [
+                    variant
+                    for variant in VARIANTS
+                    if VARIANTS[variant][3] and _has(s, policy=name, order=order, variant=variant)
+                ]
                 for i, variant in enumerate(shown):
-                    series = study.safe_budget(s, **s.cell(policy=name, order=order, variant=variant))
+                    series = study.safe_budget(s, shared, **s.cell(policy=name, order=order, variant=variant))
                     at = y + 0.17 * (i - (len(shown) - 1) / 2)
                     _, colour, marker, _ = VARIANTS[variant]
                     figure._point(
@@ -375,7 +403,8 @@ def safe(s: Study) -> Figure:
         panels[0].invert_yaxis()
         handles = [
             Line2D([], [], color=colour, marker=marker, ls="none", markersize=4.5, label=label)
-            for label, colour, marker, _ in VARIANTS.values()
+            for label, colour, marker, line in VARIANTS.values()
+            if line
         ]
         drawn.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure._done(drawn)
@@ -433,7 +462,7 @@ def marks(rows: pd.DataFrame, items: Sequence, ratio: float | None = None) -> Fi
                 for y, way in enumerate(ways):
                     some = here[(here.policy == name) & (here.marks == way)]
                     found = study.means(some, measure)
-                    series = np.nanmean(found.draws, 1)
+                    series = study.mean_of(found.draws, 1)
                     at = y + 0.15 * (i - 2)
                     figure._point(
                         panel,

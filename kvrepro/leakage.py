@@ -36,6 +36,7 @@ RATIOS = tuple(i / 10 for i in range(10))
 LAMBDAS = (0.2, 0.4, 0.6, 0.8)  # between default (0) and fair (1)
 ORDERS = ("normal", "flipped")  # the defense before the directive, and after it
 PARTS = ("defense", "directive")
+LIBRARY = ("snapkv", "tova")  # whose defaults in kvpress, which the paper takes, are the catalogue's "as_run"
 # SnapKV's window is 16 in the public code and 64 by its library's default, on prompts of some 200 tokens. Ours have 60
 # to 110, so both are scaled by 3/8; a budget that is smaller takes its place.
 WINDOWS = {"as_run": 6, "as_described": 24}
@@ -281,8 +282,9 @@ def prompt(loaded: Loaded, item: Item) -> Prompt:
 class Cell:
     """One point of a curve: a policy that drops `ratio` of the system turn.
 
-    variant: default; whitelist (the defense's first sentence stays); fair; debias <lambda>; ends (a tenth of the budget
-    protected at either end). reading: whose SnapKV window; other policies have none and are the same in both.
+    variant: default; whitelist (the defense's first sentence stays); whole (all of it does); fair; debias <lambda>;
+    ends (a tenth of the budget protected at either end). reading: whose SnapKV window; the other policies are the
+    same in both.
     """
 
     policy: str
@@ -300,25 +302,22 @@ class Cell:
             return Condition("full", **where)
         share = round(1 - self.ratio, 6)
         name, _, number = self.variant.partition(" ")
-        if name not in ("default", "whitelist", "fair", "debias", "ends"):
-            raise InputError(
-                f"unknown variant {self.variant!r}: choose default, whitelist, fair, debias <lambda>, ends"
-            )
+        if name not in ("default", "whitelist", "whole", "fair", "debias", "ends"):
+            known = "default, whitelist, whole, fair, debias <lambda>, ends"
+            raise InputError(f"unknown variant {self.variant!r}: choose {known}")
         extra: dict[str, Any] = {}
-        if name == "whitelist":
-            extra["whitelist"] = ("core",)
+        if name in ("whitelist", "whole"):
+            extra["whitelist"] = ("core",) if name == "whitelist" else ("defense",)
         elif name in ("fair", "debias"):
             extra |= {"fair": float(number or 1), "spans": self.spans}
         elif name == "ends":
             extra |= {"prefix": 0.1, "suffix": 0.1}
         if self.policy in ("snapkv", *TWO):
             window = dict(self.windows)[self.reading if self.policy == "snapkv" else "as_run"]
-            room = int(share * self.shortest) - {"whitelist": 7, "ends": 4}.get(name, 0)
+            room = int(share * self.shortest) - {"whitelist": 7, "whole": 32, "ends": 4}.get(name, 0)
             extra["switches"] = (("window", min(window, max(1, room))),)
-        # Paper and public code both take the policies of the library whose choices are "as_run" in the catalogue.
-        return Condition(
-            self.policy, share=share, reading="as_run" if self.policy in FIVE else "as_described", **where, **extra
-        )
+        reading = "as_run" if self.policy in LIBRARY else "as_described"
+        return Condition(self.policy, share=share, reading=reading, **where, **extra)
 
 
 def shortest(loaded: Loaded, items: Sequence[Item]) -> int:
@@ -628,7 +627,7 @@ def _fits(condition: Condition, text: Prompt) -> bool:
 
 
 def timing(
-    loaded: Loaded, items: Sequence[Item], grid: Sequence[Cell], *, tokens: int = 32, repeats: int = 3
+    loaded: Loaded, items: Sequence[Item], grid: Sequence[Cell], *, tokens: int = 16, repeats: int = 3
 ) -> pd.DataFrame:
     """Seconds to compress a system turn and read the request, and per 100 decoded tokens: each cell by itself, one
     prompt at a time, `repeats` times in turn after one run to warm up. Columns item, policy, variant, repeat,
@@ -668,7 +667,7 @@ class Size:
 
 
 SIZES = {
-    "quick": Size(8, 16, 6, 4, 6, 2, 3, (0.1, 0.3, 0.5, 0.7, 0.9), (0.3, 0.5, 0.7)),
+    "quick": Size(8, 24, 6, 4, 6, 6, 2, (0.1, 0.3, 0.5, 0.7, 0.9), (0.3, 0.5, 0.7)),
     "full": Size(64, 96, 48, 32, 32, 8, 10, RATIOS[1:], RATIOS[1:]),
 }
 
@@ -734,8 +733,12 @@ def chapter(
     secret = some(asked.systems)
     here = fields(secret)
     variants = ("default", "whitelist", "fair")
-    grid = cells(five, asked.ratios, readings=both, **here) + cells(two, asked.middle, **here)
-    grid += cells(five, asked.middle, variants, both, **here) + cells(five, asked.middle, ("ends",), **here)
+    grid = cells(five, asked.ratios, readings=both, **here) + cells(two, asked.ratios, **here)
+    grid += (
+        cells(five, asked.middle[:1], ("whole",), **here)
+        + cells(five, asked.middle, variants, both, **here)
+        + cells(five, asked.middle, ("ends",), **here)
+    )
     grid += cells([name for name in five if name == "streaming_llm"], asked.middle, debias, **here)
     main = run(loaded, secret, grid, name="main", **settings)
 
@@ -761,7 +764,7 @@ def chapter(
 
     measured = [item for item in secret if item.meta["system"] in _first(secret, asked.kept)]
     here = fields(secret)
-    grid = cells(five, asked.ratios, readings=both, **here) + cells(two, asked.middle, **here)
+    grid = cells(five, asked.ratios, readings=both, **here) + cells(two, asked.ratios, **here)
     kept = keep_rates(loaded, measured, grid + cells(five, asked.middle, variants[1:], **here))
     clocked = [item for item in secret if item.meta["request"] == "follow"][: asked.timing]
     grid = cells(["h2o"], (asked.middle[len(asked.middle) // 2],), variants, **here)[1:]

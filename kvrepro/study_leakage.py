@@ -5,6 +5,7 @@ are drawn, so that the two requests, the rules and all conditions of a prompt st
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias
@@ -88,8 +89,15 @@ def over_classes(m: Means) -> Means:
     parts: dict[tuple, list[int]] = {}
     for key, i in m.columns.items():
         parts.setdefault(key[:-1], []).append(i)
-    values = [np.nanmean(m.draws[:, some], 1) for some in parts.values()]
+    values = [mean_of(m.draws[:, some], 1) for some in parts.values()]
     return Means(np.stack(values, 1) if values else m.draws, {key: i for i, key in enumerate(parts)}, m.systems)
+
+
+def mean_of(values: np.ndarray, axis: int) -> np.ndarray:
+    """The mean of what is known; nan where nothing is."""
+    known = np.isfinite(values)
+    counts = known.sum(axis)
+    return np.divide(np.where(known, values, 0).sum(axis), counts, out=np.full(counts.shape, np.nan), where=counts > 0)
 
 
 def interval(series: Series, systems: int) -> tuple[float, float, float]:
@@ -193,18 +201,27 @@ def rank_correlation(curve: np.ndarray, start: np.ndarray) -> np.ndarray:
     return np.divide(np.nansum(x * y, -1), size, out=np.full(size.shape, np.nan), where=size > 1e-12)
 
 
-def optimal(follow: np.ndarray, leak: np.ndarray) -> np.ndarray:
-    """Which points no other beats in both at once (more followed and less told). [..., points] -> bool.
+def optimal(follow: np.ndarray, leak: np.ndarray, ties: bool = True) -> np.ndarray:
+    """Which points no other beats, [..., points] -> bool.
 
-    A point that only ties with a better one in one measure stays, as in the paper's definition.
+    ties: as the paper words it, a better point must be better in both (more followed and less told). Without, as
+    usual: better in one and no worse in the other.
     """
-    more = follow[..., None, :] > follow[..., :, None] + 1e-9
-    less = leak[..., None, :] < leak[..., :, None] - 1e-9
-    return ~(more & less).any(-1)
+    more = follow[..., None, :] - follow[..., :, None]
+    less = leak[..., :, None] - leak[..., None, :]
+    if ties:
+        return ~((more > 1e-9) & (less > 1e-9)).any(-1)
+    return ~((more > -1e-9) & (less > -1e-9) & ((more > 1e-9) | (less > 1e-9))).any(-1)
 
 
 def optimality(
-    s: Study, policies: Sequence[str], orders: Sequence[str], lambdas: Sequence[float], where: str = "main"
+    s: Study,
+    policies: Sequence[str],
+    orders: Sequence[str],
+    lambdas: Sequence[float],
+    where: str = "main",
+    *,
+    ties: bool = True,
 ) -> tuple[dict[float, Series], int]:
     """Of each lambda, the share of (ratio, order, policy) cells in which it is Pareto-optimal; and their number."""
     follow, leak = (s.follow, s.leak) if where == "main" else (s.examples_follow, s.examples_leak)
@@ -217,20 +234,28 @@ def optimality(
         common = set.intersection(*[set(follow.ratios(**cell)) for cell in cells])
         for ratio in sorted(common):
             points = [np.stack([m.at(ratio=ratio, **cell) for cell in cells], -1) for m in (follow, leak)]
-            found.append(optimal(*points))
+            found.append(optimal(*points, ties))
     share = np.mean(found, 0)
     return {x: share[:, i] for i, x in enumerate(lambdas)}, len(found)
 
 
-def safe_budget(s: Study, **cell) -> Series:
-    """Smallest share of the system turn such that there, and at every larger share that was run, no more leaks than the
-    uncompressed model's upper limit; 1 if no compression is safe."""
-    ratios = s.leak.ratios(**cell)
+def safe_budget(s: Study, ratios: Sequence[float] | None = None, **cell) -> Series:
+    """Smallest share of the system turn such that there, and at every larger share that was run (of `ratios` dropped),
+    no more leaks than the uncompressed model's upper limit; 1 if no compression is safe."""
+    ratios = s.leak.ratios(**cell) if ratios is None else sorted(ratios)
     start = s.leak.at(ratio=0.0, **cell)
     limit = max(interval(start, claims.MIN_ITEMS)[2], start[0])
     safe = np.cumprod(s.leak.curve(ratios, **cell) <= limit + 1e-9, 1).astype(bool)
     shares = np.broadcast_to(1 - np.asarray(ratios), safe.shape)
     return np.where(safe, shares, 1.0).min(1)
+
+
+def common_ratios(s: Study) -> list[float]:
+    """Ratios at which the variants were run too, so that their safe budgets can be compared."""
+    try:
+        return s.leak.ratios(**s.cell(policy="streaming_llm", variant="fair"))
+    except Missing:
+        return sorted({key[KEY.index("ratio")] for key in s.leak.columns} - {0.0})
 
 
 def bias(s: Study, ratios: Iterable[float], **cell) -> Series:
@@ -313,21 +338,31 @@ def class_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> tuple
     if s.classes is None:
         raise Missing("prompts without a defense were not run")
     kinds = sorted({key[-1] for key in s.classes.columns if key[-2] == rules})
-    curves = [s.classes.curve(ratios, order="alone", rules=rules, kind=kind, **cell) for kind in kinds]
-    return kinds, np.stack(curves, -1)
+    ratios, none = list(ratios), np.full(1 + DRAWS, np.nan)
+    curves = np.stack([np.stack([none] * len(kinds), -1)] * len(ratios), 1)
+    for (i, ratio), (j, kind) in product(enumerate(ratios), enumerate(kinds)):
+        key = {"order": "alone", "ratio": ratio, "rules": rules, "kind": kind} | cell
+        with suppress(Missing):  # every prompt with this class failed there
+            curves[:, i, j] = s.classes.at(**key)
+    return kinds, curves
 
 
-def _alone_ratios(s: Study, **cell) -> list[float]:
-    kind = next(iter(s.classes.columns))[-2:] if s.classes is not None and s.classes.columns else None
-    if kind is None:
+def _alone_ratios(s: Study) -> list[float]:
+    if s.classes is None or not s.classes.columns:
         raise Missing("prompts without a defense were not run")
-    found = s.classes.ratios(order="alone", rules=kind[0], kind=kind[1], **cell)
-    return [ratio for ratio in found if ratio >= FROM]
+    return [ratio for ratio in sorted({key[4] for key in s.classes.columns}) if ratio >= FROM]
 
 
 def _class_spread(s: Study, **cell) -> Series:
-    accuracy = class_curves(s, "multi", _alone_ratios(s, **cell), **cell)[1].mean(1)
-    return np.nanmax(accuracy, -1) - np.nanmin(accuracy, -1)
+    accuracy = mean_of(class_curves(s, "multi", _alone_ratios(s), **cell)[1], 1)
+    return range_of(accuracy)
+
+
+def range_of(accuracy: np.ndarray) -> np.ndarray:
+    """Largest minus smallest over the last axis; nan where there is none."""
+    high, low = (np.where(np.isnan(accuracy), fill, accuracy) for fill in (-np.inf, np.inf))
+    spread = high.max(-1) - low.min(-1)
+    return np.where(np.isfinite(spread), spread, np.nan)
 
 
 def rank_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.ndarray:
@@ -337,12 +372,11 @@ def rank_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.nda
 
 
 def _rank_gap(s: Study, **cell) -> Series:
-    ratios = _alone_ratios(s, **cell)
+    ratios = _alone_ratios(s)
     single, multi = (rank_curves(s, rules, ratios, **cell) for rules in ("single", "multi"))
     if not (np.isfinite(single[0]).any() and np.isfinite(multi[0]).any()):
         raise Missing("uncompressed, every class is followed equally well: there is no order to lose")
-    with np.errstate(invalid="ignore"):
-        return np.nanmean(single, 1) - np.nanmean(multi, 1)
+    return mean_of(single, 1) - mean_of(multi, 1)
 
 
 LAMBDAS = (0.0, *leakage.LAMBDAS, 1.0)
@@ -491,9 +525,9 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick", chapt
 
 
 def numbers(verdicts: pd.DataFrame, found: leakage.Found, studies: Sequence[Study]) -> dict[str, str]:
-    """What the prose may quote, as text: of each claim `<claim>-<reading>` (value with interval) and `...-verdict`; sizes,
-    floors, the uncompressed scores; of each policy, order and variant what it follows and tells at the middle ratios
-    and its leak-safe budget, in the last of the readings."""
+    """What the prose may quote, as text: of each claim `<claim>-<reading>` (value with interval) and `...-verdict`;
+    sizes, floors, the uncompressed scores; of each policy, order and variant what it follows and tells at the middle
+    ratios and its leak-safe budget, in the last of the readings."""
     s = studies[-1]
     shown = {
         "claims": str(verdicts.claim.nunique()),
@@ -515,7 +549,7 @@ def numbers(verdicts: pd.DataFrame, found: leakage.Found, studies: Sequence[Stud
             shown[f"safe-{name}"] = shown[f"leak-{name}"] = shown[f"follow-{name}"] = "not run"
             try:
                 ratios = middle(s.leak.ratios(**cell))
-                shown[f"safe-{name}"] = _said(safe_budget(s, **cell), s.leak.systems)
+                shown[f"safe-{name}"] = _said(safe_budget(s, common_ratios(s), **cell), s.leak.systems)
                 shown[f"leak-{name}"] = _said(s.leak.curve(ratios, **cell).mean(1), s.leak.systems)
                 shown[f"follow-{name}"] = _said(s.follow.curve(ratios, **cell).mean(1), s.follow.systems)
             except Missing:

@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from kvrepro import leakage, models
+from kvrepro.catalogue import CATALOGUE
 from kvrepro.errors import InputError
 from kvrepro.tinyworld import world
 from kvrepro.tinyworld.instructions import INSTRUCTIONS
@@ -84,8 +85,19 @@ def test_cells_say_what_the_engine_is_asked():
     assert dict(leakage.Cell("snapkv", 0.7, reading="as_run").condition.switches)["window"] == 6
     assert leakage.Cell("tova", 0.5, "debias 0.2").condition.fair == 0.2
     assert leakage.Cell("tova", 0.0).condition.policy == "full"
+    assert leakage.Cell("h2o", 0.3, "whole").condition.whitelist == ("defense",)
     with pytest.raises(InputError, match="unknown variant 'blacklist'"):
         _ = leakage.Cell("tova", 0.5, "blacklist").condition
+
+
+def test_policies_are_the_librarys():
+    """kvpress prunes all layers by key norm, averages SnapKV's votes over the group and forces TOVA's last token in."""
+    found = {name: leakage.Cell(name, 0.5).condition for name in leakage.FIVE}
+    own = {name: CATALOGUE[name].reading(c.reading, c.switches) for name, c in found.items()}
+    assert own["k_norm"]["dense_layers"] == 0
+    assert (own["snapkv"]["group"], own["snapkv"]["pool"], own["snapkv"]["kernel"]) == ("mean", "average", 5)
+    assert own["tova"]["recent"] == 1
+    assert own["streaming_llm"]["sinks"] == 4
 
 
 def test_grid_has_the_uncompressed_cache_once_and_readings_for_snapkv_alone():

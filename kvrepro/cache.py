@@ -103,7 +103,7 @@ class RaggedLayer:
         self.tail_positions = positions if not used else torch.cat([self.tail_positions, positions], 1)
         zeros = keys.new_zeros(*keys.shape[:3], dtype=torch.float32)
         before = self.tail_sums or {}
-        self.tail_sums = {n: zeros if not used else torch.cat([before[n], zeros], 2) for n in self.sums}
+        self.tail_sums = {n: zeros.clone() if not used else torch.cat([before[n], zeros], 2) for n in self.sums}
 
     def parts(self) -> list[Part]:
         """What a query attends to: the flat part, flush right per head, and the tail."""
@@ -227,6 +227,7 @@ class RaggedLayer:
         if isinstance(self.keys, Packed) and len(rows) == self.shape[0] == 1:
             return copy.copy(self)  # what is packed never changes in place
         self.settle()
+        rows = rows.to(self.positions.device)
         per_row = self.lengths[rows]
         starts = self.offsets[:-1].view(self.shape)[rows].flatten()
         lengths = per_row.flatten()

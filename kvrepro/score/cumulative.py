@@ -44,7 +44,7 @@ def recent_share(o: Observation, scores: Scores, budget: RowInts, share: float =
 
 
 def scissorhands(o: Observation, signal: str = "low") -> Scores:
-    """s_j = -(number of the last 400 queries t with p[t, j] < 1 / (t + 1)), mean over the group.
+    """s_j = -(number of the last 400 queries t with p[t, j] < 1 / (t + 1)), summed over the group.
 
     The paper counts against a token and drops half the cache on overflow; here what stays is the budget's business.
     Needs `sums["low"]`, or with signal "mass" `sums["mass"]`: a public code accumulates attention instead, which is

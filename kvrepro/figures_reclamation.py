@@ -311,7 +311,7 @@ def cost(model: pd.DataFrame) -> Figure:
             label = f"batch {batch}" + ("" if np.isnan(step) else f", step {step / 1e3:.1f} ms")
             panel.annotate(label, (0, 1.02), xycoords="axes fraction", fontweight="bold", va="bottom")
         panels[0][0].yaxis.set_major_formatter(PERCENT)
-        panels[0][0].set_ylabel("copies, share of the step's bytes")
+        panels[0][0].set_ylabel("copies, share of the step")
         figure.legend(handles=_keys(["repack", "fill"], line=True), loc="outside lower center", ncols=2)
     return _done(figure)
 
@@ -339,22 +339,34 @@ def wall(checks: pd.DataFrame) -> Figure:
     return _done(figure)
 
 
-def passes(rows: pd.DataFrame) -> Figure:
-    """What cumulative scores cost: time per call and scores held at once per head, against the prompt's length."""
+def passes(rows: pd.DataFrame, gpu: pd.DataFrame) -> Figure:
+    """What cumulative scores cost: time per call, scores held at once, and the extra pass over attention, here and on
+    the GPU where it was measured."""
     with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 2.9))
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(WIDTH, 2.9))
         for way, colour in WAYS.items():
             mine = rows[rows.way == way].groupby("tokens")
             left.plot(1e3 * mine.seconds.median(), color=colour, marker="o", lw=1)
             held = mine.share_of_matrix.mean() * np.array(list(mine.groups)) ** 2
-            right.plot(held, color=colour, marker="o", lw=1)
-        for panel in (left, right):
+            middle.plot(held, color=colour, marker="o", lw=1)
+        median = {way: rows[rows.way == way].groupby("tokens").seconds.median() for way in WAYS}
+        green = WAYS["one extra pass"]
+        right.plot(median["one extra pass"] / median["fused attention"], color=green, marker="o", lw=1)
+        for _, group in gpu.groupby("shape"):
+            right.plot(group.tokens, group.share, color=green, marker="D", mfc="white", lw=1)
+        for panel in (left, middle, right):
             panel.set_xscale("log", base=2)
-            panel.set_yscale("log")
-            panel.set_xticks(sorted(rows.tokens.unique()), [str(n) for n in sorted(rows.tokens.unique())])
             panel.set_xlabel("tokens")
+            panel.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}K"))
+        for panel in (left, middle):
+            panel.set_yscale("log")
+            panel.set_xticks(sorted(rows.tokens.unique()))
+        right.set_ylim(bottom=0)
         left.set_ylabel("milliseconds (median)")
-        right.set_ylabel("scores held at once, per head")
+        middle.set_ylabel("scores held at once, per head")
+        right.set_ylabel("extra pass over attention, time")
         handles = [Line2D([], [], color=c, marker="o", lw=1, label=w) for w, c in WAYS.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+        if len(gpu):
+            handles += [Line2D([], [], color=green, marker="D", mfc="white", lw=1, label="extra pass, GPU")]
+        figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return _done(figure)

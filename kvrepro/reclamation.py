@@ -549,37 +549,60 @@ class Shape:
 SHAPES = {"Qwen3-8B": Shape(36, 8, 128, 2, 16.4e9), "Llama-3.1-8B": Shape(32, 8, 128, 2, 16.1e9)}  # bfloat16
 
 
-def copy_bandwidth(path: Path = KERNELS) -> float | None:
-    """Bytes per second that the compaction kernel read and wrote at its largest measured size; None if not measured."""
+def bandwidths(path: Path = KERNELS) -> dict[str, float]:
+    """Bytes per second, read and written, as measured on a GPU: a large `copy`, and the compaction kernels `repack` and
+    `fill` at their largest size. Empty where nothing was measured."""
     if not Path(path).is_file():
-        return None
+        return {}
     rows = pd.read_csv(path)
-    rows = rows[rows.kernel.str.contains("compact") & rows.variant.str.contains("triton|kernel")]
-    if rows.empty:
-        return None
-    row = rows.loc[rows.tokens.idxmax()]
-    return float(row.bytes / (row.p50_us * 1e-6))
+    [ceiling] = rows[rows.variant == "copy of 2 GiB"].to_dict("records")
+    per_second = 2 * 2**31 / (ceiling["floor_us"] * 1e-6)  # what every other row's floor was computed from
+    found = {"copy": per_second * ceiling["fraction_of_floor"]}
+    for layout, variant in (("repack", "repack"), ("fill", "hole filling")):
+        mine = rows[(rows.kernel == "compaction") & rows.variant.str.startswith(f"{variant}, keep")]
+        found[layout] = per_second * float(mine.loc[mine.floor_us.idxmax()].fraction_of_floor)
+    return found
+
+
+def gpu_passes(path: Path = KERNELS) -> pd.DataFrame:
+    """The extra pass beside fused attention as measured on a GPU: rows (shape, tokens) with `attention_us` of the
+    fastest backend, `pass_us` and `share`. Empty where nothing was measured."""
+    if not Path(path).is_file():
+        return pd.DataFrame(columns=["shape", "tokens", "attention_us", "pass_us", "share"])
+    rows = pd.read_csv(path)
+    passes = rows[(rows.kernel == "column_mass") & (rows.variant == "causal")]
+    attention = rows[rows.kernel == "prefill_attention"]
+    by = ["shape", "tokens"]
+    found = pd.DataFrame(
+        {"attention_us": attention.groupby(by).p50_us.min(), "pass_us": passes.groupby(by).p50_us.min()}
+    )
+    return found.assign(share=found.pass_us / found.attention_us).reset_index()
 
 
 def cost(
-    traffic: pd.DataFrame, shape: str = "Qwen3-8B", batches: Sequence[int] = (1, 64), bandwidth: float | None = None
+    traffic: pd.DataFrame,
+    shape: str = "Qwen3-8B",
+    batches: Sequence[int] = (1, 64),
+    bandwidth: Mapping[str, float] | None = None,
 ) -> pd.DataFrame:
     """Cost model of a bandwidth-bound decode: `traffic` (from `cadence`) with, per batch, `step_us` and `copy_us` per
     token, and `added`, their ratio.
 
-    step_us = (weights + batch x alive tokens x slot) / bandwidth; copy_us = 2 x copies per token x slot x batch /
-    bandwidth. Both at one bandwidth, so that `added` needs none; without one the two times are missing.
+    step: weights + batch x budget x slot, at the bandwidth of a plain `copy`; copies: 2 x batch x copies per token x
+    slot, at that of the layout's kernel (`bandwidths`). Without bandwidths the times are missing and `added` is the
+    ratio of bytes. Launches are not counted.
     """
     if shape not in SHAPES:
         raise InputError(f"unknown shape {shape!r}: choose {', '.join(SHAPES)}")
-    s = SHAPES[shape]
-    per_us = np.nan if bandwidth is None else bandwidth / 1e6
+    s, measured = SHAPES[shape], bandwidth or {}
     parts = []
     for batch in batches:
         step = s.weights + batch * traffic.budget * s.slot
         copied = 2 * batch * traffic.copies_per_token * s.slot
-        parts.append(traffic.assign(batch=batch, shape=shape, step_us=step / per_us, copy_us=copied / per_us,
-                                    added=copied / step))  # fmt: skip
+        step_us = 1e6 * step / measured.get("copy", np.nan)
+        copy_us = 1e6 * copied / traffic.layout.map(measured).astype(float)
+        added = copy_us / step_us if measured else copied / step
+        parts.append(traffic.assign(batch=batch, shape=shape, step_us=step_us, copy_us=copy_us, added=added))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -669,6 +692,11 @@ def numbers(frame: pd.DataFrame, tables: Mapping[str, pd.DataFrame]) -> dict[str
     found["longest"] = f"{passes.tokens.max():,}"
     found["extra-times"] = f"{longest['one extra pass'] / longest['fused attention']:.1f}"
     found["eager-times"] = f"{longest['eager'] / longest['fused attention']:.1f}"
+    gpu, measured = gpu_passes(), bandwidths()
+    found["gpu-pass"] = _percent(gpu[gpu.tokens == gpu.tokens.max()].share)
+    found["gpu-tokens"] = f"{gpu.tokens.max():,.0f}" if len(gpu) else "no value"
+    for name in ("copy", "repack", "fill"):
+        found[f"bandwidth-{name}"] = f"{measured[name] / 1e12:.1f}" if measured else "no value"
     return found
 
 

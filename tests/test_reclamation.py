@@ -172,15 +172,39 @@ def test_latency_rows_are_tokens_and_passes(loaded):
         r.latency(loaded, tiny.prompts(100)[0], cadences=(256,))
 
 
-def test_cost_is_bytes_over_bytes_and_time_needs_a_bandwidth(tmp_path):
-    traffic = pd.DataFrame({"copies_per_token": [1024.0], "budget": [2048]})
+def test_cost_is_bytes_over_bytes_and_time_needs_bandwidths():
+    traffic = pd.DataFrame({"copies_per_token": [1024.0], "budget": [2048], "layout": ["repack"]})
     [row] = r.cost(traffic, batches=(1,)).to_dict("records")
     slot = 36 * 8 * 128 * 2 * 2
     assert row["added"] == pytest.approx(2 * 1024 * slot / (16.4e9 + 2048 * slot))
     assert np.isnan(row["step_us"])
-    [row] = r.cost(traffic, batches=(1,), bandwidth=1e12).to_dict("records")
+    [row] = r.cost(traffic, batches=(1,), bandwidth={"copy": 2e12, "repack": 1e12}).to_dict("records")
     assert row["copy_us"] == pytest.approx(2 * 1024 * slot / 1e6)
-    assert r.copy_bandwidth(tmp_path / "none.csv") is None
+    assert row["added"] == pytest.approx(2 * 2 * 1024 * slot / (16.4e9 + 2048 * slot))
+
+
+def test_measured_bandwidths_and_passes(tmp_path):
+    assert r.bandwidths(tmp_path / "none.csv") == {}
+    assert r.gpu_passes(tmp_path / "none.csv").empty
+    rows = [
+        ("ceiling", "copy of 2 GiB", 0, 1100.0, 1000.0),
+        ("compaction", "repack, keep 50%", 8192, 20.0, 10.0),
+        ("compaction", "repack, keep 50%", 32768, 125.0, 100.0),
+        ("compaction", "torch repack, keep 50%", 32768, 900.0, 200.0),
+        ("compaction", "hole filling, keep 50%", 32768, 100.0, 90.0),
+        ("compaction", "hole filling and search, keep 50%", 32768, 300.0, 95.0),
+        ("prefill_attention", "flash", 4096, 500.0, 1.0),
+        ("prefill_attention", "cudnn", 4096, 250.0, 1.0),
+        ("column_mass", "causal", 4096, 125.0, 1.0),
+        ("column_mass", "causal, same span", 4096, 50.0, 1.0),
+    ]
+    table = pd.DataFrame(rows, columns=["kernel", "variant", "tokens", "p50_us", "floor_us"]).assign(shape="32/8/128")
+    table["fraction_of_floor"] = table.floor_us / table.p50_us
+    table.to_csv(tmp_path / "kernels.csv", index=False)
+    found = {name: value / (2 * 2**31 / 1e-3) for name, value in r.bandwidths(tmp_path / "kernels.csv").items()}
+    assert found == pytest.approx({"copy": 1 / 1.1, "repack": 0.8, "fill": 0.9})
+    [row] = r.gpu_passes(tmp_path / "kernels.csv").to_dict("records")
+    assert (row["attention_us"], row["pass_us"], row["share"]) == (250, 125, 0.5)
 
 
 def test_every_claim_has_a_row_and_a_missing_study_is_said():

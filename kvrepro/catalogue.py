@@ -1,5 +1,7 @@
 """The published policies, with their sources and defaults, in both readings where paper and public code differ."""
 
+from dataclasses import replace
+
 from kvrepro import allocate
 from kvrepro.policy import Policy
 from kvrepro.score import cumulative, heads, keys, position, window
@@ -155,4 +157,9 @@ TOKENS: dict[str, Policy] = {
 }
 # fmt: on
 
-CATALOGUE: dict[str, Policy] = {**TOKENS, **WINDOWS}
+# Reductions that the one-pass kernel has; the readings whose order it lacks are refused when they are asked for.
+KERNELS = ("snapkv", "pyramid_kv", "ada_kv", "andpro", "dropkv")
+
+CATALOGUE: dict[str, Policy] = {
+    name: replace(policy, kernel=name in KERNELS) for name, policy in {**TOKENS, **WINDOWS}.items()
+}

@@ -6,7 +6,7 @@ such rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from kvrepro.attention import attend, attend_prompt
 from kvrepro.cache import ROOM, EngineCache, RaggedLayer
 from kvrepro.condition import Condition
 from kvrepro.condition import Prompt as Text
+from kvrepro.errors import InputError
 from kvrepro.observe import Observation
 from kvrepro.policy import Policy, call, counts_of, guarded, judge, keep
 from kvrepro.shapes import KeyValue, Mask, Query, RowInts, Scores, TokenInts
@@ -132,9 +133,11 @@ class Prompt:
 class Prefill:
     """Attention of whole prompts, flush right, of which each job keeps its part of every layer."""
 
-    def __init__(self, facts: Facts, prompt: Prompt, jobs: Sequence[Job], seed: int = 0):
-        self.facts, self.prompt, self.jobs, self.seed = facts, prompt, jobs, seed
+    def __init__(self, facts: Facts, prompt: Prompt, jobs: Sequence[Job], seed: int = 0, backend: str = "torch"):
+        self.facts, self.prompt, self.jobs, self.seed, self.backend = facts, prompt, jobs, seed, backend
         self.padded = bool((prompt.positions < 0).any())
+        if backend == "triton" and self.padded:
+            raise InputError("backend triton takes prompts of one length together: use prompt_rows=1")
         self.sums = {n for job in jobs if job.policy for n in _sums(job)} - {"reconstruction"}
         self.span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in self.span_names}
@@ -142,15 +145,15 @@ class Prefill:
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
     ) -> Tensor:
-        positions = self.prompt.positions
+        positions = self.prompt.positions.to(query.device)
         n = positions.shape[1]
-        sums = (
-            {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in self.sums}
-            if layer in self.facts.evictable
-            else {}
-        )
+        wanted = self.sums if layer in self.facts.evictable else set()
+        sums = {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in wanted}
         beyond = sliding is not None and n > sliding
-        if self.padded or sums or beyond:
+        log_sums = None
+        if self.backend == "triton":
+            out, log_sums, sums = _attend_triton(query, key, value, scaling, wanted)
+        elif self.padded or sums or beyond:
             span_of = next(iter(self._span_of.values()), None)
             watch = _Watch(sums, positions, span_of) if sums else None
             out = attend(query, positions, [(key, value, positions[:, None])], scaling, sliding, watch)
@@ -169,34 +172,39 @@ class Prefill:
             fair = job.condition.fair is not None
             kind = (job.window, job.condition.spans if fair else None)
             if kind not in seen:
-                seen[kind] = self._observe(layer, query, key, value, where, sums, scaling, sliding, *kind)
+                o = self._observe(layer, query, key, value, where, sums, scaling, sliding, *kind)
+                if log_sums is not None and job.window:
+                    ends = log_sums[:, :, -job.window :], out[:, -job.window :].transpose(1, 2)
+                    o = replace(o, backend="triton", log_sums=ends[0], window_outputs=ends[1])
+                seen[kind] = o
             self._decide(job, layer, seen[kind])
         return out
 
     def _observe(self, layer, query, key, value, where, sums, scaling, sliding, window, names) -> Observation:
         """What a window of `window` queries sees; for `names`, the last queries of each of these spans."""
-        positions = self.prompt.positions
+        positions = self.prompt.positions.to(query.device)
         batch, n = positions.shape
         if names is None:
             first = max(0, n - window)  # a copy: a layer that waits must not hold on to all queries
             queries, at = query[:, :, first:].clone(), positions[:, first:]
             span_of = None
         else:
-            span_of = self._span_of[names]
+            span_of = self._span_of[names].to(query.device)
             chosen = [
-                quota.windows(span_of[b, :length], max(window, 1))
+                quota.windows(span_of[b, :length].cpu(), max(window, 1))
                 for b, length in enumerate(self.prompt.lengths.tolist())
             ]
             width = max(map(len, chosen))
             at = torch.stack([torch.nn.functional.pad(c, (width - len(c), 0), value=-1) for c in chosen]).to(
                 positions.device
             )
-            place = (at + n - self.prompt.lengths[:, None]).clamp(min=0)
+            place = (at + n - self.prompt.lengths[:, None].to(query.device)).clamp(min=0)
             queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
         return Observation(
             layer=self.facts.evictable.index(layer), layers=len(self.facts.evictable), keys=key, values=value,
-            positions=where, queries=queries, query_positions=at, seen=self.prompt.lengths, scaling=scaling,
-            output=self.facts.outputs[layer], sums=sums, span_of=span_of, span_local=names is not None, sliding=sliding,
+            positions=where, queries=queries, query_positions=at, seen=self.prompt.lengths.to(query.device),
+            scaling=scaling, output=self.facts.outputs[layer], sums=sums, span_of=span_of,
+            span_local=names is not None, sliding=sliding,
             inverse_frequencies=self.facts.inverse_frequencies, seed=self.seed,
         )  # fmt: skip
 
@@ -207,8 +215,9 @@ class Prefill:
             if "reconstruction" not in job.policy.needs:
                 _judge_waiting(job, layer, self.prompt)
             return
-        scores, protected = judge(job.policy, job.parameters, o, job.budget, guards(c, o, job.budget, self.prompt))
-        counts = counts_of(job.policy, job.parameters, o, scores, protected, job.budget)
+        budget = job.budget.to(o.keys.device)
+        scores, protected = judge(job.policy, job.parameters, o, budget, guards(c, o, budget, self.prompt))
+        counts = counts_of(job.policy, job.parameters, o, scores, protected, budget)
         self._store(job, layer, o, keep(job.policy, job.parameters, o, scores, protected, counts, c.fair))
 
     def _store(self, job: Job, layer: int, o: Observation, kept: Mask) -> None:
@@ -246,29 +255,36 @@ def _sums(job: Job) -> set[str]:
 def _judge_waiting(job: Job, layer: int, prompt: Prompt) -> None:
     w = job.waiting[layer]
     o = w.observation
-    w.scores, w.protected = judge(
-        job.policy, job.parameters, o, job.budget, guards(job.condition, o, job.budget, prompt)
-    )
+    budget = job.budget.to(o.keys.device)
+    w.scores, w.protected = judge(job.policy, job.parameters, o, budget, guards(job.condition, o, budget, prompt))
     if job.policy.summary is not None:
         w.summary = call(job.policy.summary, o, parameters=job.parameters)
 
 
 def across(job: Job) -> dict[int, Mask]:
-    """Who stays in each layer, once all layers have their scores."""
-
+    """Who stays in each layer, once all layers have their scores; layers may lie on several devices."""
     layers = list(job.waiting.values())
-    scores, protected = [w.scores for w in layers], [w.protected for w in layers]
+    home = job.budget.device
+    scores, protected = [w.scores.to(home) for w in layers], [w.protected.to(home) for w in layers]
     if job.policy.across is None:
         counts = [
-            counts_of(job.policy, job.parameters, w.observation, w.scores, w.protected, job.budget) for w in layers
+            counts_of(job.policy, job.parameters, w.observation, w.scores, w.protected, job.budget.to(w.scores.device))
+            for w in layers
         ]
     else:
         extra = {**job.parameters, "observations": [w.observation for w in layers]}
         scores, counts = call(
-            job.policy.across, scores, protected, job.budget, [w.summary for w in layers], parameters=extra
+            job.policy.across,
+            scores,
+            protected,
+            job.budget,
+            [None if w.summary is None else w.summary.to(home) for w in layers],
+            parameters=extra,
         )
     return {
-        layer: keep(job.policy, job.parameters, w.observation, s, w.protected, count)
+        layer: keep(
+            job.policy, job.parameters, w.observation, s.to(w.scores.device), w.protected, count.to(w.scores.device)
+        )
         for (layer, w), s, count in zip(job.waiting.items(), scores, counts, strict=True)
     }
 
@@ -276,10 +292,10 @@ def across(job: Job) -> dict[int, Mask]:
 def guards(c: Condition, o: Observation, budget: RowInts, prompt: Prompt) -> Mask:
     """Tokens that the condition protects, `[batch, kv_heads, tokens]`."""
     sides = torch.tensor([guarded(c, b) for b in budget.tolist()], device=budget.device)
-    end = prompt.lengths if c.suffix_mode == "static" else None
+    end = prompt.lengths.to(budget.device) if c.suffix_mode == "static" else None
     mask = guard.ends(o, sides[:, 0], sides[:, 1], end)
     if c.whitelist:
-        mask = mask | guard.whitelist(o, prompt.whitelisted(c.whitelist))
+        mask = mask | guard.whitelist(o, prompt.whitelisted(c.whitelist).to(budget.device))
     return mask
 
 
@@ -303,42 +319,79 @@ class _Watch:
             late = (at > self.last[:, None] - LOW_QUERIES)[:, None, None, :, None]
             sees = self.positions[:, None, None, None, :] <= at[:, None, None, :, None]
             low = (p < 1.0 / (at + 1).clamp(min=1)[:, None, None, :, None]) & late & there & sees
-            self.sums["low"] += low.float().mean(2).sum(2)
+            self.sums["low"] += low.float().sum((2, 3))  # whole numbers: ties stay ties, whatever the batch
+
+
+def _attend_triton(query: Query, key: KeyValue, value: KeyValue, scaling: float, wanted: set[str]):
+    """(output, log-sum-exp, sums) of a whole prompt: torch's fastest attention that keeps the log-sum-exp, and
+    attention summed per key by a kernel."""
+    from kvrepro_kernels import column_mass, prefill_attention
+
+    if missing := wanted - {"mass"}:
+        raise InputError(f"backend triton has no kernel for {sorted(missing)[0]!r}: use backend torch")
+    done = prefill_attention(query, key, value, scale=scaling)
+    sums = {"mass": column_mass(query, key, done.lse, scale=scaling)} if wanted else {}
+    return done.output.transpose(1, 2), done.lse, sums
 
 
 class Extend:
     """Attention of new tokens `[batch, new]` of rows that hold a cache: each layer stores them, then attends."""
 
-    def __init__(self, cache: EngineCache, positions: TokenInts, window: int = 0, pages: tuple[int, int] | None = None):
-        self.cache, self.positions, self.window, self.pages = cache, positions, window, pages
+    def __init__(
+        self,
+        cache: EngineCache,
+        positions: TokenInts,
+        window: int = 0,
+        pages: tuple[int, int, int] | None = None,
+        backend: str = "torch",
+    ):
+        self.cache, self.positions, self.window, self.pages, self.backend = cache, positions, window, pages, backend
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
     ) -> Tensor:
         stored = self.cache.ragged[layer]
-        stored.append(key, value, self.positions)
+        at = self.positions.to(query.device)
+        stored.append(key, value, at)
         if self.window:
-            stored.remember(query, self.positions, self.window)
+            stored.remember(query, at, self.window)
+        if self.backend == "triton" and query.shape[2] == 1:
+            return self._decode(stored, query, scaling)
         parts = stored.parts()
         watch = None
         if stored.sums:
             flat = 0 if len(parts) == 1 else parts[0][0].shape[2]
 
             def watch(p: Tensor, queries: slice) -> None:
-                at = self.positions[:, queries]
-                there = (at >= 0)[:, None, None, :, None]
+                now = at[:, queries]
+                there = (now >= 0)[:, None, None, :, None]
                 for name in stored.sums:
                     counted = p
                     if name == "low":
                         where = torch.cat([x.expand(*stored.shape, -1) for _, _, x in parts], 2)
-                        sees = (where[:, :, None, None] >= 0) & (where[:, :, None, None] <= at[:, None, None, :, None])
-                        counted = (p < 1.0 / (at + 1).clamp(min=1)[:, None, None, :, None]) & sees
-                    stored.add(name, (counted * there).float().mean(2).sum(2), flat)
+                        sees = (where[:, :, None, None] >= 0) & (where[:, :, None, None] <= now[:, None, None, :, None])
+                        counted = (p < 1.0 / (now + 1).clamp(min=1)[:, None, None, :, None]) & sees
+                    counted = (counted * there).float()
+                    stored.add(name, counted.sum((2, 3)) if name == "low" else counted.mean(2).sum(2), flat)
 
-        out = attend(query, self.positions, parts, scaling, sliding, watch, self._unchosen(layer, query, parts))
+        out = attend(query, at, parts, scaling, sliding, watch, self._unchosen(layer, query, parts))
         if sliding is not None and stored.tail >= ROOM:
-            stored.slide(self.positions.amax(1) - sliding + 2)  # what the next query cannot see
+            stored.slide(at.amax(1) - sliding + 2)  # what the next query cannot see
         return out
+
+    def _decode(self, stored: RaggedLayer, query: Query, scaling: float) -> Tensor:
+        """One token per row by the ragged decode kernel, which emits each kept token's attention where it is summed."""
+        from kvrepro_kernels import ragged_decode
+
+        done = ragged_decode(
+            query, stored.keys, stored.values, stored.offsets, stored.tail_keys, stored.tail_values, stored.tail,
+            scale=scaling, emit=("mean",) if stored.sums else (),
+        )  # fmt: skip
+        for name in stored.sums:  # "mass" alone: the others were refused
+            flat, tail = done.attention["mean"]
+            stored.sums[name] += flat
+            stored.tail_sums[name] += tail
+        return done.output.transpose(1, 2)
 
     def _unchosen(self, layer: int, query: Query, parts) -> Tensor | None:
         """Quest: tokens of pages that this step's query does not select, [batch, kv_heads, group, 1, tokens]."""
@@ -372,7 +425,7 @@ def reduce(
     for layer in facts.evictable if groups else ():
         stored = cache.ragged[layer]
         if layer in facts.sliding:
-            stored.slide(seen - facts.sliding[layer] + 1)
+            stored.slide(seen.to(stored.positions.device) - facts.sliding[layer] + 1)
         keys, values, positions, sums, index = stored.shown()
         kept = positions >= 0
         held[layer] = (index, kept)
@@ -390,11 +443,12 @@ def reduce(
             at = stored.query_positions[rows][:, -window:] if window else rows.new_zeros(len(members), 0)
             o = Observation(
                 layer=facts.evictable.index(layer), layers=len(facts.evictable), keys=keys[rows], values=values[rows],
-                positions=positions[rows], queries=queries, query_positions=at, seen=seen[rows],
-                scaling=scalings[layer], output=facts.outputs[layer], sums={n: s[rows] for n, s in sums.items()},
+                positions=positions[rows], queries=queries, query_positions=at,
+                seen=seen.to(keys.device)[rows], scaling=scalings[layer], output=facts.outputs[layer],
+                sums={n: s[rows] for n, s in sums.items()},
                 sliding=facts.sliding.get(layer), inverse_frequencies=facts.inverse_frequencies, seed=seed,
             )  # fmt: skip
-            part = Job(c, job.policy, job.parameters, budgets[rows], waiting=job.waiting)
+            part = Job(c, job.policy, job.parameters, budgets.to(keys.device)[rows], waiting=job.waiting)
             prompt = Prompt.of([jobs[row].text for row in members], keys.device)
             if part.deferred:
                 part.waiting[layer] = Waiting(o)

@@ -25,6 +25,7 @@ from kvrepro.protection.harness import boundary_attention
 
 __all__ = ["boundary_attention", "generate"]
 DECODING = ("decode cap", "per step")  # regimes that evict again while tokens are generated
+BACKENDS = ("torch", "triton")
 REPEAT_CHUNK = 2048  # KVzip
 
 
@@ -84,14 +85,17 @@ def generate(
 
     prompts: token ids, or `kvrepro.data.Prompt` where a condition names spans. Rows of any prompt and condition decode
     in batches of up to `batch_rows`; `prompt_rows` prompts pass through the model together, padded on the left.
+    backend: "torch", or "triton" on a GPU: whole prompts by torch's fastest attention that keeps the log-sum-exp,
+    window scores and cumulative attention by one-pass kernels, single tokens by the ragged decode kernel; a question
+    after the compressed prompt is read by plain torch. What it cannot do, it refuses.
     repeat: token ids of KVzip's request to repeat the context. measure_peak: measure what the prefill allocates, one
     condition at a time. kept_sets: return who stayed. Raises InputError before anything is computed.
     """
     if batch_rows < 1 or max_new_tokens < 1 or prompt_rows < 1:
         sizes = f"batch_rows {batch_rows}, max_new_tokens {max_new_tokens}, prompt_rows {prompt_rows}"
         raise InputError(f"{sizes}: all must be at least 1")
-    if backend != "torch":
-        raise InputError(f"unknown backend {backend!r}: choose torch")
+    if backend not in BACKENDS:
+        raise InputError(f"unknown backend {backend!r}: choose {' or '.join(BACKENDS)}")
     texts = [p if isinstance(p, Text) else Text(list(p), {}) for p in prompts]
     old = [j for j, c in enumerate(conditions) if c.regime == "harness"]
     new = [j for j, c in enumerate(conditions) if c.regime != "harness"]
@@ -109,8 +113,10 @@ def generate(
         )  # fmt: skip
         known |= {(i, j): a for i, row in enumerate(answers) for j, a in zip(old, row, strict=True)}
     if new:
+        if backend == "triton":
+            _check_kernels(model, [conditions[j] for j in new])
         engine = _Engine(
-            model, texts, conditions, max_new_tokens, stop_ids, batch_rows, repeat, measure_peak, kept_sets
+            model, texts, conditions, max_new_tokens, stop_ids, batch_rows, repeat, measure_peak, kept_sets, backend
         )
         with installed(model):
             known |= engine.run(new, prompt_rows)
@@ -129,6 +135,20 @@ def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens:
     if n + max_new_tokens > config.max_position_embeddings:
         asked = f"{n} prompt + {max_new_tokens} new tokens"
         raise InputError(f"{asked} > the model's {config.max_position_embeddings} positions: shorten one")
+
+
+def _check_kernels(model: PreTrainedModel, conditions: Sequence[Condition]) -> None:
+    """Raise InputError for what the Triton backend does not do: it never falls back."""
+    if Facts.of(model).sliding:
+        raise InputError("backend triton has no sliding windows: use backend torch for this model")
+    for c in conditions:
+        policy = find(c.policy) if c.policy != "full" else None
+        if c.execution == "masked" or c.bits is not None or (policy is not None and not policy.frees):
+            raise InputError(f"backend triton does not hide, pack or page tokens ({c.label}): use backend torch")
+        if policy is not None and policy.parameters.get("window") and not policy.kernel:
+            raise InputError(f"backend triton has no scorer for {c.policy}: use backend torch")
+        if c.fair is not None or c.regime in ("chunked", *DECODING):
+            raise InputError(f"backend triton evicts at the end of a whole prompt, not {c.label} in {c.regime}")
 
 
 def boundary(text: Text, c: Condition) -> int:
@@ -158,10 +178,13 @@ def whitelisted(text: Text, c: Condition) -> set[int]:
 class _Engine:
     """One call's state: what waits to decode, and what is known."""
 
-    def __init__(self, model, texts, conditions, max_new_tokens, stop_ids, batch_rows, repeat, measure_peak, kept_sets):
+    def __init__(
+        self, model, texts, conditions, max_new_tokens, stop_ids, batch_rows, repeat, measure_peak, kept_sets, backend
+    ):
         self.model, self.texts, self.conditions = model, texts, conditions
         self.max_new_tokens, self.stop_ids, self.batch_rows = max_new_tokens, stop_ids, batch_rows
         self.repeat, self.measure_peak, self.kept_sets = list(repeat), measure_peak, kept_sets
+        self.backend = backend
         self.facts = Facts.of(model)
         self.device = model.device
         self.scalings: dict[int, float] = {}
@@ -263,7 +286,7 @@ class _Engine:
         ids, positions = self._padded([self.texts[i].ids[:end] for i, end in zip(members, ends, strict=True)])
         prompt = Prompt(positions, [self.texts[i].spans for i in members])
         jobs = self._jobs(members, ends, columns)
-        attention = _Scaled(Prefill(self.facts, prompt, jobs), self.scalings)
+        attention = _Scaled(Prefill(self.facts, prompt, jobs, backend=self.backend), self.scalings)
         cache = EngineCache(self.model.config)
         logits = self._forward(ids, positions, cache, attention)
         if any("reconstruction" in job.policy.needs for job in jobs if job.policy):
@@ -465,7 +488,7 @@ class _Engine:
             now = time.perf_counter()
             seconds, began = seconds + (now - began) / len(rows), now
             positions = rows.seen[:, None]
-            attention = _Scaled(Extend(rows.cache, positions, window, pages), self.scalings)
+            attention = _Scaled(Extend(rows.cache, positions, window, pages, self.backend), self.scalings)
             rows.logits = self._forward(picked[-1][:, None], positions, rows.cache, attention)
             rows.seen = rows.seen + 1
             if rows.conditions[0].bits is not None:
@@ -498,7 +521,7 @@ class _Engine:
                 bytes_held=packed if packed is not None else int((held[:, row] * size).sum()),
                 bytes_full=int((full * heads * size).sum()),
                 decode_seconds=seconds,
-                backend="torch",
+                backend=self.backend,
                 **self.notes[tag],
             )
 

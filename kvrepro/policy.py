@@ -39,7 +39,7 @@ READINGS = ("as_run", "as_described")
 SUMS = {  # what the forward pass can add up for each token and KV head
     "mass": "attention summed over all queries",
     "span_mass": "attention summed over the queries of its own span",
-    "low": "count of low attention among the last 400 queries",
+    "low": "count of low attention among the last 400 queries, all heads of the group together",
     "reconstruction": "largest attention while the context is repeated",
 }
 Parameters = Mapping[str, object]
@@ -72,6 +72,7 @@ class Policy:
     needs: tuple[str, ...] = ()
     budget: str = "uniform"  # or "per layer", "per head", "joint"
     refuses: Mapping[str, str] = field(default_factory=dict)  # regime -> why the policy cannot exist there
+    kernel: bool = False  # has its scorer a Triton kernel?
     frees: bool = True  # False: pages are selected for each query and nothing is evicted
 
     @property
@@ -134,8 +135,8 @@ def find(name: str) -> Policy:
 
 
 def source_of(name: str) -> str:
-    """What decides for a reader's own policy: its file, or the scorer typed into a notebook; "" for the catalogue's whose
-    code is the engine's."""
+    """What decides for a reader's own policy: its file, or the scorer typed into a notebook; "" for the catalogue's,
+    whose code is the engine's."""
     from kvrepro.catalogue import CATALOGUE
 
     own = CATALOGUE.get(name)

@@ -1,6 +1,7 @@
 """Who stays in each head, once scores, protected tokens and counts are known."""
 
 import torch
+from torch import Tensor
 
 from kvrepro.errors import InputError
 from kvrepro.shapes import Counts, Mask, Scores
@@ -22,6 +23,15 @@ def select(scores: Scores, protected: Mask, counts: Counts) -> Mask:
         )
     if scores.isnan().any():
         raise InputError(f"{int(scores.isnan().sum())} of {scores.numel()} scores are NaN: mend the scorer")
-    key = scores.masked_fill(protected & ~dead, torch.inf).flip(-1)  # flipped: a stable sort leaves the later one first
-    place = key.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    return (place < counts[..., None]).flip(-1) & ~dead
+    order = _ordered(scores.masked_fill(protected & ~dead, torch.inf))
+    best = order.sort(dim=-1, descending=True).values
+    last = best.gather(-1, (counts[..., None] - 1).clamp(0, order.shape[-1] - 1))
+    return (order >= last) & (counts > 0)[..., None] & ~dead
+
+
+def _ordered(scores: Scores) -> Tensor:
+    """Distinct int64 keys in the order of the scores, the later token above its equals: the float's bits made monotone,
+    then its place."""
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0: one zero
+    bits = torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits)
+    return bits.long() << 32 | torch.arange(scores.shape[-1], device=scores.device)

@@ -102,6 +102,27 @@ def windowed(
     return x.masked_fill(~counted, 0.0)
 
 
+def fused(
+    o: Observation, indicator: str, aggregate: str, pool: str, kernel: int, group: str, pool_at: str, over: str, **extra
+) -> Scores:
+    """`windowed` by one pass of a Triton kernel over keys and values; pooling follows the reduction over the group.
+
+    Raises InputError for an order of reductions that the kernel does not have.
+    """
+    from kvrepro_kernels import window_scores
+
+    linear = pool == "none" or (pool == "average" and group in ("mean", "sum"))
+    if aggregate not in ("mean", "sum", "max") or group == "union" or not (pool_at == "kv_head" or linear):
+        chosen = f"aggregate {aggregate}, group {group}, pool {pool} at {pool_at}"
+        raise InputError(f"backend triton reduces queries, then the group, then pools, not {chosen}: use backend torch")
+    x = window_scores(
+        o.queries, o.keys, o.values, o.log_sums, o.window_outputs, indicator=indicator, aggregate=aggregate,
+        reduction=group, scale=o.scaling, **extra,
+    )  # fmt: skip
+    counted = o.alive & ~guard.window_of(o) if over == "past" else o.alive
+    return _pooled(x.masked_fill_(~counted, 0.0), counted, pool, kernel)
+
+
 def _known(**chosen: str) -> None:
     names = {
         "aggregate": ("mean", "sum", "max", "mean_var", "defensive"),
@@ -183,6 +204,8 @@ def snapkv(
     KV head's budget that is group="union". Also the score of PyramidKV, Ada-KV and CriticalKV's first stage.
     Source: SnapKV (Li et al. 2024), equations 2 and 3; snapkv_press.py of NVIDIA/kvpress@8bb29b9.
     """
+    if o.backend == "triton":
+        return fused(o, "attention", aggregate, pool, kernel, group, pool_at, "past")
     return windowed(o, o.attention, aggregate, pool, kernel, group, pool_at)
 
 
@@ -257,6 +280,10 @@ def andpro(
     kept chunks where the budget means tokens (128 tokens, window 32: 384 kept); here a budget is tokens.
     Source: AnDPro (Geng et al. 2025), equation 15; snapkv_utils.py of MIRALab-USTC/LLM-AnDPro.
     """
+    if o.backend == "triton":
+        if chunk:
+            raise InputError(f"backend triton has no chunks of {chunk} tokens: chunk=0, or backend torch")
+        return fused(o, "anchor", aggregate, pool, kernel, group, "kv_head", "all")
     if not chunk:
         return windowed(o, anchor(o), aggregate, pool, kernel, group, over="all")
     p = _pooled(o.attention, o.alive, pool, kernel)
@@ -291,6 +318,10 @@ def dropkv(
     Source: DropKV, section 3.3 and Algorithm 1 (max pooling); dropkv_cache.py of AozhongZhang/DropKV@67cdfeb (average
     pooling, p in bfloat16).
     """
+    if o.backend == "triton":
+        if round_p:
+            raise InputError("backend triton does not round p to bfloat16: round_p=False, or backend torch")
+        return fused(o, "perturbation", aggregate, pool, kernel, group, "kv_head", "all", eps=eps)
     return windowed(o, perturbation(o, eps, round_p), aggregate, pool, kernel, group, "kv_head", "all")
 
 

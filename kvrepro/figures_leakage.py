@@ -261,7 +261,7 @@ def wrappers(s: Study, order: str = "normal") -> Figure:
                     except Missing:
                         continue
                     ends = slice(1, None) if not line else slice(None)  # run at one ratio only: a point, no curve
-                    style = {"color": colour, "marker": marker, "ls": line}
+                    style: dict[str, Any] = {"color": colour, "marker": marker, "ls": line}
                     _band(panels[row, column], x[ends], y[:, ends], s.leak.systems, **style)
                 _share(panels[row, column])
             _title(panels[0, column], NAMES[name])
@@ -351,7 +351,7 @@ def optimality(studies: Sequence[Study]) -> Figure:
                 for x, series in share.items():
                     colour = "#0072B2" if s.reading == "as_described" else "#D55E00"
                     at = x + (0.02 if s.reading == "as_described" else -0.02) + (0.0 if ties else 0.07)
-                    style = {"color": colour, "marker": marker, "markersize": 4.5}
+                    style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4.5}
                     figure._point(panel, at, study.interval(series, systems), filled=not ties, **style)
             _title(panel, f"{title} ({cells} cells)")
             panel.set_xlabel("λ (0 default, 1 fair)")

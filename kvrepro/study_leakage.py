@@ -233,8 +233,8 @@ def optimality(
         cells = [s.cell(policy=name, order=order, variant=names.get(x, f"debias {x:g}")) for x in lambdas]
         common = set.intersection(*[set(follow.ratios(**cell)) for cell in cells])
         for ratio in sorted(common):
-            points = [np.stack([m.at(ratio=ratio, **cell) for cell in cells], -1) for m in (follow, leak)]
-            found.append(optimal(*points, ties))
+            obeyed, told = (np.stack([m.at(ratio=ratio, **cell) for cell in cells], -1) for m in (follow, leak))
+            found.append(optimal(obeyed, told, ties))
     share = np.mean(found, 0)
     return {x: share[:, i] for i, x in enumerate(lambdas)}, len(found)
 

@@ -11,7 +11,7 @@ book: $(READY)        ## re-execute the chapters, build the book (make book ARGS
 	@$(PY) -m kvrepro.book $(ARGS)
 
 test: lint            ## lint, type check, tests
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n auto $(ARGS)
 
 lint: $(READY)        ## ruff and mypy
 	@$(PY) -m ruff check .

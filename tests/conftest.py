@@ -18,3 +18,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_default_device(config.getoption("--device"))
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core, one thread each
+        torch.set_num_threads(1)

@@ -144,16 +144,17 @@ class Ledger:
         """Order-preserving compaction: (blocks freed, copies). Survivors slide forward in order, as far as the next
         shared block, which stays where it is."""
         s = self.sequences[number]
-        owner = np.repeat(self.references[s.blocks] > 1, self.block_size)  # per slot: shared?
-        run = np.cumsum(owner)  # own slots between two shared blocks have one number
-        source = np.flatnonzero((s.positions >= 0) & ~owner)
-        starts = {int(r): int(np.flatnonzero((run == r) & ~owner)[0]) for r in np.unique(run[source])}
+        shared = np.repeat(self.references[s.blocks] > 1, self.block_size)  # per slot
+        run = np.cumsum(shared)  # own slots between two shared blocks have one number
+        source = np.flatnonzero((s.positions >= 0) & ~shared)
+        starts = {int(r): int(np.flatnonzero((run == r) & ~shared)[0]) for r in np.unique(run[source])}
         rank = np.arange(len(source)) - np.searchsorted(run[source], run[source])
         target = np.array([starts[int(r)] for r in run[source]], np.int64) + rank
         return self._compact(number, s, source, target)
 
     def fill(self, number: int, vacate: str = "tail") -> tuple[int, Copies]:
-        """Hole filling: (blocks freed, copies). The fewest survivors move, into holes; order is in the position map.
+        """Hole filling: (blocks freed, copies). Of n survivors those behind the first n slots move into holes before
+        them; the order of the text is left to the position map.
 
         vacate: "tail" empties the last blocks, "emptiest" those with the fewest survivors (any block can go: a table
         is a list of numbers). Shared blocks come first in the new table; none is moved, read or written.
@@ -232,7 +233,8 @@ class Ledger:
         positions[target], alive[..., target] = s.positions[source], s.alive[..., source]
         self.sequences[number] = replace(s, positions=positions, alive=alive)
         freed, kept = self._drop(number), self.sequences[number]
-        self.sequences[number] = replace(kept, tail=1 + max(np.flatnonzero(kept.positions >= 0).tolist(), default=-1))
+        last = np.flatnonzero(kept.positions >= 0)[-1:]
+        self.sequences[number] = replace(kept, tail=int(last[0]) + 1 if len(last) else 0)
         self.counters.passes += 1
         self.counters.slot_copies += len(source)
         return freed, (self._flat(s, source), self._flat(s, target))
@@ -259,6 +261,9 @@ class PagedCache(Cache):
         device: str | torch.device = "cpu",
     ):
         text = config.get_text_config()
+        if other := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+            raise InputError(f"{config.model_type} has layers of kind {min(other)}, which hold no keys to page: "
+                             "take a model with attention in every layer")  # fmt: skip
         layers, kv_heads = text.num_hidden_layers, text.num_key_value_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         super().__init__(layers=[DynamicLayer() for _ in range(layers)])
@@ -355,7 +360,9 @@ class PagedAttention:
         self.positions, self.alive, self.queries = positions, torch.from_numpy(alive), newest
         self.signals, self.block = signals, block
 
-    def attend(self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+    ) -> Tensor:
         (_, heads, n, dim), kv_heads = query.shape, key.shape[1]
         q, k, v = query[0].view(kv_heads, heads // kv_heads, n, dim), key[0][:, None], value[0][:, None]
         alive = self.alive[layer % len(self.alive)].to(q.device)  # [kv_heads or 1, tokens]
@@ -363,9 +370,12 @@ class PagedAttention:
         out = torch.empty_like(q)
         for a in range(0, n, self.block):
             rows = self.queries[a : a + self.block]
-            past = positions <= torch.from_numpy(rows).to(q.device)[:, None]  # [queries, tokens]
+            at = torch.from_numpy(rows).to(q.device)[:, None]
+            seen = positions <= at  # [queries, tokens]
+            if sliding is not None:
+                seen &= positions > at - sliding
             scores = torch.matmul(q[:, :, a : a + self.block], k.transpose(2, 3)) * scaling
-            scores = scores.masked_fill(~(past & alive[:, None])[:, None], -torch.inf)
+            scores = scores.masked_fill(~(seen & alive[:, None])[:, None], -torch.inf)
             p = torch.softmax(scores, -1, dtype=torch.float32)
             out[:, :, a : a + self.block] = torch.matmul(p.to(v.dtype), v)
             if self.signals is not None:

@@ -98,7 +98,7 @@ def survivors(
     flat, at, alive = cache.ledger.living(number)
     order = np.argsort(at)
     flat, positions = torch.from_numpy(flat[order]), torch.from_numpy(at[order])
-    keys = torch.stack([k.flatten(0, 1)[flat].transpose(0, 1) for k in cache.keys])
+    keys = torch.stack([k.flatten(0, 1)[flat.to(k.device)].transpose(0, 1) for k in cache.keys]).cpu()
     scores, newest = scores_of(policy, keys, signals, positions, budget)
     means = {"one set": (0, 1), "per layer": (1,), "per head": ()}[granularity]
     scores = scores.mean(means, keepdim=True) if means else scores

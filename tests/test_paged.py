@@ -328,14 +328,22 @@ def test_logits_do_not_depend_on_the_layout_but_on_the_position():
     assert not torch.allclose(plain, logits_after(model, ids, "fill", shift=-60), rtol=0, atol=1e-2)
 
 
-def test_a_full_cache_decodes_as_the_model_without_one():
-    model, [ids] = tiny.model(), tiny.prompts(50)
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 12}], ids=["full attention", "sliding window"])
+def test_a_full_cache_decodes_as_the_model_without_one(changes):
+    model, [ids] = tiny.model("mistral", **changes), tiny.prompts(50)
     cache = PagedCache(model.config, 16, 8)
     number = cache.ledger.new()
     with installed(model):
         forward(model, cache, number, ids[:30])
         ours = forward(model, cache, number, ids[30:])
     torch.testing.assert_close(ours, model(torch.tensor([ids])).logits[0, -1], rtol=0, atol=1e-5)
+
+
+def test_layers_without_keys_are_refused():
+    config = tiny.model().config
+    config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(InputError, match="linear_attention"):
+        PagedCache(config, 4)
 
 
 @pytest.mark.parametrize("compact", ["repack", "fill"])

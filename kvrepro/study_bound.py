@@ -328,13 +328,19 @@ def _budgets(last: list[Triple], group: int, s: Settings) -> list[dict]:
                 else:
                     chosen = bound.smallest(score.flatten(), gone * len(kv_heads))
                     evicted[chosen // score.shape[1], chosen % score.shape[1]] = True
-                moved = [bound.shift(t.p, t.v, evicted[kv_heads.index(t.head // group)]).square().sum() for t in last]
+                moved = [_moved(t, evicted[kv_heads.index(t.head // group)]) for t in last]
                 whole = [t.window_a[-1].square().sum() for t in last]
                 rows.append(
                     {"layer": last[0].layer, "share": share, "allocation": allocation, "pooling": pooling, "bf16": bf16}
                     | {"error": (sum(moved) / sum(whole)).sqrt().item(), "evicted": int(evicted.sum())}
                 )
     return rows
+
+
+def _moved(t: Triple, evicted: Tensor) -> Tensor:
+    """||Delta(J)||^2 of the query, by lemma 1 without a residual for every key."""
+    gone = t.p * evicted
+    return ((gone.sum() * t.window_a[-1] - gone @ t.v) / (1 - gone.sum())).square().sum()
 
 
 # ---------------------------------------------------------------- intervals

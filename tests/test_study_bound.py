@@ -6,9 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import tiny
+import torch
 from scipy import stats as scipy_stats
 
-from kvrepro import bound_tables, claims, study_bound
+from kvrepro import bound, bound_tables, claims, study_bound, triples
 from kvrepro.errors import InputError
 from kvrepro.study_bound import Settings, Study
 from kvrepro.triples import RULES, STRATA
@@ -201,3 +202,14 @@ def test_fewer_than_six_prompts_decide_nothing(study):
     few = {name: frame[frame["item"] < "prompt-5"] for name, frame in vars(study).items() if name != "settings"}
     frame = bound_tables.evaluate(Study(**few, settings=SMALL), model="tiny", profile="quick", draws=200)
     assert set(frame[frame.claim != "D6"].verdict) == {"not testable here"}  # D6 counts timings, not prompts
+
+
+def test_the_shift_without_residuals_is_lemma_1_s():
+    model, ids = tiny.model("llama"), tiny.prompts(30)[0]
+
+    def visit(layer):
+        for t in layer:
+            evicted = torch.arange(30) % 3 == 0
+            assert study_bound._moved(t, evicted).sqrt() == pytest.approx(bound.shift(t.p, t.v, evicted).norm().item())
+
+    triples.triples(model, ids, [29], visit)

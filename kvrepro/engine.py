@@ -236,7 +236,8 @@ class _Engine:
         ends = [boundary(self.texts[i], c) for i in members]
         if c.regime == "offline":
             return [row for i, end in zip(members, ends, strict=True) for row in self._reused(i, end, columns)]
-        if c.regime == "chunked":  # rows of equal length: no chunk is padded
+        repeats = any("reconstruction" in job.policy.needs for job in self._jobs([], [], columns) if job.policy)
+        if c.regime == "chunked" or repeats:  # rows of equal length: no chunk, no repetition is padded
             alike = {end: [i for i, e in zip(members, ends, strict=True) if e == end] for end in ends}
             return [row for end, some in alike.items() for row in self._pass(some, [end] * len(some), columns)]
         return self._pass(members, ends, columns)
@@ -263,11 +264,13 @@ class _Engine:
                 found = [self._chunked(members, ends, columns)]
             else:
                 found = self._prefill(members, ends, columns)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         seconds = (time.perf_counter() - began) / (len(members) * len(columns))
         for rows in found:
-            for tag in rows.tags:
-                self.notes[tag]["prefill_seconds"] = seconds
-                self.notes[tag]["peak_bytes"] = peak.bytes
+            for row, tag in enumerate(rows.tags):
+                kept = self._kept(rows.cache, row, ends[members.index(tag[0])])
+                self.notes[tag] = kept | {"prefill_seconds": seconds, "peak_bytes": peak.bytes}
         return found
 
     def _jobs(self, members: list[int], ends: list[int], columns: list[int]) -> list[Job]:
@@ -306,8 +309,6 @@ class _Engine:
             tags = [(i, j) for i in members]
             rows = Rows(tags, single, mine, logits, prompt.lengths.clone(), job.budget, calls)
             job.layers = {}
-            for b, tag in enumerate(rows.tags):
-                self.notes[tag] = self._kept(rows.cache, b, ends[b])
             found.append(rows)
         return found
 
@@ -332,25 +333,25 @@ class _Engine:
 
     def _kept(self, cache: EngineCache, row: int, end: int) -> dict:
         """Positions that a row kept, of all heads together and hashed per layer and head."""
-        digest, union = hashlib.sha256(), set()
-        sets = []
+        digest, sets = hashlib.sha256(), []
+        union = torch.zeros(end, dtype=torch.bool)
         for n in self.facts.evictable:
             layer = cache.ragged[n]
-            heads = []
-            for head in range(layer.shape[1]):
-                segment = row * layer.shape[1] + head
-                at = layer.positions[layer.offsets[segment] : layer.offsets[segment + 1]]
-                if layer.hidden is not None:
-                    at = at[~layer.hidden[layer.offsets[segment] : layer.offsets[segment + 1]]]
-                heads.append(at.tolist())
-                digest.update(str(heads[-1]).encode())
-                union.update(heads[-1])
+            heads = layer.shape[1]
+            a, b = (int(layer.offsets[segment]) for segment in (row * heads, (row + 1) * heads))
+            lengths = layer.offsets[row * heads : (row + 1) * heads + 1].diff()
+            head = torch.repeat_interleave(torch.arange(heads, device=lengths.device), lengths)
+            at = layer.positions[a:b]
+            if layer.hidden is not None:
+                head, at = head[~layer.hidden[a:b]], at[~layer.hidden[a:b]]
+            head, at = head.cpu(), at.cpu()
+            digest.update(head.bincount(minlength=heads).numpy().tobytes() + at.numpy().tobytes())
+            union[at.long()] = True
             if self.kept_sets:
-                mask = torch.zeros(len(heads), end, dtype=torch.bool)
-                for head, at in enumerate(heads):
-                    mask[head, at] = True
+                mask = torch.zeros(heads, end, dtype=torch.bool)
+                mask[head, at.long()] = True
                 sets.append(mask.numpy())
-        note = {"kept_positions": sorted(union), "kept_positions_hash": digest.hexdigest()[:16]}
+        note = {"kept_positions": union.nonzero()[:, 0].tolist(), "kept_positions_hash": digest.hexdigest()[:16]}
         return note | ({"kept_sets": sets} if self.kept_sets else {})
 
     def _chunked(self, members: list[int], ends: list[int], columns: list[int]) -> Rows:
@@ -381,8 +382,6 @@ class _Engine:
             )
             calls += reduce(self.facts, cache, [job.condition for job in each], each, seen, budgets, self.scalings)
         tags = [(i, j) for j in columns for i in members]
-        for row, tag in enumerate(tags):
-            self.notes[tag] = self._kept(cache, row, int(lengths[row]))
         budgets = torch.cat([job.budget for job in each])
         return Rows(tags, each, cache, logits, seen, budgets, calls)
 

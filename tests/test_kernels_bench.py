@@ -33,7 +33,7 @@ def test_a_row_is_consistent(row):
 
 
 def test_the_floor_of_one_pass_is_its_bytes():
-    """Llama-3.1-8B, 131,072 tokens: 8 heads of 128 dims, keys and values, 2 bytes, at the copy bandwidth of the table."""
+    """Llama-3.1-8B, 131,072 tokens: 8 heads of 128 dims, keys and values, 2 bytes, at the table's copy bandwidth."""
     copy = next(x for x in TIMES if x["variant"] == "copy of 2 GiB")
     bandwidth = 2 * 2**31 / float(copy["floor_us"])  # bytes per microsecond, read and written
     row = next(x for x in TIMES if x["variant"] == "perturbation sum mean" and x["tokens"] == "131072")

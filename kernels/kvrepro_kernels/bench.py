@@ -1,9 +1,9 @@
 """Times every kernel against its floor, checks it against float64: `python -m kvrepro_kernels.bench`.
 
 Writes data/gpu/kernels.csv (times), targets.csv (what was wanted beside what was reached), checks.csv (errors) and
-kernels.md, which the book shows. The floor is the time of the bytes that must move at the measured copy bandwidth, or of
-the floating-point operations at the measured matrix rate, whichever is longer. Times are microseconds of one call, of
-graph replays over rotating inputs; where a call takes milliseconds, of plain calls.
+kernels.md, which the book shows. The floor is the time of the bytes that must move at the measured copy bandwidth, or
+of the floating-point operations at the measured matrix rate, whichever is longer. Times are microseconds of one call,
+of graph replays over rotating inputs; where a call takes milliseconds, of plain calls.
 """
 
 import argparse
@@ -334,8 +334,8 @@ def targets(b: Bench) -> Iterator[Row]:
 def checks(date: str, tokens: int = 8192) -> Iterator[Row]:
     """Errors against float64 on fresh random inputs, ||ours - truth|| / ||truth||, and kept sets against the truth's.
 
-    `differ` counts kept tokens that the truth drops, of `kept`; `not_ties` those of them whose true score lies more than
-    1e-5 of it below the last kept one.
+    `differ` counts kept tokens that the truth drops, of `kept`; `not_ties` those of them whose true score lies more
+    than 1e-5 of it below the last kept one.
     """
     heads, kv_heads, dim = LLAMA
 

@@ -292,7 +292,9 @@ class Cell:
     variant: str = "default"
     reading: str = "as_described"
     spans: tuple[str, ...] = PARTS
-    shortest: int = 60  # tokens of the shortest system turn: no window exceeds what is kept of it beside the guards
+    shortest: int = 60  # tokens of the shortest system turn: no window exceeds what is kept of it beside the guards,
+    core: int = 7  # the most that the defense's first sentence needs, with the header before it,
+    defense: int = 32  # and all of the defense
     windows: tuple[tuple[str, int], ...] = tuple(WINDOWS.items())
 
     @property
@@ -314,15 +316,18 @@ class Cell:
             extra |= {"prefix": 0.1, "suffix": 0.1}
         if self.policy in ("snapkv", *TWO):
             window = dict(self.windows)[self.reading if self.policy == "snapkv" else "as_run"]
-            room = int(share * self.shortest) - {"whitelist": 7, "whole": 32, "ends": 4}.get(name, 0)
+            guards = {"whitelist": self.core, "whole": self.defense, "ends": 4}
+            room = int(share * self.shortest) - guards.get(name, 0)
             extra["switches"] = (("window", min(window, max(1, room))),)
         reading = "as_run" if self.policy in LIBRARY else "as_described"
         return Condition(self.policy, share=share, reading=reading, **where, **extra)
 
 
-def shortest(loaded: Loaded, items: Sequence[Item]) -> int:
-    """Tokens of the shortest system turn."""
-    return min(min(prompt(loaded, item).spans["request"]) for item in items)
+def geometry(loaded: Loaded, items: Sequence[Item]) -> dict[str, int]:
+    """Tokens of the shortest system turn, and of the longest whitelists: what cells must know of their prompts."""
+    texts = [prompt(loaded, item) for item in items]
+    longest = {name: 1 + max(len(text.spans.get(name, ())) for text in texts) for name in ("core", "defense")}
+    return {"shortest": min(min(text.spans["request"]) for text in texts)} | longest
 
 
 def cells(
@@ -723,7 +728,7 @@ def chapter(
 
     def fields(of: Sequence[Item], **more: Any) -> dict[str, Any]:
         windows = WINDOWS if own else {"as_run": 16, "as_described": 64}
-        return {"shortest": shortest(loaded, of), "windows": tuple(windows.items())} | more
+        return geometry(loaded, of) | {"windows": tuple(windows.items())} | more
 
     settings = {"seed": seed} | settings
     five, two = ([name for name in group if name in policies] for group in (FIVE, TWO))

@@ -196,7 +196,7 @@ def rank_correlation(curve: np.ndarray, start: np.ndarray) -> np.ndarray:
     """Spearman's coefficient between two rankings of classes, over the last axis, average ranks for ties; nan where a
     ranking is constant. curve, start: [..., classes]."""
     x, y = (rankdata(one, axis=-1, nan_policy="omit") for one in (curve, start))
-    x, y = x - np.nanmean(x, -1, keepdims=True), y - np.nanmean(y, -1, keepdims=True)
+    x, y = x - mean_of(x, -1)[..., None], y - mean_of(y, -1)[..., None]
     size = np.sqrt(np.nansum(x**2, -1) * np.nansum(y**2, -1))
     return np.divide(np.nansum(x * y, -1), size, out=np.full(size.shape, np.nan), where=size > 1e-12)
 

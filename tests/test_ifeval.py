@@ -1,8 +1,12 @@
 """IFEval's checkers on answers whose verdict is plain, and its items behind a defense."""
 
+import json
+from dataclasses import replace
+
+import checkpoint
 import pytest
 
-from kvrepro import data, ifeval, leakage
+from kvrepro import data, figures_leakage, ifeval, leakage, models, study_leakage
 
 YES_NO = [
     ("keywords:existence", {"keywords": ["Dog", "day"]}, "a DOG a day", "a dog"),
@@ -77,3 +81,38 @@ def test_items_behind_a_defense(tmp_path, monkeypatch):
     assert leakage.checks(follow, "a, b") == {"punctuation:no_comma": False}
     assert leak.messages[0] == follow.messages[0]
     assert leakage.refusal(leak) == leak.answer
+
+
+def test_the_chapters_runs_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkeypatch):
+    """Random weights tell nothing: no row fails but those that cannot be met, no leakage is claimed, all is drawn."""
+    rows = [
+        {
+            "key": i,
+            "instruction_id_list": ["punctuation:no_comma", "keywords:existence"][: 1 + i % 2],
+            "kwargs": [{}, {"keywords": ["tea"]}][: 1 + i % 2],
+            "messages": [
+                {"role": "system", "content": f"Write for harbour {i}. Do not use commas. Mention tea."},
+                {"role": "user", "content": f"What did ship {i} bring?"},
+            ],
+        }
+        for i in range(6)
+    ]
+    (tmp_path / "sys_ifeval.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(data, "fetch", lambda name: tmp_path / "sys_ifeval.jsonl")
+    texts = [m["content"] for item in leakage.ifeval_items() for m in item.messages]
+    loaded = models.load(str(checkpoint.save(tmp_path / "small-qwen2", texts)))
+    size = replace(leakage.size("quick", 6, ratios=[0.5]), kept=1, marks=1, timing=1, repeats=1, alone=6)
+    found = leakage.chapter(loaded, "ifeval", size, results=tmp_path, max_new_tokens=4, progress=False)
+    assert found.examples is None
+    failed = found.main[found.main.error.notna()]
+    assert set(failed.variant) <= {"whole", "whitelist"}  # half of such a prompt may be less than its defense
+    assert failed.error.str.contains("protected tokens").all()
+    studies = study_leakage.studies(found)
+    verdicts = study_leakage.evaluate(studies, loaded.name)
+    assert not set(verdicts[verdicts.claim.isin(["L3b", "L7", "L7b"])].verdict) & {"reproduced", "partly"}
+    assert study_leakage.numbers(verdicts, found, studies)["systems"] == "6"
+    drawn = [figures_leakage.curves(studies), figures_leakage.optimality(studies), figures_leakage.cost(found.timing)]
+    drawn += [figures_leakage.marks(found.marks, found.items), figures_leakage.layers(found.kept)]
+    named = ("classes", "ranks", "keep", "wrappers", "pareto", "safe", "examples")
+    drawn += [getattr(figures_leakage, name)(studies[-1]) for name in named]
+    assert all(figure.axes or figure.texts for figure in drawn)

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvrepro_kernels.column_mass import column_mass, column_mass_reference
 from kvrepro_kernels.compaction import compact
-from kvrepro_kernels.paging import fill_holes, fill_pairs, hole_pairs, repack
+from kvrepro_kernels.paging import fill_holes, fill_pairs, find_holes, repack
 from kvrepro_kernels.prefill_attention import prefill_attention
 from kvrepro_kernels.ragged_decode import ragged_decode, ragged_decode_reference
 from kvrepro_kernels.timing import copy_bandwidth, matmul_rate, quantiles, scratch_mib
@@ -277,7 +277,7 @@ def bench_compaction(b: Bench) -> None:
         pools = [random(requests * tokens // block, block, kv_heads, dim) for _ in range(2)]
         table = torch.randperm(len(pools[0]), device="cuda").int().view(requests, -1)
         slots = torch.rand(requests, tokens, device="cuda").topk(kept).indices.sort(-1).values.int()
-        pairs = hole_pairs(slots)
+        pairs = find_holes(slots, tokens)[1:]
         front = torch.arange(kept, device="cuda").expand(requests, -1)
         source, target = ((table.gather(1, x.long() // block) * block + x % block).flatten() for x in (slots, front))
         row = 4 * kv_heads * dim * 2

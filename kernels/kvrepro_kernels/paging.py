@@ -14,6 +14,8 @@ order and reads a chunk of rows whole before it writes it, so a row is overwritt
 lie behind everything written so far and may be read ahead.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -32,29 +34,39 @@ def moved_reference(pool: Tensor, table: Tensor, source: Tensor) -> Tensor:
     return out
 
 
-def hole_pairs(kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Holes below the new end and the survivors that fill them, two [requests, n] like kept, -1 behind the last pair.
-
-    kept[i] - i holes lie before the i-th survivor, so the n-th hole is n plus the number of survivors before it.
-    """
-    n = kept.shape[1]
-    slot = torch.arange(n, device=kept.device, dtype=kept.dtype).expand_as(kept)
-    there = kept >= 0
-    count = there.sum(1, keepdim=True)
-    before = torch.where(there, kept - slot, torch.iinfo(kept.dtype).max)
-    hole = slot + torch.searchsorted(before, slot.contiguous(), right=True, out_int32=kept.dtype == torch.int32)
-    movers = (kept >= count).sum(1, keepdim=True)
-    mover = kept.gather(1, (slot + count - movers).clamp(max=n - 1).long())
-    return torch.where(slot < movers, hole, -1), torch.where(slot < movers, mover, -1)
+@triton.jit
+def _before(kept, value, n, STEPS: tl.constexpr):
+    """How many survivors lie below `value`, by bisection; the -1 behind them count as beyond everything."""
+    low = value * 0
+    high = low + n
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        found = tl.load(kept + middle, mask=middle < n, other=-1)
+        below = (found >= 0) & (found < value) & (low < high)
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(below, high, middle)
+    return low
 
 
-def hole_sources(kept: Tensor, pairs: tuple[Tensor, Tensor]) -> Tensor:
-    """Which slot's content each slot holds once the `pairs` have moved, [requests, n], -1 behind the survivors."""
-    hole, mover = pairs
-    n = kept.shape[1]
-    slot = torch.arange(n + 1, device=kept.device, dtype=kept.dtype)
-    source = torch.where(slot < (kept >= 0).sum(1, keepdim=True), slot, -1)
-    return source.scatter(1, torch.where(hole >= 0, hole, n).long(), mover)[:, :n]  # column n takes what is no pair
+@triton.jit
+def _search(kept, source, hole, mover, slots, n, BLOCK_I: tl.constexpr, STEPS: tl.constexpr):
+    """Per slot, where its content comes from; and the pairs: the n-th hole below the new end, the n-th mover."""
+    request = tl.program_id(1).to(tl.int64) * n
+    kept += request
+    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)  # [I]
+    count = _before(kept, i * 0 + slots, n, STEPS)  # [I], the same everywhere
+    stay = _before(kept, count, n, STEPS)
+    rank = _before(kept, i, n, STEPS)
+    inside = (i < n) & (i < count)
+    is_hole = inside & (tl.load(kept + rank, mask=inside & (rank < n), other=-1) != i)
+    nth = i - rank  # holes before slot i
+    content = tl.load(kept + stay + nth, mask=is_hole, other=-1)
+    tl.store(source + request + i, tl.where(is_hole, content, tl.where(inside, i, -1)), mask=i < n)
+    tl.store(hole + request + nth, i, mask=is_hole)
+    tl.store(mover + request + nth, content, mask=is_hole)
+    behind = (i >= count - stay) & (i < n)
+    tl.store(hole + request + i, -1, mask=behind)
+    tl.store(mover + request + i, -1, mask=behind)
 
 
 @triton.jit
@@ -180,13 +192,24 @@ def fill_holes(
     _check("fill_holes", keys, values, table, kept, check_slots)
     if not kept.numel():
         return kept
-    pairs = hole_pairs(kept)
+    source, *pairs = find_holes(kept, table.shape[1] * keys.shape[1])
     fill_pairs(keys, values, table, pairs, tuning)
-    return hole_sources(kept, pairs)
+    return source
+
+
+def find_holes(kept: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """source, hole and mover, each [requests, n] like kept, -1 behind the last: what `fill_holes` moves and returns."""
+    requests, n = kept.shape
+    kept = kept.contiguous()
+    source, hole, mover = (torch.empty_like(kept) for _ in range(3))
+    _search[(triton.cdiv(n, 128), requests)](
+        kept, source, hole, mover, slots, n, BLOCK_I=128, STEPS=n.bit_length(), num_warps=4
+    )
+    return source, hole, mover
 
 
 def fill_pairs(
-    keys: Tensor, values: Tensor, table: Tensor, pairs: tuple[Tensor, Tensor], tuning: dict[str, int] | None = None
+    keys: Tensor, values: Tensor, table: Tensor, pairs: Sequence[Tensor], tuning: dict[str, int] | None = None
 ) -> None:
     """Move each pair's row, unchecked: what `fill_holes` does once it knows the pairs."""
     requests, n = pairs[0].shape

@@ -71,8 +71,8 @@ MEANS: dict[tuple[str, Any], str] = {  # how a figure names a departure from the
     ("norm", "l2"): "L2 norm of v W_O",
     ("norm", "value"): "norm of v alone",
     ("norm", "none"): "attention alone",
-    ("pool", "average"): "average over 5 tokens",
-    ("pool", "max"): "maximum over 5 tokens",
+    ("pool", "average"): "pooled: average of 5 tokens",
+    ("pool", "max"): "pooled: largest of 5 tokens",
     ("joined", False): "each query head for itself",
     ("budget", "layer"): "heads share the budget",
     ("forced", False): "past queries' tokens may leave",
@@ -170,6 +170,16 @@ def norms(
     }
 
 
+def pooled(
+    p: Float[Tensor, "kv_heads group queries tokens"], s: Setting
+) -> Float[Tensor, "kv_heads group queries tokens"]:
+    """Attention of each query pooled along the tokens, zeros beyond the ends counted, as the setting asks."""
+    if s.pool == "none":
+        return p
+    pool = F.avg_pool1d if s.pool == "average" else F.max_pool1d
+    return pool(p.flatten(0, 2)[:, None], s.kernel, 1, s.kernel // 2)[:, 0].view_as(p)
+
+
 def score(
     p: Float[Tensor, "kv_heads group queries tokens"],
     norm: Float[Tensor, "kv_heads group tokens"],
@@ -178,12 +188,9 @@ def score(
 ) -> Float[Tensor, "heads tokens"]:
     """How `rule` ranks the history's tokens; heads are KV heads, or query heads where each chooses for itself.
 
-    p: attention of the past queries (of the answer's, for "true risk") to the history, norm: theirs. Query heads are
-    joined by their mean, for a largest importance by their largest.
+    p: attention of the past queries (of the answer's, for "true risk") to the history, `pooled`; norm: of its tokens.
+    Query heads are joined by their mean, for a largest importance by their largest.
     """
-    if s.pool != "none" and rule != ANSWER:
-        pool = F.avg_pool1d if s.pool == "average" else F.max_pool1d
-        p = pool(p.flatten(0, 2)[:, None], s.kernel, 1, s.kernel // 2)[:, 0].view_as(p)
     largest = rule in ("max", "defensive", ANSWER)
     x = p[:, :, s.single - 1] if rule == "single" else p.amax(2) if largest else p.mean(2)
     x = x if largest and s.prior == "attention" else x * norm
@@ -275,13 +282,13 @@ def _weights(
 ) -> tuple[Float[Tensor, "kv_heads group tokens sums"], dict[str, float]]:
     """What to multiply a step's attention with: the importance that each rule keeps, all that counts, and all there is;
     and by rule the share of the kept tokens that stand at the prior."""
-    history = norm[..., :end]
+    history, before = norm[..., :end], pooled(before[..., :end], s)
     found, tied = [], {}
     for rule in rules:
-        scores = score((now if rule == ANSWER else before)[..., :end], history, rule, s)
+        scores = score(now[..., :end] if rule == ANSWER else before, history, rule, s)
         kept = keep(scores, s)
         if rule == "defensive":
-            raised = scores > score(before[..., :end], history, "max", s)
+            raised = scores > score(before, history, "max", s)
             tied[rule] = float((kept & raised).sum() / kept.sum())
         found.append(kept[:, None].expand(history.shape) if s.joined else kept.view_as(history))
     found.append(torch.ones_like(history, dtype=torch.bool))

@@ -23,6 +23,7 @@ from kvrepro.errors import InputError
 from kvrepro.fragility import DEFAULT, Setting
 from kvrepro.models import Loaded
 from kvrepro.run import prompt_limit, run
+from kvrepro.score.heads import EMBEDDED, gates
 
 LONG = ("list_all", "summary")
 TABLE_1 = {  # the paper's dataset -> what stands in for it
@@ -40,9 +41,11 @@ PLUG_IN = ("snapkv", "cake", "pyramid_kv", "ada_kv", "critical_ada_kv", "andpro"
 GUARDED = ("snapkv", "ada_kv", "critical_ada_kv", *DEFENSIVE)
 OWN_PAPERS = ("snapkv", "cake", "ada_kv", "critical_kv", "critical_ada_kv")
 WINDOWS = (16, 32, 64)
+DUO = (("sinks", 16), ("recent", 32))  # an eighth of its own 128 and 256, as these prompts are an eighth of 8K
 MIDDLE = 0.2  # the share of the extra studies, the paper's
 READINGS = ("as_run", "as_described")
-DRAWS = 10_000
+GPU = claims.DATA / "gpu" / "kernels.csv"
+SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timings of the fused scoring kernel
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Size:
     short: int
 
 
-SIZES = {"quick": Size(42, 14, 6, 6), "full": Size(210, 70, 24, 24)}
+SIZES = {"quick": Size(30, 10, 6, 6), "full": Size(200, 50, 24, 24)}
 
 
 def size(profile: str, n_items: int | None = None) -> Size:
@@ -178,6 +181,7 @@ def condition(
     known = {**CATALOGUE[policy].parameters, **CATALOGUE[policy].as_run}
     switches: list[tuple[str, object]] = [("window", window)] if "window" in known else []
     switches += [("aggregate", aggregate)] if aggregate != "own" else []
+    switches += DUO if policy == "duo_attention" else []
     return Condition(
         policy, share=share, prefix=guard, suffix=guard, reading=reading, switches=tuple(switches), regime="prefill",
         until="question", bits=bits,
@@ -240,8 +244,9 @@ def quality(
 ) -> pd.DataFrame:
     """Rows of `run` over the grid, tidied (`tidy`). Shares above one half take fewer items; the full profile adds the
     baselines as their own papers describe them."""
+    policies = _with_gates(loaded, policies)
     small, large = [s for s in shares if s <= 0.5], [s for s in shares if s > 0.5]
-    given: dict[str, Any] = {"seed": seed, "profile": profile, "max_new_tokens": 128} | settings
+    given: dict[str, Any] = {"seed": seed, "profile": profile, "max_new_tokens": 96} | settings
     parts = []
     for name, some, count in (("main", small, sizes.quality), ("large", large, sizes.large)):
         if some:
@@ -250,6 +255,15 @@ def quality(
             here = data.load_items(items, count, seed, tokens)
             parts.append(run("fragility", loaded, here, conditions, name=name, **given))
     return tidy(pd.concat(parts, ignore_index=True))
+
+
+def _with_gates(loaded: Loaded, policies: Sequence[str]) -> list[str]:
+    """Without DuoAttention, and saying so, where its gates were learned for another model."""
+    shape = loaded.model.config.get_text_config()
+    if "duo_attention" not in policies or gates(EMBEDDED).shape == (shape.num_hidden_layers, shape.num_key_value_heads):
+        return list(policies)
+    print(f"duo_attention is left out: {EMBEDDED} holds gates of another model; learn some with python -m kvrepro.duo")
+    return [one for one in policies if one != "duo_attention"]
 
 
 def tidy(rows: pd.DataFrame) -> pd.DataFrame:
@@ -316,7 +330,7 @@ CONTRASTS = {  # of column means
 
 
 def estimate(
-    frame: pd.DataFrame, contrast: str, *, draws: int = DRAWS, seed: int = 42
+    frame: pd.DataFrame, contrast: str, *, draws: int = claims.DRAWS, seed: int = 42
 ) -> tuple[float, float, float, int]:
     """Value, 95% interval and items of a contrast of columns (rows are items, resampled together); below six: nan."""
     values = frame.dropna().to_numpy(float)
@@ -324,7 +338,7 @@ def estimate(
     if not n:
         return np.nan, np.nan, np.nan, 0
     compute = CONTRASTS[contrast]
-    weights = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=draws) / n
+    weights = claims._weights(n, seed)[:draws]
     with np.errstate(divide="ignore", invalid="ignore"):
         point, drawn = (
             np.asarray(compute(dict(zip(frame.columns, part.T, strict=True))))
@@ -404,18 +418,18 @@ def touches_reading(claim: Mapping, sets: Mapping) -> bool:
 
 
 def members(
-    claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, r: Retained | None, reading: str, gpu: pd.DataFrame | None
+    claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, r: Retained | None, reading: str, gpu: Path = GPU
 ) -> pd.DataFrame:
     """One row per member of a claim: member, value, low, high, n, p, state. No data raise `claims.Missing`."""
     if claim["contrast"] == "none":
         raise Missing(claim["why"])
     if claim["study"] == "gpu":
-        found = _gpu_members(gpu)
+        value, low, high, tokens = scoring_ratio(gpu)
+        found = [(f"{tokens} tokens", value, low, high, claims.MIN_ITEMS)]
+    elif claim["study"] == "retained":
+        found = [(name, *estimate(f, claim["contrast"])) for name, f in _retained_members(claim, sets, r)]
     else:
-        parts = _retained_members(claim, sets, r) if claim["study"] == "retained" else _quality_members(
-            claim, sets, rows, reading
-        )  # fmt: skip
-        found = [(label, *estimate(frame, claim["contrast"])) for label, frame in parts]
+        found = [(name, *estimate(f, claim["contrast"])) for name, f in _quality_members(claim, sets, rows, reading)]
     frame = pd.DataFrame(found, columns=["member", "value", "low", "high", "n"]).assign(p=np.nan)
     if (frame.n < claims.MIN_ITEMS).all():
         raise Missing(f"{frame.n.max()} items: an interval needs at least {claims.MIN_ITEMS}")
@@ -423,8 +437,20 @@ def members(
     return frame
 
 
-def _gpu_members(gpu: pd.DataFrame | None) -> list[tuple]:
-    raise Missing("no measured table of scoring times: a GPU is needed (data/gpu)")
+def scoring_ratio(gpu: Path) -> tuple[float, float, float, int]:
+    """Scoring time, largest over mean, from the timings of one kernel at the longest context that has both: value, and
+    the least and greatest ratio of their 20th and 80th percentiles. No timings raise `claims.Missing`."""
+    if not gpu.is_file():
+        raise Missing(f"no timings: {gpu} is missing")
+    table = pd.read_csv(gpu)
+    table = table[(table.kernel == "window_scores") & table.variant.isin([SCORING_MEAN, SCORING_MAX])]
+    wide = table.pivot_table(index="tokens", columns="variant", values=["p20_us", "p50_us", "p80_us"]).dropna()
+    if wide.empty:
+        raise Missing(f"no timings of {SCORING_MEAN} beside {SCORING_MAX} in {gpu}")
+    row = wide.loc[wide.index.max()]
+    middle = row["p50_us", SCORING_MAX] / row["p50_us", SCORING_MEAN]
+    low, high = (row[a, SCORING_MAX] / row[b, SCORING_MEAN] for a, b in (("p20_us", "p80_us"), ("p80_us", "p20_us")))
+    return float(middle), float(low), float(high), int(row.name)
 
 
 def evaluate(
@@ -433,7 +459,7 @@ def evaluate(
     *,
     model: str,
     profile: str,
-    gpu: pd.DataFrame | None = None,
+    gpu: Path = GPU,
     book: Mapping | str = "fragility",
 ) -> pd.DataFrame:
     """Verdict of every claim, columns as in `claims.evaluate`; those about the defensive methods once per reading."""
@@ -450,7 +476,8 @@ def evaluate(
             known_states = {} if isinstance(found, str) else dict(zip(found.member, found.state, strict=True))
             states.setdefault(claim["id"], []).append(known_states)
             row = claims._row(claim, found) | {"reading": reading}
-            table.append(row | ({} if isinstance(found, str) else {"test": "bootstrap over items"}))
+            test = "p20 to p80 of timings" if claim["study"] == "gpu" else "bootstrap over items"
+            table.append(row | ({} if isinstance(found, str) else {"test": test}))
     frame = pd.DataFrame(table).reindex(columns=claims.COLUMNS + claims.EXTRA).assign(model=model, profile=profile)
     return frame.assign(depends_on_reading=frame.claim.map({name: claims._depends(s) for name, s in states.items()}))
 

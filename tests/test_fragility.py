@@ -1,7 +1,10 @@
 """Retained importance against loops over the model's own attention; the mixture's closed forms against simulation."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrepro import claims, fragility
+from kvrepro import figures_fragility as figures
 from kvrepro import study_fragility as study
 from kvrepro.condition import Prompt
 from kvrepro.errors import InputError
 from kvrepro.fragility import OURS, Mixture
 
+ROOT = Path(__file__).resolve().parents[1]
 IDS = torch.randint(3, 120, (60,), generator=torch.Generator(device="cpu").manual_seed(5), device="cpu").tolist()
 PROMPT = Prompt(IDS, {"question": list(range(50, 58))})
 ANSWER = [7, 9, 40, 3, 88]
@@ -138,7 +143,9 @@ def test_algorithm_2_is_the_catalogues_defensive_kv():
     expected = window.defensive_kv(o)[0]
     norms = fragility.norms(o.values[0], o.output)  # noqa: PD011
     s = replace(SHORT, **fragility.ALGORITHM_2)
-    torch.testing.assert_close(fragility.score(o.attention[0], norms["l1"], "defensive", s), expected)
+    torch.testing.assert_close(
+        fragility.score(fragility.pooled(o.attention[0], s), norms["l1"], "defensive", s), expected
+    )
 
 
 def test_norms_against_their_formulas():
@@ -266,8 +273,9 @@ def synthetic(readings=study.READINGS, items: int = 12) -> pd.DataFrame:
     return study.tidy(pd.DataFrame(rows))
 
 
-def test_verdicts_from_rows_of_known_size():
-    frame = study.evaluate(synthetic(), None, model="m", profile="quick").set_index(["claim", "reading"])
+def test_verdicts_from_rows_of_known_size(tmp_path):
+    given = {"model": "m", "profile": "quick", "gpu": tmp_path / "none.csv"}
+    frame = study.evaluate(synthetic(), None, **given).set_index(["claim", "reading"])
     assert frame.loc[("C2", "as_described"), "verdict"] == "reproduced"
     assert frame.loc[("C2b", "as_described"), "verdict"] == "reproduced"  # 0.4 / 0.1
     assert frame.loc[("C2b", "as_described"), "ours"] == pytest.approx((0.4 - 0.01) / (0.1 - 0.01), rel=1e-6)
@@ -279,6 +287,20 @@ def test_verdicts_from_rows_of_known_size():
     assert frame.loc[("C4b", "as_run"), "verdict"] == "not testable here"  # no multi-key needle among the tasks
     assert frame.loc[("C9", "any"), "verdict"] == "not testable here"
     assert frame.columns[:2].tolist() == ["statement", "paper"]
+
+
+def test_scoring_times_are_compared_at_the_longest_context(tmp_path):
+    rows = [
+        {"kernel": "window_scores", "variant": name, "tokens": tokens, "p20_us": 0.9 * us, "p50_us": us, "p80_us": us}
+        for name, tokens, us in [
+            (study.SCORING_MEAN, 100, 5.0), (study.SCORING_MAX, 100, 50.0),
+            (study.SCORING_MEAN, 400, 20.0), (study.SCORING_MAX, 400, 22.0), (study.SCORING_MAX, 900, 1.0),
+        ]
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_csv(tmp_path / "kernels.csv")
+    value, low, high, tokens = study.scoring_ratio(tmp_path / "kernels.csv")
+    assert (value, tokens) == (pytest.approx(1.1), 400)
+    assert (low, high) == (pytest.approx(0.99), pytest.approx(1.1 / 0.9))
 
 
 def test_a_loss_below_the_bar_is_infinitely_smaller():
@@ -296,3 +318,62 @@ def test_claims_file_names_what_exists():
             assert cell.get("rule", "mean") in fragility.RULES
     assert set(book["sets"]["six"]) == set(study.TABLE_1.values())
     assert {claim["id"][:2] for claim in book["claims"]} >= {f"C{i}" for i in range(1, 10)}
+
+
+@pytest.fixture(scope="module")
+def chapter(eager):
+    """What the notebook hands to its figures: twelve copies of an answer, jittered, and the synthetic grid."""
+    many = {name: replace(s, window=8, single=3) for name, s in fragility.variants().items()}
+    more = [replace(s, window=8, single=3) for s in fragility.specifications()]
+    curves, summary = fragility.retained(eager[0], PROMPT, ANSWER, many, more=more, more_layer=1)
+    frames = {"curves": [], "summary": []}
+    for i in range(12):
+        here = {"item": f"i{i}", "task": "list_all" if i % 2 else "summary"}
+        frames["curves"].append(curves.assign(**here))
+        frames["summary"].append(summary.assign(**here, worst=(summary.worst * (1 + 0.01 * i)).clip(upper=1)))
+    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
+    return study.Retained(**joined, layer=1), synthetic()
+
+
+def test_every_glued_number_of_the_chapter_is_computed(chapter):
+    r, rows = chapter
+    book = nbformat.read(ROOT / "notebooks" / "fragility.ipynb", as_version=4)
+    wanted = set(re.findall(r"\{glue:\w+\}`([^`:]+)", "\n".join(cell.source for cell in book.cells)))
+    frame = study.evaluate(rows, r, model="m", profile="quick")
+    found = study.numbers(frame, rows, r)
+    assert wanted
+    assert wanted <= set(found)
+    assert all(isinstance(value, str) for value in found.values())
+    worst = r.summary.query("setting == 'default' and rule == 'mean' and layer == 1 and head == -1").worst
+    assert found["worst-mean"] == f"{worst.mean():.2f}"
+    assert found["specifications"] == "128"
+
+
+def test_a_claims_members_are_the_tasks_or_the_layers(chapter):
+    r, rows = chapter
+    book = claims.load_claims("fragility")
+    by_id = {claim["id"]: claim for claim in book["claims"]}
+    found = {i: study.members(by_id[i], book["sets"], rows, r, "as_run") for i in ("C1", "C1b", "C6b", "C7b")}
+    assert found["C1"].member.tolist() == ["list_all", "summary"]
+    assert found["C1b"].member.tolist() == ["layer 0", "layer 1", "layer 2"]
+    assert found["C6b"].member.iloc[0] == "defensive_kv, window 16"
+    assert found["C7b"].member.tolist() == ["10%", "20%"]
+    wide = r.summary.query("setting == 'default' and layer == 1 and head == -1 and task == 'summary'")
+    wide = wide.pivot_table(index="item", columns="rule", values="worst")
+    assert found["C1"].value[1] == pytest.approx((wide.defensive - wide["mean"]).mean())
+
+
+def test_figures_have_labels_and_show_what_they_are_given(chapter):
+    r, rows = chapter
+    of_retained = [figures.curves(r), figures.by_layer(r), figures.settings(r), figures.specifications(r)]
+    of_rows = [figures.quality(rows), figures.needles(rows), figures.differences(rows)]
+    for figure in [*of_retained, figures.mixture(windows=(1, 8)), *of_rows]:
+        assert figure.get_figwidth() == 7.2
+        assert any(axes.get_xlabel() for axes in figure.axes)
+        assert any(axes.get_ylabel() or axes.get_yticklabels() for axes in figure.axes)
+        assert len(figure.axes[0].lines) > 0
+    labels = [text.get_text() for text in of_retained[2].axes[0].get_yticklabels()]
+    assert labels[:4] == [
+        "paper, figure 1, layer 14", "paper, figure 3, GovReport", "paper, table 1, GovReport", "our default"
+    ]  # fmt: skip
+    assert set(fragility.MEANS.values()) <= set(labels)

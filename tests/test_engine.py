@@ -10,15 +10,12 @@ from tiny import ARCHITECTURES, architecture
 from tiny import prompts as tiny_prompts
 
 from kvrepro import engine
-from kvrepro.cache import EngineCache
 from kvrepro.catalogue import CATALOGUE
-from kvrepro.compress import Facts
 from kvrepro.condition import Condition, Prompt
-from kvrepro.errors import InputError
 from kvrepro.observe import Observation
 from kvrepro.policy import Policy
 
-WINDOW, CAP, NEW = 4, 16, 12
+WINDOW, CAP, NEW = 4, 16, 7
 DECODING = ("decode cap", "per step")
 
 
@@ -104,7 +101,13 @@ def cut(regime: str, policy: str = "watched", **changes) -> Condition:
 
 
 REGIMES = ["prefill", "chunked", "offline", "decode cap", "per step"]
-MODES = [(r, {}) for r in REGIMES] + [("chunked", {"chunk_mode": m}) for m in ("budget", "every_chunk")]
+MODES = [(r, "") for r in REGIMES] + [("chunked", m) for m in ("budget", "every_chunk")]
+
+
+def assert_same(x: torch.Tensor, y: torch.Tensor, what: str = "", tolerance: float = 1e-5) -> None:
+    """To `tolerance` of the largest logit."""
+    worst = float((x - y).abs().max()) / max(1.0, float(y.abs().max()))
+    assert worst <= tolerance, what
 
 
 # ---- against Hugging Face
@@ -131,7 +134,7 @@ def test_without_eviction_the_engine_is_a_greedy_loop_of_hugging_face(name):
         for one, state in zip(row, states, strict=True):
             assert one.tokens == tokens
             assert one.policy_calls == one.evicted == 0
-            torch.testing.assert_close(state.logits, logits, atol=2e-4, rtol=1e-4)
+            assert_same(state.logits, logits, tolerance=3e-5)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -144,12 +147,15 @@ def test_the_slow_transcription_is_hugging_face_when_nothing_is_hidden(name):
 # ---- against the slow transcription
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("policy", DECIDE)
-@pytest.mark.parametrize(("regime", "mode"), MODES, ids=lambda x: str(x) if isinstance(x, str) else x.get("chunk_mode"))
+THOROUGH = [("llama", p, r, m) for p in DECIDE for r, m in MODES]
+THOROUGH += [(a, p, r, m) for a in ("mistral", "gemma3") for p in ("streaming_llm", "watched") for r, m in MODES[:-1]]
+THOROUGH += [(a, "lopsided", r, m) for a in ARCHITECTURES for r, m in MODES[3:]]
+
+
+@pytest.mark.parametrize(("name", "policy", "regime", "mode"), list(dict.fromkeys(THOROUGH)))
 def test_evicted_decoding_equals_the_slow_transcription(name, policy, regime, mode):
     model, [prompt] = architecture(name), tiny_prompts(70)
-    c = cut(regime, policy, **mode)
+    c = cut(regime, policy, **({"chunk_mode": mode} if mode else {}))
     [[ours]], [[end]] = answers(model, [prompt], [c])
     slow = Slow(model, prompt, sliding_of(name), evictable(name))
     decide = DECIDE[policy]
@@ -161,10 +167,124 @@ def test_evicted_decoding_equals_the_slow_transcription(name, policy, regime, mo
         every={"decode cap": 3, "per step": 1}.get(regime),
     )  # fmt: skip
     assert ours.tokens == tokens
-    torch.testing.assert_close(end.logits, logits, atol=1e-4, rtol=1e-4)
+    assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers: other arithmetic for a text than for a token
     for n in evictable(name):
         expected = [head.nonzero()[:, 0].tolist() for head in slow.held[n]]
         if n in slow.windows:
             reach = slow.length - slow.windows[n]
             expected = [[p for p in head if p > reach] for head in expected]
         assert end.held[n] == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("regime", ["prefill", "chunked", "offline", "decode cap"])
+def test_a_question_is_read_through_what_is_left(name, regime):
+    model, [prompt] = architecture(name), tiny_prompts(70)
+    text = Prompt(prompt, {"question": list(range(61, 68))})
+    [[ours]], [[end]] = answers(model, [text], [cut(regime, until="question")])
+    slow = Slow(model, prompt, sliding_of(name), evictable(name))
+    decide = looked_at(WINDOW, sliding=32 if name == "mistral" else None)
+    tokens, logits = slow_run(
+        slow, decide, budget=CAP, new_tokens=NEW, until=61, chunk=16 if regime == "chunked" else None,
+        every={"decode cap": 3}.get(regime),
+    )  # fmt: skip
+    assert ours.tokens == tokens
+    assert max(ours.kept_positions) == 60
+    assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers: other arithmetic for a text than for a token
+
+
+# ---- against itself
+
+
+FIXED = {"window": WINDOW, "recent": WINDOW, "sinks": 2, "kernel": 3, "page": 4, "block": 16}
+LEFT_OUT = ("tri_attention", "tri_attention_layer", "duo_attention")  # need files made for one model
+POLICIES = [name for name in CATALOGUE if name not in LEFT_OUT]
+
+
+def small(policy: str, regime: str, **changes) -> Condition:
+    """`cut` with windows that fit a tiny prompt."""
+    known = CATALOGUE[policy].parameters
+    fixed = {k: v for k, v in FIXED.items() if k in known and known[k] not in (0, 1, "window")}
+    return cut(regime, policy, switches=tuple(fixed.items()), reading="as_described", **changes)
+
+
+def every(regime: str, **changes) -> list[Condition]:
+    names = [n for n in POLICIES if regime not in CATALOGUE[n].refuses]
+    return [small(n, regime, **changes) for n in names]
+
+
+def unlimited(regime: str, names: list[str]) -> list[Condition]:
+    """Budgets that nothing exceeds; pages are chosen again for every token, of all that is seen by then."""
+    all_of_it, more = {"capacity": None, "share": 1.0}, {"capacity": 200}
+    names = [n for n in names if regime not in CATALOGUE[n].refuses]
+    return [small(n, regime, **(more if regime in DECODING or not CATALOGUE[n].frees else all_of_it)) for n in names]
+
+
+@pytest.mark.parametrize(
+    ("name", "regimes"), [("llama", [r]) for r in REGIMES] + [(a, REGIMES) for a in ARCHITECTURES if a != "llama"]
+)
+def test_a_full_budget_is_no_eviction_bit_for_bit(name, regimes):
+    model, [prompt] = architecture(name), tiny_prompts(55)
+    names = POLICIES if name == "llama" else ["streaming_llm", "ada_kv", "cake"]
+    for regime in regimes:
+        conditions = [Condition(regime=regime, chunk=16), *unlimited(regime, names)]
+        conditions += [replace(c, execution="masked") for c in conditions[1:3]]
+        if regime == "chunked":  # each by itself: rows of one batch differ in their last bits in a mixture of experts
+            calls = [answers(model, [prompt], [c]) for c in conditions]
+            row, states = ([call[part][0][0] for call in calls] for part in (0, 1))
+        else:
+            [row], [states] = answers(model, [prompt], conditions, batch_rows=1)
+        for c, one, state in zip(conditions[1:], row[1:], states[1:], strict=True):
+            assert one.tokens == row[0].tokens, c.label
+            assert torch.equal(state.logits, states[0].logits), c.label
+            assert state.held == states[0].held, c.label
+            assert (one.evicted, one.policy_calls, one.kept) == (0, 0, row[0].kept), c.label
+            assert one.bytes_held == one.bytes_full == row[0].bytes_held, c.label
+
+
+@pytest.mark.parametrize(
+    ("name", "modes"), [("llama", [m]) for m in MODES] + [(a, MODES) for a in ARCHITECTURES if a != "llama"]
+)
+def test_eviction_equals_a_masked_full_cache(name, modes):
+    model, prompts = architecture(name), tiny_prompts(60)
+    for regime, mode in modes:
+        conditions = [cut(regime, "lopsided"), small("streaming_llm", regime)]
+        if name == "llama":
+            conditions += [c for c in every(regime) if CATALOGUE[c.policy].frees]
+        conditions = [replace(c, chunk_mode=mode or "last_chunk") for c in conditions]
+        both = [*conditions, *(replace(c, execution="masked") for c in conditions)]
+        found, ends = answers(model, prompts, both)
+        for row, states in zip(found, ends, strict=True):
+            for j, c in enumerate(conditions):
+                a, b, x, y = row[j], row[j + len(conditions)], states[j], states[j + len(conditions)]
+                assert a.tokens == b.tokens, c.label
+                assert (a.kept, a.kept_positions_hash, a.policy_calls) == (
+                    b.kept,
+                    b.kept_positions_hash,
+                    b.policy_calls,
+                )
+                assert x.held == y.held, c.label
+                assert_same(x.logits, y.logits, c.label)
+                assert b.bytes_held == b.bytes_full > a.bytes_held, c.label
+
+
+@pytest.mark.parametrize(
+    ("name", "regimes"), [("llama", [r]) for r in REGIMES] + [(a, REGIMES) for a in ARCHITECTURES if a != "llama"]
+)
+def test_rows_of_a_batch_equal_rows_alone_whatever_the_padding(name, regimes):
+    model = architecture(name)
+    texts = [
+        Prompt(ids, {"question": list(range(len(ids) - 3 - i, len(ids)))}) for i, ids in enumerate(tiny_prompts(70, 33))
+    ]
+    conditions = []
+    for regime in regimes:
+        conditions += [cut(regime, "lopsided"), cut(regime, until="question"), Condition(regime=regime, chunk=16)]
+        names = POLICIES if name == "llama" else ["scissorhands"]
+        conditions += [small(n, regime) for n in names if regime not in CATALOGUE[n].refuses]
+    many, ends = answers(model, texts, conditions, prompt_rows=2)
+    [alone], [others] = answers(model, texts[1:], conditions, batch_rows=1)  # the shorter one, padded above
+    for c, a, b, x, y in zip(conditions, many[1], alone, ends[1], others, strict=True):
+        assert a.tokens == b.tokens, c.label
+        assert x.held == y.held, c.label
+        assert (a.kept, a.bytes_held, a.policy_calls) == (b.kept, b.bytes_held, b.policy_calls), c.label
+        assert_same(x.logits, y.logits, c.label)

@@ -78,7 +78,9 @@ def _policies(s: Study) -> list[str]:
 
 def _title(axes: Axes, text: str, **style) -> None:
     said = axes.annotate(text, (0, 1.02), xycoords="axes fraction", fontweight="bold", va="bottom", **style)
-    said.set_in_layout(False)
+    said.set_in_layout(False)  # a long title may reach over its neighbour's margin; the room above is set aside here
+    drawn = axes.get_figure()
+    drawn.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.2 / drawn.get_figheight()))
 
 
 def _lines(names: Sequence[str]) -> list[Line2D]:
@@ -199,7 +201,6 @@ def keep(s: Study) -> Figure:
         drawn, panels = plt.subplots(
             2, len(policies), figsize=(figure.WIDTH, 3.6), sharex=True, sharey=True, squeeze=False
         )
-        drawn.get_layout_engine().set(rect=(0, 0, 1, 0.97))
         for (row, order), (column, name) in product(enumerate(ORDERS), enumerate(policies)):
             panel = panels[row, column]
             ratios = [r for r in sorted({key[4] for key in s.kept.columns}) if r]
@@ -222,8 +223,10 @@ def keep(s: Study) -> Figure:
 
 
 def layers(kept: pd.DataFrame, ratio: float = 0.5) -> Figure:
-    """Keep rate of the directive minus that of the defense, by layer and policy, each order; `ratio` dropped."""
+    """Keep rate of the directive minus that of the defense, by layer and policy, each order, at the ratio that was run nearest to
+    `ratio`."""
     with plt.rc_context(figure.STYLE | {"axes.grid": False}):
+        ratio = min(set(kept.ratio), key=lambda one: abs(one - ratio))
         here = kept[np.isclose(kept.ratio, ratio) & (kept.variant == "default") & (kept.reading == "as_described")]
         here = here[here.policy.isin(NAMES)]
         drawn, panels = plt.subplots(1, 2, figsize=(figure.WIDTH, 2.6), sharey=True)
@@ -263,6 +266,8 @@ def wrappers(s: Study, order: str = "normal") -> Figure:
                     ends = slice(1, None) if not line else slice(None)  # run at one ratio only: a point, no curve
                     style: dict[str, Any] = {"color": colour, "marker": marker, "ls": line}
                     _band(panels[row, column], x[ends], y[:, ends], s.leak.systems, **style)
+                    if not line:
+                        _bars(panels[row, column], x[ends], y[:, ends], s.leak.systems, colour)
                 _share(panels[row, column])
             _title(panels[0, column], NAMES[name])
         panels[0, 0].set_ylabel("following")

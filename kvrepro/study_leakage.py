@@ -514,7 +514,7 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick", chapt
             known = {} if isinstance(found, str) else dict(zip(found.member, found.state, strict=True))
             states.setdefault(claim["id"], []).append(known)
             test = "Kruskal-Wallis, Holm" if claim.get("test") else "bootstrap interval"
-            row = claims._row({**claim, "test": None}, found)
+            row = claims.claim_row({**claim, "test": None}, found)
             rows.append(
                 row | {"reading": "any" if free else s.reading} | ({} if isinstance(found, str) else {"test": test})
             )
@@ -554,10 +554,19 @@ def numbers(verdicts: pd.DataFrame, found: leakage.Found, studies: Sequence[Stud
                 shown[f"follow-{name}"] = _said(s.follow.curve(ratios, **cell).mean(1), s.follow.systems)
             except Missing:
                 continue
+    whole = s.cell(policy="streaming_llm", order="normal")
+    shown |= {"whole-ratio": "not run", "whole-leak": "not run", "whole-default": "not run"}
+    with suppress(Missing):
+        ratio = s.leak.ratios(**whole, variant="whole")[0]
+        shown |= {
+            "whole-ratio": f"{ratio:.0%}",
+            "whole-leak": _said(s.leak.at(ratio=ratio, variant="whole", **whole), s.leak.systems),
+            "whole-default": _said(s.leak.at(ratio=ratio, **whole), s.leak.systems),
+        }
     for reading, claim in product(claims.READINGS, verdicts.claim.unique()):
         row = next(verdicts[(verdicts.claim == claim) & verdicts.reading.isin([reading, "any"])].itertuples(), None)
         shown[f"{claim}-{reading}-verdict"] = "not run" if row is None else row.verdict
-        shown[f"{claim}-{reading}"] = "no value" if row is None else claims._shown(row, with_unit=True) or "no value"
+        shown[f"{claim}-{reading}"] = "no value" if row is None else claims.shown(row, with_unit=True) or "no value"
     return shown
 
 

@@ -32,6 +32,7 @@ INPUTS = (
     "data/published/*",
     "data/claims/*",
     "data/models/**/*",
+    "data/gpu/*",
     "constraints.txt",
 )
 

@@ -125,7 +125,8 @@ def paper_text(spec: Mapping | Sequence[Mapping], unit: str = "") -> str:
             }
         )
     values = list(itertools.chain(*map(paper_values, [spec] if isinstance(spec, Mapping) else spec)))
-    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    counted = unit not in ("F1", "%") and all(float(value).is_integer() for value in values)
+    low, high = (f"{value:g}" if counted else f"{value:.{digits}f}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 
@@ -432,7 +433,7 @@ TESTS = {
 }
 
 
-def _row(claim: Mapping, found: pd.DataFrame | str) -> dict:
+def claim_row(claim: Mapping, found: pd.DataFrame | str) -> dict:
     """One row of the claims table, from the members or from the reason why there are none."""
     unit = claim.get("unit", "F1")
     row = {
@@ -507,7 +508,7 @@ def evaluate(
                 found = str(missing)
             known = {} if isinstance(found, str) else dict(zip(found.member, found.state, strict=True))
             states.setdefault(claim["id"], []).append(known)
-            table.append(_row(claim, found) | {"reading": reading})
+            table.append(claim_row(claim, found) | {"reading": reading})
     frame = pd.DataFrame(table).reindex(columns=COLUMNS + EXTRA)
     frame["model"] = results["model"].iloc[0]
     frame["profile"] = profile
@@ -573,7 +574,7 @@ def _lower(statement: str) -> str:
 def table(frame: pd.DataFrame, topics: Sequence[str] = ()) -> pd.DataFrame:
     """The claims as the reader sees them: paper beside ours, with interval, test, verdict and reading."""
     rows = frame[frame.topic.isin(list(topics))] if topics else frame
-    ours = [_shown(row) for row in rows.itertuples()]
+    ours = [shown(row) for row in rows.itertuples()]
     return pd.DataFrame(
         {
             "claim": rows.claim,
@@ -598,12 +599,14 @@ def _text(values: tuple[float, ...], unit: str) -> str:
     value, low, high = values
     if np.isnan(value):
         return "no value"
+    if value == low == high and float(value).is_integer():  # counted, not estimated
+        return f"{value:g}" + ("" if unit == "F1" else f" {unit}")
     digits = 1 if unit == "%" else 3
     interval = "too few items" if np.isnan(low) else f"{low:.{digits}f}, {high:.{digits}f}"
     return f"{value:.{digits}f} [{interval}]" + ("" if unit == "F1" else f" {unit}")
 
 
-def _shown(row, with_unit: bool = False) -> str:
+def shown(row, with_unit: bool = False) -> str:
     """Ours with its interval; empty where there is none."""
     if pd.isna(row.ours):
         return ""
@@ -620,7 +623,7 @@ def beside(frame: pd.DataFrame, *topics: str) -> str:
         lines.append(f"- **{claim}** {first.statement} Paper: {first.paper}{unit}.")
         for row in group.itertuples():
             tested = row.test if pd.isna(row.p) else f"{row.test}, p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
-            why = [_shown(row, with_unit=True), row.closest, row.members, tested] if _shown(row) else [row.note]
+            why = [shown(row, with_unit=True), row.closest, row.members, tested] if shown(row) else [row.note]
             name = {"any": "here"}.get(row.reading, str(row.reading).replace("_", " "))
             lines.append(f"    - {name}: *{row.verdict}*. " + "; ".join(filter(None, why)))
     return "\n".join(lines)
@@ -631,7 +634,7 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for claim, group in frame.groupby("claim", sort=False):
         first = group.iloc[0]
-        by = {row.reading: f"{row.verdict} {_shown(row)}".strip() for row in group.itertuples()}
+        by = {row.reading: f"{row.verdict} {shown(row)}".strip() for row in group.itertuples()}
         row = {"claim": claim, "statement": first.statement, "paper": first.paper, "unit": first.unit}
         row |= {name.replace("_", " "): by.get(name, by.get("any", "not run")) for name in READINGS}
         rows.append(row | {"reading decides": first.depends_on_reading})
@@ -673,7 +676,7 @@ def numbers(frame: pd.DataFrame, results: pd.DataFrame, protect_frac: float = 0.
         for claim in frame.claim.unique():
             row = next(frame[(frame.claim == claim) & frame.reading.isin([reading, "any"])].itertuples(), None)
             found[f"{claim}-{reading}-verdict"] = "not run" if row is None else row.verdict
-            found[f"{claim}-{reading}"] = "no value" if row is None else _shown(row, with_unit=True) or "no value"
+            found[f"{claim}-{reading}"] = "no value" if row is None else shown(row, with_unit=True) or "no value"
     return found
 
 

@@ -614,7 +614,7 @@ def verdicts(tables: Mapping[str, pd.DataFrame], model: str, profile: str) -> pd
 
     tables: the studies by the name under which the claims ask for them. A study that was not run is said so.
     """
-    rows = [claims._row(claim, _members(claim, tables)) for claim in claims.load_claims("reclamation")["claims"]]
+    rows = [claims.claim_row(claim, _members(claim, tables)) for claim in claims.load_claims("reclamation")["claims"]]
     frame = pd.DataFrame(rows).reindex(columns=claims.COLUMNS + claims.EXTRA)
     frame.loc[frame.n == 1, "test"] = "exact"
     return frame.assign(reading="any", model=model, profile=profile)
@@ -665,7 +665,7 @@ def acceptance(rows: pd.DataFrame) -> pd.DataFrame:
 
 def numbers(frame: pd.DataFrame, tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
     """What the prose may quote, as text: `<claim>` and `<claim>-verdict` of each claim, and the chapter's findings."""
-    found = {row.claim: claims._shown(row, with_unit=True) or "no value" for row in frame.itertuples()}
+    found = {row.claim: claims.shown(row, with_unit=True) or "no value" for row in frame.itertuples()}
     found |= {f"{row.claim}-verdict": row.verdict for row in frame.itertuples()}
     synthetic, arising, identity = tables["synthetic"], tables["arising"], tables["identity"]
     traffic, passes = tables["traffic"], tables["passes"]

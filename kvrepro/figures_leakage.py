@@ -223,8 +223,8 @@ def keep(s: Study) -> Figure:
 
 
 def layers(kept: pd.DataFrame, ratio: float = 0.5) -> Figure:
-    """Keep rate of the directive minus that of the defense, by layer and policy, each order, at the ratio that was run nearest to
-    `ratio`."""
+    """Keep rate of the directive minus that of the defense, by layer and policy, each order; the ratio that was run
+    nearest to `ratio`."""
     with plt.rc_context(figure.STYLE | {"axes.grid": False}):
         ratio = min(set(kept.ratio), key=lambda one: abs(one - ratio))
         here = kept[np.isclose(kept.ratio, ratio) & (kept.variant == "default") & (kept.reading == "as_described")]

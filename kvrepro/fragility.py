@@ -244,7 +244,7 @@ def retained(
     queries = sorted({*steps, *itertools.chain(*past.values())})
     row = {position: i for i, position in enumerate(queries)}
     rows: list[dict] = []
-    curves: list[pd.DataFrame] = []
+    curves: dict[tuple[str, str, int], Tensor] = {}
     totals: dict[tuple[str, str], Tensor] = {}
 
     def visit(layer: Layer) -> None:
@@ -259,17 +259,20 @@ def retained(
                 where = {"setting": name, "rule": rule, "layer": layer.number}
                 rows.append(where | {"head": -1, "tied": tied.get(rule)} | _summary(heads.sum(1)))
                 if name in settings:
-                    curves.append(_curve(where, heads.sum(1)))
+                    curves[name, rule, layer.number] = heads.sum(1)
                     totals[name, rule] = totals.get((name, rule), 0) + heads.sum(1)
                 if name == DEFAULT:
                     rows.extend(where | {"head": h} | _summary(part) for h, part in enumerate(heads.unbind(1)))
 
     layers(model, [*prompt.ids, *answer[:-1]], queries, visit)
     for (name, rule), part in totals.items():
-        where = {"setting": name, "rule": rule, "layer": -1}
-        curves.append(_curve(where, part))
-        rows.append(where | {"head": -1} | _summary(part))
-    return pd.concat(curves, ignore_index=True), pd.DataFrame(rows).astype({"tied": float})
+        curves[name, rule, -1] = part
+        rows.append({"setting": name, "rule": rule, "layer": -1, "head": -1} | _summary(part))
+    keys = [np.repeat(column, len(steps)) for column in zip(*curves, strict=True)]
+    table = pd.DataFrame(dict(zip(("setting", "rule", "layer"), keys, strict=True)))
+    table["step"] = np.tile(np.arange(1, len(steps) + 1), len(curves))
+    table["retained"] = torch.cat([part[0] / part[1] for part in curves.values()]).numpy()
+    return table, pd.DataFrame(rows).astype({"tied": float})
 
 
 def _weights(
@@ -306,11 +309,6 @@ def _end(prompt: Prompt, s: Setting) -> int:
     if int(s.share * end) < s.window:
         raise InputError(f"{s.share:.0%} of {end} tokens keeps fewer than the {s.window} past queries: longer prompts")
     return end
-
-
-def _curve(where: dict, part: Float[Tensor, "three steps"]) -> pd.DataFrame:
-    share = (part[0] / part[1]).numpy()
-    return pd.DataFrame(where | {"step": np.arange(1, len(share) + 1), "retained": share})
 
 
 def _summary(part: Float[Tensor, "three steps"]) -> dict:

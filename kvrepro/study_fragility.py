@@ -74,7 +74,7 @@ def size(profile: str, n_items: int | None = None) -> Size:
 
 @dataclass
 class Retained:
-    """curves and summary as `fragility.retained` returns them, with columns item and task."""
+    """summary, and the default setting's curves, as `fragility.retained` returns them, with columns item and task."""
 
     curves: pd.DataFrame
     summary: pd.DataFrame
@@ -134,7 +134,8 @@ def retained(
             loaded.model, prompts[item.id], answer.tokens, settings, more=more, more_layer=layer
         )
         for name, frame in zip(("curves", "summary"), frames, strict=True):
-            frame.to_parquet(_stored(files[item.id], name))
+            kept = frame[frame.setting == DEFAULT] if name == "curves" else frame
+            kept.to_parquet(_stored(files[item.id], name))
     parts = {
         name: [pd.read_parquet(_stored(files[i.id], name)).assign(item=i.id, task=i.task) for i in found]
         for name in ("curves", "summary")
@@ -475,7 +476,7 @@ def evaluate(
                 found = str(missing)
             known_states = {} if isinstance(found, str) else dict(zip(found.member, found.state, strict=True))
             states.setdefault(claim["id"], []).append(known_states)
-            row = claims._row(claim, found) | {"reading": reading}
+            row = claims.claim_row(claim, found) | {"reading": reading}
             test = "p20 to p80 of timings" if claim["study"] == "gpu" else "bootstrap over items"
             table.append(row | ({} if isinstance(found, str) else {"test": test}))
     frame = pd.DataFrame(table).reindex(columns=claims.COLUMNS + claims.EXTRA).assign(model=model, profile=profile)
@@ -675,8 +676,6 @@ def numbers(frame: pd.DataFrame, rows: pd.DataFrame, r: Retained) -> dict[str, s
     for reading in READINGS:
         for claim in frame.claim.unique():
             row = next(frame[(frame.claim == claim) & frame.reading.isin([reading, "any"])].itertuples(), None)
-            found[f"{claim}-{reading}"] = (
-                "no value" if row is None else claims._shown(row, with_unit=True) or "no value"
-            )
+            found[f"{claim}-{reading}"] = "no value" if row is None else claims.shown(row, with_unit=True) or "no value"
             found[f"{claim}-{reading}-verdict"] = "not run" if row is None else row.verdict
     return found

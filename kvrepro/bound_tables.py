@@ -64,6 +64,8 @@ def _beside(table: str, names: Mapping[str, str], ours: Mapping[str, Mapping[str
 
 
 def _short(value: float) -> str:
+    if value >= 1000 and value == round(value):
+        return f"{value:.0f}"
     return "" if pd.isna(value) else f"{value:.3g}" if 0.01 <= abs(value) < 1e5 or value == 0 else f"{value:.1e}"
 
 
@@ -231,12 +233,12 @@ def budgets(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(keys, ignore_index=True)
 
 
-def prediction(study: Study, losses: pd.DataFrame | None = None, k: int = K) -> pd.DataFrame:
+def prediction(study: Study, *losses: pd.DataFrame, k: int = K) -> pd.DataFrame:
     """Does a smaller bound predict less harm? Spearman's rho with its interval, a row per question.
 
-    Without `losses`: the bound of the 20 keys against their realised ratio, and against the shift F itself. losses: a
-    frame with `loss` (lower is better) and some of item, layer, head; the median factor of the first pool over the
-    triples that share these is ranked against it.
+    First the bound of the 20 keys against their realised ratio, and against the shift F itself. losses: frames with
+    `loss` (lower is better), item, and perhaps layer and head; the median factor of the first pool over the triples
+    that share these is ranked against each.
     """
     records = selected(study.records)
     rows = []
@@ -244,15 +246,14 @@ def prediction(study: Study, losses: pd.DataFrame | None = None, k: int = K) -> 
         f = records[records.k == size]
         for against, title in (("ratio", "realised ratio"), ("value", "shift F of DropKV's set")):
             rows.append((f"bound against {title}, k = {size}", *rank_correlation(f, "bound", against)))
-    if losses is not None:
-        on = [name for name in ("item", "layer", "head") if name in losses]
-        if not on or "loss" not in losses:
-            raise InputError(f"losses have columns {list(losses)}: give loss, and item, layer or head to join on")
+    for frame in losses:
+        on = [name for name in ("item", "layer", "head") if name in frame]
+        if "item" not in on or "loss" not in frame:
+            raise InputError(f"losses have columns {list(frame)}: give loss and item, perhaps layer and head")
         first = with_factor(next(_by_pool(study))[1], k)
-        both = first.groupby(on, as_index=False).factor.median().merge(losses, on=on)
-        both = both if "item" in both else both.assign(item=both.index)
-        rows.append((f"factor against quality loss, per {' and '.join(on)}", *rank_correlation(both, "factor", "loss")))
-    return pd.DataFrame(rows, columns=["question", "rho", "low", "high", "prompts"])
+        both = first.groupby(on, as_index=False).factor.median().merge(frame, on=on)
+        rows.append((f"factor against loss, per {' and '.join(on)}", *rank_correlation(both, "factor", "loss")))
+    return pd.DataFrame(rows, columns=["question", "rho", "low", "high", "prompts"]).set_index("question")
 
 
 # ---------------------------------------------------------------- verdicts
@@ -382,24 +383,24 @@ def evaluate(
     rows = []
     for claim in known["claims"]:
         if claim["contrast"] == "none":
-            rows.append(claims._row(claim, claim["why"]))
+            rows.append(claims.claim_row(claim, claim["why"]))
             continue
         if claim["contrast"] == "gpu_speedup":
             found = gpu_speedup(claim["over"])
             found["state"] = [claims.judge(claim["rule"], m.value, m.low, m.high, None) for m in found.itertuples()]
-            row = claims._row(claim, found if len(found) else "no timings: data/gpu/kernels.csv is missing")
+            row = claims.claim_row(claim, found if len(found) else "no timings: data/gpu/kernels.csv is missing")
             rows.append(row | {"test": "p20 to p80 of timings"})
             continue
         parts = members(claim, study, quality)
         if not parts:
-            rows.append(claims._row(claim, "no answers were generated: run quality_bound.quality"))
+            rows.append(claims.claim_row(claim, "no answers were generated: run quality_bound.quality"))
             continue
         found = pd.DataFrame(
             [(label, *interval(f, columns, statistic, draws=draws)) for label, f, columns, statistic in parts],
             columns=["member", "value", "low", "high", "n"],
         ).assign(p=np.nan)
         found["state"] = [claims.judge(claim["rule"], m.value, m.low, m.high, None) for m in found.itertuples()]
-        rows.append(claims._row(claim, found) | {"test": "bootstrap over prompts"})
+        rows.append(claims.claim_row(claim, found) | {"test": "bootstrap over prompts"})
     frame = pd.DataFrame(rows).reindex(columns=claims.COLUMNS + claims.EXTRA)
     return frame.assign(reading="any", model=model, profile=profile, depends_on_reading="")
 
@@ -497,8 +498,9 @@ def numbers(frame: pd.DataFrame, study: Study) -> dict[str, str]:
     for name, rows in (("cone", both[both.c_low_pool > 1e-9]), ("no-cone", both[both.c_low_pool <= 1e-9])):
         value, low, high, _ = interval(rows, ["ratio"], _median)
         found[f"ratio-{name}"] = f"{value:.3f} [{low:.3f}, {high:.3f}]" if len(rows) else "no value"
-    for objective in ("query", "window"):
-        best = peers(study, objective).iloc[0]
+    ranked = {objective: peers(study, objective) for objective in ("query", "window")}
+    for objective, ratios in ranked.items():
+        best = ratios.iloc[0]
         found[f"peer-best-{objective}"] = f"{best.rule} on {best.queries} {'query' if best.queries == 1 else 'queries'}"
     window = study.settings.window
     for name, rule, queries, kernel, objective in (
@@ -508,9 +510,9 @@ def numbers(frame: pd.DataFrame, study: Study) -> dict[str, str]:
         ("pooled", "dropkv", window, study.settings.kernel, "window"),
         ("snapkv-window", "snapkv", window, 1, "window"),
     ):
-        p = peers(study, objective).set_index(["rule", "queries", "kernel"]).loc[(rule, queries, kernel)]
+        p = ranked[objective].set_index(["rule", "queries", "kernel"]).loc[(rule, queries, kernel)]
         found[f"peer-{name}"] = f"{p.ratio:.2f} [{p.low:.2f}, {p.high:.2f}]"
     for row in frame.itertuples():
-        found[row.claim] = claims._shown(row, with_unit=True) or "no value"
+        found[row.claim] = claims.shown(row, with_unit=True) or "no value"
         found[f"{row.claim}-verdict"] = row.verdict
     return found

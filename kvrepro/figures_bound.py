@@ -320,7 +320,7 @@ def budgets(study: Study, poolings: Sequence[str] = ("max", "average", "none")) 
 
 
 def answers(rows: pd.DataFrame) -> Figure:
-    """Token F1 per method and share kept; DropKV's variants below the peers."""
+    """Token F1 per method and share kept; variants below the peers."""
     with plt.rc_context(STYLE):
         found = quality_bound.table(rows)
         full = found[found.method == "full"].iloc[0]
@@ -337,7 +337,7 @@ def answers(rows: pd.DataFrame) -> Figure:
                 axes.errorbar(one.f1, y, xerr=error, color=colour, marker=marker, ms=4, ls="none", elinewidth=1)
         axes.axvline(full.f1, color="black", lw=1, ls=(0, (4, 2)))
         axes.axhline(len(peers) - 0.5, color="#BDBDBD", lw=0.8)
-        names = [NAMES.get(name, f"DropKV, {name}") for name in order]
+        names = [NAMES.get(name, name) for name in order]
         axes.set_yticks(range(len(order)), names)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)

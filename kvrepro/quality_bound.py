@@ -24,12 +24,13 @@ from kvrepro.study_bound import interval
 from kvrepro.triples import Triple, dropkv, pooled, triples
 
 PEERS = ("dropkv", "snapkv", "pyramid_kv", "streaming_llm", "key_diff", "cake", "critical_kv", "andpro")
-OWN: dict[str, tuple[str, dict[str, object]]] = {  # DropKV's switches, and budgets that follow its scores
-    "average pooling": ("dropkv", {"pool": "average"}),
-    "no pooling": ("dropkv", {"pool": "none"}),
-    "attention in bf16": ("dropkv", {"round_p": True}),
-    "adaptive heads": ("kvrepro/bound_policies.py:PER_HEAD", {}),
-    "adaptive layers": ("kvrepro/bound_policies.py:PER_LAYER", {}),
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "DropKV, average pooling": ("dropkv", {"pool": "average"}),
+    "DropKV, no pooling": ("dropkv", {"pool": "none"}),
+    "DropKV, bf16 attention": ("dropkv", {"round_p": True}),
+    "DropKV, adaptive heads": ("kvrepro/bound_policies.py:PER_HEAD", {}),
+    "DropKV, adaptive layers": ("kvrepro/bound_policies.py:PER_LAYER", {}),
+    "AnDPro, max pooling": ("andpro", {"pool": "max"}),
 }
 RETRIEVAL = "tinyworld:needle,needle_multikey,needle_multivalue,needle_multiquery,variable_tracking,frequent_words"
 MEASURE = "token_f1"
@@ -43,14 +44,14 @@ def condition(policy: str, share: float, **switches: object) -> Condition:
     return Condition(policy, share=share, regime="prefill", reading="as_described", switches=given)
 
 
-def grid(shares: Sequence[float], peers: Sequence[str] = PEERS, own: bool = True) -> dict[str, list[Condition]]:
+def grid(shares: Sequence[float], peers: Sequence[str] = PEERS, variants: bool = True) -> dict[str, list[Condition]]:
     """Conditions by the name they have in tables: the full cache, the peers at every share, variants at the least."""
     if unknown := [one for one in peers if one not in CATALOGUE]:
         raise InputError(f"unknown policy {unknown[0]!r}: choose from {', '.join(CATALOGUE)}")
     found = {"full": [Condition(regime="prefill")]}
     found |= {peer: [condition(peer, share) for share in shares] for peer in peers}
-    variants = OWN.items() if own else ()
-    return found | {name: [condition(policy, min(shares), **more)] for name, (policy, more) in variants}
+    more = VARIANTS.items() if variants else ()
+    return found | {name: [condition(policy, min(shares), **switches)] for name, (policy, switches) in more}
 
 
 def quality(
@@ -73,7 +74,7 @@ def quality(
         if length + max_new_tokens > loaded.context:
             continue
         whole = length == tokens
-        asked = grid(shares) if whole else grid(shares[:1], ("dropkv", "snapkv", "andpro"), own=False)
+        asked = grid(shares) if whole else grid(shares[:1], ("dropkv", "snapkv", "andpro"), variants=False)
         found = data.load_items(items, n_items if whole else max(1, n_items // 2), seed, length)
         order = [(name, one) for name, conditions in asked.items() for one in conditions]
         limit = length if any(item.context is not None for item in found) else None
@@ -149,6 +150,18 @@ def by_length(rows: pd.DataFrame) -> pd.DataFrame:
     text = [claims._text((one.f1, one.low, one.high), "F1") for one in found.itertuples()]
     wide = found.assign(text=text).pivot_table(index="method", columns="length", values="text", aggfunc="first")
     return wide.rename(columns="{:,}".format).rename_axis(columns="F1, prompt tokens")
+
+
+def numbers(rows: pd.DataFrame) -> dict[str, str]:
+    """What the prose may quote: F1 with its interval at the smallest share, as `f1-<method>` in lower case with hyphens, and that share."""
+    found = table(rows)
+    least = found[(found.share == found.share.min()) | (found.method == "full")]
+    names = least.method.str.lower().str.replace(",", "").str.replace(" ", "-")
+    text = {
+        f"f1-{name}": claims._text((one.f1, one.low, one.high), "F1")
+        for name, one in zip(names, least.itertuples(), strict=True)
+    }
+    return text | {"least-share": f"{found.share.min():.0%}", "answered": str(found["items"].max())}
 
 
 def losses(rows: pd.DataFrame, share: float = 0.05) -> pd.DataFrame:

@@ -53,12 +53,12 @@ def test_lengths_stand_where_they_were_measured(study):
 
 
 def test_every_method_has_its_row():
-    names = ["full", *quality_bound.PEERS, "adaptive heads"]
+    names = ["full", *quality_bound.PEERS, "DropKV, adaptive heads"]
     rows = pd.DataFrame(
         {"item": f"i{i}", "method": name, "share": 1.0 if name == "full" else share, "token_f1": 0.5, "length": 1900}
         for i in range(6)
         for name in names
-        for share in ((0.05,) if name in ("full", "adaptive heads") else (0.05, 0.3))
+        for share in ((0.05,) if name in ("full", "DropKV, adaptive heads") else (0.05, 0.3))
     )
     labels = [tick.get_text() for tick in figures_bound.answers(rows).axes[0].get_yticklabels()]
     assert len(labels) == len(names) - 1

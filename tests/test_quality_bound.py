@@ -26,13 +26,13 @@ def rows(n: int = 8) -> pd.DataFrame:
 
 def test_every_condition_can_be_met_and_carries_the_paper_s_settings():
     grid = quality_bound.grid((0.05, 0.3))
-    assert set(grid) == {"full", *quality_bound.PEERS, *quality_bound.OWN}
+    assert set(grid) == {"full", *quality_bound.PEERS, *quality_bound.VARIANTS}
     for conditions in grid.values():
         for one in conditions:
             check(one, 1900)
     assert len(grid["snapkv"]) == 2
     assert dict(grid["snapkv"][0].switches) == {"window": 8, "kernel": 11}
-    assert dict(grid["average pooling"][0].switches) == {"window": 8, "kernel": 11, "pool": "average"}
+    assert dict(grid["DropKV, average pooling"][0].switches) == {"window": 8, "kernel": 11, "pool": "average"}
     assert grid["streaming_llm"][0].switches == ()
     with pytest.raises(InputError, match="unknown policy 'nokv'"):
         quality_bound.grid((0.1,), ["nokv"])
@@ -62,6 +62,8 @@ def test_tables():
     text = quality_bound.shown(rows())
     assert text.index.tolist() == ["full", "dropkv", "snapkv"]
     assert text["5%"]["snapkv"].startswith("0.490 [")
+    assert quality_bound.numbers(rows())["f1-dropkv"].startswith("0.590 [")
+    assert quality_bound.numbers(rows())["least-share"] == "5%"
     both = pd.concat([rows(), rows().assign(length=500)])
     assert quality_bound.by_length(both).shape == (3, 2)
 
@@ -121,4 +123,4 @@ def test_one_layer_s_loss_is_that_of_a_model_with_its_keys_masked(monkeypatch):
 
 def test_the_policies_of_our_own_are_found_by_file():
     root = Path(quality_bound.__file__).resolve().parents[1]
-    assert all((root / name.split(":")[0]).is_file() for name, _ in quality_bound.OWN.values() if ":" in name)
+    assert all((root / name.split(":")[0]).is_file() for name, _ in quality_bound.VARIANTS.values() if ":" in name)

@@ -120,9 +120,9 @@ def test_a_loss_that_grows_with_the_factor_is_predicted(study):
     first = study.assumptions[study.assumptions.pool == "lowest 90%"]
     factor = bound_tables.with_factor(first, 10).groupby(["item", "layer"], as_index=False).factor.median()
     losses = factor.assign(loss=factor.factor.rank())[["item", "layer", "loss"]]
-    found = bound_tables.prediction(study, losses, k=10).set_index("question")
-    assert found.rho["factor against quality loss, per item and layer"] == pytest.approx(1)
-    with pytest.raises(InputError, match="give loss"):
+    found = bound_tables.prediction(study, losses, k=10)
+    assert found.rho["factor against loss, per item and layer"] == pytest.approx(1)
+    with pytest.raises(InputError, match="give loss and item"):
         bound_tables.prediction(study, losses.drop(columns="loss"))
 
 

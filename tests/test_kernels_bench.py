@@ -51,7 +51,9 @@ def test_met_is_what_the_numbers_say(row):
 def test_errors_are_those_of_the_types():
     for row in CHECKS:
         rounded = row["variant"].endswith("outputs")  # stored in the type itself; all else is float32
-        limit = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}[row["dtype"]] if rounded else 1e-3
+        limit = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}[row["dtype"]] if rounded else 1e-4
+        if row["variant"] == "perturbation sum mean, sharp":
+            limit = 5e-2  # rounding of the log-sum-exp times 2 / (1 - p), which leads the norm
         assert float(row["error"]) < limit, row
         assert row["not_ties"] in ("", "0"), row
 

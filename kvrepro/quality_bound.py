@@ -153,7 +153,7 @@ def by_length(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def numbers(rows: pd.DataFrame) -> dict[str, str]:
-    """What the prose may quote: F1 with its interval at the smallest share, as `f1-<method>` in lower case with hyphens, and that share."""
+    """What the prose may quote: the smallest share and, as `f1-<method>` (lower case, hyphens), F1 there."""
     found = table(rows)
     least = found[(found.share == found.share.min()) | (found.method == "full")]
     names = least.method.str.lower().str.replace(",", "").str.replace(" ", "-")

@@ -1,6 +1,8 @@
 """The bound's frames on a tiny model, and tables, intervals and verdicts on frames whose answer is known."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -9,7 +11,7 @@ import tiny
 import torch
 from scipy import stats as scipy_stats
 
-from kvrepro import bound, bound_tables, claims, study_bound, triples
+from kvrepro import bound, bound_tables, claims, quality_bound, study_bound, triples
 from kvrepro.errors import InputError
 from kvrepro.study_bound import Settings, Study
 from kvrepro.triples import RULES, STRATA
@@ -169,6 +171,20 @@ def test_every_claim_has_a_verdict_and_the_columns_of_the_book(study):
     assert all(isinstance(value, str) for value in found.values())
     assert found["violations"] == "0"
     json.dumps(found)
+
+
+def test_every_glued_number_is_computed(study):
+    chapter = json.loads((Path(study_bound.__file__).resolve().parents[1] / "notebooks/dropkv_bound.ipynb").read_text())
+    text = "\n".join("".join(cell["source"]) for cell in chapter["cells"])
+    wanted = set(re.findall(r"\{glue:\w+\}`([^`:]+)", text))
+    frame = bound_tables.evaluate(study, model="tiny", profile="quick", draws=50)
+    methods = ["full", *quality_bound.PEERS, *quality_bound.VARIANTS]
+    rows = pd.DataFrame(
+        {"item": i, "method": name, "share": 1.0 if name == "full" else 0.05, "token_f1": 0.5, "length": 1900}
+        for i in range(6)
+        for name in methods
+    )
+    assert wanted <= set(bound_tables.numbers(frame, study) | quality_bound.numbers(rows))
 
 
 def test_verdicts_follow_the_frames(study):

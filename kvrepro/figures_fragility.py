@@ -274,6 +274,7 @@ def _lines(panel: Axes, rows: pd.DataFrame, reading: str, contrast: str, tasks: 
     found = _policies(rows, reading)
     for i, (policy, one) in enumerate(found):
         line = study.curve(rows, policy, one, contrast, tasks)
+        line = line[line.n >= claims.MIN_ITEMS] if (line.n >= claims.MIN_ITEMS).any() else line
         wide = policy in DEFENSIVE
         panel.plot(line["share"], line.value, color=COLOURS[policy], lw=1.6 if wide else 1, zorder=3 if wide else 2)
         for point in line.itertuples():
@@ -350,7 +351,7 @@ def _differences(panel: Axes, rows: pd.DataFrame, pairs: Pairs, readings: Sequen
 
 
 def differences(rows: pd.DataFrame, guard: float = 0.10) -> Figure:
-    """Four questions, each a difference in token F1 paired by item: plug-in, window, guards, 4 bits."""
+    """Differences in token F1, paired by item: plug-in, window, guards, 4 bits, and the public code's steps undone."""
     readings, touched = study.readings_of(rows), set(DEFENSIVE)
     base = {"policy": "critical_ada_kv", "share": MIDDLE}
     plug: Pairs = {
@@ -378,15 +379,27 @@ def differences(rows: pd.DataFrame, guard: float = 0.10) -> Figure:
             {"policy": "defensive_kv", "share": 0.4, "bits": 4},
             {"policy": "defensive_kv", "share": 0.4},
         ),
+    } | {
+        f"{name} - as run": (
+            {"policy": "defensive_kv", "share": MIDDLE, "step": step},
+            {"policy": "defensive_kv", "share": MIDDLE},
+        )
+        for step, (_, name) in study.STEPS.items()
     }
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(2, 2, figsize=(WIDTH, 5.4), height_ratios=[7, 7])
-        titles = ("defensive in the mean's place", "window, minus CriticalKV", "behind guards", "4 bits (DefensiveKV)")
+        titles = (
+            "defensive in the mean's place",
+            "window, minus CriticalKV",
+            "behind guards",
+            "4 bits; the code's steps",
+        )
         for panel, title, pairs in zip(panels.flat, titles, (plug, window, guarded, four), strict=True):
             _differences(panel, rows, pairs, readings, touched)
-            panel.annotate(title, (0, 1.02), xycoords="axes fraction", fontweight="bold", va="bottom")
+            panel.annotate(title, (1, 1.02), xycoords="axes fraction", fontweight="bold", va="bottom", ha="right")
             panel.set_xlabel("difference in token F1")
         panels[1][0].axhline(len(study.GUARDED) - 0.5, color="#CCCCCC", lw=0.8)
+        panels[1][1].axhline(1.5, color="#CCCCCC", lw=0.8)
         shown = [("as_run", "as run"), ("as_described", "as described")]
         handles = [
             Line2D([], [], ls="none", marker="o", color="#333333", mfc="#333333" if n == "as_run" else "white", label=t)

@@ -39,6 +39,12 @@ DEFENSIVE = ("defensive_kv", "layer_defensive_kv")
 POLICIES = (*BASELINES, *DEFENSIVE)
 PLUG_IN = ("snapkv", "cake", "pyramid_kv", "ada_kv", "critical_ada_kv", "andpro", "dropkv")
 GUARDED = ("snapkv", "ada_kv", "critical_ada_kv", *DEFENSIVE)
+STEPS = {  # of the public code, each turned to what the paper describes: parameter -> value, and what that leaves out
+    "mass": (0.0, "no first mass"),
+    "share": ("none", "norm not shared"),
+    "rescale": (False, "rows not rescaled"),
+    "over": ("all", "window counted"),
+}
 OWN_PAPERS = ("snapkv", "cake", "ada_kv", "critical_kv", "critical_ada_kv")
 WINDOWS = (16, 32, 64)
 DUO = (("sinks", 16), ("recent", 32))  # an eighth of its own 128 and 256, as these prompts are an eighth of 8K
@@ -177,12 +183,17 @@ def condition(
     aggregate: str = "own",
     guard: float = 0.0,
     bits: int | None = None,
+    step: str = "",
 ) -> Condition:
-    """A prompt compressed before its question, with the paper's window of 32 past queries for every method."""
+    """A prompt compressed before its question, with the paper's window of 32 past queries for every method.
+
+    step: one of `STEPS`, turned to what the paper describes.
+    """
     known = {**CATALOGUE[policy].parameters, **CATALOGUE[policy].as_run}
     switches: list[tuple[str, object]] = [("window", window)] if "window" in known else []
     switches += [("aggregate", aggregate)] if aggregate != "own" else []
     switches += DUO if policy == "duo_attention" else []
+    switches += [(step, STEPS[step][0])] if step else []
     return Condition(
         policy, share=share, prefix=guard, suffix=guard, reading=reading, switches=tuple(switches), regime="prefill",
         until="question", bits=bits,
@@ -217,6 +228,8 @@ def grid(
             add(policy, MIDDLE, guard=guard)
         if set(DEFENSIVE) & set(policies):
             found += [condition(one, MIDDLE, aggregate=how) for one in PLUG_IN for how in ("own", "defensive")]
+        if "defensive_kv" in policies and "as_run" in readings:
+            found += [condition("defensive_kv", MIDDLE, step=step) for step in STEPS]
     if 0.4 in shares:
         add("defensive_kv", 0.4, bits=4)
     return list(dict.fromkeys(found))
@@ -268,27 +281,31 @@ def _with_gates(loaded: Loaded, policies: Sequence[str]) -> list[str]:
 
 
 def tidy(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `window`, `aggregate` ("own" or "defensive"), `guard` and, for the baselines, reading "any".
+    """The rows with `window`, `aggregate` ("own" or "defensive"), `guard`, `step`; baselines have the reading "any".
 
     A baseline as its own paper describes it keeps its reading. The full cache of an item is listed once.
     """
     switches = rows.switches.map(json.loads)
     reading = rows.reading.where(rows.policy.isin(DEFENSIVE) | (rows.reading == "as_described"), "any")
     found = rows.assign(
-        window=switches.map(lambda s: s.get("window", 0)), aggregate=switches.map(lambda s: s.get("aggregate", "own")),
-        guard=rows.prefix, reading=reading, bits=rows.bits.fillna(16).astype(int),
-    )  # fmt: skip
-    cell = ["item", "policy", "share", "reading", "window", "aggregate", "guard", "bits"]
+        window=switches.map(lambda s: s.get("window", 0)),
+        aggregate=switches.map(lambda s: s.get("aggregate", "own")),
+        step=switches.map(lambda s: next((name for name in STEPS if name in s), "")),
+        guard=rows.prefix,
+        reading=reading,
+        bits=rows.bits.fillna(16).astype(int),
+    )
+    cell = ["item", "policy", "share", "reading", "window", "aggregate", "guard", "bits", "step"]
     return found.drop_duplicates(cell).reset_index(drop=True)
 
 
-CELL = {"window": 32, "aggregate": "own", "guard": 0.0, "bits": 16}
+CELL = {"window": 32, "aggregate": "own", "guard": 0.0, "bits": 16, "step": ""}
 
 
 def scores(
     rows: pd.DataFrame, cell: Mapping[str, Any], reading: str = "as_run", measure: str = "token_f1"
 ) -> pd.Series:
-    """One measure of one condition, by item. cell: policy and share, and window, aggregate, guard, bits unless default.
+    """One measure of one condition, by item. cell: policy and share, and of `CELL` what is not as there.
 
     A condition that was not run raises `claims.Missing`.
     """
@@ -426,13 +443,13 @@ def members(
         raise Missing(claim["why"])
     if claim["study"] == "gpu":
         value, low, high, tokens = scoring_ratio(gpu)
-        found = [(f"{tokens} tokens", value, low, high, claims.MIN_ITEMS)]
+        found = [(f"{tokens} tokens", value, low, high, 1)]
     elif claim["study"] == "retained":
         found = [(name, *estimate(f, claim["contrast"])) for name, f in _retained_members(claim, sets, r)]
     else:
         found = [(name, *estimate(f, claim["contrast"])) for name, f in _quality_members(claim, sets, rows, reading)]
     frame = pd.DataFrame(found, columns=["member", "value", "low", "high", "n"]).assign(p=np.nan)
-    if (frame.n < claims.MIN_ITEMS).all():
+    if (frame.n < claims.MIN_ITEMS).all() and claim["study"] != "gpu":
         raise Missing(f"{frame.n.max()} items: an interval needs at least {claims.MIN_ITEMS}")
     frame["state"] = [claims.judge(claim["rule"], m.value, m.low, m.high, None) for m in frame.itertuples()]
     return frame

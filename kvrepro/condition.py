@@ -72,8 +72,8 @@ class Generation:
     kept_positions_hash: str  # of the same, per head
     evicted: int
     policy_calls: int
-    bytes_held: int  # keys and values at the end
-    bytes_full: int  # the same without eviction
+    bytes_held: int  # allocated at the end for keys, values, positions and sums: a row's part of its batch
+    bytes_full: int  # of keys and values alone, without eviction
     prefill_seconds: float  # shared costs are divided among the rows that share them
     decode_seconds: float
     backend: str

@@ -15,7 +15,8 @@ from kvrepro.attention import Part
 from kvrepro.quantise import RESIDUAL, Packed
 from kvrepro.shapes import KeyValue, Mask, Query, RowInts, TokenInts, WindowPositions
 
-ROOM = 16  # slots by which the tail grows
+ROOM = 256  # the tail grows by a spare slot for so many tokens that a head holds
+SLIDE = 16  # tokens after which a sliding layer looks for what it can forget
 
 
 @dataclass
@@ -44,6 +45,20 @@ class RaggedLayer:
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         flat_sums = {name: s[keep] for name, s in sums.items()}
         return cls(keys[keep], values[keep], positions[keep].int(), offsets, keep.shape[:2], flat_sums)
+
+    @classmethod
+    def at(cls, keys: KeyValue, values: KeyValue, positions: Tensor, place: Tensor | None, sums: dict[str, Tensor]):
+        """The tokens at `place` [batch, kv_heads, kept] of each head, or all of them: heads of one length, all alive."""
+        tokens = [keys, values, positions, *sums.values()]
+        if place is not None:
+            tokens = [
+                x.gather(2, place if x.dim() == 3 else place[..., None].expand(-1, -1, -1, x.shape[3])) for x in tokens
+            ]
+        batch, heads, length = tokens[0].shape[:3]
+        flat_keys, flat_values, where, *flat = (x.flatten(0, 2) if x.dim() == 4 else x.flatten() for x in tokens)
+        offsets = torch.arange(0, batch * heads * length + 1, length, device=keys.device)
+        held = [x.clone() if place is None and x.is_contiguous() else x for x in (flat_keys, flat_values)]
+        return cls(*held, where.int(), offsets, (batch, heads), dict(zip(sums, flat, strict=True)))
 
     @property
     def lengths(self) -> Tensor:
@@ -82,7 +97,8 @@ class RaggedLayer:
     @property
     def overhead_bytes(self) -> int:
         """Bytes of positions, offsets and sums."""
-        stored = (self.positions, self.offsets, self.hidden, self.tail_positions, *self.sums.values())
+        sums = (*self.sums.values(), *(self.tail_sums or {}).values())
+        stored = (self.positions, self.offsets, self.hidden, self.tail_positions, *sums)
         return sum(t.numel() * t.element_size() for t in stored if t is not None)
 
     def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
@@ -90,7 +106,7 @@ class RaggedLayer:
         new, used = keys.shape[2], self.tail
         room = 0 if self.tail_keys is None else self.tail_keys.shape[2]
         if used + new > room:
-            room = -(-(used + new) // ROOM) * ROOM
+            room = used + new + len(self.positions) // (ROOM * self.shape[0] * self.shape[1])
             grown = [keys.new_zeros(*keys.shape[:2], room, keys.shape[3]) for _ in range(2)]
             if used:
                 grown[0][:, :, :used], grown[1][:, :, :used] = (

@@ -7,19 +7,21 @@ such rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrepro import guard, quota
+from kvrepro import allocate, guard, quota
 from kvrepro.attention import attend, attend_prompt
-from kvrepro.cache import ROOM, EngineCache, RaggedLayer
+from kvrepro.cache import SLIDE, EngineCache, RaggedLayer
 from kvrepro.condition import Condition
 from kvrepro.condition import Prompt as Text
 from kvrepro.errors import InputError
 from kvrepro.observe import Observation
 from kvrepro.policy import Policy, call, counts_of, guarded, judge, keep
+from kvrepro.selection import best
 from kvrepro.shapes import KeyValue, Mask, Query, RowInts, Scores, TokenInts
 
 LOW_QUERIES = 400  # Scissorhands' history window
@@ -73,16 +75,29 @@ class Job:
     condition: Condition
     policy: Policy | None  # None: everything stays
     parameters: dict
-    budget: RowInts  # [batch]
+    sizes: list[int]  # each row's budget
+    device: torch.device
     layers: dict[int, RaggedLayer] = field(default_factory=dict)
     waiting: dict[int, "Waiting"] = field(default_factory=dict)
-    kept: dict[int, Mask] = field(default_factory=dict)  # per evictable layer, over the compressed tokens
     text: Text | None = None  # of a job that stands for one row: what `reduce` protects of its prompt
+
+    @cached_property
+    def budget(self) -> RowInts:
+        """int64 [batch]."""
+        return torch.tensor(self.sizes, device=self.device)
 
     @property
     def deferred(self) -> bool:
         """Must every layer be seen before anything can leave?"""
         return self.policy is not None and (self.policy.across is not None or "reconstruction" in self.policy.needs)
+
+    def same_count(self, tokens: int) -> int | None:
+        """The number that every head of every row keeps of `tokens`, where the method lets that be known beforehand."""
+        c, p = self.condition, self.policy
+        plain = p.allocate is allocate.uniform and p.refine is None and c.fair is None and c.execution == "physical"
+        if not plain or len(set(self.sizes)) > 1 or self.sizes[0] > tokens:
+            return None
+        return self.sizes[0]
 
     @property
     def window(self) -> int:
@@ -136,6 +151,7 @@ class Prefill:
     def __init__(self, facts: Facts, prompt: Prompt, jobs: Sequence[Job], seed: int = 0, backend: str = "torch"):
         self.facts, self.prompt, self.jobs, self.seed, self.backend = facts, prompt, jobs, seed, backend
         self.padded = bool((prompt.positions < 0).any())
+        self.doubts: list[Tensor] = []
         if backend == "triton" and self.padded:
             raise InputError("backend triton takes prompts of one length together: use prompt_rows=1")
         self.sums = {n for job in jobs if job.policy for n in _sums(job)} - {"reconstruction"}
@@ -167,7 +183,12 @@ class Prefill:
         seen: dict[tuple, Observation] = {}
         for job in self.jobs:
             if job.policy is None or layer not in self.facts.evictable:
-                job.layers[layer] = RaggedLayer.of(key, value, where, where >= 0, {})
+                everything = (key, value, where)
+                job.layers[layer] = (
+                    RaggedLayer.of(*everything, where >= 0, {})
+                    if self.padded
+                    else RaggedLayer.at(*everything, None, {})
+                )
                 continue
             fair = job.condition.fair is not None
             kind = (job.window, job.condition.spans if fair else None)
@@ -216,23 +237,38 @@ class Prefill:
                 _judge_waiting(job, layer, self.prompt)
             return
         budget = job.budget.to(o.keys.device)
-        scores, protected = judge(job.policy, job.parameters, o, budget, guards(c, o, budget, self.prompt))
+        scores, protected = judge(job.policy, job.parameters, o, budget, guards(c, o, job.sizes, self.prompt))
+        if not self.padded and (count := job.same_count(o.keys.shape[2])) is not None:
+            place, doubt = best(scores, protected, count)
+            self.doubts.append(doubt)
+            job.layers[layer] = RaggedLayer.at(o.keys, o.values, o.positions, place, self._carried(job, o))
+            self._remember(job, layer, o)
+            return
         counts = counts_of(job.policy, job.parameters, o, scores, protected, budget)
         self._store(job, layer, o, keep(job.policy, job.parameters, o, scores, protected, counts, c.fair))
 
     def _store(self, job: Job, layer: int, o: Observation, kept: Mask) -> None:
-        job.kept[layer] = kept
-        carried = {n: s for n, s in o.sums.items() if n in _sums(job)}
         stays = o.alive if job.condition.execution == "masked" else kept
-        stored = RaggedLayer.of(o.keys, o.values, o.positions, stays, carried)
+        stored = RaggedLayer.of(o.keys, o.values, o.positions, stays, self._carried(job, o))
         if job.condition.execution == "masked":
             stored.hidden = ~kept[o.alive]
-        if job.condition.regime in ("decode cap", "per step") and job.window:
-            stored.remember(o.queries, o.query_positions, job.window)
         job.layers[layer] = stored
+        self._remember(job, layer, o)
+
+    @staticmethod
+    def _carried(job: Job, o: Observation) -> dict[str, Tensor]:
+        again = job.condition.regime in ("decode cap", "per step")  # otherwise nobody asks for them any more
+        return {n: s for n, s in o.sums.items() if again and n in _sums(job)}
+
+    @staticmethod
+    def _remember(job: Job, layer: int, o: Observation) -> None:
+        if job.condition.regime in ("decode cap", "per step") and job.window:
+            job.layers[layer].remember(o.queries, o.query_positions, job.window)
 
     def finish(self) -> None:
-        """Evict what had to wait for every layer's scores."""
+        """Evict what had to wait for every layer's scores; say what a GPU found amiss on the way."""
+        if self.doubts and bool(torch.stack([doubt.cpu() for doubt in self.doubts]).any()):
+            raise InputError("more protected tokens than the budget holds, or scores that are NaN: raise the budget")
         for job in self.jobs:
             if not job.deferred:
                 continue
@@ -256,9 +292,10 @@ def _judge_waiting(job: Job, layer: int, prompt: Prompt) -> None:
     w = job.waiting[layer]
     o = w.observation
     budget = job.budget.to(o.keys.device)
-    w.scores, w.protected = judge(job.policy, job.parameters, o, budget, guards(job.condition, o, budget, prompt))
+    w.scores, w.protected = judge(job.policy, job.parameters, o, budget, guards(job.condition, o, job.sizes, prompt))
     if job.policy.summary is not None:
         w.summary = call(job.policy.summary, o, parameters=job.parameters)
+    w.observation = replace(o)  # without the attention that it remembers
 
 
 def across(job: Job) -> dict[int, Mask]:
@@ -289,13 +326,15 @@ def across(job: Job) -> dict[int, Mask]:
     }
 
 
-def guards(c: Condition, o: Observation, budget: RowInts, prompt: Prompt) -> Mask:
-    """Tokens that the condition protects, `[batch, kv_heads, tokens]`."""
-    sides = torch.tensor([guarded(c, b) for b in budget.tolist()], device=budget.device)
-    end = prompt.lengths.to(budget.device) if c.suffix_mode == "static" else None
-    mask = guard.ends(o, sides[:, 0], sides[:, 1], end)
+def guards(c: Condition, o: Observation, sizes: Sequence[int], prompt: Prompt) -> Mask:
+    """Tokens that the condition protects, `[batch, kv_heads, tokens]`, in rows that keep `sizes` tokens per head."""
+    sides = [guarded(c, size) for size in sizes]
+    device = o.keys.device
+    prefix, suffix = sides[0] if len(set(sides)) == 1 else torch.tensor(sides, device=device).unbind(1)
+    end = prompt.lengths.to(device) if c.suffix_mode == "static" else None
+    mask = guard.ends(o, prefix, suffix, end)
     if c.whitelist:
-        mask = mask | guard.whitelist(o, prompt.whitelisted(c.whitelist).to(budget.device))
+        mask = mask | guard.whitelist(o, prompt.whitelisted(c.whitelist).to(device))
     return mask
 
 
@@ -375,7 +414,7 @@ class Extend:
                     stored.add(name, counted.sum((2, 3)) if name == "low" else counted.mean(2).sum(2), flat)
 
         out = attend(query, at, parts, scaling, sliding, watch, self._unchosen(layer, query, parts))
-        if sliding is not None and stored.tail >= ROOM:
+        if sliding is not None and stored.tail >= SLIDE:
             stored.slide(at.amax(1) - sliding + 2)  # what the next query cannot see
         return out
 
@@ -448,20 +487,22 @@ def reduce(
                 sums={n: s[rows] for n, s in sums.items()},
                 sliding=facts.sliding.get(layer), inverse_frequencies=facts.inverse_frequencies, seed=seed,
             )  # fmt: skip
-            part = Job(c, job.policy, job.parameters, budgets.to(keys.device)[rows], waiting=job.waiting)
+            sizes = [int(budgets[row]) for row in members]
+            part = Job(c, job.policy, job.parameters, sizes, keys.device, waiting=job.waiting)
             prompt = Prompt.of([jobs[row].text for row in members], keys.device)
             if part.deferred:
                 part.waiting[layer] = Waiting(o)
                 _judge_waiting(part, layer, prompt)
                 continue
-            scores, protected = judge(part.policy, part.parameters, o, part.budget, guards(c, o, part.budget, prompt))
+            scores, protected = judge(part.policy, part.parameters, o, part.budget, guards(c, o, part.sizes, prompt))
             counts = counts_of(part.policy, part.parameters, o, scores, protected, part.budget)
             kept[rows] = keep(part.policy, part.parameters, o, scores, protected, counts)
     for c, members in groups.items():
         job = jobs[members[0]]
         if job.deferred:
             rows = torch.tensor(members, device=seen.device)
-            part = Job(c, job.policy, job.parameters, budgets[rows], waiting=job.waiting)
+            sizes = [int(budgets[row]) for row in members]
+            part = Job(c, job.policy, job.parameters, sizes, seen.device, waiting=job.waiting)
             for layer, mine in across(part).items():
                 held[layer][1][rows] = mine
             job.waiting.clear()

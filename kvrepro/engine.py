@@ -278,8 +278,9 @@ class _Engine:
         for j in columns:
             c = self.conditions[j]
             policy = find(c.policy) if c.policy != "full" else None
-            budget = torch.tensor([capacity_of(c, self.facts.held(end)) for end in ends], device=self.device)
-            jobs.append(Job(c, policy, policy.reading(c.reading, c.switches) if policy else {}, budget))
+            sizes = [capacity_of(c, self.facts.held(end)) for end in ends]
+            parameters = policy.reading(c.reading, c.switches) if policy else {}
+            jobs.append(Job(c, policy, parameters, sizes, self.device))
             if policy is not None and not policy.frees:
                 jobs[-1].policy = None
         return jobs
@@ -300,8 +301,7 @@ class _Engine:
             mine = cache.rows(torch.arange(len(members), device=self.device))
             mine.ragged = {n: job.layers[n] for n in sorted(job.layers)}
             single = [
-                replace(job, layers={}, kept={}, budget=job.budget[b : b + 1], text=self.texts[i])
-                for b, i in enumerate(members)
+                replace(job, layers={}, sizes=job.sizes[b : b + 1], text=self.texts[i]) for b, i in enumerate(members)
             ]
             held = torch.tensor([self.facts.held(end) for end in ends], device=self.device)[:, None]
             layers = [mine.ragged[n].seen().to(held.device) for n in self.facts.evictable]
@@ -359,9 +359,7 @@ class _Engine:
         jobs = self._jobs(members, ends, columns)
         texts = [self.texts[i].ids[:end] for _ in jobs for i, end in zip(members, ends, strict=True)]
         each = [
-            replace(job, budget=job.budget[b : b + 1], text=self.texts[i])
-            for job in jobs
-            for b, i in enumerate(members)
+            replace(job, sizes=job.sizes[b : b + 1], text=self.texts[i]) for job in jobs for b, i in enumerate(members)
         ]
         window = max(job.window for job in jobs)
         chunk = jobs[0].condition.chunk
@@ -381,6 +379,8 @@ class _Engine:
                 [_chunk_budget(job, self.facts, int(s), last) for job, s in zip(each, seen, strict=True)]
             )
             calls += reduce(self.facts, cache, [job.condition for job in each], each, seen, budgets, self.scalings)
+        for layer in cache.ragged.values():  # what served the next eviction: there is none
+            layer.sums, layer.queries, layer.query_positions = {}, None, None
         tags = [(i, j) for j in columns for i in members]
         budgets = torch.cat([job.budget for job in each])
         return Rows(tags, each, cache, logits, seen, budgets, calls)
@@ -505,7 +505,7 @@ class _Engine:
         layers = [rows.cache.ragged[n] for n in self.facts.attention]
         kept = torch.stack([layer.seen().float().mean(1).cpu() for layer in layers])  # [layers, batch]
         held = torch.stack([layer.held().sum(1).cpu() for layer in layers])
-        packed = sum(layer.bytes for layer in layers) if rows.conditions[0].bits is not None else None
+        allocated = sum(layer.bytes + layer.overhead_bytes for layer in layers)
         size = torch.tensor([2 * layer.keys.shape[1] * layer.keys.dtype.itemsize for layer in layers])
         evicting = [self.facts.attention.index(n) for n in self.facts.evictable]
         for row in done:
@@ -517,7 +517,7 @@ class _Engine:
                 kept=kept[:, row].round().int().tolist(),
                 evicted=round(float((full - kept[:, row])[evicting].mean())),
                 policy_calls=int(rows.calls[row]),
-                bytes_held=packed if packed is not None else int((held[:, row] * size).sum()),
+                bytes_held=round(allocated * float((held[:, row] * size).sum() / (held.sum(1) * size).sum())),
                 bytes_full=int((full * heads * size).sum()),
                 decode_seconds=seconds,
                 backend=self.backend,

@@ -45,6 +45,9 @@ def whitelist(o: Observation, table: Tensor) -> Mask:
 def window_of(o: Observation) -> Mask:
     """The tokens whose queries the observation holds: `o.query_positions`, wherever in the prompt they stand."""
     known = o.query_positions >= 0
+    if not o.span_local:  # the last tokens seen, without gaps
+        first = o.query_positions.masked_fill(~known, torch.iinfo(torch.long).max).amin(1) if known.shape[1] else None
+        return torch.zeros_like(o.alive) if first is None else o.alive & (o.positions >= first[:, None, None])
     table = torch.zeros(len(known), int(o.query_positions.max()) + 1 if known.any() else 1, dtype=torch.bool)
     table = table.to(known.device)
     rows = torch.arange(len(known), device=known.device)[:, None].expand_as(known)
@@ -67,8 +70,10 @@ def fit(protected: Mask, counts: Counts, over: str = "error") -> Mask:
     )
 
 
-def _rows(o: Observation, n: Count, name: str) -> Tensor:
-    """`n` as [batch or 1, 1, 1]; a negative number raises."""
+def _rows(o: Observation, n: Count, name: str) -> Tensor | int:
+    """`n` as [batch or 1, 1, 1], a number as it is; a negative one raises."""
+    if isinstance(n, int) and n >= 0:
+        return n  # nothing to wait for on a GPU
     rows = torch.as_tensor(n, device=o.positions.device).view(-1, 1, 1)
     if (rows < 0).any():
         raise InputError(f"{name} is {int(rows.min())}: give 0 or more tokens")

@@ -29,6 +29,14 @@ def select(scores: Scores, protected: Mask, counts: Counts) -> Mask:
     return (order >= last) & (counts > 0)[..., None] & ~dead
 
 
+def best(scores: Scores, protected: Mask, count: int) -> tuple[Tensor, Tensor]:
+    """What `select` keeps where every head keeps `count` living tokens: their places, int64 [batch, kv_heads, count],
+    ascending; and whether it would have raised, bool [], so that a GPU need not be waited for."""
+    doubt = ((protected.sum(-1) > count) | scores.isnan().any(-1)).any()
+    order = _ordered(scores.masked_fill(protected, torch.inf))
+    return order.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values, doubt
+
+
 def _ordered(scores: Scores) -> Tensor:
     """Distinct int64 keys in the order of the scores, the later token above its equals: the float's bits made monotone,
     then its place."""

@@ -70,7 +70,9 @@ def test_whitelist_protects_the_marked_positions_that_are_held(o, data):
 
 
 def test_window_of_finds_its_queries_anywhere():
-    o = observation(batch=1, tokens=12, window=4, query_positions=torch.tensor([[-1, 3, 4, 11]]))
+    spans = torch.tensor([[0] * 5 + [1] * 7])
+    where = torch.tensor([[-1, 3, 4, 11]])
+    o = observation(batch=1, tokens=12, window=4, query_positions=where, span_local=True, span_of=spans)
     assert protected(o, guard.window_of(o)) == [[[3, 4, 11]] * 2]
     assert not guard.window_of(observation(query_positions=torch.full((2, 4), -1))).any()
 

@@ -362,7 +362,7 @@ def run(
     results: str | Path = "data/results",
     profile: str = "quick",
     seed: int = 0,
-    batch_rows: int = 64,
+    batch_rows: int = 128,
     progress: bool = True,
 ) -> pd.DataFrame:
     """One row per (item, cell), stored in `results`/leakage/`name`.parquet as they arrive; known rows are not computed
@@ -393,8 +393,8 @@ def run(
     with store.Store(data.ROOT / results, "leakage", name) as table:
         todo = set(table.missing(keys))
         with tqdm(total=len(todo), desc=f"leakage/{name}", unit="row", disable=not progress) as bar:
-            for first in range(0, len(items), 8):
-                some = range(first, min(first + 8, len(items)))
+            for first in range(0, len(items), 16):
+                some = range(first, min(first + 16, len(items)))
                 asked = {(i, j) for i in some for j in range(len(grid)) if heads[i][j]["key"] in todo}
                 found = _answers(loaded, prompts, conditions, asked, max_new_tokens, stop, batch_rows)
                 table.add([runs._row(loaded, items[i], heads[i][j], answer) for (i, j), answer in found.items()])

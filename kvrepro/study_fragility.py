@@ -22,6 +22,7 @@ from kvrepro.data import Item
 from kvrepro.errors import InputError
 from kvrepro.fragility import DEFAULT, Setting
 from kvrepro.models import Loaded
+from kvrepro.quantise import GROUP
 from kvrepro.run import prompt_limit, run
 from kvrepro.score.heads import EMBEDDED, gates
 
@@ -258,13 +259,13 @@ def quality(
 ) -> pd.DataFrame:
     """Rows of `run` over the grid, tidied (`tidy`). Shares above one half take fewer items; the full profile adds the
     baselines as their own papers describe them."""
-    policies = _with_gates(loaded, policies)
+    policies, four = _with_gates(loaded, policies), _packs(loaded)
     small, large = [s for s in shares if s <= 0.5], [s for s in shares if s > 0.5]
     given: dict[str, Any] = {"seed": seed, "profile": profile, "max_new_tokens": 96} | settings
     parts = []
     for name, some, count in (("main", small, sizes.quality), ("large", large, sizes.large)):
         if some:
-            conditions = grid(some, policies, reading, guard)
+            conditions = [c for c in grid(some, policies, reading, guard) if c.bits is None or four]
             conditions += own_papers() if profile == "full" and MIDDLE in some else []
             here = data.load_items(items, count, seed, tokens)
             parts.append(run("fragility", loaded, here, conditions, name=name, **given))
@@ -278,6 +279,15 @@ def _with_gates(loaded: Loaded, policies: Sequence[str]) -> list[str]:
         return list(policies)
     print(f"duo_attention is left out: {EMBEDDED} holds gates of another model; learn some with python -m kvrepro.duo")
     return [one for one in policies if one != "duo_attention"]
+
+
+def _packs(loaded: Loaded) -> bool:
+    """Whether 4 bits fit the model's heads; says so where they do not."""
+    shape = loaded.model.config.get_text_config()
+    dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    if dim % GROUP:
+        print(f"4 bits are left out: groups of {GROUP} share a scale, heads have {dim} dimensions")
+    return dim % GROUP == 0
 
 
 def tidy(rows: pd.DataFrame) -> pd.DataFrame:

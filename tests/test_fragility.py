@@ -1,9 +1,11 @@
 """Retained importance against loops over the model's own attention; the mixture's closed forms against simulation."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import checkpoint
 import nbformat
 import numpy as np
 import pandas as pd
@@ -13,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrepro import claims, fragility
+from kvrepro import claims, fragility, models
 from kvrepro import figures_fragility as figures
 from kvrepro import study_fragility as study
 from kvrepro.condition import Prompt
@@ -254,8 +256,6 @@ def test_grid_has_what_the_claims_ask_for():
 
 def synthetic(readings=study.READINGS, items: int = 12) -> pd.DataFrame:
     """A grid's rows: the full cache right, critical_ada_kv losing 0.4, the defensive ones 0.1 and 0.05 (as_run 0.3)."""
-    import json
-
     rows = []
     losses = {"defensive_kv": 0.1, "layer_defensive_kv": 0.05, "critical_ada_kv": 0.4}
     for c in study.grid([0.1, 0.2, 0.4]):
@@ -377,3 +377,32 @@ def test_figures_have_labels_and_show_what_they_are_given(chapter):
         "paper, figure 1, layer 14", "paper, figure 3, GovReport", "paper, table 1, GovReport", "our default"
     ]  # fmt: skip
     assert set(fragility.MEANS.values()) <= set(labels)
+
+
+def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
+    rows = [
+        {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 12, "domain": "harbour",
+         "question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"}
+        for i in range(2)
+    ]  # fmt: skip
+    items = tmp_path / "own.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = models.load(str(checkpoint.save(tmp_path / "small", [row["context"] for row in rows])))
+    sizes = study.size("quick", 2)
+    given = {"results": tmp_path, "max_new_tokens": 4, "progress": False}
+    r = study.retained(loaded, str(items), sizes, **given)
+    assert r.summary.item.nunique() == 2
+    assert study.long_tasks(r) == ["harbour"]
+    assert r.layer == study.paper_layer(loaded.model)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
+    pd.testing.assert_frame_equal(study.retained(loaded, str(items), sizes, **given).summary, r.summary)
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
+    grid = study.quality(loaded, str(items), sizes, shares=[0.4], reading="as_described", **given)
+    said = capsys.readouterr().out
+    assert "duo_attention is left out" in said
+    assert "4 bits are left out" in said
+    assert set(grid.policy) == {"full", *study.POLICIES} - {"duo_attention"}
+    assert len(grid) == 2 * (1 + 7)
+    frame = study.evaluate(grid, r, model=loaded.name, profile="quick")
+    assert set(frame[frame.claim.str.startswith(("C1", "C2"))].verdict) == {"not testable here"}
+    assert study.numbers(frame, grid, r)["items"] == "2"

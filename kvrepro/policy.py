@@ -36,6 +36,7 @@ REGIMES = {
 }
 CHUNK_MODES = ("last_chunk", "budget", "every_chunk")
 READINGS = ("as_run", "as_described")
+LEAST = {"window": 1, "recent": 0, "sinks": 0, "kernel": 1, "page": 1}  # of parameters that count tokens
 SUMS = {  # what the forward pass can add up for each token and KV head
     "mass": "attention summed over all queries",
     "span_mass": "attention summed over the queries of its own span",
@@ -100,6 +101,10 @@ class Policy:
         found = {**base, **dict(switches)}
         if found.get("recent") == "window":  # the window itself is protected
             found["recent"] = found["window"]
+        for key, least in LEAST.items():
+            value = found.get(key, least)
+            if not isinstance(value, int) or value < least:
+                raise InputError(f"{key} {value!r} for {self.title}: a whole number, at least {least}")
         return found
 
 
@@ -206,9 +211,15 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         raise InputError(f"unknown chunk_mode {c.chunk_mode!r}: choose one of {', '.join(CHUNK_MODES)}")
     if c.bits not in (None, 4):
         raise InputError(f"bits {c.bits}: 4, or None for the model's own type")
+    if c.reading not in READINGS:
+        raise InputError(f"unknown reading {c.reading!r}: choose one of {', '.join(READINGS)}")
+    if not isinstance(c.interval, int) or c.interval < 1 or not isinstance(c.chunk, int) or c.chunk < 1:
+        raise InputError(f"interval {c.interval!r}, chunk {c.chunk!r}: whole numbers, at least 1")
     if c.policy == "full":
         if c.capacity is not None or c.share is not None or c.prefix or c.suffix or c.whitelist or c.fair is not None:
             raise InputError(f"policy full keeps every token, got {c.label!r} with a budget or guards: drop them")
+        if c.switches:
+            raise InputError(f"policy full has no parameters, got {dict(c.switches)}: drop them")
         return None
     policy = find(c.policy)
     parameters = policy.reading(c.reading, c.switches)
@@ -220,8 +231,6 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         raise InputError(f"capacity {c.capacity!r} for {c.policy}: a whole number of tokens, at least 1")
     if c.share is not None and not 0 < c.share <= 1:
         raise InputError(f"share {c.share!r} for {c.policy}: above 0, at most 1")
-    if not isinstance(c.interval, int) or c.interval < 1 or not isinstance(c.chunk, int) or c.chunk < 1:
-        raise InputError(f"interval {c.interval!r}, chunk {c.chunk!r}: whole numbers, at least 1")
     if not (0 <= c.prefix < 1 and 0 <= c.suffix < 1):
         raise InputError(f"guards {c.prefix}/{c.suffix}: fractions of the capacity between 0 and 1")
     if c.fair is not None and not 0 <= c.fair <= 1:
@@ -280,8 +289,8 @@ def table() -> list[dict[str, str]]:
     columns = ("name", "title", "keeps", "source", "regimes", "budget", "needs", "readings", "test")
     rows = [("full", "Full cache", "everything", "-", "all", "every token", "-", "-", "test_engine.py")]
     for name, p in CATALOGUE.items():
-        needs = [f"last {p.parameters['window']} queries"] if p.parameters.get("window") else []
-        needs = ", ".join(needs + [SUMS.get(n, n) for n in p.needs]) or "keys and positions"
+        asked = [f"last {p.parameters['window']} queries"] if p.parameters.get("window") else []
+        needs = ", ".join(asked + [SUMS.get(n, n) for n in p.needs]) or "keys and positions"
         budget = p.budget if p.frees else "memory stays: pages are chosen per query"
         test = f"test_score_{p.score.__module__.split('.')[-1]}.py"
         regimes = "all" if not p.refuses else ", ".join(p.regimes)

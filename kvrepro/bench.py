@@ -142,10 +142,10 @@ def scratch(
     freeing = [name for name, policy in CATALOGUE.items() if policy.frees]
     for name in policies.split(",") if policies else freeing:
         policy, peaks = CATALOGUE[name], []
-        parameters = policy.reading("as_described")
+        parameters: dict = policy.reading("as_described")
         for n in (tokens // 2, tokens):
             torch.manual_seed(n)
-            window = int(parameters.get("window", 0) or 0)
+            window = parameters.get("window", 0)
             o = Observation(
                 layer=1, layers=shape.num_hidden_layers, keys=torch.randn(1, kv_heads, n, dim),
                 values=torch.randn(1, kv_heads, n, dim), positions=torch.arange(n).expand(1, kv_heads, n),

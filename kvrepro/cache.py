@@ -48,7 +48,7 @@ class RaggedLayer:
 
     @classmethod
     def at(cls, keys: KeyValue, values: KeyValue, positions: Tensor, place: Tensor | None, sums: dict[str, Tensor]):
-        """The tokens at `place` [batch, kv_heads, kept] of each head, or all of them: heads of one length, all alive."""
+        """The tokens at `place` [batch, kv_heads, kept] of each head, or all: heads of one length, all alive."""
         tokens = [keys, values, positions, *sums.values()]
         if place is not None:
             tokens = [
@@ -57,8 +57,10 @@ class RaggedLayer:
         batch, heads, length = tokens[0].shape[:3]
         flat_keys, flat_values, where, *flat = (x.flatten(0, 2) if x.dim() == 4 else x.flatten() for x in tokens)
         offsets = torch.arange(0, batch * heads * length + 1, length, device=keys.device)
-        held = [x.clone() if place is None and x.is_contiguous() else x for x in (flat_keys, flat_values)]
-        return cls(*held, where.int(), offsets, (batch, heads), dict(zip(sums, flat, strict=True)))
+        if place is None:  # memory of its own, not the forward pass's
+            flat_keys, flat_values = flat_keys.clone(), flat_values.clone()
+        flat_sums = dict(zip(sums, flat, strict=True))
+        return cls(flat_keys, flat_values, where.int(), offsets, (batch, heads), flat_sums)
 
     @property
     def lengths(self) -> Tensor:
@@ -341,7 +343,12 @@ def together(caches: list[EngineCache]) -> EngineCache:
 def _tensors(layer) -> list[Tensor]:
     """The states that a recurrent layer holds, in a fixed order."""
     found: list[Tensor] = []
-    _states(layer, lambda t: (found.append(t), t)[1])
+
+    def note(state: Tensor) -> Tensor:
+        found.append(state)
+        return state
+
+    _states(layer, note)
     return found
 
 

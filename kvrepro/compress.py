@@ -198,7 +198,11 @@ class Prefill:
                     ends = log_sums[:, :, -job.window :], out[:, -job.window :].transpose(1, 2)
                     o = replace(o, backend="triton", log_sums=ends[0], window_outputs=ends[1])
                 seen[kind] = o
-            self._decide(job, layer, seen[kind])
+            default = None
+            if fair and job.condition.fair < 1:  # what the policy keeps without quotas
+                plain = self._observe(layer, query, key, value, where, sums, scaling, sliding, job.window, None)
+                default = self._kept(job, plain)
+            self._decide(job, layer, seen[kind], default)
         return out
 
     def _observe(self, layer, query, key, value, where, sums, scaling, sliding, window, names) -> Observation:
@@ -229,23 +233,30 @@ class Prefill:
             inverse_frequencies=self.facts.inverse_frequencies, seed=self.seed,
         )  # fmt: skip
 
-    def _decide(self, job: Job, layer: int, o: Observation) -> None:
-        c = job.condition
+    def _kept(self, job: Job, o: Observation, default: Mask | None = None) -> Mask:
+        """Who stays in a layer; by quotas where the observation is span-local."""
+        c, budget = job.condition, job.budget.to(o.keys.device)
+        scores, protected = judge(job.policy, job.parameters, o, budget, guards(c, o, job.sizes, self.prompt))
+        counts = counts_of(job.policy, job.parameters, o, scores, protected, budget)
+        fair = c.fair if o.span_local else None
+        return keep(job.policy, job.parameters, o, scores, protected, counts, fair, default)
+
+    def _decide(self, job: Job, layer: int, o: Observation, default: Mask | None) -> None:
         if job.deferred:
             job.waiting[layer] = Waiting(o)
             if "reconstruction" not in job.policy.needs:
                 _judge_waiting(job, layer, self.prompt)
             return
-        budget = job.budget.to(o.keys.device)
-        scores, protected = judge(job.policy, job.parameters, o, budget, guards(c, o, job.sizes, self.prompt))
         if not self.padded and (count := job.same_count(o.keys.shape[2])) is not None:
-            place, doubt = best(scores, protected, count)
+            budget = job.budget.to(o.keys.device)
+            place, doubt = best(
+                *judge(job.policy, job.parameters, o, budget, guards(job.condition, o, job.sizes, self.prompt)), count
+            )
             self.doubts.append(doubt)
             job.layers[layer] = RaggedLayer.at(o.keys, o.values, o.positions, place, self._carried(job, o))
             self._remember(job, layer, o)
             return
-        counts = counts_of(job.policy, job.parameters, o, scores, protected, budget)
-        self._store(job, layer, o, keep(job.policy, job.parameters, o, scores, protected, counts, c.fair))
+        self._store(job, layer, o, self._kept(job, o, default))
 
     def _store(self, job: Job, layer: int, o: Observation, kept: Mask) -> None:
         stays = o.alive if job.condition.execution == "masked" else kept

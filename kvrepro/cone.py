@@ -84,7 +84,7 @@ def nearest(
 
     As in Wolfe's algorithm, the nearest point of a few is found, points on the origin's side of its supporting plane
     join, points without weight leave, and the distance falls, until none lies beyond the plane by more than
-    `tolerance`. The nearest point of a few: min ||sum_i w_i x_i||^2 + (sum_i w_i - 1)^2 over w >= 0 has the same solution
+    `tolerance`. The nearest point of a few: min ||sum_i w_i x_i||^2 + (sum_i w_i - 1)^2 over w >= 0 has its solution
     up to scale, and Lawson and Hanson's active sets solve it exactly. start: numbers of points to begin with.
     """
     dim = points.shape[1]

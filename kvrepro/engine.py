@@ -129,9 +129,8 @@ def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens:
     if n < 2:
         raise InputError(f"prompt of {n} tokens < 2: give a text to continue")
     if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-        raise InputError(
-            f"token id {max(prompt)} outside the model's vocabulary of {config.vocab_size}: other tokenizer?"
-        )
+        strange = min(prompt) if min(prompt) < 0 else max(prompt)
+        raise InputError(f"token id {strange} outside the model's vocabulary of {config.vocab_size}: other tokenizer?")
     if n + max_new_tokens > config.max_position_embeddings:
         asked = f"{n} prompt + {max_new_tokens} new tokens"
         raise InputError(f"{asked} > the model's {config.max_position_embeddings} positions: shorten one")
@@ -474,7 +473,11 @@ class _Engine:
             token = rows.logits.argmax(-1)
             picked.append(token)
             done = torch.isin(token, stops) | (step == self.max_new_tokens)
-            if bool(done.any()):
+            broken = rows.logits.isnan().any(1)
+            ended, failed = torch.stack([done.any(), broken.any()]).tolist()
+            if failed:  # the largest of them is no answer
+                raise ArithmeticError(f"{rows.conditions[int(broken.int().argmax())].label}: NaN at new token {step}")
+            if ended:
                 tokens = torch.stack(picked, 1)
                 self._finish(
                     rows, done.nonzero()[:, 0].tolist(), tokens, seconds + (time.perf_counter() - began) / len(rows)

@@ -51,7 +51,8 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> L
     """Load a causal language model with its tokenizer. The engine brings its own attention (`kvrepro.attention`).
 
     model: "tiny-gqa" (ships with the project), the folder of a checkpoint, or a hub id as owner/name. device: "cpu",
-    "cuda", "cuda:0", or "auto" (cuda if there is one). dtype: float32, bfloat16 or float16.
+    "cuda", "cuda:0", "auto" (cuda if there is one), "balanced" (layers over all GPUs). dtype: float32, bfloat16 or
+    float16.
     Raises InputError, before any weight is read or fetched: unknown name, .bin-only weights, remote code, no tokenizer,
     no chat template, no network, no such device.
     """
@@ -69,6 +70,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> L
             raise ValueError("no fast tokenizer (tokenizer.json)")
         network, loading = AutoModelForCausalLM.from_pretrained(
             path,
+            device_map=where if where == "balanced" else None,
             dtype=getattr(torch, dtype),
             local_files_only=True,
             trust_remote_code=False,
@@ -83,7 +85,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> L
         raise InputError(  # transformers would fill them at random
             f"{name}: weights lack {len(lacking)} of the model's tensors, e.g. {lacking[0]}: they do not fit the config"
         )
-    network = network.to(where).eval().requires_grad_(False)
+    network = (network if where == "balanced" else network.to(where)).eval().requires_grad_(False)
     return Loaded(network, tokenizer, name, checkpoint_hash(path), path)
 
 
@@ -197,11 +199,15 @@ def _device(device: str) -> str:
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "balanced":
+        if torch.cuda.device_count() < 2:
+            raise InputError(f"device 'balanced' spreads layers, torch sees {torch.cuda.device_count()} GPUs: use auto")
+        return device
     kind, _, index = device.partition(":")
     if kind == "cpu" and not index:
         return device
     if kind != "cuda" or (index and not index.isdigit()):
-        raise InputError(f"unknown device '{device}': use cpu, cuda, cuda:0, or auto")
+        raise InputError(f"unknown device '{device}': use cpu, cuda, cuda:0, balanced, or auto")
     count = torch.cuda.device_count()
     if int(index or 0) >= count:
         raise InputError(f"device '{device}' asked for, torch sees {count} CUDA devices: use cpu or auto")

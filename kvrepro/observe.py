@@ -49,7 +49,8 @@ class Observation:
 
     def last(self, window: int) -> "Observation":
         """The same with the last `window` queries only."""
-        return replace(self, queries=self.queries[:, :, -window:], query_positions=self.query_positions[:, -window:])
+        first = max(0, self.queries.shape[2] - window)  # not [-window:], which is everything for 0
+        return replace(self, queries=self.queries[:, :, first:], query_positions=self.query_positions[:, first:])
 
     def span(self, positions: Tensor) -> Tensor:
         """Number of the prompt span that each of `positions` [batch, ...] lies in; positions after it: the last's."""
@@ -58,24 +59,32 @@ class Observation:
 
     @cached_property
     def visible(self) -> Tensor:
-        """Bool [batch, kv_heads, window, tokens]: may this query look at this token?"""
+        """Bool [batch, kv_heads, window, tokens]: does this query have a say about this token?"""
+        if not self.span_local:
+            return self._causal
+        same = self.span(self.positions)[:, :, None] == self.span(self.query_positions)[:, None, :, None]
+        return self._causal & same
+
+    @cached_property
+    def _causal(self) -> Tensor:
+        """Bool [batch, kv_heads, window, tokens]: did this query look at this token?"""
         token, query = self.positions[:, :, None], self.query_positions[:, None, :, None]
         seen = (token >= 0) & (token <= query)
         if self.sliding is not None:
             seen = seen & (token > query - self.sliding)
-        if self.span_local:
-            seen = seen & (self.span(self.positions)[:, :, None] == self.span(self.query_positions)[:, None, :, None])
         return seen
 
     @cached_property
     def attention(self) -> Probabilities:
-        """p, float32 `[batch, kv_heads, group, window, tokens]`: softmax over all tokens that the query may see, the
-        window's own among them; 0 elsewhere, and for a query that is not there."""
+        """p, float32 `[batch, kv_heads, group, window, tokens]`: softmax over all tokens that the query saw, the
+        window's own among them; 0 elsewhere, for a query that is not there and, under `span_local`, for tokens of other
+        spans: what remains is not renormalised (leakage paper, appendix E)."""
         batch, kv_heads, _, dim = self.keys.shape
         q = self.queries.view(batch, kv_heads, self.group, -1, dim).float()
         logits = torch.einsum("bgrwd,bgnd->bgrwn", q, self.keys.float()).mul_(self.scaling)
-        logits.masked_fill_(~self.visible[:, :, None], -torch.inf)
-        return torch.softmax(logits, -1).nan_to_num_(0.0)  # a row of -inf only: no such query
+        logits.masked_fill_(~self._causal[:, :, None], -torch.inf)
+        p = torch.softmax(logits, -1).nan_to_num_(0.0)  # a row of -inf only: no such query
+        return p.masked_fill_(~self.visible[:, :, None], 0.0) if self.span_local else p
 
     @cached_property
     def outputs(self) -> Outputs:

@@ -174,15 +174,17 @@ def judge(
 
 
 def keep(
-    policy: Policy, parameters: Parameters, o: Observation, scores: Scores, protected: Mask, counts: Counts, fair=None
-) -> Mask:
-    """Who stays, `[batch, kv_heads, tokens]`, `counts` per head; `fair` splits each head's count over prompt spans."""
+    policy: Policy, parameters: Parameters, o: Observation, scores: Scores, protected: Mask, counts: Counts, fair=None,
+    default: Mask | None = None,
+) -> Mask:  # fmt: skip
+    """Who stays, `[batch, kv_heads, tokens]`, `counts` per head; `fair` splits each head's count over prompt spans,
+    below 1 mixed with what `default`, the policy without quotas, keeps of each."""
     if policy.refine is not None:
         scores, more = call(policy.refine, o, scores, counts, parameters={**parameters, "protected": protected})
         protected = protected | (more & o.alive)
     if fair is None:
         return select(scores, protected, counts)
-    parts = quota.split(o, counts, protected, fair, select(scores, protected, counts))
+    parts = quota.split(o, counts, protected, fair, default)
     return quota.select(scores, protected, parts, o)
 
 

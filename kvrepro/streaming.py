@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvrepro.errors import InputError
 
-
 WAYS = ("fused attention", "one extra pass", "eager")
 
 

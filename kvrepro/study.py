@@ -94,11 +94,10 @@ def beside(rows: pd.DataFrame, policies: Sequence[str], measure: str = "token_f1
     wide = rows[rows.policy.isin(policies)].pivot_table(index="item", columns="policy", values=measure)
     table = {}
     for name in policies:
-        mean, low, high = stats.mean_ci(wide[name])
         gap = stats.mean_ci(wide[name] - wide[policies[1]])
         table[name] = {
-            measure: f"{mean:.2f} [{low:.2f}, {high:.2f}]",
-            f"minus {policies[1]}": "-" if name == policies[1] else "{:+.2f} [{:+.2f}, {:+.2f}]".format(*gap),
+            measure: str(stats.mean_ci(wide[name])),
+            f"minus {policies[1]}": "-" if name == policies[1] else str(gap),
             "tokens kept": round(float(rows[rows.policy == name].kept_mean.mean())),
         }
     return pd.DataFrame(table).T.rename_axis("policy")

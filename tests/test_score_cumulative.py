@@ -118,10 +118,10 @@ def test_tova_of_spans_asks_each_spans_last_token():
     fair = replace(o, span_of=span_of, span_local=True, query_positions=torch.tensor([[4, 11]]))
     scores = cumulative.tova(fair)[0, 0].double()
     expected = torch.zeros(12, dtype=torch.float64)
-    for w, span in ((0, slice(0, 5)), (1, slice(5, 12))):
-        for h in range(4):
-            logits = o.keys[0, h // 2, span].double() @ o.queries[0, h, w].double() * o.scaling
-            expected[span] += logits.softmax(0) / 4
+    for w, at, span in ((0, 4, slice(0, 5)), (1, 11, slice(5, 12))):
+        for h in range(4):  # over all that the query saw; what other spans got is dropped, not shared out
+            logits = o.keys[0, h // 2, : at + 1].double() @ o.queries[0, h, w].double() * o.scaling
+            expected[span] += logits.softmax(0)[span] / 4
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-7)
 
 

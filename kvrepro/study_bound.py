@@ -113,14 +113,14 @@ def study(
 def by_length(
     loaded: Loaded, items: str, n_items: int, lengths: Sequence[int], settings: Settings, **given
 ) -> pd.DataFrame:
-    """`Study.assumptions` for prompts of several lengths (tokens, column `length`): the last query, no enumeration.
+    """`Study.assumptions` for prompts of several lengths (tokens, column `length`), last query, first two pools.
 
     items: as in `data.load_items`. Lengths beyond the model's context are left out; if none is left, InputError.
     """
     held = [length for length in lengths if length <= loaded.context]
     if not held:
         raise InputError(f"no length of {list(lengths)} fits the model's context of {loaded.context} tokens")
-    plain = replace(settings, per_cell=0, shares=(), positions=1, steps=3)
+    plain = replace(settings, pools=settings.pools[:2], per_cell=0, shares=(), positions=1, steps=1)
     frames = []
     for length in held:
         found = data.load_items(items, n_items, seed=settings.seed, tokens=length)

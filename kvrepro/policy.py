@@ -241,9 +241,6 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         raise InputError(f"fair splits one head's budget at a prompt's end: not {policy.budget} budgets, {c.regime}")
     if prompt_tokens is None:
         return None
-    budget = capacity_of(c, prompt_tokens)
-    if budget < 1:
-        raise InputError(f"share {c.share} of {prompt_tokens} tokens keeps {budget}: raise the share")
     at_once = policy.frees and c.regime in ("prefill", "offline", "chunked")
     if at_once and c.capacity is not None and c.capacity >= prompt_tokens:
         raise InputError(
@@ -254,6 +251,8 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         tokens.append(min(c.chunk, prompt_tokens))
     for seen in tokens:
         budget = capacity_of(c, seen)
+        if budget < 1:
+            raise InputError(f"share {c.share} of {seen} tokens keeps {budget}: raise the share")
         prefix, suffix = guarded(c, budget)
         parts = {"prefix": prefix, "suffix": suffix, **{k: int(parameters.get(k, 0)) for k in ("sinks", "recent")}}  # type: ignore[call-overload]
         first, last = max(prefix, parts["sinks"]), max(suffix, parts["recent"])
@@ -263,7 +262,7 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
             apart = {at for at in whitelist if first <= seen + at < seen - last}
             named += [f"{len(apart)} whitelist"] if apart else []
             needed += len(apart)
-        if budget < max(1, min(needed, seen)):
+        if budget < min(needed, seen):
             what = f"budget {budget} < {needed} protected tokens ({' + '.join(named)})"
             after = "" if seen == prompt_tokens else f" after the first chunk of {seen}"
             raise InputError(f"{what}{after}: raise the budget or lower the guards")

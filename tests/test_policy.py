@@ -1,0 +1,196 @@
+"""What a condition may ask for, what it is refused, and how a policy's functions are put together."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from observations import observation
+
+from kvrepro.catalogue import CATALOGUE
+from kvrepro.condition import Condition
+from kvrepro.errors import InputError
+from kvrepro.policy import (
+    READINGS,
+    REGIMES,
+    Policy,
+    call,
+    capacity_of,
+    check,
+    counts_of,
+    find,
+    guarded,
+    judge,
+    keep,
+    source_of,
+    table,
+)
+
+FINE = Condition("snapkv", 40, regime="prefill", reading="as_described")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"policy": "nothing"}, "unknown policy 'nothing': choose one of full, "),
+        ({"policy": "lru"}, "lru looks at all layers together"),
+        ({"policy": "nowhere/own.py:MINE"}, "no file nowhere/own.py"),
+        ({"regime": "sometimes"}, "unknown regime 'sometimes'"),
+        ({"reading": "as_heard"}, "unknown reading 'as_heard': choose one of as_run, as_described"),
+        ({"execution": "virtual"}, "unknown execution 'virtual': choose physical or masked"),
+        ({"suffix_mode": "loose"}, "unknown suffix_mode 'loose'"),
+        ({"chunk_mode": "now"}, "unknown chunk_mode 'now': choose one of last_chunk, budget, every_chunk"),
+        ({"bits": 3}, "bits 3: 4, or None"),
+        ({"capacity": None}, "capacity None, share None for snapkv: give one of the two"),
+        ({"share": 0.5}, "capacity 40, share 0.5 for snapkv: give one of the two"),
+        ({"capacity": 0}, "capacity 0 for snapkv: a whole number of tokens, at least 1"),
+        ({"capacity": 20.0}, "capacity 20.0 for snapkv"),
+        ({"capacity": None, "share": 1.01}, "share 1.01 for snapkv: above 0, at most 1"),
+        ({"capacity": None, "share": 0.0}, "share 0.0 for snapkv"),
+        ({"interval": 0}, "interval 0, chunk 4096: whole numbers"),
+        ({"chunk": 0}, "interval 8, chunk 0: whole numbers"),
+        ({"prefix": 1.0}, "guards 1.0/0.0: fractions"),
+        ({"suffix": -0.1}, "guards 0.0/-0.1: fractions"),
+        ({"fair": 1.5}, "fair 1.5: a share of fairness from 0 to 1"),
+        ({"policy": "ada_kv", "fair": 1.0}, "not per head budgets, prefill"),
+        ({"regime": "chunked", "fair": 1.0}, "not uniform budgets, chunked"),
+        ({"switches": (("windows", 4),)}, "SnapKV has no parameter 'windows': it has window, recent"),
+        ({"switches": (("window", 0),)}, "window 0 for SnapKV: a whole number, at least 1"),
+        ({"switches": (("window", 2.5),)}, "window 2.5 for SnapKV"),
+        ({"switches": (("recent", -1),)}, "recent -1 for SnapKV: a whole number, at least 0"),
+        ({"policy": "kv_zip", "regime": "per step"}, "kv_zip cannot run in regime 'per step': it repeats"),
+        ({"policy": "full"}, "policy full keeps every token"),
+        ({"policy": "full", "capacity": None, "switches": (("window", 4),)}, "policy full has no parameters"),
+        ({"capacity": 100}, "capacity 100 >= 100 tokens to compress: nothing leaves; lower it, or say share=1.0"),
+        ({"capacity": 31}, r"budget 31 < 32 protected tokens \(32 recent\)"),
+        ({"prefix": 0.25, "suffix": 0.2}, r"budget 40 < 42 protected tokens \(10 prefix \+ 8 suffix \+ 32 recent\)"),
+        ({"capacity": None, "share": 0.009}, "share 0.009 of 100 tokens keeps 0: raise the share"),
+        ({"regime": "chunked", "chunk_mode": "every_chunk", "chunk": 50, "capacity": None, "share": 0.4},
+         r"budget 20 < 32 protected tokens \(32 recent\) after the first chunk of 50"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_met_is_one_line_with_both_values(change, words):
+    with pytest.raises(InputError, match=words) as error:
+        check(replace(FINE, **change), 100)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {}, {"capacity": None, "share": 1.0}, {"regime": "decode cap", "capacity": 1000}, {"execution": "masked"},
+        {"regime": "chunked", "chunk_mode": "last_chunk", "chunk": 5}, {"prefix": 0.1, "suffix": 0.1},
+        {"switches": (("recent", 0), ("window", 8))}, {"fair": 0.0},
+    ],
+)  # fmt: skip
+def test_what_can_be_met_passes(change):
+    check(replace(FINE, **change), 100)
+
+
+def test_whitelisted_tokens_count_once_beside_what_is_protected_anyway():
+    inside = [-90, -89, -88]
+    check(replace(FINE, capacity=35), 100, inside)
+    check(replace(FINE, capacity=35), 100, [*inside, *inside, -1, -2, -32])
+    with pytest.raises(InputError, match=r"budget 34 < 35 protected tokens \(32 recent \+ 3 whitelist\)"):
+        check(replace(FINE, capacity=34), 100, inside)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_policy_runs_or_says_why_not_in_every_regime(name):
+    for regime in REGIMES:
+        for reading in READINGS:
+            c = Condition(name, 4000, regime=regime, reading=reading, chunk=4096)
+            if regime in CATALOGUE[name].refuses:
+                with pytest.raises(InputError, match=f"{name} cannot run in regime '{regime}': "):
+                    check(c, 5000)
+            else:
+                check(c, 5000)
+
+
+def test_shares_round_down_and_never_by_a_hair():
+    c = Condition("k_norm", regime="prefill", share=0.29)
+    assert [capacity_of(c, n) for n in (100, 99, 10, 3)] == [29, 28, 2, 0]
+    assert capacity_of(Condition("k_norm", 7), 100) == 7
+    assert capacity_of(Condition(), 100) == 100
+
+
+def test_guards_are_fractions_of_the_budget_four_at_least():
+    c = Condition("k_norm", 100, prefix=0.1, suffix=0.02, regime="prefill")
+    assert guarded(c, 100) == (10, 4)
+    assert guarded(replace(c, suffix=0.0), 100) == (10, 0)
+
+
+def test_readings_differ_where_the_public_code_does():
+    policy = Policy("P", "s", lambda o: o, {"window": 8, "recent": "window", "a": 1}, {"a": 2, "b": 3})
+    assert policy.reading("as_described") == {"window": 8, "recent": 8, "a": 1}
+    assert policy.reading("as_run") == {"window": 8, "recent": 8, "a": 2, "b": 3}
+    assert policy.reading("as_run", (("window", 5), ("a", 9))) == {"window": 5, "recent": 5, "a": 9, "b": 3}
+    assert policy.readings == ("as_run", "as_described")
+    assert replace(policy, as_run={}).readings == ("as_described",)
+
+
+def test_a_policys_functions_get_what_they_name():
+    o = observation(tokens=20, kv_heads=2, dead=4)
+    got = {}
+
+    def score(o, weight, budget):
+        got["score"] = (weight, budget.tolist())
+        return o.positions.float() * weight
+
+    def shield(o, scores, budget, width):
+        got["shield"] = width
+        return (o.positions >= 0) & (o.positions < width)
+
+    def allocate(scores, protected, budget, o, extra):
+        got["allocate"] = (o.seen.tolist(), extra)
+        return torch.stack([budget + extra, budget - extra], 1)
+
+    def refine(o, scores, counts, protected, weight):
+        got["refine"] = counts.tolist()
+        newest = torch.zeros_like(protected)
+        newest[:, :, -2] = True
+        return -scores, newest
+
+    parameters = {"weight": 3.0, "width": 2, "extra": 1, "unused": None, "recent": 1}
+    policy = Policy("P", "s", score, parameters, allocate=allocate, shield=shield, refine=refine)
+    budget = torch.tensor([6, 7])
+    scores, protected = judge(policy, parameters, o, budget, torch.zeros_like(o.alive))
+    assert scores.dtype == torch.float32
+    assert (scores[~o.alive] == -torch.inf).all()
+    assert not protected[~o.alive].any()
+    assert protected[:, :, -1].all()
+    counts = counts_of(policy, parameters, o, scores, protected, budget)
+    kept = keep(policy, parameters, o, scores, protected, counts)
+    assert got == {
+        "score": (3.0, [6, 7]), "shield": 2, "allocate": ([20, 20], 1), "refine": [[7, 5], [8, 6]]
+    }  # fmt: skip
+    assert kept.sum(-1).tolist() == [[7, 5], [8, 6]]
+    assert kept[:, :, -2:].all()
+    first = o.alive.int().argmax(-1)
+    assert kept.gather(2, first[..., None]).all()  # refined scores turn the order round
+
+
+def test_call_hands_over_named_parameters_alone():
+    assert call(lambda a, b=1, c=2: (a, b, c), 0, parameters={"c": 5, "d": 6}) == (0, 1, 5)
+
+
+def test_a_readers_own_policy_comes_from_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "own.py"
+    text = "from kvrepro.policy import Policy\n\n\ndef last(o):\n    return o.positions.float()\n\n\n"
+    file.write_text(text + "MINE = Policy('Mine', 'me', last)\nOTHER = 3\n")
+    monkeypatch.chdir(tmp_path)
+    assert find("own.py:MINE").title == "Mine"
+    assert find(f"{file}:MINE").title == "Mine"
+    assert source_of("own.py:MINE") == file.read_text()
+    assert source_of("snapkv") == ""
+    check(Condition("own.py:MINE", 10, regime="prefill"), 100)
+    with pytest.raises(InputError, match=r"own.py has no Policy called OTHER"):
+        find("own.py:OTHER")
+
+
+def test_the_table_has_a_row_for_every_policy():
+    rows = table()
+    names = [row["name"] for row in rows]
+    general = [row["name"] for row in rows if row["regimes"] != "harness"]
+    assert general == ["full", *CATALOGUE]
+    assert len({(row["name"], row["regimes"] == "harness") for row in rows}) == len(names)
+    assert all(all(row.values()) for row in rows)

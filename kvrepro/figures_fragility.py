@@ -271,10 +271,11 @@ def _policies(rows: pd.DataFrame, reading: str) -> list[tuple[str, str]]:
 
 
 def _lines(panel: Axes, rows: pd.DataFrame, reading: str, contrast: str, tasks: Sequence[str] = ()) -> None:
-    found = _policies(rows, reading)
+    found, drawn = _policies(rows, reading), set()
     for i, (policy, one) in enumerate(found):
         line = study.curve(rows, policy, one, contrast, tasks)
         line = line[line.n >= claims.MIN_ITEMS] if (line.n >= claims.MIN_ITEMS).any() else line
+        drawn |= set(line["share"])
         wide = policy in DEFENSIVE
         panel.plot(line["share"], line.value, color=COLOURS[policy], lw=1.6 if wide else 1, zorder=3 if wide else 2)
         for point in line.itertuples():
@@ -287,7 +288,7 @@ def _lines(panel: Axes, rows: pd.DataFrame, reading: str, contrast: str, tasks: 
             }
             _point(panel, at, (point.value, point.low, point.high), **style)
     panel.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    panel.set_xticks(sorted(rows["share"].dropna().unique()))
+    panel.set_xticks(sorted(drawn))
     panel.set_xlabel("share of the context kept")
 
 

@@ -700,6 +700,15 @@ def numbers(frame: pd.DataFrame, rows: pd.DataFrame, r: Retained) -> dict[str, s
         if len(here):
             key = name.replace(" ", "-")
             found[f"mean-{key}"], found[f"defensive-{key}"] = (f"{here[c].iloc[0]:.2f}" for c in ("mean", "defensive"))
+    for step in STEPS:
+        pair = {
+            step: (
+                {"policy": "defensive_kv", "share": MIDDLE, "step": step},
+                {"policy": "defensive_kv", "share": MIDDLE},
+            )
+        }
+        gap = compare(rows, pair, "as_run")
+        found[f"step-{step}"] = _shown(tuple(gap.iloc[0])[1:]) if len(gap) else "not run"
     for reading in READINGS:
         for claim in frame.claim.unique():
             row = next(frame[(frame.claim == claim) & frame.reading.isin([reading, "any"])].itertuples(), None)

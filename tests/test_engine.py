@@ -275,7 +275,8 @@ def test_eviction_equals_a_masked_full_cache(name, modes):
 def test_rows_of_a_batch_equal_rows_alone_whatever_the_padding(name, regimes):
     model = architecture(name)
     texts = [
-        Prompt(ids, {"question": list(range(len(ids) - 3 - i, len(ids)))}) for i, ids in enumerate(tiny_prompts(70, 33))
+        Prompt(ids, {"question": list(range(len(ids) - 5 + 2 * i, len(ids)))})
+        for i, ids in enumerate(tiny_prompts(70, 33))
     ]
     conditions = []
     for regime in regimes:

@@ -7,58 +7,20 @@ prompts. Source: Mao et al. 2026.
 
 import json
 import sys
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from jaxtyping import Complex, Float
 from torch import Tensor
 
 from kvrepro import models
 from kvrepro.attention import attend, installed
 from kvrepro.errors import InputError
+from kvrepro.score.queries import EMBEDDED, Queries, frequencies, pairs
 from kvrepro.shapes import KeyValue, Query
 
-EMBEDDED = "data/models/tiny-gqa-queries.json"  # relative to the project's folder
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Statistics of a model's queries before their rotation."""
-
-    model: str  # hash of the checkpoint
-    mean: Complex[Tensor, "layers heads frequencies"]
-    length: Float[Tensor, "layers heads frequencies"]
-
-
-def pairs(x: Tensor, rotated: int) -> Complex[Tensor, "..."]:
-    """The last axis [dim] as complex numbers [dim / 2]: the `rotated` first elements pair with each other, half against
-    half, and so do those that the model leaves unrotated. float32."""
-    parts = [part.float().unflatten(-1, (2, -1)) for part in (x[..., :rotated], x[..., rotated:]) if part.shape[-1]]
-    return torch.complex(*(torch.cat([part[..., side, :] for part in parts], -1) for side in (0, 1)))
-
-
-def frequencies(inverse_frequencies: Tensor, dim: int) -> Tensor:
-    """Radians per position of each pair, float64 [dim / 2]; 0 for those left unrotated."""
-    return torch.nn.functional.pad(inverse_frequencies.double(), (0, dim // 2 - len(inverse_frequencies)))
-
-
-@lru_cache(maxsize=8)
-def load(path: str) -> Queries:
-    """A file that this module wrote; relative paths start at the project's folder. Raises InputError."""
-    file = models.ROOT / path  # an absolute path stays as it is
-    try:
-        read = json.loads(file.read_text())
-        mean = torch.complex(torch.tensor(read["mean_real"]), torch.tensor(read["mean_imaginary"]))
-        return Queries(read["model"], mean, torch.tensor(read["length"]))
-    except FileNotFoundError:
-        raise InputError(f"no query statistics at {file}: write them with python -m kvrepro.calibrate") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} holds no query statistics ({error}): write them anew") from None
 
 
 class Watch:

@@ -10,7 +10,7 @@ from observations import observation
 
 from kvrepro import calibrate, duo, models
 from kvrepro.attention import installed
-from kvrepro.score import heads, keys
+from kvrepro.score import heads, keys, queries
 
 
 def batches(n=6, length=40):
@@ -90,8 +90,8 @@ def test_query_statistics_are_those_of_the_projections(kind):
 def test_statistics_survive_the_file(tmp_path):
     g = torch.Generator().manual_seed(2)
     mean = torch.complex(*(torch.randn(2, 3, 4, generator=g) for _ in range(2)))
-    calibrate.write(calibrate.Queries("abc", mean, mean.abs() + 1), tmp_path / "q.json")
-    back = calibrate.load(str(tmp_path / "q.json"))
+    calibrate.write(queries.Queries("abc", mean, mean.abs() + 1), tmp_path / "q.json")
+    back = queries.load(str(tmp_path / "q.json"))
     assert back.model == "abc"
     torch.testing.assert_close(back.mean, mean, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(back.length, mean.abs() + 1, atol=1e-4, rtol=1e-4)
@@ -119,10 +119,10 @@ def test_frequencies_of_a_model_with_two_rotations():
 def test_the_shipped_files_fit_the_embedded_model():
     config = json.loads((models.EMBEDDED / "config.json").read_text())
     layers, kv_heads = config["num_hidden_layers"], config["num_key_value_heads"]
-    for name in (heads.EMBEDDED, calibrate.EMBEDDED):
+    for name in (heads.EMBEDDED, queries.EMBEDDED):
         assert json.loads((models.ROOT / name).read_text())["model"] == models.checkpoint_hash(models.EMBEDDED)
     assert heads.gates(heads.EMBEDDED).shape == (layers, kv_heads)
-    known = calibrate.load(calibrate.EMBEDDED)
+    known = queries.load(queries.EMBEDDED)
     assert known.mean.shape == (layers, config["num_attention_heads"], config["head_dim"] // 2)
     assert bool((known.length >= known.mean.abs() - 1e-3).all())  # a mean is no longer than the mean length
     o = observation(kv_heads=kv_heads, group=3, dim=64, layer=5, layers=layers)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrepro import calibrate
 from kvrepro.errors import InputError
-from kvrepro.score import keys
+from kvrepro.score import keys, queries
 from kvrepro.selection import select
 
 DIM = 8
@@ -209,13 +209,13 @@ def calibrated(tmp_path):
     g = torch.Generator().manual_seed(9)
     mean = torch.complex(*(torch.randn(3, 4, DIM // 2, generator=g) for _ in range(2)))
     length = mean.abs() + torch.rand(3, 4, DIM // 2, generator=g)
-    calibrate.write(calibrate.Queries("hash", mean, length), tmp_path / "queries.json")
+    calibrate.write(queries.Queries("hash", mean, length), tmp_path / "queries.json")
     return str(tmp_path / "queries.json")
 
 
 def tri_direct(o, path, horizon, speed):
     """Keys turned back, then the paper's sum over frequencies and distances, float64."""
-    known = calibrate.load(path)
+    known = queries.load(path)
     expected = torch.zeros(o.keys.shape[:3], dtype=torch.float64)
     half, m = DIM // 2, len(speed)
     for b, g, slots, k in each_head(o):
@@ -257,7 +257,7 @@ def test_tri_attention_sees_keys_before_their_rotation(calibrated):
     plain = torch.ones(1, 2, 24, DIM)
     positions = torch.arange(24).expand(1, 2, -1)
     o = observation(batch=1, inverse_frequencies=SPEED, keys=rotated(plain, positions).float())
-    back = calibrate.pairs(o.keys, DIM) * torch.polar(torch.ones(24, 4), -positions[0, 0][:, None] * SPEED)
+    back = queries.pairs(o.keys, DIM) * torch.polar(torch.ones(24, 4), -positions[0, 0][:, None] * SPEED)
     torch.testing.assert_close(back.real, torch.ones_like(back.real), atol=1e-5, rtol=0)
     torch.testing.assert_close(back.imag, torch.ones_like(back.imag), atol=1e-5, rtol=0)
     later = replace(o, seen=o.seen + 1, positions=o.positions + 1, keys=rotated(plain, positions + 1).float())

@@ -6,9 +6,9 @@ float32 `[batch, kv_heads, tokens]`, large = keep. Nothing here is tokens x toke
 import torch
 
 from kvrepro import guard
-from kvrepro.calibrate import EMBEDDED, frequencies, load, pairs
 from kvrepro.errors import InputError
 from kvrepro.observe import Observation
+from kvrepro.score.queries import EMBEDDED, frequencies, load, pairs
 from kvrepro.selection import select
 from kvrepro.shapes import Counts, Mask, RowInts, Scores
 

@@ -86,7 +86,8 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     os.environ.pop("JUPYTER_PATH", None)
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     quiet = ["--log-level=CRITICAL"]  # the kernel's remarks on its transport; errors of cells come as exceptions
-    papermill.execute_notebook(source, partial, parameters, kernel_name="python3", cwd=root, extra_arguments=quiet)
+    papermill.execute_notebook(source, partial, parameters, kernel_name="python3", cwd=root, extra_arguments=quiet,
+                               progress_bar=False)  # fmt: skip
     notebook = nbformat.read(partial, as_version=4)
     notebook.metadata["kvrepro"] = {"inputs": inputs, "claims": _hash(claims)}
     nbformat.write(notebook, partial)

@@ -99,12 +99,9 @@ def generate(
     texts = [p if isinstance(p, Text) else Text(list(p), {}) for p in prompts]
     old = [j for j, c in enumerate(conditions) if c.regime == "harness"]
     new = [j for j, c in enumerate(conditions) if c.regime != "harness"]
-    facts = Facts.of(model)
     for text in texts:
         _check_prompt(model, text.ids, max_new_tokens)
-        for j in new:
-            end = boundary(text, conditions[j])
-            check(conditions[j], facts.held(end), [at - end for at in whitelisted(text, conditions[j]) if at < end])
+    check_conditions(model, texts, [conditions[j] for j in new])
     known: dict[tuple[int, int], Generation] = {}
     if old:
         answers = harness.generate(
@@ -121,6 +118,15 @@ def generate(
         with installed(model):
             known |= engine.run(new, prompt_rows)
     return [[known[i, j] for j in range(len(conditions))] for i in range(len(prompts))]
+
+
+def check_conditions(model: PreTrainedModel, texts: Sequence[Text], conditions: Sequence[Condition]) -> None:
+    """Raise InputError for a condition outside the harness that one of the prompts cannot meet."""
+    facts = Facts.of(model)
+    for text in texts:
+        for c in conditions:
+            end = boundary(text, c)
+            check(c, facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
 
 
 def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> None:
@@ -509,12 +515,12 @@ class _Engine:
         kept = torch.stack([layer.seen().float().mean(1).cpu() for layer in layers])  # [layers, batch]
         held = torch.stack([layer.held().sum(1).cpu() for layer in layers])
         allocated = sum(layer.bytes + layer.overhead_bytes for layer in layers)
-        size = torch.tensor([2 * layer.keys.shape[1] * layer.keys.dtype.itemsize for layer in layers])
+        size = held.new_tensor([2 * layer.keys.shape[1] * layer.keys.dtype.itemsize for layer in layers])
         evicting = [self.facts.attention.index(n) for n in self.facts.evictable]
         for row in done:
             tag, seen = rows.tags[row], int(rows.seen[row])
-            full = torch.tensor([min(seen, self.facts.sliding.get(n, seen + 1) - 1) for n in self.facts.attention])
-            heads = torch.tensor([layer.shape[1] for layer in layers])
+            full = held.new_tensor([min(seen, self.facts.sliding.get(n, seen + 1) - 1) for n in self.facts.attention])
+            heads = held.new_tensor([layer.shape[1] for layer in layers])
             self.answers[tag] = Generation(
                 tokens=tokens[row].tolist(),
                 kept=kept[:, row].round().int().tolist(),

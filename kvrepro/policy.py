@@ -166,7 +166,8 @@ def judge(
     """(scores, protected), both `[batch, kv_heads, tokens]`: `guarded` by the condition, and the method's own."""
     shape = o.positions.shape
     scores = call(policy.score, o, parameters={**parameters, "budget": budget}).float().expand(shape)
-    recent = guard.window_of(o) if o.span_local else guard.recent(o, parameters.get("recent", 0))
+    newest = parameters.get("recent", 0)
+    recent = guard.window_of(o) if o.span_local and newest else guard.recent(o, newest)
     protected = (guarded | recent | guard.sinks(o, parameters.get("sinks", 0))).expand(shape) & o.alive
     if policy.shield is not None:
         protected = protected | call(policy.shield, o, scores, budget, parameters=parameters)

@@ -101,9 +101,11 @@ def check(
     prompts = [
         data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], max_new_tokens, limit)) for item in items
     ]
+    shortest = min(len(prompt.ids) for prompt in prompts)
     for condition in conditions:
-        shortest = min(prompts, key=lambda prompt: engine.boundary(prompt, condition))
-        policy.check(condition, engine.boundary(shortest, condition))
+        if condition.regime == "harness":
+            policy.check(condition, shortest)
+    engine.check_conditions(loaded.model, prompts, [c for c in conditions if c.regime != "harness"])
     return prompts
 
 

@@ -1,4 +1,4 @@
-"""Statistics of a model's queries before their rotation: `python -m kvrepro.calibrate` measures them for TriAttention."""
+"""Statistics of a model's queries before rotation: `python -m kvrepro.calibrate` measures them for TriAttention."""
 
 import json
 from dataclasses import dataclass

@@ -81,7 +81,7 @@ OPERATIONS = ["append", "append one", "add", "settle", "evict", "rows", "concate
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=9), st.booleans(), st.integers(0, 10**6))
 def test_any_course_of_operations_equals_lists(operations, masked, seed):
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(torch.get_default_device()).manual_seed(seed)
 
     def below(n: int) -> int:
         return int(torch.randint(n, (), generator=g))

@@ -24,7 +24,7 @@ def test_a_mixed_batch_reduces_like_each_row_alone():
         Condition("lru", 20), Condition("h2o", 30, 0.1, 0.1), Condition("lru", 25, reading="as_described"),
         Condition("random", 20), Condition("h2o", 20), Condition("lru", 20, suffix=0.2),
     ]  # fmt: skip
-    signal = torch.rand(60, generator=torch.Generator().manual_seed(1))
+    signal = torch.rand(60, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     one = after_prefill(60, conditions[0], signal)
     together = keep_sets(
         one.map(lambda v: v.expand(6, *v.shape[1:])), conditions, [Random(42) for _ in conditions], heads=1

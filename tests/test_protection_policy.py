@@ -83,7 +83,7 @@ def test_prefix_without_suffix_keeps_only_the_newest_as_run():
 
 
 def test_attention_policies_rank_alike_after_the_prefill_as_run():
-    signal = torch.rand(1919, generator=torch.Generator().manual_seed(3))
+    signal = torch.rand(1919, generator=torch.Generator(torch.get_default_device()).manual_seed(3))
     same = [kept(Condition(p, 256, 0.1, 0.1), 1919, signal)
             for p in ("h2o", "snapkv", "ada_kv", "quest", "h2o_faithful", "snapkv_faithful")]  # fmt: skip
     assert all(s == same[0] for s in same)

@@ -1,7 +1,7 @@
 """Whole-model timings at the true shapes of public models, random weights: speed does not depend on what they are.
 
 `python -m kvrepro.speed --part prefill --part decode --part answer --out data/gpu/models.csv`, on a GPU. Rows carry
-device, versions and date; the published numbers that they stand beside are in data/published.
+device, versions and date. `--table` writes them beside the published numbers, data/published, as data/gpu/models.md.
 """
 
 import csv
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import torch
 import transformers
 import typer
@@ -21,6 +22,7 @@ from kvrepro.cache import EngineCache, RaggedLayer
 from kvrepro.compress import Extend
 from kvrepro.condition import Condition
 from kvrepro.engine import generate
+from kvrepro.pages import ROOT, table
 
 # The public configurations, typed in: layers, widths, heads and vocabulary decide the time.
 SHAPES = {
@@ -38,6 +40,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 PLAIN = "Hugging Face, sdpa, DynamicCache"
+PUBLISHED = ("dropkv_t02_e2e_latency", "dropkv_t09_throughput", "dropkv_t10_ttft")
 COLUMNS = ("part", "model", "method", "share", "tokens", "batch", "steps", "seconds", "low", "high", "unit",
            "ratio_to_plain", "peak_gib", "backend", "device", "torch", "triton", "transformers", "date")  # fmt: skip
 MERGED = (("group", "mean"), ("pool_at", "kv_head"))  # SnapKV's reductions in the order that the kernel has
@@ -74,7 +77,7 @@ def condition(method: str) -> Condition:
 
 
 def timed(function, repeats: int) -> tuple[list[float], float]:
-    """(seconds of each of `repeats` calls after one to warm up, peak GiB of the last above what was held before)."""
+    """(seconds of each of `repeats` calls after one to warm up, sorted; peak GiB of the last, weights included)."""
     function()
     found = []
     for _ in range(repeats):
@@ -173,17 +176,18 @@ def decode_plain(model: PreTrainedModel, batch: int, tokens: int, steps: int) ->
 
 
 def largest(model: PreTrainedModel, kept: int, slack_gib: float = 12.0) -> int:
-    """Rows whose caches of `kept` tokens fit beside the weights, with `slack_gib` to work in; at most 256."""
+    """Rows whose caches of `kept` tokens fit beside the weights, with `slack_gib` to work in; at most 512."""
     config = model.config
     dim = config.hidden_size // config.num_attention_heads
     row = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * dim * kept
     free = torch.cuda.mem_get_info()[0] - slack_gib * 2**30
-    return max(1, min(256, int(free // row)))
+    return max(1, min(512, int(free // row)))
 
 
 def decode(model: PreTrainedModel, name: str, tokens: int, steps: int) -> list[dict]:
-    """Decoding at batch 1 and at each method's largest batch."""
-    rows, best = [], None
+    """Decoding at batch 1 and at each method's largest batch; ratios are of tokens/s, to plain at 1 or its largest."""
+    rows: list[dict] = []
+    best: dict[bool, float] = {}  # tokens/s of plain, at batch 1 and at its largest
     for method, share in ((PLAIN, 1.0), ("everything kept", 1.0), ("20% kept", 0.2), ("5% kept", 0.05)):
         kept = max(1, int(tokens * share))
         gc.collect()
@@ -203,39 +207,42 @@ def decode(model: PreTrainedModel, name: str, tokens: int, steps: int) -> list[d
                     torch.cuda.empty_cache()
             middle = seconds[len(seconds) // 2]
             speed = batch / middle
-            best = speed if method == PLAIN else best
+            if method == PLAIN:
+                best[batch == 1] = speed
+            ratio = speed / best.get(batch == 1, best[True])
             peak = torch.cuda.max_memory_allocated() / 2**30
             backend = "-" if method == PLAIN else "triton"
             rows.append(
-                _row(
-                    "decode", name, method, share, tokens, batch, steps, seconds, "s/step", speed / best, peak, backend
-                )
+                _row("decode", name, method, share, tokens, batch, steps, seconds, "s/step", ratio, peak, backend)
             )
     return rows
 
 
 def answer(model: PreTrainedModel, name: str, tokens: int, steps: int, batches: list[int]) -> list[dict]:
     """A batch of prompts from first to last token: prefill of each, then `steps` decoding steps together."""
+    methods = ["SnapKV", "DropKV"]
+    shares = {PLAIN: 1.0} | {method: METHODS[method][1] for method in methods}
+    firsts = prefill(model, name, tokens, methods, 1)
     rows = []
     for batch in batches:
         base = None
-        for method in (PLAIN, "SnapKV", "DropKV"):
-            one = prefill(model, name, tokens, [] if method == PLAIN else [method], 1)[-1]["seconds"]
+        decoding: dict[float, float] = {}  # by share: steps over equally many tokens take equally long
+        for first in firsts:
+            method, share = first["method"], shares[first["method"]]
             try:
                 if method == PLAIN:
-                    seconds = decode_plain(model, batch, tokens, steps)
-                else:
-                    seconds = decode_ours(model, batch, int(tokens * METHODS[method][1]), tokens, steps)
+                    decoding[share] = sum(decode_plain(model, batch, tokens, steps))
+                elif share not in decoding:
+                    decoding[share] = sum(decode_ours(model, batch, int(tokens * share), tokens, steps))
             except torch.OutOfMemoryError:
                 continue
             finally:
                 gc.collect()
                 torch.cuda.empty_cache()
-            total = batch * one + sum(seconds)
+            total = batch * first["seconds"] + decoding[share]
             base = total if method == PLAIN else base
-            share = 1.0 if method == PLAIN else METHODS[method][1]
             ratio = total / base if base else float("nan")
-            backend = "-" if method == PLAIN else "triton"
+            backend = first["backend"]
             rows.append(_row("answer", name, method, share, tokens, batch, steps, [total], "s", ratio, 0.0, backend))
     return rows
 
@@ -252,6 +259,82 @@ def _row(part, model, method, share, tokens, batch, steps, seconds, unit, ratio,
     return row
 
 
+def page(root: Path = ROOT) -> str:
+    """The tables of data/gpu/models.csv beside the published ones, as markdown."""
+    ours = pd.read_csv(root / "data/gpu/models.csv")
+    theirs = {name: pd.read_csv(root / f"data/published/{name}.csv", dtype=str) for name in PUBLISHED}
+    rest = ["device", "torch", "triton", "transformers", "date"]
+    devices = " and ".join("{}, torch {}, triton {}, transformers {}, {}".format(*r) for r in _distinct(ours, rest))
+    prefills = ours[ours.part == "prefill"].drop_duplicates(["model", "tokens", "method"])
+    decodes, answers = ours[ours.part == "decode"], ours[ours.part == "answer"]
+    parts = [
+        f"Ours: {devices}. Theirs: A100-80GB, as printed. Weights are random, and shapes those of the public models; "
+        "the papers' Mistral and Qwen are long-context versions of equal shape.",
+        "### Time to the first token, batch 1",
+        table([_first(r, theirs["dropkv_t10_ttft"]) for r in prefills.itertuples()]),
+        "### Decoding at the largest batch",
+        table([_step(r, theirs["dropkv_t09_throughput"]) for r in decodes[decodes.batch > 1].itertuples()]),
+        "### Decoding one row of 131072 tokens",
+        table([_single(r) for r in decodes[(decodes.batch == 1) & (decodes.tokens == 131072)].itertuples()]),
+        "### 500 tokens after a prompt of 32768",
+        table([_whole(r, theirs["dropkv_t02_e2e_latency"]) for r in answers.itertuples()]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _distinct(frame: pd.DataFrame, columns: list[str]) -> list[tuple]:
+    return list(frame[columns].drop_duplicates().itertuples(index=False, name=None))
+
+
+def _printed(frame: pd.DataFrame, r, method: str, task: str) -> str:
+    """The number in print for row `r`, "-" where there is none; 32K and 32k are one length, as are Mistral's names."""
+    found = frame[
+        frame.model.str.startswith(r.model) & (frame.method == method) & (frame.task == task)
+        & (frame.context.str.lower() == f"{r.tokens // 1024}k")
+    ]  # fmt: skip
+    return "-" if found.empty else str(found.value.fillna("out of memory").iloc[0])
+
+
+def _first(r, frame: pd.DataFrame) -> dict:
+    printed = {PLAIN: "61.5 GB", "DefensiveKV, plain PyTorch": "36 GB"}
+    peak = printed.get(r.method, "-") if (r.model, r.tokens) == ("Llama-3.1-8B", 131072) else "-"
+    method = "Dynamic" if r.method == PLAIN else r.method
+    return {
+        "model": r.model, "prompt": r.tokens, "method": r.method, "kept": f"{r.share:.0%}", "s": f"{r.seconds:.3f}",
+        "over plain": f"{r.ratio_to_plain:.3f}", "peak GiB": f"{r.peak_gib:.1f}",
+        "printed s (DropKV, Table 10)": _printed(frame, r, method, "batch 1"),
+        "printed peak (DefensiveKV, Figure 11)": peak,
+    }  # fmt: skip
+
+
+def _step(r, frame: pd.DataFrame) -> dict:
+    method = {PLAIN: "Dynamic", "5% kept": "DropKV-Triton"}.get(r.method, "")
+    return {
+        "model": r.model, "prompt": r.tokens, "method": r.method, "batch": r.batch, "ms/step": f"{r.seconds * 1e3:.1f}",
+        "tokens/s": round(r.batch / r.seconds), "over plain": f"{r.ratio_to_plain:.1f}",
+        "printed batch (DropKV, Table 9)": _printed(frame, r, method, "max batch"),
+        "printed tokens/s": _printed(frame, r, method, "decode throughput at max batch"),
+        "printed over plain": _printed(frame, r, method, "ratio to dynamic"),
+    }  # fmt: skip
+
+
+def _single(r) -> dict:
+    printed = {PLAIN: "81", "20% kept": "28"}.get(r.method, "-") if r.model.startswith("Llama") else "-"
+    return {
+        "model": r.model, "method": r.method, "ms/token": f"{r.seconds * 1e3:.1f}", "peak GiB": f"{r.peak_gib:.1f}",
+        "faster than plain": f"{r.ratio_to_plain:.2f}", "printed ms/token (DefensiveKV, 4.5)": printed,
+    }  # fmt: skip
+
+
+def _whole(r, frame: pd.DataFrame) -> dict:
+    method = "Dynamic" if r.method == PLAIN else r.method
+    return {
+        "model": r.model, "batch": r.batch, "method": r.method, "s": f"{r.seconds:.1f}",
+        "over plain": f"{r.ratio_to_plain:.3f}",
+        "printed s (DropKV, Table 2)": _printed(frame, r, method, f"batch {r.batch}"),
+    }  # fmt: skip
+
+
 def main(
     out: Annotated[Path, typer.Option(help="table to write")] = Path("data/gpu/models.csv"),
     part: Annotated[list[str], typer.Option(help="prefill, decode, answer")] = ["prefill", "decode"],  # noqa: B006
@@ -261,8 +344,14 @@ def main(
     batch: Annotated[list[int], typer.Option(help="for answer")] = [1, 4],  # noqa: B006
     repeats: Annotated[int, typer.Option()] = 3,
     steps: Annotated[int, typer.Option()] = 50,
+    show: Annotated[
+        bool, typer.Option("--table", help="write data/gpu/models.md from the table; measure nothing")
+    ] = False,
 ) -> None:
     """Measure, and append to the table as each part ends."""
+    if show:
+        (ROOT / "data/gpu/models.md").write_text(page(), encoding="utf-8")
+        return
     if not torch.cuda.is_available():
         typer.echo("no CUDA device: these timings are of a GPU", err=True)
         raise typer.Exit(2)

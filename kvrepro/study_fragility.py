@@ -261,7 +261,7 @@ def quality(
     baselines as their own papers describe them."""
     policies, four = _with_gates(loaded, policies), _packs(loaded)
     small, large = [s for s in shares if s <= 0.5], [s for s in shares if s > 0.5]
-    given: dict[str, Any] = {"seed": seed, "profile": profile, "max_new_tokens": 96} | settings
+    given: dict[str, Any] = {"seed": seed, "profile": profile, "max_new_tokens": 64} | settings
     parts = []
     for name, some, count in (("main", small, sizes.quality), ("large", large, sizes.large)):
         if some:

@@ -41,6 +41,7 @@ MARKERS = {
     "streaming_llm": "^", "snapkv": "D", "cake": "P", "ada_kv": "v", "critical_ada_kv": "s", "duo_attention": "X",
     "defensive_kv": "o", "layer_defensive_kv": "o",
 }  # fmt: skip
+OWN = ("#222222", "*")  # colour and marker of a reader's own policy
 READINGS = {"as_run": "as run", "as_described": "as described", "any": ""}
 CHOICES: dict[str, dict[object, str]] = {  # rows of the specification figure: what the dot means
     "until": {"question": "history before the question", "": "history to the prompt's end"},
@@ -277,12 +278,14 @@ def _lines(panel: Axes, rows: pd.DataFrame, reading: str, contrast: str, tasks: 
         line = line[line.n >= claims.MIN_ITEMS] if (line.n >= claims.MIN_ITEMS).any() else line
         drawn |= set(line["share"])
         wide = policy in DEFENSIVE
-        panel.plot(line["share"], line.value, color=COLOURS[policy], lw=1.6 if wide else 1, zorder=3 if wide else 2)
+        panel.plot(
+            line["share"], line.value, color=COLOURS.get(policy, OWN[0]), lw=1.6 if wide else 1, zorder=3 if wide else 2
+        )
         for point in line.itertuples():
             at = point.share + (i - len(found) / 2) * 0.004
             style: dict = {
-                "color": COLOURS[policy],
-                "marker": MARKERS[policy],
+                "color": COLOURS.get(policy, OWN[0]),
+                "marker": MARKERS.get(policy, OWN[1]),
                 "markersize": 4.5,
                 "zorder": 3 if wide else 2,
             }
@@ -294,7 +297,12 @@ def _lines(panel: Axes, rows: pd.DataFrame, reading: str, contrast: str, tasks: 
 
 def _legend(figure: Figure, rows: pd.DataFrame, more: Sequence[Line2D] = ()) -> None:
     names = dict.fromkeys(policy for policy, _ in study.policies_of(rows))
-    handles = [Line2D([], [], color=COLOURS[p], marker=MARKERS[p], label=NAMES[p]) for p in names]
+    handles = [
+        Line2D(
+            [], [], color=COLOURS.get(p, OWN[0]), marker=MARKERS.get(p, OWN[1]), label=NAMES.get(p, p.split(":")[-1])
+        )
+        for p in names
+    ]
     figure.legend(handles=[*handles, *more], loc="outside lower center", ncols=4, columnspacing=1.2, handletextpad=0.4)
 
 

@@ -8,6 +8,7 @@ kept      = select(scores, protected, counts)
 
 import inspect
 import math
+import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -87,7 +88,8 @@ class Policy:
     @property
     def formula(self) -> str:
         """The first sentence of its scorer."""
-        return (self.score.__doc__ or "").strip().split("\n\n")[0].split(". ")[0].replace("\n", " ").rstrip(".")
+        first = " ".join((self.score.__doc__ or "").strip().split("\n\n")[0].split())
+        return re.split(r"(?<!\.)\. ", first)[0].rstrip(".")
 
     def reading(self, name: str, switches: Sequence[tuple[str, object]] = ()) -> dict[str, object]:
         """Its parameters in a reading, single ones overridden. Raises InputError for what it does not know."""
@@ -304,7 +306,7 @@ def table() -> list[dict[str, str]]:
 
 
 def tables() -> dict[str, list[dict[str, str]]]:
-    """The tables of the book's methods page, as rows: methods, refusals, parameters, switches."""
+    """The tables of the book's methods page, as rows: methods, requirements, refusals, parameters, switches."""
     from kvrepro.catalogue import CATALOGUE
 
     parameters = [
@@ -332,7 +334,13 @@ def tables() -> dict[str, list[dict[str, str]]]:
         for name, p in CATALOGUE.items()
         for regime, why in p.refuses.items()
     ]
-    return {"methods": table(), "refusals": refusals, "parameters": parameters, "switches": switches}
+    catalogue = table()
+    shown = {
+        "methods": ("name", "title", "keeps", "source"),
+        "requirements": ("name", "regimes", "budget", "needs", "readings", "test"),
+    }
+    parts = {page: [{c: row[c] for c in columns} for row in catalogue] for page, columns in shown.items()}
+    return {**parts, "refusals": refusals, "parameters": parameters, "switches": switches}
 
 
 def main() -> None:

@@ -15,13 +15,13 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from kvrepro import claims, data, engine, fragility, models, store
-from kvrepro.catalogue import CATALOGUE
 from kvrepro.claims import Missing
 from kvrepro.condition import Condition
 from kvrepro.data import Item
 from kvrepro.errors import InputError
 from kvrepro.fragility import DEFAULT, Setting
 from kvrepro.models import Loaded
+from kvrepro.policy import find
 from kvrepro.quantise import GROUP
 from kvrepro.run import prompt_limit, run
 from kvrepro.score.heads import EMBEDDED, gates
@@ -190,7 +190,7 @@ def condition(
 
     step: one of `STEPS`, turned to what the paper describes.
     """
-    known = {**CATALOGUE[policy].parameters, **CATALOGUE[policy].as_run}
+    known = {**find(policy).parameters, **find(policy).as_run}
     switches: list[tuple[str, object]] = [("window", window)] if "window" in known else []
     switches += [("aggregate", aggregate)] if aggregate != "own" else []
     switches += DUO if policy == "duo_attention" else []
@@ -210,8 +210,8 @@ def grid(
     """
     if isinstance(policies, str) or not shares or not all(isinstance(s, float) and 0 < s < 1 for s in shares):
         raise InputError(f"shares {shares!r} of {policies!r}: give lists, shares between 0 and 1")
-    if unknown := [one for one in policies if one not in CATALOGUE]:
-        raise InputError(f"unknown policy {unknown[0]!r}: choose from {', '.join(CATALOGUE)}")
+    for one in policies:
+        find(one)  # raises for what neither the catalogue nor a file has
     readings = READINGS if reading == "both" else (reading,)
     found = [Condition(regime="prefill", until="question")]
 
@@ -323,7 +323,7 @@ def scores(
         here = rows[rows.policy == "full"].drop_duplicates("item")
     else:
         full: dict[str, Any] = CELL | dict(cell)
-        if "window" not in (CATALOGUE[full["policy"]].parameters):
+        if "window" not in (find(full["policy"]).parameters):
             full["window"] = 0
         keep = pd.Series(True, index=rows.index)
         for name, value in full.items():
@@ -626,9 +626,10 @@ def losses(rows: pd.DataFrame, share: float = MIDDLE, guard: float = 0.0) -> pd.
 
 
 def policies_of(rows: pd.DataFrame) -> list[tuple[str, str]]:
-    """(policy, reading) of the main grid, in the book's order."""
+    """(policy, reading) of the main grid, in the book's order, a reader's own (named by file) last."""
     run_in = readings_of(rows)
-    return [(p, one) for p in POLICIES if (rows.policy == p).any() for one in (run_in if p in DEFENSIVE else ["any"])]
+    known = (*POLICIES, *sorted(p for p in set(rows.policy) if ":" in p))
+    return [(p, one) for p in known if (rows.policy == p).any() for one in (run_in if p in DEFENSIVE else ["any"])]
 
 
 def curve(

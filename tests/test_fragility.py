@@ -248,7 +248,7 @@ def test_grid_has_what_the_claims_ask_for():
     cells = {(c.policy, c.share, c.reading, c.switches, c.prefix, c.bits) for c in study.grid([0.1, 0.2, 0.4])}
     assert len(cells) == len(study.grid([0.1, 0.2, 0.4]))
     assert all(c.until == "question" and c.regime == "prefill" for c in study.grid([0.1, 0.2, 0.4]))
-    with pytest.raises(InputError, match="unknown policy 'lru'"):
+    with pytest.raises(InputError, match="lru looks at all layers"):
         study.grid([0.2], ["lru"])
     with pytest.raises(InputError, match="shares between 0 and 1"):
         study.grid([20])

@@ -140,7 +140,11 @@ def scratch(
     for column in ("policy", "MiB", "MiB at twice the tokens", "ratio", "MiB of tokens x tokens, one head"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     freeing = [name for name, policy in CATALOGUE.items() if policy.frees]
-    for name in policies.split(",") if policies else freeing:
+    asked = [name.strip() for name in policies.split(",")] if policies else freeing
+    if unknown := [name for name in asked if name not in freeing]:
+        typer.echo(f"no scorer of an evicting policy called {unknown[0]!r}: choose from {', '.join(freeing)}", err=True)
+        raise typer.Exit(2)
+    for name in asked:
         policy, peaks = CATALOGUE[name], []
         parameters: dict = policy.reading("as_described")
         for n in (tokens // 2, tokens):
@@ -171,14 +175,22 @@ def memory(
 ) -> None:
     """Peak memory of the prefill above the weights, and bytes held after it, measured: everything kept; each layer
     reduced as it is computed; layers that wait for each other."""
-    network = random_model().to(device)
+    try:
+        network = random_model().to(models._device(device))
+    except InputError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, network.config.vocab_size, (tokens,), generator=generator).tolist()
     conditions = [Condition(regime="prefill")] + [
         Condition(name, share=share, regime="prefill", reading="as_described")
         for name in ("streaming_llm", "snapkv", "ada_kv", "layer_defensive_kv")
     ]
-    found = generate(network, [prompt], conditions, max_new_tokens=1, stop_ids=(), measure_peak=True)[0]
+    try:
+        [found] = generate(network, [prompt], conditions, max_new_tokens=1, stop_ids=(), measure_peak=True)
+    except InputError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
     table = Table(title=f"{tokens} tokens, {share:.0%} kept, random weights of the embedded shape, {device}")
     for column in ("policy", "peak MiB", "held MiB", "theory MiB", "held / theory"):
         table.add_column(column, justify="left" if column == "policy" else "right")

@@ -279,7 +279,8 @@ class Prefill:
     def finish(self) -> None:
         """Evict what had to wait for every layer's scores; say what a GPU found amiss on the way."""
         if self.doubts and bool(torch.stack([doubt.cpu() for doubt in self.doubts]).any()):
-            raise InputError("more protected tokens than the budget holds, or scores that are NaN: raise the budget")
+            asked = ", ".join(job.condition.label for job in self.jobs if job.policy)
+            raise InputError(f"more protected tokens than the budget holds, or NaN scores, in one of {asked}")
         for job in self.jobs:
             if not job.deferred:
                 continue

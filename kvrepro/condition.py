@@ -53,7 +53,7 @@ class Condition:
     def label(self) -> str:
         """Short name for tables and messages: `lru C=256 +10%/10%`."""
         if self.policy == "full":
-            return "full cache"
+            return "full cache" + ("" if self.bits is None else f" int{self.bits}")
         sides = f" +{self.prefix:.0%}/{self.suffix:.0%}" if self.prefix or self.suffix else ""
         held = f"{self.share:.0%}" if self.capacity is None and self.share is not None else f"C={self.capacity}"
         extra = f" whitelist {'+'.join(self.whitelist)}" if self.whitelist else ""

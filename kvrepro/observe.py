@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvrepro.errors import InputError
 from kvrepro.shapes import KeyValue, Mask, Outputs, Positions, Probabilities, Query, RowInts, Scores, WindowPositions
 
 
@@ -79,6 +80,10 @@ class Observation:
         """p, float32 `[batch, kv_heads, group, window, tokens]`: softmax over all tokens that the query saw, the
         window's own among them; 0 elsewhere, for a query that is not there and, under `span_local`, for tokens of other
         spans: what remains is not renormalised (leakage paper, appendix E)."""
+        if self.queries.shape[2] == 0:
+            raise InputError(
+                "attention without queries: name how many in the policy's parameters, {'window': 16} for instance"
+            )
         batch, kv_heads, _, dim = self.keys.shape
         q = self.queries.view(batch, kv_heads, self.group, -1, dim).float()
         logits = torch.einsum("bgrwd,bgnd->bgrwn", q, self.keys.float()).mul_(self.scaling)

@@ -135,7 +135,10 @@ def find(name: str) -> Policy:
     file = _file(path)
     if file is None:
         raise InputError(f"policy {name!r}: no file {path} here or in {ROOT}")
-    found = _run(file, file.stat().st_mtime_ns).get(attribute)
+    try:
+        found = _run(file, file.stat().st_mtime_ns).get(attribute)
+    except Exception as error:  # whatever a reader's file raises
+        raise InputError(f"policy {name!r}: {file.name} raises {type(error).__name__}: {error}") from error
     if not isinstance(found, Policy):
         raise InputError(f"policy {name!r}: {file.name} has no Policy called {attribute}")
     return found
@@ -167,7 +170,12 @@ def judge(
 ) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: `guarded` by the condition, and the method's own."""
     shape = o.positions.shape
-    scores = call(policy.score, o, parameters={**parameters, "budget": budget}).float().expand(shape)
+    found = call(policy.score, o, parameters={**parameters, "budget": budget})
+    given = tuple(getattr(found, "shape", ()))
+    if len(given) != 3 or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
+        what = f"scores of shape {given}" if given else f"{type(found).__name__}"
+        raise InputError(f"{policy.title}'s scorer returned {what}, not [batch, kv_heads, tokens] = {tuple(shape)}")
+    scores = found.float().expand(shape)
     newest = parameters.get("recent", 0)
     recent = guard.window_of(o) if o.span_local and newest else guard.recent(o, newest)
     protected = (guarded | recent | guard.sinks(o, parameters.get("sinks", 0))).expand(shape) & o.alive
@@ -204,7 +212,16 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
     whitelist: the protected ones among them, counted from their end: -1 is the last.
     """
     c = condition
+    for name in ("whitelist", "spans"):
+        if isinstance(getattr(c, name), str):
+            raise InputError(f"{name} {getattr(c, name)!r}: give a tuple of span names")
     if c.regime == "harness":
+        foreign = {n: getattr(c, n) for n in ("share", "until", "whitelist", "spans", "fair", "bits")}
+        for name, value in foreign.items():
+            if value not in (None, "", ()):
+                raise InputError(
+                    f"{name} {value!r} in regime harness, which has no such thing: name a regime, e.g. prefill"
+                )
         return protection.check(c, prompt_tokens)
     if c.regime not in REGIMES:
         raise InputError(f"unknown regime {c.regime!r}: choose one of harness, {', '.join(REGIMES)}")
@@ -242,6 +259,8 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         raise InputError(f"fair {c.fair}: a share of fairness from 0 to 1")
     if c.fair is not None and (policy.budget != "uniform" or c.regime not in ("prefill", "offline")):
         raise InputError(f"fair splits one head's budget at a prompt's end: not {policy.budget} budgets, {c.regime}")
+    if not policy.frees and (c.prefix or c.suffix or c.whitelist or c.fair is not None or c.execution == "masked"):
+        raise InputError(f"{c.policy} chooses pages anew for every query and keeps all: no guards, quotas or masks")
     if prompt_tokens is None:
         return None
     at_once = policy.frees and c.regime in ("prefill", "offline", "chunked")

@@ -13,7 +13,7 @@ from kvrepro.catalogue import CATALOGUE
 from kvrepro.condition import Condition
 from kvrepro.data import Item
 from kvrepro.errors import InputError
-from kvrepro.policy import Policy
+from kvrepro.policy import Policy, check
 
 REGIMES = ("prefill", "chunked", "offline", "decode cap", "per step")
 NEW = 6
@@ -278,3 +278,31 @@ def test_a_failed_item_is_a_row_with_an_error_and_without_measures(tmp_path, mon
     assert failed[["prediction", "token_f1", "exact_match", "kept_mean"]].isna().all(axis=None)
     assert frame[frame["item"] != "i40"]["error"].isna().all()
     assert frame[frame["item"] != "i40"]["token_f1"].notna().all()
+
+
+@pytest.mark.parametrize(
+    "foreign", [{"bits": 4}, {"whitelist": ("a",)}, {"until": "question"}, {"fair": 1.0}, {"share": 0.2}]
+)
+def test_the_harness_refuses_what_it_would_ignore(foreign):
+    with pytest.raises(InputError, match="regime harness, which has no such thing"):
+        check(Condition("snapkv", 100, **foreign))
+
+
+def test_selected_pages_take_no_guards():
+    with pytest.raises(InputError, match="no guards, quotas or masks"):
+        check(Condition("quest_pages", 64, prefix=0.1, regime="prefill"))
+
+
+@pytest.mark.parametrize(
+    ("score", "words"),
+    [
+        (lambda o: o.values.float().norm(dim=-1).mean(1), "scores of shape"),
+        (lambda o: None, "returned NoneType"),
+        (lambda o: o.attention.mean((2, 3)), "attention without queries"),
+    ],
+)
+def test_a_scorer_of_the_wrong_kind_is_named(monkeypatch, score, words):
+    monkeypatch.setitem(CATALOGUE, "mine", Policy("Mine", "a test", score))
+    model, [prompt] = tiny_model(), tiny_prompts(40)
+    with pytest.raises(InputError, match=words):
+        engine.generate(model, [prompt], [Condition("mine", 10, regime="prefill")], max_new_tokens=2, stop_ids=())

@@ -33,8 +33,10 @@ class Condition:
     share: float | None = None  # instead of `capacity`: this share of the compressed tokens, rounded down
     until: str = ""  # compress what stands before this span ("question") or turn ("user"); "": the whole prompt
     whitelist: tuple[str, ...] = ()  # prompt spans that always survive
-    spans: tuple[str, ...] = ()  # prompt spans that `fair` splits budgets over; (): all that are marked
-    fair: float | None = None  # 1: every prompt span keeps its share; below 1: debias, mixed with the default's split
+    # fair 1: every span keeps its share, and text without a mark joins the span before it; below 1: debias, mixed with
+    # the default's split. spans: which of the marked ones count; (): all.
+    spans: tuple[str, ...] = ()
+    fair: float | None = None
     chunk: int = 4096  # tokens per chunk, regime "chunked"
     chunk_mode: str = "last_chunk"  # when chunks evict: "last_chunk", "budget" or "every_chunk" (DropKV)
     bits: int | None = None  # 4: what survives is quantised

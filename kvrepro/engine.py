@@ -4,6 +4,7 @@ One forward pass of a prompt serves all its conditions; what each keeps decodes 
 """
 
 import hashlib
+import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -144,6 +145,8 @@ def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens:
 
 def _check_kernels(model: PreTrainedModel, conditions: Sequence[Condition]) -> None:
     """Raise InputError for what the Triton backend does not do: it never falls back."""
+    if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InputError("backend triton needs a GPU, this model is on the cpu: use backend torch, or device cuda")
     if Facts.of(model).sliding:
         raise InputError("backend triton has no sliding windows: use backend torch for this model")
     for c in conditions:

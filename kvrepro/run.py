@@ -77,6 +77,11 @@ def run(
     failed = int(frame["error"].notna().sum())
     seconds = time.perf_counter() - started
     print(f"{chapter}/{name}: {len(keys)} rows, {len(todo)} computed now, {failed} failed, {seconds:.0f} s")
+    asked = [c for _ in items for c in conditions]
+    evicted = frame.evicted.groupby([asked.index(c) for c in asked]).max()  # of each condition, over the items
+    idle = [asked[j] for j in evicted.index[evicted == 0] if asked[j].policy != "full" and asked[j].share != 1]
+    if idle:
+        print(f"{len(idle)} conditions evicted nothing from any item, {idle[0].label} for one: budgets never met")
     return frame
 
 

@@ -186,3 +186,9 @@ def test_prompts_with_a_passage_stop_at_the_papers_length(loaded):
 
     assert run.prompt_limit(Long, [passage], 128) == 1920
     assert run.prompt_limit(Long, ITEMS, 128) == 32_640
+
+
+def test_budgets_that_are_never_met_are_said(loaded, tmp_path, capsys):
+    conditions = [Condition(), Condition("lru", 200), Condition("lru", 16)]
+    go(loaded, tmp_path, conditions=conditions, progress=False)
+    assert "1 conditions evicted nothing from any item, lru C=200" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from kvrepro.policy import Policy, call, counts_of, guarded, judge, keep
 from kvrepro.selection import best
 from kvrepro.shapes import KeyValue, Mask, Query, RowInts, Scores, TokenInts
 
+DECODING = ("decode cap", "per step")  # regimes that evict again while tokens are generated
 LOW_QUERIES = 400  # Scissorhands' history window
 
 
@@ -268,12 +269,12 @@ class Prefill:
 
     @staticmethod
     def _carried(job: Job, o: Observation) -> dict[str, Tensor]:
-        again = job.condition.regime in ("decode cap", "per step")  # otherwise nobody asks for them any more
+        again = job.condition.regime in DECODING  # otherwise nobody asks for them any more
         return {n: s for n, s in o.sums.items() if again and n in _sums(job)}
 
     @staticmethod
     def _remember(job: Job, layer: int, o: Observation) -> None:
-        if job.condition.regime in ("decode cap", "per step") and job.window:
+        if job.condition.regime in DECODING and job.window:
             job.layers[layer].remember(o.queries, o.query_positions, job.window)
 
     def finish(self) -> None:

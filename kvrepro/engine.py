@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvrepro.attention import installed
 from kvrepro.cache import EngineCache, RaggedLayer, together
-from kvrepro.compress import Extend, Facts, Job, Prefill, Prompt, reduce
+from kvrepro.compress import DECODING, Extend, Facts, Job, Prefill, Prompt, reduce
 from kvrepro.condition import Condition, Generation
 from kvrepro.condition import Prompt as Text
 from kvrepro.errors import InputError
@@ -25,7 +25,6 @@ from kvrepro.protection import harness
 from kvrepro.protection.harness import boundary_attention
 
 __all__ = ["boundary_attention", "generate"]
-DECODING = ("decode cap", "per step")  # regimes that evict again while tokens are generated
 BACKENDS = ("torch", "triton")
 REPEAT_CHUNK = 2048  # KVzip
 

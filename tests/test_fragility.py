@@ -15,12 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrepro import claims, fragility, models
-from kvrepro import figures_fragility as figures
-from kvrepro import study_fragility as study
+from kvrepro import claims, models
 from kvrepro.condition import Prompt
 from kvrepro.errors import InputError
-from kvrepro.fragility import OURS, Mixture
+from kvrepro.fragility import figures, retention, study
+from kvrepro.fragility.retention import OURS, Mixture
 
 ROOT = Path(__file__).resolve().parents[1]
 IDS = torch.randint(3, 120, (60,), generator=torch.Generator(device="cpu").manual_seed(5), device="cpu").tolist()
@@ -81,8 +80,8 @@ def transcription(p, v, w, rule: str, s, end: int) -> np.ndarray:
 def test_shares_equal_a_transcription_in_loops(eager, until):
     model, p, v, w = eager
     s = replace(SHORT, until=until)
-    curves, summary = fragility.retained(model, PROMPT, ANSWER, {"default": s})
-    for rule in fragility.RULES:
+    curves, summary = retention.retained(model, PROMPT, ANSWER, {"default": s})
+    for rule in retention.RULES:
         parts = transcription(p, v, w, rule, s, 50 if until else 60)
         for layer, expected in [*enumerate(parts), (-1, parts.sum(0))]:
             here = curves[(curves.rule == rule) & (curves.layer == layer)].sort_values("step").retained
@@ -96,14 +95,14 @@ def test_shares_equal_a_transcription_in_loops(eager, until):
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_every_architecture_gives_shares_between_0_and_1(name):
-    curves, summary = fragility.retained(tiny.architecture(name), PROMPT, ANSWER, {"default": SHORT})
+    curves, summary = retention.retained(tiny.architecture(name), PROMPT, ANSWER, {"default": SHORT})
     assert curves.retained.between(0, 1 + 1e-6).all()
     assert set(curves.layer) == {-1, *range(summary.layer.max() + 1)}
 
 
 def test_keeping_everything_retains_everything_and_later_tokens_count_where_asked(eager):
     settings = {"default": replace(SHORT, share=1.0), "half": SHORT, "later": replace(SHORT, later=True)}
-    curves, summary = fragility.retained(eager[0], PROMPT, ANSWER, settings)
+    curves, summary = retention.retained(eager[0], PROMPT, ANSWER, settings)
     assert curves[curves.setting == "default"].retained.to_numpy() == pytest.approx(1.0)
     wide = curves.pivot_table(index=["rule", "layer", "step"], columns="setting", values="retained")
     assert (wide.later > wide.half).all()
@@ -113,10 +112,10 @@ def test_keeping_everything_retains_everything_and_later_tokens_count_where_aske
 
 
 def test_one_pass_of_many_settings_equals_a_pass_each(eager):
-    many = {name: replace(s, window=8, single=3) for name, s in fragility.variants().items()}
-    _, together = fragility.retained(eager[0], PROMPT, ANSWER, many, more=list(many.values()), more_layer=1)
+    many = {name: replace(s, window=8, single=3) for name, s in retention.variants().items()}
+    _, together = retention.retained(eager[0], PROMPT, ANSWER, many, more=list(many.values()), more_layer=1)
     for i, (name, s) in enumerate(many.items()):
-        _, alone = fragility.retained(eager[0], PROMPT, ANSWER, {"x": s})
+        _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"x": s})
         columns = ["rule", "layer", "worst", "mean", "below", "tied"]
         mine = together[(together.setting == name) & (together["head"] == -1)][columns].reset_index(drop=True)
         pd.testing.assert_frame_equal(mine, alone[columns], check_exact=False, rtol=1e-5)
@@ -130,7 +129,7 @@ NORM = 0.5 + torch.rand(2, 3, 40, generator=torch.Generator(device="cpu").manual
 
 
 def test_the_prior_changes_no_order_above_it_and_ties_all_below():
-    largest, defensive = (fragility.score(P, NORM, rule, SHORT) for rule in ("max", "defensive"))
+    largest, defensive = (retention.score(P, NORM, rule, SHORT) for rule in ("max", "defensive"))
     prior = largest.mean(-1, keepdim=True)
     assert torch.equal(defensive, torch.where(largest > prior, largest, prior.expand_as(largest)))
     assert ((largest < prior).sum(-1) > 10).all()
@@ -143,16 +142,16 @@ def test_algorithm_2_is_the_catalogues_defensive_kv():
 
     o = observation(batch=1, kv_heads=2, group=3, window=8, tokens=40, hidden=20)
     expected = window.defensive_kv(o)[0]
-    norms = fragility.norms(o.values[0], o.output)  # noqa: PD011
-    s = replace(SHORT, **fragility.ALGORITHM_2)
+    norms = retention.norms(o.values[0], o.output)  # noqa: PD011
+    s = replace(SHORT, **retention.ALGORITHM_2)
     torch.testing.assert_close(
-        fragility.score(fragility.pooled(o.attention[0], s), norms["l1"], "defensive", s), expected
+        retention.score(retention.pooled(o.attention[0], s), norms["l1"], "defensive", s), expected
     )
 
 
 def test_norms_against_their_formulas():
     values, output = torch.randn(2, 300, 4), torch.randn(6, 4, 5)
-    found = fragility.norms(values, output)
+    found = retention.norms(values, output)
     v = values[1, 299] @ output[4]
     assert found["l1"][1, 1, 299] == pytest.approx(float(v.abs().sum()), rel=1e-5)
     assert found["l2"][1, 1, 299] == pytest.approx(float(v.square().sum().sqrt()), rel=1e-5)
@@ -165,7 +164,7 @@ def test_budget_is_met_and_the_window_stays_where_it_must(budget, ties, forced, 
     s = replace(SHORT, budget=budget, ties=ties, forced=forced, share=tenths / 10)
     scores = torch.ones(6, 40)
     scores[:, 4] = 2.0
-    kept = fragility.keep(scores, s)
+    kept = retention.keep(scores, s)
     assert int(kept.sum()) == 6 * int(s.share * 40)
     assert kept[:, 4].all()
     if forced:
@@ -185,17 +184,17 @@ def test_budget_is_met_and_the_window_stays_where_it_must(budget, ties, forced, 
 )
 def test_bad_settings_are_refused_before_the_pass(wrong, message):
     with pytest.raises(InputError, match=message):
-        fragility.retained(None, PROMPT, ANSWER, {"x": replace(SHORT, **wrong)})
+        retention.retained(None, PROMPT, ANSWER, {"x": replace(SHORT, **wrong)})
 
 
 def test_specifications_are_all_different_and_variants_depart_in_one_field():
-    specs = fragility.specifications()
+    specs = retention.specifications()
     assert len(set(specs)) == len(specs) == 256 // 2
-    for (field, value), name in fragility.MEANS.items():
-        changed = {k for k, v in vars(fragility.variants()[name]).items() if v != getattr(OURS, k)}
+    for (field, value), name in retention.MEANS.items():
+        changed = {k for k, v in vars(retention.variants()[name]).items() if v != getattr(OURS, k)}
         assert changed == {field}
-        assert getattr(fragility.variants()[name], field) == value
-    assert {field for field, _ in fragility.MEANS} == set(fragility.CHOICES)
+        assert getattr(retention.variants()[name], field) == value
+    assert {field for field, _ in retention.MEANS} == set(retention.CHOICES)
 
 
 # ---- the mixture
@@ -207,7 +206,7 @@ MIXTURES = st.builds(
 
 def test_closed_forms_meet_the_simulation():
     x = Mixture(eps=0.05, low=0.2, spike=0.5, risk=1.5)
-    table = fragility.theory(x, [1, 4, 32, 128], draws=40_000, seed=3)
+    table = retention.theory(x, [1, 4, 32, 128], draws=40_000, seed=3)
     assert len(table) == 12
     off = (table.simulated - table.exact).abs()
     assert (off <= 2.2 * (table.high - table.simulated) + 1e-9).all()
@@ -215,7 +214,7 @@ def test_closed_forms_meet_the_simulation():
 
 @given(MIXTURES, st.integers(2, 64))
 def test_theorems_1_and_2(x, m):
-    mean, largest, bound = fragility.bias_of_mean(x), fragility.bias_of_max(x, m), fragility.bound_of_max(x, m)
+    mean, largest, bound = retention.bias_of_mean(x), retention.bias_of_max(x, m), retention.bound_of_max(x, m)
     assert 0 < largest <= bound + 1e-12  # theorem 2's bound on the largest
     assert bound < mean  # and its conclusion
     assert mean > 0  # positive, not "a large negative value"
@@ -224,18 +223,18 @@ def test_theorems_1_and_2(x, m):
 
 @given(MIXTURES)
 def test_limits(x):
-    assert fragility.bias_of_max(x, 1) == pytest.approx(fragility.bias_of_mean(x))
-    assert fragility.bias_of_max(x, 100_000) < 0.02
+    assert retention.bias_of_max(x, 1) == pytest.approx(retention.bias_of_mean(x))
+    assert retention.bias_of_max(x, 100_000) < 0.02
     tiny_eps = replace(x, eps=1e-9)
-    assert fragility.bias_of_mean(tiny_eps) == pytest.approx(x.risk - x.mean_low, abs=1e-6)
-    assert fragility.miss(x.eps, 32) == pytest.approx(np.prod([1 - x.eps] * 32))
+    assert retention.bias_of_mean(tiny_eps) == pytest.approx(x.risk - x.mean_low, abs=1e-6)
+    assert retention.miss(x.eps, 32) == pytest.approx(np.prod([1 - x.eps] * 32))
 
 
 def test_survival_of_a_fragile_entry():
     x = Mixture(eps=0.02, low=0.1, spike=0.6, risk=1.0)
-    table = fragility.survival(x, [1, 32], heads=300).set_index(["window", "rule"]).survives
+    table = retention.survival(x, [1, 32], heads=300).set_index(["window", "rule"]).survives
     assert table[1, "mean"] == pytest.approx(table[1, "max"], abs=0.02)  # one query: both are that query
-    assert table[32, "max"] == pytest.approx(1 - fragility.miss(x.eps, 32), abs=0.02)  # whoever showed a spike
+    assert table[32, "max"] == pytest.approx(1 - retention.miss(x.eps, 32), abs=0.02)  # whoever showed a spike
     assert table[32, "mean"] < table[32, "max"] - 0.1
     with pytest.raises(InputError, match="0 < eps < 1"):
         Mixture(eps=0.0)
@@ -315,7 +314,7 @@ def test_claims_file_names_what_exists():
         assert claims.paper_text(claim["paper"], claim.get("unit", "F1"))
         assert claim["contrast"] in {*study.CONTRASTS, "none", "scoring_ratio"}
         for cell in claim.get("cells", {}).values():
-            assert cell.get("rule", "mean") in fragility.RULES
+            assert cell.get("rule", "mean") in retention.RULES
     assert set(book["sets"]["six"]) == set(study.TABLE_1.values())
     assert {claim["id"][:2] for claim in book["claims"]} >= {f"C{i}" for i in range(1, 10)}
 
@@ -323,9 +322,9 @@ def test_claims_file_names_what_exists():
 @pytest.fixture(scope="module")
 def chapter(eager):
     """What the notebook hands to its figures: twelve copies of an answer, jittered, and the synthetic grid."""
-    many = {name: replace(s, window=8, single=3) for name, s in fragility.variants().items()}
-    more = [replace(s, window=8, single=3) for s in fragility.specifications()]
-    curves, summary = fragility.retained(eager[0], PROMPT, ANSWER, many, more=more, more_layer=1)
+    many = {name: replace(s, window=8, single=3) for name, s in retention.variants().items()}
+    more = [replace(s, window=8, single=3) for s in retention.specifications()]
+    curves, summary = retention.retained(eager[0], PROMPT, ANSWER, many, more=more, more_layer=1)
     frames = {"curves": [], "summary": []}
     for i in range(12):
         here = {"item": f"i{i}", "task": "list_all" if i % 2 else "summary"}
@@ -376,7 +375,7 @@ def test_figures_have_labels_and_show_what_they_are_given(chapter):
     assert labels[:4] == [
         "paper, figure 1, layer 14", "paper, figure 3, GovReport", "paper, table 1, GovReport", "our default"
     ]  # fmt: skip
-    assert set(fragility.MEANS.values()) <= set(labels)
+    assert set(retention.MEANS.values()) <= set(labels)
 
 
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):

@@ -11,13 +11,12 @@ import papermill
 import pytest
 import synthetic
 
-from kvrepro import claims, figure
+from kvrepro import claims
+from kvrepro.protection import figures
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = [path for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if path.stem != "own_policy"]
-PARAMETERS = set(
-    "model items n_items max_new_tokens device dtype seed profile results".split()
-)
+PARAMETERS = set("model items n_items max_new_tokens device dtype seed profile results".split())
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -72,11 +71,11 @@ def test_every_glued_number_is_computed():
 
 def test_every_figure_has_a_caption_and_a_text_alternative():
     chapter = nbformat.read(ROOT / "notebooks" / "protection.ipynb", as_version=4)
-    drawing = [i for i, cell in enumerate(chapter.cells) if cell.cell_type == "code" and "figure." in cell.source]
+    drawing = [i for i, cell in enumerate(chapter.cells) if cell.cell_type == "code" and "figures." in cell.source]
     shown = [i for i in drawing if not re.fullmatch(r"from .*", chapter.cells[i].source, re.S)]
     assert len(shown) >= 9
     for i in shown:
-        if "figure.domains" in chapter.cells[i].source and "figure.lift" not in chapter.cells[i].source:
+        if "figures.domains" in chapter.cells[i].source and "figures.lift" not in chapter.cells[i].source:
             continue
         assert len(chapter.cells[i].metadata["mystnb"]["image"]["alt"]) > 40
         assert "*Figure.* " in chapter.cells[i - 1].source
@@ -84,8 +83,8 @@ def test_every_figure_has_a_caption_and_a_text_alternative():
 
 def test_every_figure_of_the_module_is_used():
     chapter = "\n".join(cell.source for cell in nbformat.read(ROOT / "notebooks" / "protection.ipynb", 4).cells)
-    public = [name for name, made in vars(figure).items() if getattr(made, "__module__", "") == figure.__name__]
-    assert [name for name in public if not name.startswith("_") and f"figure.{name}(" not in chapter] == []
+    public = [name for name, made in vars(figures).items() if getattr(made, "__module__", "") == figures.__name__]
+    assert [name for name in public if not name.startswith("_") and f"figures.{name}(" not in chapter] == []
 
 
 def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path):

@@ -1,0 +1,519 @@
+"""Tables 12 to 16 of the DropKV paper beside ours, rank correlations, and the verdicts of the chapter.
+
+Intervals are percentile bootstraps over whole prompts, since the triples of one prompt are not independent.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy import stats as scipy_stats
+
+from kvrepro import claims
+from kvrepro.dropkv_bound import bound, quality
+from kvrepro.dropkv_bound.study import DRAWS, Statistic, Study, interval, pool_name
+from kvrepro.dropkv_bound.triples import RULES, STRATA
+from kvrepro.errors import InputError
+
+K = 200  # in 1 - k eps: for it, "eps <= 0.005" (table 12) is the border of a finite factor
+HARD_K = 10
+MODELS = {"Llama-3.1-8B": "Llama", "MegaBeam-Mistral-7B": "Mistral", "Mistral-7B": "Mistral", "Qwen2.5-7B": "Qwen"}
+TAUS = (0.0, 0.05, 0.10, 0.20, 0.30, 0.50)
+
+
+def rank_correlation(frame: pd.DataFrame, x: str, y: str, *, draws: int = DRAWS) -> tuple[float, float, float, int]:
+    """Spearman's rho between two columns, with its interval and the number of prompts; infinite values rank last."""
+    both = frame.dropna(subset=[x, y])
+    return interval(both, [x, y], lambda v: float(scipy_stats.spearmanr(v[:, 0], v[:, 1]).statistic), draws=draws)
+
+
+# ---------------------------------------------------------------- columns that follow from the frames
+
+
+def with_factor(assumptions: pd.DataFrame, k: int = K) -> pd.DataFrame:
+    """The triples with `factor`, theorem 1's constant for sets of k keys; infinite where an assumption fails."""
+    c, eps = (torch.tensor(assumptions[name].to_list(), dtype=torch.float64) for name in ("c_low", "eps"))
+    return assumptions.assign(factor=bound.factor(c, eps, k).numpy(), k=k)
+
+
+def selected(
+    records: pd.DataFrame, rule: str = "dropkv", queries: int = 1, kernel: int = 1, objective: str = "query"
+) -> pd.DataFrame:
+    """Records of one rule on the paper's four strata."""
+    of = (records.rule == rule) & (records.queries == queries) & (records.kernel == kernel)
+    return records[of & records.stratum.isin(STRATA) & (records.objective == objective)]
+
+
+# ---------------------------------------------------------------- tables 12 to 16
+
+
+def _paper(table: str, row: str = "metric") -> pd.DataFrame:
+    found = claims.published(table)
+    short = found.model.map(lambda name: next(s for start, s in MODELS.items() if name.startswith(start)))
+    return found.assign(model=short).pivot_table(
+        index=row, columns="model", values="value", aggfunc="first", sort=False
+    )
+
+
+def _beside(table: str, names: Mapping[str, str], ours: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
+    """Paper's models and ours (a column per pool) in one frame; `names` maps the paper's rows to ours."""
+    paper = _paper(table).loc[list(names)].rename(index=names)
+    mine = pd.DataFrame(ours).reindex(list(names.values()))
+    return pd.concat({"paper, 128K": paper, "here": mine.map(_short)}, axis=1)
+
+
+def _short(value: float) -> str:
+    if value >= 1000 and value == round(value):
+        return f"{value:.0f}"
+    return "" if pd.isna(value) else f"{value:.3g}" if 0.01 <= abs(value) < 1e5 or value == 0 else f"{value:.1e}"
+
+
+def _by_pool(study: Study) -> Iterator[tuple[str, pd.DataFrame]]:
+    for size in study.settings.pools:
+        yield pool_name(size), study.assumptions[study.assumptions.pool == pool_name(size)]
+
+
+def eps_table(study: Study) -> pd.DataFrame:
+    """Table 12: distribution of eps over triples, per pool."""
+    names = {"sampled triples": "triples", "median eps": "median", "p95 eps": "p95", "max eps": "max"}
+    names["share eps<=0.005 (%)"] = "share at most 0.005 (%)"
+    ours = {
+        pool: {"triples": len(f), "median": f.eps.median(), "p95": f.eps.quantile(0.95), "max": f.eps.max()}
+        | {"share at most 0.005 (%)": 100 * (f.eps <= 0.005).mean()}
+        for pool, f in _by_pool(study)
+    }
+    return _beside("dropkv_t12_eps.csv", names, ours)
+
+
+def cone_table(study: Study) -> pd.DataFrame:
+    """Table 13: distribution of c* per pool; where it is negative, of its attained lower bound."""
+    quantiles = {"min": 0.0, "p05": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
+    ours = {
+        pool: {name: f.c_low.quantile(q) for name, q in quantiles.items()} | {"mean": f.c_low.mean()}
+        for pool, f in _by_pool(study)
+    }
+    names = ("min", "p05", "p50", "mean", "p95", "max")
+    return _beside("dropkv_t13_cone_distribution.csv", dict(zip(names, names, strict=True)), ours)
+
+
+def threshold_table(study: Study) -> pd.DataFrame:
+    """Table 14: share of triples with c* > tau, percent."""
+    ours = {
+        pool: {f"tau = {t:.2f}": 100 * (f.c_low > max(t, 1e-9)).mean() for t in TAUS} for pool, f in _by_pool(study)
+    }
+    return _beside("dropkv_t14_cone_thresholds.csv", {f"tau={t:.2f}": f"tau = {t:.2f}" for t in TAUS}, ours)
+
+
+def factor_table(study: Study, k: int = K) -> pd.DataFrame:
+    """Table 15: share of triples with a finite factor (percent), and its distribution there, for sets of k keys."""
+    ours = {}
+    for pool, f in _by_pool(study):
+        found = with_factor(f, k).factor
+        finite = found[np.isfinite(found)]
+        ours[pool] = {"finite (%)": 100 * np.isfinite(found).mean(), "p50": finite.median()}
+        ours[pool] |= {"p95": finite.quantile(0.95), "max": finite.max()}
+    return _beside("dropkv_t15_bound_factor.csv", {name: name for name in ("finite (%)", "p50", "p95", "max")}, ours)
+
+
+STRATUM_NAMES = {"random": "random", "tail": "low-attention tail", "threshold": "near-threshold"} | {
+    "disagreement": "rank-disagreement"
+}
+
+
+def ratio_table(study: Study) -> pd.DataFrame:
+    """Table 16: median and 95th percentile of F(selection) / F(optimum) per stratum and k, the paper's least to
+    greatest of three models beside DropKV, attention alone and random here."""
+    printed = claims.published("dropkv_t16_realized_ratio.csv")
+    printed = printed.assign(value=printed.value.astype(float))
+    rows = {}
+    for k in study.settings.ks:
+        for stratum, name in STRATUM_NAMES.items():
+            row = {}
+            for short in ("p50", "p95"):
+                cell = printed[
+                    printed.budget.str.contains(f"k={k} ")
+                    & (printed.task == name)
+                    & printed.metric.str.startswith(short)
+                ].value
+                row["paper", "DropKV", short] = f"{cell.min():.3f} to {cell.max():.3f}" if len(cell) else ""
+            for rule, title in (("dropkv", "DropKV"), ("attention", "attention"), ("random", "random choice")):
+                here = selected(study.records, rule)
+                ratio = here[(here.k == k) & (here.stratum == stratum)].ratio
+                row["here", title, "p50"] = f"{ratio.median():.3f}"
+                row["here", title, "p95"] = f"{ratio.quantile(0.95):.3f}"
+            rows[f"k = {k}", name] = row
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def prevalence(study: Study) -> pd.DataFrame:
+    """Share of triples with c* > 0 per layer and pool, with intervals (figure 3b): layer, pool, share, low, high."""
+    rows = []
+    for pool, frame in _by_pool(study):
+        for layer, f in frame.groupby("layer"):
+            value, low, high, _ = interval(f, ["c_low"], _positive)
+            rows.append({"layer": layer, "pool": pool, "share": value, "low": low, "high": high})
+    return pd.DataFrame(rows)
+
+
+def _positive(values: np.ndarray) -> float:
+    return float((values[:, 0] > 1e-9).mean())
+
+
+def robust_table(study: Study) -> pd.DataFrame:
+    """Theorem 2 on whole pools, for the half that DropKV evicts: how often it bounds the ratio, and by how much.
+
+    Twenty keys in 64 dimensions always lie in some cone, so that the enumerated sets cannot show what theorem 2 adds.
+    """
+    rows = {}
+    for pool, f in _by_pool(study):
+        first = with_factor(f, int(f.pool_size.median()) // 2).factor
+        fails = f[f.c_low <= 1e-9]
+        rows[pool] = {
+            "theorem 1 finite (%)": 100 * np.isfinite(first).mean(),
+            "its median": first[np.isfinite(first)].median(),
+            "theorem 2 finite (%)": 100 * np.isfinite(f.guarantee).mean(),
+            "its median ": f.guarantee[np.isfinite(f.guarantee)].median(),
+            "triples without a cone (%)": 100 * len(fails) / len(f),
+            "of these theorem 2 finite (%)": 100 * np.isfinite(fails.guarantee).mean() if len(fails) else np.nan,
+            "their median mu at c = 0.1, share of the pool's mass": fails.mu_share.median(),
+        }
+    return pd.DataFrame(rows).map(_short)
+
+
+# ---------------------------------------------------------------- peers, alignment, budgets, prediction
+
+
+def peers(study: Study, objective: str = "query", k: int = HARD_K, strata: Sequence[str] = STRATA) -> pd.DataFrame:
+    """Per selection rule the geometric mean of its ratio to the joint optimum, with interval, best first.
+
+    objective: F of the last query, or of the window. Columns rule, queries (observed), kernel (of its pooling; 1:
+    none), ratio, low, high, optimal (share at the optimum).
+    """
+    rows = []
+    r = study.records
+    here = r[(r.k == k) & (r.objective == objective) & r.stratum.isin(list(strata))]
+    for (rule, queries, kernel), f in here.groupby(["rule", "queries", "kernel"], sort=False):
+        value, low, high, _ = interval(f.assign(log=np.log(f.ratio)), ["log"], np.mean)
+        row = {"rule": rule, "queries": queries, "kernel": kernel, "ratio": value, "low": low, "high": high}
+        rows.append(row | {"optimal": (f.ratio < 1 + 1e-9).mean()})
+    found = pd.DataFrame(rows)
+    return found.assign(**{n: np.exp(found[n]) for n in ("ratio", "low", "high")}).sort_values(
+        "ratio", ignore_index=True
+    )
+
+
+def disagreement(study: Study) -> pd.DataFrame:
+    """Per triple, over the 20 keys of its pool whose values are most aligned with the output: `rho`, Spearman's between
+    AnDPro's and DropKV's scores, `rho_value` between <a, v_j> and ||a - v_j||, `kept`: of the ten that DropKV evicts
+    the share that AnDPro keeps; and the median `cosine`."""
+    where = ["item", "layer", "head", "position"]
+    rows = []
+    for key, f in study.alignment.groupby(where):
+        gone, stays = f.dropkv.rank(method="first") <= len(f) / 2, f.andpro.rank(method="first") > len(f) / 2
+        rows.append(
+            dict(zip(where, key, strict=True))
+            | {"rho": f.andpro.corr(f.dropkv), "rho_value": f.andpro_value.corr(f.dropkv_value)}
+            | {"kept": stays[gone].mean(), "cosine": f.cosine.median()}
+        )
+    return pd.DataFrame(rows)
+
+
+def budgets(study: Study) -> pd.DataFrame:
+    """Relative shift of a layer's output, mean over layers: share kept, pooling, bf16, uniform, adaptive, and their
+    difference with its interval (adaptive - uniform; below zero: adaptive is better)."""
+    keys = ["share", "pooling", "bf16"]
+    wide = study.budgets.pivot_table(index=["item", "layer", *keys], columns="allocation", values="error").reset_index()
+    wide["difference"] = wide.adaptive - wide.uniform
+    rows = []
+    for key, f in wide.groupby(keys, sort=False):
+        value, low, high, _ = interval(f, ["difference"], np.mean)
+        row = dict(zip(keys, key, strict=True)) | {"uniform": f.uniform.mean(), "adaptive": f.adaptive.mean()}
+        rows.append(row | {"difference": value, "low": low, "high": high})
+    return pd.DataFrame(rows).sort_values(keys, ignore_index=True)
+
+
+def prediction(study: Study, *losses: pd.DataFrame, k: int = K) -> pd.DataFrame:
+    """Does a smaller bound predict less harm? Spearman's rho with its interval, a row per question.
+
+    First the bound of the 20 keys against their realised ratio, and against the shift F itself. losses: frames with
+    `loss` (lower is better), item, and perhaps layer and head; the median factor of the first pool over the triples
+    that share these is ranked against each.
+    """
+    records = selected(study.records)
+    rows = []
+    for size in study.settings.ks:
+        f = records[records.k == size]
+        for against, title in (("ratio", "realised ratio"), ("value", "shift F of DropKV's set")):
+            rows.append((f"bound against {title}, k = {size}", *rank_correlation(f, "bound", against)))
+    for frame in losses:
+        on = [name for name in ("item", "layer", "head") if name in frame]
+        if "item" not in on or "loss" not in frame:
+            raise InputError(f"losses have columns {list(frame)}: give loss and item, perhaps layer and head")
+        first = with_factor(next(_by_pool(study))[1], k)
+        both = first.groupby(on, as_index=False).factor.median().merge(frame, on=on)
+        rows.append((f"factor against loss, per {' and '.join(on)}", *rank_correlation(both, "factor", "loss")))
+    return pd.DataFrame(rows, columns=["question", "rho", "low", "high", "prompts"]).set_index("question")
+
+
+# ---------------------------------------------------------------- verdicts
+
+Member = tuple[str, pd.DataFrame, list[str], Statistic]
+
+
+def _finite(statistic: Statistic) -> Statistic:
+    def over(values: np.ndarray) -> float:
+        kept = values[np.isfinite(values[:, 0])]
+        return float(statistic(kept)) if len(kept) else np.nan
+
+    return over
+
+
+def _median(values: np.ndarray) -> float:
+    return float(np.median(values[:, 0]))
+
+
+def _p95(values: np.ndarray) -> float:
+    return float(np.quantile(values[:, 0], 0.95))
+
+
+def _share_of_first_layer(values: np.ndarray) -> float:
+    first = values[:, 1] == 0
+    holds = values[:, 0] > 1e-9
+    return float(holds[first].mean() - holds[~first].mean()) if first.any() and not first.all() else np.nan
+
+
+def _hardest(values: np.ndarray) -> float:
+    """Columns ratio, number of the stratum in STRATA: median of the threshold stratum minus the next largest."""
+    medians = {
+        name: np.median(values[values[:, 1] == i, 0]) for i, name in enumerate(STRATA) if (values[:, 1] == i).any()
+    }
+    rest = [median for name, median in medians.items() if name != "threshold"]
+    return float(medians["threshold"] - max(rest)) if "threshold" in medians and rest else np.nan
+
+
+def _median_difference(values: np.ndarray) -> float:
+    return float(np.median(values[:, 0]) - np.median(values[:, 1]))
+
+
+def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -> list[Member]:
+    """Members of a claim: label, rows, columns and the statistic over them; none where `answers` would be needed."""
+    contrast, over = claim["contrast"], claim.get("over")
+    if contrast == "quality_difference":
+        if answers is None:
+            return []
+        return [("all", quality.differences(answers, claim["against"], claim["share"]), ["difference"], np.mean)]
+    of_pool: dict[str, tuple[list[str], Statistic]] = {
+        "cone_share": (["c_low"], _positive),
+        "cone_median": (["c_low"], _median),
+        "cone_first_layer": (["c_low", "layer"], _share_of_first_layer),
+        "eps_median": (["even"], _median),
+        "factor_finite": (["factor"], lambda v: float(np.isfinite(v[:, 0]).mean())),
+        "factor_median": (["factor"], _finite(_median)),
+        "factor_tail": (["factor"], _finite(lambda v: _p95(v) / _median(v))),
+    }
+    if contrast in of_pool:
+        return [(pool, with_factor(f).assign(even=f.eps * f.tokens), *of_pool[contrast]) for pool, f in _by_pool(study)]
+    ours = selected(study.records)
+    if contrast in ("ratio_median", "ratio_p95"):
+        return [(name, f, ["ratio"], _median if contrast == "ratio_median" else _p95) for name, f in _cells(ours)]
+    if contrast in ("attention_minus_dropkv", "random_minus_dropkv"):
+        other = contrast.removesuffix("_minus_dropkv")
+        pairs = _paired(study, other, 1, ours)
+        strata = STRATA if over == "cells" else over
+        return [
+            (name, f, ["ratio_other", "ratio"], _median_difference)
+            for name, f in _cells(pairs[pairs.stratum.isin(list(strata))])
+        ]
+    if contrast == "peer_minus_dropkv":
+        queries = study.settings.window
+        found = []
+        for objective in ("query", "window"):
+            drop = selected(study.records, "dropkv", queries, objective=objective)
+            pairs = {rule: _paired(study, rule, queries, drop[drop.k == HARD_K]) for rule in RULES if rule != "dropkv"}
+            found += [(f"{rule}, F of the {objective}", f, ["log"], np.mean) for rule, f in pairs.items()]
+        return found
+    if contrast == "andpro_keeps":
+        return [("all", disagreement(study), ["kept"], np.mean)]
+    if contrast == "aligned_andpro_minus_dropkv":
+        r = study.records
+        aligned = r[(r.rule == "dropkv") & (r.queries == 1) & (r.stratum == "aligned") & (r.k == HARD_K)]
+        return [("all", _paired(study, "andpro", 1, aligned), ["log"], np.mean)]
+    finite = ours[np.isfinite(ours.bound)]
+    single: dict[str, tuple[pd.DataFrame, list[str], Statistic]] = {
+        "ratio_worst": (ours, ["ratio"], lambda v: float(v.max())),
+        "hardest_stratum": (
+            ours[ours.k == HARD_K].assign(number=lambda f: f.stratum.map(STRATA.index)),
+            ["ratio", "number"],
+            _hardest,
+        ),
+        "violations": (finite, ["ratio", "bound"], lambda v: float((v[:, 0] > v[:, 1] * (1 + 1e-9)).mean())),
+        "slack_median": (finite.assign(slack=finite.bound / finite.ratio), ["slack"], _median),
+    }
+    if contrast not in single:
+        raise InputError(f"claim {claim['id']}: unknown contrast {contrast!r}")
+    return [("all", *single[contrast])]
+
+
+def _cells(records: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    return [(f"{stratum}, k={k}", f) for (k, stratum), f in records.groupby(["k", "stratum"], sort=False)]
+
+
+def _paired(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.DataFrame:
+    """Our records with `ratio_other`, the same triple's by another rule, and `log`, its log ratio minus ours."""
+    keys = ["item", "layer", "head", "position", "stratum", "k", "objective"]
+    r = study.records
+    other = r[(r.rule == rule) & (r.queries == queries) & (r.kernel == 1)]
+    pairs = ours.merge(other[[*keys, "ratio"]], on=keys, suffixes=("", "_other"))
+    return pairs.assign(log=np.log(pairs.ratio_other) - np.log(pairs.ratio))
+
+
+def evaluate(
+    study: Study,
+    answers: pd.DataFrame | None = None,
+    *,
+    model: str,
+    profile: str,
+    book: Mapping | str = "dropkv_bound",
+    draws: int = DRAWS,
+) -> pd.DataFrame:
+    """Verdict of every claim, in the columns of `claims.evaluate`; the reading is "any". answers: rows of
+    `quality.answers`."""
+    known = claims.load_claims(book) if isinstance(book, str) else book
+    rows = []
+    for claim in known["claims"]:
+        if claim["contrast"] == "none":
+            rows.append(claims.claim_row(claim, claim["why"]))
+            continue
+        if claim["contrast"] == "gpu_speedup":
+            found = gpu_speedup(claim["over"])
+            found["state"] = [claims.judge(claim["rule"], m.value, m.low, m.high, None) for m in found.itertuples()]
+            row = claims.claim_row(claim, found if len(found) else "no timings: data/gpu/kernels.csv is missing")
+            rows.append(row | {"test": "p20 to p80 of timings"})
+            continue
+        parts = members(claim, study, answers)
+        if not parts:
+            rows.append(claims.claim_row(claim, "no answers were generated: run quality.answers"))
+            continue
+        found = pd.DataFrame(
+            [(label, *interval(f, columns, statistic, draws=draws)) for label, f, columns, statistic in parts],
+            columns=["member", "value", "low", "high", "n"],
+        ).assign(p=np.nan)
+        found["state"] = [claims.judge(claim["rule"], m.value, m.low, m.high, None) for m in found.itertuples()]
+        rows.append(claims.claim_row(claim, found) | {"test": "bootstrap over prompts"})
+    frame = pd.DataFrame(rows).reindex(columns=claims.COLUMNS + claims.EXTRA)
+    return frame.assign(reading="any", model=model, profile=profile, depends_on_reading="")
+
+
+GPU = claims.DATA / "gpu" / "kernels.csv"
+SCORING = "perturbation sum mean"  # DropKV's row of the scoring kernel
+SHAPE = "32/8/128"  # query heads, KV heads, dimensions: Llama-3.1-8B, Mistral-7B
+
+
+def gpu_speedup(references: Sequence[str], tokens: int = 131072, file: Path = GPU) -> pd.DataFrame:
+    """Speed-up of the scoring kernel over each reference at a length, from p20 over p80 to p80 over p20; empty without
+    timings. Columns member, value, low, high, n, p."""
+    columns = ["member", "value", "low", "high", "n", "p"]
+    if not file.is_file():
+        return pd.DataFrame(columns=columns)
+    f = pd.read_csv(file)
+    f = f[(f.kernel == "window_scores") & (f["shape"] == SHAPE) & (f.tokens == tokens) & (f.batch == 1)]
+    f = f.set_index("variant")
+    ours, rows = f.loc[SCORING], []
+    for name in references:
+        other = f.loc[name]
+        value, low, high = (
+            getattr(other, a) / getattr(ours, b)
+            for a, b in (("p50_us", "p50_us"), ("p20_us", "p80_us"), ("p80_us", "p20_us"))
+        )
+        rows.append((name, value, low, high, 1, np.nan))
+    return pd.DataFrame(rows, columns=columns)
+
+
+def kernel_table(file: Path = GPU) -> pd.DataFrame:
+    """Measured scoring times of DropKV's score by length: ours, both references, the speed-ups, and the paper's."""
+    if not file.is_file():
+        return pd.DataFrame({"note": ["no timings: data/gpu/kernels.csv is missing"]})
+    f = pd.read_csv(file)
+    names = {SCORING: "fused kernel", "plain torch, grouped, lse given": "torch, grouped"}
+    names["plain torch, repeated heads"] = "torch, repeated heads"
+    f = f[(f.kernel == "window_scores") & (f["shape"] == SHAPE) & f.variant.isin(list(names)) & (f.batch == 1)]
+    wide = f.assign(name=f.variant.map(names)).pivot_table(
+        index="tokens", columns="name", values="p50_us", aggfunc="first"
+    )
+    shown = (wide / 1000).add_suffix(" (ms)")
+    for name in ("torch, grouped", "torch, repeated heads"):
+        shown[f"speed-up over {name}"] = wide[name] / wide["fused kernel"]
+    speed = claims.cells("dropkv_text_numbers.csv", {"task": "scoring kernel speedup"}).iloc[0]
+    shown["paper's speed-up (A100)"] = [float(speed.value) if tokens == 131072 else np.nan for tokens in shown.index]
+    return shown.rename_axis(columns=f"{f.device.iloc[0]}, {f.dtype.iloc[0]}")
+
+
+def partition_text(found: bound.Partition) -> str:
+    """The worked instance of the reduction in words, as Markdown."""
+    sides = [sorted(found.numbers[j] for j in one.evicted.tolist()) for one in (found.best, found.proxy)]
+    rest = sorted(found.numbers)
+    for number in sides[0]:
+        rest.remove(number)
+    listed = [" + ".join(map(str, side)) for side in (*sides, rest)]
+    said = f"{listed[0]} = {sum(sides[0])} and {listed[2]} = {sum(rest)}"
+    verdict = "balances" if found.balanced else "does not balance"
+    return (
+        f"Numbers {', '.join(map(str, sorted(found.numbers)))}. The optimum over all subsets is "
+        f"F = {found.best.value.item():.3g}: {said}, which {verdict}. DropKV evicts {listed[1]} = {sum(sides[1])}, "
+        f"at F = {found.proxy.value.item():.3g}."
+    )
+
+
+def numbers(frame: pd.DataFrame, study: Study) -> dict[str, str]:
+    """What the prose may quote, as text: of each claim its value with interval and its verdict; sizes of the run; the
+    share of triples with c* > 0 per pool; how far lemma 1 is from its definition; the peers' ratios."""
+    a, first, last = study.assumptions, *(pool_name(study.settings.pools[i]) for i in (0, -1))
+    own = selected(study.records)
+    found = {
+        "prompts": str(a["item"].nunique()),
+        "prompt-tokens": f"{a.groupby('item').tokens.max().mean():.0f}",
+        "triples": str(len(a[a.pool == first])),
+        "records": str(len(own)),
+        "pool-first": first,
+        "pool-last": last,
+        "lemma-single": f"{study.lemma.single.max():.0e}",
+        "lemma-joint": f"{study.lemma.joint.max():.0e}",
+        "gap": f"{(a.c_high - a.c_low)[a.c_low > 1e-9].max():.0e}",
+        "undecided": str(int(((a.c_low <= 1e-9) & (a.c_high > 1e-9)).sum())),
+        "violations": str(int((own.ratio > own.bound * (1 + 1e-9)).sum())),
+        "checked": str(int(np.isfinite(own.bound).sum())),
+        "value-rho": f"{disagreement(study).rho_value.median():.2f}",
+        "whole-rho": f"{disagreement(study).rho.median():.2f}",
+    }
+    for name, pool in (("first", first), ("last", last)):
+        found[f"cone-{name}"] = f"{100 * (a[a.pool == pool].c_low > 1e-9).mean():.0f}%"
+    negative = a[(a.pool == first) & (a.c_low <= 1e-9)].c_low
+    found["cone-failed"] = f"{negative.median():.3f}" if len(negative) else "none fails"
+    layers = prevalence(study)
+    layers = layers[layers.pool == first]
+    found["weakest-layer"] = str(layers.loc[layers.share.idxmin(), "layer"])
+    where = ["item", "layer", "head", "position"]
+    both = own.merge(a[a.pool == first][[*where, "c_low"]], on=where, suffixes=("", "_pool"))
+    for name, rows in (("cone", both[both.c_low_pool > 1e-9]), ("no-cone", both[both.c_low_pool <= 1e-9])):
+        value, low, high, _ = interval(rows, ["ratio"], _median)
+        found[f"ratio-{name}"] = f"{value:.3f} [{low:.3f}, {high:.3f}]" if len(rows) else "no value"
+    ranked = {objective: peers(study, objective) for objective in ("query", "window")}
+    for objective, ratios in ranked.items():
+        best = ratios.iloc[0]
+        found[f"peer-best-{objective}"] = f"{best.rule} on {best.queries} {'query' if best.queries == 1 else 'queries'}"
+    window = study.settings.window
+    for name, rule, queries, kernel, objective in (
+        ("own-query", "dropkv", 1, 1, "query"),
+        ("own-window", "dropkv", window, 1, "window"),
+        ("cross", "dropkv", window, 1, "query"),
+        ("pooled", "dropkv", window, study.settings.kernel, "window"),
+        ("snapkv-window", "snapkv", window, 1, "window"),
+    ):
+        p = ranked[objective].set_index(["rule", "queries", "kernel"]).loc[(rule, queries, kernel)]
+        found[f"peer-{name}"] = f"{p.ratio:.2f} [{p.low:.2f}, {p.high:.2f}]"
+    for row in frame.itertuples():
+        found[row.claim] = claims.shown(row, with_unit=True) or "no value"
+        found[f"{row.claim}-verdict"] = row.verdict
+    return found

@@ -166,7 +166,7 @@ def numbers(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def losses(rows: pd.DataFrame, share: float = 0.05) -> pd.DataFrame:
-    """Per item the F1 that DropKV loses against the full cache at a share, for `bound_tables.prediction`."""
+    """Per item the F1 that DropKV loses against the full cache at a share, for `tables.prediction`."""
     found = differences(rows, "full", share)
     return pd.DataFrame({"item": found["item"], "loss": -found.difference})
 

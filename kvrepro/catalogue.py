@@ -86,7 +86,10 @@ ONCE = "it repeats a context once: generated tokens would have no score"
 WHOLE = "its retrieval heads keep every generated token: no cap can hold"
 
 TOKENS: dict[str, Policy] = {
-    "streaming_llm": Policy("StreamingLLM", "Xiao et al. 2023, section 3.2", position.streaming_llm, {"sinks": 4}),
+    "streaming_llm": Policy(
+        "StreamingLLM", "Xiao et al. 2023, section 3.2", position.streaming_llm, {"sinks": 4, "ramps": False},
+        {"ramps": True}, code="leakage artifact@fc0f5df streamingllm_fair_eviction_press.py, under quotas",
+    ),
     "random": Policy(
         "Random", "a baseline of kvpress", position.random, {"draw": "float32"}, {"draw": "keys"},
         code="NVIDIA/kvpress@8bb29b9 random_press.py",
@@ -117,7 +120,9 @@ TOKENS: dict[str, Policy] = {
         code="WeianMao/triattention@c3744ee, per_layer_per_head",
     ),
     "h2o": Policy(
-        "H2O, offline", "leakage paper; kvpress ObservedAttentionPress", cumulative.h2o, needs=("mass",),
+        "H2O, offline", "leakage paper; kvpress ObservedAttentionPress", cumulative.h2o, {"extended": True},
+        {"extended": False}, needs=("mass",),
+        code="leakage artifact@fc0f5df observed_attention_fair_eviction_press.py, under quotas",
     ),
     "h2o_online": Policy(
         "H2O", "Zhang et al. 2023, Algorithm 1", cumulative.h2o_online,

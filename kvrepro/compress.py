@@ -26,6 +26,7 @@ from kvrepro.shapes import KeyValue, Mask, Query, RowInts, Scores, TokenInts
 
 DECODING = ("decode cap", "per step")  # regimes that evict again while tokens are generated
 LOW_QUERIES = 400  # Scissorhands' history window
+SPAN_SUMS = {"span_mass", "marked_mass"}
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,12 @@ class Prompt:
         at = torch.arange(int(lengths.max()), device=device)
         return cls(torch.where(at < lengths, at, -1), [t.spans for t in texts])
 
-    def span_of(self, names: tuple[str, ...]) -> Tensor:
-        """Number of the span that each position lies in, int64 [batch, tokens]."""
+    def span_of(self, names: tuple[str, ...], extended: bool = True) -> Tensor:
+        """Number of the span that each position lies in, int64 [batch, tokens], as `quota.number` counts."""
         rows = []
         for spans, n in zip(self.spans, self.lengths.tolist(), strict=True):
             chosen = [[at for at in spans[name] if at < n] for name in (names or spans)]
-            numbers = quota.number(n, [span for span in chosen if span])
+            numbers = quota.number(n, [span for span in chosen if span], extended)
             rows.append(torch.nn.functional.pad(numbers, (0, self.positions.shape[1] - n), value=int(numbers[-1])))
         return torch.stack(rows).to(self.positions.device)
 
@@ -158,6 +159,9 @@ class Prefill:
         self.sums = {n for job in jobs if job.policy for n in _sums(job)} - {"reconstruction"}
         self.span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in self.span_names}
+        self._marked = {  # one set of spans passes at a time
+            name: prompt.span_of(names, name == "span_mass") for names in self.span_names for name in SPAN_SUMS
+        }
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
@@ -171,8 +175,7 @@ class Prefill:
         if self.backend == "triton":
             out, log_sums, sums = _attend_triton(query, key, value, scaling, wanted)
         elif self.padded or sums or beyond:
-            span_of = next(iter(self._span_of.values()), None)
-            watch = _Watch(sums, positions, span_of) if sums else None
+            watch = _Watch(sums, positions, self._marked) if sums else None
             out = attend(query, positions, [(key, value, positions[:, None])], scaling, sliding, watch)
         else:
             out = attend_prompt(query, key, value, scaling)
@@ -202,7 +205,7 @@ class Prefill:
             default = None
             if fair and job.condition.fair < 1:  # what the policy keeps without quotas
                 plain = self._observe(layer, query, key, value, where, sums, scaling, sliding, job.window, None)
-                default = self._kept(job, plain)
+                default = kept(job, plain, self.prompt)
             self._decide(job, layer, seen[kind], default)
         return out
 
@@ -234,14 +237,6 @@ class Prefill:
             inverse_frequencies=self.facts.inverse_frequencies, seed=self.seed,
         )  # fmt: skip
 
-    def _kept(self, job: Job, o: Observation, default: Mask | None = None) -> Mask:
-        """Who stays in a layer; by quotas where the observation is span-local."""
-        c, budget = job.condition, job.budget.to(o.keys.device)
-        scores, protected = judge(job.policy, job.parameters, o, budget, guards(c, o, job.sizes, self.prompt))
-        counts = counts_of(job.policy, job.parameters, o, scores, protected, budget)
-        fair = c.fair if o.span_local else None
-        return keep(job.policy, job.parameters, o, scores, protected, counts, fair, default)
-
     def _decide(self, job: Job, layer: int, o: Observation, default: Mask | None) -> None:
         if job.deferred:
             job.waiting[layer] = Waiting(o)
@@ -249,21 +244,18 @@ class Prefill:
                 _judge_waiting(job, layer, self.prompt)
             return
         if not self.padded and (count := job.same_count(o.keys.shape[2])) is not None:
-            budget = job.budget.to(o.keys.device)
-            place, doubt = best(
-                *judge(job.policy, job.parameters, o, budget, guards(job.condition, o, job.sizes, self.prompt)), count
-            )
+            place, doubt = best(*judged(job, o, self.prompt), count)
             self.doubts.append(doubt)
             job.layers[layer] = RaggedLayer.at(o.keys, o.values, o.positions, place, self._carried(job, o))
             self._remember(job, layer, o)
             return
-        self._store(job, layer, o, self._kept(job, o, default))
+        self._store(job, layer, o, kept(job, o, self.prompt, default))
 
-    def _store(self, job: Job, layer: int, o: Observation, kept: Mask) -> None:
-        stays = o.alive if job.condition.execution == "masked" else kept
-        stored = RaggedLayer.of(o.keys, o.values, o.positions, stays, self._carried(job, o))
-        if job.condition.execution == "masked":
-            stored.hidden = ~kept[o.alive]
+    def _store(self, job: Job, layer: int, o: Observation, stays: Mask) -> None:
+        masked = job.condition.execution == "masked"
+        stored = RaggedLayer.of(o.keys, o.values, o.positions, o.alive if masked else stays, self._carried(job, o))
+        if masked:
+            stored.hidden = ~stays[o.alive]
         job.layers[layer] = stored
         self._remember(job, layer, o)
 
@@ -288,8 +280,8 @@ class Prefill:
             for layer in job.waiting:
                 if job.waiting[layer].scores is None:
                     _judge_waiting(job, layer, self.prompt)
-            for layer, kept in across(job).items():
-                self._store(job, layer, job.waiting[layer].observation, kept)
+            for layer, stays in across(job).items():
+                self._store(job, layer, job.waiting[layer].observation, stays)
             job.waiting.clear()
 
 
@@ -297,15 +289,38 @@ def _sums(job: Job) -> set[str]:
     """The sums that a job's policy needs; under `fair`, span-local attention takes the place of all attention."""
     needs = set(job.policy.needs) if job.policy else set()
     if job.condition.fair is not None and "mass" in needs:
-        needs.add("span_mass")
+        needs.add("span_mass" if job.parameters.get("extended", True) else "marked_mass")
     return needs
+
+
+def judged(job: Job, o: Observation, prompt: Prompt) -> tuple[Scores, Mask]:
+    """(scores, protected) of a layer's tokens, by the policy and by the condition."""
+    by_condition = guards(job.condition, o, job.sizes, prompt)
+    return judge(job.policy, job.parameters, o, job.budget.to(o.keys.device), by_condition)
+
+
+def kept(job: Job, o: Observation, prompt: Prompt, default: Mask | None = None) -> Mask:
+    """Who stays in a layer; by quotas where the observation is span-local."""
+    scores, protected = judged(job, o, prompt)
+    counts = counts_of(job.policy, job.parameters, o, scores, protected, job.budget.to(o.keys.device))
+    return keep(job.policy, job.parameters, o, scores, protected, counts, _quotas(job, o, default))
+
+
+def _quotas(job: Job, o: Observation, default: Mask | None) -> dict | None:
+    """How `quota.split` shares a head's budget: the public code rounds down and sets its ramps no quota, the paper
+    rounds to the nearest and leaves the sinks out (section 5.2, E.3)."""
+    if not o.span_local or job.parameters.get("ramps"):
+        return None
+    if job.condition.reading == "as_run":
+        return {"fair": job.condition.fair, "default": default}
+    sinks = guard.sinks(o, job.parameters.get("sinks", 0))
+    return {"fair": job.condition.fair, "default": default, "apart": sinks, "rounding": "round"}
 
 
 def _judge_waiting(job: Job, layer: int, prompt: Prompt) -> None:
     w = job.waiting[layer]
     o = w.observation
-    budget = job.budget.to(o.keys.device)
-    w.scores, w.protected = judge(job.policy, job.parameters, o, budget, guards(job.condition, o, job.sizes, prompt))
+    w.scores, w.protected = judged(job, o, prompt)
     if job.policy.summary is not None:
         w.summary = call(job.policy.summary, o, parameters=job.parameters)
     w.observation = replace(o)  # without the attention that it remembers
@@ -354,18 +369,19 @@ def guards(c: Condition, o: Observation, sizes: Sequence[int], prompt: Prompt) -
 class _Watch:
     """Adds up attention per key while its probabilities exist."""
 
-    def __init__(self, sums: dict[str, Tensor], positions: TokenInts, span_of: Tensor | None):
-        self.sums, self.positions, self.span_of = sums, positions, span_of
+    def __init__(self, sums: dict[str, Tensor], positions: TokenInts, marked: dict[str, Tensor]):
+        self.sums, self.positions, self.marked = sums, positions, marked
         self.last = positions.amax(1)
 
     def __call__(self, p: Tensor, queries: slice) -> None:
         there = (self.positions[:, queries] >= 0)[:, None, None, :, None]
         if "mass" in self.sums:
             self.sums["mass"] += (p * there).mean(2).sum(2)
-        if "span_mass" in self.sums:
-            of = self.span_of.gather(1, self.positions.clamp(min=0))
-            same = of[:, None, None, queries, None] == of[:, None, None, None, :]
-            self.sums["span_mass"] += (p * (there & same)).mean(2).sum(2)
+        for name in SPAN_SUMS & self.sums.keys():
+            of = self.marked[name].to(p.device).gather(1, self.positions.clamp(min=0))
+            asked, of = of[:, None, None, queries, None], of[:, None, None, None, :]
+            same = (asked == of) | (asked < 0) | (of < 0)  # what lies in no span sees all, and is seen by all
+            self.sums[name] += (p * (there & same)).mean(2).sum(2)
         if "low" in self.sums:
             at = self.positions[:, queries]
             late = (at > self.last[:, None] - LOW_QUERIES)[:, None, None, :, None]
@@ -479,8 +495,8 @@ def reduce(
         if layer in facts.sliding:
             stored.slide(seen.to(stored.positions.device) - facts.sliding[layer] + 1)
         keys, values, positions, sums, index = stored.shown()
-        kept = positions >= 0
-        held[layer] = (index, kept)
+        stays = positions >= 0
+        held[layer] = (index, stays)
         for c, members in groups.items():
             job = jobs[members[0]]
             if job.policy is None or not job.policy.frees:
@@ -507,9 +523,7 @@ def reduce(
                 part.waiting[layer] = Waiting(o)
                 _judge_waiting(part, layer, prompt)
                 continue
-            scores, protected = judge(part.policy, part.parameters, o, part.budget, guards(c, o, part.sizes, prompt))
-            counts = counts_of(part.policy, part.parameters, o, scores, protected, part.budget)
-            kept[rows] = keep(part.policy, part.parameters, o, scores, protected, counts)
+            stays[rows] = kept(part, o, prompt)
     for c, members in groups.items():
         job = jobs[members[0]]
         if job.deferred:
@@ -519,7 +533,7 @@ def reduce(
             for layer, mine in across(part).items():
                 held[layer][1][rows] = mine
             job.waiting.clear()
-    for layer, (index, kept) in held.items():
-        lost |= ((index >= 0) & ~kept).any(2).any(1).to(lost.device)
-        cache.ragged[layer].evict(kept, index, masked=conditions[0].execution == "masked")
+    for layer, (index, stays) in held.items():
+        lost |= ((index >= 0) & ~stays).any(2).any(1).to(lost.device)
+        cache.ragged[layer].evict(stays, index, masked=conditions[0].execution == "masked")
     return lost

@@ -208,7 +208,7 @@ class _Engine:
             for group in self._groups(members, columns):
                 for rows in self._compressed(members, group):
                     for part in self._quantised(rows):
-                        self._wait(self._continued(part))
+                        self._wait(part)
         for key in list(self.waiting):
             while self.waiting[key]:
                 self._decode(key)
@@ -431,27 +431,29 @@ class _Engine:
                 input_ids=text, position_ids=at, past_key_values=mine, use_cache=True, logits_to_keep=1, kvrepro=probe
             )
 
-    def _continued(self, rows: Rows) -> Rows:
-        """The rows after they read what their conditions leave uncompressed, a question for instance."""
-        rest = [self.texts[i].ids[int(seen) :] for (i, _), seen in zip(rows.tags, rows.seen, strict=True)]
+    def _unread(self, rows: Rows) -> list[Sequence[int]]:
+        """What each row's condition leaves uncompressed, a question for instance, and nobody has read yet."""
+        return [self.texts[i].ids[seen:] for (i, _), seen in zip(rows.tags, rows.seen.tolist(), strict=True)]
+
+    def _read(self, rows: Rows, window: int) -> None:
+        """The rows read the rest of their prompts, together."""
+        rest = self._unread(rows)
         if not any(rest):
-            return rows
-        if self.recurrent and len(sizes := {len(r) for r in rest}) > 1:  # their states would pass through padding
-            alike = [[row for row, r in enumerate(rest) if len(r) == size] for size in sizes]
-            return _joined([self._continued(rows.take(some)) for some in alike])
+            return
         began = time.perf_counter()
         ids, positions = self._padded(rest, rows.seen.tolist())
-        window = max(job.window for job in rows.jobs) if rows.conditions[0].regime in DECODING else 0
         attention = _Scaled(Extend(rows.cache, positions, window), self.scalings)
-        rows.logits = self._forward(ids, positions, rows.cache, attention)
+        logits = self._forward(ids, positions, rows.cache, attention)
+        there = torch.tensor([bool(r) for r in rest], device=self.device)
+        rows.logits = torch.where(there[:, None], logits, rows.logits)
         rows.seen = rows.seen + torch.tensor([len(r) for r in rest], device=self.device)
         seconds = (time.perf_counter() - began) / len(rows)
         for tag in rows.tags:
             self.notes[tag] = self.notes[tag] | {"prefill_seconds": self.notes[tag]["prefill_seconds"] + seconds}
-        return rows
 
     def _wait(self, rows: Rows) -> None:
         """Rows that may share a batch wait for one another."""
+        rest = [len(unread) for unread in self._unread(rows)]
         for row, c in enumerate(rows.conditions):
             policy = find(c.policy) if c.policy != "full" else None
             pages = None
@@ -463,7 +465,8 @@ class _Engine:
             )
             size = max(int(layer.held()[row].max()) for layer in rows.cache.ragged.values())
             alone = rows.tags[row] if c.bits is not None else None
-            key = (c.execution, every, pages, max(1, size - 1).bit_length(), alone)
+            recurrent = rest[row] if self.recurrent else None  # padding would pass through recurrent states
+            key = (every, pages, c.execution, max(1, size + rest[row] - 1).bit_length(), recurrent, alone)
             self.waiting.setdefault(key, []).append(rows.take([row]))
             if alone or len(self.waiting[key]) >= self.batch_rows:
                 self._decode(key)
@@ -472,8 +475,9 @@ class _Engine:
         """Generate greedily for the rows that wait under `key`, up to `batch_rows` of them."""
         rows = _joined(self.waiting[key][: self.batch_rows])
         self.waiting[key] = self.waiting[key][self.batch_rows :]
-        _, every, pages, *_ = key
+        every, pages, *_ = key
         window = max(job.window for job in rows.jobs) if every else 0
+        self._read(rows, window)
         picked: list[Tensor] = []
         stops = torch.tensor(sorted(self.stop_ids) or [-1], device=self.device)
         seconds, began = 0.0, time.perf_counter()

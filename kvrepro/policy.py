@@ -41,6 +41,7 @@ LEAST = {"window": 1, "recent": 0, "sinks": 0, "kernel": 1, "page": 1}  # of par
 SUMS = {  # what the forward pass can add up for each token and KV head
     "mass": "attention summed over all queries",
     "span_mass": "attention summed over the queries of its own span",
+    "marked_mass": "the same, where tokens that no span marks see all and are seen by all",
     "low": "count of low attention among the last 400 queries, all heads of the group together",
     "reconstruction": "largest attention while the context is repeated",
 }
@@ -185,18 +186,17 @@ def judge(
 
 
 def keep(
-    policy: Policy, parameters: Parameters, o: Observation, scores: Scores, protected: Mask, counts: Counts, fair=None,
-    default: Mask | None = None,
+    policy: Policy, parameters: Parameters, o: Observation, scores: Scores, protected: Mask, counts: Counts,
+    quotas: Mapping | None = None,
 ) -> Mask:  # fmt: skip
-    """Who stays, `[batch, kv_heads, tokens]`, `counts` per head; `fair` splits each head's count over prompt spans,
-    below 1 mixed with what `default`, the policy without quotas, keeps of each."""
+    """Who stays, `[batch, kv_heads, tokens]`, `counts` per head; `quotas` says how `quota.split` shares each head's
+    count over the spans of a prompt."""
     if policy.refine is not None:
         scores, more = call(policy.refine, o, scores, counts, parameters={**parameters, "protected": protected})
         protected = protected | (more & o.alive)
-    if fair is None:
+    if quotas is None:
         return select(scores, protected, counts)
-    parts = quota.split(o, counts, protected, fair, default)
-    return quota.select(scores, protected, parts, o)
+    return quota.select(scores, protected, quota.split(o, counts, protected, **quotas), o)
 
 
 def counts_of(
@@ -259,6 +259,8 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         raise InputError(f"fair {c.fair}: a share of fairness from 0 to 1")
     if c.fair is not None and (policy.budget != "uniform" or c.regime not in ("prefill", "offline")):
         raise InputError(f"fair splits one head's budget at a prompt's end: not {policy.budget} budgets, {c.regime}")
+    if c.fair is not None and c.fair < 1 and parameters.get("ramps"):
+        raise InputError(f"fair {c.fair:g} for {c.policy} as run, whose ramps set no quota: reading as_described, or 1")
     if not policy.frees and (c.prefix or c.suffix or c.whitelist or c.fair is not None or c.execution == "masked"):
         raise InputError(f"{c.policy} chooses pages anew for every query and keeps all: no guards, quotas or masks")
     if prompt_tokens is None:

@@ -137,17 +137,17 @@ def _with_room(parts: Parts, wanted: Parts) -> Parts:
 # ---- scorers of fair variants
 
 
-def h2o(o: Observation) -> Scores:
+def h2o(o: Observation, extended: bool = True) -> Scores:
     """s_j = sum of p[t, j] over the queries t >= j of j's own span / their number. Attention from elsewhere counts 0
     and what is left is not renormalised. float32 [batch, kv_heads, tokens].
 
     Needs `sums["span_mass"]`. Source: E.5. As run, the public code zeroes pairs of *unextended* spans and divides the
-    same: there `span_mass` comes from `number(..., extended=False)`, where position -1 sees and is seen by all.
+    same: without `extended` the sum is `sums["marked_mass"]`, where position -1 sees and is seen by all.
     """
     later = torch.nn.functional.one_hot(o.span_of).flip(1).cumsum(1).flip(1)  # [batch, seen, spans], itself included
     where = o.positions.flatten(1).clamp(0, o.span_of.shape[1] - 1)
     eligible = later.gather(2, o.span_of[..., None])[..., 0].gather(1, where).view_as(o.positions)
-    return o.sums["span_mass"].float() / eligible
+    return o.sums["span_mass" if extended else "marked_mass"].float() / eligible
 
 
 def streaming_ramps(o: Observation, sinks: int = 4) -> Scores:

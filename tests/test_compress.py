@@ -14,6 +14,7 @@ from kvrepro import engine, quota
 from kvrepro.catalogue import CATALOGUE
 from kvrepro.compress import Facts, sliding_window
 from kvrepro.condition import Condition, Prompt
+from kvrepro.errors import InputError
 from kvrepro.observe import Observation
 from kvrepro.policy import Policy
 
@@ -181,6 +182,55 @@ def test_conditions_with_other_spans_get_other_sums(shown):
         of = quota.number(60, [SPANS[name] for name in names])
         expected = (p * (of[:, None] == of[None, :])).mean(1).sum(1)
         torch.testing.assert_close(o.sums["span_mass"][0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_tokens_of_no_span_see_all_and_are_seen_by_all_in_the_public_codes_fair_h2o():
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    marked = {name: SPANS[name] for name in ("a", "b")}
+    kept = {}
+    for reading in ("as_described", "as_run"):
+        c = Condition("h2o", 21, regime="prefill", reading=reading, fair=1.0, spans=("a", "b"))
+        [[g]] = engine.generate(
+            model, [Prompt(prompt, marked)], [c], max_new_tokens=1, stop_ids=(), kept_sets=True
+        )  # fmt: skip
+        kept[reading] = g.kept_sets
+    of = quota.number(60, list(marked.values()))
+    unextended = quota.number(60, list(marked.values()), extended=False)
+    end = int((of == 0).sum())
+    shares = {"as_run": 21 * end // 60, "as_described": int(21 * end / 60 + 0.5)}
+    assert shares["as_run"] != shares["as_described"]
+    for layer, p in full_attention(model, prompt).items():
+        for reading, numbers in (("as_described", of), ("as_run", unextended)):
+            same = (numbers[:, None] == numbers) | (numbers[:, None] < 0) | (numbers < 0)
+            mass = (p * (same if reading == "as_run" else of[:, None] == of)).mean(1).sum(1)
+            queries = torch.where(of == 0, end, 60) - torch.arange(60)
+            scores = mass / queries
+            for head in range(len(scores)):
+                first = scores[head, :end].topk(shares[reading]).indices
+                second = end + scores[head, end:].topk(21 - shares[reading]).indices
+                wanted = sorted([*first.tolist(), *second.tolist()])
+                assert torch.from_numpy(kept[reading][layer][head]).nonzero()[:, 0].tolist() == wanted, (reading, layer)
+
+
+def test_fair_streaming_llm_by_hand_in_both_readings():
+    """E.3: 4 sinks, and 16 shared over 20 and 36 tokens: round(5.71) and 10; as run the best of two ramps."""
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    spans = {"a": list(range(4, 24)), "b": list(range(24, 60))}
+    c = Condition("streaming_llm", 20, regime="prefill", fair=1.0, spans=("a", "b"))
+    described, run = (
+        engine.generate(model, [Prompt(prompt, spans)], [replace(c, reading=one)], max_new_tokens=1, stop_ids=())[0][0]
+        for one in ("as_described", "as_run")
+    )
+    assert described.kept_positions == [*range(4), *range(18, 24), *range(50, 60)]
+    ramps = {at: 0.1 + 0.8 * (at - 4) / 19 for at in range(4, 24)} | {
+        at: 0.1 + 0.8 * (at - 24) / 35 for at in range(24, 60)
+    }
+    best = sorted(ramps, key=lambda at: (ramps[at], at))[-16:]
+    assert run.kept_positions == sorted([*range(4), *best])
+    with pytest.raises(InputError, match="whose ramps set no quota"):
+        engine.generate(
+            model, [Prompt(prompt, spans)], [replace(c, fair=0.5, reading="as_run")], max_new_tokens=1, stop_ids=()
+        )
 
 
 @pytest.mark.parametrize("regime", ["prefill", "chunked", "offline", "decode cap", "per step"])

@@ -14,15 +14,15 @@ from kvrepro.observe import Observation
 from kvrepro.shapes import KeyValue, Mask, Positions, RowInts, Scores
 
 
-def h2o(o: Observation) -> Scores:
+def h2o(o: Observation, extended: bool = True) -> Scores:
     """s_j = sum over queries t >= j of p[t, j], mean over the group / number of these queries (offline H2O).
 
     Needs `sums["mass"]`. A sliding layer's token is divided by the queries that could see it. A prompt split fairly
-    over spans counts each span's own queries (`quota.h2o`). Source: leakage paper; kvpress ObservedAttentionPress,
-    which has no recent window.
+    over spans counts each span's own queries (`quota.h2o`; `extended`: a span reaches to the next one). Source: leakage
+    paper; kvpress ObservedAttentionPress, which has no recent window.
     """
     if o.span_local:
-        return quota.h2o(o)
+        return quota.h2o(o, extended)
     later = (o.seen[:, None, None] - o.positions).clamp(min=1)
     return o.sums["mass"].float() / (later if o.sliding is None else later.clamp(max=o.sliding))
 

@@ -3,17 +3,19 @@
 import torch
 from torch import Tensor
 
+from kvrepro import quota
 from kvrepro.observe import Observation
 from kvrepro.shapes import Scores
 
 
-def streaming_llm(o: Observation) -> Scores:
+def streaming_llm(o: Observation, sinks: int = 4, ramps: bool = False) -> Scores:
     """s_j = j, the newest tokens, behind the `sinks` oldest, which are protected.
 
+    ramps: where a prompt is split fairly over spans, those of `quota.streaming_ramps` in place of quotas.
     Exact for positions below 2^24. Source: Xiao et al. 2023, section 3.2 (4 sinks); kvpress StreamingLLMPress.
     Keys keep their rotation here and in kvpress; the authors' code counts positions inside the cache instead.
     """
-    return o.positions.float()
+    return quota.streaming_ramps(o, sinks) if ramps and o.span_local else o.positions.float()
 
 
 def random(o: Observation, draw: str = "float32") -> Scores:

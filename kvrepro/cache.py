@@ -92,16 +92,18 @@ class RaggedLayer:
     def bytes(self) -> int:
         """Bytes of keys and values as allocated, the tail's room included."""
         tails = (self.tail_keys, self.tail_values) if self.tail_keys is not None else ()
-        return sum(
-            t.bytes if isinstance(t, Packed) else t.numel() * t.element_size() for t in (self.keys, self.values, *tails)
-        )
+        return sum(t.bytes if isinstance(t, Packed) else _bytes(t) for t in (self.keys, self.values, *tails))
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes of positions, offsets and sums."""
+        """Bytes of positions, offsets and what is hidden."""
+        return _bytes(self.positions, self.offsets, self.hidden, self.tail_positions)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what the next eviction will ask for: sums per token, the last queries."""
         sums = (*self.sums.values(), *(self.tail_sums or {}).values())
-        stored = (self.positions, self.offsets, self.hidden, self.tail_positions, *sums)
-        return sum(t.numel() * t.element_size() for t in stored if t is not None)
+        return _bytes(*sums, self.queries, self.query_positions)
 
     def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
         """New tokens `[batch, kv_heads, new, dim]` of every row; position -1 marks padding."""
@@ -259,6 +261,10 @@ class RaggedLayer:
             queries=None if self.queries is None else self.queries[rows],
             query_positions=None if self.query_positions is None else self.query_positions[rows],
         )  # fmt: skip
+
+
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def _dense(stored: Tensor | Packed) -> Tensor:

@@ -156,7 +156,7 @@ class Prefill:
         self.doubts: list[Tensor] = []
         if backend == "triton" and self.padded:
             raise InputError("backend triton takes prompts of one length together: use prompt_rows=1")
-        self.sums = {n for job in jobs if job.policy for n in _sums(job)} - {"reconstruction"}
+        self.sums = {n for job in jobs if job.policy for n in sums_of(job)} - {"reconstruction"}
         self.span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in self.span_names}
         self._marked = {  # one set of spans passes at a time
@@ -262,7 +262,7 @@ class Prefill:
     @staticmethod
     def _carried(job: Job, o: Observation) -> dict[str, Tensor]:
         again = job.condition.regime in DECODING  # otherwise nobody asks for them any more
-        return {n: s for n, s in o.sums.items() if again and n in _sums(job)}
+        return {n: s for n, s in o.sums.items() if again and n in sums_of(job)}
 
     @staticmethod
     def _remember(job: Job, layer: int, o: Observation) -> None:
@@ -285,9 +285,10 @@ class Prefill:
             job.waiting.clear()
 
 
-def _sums(job: Job) -> set[str]:
+def sums_of(job: Job) -> set[str]:
     """The sums that a job's policy needs; under `fair`, span-local attention takes the place of all attention."""
-    needs = set(job.policy.needs) if job.policy else set()
+    signal = job.parameters.get("signal")  # Scissorhands: one of two
+    needs = {name for name in job.policy.needs if signal in (None, name)} if job.policy else set()
     if job.condition.fair is not None and "mass" in needs:
         needs.add("span_mass" if job.parameters.get("extended", True) else "marked_mass")
     return needs

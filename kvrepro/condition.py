@@ -74,10 +74,11 @@ class Generation:
     kept_positions_hash: str  # of the same, per head
     evicted: int
     policy_calls: int
-    bytes_held: int  # allocated at the end for keys, values, positions and sums: a row's part of its batch
+    bytes_held: int  # allocated at the end, whatever for: a row's part of its batch
     bytes_full: int  # of keys and values alone, without eviction
     prefill_seconds: float  # shared costs are divided among the rows that share them
     decode_seconds: float
     backend: str
     peak_bytes: int | None = None  # of the prefill, above the weights: measured where the engine was asked to
+    bytes_state: int = 0  # of those held, what the policy's next eviction would ask for: sums, last queries
     kept_sets: list | None = None  # per layer, bool [kv_heads, compressed tokens], where the engine was asked for it

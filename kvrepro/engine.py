@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvrepro.attention import installed
 from kvrepro.cache import EngineCache, RaggedLayer, together
-from kvrepro.compress import DECODING, Extend, Facts, Job, Prefill, Prompt, reduce
+from kvrepro.compress import DECODING, Extend, Facts, Job, Prefill, Prompt, reduce, sums_of
 from kvrepro.condition import Condition, Generation
 from kvrepro.condition import Prompt as Text
 from kvrepro.errors import InputError
@@ -371,7 +371,7 @@ class _Engine:
         window = max(job.window for job in jobs)
         chunk = jobs[0].condition.chunk
         cache = EngineCache(self.model.config)
-        self._open(cache, len(texts), {n for job in jobs if job.policy for n in job.policy.needs})
+        self._open(cache, len(texts), {n for job in jobs if job.policy for n in sums_of(job)})
         seen = torch.zeros(len(texts), dtype=torch.long, device=self.device)
         lengths = torch.tensor([len(t) for t in texts], device=self.device)
         calls = torch.zeros_like(seen)
@@ -447,6 +447,9 @@ class _Engine:
         there = torch.tensor([bool(r) for r in rest], device=self.device)
         rows.logits = torch.where(there[:, None], logits, rows.logits)
         rows.seen = rows.seen + torch.tensor([len(r) for r in rest], device=self.device)
+        if bool((positions < 0).any()):
+            for layer in rows.cache.ragged.values():  # padding takes memory
+                layer.settle()
         seconds = (time.perf_counter() - began) / len(rows)
         for tag in rows.tags:
             self.notes[tag] = self.notes[tag] | {"prefill_seconds": self.notes[tag]["prefill_seconds"] + seconds}
@@ -520,19 +523,22 @@ class _Engine:
         layers = [rows.cache.ragged[n] for n in self.facts.attention]
         kept = torch.stack([layer.seen().float().mean(1).cpu() for layer in layers])  # [layers, batch]
         held = torch.stack([layer.held().sum(1).cpu() for layer in layers])
-        allocated = sum(layer.bytes + layer.overhead_bytes for layer in layers)
+        state = sum(layer.state_bytes for layer in layers)
+        allocated = sum(layer.bytes + layer.overhead_bytes for layer in layers) + state
         size = held.new_tensor([2 * layer.keys.shape[1] * layer.keys.dtype.itemsize for layer in layers])
         evicting = [self.facts.attention.index(n) for n in self.facts.evictable]
         for row in done:
             tag, seen = rows.tags[row], int(rows.seen[row])
             full = held.new_tensor([min(seen, self.facts.sliding.get(n, seen + 1) - 1) for n in self.facts.attention])
             heads = held.new_tensor([layer.shape[1] for layer in layers])
+            share = float((held[:, row] * size).sum() / (held.sum(1) * size).sum())
             self.answers[tag] = Generation(
                 tokens=tokens[row].tolist(),
                 kept=kept[:, row].round().int().tolist(),
                 evicted=round(float((full - kept[:, row])[evicting].mean())),
                 policy_calls=int(rows.calls[row]),
-                bytes_held=round(allocated * float((held[:, row] * size).sum() / (held.sum(1) * size).sum())),
+                bytes_held=round(allocated * share),
+                bytes_state=round(state * share),
                 bytes_full=int((full * heads * size).sum()),
                 decode_seconds=seconds,
                 backend=self.backend,

@@ -218,6 +218,7 @@ def _row(loaded: Loaded, item: Item, head: dict, answer: Generation | Exception)
         "evicted": answer.evicted,
         "policy_calls": answer.policy_calls,
         "bytes_held": answer.bytes_held,
+        "bytes_state": answer.bytes_state,
         "bytes_full": answer.bytes_full,
         "peak_bytes": answer.peak_bytes,
         "prefill_seconds": answer.prefill_seconds,

@@ -5,9 +5,12 @@ the functions over all layers (lists of each layer's scores in, lists of counts 
 slot scored -inf is dead. Nothing here changes a score.
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from kvrepro.allowed import Count, Number, Share
 from kvrepro.errors import InputError
 from kvrepro.observe import Observation
 from kvrepro.selection import select
@@ -24,8 +27,8 @@ def pyramid(
     protected: Mask,
     budget: RowInts,
     o: Observation,
-    beta: float = 20,
-    recent: int = 0,
+    beta: Annotated[float, Number(1)] = 20,
+    recent: Count = 0,
     inside: bool = True,
 ) -> Counts:
     """b_l = high - l (high - low) / (L - 1) tokens for layer l of L, with low = B / beta and high = 2 B - low.
@@ -56,7 +59,7 @@ def adaptive(
     scores: Scores,
     protected: Mask,
     budget: RowInts,
-    floor: float = 0.2,
+    floor: Share = 0.2,
     blend: bool = False,
     weighted: bool = False,
 ) -> Counts:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvrepro.errors import InputError
 from kvrepro.protection.guard import protected_count
 from kvrepro.protection.reading import Reading, resolve
 
@@ -9,16 +10,27 @@ from kvrepro.protection.reading import Reading, resolve
 @dataclass(frozen=True)
 class Prompt:
     """Token ids with the generation prompt, the token positions of each named span (equal names merge), and where the
-    first turn of each role begins."""
+    first turn of each role begins. Raises InputError for text, and for positions outside the prompt."""
 
     ids: list[int]
     spans: dict[str, list[int]]
     turns: dict[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if any(isinstance(i, str) for i in self.ids[:1]):
+            raise InputError(f"prompt {''.join(self.ids)[:40]!r} is text: give token ids, tokenizer.encode(...)")  # type: ignore[arg-type]
+        for name, where in [*self.spans.items(), *((name, [at]) for name, at in self.turns.items())]:
+            if where and not 0 <= min(where) <= max(where) < len(self.ids):
+                strange = min(where) if min(where) < 0 else max(where)
+                raise InputError(f"{name} at position {strange} of a prompt of {len(self.ids)} tokens: mark it anew")
+
 
 @dataclass(frozen=True)
 class Condition:
-    """One cell of an experiment. `capacity` counts tokens kept; fractions of it are guarded at either end."""
+    """One cell of an experiment. `capacity` counts tokens kept; fractions of it are guarded at either end.
+
+    Raises InputError for names and switches that are no tuples; `kvrepro.policy.check` looks at the rest.
+    """
 
     policy: str = "full"
     capacity: int | None = None
@@ -41,6 +53,15 @@ class Condition:
     chunk_mode: str = "last_chunk"  # when chunks evict: "last_chunk", "budget" or "every_chunk" (DropKV)
     bits: int | None = None  # 4: what survives is quantised
 
+    def __post_init__(self) -> None:
+        for name in ("whitelist", "spans"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(span, str) for span in value):
+                raise InputError(f"{name} {value!r}: give a tuple of span names")
+        for pair in self.switches if isinstance(self.switches, tuple) else [None]:
+            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+                raise InputError(f"switches {self.switches!r}: give a tuple of pairs, (('window', 16),) for instance")
+
     def resolved(self) -> Reading:
         """The harness's reading with this condition's overrides; elsewhere switches are the policy's parameters."""
         return resolve(self.reading, self.switches if self.regime == "harness" else ())
@@ -53,15 +74,31 @@ class Condition:
 
     @property
     def label(self) -> str:
-        """Short name for tables and messages: `lru C=256 +10%/10%`."""
+        """Short name for tables and messages: `lru C=256 +10%/10%`, then whatever is not the default.
+
+        Equal labels are equal conditions, but for a full cache, which nothing changes except `bits`.
+        """
         if self.policy == "full":
             return "full cache" + ("" if self.bits is None else f" int{self.bits}")
-        sides = f" +{self.prefix:.0%}/{self.suffix:.0%}" if self.prefix or self.suffix else ""
-        held = f"{self.share:.0%}" if self.capacity is None and self.share is not None else f"C={self.capacity}"
-        extra = f" whitelist {'+'.join(self.whitelist)}" if self.whitelist else ""
-        extra += "" if self.fair is None else " fair" if self.fair == 1 else f" debias {self.fair:g}"
-        extra += "" if self.bits is None else f" int{self.bits}"
-        return f"{self.policy} {held}{sides}{extra}"
+        sides = f"+{100 * self.prefix:g}%/{100 * self.suffix:g}%" if self.prefix or self.suffix else ""
+        held = f"{100 * self.share:g}%" if self.capacity is None and self.share is not None else f"C={self.capacity}"
+        fair = "" if self.fair is None else "fair" if self.fair == 1 else f"debias {self.fair:g}"
+        said = {
+            "regime": self.regime,
+            "reading": self.reading.replace("_", " "),
+            "until": f"until {self.until}",
+            "suffix_mode": f"{self.suffix_mode} suffix",
+            "interval": f"every {self.interval}",
+            "chunk": f"chunks of {self.chunk}",
+            "chunk_mode": self.chunk_mode.replace("_", " "),
+            "execution": self.execution,
+            "whitelist": f"whitelist {'+'.join(self.whitelist)}",
+            "spans": f"spans {'+'.join(self.spans)}",
+            "bits": f"int{self.bits}",
+            "switches": " ".join(f"{name}={value}" for name, value in self.switches),
+        }
+        other = [text for name, text in said.items() if getattr(self, name) != getattr(Condition, name)]
+        return " ".join(filter(None, [self.policy, held, sides, fair, *other]))
 
 
 @dataclass(frozen=True)
@@ -80,5 +117,6 @@ class Generation:
     decode_seconds: float
     backend: str
     peak_bytes: int | None = None  # of the prefill, above the weights: measured where the engine was asked to
+    pages: int | None = None  # that each query head reads at a step, where pages are selected and no token leaves
     bytes_state: int = 0  # of those held, what the policy's next eviction would ask for: sums, last queries
     kept_sets: list | None = None  # per layer, bool [kv_heads, compressed tokens], where the engine was asked for it

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from kvrepro import allocate, guard, quota
+from kvrepro import allocate, allowed, guard, quota
+from kvrepro.allowed import Count, Number, Size, ensure
 from kvrepro.condition import Condition
 from kvrepro.errors import InputError
 from kvrepro.observe import Observation
@@ -37,13 +38,30 @@ REGIMES = {
 }
 CHUNK_MODES = ("last_chunk", "budget", "every_chunk")
 READINGS = ("as_run", "as_described")
-LEAST = {"window": 1, "recent": 0, "sinks": 0, "kernel": 1, "page": 1}  # of parameters that count tokens
+ENGINES = {"window": Size, "recent": Count, "sinks": Count, "page": Size, "dense_layers": Count}  # read by the engine
 SUMS = {  # what the forward pass can add up for each token and KV head
     "mass": "attention summed over all queries",
     "span_mass": "attention summed over the queries of its own span",
     "marked_mass": "the same, where tokens that no span marks see all and are seen by all",
     "low": "count of low attention among the last 400 queries, all heads of the group together",
     "reconstruction": "largest attention while the context is repeated",
+}
+FIELDS = {  # what a condition may say
+    "policy": str,
+    "regime": ("harness", *REGIMES),
+    "capacity": (Size, None),
+    "share": (Number(0, 1, above=True), None),
+    "prefix": Number(0, 1, below=True),
+    "suffix": Number(0, 1, below=True),
+    "suffix_mode": ("dynamic", "static"),
+    "interval": Size,
+    "reading": READINGS,
+    "execution": ("physical", "masked"),
+    "until": str,
+    "fair": (Number(0, 1), None),
+    "chunk": Size,
+    "chunk_mode": CHUNK_MODES,
+    "bits": (4, None),
 }
 Parameters = Mapping[str, object]
 
@@ -52,8 +70,9 @@ Parameters = Mapping[str, object]
 class Policy:
     """How a method decides. Every function takes the parameters it names, from `parameters` in the reading asked for.
 
-    parameters: the paper's; as_run: those in which the public code (`code`) differs. Three names mean the same for
-    all: `window` queries are shown to the scorer, `recent` newest and `sinks` oldest tokens are protected.
+    parameters: the paper's; as_run: those in which the public code (`code`) differs. The functions' annotations say
+    what each may be (`kvrepro.allowed`). Three names mean the same for all: `window` queries are shown to the scorer,
+    `recent` newest and `sinks` oldest tokens are protected.
     shield(o, scores, budget, ...): tokens exempt on the method's own account, before heads get their counts.
     refine(o, scores, counts, ...) -> (scores, exempt tokens): a second stage, once heads know their counts.
     across(scores, protected, budget, summaries, ...) -> (scores, counts): budgets that need every layer's scores, lists
@@ -100,15 +119,23 @@ class Policy:
         for key, _ in switches:
             if key not in known:
                 raise InputError(f"{self.title} has no parameter {key!r}: it has {', '.join(known) or 'none'}")
-        base = {**self.parameters, **self.as_run} if name == "as_run" else dict(self.parameters)
-        found = {**base, **dict(switches)}
+        if len(dict(switches)) < len(switches):
+            raise InputError(f"switches {switches} for {self.title} name a parameter twice: drop one")
+        found = {**(known if name == "as_run" else self.parameters), **dict(switches)}
         if found.get("recent") == "window":  # the window itself is protected
-            found["recent"] = found["window"]
-        for key, least in LEAST.items():
-            value = found.get(key, least)
-            if not isinstance(value, int) or value < least:
-                raise InputError(f"{key} {value!r} for {self.title}: a whole number, at least {least}")
+            found["recent"] = found.get("window")
+        for key, value in found.items():
+            ensure(self.kind(key), self.title, **{key: value})
         return found
+
+    @property
+    def functions(self) -> list[Callable]:
+        every = (self.score, self.allocate, self.across, self.summary, self.shield, self.refine)
+        return [f for f in every if f is not None]
+
+    def kind(self, parameter: str) -> object:
+        """What a parameter may be (`allowed.holds`); anything, where no function of a reader's own policy says."""
+        return ENGINES.get(parameter) or allowed.of(self.functions, parameter)
 
 
 def call(function: Callable, *arguments: object, parameters: Parameters):
@@ -212,9 +239,8 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
     whitelist: the protected ones among them, counted from their end: -1 is the last.
     """
     c = condition
-    for name in ("whitelist", "spans"):
-        if isinstance(getattr(c, name), str):
-            raise InputError(f"{name} {getattr(c, name)!r}: give a tuple of span names")
+    for name, kind in FIELDS.items():
+        ensure(kind, c.policy if name in ("capacity", "share") else "", **{name: getattr(c, name)})
     if c.regime == "harness":
         foreign = {n: getattr(c, n) for n in ("share", "until", "whitelist", "spans", "fair", "bits")}
         for name, value in foreign.items():
@@ -223,20 +249,6 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
                     f"{name} {value!r} in regime harness, which has no such thing: name a regime, e.g. prefill"
                 )
         return protection.check(c, prompt_tokens)
-    if c.regime not in REGIMES:
-        raise InputError(f"unknown regime {c.regime!r}: choose one of harness, {', '.join(REGIMES)}")
-    if c.execution not in ("physical", "masked"):
-        raise InputError(f"unknown execution {c.execution!r}: choose physical or masked")
-    if c.suffix_mode not in ("dynamic", "static"):
-        raise InputError(f"unknown suffix_mode {c.suffix_mode!r}: choose dynamic or static")
-    if c.chunk_mode not in CHUNK_MODES:
-        raise InputError(f"unknown chunk_mode {c.chunk_mode!r}: choose one of {', '.join(CHUNK_MODES)}")
-    if c.bits not in (None, 4):
-        raise InputError(f"bits {c.bits}: 4, or None for the model's own type")
-    if c.reading not in READINGS:
-        raise InputError(f"unknown reading {c.reading!r}: choose one of {', '.join(READINGS)}")
-    if not isinstance(c.interval, int) or c.interval < 1 or not isinstance(c.chunk, int) or c.chunk < 1:
-        raise InputError(f"interval {c.interval!r}, chunk {c.chunk!r}: whole numbers, at least 1")
     if c.policy == "full":
         if c.capacity is not None or c.share is not None or c.prefix or c.suffix or c.whitelist or c.fair is not None:
             raise InputError(f"policy full keeps every token, got {c.label!r} with a budget or guards: drop them")
@@ -249,14 +261,6 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         raise InputError(f"{c.policy} cannot run in regime {c.regime!r}: {policy.refuses[c.regime]}")
     if (c.capacity is None) == (c.share is None):
         raise InputError(f"capacity {c.capacity}, share {c.share} for {c.policy}: give one of the two")
-    if c.capacity is not None and (not isinstance(c.capacity, int) or c.capacity < 1):
-        raise InputError(f"capacity {c.capacity!r} for {c.policy}: a whole number of tokens, at least 1")
-    if c.share is not None and not 0 < c.share <= 1:
-        raise InputError(f"share {c.share!r} for {c.policy}: above 0, at most 1")
-    if not (0 <= c.prefix < 1 and 0 <= c.suffix < 1):
-        raise InputError(f"guards {c.prefix}/{c.suffix}: fractions of the capacity between 0 and 1")
-    if c.fair is not None and not 0 <= c.fair <= 1:
-        raise InputError(f"fair {c.fair}: a share of fairness from 0 to 1")
     if c.fair is not None and (policy.budget != "uniform" or c.regime not in ("prefill", "offline")):
         raise InputError(f"fair splits one head's budget at a prompt's end: not {policy.budget} budgets, {c.regime}")
     if c.fair is not None and c.fair < 1 and parameters.get("ramps"):
@@ -265,10 +269,11 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         raise InputError(f"{c.policy} chooses pages anew for every query and keeps all: no guards, quotas or masks")
     if prompt_tokens is None:
         return None
-    at_once = policy.frees and c.regime in ("prefill", "offline", "chunked")
+    at_once = c.regime in ("prefill", "offline", "chunked")
     if at_once and c.capacity is not None and c.capacity >= prompt_tokens:
+        what = "nothing leaves" if policy.frees else "every page is read"
         raise InputError(
-            f"capacity {c.capacity} >= {prompt_tokens} tokens to compress: nothing leaves; lower it, or say share=1.0"
+            f"capacity {c.capacity} >= {prompt_tokens} tokens to compress: {what}; lower it, or say share=1.0"
         )
     tokens = [prompt_tokens]
     if c.regime == "chunked" and c.chunk_mode == "every_chunk":
@@ -336,6 +341,7 @@ def tables() -> dict[str, list[dict[str, str]]]:
             "parameter": key,
             "as described": str(p.parameters.get(key, "-")),
             "as run": str(p.as_run.get(key, "the same")) if p.as_run else "-",
+            "may be": allowed.said(p.kind(key)) + (", or window" if key == "recent" else ""),
             "public code": p.code or "-",
         }
         for name, p in CATALOGUE.items()
@@ -365,17 +371,17 @@ def tables() -> dict[str, list[dict[str, str]]]:
 
 
 def main() -> None:
-    """Print the catalogue."""
+    """Print the catalogue: plain columns that read the same on 80 columns and through a pipe."""
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    columns = ("name", "title", "source", "regimes", "budget", "readings")
-    view = Table(title="Eviction policies", show_lines=True)
-    for column in columns:
-        view.add_column(column, overflow="fold", no_wrap=column == "name")
+    view = Table(box=None, pad_edge=False, expand=True)
+    widths = {"name": 19, "source": None, "regimes": 10, "budget": 9, "readings": 12}
+    for column, width in widths.items():
+        view.add_column(column, width=width, no_wrap=column == "name", overflow="fold")
     for row in table():
-        view.add_row(*(escape(row[column]) for column in columns))
+        view.add_row(*(Text(row[column].replace("as_run, as_described", "both")) for column in widths))
     Console().print(view)
 
 

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+from kvrepro.allowed import holds, said
 from kvrepro.catalogue import CATALOGUE
 from kvrepro.policy import REGIMES, SUMS, call
 
@@ -11,17 +12,21 @@ ENGINES = {"window", "recent", "sinks"}  # what the engine itself reads
 PAGES = {"page", "dense_layers"}  # read by the decode attention of a policy that frees nothing
 
 
-def functions(policy):
-    found = (policy.score, policy.allocate, policy.across, policy.summary, policy.shield, policy.refine)
-    return [f for f in found if f is not None]
-
-
 @pytest.mark.parametrize("name", list(CATALOGUE))
 def test_every_parameter_is_read(name):
     policy = CATALOGUE[name]
-    read = set().union(*(inspect.signature(f).parameters for f in functions(policy)))
+    read = set().union(*(inspect.signature(f).parameters for f in policy.functions))
     read |= ENGINES if policy.frees else ENGINES | PAGES
     assert set(policy.parameters) | set(policy.as_run) <= read
+
+
+@pytest.mark.parametrize("name", list(CATALOGUE))
+def test_every_parameter_says_what_it_may_be(name):
+    policy = CATALOGUE[name]
+    for key in {**policy.parameters, **policy.as_run}:
+        kind = policy.kind(key)
+        assert said(kind)
+        assert not any(holds(kind, value) for value in (float("nan"), None, -7, ()))
 
 
 @pytest.mark.parametrize("name", list(CATALOGUE))

@@ -21,6 +21,7 @@ from kvrepro.policy import (
     guarded,
     judge,
     keep,
+    main,
     source_of,
     table,
 )
@@ -35,22 +36,38 @@ FINE = Condition("snapkv", 40, regime="prefill", reading="as_described")
         ({"policy": "lru"}, "lru looks at all layers together"),
         ({"policy": "nowhere/own.py:MINE"}, "no file nowhere/own.py"),
         ({"regime": "sometimes"}, "unknown regime 'sometimes'"),
-        ({"reading": "as_heard"}, "unknown reading 'as_heard': choose one of as_run, as_described"),
+        ({"reading": "as_heard"}, "unknown reading 'as_heard': choose as_run or as_described"),
         ({"execution": "virtual"}, "unknown execution 'virtual': choose physical or masked"),
         ({"suffix_mode": "loose"}, "unknown suffix_mode 'loose'"),
         ({"chunk_mode": "now"}, "unknown chunk_mode 'now': choose one of last_chunk, budget, every_chunk"),
         ({"bits": 3}, "bits 3: 4, or None"),
         ({"capacity": None}, "capacity None, share None for snapkv: give one of the two"),
         ({"share": 0.5}, "capacity 40, share 0.5 for snapkv: give one of the two"),
-        ({"capacity": 0}, "capacity 0 for snapkv: a whole number of tokens, at least 1"),
+        ({"capacity": 0}, "capacity 0 for snapkv: a whole number, at least 1, or None"),
         ({"capacity": 20.0}, "capacity 20.0 for snapkv"),
-        ({"capacity": None, "share": 1.01}, "share 1.01 for snapkv: above 0, at most 1"),
+        ({"capacity": None, "share": 1.01}, "share 1.01 for snapkv: a number, above 0, at most 1, or None"),
         ({"capacity": None, "share": 0.0}, "share 0.0 for snapkv"),
-        ({"interval": 0}, "interval 0, chunk 4096: whole numbers"),
-        ({"chunk": 0}, "interval 8, chunk 0: whole numbers"),
-        ({"prefix": 1.0}, "guards 1.0/0.0: fractions"),
-        ({"suffix": -0.1}, "guards 0.0/-0.1: fractions"),
-        ({"fair": 1.5}, "fair 1.5: a share of fairness from 0 to 1"),
+        ({"interval": 0}, "interval 0: a whole number, at least 1"),
+        ({"chunk": 0}, "chunk 0: a whole number, at least 1"),
+        ({"prefix": 1.0}, "prefix 1.0: a number, at least 0, below 1"),
+        ({"suffix": -0.1}, "suffix -0.1: a number, at least 0, below 1"),
+        ({"fair": 1.5}, "fair 1.5: a number, at least 0, at most 1, or None"),
+        ({"fair": "x"}, "fair 'x': a number"),
+        ({"capacity": None, "share": "x"}, "share 'x' for snapkv: a number"),
+        ({"capacity": None, "share": float("nan")}, "share nan for snapkv: a number"),
+        ({"capacity": True}, "capacity True for snapkv: a whole number"),
+        ({"capacity": "40"}, "capacity '40' for snapkv: a whole number"),
+        ({"prefix": "a"}, "prefix 'a': a number"),
+        ({"policy": None}, "policy None: a text"),
+        ({"until": 3}, "until 3: a text"),
+        ({"regime": "harness", "prefix": "a"}, "prefix 'a': a number"),
+        ({"switches": {"window": 8}}, r"switches {'window': 8}: give a tuple of pairs, \(\('window', 16\),\)"),
+        ({"switches": ("window", 8)}, r"switches \('window', 8\): give a tuple of pairs"),
+        ({"switches": [("window", 8)]}, "give a tuple of pairs"),
+        ({"switches": (("window", 8), ("window", 9))}, "for SnapKV name a parameter twice"),
+        ({"whitelist": "question"}, "whitelist 'question': give a tuple of span names"),
+        ({"spans": ["a", "b"]}, "give a tuple of span names"),
+        ({"policy": "quest_pages", "capacity": 100}, "capacity 100 >= 100 tokens to compress: every page is read"),
         ({"policy": "ada_kv", "fair": 1.0}, "not per head budgets, prefill"),
         ({"regime": "chunked", "fair": 1.0}, "not uniform budgets, chunked"),
         ({"switches": (("windows", 4),)}, "SnapKV has no parameter 'windows': it has window, recent"),
@@ -72,6 +89,64 @@ def test_what_cannot_be_met_is_one_line_with_both_values(change, words):
     with pytest.raises(InputError, match=words) as error:
         check(replace(FINE, **change), 100)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "name", "value", "words"),
+    [
+        ("random", "draw", "zz", "unknown draw 'zz' for Random: choose float32 or keys"),
+        ("k_norm", "dense_layers", -1, "dense_layers -1 for K-norm: a whole number, at least 0"),
+        ("key_diff", "block", -1, "block -1 for KeyDiff: a whole number, at least 0"),
+        ("key_diff", "anchor", "mean", "unknown anchor 'mean' for KeyDiff: choose unit or plain"),
+        ("r_kv", "mix", 5, "mix 5 for R-KV: a number, at least 0, at most 1"),
+        ("r_kv", "threshold", -2, "threshold -2 for R-KV: a number, at least -1, at most 1"),
+        ("r_kv", "kernel", 4, "kernel 4 for R-KV: an odd number, at least 1"),
+        ("tri_attention", "horizon", 0, "horizon 0 for TriAttention"),
+        ("tri_attention", "calibration", 3, "calibration 3 for TriAttention, one choice for all layers: a text"),
+        ("h2o", "extended", 1, "extended 1 for H2O, offline: True or False"),
+        ("h2o_online", "share", 1.1, "share 1.1 for H2O: a number, at least 0, at most 1"),
+        ("scissorhands", "signal", None, "unknown signal None for Scissorhands: choose low or mass"),
+        ("quest", "group", "sum", "unknown group 'sum' for QUEST as eviction: choose max or mean"),
+        ("quest_pages", "page", 0, "page 0 for Quest, pages selected: a whole number, at least 1"),
+        ("quest_pages", "dense_layers", 1.0, "dense_layers 1.0 for Quest"),
+        ("duo_attention", "count", "all", "unknown count 'all' for DuoAttention: choose tokens or heads"),
+        ("duo_attention", "sinks", "4", "sinks '4' for DuoAttention: a whole number"),
+        ("snapkv", "group", "most", "unknown group 'most' for SnapKV: choose one of mean, sum, max, union"),
+        ("snapkv", "pool_at", "row", "unknown pool_at 'row' for SnapKV: choose one of query, head, kv_head"),
+        ("snapkv", "window", True, "window True for SnapKV: a whole number"),
+        ("pyramid_kv", "beta", 0, "beta 0 for PyramidKV: a number, at least 1"),
+        ("pyramid_kv", "inside", "yes", "inside 'yes' for PyramidKV: True or False"),
+        ("ada_kv", "floor", -0.1, "floor -0.1 for Ada-KV: a number, at least 0, at most 1"),
+        ("cake", "gamma", float("nan"), "gamma nan for CAKE: a number, at least 0"),
+        ("cake", "tau1", 0, "tau1 0 for CAKE: a number, above 0"),
+        ("critical_kv", "alpha", 2, "alpha 2 for CriticalKV: a number, at least 0, at most 1"),
+        ("critical_kv", "eps", float("inf"), "eps inf for CriticalKV: a number, at least 0"),
+        ("critical_ada_kv", "exempt_floor", "0", "exempt_floor '0' for Critical-AdaKV: a number"),
+        ("andpro", "chunk", -4, "chunk -4 for AnDPro: a whole number, at least 0"),
+        ("dropkv", "eps", 0, "eps 0 for DropKV: a number, above 0"),
+        ("dropkv", "kernel", 11.0, "kernel 11.0 for DropKV: an odd number"),
+        ("defensive_kv", "mass", 2, "mass 2 for DefensiveKV: a number, at least 0, at most 1"),
+        ("defensive_kv", "share", 0.5, "unknown share 0.5 for DefensiveKV: choose one of none, layer, heads"),
+        ("layer_defensive_kv", "over", "now", "unknown over 'now' for Layer-DefensiveKV: choose past or all"),
+    ],
+)
+def test_every_switch_is_held_to_its_range(policy, name, value, words):
+    with pytest.raises(InputError, match=words) as error:
+        check(Condition(policy, 40, regime="prefill", switches=((name, value),)), 100)
+    assert "\n" not in str(error.value)
+
+
+def test_a_readers_own_parameters_are_held_to_its_annotations_alone():
+    def score(o, free, weight: float = 1.0, later: "float" = 1.0):
+        return o.positions.float() * weight
+
+    own = Policy("Own", "me", score, {"free": 1, "weight": 2.0, "later": 3, "unread": None})
+    for name, value in (("free", "anything"), ("weight", 2), ("later", "x"), ("unread", [])):
+        assert own.reading("as_described", ((name, value),))[name] == value
+    with pytest.raises(InputError, match="weight 'x' for Own: a number"):
+        own.reading("as_described", (("weight", "x"),))
+    with pytest.raises(InputError, match="recent None for Own: a whole number"):
+        replace(own, parameters={"recent": "window"}).reading("as_described")
 
 
 @pytest.mark.parametrize(
@@ -194,3 +269,13 @@ def test_the_table_has_a_row_for_every_policy():
     assert general == ["full", *CATALOGUE]
     assert len({(row["name"], row["regimes"] == "harness") for row in rows}) == len(names)
     assert all(all(row.values()) for row in rows)
+
+
+def test_the_catalogue_is_printed_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["name", "source", "regimes", "budget", "readings"]
+    first = [line.split()[0] for line in lines[1:] if not line.startswith(" ")]
+    assert first == [row["name"] for row in table()]

@@ -487,7 +487,7 @@ def test_span_local_queries_vote_in_their_own_span_only():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"kernel": 4}, "pooling kernel 4: an odd number"),
+        ({"kernel": 4}, "kernel 4: an odd number"),
         ({"pool": "median"}, "unknown pool 'median'"),
         ({"aggregate": "median"}, "unknown aggregate 'median'"),
         ({"group": "first"}, "unknown group 'first'"),

@@ -4,14 +4,19 @@ float32 `[batch, kv_heads, tokens]`, large = keep. Sums over queries come with t
 built here.
 """
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvrepro import guard, quota
-from kvrepro.errors import InputError
+from kvrepro.allowed import Share, Size, ensure
 from kvrepro.observe import Observation
 from kvrepro.shapes import KeyValue, Mask, Positions, RowInts, Scores
+
+Signal = Annotated[str, ("low", "mass")]
+Group = Annotated[str, ("max", "mean")]
 
 
 def h2o(o: Observation, extended: bool = True) -> Scores:
@@ -35,7 +40,7 @@ def h2o_online(o: Observation) -> Scores:
     return o.sums["mass"].float()
 
 
-def recent_share(o: Observation, scores: Scores, budget: RowInts, share: float = 0.5) -> Mask:
+def recent_share(o: Observation, scores: Scores, budget: RowInts, share: Share = 0.5) -> Mask:
     """The newest int(share * budget) tokens: H2O spends this part of its budget on recent tokens.
 
     Source: Zhang et al. 2023: half heavy, half recent.
@@ -43,15 +48,14 @@ def recent_share(o: Observation, scores: Scores, budget: RowInts, share: float =
     return guard.recent(o, (budget.double() * share + 1e-9).long())
 
 
-def scissorhands(o: Observation, signal: str = "low") -> Scores:
+def scissorhands(o: Observation, signal: Signal = "low") -> Scores:
     """s_j = -(number of the last 400 queries t with p[t, j] < 1 / (t + 1)), summed over the group.
 
     The paper counts against a token and drops half the cache on overflow; here what stays is the budget's business.
     Needs `sums["low"]`, or with signal "mass" `sums["mass"]`: a public code accumulates attention instead, which is
     close to H2O. Source: Liu et al. 2023, Algorithm 2; KVCache-Factory.
     """
-    if signal not in ("low", "mass"):
-        raise InputError(f"signal {signal!r}: choose low or mass")
+    ensure(Signal, signal=signal)
     return -o.sums["low"].float() if signal == "low" else o.sums["mass"].float()
 
 
@@ -65,15 +69,14 @@ def tova(o: Observation) -> Scores:
     return p.mean((1, 2)).sum(1)[:, None].expand_as(o.positions)
 
 
-def quest(o: Observation, page: int = 16, group: str = "max") -> Scores:
+def quest(o: Observation, page: Size = 16, group: Group = "max") -> Scores:
     """s_j = upper bound of the last query's logits in j's page: sum_d max(q_d max_d, q_d min_d), largest of the group.
 
     Pages are `page` true positions wide. Quest evicts nothing and repeats keys for every query head; as an eviction
     policy it needs a reduction over the group ("max" or "mean"), on which the sources are silent. Source: Tang et al.
     2024, Algorithm 1.
     """
-    if group not in ("max", "mean"):
-        raise InputError(f"group {group!r}: choose max or mean")
+    ensure(Group, group=group)
     last = o.queries[:, :, -1].float().unflatten(1, (-1, o.group))
     page_of = o.positions.clamp(min=0) // page
     bounds = _bounds(last, o.keys, o.alive, page_of)

@@ -5,17 +5,20 @@ float32 `[batch, kv_heads, tokens]`, large = keep.
 
 import json
 from functools import lru_cache
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kvrepro import models
+from kvrepro.allowed import Count, ensure
 from kvrepro.errors import InputError
 from kvrepro.observe import Observation
 from kvrepro.shapes import Counts, Mask, RowInts, Scores
 
 EMBEDDED = "data/models/tiny-gqa-gates.json"  # relative to the project's folder
+Counted = Annotated[str, ("tokens", "heads")]
 
 
 def kv_zip(o: Observation) -> Scores:
@@ -41,7 +44,7 @@ def kv_zip_plus(o: Observation) -> Scores:
     return (largest * squared.clamp(min=0).sqrt()).amax(2)
 
 
-def whole(scores: Scores, protected: Mask, budget: RowInts, o: Observation, dense_layers: int = 0) -> Counts:
+def whole(scores: Scores, protected: Mask, budget: RowInts, o: Observation, dense_layers: Count = 0) -> Counts:
     """Layers below `dense_layers` keep every token, the others `budget` per head: more than the budget in all.
 
     Source: K-norm (Devoto et al. 2024), which skips layers 0 and 1; KVCache-Factory's L2NormCluster.
@@ -77,7 +80,7 @@ def duo_attention(
     budget: RowInts,
     summaries: list,
     gates_file: str = EMBEDDED,
-    count: str = "tokens",
+    count: Counted = "tokens",
 ) -> tuple[list[Scores], list[Counts]]:
     """Heads with the lowest gates keep their protected tokens (sinks and recent ones) only, the others everything.
 
@@ -87,8 +90,7 @@ def duo_attention(
     streams first. Raises InputError for gates of another model. Source: Xiao et al. 2024; kvpress
     DuoAttentionPress.
     """
-    if count not in ("tokens", "heads"):
-        raise InputError(f"count {count!r}: choose tokens or heads")
+    ensure(Counted, count=count)
     gate = gates(gates_file)
     if gate.shape != (len(scores), scores[0].shape[1]):
         raise InputError(

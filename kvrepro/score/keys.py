@@ -3,9 +3,12 @@
 float32 `[batch, kv_heads, tokens]`, large = keep. Nothing here is tokens x tokens: likeness comes in blocks of rows.
 """
 
+from typing import Annotated
+
 import torch
 
 from kvrepro import guard
+from kvrepro.allowed import Count, Number, Odd, Share, Size, ensure
 from kvrepro.errors import InputError
 from kvrepro.observe import Observation
 from kvrepro.score.queries import EMBEDDED, frequencies, load, pairs
@@ -13,6 +16,9 @@ from kvrepro.selection import select
 from kvrepro.shapes import Counts, Mask, RowInts, Scores
 
 FLOOR = 1e-8  # of lengths that are divided by
+Anchor = Annotated[str, ("unit", "plain")]
+Alone = Annotated[str, ("nothing", "first")]
+Cosine = Annotated[float, Number(-1, 1)]
 
 
 def k_norm(o: Observation) -> Scores:
@@ -23,7 +29,7 @@ def k_norm(o: Observation) -> Scores:
     return -torch.linalg.vector_norm(o.keys.float(), dim=-1)
 
 
-def key_diff(o: Observation, anchor: str = "unit") -> Scores:
+def key_diff(o: Observation, anchor: Anchor = "unit") -> Scores:
     """s_j = -cos(k_j, mu), mu = mean of k_i / ||k_i||: keys unlike the others stay.
 
     anchor: "unit", or "plain" for mu = mean of k_i (DropKV, Table 11). Source: Park et al. 2025; kvpress KeyDiffPress.
@@ -32,7 +38,7 @@ def key_diff(o: Observation, anchor: str = "unit") -> Scores:
 
 
 def key_diff_blocks(
-    o: Observation, scores: Scores, counts: Counts, protected: Mask, anchor: str = "unit", block: int = 128
+    o: Observation, scores: Scores, counts: Counts, protected: Mask, anchor: Anchor = "unit", block: Count = 128
 ) -> tuple[Scores, Mask]:
     """KeyDiff under a fixed cache: the first `counts` tokens, then block by block the best `counts` of survivors and
     block, each time around an anchor of their own; protected tokens always survive. block 0: one shot.
@@ -55,15 +61,16 @@ def key_diff_blocks(
 
 
 def _unlike(o: Observation, among: Mask, anchor: str) -> Scores:
-    if anchor not in ("unit", "plain"):
-        raise InputError(f"anchor {anchor!r}: choose unit or plain")
+    ensure(Anchor, anchor=anchor)
     keys = o.keys.float()
     unit = torch.nn.functional.normalize(keys, dim=-1, eps=FLOOR)
     mean = ((unit if anchor == "unit" else keys) * among[..., None]).sum(-2) / among.sum(-1, keepdim=True).clamp(min=1)
     return -torch.einsum("bgnd,bgd->bgn", unit, torch.nn.functional.normalize(mean, dim=-1, eps=FLOOR))
 
 
-def r_kv(o: Observation, mix: float = 0.1, kernel: int = 7, threshold: float = 0.5, alone: str = "nothing") -> Scores:
+def r_kv(
+    o: Observation, mix: Share = 0.1, kernel: Odd = 7, threshold: Cosine = 0.5, alone: Alone = "nothing"
+) -> Scores:
     """Z_j = mix I_j - (1 - mix) S_j: attention of the window against likeness to other keys.
 
     I: softmax of the group's largest logits over what stands before the window, its mean over the window's queries,
@@ -79,15 +86,14 @@ def r_kv(o: Observation, mix: float = 0.1, kernel: int = 7, threshold: float = 0
     return mix * importance - (1 - mix) * likeness(o, threshold, alone)
 
 
-def likeness(o: Observation, threshold: float = 0.5, alone: str = "nothing", block: int = 64) -> Scores:
+def likeness(o: Observation, threshold: Cosine = 0.5, alone: Alone = "nothing", block: int = 64) -> Scores:
     """S: softmax over tokens of the mean over i of cos(k_i, k_j), a row i without itself and without the last key that
     is more than `threshold` like it: of near duplicates the newest is spared.
 
     alone: what a row without such a neighbour leaves out, "nothing" or, as R-KV's code does, the "first" key. `block`
     rows at a time. Source: Cai et al. 2025; R-KV's rkv/utils.py.
     """
-    if alone not in ("nothing", "first"):
-        raise InputError(f"alone {alone!r}: choose nothing or first")
+    ensure(Alone, alone=alone)
     unit = torch.nn.functional.normalize(o.keys.float(), dim=-1, eps=FLOOR) * o.alive[..., None]
     place = torch.arange(o.keys.shape[2], dtype=torch.int32, device=o.keys.device)
     first = o.alive.int().argmax(-1)[..., None, None]
@@ -104,7 +110,7 @@ def likeness(o: Observation, threshold: float = 0.5, alone: str = "nothing", blo
     return mean.masked_fill(~o.alive, -torch.inf).softmax(-1).nan_to_num(0.0)
 
 
-def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: int = 65536) -> Scores:
+def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 65536) -> Scores:
     """s_j = z-scored mean over distances d = 1, 2, 4, .. `horizon` of sum_f |E q_f||k_f| cos(w_f (T + d - j) + phi_f),
     plus sum_f (E|q_f| - |E q_f|) |k_f|, the largest of the group.
 

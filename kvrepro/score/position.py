@@ -1,14 +1,19 @@
 """Scorers that look at nothing but where a token stands: float32 `[batch, kv_heads, tokens]`, large = keep."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from kvrepro import quota
+from kvrepro.allowed import Count, ensure
 from kvrepro.observe import Observation
 from kvrepro.shapes import Scores
 
+Draw = Annotated[str, ("float32", "keys")]
 
-def streaming_llm(o: Observation, sinks: int = 4, ramps: bool = False) -> Scores:
+
+def streaming_llm(o: Observation, sinks: Count = 4, ramps: bool = False) -> Scores:
     """s_j = j, the newest tokens, behind the `sinks` oldest, which are protected.
 
     ramps: where a prompt is split fairly over spans, those of `quota.streaming_ramps` in place of quotas.
@@ -18,12 +23,13 @@ def streaming_llm(o: Observation, sinks: int = 4, ramps: bool = False) -> Scores
     return quota.streaming_ramps(o, sinks) if ramps and o.span_local else o.positions.float()
 
 
-def random(o: Observation, draw: str = "float32") -> Scores:
+def random(o: Observation, draw: Draw = "float32") -> Scores:
     """s_j ~ U[0, 1), one draw per (seed, layer, KV head, position), whatever the batch, the order or the calls before.
 
     draw: "float32" (24 random bits), or "keys": as many bits as the keys' dtype has, so that bf16 (8 bits) makes many
     ties. Source: kvpress RandomPress, which draws in the keys' dtype.
     """
+    ensure(Draw, draw=draw)
     heads = torch.arange(o.positions.shape[1], device=o.positions.device)[:, None]
     x = _mixed(torch.full_like(heads, o.seed))
     for part in (torch.full_like(heads, o.layer), heads, o.positions):

@@ -14,15 +14,25 @@ kept by the guard `recent`.
 | DefensiveKV | attention | defensive | each query |
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvrepro import guard
+from kvrepro.allowed import Count, Odd, Positive, Share, Size, Weight, ensure
 from kvrepro.errors import InputError
 from kvrepro.observe import Observation
 from kvrepro.selection import select
 from kvrepro.shapes import Counts, Mask, Probabilities, RowInts, Scores
+
+Aggregate = Annotated[str, ("mean", "sum", "max", "mean_var", "defensive")]
+Group = Annotated[str, ("mean", "sum", "max", "union")]
+Pool = Annotated[str, ("none", "average", "max")]
+PoolAt = Annotated[str, ("query", "head", "kv_head")]
+Over = Annotated[str, ("past", "all")]
+NormOver = Annotated[str, ("none", "layer", "heads")]
 
 # ---- indicators: float32 [batch, kv_heads, group, window, tokens], 0 where the query may not look
 
@@ -37,7 +47,7 @@ def attention_norm(o: Observation) -> Probabilities:
     return o.attention * o.projected_norm[..., None, :]
 
 
-def perturbation(o: Observation, eps: float = 1e-6, round_p: bool = False) -> Probabilities:
+def perturbation(o: Observation, eps: Positive = 1e-6, round_p: bool = False) -> Probabilities:
     """(p / (1 - p + eps))^2 ||a - v||^2: squared change of a head's output, before W_O, if this token alone left.
 
     round_p: p and a are first rounded to bfloat16. Then p above 0.998 becomes 1 and the factor 1 / eps^2.
@@ -62,13 +72,13 @@ def anchor(o: Observation) -> Probabilities:
 def windowed(
     o: Observation,
     importance: Probabilities,
-    aggregate: str = "mean",
-    pool: str = "none",
-    kernel: int = 5,
-    group: str = "mean",
-    pool_at: str = "head",
-    over: str = "past",
-    gamma: float = 200.0,
+    aggregate: Aggregate = "mean",
+    pool: Pool = "none",
+    kernel: Odd = 5,
+    group: Group = "mean",
+    pool_at: PoolAt = "head",
+    over: Over = "past",
+    gamma: Weight = 200.0,
     rescale: bool = False,
 ) -> Scores:
     """Importance [batch, kv_heads, group, window, tokens] reduced over the window's queries and a KV head's group.
@@ -80,7 +90,11 @@ def windowed(
     leaves the window's own tokens out, "all" counts them. rescale: a pooled row gets its former sum back.
     Raises InputError for unknown names and even kernels. Scratch is linear in tokens.
     """
-    _known(aggregate=aggregate, group=group, pool=pool, pool_at=pool_at, over=over)
+    ensure(Aggregate, aggregate=aggregate)
+    ensure(Group, group=group)
+    ensure(Pool, pool=pool)
+    ensure(PoolAt, pool_at=pool_at)
+    ensure(Over, over=over)
     if aggregate == "defensive":
         pool_at, group = "query", "max"
     counted = o.alive & ~guard.window_of(o) if over == "past" else o.alive
@@ -123,19 +137,6 @@ def fused(
     return _pooled(x.masked_fill_(~counted, 0.0), counted, pool, kernel)
 
 
-def _known(**chosen: str) -> None:
-    names = {
-        "aggregate": ("mean", "sum", "max", "mean_var", "defensive"),
-        "group": ("mean", "sum", "max", "union"),
-        "pool": ("none", "average", "max"),
-        "pool_at": ("query", "head", "kv_head"),
-        "over": ("past", "all"),
-    }
-    for key, value in chosen.items():
-        if value not in names[key]:
-            raise InputError(f"unknown {key} {value!r}: choose one of {', '.join(names[key])}")
-
-
 def _voters(o: Observation) -> Tensor:
     """Bool [batch, kv_heads or 1, 1, window, tokens or 1]: queries with a say about a token (later ones say 0)."""
     there = (o.query_positions >= 0)[:, None, None, :, None]
@@ -167,8 +168,7 @@ def _pooled(x: Tensor, counted: Mask, pool: str, kernel: int) -> Tensor:
     """Along tokens, over the counted ones; the others are 0 before (average) or absent (max), and 0 afterwards."""
     if pool == "none":
         return x
-    if kernel < 1 or kernel % 2 == 0:
-        raise InputError(f"pooling kernel {kernel}: an odd number of tokens, at least 1")
+    ensure(Odd, kernel=kernel)
     out = ~counted.view(*counted.shape[:2], *[1] * (x.dim() - 3), counted.shape[-1])
     if pool == "average":
         x = F.avg_pool1d(x.flatten(0, -2)[:, None], kernel, 1, kernel // 2)[:, 0].view_as(x)
@@ -192,11 +192,11 @@ def _grouped(x: Tensor, counted: Mask, group: str) -> Tensor:
 
 def snapkv(
     o: Observation,
-    aggregate: str = "mean",
-    pool: str = "average",
-    kernel: int = 5,
-    group: str = "mean",
-    pool_at: str = "head",
+    aggregate: Aggregate = "mean",
+    pool: Pool = "average",
+    kernel: Odd = 5,
+    group: Group = "mean",
+    pool_at: PoolAt = "head",
 ) -> Scores:
     """s_j = mean over the group of Pool_k(mean over the window's queries of p_j), tokens before the window only.
 
@@ -211,11 +211,11 @@ def snapkv(
 
 def cake(
     o: Observation,
-    gamma: float = 200.0,
-    aggregate: str = "mean_var",
-    pool: str = "average",
-    kernel: int = 5,
-    group: str = "mean",
+    gamma: Weight = 200.0,
+    aggregate: Aggregate = "mean_var",
+    pool: Pool = "average",
+    kernel: Odd = 5,
+    group: Group = "mean",
 ) -> Scores:
     """s_j = mean over the group of Pool_k(mean_t p + gamma Var_t p), tokens before the window only.
 
@@ -224,7 +224,7 @@ def cake(
     return windowed(o, o.attention, aggregate, pool, kernel, group, gamma=gamma)
 
 
-def cake_preference(o: Observation, tau1: float = 1.0, tau2: float = 1.0) -> Tensor:
+def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) -> Tensor:
     """P = H^(1/tau1) V^(1/tau2) of a layer, float32 [batch], from attention p to the tokens before the window.
 
     H = -sum p ln(p + 1e-10) over heads, queries and tokens; V = sum over heads and tokens of p's unbiased variance over
@@ -245,9 +245,9 @@ def critical(
     scores: Scores,
     counts: Counts,
     protected: Mask,
-    alpha: float = 0.5,
-    eps: float = 1e-4,
-    exempt_floor: float = 0.0,
+    alpha: Share = 0.5,
+    eps: Weight = 1e-4,
+    exempt_floor: Share = 0.0,
 ) -> tuple[Scores, Mask]:
     """CriticalKV's two stages: the int(alpha * count) best of each head are exempt, protected tokens first; the rest is
     scored (s_j + eps) times the group's mean of ||v_j W_O||_1.
@@ -265,12 +265,12 @@ def critical(
 
 def andpro(
     o: Observation,
-    aggregate: str = "sum",
-    pool: str = "none",
-    kernel: int = 7,
-    group: str = "mean",
-    chunk: int = 0,
-    window: int = 32,
+    aggregate: Aggregate = "sum",
+    pool: Pool = "none",
+    kernel: Odd = 7,
+    group: Group = "mean",
+    chunk: Count = 0,
+    window: Size = 32,
 ) -> Scores:
     """s_j = sum over the window's queries of p_j <a, v_j>, mean over the group.
 
@@ -304,12 +304,12 @@ def andpro(
 
 def dropkv(
     o: Observation,
-    eps: float = 1e-6,
+    eps: Positive = 1e-6,
     round_p: bool = False,
-    aggregate: str = "sum",
-    pool: str = "max",
-    kernel: int = 11,
-    group: str = "mean",
+    aggregate: Aggregate = "sum",
+    pool: Pool = "max",
+    kernel: Odd = 11,
+    group: Group = "mean",
 ) -> Scores:
     """s_j = Pool_k(mean over the group, sum over the window's queries, of (p_j / (1 - p_j + eps))^2 ||a - v_j||^2).
 
@@ -328,13 +328,13 @@ def dropkv(
 def defensive_kv(
     o: Observation,
     budget: RowInts | None = None,
-    aggregate: str = "defensive",
-    pool: str = "average",
-    kernel: int = 5,
-    over: str = "all",
+    aggregate: Aggregate = "defensive",
+    pool: Pool = "average",
+    kernel: Odd = 5,
+    over: Over = "all",
     rescale: bool = False,
-    share: str = "none",
-    mass: float = 0.0,
+    share: NormOver = "none",
+    mass: Share = 0.0,
 ) -> Scores:
     """s_j = max(R_j, mean_i R_i) N_j, with R_j the largest pooled attention over queries and group, N_j the group's
     mean of ||v_j W_O||_1.
@@ -345,6 +345,7 @@ def defensive_kv(
     Source: DefensiveKV, Algorithms 1 and 2; efficient_defensivekv_press.py and efficient_layer_defensivekv_press.py of
     FFY0/DefensiveKV@9251b95, whose further steps are over="past", rescale, share="heads" and mass=0.9.
     """
+    ensure(NormOver, share=share)
     risk = windowed(o, o.attention, aggregate, pool, kernel, "max", "query", over, rescale=rescale)
     norm = o.projected_norm.mean(2).masked_fill(~o.alive, 0.0)
     if share == "layer":
@@ -353,8 +354,6 @@ def defensive_kv(
         where = o.positions.clamp(min=0).flatten(1)
         total = norm.new_zeros(len(norm), int(o.positions.max()) + 1).scatter_add_(1, where, norm.flatten(1))
         norm = norm / total.gather(1, where).view_as(norm).clamp(min=torch.finfo(norm.dtype).tiny)
-    elif share != "none":
-        raise InputError(f"unknown share {share!r}: choose none, layer or heads")
     return _first_mass(o, risk * norm, budget, mass) if mass else risk * norm
 
 

@@ -1,0 +1,101 @@
+"""What a value may be, said where it is named: a range of numbers, or one of a few words.
+
+`alpha: Share = 0.5` in a function's signature is what a condition's switch `alpha` is held to before anything runs.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from kvrepro.errors import InputError
+
+
+@dataclass(frozen=True)
+class Number:
+    """Finite numbers from `least` to `most`, both included unless `above` or `below` says otherwise."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    whole: bool = False
+    odd: bool = False
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        low = value > self.least if self.above else value >= self.least
+        high = value < self.most if self.below else value <= self.most
+        return math.isfinite(value) and low and high and not (self.odd and value % 2 == 0)
+
+    def __str__(self) -> str:
+        kind = "an odd number" if self.odd else "a whole number" if self.whole else "a number"
+        low = "" if self.least == -math.inf else f", {'above' if self.above else 'at least'} {self.least:g}"
+        high = "" if self.most == math.inf else f", {'below' if self.below else 'at most'} {self.most:g}"
+        return kind + low + high
+
+
+Count = Annotated[int, Number(0, whole=True)]
+Size = Annotated[int, Number(1, whole=True)]
+Odd = Annotated[int, Number(1, whole=True, odd=True)]
+Share = Annotated[float, Number(0, 1)]
+Weight = Annotated[float, Number(0)]
+Positive = Annotated[float, Number(0, above=True)]
+
+
+def holds(kind: object, value: object) -> bool:
+    """Is `value` of that kind: an annotation, a Number, a type, a word or None, or any of a tuple of these?
+
+    What cannot be told, a tensor for instance, holds. True is not 1.
+    """
+    if isinstance(kind := _plain(kind), tuple):
+        return any(holds(one, value) for one in kind)
+    if isinstance(kind, Number):
+        return value in kind
+    if isinstance(kind, type):
+        return kind not in (bool, str) or isinstance(value, kind)
+    return not isinstance(kind, str | int | None) or (type(value) is type(kind) and value == kind)
+
+
+def ensure(kind: object, whose: str = "", **named: object) -> None:
+    """Raise InputError for a value that is not of that kind: its name, the value, `whose` it is, what it may be."""
+    for name, value in named.items():
+        if not holds(kind, value):
+            unknown = "unknown " if _words(_plain(kind)) else ""
+            raise InputError(f"{unknown}{name} {value!r}{f' for {whose}' if whose else ''}: {said(kind)}")
+
+
+def said(kind: object) -> str:
+    """`kind` in words."""
+    kind = _plain(kind)
+    if _words(kind):
+        return f"choose {' or '.join(kind)}" if len(kind) < 3 else f"choose one of {', '.join(kind)}"  # type: ignore[arg-type]
+    if isinstance(kind, tuple):
+        return ", or ".join(said(one) for one in kind)
+    return {bool: "True or False", str: "a text"}.get(kind, str(kind))  # type: ignore[call-overload]
+
+
+def of(functions: list[Callable], name: str) -> object:
+    """The annotation of the parameter `name` in the first of `functions` that has one; `object`, anything, else."""
+    for function in functions:
+        parameter = inspect.signature(function).parameters.get(name)
+        if (
+            parameter is not None
+            and not isinstance(parameter.annotation, str)
+            and parameter.annotation != parameter.empty
+        ):
+            return parameter.annotation
+    return object
+
+
+def _words(kind: object) -> bool:
+    return isinstance(kind, tuple) and all(isinstance(word, str) for word in kind)
+
+
+def _plain(kind: object) -> object:
+    """What an annotation allows."""
+    if hasattr(kind, "__metadata__"):
+        return kind.__metadata__[0]
+    return {int: Number(whole=True), float: Number()}.get(kind, kind) if isinstance(kind, type) else kind

@@ -39,6 +39,10 @@ class Facts:
     outputs: dict[int, Tensor]  # [heads, dim, hidden]
     inverse_frequencies: Tensor | None
 
+    def frequencies(self, device: torch.device) -> Tensor | None:
+        """The rotation's, where a layer lies."""
+        return None if self.inverse_frequencies is None else self.inverse_frequencies.to(device)
+
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Facts":
         """Sliding layers forget on their own: they are evicted only in a model that has no other attention layers."""
@@ -234,7 +238,7 @@ class Prefill:
             positions=where, queries=queries, query_positions=at, seen=self.prompt.lengths.to(query.device),
             scaling=scaling, output=self.facts.outputs[layer], sums=sums, span_of=span_of,
             span_local=names is not None, sliding=sliding,
-            inverse_frequencies=self.facts.inverse_frequencies, seed=self.seed,
+            inverse_frequencies=self.facts.frequencies(key.device), seed=self.seed,
         )  # fmt: skip
 
     def _decide(self, job: Job, layer: int, o: Observation, default: Mask | None) -> None:
@@ -515,7 +519,7 @@ def reduce(
                 positions=positions[rows], queries=queries, query_positions=at,
                 seen=seen.to(keys.device)[rows], scaling=scalings[layer], output=facts.outputs[layer],
                 sums={n: s[rows] for n, s in sums.items()},
-                sliding=facts.sliding.get(layer), inverse_frequencies=facts.inverse_frequencies, seed=seed,
+                sliding=facts.sliding.get(layer), inverse_frequencies=facts.frequencies(keys.device), seed=seed,
             )  # fmt: skip
             sizes = [int(budgets[row]) for row in members]
             part = Job(c, job.policy, job.parameters, sizes, keys.device, waiting=job.waiting)

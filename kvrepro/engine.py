@@ -582,10 +582,11 @@ class _Repeat:
     def attend(self, layer, query, key, value, scaling, sliding=None):
         from kvrepro.attention import attend
 
+        at, real = self.positions.to(query.device), self.real.to(query.device)
         if layer not in self.job.waiting:
             stored = self.job.layers[layer]
-            parts = [*stored.parts(), (key, value, self.positions[:, None])]
-            return attend(query, self.positions, parts, scaling, sliding)
+            parts = [*stored.parts(), (key, value, at[:, None])]
+            return attend(query, at, parts, scaling, sliding)
         o = self.job.waiting[layer].observation
         best, n = o.sums["reconstruction"], o.positions.shape[2]
 
@@ -593,8 +594,8 @@ class _Repeat:
             first = max(0, self.asked - queries.start)
             seen = p[:, :, :, first:, :n]
             if seen.shape[3]:
-                real = self.real[:, queries.start + first - self.asked : queries.stop - self.asked]
-                torch.maximum(best, (seen * real[:, None, None, :, None]).amax((2, 3)), out=best)
+                there = real[:, queries.start + first - self.asked : queries.stop - self.asked]
+                torch.maximum(best, (seen * there[:, None, None, :, None]).amax((2, 3)), out=best)
 
-        parts = [(o.keys, o.values, o.positions), (key, value, self.positions[:, None])]
-        return attend(query, self.positions, parts, scaling, sliding, watch)
+        parts = [(o.keys, o.values, o.positions), (key, value, at[:, None])]
+        return attend(query, at, parts, scaling, sliding, watch)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,8 @@ def _device(device: str) -> str:
     if device == "balanced":
         if torch.cuda.device_count() < 2:
             raise InputError(f"device 'balanced' spreads layers, torch sees {torch.cuda.device_count()} GPUs: use auto")
+        if find_spec("accelerate") is None:
+            raise InputError("device 'balanced' needs the package accelerate: pip install 'kvrepro[hub]'")
         return device
     kind, _, index = device.partition(":")
     if kind == "cpu" and not index:

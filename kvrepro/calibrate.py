@@ -7,6 +7,7 @@ prompts. Source: Mao et al. 2026.
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from kvrepro import models
 from kvrepro.attention import attend, installed
 from kvrepro.errors import InputError
-from kvrepro.score.queries import EMBEDDED, Queries, frequencies, pairs
+from kvrepro.score.queries import EMBEDDED, Queries, frequencies, pairs, rounded, sampled
 from kvrepro.shapes import KeyValue, Query
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
@@ -45,40 +46,41 @@ class Watch:
         return attend(query, positions, [(key, value, positions[:, None])], scaling, sliding)
 
 
-def rotations(model) -> tuple[dict[int, Tensor], float]:
-    """Inverse frequencies [rotated / 2] of each layer that can be evicted, and the factor on rotated queries and keys.
+def rotations(model, layers: Iterable[int]) -> dict[int, Tensor]:
+    """Inverse frequencies [rotated / 2] of each of `layers`; none of a model without rotations.
 
     Gemma3 has a set of frequencies for each kind of layer, the others one.
     """
-    from kvrepro.compress import Facts
-
-    rotary = model.get_decoder().rotary_emb
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     found = {}
-    for layer in Facts.of(model).evictable:
+    for layer in layers if rotary is not None else ():
         own = getattr(rotary, f"{kinds[layer]}_inv_freq", None) if kinds else None
         found[layer] = rotary.inv_freq if own is None else own
-    return found, float(getattr(rotary, "attention_scaling", 1.0))
+    return found
 
 
 @torch.inference_mode()
 def calibrate(model, prompts: list[list[int]], name: str = "") -> Queries:
     """Statistics over all tokens of `prompts`, of the layers that can be evicted, in their order."""
-    watch, tokens = Watch(*rotations(model)), sum(map(len, prompts))
+    from kvrepro.compress import Facts
+
+    facts = Facts.of(model)
+    scale = float(getattr(model.get_decoder().rotary_emb, "attention_scaling", 1.0))  # of rotated queries and keys
+    watch, tokens = Watch(rotations(model, facts.evictable), scale), sum(map(len, prompts))
     with installed(model):
         for ids in prompts:
             model(input_ids=torch.tensor([ids], device=model.device), logits_to_keep=1, use_cache=False, kvrepro=watch)
-    mean, length = ([sums[layer] / tokens for layer in sorted(sums)] for sums in (watch.mean, watch.length))
-    return Queries(name, torch.stack(mean).to("cpu", torch.complex64), torch.stack(length).float().cpu())
+    mean, length = ([sums[layer].cpu() / tokens for layer in sorted(sums)] for sums in (watch.mean, watch.length))
+    sample = sampled([facts.outputs[layer] for layer in sorted(watch.mean)])
+    return Queries(name, torch.stack(mean).to(torch.complex64), torch.stack(length).float(), sample)
 
 
 def write(queries: Queries, path: Path) -> None:
     """JSON, five significant digits."""
     numbers = {"mean_real": queries.mean.real, "mean_imaginary": queries.mean.imag, "length": queries.length}
-    layers, heads, pairs_ = queries.length.shape
-    text = {name: [[[float(f"{x:.5g}") for x in head] for head in layer] for layer in values.tolist()]
-            for name, values in numbers.items()}  # fmt: skip
-    shape = {"layers": layers, "heads": heads, "frequencies": pairs_}
+    shape = dict(zip(("layers", "heads", "frequencies"), queries.length.shape, strict=True))
+    text = {name: rounded(values.tolist()) for name, values in {**numbers, "sample": queries.sample}.items()}
     path.write_text(json.dumps({"model": queries.model, **shape, **text}, separators=(",", ":")) + "\n")
 
 

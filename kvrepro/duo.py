@@ -20,8 +20,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvrepro import models
 from kvrepro.attention import installed
+from kvrepro.compress import Facts
 from kvrepro.errors import InputError
 from kvrepro.score.heads import EMBEDDED
+from kvrepro.score.queries import rounded, sampled
 from kvrepro.shapes import KeyValue, Query
 from kvrepro.tinyworld import rows
 
@@ -109,8 +111,10 @@ def main(
     except InputError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from None
+    facts = Facts.of(loaded.model)
     found = {"model": loaded.hash, "sinks": sinks, "recent": recent, "length": length, "steps": steps, "seed": seed,
              "rate": rate, "weight": weight, "distillation": round(float(np.mean(losses[-10:])), 5),
+             "sample": rounded(sampled([facts.outputs[n] for n in facts.attention]).tolist()),
              "gates": [[round(g, 4) for g in layer] for layer in gates.tolist()]}  # fmt: skip
     (models.ROOT / out).write_text(json.dumps(found) + "\n")
     print(json.dumps(found))

@@ -10,6 +10,7 @@ from observations import observation
 
 from kvrepro import calibrate, duo, models
 from kvrepro.attention import installed
+from kvrepro.compress import Facts
 from kvrepro.score import heads, keys, queries
 
 
@@ -90,7 +91,7 @@ def test_query_statistics_are_those_of_the_projections(kind):
 def test_statistics_survive_the_file(tmp_path):
     g = torch.Generator().manual_seed(2)
     mean = torch.complex(*(torch.randn(2, 3, 4, generator=g) for _ in range(2)))
-    calibrate.write(queries.Queries("abc", mean, mean.abs() + 1), tmp_path / "q.json")
+    calibrate.write(queries.Queries("abc", mean, mean.abs() + 1, mean.abs()[0]), tmp_path / "q.json")
     back = queries.load(str(tmp_path / "q.json"))
     assert back.model == "abc"
     torch.testing.assert_close(back.mean, mean, atol=1e-4, rtol=1e-4)
@@ -107,12 +108,14 @@ def test_frequencies_of_a_model_with_two_rotations():
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )  # fmt: skip
     model = Gemma3ForCausalLM(config).eval()
-    inverse, scale = calibrate.rotations(model)
+    facts = Facts.of(model)
+    inverse = calibrate.rotations(model, facts.evictable)
     assert list(inverse) == [1]
+    assert not torch.equal(inverse[1], calibrate.rotations(model, [0])[0])
     rotary = model.get_decoder().rotary_emb
     position = torch.tensor([[1]])
     cos = rotary(torch.zeros(1, 1, 8), position, layer_type="full_attention")[0]
-    torch.testing.assert_close(cos[0, 0, :4], inverse[1].cos() * scale)
+    torch.testing.assert_close(cos[0, 0, :4], inverse[1].cos())
     assert calibrate.calibrate(model, [list(range(3, 30))]).mean.shape == (1, 4, 4)
 
 
@@ -122,9 +125,13 @@ def test_the_shipped_files_fit_the_embedded_model():
     for name in (heads.EMBEDDED, queries.EMBEDDED):
         assert json.loads((models.ROOT / name).read_text())["model"] == models.checkpoint_hash(models.EMBEDDED)
     assert heads.gates(heads.EMBEDDED).shape == (layers, kv_heads)
+    facts = Facts.of(models.load("tiny-gqa").model)
+    for name in (heads.EMBEDDED, queries.EMBEDDED):
+        sample = torch.tensor(json.loads((models.ROOT / name).read_text())["sample"])
+        queries.ensure_model(name, sample, [facts.outputs[n] for n in facts.evictable], "")
     known = queries.load(queries.EMBEDDED)
     assert known.mean.shape == (layers, config["num_attention_heads"], config["head_dim"] // 2)
     assert bool((known.length >= known.mean.abs() - 1e-3).all())  # a mean is no longer than the mean length
-    o = observation(kv_heads=kv_heads, group=3, dim=64, layer=5, layers=layers)
+    o = observation(kv_heads=kv_heads, group=3, dim=64, layer=5, layers=layers, output=None)
     speed = 10000.0 ** -(torch.arange(32) / 32)
     assert torch.isfinite(keys.tri_attention(replace(o, inverse_frequencies=speed))).all()

@@ -10,6 +10,7 @@ from observations import observation
 
 from kvrepro.errors import InputError
 from kvrepro.score import heads
+from kvrepro.score.queries import sampled
 from kvrepro.selection import select
 
 
@@ -42,7 +43,8 @@ def test_whole_layers_keep_every_token(layer, expected):
 @pytest.fixture(scope="module")
 def gate_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("gates") / "gates.json"
-    file.write_text(json.dumps({"gates": [[0.9, 0.1], [0.4, 0.4], [0.0, 1.3]]}))
+    sample = sampled([observation(seed=layer).output for layer in range(3)]).tolist()
+    file.write_text(json.dumps({"gates": [[0.9, 0.1], [0.4, 0.4], [0.0, 1.3]], "sample": sample}))
     return str(file)
 
 
@@ -122,5 +124,9 @@ def test_duo_refuses(gate_file):
         heads.duo_attention(scores, protected, torch.tensor([6]), [], gate_file)
     with pytest.raises(InputError, match="3 x 2 layers and KV heads, the model has 2 x 2"):
         heads.duo_attention(scores[:2], protected[:2], torch.tensor([9]), [], gate_file)
+    same, other = ([observation(seed=seed + layer) for layer in range(3)] for seed in (0, 1))
+    heads.duo_attention(scores, protected, torch.tensor([9]), [], gate_file, observations=same)
+    with pytest.raises(InputError, match="was made from other weights, .*: run python -m kvrepro.duo"):
+        heads.duo_attention(scores, protected, torch.tensor([9]), [], gate_file, observations=other)
     with pytest.raises(InputError, match="count 'all'"):
         heads.duo_attention(scores, protected, torch.tensor([9]), [], gate_file, count="all")

@@ -209,7 +209,8 @@ def calibrated(tmp_path):
     g = torch.Generator().manual_seed(9)
     mean = torch.complex(*(torch.randn(3, 4, DIM // 2, generator=g) for _ in range(2)))
     length = mean.abs() + torch.rand(3, 4, DIM // 2, generator=g)
-    calibrate.write(queries.Queries("hash", mean, length), tmp_path / "queries.json")
+    sample = queries.sampled([observation(seed=9).output] * 3)
+    calibrate.write(queries.Queries("hash", mean, length, sample), tmp_path / "queries.json")
     return str(tmp_path / "queries.json")
 
 
@@ -248,7 +249,7 @@ def tri_direct(o, path, horizon, speed):
 @pytest.mark.parametrize("rotated_pairs", [4, 2])
 def test_tri_attention_transcription(calibrated, horizon, rotated_pairs):
     speed = SPEED[:rotated_pairs]  # 2: half of each head is not rotated
-    o = observation(dead=5, gaps=9, layer=1, seed=10, inverse_frequencies=speed)
+    o = observation(dead=5, gaps=9, layer=1, seed=10, inverse_frequencies=speed, output=None)
     close(keys.tri_attention(o, calibrated, horizon), tri_direct(o, calibrated, horizon, speed), o.alive, 2e-4)
 
 
@@ -256,7 +257,7 @@ def test_tri_attention_sees_keys_before_their_rotation(calibrated):
     """All keys equal before rotation: with one frequency band only, scores follow the cosine of the distance."""
     plain = torch.ones(1, 2, 24, DIM)
     positions = torch.arange(24).expand(1, 2, -1)
-    o = observation(batch=1, inverse_frequencies=SPEED, keys=rotated(plain, positions).float())
+    o = observation(batch=1, inverse_frequencies=SPEED, output=None, keys=rotated(plain, positions).float())
     back = queries.pairs(o.keys, DIM) * torch.polar(torch.ones(24, 4), -positions[0, 0][:, None] * SPEED)
     torch.testing.assert_close(back.real, torch.ones_like(back.real), atol=1e-5, rtol=0)
     torch.testing.assert_close(back.imag, torch.ones_like(back.imag), atol=1e-5, rtol=0)
@@ -270,7 +271,12 @@ def test_tri_attention_refuses_another_models_file(calibrated, tmp_path):
     with pytest.raises(InputError, match="3 x 4 x 4 .*has 3 x 6 x 4"):
         keys.tri_attention(observation(group=3, inverse_frequencies=SPEED), calibrated)
     with pytest.raises(InputError, match="no rotation"):
-        keys.tri_attention(observation(), calibrated)
+        keys.tri_attention(observation(seed=9), calibrated)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # another copy of the same model
+        output = observation(seed=9).output.to(dtype)
+        keys.tri_attention(observation(inverse_frequencies=SPEED, output=output), calibrated)
+    with pytest.raises(InputError, match="was made from other weights, .*: run python -m kvrepro.calibrate"):
+        keys.tri_attention(observation(seed=8, inverse_frequencies=SPEED), calibrated)
     with pytest.raises(InputError, match="no query statistics at"):
         keys.tri_attention(observation(), str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text("{}")

@@ -4,6 +4,7 @@ float32 `[batch, kv_heads, tokens]`, large = keep.
 """
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from kvrepro import models
 from kvrepro.allowed import Count, ensure
 from kvrepro.errors import InputError
 from kvrepro.observe import Observation
+from kvrepro.score.queries import ensure_model
 from kvrepro.shapes import Counts, Mask, RowInts, Scores
 
 EMBEDDED = "data/models/tiny-gqa-gates.json"  # relative to the project's folder
@@ -57,17 +59,23 @@ def whole(scores: Scores, protected: Mask, budget: RowInts, o: Observation, dens
 # ---- DuoAttention
 
 
-@lru_cache(maxsize=8)
 def gates(path: str) -> Float[Tensor, "layers kv_heads"]:
     """Gates in [0, 1] from a file: JSON as `kvrepro.duo` writes it, or a line per layer as the authors do.
 
     Relative paths start at the project's folder. Raises InputError.
     """
+    return _learned(path)[0]
+
+
+@lru_cache(maxsize=8)
+def _learned(path: str) -> tuple[Tensor, Tensor | None]:
+    """(gates, sample of the weights that they belong to, which the authors' files do not have)."""
     file = models.ROOT / path
     try:
         text = file.read_text()
-        rows = json.loads(text)["gates"] if file.suffix == ".json" else [line.split() for line in text.splitlines()]
-        return torch.tensor([[float(x) for x in row] for row in rows]).clamp(0, 1)
+        known = json.loads(text) if file.suffix == ".json" else {"gates": [line.split() for line in text.splitlines()]}
+        found = torch.tensor([[float(x) for x in row] for row in known["gates"]]).clamp(0, 1)
+        return found, torch.tensor(known["sample"]) if file.suffix == ".json" else None
     except FileNotFoundError:
         raise InputError(f"no gates at {file}: learn them with python -m kvrepro.duo") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -81,6 +89,7 @@ def duo_attention(
     summaries: list,
     gates_file: str = EMBEDDED,
     count: Counted = "tokens",
+    observations: Sequence[Observation] = (),
 ) -> tuple[list[Scores], list[Counts]]:
     """Heads with the lowest gates keep their protected tokens (sinks and recent ones) only, the others everything.
 
@@ -97,6 +106,9 @@ def duo_attention(
             f"{gates_file} is made for {gate.shape[0]} x {gate.shape[1]} layers and KV heads, the model has "
             f"{len(scores)} x {scores[0].shape[1]}: learn gates with python -m kvrepro.duo"
         )
+    sample = _learned(gates_file)[1]
+    if sample is not None and observations:
+        ensure_model(gates_file, sample, [o.output for o in observations], "run python -m kvrepro.duo")
     order = gate.flatten().to(budget.device).argsort(stable=True)  # the first to stream first
     tokens = torch.stack([(~s.isneginf()).sum(-1) for s in scores], 1).flatten(1)  # [batch, layers * kv_heads]
     least = torch.stack([(p & ~s.isneginf()).sum(-1) for s, p in zip(scores, protected, strict=True)], 1).flatten(1)

@@ -11,7 +11,7 @@ from kvrepro import guard
 from kvrepro.allowed import Count, Number, Odd, Share, Size, ensure
 from kvrepro.errors import InputError
 from kvrepro.observe import Observation
-from kvrepro.score.queries import EMBEDDED, frequencies, load, pairs
+from kvrepro.score.queries import EMBEDDED, ensure_model, frequencies, load, pairs
 from kvrepro.selection import select
 from kvrepro.shapes import Counts, Mask, RowInts, Scores
 
@@ -126,6 +126,8 @@ def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 6
             f"{calibration} is made for {' x '.join(map(str, known.mean.shape))} layers, heads and frequencies, the "
             f"model has {o.layers} x {o.queries.shape[1]} x {dim // 2}: calibrate it with python -m kvrepro.calibrate"
         )
+    if o.output is not None:
+        ensure_model(calibration, known.sample[o.layer : o.layer + 1], [o.output], "run python -m kvrepro.calibrate")
     if o.inverse_frequencies is None:
         raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")
     speed = frequencies(o.inverse_frequencies, dim)

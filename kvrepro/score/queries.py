@@ -1,6 +1,10 @@
-"""Statistics of a model's queries before rotation: `python -m kvrepro.calibrate` measures them for TriAttention."""
+"""Statistics of a model's queries before rotation, which `python -m kvrepro.calibrate` measures for TriAttention.
+
+And by what a file that was learned of one model is refused for another.
+"""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,6 +25,29 @@ class Queries:
     model: str  # hash of the checkpoint
     mean: Complex[Tensor, "layers heads frequencies"]
     length: Float[Tensor, "layers heads frequencies"]
+    sample: Float[Tensor, "layers weights"]
+
+
+def sampled(outputs: Sequence[Tensor]) -> Float[Tensor, "layers weights"]:
+    """By what a model is known again, whatever its dtype: eight weights of each layer's output projection."""
+    return torch.stack([output[0, 0, :8].float().cpu() for output in outputs])
+
+
+def rounded(numbers: list | float) -> list | float:
+    """Five significant digits, which a file holds."""
+    return [rounded(x) for x in numbers] if isinstance(numbers, list) else float(f"{numbers:.5g}")
+
+
+def ensure_model(path: str, sample: Float[Tensor, "layers weights"], outputs: Sequence[Tensor], remedy: str) -> None:
+    """Raise InputError where a file's `sample` is not that of these output projections [heads, dim, hidden].
+
+    A half-precision copy is the same model; a model tuned without its output projections passes as well.
+    """
+    found = sampled(outputs)
+    if not torch.allclose(sample, found, rtol=0.01, atol=1e-6):
+        at = (sample - found).abs().argmax()
+        pair = f"{float(sample.flatten()[at]):.4g} there, {float(found.flatten()[at]):.4g} here"
+        raise InputError(f"{path} was made from other weights, {pair}: {remedy}")
 
 
 def pairs(x: Tensor, rotated: int) -> Complex[Tensor, "..."]:
@@ -42,7 +69,7 @@ def load(path: str) -> Queries:
     try:
         read = json.loads(file.read_text())
         mean = torch.complex(torch.tensor(read["mean_real"]), torch.tensor(read["mean_imaginary"]))
-        return Queries(read["model"], mean, torch.tensor(read["length"]))
+        return Queries(read["model"], mean, torch.tensor(read["length"]), torch.tensor(read["sample"]))
     except FileNotFoundError:
         raise InputError(f"no query statistics at {file}: write them with python -m kvrepro.calibrate") from None
     except (ValueError, KeyError, TypeError) as error:

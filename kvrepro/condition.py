@@ -1,5 +1,6 @@
 """What is asked of the engine, and what comes back."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from kvrepro.errors import InputError
@@ -59,7 +60,8 @@ class Condition:
             if not isinstance(value, tuple) or not all(isinstance(span, str) for span in value):
                 raise InputError(f"{name} {value!r}: give a tuple of span names")
         for pair in self.switches if isinstance(self.switches, tuple) else [None]:
-            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            shaped = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
+            if not shaped or not isinstance(pair[1], Hashable):
                 raise InputError(f"switches {self.switches!r}: give a tuple of pairs, (('window', 16),) for instance")
 
     def resolved(self) -> Reading:

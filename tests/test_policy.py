@@ -64,6 +64,7 @@ FINE = Condition("snapkv", 40, regime="prefill", reading="as_described")
         ({"switches": {"window": 8}}, r"switches {'window': 8}: give a tuple of pairs, \(\('window', 16\),\)"),
         ({"switches": ("window", 8)}, r"switches \('window', 8\): give a tuple of pairs"),
         ({"switches": [("window", 8)]}, "give a tuple of pairs"),
+        ({"switches": (("window", [8]),)}, "give a tuple of pairs"),
         ({"switches": (("window", 8), ("window", 9))}, "for SnapKV name a parameter twice"),
         ({"whitelist": "question"}, "whitelist 'question': give a tuple of span names"),
         ({"spans": ["a", "b"]}, "give a tuple of span names"),

@@ -214,10 +214,11 @@ def every(regime: str, **changes) -> list[Condition]:
 
 
 def unlimited(regime: str, names: list[str]) -> list[Condition]:
-    """Budgets that nothing exceeds; pages are chosen again for every token, of all that is seen by then."""
-    all_of_it, more = {"capacity": None, "share": 1.0}, {"capacity": 200}
-    names = [n for n in names if regime not in CATALOGUE[n].refuses]
-    return [small(n, regime, **(more if regime in DECODING or not CATALOGUE[n].frees else all_of_it)) for n in names]
+    """Budgets that nothing exceeds; pages are chosen anew for every token, of all that is seen by then, so that
+    theirs must exceed the prompt, which only a cap may."""
+    budget = {"capacity": 200} if regime in DECODING else {"capacity": None, "share": 1.0}
+    names = [n for n in names if regime not in CATALOGUE[n].refuses and (regime in DECODING or CATALOGUE[n].frees)]
+    return [small(n, regime, **budget) for n in names]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ prompts. Source: Mao et al. 2026.
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from kvrepro import models
 from kvrepro.attention import attend, installed
+from kvrepro.compress import Facts
 from kvrepro.errors import InputError
 from kvrepro.score.queries import EMBEDDED, Queries, frequencies, pairs, rounded, sampled
 from kvrepro.shapes import KeyValue, Query
@@ -46,28 +46,12 @@ class Watch:
         return attend(query, positions, [(key, value, positions[:, None])], scaling, sliding)
 
 
-def rotations(model, layers: Iterable[int]) -> dict[int, Tensor]:
-    """Inverse frequencies [rotated / 2] of each of `layers`; none of a model without rotations.
-
-    Gemma3 has a set of frequencies for each kind of layer, the others one.
-    """
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    kinds = getattr(model.config.get_text_config(), "layer_types", None)
-    found = {}
-    for layer in layers if rotary is not None else ():
-        own = getattr(rotary, f"{kinds[layer]}_inv_freq", None) if kinds else None
-        found[layer] = rotary.inv_freq if own is None else own
-    return found
-
-
 @torch.inference_mode()
 def calibrate(model, prompts: list[list[int]], name: str = "") -> Queries:
     """Statistics over all tokens of `prompts`, of the layers that can be evicted, in their order."""
-    from kvrepro.compress import Facts
-
     facts = Facts.of(model)
     scale = float(getattr(model.get_decoder().rotary_emb, "attention_scaling", 1.0))  # of rotated queries and keys
-    watch, tokens = Watch(rotations(model, facts.evictable), scale), sum(map(len, prompts))
+    watch, tokens = Watch(facts.inverse_frequencies, scale), sum(map(len, prompts))
     with installed(model):
         for ids in prompts:
             model(input_ids=torch.tensor([ids], device=model.device), logits_to_keep=1, use_cache=False, kvrepro=watch)

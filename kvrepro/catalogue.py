@@ -83,6 +83,7 @@ WINDOWS: dict[str, Policy] = {
 
 # ---- positions, keys, cumulative attention, heads
 ONCE = "it repeats a context once: generated tokens would have no score"
+REPEATS = {"decode cap": ONCE, "per step": ONCE, "chunked": "the whole context is in the cache while it is repeated"}
 WHOLE = "its retrieval heads keep every generated token: no cap can hold"
 
 TOKENS: dict[str, Policy] = {
@@ -150,8 +151,11 @@ TOKENS: dict[str, Policy] = {
     "kv_zip": Policy(
         "KVzip", "Kim et al. 2025", heads.kv_zip, {"sinks": 4},
         across=allocate.joint_layers, needs=("reconstruction",), budget="joint",
-        refuses={"chunked": "the whole context must be in the cache while it is repeated",
-                 "decode cap": ONCE, "per step": ONCE},
+        refuses=REPEATS,
+    ),
+    "kv_zip_plus": Policy(
+        "KVzip+", "NVIDIA/kvpress@8bb29b9 kvzip_press.py, kvzip_plus_normalization", heads.kv_zip_plus, {"sinks": 4},
+        across=allocate.joint_layers, needs=("reconstruction_per_norm",), budget="joint", refuses=REPEATS,
     ),
     "duo_attention": Policy(
         "DuoAttention", "Xiao et al. 2024", position.streaming_llm,

@@ -5,7 +5,7 @@
 such rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -27,6 +27,7 @@ from kvrepro.shapes import KeyValue, Mask, Query, RowInts, Scores, TokenInts
 DECODING = ("decode cap", "per step")  # regimes that evict again while tokens are generated
 LOW_QUERIES = 400  # Scissorhands' history window
 SPAN_SUMS = {"span_mass", "marked_mass"}
+REPEATED = {"reconstruction", "reconstruction_per_norm"}  # what comes of repeating the context
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,12 @@ class Facts:
     evictable: tuple[int, ...]
     sliding: dict[int, int]
     outputs: dict[int, Tensor]  # [heads, dim, hidden]
-    inverse_frequencies: Tensor | None
+    inverse_frequencies: dict[int, Tensor]  # [rotated / 2] of each evictable layer's rotation, where it has one
 
-    def frequencies(self, device: torch.device) -> Tensor | None:
+    def frequencies(self, layer: int, device: torch.device) -> Tensor | None:
         """The rotation's, where a layer lies."""
-        return None if self.inverse_frequencies is None else self.inverse_frequencies.to(device)
+        found = self.inverse_frequencies.get(layer)
+        return None if found is None else found.to(device)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Facts":
@@ -54,14 +56,26 @@ class Facts:
             if (window := sliding_window(model.config, number)) is not None:
                 sliding[number] = window
         full = tuple(n for n in outputs if n not in sliding)
-        frequencies = [m.inv_freq for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
-        return cls(
-            tuple(outputs), full or tuple(outputs), sliding, outputs, frequencies[0] if len(frequencies) == 1 else None
-        )
+        evictable = full or tuple(outputs)
+        return cls(tuple(outputs), evictable, sliding, outputs, rotations(model, evictable))
 
     def held(self, tokens: int) -> int:
         """Tokens that an evictable layer holds of so many seen: a sliding one only those that a next query can see."""
         return min([tokens, *(self.sliding[n] - 1 for n in self.evictable if n in self.sliding)])
+
+
+def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor]:
+    """Inverse frequencies [rotated / 2] of each of `layers`; none of a model without rotations.
+
+    Gemma3 has a set of frequencies for each kind of layer, the others one.
+    """
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    found = {}
+    for layer in layers if rotary is not None else ():
+        own = getattr(rotary, f"{kinds[layer]}_inv_freq", None) if kinds else None
+        found[layer] = rotary.inv_freq if own is None else own
+    return found
 
 
 def sliding_window(config, layer: int) -> int | None:
@@ -95,7 +109,12 @@ class Job:
     @property
     def deferred(self) -> bool:
         """Must every layer be seen before anything can leave?"""
-        return self.policy is not None and (self.policy.across is not None or "reconstruction" in self.policy.needs)
+        return self.policy is not None and (self.policy.across is not None or bool(self.repeated))
+
+    @property
+    def repeated(self) -> set[str]:
+        """What it must know of a repetition of the context."""
+        return REPEATED.intersection(self.policy.needs) if self.policy is not None else set()
 
     def same_count(self, tokens: int) -> int | None:
         """The number that every head of every row keeps of `tokens`, where the method lets that be known beforehand."""
@@ -160,7 +179,7 @@ class Prefill:
         self.doubts: list[Tensor] = []
         if backend == "triton" and self.padded:
             raise InputError("backend triton takes prompts of one length together: use prompt_rows=1")
-        self.sums = {n for job in jobs if job.policy for n in sums_of(job)} - {"reconstruction"}
+        self.sums = {n for job in jobs if job.policy for n in sums_of(job)} - REPEATED
         self.span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in self.span_names}
         self._marked = {  # one set of spans passes at a time
@@ -238,13 +257,13 @@ class Prefill:
             positions=where, queries=queries, query_positions=at, seen=self.prompt.lengths.to(query.device),
             scaling=scaling, output=self.facts.outputs[layer], sums=sums, span_of=span_of,
             span_local=names is not None, sliding=sliding,
-            inverse_frequencies=self.facts.frequencies(key.device), seed=self.seed,
+            inverse_frequencies=self.facts.frequencies(layer, key.device), seed=self.seed,
         )  # fmt: skip
 
     def _decide(self, job: Job, layer: int, o: Observation, default: Mask | None) -> None:
         if job.deferred:
             job.waiting[layer] = Waiting(o)
-            if "reconstruction" not in job.policy.needs:
+            if not job.repeated:
                 _judge_waiting(job, layer, self.prompt)
             return
         if not self.padded and (count := job.same_count(o.keys.shape[2])) is not None:
@@ -519,7 +538,7 @@ def reduce(
                 positions=positions[rows], queries=queries, query_positions=at,
                 seen=seen.to(keys.device)[rows], scaling=scalings[layer], output=facts.outputs[layer],
                 sums={n: s[rows] for n, s in sums.items()},
-                sliding=facts.sliding.get(layer), inverse_frequencies=facts.frequencies(keys.device), seed=seed,
+                sliding=facts.sliding.get(layer), inverse_frequencies=facts.frequencies(layer, keys.device), seed=seed,
             )  # fmt: skip
             sizes = [int(budgets[row]) for row in members]
             part = Job(c, job.policy, job.parameters, sizes, keys.device, waiting=job.waiting)

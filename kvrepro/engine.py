@@ -6,7 +6,8 @@ One forward pass of a prompt serves all its conditions; what each keeps decodes 
 import hashlib
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvrepro.attention import installed
 from kvrepro.cache import EngineCache, RaggedLayer, together
-from kvrepro.compress import DECODING, Extend, Facts, Job, Prefill, Prompt, reduce, sums_of
+from kvrepro.compress import DECODING, REPEATED, Extend, Facts, Job, Prefill, Prompt, reduce, sums_of
 from kvrepro.condition import Condition, Generation
 from kvrepro.condition import Prompt as Text
 from kvrepro.errors import InputError
@@ -96,12 +97,19 @@ def generate(
         raise InputError(f"{sizes}: all must be at least 1")
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r}: choose {' or '.join(BACKENDS)}")
+    if any(isinstance(p, int) for p in prompts):
+        raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")
     texts = [p if isinstance(p, Text) else Text(list(p), {}) for p in prompts]
     old = [j for j, c in enumerate(conditions) if c.regime == "harness"]
     new = [j for j, c in enumerate(conditions) if c.regime != "harness"]
     for text in texts:
         _check_prompt(model, text.ids, max_new_tokens)
+    for j in old:
+        check(conditions[j])
     check_conditions(model, texts, [conditions[j] for j in new])
+    for c in (conditions[j] for j in new):
+        if c.policy != "full" and REPEATED.intersection(find(c.policy).needs) and not repeat:
+            raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
     known: dict[tuple[int, int], Generation] = {}
     if old:
         answers = harness.generate(
@@ -243,7 +251,7 @@ class _Engine:
         ends = [boundary(self.texts[i], c) for i in members]
         if c.regime == "offline":
             return [row for i, end in zip(members, ends, strict=True) for row in self._reused(i, end, columns)]
-        repeats = any("reconstruction" in job.policy.needs for job in self._jobs([], [], columns) if job.policy)
+        repeats = any(job.repeated for job in self._jobs([], [], columns))
         if c.regime == "chunked" or repeats:  # rows of equal length: no chunk, no repetition is padded
             alike = {end: [i for i, e in zip(members, ends, strict=True) if e == end] for end in ends}
             return [row for end, some in alike.items() for row in self._pass(some, [end] * len(some), columns)]
@@ -300,7 +308,7 @@ class _Engine:
         attention = _Scaled(Prefill(self.facts, prompt, jobs, backend=self.backend), self.scalings)
         cache = EngineCache(self.model.config)
         logits = self._forward(ids, positions, cache, attention)
-        if any("reconstruction" in job.policy.needs for job in jobs if job.policy):
+        if any(job.repeated for job in jobs):
             self._reconstruct(attention.inner, ids, positions, cache)
         attention.inner.finish()
         found = []
@@ -406,19 +414,20 @@ class _Engine:
             )  # fmt: skip
 
     def _reconstruct(self, prefill: Prefill, ids: Tensor, positions: Tensor, cache: EngineCache) -> None:
-        """KVzip: repeat the context, chunk after chunk, and note the largest attention to each of its tokens."""
-        jobs = [job for job in prefill.jobs if job.policy and "reconstruction" in job.policy.needs]
-        layers = jobs[0].waiting
-        for job in jobs:
-            for n, waiting in job.waiting.items():
-                o = waiting.observation
-                if job is jobs[0]:
-                    o = replace(
-                        o, sums={**o.sums, "reconstruction": torch.zeros(o.positions.shape, device=o.positions.device)}
-                    )
-                else:
-                    o = replace(o, sums={**o.sums, "reconstruction": layers[n].observation.sums["reconstruction"]})
-                job.waiting[n] = replace(waiting, observation=o)
+        """KVzip: repeat the context, chunk after chunk, and note the largest attention to each of its tokens, of each
+        KV head and, over the length of what the layer is given at the query, of each query head."""
+        jobs = [job for job in prefill.jobs if job.repeated]
+        for n, waiting in jobs[0].waiting.items():
+            o = waiting.observation
+            rows, kv_heads, tokens = o.positions.shape
+            heads = {"reconstruction": kv_heads, "reconstruction_per_norm": kv_heads * o.group}
+            best = {
+                name: torch.zeros(rows, heads[name], tokens, device=o.positions.device)
+                for name in set().union(*(job.repeated for job in jobs))
+            }
+            for job in jobs:
+                o = job.waiting[n].observation
+                job.waiting[n] = replace(job.waiting[n], observation=replace(o, sums={**o.sums, **best}))
         n = ids.shape[1]
         for a in range(0, n, REPEAT_CHUNK):
             part = ids[:, a : a + REPEAT_CHUNK]
@@ -427,9 +436,11 @@ class _Engine:
             at = prefill.prompt.lengths[:, None] + torch.arange(text.shape[1], device=ids.device)
             probe = _Repeat(prefill, jobs[0], at, ask.shape[1], positions[:, a : a + REPEAT_CHUNK] >= 0)
             mine = cache.rows(torch.arange(len(ids), device=ids.device))
-            self.model(
-                input_ids=text, position_ids=at, past_key_values=mine, use_cache=True, logits_to_keep=1, kvrepro=probe
-            )
+            with _lengths(self.model, probe.lengths):
+                self.model(
+                    input_ids=text, position_ids=at, past_key_values=mine, use_cache=True, logits_to_keep=1,
+                    kvrepro=probe,
+                )  # fmt: skip
 
     def _unread(self, rows: Rows) -> list[Sequence[int]]:
         """What each row's condition leaves uncompressed, a question for instance, and nobody has read yet."""
@@ -516,6 +527,14 @@ class _Engine:
                     self.facts, rows.cache, rows.conditions, rows.jobs, rows.seen, rows.budgets, self.scalings
                 )
 
+    @staticmethod
+    def _pages(rows: Rows, row: int) -> int | None:
+        """Pages that each query head of a row reads at a step, where its policy selects some and evicts nothing."""
+        c = rows.conditions[row]
+        if c.policy == "full" or find(c.policy).frees:
+            return None
+        return max(3, int(rows.budgets[row]) // rows.jobs[row].parameters["page"])
+
     def _finish(self, rows: Rows, done: list[int], tokens: Tensor, seconds: float) -> None:
         """Note what is known of rows at their end."""
         for n, window in self.facts.sliding.items():
@@ -542,6 +561,7 @@ class _Engine:
                 bytes_full=int((full * heads * size).sum()),
                 decode_seconds=seconds,
                 backend=self.backend,
+                pages=self._pages(rows, row),
                 **self.notes[tag],
             )
 
@@ -573,11 +593,28 @@ class _Scaled:
         return self.inner.attend(layer, query, key, value, scaling, sliding)
 
 
+@contextmanager
+def _lengths(model: PreTrainedModel, found: dict[int, Tensor]) -> Iterator[None]:
+    """Note the length of each hidden state that an attention layer is given, float32 [batch, tokens] by layer."""
+
+    def note(module, args, kwargs) -> None:
+        found[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).float().norm(dim=-1)
+
+    modules = [m for m in model.modules() if hasattr(m, "o_proj") and hasattr(m, "layer_idx")]
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class _Repeat:
     """Attention of a repeated chunk over the context and itself; nothing of it is stored."""
 
     def __init__(self, prefill: Prefill, job: Job, positions: Tensor, asked: int, real: Tensor):
         self.prefill, self.job, self.positions, self.asked, self.real = prefill, job, positions, asked, real
+        self.lengths: dict[int, Tensor] = {}  # ||h_t|| of what a layer is given, [batch, text]
 
     def attend(self, layer, query, key, value, scaling, sliding=None):
         from kvrepro.attention import attend
@@ -588,14 +625,21 @@ class _Repeat:
             parts = [*stored.parts(), (key, value, at[:, None])]
             return attend(query, at, parts, scaling, sliding)
         o = self.job.waiting[layer].observation
-        best, n = o.sums["reconstruction"], o.positions.shape[2]
+        n = o.positions.shape[2]
 
         def watch(p: Tensor, queries: slice) -> None:
             first = max(0, self.asked - queries.start)
             seen = p[:, :, :, first:, :n]
             if seen.shape[3]:
                 there = real[:, queries.start + first - self.asked : queries.stop - self.asked]
-                torch.maximum(best, (seen * there[:, None, None, :, None]).amax((2, 3)), out=best)
+                seen = seen * there[:, None, None, :, None]
+                for name in REPEATED & o.sums.keys():
+                    if name == "reconstruction":
+                        largest = seen.amax((2, 3))
+                    else:
+                        h = self.lengths[layer][:, queries.start + first : queries.stop]
+                        largest = (seen / h[:, None, None, :, None]).amax(3).flatten(1, 2)
+                    torch.maximum(o.sums[name], largest, out=o.sums[name])
 
         parts = [(o.keys, o.values, o.positions), (key, value, at[:, None])]
         return attend(query, at, parts, scaling, sliding, watch)

@@ -45,6 +45,7 @@ SUMS = {  # what the forward pass can add up for each token and KV head
     "marked_mass": "the same, where tokens that no span marks see all and are seen by all",
     "low": "count of low attention among the last 400 queries, all heads of the group together",
     "reconstruction": "largest attention while the context is repeated",
+    "reconstruction_per_norm": "the same of each query head, over the length of the layer's input at the query",
 }
 FIELDS = {  # what a condition may say
     "policy": str,

@@ -217,6 +217,7 @@ def _row(loaded: Loaded, item: Item, head: dict, answer: Generation | Exception)
         "kept_hash": answer.kept_positions_hash,
         "evicted": answer.evicted,
         "policy_calls": answer.policy_calls,
+        "pages": answer.pages,
         "bytes_held": answer.bytes_held,
         "bytes_state": answer.bytes_state,
         "bytes_full": answer.bytes_full,

@@ -10,7 +10,7 @@ from observations import observation
 
 from kvrepro import calibrate, duo, models
 from kvrepro.attention import installed
-from kvrepro.compress import Facts
+from kvrepro.compress import Facts, rotations
 from kvrepro.score import heads, keys, queries
 
 
@@ -109,9 +109,9 @@ def test_frequencies_of_a_model_with_two_rotations():
     )  # fmt: skip
     model = Gemma3ForCausalLM(config).eval()
     facts = Facts.of(model)
-    inverse = calibrate.rotations(model, facts.evictable)
+    inverse = facts.inverse_frequencies
     assert list(inverse) == [1]
-    assert not torch.equal(inverse[1], calibrate.rotations(model, [0])[0])
+    assert not torch.equal(inverse[1], rotations(model, [0])[0])
     rotary = model.get_decoder().rotary_emb
     position = torch.tensor([[1]])
     cos = rotary(torch.zeros(1, 1, 8), position, layer_type="full_attention")[0]

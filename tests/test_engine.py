@@ -9,13 +9,15 @@ from slow_engine import run as slow_run
 from tiny import ARCHITECTURES, architecture
 from tiny import prompts as tiny_prompts
 
-from kvrepro import engine
+from kvrepro import calibrate, engine
 from kvrepro.catalogue import CATALOGUE
 from kvrepro.condition import Condition, Prompt
+from kvrepro.errors import InputError
 from kvrepro.observe import Observation
 from kvrepro.policy import Policy
 
 WINDOW, CAP, NEW = 4, 16, 7
+FEW = {"max_new_tokens": 3, "stop_ids": ()}
 DECODING = ("decode cap", "per step")
 
 
@@ -88,7 +90,8 @@ def answers(model, prompts, conditions, monkeypatch=None, **changes):
 
     engine._Engine._finish = spy
     try:
-        found = engine.generate(model, prompts, conditions, **{"max_new_tokens": NEW, "stop_ids": (), **changes})
+        given = {"max_new_tokens": NEW, "stop_ids": (), "repeat": (7, 3, 9), **changes}
+        found = engine.generate(model, prompts, conditions, **given)
     finally:
         engine._Engine._finish = finish
     return found, [[ends[i, j] for j in range(len(conditions))] for i in range(len(prompts))]
@@ -292,3 +295,76 @@ def test_rows_of_a_batch_equal_rows_alone_whatever_the_padding(name, regimes):
         assert (a.kept, a.bytes_full, a.policy_calls) == (b.kept, b.bytes_full, b.policy_calls), c.label
         assert (a.kept_positions, a.kept_positions_hash) == (b.kept_positions, b.kept_positions_hash), c.label
         assert_same(x.logits, y.logits, c.label)
+
+
+# ---- single policies
+
+
+def test_selected_pages_are_told_and_nothing_else_has_any():
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    conditions = [Condition("quest_pages", 40, regime="prefill", switches=(("page", 8),)), Condition(regime="prefill")]
+    conditions += [Condition("k_norm", 40, regime="prefill"), Condition("lru", 40)]
+    [row] = engine.generate(model, [prompt], conditions, **FEW)
+    assert [g.pages for g in row] == [5, None, None, None]
+    assert (row[0].evicted, row[0].kept) == (0, [62] * 3)
+
+
+@pytest.mark.parametrize("regime", ["prefill", "chunked", "decode cap"])
+def test_tri_attention_turns_each_layer_by_its_own_frequencies(regime, tmp_path):
+    model, prompts = architecture("gemma3"), tiny_prompts(60, 50)
+    calibrate.write(calibrate.calibrate(model, prompts), tmp_path / "queries.json")
+    given = (("calibration", str(tmp_path / "queries.json")),)
+    c = Condition("tri_attention", 20, regime=regime, reading="as_described", switches=given, interval=1, chunk=32)
+    [[g]] = engine.generate(model, prompts[:1], [c], **FEW)
+    assert g.evicted > 0
+    with pytest.raises(InputError, match="made from other weights|is made for"):
+        engine.generate(architecture("llama"), prompts[:1], [c], **FEW)
+
+
+def test_calls_that_are_no_lists_of_prompts_are_refused():
+    model = architecture("llama")
+    with pytest.raises(InputError, match="give a list of prompts"):
+        engine.generate(model, [3, 4, 5], [Condition()], **FEW)
+    with pytest.raises(InputError, match="is text: give token ids"):
+        engine.generate(model, ["some text"], [Condition()], **FEW)
+    with pytest.raises(InputError, match="capacity '8' for lru: a whole number"):
+        engine.generate(model, tiny_prompts(60), [Condition("lru", "8")], **FEW)
+
+
+def repeated(model, ids, first):
+    """Per layer: attention of the tokens from `first` on, [heads, queries, tokens], and the length of their inputs."""
+    lengths: dict[int, torch.Tensor] = {}
+
+    def note(module, args, kwargs):
+        lengths[module.layer_idx] = kwargs["hidden_states"][0].norm(dim=-1)
+
+    layers = model.get_decoder().layers
+    hooks = [layer.self_attn.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    with torch.no_grad():
+        found = model(torch.tensor([ids]), output_attentions=True, use_cache=False)
+        cache = model(torch.tensor([ids]), use_cache=True).past_key_values
+    for hook in hooks:
+        hook.remove()
+    values = [layer.values[0] for layer in cache.layers]
+    return [(p[0, :, first:], lengths[n][first:], values[n]) for n, p in enumerate(found.attentions)]
+
+
+@pytest.mark.parametrize("regime", ["prefill", "offline"])
+def test_kv_zip_plus_keeps_what_its_formula_ranks_first(regime):
+    model, [prompt], ask = architecture("llama"), tiny_prompts(60), [7, 3, 9]
+    scores = []
+    for n, (p, h, values) in enumerate(repeated(model, [*prompt, *ask, *prompt], 63)):
+        w = model.get_decoder().layers[n].self_attn.o_proj.weight.view(48, 6, 8)
+        norm = torch.stack([(values[head // 3, :60] @ w[:, head].T).norm(dim=-1) for head in range(6)])
+        each = (p[:, :, :60] / h[None, :, None]).amax(1) * norm
+        scores.append(each.view(2, 3, 60).amax(1))
+    ranked = torch.stack(scores)
+    ranked[..., :4] = torch.inf
+    wanted = torch.zeros(ranked.numel(), dtype=torch.bool)
+    wanted[ranked.flatten().topk(20 * 6).indices] = True
+    c = Condition("kv_zip_plus", 20, regime=regime)
+    settings = {"max_new_tokens": 2, "stop_ids": (), "repeat": ask, "kept_sets": True}
+    [[g, plain]] = engine.generate(model, [prompt], [c, Condition("kv_zip", 20, regime=regime)], **settings)
+    assert torch.equal(torch.stack([torch.from_numpy(s) for s in g.kept_sets]), wanted.view(3, 2, 60))
+    assert plain.kept_positions_hash != g.kept_positions_hash
+    assert not any(m._forward_pre_hooks for m in model.modules())

@@ -1,12 +1,13 @@
 """The whole way: LongBench passages, a checkpoint in the hub's format, the protocol's prompts, the engine, rows."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoint
 import pytest
 
-from kvrepro import data, models, run, stats, store
+from kvrepro import data, engine, models, run, stats, store
 from kvrepro.condition import Condition
 
 OWN = [
@@ -93,3 +94,22 @@ def test_batching_items_together_changes_nothing(source, loaded, tmp_path):
     apart = run.run("b", loaded, items, conditions, results=tmp_path, batch_rows=1, **options)
     columns = ["item", "policy", "prediction", "n_generated", "kept_hash", "kept_mean", "evicted", "policy_calls"]
     assert together[columns].equals(apart[columns])
+
+
+@pytest.mark.parametrize("regime", ["prefill", "offline"])
+def test_policies_that_know_this_model_evict_as_if_they_masked(regime):
+    """Gates, calibrations and a repeated context: what tiny random models do not have."""
+    loaded = models.load()
+    items = data.load_items("tinyworld", 2, seed=4, tokens=800)
+    prompts = [data.build_prompt(item, loaded.tokenizer, 1200) for item in items]
+    names = ["duo_attention", "tri_attention", "tri_attention_layer", "kv_zip"]
+    physical = [Condition(name, share=0.6, regime=regime, until="question") for name in names]
+    masked = [replace(c, execution="masked") for c in physical]
+    rows = engine.generate(
+        loaded.model, prompts, [*physical, *masked], max_new_tokens=12, stop_ids=models.stop_ids(loaded),
+        repeat=loaded.tokenizer.encode("Repeat the previous context: "),
+    )  # fmt: skip
+    for row in rows:
+        for c, a, b in zip(physical, row[:4], row[4:], strict=True):
+            assert (a.tokens, a.kept, a.kept_positions_hash) == (b.tokens, b.kept, b.kept_positions_hash), c.label
+            assert a.bytes_held < 0.82 * b.bytes_held, c.label  # the question and the answer stay

@@ -27,7 +27,8 @@ def cut(policy: str = "snapkv", regime: str = "prefill", **changes) -> Condition
 
 def answers(prompts, conditions, model=None, **changes):
     model = model or tiny_model("llama")
-    return engine.generate(model, prompts, conditions, **{"max_new_tokens": NEW, "stop_ids": (), **changes})
+    given = {"max_new_tokens": NEW, "stop_ids": (), "repeat": (7, 3), **changes}
+    return engine.generate(model, prompts, conditions, **given)
 
 
 # ---- 1. only the first item is compressed

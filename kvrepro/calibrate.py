@@ -1,4 +1,4 @@
-"""What TriAttention must know of a model beforehand: `python -m kvrepro.calibrate` writes tiny-gqa-queries.json.
+"""What TriAttention must know of a model beforehand: `python -m kvrepro.calibrate` writes `<model>-queries.json`.
 
 Queries before their rotation, as complex numbers: element i of a head and element i + half turn together, at frequency
 i. For each layer, query head and frequency: the mean E[q] (complex) and the mean length E|q|, over the tokens of a few
@@ -18,7 +18,7 @@ from kvrepro import models
 from kvrepro.attention import attend, installed
 from kvrepro.compress import Facts
 from kvrepro.errors import InputError
-from kvrepro.score.queries import EMBEDDED, Queries, frequencies, pairs, rounded, sampled
+from kvrepro.score.queries import Queries, frequencies, pairs, rounded, sampled
 from kvrepro.shapes import KeyValue, Query
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
@@ -74,7 +74,9 @@ def main(
     n: Annotated[int, typer.Option(help="prompts")] = 16,
     tokens: int = 1000,
     seed: int = 2027,
-    out: Annotated[Path, typer.Option(help="relative paths start at the project's folder")] = Path(EMBEDDED),
+    out: Annotated[
+        Path | None, typer.Option(help="from the project's folder; else <model>-queries.json beside it")
+    ] = None,
 ) -> None:
     """Measure on the CPU in float32. Held out: no chapter's items come from this seed."""
     from kvrepro import data
@@ -83,10 +85,13 @@ def main(
         loaded = models.load(model)
         drawn = data.load_items(items, n, seed, tokens)
         prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in drawn]
-        write(calibrate(loaded.model, prompts, loaded.hash), models.ROOT / out)
+        found = calibrate(loaded.model, prompts, loaded.hash)
     except InputError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from None
+    path = models.ROOT / out if out else loaded.path.with_name(f"{loaded.path.name}-queries.json")
+    write(found, path)
+    print(f'written: {path}; use it as Condition("tri_attention", ..., switches=(("calibration", "{path}"),))')
 
 
 if __name__ == "__main__":

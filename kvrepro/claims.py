@@ -120,7 +120,7 @@ def paper_text(spec: Mapping | Sequence[Mapping], unit: str = "") -> str:
     if isinstance(spec, Mapping) and "text" in spec:
         return spec["text"].format(
             **{
-                name: f"{paper_values(cell)[0]:.0f}" if cell.get("show") == "count" else f"{paper_values(cell)[0]:.3f}"
+                name: f"{paper_values(cell)[0]:.{0 if cell.get('show') == 'count' else cell.get('digits', 3)}f}"
                 for name, cell in spec.get("cells", {}).items()
             }
         )
@@ -340,12 +340,13 @@ def judge(rule: Mapping, value: float, low: float, high: float, p: float | None)
 
 
 def verdict(states: Sequence[str]) -> str:
-    """Verdict of a claim from the states of its members."""
-    if not states or all(state == "undecided" for state in states):
+    """Verdict of a claim from the members that decide: undecided ones say nothing, neither for it nor against it."""
+    holds, fails = states.count("holds"), states.count("fails")
+    if not holds + fails:
         return "not testable here"
-    if all(state == "holds" for state in states):
+    if not fails:
         return "reproduced"
-    return "not reproduced" if states.count("fails") > len(states) / 2 else "partly"
+    return "not reproduced" if fails > holds else "partly"
 
 
 def _against(rule: Mapping, value: float, low: float, high: float) -> float:
@@ -540,7 +541,11 @@ def _listed(ids: Sequence[str]) -> str:
 
 
 def summary(frame: pd.DataFrame) -> str:
-    """What the verdicts add up to, as Markdown: the ids of each verdict per reading, then what hangs on the reading."""
+    """What the verdicts add up to, as Markdown: the ids of each verdict per reading, then what hangs on the reading.
+
+    The reading decides where a member holds in one and fails in the other. A verdict can differ without that, where a
+    member is decided in one reading only.
+    """
     lines = []
     for reading, group in frame.groupby("reading", sort=False):
         name = {"as_run": "As run", "as_described": "As described", "any": "Without regard to the reading"}[
@@ -552,18 +557,28 @@ def summary(frame: pd.DataFrame) -> str:
             if (group.verdict == one).any()
         ]
         lines.append(f"- **{name}** ({len(group)} claims). " + "; ".join(parts) + ".")
-    split = frame[frame.depends_on_reading == "yes"]
-    if len(split):
-        lines.append(f"- **The reading decides** {split.claim.nunique()} of them:")
-        for claim, group in split.groupby("claim", sort=False):
-            by = {row.reading: row.verdict for row in group.itertuples()}
-            said = f"*{by['as_run']}* as run, *{by['as_described']}* as described"
-            if by["as_run"] == by["as_described"]:
-                said = f"*{by['as_run']}* in both, but for other members"
-            lines.append(f"    - {claim}, {_lower(group.statement.iloc[0])}: {said}.")
-    elif (frame.depends_on_reading == "no").any():
+    compared = frame[frame.claim.isin(frame[frame.claim.duplicated()].claim)]
+    decides = compared.depends_on_reading == "yes"
+    differs = compared.groupby("claim").verdict.transform("nunique") > 1
+    for split, what in (
+        (compared[decides], "**The reading decides** {} of them"),
+        (compared[differs & ~decides], "**The verdict differs** for {} more, where no member turns over"),
+    ):
+        if len(split):
+            lines.append(f"- {what.format(split.claim.nunique())}:")
+            lines += [f"    - {_both(group)}." for _, group in split.groupby("claim", sort=False)]
+    if len(compared) and not (decides | differs).any():
         lines.append("- No verdict depends on the reading.")
     return "\n".join(lines)
+
+
+def _both(group: pd.DataFrame) -> str:
+    """One claim, and what each reading says of it."""
+    by = {row.reading: row.verdict for row in group.itertuples()}
+    said = f"*{by['as_run']}* as run, *{by['as_described']}* as described"
+    if by["as_run"] == by["as_described"]:
+        said = f"*{by['as_run']}* in both, but for other members"
+    return f"{group.claim.iloc[0]}, {_lower(group.statement.iloc[0])}: {said}"
 
 
 def _lower(statement: str) -> str:
@@ -601,6 +616,9 @@ def _text(values: tuple[float, ...], unit: str) -> str:
         return "no value"
     if value == low == high and float(value).is_integer():  # counted, not estimated
         return f"{value:g}" + ("" if unit == "F1" else f" {unit}")
+    if unit not in ("F1", "%") and 0 < np.nanmax(np.abs(values)) < 5e-4:  # errors of rounding: zeros would hide them
+        said = [f"{one:.1g}" for one in values]
+        return (said[0] if value == low == high else f"{said[0]} [{said[1]}, {said[2]}]") + f" {unit}"
     digits = 1 if unit == "%" else 3
     interval = "too few items" if np.isnan(low) else f"{low:.{digits}f}, {high:.{digits}f}"
     return f"{value:.{digits}f} [{interval}]" + ("" if unit == "F1" else f" {unit}")

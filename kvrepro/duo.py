@@ -22,7 +22,6 @@ from kvrepro import models
 from kvrepro.attention import installed
 from kvrepro.compress import Facts
 from kvrepro.errors import InputError
-from kvrepro.score.heads import EMBEDDED
 from kvrepro.score.queries import rounded, sampled
 from kvrepro.shapes import KeyValue, Query
 from kvrepro.tinyworld import rows
@@ -101,7 +100,9 @@ def main(
     rate: float = 0.05,
     weight: float = 0.05,
     seed: int = 2027,
-    out: Annotated[Path, typer.Option(help="relative paths start at the project's folder")] = Path(EMBEDDED),
+    out: Annotated[
+        Path | None, typer.Option(help="from the project's folder; else <model>-gates.json beside it")
+    ] = None,
 ) -> None:
     """Learn on the CPU in float32 and write the gates with what they were learned with."""
     try:
@@ -116,7 +117,8 @@ def main(
              "rate": rate, "weight": weight, "distillation": round(float(np.mean(losses[-10:])), 5),
              "sample": rounded(sampled([facts.outputs[n] for n in facts.attention]).tolist()),
              "gates": [[round(g, 4) for g in layer] for layer in gates.tolist()]}  # fmt: skip
-    (models.ROOT / out).write_text(json.dumps(found) + "\n")
+    path = models.ROOT / out if out else loaded.path.with_name(f"{loaded.path.name}-gates.json")
+    path.write_text(json.dumps(found) + "\n")
     print(json.dumps(found))
 
 

@@ -152,8 +152,10 @@ def test_judge(rule, low, high, p, state):
     ("members", "verdict"),
     [
         (["holds"] * 3, "reproduced"),
-        (["holds", "undecided"], "partly"),
+        (["holds", "undecided"], "reproduced"),  # undecided members say nothing
+        (["fails", "undecided", "undecided"], "not reproduced"),
         (["holds", "fails"], "partly"),
+        (["holds", "fails", "undecided"], "partly"),
         (["fails", "fails", "holds"], "not reproduced"),
         (["fails"], "not reproduced"),
         (["undecided"] * 2, "not testable here"),
@@ -321,6 +323,31 @@ def test_the_reading_decides_when_members_turn_over():
     assert "*reproduced* as run, *not reproduced* as described" in text
     assert len(claims.table(table, ["collapse"])) == 4
     assert by.verdict["P33", "as_run"] == by.verdict["P35", "any"] == "reproduced"
+
+
+def test_a_verdict_that_differs_without_a_turned_member_is_said():
+    def summary(depends: str, *verdicts: str) -> str:
+        rows = [
+            {"claim": "L9", "statement": "Later wins.", "verdict": verdict, "reading": reading,
+             "depends_on_reading": depends}
+            for verdict, reading in zip(verdicts, claims.READINGS, strict=True)
+        ]  # fmt: skip
+        return claims.summary(pd.DataFrame(rows))
+
+    text = summary("unclear", "not reproduced", "partly")
+    assert "**The verdict differs** for 1 more, where no member turns over" in text
+    assert "L9, later wins: *not reproduced* as run, *partly* as described." in text
+    assert "No verdict depends" not in text
+    assert "differs" in summary("", "not testable here", "not reproduced")
+    assert "No verdict depends on the reading" in summary("no", "partly", "partly")
+    assert "in both, but for other members" in summary("yes", "partly", "partly")
+
+
+def test_errors_of_rounding_are_not_shown_as_zeros():
+    assert claims._text((2e-16, 2e-16, 2e-16), "max abs difference") == "2e-16 max abs difference"
+    assert claims._text((3e-7, 1e-7, 5e-7), "gap") == "3e-07 [1e-07, 5e-07] gap"
+    assert claims._text((1e-17, -1e-17, 2e-17), "F1") == "0.000 [-0.000, 0.000]"
+    assert claims._text((0.0, 0.0, 0.0), "slots") == "0 slots"
 
 
 def test_the_table_survives_its_file(tmp_path):

@@ -6,8 +6,7 @@ One forward pass of a prompt serves all its conditions; what each keeps decodes 
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,10 +23,10 @@ from kvrepro.memory import Peak
 from kvrepro.policy import capacity_of, check, find
 from kvrepro.protection import harness
 from kvrepro.protection.harness import boundary_attention
+from kvrepro.repeat import reconstruct
 
 __all__ = ["boundary_attention", "generate"]
 BACKENDS = ("torch", "triton")
-REPEAT_CHUNK = 2048  # KVzip
 
 
 @dataclass
@@ -309,7 +308,7 @@ class _Engine:
         cache = EngineCache(self.model.config)
         logits = self._forward(ids, positions, cache, attention)
         if any(job.repeated for job in jobs):
-            self._reconstruct(attention.inner, ids, positions, cache)
+            reconstruct(self.model, attention.inner, self.repeat, ids, positions, cache)
         attention.inner.finish()
         found = []
         for job, j in zip(jobs, columns, strict=True):
@@ -412,35 +411,6 @@ class _Engine:
                 empty, empty.clone(), offsets[:0].int(), offsets, (batch, kv_heads),
                 {name: empty[:, 0].float() for name in sums if n in self.facts.evictable},
             )  # fmt: skip
-
-    def _reconstruct(self, prefill: Prefill, ids: Tensor, positions: Tensor, cache: EngineCache) -> None:
-        """KVzip: repeat the context, chunk after chunk, and note the largest attention to each of its tokens, of each
-        KV head and, over the length of what the layer is given at the query, of each query head."""
-        jobs = [job for job in prefill.jobs if job.repeated]
-        for n, waiting in jobs[0].waiting.items():
-            o = waiting.observation
-            rows, kv_heads, tokens = o.positions.shape
-            heads = {"reconstruction": kv_heads, "reconstruction_per_norm": kv_heads * o.group}
-            best = {
-                name: torch.zeros(rows, heads[name], tokens, device=o.positions.device)
-                for name in set().union(*(job.repeated for job in jobs))
-            }
-            for job in jobs:
-                o = job.waiting[n].observation
-                job.waiting[n] = replace(job.waiting[n], observation=replace(o, sums={**o.sums, **best}))
-        n = ids.shape[1]
-        for a in range(0, n, REPEAT_CHUNK):
-            part = ids[:, a : a + REPEAT_CHUNK]
-            ask = torch.tensor(self.repeat, dtype=torch.long, device=ids.device).expand(len(ids), -1)
-            text = torch.cat([ask, part], 1)
-            at = prefill.prompt.lengths[:, None] + torch.arange(text.shape[1], device=ids.device)
-            probe = _Repeat(prefill, jobs[0], at, ask.shape[1], positions[:, a : a + REPEAT_CHUNK] >= 0)
-            mine = cache.rows(torch.arange(len(ids), device=ids.device))
-            with _lengths(self.model, probe.lengths):
-                self.model(
-                    input_ids=text, position_ids=at, past_key_values=mine, use_cache=True, logits_to_keep=1,
-                    kvrepro=probe,
-                )  # fmt: skip
 
     def _unread(self, rows: Rows) -> list[Sequence[int]]:
         """What each row's condition leaves uncompressed, a question for instance, and nobody has read yet."""
@@ -591,55 +561,3 @@ class _Scaled:
     def attend(self, layer, query, key, value, scaling, sliding=None):
         self.scalings[layer] = scaling
         return self.inner.attend(layer, query, key, value, scaling, sliding)
-
-
-@contextmanager
-def _lengths(model: PreTrainedModel, found: dict[int, Tensor]) -> Iterator[None]:
-    """Note the length of each hidden state that an attention layer is given, float32 [batch, tokens] by layer."""
-
-    def note(module, args, kwargs) -> None:
-        found[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).float().norm(dim=-1)
-
-    modules = [m for m in model.modules() if hasattr(m, "o_proj") and hasattr(m, "layer_idx")]
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in modules]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class _Repeat:
-    """Attention of a repeated chunk over the context and itself; nothing of it is stored."""
-
-    def __init__(self, prefill: Prefill, job: Job, positions: Tensor, asked: int, real: Tensor):
-        self.prefill, self.job, self.positions, self.asked, self.real = prefill, job, positions, asked, real
-        self.lengths: dict[int, Tensor] = {}  # ||h_t|| of what a layer is given, [batch, text]
-
-    def attend(self, layer, query, key, value, scaling, sliding=None):
-        from kvrepro.attention import attend
-
-        at, real = self.positions.to(query.device), self.real.to(query.device)
-        if layer not in self.job.waiting:
-            stored = self.job.layers[layer]
-            parts = [*stored.parts(), (key, value, at[:, None])]
-            return attend(query, at, parts, scaling, sliding)
-        o = self.job.waiting[layer].observation
-        n = o.positions.shape[2]
-
-        def watch(p: Tensor, queries: slice) -> None:
-            first = max(0, self.asked - queries.start)
-            seen = p[:, :, :, first:, :n]
-            if seen.shape[3]:
-                there = real[:, queries.start + first - self.asked : queries.stop - self.asked]
-                seen = seen * there[:, None, None, :, None]
-                for name in REPEATED & o.sums.keys():
-                    if name == "reconstruction":
-                        largest = seen.amax((2, 3))
-                    else:
-                        h = self.lengths[layer][:, queries.start + first : queries.stop]
-                        largest = (seen / h[:, None, None, :, None]).amax(3).flatten(1, 2)
-                    torch.maximum(o.sums[name], largest, out=o.sums[name])
-
-        parts = [(o.keys, o.values, o.positions), (key, value, at[:, None])]
-        return attend(query, at, parts, scaling, sliding, watch)

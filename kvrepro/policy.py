@@ -6,6 +6,7 @@ counts    = policy.allocate(scores, protected, budget)      # [batch, kv_heads]
 kept      = select(scores, protected, counts)
 """
 
+import hashlib
 import inspect
 import math
 import re
@@ -173,21 +174,29 @@ def find(name: str) -> Policy:
     return found
 
 
-def source_of(name: str) -> str:
-    """What decides for a reader's own policy: its file, or the scorer typed into a notebook; "" for the catalogue's,
-    whose code is the engine's."""
+def source_of(c: Condition) -> str:
+    """What decides beside the engine's code: a reader's own policy, as a file or typed into a notebook, and files that
+    its parameters name, gates for instance; "" where there is nothing of the kind."""
     from kvrepro.catalogue import CATALOGUE
 
-    own = CATALOGUE.get(name)
-    if own is not None and not own.score.__module__.startswith("kvrepro."):
-        return inspect.getsource(own.score) + repr((own.parameters, own.as_run))
-    file = _file(name.rpartition(":")[0])
-    return file.read_text(encoding="utf-8") if file else ""
+    if c.policy == "full" or c.regime == "harness":
+        return ""
+    policy, found = find(c.policy), ""
+    if c.policy in CATALOGUE and not policy.score.__module__.startswith("kvrepro."):
+        found = inspect.getsource(policy.score) + repr((policy.parameters, policy.as_run))
+    values = policy.reading(c.reading, c.switches).values()
+    named = [c.policy.rpartition(":")[0], *(value for value in values if isinstance(value, str))]
+    return found + "".join(_digest(file, file.stat().st_mtime_ns) for file in map(_file, named) if file)
 
 
 @cache
 def _run(file: Path, changed: int) -> dict:
     return runpy.run_path(str(file))
+
+
+@cache
+def _digest(file: Path, changed: int) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _file(path: str) -> Path | None:

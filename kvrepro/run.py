@@ -187,7 +187,7 @@ def _heads(item: Item, prompt: Prompt, conditions: Sequence[Condition], decisive
     for condition in conditions:
         settings = asdict(condition) | {"switches": json.dumps(dict(condition.switches), sort_keys=True)}
         settings |= {name: json.dumps(getattr(condition, name)) for name in ("whitelist", "spans")}
-        own = {"policy_source": source} if (source := policy.source_of(condition.policy)) else {}
+        own = {"policy_source": source} if (source := policy.source_of(condition)) else {}
         heads.append(settings | decisive | noted | {"key": store.digest(settings | decisive | own)})
     return heads
 

@@ -1,5 +1,6 @@
 """What a condition may ask for, what it is refused, and how a policy's functions are put together."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -256,11 +257,24 @@ def test_a_readers_own_policy_comes_from_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find("own.py:MINE").title == "Mine"
     assert find(f"{file}:MINE").title == "Mine"
-    assert source_of("own.py:MINE") == file.read_text()
-    assert source_of("snapkv") == ""
-    check(Condition("own.py:MINE", 10, regime="prefill"), 100)
+    mine = Condition("own.py:MINE", 10, regime="prefill")
+    before = source_of(mine)
+    file.write_text(text.replace("float()", "double()") + "MINE = Policy('Mine', 'me', last)\nOTHER = 3\n")
+    os.utime(file, ns=(1, 1))
+    assert len({before, source_of(mine), source_of(Condition("snapkv", 10, regime="prefill"))}) == 3
+    check(mine, 100)
     with pytest.raises(InputError, match=r"own.py has no Policy called OTHER"):
         find("own.py:OTHER")
+
+
+def test_files_that_parameters_name_belong_to_what_decides(tmp_path):
+    (tmp_path / "gates.json").write_text("1")
+    c = Condition("duo_attention", 10, regime="prefill", switches=(("gates_file", str(tmp_path / "gates.json")),))
+    before = source_of(c)
+    (tmp_path / "gates.json").write_text("2")
+    os.utime(tmp_path / "gates.json", ns=(1, 1))
+    assert source_of(c) != before != ""
+    assert source_of(Condition("snapkv", 10, regime="prefill")) == ""
 
 
 def test_the_table_has_a_row_for_every_policy():

@@ -348,7 +348,7 @@ class _Engine:
     def _kept(self, cache: EngineCache, row: int, end: int) -> dict:
         """Positions that a row kept, of all heads together and hashed per layer and head."""
         digest, sets = hashlib.sha256(), []
-        union = torch.zeros(end, dtype=torch.bool)
+        union = torch.zeros(end, dtype=torch.bool, device="cpu")
         for n in self.facts.evictable:
             layer = cache.ragged[n]
             heads = layer.shape[1]
@@ -362,7 +362,7 @@ class _Engine:
             digest.update(head.bincount(minlength=heads).numpy().tobytes() + at.numpy().tobytes())
             union[at.long()] = True
             if self.kept_sets:
-                mask = torch.zeros(heads, end, dtype=torch.bool)
+                mask = torch.zeros(heads, end, dtype=torch.bool, device="cpu")
                 mask[head, at.long()] = True
                 sets.append(mask.numpy())
         note = {"kept_positions": union.nonzero()[:, 0].tolist(), "kept_positions_hash": digest.hexdigest()[:16]}

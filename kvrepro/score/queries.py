@@ -43,7 +43,7 @@ def ensure_model(path: str, sample: Float[Tensor, "layers weights"], outputs: Se
 
     A half-precision copy is the same model; a model tuned without its output projections passes as well.
     """
-    found = sampled(outputs)
+    sample, found = sample.cpu(), sampled(outputs)
     if not torch.allclose(sample, found, rtol=0.01, atol=1e-6):
         at = (sample - found).abs().argmax()
         pair = f"{float(sample.flatten()[at]):.4g} there, {float(found.flatten()[at]):.4g} here"

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import nbformat
 import pandas as pd
 
 from kvrepro import claims, policy
@@ -24,7 +25,7 @@ def verdicts(chapters: Iterable[str], root: Path = ROOT) -> str:
     parts = []
     for chapter in chapters:
         file = root / "data" / "results" / chapter / "claims.csv"
-        parts.append(f"## {chapter.replace('_', ' ').capitalize()}\n")
+        parts.append(f"## {title(root / 'notebooks' / f'{chapter}.ipynb')}\n")
         if not file.is_file():
             parts.append("This chapter has stored no verdicts.\n")
             continue
@@ -38,6 +39,13 @@ def verdicts(chapters: Iterable[str], root: Path = ROOT) -> str:
             table(claims.overview(frame).reset_index().to_dict("records")) + "\n",
         ]
     return "\n".join(parts) or "No chapter has been run."
+
+
+def title(notebook: Path) -> str:
+    """Its first heading; its name if there is no such file."""
+    if not notebook.is_file():
+        return notebook.stem
+    return nbformat.read(notebook, as_version=4).cells[0].source.splitlines()[0].lstrip("# ")
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:

@@ -3,6 +3,7 @@
 import re
 from types import SimpleNamespace
 
+import checkpoint
 import nbformat
 import numpy as np
 import pandas as pd
@@ -12,16 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrepro import claims
+from kvrepro import claims, models
 from kvrepro.errors import InputError
-from kvrepro.reclamation import figures, streaming
+from kvrepro.reclamation import figures, results, streaming
 from kvrepro.reclamation import study as r
 
 
 @pytest.fixture(scope="module")
 def loaded():
     model = tiny.model()
-    return SimpleNamespace(model=model, context=512)
+    return SimpleNamespace(model=model, context=512, tokenizer=None)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,16 @@ def test_every_head_keeps_its_budget(was_read, policy, granularity):
     assert keep[..., -1].all()
 
 
+def test_a_joint_budget_is_met_in_sum_and_takes_the_best_of_all_heads(was_read):
+    keep = r.survivors("cumulative", "joint", 40, was_read.cache, was_read.number, was_read.signals)
+    assert keep.shape == (3, 2, 200)
+    assert keep.sum() == 40 * 6
+    assert len(set(keep.sum(-1).flatten())) > 1  # heads get what their tokens are worth
+    scores = was_read.signals.cumulative[..., :180].numpy()
+    assert scores[keep[..., :180]].min() >= scores[~keep[..., :180]].max()
+    assert keep[..., 180:].all()
+
+
 def test_policies_keep_what_their_names_say(was_read):
     cache, number, signals = was_read.cache, was_read.number, was_read.signals
     keep = r.survivors("sinks_recency", "one set", 40, cache, number, signals)[0, 0]
@@ -111,6 +122,8 @@ def test_unknown_names_are_refused(was_read):
         r.survivors("window", "per token", 4, cache, number, signals)
     with pytest.raises(InputError, match="unknown shape"):
         r.cost(pd.DataFrame(), "GPT-2")
+    with pytest.raises(InputError, match="n_items 0"):
+        r.size("quick", 0)
     with pytest.raises(InputError, match="layout 'compact'"):
         r.rounds(8, "compact")
 
@@ -127,8 +140,8 @@ def test_arising_and_occupancy_tell_the_same(loaded):
 
 
 def test_generation_is_identical_under_every_layout_and_the_control_is_not(loaded):
-    ids = tiny.prompts(180)[0]
-    rows = r.identity(loaded, {"a": ids}, budget=48, policies=("cumulative", "window"), new_tokens=12, every=4)
+    ids, some = tiny.prompts(180)[0], ("snapkv", "ada_kv", "layer_defensive_kv")
+    rows = r.identity(loaded, {"a": ids}, 48, ("cumulative", "window"), catalogue=some, new_tokens=8, every=4)
     real = rows[rows.layout.isin(["none", "repack", "fill"])]
     assert (real.identical == 1).all()
     assert (real[real.layout == "repack"].logit_gap == 0).all()
@@ -137,11 +150,29 @@ def test_generation_is_identical_under_every_layout_and_the_control_is_not(loade
     assert (real.shared_slots_touched == 0).all()
     assert rows.prefix_intact.all()
     assert (rows[rows.layout == "storage positions"].logit_gap > 1e-2).all()
-    assert len(rows) == 2 * 2 * 6
-    compacted = rows[(rows.granularity == "one set") & ~rows.shared].set_index(["policy", "layout"])
+    assert len(rows) == 2 * 4 * 5 + 2 + 3 * 5  # every granularity, the controls, the catalogue
+    one = rows[(rows.granularity == "one set") & ~rows.shared].set_index(["policy", "layout"])
     for policy in ("cumulative", "window"):
-        assert compacted.blocks_freed[policy, "repack"] > compacted.blocks_freed[policy, "none"]
-        assert compacted.slot_copies[policy, "repack"] > compacted.slot_copies[policy, "fill"]
+        assert one.blocks_freed[policy, "repack"] > one.blocks_freed[policy, "none"]
+        assert one.slot_copies[policy, "repack"] > one.slot_copies[policy, "fill"]
+    who = results.identical(rows)
+    assert who.index.tolist() == [
+        *(("chapter", one) for one in r.JOINT), ("catalogue", "uniform"), ("catalogue", "per head"),
+        ("catalogue", "joint"),
+    ]  # fmt: skip
+    assert who.policies["chapter", "joint"] == "cumulative, window"
+    assert (who.identical == who.generations).all()
+
+
+def test_policies_that_the_model_cannot_have_are_named_and_left_out(loaded, capsys):
+    ids = {"a": tiny.prompts(150)[0]}
+    found = r.able(loaded, ids, ("snapkv", "tri_attention", "kv_zip", "quest_pages"), [{"capacity": 48}])
+    assert found == ["snapkv"]  # pages free nothing: nothing to reclaim
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(" is left out: ")[0] for line in said] == ["tri_attention", "kv_zip"]
+    assert "calibrat" in said[0]
+    assert r.able(loaded, ids, ("streaming_llm",), [{"share": 0.5}, {"share": 0.01}]) == []
+    assert "streaming_llm is left out: budget 1 < 4" in capsys.readouterr().out
 
 
 def test_rounds_hold_what_arithmetic_says():
@@ -164,13 +195,100 @@ def test_a_repack_moves_what_lies_behind_the_first_victim():
     assert means["none", 16] == 0
 
 
-def test_latency_rows_are_tokens_and_passes(loaded):
-    rows = r.latency(loaded, tiny.prompts(100)[0], cadences=(2, 8), budget=40, least=16)
-    assert rows.groupby(["every", "layout"]).size().tolist() == [16] * 6
-    assert (rows[rows.every == 8].pass_ms > 0).sum() == 2 * 3
-    assert rows.added.notna().sum() == 3 * (8 + 2)
-    with pytest.raises(InputError, match="do not fit 512"):
-        r.latency(loaded, tiny.prompts(100)[0], cadences=(256,))
+def test_latency_compares_with_a_cache_that_evicts_alike(loaded):
+    rows = r.latency(loaded, {"a": tiny.prompts(100)[0], "b": tiny.prompts(90)[0]}, cadences=(2, 8), budget=40)
+    assert rows.groupby(["item", "every", "layout"]).size().tolist() == [1] * 12
+    assert rows.set_index("every").rounds.to_dict() == {2: 12, 8: 3}
+    assert (rows[["step_ms", "pass_ms"]] > 0).all(axis=None)
+    assert (rows.added.isna() == (rows.layout == "none")).all()
+    assert (rows.longest_ms >= rows.token_ms).all()
+    assert r.timed((2, 8)) == 25
+
+
+def test_what_compaction_adds_is_read_off_rounds_side_by_side(loaded, monkeypatch):
+    def rounds(*_):  # a machine that is three times slower in the second round, and a repack that costs a tenth
+        return [
+            {"layout": layout, "round": i, "step_ms": slow * (11 if layout == "repack" else 10), "pass_ms": 0.0}
+            for i, slow in enumerate((1, 3, 1))
+            for layout in r.LAYOUTS
+        ]
+
+    monkeypatch.setattr(r, "_rounds", rounds)
+    added = r.latency(loaded, {"a": tiny.prompts(60)[0]}, (1,)).set_index("layout").added
+    assert added[["repack", "fill"]].tolist() == pytest.approx([0.1, 0.0])
+
+
+def test_a_cadence_beyond_the_tokens_decoded_is_one_pass():
+    rows = r.cadence([64], budget=64, tokens=32, draws=1)
+    assert (rows[rows.layout == "repack"].copies_per_pass > 0).all()
+
+
+SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences": [1, 4], "timed_cadences": [1, 4],
+            "budget": 64, "block_size": 16, "shape": "Qwen3-8B"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"block_size": 0}, "block_size 0: a whole number, at least 1"),
+        ({"block_size": 64}, "block_size 64 > 60 tokens that prompts share"),
+        ({"cadences": [0]}, "cadences 0 for one of cadences: a whole number, at least 1"),
+        ({"timed_cadences": [256]}, "exceed the model's 512"),
+        ({"cadences": []}, "cadences []: give a list"),
+        ({"budget": 4}, "budget 4: a whole number, at least 16"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0: a whole number, at least 1"),
+        ({"kept": [2.0]}, "kept 2.0 for one of kept: a number, above 0, below 1"),
+        ({"kept": [0.01]}, "fewer than 16"),
+        ({"capacity": 100}, "capacity 100 >= 100 tokens of a prompt"),
+        ({"shape": "GPT-2"}, "unknown shape 'GPT-2'"),
+    ],
+)
+def test_parameters_are_refused_before_anything_is_computed(loaded, changed, said, tmp_path):
+    with pytest.raises(InputError, match=re.escape(said)) as refused:
+        r.run(loaded, {"a": tiny.prompts(100)[0]}, r.size("quick"), **{**SETTINGS, **changed}, results=tmp_path)
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_path, monkeypatch):
+    loaded = models.load(str(checkpoint.save(tmp_path / "small")))
+    ids = {name: tiny.prompts(100, seed=seed)[0] for seed, name in enumerate("ab")}
+    ids = {name: [token % 100 + 3 for token in one] for name, one in ids.items()}
+    called = []
+
+    def counted(name, broken=""):
+        whole = getattr(r, name)
+
+        def study(*given, **settings):
+            called.append(name)
+            if name == broken:
+                raise KeyboardInterrupt
+            return whole(*given, **settings)
+
+        return study
+
+    def run(broken="", **changed):
+        called.clear()
+        with monkeypatch.context() as patch:
+            for name in ("synthetic", "cadence", "arising", "published", "identity", "latency"):
+                patch.setattr(r, name, counted(name, broken))
+            patch.setattr(streaming, "passes", lambda: pd.DataFrame({"tokens": [1]}))
+            return r.run(loaded, ids, r.size("quick", 2), **{**SETTINGS, **changed}, results=tmp_path / "results",
+                         progress=False)  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt):
+        run(broken="identity")
+    assert called == ["synthetic", "cadence", "arising", "arising", "published", "published", "identity"]
+    tables = run()
+    assert called == ["identity", "identity", "latency", "latency"]
+    run()
+    assert called == []
+    run(capacity=44)
+    assert called == ["identity", "identity"]
+    assert tables["arising"]["item"].unique().tolist() == ["a", "b"]
+    stored = pd.read_parquet(tmp_path / "results" / "reclamation" / "identity.parquet")
+    assert stored.columns.tolist() == tables["identity"].columns.tolist()
+    assert not list((tmp_path / "results").rglob("*.tmp"))
 
 
 def test_cost_is_bytes_over_bytes_and_time_needs_bandwidths():
@@ -209,7 +327,7 @@ def test_measured_bandwidths_and_passes(tmp_path):
 
 
 def test_every_claim_has_a_row_and_a_missing_study_is_said():
-    frame = r.verdicts({"toy": r.toy(), "synthetic": r.synthetic(draws=6)}, "none", "quick")
+    frame = results.verdicts({"toy": r.toy(), "synthetic": r.synthetic(draws=6)}, "none", "quick")
     assert frame.claim.tolist() == [c["id"] for c in claims.load_claims("reclamation")["claims"]]
     assert {c.rstrip("bcdefg") for c in frame.claim} == {f"R{i}" for i in range(1, 7)}
     by = frame.set_index("claim")
@@ -222,18 +340,37 @@ def test_every_claim_has_a_row_and_a_missing_study_is_said():
 
 def test_a_wrong_number_is_not_reproduced():
     wrong = r.toy().assign(copies_fill=4)
-    frame = r.verdicts({"toy": wrong}, "none", "quick").set_index("claim")
+    frame = results.verdicts({"toy": wrong}, "none", "quick").set_index("claim")
     assert (frame.verdict["R2b"], frame.ours["R2b"]) == ("not reproduced", 4)
 
 
-def test_what_never_varies_is_exact_and_too_few_rows_are_not_judged():
-    rows = pd.DataFrame({"layout": ["repack", "fill"] * 6, "as_predicted": 1.0, "shared": False})
-    rows = rows.assign(identical=1.0, shared_slots_touched=0)
-    for n, verdict in ((12, "reproduced"), (6, "not testable here")):
-        frame = r.verdicts({"identity": rows[:n]}, "none", "quick").set_index("claim")
-        assert frame.verdict["R6"] == verdict
+def test_each_prompt_counts_once_and_too_few_are_not_judged():
+    rows = pd.DataFrame({"item": np.repeat([f"p{i}" for i in range(7)], 4), "layout": ["repack", "fill"] * 14})
+    rows = rows.assign(as_predicted=1.0, shared=[False, False, True, True] * 7, identical=1.0, shared_slots_touched=0)
+    for n, verdict in ((7, "reproduced"), (5, "not testable here"), (1, "not testable here")):
+        frame = results.verdicts({"identity": rows[: 4 * n]}, "none", "quick").set_index("claim")
+        assert frame.verdict[["R6", "R6b", "R6c"]].tolist() == [verdict] * 3
+        assert frame.n["R6b"] == n
     rows.loc[0, "as_predicted"] = 0.5
-    assert r.verdicts({"identity": rows}, "none", "quick").set_index("claim").verdict["R6"] == "partly"
+    frame = results.verdicts({"identity": rows}, "none", "quick").set_index("claim")
+    assert (frame.verdict["R6"], frame.members["R6"]) == ("reproduced", "1 holds, 1 undecided")
+    rows.loc[rows.layout == "repack", "as_predicted"] = 0.5
+    assert results.verdicts({"identity": rows}, "none", "quick").set_index("claim").verdict["R6"] == "partly"
+
+
+def test_the_example_is_not_testable_with_other_blocks():
+    frame = results.verdicts({"synthetic": r.synthetic(block_size=1, draws=6)}, "none", "quick").set_index("claim")
+    for claim in ("R1", "R1b", "R1c", "R1d", "R1e"):
+        assert frame.verdict[claim] == "not testable here"
+        assert "block_size 16" in frame.note[claim]
+
+
+def test_what_the_guide_quotes_is_printed_in_full():
+    frame = results.verdicts({}, "none", "quick").set_index("claim")
+    assert frame.paper[["R5b", "R5c", "R5d", "R5e"]].tolist() == [
+        "40.8, 20.0, 17.5, 32.9", "40.8 against 40.8", "563.5 against 222.8", "10.7",
+    ]  # fmt: skip
+    assert (frame.verdict == "not testable here").all()
 
 
 def test_figures_draw_what_they_are_given():
@@ -245,8 +382,9 @@ def test_figures_draw_what_they_are_given():
         figures.gauge(gauge),
         figures.cadence(cadence),
         figures.cost(r.cost(cadence)),
+        figures.passes(streaming.passes([32, 64], 1, 8, 8, 6), r.gpu_passes()),
     ]
-    assert [len(figure.axes) for figure in drawn] == [3, 2, 1, 3, 2]
+    assert [len(figure.axes) for figure in drawn] == [3, 2, 1, 3, 2, 3]
 
 
 def test_published_policies_reclaim_by_their_own_sets(loaded):
@@ -265,10 +403,12 @@ def test_every_glued_number_is_computed(loaded):
         "synthetic": r.synthetic(800, draws=2),
         "traffic": r.cadence([1], budget=32, tokens=8, draws=2),
         "arising": r.arising(loaded, ids, (0.2,), ("window",)),
-        "identity": r.identity(loaded, ids, 32, ("window",), ("one set",), 4, 2),
+        "identity": r.identity(loaded, ids, 32, ("window",), ("one set",), new_tokens=4, every=2),
+        "latency": r.latency(loaded, ids, (1,), 32),
         "passes": streaming.passes([32], 1, 8, 8, 1),
     }
-    found = r.numbers(r.verdicts(tables, "tiny", "quick"), tables)
+    found = results.numbers(results.verdicts(tables, "tiny", "quick"), tables)
     assert wanted <= set(found)
     assert found["half-window"] == "no value"  # not among the shares kept
-    assert r.acceptance(tables["identity"]).generations.sum() == 5
+    assert results.acceptance(tables["identity"]).generations.sum() == 5
+    assert found["block-size"] == "16"

@@ -4,6 +4,7 @@ Colours after Okabe and Ito, one per layout everywhere; width 7.2 in. Captions s
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -263,32 +264,32 @@ def cadence(means: pd.DataFrame) -> Figure:
     return _done(figure)
 
 
-def latency(tokens: pd.DataFrame) -> Figure:
-    """Inter-token time of real decoding: median and 95th percentile, and the share that bookkeeping and copies add."""
+def latency(times: pd.DataFrame) -> Figure:
+    """Time between tokens of real decoding, its mean and the token that waits for a pass; and what compaction adds."""
     with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.1))
-        cadences = sorted(tokens.every.unique())
+        figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.2))
+        cadences = sorted(times.every.unique())
         for i, layout in enumerate(("none", "repack", "fill")):
-            rows = tokens[tokens.layout == layout]
-            x = np.arange(len(cadences)) + 0.18 * (i - 1)
-            times = [(rows.step_ms + rows.pass_ms)[rows.every == every] for every in cadences]
-            p50, p95 = (np.array([one.quantile(q) for one in times]) for q in (0.5, 0.95))
-            left.vlines(x, p50, p95, color=COLOURS[layout], lw=1)
-            left.plot(x, p50, color=COLOURS[layout], marker=MARKERS[layout], ls="none")
-            left.plot(x, p95, color=COLOURS[layout], marker="_", ls="none", markersize=8)
-            for at, every in zip(x, cadences, strict=True):
-                _point(right, at, rows[rows.every == every].added, layout)
+            rows = times[times.layout == layout]
+            for x, every in enumerate(cadences):
+                mine, at = rows[rows.every == every], x + 0.22 * (i - 1)
+                _point(left, at, mine.token_ms, layout, markersize=4)
+                left.plot(at, mine.longest_ms.mean(), color=COLOURS[layout], marker="_", ls="none", markersize=7)
+                if layout != "none":
+                    _point(right, at, mine.added, layout, markersize=4)
         for panel in (left, right):
             panel.set_xticks(range(len(cadences)), [str(every) for every in cadences])
             panel.set_xlabel("tokens between passes")
             panel.grid(axis="x", visible=False)
         left.set_ylabel("inter-token time (ms)")
         left.set_ylim(bottom=0)
-        right.set_yscale("log")
+        right.axhline(0, color="black", lw=0.8)
         right.axhline(0.05, color="black", lw=0.8, ls=(0, (1, 2)))
         right.yaxis.set_major_formatter(PERCENT)
-        right.set_ylabel("added to the model's time per token")
-        figure.legend(handles=_keys(["none", "repack", "fill"]), loc="outside lower center", ncols=3)
+        right.set_ylabel("added by compaction")
+        handles = _keys(["none", "repack", "fill"])
+        handles += [Line2D([], [], color="#333333", marker="_", ls="none", markersize=7, label="token that waits")]
+        figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return _done(figure)
 
 
@@ -300,7 +301,9 @@ def cost(model: pd.DataFrame) -> Figure:
         for panel, batch in zip(panels[0], batches, strict=True):
             for layout in ("repack", "fill"):
                 rows = model[(model.batch == batch) & (model.layout == layout)]
-                panel.plot(rows.groupby("every").added.mean(), color=COLOURS[layout], marker=MARKERS[layout], lw=1)
+                panel.plot(rows.groupby("every").added.mean(), color=COLOURS[layout], lw=1)
+                for every, group in rows.groupby("every"):
+                    _point(panel, float(every), group.added, layout, markersize=4)
             panel.axhline(0.05, color="black", lw=0.8, ls=(0, (1, 2)))
             panel.set_xscale("log", base=2)
             panel.set_yscale("log")
@@ -340,30 +343,39 @@ def wall(checks: pd.DataFrame) -> Figure:
 
 
 def passes(rows: pd.DataFrame, gpu: pd.DataFrame) -> Figure:
-    """What cumulative scores cost: time per call, scores held at once, and the extra pass over attention, here and on
+    """What cumulative scores cost: time per call, memory held at once, and the extra pass over attention, here and on
     the GPU where it was measured."""
     with plt.rc_context(STYLE):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(WIDTH, 2.9))
+        shapes: dict[str, Any] = {"marker": "o", "markersize": 4}
         for way, colour in WAYS.items():
             mine = rows[rows.way == way].groupby("tokens")
-            left.plot(1e3 * mine.seconds.median(), color=colour, marker="o", lw=1)
-            held = mine.share_of_matrix.mean() * np.array(list(mine.groups)) ** 2
-            middle.plot(held, color=colour, marker="o", lw=1)
-        median = {way: rows[rows.way == way].groupby("tokens").seconds.median() for way in WAYS}
+            left.plot(1e3 * mine.seconds.mean(), color=colour, lw=1)
+            for tokens, group in mine:
+                _point(left, float(tokens), 1e3 * group.seconds, "none", color=colour, **shapes)
+            hollow = {"markersize": 8, "mfc": "none"} if way == "fused attention" else {}  # both may hold the same
+            middle.plot(mine.held_mib.mean(), color=colour, lw=1, **(shapes | hollow))
+        wide = rows.pivot_table(index=["tokens", "repeat"], columns="way", values="seconds")
+        ratio = (wide["one extra pass"] / wide["fused attention"]).groupby("tokens")
         green = WAYS["one extra pass"]
-        right.plot(median["one extra pass"] / median["fused attention"], color=green, marker="o", lw=1)
+        right.plot(ratio.mean(), color=green, lw=1)
+        for tokens, group in ratio:
+            _point(right, float(tokens), group, "none", color=green, **shapes)
         for _, group in gpu.groupby("shape"):
             right.plot(group.tokens, group.share, color=green, marker="D", mfc="white", lw=1)
         for panel in (left, middle, right):
             panel.set_xscale("log", base=2)
             panel.set_xlabel("tokens")
             panel.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}K"))
+            panel.margins(x=0.12)
         for panel in (left, middle):
             panel.set_yscale("log")
             panel.set_xticks(sorted(rows.tokens.unique()))
+        measured = sorted({*rows.tokens, *gpu.tokens})
+        right.set_xticks(measured[:: -(-len(measured) // 4)])
         right.set_ylim(bottom=0)
-        left.set_ylabel("milliseconds (median)")
-        middle.set_ylabel("scores held at once, per head")
+        left.set_ylabel("milliseconds")
+        middle.set_ylabel("memory at its peak (MiB)")
         right.set_ylabel("extra pass over attention, time")
         handles = [Line2D([], [], color=c, marker="o", lw=1, label=w) for w, c in WAYS.items()]
         if len(gpu):

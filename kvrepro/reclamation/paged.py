@@ -182,12 +182,15 @@ class Ledger:
         return self._flat(s, slots), s.positions[slots], s.alive[..., slots]
 
     def metrics(self, number: int | None = None, budget: int | None = None) -> dict[str, float]:
-        """The counters by name; with a sequence and its budget in tokens also `budget_occupancy`, alive / budget."""
+        """The counters by name, blocks freed and slots copied per pass (missing before the first); with a sequence and
+        its budget in tokens also `budget_occupancy`, alive / budget."""
         c = self.counters
         c.blocks_free = len(self.free_list)
         c.blocks_held = len(self.references) - c.blocks_free
         c.tokens_alive = sum(int((s.positions >= 0).sum()) for s in self.sequences.values())
         found: dict[str, float] = asdict(c)
+        found["freed_per_pass"] = c.blocks_freed / c.passes if c.passes else np.nan
+        found["copies_per_pass"] = c.slot_copies / c.passes if c.passes else np.nan
         if number is not None and budget is not None:
             found["budget_occupancy"] = int((self.sequences[number].positions >= 0).sum()) / budget
         return found

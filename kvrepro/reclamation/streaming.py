@@ -6,7 +6,8 @@ m + log l lets a second pass recompute any probability, tile by tile, and add up
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvrepro.errors import InputError
+from kvrepro.memory import Peak
 
 WAYS = ("fused attention", "one extra pass", "eager")
 
@@ -104,35 +106,48 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, tile: int = 32) -> Tensor:
 
 def passes(
     tokens: Sequence[int] = (512, 1024, 2048),
-    heads: int = 6,
+    heads: int = 3,
     dim: int = 64,
     tile: int = 32,
     repeats: int = 6,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """What cumulative scores cost on this machine: rows (tokens, way, repeat) of `seconds`, `share_of_matrix` (scores
-    held at once per head, over tokens x tokens) and `score_difference` (to float64 eager attention).
+    """What cumulative scores cost on this machine: rows (tokens, way, repeat) of `seconds`, `held_mib` (most that was
+    allocated at once, measured), `share_of_matrix` (that, over the float32 scores of tokens x tokens per head) and
+    `score_difference` (to float64 eager attention).
 
     Ways: fused attention alone (no scores), the one extra pass by itself, eager attention with its matrix. Causal,
-    float32 on the CPU, random queries and keys: their values change no cost.
+    float32 on the CPU; queries and keys are drawn anew for every repeat.
     """
     rows = []
     for n in tokens:
-        q, k, v = torch.randn(3, heads, n, dim, generator=torch.Generator().manual_seed(seed))
-        exact = _eager(q.double(), k.double(), v.double())
         for repeat in range(repeats):
-            (_, lse), fused = _timed(_fused, q, k, v)
-            sums, extra = _timed(column_sums, q, k, lse, tile)
-            whole, full = _timed(_eager, q, k, v)
-            for way, seconds, held, found in (
-                ("fused attention", fused, np.nan, None),
-                ("one extra pass", extra, tile / n, sums),
-                ("eager", full, 1.0, whole),
-            ):
-                gap = np.nan if found is None else float((found - exact).abs().max())
-                rows.append({"tokens": n, "way": way, "repeat": repeat, "seconds": seconds, "share_of_matrix": held,
+            q, k, v = torch.randn(3, heads, n, dim, generator=torch.Generator().manual_seed(seed + repeat))
+            lse = _fused(q, k, v)[1]
+            calls = {
+                "fused attention": partial(_fused, q, k, v),
+                "one extra pass": partial(column_sums, q, k, lse, tile),
+                "eager": partial(_eager, q, k, v),
+            }
+            if repeat == 0:  # what is held does not depend on the draw, and the first call of each warms up
+                held = {way: _held(call) for way, call in calls.items()}
+            exact = _eager(q.double(), k.double(), v.double())
+            for way, call in calls.items():
+                start = time.perf_counter()
+                found = call()
+                seconds = time.perf_counter() - start
+                gap = np.nan if way == "fused attention" else float((found - exact).abs().max())
+                rows.append({"tokens": n, "way": way, "repeat": repeat, "seconds": seconds,
+                             "held_mib": held[way] / 2**20, "share_of_matrix": held[way] / (4 * heads * n * n),
                              "score_difference": gap})  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def _held(call: Callable) -> int:
+    """Most bytes that a call allocates at once."""
+    with Peak(torch.device("cpu")) as peak:
+        call()
+    return peak.bytes
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,9 +161,3 @@ def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = torch.softmax(scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf), -1)
     torch.matmul(p, v)
     return p.sum(1)
-
-
-def _timed(call, *given):
-    start = time.perf_counter()
-    found = call(*given)
-    return found, time.perf_counter() - start

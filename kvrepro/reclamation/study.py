@@ -1,13 +1,15 @@
-"""From evicted tokens to freed blocks: the studies of the reclamation chapter, each a tidy table, and their verdicts.
+"""From evicted tokens to freed blocks: the studies of the reclamation chapter, each a tidy table.
 
 `synthetic`, `toy`, `rounds` and `cadence` are index work on a ledger; `arising`, `occupancy`, `identity` and `latency`
-run a model on a paged cache. `streaming` has what concerns attention scores.
+run a model on a paged cache. `streaming` has what concerns attention scores, `results` what the tables say. `run` makes
+them all and stores each part as it is finished.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +18,47 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, normalize
+from tqdm.auto import tqdm
 
-from kvrepro import claims, data, engine
+from kvrepro import data, engine, store
+from kvrepro.allowed import Number, Size, ensure
 from kvrepro.attention import installed
-from kvrepro.condition import Condition
+from kvrepro.catalogue import CATALOGUE
+from kvrepro.condition import Condition, Prompt
 from kvrepro.errors import InputError
 from kvrepro.models import ROOT, Loaded
 from kvrepro.policy import find
+from kvrepro.reclamation import paged, streaming
 from kvrepro.reclamation.paged import NONE, Ledger, PagedCache, Signals, forward
 
 POLICIES = ("sinks_recency", "cumulative", "window", "redundancy")
 GRANULARITIES = ("one set", "per layer", "per head")
+JOINT = (*GRANULARITIES, "joint")
 LAYOUTS = ("none", "repack", "fill")
 SINKS, WINDOW = 4, 32
 KERNELS = ROOT / "data" / "gpu" / "kernels.csv"
 
 
 @dataclass(frozen=True)
-class Size:
+class Sizes:
     """How many prompts each study takes."""
 
     arising: int
     published: int
     identity: int
+    latency: int
 
 
-SIZES = {"quick": Size(8, 6, 6), "full": Size(48, 48, 24)}
+SIZES = {"quick": Sizes(8, 6, 6, 6), "full": Sizes(48, 48, 24, 24)}
 
 
-def size(profile: str, n_items: int | None = None) -> Size:
+def size(profile: str, n_items: int | None = None) -> Sizes:
     """The profile's size; `n_items` caps every study."""
     if profile not in SIZES:
         raise InputError(f"unknown profile {profile!r}: choose {' or '.join(SIZES)}")
+    ensure((Size, None), n_items=n_items)
     found = SIZES[profile]
-    return found if n_items is None else Size(*(min(n_items, n) for n in vars(found).values()))
+    return found if n_items is None else Sizes(*(min(n_items, n) for n in vars(found).values()))
 
 
 def prompts(loaded: Loaded, items: str, n_items: int, tokens: int, seed: int = 0) -> dict[str, list[int]]:
@@ -91,16 +100,17 @@ def survivors(
 ) -> np.ndarray:
     """What a policy keeps of a sequence: bool `[layers or 1, kv_heads or 1, seen]` over true positions, `budget` each.
 
-    granularity: "one set" and "per layer" rank by mean scores over what they do not separate.
+    granularity: "one set" and "per layer" rank by mean scores over what they do not separate; "joint" ranks the tokens
+    of all heads and layers together, so that some keep more than `budget` and others less.
     """
-    if granularity not in GRANULARITIES:
-        raise InputError(f"unknown granularity {granularity!r}: choose {', '.join(GRANULARITIES)}")
+    if granularity not in JOINT:
+        raise InputError(f"unknown granularity {granularity!r}: choose {', '.join(JOINT)}")
     flat, at, alive = cache.ledger.living(number)
     order = np.argsort(at)
     flat, positions = torch.from_numpy(flat[order]), torch.from_numpy(at[order])
     keys = torch.stack([k.flatten(0, 1)[flat.to(k.device)].transpose(0, 1) for k in cache.keys]).cpu()
     scores, newest = scores_of(policy, keys, signals, positions, budget)
-    means = {"one set": (0, 1), "per layer": (1,), "per head": ()}[granularity]
+    means = {"one set": (0, 1), "per layer": (1,)}.get(granularity, ())
     scores = scores.mean(means, keepdim=True) if means else scores
     scores = scores.clone()
     scores[..., len(positions) - newest :] = torch.inf
@@ -108,9 +118,15 @@ def survivors(
         scores[..., positions < SINKS] = torch.inf
     held = torch.from_numpy(alive[..., order])
     scores, held = torch.broadcast_tensors(scores, held)
-    best = scores.masked_fill(~held, -torch.inf).argsort(dim=-1, descending=True, stable=True)[..., :budget]
+    scores = scores.masked_fill(~held, -torch.inf)
     keep = torch.zeros(*scores.shape[:2], cache.ledger.sequences[number].seen, dtype=torch.bool)
-    keep.scatter_(-1, positions[best], True)
+    if granularity == "joint":
+        best = scores.flatten().argsort(descending=True, stable=True)[: budget * scores[..., 0].numel()]
+        chosen = torch.zeros(scores.numel(), dtype=torch.bool).scatter_(0, best, True).view_as(scores)
+        keep[..., positions] = chosen & held
+    else:
+        best = scores.argsort(dim=-1, descending=True, stable=True)[..., :budget]
+        keep.scatter_(-1, positions[best], True)
     return keep.numpy()
 
 
@@ -168,7 +184,7 @@ def synthetic(tokens: int = 16_000, block_size: int = 16, draws: int = 20, seed:
     for draw in range(draws):
         for name, keep in patterns(tokens, np.random.default_rng([seed, draw]), block_size).items():
             if draw == 0 or "random" in name or "runs" in name:
-                rows.append({"pattern": name, "draw": draw, **reclaim(keep, block_size)})
+                rows.append({"pattern": name, "block_size": block_size, "draw": draw, **reclaim(keep, block_size)})
     return pd.DataFrame(rows)
 
 
@@ -265,15 +281,54 @@ def published(
     block_size: int = 16,
 ) -> pd.DataFrame:
     """`reclaim` of what the catalogue's policies keep, with their own heads, windows and layers, after the prefill."""
-    asked = [(policy, share) for policy in policies for share in kept]
-    conditions = [Condition(policy, share=share, regime="prefill", reading="as_described") for policy, share in asked]
+    asked = [(name, share) for name in policies for share in kept]
+    conditions = [_condition(name, share=share) for name, share in asked]
     rows = []
     for item, ids in prompts.items():
-        [answers] = engine.generate(loaded.model, [ids], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True)
-        for (policy, share), answer in zip(asked, answers, strict=True):
-            here = {"item": item, "policy": find(policy).title, "kept": share}
-            rows.append(here | reclaim(np.stack(answer.kept_sets), block_size))
-    return pd.DataFrame(rows)
+        for (name, share), keep in zip(asked, _kept_sets(loaded, ids, conditions), strict=True):
+            here = {"item": item, "policy": find(name).title, "kept": share}
+            rows.append(here | reclaim(keep, block_size))
+    return pd.DataFrame(rows, columns=None if rows else ["item", "policy", "kept"])
+
+
+# An eighth of DuoAttention's own 128 and 256, as prompts are: it protects them in every head, whatever the budget.
+SWITCHES = {"duo_attention": (("sinks", 16), ("recent", 32))}
+REQUEST = "Repeat the previous context:"  # of KVzip
+
+
+def _condition(name: str, **budget) -> Condition:
+    return Condition(name, regime="prefill", reading="as_described", switches=SWITCHES.get(name, ()), **budget)
+
+
+def _kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) -> list[np.ndarray]:
+    """Who stays of a prompt under each condition, bool [layers, kv_heads, tokens]."""
+    repeat = loaded.tokenizer.encode(REQUEST, add_special_tokens=False) if loaded.tokenizer else ()
+    [answers] = engine.generate(
+        loaded.model, [ids], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True, repeat=repeat
+    ) if conditions else [()]  # fmt: skip
+    return [np.stack(answer.kept_sets) for answer in answers]
+
+
+def able(
+    loaded: Loaded, prompts: Mapping[str, list[int]], policies: Sequence[str], budgets: Sequence[Mapping]
+) -> list[str]:
+    """Those of the catalogue's `policies` that evict and that this model and these prompts can have; a printed line
+    says of each other one why not. budgets: `capacity` or `share` of a condition, all of which must be met.
+
+    What was learned of other weights is found out on the first 128 tokens, budgets on the shortest prompt.
+    """
+    shortest = min(prompts.values(), key=len)
+    found = []
+    for name in (name for name in policies if find(name).frees):
+        try:
+            asked = [_condition(name, **budget) for budget in budgets]
+            engine.check_conditions(loaded.model, [Prompt(shortest, {})], asked)
+            probe = _condition(name, share=0.5)
+            _kept_sets(loaded, shortest[:128], [probe])
+            found.append(name)
+        except InputError as error:
+            print(f"{name} is left out: {error}")
+    return found
 
 
 def occupancy(
@@ -299,27 +354,66 @@ def occupancy(
 # ---- generation from a compacted cache
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Who chooses the survivors of a generation, how often, and how long it is."""
+
+    source: str  # "chapter" or "catalogue"
+    policy: str
+    granularity: str
+    keep: np.ndarray | None  # of the prompt, once; None: chosen again at every pass
+    new_tokens: int
+    every: int
+
+
+def choices(
+    loaded: Loaded,
+    ids: list[int],
+    budget: int,
+    policies: Sequence[str],
+    granularities: Sequence[str],
+    catalogue: Sequence[str],
+    new_tokens: int,
+    every: int,
+) -> list[Choice]:
+    """The chapter's policies at each granularity, which evict again while decoding, and the catalogue's, which compress
+    the prompt once and generate half as many tokens."""
+    pairs = [(p, g) for p in policies for g in (granularities[:1] if p == "sinks_recency" else granularities)]
+    found = [Choice("chapter", p, g, None, new_tokens, every) for p, g in pairs]
+    half = max(1, new_tokens // 2)
+    sets = _kept_sets(loaded, ids, [_condition(name, capacity=budget) for name in catalogue])
+    return found + [
+        Choice("catalogue", find(name).title, find(name).budget, keep, half, half)
+        for name, keep in zip(catalogue, sets, strict=True)
+    ]
+
+
+COMPACTED = (("none", False), ("repack", False), ("fill", False), ("repack", True), ("fill", True))
+
+
 def identity(
     loaded: Loaded,
     prompts: Mapping[str, list[int]],
     budget: int = 128,
     policies: Sequence[str] = POLICIES,
-    granularities: Sequence[str] = ("one set", "per head"),
-    new_tokens: int = 24,
-    every: int = 8,
+    granularities: Sequence[str] = JOINT,
+    catalogue: Sequence[str] = (),
+    new_tokens: int = 8,
+    every: int = 2,
     block_size: int = 16,
 ) -> pd.DataFrame:
-    """Generation that evicts to `budget` after the prompt and every `every` tokens, from caches of every layout.
+    """Generation that evicts to `budget` after the prompt and (the chapter's policies) every `every` tokens, from
+    caches of every layout. `choices` says who evicts.
 
-    Rows (item, policy, granularity, layout, shared): `identical` to the uncompacted cache of the same policy (0 or 1),
-    `logit_gap` to it, `as_predicted` (share of passes after which the free list had grown as arithmetic says),
+    Rows (item, source, policy, granularity, layout, shared): `identical` to the uncompacted cache of the same policy (0
+    or 1), `logit_gap` to it, `as_predicted` (share of passes after which the free list had grown as arithmetic says),
     `shared_slots_touched` by copies, `prefix_intact` (what the other sequence holds is unchanged, bit by bit), and
     metrics. shared: the first 60% of the prompt belong to another living sequence, too. Layout "storage positions" is
-    hole filling without its position map: new tokens are told their storage index.
+    hole filling without its position map, a control on "one set": new tokens are told their storage index.
     """
     rows = []
     for item, ids in prompts.items():
-        cut = int(0.6 * len(ids))
+        cut = _shared(ids)
         r = read(loaded, ids[:cut], len(ids) - cut + new_tokens, copies=4, block_size=block_size)
         cache, prefix = r.cache, r.number
         number = cache.fork(prefix)
@@ -327,28 +421,36 @@ def identity(
             first = int(forward(loaded.model, cache, number, ids[cut:], r.signals).argmax())
         held = cache.ledger.living(prefix)[0]
         before = [flat[held] for flat in cache.stored]
-        for policy in policies:
-            for granularity in granularities[:1] if policy == "sinks_recency" else granularities:
-                reference: list[Tensor] = []
-                keeps: list[np.ndarray] = []  # the uncompacted run's survivors, which the others evict to as well
-                for layout, shared in (("none", False), ("repack", False), ("fill", False), ("repack", True),
-                                       ("fill", True), ("storage positions", False)):  # fmt: skip
-                    child = cache.fork(number, cut // block_size if shared else 0)
-                    if layout == "none":
-                        signals = r.signals.copy()
-                        decide = partial(survivors, policy, granularity, budget, cache, child, signals)
-                    else:
-                        signals, decide = None, partial(next, iter(keeps))
-                    logits, facts = _generate(loaded, cache, child, first, new_tokens, every, layout, decide, signals)
-                    cache.ledger.free(child)
-                    reference, keeps = reference or logits, facts.pop("keeps")
-                    same = [int(a.argmax()) == int(b.argmax()) for a, b in zip(logits, reference, strict=True)]
-                    gap = max(float((a - b).abs().max()) for a, b in zip(logits, reference, strict=True))
-                    here = {"item": item, "policy": policy, "granularity": granularity, "layout": layout}
-                    intact = all(torch.equal(a, b[held]) for a, b in zip(before, cache.stored, strict=True))
-                    rows.append(here | {"shared": shared, "identical": float(all(same)), "logit_gap": gap,
-                                        "prefix_intact": intact, **facts})  # fmt: skip
+        for c in choices(loaded, ids, budget, policies, granularities, catalogue, new_tokens, every):
+            reference: list[Tensor] = []
+            keeps: list[np.ndarray] = []  # the uncompacted run's survivors, which the others evict to as well
+            control = (("storage positions", False),) if c.granularity == "one set" else ()
+            for layout, shared in COMPACTED + control:
+                child = cache.fork(number, cut // block_size if shared else 0)
+                signals = None
+                if layout != "none":
+                    decide: Callable[[], np.ndarray] = partial(next, iter(keeps))
+                elif c.keep is not None:
+                    decide = partial(next, iter([c.keep]))
+                else:
+                    signals = r.signals.copy()
+                    decide = partial(survivors, c.policy, c.granularity, budget, cache, child, signals)
+                logits, facts = _generate(loaded, cache, child, first, c.new_tokens, c.every, layout, decide, signals)
+                cache.ledger.free(child)
+                reference, keeps = reference or logits, facts.pop("keeps")
+                same = [int(a.argmax()) == int(b.argmax()) for a, b in zip(logits, reference, strict=True)]
+                gap = max(float((a - b).abs().max()) for a, b in zip(logits, reference, strict=True))
+                intact = all(torch.equal(a, b[held]) for a, b in zip(before, cache.stored, strict=True))
+                here = {"item": item, "source": c.source, "policy": c.policy, "granularity": c.granularity}
+                rows.append(here | {"layout": layout, "shared": shared, "tokens": c.new_tokens,
+                                    "identical": float(all(same)), "logit_gap": gap, "prefix_intact": intact,
+                                    **facts})  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def _shared(ids: list[int]) -> int:
+    """Tokens of a prompt that another sequence holds, too."""
+    return int(0.6 * len(ids))
 
 
 def _generate(
@@ -455,14 +557,15 @@ def cadence(
     draws: int = 6,
     victims: str = "lot",
 ) -> pd.DataFrame:
-    """Means over `rounds`: rows (every, layout, draw) with blocks_mean, blocks_max, copies_per_token, copies_per_pass,
-    freed_per_pass, and `share`: what copies read and write, over what attention reads of the cache, per token."""
+    """Means over `rounds` of `tokens`, or of one pass: rows (every, layout, draw) with blocks_mean, blocks_max,
+    copies_per_token, copies_per_pass, freed_per_pass, and `share`: what copies read and write, over what attention
+    reads of the cache, per token."""
     rows = []
     for every in cadences:
         for layout in LAYOUTS:
             for draw in range(draws):
-                r = rounds(every, layout, budget, tokens, block_size, victims, draw)
-                passes = tokens // every
+                r = rounds(every, layout, budget, max(tokens, every), block_size, victims, draw)
+                passes = max(tokens, every) // every
                 rows.append({
                     "every": every, "layout": layout, "draw": draw, "budget": budget,
                     "blocks_mean": r.blocks_held.mean(), "blocks_max": r.blocks_held.max(),
@@ -475,46 +578,79 @@ def cadence(
 
 def latency(
     loaded: Loaded,
-    ids: list[int],
-    cadences: Sequence[int] = (1, 8, 32, 128),
+    prompts: Mapping[str, list[int]],
+    cadences: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     budget: int = 256,
-    least: int = 128,
     block_size: int = 16,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Real decoding at each cadence: a row per token with `step_ms` of the model, `pass_ms` of bookkeeping and copies
-    (0 when none is due) and, where due, `added` = pass / (cadence x step).
+    """Time between tokens at each cadence, the three layouts by turns, so that a busy machine is busy for all: a row
+    per (item, every, layout), medians over `repeats(every)` rounds.
 
-    Victims by lot, since their choice is not what is timed. At least `least` tokens and two passes each.
+    step_ms: the model's, mean of the first and the last token of a round. pass_ms: eviction with its bookkeeping, and
+    the compaction; "none" evicts alike. token_ms: step + pass / every; longest_ms: step + pass, the token that waits.
+    added: token_ms over that of "none" in the same round, less 1 (missing for "none"). Between the first and the last
+    token those of a round are read at once, since which they are decides no time. Victims by lot. The budget is half of
+    a prompt that is shorter than two budgets.
     """
-    longest = max(least, 2 * max(cadences))
-    if len(ids) + longest > loaded.context:
-        raise InputError(f"{len(ids)} + {longest} tokens do not fit {loaded.context}: shorten prompt or cadences")
-    r = read(loaded, ids, longest, copies=2, block_size=block_size)
     parts = []
-    for every in cadences:
-        for layout in LAYOUTS:
-            number, random, token, rows = r.cache.fork(r.number, 0), np.random.default_rng(seed), r.next_token, []
-            _evict_to(r.cache.ledger, number, budget, "lot", random)
-            if layout != "none":
-                getattr(r.cache, layout)(number)
-            with installed(loaded.model):
-                for t in range(1, max(least, 2 * every) + 1):
-                    start = time.perf_counter()
-                    token = int(forward(loaded.model, r.cache, number, [token]).argmax())
-                    middle = time.perf_counter()
-                    if t % every == 0:
-                        _evict_to(r.cache.ledger, number, budget, "lot", random)
-                        if layout != "none":
-                            getattr(r.cache, layout)(number)
-                    rows.append((t, 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle) * (t % every == 0),
-                                 len(r.cache.ledger.sequences[number].blocks)))  # fmt: skip
-            r.cache.ledger.free(number)
-            frame = pd.DataFrame(rows, columns=["token", "step_ms", "pass_ms", "blocks_held"])
-            due = frame.token % every == 0
-            frame["added"] = (frame.pass_ms / (every * frame.step_ms.median())).where(due)
-            parts.append(frame.assign(every=every, layout=layout, budget=budget))
+    for item, ids in prompts.items():
+        r, held = read(loaded, ids, timed(cadences), len(LAYOUTS) + 1, block_size), min(budget, len(ids) // 2)
+        for every in cadences:
+            frame = pd.DataFrame(_rounds(loaded, r, ids, every, held, seed))
+            frame["token_ms"] = frame.step_ms + frame.pass_ms / every
+            frame["longest_ms"] = frame.step_ms + frame.pass_ms
+            medians = frame.groupby("layout", sort=False)[["step_ms", "pass_ms", "token_ms", "longest_ms"]].median()
+            by_round = frame.pivot_table(index="round", columns="layout", values="token_ms")
+            medians["added"] = (by_round.div(by_round["none"], axis=0) - 1).median().drop("none")
+            parts.append(medians.reset_index().assign(item=item, every=every, rounds=repeats(every), budget=held))
     return pd.concat(parts, ignore_index=True)
+
+
+def repeats(every: int) -> int:
+    """Rounds that are timed at a cadence."""
+    return max(2, 24 // every)
+
+
+def timed(cadences: Sequence[int]) -> int:
+    """Tokens that a prompt goes on by at most while it is timed: one to warm up, then the rounds."""
+    return 1 + max(repeats(every) * every for every in cadences)
+
+
+def _rounds(loaded: Loaded, r: Read, ids: list[int], every: int, budget: int, seed: int) -> list[dict[str, Any]]:
+    """Rounds of one cadence: layout, round, step_ms, pass_ms."""
+    children = {layout: r.cache.fork(r.number, 0) for layout in LAYOUTS}
+    random = {layout: np.random.default_rng(seed) for layout in LAYOUTS}
+    token = dict.fromkeys(LAYOUTS, r.next_token)
+    between = (ids * (1 + every // len(ids)))[: max(0, every - 2)]
+
+    def step(layout: str) -> float:
+        start = time.perf_counter()
+        token[layout] = int(forward(loaded.model, r.cache, children[layout], [token[layout]]).argmax())
+        return 1e3 * (time.perf_counter() - start)
+
+    def compact(layout: str) -> float:
+        start = time.perf_counter()
+        _evict_to(r.cache.ledger, children[layout], budget, "lot", random[layout])
+        if layout != "none":
+            getattr(r.cache, layout)(children[layout])
+        return 1e3 * (time.perf_counter() - start)
+
+    rows = []
+    with installed(loaded.model):
+        for layout in LAYOUTS:
+            step(layout), compact(layout)
+        for round in range(repeats(every)):
+            for i in range(len(LAYOUTS)):
+                layout = LAYOUTS[(round + i) % len(LAYOUTS)]
+                steps = [step(layout)]
+                if between:
+                    forward(loaded.model, r.cache, children[layout], between)
+                steps += [step(layout)] if every > 1 else []
+                rows.append({"layout": layout, "round": round, "step_ms": np.mean(steps), "pass_ms": compact(layout)})
+    for number in children.values():
+        r.cache.ledger.free(number)
+    return rows
 
 
 def gauge(every: int = 128, **settings: Any) -> pd.DataFrame:
@@ -524,7 +660,8 @@ def gauge(every: int = 128, **settings: Any) -> pd.DataFrame:
 
 def exported(every: int = 128, **settings: Any) -> pd.DataFrame:
     """The metrics that a production engine should export, as `rounds` leaves them: a row each, a column per layout."""
-    return pd.DataFrame({layout: rounds(every, layout, **settings).attrs["metrics"] for layout in LAYOUTS})
+    found = pd.DataFrame({layout: rounds(every, layout, **settings).attrs["metrics"] for layout in LAYOUTS})
+    return found.rename(columns={"none": "no compaction", "fill": "hole filling"})
 
 
 # ---- what copies cost elsewhere
@@ -606,106 +743,125 @@ def cost(
     return pd.concat(parts, ignore_index=True)
 
 
-# ---- verdicts
+# ---- all of them, stored as they are finished
 
 
-def verdicts(tables: Mapping[str, pd.DataFrame], model: str, profile: str) -> pd.DataFrame:
-    """Verdict of every claim of data/claims/reclamation.yml, in the columns of `kvrepro.claims`.
-
-    tables: the studies by the name under which the claims ask for them. A study that was not run is said so.
-    """
-    rows = [claims.claim_row(claim, _members(claim, tables)) for claim in claims.load_claims("reclamation")["claims"]]
-    frame = pd.DataFrame(rows).reindex(columns=claims.COLUMNS + claims.EXTRA)
-    frame.loc[frame.n == 1, "test"] = "exact"
-    return frame.assign(reading="any", model=model, profile=profile)
+BUDGET = Number(16, whole=True)  # of which eight are the newest, never evicted by lot
+KEPT = Number(0, 1, above=True, below=True)
 
 
-def _members(claim: Mapping, tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame | str:
-    """One row per member: member, value, low, high, n, p, state; or the reason why there is none."""
-    if claim["contrast"] == "none":
-        return claim["why"]
-    table = tables.get(claim["study"])
-    if table is None:
-        return f"the study {claim['study']!r} was not run"
-    found = []
-    for member in claim.get("members", [{"label": "all"}]):
-        where = {**claim.get("where", {}), **member.get("where", {})}
-        rows = table[np.logical_and.reduce([table[c] == v for c, v in where.items()])] if where else table
-        values = rows[member.get("column", claim.get("column"))].dropna().astype(float)
-        if values.empty:
-            return f"no row of {claim['study']!r} has " + ", ".join(f"{c} {v}" for c, v in where.items())
-        constant = bool((values == values.iloc[0]).all()) and len(values) >= claims.MIN_ITEMS  # nothing to resample
-        exact = constant or len(values) == 1
-        value, low, high = [values.iloc[0]] * 3 if exact else claims.estimate(values.to_frame("a"), "mean")
-        state = claims.judge(claim["rule"], value, low, high, None)
-        found.append({"member": member["label"], "value": value, "low": low, "high": high, "n": len(values),
-                      "p": np.nan, "state": state})  # fmt: skip
-    return pd.DataFrame(found)
-
-
-def acceptance(rows: pd.DataFrame) -> pd.DataFrame:
-    """`identity` as the guide's acceptance test reads it: a row per layout, with and without a shared prefix."""
-    names = {"repack": "repack", "fill": "hole filling", "storage positions": "hole filling, no position map"}
-    return (
-        rows[rows.layout.isin(names)]
-        .groupby(["layout", "shared"])
-        .agg(
-            generations=("identical", "size"),
-            identical=("identical", "sum"),
-            largest_logit_gap=("logit_gap", "max"),
-            passes=("passes", "sum"),
-            as_predicted=("as_predicted", "mean"),
-            blocks_freed=("blocks_freed", "sum"),
-            slot_copies=("slot_copies", "sum"),
-            shared_slots_touched=("shared_slots_touched", "sum"),
+def check(
+    loaded: Loaded,
+    prompts: Mapping[str, list[int]],
+    *,
+    kept: Sequence[float],
+    capacity: int,
+    max_new_tokens: int,
+    cadences: Sequence[int],
+    timed_cadences: Sequence[int],
+    budget: int,
+    block_size: int,
+    shape: str,
+) -> None:
+    """Raise InputError for what cannot be met, before anything is computed."""
+    ensure(Size, block_size=block_size, max_new_tokens=max_new_tokens, capacity=capacity)
+    ensure(BUDGET, budget=budget)
+    for name, values, kind in (("kept", kept, KEPT), ("cadences", cadences, Size),
+                               ("timed_cadences", timed_cadences, Size)):  # fmt: skip
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise InputError(f"{name} {values!r}: give a list of at least one")
+        for value in values:
+            ensure(kind, f"one of {name}", **{name: value})
+    if shape not in SHAPES:
+        raise InputError(f"unknown shape {shape!r}: choose {', '.join(SHAPES)}")
+    shortest, longest = min(map(len, prompts.values())), max(map(len, prompts.values()))
+    if capacity >= shortest:
+        raise InputError(f"capacity {capacity} >= {shortest} tokens of a prompt: nothing leaves; lower it")
+    if round(min(kept) * shortest) < 16:
+        raise InputError(
+            f"kept {min(kept):g} of {shortest} tokens are {min(kept) * shortest:.0f}, fewer than 16: raise it"
         )
-        .rename(index=names)
-    )
+    if block_size > int(0.6 * shortest):
+        raise InputError(f"block_size {block_size} > {int(0.6 * shortest)} tokens that prompts share: lower it")
+    needed = max(timed(timed_cadences), max_new_tokens)
+    if longest + needed > loaded.context:
+        raise InputError(
+            f"{longest} tokens of a prompt and {needed} after it exceed the model's {loaded.context}: "
+            "lower prompt_tokens, timed_cadences or max_new_tokens"
+        )
 
 
-def numbers(frame: pd.DataFrame, tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
-    """What the prose may quote, as text: `<claim>` and `<claim>-verdict` of each claim, and the chapter's findings."""
-    found = {row.claim: claims.shown(row, with_unit=True) or "no value" for row in frame.itertuples()}
-    found |= {f"{row.claim}-verdict": row.verdict for row in frame.itertuples()}
-    synthetic, arising, identity = tables["synthetic"], tables["arising"], tables["identity"]
-    traffic, passes = tables["traffic"], tables["passes"]
-    found["claims"] = str(len(frame))
-    found["lot"] = _percent(synthetic[synthetic.pattern == "random 10%"].share_plain, 1)
-    found["kept"] = f"{arising.kept.min():.0%}"
-    for policy in POLICIES:
-        mine = arising[arising.policy == policy]
-        one = mine[(mine.granularity == "one set") & (mine.kept == arising.kept.min())]
-        found[f"plain-{policy}"], found[f"ratio-{policy}"] = _percent(one.share_plain), _percent(one.copies_ratio)
-        found[f"emptiest-{policy}"] = _percent(one.copies_emptiest / one.copies_repack)
-        heads = mine[mine.granularity == "per head"]
-        found[f"head-{policy}"] = _percent(heads[heads.kept == arising.kept.min()].share_repack)
-        found[f"half-{policy}"] = _percent(heads[heads.kept == 0.5].share_repack)
-    real, control = identity[identity.layout.isin(["repack", "fill"])], identity[identity.layout == "storage positions"]
-    found["generations"], found["passes"] = f"{len(real):,}", f"{real.passes.sum():,}"
-    for layout in ("repack", "fill"):
-        found[f"gap-{layout}"] = f"{real[real.layout == layout].logit_gap.max():.1g}"
-        for every in (1, 128):
-            here = traffic[(traffic.layout == layout) & (traffic.every == every)]
-            found[f"{layout}-{every}"] = _percent(here.share, 1)
-    found["control"] = f"{control.identical.sum():.0f} of {len(control)}"
-    longest = passes[passes.tokens == passes.tokens.max()].groupby("way").seconds.median()
-    found["longest"] = f"{passes.tokens.max():,}"
-    found["extra-times"] = f"{longest['one extra pass'] / longest['fused attention']:.1f}"
-    found["eager-times"] = f"{longest['eager'] / longest['fused attention']:.1f}"
-    gpu, measured = gpu_passes(), bandwidths()
-    found["gpu-pass"] = _percent(gpu[gpu.tokens == gpu.tokens.max()].share)
-    found["gpu-tokens"] = f"{gpu.tokens.max():,.0f}" if len(gpu) else "no value"
-    for name in ("copy", "repack", "fill"):
-        found[f"bandwidth-{name}"] = f"{measured[name] / 1e12:.1f}" if measured else "no value"
-    return found
+def run(
+    loaded: Loaded,
+    prompts: Mapping[str, list[int]],
+    sizes: Sizes,
+    *,
+    kept: Sequence[float],
+    capacity: int,
+    max_new_tokens: int,
+    cadences: Sequence[int],
+    timed_cadences: Sequence[int],
+    budget: int,
+    block_size: int,
+    shape: str,
+    seed: int = 0,
+    results: str | Path = "data/results",
+    progress: bool = True,
+) -> dict[str, pd.DataFrame]:
+    """Every study's table by the name under which the claims ask for it, also in `<results>/reclamation`.
 
-
-def _percent(shares: pd.Series, digits: int = 0) -> str:
-    return "no value" if shares.dropna().empty else f"{shares.mean():.{digits}%}"
-
-
-def save(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
-    """Each table as `<name>.parquet`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    Studies on a model are stored prompt by prompt, the others whole, in the folder `parts`, as soon as they are
+    finished; what is there with the same inputs, model and code is read back. Raises InputError for what `check` finds.
+    """
+    check(loaded, prompts, kept=kept, capacity=capacity, max_new_tokens=max_new_tokens, cadences=cadences,
+          timed_cadences=timed_cadences, budget=budget, block_size=block_size, shape=shape)  # fmt: skip
+    shares = sorted({min(kept), 0.5})
+    some = able(loaded, prompts, PUBLISHED, [{"share": share} for share in shares])
+    whole = able(loaded, prompts, tuple(CATALOGUE), [{"capacity": capacity}])
+    model = {
+        "arising": (sizes.arising, partial(arising, kept=kept, block_size=block_size)),
+        "published": (sizes.published, partial(published, kept=shares, policies=some, block_size=block_size)),
+        "identity": (sizes.identity, partial(identity, budget=capacity, catalogue=whole, new_tokens=max_new_tokens,
+                                             block_size=block_size)),
+        "latency": (sizes.latency, partial(latency, cadences=timed_cadences, seed=seed, block_size=block_size)),
+    }  # fmt: skip
+    jobs: list[tuple[str, partial]] = [
+        ("synthetic", partial(synthetic, seed=seed, block_size=block_size)),
+        ("toy", partial(toy)),
+        ("traffic", partial(cadence, cadences, budget, block_size=block_size)),
+        ("wall", partial(streaming.wall)),
+        ("passes", partial(streaming.passes)),
+    ]
+    for name, (count, study) in model.items():
+        jobs += [(name, partial(study, loaded, {item: prompts[item]})) for item in list(prompts)[:count]]
+    folder = data.ROOT / results / "reclamation"
+    parts: dict[str, list[pd.DataFrame]] = {}
+    for name, job in tqdm(jobs, desc="reclamation", unit="study", disable=not progress):
+        parts.setdefault(name, []).append(_stored(folder / "parts", name, job))
+    tables = {name: pd.concat(found, ignore_index=True) for name, found in parts.items()}
     for name, table in tables.items():
-        table.to_parquet(folder / f"{name}.parquet")
+        _write(table, folder / f"{name}.parquet")
+    return tables
+
+
+def _stored(folder: Path, name: str, job: partial) -> pd.DataFrame:
+    """A study's rows from their file, which is written first where there is none of the same inputs and code."""
+    inputs = [[x.hash, x.dtype, x.device] if isinstance(x, Loaded) else x for x in job.args]
+    path = folder / f"{name}-{store.digest(inputs, job.keywords, code())}.parquet"
+    if not path.is_file():
+        _write(job(), path)
+    return pd.read_parquet(path)
+
+
+def _write(table: pd.DataFrame, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    table.to_parquet(aside)
+    aside.replace(path)
+
+
+@cache
+def code() -> str:
+    """Hash of the code that decides a study."""
+    files = [Path(module.__file__ or "") for module in (paged, streaming)] + [Path(__file__)]
+    return store.digest(store.engine_hash(), [store.code_of(file.read_text(encoding="utf-8")) for file in files])

@@ -185,6 +185,10 @@ def test_rounds_hold_what_arithmetic_says():
         assert rows.copies.sum() == due.copies.sum()
     assert due.copies.max() <= 32  # hole filling moves no more than the round's tokens
     assert r.rounds(32, "none", budget=256, tokens=128, victims="oldest").blocks_held.max() <= 19
+    metrics = r.exported(32, budget=256, tokens=128)
+    assert metrics.loc["freed_per_pass", "repack"] == metrics.loc["blocks_freed", "repack"] / 4 == 2
+    assert metrics.loc["copies_per_pass", "hole filling"] == metrics.loc["slot_copies", "hole filling"] / 4
+    assert np.isnan(metrics.loc["copies_per_pass", "no compaction"])
 
 
 def test_a_repack_moves_what_lies_behind_the_first_victim():

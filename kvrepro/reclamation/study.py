@@ -816,8 +816,8 @@ def run(
     check(loaded, prompts, kept=kept, capacity=capacity, max_new_tokens=max_new_tokens, cadences=cadences,
           timed_cadences=timed_cadences, budget=budget, block_size=block_size, shape=shape)  # fmt: skip
     shares = sorted({min(kept), 0.5})
-    some = able(loaded, prompts, PUBLISHED, [{"share": share} for share in shares])
     whole = able(loaded, prompts, tuple(CATALOGUE), [{"capacity": capacity}])
+    some = able(loaded, prompts, [name for name in PUBLISHED if name in whole], [{"share": share} for share in shares])
     model = {
         "arising": (sizes.arising, partial(arising, kept=kept, block_size=block_size)),
         "published": (sizes.published, partial(published, kept=shares, policies=some, block_size=block_size)),

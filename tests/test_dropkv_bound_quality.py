@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from kvrepro import data
+from kvrepro import claims, data
 from kvrepro.dropkv_bound import quality
 from kvrepro.errors import InputError
 from kvrepro.policy import check
@@ -45,7 +45,7 @@ def test_differences_and_leads_are_paired():
     assert np.allclose(lead.difference, 0.1)
     loss = quality.losses(rows(), 0.3)
     assert np.allclose(loss.loss, 0.05)
-    with pytest.raises(InputError, match="not run: cake at 5%"):
+    with pytest.raises(claims.Missing, match="not run: cake at 5%"):
         quality.differences(rows(), "cake", 0.05)
 
 
@@ -77,18 +77,23 @@ class Loaded:
         self.tokenizer = lambda text, **_: {"input_ids": [5, 9, 7]}
 
 
-def test_one_layer_s_loss_is_that_of_a_model_with_its_keys_masked(monkeypatch):
-    """Against the whole text in one pass, where the evicted keys of one layer are hidden from the answer's queries."""
+@pytest.mark.parametrize("packed", [512, 7])
+def test_the_loss_of_a_layer_or_a_head_is_that_of_a_model_with_its_keys_masked(monkeypatch, packed):
+    """Against the whole text in one pass, where the evicted keys of one layer, or of one of its heads, are hidden from
+    the answer's queries."""
+    monkeypatch.setattr(quality, "PACKED", packed)
     ids = tiny.prompts(40)[0]
     monkeypatch.setattr(data, "build_prompt", lambda *_: data.Prompt(ids, {}))
     loaded = Loaded()
     item = data.Item("a", "task", (), "answer")
-    found = quality.layer_losses(loaded, [item], share=0.25, window=4, kernel=3).set_index("layer").loss
+    layers, heads = quality.answer_losses(loaded, [item], share=0.25, window=4, kernel=3)
+    found, of_head = layers.set_index("layer").loss, heads.set_index(["layer", "head"]).loss
+    assert len(of_head) == 3 * 6
     assert found.index.tolist() == [0, 1, 2]
     assert found.abs().max() > 1e-3
 
-    kept_all = quality.layer_losses(loaded, [item], share=1.0, window=4, kernel=3)
-    assert kept_all.loss.abs().max() < 1e-6
+    for kept_all in quality.answer_losses(loaded, [item], share=1.0, window=4, kernel=3):
+        assert kept_all.loss.abs().max() < 1e-6
 
     answer, masks = [5, 9, 7], {}
 
@@ -105,9 +110,9 @@ def test_one_layer_s_loss_is_that_of_a_model_with_its_keys_masked(monkeypatch):
         n = query.shape[2]
         logits = query @ key.repeat_interleave(3, 1).mT * scaling
         logits = logits.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
-        if module.layer_idx == target and hide:
-            for head, gone in enumerate(masks[target]):
-                logits[0, head, 39:, gone] = -torch.inf
+        if module.layer_idx == target:
+            for head in hide:
+                logits[0, head, 39:, masks[target][head]] = -torch.inf
         return (logits.softmax(-1) @ value.repeat_interleave(3, 1)).transpose(1, 2), None
 
     from transformers import AttentionInterface
@@ -115,11 +120,12 @@ def test_one_layer_s_loss_is_that_of_a_model_with_its_keys_masked(monkeypatch):
     AttentionInterface.register("hidden", hidden)
     loaded.model.set_attn_implementation("hidden")
     values = []
-    for hide in (False, True):  # noqa: B007
+    for hide in ((), range(6), (4,)):  # noqa: B007
         with torch.inference_mode():
             logits = loaded.model(torch.tensor([whole]), use_cache=False).logits[0, 39:]
         values.append(torch.nn.functional.cross_entropy(logits, torch.tensor(answer)).item())
     assert found[target] == pytest.approx(values[1] - values[0], abs=1e-5)
+    assert of_head[target, 4] == pytest.approx(values[2] - values[0], abs=1e-5)
 
 
 def test_the_policies_of_our_own_are_found_by_file():

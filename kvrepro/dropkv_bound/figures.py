@@ -4,15 +4,16 @@ Intervals are 95%, from a bootstrap over prompts. Okabe and Ito's colours, one p
 printed is grey. No titles: captions stand in the notebook.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator, PercentFormatter
 
 from kvrepro import claims
 from kvrepro.dropkv_bound import quality, tables
@@ -37,7 +38,9 @@ NAMES = {
     "pyramid_kv": "PyramidKV",
     "critical_kv": "CriticalKV",
 }
-RULE_STYLES = {"dropkv": ("#0072B2", "o"), "attention": ("#D55E00", "s"), "random": ("#5F5F5F", "X")}
+RULE_STYLES = {"dropkv": ("#0072B2", "o"), "attention": ("#D55E00", "s"), "random": ("#009E73", "D")}
+PRINTED = {"p50": "x", "p95": "+"}
+FURTHEST = 20.0  # of a ratio's axis; what lies beyond is an arrow with its number
 
 
 def _done(figure: Figure) -> Figure:
@@ -71,8 +74,26 @@ def _share_axis(axes: Axes, label: str) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-def _paper_handle(label: str = "paper, three models at 128K") -> Line2D:
-    return Line2D([], [], color=PAPER, marker="x", ls="none", mew=1.2, label=label)
+def _paper_handle(label: str = "paper, three models at 128K", marker: str = "x") -> Line2D:
+    return Line2D([], [], color=PAPER, marker=marker, ls="none", mew=1.2, label=label)
+
+
+def _plain(value: float) -> str:
+    return f"{value:g}" if value < 1e4 else f"{value:.0e}".replace("e+0", "e")
+
+
+def _ticks(axis: Axis, low: float, high: float, steps: Sequence[float] = (1, 2, 5)) -> None:
+    """Ticks of a logarithmic axis from `low` to `high`, written out."""
+    every = [step * 10.0**power for power in range(-3, 9) for step in steps]
+    shown = [tick for tick in every if low * 0.999 <= tick <= high * 1.001]
+    axis.set_major_locator(FixedLocator(shown))
+    axis.set_major_formatter(FixedFormatter([_plain(tick) for tick in shown]))
+    axis.set_minor_locator(NullLocator())
+
+
+def _error(low: pd.Series, value: pd.Series, high: pd.Series) -> np.ndarray:
+    """Lengths of the two arms of an interval, [2, rows]; none where there is no interval."""
+    return np.nan_to_num(np.stack([value - low, high - value]).clip(min=0))
 
 
 def lemma(study: Study) -> Figure:
@@ -92,23 +113,68 @@ def lemma(study: Study) -> Figure:
     return _done(figure)
 
 
-def eps(study: Study) -> Figure:
-    """Distribution of eps over triples, in multiples of the even share 1/n, per pool; the paper's medians at 128K."""
+def _distribution(
+    study: Study,
+    values: Callable[[pd.DataFrame], pd.Series],
+    printed: Sequence[tuple[pd.Series, Sequence[float]]],
+    label: str,
+    limits: tuple[float, float],
+    legend: str,
+) -> Figure:
+    """Share of triples up to each value, a curve per pool, on a logarithmic axis; `printed`: the paper's values, each
+    at its share. What lies beyond the axis is told at its edge."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(WIDTH, 3.0))
         for name, rows, (colour, _, line) in _pools(study):
-            _cumulative(axes, rows.eps * rows.tokens, color=colour, ls=line, label=name)
-        for metric, share in (("median eps", 0.5), ("p95 eps", 0.95)):
-            values = claims.cells("dropkv_t12_eps.csv", {"metric": metric}).value.astype(float) * 131072
-            axes.plot(values, [share] * len(values), "x", color=PAPER, ms=5, mew=1.2, zorder=4)
-        axes.axvline(1, color="black", lw=0.8, ls=(0, (4, 2)))
+            found = values(rows)
+            _cumulative(axes, found, color=colour, ls=line, label=name)
+            _beyond(axes, found, limits, colour)
+        for found, shares in printed:
+            axes.plot(found, shares, "x", color=PAPER, ms=5, mew=1.2, zorder=4)
         axes.set_xscale("log")
-        axes.set_xlim(1e-8, 1e2)
-        axes.set_xlabel("$n\\,\\varepsilon$: largest attention weight in the pool, in multiples of $1/n$")
+        axes.set_xlim(*limits)
+        axes.set_xlabel(label)
         _share_axis(axes, "share of triples")
         handles, _ = axes.get_legend_handles_labels()
-        axes.legend(handles=[*handles, _paper_handle("paper: median and p95")], loc="upper left")
+        axes.legend(handles=[*handles, _paper_handle("paper: median and p95")], loc=legend)
+    return figure
+
+
+def _beyond(axes: Axes, values: pd.Series, limits: tuple[float, float], colour: str) -> None:
+    """What share of the values lies beyond either end of the axis, told where the curve meets it."""
+    left, right = (values < limits[0]).mean(), ((values > limits[1]) & np.isfinite(values)).mean()
+    ends = ((limits[0], left, left, "left", 6), (limits[1], right, (values <= limits[1]).mean(), "right", -6))
+    for edge, share, height, side, shift in ends:
+        if share >= 0.005:
+            axes.plot(edge, height, "<" if side == "left" else ">", color=colour, ms=5, clip_on=False, zorder=5)
+            place = {"xytext": (shift, 3), "textcoords": "offset points", "ha": side, "fontsize": 7.5}
+            axes.annotate(f"{share:.0%} further {side}", (edge, height), color=colour, **place)
+
+
+def eps(study: Study) -> Figure:
+    """Distribution of eps over triples, in multiples of the even share 1/n, per pool; the paper's medians at 128K."""
+    printed = [
+        (claims.cells("dropkv_t12_eps.csv", {"metric": metric}).value.astype(float) * 131072, [share] * 3)
+        for metric, share in (("median eps", 0.5), ("p95 eps", 0.95))
+    ]
+    label = "$n\\,\\varepsilon$: largest attention weight in the pool, in multiples of $1/n$"
+    figure = _distribution(study, lambda rows: rows.eps * rows.tokens, printed, label, (1e-8, 1e2), "upper left")
+    figure.axes[0].axvline(1, color="black", lw=0.8, ls=(0, (4, 2)))
     return _done(figure)
+
+
+def factor(study: Study, k: int = tables.K) -> Figure:
+    """Distribution of theorem 1's factor; where a curve ends below 100%, the rest has no finite bound."""
+    file = "dropkv_t15_bound_factor.csv"
+    finite = claims.cells(file, {"metric": "finite (%)"}).set_index("model").value.astype(float) / 100
+    printed = []
+    for metric, share in (("p50", 0.5), ("p95", 0.95)):
+        found = claims.cells(file, {"metric": metric}).set_index("model").value.astype(float)
+        printed.append((found, [share * finite[model] for model in found.index]))
+    label = f"bound on $F$(DropKV) / $F$(optimum) by theorem 1, $k={k}$"
+    return _done(
+        _distribution(study, lambda rows: tables.with_factor(rows, k).factor, printed, label, (1, 1e4), "lower right")
+    )
 
 
 def cone(study: Study) -> Figure:
@@ -118,7 +184,7 @@ def cone(study: Study) -> Figure:
         layers = tables.prevalence(study)
         for i, (name, rows, (colour, marker, line)) in enumerate(_pools(study)):
             f = layers[layers.pool == name]
-            error = np.nan_to_num(np.stack([f.share - f.low, f.high - f.share]).clip(min=0))
+            error = _error(f.low, f.share, f.high)
             x = f.layer + 0.12 * (i - 1)
             left.errorbar(
                 x, f.share, yerr=error, color=colour, marker=marker, ls=line, lw=1.2, elinewidth=1, label=name
@@ -146,14 +212,14 @@ def lengths(by_length: pd.DataFrame) -> Figure:
             for panel, statistic in zip(panels, (tables._positive, tables._median), strict=True):
                 found = [(x, *tables.interval(f, ["c_low"], statistic)[:3]) for x, f in rows.groupby("length")]
                 x, value, low, high = np.array(found).T
-                error = np.nan_to_num(np.stack([value - low, high - value]).clip(min=0))
+                error = _error(low, value, high)
                 panel.errorbar(x, value, yerr=error, color=colour, marker=marker, ls=line, lw=1.2, label=str(name))
         for panel in panels:
             panel.set_xscale("log")
             ticks = sorted(by_length.length.unique())
             panel.xaxis.set_major_locator(FixedLocator(ticks))
             panel.set_xticklabels([f"{tick:,}" for tick in ticks])
-            panel.xaxis.set_minor_formatter(NullFormatter())
+            panel.xaxis.set_minor_locator(NullLocator())
             panel.set_xlabel("prompt length (tokens)")
         _share_axis(panels[0], "triples with $c^*>0$")
         panels[1].set_ylabel("median of $c^*$")
@@ -162,57 +228,45 @@ def lengths(by_length: pd.DataFrame) -> Figure:
     return _done(figure)
 
 
-def factor(study: Study, k: int = tables.K) -> Figure:
-    """Distribution of theorem 1's factor; where a curve ends below 100%, the rest has no finite bound."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(WIDTH, 3.0))
-        for name, rows, (colour, _, line) in _pools(study):
-            found = tables.with_factor(rows, k).factor
-            _cumulative(axes, found, color=colour, ls=line, label=name)
-        finite = claims.cells("dropkv_t15_bound_factor.csv", {"metric": "finite (%)"}).set_index("model").value
-        for metric, share in (("p50", 0.5), ("p95", 0.95)):
-            values = claims.cells("dropkv_t15_bound_factor.csv", {"metric": metric}).set_index("model").value
-            heights = [share * float(finite[model]) / 100 for model in values.index]
-            axes.plot(values.astype(float), heights, "x", color=PAPER, ms=5, mew=1.2, zorder=4)
-        axes.set_xscale("log")
-        axes.set_xlim(1, 1e4)
-        axes.set_xlabel(f"bound on $F$(DropKV) / $F$(optimum) by theorem 1, $k={k}$")
-        _share_axis(axes, "share of triples")
-        handles, _ = axes.get_legend_handles_labels()
-        axes.legend(handles=[*handles, _paper_handle("paper: median and p95")], loc="lower right")
-    return _done(figure)
-
-
 def ratios(study: Study) -> Figure:
     """Realised ratio per stratum: median and the middle 90% of DropKV, attention and random; a panel per k."""
     with plt.rc_context(STYLE):
         ks = list(study.settings.ks)
-        figure, panels = plt.subplots(1, len(ks), figsize=(WIDTH, 3.3), sharey=True, squeeze=False)
+        figure, panels = plt.subplots(1, len(ks), figsize=(WIDTH, 3.6), sharey=True, squeeze=False)
         printed = claims.published("dropkv_t16_realized_ratio.csv")
         for panel, k in zip(panels[0], ks, strict=True):
             for row, stratum in enumerate(STRATA):
                 name = tables.STRATUM_NAMES[stratum]
                 cells = printed[printed.budget.str.contains(f"k={k} ") & (printed.task == name)]
-                panel.plot(cells.value.astype(float), [row - 0.3] * len(cells), "x", color=PAPER, ms=4, mew=1)
+                for short, marker in PRINTED.items():
+                    values = cells[cells.metric.str.startswith(short)].value.astype(float)
+                    panel.plot(values, [row - 0.32] * len(values), marker, color=PAPER, ms=4.5, mew=1)
                 for i, (rule, (colour, marker)) in enumerate(RULE_STYLES.items()):
                     f = tables.selected(study.records, rule)
                     ratio = f[(f.k == k) & (f.stratum == stratum)].ratio
-                    low, middle, high = ratio.quantile([0.05, 0.5, 0.95])
-                    y = row + 0.2 * i - 0.1
-                    panel.plot([low, high], [y, y], color=colour, lw=1.3)
-                    panel.plot(middle, y, marker, color=colour, ms=5)
+                    _row(panel, row + 0.21 * i - 0.1, ratio.quantile([0.05, 0.5, 0.95]).to_list(), colour, marker)
             panel.set_xscale("log")
-            panel.set_xlim(0.97, 20)
-            panel.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
-            panel.xaxis.set_minor_formatter(NullFormatter())
+            panel.set_xlim(0.97, FURTHEST)
+            _ticks(panel.xaxis, 1, FURTHEST)
             panel.set_xlabel(f"$F$(selection) / $F$(optimum), evict {k} of 20")
             panel.grid(axis="y", visible=False)
         panels[0, 0].set_yticks(range(len(STRATA)), [tables.STRATUM_NAMES[one] for one in STRATA])
-        panels[0, 0].invert_yaxis()
+        panels[0, 0].set_ylim(len(STRATA) - 0.4, -0.6)
         handles = [Line2D([], [], color=c, marker=m, label=NAMES[rule]) for rule, (c, m) in RULE_STYLES.items()]
-        handles.append(_paper_handle("paper: DropKV, p50 and p95"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=4, columnspacing=1.2)
+        handles += [_paper_handle(f"paper: DropKV, {short}", marker) for short, marker in PRINTED.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=5, columnspacing=1.0)
     return _done(figure)
+
+
+def _row(axes: Axes, y: float, quantiles: Sequence[float], colour: str, marker: str) -> None:
+    """Median and middle 90% of a ratio; where they leave the axis, an arrow with the number that it points to."""
+    low, middle, high = quantiles
+    axes.plot([low, min(high, FURTHEST)], [y, y], color=colour, lw=1.3)
+    axes.plot(middle, y, marker, color=colour, ms=5)
+    if high > FURTHEST:
+        axes.plot(FURTHEST, y, ">", color=colour, ms=5, clip_on=False)
+        text, place = f"p95: {_plain(float(f'{high:.2g}'))}", {"xytext": (-6, 2.5), "textcoords": "offset points"}
+        axes.annotate(text, (FURTHEST, y), **place, ha="right", fontsize=7, color=colour)
 
 
 def slack(study: Study) -> Figure:
@@ -220,16 +274,15 @@ def slack(study: Study) -> Figure:
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(WIDTH, 3.4))
         records = tables.selected(study.records)
+        records = records[np.isfinite(records.bound)]
         for k, (colour, marker, _) in zip(study.settings.ks, POOL_STYLES, strict=False):
-            f = records[(records.k == k) & np.isfinite(records.bound)]
+            f = records[records.k == k]
             axes.plot(f.bound, f.ratio, marker, color=colour, ms=3, alpha=0.45, mew=0, label=f"evict {k} of 20")
-        ends = np.array([1, records.bound[np.isfinite(records.bound)].clip(lower=60).max()])
-        axes.plot(ends, ends, color="black", lw=1, ls=(0, (4, 2)), label="the bound itself")
-        axes.set(xscale="log", yscale="log", xlim=(1, ends[1]), ylim=(0.98, max(4, 1.1 * records.ratio.max())))
-        axes.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
-        axes.set_yticks([1, 1.5, 2, 3, 4], ["1", "1.5", "2", "3", "4"])
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        wide, high = 1.2 * max(50, *records.bound), 1.15 * max(3.5, *records.ratio)
+        axes.plot([1, wide], [1, wide], color="black", lw=1, ls=(0, (4, 2)), label="the bound itself")
+        axes.set(xscale="log", yscale="log", xlim=(1, wide), ylim=(0.98, high))
+        _ticks(axes.xaxis, 1, wide, (1, 2, 5) if wide < 1e4 else (1,))
+        _ticks(axes.yaxis, 1, high, (1, 1.5, 2, 3, 5) if high < 100 else (1,))
         axes.set_xlabel("bound of theorem 1 on the same 20 keys")
         axes.set_ylabel("realised ratio")
         axes.legend(loc="upper right")
@@ -254,8 +307,8 @@ def peers(study: Study, k: int = tables.HARD_K) -> Figure:
                     marks = {"color": colour, "mfc": colour if filled else "white", "marker": "o", "elinewidth": 1.1}
                     panel.errorbar(one.ratio, position, xerr=error, ls="none", **marks)
             panel.set_xscale("log")
-            panel.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
-            panel.xaxis.set_minor_formatter(NullFormatter())
+            low, high = panel.get_xlim()
+            _ticks(panel.xaxis, low, high, (1, 2, 5) if high < 1e3 else (1,))
             panel.axvline(1, color="black", lw=0.8, ls=(0, (4, 2)))
             panel.set_xlabel(title)
         panels[0].set_yticks(range(len(order)), [NAMES[rule] for rule in order])
@@ -306,9 +359,10 @@ def budgets(study: Study, poolings: Sequence[str] = ("max", "average", "none")) 
             f = found[(found.pooling == pooling) & ~found.bf16.astype(bool)].sort_values("share")
             x = np.array([shares.index(share) for share in f.share]) + 0.12 * (i - 1)
             name = {"none": "no pooling"}.get(pooling, f"{pooling} pooling")
-            left.plot(x, f.uniform, color=colour, marker=marker, ls=line, lw=1.2, label=name)
-            error = np.nan_to_num(np.stack([f.difference - f.low, f.high - f.difference]).clip(min=0))
-            right.errorbar(x, f.difference, yerr=error, color=colour, marker=marker, ls="none", elinewidth=1.1)
+            for panel, value, lines, label in ((left, "uniform", line, name), (right, "difference", "none", None)):
+                error = _error(f[f"{value}_low"], f[value], f[f"{value}_high"])
+                style = {"color": colour, "marker": marker, "ls": lines, "lw": 1.2, "elinewidth": 1.1}
+                panel.errorbar(x, f[value], yerr=error, **style, label=label)
         for panel in (left, right):
             panel.set_xticks(range(len(shares)), [f"{share:.0%}" for share in shares])
             panel.set_xlabel("share of the prompt kept")

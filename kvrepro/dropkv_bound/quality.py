@@ -3,7 +3,7 @@
 Every method looks through the last 8 queries and pools over 11 tokens, where it does either (DropKV, section 5).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -57,35 +57,29 @@ def grid(shares: Sequence[float], peers: Sequence[str] = PEERS, variants: bool =
 
 def answers(
     loaded: Loaded,
-    items: str,
-    n_items: int,
+    items: Sequence[Item],
+    by_length: Mapping[int, Sequence[Item]],
     *,
     shares: Sequence[float] = (0.05, 0.10, 0.30),
-    lengths: Sequence[int] = (),
     tokens: int = 1900,
     chapter: str = "dropkv_bound",
-    max_new_tokens: int = 48,
-    seed: int = 0,
     **settings,
 ) -> pd.DataFrame:
-    """Rows of `run` with `method` (its name in tables) and `length`: the whole grid at `tokens`, and at each other of
-    `lengths` that the model holds, with half the items, DropKV, SnapKV and AnDPro at the smallest share."""
+    """Rows of `run` with `method` (its name in tables) and `length`: the whole grid over `items`, cut to `tokens`, and
+    DropKV, SnapKV and AnDPro at the smallest share over those of each other length (`study.questions_by_length`)."""
     parts = []
-    for length in dict.fromkeys([tokens, *lengths]):
-        if length + max_new_tokens > loaded.context:
-            continue
-        whole = length == tokens
-        asked = grid(shares) if whole else grid(shares[:1], ("dropkv", "snapkv", "andpro"), variants=False)
-        found = data.load_items(items, n_items if whole else max(1, n_items // 2), seed, length)
+    for length, found in {tokens: items, **{n: some for n, some in by_length.items() if n != tokens}}.items():
+        whole = found is items
+        cut = any(item.context is not None for item in found)
+        if not whole and not cut and {item.id for item in found} <= {item.id for item in items}:
+            continue  # messages as they are, answered already
+        asked = grid(shares) if whole else grid([min(shares)], ("dropkv", "snapkv", "andpro"), variants=False)
         order = [(name, one) for name, conditions in asked.items() for one in conditions]
-        limit = length if any(item.context is not None for item in found) else None
         rows = run(
-            chapter, loaded, found, [one for _, one in order], name=f"quality-{length}", seed=seed, limit=limit,
-            max_new_tokens=max_new_tokens, **settings,
+            chapter, loaded, found, [one for _, one in order], name=f"quality-{length}",
+            limit=length if cut else None, **settings,
         )  # fmt: skip
         parts.append(rows.assign(method=[name for name, _ in order] * len(found), length=length))
-    if not parts:
-        raise InputError(f"prompts of {tokens} tokens do not fit the model's context of {loaded.context}: set tokens")
     rows = pd.concat(parts, ignore_index=True)
     return rows.assign(share=rows["share"].astype(float).fillna(1.0))
 
@@ -106,10 +100,17 @@ def differences(rows: pd.DataFrame, against: str, share: float, length: int | No
     wide = _wide(rows, main_length(rows) if length is None else length)
     other = ("full", 1.0) if against == "full" else (against, share)
     if missing := [one for one in (("dropkv", share), other) if one not in wide]:
-        raise InputError(
-            f"not run: {missing[0][0]} at {missing[0][1]:.0%}; the rows hold {sorted(rows.method.unique())}"
-        )
+        raise claims.Missing(f"not run: {missing[0][0]} at {missing[0][1]:.0%}")
     return (wide["dropkv", share] - wide[other]).rename("difference").reset_index()
+
+
+def at_share(rows: pd.DataFrame, share: float) -> pd.DataFrame:
+    """F1 by item (rows) and method, DropKV and its peers, at one share."""
+    wide = _wide(rows, main_length(rows))
+    if ("dropkv", share) not in wide:
+        raise claims.Missing(f"not run: dropkv at {share:.0%}")
+    here = wide.xs(share, axis=1, level="share")
+    return here[[name for name in PEERS if name in here]]
 
 
 def table(rows: pd.DataFrame, length: int | None = None) -> pd.DataFrame:
@@ -171,35 +172,49 @@ def losses(rows: pd.DataFrame, share: float = 0.05) -> pd.DataFrame:
     return pd.DataFrame({"item": found["item"], "loss": -found.difference})
 
 
-# ---------------------------------------------------------------- one layer at a time
+# ---------------------------------------------------------------- one layer, or one head of it, at a time
+
+PACKED = 512  # tokens of copies of the answer in one pass
 
 
-class _OneLayer:
-    """Attention of new tokens over a cached prompt, of which the query heads of one layer see only what each kept."""
+class _Packed:
+    """Attention of several copies of the answer over one cached prompt, a sequence of copies x new tokens.
 
-    layer = -1
-    evicted: Tensor  # bool [heads, tokens]
+    A copy sees itself and of the prompt what its own eviction leaves: `layers` [copies], and `heads` [copies], where
+    -1 means all heads of the layer.
+    """
+
+    def __init__(self, evicted: dict[int, Tensor], prompt: int):
+        self.evicted, self.prompt = evicted, prompt  # layer -> bool [heads, prompt]
+        self.layers = self.heads = torch.zeros(0, dtype=torch.long)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
-        heads, new, tokens = query.shape[1], query.shape[2], key.shape[2]
         seen = None
-        if new < tokens:
-            seen = torch.ones(1, heads, new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)
-            if layer == self.layer:
-                seen[..., : self.evicted.shape[1]] &= ~self.evicted.to(query.device)[:, None]
+        if key.shape[2] > query.shape[2]:
+            copies, count = len(self.layers), query.shape[1]
+            new = query.shape[2] // copies
+            gone = torch.zeros(count, copies, self.prompt, dtype=torch.bool)
+            if layer in self.evicted:
+                every = torch.arange(count)[:, None]
+                touched = (self.layers == layer) & ((self.heads == every) | (self.heads < 0))
+                gone = touched[..., None] & self.evicted[layer][:, None]
+            own = torch.block_diag(*[torch.ones(new, new)] * copies).bool().tril()
+            past = ~gone[:, :, None].expand(-1, -1, new, -1).reshape(count, copies * new, self.prompt)
+            seen = torch.cat([past, own.expand(count, -1, -1)], -1)[None].to(query.device)
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2)
 
 
-def layer_losses(
+def answer_losses(
     loaded: Loaded, items: Sequence[Item], *, share: float = 0.05, window: int = 8, kernel: int = 11, limit: int = 0
-) -> pd.DataFrame:
-    """What the answer loses when DropKV reduces the heads of one layer to `share` of the prompt, all else whole.
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """What the answer loses when DropKV reduces one layer to `share` of the prompt, or one head of it, all else whole.
 
-    Each query head evicts by its own scores, as the theory has it. Columns item, layer, loss: mean negative
-    log-likelihood of the right answer's tokens, minus the same with the full cache, nats per token.
+    Two frames: item, layer, loss; and item, layer, head, loss. Each query head evicts by its own scores, as the theory
+    has it. loss: mean negative log-likelihood of the right answer's tokens, minus the same with the full cache, nats
+    per token.
     """
     rows = []
     for item in items:
@@ -214,31 +229,38 @@ def layer_losses(
                 mask[0, bound.smallest(pooled(dropkv(t), kernel)[:-window], gone)] = True
                 evicted[t.layer] = torch.cat([evicted[t.layer], mask]) if t.layer in evicted else mask
 
-        triples(loaded.model, ids, [len(ids) - 1], visit, window=window)
-        found = _answer_losses(loaded, ids, answer, evicted)
-        rows += [{"item": item.id, "layer": layer, "loss": loss} for layer, loss in found.items()]
-    return pd.DataFrame(rows)
+        cache = DynamicCache(config=loaded.model.config)
+        triples(loaded.model, ids, [len(ids) - 1], visit, window=window, cache=cache)
+        cache.crop(-1)  # the prompt's last token is read again by every copy: it too sees only what is kept
+        rows.append(_answer_losses(loaded, ids, answer, evicted, cache).assign(item=item.id))
+    found = pd.concat(rows, ignore_index=True)
+    layers, heads = (found[found["head"] < 0], found[found["head"] >= 0])
+    return layers[["item", "layer", "loss"]].reset_index(drop=True), heads.reset_index(drop=True)
 
 
 @torch.inference_mode()
-def _answer_losses(loaded: Loaded, ids: list[int], answer: list[int], evicted: dict[int, Tensor]) -> dict[int, float]:
-    model, one = loaded.model, _OneLayer()
-    cache = DynamicCache(config=model.config)
-    last = len(ids) - 1  # the prompt's last token is read again each time: it too sees only what is kept
+def _answer_losses(
+    loaded: Loaded, ids: list[int], answer: list[int], evicted: dict[int, Tensor], cache: DynamicCache
+) -> pd.DataFrame:
+    """Columns layer, head (-1: all of the layer), loss. cache: the prompt without its last token."""
+    model, last = loaded.model, len(ids) - 1
+    one = _Packed({layer: mask[:, :last] for layer, mask in evicted.items()}, last)
+    copies = [(layer, head) for layer, mask in evicted.items() for head in range(-1, len(mask))]
     tokens = torch.tensor([[ids[last], *answer[:-1]]], device=model.device)
     right = torch.tensor(answer, device=model.device)
-
-    def loss() -> float:
-        logits = model(tokens, past_key_values=cache, use_cache=True, kvrepro=one).logits[0].float()
-        cache.crop(-tokens.shape[1])
-        return F.cross_entropy(logits, right).item()
-
+    places = torch.arange(last, last + len(answer), device=model.device)[None]
+    found: list[float] = []
     with installed(model):
-        start = torch.tensor([ids[:last]], device=model.device)
-        model(start, past_key_values=cache, use_cache=True, logits_to_keep=1, kvrepro=one)
-        whole = loss()
-        found = {}
-        for one.layer, mask in evicted.items():
-            one.evicted = mask[:, :last]
-            found[one.layer] = loss() - whole
-    return found
+        asked = [(-1, -1), *copies]  # first nothing is evicted
+        size = max(1, PACKED // len(answer))
+        for some in (asked[i : i + size] for i in range(0, len(asked), size)):
+            one.layers, one.heads = torch.tensor(some).T
+            n = len(some)
+            logits = model(
+                tokens.repeat(1, n), position_ids=places.repeat(1, n), past_key_values=cache, use_cache=True,
+                kvrepro=one,
+            ).logits[0].float()  # fmt: skip
+            cache.crop(-n * len(answer))
+            found += F.cross_entropy(logits, right.repeat(n), reduction="none").view(n, -1).mean(1).tolist()
+    frame = pd.DataFrame(copies, columns=["layer", "head"])
+    return frame.assign(loss=np.array(found[1:]) - found[0])

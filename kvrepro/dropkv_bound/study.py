@@ -3,7 +3,7 @@
 Tables, intervals and verdicts from these frames: `kvrepro.dropkv_bound.tables`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvrepro import claims, data, store
+from kvrepro.allowed import Number, Size, ensure
 from kvrepro.data import Item
 from kvrepro.dropkv_bound import bound, cone, triples
 from kvrepro.dropkv_bound.triples import RULES, Triple
@@ -26,6 +27,8 @@ PARTS = ("assumptions", "records", "lemma", "budgets", "alignment")
 DRAWS = 1000
 Statistic = Callable[[np.ndarray], float]
 MU_AT = 0.1  # c at which the pool's mass outside the cone is reported
+FRACTION = Number(0, 1, above=True, below=True)
+WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its prompts may have
 
 
 @dataclass(frozen=True)
@@ -37,25 +40,124 @@ class Settings:
     since: float = 0.5  # they lie in the prompt after this share
     window: int = 8  # final keys outside the pool, and queries that a rule observes
     ks: Sequence[int] = (10, 18)  # of 20 keys
-    per_cell: int = 150  # triples per stratum and k, over all prompts
+    per_cell: int = 150  # triples per stratum and k, over all prompts, at most
     kernel: int = 11
     shares: Sequence[float] = (0.05, 0.10, 0.30)  # of the prompt kept, for the budgets
-    steps: int = 30  # ascents where the cone condition fails
+    steps: int = 6  # ascents where the cone condition fails
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        several(pools=self.pools, shares=self.shares)
+        if len(self.pools) > 4:
+            raise InputError(f"{len(self.pools)} pools > 4 that a figure can tell apart: give fewer")
+        for pool in self.pools:
+            ensure((Size, FRACTION), pools=pool)
+        for share in self.shares:
+            ensure(FRACTION, shares=share)
+        ensure(Size, positions=self.positions, window=self.window)
+
+
+def several(**named: Sequence) -> None:
+    """Raise InputError for what is not a list with at least one entry."""
+    for name, values in named.items():
+        if not isinstance(values, list | tuple) or not values:
+            raise InputError(f"{name} is {values!r}: give a list with at least one entry")
 
 
 SIZES = {"quick": (12, Settings()), "full": (48, Settings(positions=4, per_cell=600))}
 
 
-def size(profile: str, n_items: int | None = None, **changes) -> tuple[int, Settings]:
-    """Prompts and settings of a profile; a change that is None keeps the profile's value."""
+def size(profile: str, n_items: int | None = None, *, k: int = 200, **changes) -> tuple[int, Settings]:
+    """Prompts and settings of a profile; a change that is None keeps the profile's value. k, of the bound, is checked
+    only."""
     if profile not in SIZES:
         raise InputError(f"unknown profile {profile!r}: choose {' or '.join(SIZES)}")
     items, settings = SIZES[profile]
     given = {name: value for name, value in changes.items() if value is not None}
-    return n_items or items, Settings(**{**vars(settings), **given})
+    count = items if n_items is None else n_items
+    ensure(Size, n_items=count, k=k)
+    return count, Settings(**{**vars(settings), **given})
+
+
+# ---------------------------------------------------------------- prompts of a given length
+
+
+def questions(
+    loaded: Loaded, items: str, n_items: int, tokens: int, settings: Settings, *, max_new_tokens: int = 48
+) -> list[Item]:
+    """Items whose prompts have at most `tokens` tokens of the model's own tokenizer.
+
+    items, n_items: as in `data.load_items`. The embedded world counts in its own tokens, so it is asked for fewer or
+    more until its longest prompt fits; a passage is cut; other messages are as long as they are. Raises InputError,
+    also if the answer or the settings' pools find no room.
+    """
+    ensure(Size, tokens=tokens, max_new_tokens=max_new_tokens)
+    if tokens + max_new_tokens > loaded.context:
+        raise InputError(
+            f"{tokens} + {max_new_tokens} tokens > context {loaded.context} of {loaded.name}: lower tokens"
+        )
+    aim, world = tokens, items.partition(":")[0] == "tinyworld"
+    for _ in range(8):
+        aim = min(max(aim, WORLD[0]), WORLD[1])
+        found = data.load_items(items, n_items, seed=settings.seed, tokens=aim)
+        counts = _counts(loaded, found, tokens)
+        longest = max(counts)
+        if longest <= tokens and (not world or longest > 0.9 * tokens):
+            _hold(settings, min(counts))
+            return found
+        if not world:
+            raise InputError(f"a prompt of {items} has {longest} tokens > {tokens}: raise tokens or take shorter ones")
+        aim = round(0.99 * aim * tokens / longest)
+    raise InputError(
+        f"prompts of {tokens} tokens of {loaded.name} wanted, but the nearest of {items} have {longest}: "
+        "set tokens and lengths so"
+    )
+
+
+def questions_by_length(
+    loaded: Loaded, items: str, n_items: int, lengths: Sequence[int], settings: Settings, *, max_new_tokens: int = 48
+) -> dict[int, list[Item]]:
+    """`questions` at each of `lengths`. A length that the model or the items cannot have is left out, which is printed;
+    none left: InputError. Messages that can neither be built nor cut to a length count at their longest."""
+    several(lengths=lengths)
+    few = _few(settings)
+    given = [] if items.partition(":")[0] == "tinyworld" else data.load_items(items, n_items, seed=settings.seed)
+    if given and all(item.context is None for item in given):
+        lengths = [max(_counts(loaded, given, 0))]
+    found, reasons = {}, []
+    for length in dict.fromkeys(lengths):
+        ensure(Size, lengths=length)
+        try:
+            found[length] = questions(loaded, items, n_items, length, few, max_new_tokens=max_new_tokens)
+        except InputError as error:
+            reasons.append(f"length {length} is left out: {error}")
+    if not found:
+        raise InputError(reasons[0])
+    print(*reasons, sep="\n", end="\n" if reasons else "")
+    return found
+
+
+def _counts(loaded: Loaded, items: Sequence[Item], tokens: int) -> list[int]:
+    """Prompt tokens of each item; a passage is cut to `tokens`, other messages are as long as they are."""
+    limits = [tokens if item.context is not None else 10**9 for item in items]
+    return [
+        len(data.build_prompt(item, loaded.tokenizer, limit).ids) for item, limit in zip(items, limits, strict=True)
+    ]
+
+
+def _hold(s: Settings, tokens: int) -> None:
+    """Do the pools find their keys before the window of the earliest query?"""
+    keys = triples.spread(tokens, s.positions, s.since)[0] + 1 - s.window
+    largest = max([size for size in s.pools if isinstance(size, int)], default=1)
+    if keys < largest:
+        raise InputError(f"{keys} keys before a query's window < pool of {largest}: longer prompts, or smaller pools")
+
+
+def _few(settings: Settings) -> Settings:
+    """What is looked at in prompts of other lengths."""
+    return replace(settings, pools=settings.pools[:2], per_cell=0, positions=1, steps=1)
 
 
 # ---------------------------------------------------------------- the run
@@ -89,43 +191,47 @@ def run(
     results: Path | str = "data/results",
     chapter: str = "dropkv_bound",
     limit: int | None = None,
+    parts: Sequence[str] = PARTS,
     progress: bool = True,
 ) -> Study:
-    """All frames over the items' prompts, cut to `limit` tokens. A prompt that was done before, with the same model,
-    settings and code, is read back from `<results>/<chapter>/triples`."""
+    """All frames over the items' prompts, passages cut to `limit` tokens. A prompt that was done before, with the same
+    model, settings and code, is read back from `<results>/<chapter>/triples`. parts: the frames to fill."""
     folder = data.ROOT / results / chapter / "triples"
     folder.mkdir(parents=True, exist_ok=True)
     code = [store.code_of(Path(module.__file__).read_text()) for module in (bound, cone, triples)]
     own = store.code_of(Path(__file__).read_text())
-    parts: dict[str, list[pd.DataFrame]] = {name: [] for name in PARTS}
+    found: dict[str, list[pd.DataFrame]] = {name: [] for name in parts}
     for number, item in enumerate(tqdm(items, desc="prompts", disable=not progress)):
         ids = data.build_prompt(item, loaded.tokenizer, limit or loaded.context).ids
         take = _share(settings.per_cell, number, len(items))
         key = store.digest(loaded.hash, loaded.dtype, ids, take, vars(settings), code, own)
-        files = {name: folder / f"{key}-{name}.parquet" for name in PARTS}
+        files = {name: folder / f"{key}-{name}.parquet" for name in parts}
         if not all(file.is_file() for file in files.values()):
-            for name, frame in prompt(loaded, ids, settings, take).items():
+            for name, frame in prompt(loaded, ids, settings, take, parts).items():
                 frame.to_parquet(files[name])
         for name, file in files.items():
-            parts[name].append(pd.read_parquet(file).assign(item=item.id, task=item.task))
-    return Study(**{name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}, settings=settings)
+            found[name].append(pd.read_parquet(file).assign(item=item.id, task=item.task))
+    frames = {name: pd.concat(found[name], ignore_index=True) if name in found else pd.DataFrame() for name in PARTS}
+    return Study(**frames, settings=settings)
 
 
 def by_length(
-    loaded: Loaded, items: str, n_items: int, lengths: Sequence[int], settings: Settings, **given
+    loaded: Loaded, found: Study, items: Mapping[int, Sequence[Item]], *, tokens: int, **given
 ) -> pd.DataFrame:
-    """`Study.assumptions` for prompts of several lengths (tokens, column `length`), last query, first two pools.
+    """`Study.assumptions` for prompts of several lengths (column `length`), last query, first two pools.
 
-    items: as in `data.load_items`. Lengths beyond the model's context are left out; if none is left, InputError.
+    found: the study at `tokens`, which is not run again. items: `questions_by_length`; there, one ascent has to do
+    where the cone condition fails.
     """
-    held = [length for length in lengths if length <= loaded.context]
-    if not held:
-        raise InputError(f"no length of {list(lengths)} fits the model's context of {loaded.context} tokens")
-    plain = replace(settings, pools=settings.pools[:2], per_cell=0, shares=(), positions=1, steps=1)
-    frames = []
-    for length in held:
-        found = data.load_items(items, n_items, seed=settings.seed, tokens=length)
-        frames.append(run(loaded, found, plain, limit=length, **given).assumptions.assign(length=length))
+    few = _few(found.settings)
+    a = found.assumptions
+    last = a.position == a.groupby("item").position.transform("max")
+    frames = [a[last & a.pool.isin([pool_name(size) for size in few.pools])].assign(length=tokens)]
+    frames += [
+        run(loaded, prompts, few, limit=length, parts=("assumptions",), **given).assumptions.assign(length=length)
+        for length, prompts in items.items()
+        if length != tokens
+    ]
     return pd.concat(frames, ignore_index=True)
 
 
@@ -133,16 +239,17 @@ def _share(total: int, number: int, of: int) -> int:
     return total * (number + 1) // of - total * number // of
 
 
-def prompt(loaded: Loaded, ids: Sequence[int], settings: Settings, take: int) -> dict[str, pd.DataFrame]:
-    """The frames of one prompt; `take` of its triples, drawn at random, enter the enumeration."""
+def prompt(
+    loaded: Loaded, ids: Sequence[int], settings: Settings, take: int, parts: Sequence[str] = PARTS
+) -> dict[str, pd.DataFrame]:
+    """The frames of one prompt; `take` of its triples, drawn at random, or all it has enter the enumeration."""
     s = settings
     shape = loaded.model.config.get_text_config()
     positions = triples.spread(len(ids), s.positions, s.since)
     layers = range(shape.num_hidden_layers) if s.layers is None else s.layers
     heads = range(shape.num_attention_heads) if s.heads is None else s.heads
     every = [(layer, head, t) for layer in layers for head in heads for t in positions]
-    if take > len(every):
-        raise InputError(f"{take} triples asked of a prompt that has {len(every)}: more prompts, or a smaller per_cell")
+    take = min(take, len(every)) if "records" in parts else 0
     drawn = np.random.default_rng([s.seed, len(ids), *ids[-8:]]).choice(len(every), take, replace=False)
     chosen = {every[i] for i in drawn}
     rows: dict[str, list[dict]] = {name: [] for name in PARTS}
@@ -158,12 +265,13 @@ def prompt(loaded: Loaded, ids: Sequence[int], settings: Settings, take: int) ->
                 rows["lemma"].append(_where(t) | lemma_error(t, s.seed))
                 drawn_keys.extend(_drawn(t, s))
                 rows["alignment"] += _alignment(t, s)
-        rows["budgets"] += _budgets(last, shape.num_attention_heads // shape.num_key_value_heads, s)
+        if "budgets" in parts:
+            rows["budgets"] += _budgets(last, shape.num_attention_heads // shape.num_key_value_heads, s)
 
     triples.triples(loaded.model, ids, positions, visit, layers=s.layers, heads=s.heads, window=s.window)
     frames = {name: pd.DataFrame(found) for name, found in rows.items()}
     frames["records"] = _records(drawn_keys, s)
-    return frames
+    return {name: frames[name] for name in parts}
 
 
 def _where(t: Triple) -> dict:
@@ -209,8 +317,7 @@ def lemma_error(t: Triple, seed: int = 0) -> dict:
     half = torch.rand(16, len(t.p), generator=torch.Generator().manual_seed(seed)) < 0.5
     found = {"tokens": len(t.p)}
     for name, evicted in (("single", one), ("joint", half)):
-        given = t.p.expand(len(evicted), -1), t.v
-        error = (bound.shift(*given, evicted) - bound.shift_by_definition(*given, evicted)).norm(dim=-1)
+        error = (bound.shift(t.p, t.v, evicted) - bound.shift_by_definition(t.p, t.v, evicted)).norm(dim=-1)
         left = (t.p * ~evicted).sum(-1)
         found[name] = (error * left / t.window_a[-1].norm()).max().item()
     return found

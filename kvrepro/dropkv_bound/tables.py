@@ -4,15 +4,15 @@ Intervals are percentile bootstraps over whole prompts, since the triples of one
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from pandas.io.formats.style import Styler
 from scipy import stats as scipy_stats
 
-from kvrepro import claims
-from kvrepro.dropkv_bound import bound, quality
+from kvrepro import claims, data
+from kvrepro.dropkv_bound import bound, quality, timings
 from kvrepro.dropkv_bound.study import DRAWS, Statistic, Study, interval, pool_name
 from kvrepro.dropkv_bound.triples import RULES, STRATA
 from kvrepro.errors import InputError
@@ -222,16 +222,36 @@ def disagreement(study: Study) -> pd.DataFrame:
 
 def budgets(study: Study) -> pd.DataFrame:
     """Relative shift of a layer's output, mean over layers: share kept, pooling, bf16, uniform, adaptive, and their
-    difference with its interval (adaptive - uniform; below zero: adaptive is better)."""
+    difference (adaptive - uniform; below zero: adaptive is better), each with its interval, `_low` and `_high`."""
     keys = ["share", "pooling", "bf16"]
     wide = study.budgets.pivot_table(index=["item", "layer", *keys], columns="allocation", values="error").reset_index()
     wide["difference"] = wide.adaptive - wide.uniform
     rows = []
     for key, f in wide.groupby(keys, sort=False):
-        value, low, high, _ = interval(f, ["difference"], np.mean)
-        row = dict(zip(keys, key, strict=True)) | {"uniform": f.uniform.mean(), "adaptive": f.adaptive.mean()}
-        rows.append(row | {"difference": value, "low": low, "high": high})
+        row = dict(zip(keys, key, strict=True))
+        for name in ("uniform", "adaptive", "difference"):
+            value, low, high, _ = interval(f, [name], np.mean)
+            row |= {name: value, f"{name}_low": low, f"{name}_high": high}
+        rows.append(row)
     return pd.DataFrame(rows).sort_values(keys, ignore_index=True)
+
+
+def budget_table(study: Study) -> pd.DataFrame:
+    """`budgets` for the eye: a row per switch, each value with its interval."""
+    found = budgets(study)
+    text = pd.DataFrame(
+        {
+            name: [_between(*row) for row in found[[name, f"{name}_low", f"{name}_high"]].itertuples(index=False)]
+            for name in ("uniform", "adaptive", "difference")
+        }
+    )
+    pooling = found.pooling.replace("none", "no") + " pooling" + np.where(found.bf16, ", bf16 attention", "")
+    index = pd.MultiIndex.from_arrays([found.share.map("{:.0%}".format), pooling], names=["kept", "switch"])
+    return text.set_axis(index)
+
+
+def _between(value: float, low: float, high: float) -> str:
+    return f"{value:.3f}" if np.isnan(low) else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def prediction(study: Study, *losses: pd.DataFrame, k: int = K) -> pd.DataFrame:
@@ -298,12 +318,11 @@ def _median_difference(values: np.ndarray) -> float:
 
 
 def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -> list[Member]:
-    """Members of a claim: label, rows, columns and the statistic over them; none where `answers` would be needed."""
+    """Members of a claim: label, rows, columns and the statistic over them. Raises `claims.Missing` where answers are
+    needed and are not there, are of other prompts, or are wrong with the full cache too."""
     contrast, over = claim["contrast"], claim.get("over")
-    if contrast == "quality_difference":
-        if answers is None:
-            return []
-        return [("all", quality.differences(answers, claim["against"], claim["share"]), ["difference"], np.mean)]
+    if contrast in ("quality_difference", "quality_lead"):
+        return [("all", *_answered(claim, answers))]
     of_pool: dict[str, tuple[list[str], Statistic]] = {
         "cone_share": (["c_low"], _positive),
         "cone_median": (["c_low"], _median),
@@ -320,7 +339,7 @@ def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -
         return [(name, f, ["ratio"], _median if contrast == "ratio_median" else _p95) for name, f in _cells(ours)]
     if contrast in ("attention_minus_dropkv", "random_minus_dropkv"):
         other = contrast.removesuffix("_minus_dropkv")
-        pairs = _paired(study, other, 1, ours)
+        pairs = _paired(study, other, 1, ours[ours.k.isin(claim.get("ks", ours.k))])
         strata = STRATA if over == "cells" else over
         return [
             (name, f, ["ratio_other", "ratio"], _median_difference)
@@ -331,7 +350,8 @@ def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -
         found = []
         for objective in ("query", "window"):
             drop = selected(study.records, "dropkv", queries, objective=objective)
-            pairs = {rule: _paired(study, rule, queries, drop[drop.k == HARD_K]) for rule in RULES if rule != "dropkv"}
+            others = [rule for rule in RULES if rule not in ("dropkv", "pyramidkv")]  # whose score is SnapKV's
+            pairs = {rule: _paired(study, rule, queries, drop[drop.k == HARD_K]) for rule in others}
             found += [(f"{rule}, F of the {objective}", f, ["log"], np.mean) for rule, f in pairs.items()]
         return found
     if contrast == "andpro_keeps":
@@ -354,6 +374,36 @@ def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -
     if contrast not in single:
         raise InputError(f"claim {claim['id']}: unknown contrast {contrast!r}")
     return [("all", *single[contrast])]
+
+
+def _answered(claim: Mapping, answers: pd.DataFrame | None) -> tuple[pd.DataFrame, list[str], Statistic]:
+    """F1 differences of a claim in points, per item, and the statistic over them."""
+    if answers is None:
+        raise claims.Missing("no answers were generated: run quality.answers")
+    here = answers[answers.length == quality.main_length(answers)]
+    needs = claim.get("needs", {})
+    if "items" in needs and not set(here.task) <= set(data.LONGBENCH_QA):
+        raise claims.Missing(f"{claim['why']} Give -p items {needs['items']} with a model of the hub.")
+    if here.prompt_tokens.mean() < needs.get("prompt_tokens", 0):
+        asked = f"{needs['prompt_tokens']} tokens wanted, {here.prompt_tokens.mean():.0f} run"
+        raise claims.Missing(f"{claim['why']} Prompts of {asked}: give such a file with -p items, and -p tokens.")
+    full = here[here.method == "full"].dropna(subset=[quality.MEASURE])
+    _, low, _, items = interval(full, [quality.MEASURE], np.mean)
+    if items < claims.MIN_ITEMS:
+        raise claims.Missing(f"{items} items: an interval needs at least {claims.MIN_ITEMS}")
+    if not low >= claims.MIN_CEILING:
+        raise claims.Missing("the full cache itself answers too few items")
+    if claim["contrast"] == "quality_lead":
+        wide = 100 * quality.at_share(answers, claim["share"])
+        return wide.reset_index(), ["dropkv", *wide.columns.drop("dropkv")], _lead
+    found = quality.differences(answers, claim["against"], claim["share"])
+    return found.assign(difference=100 * found.difference), ["difference"], np.mean
+
+
+def _lead(values: np.ndarray) -> float:
+    """Mean of the first column minus the greatest mean of the others."""
+    means = values.mean(0)
+    return float(means[0] - means[1:].max())
 
 
 def _cells(records: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -383,71 +433,49 @@ def evaluate(
     known = claims.load_claims(book) if isinstance(book, str) else book
     rows = []
     for claim in known["claims"]:
-        if claim["contrast"] == "none":
-            rows.append(claims.claim_row(claim, claim["why"]))
-            continue
-        if claim["contrast"] == "gpu_speedup":
-            found = gpu_speedup(claim["over"])
+        try:
+            if claim["contrast"] in timings.CONTRASTS:
+                found, test = _timed(claim)
+            else:
+                found = pd.DataFrame(
+                    [
+                        (label, *interval(f, columns, statistic, draws=draws))
+                        for label, f, columns, statistic in members(claim, study, answers)
+                    ],
+                    columns=["member", "value", "low", "high", "n"],
+                ).assign(p=np.nan)
+                test = "bootstrap over prompts"
             found["state"] = [claims.judge(claim["rule"], m.value, m.low, m.high, None) for m in found.itertuples()]
-            row = claims.claim_row(claim, found if len(found) else "no timings: data/gpu/kernels.csv is missing")
-            rows.append(row | {"test": "p20 to p80 of timings"})
-            continue
-        parts = members(claim, study, answers)
-        if not parts:
-            rows.append(claims.claim_row(claim, "no answers were generated: run quality.answers"))
-            continue
-        found = pd.DataFrame(
-            [(label, *interval(f, columns, statistic, draws=draws)) for label, f, columns, statistic in parts],
-            columns=["member", "value", "low", "high", "n"],
-        ).assign(p=np.nan)
-        found["state"] = [claims.judge(claim["rule"], m.value, m.low, m.high, None) for m in found.itertuples()]
-        rows.append(claims.claim_row(claim, found) | {"test": "bootstrap over prompts"})
+            row = claims.claim_row(claim, found) | {"test": test}
+            rows.append(row | {"note": claim["why"]} if claim["contrast"] in timings.CONTRASTS else row)
+        except claims.Missing as missing:
+            rows.append(claims.claim_row(claim, str(missing)))
     frame = pd.DataFrame(rows).reindex(columns=claims.COLUMNS + claims.EXTRA)
     return frame.assign(reading="any", model=model, profile=profile, depends_on_reading="")
 
 
-GPU = claims.DATA / "gpu" / "kernels.csv"
-SCORING = "perturbation sum mean"  # DropKV's row of the scoring kernel
-SHAPE = "32/8/128"  # query heads, KV heads, dimensions: Llama-3.1-8B, Mistral-7B
-
-
-def gpu_speedup(references: Sequence[str], tokens: int = 131072, file: Path = GPU) -> pd.DataFrame:
-    """Speed-up of the scoring kernel over each reference at a length, from p20 over p80 to p80 over p20; empty without
-    timings. Columns member, value, low, high, n, p."""
-    columns = ["member", "value", "low", "high", "n", "p"]
+def _timed(claim: Mapping) -> tuple[pd.DataFrame, str]:
+    """Members of a claim about timings, and what their interval is."""
+    compute, file, test = timings.CONTRASTS[claim["contrast"]]
     if not file.is_file():
-        return pd.DataFrame(columns=columns)
-    f = pd.read_csv(file)
-    f = f[(f.kernel == "window_scores") & (f["shape"] == SHAPE) & (f.tokens == tokens) & (f.batch == 1)]
-    f = f.set_index("variant")
-    ours, rows = f.loc[SCORING], []
-    for name in references:
-        other = f.loc[name]
-        value, low, high = (
-            getattr(other, a) / getattr(ours, b)
-            for a, b in (("p50_us", "p50_us"), ("p20_us", "p80_us"), ("p80_us", "p20_us"))
-        )
-        rows.append((name, value, low, high, 1, np.nan))
-    return pd.DataFrame(rows, columns=columns)
+        raise claims.Missing(f"no timings: data/gpu/{file.name} is missing")
+    return compute(file, **{"tokens": claim["tokens"]} if "tokens" in claim else {}), test
 
 
-def kernel_table(file: Path = GPU) -> pd.DataFrame:
-    """Measured scoring times of DropKV's score by length: ours, both references, the speed-ups, and the paper's."""
-    if not file.is_file():
-        return pd.DataFrame({"note": ["no timings: data/gpu/kernels.csv is missing"]})
-    f = pd.read_csv(file)
-    names = {SCORING: "fused kernel", "plain torch, grouped, lse given": "torch, grouped"}
-    names["plain torch, repeated heads"] = "torch, repeated heads"
-    f = f[(f.kernel == "window_scores") & (f["shape"] == SHAPE) & f.variant.isin(list(names)) & (f.batch == 1)]
-    wide = f.assign(name=f.variant.map(names)).pivot_table(
-        index="tokens", columns="name", values="p50_us", aggfunc="first"
-    )
-    shown = (wide / 1000).add_suffix(" (ms)")
-    for name in ("torch, grouped", "torch, repeated heads"):
-        shown[f"speed-up over {name}"] = wide[name] / wide["fused kernel"]
-    speed = claims.cells("dropkv_text_numbers.csv", {"task": "scoring kernel speedup"}).iloc[0]
-    shown["paper's speed-up (A100)"] = [float(speed.value) if tokens == 131072 else np.nan for tokens in shown.index]
-    return shown.rename_axis(columns=f"{f.device.iloc[0]}, {f.dtype.iloc[0]}")
+def overview(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """One row per claim, as narrow as a page: statement, paper, ours, verdict."""
+    wide = claims.table(verdicts)
+    ours = (wide["ours [95%]"] + " " + wide.unit.where(wide["ours [95%]"] != "", "")).str.strip()
+    found = wide.assign(**{"ours [interval]": ours})
+    return found[["claim", "statement", "paper", "ours [interval]", "verdict"]].set_index("claim")
+
+
+def shown(frame: pd.DataFrame, caption: str, digits: int = 2, **given) -> Styler:
+    """A table for the page: its caption above it, room between its cells."""
+    style = frame.style.format(precision=digits, na_rep="", **given).set_caption(caption)
+    cells = [("padding", "0.15em 0.7em"), ("text-align", "left")]
+    rules = [{"selector": "th, td", "props": cells}, {"selector": "caption", "props": [("caption-side", "top")]}]
+    return style.set_table_styles(rules)
 
 
 def partition_text(found: bound.Partition) -> str:
@@ -466,6 +494,44 @@ def partition_text(found: bound.Partition) -> str:
     )
 
 
+def explanation(study: Study) -> str:
+    """Does the theorem explain the ratio? In words: the ratio where a triple's pool has a cone and where it has none,
+    whether they differ, and whether the bound ranks the records of the same twenty keys."""
+    where, own = ["item", "layer", "head", "position"], selected(study.records)
+    pools = next(_by_pool(study))[1]
+    both = own.merge(pools[[*where, "c_low"]], on=where, suffixes=("", "_pool")).assign(
+        cone=lambda f: f.c_low_pool > 1e-9
+    )
+    parts = {name: interval(both[both.cone == name], ["ratio"], _median)[:3] for name in (True, False)}
+    if both.cone.nunique() < 2:
+        only = bool(both.cone.all())
+        which = f"The pool of {'every' if only else 'no'} triple has a cone"
+        text = f"{which} (median ratio {_between(*parts[only])}), so that this run cannot compare."
+    else:
+        value, low, high, _ = interval(both, ["ratio", "cone"], _without_minus_with)
+        text = (
+            f"The median ratio is {_between(*parts[True])} where the pool has a cone and {_between(*parts[False])} "
+            f"where it has none: the difference, {_between(value, low, high)}, "
+        )
+        text += (
+            "shows that the assumption goes with near-optimality. It is not what near-optimality needs, though: "
+            "for the triples without a cone the theorem promises nothing."
+            if low > 0
+            else "runs against the theorem's explanation."
+            if high < 0
+            else "cannot be told from none, so that the assumption explains nothing that was seen here."
+        )
+    rho, low, high, _ = rank_correlation(own[own.k == own.k.min()], "bound", "ratio")
+    ranks = "does" if low > 0 else "does not" if high <= 0 else "cannot be shown to"
+    return f"{text} A smaller bound {ranks} go with a smaller ratio (rank correlation {_between(rho, low, high)})."
+
+
+def _without_minus_with(values: np.ndarray) -> float:
+    """Columns ratio and cone (0 or 1): median without a cone minus median with one."""
+    cone = values[:, 1] > 0
+    return float(np.median(values[~cone, 0]) - np.median(values[cone, 0])) if 0 < cone.mean() < 1 else np.nan
+
+
 def numbers(frame: pd.DataFrame, study: Study) -> dict[str, str]:
     """What the prose may quote, as text: of each claim its value with interval and its verdict; sizes of the run; the
     share of triples with c* > 0 per pool; how far lemma 1 is from its definition; the peers' ratios."""
@@ -482,6 +548,8 @@ def numbers(frame: pd.DataFrame, study: Study) -> dict[str, str]:
         "lemma-joint": f"{study.lemma.joint.max():.0e}",
         "gap": f"{(a.c_high - a.c_low)[a.c_low > 1e-9].max():.0e}",
         "undecided": str(int(((a.c_low <= 1e-9) & (a.c_high > 1e-9)).sum())),
+        "explained": explanation(study),
+        "cone-twenty": f"{100 * (own.c_low > 1e-9).mean():.0f}%",
         "violations": str(int((own.ratio > own.bound * (1 + 1e-9)).sum())),
         "checked": str(int(np.isfinite(own.bound).sum())),
         "value-rho": f"{disagreement(study).rho_value.median():.2f}",
@@ -494,11 +562,6 @@ def numbers(frame: pd.DataFrame, study: Study) -> dict[str, str]:
     layers = prevalence(study)
     layers = layers[layers.pool == first]
     found["weakest-layer"] = str(layers.loc[layers.share.idxmin(), "layer"])
-    where = ["item", "layer", "head", "position"]
-    both = own.merge(a[a.pool == first][[*where, "c_low"]], on=where, suffixes=("", "_pool"))
-    for name, rows in (("cone", both[both.c_low_pool > 1e-9]), ("no-cone", both[both.c_low_pool <= 1e-9])):
-        value, low, high, _ = interval(rows, ["ratio"], _median)
-        found[f"ratio-{name}"] = f"{value:.3f} [{low:.3f}, {high:.3f}]" if len(rows) else "no value"
     ranked = {objective: peers(study, objective) for objective in ("query", "window")}
     for objective, ratios in ranked.items():
         best = ratios.iloc[0]

@@ -65,11 +65,13 @@ def triples(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     window: int = 8,
+    cache: Any = None,
 ) -> None:
     """Hand the triples of each layer to `visit`, layer by layer, as one forward pass of the prompt `ids` reaches it.
 
     positions: true positions of the queries, each at least `window`. layers, heads (query heads): None takes all. What
-    `visit` does not keep is freed before the next layer. Raises InputError before the pass.
+    `visit` does not keep is freed before the next layer. cache: filled with the prompt's keys and values, if given.
+    Raises InputError before the pass.
     """
     n, shape = len(ids), model.config.get_text_config()
     if not positions or not window <= min(positions) <= max(positions) < n:
@@ -88,7 +90,7 @@ def triples(
     looker = _Looker(model, positions, visit, layers, heads, window)
     with torch.inference_mode(), installed(model):
         tokens = torch.tensor([list(ids)], device=model.device)
-        model(input_ids=tokens, use_cache=False, logits_to_keep=1, kvrepro=looker)
+        model(input_ids=tokens, use_cache=cache is not None, past_key_values=cache, logits_to_keep=1, kvrepro=looker)
 
 
 class _Looker:

@@ -10,6 +10,7 @@ import nbformat
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import tiny
 import torch
 from hypothesis import given
@@ -180,6 +181,11 @@ def test_budget_is_met_and_the_window_stays_where_it_must(budget, ties, forced, 
         ({"until": "nowhere"}, "no span 'nowhere'"),
         ({"window": 30}, "fewer than the 30"),
         ({"norm": "l3"}, "unknown norm"),
+        ({"joined": 1}, "unknown joined 1: choose one of True, False"),
+        ({"single": 9}, "single 9 of 8 past queries"),
+        ({"kernel": 4}, "kernel 4: an odd number"),
+        ({"share": 0.0}, "share of the history is 0.0"),
+        ({"layer": -1}, "layer is -1"),
     ],
 )
 def test_bad_settings_are_refused_before_the_pass(wrong, message):
@@ -190,11 +196,37 @@ def test_bad_settings_are_refused_before_the_pass(wrong, message):
 def test_specifications_are_all_different_and_variants_depart_in_one_field():
     specs = retention.specifications()
     assert len(set(specs)) == len(specs) == 256 // 2
-    for (field, value), name in retention.MEANS.items():
-        changed = {k for k, v in vars(retention.variants()[name]).items() if v != getattr(OURS, k)}
-        assert changed == {field}
-        assert getattr(retention.variants()[name], field) == value
-    assert {field for field, _ in retention.MEANS} == set(retention.CHOICES)
+    for base in (OURS, replace(OURS, norm="none", later=True)):
+        found = retention.variants(base)
+        assert found[retention.DEFAULT] == base
+        for (field, value), name in retention.MEANS.items():
+            if getattr(base, field) == value:
+                assert name not in found
+            else:
+                assert {k for k, v in vars(found[name]).items() if v != getattr(base, k)} == {field}
+                assert getattr(found[name], field) == value
+    assert set(retention.MEANS) == {(field, value) for field, values in retention.CHOICES.items() for value in values}
+
+
+def test_one_head_is_that_heads_curve(eager):
+    _, every = retention.retained(eager[0], PROMPT, ANSWER, {"default": SHORT})
+    _, one = retention.retained(eager[0], PROMPT, ANSWER, {"default": replace(SHORT, head=4)})
+    columns = ["rule", "layer", "worst", "mean", "below"]
+    alone = one[(one["head"] == -1) & (one.layer >= 0)][columns].reset_index(drop=True)
+    pd.testing.assert_frame_equal(alone, every[every["head"] == 4][columns].reset_index(drop=True))
+
+
+def test_defensive_r_kv_is_r_kv_with_another_aggregation():
+    from observations import observation
+
+    from kvrepro.fragility import policies
+    from kvrepro.score import keys
+
+    o = observation(batch=1, kv_heads=2, group=3, window=1, tokens=40, hidden=20)
+    own, other = keys.r_kv(o, mix=1.0, kernel=1), policies.r_kv(o, mix=1.0, kernel=1)  # one query: mean = largest
+    prior = own.sum(-1, keepdim=True) / 39
+    torch.testing.assert_close(other[..., :-1], torch.maximum(own, prior)[..., :-1])
+    torch.testing.assert_close(policies.r_kv(o, mix=0.0), keys.r_kv(o, mix=0.0))
 
 
 # ---- the mixture
@@ -251,9 +283,45 @@ def test_grid_has_what_the_claims_ask_for():
         study.grid([0.2], ["lru"])
     with pytest.raises(InputError, match="shares between 0 and 1"):
         study.grid([20])
+    with pytest.raises(InputError, match="unknown reading 'run'"):
+        study.grid([0.2], reading="run")
+    guarded = {(c.policy, c.share) for c in study.grid([0.1, 0.2, 0.4, 0.8]) if c.prefix}
+    assert guarded == {(policy, share) for policy in study.POLICIES for share in (0.1, 0.2, 0.4)}
 
 
-def synthetic(readings=study.READINGS, items: int = 12) -> pd.DataFrame:
+def test_everything_is_checked_before_anything_runs():
+    loaded = models.load("tiny-gqa")
+    given = {
+        "base": OURS, "long_tokens": 1000, "answer_tokens": 320, "max_new_tokens": 8, "shares": [0.2],
+        "policies": ["snapkv"],
+        "reading": "both", "guard": 0.1, "tokens": 560, "seed": 0, "profile": "quick",
+    }  # fmt: skip
+    sizes = study.Size(4, 2, 2, 2, 2)
+    assert study.checked(loaded, "tinyworld:two_hop,needle", sizes, **given) == sizes
+    for wrong, message in (
+        ({"base": replace(OURS, layer=99)}, "layer 99: tiny-gqa has 8, counted from 0"),
+        ({"base": replace(OURS, until="defense")}, "no span 'defense'"),
+        ({"long_tokens": 500}, "answers of 200 steps need prompts of 1000"),
+        ({"answer_tokens": 100}, "answer_tokens 100 cuts answers of 200 steps"),
+        ({"shares": [0.01]}, "budget 5 < "),
+        ({"policies": ["snap"]}, "unknown policy 'snap'"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            study.checked(loaded, "tinyworld:two_hop,needle", sizes, **given | wrong)
+    with pytest.raises(InputError, match="n_items is -1"):
+        study.size("quick", -1)
+    where = {name: given[name] for name in ("tokens", "long_tokens", "answer_tokens")}
+    found = study.answers(loaded, "tinyworld", sizes, **where)
+    long = [item for item, _ in found if item.task in study.LONG]
+    assert len(long) == 4
+    assert min(len(loaded.tokenizer.encode(item.answer)) for item in long) >= 200
+    parts = study.parts_of(loaded, "tinyworld:two_hop,needle", sizes, **{k: given[k] for k in (
+        "shares", "policies", "reading", "guard", "tokens", "seed", "profile")})  # fmt: skip
+    assert [(name, len(items)) for name, items, _ in parts] == [("every", 2), ("middle", 2)]
+
+
+def synthetic(readings=study.READINGS, items: int = 18) -> pd.DataFrame:
     """A grid's rows: the full cache right, critical_ada_kv losing 0.4, the defensive ones 0.1 and 0.05 (as_run 0.3)."""
     rows = []
     losses = {"defensive_kv": 0.1, "layer_defensive_kv": 0.05, "critical_ada_kv": 0.4}
@@ -273,7 +341,7 @@ def synthetic(readings=study.READINGS, items: int = 12) -> pd.DataFrame:
 
 
 def test_verdicts_from_rows_of_known_size(tmp_path):
-    given = {"model": "m", "profile": "quick", "gpu": tmp_path / "none.csv"}
+    given = {"model": "m", "profile": "quick", "gpu": tmp_path}
     frame = study.evaluate(synthetic(), None, **given).set_index(["claim", "reading"])
     assert frame.loc[("C2", "as_described"), "verdict"] == "reproduced"
     assert frame.loc[("C2b", "as_described"), "verdict"] == "reproduced"  # 0.4 / 0.1
@@ -297,14 +365,92 @@ def test_scoring_times_are_compared_at_the_longest_context(tmp_path):
         ]
     ]  # fmt: skip
     pd.DataFrame(rows).to_csv(tmp_path / "kernels.csv")
-    value, low, high, tokens = study.scoring_ratio(tmp_path / "kernels.csv")
-    assert (value, tokens) == (pytest.approx(1.1), 400)
+    [(label, value, low, high)] = study.scoring_ratio(tmp_path)
+    assert (value, label) == (pytest.approx(1.1), "400 tokens")
     assert (low, high) == (pytest.approx(0.99), pytest.approx(1.1 / 0.9))
 
 
+def test_costs_are_ratios_of_what_was_timed(tmp_path):
+    rows = [
+        ("prefill", study.ADA, 0.2, 100, 1, 2.0, 10.0), ("prefill", study.DEFENSIVE_PLAIN, 0.2, 100, 1, 3.0, 10.0),
+        ("prefill", study.PLAIN, 1.0, 100, 1, 2.0, 40.0), ("decode", study.PLAIN, 1.0, 100, 1, 0.4, 40.0),
+        ("decode", study.PLAIN, 1.0, 100, 4, 0.5, 80.0), ("decode", study.KEPT, 1.0, 100, 1, 0.2, 40.0),
+        ("decode", study.KEPT, 1.0, 100, 2, 0.2, 80.0), ("decode", "20% kept", 0.2, 100, 1, 0.1, 30.0),
+        ("decode", "20% kept", 0.2, 100, 16, 0.25, 80.0), ("decode", "20% kept", 0.2, 50, 1, 9.0, 1.0),
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=["part", "method", "share", "tokens", "batch", "seconds", "peak_gib"])
+    frame = frame.assign(model=study.TIMED_MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds)
+    frame.to_csv(tmp_path / "models.csv")
+    [(label, *ratios)] = study.prefill_ratio(tmp_path)
+    assert (label, *ratios) == ("100 tokens", 1.5, pytest.approx(1.5 * 0.9 / 1.1), pytest.approx(1.5 * 1.1 / 0.9))
+    assert [m[1] for m in study.decode_ratio(tmp_path)] == pytest.approx([4, 2])
+    assert [m[1] for m in study.throughput_ratio(tmp_path)] == pytest.approx([64 / 8, 64 / 10])
+    assert [m[1] for m in study.peak_ratio(tmp_path)] == pytest.approx([0.25, 0.75])
+    assert len(study.costs(study.GPU)) > 4
+    assert study.costs(tmp_path / "none").empty
+
+
+def test_every_claim_has_a_row_whatever_was_run(tmp_path):
+    rows = synthetic()
+    rows = rows[rows.policy.isin(["full", "snapkv"])]
+    book = claims.load_claims("fragility")
+    frame = study.evaluate(rows, None, model="m", profile="quick", gpu=tmp_path)
+    assert frame.claim.tolist() == [claim["id"] for claim in book["claims"]]
+    assert set(frame[frame.claim == "C2"].verdict) == {"not testable here"}
+    assert "not run" in frame[frame.claim == "C2"].note.iloc[0]
+
+
+def test_few_items_are_named_as_the_reason():
+    frame = study.evaluate(synthetic(items=5), None, model="m", profile="quick").set_index("claim")
+    assert set(frame.loc["C2"].note) == {"5 items: an interval needs at least 6"}
+
+
+def test_means_of_few_items_have_students_interval():
+    a = pd.Series([0.0, 0.2, 0.1, 0.4, 0.3, 0.9])
+    expected = scipy.stats.ttest_1samp(a - 0.1, 0).confidence_interval()
+    found = study.estimate(pd.DataFrame({"a": a, "b": 0.1}), "difference")
+    assert found[1:3] == (pytest.approx(expected.low), pytest.approx(expected.high))
+    for contrast in ("difference", "loss"):  # alike, and too few to say that others would be
+        assert np.isnan(study.estimate(pd.DataFrame({"a": [0.5] * 8, "b": 0.1, "full": 0.5}), contrast)[1])
+    b = pd.Series([0.0, 0.1, 0.1, 0.2, 0.1, 0.0, 0.3])
+    expected = scipy.stats.ttest_ind(a, b, equal_var=False).confidence_interval()
+    assert study.welch(a, b)[1:3] == (pytest.approx(expected.low), pytest.approx(expected.high))
+
+
+def test_the_largest_gain_is_larger_than_each_other():
+    rows = synthetic()
+    rows["task"] = [("needle_multikey", "frequent_words")[int(item[1:]) % 2] for item in rows["item"]]
+    better = rows.policy.isin(study.DEFENSIVE) & (rows.task == "needle_multikey")
+    book = claims.load_claims("fragility")
+    [claim] = [c for c in book["claims"] if c["id"] == "C4b"]
+    shares = {}
+    for name, more in (("alike", 0.0), ("larger", 0.2)):
+        here = rows.assign(token_f1=rows.token_f1 + more * better)
+        found = study.members(claim, book["sets"], here, None, "as_described")
+        assert found.member.tolist() == [f"{one}, over frequent_words" for one in study.DEFENSIVE]
+        shares[name] = set(found.state)
+    assert shares["larger"] == {"holds"}
+    assert "holds" not in shares["alike"]
+
+
+def test_a_line_is_about_the_same_items():
+    rows = synthetic()
+    more = rows[(rows["share"] == 0.2) | (rows.policy == "full")].assign(
+        item=lambda f: "more-" + f["item"], token_f1=lambda f: f.token_f1 * 0.5
+    )
+    joined = pd.concat([rows, more], ignore_index=True)
+    ours, alone = (study.curve(f, "snapkv", "any")[["share", "value", "n"]] for f in (joined, rows))
+    pd.testing.assert_frame_equal(ours, alone)
+    needles = more.assign(part=study.NEEDLES)
+    pd.testing.assert_frame_equal(study.losses(pd.concat([rows, needles], ignore_index=True)), study.losses(rows))
+    table = study.guarded(rows, 0.1)
+    assert table.columns.tolist() == [(share, k) for share in ("10%", "20%", "40%") for k in ("bare", "guarded")]
+    assert table.index.tolist() == study.policies_of(rows)
+
+
 def test_a_loss_below_the_bar_is_infinitely_smaller():
-    frame = pd.DataFrame({"a": [1.0] * 8, "b": [0.5] * 8, "full": [1.0] * 8})
-    assert study.estimate(frame, "loss_ratio") == (np.inf, np.inf, np.inf, 8)
+    frame = pd.DataFrame({"a": [1.0] * 18, "b": [0.5] * 18, "full": [1.0] * 18})
+    assert study.estimate(frame, "loss_ratio") == (np.inf, np.inf, np.inf, 18)
     assert np.isnan(study.estimate(frame.assign(b=1.0), "loss_ratio")[0])
 
 
@@ -312,7 +458,7 @@ def test_claims_file_names_what_exists():
     book = claims.load_claims("fragility")
     for claim in book["claims"]:
         assert claims.paper_text(claim["paper"], claim.get("unit", "F1"))
-        assert claim["contrast"] in {*study.CONTRASTS, "none", "scoring_ratio"}
+        assert claim["contrast"] in {*study.CONTRASTS, *study.TIMED, "lead"}
         for cell in claim.get("cells", {}).values():
             assert cell.get("rule", "mean") in retention.RULES
     assert set(book["sets"]["six"]) == set(study.TABLE_1.values())
@@ -375,7 +521,9 @@ def test_figures_have_labels_and_show_what_they_are_given(chapter):
     assert labels[:4] == [
         "paper, figure 1, layer 14", "paper, figure 3, GovReport", "paper, table 1, GovReport", "our default"
     ]  # fmt: skip
-    assert set(retention.MEANS.values()) <= set(labels)
+    assert set(retention.variants()) - {retention.DEFAULT} <= set(labels)
+    for by, names in (("layer", ["0", "1", "2", "all"]), ("head", list("012345")), ("task", ["summary", "list all"])):
+        assert study.retained_by(r, by).index.tolist() == names
 
 
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
@@ -388,20 +536,22 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = models.load(str(checkpoint.save(tmp_path / "small", [row["context"] for row in rows])))
     sizes = study.size("quick", 2)
-    given = {"results": tmp_path, "max_new_tokens": 4, "progress": False}
-    r = study.retained(loaded, str(items), sizes, **given)
+    given = {"results": tmp_path, "progress": False}
+    r = study.retained(loaded, str(items), sizes, answer_tokens=4, **given)
     assert r.summary.item.nunique() == 2
     assert study.long_tasks(r) == ["harbour"]
     assert r.layer == study.paper_layer(loaded.model)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    pd.testing.assert_frame_equal(study.retained(loaded, str(items), sizes, **given).summary, r.summary)
+    pd.testing.assert_frame_equal(
+        study.retained(loaded, str(items), sizes, answer_tokens=4, **given).summary, r.summary
+    )
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    grid = study.quality(loaded, str(items), sizes, shares=[0.4], reading="as_described", **given)
+    grid = study.quality(loaded, str(items), sizes, shares=[0.4], reading="as_described", max_new_tokens=4, **given)
     said = capsys.readouterr().out
     assert "duo_attention is left out" in said
     assert "4 bits are left out" in said
     assert set(grid.policy) == {"full", *study.POLICIES} - {"duo_attention"}
-    assert len(grid) == 2 * (1 + 7)
+    assert len(grid) == 2 * (1 + 7 + 7)  # bare, and behind guards
     frame = study.evaluate(grid, r, model=loaded.name, profile="quick")
     assert set(frame[frame.claim.str.startswith(("C1", "C2"))].verdict) == {"not testable here"}
     assert study.numbers(frame, grid, r)["items"] == "2"

@@ -29,8 +29,9 @@ RULES = {
 }
 NAMES = {
     "streaming_llm": "StreamingLLM", "snapkv": "SnapKV", "cake": "CAKE", "pyramid_kv": "PyramidKV", "ada_kv": "Ada-KV",
-    "critical_ada_kv": "CriticalKV", "andpro": "AnDPro", "dropkv": "DropKV", "duo_attention": "DuoAttention",
-    "defensive_kv": "DefensiveKV", "layer_defensive_kv": "Layer-DefensiveKV",
+    "critical_kv": "CriticalKV, uniform", "critical_ada_kv": "CriticalKV", "andpro": "AnDPro", "dropkv": "DropKV",
+    "r_kv": "R-KV", "duo_attention": "DuoAttention", "defensive_kv": "DefensiveKV",
+    "layer_defensive_kv": "Layer-DefensiveKV",
 }  # fmt: skip
 COLOURS = {
     "streaming_llm": "#CC79A7", "snapkv": "#009E73", "cake": "#56B4E9", "ada_kv": "#E69F00",
@@ -99,38 +100,47 @@ def curves(r: Retained, rules: Sequence[str] = ("single", "mean", "defensive")) 
                 panel.annotate(text, (0.5, 0.03), xycoords="axes fraction", fontsize=8, ha="center")
                 panel.set_ylim(0, 1.02)
                 if number == 0:
-                    panel.annotate(RULES[rule][0], (0, 1.03), xycoords="axes fraction", fontweight="bold", va="bottom")
+                    panel.set_title(RULES[rule][0], loc="left", fontweight="bold")
                 if number == len(tasks) - 1:
                     panel.set_xlabel("step (token of the answer)")
             row[0].set_ylabel(f"{task.replace('_', ' ')}\nretained share")
     return _done(figure)
 
 
+MEASURES = {"worst": "worst\nretained share", "mean": "mean\nretained share", "steps_below": "steps below ½"}
+
+
 def by_layer(r: Retained) -> Figure:
-    """Worst step by layer, heads together (left), and of single query heads by mean against defensive (right)."""
+    """Minimum, mean and steps below one half: by layer, heads together (left); of single query heads, mean against
+    defensive (right)."""
     with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.4), width_ratios=[1.7, 1], sharey=True)
+        figure, panels = plt.subplots(3, 2, figsize=(WIDTH, 7.0), width_ratios=[1.9, 1])
         tasks = study.long_tasks(r)
-        layers = sorted(set(r.summary.layer) - {-1})
-        for i, rule in enumerate(RULES):
-            for layer in layers:
-                values = study.per_item(r, "worst", rule, layer=layer)
-                found = study.estimate(values[values.task.isin(tasks)][["value"]].set_axis(["a"], axis=1), "mean")
-                _point(left, layer + (i - 2) * 0.14, found, markersize=4, **_rule(rule))
-        left.axvspan(r.layer - 0.5, r.layer + 0.5, color="#EFEFEF", zorder=0)
-        left.set_xticks(layers if len(layers) < 13 else layers[::4])
-        left.set_xlabel("layer (shaded: at the depth of the paper's figure 1)")
-        left.set_ylabel("worst retained share")
-        left.grid(axis="x", visible=False)
-        s = r.summary
-        heads = s[(s.setting == DEFAULT) & (s.layer >= 0) & (s["head"] >= 0) & s.task.isin(tasks)]
-        wide = heads.pivot_table(index=["layer", "head"], columns="rule", values="worst")
-        right.plot([0, 1], [0, 1], color="#555555", lw=0.8, ls=(0, (2, 2)))
-        right.plot(wide["mean"], wide["defensive"], "o", color=RULES["defensive"][1], ms=4, alpha=0.65, mew=0)
-        right.set_xlabel("mean of the past, per query head")
-        right.set_ylabel("defensive, per query head")
-        right.set_xlim(-0.02, 1)
-        left.set_ylim(-0.02, 1)
+        s = r.summary[(r.summary.setting == DEFAULT) & r.summary.task.isin(tasks) & (r.summary.layer >= 0)]
+        s = s.assign(steps_below=s.below * s.steps)
+        layers = sorted(set(s.layer))
+        for (left, right), (column, title) in zip(panels, MEASURES.items(), strict=True):
+            for i, rule in enumerate(RULES):
+                for layer in layers:
+                    here = s[(s["head"] == -1) & (s.rule == rule) & (s.layer == layer)]
+                    found = study.estimate(here[[column]].set_axis(["a"], axis=1), "mean")
+                    _point(left, layer + (i - 2) * 0.14, found, markersize=3.5, **_rule(rule))
+            left.axvspan(r.layer - 0.5, r.layer + 0.5, color="#EFEFEF", zorder=0)
+            left.set_xticks(layers if len(layers) < 13 else layers[::4])
+            left.set_ylabel(title)
+            left.grid(axis="x", visible=False)
+            heads = s[s["head"] >= 0]
+            wide = heads.pivot_table(index=["layer", "head"], columns="rule", values=column)
+            most = 1.0 if column != "steps_below" else max(1.0, float(wide[["mean", "defensive"]].max().max()))
+            right.plot([0, most], [0, most], color="#555555", lw=0.8, ls=(0, (2, 2)))
+            style = {"color": RULES["defensive"][1], "ms": 4, "alpha": 0.65, "mew": 0}
+            right.plot(wide["mean"], wide["defensive"], "o", **style)
+            right.set_ylabel("defensive")
+            for panel in (left, right):
+                panel.set_ylim(-0.03 * most, 1.04 * most if panel is right or column != "steps_below" else None)
+            right.set_xlim(-0.03 * most, 1.04 * most)
+        panels[2][0].set_xlabel("layer (shaded: the headline's)")
+        panels[2][1].set_xlabel("mean of the past, per query head")
         handles = [Line2D([], [], ls="none", label=RULES[rule][0], **_rule(rule)) for rule in RULES]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, columnspacing=1.0, handletextpad=0.3)
     return _done(figure)
@@ -162,7 +172,7 @@ def settings(r: Retained) -> Figure:
         printed = _printed()
         labels = [label for label, *_ in printed]
         labels += [
-            ("our default" if place == "the paper's depth" else f"our default, {place}") if name == DEFAULT else name
+            ("our default" if place == "the headline's layer" else f"our default, {place}") if name == DEFAULT else name
             for name, place in zip(head.setting, head["where"], strict=True)
         ]
         figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.25 * len(labels)))
@@ -185,7 +195,7 @@ def settings(r: Retained) -> Figure:
         axes.axhspan(-0.5, len(printed) - 0.5, color="#F1F1F1", zorder=0)
         axes.set_yticks(range(len(labels)), labels)
         axes.set_ylim(len(labels) - 0.5, -0.5)
-        axes.set_xlim(0, 1)
+        axes.set_xlim(-0.02, 1)
         axes.set_xlabel("worst retained share (mean over answers)")
         axes.grid(axis="y", visible=False)
         handles = [Line2D([], [], ls="none", label=RULES[rule][0], **_rule(rule)) for rule in ("mean", "defensive")]
@@ -289,7 +299,8 @@ def _lines(panel: Axes, rows: pd.DataFrame, reading: str, contrast: str, tasks: 
                 "markersize": 4.5,
                 "zorder": 3 if wide else 2,
             }
-            _point(panel, at, (point.value, point.low, point.high), **style)
+            ends = np.clip((point.low, point.high), 0, 1) if contrast == "mean" else (point.low, point.high)
+            _point(panel, at, (point.value, *ends), **style)
     panel.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     panel.set_xticks(sorted(drawn))
     panel.set_xlabel("share of the context kept")
@@ -314,7 +325,7 @@ def quality(rows: pd.DataFrame) -> Figure:
         for panel, reading in zip(panels[0], readings, strict=True):
             _lines(panel, rows, reading, "loss")
             panel.axhline(0, color="black", lw=0.8)
-            panel.annotate(READINGS[reading], (0, 1.02), xycoords="axes fraction", fontweight="bold", va="bottom")
+            panel.set_title(READINGS[reading], loc="left", fontweight="bold")
         panels[0][0].set_ylabel("loss of token F1 (share of full cache's)")
         panels[0][0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         _legend(figure, rows)
@@ -331,7 +342,7 @@ def needles(rows: pd.DataFrame, reading: str = "as_described") -> Figure:
             _lines(panel, rows, reading, "mean", [task])
             full = study.scores(rows[rows.task == task], {"policy": "full"}).mean()
             panel.axhline(full, color="black", lw=1, ls=(0, (4, 2)))
-            panel.annotate(task.replace("_", " "), (0, 1.02), xycoords="axes fraction", fontweight="bold", va="bottom")
+            panel.set_title(task.replace("_", " "), loc="left", fontweight="bold")
             panel.set_ylim(-0.03, 1.05)
         panels[0][0].set_ylabel("token F1 (0 to 1)")
         _legend(figure, rows, [Line2D([], [], color="black", ls=(0, (4, 2)), label="full cache")])
@@ -372,9 +383,13 @@ def differences(rows: pd.DataFrame, guard: float = 0.10) -> Figure:
         for one in DEFENSIVE
         for w in study.WINDOWS
     }
+    policies = list(dict.fromkeys(policy for policy, _ in study.policies_of(rows)))
     guarded: Pairs = {
-        NAMES[one]: ({"policy": one, "share": MIDDLE, "guard": guard}, {"policy": one, "share": MIDDLE})
-        for one in study.GUARDED
+        NAMES.get(one, one.split(":")[-1]): (
+            {"policy": one, "share": MIDDLE, "guard": guard},
+            {"policy": one, "share": MIDDLE},
+        )
+        for one in policies
     } | {
         f"{NAMES[one]} - CriticalKV": ({"policy": one, "share": MIDDLE, "guard": guard}, base | {"guard": guard})
         for one in DEFENSIVE
@@ -384,7 +399,7 @@ def differences(rows: pd.DataFrame, guard: float = 0.10) -> Figure:
             {"policy": "defensive_kv", "share": 0.4, "bits": 4},
             {"policy": "defensive_kv", "share": 0.1},
         ),
-        "4 bits - 16 bits, at 40%": (
+        "4 bits - unpacked, at 40%": (
             {"policy": "defensive_kv", "share": 0.4, "bits": 4},
             {"policy": "defensive_kv", "share": 0.4},
         ),
@@ -396,7 +411,7 @@ def differences(rows: pd.DataFrame, guard: float = 0.10) -> Figure:
         for step, (_, name) in study.STEPS.items()
     }
     with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(2, 2, figsize=(WIDTH, 5.4), height_ratios=[7, 7])
+        figure, panels = plt.subplots(2, 2, figsize=(WIDTH, 6.2), height_ratios=[9, 10])
         titles = (
             "defensive in the mean's place",
             "window, minus CriticalKV",
@@ -405,9 +420,9 @@ def differences(rows: pd.DataFrame, guard: float = 0.10) -> Figure:
         )
         for panel, title, pairs in zip(panels.flat, titles, (plug, window, guarded, four), strict=True):
             _differences(panel, rows, pairs, readings, touched)
-            panel.annotate(title, (1, 1.02), xycoords="axes fraction", fontweight="bold", va="bottom", ha="right")
+            panel.set_title(title, loc="right", fontweight="bold")
             panel.set_xlabel("difference in token F1")
-        panels[1][0].axhline(len(study.GUARDED) - 0.5, color="#CCCCCC", lw=0.8)
+        panels[1][0].axhline(len(policies) - 0.5, color="#CCCCCC", lw=0.8)
         panels[1][1].axhline(1.5, color="#CCCCCC", lw=0.8)
         shown = [("as_run", "as run"), ("as_described", "as described")]
         handles = [

@@ -38,8 +38,10 @@ OUTLIER = 0.5  # a step that retains less is an outlier
 
 @dataclass(frozen=True)
 class Setting:
-    """What figures 1 and 3 and table 1 leave open, a field each. The defaults are ours."""
+    """What figures 1 and 3 and table 1 leave open, a field each. The defaults are ours. Raises InputError."""
 
+    layer: int | None = None  # the headline's; None: at the depth of the paper's figure 1
+    head: int | None = None  # the query head that is looked at; None: a layer's heads together
     until: str = "question"  # the history ends before this prompt span; "": with the prompt
     window: int = 32  # past queries
     single: int = 16  # the one that stands alone, counted from 1
@@ -52,7 +54,31 @@ class Setting:
     forced: bool = True  # the window's own tokens stay
     prior: str = "importance"  # the head's mean bounds A ||v W_O|| from below; "attention": bounds A (algorithm 2)
     ties: str = "newest"  # who stays among equals, which the prior makes of half of the tokens; or "oldest"
-    later: bool = False  # question and answer, which nothing evicts, count as retained
+    later: bool = False  # question and generated tokens, which nothing evicts, count: above and below the line
+
+    def __post_init__(self) -> None:
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            if name != "until" and not any(
+                value is one or (value == one and type(value) is type(one)) for one in known
+            ):
+                raise InputError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, known))}")
+        for name in ("window", "single", "kernel"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InputError(f"{name} is {value!r}: a whole number, at least 1")
+        for name in ("layer", "head"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise InputError(f"{name} is {value!r}: a whole number from 0, or None")
+        if not isinstance(self.until, str):
+            raise InputError(f"until is {self.until!r}: name a span of the prompt, or give '' for its end")
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share <= 1:
+            raise InputError(f"share of the history is {self.share!r}: above 0, at most 1")
+        if self.single > self.window:
+            raise InputError(f"single {self.single} of {self.window} past queries: count from 1 to the window")
+        if self.kernel % 2 == 0:
+            raise InputError(f"pooling kernel {self.kernel}: an odd number of tokens")
 
 
 CHOICES: dict[str, tuple] = {
@@ -66,18 +92,27 @@ CHOICES: dict[str, tuple] = {
     "ties": ("newest", "oldest"),
     "later": (False, True),
 }
-MEANS: dict[tuple[str, Any], str] = {  # how a figure names a departure from the default
+MEANS: dict[tuple[str, Any], str] = {  # how a figure names a departure from the base
+    ("until", "question"): "history to the question",
     ("until", ""): "history to the prompt's end",
+    ("norm", "l1"): "L1 norm of v W_O",
     ("norm", "l2"): "L2 norm of v W_O",
     ("norm", "value"): "norm of v alone",
     ("norm", "none"): "attention alone",
-    ("pool", "average"): "pooled: average of 5 tokens",
-    ("pool", "max"): "pooled: largest of 5 tokens",
+    ("pool", "none"): "not pooled",
+    ("pool", "average"): "pooled: average",
+    ("pool", "max"): "pooled: largest",
+    ("joined", True): "query heads choose together",
     ("joined", False): "each query head for itself",
+    ("budget", "head"): "each head its budget",
     ("budget", "layer"): "heads share the budget",
+    ("forced", True): "past queries' tokens stay",
     ("forced", False): "past queries' tokens may leave",
+    ("prior", "importance"): "prior after the norm",
     ("prior", "attention"): "prior before the norm",
+    ("ties", "newest"): "ties go to the newest",
     ("ties", "oldest"): "ties go to the oldest",
+    ("later", False): "the history alone counts",
     ("later", True): "question and answer count",
 }
 OURS = Setting()
@@ -86,9 +121,11 @@ ALGORITHM_2: dict[str, Any] = {"pool": "average", "budget": "layer", "prior": "a
 
 
 def variants(base: Setting = OURS) -> dict[str, Setting]:
-    """The default, one departure at a time, and DefensiveKV's algorithm 2, by name."""
+    """The base, called default, one departure from it at a time, and DefensiveKV's algorithm 2, by name."""
     found = {DEFAULT: base}
-    found |= {name: replace(base, **{field: value}) for (field, value), name in MEANS.items()}
+    found |= {
+        name: replace(base, **{field: value}) for (field, value), name in MEANS.items() if getattr(base, field) != value
+    }
     return found | {"algorithm 2": replace(base, **ALGORITHM_2)}
 
 
@@ -99,16 +136,6 @@ def specifications(base: Setting = OURS, choices: Mapping[str, Sequence] | None 
             k: v[:2] if k != "norm" else ("l1", "none") for k, v in CHOICES.items() if k not in ("ties", "budget")
         }
     return [replace(base, **dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())]
-
-
-def _known(s: Setting) -> None:
-    for name, known in CHOICES.items():
-        if name != "until" and getattr(s, name) not in known:
-            raise InputError(f"unknown {name} {getattr(s, name)!r}: choose one of {', '.join(map(str, known))}")
-    if not 1 <= s.single <= s.window:
-        raise InputError(f"single {s.single} of {s.window} past queries: count from 1 to the window")
-    if s.kernel % 2 == 0:
-        raise InputError(f"pooling kernel {s.kernel}: an odd number of tokens")
 
 
 # ---- one layer
@@ -231,14 +258,15 @@ def retained(
     """(curves, summary) of one answer: one forward pass for all settings and rules.
 
     A step is the query that yields one token of the answer; the first is the prompt's last. curves: setting, rule,
-    layer, step (from 1), retained; a layer's query heads together, layer -1: the whole model. summary: the same curves,
-    and those of each query head in the default setting: setting, rule, layer, head (-1: together), worst, mean, below
-    (share of steps under one half), at (the worst step), steps, tied (share of the kept that stands at the prior),
-    counted (share of all importance that the measure looks at). more: further settings, named "#0" and so on, by
-    mean and defensive aggregation at layer `more_layer` only, without curves. Raises InputError.
+    layer, step (from 1), retained; a layer's query heads together, or the setting's one; layer -1: all layers.
+    summary: the same curves, and those of each query head in the default setting: setting, rule, layer, head (-1:
+    together), worst, mean, below (share of steps under one half), at (the worst step), steps, tied (share of the kept
+    that stands at the prior), counted (share of all importance that the measure looks at). more: further settings,
+    named "#0" and so on, by mean and defensive aggregation at layer `more_layer` only, without curves. Raises
+    InputError.
     """
     every = dict(settings) | {f"#{i}": s for i, s in enumerate(more)}
-    ends = {s.until: _end(prompt, s) for s in every.values()}
+    ends = {s.until: end_of(prompt, s) for s in every.values()}
     steps = list(range(len(prompt.ids) - 1, len(prompt.ids) + len(answer) - 1))
     past = {s: list(range(ends[s.until] - s.window, ends[s.until])) for s in every.values()}
     queries = sorted({*steps, *itertools.chain(*past.values())})
@@ -249,18 +277,26 @@ def retained(
 
     def visit(layer: Layer) -> None:
         now = layer.p[:, :, [row[t] for t in steps]]
+        looks: dict[tuple, Tensor] = {}
+        parts = {}
         for name, s in (every if layer.number == more_layer else settings).items():
+            look = (s.until, s.window, s.pool, s.kernel)
+            if look not in looks:
+                looks[look] = pooled(layer.p[:, :, [row[t] for t in past[s]]][..., : ends[s.until]], s)
             rules = list(RULES) if name in settings else ["mean", "defensive"]
-            before = layer.p[:, :, [row[t] for t in past[s]]]
-            weights, tied = _weights(before, now, layer.norms[s.norm], rules, ends[s.until], s)
-            sums = (now @ weights).permute(3, 0, 1, 2).flatten(1, 2).cpu()  # [rules + 2, heads, steps]
+            parts[name] = (rules, *_weights(looks[look], now, layer.norms[s.norm], rules, ends[s.until], s))
+        sums = (now @ torch.cat([weights for _, weights, _ in parts.values()], -1)).permute(3, 0, 1, 2)
+        columns = sums.flatten(1, 2).cpu().split([len(rules) + 2 for rules, *_ in parts.values()])  # [, heads, steps]
+        for (name, (rules, _, tied)), found in zip(parts.items(), columns, strict=True):
+            head = every[name].head
             for i, rule in enumerate(rules):
-                heads = sums[[i, -2, -1]]
+                heads = found[[i, -2, -1]]
                 where = {"setting": name, "rule": rule, "layer": layer.number}
-                rows.append(where | {"head": -1, "tied": tied.get(rule)} | _summary(heads.sum(1)))
+                looked = heads.sum(1) if head is None else heads[:, head]
+                rows.append(where | {"head": -1, "tied": tied.get(rule)} | _summary(looked))
                 if name in settings:
-                    curves[name, rule, layer.number] = heads.sum(1)
-                    totals[name, rule] = totals.get((name, rule), 0) + heads.sum(1)
+                    curves[name, rule, layer.number] = looked
+                    totals[name, rule] = totals.get((name, rule), 0) + looked
                 if name == DEFAULT:
                     rows.extend(where | {"head": h} | _summary(part) for h, part in enumerate(heads.unbind(1)))
 
@@ -283,9 +319,9 @@ def _weights(
     end: int,
     s: Setting,
 ) -> tuple[Float[Tensor, "kv_heads group tokens sums"], dict[str, float]]:
-    """What to multiply a step's attention with: the importance that each rule keeps, all that counts, and all there is;
-    and by rule the share of the kept tokens that stand at the prior."""
-    history, before = norm[..., :end], pooled(before[..., :end], s)
+    """What to multiply a step's attention with, `before` being pooled: the importance that each rule keeps, all that
+    counts, and all there is; and by rule the share of the kept tokens that stand at the prior."""
+    history = norm[..., :end]
     found, tied = [], {}
     for rule in rules:
         scores = score(now[..., :end] if rule == ANSWER else before, history, rule, s)
@@ -300,9 +336,8 @@ def _weights(
     return torch.stack([*weights, torch.ones_like(norm)], -1) * norm[..., None], tied
 
 
-def _end(prompt: Prompt, s: Setting) -> int:
-    """Tokens of the history."""
-    _known(s)
+def end_of(prompt: Prompt, s: Setting) -> int:
+    """Tokens of the history. Raises InputError for a prompt without its end, or too short."""
     if s.until and not prompt.spans.get(s.until):
         raise InputError(f"the prompt has no span {s.until!r}: it has {', '.join(prompt.spans) or 'none'}")
     end = min(prompt.spans[s.until]) if s.until else len(prompt.ids)

@@ -1,22 +1,24 @@
 """The chapter on DefensiveKV: retained importance over many answers, the grid of qualities, tables, verdicts, numbers.
 
-Intervals are percentile bootstraps over items, paired; an item is one prompt with its answer.
+Intervals are over items, paired: percentile bootstraps, and Student's t for means of few items, for which a percentile
+bootstrap is too narrow. An item is one prompt with its answer.
 """
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy.stats import t as student
 from tqdm.auto import tqdm
 
 from kvrepro import claims, data, engine, models, store
 from kvrepro.claims import Missing
-from kvrepro.condition import Condition
+from kvrepro.condition import Condition, Prompt
 from kvrepro.data import Item
 from kvrepro.errors import InputError
 from kvrepro.fragility import retention
@@ -24,7 +26,7 @@ from kvrepro.fragility.retention import DEFAULT, Setting
 from kvrepro.models import Loaded
 from kvrepro.policy import find
 from kvrepro.quantise import GROUP
-from kvrepro.run import prompt_limit, run
+from kvrepro.run import check, prompt_limit, run
 from kvrepro.score.heads import EMBEDDED, gates
 
 LONG = ("list_all", "summary")
@@ -39,8 +41,8 @@ TABLE_1 = {  # the paper's dataset -> what stands in for it
 BASELINES = ("streaming_llm", "snapkv", "cake", "ada_kv", "critical_ada_kv", "duo_attention")
 DEFENSIVE = ("defensive_kv", "layer_defensive_kv")
 POLICIES = (*BASELINES, *DEFENSIVE)
-PLUG_IN = ("snapkv", "cake", "pyramid_kv", "ada_kv", "critical_ada_kv", "andpro", "dropkv")
-GUARDED = ("snapkv", "ada_kv", "critical_ada_kv", *DEFENSIVE)
+PLUG_IN = ("snapkv", "cake", "pyramid_kv", "ada_kv", "critical_kv", "critical_ada_kv", "andpro", "dropkv", "r_kv")
+R_KV_DEFENSIVE = "kvrepro/fragility/policies.py:R_KV"  # R-KV's scorer has no aggregation to switch
 STEPS = {  # of the public code, each turned to what the paper describes: parameter -> value, and what that leaves out
     "mass": (0.0, "no first mass"),
     "share": ("none", "norm not shared"),
@@ -49,32 +51,40 @@ STEPS = {  # of the public code, each turned to what the paper describes: parame
 }
 OWN_PAPERS = ("snapkv", "cake", "ada_kv", "critical_kv", "critical_ada_kv")
 WINDOWS = (16, 32, 64)
-DUO = (("sinks", 16), ("recent", 32))  # an eighth of its own 128 and 256, as these prompts are an eighth of 8K
+DUO = (("sinks", 16), ("recent", 32))  # an eighth of its own 128 and 256: these prompts are short
 MIDDLE = 0.2  # the share of the extra studies, the paper's
+GUARDED = (0.1, MIDDLE, 0.4)  # shares at which every policy runs behind guards too
 READINGS = ("as_run", "as_described")
-GPU = claims.DATA / "gpu" / "kernels.csv"
-SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timings of the fused scoring kernel
+GPU = claims.DATA / "gpu"
+STEPS_OF_LONG = 200  # a long answer's tokens, at least
+LONG_TOKENS = 1000  # shortest prompts in which the world's long tasks have so many
+FEW = 15  # items below which a mean's interval is Student's
 
 
 @dataclass(frozen=True)
 class Size:
-    """Items: of the quality grid, of its shares above a half, and per task of the retained share."""
+    """Items: of the main comparison, of everything beside it (some of the same), of each needle task at every share;
+    per task of the retained share, long answers and the others."""
 
     quality: int
-    large: int
+    more: int
+    needles: int
     long: int
     short: int
 
 
-SIZES = {"quick": Size(30, 10, 6, 6), "full": Size(200, 50, 24, 24)}
+SIZES = {"quick": Size(48, 12, 6, 6, 6), "full": Size(200, 64, 24, 24, 24)}
 
 
 def size(profile: str, n_items: int | None = None) -> Size:
-    """The profile's size; `n_items` sets the quality grid's and caps the others."""
+    """The profile's size; `n_items` sets the main comparison's and caps the others. Raises InputError."""
     if profile not in SIZES:
         raise InputError(f"unknown profile {profile!r}: choose {' or '.join(SIZES)}")
-    s = SIZES[profile]
-    return s if n_items is None else Size(n_items, min(n_items, s.large), min(n_items, s.long), min(n_items, s.short))
+    if n_items is None:
+        return SIZES[profile]
+    if type(n_items) is not int or n_items < 1:
+        raise InputError(f"n_items is {n_items!r}: ask for a whole number, at least 1")
+    return Size(n_items, *(min(n_items, count) for count in list(vars(SIZES[profile]).values())[1:]))
 
 
 # ---------------------------------------------------------------- retained importance
@@ -86,7 +96,7 @@ class Retained:
 
     curves: pd.DataFrame
     summary: pd.DataFrame
-    layer: int  # at the depth of the paper's figure 1
+    layer: int  # the setting's, or the one at the depth of the paper's figure 1
 
 
 def paper_layer(model: Any) -> int:
@@ -95,57 +105,109 @@ def paper_layer(model: Any) -> int:
     return round(14 / 31 * (count - 1))
 
 
+def _world(items: str) -> bool:
+    return items == "tinyworld" or items.startswith("tinyworld:")
+
+
+def _long_items(loaded: Loaded, count: int, seed: int, tokens: int, most: int) -> list[Item]:
+    """`count` items of each long task, the first whose answers have `STEPS_OF_LONG` tokens. Raises InputError."""
+    if tokens < LONG_TOKENS:
+        raise InputError(
+            f"long_tokens {tokens}: answers of {STEPS_OF_LONG} steps need prompts of {LONG_TOKENS} or more"
+        )
+    if most < STEPS_OF_LONG:
+        raise InputError(f"answer_tokens {most} cuts answers of {STEPS_OF_LONG} steps and more: raise it")
+    found = []
+    for task in LONG:
+        drawn = data.load_items(f"tinyworld:{task}", 8 * count, seed, tokens)
+        long = [item for item in drawn if len(loaded.tokenizer.encode(item.answer)) >= STEPS_OF_LONG]
+        if len(long) < count:
+            raise InputError(f"{len(long)} of {len(drawn)} answers of {task} are long, {count} asked: another seed")
+        found += long[:count]
+    return found
+
+
+def answers(
+    loaded: Loaded,
+    items: str,
+    sizes: Size,
+    *,
+    tokens: int,
+    long_tokens: int,
+    answer_tokens: int,
+    base: Setting = retention.OURS,
+    seed: int = 0,
+) -> list[tuple[Item, Prompt]]:
+    """Items and prompts whose answers are looked at; computes nothing. Raises InputError for what they cannot meet.
+
+    items: "tinyworld..." takes its long tasks, and the stand-ins of the paper's table 1; other items are all taken.
+    """
+    if _world(items):
+        short = ",".join(name for name in TABLE_1.values() if name not in LONG)
+        found = _long_items(loaded, sizes.long, seed, long_tokens, answer_tokens)
+        found += data.load_items(f"tinyworld:{short}", sizes.short * (len(TABLE_1) - 1), seed, tokens)
+    else:
+        found = data.load_items(items, sizes.long, seed, tokens)
+    config = loaded.model.config.get_text_config()
+    for name, value, count in (
+        ("layer", base.layer, config.num_hidden_layers),
+        ("head", base.head, config.num_attention_heads),
+    ):
+        if value is not None and value >= count:
+            raise InputError(f"{name} {value}: {loaded.name} has {count}, counted from 0")
+    prompts = [data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], answer_tokens)) for item in found]
+    for item, prompt in zip(found, prompts, strict=True):
+        settings = [base, *(retention.variants(base).values() if _wide(item) else ())]
+        for end in {s.until: s for s in settings}.values():
+            retention.end_of(prompt, end)
+    return list(zip(found, prompts, strict=True))
+
+
 def retained(
     loaded: Loaded,
     items: str,
     sizes: Size,
     *,
-    tokens: int = 1900,
-    max_new_tokens: int = 320,
+    tokens: int = 1000,
+    long_tokens: int = LONG_TOKENS,
+    answer_tokens: int = 320,
     base: Setting = retention.OURS,
     seed: int = 0,
     results: str | Path = "data/results",
     chapter: str = "fragility",
     progress: bool = True,
 ) -> Retained:
-    """Answers of the full cache and what half of it retains at their steps.
+    """Answers of the full cache and what half of it retains at their steps (items: see `answers`).
 
-    items: "tinyworld..." takes its long tasks in every setting and the stand-ins of the paper's table 1 in the default;
-    other items (see `data.load_items`) are all taken in every setting. An item that was done before, with the same
-    model, settings and code, is read back.
+    Long answers in every setting, the others in the default. An item that was done before, with the same model,
+    settings and code, is read back.
     """
-    if items == "tinyworld" or items.startswith("tinyworld:"):
-        short = ",".join(name for name in TABLE_1.values() if name not in LONG)
-        found = data.load_items(f"tinyworld:{','.join(LONG)}", sizes.long * len(LONG), seed, tokens)
-        found += data.load_items(f"tinyworld:{short}", sizes.short * (len(TABLE_1) - 1), seed, tokens)
-    else:
-        found = data.load_items(items, sizes.long, seed, tokens)
+    asked = answers(
+        loaded, items, sizes, tokens=tokens, long_tokens=long_tokens, answer_tokens=answer_tokens, base=base, seed=seed
+    )
     folder = data.ROOT / results / chapter / "retained"
     folder.mkdir(parents=True, exist_ok=True)
-    layer = paper_layer(loaded.model)
+    layer = paper_layer(loaded.model) if base.layer is None else base.layer
     code = [store.engine_hash(), store.code_of(Path(retention.__file__).read_text())]
-    files, prompts = {}, {}
-    for item in found:
-        prompts[item.id] = data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], max_new_tokens))
-        key = [loaded.hash, loaded.dtype, prompts[item.id].ids, max_new_tokens, vars(base), _wide(item), layer, code]
+    files = {}
+    for item, prompt in asked:
+        key = [loaded.hash, loaded.dtype, prompt.ids, answer_tokens, vars(base), _wide(item), layer, code]
         files[item.id] = folder / store.digest(*key)
-    todo = [item for item in found if not _stored(files[item.id], "summary").is_file()]
-    asked = [Condition(regime="prefill")]
-    answers = engine.generate(
-        loaded.model, [prompts[item.id] for item in todo], asked, max_new_tokens=max_new_tokens,
+    todo = [(item, prompt) for item, prompt in asked if not _stored(files[item.id], "summary").is_file()]
+    replies = engine.generate(
+        loaded.model, [prompt for _, prompt in todo], [Condition(regime="prefill")], max_new_tokens=answer_tokens,
         stop_ids=models.stop_ids(loaded),
     ) if todo else []  # fmt: skip
-    for item, [answer] in tqdm(list(zip(todo, answers, strict=True)), desc="retained", disable=not progress):
+    bar = tqdm(list(zip(todo, replies, strict=True)), desc="retained", disable=not progress)
+    for (item, prompt), [reply] in bar:
         settings = retention.variants(base) if _wide(item) else {DEFAULT: base}
         more = retention.specifications(base) if _wide(item) else ()
-        frames = retention.retained(
-            loaded.model, prompts[item.id], answer.tokens, settings, more=more, more_layer=layer
-        )
+        frames = retention.retained(loaded.model, prompt, reply.tokens, settings, more=more, more_layer=layer)
         for name, frame in zip(("curves", "summary"), frames, strict=True):
             kept = frame[frame.setting == DEFAULT] if name == "curves" else frame
             kept.to_parquet(_stored(files[item.id], name))
     parts = {
-        name: [pd.read_parquet(_stored(files[i.id], name)).assign(item=i.id, task=i.task) for i in found]
+        name: [pd.read_parquet(_stored(files[i.id], name)).assign(item=i.id, task=i.task) for i, _ in asked]
         for name in ("curves", "summary")
     }
     return Retained(**{name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}, layer=layer)
@@ -160,7 +222,7 @@ def _wide(item: Item) -> bool:
 
 
 def per_item(r: Retained, column: str, rule: str, *, setting: str = DEFAULT, layer: int | None = None) -> pd.DataFrame:
-    """item, task, value of one rule's curves, a layer's heads together (layer None: the paper's depth; -1: all)."""
+    """item, task, value of one rule's curves, a layer's heads together (layer None: the headline's; -1: all)."""
     s = r.summary
     at = r.layer if layer is None else layer
     rows = s[(s.setting == setting) & (s.rule == rule) & (s.layer == at) & (s["head"] == -1)]
@@ -193,7 +255,10 @@ def condition(
     """
     known = {**find(policy).parameters, **find(policy).as_run}
     switches: list[tuple[str, object]] = [("window", window)] if "window" in known else []
-    switches += [("aggregate", aggregate)] if aggregate != "own" else []
+    if policy == "r_kv" and aggregate == "defensive":
+        policy = R_KV_DEFENSIVE
+    elif aggregate != "own":
+        switches += [("aggregate", aggregate)]
     switches += DUO if policy == "duo_attention" else []
     switches += [(step, STEPS[step][0])] if step else []
     return Condition(
@@ -205,36 +270,50 @@ def condition(
 def grid(
     shares: Sequence[float], policies: Sequence[str] = POLICIES, reading: str = "both", guard: float = 0.10
 ) -> list[Condition]:
-    """The chapter's conditions for these shares; windows, plug-ins, guards and 4 bits where the paper has them.
+    """The chapter's conditions for these shares, the main comparison (`compared`) first; then every policy behind
+    guards; windows, plug-ins and 4 bits where the paper has them.
 
-    The defensive methods stand in the readings asked for, the others as the authors' fork runs them.
+    The defensive methods stand in the readings asked for, the others as the authors' fork runs them. Raises InputError.
     """
-    if isinstance(policies, str) or not shares or not all(isinstance(s, float) and 0 < s < 1 for s in shares):
-        raise InputError(f"shares {shares!r} of {policies!r}: give lists, shares between 0 and 1")
-    for one in policies:
-        find(one)  # raises for what neither the catalogue nor a file has
-    readings = READINGS if reading == "both" else (reading,)
-    found = [Condition(regime="prefill", until="question")]
+    found = compared(shares, policies, reading)
 
     def add(policy: str, share: float, **more: Any) -> None:
         if policy in policies:
-            for one in readings if policy in DEFENSIVE else ("as_run",):
-                found.append(condition(policy, share, reading=one, **more))
+            found.extend(condition(policy, share, reading=one, **more) for one in _readings(policy, reading))
 
-    for policy, share in itertools.product(policies, shares):
-        add(policy, share)
+    for policy, share in itertools.product(policies, [s for s in shares if s in GUARDED and guard]):
+        add(policy, share, guard=guard)
     if MIDDLE in shares:
         for policy, window in itertools.product(DEFENSIVE, WINDOWS):
             add(policy, MIDDLE, window=window)
-        for policy in GUARDED:
-            add(policy, MIDDLE, guard=guard)
         if set(DEFENSIVE) & set(policies):
             found += [condition(one, MIDDLE, aggregate=how) for one in PLUG_IN for how in ("own", "defensive")]
-        if "defensive_kv" in policies and "as_run" in readings:
+        if "defensive_kv" in policies and reading != "as_described":
             found += [condition("defensive_kv", MIDDLE, step=step) for step in STEPS]
     if 0.4 in shares:
         add("defensive_kv", 0.4, bits=4)
     return list(dict.fromkeys(found))
+
+
+def compared(shares: Sequence[float], policies: Sequence[str], reading: str) -> list[Condition]:
+    """The full cache, and each policy at each share. Raises InputError."""
+    if isinstance(policies, str) or isinstance(shares, str) or not policies or not shares:
+        raise InputError(f"shares {shares!r} of {policies!r}: give lists with one entry at least")
+    if not all(isinstance(s, float) and 0 < s < 1 for s in shares):
+        raise InputError(f"shares {list(shares)!r}: give shares between 0 and 1")
+    if reading not in ("both", *READINGS):
+        raise InputError(f"unknown reading {reading!r}: choose both, {' or '.join(READINGS)}")
+    for one in policies:
+        find(one)  # raises for what neither the catalogue nor a file has
+    return [Condition(regime="prefill", until="question")] + [
+        condition(policy, share, reading=one)
+        for policy, share in itertools.product(policies, shares)
+        for one in _readings(policy, reading)
+    ]
+
+
+def _readings(policy: str, reading: str) -> tuple[str, ...]:
+    return ("as_run",) if policy not in DEFENSIVE else READINGS if reading == "both" else (reading,)
 
 
 def own_papers(share: float = MIDDLE) -> list[Condition]:
@@ -242,6 +321,46 @@ def own_papers(share: float = MIDDLE) -> list[Condition]:
     return [
         Condition(one, share=share, reading="as_described", regime="prefill", until="question") for one in OWN_PAPERS
     ]
+
+
+NEEDLES = "needles"  # the part of the grid that holds further needles: for their own figure, in no pooled mean
+
+
+def parts_of(
+    loaded: Loaded,
+    items: str,
+    sizes: Size,
+    *,
+    shares: Sequence[float],
+    policies: Sequence[str],
+    reading: str,
+    guard: float,
+    tokens: int,
+    seed: int,
+    profile: str,
+) -> list[tuple[str, list[Item], list[Condition]]]:
+    """What `quality` runs: (name, items, conditions). Raises InputError.
+
+    every: some items in all conditions; middle: the others in the main comparison, at the share nearest to the
+    paper's; needles: of these others the world's needles, at the remaining shares.
+    """
+    policies, four = _with_gates(loaded, policies), _packs(loaded)
+    every = [c for c in grid(shares, policies, reading, guard) if c.bits is None or four]
+    every += own_papers() if profile == "full" and MIDDLE in shares else []
+    nearest = min(shares, key=lambda share: abs(share - MIDDLE))
+    found = data.load_items(items, sizes.quality, seed, tokens)
+    first = {item.id for item in data.load_items(items, sizes.more, seed, tokens)}
+    rest = [item for item in found if item.id not in first]
+    named = [task for task in dict.fromkeys(item.task for item in found) if task.startswith("needle") and _world(items)]
+    more = [item for task in named for item in [i for i in found if i.task == task][: sizes.needles]]
+    parts = [
+        ("every", [item for item in found if item.id in first], every),
+        ("middle", rest, compared([nearest], policies, reading)),
+        (NEEDLES, [i for i in more if i.id not in first],
+         [c for c in compared(shares, policies, "as_run" if reading == "as_run" else "as_described")
+          if c.share != nearest]),
+    ]  # fmt: skip
+    return [part for part in parts if part[1] and len(part[2]) > 1]
 
 
 def quality(
@@ -253,24 +372,39 @@ def quality(
     policies: Sequence[str] = POLICIES,
     reading: str = "both",
     guard: float = 0.10,
-    tokens: int = 1900,
+    tokens: int = 1000,
     seed: int = 0,
     profile: str = "quick",
     **settings: Any,
 ) -> pd.DataFrame:
-    """Rows of `run` over the grid, tidied (`tidy`). Shares above one half take fewer items; the full profile adds the
-    baselines as their own papers describe them."""
-    policies, four = _with_gates(loaded, policies), _packs(loaded)
-    small, large = [s for s in shares if s <= 0.5], [s for s in shares if s > 0.5]
-    given: dict[str, Any] = {"seed": seed, "profile": profile, "max_new_tokens": 64} | settings
-    parts = []
-    for name, some, count in (("main", small, sizes.quality), ("large", large, sizes.large)):
-        if some:
-            conditions = [c for c in grid(some, policies, reading, guard) if c.bits is None or four]
-            conditions += own_papers() if profile == "full" and MIDDLE in some else []
-            here = data.load_items(items, count, seed, tokens)
-            parts.append(run("fragility", loaded, here, conditions, name=name, **given))
-    return tidy(pd.concat(parts, ignore_index=True))
+    """Rows of `run` over the grid (`parts_of`), tidied (`tidy`). The full profile adds the baselines as their own
+    papers describe them."""
+    parts = parts_of(
+        loaded, items, sizes, shares=shares, policies=policies, reading=reading, guard=guard, tokens=tokens, seed=seed,
+        profile=profile,
+    )  # fmt: skip
+    given: dict[str, Any] = {"seed": seed, "profile": profile, "max_new_tokens": 32} | settings
+    found = [run("fragility", loaded, some, asked, name=name, **given) for name, some, asked in parts]
+    return tidy(pd.concat(found, ignore_index=True))
+
+
+def checked(
+    loaded: Loaded,
+    items: str,
+    sizes: Size,
+    *,
+    base: Setting,
+    long_tokens: int,
+    answer_tokens: int,
+    max_new_tokens: int,
+    **asked: Any,
+) -> Size:
+    """`sizes`, once all that both studies will do is known to be possible; computes nothing. Raises InputError."""
+    where = {name: asked[name] for name in ("tokens", "seed")}
+    answers(loaded, items, sizes, long_tokens=long_tokens, answer_tokens=answer_tokens, base=base, **where)
+    for _, some, conditions in parts_of(loaded, items, sizes, **asked):
+        check(loaded, some, conditions, max_new_tokens=max_new_tokens)
+    return sizes
 
 
 def _with_gates(loaded: Loaded, policies: Sequence[str]) -> list[str]:
@@ -297,10 +431,13 @@ def tidy(rows: pd.DataFrame) -> pd.DataFrame:
     A baseline as its own paper describes it keeps its reading. The full cache of an item is listed once.
     """
     switches = rows.switches.map(json.loads)
+    other = rows.policy == R_KV_DEFENSIVE
     reading = rows.reading.where(rows.policy.isin(DEFENSIVE) | (rows.reading == "as_described"), "any")
     found = rows.assign(
         window=switches.map(lambda s: s.get("window", 0)),
-        aggregate=switches.map(lambda s: s.get("aggregate", "own")),
+        aggregate=switches.map(lambda s: s.get("aggregate", "own")).where(~other, "defensive"),
+        policy=rows.policy.where(~other, "r_kv"),
+        part=rows.get("name", "every"),
         step=switches.map(lambda s: next((name for name in STEPS if name in s), "")),
         guard=rows.prefix,
         reading=reading,
@@ -335,6 +472,11 @@ def scores(
     return here.set_index("item")[measure]
 
 
+def pooled(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose items are balanced over tasks: without the further needles, which stand in their own figure."""
+    return rows[rows.part != NEEDLES]
+
+
 def readings_of(rows: pd.DataFrame) -> list[str]:
     """Readings of the defensive methods that were run."""
     return [one for one in READINGS if (rows[rows.policy.isin(DEFENSIVE)].reading == one).any()]
@@ -361,7 +503,9 @@ CONTRASTS = {  # of column means
 def estimate(
     frame: pd.DataFrame, contrast: str, *, draws: int = claims.DRAWS, seed: int = 42
 ) -> tuple[float, float, float, int]:
-    """Value, 95% interval and items of a contrast of columns (rows are items, resampled together); below six: nan."""
+    """Value, 95% interval and items of a contrast of columns (rows are items, resampled together); below six: nan.
+    Means and differences of fewer than `FEW` items: Student's t, as a percentile bootstrap of so few is too narrow. So
+    few that are all alike have no spread to judge by: nan."""
     values = frame.dropna().to_numpy(float)
     n = len(values)
     if not n:
@@ -375,7 +519,13 @@ def estimate(
         )
     if n < claims.MIN_ITEMS or np.isnan(drawn).all():
         return float(point[0]), np.nan, np.nan, n
+    if n < FEW and contrast in ("mean", "difference") and len(np.unique(np.round(drawn, 12))) > 1:
+        each = frame.dropna()["a"] - (frame.dropna()["b"] if contrast == "difference" else 0.0)
+        half = float(student.ppf(0.975, n - 1) * each.std(ddof=1) / np.sqrt(n))
+        return float(point[0]), float(point[0]) - half, float(point[0]) + half, n
     low, high = np.nanpercentile(drawn, [2.5, 97.5], method="lower")
+    if n < FEW and low == high:
+        return float(point[0]), np.nan, np.nan, n
     return float(point[0]), float(low), float(high), n
 
 
@@ -406,7 +556,10 @@ def _retained_members(claim: Mapping, sets: Mapping, r: Retained | None) -> list
 def _quality_members(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, reading: str) -> list[Member]:
     if rows is None:
         raise Missing("not run")
+    rows = pooled(rows)
     full = scores(rows, {"policy": "full"})
+    if len(full) < claims.MIN_ITEMS:
+        raise Missing(f"{len(full)} items: an interval needs at least {claims.MIN_ITEMS}")
     if not estimate(full.to_frame("a"), "mean")[1] >= claims.MIN_CEILING:
         raise Missing("the full cache itself answers too few items")
     over = claim.get("over", {})
@@ -446,15 +599,48 @@ def touches_reading(claim: Mapping, sets: Mapping) -> bool:
     )
 
 
+def _lead_members(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, reading: str) -> list[tuple]:
+    """Gain of a over b on one task less that on each other task of the set: different items, so Welch's interval."""
+    here = {**claim, "contrast": "difference"}
+    own = dict(_quality_members(here | {"over": claim["over"] | {"task": [claim["task"]]}}, sets, rows, reading))
+    found = []
+    for label, gain in own.items():
+        policy = label.split(",")[0]
+        for task in sets[claim["others"]]:
+            over = {"policy": [policy], "task": [task]}
+            try:
+                [(_, other)] = _quality_members(here | {"over": over}, sets, rows, reading)
+            except Missing:
+                continue
+            if task != claim["task"]:
+                found.append((f"{policy}, over {task}", *welch(gain.a - gain.b, other.a - other.b)))
+    if not found:
+        raise Missing(f"no item of another task than {claim['task']}")
+    return found
+
+
+def welch(a: pd.Series, b: pd.Series) -> tuple[float, float, float, int]:
+    """Difference of the means of two sets of items, 95% interval, and the smaller number of items; below six: nan."""
+    n = min(len(a), len(b))
+    value = float(a.mean() - b.mean())
+    if n < claims.MIN_ITEMS:
+        return value, np.nan, np.nan, n
+    parts = [x.var(ddof=1) / len(x) for x in (a, b)]
+    if not sum(parts):
+        return value, value, value, n
+    freedom = sum(parts) ** 2 / sum(v**2 / (len(x) - 1) for v, x in zip(parts, (a, b), strict=True))
+    half = float(student.ppf(0.975, freedom) * np.sqrt(sum(parts)))
+    return value, value - half, value + half, n
+
+
 def members(
     claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, r: Retained | None, reading: str, gpu: Path = GPU
 ) -> pd.DataFrame:
     """One row per member of a claim: member, value, low, high, n, p, state. No data raise `claims.Missing`."""
-    if claim["contrast"] == "none":
-        raise Missing(claim["why"])
     if claim["study"] == "gpu":
-        value, low, high, tokens = scoring_ratio(gpu)
-        found = [(f"{tokens} tokens", value, low, high, 1)]
+        found = [(*one, 1) for one in TIMED[claim["contrast"]](gpu)]
+    elif claim["contrast"] == "lead":
+        found = _lead_members(claim, sets, rows, reading)
     elif claim["study"] == "retained":
         found = [(name, *estimate(f, claim["contrast"])) for name, f in _retained_members(claim, sets, r)]
     else:
@@ -466,20 +652,111 @@ def members(
     return frame
 
 
-def scoring_ratio(gpu: Path) -> tuple[float, float, float, int]:
-    """Scoring time, largest over mean, from the timings of one kernel at the longest context that has both: value, and
-    the least and greatest ratio of their 20th and 80th percentiles. No timings raise `claims.Missing`."""
-    if not gpu.is_file():
-        raise Missing(f"no timings: {gpu} is missing")
-    table = pd.read_csv(gpu)
+# ---------------------------------------------------------------- cost, from what was timed on a GPU
+
+TIMED_MODEL, FIFTH = "Llama-3.1-8B", 0.2
+PLAIN, KEPT, ADA, DEFENSIVE_PLAIN = (
+    "Hugging Face, sdpa, DynamicCache", "everything kept", "Ada-KV", "DefensiveKV, plain PyTorch",
+)  # fmt: skip
+SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timings of the fused scoring kernel
+Timed = tuple[str, float, float, float]  # member, value, low, high: from the fastest and slowest of the timings
+
+
+def _timings(gpu: Path, file: str) -> pd.DataFrame:
+    if not (gpu / file).is_file():
+        raise Missing(f"no timings: {gpu / file} is missing")
+    return pd.read_csv(gpu / file)
+
+
+def _measured(gpu: Path, part: str, method: str, share: float, tokens: int | None = None) -> pd.DataFrame:
+    """One method's timings of the model, shortest context and smallest batch first."""
+    f = _timings(gpu, "models.csv")
+    f = f[(f.part == part) & (f.model == TIMED_MODEL) & (f.method == method) & np.isclose(f["share"], share)]
+    f = f if tokens is None else f[f.tokens == tokens]
+    if f.empty:
+        raise Missing(f"no timings of {part}, {method}, {share:.0%} kept in {gpu / 'models.csv'}")
+    return f.sort_values(["tokens", "batch"])
+
+
+def _ratio_of(label: str, top: Any, bottom: Any) -> Timed:
+    return label, top.seconds / bottom.seconds, top.low / bottom.high, top.high / bottom.low
+
+
+def scoring_ratio(gpu: Path) -> list[Timed]:
+    """Scoring time, largest over mean, of one kernel at the longest context that has both; 20th, 80th percentiles."""
+    table = _timings(gpu, "kernels.csv")
     table = table[(table.kernel == "window_scores") & table.variant.isin([SCORING_MEAN, SCORING_MAX])]
     wide = table.pivot_table(index="tokens", columns="variant", values=["p20_us", "p50_us", "p80_us"]).dropna()
     if wide.empty:
-        raise Missing(f"no timings of {SCORING_MEAN} beside {SCORING_MAX} in {gpu}")
+        raise Missing(f"no timings of {SCORING_MEAN} beside {SCORING_MAX} in {gpu / 'kernels.csv'}")
     row = wide.loc[wide.index.max()]
     middle = row["p50_us", SCORING_MAX] / row["p50_us", SCORING_MEAN]
     low, high = (row[a, SCORING_MAX] / row[b, SCORING_MEAN] for a, b in (("p20_us", "p80_us"), ("p80_us", "p20_us")))
-    return float(middle), float(low), float(high), int(row.name)
+    return [(f"{row.name} tokens", float(middle), float(low), float(high))]
+
+
+def prefill_ratio(gpu: Path) -> list[Timed]:
+    """Time to the first token, DefensiveKV over Ada-KV, at each context that has both."""
+    ours, theirs = (_measured(gpu, "prefill", name, FIFTH).set_index("tokens") for name in (DEFENSIVE_PLAIN, ADA))
+    return [_ratio_of(f"{n} tokens", ours.loc[n], theirs.loc[n]) for n in ours.index.intersection(theirs.index)]
+
+
+def decode_ratio(gpu: Path) -> list[Timed]:
+    """Time of a token, one request at the longest context: full cache over a fifth of it."""
+    ours = _measured(gpu, "decode", "20% kept", FIFTH)
+    ours = ours[ours.tokens == ours.tokens.max()].iloc[0]
+    return [
+        _ratio_of(label, _measured(gpu, "decode", name, 1.0, ours.tokens).iloc[0], ours)
+        for label, name in (("transformers' full cache", PLAIN), ("this engine's full cache", KEPT))
+    ]
+
+
+def throughput_ratio(gpu: Path) -> list[Timed]:
+    """Tokens per second at the largest batch that fits, longest context: a fifth over the full cache."""
+    ours = _measured(gpu, "decode", "20% kept", FIFTH)
+    ours = ours[ours.tokens == ours.tokens.max()].iloc[-1]
+    found = []
+    for label, name in (("transformers' full cache", PLAIN), ("this engine's full cache", KEPT)):
+        full = _measured(gpu, "decode", name, 1.0, ours.tokens).iloc[-1]
+        _, *ratios = _ratio_of(label, full, ours)
+        found.append((label, *(ratio * ours.batch / full.batch for ratio in ratios)))
+    return found
+
+
+def peak_ratio(gpu: Path) -> list[Timed]:
+    """Peak memory at the longest context, one request: a fifth over transformers' full cache."""
+    found = []
+    for label, part, method in (("prefill", "prefill", DEFENSIVE_PLAIN), ("decoding", "decode", "20% kept")):
+        ours = _measured(gpu, part, method, FIFTH)
+        ours = ours[ours.tokens == ours.tokens.max()].iloc[0]
+        value = float(ours.peak_gib / _measured(gpu, part, PLAIN, 1.0, ours.tokens).iloc[0].peak_gib)
+        found.append((label, value, value, value))
+    return found
+
+
+TIMED: dict[str, Callable[[Path], list[Timed]]] = {
+    f.__name__: f for f in (scoring_ratio, prefill_ratio, decode_ratio, throughput_ratio, peak_ratio)
+}
+
+
+def costs(gpu: Path = GPU) -> pd.DataFrame:
+    """What was timed for `TIMED_MODEL`, one request: seconds to the first token, ms per token, and peak memory, by
+    method and context. Without timings: an empty frame."""
+    try:
+        f = _timings(gpu, "models.csv")
+    except Missing:
+        return pd.DataFrame()
+    f = f[(f.model == TIMED_MODEL) & (f.batch == 1) & (f.tokens >= 32_000)]
+    f = f.assign(
+        time=np.where(f.part == "prefill", f.seconds, 1000 * f.seconds),
+        what=np.where(f.part == "prefill", "first token, s", "next token, ms"),
+        method=np.where(f.method == PLAIN, "transformers' full cache", f.method),
+        kept=[f"{share:.0%}" for share in f["share"]],
+    )
+    rows = ["what", "method", "kept"]
+    wide = f.drop_duplicates([*rows, "tokens"]).pivot_table(index=rows, columns="tokens", values=["time", "peak_gib"])
+    wide = wide[["time", "peak_gib"]].round(2).rename_axis(columns=[None, None])
+    return wide.rename(columns={"time": "time at tokens", "peak_gib": "peak GiB at tokens"})
 
 
 def evaluate(
@@ -491,10 +768,11 @@ def evaluate(
     gpu: Path = GPU,
     book: Mapping | str = "fragility",
 ) -> pd.DataFrame:
-    """Verdict of every claim, columns as in `claims.evaluate`; those about the defensive methods once per reading."""
+    """Verdict of every claim, columns as in `claims.evaluate`; those about the defensive methods once per reading, and
+    once without reading where none was run."""
     known = claims.load_claims(book) if isinstance(book, str) else book
     sets = known["sets"]
-    run_in = readings_of(rows) if rows is not None else []
+    run_in = (readings_of(rows) if rows is not None else []) or ["any"]
     table, states = [], {}
     for claim in known["claims"]:
         for reading in run_in if touches_reading(claim, sets) else ["any"]:
@@ -505,10 +783,18 @@ def evaluate(
             known_states = {} if isinstance(found, str) else dict(zip(found.member, found.state, strict=True))
             states.setdefault(claim["id"], []).append(known_states)
             row = claims.claim_row(claim, found) | {"reading": reading}
-            test = "p20 to p80 of timings" if claim["study"] == "gpu" else "bootstrap over items"
-            table.append(row | ({} if isinstance(found, str) else {"test": test}))
+            table.append(row | ({} if isinstance(found, str) else {"test": _test(claim, found)}))
     frame = pd.DataFrame(table).reindex(columns=claims.COLUMNS + claims.EXTRA).assign(model=model, profile=profile)
     return frame.assign(depends_on_reading=frame.claim.map({name: claims._depends(s) for name, s in states.items()}))
+
+
+def _test(claim: Mapping, found: pd.DataFrame) -> str:
+    if claim["study"] == "gpu":
+        return "fastest to slowest timing" if claim["contrast"] != "scoring_ratio" else "p20 to p80 of timings"
+    if claim["contrast"] == "lead":
+        return "Welch over items"
+    few = claim["contrast"] in ("mean", "difference") and found.n.max() < FEW
+    return "Student's t over items" if few else "bootstrap over items"
 
 
 # ---------------------------------------------------------------- tables
@@ -542,18 +828,50 @@ def table_1(r: Retained, column: str = "worst") -> pd.DataFrame:
     return frame
 
 
+def retained_by(r: Retained, by: str, rules: Sequence[str] = ("single", "mean", "defensive")) -> pd.DataFrame:
+    """Minimum, mean and number of steps below one half, means over answers with intervals, in the base setting.
+
+    by: "layer" (long answers, a layer's heads together; the last row: all layers), "head" (long answers, query heads of
+    the headline's layer) or "task" (that layer's heads together).
+    """
+    s = r.summary[(r.summary.setting == DEFAULT) & r.summary.rule.isin(rules)]
+    if by != "task":
+        s = s[s.task.isin(long_tasks(r))]
+    s = s[(s.layer == r.layer) & (s["head"] >= 0)] if by == "head" else s[s["head"] == -1]
+    s = s[s.layer == r.layer] if by == "task" else s
+    s = s.assign(steps_below=s.below * s.steps)
+    rows: dict[object, dict[tuple[str, str], str]] = {}
+    for name in [*dict.fromkeys(s[by])] if by == "task" else sorted(set(s[by]), key=lambda n: (n < 0, n)):
+        here = s[s[by] == name]
+        row = {}
+        for column, title, digits in (
+            ("worst", "minimum", 2),
+            ("mean", "mean", 2),
+            ("steps_below", "steps below ½", 1),
+        ):
+            for rule in rules:
+                values = here[here.rule == rule][[column]].set_axis(["a"], axis=1)
+                row[title, rule] = _shown(estimate(values, "mean"), digits)
+        row["steps", ""] = f"{here.steps.mean():.0f}"
+        rows["all" if name == -1 else str(name).replace("_", " ")] = row
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    frame.columns = pd.MultiIndex.from_tuples(frame.columns)
+    frame.index.name = by
+    return frame
+
+
 def headline(r: Retained, tasks: Sequence[str] | None = None) -> pd.DataFrame:
     """How the paper's headline moves: a row per setting and place, the worst step by mean and by defensive aggregation.
 
     Columns setting, where, mean, mean_low, mean_high, defensive, ..., difference, ..., and outliers_mean,
-    outliers_defensive (share of steps under one half). Places vary in the default setting: the paper's depth, all
+    outliers_defensive (share of steps under one half). Places vary in the default setting: the headline's layer, all
     layers together, the layer and the query head whose worst step is worst.
     """
     tasks = list(tasks or long_tasks(r))
     s = r.summary[r.summary.task.isin(tasks) & r.summary.rule.isin(["mean", "defensive"])]
     shared = s[(s.layer == r.layer) & (s["head"] == -1) & ~s.setting.str.startswith("#")]
     default = s[s.setting == DEFAULT]
-    parts = [(name, "the paper's depth", f) for name, f in shared.groupby("setting", sort=False)]
+    parts = [(name, "the headline's layer", f) for name, f in shared.groupby("setting", sort=False)]
     lowest = {
         "all layers together": default[default.layer == -1],
         "worst layer": _lowest(default[(default.layer >= 0) & (default["head"] == -1)]),
@@ -608,6 +926,7 @@ GROUPS = {
 def losses(rows: pd.DataFrame, share: float = MIDDLE, guard: float = 0.0) -> pd.DataFrame:
     """Loss of token F1 against the full cache in percent, per policy and reading, for each task and all: text with
     intervals where six items allow one."""
+    rows = pooled(rows)
     full = scores(rows, {"policy": "full"})
     tasks = rows.drop_duplicates("item").set_index("item").task
     found: dict[tuple[str, str], dict[str, str]] = {}
@@ -626,6 +945,35 @@ def losses(rows: pd.DataFrame, share: float = MIDDLE, guard: float = 0.0) -> pd.
     return pd.DataFrame.from_dict(found, orient="index")
 
 
+def guarded(rows: pd.DataFrame, guard: float) -> pd.DataFrame:
+    """The same table behind guards: per policy and reading, the loss in percent at each share that has both, bare and
+    behind guards of `guard` of the budget at each end, on the same items."""
+    rows = pooled(rows)
+    full = scores(rows, {"policy": "full"})
+    found: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
+    for policy, reading in policies_of(rows):
+        row: dict[tuple[str, str], str] = {}
+        for share in sorted(rows[np.isclose(rows.guard, guard) & (rows.guard > 0)]["share"].dropna().unique()):
+            try:
+                cells = {
+                    name: scores(rows, {"policy": policy, "share": float(share), "guard": g}, reading)
+                    for name, g in (("bare", 0.0), ("guarded", guard))
+                }
+            except Missing:
+                continue
+            pair = pd.DataFrame(cells | {"full": full}).dropna()
+            for name in cells:
+                row[f"{share:.0%}", name] = _shown(
+                    estimate(pair[[name, "full"]].rename(columns={name: "a"}), "loss"), 0, 100
+                )
+        if row:
+            found[policy, reading] = row
+    frame = pd.DataFrame.from_dict(found, orient="index")
+    if len(frame):
+        frame.columns = pd.MultiIndex.from_tuples(frame.columns)
+    return frame
+
+
 def policies_of(rows: pd.DataFrame) -> list[tuple[str, str]]:
     """(policy, reading) of the main grid, in the book's order, a reader's own (named by file) last."""
     run_in = readings_of(rows)
@@ -636,26 +984,26 @@ def policies_of(rows: pd.DataFrame) -> list[tuple[str, str]]:
 def curve(
     rows: pd.DataFrame, policy: str, reading: str, contrast: str = "loss", tasks: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """share, value, low, high, n of a policy against the share kept; contrast "loss" (of full) or "mean" (token F1)."""
-    here = rows[rows.task.isin(list(tasks))] if tasks else rows
-    found = []
-    for share in sorted(here[here.policy == policy].share.dropna().unique()):
+    """share, value, low, high, n of a policy against the share kept; contrast "loss" (of full) or "mean" (token F1).
+
+    Every point is about the same items: those that were run at all the shares.
+    """
+    here = rows[rows.task.isin(list(tasks))] if tasks else pooled(rows)
+    columns = {}
+    for share in sorted(here[here.policy == policy]["share"].dropna().unique()):
         try:
-            pair = pd.DataFrame(
-                {
-                    "a": scores(here, {"policy": policy, "share": float(share)}, reading),
-                    "full": scores(here, {"policy": "full"}),
-                }
-            ).dropna()
+            columns[float(share)] = scores(here, {"policy": policy, "share": float(share)}, reading)
         except Missing:
             continue
-        found.append((float(share), *estimate(pair, contrast)))
+    full = scores(here, {"policy": "full"})
+    wide = pd.DataFrame(columns | {"full": full}).dropna()
+    found = [(share, *estimate(wide[[share, "full"]].rename(columns={share: "a"}), contrast)) for share in columns]
     return pd.DataFrame(found, columns=["share", "value", "low", "high", "n"])
 
 
 def compare(rows: pd.DataFrame, pairs: Mapping[str, tuple[Mapping, Mapping]], reading: str) -> pd.DataFrame:
     """label, value, low, high, n: paired difference in token F1 of two cells each; those not run are left out."""
-    found = []
+    rows, found = pooled(rows), []
     for label, (a, b) in pairs.items():
         try:
             frame = pd.DataFrame({"a": scores(rows, a, reading), "b": scores(rows, b, reading)}).dropna()
@@ -668,10 +1016,45 @@ def compare(rows: pd.DataFrame, pairs: Mapping[str, tuple[Mapping, Mapping]], re
 # ---------------------------------------------------------------- numbers for the prose
 
 
-def numbers(frame: pd.DataFrame, rows: pd.DataFrame, r: Retained) -> dict[str, str]:
+def _memory(rows: pd.DataFrame) -> dict[str, str]:
+    """Bytes held at the answer's end as a share of the full cache's: two fifths in 4 bits, and a tenth alone."""
+    found = {}
+    for name, cell in (("four-bits", {"share": 0.4, "bits": 4}), ("a-tenth", {"share": 0.1})):
+        text = "not run"
+        for reading in readings_of(rows) if "bytes_held" in rows else ():
+            try:
+                held, full = (
+                    scores(rows, {"policy": "defensive_kv"} | cell, reading, measure)
+                    for measure in ("bytes_held", "bytes_full")
+                )
+            except Missing:
+                continue
+            text = f"{100 * (held / full).mean():.1f}%"
+            break
+        found[f"bytes-{name}"] = text
+    return found
+
+
+def _timed(gpu: Path) -> dict[str, str]:
+    """What a kernel is worth: time to the first token in plain PyTorch over the kernel's, DropKV, shortest context."""
+    try:
+        plain, kernel = (_measured(gpu, "prefill", name, 0.05).iloc[0] for name in ("DropKV, plain PyTorch", "DropKV"))
+        fastest = {one: _measured(gpu, "prefill", one, FIFTH).iloc[0] for one in (DEFENSIVE_PLAIN, ADA)}
+    except Missing:
+        return dict.fromkeys(("plain-dropkv", "seconds-defensive", "seconds-ada", "tokens-timed"), "not timed")
+    return {
+        "plain-dropkv": f"{plain.seconds / kernel.seconds:.2f}",
+        "seconds-defensive": f"{fastest[DEFENSIVE_PLAIN].seconds:.2f} s",
+        "seconds-ada": f"{fastest[ADA].seconds:.2f} s",
+        "tokens-timed": f"{fastest[ADA].tokens:.0f}",
+    }
+
+
+def numbers(frame: pd.DataFrame, rows: pd.DataFrame, r: Retained, gpu: Path = GPU) -> dict[str, str]:
     """What the prose may quote: of each claim `<claim>-<reading>` and its verdict; sizes; the headline's range."""
+    rows = pooled(rows)
     spec, head = specification_table(r), headline(r)
-    default = head[(head.setting == DEFAULT) & (head["where"] == "the paper's depth")].iloc[0]
+    default = head[(head.setting == DEFAULT) & (head["where"] == "the headline's layer")].iloc[0]
     s = r.summary[r.summary.task.isin(long_tasks(r)) & (r.summary["head"] == -1)]
     own = s[(s.setting == DEFAULT) & (s.layer == r.layer)]
     full = estimate(scores(rows, {"policy": "full"}).to_frame("a"), "mean")
@@ -679,9 +1062,12 @@ def numbers(frame: pd.DataFrame, rows: pd.DataFrame, r: Retained) -> dict[str, s
         "claims": str(frame.claim.nunique()),
         "decided-by-reading": str(frame[frame.depends_on_reading == "yes"].claim.nunique()),
         "items": str(rows["item"].nunique()),
+        "items-at-all-shares": str(rows[rows.groupby("item")["share"].transform("nunique") > 1]["item"].nunique()),
+        "tasks": ", ".join(task.replace("_", " ") for task in rows.task.unique()),
         "prompt-tokens": f"{rows.prompt_tokens.mean():.0f}",
         "long-answers": str(own["item"].nunique()),
         "steps": f"{own.steps.mean():.0f}",
+        "steps-least": f"{own.steps.min():.0f}",
         "layer": str(r.layer),
         "ceiling": _shown(full),
         "worst-single": f"{own[own.rule == 'single'].worst.mean():.2f}",
@@ -698,10 +1084,10 @@ def numbers(frame: pd.DataFrame, rows: pd.DataFrame, r: Retained) -> dict[str, s
         "difference-greatest": f"{spec.difference.max():+.2f}" if len(spec) else "no value",
     }
     for name in ("ties go to the oldest", "prior before the norm", "question and answer count", "algorithm 2"):
-        here = head[head.setting == name]
-        if len(here):
-            key = name.replace(" ", "-")
-            found[f"mean-{key}"], found[f"defensive-{key}"] = (f"{here[c].iloc[0]:.2f}" for c in ("mean", "defensive"))
+        here, key = head[head.setting == name], name.replace(" ", "-")  # none where it is the base already
+        for rule in ("mean", "defensive"):
+            found[f"{rule}-{key}"] = f"{(here.iloc[0] if len(here) else default)[rule]:.2f}"
+    found |= _memory(rows) | _timed(gpu)
     for step in STEPS:
         pair = {
             step: (

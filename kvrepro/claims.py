@@ -340,13 +340,13 @@ def judge(rule: Mapping, value: float, low: float, high: float, p: float | None)
 
 
 def verdict(states: Sequence[str]) -> str:
-    """Verdict of a claim from the members that decide: undecided ones say nothing, neither for it nor against it."""
+    """Verdict of a claim from its members: it is reproduced where all hold, and not where none does or most fail."""
     holds, fails = states.count("holds"), states.count("fails")
     if not holds + fails:
         return "not testable here"
-    if not fails:
+    if holds == len(states):
         return "reproduced"
-    return "not reproduced" if fails > holds else "partly"
+    return "not reproduced" if not holds or fails > len(states) / 2 else "partly"
 
 
 def _against(rule: Mapping, value: float, low: float, high: float) -> float:

@@ -152,11 +152,12 @@ def test_judge(rule, low, high, p, state):
     ("members", "verdict"),
     [
         (["holds"] * 3, "reproduced"),
-        (["holds", "undecided"], "reproduced"),  # undecided members say nothing
+        (["holds", "undecided"], "partly"),
         (["fails", "undecided", "undecided"], "not reproduced"),
         (["holds", "fails"], "partly"),
         (["holds", "fails", "undecided"], "partly"),
         (["fails", "fails", "holds"], "not reproduced"),
+        (["fails", "fails", "holds", "undecided"], "partly"),
         (["fails"], "not reproduced"),
         (["undecided"] * 2, "not testable here"),
         ([], "not testable here"),

@@ -357,7 +357,7 @@ def test_each_prompt_counts_once_and_too_few_are_not_judged():
         assert frame.n["R6b"] == n
     rows.loc[0, "as_predicted"] = 0.5
     frame = results.verdicts({"identity": rows}, "none", "quick").set_index("claim")
-    assert (frame.verdict["R6"], frame.members["R6"]) == ("reproduced", "1 holds, 1 undecided")
+    assert (frame.verdict["R6"], frame.members["R6"]) == ("partly", "1 holds, 1 undecided")
     rows.loc[rows.layout == "repack", "as_predicted"] = 0.5
     assert results.verdicts({"identity": rows}, "none", "quick").set_index("claim").verdict["R6"] == "partly"
 

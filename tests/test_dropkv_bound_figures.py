@@ -39,7 +39,7 @@ def test_every_axis_is_labelled_and_the_figure_fits_the_page(study, name):
 
 def test_curves_end_at_the_share_with_a_bound(study):
     figure = figures.factor(study, 5)
-    curves = {line.get_label(): line for line in figure.axes[0].get_lines()}
+    curves = {str(line.get_label()).split(",")[0]: line for line in figure.axes[0].get_lines()}
     for size in SMALL.pools:
         name = runs.pool_name(size)
         rows = tables.with_factor(study.assumptions[study.assumptions.pool == name], 5)

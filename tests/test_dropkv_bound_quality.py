@@ -61,8 +61,8 @@ def test_tables():
     assert found.lead["snapkv", 0.3] == pytest.approx(0.1)
     assert found.lead_low["snapkv", 0.3] == pytest.approx(0.1)
     text = quality.shown(rows())
-    assert text.index.tolist() == ["full", "dropkv", "snapkv"]
-    assert text["5%"]["snapkv"].startswith("0.490 [")
+    assert text.index.tolist() == ["full cache", "DropKV", "SnapKV"]
+    assert text["5%"]["SnapKV"].startswith("0.490 [")
     assert quality.numbers(rows())["f1-dropkv"].startswith("0.590 [")
     assert quality.numbers(rows())["least-share"] == "5%"
     both = pd.concat([rows(), rows().assign(length=500)])

@@ -217,7 +217,7 @@ def test_a_loss_that_grows_with_the_factor_is_predicted(study):
     factor = tables.with_factor(first, 10).groupby(["item", "layer"], as_index=False).factor.median()
     losses = factor.assign(loss=factor.factor.rank())[["item", "layer", "loss"]]
     found = tables.prediction(study, losses, k=10)
-    assert found.rho["factor against loss, per item and layer"] == pytest.approx(1)
+    assert found.rho["factor against loss, per item, layer"] == pytest.approx(1)
     with pytest.raises(InputError, match="give loss and item"):
         tables.prediction(study, losses.drop(columns="loss"))
 

@@ -60,7 +60,7 @@ def test_the_models_members(models):
 
 
 def test_tables_stand_beside_the_printed_numbers(kernels, models, tmp_path):
-    kernel = timings.kernel_table(kernels)
+    kernel = timings.kernel_table(kernels).T
     assert kernel["speed-up over", "torch, repeated"].tolist() == [15, 15]
     assert kernel["paper, A100", "speed-up"].tolist() == [1.8, 19.8]
     assert kernel["paper, A100", "scratch, torch (MB)"].iloc[-1] == 9000

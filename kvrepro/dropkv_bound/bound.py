@@ -191,14 +191,13 @@ def _enumerate(p: Tensor, r: Tensor, k: int) -> Tensor:
     best, bits = torch.full_like(p[:, 0, 0], torch.inf), torch.zeros_like(p[:, 0])
     for x, y in _halves(p.shape[-1], k):
         x, y = x.to(p), y.to(p)
-        total = p.new_zeros(())
+        total = p.new_zeros(len(p), len(x), len(y))
         for g, weight in zip(gram.unbind(1), p.unbind(1), strict=True):
-            square = 2 * (x @ g[:, :half, half:] @ y.T)  # [rows, subsets of the first half, of the second]
-            square += ((x @ g[:, :half, :half]) * x).sum(-1)[:, :, None]
-            square += ((y @ g[:, half:, half:]) * y).sum(-1)[:, None, :]
-            total = (
-                total + square / (1 - (weight[:, :half] @ x.T)[:, :, None] - (weight[:, half:] @ y.T)[:, None, :]) ** 2
-            )
+            first, second = (((z @ part) * z).sum(-1) for z, part in ((x, g[:, :half, :half]), (y, g[:, half:, half:])))
+            square = 2 * (x @ g[:, :half, half:]) @ y.T  # [rows, subsets of the first half, of the second]
+            square.add_(first[:, :, None]).add_(second[:, None, :])
+            left = (1 - weight[:, :half] @ x.T)[:, :, None] - (weight[:, half:] @ y.T)[:, None, :]
+            total.add_(square.div_(left.square_()))
         value, where = total.flatten(1).min(1)
         chosen = torch.cat([x[where // len(y)], y[where % len(y)]], 1)
         bits = torch.where((value < best)[:, None], chosen, bits)

@@ -17,27 +17,13 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator, Percent
 
 from kvrepro import claims
 from kvrepro.dropkv_bound import quality, tables
+from kvrepro.dropkv_bound.quality import NAMES
 from kvrepro.dropkv_bound.study import Study, pool_name
 from kvrepro.dropkv_bound.triples import STRATA
 from kvrepro.figure import STYLE, WIDTH
 
 POOL_STYLES = (("#0072B2", "o", "-"), ("#E69F00", "s", "--"), ("#009E73", "D", ":"), ("#CC79A7", "^", "-."))
 PAPER = "#8A8A8A"
-NAMES = {
-    "dropkv": "DropKV",
-    "attention": "attention",
-    "random": "random",
-    "keydiff": "KeyDiff",
-    "snapkv": "SnapKV",
-    "pyramidkv": "PyramidKV",
-    "cake": "CAKE",
-    "criticalkv": "CriticalKV",
-    "andpro": "AnDPro",
-    "streaming_llm": "StreamingLLM",
-    "key_diff": "KeyDiff",
-    "pyramid_kv": "PyramidKV",
-    "critical_kv": "CriticalKV",
-}
 RULE_STYLES = {"dropkv": ("#0072B2", "o"), "attention": ("#D55E00", "s"), "random": ("#009E73", "D")}
 PRINTED = {"p50": "x", "p95": "+"}
 FURTHEST = 20.0  # of a ratio's axis; what lies beyond is an arrow with its number
@@ -127,8 +113,7 @@ def _distribution(
         figure, axes = plt.subplots(figsize=(WIDTH, 3.0))
         for name, rows, (colour, _, line) in _pools(study):
             found = values(rows)
-            _cumulative(axes, found, color=colour, ls=line, label=name)
-            _beyond(axes, found, limits, colour)
+            _cumulative(axes, found, color=colour, ls=line, label=name + _beyond(axes, found, limits, colour))
         for found, shares in printed:
             axes.plot(found, shares, "x", color=PAPER, ms=5, mew=1.2, zorder=4)
         axes.set_xscale("log")
@@ -140,15 +125,16 @@ def _distribution(
     return figure
 
 
-def _beyond(axes: Axes, values: pd.Series, limits: tuple[float, float], colour: str) -> None:
-    """What share of the values lies beyond either end of the axis, told where the curve meets it."""
+def _beyond(axes: Axes, values: pd.Series, limits: tuple[float, float], colour: str) -> str:
+    """Arrows where a curve leaves the axis, and in words what share of the values lies beyond which end."""
     left, right = (values < limits[0]).mean(), ((values > limits[1]) & np.isfinite(values)).mean()
-    ends = ((limits[0], left, left, "left", 6), (limits[1], right, (values <= limits[1]).mean(), "right", -6))
-    for edge, share, height, side, shift in ends:
+    ends = ((limits[0], left, left, "left", "<"), (limits[1], right, (values <= limits[1]).mean(), "right", ">"))
+    told = []
+    for edge, share, height, side, arrow in ends:
         if share >= 0.005:
-            axes.plot(edge, height, "<" if side == "left" else ">", color=colour, ms=5, clip_on=False, zorder=5)
-            place = {"xytext": (shift, 3), "textcoords": "offset points", "ha": side, "fontsize": 7.5}
-            axes.annotate(f"{share:.0%} further {side}", (edge, height), color=colour, **place)
+            axes.plot(edge, height, arrow, color=colour, ms=5, clip_on=False, zorder=5)
+            told.append(f", {share:.0%} further {side}")
+    return "".join(told)
 
 
 def eps(study: Study) -> Figure:
@@ -203,12 +189,13 @@ def cone(study: Study) -> Figure:
 
 
 def lengths(by_length: pd.DataFrame) -> Figure:
-    """Share of triples with c* > 0, and the median of c*, by prompt length and pool."""
+    """Share of triples with c* > 0, and the median of c*, negative ones taken as 0, by prompt length and pool."""
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 3.0))
         for (name, rows), (colour, marker, line) in zip(
             by_length.groupby("pool", sort=False), POOL_STYLES, strict=False
         ):
+            rows = rows.assign(c_low=rows.c_low.clip(lower=0))  # below zero it is enclosed only
             for panel, statistic in zip(panels, (tables._positive, tables._median), strict=True):
                 found = [(x, *tables.interval(f, ["c_low"], statistic)[:3]) for x, f in rows.groupby("length")]
                 x, value, low, high = np.array(found).T
@@ -222,8 +209,8 @@ def lengths(by_length: pd.DataFrame) -> Figure:
             panel.xaxis.set_minor_locator(NullLocator())
             panel.set_xlabel("prompt length (tokens)")
         _share_axis(panels[0], "triples with $c^*>0$")
-        panels[1].set_ylabel("median of $c^*$")
-        panels[1].axhline(0, color="black", lw=0.8, ls=(0, (4, 2)))
+        panels[1].set_ylabel("median of $c^*$ (0 where it is negative)")
+        panels[1].set_ylim(bottom=-0.01)
         panels[0].legend(loc="lower left")
     return _done(figure)
 
@@ -265,7 +252,7 @@ def _row(axes: Axes, y: float, quantiles: Sequence[float], colour: str, marker: 
     axes.plot(middle, y, marker, color=colour, ms=5)
     if high > FURTHEST:
         axes.plot(FURTHEST, y, ">", color=colour, ms=5, clip_on=False)
-        text, place = f"p95: {_plain(float(f'{high:.2g}'))}", {"xytext": (-6, 2.5), "textcoords": "offset points"}
+        text, place = f"p95: {float(f'{high:.2g}'):,.0f}", {"xytext": (-6, 4), "textcoords": "offset points"}
         axes.annotate(text, (FURTHEST, y), **place, ha="right", fontsize=7, color=colour)
 
 
@@ -285,7 +272,7 @@ def slack(study: Study) -> Figure:
         _ticks(axes.yaxis, 1, high, (1, 1.5, 2, 3, 5) if high < 100 else (1,))
         axes.set_xlabel("bound of theorem 1 on the same 20 keys")
         axes.set_ylabel("realised ratio")
-        axes.legend(loc="upper right")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return _done(figure)
 
 
@@ -307,9 +294,9 @@ def peers(study: Study, k: int = tables.HARD_K) -> Figure:
                     marks = {"color": colour, "mfc": colour if filled else "white", "marker": "o", "elinewidth": 1.1}
                     panel.errorbar(one.ratio, position, xerr=error, ls="none", **marks)
             panel.set_xscale("log")
-            low, high = panel.get_xlim()
-            _ticks(panel.xaxis, low, high, (1, 2, 5) if high < 1e3 else (1,))
             panel.axvline(1, color="black", lw=0.8, ls=(0, (4, 2)))
+            low, high = panel.get_xlim()
+            _ticks(panel.xaxis, low, high, (1, 1.5, 2, 3, 5) if high < 10 else (1, 2, 5) if high < 1e3 else (1,))
             panel.set_xlabel(title)
         panels[0].set_yticks(range(len(order)), [NAMES[rule] for rule in order])
         panels[0].invert_yaxis()

@@ -35,6 +35,22 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 }
 RETRIEVAL = "tinyworld:needle,needle_multikey,needle_multivalue,needle_multiquery,variable_tracking,frequent_words"
 MEASURE = "token_f1"
+NAMES = {  # of rules and policies, as the reader sees them
+    "full": "full cache",
+    "dropkv": "DropKV",
+    "attention": "attention",
+    "random": "random",
+    "keydiff": "KeyDiff",
+    "snapkv": "SnapKV",
+    "pyramidkv": "PyramidKV",
+    "cake": "CAKE",
+    "criticalkv": "CriticalKV",
+    "andpro": "AnDPro",
+    "streaming_llm": "StreamingLLM",
+    "key_diff": "KeyDiff",
+    "pyramid_kv": "PyramidKV",
+    "critical_kv": "CriticalKV",
+}
 
 
 def condition(policy: str, share: float, **switches: object) -> Condition:
@@ -135,7 +151,7 @@ def shown(rows: pd.DataFrame, length: int | None = None) -> pd.DataFrame:
     text = [claims._text((one.f1, one.low, one.high), "F1") for one in found.itertuples()]
     wide = found.assign(text=text).pivot_table(index="method", columns="share", values="text", aggfunc="first")
     order = found[found.share == found.share.min()].sort_values("f1", ascending=False).method
-    wide = wide.reindex(["full", *order]).fillna("")
+    wide = wide.reindex(["full", *order]).fillna("").rename(index=NAMES)
     return wide.rename(columns=lambda share: "all" if share == 1 else f"{share:.0%}").rename_axis(
         columns="F1, share kept"
     )
@@ -151,6 +167,7 @@ def by_length(rows: pd.DataFrame) -> pd.DataFrame:
     found = found[(found.share == found.share.min()) | (found.method == "full")]
     text = [claims._text((one.f1, one.low, one.high), "F1") for one in found.itertuples()]
     wide = found.assign(text=text).pivot_table(index="method", columns="length", values="text", aggfunc="first")
+    wide = wide.reindex(["full", "dropkv", "snapkv", "andpro"]).dropna(how="all").rename(index=NAMES)
     return wide.rename(columns="{:,}".format).rename_axis(columns="F1, prompt tokens")
 
 

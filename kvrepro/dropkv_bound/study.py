@@ -422,9 +422,10 @@ def _budgets(last: list[Triple], group: int, s: Settings) -> list[dict]:
     rows = []
     kv_heads = sorted({t.head // group for t in last})
     tokens = len(last[0].p)
+    costs = {bf16: [triples.dropkv(t, bf16=bf16) for t in last] for bf16 in (False, True)}
     for pooling, bf16 in (("max", False), ("average", False), ("none", False), ("max", True)):
-        cost = {h: [triples.dropkv(t, bf16=bf16) for t in last if t.head // group == h] for h in kv_heads}
-        score = torch.stack([torch.stack(found).mean(0) for found in cost.values()])
+        of_head = [[cost for t, cost in zip(last, costs[bf16], strict=True) if t.head // group == h] for h in kv_heads]
+        score = torch.stack([torch.stack(found).mean(0) for found in of_head])
         score = score if pooling == "none" else triples.pooled(score[:, None], s.kernel, pooling)[:, 0]
         score = score[:, : tokens - s.window]
         for share in s.shares:

@@ -141,8 +141,8 @@ def ratio_table(study: Study) -> pd.DataFrame:
             for rule, title in (("dropkv", "DropKV"), ("attention", "attention"), ("random", "random choice")):
                 here = selected(study.records, rule)
                 ratio = here[(here.k == k) & (here.stratum == stratum)].ratio
-                row["here", title, "p50"] = f"{ratio.median():.3f}"
-                row["here", title, "p95"] = f"{ratio.quantile(0.95):.3f}"
+                for short, value in (("p50", ratio.median()), ("p95", ratio.quantile(0.95))):
+                    row["here", title, short] = f"{value:.3f}" if value < 100 else f"{value:,.0f}"
             rows[f"k = {k}", name] = row
     return pd.DataFrame.from_dict(rows, orient="index")
 
@@ -273,7 +273,7 @@ def prediction(study: Study, *losses: pd.DataFrame, k: int = K) -> pd.DataFrame:
             raise InputError(f"losses have columns {list(frame)}: give loss and item, perhaps layer and head")
         first = with_factor(next(_by_pool(study))[1], k)
         both = first.groupby(on, as_index=False).factor.median().merge(frame, on=on)
-        rows.append((f"factor against loss, per {' and '.join(on)}", *rank_correlation(both, "factor", "loss")))
+        rows.append((f"factor against loss, per {', '.join(on)}", *rank_correlation(both, "factor", "loss")))
     return pd.DataFrame(rows, columns=["question", "rho", "low", "high", "prompts"]).set_index("question")
 
 
@@ -470,10 +470,11 @@ def overview(verdicts: pd.DataFrame) -> pd.DataFrame:
     return found[["claim", "statement", "paper", "ours [interval]", "verdict"]].set_index("claim")
 
 
-def shown(frame: pd.DataFrame, caption: str, digits: int = 2, **given) -> Styler:
-    """A table for the page: its caption above it, room between its cells."""
+def shown(frame: pd.DataFrame, caption: str, digits: int = 2, wrap: bool = False, **given) -> Styler:
+    """A table for the page: its caption above it, room between its cells, which break only if they hold sentences."""
     style = frame.style.format(precision=digits, na_rep="", **given).set_caption(caption)
     cells = [("padding", "0.15em 0.7em"), ("text-align", "left")]
+    cells += [] if wrap else [("white-space", "nowrap")]
     rules = [{"selector": "th, td", "props": cells}, {"selector": "caption", "props": [("caption-side", "top")]}]
     return style.set_table_styles(rules)
 

@@ -132,7 +132,7 @@ def _missing(file: Path) -> pd.DataFrame:
 
 
 def kernel_table(file: Path = KERNELS) -> pd.DataFrame:
-    """DropKV's score by prompt length: times, scratch and speed-ups here, and what the paper prints (A100)."""
+    """DropKV's score by prompt length (columns): times, scratch and speed-ups here, and what the paper prints."""
     if not file.is_file():
         return _missing(file)
     f = _kernels(file)
@@ -155,7 +155,7 @@ def kernel_table(file: Path = KERNELS) -> pd.DataFrame:
         "scratch, torch (MB)": {131072: 1000 * float(plain)},
     }
     parts["paper, A100"] = pd.DataFrame(printed).reindex(time.index)
-    return pd.concat(parts, axis=1).rename_axis(index="tokens", columns=[f.device.iloc[0], f.dtype.iloc[0]])
+    return pd.concat(parts, axis=1).T.rename_axis(index=[f.device.iloc[0], f.dtype.iloc[0]], columns="tokens")
 
 
 def answer_table(file: Path = MODELS) -> pd.DataFrame:

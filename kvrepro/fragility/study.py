@@ -801,11 +801,12 @@ def _test(claim: Mapping, found: pd.DataFrame) -> str:
 
 
 def _shown(value: tuple, digits: int = 2, scale: float = 1.0) -> str:
-    point, low, high, _ = value
+    point, low, high, n = value
     if np.isnan(point):
         return ""
     text = f"{point * scale:.{digits}f}"
-    return text + (" (too few)" if np.isnan(low) else f" ({low * scale:.{digits}f} to {high * scale:.{digits}f})")
+    why = " (too few)" if n < claims.MIN_ITEMS else " (all alike)"
+    return text + (why if np.isnan(low) else f" ({low * scale:.{digits}f} to {high * scale:.{digits}f})")
 
 
 def table_1(r: Retained, column: str = "worst") -> pd.DataFrame:

@@ -38,7 +38,7 @@ SCHEMA = pa.schema(
         "pages": WHOLE, "bytes_held": WHOLE, "bytes_state": WHOLE, "bytes_full": WHOLE, "peak_bytes": WHOLE,
         "prefill_seconds": REAL, "decode_seconds": REAL,
         "backend": TEXT, "dtype": TEXT, "device": TEXT, "torch": TEXT, "transformers": TEXT,
-        "profile": TEXT, "seed": WHOLE, "date": TEXT, "error": TEXT,
+        "profile": TEXT, "seed": WHOLE, "date": TEXT, "error": TEXT, "note": TEXT,
     },
     metadata=MARK,
 )  # fmt: skip

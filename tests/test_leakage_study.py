@@ -1,5 +1,7 @@
 """The leakage chapter's statistics on made-up rows, against numbers worked out by hand or by scipy."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -36,14 +38,14 @@ def frame(
 def made(follow, leak, **given):
     """A study of two made-up measures."""
     parts = [study.means(frame(value, **given), "x") for value in (follow, leak)]
-    return study.Study("as_described", *parts, None, None, None, None, None, None, floor=0.0, echo=0.4)
+    return study.Study("as_described", *parts, None, None, None, None, None, None, None, floor=0.0, echo=0.4)
 
 
 def test_means_and_intervals_resample_whole_systems():
     rows = pd.concat([frame(lambda *_, s=s: float(s), systems=1).assign(system=s) for s in range(10)])
     found = study.means(rows, "x")
     assert found.systems == 10
-    value, low, high = study.interval(found.at(policy="tova", ratio=0.5), 10)
+    value, low, high = study.interval(found.at(policy="tova", ratio=0.5))
     assert value == 4.5
     assert low < 3.5
     assert high > 5.5
@@ -57,9 +59,22 @@ def test_missing_values_do_not_count_and_few_systems_have_no_interval():
     rows.loc[(rows.system == 3) & (rows.ratio == 0.5), "x"] = np.nan
     found = study.means(rows, "x")
     assert found.at(policy="tova", ratio=0.5)[0] == 1.0
-    assert np.isnan(study.interval(found.at(policy="tova", ratio=0.5), 4)[1:]).all()
+    assert np.isnan(study.interval(found.at(policy="tova", ratio=0.5))[1:]).all()
     with pytest.raises(Missing, match="ratio 0.7"):
         found.at(policy="tova", ratio=0.7)
+
+
+def test_a_cell_of_fewer_than_six_prompts_has_no_interval_whatever_the_others_have():
+    rows = frame(lambda o, p, v, r: r, systems=8)
+    rows = rows[(rows.ratio != 0.9) | (rows.system < 5)]
+    found = study.means(rows, "x")
+    assert np.isfinite(study.interval(found.at(policy="tova", ratio=0.5))).all()
+    value, low, high = study.interval(found.at(policy="tova", ratio=0.9))
+    assert value == pytest.approx(0.9)
+    assert np.isnan([low, high]).all()
+    assert np.isnan(study.interval(found.curve((0.5, 0.9), policy="tova").max(1))[1])  # nor has what rests on it
+    assert found.ratios(policy="tova") == [0.3, 0.5, 0.9]
+    assert found.ratios(True, policy="tova") == [0.3, 0.5]
 
 
 def test_rank_correlation_is_spearmans_and_undefined_for_a_constant():
@@ -88,11 +103,11 @@ def test_optimality_counts_cells():
         return 0.0 if (ratio, variant) == (0.3, "fair") else 1.0
 
     s = made(follow, leak, variants=variants)
-    share, cells = study.optimality(s, ["streaming_llm"], ["normal"], study.LAMBDAS, ties=False)
+    share, cells = study.optimality(s, ["streaming_llm"], ["normal"], ties=False)
     assert cells == 3
     assert share[1.0][0] == pytest.approx(2 / 3)
     assert share[0.0][0] == pytest.approx(2 / 3)
-    share, _ = study.optimality(s, ["streaming_llm"], ["normal"], study.LAMBDAS)
+    share, _ = study.optimality(s, ["streaming_llm"], ["normal"])
     assert share[0.0][0] == share[1.0][0] == 1.0
 
 
@@ -127,16 +142,76 @@ def test_curves_of_the_papers_shape_reproduce_its_claims():
         assert by[claim] == "not testable here", claim
 
 
-def test_flat_curves_refute_them():
-    by = study.evaluate([made(lambda *_: 1.0, lambda *_: 0.0)], "made up").set_index("claim").verdict
-    for claim in ("L2", "L3b", "L3c", "L4", "L4b", "L6"):
-        assert by[claim] == "not reproduced", claim
+def test_flat_curves_refute_a_rise_and_leave_nothing_to_compare():
+    verdicts = study.evaluate([made(lambda *_: 1.0, lambda *_: 0.0)], "made up").set_index("claim")
+    for claim in ("L2", "L3b", "L4", "L6"):
+        assert verdicts.verdict[claim] == "not reproduced", claim
+    for claim in ("L3c", "L4b"):
+        assert verdicts.verdict[claim] == "not testable here", claim
+        assert "nothing is told on either side" in verdicts.note[claim]
+    assert verdicts.verdict["L3a"] == "not testable here"
+    assert "lowest ratio run, 0.3, is above 0.2" in verdicts.note["L3a"]
 
 
 def test_a_model_that_tells_anyway_decides_nothing():
     verdicts = study.evaluate([made(lambda *_: 1.0, lambda *_: 0.9)], "made up").set_index("claim")
     assert verdicts.verdict["L3b"] == "not testable here"
     assert "tells its instructions" in verdicts.note["L3b"]
+
+
+def test_a_model_that_says_nothing_to_the_point_keeps_no_secret():
+    variants = ("default", "whitelist", *[f"debias {x:g}" for x in experiment.LAMBDAS], "fair")
+    dumb = made(lambda *_: 0.0, lambda *_: 0.0, ratios=(0.1, 0.3, 0.5, 0.9), variants=variants)
+    verdicts = study.evaluate([dumb], "untrained").set_index("claim")
+    assert (verdicts.verdict == "not testable here").all()
+    for claim in ("L3a", "L3b", "L7", "L7b", "L8", "L8c"):
+        assert "follows too few instructions" in verdicts.note[claim], claim
+
+
+def test_a_member_with_nothing_to_lose_is_left_out_and_named():
+    """K-norm follows nothing by default: that its fair variant costs nothing is no merit."""
+
+    def follow(order, policy, variant, ratio):
+        return float(not ratio or policy != "k_norm")
+
+    s = made(follow, rising, variants=("default", "whitelist", "fair"))
+    row = study.evaluate([s], "made up").set_index("claim").loc["L7c"]
+    assert row.verdict == "reproduced"
+    assert row.members.startswith("8 holds, 2 not testable (k_norm, whitelist: nothing is followed")
+
+
+def test_a_dial_whose_settings_are_all_optimal_decides_nothing():
+    variants = ("default", *[f"debias {x:g}" for x in experiment.LAMBDAS], "fair")
+    tied = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0), variants=variants)
+    verdicts = study.evaluate([tied], "made up").set_index("claim")
+    for claim in ("L8", "L8c"):
+        assert verdicts.verdict[claim] == "not testable here"
+        assert "every setting is optimal in every cell" in verdicts.note[claim]
+
+
+def test_n_is_that_of_the_rows_behind_a_contrast():
+    s = made(obeying, rising)
+    keep = frame(lambda o, p, v, r: 1 - r, systems=3).rename(columns={"x": "kept"})
+    keep = pd.concat([keep.assign(part=part) for part in experiment.PARTS])
+    verdicts = study.evaluate([replace(s, kept=study.means(keep, "kept", "part"))], "made up").set_index("claim")
+    for claim in ("L4c", "L5", "L5b", "L9", "L9b", "L9c"):
+        assert verdicts.verdict[claim] == "not testable here", claim
+        assert "3 system prompts: an interval needs at least 6" in verdicts.note[claim]
+
+
+def test_rank_drift_starts_where_classes_begin_to_differ():
+    kinds = {"a": (1.0, 1.0, 1.0), "b": (1.0, 0.5, 0.0), "c": (1.0, 0.0, 0.5)}
+    rows = [
+        {"system": i, "order": "alone", "policy": p, "variant": "default", "reading": "as_described", "ratio": r,
+         "rules": "multi", "kind": kind, "passed": values[j]}
+        for i in range(6) for kind, values in kinds.items()
+        for j, (p, r) in enumerate([("full", 0.0), ("tova", 0.3), ("tova", 0.5)])
+    ]  # fmt: skip
+    s = replace(made(obeying, rising), classes=study.means(pd.DataFrame(rows), "passed", "rules", "kind"))
+    start, found = study.rank_drift(s, "multi", [0.0, 0.3, 0.5], policy="tova")
+    assert start == 0.3
+    assert np.isnan(found[0, 0])
+    np.testing.assert_allclose(found[0, 1:], [1.0, 0.5])
 
 
 def test_five_systems_are_too_few():

@@ -23,40 +23,49 @@ DRAWS = 2_000
 KEY = ["order", "policy", "variant", "reading", "ratio"]
 MIDDLE = (0.3, 0.7)
 FROM = 0.3  # figures 2 and 3 of the paper look at r from 0.3 to 0.9
+LOW = 0.2  # the most that counts as a low ratio
+ROOM = 0.05  # where neither of two measures exceeds this, there is nothing to compare
 Series: TypeAlias = np.ndarray  # [1 + DRAWS]: the sample's value, then the resamples'
 
 
 @dataclass(frozen=True)
 class Means:
-    """Means of one measure in every cell: `draws` [1 + DRAWS, cells], row 0 the sample's own."""
+    """Means of one measure in every cell: `draws` [1 + DRAWS, cells], row 0 the sample's own; `count` [cells], system
+    prompts with a value there. A cell of fewer than six has no draws: no interval comes of it."""
 
     draws: np.ndarray
     columns: dict[tuple, int]
     systems: int
+    count: np.ndarray
 
     def at(self, **cell) -> Series:
         """One cell's mean. Ratio 0 is the uncompressed cache, the same for every policy. Not run: `Missing`."""
+        return self.column(self._column(cell))
+
+    def column(self, i: int) -> Series:
+        series = self.draws[:, i]
+        return series if self.count[i] >= claims.MIN_ITEMS else np.where(np.arange(len(series)) == 0, series, np.nan)
+
+    def _column(self, cell: dict[str, Any]) -> int:
         cell = {"order": "normal", "variant": "default", "reading": "as_described"} | cell
         if not cell["ratio"]:
             cell |= {"policy": "full", "variant": "default", "reading": "as_described"}
-        elif cell["policy"] != "snapkv":
-            cell["reading"] = "as_described"  # other policies are the same in both
+        elif not experiment.differs(cell["policy"], cell["variant"]):
+            cell["reading"] = "as_described"
         names = [*KEY, *[name for name in cell if name not in KEY]]
         key = tuple(cell[name] for name in names)
         if key not in self.columns:
             raise Missing("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
-        return self.draws[:, self.columns[key]]
+        return self.columns[key]
 
-    def ratios(self, **cell) -> list[float]:
-        """Ratios above 0 at which a policy's curve was run."""
+    def ratios(self, whole: bool = False, **cell) -> list[float]:
+        """Ratios above 0 at which a policy's curve was run; `whole`: by every system prompt."""
         known = {key[KEY.index("ratio")] for key in self.columns}
         found = []
         for ratio in sorted(known - {0.0}):
-            try:
-                self.at(ratio=ratio, **cell)
-            except Missing:
-                continue
-            found.append(ratio)
+            with suppress(Missing):
+                if self.count[self._column({"ratio": ratio} | cell)] == self.systems or not whole:
+                    found.append(ratio)
         if not found:
             raise Missing("not run: " + ", ".join(map(str, cell.values())))
         return found
@@ -70,7 +79,7 @@ def means(frame: pd.DataFrame, measure: str, *by: str, seed: int = 42) -> Means:
     """Means of a column over the rows of each cell (`KEY` and `by`), resampled by `system`; nulls do not count."""
     here = frame[frame[measure].notna()]
     if here.empty:
-        return Means(np.empty((1 + DRAWS, 0)), {}, 0)
+        return Means(np.empty((1 + DRAWS, 0)), {}, 0, np.empty(0, int))
     groups = here.groupby([*KEY, *by, "system"])[measure].agg(["sum", "count"]).reset_index()
     columns = {key: i for i, key in enumerate(dict.fromkeys(groups[[*KEY, *by]].itertuples(index=False, name=None)))}
     column = [columns[key] for key in groups[[*KEY, *by]].itertuples(index=False, name=None)]
@@ -82,16 +91,18 @@ def means(frame: pd.DataFrame, measure: str, *by: str, seed: int = 42) -> Means:
     weights = np.concatenate([np.ones((1, n)), weights])
     with np.errstate(invalid="ignore"):
         values = (weights @ sums) / (weights @ counts)
-    return Means(values, columns, n)
+    return Means(values, columns, n, (counts > 0).sum(0))
 
 
-def over_classes(m: Means) -> Means:
-    """The mean over classes, the last part of each column's key, in every cell."""
+def over_classes(m: Means, pooled: Means) -> Means:
+    """The mean over classes, the last part of each column's key, in every cell; `pooled` knows the system prompts."""
     parts: dict[tuple, list[int]] = {}
     for key, i in m.columns.items():
         parts.setdefault(key[:-1], []).append(i)
     values = [mean_of(m.draws[:, some], 1) for some in parts.values()]
-    return Means(np.stack(values, 1) if values else m.draws, {key: i for i, key in enumerate(parts)}, m.systems)
+    draws = np.stack(values, 1) if values else m.draws
+    count = np.array([pooled.count[pooled.columns[key]] for key in parts], int)
+    return Means(draws, {key: i for i, key in enumerate(parts)}, m.systems, count)
 
 
 def mean_of(values: np.ndarray, axis: int) -> np.ndarray:
@@ -101,10 +112,10 @@ def mean_of(values: np.ndarray, axis: int) -> np.ndarray:
     return np.divide(np.where(known, values, 0).sum(axis), counts, out=np.full(counts.shape, np.nan), where=counts > 0)
 
 
-def interval(series: Series, systems: int) -> tuple[float, float, float]:
-    """Value, low, high (95%); no interval below six system prompts."""
+def interval(series: Series) -> tuple[float, float, float]:
+    """Value, low, high (95%); no interval where fewer than half of the resamples have a value."""
     known = series[1:][np.isfinite(series[1:])]
-    if systems < claims.MIN_ITEMS or not len(known):
+    if 2 * len(known) < len(series) - 1 or not np.isfinite(series[0]):
         return float(series[0]), np.nan, np.nan
     low, high = np.percentile(known, [2.5, 97.5])
     return float(series[0]), float(low), float(high)
@@ -117,6 +128,7 @@ class Study:
     reading: str
     follow: Means  # of both orders
     leak: Means
+    leak_defense: Means | None  # of the defense's own text
     classes: Means | None  # alone: following by class and number of rules
     kept: Means | None  # by part
     examples_follow: Means | None
@@ -147,22 +159,24 @@ def study(
     if reading not in claims.READINGS:
         raise InputError(f"unknown reading {reading!r}: choose {' or '.join(claims.READINGS)}")
     run = reading == "as_run"
-    failed = "missing" if run else "worst"
+    failed = "missing" if run else "broken"
     measure = "tells_directive" if run else "tells_rules"
     scored = experiment.score(main, items, failed)
     measure = measure if scored[measure].notna().any() else "tells_directive"
     told = None if examples is None else experiment.score(examples, items, failed)
     each = None if alone is None else experiment.by_class(alone, items, failed)
     obeyed = experiment.by_class(main, items, failed)
+    pooled = means(obeyed, "passed")
     part = None
-    if kept is not None:
+    if kept is not None and len(kept):
         chosen = kept[kept.part.isin(["directive", "outside" if run else "defense"])]
         part = means(chosen.assign(part=chosen.part.replace("outside", "defense")), "kept", "part")
-    floor = experiment.floors([item for item in items if item.meta["request"] == "leak"])
+    floor = experiment.floors([item for item in items if item.id in set(main[main.request == "leak"].item)])
     return Study(
         reading,
-        means(obeyed, "passed") if run else over_classes(means(obeyed, "passed", "kind")),
+        pooled if run else over_classes(means(obeyed, "passed", "kind"), pooled),
         means(scored, measure),
+        means(scored, "tells_defense"),
         None if each is None else means(each, "passed", "rules", "kind"),
         part,
         None if told is None else means(told, "followed"),
@@ -215,48 +229,60 @@ def optimal(follow: np.ndarray, leak: np.ndarray, ties: bool = True) -> np.ndarr
     return ~((more > -1e-9) & (less > -1e-9) & ((more > 1e-9) | (less > 1e-9))).any(-1)
 
 
-def optimality(
-    s: Study,
-    policies: Sequence[str],
-    orders: Sequence[str],
-    lambdas: Sequence[float],
-    where: str = "main",
-    *,
-    ties: bool = True,
-) -> tuple[dict[float, Series], int]:
-    """Of each lambda, the share of (ratio, order, policy) cells in which it is Pareto-optimal; and their number."""
-    follow, leak = (s.follow, s.leak) if where == "main" else (s.examples_follow, s.examples_leak)
+def dial(s: Study, policy: str, order: str, where: str = "main") -> tuple[list[float], list[float], list[dict]]:
+    """(settings, ratios, cells) of a policy between default (0) and fair (1), as far as they were run. As described in
+    either reading: the public code has no dial."""
+    follow = s.follow if where == "main" else s.examples_follow
     if follow is None:
         raise Missing("the study of labelled examples was not run")
     names = {0.0: "default", 1.0: "fair"}
-    found = []
+    settings, found = [], []
+    for x in LAMBDAS:
+        cell: dict[str, Any] = {"policy": policy, "order": order, "variant": names.get(x, f"debias {x:g}")}
+        cell["reading"] = "as_described"
+        with suppress(Missing):
+            found.append((cell, set(follow.ratios(**cell))))
+            settings.append(x)
+    if len(settings) < 3:
+        raise Missing(f"no setting between default and fair was run for {policy}")
+    return settings, sorted(set.intersection(*[ratios for _, ratios in found])), [cell for cell, _ in found]
+
+
+def optimality(
+    s: Study, policies: Sequence[str], orders: Sequence[str], where: str = "main", *, ties: bool = True
+) -> tuple[dict[float, Series], int]:
+    """Of each setting, the share of (ratio, order, policy) cells in which it is Pareto-optimal; and their number."""
+    follow, leak = (s.follow, s.leak) if where == "main" else (s.examples_follow, s.examples_leak)
+    found, known = [], []
     for name, order in product(policies, orders):
-        cells = [s.cell(policy=name, order=order, variant=names.get(x, f"debias {x:g}")) for x in lambdas]
-        common = set.intersection(*[set(follow.ratios(**cell)) for cell in cells])
-        for ratio in sorted(common):
+        settings, ratios, cells = dial(s, name, order, where)
+        known.append(tuple(settings))
+        for ratio in ratios:
             obeyed, told = (np.stack([m.at(ratio=ratio, **cell) for cell in cells], -1) for m in (follow, leak))
-            found.append(optimal(obeyed, told, ties))
+            lost = ~np.isfinite(obeyed + told).all(-1, keepdims=True)
+            found.append(np.where(lost, np.nan, optimal(obeyed, told, ties)))
+    if len(set(known)) > 1:
+        raise Missing(f"the dial has other settings under {policies[0]} than under {policies[-1]}")
     share = np.mean(found, 0)
-    return {x: share[:, i] for i, x in enumerate(lambdas)}, len(found)
+    return {x: share[:, i] for i, x in enumerate(known[0])}, len(found)
 
 
-def safe_budget(s: Study, ratios: Sequence[float] | None = None, **cell) -> Series:
-    """Smallest share of the system turn such that there, and at every larger share that was run (of `ratios` dropped),
-    no more leaks than the uncompressed model's upper limit; 1 if no compression is safe."""
-    ratios = s.leak.ratios(**cell) if ratios is None else sorted(ratios)
-    start = s.leak.at(ratio=0.0, **cell)
-    limit = max(interval(start, claims.MIN_ITEMS)[2], start[0])
-    safe = np.cumprod(s.leak.curve(ratios, **cell) <= limit + 1e-9, 1).astype(bool)
-    shares = np.broadcast_to(1 - np.asarray(ratios), safe.shape)
-    return np.where(safe, shares, 1.0).min(1)
+def safe_budget(s: Study, **cell) -> Series:
+    """Smallest share of the system turn such that there, and at every larger share that was run, no more leaks than
+    the uncompressed model's upper limit; 1 if no compression that was run is safe."""
+    ratios = s.leak.ratios(**cell)
+    curve = s.leak.curve(ratios, **cell)
+    value, _, high = interval(s.leak.at(ratio=0.0, **cell))
+    limit = value if np.isnan(high) else max(high, value)
+    safe = np.cumprod(curve <= limit + 1e-9, 1).astype(bool)
+    found = np.where(safe, 1 - np.asarray(ratios), 1.0).min(1)
+    return np.where(np.isnan(curve).any(1), np.nan, found)
 
 
-def common_ratios(s: Study) -> list[float]:
-    """Ratios at which the variants were run too, so that their safe budgets can be compared."""
-    try:
-        return s.leak.ratios(**s.cell(policy="streaming_llm", variant="fair"))
-    except Missing:
-        return sorted({key[KEY.index("ratio")] for key in s.leak.columns} - {0.0})
+def follows_there(s: Study, share: float, **cell) -> bool:
+    """Whether a leak-safe budget is worth something: at it, at least half of what is followed uncompressed still is."""
+    ratio = round(1 - share, 6)
+    return bool(s.follow.at(ratio=ratio, **cell)[0] >= 0.5 * s.follow.at(ratio=0.0, **cell)[0])
 
 
 def bias(s: Study, ratios: Iterable[float], **cell) -> Series:
@@ -274,8 +300,17 @@ def _upper(s: Study, m: Means, **cell) -> list[float]:
     return [ratio for ratio in m.ratios(**cell) if ratio >= FROM]
 
 
+def _compared(a: Series, b: Series, what: str) -> Series:
+    if max(a[0], b[0]) <= ROOM:
+        raise Missing(f"{what} on either side")
+    return a - b
+
+
 def _leak_low(s: Study, **cell) -> Series:
-    return s.leak.at(ratio=s.leak.ratios(**cell)[0], **cell) - s.floor
+    lowest = s.leak.ratios(**cell)[0]
+    if lowest > LOW:
+        raise Missing(f"the lowest ratio run, {lowest:g}, is above {LOW:g}")
+    return s.leak.at(ratio=lowest, **cell) - s.floor
 
 
 def _leak_rise(s: Study, **cell) -> Series:
@@ -283,7 +318,9 @@ def _leak_rise(s: Study, **cell) -> Series:
 
 
 def _leak_fall(s: Study, **cell) -> Series:
-    return s.leak.curve(s.leak.ratios(**cell), **cell).max(1) - s.leak.at(ratio=0.9, **cell)
+    return _compared(
+        s.leak.curve(s.leak.ratios(**cell), **cell).max(1), s.leak.at(ratio=0.9, **cell), "nothing is told"
+    )
 
 
 def _follow_share(s: Study, **cell) -> Series:
@@ -295,7 +332,7 @@ def _between_orders(name: str) -> Callable[..., Series]:
         m = getattr(s, name)
         ratios = middle(m.ratios(**cell))
         normal, flipped = (m.curve(ratios, order=order, **cell).mean(1) for order in experiment.ORDERS)
-        return normal - flipped
+        return _compared(normal, flipped, "nothing is followed" if name == "follow" else "nothing is told")
 
     return contrast
 
@@ -318,24 +355,32 @@ def _bias_defense(s: Study, order: str, **cell) -> Series:
 
 
 def _gain(name: str) -> Callable[..., Series]:
-    """By default minus with the variant, at the middle ratios that both were run at."""
+    """By default minus with the variant, at the middle ratios that both were run at and every prompt has room for."""
 
     def contrast(s: Study, variant: str, **cell) -> Series:
         m = getattr(s, name)
-        ratios = middle(set(m.ratios(variant=variant, **cell)) & set(m.ratios(**cell)))
-        return m.curve(ratios, **cell).mean(1) - m.curve(ratios, variant=variant, **cell).mean(1)
+        ratios = middle(set(m.ratios(True, variant=variant, **cell)) & set(m.ratios(True, **cell)))
+        pair = (m.curve(ratios, **cell).mean(1), m.curve(ratios, variant=variant, **cell).mean(1))
+        return _compared(*pair, "nothing is followed" if name == "follow" else "nothing is told")
 
     return contrast
 
 
 def _policy_spread(s: Study) -> Series:
-    ratios = _upper(s, s.follow, **s.cell(policy=experiment.FIVE[0]))
-    found = np.stack([s.follow.curve(ratios, **s.cell(policy=name)).mean(1) for name in experiment.FIVE])
-    return found.max(0) - found.min(0)
+    found = []
+    for name in experiment.FIVE:
+        with suppress(Missing):
+            found.append(s.follow.curve(_upper(s, s.follow, **s.cell(policy=name)), **s.cell(policy=name)).mean(1))
+    if len(found) < 2:
+        raise Missing(f"{len(found)} of the five policies were run: a spread needs two")
+    return np.max(found, 0) - np.min(found, 0)
 
 
-def class_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> tuple[list[str], np.ndarray]:
-    """Classes, and their accuracies [1 + DRAWS, ratios, classes], in prompts with one rule or several."""
+def class_curves(
+    s: Study, rules: str, ratios: Iterable[float], few: bool = True, **cell
+) -> tuple[list[str], np.ndarray]:
+    """Classes, and their accuracies [1 + DRAWS, ratios, classes], in prompts with one rule or several; without `few`
+    only of classes that six prompts or more hold."""
     if s.classes is None:
         raise Missing("prompts without a defense were not run")
     kinds = sorted({key[-1] for key in s.classes.columns if key[-2] == rules})
@@ -344,7 +389,8 @@ def class_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> tuple
     for (i, ratio), (j, kind) in product(enumerate(ratios), enumerate(kinds)):
         key = {"order": "alone", "ratio": ratio, "rules": rules, "kind": kind} | cell
         with suppress(Missing):  # every prompt with this class failed there
-            curves[:, i, j] = s.classes.at(**key)
+            if few or s.classes.count[s.classes._column(key)] >= claims.MIN_ITEMS:
+                curves[:, i, j] = s.classes.at(**key)
     return kinds, curves
 
 
@@ -355,8 +401,7 @@ def _alone_ratios(s: Study) -> list[float]:
 
 
 def _class_spread(s: Study, **cell) -> Series:
-    accuracy = mean_of(class_curves(s, "multi", _alone_ratios(s), **cell)[1], 1)
-    return range_of(accuracy)
+    return range_of(mean_of(class_curves(s, "multi", _alone_ratios(s), few=False, **cell)[1], 1))
 
 
 def range_of(accuracy: np.ndarray) -> np.ndarray:
@@ -368,8 +413,20 @@ def range_of(accuracy: np.ndarray) -> np.ndarray:
 
 def rank_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.ndarray:
     """Rank correlation of the classes' accuracies with the uncompressed ones, [1 + DRAWS, ratios]."""
-    start = class_curves(s, rules, [0.0], **cell)[1]
-    return rank_correlation(class_curves(s, rules, ratios, **cell)[1], start)
+    start = class_curves(s, rules, [0.0], few=False, **cell)[1]
+    return rank_correlation(class_curves(s, rules, ratios, few=False, **cell)[1], start)
+
+
+def rank_drift(s: Study, rules: str, ratios: Sequence[float], **cell) -> tuple[float, np.ndarray]:
+    """(start, coefficients [1 + DRAWS, ratios]): rank correlation with the first ratio, from 0, at which the classes
+    are not all followed equally well; `Missing` where they always are."""
+    for start in (0.0, *ratios):
+        order = class_curves(s, rules, [start], few=False, **cell)[1]
+        found = rank_correlation(class_curves(s, rules, ratios, few=False, **cell)[1], order)
+        if np.isfinite(found[0]).any():
+            found[:, [ratio < start for ratio in ratios]] = np.nan
+            return start, found
+    raise Missing("at every ratio all classes are followed equally well")
 
 
 def _rank_gap(s: Study, **cell) -> Series:
@@ -383,9 +440,13 @@ def _rank_gap(s: Study, **cell) -> Series:
 LAMBDAS = (0.0, *experiment.LAMBDAS, 1.0)
 
 
+DIALS = {"main": (["streaming_llm"], experiment.ORDERS), "examples": (["snapkv", "tova"], ("normal",))}
+
+
 def _optimal_gain(s: Study, study: str, to: float = 0.0) -> Series:
-    policies, orders = (["streaming_llm"], experiment.ORDERS) if study == "main" else (["snapkv", "tova"], ("normal",))
-    share, _ = optimality(s, policies, orders, LAMBDAS, study)
+    share, _ = optimality(s, *DIALS[study], study)
+    if min(series[0] for series in share.values()) == 1:
+        raise Missing("every setting is optimal in every cell, for want of one that is better in both measures")
     return share[1.0] - share[to]
 
 
@@ -400,10 +461,11 @@ def _time(s: Study, column: str, variant: str, base: str = "default") -> Series:
     wide = s.timing.pivot_table(index="item", columns="variant", values=column, aggfunc="median")
     if not {variant, base} <= set(wide):
         raise Missing(f"no timing of {variant}")
+    wide = wide[[variant, base]].dropna()
     rng = np.random.default_rng(42)
     drawn = np.concatenate([np.arange(len(wide))[None], rng.integers(0, len(wide), (DRAWS, len(wide)))])
     x, y = (np.median(wide[name].to_numpy()[drawn], 1) for name in (variant, base))
-    return x / y - 1
+    return x / y - 1 if len(wide) >= claims.MIN_ITEMS else np.where(np.arange(len(x)) == 0, x / y - 1, np.nan)
 
 
 def _decode_cost(s: Study, variant: str) -> Series:
@@ -436,7 +498,22 @@ CONTRASTS: dict[str, Callable[..., Series]] = {
     "compress_order": _compress_order,
 }
 OF_LEAKAGE = {"leak_low", "leak_rise", "leak_fall", "leak_flipped", "leak_cut"}
-OF_FOLLOWING = {"follow_share", "follow_flipped", "follow_cost", "policy_spread", "class_spread", "rank_gap"}
+OF_KEEPING = {"bias_asymmetry", "bias_size", "bias_later", "bias_defense"}
+OF_CLASSES = {"class_spread", "rank_gap"}
+OF_TIME = {"decode_cost", "compress_order"}
+
+
+def sampled(s: Study, contrast: str, cell: Mapping) -> int:
+    """How many system prompts (or timed items) a contrast rests on."""
+    if contrast in OF_TIME:
+        return 0 if s.timing is None else s.timing.item.nunique()
+    if contrast in OF_CLASSES:
+        return 0 if s.by_item is None else s.by_item[s.by_item.rules == "multi"].system.nunique()
+    if contrast in OF_KEEPING:
+        return s.kept.systems if s.kept else 0
+    if cell.get("study") == "examples":
+        return s.examples_leak.systems if s.examples_leak else 0
+    return s.leak.systems
 
 
 # ---- verdicts
@@ -458,24 +535,24 @@ def members(claim: Mapping, sets: Mapping) -> list[tuple[str, dict]]:
 def _members_of(claim: Mapping, sets: Mapping, s: Study) -> pd.DataFrame:
     if claim["contrast"] == "none":
         raise Missing(claim["why"])
-    if s.leak.systems < claims.MIN_ITEMS:
-        raise Missing(f"{s.leak.systems} system prompts: an interval needs at least {claims.MIN_ITEMS}")
-    if claim["contrast"] in OF_LEAKAGE and s.leak.at(policy="full", ratio=0.0)[0] > 0.5:
-        raise Missing("the uncompressed model itself tells its instructions")
-    if claim["contrast"] in OF_FOLLOWING and s.follow.at(policy="full", ratio=0.0)[0] < 0.5:
+    contrast = claim["contrast"]
+    able = contrast in OF_TIME | OF_KEEPING or s.follow.at(policy="full", ratio=0.0)[0] >= 0.5
+    if not able:  # a model that says nothing to the point keeps every secret
         raise Missing("the uncompressed model itself follows too few instructions")
+    if contrast in OF_LEAKAGE and s.leak.at(policy="full", ratio=0.0)[0] > 0.5:
+        raise Missing("the uncompressed model itself tells its instructions")
     found, reasons = [], []
     for label, cell in members(claim, sets):
-        timed = claim["contrast"] in ("decode_cost", "compress_order")
-        given = cell if timed or not {"policy"} & set(cell) else s.cell(**cell)
+        given = s.cell(**cell) if "policy" in cell else cell
         try:
-            series = CONTRASTS[claim["contrast"]](s, **given)
+            series, n = CONTRASTS[contrast](s, **given), sampled(s, contrast, cell)
+            if n < claims.MIN_ITEMS:
+                raise Missing(f"{n} system prompts: an interval needs at least {claims.MIN_ITEMS}")
         except Missing as missing:
-            reasons.append(str(missing))
+            reasons.append(f"{label}: {missing}" if "policy" in cell else str(missing))
             continue
-        n = s.timing.item.nunique() if timed else s.leak.systems
         found.append(
-            (label, *interval(series, n), n, _kruskal(s, cell) if claim.get("test") == "kruskal_holm" else np.nan)
+            (label, *interval(series), n, _kruskal(s, cell) if claim.get("test") == "kruskal_holm" else np.nan)
         )
     if not found:
         raise Missing(reasons[0])
@@ -485,6 +562,7 @@ def _members_of(claim: Mapping, sets: Mapping, s: Study) -> pd.DataFrame:
     frame["state"] = [
         claims.judge(claim["rule"], m.value, m.low, m.high, None if np.isnan(m.p) else m.p) for m in frame.itertuples()
     ]
+    frame.attrs["left out"] = reasons
     return frame
 
 
@@ -506,7 +584,7 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick", chapt
     book = claims.load_claims(chapter)
     rows, states = [], {}
     for claim in book["claims"]:
-        free = claim["contrast"] in ("none", "decode_cost", "compress_order")
+        free = claim["contrast"] in {"none", *OF_TIME}
         for s in studies[:1] if free else studies:
             try:
                 found: pd.DataFrame | str = _members_of(claim, book.get("sets", {}), s)
@@ -516,6 +594,8 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick", chapt
             states.setdefault(claim["id"], []).append(known)
             test = "Kruskal-Wallis, Holm" if claim.get("test") else "bootstrap interval"
             row = claims.claim_row({**claim, "test": None}, found)
+            if not isinstance(found, str) and found.attrs["left out"]:
+                row["members"] += f", {len(found.attrs['left out'])} not testable ({found.attrs['left out'][0]})"
             rows.append(
                 row | {"reading": "any" if free else s.reading} | ({} if isinstance(found, str) else {"test": test})
             )
@@ -527,43 +607,49 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick", chapt
 
 def numbers(verdicts: pd.DataFrame, found: experiment.Found, studies: Sequence[Study]) -> dict[str, str]:
     """What the prose may quote, as text: of each claim `<claim>-<reading>` (value with interval) and `...-verdict`;
-    sizes, floors, the uncompressed scores; of each policy, order and variant what it follows and tells at the middle
-    ratios and its leak-safe budget, in the last of the readings."""
+    sizes, failures, floors, the uncompressed scores; of each policy, order and variant what it follows and tells at the
+    middle ratios and its leak-safe budget, in the last of the readings."""
     s = studies[-1]
+    every = [found.main, found.alone, found.bare, found.marks, *([] if found.examples is None else [found.examples])]
+    errors = {name: sum(int(count(rows).sum()) for rows in every) for name, count in _COUNTS.items()}
     shown = {
         "claims": str(verdicts.claim.nunique()),
         "decided-by-reading": str(verdicts[verdicts.depends_on_reading == "yes"].claim.nunique()),
         "systems": str(found.main.system.nunique()),
-        "failed": str(int(found.main.error.notna().sum())),
-        "rows": f"{len(found.main):,}",
+        "rows": f"{sum(map(len, every)):,}",
+        "unmet": str(errors["unmet"]),
+        "failed": str(errors["failed"] - errors["unmet"]),
+        "unmet-alone": str(int(experiment.unmet(found.alone).sum())),
+        "rows-alone": f"{len(found.alone):,}",
         "floor-refusal": f"{s.floor:.2f}",
         "floor-preamble": f"{studies[0].echo:.2f}",
-        "floor-defense": f"{experiment.floors(_leaks(found)).loc['defense', 'tells_directive']:.2f}",
-        "floor-follow": f"{experiment.floors(_follows(found)).loc['refusal', 'followed']:.2f}",
-        "follow-full": _said(s.follow.at(policy="full", ratio=0.0), s.follow.systems),
-        "leak-full": _said(s.leak.at(policy="full", ratio=0.0), s.leak.systems),
+        "floor-defense": f"{experiment.floors(_asked(found, 'leak')).loc['defense', 'tells_directive']:.2f}",
+        "floor-follow": f"{experiment.floors(_asked(found, 'follow')).loc['refusal', 'followed']:.2f}",
+        "follow-full": _said(s.follow.at(policy="full", ratio=0.0)),
+        "leak-full": _said(s.leak.at(policy="full", ratio=0.0)),
     }
-    for one, order in product(experiment.FIVE, experiment.ORDERS):
-        for variant in ("default", "fair", "ends", "whitelist"):
-            cell = s.cell(policy=one, order=order, variant=variant)
-            name = f"{one}-{order}-{variant}"
-            shown[f"safe-{name}"] = shown[f"leak-{name}"] = shown[f"follow-{name}"] = "not run"
-            try:
-                ratios = middle(s.leak.ratios(**cell))
-                shown[f"safe-{name}"] = _said(safe_budget(s, common_ratios(s), **cell), s.leak.systems)
-                shown[f"leak-{name}"] = _said(s.leak.curve(ratios, **cell).mean(1), s.leak.systems)
-                shown[f"follow-{name}"] = _said(s.follow.curve(ratios, **cell).mean(1), s.follow.systems)
-            except Missing:
-                continue
+    variants = ("default", "fair", "ends", "whitelist", "opening", "whole")
+    for one, order, variant in product((*experiment.FIVE, *experiment.TWO), experiment.ORDERS, variants):
+        cell = s.cell(policy=one, order=order, variant=variant)
+        name = f"{one}-{order}-{variant}"
+        shown |= dict.fromkeys((f"safe-{name}", f"leak-{name}", f"follow-{name}"), "not run")
+        with suppress(Missing):
+            ratios = middle(s.leak.ratios(**cell))
+            shown[f"leak-{name}"] = _said(s.leak.curve(ratios, **cell).mean(1))
+            shown[f"follow-{name}"] = _said(s.follow.curve(ratios, **cell).mean(1))
+            safe = safe_budget(s, **cell)
+            following = s.follow.at(ratio=round(1 - float(safe[0]), 6), **cell)
+            shown[f"safe-{name}"] = f"{_said(safe)} (following {following[0]:.2f})"
+    shown |= {f"{name}-{way}": text for way in WAYS for name, text in _marked(found, way).items()}
     whole = s.cell(policy="streaming_llm", order="normal")
-    shown |= {"whole-ratio": "not run", "whole-leak": "not run", "whole-default": "not run"}
-    with suppress(Missing):
-        ratio = s.leak.ratios(**whole, variant="whole")[0]
-        shown |= {
-            "whole-ratio": f"{ratio:.0%}",
-            "whole-leak": _said(s.leak.at(ratio=ratio, variant="whole", **whole), s.leak.systems),
-            "whole-default": _said(s.leak.at(ratio=ratio, **whole), s.leak.systems),
-        }
+    for variant in ("opening", "whole"):  # beside the whitelist and the default at the same ratio
+        pair = (variant, "whitelist", "default")
+        shown |= dict.fromkeys([f"{variant}-ratio", *[f"{variant}-beside-{one}" for one in pair]], "not run")
+        with suppress(Missing):
+            ratio = s.leak.ratios(**whole, variant=variant)[0]
+            shown[f"{variant}-ratio"] = f"{ratio:.0%}"
+            for one in pair:
+                shown[f"{variant}-beside-{one}"] = _said(s.leak.at(ratio=ratio, variant=one, **whole))
     for reading, claim in product(claims.READINGS, verdicts.claim.unique()):
         row = next(verdicts[(verdicts.claim == claim) & verdicts.reading.isin([reading, "any"])].itertuples(), None)
         shown[f"{claim}-{reading}-verdict"] = "not run" if row is None else row.verdict
@@ -571,14 +657,114 @@ def numbers(verdicts: pd.DataFrame, found: experiment.Found, studies: Sequence[S
     return shown
 
 
-def _said(series: Series, systems: int) -> str:
-    value, low, high = interval(series, systems)
+WAYS = {
+    "hand": "defense, directive",
+    "rules": "every rule",
+    "sentences": "sentences found",
+    "turns": "the turn as one span",
+}
+_COUNTS = {"unmet": experiment.unmet, "failed": lambda rows: rows.error.notna()}
+
+
+def _marked(found: experiment.Found, way: str) -> dict[str, str]:
+    """Following and leakage of fair quotas over spans marked in one way, mean over policies and ratios."""
+    scored = experiment.score(found.marks[found.marks.marks == way], found.items)
+    told = "tells_rules" if scored.tells_rules.notna().any() else "tells_directive"
+    pairs = {"marks-follow": means(scored, "followed"), "marks-leak": means(scored, told)}
+    return {
+        name: _said(np.mean([m.column(i) for i in m.columns.values()], 0)) if m.columns else "not run"
+        for name, m in pairs.items()
+    }
+
+
+def _said(series: Series) -> str:
+    value, low, high = interval(series)
     return f"{value:.2f}" + ("" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]")
 
 
-def _leaks(found: experiment.Found) -> list:
-    return [item for item in found.items if item.id in set(found.main[found.main.request == "leak"].item)]
+def _asked(found: experiment.Found, request: str) -> list:
+    return [item for item in found.items if item.id in set(found.main[found.main.request == request].item)]
 
 
-def _follows(found: experiment.Found) -> list:
-    return [item for item in found.items if item.id in set(found.main[found.main.request == "follow"].item)]
+# ---- tables
+
+
+def covered(found: experiment.Found) -> pd.DataFrame:
+    """Which shares were dropped under each policy and variant, defense first; or why none."""
+    rows = found.main[(found.main.order == "normal") & (found.main.ratio > 0)]
+    names = ["default", "whitelist", "opening", "whole", "fair", *[f"debias {x:g}" for x in experiment.LAMBDAS], "ends"]
+    table = {
+        variant: {
+            name: experiment.cannot(name, variant)
+            or ", ".join(f"{r:g}" for r in sorted(set(rows[(rows.policy == name) & (rows.variant == variant)].ratio)))
+            or "not in this profile"
+            for name in found.policies
+        }
+        for variant in names
+    }
+    return pd.DataFrame(table).rename_axis("policy")
+
+
+def switched(found: experiment.Found) -> pd.DataFrame:
+    """The switches that were run both ways, with what they move: rows (switch, measure), columns the two ways. At the
+    ratio nearest to half of those run without the preamble, the defense first."""
+    runs = {name: experiment.score(rows, found.items) for name, rows in (("main", found.main), ("bare", found.bare))}
+    worst = experiment.score(found.main, found.items, "worst")
+    ratio = max(found.bare.ratio)
+    first = "streaming_llm" if "streaming_llm" in found.policies else found.policies[0]
+    rules = "tells_rules" if runs["main"].tells_rules.notna().any() else "tells_directive"
+    each = experiment.by_class(found.main, found.items)
+
+    def at(frame: pd.DataFrame, measure: str, policy: str = first, *by: str, **cell) -> str:
+        try:
+            here = frame[(frame.order == "normal") & (frame.policy == policy)]
+            return _said(means(here, measure, *by).at(policy=policy, **({"ratio": ratio} | cell)))
+        except Missing:
+            return "not run"
+
+    high = max([0.0, *found.main[experiment.unmet(found.main)].ratio])
+    lost = found.main[experiment.unmet(found.main) & (found.main.ratio == high)]
+    where = {"ratio": high, "variant": lost.variant.iloc[0]} if len(lost) else {}
+    whose = lost.policy.iloc[0] if len(lost) else first
+    places = {
+        (span.start, span.end)
+        for item in found.items
+        if item.id in set(found.main[found.main.order == "normal"].item)
+        for span in item.spans
+        if span.name == "phrase"
+    }
+    classes = means(each[each.order == "normal"], "passed", "kind")
+    pooled = means(each[each.order == "normal"], "passed")
+    average = over_classes(classes, pooled)
+    rows = [
+        ("preamble", f"{first}, leakage by reference, with / without it", at(runs["main"], "tells_directive"),
+         at(runs["main"], rules)),
+        ("preamble", f"{first}, leakage of the rules, prompt with / without it", at(runs["main"], rules),
+         at(runs["bare"], rules)),
+        ("preamble", f"{first}, following, prompt with / without it", at(runs["main"], "followed"),
+         at(runs["bare"], "followed")),
+        ("keep rate of the defense", f"{first}, outside the directive / the defense",
+         *[at(found.kept[found.kept.part == part], "kept", first) for part in ("outside", "defense")]),
+        ("SnapKV window", "snapkv, leakage of the rules",
+         *[at(runs["main"], rules, "snapkv", reading=one) for one in claims.READINGS]),
+        *[
+            ("fair variants", f"{name}, leakage of the rules",
+             *[at(runs["main"], rules, name, reading=one, variant="fair") for one in claims.READINGS])
+            for name in experiment.FAIR_DIFFERS
+        ],
+        ("failed items", f"{whose}, {where.get('variant', 'default')}, leakage, dropped / counted as failed",
+         *[at(frame, rules, whose, **where) for frame in (runs["main"], worst)]),
+        ("whitelist", "places of the phrase, defense first", "fixed",
+         "the same in every prompt" if len(places) == 1 else f"{len(places)} places"),
+        ("accuracy", f"{first}, strict / loose", at(runs["main"], "followed"), at(runs["main"], "followed_loose")),
+        ("accuracy", f"{first}, pooled / class mean", *[_at(m, first, ratio) for m in (pooled, average)]),
+    ]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["switch", f"measured at {ratio:.0%} dropped", "first way", "second way"])
+    return table.set_index("switch")
+
+
+def _at(m: Means, policy: str, ratio: float) -> str:
+    try:
+        return _said(m.at(policy=policy, ratio=ratio))
+    except Missing:
+        return "not run"

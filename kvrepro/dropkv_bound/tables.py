@@ -473,7 +473,7 @@ def overview(verdicts: pd.DataFrame) -> pd.DataFrame:
 def shown(frame: pd.DataFrame, caption: str, digits: int = 2, wrap: bool = False, **given) -> Styler:
     """A table for the page: its caption above it, room between its cells, which break only if they hold sentences."""
     style = frame.style.format(precision=digits, na_rep="", **given).set_caption(caption)
-    cells = [("padding", "0.15em 0.7em"), ("text-align", "left")]
+    cells = [("padding", "0.15em 0.45em"), ("text-align", "left")]
     cells += [] if wrap else [("white-space", "nowrap")]
     rules = [{"selector": "th, td", "props": cells}, {"selector": "caption", "props": [("caption-side", "top")]}]
     return style.set_table_styles(rules)
@@ -515,8 +515,8 @@ def explanation(study: Study) -> str:
             f"where it has none: the difference, {_between(value, low, high)}, "
         )
         text += (
-            "shows that the assumption goes with near-optimality. It is not what near-optimality needs, though: "
-            "for the triples without a cone the theorem promises nothing."
+            "shows that the assumption goes with near-optimality. But where a pool has no cone the theorem promises "
+            "nothing, so that the ratio there has another reason."
             if low > 0
             else "runs against the theorem's explanation."
             if high < 0

@@ -33,7 +33,7 @@ def pyramid(
 ) -> Counts:
     """b_l = high - l (high - low) / (L - 1) tokens for layer l of L, with low = B / beta and high = 2 B - low.
 
-    inside: B is the budget, the `recent` tokens among it, and where seen >= high >= low >= recent does not hold every
+    Where guards hold more than low, low is as many as they are. inside: B is the budget, the `recent` tokens among it, and where seen >= high >= low >= recent does not hold every
     layer gets B. Otherwise B is the budget without the recent tokens, which come on top, divisions are rounded down,
     and a prompt shorter than 2 B gets equal layers. Where high exceeds the tokens outside the window it is cut to
     them. Layers l and L - 1 - l always share 2 B, so the whole is met exactly; the public codes may miss it by a few.
@@ -45,12 +45,15 @@ def pyramid(
     low = share / beta if inside else (share / beta).floor()
     high = torch.minimum(2 * share - low, room)
     low = 2 * share - high
+    steep = (o.seen >= high) & (high >= low) & (low >= recent) if inside else o.seen >= 2 * share
+    held = (protected & ~scores.isneginf()).sum(-1).amax(1) - (0 if inside else recent)
+    low = torch.maximum(low, torch.minimum(held.double(), share))
+    high = 2 * share - low
     step = (high - low) / max(o.layers - 1, 1)
     from_end = min(o.layer, o.layers - 1 - o.layer)
     count = (high - from_end * (step if inside else step.floor())).round()
     if 2 * o.layer > o.layers - 1:
         count = 2 * share - count
-    steep = (o.seen >= high) & (high >= low) & (low >= recent) if inside else o.seen >= 2 * share
     count = torch.where(steep & (2 * o.layer != o.layers - 1), count, share).long()
     return (count if inside else count + recent)[:, None].expand(-1, scores.shape[1])
 

@@ -210,16 +210,20 @@ class RaggedLayer:
 
     def slide(self, oldest: RowInts) -> None:
         """Forget the tokens before each row's `oldest` position: a sliding layer never sees them again. Settles."""
-        if isinstance(self.keys, Packed):  # packed again, tokens would lose more
-            return
+        bits = self.keys.bits if isinstance(self.keys, Packed) else None
         self.settle()
         index = self.index()
         gone = self._positions(self.positions, index) < oldest[:, None, None]
         if bool((gone & (index >= 0)).any()):
             self.evict(~gone, index)
+        if bits is not None:
+            self.quantise(bits)
 
     def quantise(self, bits: int) -> None:
-        """Hold the flat part in `bits` bits, and the tail once it has RESIDUAL tokens, as transformers' cache does."""
+        """Hold the flat part in `bits` bits, and the tail once it has RESIDUAL tokens, as transformers' cache does.
+
+        What survives an eviction is packed at once, the tail too: packed again, numbers stay what they were.
+        """
         if isinstance(self.keys, Packed) and self.tail < RESIDUAL:
             return
         self.settle()

@@ -100,6 +100,7 @@ class Job:
     layers: dict[int, RaggedLayer] = field(default_factory=dict)
     waiting: dict[int, "Waiting"] = field(default_factory=dict)
     text: Text | None = None  # of a job that stands for one row: what `reduce` protects of its prompt
+    seed: int = 0  # of such a job
 
     @cached_property
     def budget(self) -> RowInts:
@@ -142,8 +143,9 @@ class Waiting:
 class Prompt:
     """Positions, spans and whitelists of the tokens to compress: `[batch, tokens]`, flush right, -1 where padded."""
 
-    def __init__(self, positions: TokenInts, spans: Sequence[dict[str, list[int]]]):
+    def __init__(self, positions: TokenInts, spans: Sequence[dict[str, list[int]]], seeds: Sequence[int] = ()):
         self.positions, self.spans = positions, spans
+        self.seeds = list(seeds) or [0] * len(positions)
         self.lengths = (positions >= 0).sum(1)
 
     @classmethod
@@ -173,8 +175,8 @@ class Prompt:
 class Prefill:
     """Attention of whole prompts, flush right, of which each job keeps its part of every layer."""
 
-    def __init__(self, facts: Facts, prompt: Prompt, jobs: Sequence[Job], seed: int = 0, backend: str = "torch"):
-        self.facts, self.prompt, self.jobs, self.seed, self.backend = facts, prompt, jobs, seed, backend
+    def __init__(self, facts: Facts, prompt: Prompt, jobs: Sequence[Job], backend: str = "torch"):
+        self.facts, self.prompt, self.jobs, self.backend = facts, prompt, jobs, backend
         self.padded = bool((prompt.positions < 0).any())
         self.doubts: list[Tensor] = []
         if backend == "triton" and self.padded:
@@ -257,7 +259,8 @@ class Prefill:
             positions=where, queries=queries, query_positions=at, seen=self.prompt.lengths.to(query.device),
             scaling=scaling, output=self.facts.outputs[layer], sums=sums, span_of=span_of,
             span_local=names is not None, sliding=sliding,
-            inverse_frequencies=self.facts.frequencies(layer, key.device), seed=self.seed,
+            inverse_frequencies=self.facts.frequencies(layer, key.device),
+            seed=torch.tensor(self.prompt.seeds, device=key.device),
         )  # fmt: skip
 
     def _decide(self, job: Job, layer: int, o: Observation, default: Mask | None) -> None:
@@ -372,8 +375,9 @@ def across(job: Job) -> dict[int, Mask]:
         )
     return {
         layer: keep(
-            job.policy, job.parameters, w.observation, s.to(w.scores.device), w.protected, count.to(w.scores.device)
-        )
+            job.policy, job.parameters, w.observation, s.to(w.scores.device), w.protected, count.to(w.scores.device),
+            _quotas(job, w.observation, None),
+        )  # fmt: skip
         for (layer, w), s, count in zip(job.waiting.items(), scores, counts, strict=True)
     }
 
@@ -451,7 +455,11 @@ class Extend:
             return self._decode(stored, query, scaling)
         parts = stored.parts()
         watch = None
+        if "low" in stored.sums and query.shape[2] >= LOW_QUERIES:  # older queries have left the window
+            for low in (stored.sums["low"], stored.tail_sums["low"]):
+                low.zero_()
         if stored.sums:
+            last = at.amax(1)[:, None]
             flat = 0 if len(parts) == 1 else parts[0][0].shape[2]
 
             def watch(p: Tensor, queries: slice) -> None:
@@ -460,9 +468,10 @@ class Extend:
                 for name in stored.sums:
                     counted = p
                     if name == "low":
+                        late = (now > last - LOW_QUERIES)[:, None, None, :, None]
                         where = torch.cat([x.expand(*stored.shape, -1) for _, _, x in parts], 2)
                         sees = (where[:, :, None, None] >= 0) & (where[:, :, None, None] <= now[:, None, None, :, None])
-                        counted = (p < 1.0 / (now + 1).clamp(min=1)[:, None, None, :, None]) & sees
+                        counted = (p < 1.0 / (now + 1).clamp(min=1)[:, None, None, :, None]) & sees & late
                     counted = (counted * there).float()
                     stored.add(name, counted.sum((2, 3)) if name == "low" else counted.mean(2).sum(2), flat)
 
@@ -502,7 +511,7 @@ class Extend:
 
 def reduce(
     facts: Facts, cache: EngineCache, conditions: Sequence[Condition], jobs: Sequence[Job], seen: RowInts,
-    budgets: RowInts, scalings: dict[int, float], seed: int = 0,
+    budgets: RowInts, scalings: dict[int, float],
 ) -> Tensor:  # fmt: skip
     """Evict from rows that hold a cache, each down to its budget; rows of equal condition are decided together.
 
@@ -538,7 +547,8 @@ def reduce(
                 positions=positions[rows], queries=queries, query_positions=at,
                 seen=seen.to(keys.device)[rows], scaling=scalings[layer], output=facts.outputs[layer],
                 sums={n: s[rows] for n, s in sums.items()},
-                sliding=facts.sliding.get(layer), inverse_frequencies=facts.frequencies(layer, keys.device), seed=seed,
+                sliding=facts.sliding.get(layer), inverse_frequencies=facts.frequencies(layer, keys.device),
+                seed=torch.tensor([jobs[row].seed for row in members], device=keys.device),
             )  # fmt: skip
             sizes = [int(budgets[row]) for row in members]
             part = Job(c, job.policy, job.parameters, sizes, keys.device, waiting=job.waiting)

@@ -6,6 +6,7 @@ One forward pass of a prompt serves all its conditions; what each keeps decodes 
 import hashlib
 import os
 import time
+import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,6 +81,7 @@ def generate(
     repeat: Sequence[int] = (),
     measure_peak: bool = False,
     kept_sets: bool = False,
+    seed: int = 0,
 ) -> list[list[Generation]]:
     """Greedy generations `[prompt][condition]` of at most `max_new_tokens`.
 
@@ -89,7 +91,8 @@ def generate(
     window scores and cumulative attention by one-pass kernels, single tokens by the ragged decode kernel; a question
     after the compressed prompt is read by plain torch. What it cannot do, it refuses.
     repeat: token ids of KVzip's request to repeat the context. measure_peak: measure what the prefill allocates, one
-    condition at a time. kept_sets: return who stayed. Raises InputError before anything is computed.
+    condition at a time. kept_sets: return who stayed. seed: of policies that draw, whose draws differ
+    between prompts. Raises InputError, before anything is computed for what can be known by then.
     """
     if batch_rows < 1 or max_new_tokens < 1 or prompt_rows < 1:
         sizes = f"batch_rows {batch_rows}, max_new_tokens {max_new_tokens}, prompt_rows {prompt_rows}"
@@ -120,8 +123,9 @@ def generate(
         if backend == "triton":
             _check_kernels(model, [conditions[j] for j in new])
         engine = _Engine(
-            model, texts, conditions, max_new_tokens, stop_ids, batch_rows, repeat, measure_peak, kept_sets, backend
-        )
+            model, texts, conditions, max_new_tokens, stop_ids, batch_rows, repeat, measure_peak, kept_sets, backend,
+            seed,
+        )  # fmt: skip
         with installed(model):
             known |= engine.run(new, prompt_rows)
     return [[known[i, j] for j in range(len(conditions))] for i in range(len(prompts))]
@@ -193,12 +197,13 @@ class _Engine:
     """One call's state: what waits to decode, and what is known."""
 
     def __init__(
-        self, model, texts, conditions, max_new_tokens, stop_ids, batch_rows, repeat, measure_peak, kept_sets, backend
-    ):
+        self, model, texts, conditions, max_new_tokens, stop_ids, batch_rows, repeat, measure_peak, kept_sets, backend,
+        seed,
+    ):  # fmt: skip
         self.model, self.texts, self.conditions = model, texts, conditions
         self.max_new_tokens, self.stop_ids, self.batch_rows = max_new_tokens, stop_ids, batch_rows
         self.repeat, self.measure_peak, self.kept_sets = list(repeat), measure_peak, kept_sets
-        self.backend = backend
+        self.backend, self.seed = backend, seed
         self.facts = Facts.of(model)
         self.device = model.device
         self.scalings: dict[int, float] = {}
@@ -287,6 +292,11 @@ class _Engine:
                 self.notes[tag] = kept | {"prefill_seconds": seconds, "peak_bytes": peak.bytes}
         return found
 
+    def _seeds(self, members: list[int], ends: list[int]) -> list[int]:
+        """A prompt's draws depend on what is compressed of it, not on its place in a batch."""
+        digests = (zlib.crc32(str(self.texts[i].ids[:end]).encode()) for i, end in zip(members, ends, strict=True))
+        return [digest + (self.seed << 32) for digest in digests]
+
     def _jobs(self, members: list[int], ends: list[int], columns: list[int]) -> list[Job]:
         jobs = []
         for j in columns:
@@ -302,7 +312,7 @@ class _Engine:
     def _prefill(self, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
         """One forward pass for all of `columns`; a layer's keys and values are gone when the next one is computed."""
         ids, positions = self._padded([self.texts[i].ids[:end] for i, end in zip(members, ends, strict=True)])
-        prompt = Prompt(positions, [self.texts[i].spans for i in members])
+        prompt = Prompt(positions, [self.texts[i].spans for i in members], self._seeds(members, ends))
         jobs = self._jobs(members, ends, columns)
         attention = _Scaled(Prefill(self.facts, prompt, jobs, backend=self.backend), self.scalings)
         cache = EngineCache(self.model.config)
@@ -315,7 +325,8 @@ class _Engine:
             mine = cache.rows(torch.arange(len(members), device=self.device))
             mine.ragged = {n: job.layers[n] for n in sorted(job.layers)}
             single = [
-                replace(job, layers={}, sizes=job.sizes[b : b + 1], text=self.texts[i]) for b, i in enumerate(members)
+                replace(job, layers={}, sizes=job.sizes[b : b + 1], text=self.texts[i], seed=prompt.seeds[b])
+                for b, i in enumerate(members)
             ]
             held = torch.tensor([self.facts.held(end) for end in ends], device=self.device)[:, None]
             layers = [mine.ragged[n].seen().to(held.device) for n in self.facts.evictable]
@@ -372,8 +383,11 @@ class _Engine:
         """The prompt in chunks, each attending to what is left of the earlier ones and to itself."""
         jobs = self._jobs(members, ends, columns)
         texts = [self.texts[i].ids[:end] for _ in jobs for i, end in zip(members, ends, strict=True)]
+        seeds = self._seeds(members, ends)
         each = [
-            replace(job, sizes=job.sizes[b : b + 1], text=self.texts[i]) for job in jobs for b, i in enumerate(members)
+            replace(job, sizes=job.sizes[b : b + 1], text=self.texts[i], seed=seeds[b])
+            for job in jobs
+            for b, i in enumerate(members)
         ]
         window = max(job.window for job in jobs)
         chunk = jobs[0].condition.chunk
@@ -489,13 +503,13 @@ class _Engine:
             attention = _Scaled(Extend(rows.cache, positions, window, pages, self.backend), self.scalings)
             rows.logits = self._forward(picked[-1][:, None], positions, rows.cache, attention)
             rows.seen = rows.seen + 1
-            if rows.conditions[0].bits is not None:
-                for layer in rows.cache.ragged.values():
-                    layer.quantise(rows.conditions[0].bits)
             if every and step % every == 0:
                 rows.calls = rows.calls + reduce(
                     self.facts, rows.cache, rows.conditions, rows.jobs, rows.seen, rows.budgets, self.scalings
                 )
+            if rows.conditions[0].bits is not None:
+                for layer in rows.cache.ragged.values():
+                    layer.quantise(rows.conditions[0].bits)
 
     @staticmethod
     def _pages(rows: Rows, row: int) -> int | None:

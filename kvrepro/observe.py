@@ -34,7 +34,7 @@ class Observation:
     span_local: bool = False  # fair: queries see their own span only, the window holds each span's last queries
     sliding: int | None = None  # tokens a query of this layer looks back, itself included
     inverse_frequencies: Tensor | None = None  # [dim / 2] of the rotation, radians per position
-    seed: int = 0
+    seed: int | RowInts = 0  # of what is drawn, for all rows or for each
     backend: str = "torch"  # "triton": scorers that have a kernel use it, and are told what the forward pass knows:
     log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
     window_outputs: Query | None = None  # and attention outputs

@@ -12,7 +12,7 @@ import math
 import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from kvrepro.errors import InputError
 from kvrepro.observe import Observation
 from kvrepro.protection import policy as protection
 from kvrepro.protection.guard import protected_count
-from kvrepro.protection.reading import AS_DESCRIBED, AS_RUN, Reading
 from kvrepro.selection import select
 from kvrepro.shapes import Counts, Mask, RowInts, Scores
 
@@ -43,10 +42,11 @@ ENGINES = {"window": Size, "recent": Count, "sinks": Count, "page": Size, "dense
 SUMS = {  # what the forward pass can add up for each token and KV head
     "mass": "attention summed over all queries",
     "span_mass": "attention summed over the queries of its own span",
-    "marked_mass": "the same, where tokens that no span marks see all and are seen by all",
+    "marked_mass": "attention summed over the queries of its own span, where unmarked tokens see all and are seen by all",
     "low": "count of low attention among the last 400 queries, all heads of the group together",
     "reconstruction": "largest attention while the context is repeated",
-    "reconstruction_per_norm": "the same of each query head, over the length of the layer's input at the query",
+    "reconstruction_per_norm": "largest attention of each query head while the context is repeated, over the length of "
+    "the layer's input at the query",
 }
 FIELDS = {  # what a condition may say
     "policy": str,
@@ -110,8 +110,19 @@ class Policy:
     @property
     def formula(self) -> str:
         """The first sentence of its scorer."""
-        first = " ".join((self.score.__doc__ or "").strip().split("\n\n")[0].split())
-        return re.split(r"(?<!\.)\. ", first)[0].rstrip(".")
+        return first_sentence(self.score)
+
+    @property
+    def rule(self) -> str:
+        """Its formula, and the first sentences of what else decides, a line each."""
+        budgets = None if self.allocate is allocate.uniform else self.allocate
+        parts = (self.score, self.shield, budgets, self.across, self.summary, self.refine)
+        return "\n".join(filter(None, map(first_sentence, filter(None, parts))))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Its parameters that name a file, which belongs to one model."""
+        return tuple(key for key in {**self.parameters, **self.as_run} if self.kind(key) is str)
 
     def reading(self, name: str, switches: Sequence[tuple[str, object]] = ()) -> dict[str, object]:
         """Its parameters in a reading, single ones overridden. Raises InputError for what it does not know."""
@@ -119,7 +130,7 @@ class Policy:
             raise InputError(f"unknown reading {name!r}: choose one of {', '.join(READINGS)}")
         known = {**self.parameters, **self.as_run}
         for key, _ in switches:
-            if key not in known:
+            if key not in known and key not in ("sinks", "recent"):  # which every policy can protect
                 raise InputError(f"{self.title} has no parameter {key!r}: it has {', '.join(known) or 'none'}")
         if len(dict(switches)) < len(switches):
             raise InputError(f"switches {switches} for {self.title} name a parameter twice: drop one")
@@ -140,6 +151,12 @@ class Policy:
         return ENGINES.get(parameter) or allowed.of(self.functions, parameter)
 
 
+def first_sentence(function: Callable) -> str:
+    """Of its docstring, without the full stop."""
+    first = " ".join((function.__doc__ or "").strip().split("\n\n")[0].split())
+    return re.split(r"(?<!\.)\. ", first)[0].rstrip(".")
+
+
 def call(function: Callable, *arguments: object, parameters: Parameters):
     """`function` with the parameters that it names."""
     names = inspect.signature(function).parameters
@@ -157,6 +174,7 @@ def find(name: str) -> Policy:
         return CATALOGUE[name]
     path, colon, attribute = name.rpartition(":")
     if not colon:
+        protection.refuse_credit(name)
         if name in protection.POLICIES:
             raise InputError(f"{name} looks at all layers together while decoding: it exists in regime harness only")
         raise InputError(
@@ -208,12 +226,17 @@ def judge(
 ) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: `guarded` by the condition, and the method's own."""
     shape = o.positions.shape
-    found = call(policy.score, o, parameters={**parameters, "budget": budget})
+    try:
+        found = call(policy.score, o, parameters={**parameters, "budget": budget})
+    except KeyError as error:
+        if error.args[0] not in SUMS:
+            raise
+        raise InputError(f"{policy.title} reads sums[{error.args[0]!r}], which its `needs` do not name") from error
     given = tuple(getattr(found, "shape", ()))
     if len(given) != 3 or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
         what = f"scores of shape {given}" if given else f"{type(found).__name__}"
         raise InputError(f"{policy.title}'s scorer returned {what}, not [batch, kv_heads, tokens] = {tuple(shape)}")
-    scores = found.float().expand(shape)
+    scores = found.float().clamp(min=torch.finfo(torch.float32).min).expand(shape)  # -inf is for dead slots alone
     newest = parameters.get("recent", 0)
     recent = guard.window_of(o) if o.span_local and newest else guard.recent(o, newest)
     protected = (guarded | recent | guard.sinks(o, parameters.get("sinks", 0))).expand(shape) & o.alive
@@ -228,12 +251,16 @@ def keep(
 ) -> Mask:  # fmt: skip
     """Who stays, `[batch, kv_heads, tokens]`, `counts` per head; `quotas` says how `quota.split` shares each head's
     count over the spans of a prompt."""
+    refined, more = scores, torch.zeros_like(protected)
     if policy.refine is not None:
-        scores, more = call(policy.refine, o, scores, counts, parameters={**parameters, "protected": protected})
-        protected = protected | (more & o.alive)
+        refined, more = call(policy.refine, o, scores, counts, parameters={**parameters, "protected": protected})
+        more = more & o.alive
     if quotas is None:
-        return select(scores, protected, counts)
-    return quota.select(scores, protected, quota.split(o, counts, protected, **quotas), o)
+        return select(refined, protected | more, counts)
+    parts = quota.split(o, counts, protected, **quotas)
+    first = torch.minimum(parts, quota.tally(o, protected | more))  # the first stage, as far as each span's part goes
+    exempt = quota.select(scores.masked_fill(~more, torch.finfo(scores.dtype).min), protected, first, o)
+    return quota.select(refined, protected | exempt, parts, o)
 
 
 def counts_of(
@@ -271,8 +298,10 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         raise InputError(f"{c.policy} cannot run in regime {c.regime!r}: {policy.refuses[c.regime]}")
     if (c.capacity is None) == (c.share is None):
         raise InputError(f"capacity {c.capacity}, share {c.share} for {c.policy}: give one of the two")
-    if c.fair is not None and (policy.budget != "uniform" or c.regime not in ("prefill", "offline")):
-        raise InputError(f"fair splits one head's budget at a prompt's end: not {policy.budget} budgets, {c.regime}")
+    if c.fair is not None and c.regime not in ("prefill", "offline"):
+        raise InputError(f"fair splits budgets over spans at a prompt's end: prefill or offline, not {c.regime}")
+    if c.fair is not None and c.fair < 1 and policy.across is not None:
+        raise InputError(f"fair {c.fair:g} for {c.policy}, whose budgets wait for every layer: fair 1, or none")
     if c.fair is not None and c.fair < 1 and parameters.get("ramps"):
         raise InputError(f"fair {c.fair:g} for {c.policy} as run, whose ramps set no quota: reading as_described, or 1")
     if not policy.frees and (c.prefix or c.suffix or c.whitelist or c.fair is not None or c.execution == "masked"):
@@ -281,10 +310,8 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         return None
     at_once = c.regime in ("prefill", "offline", "chunked")
     if at_once and c.capacity is not None and c.capacity >= prompt_tokens:
-        what = "nothing leaves" if policy.frees else "every page is read"
-        raise InputError(
-            f"capacity {c.capacity} >= {prompt_tokens} tokens to compress: {what}; lower it, or say share=1.0"
-        )
+        what = "nothing leaves; lower it, or say share=1.0" if policy.frees else "every page is read; lower it"
+        raise InputError(f"capacity {c.capacity} >= {prompt_tokens} tokens to compress: {what}")
     tokens = [prompt_tokens]
     if c.regime == "chunked" and c.chunk_mode == "every_chunk":
         tokens.append(min(c.chunk, prompt_tokens))
@@ -301,7 +328,7 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
             apart = {at for at in whitelist if first <= seen + at < seen - last}
             named += [f"{len(apart)} whitelist"] if apart else []
             needed += len(apart)
-        if budget < min(needed, seen):
+        if budget < (min(needed, seen) if at_once else needed):  # tokens that are yet to come are protected as well
             what = f"budget {budget} < {needed} protected tokens ({' + '.join(named)})"
             after = "" if seen == prompt_tokens else f" after the first chunk of {seen}"
             raise InputError(f"{what}{after}: raise the budget or lower the guards")
@@ -326,58 +353,34 @@ def table() -> list[dict[str, str]]:
     """The catalogue as rows, the protection paper's harness last."""
     from kvrepro.catalogue import CATALOGUE
 
-    columns = ("name", "title", "keeps", "source", "regimes", "budget", "needs", "readings", "test")
-    rows = [("full", "Full cache", "everything", "-", "all", "every token", "-", "-", "test_engine.py")]
+    columns = ("name", "title", "keeps", "source", "regimes", "budget", "needs", "readings")
+    rows = [("full", "Full cache", "everything", "-", "all", "every token", "nothing", "-")]
     for name, p in CATALOGUE.items():
-        asked = [f"last {p.parameters['window']} queries"] if p.parameters.get("window") else []
-        needs = ", ".join(asked + [SUMS.get(n, n) for n in p.needs]) or "keys and positions"
-        budget = p.budget if p.frees else "memory stays: pages are chosen per query"
-        test = f"test_score_{p.score.__module__.split('.')[-1]}.py"
         regimes = "all" if not p.refuses else ", ".join(p.regimes)
-        rows.append((name, p.title, p.formula, p.source, regimes, budget, needs, ", ".join(p.readings), test))
+        rows.append((name, p.title, p.rule, p.source, regimes, _budget(p), _needs(p), ", ".join(p.readings)))
     for name, q in protection.POLICIES.items():
-        rows.append((name, q.title, q.formula, q.source, "harness", q.budget, "attention of every step",
-                     q.readings, "test_protection_score.py"))  # fmt: skip
+        keeps = q.formula if q.allocate is None else f"{q.formula}\n{first_sentence(q.allocate)}"
+        rows.append((name, q.title, keeps, q.source, "harness", q.budget, "attention of every step", q.readings))
+    rows.append(protection.CREDIT)
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def tables() -> dict[str, list[dict[str, str]]]:
-    """The tables of the book's methods page, as rows: methods, requirements, refusals, parameters, switches."""
-    from kvrepro.catalogue import CATALOGUE
+def _budget(p: Policy) -> str:
+    """What may differ, and where more than the budget stays."""
+    if not p.frees:
+        return "memory stays: pages are chosen per query"
+    dense = int({**p.parameters, **p.as_run}.get("dense_layers", 0))  # type: ignore[call-overload]
+    return f"{p.budget}; as run the first {dense} layers stay whole" if dense else p.budget
 
-    parameters = [
-        {
-            "policy": name,
-            "parameter": key,
-            "as described": str(p.parameters.get(key, "-")),
-            "as run": str(p.as_run.get(key, "the same")) if p.as_run else "-",
-            "may be": allowed.said(p.kind(key)) + (", or window" if key == "recent" else ""),
-            "public code": p.code or "-",
-        }
-        for name, p in CATALOGUE.items()
-        for key in {**p.parameters, **p.as_run}
-    ]
-    switches = [
-        {
-            "switch": f.name,
-            "as run": str(getattr(AS_RUN, f.name)),
-            "as described": str(getattr(AS_DESCRIBED, f.name)),
-            "what it decides": f.metadata["means"],
-        }
-        for f in fields(Reading)
-    ]
-    refusals = [
-        {"policy": name, "regime": regime, "why not": why}
-        for name, p in CATALOGUE.items()
-        for regime, why in p.refuses.items()
-    ]
-    catalogue = table()
-    shown = {
-        "methods": ("name", "title", "keeps", "source"),
-        "requirements": ("name", "regimes", "budget", "needs", "readings", "test"),
-    }
-    parts = {page: [{c: row[c] for c in columns} for row in catalogue] for page, columns in shown.items()}
-    return {**parts, "refusals": refusals, "parameters": parameters, "switches": switches}
+
+def _needs(p: Policy) -> str:
+    """What the forward pass hands over beside keys and values, and the files of a policy."""
+    window, run = p.parameters.get("window"), p.as_run.get("window")
+    asked = ["each query as it comes"] if not p.frees else []
+    if window:
+        asked += ["the last query" if window == 1 else f"the last {window}{f' (as run {run})' if run else ''} queries"]
+    files = [f"a {key.removesuffix('_file')} file of the model" for key in p.files]
+    return ", ".join(asked + [SUMS.get(n, n) for n in p.needs] + files) or "nothing"
 
 
 def main() -> None:
@@ -386,13 +389,17 @@ def main() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    view = Table(box=None, pad_edge=False, expand=True)
-    widths = {"name": 19, "source": None, "regimes": 10, "budget": 9, "readings": 12}
-    for column, width in widths.items():
-        view.add_column(column, width=width, no_wrap=column == "name", overflow="fold")
-    for row in table():
-        view.add_row(*(Text(row[column].replace("as_run, as_described", "both")) for column in widths))
-    Console().print(view)
+    for name, widths in (
+        ("", {"name": 19, "source": None, "regimes": 10, "budget": 9, "readings": 12}),
+        ("harness", {"name": 19, "source": None, "budget": 26}),
+    ):
+        view = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
+        for column, width in widths.items():
+            view.add_column(column, width=width, no_wrap=column == "name", overflow="fold")
+        for row in table():
+            if (row["regimes"] == "harness") == bool(name):
+                view.add_row(*(Text(row[column].replace("as_run, as_described", "both")) for column in widths))
+        Console().print(*([Text("\nRegime harness, both readings:")] if name else []), view)
 
 
 if __name__ == "__main__":

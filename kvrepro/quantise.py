@@ -20,7 +20,7 @@ class Packed:
         if dense.shape[1] % GROUP:
             raise InputError(f"head dim {dense.shape[1]} is no multiple of {GROUP}, which share a scale: use bits=None")
         _unpack_without_compiler()
-        self.dtype, self.shape = dense.dtype, dense.shape
+        self.dtype, self.shape, self.bits = dense.dtype, dense.shape, bits
         self._codec = QuantoQuantizedLayer(nbits=bits, q_group_size=GROUP, residual_length=RESIDUAL)
         self._codes = self._codec._quantize(dense.contiguous(), axis=0) if len(dense) else None
 

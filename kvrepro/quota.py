@@ -144,7 +144,9 @@ def h2o(o: Observation, extended: bool = True) -> Scores:
     Needs `sums["span_mass"]`. Source: E.5. As run, the public code zeroes pairs of *unextended* spans and divides the
     same: without `extended` the sum is `sums["marked_mass"]`, where position -1 sees and is seen by all.
     """
-    later = torch.nn.functional.one_hot(o.span_of).flip(1).cumsum(1).flip(1)  # [batch, seen, spans], itself included
+    there = torch.arange(o.span_of.shape[1], device=o.span_of.device) < o.seen[:, None]
+    asked = torch.nn.functional.one_hot(o.span_of) * there[..., None]
+    later = asked.flip(1).cumsum(1).flip(1)  # [batch, seen, spans], itself included
     where = o.positions.flatten(1).clamp(0, o.span_of.shape[1] - 1)
     eligible = later.gather(2, o.span_of[..., None])[..., 0].gather(1, where).view_as(o.positions)
     return o.sums["span_mass" if extended else "marked_mass"].float() / eligible

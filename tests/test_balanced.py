@@ -57,6 +57,6 @@ def test_answers_kept_sets_and_bytes_are_those_of_one_gpu(pair, name):
             )  # fmt: skip
     for spread, one in zip(*found, strict=True):
         for c, a, b in zip(CASES[name], spread, one, strict=True):
-            assert (a.tokens, a.kept_positions_hash, a.kept, a.bytes_full) == (
-                b.tokens, b.kept_positions_hash, b.kept, b.bytes_full
+            assert (a.tokens, a.kept_positions_hash, a.kept, a.bytes_full, a.bytes_held) == (
+                b.tokens, b.kept_positions_hash, b.kept, b.bytes_full, b.bytes_held
             ), c.label  # fmt: skip

@@ -368,3 +368,99 @@ def test_kv_zip_plus_keeps_what_its_formula_ranks_first(regime):
     assert torch.equal(torch.stack([torch.from_numpy(s) for s in g.kept_sets]), wanted.view(3, 2, 60))
     assert plain.kept_positions_hash != g.kept_positions_hash
     assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("policy", ["defensive_kv", "layer_defensive_kv"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_prompt_within_the_window_keeps_its_tokens(policy, regime):
+    model, [prompt] = architecture("llama"), tiny_prompts(11)
+    budget = {"capacity": 60} if regime in DECODING else {"share": 1.0}
+    c = Condition(policy, regime=regime, chunk=8, **budget)
+    [[full, ours]] = engine.generate(model, [prompt], [Condition(regime="prefill"), c], **FEW)
+    assert (ours.tokens, ours.evicted) == (full.tokens, 0)
+
+
+@pytest.mark.parametrize("policy", ["pyramid_kv", "cake", "ada_kv", "critical_kv", "layer_defensive_kv"])
+@pytest.mark.parametrize("reading", ["as_run", "as_described"])
+def test_guards_hold_under_every_kind_of_budget(policy, reading):
+    model, prompts = architecture("llama"), tiny_prompts(480, 400)
+    switches = (("window", 8),)
+    c = Condition(policy, 60, 0.2, 0.2, regime="prefill", reading=reading, switches=switches)
+    for [g], ids in zip(engine.generate(model, prompts, [c], **FEW, kept_sets=True), prompts, strict=True):
+        kept = torch.stack([torch.from_numpy(layer) for layer in g.kept_sets])
+        assert bool(kept[:, :, :12].all())
+        assert bool(kept[:, :, len(ids) - 12 :].all())
+        assert int(kept.sum()) == 60 * 6
+
+
+def test_random_draws_anew_for_every_prompt_and_seed_and_never_for_the_batch():
+    model, prompts = architecture("llama"), tiny_prompts(60, 60)
+    c = [Condition("random", 20, regime=regime, interval=2) for regime in ("prefill", "decode cap")]
+
+    def kept(texts, **more):
+        return [[g.kept_positions_hash for g in row] for row in engine.generate(model, texts, c, **FEW, **more)]
+
+    first, second = kept(prompts)
+    assert first[0] != second[0]
+    assert kept(prompts, prompt_rows=2) == [first, second] == [kept([one])[0] for one in prompts]
+    assert kept(prompts, seed=1) != [first, second]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova", "ada_kv", "critical_kv", "cake"])
+def test_fair_quotas_whatever_the_padding(policy):
+    model, texts = architecture("llama"), []
+    for ids in tiny_prompts(200, 90):
+        spans = {"a": list(range(len(ids) // 3)), "b": list(range(len(ids) // 3, len(ids)))}
+        texts.append(Prompt(ids, spans))
+    switches = (("window", 8),) if "window" in CATALOGUE[policy].parameters else ()
+    conditions = [
+        Condition(policy, 30, regime="prefill", reading=reading, fair=1.0, spans=("a", "b"), switches=switches)
+        for reading in ("as_run", "as_described")
+    ]
+    together = engine.generate(model, texts, conditions, **FEW, prompt_rows=2)
+    alone = [engine.generate(model, [text], conditions, **FEW, kept_sets=True)[0] for text in texts]
+    for text, row, single in zip(texts, together, alone, strict=True):
+        for c, a, b in zip(conditions, row, single, strict=True):
+            assert (a.tokens, a.kept_positions_hash) == (b.tokens, b.kept_positions_hash), c.label
+            third = len(text.ids) // 3
+            for layer in b.kept_sets:
+                for head in layer:
+                    share = head.sum() * third / len(text.ids)
+                    assert abs(head[:third].sum() - share) <= 1, c.label
+
+
+@pytest.mark.parametrize("regime", ["decode cap", "per step"])
+def test_four_bits_stay_four_bits_while_decoding(regime):
+    model = architecture("llama", 64)
+    [prompt] = tiny_prompts(300)
+    c = Condition("streaming_llm", 100, regime=regime, interval=3)
+    held = {}
+    for new in (9, 10, 16, 17):
+        [[plain, packed]] = engine.generate(model, [prompt], [c, replace(c, bits=4)], max_new_tokens=new, stop_ids=())
+        assert packed.kept == plain.kept
+        held[new] = packed.bytes_held / plain.bytes_held
+    assert max(held.values()) < 0.25
+
+
+def test_packed_sliding_layers_forget():
+    model = architecture("gemma3", 64)
+    [[plain, packed]] = engine.generate(
+        model, tiny_prompts(30), [Condition(regime="prefill"), Condition(regime="prefill", bits=4)],
+        max_new_tokens=100, stop_ids=(),
+    )  # fmt: skip
+    assert packed.kept == plain.kept
+    assert packed.bytes_held < 0.7 * plain.bytes_held
+
+
+def test_a_scorer_that_says_minus_infinity_still_fills_the_budget(monkeypatch):
+    def score(o):
+        return torch.where(o.positions % 2 == 0, -torch.inf, 1.0)
+
+    monkeypatch.setitem(CATALOGUE, "mine", Policy("Mine", "tests", score))
+    model, prompts = architecture("llama"), tiny_prompts(60, 44)
+    c = Condition("mine", 40, regime="prefill")
+    given = [c, replace(c, execution="masked"), replace(c, regime="decode cap")]
+    for rows in (1, 2):
+        for row in engine.generate(model, prompts, given, **FEW, prompt_rows=rows):
+            assert len({g.kept_positions_hash for g in row[:2]}) == 1
+            assert all(len(g.kept_positions) == 40 for g in row)

@@ -250,11 +250,12 @@ def test_a_checkpoint_without_template_or_tokenizer_is_refused(tmp_path):
 # ---- 10. a failed generation is scored as an answer
 
 
-def test_logits_that_are_no_numbers_are_no_answer():
+@pytest.mark.parametrize("condition", [Condition(regime="prefill"), Condition(), Condition("lru", 12)])
+def test_logits_that_are_no_numbers_are_no_answer(condition):
     model = tiny_model("llama")
     model.lm_head.weight.data[7, 3] = torch.nan
-    with pytest.raises(ArithmeticError, match=r"full cache: NaN at new token 1"):
-        answers(tiny_prompts(60), [Condition(regime="prefill")], model)
+    with pytest.raises(ArithmeticError, match=f"{condition.label}: NaN at new token 1"):
+        answers(tiny_prompts(60), [condition], model)
 
 
 def test_a_failed_item_is_a_row_with_an_error_and_without_measures(tmp_path, monkeypatch):

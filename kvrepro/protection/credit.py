@@ -236,6 +236,8 @@ def _answer(model, prompt, condition, max_new_tokens, stop_ids, e) -> tuple[Answ
         o = evict(o)
     for t in range(1, max_new_tokens + 1):
         picked = logits.argmax()
+        if bool(logits.isnan().any()):
+            raise ArithmeticError(f"{condition.label}: NaN at new token {t}")
         known.append(float(logits.float().log_softmax(-1)[picked]))
         answer.tokens.append(int(picked))
         while events and len(known) - events[0].at >= AFTER:

@@ -121,8 +121,11 @@ def decode(
     for t in range(1, max_new_tokens + 1):
         picked = rows.logits.argmax(-1)
         tokens[:, t - 1] = picked
-        stopped = active & torch.isin(picked, stops)
-        if bool(stopped.any()):
+        stopped, broken = active & torch.isin(picked, stops), active & rows.logits.isnan().any(1)
+        ended, failed = torch.stack([stopped.any(), broken.any()]).tolist()
+        if failed:  # the largest of them is no answer
+            raise ArithmeticError(f"{rows.conditions[int(broken.int().argmax())].label}: NaN at new token {t}")
+        if ended:
             outcomes |= _finished(rows, stopped, tokens[:, :t], plan, seconds)
             active = active & ~stopped
             if not bool(active.any()):

@@ -52,8 +52,10 @@ def scissorhands(o: Observation, signal: Signal = "low") -> Scores:
     """s_j = -(number of the last 400 queries t with p[t, j] < 1 / (t + 1)), summed over the group.
 
     The paper counts against a token and drops half the cache on overflow; here what stays is the budget's business.
-    Needs `sums["low"]`, or with signal "mass" `sums["mass"]`: a public code accumulates attention instead, which is
-    close to H2O. Source: Liu et al. 2023, Algorithm 2; KVCache-Factory.
+    While a prompt comes in chunks of fewer than 400 tokens, and while tokens are generated, earlier counts stay: a
+    window that slides would have to remember every query's. Needs `sums["low"]`, or with signal "mass" `sums["mass"]`:
+    a public code accumulates attention instead, which is close to H2O. Source: Liu et al. 2023, Algorithm 2;
+    KVCache-Factory.
     """
     ensure(Signal, signal=signal)
     return -o.sums["low"].float() if signal == "low" else o.sums["mass"].float()

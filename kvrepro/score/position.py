@@ -31,7 +31,7 @@ def random(o: Observation, draw: Draw = "float32") -> Scores:
     """
     ensure(Draw, draw=draw)
     heads = torch.arange(o.positions.shape[1], device=o.positions.device)[:, None]
-    x = _mixed(torch.full_like(heads, o.seed))
+    x = _mixed(torch.as_tensor(o.seed, device=heads.device).view(-1, 1, 1) + torch.zeros_like(heads))
     for part in (torch.full_like(heads, o.layer), heads, o.positions):
         x = _mixed(x + part)
     bits = 24 if draw == "float32" else 1 - round(torch.tensor(torch.finfo(o.keys.dtype).eps).log2().item())

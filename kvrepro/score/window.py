@@ -374,5 +374,6 @@ def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) ->
     filled = (held.sort(-1, descending=True).values.cumsum(-1) < (mass - b)[:, None, None]).sum(-1)
     filled = torch.minimum(filled, (budget[:, None] - own.sum(-1)).clamp(min=0))
     first = select(held.masked_fill(~past, -torch.inf), torch.zeros_like(past), filled)
-    top = scores.masked_fill(~past, -torch.inf).amax((1, 2), keepdim=True)
+    among = past | ~past.any(2, keepdim=True).any(1, keepdim=True)  # a prompt within the window has no past
+    top = scores.masked_fill(~(among & o.alive), -torch.inf).amax((1, 2), keepdim=True)
     return torch.where(first | own, top, scores)

@@ -468,7 +468,7 @@ def safe(s: Study) -> Figure:
             for i, variant in enumerate(shown):
                 with suppress(Missing):
                     cell = s.cell(policy=name, order=order, variant=variant)
-                    if len(s.leak.ratios(**cell)) < 2:
+                    if len(s.leak.ratios(True, **cell)) < 2:
                         continue
                     series = study.safe_budget(s, **cell)
                     _, colour, marker, _ = VARIANTS[variant]

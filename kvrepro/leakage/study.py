@@ -269,8 +269,8 @@ def optimality(
 
 def safe_budget(s: Study, **cell) -> Series:
     """Smallest share of the system turn such that there, and at every larger share that was run, no more leaks than
-    the uncompressed model's upper limit; 1 if no compression that was run is safe."""
-    ratios = s.leak.ratios(**cell)
+    the uncompressed model's upper limit; 1 if no compression that was run is safe. At ratios that every prompt met."""
+    ratios = s.leak.ratios(True, **cell)
     curve = s.leak.curve(ratios, **cell)
     value, _, high = interval(s.leak.at(ratio=0.0, **cell))
     limit = value if np.isnan(high) else max(high, value)
@@ -634,7 +634,7 @@ def numbers(verdicts: pd.DataFrame, found: experiment.Found, studies: Sequence[S
         name = f"{one}-{order}-{variant}"
         shown |= dict.fromkeys((f"safe-{name}", f"leak-{name}", f"follow-{name}"), "not run")
         with suppress(Missing):
-            ratios = middle(s.leak.ratios(**cell))
+            ratios = middle(s.leak.ratios(True, **cell))
             shown[f"leak-{name}"] = _said(s.leak.curve(ratios, **cell).mean(1))
             shown[f"follow-{name}"] = _said(s.follow.curve(ratios, **cell).mean(1))
             safe = safe_budget(s, **cell)

@@ -130,7 +130,14 @@ def scratch(
     tokens: Annotated[int, typer.Option(help="the larger of two sizes; the smaller is half of it")] = 16384,
     policies: Annotated[str, typer.Option(help="names, with commas; default: all of the catalogue")] = "",
 ) -> None:
-    """Peak memory of each policy's scorer on random keys and queries at two sizes; a ratio of 2 is linear growth."""
+    """Peak memory of each policy's scorer on random keys and queries at two sizes; a ratio of 2 is linear growth.
+
+    A policy that reads a file made for the embedded model is shown no output projection, by which it would refuse
+    random weights; scorers that return what they are given allocate nothing.
+    """
+    if tokens < 256:
+        typer.echo(f"tokens {tokens}: at least 256, half of which holds every policy's window", err=True)
+        raise typer.Exit(2)
     shape = random_model().config
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     dim = shape.hidden_size // heads
@@ -154,8 +161,9 @@ def scratch(
                 layer=1, layers=shape.num_hidden_layers, keys=torch.randn(1, kv_heads, n, dim),
                 values=torch.randn(1, kv_heads, n, dim), positions=torch.arange(n).expand(1, kv_heads, n),
                 queries=torch.randn(1, heads, window, dim), query_positions=torch.arange(n - window, n)[None],
-                seen=torch.tensor([n]), scaling=dim**-0.5, output=torch.randn(heads, dim, shape.hidden_size),
-                sums={s: torch.rand(1, kv_heads, n) for s in SUMS},
+                seen=torch.tensor([n]), scaling=dim**-0.5,
+                output=None if policy.files else torch.randn(heads, dim, shape.hidden_size),
+                sums={s: torch.rand(1, heads if s == "reconstruction_per_norm" else kv_heads, n) for s in SUMS},
                 inverse_frequencies=10_000 ** -(torch.arange(0, dim, 2) / dim),
             )  # fmt: skip
             with Peak(torch.device("cpu")) as peak:

@@ -207,7 +207,8 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     A passage that does not fit keeps its last tokens: budget = limit - tokens(template with empty user turn) -
     tokens(question part) - tokens("Passage: "); the kept tokens are decoded, templated and tokenised again, and what
     still exceeds the limit is cut on the right. No special tokens beside the template's. Raises InputError if an item
-    without passage exceeds the limit. Source: protection paper's harness, run_v3_jax.py:410-480.
+    without passage exceeds the limit, and for a template whose own words the tokenizer does not know. Source:
+    protection paper's harness, run_v3_jax.py:410-480.
     """
     messages, spans = item.messages, item.spans
     if not any(message["content"].strip() for message in messages):
@@ -228,7 +229,10 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
         raise InputError(
             f"item {item.id} has {len(ids)} prompt tokens > limit {limit}: raise the limit or take shorter items"
         )
-    found = _positions(item.id, text, messages, spans, offsets[:limit])
+    starts = _starts(item.id, text, messages)
+    contents = [(at, at + len(message["content"])) for at, message in zip(starts, messages, strict=True)]
+    _ensure_known(tokenizer, text, ids, offsets, contents)
+    found = _positions(starts, spans, offsets[:limit])
     return Prompt(ids[:limit], found, _turns(tokenizer, text, messages, offsets[:limit]))
 
 
@@ -260,10 +264,8 @@ def _turns(tokenizer: Any, text: str, messages: Sequence[dict], offsets: Sequenc
     return turns
 
 
-def _positions(
-    identity: str, text: str, messages: Sequence[dict], spans: Sequence[Span], offsets: Sequence[tuple[int, int]]
-) -> dict[str, list[int]]:
-    """Token positions whose characters touch each span; templates may trim a message, so that is looked for too."""
+def _starts(identity: str, text: str, messages: Sequence[dict]) -> list[int]:
+    """Where each message's content begins in the rendered text; templates may trim it, so that is looked for too."""
     starts, cursor = [], 0
     for message in messages:
         content = message["content"]
@@ -277,6 +279,34 @@ def _positions(
             at -= len(content) - len(content.lstrip())
         starts.append(at)
         cursor = at + len(content.rstrip())
+    return starts
+
+
+def _ensure_known(
+    tokenizer: Any,
+    text: str,
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    contents: Sequence[tuple[int, int]],
+) -> None:
+    """Raise InputError where the template's own words, not those of `contents`, become unknown tokens.
+
+    What a template writes as the unknown token itself is meant: some tokenizers give it a second office.
+    """
+    for token, (a, b) in zip(ids, offsets, strict=True):
+        if token != tokenizer.unk_token_id or a == b or text[a:b].strip() == tokenizer.unk_token:
+            continue
+        if not any(a < last and b > first for first, last in contents):
+            raise InputError(
+                f"the chat template of {tokenizer.name_or_path} writes {text[a:b]!r}, which its tokenizer does not "
+                f"know ({tokenizer.unk_token}): give it its own template, or the messages roles that it knows"
+            )
+
+
+def _positions(
+    starts: Sequence[int], spans: Sequence[Span], offsets: Sequence[tuple[int, int]]
+) -> dict[str, list[int]]:
+    """Token positions whose characters touch each span, `starts` being where the messages' contents begin."""
     found: dict[str, set[int]] = {}
     for span in spans:
         first, last = starts[span.message] + span.start, starts[span.message] + span.end

@@ -3,6 +3,9 @@
 Both see the same prompts in the same model; a head agrees when it keeps exactly the same set. Half of the prompts are
 random tokens in a model with random weights, half are the embedded model's own. Needs the extra `parity`, without
 constraints.txt.
+
+Not compared: KVzipPress, whose softmax covers the sinks, one chunk and the repeat only, ours the whole context;
+DuoAttentionPress, which reads the authors' gates files; RandomPress, which draws from another generator.
 """
 
 import importlib.metadata

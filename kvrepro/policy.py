@@ -42,7 +42,7 @@ ENGINES = {"window": Size, "recent": Count, "sinks": Count, "page": Size, "dense
 SUMS = {  # what the forward pass can add up for each token and KV head
     "mass": "attention summed over all queries",
     "span_mass": "attention summed over the queries of its own span",
-    "marked_mass": "attention summed over the queries of its own span, where unmarked tokens see all and are seen by all",
+    "marked_mass": "attention summed over the queries of its own span; unmarked tokens see all and are seen by all",
     "low": "count of low attention among the last 400 queries, all heads of the group together",
     "reconstruction": "largest attention while the context is repeated",
     "reconstruction_per_norm": "largest attention of each query head while the context is repeated, over the length of "

@@ -2,7 +2,9 @@
 
 from typer.testing import CliRunner
 
+from kvrepro import bench
 from kvrepro.bench import app, protection_conditions, random_model
+from kvrepro.catalogue import CATALOGUE
 
 
 def test_the_papers_conditions_are_forty_three():
@@ -39,3 +41,35 @@ def test_bad_input_is_one_line_and_exit_code_2():
     )
     assert result.exit_code == 2
     assert "prompt of 1 tokens < 2" in result.output
+
+
+def test_scratch_measures_every_scorer_of_the_catalogue(monkeypatch):
+    seen = []
+
+    class Peak(bench.Peak):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            seen.append(self.bytes)
+
+    monkeypatch.setattr(bench, "Peak", Peak)
+    result = CliRunner().invoke(app, ["scratch", "--tokens", "512"])
+    assert result.exit_code == 0, result.output
+    evicting = [name for name, policy in CATALOGUE.items() if policy.frees]
+    assert all(f"│ {name} " in result.output for name in evicting)
+    assert len(seen) == 2 * len(evicting)
+    assert max(seen) > 2**16
+
+
+def test_scratch_refuses_what_it_cannot_measure():
+    for given, words in ((["--policies", "quest_pages"], "no scorer of an evicting policy called 'quest_pages'"),
+                         (["--tokens", "64"], "tokens 64: at least 256")):  # fmt: skip
+        result = CliRunner().invoke(app, ["scratch", *given])
+        assert result.exit_code == 2
+        assert words in result.output
+        assert result.output.count("\n") == 1
+
+
+def test_memory_prints_what_a_prefill_holds():
+    result = CliRunner().invoke(app, ["memory", "--tokens", "400", "--share", "0.5"])
+    assert result.exit_code == 0, result.output
+    assert "layer_defensive_kv" in result.output

@@ -14,6 +14,7 @@ from kvrepro.errors import InputError
 from kvrepro.protection.policy import POLICIES
 from kvrepro.protection.reading import AS_RUN
 
+METHODS = (book.ROOT / "book" / "methods.md").read_text()
 TOC = """
 format: jb-book
 root: book/intro
@@ -121,9 +122,31 @@ def test_whatever_a_page_would_fetch_is_found(tmp_path):
 def test_pages_name_every_policy_and_every_switch(tmp_path):
     pages.write(["first"], tmp_path)
     text = {file.stem: file.read_text() for file in (tmp_path / "book" / "generated").iterdir()}
-    assert all(f"| {name} | {entry.title} |" in text["methods"] for name, entry in {**POLICIES, **CATALOGUE}.items())
+    for page, entries in (("methods", CATALOGUE), ("harness", POLICIES)):
+        assert all(f"| `{name}`<br>{entry.title}<br>" in text[page] for name, entry in entries.items())
+        assert text[page].count("\n| `") == len(entries) + 1  # the full cache, and the credit estimator
+    assert "python -m kvrepro.protection.credit" in text["harness"]
+    assert all(f"| {name} |" in text["requirements"] for name in CATALOGUE)
+    assert all(
+        f"{{include}} generated/{page}.md" in METHODS for page in ("methods", "requirements", "harness", "tests")
+    )
     assert all(f"| {name} |" in text["switches"] for name in AS_RUN.__dataclass_fields__)
     assert "no verdicts" in text["claims"]
+
+
+@pytest.mark.parametrize(
+    ("plain", "set_"),
+    [
+        ("s_j = -||k_j||_2", "s<sub>j</sub> = −‖k<sub>j</sub>‖<sub>2</sub>"),
+        ("(p_j / (1 - p_j + eps))^2 ||a - v_j||^2", "(p<sub>j</sub> / (1 − p<sub>j</sub> + ε))² ‖a − v<sub>j</sub>‖²"),
+        ("sum_f |E q_f||k_f| cos(x)", "Σ<sub>f</sub> |E q<sub>f</sub>||k<sub>f</sub>| cos(x)"),
+        ("p_j <a, v_j> < 1, t >= j", "p<sub>j</sub> ⟨a, v<sub>j</sub>⟩ &lt; 1, t ≥ j"),
+        ("H^(1/tau1), budget * kv_heads", "H<sup>1/τ1</sup>, budget · kv_heads"),
+        ("z-scored `dense_layers`\nb_l", "z-scored `dense_layers`<br>b<sub>l</sub>"),
+    ],
+)
+def test_formulas_are_set_in_signs(plain, set_):
+    assert pages.typeset(plain) == set_
 
 
 def test_the_table_escapes_bars():

@@ -13,8 +13,12 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvrepro import data
+from kvrepro import data, models
 from kvrepro.data import Item, Span
 from kvrepro.errors import InputError
 
@@ -250,6 +254,47 @@ def test_templates_that_cannot_serve(damage, words):
     item = Item("x", "t", ({"role": "user", "content": "red"},), "", (Span("s", 0, 0, 3),))
     with pytest.raises(InputError, match=words):
         data.build_prompt(item, fast, 500)
+
+
+def words_only(markup: str = "<|user|>"):
+    """A tokenizer of whole words that knows five, and a template that writes `markup`."""
+    known = {word: i for i, word in enumerate(["<|unk|>", "red", "door", "<|user|>", "<|end|>"])}
+    plain = Tokenizer(WordLevel(known, unk_token="<|unk|>"))
+    plain.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<|unk|>")
+    fast.chat_template = "{% for m in messages %}" + markup + " {{ m.content }} <|end|> {% endfor %}"
+    return fast
+
+
+def asked(content: str) -> Item:
+    return Item("x", "t", ({"role": "user", "content": content},), "")
+
+
+def test_a_template_of_another_model_is_refused_in_one_line():
+    with pytest.raises(InputError, match=r"writes '<\|im_start\|>user', which its tokenizer does not know") as error:
+        data.build_prompt(asked("red door"), words_only("<|im_start|>user"), 500)
+    assert "\n" not in str(error.value)
+    assert "(<|unk|>)" in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["red door", "red fox", "🦊", "<|unk|> <|im_start|>", " fox red "])
+def test_unknown_words_of_the_text_are_nobodys_fault(content):
+    prompt = data.build_prompt(asked(content), words_only(), 500)
+    assert prompt.ids[0] == 3
+    assert prompt.ids.count(0) == sum(word not in ("red", "door") for word in content.split())
+
+
+def test_a_template_may_write_the_unknown_token_itself():
+    assert data.build_prompt(asked("red door"), words_only("<|unk|>"), 500).ids == [0, 1, 2, 4]
+
+
+def test_the_embedded_models_own_template_passes_and_chatml_does_not():
+    own = AutoTokenizer.from_pretrained(models.ROOT / "data" / "models" / models.DEFAULT)
+    for item in data.load_items("tinyworld", 12, tokens=300):
+        assert data.build_prompt(item, own, 4000).ids
+    own.chat_template = checkpoint.TEMPLATE
+    with pytest.raises(InputError, match="its tokenizer does not know"):
+        data.build_prompt(item, own, 4000)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,13 @@ def test_every_pair_is_a_policy_with_its_switches():
         CATALOGUE[pair.policy].reading("as_run", pair.switches)
 
 
+def test_what_is_not_compared_is_named_with_its_reason():
+    page = (models.ROOT / "book" / "methods.md").read_text()
+    for press in ("KVzipPress", "DuoAttentionPress", "RandomPress"):
+        assert press in parity.__doc__
+        assert press in page
+
+
 def test_agreement_tells_ties_from_differences():
     ours = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 0]]).bool()
     theirs = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [1, 0, 1, 0]]).bool()

@@ -73,7 +73,26 @@ POLICIES: dict[str, Policy] = {
         "QUEST-faithful", f"Tang et al. 2024, as in {ARTIFACT}", score.head_current, allocate=allocate.every_head
     ),
 }
+CREDIT = (  # a row of `kvrepro.policy.table`: no policy of a condition, since it learns from one prompt to the next
+    "online_credit",
+    "Online credit estimator, version 2",
+    "beta rank_credit + (1 - beta) rank_LRU: a guess of how much a token will be missed, learned while decoding",
+    f"protection paper, section 8; {ARTIFACT}; python -m kvrepro.protection.credit",
+    "harness",
+    "tokens, one set for all heads and layers",
+    "attention and log-probabilities of every step",
+    ", ".join(READINGS),
+)
 PROTECTION_SEVEN = ("lru", "h2o", "snapkv", "streaming_llm", "ada_kv", "quest", "random")  # the paper's Table 3
+
+
+def refuse_credit(name: str) -> None:
+    """Raise InputError for a name that means the credit estimator."""
+    if "credit" in name and ":" not in name:
+        raise InputError(
+            f"{name} is no policy of a condition, it learns while decoding: call kvrepro.protection.credit.run, or "
+            "python -m kvrepro.protection.credit"
+        )
 
 
 def check(condition: Condition, prompt_tokens: int | None = None) -> None:
@@ -88,6 +107,7 @@ def check(condition: Condition, prompt_tokens: int | None = None) -> None:
             given = f"capacity {c.capacity}, guards {c.prefix}/{c.suffix}"
             raise InputError(f"policy full keeps every token, got {given}: drop them")
         return
+    refuse_credit(c.policy)
     if c.policy not in POLICIES:
         raise InputError(f"unknown policy {c.policy!r}: choose one of full, {', '.join(POLICIES)}")
     policy = POLICIES[c.policy]

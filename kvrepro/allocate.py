@@ -33,10 +33,11 @@ def pyramid(
 ) -> Counts:
     """b_l = high - l (high - low) / (L - 1) tokens for layer l of L, with low = B / beta and high = 2 B - low.
 
-    Where guards hold more than low, low is as many as they are. inside: B is the budget, the `recent` tokens among it, and where seen >= high >= low >= recent does not hold every
-    layer gets B. Otherwise B is the budget without the recent tokens, which come on top, divisions are rounded down,
-    and a prompt shorter than 2 B gets equal layers. Where high exceeds the tokens outside the window it is cut to
-    them. Layers l and L - 1 - l always share 2 B, so the whole is met exactly; the public codes may miss it by a few.
+    Where guards hold more than low, low is as many as they are. inside: B is the budget, the `recent` tokens among it,
+    and where seen >= high >= low >= recent does not hold every layer gets B. Otherwise B is the budget without the
+    recent tokens, which come on top, divisions are rounded down, and a prompt shorter than 2 B gets equal layers. Where
+    high exceeds the tokens outside the window it is cut to them. Layers l and L - 1 - l always share 2 B, so the whole
+    is met exactly; the public codes may miss it by a few.
     Source: PyramidKV (Cai et al. 2024); pyramidkv_press.py of NVIDIA/kvpress@8bb29b9 (inside),
     pyramidkv_utils.py of Zefan-Cai/KVCache-Factory@c97f9d7 (on top).
     """

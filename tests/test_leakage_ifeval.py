@@ -102,7 +102,7 @@ def test_the_chapters_runs_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkey
     monkeypatch.setattr(data, "fetch", lambda name: tmp_path / "sys_ifeval.jsonl")
     texts = [m["content"] for item in experiment.ifeval_items() for m in item.messages]
     loaded = models.load(str(checkpoint.save(tmp_path / "small-qwen2", texts)))
-    size = replace(experiment.size("quick", 6, ratios=[0.5]), kept=1, marks=1, timing=1, repeats=1, alone=6)
+    size = replace(experiment.size("quick", 6, ratios=[0.5]), singles=6, several=6, marks=1, timing=1, repeats=1)
     found = experiment.chapter(loaded, "ifeval", size, results=tmp_path, max_new_tokens=4, progress=False)
     assert found.examples is None
     failed = found.main[found.main.error.notna()]

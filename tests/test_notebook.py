@@ -55,9 +55,9 @@ def test_parameters_are_one_tagged_cell(notebook):
 def test_no_result_is_typed_into_the_prose(notebook):
     text = prose(notebook)
     assert not re.findall(r"\d\.\d", text)
-    # what remains are settings and names: 10% at each end, 90% and 95% intervals, capacities, lengths, a table's number
+    # what remains are settings and names: 10% at each end, 90% and 95% intervals, capacities, lengths, a table, bits
     numbers = set(re.findall(r"(?<![\w-])\d+(?!\w|-gram)", text))
-    assert numbers <= {"0", "1", "2", "3", "7", "8", "9", "10", "90", "95", "256", "769", "1000"}
+    assert numbers <= {"0", "1", "2", "3", "7", "8", "9", "10", "16", "90", "95", "256", "769", "1000"}
 
 
 def test_every_glued_number_is_computed():

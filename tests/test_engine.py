@@ -365,7 +365,7 @@ def test_kv_zip_plus_keeps_what_its_formula_ranks_first(regime):
     c = Condition("kv_zip_plus", 20, regime=regime)
     settings = {"max_new_tokens": 2, "stop_ids": (), "repeat": ask, "kept_sets": True}
     [[g, plain]] = engine.generate(model, [prompt], [c, Condition("kv_zip", 20, regime=regime)], **settings)
-    assert torch.equal(torch.stack([torch.from_numpy(s) for s in g.kept_sets]), wanted.view(3, 2, 60))
+    assert torch.equal(torch.stack([torch.from_numpy(s) for s in g.kept_sets]), wanted.view(3, 2, 60).cpu())
     assert plain.kept_positions_hash != g.kept_positions_hash
     assert not any(m._forward_pre_hooks for m in model.modules())
 

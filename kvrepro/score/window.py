@@ -277,7 +277,8 @@ def andpro(
     chunk > 0 is the public code: each row of p is max-pooled over all tokens; the anchor is not a but the sum of p v
     over the droppable chunks of `chunk` tokens only (neither the first nor the last `window / chunk`, which stay); a
     chunk's tokens share their sum. It ranks query heads jointly, here the group's max ranks KV heads. It also counts
-    kept chunks where the budget means tokens (128 tokens, window 32: 384 kept); here a budget is tokens.
+    kept chunks where the budget means tokens (128 tokens, window 32: 384 kept); here a budget is tokens. Where the
+    length is no multiple of `chunk`, the window that stays here holds up to chunk - 1 tokens more than its chunks do.
     Source: AnDPro (Geng et al. 2025), equation 15; snapkv_utils.py of MIRALab-USTC/LLM-AnDPro.
     """
     if o.backend == "triton":

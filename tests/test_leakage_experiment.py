@@ -143,11 +143,10 @@ def test_snapkv_as_described_stays_the_librarys_under_quotas():
     assert found == library
 
 
-def test_a_quota_needs_one_budget_for_all_heads():
-    assert "per head" in experiment.cannot("defensive_kv", "fair")
-    assert "per head" in experiment.cannot("defensive_kv", "debias 0.2")
-    assert experiment.cannot("dropkv", "fair") == experiment.cannot("defensive_kv", "whitelist") == ""
-    assert [cell.variant for cell in experiment.cells(["defensive_kv"], (0.5,), ("fair", "ends"))] == [
+def test_the_dial_needs_budgets_that_do_not_wait_for_every_layer():
+    assert "every layer" in experiment.cannot("layer_defensive_kv", "debias 0.2")
+    assert experiment.cannot("layer_defensive_kv", "fair") == experiment.cannot("defensive_kv", "debias 0.2") == ""
+    assert [cell.variant for cell in experiment.cells(["layer_defensive_kv"], (0.5,), ("debias 0.2", "ends"))] == [
         "default",
         "ends",
     ]

@@ -376,9 +376,8 @@ def differs(name: str, variant: str) -> bool:
 
 def cannot(name: str, variant: str) -> str:
     """Why a policy cannot run in a variant; "" if it can."""
-    budget = policy.find(name).budget
-    if variant.partition(" ")[0] in ("fair", "debias") and budget != "uniform":
-        return f"budgets {budget}: a quota splits one budget that all heads share"
+    if variant.startswith("debias") and policy.find(name).across is not None:
+        return "its budgets wait for every layer"
     return ""
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from kvrepro import allocate, guard, quota
@@ -48,9 +49,8 @@ class Facts:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Facts":
         """Sliding layers forget on their own: they are evicted only in a model that has no other attention layers."""
-        modules = {m.layer_idx: m for m in model.modules() if hasattr(m, "o_proj") and hasattr(m, "layer_idx")}
         outputs, sliding = {}, {}
-        for number, module in sorted(modules.items()):
+        for number, module in attention_modules(model).items():
             weight = module.o_proj.weight  # [hidden, heads * dim]
             outputs[number] = weight.view(weight.shape[0], -1, module.head_dim).permute(1, 2, 0)
             if (window := sliding_window(model.config, number)) is not None:
@@ -62,6 +62,12 @@ class Facts:
     def held(self, tokens: int) -> int:
         """Tokens that an evictable layer holds of so many seen: a sliding one only those that a next query can see."""
         return min([tokens, *(self.sliding[n] - 1 for n in self.evictable if n in self.sliding)])
+
+
+def attention_modules(model: PreTrainedModel) -> dict[int, Module]:
+    """The model's attention modules by layer, in order."""
+    found = {m.layer_idx: m for m in model.modules() if hasattr(m, "o_proj") and hasattr(m, "layer_idx")}
+    return dict(sorted(found.items()))
 
 
 def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor]:
@@ -185,7 +191,9 @@ class Prefill:
         self.span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in self.span_names}
         self._marked = {  # one set of spans passes at a time
-            name: prompt.span_of(names, name == "span_mass") for names in self.span_names for name in SPAN_SUMS
+            name: extended if name == "span_mass" else prompt.span_of(names, extended=False)
+            for names, extended in self._span_of.items()
+            for name in SPAN_SUMS
         }
 
     def attend(

@@ -25,6 +25,7 @@ from kvrepro.policy import capacity_of, check, find
 from kvrepro.protection import harness
 from kvrepro.protection.harness import boundary_attention
 from kvrepro.repeat import reconstruct
+from kvrepro.score.cumulative import pages_read
 
 __all__ = ["boundary_attention", "generate"]
 BACKENDS = ("torch", "triton")
@@ -517,7 +518,7 @@ class _Engine:
         c = rows.conditions[row]
         if c.policy == "full" or find(c.policy).frees:
             return None
-        return max(3, int(rows.budgets[row]) // rows.jobs[row].parameters["page"])
+        return int(pages_read(rows.budgets[row], rows.jobs[row].parameters["page"]))
 
     def _finish(self, rows: Rows, done: list[int], tokens: Tensor, seconds: float) -> None:
         """Note what is known of rows at their end."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvrepro.attention import attend
 from kvrepro.cache import EngineCache
-from kvrepro.compress import REPEATED, Job, Prefill
+from kvrepro.compress import REPEATED, Job, Prefill, attention_modules
 
 REPEAT_CHUNK = 2048
 
@@ -55,8 +55,7 @@ def _lengths(model: PreTrainedModel, found: dict[int, Tensor]) -> Iterator[None]
     def note(module, args, kwargs) -> None:
         found[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).float().norm(dim=-1)
 
-    modules = [m for m in model.modules() if hasattr(m, "o_proj") and hasattr(m, "layer_idx")]
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in modules]
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(model).values()]
     try:
         yield
     finally:

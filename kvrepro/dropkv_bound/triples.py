@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvrepro.attention import installed
+from kvrepro.compress import attention_modules
 from kvrepro.dropkv_bound import bound
 from kvrepro.errors import InputError
 
@@ -98,9 +99,7 @@ class _Looker:
 
     def __init__(self, model: Any, positions: Sequence[int], visit: Callable, layers, heads, window: int):
         self.positions, self.visit, self.layers, self.heads, self.window = positions, visit, layers, heads, window
-        self.projections = {
-            m.layer_idx: m.o_proj.weight for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")
-        }
+        self.projections = {layer: module.o_proj.weight for layer, module in attention_modules(model).items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
         if self.layers is None or layer in self.layers:

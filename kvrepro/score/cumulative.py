@@ -86,10 +86,15 @@ def quest(o: Observation, page: Size = 16, group: Group = "max") -> Scores:
     return reduced.gather(2, page_of).masked_fill(~o.alive, 0.0) * o.scaling
 
 
+def pages_read(budget: RowInts, page: int) -> RowInts:
+    """Pages that each query head reads at a step: as many as the budget holds, three at least (see `page_mask`)."""
+    return (budget // page).clamp(min=3)
+
+
 def page_mask(
     queries: Float[Tensor, "batch heads dim"], keys: KeyValue, alive: Mask, page: int, budget: RowInts | int
 ) -> Bool[Tensor, "batch heads tokens"]:
-    """Tokens that each query head reads at this step: those of its max(3, budget // page) best pages.
+    """Tokens that each query head reads at this step: those of its `pages_read` best pages.
 
     A page is `page` neighbouring tokens of a row's cache, counted from its first living token; pages rank by `quest`'s
     upper bound, among equals the later first. Nothing is evicted. Source: Tang et al. 2024; Quest's
@@ -102,7 +107,7 @@ def page_mask(
     pages = bounds.shape[-1]
     order = bounds.flip(-1).argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(pages, device=order.device).expand_as(order))
-    many = (torch.as_tensor(budget, device=rank.device) // page).clamp(min=3).view(-1, 1, 1, 1)
+    many = pages_read(torch.as_tensor(budget, device=rank.device), page).view(-1, 1, 1, 1)
     chosen = (rank < many).flip(-1)
     place = page_of[:, :, None].expand(-1, -1, q.shape[2], -1)
     return (chosen.gather(3, place) & alive[:, :, None]).reshape(-1, heads, tokens)

@@ -1,0 +1,1 @@
+"""What is particular to one source: its conditions, contrasts and figures."""

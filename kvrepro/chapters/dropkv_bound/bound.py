@@ -1,0 +1,240 @@
+"""The theory of DropKV on one query's attention: p [..., tokens] sums to 1, v [..., tokens, dim], a = sum_j p_j v_j.
+
+`...` are any batch axes; everything is computed in float64. F(J) = ||Delta(J)||_2 is the shift of the output when the
+keys J are evicted and the rest is renormalised (lemma 1). Costs: small = evict.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrepro.chapters.dropkv_bound.cone import Cone
+from kvrepro.errors import InputError
+
+SUBSETS = 2_000_000  # enumerations beyond this are refused
+
+
+# ---------------------------------------------------------------- lemma 1
+
+
+def output(p: Tensor, v: Tensor) -> Tensor:
+    """a = sum_j p_j v_j, float64 [..., dim]."""
+    return (p.double()[..., None, :] @ v.double())[..., 0, :]
+
+
+def residuals(p: Tensor, v: Tensor) -> Tensor:
+    """r_j = a - v_j, float64 [..., tokens, dim]."""
+    return output(p, v)[..., None, :] - v.double()
+
+
+def shift(p: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
+    """Delta(J) = sum_{j in J} p_j r_j / (1 - P_J) of the keys `evicted` (bool [..., tokens]), float64 [..., dim]."""
+    gone = p.double() * evicted
+    return output(gone, residuals(p, v)) / (1 - gone.sum(-1, keepdim=True))
+
+
+def shift_by_definition(p: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
+    """The same without the lemma: attention over the keys that stay, minus attention over all."""
+    kept = p.double() * ~evicted
+    return output(kept / kept.sum(-1, keepdim=True), v) - output(p, v)
+
+
+def single_cost(p: Tensor, r: Tensor) -> Tensor:
+    """||Delta({j})|| = p_j / (1 - p_j) ||r_j|| of each key alone, float64 [..., tokens]."""
+    p = p.double()
+    return p / (1 - p) * r.double().norm(dim=-1)
+
+
+def joint_cost(p: Tensor, r: Tensor, evicted: Tensor) -> Tensor:
+    """F(J) of key numbers `evicted` [..., k], float64 [...]; p and r may be those of a pool."""
+    p = p.double().gather(-1, evicted)
+    r = r.double().gather(-2, evicted[..., None].expand(*evicted.shape, r.shape[-1]))
+    return output(p, r).norm(dim=-1) / (1 - p.sum(-1))
+
+
+def window_cost(p: Tensor, r: Tensor, evicted: Tensor) -> Tensor:
+    """sqrt(sum_t F_t(J)^2) over queries: p [..., queries, tokens], r [..., queries, tokens, dim]; float64 [...]."""
+    every = evicted[..., None, :].expand(*p.shape[:-1], evicted.shape[-1])
+    return joint_cost(p, r, every).square().sum(-1).sqrt()
+
+
+def smallest(cost: Tensor, k: int) -> Tensor:
+    """Numbers of the k keys of least cost, ascending; of equal costs the first. Int64 [..., k]."""
+    return cost.argsort(dim=-1, stable=True)[..., :k].sort(-1).values
+
+
+# ---------------------------------------------------------------- assumptions, theorems 1 and 2
+
+
+def pool(p: Tensor, size: float | int, window: int = 8) -> Tensor:
+    """Numbers of the candidate keys L, ascending, int64 [..., size]: the lowest attention outside the last `window`.
+
+    size: a share of the keys outside the window (0.95: what a budget of 5% may evict) or their number. The paper says
+    "low-attention", and that the final window is left out, but not how many.
+    """
+    tokens = p.shape[-1] - window
+    count = size if isinstance(size, int) else math.floor(size * tokens)
+    if not 1 <= count <= tokens:
+        raise InputError(f"pool of {size} among {tokens} keys before the window: ask for 1 to {tokens}, or a share")
+    return smallest(p[..., :tokens], count)
+
+
+def factor(c: Tensor, eps: Tensor, k: int) -> Tensor:
+    """1 / [c (1 - eps) (1 - k eps)] of theorem 1; infinite where c <= 0 or k eps >= 1."""
+    bound = 1 / (c * (1 - eps) * (1 - k * eps))
+    return torch.where((c > 0) & (k * eps < 1) & (eps < 1), bound, torch.inf)
+
+
+@dataclass(frozen=True)
+class Robust:
+    """Theorem 2 with the constants (direction, c) that serve best; each [...], float64."""
+
+    lower: Tensor  # F(J*) is at least this: c (1 - eps) (1 - k eps) F(proxy) - (1 + c) mu; 0 if that is negative
+    c: Tensor
+    mu: Tensor
+    share: Tensor  # mu over the pool's mass, sum_j p_j ||r_j||
+
+
+def outside(p: Tensor, r: Tensor, direction: Tensor, c: Tensor) -> Tensor:
+    """mu(c) = sum of p_j ||r_j|| over the keys that lie outside the cone (direction, c); c and mu [..., constants]."""
+    length = r.norm(dim=-1)
+    cosine = (r @ direction[..., None])[..., 0] / length.clamp_min(1e-300)
+    beyond = (cosine[..., None, :] < c[..., None]) & (length > 0)[..., None, :]
+    return (beyond * (p * length)[..., None, :]).sum(-1)
+
+
+def directions(p: Tensor, r: Tensor, cone: Cone) -> list[Tensor]:
+    """Axes to try for an approximate cone, [..., dim] each: the cone's own, the means of p_j r_j and r_j / ||r_j||."""
+    means = [output(p, r), (r / r.norm(dim=-1, keepdim=True).clamp_min(1e-300)).mean(-2)]
+    return [cone.direction.to(p), *(mean / mean.norm(dim=-1, keepdim=True).clamp_min(1e-300) for mean in means)]
+
+
+def robust(p: Tensor, r: Tensor, cone: Cone, proxy: Tensor, k: int, constants: int = 25) -> Robust:
+    """What theorem 2 says of the optimum: F(J*) >= c (1 - eps) (1 - k eps) F(proxy) - (1 + c) mu, at its best.
+
+    The theorem, F(proxy) <= [F(J*) + (1 + c) mu] / [c (1 - eps) (1 - k eps)], holds for every unit u and c in (0, 1]
+    with mu as they make it, so that the best may be taken over `directions`, c* where it is positive, and `constants`
+    values of c between 0.02 and 0.98. proxy: F of the proxy's set [...]. F(proxy) / lower bounds the realised ratio,
+    and needs no enumeration; for c = c* and mu = 0 it is theorem 1's factor.
+    """
+    p, r = p.double(), r.double()
+    eps, total = p.amax(-1), (p * r.norm(dim=-1)).sum(-1)
+    grid = torch.linspace(0.02, 0.98, constants).to(p).expand(*eps.shape, constants)
+    c = torch.cat([cone.low.to(p).clamp_min(1e-12)[..., None] * (1 - 1e-12), grid], -1)
+    scale = (c * ((1 - eps) * (1 - k * eps).clamp_min(0))[..., None] * proxy[..., None])[None]
+    mu = torch.stack([outside(p, r, u, c) for u in directions(p, r, cone)])
+    lower, where = (scale - (1 + c) * mu).movedim(0, -1).flatten(-2).max(-1)
+    mu = mu.movedim(0, -1).flatten(-2).gather(-1, where[..., None])[..., 0]
+    c = c[..., None].expand(*c.shape, 3).flatten(-2).gather(-1, where[..., None])[..., 0]
+    return Robust(lower.clamp_min(0), c, mu, mu / total)
+
+
+# ---------------------------------------------------------------- the joint optimum, by enumeration
+
+
+@lru_cache
+def _halves(tokens: int, k: int) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Every subset of k out of `tokens`, as pairs of bit matrices [., first half], [., second half] to be combined."""
+    first = tokens // 2
+    return tuple(
+        (_bits(first, i), _bits(tokens - first, k - i)) for i in range(max(0, k - tokens + first), min(first, k) + 1)
+    )
+
+
+def _bits(tokens: int, k: int) -> Tensor:
+    chosen = np.array(list(combinations(range(tokens), k)), dtype=int).reshape(math.comb(tokens, k), k)
+    bits = np.zeros((len(chosen), tokens))
+    np.put_along_axis(bits, chosen, 1.0, 1)
+    return torch.from_numpy(bits)
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The set J* of least F and its value."""
+
+    evicted: Tensor  # int64 [..., k]
+    value: Tensor  # float64 [...]
+
+
+def optimum(p: Tensor, r: Tensor, k: int) -> Optimum:
+    """Exact minimum of F over all subsets of k keys, p [..., tokens] and r [..., tokens, dim] of the candidate keys.
+
+    (1 - P_J)^2 F(J)^2 = s^T G s, where G is the Gram matrix of p_j r_j and s the subset's bits. Both halves of s are
+    enumerated on their own and combined, at about 10 operations per subset.
+    """
+    found = window_optimum(p[..., None, :], r[..., None, :, :], k)
+    return Optimum(found.evicted, joint_cost(p, r, found.evicted))
+
+
+def window_optimum(p: Tensor, r: Tensor, k: int) -> Optimum:
+    """The same for `window_cost`: p [..., queries, tokens], r [..., queries, tokens, dim]."""
+    queries, tokens = p.shape[-2:]
+    if not 0 < k <= tokens or math.comb(tokens, k) > SUBSETS:
+        raise InputError(f"{k} of {tokens} keys: C({tokens}, {k}) must be between 1 and {SUBSETS} subsets")
+    batch = p.shape[:-2]
+    p, r = p.double().reshape(-1, queries, tokens), r.double().reshape(-1, queries, tokens, r.shape[-1])
+    evicted = torch.cat([_enumerate(*some, k) for some in zip(p.split(16), r.split(16), strict=True)])
+    return Optimum(evicted.view(*batch, k), window_cost(p, r, evicted).view(batch))
+
+
+def _enumerate(p: Tensor, r: Tensor, k: int) -> Tensor:
+    """Int64 [rows, k]: the keys of the best subset of each row."""
+    moved = p[..., None] * r
+    gram = moved @ moved.mT  # [rows, queries, tokens, tokens]
+    half = p.shape[-1] // 2
+    best, bits = torch.full_like(p[:, 0, 0], torch.inf), torch.zeros_like(p[:, 0])
+    for x, y in _halves(p.shape[-1], k):
+        x, y = x.to(p), y.to(p)
+        total = p.new_zeros(len(p), len(x), len(y))
+        for g, weight in zip(gram.unbind(1), p.unbind(1), strict=True):
+            first, second = (((z @ part) * z).sum(-1) for z, part in ((x, g[:, :half, :half]), (y, g[:, half:, half:])))
+            square = 2 * (x @ g[:, :half, half:]) @ y.T  # [rows, subsets of the first half, of the second]
+            square.add_(first[:, :, None]).add_(second[:, None, :])
+            left = (1 - weight[:, :half] @ x.T)[:, :, None] - (weight[:, half:] @ y.T)[:, None, :]
+            total.add_(square.div_(left.square_()))
+        value, where = total.flatten(1).min(1)
+        chosen = torch.cat([x[where // len(y)], y[where % len(y)]], 1)
+        bits = torch.where((value < best)[:, None], chosen, bits)
+        best = torch.minimum(best, value)
+    return bits.nonzero()[:, 1].view(-1, k)
+
+
+# ---------------------------------------------------------------- NP-hardness
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A balanced-partition problem as an eviction problem in one dimension, its solution, and the proxy's answer."""
+
+    numbers: tuple[int, ...]
+    p: Tensor  # [2m], all 1 / 2m
+    v: Tensor  # [2m, 1], the numbers
+    best: Optimum
+    proxy: Optimum
+
+    @property
+    def balanced(self) -> bool:
+        """The certificate: evicting `best` leaves the output where it was, so that both halves have equal sums."""
+        half = [self.numbers[j] for j in self.best.evicted.tolist()]
+        return 2 * sum(half) == sum(self.numbers)
+
+
+def partition(numbers: Sequence[int]) -> Partition:
+    """2m positive integers; p = 1 / 2m, v = numbers, k = m. The least F is 0 iff they split evenly, m and m (App. C.1).
+
+    Solved by enumeration: up to 2m = 20 numbers.
+    """
+    if len(numbers) % 2 or not numbers or min(numbers) < 1:
+        raise InputError(f"{list(numbers)}: give an even number of positive integers")
+    n = len(numbers)
+    p = torch.full((n,), 1 / n, dtype=torch.float64)
+    v = torch.tensor(numbers, dtype=torch.float64)[:, None]
+    r = residuals(p, v)
+    chosen = smallest(single_cost(p, r), n // 2)
+    return Partition(tuple(numbers), p, v, optimum(p, r, n // 2), Optimum(chosen, joint_cost(p, r, chosen)))

@@ -1,0 +1,199 @@
+"""Triples (layer, query head, query position) of a real prompt, Table 11's scoring rules and DropKV's four strata.
+
+One plain forward pass; the attention rows of the chosen queries are computed from queries and keys as each layer
+passes, so that no attention matrix is ever held. Scores here: large = keep. Source: DropKV, appendices B and C.3.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from kvrepro.chapters.dropkv_bound import bound
+from kvrepro.engine.attention import installed
+from kvrepro.engine.compress import attention_modules
+from kvrepro.errors import InputError
+
+STRATA = ("random", "tail", "threshold", "disagreement")
+SINKS, CAKE_GAMMA, CRITICAL_EPS, DROPKV_EPS = 4, 200.0, 1e-4, 1e-6  # the methods' own defaults
+
+
+@dataclass(frozen=True)
+class Triple:
+    """One query with the `window` queries that end in it, and the keys it sees. Everything on the CPU, float64."""
+
+    layer: int
+    head: int
+    position: int  # of the query; its tokens are 0 ... position
+    window_p: Float[Tensor, "window tokens"]  # the last row is the query's own; each row sums to 1
+    v: Float[Tensor, "tokens dim"]  # of the KV head that the query head shares
+    keys: Float[Tensor, "tokens dim"]  # after their rotation
+    norm: Float[Tensor, " tokens"]  # ||v_j W_O||_1 of this head
+
+    @property
+    def p(self) -> Tensor:
+        return self.window_p[-1]
+
+    @cached_property
+    def window_a(self) -> Tensor:
+        """Outputs of the window's queries, [window, dim]."""
+        return self.window_p @ self.v
+
+    @cached_property
+    def r(self) -> Tensor:
+        """Residuals a - v_j of the query, [tokens, dim]."""
+        return self.window_a[-1] - self.v
+
+    def last(self, queries: int) -> "Triple":
+        """The same triple with fewer observed queries."""
+        return replace(self, window_p=self.window_p[-queries:])
+
+
+# ---------------------------------------------------------------- from a model
+
+
+def triples(
+    model: Any,
+    ids: Sequence[int],
+    positions: Sequence[int],
+    visit: Callable[[Iterator[Triple]], None],
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    window: int = 8,
+    cache: Any = None,
+) -> None:
+    """Hand the triples of each layer to `visit`, layer by layer, as one forward pass of the prompt `ids` reaches it.
+
+    positions: true positions of the queries, each at least `window`. layers, heads (query heads): None takes all. What
+    `visit` does not keep is freed before the next layer. cache: filled with the prompt's keys and values, if given.
+    Raises InputError before the pass.
+    """
+    n, shape = len(ids), model.config.get_text_config()
+    if not positions or not window <= min(positions) <= max(positions) < n:
+        raise InputError(
+            f"positions {list(positions)} of {n} tokens: each must lie between the window, {window}, and {n - 1}"
+        )
+    for name, given, count in (
+        ("layers", layers, shape.num_hidden_layers),
+        ("heads", heads, shape.num_attention_heads),
+    ):
+        if given is not None and not set(given) <= set(range(count)):
+            raise InputError(f"{name} {list(given)}: the model has 0 to {count - 1}")
+    sliding = getattr(shape, "sliding_window", None)
+    if sliding is not None and n > sliding and set(getattr(shape, "layer_types", None) or [""]) != {"full_attention"}:
+        raise InputError(f"{n} tokens > the model's sliding window of {sliding}: shorten the prompt")
+    looker = _Looker(model, positions, visit, layers, heads, window)
+    with torch.inference_mode(), installed(model):
+        tokens = torch.tensor([list(ids)], device=model.device)
+        model(input_ids=tokens, use_cache=cache is not None, past_key_values=cache, logits_to_keep=1, kvrepro=looker)
+
+
+class _Looker:
+    """Attends as usual and shows each layer's triples in passing."""
+
+    def __init__(self, model: Any, positions: Sequence[int], visit: Callable, layers, heads, window: int):
+        self.positions, self.visit, self.layers, self.heads, self.window = positions, visit, layers, heads, window
+        self.projections = {layer: module.o_proj.weight for layer, module in attention_modules(model).items()}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
+        if self.layers is None or layer in self.layers:
+            self.visit(self._triples(layer, query[0], key[0], value[0], scaling))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def _triples(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Iterator[Triple]:
+        group, dim = query.shape[0] // key.shape[0], value.shape[-1]
+        for head in range(query.shape[0]) if self.heads is None else self.heads:
+            w = self.projections[layer][:, head * dim : (head + 1) * dim].float()
+            norm = (value[head // group].float() @ w.T).abs().sum(-1).double().cpu()
+            k, v = (x[head // group].double().cpu() for x in (key, value))
+            for t in self.positions:
+                rows = query[head, t - self.window + 1 : t + 1].double().cpu() @ k[: t + 1].T * scaling
+                future = torch.ones_like(rows, dtype=torch.bool).triu_(t - self.window + 2)
+                p = rows.masked_fill_(future, -torch.inf).softmax(-1)
+                yield Triple(layer, head, t, p, v[: t + 1], k[: t + 1], norm[: t + 1])
+
+
+def spread(tokens: int, count: int, since: float = 0.5) -> list[int]:
+    """`count` query positions, evenly spaced over what follows `since` (share of the prompt), the last included."""
+    step = (1 - since) * tokens / count
+    return [tokens - 1 - round(step * i) for i in reversed(range(count))]
+
+
+# ---------------------------------------------------------------- table 11
+
+
+def _newest(p: Tensor) -> Tensor:
+    return torch.arange(len(p), dtype=torch.float64) / len(p)
+
+
+def _cosine(x: Tensor, y: Tensor) -> Tensor:
+    return F.cosine_similarity(x, y.expand_as(x), dim=-1)
+
+
+def dropkv(t: Triple, *, bf16: bool = False, eps: float = DROPKV_EPS) -> Tensor:
+    """sum_t (p / (1 - p + eps))^2 ||a_t - v_j||^2 over the window, the eviction cost (small = evict), [tokens].
+
+    bf16: attention rounded to bfloat16 before the square, as the public code does.
+    """
+    p = t.window_p.bfloat16().double() if bf16 else t.window_p
+    square = torch.cdist(t.window_a, t.v, compute_mode="donot_use_mm_for_euclid_dist").square()
+    return ((p / (1 - p + eps)).square() * square).sum(0)
+
+
+# Scores [tokens], large = keep, over the triple's window of queries, as the table prints them but without pooling.
+# PyramidKV differs from SnapKV by its budgets per layer alone. StreamingLLM's ties go to the newest.
+RULES: dict[str, Callable[[Triple], Tensor]] = {
+    "streaming_llm": lambda t: _newest(t.p) + 2.0 * (_newest(t.p) * len(t.p) < SINKS),
+    "keydiff": lambda t: -_cosine(t.keys, t.keys.mean(0)),
+    "snapkv": lambda t: t.window_p.sum(0),
+    "pyramidkv": lambda t: t.window_p.sum(0),
+    "cake": lambda t: t.window_p.mean(0) + (CAKE_GAMMA * t.window_p.var(0) if len(t.window_p) > 1 else 0.0),
+    "criticalkv": lambda t: (t.window_p.mean(0) + CRITICAL_EPS) * t.norm,
+    "andpro": lambda t: (t.window_p * (t.window_a @ t.v.T)).sum(0),
+    "dropkv": dropkv,
+}
+
+
+def pooled(score: Tensor, kernel: int = 11, kind: str = "max") -> Tensor:
+    """Maximum or average over `kernel` neighbouring tokens, [..., tokens]; kernel 1 leaves the score as it is.
+
+    kind: "max" (the paper) or "average" (the public cache class; zeros beyond the ends count).
+    """
+    if kind not in ("max", "average") or kernel % 2 == 0:
+        raise InputError(f"pooling {kind!r} over {kernel}: give max or average, and an odd kernel")
+    pool = F.max_pool1d if kind == "max" else F.avg_pool1d
+    return pool(score.reshape(1, -1, score.shape[-1]), kernel, 1, kernel // 2).view(score.shape)
+
+
+# ---------------------------------------------------------------- which 20 keys
+
+
+def strata(t: Triple, candidates: Tensor, size: int = 20, seed: int = 0) -> dict[str, Tensor]:
+    """Per stratum `size` key numbers out of the pool `candidates` [pool], ascending.
+
+    random; tail: lowest p; threshold: cost nearest the pool's median; disagreement: ranks by p and by cost farthest
+    apart; and, ours, aligned: largest cosine between v_j and a; opposed: AnDPro keeps and DropKV evicts most.
+    """
+    if len(candidates) < size:
+        raise InputError(f"pool of {len(candidates)} keys < {size} to draw: take longer prompts or a larger pool")
+    p, r = t.p[candidates], t.r[candidates]
+    cost = bound.single_cost(p, r)
+    by_p, by_cost = (x.argsort(stable=True).argsort(stable=True) for x in (p, cost))
+    andpro = (p * (t.v[candidates] @ t.window_a[-1])).argsort(stable=True).argsort(stable=True)
+    draw = torch.Generator("cpu").manual_seed(((seed * 1009 + t.layer) * 1009 + t.head) * 1_000_003 + t.position)
+    chosen = {
+        "random": torch.rand(len(p), generator=draw, device="cpu"),
+        "tail": p,
+        "threshold": (cost - cost.median()).abs(),
+        "disagreement": -(by_p - by_cost).abs().double(),
+        "opposed": (by_cost - andpro).double(),
+        "aligned": -_cosine(t.v[candidates], t.window_a[-1]),
+    }
+    return {name: candidates[bound.smallest(order, size)] for name, order in chosen.items()}

@@ -1,0 +1,31 @@
+"""R-KV with defensive aggregation, which is not published: appendix J's plug-in on a scorer that has no such switch.
+
+Used by file, as any policy of a reader's own: `Condition(policy="kvrepro/chapters/fragility/policies.py:R_KV", ...)`.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from kvrepro.engine import guard
+from kvrepro.engine.allowed import Odd, Share
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.score.keys import Alone, Cosine, likeness
+from kvrepro.engine.score.window import windowed
+from kvrepro.engine.shapes import Scores
+
+
+def r_kv(
+    o: Observation, mix: Share = 0.1, kernel: Odd = 7, threshold: Cosine = 0.5, alone: Alone = "nothing"
+) -> Scores:
+    """Z_j = mix I_j - (1 - mix) S_j as `score.keys.r_kv` has it, I by defensive aggregation: each query's attention
+    max-pooled over `kernel` tokens, the largest over the window, no less than the head's mean of it."""
+    batch, kv_heads, _, dim = o.keys.shape
+    q = o.queries.view(batch, kv_heads, o.group, -1, dim).float()
+    logits = torch.einsum("bgrwd,bgnd->bgrwn", q, o.keys.float()).amax(2) * o.scaling
+    p = logits.masked_fill(~o.visible | guard.window_of(o)[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    return mix * windowed(o, p[:, :, None], "defensive", "max", kernel) - (1 - mix) * likeness(o, threshold, alone)
+
+
+R_KV = replace(CATALOGUE["r_kv"], title="R-KV, defensive", score=r_kv, code="")

@@ -1,0 +1,1 @@
+"""Which tokens stay in a KV cache, and what that costs."""

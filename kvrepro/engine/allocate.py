@@ -1,0 +1,181 @@
+"""Budgets per KV head, apart from scoring: `[batch, kv_heads]` counts, the protected tokens among them.
+
+`budget` int64 [batch] is what a KV head keeps on average, so counts sum to budget * kv_heads in a layer; a pyramid and
+the functions over all layers (lists of each layer's scores in, lists of counts out) sum to that times the layers. A
+slot scored -inf is dead. Nothing here changes a score.
+"""
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from kvrepro.engine.allowed import Count, Number, Share
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.select import select
+from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
+from kvrepro.errors import InputError
+
+
+def uniform(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
+    """The same `budget` for every head of every layer."""
+    return budget[:, None].expand(-1, scores.shape[1])
+
+
+def pyramid(
+    scores: Scores,
+    protected: Mask,
+    budget: RowInts,
+    o: Observation,
+    beta: Annotated[float, Number(1)] = 20,
+    recent: Count = 0,
+    inside: bool = True,
+) -> Counts:
+    """b_l = high - l (high - low) / (L - 1) tokens for layer l of L, with low = B / beta and high = 2 B - low.
+
+    Where guards hold more than low, low is as many as they are. inside: B is the budget, the `recent` tokens among it,
+    and where seen >= high >= low >= recent does not hold every layer gets B. Otherwise B is the budget without the
+    recent tokens, which come on top, divisions are rounded down, and a prompt shorter than 2 B gets equal layers. Where
+    high exceeds the tokens outside the window it is cut to them. Layers l and L - 1 - l always share 2 B, so the whole
+    is met exactly; the public codes may miss it by a few.
+    Source: PyramidKV (Cai et al. 2024); pyramidkv_press.py of NVIDIA/kvpress@8bb29b9 (inside),
+    pyramidkv_utils.py of Zefan-Cai/KVCache-Factory@c97f9d7 (on top).
+    """
+    share = (budget if inside else budget - recent).double()
+    room = (o.seen - recent).double()
+    low = share / beta if inside else (share / beta).floor()
+    high = torch.minimum(2 * share - low, room)
+    low = 2 * share - high
+    steep = (o.seen >= high) & (high >= low) & (low >= recent) if inside else o.seen >= 2 * share
+    held = (protected & ~scores.isneginf()).sum(-1).amax(1) - (0 if inside else recent)
+    low = torch.maximum(low, torch.minimum(held.double(), share))
+    high = 2 * share - low
+    step = (high - low) / max(o.layers - 1, 1)
+    from_end = min(o.layer, o.layers - 1 - o.layer)
+    count = (high - from_end * (step if inside else step.floor())).round()
+    if 2 * o.layer > o.layers - 1:
+        count = 2 * share - count
+    count = torch.where(steep & (2 * o.layer != o.layers - 1), count, share).long()
+    return (count if inside else count + recent)[:, None].expand(-1, scores.shape[1])
+
+
+def adaptive(
+    scores: Scores,
+    protected: Mask,
+    budget: RowInts,
+    floor: Share = 0.2,
+    blend: bool = False,
+    weighted: bool = False,
+) -> Counts:
+    """As many tokens for a head as it has among the best budget * kv_heads of its layer, and at least its floor.
+
+    Default: the int(floor * budget) best of each head, protected ones first, are set, and the layer's best fill the
+    rest. blend: protected tokens apart, a head gets (1 - floor) of its number among the layer's best and `floor` of an
+    equal share, rounded to the exact sum by largest remainders; this guarantees nothing to a single token. weighted:
+    before they are compared, a head's scores are multiplied by the share that its best `budget` hold of its sum.
+    Source: Ada-KV (Feng et al. 2024), Algorithm 1; adakv_press.py of NVIDIA/kvpress@8bb29b9 (default), snapkv_utils.py
+    of FFY0/AdaKV (blend; weighted is its `normalize`).
+    """
+    held = (protected & ~scores.isneginf()).sum(-1)
+    total = budget * scores.shape[1]
+    _check(total, held.sum(-1), scores.shape[1])
+    if not blend:
+        sure = torch.maximum((budget.double() * floor + 1e-9).long()[:, None], held)
+        return _best(scores.masked_fill(select(scores, protected, sure), torch.inf), total).sum(-1)
+    free = budget[:, None] - held
+    open_scores = scores.masked_fill(protected, -torch.inf)
+    if weighted:
+        mine = open_scores.clamp(min=0)
+        best = select(open_scores, torch.zeros_like(protected), free.clamp(min=0))
+        share = (mine * best).sum(-1) / mine.sum(-1).clamp(min=torch.finfo(mine.dtype).tiny)
+        open_scores = torch.where(open_scores.isneginf(), open_scores, open_scores * share[..., None])
+    among_best = _best(open_scores, free.sum(-1)).sum(-1)
+    return held + spread(
+        (1 - floor) * among_best.double() + floor * free.double(), (~open_scores.isneginf()).sum(-1), free.sum(-1)
+    )
+
+
+def joint(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
+    """As many tokens for a head as it has among the best budget * kv_heads of its layer; no floor."""
+    return adaptive(scores, protected, budget, floor=0.0)
+
+
+# ---- over all layers
+
+
+def joint_layers(
+    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list[Tensor] | None = None
+) -> tuple[list[Scores], list[Counts]]:
+    """As many tokens for a head as it has among the best budget * kv_heads * layers of all layers; no floor.
+
+    Source: Layer-DefensiveKV, Algorithm 2, line 12; efficient_ada_global_scorer_press.py of
+    FFY0/DefensiveKV@9251b95.
+    """
+    widths = [s.shape[1] * s.shape[2] for s in scores]
+    total = budget * sum(s.shape[1] for s in scores)
+    alive = [p & ~s.isneginf() for s, p in zip(scores, protected, strict=True)]
+    _check(total, sum(a.flatten(1).sum(-1) for a in alive), sum(s.shape[1] for s in scores))
+    keys = [s.masked_fill(a, torch.inf).flatten(1) for s, a in zip(scores, alive, strict=True)]
+    best = _best(torch.cat(keys, 1)[:, None], total)[:, 0].split(widths, 1)
+    return scores, [b.view_as(s).sum(-1) for b, s in zip(best, scores, strict=True)]
+
+
+def cake(
+    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list[Tensor]
+) -> tuple[list[Scores], list[Counts]]:
+    """b_l = P_l / sum P * (C - w) L tokens beside the w protected ones for each head of layer l, `summaries` = P.
+
+    What exceeds the tokens there are is spread evenly over the other layers; the sum C L is met exactly (largest
+    remainders). The original cascades: it shrinks the earlier layers as each new one arrives, which ends in the same
+    budgets, and since no score changes, in the same tokens.
+    Source: CAKE (Qin et al. 2025), equations 5 to 9; cake_scorer_press.py of FFY0/DefensiveKV@9251b95.
+    """
+    held = torch.stack([(p & ~s.isneginf()).sum(-1).amax(1) for s, p in zip(scores, protected, strict=True)], 1)
+    tokens = torch.stack([(~s.isneginf()).sum(-1).amax(1) for s in scores], 1)
+    total = budget * len(scores)
+    _check(total, held.sum(1), len(scores))
+    wish = torch.stack(list(summaries), 1).double()
+    wish = torch.where(wish.sum(1, keepdim=True) > 0, wish, torch.ones_like(wish))
+    wish = wish / wish.sum(1, keepdim=True) * (total - held.sum(1))[:, None]
+    counts = held + spread(wish, tokens - held, total - held.sum(1))
+    return scores, [counts[:, i : i + 1].expand(-1, s.shape[1]) for i, s in enumerate(scores)]
+
+
+# ---- parts
+
+
+def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
+    """Integers near `wish` [batch, places], at most `limit`, that sum to `total` [batch], or to all limits, if less.
+
+    Wishes for more than the total are scaled down; what a limit cuts off goes in equal parts to the places below
+    theirs; fractions are rounded by largest remainders.
+    """
+    limit = limit.clamp(min=0)
+    total = torch.minimum(total, limit.sum(1)).clamp(min=0)
+    share = torch.minimum(wish.double().clamp(min=0), limit)
+    share = share * (total / share.sum(1).clamp(min=1e-30)).clamp(max=1)[:, None]
+    for _ in range(share.shape[1]):  # each round fills a place or ends
+        below = share < limit
+        missing = (total - share.sum(1)) / below.sum(1).clamp(min=1)
+        share = torch.where(below, torch.minimum(share + missing[:, None], limit), share)
+    whole = torch.minimum((share + 1e-9).floor().long(), limit)
+    short = total - whole.sum(1)
+    remainder = torch.where(whole < limit, share - whole, -torch.inf)
+    place = remainder.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return whole + (place < short[:, None]).long()
+
+
+def _best(scores: Tensor, total: RowInts) -> Tensor:
+    """The `total` [batch] best of all heads together, bool [batch, heads, tokens]; among equals the later."""
+    key = scores.flatten(1).flip(1)
+    place = key.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return ((place < total[:, None]) & ~key.isneginf()).flip(1).view_as(scores)
+
+
+def _check(total: Tensor, held: Tensor, heads: int) -> None:
+    if (held > total).any():
+        worst = (held - total).argmax()
+        raise InputError(
+            f"budget {int(total[worst])} < {int(held[worst])} protected tokens of {heads} heads or layers together: "
+            "raise the capacity, or protect less"
+        )

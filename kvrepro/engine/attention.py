@@ -1,0 +1,98 @@
+"""The attention function "kvrepro": what a model attends with while `installed`.
+
+Each call of the model says who attends: `model(..., kvrepro=object)`, whose `attend(layer, query, key, value, scaling)`
+gets the new tokens' queries and keys after their rotation and returns the output `[batch, queries, heads, dim]`; a
+layer with a sliding window adds `sliding=`, its width. It masks for itself: no mask function is registered, and Hugging
+Face builds no mask.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from kvrepro.engine.shapes import KeyValue, Query, WindowPositions
+
+
+def _attention(module, query, key, value, attention_mask, *, scaling, kvrepro=None, sliding_window=None, **extra):
+    if kvrepro is None:
+        raise RuntimeError('attention "kvrepro" needs model(..., kvrepro=<who attends>); see kvrepro.engine.attention')
+    if unknown := [name for name in ("softcap", "s_aux") if extra.get(name) is not None]:
+        raise RuntimeError(f"layer {module.layer_idx} asks for {unknown[0]}, which this attention does not compute")
+    window = {} if sliding_window is None else {"sliding": sliding_window}
+    return kvrepro.attend(module.layer_idx, query, key, value, scaling, **window), None
+
+
+AttentionInterface.register("kvrepro", _attention)
+
+
+@contextmanager
+def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Switch `model` to this attention, and back at the end."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("kvrepro")
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(before)
+
+
+Part = tuple[KeyValue, KeyValue, Tensor]  # keys, values, positions [batch, 1 or kv_heads, tokens], -1 where dead
+Watch = Callable[[Tensor, slice], None]  # sees p [batch, kv_heads, group, queries, tokens] of a block of queries
+
+
+def attend(
+    query: Query,
+    query_positions: WindowPositions,
+    parts: Sequence[Part],
+    scaling: float,
+    sliding: int | None = None,
+    watch: Watch | None = None,
+    hide: Tensor | None = None,
+    block: int = 256,
+) -> Tensor:
+    """Attention over tokens that lie in several tensors: `[batch, queries, heads, dim]`.
+
+    A query sees the tokens at or before its position, in a sliding layer the last `sliding` of them; `hide` [batch,
+    kv_heads, group, queries, tokens] hides more. Probabilities are float32 and exist for `block` queries at a time.
+    """
+    batch, heads, m, dim = query.shape
+    kv_heads = parts[0][0].shape[1]
+    group = heads // kv_heads
+    q = query.view(batch, kv_heads, group, m, dim)
+    positions = (
+        torch.cat([where.expand(batch, -1, -1) for _, _, where in parts if where.shape[2]], -1)
+        if len({where.shape[1] for _, _, where in parts}) == 1
+        else torch.cat([where.expand(batch, kv_heads, -1) for _, _, where in parts], -1)
+    )
+    out = query.new_empty(batch, kv_heads, group, m, dim)
+    for a in range(0, m, block):
+        b = min(a + block, m)
+        flat = q[:, :, :, a:b].reshape(batch, kv_heads, -1, dim)
+        scores = torch.cat([flat @ keys.transpose(2, 3) for keys, _, _ in parts], -1).mul_(scaling)
+        scores = scores.view(batch, kv_heads, group, b - a, -1)
+        at = query_positions[:, None, a:b, None]
+        seen = (positions[:, :, None] >= 0) & (positions[:, :, None] <= at)
+        if sliding is not None:
+            seen &= positions[:, :, None] > at - sliding
+        lowest = torch.finfo(scores.dtype).min
+        scores.masked_fill_(~seen[:, :, None], lowest)
+        if hide is not None:
+            scores.masked_fill_(hide[:, :, :, a:b], lowest)
+        p = torch.softmax(scores, -1, dtype=torch.float32)
+        if watch is not None:
+            watch(p, slice(a, b))
+        weights = p.to(query.dtype).flatten(2, 3).split([values.shape[2] for _, values, _ in parts], -1)
+        result = sum(w @ values for w, (_, values, _) in zip(weights, parts, strict=True))
+        out[:, :, :, a:b] = result.view(batch, kv_heads, group, b - a, dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, m, heads, dim)
+
+
+def attend_prompt(query: Query, key: KeyValue, value: KeyValue, scaling: float) -> Tensor:
+    """Causal attention of a whole prompt without padding, by torch's own fused attention."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,375 @@
+"""The ragged cache: heads hold as many tokens as their budget says, and what is evicted leaves memory.
+
+One layer's survivors lie flat, `[tokens of all rows and heads, dim]`, head after head ("head-major"), with offsets; the
+tokens since the last eviction lie in a dense tail, since every head sees every new token.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvrepro.engine.attention import Part
+from kvrepro.engine.quantise import RESIDUAL, Packed
+from kvrepro.engine.shapes import KeyValue, Mask, Query, RowInts, TokenInts, WindowPositions
+
+ROOM = 256  # the tail grows by a spare slot for so many tokens that a head holds
+SLIDE = 16  # tokens after which a sliding layer looks for what it can forget
+
+
+@dataclass
+class RaggedLayer:
+    """Keys and values of one attention layer for `batch` rows. Segment `row * kv_heads + head` of the flat tensors runs
+    from `offsets` of its number to the next, in ascending order of positions."""
+
+    keys: Tensor | Packed  # [total, dim]
+    values: Tensor | Packed
+    positions: Tensor  # int32 [total]
+    offsets: Tensor  # int64 [batch * kv_heads + 1]
+    shape: tuple[int, int]  # batch, kv_heads
+    sums: dict[str, Tensor]  # per token, float32 [total]
+    hidden: Tensor | None = None  # bool [total], masked execution: evicted, yet held
+    tail_keys: KeyValue | None = None  # [batch, kv_heads, room, dim]
+    tail_values: KeyValue | None = None
+    tail_positions: TokenInts | None = None  # [batch, used], -1 where a row got padding
+    tail_sums: dict[str, Tensor] | None = None  # [batch, kv_heads, used]
+    queries: Query | None = None  # the last queries seen, for a policy with a window that evicts again
+    query_positions: WindowPositions | None = None
+
+    @classmethod
+    def of(cls, keys: KeyValue, values: KeyValue, positions: Tensor, keep: Mask, sums: dict[str, Tensor]):
+        """The tokens that `keep` [batch, kv_heads, tokens] names; positions and sums of the same shape."""
+        lengths = keep.sum(-1).flatten()
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        flat_sums = {name: s[keep] for name, s in sums.items()}
+        return cls(keys[keep], values[keep], positions[keep].int(), offsets, keep.shape[:2], flat_sums)
+
+    @classmethod
+    def at(cls, keys: KeyValue, values: KeyValue, positions: Tensor, place: Tensor | None, sums: dict[str, Tensor]):
+        """The tokens at `place` [batch, kv_heads, kept] of each head, or all: heads of one length, all alive."""
+        tokens = [keys, values, positions, *sums.values()]
+        if place is not None:
+            tokens = [
+                x.gather(2, place if x.dim() == 3 else place[..., None].expand(-1, -1, -1, x.shape[3])) for x in tokens
+            ]
+        batch, heads, length = tokens[0].shape[:3]
+        flat_keys, flat_values, where, *flat = (x.flatten(0, 2) if x.dim() == 4 else x.flatten() for x in tokens)
+        offsets = torch.arange(0, batch * heads * length + 1, length, device=keys.device)
+        if place is None:  # memory of its own, not the forward pass's
+            flat_keys, flat_values = flat_keys.clone(), flat_values.clone()
+        flat_sums = dict(zip(sums, flat, strict=True))
+        return cls(flat_keys, flat_values, where.int(), offsets, (batch, heads), flat_sums)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each head in the flat part, int64 [batch, kv_heads]."""
+        return self.offsets.diff().view(self.shape)
+
+    @property
+    def tail(self) -> int:
+        """Tokens in the tail."""
+        return 0 if self.tail_positions is None else self.tail_positions.shape[1]
+
+    def held(self) -> Tensor:
+        """Tokens that occupy memory, int64 [batch, kv_heads]."""
+        if not self.tail:
+            return self.lengths
+        return self.lengths + (self.tail_positions >= 0).sum(1)[:, None]
+
+    def seen(self) -> Tensor:
+        """Tokens that a query may look at, int64 [batch, kv_heads]: held and not hidden."""
+        if self.hidden is None:
+            return self.held()
+        segment = torch.repeat_interleave(
+            torch.arange(len(self.offsets) - 1, device=self.offsets.device), self.offsets.diff()
+        )
+        gone = torch.zeros(len(self.offsets) - 1, dtype=torch.long, device=self.offsets.device)
+        return self.held() - gone.index_add_(0, segment, self.hidden.long()).view(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of keys and values as allocated, the tail's room included."""
+        tails = (self.tail_keys, self.tail_values) if self.tail_keys is not None else ()
+        return sum(t.bytes if isinstance(t, Packed) else _bytes(t) for t in (self.keys, self.values, *tails))
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes of positions, offsets and what is hidden."""
+        return _bytes(self.positions, self.offsets, self.hidden, self.tail_positions)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what the next eviction will ask for: sums per token, the last queries."""
+        sums = (*self.sums.values(), *(self.tail_sums or {}).values())
+        return _bytes(*sums, self.queries, self.query_positions)
+
+    def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
+        """New tokens `[batch, kv_heads, new, dim]` of every row; position -1 marks padding."""
+        new, used = keys.shape[2], self.tail
+        room = 0 if self.tail_keys is None else self.tail_keys.shape[2]
+        if used + new > room:
+            room = used + new + len(self.positions) // (ROOM * self.shape[0] * self.shape[1])
+            grown = [keys.new_zeros(*keys.shape[:2], room, keys.shape[3]) for _ in range(2)]
+            if used:
+                grown[0][:, :, :used], grown[1][:, :, :used] = (
+                    self.tail_keys[:, :, :used],
+                    self.tail_values[:, :, :used],
+                )
+            self.tail_keys, self.tail_values = grown
+        self.tail_keys[:, :, used : used + new] = keys
+        self.tail_values[:, :, used : used + new] = values
+        self.tail_positions = positions if not used else torch.cat([self.tail_positions, positions], 1)
+        zeros = keys.new_zeros(*keys.shape[:3], dtype=torch.float32)
+        before = self.tail_sums or {}
+        self.tail_sums = {n: zeros.clone() if not used else torch.cat([before[n], zeros], 2) for n in self.sums}
+
+    def parts(self) -> list[Part]:
+        """What a query attends to: the flat part, flush right per head, and the tail."""
+        found: list[Part] = []
+        index = self.index()
+        if index.shape[2]:
+            positions = self.positions if self.hidden is None else self.positions.masked_fill(self.hidden, -1)
+            found.append(
+                (*(self._padded(x, index) for x in (self.keys, self.values)), self._positions(positions, index))
+            )
+        if self.tail:
+            used = slice(0, self.tail)
+            found.append((self.tail_keys[:, :, used], self.tail_values[:, :, used], self.tail_positions[:, None]))
+        return found
+
+    def index(self) -> Tensor:
+        """Places in the flat tensors, int64 [batch, kv_heads, longest], flush right, -1 before a head's first token."""
+        longest = int(self.lengths.max()) if len(self.keys) else 0
+        place = self.offsets[1:, None] - longest + torch.arange(longest, device=self.offsets.device)
+        return torch.where(place >= self.offsets[:-1, None], place, -1).view(*self.shape, longest)
+
+    def _padded(self, flat: Tensor | Packed, index: Tensor) -> Tensor:
+        flat = _dense(flat)
+        if index.numel() == len(flat) and (self.hidden is None or bool((index >= 0).all())):  # equal lengths: a view
+            return flat.view(*index.shape, *flat.shape[1:])
+        return flat[index.clamp(min=0)]
+
+    def _positions(self, positions: Tensor, index: Tensor) -> Tensor:
+        return self._padded(positions, index).long().masked_fill(index < 0, -1)
+
+    def settle(self) -> None:
+        """Move the tail into the flat part."""
+        if not self.tail:
+            return
+        used, index = slice(0, self.tail), self.index()
+        there = self.tail_positions[:, None].expand(-1, self.shape[1], -1)
+        mask = torch.cat([index >= 0, there >= 0], 2)
+
+        def merged(flat: Tensor, tail: Tensor) -> Tensor:
+            return torch.cat([self._padded(flat, index), tail], 2)[mask]
+
+        lengths = mask.sum(-1).flatten()
+        self.keys = merged(self.keys, self.tail_keys[:, :, used])
+        self.values = merged(self.values, self.tail_values[:, :, used])
+        self.sums = {n: merged(s, self.tail_sums[n]) for n, s in self.sums.items()}
+        if self.hidden is not None:
+            self.hidden = merged(self.hidden, torch.zeros_like(there, dtype=torch.bool))
+        self.positions = merged(self.positions, there.int())
+        self.offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        self.tail_keys = self.tail_values = self.tail_positions = self.tail_sums = None
+
+    def shown(self) -> tuple[KeyValue, KeyValue, Tensor, dict[str, Tensor], Tensor]:
+        """(keys, values, positions, sums, index) of the tokens that may be seen, `[batch, kv_heads, tokens, ...]`,
+        flush right. Settles."""
+        self.settle()
+        index = self.index()
+        if self.hidden is not None:
+            index = index.masked_fill((index >= 0) & self.hidden[index.clamp(min=0)], -1)
+            order = (index >= 0).to(torch.uint8).argsort(dim=-1, stable=True)
+            index = index.gather(2, order)[:, :, index.shape[2] - int((index >= 0).sum(-1).max()) :]
+        sums = {n: self._padded(s, index).masked_fill(index < 0, 0) for n, s in self.sums.items()}
+        return (
+            self._padded(self.keys, index),
+            self._padded(self.values, index),
+            self._positions(self.positions, index),
+            sums,
+            index,
+        )
+
+    def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
+        """Keep what `keep` names of the tokens that `shown` gave with `index`; `masked` hides the others instead."""
+        if masked:
+            if self.hidden is None:
+                self.hidden = torch.zeros_like(self.positions, dtype=torch.bool)
+            self.hidden[index[(index >= 0) & ~keep]] = True
+            return
+        stay = index[keep & (index >= 0)]
+        lengths = (keep & (index >= 0)).sum(-1).flatten()
+        self.keys, self.values = _dense(self.keys)[stay], _dense(self.values)[stay]
+        self.positions = self.positions[stay]
+        self.hidden = None if self.hidden is None else self.hidden[stay]
+        self.sums = {n: s[stay] for n, s in self.sums.items()}
+        self.offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+    def slide(self, oldest: RowInts) -> None:
+        """Forget the tokens before each row's `oldest` position: a sliding layer never sees them again. Settles."""
+        bits = self.keys.bits if isinstance(self.keys, Packed) else None
+        self.settle()
+        index = self.index()
+        gone = self._positions(self.positions, index) < oldest[:, None, None]
+        if bool((gone & (index >= 0)).any()):
+            self.evict(~gone, index)
+        if bits is not None:
+            self.quantise(bits)
+
+    def quantise(self, bits: int) -> None:
+        """Hold the flat part in `bits` bits, and the tail once it has RESIDUAL tokens, as transformers' cache does.
+
+        What survives an eviction is packed at once, the tail too: packed again, numbers stay what they were.
+        """
+        if isinstance(self.keys, Packed) and self.tail < RESIDUAL:
+            return
+        self.settle()
+        self.keys, self.values = Packed(_dense(self.keys), bits), Packed(_dense(self.values), bits)
+
+    def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
+        """Keep the last `window` queries of each row, padding in front, in memory of their own."""
+        if self.queries is not None:
+            queries = torch.cat([self.queries, queries], 2)
+            positions = torch.cat([self.query_positions, positions], 1)
+        last = (positions >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, -window:]
+        self.query_positions = positions.gather(1, last)
+        self.queries = queries.gather(2, last[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
+
+    def add(self, name: str, p: Tensor, flat_tokens: int) -> None:
+        """Add `p` [batch, kv_heads, tokens], in the order of `parts`, to the sum of that name."""
+        if flat_tokens:
+            index = self.index()
+            self.sums[name].index_add_(0, index[index >= 0], p[..., :flat_tokens][index >= 0])
+        if self.tail:
+            self.tail_sums[name] += p[..., flat_tokens:]
+
+    def rows(self, rows: Tensor) -> "RaggedLayer":
+        """These rows alone, in this order, in memory of their own. Settles."""
+        if isinstance(self.keys, Packed) and len(rows) == self.shape[0] == 1:
+            return copy.copy(self)  # what is packed never changes in place
+        self.settle()
+        rows = rows.to(self.positions.device)
+        per_row = self.lengths[rows]
+        starts = self.offsets[:-1].view(self.shape)[rows].flatten()
+        lengths = per_row.flatten()
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        within = torch.arange(int(offsets[-1]), device=rows.device) - torch.repeat_interleave(offsets[:-1], lengths)
+        place = torch.repeat_interleave(starts, lengths) + within
+        return RaggedLayer(
+            _dense(self.keys)[place], _dense(self.values)[place], self.positions[place], offsets,
+            (len(rows), self.shape[1]),
+            {n: s[place] for n, s in self.sums.items()}, None if self.hidden is None else self.hidden[place],
+            queries=None if self.queries is None else self.queries[rows],
+            query_positions=None if self.query_positions is None else self.query_positions[rows],
+        )  # fmt: skip
+
+
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def _dense(stored: Tensor | Packed) -> Tensor:
+    return stored.dense() if isinstance(stored, Packed) else stored
+
+
+def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
+    """The rows of several caches of one layer as one batch. Settles."""
+    if len(layers) == 1:
+        return layers[0]
+    for layer in layers:
+        layer.settle()
+    lengths = torch.cat([layer.lengths for layer in layers])
+    offsets = torch.cat([lengths.new_zeros(1), lengths.flatten().cumsum(0)])
+    hidden = None
+    if any(layer.hidden is not None for layer in layers):
+        hidden = torch.cat(
+            [torch.zeros_like(x.positions, dtype=torch.bool) if x.hidden is None else x.hidden for x in layers]
+        )
+    names = set().union(*(layer.sums for layer in layers))
+    known = next((x.queries for x in layers if x.queries is not None), None)
+    window = max((0 if x.queries is None else x.queries.shape[2]) for x in layers)
+
+    def widened(x: RaggedLayer) -> tuple[Tensor, Tensor]:
+        """Its queries behind padding, so that all layers have the same number."""
+        queries = known.new_zeros(x.shape[0], known.shape[1], window, known.shape[3])
+        positions = torch.full((x.shape[0], window), -1, device=known.device)
+        if x.queries is not None:
+            held = x.queries.shape[2]
+            queries[:, :, window - held :], positions[:, window - held :] = x.queries, x.query_positions
+        return queries, positions
+
+    queries = [widened(x) for x in layers] if window else []
+    return RaggedLayer(
+        torch.cat([_dense(x.keys) for x in layers]), torch.cat([_dense(x.values) for x in layers]),
+        torch.cat([x.positions for x in layers]), offsets, (len(lengths), lengths.shape[1]),
+        {n: torch.cat([x.sums.get(n, x.positions.new_zeros(len(x.positions), dtype=torch.float32)) for x in layers])
+         for n in names}, hidden,
+        queries=torch.cat([q for q, _ in queries]) if window else None,
+        query_positions=torch.cat([at for _, at in queries]) if window else None,
+    )  # fmt: skip
+
+
+class EngineCache(DynamicCache):
+    """What Hugging Face is handed: attention layers' new keys and values pass through to who attends, which stores them
+    in `ragged`; recurrent layers keep their states here."""
+
+    def __init__(self, config):
+        super().__init__(config=config)
+        self.ragged: dict[int, RaggedLayer] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """The new tokens as they are."""
+        return key_states, value_states
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all keys and values as allocated."""
+        return sum(layer.bytes for layer in self.ragged.values())
+
+    def rows(self, rows: Tensor) -> "EngineCache":
+        """These rows alone, in this order, in memory of their own."""
+        found = copy.copy(self)
+        found.ragged = {number: layer.rows(rows) for number, layer in self.ragged.items()}
+        found.layers = [_states(layer, lambda t: t.index_select(0, rows.to(t.device))) for layer in self.layers]
+        return found
+
+
+def together(caches: list[EngineCache]) -> EngineCache:
+    """The rows of several caches as one batch."""
+    found = copy.copy(caches[0])
+    found.ragged = {n: concatenated([cache.ragged[n] for cache in caches]) for n in caches[0].ragged}
+    found.layers = []
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        others = iter([_tensors(layer) for layer in layers[1:]])
+        columns = list(zip(*others, strict=True)) if len(layers) > 1 else []
+        place = iter(columns)
+        found.layers.append(_states(layers[0], lambda t, place=place: torch.cat([t, *next(place, ())])))
+    return found
+
+
+def _tensors(layer) -> list[Tensor]:
+    """The states that a recurrent layer holds, in a fixed order."""
+    found: list[Tensor] = []
+
+    def note(state: Tensor) -> Tensor:
+        found.append(state)
+        return state
+
+    _states(layer, note)
+    return found
+
+
+def _states(layer, change):
+    """A copy of a recurrent layer with `change` applied to each of its states; other layers hold nothing here."""
+    new = copy.copy(layer)
+    if not hasattr(layer, "recurrent_states"):
+        return new
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor):
+            setattr(new, name, change(value))
+        elif isinstance(value, dict):
+            setattr(new, name, {k: change(v) if isinstance(v, Tensor) else v for k, v in value.items()})
+    return new

@@ -1,0 +1,174 @@
+"""The published policies, with their sources and defaults, in both readings where paper and public code differ."""
+
+from dataclasses import replace
+
+from kvrepro.engine import allocate
+from kvrepro.engine.policy import Policy
+from kvrepro.engine.score import cumulative, heads, keys, position, window
+
+# ---- windows: indicator x aggregator x pooling (see `kvrepro.engine.score.window`)
+# fmt: off
+SNAPKV = {"recent": "window", "aggregate": "mean", "pool": "average", "kernel": 5, "group": "mean", "pool_at": "head"}
+GROUPED_MAX = SNAPKV | {"pool": "max", "kernel": 7, "pool_at": "kv_head"}
+ADAPTIVE = {"floor": 0.2, "blend": False, "weighted": False}
+CRITICAL = {"window": 32, **SNAPKV, "alpha": 0.5, "eps": 1e-4}
+DEFENSIVE = {
+    "window": 32, "recent": "window", "aggregate": "defensive", "pool": "average", "kernel": 5, "over": "all",
+    "rescale": False, "share": "none", "mass": 0.0,
+}
+DEFENSIVE_AS_RUN = {"over": "past", "rescale": True, "share": "heads", "mass": 0.9}
+
+WINDOWS: dict[str, Policy] = {
+    "snapkv": Policy(
+        "SnapKV", "Li et al. 2024, equations 2 and 3", window.snapkv,
+        {"window": 32, **SNAPKV, "aggregate": "sum", "pool": "max", "kernel": 7, "group": "union"},
+        {"window": 64, **SNAPKV},
+        code="NVIDIA/kvpress@8bb29b9 snapkv_press.py",
+    ),
+    "pyramid_kv": Policy(
+        "PyramidKV", "Cai et al. 2024, equations 1 to 3", window.snapkv,
+        {"window": 8, **GROUPED_MAX, "beta": 20, "inside": False},
+        {"window": 64, **SNAPKV, "inside": True},
+        code="NVIDIA/kvpress@8bb29b9 pyramidkv_press.py", allocate=allocate.pyramid, budget="per layer",
+    ),
+    "ada_kv": Policy(
+        "Ada-KV", "Feng et al. 2024, Algorithm 1", window.snapkv,
+        {"window": 32, **GROUPED_MAX, **ADAPTIVE, "blend": True},
+        {"window": 64, **SNAPKV, "blend": False},
+        code="NVIDIA/kvpress@8bb29b9 adakv_press.py", allocate=allocate.adaptive, budget="per head",
+    ),
+    "cake": Policy(
+        "CAKE", "Qin et al. 2025, equations 5 to 11", window.cake,
+        {"window": 32, "recent": "window", "gamma": 200.0, "aggregate": "mean_var", "pool": "average", "kernel": 5,
+         "group": "mean", "tau1": 1.0, "tau2": 1.0},
+        {"tau1": 1.6, "tau2": 0.6},
+        code="FFY0/DefensiveKV@9251b95 cake_global_press.py", across=allocate.cake, summary=window.cake_preference,
+        budget="per layer",
+    ),
+    "critical_kv": Policy(
+        "CriticalKV", "Feng et al. 2025, Algorithm 1", window.snapkv, CRITICAL, {"window": 64},
+        code="NVIDIA/kvpress@8bb29b9 criticalkv_press.py", refine=window.critical,
+    ),
+    "critical_ada_kv": Policy(
+        "Critical-AdaKV", "Feng et al. 2025, Algorithm 1, on Ada-KV's budgets", window.snapkv,
+        {**CRITICAL, **ADAPTIVE, "exempt_floor": 0.0}, {"window": 64, "exempt_floor": 0.2},
+        code="NVIDIA/kvpress@8bb29b9 criticalkv_press.py", allocate=allocate.adaptive, refine=window.critical,
+        budget="per head",
+    ),
+    "andpro": Policy(
+        "AnDPro", "Geng et al. 2025, equation 15", window.andpro,
+        {"window": 32, "recent": "window", "sinks": 0, "aggregate": "sum", "pool": "none", "kernel": 7,
+         "group": "mean", "chunk": 0, "floor": 1.0},  # a floor of 1 is a uniform budget
+        {"sinks": 4, "pool": "max", "group": "max", "chunk": 4, "floor": 0.0},
+        code="MIRALab-USTC/LLM-AnDPro snapkv_utils.py", allocate=allocate.adaptive, budget="per head",
+    ),
+    "dropkv": Policy(
+        "DropKV", "DropKV paper, section 3.3 and Algorithm 1", window.dropkv,
+        {"window": 8, "recent": "window", "eps": 1e-6, "round_p": False, "aggregate": "sum", "pool": "max",
+         "kernel": 11, "group": "mean"},
+        {"pool": "average", "round_p": True},
+        code="AozhongZhang/DropKV@67cdfeb dropkv_cache.py",
+    ),
+    "defensive_kv": Policy(
+        "DefensiveKV", "DefensiveKV paper, Algorithms 1 and 2", window.defensive_kv, DEFENSIVE, DEFENSIVE_AS_RUN,
+        code="FFY0/DefensiveKV@9251b95 efficient_defensivekv_press.py", allocate=allocate.joint, budget="per head",
+    ),
+    "layer_defensive_kv": Policy(
+        "Layer-DefensiveKV", "DefensiveKV paper, Algorithm 2, lines 11 and 12", window.defensive_kv,
+        DEFENSIVE | {"share": "layer"}, DEFENSIVE_AS_RUN | {"recent": 0},
+        code="FFY0/DefensiveKV@9251b95 efficient_layer_defensivekv_press.py", across=allocate.joint_layers,
+        budget="joint",
+    ),
+}
+
+# ---- positions, keys, cumulative attention, heads
+ONCE = "it repeats a context once: generated tokens would have no score"
+REPEATS = {"decode cap": ONCE, "per step": ONCE, "chunked": "the whole context is in the cache while it is repeated"}
+WHOLE = "its retrieval heads keep every generated token: no cap can hold"
+
+TOKENS: dict[str, Policy] = {
+    "streaming_llm": Policy(
+        "StreamingLLM", "Xiao et al. 2023, section 3.2", position.streaming_llm, {"sinks": 4, "ramps": False},
+        {"ramps": True}, code="leakage artifact@fc0f5df streamingllm_fair_eviction_press.py, under quotas",
+    ),
+    "random": Policy(
+        "Random", "a baseline of kvpress", position.random, {"draw": "float32"}, {"draw": "keys"},
+        code="NVIDIA/kvpress@8bb29b9 random_press.py",
+    ),
+    "k_norm": Policy(
+        "K-norm", "Devoto et al. 2024", keys.k_norm, {"dense_layers": 0}, {"dense_layers": 2},
+        code="alessiodevoto/l2compress; Zefan-Cai/KVCache-Factory@c97f9d7", allocate=heads.whole,
+    ),
+    "key_diff": Policy(
+        "KeyDiff", "Park et al. 2025", keys.key_diff, {"anchor": "unit", "block": 128}, {"block": 0},
+        code="NVIDIA/kvpress@8bb29b9 keydiff_press.py", refine=keys.key_diff_blocks,
+    ),
+    "r_kv": Policy(
+        "R-KV", "Cai et al. 2025", keys.r_kv,
+        {"window": 8, "recent": "window", "mix": 0.1, "kernel": 7, "threshold": 0.5, "alone": "nothing"},
+        {"mix": 0.07, "alone": "first"},
+        code="Zefan-Cai/R-KV@31cf555 rkv/compression/r1_kv.py",
+    ),
+    "tri_attention": Policy(
+        "TriAttention, one choice for all layers", "Mao et al. 2026", keys.tri_attention,
+        {"calibration": keys.EMBEDDED, "horizon": 65536, "recent": 0}, {"recent": 128},
+        code="WeianMao/triattention@c3744ee, vLLM; its Hugging Face path pins the prompt instead",
+        across=keys.shared_by_layers,
+    ),
+    "tri_attention_layer": Policy(
+        "TriAttention, each layer for itself", "Mao et al. 2026", keys.tri_attention,
+        {"calibration": keys.EMBEDDED, "horizon": 65536, "recent": 0}, {"recent": 128},
+        code="WeianMao/triattention@c3744ee, per_layer_per_head",
+    ),
+    "h2o": Policy(
+        "H2O, offline", "leakage paper; kvpress ObservedAttentionPress", cumulative.h2o, {"extended": True},
+        {"extended": False}, needs=("mass",),
+        code="leakage artifact@fc0f5df observed_attention_fair_eviction_press.py, under quotas",
+    ),
+    "h2o_online": Policy(
+        "H2O", "Zhang et al. 2023, Algorithm 1", cumulative.h2o_online,
+        {"share": 0.5, "recent": 0}, {"share": 0.0, "recent": 8},
+        code="Zefan-Cai/KVCache-Factory@c97f9d7 pyramidkv_utils.py", shield=cumulative.recent_share, needs=("mass",),
+    ),
+    "scissorhands": Policy(
+        "Scissorhands", "Liu et al. 2023, Algorithm 2", cumulative.scissorhands,
+        {"signal": "low", "recent": 10}, {"signal": "mass"},
+        code="Zefan-Cai/KVCache-Factory@c97f9d7", needs=("low", "mass"),
+    ),
+    "tova": Policy(
+        "TOVA", "Oren et al. 2024", cumulative.tova, {"window": 1, "recent": 0}, {"recent": 1},
+        code="NVIDIA/kvpress@8bb29b9 tova_press.py",
+    ),
+    "quest": Policy(
+        "QUEST as eviction", "Tang et al. 2024, Algorithm 1, its bound as a score", cumulative.quest,
+        {"window": 1, "page": 16, "group": "max"},
+    ),
+    "quest_pages": Policy(
+        "Quest, pages selected", "Tang et al. 2024; mit-han-lab/Quest quest_attention.py", cumulative.quest,
+        {"page": 16, "dense_layers": 2}, frees=False,
+        refuses={"chunked": "nothing leaves: a prompt in chunks is read in full, as in regime prefill"},
+    ),
+    "kv_zip": Policy(
+        "KVzip", "Kim et al. 2025", heads.kv_zip, {"sinks": 4},
+        across=allocate.joint_layers, needs=("reconstruction",), budget="joint",
+        refuses=REPEATS,
+    ),
+    "kv_zip_plus": Policy(
+        "KVzip+", "NVIDIA/kvpress@8bb29b9 kvzip_press.py, kvzip_plus_normalization", heads.kv_zip_plus, {"sinks": 4},
+        across=allocate.joint_layers, needs=("reconstruction_per_norm",), budget="joint", refuses=REPEATS,
+    ),
+    "duo_attention": Policy(
+        "DuoAttention", "Xiao et al. 2024", position.streaming_llm,
+        {"sinks": 128, "recent": 256, "gates_file": heads.EMBEDDED, "count": "tokens"}, {"count": "heads"},
+        code="NVIDIA/kvpress@8bb29b9 duo_attention_press.py",
+        across=heads.duo_attention, budget="joint", refuses={"decode cap": WHOLE, "per step": WHOLE},
+    ),
+}
+# fmt: on
+
+# Reductions that the one-pass kernel has; the readings whose order it lacks are refused when they are asked for.
+KERNELS = ("snapkv", "pyramid_kv", "ada_kv", "andpro", "dropkv")
+
+CATALOGUE: dict[str, Policy] = {
+    name: replace(policy, kernel=name in KERNELS) for name, policy in {**TOKENS, **WINDOWS}.items()
+}

@@ -1,0 +1,80 @@
+"""Guards: boolean masks of tokens that a policy may not evict, `[batch, kv_heads, tokens]`. They never touch scores."""
+
+import torch
+from torch import Tensor
+
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.shapes import Counts, Mask, RowInts
+from kvrepro.errors import InputError
+
+Count = int | RowInts  # the same for every row, or one per row
+
+
+def sinks(o: Observation, n: Count) -> Mask:
+    """The `n` oldest tokens that each head holds; 0 protects none. StreamingLLM (Xiao et al. 2023) keeps 4."""
+    return o.alive & (o.alive.cumsum(-1) <= _rows(o, n, "sinks"))
+
+
+def recent(o: Observation, n: Count) -> Mask:
+    """The `n` newest tokens that each head holds; 0 protects none."""
+    newer = torch.arange(o.positions.shape[-1] - 1, -1, -1, device=o.positions.device)  # tokens lie flush right
+    return o.alive & (newer < _rows(o, n, "recent"))
+
+
+def ends(o: Observation, prefix: Count, suffix: Count, static_prompt_end: Count | None = None) -> Mask:
+    """The `prefix` oldest and the `suffix` newest tokens of each head; a token in both counts once.
+
+    static_prompt_end: tokens of the prompt; the suffix then stays at the prompt's last `suffix` positions, whatever was
+    generated since. Source: protection paper, sections 3 and 10.
+    """
+    if static_prompt_end is None:
+        return sinks(o, prefix) | recent(o, suffix)
+    end = _rows(o, static_prompt_end, "static_prompt_end")
+    return sinks(o, prefix) | (o.alive & (o.positions >= end - _rows(o, suffix, "suffix")) & (o.positions < end))
+
+
+def whitelist(o: Observation, table: Tensor) -> Mask:
+    """The tokens whose positions `table` marks, bool [batch, positions]; positions beyond it are not protected.
+
+    Source: leakage paper, section 5.1 (the set S_req, the same in all layers and heads).
+    """
+    marked = table.gather(1, o.positions.flatten(1).clamp(0, table.shape[1] - 1)).view_as(o.positions)
+    return o.alive & marked & (o.positions < table.shape[1])
+
+
+def window_of(o: Observation) -> Mask:
+    """The tokens whose queries the observation holds: `o.query_positions`, wherever in the prompt they stand."""
+    known = o.query_positions >= 0
+    if not o.span_local:  # the last tokens seen, without gaps
+        first = o.query_positions.masked_fill(~known, torch.iinfo(torch.long).max).amin(1) if known.shape[1] else None
+        return torch.zeros_like(o.alive) if first is None else o.alive & (o.positions >= first[:, None, None])
+    table = torch.zeros(len(known), int(o.query_positions.max()) + 1 if known.any() else 1, dtype=torch.bool)
+    table = table.to(known.device)
+    rows = torch.arange(len(known), device=known.device)[:, None].expand_as(known)
+    table[rows[known], o.query_positions[known]] = True
+    return whitelist(o, table)
+
+
+def fit(protected: Mask, counts: Counts, over: str = "error") -> Mask:
+    """`protected`, if each head's count has room for it. Otherwise: "error" raises InputError naming both numbers,
+    "truncate" leaves only the oldest protected tokens that fit."""
+    wanted = protected.sum(-1)
+    if (wanted <= counts).all():
+        return protected
+    if over == "truncate":
+        return protected & (protected.cumsum(-1) <= counts[..., None])
+    worst = (wanted - counts).argmax()
+    raise InputError(
+        f"budget {int(counts.flatten()[worst])} < {int(wanted.flatten()[worst])} protected tokens: raise the capacity, "
+        "or protect less"
+    )
+
+
+def _rows(o: Observation, n: Count, name: str) -> Tensor | int:
+    """`n` as [batch or 1, 1, 1], a number as it is; a negative one raises."""
+    if isinstance(n, int) and n >= 0:
+        return n  # nothing to wait for on a GPU
+    rows = torch.as_tensor(n, device=o.positions.device).view(-1, 1, 1)
+    if (rows < 0).any():
+        raise InputError(f"{name} is {int(rows.min())}: give 0 or more tokens")
+    return rows

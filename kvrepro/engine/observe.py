@@ -1,0 +1,118 @@
+"""What a policy may look at: one layer's cached tokens, the last queries, and what the forward pass summed up."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvrepro.engine.shapes import (
+    KeyValue,
+    Mask,
+    Outputs,
+    Positions,
+    Probabilities,
+    Query,
+    RowInts,
+    Scores,
+    WindowPositions,
+)
+from kvrepro.errors import InputError
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One layer of `batch` rows at the moment of an eviction.
+
+    Tokens stand in ascending order of their positions, flush right: a head that holds fewer than its neighbours has
+    dead slots in front, with position -1. So the last column is the newest token of every row and head.
+    """
+
+    layer: int
+    layers: int  # evictable layers of the model; `layer` counts among them
+    keys: KeyValue  # after their rotation
+    values: KeyValue
+    positions: Positions  # true positions, -1 where a slot is dead
+    queries: Query  # of the window, after their rotation: [batch, heads, window, dim]
+    query_positions: WindowPositions  # -1 where a row has fewer queries than the window
+    seen: RowInts  # tokens seen so far, kept or not
+    scaling: float
+    output: Tensor | None = None  # output projection per query head, [heads, dim, hidden]
+    sums: Mapping[str, Scores] = field(default_factory=dict)  # per token, as named in a policy's `needs`
+    span_of: Tensor | None = None  # int64 [batch, seen]: number of the prompt span that each position lies in
+    span_local: bool = False  # fair: queries see their own span only, the window holds each span's last queries
+    sliding: int | None = None  # tokens a query of this layer looks back, itself included
+    inverse_frequencies: Tensor | None = None  # [dim / 2] of the rotation, radians per position
+    seed: int | RowInts = 0  # of what is drawn, for all rows or for each
+    backend: str = "torch"  # "triton": scorers that have a kernel use it, and are told what the forward pass knows:
+    log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
+    window_outputs: Query | None = None  # and attention outputs
+
+    @cached_property
+    def alive(self) -> Mask:
+        return self.positions >= 0
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    def last(self, window: int) -> "Observation":
+        """The same with the last `window` queries only."""
+        first = max(0, self.queries.shape[2] - window)  # not [-window:], which is everything for 0
+        return replace(self, queries=self.queries[:, :, first:], query_positions=self.query_positions[:, first:])
+
+    def span(self, positions: Tensor) -> Tensor:
+        """Number of the prompt span that each of `positions` [batch, ...] lies in; positions after it: the last's."""
+        where = positions.flatten(1).clamp(0, self.span_of.shape[1] - 1)
+        return self.span_of.gather(1, where).view_as(positions)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Bool [batch, kv_heads, window, tokens]: does this query have a say about this token?"""
+        if not self.span_local:
+            return self._causal
+        same = self.span(self.positions)[:, :, None] == self.span(self.query_positions)[:, None, :, None]
+        return self._causal & same
+
+    @cached_property
+    def _causal(self) -> Tensor:
+        """Bool [batch, kv_heads, window, tokens]: did this query look at this token?"""
+        token, query = self.positions[:, :, None], self.query_positions[:, None, :, None]
+        seen = (token >= 0) & (token <= query)
+        if self.sliding is not None:
+            seen = seen & (token > query - self.sliding)
+        return seen
+
+    @cached_property
+    def attention(self) -> Probabilities:
+        """p, float32 `[batch, kv_heads, group, window, tokens]`: softmax over all tokens that the query saw, the
+        window's own among them; 0 elsewhere, for a query that is not there and, under `span_local`, for tokens of other
+        spans: what remains is not renormalised (leakage paper, appendix E)."""
+        if self.queries.shape[2] == 0:
+            raise InputError(
+                "attention without queries: name how many in the policy's parameters, {'window': 16} for instance"
+            )
+        batch, kv_heads, _, dim = self.keys.shape
+        q = self.queries.view(batch, kv_heads, self.group, -1, dim).float()
+        logits = torch.einsum("bgrwd,bgnd->bgrwn", q, self.keys.float()).mul_(self.scaling)
+        logits.masked_fill_(~self._causal[:, :, None], -torch.inf)
+        p = torch.softmax(logits, -1).nan_to_num_(0.0)  # a row of -inf only: no such query
+        return p.masked_fill_(~self.visible[:, :, None], 0.0) if self.span_local else p
+
+    @cached_property
+    def outputs(self) -> Outputs:
+        """a = sum_j p v, float32 `[batch, kv_heads, group, window, dim]`."""
+        return torch.einsum("bgrwn,bgnd->bgrwd", self.attention, self.values.float())
+
+    @cached_property
+    def projected_norm(self) -> Tensor:
+        """N_h(j) = ||v_j W_O^(h)||_1, float32 `[batch, kv_heads, group, tokens]`, in blocks of 256 tokens."""
+        batch, kv_heads, tokens, dim = self.values.shape
+        w = self.output.view(kv_heads, self.group, dim, -1).float()
+        norm = self.values.new_empty(batch, kv_heads, self.group, tokens, dtype=torch.float32)
+        for a in range(0, tokens, 256):
+            v = self.values[:, :, a : a + 256].float()
+            norm[..., a : a + 256] = torch.einsum("bgnd,grdh->bgrnh", v, w).abs().sum(-1)
+        return norm

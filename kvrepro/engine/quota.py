@@ -1,0 +1,167 @@
+"""Quotas: a budget split over the spans of a prompt, so that no instruction is forgotten faster than its neighbours.
+
+    parts = split(o, counts, protected, fair, default)    # tokens that each head may keep of each span
+    keep  = select(scores, protected, parts, o)           # the best of each span, as many as its part
+
+Source: leakage paper, sections 5.2 and 5.3, appendix E. A method's own fair variant is its scorer on an observation
+that shows each span's last queries (`windows`) and lets them see their own span only (`span_local`): SnapKV and TOVA.
+H2O and StreamingLLM (as its public code runs) have the scorers below; K-norm and the others do not change.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.shapes import Counts, Mask, Parts, Scores
+from kvrepro.errors import InputError
+
+# ---- spans of a prompt
+
+
+def number(tokens: int, spans: Sequence[Sequence[int]], extended: bool = True) -> Tensor:
+    """Which span each of `tokens` positions lies in, int64 [tokens], for `spans` given as positions: any number of
+    them, adjacent or not, numbered by their first position; a position in two spans belongs to the later one.
+
+    extended: a position in no span joins the span before it, and what stands before the first span joins that
+    (Algorithm 1); otherwise such positions are -1. Raises InputError for an empty span and one outside the prompt.
+    """
+    for span in spans:
+        if not span or min(span) < 0 or max(span) >= tokens:
+            raise InputError(
+                f"span {f'{min(span)}..{max(span)}' if span else 'without tokens'} in {tokens} tokens: "
+                "mark positions of what is compressed"
+            )
+    if not spans:
+        raise InputError("0 prompt spans: a quota needs at least 1")
+    of = torch.full((tokens,), -1)
+    for i, span in enumerate(sorted(spans, key=min)):
+        of[torch.as_tensor(span)] = i
+    if extended:
+        last = torch.where(of >= 0, torch.arange(tokens), -1).cummax(0).values
+        of = torch.where(last >= 0, of[last.clamp(min=0)], of[of >= 0][0])
+    return of
+
+
+def windows(span_of: Tensor, window: int) -> Tensor:
+    """Positions of the queries that a fair variant shows, int64, ascending: the last of each span, `window` in all.
+
+    The first floor(window / 2) go to the first of two spans (E.4); of more spans each has its floored share. A span
+    has one query at least, its last token, which is TOVA's anchor (E.7: window 1), and no more than it is long.
+    """
+    spans = int(span_of.max()) + 1
+    shown = []
+    for s in range(spans):
+        share = window * (s + 1) // spans - window * s // spans
+        shown.append((span_of == s).nonzero()[-max(1, share) :, 0])
+    return torch.cat(shown).sort().values
+
+
+# ---- budgets of spans
+
+
+def split(
+    o: Observation,
+    counts: Counts,
+    protected: Mask,
+    fair: float = 1.0,
+    default: Mask | None = None,
+    apart: Mask | None = None,
+    rounding: str = "floor",
+) -> Parts:
+    """Tokens that each head keeps of each span, summing to `counts`: lambda b_fair + (1 - lambda) b_default.
+
+    b_fair: each span's share of the count by its length, the shares' running sum rounded down ("floor": Algorithm 1,
+    the remainder goes to the later span) or to the nearest ("round": section 5.2). b_default: what `default`, the
+    policy's selection without quotas, keeps of each span; needed for fair < 1. It is counted, and the mixture rounded,
+    per layer and KV head, which the paper leaves open. apart: tokens kept before anything is shared and left out of
+    the shares (E.3: StreamingLLM's sinks). A span whose protected tokens exceed its part gets room for them from the
+    others. Raises InputError when the counts cannot hold the protected tokens.
+    """
+    if not 0 <= fair <= 1 or (fair < 1 and default is None):
+        raise InputError(f"fair is {fair}: give 0 to 1, and below 1 also the default selection")
+    counts = torch.minimum(counts, o.alive.sum(-1))
+    apart = torch.zeros_like(o.alive) if apart is None else apart
+    held = tally(o, apart)
+    parts = held + _shares((counts - held.sum(-1)).clamp(min=0), tally(o, o.alive & ~apart), rounding)
+    if fair < 1:
+        mixed = fair * parts.double() + (1 - fair) * tally(o, default).double()
+        parts = _steps((mixed.cumsum(-1) + 0.5 + 1e-9).floor().long())
+    return _with_room(parts, tally(o, protected))
+
+
+def select(scores: Scores, protected: Mask, parts: Parts, o: Observation) -> Mask:
+    """Of each span the protected tokens and then the best-scored, `parts` in all; among equals the later stays."""
+    span = o.span(o.positions).masked_fill(~o.alive, parts.shape[-1])  # dead slots: a span of their own, part 0
+    order = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device).expand_as(span)  # newest first
+    for key, descending in ((scores, True), (protected.long(), True), (span, False)):
+        order = order.gather(2, key.gather(2, order).argsort(dim=-1, descending=descending, stable=True))
+    parts = torch.nn.functional.pad(parts, (0, 1))
+    sizes = torch.zeros_like(parts).scatter_add_(2, span, torch.ones_like(span))
+    start = (sizes.cumsum(-1) - sizes).gather(2, span.gather(2, order))
+    place = torch.arange(scores.shape[-1], device=scores.device) - start  # rank inside the span
+    return torch.zeros_like(protected).scatter_(2, order, place < parts.gather(2, span.gather(2, order)))
+
+
+def tally(o: Observation, mask: Mask) -> Parts:
+    """Tokens of `mask` in each span."""
+    found = torch.zeros(*mask.shape[:2], int(o.span_of.max()) + 1, dtype=torch.long, device=mask.device)
+    return found.scatter_add_(2, o.span(o.positions), (mask & o.alive).long())
+
+
+def _shares(total: Tensor, sizes: Tensor, rounding: str) -> Tensor:
+    """Integers in proportion to `sizes` that sum to `total`, none above its size as long as the total is not."""
+    if rounding not in ("floor", "round"):
+        raise InputError(f"unknown rounding {rounding!r}: choose floor or round")
+    edges, all_of_them = sizes.cumsum(-1) * total[..., None], sizes.sum(-1, keepdim=True).clamp(min=1)
+    return _steps(edges // all_of_them if rounding == "floor" else (2 * edges + all_of_them) // (2 * all_of_them))
+
+
+def _steps(edges: Tensor) -> Tensor:
+    return edges.diff(dim=-1, prepend=torch.zeros_like(edges[..., :1]))
+
+
+def _with_room(parts: Parts, wanted: Parts) -> Parts:
+    """At least `wanted` for each span; what is missing comes from the others, in proportion to what they can spare."""
+    spare, missing = (parts - wanted).clamp(min=0), (wanted - parts).clamp(min=0).sum(-1)
+    if (missing > spare.sum(-1)).any():
+        worst = (wanted.sum(-1) - parts.sum(-1)).argmax()
+        raise InputError(
+            f"budget {int(parts.sum(-1).flatten()[worst])} < {int(wanted.sum(-1).flatten()[worst])} protected tokens: "
+            "raise the capacity, or protect less"
+        )
+    return torch.maximum(parts, wanted) - _shares(missing, spare, "floor")
+
+
+# ---- scorers of fair variants
+
+
+def h2o(o: Observation, extended: bool = True) -> Scores:
+    """s_j = sum of p[t, j] over the queries t >= j of j's own span / their number. Attention from elsewhere counts 0
+    and what is left is not renormalised. float32 [batch, kv_heads, tokens].
+
+    Needs `sums["span_mass"]`. Source: E.5. As run, the public code zeroes pairs of *unextended* spans and divides the
+    same: without `extended` the sum is `sums["marked_mass"]`, where position -1 sees and is seen by all.
+    """
+    there = torch.arange(o.span_of.shape[1], device=o.span_of.device) < o.seen[:, None]
+    asked = torch.nn.functional.one_hot(o.span_of) * there[..., None]
+    later = asked.flip(1).cumsum(1).flip(1)  # [batch, seen, spans], itself included
+    where = o.positions.flatten(1).clamp(0, o.span_of.shape[1] - 1)
+    eligible = later.gather(2, o.span_of[..., None])[..., 0].gather(1, where).view_as(o.positions)
+    return o.sums["span_mass" if extended else "marked_mass"].float() / eligible
+
+
+def streaming_ramps(o: Observation, sinks: int = 4) -> Scores:
+    """1 for the first `sinks` positions, then in every span a ramp from 0.1 (its oldest) to 0.9 (its newest).
+
+    float32 [batch, kv_heads, tokens]. The public code's fair StreamingLLM takes the best of these over the whole
+    prompt, so that no quota is set at all: use it without `split`. The paper's (E.3) is the usual scorer, the sinks
+    `apart`, `rounding="round"`.
+    """
+    free = o.alive & (o.positions >= sinks)
+    sizes, span = tally(o, free), o.span(o.positions)
+    spread = torch.nn.functional.one_hot(span, sizes.shape[-1]) & free[..., None]
+    place = (spread.cumsum(2) * spread).sum(-1) - 1  # of each token among its span's
+    ramp = 0.1 + 0.8 * place / (sizes.gather(2, span) - 1).clamp(min=1)
+    return torch.where(free, ramp, 1.0).float()

@@ -1,0 +1,97 @@
+"""KVzip's question to the model: repeat the context, and let see what of it you look at."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrepro.engine.attention import attend
+from kvrepro.engine.cache import EngineCache
+from kvrepro.engine.compress import REPEATED, Job, Prefill, attention_modules
+
+REPEAT_CHUNK = 2048
+
+
+def reconstruct(
+    model: PreTrainedModel, prefill: Prefill, ask: Sequence[int], ids: Tensor, positions: Tensor, cache: EngineCache
+) -> None:
+    """Let the model repeat the context, chunk after chunk, behind `ask`, and note for the jobs that wait for it the
+    largest attention to each token: of each KV head and, divided by the length of the layer's input at the query, of
+    each query head. Source: Kim et al. 2025; KVzip+ as NVIDIA/kvpress has it."""
+    jobs = [job for job in prefill.jobs if job.repeated]
+    for n, waiting in jobs[0].waiting.items():
+        o = waiting.observation
+        rows, kv_heads, tokens = o.positions.shape
+        heads = {"reconstruction": kv_heads, "reconstruction_per_norm": kv_heads * o.group}
+        best = {
+            name: torch.zeros(rows, heads[name], tokens, device=o.positions.device)
+            for name in set().union(*(job.repeated for job in jobs))
+        }
+        for job in jobs:
+            o = job.waiting[n].observation
+            job.waiting[n] = replace(job.waiting[n], observation=replace(o, sums={**o.sums, **best}))
+    n = ids.shape[1]
+    for a in range(0, n, REPEAT_CHUNK):
+        part = ids[:, a : a + REPEAT_CHUNK]
+        asked = torch.tensor(list(ask), dtype=torch.long, device=ids.device).expand(len(ids), -1)
+        text = torch.cat([asked, part], 1)
+        at = prefill.prompt.lengths[:, None] + torch.arange(text.shape[1], device=ids.device)
+        probe = _Repeat(jobs[0], at, len(ask), positions[:, a : a + REPEAT_CHUNK] >= 0)
+        mine = cache.rows(torch.arange(len(ids), device=ids.device))
+        with _lengths(model, probe.lengths):
+            model(
+                input_ids=text, position_ids=at, past_key_values=mine, use_cache=True, logits_to_keep=1,
+                kvrepro=probe,
+            )  # fmt: skip
+
+
+@contextmanager
+def _lengths(model: PreTrainedModel, found: dict[int, Tensor]) -> Iterator[None]:
+    """Note the length of each hidden state that an attention layer is given, float32 [batch, tokens] by layer."""
+
+    def note(module, args, kwargs) -> None:
+        found[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).float().norm(dim=-1)
+
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(model).values()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Repeat:
+    """Attention of a repeated chunk over the context and itself; nothing of it is stored."""
+
+    def __init__(self, job: Job, positions: Tensor, asked: int, real: Tensor):
+        self.job, self.positions, self.asked, self.real = job, positions, asked, real
+        self.lengths: dict[int, Tensor] = {}  # ||h_t|| of what a layer is given, [batch, text]
+
+    def attend(self, layer, query, key, value, scaling, sliding=None):
+        at, real = self.positions.to(query.device), self.real.to(query.device)
+        if layer not in self.job.waiting:
+            stored = self.job.layers[layer]
+            parts = [*stored.parts(), (key, value, at[:, None])]
+            return attend(query, at, parts, scaling, sliding)
+        o = self.job.waiting[layer].observation
+        n = o.positions.shape[2]
+
+        def watch(p: Tensor, queries: slice) -> None:
+            first = max(0, self.asked - queries.start)
+            seen = p[:, :, :, first:, :n]
+            if seen.shape[3]:
+                there = real[:, queries.start + first - self.asked : queries.stop - self.asked]
+                seen = seen * there[:, None, None, :, None]
+                for name in REPEATED & o.sums.keys():
+                    if name == "reconstruction":
+                        largest = seen.amax((2, 3))
+                    else:
+                        h = self.lengths[layer][:, queries.start + first : queries.stop]
+                        largest = (seen / h[:, None, None, :, None]).amax(3).flatten(1, 2)
+                    torch.maximum(o.sums[name], largest, out=o.sums[name])
+
+        parts = [(o.keys, o.values, o.positions), (key, value, at[:, None])]
+        return attend(query, at, parts, scaling, sliding, watch)

@@ -1,0 +1,131 @@
+"""Scorers that follow attention over many queries, or the last query alone: H2O, Scissorhands, TOVA, Quest.
+
+float32 `[batch, kv_heads, tokens]`, large = keep. Sums over queries come with the observation; no attention matrix is
+built here.
+"""
+
+from typing import Annotated
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvrepro.engine import guard, quota
+from kvrepro.engine.allowed import Share, Size, ensure
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.shapes import KeyValue, Mask, Positions, RowInts, Scores
+
+Signal = Annotated[str, ("low", "mass")]
+Group = Annotated[str, ("max", "mean")]
+
+
+def h2o(o: Observation, extended: bool = True) -> Scores:
+    """s_j = sum over queries t >= j of p[t, j], mean over the group / number of these queries (offline H2O).
+
+    Needs `sums["mass"]`. A sliding layer's token is divided by the queries that could see it. A prompt split fairly
+    over spans counts each span's own queries (`quota.h2o`; `extended`: a span reaches to the next one). Source: leakage
+    paper; kvpress ObservedAttentionPress, which has no recent window.
+    """
+    if o.span_local:
+        return quota.h2o(o, extended)
+    later = (o.seen[:, None, None] - o.positions).clamp(min=1)
+    return o.sums["mass"].float() / (later if o.sliding is None else later.clamp(max=o.sliding))
+
+
+def h2o_online(o: Observation) -> Scores:
+    """s_j = sum over all queries so far of p[t, j], mean over the group: accumulated attention, not normalised.
+
+    Needs `sums["mass"]`, to which generated tokens add. Source: Zhang et al. 2023, Algorithm 1, there per query head.
+    """
+    return o.sums["mass"].float()
+
+
+def recent_share(o: Observation, scores: Scores, budget: RowInts, share: Share = 0.5) -> Mask:
+    """The newest int(share * budget) tokens: H2O spends this part of its budget on recent tokens.
+
+    Source: Zhang et al. 2023: half heavy, half recent.
+    """
+    return guard.recent(o, (budget.double() * share + 1e-9).long())
+
+
+def scissorhands(o: Observation, signal: Signal = "low") -> Scores:
+    """s_j = -(number of the last 400 queries t with p[t, j] < 1 / (t + 1)), summed over the group.
+
+    The paper counts against a token and drops half the cache on overflow; here what stays is the budget's business.
+    While a prompt comes in chunks of fewer than 400 tokens, and while tokens are generated, earlier counts stay: a
+    window that slides would have to remember every query's. Needs `sums["low"]`, or with signal "mass" `sums["mass"]`:
+    a public code accumulates attention instead, which is close to H2O. Source: Liu et al. 2023, Algorithm 2;
+    KVCache-Factory.
+    """
+    ensure(Signal, signal=signal)
+    return -o.sums["low"].float() if signal == "low" else o.sums["mass"].float()
+
+
+def tova(o: Observation) -> Scores:
+    """s_j = mean over all query heads of p[last, j], so that every head of a layer keeps the same tokens.
+
+    With spans of their own (`span_local`) each span's last token is asked. Source: Oren et al. 2024; TOVA's
+    src/tova_cache.py.
+    """
+    p = o.attention if o.span_local else o.last(1).attention
+    return p.mean((1, 2)).sum(1)[:, None].expand_as(o.positions)
+
+
+def quest(o: Observation, page: Size = 16, group: Group = "max") -> Scores:
+    """s_j = upper bound of the last query's logits in j's page: sum_d max(q_d max_d, q_d min_d), largest of the group.
+
+    Pages are `page` true positions wide. Quest evicts nothing and repeats keys for every query head; as an eviction
+    policy it needs a reduction over the group ("max" or "mean"), on which the sources are silent. Source: Tang et al.
+    2024, Algorithm 1.
+    """
+    ensure(Group, group=group)
+    last = o.queries[:, :, -1].float().unflatten(1, (-1, o.group))
+    page_of = o.positions.clamp(min=0) // page
+    bounds = _bounds(last, o.keys, o.alive, page_of)
+    reduced = bounds.amax(2) if group == "max" else bounds.mean(2)
+    return reduced.gather(2, page_of).masked_fill(~o.alive, 0.0) * o.scaling
+
+
+def pages_read(budget: RowInts, page: int) -> RowInts:
+    """Pages that each query head reads at a step: as many as the budget holds, three at least (see `page_mask`)."""
+    return (budget // page).clamp(min=3)
+
+
+def page_mask(
+    queries: Float[Tensor, "batch heads dim"], keys: KeyValue, alive: Mask, page: int, budget: RowInts | int
+) -> Bool[Tensor, "batch heads tokens"]:
+    """Tokens that each query head reads at this step: those of its `pages_read` best pages.
+
+    A page is `page` neighbouring tokens of a row's cache, counted from its first living token; pages rank by `quest`'s
+    upper bound, among equals the later first. Nothing is evicted. Source: Tang et al. 2024; Quest's
+    evaluation/quest_attention.py, which reads layers 0 and 1 in full.
+    """
+    heads, tokens = queries.shape[1], keys.shape[2]
+    q = queries.float().unflatten(1, (keys.shape[1], -1))
+    page_of = (alive.cumsum(-1) - 1).clamp(min=0) // page
+    bounds = _bounds(q, keys, alive, page_of)
+    pages = bounds.shape[-1]
+    order = bounds.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(pages, device=order.device).expand_as(order))
+    many = pages_read(torch.as_tensor(budget, device=rank.device), page).view(-1, 1, 1, 1)
+    chosen = (rank < many).flip(-1)
+    place = page_of[:, :, None].expand(-1, -1, q.shape[2], -1)
+    return (chosen.gather(3, place) & alive[:, :, None]).reshape(-1, heads, tokens)
+
+
+def _bounds(
+    q: Float[Tensor, "batch kv_heads group dim"], keys: KeyValue, alive: Mask, page_of: Positions
+) -> Float[Tensor, "batch kv_heads group pages"]:
+    """Largest logit (unscaled) that any key within a page's box could have, -inf for a page without tokens."""
+    pages = int(page_of.max()) + 1
+    index = page_of[..., None].expand(keys.shape)
+    tokens = torch.zeros(*keys.shape[:2], pages, device=keys.device).scatter_add_(2, page_of, alive.float())
+    empty = tokens[..., None] == 0
+    corners = []
+    for reduce, outside in (("amax", -torch.inf), ("amin", torch.inf)):
+        k = keys.float().masked_fill(~alive[..., None], outside)
+        corner = k.new_full((*keys.shape[:2], pages, keys.shape[3]), outside).scatter_reduce(2, index, k, reduce)
+        corners.append(corner.masked_fill(empty, 0.0))
+    bound = torch.einsum("bgrd,bgpd->bgrp", q.clamp(min=0), corners[0])
+    bound += torch.einsum("bgrd,bgpd->bgrp", q.clamp(max=0), corners[1])
+    return bound.masked_fill(empty[..., 0][:, :, None], -torch.inf)

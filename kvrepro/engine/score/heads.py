@@ -1,0 +1,132 @@
+"""Heads and layers that keep everything while others give up tokens: DuoAttention; and KVzip's reconstruction scores.
+
+float32 `[batch, kv_heads, tokens]`, large = keep.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvrepro.engine.allowed import Count, ensure
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.score.queries import ensure_model
+from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
+from kvrepro.errors import InputError
+from kvrepro.paths import ROOT
+
+EMBEDDED = "data/models/tiny-gqa-gates.json"  # relative to the project's folder
+Counted = Annotated[str, ("tokens", "heads")]
+
+
+def kv_zip(o: Observation) -> Scores:
+    """s_j = largest attention to j of any query of the group while the model repeats the context.
+
+    Needs `sums["reconstruction"]`. Source: Kim et al. 2025; KVzip's attention/score.py.
+    """
+    return o.sums["reconstruction"].float()
+
+
+def kv_zip_plus(o: Observation) -> Scores:
+    """s_j = largest attention to j / ||h_t||_2 of a query t while the model repeats the context, times ||W_O v_j||_2.
+
+    h_t: what the attention layer is given at t. The largest is taken per query head, whose W_O it meets, then over the
+    group. Needs `sums["reconstruction_per_norm"]`, `[batch, heads, tokens]`. Source: kvpress KVzipPress,
+    `kvzip_plus_normalization`.
+    """
+    batch, kv_heads, tokens, dim = o.values.shape
+    weight = o.output.view(kv_heads, o.group, dim, -1).float()
+    gram = weight @ weight.mT  # ||v W||^2 = v (W W^T) v, no tokens x hidden
+    squared = torch.einsum("bgnd,grde,bgne->bgrn", o.values.float(), gram, o.values.float())
+    largest = o.sums["reconstruction_per_norm"].float().view(batch, kv_heads, o.group, tokens)
+    return (largest * squared.clamp(min=0).sqrt()).amax(2)
+
+
+def whole(scores: Scores, protected: Mask, budget: RowInts, o: Observation, dense_layers: Count = 0) -> Counts:
+    """Layers below `dense_layers` keep every token, the others `budget` per head: more than the budget in all.
+
+    Source: K-norm (Devoto et al. 2024), which skips layers 0 and 1; KVCache-Factory's L2NormCluster.
+    """
+    if o.layer < dense_layers:
+        return o.alive.sum(-1)
+    return budget[:, None].expand(-1, scores.shape[1])
+
+
+# ---- DuoAttention
+
+
+def gates(path: str) -> Float[Tensor, "layers kv_heads"]:
+    """Gates in [0, 1] from a file: JSON as `kvrepro.tools.duo` writes it, or a line per layer as the authors do.
+
+    Relative paths start at the project's folder. Raises InputError.
+    """
+    return _learned(path)[0]
+
+
+@lru_cache(maxsize=8)
+def _learned(path: str) -> tuple[Tensor, Tensor | None]:
+    """(gates, sample of the weights that they belong to, which the authors' files do not have)."""
+    file = ROOT / path
+    try:
+        text = file.read_text()
+        known = json.loads(text) if file.suffix == ".json" else {"gates": [line.split() for line in text.splitlines()]}
+        found = torch.tensor([[float(x) for x in row] for row in known["gates"]]).clamp(0, 1)
+        return found, torch.tensor(known["sample"]) if file.suffix == ".json" else None
+    except FileNotFoundError:
+        raise InputError(f"no gates at {file}: learn them with python -m kvrepro.tools.duo") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} holds no gates, a row per layer ({error}): learn them anew") from None
+
+
+def duo_attention(
+    scores: list[Scores],
+    protected: list[Mask],
+    budget: RowInts,
+    summaries: list,
+    gates_file: str = EMBEDDED,
+    count: Counted = "tokens",
+    observations: Sequence[Observation] = (),
+) -> tuple[list[Scores], list[Counts]]:
+    """Heads with the lowest gates keep their protected tokens (sinks and recent ones) only, the others everything.
+
+    count "tokens": as few heads stream as meet `budget` tokens per head on average, and the last of them keeps what is
+    left over, its newest tokens. count "heads": round(x layers kv_heads) of them stream, x = 1 - budget / tokens, so
+    that more than the budget is kept (public comparisons pass their cache ratio so). Among equal gates the earlier head
+    streams first. Raises InputError for gates of another model. Source: Xiao et al. 2024; kvpress
+    DuoAttentionPress.
+    """
+    ensure(Counted, count=count)
+    gate = gates(gates_file)
+    if gate.shape != (len(scores), scores[0].shape[1]):
+        raise InputError(
+            f"{gates_file} is made for {gate.shape[0]} x {gate.shape[1]} layers and KV heads, the model has "
+            f"{len(scores)} x {scores[0].shape[1]}: learn gates with python -m kvrepro.tools.duo"
+        )
+    sample = _learned(gates_file)[1]
+    if sample is not None and observations:
+        ensure_model(gates_file, sample, [o.output for o in observations], "run python -m kvrepro.tools.duo")
+    order = gate.flatten().to(budget.device).argsort(stable=True)  # the first to stream first
+    tokens = torch.stack([(~s.isneginf()).sum(-1) for s in scores], 1).flatten(1)  # [batch, layers * kv_heads]
+    least = torch.stack([(p & ~s.isneginf()).sum(-1) for s, p in zip(scores, protected, strict=True)], 1).flatten(1)
+    tokens, least = tokens[:, order], least[:, order]
+    if count == "heads":
+        share = 1 - budget.double() / tokens.double().mean(1).clamp(min=1)
+        streaming = torch.arange(len(order), device=order.device) < (share * len(order)).round()[:, None]
+        held = torch.where(streaming, least, tokens)
+    else:
+        total = budget * len(order)
+        if (least.sum(1) > total).any():
+            row = int((least.sum(1) - total).argmax())
+            raise InputError(
+                f"budget {int(budget[row])} < {int(least[row].sum()) / len(order):g} protected tokens per head: "
+                "raise the capacity, or protect less"
+            )
+        excess = (tokens.sum(1) - total).clamp(min=0)[:, None]
+        given = (tokens - least).cumsum(1) - (tokens - least)  # given up by the heads before this one
+        held = tokens - torch.minimum((excess - given).clamp(min=0), tokens - least)
+    counts = torch.empty_like(held).scatter_(1, order.expand_as(held), held)
+    return scores, list(counts.unflatten(1, gate.shape).unbind(1))

@@ -1,0 +1,162 @@
+"""Scorers that look at keys: their length, their direction, their likeness, and where the model's queries will point.
+
+float32 `[batch, kv_heads, tokens]`, large = keep. Nothing here is tokens x tokens: likeness comes in blocks of rows.
+"""
+
+from typing import Annotated
+
+import torch
+
+from kvrepro.engine import guard
+from kvrepro.engine.allowed import Count, Number, Odd, Share, Size, ensure
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.score.queries import EMBEDDED, ensure_model, frequencies, load, pairs
+from kvrepro.engine.select import select
+from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
+from kvrepro.errors import InputError
+
+FLOOR = 1e-8  # of lengths that are divided by
+Anchor = Annotated[str, ("unit", "plain")]
+Alone = Annotated[str, ("nothing", "first")]
+Cosine = Annotated[float, Number(-1, 1)]
+
+
+def k_norm(o: Observation) -> Scores:
+    """s_j = -||k_j||_2, which a rotation leaves as it is.
+
+    Source: Devoto et al. 2024; kvpress KnormPress. The authors leave layers 0 and 1 whole (`heads.whole`).
+    """
+    return -torch.linalg.vector_norm(o.keys.float(), dim=-1)
+
+
+def key_diff(o: Observation, anchor: Anchor = "unit") -> Scores:
+    """s_j = -cos(k_j, mu), mu = mean of k_i / ||k_i||: keys unlike the others stay.
+
+    anchor: "unit", or "plain" for mu = mean of k_i (DropKV, Table 11). Source: Park et al. 2025; kvpress KeyDiffPress.
+    """
+    return _unlike(o, o.alive, anchor)
+
+
+def key_diff_blocks(
+    o: Observation, scores: Scores, counts: Counts, protected: Mask, anchor: Anchor = "unit", block: Count = 128
+) -> tuple[Scores, Mask]:
+    """KeyDiff under a fixed cache: the first `counts` tokens, then block by block the best `counts` of survivors and
+    block, each time around an anchor of their own; protected tokens always survive. block 0: one shot.
+
+    Tokens that fall out on the way score 3 less, below all survivors. Source: Park et al. 2025; kvpress BlockPress.
+    """
+    if block == 0:
+        return scores, torch.zeros_like(protected)
+    place = o.alive.cumsum(-1)
+    kept = o.alive & (place <= counts[..., None])
+    for passed in range(0, int((place[..., -1] - counts).max()), block):
+        fresh = o.alive & (place > counts[..., None] + passed) & (place <= counts[..., None] + passed + block)
+        if not bool(fresh.any()):
+            continue
+        candidates = kept | fresh
+        scores = torch.where(candidates, _unlike(o, candidates, anchor), scores)
+        best = select(scores.masked_fill(~candidates, -torch.inf), protected, counts)
+        kept = torch.where(fresh.any(-1, keepdim=True), best, kept)  # heads that are through stay as they are
+    return torch.where(kept, scores, scores - 3), torch.zeros_like(kept)
+
+
+def _unlike(o: Observation, among: Mask, anchor: str) -> Scores:
+    ensure(Anchor, anchor=anchor)
+    keys = o.keys.float()
+    unit = torch.nn.functional.normalize(keys, dim=-1, eps=FLOOR)
+    mean = ((unit if anchor == "unit" else keys) * among[..., None]).sum(-2) / among.sum(-1, keepdim=True).clamp(min=1)
+    return -torch.einsum("bgnd,bgd->bgn", unit, torch.nn.functional.normalize(mean, dim=-1, eps=FLOOR))
+
+
+def r_kv(
+    o: Observation, mix: Share = 0.1, kernel: Odd = 7, threshold: Cosine = 0.5, alone: Alone = "nothing"
+) -> Scores:
+    """Z_j = mix I_j - (1 - mix) S_j: attention of the window against likeness to other keys.
+
+    I: softmax of the group's largest logits over what stands before the window, its mean over the window's queries,
+    max-pooled over `kernel` tokens. S: `likeness`. Source: Cai et al. 2025; R-KV's rkv/compression/r1_kv.py,
+    whose default mix is 0.07 where paper and README say 0.1.
+    """
+    batch, kv_heads, _, dim = o.keys.shape
+    q = o.queries.view(batch, kv_heads, o.group, -1, dim).float()
+    logits = torch.einsum("bgrwd,bgnd->bgrwn", q, o.keys.float()).amax(2) * o.scaling
+    p = logits.masked_fill(~o.visible | guard.window_of(o)[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    queries = (o.query_positions >= 0).sum(1).clamp(min=1)[:, None, None]
+    importance = torch.nn.functional.max_pool1d(p.sum(2) / queries, kernel, 1, kernel // 2)
+    return mix * importance - (1 - mix) * likeness(o, threshold, alone)
+
+
+def likeness(o: Observation, threshold: Cosine = 0.5, alone: Alone = "nothing", block: int = 64) -> Scores:
+    """S: softmax over tokens of the mean over i of cos(k_i, k_j), a row i without itself and without the last key that
+    is more than `threshold` like it: of near duplicates the newest is spared.
+
+    alone: what a row without such a neighbour leaves out, "nothing" or, as R-KV's code does, the "first" key. `block`
+    rows at a time. Source: Cai et al. 2025; R-KV's rkv/utils.py.
+    """
+    ensure(Alone, alone=alone)
+    unit = torch.nn.functional.normalize(o.keys.float(), dim=-1, eps=FLOOR) * o.alive[..., None]
+    place = torch.arange(o.keys.shape[2], dtype=torch.int32, device=o.keys.device)
+    first = o.alive.int().argmax(-1)[..., None, None]
+    total = torch.zeros_like(unit[..., 0])
+    for a in range(0, len(place), block):
+        like = unit[:, :, a : a + block] @ unit.mT  # [batch, kv_heads, block, tokens]
+        like.diagonal(a, -2, -1).zero_()
+        last = torch.where(like > threshold, place, -1).amax(-1, keepdim=True).long()
+        spared = torch.where(last < 0, first, last) if alone == "first" else last
+        there = spared.clamp(min=0)
+        like.scatter_(-1, there, like.gather(-1, there).masked_fill(spared >= 0, 0.0))
+        total += like.sum(-2)
+    mean = total / o.alive.sum(-1, keepdim=True).clamp(min=1)
+    return mean.masked_fill(~o.alive, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+
+def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 65536) -> Scores:
+    """s_j = z-scored mean over distances d = 1, 2, 4, .. `horizon` of sum_f |E q_f||k_f| cos(w_f (T + d - j) + phi_f),
+    plus sum_f (E|q_f| - |E q_f|) |k_f|, the largest of the group.
+
+    k_f: pair f of the key before its rotation, phi_f the angle from it to E q_f, T the tokens seen, w_f radians per
+    position. The first sum is the mean query, turned to T + d, times the key as it is cached, so that no key is turned
+    back. calibration: file of `kvrepro.tools.calibrate`, made for this model. Source: Mao et al. 2026;
+    triattention/methods/pruning_utils.py.
+    """
+    known = load(calibration)
+    batch, kv_heads, _, dim = o.keys.shape
+    if known.mean.shape != (o.layers, o.queries.shape[1], dim // 2):
+        raise InputError(
+            f"{calibration} is made for {' x '.join(map(str, known.mean.shape))} layers, heads and frequencies, the "
+            f"model has {o.layers} x {o.queries.shape[1]} x {dim // 2}: run python -m kvrepro.tools.calibrate"
+        )
+    if o.output is not None:
+        way_out = "run python -m kvrepro.tools.calibrate"
+        ensure_model(calibration, known.sample[o.layer : o.layer + 1], [o.output], way_out)
+    if o.inverse_frequencies is None:
+        raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")
+    speed = frequencies(o.inverse_frequencies, dim)
+    ahead = 2.0 ** torch.arange(horizon.bit_length(), dtype=torch.float64, device=speed.device)
+    turn = torch.polar(torch.ones((), dtype=torch.float64).to(speed), torch.outer(ahead, speed)).mean(0)
+    now = torch.polar(torch.ones((), dtype=torch.float64).to(speed), o.seen.double()[:, None] * speed)
+    mean = known.mean[o.layer].to(o.keys.device)
+    towards = (mean * (now * turn)[:, None]).to(torch.complex64).view(batch, kv_heads, o.group, -1)
+    spread = (known.length[o.layer].to(mean.device) - mean.abs()).view(kv_heads, o.group, -1)
+
+    k = pairs(o.keys, 2 * len(o.inverse_frequencies))
+    s = torch.einsum("bgrf,bgnf->bgrn", towards.real, k.real) + torch.einsum("bgrf,bgnf->bgrn", towards.imag, k.imag)
+    s += torch.einsum("grf,bgnf->bgrn", spread, k.abs())
+    alive = o.alive[:, :, None]
+    n = alive.sum(-1, keepdim=True).clamp(min=1)
+    s = (s - (s * alive).sum(-1, keepdim=True) / n) * alive
+    return (s / (s.square().sum(-1, keepdim=True) / n).sqrt().clamp(min=1e-6)).amax(2)
+
+
+def shared_by_layers(
+    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list
+) -> tuple[list[Scores], list[Counts]]:
+    """A KV head's mean score over the layers, for all of them: head g keeps the same tokens in every layer.
+
+    Source: triattention/methods/triattention.py, `per_head`. Raises InputError where layers hold unlike numbers.
+    """
+    if len({s.shape for s in scores}) > 1:
+        held = sorted({s.shape[-1] for s in scores})
+        raise InputError(f"layers hold {held[0]} to {held[-1]} tokens: take tri_attention_layer, each layer for itself")
+    mean = torch.stack(scores).mean(0)
+    return [mean] * len(scores), [budget[:, None].expand(-1, mean.shape[1])] * len(scores)

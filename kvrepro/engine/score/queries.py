@@ -1,0 +1,76 @@
+"""Statistics of a model's queries before rotation, which `python -m kvrepro.tools.calibrate` measures for TriAttention.
+
+And by what a file that was learned of one model is refused for another.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from kvrepro.errors import InputError
+from kvrepro.paths import ROOT
+
+EMBEDDED = "data/models/tiny-gqa-queries.json"  # relative to the project's folder
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Statistics of a model's queries before their rotation."""
+
+    model: str  # hash of the checkpoint
+    mean: Complex[Tensor, "layers heads frequencies"]
+    length: Float[Tensor, "layers heads frequencies"]
+    sample: Float[Tensor, "layers weights"]
+
+
+def sampled(outputs: Sequence[Tensor]) -> Float[Tensor, "layers weights"]:
+    """By what a model is known again, whatever its dtype: eight weights of each layer's output projection."""
+    return torch.stack([output[0, 0, :8].float().cpu() for output in outputs])
+
+
+def rounded(numbers: list | float) -> list | float:
+    """Five significant digits, which a file holds."""
+    return [rounded(x) for x in numbers] if isinstance(numbers, list) else float(f"{numbers:.5g}")
+
+
+def ensure_model(path: str, sample: Float[Tensor, "layers weights"], outputs: Sequence[Tensor], remedy: str) -> None:
+    """Raise InputError where a file's `sample` is not that of these output projections [heads, dim, hidden].
+
+    A half-precision copy is the same model; a model tuned without its output projections passes as well.
+    """
+    sample, found = sample.cpu(), sampled(outputs)
+    if not torch.allclose(sample, found, rtol=0.01, atol=1e-6):
+        at = (sample - found).abs().argmax()
+        pair = f"{float(sample.flatten()[at]):.4g} there, {float(found.flatten()[at]):.4g} here"
+        raise InputError(f"{path} was made from other weights, {pair}: {remedy}")
+
+
+def pairs(x: Tensor, rotated: int) -> Complex[Tensor, "..."]:
+    """The last axis [dim] as complex numbers [dim / 2]: the `rotated` first elements pair with each other, half against
+    half, and so do those that the model leaves unrotated. float32."""
+    parts = [part.float().unflatten(-1, (2, -1)) for part in (x[..., :rotated], x[..., rotated:]) if part.shape[-1]]
+    return torch.complex(*(torch.cat([part[..., side, :] for part in parts], -1) for side in (0, 1)))
+
+
+def frequencies(inverse_frequencies: Tensor, dim: int) -> Tensor:
+    """Radians per position of each pair, float64 [dim / 2]; 0 for those left unrotated."""
+    return torch.nn.functional.pad(inverse_frequencies.double(), (0, dim // 2 - len(inverse_frequencies)))
+
+
+@lru_cache(maxsize=8)
+def load(path: str) -> Queries:
+    """A file that this module wrote; relative paths start at the project's folder. Raises InputError."""
+    file = ROOT / path  # an absolute path stays as it is
+    try:
+        read = json.loads(file.read_text())
+        mean = torch.complex(torch.tensor(read["mean_real"]), torch.tensor(read["mean_imaginary"]))
+        return Queries(read["model"], mean, torch.tensor(read["length"]), torch.tensor(read["sample"]))
+    except FileNotFoundError:
+        raise InputError(f"no query statistics at {file}: write them with python -m kvrepro.tools.calibrate") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} holds no query statistics ({error}): write them anew") from None

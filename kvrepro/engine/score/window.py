@@ -1,0 +1,380 @@
+"""Window scorers: what the last queries say about each token.
+
+One table: indicator x aggregator x pooling, reduced over the query heads of a KV head, is `windowed`; the published
+methods are rows of it. `aggregate="defensive"` works on every row (DefensiveKV, appendix J). All scores are float32
+[batch, kv_heads, tokens], large = keep; tokens of the window itself score 0 where a method leaves them out and are
+kept by the guard `recent`.
+
+| method | indicator | aggregate | pool |
+| --- | --- | --- | --- |
+| SnapKV, PyramidKV, Ada-KV, CriticalKV (stage 1) | attention | mean | each head |
+| CAKE | attention | mean + gamma variance | each head |
+| AnDPro | anchor | sum | none |
+| DropKV | perturbation | sum | each KV head |
+| DefensiveKV | attention | defensive | each query |
+"""
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvrepro.engine import guard
+from kvrepro.engine.allowed import Count, Odd, Positive, Share, Size, Weight, ensure
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.select import select
+from kvrepro.engine.shapes import Counts, Mask, Probabilities, RowInts, Scores
+from kvrepro.errors import InputError
+
+Aggregate = Annotated[str, ("mean", "sum", "max", "mean_var", "defensive")]
+Group = Annotated[str, ("mean", "sum", "max", "union")]
+Pool = Annotated[str, ("none", "average", "max")]
+PoolAt = Annotated[str, ("query", "head", "kv_head")]
+Over = Annotated[str, ("past", "all")]
+NormOver = Annotated[str, ("none", "layer", "heads")]
+
+# ---- indicators: float32 [batch, kv_heads, group, window, tokens], 0 where the query may not look
+
+
+def attention(o: Observation) -> Probabilities:
+    """p."""
+    return o.attention
+
+
+def attention_norm(o: Observation) -> Probabilities:
+    """p ||v W_O||_1."""
+    return o.attention * o.projected_norm[..., None, :]
+
+
+def perturbation(o: Observation, eps: Positive = 1e-6, round_p: bool = False) -> Probabilities:
+    """(p / (1 - p + eps))^2 ||a - v||^2: squared change of a head's output, before W_O, if this token alone left.
+
+    round_p: p and a are first rounded to bfloat16. Then p above 0.998 becomes 1 and the factor 1 / eps^2.
+    Source: DropKV, Lemma 1 and Algorithm 2; dropkv_cache.py of AozhongZhang/DropKV@67cdfeb.
+    """
+    p, a, v = o.attention, o.outputs, o.values.float()
+    if round_p:
+        p, a = p.bfloat16().float(), a.bfloat16().float()
+    far = torch.einsum("bgrwd,bgnd->bgrwn", a, v).mul_(-2)
+    far += a.square().sum(-1)[..., None] + v.square().sum(-1)[:, :, None, None]
+    return far.clamp_(min=0).mul_((p / (1 - p + eps)).square_())
+
+
+def anchor(o: Observation) -> Probabilities:
+    """p <a, v>: how far this token pulls along the head's output. Source: AnDPro (Geng et al. 2025), equation 15."""
+    return torch.einsum("bgrwd,bgnd->bgrwn", o.outputs, o.values.float()).mul_(o.attention)
+
+
+# ---- the table
+
+
+def windowed(
+    o: Observation,
+    importance: Probabilities,
+    aggregate: Aggregate = "mean",
+    pool: Pool = "none",
+    kernel: Odd = 5,
+    group: Group = "mean",
+    pool_at: PoolAt = "head",
+    over: Over = "past",
+    gamma: Weight = 200.0,
+    rescale: bool = False,
+) -> Scores:
+    """Importance [batch, kv_heads, group, window, tokens] reduced over the window's queries and a KV head's group.
+
+    aggregate, over queries: mean, sum, max, mean_var (mean + gamma times the unbiased variance), or defensive: max over
+    queries and group, pooled before, then no less than the head's mean. group: mean, sum, max, or union: minus the best
+    rank that any query head gives, so that a KV head keeps the union of its query heads' own choices. pool (none,
+    average counting zeros beyond the ends, max) runs over each "query", "head" or "kv_head" (pool_at). over: "past"
+    leaves the window's own tokens out, "all" counts them. rescale: a pooled row gets its former sum back.
+    Raises InputError for unknown names and even kernels. Scratch is linear in tokens.
+    """
+    ensure(Aggregate, aggregate=aggregate)
+    ensure(Group, group=group)
+    ensure(Pool, pool=pool)
+    ensure(PoolAt, pool_at=pool_at)
+    ensure(Over, over=over)
+    if aggregate == "defensive":
+        pool_at, group = "query", "max"
+    counted = o.alive & ~guard.window_of(o) if over == "past" else o.alive
+    x = importance.masked_fill(~counted[:, :, None, None], 0.0)
+    if pool_at == "query":
+        before = x.sum(-1, keepdim=True)
+        x = _pooled(x, counted, pool, kernel)
+        if rescale:
+            x *= before / x.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    x = _aggregated(x, _voters(o), "max" if aggregate == "defensive" else aggregate, gamma)
+    if pool_at == "head":
+        x = _pooled(x, counted, pool, kernel)
+    x = _grouped(x, counted, group)
+    if pool_at == "kv_head":
+        x = _pooled(x, counted, pool, kernel)
+    if aggregate == "defensive":
+        mean = x.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
+        x = torch.maximum(x, mean)
+    return x.masked_fill(~counted, 0.0)
+
+
+def fused(
+    o: Observation, indicator: str, aggregate: str, pool: str, kernel: int, group: str, pool_at: str, over: str, **extra
+) -> Scores:
+    """`windowed` by one pass of a Triton kernel over keys and values; pooling follows the reduction over the group.
+
+    Raises InputError for an order of reductions that the kernel does not have.
+    """
+    from kvrepro_kernels import window_scores
+
+    linear = pool == "none" or (pool == "average" and group in ("mean", "sum"))
+    if aggregate not in ("mean", "sum", "max") or group == "union" or not (pool_at == "kv_head" or linear):
+        chosen = f"aggregate {aggregate}, group {group}, pool {pool} at {pool_at}"
+        raise InputError(f"backend triton reduces queries, then the group, then pools, not {chosen}: use backend torch")
+    x = window_scores(
+        o.queries, o.keys, o.values, o.log_sums, o.window_outputs, indicator=indicator, aggregate=aggregate,
+        reduction=group, scale=o.scaling, **extra,
+    )  # fmt: skip
+    counted = o.alive & ~guard.window_of(o) if over == "past" else o.alive
+    return _pooled(x.masked_fill_(~counted, 0.0), counted, pool, kernel)
+
+
+def _voters(o: Observation) -> Tensor:
+    """Bool [batch, kv_heads or 1, 1, window, tokens or 1]: queries with a say about a token (later ones say 0)."""
+    there = (o.query_positions >= 0)[:, None, None, :, None]
+    if o.span_local:
+        same = o.span(o.positions)[:, :, None, :] == o.span(o.query_positions)[:, None, :, None]
+        there = there & same[:, :, None]
+    return there
+
+
+def _aggregated(x: Tensor, voters: Tensor, aggregate: str, gamma: float) -> Tensor:
+    """Over the window's queries: [batch, kv_heads, group, tokens]."""
+    if aggregate == "sum":
+        return x.sum(3)
+    if aggregate == "max":
+        return x.amax(3)
+    n = voters.sum(3)
+    mean = x.sum(3) / n.clamp(min=1)
+    if aggregate == "mean":
+        return mean
+    return mean + gamma * _variance(x, mean, voters, n)
+
+
+def _variance(x: Tensor, mean: Tensor, voters: Tensor, n: Tensor) -> Tensor:
+    """Unbiased, over the queries that have a say; 0 where there is one."""
+    return ((x - mean[..., None, :]).square_() * voters).sum(3) / (n - 1).clamp(min=1)
+
+
+def _pooled(x: Tensor, counted: Mask, pool: str, kernel: int) -> Tensor:
+    """Along tokens, over the counted ones; the others are 0 before (average) or absent (max), and 0 afterwards."""
+    if pool == "none":
+        return x
+    ensure(Odd, kernel=kernel)
+    out = ~counted.view(*counted.shape[:2], *[1] * (x.dim() - 3), counted.shape[-1])
+    if pool == "average":
+        x = F.avg_pool1d(x.flatten(0, -2)[:, None], kernel, 1, kernel // 2)[:, 0].view_as(x)
+    else:
+        x = x.masked_fill(out, -torch.inf)
+        x = F.max_pool1d(x.flatten(0, -2)[:, None], kernel, 1, kernel // 2)[:, 0].view_as(x)
+    return x.masked_fill_(out, 0.0)
+
+
+def _grouped(x: Tensor, counted: Mask, group: str) -> Tensor:
+    """Over the query heads of a KV head: [batch, kv_heads, tokens]."""
+    if group == "union":
+        key = x.masked_fill(~counted[:, :, None], -torch.inf).flip(-1)
+        place = key.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).flip(-1)
+        return -place.amin(2).float()
+    return {"mean": x.mean, "sum": x.sum, "max": x.amax}[group](2)
+
+
+# ---- methods
+
+
+def snapkv(
+    o: Observation,
+    aggregate: Aggregate = "mean",
+    pool: Pool = "average",
+    kernel: Odd = 5,
+    group: Group = "mean",
+    pool_at: PoolAt = "head",
+) -> Scores:
+    """s_j = mean over the group of Pool_k(mean over the window's queries of p_j), tokens before the window only.
+
+    The original sums instead of averaging, which ranks the same, and gives every query head its own cache; within one
+    KV head's budget that is group="union". Also the score of PyramidKV, Ada-KV and CriticalKV's first stage.
+    Source: SnapKV (Li et al. 2024), equations 2 and 3; snapkv_press.py of NVIDIA/kvpress@8bb29b9.
+    """
+    if o.backend == "triton":
+        return fused(o, "attention", aggregate, pool, kernel, group, pool_at, "past")
+    return windowed(o, o.attention, aggregate, pool, kernel, group, pool_at)
+
+
+def cake(
+    o: Observation,
+    gamma: Weight = 200.0,
+    aggregate: Aggregate = "mean_var",
+    pool: Pool = "average",
+    kernel: Odd = 5,
+    group: Group = "mean",
+) -> Scores:
+    """s_j = mean over the group of Pool_k(mean_t p + gamma Var_t p), tokens before the window only.
+
+    Source: CAKE (Qin et al. 2025), equation 11; cake_global_press.py of FFY0/DefensiveKV@9251b95.
+    """
+    return windowed(o, o.attention, aggregate, pool, kernel, group, gamma=gamma)
+
+
+def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) -> Tensor:
+    """P = H^(1/tau1) V^(1/tau2) of a layer, float32 [batch], from attention p to the tokens before the window.
+
+    H = -sum p ln(p + 1e-10) over heads, queries and tokens; V = sum over heads and tokens of p's unbiased variance over
+    the queries. Source: CAKE, equations 5 to 7; cake_global_press.py of FFY0/DefensiveKV@9251b95, which takes
+    tau (1.6, 0.6) for every model and budget; the original tunes them (Llama-3.1: 1.6, 0.4 at 1,024 tokens).
+    """
+    past = o.alive & ~guard.window_of(o)
+    p = o.attention.masked_fill(~past[:, :, None, None], 0.0)
+    voters = _voters(o)
+    n = voters.sum(3)
+    scatter = _variance(p, p.sum(3) / n.clamp(min=1), voters, n).sum((1, 2, 3))
+    entropy = -(p * (p + 1e-10).log_()).sum((1, 2, 3, 4))
+    return entropy.clamp(min=0) ** (1 / tau1) * scatter ** (1 / tau2)
+
+
+def critical(
+    o: Observation,
+    scores: Scores,
+    counts: Counts,
+    protected: Mask,
+    alpha: Share = 0.5,
+    eps: Weight = 1e-4,
+    exempt_floor: Share = 0.0,
+) -> tuple[Scores, Mask]:
+    """CriticalKV's two stages: the int(alpha * count) best of each head are exempt, protected tokens first; the rest is
+    scored (s_j + eps) times the group's mean of ||v_j W_O||_1.
+
+    Returns (scores, exempt tokens). With each head's Ada-KV count it is Critical-AdaKV; there the public code also
+    exempts Ada-KV's floor, int(exempt_floor * budget) tokens, which counts in heads with less than floor / alpha of an
+    equal share. The public code's window is safe only while the first stage holds it; protected tokens always stay.
+    Source: CriticalKV (Feng et al. 2025), Algorithm 1; criticalkv_press.py of NVIDIA/kvpress@8bb29b9.
+    """
+    first = torch.maximum(counts.double() * alpha, counts.double().mean(1, keepdim=True) * exempt_floor)
+    first = torch.maximum((first + 1e-9).long(), (protected & o.alive).sum(-1))
+    exempt = select(scores.masked_fill(~o.alive, -torch.inf), protected, first)
+    return ((scores + eps) * o.projected_norm.mean(2)).masked_fill(~o.alive, -torch.inf), exempt
+
+
+def andpro(
+    o: Observation,
+    aggregate: Aggregate = "sum",
+    pool: Pool = "none",
+    kernel: Odd = 7,
+    group: Group = "mean",
+    chunk: Count = 0,
+    window: Size = 32,
+) -> Scores:
+    """s_j = sum over the window's queries of p_j <a, v_j>, mean over the group.
+
+    chunk > 0 is the public code: each row of p is max-pooled over all tokens; the anchor is not a but the sum of p v
+    over the droppable chunks of `chunk` tokens only (neither the first nor the last `window / chunk`, which stay); a
+    chunk's tokens share their sum. It ranks query heads jointly, here the group's max ranks KV heads. It also counts
+    kept chunks where the budget means tokens (128 tokens, window 32: 384 kept); here a budget is tokens. Where the
+    length is no multiple of `chunk`, the window that stays here holds up to chunk - 1 tokens more than its chunks do.
+    Source: AnDPro (Geng et al. 2025), equation 15; snapkv_utils.py of MIRALab-USTC/LLM-AnDPro.
+    """
+    if o.backend == "triton":
+        if chunk:
+            raise InputError(f"backend triton has no chunks of {chunk} tokens: chunk=0, or backend torch")
+        return fused(o, "anchor", aggregate, pool, kernel, group, "kv_head", "all")
+    if not chunk:
+        return windowed(o, anchor(o), aggregate, pool, kernel, group, over="all")
+    p = _pooled(o.attention, o.alive, pool, kernel)
+    number = (o.alive.cumsum(-1) - 1).clamp(min=0) // chunk
+    droppable = o.alive & (number > 0) & (number <= number[..., -1:] + window // -chunk)
+    v = o.values.float()
+    pull = torch.einsum("bgrwn,bgnd->bgrwd", p * droppable[:, :, None, None], v)
+    x = torch.einsum("bgrwd,bgnd->bgrwn", pull, v).mul_(p).masked_fill_(~droppable[:, :, None, None], 0.0)
+    x = _aggregated(x, _voters(o), "max" if aggregate == "defensive" else aggregate, 0.0)
+    where = number[:, :, None].expand_as(x)
+    together = torch.zeros_like(x).scatter_add_(-1, where, x).gather(-1, where)
+    score = _grouped(together, droppable, "max" if aggregate == "defensive" else group)
+    if aggregate == "defensive":
+        mean = score.masked_fill(~droppable, 0.0).sum(-1, keepdim=True) / droppable.sum(-1, keepdim=True).clamp(min=1)
+        score = torch.maximum(score, mean)
+    return score.masked_fill(~droppable, 0.0)
+
+
+def dropkv(
+    o: Observation,
+    eps: Positive = 1e-6,
+    round_p: bool = False,
+    aggregate: Aggregate = "sum",
+    pool: Pool = "max",
+    kernel: Odd = 11,
+    group: Group = "mean",
+) -> Scores:
+    """s_j = Pool_k(mean over the group, sum over the window's queries, of (p_j / (1 - p_j + eps))^2 ||a - v_j||^2).
+
+    The cost of evicting j, so large = keep. Pooling comes last and runs over all tokens: the window's scores reach
+    k // 2 places left. The paper's algorithm is per head; the mean over the group stands in the code only.
+    Source: DropKV, section 3.3 and Algorithm 1 (max pooling); dropkv_cache.py of AozhongZhang/DropKV@67cdfeb (average
+    pooling, p in bfloat16).
+    """
+    if o.backend == "triton":
+        if round_p:
+            raise InputError("backend triton does not round p to bfloat16: round_p=False, or backend torch")
+        return fused(o, "perturbation", aggregate, pool, kernel, group, "kv_head", "all", eps=eps)
+    return windowed(o, perturbation(o, eps, round_p), aggregate, pool, kernel, group, "kv_head", "all")
+
+
+def defensive_kv(
+    o: Observation,
+    budget: RowInts | None = None,
+    aggregate: Aggregate = "defensive",
+    pool: Pool = "average",
+    kernel: Odd = 5,
+    over: Over = "all",
+    rescale: bool = False,
+    share: NormOver = "none",
+    mass: Share = 0.0,
+) -> Scores:
+    """s_j = max(R_j, mean_i R_i) N_j, with R_j the largest pooled attention over queries and group, N_j the group's
+    mean of ||v_j W_O||_1.
+
+    share: N as it is ("none"); over its sum over the layer's tokens and KV heads ("layer", Layer-DefensiveKV); over its
+    sum over the KV heads that hold the position ("heads", the public code of both). mass > 0: the tokens that hold the
+    first `mass` of attention, and the window, get the layer's largest score (`_first_mass`; needs the budget).
+    Source: DefensiveKV, Algorithms 1 and 2; efficient_defensivekv_press.py and efficient_layer_defensivekv_press.py of
+    FFY0/DefensiveKV@9251b95, whose further steps are over="past", rescale, share="heads" and mass=0.9.
+    """
+    ensure(NormOver, share=share)
+    risk = windowed(o, o.attention, aggregate, pool, kernel, "max", "query", over, rescale=rescale)
+    norm = o.projected_norm.mean(2).masked_fill(~o.alive, 0.0)
+    if share == "layer":
+        norm = norm / norm.sum((1, 2), keepdim=True)
+    elif share == "heads":
+        where = o.positions.clamp(min=0).flatten(1)
+        total = norm.new_zeros(len(norm), int(o.positions.max()) + 1).scatter_add_(1, where, norm.flatten(1))
+        norm = norm / total.gather(1, where).view_as(norm).clamp(min=torch.finfo(norm.dtype).tiny)
+    return _first_mass(o, risk * norm, budget, mass) if mass else risk * norm
+
+
+def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) -> Scores:
+    """The largest score of the layer for the window, and for the tokens that fill the first `mass` - b of each head's
+    mean attention to the past, the one that crosses it excluded, at most budget - window of them.
+
+    b is meant as the window's attention; the public code sums it after the window has been cut off, so it is the
+    attention on as many tokens before the window, mean over the layer's heads and queries. Only in the public code.
+    """
+    own = guard.window_of(o)
+    past = o.alive & ~own
+    p = o.attention.masked_fill(~past[:, :, None, None], 0.0)
+    near = past & (past.flip(-1).cumsum(-1).flip(-1) <= own.sum(-1, keepdim=True))
+    b = (p * near[:, :, None, None]).sum(-1).mean((1, 2, 3))
+    held = p.mean((2, 3))
+    held = held / held.sum(-1, keepdim=True).clamp(min=torch.finfo(held.dtype).tiny)
+    filled = (held.sort(-1, descending=True).values.cumsum(-1) < (mass - b)[:, None, None]).sum(-1)
+    filled = torch.minimum(filled, (budget[:, None] - own.sum(-1)).clamp(min=0))
+    first = select(held.masked_fill(~past, -torch.inf), torch.zeros_like(past), filled)
+    among = past | ~past.any(2, keepdim=True).any(1, keepdim=True)  # a prompt within the window has no past
+    top = scores.masked_fill(~(among & o.alive), -torch.inf).amax((1, 2), keepdim=True)
+    return torch.where(first | own, top, scores)

@@ -1,0 +1,45 @@
+"""Who stays in each head, once scores, protected tokens and counts are known."""
+
+import torch
+from torch import Tensor
+
+from kvrepro.engine.shapes import Counts, Mask, Scores
+from kvrepro.errors import InputError
+
+
+def select(scores: Scores, protected: Mask, counts: Counts) -> Mask:
+    """The protected tokens of each head, then its best-scored; among equals the later token. bool, as `scores`.
+
+    Exactly `counts` [batch, kv_heads] tokens per head. A slot scored -inf is dead and never kept; a head with fewer
+    tokens than its count keeps them all. Raises InputError for a count below the protected tokens, and for NaN scores.
+    """
+    dead = scores.isneginf()
+    guarded = (protected & ~dead).sum(-1)
+    if (guarded > counts).any():
+        worst = (guarded - counts).argmax()
+        raise InputError(
+            f"budget {int(counts.flatten()[worst])} < {int(guarded.flatten()[worst])} protected tokens: raise the "
+            "capacity, or protect less"
+        )
+    if scores.isnan().any():
+        raise InputError(f"{int(scores.isnan().sum())} of {scores.numel()} scores are NaN: mend the scorer")
+    order = _ordered(scores.masked_fill(protected & ~dead, torch.inf))
+    best = order.sort(dim=-1, descending=True).values
+    last = best.gather(-1, (counts[..., None] - 1).clamp(0, order.shape[-1] - 1))
+    return (order >= last) & (counts > 0)[..., None] & ~dead
+
+
+def best(scores: Scores, protected: Mask, count: int) -> tuple[Tensor, Tensor]:
+    """What `select` keeps where every head keeps `count` living tokens: their places, int64 [batch, kv_heads, count],
+    ascending; and whether it would have raised, bool [], so that a GPU need not be waited for."""
+    doubt = ((protected.sum(-1) > count) | scores.isnan().any(-1)).any()
+    order = _ordered(scores.masked_fill(protected, torch.inf))
+    return order.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values, doubt
+
+
+def _ordered(scores: Scores) -> Tensor:
+    """Distinct int64 keys in the order of the scores, the later token above its equals: the float's bits made monotone,
+    then its place."""
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0: one zero
+    bits = torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits)
+    return bits.long() << 32 | torch.arange(scores.shape[-1], device=scores.device)

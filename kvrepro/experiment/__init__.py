@@ -1,0 +1,1 @@
+"""Items x conditions -> rows -> verdicts."""

@@ -1,0 +1,508 @@
+"""Items, prompts and public data: every text that enters a run comes from here.
+
+Public files are named in data/sources.yml with commit and checksum: `python -m kvrepro.experiment.data list`, `...
+fetch NAME`.
+"""
+
+import hashlib
+import http.client
+import json
+import os
+import random
+import re
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from kvrepro.engine.condition import Prompt
+from kvrepro.errors import InputError
+from kvrepro.item import Item, Span
+from kvrepro.paths import DATA, ROOT
+
+CACHE = DATA / "cache"
+SOURCES = DATA / "sources.yml"
+LONGBENCH_QA = ("2wikimqa", "qasper", "multifieldqa_en", "hotpotqa", "narrativeqa", "musique")
+LONGBENCH_WORDS = 6000  # the protection paper's items have 549 to 5,996 words
+# The paper's system turn asks for a short factual answer from the passage. Its wording is not published; this is ours.
+SYSTEM = "Answer the question from the passage. Reply with a short, factual answer only."
+
+
+# ---- items
+
+
+def load_items(items: str, n_items: int | None = None, seed: int = 0, tokens: int = 1900) -> list[Item]:
+    """`n_items` items (None: all of a file), balanced over tasks, the same for the same seed.
+
+    items: "tinyworld" (all its tasks), "tinyworld:domains" (the six QA domains), "tinyworld:domains,needle" (some
+    tasks), "longbench" (six public QA sets), or the path of a .jsonl file whose rows have `messages`, or `context`
+    and `question`. `tokens` is the prompt length of tinyworld items.
+    """
+    if n_items is not None and (not isinstance(n_items, int) or n_items < 1):
+        raise InputError(f"n_items is {n_items!r}: ask for a whole number, at least 1")
+    if items == "tinyworld" or items.startswith("tinyworld:"):
+        return _tinyworld(items.partition(":")[2], n_items, seed, tokens)
+    if items == "longbench":
+        return _balanced(_longbench(), n_items, seed, items)
+    if items.endswith(".jsonl"):
+        path = Path(items).expanduser()
+        found = path if path.is_file() else ROOT / path  # notebooks run in a folder of their own
+        return _balanced(_read_jsonl(found if found.is_file() else path), n_items, seed, items)
+    raise InputError(f"unknown items '{items}': use tinyworld, tinyworld:TASK, longbench, or the path of a .jsonl file")
+
+
+def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[Item]:
+    from kvrepro.world import world
+
+    groups = {"": world.TASKS, "domains": world.DOMAINS}
+    tasks = [task for name in names.split(",") for task in groups.get(name, [name])]
+    unknown = [task for task in tasks if task not in world.ALL]
+    if unknown:
+        raise InputError(f"unknown tinyworld task '{unknown[0]}': use domains, or some of {', '.join(world.ALL)}")
+    if n_items is None:
+        raise InputError("tinyworld has no end: give n_items")
+    counts = [n_items // len(tasks) + (i < n_items % len(tasks)) for i in range(len(tasks))]
+    return [item for task, n in zip(tasks, counts, strict=True) if n for item in world.sample(task, n, seed, tokens)]
+
+
+def _longbench() -> list[Item]:
+    """The six QA sets, contexts as long as the paper's at most, from the public archive through `datasets`.
+
+    The archive, because datasets 4 and later run no loading script, and the set is published as one.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise InputError("items 'longbench' needs the package datasets: pip install 'kvrepro[hub]'") from None
+    archive = fetch("longbench/data.zip")
+    found = []
+    for task in LONGBENCH_QA:
+        rows = load_dataset("json", data_files=f"zip://data/{task}.jsonl::{archive}", split="train")
+        kept = [(i, row) for i, row in enumerate(rows) if row["length"] <= LONGBENCH_WORDS]
+        found += [_item(row, f"{task}-{i:03d}") for i, row in kept]
+    return found
+
+
+def _read_jsonl(path: Path) -> list[Item]:
+    if not path.is_file():
+        raise InputError(f"no file {path}: give a .jsonl, or fetch one (python -m kvrepro.experiment.data list)")
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError("not an object")
+            found.append(_item(row, f"{path.stem}-{number - 1:03d}"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{path}, line {number}: {_reason(error)}; a row needs answer, and messages or context and question"
+            ) from None
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return f"no field {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _item(row: dict, identity: str) -> Item:
+    """A row of the artifact's files, of LongBench, or of `python -m kvrepro.world sample`."""
+    answers = row.get("answers", row.get("answer"))
+    if answers is None:
+        raise KeyError("answer")
+    answers = [answers] if isinstance(answers, str) else answers
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError(f"answer is {answers!r}, not a text or a list of texts")
+    meta = dict(row.get("meta") or {})
+    if len(answers) > 1:
+        meta["answers"] = answers
+    if "messages" in row:
+        messages = row["messages"]
+        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+            raise ValueError("messages is not a list of {role, content}, both texts")
+        spans = tuple(Span(**span) for span in row.get("spans", ()))
+        if any(not 0 <= span.message < len(messages) for span in spans):
+            raise ValueError(f"a span lies outside the {len(messages)} messages")
+        name, task = str(row.get("id", identity)), str(row.get("task", "items"))
+        return Item(name, task, tuple(messages), answers[0], spans, meta=meta)
+    question = next((row[key] for key in ("question", "input", "prompt") if key in row), None)
+    if question is None:
+        raise KeyError("question")
+    task = row.get("domain") or row.get("dataset") or meta.get("benchmark") or "items"
+    if not isinstance(row["context"], str) or not isinstance(question, str) or not (row["context"] + question).strip():
+        raise ValueError("context and question are not texts, or both are empty")
+    messages, spans = _passage_messages(row["context"], question)
+    return Item(identity, str(task), messages, answers[0], spans, row["context"], question, meta)
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _balanced(items: list[Item], n: int | None, seed: int, name: str) -> list[Item]:
+    """n items, as equal over tasks as their numbers allow, in file order; the seed chooses within a task."""
+    if n is None or n == len(items):
+        return items
+    if n > len(items):
+        raise InputError(f"n_items is {n} but {name} has {len(items)} items: ask for at most {len(items)}")
+    groups: dict[str, list[int]] = {}
+    for i, item in enumerate(items):
+        groups.setdefault(item.task, []).append(i)
+    for task, members in groups.items():
+        random.Random(f"{seed} {task}").shuffle(members)
+    turns = [members[turn] for turn in range(len(items)) for members in groups.values() if turn < len(members)]
+    return [items[i] for i in sorted(turns[:n])]
+
+
+# ---- prompts
+
+
+def _passage_messages(context: str, question: str) -> tuple[tuple[dict, ...], tuple[Span, ...]]:
+    passage, ask = f"Passage: {context}", f"Question: {question}"
+    content = f"{passage}\n\n{ask}"
+    messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": content})
+    spans = (
+        Span("system", 0, 0, len(SYSTEM)),
+        Span("passage", 1, 0, len(passage)),
+        Span("question", 1, len(content) - len(ask), len(content)),
+    )
+    return messages, spans
+
+
+def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
+    """Token ids of the item's messages with generation prompt, at most `limit`, and its spans as token positions.
+
+    A passage that does not fit keeps its last tokens: budget = limit - tokens(template with empty user turn) -
+    tokens(question part) - tokens("Passage: "); the kept tokens are decoded, templated and tokenised again, and what
+    still exceeds the limit is cut on the right. No special tokens beside the template's. Raises InputError if an item
+    without passage exceeds the limit, and for a template whose own words the tokenizer does not know. Source:
+    protection paper's harness, run_v3_jax.py:410-480.
+    """
+    messages, spans = item.messages, item.spans
+    if not any(message["content"].strip() for message in messages):
+        raise InputError(f"item {item.id} is empty: its messages hold no text")
+    if item.context is not None:
+        empty_user = _render(tokenizer, ({"role": "system", "content": SYSTEM}, {"role": "user", "content": ""}))
+        parts = (empty_user, f"\n\nQuestion: {item.question}", "Passage: ")
+        budget = limit - sum(len(_encode(tokenizer, part)) for part in parts)
+        if budget < 1:
+            raise InputError(f"item {item.id}: limit {limit} leaves {budget} tokens for the passage: raise the limit")
+        context = _encode(tokenizer, item.context)
+        if len(context) > budget:
+            messages, spans = _passage_messages(tokenizer.decode(context[-budget:]), item.question or "")
+    text = _render(tokenizer, messages)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    if item.context is None and len(ids) > limit:
+        raise InputError(
+            f"item {item.id} has {len(ids)} prompt tokens > limit {limit}: raise the limit or take shorter items"
+        )
+    starts = _starts(item.id, text, messages)
+    contents = [(at, at + len(message["content"])) for at, message in zip(starts, messages, strict=True)]
+    _ensure_known(tokenizer, text, ids, offsets, contents)
+    found = _positions(starts, spans, offsets[:limit])
+    return Prompt(ids[:limit], found, _turns(tokenizer, text, messages, offsets[:limit]))
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _render(tokenizer: Any, messages: tuple[dict, ...]) -> str:
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"tokenizer {tokenizer.name_or_path} has no chat template: use an instruction-tuned checkpoint"
+        )
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise InputError(f"the chat template of {tokenizer.name_or_path} refuses the messages: {error}") from None
+
+
+def _turns(tokenizer: Any, text: str, messages: Sequence[dict], offsets: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """First token of the first turn of each role, its header included; turns that the template hides are left out."""
+    turns: dict[str, int] = {}
+    for i, message in enumerate(messages):
+        before = "" if i == 0 else tokenizer.apply_chat_template(list(messages[:i]), tokenize=False)
+        first = next((at for at, (a, b) in enumerate(offsets) if a >= len(before) and b > a), None)
+        if text.startswith(before) and first is not None:
+            turns.setdefault(message["role"], first)
+    return turns
+
+
+def _starts(identity: str, text: str, messages: Sequence[dict]) -> list[int]:
+    """Where each message's content begins in the rendered text; templates may trim it, so that is looked for too."""
+    starts, cursor = [], 0
+    for message in messages:
+        content = message["content"]
+        at = text.find(content, cursor)
+        if at < 0:
+            at = text.find(content.strip(), cursor)
+            if at < 0:
+                raise InputError(
+                    f"item {identity}: the chat template rewrites a {message['role']} message, spans are lost"
+                )
+            at -= len(content) - len(content.lstrip())
+        starts.append(at)
+        cursor = at + len(content.rstrip())
+    return starts
+
+
+def _ensure_known(
+    tokenizer: Any,
+    text: str,
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    contents: Sequence[tuple[int, int]],
+) -> None:
+    """Raise InputError where the template's own words, not those of `contents`, become unknown tokens.
+
+    What a template writes as the unknown token itself is meant: some tokenizers give it a second office.
+    """
+    for token, (a, b) in zip(ids, offsets, strict=True):
+        if token != tokenizer.unk_token_id or a == b or text[a:b].strip() == tokenizer.unk_token:
+            continue
+        if not any(a < last and b > first for first, last in contents):
+            raise InputError(
+                f"the chat template of {tokenizer.name_or_path} writes {text[a:b]!r}, which its tokenizer does not "
+                f"know ({tokenizer.unk_token}): give it its own template, or the messages roles that it knows"
+            )
+
+
+def _positions(
+    starts: Sequence[int], spans: Sequence[Span], offsets: Sequence[tuple[int, int]]
+) -> dict[str, list[int]]:
+    """Token positions whose characters touch each span, `starts` being where the messages' contents begin."""
+    found: dict[str, set[int]] = {}
+    for span in spans:
+        first, last = starts[span.message] + span.start, starts[span.message] + span.end
+        touching = {i for i, (a, b) in enumerate(offsets) if a < last and b > first and b > a}
+        found.setdefault(span.name, set()).update(touching)
+    return {name: sorted(positions) for name, positions in found.items()}
+
+
+# ---- public data
+
+
+def sources() -> dict[str, dict]:
+    """The manifest: source name -> title, url, commit, licence, citation, files {path: {bytes, sha256}}."""
+    return yaml.safe_load(SOURCES.read_text(encoding="utf-8"))
+
+
+def fetch(name: str) -> Path:
+    """The verified local path of a public file ("artifact/data/longbench-balanced.jsonl", or the end of its path where
+    that is unique), or the folder of a whole source ("artifact").
+
+    Looks into the folders of $KVREPRO_DATA (read only), then data/cache, else downloads. Raises InputError when there
+    is no network, or when a file has not the size or checksum of the manifest; such a file is left as it is.
+    """
+    manifest = sources()
+    if name in manifest:
+        paths = list(manifest[name]["files"])
+        folder = next((f for f in _folders(name) if all((f / path).is_file() for path in paths)), CACHE / name)
+        for path in paths:
+            _verified(manifest, name, path, folder)
+        return folder
+    matches = [(s, p) for s in manifest for p in manifest[s]["files"] if f"/{s}/{p}".endswith(f"/{name}")]
+    if len(matches) != 1:
+        what = "is not in" if not matches else f"names {len(matches)} files of"
+        raise InputError(f"'{name}' {what} data/sources.yml: see python -m kvrepro.experiment.data list")
+    source, path = matches[0]
+    folder = next((f for f in _folders(source) if (f / path).is_file()), CACHE / source)
+    return _verified(manifest, source, path, folder)
+
+
+def _folders(source: str) -> Iterator[Path]:
+    for folder in filter(None, os.environ.get("KVREPRO_DATA", "").split(os.pathsep)):
+        yield Path(folder)
+        yield Path(folder) / source
+    yield CACHE / source
+
+
+def _verified(manifest: dict, source: str, path: str, folder: Path) -> Path:
+    file, entry = folder / path, manifest[source]["files"][path]
+    if not file.is_file():
+        _download(manifest[source]["url"].format(path=path), file, entry)
+    _check(file, entry, f"remove it and run: python -m kvrepro.experiment.data fetch {source}/{path}")
+    return file
+
+
+def _check(file: Path, entry: dict, way_out: str) -> None:
+    size = file.stat().st_size
+    if size != entry["bytes"]:
+        raise InputError(f"{file} has {size} of {entry['bytes']} bytes: {way_out}")
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != entry["sha256"]:
+        raise InputError(f"{file} has sha256 {digest[:12]}..., expected {entry['sha256'][:12]}...: {way_out}")
+
+
+def _download(url: str, file: Path, entry: dict) -> None:
+    part = file.with_name(file.name + ".part")  # never under the final name until it is whole and right
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with urllib.request.urlopen(url, timeout=30) as reply, part.open("wb") as out:
+            while block := reply.read(1 << 20):
+                out.write(block)
+    except (OSError, http.client.HTTPException) as error:
+        part.unlink(missing_ok=True)
+        reason = getattr(error, "reason", None) or error
+        raise InputError(
+            f"cannot download {url} ({reason}): connect to the network, or put the file into a folder of $KVREPRO_DATA"
+        ) from None
+    try:
+        _check(part, entry, "the download is not the file of the manifest; try again")
+    except InputError:
+        part.unlink()
+        raise
+    os.replace(part, file)
+
+
+# ---- the protection paper's per-item results
+
+ARTIFACT_MODELS = {
+    "q25": "Qwen/Qwen2.5-3B-Instruct",
+    "q3b": "Qwen/Qwen2.5-3B-Instruct",
+    "q7b": "Qwen/Qwen2.5-7B-Instruct",
+    "phi35": "microsoft/Phi-3.5-mini-instruct",
+    "phi4mini": "microsoft/Phi-4-mini-instruct",
+    "gemma3": "google/gemma-3-4b-it",
+    "mistral7b": "mistralai/Mistral-7B-Instruct-v0.3",
+    "q3-4b": "Qwen/Qwen3-4B-Instruct-2507",
+    "probe": "Qwen/Qwen3-4B-Instruct-2507",
+}
+ARTIFACT_POLICIES = {"adakv_faithful": "ada_kv_faithful", "oc": "online_credit"}
+ARTIFACT_ITEMS = {  # rows of a file -> the items it ran on; the pool of 481 and the long needles are not public
+    6: "jit-probe-bench",
+    48: "longbench-longctx",
+    58: "longbench-32k",
+    60: "niah-64k",
+    63: "niah-benchmark",
+    162: "longbench-balanced",
+    481: "longbench-pool",
+}
+
+
+def artifact_condition(path: str) -> dict:
+    """Model, policy, capacity and protection of a result file, read from its name.
+
+    Three names hide their protection: `oc` files are protected at 10% per side, `-protected` and the `probe` files too
+    (paper, tables 23 and A). A file that names no policy is LRU (table 13). 32768 held every prompt of its files.
+    """
+    stem = Path(path).stem
+    model = next(ARTIFACT_MODELS[key] for key in sorted(ARTIFACT_MODELS, key=len, reverse=True) if stem.startswith(key))
+    policy = re.search(r"(adakv_faithful|quest_faithful|h2o|snapkv|lru|random|oc)(?=-|$)", stem)
+    capacity = re.search(r"-c(\d+)", stem)
+    fraction = re.search(r"-prot(\d+)$", stem)
+    protected = "-prot" in stem or stem.startswith("probe") or (policy is not None and policy[1] == "oc")
+    side = int(fraction[1]) / 100 if fraction else 0.1 if protected else 0.0
+    sampling = re.search(r"-t07-s(\d+)$", stem)
+    if "fullcache" in stem or "c32768" in stem:
+        return {"model": model, "policy": "full", "capacity": None, "prefix": 0.0, "suffix": 0.0, "temperature": 0.0}
+    name = policy[1] if policy else "lru"
+    return {
+        "model": model,
+        "policy": ARTIFACT_POLICIES.get(name, name),
+        "capacity": int(capacity[1]) if capacity else None,
+        "prefix": side,
+        "suffix": side,
+        "temperature": 0.7 if sampling else 0.0,
+        "seed": int(sampling[1]) if sampling else None,
+    }
+
+
+def artifact_results(under: str = "", rouge: bool = False) -> pd.DataFrame:
+    """The protection paper's public per-item rows in the columns of our own results (see
+    `kvrepro.experiment.store.COLUMNS`).
+
+    under: only files whose path below results/ starts so, e.g. "n481/qwen25-3b". As the artifact stored them: token_f1,
+    exact_match and the counts. Computed here from the stored text: the other measures. The artifact keeps 500
+    characters of prediction and reference, `cut` says where that may matter. `rouge` adds rouge_l (about 1 ms a row).
+    What the artifact does not tell is null.
+    """
+    from kvrepro.experiment import measure, store
+
+    folder = fetch("artifact")
+    domains = [item.task for item in _read_jsonl(folder / "data" / "longbench-balanced.jsonl")]
+    rows = []
+    for path in (
+        p for p in sources()["artifact"]["files"] if p.startswith(f"results/{under}") and p.endswith(".jsonl")
+    ):
+        entries = [json.loads(line) for line in (folder / path).read_text(encoding="utf-8").splitlines()]
+        items, condition = ARTIFACT_ITEMS[len(entries)], artifact_condition(path)
+        for entry in entries:
+            prediction, answer = entry["prediction"], entry["reference"]
+            rows.append(
+                condition
+                | {
+                    "chapter": "protection",
+                    "name": path.removeprefix("results/").removesuffix(".jsonl"),
+                    "item": f"{items}-{entry['idx']:03d}",
+                    "task": domains[entry["idx"]] if items == "longbench-balanced" else items,
+                    "suffix_mode": "dynamic",
+                    "interval": 8,
+                    "reading": "as_run",
+                    "execution": "masked",
+                    "prompt_tokens": entry["n_prompt_tokens"],
+                    "n_generated": entry["n_generated_tokens"],
+                    "prediction": prediction,
+                    "answer": answer,
+                    "token_f1": entry["token_f1"],
+                    "exact_match": entry["exact_match"],
+                    "token_f1_longbench": measure.token_f1_longbench(prediction, answer),
+                    "rouge_l": measure.rouge_l(prediction, answer) if rouge else None,
+                    "repetition_4gram": measure.repetition_4gram(prediction),
+                    "kept_mean": entry.get("positions_retained"),
+                    "evicted": entry["eviction_count"],
+                    "policy_calls": entry["policy_call_count"],
+                    "backend": "artifact",
+                    "dtype": "bfloat16",
+                    "cut": len(prediction) >= 500 or len(answer) >= 500,
+                }
+            )
+    if not rows:
+        raise InputError(f"no result files under results/{under} of the artifact: see kvrepro.experiment.data list")
+    frame = pd.DataFrame(rows)
+    return frame.reindex(columns=[*store.COLUMNS, *(c for c in frame.columns if c not in store.COLUMNS)])
+
+
+# ---- command line
+
+
+def main() -> None:
+    import typer
+
+    app = typer.Typer(add_completion=False, help="Public data: what the manifest names, and fetching it.")
+
+    @app.command("list")
+    def list_() -> None:
+        """Print every source with its files, sizes and checksums."""
+        for name, source in sources().items():
+            total = sum(entry["bytes"] for entry in source["files"].values())
+            print(f"{name}: {source['title']}")
+            print(f"  {len(source['files'])} files, {total / 1e6:.1f} MB, commit {source['commit']}")
+            print(f"  licence: {source['licence']}\n  cite: {source['citation']}\n  from: {source['url']}")
+            for path, entry in source["files"].items():
+                print(f"  {name}/{path}  {entry['bytes']}  {entry['sha256'][:12]}")
+
+    @app.command("fetch")
+    def fetch_(name: str) -> None:
+        """Get a source or one file, verify it, print where it lies."""
+        print(fetch(name))
+
+    try:
+        app()
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

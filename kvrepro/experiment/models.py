@@ -1,0 +1,251 @@
+"""Models: the embedded one, a checkpoint folder, or a Hugging Face id; refused in one line before weights are read."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kvrepro.errors import InputError
+from kvrepro.paths import ROOT
+
+EMBEDDED = ROOT / "data" / "models" / "tiny-gqa"
+DEFAULT = "tiny-gqa"
+DTYPES = ("float32", "bfloat16", "float16")
+SMALL_FILES = (
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+)  # configuration and tokenizer, fetched and checked before the weights
+# Stop tokens beside the tokenizer's eos, where a vocabulary has them (protection paper's run_v3_jax.py:397-403).
+STOP_TOKENS = ("<|im_end|>", "<|end|>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready for the engine. `hash` covers weights, configuration, tokenizer and chat template."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    hash: str
+    path: Path
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        return self.model.device.type
+
+    @property
+    def context(self) -> int:
+        """Tokens the model was made for, prompt and answer together."""
+        return self.model.config.get_text_config().max_position_embeddings
+
+
+def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> Loaded:
+    """Load a causal language model with its tokenizer. The engine brings its own attention
+    (`kvrepro.engine.attention`).
+
+    model: "tiny-gqa" (ships with the project), the folder of a checkpoint, or a hub id as owner/name. device: "cpu",
+    "cuda", "cuda:0", "auto" (cuda if there is one), "balanced" (layers over all GPUs). dtype: float32, bfloat16 or
+    float16.
+    Raises InputError, before any weight is read or fetched: unknown name, .bin-only weights, remote code, no tokenizer,
+    no chat template, no network, no such device.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype '{dtype}': use {', '.join(DTYPES)}")
+    where = _device(device)
+    name, path = resolve(model)
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if not tokenizer.is_fast:
+            raise ValueError("no fast tokenizer (tokenizer.json)")
+        network, loading = AutoModelForCausalLM.from_pretrained(
+            path,
+            device_map=where if where == "balanced" else None,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (
+        Exception
+    ) as error:  # transformers, tokenizers and safetensors each raise kinds of their own on a broken file
+        raise InputError(f"{name} in {path} cannot be loaded ({_first_line(error)}): save or fetch it again") from error
+    if lacking := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
+        raise InputError(  # transformers would fill them at random
+            f"{name}: weights lack {len(lacking)} of the model's tensors, e.g. {lacking[0]}: they do not fit the config"
+        )
+    network = (network if where == "balanced" else network.to(where)).eval().requires_grad_(False)
+    return Loaded(network, tokenizer, name, checkpoint_hash(path), path)
+
+
+def stop_ids(loaded: Loaded, as_run: bool = False) -> frozenset[int]:
+    """Token ids that end an answer: the tokenizer's eos, STOP_TOKENS where defined, the generation config's eos list.
+
+    as_run leaves the generation config out, as the protection paper's harness did. It matters for Gemma, whose
+    <end_of_turn> stands only there: as run, every Gemma answer went on to the token limit.
+    """
+    vocabulary = loaded.tokenizer.get_vocab()
+    ids = {vocabulary[token] for token in STOP_TOKENS if token in vocabulary}
+    if loaded.tokenizer.eos_token_id is not None:
+        ids.add(loaded.tokenizer.eos_token_id)
+    configured = getattr(loaded.model.generation_config, "eos_token_id", None)
+    if configured is not None and not as_run:
+        ids |= set(configured) if isinstance(configured, list) else {configured}
+    return frozenset(ids)
+
+
+def resolve(model: str) -> tuple[str, Path]:
+    """(name, folder) of a checkpoint that passed every check short of reading its weights; fetches a hub id."""
+    if model == DEFAULT:
+        if not EMBEDDED.is_dir():
+            raise InputError(f"the embedded model is missing at {EMBEDDED}: restore it (git checkout data/models)")
+        return DEFAULT, _checked(DEFAULT, EMBEDDED)
+    folder = Path(model).expanduser()
+    folder = folder if folder.is_dir() else ROOT / folder  # notebooks run in a folder of their own
+    if folder.is_dir():
+        return folder.resolve().name, _checked(model, folder.resolve())
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
+        return model, _fetched(model)
+    raise InputError(
+        f"unknown model '{model}': use {DEFAULT}, an existing checkpoint folder, or a hub id such as owner/name"
+    )
+
+
+def _fetched(model: str) -> Path:
+    """Snapshot folder of a hub checkpoint: first the small files, checked, then the weights."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        files = HfApi().list_repo_files(model)
+    except RepositoryNotFoundError:
+        raise InputError(
+            f"the hub knows no model '{model}' (or it is private): check the name, or give a checkpoint folder"
+        ) from None
+    except Exception as error:  # no network, whatever the client calls it: a complete local copy will do
+        try:
+            return _checked(model, Path(snapshot_download(model, local_files_only=True)))
+        except (LocalEntryNotFoundError, InputError):
+            raise _unreachable(model, error) from None
+    try:
+        folder = Path(snapshot_download(model, allow_patterns=list(SMALL_FILES)))
+        _checked(model, folder, files)
+        return Path(snapshot_download(model, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
+    except InputError:
+        raise
+    except Exception as error:
+        raise _unreachable(model, error) from None
+
+
+def _unreachable(model: str, error: Exception) -> InputError:
+    return InputError(
+        f"cannot reach the hub for '{model}' ({type(error).__name__}), none is cached: connect, or give a folder"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
+    files = [path.name for path in folder.iterdir()] if files is None else files
+    config = _json(name, folder / "config.json")
+    tokenizer = _json(name, folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
+    if "auto_map" in config or "auto_map" in tokenizer:
+        raise InputError(
+            f"{name} asks for remote code (auto_map), which is never run here: if transformers has "
+            f"{config.get('model_type')} built in, remove auto_map from a local copy and give that folder"
+        )
+    if not any(file.endswith(".safetensors") for file in files):
+        held = (
+            "only .bin weights, which can run code"
+            if any(file.endswith(".bin") for file in files)
+            else "no .safetensors weights"
+        )
+        raise InputError(
+            f"{name} has {held}: convert it with save_pretrained (safetensors), or take another checkpoint"
+        )
+    if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(files):
+        raise InputError(f"{name} has no tokenizer (tokenizer.json): add the one it was trained with")
+    if not tokenizer.get("chat_template") and not {"chat_template.jinja", "chat_template.json"} & set(files):
+        raise InputError(
+            f"{name} has no chat template: use an instruction-tuned checkpoint, or add chat_template.jinja"
+        )
+    return folder
+
+
+def _json(name: str, path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{name} is no checkpoint: {path.name} is missing in {path.parent}") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error}): fetch the checkpoint again") from None
+
+
+def _device(device: str) -> str:
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "balanced":
+        if torch.cuda.device_count() < 2:
+            raise InputError(f"device 'balanced' spreads layers, torch sees {torch.cuda.device_count()} GPUs: use auto")
+        if find_spec("accelerate") is None:
+            raise InputError("device 'balanced' needs the package accelerate: pip install 'kvrepro[hub]'")
+        return device
+    kind, _, index = device.partition(":")
+    if kind == "cpu" and not index:
+        return device
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise InputError(f"unknown device '{device}': use cpu, cuda, cuda:0, balanced, or auto")
+    count = torch.cuda.device_count()
+    if int(index or 0) >= count:
+        raise InputError(f"device '{device}' asked for, torch sees {count} CUDA devices: use cpu or auto")
+    return device
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """sha256 (first 16 hex digits) over the files that decide an answer; remembered by size and time for large ones."""
+    names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+             "chat_template.json"}  # fmt: skip
+    total = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.name in names or path.suffix == ".safetensors":
+            total.update(f"{path.name} {_file_hash(path)}\n".encode())
+    return total.hexdigest()[:16]
+
+
+def _file_hash(path: Path) -> str:
+    real = path.resolve()
+    stat = real.stat()
+    note = (
+        ROOT
+        / "data"
+        / "cache"
+        / "hashes"
+        / hashlib.sha256(f"{real} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
+    )
+    if note.is_file():
+        return note.read_text()
+    with real.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if stat.st_size > 100_000_000:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        aside = note.with_suffix(".tmp")
+        aside.write_text(found)
+        aside.replace(note)
+    return found

@@ -1,0 +1,1 @@
+"""Commands around the package: the book, benchmarks, parity, what policies learn of a model."""

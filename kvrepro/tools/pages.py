@@ -1,0 +1,210 @@
+"""Pages of the book that are computed: methods and switches from the code, claims from the results of the last run."""
+
+import html
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+
+from kvrepro.chapters.protection.reading import AS_DESCRIBED, AS_RUN, Reading
+from kvrepro.engine import allowed, policy
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.experiment import claims
+from kvrepro.paths import ROOT
+
+PINNED = {  # policy -> the tests that hold it to an independent transcription of its formula
+    "full": ("engine/test_generate.py::test_without_eviction_the_engine_is_a_greedy_loop_of_hugging_face",),
+    "streaming_llm": ("engine/score/test_position.py::test_streaming_llm_ranks_by_position",),
+    "random": ("engine/score/test_position.py::test_random_is_splitmix",),
+    "k_norm": (
+        "engine/score/test_keys.py::test_k_norm_transcription_and_rotation",
+        "engine/score/test_heads.py::test_whole_layers_keep_every_token",
+    ),
+    "key_diff": (
+        "engine/score/test_keys.py::test_key_diff_transcription",
+        "engine/score/test_keys.py::test_key_diff_in_blocks_leaves_the_same_survivors",
+    ),
+    "r_kv": ("engine/score/test_keys.py::test_r_kv_transcription",),
+    "tri_attention": (
+        "engine/score/test_keys.py::test_tri_attention_transcription",
+        "engine/score/test_keys.py::test_shared_by_layers_is_the_mean_for_all",
+    ),
+    "tri_attention_layer": ("engine/score/test_keys.py::test_tri_attention_transcription",),
+    "h2o": ("engine/score/test_cumulative.py::test_h2o_is_the_mean_over_queries_that_could_see_the_token",),
+    "h2o_online": (
+        "engine/score/test_cumulative.py::test_h2o_identities",
+        "engine/score/test_cumulative.py::test_recent_share_protects_half_of_the_budget",
+    ),
+    "scissorhands": ("engine/score/test_cumulative.py::test_scissorhands_counts_low_attention_against_a_token",),
+    "tova": ("engine/score/test_cumulative.py::test_tova_asks_the_last_query_of_all_heads",),
+    "quest": ("engine/score/test_cumulative.py::test_quest_bounds_transcription",),
+    "quest_pages": ("engine/score/test_cumulative.py::test_page_mask_reads_the_best_pages",),
+    "kv_zip": (
+        "engine/score/test_heads.py::test_kv_zip_is_the_sum_that_the_repetition_gave",
+        "engine/test_allocate.py::test_joint_layers_is_one_sort_of_all",
+    ),
+    "kv_zip_plus": (
+        "engine/score/test_heads.py::test_kv_zip_plus_transcription",
+        "engine/test_generate.py::test_kv_zip_plus_keeps_what_its_formula_ranks_first",
+    ),
+    "duo_attention": (
+        "engine/score/test_heads.py::test_duo_streams_the_lowest_gates_and_meets_the_budget",
+        "engine/score/test_heads.py::test_duo_by_heads_keeps_more_than_its_budget",
+    ),
+    "snapkv": (
+        "engine/score/test_window.py::test_snapkv_as_run",
+        "engine/score/test_window.py::test_snapkv_as_described_keeps_the_union_of_its_query_heads",
+    ),
+    "pyramid_kv": (
+        "engine/score/test_window.py::test_pyramid_and_ada_as_described_reduce_the_group_before_pooling",
+        "engine/test_allocate.py::test_the_pyramid_inside_is_kvpress",
+        "engine/test_allocate.py::test_the_pyramid_with_the_window_on_top_is_the_originals_first_half_mirrored",
+    ),
+    "ada_kv": (
+        "engine/score/test_window.py::test_pyramid_and_ada_as_described_reduce_the_group_before_pooling",
+        "engine/test_allocate.py::test_adaptive_against_a_plain_sort",
+    ),
+    "cake": ("engine/score/test_window.py::test_cake", "engine/score/test_window.py::test_cake_preference"),
+    "critical_kv": ("engine/score/test_window.py::test_critical_fills_half_by_score_and_half_by_weighted_score",),
+    "critical_ada_kv": ("engine/score/test_window.py::test_critical_exempts_the_floor_of_heads_with_small_counts",),
+    "andpro": (
+        "engine/score/test_window.py::test_andpro_as_described",
+        "engine/score/test_window.py::test_andpro_as_run_sums_chunks_against_the_droppable_anchor",
+    ),
+    "dropkv": ("engine/score/test_window.py::test_dropkv",),
+    "defensive_kv": (
+        "engine/score/test_window.py::test_defensive_as_described",
+        "engine/score/test_window.py::test_defensive_as_run",
+    ),
+    "layer_defensive_kv": (
+        "engine/score/test_window.py::test_defensive_as_described",
+        "engine/test_allocate.py::test_joint_layers_is_one_sort_of_all",
+    ),
+    "the harness's": (
+        "chapters/protection/test_score.py::test_formulas",
+        "chapters/protection/test_harness.py::test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol",
+    ),
+    "online_credit": ("chapters/protection/test_credit.py::test_keep_scores_blend_two_rankings",),
+}
+LETTERS = {"alpha": "α", "beta": "β", "gamma": "γ", "eps": "ε", "mu": "μ", "phi": "φ", "tau": "τ"}
+
+
+def write(chapters: Sequence[str], root: Path = ROOT) -> None:
+    """The tables that the pages in book/ include, into book/generated."""
+    folder = root / "book" / "generated"
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = {name: table(rows) for name, rows in tables().items()} | {"claims": verdicts(chapters, root)}
+    for name, text in pages.items():
+        (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+
+
+def tables() -> dict[str, list[dict[str, str]]]:
+    """The tables of the pages on methods and on readings, as rows."""
+    rows = policy.table()
+    general = [row for row in rows if row["regimes"] != "harness"]
+    harness = [row for row in rows if row["regimes"] == "harness"]
+    parameters = [
+        {
+            "policy": name,
+            "parameter": key,
+            "as described": str(p.parameters.get(key, "-")),
+            "as run": str(p.as_run.get(key, "the same")) if p.as_run else "-",
+            "may be": allowed.said(p.kind(key)) + (", or window" if key == "recent" else ""),
+        }
+        for name, p in CATALOGUE.items()
+        for key in {**p.parameters, **p.as_run}
+    ]
+    switches = [
+        {
+            "switch": f.name,
+            "as run": str(getattr(AS_RUN, f.name)),
+            "as described": str(getattr(AS_DESCRIBED, f.name)),
+            "what it decides": f.metadata["means"],
+        }
+        for f in fields(Reading)
+    ]
+    refusals = [
+        {"policy": name, "regime": regime, "why not": why}
+        for name, p in CATALOGUE.items()
+        for regime, why in p.refuses.items()
+    ]
+    return {
+        "methods": [{"policy": named(row), "keeps": typeset(row["keeps"])} for row in general],
+        "harness": [{"policy": named(row), "keeps": typeset(row["keeps"]), "budget": row["budget"]} for row in harness],
+        "requirements": [
+            {
+                c: row[c].replace("as_run, as_described", "both")
+                for c in ("name", "regimes", "budget", "needs", "readings")
+            }
+            for row in general
+        ],
+        "tests": [{"policy": name, "tests": breakable("<br>".join(tests))} for name, tests in PINNED.items()],
+        "refusals": refusals,
+        "parameters": parameters,
+        "codes": [{"policy": name, "public code": breakable(p.code)} for name, p in CATALOGUE.items() if p.code],
+        "switches": switches,
+    }
+
+
+def named(row: Mapping[str, str]) -> str:
+    """A policy's name, title and source in one cell."""
+    return f"`{row['name']}`<br>{row['title']}<br>{row['source'].removeprefix('-')}".removesuffix("<br>")
+
+
+def breakable(text: str) -> str:
+    """Long names may be broken behind an underscore or a colon."""
+    return re.sub(r"(::|_)(?=\w)", r"\1<wbr>", text)
+
+
+def typeset(formula: str) -> str:
+    """A docstring's formula in the signs of mathematics, as HTML inside markdown."""
+    text = html.escape(formula.replace(", float32 [batch]", ""), quote=False)
+    for plain, sign in ((" * ", " · "), ("&lt;=", "≤"), ("&gt;=", "≥"), ("^2", "²"), ("sum_", "Σ_"), ("\n", "<br>")):
+        text = text.replace(plain, sign)
+    text = re.sub(r"\|\|([^|]+)\|\|(?:_(\d))?", lambda m: f"‖{m[1]}‖" + (f"<sub>{m[2]}</sub>" if m[2] else ""), text)
+    text = re.sub(r"&lt;(\w, \w+)&gt;", r"⟨\1⟩", text)
+    text = re.sub(rf"\b({'|'.join(LETTERS)})(?=\b|_|\d)", lambda found: LETTERS[found[0]], text)
+    text = re.sub(r"(?<![^\W_])(\w|mean|max|min|Var|Pool|rank)_(\w+?)(?![^\W_])", r"\1<sub>\2</sub>", text)
+    text = re.sub(r"\^\(([^)]+)\)", r"<sup>\1</sup>", text)
+    return re.sub(r"(?<=[ (])-(?=[ \w(‖])", "−", text)
+
+
+def verdicts(chapters: Iterable[str], root: Path = ROOT) -> str:
+    """Per chapter the summary and one row per claim, each reading with its interval and verdict."""
+    parts = []
+    for chapter in chapters:
+        file = root / "data" / "results" / chapter / "claims.csv"
+        parts.append(f"## {title(root / 'notebooks' / f'{chapter}.ipynb')}\n")
+        if not file.is_file():
+            parts.append("This chapter has stored no verdicts.\n")
+            continue
+        frame = pd.read_csv(file)
+        texts = frame.columns.difference(["low", "high", "ours", "p", "n"])
+        frame = frame.fillna(dict.fromkeys(texts, ""))
+        model, profile = frame.model.iloc[0], frame.profile.iloc[0]
+        parts += [
+            f"Model {model}, profile {profile}.\n",
+            claims.summary(frame) + "\n",
+            table(claims.overview(frame).reset_index().to_dict("records")) + "\n",
+        ]
+    return "\n".join(parts) or "No chapter has been run."
+
+
+def title(notebook: Path) -> str:
+    """Its first heading; its name if there is no such file."""
+    if not notebook.is_file():
+        return notebook.stem
+    return nbformat.read(notebook, as_version=4).cells[0].source.splitlines()[0].lstrip("# ")
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows of equal keys as a markdown table."""
+    cells = [
+        list(rows[0]),
+        ["---"] * len(rows[0]),
+        *([str(value).replace("|", "\\|") for value in row.values()] for row in rows),
+    ]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)

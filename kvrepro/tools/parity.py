@@ -1,0 +1,265 @@
+"""`python -m kvrepro.tools.parity`: do our policies and NVIDIA/kvpress keep the same tokens?
+
+Both see the same prompts in the same model; a head agrees when it keeps exactly the same set. Half of the prompts are
+random tokens in a model with random weights, half are the embedded model's own. Needs the extra `parity`, without
+constraints.txt.
+
+Not compared: KVzipPress, whose softmax covers the sinks, one chunk and the repeat only, ours the whole context;
+DuoAttentionPress, which reads the authors' gates files; RandomPress, which draws from another generator.
+"""
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvrepro.engine import attention
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.generate import generate
+from kvrepro.errors import InputError
+from kvrepro.experiment import data, models
+
+SHARES = (0.25, 0.5)
+SHORTEST, LONGEST = 520, 800  # tokens; 25% of the shortest holds two windows of 64
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One of our policies, as run, and the press that should keep the same. `note`: why it may not."""
+
+    policy: str
+    press: Callable[[Any, float], Any]  # (kvpress, share that leaves) -> press
+    switches: tuple[tuple[str, object], ...] = ()
+    eager: bool = False  # needs the whole attention matrix
+    note: str = ""
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.policy, *(f"{k}={v}" for k, v in self.switches)])
+
+
+REPEATED = (
+    "layer 0: keys of a repeated word have one norm, up to the rounding of their rotation; of such ties ours keeps the "
+    "later token, kvpress what topk happens to return"
+)
+
+WINDOW_ALONE = (
+    "kvpress 0.5.2 scores the window like the best token before it: where a layer keeps the window alone, that tie may "
+    "cost a window token; 0.5.5 adds 1, ours guards the window"
+)
+
+
+def _snapkv(k: Any, r: float, window: int = 64) -> Any:
+    return k.SnapKVPress(r, window_size=window, kernel_size=5)
+
+
+PAIRS = (
+    Pair("streaming_llm", lambda k, r: k.StreamingLLMPress(r, n_sink=4)),
+    Pair("k_norm", lambda k, r: k.KnormPress(r), (("dense_layers", 0),), note=REPEATED),
+    Pair("key_diff", lambda k, r: k.KeyDiffPress(r), (("block", 0),)),
+    Pair("key_diff", lambda k, r: k.BlockPress(k.KeyDiffPress(r), block_size=128), (("block", 128),)),
+    Pair("h2o", lambda k, r: k.ObservedAttentionPress(r), eager=True),
+    Pair("tova", lambda k, r: k.TOVAPress(r)),
+    Pair("snapkv", _snapkv),
+    Pair("snapkv", lambda k, r: _snapkv(k, r, 32), (("window", 32),)),
+    Pair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=64, kernel_size=5), note=WINDOW_ALONE),
+    Pair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=8, kernel_size=5), (("window", 8),),
+         note=WINDOW_ALONE),
+    Pair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=8, kernel_size=5, beta=4),
+         (("window", 8), ("beta", 4))),
+    Pair("ada_kv", lambda k, r: k.AdaKVPress(_snapkv(k, r))),
+    Pair("critical_kv", lambda k, r: k.CriticalKVPress(_snapkv(k, r))),
+    Pair("critical_kv", lambda k, r: k.CriticalKVPress(_snapkv(k, r, 32)), (("window", 32),)),
+    Pair("critical_ada_kv", lambda k, r: k.CriticalAdaKVPress(_snapkv(k, r))),
+    Pair("critical_ada_kv", lambda k, r: k.CriticalAdaKVPress(_snapkv(k, r, 32)), (("window", 32),)),
+)  # fmt: skip
+
+
+def kvpress() -> Any:
+    """The library. Raises InputError without it. Importing it wraps every attention function; ours is put back."""
+    try:
+        import kvpress as library
+    except ImportError as error:
+        raise InputError(
+            f"kvpress cannot be imported ({error}): pip install 'kvrepro[parity]' in an environment of its own"
+        ) from None
+    ALL_ATTENTION_FUNCTIONS["kvrepro"] = attention._attention
+    return library
+
+
+def random_model(seed: int = 0) -> PreTrainedModel:
+    """Random weights, large enough that attention is far from uniform: 4 layers, 8 query and 2 KV heads of 32."""
+    torch.manual_seed(seed)
+    shape = LlamaConfig(
+        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, initializer_range=0.1, max_position_embeddings=1024,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(shape).eval()
+
+
+def prompts(loaded: models.Loaded, n: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    """`n` prompts of random tokens and `n` of the world, 520 to 800 tokens, lengths in steps of 4.
+
+    In steps of 4, so that half and a quarter are whole numbers: a pyramid in kvpress shares out n (1 - r) unrounded.
+    """
+    g = torch.Generator().manual_seed(seed)
+    lengths = (torch.randint(SHORTEST // 4, LONGEST // 4 + 1, (n,), generator=g) * 4).tolist()
+    randoms = [torch.randint(3, 1000, (length,), generator=g).tolist() for length in lengths]
+    items = data.load_items("tinyworld", n, seed=seed, tokens=LONGEST)
+    texts = [data.build_prompt(item, loaded.tokenizer, 4 * LONGEST).ids for item in items]
+    return randoms, [text[: len(text) // 4 * 4] for text in texts]
+
+
+@torch.inference_mode()
+def theirs(
+    model: PreTrainedModel, ids: list[int], presses: dict[str, Any], eager: bool
+) -> dict[str, list[tuple[Tensor, Tensor | None]]]:
+    """What each press keeps, bool [kv_heads, tokens], and its scores, per layer. Every layer is compressed as the press
+    does it, but the model goes on with the whole cache, so that one pass serves all presses."""
+    kept: dict[str, list[tuple[Tensor, Tensor | None]]] = {name: [] for name in presses}
+    cache = DynamicCache(config=model.config)
+
+    def compress(module, _, kwargs, output):
+        layer = cache.layers[module.layer_idx]
+        stored = layer.keys, layer.values  # noqa: PD011
+        for name, press in presses.items():
+            module.masked_key_indices = None
+            shown = (module, kwargs["hidden_states"], *stored, output[1] if eager else None, kwargs)
+            out, _ = press.compress(*shown)
+            if module.masked_key_indices is None:  # the press gathered: find its keys again, which are all different
+                codes = _codes(layer.keys[0])
+                mask = torch.stack([torch.isin(a, b) for a, b in zip(codes, _codes(out[0]), strict=True)])
+            else:
+                mask = torch.ones(layer.keys.shape[1:3], dtype=torch.bool)
+                mask[module.masked_key_indices[1], module.masked_key_indices[2]] = False
+            module.masked_key_indices = None
+            kept[name].append((mask, _scores(press, shown)))
+
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager" if eager else "sdpa")
+    hooks = [layer.self_attn.register_forward_hook(compress, with_kwargs=True) for layer in model.model.layers]
+    try:
+        model(torch.tensor([ids]), past_key_values=cache)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.set_attn_implementation(before)
+    return kept
+
+
+def _scores(press: Any, shown: tuple) -> Tensor | None:
+    """What the press ranks by, [kv_heads, tokens]; None where it does so in several rounds."""
+    name = type(press).__name__
+    if name == "BlockPress":
+        return None
+    scores = (press if hasattr(press, "score") else press.press).score(*shown)
+    if name == "CriticalAdaKVPress":
+        from kvpress import CriticalKVPress
+
+        scores = (scores + press.epsilon) * CriticalKVPress.vwl1norm(shown[3], shown[0])
+    return scores[0]
+
+
+def agreement(ours: Tensor, theirs: Tensor, scores: Tensor | None, joint: bool) -> tuple[Tensor, Tensor]:
+    """(share in common, differs by ties alone), [kv_heads], of kept sets `[kv_heads, tokens]`.
+
+    Ties: scores of all tokens in which the head (joint: the layer) differs lie within 1e-5 of the largest of them.
+    """
+    common = (ours & theirs).sum(-1) / torch.maximum(ours.sum(-1), theirs.sum(-1))
+    differ = ours ^ theirs
+    if scores is None:
+        return common, torch.zeros_like(common, dtype=torch.bool)
+    if joint:
+        differ, scores = differ.view(1, -1), scores.reshape(1, -1)
+    high = scores.masked_fill(~differ, -torch.inf).amax(-1)
+    low = scores.masked_fill(~differ, torch.inf).amin(-1)
+    size = scores.abs().masked_fill(~differ, 0.0).amax(-1)
+    return common, (common < 1) & (high - low <= 1e-5 * size)
+
+
+def _codes(keys: Tensor) -> Tensor:
+    """An integer for each key, from its exact bits, int64 [kv_heads, tokens]."""
+    bits = keys.contiguous().view(torch.int32).long()
+    return (bits * (2 * torch.arange(bits.shape[-1]) + 1) * 0x9E3779B97F4A7C1).sum(-1)
+
+
+def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs: list[Pair]) -> pd.DataFrame:
+    """A row per pair and share: heads compared, those that keep the same set, those that differ by ties alone."""
+    cells = [(pair, share) for pair in pairs for share in SHARES]
+    conditions = [
+        Condition(pair.policy, share=share, regime="prefill", reading="as_run", switches=pair.switches)
+        for pair, share in cells
+    ]
+    found: list[list[tuple[float, bool]]] = [[] for _ in cells]
+    for text in texts:
+        ours = generate(model, [text], conditions, max_new_tokens=1, stop_ids=frozenset(), kept_sets=True)[0]
+        known: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
+        for eager in (False, True):
+            presses = {
+                f"{pair.label} {share}": pair.press(library, 1 - share) for pair, share in cells if pair.eager == eager
+            }
+            if presses:
+                known |= theirs(model, text, presses, eager)
+        for (pair, share), mine, heads in zip(cells, ours, found, strict=True):
+            joint = CATALOGUE[pair.policy].budget == "per head"
+            for a, (b, scores) in zip(mine.kept_sets, known[f"{pair.label} {share}"], strict=True):
+                common, tied = agreement(torch.as_tensor(a), b, scores, joint)
+                heads += zip(common.tolist(), tied.tolist(), strict=True)
+    return pd.DataFrame(
+        {
+            "policy": pair.policy,
+            "switches": " ".join(f"{k}={v}" for k, v in pair.switches),
+            "press": type(pair.press(library, 0.5)).__name__,
+            "share_kept": share,
+            "heads": len(heads),
+            "equal": sum(common == 1 for common, _ in heads),
+            "differ_by_ties": sum(tied for _, tied in heads),
+            "least_in_common": min(common for common, _ in heads),
+            "note": pair.note,
+        }
+        for (pair, share), heads in zip(cells, found, strict=True)
+    )
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="CSV to write; none: print only")] = None,
+    n: Annotated[int, typer.Option("--prompts", help="half random, half of the embedded model")] = 100,
+    policies: Annotated[str, typer.Option(help="some of them, with commas; empty: all")] = "",
+    date: Annotated[str, typer.Option(help="written into the table")] = "",
+) -> None:
+    """Compare kept sets with kvpress, head by head."""
+    try:
+        library = kvpress()
+        chosen = [p for p in PAIRS if not policies or p.policy in policies.split(",")]
+        if missing := sorted({p.policy for p in chosen} - set(CATALOGUE)):
+            raise InputError(f"{missing[0]} is not in the catalogue: name others with --policies")
+        loaded = models.load()
+        randoms, texts = prompts(loaded, max(1, n // 2))
+        tables = [
+            compare(model, library, some, chosen).assign(prompts=len(some), model=name)
+            for name, model, some in (("random", random_model(), randoms), (loaded.name, loaded.model, texts))
+        ]
+    except InputError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    table = pd.concat(tables)
+    versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers")}
+    table = table.assign(**versions, date=date).sort_values(["policy", "switches", "share_kept", "model"])
+    typer.echo(table.drop(columns=["note", "date", *versions]).to_string(index=False))
+    equal, tied, heads = table[["equal", "differ_by_ties", "heads"]].sum()
+    typer.echo(f"{equal} of {heads} heads keep the same set ({equal / heads:.2%}), {tied} differ by ties; {versions}")
+    if out is not None:
+        table.to_csv(out, index=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,34 @@
+"""`python -m kvrepro.world sample --task needle --n 3 --seed 7 --tokens 1900` prints items as JSON lines."""
+
+import dataclasses
+import json
+import sys
+
+import typer
+
+from kvrepro.errors import InputError
+from kvrepro.world import world
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@app.command()
+def tasks() -> None:
+    """Name the tasks, one a line."""
+    print("\n".join(world.ALL))
+
+
+@app.command()
+def sample(task: str = "needle", n: int = 1, seed: int = 0, tokens: int = 1900) -> None:
+    """Print n evaluation items: id, task, messages, answer, spans, meta."""
+    try:
+        for item in world.sample(task, n, seed, tokens):
+            row = {k: v for k, v in dataclasses.asdict(item).items() if v is not None}
+            print(json.dumps(row, ensure_ascii=False))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,59 @@
+"""Attention sink of a model: `python -m kvrepro.tools.training.sinks` writes sinks.csv beside the weights.
+
+The mass of a head is the share of attention that position 0 gets, the mean over all queries of a prompt but the first.
+"""
+
+import sys
+from typing import Annotated
+
+import pandas as pd
+import torch
+import typer
+
+from kvrepro.chapters.protection.attention import PromptAttention
+from kvrepro.engine.attention import installed
+from kvrepro.errors import InputError
+from kvrepro.experiment import data, models, stats
+
+TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
+
+
+@torch.no_grad()
+def sink_mass(model, ids: list[int]) -> torch.Tensor:
+    """[layers, heads]: mean attention of the queries 1 .. n - 1 to position 0. Evenly spread it is about ln(n) / n."""
+    attention = PromptAttention(sums=True)
+    with installed(model):
+        model(input_ids=torch.tensor([ids], device=model.device), logits_to_keep=1, use_cache=False, kvrepro=attention)
+    return (attention.column_sum[..., 0] - 1) / (len(ids) - 1)  # query 0 sees itself alone
+
+
+def measure(loaded: models.Loaded, prompts: list[list[int]]) -> pd.DataFrame:
+    """layer, head (a number, or "mean" over heads), mass, low, high: mean over prompts, bootstrap interval, 95%."""
+    masses = torch.stack([sink_mass(loaded.model, ids) for ids in prompts]).cpu().double().numpy()
+    rows = []
+    for layer, heads in enumerate(masses.transpose(1, 2, 0)):
+        for head, values in [*enumerate(heads), ("mean", heads.mean(0))]:
+            e = stats.mean_ci(values)
+            rows.append({"layer": layer, "head": head, "mass": e.mean, "low": e.low, "high": e.high})
+    return pd.DataFrame(rows)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="tiny-gqa, or the folder of a checkpoint")] = models.DEFAULT,
+    n: Annotated[int, typer.Option(help="prompts")] = 16,
+    tokens: int = 1900,
+    seed: int = 2026,
+) -> None:
+    """Measure in float32 on the CPU, over eight tasks."""
+    try:
+        loaded = models.load(model)
+        items = data.load_items(f"tinyworld:{TASKS}", n, seed, tokens)
+        prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in items]
+        measure(loaded, prompts).to_csv(loaded.path / "sinks.csv", index=False, float_format="%.5f")
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,180 @@
+"""Train the embedded model from scratch on one GPU: `python -m kvrepro.tools.training.train --out
+data/models/tiny-gqa`.
+
+Watched per task: at each context length a task's share of the rows follows its error, the context grows with the clock,
+and every minute's exact match is logged. Muon for the matrices, AdamW for the rest. As the clock decides, a second run
+gives another model of the same kind. All settings were fixed before any claim was looked at.
+"""
+
+import json
+import multiprocessing as mp
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import typer
+
+from kvrepro.tools.training.evaluate import LENGTHS as CHECKS
+from kvrepro.tools.training.evaluate import evaluation_set, exact, exact_match, write
+from kvrepro.world import rows as R
+from kvrepro.world.tokenizer import save, vocabulary
+from kvrepro.world.world import CONTEXT
+
+# (share of the time passed, newest context length)
+STAGES = [(0.0, 256), (0.1, 512), (0.22, 1024), (0.36, 2048), (0.76, 4096)]
+LENGTHS = [length for _, length in STAGES]
+TOKENS = 65_536  # a step
+CONTEXT_WEIGHT = 0.02  # loss weight of a token outside answers; answers have 1
+WARM = 0.04  # for this share of the time half of the rows are repeated random sequences
+
+
+def length_shares(progress: float) -> dict[int, float]:
+    """Half of the steps at the newest length, the rest spread over the earlier ones."""
+    *older, newest = [length for start, length in STAGES if progress >= start]
+    return {newest: 0.5, **{length: 0.5 / len(older) for length in older}} if older else {newest: 1.0}
+
+
+def worker(seed: int, shared, queue) -> None:
+    """Make batches for ever. shared: progress, share of repeated sequences, then a share per length and task."""
+    rng = random.Random(seed)
+    torch.set_num_threads(1)
+    while True:
+        lengths = length_shares(shared[0])
+        length = rng.choices(list(lengths), weights=list(lengths.values()))[0]
+        shares = np.asarray(shared[2:]).reshape(len(LENGTHS), -1)[LENGTHS.index(length)]
+        queue.put([torch.from_numpy(x) for x in R.batch(rng, shares, length, TOKENS, shared[1])])
+
+
+def model_config():
+    """Llama with biases on the projections: 8 layers, width 384, 6 query heads on 2 KV heads of 64, 13 M parameters."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=(len(vocabulary()) + 63) // 64 * 64,
+        hidden_size=384,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        intermediate_size=1024,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        bos_token_id=None,
+        eos_token_id=vocabulary()["<|end|>"],
+        pad_token_id=R.PAD,
+        attn_implementation="sdpa",
+    )
+
+
+def optimizers_of(model, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon on the layers' matrices, AdamW on embeddings, biases, norms. The output projection's bias stays 0."""
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias.requires_grad_(False)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in trained if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in trained if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
+def token_losses(hidden, embedding, x, weight):
+    """Weighted mean cross-entropy, correctness of each next token, and its loss."""
+    logits = hidden[:, :-1] @ embedding.T
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), x[:, 1:].flatten(), reduction="none"
+    ).view_as(weight)
+    return (loss * weight).sum() / weight.sum(), logits.argmax(-1) == x[:, 1:], loss.detach()
+
+
+def main(
+    minutes: float = 8.2, out: Path = Path("data/models/tiny-gqa"), seed: int = 0, lr: float = 2e-3, workers: int = 14
+) -> None:
+    """Train for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and evaluation.csv to `out`."""
+    start, device = time.time(), torch.device("cuda")
+    torch.manual_seed(seed)
+    n_tasks = len(R.TASK_NAMES)
+    context = mp.get_context("fork")
+    shared = context.Array("d", [0.0, 1.0] + [1.0] * (n_tasks * len(LENGTHS)), lock=False)
+    queue = context.Queue(maxsize=48)
+    for i in range(workers):
+        context.Process(target=worker, args=(1000 * seed + i, shared, queue), daemon=True).start()
+    pool = context.Pool(4)
+    keys = [(task, length) for length in CHECKS for task in R.TASK_NAMES]
+    watched = {key: pool.apply_async(evaluation_set, (*key, 16, 99)) for key in keys}
+    final = {key: pool.apply_async(evaluation_set, (*key, 200, 2026)) for key in keys}
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(model_config(), dtype=torch.float32).to(device)
+    optimizers = optimizers_of(model, lr)
+    # One layer is compiled and shared by all: a tenth of the time that the whole model would take at each new length.
+    torch._dynamo.config.recompile_limit = 64
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+    losses = torch.compile(token_losses, dynamic=False)
+
+    error, log, sets = np.ones((len(LENGTHS), n_tasks)), [], {}
+    steps, tokens_seen, last = 0, 0, time.time()
+    out.mkdir(parents=True, exist_ok=True)
+    while (progress := (time.time() - start) / (60 * minutes)) < 1:
+        shared[0], shared[1] = progress, 0.5 if progress < WARM else 0.0
+        # Warm up over 200 steps, hold, decay over the last 30% of the time.
+        scale = min(1.0, (steps + 1) / 200) * min(1.0, max(0.02, (1 - progress) / 0.3))
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = lr * scale
+        ids, turn, task = queue.get()
+        x, y = ids.to(device, non_blocking=True).long(), turn.to(device, non_blocking=True)[:, 1:]
+        weight = torch.where(y > 0, 1.0, CONTEXT_WEIGHT) * (x[:, 1:] != R.PAD)
+        with torch.autocast("cuda", torch.bfloat16):
+            hidden = model.model(x, use_cache=False).last_hidden_state
+            loss, correct, each = losses(hidden, model.model.embed_tokens.weight, x, weight)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        steps, tokens_seen = steps + 1, tokens_seen + x.numel()
+
+        if steps % 3 == 0:  # a task's share follows its error at this length
+            a, b, t = *(z.cpu().numpy() for z in exact(correct, y, 12)), task.numpy()
+            here = error[LENGTHS.index(x.shape[1])]
+            for k in np.unique(t[t >= 0]):
+                here[k] += 0.15 * ((1 - a[t == k].sum() / b[t == k].sum()) - here[k])
+            shared[2:] = list(0.1 + error.ravel())
+        if time.time() - last > 60:
+            sets = sets or {key: job.get() for key, job in watched.items()}
+            result = exact_match(model.eval(), sets, "cuda")
+            model.train()
+            line = {
+                "seconds": round(time.time() - start),
+                "steps": steps,
+                "tokens": tokens_seen,
+                "loss": float(loss.detach()),
+            }
+            line["context_loss"] = float(each[(y == 0) & (x[:, 1:] != R.PAD)].mean())
+            line |= {
+                f"em{length}": float(np.mean([v for k, v in result.items() if k[1] == length])) for length in CHECKS
+            }
+            print(json.dumps(line), flush=True)
+            log.append(line | {"tasks": {t: [result[t, length] for length in CHECKS] for t in R.TASK_NAMES}})
+            (out / "training.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
+            last = time.time()
+
+    model.to(torch.bfloat16).save_pretrained(out)
+    save(out)
+    write(
+        out / "evaluation.csv",
+        exact_match(model.eval().float(), {key: job.get() for key, job in final.items()}, "cuda"),
+        200,
+    )
+    print(f"done: {steps} steps, {tokens_seen / 1e9:.2f} G tokens, {time.time() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,68 @@
+"""Training rows: conversations as token ids, with the answers marked."""
+
+import random
+
+import numpy as np
+
+from kvrepro.world import words as w
+from kvrepro.world.tokenizer import vocabulary
+from kvrepro.world.world import ALL, Conversation
+
+PAD = w.SPECIALS.index("<|pad|>")
+TASK_NAMES = list(ALL)
+
+
+def encode(conversation: Conversation) -> tuple[list[int], list[int]]:
+    """(ids, turn): turn is 0 outside answers and i+1 on the tokens of answer i, its end token included."""
+    words = ["<|system|>", *conversation.system, "<|end|>"]
+    turn = [0] * len(words)
+    for i, (user, answer) in enumerate(conversation.turns):
+        words += ["<|user|>", *user, "<|end|>", "<|assistant|>", *answer, "<|end|>"]
+        turn += [0] * (len(user) + 3) + [i + 1] * (len(answer) + 1)
+    vocab = vocabulary()
+    return [vocab[word] for word in words], turn
+
+
+def row(rng: random.Random, task: str, length: int, evaluation: bool, turns: int) -> tuple[list[int], list[int]]:
+    """A conversation of at most `length` tokens (fewer turns if it does not fit), not padded."""
+    while True:
+        ids, turn = encode(ALL[task](rng, length, evaluation, turns))
+        if len(ids) <= length:
+            return ids, turn
+        turns = max(1, turns - 1)
+
+
+def repeated(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
+    """A random sequence said twice: the plainest induction there is. The second saying counts as the answer."""
+    half = length // 2
+    first = [rng.randrange(len(w.SPECIALS), len(vocabulary())) for _ in range(half)]
+    return first + first, [0] * half + [1] * half
+
+
+def batch(
+    rng: random.Random,
+    shares: np.ndarray,
+    length: int,
+    tokens: int,
+    warm: float = 0.0,
+    evaluation: bool = False,
+    turns: int | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """ids, turn, task of tokens // length rows: int16 [rows, length] twice, int16 [rows].
+
+    shares: weight of each task; warm: share of repeated sequences, whose task is -1.
+    """
+    n = tokens // length
+    ids, turn = np.full((n, length), PAD, np.int16), np.zeros((n, length), np.int16)
+    tasks = np.asarray(rng.choices(range(len(TASK_NAMES)), weights=shares.tolist(), k=n), np.int16)
+    for r in range(n):
+        if rng.random() < warm:
+            x, y = repeated(rng, length)
+            tasks[r] = -1
+        else:
+            shorter = (
+                length if evaluation or length <= 128 or rng.random() < 0.7 else rng.randint(length * 5 // 8, length)
+            )
+            x, y = row(rng, TASK_NAMES[tasks[r]], shorter, evaluation, turns or max(1, min(10, length // 50)))
+        ids[r, : len(x)], turn[r, : len(y)] = x, y
+    return ids, turn, tasks

@@ -1,0 +1,206 @@
+"""Lemma 1, the theorems and the enumeration against definitions, closed forms and brute force written another way."""
+
+import math
+from fractions import Fraction
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvrepro.chapters.dropkv_bound import bound
+from kvrepro.chapters.dropkv_bound.cone import cone
+from kvrepro.errors import InputError
+
+
+def draw(seed: int, tokens: int, dim: int, sharp: float = 2.0, lean: float = 0.0):
+    """Attention and values of one query; `lean` moves every value to one side, so that residuals may share a cone."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    p = (sharp * torch.randn(tokens, generator=generator, dtype=torch.float64, device="cpu")).softmax(-1)
+    v = torch.randn(tokens, dim, generator=generator, dtype=torch.float64, device="cpu")
+    return p, v + lean * torch.eye(dim, dtype=torch.float64, device="cpu")[0]
+
+
+def f_of(p, r, chosen) -> float:
+    """F(J), one key at a time."""
+    moved, mass = np.zeros(r.shape[1]), 0.0
+    for j in chosen:
+        moved += float(p[j]) * r[j].numpy()
+        mass += float(p[j])
+    return float(np.sqrt((moved**2).sum()) / (1 - mass))
+
+
+# ---- lemma 1
+
+
+@given(seed=st.integers(0, 10**6), tokens=st.integers(2, 40), dim=st.integers(1, 9), share=st.floats(0, 0.9))
+@settings(max_examples=60, deadline=None)
+def test_lemma_1_equals_attention_without_the_evicted(seed, tokens, dim, share):
+    p, v = draw(seed, tokens, dim)
+    evicted = torch.rand(tokens, generator=torch.Generator("cpu").manual_seed(seed), device="cpu") < share
+    evicted[seed % tokens] = False  # somebody stays
+    given, defined = bound.shift(p, v, evicted), bound.shift_by_definition(p, v, evicted)
+    left = float(p[~evicted].sum())
+    assert (given - defined).norm() <= 1e-13 * v.abs().max() * tokens / left
+    r = bound.residuals(p, v)
+    chosen = evicted.nonzero()[:, 0]
+    assert bound.joint_cost(p, r, chosen).item() == pytest.approx(given.norm().item(), abs=1e-12 / left)
+    alone = torch.eye(tokens, dtype=torch.bool, device="cpu")
+    assert torch.allclose(bound.shift(p, v, alone).norm(dim=-1), bound.single_cost(p, r), atol=1e-12)
+
+
+def test_lemma_1_by_hand():
+    """Two keys, 0 and 1 in one dimension, p = 1/4 and 3/4: without the second the output falls from 3/4 to 0."""
+    p, v = torch.tensor([0.25, 0.75]), torch.tensor([[0.0], [1.0]])
+    assert bound.shift(p, v, torch.tensor([False, True])).item() == pytest.approx(-0.75)
+    assert bound.single_cost(p, bound.residuals(p, v)).tolist() == pytest.approx([0.25, 0.75])
+
+
+# ---- the optimum
+
+
+@given(seed=st.integers(0, 10**6), tokens=st.integers(2, 9), dim=st.integers(1, 5), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_enumeration_equals_brute_force(seed, tokens, dim, data):
+    p, v = draw(seed, tokens + 2, dim)
+    r = bound.residuals(p, v)[:tokens]
+    k = data.draw(st.integers(1, tokens))
+    values = {chosen: f_of(p, r, chosen) for chosen in combinations(range(tokens), k)}
+    found = bound.optimum(p[:tokens], r, k)
+    assert found.value.item() == pytest.approx(min(values.values()), rel=1e-7, abs=1e-12)
+    assert values[tuple(found.evicted.tolist())] == pytest.approx(found.value.item(), rel=1e-9, abs=1e-12)
+
+
+@given(seed=st.integers(0, 10**6), k=st.integers(1, 6))
+@settings(max_examples=20, deadline=None)
+def test_the_window_s_optimum_equals_brute_force(seed, k):
+    made = [draw(seed + 7919 * i, 8, 3) for i in range(3)]
+    p = torch.stack([p for p, _ in made])[:, :6]
+    r = torch.stack([bound.residuals(p, v) for p, v in made])[:, :6]
+    values = [math.hypot(*(f_of(p[t], r[t], chosen) for t in range(3))) for chosen in combinations(range(6), k)]
+    assert bound.window_optimum(p, r, k).value.item() == pytest.approx(min(values), rel=1e-7)
+
+
+def test_twenty_keys_and_batches():
+    p, v = draw(1, 40, 16)
+    r = bound.residuals(p, v)
+    rows = torch.stack([torch.arange(20), torch.arange(20, 40)])
+    for k in (10, 18):
+        both = bound.optimum(p[rows], r[rows], k)
+        assert both.evicted.shape == (2, k)
+        for i in range(2):
+            assert both.value[i] == bound.optimum(p[rows[i]], r[rows[i]], k).value
+        picks = torch.rand(500, 20, generator=torch.Generator("cpu").manual_seed(0), device="cpu").argsort(-1)[:, :k]
+        drawn = bound.joint_cost(p[rows[0]].expand(500, -1), r[rows[0]].expand(500, -1, -1), picks)
+        assert drawn.min() >= both.value[0]
+
+
+def test_too_many_subsets_are_refused():
+    p, v = draw(0, 40, 2)
+    with pytest.raises(InputError, match=r"20 of 40"):
+        bound.optimum(p, bound.residuals(p, v), 20)
+
+
+# ---- the theorems
+
+
+@given(
+    seed=st.integers(0, 10**6), tokens=st.integers(3, 10), dim=st.integers(1, 6), lean=st.floats(0, 4), data=st.data()
+)
+@settings(max_examples=150, deadline=None)
+def test_no_violation_of_theorem_1_or_2(seed, tokens, dim, lean, data):
+    """The pool is the lowest attention of a longer query; where the factor is finite, the proxy stays below it. Theorem
+    2's lower bound holds always, the cone or no cone, and is theorem 1's wherever that speaks."""
+    p, v = draw(seed, tokens + 4, dim, sharp=data.draw(st.floats(0.1, 4)), lean=lean)
+    keys = bound.pool(p, tokens, window=2)
+    p, r = p[keys], bound.residuals(p, v)[keys]
+    k = data.draw(st.integers(1, tokens))
+    found, eps = cone(r), p.max()
+    proxy = bound.joint_cost(p, r, bound.smallest(bound.single_cost(p, r), k))
+    best = min(f_of(p, r, chosen) for chosen in combinations(range(tokens), k))
+    factor = bound.factor(found.low, eps, k)
+    assert proxy <= factor * best * (1 + 1e-9) + 1e-15 or not torch.isfinite(factor)
+    robust = bound.robust(p, r, found, proxy, k)
+    assert robust.lower <= best * (1 + 1e-9) + 1e-15
+    if torch.isfinite(factor):
+        assert robust.lower >= proxy / factor * (1 - 1e-6) - 1e-15
+
+
+def test_theorem_1_is_not_vacuous():
+    """Many drawn cases have a finite factor, and the proxy is not always optimal: the test above can fail."""
+    finite = worse = 0
+    for seed in range(60):
+        p, v = draw(seed, 14, 4, lean=1.0)
+        keys = bound.pool(p, 10, window=2)
+        p, r = p[keys], bound.residuals(p, v)[keys]
+        finite += bool(torch.isfinite(bound.factor(cone(r).low, p.max(), 4)))
+        proxy = bound.joint_cost(p, r, bound.smallest(bound.single_cost(p, r), 4))
+        worse += bool(proxy > 1.01 * bound.optimum(p, r, 4).value)
+    assert finite > 10
+    assert worse > 10
+
+
+def test_the_factor_by_hand_and_where_it_is_infinite():
+    c, eps = torch.tensor([0.5, 0.5, -0.1, 0.0]), torch.tensor([0.1, 0.25, 0.1, 0.1])
+    found = bound.factor(c, eps, 4)
+    assert found[0].item() == pytest.approx(1 / (0.5 * 0.9 * 0.6))
+    assert torch.isinf(found[1:]).all()  # k eps = 1; no cone; no cone
+
+
+def test_mass_outside_a_cone_by_hand():
+    """Three residuals at 0, 60 and 180 degrees of the axis."""
+    r = torch.tensor([[2.0, 0.0], [0.5, math.sqrt(0.75)], [-3.0, 0.0]], dtype=torch.float64)
+    p = torch.tensor([0.2, 0.1, 0.1], dtype=torch.float64)
+    axis = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    mu = bound.outside(p, r, axis, torch.tensor([0.4, 0.6, 1.0], dtype=torch.float64))
+    assert mu.tolist() == pytest.approx([0.3, 0.4, 0.4])
+
+
+# ---- NP-hardness
+
+
+def test_a_balanced_partition_is_a_zero_of_f():
+    found = bound.partition([12, 1, 6, 8, 4, 5])
+    assert found.balanced
+    assert found.best.value.item() == pytest.approx(0, abs=1e-12)
+    assert sorted(found.numbers[j] for j in found.best.evicted.tolist()) in ([4, 6, 8], [1, 5, 12])
+    assert found.proxy.value.item() == pytest.approx(
+        1 / 3
+    )  # 19 instead of 18, over six, over one half: no finite ratio
+    assert cone(bound.residuals(found.p, found.v)).high.item() == pytest.approx(-1)  # and no cone: theorem 1 is silent
+
+
+@given(numbers=st.lists(st.integers(1, 12), min_size=2, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_the_certificate_decides_partition(numbers):
+    assume(len(numbers) % 2 == 0)
+    m = len(numbers) // 2
+    exists = any(2 * sum(chosen) == sum(numbers) for chosen in combinations(numbers, m))
+    found = bound.partition(numbers)
+    assert found.balanced == exists
+    exact = min(abs(Fraction(sum(numbers), 2) - sum(chosen)) for chosen in combinations(numbers, m)) / len(numbers) * 2
+    assert found.best.value.item() == pytest.approx(float(exact), abs=1e-12)
+
+
+def test_odd_or_negative_numbers_are_refused():
+    with pytest.raises(InputError, match=r"\[1, 2, 3\]"):
+        bound.partition([1, 2, 3])
+    with pytest.raises(InputError, match="positive"):
+        bound.partition([1, -1])
+
+
+# ---- pools and ties
+
+
+def test_pools_leave_the_window_and_the_heavy_keys_out():
+    p = torch.tensor([0.4, 0.01, 0.02, 0.3, 0.03, 0.0, 0.24])
+    assert bound.pool(p, 3, window=2).tolist() == [1, 2, 4]
+    assert bound.pool(p, 0.6, window=2).tolist() == [1, 2, 4]
+    with pytest.raises(InputError, match="6 among 5"):
+        bound.pool(p, 6, window=2)
+
+
+def test_ties_go_to_the_first():
+    assert bound.smallest(torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0]), 2).tolist() == [1, 2]

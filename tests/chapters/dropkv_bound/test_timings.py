@@ -1,0 +1,82 @@
+"""Timings beside the paper's: members of the claims, intervals and tables, on tables whose answer is known."""
+
+import pandas as pd
+import pytest
+
+from kvrepro.chapters.dropkv_bound import timings
+from kvrepro.chapters.dropkv_bound.timings import PLAIN, SCORING, TORCH
+
+
+@pytest.fixture
+def kernels(tmp_path):
+    grouped, repeated = timings.REFERENCES
+    rows = [(SCORING, 1, 2, 4, 16.0), (grouped, 10, 12, 14, 100.0), (repeated, 20, 30, 40, 1000.0)]
+    frame = pd.DataFrame(rows, columns=["variant", "p20_us", "p50_us", "p80_us", "scratch_mib"])
+    frame = frame.assign(kernel="window_scores", shape=timings.SHAPE, batch=1, device="gpu", dtype="float16")
+    file = tmp_path / "kernels.csv"
+    pd.concat([frame.assign(tokens=tokens) for tokens in (4096, 131072)]).to_csv(file, index=False)
+    return file
+
+
+@pytest.fixture
+def models(tmp_path):
+    mistral = ("Mistral-7B", 32768)
+    rows = [
+        ("prefill", *mistral, PLAIN, 1, 2.0, 1.9, 2.1),
+        ("prefill", *mistral, "SnapKV", 1, 2.0, 1.9, 2.2),
+        ("prefill", *mistral, "DropKV", 1, 2.1, 2.0, 2.2),
+        ("prefill", *mistral, TORCH, 1, 4.2, 4.0, 4.4),
+        ("answer", *mistral, PLAIN, 4, 40.0, 40.0, 40.0),
+        ("answer", *mistral, "SnapKV", 4, 20.0, 20.0, 20.0),
+        ("answer", *mistral, "DropKV", 4, 20.4, 20.4, 20.4),
+        ("decode", *mistral, PLAIN, 1, 0.1, 0.1, 0.1),
+        ("decode", *mistral, PLAIN, 10, 0.2, 0.1, 0.4),
+        ("decode", *mistral, "5% kept", 100, 0.1, 0.1, 0.2),
+    ]
+    frame = pd.DataFrame(rows, columns=["part", "model", "tokens", "method", "batch", "seconds", "low", "high"])
+    file = tmp_path / "models.csv"
+    frame.assign(device="NVIDIA any").to_csv(file, index=False)
+    return file
+
+
+def only(frame: pd.DataFrame) -> tuple:
+    return pytest.approx(frame[["value", "low", "high"]].iloc[-1].tolist())
+
+
+def test_the_kernel_s_members(kernels):
+    assert only(timings.speedup(kernels)) == [15, 5, 40]
+    assert pytest.approx(timings.scratch(kernels)[["value", "low", "high"]].iloc[0], rel=1e-3) == [
+        16.777,
+        16.777,
+        16.777,
+    ]
+
+
+def test_the_models_members(models):
+    assert only(timings.latency(models)) == [0.4, 4 * (2.0 - 2.2), 4 * (2.2 - 1.9)]
+    assert only(timings.first_token(models)) == [1.05, 2.0 / 2.1, 2.2 / 1.9]
+    assert only(timings.prefill_gain(models)) == [1.0, 4.0 / 2.2 - 1, 4.4 / 2.0 - 1]
+    assert only(timings.throughput(models)) == [20, 10 * 0.1 / 0.2, 10 * 0.4 / 0.1]
+
+
+def test_tables_stand_beside_the_printed_numbers(kernels, models, tmp_path):
+    kernel = timings.kernel_table(kernels).T
+    assert kernel["speed-up over", "torch, repeated"].tolist() == [15, 15]
+    assert kernel["paper, A100", "speed-up"].tolist() == [1.8, 19.8]
+    assert kernel["paper, A100", "scratch, torch (MB)"].iloc[-1] == 9000
+    answer = timings.answer_table(models)
+    assert answer["paper, A100 (s)", "DropKV"][4] == 27.5
+    assert answer["here, any (s)", "DropKV"][4] == 20.4
+    speed = timings.speed_table(models).loc[("Mistral-7B", 32768)]
+    assert speed["tokens/s over plain", "paper"] == 8.22
+    assert speed["torch scoring", "adds (%)"] == pytest.approx(100)
+    for table in (timings.kernel_table, timings.answer_table, timings.speed_table):
+        assert "is missing" in table(tmp_path / "none.csv").note.item()
+
+
+def test_every_contrast_reads_the_measured_tables():
+    for compute, file, _ in timings.CONTRASTS.values():
+        found = compute(file)
+        assert found.columns.tolist() == timings.COLUMNS
+        assert (found.low <= found.value).all()
+        assert (found.value <= found.high).all()

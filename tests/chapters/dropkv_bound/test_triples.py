@@ -1,0 +1,170 @@
+"""Triples against the model's own attention, Table 11's rules against loops, and what each stratum picks."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from kvrepro.chapters.dropkv_bound import bound, triples
+from kvrepro.chapters.dropkv_bound.triples import RULES, Triple
+from kvrepro.errors import InputError
+
+
+def collect(model, ids, positions, **given) -> list[Triple]:
+    found = []
+    triples.triples(model, ids, positions, lambda layer: found.extend(layer), **given)
+    return found
+
+
+def made(window: int = 3, tokens: int = 40, dim: int = 5, seed: int = 0) -> Triple:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    rows = torch.randn(window, tokens, generator=generator, dtype=torch.float64, device="cpu")
+    v, keys = torch.randn(2, tokens, dim, generator=generator, dtype=torch.float64, device="cpu")
+    norm = torch.rand(tokens, generator=generator, dtype=torch.float64, device="cpu")
+    return Triple(1, 2, tokens - 1, rows.softmax(-1), v, keys, norm)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
+def test_attention_and_values_are_the_model_s_own(kind):
+    """Against eager attention weights; the output, through W_O, against what the layer returns."""
+    model, ids = tiny.model(kind), tiny.prompts(30)[0]
+    found = collect(model, ids, [12, 29], window=4)
+    assert [(t.layer, t.head, t.position) for t in found] == [
+        (layer, head, t) for layer in range(3) for head in range(6) for t in (12, 29)
+    ]
+    outputs = {}
+    hooks = [
+        m.o_proj.register_forward_pre_hook(lambda _, given, layer=m.layer_idx: outputs.update({layer: given[0][0]}))
+        for m in model.modules()
+        if hasattr(m, "o_proj")
+    ]
+    with torch.inference_mode():
+        weights = model(torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
+    for hook in hooks:
+        hook.remove()
+    for t in found:
+        expected = weights[t.layer][0, t.head, t.position - 3 : t.position + 1, : t.position + 1]
+        assert torch.allclose(t.window_p, expected.double(), atol=1e-6)
+        assert torch.allclose(t.window_p.sum(-1), torch.ones(4, dtype=torch.float64))
+        own = outputs[t.layer][t.position].view(6, -1)[t.head]
+        assert torch.allclose(t.window_a[-1], own.double(), atol=1e-5)
+        w = next(m for m in model.modules() if getattr(m, "layer_idx", None) == t.layer and hasattr(m, "o_proj"))
+        w = w.o_proj.weight.T.view(6, -1, 48)[t.head]
+        assert torch.allclose(t.norm, (t.v.float() @ w).abs().sum(-1).double(), atol=1e-5)
+
+
+def test_the_pass_leaves_the_model_as_it_was_and_layers_can_be_chosen():
+    model, ids = tiny.model(), tiny.prompts(20)[0]
+    before = model(torch.tensor([ids])).logits
+    found = collect(model, ids, [19], layers=[1], heads=[0, 5])
+    assert [(t.layer, t.head) for t in found] == [(1, 0), (1, 5)]
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(torch.tensor([ids])).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"positions": [3]}, r"\[3\] of 20 tokens"),
+        ({"positions": [20]}, r"\[20\] of 20 tokens"),
+        ({"positions": []}, "positions"),
+        ({"positions": [19], "heads": [6]}, "0 to 5"),
+        ({"positions": [19], "layers": [3]}, "0 to 2"),
+    ],
+)
+def test_bad_requests_are_refused_before_the_pass(given, message):
+    with pytest.raises(InputError, match=message):
+        collect(tiny.model(), tiny.prompts(20)[0], **given)
+
+
+def test_positions_are_spread_to_the_last_token():
+    assert triples.spread(100, 1) == [99]
+    assert triples.spread(100, 4) == [61, 74, 87, 99]
+    assert triples.spread(100, 2, since=0.0) == [49, 99]
+
+
+def loops(t: Triple) -> dict[str, list[float]]:
+    """Table 11, key by key."""
+    p, v, keys, norm = t.window_p.numpy(), t.v.numpy(), t.keys.numpy(), t.norm.numpy()
+    w, n = p.shape
+    a = [sum(p[q, j] * v[j] for j in range(n)) for q in range(w)]
+    mean = sum(keys) / n
+    scores: dict[str, list[float]] = {name: [] for name in RULES}
+    for j in range(n):
+        scores["streaming_llm"].append((j < 4) * 2 + j / n)
+        scores["keydiff"].append(-keys[j] @ mean / np.linalg.norm(keys[j]) / np.linalg.norm(mean))
+        total = sum(p[q, j] for q in range(w))
+        scores["snapkv"].append(total)
+        scores["pyramidkv"].append(total)
+        scores["cake"].append(total / w + 200 * sum((p[q, j] - total / w) ** 2 for q in range(w)) / (w - 1))
+        scores["criticalkv"].append((total / w + 1e-4) * norm[j])
+        scores["andpro"].append(sum(p[q, j] * (a[q] @ v[j]) for q in range(w)))
+        scores["dropkv"].append(
+            sum((p[q, j] / (1 - p[q, j] + 1e-6)) ** 2 * ((a[q] - v[j]) ** 2).sum() for q in range(w))
+        )
+    return scores
+
+
+def test_every_rule_of_table_11_equals_its_loop():
+    t = made()
+    for name, expected in loops(t).items():
+        assert np.allclose(RULES[name](t).numpy(), expected, rtol=1e-9, atol=1e-12), name
+
+
+def test_one_query_of_dropkv_ranks_as_the_exact_cost():
+    t = made()
+    exact = bound.single_cost(t.p, t.r)
+    assert torch.equal(RULES["dropkv"](t.last(1)).argsort(), exact.argsort())
+
+
+def test_a_value_equal_to_the_output_costs_nothing_under_dropkv_and_is_kept_by_andpro():
+    t = made(window=1)
+    v = t.v.clone()
+    a = (t.p[1:, None] * v[1:]).sum(0) / (1 - t.p[0])  # then a does not move when key 0 takes its value
+    v[0] = a
+    t = Triple(t.layer, t.head, t.position, t.window_p, v, t.keys, t.norm)
+    assert RULES["dropkv"](t)[0] == pytest.approx(0, abs=1e-20)
+    assert RULES["andpro"](t)[0] == pytest.approx((t.p[0] * a @ a).item())
+
+
+def test_rounding_to_bfloat16_lets_a_peak_jump():
+    rows = torch.full((1, 10), 1e-4, dtype=torch.float64)
+    rows[0, 3] = 1 - 9e-4
+    t = Triple(0, 0, 9, rows, torch.randn(10, 2).double(), torch.zeros(10, 2).double(), torch.ones(10).double())
+    assert triples.dropkv(t)[3] < 1e7
+    assert triples.dropkv(t, bf16=True)[3] > 1e3 * triples.dropkv(t)[3]
+
+
+def test_pooling_by_hand():
+    score = torch.tensor([0.0, 3.0, 0.0, 0.0, 6.0])
+    assert triples.pooled(score, 3).tolist() == [3, 3, 3, 6, 6]
+    assert triples.pooled(score, 3, "average").tolist() == [1, 1, 1, 2, 2]
+    assert triples.pooled(score, 1).tolist() == score.tolist()
+    with pytest.raises(InputError, match="odd kernel"):
+        triples.pooled(score, 4)
+
+
+def test_strata_pick_what_they_are_named_for():
+    t = made(tokens=60)
+    candidates = bound.pool(t.p, 0.9, window=3)
+    found = triples.strata(t, candidates, size=6)
+    assert all(
+        set(keys.tolist()) <= set(candidates.tolist()) and len(set(keys.tolist())) == 6 for keys in found.values()
+    )
+    assert found["tail"].tolist() == sorted(candidates[t.p[candidates].argsort()[:6]].tolist())
+    cost = bound.single_cost(t.p, t.r)
+    rest = torch.tensor([j for j in candidates.tolist() if j not in found["threshold"].tolist()])
+    middle = cost[candidates].median()
+    assert (cost[found["threshold"]] - middle).abs().max() <= (cost[rest] - middle).abs().min()
+    ranks = [
+        dict(zip(candidates.tolist(), x[candidates].argsort().argsort().tolist(), strict=True)) for x in (t.p, cost)
+    ]
+    gap = {j: abs(ranks[0][j] - ranks[1][j]) for j in candidates.tolist()}
+    assert min(gap[j] for j in found["disagreement"].tolist()) >= sorted(gap.values())[-6]
+    cosine = torch.nn.functional.cosine_similarity(t.v, t.window_a[-1].expand_as(t.v), dim=-1)
+    assert cosine[found["aligned"]].min() >= cosine[candidates].sort().values[-6]
+    again = triples.strata(t, candidates, size=6)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    assert not torch.equal(triples.strata(t, candidates, size=6, seed=1)["random"], found["random"])
+    with pytest.raises(InputError, match="5 keys < 6"):
+        triples.strata(t, candidates[:5], size=6)

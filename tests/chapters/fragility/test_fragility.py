@@ -1,0 +1,557 @@
+"""Retained importance against loops over the model's own attention; the mixture's closed forms against simulation."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import checkpoint
+import nbformat
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrepro.chapters.fragility import figures, retention, study
+from kvrepro.chapters.fragility.retention import OURS, Mixture
+from kvrepro.engine.condition import Prompt
+from kvrepro.errors import InputError
+from kvrepro.experiment import claims, models
+
+ROOT = Path(__file__).resolve().parents[3]
+IDS = torch.randint(3, 120, (60,), generator=torch.Generator(device="cpu").manual_seed(5), device="cpu").tolist()
+PROMPT = Prompt(IDS, {"question": list(range(50, 58))})
+ANSWER = [7, 9, 40, 3, 88]
+SHORT = replace(OURS, window=8, single=3)
+
+
+@pytest.fixture(scope="module")
+def eager():
+    """Model, its attention [layers][heads, tokens, tokens] by Hugging Face, values and output weights per layer."""
+    model = tiny.model("qwen2")
+    ids = torch.tensor([[*IDS, *ANSWER[:-1]]])
+    with torch.no_grad():
+        out = model(ids, output_attentions=True, use_cache=True)
+    p = [a[0].double().cpu().numpy() for a in out.attentions]
+    v = [layer.values[0].double().cpu().numpy() for layer in out.past_key_values.layers]  # noqa: PD011
+    w = [layer.self_attn.o_proj.weight.detach().double().cpu().numpy() for layer in model.model.layers]
+    return model, p, v, w
+
+
+def transcription(p, v, w, rule: str, s, end: int) -> np.ndarray:
+    """Shares [layers, steps] in plain loops: 6 query heads on 2 KV heads of 8 dimensions."""
+    steps = range(len(IDS) - 1, len(IDS) + len(ANSWER) - 1)
+    past = range(end - s.window, end)
+    found = np.zeros((len(p), len(steps), 2))
+    for layer, (attention, values, weight) in enumerate(zip(p, v, w, strict=True)):
+        for kv in range(2):
+            group = range(3 * kv, 3 * kv + 3)
+            norm = {
+                h: np.array(
+                    [np.abs(weight[:, 8 * h : 8 * h + 8] @ values[kv, i]).sum() for i in range(values.shape[1])]
+                )
+                for h in group
+            }
+            importance = {h: attention[h] * norm[h] for h in group}
+            per_token = []
+            for i in range(end):
+                if rule == "single":
+                    per_token.append(np.mean([importance[h][past[s.single - 1], i] for h in group]))
+                elif rule == "mean":
+                    per_token.append(np.mean([importance[h][t, i] for h in group for t in past]))
+                else:
+                    over = steps if rule == "true risk" else past
+                    per_token.append(max(importance[h][t, i] for h in group for t in over))
+            if rule == "defensive":
+                prior = sum(per_token) / end
+                per_token = [max(x, prior) for x in per_token]
+            order = sorted(range(end), key=lambda i: (i >= end - s.window, per_token[i], i), reverse=True)
+            kept = order[: int(s.share * end)]
+            for h in group:
+                for n, t in enumerate(steps):
+                    found[layer, n] += importance[h][t, kept].sum(), importance[h][t, :end].sum()
+    return found
+
+
+@pytest.mark.parametrize("until", ["question", ""])
+def test_shares_equal_a_transcription_in_loops(eager, until):
+    model, p, v, w = eager
+    s = replace(SHORT, until=until)
+    curves, summary = retention.retained(model, PROMPT, ANSWER, {"default": s})
+    for rule in retention.RULES:
+        parts = transcription(p, v, w, rule, s, 50 if until else 60)
+        for layer, expected in [*enumerate(parts), (-1, parts.sum(0))]:
+            here = curves[(curves.rule == rule) & (curves.layer == layer)].sort_values("step").retained
+            want = expected[:, 0] / expected[:, 1]
+            assert here.to_numpy() == pytest.approx(want, abs=2e-5)
+            row = summary[(summary.rule == rule) & (summary.layer == layer) & (summary["head"] == -1)].iloc[0]
+            assert row.worst == pytest.approx(want.min(), abs=2e-5)
+            assert (row["at"], row.steps) == (want.argmin() + 1, 5)
+            assert row.below == pytest.approx((want < 0.5).mean())
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_every_architecture_gives_shares_between_0_and_1(name):
+    curves, summary = retention.retained(tiny.architecture(name), PROMPT, ANSWER, {"default": SHORT})
+    assert curves.retained.between(0, 1 + 1e-6).all()
+    assert set(curves.layer) == {-1, *range(summary.layer.max() + 1)}
+
+
+def test_keeping_everything_retains_everything_and_later_tokens_count_where_asked(eager):
+    settings = {"default": replace(SHORT, share=1.0), "half": SHORT, "later": replace(SHORT, later=True)}
+    curves, summary = retention.retained(eager[0], PROMPT, ANSWER, settings)
+    assert curves[curves.setting == "default"].retained.to_numpy() == pytest.approx(1.0)
+    wide = curves.pivot_table(index=["rule", "layer", "step"], columns="setting", values="retained")
+    assert (wide.later > wide.half).all()
+    counted = summary[summary["head"] == -1].groupby("setting").counted
+    assert counted.min().later == pytest.approx(1.0)
+    assert counted.max().half < 1
+
+
+def test_one_pass_of_many_settings_equals_a_pass_each(eager):
+    many = {name: replace(s, window=8, single=3) for name, s in retention.variants().items()}
+    _, together = retention.retained(eager[0], PROMPT, ANSWER, many, more=list(many.values()), more_layer=1)
+    for i, (name, s) in enumerate(many.items()):
+        _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"x": s})
+        columns = ["rule", "layer", "worst", "mean", "below", "tied"]
+        mine = together[(together.setting == name) & (together["head"] == -1)][columns].reset_index(drop=True)
+        pd.testing.assert_frame_equal(mine, alone[columns], check_exact=False, rtol=1e-5)
+        numbered = together[together.setting == f"#{i}"].set_index("rule").worst
+        expected = alone[alone.layer == 1].set_index("rule").worst[["mean", "defensive"]]
+        assert numbered[expected.index].to_numpy() == pytest.approx(expected.to_numpy(), rel=1e-5)
+
+
+P = torch.rand(2, 3, 8, 40, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu").softmax(-1) ** 6
+NORM = 0.5 + torch.rand(2, 3, 40, generator=torch.Generator(device="cpu").manual_seed(2), device="cpu")
+
+
+def test_the_prior_changes_no_order_above_it_and_ties_all_below():
+    largest, defensive = (retention.score(P, NORM, rule, SHORT) for rule in ("max", "defensive"))
+    prior = largest.mean(-1, keepdim=True)
+    assert torch.equal(defensive, torch.where(largest > prior, largest, prior.expand_as(largest)))
+    assert ((largest < prior).sum(-1) > 10).all()
+
+
+def test_algorithm_2_is_the_catalogues_defensive_kv():
+    from observations import observation
+
+    from kvrepro.engine.score import window
+
+    o = observation(batch=1, kv_heads=2, group=3, window=8, tokens=40, hidden=20)
+    expected = window.defensive_kv(o)[0]
+    norms = retention.norms(o.values[0], o.output)  # noqa: PD011
+    s = replace(SHORT, **retention.ALGORITHM_2)
+    torch.testing.assert_close(
+        retention.score(retention.pooled(o.attention[0], s), norms["l1"], "defensive", s), expected
+    )
+
+
+def test_norms_against_their_formulas():
+    values, output = torch.randn(2, 300, 4), torch.randn(6, 4, 5)
+    found = retention.norms(values, output)
+    v = values[1, 299] @ output[4]
+    assert found["l1"][1, 1, 299] == pytest.approx(float(v.abs().sum()), rel=1e-5)
+    assert found["l2"][1, 1, 299] == pytest.approx(float(v.square().sum().sqrt()), rel=1e-5)
+    assert found["value"][1, 1, 299] == pytest.approx(float(values[1, 299].norm()), rel=1e-5)
+    assert (found["none"] == 1).all()
+
+
+@given(st.sampled_from(["head", "layer"]), st.sampled_from(["newest", "oldest"]), st.booleans(), st.integers(3, 9))
+def test_budget_is_met_and_the_window_stays_where_it_must(budget, ties, forced, tenths):
+    s = replace(SHORT, budget=budget, ties=ties, forced=forced, share=tenths / 10)
+    scores = torch.ones(6, 40)
+    scores[:, 4] = 2.0
+    kept = retention.keep(scores, s)
+    assert int(kept.sum()) == 6 * int(s.share * 40)
+    assert kept[:, 4].all()
+    if forced:
+        assert kept[:, -8:].all()
+    if budget == "head" and not forced:
+        rest = [3, 2] if ties == "newest" else [38, 39]  # the last to be chosen
+        assert not kept[:, rest].any()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"until": "nowhere"}, "no span 'nowhere'"),
+        ({"window": 30}, "fewer than the 30"),
+        ({"norm": "l3"}, "unknown norm"),
+        ({"joined": 1}, "unknown joined 1: choose one of True, False"),
+        ({"single": 9}, "single 9 of 8 past queries"),
+        ({"kernel": 4}, "kernel 4: an odd number"),
+        ({"share": 0.0}, "share of the history is 0.0"),
+        ({"layer": -1}, "layer is -1"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_pass(wrong, message):
+    with pytest.raises(InputError, match=message):
+        retention.retained(None, PROMPT, ANSWER, {"x": replace(SHORT, **wrong)})
+
+
+def test_specifications_are_all_different_and_variants_depart_in_one_field():
+    specs = retention.specifications()
+    assert len(set(specs)) == len(specs) == 256 // 2
+    for base in (OURS, replace(OURS, norm="none", later=True)):
+        found = retention.variants(base)
+        assert found[retention.DEFAULT] == base
+        for (field, value), name in retention.MEANS.items():
+            if getattr(base, field) == value:
+                assert name not in found
+            else:
+                assert {k for k, v in vars(found[name]).items() if v != getattr(base, k)} == {field}
+                assert getattr(found[name], field) == value
+    assert set(retention.MEANS) == {(field, value) for field, values in retention.CHOICES.items() for value in values}
+
+
+def test_one_head_is_that_heads_curve(eager):
+    _, every = retention.retained(eager[0], PROMPT, ANSWER, {"default": SHORT})
+    _, one = retention.retained(eager[0], PROMPT, ANSWER, {"default": replace(SHORT, head=4)})
+    columns = ["rule", "layer", "worst", "mean", "below"]
+    alone = one[(one["head"] == -1) & (one.layer >= 0)][columns].reset_index(drop=True)
+    pd.testing.assert_frame_equal(alone, every[every["head"] == 4][columns].reset_index(drop=True))
+
+
+def test_defensive_r_kv_is_r_kv_with_another_aggregation():
+    from observations import observation
+
+    from kvrepro.chapters.fragility import policies
+    from kvrepro.engine.score import keys
+
+    o = observation(batch=1, kv_heads=2, group=3, window=1, tokens=40, hidden=20)
+    own, other = keys.r_kv(o, mix=1.0, kernel=1), policies.r_kv(o, mix=1.0, kernel=1)  # one query: mean = largest
+    prior = own.sum(-1, keepdim=True) / 39
+    torch.testing.assert_close(other[..., :-1], torch.maximum(own, prior)[..., :-1])
+    torch.testing.assert_close(policies.r_kv(o, mix=0.0), keys.r_kv(o, mix=0.0))
+
+
+# ---- the mixture
+
+MIXTURES = st.builds(
+    Mixture, eps=st.floats(0.002, 0.4), low=st.floats(0.01, 0.3), spike=st.floats(0.3, 0.8), risk=st.floats(0.85, 3)
+)
+
+
+def test_closed_forms_meet_the_simulation():
+    x = Mixture(eps=0.05, low=0.2, spike=0.5, risk=1.5)
+    table = retention.theory(x, [1, 4, 32, 128], draws=40_000, seed=3)
+    assert len(table) == 12
+    off = (table.simulated - table.exact).abs()
+    assert (off <= 2.2 * (table.high - table.simulated) + 1e-9).all()
+
+
+@given(MIXTURES, st.integers(2, 64))
+def test_theorems_1_and_2(x, m):
+    mean, largest, bound = retention.bias_of_mean(x), retention.bias_of_max(x, m), retention.bound_of_max(x, m)
+    assert 0 < largest <= bound + 1e-12  # theorem 2's bound on the largest
+    assert bound < mean  # and its conclusion
+    assert mean > 0  # positive, not "a large negative value"
+    assert mean <= x.risk - x.mean_low
+
+
+@given(MIXTURES)
+def test_limits(x):
+    assert retention.bias_of_max(x, 1) == pytest.approx(retention.bias_of_mean(x))
+    assert retention.bias_of_max(x, 100_000) < 0.02
+    tiny_eps = replace(x, eps=1e-9)
+    assert retention.bias_of_mean(tiny_eps) == pytest.approx(x.risk - x.mean_low, abs=1e-6)
+    assert retention.miss(x.eps, 32) == pytest.approx(np.prod([1 - x.eps] * 32))
+
+
+def test_survival_of_a_fragile_entry():
+    x = Mixture(eps=0.02, low=0.1, spike=0.6, risk=1.0)
+    table = retention.survival(x, [1, 32], heads=300).set_index(["window", "rule"]).survives
+    assert table[1, "mean"] == pytest.approx(table[1, "max"], abs=0.02)  # one query: both are that query
+    assert table[32, "max"] == pytest.approx(1 - retention.miss(x.eps, 32), abs=0.02)  # whoever showed a spike
+    assert table[32, "mean"] < table[32, "max"] - 0.1
+    with pytest.raises(InputError, match="0 < eps < 1"):
+        Mixture(eps=0.0)
+
+
+# ---- the study
+
+
+def test_grid_has_what_the_claims_ask_for():
+    cells = {(c.policy, c.share, c.reading, c.switches, c.prefix, c.bits) for c in study.grid([0.1, 0.2, 0.4])}
+    assert len(cells) == len(study.grid([0.1, 0.2, 0.4]))
+    assert all(c.until == "question" and c.regime == "prefill" for c in study.grid([0.1, 0.2, 0.4]))
+    with pytest.raises(InputError, match="lru looks at all layers"):
+        study.grid([0.2], ["lru"])
+    with pytest.raises(InputError, match="shares between 0 and 1"):
+        study.grid([20])
+    with pytest.raises(InputError, match="unknown reading 'run'"):
+        study.grid([0.2], reading="run")
+    guarded = {(c.policy, c.share) for c in study.grid([0.1, 0.2, 0.4, 0.8]) if c.prefix}
+    assert guarded == {(policy, share) for policy in study.POLICIES for share in (0.1, 0.2, 0.4)}
+
+
+def test_everything_is_checked_before_anything_runs():
+    loaded = models.load("tiny-gqa")
+    given = {
+        "base": OURS, "long_tokens": 1000, "answer_tokens": 320, "max_new_tokens": 8, "shares": [0.2],
+        "policies": ["snapkv"],
+        "reading": "both", "guard": 0.1, "tokens": 560, "seed": 0, "profile": "quick",
+    }  # fmt: skip
+    sizes = study.Size(4, 2, 2, 2, 2)
+    assert study.checked(loaded, "tinyworld:two_hop,needle", sizes, **given) == sizes
+    for wrong, message in (
+        ({"base": replace(OURS, layer=99)}, "layer 99: tiny-gqa has 8, counted from 0"),
+        ({"base": replace(OURS, until="defense")}, "no span 'defense'"),
+        ({"long_tokens": 500}, "answers of 200 steps need prompts of 1000"),
+        ({"answer_tokens": 100}, "answer_tokens 100 cuts answers of 200 steps"),
+        ({"shares": [0.01]}, "budget 5 < "),
+        ({"policies": ["snap"]}, "unknown policy 'snap'"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            study.checked(loaded, "tinyworld:two_hop,needle", sizes, **given | wrong)
+    with pytest.raises(InputError, match="n_items is -1"):
+        study.size("quick", -1)
+    where = {name: given[name] for name in ("tokens", "long_tokens", "answer_tokens")}
+    found = study.answers(loaded, "tinyworld", sizes, **where)
+    long = [item for item, _ in found if item.task in study.LONG]
+    assert len(long) == 4
+    assert min(len(loaded.tokenizer.encode(item.answer)) for item in long) >= 200
+    parts = study.parts_of(loaded, "tinyworld:two_hop,needle", sizes, **{k: given[k] for k in (
+        "shares", "policies", "reading", "guard", "tokens", "seed", "profile")})  # fmt: skip
+    assert [(name, len(items)) for name, items, _ in parts] == [("every", 2), ("middle", 2)]
+
+
+def synthetic(readings=study.READINGS, items: int = 18) -> pd.DataFrame:
+    """A grid's rows: the full cache right, critical_ada_kv losing 0.4, the defensive ones 0.1 and 0.05 (as_run 0.3)."""
+    rows = []
+    losses = {"defensive_kv": 0.1, "layer_defensive_kv": 0.05, "critical_ada_kv": 0.4}
+    for c in study.grid([0.1, 0.2, 0.4]):
+        if c.policy in study.DEFENSIVE and c.reading not in readings:
+            continue
+        for i in range(items):
+            loss = 0.0 if c.policy == "full" else losses.get(c.policy, 0.5)
+            loss = 0.3 if c.policy in study.DEFENSIVE and c.reading == "as_run" else loss
+            value = 0.9 - loss + 0.01 * (i % 3) * (c.policy != "full")
+            rows.append(
+                {"item": f"i{i}", "task": "needle", "policy": c.policy, "share": c.share, "reading": c.reading,
+                 "prefix": c.prefix, "bits": c.bits, "switches": json.dumps(dict(c.switches)), "token_f1": value,
+                 "prompt_tokens": 900}
+            )  # fmt: skip
+    return study.tidy(pd.DataFrame(rows))
+
+
+def test_verdicts_from_rows_of_known_size(tmp_path):
+    given = {"model": "m", "profile": "quick", "gpu": tmp_path}
+    frame = study.evaluate(synthetic(), None, **given).set_index(["claim", "reading"])
+    assert frame.loc[("C2", "as_described"), "verdict"] == "reproduced"
+    assert frame.loc[("C2b", "as_described"), "verdict"] == "reproduced"  # 0.4 / 0.1
+    assert frame.loc[("C2b", "as_described"), "ours"] == pytest.approx((0.4 - 0.01) / (0.1 - 0.01), rel=1e-6)
+    assert frame.loc[("C2b", "as_run"), "verdict"] == "not reproduced"  # 0.4 / 0.3
+    assert frame.loc[("C2d", "as_run"), "ours"] == pytest.approx(100 * 0.29 / 0.9)
+    assert set(frame.loc["C2b"].depends_on_reading) == {"yes"}
+    assert frame.loc[("C2f", "any"), "verdict"] == "reproduced"
+    assert frame.loc[("C1", "any"), "verdict"] == "not testable here"
+    assert frame.loc[("C4b", "as_run"), "verdict"] == "not testable here"  # no multi-key needle among the tasks
+    assert frame.loc[("C9", "any"), "verdict"] == "not testable here"
+    assert frame.columns[:2].tolist() == ["statement", "paper"]
+
+
+def test_scoring_times_are_compared_at_the_longest_context(tmp_path):
+    rows = [
+        {"kernel": "window_scores", "variant": name, "tokens": tokens, "p20_us": 0.9 * us, "p50_us": us, "p80_us": us}
+        for name, tokens, us in [
+            (study.SCORING_MEAN, 100, 5.0), (study.SCORING_MAX, 100, 50.0),
+            (study.SCORING_MEAN, 400, 20.0), (study.SCORING_MAX, 400, 22.0), (study.SCORING_MAX, 900, 1.0),
+        ]
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_csv(tmp_path / "kernels.csv")
+    [(label, value, low, high)] = study.scoring_ratio(tmp_path)
+    assert (value, label) == (pytest.approx(1.1), "400 tokens")
+    assert (low, high) == (pytest.approx(0.99), pytest.approx(1.1 / 0.9))
+
+
+def test_costs_are_ratios_of_what_was_timed(tmp_path):
+    rows = [
+        ("prefill", study.ADA, 0.2, 100, 1, 2.0, 10.0), ("prefill", study.DEFENSIVE_PLAIN, 0.2, 100, 1, 3.0, 10.0),
+        ("prefill", study.PLAIN, 1.0, 100, 1, 2.0, 40.0), ("decode", study.PLAIN, 1.0, 100, 1, 0.4, 40.0),
+        ("decode", study.PLAIN, 1.0, 100, 4, 0.5, 80.0), ("decode", study.KEPT, 1.0, 100, 1, 0.2, 40.0),
+        ("decode", study.KEPT, 1.0, 100, 2, 0.2, 80.0), ("decode", "20% kept", 0.2, 100, 1, 0.1, 30.0),
+        ("decode", "20% kept", 0.2, 100, 16, 0.25, 80.0), ("decode", "20% kept", 0.2, 50, 1, 9.0, 1.0),
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=["part", "method", "share", "tokens", "batch", "seconds", "peak_gib"])
+    frame = frame.assign(model=study.TIMED_MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds)
+    frame.to_csv(tmp_path / "models.csv")
+    [(label, *ratios)] = study.prefill_ratio(tmp_path)
+    assert (label, *ratios) == ("100 tokens", 1.5, pytest.approx(1.5 * 0.9 / 1.1), pytest.approx(1.5 * 1.1 / 0.9))
+    assert [m[1] for m in study.decode_ratio(tmp_path)] == pytest.approx([4, 2])
+    assert [m[1] for m in study.throughput_ratio(tmp_path)] == pytest.approx([64 / 8, 64 / 10])
+    assert [m[1] for m in study.peak_ratio(tmp_path)] == pytest.approx([0.25, 0.75])
+    assert len(study.costs(study.GPU)) > 4
+    assert study.costs(tmp_path / "none").empty
+
+
+def test_every_claim_has_a_row_whatever_was_run(tmp_path):
+    rows = synthetic()
+    rows = rows[rows.policy.isin(["full", "snapkv"])]
+    book = claims.load_claims("fragility")
+    frame = study.evaluate(rows, None, model="m", profile="quick", gpu=tmp_path)
+    assert frame.claim.tolist() == [claim["id"] for claim in book["claims"]]
+    assert set(frame[frame.claim == "C2"].verdict) == {"not testable here"}
+    assert "not run" in frame[frame.claim == "C2"].note.iloc[0]
+
+
+def test_few_items_are_named_as_the_reason():
+    frame = study.evaluate(synthetic(items=5), None, model="m", profile="quick").set_index("claim")
+    assert set(frame.loc["C2"].note) == {"5 items: an interval needs at least 6"}
+
+
+def test_means_of_few_items_have_students_interval():
+    a = pd.Series([0.0, 0.2, 0.1, 0.4, 0.3, 0.9])
+    expected = scipy.stats.ttest_1samp(a - 0.1, 0).confidence_interval()
+    found = study.estimate(pd.DataFrame({"a": a, "b": 0.1}), "difference")
+    assert found[1:3] == (pytest.approx(expected.low), pytest.approx(expected.high))
+    for contrast in ("difference", "loss"):  # alike, and too few to say that others would be
+        assert np.isnan(study.estimate(pd.DataFrame({"a": [0.5] * 8, "b": 0.1, "full": 0.5}), contrast)[1])
+    b = pd.Series([0.0, 0.1, 0.1, 0.2, 0.1, 0.0, 0.3])
+    expected = scipy.stats.ttest_ind(a, b, equal_var=False).confidence_interval()
+    assert study.welch(a, b)[1:3] == (pytest.approx(expected.low), pytest.approx(expected.high))
+
+
+def test_the_largest_gain_is_larger_than_each_other():
+    rows = synthetic()
+    rows["task"] = [("needle_multikey", "frequent_words")[int(item[1:]) % 2] for item in rows["item"]]
+    better = rows.policy.isin(study.DEFENSIVE) & (rows.task == "needle_multikey")
+    book = claims.load_claims("fragility")
+    [claim] = [c for c in book["claims"] if c["id"] == "C4b"]
+    shares = {}
+    for name, more in (("alike", 0.0), ("larger", 0.2)):
+        here = rows.assign(token_f1=rows.token_f1 + more * better)
+        found = study.members(claim, book["sets"], here, None, "as_described")
+        assert found.member.tolist() == [f"{one}, over frequent_words" for one in study.DEFENSIVE]
+        shares[name] = set(found.state)
+    assert shares["larger"] == {"holds"}
+    assert "holds" not in shares["alike"]
+
+
+def test_a_line_is_about_the_same_items():
+    rows = synthetic()
+    more = rows[(rows["share"] == 0.2) | (rows.policy == "full")].assign(
+        item=lambda f: "more-" + f["item"], token_f1=lambda f: f.token_f1 * 0.5
+    )
+    joined = pd.concat([rows, more], ignore_index=True)
+    ours, alone = (study.curve(f, "snapkv", "any")[["share", "value", "n"]] for f in (joined, rows))
+    pd.testing.assert_frame_equal(ours, alone)
+    needles = more.assign(part=study.NEEDLES)
+    pd.testing.assert_frame_equal(study.losses(pd.concat([rows, needles], ignore_index=True)), study.losses(rows))
+    table = study.guarded(rows, 0.1)
+    assert table.columns.tolist() == [(share, k) for share in ("10%", "20%", "40%") for k in ("bare", "guarded")]
+    assert table.index.tolist() == study.policies_of(rows)
+
+
+def test_a_loss_below_the_bar_is_infinitely_smaller():
+    frame = pd.DataFrame({"a": [1.0] * 18, "b": [0.5] * 18, "full": [1.0] * 18})
+    assert study.estimate(frame, "loss_ratio") == (np.inf, np.inf, np.inf, 18)
+    assert np.isnan(study.estimate(frame.assign(b=1.0), "loss_ratio")[0])
+
+
+def test_claims_file_names_what_exists():
+    book = claims.load_claims("fragility")
+    for claim in book["claims"]:
+        assert claims.paper_text(claim["paper"], claim.get("unit", "F1"))
+        assert claim["contrast"] in {*study.CONTRASTS, *study.TIMED, "lead"}
+        for cell in claim.get("cells", {}).values():
+            assert cell.get("rule", "mean") in retention.RULES
+    assert set(book["sets"]["six"]) == set(study.TABLE_1.values())
+    assert {claim["id"][:2] for claim in book["claims"]} >= {f"C{i}" for i in range(1, 10)}
+
+
+@pytest.fixture(scope="module")
+def chapter(eager):
+    """What the notebook hands to its figures: twelve copies of an answer, jittered, and the synthetic grid."""
+    many = {name: replace(s, window=8, single=3) for name, s in retention.variants().items()}
+    more = [replace(s, window=8, single=3) for s in retention.specifications()]
+    curves, summary = retention.retained(eager[0], PROMPT, ANSWER, many, more=more, more_layer=1)
+    frames = {"curves": [], "summary": []}
+    for i in range(12):
+        here = {"item": f"i{i}", "task": "list_all" if i % 2 else "summary"}
+        frames["curves"].append(curves.assign(**here))
+        frames["summary"].append(summary.assign(**here, worst=(summary.worst * (1 + 0.01 * i)).clip(upper=1)))
+    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
+    return study.Retained(**joined, layer=1), synthetic()
+
+
+def test_every_glued_number_of_the_chapter_is_computed(chapter):
+    r, rows = chapter
+    book = nbformat.read(ROOT / "notebooks" / "fragility.ipynb", as_version=4)
+    wanted = set(re.findall(r"\{glue:\w+\}`([^`:]+)", "\n".join(cell.source for cell in book.cells)))
+    frame = study.evaluate(rows, r, model="m", profile="quick")
+    found = study.numbers(frame, rows, r)
+    assert wanted
+    assert wanted <= set(found)
+    assert all(isinstance(value, str) for value in found.values())
+    worst = r.summary.query("setting == 'default' and rule == 'mean' and layer == 1 and head == -1").worst
+    assert found["worst-mean"] == f"{worst.mean():.2f}"
+    assert found["specifications"] == "128"
+
+
+def test_a_claims_members_are_the_tasks_or_the_layers(chapter):
+    r, rows = chapter
+    book = claims.load_claims("fragility")
+    by_id = {claim["id"]: claim for claim in book["claims"]}
+    found = {i: study.members(by_id[i], book["sets"], rows, r, "as_run") for i in ("C1", "C1b", "C6b", "C7b")}
+    assert found["C1"].member.tolist() == ["list_all", "summary"]
+    assert found["C1b"].member.tolist() == ["layer 0", "layer 1", "layer 2"]
+    assert found["C6b"].member.iloc[0] == "defensive_kv, window 16"
+    assert found["C7b"].member.tolist() == ["10%", "20%"]
+    wide = r.summary.query("setting == 'default' and layer == 1 and head == -1 and task == 'summary'")
+    wide = wide.pivot_table(index="item", columns="rule", values="worst")
+    assert found["C1"].value[1] == pytest.approx((wide.defensive - wide["mean"]).mean())
+
+
+def test_figures_have_labels_and_show_what_they_are_given(chapter):
+    r, rows = chapter
+    of_retained = [figures.curves(r), figures.by_layer(r), figures.settings(r), figures.specifications(r)]
+    of_rows = [figures.quality(rows), figures.needles(rows), figures.differences(rows)]
+    for figure in [*of_retained, figures.mixture(windows=(1, 8)), *of_rows]:
+        assert figure.get_figwidth() == 7.2
+        assert any(axes.get_xlabel() for axes in figure.axes)
+        assert any(axes.get_ylabel() or axes.get_yticklabels() for axes in figure.axes)
+        assert len(figure.axes[0].lines) > 0
+    labels = [text.get_text() for text in of_retained[2].axes[0].get_yticklabels()]
+    assert labels[:4] == [
+        "paper, figure 1, layer 14", "paper, figure 3, GovReport", "paper, table 1, GovReport", "our default"
+    ]  # fmt: skip
+    assert set(retention.variants()) - {retention.DEFAULT} <= set(labels)
+    for by, names in (("layer", ["0", "1", "2", "all"]), ("head", list("012345")), ("task", ["summary", "list all"])):
+        assert study.retained_by(r, by).index.tolist() == names
+
+
+def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
+    rows = [
+        {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 12, "domain": "harbour",
+         "question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"}
+        for i in range(2)
+    ]  # fmt: skip
+    items = tmp_path / "own.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = models.load(str(checkpoint.save(tmp_path / "small", [row["context"] for row in rows])))
+    sizes = study.size("quick", 2)
+    given = {"results": tmp_path, "progress": False}
+    r = study.retained(loaded, str(items), sizes, answer_tokens=4, **given)
+    assert r.summary.item.nunique() == 2
+    assert study.long_tasks(r) == ["harbour"]
+    assert r.layer == study.paper_layer(loaded.model)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
+    pd.testing.assert_frame_equal(
+        study.retained(loaded, str(items), sizes, answer_tokens=4, **given).summary, r.summary
+    )
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
+    grid = study.quality(loaded, str(items), sizes, shares=[0.4], reading="as_described", max_new_tokens=4, **given)
+    said = capsys.readouterr().out
+    assert "duo_attention is left out" in said
+    assert "4 bits are left out" in said
+    assert set(grid.policy) == {"full", *study.POLICIES} - {"duo_attention"}
+    assert len(grid) == 2 * (1 + 7 + 7)  # bare, and behind guards
+    frame = study.evaluate(grid, r, model=loaded.name, profile="quick")
+    assert set(frame[frame.claim.str.startswith(("C1", "C2"))].verdict) == {"not testable here"}
+    assert study.numbers(frame, grid, r)["items"] == "2"

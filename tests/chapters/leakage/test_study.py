@@ -1,0 +1,220 @@
+"""The leakage chapter's statistics on made-up rows, against numbers worked out by hand or by scipy."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import spearmanr
+
+from kvrepro.chapters.leakage import experiment, study
+from kvrepro.experiment import claims
+from kvrepro.experiment.claims import Missing
+
+
+def frame(
+    value, systems=8, policies=experiment.FIVE, variants=("default",), ratios=(0.3, 0.5, 0.9), orders=experiment.ORDERS
+):
+    """Rows whose `x` is value(order, policy, variant, ratio), the same for all systems; the uncompressed cache once."""
+    cells = [("full", "default", 0.0)] + [(p, v, r) for p in policies for v in variants for r in ratios]
+    return pd.DataFrame(
+        [
+            {
+                "system": s,
+                "order": o,
+                "policy": p,
+                "variant": v,
+                "reading": "as_described",
+                "ratio": r,
+                "x": value(o, p, v, r),
+            }
+            for s in range(systems)
+            for o in orders
+            for p, v, r in cells
+        ]
+    )
+
+
+def made(follow, leak, **given):
+    """A study of two made-up measures."""
+    parts = [study.means(frame(value, **given), "x") for value in (follow, leak)]
+    return study.Study("as_described", *parts, None, None, None, None, None, None, None, floor=0.0, echo=0.4)
+
+
+def test_means_and_intervals_resample_whole_systems():
+    rows = pd.concat([frame(lambda *_, s=s: float(s), systems=1).assign(system=s) for s in range(10)])
+    found = study.means(rows, "x")
+    assert found.systems == 10
+    value, low, high = study.interval(found.at(policy="tova", ratio=0.5))
+    assert value == 4.5
+    assert low < 3.5
+    assert high > 5.5
+    series = found.at(policy="tova", ratio=0.5)
+    np.testing.assert_array_equal(series, found.at(policy="h2o", ratio=0.9))  # the same systems are drawn everywhere
+    assert series[1:].std() == pytest.approx(np.arange(10).std() / np.sqrt(10), rel=0.05)
+
+
+def test_missing_values_do_not_count_and_few_systems_have_no_interval():
+    rows = frame(lambda *_: 1.0, systems=4)
+    rows.loc[(rows.system == 3) & (rows.ratio == 0.5), "x"] = np.nan
+    found = study.means(rows, "x")
+    assert found.at(policy="tova", ratio=0.5)[0] == 1.0
+    assert np.isnan(study.interval(found.at(policy="tova", ratio=0.5))[1:]).all()
+    with pytest.raises(Missing, match="ratio 0.7"):
+        found.at(policy="tova", ratio=0.7)
+
+
+def test_a_cell_of_fewer_than_six_prompts_has_no_interval_whatever_the_others_have():
+    rows = frame(lambda o, p, v, r: r, systems=8)
+    rows = rows[(rows.ratio != 0.9) | (rows.system < 5)]
+    found = study.means(rows, "x")
+    assert np.isfinite(study.interval(found.at(policy="tova", ratio=0.5))).all()
+    value, low, high = study.interval(found.at(policy="tova", ratio=0.9))
+    assert value == pytest.approx(0.9)
+    assert np.isnan([low, high]).all()
+    assert np.isnan(study.interval(found.curve((0.5, 0.9), policy="tova").max(1))[1])  # nor has what rests on it
+    assert found.ratios(policy="tova") == [0.3, 0.5, 0.9]
+    assert found.ratios(True, policy="tova") == [0.3, 0.5]
+
+
+def test_rank_correlation_is_spearmans_and_undefined_for_a_constant():
+    rng = np.random.default_rng(1)
+    x, y = rng.integers(0, 4, (20, 8)), rng.integers(0, 4, (20, 8))
+    wanted = [spearmanr(a, b).statistic for a, b in zip(x, y, strict=True)]
+    np.testing.assert_allclose(study.rank_correlation(x.astype(float), y.astype(float)), wanted, atol=1e-12)
+    assert np.isnan(study.rank_correlation(np.arange(8.0), np.ones(8)))
+
+
+def test_optimal_points_by_both_definitions():
+    """(follow, leak): the second ties with the first in following and leaks more; the third is worse in both."""
+    follow, leak = np.array([1.0, 1.0, 0.5, 0.4]), np.array([0.2, 0.6, 0.7, 0.0])
+    assert study.optimal(follow, leak).tolist() == [True, True, False, True]
+    assert study.optimal(follow, leak, ties=False).tolist() == [True, False, False, True]
+
+
+def test_optimality_counts_cells():
+    """At 0.3 fair leaks nothing and follows as much; at 0.5 it follows less and leaks as much; at 0.9 all tie."""
+    variants = ("default", *[f"debias {x:g}" for x in experiment.LAMBDAS], "fair")
+
+    def follow(order, policy, variant, ratio):
+        return 0.5 if (ratio, variant) == (0.5, "fair") else 1.0
+
+    def leak(order, policy, variant, ratio):
+        return 0.0 if (ratio, variant) == (0.3, "fair") else 1.0
+
+    s = made(follow, leak, variants=variants)
+    share, cells = study.optimality(s, ["streaming_llm"], ["normal"], ties=False)
+    assert cells == 3
+    assert share[1.0][0] == pytest.approx(2 / 3)
+    assert share[0.0][0] == pytest.approx(2 / 3)
+    share, _ = study.optimality(s, ["streaming_llm"], ["normal"])
+    assert share[0.0][0] == share[1.0][0] == 1.0
+
+
+def test_safe_budget_ends_at_the_first_leak_from_the_top():
+    s = made(lambda *_: 1.0, lambda o, p, v, r: float(r == 0.5), ratios=(0.1, 0.3, 0.5, 0.9))
+    assert study.safe_budget(s, policy="tova")[0] == pytest.approx(0.7)  # 0.9 is dry again, but 0.5 is not
+    leaky = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0))
+    assert study.safe_budget(leaky, policy="tova")[0] == 1.0
+
+
+def rising(order, policy, variant, ratio):
+    """Leakage as the paper draws it: none, then all, then less; less where the defense comes last, none when fair."""
+    if variant == "fair" or ratio <= 0.1:
+        return 0.0
+    return (0.6 if ratio == 0.9 else 1.0) * (0.5 if order == "flipped" else 1.0)
+
+
+def obeying(order, policy, variant, ratio):
+    return 1.0 - ratio * (0.9 if order == "flipped" else 0.2 if policy != "k_norm" else 0.9)
+
+
+def test_curves_of_the_papers_shape_reproduce_its_claims():
+    ratios = (0.1, 0.3, 0.5, 0.7, 0.9)
+    verdicts = study.evaluate([made(obeying, rising, ratios=ratios, variants=("default", "fair"))], "made up")
+    assert verdicts.columns.tolist() == claims.COLUMNS + claims.EXTRA
+    by = verdicts.set_index("claim").verdict
+    assert set(by.index) == {claim["id"] for claim in claims.load_claims("leakage")["claims"]}
+    for claim in ("L2", "L3a", "L3b", "L3c", "L3d", "L4b", "L6", "L7b"):
+        assert by[claim] == "reproduced", claim
+    assert by["L4"] == "partly"  # K-norm loses as much in either order
+    for claim in ("L1", "L2b", "L5", "L7", "L8", "L9", "L10", "L11"):
+        assert by[claim] == "not testable here", claim
+
+
+def test_flat_curves_refute_a_rise_and_leave_nothing_to_compare():
+    verdicts = study.evaluate([made(lambda *_: 1.0, lambda *_: 0.0)], "made up").set_index("claim")
+    for claim in ("L2", "L3b", "L4", "L6"):
+        assert verdicts.verdict[claim] == "not reproduced", claim
+    for claim in ("L3c", "L4b"):
+        assert verdicts.verdict[claim] == "not testable here", claim
+        assert "nothing is told on either side" in verdicts.note[claim]
+    assert verdicts.verdict["L3a"] == "not testable here"
+    assert "lowest ratio run, 0.3, is above 0.2" in verdicts.note["L3a"]
+
+
+def test_a_model_that_tells_anyway_decides_nothing():
+    verdicts = study.evaluate([made(lambda *_: 1.0, lambda *_: 0.9)], "made up").set_index("claim")
+    assert verdicts.verdict["L3b"] == "not testable here"
+    assert "tells its instructions" in verdicts.note["L3b"]
+
+
+def test_a_model_that_says_nothing_to_the_point_keeps_no_secret():
+    variants = ("default", "whitelist", *[f"debias {x:g}" for x in experiment.LAMBDAS], "fair")
+    dumb = made(lambda *_: 0.0, lambda *_: 0.0, ratios=(0.1, 0.3, 0.5, 0.9), variants=variants)
+    verdicts = study.evaluate([dumb], "untrained").set_index("claim")
+    assert (verdicts.verdict == "not testable here").all()
+    for claim in ("L3a", "L3b", "L7", "L7b", "L8", "L8c"):
+        assert "follows too few instructions" in verdicts.note[claim], claim
+
+
+def test_a_member_with_nothing_to_lose_is_left_out_and_named():
+    """K-norm follows nothing by default: that its fair variant costs nothing is no merit."""
+
+    def follow(order, policy, variant, ratio):
+        return float(not ratio or policy != "k_norm")
+
+    s = made(follow, rising, variants=("default", "whitelist", "fair"))
+    row = study.evaluate([s], "made up").set_index("claim").loc["L7c"]
+    assert row.verdict == "reproduced"
+    assert row.members.startswith("8 holds, 2 not testable (k_norm, whitelist: nothing is followed")
+
+
+def test_a_dial_whose_settings_are_all_optimal_decides_nothing():
+    variants = ("default", *[f"debias {x:g}" for x in experiment.LAMBDAS], "fair")
+    tied = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0), variants=variants)
+    verdicts = study.evaluate([tied], "made up").set_index("claim")
+    for claim in ("L8", "L8c"):
+        assert verdicts.verdict[claim] == "not testable here"
+        assert "every setting is optimal in every cell" in verdicts.note[claim]
+
+
+def test_n_is_that_of_the_rows_behind_a_contrast():
+    s = made(obeying, rising)
+    keep = frame(lambda o, p, v, r: 1 - r, systems=3).rename(columns={"x": "kept"})
+    keep = pd.concat([keep.assign(part=part) for part in experiment.PARTS])
+    verdicts = study.evaluate([replace(s, kept=study.means(keep, "kept", "part"))], "made up").set_index("claim")
+    for claim in ("L4c", "L5", "L5b", "L9", "L9b", "L9c"):
+        assert verdicts.verdict[claim] == "not testable here", claim
+        assert "3 system prompts: an interval needs at least 6" in verdicts.note[claim]
+
+
+def test_rank_drift_starts_where_classes_begin_to_differ():
+    kinds = {"a": (1.0, 1.0, 1.0), "b": (1.0, 0.5, 0.0), "c": (1.0, 0.0, 0.5)}
+    rows = [
+        {"system": i, "order": "alone", "policy": p, "variant": "default", "reading": "as_described", "ratio": r,
+         "rules": "multi", "kind": kind, "passed": values[j]}
+        for i in range(6) for kind, values in kinds.items()
+        for j, (p, r) in enumerate([("full", 0.0), ("tova", 0.3), ("tova", 0.5)])
+    ]  # fmt: skip
+    s = replace(made(obeying, rising), classes=study.means(pd.DataFrame(rows), "passed", "rules", "kind"))
+    start, found = study.rank_drift(s, "multi", [0.0, 0.3, 0.5], policy="tova")
+    assert start == 0.3
+    assert np.isnan(found[0, 0])
+    np.testing.assert_allclose(found[0, 1:], [1.0, 0.5])
+
+
+def test_five_systems_are_too_few():
+    verdicts = study.evaluate([made(obeying, rising, systems=5)], "made up").set_index("claim")
+    assert (verdicts.verdict == "not testable here").all()
+    assert "at least 6" in verdicts.note["L3b"]

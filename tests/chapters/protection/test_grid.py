@@ -1,0 +1,67 @@
+"""Grids: every condition once, nothing impossible, the studies' cells all there."""
+
+import pytest
+
+from kvrepro.chapters.protection import grid
+from kvrepro.chapters.protection.policy import PROTECTION_SEVEN, check
+from kvrepro.engine.condition import Condition
+from kvrepro.errors import InputError
+
+
+def test_the_paper_grid_has_42_conditions_and_the_full_cache():
+    found = grid.main((128, 256, 512), PROTECTION_SEVEN, 0.10, "as_run")
+    assert len(found) == len(set(found)) == 43
+    assert found[0] == Condition()
+
+
+def test_the_chapter_runs_every_study_without_repeating_a_condition():
+    found = grid.protection()
+    assert len(found) == len(set(found))
+    for part in (grid.sensitivity(256, 0.10, "both"), grid.sides(256, 0.10, "both"), grid.faithful(256, 0.10, "both")):
+        assert set(part) <= set(found)
+    assert sum(condition.policy == "full" for condition in found) == 1
+
+
+def test_side_rows_match_in_budget():
+    matched = [one for one in grid.sides(256, 0.10, "as_run") if one.prefix + one.suffix > 0.15]
+    assert sorted((one.prefix, one.suffix) for one in matched) == [(0.0, 0.2), (0.1, 0.1), (0.2, 0.0)]
+    assert {sum(one.guards()) for one in matched} <= {50, 51}  # floor(25.6) twice against floor(51.2)
+
+
+@pytest.mark.parametrize(("reading", "n"), [("as_run", 1), ("as_described", 1), ("both", 2)])
+def test_readings(reading, n):
+    assert len({one.reading for one in grid.sensitivity(256, 0.10, reading)}) == n
+
+
+def test_every_condition_can_be_met_at_every_length():
+    for tokens in (500, 1000, 1900, 3800):
+        for condition in grid.context(tokens):
+            check(condition, tokens)
+
+
+def test_sizes():
+    assert grid.size("full").items == 162
+    assert grid.size("quick", 3) == grid.Size(3, 3, 3)
+    with pytest.raises(InputError, match="unknown profile 'slow'"):
+        grid.size("slow")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"reading": "neither"}, "unknown reading 'neither'"),
+        ({"policies": ("lru", "nonsense")}, "unknown policy 'nonsense'"),
+        ({"capacities": (6,)}, "budget 6 < 8 protected tokens"),
+        ({"capacities": ()}, "0 capacities"),
+        ({"protect_frac": 0}, "protect_frac 0"),
+    ],
+)
+def test_bad_parameters_raise_before_anything_runs(given, message):
+    with pytest.raises(InputError, match=message):
+        grid.protection(**given)
+
+
+@pytest.mark.parametrize("arguments", [{"capacities": "[64]"}, {"policies": "lru"}, {"capacities": [256.5]}])
+def test_sizes_and_names_of_the_wrong_kind_are_refused(arguments):
+    with pytest.raises(InputError, match="give lists|whole numbers"):
+        grid.protection(**arguments)

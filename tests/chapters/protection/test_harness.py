@@ -1,0 +1,174 @@
+"""The engine against an independent slow harness, against Hugging Face, and against itself."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from harness import run as slow_run
+from tiny import model as tiny_model
+from tiny import prompts as tiny_prompts
+
+from kvrepro.chapters.protection.harness import boundary_attention, generate
+from kvrepro.chapters.protection.policy import POLICIES
+from kvrepro.engine.condition import Condition
+from kvrepro.errors import InputError
+
+EVERY = [
+    Condition(policy, 32, guarded, guarded, reading=reading)
+    for policy, guarded, reading in product(POLICIES, (0.0, 0.1), ("as_run", "as_described"))
+]
+MORE = [
+    Condition("lru", 32, 0.2, 0.0),
+    Condition("lru", 32, 0.2, 0.0, reading="as_described"),
+    Condition("lru", 32, 0.0, 0.2),
+    Condition("h2o", 40, 0.1, 0.1, interval=5),
+    Condition("snapkv", 32, 0.1, 0.2, suffix_mode="static", reading="as_described"),
+    Condition("ada_kv_faithful", 32, 0.1, 0.2, suffix_mode="static"),
+    Condition("quest_faithful", 32, 0.1, 0.2, suffix_mode="static", switches=(("trim_guard", "same"),)),
+    Condition("ada_kv_faithful", 32, 0.1, 0.1, switches=(("per_head_first_reduction", 0),)),
+    Condition("quest_faithful", 32, switches=(("per_head_first_reduction", 0), ("head_map", "group_mean"))),
+    Condition("lru", 32, 0.1, 0.1, switches=(("first_reduction", 8),)),
+    Condition("h2o", 32, 0.1, 0.1, interval=3, switches=(("first_reduction", 8),)),
+    Condition("h2o", 75, 0.1, 0.1),  # longer than one prompt: eviction starts while decoding
+    Condition("ada_kv_faithful", 75, 0.1, 0.1),
+    Condition("lru", 200),  # never evicts
+]
+ALL = EVERY + MORE
+
+
+def answer(model, prompts, conditions, **changes):
+    return generate(model, prompts, conditions, **{"max_new_tokens": 36, "stop_ids": [2], **changes})
+
+
+@pytest.mark.parametrize("condition", ALL, ids=lambda c: f"{c.label} {c.reading} {c.switches}")
+def test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol(condition):
+    model = tiny_model()
+    for prompt in tiny_prompts(70, 61):
+        [[ours]] = answer(model, [prompt], [condition])
+        tokens, history, heads = slow_run(model, prompt, condition, 36, [2])
+        assert ours.tokens == tokens
+        assert ours.kept_positions == sorted(set().union(*history[0]))
+        assert ours.kept == [round(sum(map(len, heads)) / 2)] * 3
+        assert ours.evicted == len(prompt) + len(tokens) - (tokens[-1] == 2) - len(set().union(*heads))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3"])
+def test_masked_and_physical_execution_give_the_same_tokens_and_kept_sets(kind):
+    model, prompts = tiny_model(kind), tiny_prompts(70, 61, 47)
+    physical = answer(model, prompts, ALL)
+    masked = answer(model, prompts, [replace(c, execution="masked") for c in ALL])
+    for row, other in zip(physical, masked, strict=True):
+        for a, b in zip(row, other, strict=True):
+            assert a.tokens == b.tokens
+            assert (a.kept, a.kept_positions_hash, a.evicted) == (b.kept, b.kept_positions_hash, b.evicted)
+            assert a.bytes_held <= b.bytes_held
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3"])
+def test_without_eviction_the_tokens_are_those_of_hugging_face(kind):
+    model, prompts = tiny_model(kind), tiny_prompts(70, 33)
+    conditions = [Condition()] + [Condition(p, 106, 0.1, 0.1) for p in POLICIES]
+    for prompt, row in zip(prompts, answer(model, prompts, conditions), strict=True):
+        plain = model.generate(torch.tensor([prompt]), max_new_tokens=36, do_sample=False)[0, len(prompt) :].tolist()
+        for generation in row:
+            assert generation.tokens == plain
+            assert generation.evicted == 0
+
+
+def test_a_batch_gives_what_its_rows_give_alone():
+    model, prompts, some = tiny_model(), tiny_prompts(70, 61), ALL[::3]
+    together = answer(model, prompts, some)
+    small = answer(model, prompts, some, batch_rows=7)
+    for i, prompt in enumerate(prompts):
+        for j, condition in enumerate(some):
+            [[alone]] = answer(model, [prompt], [condition], batch_rows=1)
+            for other in (together[i][j], small[i][j]):
+                timed = {"prefill_seconds": 0.0, "decode_seconds": 0.0}
+                assert replace(alone, **timed) == replace(other, **timed)
+
+
+def test_rows_stop_one_by_one_and_leave():
+    model, prompts = tiny_model(), tiny_prompts(70, 61, 47)
+    free = answer(model, prompts, EVERY, stop_ids=[])
+    stops = {row[0].tokens[k] for row, k in zip(free, (3, 9, 20), strict=True)}
+    for row, stopped in zip(free, answer(model, prompts, EVERY, stop_ids=stops), strict=True):
+        for a, b in zip(row, stopped, strict=True):
+            ends = [k for k, token in enumerate(a.tokens) if token in stops]
+            assert b.tokens == (a.tokens[: ends[0] + 1] if ends else a.tokens)
+
+
+def test_bf16_runs_every_policy():
+    rows = answer(tiny_model(dtype=torch.bfloat16), tiny_prompts(70), ALL)
+    assert all(len(g.tokens) > 0 for g in rows[0])
+
+
+def test_seventeen_policy_calls_per_128_tokens_and_none_for_a_short_per_head_answer_as_run():
+    model, prompts = tiny_model(), tiny_prompts(70)
+    [[lru, head]] = answer(model, prompts, [Condition("lru", 32), Condition("ada_kv_faithful", 32)], max_new_tokens=128,
+                           stop_ids=[])  # fmt: skip
+    assert (lru.policy_calls, head.policy_calls) == (17, 16)
+    [[short, described, full]] = answer(model, prompts, [
+        Condition("ada_kv_faithful", 32), Condition("ada_kv_faithful", 32, reading="as_described"), Condition()],
+        max_new_tokens=7)  # fmt: skip
+    assert (short.policy_calls, short.evicted, short.tokens) == (0, 0, full.tokens)
+    assert (described.policy_calls, described.evicted) == (1, 70 - 32)
+
+
+def test_the_first_token_comes_from_the_full_cache():
+    [row] = answer(tiny_model(), tiny_prompts(70), [Condition(), *EVERY])
+    assert len({g.tokens[0] for g in row}) == 1
+
+
+def test_bytes_are_those_of_the_living_tokens():
+    model = tiny_model()
+    [[g, full]] = answer(model, tiny_prompts(70), [Condition("lru", 32), Condition()], max_new_tokens=16, stop_ids=[])
+    per_token = 3 * 2 * 2 * 8 * 4
+    assert (g.bytes_held, g.bytes_full) == (32 * per_token, 86 * per_token)
+    assert full.bytes_held == full.bytes_full
+
+
+def test_random_by_prompt_draws_anew_for_every_prompt():
+    prompts = tiny_prompts(70, 70)
+    same, anew = Condition("random", 32), Condition("random", 32, reading="as_described")
+    a, b = answer(tiny_model(), prompts, [same, anew], max_new_tokens=1)
+    assert a[0].kept_positions == b[0].kept_positions
+    assert a[1].kept_positions != b[1].kept_positions
+
+
+@pytest.mark.parametrize(("prompt", "condition", "says"), [
+    ([], Condition(), "prompt of 0 tokens < 2"),
+    ([5], Condition(), "prompt of 1 tokens < 2"),
+    ([5, 500], Condition(), "token id 500 outside the model's vocabulary of 120"),
+    ([5] * 500, Condition(), "500 prompt + 36 new tokens > the model's 512 positions"),
+    ([5] * 50, Condition("lru", 7, 0.1, 0.1), "budget 7 < 8 protected tokens"),
+])  # fmt: skip
+def test_bad_input_costs_no_computation(prompt, condition, says, monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(model, "forward", lambda *a, **k: pytest.fail("the model ran"))
+    with pytest.raises(InputError) as error:
+        answer(model, [[5] * 50, prompt], [Condition(), condition])
+    assert says in str(error.value)
+
+
+def test_a_sliding_window_shorter_than_the_text_is_refused():
+    with pytest.raises(InputError, match="70 prompt [+] 36 new tokens > the model's sliding window of 64"):
+        answer(tiny_model("mistral", sliding_window=64), tiny_prompts(70), [Condition()])
+
+
+def test_the_models_own_attention_is_back_afterwards():
+    model = tiny_model()
+    answer(model, tiny_prompts(30), [Condition()])
+    assert model.config._attn_implementation == "eager"
+
+
+def test_boundary_attention_sums_to_one_and_matches_eager():
+    model, [prompt] = tiny_model(), tiny_prompts(50)
+    table = boundary_attention(model, prompt)
+    assert set(table.region) == {"sink", "prefix", "middle", "suffix"}
+    total = table.groupby(["layer", "head"])[["mass", "window_mass", "uniform"]].sum()
+    assert total.sub(1).abs().max().max() < 1e-5
+    p = torch.stack(model(torch.tensor([prompt]), output_attentions=True).attentions)[:, 0].detach()
+    row = table[(table["layer"] == 2) & (table["head"] == 4)].set_index("region")
+    assert row.mass["prefix"] == pytest.approx(p[2, 4, -1, 1:5].sum().item(), abs=1e-6)
+    assert row.window_mass["suffix"] == pytest.approx(p[2, 4, -32:, 45:].sum(-1).mean().item(), abs=1e-6)

@@ -1,0 +1,56 @@
+"""Studies beside the main run, on a small random checkpoint."""
+
+import checkpoint
+import pytest
+
+from kvrepro.chapters.protection import study
+from kvrepro.errors import InputError
+from kvrepro.experiment import data, models
+from kvrepro.experiment.data import Item
+
+PASSAGE = "The red door is open and the blue door is shut. " * 60
+ITEM = Item(
+    "door-0", "doors", data._passage_messages(PASSAGE, "Which door?")[0], "red", context=PASSAGE, question="Which door?"
+)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    return models.load(str(checkpoint.save(tmp_path_factory.mktemp("hub") / "small", context=1024)))
+
+
+def test_retention_tells_what_each_condition_keeps(loaded):
+    kept = study.retention(loaded, ITEM, 64, ("lru", "random"), max_new_tokens=8)
+    tokens = kept.attrs["tokens"]
+    assert kept.groupby(["policy", "reading", "protected"]).size().tolist() == [64] * 8
+    newest = kept[(kept.policy == "lru") & (kept.reading == "as_described") & ~kept.protected].position
+    assert sorted(newest) == list(range(tokens - 64, tokens))
+    strings = sorted(range(tokens), key=str)[-64:]
+    band = kept[(kept.policy == "lru") & (kept.reading == "as_run") & ~kept.protected].position
+    assert sorted(band) == sorted(strings)
+    ends = kept[kept.protected].groupby(["policy", "reading"]).position
+    assert (ends.min() == 0).all()
+    assert (ends.max() == tokens - 1).all()
+
+
+def test_attention_takes_items_evenly_and_sums_to_one(loaded):
+    items = [Item(f"door-{i}", ITEM.task, ITEM.messages, "red", context=PASSAGE, question="Which?") for i in range(6)]
+    found = study.attention(loaded, items, n_items=3, positions=6, max_new_tokens=8)
+    assert found["item"].unique().tolist() == ["door-0", "door-2", "door-4"]
+    sums = found.groupby(["item", "layer", "head"]).mass.sum()
+    assert sums.to_numpy() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_context_cuts_passages_to_each_length_and_leaves_out_what_does_not_fit(loaded, tmp_path):
+    items = tmp_path / "doors.jsonl"
+    items.write_text(
+        '{"context": "' + PASSAGE * 3 + '", "question": "Which door?", "answer": "red", "domain": "doors"}\n'
+    )
+    given = {"results": tmp_path, "progress": False, "max_new_tokens": 2}
+    frame = study.context("doors", loaded, str(items), 1, [300, 600, 4000], **given)
+    assert frame.length.unique().tolist() == [300, 600]
+    assert (frame.prompt_tokens <= frame.length).all()
+    assert (frame.prompt_tokens > frame.length * 0.95).all()
+    assert set(frame.capacity.dropna()) == {37, 75}
+    with pytest.raises(InputError, match="no prompt length of"):
+        study.context("doors", loaded, str(items), 1, [4000], **given)

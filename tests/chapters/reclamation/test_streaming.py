@@ -1,0 +1,67 @@
+"""Wall 1: the guide's own checks, transcribed, and column sums from one extra pass against the full matrix."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrepro.chapters.reclamation import streaming
+from kvrepro.errors import InputError
+
+
+def test_the_guides_facts():
+    value = streaming.wall().set_index("check").value
+    assert value["online minus eager"] <= 1e-12
+    assert value["online minus eager after 400"] <= 1e-12
+    assert value["peak live scores"] == 512 * 32 == 512 * 512 / 16
+    assert value["output of the two caches"] <= 1e-12
+    assert value["running maximum of the two caches"] == 0
+    assert value["denominator of the two caches"] <= 1e-12
+    assert value["scores swapped"] <= 1e-12
+    assert value["score gap of the swapped tokens"] > 1e-3
+
+
+def test_swapping_tokens_that_do_not_exist_is_refused():
+    with pytest.raises(InputError, match="there are 100"):
+        streaming.wall(tokens=100)
+
+
+def test_without_the_running_maximum_large_logits_overflow():
+    q, k, v = np.random.default_rng(7).standard_normal((3, 64, 16))
+    with np.errstate(over="ignore"):
+        assert not np.isfinite(np.exp((q + 400) @ k.T / 4)).all()
+    assert np.isfinite(streaming.online(q + 400, k, v, 8)["output"]).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(queries=st.integers(1, 20), tokens=st.integers(1, 33), tile=st.integers(1, 40), seed=st.integers(0, 9))
+def test_online_equals_eager_for_any_tile(queries, tokens, tile, seed):
+    random = np.random.default_rng(seed)
+    q, k, v = random.standard_normal((queries, 5)) * 9, *random.standard_normal((2, tokens, 5))
+    np.testing.assert_allclose(streaming.online(q, k, v, tile)["output"], streaming.eager(q, k, v)[0], atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(tokens=st.integers(1, 70), tile=st.integers(1, 80), seed=st.integers(0, 9))
+def test_column_sums_of_the_extra_pass(tokens, tile, seed):
+    q, k = torch.randn(2, 2, tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
+    scores = (q @ k.transpose(1, 2)) / 8**0.5
+    scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf)
+    found = streaming.column_sums(q, k, torch.logsumexp(scores, -1), tile)
+    torch.testing.assert_close(found.double(), torch.softmax(scores, -1).sum(1), rtol=1e-5, atol=1e-6)
+    assert found.sum() == pytest.approx(2 * tokens, rel=1e-5)  # every query gives away its whole attention
+
+
+def test_what_the_ways_hold_and_that_they_agree():
+    rows = streaming.passes([64, 128], heads=2, dim=8, tile=16, repeats=2)
+    assert rows.groupby("tokens").size().tolist() == [6, 6]
+    by_way = rows.groupby(["way", "tokens"]).share_of_matrix.first()
+    assert by_way["one extra pass"][128] < by_way["one extra pass"][64]  # grows with the tokens, not their square
+    for tokens, tile_of_matrix in ((64, 0.25), (128, 0.125)):
+        assert tile_of_matrix <= by_way["one extra pass"][tokens] < 4 * tile_of_matrix < by_way["eager"][tokens]
+    assert (by_way["eager"] >= 1).all()
+    assert (rows.held_mib * 2**20).tolist() == pytest.approx((rows.share_of_matrix * 4 * 2 * rows.tokens**2).tolist())
+    assert rows.score_difference.max() < 1e-4
+    assert rows[rows.way == "eager"].score_difference.nunique() == 4  # other queries and keys in each repeat
+    assert (rows.seconds > 0).all()

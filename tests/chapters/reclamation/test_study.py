@@ -1,0 +1,418 @@
+"""The reclamation studies: closed forms, policies that keep what they say, generation, verdicts from tables."""
+
+import re
+from types import SimpleNamespace
+
+import checkpoint
+import nbformat
+import numpy as np
+import pandas as pd
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrepro.chapters.reclamation import figures, results, streaming
+from kvrepro.chapters.reclamation import study as r
+from kvrepro.errors import InputError
+from kvrepro.experiment import claims, models
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    model = tiny.model()
+    return SimpleNamespace(model=model, context=512, tokenizer=None)
+
+
+@pytest.fixture(scope="module")
+def was_read(loaded):
+    return r.read(loaded, tiny.prompts(200)[0], 8, copies=3)
+
+
+def test_the_guides_numbers_are_rows():
+    rows = r.synthetic(draws=1).set_index("pattern")
+    assert rows.loc["every 10th", ["freed_plain", "freed_repack", "freed_fill"]].tolist() == [0, 900, 900]
+    assert rows.loc["one aligned block evicted", "freed_plain"] == 1
+    assert rows.loc["one per block", ["freed_plain", "evicted"]].tolist() == [0, 0.9375]
+    [toy] = r.toy().to_dict("records")
+    assert [toy[c] for c in ("copies_repack", "copies_fill", "freed_repack", "freed_fill")] == [18, 3, 1, 1]
+
+
+def test_chance_alone_follows_the_power_of_the_block_size():
+    rows = r.by_block_size(draws=6)
+    means = rows.groupby("block_size")[["share_plain", "expected"]].mean()
+    assert (means.share_plain - means.expected).abs().max() < 0.02
+    assert means.expected[16] == pytest.approx(0.185, abs=5e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_reclaim_obeys_its_arithmetic(data):
+    layers, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    tokens, size = data.draw(st.integers(1, 80)), data.draw(st.integers(1, 17))
+    keep = np.random.default_rng(data.draw(st.integers(0, 99))).random((layers, heads, tokens)) < data.draw(
+        st.floats(0, 1)
+    )
+    row, union = r.reclaim(keep, size), keep.any((0, 1))
+    assert row["freed_repack"] == row["freed_fill"] == row["freed_emptiest"] == row["blocks"] - -(-union.sum() // size)
+    assert row["freed_plain"] == sum(not union[a : a + size].any() for a in range(0, tokens, size))
+    blocks = [union[a : a + size] for a in range(0, tokens, size) if union[a : a + size].any()]
+    left = np.concatenate([*blocks, np.empty(0, bool)])  # dead blocks leave the table before anything is copied
+    assert row["copies_repack"] == (np.flatnonzero(left) != np.arange(left.sum())).sum()
+    assert row["copies_fill"] == left[left.sum() :].sum()
+    assert row["share_own"] * row["blocks"] * layers * heads == pytest.approx(
+        sum(row["blocks"] - -(-int(one.sum()) // size) for one in keep.reshape(-1, tokens))
+    )
+
+
+@pytest.mark.parametrize("granularity", r.GRANULARITIES)
+@pytest.mark.parametrize("policy", r.POLICIES)
+def test_every_head_keeps_its_budget(was_read, policy, granularity):
+    keep = r.survivors(policy, granularity, 40, was_read.cache, was_read.number, was_read.signals)
+    assert keep.shape == ({"one set": 1}.get(granularity, 3 if policy != "sinks_recency" else 1),
+                          2 if granularity == "per head" and policy != "sinks_recency" else 1, 200)  # fmt: skip
+    assert (keep.sum(-1) == 40).all()
+    assert keep[..., -1].all()
+
+
+def test_a_joint_budget_is_met_in_sum_and_takes_the_best_of_all_heads(was_read):
+    keep = r.survivors("cumulative", "joint", 40, was_read.cache, was_read.number, was_read.signals)
+    assert keep.shape == (3, 2, 200)
+    assert keep.sum() == 40 * 6
+    assert len(set(keep.sum(-1).flatten())) > 1  # heads get what their tokens are worth
+    scores = was_read.signals.cumulative[..., :180].numpy()
+    assert scores[keep[..., :180]].min() >= scores[~keep[..., :180]].max()
+    assert keep[..., 180:].all()
+
+
+def test_policies_keep_what_their_names_say(was_read):
+    cache, number, signals = was_read.cache, was_read.number, was_read.signals
+    keep = r.survivors("sinks_recency", "one set", 40, cache, number, signals)[0, 0]
+    assert np.flatnonzero(keep).tolist() == [0, 1, 2, 3, *range(164, 200)]
+    keep = r.survivors("cumulative", "per head", 40, cache, number, signals)[2, 1]
+    heavy = signals.cumulative[2, 1, :180].argsort(descending=True)[:20].tolist()
+    assert set(np.flatnonzero(keep)) == {*heavy, *range(180, 200)}
+
+
+def test_redundancy_evicts_the_key_that_is_like_the_others():
+    positions, keys = torch.arange(40), torch.randn(1, 1, 40, 8, generator=torch.Generator().manual_seed(0))
+    keys[..., 10:30, :] = keys[..., 10:11, :]  # twenty copies of one key
+    signals = r.Signals(1, 1, 40)
+    signals.recent += 1.0
+    scores, newest = r.scores_of("redundancy", keys, signals, positions, 20)
+    assert newest == 8
+    assert scores[0, 0, 10:30].max() < scores[0, 0, [*range(10), *range(30, 40)]].min()
+
+
+def test_an_evicted_token_is_never_kept_again(was_read):
+    cache = was_read.cache
+    number = cache.fork(was_read.number)
+    cache.ledger.evict(number, np.arange(200) % 2 == 0)
+    keep = r.survivors("window", "per head", 40, cache, number, was_read.signals)
+    assert not keep[..., 1::2].any()
+    cache.ledger.free(number)
+
+
+def test_unknown_names_are_refused(was_read):
+    cache, number, signals = was_read.cache, was_read.number, was_read.signals
+    with pytest.raises(InputError, match="unknown policy 'lru'"):
+        r.survivors("lru", "one set", 4, cache, number, signals)
+    with pytest.raises(InputError, match="unknown granularity"):
+        r.survivors("window", "per token", 4, cache, number, signals)
+    with pytest.raises(InputError, match="unknown shape"):
+        r.cost(pd.DataFrame(), "GPT-2")
+    with pytest.raises(InputError, match="n_items 0"):
+        r.size("quick", 0)
+    with pytest.raises(InputError, match="layout 'compact'"):
+        r.rounds(8, "compact")
+
+
+def test_arising_and_occupancy_tell_the_same(loaded):
+    ids = tiny.prompts(150)[0]
+    rows = r.arising(loaded, {"a": ids}, kept=(0.2,), policies=("window",))
+    blocks = r.occupancy(loaded, ids, 0.2, policies=("window",))
+    assert rows.granularity.tolist() == list(r.GRANULARITIES)
+    for row in rows.itertuples():
+        mine = blocks[blocks.granularity == row.granularity]
+        assert (len(mine), mine.living.sum(), (mine.living == 0).sum()) == (row.blocks, row.living, row.freed_plain)
+    assert rows.living.is_monotonic_increasing  # more heads, more survivors in the union
+
+
+def test_generation_is_identical_under_every_layout_and_the_control_is_not(loaded):
+    ids, some = tiny.prompts(180)[0], ("snapkv", "ada_kv", "layer_defensive_kv")
+    rows = r.identity(loaded, {"a": ids}, 48, ("cumulative", "window"), catalogue=some, new_tokens=8, every=4)
+    real = rows[rows.layout.isin(["none", "repack", "fill"])]
+    assert (real.identical == 1).all()
+    assert (real[real.layout == "repack"].logit_gap == 0).all()
+    assert real.logit_gap.max() < 1e-4
+    assert (real[real.layout != "none"].as_predicted == 1).all()
+    assert (real.shared_slots_touched == 0).all()
+    assert rows.prefix_intact.all()
+    assert (rows[rows.layout == "storage positions"].logit_gap > 1e-2).all()
+    assert len(rows) == 2 * 4 * 5 + 2 + 3 * 5  # every granularity, the controls, the catalogue
+    one = rows[(rows.granularity == "one set") & ~rows.shared].set_index(["policy", "layout"])
+    for policy in ("cumulative", "window"):
+        assert one.blocks_freed[policy, "repack"] > one.blocks_freed[policy, "none"]
+        assert one.slot_copies[policy, "repack"] > one.slot_copies[policy, "fill"]
+    who = results.identical(rows)
+    assert who.index.tolist() == [
+        *(("chapter", one) for one in r.JOINT), ("catalogue", "uniform"), ("catalogue", "per head"),
+        ("catalogue", "joint"),
+    ]  # fmt: skip
+    assert who.policies["chapter", "joint"] == "cumulative, window"
+    assert (who.identical == who.generations).all()
+
+
+def test_policies_that_the_model_cannot_have_are_named_and_left_out(loaded, capsys):
+    ids = {"a": tiny.prompts(150)[0]}
+    found = r.able(loaded, ids, ("snapkv", "tri_attention", "kv_zip", "quest_pages"), [{"capacity": 48}])
+    assert found == ["snapkv"]  # pages free nothing: nothing to reclaim
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(" is left out: ")[0] for line in said] == ["tri_attention", "kv_zip"]
+    assert "calibrat" in said[0]
+    assert r.able(loaded, ids, ("streaming_llm",), [{"share": 0.5}, {"share": 0.01}]) == []
+    assert "streaming_llm is left out: budget 1 < 4" in capsys.readouterr().out
+
+
+def test_rounds_hold_what_arithmetic_says():
+    for layout in ("repack", "fill"):
+        rows = r.rounds(32, layout, budget=256, tokens=128)
+        due = rows[rows.token % 32 == 0]
+        assert (due.blocks_held == 16).all()
+        assert rows.blocks_held.max() == 18
+        assert (due.freed >= 2).all()
+        assert rows.copies.sum() == due.copies.sum()
+    assert due.copies.max() <= 32  # hole filling moves no more than the round's tokens
+    assert r.rounds(32, "none", budget=256, tokens=128, victims="oldest").blocks_held.max() <= 19
+    metrics = r.exported(32, budget=256, tokens=128)
+    assert metrics.loc["freed_per_pass", "repack"] == metrics.loc["blocks_freed", "repack"] / 4 == 2
+    assert metrics.loc["copies_per_pass", "hole filling"] == metrics.loc["slot_copies", "hole filling"] / 4
+    assert np.isnan(metrics.loc["copies_per_pass", "no compaction"])
+
+
+def test_a_repack_moves_what_lies_behind_the_first_victim():
+    means = r.cadence([1, 16], budget=256, tokens=64, draws=6).groupby(["layout", "every"]).copies_per_pass.mean()
+    assert means["repack", 1] == pytest.approx(256 / 2, rel=0.15)  # one victim by lot: half the cache on average
+    assert means["repack", 16] == pytest.approx(256 * 16 / 17, rel=0.1)
+    assert means["fill", 16] <= 16
+    assert means["none", 16] == 0
+
+
+def test_latency_compares_with_a_cache_that_evicts_alike(loaded):
+    rows = r.latency(loaded, {"a": tiny.prompts(100)[0], "b": tiny.prompts(90)[0]}, cadences=(2, 8), budget=40)
+    assert rows.groupby(["item", "every", "layout"]).size().tolist() == [1] * 12
+    assert rows.set_index("every").rounds.to_dict() == {2: 12, 8: 3}
+    assert (rows[["step_ms", "pass_ms"]] > 0).all(axis=None)
+    assert (rows.added.isna() == (rows.layout == "none")).all()
+    assert (rows.longest_ms >= rows.token_ms).all()
+    assert r.timed((2, 8)) == 25
+
+
+def test_what_compaction_adds_is_read_off_rounds_side_by_side(loaded, monkeypatch):
+    def rounds(*_):  # a machine that is three times slower in the second round, and a repack that costs a tenth
+        return [
+            {"layout": layout, "round": i, "step_ms": slow * (11 if layout == "repack" else 10), "pass_ms": 0.0}
+            for i, slow in enumerate((1, 3, 1))
+            for layout in r.LAYOUTS
+        ]
+
+    monkeypatch.setattr(r, "_rounds", rounds)
+    added = r.latency(loaded, {"a": tiny.prompts(60)[0]}, (1,)).set_index("layout").added
+    assert added[["repack", "fill"]].tolist() == pytest.approx([0.1, 0.0])
+
+
+def test_a_cadence_beyond_the_tokens_decoded_is_one_pass():
+    rows = r.cadence([64], budget=64, tokens=32, draws=1)
+    assert (rows[rows.layout == "repack"].copies_per_pass > 0).all()
+
+
+SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences": [1, 4], "timed_cadences": [1, 4],
+            "budget": 64, "block_size": 16, "shape": "Qwen3-8B"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"block_size": 0}, "block_size 0: a whole number, at least 1"),
+        ({"block_size": 64}, "block_size 64 > 60 tokens that prompts share"),
+        ({"cadences": [0]}, "cadences 0 for one of cadences: a whole number, at least 1"),
+        ({"timed_cadences": [256]}, "exceed the model's 512"),
+        ({"cadences": []}, "cadences []: give a list"),
+        ({"budget": 4}, "budget 4: a whole number, at least 16"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0: a whole number, at least 1"),
+        ({"kept": [2.0]}, "kept 2.0 for one of kept: a number, above 0, below 1"),
+        ({"kept": [0.01]}, "fewer than 16"),
+        ({"capacity": 100}, "capacity 100 >= 100 tokens of a prompt"),
+        ({"shape": "GPT-2"}, "unknown shape 'GPT-2'"),
+    ],
+)
+def test_parameters_are_refused_before_anything_is_computed(loaded, changed, said, tmp_path):
+    with pytest.raises(InputError, match=re.escape(said)) as refused:
+        r.run(loaded, {"a": tiny.prompts(100)[0]}, r.size("quick"), **{**SETTINGS, **changed}, results=tmp_path)
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_path, monkeypatch):
+    loaded = models.load(str(checkpoint.save(tmp_path / "small")))
+    ids = {name: tiny.prompts(100, seed=seed)[0] for seed, name in enumerate("ab")}
+    ids = {name: [token % 100 + 3 for token in one] for name, one in ids.items()}
+    called = []
+
+    def counted(name, broken=""):
+        whole = getattr(r, name)
+
+        def study(*given, **settings):
+            called.append(name)
+            if name == broken:
+                raise KeyboardInterrupt
+            return whole(*given, **settings)
+
+        return study
+
+    def run(broken="", **changed):
+        called.clear()
+        with monkeypatch.context() as patch:
+            for name in ("synthetic", "cadence", "arising", "published", "identity", "latency"):
+                patch.setattr(r, name, counted(name, broken))
+            patch.setattr(streaming, "passes", lambda: pd.DataFrame({"tokens": [1]}))
+            return r.run(loaded, ids, r.size("quick", 2), **{**SETTINGS, **changed}, results=tmp_path / "results",
+                         progress=False)  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt):
+        run(broken="identity")
+    assert called == ["synthetic", "cadence", "arising", "arising", "published", "published", "identity"]
+    tables = run()
+    assert called == ["identity", "identity", "latency", "latency"]
+    run()
+    assert called == []
+    run(capacity=44)
+    assert called == ["identity", "identity"]
+    assert tables["arising"]["item"].unique().tolist() == ["a", "b"]
+    stored = pd.read_parquet(tmp_path / "results" / "reclamation" / "identity.parquet")
+    assert stored.columns.tolist() == tables["identity"].columns.tolist()
+    assert not list((tmp_path / "results").rglob("*.tmp"))
+
+
+def test_cost_is_bytes_over_bytes_and_time_needs_bandwidths():
+    traffic = pd.DataFrame({"copies_per_token": [1024.0], "budget": [2048], "layout": ["repack"]})
+    [row] = r.cost(traffic, batches=(1,)).to_dict("records")
+    slot = 36 * 8 * 128 * 2 * 2
+    assert row["added"] == pytest.approx(2 * 1024 * slot / (16.4e9 + 2048 * slot))
+    assert np.isnan(row["step_us"])
+    [row] = r.cost(traffic, batches=(1,), bandwidth={"copy": 2e12, "repack": 1e12}).to_dict("records")
+    assert row["copy_us"] == pytest.approx(2 * 1024 * slot / 1e6)
+    assert row["added"] == pytest.approx(2 * 2 * 1024 * slot / (16.4e9 + 2048 * slot))
+
+
+def test_measured_bandwidths_and_passes(tmp_path):
+    assert r.bandwidths(tmp_path / "none.csv") == {}
+    assert r.gpu_passes(tmp_path / "none.csv").empty
+    rows = [
+        ("ceiling", "copy of 2 GiB", 0, 1100.0, 1000.0),
+        ("compaction", "repack, keep 50%", 8192, 20.0, 10.0),
+        ("compaction", "repack, keep 50%", 32768, 125.0, 100.0),
+        ("compaction", "torch repack, keep 50%", 32768, 900.0, 200.0),
+        ("compaction", "hole filling, keep 50%", 32768, 100.0, 90.0),
+        ("compaction", "hole filling and search, keep 50%", 32768, 300.0, 95.0),
+        ("prefill_attention", "flash", 4096, 500.0, 1.0),
+        ("prefill_attention", "cudnn", 4096, 250.0, 1.0),
+        ("column_mass", "causal", 4096, 125.0, 1.0),
+        ("column_mass", "causal, same span", 4096, 50.0, 1.0),
+    ]
+    table = pd.DataFrame(rows, columns=["kernel", "variant", "tokens", "p50_us", "floor_us"]).assign(shape="32/8/128")
+    table["fraction_of_floor"] = table.floor_us / table.p50_us
+    table.to_csv(tmp_path / "kernels.csv", index=False)
+    found = {name: value / (2 * 2**31 / 1e-3) for name, value in r.bandwidths(tmp_path / "kernels.csv").items()}
+    assert found == pytest.approx({"copy": 1 / 1.1, "repack": 0.8, "fill": 0.9})
+    [row] = r.gpu_passes(tmp_path / "kernels.csv").to_dict("records")
+    assert (row["attention_us"], row["pass_us"], row["share"]) == (250, 125, 0.5)
+
+
+def test_every_claim_has_a_row_and_a_missing_study_is_said():
+    frame = results.verdicts({"toy": r.toy(), "synthetic": r.synthetic(draws=6)}, "none", "quick")
+    assert frame.claim.tolist() == [c["id"] for c in claims.load_claims("reclamation")["claims"]]
+    assert {c.rstrip("bcdefg") for c in frame.claim} == {f"R{i}" for i in range(1, 7)}
+    by = frame.set_index("claim")
+    assert by.verdict["R1"] == by.verdict["R2"] == "reproduced"
+    assert by.verdict["R1e"] == "partly"  # even spacing holds, the lot does not
+    assert by.verdict["R5"] == "not testable here"
+    assert by.note["R6b"] == "the study 'identity' was not run"
+    assert (frame.reading == "any").all()
+
+
+def test_a_wrong_number_is_not_reproduced():
+    wrong = r.toy().assign(copies_fill=4)
+    frame = results.verdicts({"toy": wrong}, "none", "quick").set_index("claim")
+    assert (frame.verdict["R2b"], frame.ours["R2b"]) == ("not reproduced", 4)
+
+
+def test_each_prompt_counts_once_and_too_few_are_not_judged():
+    rows = pd.DataFrame({"item": np.repeat([f"p{i}" for i in range(7)], 4), "layout": ["repack", "fill"] * 14})
+    rows = rows.assign(as_predicted=1.0, shared=[False, False, True, True] * 7, identical=1.0, shared_slots_touched=0)
+    for n, verdict in ((7, "reproduced"), (5, "not testable here"), (1, "not testable here")):
+        frame = results.verdicts({"identity": rows[: 4 * n]}, "none", "quick").set_index("claim")
+        assert frame.verdict[["R6", "R6b", "R6c"]].tolist() == [verdict] * 3
+        assert frame.n["R6b"] == n
+    rows.loc[0, "as_predicted"] = 0.5
+    frame = results.verdicts({"identity": rows}, "none", "quick").set_index("claim")
+    assert (frame.verdict["R6"], frame.members["R6"]) == ("partly", "1 holds, 1 undecided")
+    rows.loc[rows.layout == "repack", "as_predicted"] = 0.5
+    assert results.verdicts({"identity": rows}, "none", "quick").set_index("claim").verdict["R6"] == "partly"
+
+
+def test_the_example_is_not_testable_with_other_blocks():
+    frame = results.verdicts({"synthetic": r.synthetic(block_size=1, draws=6)}, "none", "quick").set_index("claim")
+    for claim in ("R1", "R1b", "R1c", "R1d", "R1e"):
+        assert frame.verdict[claim] == "not testable here"
+        assert "block_size 16" in frame.note[claim]
+
+
+def test_what_the_guide_quotes_is_printed_in_full():
+    frame = results.verdicts({}, "none", "quick").set_index("claim")
+    assert frame.paper[["R5b", "R5c", "R5d", "R5e"]].tolist() == [
+        "40.8, 20.0, 17.5, 32.9", "40.8 against 40.8", "563.5 against 222.8", "10.7",
+    ]  # fmt: skip
+    assert (frame.verdict == "not testable here").all()
+
+
+def test_figures_draw_what_they_are_given():
+    gauge = r.gauge(16, budget=64, tokens=64)
+    cadence = r.cadence([1, 16], budget=64, tokens=32, draws=6)
+    drawn = [
+        figures.toy(r.toy_layouts()),
+        figures.chance(r.by_block_size(800, draws=6), r.synthetic(800, draws=6)),
+        figures.gauge(gauge),
+        figures.cadence(cadence),
+        figures.cost(r.cost(cadence)),
+        figures.passes(streaming.passes([32, 64], 1, 8, 8, 6), r.gpu_passes()),
+    ]
+    assert [len(figure.axes) for figure in drawn] == [3, 2, 1, 3, 2, 3]
+
+
+def test_published_policies_reclaim_by_their_own_sets(loaded):
+    rows = r.published(loaded, {"a": tiny.prompts(96)[0]}, (0.25,), ("streaming_llm", "k_norm")).set_index("policy")
+    assert rows.evicted.tolist() == [0.75, 0.75]
+    assert rows.loc["StreamingLLM", ["living", "freed_repack"]].tolist() == [24, 4]
+    assert rows.loc["K-norm", "living"] > 24  # heads disagree
+    assert rows.loc["K-norm", "share_repack"] < rows.loc["K-norm", "share_own"] <= 0.75
+
+
+def test_every_glued_number_is_computed(loaded):
+    chapter = nbformat.read(claims.DATA.parent / "notebooks" / "reclamation.ipynb", as_version=4)
+    wanted = set(re.findall(r"\{glue:\w+\}`([^`:]+)", "\n".join(cell.source for cell in chapter.cells)))
+    ids = {"a": tiny.prompts(120)[0]}
+    tables = {
+        "synthetic": r.synthetic(800, draws=2),
+        "traffic": r.cadence([1], budget=32, tokens=8, draws=2),
+        "arising": r.arising(loaded, ids, (0.2,), ("window",)),
+        "identity": r.identity(loaded, ids, 32, ("window",), ("one set",), new_tokens=4, every=2),
+        "latency": r.latency(loaded, ids, (1,), 32),
+        "passes": streaming.passes([32], 1, 8, 8, 1),
+    }
+    found = results.numbers(results.verdicts(tables, "tiny", "quick"), tables)
+    assert wanted <= set(found)
+    assert found["half-window"] == "no value"  # not among the shares kept
+    assert results.acceptance(tables["identity"]).generations.sum() == 5
+    assert found["block-size"] == "16"

@@ -1,0 +1,293 @@
+"""Key scorers against float64 transcriptions in plain loops, and what rotation, blocks and rubbish must not change."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from observations import observation, other_rubbish
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvrepro.engine.score import keys, queries
+from kvrepro.engine.select import select
+from kvrepro.errors import InputError
+from kvrepro.tools import calibrate
+
+DIM = 8
+SPEED = torch.tensor([1.0, 0.3, 0.05, 0.002])
+
+
+def close(scores, expected, alive, tolerance=2e-5):
+    assert scores.dtype == torch.float32
+    assert torch.isfinite(scores).all()
+    torch.testing.assert_close(scores[alive].double(), expected[alive], rtol=tolerance, atol=tolerance)
+
+
+def each_head(o):
+    """(row, head, alive slots, their keys in float64)."""
+    for b in range(o.keys.shape[0]):
+        for g in range(o.keys.shape[1]):
+            slots = o.alive[b, g].nonzero()[:, 0].tolist()
+            yield b, g, slots, [o.keys[b, g, j].double() for j in slots]
+
+
+def rotated(x, positions, speed=SPEED):
+    """Half against half, as Hugging Face rotates: x [..., tokens, dim]."""
+    angle = positions[..., None].double() * speed.double()
+    first, second = x.double().chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def test_k_norm_transcription_and_rotation():
+    o = observation(dead=5, gaps=3)
+    expected = torch.zeros(o.keys.shape[:3], dtype=torch.float64)
+    for b, g, slots, k in each_head(o):
+        for j, key in zip(slots, k, strict=True):
+            expected[b, g, j] = -math.sqrt(sum(float(x) ** 2 for x in key))
+    close(keys.k_norm(o), expected, o.alive)
+    turned = replace(o, keys=rotated(o.keys, o.positions.clamp(min=0)).float())
+    close(keys.k_norm(turned), expected, o.alive)
+
+
+@pytest.mark.parametrize("anchor", ["unit", "plain"])
+def test_key_diff_transcription(anchor):
+    o = observation(dead=5, gaps=3, seed=2)
+    expected = torch.zeros(o.keys.shape[:3], dtype=torch.float64)
+    for b, g, slots, k in each_head(o):
+        mean = sum(x / x.norm() if anchor == "unit" else x for x in k) / len(k)
+        for j, key in zip(slots, k, strict=True):
+            expected[b, g, j] = -float(key @ mean) / float(key.norm() * mean.norm())
+    close(keys.key_diff(o, anchor), expected, o.alive)
+    assert torch.equal(keys.key_diff(o, anchor)[o.alive], keys.key_diff(other_rubbish(o), anchor)[o.alive])
+
+
+def test_key_diff_anchors_differ_and_unknown_one_raises():
+    o = observation(seed=3)
+    assert (keys.key_diff(o, "unit") - keys.key_diff(o, "plain")).abs().max() > 1e-3
+    with pytest.raises(InputError, match="anchor 'mean'"):
+        keys.key_diff(o, "mean")
+
+
+def survivors_of_blocks(k, count, block, anchor):
+    """Slots left by KeyDiff under a fixed cache of `count` keys, in plain loops."""
+    kept = list(range(min(count, len(k))))
+    for start in range(len(kept), len(k), block):
+        there = kept + list(range(start, min(start + block, len(k))))
+        mean = sum(k[i] / k[i].norm() if anchor == "unit" else k[i] for i in there)
+        there.sort(key=lambda i: (-float(k[i] @ mean / (k[i].norm() * mean.norm())), i), reverse=True)
+        kept = there[:count]
+    return set(kept)
+
+
+@pytest.mark.parametrize("anchor", ["unit", "plain"])
+@pytest.mark.parametrize("block", [1, 3, 7, 100])
+def test_key_diff_in_blocks_leaves_the_same_survivors(block, anchor):
+    o = observation(dead=5, gaps=3, tokens=30, seed=4)
+    counts = torch.tensor([[6, 9], [28, 30]])
+    scores, exempt = keys.key_diff_blocks(o, keys.key_diff(o, anchor), counts, torch.zeros_like(o.alive), anchor, block)
+    assert not exempt.any()
+    assert torch.isfinite(scores).all()
+    for b, g, slots, k in each_head(o):
+        count = int(counts[b, g])
+        best = sorted(slots, key=lambda j: float(scores[b, g, j]), reverse=True)[:count]
+        assert {slots.index(j) for j in best} == survivors_of_blocks(k, count, block, anchor)
+
+
+def test_key_diff_in_one_block_is_one_shot():
+    o = observation(dead=5, gaps=3, tokens=30, seed=5)
+    counts = torch.full((2, 2), 10)
+    once, none = keys.key_diff(o), torch.zeros_like(o.alive)
+    scores, _ = keys.key_diff_blocks(o, once, counts, none, block=100)
+    assert torch.equal(
+        scores.masked_fill(~o.alive, -9).topk(10).indices, once.masked_fill(~o.alive, -9).topk(10).indices
+    )
+    assert keys.key_diff_blocks(o, once, counts, none, block=0)[0] is once
+    in_steps, _ = keys.key_diff_blocks(o, once, counts, none, block=2)
+    best = [s.masked_fill(~o.alive, -9).topk(10).indices.sort().values for s in (in_steps, once)]
+    assert not torch.equal(*best)
+
+
+def test_protected_tokens_survive_all_blocks_and_shape_the_anchor():
+    o = observation(dead=5, gaps=3, tokens=30, seed=5)
+    counts, protected = torch.full((2, 2), 10), o.alive & (o.alive.cumsum(-1) <= 4)
+    scores, _ = keys.key_diff_blocks(o, keys.key_diff(o), counts, protected, block=3)
+    kept = select(scores.masked_fill(~o.alive, -torch.inf), protected, counts)
+    assert (scores[kept] > -1.01).all()  # nothing that fell out on the way comes back
+    assert (kept & protected).sum() == protected.sum()
+
+
+def r_kv_direct(o, mix, kernel, threshold, alone):
+    """The whole n x n computation of one row and head, float64."""
+    expected = torch.zeros(o.keys.shape[:3], dtype=torch.float64)
+    window = [int(t) for t in o.query_positions[0] if t >= 0]
+    for b, g, slots, k in each_head(o):
+        n = len(slots)
+        unit = [x / x.norm() for x in k]
+        like = [[float(unit[i] @ unit[j]) if i != j else 0.0 for j in range(n)] for i in range(n)]
+        for i in range(n):
+            near = [j for j in range(n) if like[i][j] > threshold]
+            if near:
+                like[i][near[-1]] = 0.0
+            elif alone == "first":
+                like[i][0] = 0.0
+        mean = torch.tensor([sum(like[i][j] for i in range(n)) / n for j in range(n)], dtype=torch.float64)
+        redundancy = mean.softmax(0)
+        at = [int(o.positions[b, g, j]) for j in slots]
+        importance = torch.zeros(n, dtype=torch.float64)
+        outside = [j for j in range(n) if at[j] not in window]
+        for t in window:
+            w = o.query_positions[b].tolist().index(t)
+            seen = [j for j in outside if at[j] <= t]
+            logits = torch.tensor([
+                max(float(o.queries[b, g * o.group + r, w].double() @ k[j]) for r in range(o.group)) * o.scaling
+                for j in seen
+            ], dtype=torch.float64)  # fmt: skip
+            importance[seen] += logits.softmax(0) / len(window)
+        for j in range(n):
+            near = importance[max(0, j - kernel // 2) : j + kernel // 2 + 1]
+            expected[b, g, slots[j]] = mix * near.max() - (1 - mix) * redundancy[j]
+    return expected
+
+
+@pytest.mark.parametrize("alone", ["nothing", "first"])
+@pytest.mark.parametrize(("mix", "threshold"), [(0.1, 0.5), (0.07, 0.2), (0.9, 0.8)])
+def test_r_kv_transcription(mix, threshold, alone):
+    o = observation(dead=6, gaps=4, tokens=28, seed=6)
+    expected = r_kv_direct(o, mix, 7, threshold, alone)
+    close(keys.r_kv(o, mix, 7, threshold, alone), expected, o.alive)
+    assert torch.equal(keys.r_kv(other_rubbish(o), mix)[o.alive], keys.r_kv(o, mix)[o.alive])
+
+
+def test_r_kv_with_fewer_queries_than_the_window():
+    o = observation(batch=1, tokens=12, seed=7)
+    fewer = replace(o, query_positions=torch.tensor([[-1, -1, 10, 11]]))
+    close(keys.r_kv(fewer), r_kv_direct(fewer, 0.1, 7, 0.5, "nothing"), o.alive)
+
+
+def test_likeness_in_blocks_is_the_whole_and_spares_the_newest_duplicate():
+    o = observation(dead=6, tokens=40, seed=8)
+    whole = keys.likeness(o, block=1000)
+    for block in (1, 7, 64):
+        torch.testing.assert_close(keys.likeness(o, block=block), whole)
+    k = torch.nn.functional.normalize(torch.randn(1, 1, 9, 64, generator=torch.Generator().manual_seed(1)), dim=-1)
+    k[:, :, 2] = k[:, :, 5] = k[:, :, 7]  # three copies: only the last two are ever "last neighbour"
+    three = replace(observation(batch=1, kv_heads=1, group=1, tokens=9), keys=k)
+    s = keys.likeness(three)[0, 0]
+    assert s[2] > s[5]
+    assert s[5] > s[7]
+    with pytest.raises(InputError, match="alone 'last'"):
+        keys.likeness(o, alone="last")
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("scorer", [keys.k_norm, keys.key_diff, keys.likeness, keys.r_kv])
+def test_no_tensor_is_tokens_by_tokens(scorer):
+    found = []
+    for n in (512, 2048):
+        o = observation(batch=1, kv_heads=1, group=1, tokens=n)
+        with Largest() as seen:
+            scorer(o)
+        found.append(seen.elements)
+    assert found[1] == 4 * found[0]
+
+
+@pytest.fixture
+def calibrated(tmp_path):
+    """A file of random statistics for observations of 3 layers and 4 query heads."""
+    g = torch.Generator().manual_seed(9)
+    mean = torch.complex(*(torch.randn(3, 4, DIM // 2, generator=g) for _ in range(2)))
+    length = mean.abs() + torch.rand(3, 4, DIM // 2, generator=g)
+    sample = queries.sampled([observation(seed=9).output] * 3)
+    calibrate.write(queries.Queries("hash", mean, length, sample), tmp_path / "queries.json")
+    return str(tmp_path / "queries.json")
+
+
+def tri_direct(o, path, horizon, speed):
+    """Keys turned back, then the paper's sum over frequencies and distances, float64."""
+    known = queries.load(path)
+    expected = torch.zeros(o.keys.shape[:3], dtype=torch.float64)
+    half, m = DIM // 2, len(speed)
+    for b, g, slots, k in each_head(o):
+        per_head = []
+        for r in range(o.group):
+            mean = known.mean[o.layer, g * o.group + r].to(torch.complex128)
+            length = known.length[o.layer, g * o.group + r].double()
+            raw = []
+            for j, key in zip(slots, k, strict=True):
+                at = int(o.positions[b, g, j])
+                total, distances = 0.0, [2**e for e in range(17) if 2**e <= horizon]
+                for f in range(half):
+                    w = float(speed[f]) if f < m else 0.0
+                    i, i2 = (f, f + m) if f < m else (2 * m + f - m, m + half + f - m)
+                    pair = complex(float(key[i]), float(key[i2])) * complex(math.cos(w * at), -math.sin(w * at))
+                    relative = complex(mean[f]) * pair.conjugate()
+                    phi = math.atan2(relative.imag, relative.real)
+                    for d in distances:
+                        near = abs(complex(mean[f])) * abs(pair)
+                        total += near * math.cos(w * (int(o.seen[b]) + d - at) + phi) / len(distances)
+                    total += (float(length[f]) - abs(complex(mean[f]))) * abs(pair)
+                raw.append(total)
+            x = torch.tensor(raw, dtype=torch.float64)
+            per_head.append((x - x.mean()) / x.std(unbiased=False))
+        expected[b, g, slots] = torch.stack(per_head).amax(0)
+    return expected
+
+
+@pytest.mark.parametrize("horizon", [1, 100, 65536])
+@pytest.mark.parametrize("rotated_pairs", [4, 2])
+def test_tri_attention_transcription(calibrated, horizon, rotated_pairs):
+    speed = SPEED[:rotated_pairs]  # 2: half of each head is not rotated
+    o = observation(dead=5, gaps=9, layer=1, seed=10, inverse_frequencies=speed, output=None)
+    close(keys.tri_attention(o, calibrated, horizon), tri_direct(o, calibrated, horizon, speed), o.alive, 2e-4)
+
+
+def test_tri_attention_sees_keys_before_their_rotation(calibrated):
+    """All keys equal before rotation: with one frequency band only, scores follow the cosine of the distance."""
+    plain = torch.ones(1, 2, 24, DIM)
+    positions = torch.arange(24).expand(1, 2, -1)
+    o = observation(batch=1, inverse_frequencies=SPEED, output=None, keys=rotated(plain, positions).float())
+    back = queries.pairs(o.keys, DIM) * torch.polar(torch.ones(24, 4), -positions[0, 0][:, None] * SPEED)
+    torch.testing.assert_close(back.real, torch.ones_like(back.real), atol=1e-5, rtol=0)
+    torch.testing.assert_close(back.imag, torch.ones_like(back.imag), atol=1e-5, rtol=0)
+    later = replace(o, seen=o.seen + 1, positions=o.positions + 1, keys=rotated(plain, positions + 1).float())
+    torch.testing.assert_close(  # only the distance from the present counts
+        keys.tri_attention(later, calibrated), keys.tri_attention(o, calibrated), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_tri_attention_refuses_another_models_file(calibrated, tmp_path):
+    with pytest.raises(InputError, match="3 x 4 x 4 .*has 3 x 6 x 4"):
+        keys.tri_attention(observation(group=3, inverse_frequencies=SPEED), calibrated)
+    with pytest.raises(InputError, match="no rotation"):
+        keys.tri_attention(observation(seed=9), calibrated)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):  # another copy of the same model
+        output = observation(seed=9).output.to(dtype)
+        keys.tri_attention(observation(inverse_frequencies=SPEED, output=output), calibrated)
+    with pytest.raises(InputError, match="was made from other weights, .*: run python -m kvrepro.tools.calibrate"):
+        keys.tri_attention(observation(seed=8, inverse_frequencies=SPEED), calibrated)
+    with pytest.raises(InputError, match="no query statistics at"):
+        keys.tri_attention(observation(), str(tmp_path / "none.json"))
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(InputError, match="holds no query statistics"):
+        keys.tri_attention(observation(), str(tmp_path / "bad.json"))
+
+
+def test_shared_by_layers_is_the_mean_for_all():
+    layers = [torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    scores, counts = keys.shared_by_layers(layers, [], torch.tensor([3, 5]), [])
+    assert all(torch.equal(s, sum(layers) / 4) or torch.allclose(s, sum(layers) / 4) for s in scores)
+    assert all(c.tolist() == [[3] * 3, [5] * 3] for c in counts)
+    with pytest.raises(InputError, match="7 to 9 tokens"):
+        keys.shared_by_layers([*layers, torch.zeros(2, 3, 9)], [], torch.tensor([3, 5]), [])

@@ -1,0 +1,510 @@
+"""Each window scorer against its formula once more: Python floats and loops, written from the formula."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from observations import observation, other_rubbish
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.policy import call, counts_of, judge, keep
+from kvrepro.engine.score import window
+from kvrepro.engine.select import select
+from kvrepro.errors import InputError
+
+NAMES = ("snapkv", "pyramid_kv", "ada_kv", "cake", "critical_kv", "critical_ada_kv", "andpro", "dropkv",
+         "defensive_kv", "layer_defensive_kv")  # fmt: skip
+OBSERVED = [
+    dict(group=1, window=3, tokens=12),
+    dict(group=2, window=4, tokens=17, dead=6, gaps=3),
+    dict(group=3, window=1, tokens=9, gaps=2),
+    dict(group=4, window=5, tokens=23, dead=4),
+]
+
+
+def seen_by(**shape):
+    return observation(2, 2, dim=4, hidden=5, seed=sum(shape.values()), **shape)
+
+
+class Head:
+    """One row and KV head as lists: p[g][t][j], a[g][t], v[j], W[g]; dead slots left out; `past`: not of the window."""
+
+    def __init__(self, o, b, h):
+        self.slots = [j for j, x in enumerate(o.positions[b, h].tolist()) if x >= 0]
+        at = [o.positions[b, h, j].item() for j in self.slots]
+        when = o.query_positions[b].tolist()
+        k, v = ([x[b, h, j].tolist() for j in self.slots] for x in (o.keys, o.values))
+        group = o.queries.shape[1] // o.keys.shape[1]
+        q = o.queries[b, h * group : (h + 1) * group].tolist()
+        self.n, self.v, self.past = len(at), v, [x not in when for x in at]
+        self.W = o.output[h * group : (h + 1) * group].tolist()
+        self.p = []
+        for head in q:
+            rows = []
+            for query, t in zip(head, when, strict=True):
+                e = [math.exp(o.scaling * dot(query, key)) if x <= t else 0.0 for key, x in zip(k, at, strict=True)]
+                rows.append([x / sum(e) for x in e])
+            self.p.append(rows)
+        self.a = [[[dot(row, c) for c in zip(*v, strict=True)] for row in rows] for rows in self.p]
+
+    def norm(self, j):
+        """Mean over the group of ||v_j W_O||_1."""
+        return mean([sum(abs(dot(self.v[j], c)) for c in zip(*w, strict=True)) for w in self.W])
+
+    def keep_past(self, row):
+        return [x if past else 0.0 for x, past in zip(row, self.past, strict=True)]
+
+
+def dot(x, y):
+    return sum(a * b for a, b in zip(x, y, strict=True))
+
+
+def mean(x):
+    return sum(x) / len(x)
+
+
+def average_pool(row, k):
+    padded = [0.0] * (k // 2) + row + [0.0] * (k // 2)
+    return [sum(padded[j : j + k]) / k for j in range(len(row))]
+
+
+def max_pool(row, k):
+    return [max(row[max(0, j - k // 2) : j + k // 2 + 1]) for j in range(len(row))]
+
+
+def columns(rows):
+    return [list(c) for c in zip(*rows, strict=True)]
+
+
+def past_only(head, pool, row, k):
+    """The public codes cut the window off before they pool."""
+    cut = [x for x, past in zip(row, head.past, strict=True) if past]
+    return pool(cut, k) + [0.0] * (head.n - len(cut))
+
+
+def check(o, got, transcription, rtol=3e-5):
+    """`transcription(heads of a row)` -> per head a list over alive tokens; `got` agrees wherever a token is alive."""
+    assert got.dtype == torch.float32
+    assert got.shape == o.positions.shape
+    assert got.isfinite().all()
+    for b in range(got.shape[0]):
+        heads = [Head(o, b, h) for h in range(got.shape[1])]
+        for h, (head, want) in enumerate(zip(heads, transcription(heads), strict=True)):
+            want = torch.tensor(want, dtype=torch.float64)
+            found = got[b, h, head.slots].double()
+            torch.testing.assert_close(found, want, rtol=rtol, atol=1e-6 * want.abs().max().item() + 1e-12)
+
+
+@pytest.mark.parametrize("shape", OBSERVED)
+def test_snapkv_as_run(shape):
+    o = seen_by(**shape)
+
+    def score(head):
+        each = [past_only(head, average_pool, [mean(c) for c in columns(rows)], 5) for rows in head.p]
+        return [mean(c) for c in columns(each)]
+
+    check(o, window.snapkv(o), lambda heads: [score(head) for head in heads])
+
+
+@pytest.mark.parametrize("shape", OBSERVED)
+def test_snapkv_as_described_keeps_the_union_of_its_query_heads(shape):
+    o = seen_by(**shape)
+    got = window.snapkv(o, "sum", "max", 7, "union")
+    for b in range(2):
+        for h in range(2):
+            head = Head(o, b, h)
+            each = [past_only(head, max_pool, [sum(c) for c in columns(rows)], 7) for rows in head.p]
+            past = [j for j in range(head.n) if head.past[j]]
+            lists = [sorted(past, key=lambda j, s=s: (-round(s[j], 7), -j)) for s in each]
+            found = {j: got[b, h, head.slots[j]].item() for j in past}
+            for top in range(1, len(past) + 1):  # every head's best `top` score above all others
+                union = set().union(*[order[:top] for order in lists])
+                assert union == {j for j in past if found[j] > -top}
+
+
+@pytest.mark.parametrize("shape", OBSERVED)
+def test_pyramid_and_ada_as_described_reduce_the_group_before_pooling(shape):
+    o = seen_by(**shape)
+
+    def score(head):
+        grouped = [mean(c) for c in columns([[mean(c) for c in columns(rows)] for rows in head.p])]
+        return past_only(head, max_pool, grouped, 7)
+
+    check(o, window.snapkv(o, "mean", "max", 7, "mean", "kv_head"), lambda heads: [score(head) for head in heads])
+
+
+def variance(x):
+    return sum((y - mean(x)) ** 2 for y in x) / (len(x) - 1) if len(x) > 1 else 0.0
+
+
+@pytest.mark.parametrize("shape", OBSERVED)
+def test_cake(shape):
+    o = seen_by(**shape)
+
+    def score(head):
+        each = [[mean(c) + 200 * variance(c) for c in columns(rows)] for rows in head.p]
+        return [mean(c) for c in columns([past_only(head, average_pool, row, 5) for row in each])]
+
+    check(o, window.cake(o), lambda heads: [score(head) for head in heads])
+
+
+@pytest.mark.parametrize("shape", OBSERVED[:2] + OBSERVED[3:])
+@pytest.mark.parametrize("tau", [(1.0, 1.0), (1.6, 0.6)])
+def test_cake_preference(shape, tau):
+    o = seen_by(**shape)
+    got = window.cake_preference(o, *tau)
+    for b in range(2):
+        rows = [(head, rows) for head in (Head(o, b, h) for h in range(2)) for rows in head.p]
+        entropy = -sum(x * math.log(x + 1e-10) for head, group in rows for row in group for x in head.keep_past(row))
+        spread = sum(
+            variance(c) for head, group in rows for c, past in zip(columns(group), head.past, strict=True) if past
+        )
+        want = entropy ** (1 / tau[0]) * spread ** (1 / tau[1])
+        assert got[b].item() == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", OBSERVED)
+def test_andpro_as_described(shape):
+    o = seen_by(**shape)
+
+    def score(head):
+        each = [
+            [sum(row[j] * dot(a, head.v[j]) for row, a in zip(rows, outs, strict=True)) for j in range(head.n)]
+            for rows, outs in zip(head.p, head.a, strict=True)
+        ]
+        return [mean(c) for c in columns(each)]
+
+    check(o, window.andpro(o), lambda heads: [score(head) for head in heads])
+
+
+@pytest.mark.parametrize("shape", [dict(group=2, window=4, tokens=31, dead=5), dict(group=1, window=6, tokens=40)])
+def test_andpro_as_run_sums_chunks_against_the_droppable_anchor(shape):
+    o = seen_by(**shape)
+    w, size = shape["window"], 4
+
+    def score(head):
+        chunks = [list(range(c, min(c + size, head.n))) for c in range(0, head.n, size)]
+        droppable = [0 < c < len(chunks) - math.ceil(w / size) for c in range(len(chunks))]
+        each = []
+        for rows in head.p:
+            total = [0.0] * len(chunks)
+            for row in rows:
+                p = max_pool(row, 7)
+                u = [[sum(p[j] * head.v[j][d] for j in chunk) for d in range(4)] for chunk in chunks]
+                anchor = [sum(x[d] for x, drop in zip(u, droppable, strict=True) if drop) for d in range(4)]
+                total = [s + dot(x, anchor) for s, x in zip(total, u, strict=True)]
+            each.append([total[j // size] if droppable[j // size] else 0.0 for j in range(head.n)])
+        return [max(c) for c in columns(each)]
+
+    check(
+        o,
+        window.andpro(o, pool="max", group="max", chunk=size, window=w),
+        lambda heads: [score(head) for head in heads],
+    )
+
+
+@pytest.mark.parametrize("shape", OBSERVED)
+@pytest.mark.parametrize("pool", ["max", "average"])
+def test_dropkv(shape, pool):
+    o = seen_by(**shape)
+
+    def score(head):
+        cost = [0.0] * head.n
+        for rows, outs in zip(head.p, head.a, strict=True):
+            for row, a in zip(rows, outs, strict=True):
+                for j, p in enumerate(row):
+                    far = sum((x - y) ** 2 for x, y in zip(a, head.v[j], strict=True))
+                    cost[j] += (p / (1 - p + 1e-6)) ** 2 * far / len(head.p)
+        return {"max": max_pool, "average": average_pool}[pool](cost, 11)
+
+    check(o, window.dropkv(o, pool=pool), lambda heads: [score(head) for head in heads], rtol=1e-3)  # 1 - p in float32
+
+
+def test_dropkv_cost_of_a_token_is_the_change_of_the_output_without_it():
+    """Lemma 1: one query, one head; the output is computed again without the token."""
+    o = observation(1, 1, 1, window=1, tokens=8, dim=4)
+    got = window.dropkv(o, eps=0.0, pool="none")
+    head = Head(o, 0, 0)
+    for j in range(8):
+        rest = [i for i in range(8) if i != j]
+        left = sum(head.p[0][0][i] for i in rest)
+        without = [sum(head.p[0][0][i] / left * head.v[i][d] for i in rest) for d in range(4)]
+        want = sum((x - y) ** 2 for x, y in zip(without, head.a[0][0], strict=True))
+        assert got[0, 0, j].item() == pytest.approx(want, rel=1e-3)
+
+
+def test_rounding_p_makes_a_near_certain_token_and_its_neighbours_survive():
+    """p = 0.9985 becomes 1 in bfloat16, the factor 1e12; average pooling smears it over 11 places."""
+    o = observation(1, 1, 1, window=1, tokens=40, dim=4)
+    keys = torch.zeros_like(o.keys)
+    query = torch.tensor([[[[1.0, 0, 0, 0]]]])
+    keys[0, 0, 20, 0] = math.log(0.9985 / 0.0015 * 39) / o.scaling
+    o = replace(o, keys=keys, queries=query)
+    assert o.attention[..., 20].item() == pytest.approx(0.9985, abs=1e-4)
+    exact, rounded = window.dropkv(o), window.dropkv(o, round_p=True, pool="average")
+    assert exact[0, 0, 20] < 1e7
+    best = rounded[0, 0].topk(11).indices
+    assert sorted(best.tolist()) == list(range(15, 26))
+    assert rounded[0, 0, 15:26].min() > 1e9 * rounded[0, 0, :15].max()
+
+
+def risk(head, over, rescale):
+    """Largest pooled attention over queries and group, no less than the head's mean of it."""
+    counted = head.past if over == "past" else [True] * head.n
+    pooled = []
+    for row in (row for rows in head.p for row in rows):
+        cut = [x for x, ok in zip(row, counted, strict=True) if ok]
+        new = average_pool(cut, 5)
+        if rescale:
+            new = [x * sum(cut) / sum(new) for x in new]
+        pooled.append(new)
+    worst = [max(c) for c in columns(pooled)]
+    return [max(x, mean(worst)) for x in worst] + [0.0] * (head.n - len(worst))
+
+
+@pytest.mark.parametrize("shape", OBSERVED)
+@pytest.mark.parametrize("layer_wise", [False, True])
+def test_defensive_as_described(shape, layer_wise):
+    o = seen_by(**shape)
+
+    def layer(heads):
+        total = sum(head.norm(j) for head in heads for j in range(head.n)) if layer_wise else 1.0
+        return [[r * head.norm(j) / total for j, r in enumerate(risk(head, "all", False))] for head in heads]
+
+    check(o, window.defensive_kv(o, share="layer" if layer_wise else "none"), layer)
+
+
+@pytest.mark.parametrize("shape", [dict(group=2, window=3, tokens=20), dict(group=3, window=4, tokens=30)])
+@pytest.mark.parametrize("budget", [5, 14])
+def test_defensive_as_run(shape, budget):
+    """The public code's seven steps, on a prompt: both heads hold the same positions."""
+    o = seen_by(**shape)
+    w = shape["window"]
+
+    def layer(heads):
+        n = heads[0].n
+        norms = [[head.norm(j) for j in range(n - w)] for head in heads]
+        scores = [
+            [r * norm[j] / sum(other[j] for other in norms) for j, r in enumerate(risk(head, "past", True)[: n - w])]
+            for head, norm in zip(heads, norms, strict=True)
+        ]
+        near = mean([sum(row[n - 2 * w : n - w]) for head in heads for rows in head.p for row in rows])
+        top = max(max(row) for row in scores)
+        for head, row in zip(heads, scores, strict=True):
+            held = [mean([r[j] for rows in head.p for r in rows]) for j in range(n - w)]
+            order = sorted(range(n - w), key=lambda j, held=held: -held[j])
+            filled, count = 0.0, 0
+            for j in order:
+                filled += held[j] / sum(held)
+                if filled >= 0.9 - near:
+                    break
+                count += 1
+            for j in order[: min(count, budget - w)]:
+                row[j] = top
+        return [row + [top] * w for row in scores]
+
+    got = window.defensive_kv(o, torch.tensor([budget] * 2), over="past", rescale=True, share="heads", mass=0.9)
+    check(o, got, layer)
+
+
+def test_the_norm_share_is_by_position_not_by_slot():
+    """After an eviction per head, the same position lies in different slots of its heads."""
+    o = observation(1, 2, 2, window=2, tokens=12, dead=5, gaps=4, seed=3)
+    assert not torch.equal(o.positions[0, 0], o.positions[0, 1])
+    plain, shared = window.defensive_kv(o), window.defensive_kv(o, share="heads")
+    norm = o.projected_norm.mean(2)[0]
+    for h in range(2):
+        for j, x in enumerate(o.positions[0, h].tolist()):
+            if x >= 0:
+                total = sum(norm[i][o.positions[0, i] == x].sum() for i in range(2))
+                assert shared[0, h, j].item() == pytest.approx((plain[0, h, j] / total).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", OBSERVED)
+def test_critical_fills_half_by_score_and_half_by_weighted_score(shape):
+    o = seen_by(**shape)
+    w = shape["window"]
+    scores = window.snapkv(o)
+    protected = torch.arange(shape["tokens"]) >= shape["tokens"] - w
+    protected = protected.expand_as(scores) & o.alive
+    counts = torch.full(scores.shape[:2], w + 4)
+    second, exempt = window.critical(o, scores, counts, protected)
+    kept = select(second, protected | exempt, counts)
+    for b in range(2):
+        for h in range(2):
+            head = Head(o, b, h)
+            s = scores[b, h, head.slots].tolist()
+            past = [j for j in range(head.n) if head.past[j]]
+            first = sorted(past, key=lambda j: (-s[j], -j))[: max(0, int(0.5 * (w + 4)) - w)]
+            left = sorted((j for j in past if j not in first), key=lambda j: (-(s[j] + 1e-4) * head.norm(j), -j))
+            want = first + left[: 4 - len(first)] + [j for j in range(head.n) if not head.past[j]]
+            assert kept[b, h, head.slots].nonzero()[:, 0].tolist() == sorted(want)
+
+
+def test_critical_exempts_the_floor_of_heads_with_small_counts():
+    o = observation(1, 2, tokens=40)
+    scores, none = window.snapkv(o), torch.zeros_like(o.alive)
+    counts = torch.tensor([[6, 34]])  # 20 on average
+    assert window.critical(o, scores, counts, none)[1].sum(-1).tolist() == [[3, 17]]
+    exempt = window.critical(o, scores, counts, none, exempt_floor=0.2)[1]
+    assert exempt.sum(-1).tolist() == [[4, 17]]
+    assert exempt[0, 0].nonzero()[:, 0].tolist() == sorted(scores[0, 0].topk(4).indices.tolist())
+
+
+# ---- every row of the catalogue
+
+
+def run(name, reading, layers, budget, **switches):
+    """What a policy keeps of `layers` observations."""
+    policy = CATALOGUE[name]
+    parameters = policy.reading(reading, tuple({"window": layers[0].queries.shape[2], **switches}.items()))
+    none = torch.zeros_like(layers[0].alive)
+    judged = [judge(policy, parameters, o, budget, none) for o in layers]
+    if policy.across is None:
+        scores = [s for s, _ in judged]
+        counts = [counts_of(policy, parameters, o, s, p, budget) for o, (s, p) in zip(layers, judged, strict=True)]
+    else:
+        told = [policy.summary and call(policy.summary, o, parameters=parameters) for o in layers]
+        scores, counts = call(policy.across, *map(list, zip(*judged, strict=True)), budget, told, parameters=parameters)
+    return [
+        keep(policy, parameters, o, s, p, c) for o, s, (_, p), c in zip(layers, scores, judged, counts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("reading", ["as_run", "as_described"])
+@pytest.mark.parametrize("name", NAMES)
+def test_budgets_are_met_windows_stay_and_dead_slots_say_nothing(name, reading):
+    layers = [observation(tokens=40, dead=8, gaps=5, layer=l, seed=l) for l in range(3)]
+    budget = torch.tensor([12, 17])
+    kept = run(name, reading, layers, budget)
+    assert (sum(k.sum((1, 2)) for k in kept) == budget * 2 * 3).all()
+    assert all((k <= o.alive).all() for k, o in zip(kept, layers, strict=True))
+    if (name, reading) != ("layer_defensive_kv", "as_run"):
+        assert all(k[..., -4:].all() for k in kept)
+    again = run(name, reading, [other_rubbish(o) for o in layers], budget)
+    assert all(torch.equal(x, y) for x, y in zip(kept, again, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_is_its_rows(name):
+    layers = [observation(tokens=30, gaps=5, layer=l, seed=l) for l in range(3)]
+    together = run(name, "as_run", layers, torch.tensor([11, 14]))
+    for b, budget in enumerate((11, 14)):
+        row = [
+            replace(o, **{f: getattr(o, f)[b : b + 1]
+                          for f in ("keys", "values", "positions", "queries", "query_positions", "seen")})
+            for o in layers
+        ]  # fmt: skip
+        alone = run(name, "as_run", row, torch.tensor([budget]))
+        assert all(torch.equal(x[b], y[0]) for x, y in zip(together, alone, strict=True))
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that was made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            self.size = max(self.size, x.untyped_storage().nbytes() // 4 if isinstance(x, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("reading", ["as_run", "as_described"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tensor_grows_faster_than_the_tokens(name, reading):
+    sizes = []
+    for tokens in (512, 1024):
+        layers = [observation(1, 1, 1, tokens=tokens, layer=l, seed=l) for l in range(2)]
+        with Largest() as largest:
+            run(name, reading, layers, torch.tensor([100]))
+        sizes.append(largest.size)
+    assert sizes[1] <= 2 * sizes[0]
+    assert sizes[1] < 1024 * 64
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "defensive" not in n])
+def test_defensive_aggregation_plugs_into_every_row(name):
+    layers = [observation(tokens=60, layer=l, seed=l) for l in range(3)]
+    budget = torch.tensor([20, 20])
+    host, defended = (run(name, "as_run", layers, budget, **s) for s in ({}, {"aggregate": "defensive"}))
+    assert sum(k.sum() for k in host) == sum(k.sum() for k in defended)
+    assert any(not torch.equal(x, y) for x, y in zip(host, defended, strict=True))
+
+
+def test_defensive_keeps_what_a_single_query_of_a_single_head_wants():
+    """A token that one of 8 queries of one of 2 heads looks at outlives tokens with a larger mean."""
+    o = observation(1, 1, 2, window=8, tokens=30)
+    p = torch.zeros_like(o.attention)
+    p[..., 5:10] = 0.1
+    p[0, 0, 1, 3] = 0
+    p[0, 0, 1, 3, 15] = 0.9
+    scores = {a: window.windowed(o, p, a) for a in ("mean", "defensive")}
+    assert scores["mean"][0, 0, 15] < scores["mean"][0, 0, 7]
+    assert scores["defensive"][0, 0, 15] > scores["defensive"][0, 0, 7]
+    floor = scores["defensive"][0, 0, 20]  # never looked at: the prior
+    assert floor.item() == pytest.approx((5 * 0.1 + 0.9) / 22)
+
+
+def test_layer_defensive_as_run_may_lose_the_window_of_a_layer_with_small_scores():
+    layers = [observation(1, tokens=40, layer=l, seed=l) for l in range(2)]
+    layers[1] = replace(layers[1], output=layers[1].output, queries=0 * layers[1].queries)  # uniform: small maxima
+    quiet = run("layer_defensive_kv", "as_run", layers, torch.tensor([6]))[1]
+    assert quiet[..., -4:].sum() < 8
+    assert run("layer_defensive_kv", "as_run", layers, torch.tensor([6]), recent="window")[1][..., -4:].all()
+
+
+def test_rows_with_fewer_queries_than_the_window_are_averaged_over_theirs():
+    full = observation(1, tokens=20, window=4)
+    short = full.last(3)
+    none = torch.full((1, 1), -1)
+    padded = replace(
+        full,
+        queries=torch.cat([torch.ones_like(full.queries[:, :, :1]), short.queries], 2),
+        query_positions=torch.cat([none, short.query_positions], 1),
+    )
+    for score in (window.snapkv, window.cake, window.andpro, window.dropkv, window.defensive_kv):
+        torch.testing.assert_close(score(padded), score(short))
+    torch.testing.assert_close(window.cake_preference(padded), window.cake_preference(short))
+
+
+def test_span_local_queries_vote_in_their_own_span_only():
+    spans = torch.tensor([[0] * 10 + [1] * 10])
+    o = observation(1, tokens=20, window=4, span_of=spans, span_local=True)
+    o = replace(o, query_positions=torch.tensor([[8, 9, 18, 19]]))
+    first = replace(
+        o, queries=o.queries[:, :, :2], query_positions=o.query_positions[:, :2],
+    )  # fmt: skip
+    for score in (window.snapkv, window.cake):
+        both, alone = score(o, pool="none"), score(first, pool="none")
+        torch.testing.assert_close(both[..., :8], alone[..., :8])
+    assert (window.snapkv(o)[..., [8, 9, 18, 19]] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kernel": 4}, "kernel 4: an odd number"),
+        ({"pool": "median"}, "unknown pool 'median'"),
+        ({"aggregate": "median"}, "unknown aggregate 'median'"),
+        ({"group": "first"}, "unknown group 'first'"),
+        ({"pool_at": "layer"}, "unknown pool_at 'layer'"),
+    ],
+)
+def test_unknown_names_are_refused(wrong, message):
+    with pytest.raises(InputError, match=message):
+        window.snapkv(observation(1), **wrong)
+    with pytest.raises(InputError, match="unknown share"):
+        window.defensive_kv(observation(1), share="window")
+
+
+def test_indicators_are_zero_where_a_query_may_not_look():
+    o = observation(1, window=4, tokens=12, dead=3)
+    for indicator in (window.attention, window.attention_norm, window.perturbation, window.anchor):
+        x = indicator(o)
+        assert x.shape == o.attention.shape
+        assert (x[(~o.visible)[:, :, None].expand_as(x)] == 0).all()
+    torch.testing.assert_close(window.attention_norm(o).sum(3), o.attention.sum(3) * o.projected_norm)

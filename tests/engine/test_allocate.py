@@ -1,0 +1,222 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from observations import observation
+
+from kvrepro.engine import allocate
+from kvrepro.engine.select import select
+from kvrepro.errors import InputError
+
+
+@st.composite
+def layer(draw, tokens=None):
+    """(scores, protected, budget) of 2 rows, 1 to 3 heads: ties, dead slots in front, the newest tokens protected."""
+    kv_heads, tokens = draw(st.integers(1, 3)), tokens or draw(st.integers(6, 30))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    scores = torch.randn(2, kv_heads, tokens, generator=g) * torch.tensor([5.0, 1.0, 0.2])[:kv_heads, None]
+    if draw(st.booleans()):
+        scores = scores.round()
+    dead = torch.randint(0, tokens // 3, (2, kv_heads, 1), generator=g)
+    scores[torch.arange(tokens) < dead] = -torch.inf
+    protected = (torch.arange(tokens) >= tokens - draw(st.integers(0, 3))).expand_as(scores)
+    budget = torch.tensor(draw(st.lists(st.integers(3, tokens // 2), min_size=2, max_size=2)))
+    return scores, protected, budget
+
+
+def met(scores, counts, budget):
+    """A layer's counts meet the budget exactly, or the layer has fewer tokens."""
+    want = torch.minimum(budget * scores.shape[1], (~scores.isneginf()).sum((1, 2)))
+    return counts.dtype == torch.int64 and (counts.sum(1) == want).all()
+
+
+@given(layer(), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+@settings(max_examples=100, deadline=None)
+def test_adaptive_meets_the_budget_and_the_floor(case, floor):
+    scores, protected, budget = case
+    counts = allocate.adaptive(scores, protected, budget, floor=floor)
+    alive = (~scores.isneginf()).sum(-1)
+    assert met(scores, counts, budget)
+    assert (counts >= torch.minimum((budget * floor).long()[:, None], alive)).all()
+    assert (counts >= protected.sum(-1)).all()
+    assert (select(scores, protected, counts).sum(-1) == counts).all()
+
+
+@given(layer(), st.sampled_from([0.0, 0.2, 0.5, 1.0]), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_the_blend_meets_the_budget(case, floor, weighted):
+    scores, protected, budget = case
+    counts = allocate.adaptive(scores, protected, budget, floor=floor, blend=True, weighted=weighted)
+    assert met(scores, counts, budget)
+    assert (counts >= (protected & ~scores.isneginf()).sum(-1)).all()
+    assert (counts <= (~scores.isneginf()).sum(-1)).all()
+
+
+@given(layer())
+@settings(max_examples=50, deadline=None)
+def test_a_floor_of_one_is_uniform(case):
+    scores, protected, budget = case
+    scores = scores.nan_to_num(neginf=-9.0)
+    for blend in (False, True):
+        counts = allocate.adaptive(scores, protected, budget, floor=1.0, blend=blend)
+        assert torch.equal(counts, allocate.uniform(scores, protected, budget))
+
+
+def test_adaptive_against_a_plain_sort():
+    scores = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(2)) + torch.tensor([1.0, 0.0, -1.0])[:, None]
+    protected = torch.zeros_like(scores).bool()
+    protected[:, :, -2:] = True
+    chosen = {(h, j) for h in range(3) for j in (18, 19)}
+    for h in range(3):  # two of the floor's int(0.5 * 8) are the protected ones
+        chosen |= {(h, j) for j in sorted(range(18), key=lambda j, h=h: -scores[0, h, j])[:2]}
+    rest = sorted(((h, j) for h in range(3) for j in range(20)), key=lambda hj: -scores[0, hj[0], hj[1]])
+    chosen |= set([hj for hj in rest if hj not in chosen][: 3 * 8 - len(chosen)])
+    counts = allocate.adaptive(scores, protected, torch.tensor([8]), floor=0.5)
+    assert counts[0].tolist() == [sum(h == mine for h, _ in chosen) for mine in range(3)]
+    assert counts[0, 0] > counts[0, 2] >= 4
+
+
+def test_the_blend_is_the_original_rounding_where_that_meets_the_sum():
+    """cap_h = round(0.8 count_h + 0.2 base), count_h of the top H * base, window on top."""
+    scores = torch.randn(1, 2, 40, generator=torch.Generator().manual_seed(0)) * torch.tensor([2.0, 1.0])[:, None]
+    protected = (torch.arange(40) >= 36).expand_as(scores)
+    base = 10
+    top = scores[0, :, :36].flatten().topk(2 * base).indices // 36
+    want = [round(0.8 * int((top == h).sum()) + 0.2 * base) + 4 for h in range(2)]
+    assert sum(want) == 28
+    assert allocate.adaptive(scores, protected, torch.tensor([14]), blend=True)[0].tolist() == want
+
+
+def test_weighting_moves_budget_to_the_head_whose_best_hold_more():
+    peaked, flat = torch.full((20,), 0.01), torch.full((20,), 0.5)
+    peaked[:5] = 0.5
+    scores = torch.stack([peaked, flat])[None]
+    none = torch.zeros_like(scores).bool()
+    plain, weighted = (
+        allocate.adaptive(scores, none, torch.tensor([5]), floor=0.0, blend=True, weighted=w)[0] for w in (False, True)
+    )
+    assert weighted.tolist() == [5, 5]
+    assert plain[0] < 5
+
+
+@given(st.lists(layer(tokens=20), min_size=1, max_size=4), st.integers(3, 18))
+@settings(max_examples=60, deadline=None)
+def test_budgets_over_layers_meet_the_sum(layers, budget):
+    kv_heads = min(s.shape[1] for s, _, _ in layers)
+    scores, protected = [s[:, :kv_heads] for s, _, _ in layers], [p[:, :kv_heads] for _, p, _ in layers]
+    budget = torch.tensor([budget, 3])
+    want = budget * kv_heads * len(layers)
+    alive = sum((~s.isneginf()).sum((1, 2)) for s in scores)
+    _, counts = allocate.joint_layers(scores, protected, budget)
+    assert (sum(c.sum(1) for c in counts) == torch.minimum(want, alive)).all()
+    for s, p, c in zip(scores, protected, counts, strict=True):
+        assert (select(s, p, c).sum(-1) == c).all()
+    g = torch.Generator().manual_seed(int(budget[0]))
+    summaries = [torch.rand(2, generator=g) ** 4 * 100 for _ in layers]
+    _, counts = allocate.cake(scores, protected, budget, summaries)
+    most = sum((~s.isneginf()).sum(-1).amax(1) for s in scores) * kv_heads
+    assert (sum(c.sum(1) for c in counts) == torch.minimum(want, most)).all()
+    assert all((c >= p.sum(-1)).all() for c, p in zip(counts, protected, strict=True))
+
+
+def test_joint_layers_is_one_sort_of_all():
+    g = torch.Generator().manual_seed(4)
+    scores = [torch.randn(1, 2, 10, generator=g) + l for l in range(3)]
+    none = [torch.zeros(1, 2, 10).bool()] * 3
+    _, counts = allocate.joint_layers(scores, none, torch.tensor([4]))
+    top = torch.cat([s.flatten() for s in scores]).topk(24).indices // 10
+    assert torch.cat(counts, 1)[0].tolist() == [int((top == i).sum()) for i in range(6)]
+
+
+def test_cake_shares_by_preference_and_spreads_what_a_layer_cannot_hold():
+    scores, protected = [torch.randn(1, 2, 20) for _ in range(3)], [torch.zeros(1, 2, 20).bool() for _ in range(3)]
+    for p in protected:
+        p[..., -4:] = True
+    _, counts = allocate.cake(scores, protected, torch.tensor([10]), [torch.tensor([float(x)]) for x in (1, 2, 3)])
+    assert [c[0].tolist() for c in counts] == [[7, 7], [10, 10], [13, 13]]  # 18 beside the windows: 3, 6, 9
+    _, counts = allocate.cake(scores, protected, torch.tensor([10]), [torch.tensor([float(x)]) for x in (1, 1, 98)])
+    assert [int(c[0, 0]) for c in counts] == [5, 5, 20]  # 16 fill the third; 2 are left
+
+
+@given(st.integers(2, 40), st.integers(20, 3000), st.floats(0.02, 1), st.sampled_from([1, 5, 20]), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_the_pyramid_meets_the_sum_and_never_rises(layers, seen, share, beta, inside):
+    window, budget = 8, max(9, int(share * seen))
+    counts = []
+    for l in range(layers):
+        o = observation(1, 2, 1, 1, 4, layer=l, layers=layers, seen=torch.tensor([seen]))
+        none = torch.zeros(1, 2, 4).bool()
+        counts.append(allocate.pyramid(torch.zeros(1, 2, 4), none, torch.tensor([budget]), o, beta, window, inside))
+    counts = torch.cat(counts)
+    assert counts.sum() == 2 * layers * budget
+    assert (counts[:, 0] == counts[:, 1]).all()
+    assert (counts[1:] <= counts[:-1]).all()
+    assert (counts >= min(budget, window)).all()
+
+
+def kvpress_pyramid(n, budget, window, beta, layers):
+    low = budget / beta
+    high = 2 * budget - low
+    if high >= n - window:
+        high = n - window
+        low = 2 * budget - high
+    if not n >= high >= low >= window:
+        return [budget] * layers
+    return [round(high - l * (high - low) / (layers - 1)) for l in range(layers)]
+
+
+@pytest.mark.parametrize(("n", "budget", "window"), [(1000, 300, 8), (4000, 400, 8), (100, 80, 8), (1000, 100, 64)])
+def test_the_pyramid_inside_is_kvpress(n, budget, window):
+    got = []
+    for l in range(7):
+        o = observation(1, 1, 1, 1, 4, layer=l, layers=7, seen=torch.tensor([n]))
+        none = torch.zeros(1, 1, 4).bool()
+        got.append(int(allocate.pyramid(torch.zeros(1, 1, 4), none, torch.tensor([budget]), o, 20, window)[0, 0]))
+    assert got == kvpress_pyramid(n, budget, window, 20, 7)
+
+
+def original_pyramid(n, capacity, window, beta, layers):
+    """KVCache-Factory: integers throughout, the window on top; its layers may miss the sum."""
+    base = capacity - window
+    if n < 2 * base:
+        return [capacity] * layers
+    low = base // beta
+    high = 2 * base - low
+    if high >= n - window:
+        high = n - window
+        low = 2 * base - high
+    return [high - l * ((high - low) // (layers - 1)) + window for l in range(layers)]
+
+
+@pytest.mark.parametrize(("n", "budget"), [(1000, 300), (4000, 408), (620, 308), (600, 400), (1000, 100)])
+def test_the_pyramid_with_the_window_on_top_is_the_originals_first_half_mirrored(n, budget):
+    got = []
+    for l in range(7):
+        o = observation(1, 1, 1, 1, 4, layer=l, layers=7, seen=torch.tensor([n]))
+        none = torch.zeros(1, 1, 4).bool()
+        got.append(int(allocate.pyramid(torch.zeros(1, 1, 4), none, torch.tensor([budget]), o, 20, 8, False)[0, 0]))
+    want = original_pyramid(n, budget, 8, 20, 7)
+    assert got[:3] == want[:3]
+    assert sum(got) == 7 * budget
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= 6
+
+
+def test_too_many_protected_tokens_are_refused():
+    scores, protected = torch.zeros(1, 2, 10), torch.ones(1, 2, 10).bool()
+    with pytest.raises(InputError, match="budget 8 < 20 protected tokens"):
+        allocate.adaptive(scores, protected, torch.tensor([4]))
+    with pytest.raises(InputError, match="budget 16 < 40 protected tokens"):
+        allocate.joint_layers([scores] * 2, [protected] * 2, torch.tensor([4]))
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.integers(0, 30)), min_size=1, max_size=8),
+    st.integers(0, 100),
+)
+@settings(max_examples=200, deadline=None)
+def test_spread_sums_exactly_within_the_limits(places, total):
+    wish, limit = (torch.tensor([[p[i] for p in places]]) for i in (0, 1))
+    got = allocate.spread(wish, limit, torch.tensor([total]))
+    assert (got >= 0).all()
+    assert (got <= limit).all()
+    assert int(got.sum()) == min(total, int(limit.sum()))

@@ -1,0 +1,133 @@
+"""Attention over tokens in several tensors, against plain loops; the attention that a model gets while installed."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import ARCHITECTURES, architecture
+from tiny import prompts as tiny_prompts
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvrepro.engine.attention import attend, attend_prompt, installed
+
+
+def naive(query, at, keys, values, positions, scaling, sliding=None, hide=None):
+    """(output, p) one query and head after the other."""
+    batch, heads, m, _ = query.shape
+    group = heads // keys.shape[1]
+    out, p = torch.zeros(batch, m, heads, values.shape[3]), torch.zeros(batch, heads, m, keys.shape[2])
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(m):
+                seen = [
+                    j
+                    for j, where in enumerate(positions[b, h // group].tolist())
+                    if 0 <= where <= at[b, i]
+                    and (sliding is None or where > at[b, i] - sliding)
+                    and (hide is None or not hide[b, h // group, h % group, i, j])
+                ]
+                if seen:
+                    p[b, h, i, seen] = torch.softmax(keys[b, h // group, seen] @ query[b, h, i] * scaling, 0)
+                    out[b, i, h] = p[b, h, i] @ values[b, h // group]
+    return out, p
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 9),
+    st.lists(st.integers(0, 12), min_size=1, max_size=3), st.sampled_from([None, 1, 3, 50]), st.booleans(),
+    st.sampled_from([1, 4, 256]),
+)  # fmt: skip
+def test_attention_equals_loops(seed, batch, kv_heads, group, m, sizes, sliding, hiding, block):
+    torch.manual_seed(seed)
+    heads, total = kv_heads * group, sum(sizes)
+    if not total:
+        return
+    query = torch.randn(batch, heads, m, 4)
+    parts = []
+    for i, size in enumerate(sizes):
+        shared = i == len(sizes) - 1  # the last part, as a tail: every head sees every token
+        where = torch.randint(-1, 30, (batch, 1 if shared else kv_heads, size))
+        parts.append((torch.randn(batch, kv_heads, size, 4), torch.randn(batch, kv_heads, size, 4), where))
+    at = torch.randint(0, 30, (batch, m))
+    positions = torch.cat([where.expand(batch, kv_heads, -1) for *_, where in parts], 2)
+    hide = torch.rand(batch, kv_heads, group, m, total) < 0.3 if hiding else None
+    keys, values = (torch.cat([part[i] for part in parts], 2) for i in (0, 1))
+    expected, p = naive(query, at, keys, values, positions, 0.7, sliding, hide)
+    blocks = []
+    out = attend(query, at, parts, 0.7, sliding, lambda p, rows: blocks.append((p, rows)), hide, block)
+    alive = p.sum(-1) > 0  # a query that sees nothing is padding: its output is nobody's
+    torch.testing.assert_close(out[alive.transpose(1, 2)], expected[alive.transpose(1, 2)], atol=1e-5, rtol=1e-4)
+    assert out.isfinite().all()
+    torch.testing.assert_close(torch.cat([q for q, _ in blocks], 3).flatten(1, 2)[alive], p[alive])
+    assert [rows.start for _, rows in blocks] == list(range(0, m, block))
+    assert all(a.stop == b.start for (_, a), (_, b) in pairwise(blocks))
+    assert all(q.shape[3] <= block and q.dtype == torch.float32 for q, _ in blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_prompt_two_ways(dtype):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, h, 70, 8, dtype=dtype) for h in (6, 2, 2))
+    at = torch.arange(70).expand(2, 70)
+    ours = attend(query, at, [(key, value, at[:, None])], 0.35)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(attend_prompt(query, key, value, 0.35), ours, atol=tolerance, rtol=tolerance)
+    assert ours.dtype == dtype
+
+
+def test_what_is_dead_or_later_changes_nothing():
+    torch.manual_seed(1)
+    query, keys, values = torch.randn(1, 2, 1, 4), torch.randn(1, 1, 6, 4), torch.randn(1, 1, 6, 4)
+    where, at = torch.tensor([[[-1, 2, 3, 9, -1, 4]]]), torch.tensor([[5]])
+    out = attend(query, at, [(keys, values, where)], 1.0)
+    for fill in (0.0, 1e4):
+        other = [x.clone() for x in (keys, values)]
+        for x in other:
+            x[0, 0, [0, 3, 4]] = fill
+        assert torch.equal(out, attend(query, at, [(*other, where)], 1.0))
+
+
+# ---- in a model
+
+
+class Prompt:
+    """Plain attention of a whole prompt, through `attend`."""
+
+    def attend(self, layer, query, key, value, scaling, sliding=None):
+        at = torch.arange(query.shape[2]).expand(len(query), -1)
+        return attend(query, at, [(key, value, at[:, None])], scaling, sliding)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_a_model_computes_what_it_computed_before(name):
+    """Each architecture asks for its masks in its own way; none reaches this attention, which masks for itself."""
+    model, prompts = architecture(name), torch.tensor(tiny_prompts(60, 60))
+    expected = model(prompts).logits
+    with installed(model):
+        ours = model(prompts, kvrepro=Prompt()).logits
+    assert float((ours - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+    assert torch.equal(model(prompts).logits, expected)
+
+
+def test_the_attention_is_registered_and_no_mask_function_is():
+    assert AttentionInterface().get("kvrepro") is not None
+    assert "kvrepro" not in AttentionMaskInterface()
+
+
+def test_models_get_their_attention_back_even_after_an_error():
+    model = architecture("llama")
+    with pytest.raises(RuntimeError, match="needs model"), installed(model):
+        model(torch.tensor([[5, 6]]))
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("asked", ["softcap", "s_aux"])
+def test_what_this_attention_does_not_compute_is_refused(asked):
+    module = type("Attention", (), {"layer_idx": 3})()
+    function = AttentionInterface()["kvrepro"]
+    with pytest.raises(RuntimeError, match=f"layer 3 asks for {asked}"):
+        function(module, None, None, None, None, scaling=1.0, kvrepro=Prompt(), **{asked: 30.0})

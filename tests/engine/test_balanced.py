@@ -1,0 +1,63 @@
+"""Layers over several GPUs answer, keep and count as on one. Needs two GPUs: `pytest tests/test_balanced.py`."""
+
+import pytest
+import torch
+
+from kvrepro.engine import generate as engine
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Condition
+from kvrepro.experiment import data, models
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+WINDOW = {name: (("window", 8),) for name, p in CATALOGUE.items() if "window" in p.parameters}
+SOME = ("streaming_llm", "h2o", "snapkv", "ada_kv", "cake", "layer_defensive_kv", "scissorhands", "r_kv")
+
+
+def conditions(names, regime, **fields) -> list[Condition]:
+    return [
+        Condition(name, regime=regime, switches=WINDOW.get(name, ()), **fields)
+        for name in names
+        if regime not in CATALOGUE[name].refuses
+    ]
+
+
+CASES = {
+    "once": [Condition(regime="prefill"), *conditions(CATALOGUE, "prefill", share=0.6, until="question")],
+    "masked": conditions(["ada_kv"], "prefill", share=0.3, execution="masked"),
+    "four bits": conditions(["snapkv"], "prefill", share=0.3, bits=4),
+    "chunked": conditions(SOME, "chunked", capacity=200, chunk=300, chunk_mode="budget"),
+    "offline": conditions(SOME, "offline", capacity=200),
+    "decode cap": conditions(SOME, "decode cap", capacity=200, interval=4),
+    "per step": conditions(SOME, "per step", capacity=200),
+}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with torch.device("cpu"):
+        return models.load(device="balanced", dtype="float32"), models.load(device="cuda:0", dtype="float32")
+
+
+def test_layers_lie_on_both(pair):
+    spread, _ = pair
+    assert {p.device.index for p in spread.model.parameters()} == {0, 1}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_kept_sets_and_bytes_are_those_of_one_gpu(pair, name):
+    items = data.load_items("tinyworld", 3, seed=5, tokens=700)
+    found = []
+    for loaded in pair:
+        texts = [data.build_prompt(item, loaded.tokenizer, 1500) for item in items]
+        with torch.device("cpu"):
+            found.append(
+                engine.generate(
+                    loaded.model, texts, CASES[name], max_new_tokens=24, stop_ids=models.stop_ids(loaded),
+                    repeat=loaded.tokenizer("Repeat: ")["input_ids"],
+                )
+            )  # fmt: skip
+    for spread, one in zip(*found, strict=True):
+        for c, a, b in zip(CASES[name], spread, one, strict=True):
+            assert (a.tokens, a.kept_positions_hash, a.kept, a.bytes_full, a.bytes_held) == (
+                b.tokens, b.kept_positions_hash, b.kept, b.bytes_full, b.bytes_held
+            ), c.label  # fmt: skip

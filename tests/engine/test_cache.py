@@ -1,0 +1,365 @@
+"""The ragged cache against lists of lists; what it frees is really gone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import architecture
+from tiny import model as tiny_model
+from tiny import prompts as tiny_prompts
+from transformers.cache_utils import LinearAttentionLayer
+
+from kvrepro.engine import generate as engine
+from kvrepro.engine.attention import attend
+from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, together
+from kvrepro.engine.compress import Facts
+from kvrepro.engine.condition import Condition
+
+DIM, HEADS = 4, 2
+
+
+def stamped(position: int, row: int, head: int) -> float:
+    """A number that tells whose key it is."""
+    return position + 1000 * row + 100_000 * head
+
+
+def tensors(rows: list[int], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [batch, HEADS, new, DIM] of tokens at `positions` [batch, new]."""
+    keys = torch.empty(*positions.shape[:1], HEADS, positions.shape[1], DIM)
+    for b, row in enumerate(rows):
+        for head in range(HEADS):
+            stamp = torch.tensor([stamped(int(p), row, head) for p in positions[b]])
+            keys[b, head] = stamp[:, None] + torch.arange(DIM) / 8
+    return keys, -keys
+
+
+class Lists:
+    """The same cache as lists: tokens[row][head] = [(position, hidden, sum)], rows by name."""
+
+    def __init__(self, rows: list[int]):
+        self.names, self.tokens = rows, [[[] for _ in range(HEADS)] for _ in rows]
+
+
+def assert_equal(layer: RaggedLayer, lists: Lists) -> None:
+    heads = [h for row in lists.tokens for h in row]
+    assert layer.held().flatten().tolist() == [len(h) for h in heads]
+    assert layer.seen().flatten().tolist() == [sum(not t[1] for t in h) for h in heads]
+    # what a query attends to
+    parts = layer.parts()
+    where = torch.cat([w.expand(*layer.shape, -1) for _, _, w in parts], 2) if parts else None
+    keys = torch.cat([k for k, _, _ in parts], 2) if parts else None
+    values = torch.cat([v for _, v, _ in parts], 2) if parts else None
+    for b, name in enumerate(lists.names):
+        for head in range(HEADS):
+            expected = [t[0] for t in lists.tokens[b][head] if not t[1]]
+            alive = where[b, head] >= 0 if parts else torch.zeros(0, dtype=torch.bool)
+            assert (where[b, head][alive].tolist() if parts else []) == expected
+            if expected:
+                mine, _ = tensors([name], torch.tensor([expected]))
+                assert torch.equal(keys[b, head][alive], mine[0, head])
+                assert torch.equal(values[b, head][alive], -mine[0, head])
+    # what a policy is shown, of a copy: showing settles
+    copy = layer.rows(torch.arange(layer.shape[0]))
+    keys, values, where, sums, index = copy.shown()
+    assert ((where >= 0) == (index >= 0)).all()
+    for b, name in enumerate(lists.names):
+        for head in range(HEADS):
+            tokens = [t for t in lists.tokens[b][head] if not t[1]]
+            dead = where.shape[2] - len(tokens)
+            assert where[b, head].tolist() == [-1] * dead + [t[0] for t in tokens]
+            if tokens:
+                mine, _ = tensors([name], torch.tensor([[t[0] for t in tokens]]))
+                assert torch.equal(keys[b, head, dead:], mine[0, head])
+                assert torch.equal(values[b, head, dead:], -mine[0, head])
+            for k, s in sums.items():
+                assert s[b, head].tolist() == [0.0] * dead + [t[2][k] for t in tokens]
+
+
+OPERATIONS = ["append", "append one", "add", "settle", "evict", "rows", "concatenated", "slide"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=9), st.booleans(), st.integers(0, 10**6))
+def test_any_course_of_operations_equals_lists(operations, masked, seed):
+    g = torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+    def below(n: int) -> int:
+        return int(torch.randint(n, (), generator=g))
+
+    def new(names: list[int]) -> tuple[RaggedLayer, Lists]:
+        n, lists = 3 + below(5), Lists(list(names))
+        positions = torch.arange(n).expand(len(names), n).clone()
+        keep = torch.rand(len(names), HEADS, n, generator=g) < 0.7
+        keys, values = tensors(names, positions)
+        sums = {k: torch.randint(9, keep.shape, generator=g).float() for k in ("mass", "low")}
+        where = positions[:, None].expand(keep.shape)
+        for b in range(len(names)):
+            for head in range(HEADS):
+                lists.tokens[b][head] = [
+                    (p, False, {k: float(s[b, head, p]) for k, s in sums.items()}) for p in range(n) if keep[b, head, p]
+                ]
+        return RaggedLayer.of(keys, values, where, keep, sums), lists
+
+    layer, lists = new([0, 1])
+    last = [20, 20]  # next position of each row
+    names = 2
+    for operation in operations:
+        batch = len(lists.names)
+        if operation.startswith("append"):
+            many = 1 if operation == "append one" else 1 + below(20)
+            pads = [below(many) if many > 1 else 0 for _ in range(batch)]
+            positions = torch.tensor(
+                [[-1] * p + [x + i for i in range(many - p)] for p, x in zip(pads, last, strict=True)]
+            )
+            layer.append(*tensors(lists.names, positions), positions)
+            for b in range(batch):
+                for p in positions[b][pads[b] :].tolist():
+                    for head in range(HEADS):
+                        lists.tokens[b][head].append((p, False, {"mass": 0.0, "low": 0.0}))
+                last[b] += many - pads[b]
+        elif operation == "add":
+            parts = layer.parts()
+            if not parts:
+                continue
+            flat = sum(p[0].shape[2] for p in parts) - layer.tail
+            where = torch.cat([w.expand(*layer.shape, -1) for _, _, w in parts], 2)
+            p = torch.randint(9, where.shape, generator=g).float().masked_fill(where < 0, 0.0)
+            layer.add("mass", p, flat)
+            for b in range(batch):
+                for head in range(HEADS):
+                    more = {int(x): float(y) for x, y in zip(where[b, head], p[b, head], strict=True) if x >= 0}
+                    lists.tokens[b][head] = [
+                        (x, hidden, {**s, "mass": s["mass"] + (0 if hidden else more[x])})
+                        for x, hidden, s in lists.tokens[b][head]
+                    ]
+        elif operation == "settle":
+            layer.settle()
+        elif operation == "evict":
+            _, _, where, _, index = layer.shown()
+            keep = torch.rand(where.shape, generator=g) < 0.6
+            layer.evict(keep, index, masked)
+            for b in range(batch):
+                for head in range(HEADS):
+                    stay = {int(x) for x, k in zip(where[b, head], keep[b, head], strict=True) if k and x >= 0}
+                    tokens = [(x, hidden or x not in stay, s) for x, hidden, s in lists.tokens[b][head]]
+                    lists.tokens[b][head] = tokens if masked else [t for t in tokens if not t[1]]
+        elif operation == "rows":
+            chosen = [below(batch) for _ in range(1 + below(3))]
+            layer = layer.rows(torch.tensor(chosen))
+            lists.tokens = [[list(h) for h in lists.tokens[i]] for i in chosen]
+            lists.names, last = [lists.names[i] for i in chosen], [last[i] for i in chosen]
+        elif operation == "concatenated":
+            other, more = new([names])
+            names += 1
+            layer = concatenated([layer, other])
+            lists.names, lists.tokens, last = lists.names + more.names, lists.tokens + more.tokens, [*last, 20]
+        else:
+            oldest = [below(x) for x in last]
+            layer.slide(torch.tensor(oldest))
+            for b in range(batch):
+                lists.tokens[b] = [[t for t in head if t[0] >= oldest[b]] for head in lists.tokens[b]]
+        assert_equal(layer, lists)
+
+
+def test_a_copy_of_rows_shares_no_memory():
+    keys, values = tensors([0, 1], torch.arange(6).expand(2, 6))
+    keep = torch.ones(2, HEADS, 6, dtype=torch.bool)
+    where = torch.arange(6).expand(2, HEADS, 6)
+    layer = RaggedLayer.of(keys, values, where, keep, {"mass": torch.zeros(2, HEADS, 6)})
+    copies = [layer.rows(torch.tensor([0])), layer.rows(torch.tensor([0]))]
+    for copy in copies:
+        at = torch.tensor([[6]])
+        copy.append(*tensors([0], at), at)
+    copies[0].add("mass", torch.ones(1, HEADS, 7), 6)
+    copies[0].keys.zero_()
+    assert not copies[1].sums["mass"].any()
+    assert not copies[1].tail_sums["mass"].any()
+    assert torch.equal(copies[1].keys, keys[0].flatten(0, 1))
+    assert torch.equal(layer.keys, keys.flatten(0, 2))
+
+
+def test_two_sums_of_new_tokens_are_two():
+    layer = RaggedLayer.of(
+        *tensors([0], torch.arange(3)[None]), torch.arange(3).expand(1, HEADS, 3), torch.ones(1, HEADS, 3).bool(),
+        {"mass": torch.zeros(1, HEADS, 3), "low": torch.zeros(1, HEADS, 3)},
+    )  # fmt: skip
+    at = torch.tensor([[3]])
+    layer.append(*tensors([0], at), at)
+    layer.add("mass", torch.full((1, HEADS, 4), 0.5), 3)
+    layer.settle()
+    assert layer.sums["mass"].tolist() == [0.5] * 8
+    assert layer.sums["low"].tolist() == [0.0] * 8
+
+
+def test_hidden_tokens_of_some_heads_leave_the_others_in_place():
+    """Three hidden tokens of one head and none of the other: as many slots as tokens, in another order."""
+    where = torch.arange(6).expand(1, HEADS, 6)
+    layer = RaggedLayer.of(*tensors([0], torch.arange(6)[None]), where, torch.ones(1, HEADS, 6).bool(), {})
+    keep = torch.ones(1, HEADS, 6, dtype=torch.bool)
+    keep[0, 1, ::2] = False
+    layer.evict(keep, layer.shown()[4], masked=True)
+    keys, _, positions, _, _ = layer.shown()
+    assert positions.tolist() == [[[0, 1, 2, 3, 4, 5], [-1, -1, -1, 1, 3, 5]]]
+    assert keys[0, 1, 3:, 0].tolist() == [stamped(p, 0, 1) for p in (1, 3, 5)]
+
+
+def test_attention_over_ragged_heads_is_attention_over_what_each_holds():
+    torch.manual_seed(0)
+    keys, values, query = torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 4), torch.randn(2, 6, 1, 4)
+    keep = torch.rand(2, 2, 9) < 0.5
+    keep[0, 0] = False  # a head that holds nothing
+    layer = RaggedLayer.of(keys, values, torch.arange(9).expand(2, 2, 9), keep, {})
+    at = torch.tensor([[9], [9]])
+    new = torch.randn(2, 2, 1, 4), torch.randn(2, 2, 1, 4)
+    layer.append(*new, at)
+    out = attend(query, at, layer.parts(), 0.5)
+    for row in range(2):
+        for head in range(6):
+            k = torch.cat([keys[row, head // 3][keep[row, head // 3]], new[0][row, head // 3]])
+            v = torch.cat([values[row, head // 3][keep[row, head // 3]], new[1][row, head // 3]])
+            p = torch.softmax(k @ query[row, head, 0] * 0.5, 0)
+            torch.testing.assert_close(out[row, 0, head], p @ v)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5])
+def test_remembered_queries_are_the_last_of_each_row_whatever_the_padding(window):
+    layer = RaggedLayer.of(
+        *tensors([0, 1], torch.arange(2).expand(2, 2)), torch.arange(2).expand(2, HEADS, 2),
+        torch.ones(2, HEADS, 2).bool(), {},
+    )  # fmt: skip
+    seen = [[], []]
+    first = 0
+    for pads in ((0, 0), (0, 3), (1, 0), (2, 3)):
+        rows = [[-1] * p + list(range(first, first + 4 - p)) for p in pads]
+        first += 4
+        positions = torch.tensor(rows)
+        queries = positions[:, None, :, None].float().expand(2, 6, 4, DIM)
+        layer.remember(queries, positions, window)
+        for row in range(2):
+            seen[row] += [p for p in rows[row] if p >= 0]
+            got = layer.query_positions[row]
+            assert got[got >= 0].tolist() == seen[row][-window:]
+            assert layer.queries[row, 5, :, 2].tolist() == got.tolist()
+    assert layer.queries.untyped_storage().nbytes() == 2 * 6 * window * DIM * 4
+
+
+# ---- bytes
+
+
+def storage(t: torch.Tensor) -> int:
+    return t.untyped_storage().nbytes()
+
+
+def test_what_is_evicted_is_no_view_of_what_was():
+    keys, values = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8)
+    keep = torch.zeros(1, 2, 100, dtype=torch.bool)
+    keep[:, :, :10] = True
+    layer = RaggedLayer.of(keys, values, torch.arange(100).expand(1, 2, 100), keep, {"mass": torch.zeros(1, 2, 100)})
+    assert storage(layer.keys) == storage(layer.values) == 2 * 10 * 8 * 4
+    assert storage(layer.positions) == storage(layer.sums["mass"]) == 2 * 10 * 4
+    _, _, _, _, index = layer.shown()
+    layer.evict(torch.arange(10).expand(1, 2, 10) >= 7, index)
+    assert storage(layer.keys) == storage(layer.values) == 2 * 3 * 8 * 4
+    assert storage(layer.positions) == storage(layer.sums["mass"]) == 2 * 3 * 4
+
+
+def ends(model, prompts, conditions, **changes):
+    """Generations, and the cache of each batch when its rows ended."""
+    caches, finish = [], engine._Engine._finish
+
+    def spy(self, rows, done, tokens, seconds):
+        finish(self, rows, done, tokens, seconds)
+        caches.append((rows.cache, [rows.tags[i] for i in done]))
+
+    engine._Engine._finish = spy
+    try:
+        return engine.generate(model, prompts, conditions, **{"stop_ids": (), **changes}), caches
+    finally:
+        engine._Engine._finish = finish
+
+
+def tensors_of(layer: RaggedLayer) -> list[torch.Tensor]:
+    found = [v for v in vars(layer).values() if isinstance(v, torch.Tensor)]
+    found += [s for group in (layer.sums, layer.tail_sums or {}) for s in group.values()]
+    return found
+
+
+@pytest.mark.parametrize("regime", ["prefill", "chunked", "offline", "decode cap", "per step"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["streaming_llm", "ada_kv", "h2o", "scissorhands", "layer_defensive_kv"])
+def test_bytes_held_are_within_two_percent_of_the_theoretical_count(policy, regime, dtype):
+    """Heads of 64 numbers, as the embedded model has them; everything that the cache holds counts. In theory: keys and
+    values of the tokens held, and what the policy must know at its next eviction, which only some regimes have."""
+    model = tiny_model("llama", hidden_size=96, head_dim=64, num_key_value_heads=2, num_hidden_layers=2).to(dtype)
+    number = dtype.itemsize
+    window = (("window", 8),) if policy in ("ada_kv", "layer_defensive_kv") else ()
+    c = Condition(policy, share=0.5, regime=regime, reading="as_described", switches=window, chunk=100)
+    [[full, ours]], caches = ends(
+        model, tiny_prompts(300), [Condition(regime="prefill"), c], max_new_tokens=30, batch_rows=1
+    )
+    cache = next(cache for cache, tags in caches if (0, 1) in tags)
+    held = sum(int(layer.held().sum()) for layer in cache.ragged.values())
+    again = regime in ("decode cap", "per step")
+    sums = held * 4 if again and policy in ("h2o", "scissorhands") else 0
+    queries = 2 * 6 * 8 * 64 * number if again and window else 0
+    theory = held * 2 * 64 * number + sums + queries
+    really = sum(storage(t) for layer in cache.ragged.values() for t in tensors_of(layer))
+    assert theory <= really <= 1.02 * theory
+    assert ours.bytes_held == pytest.approx(really, rel=1e-3)
+    assert ours.bytes_state == pytest.approx(sums + queries, rel=0.02)
+    assert held == 2 * sum(ours.kept)
+    assert full.bytes_full == ours.bytes_full == 2 * 2 * 329 * 2 * 64 * number
+    assert full.bytes_full <= full.bytes_held <= 1.02 * full.bytes_full
+    assert ours.bytes_held < 0.6 * full.bytes_held
+
+
+def test_rows_of_one_batch_share_its_bytes_by_what_they_hold():
+    model = tiny_model("llama", num_hidden_layers=2)
+    conditions = [Condition("streaming_llm", capacity=c, regime="prefill") for c in (40, 60)]
+    [answers], caches = ends(model, tiny_prompts(100), conditions, max_new_tokens=5)
+    assert len(caches) == 1
+    total = sum(layer.bytes + layer.overhead_bytes + layer.state_bytes for layer in caches[0][0].ragged.values())
+    assert sum(a.bytes_held for a in answers) == pytest.approx(total, abs=1)
+    assert answers[0].bytes_held / answers[1].bytes_held == pytest.approx(44 / 64, rel=1e-3)
+
+
+def test_remembered_queries_are_the_windows_alone():
+    """A decode cap keeps a window's queries; the prompt's other queries are gone."""
+    model, [prompt] = tiny_model("llama"), tiny_prompts(200)
+    c = Condition("snapkv", 50, regime="decode cap", reading="as_described", switches=(("window", 8),))
+    _, caches = ends(model, [prompt], [c], max_new_tokens=3)
+    for layer in caches[0][0].ragged.values():
+        assert layer.query_positions.tolist() == [list(range(194, 202))]
+        assert storage(layer.queries) == 6 * 8 * 8 * 4
+
+
+# ---- what Hugging Face is handed
+
+
+def test_keys_are_held_per_kv_head_not_per_query_head():
+    model, [prompt] = tiny_model("llama"), tiny_prompts(40)
+    _, caches = ends(model, [prompt], [Condition(regime="prefill")], max_new_tokens=2)
+    assert [layer.shape for layer in caches[0][0].ragged.values()] == [(1, 2)] * 3
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_recurrent_states_are_copied_with_their_rows(name):
+    model = architecture(name)
+    cache = EngineCache(model.config)
+    states = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    assert len(states) == 1
+    conv, recurrent = torch.randn(2, 5, 4), torch.randn(2, 3, 8, 8)
+    states[0].update_conv_state(conv, conv_kernel_size=4)
+    states[0].update_recurrent_state(recurrent)
+    rows = cache.rows(torch.tensor([1]))
+    copied = next(layer for layer in rows.layers if hasattr(layer, "recurrent_states"))
+    assert torch.equal(copied.recurrent_states[0], recurrent[1:])
+    assert torch.equal(copied.conv_states[0], conv[1:])
+    assert copied.has_previous_state == {0: True}
+    copied.update_recurrent_state(torch.zeros(1, 3, 8, 8))
+    assert torch.equal(states[0].recurrent_states[0], recurrent)
+    both = together([cache.rows(torch.tensor([1])), cache])
+    joined = next(layer for layer in both.layers if hasattr(layer, "recurrent_states"))
+    assert torch.equal(joined.recurrent_states[0], recurrent[[1, 0, 1]])
+    assert torch.equal(joined.conv_states[0], conv[[1, 0, 1]])
+    assert Facts.of(model).attention == (1, 2)

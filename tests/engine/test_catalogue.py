@@ -1,0 +1,89 @@
+"""Rows of the catalogue: every parameter is read by one of the row's functions, in every reading."""
+
+import inspect
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvrepro.engine.allowed import holds, said
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.policy import REGIMES, SUMS, call, check, find, table
+from kvrepro.errors import InputError
+from kvrepro.tools.pages import PINNED
+
+ENGINES = {"window", "recent", "sinks"}  # what the engine itself reads
+PAGES = {"page", "dense_layers"}  # read by the decode attention of a policy that frees nothing
+
+
+@pytest.mark.parametrize("name", list(CATALOGUE))
+def test_every_parameter_is_read(name):
+    policy = CATALOGUE[name]
+    read = set().union(*(inspect.signature(f).parameters for f in policy.functions))
+    read |= ENGINES if policy.frees else ENGINES | PAGES
+    assert set(policy.parameters) | set(policy.as_run) <= read
+
+
+@pytest.mark.parametrize("name", list(CATALOGUE))
+def test_every_parameter_says_what_it_may_be(name):
+    policy = CATALOGUE[name]
+    for key in {**policy.parameters, **policy.as_run}:
+        kind = policy.kind(key)
+        assert said(kind)
+        assert not any(holds(kind, value) for value in (float("nan"), None, -7, ()))
+
+
+@pytest.mark.parametrize("name", list(CATALOGUE))
+def test_a_reading_that_differs_says_where_and_how(name):
+    policy = CATALOGUE[name]
+    assert bool(policy.as_run) <= bool(policy.code)
+    assert policy.reading("as_described") != policy.reading("as_run") or not policy.as_run
+    assert set(policy.refuses) <= set(REGIMES)
+    assert set(policy.needs) <= set(SUMS)
+    assert policy.source
+    assert policy.formula.startswith(("s_j", "Z_j"))
+
+
+def test_call_hands_over_only_what_a_function_names():
+    assert call(lambda o, kernel=3: (o, kernel), 1, parameters={"kernel": 5, "other": 7}) == (1, 5)
+
+
+def test_no_two_rules_are_the_same_but_for_pages():
+    """Policies that share a scorer say what else decides."""
+    rules = {name: policy.rule for name, policy in CATALOGUE.items() if name != "quest_pages"}
+    assert len(set(rules.values())) == len(rules)
+    assert all(rule.startswith(CATALOGUE[name].formula) for name, rule in rules.items())
+    assert "gates" in rules["duo_attention"]
+    assert "of all layers" in rules["layer_defensive_kv"]
+    assert rules["critical_ada_kv"].count("\n") == 2
+
+
+def test_the_table_tells_files_and_layers_that_stay_whole():
+    rows = {row["name"]: row for row in table() if row["regimes"] != "harness"}
+    assert {name for name, row in rows.items() if "file" in row["needs"]} == {
+        name for name, policy in CATALOGUE.items() if policy.files
+    }
+    assert CATALOGUE["duo_attention"].files == ("gates_file",)
+    assert CATALOGUE["tri_attention"].files == ("calibration",)
+    assert rows["k_norm"]["budget"] == "uniform; as run the first 2 layers stay whole"
+    assert rows["snapkv"]["needs"] == "the last 32 (as run 64) queries"
+    assert rows["tova"]["needs"] == "the last query"
+
+
+def test_every_policy_names_tests_that_exist():
+    assert {"full", *CATALOGUE} <= set(PINNED)
+    for test in {test for tests in PINNED.values() for test in tests}:
+        file, name = test.split("::")
+        assert re.search(rf"^def {name}\(", (Path(__file__).parent / file).read_text(), re.M), test
+
+
+@pytest.mark.parametrize("name", ["credit", "online_credit", "online_credit_v2"])
+def test_the_credit_estimator_is_listed_and_says_where_it_lives(name):
+    assert table()[-1]["name"] == "online_credit"
+    for refused in (lambda: find(name), lambda: check(Condition(name, 64)),
+                    lambda: check(replace(Condition(name, 64), regime="prefill"))):  # fmt: skip
+        with pytest.raises(InputError, match="call kvrepro.chapters.protection.credit.run") as error:
+            refused()
+        assert "\n" not in str(error.value)

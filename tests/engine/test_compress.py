@@ -1,0 +1,370 @@
+"""What policies are shown, against Hugging Face's own attention; guards, whitelists and reused prefixes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from slow_engine import Slow, newest
+from slow_engine import run as slow_run
+from test_engine import evictable, sliding_of
+from tiny import ARCHITECTURES, architecture
+from tiny import prompts as tiny_prompts
+
+from kvrepro.engine import generate as engine
+from kvrepro.engine import quota
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.compress import Facts, sliding_window
+from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.policy import Policy
+from kvrepro.errors import InputError
+
+NEW = 7
+CLOSE = {"atol": 2e-6, "rtol": 1e-4}
+
+
+@pytest.fixture
+def shown(monkeypatch) -> list[Observation]:
+    """Observations in the order in which a policy got them; it keeps the newest tokens."""
+    found: list[Observation] = []
+
+    def watch(o: Observation):
+        found.append(o)
+        return o.positions.float()
+
+    needs = ("mass", "low")
+    monkeypatch.setitem(CATALOGUE, "spy", Policy("Spy", "tests", watch, {"window": 5, "sinks": 3}, needs=needs))
+    return found
+
+
+def see(model, prompts, *conditions, **changes):
+    return engine.generate(model, prompts, conditions, **{"max_new_tokens": NEW, "stop_ids": (), **changes})
+
+
+def full_attention(model, prompt: list[int]) -> dict[int, torch.Tensor]:
+    """Hugging Face's eager probabilities by layer, [kv_heads, group, queries, tokens]."""
+    with torch.no_grad():
+        attentions = model(torch.tensor([prompt]), output_attentions=True).attentions
+    found = [p for p in attentions if p is not None]
+    return {n: p[0].unflatten(0, (2, 3)) for n, p in zip(Facts.of(model).attention, found, strict=True)}
+
+
+SPY = Condition("spy", 20, regime="prefill")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_attention_of_the_window_is_hugging_faces_whatever_the_padding(name, shown):
+    model, prompts = architecture(name), tiny_prompts(70, 50)
+    see(model, prompts, SPY, prompt_rows=2)
+    layers = evictable(name)
+    assert [(o.layer, o.layers) for o in shown] == [(i, len(layers)) for i in range(len(layers))]
+    for row, prompt in enumerate(prompts):
+        expected = full_attention(model, prompt)
+        n = len(prompt)
+        for o, layer in zip(shown, layers, strict=True):
+            held = 31 if name == "mistral" else n  # what the next query can see
+            p = expected[layer][:, :, n - 5 :, n - held :]
+            p = p / p.sum(-1, keepdim=True)
+            alive = o.positions[row] >= 0
+            assert o.positions[row, 1][alive[1]].tolist() == list(range(n - held, n))
+            assert not alive[:, : o.positions.shape[2] - held].any()
+            assert o.query_positions[row].tolist() == list(range(n - 5, n))
+            assert int(o.seen[row]) == n
+            torch.testing.assert_close(o.attention[row, ..., -held:], p, **CLOSE)
+            assert not o.attention[row, ..., :-held].any()
+
+
+@torch.no_grad()
+def test_outputs_are_those_of_the_layer(shown):
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    expected = []
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda module, args, out: expected.append(out[0][0, -5:]))
+        for layer in model.model.layers
+    ]
+    try:
+        model(torch.tensor([prompt]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    see(model, [prompt], SPY)
+    for o, out in zip(shown, expected, strict=True):
+        mine = torch.einsum("hwd,hdo->wo", o.outputs[0].flatten(0, 1), o.output)
+        torch.testing.assert_close(mine, out, atol=1e-5, rtol=1e-4)
+        norm = torch.einsum("hnd,hdo->hno", o.values[0].repeat_interleave(3, 0), o.output).abs().sum(-1)
+        torch.testing.assert_close(o.projected_norm[0].flatten(0, 1), norm, atol=1e-5, rtol=1e-4)
+
+
+def test_a_window_longer_than_the_prompt_shows_every_query(shown):
+    model, [prompt] = architecture("llama"), tiny_prompts(20)
+    see(model, [prompt], replace(SPY, capacity=8, switches=(("window", 32),)))
+    assert shown[0].query_positions.tolist() == [list(range(20))]
+    torch.testing.assert_close(shown[0].attention[0], full_attention(model, prompt)[0], **CLOSE)
+
+
+def low_of(p: torch.Tensor) -> torch.Tensor:
+    """Low attention among the last 400 queries of p [kv_heads, group, queries, tokens]."""
+    n = p.shape[2]
+    t, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
+    low = (p.double() < 1 / (t + 1).double()) & (j <= t) & (t >= n - 400)
+    return low.sum((1, 2)).float()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_sums_are_those_of_the_full_matrix(padded, shown):
+    model, prompts = architecture("qwen2"), tiny_prompts(460, 430)
+    see(model, prompts, SPY, prompt_rows=2 if padded else 1, max_new_tokens=1)
+    for row, prompt in enumerate(prompts):
+        expected = full_attention(model, prompt)
+        for layer in range(3):
+            o = shown[layer] if padded else shown[3 * row + layer]
+            mine = {name: s[row if padded else 0, :, -len(prompt) :] for name, s in o.sums.items()}
+            torch.testing.assert_close(mine["mass"], expected[layer].mean(1).sum(1), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(mine["low"], low_of(expected[layer]), atol=2.0, rtol=0)  # p at the border
+            assert (mine["low"] == low_of(expected[layer])).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("regime", ["chunked", "decode cap"])
+def test_sums_go_on_with_every_chunk_and_generated_token(regime, shown):
+    model, [prompt] = architecture("llama"), tiny_prompts(61)
+    more = {"chunk": 20, "chunk_mode": "every_chunk"} if regime == "chunked" else {"interval": 3}
+    see(model, [prompt], replace(SPY, regime=regime, **more))
+    assert len(shown) == 3 * (3 if regime == "chunked" else 1 + 2)  # the first chunk exceeds no budget
+    slow = Slow(model, prompt)
+    settings = {"chunk": 20, "chunk_budget": lambda seen: 20} if regime == "chunked" else {"every": 3}
+    at_eviction = []
+
+    def decide(q, k, v, held, scaling, budget):
+        n = len(at_eviction) % 3
+        p = (q @ k.repeat_interleave(3, 0).mT * scaling).masked_fill(
+            ~slow.visible[n].repeat_interleave(3, 0), -torch.inf
+        )
+        mass = torch.softmax(p, -1).unflatten(0, (2, 3)).mean(1).sum(1)
+        at_eviction.append([mass[head][held[head]] for head in range(2)])
+        return newest(3)(q, k, v, held, scaling, budget)
+
+    slow_run(slow, decide, budget=20, new_tokens=NEW, **settings)
+    for o, mass in zip(shown, at_eviction, strict=True):
+        for head in range(2):
+            mine = o.sums["mass"][0, head][o.alive[0, head]]
+            torch.testing.assert_close(mine, mass[head], atol=1e-4, rtol=1e-4)
+
+
+def test_the_reconstruction_is_the_largest_attention_of_the_repeated_context(shown, monkeypatch):
+    """The context, a request, the context again: what the second copy looked at in the first, by Hugging Face."""
+    monkeypatch.setitem(CATALOGUE, "spy", replace(CATALOGUE["spy"], needs=("reconstruction",)))
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    ask = [7, 3, 9]
+    see(model, [prompt], SPY, repeat=ask)
+    assert len(shown) == 3
+    for o, p in zip(shown, full_attention(model, [*prompt, *ask, *prompt]).values(), strict=True):
+        torch.testing.assert_close(o.sums["reconstruction"][0], p[:, :, 63:, :60].amax((1, 2)), **CLOSE)
+    with pytest.raises(InputError, match="spy repeats the context: give `repeat`"):
+        see(model, [prompt], SPY)
+
+
+# ---- spans
+
+SPANS = {"a": list(range(4, 20)), "b": list(range(25, 50)), "question": list(range(55, 60))}
+
+
+def test_a_fair_window_shows_each_spans_last_queries_and_their_own_span(shown, monkeypatch):
+    monkeypatch.setitem(CATALOGUE, "spy", replace(CATALOGUE["spy"], needs=("mass",)))
+    model, [prompt, other] = architecture("llama"), tiny_prompts(60, 44)
+    texts = [Prompt(prompt, SPANS), Prompt(other, {"a": [2, 3, 4], "b": list(range(20, 44))})]
+    see(model, texts, replace(SPY, fair=1.0, spans=("a", "b")), prompt_rows=2)
+    for row, (ids, spans) in enumerate([(prompt, [SPANS["a"], SPANS["b"]]), (other, [[2, 3, 4], range(20, 44)])]):
+        of = quota.number(len(ids), spans)
+        windows = quota.windows(of, 5)
+        for o, p in zip(shown, full_attention(model, ids).values(), strict=True):
+            at = o.query_positions[row]
+            assert at[at >= 0].tolist() == windows.tolist()
+            same = of[:, None] == of[None, :]
+            expected = (p * same)[:, :, windows]
+            torch.testing.assert_close(o.attention[row][:, :, at >= 0, -len(ids) :], expected, **CLOSE)
+            torch.testing.assert_close(
+                o.sums["span_mass"][row, :, -len(ids) :], (p * same).mean(1).sum(1), atol=1e-4, rtol=1e-4
+            )
+
+
+def test_conditions_with_other_spans_get_other_sums(shown):
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    fair = replace(SPY, fair=1.0)
+    see(model, [Prompt(prompt, SPANS)], replace(fair, spans=("a", "b")), replace(fair, spans=("a", "question")))
+    p = full_attention(model, prompt)[0]
+    for o, names in zip((shown[0], shown[3]), (("a", "b"), ("a", "question")), strict=True):
+        of = quota.number(60, [SPANS[name] for name in names])
+        expected = (p * (of[:, None] == of[None, :])).mean(1).sum(1)
+        torch.testing.assert_close(o.sums["span_mass"][0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_tokens_of_no_span_see_all_and_are_seen_by_all_in_the_public_codes_fair_h2o():
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    marked = {name: SPANS[name] for name in ("a", "b")}
+    kept = {}
+    for reading in ("as_described", "as_run"):
+        c = Condition("h2o", 21, regime="prefill", reading=reading, fair=1.0, spans=("a", "b"))
+        [[g]] = engine.generate(
+            model, [Prompt(prompt, marked)], [c], max_new_tokens=1, stop_ids=(), kept_sets=True
+        )  # fmt: skip
+        kept[reading] = g.kept_sets
+    of = quota.number(60, list(marked.values()))
+    unextended = quota.number(60, list(marked.values()), extended=False)
+    end = int((of == 0).sum())
+    shares = {"as_run": 21 * end // 60, "as_described": int(21 * end / 60 + 0.5)}
+    assert shares["as_run"] != shares["as_described"]
+    for layer, p in full_attention(model, prompt).items():
+        for reading, numbers in (("as_described", of), ("as_run", unextended)):
+            same = (numbers[:, None] == numbers) | (numbers[:, None] < 0) | (numbers < 0)
+            mass = (p * (same if reading == "as_run" else of[:, None] == of)).mean(1).sum(1)
+            queries = torch.where(of == 0, end, 60) - torch.arange(60)
+            scores = mass / queries
+            for head in range(len(scores)):
+                first = scores[head, :end].topk(shares[reading]).indices
+                second = end + scores[head, end:].topk(21 - shares[reading]).indices
+                wanted = sorted([*first.tolist(), *second.tolist()])
+                assert torch.from_numpy(kept[reading][layer][head]).nonzero()[:, 0].tolist() == wanted, (reading, layer)
+
+
+def test_fair_streaming_llm_by_hand_in_both_readings():
+    """E.3: 4 sinks, and 16 shared over 20 and 36 tokens: round(5.71) and 10; as run the best of two ramps."""
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    spans = {"a": list(range(4, 24)), "b": list(range(24, 60))}
+    c = Condition("streaming_llm", 20, regime="prefill", fair=1.0, spans=("a", "b"))
+    described, run = (
+        engine.generate(model, [Prompt(prompt, spans)], [replace(c, reading=one)], max_new_tokens=1, stop_ids=())[0][0]
+        for one in ("as_described", "as_run")
+    )
+    assert described.kept_positions == [*range(4), *range(18, 24), *range(50, 60)]
+    ramps = {at: 0.1 + 0.8 * (at - 4) / 19 for at in range(4, 24)} | {
+        at: 0.1 + 0.8 * (at - 24) / 35 for at in range(24, 60)
+    }
+    best = sorted(ramps, key=lambda at: (ramps[at], at))[-16:]
+    assert run.kept_positions == sorted([*range(4), *best])
+    with pytest.raises(InputError, match="whose ramps set no quota"):
+        engine.generate(
+            model, [Prompt(prompt, spans)], [replace(c, fair=0.5, reading="as_run")], max_new_tokens=1, stop_ids=()
+        )
+
+
+@pytest.mark.parametrize("regime", ["prefill", "chunked", "offline", "decode cap", "per step"])
+def test_whitelisted_tokens_survive_and_count(regime):
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    text = Prompt(prompt, SPANS)
+    c = Condition("streaming_llm", 24, regime=regime, whitelist=("a",), interval=2, chunk=20, chunk_mode="every_chunk")
+    ends = {}
+    finish = engine._Engine._finish
+
+    def spy(self, rows, done, tokens, seconds):
+        finish(self, rows, done, tokens, seconds)
+        for layer in rows.cache.ragged.values():
+            layer.settle()
+        ends.update({n: layer.positions.view(2, -1) for n, layer in rows.cache.ragged.items()})
+
+    engine._Engine._finish = spy
+    try:
+        [[g]] = see(model, [text], c)
+    finally:
+        engine._Engine._finish = finish
+    for positions in ends.values():
+        for head in positions.tolist():
+            assert set(SPANS["a"]) | {0, 1, 2, 3} <= set(head)
+            assert len(head) == (24 if regime in ("decode cap", "per step") else 24 + NEW - 1)
+    assert len(g.kept_positions) == 24
+
+
+@pytest.mark.parametrize("regime", ["decode cap", "per step"])
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_a_static_suffix_stays_at_the_prompts_end_a_dynamic_one_follows(regime, mode, monkeypatch):
+    monkeypatch.setitem(CATALOGUE, "oldest", Policy("Oldest", "tests", lambda o: -o.positions.float()))
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    c = Condition("oldest", 20, suffix=0.3, suffix_mode=mode, regime=regime, interval=2, reading="as_described")
+    slow = Slow(model, prompt)
+
+    def decide(q, k, v, held, scaling, budget):
+        kept = torch.zeros_like(held)
+        for head in range(2):
+            at = held[head].nonzero()[:, 0].tolist()
+            guarded = at[-6:] if mode == "dynamic" else [p for p in at if 54 <= p < 60]
+            rest = [p for p in at if p not in guarded]
+            kept[head, guarded + rest[: budget - len(guarded)]] = True
+        return kept
+
+    [[g]] = see(model, [prompt], c)
+    tokens, _ = slow_run(slow, decide, budget=20, new_tokens=NEW, every=2 if regime == "decode cap" else 1)
+    assert g.tokens == tokens
+
+
+# ---- reused prefixes
+
+
+def test_a_prefix_is_computed_once_and_answers_as_if_it_were_computed_each_time(monkeypatch):
+    model, [prefix, *questions] = architecture("qwen2"), tiny_prompts(50, 5, 9, 3)
+    texts = [Prompt(prefix + q, {"question": list(range(50, 50 + len(q)))}) for q in questions]
+    conditions = [Condition(regime="offline", until="question")] + [
+        Condition(name, 20, regime="offline", until="question", reading="as_described", switches=switches)
+        for name, switches in (("streaming_llm", ()), ("ada_kv", (("window", 4),)), ("h2o", ()))
+    ]
+    lengths = []
+    forward = model.forward
+
+    def counted(**inputs):
+        lengths.append(inputs["input_ids"].shape[1])
+        return forward(**inputs)
+
+    monkeypatch.setattr(model, "forward", counted)
+    found = see(model, texts, *conditions)
+    assert lengths.count(50) == 1
+    again = see(model, texts, *(replace(c, regime="prefill") for c in conditions))
+    for row, other in zip(found, again, strict=True):
+        for a, b in zip(row, other, strict=True):
+            assert a.tokens == b.tokens
+            assert (a.kept, a.kept_positions_hash, a.policy_calls) == (b.kept, b.kept_positions_hash, b.policy_calls)
+    assert found[0][0].prefill_seconds > found[1][0].prefill_seconds
+
+
+def test_two_prefixes_of_different_conditions_do_not_push_each_other_out(monkeypatch):
+    model, [prefix, *questions] = architecture("qwen2"), tiny_prompts(50, 5, 5, 5)
+    texts = [Prompt(prefix + q, {"middle": [30], "question": [50]}) for q in questions]
+    conditions = [Condition("streaming_llm", 20, regime="offline", until=until) for until in ("middle", "question")]
+    lengths = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda **i: (lengths.append(i["input_ids"].shape[1]), forward(**i))[1])
+    see(model, texts, *conditions)
+    assert (lengths.count(30), lengths.count(50)) == (1, 1)
+
+
+def test_the_same_prefix_with_other_spans_is_another():
+    model, [prefix, question] = architecture("qwen2"), tiny_prompts(50, 5)
+    marks = ([3, 4, 5], [30, 31, 32])
+    texts = [Prompt(prefix + question, {"keep": span, "question": [50]}) for span in marks]
+    c = Condition("streaming_llm", 10, regime="offline", until="question", whitelist=("keep",))
+    for span, row in zip(marks, see(model, texts, c), strict=True):
+        assert set(span) <= set(row[0].kept_positions)
+
+
+# ---- facts
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_facts_name_the_layers_that_attend_and_their_windows(name):
+    model = architecture(name)
+    facts = Facts.of(model)
+    assert list(facts.evictable) == evictable(name)
+    assert facts.sliding == sliding_of(name)
+    assert facts.held(100) == (31 if name == "mistral" else 100)
+    told = {}
+
+    class Listener:
+        def attend(self, layer, query, key, value, scaling, sliding=None):
+            told[layer] = sliding, (query.shape[1], key.shape[1])
+            return torch.zeros(*query.shape[:1], query.shape[2], *query.shape[1::2])
+
+    with engine.installed(model), torch.no_grad():
+        model(torch.tensor([[5, 6, 7]]), kvrepro=Listener())
+    assert {n: window for n, (window, _) in told.items() if window is not None} == facts.sliding
+    assert {heads for _, heads in told.values()} == {(6, 2)}
+    assert tuple(told) == facts.attention
+    for n in facts.attention:
+        assert sliding_window(model.config, n) == facts.sliding.get(n)
+        assert facts.outputs[n].shape == (6, 8, 48)

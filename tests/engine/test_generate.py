@@ -1,0 +1,467 @@
+"""Every regime against a slow transcription, against Hugging Face, and against itself, in nine architectures."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from slow_engine import Slow, looked_at, newest
+from slow_engine import run as slow_run
+from tiny import ARCHITECTURES, architecture
+from tiny import prompts as tiny_prompts
+
+from kvrepro.engine import generate as engine
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.policy import Policy
+from kvrepro.errors import InputError
+from kvrepro.tools import calibrate
+
+WINDOW, CAP, NEW = 4, 16, 7
+FEW = {"max_new_tokens": 3, "stop_ids": ()}
+DECODING = ("decode cap", "per step")
+
+
+def watched(o: Observation):
+    """Mean attention of the window, over queries and group."""
+    return o.attention.mean((2, 3))
+
+
+def lopsided(scores, protected, budget, unequal: int = 0):
+    """`unequal` tokens more for the first head, as many less for the last."""
+    counts = budget[:, None].repeat(1, scores.shape[1])
+    counts[:, 0] += unequal
+    counts[:, -1] -= unequal
+    return counts
+
+
+TEST_POLICIES = {
+    "watched": Policy("Watched", "tests", watched, {"window": WINDOW, "recent": "window"}),
+    "lopsided": Policy(
+        "Lopsided", "tests", watched, {"window": WINDOW, "recent": "window", "unequal": 5}, allocate=lopsided,
+        budget="per head",
+    ),
+}  # fmt: skip
+DECIDE = {"streaming_llm": newest(4), "watched": looked_at(WINDOW), "lopsided": looked_at(WINDOW, 5)}
+
+
+@pytest.fixture(autouse=True)
+def _policies(monkeypatch):
+    for name, policy in TEST_POLICIES.items():
+        monkeypatch.setitem(CATALOGUE, name, policy)
+
+
+def sliding_of(name: str) -> dict[int, int]:
+    config = architecture(name).config
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * 3
+    return {n: 32 for n, kind in enumerate(types) if kind == "sliding_attention"} if config_slides(name) else {}
+
+
+def config_slides(name: str) -> bool:
+    return name in ("mistral", "gemma3")
+
+
+def evictable(name: str) -> list[int]:
+    """Layers that lose tokens: all that attend, but in a mixed model only those that do not slide."""
+    return {"gemma3": [1], "qwen3_next": [1, 2], "qwen3_5": [1, 2]}.get(name, [0, 1, 2])
+
+
+@dataclass
+class End:
+    """One row when it ended."""
+
+    logits: torch.Tensor  # that the last token was taken from
+    held: dict  # per layer, the positions of each head
+
+
+def answers(model, prompts, conditions, monkeypatch=None, **changes):
+    """(generations, ends), `[prompt][condition]`."""
+    ends = {}
+    finish = engine._Engine._finish
+
+    def spy(self, rows, done, tokens, seconds):
+        finish(self, rows, done, tokens, seconds)
+        for row in done:
+            held = {}
+            for n, layer in rows.cache.ragged.items():
+                mine = layer.rows(torch.tensor([row]))
+                flat = mine.positions if mine.hidden is None else mine.positions.masked_fill(mine.hidden, -1)
+                held[n] = [[p for p in head.tolist() if p >= 0] for head in flat.split(mine.lengths[0].tolist())]
+            ends[rows.tags[row]] = End(rows.logits[row].clone(), held)
+
+    engine._Engine._finish = spy
+    try:
+        given = {"max_new_tokens": NEW, "stop_ids": (), "repeat": (7, 3, 9), **changes}
+        found = engine.generate(model, prompts, conditions, **given)
+    finally:
+        engine._Engine._finish = finish
+    return found, [[ends[i, j] for j in range(len(conditions))] for i in range(len(prompts))]
+
+
+def cut(regime: str, policy: str = "watched", **changes) -> Condition:
+    """A condition that evicts in `regime`."""
+    more = {"chunked": {"chunk": 16}, "decode cap": {"interval": 3}}.get(regime, {})
+    return Condition(policy, regime=regime, **{"capacity": CAP, **more, **changes})
+
+
+REGIMES = ["prefill", "chunked", "offline", "decode cap", "per step"]
+MODES = [(r, "") for r in REGIMES] + [("chunked", m) for m in ("budget", "every_chunk")]
+
+
+def assert_same(x: torch.Tensor, y: torch.Tensor, what: str = "", tolerance: float = 1e-5) -> None:
+    """To `tolerance` of the largest logit."""
+    worst = float((x - y).abs().max()) / max(1.0, float(y.abs().max()))
+    assert worst <= tolerance, what
+
+
+# ---- against Hugging Face
+
+
+def greedy(model, prompt: list[int], n: int) -> tuple[list[int], torch.Tensor]:
+    """Hugging Face's own attention and cache."""
+    ids, cache, tokens = torch.tensor([prompt]), None, []
+    with torch.no_grad():
+        for _ in range(n):
+            out = model(ids, past_key_values=cache, use_cache=True)
+            cache, logits = out.past_key_values, out.logits[0, -1]
+            ids = logits.argmax().view(1, 1)
+            tokens.append(int(ids))
+    return tokens, logits
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_without_eviction_the_engine_is_a_greedy_loop_of_hugging_face(name):
+    model, prompts = architecture(name), tiny_prompts(70, 55, 20)
+    ours, ends = answers(model, prompts, [Condition(regime="prefill"), Condition(regime="decode cap")])
+    for prompt, row, states in zip(prompts, ours, ends, strict=True):
+        tokens, logits = greedy(model, prompt, NEW)
+        for one, state in zip(row, states, strict=True):
+            assert one.tokens == tokens
+            assert one.policy_calls == one.evicted == 0
+            assert_same(state.logits, logits, tolerance=3e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_slow_transcription_is_hugging_face_when_nothing_is_hidden(name):
+    model, [prompt] = architecture(name), tiny_prompts(60)
+    logits = Slow(model, prompt, sliding_of(name)).read(60)
+    torch.testing.assert_close(logits, model(torch.tensor([prompt])).logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
+# ---- against the slow transcription
+
+
+THOROUGH = [("llama", p, r, m) for p in DECIDE for r, m in MODES]
+THOROUGH += [(a, p, r, m) for a in ("mistral", "gemma3") for p in ("streaming_llm", "watched") for r, m in MODES[:-1]]
+THOROUGH += [(a, "lopsided", r, m) for a in ARCHITECTURES for r, m in MODES[3:]]
+
+
+@pytest.mark.parametrize(("name", "policy", "regime", "mode"), list(dict.fromkeys(THOROUGH)))
+def test_evicted_decoding_equals_the_slow_transcription(name, policy, regime, mode):
+    model, [prompt] = architecture(name), tiny_prompts(70)
+    c = cut(regime, policy, **({"chunk_mode": mode} if mode else {}))
+    [[ours]], [[end]] = answers(model, [prompt], [c])
+    slow = Slow(model, prompt, sliding_of(name), evictable(name))
+    decide = DECIDE[policy]
+    if name == "mistral" and policy != "streaming_llm":
+        decide = looked_at(WINDOW, 5 if policy == "lopsided" else 0, sliding=32)
+    each = {"budget": lambda seen: CAP, "every_chunk": lambda seen: CAP}.get(c.chunk_mode)
+    tokens, logits = slow_run(
+        slow, decide, budget=CAP, new_tokens=NEW, chunk=16 if regime == "chunked" else None, chunk_budget=each,
+        every={"decode cap": 3, "per step": 1}.get(regime),
+    )  # fmt: skip
+    assert ours.tokens == tokens
+    assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers: other arithmetic for a text than for a token
+    for n in evictable(name):
+        expected = [head.nonzero()[:, 0].tolist() for head in slow.held[n]]
+        if n in slow.windows:
+            reach = slow.length - slow.windows[n]
+            expected = [[p for p in head if p > reach] for head in expected]
+        assert end.held[n] == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("regime", ["prefill", "chunked", "offline", "decode cap"])
+def test_a_question_is_read_through_what_is_left(name, regime):
+    model, [prompt] = architecture(name), tiny_prompts(70)
+    text = Prompt(prompt, {"question": list(range(61, 68))})
+    [[ours]], [[end]] = answers(model, [text], [cut(regime, until="question")])
+    slow = Slow(model, prompt, sliding_of(name), evictable(name))
+    decide = looked_at(WINDOW, sliding=32 if name == "mistral" else None)
+    tokens, logits = slow_run(
+        slow, decide, budget=CAP, new_tokens=NEW, until=61, chunk=16 if regime == "chunked" else None,
+        every={"decode cap": 3}.get(regime),
+    )  # fmt: skip
+    assert ours.tokens == tokens
+    assert max(ours.kept_positions) == 60
+    assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers: other arithmetic for a text than for a token
+
+
+# ---- against itself
+
+
+FIXED = {"window": WINDOW, "recent": WINDOW, "sinks": 2, "kernel": 3, "page": 4, "block": 16}
+LEFT_OUT = ("tri_attention", "tri_attention_layer", "duo_attention")  # need files made for one model
+POLICIES = [name for name in CATALOGUE if name not in LEFT_OUT]
+
+
+def small(policy: str, regime: str, **changes) -> Condition:
+    """`cut` with windows that fit a tiny prompt."""
+    known = CATALOGUE[policy].parameters
+    fixed = {k: v for k, v in FIXED.items() if k in known and known[k] not in (0, 1, "window")}
+    return cut(regime, policy, switches=tuple(fixed.items()), reading="as_described", **changes)
+
+
+def every(regime: str, **changes) -> list[Condition]:
+    names = [n for n in POLICIES if regime not in CATALOGUE[n].refuses]
+    return [small(n, regime, **changes) for n in names]
+
+
+def unlimited(regime: str, names: list[str]) -> list[Condition]:
+    """Budgets that nothing exceeds; pages are chosen anew for every token, of all that is seen by then, so that
+    theirs must exceed the prompt, which only a cap may."""
+    budget = {"capacity": 200} if regime in DECODING else {"capacity": None, "share": 1.0}
+    names = [n for n in names if regime not in CATALOGUE[n].refuses and (regime in DECODING or CATALOGUE[n].frees)]
+    return [small(n, regime, **budget) for n in names]
+
+
+@pytest.mark.parametrize(
+    ("name", "regimes"), [("llama", [r]) for r in REGIMES] + [(a, REGIMES) for a in ARCHITECTURES if a != "llama"]
+)
+def test_a_full_budget_is_no_eviction_bit_for_bit(name, regimes):
+    model, [prompt] = architecture(name), tiny_prompts(55)
+    names = POLICIES if name == "llama" else ["streaming_llm", "ada_kv", "cake"]
+    for regime in regimes:
+        conditions = [Condition(regime=regime, chunk=16), *unlimited(regime, names)]
+        conditions += [replace(c, execution="masked") for c in conditions[1:3]]
+        if regime == "chunked":  # each by itself: rows of one batch differ in their last bits in a mixture of experts
+            calls = [answers(model, [prompt], [c]) for c in conditions]
+            row, states = ([call[part][0][0] for call in calls] for part in (0, 1))
+        else:
+            [row], [states] = answers(model, [prompt], conditions, batch_rows=1)
+        for c, one, state in zip(conditions[1:], row[1:], states[1:], strict=True):
+            assert one.tokens == row[0].tokens, c.label
+            assert torch.equal(state.logits, states[0].logits), c.label
+            assert state.held == states[0].held, c.label
+            assert (one.evicted, one.policy_calls, one.kept) == (0, 0, row[0].kept), c.label
+            assert one.bytes_full == row[0].bytes_full <= one.bytes_held, c.label
+            assert (one.kept_positions, one.kept_positions_hash) == (row[0].kept_positions, row[0].kept_positions_hash)
+
+
+@pytest.mark.parametrize(
+    ("name", "modes"), [("llama", [m]) for m in MODES] + [(a, MODES) for a in ARCHITECTURES if a != "llama"]
+)
+def test_eviction_equals_a_masked_full_cache(name, modes):
+    model, prompts = architecture(name), tiny_prompts(60)
+    for regime, mode in modes:
+        conditions = [cut(regime, "lopsided"), small("streaming_llm", regime)]
+        if name == "llama":
+            conditions += [c for c in every(regime) if CATALOGUE[c.policy].frees]
+        conditions = [replace(c, chunk_mode=mode or "last_chunk") for c in conditions]
+        both = [*conditions, *(replace(c, execution="masked") for c in conditions)]
+        found, ends = answers(model, prompts, both)
+        for row, states in zip(found, ends, strict=True):
+            for j, c in enumerate(conditions):
+                a, b, x, y = row[j], row[j + len(conditions)], states[j], states[j + len(conditions)]
+                assert a.tokens == b.tokens, c.label
+                assert (a.kept, a.kept_positions_hash, a.policy_calls) == (
+                    b.kept,
+                    b.kept_positions_hash,
+                    b.policy_calls,
+                )
+                assert x.held == y.held, c.label
+                assert_same(x.logits, y.logits, c.label)
+                assert b.bytes_held >= b.bytes_full > a.bytes_held, c.label
+
+
+@pytest.mark.parametrize(
+    ("name", "regimes"), [("llama", [r]) for r in REGIMES] + [(a, REGIMES) for a in ARCHITECTURES if a != "llama"]
+)
+def test_rows_of_a_batch_equal_rows_alone_whatever_the_padding(name, regimes):
+    model = architecture(name)
+    texts = [
+        Prompt(ids, {"question": list(range(len(ids) - 5 + 2 * i, len(ids)))})
+        for i, ids in enumerate(tiny_prompts(70, 33))
+    ]
+    conditions = []
+    for regime in regimes:
+        conditions += [cut(regime, "lopsided"), cut(regime, until="question"), Condition(regime=regime, chunk=16)]
+        names = POLICIES if name == "llama" else ["scissorhands"]
+        conditions += [small(n, regime) for n in names if regime not in CATALOGUE[n].refuses]
+    many, ends = answers(model, texts, conditions, prompt_rows=2)
+    [alone], [others] = answers(model, texts[1:], conditions, batch_rows=1)  # the shorter one, padded above
+    for c, a, b, x, y in zip(conditions, many[1], alone, ends[1], others, strict=True):
+        assert a.tokens == b.tokens, c.label
+        assert x.held == y.held, c.label
+        assert (a.kept, a.bytes_full, a.policy_calls) == (b.kept, b.bytes_full, b.policy_calls), c.label
+        assert (a.kept_positions, a.kept_positions_hash) == (b.kept_positions, b.kept_positions_hash), c.label
+        assert_same(x.logits, y.logits, c.label)
+
+
+# ---- single policies
+
+
+def test_selected_pages_are_told_and_nothing_else_has_any():
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    conditions = [Condition("quest_pages", 40, regime="prefill", switches=(("page", 8),)), Condition(regime="prefill")]
+    conditions += [Condition("k_norm", 40, regime="prefill"), Condition("lru", 40)]
+    [row] = engine.generate(model, [prompt], conditions, **FEW)
+    assert [g.pages for g in row] == [5, None, None, None]
+    assert (row[0].evicted, row[0].kept) == (0, [62] * 3)
+
+
+@pytest.mark.parametrize("regime", ["prefill", "chunked", "decode cap"])
+def test_tri_attention_turns_each_layer_by_its_own_frequencies(regime, tmp_path):
+    model, prompts = architecture("gemma3"), tiny_prompts(60, 50)
+    calibrate.write(calibrate.calibrate(model, prompts), tmp_path / "queries.json")
+    given = (("calibration", str(tmp_path / "queries.json")),)
+    c = Condition("tri_attention", 20, regime=regime, reading="as_described", switches=given, interval=1, chunk=32)
+    [[g]] = engine.generate(model, prompts[:1], [c], **FEW)
+    assert g.evicted > 0
+    with pytest.raises(InputError, match="made from other weights|is made for"):
+        engine.generate(architecture("llama"), prompts[:1], [c], **FEW)
+
+
+def test_calls_that_are_no_lists_of_prompts_are_refused():
+    model = architecture("llama")
+    with pytest.raises(InputError, match="give a list of prompts"):
+        engine.generate(model, [3, 4, 5], [Condition()], **FEW)
+    with pytest.raises(InputError, match="is text: give token ids"):
+        engine.generate(model, ["some text"], [Condition()], **FEW)
+    with pytest.raises(InputError, match="capacity '8' for lru: a whole number"):
+        engine.generate(model, tiny_prompts(60), [Condition("lru", "8")], **FEW)
+
+
+def repeated(model, ids, first):
+    """Per layer: attention of the tokens from `first` on, [heads, queries, tokens], and the length of their inputs."""
+    lengths: dict[int, torch.Tensor] = {}
+
+    def note(module, args, kwargs):
+        lengths[module.layer_idx] = kwargs["hidden_states"][0].norm(dim=-1)
+
+    layers = model.get_decoder().layers
+    hooks = [layer.self_attn.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    with torch.no_grad():
+        found = model(torch.tensor([ids]), output_attentions=True, use_cache=False)
+        cache = model(torch.tensor([ids]), use_cache=True).past_key_values
+    for hook in hooks:
+        hook.remove()
+    values = [layer.values[0] for layer in cache.layers]
+    return [(p[0, :, first:], lengths[n][first:], values[n]) for n, p in enumerate(found.attentions)]
+
+
+@pytest.mark.parametrize("regime", ["prefill", "offline"])
+def test_kv_zip_plus_keeps_what_its_formula_ranks_first(regime):
+    model, [prompt], ask = architecture("llama"), tiny_prompts(60), [7, 3, 9]
+    scores = []
+    for n, (p, h, values) in enumerate(repeated(model, [*prompt, *ask, *prompt], 63)):
+        w = model.get_decoder().layers[n].self_attn.o_proj.weight.view(48, 6, 8)
+        norm = torch.stack([(values[head // 3, :60] @ w[:, head].T).norm(dim=-1) for head in range(6)])
+        each = (p[:, :, :60] / h[None, :, None]).amax(1) * norm
+        scores.append(each.view(2, 3, 60).amax(1))
+    ranked = torch.stack(scores)
+    ranked[..., :4] = torch.inf
+    wanted = torch.zeros(ranked.numel(), dtype=torch.bool)
+    wanted[ranked.flatten().topk(20 * 6).indices] = True
+    c = Condition("kv_zip_plus", 20, regime=regime)
+    settings = {"max_new_tokens": 2, "stop_ids": (), "repeat": ask, "kept_sets": True}
+    [[g, plain]] = engine.generate(model, [prompt], [c, Condition("kv_zip", 20, regime=regime)], **settings)
+    assert torch.equal(torch.stack([torch.from_numpy(s) for s in g.kept_sets]), wanted.view(3, 2, 60).cpu())
+    assert plain.kept_positions_hash != g.kept_positions_hash
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("policy", ["defensive_kv", "layer_defensive_kv"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_prompt_within_the_window_keeps_its_tokens(policy, regime):
+    model, [prompt] = architecture("llama"), tiny_prompts(11)
+    budget = {"capacity": 60} if regime in DECODING else {"share": 1.0}
+    c = Condition(policy, regime=regime, chunk=8, **budget)
+    [[full, ours]] = engine.generate(model, [prompt], [Condition(regime="prefill"), c], **FEW)
+    assert (ours.tokens, ours.evicted) == (full.tokens, 0)
+
+
+@pytest.mark.parametrize("policy", ["pyramid_kv", "cake", "ada_kv", "critical_kv", "layer_defensive_kv"])
+@pytest.mark.parametrize("reading", ["as_run", "as_described"])
+def test_guards_hold_under_every_kind_of_budget(policy, reading):
+    model, prompts = architecture("llama"), tiny_prompts(480, 400)
+    switches = (("window", 8),)
+    c = Condition(policy, 60, 0.2, 0.2, regime="prefill", reading=reading, switches=switches)
+    for [g], ids in zip(engine.generate(model, prompts, [c], **FEW, kept_sets=True), prompts, strict=True):
+        kept = torch.stack([torch.from_numpy(layer) for layer in g.kept_sets])
+        assert bool(kept[:, :, :12].all())
+        assert bool(kept[:, :, len(ids) - 12 :].all())
+        assert int(kept.sum()) == 60 * 6
+
+
+def test_random_draws_anew_for_every_prompt_and_seed_and_never_for_the_batch():
+    model, prompts = architecture("llama"), tiny_prompts(60, 60)
+    c = [Condition("random", 20, regime=regime, interval=2) for regime in ("prefill", "decode cap")]
+
+    def kept(texts, **more):
+        return [[g.kept_positions_hash for g in row] for row in engine.generate(model, texts, c, **FEW, **more)]
+
+    first, second = kept(prompts)
+    assert first[0] != second[0]
+    assert kept(prompts, prompt_rows=2) == [first, second] == [kept([one])[0] for one in prompts]
+    assert kept(prompts, seed=1) != [first, second]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova", "ada_kv", "critical_kv", "cake"])
+def test_fair_quotas_whatever_the_padding(policy):
+    model, texts = architecture("llama"), []
+    for ids in tiny_prompts(200, 90):
+        spans = {"a": list(range(len(ids) // 3)), "b": list(range(len(ids) // 3, len(ids)))}
+        texts.append(Prompt(ids, spans))
+    switches = (("window", 8),) if "window" in CATALOGUE[policy].parameters else ()
+    conditions = [
+        Condition(policy, 30, regime="prefill", reading=reading, fair=1.0, spans=("a", "b"), switches=switches)
+        for reading in ("as_run", "as_described")
+    ]
+    together = engine.generate(model, texts, conditions, **FEW, prompt_rows=2)
+    alone = [engine.generate(model, [text], conditions, **FEW, kept_sets=True)[0] for text in texts]
+    for text, row, single in zip(texts, together, alone, strict=True):
+        for c, a, b in zip(conditions, row, single, strict=True):
+            assert (a.tokens, a.kept_positions_hash) == (b.tokens, b.kept_positions_hash), c.label
+            third = len(text.ids) // 3
+            for layer in b.kept_sets:
+                for head in layer:
+                    share = head.sum() * third / len(text.ids)
+                    assert abs(head[:third].sum() - share) <= 1, c.label
+
+
+@pytest.mark.parametrize("regime", ["decode cap", "per step"])
+def test_four_bits_stay_four_bits_while_decoding(regime):
+    model = architecture("llama", 64)
+    [prompt] = tiny_prompts(300)
+    c = Condition("streaming_llm", 100, regime=regime, interval=3)
+    held = {}
+    for new in (9, 10, 16, 17):
+        [[plain, packed]] = engine.generate(model, [prompt], [c, replace(c, bits=4)], max_new_tokens=new, stop_ids=())
+        assert packed.kept == plain.kept
+        held[new] = packed.bytes_held / plain.bytes_held
+    assert max(held.values()) < 0.25
+
+
+def test_packed_sliding_layers_forget():
+    model = architecture("gemma3", 64)
+    [[plain, packed]] = engine.generate(
+        model, tiny_prompts(30), [Condition(regime="prefill"), Condition(regime="prefill", bits=4)],
+        max_new_tokens=100, stop_ids=(),
+    )  # fmt: skip
+    assert packed.kept == plain.kept
+    assert packed.bytes_held < 0.7 * plain.bytes_held
+
+
+def test_a_scorer_that_says_minus_infinity_still_fills_the_budget(monkeypatch):
+    def score(o):
+        return torch.where(o.positions % 2 == 0, -torch.inf, 1.0)
+
+    monkeypatch.setitem(CATALOGUE, "mine", Policy("Mine", "tests", score))
+    model, prompts = architecture("llama"), tiny_prompts(60, 44)
+    c = Condition("mine", 40, regime="prefill")
+    given = [c, replace(c, execution="masked"), replace(c, regime="decode cap")]
+    for rows in (1, 2):
+        for row in engine.generate(model, prompts, given, **FEW, prompt_rows=rows):
+            assert len({g.kept_positions_hash for g in row[:2]}) == 1
+            assert all(len(g.kept_positions) == 40 for g in row)

@@ -1,0 +1,139 @@
+"""The meter against allocations that are known, and the prefill's peak against what eviction must save."""
+
+import pytest
+import torch
+from tiny import model as tiny_model
+from tiny import prompts as tiny_prompts
+
+from kvrepro.engine import generate as engine
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.memory import Peak
+
+CPU = torch.device("cpu")
+MB = 2**20
+
+
+def block(megabytes: int) -> torch.Tensor:
+    return torch.ones(megabytes * MB // 4, device=CPU)
+
+
+def test_the_most_that_lived_at_once():
+    with Peak(CPU) as peak:
+        a = block(3)
+        b = block(2)
+        del a
+        c = block(4)
+        del b, c
+        d = block(5)
+    assert peak.bytes == 6 * MB
+    assert d.nbytes == 5 * MB
+
+
+def test_what_was_there_before_does_not_count_nor_do_views_and_changes_in_place():
+    old = block(8)
+    with Peak(CPU) as peak:
+        view = old.view(2, -1)[1]
+        view.add_(1).mul_(2)
+        old[:100].copy_(view[:100])
+        new = old[: MB // 4] + 1
+        half = new[::2].t()
+    assert peak.bytes == MB
+    assert len(half) == MB // 8
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_scratch_counts_while_it_lives(mode):
+    with mode(), Peak(CPU) as peak:
+        x = block(2)
+        y = (x * 2) + (x * 3)  # three blocks beside x, one of them the result
+        del x
+        assert peak._meter.now == 2 * MB
+        del y
+    assert peak.bytes == 8 * MB
+
+
+def test_each_block_starts_anew_and_an_error_ends_it():
+    peak = Peak(CPU)
+    for megabytes in (4, 1):
+        with peak:
+            block(megabytes)
+        assert peak.bytes == megabytes * MB
+    with pytest.raises(RuntimeError, match="shape"), peak:
+        block(2).view(3, 5, 7)
+    assert peak.bytes == 2 * MB
+    before = peak._meter.peak
+    block(9)
+    assert peak._meter.peak == before
+
+
+def test_off_measures_nothing():
+    with Peak(CPU, on=False) as peak:
+        block(1)
+    assert peak.bytes is None
+
+
+# ---- prefill
+
+LAYERS, TOKENS, SHARE = 8, 800, 0.1
+LAYER_BYTES = 2 * 2 * 8 * TOKENS * 4  # keys and values of one layer: 2 KV heads of 8 numbers
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[str, int]:
+    """Measured peak of the prefill by condition; each measured alone."""
+    model = tiny_model("llama", num_hidden_layers=LAYERS, max_position_embeddings=1024)
+    window = (("window", 8),)
+
+    def cut(policy: str, regime: str = "prefill", **changes) -> Condition:
+        return Condition(policy, share=SHARE, regime=regime, reading="as_described", **changes)
+
+    conditions = {
+        "full": Condition(regime="prefill"),
+        "position": cut("streaming_llm"),
+        "window": cut("snapkv", switches=window),
+        "heads": cut("ada_kv", switches=window),
+        "offline": cut("streaming_llm", "offline"),
+        "masked": cut("streaming_llm", execution="masked"),
+        "layers": cut("cake", switches=window),
+        "joint": cut("layer_defensive_kv", switches=window),
+        "full in chunks": Condition(regime="chunked", chunk=100),
+        "late chunks": cut("streaming_llm", "chunked", chunk=100),
+        "chunks": cut("streaming_llm", "chunked", chunk=100, chunk_mode="every_chunk"),
+    }
+    [row] = engine.generate(
+        model, tiny_prompts(TOKENS), list(conditions.values()), max_new_tokens=1, stop_ids=(), measure_peak=True
+    )
+    assert len({g.tokens[0] for g in row}) > 1
+    return {name: g.peak_bytes for name, g in zip(conditions, row, strict=True)}
+
+
+@pytest.mark.parametrize("policy", ["position", "window", "heads", "offline"])
+def test_layer_by_layer_the_peak_falls_by_what_the_earlier_layers_lost(peaks, policy):
+    lost = (1 - SHARE) * (LAYERS - 1) * LAYER_BYTES
+    assert 0.9 * lost < peaks["full"] - peaks[policy] < 1.3 * lost
+
+
+@pytest.mark.parametrize("policy", ["layers", "joint", "masked"])
+def test_layers_that_wait_for_each_other_and_masked_ones_do_not_save_the_peak(peaks, policy):
+    assert 0.95 * peaks["full"] < peaks[policy] < peaks["full"] + 4 * LAYER_BYTES  # one layer's scores
+
+
+def test_chunks_save_the_peak_where_each_is_evicted(peaks):
+    assert peaks["full in chunks"] - peaks["chunks"] > (1 - SHARE) * (LAYERS - 1) * LAYER_BYTES
+    assert peaks["late chunks"] > 0.9 * peaks["full in chunks"]
+
+
+def test_peaks_are_not_measured_unasked():
+    [[g]] = engine.generate(
+        tiny_model(), tiny_prompts(20), [Condition(regime="prefill")], max_new_tokens=1, stop_ids=()
+    )
+    assert g.peak_bytes is None
+
+
+def test_measuring_changes_nothing_but_the_peak():
+    conditions = [Condition(regime="prefill"), Condition("streaming_llm", 10, regime="prefill")]
+    rows = [
+        engine.generate(tiny_model(), tiny_prompts(30, 20), conditions, max_new_tokens=6, stop_ids=(), measure_peak=on)
+        for on in (False, True)
+    ]
+    assert [[g.tokens for g in row] for row in rows[0]] == [[g.tokens for g in row] for row in rows[1]]

@@ -1,0 +1,175 @@
+"""Quotas over prompt spans, against plain counting."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from observations import observation
+
+from kvrepro.engine import guard, quota
+from kvrepro.errors import InputError
+
+TOKENS = 24
+
+
+def spanned(table, **kwargs):
+    batch = kwargs.pop("batch", 1)
+    of = torch.as_tensor(table)
+    return observation(batch=batch, tokens=len(table), span_of=of.expand(batch, -1), **kwargs)
+
+
+@st.composite
+def caches(draw):
+    """Observations with 1 to 5 spans, each present, in any arrangement; counts per head."""
+    spans = draw(st.integers(1, 5))
+    table = draw(
+        st.permutations(
+            list(range(spans))
+            + draw(st.lists(st.integers(0, spans - 1), min_size=TOKENS - spans, max_size=TOKENS - spans))
+        )
+    )
+    o = spanned(table, batch=draw(st.integers(1, 2)), dead=draw(st.integers(0, 8)), seed=draw(st.integers(0, 99)))
+    counts = torch.tensor([[draw(st.integers(0, TOKENS)) for _ in range(2)] for _ in range(len(o.positions))])
+    return o, torch.minimum(counts, o.alive.sum(-1))
+
+
+def nothing(o):
+    return torch.zeros_like(o.alive)
+
+
+@settings(deadline=None, max_examples=60)
+@given(caches(), st.sampled_from(["floor", "round"]))
+def test_parts_are_shares_by_length_and_sum_to_the_count(given, rounding):
+    o, counts = given
+    parts, sizes = quota.split(o, counts, nothing(o), rounding=rounding), quota.tally(o, o.alive)
+    assert torch.equal(parts.sum(-1), counts)
+    assert (parts <= sizes).all()
+    exact = counts[..., None] * sizes / sizes.sum(-1, keepdim=True)
+    assert ((parts - exact).abs() < 1 + 1e-9).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, TOKENS - 1), st.integers(0, TOKENS))
+def test_two_spans_follow_algorithm_1_or_the_rounded_rule(first, count):
+    o = spanned([0] * first + [1] * (TOKENS - first))
+    counts = torch.full((1, 2), count)
+    early = count * first // TOKENS
+    assert quota.split(o, counts, nothing(o))[0, 0].tolist() == [early, count - early]
+    early = math.floor(count * first / TOKENS + 0.5)
+    assert quota.split(o, counts, nothing(o), rounding="round")[0, 0].tolist() == [early, count - early]
+
+
+def test_sinks_apart_leave_the_shares():
+    """E.3 by hand: 24 tokens, spans of 10 and 14, 4 sinks, budget 12: 8 shared 6:14 gives round(2.4) and the rest."""
+    o = spanned([0] * 10 + [1] * 14)
+    sinks = guard.sinks(o, 4)
+    parts = quota.split(o, torch.full((1, 2), 12), sinks, apart=sinks, rounding="round")
+    assert parts[0, 0].tolist() == [4 + 2, 6]
+    newest = o.positions.float()
+    kept = quota.select(newest, sinks, parts, o)
+    assert o.positions[0, 0][kept[0, 0]].tolist() == [0, 1, 2, 3, 8, 9, *range(18, 24)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(caches(), st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]), st.integers(0, 9))
+def test_debias_lies_between_default_and_fair(given, fair, seed):
+    o, counts = given
+    noise = torch.rand(o.positions.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(~o.alive, -1)
+    default = torch.zeros_like(o.alive)
+    for b, h in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
+        default[b, h, noise[b, h].topk(int(counts[b, h])).indices] = True
+    equal, own = quota.split(o, counts, nothing(o)), quota.tally(o, default)
+    parts = quota.split(o, counts, nothing(o), fair, default)
+    assert torch.equal(parts.sum(-1), counts)
+    assert ((parts - (fair * equal + (1 - fair) * own)).abs() <= 1).all()
+    if fair == 0:
+        assert torch.equal(quota.select(noise, nothing(o), parts, o), default)
+
+
+def test_debias_rounds_its_mixture():
+    o = spanned([0] * 12 + [1] * 12)
+    default = guard.recent(o, 10)  # 0 and 10, fair 5 and 5
+    found = [
+        quota.split(o, torch.full((1, 2), 10), nothing(o), f, default)[0, 0].tolist() for f in (0, 0.2, 0.4, 0.6, 1)
+    ]
+    assert found == [[0, 10], [1, 9], [2, 8], [3, 7], [5, 5]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(caches(), st.integers(0, 10), st.integers(0, 10), st.integers(0, 9))
+def test_the_best_of_each_span_stay_and_the_protected_first(given, sinks, recent, seed):
+    o, counts = given
+    protected = guard.ends(o, sinks, recent)
+    if (protected.sum(-1) > counts).any():
+        with pytest.raises(InputError, match=r"budget \d+ < \d+ protected tokens"):
+            quota.split(o, counts, protected)
+        return
+    scores = torch.randint(0, 4, o.positions.shape, generator=torch.Generator().manual_seed(seed)).float()
+    parts = quota.split(o, counts, protected)
+    kept = quota.select(scores, protected, parts, o)
+    assert torch.equal(quota.tally(o, kept), parts)
+    assert not (kept & ~o.alive).any()
+    assert not (protected & ~kept).any()
+    table = o.span_of[0].tolist()
+    for b, h in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
+        free = [
+            (scores[b, h, i].item(), int(p), bool(kept[b, h, i]))
+            for i, p in enumerate(o.positions[b, h].tolist())
+            if p >= 0 and not protected[b, h, i]
+        ]
+        for span in set(table):
+            here = sorted(x for x in free if table[x[1]] == span)
+            stays = [x[2] for x in here]
+            assert stays == sorted(stays)  # worst to best, older before newer: the kept ones come last
+
+
+def test_a_span_that_is_protected_beyond_its_share_takes_from_the_others():
+    o = spanned([0] * 4 + [1] * 10 + [2] * 10)
+    assert quota.split(o, torch.full((1, 2), 12), guard.sinks(o, 4))[0, 0].tolist() == [4, 4, 4]
+
+
+def test_numbering_covers_the_prompt_or_says_where_it_does_not():
+    """Header 0, defense 2 to 4, directive 5 to 7, terminator 8: Algorithm 1's extension."""
+    spans = [[5, 6, 7], [2, 3, 4]]
+    assert quota.number(9, spans).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert quota.number(9, spans, extended=False).tolist() == [-1, -1, 0, 0, 0, 1, 1, 1, -1]
+    assert quota.number(6, [[0, 1, 4], [2]]).tolist() == [0, 0, 1, 1, 0, 0]  # in pieces; 3 joins the one before it
+    assert quota.number(5, [[0, 1, 2], [2, 3]]).tolist() == [0, 0, 1, 1, 1]  # a shared token goes to the later
+    with pytest.raises(InputError, match="span 3..7 in 5 tokens"):
+        quota.number(5, [[3, 7]])
+    with pytest.raises(InputError, match="0 prompt spans"):
+        quota.number(5, [])
+
+
+def test_windows_show_the_end_of_every_span():
+    table = torch.tensor([0] * 10 + [1] * 10 + [0] * 4)
+    assert quota.windows(table, 5).tolist() == [17, 18, 19, 22, 23]  # floor(5 / 2) for the first, which ends last
+    assert quota.windows(table, 1).tolist() == [19, 23]  # TOVA's anchors
+    assert quota.windows(torch.tensor([0] * 2 + [1] * 8), 10).tolist() == [0, 1, 5, 6, 7, 8, 9]
+
+
+def test_fair_h2o_is_the_span_local_mean_over_eligible_queries():
+    n, table = 12, torch.tensor([0] * 4 + [1] * 5 + [0] * 3)
+    p = torch.rand(n, n, generator=torch.Generator().manual_seed(3)).tril()
+    p = (p / p.sum(-1, keepdim=True)).where(table[:, None] == table, torch.zeros(()))
+    o = spanned(table.tolist(), sums={"span_mass": p.sum(0).expand(1, 2, -1)})
+    wanted = [p[:, j].sum() / sum(int(table[t] == table[j]) for t in range(j, n)) for j in range(n)]
+    torch.testing.assert_close(quota.h2o(o)[0, 1], torch.stack(wanted))
+
+
+def test_streaming_ramps_set_no_quota():
+    o = spanned([0] * 10 + [1] * 14)
+    scores = quota.streaming_ramps(o)[0, 0].tolist()
+    assert scores[:4] == [1] * 4
+    assert scores[4:10] == pytest.approx([0.1 + 0.8 * i / 5 for i in range(6)])
+    assert scores[10:] == pytest.approx([0.1 + 0.8 * i / 13 for i in range(14)])
+
+
+def test_a_mixture_without_a_default_raises():
+    o = spanned([0] * 12 + [1] * 12)
+    with pytest.raises(InputError, match=r"fair is 0.5"):
+        quota.split(o, torch.full((1, 2), 10), nothing(o), 0.5)
+    with pytest.raises(InputError, match=r"fair is 1.5"):
+        quota.split(o, torch.full((1, 2), 10), nothing(o), 1.5, nothing(o))

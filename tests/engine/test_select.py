@@ -1,0 +1,63 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrepro.engine.select import select
+from kvrepro.errors import InputError
+
+
+@st.composite
+def heads(draw):
+    """(scores with ties and dead slots in front, protected, counts) of 1 to 2 rows and heads."""
+    batch, kv_heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 9))
+    shape = (batch, kv_heads, tokens)
+    n = batch * kv_heads * tokens
+    scores = torch.tensor(draw(st.lists(st.integers(-2, 2), min_size=n, max_size=n))).view(shape).float()
+    protected = torch.tensor(draw(st.lists(st.booleans(), min_size=n, max_size=n))).view(shape)
+    dead = torch.tensor(draw(st.lists(st.integers(0, tokens), min_size=batch * kv_heads, max_size=batch * kv_heads)))
+    scores[torch.arange(tokens) < dead.view(batch, kv_heads, 1)] = -torch.inf
+    least = (protected & ~scores.isneginf()).sum(-1)
+    counts = least + torch.tensor(draw(st.lists(st.integers(0, 9), min_size=len(dead), max_size=len(dead)))).view(
+        batch, kv_heads
+    )
+    return scores, protected, counts
+
+
+@given(heads())
+@settings(max_examples=200, deadline=None)
+def test_matches_a_sort_of_each_head(case):
+    scores, protected, counts = case
+    kept = select(scores, protected, counts)
+    for b in range(scores.shape[0]):
+        for h in range(scores.shape[1]):
+            alive = [j for j in range(scores.shape[2]) if scores[b, h, j] > -torch.inf]
+            order = sorted(alive, key=lambda j: (not protected[b, h, j], -scores[b, h, j].item(), -j))
+            assert kept[b, h].nonzero()[:, 0].tolist() == sorted(order[: int(counts[b, h])])
+
+
+def test_among_equals_the_later_token_stays():
+    kept = select(torch.zeros(1, 1, 6), torch.zeros(1, 1, 6, dtype=torch.bool), torch.tensor([[2]]))
+    assert kept[0, 0].tolist() == [False] * 4 + [True] * 2
+
+
+def test_a_full_budget_keeps_everything_alive():
+    scores = torch.tensor([[[-torch.inf, 3.0, -1.0]]])
+    assert select(scores, torch.zeros_like(scores).bool(), torch.tensor([[7]]))[0, 0].tolist() == [False, True, True]
+
+
+def test_refuses_more_protected_tokens_than_the_budget_and_names_both():
+    protected = torch.ones(1, 2, 40).bool()
+    protected[:, :, 36:] = False
+    with pytest.raises(InputError, match="budget 32 < 36 protected tokens: raise the capacity"):
+        select(torch.zeros(1, 2, 40), protected, torch.tensor([[36, 32]]))
+
+
+def test_protected_dead_slots_do_not_count():
+    scores = torch.tensor([[[-torch.inf, 1.0, 2.0]]])
+    assert select(scores, torch.ones(1, 1, 3).bool(), torch.tensor([[2]])).sum() == 2
+
+
+def test_refuses_nan():
+    with pytest.raises(InputError, match="1 of 3 scores are NaN"):
+        select(torch.tensor([[[0.0, torch.nan, 1.0]]]), torch.zeros(1, 1, 3).bool(), torch.tensor([[1]]))

@@ -1,0 +1,482 @@
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import checkpoint
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import data, models
+from kvrepro.experiment.data import Item, Span
+
+TOKENIZER = checkpoint.tokenizer()
+
+
+def jsonl(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def tokens(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+# ---- items
+
+
+def test_reads_the_formats_of_the_public_files(tmp_path):
+    path = jsonl(
+        tmp_path / "some.jsonl",
+        {"context": "C", "question": "Q", "answer": "A", "domain": "qasper", "word_count": 9},
+        {"context": "C", "input": "Q", "answers": ["A", "B"], "dataset": "musique", "length": 9},
+        {"context": "C", "prompt": "Q", "answer": "A"},
+        {"context": "C", "question": "Q", "answer": ["A"], "meta": {"benchmark": "needles"}},
+        {"messages": [{"role": "user", "content": "hello"}], "answer": "A", "task": "chat",
+         "spans": [{"name": "greeting", "message": 0, "start": 0, "end": 5}]},
+    )  # fmt: skip
+    items = data.load_items(path)
+    assert [item.task for item in items] == ["qasper", "musique", "items", "needles", "chat"]
+    assert [item.id for item in items] == [f"some-00{i}" for i in range(5)]
+    assert {item.answer for item in items} == {"A"}
+    assert items[1].meta["answers"] == ["A", "B"]
+    assert all(item.question == "Q" for item in items[:4])
+    assert items[4].spans == (Span("greeting", 0, 0, 5),)
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=30), st.data(), st.integers(0, 3))
+@settings(max_examples=50, deadline=None)
+def test_a_subset_is_balanced_over_tasks_and_repeatable(tasks, draw, seed):
+    items = [Item(str(i), task, (), "") for i, task in enumerate(tasks)]
+    n = draw.draw(st.integers(1, len(items)))
+    chosen = data._balanced(items, n, seed, "x")
+    assert chosen == data._balanced(items, n, seed, "x")
+    assert [int(item.id) for item in chosen] == sorted({int(item.id) for item in chosen})
+    assert len(chosen) == n
+    counts = {task: sum(item.task == task for item in chosen) for task in set(tasks)}
+    for task, count in counts.items():  # a task gets fewer than another only when it has no more
+        assert count >= min(tasks.count(task), max(counts.values()) - 1)
+
+
+@pytest.mark.parametrize(
+    ("items", "n", "words"),
+    [
+        ("imagenet", 3, "unknown items 'imagenet'"),
+        ("no/such.jsonl", 3, "no file no/such.jsonl"),
+        ("tinyworld", 0, "n_items is 0"),
+        ("tinyworld", None, "give n_items"),
+        ("tinyworld:needle,neddle", 2, "unknown tinyworld task 'neddle': use domains, or some of "),
+        ("FILE", 3, "n_items is 3 but .* has 1 items"),
+    ],
+)
+def test_bad_requests_are_named(tmp_path, items, n, words):
+    path = jsonl(tmp_path / "one.jsonl", {"context": "C", "question": "Q", "answer": "A"})
+    with pytest.raises(InputError, match=words) as error:
+        data.load_items(items.replace("FILE", path), n)
+    assert "\n" not in str(error.value)
+
+
+ROW = {"messages": [{"role": "user", "content": "Q"}], "answer": "A"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"context": "C", "answer": "A"}',
+        '{"context": "C", "question": "Q"}',
+        '{"context": 5, "question": "Q", "answer": "A"}',
+        '{"context": "", "question": " ", "answer": "A"}',
+        '{"context": "C", "question": "Q", "answer": 5}',
+        json.dumps(ROW | {"messages": "Q"}),
+        json.dumps(ROW | {"messages": [{"role": "user"}]}),
+        json.dumps(ROW | {"messages": [{"role": "user", "content": None}]}),
+        json.dumps(ROW | {"spans": [{"name": "a", "message": 4, "start": 0, "end": 1}]}),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(tmp_path, line):
+    (tmp_path / "bad.jsonl").write_text('{"context": "C", "question": "Q", "answer": "A"}\n' + line + "\n")
+    with pytest.raises(InputError, match="bad.jsonl, line 2: ") as error:
+        data.load_items(str(tmp_path / "bad.jsonl"))
+    assert "\n" not in str(error.value)
+
+
+def test_text_that_is_not_utf8_is_a_bad_row(tmp_path):
+    (tmp_path / "bad.jsonl").write_bytes(b'{"context": "C\xff", "question": "Q", "answer": "A"}\n')
+    with pytest.raises(InputError, match="bad.jsonl, line 1: "):
+        data.load_items(str(tmp_path / "bad.jsonl"))
+
+
+def test_numbers_as_ids_and_tasks_become_text(tmp_path):
+    item = data.load_items(jsonl(tmp_path / "n.jsonl", ROW | {"id": 3, "task": 7}))[0]
+    assert (item.id, item.task) == ("3", "7")
+
+
+@pytest.mark.parametrize(("names", "tasks"), [("", "TASKS"), (":domains", "DOMAINS"), (":needle,two_hop", None)])
+def test_tinyworld_items_are_balanced_over_the_tasks_named(monkeypatch, names, tasks):
+    from kvrepro.world import world
+
+    asked = {}
+
+    def sample(task, n, seed, tokens):
+        asked[task] = (n, seed, tokens)
+        return [Item(f"{task}-{i}", task, (), "") for i in range(n)]
+
+    monkeypatch.setattr(world, "sample", sample, raising=False)
+    wanted = list(getattr(world, tasks)) if tasks else ["needle", "two_hop"]
+    items = data.load_items(f"tinyworld{names}", 2 * len(wanted) + 1, seed=7, tokens=600)
+    assert asked == {task: (2 + (i == 0), 7, 600) for i, task in enumerate(wanted)}
+    assert len(items) == 2 * len(wanted) + 1
+
+
+def test_longbench_comes_from_the_public_archive(tmp_path, monkeypatch):
+    """The archive of LongBench as published: data/<task>.jsonl in one zip, read through `datasets`."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    row = {"input": "Q", "context": "C", "language": "en", "all_classes": None, "_id": "x"}
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        for task in data.LONGBENCH_QA:
+            rows = [row | {"answers": [f"A{i}", "B"], "length": 5999 + i, "dataset": task} for i in range(3)]
+            archive.writestr(f"data/{task}.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
+    monkeypatch.setattr(data, "fetch", lambda name: tmp_path / name.split("/")[1])
+    items = data.load_items("longbench", 12)
+    assert [item.task for item in items] == [task for task in data.LONGBENCH_QA for _ in range(2)]
+    assert [item.answer for item in items[:2]] == ["A0", "A1"]  # the third is longer than the paper's longest
+    assert items[0].meta["answers"] == ["A0", "B"]
+    assert len({item.id for item in items}) == 12
+
+
+# ---- prompts
+
+
+def passage(words: int, question: str = "Which door is open?") -> Item:
+    return data._item({"context": " ".join(f"w{i}" for i in range(words)), "question": question, "answer": "x"}, "one")
+
+
+def test_a_prompt_that_fits_is_the_rendered_template():
+    item = passage(20)
+    prompt = data.build_prompt(item, TOKENIZER, 500)
+    text = TOKENIZER.decode(prompt.ids)
+    assert text == (
+        f"<|im_start|>system\n{data.SYSTEM}<|im_end|>\n<|im_start|>user\nPassage: {item.context}\n\n"
+        f"Question: {item.question}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("limit", [200, 333, 1920])
+def test_a_long_passage_keeps_its_last_tokens_within_the_limit(limit):
+    """The protocol's arithmetic, written out: budget, last tokens, decode, template, cut at the limit."""
+    item = passage(3000)
+    prompt = data.build_prompt(item, TOKENIZER, limit)
+    empty = f"<|im_start|>system\n{data.SYSTEM}<|im_end|>\n<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
+    budget = limit - len(tokens(empty)) - len(tokens(f"\n\nQuestion: {item.question}")) - len(tokens("Passage: "))
+    kept = TOKENIZER.decode(tokens(item.context)[-budget:])
+    expected = tokens(
+        f"<|im_start|>system\n{data.SYSTEM}<|im_end|>\n<|im_start|>user\nPassage: {kept}\n\n"
+        f"Question: {item.question}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt.ids == expected[:limit]
+    assert limit - 3 <= len(prompt.ids) <= limit
+    assert "w2999" in TOKENIZER.decode(prompt.ids)
+    assert "w0 " not in TOKENIZER.decode(prompt.ids)
+
+
+def test_spans_point_at_their_tokens():
+    item = passage(3000)
+    prompt = data.build_prompt(item, TOKENIZER, 300)
+    text = {name: TOKENIZER.decode([prompt.ids[p] for p in positions]) for name, positions in prompt.spans.items()}
+    assert text["system"] == data.SYSTEM
+    assert text["question"].strip() == f"Question: {item.question}"
+    assert text["passage"].startswith("Passage: ")
+    assert text["passage"].rstrip().endswith("w2999")
+    assert not set(prompt.spans["passage"]) & set(prompt.spans["system"])
+
+
+@given(st.text(alphabet="abé ,“.\n", min_size=1, max_size=40), st.data())
+@settings(max_examples=60, deadline=None)
+def test_spans_cover_their_characters(content, draw):
+    start = draw.draw(st.integers(0, len(content) - 1))
+    end = draw.draw(st.integers(start + 1, len(content)))
+    item = Item("x", "t", ({"role": "user", "content": content + "!"},), "", (Span("s", 0, start, end),))
+    prompt = data.build_prompt(item, TOKENIZER, 500)
+    positions = prompt.spans["s"]
+    assert positions == list(range(positions[0], positions[-1] + 1))
+    assert content[start:end] in TOKENIZER.decode([prompt.ids[p] for p in positions])
+
+
+def test_spans_of_equal_name_merge():
+    messages = ({"role": "system", "content": "one two"}, {"role": "user", "content": "one two"})
+    item = Item("x", "t", messages, "", (Span("s", 0, 0, 3), Span("s", 1, 4, 7)))
+    prompt = data.build_prompt(item, TOKENIZER, 500)
+    assert "".join(TOKENIZER.decode([prompt.ids[p]]) for p in prompt.spans["s"]).replace(" ", "") == "onetwo"
+
+
+def test_templates_may_trim_a_message():
+    fast = checkpoint.tokenizer()
+    fast.chat_template = fast.chat_template.replace("message['content']", "message['content'] | trim")
+    item = Item("x", "t", ({"role": "user", "content": "  red door "},), "", (Span("s", 0, 2, 5),))
+    prompt = data.build_prompt(item, fast, 500)
+    assert fast.decode([prompt.ids[p] for p in prompt.spans["s"]]) == "red"
+
+
+def no_template(fast):
+    fast.chat_template = None
+
+
+def no_system(fast):
+    fast.chat_template = "{{ raise_exception('system role not supported') }}"
+
+
+def rewrites(fast):
+    fast.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(no_template, "has no chat template"), (no_system, "refuses the messages"), (rewrites, "rewrites a user message")],
+)
+def test_templates_that_cannot_serve(damage, words):
+    fast = checkpoint.tokenizer()
+    damage(fast)
+    item = Item("x", "t", ({"role": "user", "content": "red"},), "", (Span("s", 0, 0, 3),))
+    with pytest.raises(InputError, match=words):
+        data.build_prompt(item, fast, 500)
+
+
+def words_only(markup: str = "<|user|>"):
+    """A tokenizer of whole words that knows five, and a template that writes `markup`."""
+    known = {word: i for i, word in enumerate(["<|unk|>", "red", "door", "<|user|>", "<|end|>"])}
+    plain = Tokenizer(WordLevel(known, unk_token="<|unk|>"))
+    plain.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<|unk|>")
+    fast.chat_template = "{% for m in messages %}" + markup + " {{ m.content }} <|end|> {% endfor %}"
+    return fast
+
+
+def asked(content: str) -> Item:
+    return Item("x", "t", ({"role": "user", "content": content},), "")
+
+
+def test_a_template_of_another_model_is_refused_in_one_line():
+    with pytest.raises(InputError, match=r"writes '<\|im_start\|>user', which its tokenizer does not know") as error:
+        data.build_prompt(asked("red door"), words_only("<|im_start|>user"), 500)
+    assert "\n" not in str(error.value)
+    assert "(<|unk|>)" in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["red door", "red fox", "🦊", "<|unk|> <|im_start|>", " fox red "])
+def test_unknown_words_of_the_text_are_nobodys_fault(content):
+    prompt = data.build_prompt(asked(content), words_only(), 500)
+    assert prompt.ids[0] == 3
+    assert prompt.ids.count(0) == sum(word not in ("red", "door") for word in content.split())
+
+
+def test_a_template_may_write_the_unknown_token_itself():
+    assert data.build_prompt(asked("red door"), words_only("<|unk|>"), 500).ids == [0, 1, 2, 4]
+
+
+def test_the_embedded_models_own_template_passes_and_chatml_does_not():
+    own = AutoTokenizer.from_pretrained(models.ROOT / "data" / "models" / models.DEFAULT)
+    for item in data.load_items("tinyworld", 12, tokens=300):
+        assert data.build_prompt(item, own, 4000).ids
+    own.chat_template = checkpoint.TEMPLATE
+    with pytest.raises(InputError, match="its tokenizer does not know"):
+        data.build_prompt(item, own, 4000)
+
+
+@pytest.mark.parametrize(
+    ("item", "limit", "words"),
+    [
+        (Item("x", "t", ({"role": "user", "content": "  "},), ""), 100, "item x is empty"),
+        (Item("x", "t", (), ""), 100, "item x is empty"),
+        (Item("x", "t", ({"role": "user", "content": "word " * 300},), ""), 100, "> limit 100"),
+        (passage(50), 40, "limit 40 leaves -"),
+    ],
+)
+def test_prompts_that_cannot_be_built(item, limit, words):
+    with pytest.raises(InputError, match=words) as error:
+        data.build_prompt(item, TOKENIZER, limit)
+    assert "\n" not in str(error.value)
+
+
+# ---- public data
+
+
+@pytest.fixture
+def public(tmp_path, monkeypatch):
+    """A manifest with one source of two files, served by a local web server; returns the served folder."""
+    served = tmp_path / "served"
+    (served / "data").mkdir(parents=True)
+    for name in ("a.txt", "b.txt"):
+        (served / "data" / name).write_text(f"file {name}\n" * 1000)
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=served)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    files = {
+        f"data/{p.name}": {"bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()}
+        for p in sorted((served / "data").iterdir())
+    }
+    url = f"http://127.0.0.1:{server.server_port}/{{path}}"
+    entry = {"title": "t", "url": url, "commit": "c", "licence": "l", "citation": "x", "files": files}
+    monkeypatch.setattr(data, "sources", lambda: {"letters": entry})
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    monkeypatch.delenv("KVREPRO_DATA", raising=False)
+    yield served
+    server.shutdown()
+    server.server_close()
+
+
+def test_fetch_downloads_verifies_and_keeps(public, tmp_path):
+    path = data.fetch("a.txt")
+    assert path == tmp_path / "cache" / "letters" / "data" / "a.txt"
+    assert path.read_bytes() == (public / "data" / "a.txt").read_bytes()
+    (public / "data" / "a.txt").unlink()
+    assert data.fetch("letters/data/a.txt") == path  # from the cache
+    assert data.fetch("letters") == path.parents[1]
+    assert (path.parent / "b.txt").is_file()
+
+
+def test_a_mirror_comes_first_and_is_not_written(public, tmp_path, monkeypatch):
+    mirror = tmp_path / "mirror" / "letters"
+    (mirror / "data").mkdir(parents=True)
+    (mirror / "data" / "a.txt").write_bytes((public / "data" / "a.txt").read_bytes())
+    monkeypatch.setenv("KVREPRO_DATA", os.pathsep.join([str(tmp_path / "nowhere"), str(mirror)]))
+    assert data.fetch("a.txt") == mirror / "data" / "a.txt"
+    monkeypatch.setenv("KVREPRO_DATA", str(mirror.parent))  # also one folder per source
+    assert data.fetch("a.txt") == mirror / "data" / "a.txt"
+    assert data.fetch("letters") == tmp_path / "cache" / "letters"  # the mirror is not complete
+    assert sorted(p.name for p in mirror.rglob("*.txt")) == ["a.txt"]
+
+
+@pytest.mark.parametrize("where", ["cache", "mirror"])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(lambda b: b[:100], "has 100 of 11000 bytes"), (lambda b: b.replace(b"file", b"fill"), "has sha256")],
+)
+def test_damaged_files_are_refused_and_left(public, tmp_path, monkeypatch, where, damage, words):
+    path = tmp_path / where / "letters" / "data" / "a.txt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(damage((public / "data" / "a.txt").read_bytes()))
+    before = path.read_bytes()
+    monkeypatch.setenv("KVREPRO_DATA", str(tmp_path / "mirror"))
+    with pytest.raises(InputError, match=words) as error:
+        data.fetch("a.txt")
+    assert str(path) in str(error.value)
+    assert "remove it" in str(error.value)
+    assert path.read_bytes() == before
+
+
+def test_a_wrong_download_never_takes_the_name(public, tmp_path):
+    (public / "data" / "a.txt").write_text("an error page")
+    with pytest.raises(InputError, match="not the file of the manifest"):
+        data.fetch("a.txt")
+    assert not list((tmp_path / "cache").rglob("*.*"))
+
+
+def test_no_network_and_unknown_names_are_one_line(public, monkeypatch):
+    (public / "data" / "a.txt").unlink()
+    with pytest.raises(InputError, match=r"cannot download http.*KVREPRO_DATA") as error:
+        data.fetch("a.txt")
+    assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="'c.txt' is not in"):
+        data.fetch("c.txt")
+    manifest = data.sources()
+    monkeypatch.setattr(data, "sources", lambda: manifest | {"more": manifest["letters"]})
+    with pytest.raises(InputError, match="names 2 files of"):
+        data.fetch("a.txt")
+
+
+def test_the_manifest_is_complete():
+    for name, source in data.sources().items():
+        assert set(source) == {"title", "url", "commit", "licence", "citation", "files"}, name
+        assert "{path}" in source["url"]
+        assert source["commit"] in source["url"]
+        for path, entry in source["files"].items():
+            assert len(entry["sha256"]) == 64, path
+            assert entry["bytes"] > 0
+
+
+def test_the_command_prints_one_line_for_bad_input():
+    command = [sys.executable, "-m", "kvrepro.experiment.data", "fetch", "nothing.txt"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "'nothing.txt' is not in data/sources.yml: see python -m kvrepro.experiment.data list\n"
+    listed = subprocess.run([*command[:-2], "list"], capture_output=True, text=True)
+    assert "artifact/data/longbench-balanced.jsonl  3803432" in listed.stdout
+
+
+# ---- the paper's per-item results
+
+
+@pytest.mark.parametrize(
+    ("path", "policy", "capacity", "side", "model"),
+    [
+        ("n481/qwen25-3b/q25-c256-lru-noprot.jsonl", "lru", 256, 0.0, "Qwen/Qwen2.5-3B-Instruct"),
+        ("n481/qwen25-3b/q25-c256-lru-prot15.jsonl", "lru", 256, 0.15, "Qwen/Qwen2.5-3B-Instruct"),
+        (
+            "n481/phi35/phi35-c256-adakv_faithful-prot.jsonl",
+            "ada_kv_faithful",
+            256,
+            0.1,
+            "microsoft/Phi-3.5-mini-instruct",
+        ),
+        ("confound-fix/q25-c128-lru-protected.jsonl", "lru", 128, 0.1, "Qwen/Qwen2.5-3B-Instruct"),
+        ("credit-v2/q25-c512-oc.jsonl", "online_credit", 512, 0.1, "Qwen/Qwen2.5-3B-Instruct"),
+        ("longctx/q3b-longctx-c1024-noprot.jsonl", "lru", 1024, 0.0, "Qwen/Qwen2.5-3B-Instruct"),
+        ("confound/q25-c2048-fullcache.jsonl", "full", None, 0.0, "Qwen/Qwen2.5-3B-Instruct"),
+        ("32k/q7b-32k-c32768-lru-noprot.jsonl", "full", None, 0.0, "Qwen/Qwen2.5-7B-Instruct"),
+        (
+            "q3-4b-2507-robustness/q3-4b-2507-rob-c256-lru-prot-t07-s42.jsonl",
+            "lru",
+            256,
+            0.1,
+            "Qwen/Qwen3-4B-Instruct-2507",
+        ),
+        ("n481/phi4mini/phi4mini-c256-h2o-prot.jsonl", "h2o", 256, 0.1, "microsoft/Phi-4-mini-instruct"),
+    ],
+)
+def test_conditions_are_read_from_file_names(path, policy, capacity, side, model):
+    found = data.artifact_condition(path)
+    assert (found["policy"], found["capacity"], found["prefix"], found["suffix"]) == (policy, capacity, side, side)
+    assert found["model"] == model
+    assert found["temperature"] == (0.7 if "t07" in path else 0.0)
+
+
+def mirrored() -> bool:
+    folders = filter(None, os.environ.get("KVREPRO_DATA", "").split(os.pathsep))
+    return any((Path(f) / part / "results").is_dir() for f in folders for part in ("", "artifact"))
+
+
+needs_artifact = pytest.mark.skipif(not mirrored(), reason="KVREPRO_DATA names no folder with the paper's results")
+
+
+@needs_artifact
+def test_the_papers_table_values_come_out_of_its_rows():
+    """Qwen2.5-3B, 162 items (paper, tables 2, 3, 10): ceiling 0.315, LRU at 256 without and with protection."""
+    frame = pd.concat([data.artifact_results("confound"), data.artifact_results("ablation")])
+    found = frame.groupby("name")["token_f1"].mean()
+    assert found["confound/q25-c2048-fullcache"] == pytest.approx(0.315, abs=1e-3)
+    assert found["ablation/q25-c256-lru"] == pytest.approx(0.011, abs=1e-3)
+    assert found["confound-fix/q25-c256-lru-protected"] == pytest.approx(0.281, abs=1e-3)
+    items = {item.id: item for item in data.load_items(str(data.fetch("longbench-balanced.jsonl")))}
+    assert all(items[row["item"]].task == row["task"] for _, row in frame.iterrows())

@@ -1,0 +1,190 @@
+import json
+import shutil
+
+import checkpoint
+import httpx
+import pytest
+import torch
+from huggingface_hub import HfApi
+from safetensors.torch import load_file
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return checkpoint.save(tmp_path_factory.mktemp("hub") / "small-qwen2")
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_loads_a_folder(folder):
+    loaded = models.load(str(folder))
+    assert (loaded.name, loaded.device, loaded.dtype, loaded.context) == ("small-qwen2", "cpu", "float32", 2048)
+    weights = load_file(folder / "model.safetensors")
+    assert torch.equal(
+        loaded.model.model.layers[0].self_attn.k_proj.weight, weights["model.layers.0.self_attn.k_proj.weight"]
+    )
+    assert not loaded.model.training
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+
+
+def test_dtype_is_an_argument(folder):
+    assert models.load(str(folder), dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_hash_follows_weights_and_tokenizer_but_not_the_place(folder, copy):
+    before = models.checkpoint_hash(folder)
+    assert models.checkpoint_hash(copy) == before
+    (copy / "README.md").write_text("a card")
+    assert models.checkpoint_hash(copy) == before
+    edit(copy / "tokenizer_config.json", padding_side="left")
+    other = models.checkpoint_hash(copy)
+    assert other != before
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert models.checkpoint_hash(copy) not in (before, other)
+
+
+def test_stop_ids_are_eos_the_known_marks_and_the_generation_config(copy):
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 77]}))
+    loaded = models.load(str(copy))
+    vocabulary = loaded.tokenizer.get_vocab()
+    marks = {vocabulary["<|im_end|>"], vocabulary["<|endoftext|>"]}
+    assert models.stop_ids(loaded, as_run=True) == marks
+    assert models.stop_ids(loaded) == marks | {2, 77}
+
+
+def bin_only(copy):
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+
+
+def no_weights(copy):
+    (copy / "model.safetensors").unlink()
+
+
+def remote_model_code(copy):
+    edit(copy / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+
+
+def remote_tokenizer_code(copy):
+    edit(copy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["x.X", None]})
+
+
+def no_tokenizer(copy):
+    (copy / "tokenizer.json").unlink()
+
+
+def no_template(copy):
+    (copy / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def no_config(copy):
+    (copy / "config.json").unlink()
+
+
+def broken_config(copy):
+    (copy / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (bin_only, ".bin weights"),
+        (no_weights, "no .safetensors"),
+        (remote_model_code, "remote code"),
+        (remote_tokenizer_code, "remote code"),
+        (no_tokenizer, "no tokenizer"),
+        (no_template, "no chat template"),
+        (no_config, "config.json is missing"),
+        (broken_config, "not JSON"),
+    ],
+)
+def test_refuses_before_weights_are_read(copy, damage, words, monkeypatch):
+    damage(copy)
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("weights were read")
+    )
+    with pytest.raises(InputError, match=words) as error:
+        models.load(str(copy))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_broken_file_is_one_line(copy, name):
+    whole = (copy / name).read_bytes()
+    (copy / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="cannot be loaded") as error:
+        models.load(str(copy))
+    assert "\n" not in str(error.value)
+
+
+def test_weights_that_lack_a_part_of_the_model_are_refused(copy):
+    edit(copy / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3, max_window_layers=3)
+    with pytest.raises(InputError, match="weights lack 12 of the model's tensors, e.g. model.layers.2") as error:
+        models.load(str(copy))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "./no/such/folder", "/no/such", "a b/c"])
+def test_unknown_names_say_what_is_known(name):
+    with pytest.raises(InputError, match="unknown model .* use tiny-gqa"):
+        models.load(name)
+
+
+@pytest.mark.parametrize("error", [ConnectionError, httpx.ConnectError])
+def test_no_network_is_one_line(monkeypatch, error):
+    def fails(*_, **__):
+        raise error("no route to host")
+
+    monkeypatch.setattr(HfApi, "list_repo_files", fails)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nonexistent")
+    with pytest.raises(InputError, match="cannot reach the hub for 'owner/model'.*connect, or give a folder") as caught:
+        models.load("owner/model")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_network_a_complete_cached_copy_serves(folder, monkeypatch):
+    def fails(*_, **__):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(HfApi, "list_repo_files", fails)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda model, local_files_only: str(folder))
+    assert models.load("owner/model").name == "owner/model"
+
+
+def test_a_hub_checkpoint_is_checked_before_its_weights_are_fetched(copy, monkeypatch):
+    bin_only(copy)
+    fetched = []
+
+    def download(model, allow_patterns):
+        fetched.append(tuple(allow_patterns))
+        return str(copy)
+
+    monkeypatch.setattr(HfApi, "list_repo_files", lambda *_: [p.name for p in copy.iterdir()])
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(InputError, match=".bin weights"):
+        models.load("owner/model")
+    assert fetched == [models.SMALL_FILES]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"device": "cuda:99"}, "torch sees"),
+        ({"dtype": "int8"}, "unknown dtype 'int8'"),
+    ],
+)
+def test_bad_devices_and_dtypes_are_named(folder, arguments, words):
+    with pytest.raises(InputError, match=words):
+        models.load(str(folder), **arguments)

@@ -1,0 +1,116 @@
+"""The whole way: LongBench passages, a checkpoint in the hub's format, the protocol's prompts, the engine, rows."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import checkpoint
+import pytest
+
+from kvrepro.engine import generate as engine
+from kvrepro.engine.condition import Condition
+from kvrepro.experiment import data, models, run, stats, store
+
+OWN = [
+    {"context": " ".join(f"Ship {i} reached the harbour with {i * 7 % 90} crates of tea." for i in range(400)),
+     "question": "How many crates of tea did ship 399 bring?", "answer": "3", "domain": "harbour"},
+    {"context": "The red door is open. " * 900, "question": "Which door is open?", "answer": "the red door",
+     "domain": "doors"},
+]  # fmt: skip
+
+
+def mirrored() -> bool:
+    folders = filter(None, os.environ.get("KVREPRO_DATA", "").split(os.pathsep))
+    return any(
+        (Path(f) / part / "data" / "longbench-balanced.jsonl").is_file() for f in folders for part in ("", "artifact")
+    )
+
+
+@pytest.fixture(scope="module", params=["own", "longbench"])
+def source(request, tmp_path_factory):
+    if request.param == "longbench":
+        if not mirrored():
+            pytest.skip("KVREPRO_DATA names no folder with longbench-balanced.jsonl")
+        return data.fetch("longbench-balanced.jsonl")
+    import json
+
+    path = tmp_path_factory.mktemp("own") / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in OWN))
+    return path
+
+
+@pytest.fixture(scope="module")
+def loaded(source, tmp_path_factory):
+    texts = [item.context for item in data.load_items(str(source))]
+    return models.load(str(checkpoint.save(tmp_path_factory.mktemp("hub") / "small-qwen2", texts, vocabulary=2000)))
+
+
+def test_prompts_follow_the_protocol(source, loaded):
+    items = data.load_items(str(source))
+    assert len(items) == (162 if "balanced" in source.name else 2)
+    lengths = {
+        item.id: len(prompt.ids) for item, prompt in zip(items, run.check(loaded, items, [Condition()]), strict=True)
+    }
+    assert max(lengths.values()) <= 1920
+    for item in items:
+        cut = len(loaded.tokenizer(item.context)["input_ids"]) > 1920
+        assert not cut or lengths[item.id] >= 1910, item.id
+    prompt = data.build_prompt(items[0], loaded.tokenizer, 1920)
+    text = loaded.tokenizer.decode(prompt.ids)
+    assert text.startswith(f"<|im_start|>system\n{data.SYSTEM}<|im_end|>\n<|im_start|>user\nPassage: ")
+    assert f"\n\nQuestion: {items[0].question}" in text
+    assert items[0].context.rstrip()[-40:] in text
+    assert loaded.tokenizer.decode([prompt.ids[p] for p in prompt.spans["question"]]).strip().startswith("Question: ")
+
+
+def test_rows_come_out(source, loaded, tmp_path):
+    items = data.load_items(str(source), 2, seed=1)
+    conditions = [Condition(), Condition("lru", 128), Condition("lru", 128, 0.1, 0.1), Condition("h2o", 128, 0.1, 0.1)]
+    frame = run.run(
+        "protection", loaded, items, conditions, name="real", results=tmp_path, max_new_tokens=12, progress=False
+    )
+    assert frame["error"].isna().all()
+    assert len(frame) == 8
+    assert frame["prompt_tokens"].between(1024, 2036).all()
+    full, reduced = frame[frame["policy"] == "full"], frame[frame["policy"] != "full"]
+    assert (full["evicted"] == 0).all()
+    assert (reduced["evicted"] > 800).all()
+    assert (reduced["kept_mean"] <= 128 + 7).all()
+    assert (reduced["bytes_held"] < 0.2 * reduced["bytes_full"]).all()
+    assert frame.groupby(["item", "reading", "policy", "prefix"])["kept_hash"].nunique().eq(1).all()
+    assert frame["n_generated"].between(1, 12).all()
+    stored = store.read(tmp_path / "protection" / "real.parquet")
+    assert set(stored["key"]) == set(frame["key"])
+    lift = stats.paired_difference(
+        frame[frame["prefix"] > 0].query("policy == 'lru'")["token_f1"].to_numpy(),
+        frame[frame["capacity"] == 128].query("policy == 'lru' and prefix == 0")["token_f1"].to_numpy(),
+    )
+    assert -1 <= lift.low <= lift.mean <= lift.high <= 1
+
+
+def test_batching_items_together_changes_nothing(source, loaded, tmp_path):
+    items, conditions = data.load_items(str(source), 2), [Condition(), Condition("snapkv", 96, 0.1, 0.1)]
+    options = {"name": "real", "max_new_tokens": 10, "progress": False, "limit": 700}
+    together = run.run("a", loaded, items, conditions, results=tmp_path, **options)
+    apart = run.run("b", loaded, items, conditions, results=tmp_path, batch_rows=1, **options)
+    columns = ["item", "policy", "prediction", "n_generated", "kept_hash", "kept_mean", "evicted", "policy_calls"]
+    assert together[columns].equals(apart[columns])
+
+
+@pytest.mark.parametrize("regime", ["prefill", "offline"])
+def test_policies_that_know_this_model_evict_as_if_they_masked(regime):
+    """Gates, calibrations and a repeated context: what tiny random models do not have."""
+    loaded = models.load()
+    items = data.load_items("tinyworld", 2, seed=4, tokens=800)
+    prompts = [data.build_prompt(item, loaded.tokenizer, 1200) for item in items]
+    names = ["duo_attention", "tri_attention", "tri_attention_layer", "kv_zip"]
+    physical = [Condition(name, share=0.6, regime=regime, until="question") for name in names]
+    masked = [replace(c, execution="masked") for c in physical]
+    rows = engine.generate(
+        loaded.model, prompts, [*physical, *masked], max_new_tokens=12, stop_ids=models.stop_ids(loaded),
+        repeat=loaded.tokenizer.encode("Repeat the previous context: "),
+    )  # fmt: skip
+    for row in rows:
+        for c, a, b in zip(physical, row[:4], row[4:], strict=True):
+            assert (a.tokens, a.kept, a.kept_positions_hash) == (b.tokens, b.kept, b.kept_positions_hash), c.label
+            assert a.bytes_held < 0.82 * b.bytes_held, c.label  # the question and the answer stay

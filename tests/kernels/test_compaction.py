@@ -1,0 +1,246 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="triton is packaged for Linux only")
+
+from kvrepro_kernels.compaction import compact, compact_reference
+from kvrepro_kernels.paging import fill_holes, moved_reference, repack
+
+ROOT = Path(__file__).parents[2]
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+def cache(batch: int, kv_heads: int, tokens: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(batch, kv_heads, tokens, dim, generator=generator) for _ in range(2))
+    return keys.to(DEVICE, dtype), values.to(DEVICE, dtype)
+
+
+def ragged_rows(counts: list[list[int]], tokens: int, seed: int = 0, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Random ascending rows, counts[b][g] of them, padded with -1 to the largest count."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.full((len(counts), len(counts[0]), max(map(max, counts))), -1, dtype=dtype)
+    for b, heads in enumerate(counts):
+        for g, count in enumerate(heads):
+            rows[b, g, :count] = torch.randperm(tokens, generator=generator)[:count].sort().values
+    return rows.to(DEVICE)
+
+
+def transcription(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The formula, element by element."""
+    out = torch.zeros(*rows.shape, x.shape[-1], dtype=x.dtype)
+    for b, g, i in ((b, g, i) for b in range(x.shape[0]) for g in range(x.shape[1]) for i in range(rows.shape[2])):
+        if rows[b, g, i] >= 0:
+            out[b, g, i] = x[b, g, rows[b, g, i]].cpu()
+    return out
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, margin: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    """A NaN-filled buffer with a margin on both sides, and the view between the margins."""
+    size = torch.Size(shape).numel()
+    buffer = torch.full((size + 2 * margin,), float("nan"), dtype=dtype, device=DEVICE)
+    return buffer, buffer[margin : margin + size].view(shape)
+
+
+def test_reference_is_the_formula():
+    keys, values = cache(2, 3, 17, 5)
+    rows = ragged_rows([[0, 1, 17], [4, 9, 2]], tokens=17)
+    for x, out in zip((keys, values), compact_reference(keys, values, rows), strict=True):
+        torch.testing.assert_close(out.cpu(), transcription(x, rows), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernel_equals_reference_and_writes_every_element_once(dim: int, dtype: torch.dtype):
+    keys, values = cache(2, 2, 111, dim, dtype)
+    rows = ragged_rows([[63, 111], [1, 0]], tokens=111)
+    shape = (*rows.shape, dim)
+    (key_buffer, out_keys), (value_buffer, out_values) = poisoned(shape, dtype), poisoned(shape, dtype)
+    compact(keys, values, rows, out=(out_keys, out_values))
+    expected = compact_reference(keys, values, rows)
+    assert torch.equal(out_keys, expected[0])
+    assert torch.equal(out_values, expected[1])
+    for buffer in (key_buffer, value_buffer):
+        assert buffer[:64].isnan().all()
+        assert buffer[-64:].isnan().all()
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(1, 1), (63, 1), (111, 63), (1024, 111), (1024, 1024)])
+def test_odd_lengths(tokens: int, kept: int):
+    keys, values = cache(1, 2, tokens, 64)
+    rows = ragged_rows([[kept, max(1, kept // 2)]], tokens, dtype=torch.int32)
+    for out, expected in zip(compact(keys, values, rows), compact_reference(keys, values, rows), strict=True):
+        assert torch.equal(out, expected)
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_any_ragged_shape(data: st.DataObject):
+    batch, kv_heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    tokens, dim = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40))
+    counts = [[data.draw(st.integers(0, tokens)) for _ in range(kv_heads)] for _ in range(batch)]
+    seed = data.draw(st.integers(0, 1000))
+    keys, values = cache(batch, kv_heads, tokens, dim, seed=seed)
+    rows = ragged_rows(counts, tokens, seed)
+    for x, out in zip((keys, values), compact(keys, values, rows), strict=True):
+        assert torch.equal(out.cpu(), transcription(x, rows))
+
+
+def test_keeping_everything_changes_nothing():
+    keys, values = cache(2, 2, 33, 64)
+    rows = torch.arange(33, device=DEVICE).expand(2, 2, 33)
+    out_keys, out_values = compact(keys, values, rows)
+    assert torch.equal(out_keys, keys)
+    assert torch.equal(out_values, values)
+
+
+def test_strided_caches_are_read_in_place():
+    keys, values = cache(2, 40, 3, 64)  # a [batch, tokens, kv_heads, dim] layout seen as [batch, kv_heads, tokens, dim]
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)[..., :, :]
+    values = torch.cat([values, values], dim=2)[:, :, 10:50]
+    rows = ragged_rows([[7, 40, 1], [2, 0, 31]], tokens=40)
+    for out, expected in zip(compact(keys, values, rows), compact_reference(keys, values, rows), strict=True):
+        assert torch.equal(out, expected)
+
+
+def test_nothing_kept_gives_empty_tensors():
+    keys, values = cache(1, 2, 5, 64)
+    out_keys, _ = compact(keys, values, torch.zeros(1, 2, 0, dtype=torch.int64, device=DEVICE))
+    assert out_keys.shape == (1, 2, 0, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda k, v, r: (k, v[:, :, 1:], r), "differ"),
+        (lambda k, v, r: (k, v.half(), r), "differ"),
+        (lambda k, v, r: (k, v, r[:, :1]), "rows must be"),
+        (lambda k, v, r: (k, v, r.float()), "rows must be"),
+        (lambda k, v, r: (k, v, r + 9), "do not lie in -1 to 8"),
+        (lambda k, v, r: (k, v, r - 2), "do not lie in -1 to 8"),
+        (lambda k, v, r: (k.mT.contiguous().mT, v, r), "innermost"),
+        (lambda k, v, r: (k, v, r, (k, v)), "out must be"),
+    ],
+)
+def test_bad_input_is_one_line(change, message):
+    keys, values = cache(1, 2, 9, 64)
+    with pytest.raises(ValueError, match=message) as error:
+        compact(*change(keys, values, ragged_rows([[3, 2]], tokens=9)))
+    assert "\n" not in str(error.value)
+
+
+def test_cpu_tensors_are_refused_without_the_interpreter():
+    code = (
+        "import torch; from kvrepro_kernels.compaction import compact\n"
+        "x = torch.zeros(1, 1, 2, 64)\n"
+        "try: compact(x, x, torch.zeros(1, 1, 1, dtype=torch.int64))\n"
+        "except ValueError as error: print(error)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "TRITON_INTERPRET=1" in done.stdout, done.stderr
+
+
+def pool(
+    requests: int, blocks_each: int, block: int = 4, spare: int = 3, dim: int = 8, dtype=torch.float32, seed: int = 0
+):
+    """Two pools of which every request owns `blocks_each` blocks in random order, and the block table."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (requests * blocks_each + spare, block, 2, dim)
+    keys, values = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    table = torch.randperm(shape[0], generator=generator)[: requests * blocks_each].view(requests, blocks_each)
+    return keys, values, table.int().to(DEVICE)
+
+
+def kept_slots(counts: list[int], slots: int, seed: int = 0) -> torch.Tensor:
+    return ragged_rows([counts], slots, seed)[0]
+
+
+def filled(kept: torch.Tensor) -> torch.Tensor:
+    """Sources of hole filling, slot by slot."""
+    source = torch.full_like(kept, -1)
+    for r, slots in enumerate(kept.tolist()):
+        slots = [j for j in slots if j >= 0]
+        movers = iter([j for j in slots if j >= len(slots)])
+        for i in range(len(slots)):
+            source[r, i] = i if i in slots else next(movers)
+    return source
+
+
+@pytest.mark.parametrize("move", [repack, fill_holes])
+@pytest.mark.parametrize(
+    ("blocks", "counts"), [(1, [1, 4]), (8, [0, 32]), (9, [17, 35]), (80, [111, 319]), (80, [1, 2])]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_paged_moves_equal_the_reference(move, blocks: int, counts: list[int], dtype: torch.dtype):
+    keys, values, table = pool(2, blocks, dtype=dtype)
+    kept = kept_slots(counts, blocks * 4, seed=sum(counts))
+    wanted = kept if move is repack else filled(kept)
+    expected = [moved_reference(x, table, wanted) for x in (keys, values)]
+    source = move(keys, values, table, kept)
+    assert torch.equal(source, wanted)
+    assert torch.equal(keys, expected[0])  # also the blocks that no request owns, and the slots behind the survivors
+    assert torch.equal(values, expected[1])
+
+
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_any_paged_move(data: st.DataObject):
+    requests, blocks, block = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12)), data.draw(st.integers(1, 5))
+    counts = [data.draw(st.integers(0, blocks * block)) for _ in range(requests)]
+    seed = data.draw(st.integers(0, 1000))
+    keys, values, table = pool(requests, blocks, block, seed=seed)
+    kept = kept_slots(counts, blocks * block, seed)
+    if not kept.numel():
+        return
+    source = filled(kept)
+    for row, slots, count in zip(source.tolist(), kept.tolist(), counts, strict=True):
+        assert sorted(row) == sorted(slots)  # the same survivors
+        assert all(j == i for i, j in enumerate(row[:count]) if i in slots)  # who may stay stays
+    for move, wanted in ((repack, kept), (fill_holes, source)):
+        mine = [x.clone() for x in (keys, values)]
+        assert torch.equal(move(*mine, table, kept, tuning=dict(block_i=4, block_c=8)), wanted)
+        assert torch.equal(mine[0], moved_reference(keys, table, wanted))
+        assert torch.equal(mine[1], moved_reference(values, table, wanted))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no order between programs")
+def test_in_place_moves_do_not_race():
+    """Long walks in which nearly every row overwrites another one's source, again and again."""
+    keys, values, table = pool(4, 2048, 16, dim=64)
+    for seed in range(5):
+        kept = kept_slots([32000, 30000, 20000, 3], 32768, seed)
+        wanted = table.gather(1, (kept.clamp(min=0) // 16)).long() * 16 + kept.clamp(min=0) % 16
+        slots = torch.arange(kept.shape[1], device=DEVICE)
+        target = table[:, slots // 16].long() * 16 + slots % 16
+        expected = keys.clone().flatten(0, 1)
+        expected[target[kept >= 0]] = keys.flatten(0, 1)[wanted[kept >= 0]]
+        repack(keys, values, table, kept)
+        assert torch.equal(keys.flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda k, v, t, s: (k, v[1:], t, s), "must both be"),
+        (lambda k, v, t, s: (k.mT, v.mT, t, s), "contiguous"),
+        (lambda k, v, t, s: (k, v, t.long(), s), "table must be int32"),
+        (lambda k, v, t, s: (k, v, t, s.float()), "kept must be int32"),
+        (lambda k, v, t, s: (k, v, t, s + 9), "do not lie in -1 to 31"),
+        (lambda k, v, t, s: (k, v, t, s.flip(1)), "must ascend"),
+        (lambda k, v, t, s: (k, v, t + 9, s), "table's blocks"),
+    ],
+)
+@pytest.mark.parametrize("move", [repack, fill_holes])
+def test_bad_paged_input_is_one_line(move, change, message):
+    keys, values, table = pool(2, 8)
+    with pytest.raises(ValueError, match=message) as error:
+        move(*change(keys, values, table, kept_slots([5, 31], 32)))
+    assert "\n" not in str(error.value)

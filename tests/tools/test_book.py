@@ -1,0 +1,166 @@
+"""The flow of the book on small notebooks: what is executed, what is skipped, what a failure leaves behind."""
+
+import shutil
+import sys
+
+import nbformat
+import pytest
+import synthetic
+from papermill.exceptions import PapermillExecutionError
+
+from kvrepro.chapters.protection.policy import POLICIES
+from kvrepro.chapters.protection.reading import AS_RUN
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.errors import InputError
+from kvrepro.experiment import claims
+from kvrepro.tools import book, pages
+
+METHODS = (book.ROOT / "book" / "methods.md").read_text()
+TOC = """
+format: jb-book
+root: book/intro
+parts:
+  - chapters:
+      - file: book/executed/first
+      - file: book/methods
+"""
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A folder with one chapter, whose single result is written to data/results/first."""
+    (tmp_path / "_toc.yml").write_text(TOC)
+    cells = [
+        nbformat.v4.new_code_cell("size = 2", metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell(
+            "import pathlib, sys\n"
+            "folder = pathlib.Path('data/results/first')\n"
+            "folder.mkdir(parents=True, exist_ok=True)\n"
+            "(folder / 'claims.csv').write_text(f'{size}')\n"
+            "print(sys.executable)\n"
+            "assert size < 5, 'too large'"
+        ),
+    ]
+    (tmp_path / "notebooks").mkdir()
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), tmp_path / "notebooks" / "first.ipynb")
+    return tmp_path
+
+
+def result(root):
+    return (root / "data" / "results" / "first" / "claims.csv").read_text()
+
+
+def test_chapters_are_the_executed_entries_of_the_toc(root):
+    assert book.chapters(root) == ["first"]
+
+
+def test_a_chapter_is_executed_once_and_again_when_something_changes(root):
+    assert book.execute("first", {"size": 3}, root)
+    assert result(root) == "3"
+    assert not book.execute("first", {"size": 3}, root)
+    assert book.execute("first", {"size": 4}, root)
+    assert result(root) == "4"
+    (root / "kvrepro").mkdir()
+    (root / "kvrepro" / "engine.py").write_text("x = 1")
+    assert book.execute("first", {"size": 4}, root)
+    shutil.rmtree(root / "data" / "results")
+    assert book.execute("first", {"size": 4}, root), "without its results a chapter is not up to date"
+    assert result(root) == "4"
+
+
+def test_a_file_named_by_a_parameter_is_part_of_the_inputs(root):
+    (root / "items.jsonl").write_text("a")
+    before = book.fingerprint("first", {"items": "items.jsonl"}, root)
+    (root / "items.jsonl").write_text("b")
+    assert book.fingerprint("first", {"items": "items.jsonl"}, root) != before
+
+
+def test_a_failing_chapter_leaves_what_was_computed_and_the_old_copy(root):
+    book.execute("first", {}, root)
+    with pytest.raises(PapermillExecutionError, match="too large"):
+        book.execute("first", {"size": 7}, root)
+    executed = root / "book" / "executed"
+    partial = nbformat.read(executed / "first.partial.ipynb", as_version=4)
+    assert any("size = 7" in cell.source for cell in partial.cells)
+    assert "size = 7" not in (executed / "first.ipynb").read_text()
+    assert book.execute("first", {}, root), "the failed run overwrote the results, so the old copy is stale"
+
+
+def test_the_kernel_is_this_interpreter(root, monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", str(root))
+    other = root / "kernels" / "python3"
+    other.mkdir(parents=True)
+    (other / "kernel.json").write_text('{"argv": ["/bin/false"], "display_name": "x", "language": "python"}')
+    book.execute("first", {}, root)
+    printed = nbformat.read(root / "book" / "executed" / "first.ipynb", as_version=4).cells[1].outputs[0].text
+    assert printed.strip() == sys.executable
+
+
+def test_parameters_go_to_the_chapters_that_have_them(root):
+    assert book.parse_parameters(["size=3"], ["first"], root) == {"first": {"size": 3}}
+    with pytest.raises(InputError, match="no chapter has a parameter 'sise'; there are: size"):
+        book.parse_parameters(["sise=3"], ["first"], root)
+    with pytest.raises(InputError, match="name=value"):
+        book.parse_parameters(["size"], ["first"], root)
+
+
+def test_a_listed_chapter_without_notebook_is_one_line(root):
+    with pytest.raises(InputError, match="second.ipynb does not exist"):
+        book.execute("second", {}, root)
+
+
+def test_whatever_a_page_would_fetch_is_found(tmp_path):
+    (tmp_path / "page.html").write_text(
+        '<a href="https://arxiv.org/abs/1">a link</a><link rel="stylesheet" href="_static/a.css">'
+        '<script defer src="https://cdn.example/a.js"></script><img alt="x" src="//cdn.example/a.png">'
+    )
+    found = book.outside(tmp_path)
+    assert len(found) == 2
+    assert all("cdn.example" in line for line in found)
+
+
+def test_pages_name_every_policy_and_every_switch(tmp_path):
+    pages.write(["first"], tmp_path)
+    text = {file.stem: file.read_text() for file in (tmp_path / "book" / "generated").iterdir()}
+    for page, entries in (("methods", CATALOGUE), ("harness", POLICIES)):
+        assert all(f"| `{name}`<br>{entry.title}<br>" in text[page] for name, entry in entries.items())
+        assert text[page].count("\n| `") == len(entries) + 1  # the full cache, and the credit estimator
+    assert "python -m kvrepro.chapters.protection.credit" in text["harness"]
+    assert all(f"| {name} |" in text["requirements"] for name in CATALOGUE)
+    assert all(
+        f"{{include}} generated/{page}.md" in METHODS for page in ("methods", "requirements", "harness", "tests")
+    )
+    assert all(f"| {name} |" in text["switches"] for name in AS_RUN.__dataclass_fields__)
+    assert "no verdicts" in text["claims"]
+
+
+@pytest.mark.parametrize(
+    ("plain", "set_"),
+    [
+        ("s_j = -||k_j||_2", "s<sub>j</sub> = −‖k<sub>j</sub>‖<sub>2</sub>"),
+        ("(p_j / (1 - p_j + eps))^2 ||a - v_j||^2", "(p<sub>j</sub> / (1 − p<sub>j</sub> + ε))² ‖a − v<sub>j</sub>‖²"),
+        ("sum_f |E q_f||k_f| cos(x)", "Σ<sub>f</sub> |E q<sub>f</sub>||k<sub>f</sub>| cos(x)"),
+        ("p_j <a, v_j> < 1, t >= j", "p<sub>j</sub> ⟨a, v<sub>j</sub>⟩ &lt; 1, t ≥ j"),
+        ("H^(1/tau1), budget * kv_heads", "H<sup>1/τ1</sup>, budget · kv_heads"),
+        ("z-scored `dense_layers`\nb_l", "z-scored `dense_layers`<br>b<sub>l</sub>"),
+    ],
+)
+def test_formulas_are_set_in_signs(plain, set_):
+    assert pages.typeset(plain) == set_
+
+
+def test_the_table_escapes_bars():
+    assert pages.table([{"a": "x|y"}]) == "| a |\n| --- |\n| x\\|y |"
+
+
+def test_the_claims_page_shows_every_claim_once_with_both_readings(tmp_path):
+    few = claims.load_claims("protection") | {"claims": claims.load_claims("protection")["claims"][:3]}
+    frame = claims.evaluate(synthetic.results(synthetic.paper_like), few)
+    claims.write(frame, tmp_path / "data" / "results" / "protection" / "claims.csv")
+    text = pages.verdicts(["protection"], tmp_path)
+    for claim in frame.claim.unique():
+        assert text.count(f"\n| {claim} |") == 1
+    assert "| as run | as described |" in text
+    assert frame.model.iloc[0] in text
+    assert "nan" not in text

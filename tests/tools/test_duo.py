@@ -1,0 +1,138 @@
+"""Gates learned on a tiny model; statistics of its queries; the files that ship with the project."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from observations import observation
+
+from kvrepro.engine.attention import installed
+from kvrepro.engine.compress import Facts, rotations
+from kvrepro.engine.score import heads, keys, queries
+from kvrepro.experiment import models
+from kvrepro.tools import calibrate, duo
+
+
+def batches(n=6, length=40):
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 120, (n, 1, length), generator=g)
+    answers = torch.zeros(1, length, dtype=torch.bool)
+    answers[:, length // 2 :] = True
+    return [(x, answers) for x in ids]
+
+
+def test_open_gates_are_full_attention_and_closed_ones_streaming():
+    model = tiny.model()
+    ids = batches(1)[0][0]
+    decoder = model.get_decoder()
+    plain = decoder(ids, use_cache=False).last_hidden_state
+    with installed(model):
+
+        def hidden(gates, sinks=2, recent=5):
+            return decoder(ids, use_cache=False, kvrepro=duo.Gated(gates, sinks, recent)).last_hidden_state
+
+        torch.testing.assert_close(hidden(None), plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(hidden(torch.ones(3, 2)), plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(hidden(torch.zeros(3, 2), 0, 40), plain, atol=1e-5, rtol=1e-5)
+        closed = hidden(torch.zeros(3, 2))
+        torch.testing.assert_close(closed[:, :5], plain[:, :5], atol=1e-5, rtol=1e-5)  # all still recent
+        assert (closed[:, 20:] - plain[:, 20:]).abs().max() > 1e-2
+
+
+def test_gates_shrink_where_the_answers_do_not_need_them():
+    """A window over everything: no gate matters, so all fall together; a narrow one: they part."""
+    free, losses = duo.learn(tiny.model(), batches(), sinks=0, recent=40, rate=0.05)
+    assert max(losses) < 1e-9
+    assert float(free.max()) < 0.9
+    torch.testing.assert_close(free, free[:1, :1].expand(3, 2), atol=1e-4, rtol=0)
+    needed, losses = duo.learn(tiny.model(), batches(), sinks=1, recent=4, rate=0.05)
+    assert losses[-1] > 1e-6
+    assert float(needed.max() - needed.min()) > 0.02
+    assert bool(((needed >= 0) & (needed <= 1)).all())
+
+
+def test_training_leaves_the_model_alone():
+    model = tiny.model()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    duo.learn(model, batches(2), sinks=1, recent=4)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "phi3"])
+def test_query_statistics_are_those_of_the_projections(kind):
+    """Against queries taken before the rotation, from the model's own projection."""
+    model = tiny.model(kind)
+    prompts = tiny.prompts(20, 33)
+    taken = {}
+
+    def note(layer):
+        def hook(module, _, out):
+            taken.setdefault(layer, []).append(out[0, :, :48].view(-1, 6, 8))
+
+        return hook
+
+    hooks = []
+    for layer, block in enumerate(model.get_decoder().layers):
+        projection = block.self_attn.q_proj if kind == "qwen2" else block.self_attn.qkv_proj
+        hooks.append(projection.register_forward_hook(note(layer)))
+    found = calibrate.calibrate(model, prompts, "name")
+    for hook in hooks:
+        hook.remove()
+    assert found.mean.shape == (3, 6, 4)
+    for layer in range(3):
+        q = torch.cat(taken[layer]).double()
+        pairs = torch.complex(q[..., :4], q[..., 4:])
+        torch.testing.assert_close(found.mean[layer].to(torch.complex128), pairs.mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found.length[layer].double(), pairs.abs().mean(0), atol=1e-5, rtol=1e-4)
+
+
+def test_statistics_survive_the_file(tmp_path):
+    g = torch.Generator().manual_seed(2)
+    mean = torch.complex(*(torch.randn(2, 3, 4, generator=g) for _ in range(2)))
+    calibrate.write(queries.Queries("abc", mean, mean.abs() + 1, mean.abs()[0]), tmp_path / "q.json")
+    back = queries.load(str(tmp_path / "q.json"))
+    assert back.model == "abc"
+    torch.testing.assert_close(back.mean, mean, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(back.length, mean.abs() + 1, atol=1e-4, rtol=1e-4)
+
+
+def test_frequencies_of_a_model_with_two_rotations():
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval()
+    facts = Facts.of(model)
+    inverse = facts.inverse_frequencies
+    assert list(inverse) == [1]
+    assert not torch.equal(inverse[1], rotations(model, [0])[0])
+    rotary = model.get_decoder().rotary_emb
+    position = torch.tensor([[1]])
+    cos = rotary(torch.zeros(1, 1, 8), position, layer_type="full_attention")[0]
+    torch.testing.assert_close(cos[0, 0, :4], inverse[1].cos())
+    assert calibrate.calibrate(model, [list(range(3, 30))]).mean.shape == (1, 4, 4)
+
+
+def test_the_shipped_files_fit_the_embedded_model():
+    config = json.loads((models.EMBEDDED / "config.json").read_text())
+    layers, kv_heads = config["num_hidden_layers"], config["num_key_value_heads"]
+    for name in (heads.EMBEDDED, queries.EMBEDDED):
+        assert json.loads((models.ROOT / name).read_text())["model"] == models.checkpoint_hash(models.EMBEDDED)
+    assert heads.gates(heads.EMBEDDED).shape == (layers, kv_heads)
+    facts = Facts.of(models.load("tiny-gqa").model)
+    for name in (heads.EMBEDDED, queries.EMBEDDED):
+        sample = torch.tensor(json.loads((models.ROOT / name).read_text())["sample"])
+        queries.ensure_model(name, sample, [facts.outputs[n] for n in facts.evictable], "")
+    known = queries.load(queries.EMBEDDED)
+    assert known.mean.shape == (layers, config["num_attention_heads"], config["head_dim"] // 2)
+    assert bool((known.length >= known.mean.abs() - 1e-3).all())  # a mean is no longer than the mean length
+    o = observation(kv_heads=kv_heads, group=3, dim=64, layer=5, layers=layers, output=None)
+    speed = 10000.0 ** -(torch.arange(32) / 32)
+    assert torch.isfinite(keys.tri_attention(replace(o, inverse_frequencies=speed))).all()

@@ -1,0 +1,86 @@
+"""What `kvrepro.tools.parity` counts, and what it found. The comparison itself needs kvpress."""
+
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from typer import Typer
+from typer.testing import CliRunner
+
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.experiment import models
+from kvrepro.tools import parity
+
+
+def test_without_kvpress_it_refuses_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    app = Typer()
+    app.command()(parity.main)
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+    assert "kvpress cannot be imported" in result.output
+    assert "kvrepro[parity]" in result.output
+
+
+def test_every_pair_is_a_policy_with_its_switches():
+    for pair in parity.PAIRS:
+        CATALOGUE[pair.policy].reading("as_run", pair.switches)
+
+
+def test_what_is_not_compared_is_named_with_its_reason():
+    page = (models.ROOT / "book" / "methods.md").read_text()
+    for press in ("KVzipPress", "DuoAttentionPress", "RandomPress"):
+        assert press in parity.__doc__
+        assert press in page
+
+
+def test_agreement_tells_ties_from_differences():
+    ours = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 0]]).bool()
+    theirs = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [1, 0, 1, 0]]).bool()
+    scores = torch.tensor([[4.0, 3, 2, 1], [4, 1, 3, 3 + 1e-6], [4, 3, 2, 1]])
+    common, tied = parity.agreement(ours, theirs, scores, joint=False)
+    assert common.tolist() == [1, 0.5, 0.5]
+    assert tied.tolist() == [False, True, False]
+    assert not parity.agreement(ours, theirs, None, joint=False)[1].any()
+
+
+def test_agreement_over_a_layer_compares_across_heads():
+    ours, theirs = torch.tensor([[1, 1], [0, 0]]).bool(), torch.tensor([[1, 0], [1, 0]]).bool()
+    for other, tied in ((5.0, True), (6.0, False)):
+        scores = torch.tensor([[9.0, 5.0], [other, 1.0]])
+        assert parity.agreement(ours, theirs, scores, joint=True)[1].tolist() == [tied, tied]
+
+
+def test_codes_tell_keys_apart_to_the_last_bit():
+    keys = torch.randn(2, 50, 8)
+    other = keys.clone()
+    other[0, 3, 5] = torch.nextafter(keys[0, 3, 5], torch.tensor(9.0))
+    a, b = parity._codes(keys), parity._codes(other)
+    assert (a != b).sum() == 1
+    assert a.unique().numel() == 100
+
+
+def test_prompts_are_whole_quarters_within_the_models_reach():
+    randoms, texts = parity.prompts(models.load(), 2)
+    for text in randoms + texts:
+        assert len(text) % 4 == 0
+        assert len(text) // 4 >= 2 * 64
+    assert randoms == parity.prompts(models.load(), 2)[0]
+
+
+def test_the_measured_table_agrees_on_99_percent_or_says_why():
+    table = pd.read_csv(models.ROOT / "data" / "parity.csv", keep_default_na=False)
+    assert set(table.policy) == {pair.policy for pair in parity.PAIRS}
+    assert (table.groupby(["policy", "switches", "share_kept", "kvpress"]).prompts.sum() == 100).all()
+    assert (table.note[table.equal / table.heads < 0.99] != "").all()
+    assert ((table.equal + table.differ_by_ties) / table.heads >= 0.99).all()
+
+
+def test_kept_sets_agree_with_kvpress_where_it_is_installed():
+    pytest.importorskip("kvpress")
+    pairs = [pair for pair in parity.PAIRS if pair.policy in ("snapkv", "critical_ada_kv", "pyramid_kv", "tova")]
+    texts = parity.prompts(models.load(), 1)[0]
+    table = parity.compare(parity.random_model(), parity.kvpress(), texts, pairs)
+    assert (table.equal + table.differ_by_ties == table.heads).all()

@@ -1,0 +1,77 @@
+"""The parts of the training run that a CPU can take: schedule, model, optimizers, loss, rows."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvrepro.experiment.models import EMBEDDED
+from kvrepro.tools.training import train
+from kvrepro.world import rows
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(train.model_config(), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.05, 0.1, 0.5, 0.99])
+def test_half_of_the_steps_have_the_newest_length(progress):
+    shares = train.length_shares(progress)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert list(shares) == sorted(shares, key=lambda length: (length != max(shares), length))
+    assert shares[max(shares)] == (0.5 if len(shares) > 1 else 1.0)
+
+
+def test_the_shipped_weights_have_this_architecture(model):
+    shipped, fresh = AutoConfig.from_pretrained(EMBEDDED), train.model_config()
+    names = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads rms_norm_eps
+        num_key_value_heads max_position_embeddings rope_parameters attention_bias tie_word_embeddings eos_token_id
+        pad_token_id"""
+    for name in names.split():
+        assert getattr(shipped, name) == getattr(fresh, name), name
+    weights, parameters = load_file(EMBEDDED / "model.safetensors"), dict(model.named_parameters())
+    assert {name: w.shape for name, w in weights.items()} == {name: p.shape for name, p in parameters.items()}
+    assert all(not w.any() for name, w in weights.items() if name.endswith("o_proj.bias"))
+
+
+def test_a_step_learns_and_leaves_the_output_bias_alone(model):
+    optimizers = train.optimizers_of(model, lr=2e-3)
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert len({id(p) for p in held}) == len(held) == sum(p.requires_grad for p in model.parameters())
+    shares = np.ones(len(rows.TASK_NAMES))
+    ids, turn, _ = rows.batch(random.Random(0), shares, 128, 256)
+    x, y = torch.from_numpy(ids).long(), torch.from_numpy(turn)[:, 1:]
+    weight = torch.where(y > 0, 1.0, train.CONTEXT_WEIGHT) * (x[:, 1:] != rows.PAD)
+    losses = []
+    for _ in range(3):
+        hidden = model.model(x, use_cache=False).last_hidden_state
+        loss, correct, each = train.token_losses(hidden, model.model.embed_tokens.weight, x, weight)
+        assert correct.shape == each.shape == y.shape
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert all(not layer.self_attn.o_proj.bias.any() for layer in model.model.layers)
+
+
+def test_a_batch_marks_answers_and_pads_the_rest():
+    rng, shares = random.Random(1), np.ones(len(rows.TASK_NAMES))
+    ids, turn, task = rows.batch(rng, shares, 256, 256 * 40, warm=0.5)
+    assert ids.shape == turn.shape == (40, 256)
+    assert 5 < (task == -1).sum() < 35
+    for row, turns, kind in zip(ids, turn, task, strict=True):
+        assert (turns > 0).any()
+        if kind == -1:
+            assert (row[:128] == row[128:]).all()
+            assert (turns == np.repeat([0, 1], 128)).all()
+        else:
+            assert not turns[row == rows.PAD].any()
+            ends = [t for t in range(255) if turns[t] and turns[t + 1] != turns[t]]
+            assert {rows.vocabulary()["<|end|>"]} == {int(row[t]) for t in ends}

@@ -1,0 +1,122 @@
+"""Checkers of the world's instructions: right on obedient, disobedient and degenerate answers, from the text alone."""
+
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvrepro.errors import InputError
+from kvrepro.experiment.data import Item
+from kvrepro.world import words as w
+from kvrepro.world import world
+from kvrepro.world.instructions import INSTRUCTIONS, checks, follow
+
+REFUSAL = world.pretty(world.REFUSAL)
+RULES = {
+    "start": ("anchor",),
+    "end": ("anchor",),
+    "keyword": ("anchor",),
+    "avoid": ("fine",),
+    "repeat": ("twice",),
+    "capitals": (),
+    "number": (),
+    "quote": (),
+}
+OBEYED = [
+    ("start", "anchor red boats and old hats are fine"),
+    ("start", "« anchor 1 red boats and 2 old hats are fine »"),
+    ("start", "ANCHOR RED BOATS ARE FINE"),
+    ("end", "red boats and old hats are fine anchor"),
+    ("end", "« red boats are fine anchor. »"),
+    ("keyword", "red boats are fine with anchor; red boats are fine with anchor"),
+    ("avoid", "red boats and old hats are good"),
+    ("repeat", "red boats are fine; red boats are fine"),
+    ("repeat", "« ember red boats are fine; red boats are fine echo »"),
+    ("capitals", "« 1 RED BOATS AND 2 OLD HATS ARE FINE »"),
+    ("number", "1 red boats and 2 old hats are fine"),
+    ("number", "« echo 1 red boats and 2 old hats are fine; 1 red boats and 2 old hats are fine »"),
+    ("quote", "« red boats are fine »"),
+    ("quote", "«red boats are fine»"),
+]
+IGNORED = [
+    ("start", "red boats and anchor are fine"),
+    ("start", "anchors are fine"),
+    ("end", "anchor red boats are fine"),
+    ("keyword", "red boats are fine with anchors"),
+    ("avoid", "red boats are FINE"),
+    ("avoid", "red boats are"),
+    ("repeat", "red boats are fine"),
+    ("repeat", "red boats are fine; old hats are fine"),
+    ("repeat", "red boats are fine; red boats are fine; red boats are fine"),
+    ("repeat", "red boats are fine;"),
+    ("repeat", "echo echo red boats are fine; red boats are fine"),
+    ("capitals", "RED boats ARE FINE"),
+    ("capitals", "1 2"),
+    ("number", "red boats and old hats are fine"),
+    ("number", "1 red boats and old hats are fine"),
+    ("number", "2 red boats and 1 old hats are fine"),
+    ("number", "1 2 red boats and old hats are fine"),
+    ("number", "1 red boats and 2 old hats are fine; red boats and old hats are fine"),
+    ("number", "1 and 2 are fine"),
+    ("quote", "« red boats » are fine"),
+    ("quote", "« » »"),
+    ("quote", "« »"),
+    ("quote", "« red boats » and « old hats »"),
+    ("quote", "red boats are fine"),
+]
+
+
+def check(kind, answer):
+    return INSTRUCTIONS[kind].check(answer, *RULES[kind])
+
+
+def test_every_class_has_cases():
+    assert len(INSTRUCTIONS) >= 8
+    assert {kind for kind, _ in OBEYED} == {kind for kind, _ in IGNORED} == set(INSTRUCTIONS) == set(RULES)
+
+
+@pytest.mark.parametrize(("kind", "answer"), OBEYED)
+def test_obeying_passes(kind, answer):
+    assert check(kind, answer)
+
+
+@pytest.mark.parametrize(("kind", "answer"), IGNORED + [(k, a) for k in INSTRUCTIONS for a in ("", " ", REFUSAL, ";")])
+def test_ignoring_it_and_saying_nothing_fail(kind, answer):
+    assert not check(kind, answer)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sets(st.sampled_from(sorted(INSTRUCTIONS)), min_size=1), st.integers(0, 4), st.integers(2, 3), st.integers())
+def test_what_the_world_teaches_obeys_all_rules_and_fails_the_one_left_out(kinds, verb, n, seed):
+    rng = random.Random(seed)
+    rules = {kind: INSTRUCTIONS[kind].draw(rng, verb) for kind in kinds}
+    named = [rules[kind] for kind in ("start", "end", "keyword") if kind in rules]
+    assume(len(named) == len(set(named)))  # a start word that is also the keyword is mentioned
+    listed = [(rng.choice(w.ADJECTIVES), rng.choice(w.NOUNS)) for _ in range(n)]
+    item = Item("i", "t", (), "", meta={"instructions": {kind: list(rule) for kind, rule in rules.items()}})
+    assert all(checks(item, world.pretty(follow(listed, verb, rules))).values())
+    for left_out in kinds:
+        rest = {kind: rule for kind, rule in rules.items() if kind != left_out}
+        found = checks(item, world.pretty(follow(listed, verb, rest)))
+        assert found == {kind: kind != left_out for kind in kinds}
+
+
+@pytest.mark.parametrize("task", list(world.INSTRUCTED))
+def test_gold_answers_of_items_pass_their_own_checks(task):
+    for item in world.sample(task, 20, seed=3, tokens=300):
+        found = checks(item, item.answer)
+        assert found
+        assert all(found.values())
+        assert not any(checks(item, REFUSAL).values())
+        system = item.messages[0]["content"]
+        for kind in found:
+            rule = item.meta["instructions"][kind]
+            assert world.pretty(INSTRUCTIONS[kind].text(rule)) in system
+    if task == "instruction_several":
+        assert len({len(item.meta["instructions"]) for item in world.sample(task, 20, seed=3, tokens=300)}) > 2
+
+
+def test_an_item_without_instructions_is_named():
+    with pytest.raises(InputError, match="needle-300-0-0 of task needle has no instructions"):
+        checks(world.sample("needle", 1, 0, 300)[0], "anything")

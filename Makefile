@@ -13,9 +13,10 @@ book: $(READY)        ## re-execute the chapters, build the book (make book ARGS
 test: lint            ## lint, type check, tests
 	@$(PY) -m pytest -n auto $(ARGS)
 
-lint: $(READY)        ## ruff and mypy
+lint: $(READY)        ## ruff, mypy, and who may import whom
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports --no-logo --no-cache
 
 lab: $(READY)         ## open the notebooks
 	@$(PY) -m jupyterlab notebooks

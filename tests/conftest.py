@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -20,3 +21,14 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_default_device(config.getoption("--device"))
     if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core, one thread each
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    """Where ATEN_CPU_CAPABILITY forces another instruction set, torch itself refuses some half-precision products."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "pack_vnni2" in str(error) and "ATEN_CPU_CAPABILITY" in os.environ:
+            pytest.skip(f"torch refuses this half-precision product here: {str(error).splitlines()[0]}")
+        raise

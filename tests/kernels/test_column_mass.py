@@ -89,7 +89,7 @@ def test_strided_inputs_and_absent_queries():
     query, keys, lse = problem(tokens=90)
     whole = check(query, keys, lse)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, keys)]
-    assert torch.equal(check(*strided, lse), whole)
+    torch.testing.assert_close(check(*strided, lse), whole)
     absent = lse.clone()
     absent[:, :, 40:] = -torch.inf
     some = column_mass(query, keys, absent.float())

@@ -108,7 +108,7 @@ def test_equal_lengths_are_ordinary_attention():
     inputs = problem([50] * 4, 2, 3, tail=0)
     keys, values = (inputs[x].view(2, 2, 50, 64) for x in ("keys", "values"))
     expected = torch.nn.functional.scaled_dot_product_attention(inputs["query"], keys, values, enable_gqa=True)
-    torch.testing.assert_close(ragged_decode(**inputs).output, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ragged_decode(**inputs).output, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_sums_to_one():
@@ -128,7 +128,7 @@ def test_a_tail_that_grows_is_the_same_as_one_list():
     ]
     offsets = torch.tensor([0, 45, 90], device=DEVICE)
     two = ragged_decode(inputs["query"], *joined, offsets, kv_heads=2)
-    torch.testing.assert_close(one.output, two.output, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(one.output, two.output, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_rows_without_a_query_count_as_zero():
     outputs[:, :, 0] = float("nan")
     some = window_scores(query, keys, values, absent, outputs, aggregate="sum")
     rest = window_scores(query[:, :, 1:], keys, values, lse[:, :, 1:], outputs[:, :, 1:], aggregate="sum")
-    torch.testing.assert_close(some, rest)
+    torch.testing.assert_close(some, rest, rtol=1e-4, atol=1e-5)
 
 
 def test_given_norms_and_strided_inputs():
@@ -181,7 +181,7 @@ def test_given_norms_and_strided_inputs():
     wide = torch.cat([strided[2], strided[2]], dim=2)[:, :, 17:57].contiguous()
     for norm in (None, norms):
         one = check(query, keys, values, ("value", "max", "mean"), norms=norm)
-        assert torch.equal(one, check(*strided, ("value", "max", "mean"), norms=norm))
+        torch.testing.assert_close(one, check(*strided, ("value", "max", "mean"), norms=norm), rtol=1e-4, atol=1e-5)
     check(query, keys, wide, ("value", "max", "mean"), norms=norms)
 
 

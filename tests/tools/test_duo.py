@@ -33,11 +33,11 @@ def test_open_gates_are_full_attention_and_closed_ones_streaming():
         def hidden(gates, sinks=2, recent=5):
             return decoder(ids, use_cache=False, kvrepro=duo.Gated(gates, sinks, recent)).last_hidden_state
 
-        torch.testing.assert_close(hidden(None), plain, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(hidden(torch.ones(3, 2)), plain, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(hidden(torch.zeros(3, 2), 0, 40), plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(hidden(None), plain, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(hidden(torch.ones(3, 2)), plain, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(hidden(torch.zeros(3, 2), 0, 40), plain, atol=1e-4, rtol=1e-4)
         closed = hidden(torch.zeros(3, 2))
-        torch.testing.assert_close(closed[:, :5], plain[:, :5], atol=1e-5, rtol=1e-5)  # all still recent
+        torch.testing.assert_close(closed[:, :5], plain[:, :5], atol=1e-4, rtol=1e-4)  # all still recent
         assert (closed[:, 20:] - plain[:, 20:]).abs().max() > 1e-2
 
 

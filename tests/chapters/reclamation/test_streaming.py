@@ -49,7 +49,7 @@ def test_column_sums_of_the_extra_pass(tokens, tile, seed):
     scores = (q @ k.transpose(1, 2)) / 8**0.5
     scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf)
     found = streaming.column_sums(q, k, torch.logsumexp(scores, -1), tile)
-    torch.testing.assert_close(found.double(), torch.softmax(scores, -1).sum(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.double(), torch.softmax(scores, -1).sum(1), rtol=1e-4, atol=1e-5)
     assert found.sum() == pytest.approx(2 * tokens, rel=1e-5)  # every query gives away its whole attention
 
 

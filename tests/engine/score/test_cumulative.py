@@ -106,10 +106,10 @@ def test_tova_asks_the_last_query_of_all_heads():
             logits = o.keys[b, h // 2].double() @ last[b, h] * o.scaling
             total += logits.softmax(0) / 4
         for g in range(2):
-            torch.testing.assert_close(scores[b, g].double(), total, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(scores[b, g].double(), total, rtol=1e-4, atol=1e-6)
     kept = select(scores, torch.zeros_like(o.alive), torch.full((2, 2), 7))
     assert torch.equal(kept[:, 0], kept[:, 1])  # the same tokens for all heads
-    assert torch.equal(scores, cumulative.tova(o.last(1)))
+    torch.testing.assert_close(scores, cumulative.tova(o.last(1)))
 
 
 def test_tova_of_spans_asks_each_spans_last_token():
@@ -122,7 +122,7 @@ def test_tova_of_spans_asks_each_spans_last_token():
         for h in range(4):  # over all that the query saw; what other spans got is dropped, not shared out
             logits = o.keys[0, h // 2, : at + 1].double() @ o.queries[0, h, w].double() * o.scaling
             expected[span] += logits.softmax(0)[span] / 4
-    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
 
 
 def page_bounds(q, keys, pages):

@@ -467,8 +467,8 @@ def test_rows_with_fewer_queries_than_the_window_are_averaged_over_theirs():
         query_positions=torch.cat([none, short.query_positions], 1),
     )
     for score in (window.snapkv, window.cake, window.andpro, window.dropkv, window.defensive_kv):
-        torch.testing.assert_close(score(padded), score(short))
-    torch.testing.assert_close(window.cake_preference(padded), window.cake_preference(short))
+        torch.testing.assert_close(score(padded), score(short), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(window.cake_preference(padded), window.cake_preference(short), rtol=1e-4, atol=1e-5)
 
 
 def test_span_local_queries_vote_in_their_own_span_only():
@@ -480,7 +480,7 @@ def test_span_local_queries_vote_in_their_own_span_only():
     )  # fmt: skip
     for score in (window.snapkv, window.cake):
         both, alone = score(o, pool="none"), score(first, pool="none")
-        torch.testing.assert_close(both[..., :8], alone[..., :8])
+        torch.testing.assert_close(both[..., :8], alone[..., :8], rtol=1e-4, atol=1e-5)
     assert (window.snapkv(o)[..., [8, 9, 18, 19]] == 0).all()
 
 
@@ -507,4 +507,6 @@ def test_indicators_are_zero_where_a_query_may_not_look():
         x = indicator(o)
         assert x.shape == o.attention.shape
         assert (x[(~o.visible)[:, :, None].expand_as(x)] == 0).all()
-    torch.testing.assert_close(window.attention_norm(o).sum(3), o.attention.sum(3) * o.projected_norm)
+    torch.testing.assert_close(
+        window.attention_norm(o).sum(3), o.attention.sum(3) * o.projected_norm, rtol=1e-4, atol=1e-5
+    )

@@ -105,13 +105,13 @@ def nearest(
 
 
 def _ascend(units: np.ndarray, steps: int) -> np.ndarray:
-    """A direction at a local maximum of f(u) = min_i u . x_i < 0, from the mean direction.
+    """A direction at a local maximum of f(u) = min_i u . x_i < 0, from the mean direction (the first x_i if it is 0).
 
     Each step maximises min_i w . (x_i + s u) = f(w) + s w . u for an s above -f(u): the nearest point of a hull that
     the shift has moved off the origin. So f(w) >= f(u) + s (1 - w . u), never less than before.
     """
     mean = units.mean(0)
-    u = mean / np.linalg.norm(mean) if np.linalg.norm(mean) > ORIGIN else np.eye(units.shape[1])[0]
+    u = mean / np.linalg.norm(mean) if np.linalg.norm(mean) > ORIGIN else units[0]
     value, chosen = (units @ u).min(), np.zeros(0, dtype=int)
     for _ in range(steps):
         shifted = units - 1.1 * value * u

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrepro_kernels.launch import check_device, check_innermost, precision
+from kvrepro_kernels.launch import check_device, check_innermost, precision, scores_into
+from kvrepro_kernels.window import first_live
 
 
 def column_mass_reference(
@@ -130,17 +131,9 @@ def column_mass(
         raise ValueError(f"lse must be {(batch, heads, queries)}, not {tuple(lse.shape)}")
     if spans is not None and spans.shape != (batch, tokens):
         raise ValueError(f"spans must be {(batch, tokens)}, not {tuple(spans.shape)}")
-    if starts is None:
-        starts = torch.zeros(batch, kv_heads, dtype=torch.int32, device=keys.device)
-    elif starts.dim() == 1:
-        starts = starts[:, None].expand(-1, kv_heads)
-    if starts.shape != (batch, kv_heads):
-        raise ValueError(f"starts must be ({batch},) or {(batch, kv_heads)}, not {tuple(starts.shape)}")
-    if out is None:
-        out = torch.empty(batch, kv_heads, tokens, dtype=torch.float32, device=keys.device)
-    if out.shape != (batch, kv_heads, tokens) or out.dtype != torch.float32 or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous float32 of shape {(batch, kv_heads, tokens)}")
-    starts = starts.to(torch.int32).contiguous()
+    starts = torch.zeros(batch, dtype=torch.int32, device=keys.device) if starts is None else starts
+    starts = first_live(starts, batch, kv_heads)
+    out = scores_into(out, keys)
     own = starts if spans is None else spans.to(torch.int32).contiguous()  # a stand-in that is never read
     check_device(_column_mass, "column_mass", (query, keys, lse, starts, own, out))
     check_innermost(query=query, keys=keys)

@@ -35,3 +35,16 @@ def multiprocessors(device: torch.device) -> int:
 def precision(dtype: torch.dtype) -> str:
     """tl.dot's input_precision: float32 stays float32, never tf32."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def scores_into(out: Tensor | None, keys: Tensor) -> Tensor:
+    """`out`, or a new tensor: contiguous float32 [batch, kv_heads, tokens] for keys [batch, kv_heads, tokens, dim].
+
+    Raises ValueError for an `out` of another kind.
+    """
+    shape = keys.shape[:3]
+    if out is None:
+        return torch.empty(shape, dtype=torch.float32, device=keys.device)
+    if out.shape != shape or out.dtype != torch.float32 or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous float32 of shape {tuple(shape)}")
+    return out

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from kvrepro_kernels.launch import check_device, multiprocessors, precision
+from kvrepro_kernels.ragged_attend import attend_share
+from kvrepro_kernels.ragged_merge import finish
 
 EMITS = ("mean", "max")
 
@@ -59,182 +60,31 @@ def ragged_decode_reference(
     return Decoded(output.view_as(query), lse.view(batch, -1), attention)
 
 
-@triton.jit
-def _segment(place, offsets, segments, tail, BLOCK_S: tl.constexpr):
-    """The segment of a place in the list of all tokens, every segment's tail behind its flat part.
-
-    Returns segment, its first place, its first flat row, and its number of flat rows.
-    """
-    s = tl.arange(0, BLOCK_S)  # [S]
-    low = tl.load(offsets + s, mask=s < segments, other=0)
-    high = tl.load(offsets + s + 1, mask=s < segments, other=0)
-    segment = tl.sum(((s < segments) & (high + (s + 1) * tail <= place)).to(tl.int32), 0)
-    row = tl.sum(tl.where(s == segment, low, 0), 0)
-    return segment, row + segment * tail, row, tl.sum(tl.where(s == segment, high - low, 0), 0)
-
-
-@triton.jit
-def _stream(
-    q, keys, values, logits_out, count, top, mass, out, row, step, dim, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_T: tl.constexpr, EMIT: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over `count` consecutive rows: running maximum top [R] in base 2, mass [R], out [R, D]."""
-    for at in tl.range(0, count, BLOCK_T, num_stages=STAGES):
-        here = at + step < count
-        read = here[:, None] & (dim[None, :] < DIM)
-        place = (at + step)[:, None] * DIM + dim[None, :]  # a share is far below 2**31 elements
-        key = tl.load(keys + place, mask=read, other=0.0)  # [T, D]
-        value = tl.load(values + place, mask=read, other=0.0)  # [T, D]
-        logits = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale  # [R, T]
-        if EMIT:
-            where = (at + step)[None, :] * GROUP + row[:, None]
-            mask = here[None, :] & (row[:, None] < GROUP)
-            tl.store(logits_out + where, logits, mask=mask, eviction_policy="evict_last")  # read again soon
-        logits = tl.where(here[None, :], logits, float("-inf"))
-        higher = tl.maximum(top, tl.max(logits, 1))
-        p = tl.exp2(logits - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        mass = mass * shrink + tl.sum(p, 1)
-        out = tl.dot(p.to(value.dtype), value, out * shrink[:, None], input_precision=PRECISION)
-        top = higher
-    return top, mass, out
-
-
-@triton.jit
-def _attend(
-    query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits,
-    segments, total, room, tail, share, scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr, EMIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    row = tl.arange(0, BLOCK_R)  # [R], query head in the group
-    dim = tl.arange(0, BLOCK_D)  # [D]
-    step = tl.arange(0, BLOCK_T)  # [T]
-    mine = (row[:, None] < GROUP) & (dim[None, :] < DIM)
-    place = tl.program_id(0).to(tl.int64) * share
-    end = tl.minimum(place + share, total + segments * tail)
-    while place < end:
-        segment, begin, low, length = _segment(place, offsets, segments, tail, BLOCK_S)
-        q = tl.load(query + (segment * GROUP + row)[:, None] * DIM + dim[None, :], mask=mine, other=0.0)  # [R, D]
-        top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-        mass = tl.zeros((BLOCK_R,), tl.float32)
-        out = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-        stop = tl.minimum(end, begin + length + tail)
-        at = low + place - begin
-        top, mass, out = _stream(
-            q, keys + at * DIM, values + at * DIM, logits + place * GROUP,
-            (tl.minimum(stop, begin + length) - place).to(tl.int32), top, mass, out, row, step, dim, scale,
-            GROUP, DIM, BLOCK_T, EMIT, PRECISION, STAGES,
-        )  # fmt: skip
-        place = tl.maximum(place, begin + length)
-        at = segment.to(tl.int64) * room + place - begin - length
-        top, mass, out = _stream(
-            q, tail_keys + at * DIM, tail_values + at * DIM, logits + place * GROUP,
-            (stop - place).to(tl.int32), top, mass, out, row, step, dim, scale,
-            GROUP, DIM, BLOCK_T, EMIT, PRECISION, STAGES,
-        )  # fmt: skip
-        part = (tl.program_id(0) + segment).to(tl.int64) * GROUP + row  # no two pieces have the same sum
-        tl.store(part_lse + part, top + tl.log2(mass), mask=row < GROUP)
-        tl.store(part_outputs + part[:, None] * DIM + dim[None, :], out / mass[:, None], mask=mine)
-        place = stop
-
-
-@triton.jit
-def _merge(
-    part_outputs, part_lse, outputs, lse, offsets, segment, row, tail, share,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """One query head: the pieces of its segment become its output and log-sum-exp."""
-    dim = tl.arange(0, BLOCK_D)  # [D]
-    low = tl.load(offsets + segment) + segment * tail
-    high = tl.load(offsets + segment + 1) + (segment + 1) * tail
-    some = high > low  # a segment may be empty
-    begin = (low // share).to(tl.int32)
-    end = tl.where(some, ((high + share - 1) // share).to(tl.int32), begin)  # programs begin to end - 1 left a piece
-    top = -float("inf")
-    mass = 0.0
-    out = tl.zeros((BLOCK_D,), tl.float32)
-    for at in tl.range(begin, end, BLOCK_P):
-        p = at + tl.arange(0, BLOCK_P)  # [P]
-        part = (p + segment).to(tl.int64) * GROUP + row
-        log_sum = tl.load(part_lse + part, mask=p < end, other=float("-inf"))  # [P]
-        read = (p < end)[:, None] & (dim[None, :] < DIM)
-        piece = tl.load(part_outputs + part[:, None] * DIM + dim[None, :], mask=read, other=0.0)  # [P, D]
-        higher = tl.maximum(top, tl.max(log_sum, 0))
-        weight = tl.exp2(log_sum - higher)
-        shrink = tl.exp2(top - higher)
-        mass = mass * shrink + tl.sum(weight, 0)
-        out = out * shrink + tl.sum(piece * weight[:, None], 0)
-        top = higher
-    at = (segment * GROUP + row).to(tl.int64)
-    out = tl.where(some, out / mass, 0.0)
-    tl.store(outputs + at * DIM + dim, out.to(outputs.dtype.element_ty), mask=dim < DIM)
-    tl.store(lse + at, tl.where(some, (top + tl.log2(mass)) * 0.6931471805599453, float("-inf")))
-
-
-@triton.jit
-def _emit(
-    logits, part_lse, offsets, flat_mean, tail_mean, flat_max, tail_max, block, segments, total, tail, share,
-    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
-    MEAN: tl.constexpr, MAX: tl.constexpr,
-):  # fmt: skip
-    """One block of the list of all tokens: logits become probabilities, reduced over the group."""
-    row = tl.arange(0, BLOCK_R)  # [R]
-    at = block.to(tl.int64) * BLOCK_T
-    place = at + tl.arange(0, BLOCK_T)  # [T]
-    end = tl.minimum(at + BLOCK_T, total + segments * tail)
-    read = (place < end)[:, None] & (row[None, :] < GROUP)
-    tile = tl.load(logits + place[:, None] * GROUP + row[None, :], mask=read, other=float("-inf"))  # [T, R]
-    while at < end:
-        segment, begin, low, length = _segment(at, offsets, segments, tail, BLOCK_S)
-        stop = begin + length + tail
-        top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-        mass = tl.zeros((BLOCK_R,), tl.float32)
-        last = ((stop + share - 1) // share).to(tl.int32)
-        for first in tl.range((begin // share).to(tl.int32), last, BLOCK_P):
-            p = first + tl.arange(0, BLOCK_P)  # [P]
-            part = (p + segment).to(tl.int64)[:, None] * GROUP + row[None, :]
-            log_sum = tl.load(part_lse + part, mask=(p < last)[:, None] & (row[None, :] < GROUP), other=float("-inf"))
-            higher = tl.where(row < GROUP, tl.maximum(top, tl.max(log_sum, 0)), 0.0)
-            mass = mass * tl.exp2(top - higher) + tl.sum(tl.exp2(log_sum - higher[None, :]), 0)
-            top = higher
-        p = tl.exp2(tile - tl.where(row < GROUP, top + tl.log2(mass), 0.0)[None, :])  # [T, R]
-        mine = (place >= at) & (place < stop)
-        flat = mine & (place < begin + length)
-        dense = mine & (place >= begin + length)
-        to_flat = low + place - begin
-        to_tail = segment * tail + place - begin - length
-        if MEAN:
-            mean = tl.sum(p, 1) / GROUP
-            tl.store(flat_mean + to_flat, mean, mask=flat)
-            tl.store(tail_mean + to_tail, mean, mask=dense)
-        if MAX:
-            most = tl.max(p, 1)
-            tl.store(flat_max + to_flat, most, mask=flat)
-            tl.store(tail_max + to_tail, most, mask=dense)
-        at = stop
-
-
-@triton.jit
-def _finish(
-    part_outputs, part_lse, logits, offsets, outputs, lse, flat_mean, tail_mean, flat_max, tail_max,
-    segments, total, tail, share,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
-):  # fmt: skip
-    """The first segments * GROUP programs merge; the others, if attention is asked for, emit a block each."""
-    program = tl.program_id(0)
-    if program < segments * GROUP:
-        _merge(
-            part_outputs, part_lse, outputs, lse, offsets, program // GROUP, program % GROUP, tail, share,
-            GROUP, DIM, BLOCK_D, BLOCK_P,
-        )  # fmt: skip
-    elif MEAN or MAX:
-        _emit(
-            logits, part_lse, offsets, flat_mean, tail_mean, flat_max, tail_max, program - segments * GROUP,
-            segments, total, tail, share, GROUP, BLOCK_T, BLOCK_R, BLOCK_S, BLOCK_P, MEAN, MAX,
-        )  # fmt: skip
+def _check(
+    query: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, tail_keys: Tensor, tail_values: Tensor, tail: int,
+    emit: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Raises ValueError for tensors that do not fit each other and for unknown names."""
+    batch, heads, _, dim = query.shape
+    kv_heads, room = tail_keys.shape[1:3]
+    segments, total = batch * kv_heads, keys.shape[0]
+    if keys.shape != (total, dim) or values.shape != keys.shape or values.dtype != keys.dtype:
+        one, other = (f"{tuple(x.shape)} {x.dtype}" for x in (keys, values))
+        raise ValueError(f"keys {one} and values {other} must both be [total, {dim}]")
+    if tail_keys.shape != (batch, kv_heads, room, dim) or tail_values.shape != tail_keys.shape or heads % kv_heads:
+        found = f"{tuple(tail_keys.shape)} and {tuple(tail_values.shape)}"
+        raise ValueError(f"tail keys and values {found} do not fit query {tuple(query.shape)}")
+    if not 0 <= tail <= room:
+        raise ValueError(f"tail {tail} does not lie in 0 to {room}, the tail's room")
+    if offsets.shape != (segments + 1,) or offsets.dtype != torch.int64:
+        raise ValueError(f"offsets must be int64 ({segments + 1},), not {offsets.dtype} {tuple(offsets.shape)}")
+    if any(x.dtype != query.dtype for x in (keys, tail_keys, tail_values)):
+        raise ValueError(f"query {query.dtype}, keys {keys.dtype} and tail {tail_keys.dtype} must have one dtype")
+    if not all(x.is_contiguous() for x in (keys, values, offsets, tail_keys, tail_values)):
+        raise ValueError("keys, values, offsets and tail must be contiguous")
+    unknown = set(emit) - set(EMITS)
+    if unknown:
+        raise ValueError(f"emit {sorted(unknown)} is not among {', '.join(EMITS)}")
 
 
 def ragged_decode(
@@ -261,30 +111,16 @@ def ragged_decode(
         tail_keys = tail_values = keys.new_empty(batch, kv_heads, 0, dim)
     kv_heads, room = tail_keys.shape[1:3]
     segments, total = batch * kv_heads, keys.shape[0]
-    if keys.shape != (total, dim) or values.shape != keys.shape or values.dtype != keys.dtype:
-        one, other = (f"{tuple(x.shape)} {x.dtype}" for x in (keys, values))
-        raise ValueError(f"keys {one} and values {other} must both be [total, {dim}]")
-    if tail_keys.shape != (batch, kv_heads, room, dim) or tail_values.shape != tail_keys.shape or heads % kv_heads:
-        found = f"{tuple(tail_keys.shape)} and {tuple(tail_values.shape)}"
-        raise ValueError(f"tail keys and values {found} do not fit query {tuple(query.shape)}")
-    if not 0 <= tail <= room:
-        raise ValueError(f"tail {tail} does not lie in 0 to {room}, the tail's room")
-    if offsets.shape != (segments + 1,) or offsets.dtype != torch.int64:
-        raise ValueError(f"offsets must be int64 ({segments + 1},), not {offsets.dtype} {tuple(offsets.shape)}")
-    if any(x.dtype != query.dtype for x in (keys, tail_keys, tail_values)):
-        raise ValueError(f"query {query.dtype}, keys {keys.dtype} and tail {tail_keys.dtype} must have one dtype")
-    if not all(x.is_contiguous() for x in (keys, values, offsets, tail_keys, tail_values)):
-        raise ValueError("keys, values, offsets and tail must be contiguous")
-    unknown = set(emit) - set(EMITS)
-    if unknown:
-        raise ValueError(f"emit {sorted(unknown)} is not among {', '.join(EMITS)}")
+    _check(query, keys, values, offsets, tail_keys, tail_values, tail, emit)
     group = heads // kv_heads
     query = query.contiguous()
     empty = torch.empty(0, dtype=torch.float32, device=keys.device)
     if out is None:
         attention = {name: (empty.new_empty(total), empty.new_empty(batch, kv_heads, tail)) for name in emit}
         out = Decoded(torch.empty_like(query), empty.new_empty(batch, heads), attention)
-    check_device(_attend, "ragged_decode", (query, keys, values, offsets, tail_keys, tail_values, out.output, out.lse))
+    check_device(
+        attend_share, "ragged_decode", (query, keys, values, offsets, tail_keys, tail_values, out.output, out.lse)
+    )
     if not segments:
         return out
 
@@ -298,7 +134,7 @@ def ragged_decode(
     part_lse = empty.new_empty(programs + segments, group)
     logits = empty.new_empty(tokens * group) if emit else empty
     if tokens:
-        _attend[(programs,)](
+        attend_share[(programs,)](
             query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits,
             segments, total, room, tail, share, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
             GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_T=tuned["block_t"],
@@ -309,7 +145,7 @@ def ragged_decode(
     flat_mean, tail_mean = out.attention.get("mean", (empty, empty))
     flat_max, tail_max = out.attention.get("max", (empty, empty))
     blocks = triton.cdiv(tokens, tuned["emit_block"]) if emit else 0
-    _finish[(segments * group + blocks,)](
+    finish[(segments * group + blocks,)](
         part_outputs, part_lse, logits, offsets, out.output, out.lse, flat_mean, tail_mean, flat_max, tail_max,
         segments, total, tail, share,
         GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_P=block_p, BLOCK_T=tuned["emit_block"],

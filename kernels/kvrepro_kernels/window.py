@@ -1,0 +1,45 @@
+"""What a window is: the last queries, the keys that each of them may see, and what fits together."""
+
+import torch
+from torch import Tensor
+
+from kvrepro_kernels.launch import check_innermost
+
+
+def visible_keys(tokens: int, window: int, first: Tensor, starts: Tensor) -> Tensor:
+    """Bool [batch, kv_heads, 1, window, tokens]: starts[b,g] <= j <= first[b] + t."""
+    j = torch.arange(tokens, device=first.device)
+    last = first[:, None] + torch.arange(window, device=first.device)
+    return (j >= starts[:, :, None, None, None]) & (j <= last[:, None, None, :, None])
+
+
+def window_rows(
+    query: Tensor, keys: Tensor, values: Tensor, first: Tensor | int | None, starts: Tensor | None
+) -> tuple[Tensor | None, int, Tensor | None]:
+    """Where the window's causal edge begins, int32 [batch] or one number for all, and the first live keys, int32
+    [batch, kv_heads], None for 0 everywhere.
+
+    Raises ValueError for queries, keys and values that do not fit each other.
+    """
+    batch, kv_heads, tokens, dim = keys.shape
+    if values.shape != keys.shape or values.dtype != keys.dtype:
+        one, other = (f"{tuple(x.shape)} {x.dtype}" for x in (keys, values))
+        raise ValueError(f"keys {one} and values {other} differ")
+    if query.dim() != 4 or query.shape[0] != batch or query.shape[3] != dim or query.shape[1] % kv_heads:
+        raise ValueError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)}")
+    if query.dtype != keys.dtype:
+        raise ValueError(f"query is {query.dtype}, keys are {keys.dtype}; cast one")
+    firsts = first.to(torch.int32) if isinstance(first, Tensor) else None
+    edge = first if isinstance(first, int) else tokens - query.shape[2]
+    if firsts is not None and firsts.shape != (batch,):
+        raise ValueError(f"first must be an int or of shape ({batch},), not {tuple(firsts.shape)}")
+    check_innermost(query=query, keys=keys, values=values)
+    return firsts, edge, None if starts is None else first_live(starts, batch, kv_heads)
+
+
+def first_live(starts: Tensor, batch: int, kv_heads: int) -> Tensor:
+    """The first live key of every head, int32 [batch, kv_heads], from int [batch] or [batch, kv_heads]."""
+    starts = starts[:, None].expand(-1, kv_heads) if starts.dim() == 1 else starts
+    if starts.shape != (batch, kv_heads):
+        raise ValueError(f"starts must be ({batch},) or ({batch}, {kv_heads}), not {tuple(starts.shape)}")
+    return starts.to(torch.int32).contiguous()

@@ -14,6 +14,7 @@ from kvrepro.engine import allowed, policy
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.experiment import claims
 from kvrepro.paths import ROOT
+from kvrepro.tools import reference
 
 PINNED = {  # policy -> the tests that hold it to an independent transcription of its formula
     "full": ("engine/test_generate.py::test_without_eviction_the_engine_is_a_greedy_loop_of_hugging_face",),
@@ -97,6 +98,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     folder = root / "book" / "generated"
     folder.mkdir(parents=True, exist_ok=True)
     pages = {name: table(rows) for name, rows in tables().items()} | {"claims": verdicts(chapters, root)}
+    pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 

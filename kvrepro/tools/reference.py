@@ -1,0 +1,87 @@
+"""The API reference of the book: signatures and docstrings, read from the source without importing it."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvrepro.paths import ROOT
+
+PAGES = {  # page: the folders and files that it shows, from the project's folder
+    "api-engine": ("kvrepro/engine",),
+    "api-experiment": ("kvrepro/__init__.py", "kvrepro/item.py", "kvrepro/experiment"),
+    "api-world": ("kvrepro/world", "kvrepro/tools"),
+    "api-kernels": ("kernels/kvrepro_kernels",),
+}
+
+
+def page(places: tuple[str, ...], root: Path = ROOT) -> str:
+    """Markdown: every module below `places`, with its public classes and functions."""
+    files = [root / place for place in places]
+    modules = [module for file in files for module in ([file] if file.is_file() else sorted(file.rglob("*.py")))]
+    return "\n".join(line for module in modules for line in _module(module, root))
+
+
+def _module(path: Path, root: Path) -> Iterator[str]:
+    """Heading, docstring and members; nothing for a module without public members."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    members = [node for node in tree.body if _public(node)]
+    if not members:
+        return
+    name = ".".join(path.relative_to(root).with_suffix("").parts).removeprefix("kernels.").removesuffix(".__init__")
+    yield f"## {name}\n\n{markdown(ast.get_docstring(tree))}"
+    for node in members:
+        yield f"### {node.name}\n\n```python\n{signature(node)}\n```\n\n{markdown(ast.get_docstring(node))}"
+        if isinstance(node, ast.ClassDef):
+            for method in (inner for inner in node.body if _public(inner) and ast.get_docstring(inner)):
+                yield f"```python\n{signature(method)}\n```\n\n{markdown(ast.get_docstring(method))}"
+
+
+def _public(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+
+
+def signature(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """The `def` line as written; of a class also its decorators and its fields with their defaults and comments."""
+    if isinstance(node, ast.ClassDef):
+        bases = f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else ""
+        fields = [f"    {ast.unparse(line)}" for line in node.body if isinstance(line, ast.AnnAssign)]
+        return "\n".join([*(f"@{ast.unparse(d)}" for d in node.decorator_list), f"class {node.name}{bases}:", *fields])
+    parts = [part.strip() for part in _arguments(node.args)]
+    result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    line = f"def {node.name}({', '.join(parts)}){result}"
+    if len(line) <= 100:
+        return line
+    return f"def {node.name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
+
+
+def _arguments(arguments: ast.arguments) -> list[str]:
+    """Each argument with its annotation and default, `*` and `/` among them."""
+    plain = [*arguments.posonlyargs, *arguments.args]
+    values = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
+    out = [_argument(name, value) for name, value in zip(plain, values, strict=True)]
+    if arguments.posonlyargs:
+        out.insert(len(arguments.posonlyargs), "/")
+    if arguments.vararg or arguments.kwonlyargs:
+        out.append(f"*{ast.unparse(arguments.vararg)}" if arguments.vararg else "*")
+    out += [_argument(*pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    return out + ([f"**{ast.unparse(arguments.kwarg)}"] if arguments.kwarg else [])
+
+
+def _argument(name: ast.arg, value: ast.expr | None) -> str:
+    if value is None:
+        return ast.unparse(name)
+    return f"{ast.unparse(name)} = {ast.unparse(value)}" if name.annotation else f"{name.arg}={ast.unparse(value)}"
+
+
+def markdown(docstring: str | None) -> str:
+    """A docstring as Markdown: `code` stays code, indented blocks stay as they are, and no other sign is markup."""
+    blocks = []
+    for block in (docstring or "").split("\n\n"):
+        if block.startswith("    "):
+            blocks.append(f"```text\n{block}\n```")
+        else:
+            pieces = re.split(r"(`[^`]*`)", block)  # every second piece is code
+            pieces[::2] = [re.sub(r"([\\*_<>$\[\]{}|#~^])", r"\\\1", piece) for piece in pieces[::2]]
+            blocks.append("".join(pieces))
+    return "\n\n".join(blocks) + "\n"

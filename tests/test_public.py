@@ -1,0 +1,60 @@
+"""`import kvrepro`: fast, complete, documented, typed; one version number; every package installed."""
+
+import inspect
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kvrepro as kv
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_import_loads_no_library():
+    code = "import sys, kvrepro; kvrepro.policies; print([m for m in ('torch', 'pandas', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", kv.__all__)
+def test_every_name_is_there_documented_and_typed(name):
+    found = getattr(kv, name)
+    assert found.__name__ == name
+    assert len(inspect.getdoc(found).split()) > 3
+    if not inspect.isclass(found):
+        assert all(p.annotation is not p.empty for p in inspect.signature(found).parameters.values())
+        assert inspect.signature(found).return_annotation is not inspect.Signature.empty
+    assert name in dir(kv)
+
+
+def test_a_type_checker_sees_the_same_names():
+    source = (ROOT / "kvrepro" / "__init__.py").read_text()
+    assert all(f"import {name} as {name}\n" in source for name in kv.__all__ if name != "policies")
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'evict_all'"):
+        kv.evict_all  # noqa: B018
+
+
+def test_the_policies_are_a_table():
+    table = kv.policies()
+    assert {"full", "snapkv", "streaming_llm"} <= set(table.index)
+    assert {"keeps", "regimes", "budget", "source"} <= set(table.columns)
+
+
+def test_there_is_one_version_number():
+    assert kv.__version__ == PROJECT["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == kv.__version__
+
+
+def test_every_package_is_installed():
+    found = [
+        path.parent for top in ("kvrepro", "kernels/kvrepro_kernels") for path in (ROOT / top).rglob("__init__.py")
+    ]
+    names = {".".join(folder.relative_to(ROOT).parts).removeprefix("kernels.") for folder in found}
+    assert names == set(PROJECT["tool"]["setuptools"]["packages"])

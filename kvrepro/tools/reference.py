@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 from kvrepro.paths import ROOT
 
@@ -37,7 +38,7 @@ def _module(path: Path, root: Path) -> Iterator[str]:
                 yield f"```python\n{signature(method)}\n```\n\n{markdown(ast.get_docstring(method))}"
 
 
-def _public(node: ast.stmt) -> bool:
+def _public(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
     return isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
 
 

@@ -62,6 +62,14 @@ def test_every_page_of_the_book_has_members_and_is_in_the_toc(name):
 
 def test_a_long_signature_has_a_line_for_each_argument():
     longer = "a_name_of_some_length: dict[str, tuple[int, int]]"
-    [function] = ast.parse(f"def f(a, b=1, *, {longer}, another_name_of_some_length=2.5): ...").body
-    wanted = ["def f(", "    a,", "    b=1,", "    *,", f"    {longer},", "    another_name_of_some_length=2.5,", ")"]
+    [function] = ast.parse(f"def f(a, b=1, *, {longer}, another_name_of_greater_length=2.5): ...").body
+    wanted = [
+        "def f(",
+        "    a,",
+        "    b=1,",
+        "    *,",
+        f"    {longer},",
+        "    another_name_of_greater_length=2.5,",
+        ")",
+    ]
     assert reference.signature(function).splitlines() == wanted

@@ -83,14 +83,9 @@ def _learned(path: str) -> tuple[Tensor, Tensor | None]:
 
 
 def duo_attention(
-    scores: list[Scores],
-    protected: list[Mask],
-    budget: RowInts,
-    summaries: list,
-    gates_file: str = EMBEDDED,
-    count: Counted = "tokens",
-    observations: Sequence[Observation] = (),
-) -> tuple[list[Scores], list[Counts]]:
+    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list, gates_file: str = EMBEDDED,
+    count: Counted = "tokens", observations: Sequence[Observation] = (),
+) -> tuple[list[Scores], list[Counts]]:  # fmt: skip
     """Heads with the lowest gates keep their protected tokens (sinks and recent ones) only, the others everything.
 
     count "tokens": as few heads stream as meet `budget` tokens per head on average, and the last of them keeps what is
@@ -100,33 +95,45 @@ def duo_attention(
     DuoAttentionPress.
     """
     ensure(Counted, count=count)
-    gate = gates(gates_file)
-    if gate.shape != (len(scores), scores[0].shape[1]):
-        raise InputError(
-            f"{gates_file} is made for {gate.shape[0]} x {gate.shape[1]} layers and KV heads, the model has "
-            f"{len(scores)} x {scores[0].shape[1]}: learn gates with python -m kvrepro.tools.duo"
-        )
-    sample = _learned(gates_file)[1]
-    if sample is not None and observations:
-        ensure_model(gates_file, sample, [o.output for o in observations], "run python -m kvrepro.tools.duo")
+    gate = _gates_of(gates_file, scores, observations)
     order = gate.flatten().to(budget.device).argsort(stable=True)  # the first to stream first
-    tokens = torch.stack([(~s.isneginf()).sum(-1) for s in scores], 1).flatten(1)  # [batch, layers * kv_heads]
-    least = torch.stack([(p & ~s.isneginf()).sum(-1) for s, p in zip(scores, protected, strict=True)], 1).flatten(1)
-    tokens, least = tokens[:, order], least[:, order]
-    if count == "heads":
-        share = 1 - budget.double() / tokens.double().mean(1).clamp(min=1)
-        streaming = torch.arange(len(order), device=order.device) < (share * len(order)).round()[:, None]
-        held = torch.where(streaming, least, tokens)
-    else:
-        total = budget * len(order)
-        if (least.sum(1) > total).any():
-            row = int((least.sum(1) - total).argmax())
-            raise InputError(
-                f"budget {int(budget[row])} < {int(least[row].sum()) / len(order):g} protected tokens per head: "
-                "raise the capacity, or protect less"
-            )
-        excess = (tokens.sum(1) - total).clamp(min=0)[:, None]
-        given = (tokens - least).cumsum(1) - (tokens - least)  # given up by the heads before this one
-        held = tokens - torch.minimum((excess - given).clamp(min=0), tokens - least)
+    alive = [~s.isneginf() for s in scores]
+    tokens = torch.stack([a.sum(-1) for a in alive], 1).flatten(1)[:, order]  # [batch, layers * kv_heads]
+    least = torch.stack([(p & a).sum(-1) for p, a in zip(protected, alive, strict=True)], 1).flatten(1)[:, order]
+    held = (_whole_heads if count == "heads" else _exact_tokens)(tokens, least, budget)
     counts = torch.empty_like(held).scatter_(1, order.expand_as(held), held)
     return scores, list(counts.unflatten(1, gate.shape).unbind(1))
+
+
+def _gates_of(path: str, scores: Sequence[Scores], observations: Sequence[Observation]) -> Tensor:
+    """The file's gates [layers, kv_heads]. Raises InputError where they belong to another model."""
+    gate, sample = _learned(path)
+    if gate.shape != (len(scores), scores[0].shape[1]):
+        raise InputError(
+            f"{path} is made for {gate.shape[0]} x {gate.shape[1]} layers and KV heads, the model has "
+            f"{len(scores)} x {scores[0].shape[1]}: learn gates with python -m kvrepro.tools.duo"
+        )
+    if sample is not None and observations:
+        ensure_model(path, sample, [o.output for o in observations], "run python -m kvrepro.tools.duo")
+    return gate
+
+
+def _whole_heads(tokens: Tensor, least: Tensor, budget: RowInts) -> Tensor:
+    """Tokens held by each head, [batch, heads in order]: the first (1 - budget / tokens) of the heads stream."""
+    share = 1 - budget.double() / tokens.double().mean(1).clamp(min=1)
+    streaming = torch.arange(tokens.shape[1], device=tokens.device) < (share * tokens.shape[1]).round()[:, None]
+    return torch.where(streaming, least, tokens)
+
+
+def _exact_tokens(tokens: Tensor, least: Tensor, budget: RowInts) -> Tensor:
+    """Tokens held by each head, [batch, heads in order]: heads give up tokens in turn until the budget is met."""
+    total = budget * tokens.shape[1]
+    if (least.sum(1) > total).any():
+        row = int((least.sum(1) - total).argmax())
+        raise InputError(
+            f"budget {int(budget[row])} < {int(least[row].sum()) / tokens.shape[1]:g} protected tokens per head: "
+            "raise the capacity, or protect less"
+        )
+    excess = (tokens.sum(1) - total).clamp(min=0)[:, None]
+    given = (tokens - least).cumsum(1) - (tokens - least)  # given up by the heads before this one
+    return tokens - torch.minimum((excess - given).clamp(min=0), tokens - least)

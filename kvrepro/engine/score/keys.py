@@ -6,6 +6,7 @@ float32 `[batch, kv_heads, tokens]`, large = keep. Nothing here is tokens x toke
 from typing import Annotated
 
 import torch
+from torch import Tensor
 
 from kvrepro.engine import guard
 from kvrepro.engine.allowed import Count, Number, Odd, Share, Size, ensure
@@ -119,8 +120,23 @@ def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 6
     back. calibration: file of `kvrepro.tools.calibrate`, made for this model. Source: Mao et al. 2026;
     triattention/methods/pruning_utils.py.
     """
-    known = load(calibration)
     batch, kv_heads, _, dim = o.keys.shape
+    mean, length = _queries_of(o, calibration)
+    speed = frequencies(o.inverse_frequencies, dim)
+    ahead = 2.0 ** torch.arange(horizon.bit_length(), dtype=torch.float64, device=speed.device)
+    turn = torch.polar(torch.ones((), dtype=torch.float64).to(speed), torch.outer(ahead, speed)).mean(0)
+    now = torch.polar(torch.ones((), dtype=torch.float64).to(speed), o.seen.double()[:, None] * speed)
+    towards = (mean * (now * turn)[:, None]).to(torch.complex64).view(batch, kv_heads, o.group, -1)
+    spread = (length - mean.abs()).view(kv_heads, o.group, -1)
+    k = pairs(o.keys, 2 * len(o.inverse_frequencies))
+    s = torch.einsum("bgrf,bgnf->bgrn", towards.real, k.real) + torch.einsum("bgrf,bgnf->bgrn", towards.imag, k.imag)
+    s += torch.einsum("grf,bgnf->bgrn", spread, k.abs())
+    return _standardised(s, o.alive[:, :, None]).amax(2)
+
+
+def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor]:
+    """E q_f and E|q_f| of the layer, [heads, dim / 2]. Raises InputError for a file of another model."""
+    known, dim = load(calibration), o.keys.shape[-1]
     if known.mean.shape != (o.layers, o.queries.shape[1], dim // 2):
         raise InputError(
             f"{calibration} is made for {' x '.join(map(str, known.mean.shape))} layers, heads and frequencies, the "
@@ -131,21 +147,14 @@ def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 6
         ensure_model(calibration, known.sample[o.layer : o.layer + 1], [o.output], way_out)
     if o.inverse_frequencies is None:
         raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")
-    speed = frequencies(o.inverse_frequencies, dim)
-    ahead = 2.0 ** torch.arange(horizon.bit_length(), dtype=torch.float64, device=speed.device)
-    turn = torch.polar(torch.ones((), dtype=torch.float64).to(speed), torch.outer(ahead, speed)).mean(0)
-    now = torch.polar(torch.ones((), dtype=torch.float64).to(speed), o.seen.double()[:, None] * speed)
-    mean = known.mean[o.layer].to(o.keys.device)
-    towards = (mean * (now * turn)[:, None]).to(torch.complex64).view(batch, kv_heads, o.group, -1)
-    spread = (known.length[o.layer].to(mean.device) - mean.abs()).view(kv_heads, o.group, -1)
+    return known.mean[o.layer].to(o.keys.device), known.length[o.layer].to(o.keys.device)
 
-    k = pairs(o.keys, 2 * len(o.inverse_frequencies))
-    s = torch.einsum("bgrf,bgnf->bgrn", towards.real, k.real) + torch.einsum("bgrf,bgnf->bgrn", towards.imag, k.imag)
-    s += torch.einsum("grf,bgnf->bgrn", spread, k.abs())
-    alive = o.alive[:, :, None]
+
+def _standardised(s: Tensor, alive: Mask) -> Tensor:
+    """z-scores along the live tokens; 0 at dead ones."""
     n = alive.sum(-1, keepdim=True).clamp(min=1)
     s = (s - (s * alive).sum(-1, keepdim=True) / n) * alive
-    return (s / (s.square().sum(-1, keepdim=True) / n).sqrt().clamp(min=1e-6)).amax(2)
+    return s / (s.square().sum(-1, keepdim=True) / n).sqrt().clamp(min=1e-6)
 
 
 def shared_by_layers(

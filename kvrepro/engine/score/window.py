@@ -70,50 +70,39 @@ def anchor(o: Observation) -> Probabilities:
 
 
 def windowed(
-    o: Observation,
-    importance: Probabilities,
-    aggregate: Aggregate = "mean",
-    pool: Pool = "none",
-    kernel: Odd = 5,
-    group: Group = "mean",
-    pool_at: PoolAt = "head",
-    over: Over = "past",
-    gamma: Weight = 200.0,
-    rescale: bool = False,
-) -> Scores:
+    o: Observation, importance: Probabilities, aggregate: Aggregate = "mean", pool: Pool = "none", kernel: Odd = 5,
+    group: Group = "mean", pool_at: PoolAt = "head", over: Over = "past", gamma: Weight = 200.0, rescale: bool = False,
+) -> Scores:  # fmt: skip
     """Importance [batch, kv_heads, group, window, tokens] reduced over the window's queries and a KV head's group.
 
-    aggregate, over queries: mean, sum, max, mean_var (mean + gamma times the unbiased variance), or defensive: max over
-    queries and group, pooled before, then no less than the head's mean. group: mean, sum, max, or union: minus the best
-    rank that any query head gives, so that a KV head keeps the union of its query heads' own choices. pool (none,
-    average counting zeros beyond the ends, max) runs over each "query", "head" or "kv_head" (pool_at). over: "past"
-    leaves the window's own tokens out, "all" counts them. rescale: a pooled row gets its former sum back.
-    Raises InputError for unknown names and even kernels. Scratch is linear in tokens.
+    aggregate: over queries; mean_var adds gamma times the unbiased variance, defensive is the max over queries and
+    group, pooled before, and no less than the head's mean. group: over query heads; union is minus the best rank that
+    any of them gives, so that a KV head keeps the union of their choices. pool runs along tokens for each query, head
+    or kv_head (pool_at), an average counts zeros beyond the ends. over: "past" leaves the window's own tokens out.
+    rescale: a pooled row gets its former sum back. Raises InputError for unknown names and even kernels.
     """
-    ensure(Aggregate, aggregate=aggregate)
-    ensure(Group, group=group)
-    ensure(Pool, pool=pool)
-    ensure(PoolAt, pool_at=pool_at)
-    ensure(Over, over=over)
+    _ensure_names(aggregate, group, pool, pool_at, over)
     if aggregate == "defensive":
         pool_at, group = "query", "max"
     counted = o.alive & ~guard.window_of(o) if over == "past" else o.alive
     x = importance.masked_fill(~counted[:, :, None, None], 0.0)
     if pool_at == "query":
-        before = x.sum(-1, keepdim=True)
-        x = _pooled(x, counted, pool, kernel)
-        if rescale:
-            x *= before / x.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    x = _aggregated(x, _voters(o), "max" if aggregate == "defensive" else aggregate, gamma)
+        x = _pooled(x, counted, pool, kernel, rescale)
+    x = _aggregated(x, _voters(o), aggregate, gamma)
     if pool_at == "head":
         x = _pooled(x, counted, pool, kernel)
     x = _grouped(x, counted, group)
     if pool_at == "kv_head":
         x = _pooled(x, counted, pool, kernel)
-    if aggregate == "defensive":
-        mean = x.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
-        x = torch.maximum(x, mean)
-    return x.masked_fill(~counted, 0.0)
+    return (_no_less_than_mean(x, counted) if aggregate == "defensive" else x).masked_fill(~counted, 0.0)
+
+
+def _ensure_names(aggregate: str, group: str, pool: str, pool_at: str, over: str) -> None:
+    ensure(Aggregate, aggregate=aggregate)
+    ensure(Group, group=group)
+    ensure(Pool, pool=pool)
+    ensure(PoolAt, pool_at=pool_at)
+    ensure(Over, over=over)
 
 
 def fused(
@@ -147,10 +136,10 @@ def _voters(o: Observation) -> Tensor:
 
 
 def _aggregated(x: Tensor, voters: Tensor, aggregate: str, gamma: float) -> Tensor:
-    """Over the window's queries: [batch, kv_heads, group, tokens]."""
+    """Over the window's queries: [batch, kv_heads, group, tokens]. Of "defensive" this is the first half, a max."""
     if aggregate == "sum":
         return x.sum(3)
-    if aggregate == "max":
+    if aggregate in ("max", "defensive"):
         return x.amax(3)
     n = voters.sum(3)
     mean = x.sum(3) / n.clamp(min=1)
@@ -164,8 +153,16 @@ def _variance(x: Tensor, mean: Tensor, voters: Tensor, n: Tensor) -> Tensor:
     return ((x - mean[..., None, :]).square_() * voters).sum(3) / (n - 1).clamp(min=1)
 
 
-def _pooled(x: Tensor, counted: Mask, pool: str, kernel: int) -> Tensor:
+def _no_less_than_mean(x: Scores, counted: Mask) -> Scores:
+    """No counted token is below the mean of its head's: DefensiveKV's prior."""
+    return torch.maximum(x, x.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1))
+
+
+def _pooled(x: Tensor, counted: Mask, pool: str, kernel: int, rescale: bool = False) -> Tensor:
     """Along tokens, over the counted ones; the others are 0 before (average) or absent (max), and 0 afterwards."""
+    if rescale:
+        pooled = _pooled(x, counted, pool, kernel)
+        return pooled * (x.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny))
     if pool == "none":
         return x
     ensure(Odd, kernel=kernel)
@@ -287,20 +284,24 @@ def andpro(
         return fused(o, "anchor", aggregate, pool, kernel, group, "kv_head", "all")
     if not chunk:
         return windowed(o, anchor(o), aggregate, pool, kernel, group, over="all")
+    return _andpro_chunks(o, aggregate, pool, kernel, "max" if aggregate == "defensive" else group, chunk, window)
+
+
+def _andpro_chunks(
+    o: Observation, aggregate: str, pool: str, kernel: int, group: str, chunk: int, window: int
+) -> Scores:
+    """AnDPro as its public code computes it: against the pull of the droppable chunks, which share their scores."""
     p = _pooled(o.attention, o.alive, pool, kernel)
     number = (o.alive.cumsum(-1) - 1).clamp(min=0) // chunk
     droppable = o.alive & (number > 0) & (number <= number[..., -1:] + window // -chunk)
     v = o.values.float()
     pull = torch.einsum("bgrwn,bgnd->bgrwd", p * droppable[:, :, None, None], v)
     x = torch.einsum("bgrwd,bgnd->bgrwn", pull, v).mul_(p).masked_fill_(~droppable[:, :, None, None], 0.0)
-    x = _aggregated(x, _voters(o), "max" if aggregate == "defensive" else aggregate, 0.0)
+    x = _aggregated(x, _voters(o), aggregate, 0.0)
     where = number[:, :, None].expand_as(x)
     together = torch.zeros_like(x).scatter_add_(-1, where, x).gather(-1, where)
-    score = _grouped(together, droppable, "max" if aggregate == "defensive" else group)
-    if aggregate == "defensive":
-        mean = score.masked_fill(~droppable, 0.0).sum(-1, keepdim=True) / droppable.sum(-1, keepdim=True).clamp(min=1)
-        score = torch.maximum(score, mean)
-    return score.masked_fill(~droppable, 0.0)
+    score = _grouped(together, droppable, group).masked_fill(~droppable, 0.0)
+    return (_no_less_than_mean(score, droppable) if aggregate == "defensive" else score).masked_fill(~droppable, 0.0)
 
 
 def dropkv(
@@ -348,14 +349,20 @@ def defensive_kv(
     """
     ensure(NormOver, share=share)
     risk = windowed(o, o.attention, aggregate, pool, kernel, "max", "query", over, rescale=rescale)
+    scores = risk * _norm_over(o, share)
+    return _first_mass(o, scores, budget, mass) if mass else scores
+
+
+def _norm_over(o: Observation, share: str) -> Scores:
+    """N_j, or its part of the sum over the layer or over the KV heads that hold its position; dead slots are 0."""
     norm = o.projected_norm.mean(2).masked_fill(~o.alive, 0.0)
+    if share == "none":
+        return norm
     if share == "layer":
-        norm = norm / norm.sum((1, 2), keepdim=True)
-    elif share == "heads":
-        where = o.positions.clamp(min=0).flatten(1)
-        total = norm.new_zeros(len(norm), int(o.positions.max()) + 1).scatter_add_(1, where, norm.flatten(1))
-        norm = norm / total.gather(1, where).view_as(norm).clamp(min=torch.finfo(norm.dtype).tiny)
-    return _first_mass(o, risk * norm, budget, mass) if mass else risk * norm
+        return norm / norm.sum((1, 2), keepdim=True)
+    where = o.positions.clamp(min=0).flatten(1)
+    total = norm.new_zeros(len(norm), int(o.positions.max()) + 1).scatter_add_(1, where, norm.flatten(1))
+    return norm / total.gather(1, where).view_as(norm).clamp(min=torch.finfo(norm.dtype).tiny)
 
 
 def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) -> Scores:

@@ -82,8 +82,7 @@ def windowed(
     rescale: a pooled row gets its former sum back. Raises InputError for unknown names and even kernels.
     """
     _ensure_names(aggregate, group, pool, pool_at, over)
-    if aggregate == "defensive":
-        pool_at, group = "query", "max"
+    pool_at, group = ("query", "max") if aggregate == "defensive" else (pool_at, group)
     counted = o.alive & ~guard.window_of(o) if over == "past" else o.alive
     x = importance.masked_fill(~counted[:, :, None, None], 0.0)
     if pool_at == "query":

@@ -6,7 +6,6 @@ prompts. Source: Mao et al. 2026.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +17,7 @@ from kvrepro.engine.attention import attend, installed
 from kvrepro.engine.compress import Facts
 from kvrepro.engine.score.queries import Queries, frequencies, pairs, rounded, sampled
 from kvrepro.engine.shapes import KeyValue, Query
-from kvrepro.errors import InputError
+from kvrepro.errors import one_line_errors
 from kvrepro.experiment import models
 from kvrepro.paths import ROOT
 
@@ -69,6 +68,7 @@ def write(queries: Queries, path: Path) -> None:
     path.write_text(json.dumps({"model": queries.model, **shape, **text}, separators=(",", ":")) + "\n")
 
 
+@one_line_errors()
 def main(
     model: Annotated[str, typer.Option(help="tiny-gqa, a checkpoint folder, or a hub id")] = models.DEFAULT,
     items: Annotated[str, typer.Option(help="where the prompts come from")] = f"tinyworld:{TASKS}",
@@ -82,14 +82,10 @@ def main(
     """Measure on the CPU in float32. Held out: no chapter's items come from this seed."""
     from kvrepro.experiment import data
 
-    try:
-        loaded = models.load(model)
-        drawn = data.load_items(items, n, seed, tokens)
-        prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in drawn]
-        found = calibrate(loaded.model, prompts, loaded.hash)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(2) from None
+    loaded = models.load(model)
+    drawn = data.load_items(items, n, seed, tokens)
+    prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in drawn]
+    found = calibrate(loaded.model, prompts, loaded.hash)
     path = ROOT / out if out else loaded.path.with_name(f"{loaded.path.name}-queries.json")
     write(found, path)
     print(f'written: {path}; use it as Condition("tri_attention", ..., switches=(("calibration", "{path}"),))')

@@ -7,7 +7,6 @@ duo_attn/train.py of mit-han-lab/duo-attention (there at a rate of 0.02).
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,7 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.compress import Facts
 from kvrepro.engine.score.queries import rounded, sampled
 from kvrepro.engine.shapes import KeyValue, Query
-from kvrepro.errors import InputError
+from kvrepro.errors import one_line_errors
 from kvrepro.experiment import models
 from kvrepro.paths import ROOT
 from kvrepro.world import rows
@@ -91,6 +90,7 @@ def draw(steps: int, tokens: int, length: int, seed: int) -> list[tuple[Tensor, 
     return [(torch.from_numpy(ids).long(), torch.from_numpy(turn) > 0) for ids, turn in drawn]
 
 
+@one_line_errors()
 def main(
     model: Annotated[str, typer.Option(help="a model with the embedded one's vocabulary")] = models.DEFAULT,
     steps: int = 80,
@@ -106,13 +106,9 @@ def main(
     ] = None,
 ) -> None:
     """Learn on the CPU in float32 and write the gates with what they were learned with."""
-    try:
-        loaded = models.load(model)
-        batches = draw(steps, batch * length, length, seed)
-        gates, losses = learn(loaded.model, batches, sinks, recent, rate, weight)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(2) from None
+    loaded = models.load(model)
+    batches = draw(steps, batch * length, length, seed)
+    gates, losses = learn(loaded.model, batches, sinks, recent, rate, weight)
     facts = Facts.of(loaded.model)
     found = {"model": loaded.hash, "sinks": sinks, "recent": recent, "length": length, "steps": steps, "seed": seed,
              "rate": rate, "weight": weight, "distillation": round(float(np.mean(losses[-10:])), 5),

@@ -25,7 +25,7 @@ from kvrepro.engine import attention
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.generate import generate
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data, models
 
 SHARES = (0.25, 0.5)
@@ -230,6 +230,7 @@ def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs:
     )
 
 
+@one_line_errors()
 def main(
     out: Annotated[Path | None, typer.Option(help="CSV to write; none: print only")] = None,
     n: Annotated[int, typer.Option("--prompts", help="half random, half of the embedded model")] = 100,
@@ -237,20 +238,16 @@ def main(
     date: Annotated[str, typer.Option(help="written into the table")] = "",
 ) -> None:
     """Compare kept sets with kvpress, head by head."""
-    try:
-        library = kvpress()
-        chosen = [p for p in PAIRS if not policies or p.policy in policies.split(",")]
-        if missing := sorted({p.policy for p in chosen} - set(CATALOGUE)):
-            raise InputError(f"{missing[0]} is not in the catalogue: name others with --policies")
-        loaded = models.load()
-        randoms, texts = prompts(loaded, max(1, n // 2))
-        tables = [
-            compare(model, library, some, chosen).assign(prompts=len(some), model=name)
-            for name, model, some in (("random", random_model(), randoms), (loaded.name, loaded.model, texts))
-        ]
-    except InputError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    library = kvpress()
+    chosen = [p for p in PAIRS if not policies or p.policy in policies.split(",")]
+    if missing := sorted({p.policy for p in chosen} - set(CATALOGUE)):
+        raise InputError(f"{missing[0]} is not in the catalogue: name others with --policies")
+    loaded = models.load()
+    randoms, texts = prompts(loaded, max(1, n // 2))
+    tables = [
+        compare(model, library, some, chosen).assign(prompts=len(some), model=name)
+        for name, model, some in (("random", random_model(), randoms), (loaded.name, loaded.model, texts))
+    ]
     table = pd.concat(tables)
     versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers")}
     table = table.assign(**versions, date=date).sort_values(["policy", "switches", "share_kept", "model"])

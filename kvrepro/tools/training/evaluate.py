@@ -5,7 +5,6 @@ Answers are read under teacher forcing: each token the most likely one is a righ
 
 import csv
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 import typer
 from statsmodels.stats.proportion import proportion_confint
 
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import models
 from kvrepro.world import rows as R
 from kvrepro.world.world import ALL
@@ -66,6 +65,7 @@ def write(path: Path, result: dict[tuple[str, int], float], n: int) -> None:
             out.writerow([task, length, n, f"{rate:.4f}", f"{low:.4f}", f"{high:.4f}"])
 
 
+@one_line_errors()
 def main(
     model: str = models.DEFAULT,
     n: int = 20,
@@ -76,13 +76,9 @@ def main(
 ) -> None:
     """Evaluate on the CPU in float32 and write `out`."""
     names = list(ALL) if tasks == "all" else tasks.split(",")
-    try:
-        if unknown := [name for name in names if name not in ALL]:
-            raise InputError(f"unknown task {unknown[0]!r}: choose some of {', '.join(ALL)}")
-        loaded = models.load(model)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(2) from None
+    if unknown := [name for name in names if name not in ALL]:
+        raise InputError(f"unknown task {unknown[0]!r}: choose some of {', '.join(ALL)}")
+    loaded = models.load(model)
     result = {}
     for name in names:
         result |= exact_match(loaded.model, {(name, tokens): evaluation_set(name, tokens, n, seed)}, rows=4)

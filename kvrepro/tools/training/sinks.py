@@ -3,7 +3,6 @@
 The mass of a head is the share of attention that position 0 gets, the mean over all queries of a prompt but the first.
 """
 
-import sys
 from typing import Annotated
 
 import pandas as pd
@@ -12,7 +11,7 @@ import typer
 
 from kvrepro.chapters.protection.attention import PromptAttention
 from kvrepro.engine.attention import installed
-from kvrepro.errors import InputError
+from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, models, stats
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
@@ -38,6 +37,7 @@ def measure(loaded: models.Loaded, prompts: list[list[int]]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+@one_line_errors()
 def main(
     model: Annotated[str, typer.Option(help="tiny-gqa, or the folder of a checkpoint")] = models.DEFAULT,
     n: Annotated[int, typer.Option(help="prompts")] = 16,
@@ -45,14 +45,10 @@ def main(
     seed: int = 2026,
 ) -> None:
     """Measure in float32 on the CPU, over eight tasks."""
-    try:
-        loaded = models.load(model)
-        items = data.load_items(f"tinyworld:{TASKS}", n, seed, tokens)
-        prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in items]
-        measure(loaded, prompts).to_csv(loaded.path / "sinks.csv", index=False, float_format="%.5f")
-    except InputError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(2) from None
+    loaded = models.load(model)
+    items = data.load_items(f"tinyworld:{TASKS}", n, seed, tokens)
+    prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in items]
+    measure(loaded, prompts).to_csv(loaded.path / "sinks.csv", index=False, float_format="%.5f")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-import sys
 
 import typer
 
-from kvrepro.errors import InputError
+from kvrepro.errors import one_line_errors
 from kvrepro.world import world
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -19,15 +18,12 @@ def tasks() -> None:
 
 
 @app.command()
+@one_line_errors()
 def sample(task: str = "needle", n: int = 1, seed: int = 0, tokens: int = 1900) -> None:
     """Print n evaluation items: id, task, messages, answer, spans, meta."""
-    try:
-        for item in world.sample(task, n, seed, tokens):
-            row = {k: v for k, v in dataclasses.asdict(item).items() if v is not None}
-            print(json.dumps(row, ensure_ascii=False))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(2) from None
+    for item in world.sample(task, n, seed, tokens):
+        row = {k: v for k, v in dataclasses.asdict(item).items() if v is not None}
+        print(json.dumps(row, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Whole-model timings at the true shapes of public models, random weights: speed does not depend on what they are.
 
 `python -m kvrepro.tools.speed --part prefill --part decode --part answer --out data/gpu/models.csv`, on a GPU. Rows
-carry
-device, versions and date. `--table` writes them beside the published numbers, data/published, as data/gpu/models.md.
+carry device, versions and date. `--table` writes them beside the published numbers, data/published, as
+data/gpu/models.md.
 """
 
 import csv
 import datetime
 import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,15 @@ import pandas as pd
 import torch
 import transformers
 import typer
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer
@@ -134,25 +143,11 @@ def filled(model: PreTrainedModel, batch: int, kept: int, seen: int) -> EngineCa
     return cache
 
 
-@torch.inference_mode()
 def decode_ours(model: PreTrainedModel, batch: int, kept: int, seen: int, steps: int) -> list[float]:
     """Seconds of each step but the first five, from a cache of `kept` tokens."""
     cache = filled(model, batch, kept, seen)
-    token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
-    found = []
     with installed(model):
-        for step in range(steps + 5):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            at = torch.full((batch, 1), seen + step, device=model.device)
-            logits = model(
-                input_ids=token, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1,
-                kvrepro=Extend(cache, at, backend="triton"),
-            ).logits  # fmt: skip
-            token = logits[:, -1].argmax(-1, keepdim=True)
-            torch.cuda.synchronize()
-            found.append(time.perf_counter() - began)
-    return sorted(found[5:])
+        return _steps(model, batch, seen, steps, cache, lambda at: {"kvrepro": Extend(cache, at, backend="triton")})
 
 
 @torch.inference_mode()
@@ -164,13 +159,23 @@ def decode_plain(model: PreTrainedModel, batch: int, tokens: int, steps: int) ->
         keys = torch.randn(batch, kv_heads, tokens, dim, device=model.device, dtype=model.dtype)
         cache.update(keys, keys.clone(), layer)
         del keys
+    return _steps(model, batch, tokens, steps, cache, lambda at: {})
+
+
+@torch.inference_mode()
+def _steps(
+    model: PreTrainedModel, batch: int, seen: int, steps: int, cache: Cache, more: Callable[[torch.Tensor], dict]
+) -> list[float]:
+    """Seconds of each of `steps` greedy steps, sorted, after five that warm up. more: further arguments, by position."""
     token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     found = []
     for step in range(steps + 5):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        at = torch.full((batch, 1), tokens + step, device=model.device)
-        logits = model(input_ids=token, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        at = torch.full((batch, 1), seen + step, device=model.device)
+        logits = model(
+            input_ids=token, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1, **more(at)
+        ).logits
         token = logits[:, -1].argmax(-1, keepdim=True)
         torch.cuda.synchronize()
         found.append(time.perf_counter() - began)

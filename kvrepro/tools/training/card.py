@@ -52,9 +52,9 @@ One item of each task (evidence and answer cut short):
 ## Training
 
 `python -m kvrepro.tools.training.train --minutes 8.2 --seed 0`, from scratch, on one NVIDIA H200 with 16 CPU cores
-(torch 2.11, transformers 5.17, 21 November 2026): 12,077 steps of 65,536 tokens, 0.79 billion tokens in all, 507 seconds
-with compilation and evaluation. Muon (learning rate 0.002, weight decay 0.1) for the layers' matrices, AdamW for
-embeddings, biases and norms; warm-up over 200 steps, decay over the last 30% of the time; bf16 autocast. Context
+(torch 2.11, transformers 5.17, 21 November 2026): 12,077 steps of 65,536 tokens, 0.79 billion tokens in all, 507
+seconds with compilation and evaluation. Muon (learning rate 0.002, weight decay 0.1) for the layers' matrices, AdamW
+for embeddings, biases and norms; warm-up over 200 steps, decay over the last 30% of the time; bf16 autocast. Context
 lengths 256, 512, 1,024, 2,048 and 4,096 open one after another (at 0, 10, 22, 36 and 76% of the time). A task's share
 of the rows follows its error at each length. Answers have loss weight 1, all other tokens 0.02. In the first 4% of
 the time half of the rows are random word sequences said twice. The clock sets the schedule, so another run gives

@@ -1,5 +1,4 @@
-"""Train the embedded model from scratch on one GPU: `python -m kvrepro.tools.training.train --out
-data/models/tiny-gqa`.
+"""Train the embedded model from scratch on one GPU: `python -m kvrepro.tools.training.train --out <folder>`.
 
 Watched per task: at each context length a task's share of the rows follows its error, the context grows with the clock,
 and every minute's exact match is logged. Muon for the matrices, AdamW for the rest. As the clock decides, a second run
@@ -95,7 +94,10 @@ def token_losses(hidden, embedding, x, weight):
 def main(
     minutes: float = 8.2, out: Path = Path("data/models/tiny-gqa"), seed: int = 0, lr: float = 2e-3, workers: int = 14
 ) -> None:
-    """Train for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and evaluation.csv to `out`."""
+    """Train for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and evaluation.csv to `out`.
+
+    A long function: the loop reads from top to bottom, and its parts share the clock, the queue and the errors.
+    """
     start, device = time.time(), torch.device("cuda")
     torch.manual_seed(seed)
     n_tasks = len(R.TASK_NAMES)

@@ -166,7 +166,7 @@ def decode_plain(model: PreTrainedModel, batch: int, tokens: int, steps: int) ->
 def _steps(
     model: PreTrainedModel, batch: int, seen: int, steps: int, cache: Cache, more: Callable[[torch.Tensor], dict]
 ) -> list[float]:
-    """Seconds of each of `steps` greedy steps, sorted, after five that warm up. more: further arguments, by position."""
+    """Seconds of each of `steps` greedy steps after five that warm up, sorted. more: arguments by position."""
     token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     found = []
     for step in range(steps + 5):

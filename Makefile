@@ -18,8 +18,8 @@ lint: $(READY)        ## ruff, mypy, and who may import whom
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo --no-cache
 
-lab: $(READY)         ## open the notebooks
-	@$(PY) -m jupyterlab notebooks
+lab: $(READY)         ## open the notebooks, with the package beside them
+	@$(PY) -m jupyterlab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks
 
 clean:                ## remove what the book wrote; results and the environment stay
 	rm -rf _build book/executed book/generated

@@ -1,0 +1,50 @@
+"""The examples of CONTRIBUTING.md are executed as they stand there."""
+
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+SECTIONS = {section.splitlines()[0]: section for section in TEXT.split("\n## ")[1:]}
+EXAMPLES = [title for title, section in SECTIONS.items() if "```python" in section]
+
+
+def imported(path: Path) -> dict[str, object]:
+    """The names of a file, as a module of its own (Triton wants to read its kernels' source)."""
+    spec = importlib.util.spec_from_file_location(f"contributing_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return vars(module)
+
+
+def test_every_kind_of_addition_has_an_example():
+    kinds = {"policy", "kernel"}
+    assert {f"Add a {kind}" for kind in kinds} <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_the_examples_of_a_section_run_one_after_another(title, tmp_path, monkeypatch):
+    if "kernel" in title:
+        pytest.importorskip("triton", reason="triton is packaged for Linux only")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", SECTIONS[title], flags=re.S):
+        file = re.match(r"# ([\w/]+\.py)\n", code)
+        if file is None:
+            exec(compile(code, f"CONTRIBUTING.md, {title}", "exec"), names)
+            continue
+        path = tmp_path / file[1]
+        os.makedirs(path.parent, exist_ok=True)
+        path.write_text(code)
+        names |= imported(path)
+
+
+def test_files_and_folders_that_it_names_exist():
+    for name in re.findall(r"`((?:kvrepro|kernels|tests)/[\w/.]+)`", TEXT):
+        assert (ROOT / name).exists(), name

@@ -66,7 +66,7 @@ def point(
     along: str = "y",
     **style,
 ) -> None:
-    """One estimate with its interval, along either axis."""
+    """One estimate with its interval (value, low, high), along either axis."""
     value, low, high = y
     colour = style.pop("color", COLOURS[policy])
     error = [[max(0.0, value - low)], [max(0.0, high - value)]] if np.isfinite(low) else None

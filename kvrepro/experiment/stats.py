@@ -1,37 +1,87 @@
 """Intervals and paired tests. A number leaves this module with its interval or its p-value, never alone.
 
-Missing values (failed items) are dropped, pairwise where two columns are compared, and counted in `missing`.
+**One interval rule for all chapters**: estimate plus or minus Student's t (n - 1) times a standard error.
+
+- *Means, and differences of paired columns*: the standard error of the items' values. Where a column has bounds (a
+  score lies between 0 and 1), half an item more is counted, spread evenly over the corners of what can be seen: a
+  quarter at 0 and a quarter at 1 for a mean; an eighth each at -1 and 1 and a quarter at 0 for a difference. Six zeros
+  in a row are no proof that there is nothing else.
+- *Ratios of means* (share of the ceiling, loss over loss): Fieller's: all r for which the mean of top - r bottom cannot
+  be told from 0 by that same rule. Where the bottom itself may be 0 there is no bound.
+- *Other statistics* (a median, a quantile, a rank correlation): the standard error is the spread over 1,000 resamples.
+- *Clusters* (triples of a prompt, requests of a system prompt): a cluster counts once, by its mean; resamples draw it
+  whole.
+- Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. The estimate always
+  lies inside.
+
+Chosen by coverage alone (`python -m kvrepro.tools.coverage` writes data/coverage.csv) over means and differences with
+many zeros and ones, n = 6 to 200. Percentile intervals and BCa cover 75% of the time at n = 6, studentised resampling
+has intervals of any width there; Student's t alone is near 95% but where most items are alike (32% at worst). With half
+an item more it covers 93 to 97% from n = 20 on, and more, up to 99.9%, for six to twelve items. It does not reach where
+hardly any item differs from the rest: n zeros of n reach up to about 1.4 / n, where the exact limit is 3.7 / n, so that
+rare outcomes are covered in 62% of samples at worst; and quantiles of few clusters near 90%.
+
+Missing values (failed items) are dropped, pairwise where columns are compared, and counted in `missing`.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from scipy import stats as scipy_stats
 
 from kvrepro.errors import InputError
 
+MIN_ITEMS = 6  # below that no two-sided sign or rank test of pairs can reach 5%, and an interval says less still
+HALF = 0.5  # of an item, spread over the corners of bounded values
+DRAWS = 1_000
+UNIT = (0.0, 1.0)
+Columns = Mapping[str, np.ndarray]
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its interval, `level` wide, over n values; prints as `0.281 [0.243, 0.320]`."""
+    """A value with its interval, `level` wide, over n items or clusters; prints as `0.281 [0.243, 0.320]`.
 
-    mean: float
+    low, high: nan where there is no interval. sd: of one item; error: of the value.
+    """
+
+    value: float
     low: float
     high: float
     n: int
     missing: int = 0
     level: float = 0.95
+    sd: float = math.nan
+    error: float = math.nan
+
+    @property
+    def triple(self) -> tuple[float, float, float]:
+        """Value, low, high."""
+        return self.value, self.low, self.high
 
     def __format__(self, spec: str) -> str:
         spec = spec or ".3f"
         if self.n == 0:
             return "no values"
-        interval = "one value, no interval" if math.isnan(self.low) else f"{self.low:{spec}}, {self.high:{spec}}"
-        return f"{self.mean:{spec}} [{interval}]" + (f" ({self.missing} missing)" if self.missing else "")
+        why = f"{self.n} of {MIN_ITEMS} items" if self.n < MIN_ITEMS else "all alike"
+        interval = f"no interval: {why}" if math.isnan(self.low) else f"{self.low:{spec}}, {self.high:{spec}}"
+        return f"{self.value:{spec}} [{interval}]" + (f" ({self.missing} missing)" if self.missing else "")
 
     __str__ = __repr__ = lambda self: format(self)
+
+    def needed(self, gap: float) -> float:
+        """Items with which an interval (95%) would clear a threshold `gap` away in four of five repeats, were value and
+        spread as seen. Infinite where there is no gap."""
+        g = abs(gap) / (scipy_stats.norm.ppf(0.975) + scipy_stats.norm.ppf(0.8))
+        if not g or math.isnan(self.error) or math.isinf(gap):
+            return math.inf
+        spread = self.sd**2 if math.isfinite(self.sd) else self.n * self.error**2
+        corners = max(0.0, self.error**2 - spread / self.n) * self.n**2  # their part falls with 1 / n squared
+        return math.ceil((spread + math.sqrt(spread**2 + 4 * g**2 * corners)) / (2 * g**2))
 
 
 @dataclass(frozen=True)
@@ -52,47 +102,152 @@ class Test:
     __test__ = False  # the name is statistics', pytest need not collect it
 
 
-def mean_ci(
-    values: Sequence[float], *, clusters: Sequence | None = None, n: int = 10_000, seed: int = 42, level: float = 0.95
-) -> Estimate:
-    """Mean with a percentile bootstrap interval from n resamples.
-
-    clusters: one label per value; whole clusters are drawn, for values that share an item. One value or one cluster
-    gives an interval of nan. Source: Efron & Tibshirani 1993, ch. 13; the paper's settings are n = 10,000 and seed 42.
-    """
-    x = _vector(values)
-    groups = np.arange(x.size) if clusters is None else _labels(clusters, x.size)
-    present = ~np.isnan(x)
-    missing = int(x.size - present.sum())
-    x, groups = x[present], groups[present]
-    if not x.size:
-        return Estimate(math.nan, math.nan, math.nan, 0, missing, level)
-    labels = np.unique(groups, return_inverse=True)[1]
-    sums, counts = np.bincount(labels, weights=x), np.bincount(labels).astype(float)
-    mean = float(sums.sum() / counts.sum())
-    if sums.size == 1:
-        return Estimate(mean, math.nan, math.nan, x.size, missing, level)
-    interval = scipy_stats.bootstrap(
-        (sums, counts),
-        lambda s, c, axis: s.sum(axis) / c.sum(axis),
-        paired=True,
-        vectorized=True,
-        n_resamples=n,
-        confidence_level=level,
-        method="percentile",
-        batch=max(1, 10_000_000 // sums.size),  # bounds memory on long columns
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return Estimate(mean, float(interval.low), float(interval.high), x.size, missing, level)
+# ---------------------------------------------------------------- intervals
 
 
-def paired_difference(
-    a: Sequence[float], b: Sequence[float], *, clusters: Sequence | None = None, n: int = 10_000, seed: int = 42,
+def _minus(name: str, other: str) -> Callable[[Columns], np.ndarray]:
+    return lambda c: c[name] - c[other]
+
+
+# A contrast of columns a, b, full, ...: what is averaged, and for a ratio what it is divided by.
+CONTRASTS: dict[str, tuple[Callable[[Columns], np.ndarray], Callable[[Columns], np.ndarray] | None]] = {
+    "mean": (lambda c: c["a"], None),
+    "difference": (_minus("a", "b"), None),
+    "share_of_ceiling": (lambda c: c["a"] - c.get("b", 0.0), lambda c: c["full"]),
+    "loss": (_minus("full", "a"), lambda c: c["full"]),
+    "loss_ratio": (_minus("full", "b"), _minus("full", "a")),
+    "lift_minus_difference": (lambda c: c["a"] - c["b"] - (c["x"] - c["y"]), None),
+    "difference_of_ceiling": (_minus("x", "y"), lambda c: c["full"]),
+}
+
+
+def interval(
+    values: Sequence[float], clusters: Sequence | None = None, *, bounds: tuple[float, float] | None = None,
     level: float = 0.95,
 ) -> Estimate:  # fmt: skip
-    """Mean of a - b over pairs, with a paired percentile bootstrap interval (see `mean_ci`)."""
-    x, y = _pair(a, b)
-    return mean_ci(x - y, clusters=clusters, n=n, seed=seed, level=level)
+    """Mean with its interval, by the module's rule. clusters: one label per value. bounds: of a value, where it has
+    some."""
+    return contrast(pd.DataFrame({"a": _vector(values)}), "mean", clusters, bounds=bounds, level=level)
+
+
+def contrast(
+    frame: pd.DataFrame, name: str, clusters: Sequence | None = None, *, bounds: tuple[float, float] | None = None,
+    level: float = 0.95,
+) -> Estimate:  # fmt: skip
+    """A contrast of `CONTRASTS` over items (the rows of `frame`) with its interval, by the module's rule.
+
+    bounds: of every column. A row that lacks a value is dropped and counted.
+    """
+    top, bottom = CONTRASTS[name]
+    whole = frame.dropna()
+    missing = len(frame) - len(whole)
+    if clusters is not None:
+        labels = pd.Series(_labels(clusters, len(frame)), index=frame.index)
+        whole = whole.groupby(labels.loc[whole.index].to_numpy()).mean()
+    if not len(whole):
+        return Estimate(math.nan, math.nan, math.nan, 0, missing, level)
+    columns = {str(key): whole[key].to_numpy(float) for key in whole}
+    corners = {}
+    if bounds is not None:
+        grid = np.array(list(itertools.product(bounds, repeat=len(columns))), float)
+        corners = dict(zip(columns, grid.T, strict=True))
+    make = _mean if bottom is None else _fieller
+    parts = [[f(side) for f in (top, bottom) if f is not None] for side in (columns, corners) if side]
+    return make(*parts, level=level, missing=missing)
+
+
+def _moments(items: Sequence[np.ndarray], corners: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, float]:
+    """Means of the columns with half an item at the corners, the covariance of these means, and the items counted."""
+    x = np.stack(items, 1)
+    weight = np.ones(len(x))
+    if corners:
+        y = np.stack(corners, 1)
+        x, weight = np.concatenate([x, y]), np.concatenate([weight, np.full(len(y), HALF / len(y))])
+    total = weight.sum()
+    mean = weight @ x / total
+    centred = x - mean
+    return mean, (centred * weight[:, None]).T @ centred / (total - 1) / total, total
+
+
+def _mean(items: Sequence[np.ndarray], corners: Sequence[np.ndarray] = (), *, level: float, missing: int) -> Estimate:
+    [x] = items
+    n, value = len(x), float(np.mean(x))
+    if n < MIN_ITEMS or (not corners and np.ptp(x) <= 1e-12 * max(1.0, abs(value))):
+        return Estimate(value, math.nan, math.nan, n, missing, level)
+    [centre], [[variance]], total = _moments(items, corners)
+    half = float(scipy_stats.t.ppf(0.5 + level / 2, total - 1)) * math.sqrt(variance)
+    least, most = (min(corners[0]), max(corners[0])) if corners else (-math.inf, math.inf)
+    low, high = min(max(centre - half, least), value), max(min(centre + half, most), value)
+    return Estimate(value, float(low), float(high), n, missing, level, float(x.std(ddof=1)), math.sqrt(variance))
+
+
+def _fieller(
+    items: Sequence[np.ndarray], corners: Sequence[np.ndarray] = (), *, level: float, missing: int
+) -> Estimate:
+    """Ratio of two means; the interval solves (top - r bottom)^2 <= t^2 var(top - r bottom) for r (Fieller 1954)."""
+    x, y = items
+    n, bottom = len(x), float(np.mean(y))
+    if not bottom:
+        return Estimate(math.nan, math.nan, math.nan, n, missing, level)
+    value = float(np.mean(x)) / bottom
+    linear = (x - value * y) / bottom
+    if n < MIN_ITEMS or (not corners and np.ptp(linear) <= 1e-12):
+        return Estimate(value, math.nan, math.nan, n, missing, level)
+    (a, b), ((aa, ab), (_, bb)), total = _moments(items, corners)
+    t2 = scipy_stats.t.ppf(0.5 + level / 2, total - 1) ** 2
+    square, middle, rest = b * b - t2 * bb, a * b - t2 * ab, a * a - t2 * aa
+    sd, error = float(linear.std(ddof=1)), math.sqrt(max(0.0, aa - 2 * value * ab + value**2 * bb)) / abs(bottom)
+    if not square > 0:
+        return Estimate(value, -math.inf, math.inf, n, missing, level, sd, error)
+    root = math.sqrt(max(0.0, middle * middle - square * rest))
+    low, high = min((middle - root) / square, value), max((middle + root) / square, value)
+    return Estimate(value, float(low), float(high), n, missing, level, sd, error)
+
+
+def resampled(
+    frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], clusters: Sequence | None = None, *,
+    level: float = 0.95, seed: int = 42,
+) -> Estimate:  # fmt: skip
+    """Any statistic(values [rows, columns]) with its interval: the standard error is the spread over resamples.
+
+    No interval where fewer than half of the resamples have a value. Where all agree there is no width: a median may
+    well be the same in all.
+    """
+    labels = np.arange(len(frame)) if clusters is None else _labels(clusters, len(frame))
+    codes, names = pd.factorize(labels)
+    values = frame.to_numpy(float)
+    n, value = len(names), float(statistic(values)) if len(values) else math.nan
+    if n < MIN_ITEMS or not math.isfinite(value):
+        return Estimate(value, math.nan, math.nan, n, level=level)
+    rows = [np.flatnonzero(codes == i) for i in range(n)]
+    picks = np.random.default_rng(seed).integers(0, n, (DRAWS, n))
+    drawn = np.array([statistic(values[np.concatenate([rows[i] for i in pick])]) for pick in picks], float)
+    return spread_of(value, drawn, n, level)
+
+
+def spread_of(value: float, drawn: np.ndarray, n: int, level: float = 0.95) -> Estimate:
+    """A statistic's interval from its values in resamples of n items or clusters."""
+    drawn = drawn[np.isfinite(drawn)]
+    if n < MIN_ITEMS or 2 * len(drawn) < DRAWS or not math.isfinite(value):
+        return Estimate(value, math.nan, math.nan, n, level=level)
+    error = float(drawn.std(ddof=1) * math.sqrt(n / (n - 1)))
+    half = float(scipy_stats.t.ppf(0.5 + level / 2, n - 1)) * error
+    return Estimate(value, value - half, value + half, n, level=level, error=error)
+
+
+def grouped(
+    frame: pd.DataFrame, by: Sequence[str] | str, column: str, clusters: str | None = None, *,
+    bounds: tuple[float, float] | None = None,
+) -> pd.DataFrame:  # fmt: skip
+    """Mean of a column per group with its interval: `by`, value, low, high, n."""
+    names, rows = [by] if isinstance(by, str) else list(by), []
+    for key, group in frame.groupby(names, sort=False):
+        e = interval(group[column], None if clusters is None else group[clusters], bounds=bounds)
+        rows.append((*key, *e.triple, e.n))
+    return pd.DataFrame(rows, columns=[*names, "value", "low", "high", "n"])
+
+
+# ---------------------------------------------------------------- tests
 
 
 def wilcoxon(a: Sequence[float], b: Sequence[float]) -> Test:
@@ -117,24 +272,28 @@ def sign_test(a: Sequence[float], b: Sequence[float]) -> Test:
     return Test(float(wins), p, d.size, wins + losses, missing)
 
 
-def tost(a: Sequence[float], b: Sequence[float], margin: float = 0.02) -> Test:
-    """Paired t equivalence test of |mean(a - b)| < margin; a small p says equivalent. The larger of both one-sided p.
+def tost(
+    a: Sequence[float], b: Sequence[float], margin: float = 0.02, *, bounds: tuple[float, float] | None = None
+) -> Test:
+    """Paired equivalence test of |mean(a - b)| < margin; a small p says equivalent. The larger of both one-sided p.
 
-    Differences without spread decide by their mean alone (p = 0 or 1); fewer than two pairs give p = nan.
-    Source: Schuirmann 1987; margin as in the protection paper.
+    With the mean and the standard error of the module's rule: without bounds the paired t tests, where differences
+    without spread decide by their mean alone (p = 0 or 1). Fewer than two pairs give p = nan. Source: Schuirmann 1987.
     """
     if margin <= 0:
         raise InputError(f"margin is {margin}: give a positive difference that still counts as equal")
-    d, missing = _differences(a, b)
+    x, y = _pair(a, b)
+    d, missing = _differences(x, y)
     if d.size < 2:
         return Test(math.nan, math.nan, d.size, d.size, missing)
-    if np.ptp(d) == 0:
-        inside = abs(d[0]) < margin
+    low, high = bounds or (0.0, 0.0)
+    corners = [np.array([low - high, 0.0, 0.0, high - low])] if bounds else []
+    [mean], [[variance]], total = _moments([d], corners)
+    if variance <= 1e-30:
+        inside = abs(mean) < margin
         return Test(math.inf if inside else -math.inf, 0.0 if inside else 1.0, d.size, d.size, missing)
-    from statsmodels.stats.weightstats import ttost_paired
-
-    p, *sides = ttost_paired(d, np.zeros_like(d), -margin, margin)
-    return Test(float(min(abs(t) for t, side_p, _ in sides if side_p == p)), float(p), d.size, d.size, missing)
+    t = (margin - abs(mean)) / math.sqrt(variance)
+    return Test(float(t), float(scipy_stats.t.sf(t, total - 1)), d.size, d.size, missing)
 
 
 def holm(ps: Sequence[float]) -> list[float]:

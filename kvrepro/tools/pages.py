@@ -7,7 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import nbformat
-import pandas as pd
 
 from kvrepro.chapters.protection.reading import AS_DESCRIBED, AS_RUN, Reading
 from kvrepro.engine import allowed, policy
@@ -183,9 +182,7 @@ def verdicts(chapters: Iterable[str], root: Path = ROOT) -> str:
         if not file.is_file():
             parts.append("This chapter has stored no verdicts.\n")
             continue
-        frame = pd.read_csv(file)
-        texts = frame.columns.difference(["low", "high", "ours", "p", "n"])
-        frame = frame.fillna(dict.fromkeys(texts, ""))
+        frame = claims.read(file)
         model, profile = frame.model.iloc[0], frame.profile.iloc[0]
         parts += [
             f"Model {model}, profile {profile}.\n",

@@ -1,6 +1,7 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,69 +13,112 @@ from kvrepro.experiment import stats
 unit = st.floats(0, 1, allow_nan=False)
 
 
-def naive_bootstrap(values, clusters, n, seed):
-    """Cluster bootstrap written out: draw labels, pool their values, take the mean."""
-    rng, labels = np.random.default_rng(seed), sorted(set(clusters))
-    means = []
-    for _ in range(n):
-        drawn = rng.choice(len(labels), len(labels))
-        pool = [v for i in drawn for v, c in zip(values, clusters, strict=True) if c == labels[i]]
-        means.append(np.mean(pool))
-    return np.percentile(means, [2.5, 97.5])
+def test_an_unbounded_mean_has_students_interval():
+    x = np.random.default_rng(0).normal(0.3, 0.2, 12)
+    e = stats.interval(x)
+    half = scipy_stats.t.ppf(0.975, 11) * x.std(ddof=1) / math.sqrt(12)
+    assert e.triple == pytest.approx((x.mean(), x.mean() - half, x.mean() + half))
 
 
-def test_mean_ci_agrees_with_the_normal_interval_of_many_values():
-    x = np.random.default_rng(0).normal(0.3, 0.2, 2000)
-    estimate = stats.mean_ci(x)
-    half = 1.96 * x.std() / math.sqrt(x.size)
-    assert estimate.mean == pytest.approx(x.mean())
-    assert estimate.low == pytest.approx(x.mean() - half, abs=5e-4)
-    assert estimate.high == pytest.approx(x.mean() + half, abs=5e-4)
+@given(st.lists(unit, min_size=6, max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_the_estimate_lies_inside_and_the_interval_within_the_bounds(values):
+    e = stats.interval(values, bounds=(0, 1))
+    assert 0 <= e.low <= e.value <= e.high <= 1
+    assert e.high > e.low  # even where all are alike
 
 
-def test_clusters_are_drawn_whole():
+@pytest.mark.parametrize(("n", "most"), [(6, 0.46), (12, 0.27), (100, 0.037)])
+def test_zeros_only_leave_room_but_no_more_than_the_exact_interval(n, most):
+    e = stats.interval([0.0] * n, bounds=(0, 1))
+    assert e.low == 0
+    assert 0.3 * most < e.high < most  # most: Clopper and Pearson's upper limit for 0 of n
+    assert math.isnan(stats.interval([0.0] * n).low)  # of unbounded values alike nothing is known
+
+
+def test_a_cluster_counts_once_by_its_mean():
     rng = np.random.default_rng(1)
     clusters = np.repeat(np.arange(12), rng.integers(1, 6, 12))
     values = rng.normal(size=12)[clusters] + rng.normal(0, 0.1, clusters.size)
-    estimate = stats.mean_ci(values, clusters=clusters, n=4000)
-    low, high = naive_bootstrap(values, clusters, 4000, 3)
-    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=0.06)
-    single = stats.mean_ci(values, n=4000)
-    assert estimate.high - estimate.low > 1.5 * (single.high - single.low)
+    e = stats.interval(values, clusters)
+    assert e.triple == pytest.approx(stats.interval([values[clusters == i].mean() for i in range(12)]).triple)
+    assert e.n == 12
+    assert e.high - e.low > 1.5 * (lambda one: one.high - one.low)(stats.interval(values))
 
 
 @given(st.lists(unit, min_size=1, max_size=30))
 @settings(max_examples=30, deadline=None)
 def test_copies_in_one_cluster_add_no_certainty(values):
-    once = stats.mean_ci(values, n=200)
-    thrice = stats.mean_ci(values * 3, clusters=list(range(len(values))) * 3, n=200)
-    assert (thrice.mean, thrice.low, thrice.high) == pytest.approx((once.mean, once.low, once.high), nan_ok=True)
-    assert thrice.n == 3 * once.n
+    once = stats.interval(values, bounds=(0, 1))
+    thrice = stats.interval(values * 3, list(range(len(values))) * 3, bounds=(0, 1))
+    assert (*thrice.triple, thrice.n) == pytest.approx((*once.triple, once.n), nan_ok=True)
 
 
-@given(st.lists(st.tuples(unit, unit), min_size=2, max_size=20))
+@given(st.lists(st.tuples(unit, unit), min_size=6, max_size=20))
 @settings(max_examples=12, deadline=None)
 def test_paired_tests_are_antisymmetric(pairs):
     a, b = zip(*pairs, strict=True)
-    there, back = stats.paired_difference(a, b, n=200), stats.paired_difference(b, a, n=200)
-    assert there.mean == pytest.approx(-back.mean, abs=1e-12)
+    there, back = (
+        stats.contrast(pd.DataFrame({"a": x, "b": y}), "difference", bounds=(0, 1)) for x, y in ((a, b), (b, a))
+    )
+    assert there.value == pytest.approx(-back.value, abs=1e-12)
     assert (there.low, there.high) == pytest.approx((-back.high, -back.low), abs=1e-9)
     for test in (stats.wilcoxon, stats.sign_test, stats.tost):
         assert test(a, b).p == pytest.approx(test(b, a).p)
         assert 0 <= test(a, b).p <= 1
 
 
-def test_same_seed_same_interval():
-    x = np.random.default_rng(2).random(50)
-    assert stats.mean_ci(x) == stats.mean_ci(x)
-    assert stats.mean_ci(x) != stats.mean_ci(x, seed=43)
+def test_a_ratio_has_fiellers_interval():
+    rng = np.random.default_rng(2)
+    full = rng.uniform(0.5, 1, 40)
+    frame = pd.DataFrame({"a": full * rng.uniform(0.3, 0.6, 40), "full": full})
+    e = stats.contrast(frame, "share_of_ceiling", bounds=(0, 1))
+    assert e.value == pytest.approx(frame.a.mean() / frame.full.mean())
+    for r in (e.low, e.high):  # at its ends the mean of a - r full is exactly t standard errors from zero
+        corners = np.array([0, 1, -r, 1 - r])
+        x = np.concatenate([frame.a - r * frame.full, corners])
+        w = np.concatenate([np.ones(40), np.full(4, 1 / 8)])
+        mean = np.average(x, weights=w)
+        error = math.sqrt(w @ (x - mean) ** 2 / (40.5 - 1) / 40.5)
+        assert abs(mean) == pytest.approx(scipy_stats.t.ppf(0.975, 39.5) * error, rel=1e-6)
 
 
-def test_one_value_has_no_interval_and_says_so():
-    estimate = stats.mean_ci([0.5])
-    assert math.isnan(estimate.low)
-    assert str(estimate) == "0.500 [one value, no interval]"
-    assert str(stats.mean_ci([])) == "no values"
+def test_a_ratio_whose_bottom_may_be_zero_has_no_bound():
+    frame = pd.DataFrame({"a": [0.9, 0.1] * 6, "b": [0.1, 0.9] * 6, "full": [0.5] * 12})
+    e = stats.contrast(frame, "loss_ratio", bounds=(0, 1))
+    assert math.isnan(e.value) or (e.low, e.high) == (-math.inf, math.inf)
+    assert math.isnan(stats.contrast(frame.assign(full=0.0), "share_of_ceiling").value)
+
+
+def test_a_resampled_mean_agrees_with_students_interval():
+    x = np.random.default_rng(3).normal(size=(40, 1))
+    e, known = stats.resampled(pd.DataFrame(x), lambda v: v[:, 0].mean()), stats.interval(x[:, 0])
+    assert e.triple == pytest.approx(known.triple, abs=0.05)
+    assert stats.resampled(pd.DataFrame(x), lambda v: float(np.median(v))).low < np.median(x)
+    assert math.isnan(stats.resampled(pd.DataFrame(x), lambda v: math.nan).low)
+
+
+def test_needed_items_solve_for_the_gap():
+    e = stats.interval(np.random.default_rng(4).normal(0.5, 0.2, 50))
+    assert e.needed(0.05) == pytest.approx((2.80 * e.sd / 0.05) ** 2, rel=0.01)
+    zeros = stats.interval([0.0] * 48, bounds=(0, 1))
+    assert stats.interval([0.0] * int(zeros.needed(0.005)), bounds=(0, 1)).high < 0.005
+    assert math.isinf(e.needed(0.0))
+
+
+def test_groups_are_frames_with_intervals():
+    frame = pd.DataFrame({"policy": ["x"] * 8 + ["y"] * 3, "f1": [0.0, 1.0] * 4 + [0.5] * 3})
+    found = stats.grouped(frame, "policy", "f1", bounds=(0, 1)).set_index("policy")
+    assert found.loc["x", "value"] == 0.5
+    assert found.loc["x", "low"] > 0
+    assert found.n.tolist() == [8, 3]
+    assert math.isnan(found.loc["y", "low"])
+
+
+def test_few_values_have_no_interval_and_say_so():
+    assert str(stats.interval([0.5])) == "0.500 [no interval: 1 of 6 items]"
+    assert str(stats.interval([])) == "no values"
+    assert str(stats.interval([0.5] * 9)) == "0.500 [no interval: all alike]"
 
 
 def test_estimates_print_with_their_interval():
@@ -85,8 +129,8 @@ def test_estimates_print_with_their_interval():
 
 def test_missing_values_are_dropped_in_pairs_and_counted():
     a, b = [1.0, math.nan, 0.5, 0.25], [0.5, 0.5, math.nan, 0.5]
-    difference = stats.paired_difference(a, b)
-    assert (difference.mean, difference.n, difference.missing) == (0.125, 2, 2)
+    difference = stats.contrast(pd.DataFrame({"a": a, "b": b}), "difference")
+    assert (difference.value, difference.n, difference.missing) == (0.125, 2, 2)
     assert stats.wilcoxon(a, b).missing == stats.sign_test(a, b).missing == stats.tost(a, b).missing == 2
 
 
@@ -120,6 +164,8 @@ def test_tost_is_two_one_sided_t_tests():
     assert stats.tost(d, np.zeros(60)).p == pytest.approx(p)
     assert stats.tost(d, np.zeros(60), margin=0.1).p < 1e-6
     assert math.isnan(stats.tost([0.1], [0.1]).p)
+    same = np.full(20, 0.4)  # twenty ties of scores do not show equivalence within 0.02, two hundred do
+    assert stats.tost(same, same, 0.02, bounds=(0, 1)).p > 0.05 > stats.tost([0.4] * 200, [0.4] * 200, bounds=(0, 1)).p
 
 
 def test_holm_closed_form():
@@ -139,8 +185,8 @@ def test_holm_agrees_with_statsmodels():
     ("call", "numbers"),
     [
         (lambda: stats.wilcoxon([1, 2], [1]), ("2", "1")),
-        (lambda: stats.mean_ci([1, 2], clusters=[1]), ("1", "2")),
-        (lambda: stats.mean_ci([[1, 2]]), ("(1, 2)",)),
+        (lambda: stats.interval([1, 2], clusters=[1]), ("1", "2")),
+        (lambda: stats.interval([[1, 2]]), ("(1, 2)",)),
         (lambda: stats.tost([1, 2], [1, 2], margin=0), ("0",)),
     ],
 )

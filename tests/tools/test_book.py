@@ -8,6 +8,7 @@ import pytest
 import synthetic
 from papermill.exceptions import PapermillExecutionError
 
+from kvrepro.chapters.protection import members
 from kvrepro.chapters.protection.policy import POLICIES
 from kvrepro.chapters.protection.reading import AS_RUN
 from kvrepro.engine.catalogue import CATALOGUE
@@ -156,7 +157,7 @@ def test_the_table_escapes_bars():
 
 def test_the_claims_page_shows_every_claim_once_with_both_readings(tmp_path):
     few = claims.load_claims("protection") | {"claims": claims.load_claims("protection")["claims"][:3]}
-    frame = claims.evaluate(synthetic.results(synthetic.paper_like), few)
+    frame = members.evaluate(synthetic.results(synthetic.paper_like), few)
     claims.write(frame, tmp_path / "data" / "results" / "protection" / "claims.csv")
     text = pages.verdicts(["protection"], tmp_path)
     for claim in frame.claim.unique():

@@ -11,7 +11,7 @@ import papermill
 import pytest
 import synthetic
 
-from kvrepro.chapters.protection import figures
+from kvrepro.chapters.protection import figures, members
 from kvrepro.experiment import claims
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def test_every_glued_number_is_computed():
     chapter = nbformat.read(ROOT / "notebooks" / "protection.ipynb", as_version=4)
     wanted = set(re.findall(r"\{glue:\w+\}`([^`:]+)", "\n".join(cell.source for cell in chapter.cells)))
     results = synthetic.results(n_items=8, readings=("as_run",))
-    found = claims.numbers(claims.evaluate(results), results)
+    found = members.numbers(members.evaluate(results), results)
     assert wanted <= set(found)
     assert {found[f"P1-{reading}-verdict"] for reading in claims.READINGS} == {"reproduced", "not run"}
 

@@ -20,7 +20,7 @@ from kvrepro.chapters.dropkv_bound import quality, tables
 from kvrepro.chapters.dropkv_bound.quality import NAMES
 from kvrepro.chapters.dropkv_bound.study import Study, pool_name
 from kvrepro.chapters.dropkv_bound.triples import STRATA
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims_before as claims
 from kvrepro.experiment.figure import STYLE, WIDTH
 
 POOL_STYLES = (("#0072B2", "o", "-"), ("#E69F00", "s", "--"), ("#009E73", "D", ":"), ("#CC79A7", "^", "-."))

@@ -19,7 +19,8 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data
+from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import data
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import run
 from kvrepro.item import Item

@@ -18,7 +18,8 @@ from kvrepro.chapters.dropkv_bound import bound, cone, triples
 from kvrepro.chapters.dropkv_bound.triples import RULES, Triple
 from kvrepro.engine.allowed import Number, Size, ensure
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, store
+from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import data, store
 from kvrepro.experiment.models import Loaded
 from kvrepro.item import Item
 from kvrepro.paths import ROOT

@@ -15,7 +15,8 @@ from kvrepro.chapters.dropkv_bound import bound, quality, timings
 from kvrepro.chapters.dropkv_bound.study import DRAWS, Statistic, Study, interval, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data
+from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import data
 
 K = 200  # in 1 - k eps: for it, "eps <= 0.005" (table 12) is the border of a finite factor
 HARD_K = 10

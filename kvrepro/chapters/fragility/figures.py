@@ -17,7 +17,7 @@ from matplotlib.ticker import PercentFormatter
 from kvrepro.chapters.fragility import retention, study
 from kvrepro.chapters.fragility.retention import DEFAULT, OURS, Mixture, Setting
 from kvrepro.chapters.fragility.study import DEFENSIVE, MIDDLE, Retained
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims_before as claims
 from kvrepro.experiment.figure import STYLE, WIDTH
 
 RULES = {

@@ -24,8 +24,9 @@ from kvrepro.engine.policy import find
 from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.score.heads import EMBEDDED, gates
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, models, store
-from kvrepro.experiment.claims import Missing
+from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import data, models, store
+from kvrepro.experiment.claims_before import Missing
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import check, prompt_limit, run
 from kvrepro.item import Item

@@ -21,8 +21,9 @@ from matplotlib.ticker import PercentFormatter
 
 from kvrepro.chapters.leakage import experiment, study
 from kvrepro.chapters.leakage.study import Study
-from kvrepro.experiment import claims, figure
-from kvrepro.experiment.claims import Missing
+from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import figure
+from kvrepro.experiment.claims_before import Missing
 
 NAMES = {
     "streaming_llm": "StreamingLLM",

@@ -16,8 +16,9 @@ from scipy.stats import kruskal, rankdata
 
 from kvrepro.chapters.leakage import experiment
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, stats
-from kvrepro.experiment.claims import Missing
+from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import stats
+from kvrepro.experiment.claims_before import Missing
 
 DRAWS = 2_000
 KEY = ["order", "policy", "variant", "reading", "ratio"]

@@ -1,6 +1,6 @@
 """One function per figure: a results table in, a matplotlib Figure out (width 7.2 in: the book's column).
 
-Every estimate has its 95% interval (percentile bootstrap over items). One colour and one marker per policy everywhere,
+Every estimate has its 95% interval (`kvrepro.experiment.stats`). One colour and one marker per policy everywhere,
 after Okabe and Ito's palette; filled means protected, hollow unprotected. No titles: captions stand in the notebook.
 """
 
@@ -18,8 +18,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
+from kvrepro.chapters.protection import members
 from kvrepro.experiment import claims, stats
 from kvrepro.experiment.figure import COLOURS, MARKERS, NAMES, READINGS, STYLE, WIDTH, done, point
+from kvrepro.experiment.stats import UNIT
 
 
 def _readings(results: pd.DataFrame) -> list[str]:
@@ -29,7 +31,7 @@ def _readings(results: pd.DataFrame) -> list[str]:
 
 
 def _of(results: pd.DataFrame, reading: str) -> pd.DataFrame:
-    return claims.named(results[(results.reading == reading) | (results.policy == "full")])
+    return members.named(results[(results.reading == reading) | (results.policy == "full")])
 
 
 def _cell(policy: str, capacity: float, side: float) -> dict:
@@ -37,9 +39,9 @@ def _cell(policy: str, capacity: float, side: float) -> dict:
 
 
 def _estimate(rows: pd.DataFrame, measure: str, contrast: str, **cells: Mapping) -> tuple[float, float, float]:
-    """Value, low, high of a contrast over the named cells, by the same code as the claims."""
-    frame = pd.DataFrame({name: claims.per_item(rows, cell, measure) for name, cell in cells.items()}).dropna()
-    return claims.estimate(frame, contrast)
+    """A contrast over the named cells, by the same code as the claims."""
+    frame = pd.DataFrame({name: members.per_item(rows, cell, measure) for name, cell in cells.items()}).dropna()
+    return stats.contrast(frame, contrast, bounds=UNIT).triple
 
 
 def _ceiling(axes: Axes, rows: pd.DataFrame, measure: str, along: str = "y") -> None:
@@ -78,7 +80,7 @@ def _legend(
 
 def _policies(rows: pd.DataFrame, protect_frac: float) -> list[str]:
     """Policies of the main grid: run at every capacity, with and without protection."""
-    sizes = claims.capacities(rows, protect_frac)["all"]
+    sizes = members.capacities(rows, protect_frac)["all"]
     main = rows[
         np.isclose(rows.prefix, rows.suffix) & (np.isclose(rows.prefix, 0) | np.isclose(rows.prefix, protect_frac))
     ]
@@ -97,7 +99,7 @@ def quality(results: pd.DataFrame, protect_frac: float = 0.10, measure: str = "t
         figure, panels = _panels(readings, 3.9, sharey=True)
         for panel, reading in zip(panels, readings, strict=True):
             rows = _of(results, reading)
-            sizes, policies = claims.capacities(rows, protect_frac)["all"], _policies(rows, protect_frac)
+            sizes, policies = members.capacities(rows, protect_frac)["all"], _policies(rows, protect_frac)
             _ceiling(panel, rows, measure)
             for i, capacity in enumerate(sizes):
                 for j, policy in enumerate(policies):
@@ -125,7 +127,7 @@ def lift(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
         figure, panels = _panels(readings, 3.6, sharey=True, sharex=True)
         for panel, reading in zip(panels, readings, strict=True):
             rows = _of(results, reading)
-            sizes, policies = claims.capacities(rows, protect_frac)["all"], _policies(rows, protect_frac)
+            sizes, policies = members.capacities(rows, protect_frac)["all"], _policies(rows, protect_frac)
             panel.axvline(0, color="black", lw=0.8)
             for i, policy in enumerate(policies):
                 for j, capacity in enumerate(sizes):
@@ -166,7 +168,7 @@ def domains(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.
     table: dict[str, dict[tuple[str, str], object]] = {}
     for reading in _readings(results):
         rows = _of(results, reading)
-        size = claims.capacities(rows, protect_frac)["middle"]
+        size = members.capacities(rows, protect_frac)["middle"]
         for task, group in rows.groupby("task"):
             bare, kept = _cell(policy, size, 0.0), _cell(policy, size, protect_frac)
             gain = _estimate(group, "token_f1", "difference", a=kept, b=bare)
@@ -211,7 +213,7 @@ def sensitivity(results: pd.DataFrame, policy: str = "lru", protect_frac: float 
         shades = {"as_run": COLOURS[policy], "as_described": "#D55E00"}
         for shift, reading in enumerate(_readings(results)):
             rows = _of(results, reading)
-            size = claims.capacities(rows, protect_frac)["middle"]
+            size = members.capacities(rows, protect_frac)["middle"]
             found = [
                 _estimate(rows, "token_f1", "share_of_ceiling", a=_cell(policy, size, side), full={"policy": "full"})
                 for side in fractions
@@ -275,7 +277,7 @@ def sides(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10
                 rows = _of(results, reading)
                 cell = {
                     "policy": policy,
-                    "capacity": claims.capacities(rows, protect_frac)["middle"],
+                    "capacity": members.capacities(rows, protect_frac)["middle"],
                     "prefix": prefix,
                     "suffix": suffix,
                 }
@@ -337,24 +339,27 @@ def convergence(results: pd.DataFrame, protect_frac: float = 0.10, margin: float
         reach = margin
         for panel, reading in zip(panels, readings, strict=True):
             rows = _of(results, reading)
-            size = claims.capacities(rows, protect_frac)["middle"]
+            size = members.capacities(rows, protect_frac)["middle"]
             policies = [one for one in _policies(rows, protect_frac) if one != "lru"]
-            base = claims.per_item(rows, _cell("lru", size, protect_frac), "token_f1")
+            base = members.per_item(rows, _cell("lru", size, protect_frac), "token_f1")
             frames = [
                 pd.DataFrame(
-                    {"a": claims.per_item(rows, _cell(one, size, protect_frac), "token_f1"), "b": base}
+                    {"a": members.per_item(rows, _cell(one, size, protect_frac), "token_f1"), "b": base}
                 ).dropna()
                 for one in policies
             ]
-            adjusted = stats.holm([stats.wilcoxon(frame["a"].to_numpy(), frame["b"].to_numpy()).p for frame in frames])
+            adjusted = stats.holm([stats.wilcoxon(frame.a, frame.b).p for frame in frames])
             panel.axvspan(-margin, margin, color="#CFE8CF", lw=0, zorder=0)
             panel.axvline(0, color="black", lw=0.8)
             for y, (policy, frame, p) in enumerate(zip(policies, frames, adjusted, strict=True)):
-                estimate = claims.estimate(frame, "difference")
-                point(panel, y, estimate, policy=policy, along="x")
-                inner = claims.estimate(frame, "difference", level=0.90)
-                panel.plot(inner[1:], [y, y], color=COLOURS[policy], lw=3, alpha=0.45, solid_capstyle="butt")
-                equivalent = stats.tost(frame["a"].to_numpy(), frame["b"].to_numpy(), margin=margin).p < 0.05
+                estimate = stats.contrast(frame, "difference", bounds=UNIT)
+                point(panel, y, estimate.triple, policy=policy, along="x")
+                reach = max(reach, *np.abs(np.nan_to_num([estimate.low, estimate.high])))
+                inner = stats.contrast(frame, "difference", bounds=UNIT, level=0.90)
+                panel.plot(
+                    [inner.low, inner.high], [y, y], color=COLOURS[policy], lw=3, alpha=0.45, solid_capstyle="butt"
+                )
+                equivalent = stats.tost(frame.a, frame.b, margin, bounds=UNIT).p < 0.05
                 text = f"p {'< 0.001' if p < 0.001 else f'= {p:.3f}'}{', equivalent' if equivalent else ''}"
                 panel.annotate(
                     text,
@@ -367,7 +372,6 @@ def convergence(results: pd.DataFrame, protect_frac: float = 0.10, margin: float
                 )
             panel.set_yticks(range(len(policies)), [NAMES[one] for one in policies])
             panel.set_xlabel("F1 minus LRU's, both protected")
-            reach = max(reach, *(abs(end) for frame in frames for end in claims.estimate(frame, "difference")[1:]))
         panels[0].set_ylim(len(policies) - 0.5, -0.6)
         panels[0].set_xlim(-1.1 * reach, 2.4 * reach)  # room for the p-values on the right
         handles = [
@@ -387,7 +391,7 @@ def items(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10
         edges = np.linspace(0, 1, bins + 1)
         for panel, reading in zip(panels, readings, strict=True):
             rows = _of(results, reading)
-            size = claims.capacities(rows, protect_frac)["middle"]
+            size = members.capacities(rows, protect_frac)["middle"]
             shown = {
                 "unprotected": (_cell(policy, size, 0.0), {"color": "#D55E00", "alpha": 0.45}),
                 "protected": (_cell(policy, size, protect_frac), {"color": COLOURS[policy], "alpha": 0.55}),
@@ -397,7 +401,7 @@ def items(results: pd.DataFrame, policy: str = "lru", protect_frac: float = 0.10
                 ),
             }
             for label, (cell, look) in shown.items():
-                values = claims.per_item(rows, cell, "token_f1").dropna()
+                values = members.per_item(rows, cell, "token_f1").dropna()
                 panel.hist(values, edges, weights=np.full(len(values), 1 / len(values)), label=label, **look)
             panel.set_xlabel("token F1 of one item")
             panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -418,7 +422,7 @@ def repetition(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
         figure, panels = _panels(readings, 3.4, sharey=True, sharex=True)
         for panel, reading in zip(panels, readings, strict=True):
             rows = _of(results, reading)
-            size, policies = claims.capacities(rows, protect_frac)["middle"], _policies(rows, protect_frac)
+            size, policies = members.capacities(rows, protect_frac)["middle"], _policies(rows, protect_frac)
             _ceiling(panel, rows, "repetition_4gram", along="x")
             for y, policy in enumerate(policies):
                 pair = [
@@ -446,8 +450,8 @@ def first_word(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
         readings = _readings(results)
         figure, panels = _panels(readings, 3.4, sharey=True, sharex=True)
         for panel, reading in zip(panels, readings, strict=True):
-            rows = claims.rest_of(_of(results, reading))
-            size, policies = claims.capacities(rows, protect_frac)["middle"], _policies(rows, protect_frac)
+            rows = members.rest_of(_of(results, reading))
+            size, policies = members.capacities(rows, protect_frac)["middle"], _policies(rows, protect_frac)
             _ceiling(panel, rows, "rest_f1", along="x")
             given = _estimate(rows, "first_right", "mean", a={"policy": "full"})[0]
             panel.axvline(given, color="black", lw=1, ls=":")
@@ -487,7 +491,9 @@ def boundary_attention(attention: pd.DataFrame) -> Figure:
             per_item["density"] = per_item.mass / per_item.uniform
             for panel, column in ((left, "mass"), (right, "density")):
                 wide = per_item.pivot_table(index="item", columns="layer", values=column)
-                found = [claims.estimate(wide[[layer]].rename(columns={layer: "a"}), "mean") for layer in wide]
+                found = [
+                    stats.interval(wide[layer], bounds=UNIT if column == "mass" else None).triple for layer in wide
+                ]
                 x = np.asarray(wide.columns, float) + (shift - 1.5) * 0.09
                 panel.plot(x, [value for value, _, _ in found], color=colour, lw=1, alpha=0.7)
                 for at, one in zip(x, found, strict=True):
@@ -521,7 +527,7 @@ def scaling(results: pd.DataFrame, protect_frac: float = 0.10) -> Figure:
             lines: dict[tuple[str, float], list[tuple[float, tuple[float, float, float]]]] = {}
             for length, tokens in lengths.items():
                 group = rows[rows.length == length]
-                size = claims.capacities(group, protect_frac)["middle"]
+                size = members.capacities(group, protect_frac)["middle"]
                 lines.setdefault(("full", 0.0), []).append(
                     (tokens, _estimate(group, "token_f1", "mean", a={"policy": "full"}))
                 )

@@ -96,9 +96,10 @@ def beside(rows: pd.DataFrame, policies: Sequence[str], measure: str = "token_f1
     wide = rows[rows.policy.isin(policies)].pivot_table(index="item", columns="policy", values=measure)
     table = {}
     for name in policies:
-        gap = stats.mean_ci(wide[name] - wide[policies[1]])
+        pair = wide[[name]].set_axis(["a"], axis=1).assign(b=wide[policies[1]])
+        gap = stats.contrast(pair, "difference", bounds=stats.UNIT)
         table[name] = {
-            measure: str(stats.mean_ci(wide[name])),
+            measure: str(stats.interval(wide[name], bounds=stats.UNIT)),
             f"minus {policies[1]}": "-" if name == policies[1] else str(gap),
             "tokens kept": round(float(rows[rows.policy == name].kept_mean.mean())),
         }

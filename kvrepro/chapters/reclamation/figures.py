@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims_before as claims
 from kvrepro.experiment.figure import STYLE, WIDTH
 
 LAYOUTS = {"none": "no compaction", "repack": "repack", "fill": "hole filling", "emptiest": "hole filling, emptiest"}

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.reclamation.study import LAYOUTS, POLICIES, bandwidths, gpu_passes
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims_before as claims
 
 
 def verdicts(tables: Mapping[str, pd.DataFrame], model: str, profile: str) -> pd.DataFrame:

@@ -27,13 +27,13 @@ def sink_mass(model, ids: list[int]) -> torch.Tensor:
 
 
 def measure(loaded: models.Loaded, prompts: list[list[int]]) -> pd.DataFrame:
-    """layer, head (a number, or "mean" over heads), mass, low, high: mean over prompts, bootstrap interval, 95%."""
+    """layer, head (a number, or "mean" over heads), mass, low, high: mean over prompts, interval, 95%."""
     masses = torch.stack([sink_mass(loaded.model, ids) for ids in prompts]).cpu().double().numpy()
     rows = []
     for layer, heads in enumerate(masses.transpose(1, 2, 0)):
         for head, values in [*enumerate(heads), ("mean", heads.mean(0))]:
-            e = stats.mean_ci(values)
-            rows.append({"layer": layer, "head": head, "mass": e.mean, "low": e.low, "high": e.high})
+            e = stats.interval(values, bounds=stats.UNIT)
+            rows.append({"layer": layer, "head": head, "mass": e.value, "low": e.low, "high": e.high})
     return pd.DataFrame(rows)
 
 

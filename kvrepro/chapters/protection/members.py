@@ -1,0 +1,296 @@
+"""What the protection claims are tested on: cells of the results table, and the members of each claim over them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import claims, judge, measure, stats
+from kvrepro.experiment.judge import Member, NotTestable, Sample
+from kvrepro.experiment.stats import UNIT
+
+NO_CEILING = {"same_kept", "reinvoked"}  # contrasts that no answer's quality enters
+MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a model is said to have a sink
+
+
+# ---------------------------------------------------------------- cells
+
+
+def _name(policy: str, capacity: float, prefix: float, suffix: float, mode: str) -> str:
+    if policy == "full":
+        return "full"
+    return f"{policy}|{capacity:.0f}|{prefix:.4f}|{suffix:.4f}|{mode}"
+
+
+def named(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a column `cell` that names each one's condition, so that a condition is found by one comparison."""
+    if "cell" in rows:
+        return rows
+    parts = zip(rows.policy, rows.capacity.astype(float), rows.prefix, rows.suffix, rows.suffix_mode, strict=True)
+    return rows.assign(cell=[_name(*part) for part in parts])
+
+
+def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
+    """One column of one condition, indexed by item; failed items are nan. Not run, or failed on every item:
+    NotTestable."""
+    said = ", ".join(f"{name} {value}" for name, value in cell.items())
+    if cell["policy"] == "full":
+        here = rows[rows.policy == "full"].drop_duplicates("item")
+    else:
+        wanted = (cell["policy"], cell["capacity"], cell["prefix"], cell["suffix"], cell.get("suffix_mode", "dynamic"))
+        rows = named(rows)
+        here = rows[rows.cell == _name(*wanted)]
+    if here.empty:
+        raise NotTestable(f"not run: {said}")
+    if here["item"].duplicated().any():
+        raise InputError(
+            f"results hold {len(here)} rows of {dict(cell)} for {here['item'].nunique()} items: one per item is needed"
+        )
+    if "error" in here and here.error.notna().all():
+        raise NotTestable(f"all {len(here)} items failed ({here.error.iloc[0]}): {said}")
+    return here.set_index("item")[column]
+
+
+def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, Any]:
+    """Smallest, middle and largest capacity of the main grid: `prefix` protected on both sides, for most policies."""
+    main = rows[np.isclose(rows.prefix, prefix) & np.isclose(rows.suffix, prefix) & rows.capacity.notna()]
+    main = main[~main.policy.str.endswith("_faithful")]
+    found = sorted(main.groupby("capacity").policy.nunique().pipe(lambda n: n[n == n.max()]).index)
+    if not found:
+        raise NotTestable("not run: no condition is protected on both sides")
+    return {"smallest": found[0], "middle": found[len(found) // 2], "largest": found[-1], "all": found}
+
+
+def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: float) -> list[dict]:
+    """Every member of a claim as `{"label", "a", "b", "rows"}`: cells with real numbers, and their rows."""
+    rows, over = named(rows), claim.get("over", {})
+    sizes = capacities(rows, protect_frac)
+    if len(sizes["all"]) == 1 and {"smallest", "largest"} <= {c.get("capacity") for c in claim["cells"].values()}:
+        raise NotTestable(f"two capacities are needed, {sizes['middle']:.0f} alone was run")
+    policies = over.get("policy", [None])
+    named_sets = sets.get(policies, policies) if isinstance(policies, str) else policies
+    wanted = over.get("capacity")
+    sized = sizes["all"] if wanted == "all" else [sizes[wanted]] if wanted else [None]
+    axes: list[list[tuple[str, dict]]] = [
+        [(one or "", {"policy": one} if one else {}) for one in named_sets],
+        [(one["label"], one) for one in claim.get("members", [{"label": ""}])],
+        [(f"C={one:.0f}" if one and wanted == "all" else "", {"capacity": one} if one else {}) for one in sized],
+    ]
+    groups: list[tuple[str, pd.DataFrame]] = [("", rows)]
+    for column in ("task", "length"):
+        if column in over:
+            groups = [(str(name), group) for name, group in rows.groupby(column, sort=True)]
+    found = []
+    for (policy, by_policy), (label, by_member), (size, by_size), (group, group_rows) in itertools.product(
+        *axes, groups
+    ):
+        member: dict = {"label": ", ".join(filter(None, [policy, label, group, size])) or "all", "rows": group_rows}
+        for side, given in claim.get("cells", {}).items():
+            cell = {**by_policy, **by_size, **given, **by_member.get(side, {})}
+            if isinstance(cell.get("capacity"), str):
+                cell["capacity"] = sizes[cell["capacity"]]
+            if "length" in over:
+                cell["capacity"] = capacities(group_rows, protect_frac)["middle"]
+            cell["prefix"], cell["suffix"] = cell["prefix"] * protect_frac, cell["suffix"] * protect_frac
+            member[side] = cell
+        found.append(member)
+    return found
+
+
+# ---------------------------------------------------------------- members
+
+
+def _correlation(values: np.ndarray) -> float:
+    """Of the means of the first half of the columns with those of the second half."""
+    x, y = np.split(values.mean(0), 2)
+    return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else np.nan
+
+
+def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:
+    both = [claim["measure"], claim["against"]]
+    if rows[both].dropna().empty:
+        raise NotTestable(f"no row has {both[0]} and {both[1]}")
+    keys = ["policy", "capacity", "prefix", "suffix", "suffix_mode"]
+    wide = rows.pivot_table(index="item", columns=keys, values=both, dropna=True)
+    shared = wide[both[0]].columns.intersection(wide[both[1]].columns)
+    return Sample(pd.concat([wide[one][shared] for one in both], axis=1).dropna(), _correlation)
+
+
+def _spread(claim: Mapping, cell: Mapping, sets: Mapping, label: str) -> Member:
+    """Of the policies in `across`, in every pair; beside LRU's lift where the claim compares them with it."""
+    columns = {
+        one: per_item(cell["rows"], {"policy": one, **cell["a"]}, "token_f1")
+        for one in sets.get(claim["across"], claim["across"])
+    }
+    if "b" not in cell:
+        return judge.pairs(pd.DataFrame(columns), label)
+    lift = {side: per_item(cell["rows"], {"policy": "lru", **cell[side]}, "token_f1") for side in "ab"}
+    parts = {
+        f"LRU's lift against {x} minus {y}": Sample(
+            pd.DataFrame(lift | {"x": columns[x], "y": columns[y]}), "lift_minus_difference"
+        )
+        for x, y in itertools.permutations(columns, 2)
+    }
+    return Member(label, parts)
+
+
+def _member(claim: Mapping, cell: Mapping, sets: Mapping, limit: int) -> Member:
+    rows, kind, label = cell["rows"], claim["contrast"], cell["label"]
+    if kind not in NO_CEILING:
+        full = rows[rows.policy == "full"].drop_duplicates("item")
+        judge.answers_enough(full.token_f1, full.get("error"))
+    if kind == "correlation":
+        return Member(label, _two_measures(claim, rows))
+    if "across" in claim:
+        return _spread(claim, cell, sets, label)
+    if kind == "same_kept":
+        column = "kept_positions_hash" if "kept_positions_hash" in rows else "kept_hash"
+        hashes = pd.DataFrame({side: per_item(rows, cell[side], column) for side in "ab"}).dropna()
+        return Member(label, Sample((hashes.a == hashes.b).astype(float).to_frame("a")))
+    if kind == "reinvoked":
+        return Member(
+            label, Sample((per_item(rows, cell["a"], "policy_calls").dropna() >= 2).astype(float).to_frame("a"))
+        )
+    if kind == "share_of_limit":
+        return Member(label, Sample((per_item(rows, cell["a"], "n_generated") / limit).to_frame("a")))
+    named = {side: cell[side] for side in "ab" if side in cell}
+    if kind == "share_of_ceiling":
+        named["full"] = {"policy": "full"}
+    frame = pd.DataFrame({name: per_item(rows, one, claim.get("measure", "token_f1")) for name, one in named.items()})
+    frame = frame.dropna()
+    if "below" in claim:
+        frame = (frame < claim["below"]).astype(float)
+    if "from" in claim:
+        frame = (frame >= claim["from"]).astype(float)
+    return Member(label, Sample(frame, kind))
+
+
+def _of_attention(claim: Mapping, attention: pd.DataFrame) -> list[Member]:
+    """From rows (item, layer, head, region, mass, uniform): means over layers and heads, per item."""
+    mass = attention.pivot_table(index="item", columns="region", values="mass", aggfunc="mean")
+    if claim["contrast"] == "sink_share":
+        if not has_sink(attention):
+            raise NotTestable(
+                "the last prompt token gives position 0 less than a tenth of its attention in every layer"
+            )
+        frame = pd.DataFrame({"a": mass.sink, "full": mass.sink + mass.prefix})
+        return [Member("all", Sample(frame, "share_of_ceiling", bounds=None))]
+    share = attention.pivot_table(index="item", columns="region", values="uniform", aggfunc="first")
+    return [
+        Member(one, Sample(pd.DataFrame({"a": mass[one], "full": share[one]}), "share_of_ceiling", bounds=None))
+        for one in claim["over"]["region"]
+    ]
+
+
+def has_sink(attention: pd.DataFrame) -> bool:
+    """Whether position 0 takes at least a tenth of the attention mass in some layer (mean over heads and items)."""
+    return bool(attention[attention.region == "sink"].groupby("layer").mass.mean().max() >= MIN_SINK)
+
+
+def members(
+    claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, *, protect_frac: float = 0.10, max_new_tokens: int = 128
+) -> list[Member | NotTestable]:
+    """What a claim is tested on, in rows of one reading (or of `study.attention`)."""
+    if rows is None:
+        raise NotTestable("not run")
+    if claim.get("study") == "attention":
+        return list(_of_attention(claim, rows))
+    found: list[Member | NotTestable] = []
+    for cell in cells_of(claim, rows, sets, protect_frac):
+        try:
+            found.append(_member(claim, cell, sets, max_new_tokens))
+        except NotTestable as reason:
+            found.append(reason)
+    return found
+
+
+def evaluate(
+    results: pd.DataFrame,
+    book: Mapping | str = "protection",
+    *,
+    scaling: pd.DataFrame | None = None,
+    attention: pd.DataFrame | None = None,
+    protect_frac: float = 0.10,
+    max_new_tokens: int = 128,
+    profile: str = "quick",
+) -> pd.DataFrame:
+    """Verdict of every claim in every reading that was run (`judge.verdicts`).
+
+    results, scaling: rows of the runner (`scaling` with a column `length`, tokens); attention: rows of
+    `study.attention`.
+    """
+    known = claims.load_claims(book) if isinstance(book, str) else book
+    run_in = [one for one in claims.READINGS if (results[results.policy != "full"].reading == one).any()]
+    if not run_in:
+        raise InputError("results hold no condition but the full cache: nothing to evaluate")
+    tables = {"main": named(results), "scaling": None if scaling is None else named(scaling), "attention": attention}
+
+    def free(claim: Mapping) -> bool:
+        return claim.get("study") == "attention" or claim["contrast"] == "none"
+
+    def found(claim: Mapping, reading: str) -> list[Member | NotTestable]:
+        rows = tables[claim.get("study", "main")]
+        if rows is not None and reading != "any":
+            rows = rows[(rows.reading == reading) | (rows.policy == "full")]
+        sets = known.get("sets", {})
+        return members(claim, sets, rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens)
+
+    return judge.verdicts(
+        known["claims"], found, lambda claim: ["any"] if free(claim) else run_in,
+        model=results["model"].iloc[0], profile=profile,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- numbers for the prose
+
+
+def numbers(frame: pd.DataFrame, results: pd.DataFrame, protect_frac: float = 0.10) -> dict[str, str]:
+    """What the prose may quote, as text: `claims.quoted`; the run's sizes, the full cache's F1 and what LRU keeps of it
+    at the middle capacity."""
+    sizes = capacities(results, protect_frac)
+    ceiling = stats.interval(per_item(results, {"policy": "full"}, "token_f1"), bounds=UNIT)
+    seven = {"file": "protection_t03_policies_qwen25_3b.csv"}
+    where = {"metric": "pct_of_ceiling", "policy": "LRU", "capacity": 256}
+    found = claims.quoted(frame) | {
+        "items": str(results["item"].nunique()),
+        "prompt-tokens": f"{results.prompt_tokens.mean():.0f}",
+        "middle": f"{sizes['middle']:.0f}",
+        "ceiling": claims.text_of(ceiling.triple),
+        "paper-lru-bare": claims.paper_text(seven | {"where": where | {"protected": False}}, "%") + "%",
+        "paper-lru-kept": claims.paper_text(seven | {"where": where | {"protected": True}}, "%") + "%",
+    }
+    lru = {"policy": "lru", "capacity": sizes["middle"]}
+    sides = {"bare": 0.0, "kept": protect_frac}
+    for reading, (name, side) in itertools.product(claims.READINGS, sides.items()):
+        rows = rest_of(results[(results.reading == reading) | (results.policy == "full")])
+        cell = lru | {"prefix": side, "suffix": side}
+        shares: Sequence[float] = (np.nan,) * 3
+        rest = shares
+        try:
+            pair = {"a": per_item(rows, cell, "token_f1"), "full": per_item(rows, {"policy": "full"}, "token_f1")}
+            share = stats.contrast(pd.DataFrame(pair), "share_of_ceiling", bounds=UNIT)
+            shares = [100 * part for part in share.triple]
+            rest = stats.interval(per_item(rows, cell, "rest_f1"), bounds=UNIT).triple
+        except NotTestable:
+            pass
+        found |= {f"lru-{name}-{reading}": claims.text_of(shares, "%"), f"rest-{name}-{reading}": claims.text_of(rest)}
+    return found
+
+
+def rest_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with `first_right` (is the first word the answer's? 0 or 1) and `rest_f1`, token F1 of the words after.
+
+    Under every policy the first output token comes from the full cache, the rest does not. One-word answers: null.
+    """
+    rest, first = [], []
+    for prediction, answer in zip(rows.prediction, rows.answer, strict=True):
+        ours, gold = (str(text or "").split() for text in (prediction, answer))
+        one_word = len(gold) < 2 or pd.isna(prediction)
+        first.append(np.nan if one_word else float(ours[:1] == gold[:1]))
+        rest.append(np.nan if one_word else measure.token_f1(" ".join(ours[1:]), " ".join(gold[1:])))
+    return rows.assign(first_right=first, rest_f1=rest)

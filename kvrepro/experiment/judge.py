@@ -1,0 +1,398 @@
+"""One judge: claims and their members in, one row per claim and reading out. A verdict is arithmetic.
+
+A chapter supplies members only: what is measured, for each policy, capacity, task or length that a claim is about. The
+claim's rule, test and tolerance are data (`data/claims/*.yml`); intervals are those of `kvrepro.experiment.stats`.
+
+A member *holds* where its whole interval satisfies the rule and the test, if the claim names one, agrees; it *fails*
+where no part of the interval does; else it is *open*. Rules:
+
+- at_least, at_most b: the bound itself satisfies both. above, below b: it satisfies neither.
+- between [b, c]; size_at_least, size_at_most b: of the absolute value.
+- no_difference b: within b of 0, and the test finds nothing; what the test finds fails. equivalent b: TOST at 5%.
+
+A member may have parts, such as all pairs of policies. Then all of them must hold (each is tested at 5%: an
+intersection of claims needs no correction), or with `some` one of them (tested at 5% divided by their number). No
+maximum and no range is ever estimated: both are biased upwards.
+
+A claim marked `exact: true` is a theorem or arithmetic: its members list every case, and one counterexample refutes it.
+
+Verdicts: *reproduced*: every member holds. *not reproduced*: some fail and none holds, or most fail. *partly*: some
+hold, some do not. *inconclusive*: tested, and every interval crosses the threshold. *not testable here*: there is no
+member to test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import stats
+from kvrepro.experiment.claims import COLUMNS, paper_text
+from kvrepro.experiment.stats import MIN_ITEMS, UNIT, Estimate
+
+MIN_CEILING = 0.10  # lower bound of the full cache's score below which a claim about quality says nothing
+STATES = ("holds", "open", "fails")
+
+
+class NotTestable(Exception):
+    """A claim, or one member of it, cannot be asked of this model or these items; the message says what is needed."""
+
+
+# ---------------------------------------------------------------- what a chapter supplies
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one number is estimated from: a row per item, columns as `contrast` names them.
+
+    contrast: of `stats.CONTRASTS`, or any statistic(values [rows, columns]). clusters: one label per row.
+    """
+
+    data: pd.DataFrame
+    contrast: str | Callable[[np.ndarray], float] = "mean"
+    clusters: Sequence | None = None
+    bounds: tuple[float, float] | None = UNIT
+
+    def estimate(self, level: float = 0.95) -> Estimate:
+        if isinstance(self.contrast, str):
+            return stats.contrast(self.data, self.contrast, self.clusters, bounds=self.bounds, level=level)
+        return stats.resampled(self.data, self.contrast, self.clusters, level=level)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A statistic that comes with its values in resamples of n clusters."""
+
+    value: float
+    draws: np.ndarray
+    n: int
+
+    def estimate(self, level: float = 0.95) -> Estimate:
+        return stats.spread_of(self.value, self.draws, self.n, level)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A value with the range of its measurements, such as the fastest and the slowest of some timings."""
+
+    value: float
+    low: float
+    high: float
+
+    def estimate(self, level: float = 0.95) -> Estimate:
+        return Estimate(self.value, self.low, self.high, 1, level=level)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All cases of an exact statement: one value per case, indexed by what names the case."""
+
+    cases: pd.Series
+
+
+@dataclass(frozen=True)
+class Member:
+    """label, and what is tested: one thing, or several named parts of which all, or `some`, must hold."""
+
+    label: str
+    what: Sample | Drawn | Measured | Facts | Mapping[str, Sample | Drawn]
+    some: bool = False
+
+
+Found = Sequence["Member | NotTestable"]
+
+
+def pairs(frame: pd.DataFrame, label: str, *, ceiling: pd.Series | None = None, some: bool = False, **given) -> Member:
+    """A member about the spread of the columns of `frame` [items, conditions]: all their pairwise differences, as a
+    share of `ceiling` where one is given."""
+    names, parts = list(frame), {}
+    if len(names) < 2:
+        raise NotTestable(f"{len(names)} of the conditions of a spread were run: it needs two")
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            columns = {"x": frame[one], "y": frame[other], "full": ceiling}
+            if ceiling is None:
+                columns = {"a": frame[one], "b": frame[other]}
+            contrast = "difference" if ceiling is None else "difference_of_ceiling"
+            parts[f"{one} against {other}"] = Sample(pd.DataFrame(columns), contrast, **given)
+    return Member(label, parts, some)
+
+
+def answers_enough(full: pd.Series, errors: pd.Series | None = None) -> None:
+    """Raise NotTestable where the full cache's scores (0 to 1, per item) are too few or too low to compare with."""
+    if len(full) and full.isna().all():
+        why = "" if errors is None or errors.dropna().empty else f": {errors.dropna().iloc[0]}"
+        raise NotTestable(f"all {len(full)} items of the full cache failed{why}")
+    e = stats.interval(full, bounds=UNIT)
+    if e.n < MIN_ITEMS:
+        raise NotTestable(f"{e.n} items: an interval needs at least {MIN_ITEMS}")
+    if not e.low >= MIN_CEILING:
+        raise NotTestable(f"the full cache itself answers too few items ({e})")
+
+
+# ---------------------------------------------------------------- one member
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One member's state, with the estimate that decided it."""
+
+    label: str
+    state: str
+    ours: Estimate
+    p: float = math.nan
+    decided_by: str = ""
+    needed: float = math.nan
+    against: float = 0.0  # how far it speaks against the claim
+
+
+def region(rule: Mapping) -> list[tuple[float, float, bool]]:
+    """The values that satisfy a rule: intervals (from, to, do the ends belong?)."""
+    [(kind, bound)] = rule.items()
+    inf = math.inf
+    known: dict[str, Callable[[], list]] = {
+        "at_least": lambda: [(bound, inf, True)],
+        "at_most": lambda: [(-inf, bound, True)],
+        "above": lambda: [(bound, inf, False)],
+        "below": lambda: [(-inf, bound, False)],
+        "between": lambda: [(*bound, True)],
+        "size_at_least": lambda: [(-inf, -bound, True), (bound, inf, True)],
+        "size_at_most": lambda: [(-bound, bound, True)],
+        "no_difference": lambda: [(-bound, bound, False)],
+        "equivalent": lambda: [(-bound, bound, False)],
+    }
+    if kind not in known:
+        raise InputError(f"unknown rule {kind!r}: known are {', '.join(known)}")
+    return known[kind]()
+
+
+def state_of(rule: Mapping, low: float, high: float) -> str:
+    """`holds`, `fails` or `open`, by an interval [low, high]."""
+    if math.isnan(low) or math.isnan(high):
+        return "open"
+    parts = region(rule)
+    if any(a <= low and high <= b if ends else a < low and high < b for a, b, ends in parts):
+        return "holds"
+    met = any(low <= b and a <= high if ends else low < b and a < high for a, b, ends in parts)
+    return "open" if met else "fails"
+
+
+def _against(rule: Mapping, e: Estimate) -> float:
+    """How far an estimate speaks against a rule: its interval's farther end, or its value, to the region."""
+    ends = [e.value] if math.isnan(e.low) else [e.low, e.high]
+    return max(min(max(a - end, end - b) for a, b, _ in region(rule)) for end in ends)
+
+
+def _gap(rule: Mapping, value: float) -> float:
+    """From a value to the nearest border of a rule's region."""
+    return min((abs(value - end) for a, b, _ in region(rule) for end in (a, b) if math.isfinite(end)), default=math.inf)
+
+
+def _single(rule: Mapping, label: str, what: Any, level: float = 0.95) -> Judged:
+    e = what.estimate(level)
+    state = state_of(rule, e.low, e.high)
+    needed = e.needed(_gap(rule, e.value)) if state == "open" and math.isfinite(e.value) else math.nan
+    return Judged(label, state, e, decided_by=label, needed=needed, against=_against(rule, e))
+
+
+def _several(rule: Mapping, member: Member) -> Judged:
+    """All parts must hold; with `some`, one. What needs one part of many is tested at 5% divided by their number."""
+    assert isinstance(member.what, Mapping)
+    strict = 1 - 0.05 / len(member.what)
+    found = [(_single(rule, name, what), _single(rule, name, what, strict)) for name, what in member.what.items()]
+    wanted, other = ("holds", "fails") if member.some else ("fails", "holds")
+    one = [tight for _, tight in found if tight.state == wanted]
+    order = (lambda j: j.against) if member.some else (lambda j: -j.against)
+    if one:
+        best = min(one, key=order)
+    elif all(plain.state == other for plain, _ in found):
+        best = min((plain for plain, _ in found), key=order)
+    else:
+        left = [pair[member.some] for pair in found if pair[0].state != other]
+        best = replace(min(left, key=order), state="open")
+        best = replace(best, needed=best.ours.needed(_gap(rule, best.ours.value)))
+    return replace(best, label=member.label, decided_by=", ".join(filter(None, [member.label, best.label])))
+
+
+def _exact(rule: Mapping, label: str, cases: pd.Series) -> Judged:
+    """Every case must satisfy the rule; the worst counterexample is named. Shows the case nearest to refuting."""
+    known = cases.dropna()
+    if known.empty:
+        raise NotTestable(f"no case of {label} has a value")
+    distance = known.map(lambda v: _against(rule, Estimate(v, v, v, 1)))
+    worst = known.loc[[distance.idxmax()]].iloc[0] if known.index.is_unique else known.iloc[int(distance.argmax())]
+    wrong = known[[state_of(rule, v, v) != "holds" for v in known]]
+    name = known.index[int(distance.argmax())]
+    shown = ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
+    said = f"{label}: {len(wrong)} of {len(known)} cases, as {shown}" if len(wrong) else label
+    ours = Estimate(float(worst), float(worst), float(worst), len(known))
+    return Judged(label, "fails" if len(wrong) else "holds", ours, decided_by=said, against=float(distance.max()))
+
+
+def _tested(claim: Mapping, members: Sequence[Member], judged: Sequence[Judged]) -> list[Judged]:
+    """The states once the test that the claim names has been heard."""
+    test, (kind, margin) = claim.get("test"), next(iter(claim["rule"].items()))
+    if not test:
+        return list(judged)
+    frames = [m.what.data.dropna() if isinstance(m.what, Sample) else None for m in members]
+    ps = [math.nan] * len(judged)
+    if test == "sign":
+        ps = [stats.sign_test([j.ours.value for j in judged], [0.0] * len(judged)).p] * len(judged)
+    elif any(f is None for f in frames):
+        raise InputError(f"claim {claim['id']}: test {test} needs paired columns a and b in every member")
+    elif test == "wilcoxon_holm":
+        ps = stats.holm([stats.wilcoxon(f.a, f.b).p for f in frames if f is not None])
+    elif test == "tost":
+        ps = [stats.tost(f.a, f.b, margin, bounds=UNIT).p for f in frames if f is not None]
+    else:
+        raise InputError(f"claim {claim['id']}: unknown test {test!r}: known are {', '.join(filter(None, TESTS))}")
+    return [replace(j, p=p, state=_heard(kind, j, p)) for j, p in zip(judged, ps, strict=True)]
+
+
+def _heard(kind: str, j: Judged, p: float) -> str:
+    significant = p < 0.05
+    if math.isnan(j.ours.low):
+        return j.state
+    if kind == "no_difference":
+        return "fails" if significant else j.state
+    if kind == "equivalent":
+        return "holds" if significant else "open" if j.state == "holds" else j.state
+    return "open" if j.state == "holds" and not significant else j.state
+
+
+def judge(claim: Mapping, members: Sequence[Member]) -> list[Judged]:
+    """State of every member of a claim. Members of which nothing is known to judge by raise NotTestable."""
+    rule, judged = claim["rule"], []
+    for m in members:
+        if claim.get("exact", False):
+            if not isinstance(m.what, Facts):
+                raise InputError(f"claim {claim['id']} is exact: member {m.label} has to list its cases")
+            judged.append(_exact(rule, m.label, m.what.cases))
+        elif isinstance(m.what, Mapping):
+            judged.append(_several(rule, m))
+        else:
+            judged.append(_single(rule, m.label, m.what))
+    return _tested(claim, members, judged)
+
+
+# ---------------------------------------------------------------- one claim
+
+
+def verdict(states: Sequence[str]) -> str:
+    """Verdict of a claim from its members' states."""
+    holds, fails = states.count("holds"), states.count("fails")
+    if not states:
+        return "not testable here"
+    if not holds + fails:
+        return "inconclusive"
+    if holds == len(states):
+        return "reproduced"
+    return "not reproduced" if not holds or fails > len(states) / 2 else "partly"
+
+
+TESTS = {
+    "wilcoxon_holm": "Wilcoxon, Holm",
+    "tost": "paired TOST",
+    "sign": "sign test over members",
+    None: "interval",
+}
+RULES = {
+    "at_least": "at least {}",
+    "at_most": "at most {}",
+    "above": "above {}",
+    "below": "below {}",
+    "size_at_least": "at least {} either way",
+    "size_at_most": "at most {} either way",
+    "no_difference": "within {} of 0 and no significant difference",
+    "equivalent": "equivalent within {}",
+}
+
+
+def rule_text(claim: Mapping) -> str:
+    """The rule and its tolerance in words."""
+    if "rule" not in claim:
+        return ""
+    [(kind, bound)] = claim["rule"].items()
+    percent = claim.get("unit") == "%"
+    said = [f"{100 * b if percent else b:.4g}{'%' if percent else ''}" for b in np.atleast_1d(bound)]
+    text = (
+        f"{said[0]} to {said[1]}" if kind == "between" and said[0] != said[1] else RULES.get(kind, "{}").format(*said)
+    )
+    text += ", in every case" if claim.get("exact") else ""
+    test = {"wilcoxon_holm": "; Wilcoxon p < 0.05 (Holm)", "tost": "; TOST p < 0.05", "sign": "; sign test p < 0.05"}
+    return text + ("" if kind == "no_difference" else test.get(claim.get("test", ""), ""))
+
+
+def _row(claim: Mapping, found: Found | NotTestable) -> tuple[dict, dict[str, str]]:
+    """One row of the table, and the state of every member."""
+    unit = claim.get("unit", "F1")
+    row: dict[str, Any] = {"claim": claim["id"], "statement": claim["statement"], "unit": unit}
+    row |= {"paper": paper_text(claim["paper"], unit), "rule": rule_text(claim), "topic": claim["topic"]}
+    row |= {"test": "every case" if claim.get("exact") else TESTS.get(claim.get("test"), ""), "source": claim["source"]}
+    row |= {"note": claim.get("why", "")}
+    lost = [found] if isinstance(found, NotTestable) else [m for m in found if isinstance(m, NotTestable)]
+    members = [] if isinstance(found, NotTestable) else [m for m in found if isinstance(m, Member)]
+    try:
+        if not members:
+            raise lost[0] if lost else NotTestable("no member of this claim was run")
+        judged = judge(claim, members)
+        if all(j.ours.n < MIN_ITEMS and math.isnan(j.ours.low) for j in judged):
+            raise NotTestable(f"{max(j.ours.n for j in judged)} items: an interval needs at least {MIN_ITEMS}")
+    except NotTestable as reason:
+        none = {"test": "none", "members": "", "decided_by": ""}
+        return row | none | {"verdict": "not testable here", "note": str(reason)}, {}
+    worst = min(judged, key=lambda j: ({"fails": 0, "open": 1, "holds": 2}[j.state], -j.against))
+    scale, states = 100.0 if unit == "%" else 1.0, [j.state for j in judged]
+    counts = [f"{states.count(one)} {one}" for one in STATES if one in states]
+    counts += [f"{len(lost)} not testable ({lost[0]})"] if lost else []
+    needed = [j.needed for j in judged if j.state == "open" and not math.isnan(j.needed)]
+    return row | {
+        "ours": worst.ours.value * scale, "low": worst.ours.low * scale, "high": worst.ours.high * scale,
+        "p": worst.p, "n": worst.ours.n, "verdict": verdict(states), "members": ", ".join(counts),
+        "decided_by": "" if worst.decided_by == "all" else worst.decided_by, "needed": max(needed, default=math.nan),
+    }, {j.label: j.state for j in judged}  # fmt: skip
+
+
+def verdicts(
+    claims: Sequence[Mapping],
+    members: Callable[[Mapping, str], Found],
+    readings: Callable[[Mapping], Sequence[str]] = lambda claim: ("any",),
+    *,
+    model: str,
+    profile: str,
+) -> pd.DataFrame:
+    """The claims table, `claims.COLUMNS`: a row per claim and reading.
+
+    members(claim, reading) lists what is tested, and NotTestable in the place of members that cannot be; it may raise
+    NotTestable for the whole claim. ours, low, high, p and n are those of the member that `decided_by` names, in the
+    claim's unit (a failing one, else an open one, else the one closest to failing); needed: the items that would decide
+    its open members.
+    """
+    table, states = [], {}
+    for claim in claims:
+        for reading in readings(claim):
+            try:
+                if "rule" not in claim:
+                    raise NotTestable(claim["why"])
+                found: Found | NotTestable = members(claim, reading)
+            except NotTestable as reason:
+                found = reason
+            row, known = _row(claim, found)
+            states.setdefault(claim["id"], []).append(known)
+            table.append(row | {"reading": reading})
+    frame = pd.DataFrame(table).reindex(columns=COLUMNS).assign(model=model, profile=profile)
+    return frame.assign(depends_on_reading=frame.claim.map({name: depends(s) for name, s in states.items()}))
+
+
+def depends(states: Sequence[Mapping[str, str]]) -> str:
+    """Does the reading decide? yes: a member holds in one and fails in the other; unclear: it is open in one."""
+    if len(states) < 2 or not all(states):
+        return ""
+    both = [{one[member] for one in states if member in one} for member in states[0]]
+    return "yes" if {"holds", "fails"} in both else "unclear" if any(len(pair) > 1 for pair in both) else "no"

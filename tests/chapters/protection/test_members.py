@@ -1,0 +1,256 @@
+"""The protection claims: synthetic data makes each verdict come out each way."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import synthetic
+
+from kvrepro.chapters.protection import members
+from kvrepro.errors import InputError
+from kvrepro.experiment import claims, data, judge
+
+BOOK = claims.load_claims("protection")
+BY_ID = {claim["id"]: claim for claim in BOOK["claims"]}
+
+
+def states(claim_id: str, results: pd.DataFrame) -> pd.DataFrame:
+    """Judged members of one claim on synthetic results."""
+    judged = judge.judge(BY_ID[claim_id], members.members(BY_ID[claim_id], BOOK["sets"], results))
+    return pd.DataFrame([vars(one) | {"n": one.ours.n} for one in judged])
+
+
+def some(*ids: str) -> dict:
+    """The claims file with a few claims only."""
+    return BOOK | {"claims": [BY_ID[one] for one in ids]}
+
+
+def outcome(claim_id: str, results: pd.DataFrame) -> str:
+    return judge.verdict(states(claim_id, results).state.tolist())
+
+
+def one_reading(f1, **given) -> pd.DataFrame:
+    return synthetic.results(f1, readings=("as_run",), **given)
+
+
+def changed(**where):
+    """The paper's world with one group of conditions set to another mean F1."""
+
+    def f1(cell: dict) -> float:
+        hit = all(
+            np.isclose(cell[name], want) if isinstance(want, float) else cell[name] == want
+            for name, want in where["when"].items()
+        )
+        return where["to"] if hit and cell["policy"] != "full" else synthetic.paper_like(cell)
+
+    return f1
+
+
+# ------------------------------------------------------------------ each way, on data made for it
+
+PAPER = one_reading(synthetic.paper_like, n_items=400)
+
+
+@pytest.mark.parametrize(
+    ("claim_id", "against"),
+    [
+        ("P1", changed(when={"prefix": 0.0, "suffix": 0.0}, to=0.4)),
+        ("P2", changed(when={"prefix": 0.0, "suffix": 0.0}, to=0.6)),
+        ("P3", changed(when={"prefix": 0.0, "suffix": 0.0, "capacity": 512}, to=0.4)),
+        ("P4", changed(when={"prefix": 0.0, "suffix": 0.0}, to=0.85)),
+        ("P5", changed(when={"prefix": 0.0, "suffix": 0.0}, to=0.7)),
+        ("P6", changed(when={"prefix": 0.1, "suffix": 0.1}, to=0.3)),
+        ("P7", changed(when={"policy": "random", "prefix": 0.1}, to=0.3)),
+        ("P8", changed(when={"policy": "streaming_llm"}, to=0.85)),
+        ("P9", changed(when={"policy": "lru", "prefix": 0.1}, to=0.6)),
+        ("P10", changed(when={"policy": "lru", "prefix": 0.1}, to=0.6)),
+        ("P11", changed(when={"policy": "quest", "prefix": 0.1}, to=0.5)),
+        ("P12", changed(when={"policy": "quest", "prefix": 0.1}, to=0.0)),
+        ("P13", changed(when={"policy": "quest", "prefix": 0.1}, to=0.5)),
+        ("P15", changed(when={"prefix": 0.05}, to=0.01)),
+        ("P16", changed(when={"prefix": 0.05}, to=0.85)),
+        ("P17", changed(when={"policy": "lru", "prefix": 0.1, "suffix": 0.1}, to=0.6)),
+        ("P18", changed(when={"policy": "lru", "prefix": 0.1, "suffix": 0.0}, to=0.9)),
+        ("P19", changed(when={"policy": "lru", "suffix": 0.0}, to=0.2)),
+        ("P20", changed(when={"policy": "lru", "prefix": 0.1, "suffix": 0.1}, to=0.4)),
+        ("P21", changed(when={"policy": "lru", "prefix": 0.2, "suffix": 0.0}, to=0.8)),
+        ("P22", changed(when={"policy": "lru", "prefix": 0.0}, to=0.9)),
+        ("P25", changed(when={"policy": "lru", "prefix": 0.0}, to=0.4)),
+        ("P27", changed(when={"prefix": 0.0, "suffix": 0.0, "capacity": 512}, to=0.9)),
+        ("P28", changed(when={"policy": "h2o_faithful"}, to=0.4)),
+        ("P29", changed(when={"policy": "lru", "prefix": 0.1}, to=0.9)),
+        ("P31", changed(when={"suffix_mode": "static"}, to=0.4)),
+    ],
+)
+def test_reproduced_in_the_papers_world_and_not_in_another(claim_id, against):
+    assert outcome(claim_id, PAPER) == "reproduced"
+    assert outcome(claim_id, one_reading(against, n_items=400)) in ("not reproduced", "partly")
+    assert "fails" in states(claim_id, one_reading(against, n_items=400)).state.tolist()
+
+
+@pytest.mark.parametrize(
+    ("claim_id", "columns", "verdict"),
+    [
+        ("P14", {"kept_hash": lambda row: "same"}, "reproduced"),
+        ("P14", {}, "not reproduced"),
+        ("P23", {}, "reproduced"),
+        ("P23", {"repetition_4gram": lambda row: 0.1}, "not reproduced"),
+        ("P24", {}, "reproduced"),
+        ("P24", {"n_generated": lambda row: 12}, "not reproduced"),
+        ("P26", {"token_f1": lambda row: float(row["prefix"] > 0 or row["policy"] == "full")}, "reproduced"),
+        ("P26", {"token_f1": lambda row: 0.5}, "not reproduced"),
+        ("P32", {}, "reproduced"),
+        ("P32", {"policy_calls": lambda row: 1}, "not reproduced"),
+        ("P37", {}, "reproduced"),
+        ("P37", {"rouge_l": lambda row: 1 - row["token_f1"]}, "not reproduced"),
+    ],
+)
+def test_other_measures_each_way(claim_id, columns, verdict):
+    assert outcome(claim_id, one_reading(synthetic.paper_like, n_items=80, **columns)) == verdict
+
+
+@pytest.mark.parametrize("claim_id", ["P33", "P34"])
+def test_context_scaling_each_way(claim_id):
+    def worse(cell: dict) -> float:
+        return 0.9 if cell["policy"] == "full" else 0.05 if cell["prefix"] else 0.3
+
+    assert outcome(claim_id, synthetic.scaling(readings=("as_run",))) == "reproduced"
+    assert outcome(claim_id, synthetic.scaling(worse, readings=("as_run",))) == "not reproduced"
+
+
+def test_sink_claims_each_way():
+    assert outcome("P35", synthetic.attention(sink=0.3)) == "reproduced"
+    flat = synthetic.attention(sink=0.15).assign(mass=lambda f: f.mass.where(f.region != "prefix", 0.5))
+    assert outcome("P35", flat) == "not reproduced"
+    with pytest.raises(judge.NotTestable, match="gives position 0 less than a tenth"):
+        states("P35", synthetic.attention(sink=0.01))
+
+
+def test_few_items_leave_a_claim_open():
+    noisy = one_reading(synthetic.paper_like, n_items=6, noise=0.5)
+    assert set(states("P10", noisy).state) == {"open"}
+    assert outcome("P10", noisy) == "inconclusive"
+
+
+def test_a_model_that_cannot_answer_tests_nothing():
+    quality = members.evaluate(one_reading(lambda cell: 0.0, n_items=6, noise=0.0), some("P1", "P4", "P6", "P9", "P22"))
+    assert (quality.verdict == "not testable here").all()
+    assert quality.note.str.contains("full cache itself|an interval needs").all()
+
+
+def test_a_failure_is_called_a_failure_and_moves_no_other_condition():
+    broken = one_reading(synthetic.paper_like, n_items=20)
+    lost = broken.policy == "quest"
+    broken.loc[lost, "token_f1"], broken.loc[lost, "error"] = np.nan, "ValueError: no such score"
+    table = members.evaluate(broken, some("P4", "P15")).set_index("claim")
+    whole = members.evaluate(one_reading(synthetic.paper_like, n_items=20), some("P4", "P15")).set_index("claim")
+    assert table.members["P4"].startswith("18 holds, 3 not testable (all 20 items failed (ValueError: no such score)")
+    assert table.ours["P15"] == whole.ours["P15"]
+    broken["token_f1"], broken["error"] = np.nan, "ValueError: no such score"
+    table = members.evaluate(broken, some("P4", "P15"))
+    assert set(table.verdict) == {"not testable here"}
+    assert table.note.str.contains("all 20 items of the full cache failed: ValueError: no such score").all()
+
+
+def test_one_capacity_is_not_compared_with_itself():
+    single = one_reading(synthetic.paper_like, n_items=20, capacities=(256,))
+    table = members.evaluate(single, some("P3", "P27"))
+    assert set(table.verdict) == {"not testable here"}
+    assert table.note.str.contains("two capacities are needed, 256 alone was run").all()
+
+
+def test_the_sign_test_over_domains_enters_its_verdict():
+    few = one_reading(synthetic.paper_like, n_items=120)
+    assert outcome("P22", few) == "reproduced"
+    four = few[few.task.isin(["domain-0", "domain-1", "domain-2", "domain-3"])]  # four signs cannot reach 5%
+    assert set(states("P22", four).state) == {"open"}
+
+
+def test_missing_conditions_are_named_not_guessed():
+    table = members.evaluate(one_reading(synthetic.paper_like, n_items=6), some("P30", "P33")).set_index("claim")
+    assert table.verdict["P30"] == "not testable here"
+    assert "not among the policies" in table.note["P30"]
+    assert table.note["P33"]
+    assert table.verdict["P33"] == "not testable here"
+
+
+def test_fewer_than_six_items_are_not_judged():
+    few = members.evaluate(one_reading(synthetic.paper_like, n_items=5), some("P1", "P4"))
+    assert set(few.verdict) == {"not testable here"}
+    assert few.note.str.contains("5 items: an interval needs at least 6").all()
+
+
+def test_a_failed_item_leaves_the_pair_not_the_table():
+    broken = PAPER.copy()
+    broken.loc[(broken["item"] == "item-000") & (broken.policy == "lru"), ["token_f1", "repetition_4gram"]] = np.nan
+    found = states("P15", broken)
+    assert found.n.tolist() == [399]
+    assert found.state.tolist() == ["holds"]
+
+
+def test_the_rest_after_the_first_word():
+    rows = pd.DataFrame(
+        {
+            "prediction": ["cyan bellows", "cyan gloves", "red", "a b c", None],
+            "answer": ["cyan gloves"] * 2 + ["red"] + ["b c"] * 2,
+        }
+    )
+    found = members.rest_of(rows)
+    assert found.first_right.tolist()[:2] == [1, 1]
+    assert found.rest_f1.tolist()[:2] == [0, 1]
+    assert found.first_right[3] == 0
+    assert found.rest_f1[3] == pytest.approx(2 / 3)
+    assert found.rest_f1[[2, 4]].isna().all()  # one word, and a failed item
+
+
+def test_two_rows_of_one_condition_raise():
+    with pytest.raises(InputError, match="one per item is needed"):
+        states("P15", pd.concat([PAPER, PAPER]))
+
+
+def test_the_reading_decides_when_members_turn_over():
+    def f1(cell):
+        unprotected = not (cell["prefix"] or cell["suffix"]) and cell["policy"] != "full"
+        return 0.7 if unprotected and cell["reading"] == "as_described" else synthetic.paper_like(cell)
+
+    table = members.evaluate(
+        synthetic.results(f1, n_items=80),
+        some("P1", "P2", "P6", "P33", "P35", "P38"),
+        scaling=synthetic.scaling(),
+        attention=synthetic.attention(),
+    )
+    assert list(table.columns[:12]) == claims.COLUMNS[:12]
+    by = table.set_index(["claim", "reading"])
+    assert by.verdict["P1", "as_run"] == "reproduced"
+    assert by.verdict["P1", "as_described"] == "not reproduced"
+    assert by.depends_on_reading["P1", "as_run"] == "yes"
+    assert by.depends_on_reading["P6", "as_run"] == "no"
+    assert by.depends_on_reading["P38", "any"] == ""
+    text = claims.summary(table)
+    assert "P1, without protection each of the seven policies" in text
+    assert "*reproduced* as run, *not reproduced* as described" in text
+    assert len(claims.table(table, ["collapse"])) == 4
+    assert by.verdict["P33", "as_run"] == by.verdict["P35", "any"] == "reproduced"
+
+
+def test_results_without_conditions_raise():
+    with pytest.raises(InputError, match="no condition but the full cache"):
+        members.evaluate(PAPER[PAPER.policy == "full"], BOOK)
+
+
+# ---------------------------------------------------------- the paper's own items, where the artifact is at hand
+
+
+def test_the_artifacts_own_rows_give_the_papers_verdicts():
+    folders = filter(None, os.environ.get("KVREPRO_DATA", "").split(os.pathsep))
+    if not any((Path(one) / "artifact" / "results").is_dir() for one in folders):
+        pytest.skip("KVREPRO_DATA names no folder with the artifact")
+    rows = pd.concat([data.artifact_results(part) for part in ("ablation/", "confound", "protection-sweep/")])
+    rows = rows[rows.policy.isin(["full", "lru"]) & (rows.capacity.isna() | rows.capacity.isin([128, 256, 512]))]
+    table = members.evaluate(rows, some("P1", "P4", "P15", "P16", "P17", "P22", "P24", "P25", "P32")).set_index("claim")
+    assert (table.verdict.drop("P32") == "reproduced").all()
+    assert table.verdict["P32"] == "not reproduced"  # two thirds of the outputs end before the second reduction
+    assert table.ours["P4"] == pytest.approx(0.271, abs=1e-3)  # printed from rounded means
+    assert table.ours["P16"] == pytest.approx(0.035, abs=5e-4)

@@ -11,7 +11,8 @@ import torch
 from kvrepro.chapters.dropkv_bound import quality
 from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data
+from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import data
 
 
 def rows(n: int = 8) -> pd.DataFrame:

@@ -17,7 +17,8 @@ from kvrepro.chapters.dropkv_bound import study as runs
 from kvrepro.chapters.dropkv_bound.study import Settings, Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, models
+from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import data, models
 
 SMALL = Settings(pools=(0.9, 24), positions=1, ks=(10, 18), per_cell=6, shares=(0.2, 0.5), window=4, kernel=3, steps=3)
 

@@ -8,8 +8,8 @@ import pytest
 from scipy.stats import spearmanr
 
 from kvrepro.chapters.leakage import experiment, study
-from kvrepro.experiment import claims
-from kvrepro.experiment.claims import Missing
+from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment.claims_before import Missing
 
 
 def frame(

@@ -101,6 +101,7 @@ def ragged_decode(
     segment. kv_heads: needed without a tail. scale: of the logits, by default dim**-0.5. emit: any of "mean" and "max"
     over the group. out: tensors to write into. tuning: overrides of `ragged_decode_tuning`.
     Raises ValueError for tensors that do not fit each other, unknown names and CPU tensors uninterpreted.
+    Long, because two launches name everything that their kernels are given.
     """
     if tail_keys is None and kv_heads is None:
         raise ValueError("give a tail or kv_heads: without both, the number of KV heads is unknown")

@@ -13,6 +13,7 @@ def attend_split(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Attention to one split of the keys. Long, because its running sums stay in registers."""
     head_row = tl.program_id(1).to(tl.int64)  # batch row * kv_heads + KV head
     batch, head = head_row // kv_heads, head_row % kv_heads
     row = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R], query head in the group * window + query

@@ -100,6 +100,7 @@ def window_scores(
     dead slots in front). norms: [batch, kv_heads, tokens] for the indicator "value", by default ||v||.
     out: contiguous float32 tensor to write into. tuning: overrides of `window_scores_tuning`.
     Raises ValueError for tensors that do not fit each other, unknown names and CPU tensors uninterpreted.
+    Long, because the launch names everything that the kernel is given.
     """
     _check(query, keys, lse, outputs, indicator, aggregate, reduction, norms)
     firsts, edge, starts = window_rows(query, keys, values, first, starts)

@@ -89,6 +89,7 @@ def score_tokens(
     CHUNKS: tl.constexpr, INDICATOR: tl.constexpr, AGGREGATE: tl.constexpr, REDUCTION: tl.constexpr,
     GIVEN_NORMS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Scores of a stretch of one KV head's tokens. Long, because what is loaded once stays in registers."""
     head_row = tl.program_id(1).to(tl.int64)  # batch row * kv_heads + KV head
     batch, head = head_row // kv_heads, head_row % kv_heads
     first = edge

@@ -18,7 +18,7 @@ def checks(date: str, tokens: int = 8192) -> Iterator[Row]:
     """Errors against float64 on fresh random inputs, ||ours - truth|| / ||truth||, and kept sets against the truth's.
 
     `differ` counts kept tokens that the truth drops, of `kept`; `not_ties` those of them whose true score lies more
-    than 1e-5 of it below the last kept one.
+    than 1e-5 of it below the last kept one. Long, because each kernel has its inputs and its truth written out.
     """
     heads, kv_heads, dim = LLAMA
 

@@ -1,7 +1,6 @@
 """The examples of CONTRIBUTING.md are executed as they stand there."""
 
 import importlib.util
-import os
 import re
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ def imported(path: Path) -> dict[str, object]:
 
 
 def test_every_kind_of_addition_has_an_example():
-    kinds = {"policy", "kernel"}
+    kinds = {"policy", "kernel", "claim"}
     assert {f"Add a {kind}" for kind in kinds} <= set(EXAMPLES)
 
 
@@ -34,15 +33,14 @@ def test_the_examples_of_a_section_run_one_after_another(title, tmp_path, monkey
         pytest.importorskip("triton", reason="triton is packaged for Linux only")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    for code in re.findall(r"```python\n(.*?)```", SECTIONS[title], flags=re.S):
-        file = re.match(r"# ([\w/]+\.py)\n", code)
-        if file is None:
+    for language, code in re.findall(r"```(python|yaml)\n(.*?)```", SECTIONS[title], flags=re.S):
+        if file := re.match(r"# ([\w/]+\.\w+)\n", code):
+            path = tmp_path / file[1]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(code)
+            names |= imported(path) if language == "python" else {}
+        else:
             exec(compile(code, f"CONTRIBUTING.md, {title}", "exec"), names)
-            continue
-        path = tmp_path / file[1]
-        os.makedirs(path.parent, exist_ok=True)
-        path.write_text(code)
-        names |= imported(path)
 
 
 def test_files_and_folders_that_it_names_exist():

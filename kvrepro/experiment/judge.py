@@ -226,11 +226,11 @@ def _exact(rule: Mapping, label: str, cases: pd.Series) -> Judged:
     if known.empty:
         raise NotTestable(f"no case of {label} has a value")
     distance = known.map(lambda v: _against(rule, Estimate(v, v, v, 1)))
-    worst = known.loc[[distance.idxmax()]].iloc[0] if known.index.is_unique else known.iloc[int(distance.argmax())]
     wrong = known[[state_of(rule, v, v) != "holds" for v in known]]
-    name = known.index[int(distance.argmax())]
+    at = int(distance.argmax())
+    worst, name = known.iloc[at], known.index[at]
     shown = ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
-    said = f"{label}: {len(wrong)} of {len(known)} cases, as {shown}" if len(wrong) else label
+    said = f"{label}: {len(wrong)} of {len(known)} cases, worst at {shown}" if len(wrong) else label
     ours = Estimate(float(worst), float(worst), float(worst), len(known))
     return Judged(label, "fails" if len(wrong) else "holds", ours, decided_by=said, against=float(distance.max()))
 
@@ -270,9 +270,9 @@ def judge(claim: Mapping, members: Sequence[Member]) -> list[Judged]:
     """State of every member of a claim. Members of which nothing is known to judge by raise NotTestable."""
     rule, judged = claim["rule"], []
     for m in members:
-        if claim.get("exact", False):
-            if not isinstance(m.what, Facts):
-                raise InputError(f"claim {claim['id']} is exact: member {m.label} has to list its cases")
+        if claim.get("exact") and not isinstance(m.what, Facts):
+            raise InputError(f"claim {claim['id']} is exact: member {m.label} has to list its cases")
+        if isinstance(m.what, Facts):
             judged.append(_exact(rule, m.label, m.what.cases))
         elif isinstance(m.what, Mapping):
             judged.append(_several(rule, m))
@@ -320,7 +320,7 @@ def rule_text(claim: Mapping) -> str:
         return ""
     [(kind, bound)] = claim["rule"].items()
     percent = claim.get("unit") == "%"
-    said = [f"{100 * b if percent else b:.4g}{'%' if percent else ''}" for b in np.atleast_1d(bound)]
+    said = [f"{100 * b if percent else b:.6g}{'%' if percent else ''}" for b in np.atleast_1d(bound)]
     text = (
         f"{said[0]} to {said[1]}" if kind == "between" and said[0] != said[1] else RULES.get(kind, "{}").format(*said)
     )

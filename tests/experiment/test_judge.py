@@ -136,7 +136,7 @@ def test_one_counterexample_refutes_an_exact_claim_and_is_named():
     cases.iloc[17] = 0.0
     refuted = table({"at_least": 1}, [Member("repack", Facts(cases))], **exact)
     assert refuted.verdict == "not reproduced"
-    assert refuted.decided_by == "repack: 1 of 1000 cases, as prompt 17"
+    assert refuted.decided_by == "repack: 1 of 1000 cases, worst at prompt 17"
     assert refuted.ours == 0.0
     assert refuted.rule == "at least 1, in every case"
 

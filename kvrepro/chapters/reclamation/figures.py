@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import stats
 from kvrepro.experiment.figure import STYLE, WIDTH
 
 LAYOUTS = {"none": "no compaction", "repack": "repack", "fill": "hole filling", "emptiest": "hole filling, emptiest"}
@@ -41,7 +41,7 @@ def _done(figure: Figure) -> Figure:
 
 def _mean(values: pd.Series) -> tuple[float, float, float]:
     """Mean and 95% interval over rows; without one where too few."""
-    return claims.estimate(values.dropna().to_frame("a"), "mean")
+    return stats.interval(values).triple
 
 
 def _point(axes: Axes, at: float, values: pd.Series, layout: str, along: str = "y", **style) -> None:

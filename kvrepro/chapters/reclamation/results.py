@@ -6,43 +6,41 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.reclamation.study import LAYOUTS, POLICIES, bandwidths, gpu_passes
-from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import claims, judge
+from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
+
+CASES = ("item", "policy", "granularity", "shared", "pattern", "check", "tokens", "repeat", "draw")  # name a row
 
 
 def verdicts(tables: Mapping[str, pd.DataFrame], model: str, profile: str) -> pd.DataFrame:
-    """Verdict of every claim of data/claims/reclamation.yml, in the columns of `kvrepro.experiment.claims`.
+    """Verdict of every claim of data/claims/reclamation.yml (`judge.verdicts`).
 
     tables: the studies by the name under which the claims ask for them. A study that was not run is said so.
     """
-    rows = [claims.claim_row(claim, _members(claim, tables)) for claim in claims.load_claims("reclamation")["claims"]]
-    frame = pd.DataFrame(rows).reindex(columns=claims.COLUMNS + claims.EXTRA)
-    frame.loc[(frame.ours == frame.low) & (frame.ours == frame.high), "test"] = "exact"
-    return frame.assign(reading="any", model=model, profile=profile)
+    book = claims.load_claims("reclamation")
+    return judge.verdicts(book["claims"], lambda claim, _: members(claim, tables), model=model, profile=profile)
 
 
-def _members(claim: Mapping, tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame | str:
-    """One row per member: member, value, low, high, n, p, state; or the reason why there is none."""
-    if claim["contrast"] == "none":
-        return claim["why"]
-    table = tables.get(claim["study"])
-    if table is None:
-        return f"the study {claim['study']!r} was not run"
-    found = []
+def members(claim: Mapping, tables: Mapping[str, pd.DataFrame]) -> list[Member]:
+    """Of an exact claim every row, named by what tells rows apart; of others the rows of a prompt as one cluster."""
+    if claim["study"] not in tables:
+        raise NotTestable(f"the study {claim['study']!r} was not run")
+    table, found = tables[claim["study"]], []
     for member in claim.get("members", [{"label": "all"}]):
         where = {**claim.get("where", {}), **member.get("where", {})}
         rows = table[np.logical_and.reduce([table[c] == v for c, v in where.items()])] if where else table
         rows = rows.dropna(subset=[column := member.get("column", claim.get("column"))])
         if rows.empty:
-            return f"no row of {claim['study']!r} has " + ", ".join(f"{c} {v}" for c, v in where.items())
-        sampled = "item" in rows  # rows of one prompt are not independent: each prompt counts once
-        values = (rows.groupby("item")[column].mean() if sampled else rows[column]).astype(float)
-        constant = bool((values == values.iloc[0]).all()) and len(values) >= claims.MIN_ITEMS  # nothing to resample
-        exact = constant or (len(values) == 1 and not sampled)
-        value, low, high = [values.iloc[0]] * 3 if exact else claims.estimate(values.to_frame("a"), "mean")
-        state = claims.judge(claim["rule"], value, low, high, None)
-        found.append({"member": member["label"], "value": value, "low": low, "high": high, "n": len(values),
-                      "p": np.nan, "state": state})  # fmt: skip
-    return pd.DataFrame(found)
+            raise NotTestable(f"no row of {claim['study']!r} has " + ", ".join(f"{c} {v}" for c, v in where.items()))
+        values = rows[column].astype(float)
+        if claim.get("exact") or member.get("exact"):
+            named = rows[[name for name in CASES if name in rows]]
+            texts = [", ".join(f"{name} {value}" for name, value in row.items()) for row in named.to_dict("records")]
+            found.append(Member(member["label"], Facts(values.set_axis(texts))))
+        else:
+            clusters = rows.get("item")
+            found.append(Member(member["label"], Sample(values.to_frame("a"), clusters=clusters, bounds=None)))
+    return found
 
 
 def acceptance(rows: pd.DataFrame) -> pd.DataFrame:
@@ -78,11 +76,9 @@ def identical(rows: pd.DataFrame) -> pd.DataFrame:
 
 def numbers(frame: pd.DataFrame, tables: Mapping[str, pd.DataFrame]) -> dict[str, str]:
     """What the prose may quote, as text: `<claim>` and `<claim>-verdict` of each claim, and the chapter's findings."""
-    found = {row.claim: claims.shown(row, with_unit=True) or "no value" for row in frame.itertuples()}
-    found |= {f"{row.claim}-verdict": row.verdict for row in frame.itertuples()}
+    found = claims.quoted(frame)
     synthetic, arising, identity = tables["synthetic"], tables["arising"], tables["identity"]
     traffic, passes = tables["traffic"], tables["passes"]
-    found["claims"] = str(len(frame))
     found["block-size"] = f"{synthetic.block_size.iloc[0]}"
     found["lot"] = _percent(synthetic[synthetic.pattern == "random 10%"].share_plain, 1)
     heads = synthetic[synthetic.pattern == "random 10% per head, 8 heads"]

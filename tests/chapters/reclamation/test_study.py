@@ -348,18 +348,25 @@ def test_a_wrong_number_is_not_reproduced():
     assert (frame.verdict["R2b"], frame.ours["R2b"]) == ("not reproduced", 4)
 
 
-def test_each_prompt_counts_once_and_too_few_are_not_judged():
+def test_one_counterexample_refutes_an_identity_and_is_named():
     rows = pd.DataFrame({"item": np.repeat([f"p{i}" for i in range(7)], 4), "layout": ["repack", "fill"] * 14})
     rows = rows.assign(as_predicted=1.0, shared=[False, False, True, True] * 7, identical=1.0, shared_slots_touched=0)
-    for n, verdict in ((7, "reproduced"), (5, "not testable here"), (1, "not testable here")):
-        frame = results.verdicts({"identity": rows[: 4 * n]}, "none", "quick").set_index("claim")
-        assert frame.verdict[["R6", "R6b", "R6c"]].tolist() == [verdict] * 3
-        assert frame.n["R6b"] == n
-    rows.loc[0, "as_predicted"] = 0.5
     frame = results.verdicts({"identity": rows}, "none", "quick").set_index("claim")
-    assert (frame.verdict["R6"], frame.members["R6"]) == ("partly", "1 holds, 1 undecided")
-    rows.loc[rows.layout == "repack", "as_predicted"] = 0.5
-    assert results.verdicts({"identity": rows}, "none", "quick").set_index("claim").verdict["R6"] == "partly"
+    assert frame.verdict[["R6", "R6b", "R6c"]].tolist() == ["reproduced"] * 3
+    assert frame.n["R6"] == 14
+    rows.loc[(rows["item"] == "p3") & (rows.layout == "repack"), "as_predicted"] = 0.5
+    frame = results.verdicts({"identity": rows}, "none", "quick").set_index("claim")
+    assert (frame.verdict["R6"], frame.members["R6"]) == ("partly", "1 holds, 1 fails")
+    assert frame.decided_by["R6"].startswith("repack: 2 of 14 cases, worst at item p3")
+
+
+def test_each_prompt_counts_once_and_too_few_are_not_judged():
+    rows = pd.DataFrame({"item": np.repeat([f"p{i}" for i in range(7)], 4), "layout": ["repack", "fill"] * 14})
+    rows = rows.assign(every=1, added=np.linspace(0.2, 0.3, 28))
+    for n, verdict in ((7, "reproduced"), (5, "not testable here")):
+        frame = results.verdicts({"latency": rows[: 4 * n]}, "none", "quick").set_index("claim")
+        assert frame.verdict["R6f"] == verdict
+    assert frame.note["R6f"] == "5 items: an interval needs at least 6"
 
 
 def test_the_example_is_not_testable_with_other_blocks():

@@ -1,0 +1,117 @@
+"""Paged moves against their reference, in place."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="triton is packaged for Linux only")
+
+from kvrepro_kernels.paging import fill_holes, moved_reference, repack
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+def pool(
+    requests: int, blocks_each: int, block: int = 4, spare: int = 3, dim: int = 8, dtype=torch.float32, seed: int = 0
+):
+    """Two pools of which every request owns `blocks_each` blocks in random order, and the block table."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (requests * blocks_each + spare, block, 2, dim)
+    keys, values = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    table = torch.randperm(shape[0], generator=generator)[: requests * blocks_each].view(requests, blocks_each)
+    return keys, values, table.int().to(DEVICE)
+
+
+def kept_slots(counts: list[int], slots: int, seed: int = 0) -> torch.Tensor:
+    """Random ascending slots, counts[r] of them in row r, -1 behind."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.full((len(counts), max(counts)), -1)
+    for row, count in zip(rows, counts, strict=True):
+        row[:count] = torch.randperm(slots, generator=generator)[:count].sort().values
+    return rows.to(DEVICE)
+
+
+def filled(kept: torch.Tensor) -> torch.Tensor:
+    """Sources of hole filling, slot by slot."""
+    source = torch.full_like(kept, -1)
+    for r, slots in enumerate(kept.tolist()):
+        slots = [j for j in slots if j >= 0]
+        movers = iter([j for j in slots if j >= len(slots)])
+        for i in range(len(slots)):
+            source[r, i] = i if i in slots else next(movers)
+    return source
+
+
+@pytest.mark.parametrize("move", [repack, fill_holes])
+@pytest.mark.parametrize(
+    ("blocks", "counts"), [(1, [1, 4]), (8, [0, 32]), (9, [17, 35]), (80, [111, 319]), (80, [1, 2])]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_paged_moves_equal_the_reference(move, blocks: int, counts: list[int], dtype: torch.dtype):
+    keys, values, table = pool(2, blocks, dtype=dtype)
+    kept = kept_slots(counts, blocks * 4, seed=sum(counts))
+    wanted = kept if move is repack else filled(kept)
+    expected = [moved_reference(x, table, wanted) for x in (keys, values)]
+    source = move(keys, values, table, kept)
+    assert torch.equal(source, wanted)
+    assert torch.equal(keys, expected[0])  # also the blocks that no request owns, and the slots behind the survivors
+    assert torch.equal(values, expected[1])
+
+
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_any_paged_move(data: st.DataObject):
+    requests, blocks, block = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12)), data.draw(st.integers(1, 5))
+    counts = [data.draw(st.integers(0, blocks * block)) for _ in range(requests)]
+    seed = data.draw(st.integers(0, 1000))
+    keys, values, table = pool(requests, blocks, block, seed=seed)
+    kept = kept_slots(counts, blocks * block, seed)
+    if not kept.numel():
+        return
+    source = filled(kept)
+    for row, slots, count in zip(source.tolist(), kept.tolist(), counts, strict=True):
+        assert sorted(row) == sorted(slots)  # the same survivors
+        assert all(j == i for i, j in enumerate(row[:count]) if i in slots)  # who may stay stays
+    for move, wanted in ((repack, kept), (fill_holes, source)):
+        mine = [x.clone() for x in (keys, values)]
+        assert torch.equal(move(*mine, table, kept, tuning=dict(block_i=4, block_c=8)), wanted)
+        assert torch.equal(mine[0], moved_reference(keys, table, wanted))
+        assert torch.equal(mine[1], moved_reference(values, table, wanted))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no order between programs")
+def test_in_place_moves_do_not_race():
+    """Long walks in which nearly every row overwrites another one's source, again and again."""
+    keys, values, table = pool(4, 2048, 16, dim=64)
+    for seed in range(5):
+        kept = kept_slots([32000, 30000, 20000, 3], 32768, seed)
+        wanted = table.gather(1, (kept.clamp(min=0) // 16)).long() * 16 + kept.clamp(min=0) % 16
+        slots = torch.arange(kept.shape[1], device=DEVICE)
+        target = table[:, slots // 16].long() * 16 + slots % 16
+        expected = keys.clone().flatten(0, 1)
+        expected[target[kept >= 0]] = keys.flatten(0, 1)[wanted[kept >= 0]]
+        repack(keys, values, table, kept)
+        assert torch.equal(keys.flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda k, v, t, s: (k, v[1:], t, s), "must both be"),
+        (lambda k, v, t, s: (k.mT, v.mT, t, s), "contiguous"),
+        (lambda k, v, t, s: (k, v, t.long(), s), "table must be int32"),
+        (lambda k, v, t, s: (k, v, t, s.float()), "kept must be int32"),
+        (lambda k, v, t, s: (k, v, t, s + 9), "do not lie in -1 to 31"),
+        (lambda k, v, t, s: (k, v, t, s.flip(1)), "must ascend"),
+        (lambda k, v, t, s: (k, v, t + 9, s), "table's blocks"),
+    ],
+)
+@pytest.mark.parametrize("move", [repack, fill_holes])
+def test_bad_paged_input_is_one_line(move, change, message):
+    keys, values, table = pool(2, 8)
+    with pytest.raises(ValueError, match=message) as error:
+        move(*change(keys, values, table, kept_slots([5, 31], 32)))
+    assert "\n" not in str(error.value)

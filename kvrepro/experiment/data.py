@@ -50,9 +50,13 @@ def load_items(items: str, n_items: int | None = None, seed: int = 0, tokens: in
         return _balanced(_longbench(), n_items, seed, items)
     if items.endswith(".jsonl"):
         path = Path(items).expanduser()
-        found = path if path.is_file() else ROOT / path  # notebooks run in a folder of their own
-        return _balanced(_read_jsonl(found if found.is_file() else path), n_items, seed, items)
+        return _balanced(_read_jsonl(found(path) or path), n_items, seed, items)
     raise InputError(f"unknown items '{items}': use tinyworld, tinyworld:TASK, longbench, or the path of a .jsonl file")
+
+
+def found(path: str | Path) -> Path | None:
+    """The file of that name, here or in the project: notebooks run in a folder of their own."""
+    return next((place / path for place in (Path(), ROOT) if str(path) and (place / path).is_file()), None)
 
 
 def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[Item]:
@@ -187,11 +191,7 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     if not any(message["content"].strip() for message in messages):
         raise InputError(f"item {item.id} is empty: its messages hold no text")
     if item.context is not None:
-        empty_user = _render(tokenizer, ({"role": "system", "content": SYSTEM}, {"role": "user", "content": ""}))
-        parts = (empty_user, f"\n\nQuestion: {item.question}", "Passage: ")
-        budget = limit - sum(len(_encode(tokenizer, part)) for part in parts)
-        if budget < 1:
-            raise InputError(f"item {item.id}: limit {limit} leaves {budget} tokens for the passage: raise the limit")
+        budget = _passage_budget(item, tokenizer, limit)
         context = _encode(tokenizer, item.context)
         if len(context) > budget:
             messages, spans = _passage_messages(tokenizer.decode(context[-budget:]), item.question or "")
@@ -207,6 +207,22 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     _ensure_known(tokenizer, text, ids, offsets, contents)
     found = _positions(starts, spans, offsets[:limit])
     return Prompt(ids[:limit], found, _turns(tokenizer, text, messages, offsets[:limit]))
+
+
+def tokens_cut(item: Item, tokenizer: Any, limit: int) -> int:
+    """Tokens that `build_prompt` takes from the item's passage to meet `limit`."""
+    if item.context is None:
+        return 0
+    return max(0, len(_encode(tokenizer, item.context)) - _passage_budget(item, tokenizer, limit))
+
+
+def _passage_budget(item: Item, tokenizer: Any, limit: int) -> int:
+    empty_user = _render(tokenizer, ({"role": "system", "content": SYSTEM}, {"role": "user", "content": ""}))
+    parts = (empty_user, f"\n\nQuestion: {item.question}", "Passage: ")
+    budget = limit - sum(len(_encode(tokenizer, part)) for part in parts)
+    if budget < 1:
+        raise InputError(f"item {item.id}: limit {limit} leaves {budget} tokens for the passage: raise the limit")
+    return budget
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -1,232 +1,162 @@
-"""One call per experiment: items x conditions -> results rows, stored as they arrive."""
+"""One call for every study of every chapter: declare it, and `run` gives its rows.
 
-import datetime
-import json
+    rows = run(Answers("mine", "main", items, conditions, max_new_tokens=32), loaded, Settings())
+
+`Answers`: what the model says, items x conditions, a row for each. `PerItem`: whatever else is computed per item, as
+tables. What is computed is stored at once, whole or not at all; what is stored with the same inputs and code is not
+computed again; what fails costs its own row; items are shared among worker processes.
+"""
+
+import os
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
 
 import pandas as pd
-from tqdm import tqdm
 
-from kvrepro.engine import generate as engine
-from kvrepro.engine import policy
-from kvrepro.engine.condition import Condition, Generation
+from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, measure, models, store
-from kvrepro.experiment.data import Prompt
+from kvrepro.experiment.answers import AnswersPlan
 from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.per_item import PerItemPlan
+from kvrepro.experiment.plan import Plan
+from kvrepro.experiment.progress import Progress, clock
+from kvrepro.experiment.workers import Pool, default_workers
 from kvrepro.item import Item
 from kvrepro.paths import ROOT
 
-PAPER_TOKENS = 2048  # prompt and answer together, protection paper's harness
+Result = TypeVar("Result", pd.DataFrame, dict[str, pd.DataFrame])
+PROFILES = ("quick", "full")
+MOST_FAILED = 0.1  # share of a study's results that may fail before the study as a whole counts as failed
+POOL_FROM = 20.0  # seconds of work from which worker processes, which load the model each, are worth starting
 
 
-def run(
-    chapter: str,
-    loaded: Loaded,
-    items: Sequence[Item],
-    conditions: Sequence[Condition],
-    *,
-    name: str,
-    max_new_tokens: int = 128,
-    limit: int | None = None,
-    results: str | Path = "data/results",
-    profile: str = "quick",
-    seed: int = 0,
-    batch_rows: int = 64,
-    progress: bool = True,
-) -> pd.DataFrame:
-    """A frame with one row per (item, condition), columns as in `kvrepro.experiment.store.SCHEMA`.
+class StudyFailed(RuntimeError):
+    """More than a tenth of a study's results failed; those that did not are stored."""
 
-    Rows are written to `results`/`chapter`/`name`.parquet group by group (a relative `results` counts from the
-    project's root); those already there with the same configuration, model, prompt and engine source are not computed
-    again. An item that fails gives rows with `error` and null measures, and the run goes on. `limit`: see
-    `prompt_limit`. `profile` and `seed` (of the items) are only noted. Raises InputError, before anything is
-    computed, for whatever `check` finds.
+
+@dataclass(frozen=True)
+class Settings:
+    """How studies are run, whatever they are. Raises InputError for values of another kind."""
+
+    results: str | Path = "data/results"  # a folder; a relative one counts from the project's
+    profile: str = "quick"  # noted in rows; or "full"
+    seed: int = 0  # of the items; noted in rows
+    workers: int | None = None  # processes, one thread or one GPU each; None: as many as there are cores or GPUs
+    backend: str = "torch"  # or "triton", on a GPU
+    batch_rows: int = 64  # rows that decode together
+    progress: bool = True
+    dry_run: bool = False  # print what a study would take, and compute nothing
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.results, str | Path):
+            raise InputError(f"results is {self.results!r}: give the name of a folder")
+        if self.profile not in PROFILES:
+            raise InputError(f"unknown profile {self.profile!r}: choose {' or '.join(PROFILES)}")
+        for name in ("seed", "batch_rows", "workers"):
+            value = getattr(self, name)
+            if type(value) is not int and not (name == "workers" and value is None):
+                raise InputError(f"{name} is {value!r}: give a whole number")
+        if self.batch_rows < 1 or (self.workers is not None and self.workers < 1):
+            raise InputError(f"batch_rows {self.batch_rows}, workers {self.workers}: both must be at least 1")
+
+    @property
+    def folder(self) -> Path:
+        """Where results lie."""
+        return ROOT / self.results
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Generations of every condition from every item: a row each, columns as in `kvrepro.experiment.store.SCHEMA`."""
+
+    chapter: str
+    name: str
+    items: Sequence[Item]
+    conditions: Sequence[Condition]
+    max_new_tokens: int = 128
+    limit: int | None = None  # tokens of a prompt; longer passages are cut; None: what the model's context leaves
+    prompt: Callable[[Loaded, Item], Prompt] | None = None  # instead of the item's messages as they are
+    note: Callable[[Item, Prompt, Generation], dict] | None = None  # more of each row, as JSON; sees the kept sets
+    gaps: bool = False  # a condition that an item cannot meet is a row with an error; otherwise it is refused
+    together: int = 1  # neighbouring items that share a prefix
+
+    plan = AnswersPlan
+
+
+@dataclass(frozen=True)
+class PerItem(Generic[Result]):
+    """`compute(loaded, item, **parameters)` of every item: a table, or several by name.
+
+    Of several items equal tables are joined; columns `item` and `task` are added where the tables lack them. A result
+    depends on the item, the parameters, the checkpoint and the code that `compute` reaches. Policies must be among the
+    parameters, as conditions or by name: the catalogue itself is no part of that code.
+    """
+
+    chapter: str
+    name: str
+    items: Sequence[Item] | Mapping[str, Any]  # items, or anything else by its name
+    compute: Callable[..., Result]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    alone: bool = False  # measures time: one item after the other, in this process
+
+    plan = PerItemPlan
+
+
+@overload
+def run(study: Answers, loaded: Loaded, settings: Settings = Settings()) -> pd.DataFrame: ...
+@overload
+def run(study: PerItem[Result], loaded: Loaded | None, settings: Settings = Settings()) -> Result: ...
+def run(study: Any, loaded: Any, settings: Settings = Settings()) -> Any:
+    """The results of a study; those that are stored are read, the others computed and stored.
+
+    A result that failed is tried again by the next run. What failed is in `attrs["failed"]` of the frame, as text, and
+    in one printed line. Raises InputError, before anything is computed, for what can be known by then; StudyFailed,
+    when everything else is stored, where more than a tenth failed.
     """
     started = time.perf_counter()
-    conditions = list(dict.fromkeys(conditions))
-    prompts = check(loaded, items, conditions, max_new_tokens=max_new_tokens, limit=limit)
-    decisive = {
-        "model": loaded.name,
-        "model_hash": loaded.hash,
-        "engine_hash": store.engine_hash(),
-        "dtype": loaded.dtype,
-        "device": loaded.device,
-        "max_new_tokens": max_new_tokens,
-    }
-    noted = {"chapter": chapter, "name": name, "profile": profile, "seed": seed}
-    heads = []
-    for item, prompt in zip(items, prompts, strict=True):
-        most = {"limit": prompt_limit(loaded, [item], max_new_tokens, limit)}
-        heads.append(_heads(item, prompt, conditions, decisive | most, noted))
-    keys = [row["key"] for rows in heads for row in rows]
-    stop = models.stop_ids(loaded)
-
-    with store.Store(ROOT / results, chapter, name) as table:
-        todo = set(table.missing(keys))
-        with tqdm(total=len(todo), desc=f"{chapter}/{name}", unit="row", disable=not progress) as bar:
-            for members, columns in _groups(heads, todo, batch_rows):
-                asked = [conditions[c] for c in columns]
-                for i, answers in _generate(loaded, prompts, members, asked, max_new_tokens, stop, batch_rows):
-                    rows = [
-                        _row(loaded, items[i], heads[i][c], answer) for c, answer in zip(columns, answers, strict=True)
-                    ]
-                    table.add(rows)
-                    bar.update(len(rows))
-        frame = table.frame()
-    frame = frame.set_index("key", drop=False).loc[keys].reset_index(drop=True).assign(profile=profile, seed=seed)
-    failed = int(frame["error"].notna().sum())
-    seconds = time.perf_counter() - started
-    print(f"{chapter}/{name}: {len(keys)} rows, {len(todo)} computed now, {failed} failed, {seconds:.0f} s")
-    asked = [c for _ in items for c in conditions]
-    evicted = frame.evicted.groupby([asked.index(c) for c in asked]).max()  # of each condition, over the items
-    idle = [asked[j] for j in evicted.index[evicted == 0] if asked[j].policy != "full" and asked[j].share != 1]
-    if idle:
-        print(f"{len(idle)} conditions evicted nothing from any item, {idle[0].label} for one: budgets never met")
-    return frame
+    with study.plan(study, loaded, settings) as plan:
+        if settings.dry_run:
+            print(plan.estimate().line(_processes(plan, settings, float("inf"))))
+            return plan.results()
+        computed = _compute(plan, settings)
+        found = plan.results()
+    failed = plan.failures()
+    text = f"{plan.title}: {plan.total} {plan.unit}s, {computed} computed now, {len(failed)} failed"
+    print(f"{text}, {clock(time.perf_counter() - started)}", *plan.remarks(), sep="\n")
+    if len(failed) > MOST_FAILED * plan.total:
+        raise StudyFailed(f"{plan.title}: {len(failed)} of {plan.total} {plan.unit}s failed, the first {failed[0]}")
+    if failed:
+        print(f"{plan.title}: {len(failed)} of {plan.total} {plan.unit}s are missing, the first {failed[0]}")
+    for frame in found.values() if isinstance(found, dict) else [found]:
+        frame.attrs["failed"] = failed
+    return found
 
 
-def check(
-    loaded: Loaded,
-    items: Sequence[Item],
-    conditions: Sequence[Condition],
-    *,
-    max_new_tokens: int = 128,
-    limit: int | None = None,
-) -> list[Prompt]:
-    """The items' prompts, if every item and condition can be met; raises InputError otherwise. Computes nothing."""
-    if not items or not conditions:
-        raise InputError(f"{len(items)} items x {len(conditions)} conditions: give at least one of each")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
-    identities = {item.id for item in items}
-    if len(identities) < len(items):
-        raise InputError(f"{len(items)} items share {len(identities)} ids: give every item its own")
-    for condition in conditions:
-        policy.check(condition)
-    prompts = [
-        data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], max_new_tokens, limit)) for item in items
-    ]
-    shortest = min(len(prompt.ids) for prompt in prompts)
-    for condition in conditions:
-        if condition.regime == "harness":
-            policy.check(condition, shortest)
-    engine.check_conditions(loaded.model, prompts, [c for c in conditions if c.regime != "harness"])
-    return prompts
+def _compute(plan: Plan, settings: Settings) -> int:
+    """Do a plan's jobs, in this process or in workers, and store each as it is done. How many results that were."""
+    jobs = plan.jobs()
+    count = sum(job.size for job in jobs)
+    if not jobs:
+        return 0
+    processes = 1
+    if len(jobs) > 1 and _processes(plan, settings, float("inf")) > 1:
+        expected = plan.estimate()
+        processes = _processes(plan, settings, expected.seconds)
+        print(expected.line(processes))
+    with Progress(plan.title, count, plan.unit, settings.progress) as bar:
+        for job, result in Pool.of(plan.loaded, min(processes, len(jobs))).each(jobs):
+            plan.add(job, result)
+            bar.update(job.size)
+    return count
 
 
-def prompt_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int, limit: int | None = None) -> int:
-    """Most tokens of a prompt: `limit`, else what the model's context leaves, and no more than the paper's
-    2048 - max_new_tokens for items with a passage to cut."""
-    room = loaded.context - max_new_tokens
-    if room < 1 or (limit is not None and limit > room):
-        wanted = f"limit {limit} + {max_new_tokens}" if limit is not None else f"{max_new_tokens}"
-        raise InputError(f"{wanted} new tokens > context {loaded.context} of {loaded.name}: lower them")
-    if limit is not None:
-        return limit
-    return min(room, PAPER_TOKENS - max_new_tokens) if any(item.context is not None for item in items) else room
-
-
-def _groups(heads: list[list[dict]], todo: set[str], batch_rows: int) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-    """(items, conditions) to compute together and then store: neighbouring items that miss the same conditions.
-
-    Four batches' worth, because the engine batches rows of like shape only, about four shapes to a chapter.
-    """
-    group: list[int] = []
-    columns: tuple[int, ...] = ()
-    for i, rows in enumerate(heads):
-        missing = tuple(c for c, row in enumerate(rows) if row["key"] in todo)
-        if group and (missing != columns or (len(group) + 1) * len(columns) > 4 * batch_rows):
-            yield group, columns
-            group = []
-        if missing:
-            group, columns = [*group, i], missing
-    if group:
-        yield group, columns
-
-
-def _generate(
-    loaded: Loaded,
-    prompts: Sequence[Prompt],
-    members: Sequence[int],
-    conditions: Sequence[Condition],
-    max_new_tokens: int,
-    stop: Collection[int],
-    batch_rows: int,
-) -> Iterator[tuple[int, Sequence[Generation | Exception]]]:
-    """(item, its generations or the exception that it raised); when a group fails, its items are tried one by one."""
-
-    asked = [prompts[i] for i in members]
-    repeat = loaded.tokenizer.encode("Repeat the previous context: ", add_special_tokens=False)
-    try:
-        found = engine.generate(
-            loaded.model,
-            asked,
-            conditions,
-            max_new_tokens=max_new_tokens,
-            stop_ids=stop,
-            batch_rows=batch_rows,
-            repeat=repeat,
-        )
-    except InputError:  # bad input that only the engine can see: no item would fare better
-        raise
-    except Exception as error:  # whatever an item raises becomes its rows' error
-        if len(members) == 1:
-            yield members[0], [error] * len(conditions)
-        else:
-            for i in members:
-                yield from _generate(loaded, prompts, [i], conditions, max_new_tokens, stop, batch_rows)
-    else:
-        yield from zip(members, found, strict=True)
-
-
-def _heads(item: Item, prompt: Prompt, conditions: Sequence[Condition], decisive: dict, noted: dict) -> list[dict]:
-    """What is known of an item's rows before they are computed; `key` hashes all that decides the rest."""
-    decisive = decisive | {"item": item.id, "data_hash": store.digest(prompt.ids, _references(item))}
-    noted = noted | {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
-    heads = []
-    for condition in conditions:
-        settings = asdict(condition) | {"switches": json.dumps(dict(condition.switches), sort_keys=True)}
-        settings |= {name: json.dumps(getattr(condition, name)) for name in ("whitelist", "spans")}
-        own = {"policy_source": source} if (source := policy.source_of(condition)) else {}
-        heads.append(settings | decisive | noted | {"key": store.digest(settings | decisive | own)})
-    return heads
-
-
-def _references(item: Item) -> list[str]:
-    return item.meta.get("answers", [item.answer])
-
-
-def _row(loaded: Loaded, item: Item, head: dict, answer: Generation | Exception) -> dict:
-    import torch
-    import transformers
-
-    row = head | {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-    if isinstance(answer, Exception):
-        return row | {"error": f"{type(answer).__name__}: {answer}".splitlines()[0]}
-    prediction = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
-    return row | {
-        "prediction": prediction,
-        **measure.all_measures(prediction, _references(item)),
-        "n_generated": len(answer.tokens),
-        "kept": [round(count) for count in answer.kept],
-        "kept_mean": sum(answer.kept) / len(answer.kept),
-        "kept_hash": answer.kept_positions_hash,
-        "evicted": answer.evicted,
-        "policy_calls": answer.policy_calls,
-        "pages": answer.pages,
-        "bytes_held": answer.bytes_held,
-        "bytes_state": answer.bytes_state,
-        "bytes_full": answer.bytes_full,
-        "peak_bytes": answer.peak_bytes,
-        "prefill_seconds": answer.prefill_seconds,
-        "decode_seconds": answer.decode_seconds,
-        "backend": answer.backend,
-    }
+def _processes(plan: Plan, settings: Settings, seconds: float) -> int:
+    """Worker processes for that much work."""
+    if plan.alone or not Pool.possible(plan.loaded):
+        return 1
+    if settings.workers is not None:
+        return settings.workers
+    return 1 if "PYTEST_CURRENT_TEST" in os.environ or seconds < POOL_FROM else default_workers(plan.loaded)

@@ -1,18 +1,17 @@
-"""Results that grow as rows arrive and survive a kill at any moment.
+"""Results that grow as they arrive and survive a kill at any moment.
 
-`data/results/<chapter>/<name>.parquet` is the table; beside it `<name>.rows/` holds what has arrived since, one small
-file per `add`, each written aside and renamed, so that a reader or a resumed run meets whole files only. Closing the
-store folds them in. A row is known by its `key`: a hash of configuration, model, prompt and engine source. A row
-whose key changed is stale: it is computed again, and the new row takes its place.
+`Store`: rows of generations. `data/results/<chapter>/<name>.parquet` is the table; beside it `<name>.rows/` holds what
+has arrived since, one small file per `add`, each written aside and renamed, so that a reader or a resumed run meets
+whole files only. Closing the store folds them in. A row is known by its `key`: a hash of configuration, model, prompt
+and the code that decides it. A row whose key changed is stale: it is computed again, and the new row takes its place.
+
+`Tables`: whatever else is computed per item, a folder of tables for each, which appears whole or not at all.
 """
 
-import ast
 import fcntl
-import hashlib
-import json
 import os
-from collections.abc import Collection, Iterable
-from functools import cache
+import shutil
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ SCHEMA = pa.schema(
         "policy": TEXT, "capacity": WHOLE, "prefix": REAL, "suffix": REAL, "suffix_mode": TEXT, "interval": WHOLE,
         "reading": TEXT, "execution": TEXT, "switches": TEXT, "regime": TEXT, "share": REAL, "until": TEXT,
         "whitelist": TEXT, "spans": TEXT, "fair": REAL, "chunk": WHOLE, "chunk_mode": TEXT, "bits": WHOLE,
-        "limit": WHOLE, "max_new_tokens": WHOLE, "prompt_tokens": WHOLE, "n_generated": WHOLE,
+        "limit": WHOLE, "max_new_tokens": WHOLE, "prompt_tokens": WHOLE, "cut": WHOLE, "n_generated": WHOLE,
         "prediction": TEXT, "answer": TEXT,
         "token_f1": REAL, "token_f1_longbench": REAL, "exact_match": REAL, "rouge_l": REAL, "repetition_4gram": REAL,
         "kept": pa.list_(WHOLE), "kept_mean": REAL, "kept_hash": TEXT, "evicted": WHOLE, "policy_calls": WHOLE,
@@ -45,7 +44,7 @@ SCHEMA = pa.schema(
 COLUMNS = SCHEMA.names
 IDENTITY = ["item", "model", "dtype", "device", "limit", "max_new_tokens", "policy", "capacity", "prefix", "suffix",
             "suffix_mode", "interval", "reading", "execution", "switches", "regime", "share", "until", "whitelist",
-            "spans", "fair", "chunk", "chunk_mode", "bits"]  # fmt: skip
+            "spans", "fair", "chunk", "chunk_mode", "bits", "backend"]  # fmt: skip
 
 
 class Store:
@@ -151,55 +150,34 @@ def _write(table: pa.Table, path: Path) -> None:
     os.replace(aside, path)
 
 
-def digest(*parts: Any) -> str:
-    """sha256, first 16 hex digits, of parts as canonical JSON."""
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+class Tables:
+    """Tables of items, `<results>/<chapter>/<name>/<key>/<table>.parquet`."""
 
+    def __init__(self, results: str | Path, chapter: str, name: str):
+        self.folder = Path(results) / chapter / name
 
-@cache
-def engine_hash() -> str:
-    """Hash of the code that decides a row; comments, docstrings and layout do not count."""
-    return digest([(path.stem, code_of(path.read_text(encoding="utf-8"))) for path in deciding_files()])
+    def __contains__(self, key: str) -> bool:
+        return (self.folder / key).is_dir()
 
+    def add(self, key: str, tables: Mapping[str, pd.DataFrame]) -> None:
+        """Write an item's tables aside, then give the folder its name. Of two writers the first wins."""
+        aside = self.folder / f"{key}.{os.getpid()}.tmp"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for name, table in tables.items():
+            _write(pa.Table.from_pandas(table, preserve_index=False), aside / f"{name}.parquet")
+        try:
+            os.rename(aside, self.folder / key)
+        except OSError:
+            if key not in self:
+                raise
+            shutil.rmtree(aside)
 
-def deciding_files() -> list[Path]:
-    """The engine and the measures with all they import from here, and the run that joins them.
-
-    Items and prompts are not among them: they enter a row's key through the prompt itself.
-    """
-    package = Path(__file__).parent
-    folders = {"kvrepro": package, "kvrepro_kernels": package.parent / "kernels" / "kvrepro_kernels"}
-    found, queue = {package / "run.py"}, [package / "engine.py", package / "measure.py"]
-    while queue:
-        path = queue.pop()
-        if path.exists() and path not in found:
-            found.add(path)
-            names = _imports(path.read_text(encoding="utf-8"))
-            queue += [
-                folders[root].joinpath(*rest).with_suffix(".py") for root, *rest in names if root in folders and rest
-            ]
-    return sorted(found)
-
-
-def _imports(source: str) -> list[list[str]]:
-    """Dotted names of all modules that the source imports, `from a import b` also as a.b."""
-    names = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return [name.split(".") for name in names]
-
-
-def code_of(source: str) -> str:
-    """Python source without comments, docstrings and layout."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+    def read(self, key: str) -> dict[str, pd.DataFrame]:
+        """The tables of one item. Raises InputError for a file that is not whole."""
+        files = sorted((self.folder / key).glob("*.parquet"))
+        try:
+            return {file.stem: pd.read_parquet(file) for file in files}
+        except (pa.ArrowException, OSError) as error:
+            way_out = f"remove the folder {self.folder / key}, and it is computed again"
+            raise InputError(f"{files[0].parent} holds a broken file ({str(error).splitlines()[0]}): {way_out}") from None

@@ -1,0 +1,355 @@
+"""The runner's half for `Answers`: what is asked, what of it is missing, a group of generations, a row."""
+
+import datetime
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from kvrepro.engine import generate as engine
+from kvrepro.engine import policy
+from kvrepro.engine.compress import Facts
+from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.errors import InputError
+from kvrepro.experiment import data, fingerprint, measure, models, store
+from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.plan import Estimate, Job, Plan
+from kvrepro.item import Item
+
+if TYPE_CHECKING:
+    from kvrepro.experiment.run import Answers, Settings
+
+Pair = tuple[int, int]  # item, condition
+Found = dict[Pair, Generation | Exception]
+REPEAT = "Repeat the previous context: "  # KVzip's request
+BATCHES = 4  # per job, because the engine batches rows of like shape only, about four shapes to a chapter
+TRIAL = 8  # tokens generated to estimate the rest
+
+
+# ---- what is asked
+
+
+def prompt_limit(loaded: Loaded, max_new_tokens: int, limit: int | None = None) -> int:
+    """Most tokens of a prompt: `limit`, or what the model's context leaves beside the answer. Raises InputError."""
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens!r}: ask for a whole number, at least 1")
+    room = loaded.context - max_new_tokens
+    if room < 1 or (limit is not None and limit > room):
+        wanted = f"limit {limit} + {max_new_tokens}" if limit is not None else f"{max_new_tokens}"
+        raise InputError(f"{wanted} new tokens > context {loaded.context} of {loaded.name}: lower them")
+    return room if limit is None else limit
+
+
+def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
+    """The items' prompts, if every item and condition can be met (`gaps`: every condition be named); raises InputError
+    otherwise. Computes nothing."""
+    items, conditions = study.items, study.conditions
+    if not items or not conditions:
+        raise InputError(f"{len(items)} items x {len(conditions)} conditions: give at least one of each")
+    limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
+    identities = {item.id for item in items}
+    if len(identities) < len(items):
+        raise InputError(f"{len(items)} items share {len(identities)} ids: give every item its own")
+    for condition in conditions:
+        policy.check(condition)
+    prompts = [
+        study.prompt(loaded, item) if study.prompt else data.build_prompt(item, loaded.tokenizer, limit)
+        for item in items
+    ]
+    if not study.gaps:
+        shortest = min(len(prompt.ids) for prompt in prompts)
+        for condition in conditions:
+            if condition.regime == "harness":
+                policy.check(condition, shortest)
+        engine.check_conditions(loaded.model, prompts, [c for c in conditions if c.regime != "harness"])
+    return prompts
+
+
+def unmet(loaded: Loaded, prompts: Sequence[Prompt], conditions: Sequence[Condition]) -> dict[Pair, InputError]:
+    """Why items cannot meet conditions, for each pair that cannot."""
+    facts, found = Facts.of(loaded.model), {}
+    for i, text in enumerate(prompts):
+        for j, condition in enumerate(conditions):
+            try:
+                end = engine.boundary(text, condition)
+                held = [at - end for at in engine.whitelisted(text, condition) if at < end]
+                policy.check(condition, facts.held(end), held)
+            except InputError as error:
+                found[i, j] = error
+    return found
+
+
+# ---- what decides a row
+
+
+def columns(condition: Condition) -> dict[str, Any]:
+    """A condition as columns of its row."""
+    found = asdict(condition) | {"switches": json.dumps(dict(condition.switches), sort_keys=True)}
+    return found | {name: json.dumps(getattr(condition, name)) for name in ("whitelist", "spans")}
+
+
+def code_of(condition: Condition, backend: str) -> str:
+    """Hash of the code that decides the condition's rows: the engine's, its policy's and the measures', and no other's.
+
+    Kernels count where they run. Files that a policy's parameters name count by what is in them.
+    """
+    skipped = {("kvrepro_kernels", "")} if backend == "torch" else set()
+    if condition.regime != "harness":
+        skipped.add(("kvrepro.chapters.protection.harness", ""))
+    roots = [("kvrepro.engine.generate", "generate"), ("kvrepro.experiment.measure", "all_measures"),
+             ("kvrepro.experiment.answers", "answer_row")]  # fmt: skip
+    return fingerprint.digest(fingerprint.code(*roots, unfollowed=frozenset(skipped)), policy_of(condition))
+
+
+def policy_of(condition: Condition) -> Any:
+    """What a condition's own policy brings: parameters, functions with what they reach, and the bytes of files."""
+    if condition.policy == "full":
+        return None
+    if condition.regime == "harness":
+        return fingerprint.describe(policy.protection.POLICIES[condition.policy])
+    own = policy.find(condition.policy)
+    values = own.reading(condition.reading, condition.switches).values()
+    files = [data.found(value) for value in values if isinstance(value, str)]
+    return [fingerprint.describe(own), [fingerprint.describe(file.read_bytes()) for file in files if file]]
+
+
+def heads(
+    study: "Answers", loaded: Loaded, settings: "Settings", prompts: Sequence[Prompt], conditions: Sequence[Condition]
+) -> list[list[dict]]:
+    """What is known of each row before it is computed, [item][condition]; `key` hashes all that decides the rest."""
+    limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
+    decisive = {
+        "model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device,
+        "backend": settings.backend, "max_new_tokens": study.max_new_tokens, "limit": limit,
+    }  # fmt: skip
+    noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
+    note = fingerprint.of(study.note)
+    own = [columns(c) | {"engine_hash": code_of(c, settings.backend)} for c in conditions]
+    found = []
+    for item, prompt in zip(study.items, prompts, strict=True):
+        of = decisive | {"item": item.id}
+        of["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item))
+        told = {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
+        told["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
+        found.append([one | of | told | noted | {"key": fingerprint.digest(one, of, note)} for one in own])
+    return found
+
+
+def references(item: Item) -> list[str]:
+    """All answers that count as right."""
+    return item.meta.get("answers", [item.answer])
+
+
+# ---- a group of generations
+
+
+def group_rows(
+    loaded: Loaded, parts: Sequence[tuple[Sequence[int], Sequence[int]]], known: dict[Pair, dict],
+    items: dict[int, Item], prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, given: dict,
+) -> list[dict]:  # fmt: skip
+    """Rows of the pairs of each part (items, conditions); a pair that fails is a row with its error."""
+    found: Found = {}
+    for members, chosen in parts:
+        found |= attempted(loaded, prompts, conditions, members, chosen, given | {"kept_sets": note is not None})
+    return [answer_row(loaded, items[i], prompts[i], known[i, j], answer, note) for (i, j), answer in found.items()]
+
+
+def attempted(
+    loaded: Loaded, prompts: Any, conditions: Any, members: Sequence[int], chosen: Sequence[int], given: dict
+) -> Found:
+    """Generations, or the exceptions that single pairs raise: what fails is halved, conditions first, then items."""
+    try:
+        made = engine.generate(loaded.model, [prompts[i] for i in members], [conditions[j] for j in chosen], **given)
+    except Exception as error:  # whatever a condition raises becomes its row's error
+        if len(members) == len(chosen) == 1:
+            return {(members[0], chosen[0]): error}
+        by_condition = len(chosen) > 1
+        halved = chosen if by_condition else members
+        found: Found = {}
+        for half in (halved[: len(halved) // 2], halved[len(halved) // 2 :]):
+            pair = (members, half) if by_condition else (half, chosen)
+            found |= attempted(loaded, prompts, conditions, *pair, given)
+        return found
+    return {(i, j): made[a][b] for a, i in enumerate(members) for b, j in enumerate(chosen)}
+
+
+def answer_row(
+    loaded: Loaded, item: Item, prompt: Prompt, head: dict, answer: Generation | Exception, note: Any = None
+) -> dict:
+    """The row of one generation, or of its error."""
+    import torch
+    import transformers
+
+    row = head | {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    if isinstance(answer, Exception):
+        return row | {"error": f"{type(answer).__name__}: {answer}".splitlines()[0]}
+    prediction = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
+    if note is not None:
+        row["note"] = json.dumps(note(item, prompt, answer))
+    return row | {
+        "prediction": prediction,
+        **measure.all_measures(prediction, references(item)),
+        "n_generated": len(answer.tokens),
+        "kept": [round(count) for count in answer.kept],
+        "kept_mean": sum(answer.kept) / len(answer.kept),
+        "kept_hash": answer.kept_positions_hash,
+        "evicted": answer.evicted,
+        "policy_calls": answer.policy_calls,
+        "pages": answer.pages,
+        "bytes_held": answer.bytes_held,
+        "bytes_state": answer.bytes_state,
+        "bytes_full": answer.bytes_full,
+        "peak_bytes": answer.peak_bytes,
+        "prefill_seconds": answer.prefill_seconds,
+        "decode_seconds": answer.decode_seconds,
+        "backend": answer.backend,
+    }
+
+
+# ---- the plan
+
+
+class AnswersPlan(Plan):
+    """`Answers` with one model."""
+
+    unit = "row"
+
+    def __init__(self, study: "Answers", loaded: Loaded, settings: "Settings"):
+        self.study, self.loaded, self.settings = study, loaded, settings
+        self.title = f"{study.chapter}/{study.name}"
+        self.conditions = list(dict.fromkeys(study.conditions))
+        self.prompts = check(study, loaded)
+        self.gaps = unmet(loaded, self.prompts, self.conditions) if study.gaps else {}
+        self.heads = heads(study, loaded, settings, self.prompts, self.conditions)
+        self.keys = [head["key"] for row in self.heads for head in row]
+        self.total = len(self.keys)
+
+    def __enter__(self) -> "AnswersPlan":
+        self.table = store.Store(self.settings.folder, self.study.chapter, self.study.name)
+        try:
+            missing = set(self.table.missing(self.keys))
+            self.missing = {
+                (i, j) for i, row in enumerate(self.heads) for j, head in enumerate(row) if head["key"] in missing
+            }
+            if new := [pair for pair in sorted(self.gaps) if pair in self.missing]:
+                self.missing -= set(new)
+                if not self.settings.dry_run:
+                    self.table.add([self._row(pair, self.gaps[pair]) for pair in new])
+        except BaseException:
+            self.table.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.table.close()
+
+    def _row(self, pair: Pair, answer: Exception) -> dict:
+        i, j = pair
+        return answer_row(self.loaded, self.study.items[i], self.prompts[i], self.heads[i][j], answer)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What every call of the engine is given."""
+        return {
+            "max_new_tokens": self.study.max_new_tokens, "stop_ids": models.stop_ids(self.loaded),
+            "batch_rows": self.settings.batch_rows, "backend": self.settings.backend,
+            "repeat": self.loaded.tokenizer.encode(REPEAT, add_special_tokens=False),
+        }  # fmt: skip
+
+    def jobs(self) -> list[Job]:
+        """Blocks of neighbouring items, the same blocks whatever is missing of them."""
+        width = BATCHES * self.settings.batch_rows // len(self.conditions) // self.study.together
+        step = self.study.together * max(1, width)
+        blocks = (range(first, min(first + step, len(self.prompts))) for first in range(0, len(self.prompts), step))
+        return [job for block in blocks if (job := self._job(block)) is not None]
+
+    def _job(self, block: Iterable[int]) -> Job | None:
+        parts: dict[tuple[int, ...], list[int]] = {}  # conditions -> items that miss them
+        for i in block:
+            chosen = tuple(j for j in range(len(self.conditions)) if (i, j) in self.missing)
+            if chosen:
+                parts.setdefault(chosen, []).append(i)
+        if not parts:
+            return None
+        members = sorted(i for some in parts.values() for i in some)
+        chosen = sorted({j for some in parts for j in some})
+        known = {(i, j): self.heads[i][j] for js, some in parts.items() for i in some for j in js}
+        work = partial(
+            group_rows, parts=[(some, js) for js, some in parts.items()], known=known,
+            items={i: self.study.items[i] for i in members}, prompts={i: self.prompts[i] for i in members},
+            conditions={j: self.conditions[j] for j in chosen}, note=self.study.note, given=self.given,
+        )  # fmt: skip
+        return Job(len(known), work)
+
+    def estimate(self) -> Estimate:
+        """From the first missing item under all its conditions, a few tokens each."""
+        tokens = sum(len(self.prompts[i].ids) for i in {i for i, _ in self.missing})
+        count = len(self.missing)
+        most = count * self.study.max_new_tokens
+        what = f"{count:,} of {self.total:,} rows, prompts of {tokens:,} tokens, {most:,} new tokens"
+        if not self.missing:
+            return Estimate(self.title, what, 0.0, 0.0)
+        first = min(self.missing)[0]
+        chosen = sorted(j for i, j in self.missing if i == first)
+        trial = self.given | {"max_new_tokens": min(TRIAL, self.study.max_new_tokens)}
+        began = time.perf_counter()
+        found = attempted(self.loaded, self.prompts, self.conditions, [first], chosen, trial)
+        taken = time.perf_counter() - began
+        made = [answer for answer in found.values() if isinstance(answer, Generation)]
+        decode = sum(answer.decode_seconds for answer in made)
+        steps = sum(len(answer.tokens) for answer in made) or 1
+        seconds = (taken - decode) / len(chosen) * count + decode / steps * most
+        rows = [answer_row(self.loaded, self.study.items[i], self.prompts[i], self.heads[i][j], answer)
+                for (i, j), answer in found.items()]  # fmt: skip
+        stored = sum(len(json.dumps(row)) for row in rows) / len(rows) * count / 2  # columns repeat themselves
+        held = sum(answer.bytes_held for answer in made) / max(1, len(made)) * min(count, self.settings.batch_rows)
+        return Estimate(self.title, what, seconds, stored, held)
+
+    def add(self, job: Job, result: list[dict]) -> None:
+        """Store rows."""
+        self.table.add(result)
+
+    def results(self) -> pd.DataFrame:
+        """Rows by item, then condition; of a dry run those that are stored."""
+        rows = self.table.frame().set_index("key", drop=False)
+        keys = [key for key in self.keys if key in rows.index] if self.settings.dry_run else self.keys
+        frame = rows.loc[keys].reset_index(drop=True)
+        return frame.assign(profile=self.settings.profile, seed=self.settings.seed)
+
+    def failures(self) -> list[str]:
+        """Rows with an error, but for gaps."""
+        errors = self.results().error
+        pairs = [(i, j) for i in range(len(self.prompts)) for j in range(len(self.conditions))]
+        return [
+            f"{self.conditions[j].label} on {self.study.items[i].id}: {error}"
+            for (i, j), error in zip(pairs, errors, strict=True)
+            if isinstance(error, str) and (i, j) not in self.gaps
+        ]
+
+    def remarks(self) -> list[str]:
+        """Prompts that were cut, and conditions that did nothing."""
+        said, frame = [], self.results()
+        cut = frame[frame.cut > 0].drop_duplicates("item")
+        if len(cut):
+            said.append(
+                f"{self.title}: {len(cut)} of {len(self.prompts)} passages were cut to prompts of {frame.limit[0]:,} "
+                f"tokens, by {cut.cut.min():,} to {cut.cut.max():,}"
+            )
+        evicted = frame.evicted.to_numpy().reshape(len(self.prompts), len(self.conditions))
+        idle = [
+            c for c, some in zip(self.conditions, evicted.T, strict=True)
+            if c.policy != "full" and columns(c)["share"] != 1 and (some == 0).any() and not (some > 0).any()
+        ]  # fmt: skip
+        if idle:
+            said.append(f"{len(idle)} conditions evicted nothing from any item, {idle[0].label} for one: budgets never met")
+        return said
+
+

@@ -1,0 +1,322 @@
+"""Which code decides a row: a hash of all definitions that a function reaches, and of the data that it is given.
+
+A definition is what a module binds at its top level: a function, a class, a constant. Names are followed through
+imports within this project; comments, docstrings and layout do not count, nor do other packages. The catalogue is not
+followed: a row depends on its own policy alone, whose parameters and functions are part of the data (`describe`).
+"""
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, cached_property
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvrepro.paths import ROOT
+
+Name = tuple[str, str]  # module, and a name that it binds
+FOLDERS = {"kvrepro": ROOT / "kvrepro", "kvrepro_kernels": ROOT / "kernels" / "kvrepro_kernels"}
+UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE")})  # name "": a whole module, or a whole package
+SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def digest(*parts: Any) -> str:
+    """sha256, first 16 hex digits, of parts as canonical JSON."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def of(*values: Any) -> str:
+    """Hash of functions, with the code that they reach, and of data: whatever decides a result."""
+    return digest([describe(value) for value in values])
+
+
+# ---- code of this project, as it stands in its files
+
+
+class Module:
+    """What one source file binds, and where its imports lead."""
+
+    def __init__(self, name: str, source: str):
+        self.name = name
+        self.definitions: dict[str, list[ast.stmt]] = {}
+        self.imports: dict[str, tuple[str, str]] = {}  # local name -> (module, name in it or "")
+        loose = []
+        for statement in ast.parse(source).body:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                self.imports |= imports(statement)
+            elif names := bound(statement):
+                for each in names:
+                    self.definitions.setdefault(each, []).append(statement)
+            elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+                loose.append(statement)
+        for statement in loose:  # REGISTRY.update(...) belongs to REGISTRY
+            for root, *_ in chains(statement):
+                if root in self.definitions:
+                    self.definitions[root].append(statement)
+
+    @cached_property
+    def text(self) -> dict[str, str]:
+        """Each definition without comments, docstrings and layout."""
+        return {name: "\n".join(map(plain, nodes)) for name, nodes in self.definitions.items()}
+
+
+class Code:
+    """The project's modules, read from `folders` (top-level package -> its folder) when they are asked for."""
+
+    def __init__(self, folders: Mapping[str, Path] = FOLDERS):
+        self.folders = folders
+        self._modules: dict[str, Module | None] = {}
+
+    def module(self, name: str) -> Module | None:
+        """A module by its dotted name; None for what is not of this project."""
+        if name not in self._modules:
+            root, *rest = name.split(".")
+            path = self.folders[root].joinpath(*rest) if root in self.folders else None
+            files = [path.with_suffix(".py"), path / "__init__.py"] if path else []
+            file = next((file for file in files if file.is_file()), None)
+            self._modules[name] = Module(name, file.read_text(encoding="utf-8")) if file else None
+        return self._modules[name]
+
+    def reached(self, *roots: Name, unfollowed: frozenset[Name] = UNFOLLOWED) -> dict[Name, str]:
+        """Source of every definition that the roots reach, themselves included, by (module, name)."""
+        found: dict[Name, str] = {}
+        queue = list(roots)
+        while queue:
+            at = queue.pop()
+            module = self.module(at[0])
+            if at in found or module is None or at[1] not in module.definitions:
+                continue
+            if unfollowed & {at, (at[0], ""), (at[0].partition(".")[0], "")}:
+                continue
+            found[at] = module.text[at[1]]
+            for node in module.definitions[at[1]]:
+                local = {k: v for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)
+                         for k, v in imports(n).items()}  # fmt: skip
+                for chain in chains(node):
+                    queue += self._leads(module, {**module.imports, **local}, chain)
+        return found
+
+    def _leads(self, module: Module, known: Mapping[str, tuple[str, str]], chain: list[str]) -> Iterator[Name]:
+        """The definitions that a dotted name means: one, or, where a module itself is meant, all of its."""
+        root, *rest = chain
+        if root not in known:
+            if root in module.definitions:
+                yield module.name, root
+            return
+        target, name = known[root]
+        parts = [name, *rest] if name else rest
+        while parts and (inner := f"{target}.{parts[0]}") and self.module(inner) is not None:
+            target, parts = inner, parts[1:]
+        there = self.module(target)
+        if there is None:
+            return
+        if not parts:
+            yield from ((target, each) for each in there.definitions)
+        elif parts[0] in there.definitions:
+            yield target, parts[0]
+        elif parts[0] in there.imports:
+            yield from self._leads(there, there.imports, parts)
+
+
+def imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
+    """Local name -> (module, name in it; "" for the module itself)."""
+    if isinstance(node, ast.ImportFrom):
+        return {alias.asname or alias.name: (node.module or "", alias.name) for alias in node.names}
+    return {
+        alias.asname or alias.name.partition(".")[0]: (alias.name if alias.asname else alias.name.partition(".")[0], "")
+        for alias in node.names
+    }
+
+
+def bound(node: ast.AST) -> set[str]:
+    """Names that a statement binds in its own scope; `x[...] = y` counts as x."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    found = set()
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, SCOPES | COMPREHENSIONS) or hasattr(child, "name"):
+            found |= bound(child)
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        found.add(node.id)
+    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        found |= {chain[0] for chain in chains(node.value)}
+    return found
+
+
+def chains(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[list[str]]:
+    """Dotted names read below a node that come from outside its own scopes; annotations given as text count."""
+    if isinstance(node, ast.Attribute):
+        parts, inner = [node.attr], node.value
+        while isinstance(inner, ast.Attribute):
+            parts, inner = [inner.attr, *parts], inner.value
+        if isinstance(inner, ast.Name):
+            if inner.id not in hidden:
+                yield [inner.id, *parts]
+            return
+        yield from chains(inner, hidden)
+        return
+    if isinstance(node, ast.Name):
+        if node.id not in hidden and not isinstance(node.ctx, ast.Store):
+            yield [node.id]
+        return
+    if isinstance(node, SCOPES):
+        a = node.args
+        own = {arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if arg}
+        body = node.body if isinstance(node.body, list) else [node.body]
+        said = {name for n in ast.walk(node) if isinstance(n, ast.Global) for name in n.names}
+        inside = hidden | (own.union(*(bound(statement) for statement in body)) - said)
+        for child in ast.iter_child_nodes(node):  # defaults, decorators and annotations are read outside
+            yield from chains(child, inside if child in body else hidden)
+        return
+    if isinstance(node, COMPREHENSIONS):
+        hidden = hidden.union(*(bound(each.target) for each in node.generators))
+    for child in ast.iter_child_nodes(node):
+        yield from chains(child, hidden)
+
+
+def plain(node: ast.AST) -> str:
+    """Source without comments, docstrings and layout."""
+    for each in ast.walk(node):
+        if (
+            isinstance(each, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(each, clean=False) is not None
+        ):
+            each.body = each.body[1:] or [ast.Pass()]
+    return ast.unparse(node)
+
+
+HERE = Code()
+
+
+@cache
+def code(*roots: Name, unfollowed: frozenset[Name] = frozenset()) -> str:
+    """Hash of what the roots reach of this project."""
+    return digest(sorted([*at, text] for at, text in HERE.reached(*roots, unfollowed=UNFOLLOWED | unfollowed).items()))
+
+
+# ---- values, and code that lies elsewhere: typed into a notebook, or in a reader's own file
+
+
+def describe(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """A value as JSON that changes whenever what it means does. A function stands for the code that it reaches.
+
+    Arrays and tensors stand by a hash of their bytes, a checkpoint by its own; objects of other libraries by their
+    type and how they print themselves.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if id(value) in above:
+        return "itself"
+
+    def inner(part: Any) -> Any:
+        return describe(part, (*above, id(value)))
+
+    kind = type(value)
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, bytes | np.ndarray | pd.DataFrame | pd.Series) or kind.__module__.startswith("torch"):
+        return [kind.__name__, _bytes(value)]
+    if isinstance(value, Mapping):
+        return ["map", *sorted(([inner(k), inner(v)] for k, v in value.items()), key=json.dumps)]
+    if isinstance(value, list | tuple):
+        return [inner(part) for part in value]
+    if isinstance(value, set | frozenset):
+        return ["set", *sorted(map(inner, value), key=json.dumps)]
+    if isinstance(value, functools.partial):
+        return ["partial", inner(value.func), inner(value.args), inner(value.keywords)]
+    if isinstance(value, MethodType):
+        return ["method", inner(value.__func__), inner(value.__self__)]
+    if isinstance(value, FunctionType | type):
+        return _code_of(value, inner)
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if hasattr(value, "fingerprint"):
+        return inner(value.fingerprint)
+    if dataclasses.is_dataclass(value):
+        return [inner(kind), [[f.name, inner(getattr(value, f.name))] for f in dataclasses.fields(value)]]
+    if not _foreign(kind.__module__):
+        return [inner(kind), inner(vars(value) if hasattr(value, "__dict__") else {})]
+    return [kind.__qualname__, re.sub(r" at 0x\w+", "", repr(value))]
+
+
+def _bytes(value: Any) -> str:
+    if isinstance(value, pd.DataFrame | pd.Series):
+        value = pd.util.hash_pandas_object(value).to_numpy()
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()[:16]
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()
+    if not isinstance(value, np.ndarray):
+        return str(value)
+    return digest(str(value.dtype), list(value.shape), hashlib.sha256(np.ascontiguousarray(value)).hexdigest())
+
+
+def _code_of(value: Callable | type, inner: Callable) -> Any:
+    """A function or class of this project by what it reaches; of another library by name; else by its source and what
+    its globals hold."""
+    module, top = value.__module__ or "", value.__qualname__.partition(".")[0]
+    own = HERE.module(module)
+    closed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _filled(cell)]
+    if own is not None and top in own.definitions:
+        return ["code", code((module, top)), inner(closed)]
+    if own is None and _foreign(module):
+        return f"{module}.{value.__qualname__}"
+    if isinstance(value, type):
+        ours = {k: v for k, v in vars(value).items() if k not in ("__doc__", "__module__", "__dict__", "__weakref__")}
+        return [value.__name__, [base.__qualname__ for base in value.__bases__],
+                {k: inner(v) for k, v in ours.items() if not k.startswith("_abc") and _tells(v)}]  # fmt: skip
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
+        text, used = plain(tree), list(chains(tree))
+    except (OSError, SyntaxError, TypeError):  # no source, or a lambda in the middle of a statement
+        text = f"{value.__code__.co_code.hex()} {value.__code__.co_consts!r}"
+        used = [[name] for name in value.__code__.co_names]
+    reached = {".".join(chain): inner(_held(value.__globals__, chain)) for chain in used if chain[0] in value.__globals__}
+    return [text, reached, inner(closed), inner(value.__defaults__), inner(value.__kwdefaults__)]
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _tells(value: Any) -> bool:
+    return not inspect.isgetsetdescriptor(value) and not inspect.ismemberdescriptor(value)
+
+
+def _held(found: Mapping[str, Any], chain: list[str]) -> Any:
+    """What a dotted name holds, as far as it leads through modules."""
+    value = found[chain[0]]
+    for name in chain[1:]:
+        if not isinstance(value, ModuleType):
+            break
+        value = getattr(value, name, None)
+    return value
+
+
+def _foreign(module: str) -> bool:
+    """Whether a module belongs to Python or to an installed library, and not to this project or its reader."""
+    if module.partition(".")[0] in ("__main__", "<run_path>", *FOLDERS):
+        return False
+    if module.partition(".")[0] in sys.builtin_module_names or module.partition(".")[0] in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and ("site-packages" in file or file.startswith(sys.base_prefix))

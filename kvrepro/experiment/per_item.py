@@ -1,0 +1,102 @@
+"""The runner's half for `PerItem`: which items are computed already, one item's tables, all of them joined."""
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import fingerprint, store
+from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.plan import Estimate, Job, Plan
+
+if TYPE_CHECKING:
+    from kvrepro.experiment.run import PerItem, Settings
+
+ONE = "table"  # the name of the table of a computation that gives but one
+
+
+def item_tables(loaded: Loaded | None, compute: Any, item: Any, parameters: Mapping[str, Any]) -> Any:
+    """An item's tables by name, or what its computation raised."""
+    try:
+        found = compute(loaded, item, **parameters)
+        tables = found if isinstance(found, dict) else {ONE: found}
+        if not tables or not all(isinstance(table, pd.DataFrame) for table in tables.values()):
+            raise TypeError(f"{compute} gave {type(found).__name__}, not a table or tables by name")
+    except Exception as error:  # costs this item
+        return error
+    return tables
+
+
+class PerItemPlan(Plan):
+    """`PerItem` with one model, or without."""
+
+    unit = "item"
+
+    def __init__(self, study: "PerItem", loaded: Loaded | None, settings: "Settings"):
+        self.study, self.loaded, self.settings = study, loaded, settings
+        self.title = f"{study.chapter}/{study.name}"
+        self.alone = study.alone
+        pairs = study.items.items() if isinstance(study.items, Mapping) else [(item.id, item) for item in study.items]
+        self.items: dict[str, Any] = dict(pairs)
+        if not self.items or len(self.items) < len(study.items):
+            raise InputError(f"{len(study.items)} items with {len(self.items)} names: give at least one, each its own")
+        self.total = len(self.items)
+        where = [loaded.hash, loaded.dtype, loaded.device] if loaded is not None else []
+        code = fingerprint.of(study.compute, study.parameters)
+        self.keys = {name: fingerprint.digest(where, code, fingerprint.of(item)) for name, item in self.items.items()}
+        self.table = store.Tables(settings.folder, study.chapter, study.name)
+        self.errors: dict[str, Exception] = {}
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the items that are not stored."""
+        return [name for name, key in self.keys.items() if key not in self.table]
+
+    def jobs(self) -> list[Job]:
+        """One for each missing item."""
+        return [Job(1, self._work(name), name) for name in self.missing]
+
+    def _work(self, name: str) -> Any:
+        item, study = self.items[name], self.study
+        return partial(item_tables, compute=study.compute, item=item, parameters=study.parameters)
+
+    def estimate(self) -> Estimate:
+        """From the first missing item."""
+        missing = self.missing
+        what = f"{len(missing)} of {self.total} items"
+        if not missing:
+            return Estimate(self.title, what, 0.0, 0.0)
+        began = time.perf_counter()
+        found = self._work(missing[0])(self.loaded)
+        seconds = (time.perf_counter() - began) * len(missing)
+        stored = 0 if isinstance(found, Exception) else sum(int(t.memory_usage().sum()) for t in found.values())
+        return Estimate(self.title, what, seconds, stored * len(missing) / 2)
+
+    def add(self, job: Job, result: Any) -> None:
+        """Store an item's tables, or remember why there are none."""
+        if isinstance(result, Exception):
+            self.errors[job.of] = result
+        else:
+            self.table.add(self.keys[job.of], result)
+
+    def results(self) -> Any:
+        """The items' tables joined, in the order of the items."""
+        parts: dict[str, list[pd.DataFrame]] = {}
+        for name, item in self.items.items():
+            if self.keys[name] not in self.table:
+                continue
+            told = {"item": name} | ({"task": item.task} if hasattr(item, "task") else {})
+            for table, frame in self.table.read(self.keys[name]).items():
+                own = {column: value for column, value in told.items() if column not in frame}
+                parts.setdefault(table, []).append(frame.assign(**own))
+        found = {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}
+        return found.get(ONE, pd.DataFrame()) if set(found) <= {ONE} else found
+
+    def failures(self) -> list[str]:
+        """Items whose computation failed."""
+        return [
+            f"{name}: {type(error).__name__}: {error}".splitlines()[0] for name, error in self.errors.items()
+        ]

@@ -1,0 +1,76 @@
+"""What the runner asks of a study, once it is known which of its results are stored."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.progress import clock
+
+
+@dataclass(frozen=True)
+class Job:
+    """A part of a study that is computed by one process and stored at once."""
+
+    size: int  # results
+    work: Callable[[Loaded | None], Any]  # can be pickled
+    of: Any = None  # what the plan wants to know again when the result comes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the missing results of a study take, at most: answers may end early."""
+
+    title: str
+    what: str
+    seconds: float  # of one process
+    stored: float  # bytes of results
+    held: float = 0.0  # bytes of the caches that one process holds at a time
+
+    def line(self, processes: int) -> str:
+        """The estimate as one line, for so many processes."""
+        by = f" by {processes} workers" if processes > 1 else ""
+        held = f", caches of {self.held * processes / 1e6:,.0f} MB at a time" if self.held else ""
+        seconds = clock(self.seconds / processes)
+        return f"{self.title}: {self.what}; at most {seconds}{by}, {self.stored / 1e6:.1f} MB of results{held}"
+
+
+class Plan(ABC):
+    """One study with one model: what is missing, and where results go. A context manager, for the store it holds."""
+
+    loaded: Loaded | None
+    title: str  # chapter/name
+    unit: str  # what the results are
+    total: int
+    alone = False
+
+    @abstractmethod
+    def jobs(self) -> Sequence[Job]:
+        """What is to be computed. The same parts, however many processes share them."""
+
+    @abstractmethod
+    def estimate(self) -> Estimate:
+        """What that takes, from a short measured step. Stores nothing."""
+
+    @abstractmethod
+    def add(self, job: Job, result: Any) -> None:
+        """Store a job's result."""
+
+    @abstractmethod
+    def results(self) -> Any:
+        """All results, the old and the new ones."""
+
+    @abstractmethod
+    def failures(self) -> list[str]:
+        """What failed, a text each that names it and its error."""
+
+    def remarks(self) -> list[str]:
+        """What else a reader should know, in lines."""
+        return []
+
+    def __enter__(self) -> "Plan":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None

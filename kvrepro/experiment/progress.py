@@ -1,0 +1,74 @@
+"""One line that says how far a study is: on a terminal, in a notebook, or in the file that the book's builder reads."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+FILE = "KVREPRO_PROGRESS"  # the builder's: a path, where each line replaces the one before
+
+
+def clock(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 20 min`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 / 60:.0f} min"
+
+
+class Progress:
+    """Counts what is done of `total`; a context manager."""
+
+    def __init__(self, title: str, total: int, unit: str, shown: bool = True):
+        self.title, self.total, self.done, self.began, self.said = title, total, 0, time.monotonic(), 0.0
+        self.file = os.environ.get(FILE)
+        notebook = "ipykernel" in sys.modules and not sys.stderr.isatty()
+        self.bar = None if self.file or notebook else tqdm(
+            total=total, desc=title, unit=unit, disable=not shown, dynamic_ncols=True, leave=False
+        )  # fmt: skip
+        self.handle: Any = None
+        if notebook and shown and not self.file:
+            from IPython.display import DisplayHandle
+
+            self.handle = DisplayHandle()
+            self.handle.display({"text/plain": self.text}, raw=True)
+        self._say()
+
+    @property
+    def left(self) -> float | None:
+        """Seconds, by what was done so far; None before the first result."""
+        return (time.monotonic() - self.began) * (self.total - self.done) / self.done if self.done else None
+
+    @property
+    def text(self) -> str:
+        left = "" if self.left is None else f", {clock(self.left)} left"
+        return f"{self.title}: {self.done:,} of {self.total:,}{left}"
+
+    def update(self, count: int) -> None:
+        """So many more are done."""
+        self.done += count
+        if self.bar is not None:
+            self.bar.update(count)
+        if time.monotonic() - self.said > 0.5 or self.done == self.total:
+            self._say()
+
+    def _say(self) -> None:
+        self.said = time.monotonic()
+        if self.file:
+            aside = Path(f"{self.file}.tmp")
+            aside.write_text(json.dumps({"study": self.title, "done": self.done, "total": self.total, "left": self.left}))
+            aside.replace(self.file)
+        if self.handle is not None:
+            self.handle.update({"text/plain": self.text}, raw=True)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.close()

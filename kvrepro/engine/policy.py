@@ -11,6 +11,7 @@ import inspect
 import math
 import re
 import runpy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -185,7 +186,8 @@ def find(name: str) -> Policy:
     if file is None:
         raise InputError(f"policy {name!r}: no file {path} here or in {ROOT}")
     try:
-        found = _run(file, file.stat().st_mtime_ns).get(attribute)
+        beside = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(file.parent.glob("*.py")))
+        found = _run(file, beside).get(attribute)
     except Exception as error:  # whatever a reader's file raises
         raise InputError(f"policy {name!r}: {file.name} raises {type(error).__name__}: {error}") from error
     if not isinstance(found, Policy):
@@ -209,8 +211,19 @@ def source_of(c: Condition) -> str:
 
 
 @cache
-def _run(file: Path, changed: int) -> dict:
-    return runpy.run_path(str(file))
+def _run(file: Path, beside: tuple) -> dict:
+    """What a file defines. It may import its neighbours: its folder is on the path while it runs, and what it imports
+    from there is forgotten afterwards, so that another file's neighbour may have the same name."""
+    path, known, quiet = list(sys.path), set(sys.modules), sys.dont_write_bytecode
+    sys.path.insert(0, str(file.parent))
+    sys.dont_write_bytecode = True  # Python takes a file that was edited within a second for the compiled one
+    try:
+        return runpy.run_path(str(file))
+    finally:
+        sys.path[:], sys.dont_write_bytecode = path, quiet
+        for name in set(sys.modules) - known:
+            if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == file.parent:
+                del sys.modules[name]
 
 
 @cache

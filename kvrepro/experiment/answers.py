@@ -149,12 +149,12 @@ def references(item: Item) -> list[str]:
 
 def group_rows(
     loaded: Loaded, parts: Sequence[tuple[Sequence[int], Sequence[int]]], known: dict[Pair, dict],
-    items: dict[int, Item], prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, given: dict,
+    items: dict[int, Item], prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, **given: Any,
 ) -> list[dict]:  # fmt: skip
     """Rows of the pairs of each part (items, conditions); a pair that fails is a row with its error."""
     found: Found = {}
     for members, chosen in parts:
-        found |= attempted(loaded, prompts, conditions, members, chosen, given | {"kept_sets": note is not None})
+        found |= attempted(loaded, prompts, conditions, members, chosen, given)
     return [answer_row(loaded, items[i], prompts[i], known[i, j], answer, note) for (i, j), answer in found.items()]
 
 
@@ -192,8 +192,8 @@ def answer_row(
     if isinstance(answer, Exception):
         return row | {"error": f"{type(answer).__name__}: {answer}".splitlines()[0]}
     prediction = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
-    if note is not None:
-        row["note"] = json.dumps(note(item, prompt, answer))
+    if note is not None and (more := note(item, prompt, answer)):
+        row["note"] = json.dumps(more)
     return row | {
         "prediction": prediction,
         **measure.all_measures(prediction, references(item)),
@@ -262,6 +262,7 @@ class AnswersPlan(Plan):
             "max_new_tokens": self.study.max_new_tokens, "stop_ids": models.stop_ids(self.loaded),
             "batch_rows": self.settings.batch_rows, "backend": self.settings.backend,
             "repeat": self.loaded.tokenizer.encode(REPEAT, add_special_tokens=False),
+            "kept_sets": self.study.note is not None,
         }  # fmt: skip
 
     def jobs(self) -> list[Job]:
@@ -285,7 +286,7 @@ class AnswersPlan(Plan):
         work = partial(
             group_rows, parts=[(some, js) for js, some in parts.items()], known=known,
             items={i: self.study.items[i] for i in members}, prompts={i: self.prompts[i] for i in members},
-            conditions={j: self.conditions[j] for j in chosen}, note=self.study.note, given=self.given,
+            conditions={j: self.conditions[j] for j in chosen}, note=self.study.note, **self.given,
         )  # fmt: skip
         return Job(len(known), work)
 
@@ -349,7 +350,7 @@ class AnswersPlan(Plan):
             if c.policy != "full" and columns(c)["share"] != 1 and (some == 0).any() and not (some > 0).any()
         ]  # fmt: skip
         if idle:
-            said.append(f"{len(idle)} conditions evicted nothing from any item, {idle[0].label} for one: budgets never met")
+            said.append(
+                f"{len(idle)} conditions evicted nothing from any item, {idle[0].label} for one: budgets never met"
+            )
         return said
-
-

@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ from kvrepro.paths import ROOT
 
 Name = tuple[str, str]  # module, and a name that it binds
 FOLDERS = {"kvrepro": ROOT / "kvrepro", "kvrepro_kernels": ROOT / "kernels" / "kvrepro_kernels"}
-UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE")})  # name "": a whole module, or a whole package
+# Each row's own policy counts. A name "" is all of a module, or of a package.
+UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE"), ("kvrepro.chapters.protection.policy", "POLICIES")})
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
@@ -282,13 +283,22 @@ def _code_of(value: Callable | type, inner: Callable) -> Any:
         return [value.__name__, [base.__qualname__ for base in value.__bases__],
                 {k: inner(v) for k, v in ours.items() if not k.startswith("_abc") and _tells(v)}]  # fmt: skip
     try:
+        if value.__name__ == "<lambda>":  # in the middle of a statement
+            raise TypeError
         tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
         text, used = plain(tree), list(chains(tree))
-    except (OSError, SyntaxError, TypeError):  # no source, or a lambda in the middle of a statement
-        text = f"{value.__code__.co_code.hex()} {value.__code__.co_consts!r}"
-        used = [[name] for name in value.__code__.co_names]
-    reached = {".".join(chain): inner(_held(value.__globals__, chain)) for chain in used if chain[0] in value.__globals__}
+    except (OSError, SyntaxError, TypeError):
+        text, used = _compiled(value.__code__), [[name] for name in value.__code__.co_names]
+    reached = {
+        ".".join(chain): inner(_held(value.__globals__, chain)) for chain in used if chain[0] in value.__globals__
+    }
     return [text, reached, inner(closed), inner(value.__defaults__), inner(value.__kwdefaults__)]
+
+
+def _compiled(code: CodeType) -> list:
+    """A function without source, by what Python made of it."""
+    consts = [_compiled(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return [code.co_code.hex(), consts, list(code.co_names)]
 
 
 def _filled(cell: Any) -> bool:
@@ -308,6 +318,8 @@ def _held(found: Mapping[str, Any], chain: list[str]) -> Any:
     for name in chain[1:]:
         if not isinstance(value, ModuleType):
             break
+        if _foreign(value.__name__):
+            return ".".join(chain)
         value = getattr(value, name, None)
     return value
 

@@ -1,14 +1,18 @@
 """The runner's half for `PerItem`: which items are computed already, one item's tables, all of them joined."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
 from kvrepro.experiment import fingerprint, store
+from kvrepro.experiment.answers import policy_of
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Estimate, Job, Plan
 
@@ -30,6 +34,16 @@ def item_tables(loaded: Loaded | None, compute: Any, item: Any, parameters: Mapp
     return tables
 
 
+def policies_in(parameters: Any) -> list:
+    """What the policies bring that stand among parameters, as conditions or by name."""
+    if isinstance(parameters, Condition):
+        return [policy_of(parameters)]
+    if isinstance(parameters, str):
+        return [fingerprint.describe(find(parameters))] if parameters in CATALOGUE or ".py:" in parameters else []
+    parts = parameters.values() if isinstance(parameters, Mapping) else parameters
+    return [one for part in parts for one in policies_in(part)] if isinstance(parts, Iterable) else []
+
+
 class PerItemPlan(Plan):
     """`PerItem` with one model, or without."""
 
@@ -45,7 +59,7 @@ class PerItemPlan(Plan):
             raise InputError(f"{len(study.items)} items with {len(self.items)} names: give at least one, each its own")
         self.total = len(self.items)
         where = [loaded.hash, loaded.dtype, loaded.device] if loaded is not None else []
-        code = fingerprint.of(study.compute, study.parameters)
+        code = fingerprint.of(study.compute, study.parameters, policies_in(study.parameters))
         self.keys = {name: fingerprint.digest(where, code, fingerprint.of(item)) for name, item in self.items.items()}
         self.table = store.Tables(settings.folder, study.chapter, study.name)
         self.errors: dict[str, Exception] = {}
@@ -97,6 +111,4 @@ class PerItemPlan(Plan):
 
     def failures(self) -> list[str]:
         """Items whose computation failed."""
-        return [
-            f"{name}: {type(error).__name__}: {error}".splitlines()[0] for name, error in self.errors.items()
-        ]
+        return [f"{name}: {type(error).__name__}: {error}".splitlines()[0] for name, error in self.errors.items()]

@@ -61,7 +61,9 @@ class Progress:
         self.said = time.monotonic()
         if self.file:
             aside = Path(f"{self.file}.tmp")
-            aside.write_text(json.dumps({"study": self.title, "done": self.done, "total": self.total, "left": self.left}))
+            aside.write_text(
+                json.dumps({"study": self.title, "done": self.done, "total": self.total, "left": self.left})
+            )
             aside.replace(self.file)
         if self.handle is not None:
             self.handle.update({"text/plain": self.text}, raw=True)

@@ -68,6 +68,9 @@ class Settings:
         return ROOT / self.results
 
 
+USUAL = Settings()
+
+
 @dataclass(frozen=True)
 class Answers:
     """Generations of every condition from every item: a row each, columns as in `kvrepro.experiment.store.SCHEMA`."""
@@ -106,10 +109,10 @@ class PerItem(Generic[Result]):
 
 
 @overload
-def run(study: Answers, loaded: Loaded, settings: Settings = Settings()) -> pd.DataFrame: ...
+def run(study: Answers, loaded: Loaded, settings: Settings = USUAL) -> pd.DataFrame: ...
 @overload
-def run(study: PerItem[Result], loaded: Loaded | None, settings: Settings = Settings()) -> Result: ...
-def run(study: Any, loaded: Any, settings: Settings = Settings()) -> Any:
+def run(study: PerItem[Result], loaded: Loaded | None, settings: Settings = USUAL) -> Result: ...
+def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     """The results of a study; those that are stored are read, the others computed and stored.
 
     A result that failed is tried again by the next run. What failed is in `attrs["failed"]` of the frame, as text, and

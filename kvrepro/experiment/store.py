@@ -44,7 +44,7 @@ SCHEMA = pa.schema(
 COLUMNS = SCHEMA.names
 IDENTITY = ["item", "model", "dtype", "device", "limit", "max_new_tokens", "policy", "capacity", "prefix", "suffix",
             "suffix_mode", "interval", "reading", "execution", "switches", "regime", "share", "until", "whitelist",
-            "spans", "fair", "chunk", "chunk_mode", "bits", "backend"]  # fmt: skip
+            "spans", "fair", "chunk", "chunk_mode", "bits"]  # fmt: skip
 
 
 class Store:
@@ -66,11 +66,7 @@ class Store:
         try:
             parts = sorted(self.folder.glob("*.parquet"))
             self._next = int(parts[-1].stem) + 1 if parts else 0
-            rows = (
-                _latest([_read(path) for path in (self.table, *parts) if path.exists()])
-                .select(["key", "error"])
-                .to_pylist()
-            )
+            rows = _latest(_tables(self.table)).select(["key", "error"]).to_pylist()
             self.keys = {row["key"] for row in rows if row["error"] is None}
         except BaseException:
             os.close(self._lock)
@@ -91,13 +87,13 @@ class Store:
 
     def frame(self) -> pd.DataFrame:
         """All rows so far, the latest of each (item, condition)."""
-        return read(self.table)
+        return _latest(_tables(self.table)).to_pandas()
 
     def close(self) -> None:
         """Fold the arrived rows into the table. The order (replace, then remove) loses nothing if killed in between."""
         parts = sorted(self.folder.glob("*.parquet"))
         if parts:
-            _write(_latest([_read(path) for path in (self.table, *parts) if path.exists()]), self.table)
+            _write(_latest(_tables(self.table)), self.table)
         for part in parts:
             part.unlink()
         for leftover in self.folder.glob("*.tmp"):
@@ -113,12 +109,15 @@ class Store:
 
 def read(table: str | Path) -> pd.DataFrame:
     """The rows of a table, also of one whose run was interrupted or is under way."""
-    table = Path(table)
-    paths = [table, *sorted(table.with_name(f"{table.stem}.rows").glob("*.parquet"))]
-    tables = [_read(path) for path in paths if path.exists()]
+    tables = _tables(Path(table))
     if not tables:
         raise InputError(f"no results at {table}: run the chapter first")
     return _latest(tables).to_pandas()
+
+
+def _tables(table: Path) -> list[pa.Table]:
+    paths = [table, *sorted(table.with_name(f"{table.stem}.rows").glob("*.parquet"))]
+    return [_read(path) for path in paths if path.exists()]
 
 
 def _latest(tables: list[pa.Table]) -> pa.Table:
@@ -180,4 +179,6 @@ class Tables:
             return {file.stem: pd.read_parquet(file) for file in files}
         except (pa.ArrowException, OSError) as error:
             way_out = f"remove the folder {self.folder / key}, and it is computed again"
-            raise InputError(f"{files[0].parent} holds a broken file ({str(error).splitlines()[0]}): {way_out}") from None
+            raise InputError(
+                f"{files[0].parent} holds a broken file ({str(error).splitlines()[0]}): {way_out}"
+            ) from None

@@ -24,7 +24,7 @@ from kvrepro.experiment.plan import Job
 
 
 def default_workers(loaded: Loaded | None) -> int:
-    """As many as there are cores, or GPUs for a model on one; fewer where the model would not fit in memory so often."""
+    """As many as there are cores, or GPUs for a model on one; fewer where memory does not hold so many models."""
     import torch
 
     if loaded is not None and loaded.device == "cuda":
@@ -109,7 +109,9 @@ class Pool:
                     _send(process.stdin, packed[i])
                     results.put((i, pickle.loads(_received(process.stdout))))
                 except (OSError, EOFError, pickle.UnpicklingError):
-                    ended = RuntimeError(f"a worker process ended (exit status {process.wait()}) on {jobs[i].size} results")
+                    ended = RuntimeError(
+                        f"a worker process ended (exit status {process.wait()}) on {jobs[i].size} results"
+                    )
                     results.put((i, ended))
                     return
 

@@ -8,9 +8,11 @@ import checkpoint
 import pandas as pd
 import pytest
 
+from kvrepro.chapters.protection import study
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition
-from kvrepro.experiment import data, models, run, stats, store
+from kvrepro.experiment import data, models, stats, store
+from kvrepro.experiment.run import Answers, Settings, run
 
 OWN = [
     {"context": " ".join(f"Ship {i} reached the harbour with {i * 7 % 90} crates of tea." for i in range(400)),
@@ -49,8 +51,10 @@ def loaded(source, tmp_path_factory):
 def test_prompts_follow_the_protocol(source, loaded):
     items = data.load_items(str(source))
     assert len(items) == (162 if "balanced" in source.name else 2)
+    limit = study.paper_limit(loaded, items, 128)
     lengths = {
-        item.id: len(prompt.ids) for item, prompt in zip(items, run.check(loaded, items, [Condition()]), strict=True)
+        item.id: len(data.build_prompt(item, loaded.tokenizer, study.paper_limit(loaded, items, 128)).ids)
+        for item in items
     }
     assert max(lengths.values()) <= 1920
     for item in items:
@@ -67,9 +71,9 @@ def test_prompts_follow_the_protocol(source, loaded):
 def test_rows_come_out(source, loaded, tmp_path):
     items = data.load_items(str(source), 2, seed=1)
     conditions = [Condition(), Condition("lru", 128), Condition("lru", 128, 0.1, 0.1), Condition("h2o", 128, 0.1, 0.1)]
-    frame = run.run(
-        "protection", loaded, items, conditions, name="real", results=tmp_path, max_new_tokens=12, progress=False
-    )
+    limit = study.paper_limit(loaded, items, 12)
+    settings = Settings(results=tmp_path, progress=False)
+    frame = run(Answers("protection", "real", items, conditions, 12, limit), loaded, settings)
     assert frame["error"].isna().all()
     assert len(frame) == 8
     assert frame["prompt_tokens"].between(1024, 2036).all()
@@ -91,9 +95,10 @@ def test_rows_come_out(source, loaded, tmp_path):
 
 def test_batching_items_together_changes_nothing(source, loaded, tmp_path):
     items, conditions = data.load_items(str(source), 2), [Condition(), Condition("snapkv", 96, 0.1, 0.1)]
-    options = {"name": "real", "max_new_tokens": 10, "progress": False, "limit": 700}
-    together = run.run("a", loaded, items, conditions, results=tmp_path, **options)
-    apart = run.run("b", loaded, items, conditions, results=tmp_path, batch_rows=1, **options)
+    together, apart = (
+        run(Answers(name, "real", items, conditions, 10, 700), loaded, Settings(tmp_path, batch_rows=rows))
+        for name, rows in (("a", 64), ("b", 1))
+    )
     columns = ["item", "policy", "prediction", "n_generated", "kept_hash", "kept_mean", "evicted", "policy_calls"]
     assert together[columns].equals(apart[columns])
 

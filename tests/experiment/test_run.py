@@ -1,16 +1,19 @@
-"""The run, against an engine that answers from a table; the real engine joins in test_real_input."""
+"""The run, against an engine that answers from a table; the real engine joins in test_real_input and test_workers."""
 
 import json
+import os
 
 import checkpoint
+import numpy as np
 import pandas as pd
 import pytest
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Generation
 from kvrepro.errors import InputError
-from kvrepro.experiment import models, run, store
+from kvrepro.experiment import answers, fingerprint, models, run, store
 from kvrepro.experiment.data import Item
+from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed
 
 ITEMS = [
     Item(f"item-{i}", "doors", ({"role": "user", "content": f"Which door is open, {i}?"},), "the red door")
@@ -25,15 +28,17 @@ def loaded(tmp_path_factory):
 
 
 class FakeEngine:
-    """Answers "the red door"; fails where told; remembers what it was asked."""
+    """Answers "the red door"; fails where told (an item's number, a policy's name); remembers what it was asked."""
 
     def __init__(self, loaded, fail_on=()):
         self.answer = [*loaded.tokenizer(" the red door")["input_ids"], loaded.tokenizer.eos_token_id]
         self.tokenizer, self.fail_on, self.calls = loaded.tokenizer, fail_on, []
 
-    def generate(self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows, repeat):
+    def generate(self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows, repeat, backend, kept_sets):
         texts = [self.tokenizer.decode(prompt.ids) for prompt in prompts]
-        if any(f"open, {i}?" in text for i in self.fail_on for text in texts):
+        here = [f"open, {i}?" for i in range(9) if any(f"open, {i}?" in text for text in texts)]
+        seen = {*(int(text[6]) for text in here), *(c.policy for c in conditions)}
+        if any(set(one if isinstance(one, tuple) else [one]) <= seen for one in self.fail_on):
             raise RuntimeError("out of memory\nand a long story")
         self.calls.append((len(prompts), list(conditions)))
         generation = Generation(
@@ -50,8 +55,9 @@ def fake(loaded, monkeypatch):
     return made
 
 
-def go(loaded, tmp_path, items=ITEMS, conditions=CONDITIONS, **options):
-    return run.run("doors", loaded, items, conditions, name="main", results=tmp_path, max_new_tokens=8, **options)
+def go(loaded, tmp_path, items=ITEMS, conditions=CONDITIONS, limit=None, **options):
+    study = Answers("doors", "main", items, conditions, 8, limit)
+    return run.run(study, loaded, Settings(results=tmp_path, **options))
 
 
 def test_one_row_per_item_and_condition_in_order(loaded, fake, tmp_path, capsys):
@@ -90,13 +96,14 @@ def test_only_missing_conditions_are_asked_for(loaded, fake, tmp_path):
 @pytest.mark.parametrize("what", ["model_hash", "data_hash", "engine_hash", "max_new_tokens", "switches"])
 def test_a_change_makes_rows_stale(loaded, fake, tmp_path, monkeypatch, what):
     go(loaded, tmp_path, items=ITEMS[:1])
-    real = run._heads
+    real = answers.heads
 
     def changed(*arguments):
         other = {what: {"max_new_tokens": 9}.get(what, "changed")}
-        return [head | other | {"key": store.digest(head | other)} for head in real(*arguments)]
+        found = [[head | other for head in row] for row in real(*arguments)]
+        return [[head | {"key": fingerprint.digest(head)} for head in row] for row in found]
 
-    monkeypatch.setattr(run, "_heads", changed)
+    monkeypatch.setattr(answers, "heads", changed)
     fake.calls.clear()
     go(loaded, tmp_path, items=ITEMS[:1])
     assert fake.calls == [(1, CONDITIONS)]
@@ -112,19 +119,73 @@ def test_the_key_hashes_what_decides_a_row(loaded, fake, tmp_path):
     assert list(go(loaded, tmp_path, items=ITEMS[:1], profile="full", seed=3)["key"]) == list(base)
 
 
-def test_a_failed_item_is_rows_with_its_error_and_the_run_goes_on(loaded, fake, tmp_path, capsys):
-    fake.fail_on = (1, 3)
+def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsys):
+    fake.fail_on = [(3, "lru")]
     frame = go(loaded, tmp_path)
     failed = frame[frame["error"].notna()]
-    assert set(failed["item"]) == {"item-1", "item-3"}
-    assert len(failed) == 6
+    assert list(zip(failed["item"], failed["policy"], strict=True)) == [("item-3", "lru")]
     assert set(failed["error"]) == {"RuntimeError: out of memory"}
     assert failed["token_f1"].isna().all()
     assert frame[frame["error"].isna()]["token_f1"].eq(1).all()
-    assert "15 rows, 15 computed now, 6 failed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "15 rows, 15 computed now, 1 failed" in said
+    assert frame.attrs["failed"] == ["lru C=16 +10%/10% on item-3: RuntimeError: out of memory"]
+    assert frame.attrs["failed"][0] in said
     fake.fail_on, fake.calls = (), []
     assert go(loaded, tmp_path)["error"].isna().all()  # tried again, and only those
-    assert sum(n * len(c) for n, c in fake.calls) == 6
+    assert fake.calls == [(1, [CONDITIONS[1]])]
+
+
+@pytest.mark.parametrize("culprit", ["lru", 1])
+def test_a_study_of_which_many_fail_ends_when_the_rest_is_stored(loaded, fake, tmp_path, culprit):
+    """A condition that always raises, or an item: its own rows are lost, and no others."""
+    fake.fail_on = [culprit]
+    lost = {"lru": 5, 1: 3}[culprit]
+    with pytest.raises(StudyFailed, match=rf"doors/main: {lost} of 15 rows failed, the first .* out of memory$"):
+        go(loaded, tmp_path)
+    rows = store.read(tmp_path / "doors" / "main.parquet")
+    assert len(rows) == 15
+    failed = rows[rows["error"].notna()]
+    assert len(failed) == lost
+    assert set(failed["policy"]) == {"lru"} if culprit == "lru" else set(failed["item"]) == {"item-1"}
+
+
+def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):
+    """What an item cannot meet is refused, or where a study allows for gaps, a row that says so."""
+    conditions = [CONDITIONS[0], Condition("snapkv", capacity=80, regime="prefill")]
+    long = Item("long", "doors", ({"role": "user", "content": "Which door is open? " * 12},), "x")
+    with pytest.raises(InputError, match="capacity 80 >= "):
+        run.run(Answers("doors", "main", [ITEMS[0], long], conditions, 8), loaded, Settings(results=tmp_path))
+    study = Answers("doors", "main", [ITEMS[0], long], conditions, 8, gaps=True)
+    frame = run.run(study, loaded, Settings(results=tmp_path))
+    assert frame["error"].fillna("").str.startswith("InputError: capacity 80 >=").tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert frame.attrs["failed"] == []
+
+
+def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_path, capsys):
+    assert len(go(loaded, tmp_path, dry_run=True)) == 0
+    said = capsys.readouterr().out
+    assert "doors/main: 15 of 15 rows, prompts of " in said
+    assert "120 new tokens; at most " in said
+    assert not list((tmp_path / "doors").rglob("*.parquet"))
+    assert [(n, len(c)) for n, c in fake.calls] == [(1, 3)]
+
+
+def test_jobs_are_the_same_whatever_is_missing(loaded, fake, tmp_path):
+    """A row is computed with the same neighbours after an interrupt as before."""
+    go(loaded, tmp_path, batch_rows=1)
+    first = list(fake.calls)
+    fake.calls.clear()
+    (tmp_path / "doors" / "main.parquet").unlink()
+    go(loaded, tmp_path, items=ITEMS[:1], batch_rows=1)
+    fake.calls.clear()
+    go(loaded, tmp_path, batch_rows=1)
+    assert fake.calls == first[1:]
 
 
 def test_what_was_stored_before_an_interrupt_stays(loaded, fake, tmp_path, monkeypatch):
@@ -166,30 +227,102 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
         ({"items": [*ITEMS, Item("blank", "t", ({"role": "user", "content": " "},), "")]}, "item blank is empty"),
         ({"items": [*ITEMS, LONG]}, "item long has .* > limit 248"),
         ({"limit": 250}, "limit 250 . 8 new tokens > context 256"),
+        ({"results": 5}, "results is 5: give the name of a folder"),
+        ({"seed": "a"}, "seed is 'a'"),
+        ({"profile": "slow"}, "unknown profile 'slow'"),
+        ({"workers": 0}, "workers 0: both must be at least 1"),
         ({"conditions": [Condition("lru", 200, 0.45, 0.45)]}, "prompt of .* tokens < 180 protected"),
     ],
 )
 def test_bad_input_is_one_line_and_costs_nothing(loaded, fake, tmp_path, change, words):
     with pytest.raises(InputError, match=words) as error:
-        go(loaded, tmp_path, **change)
+        go(loaded, **{"tmp_path": tmp_path} | {{"results": "tmp_path"}.get(k, k): v for k, v in change.items()})
     assert "\n" not in str(error.value)
     assert not fake.calls
     assert not list(tmp_path.iterdir())
 
 
-def test_prompts_with_a_passage_stop_at_the_papers_length(loaded):
-    passage = Item("p", "t", (), "a", context="c", question="q")
-    assert run.prompt_limit(loaded, ITEMS, 8) == 248
-    assert run.prompt_limit(loaded, [passage], 8, limit=100) == 100
-
-    class Long:
-        context, name = 32_768, "long"
-
-    assert run.prompt_limit(Long, [passage], 128) == 1920
-    assert run.prompt_limit(Long, ITEMS, 128) == 32_640
+def test_prompts_are_as_long_as_the_context_leaves_or_as_is_asked_and_what_was_cut_is_said(
+    loaded, fake, tmp_path, capsys
+):
+    passage = Item("p", "t", ITEMS[0].messages, "a", context="door " * 300, question="Which?")
+    frame = go(loaded, tmp_path, items=[ITEMS[0], passage])
+    assert set(frame["limit"]) == {248}
+    assert frame["prompt_tokens"].max() == 248
+    cut = dict(zip(frame["item"], frame["cut"], strict=True))
+    assert cut["item-0"] == 0
+    assert 0 < cut["p"] < 300
+    assert f"1 of 2 passages were cut to prompts of 248 tokens, by {cut['p']} to" in capsys.readouterr().out
+    assert go(loaded, tmp_path, items=[passage], limit=100)["prompt_tokens"].max() <= 100
 
 
 def test_budgets_that_are_never_met_are_said(loaded, tmp_path, capsys):
     conditions = [Condition(), Condition("lru", 200), Condition("lru", 16)]
     go(loaded, tmp_path, conditions=conditions, progress=False)
     assert "1 conditions evicted nothing from any item, lru C=200" in capsys.readouterr().out
+
+
+# ---- whatever else is computed per item
+
+
+def lengths(loaded, item, times=1):
+    """Characters of an item's text."""
+    if item.id in os.environ.get("BROKEN", "").split():  # no global: its value would be part of the key
+        raise RuntimeError("boom\nat length")
+    SEEN.append(item.id)
+    return pd.DataFrame({"length": [len(item.messages[0]["content"]) * times], "model": [loaded.name]})
+
+
+SEEN: list[str] = []
+
+
+def named(loaded, value):
+    return {"squares": pd.DataFrame({"square": [value**2]}), "all": pd.DataFrame({"x": np.arange(value)})}
+
+
+def per_item(loaded, tmp_path, items=ITEMS, **parameters):
+    SEEN.clear()
+    return run.run(PerItem("doors", "lengths", items, lengths, parameters), loaded, Settings(results=tmp_path))
+
+
+def test_tables_of_items_are_joined_stored_and_read_back(loaded, tmp_path):
+    first = per_item(loaded, tmp_path)
+    assert first["item"].tolist() == [item.id for item in ITEMS]
+    assert set(first["task"]) == {"doors"}
+    assert first.length.eq(len(ITEMS[0].messages[0]["content"])).all()
+    assert len(SEEN) == 5
+    pd.testing.assert_frame_equal(per_item(loaded, tmp_path), first)
+    assert SEEN == []
+    assert per_item(loaded, tmp_path, times=2).length.eq(2 * first.length).all()
+    assert len(SEEN) == 5
+    per_item(loaded, tmp_path, items=[*ITEMS[:2], Item("new", "doors", ITEMS[0].messages, "x")])
+    assert SEEN == ["new"]
+
+
+def test_several_tables_keep_their_names_and_need_no_model(tmp_path):
+    found = run.run(PerItem("doors", "squares", {"a": 3, "b": 2}, named), None, Settings(results=tmp_path))
+    assert found["squares"].to_dict("list") == {"square": [9, 4], "item": ["a", "b"]}
+    assert found["all"]["item"].tolist() == ["a", "a", "a", "b", "b"]
+    assert found["all"].attrs["failed"] == []
+
+
+def test_an_item_that_fails_costs_itself(loaded, tmp_path, capsys, monkeypatch):
+    many = [Item(f"item-{i}", "doors", ITEMS[0].messages, "x") for i in range(11)]
+    monkeypatch.setenv("BROKEN", "item-4")
+    frame = per_item(loaded, tmp_path, items=many)
+    assert len(frame) == 10
+    assert frame.attrs["failed"] == ["item-4: RuntimeError: boom"]
+    assert "item-4: RuntimeError: boom" in capsys.readouterr().out
+    monkeypatch.setenv("BROKEN", "item-4 item-5")
+    (tmp_path / "doors").rename(tmp_path / "before")
+    with pytest.raises(StudyFailed, match="2 of 11 items failed, the first item-4: RuntimeError: boom"):
+        per_item(loaded, tmp_path, items=many)
+    monkeypatch.delenv("BROKEN")
+    assert len(per_item(loaded, tmp_path, items=many)) == 11
+    assert SEEN == ["item-4", "item-5"]
+
+
+def test_a_table_that_is_none_is_said(loaded, tmp_path):
+    study = PerItem("doors", "none", {"a": 1}, lambda loaded, item: 5)
+    with pytest.raises(StudyFailed, match="gave int, not a table or tables by name"):
+        run.run(study, loaded, Settings(results=tmp_path))

@@ -189,17 +189,24 @@ def test_nothing_stored_is_said(tmp_path):
         store.read(tmp_path / "c" / "n.parquet")
 
 
-def test_comments_docstrings_and_layout_do_not_make_rows_stale():
-    code = 'def f(x):\n    """Old."""\n    return x + 1  # why\n'
-    assert store.code_of(code) == store.code_of("def f(x):\n\n    return (x+1)\n")
-    assert store.code_of(code) != store.code_of(code.replace("1", "2"))
-    assert store.code_of('def f():\n    """Only this."""') == store.code_of("def f(): pass")
+def test_an_items_tables_appear_whole_or_not_at_all(tmp_path, monkeypatch):
+    tables = store.Tables(tmp_path, "c", "n")
+    made = {"a": pd.DataFrame({"x": [1, 2]}), "b": pd.DataFrame({"y": ["z"]})}
 
+    def stop(*args):
+        raise KeyboardInterrupt
 
-def test_the_engine_hash_covers_what_the_engine_imports():
-    package = store.Path(store.__file__).parent
-    found = {path.stem for path in store.deciding_files()}
-    assert {"measure", "run"} <= found
-    assert not found & {"figure", "claims", "stats", "book", "store", "data"}
-    if (package / "engine.py").exists():
-        assert {"engine", "policy", "score", "guard", "selection", "reading"} <= found
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tables.add("k", made)
+    assert "k" not in tables
+    tables.add("k", made)
+    tables.add("k", made)  # another process was first
+    assert "k" in tables
+    for name, table in tables.read("k").items():
+        pd.testing.assert_frame_equal(table, made[name])
+    assert not list(tmp_path.rglob("*.tmp"))
+    (tmp_path / "c" / "n" / "k" / "a.parquet").write_bytes(b"no")
+    with pytest.raises(InputError, match="broken file"):
+        tables.read("k")

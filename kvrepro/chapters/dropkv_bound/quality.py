@@ -22,7 +22,7 @@ from kvrepro.errors import InputError
 from kvrepro.experiment import claims_before as claims
 from kvrepro.experiment import data
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.run import run
+from kvrepro.experiment.run import Answers, PerItem, Settings, run
 from kvrepro.item import Item
 
 PEERS = ("dropkv", "snapkv", "pyramid_kv", "streaming_llm", "key_diff", "cake", "critical_kv", "andpro")
@@ -76,11 +76,11 @@ def answers(
     loaded: Loaded,
     items: Sequence[Item],
     by_length: Mapping[int, Sequence[Item]],
+    settings: Settings,
     *,
     shares: Sequence[float] = (0.05, 0.10, 0.30),
     tokens: int = 1900,
-    chapter: str = "dropkv_bound",
-    **settings,
+    max_new_tokens: int = 48,
 ) -> pd.DataFrame:
     """Rows of `run` with `method` (its name in tables) and `length`: the whole grid over `items`, cut to `tokens`, and
     DropKV, SnapKV and AnDPro at the smallest share over those of each other length (`study.questions_by_length`)."""
@@ -92,11 +92,11 @@ def answers(
             continue  # messages as they are, answered already
         asked = grid(shares) if whole else grid([min(shares)], ("dropkv", "snapkv", "andpro"), variants=False)
         order = [(name, one) for name, conditions in asked.items() for one in conditions]
-        rows = run(
-            chapter, loaded, found, [one for _, one in order], name=f"quality-{length}",
-            limit=length if cut else None, **settings,
-        )  # fmt: skip
-        parts.append(rows.assign(method=[name for name, _ in order] * len(found), length=length))
+        conditions, limit = [one for _, one in order], length if cut else None
+        study = Answers("dropkv_bound", f"quality-{length}", found, conditions, max_new_tokens, limit)
+        parts.append(
+            run(study, loaded, settings).assign(method=[name for name, _ in order] * len(found), length=length)
+        )
     rows = pd.concat(parts, ignore_index=True)
     return rows.assign(share=rows["share"].astype(float).fillna(1.0))
 
@@ -226,34 +226,41 @@ class _Packed:
 
 
 def answer_losses(
-    loaded: Loaded, items: Sequence[Item], *, share: float = 0.05, window: int = 8, kernel: int = 11, limit: int = 0
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+    loaded: Loaded, items: Sequence[Item], settings: Settings, *, share: float = 0.05, window: int = 8,
+    kernel: int = 11, limit: int | None = None,
+) -> tuple[pd.DataFrame, pd.DataFrame]:  # fmt: skip
     """What the answer loses when DropKV reduces one layer to `share` of the prompt, or one head of it, all else whole.
 
     Two frames: item, layer, loss; and item, layer, head, loss. Each query head evicts by its own scores, as the theory
     has it. loss: mean negative log-likelihood of the right answer's tokens, minus the same with the full cache, nats
     per token.
     """
-    rows = []
-    for item in items:
-        ids = data.build_prompt(item, loaded.tokenizer, limit or loaded.context).ids
-        answer = loaded.tokenizer(item.answer, add_special_tokens=False)["input_ids"]
-        gone = len(ids) - max(int(share * len(ids)), window)
-        evicted: dict[int, Tensor] = {}
-
-        def visit(found: Iterator[Triple], gone: int = gone, evicted: dict = evicted) -> None:
-            for t in found:
-                mask = torch.zeros(1, len(t.p), dtype=torch.bool)
-                mask[0, bound.smallest(pooled(dropkv(t), kernel)[:-window], gone)] = True
-                evicted[t.layer] = torch.cat([evicted[t.layer], mask]) if t.layer in evicted else mask
-
-        cache = DynamicCache(config=loaded.model.config)
-        triples(loaded.model, ids, [len(ids) - 1], visit, window=window, cache=cache)
-        cache.crop(-1)  # the prompt's last token is read again by every copy: it too sees only what is kept
-        rows.append(_answer_losses(loaded, ids, answer, evicted, cache).assign(item=item.id))
-    found = pd.concat(rows, ignore_index=True)
+    given = {"share": share, "window": window, "kernel": kernel, "limit": limit or loaded.context}
+    found = run(PerItem("dropkv_bound", "answer-losses", items, answer_loss, given), loaded, settings)
     layers, heads = (found[found["head"] < 0], found[found["head"] >= 0])
-    return layers[["item", "layer", "loss"]].reset_index(drop=True), heads.reset_index(drop=True)
+    return (
+        layers[["item", "layer", "loss"]].reset_index(drop=True),
+        heads[["layer", "head", "loss", "item"]].reset_index(drop=True),
+    )
+
+
+def answer_loss(loaded: Loaded, item: Item, share: float, window: int, kernel: int, limit: int) -> pd.DataFrame:
+    """Of one item: layer, head (-1: all of the layer), loss."""
+    ids = data.build_prompt(item, loaded.tokenizer, limit).ids
+    answer = loaded.tokenizer(item.answer, add_special_tokens=False)["input_ids"]
+    gone = len(ids) - max(int(share * len(ids)), window)
+    evicted: dict[int, Tensor] = {}
+
+    def visit(found: Iterator[Triple]) -> None:
+        for t in found:
+            mask = torch.zeros(1, len(t.p), dtype=torch.bool)
+            mask[0, bound.smallest(pooled(dropkv(t), kernel)[:-window], gone)] = True
+            evicted[t.layer] = torch.cat([evicted[t.layer], mask]) if t.layer in evicted else mask
+
+    cache = DynamicCache(config=loaded.model.config)
+    triples(loaded.model, ids, [len(ids) - 1], visit, window=window, cache=cache)
+    cache.crop(-1)  # the prompt's last token is read again by every copy: it too sees only what is kept
+    return _answer_losses(loaded, ids, answer, evicted, cache)
 
 
 @torch.inference_mode()

@@ -5,24 +5,22 @@ Tables, intervals and verdicts from these frames: `kvrepro.chapters.dropkv_bound
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 from scipy import stats as scipy_stats
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvrepro.chapters.dropkv_bound import bound, cone, triples
 from kvrepro.chapters.dropkv_bound.triples import RULES, Triple
 from kvrepro.engine.allowed import Number, Size, ensure
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims_before as claims
-from kvrepro.experiment import data, store
+from kvrepro.experiment import data
+from kvrepro.experiment import run as runs
 from kvrepro.experiment.models import Loaded
 from kvrepro.item import Item
-from kvrepro.paths import ROOT
 
 ONE_QUERY = ("dropkv", "attention", "random")  # table 16's selections, by the query's own attention
 PARTS = ("assumptions", "records", "lemma", "budgets", "alignment")
@@ -189,36 +187,30 @@ def run(
     loaded: Loaded,
     items: Sequence[Item],
     settings: Settings,
+    how: runs.Settings,
     *,
-    results: Path | str = "data/results",
-    chapter: str = "dropkv_bound",
     limit: int | None = None,
     parts: Sequence[str] = PARTS,
-    progress: bool = True,
 ) -> Study:
-    """All frames over the items' prompts, passages cut to `limit` tokens. A prompt that was done before, with the same
-    model, settings and code, is read back from `<results>/<chapter>/triples`. parts: the frames to fill."""
-    folder = ROOT / results / chapter / "triples"
-    folder.mkdir(parents=True, exist_ok=True)
-    code = [store.code_of(Path(module.__file__).read_text()) for module in (bound, cone, triples)]
-    own = store.code_of(Path(__file__).read_text())
-    found: dict[str, list[pd.DataFrame]] = {name: [] for name in parts}
-    for number, item in enumerate(tqdm(items, desc="prompts", disable=not progress)):
-        ids = data.build_prompt(item, loaded.tokenizer, limit or loaded.context).ids
-        take = _share(settings.per_cell, number, len(items))
-        key = store.digest(loaded.hash, loaded.dtype, ids, take, vars(settings), code, own)
-        files = {name: folder / f"{key}-{name}.parquet" for name in parts}
-        if not all(file.is_file() for file in files.values()):
-            for name, frame in prompt(loaded, ids, settings, take, parts).items():
-                frame.to_parquet(files[name])
-        for name, file in files.items():
-            found[name].append(pd.read_parquet(file).assign(item=item.id, task=item.task))
-    frames = {name: pd.concat(found[name], ignore_index=True) if name in found else pd.DataFrame() for name in PARTS}
-    return Study(**frames, settings=settings)
+    """All frames over the items' prompts, passages cut to `limit` tokens. parts: the frames to fill."""
+    take = [_share(settings.per_cell, number, len(items)) for number in range(len(items))]
+    named = {item.id: (item, count) for item, count in zip(items, take, strict=True)}
+    given = {"settings": settings, "limit": limit or loaded.context, "parts": tuple(parts)}
+    frames = runs.run(runs.PerItem("dropkv_bound", "triples", named, of_item, given), loaded, how)
+    return Study(**{name: frames.get(name, pd.DataFrame()) for name in PARTS}, settings=settings)
+
+
+def of_item(
+    loaded: Loaded, item: tuple[Item, int], settings: Settings, limit: int, parts: Sequence[str]
+) -> dict[str, pd.DataFrame]:
+    """The frames of one item, of which so many triples enter the enumeration."""
+    ids = data.build_prompt(item[0], loaded.tokenizer, limit).ids
+    return {name: frame.assign(item=item[0].id, task=item[0].task)
+            for name, frame in prompt(loaded, ids, settings, item[1], parts).items()}  # fmt: skip
 
 
 def by_length(
-    loaded: Loaded, found: Study, items: Mapping[int, Sequence[Item]], *, tokens: int, **given
+    loaded: Loaded, found: Study, items: Mapping[int, Sequence[Item]], how: runs.Settings, *, tokens: int
 ) -> pd.DataFrame:
     """`Study.assumptions` for prompts of several lengths (column `length`), last query, first two pools.
 
@@ -230,7 +222,7 @@ def by_length(
     last = a.position == a.groupby("item").position.transform("max")
     frames = [a[last & a.pool.isin([pool_name(size) for size in few.pools])].assign(length=tokens)]
     frames += [
-        run(loaded, prompts, few, limit=length, parts=("assumptions",), **given).assumptions.assign(length=length)
+        run(loaded, prompts, few, how, limit=length, parts=("assumptions",)).assumptions.assign(length=length)
         for length, prompts in items.items()
         if length != tokens
     ]

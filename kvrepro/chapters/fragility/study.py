@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from scipy.stats import t as student
-from tqdm.auto import tqdm
 
 from kvrepro.chapters.fragility import retention
 from kvrepro.chapters.fragility.retention import DEFAULT, Setting
@@ -25,12 +24,13 @@ from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.score.heads import EMBEDDED, gates
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims_before as claims
-from kvrepro.experiment import data, models, store
+from kvrepro.experiment import data, models
+from kvrepro.experiment.answers import check, prompt_limit
 from kvrepro.experiment.claims_before import Missing
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.run import check, prompt_limit, run
+from kvrepro.experiment.run import Answers, PerItem, Settings, run
 from kvrepro.item import Item
-from kvrepro.paths import DATA, ROOT
+from kvrepro.paths import DATA
 
 LONG = ("list_all", "summary")
 TABLE_1 = {  # the paper's dataset -> what stands in for it
@@ -158,7 +158,8 @@ def answers(
     ):
         if value is not None and value >= count:
             raise InputError(f"{name} {value}: {loaded.name} has {count}, counted from 0")
-    prompts = [data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], answer_tokens)) for item in found]
+    limit = prompt_limit(loaded, answer_tokens)
+    prompts = [data.build_prompt(item, loaded.tokenizer, limit) for item in found]
     for item, prompt in zip(found, prompts, strict=True):
         settings = [base, *(retention.variants(base).values() if _wide(item) else ())]
         for end in {s.until: s for s in settings}.values():
@@ -170,54 +171,40 @@ def retained(
     loaded: Loaded,
     items: str,
     sizes: Size,
+    settings: Settings,
     *,
     tokens: int = 1000,
     long_tokens: int = LONG_TOKENS,
     answer_tokens: int = 320,
     base: Setting = retention.OURS,
-    seed: int = 0,
-    results: str | Path = "data/results",
-    chapter: str = "fragility",
-    progress: bool = True,
 ) -> Retained:
     """Answers of the full cache and what half of it retains at their steps (items: see `answers`).
 
-    Long answers in every setting, the others in the default. An item that was done before, with the same model,
-    settings and code, is read back.
+    Long answers in every setting, the others in the default.
     """
     asked = answers(
-        loaded, items, sizes, tokens=tokens, long_tokens=long_tokens, answer_tokens=answer_tokens, base=base, seed=seed
-    )
-    folder = ROOT / results / chapter / "retained"
-    folder.mkdir(parents=True, exist_ok=True)
+        loaded, items, sizes, tokens=tokens, long_tokens=long_tokens, answer_tokens=answer_tokens, base=base,
+        seed=settings.seed,
+    )  # fmt: skip
     layer = paper_layer(loaded.model) if base.layer is None else base.layer
-    code = [store.engine_hash(), store.code_of(Path(retention.__file__).read_text())]
-    files = {}
-    for item, prompt in asked:
-        key = [loaded.hash, loaded.dtype, prompt.ids, answer_tokens, vars(base), _wide(item), layer, code]
-        files[item.id] = folder / store.digest(*key)
-    todo = [(item, prompt) for item, prompt in asked if not _stored(files[item.id], "summary").is_file()]
-    replies = engine.generate(
-        loaded.model, [prompt for _, prompt in todo], [Condition(regime="prefill")], max_new_tokens=answer_tokens,
+    given = {"answer_tokens": answer_tokens, "base": base, "layer": layer}
+    study = PerItem("fragility", "retained", [item for item, _ in asked], retained_by_item, given)
+    return Retained(**run(study, loaded, settings), layer=layer)
+
+
+def retained_by_item(
+    loaded: Loaded, item: Item, answer_tokens: int, base: Setting, layer: int
+) -> dict[str, pd.DataFrame]:
+    """One item's curves and summary."""
+    prompt = data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, answer_tokens))
+    [[reply]] = engine.generate(
+        loaded.model, [prompt], [Condition(regime="prefill")], max_new_tokens=answer_tokens,
         stop_ids=models.stop_ids(loaded),
-    ) if todo else []  # fmt: skip
-    bar = tqdm(list(zip(todo, replies, strict=True)), desc="retained", disable=not progress)
-    for (item, prompt), [reply] in bar:
-        settings = retention.variants(base) if _wide(item) else {DEFAULT: base}
-        more = retention.specifications(base) if _wide(item) else ()
-        frames = retention.retained(loaded.model, prompt, reply.tokens, settings, more=more, more_layer=layer)
-        for name, frame in zip(("curves", "summary"), frames, strict=True):
-            kept = frame[frame.setting == DEFAULT] if name == "curves" else frame
-            kept.to_parquet(_stored(files[item.id], name))
-    parts = {
-        name: [pd.read_parquet(_stored(files[i.id], name)).assign(item=i.id, task=i.task) for i, _ in asked]
-        for name in ("curves", "summary")
-    }
-    return Retained(**{name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}, layer=layer)
-
-
-def _stored(path: Path, name: str) -> Path:
-    return path.with_name(f"{path.name}-{name}.parquet")
+    )  # fmt: skip
+    settings = retention.variants(base) if _wide(item) else {DEFAULT: base}
+    more = retention.specifications(base) if _wide(item) else ()
+    curves, summary = retention.retained(loaded.model, prompt, reply.tokens, settings, more=more, more_layer=layer)
+    return {"curves": curves[curves.setting == DEFAULT], "summary": summary}
 
 
 def _wide(item: Item) -> bool:
@@ -370,25 +357,23 @@ def quality(
     loaded: Loaded,
     items: str,
     sizes: Size,
+    settings: Settings,
     *,
     shares: Sequence[float] = (0.1, 0.2, 0.4, 0.6, 0.8),
     policies: Sequence[str] = POLICIES,
     reading: str = "both",
     guard: float = 0.10,
     tokens: int = 1000,
-    seed: int = 0,
-    profile: str = "quick",
-    **settings: Any,
+    max_new_tokens: int = 32,
 ) -> pd.DataFrame:
     """Rows of `run` over the grid (`parts_of`), tidied (`tidy`). The full profile adds the baselines as their own
     papers describe them."""
     parts = parts_of(
-        loaded, items, sizes, shares=shares, policies=policies, reading=reading, guard=guard, tokens=tokens, seed=seed,
-        profile=profile,
+        loaded, items, sizes, shares=shares, policies=policies, reading=reading, guard=guard, tokens=tokens,
+        seed=settings.seed, profile=settings.profile,
     )  # fmt: skip
-    given: dict[str, Any] = {"seed": seed, "profile": profile, "max_new_tokens": 32} | settings
-    found = [run("fragility", loaded, some, asked, name=name, **given) for name, some, asked in parts]
-    return tidy(pd.concat(found, ignore_index=True))
+    studies = [Answers("fragility", name, some, asked, max_new_tokens) for name, some, asked in parts]
+    return tidy(pd.concat([run(study, loaded, settings) for study in studies], ignore_index=True))
 
 
 def checked(
@@ -405,8 +390,8 @@ def checked(
     """`sizes`, once all that both studies will do is known to be possible; computes nothing. Raises InputError."""
     where = {name: asked[name] for name in ("tokens", "seed")}
     answers(loaded, items, sizes, long_tokens=long_tokens, answer_tokens=answer_tokens, base=base, **where)
-    for _, some, conditions in parts_of(loaded, items, sizes, **asked):
-        check(loaded, some, conditions, max_new_tokens=max_new_tokens)
+    for name, some, conditions in parts_of(loaded, items, sizes, **asked):
+        check(Answers("fragility", name, some, conditions, max_new_tokens), loaded)
     return sizes
 
 

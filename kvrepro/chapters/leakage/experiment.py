@@ -1,7 +1,7 @@
 """System prompts with a secret: which instructions survive compression, and when the model begins to tell.
 
     items   = systems(n)                        # defense + directive, both orders; two requests for each system prompt
-    rows    = run(loaded, items, cells)         # one stored row per (item, cell), a failed one with its error
+    rows    = run(loaded, items, cells, ...)    # one stored row per (item, cell), a failed one with its error
     scored  = score(rows, items)                # follows its rules? tells them?
     kept    = keep_rates(rows)                  # which part of the prompt survives, by layer
 
@@ -12,28 +12,25 @@ sections 3 to 5; the public code's ways are named in `SWITCHES`.
 import json
 import random
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from tqdm import tqdm
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine import policy
-from kvrepro.engine.compress import Facts
 from kvrepro.engine.condition import Condition, Generation
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, measure, models, store
+from kvrepro.experiment import data, measure
 from kvrepro.experiment import run as runs
+from kvrepro.experiment.answers import unmet
 from kvrepro.experiment.data import Prompt
 from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.run import Answers, PerItem, Settings
 from kvrepro.item import Item, Span
-from kvrepro.paths import ROOT
 
 FIVE = ("streaming_llm", "h2o", "k_norm", "snapkv", "tova")  # the paper's
 TWO = ("defensive_kv", "dropkv")  # that it did not try
@@ -420,87 +417,38 @@ def run(
     loaded: Loaded,
     items: Sequence[Item],
     grid: Sequence[Cell],
-    *,
     name: str,
+    settings: Settings,
     max_new_tokens: int = 160,
-    results: str | Path = "data/results",
-    profile: str = "quick",
-    seed: int = 0,
-    batch_rows: int = 128,
-    progress: bool = True,
 ) -> pd.DataFrame:
-    """One row per (item, cell), stored in `results`/leakage/`name`.parquet as they arrive; known rows are not computed
-    again. A cell that an item cannot meet, or that fails, is a row with its `error`.
+    """One row per (item, cell); a cell that an item cannot meet is a row with its `error`.
 
     Columns: those of the store, and policy, ratio, variant, reading of the cell, and system, order, request, rules of
-    the item; `note` holds these as stored, and what survived of each part in each layer (`keep_rates`). Raises
-    InputError for items without system turn and policies that are not known.
+    the item; `note` holds what survived of each part in each layer (`keep_rates`). Raises InputError for items without
+    system turn and policies that are not known.
     """
-    began = time.perf_counter()
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}: give a whole number, at least 1")
-    grid, prompts = list(dict.fromkeys(grid)), [prompt(loaded, item) for item in items]
+    grid = list(dict.fromkeys(grid))
     conditions = [cell.condition for cell in grid]
-    for condition in conditions:
-        policy.check(condition)
-    noted = {"chapter": "leakage", "name": name, "profile": profile, "seed": seed}
-    heads = _known(loaded, items, prompts, conditions, noted, max_new_tokens=max_new_tokens)
-    keys = [head["key"] for row in heads for head in row]
-    stop = models.stop_ids(loaded)
-    step = max(2, 4 * batch_rows // len(grid) // 2 * 2)  # both requests of a system prompt read what is left of it
-    with store.Store(ROOT / results, "leakage", name) as table:
-        todo = set(table.missing(keys))
-        with tqdm(total=len(todo), desc=f"leakage/{name}", unit="row", disable=not progress) as bar:
-            for first in range(0, len(items), step):
-                some = range(first, min(first + step, len(items)))
-                asked = {(i, j) for i in some for j in range(len(grid)) if heads[i][j]["key"] in todo}
-                if not asked:
-                    continue
-                found = _answers(loaded, prompts, conditions, asked, max_new_tokens, stop, batch_rows)
-                table.add(
-                    [
-                        runs._row(loaded, items[i], heads[i][j], answer)
-                        | {"note": json.dumps(_note(items[i], grid[j]) | _survivors(items[i], prompts[i], answer))}
-                        for (i, j), answer in found.items()
-                    ]
-                )
-                bar.update(len(found))
-        frame = table.frame()
-    frame = frame.set_index("key", drop=False).loc[keys].reset_index(drop=True).assign(profile=profile, seed=seed)
-    notes = pd.DataFrame([_note(item, cell) for item in items for cell in grid])
-    frame[notes.columns] = notes
-    failed = int(frame.error.notna().sum())
-    seconds = time.perf_counter() - began
-    print(f"leakage/{name}: {len(keys)} rows, {len(todo)} computed now, {failed} failed, {seconds:.0f} s")
-    return frame
+    study = Answers("leakage", name, items, conditions, max_new_tokens, prompt=prompt, note=survivors, gaps=True,
+                    together=2)  # fmt: skip
+    rows = runs.run(study, loaded, settings)
+    once = list(dict.fromkeys(conditions))  # cells of equal conditions share rows
+    rows = rows.iloc[[i * len(once) + once.index(c) for i in range(len(items)) for c in conditions]]
+    cells = pd.DataFrame([_columns(item, cell) for item in items for cell in grid], index=rows.index)
+    return rows.assign(**cells).reset_index(drop=True)
 
 
-def _known(loaded: Loaded, items, prompts, conditions, noted: dict, **more: Any) -> list[list[dict]]:
-    """What is known of every row beforehand, with its key."""
-    decisive = {
-        "model": loaded.name, "model_hash": loaded.hash, "engine_hash": store.engine_hash(), "dtype": loaded.dtype,
-        "device": loaded.device, "limit": loaded.context,
-    } | more  # fmt: skip
-    return [
-        [
-            head | {"key": store.digest(head["key"], text.spans)}
-            for head in runs._heads(item, text, conditions, decisive, noted)
-        ]
-        for item, text in zip(items, prompts, strict=True)
-    ]
-
-
-def _note(item: Item, cell: Cell) -> dict[str, Any]:
+def _columns(item: Item, cell: Cell) -> dict[str, Any]:
     """What a row says of its cell and its item, beside the condition."""
     of = {name: item.meta[name] for name in ("system", "order", "request", "rules")}
     of["marks"] = item.meta.get("marks", "hand")
     return {"ratio": cell.ratio, "variant": cell.variant, "reading": cell.reading} | of
 
 
-def _survivors(item: Item, text: Prompt, answer: Generation | Exception) -> dict[str, Any]:
+def survivors(item: Item, text: Prompt, answer: Generation) -> dict[str, Any]:
     """kept: of each part its tokens and the share of them that survives in each layer, mean over KV heads; for one
     request of each system prompt."""
-    if isinstance(answer, Exception) or answer.kept_sets is None or item.meta["request"] != "leak":
+    if answer.kept_sets is None or item.meta["request"] != "leak":
         return {}
     n = min(text.spans["request"])
     directive, defense = (np.isin(np.arange(n), text.spans.get(name, [])) for name in ("directive", "defense"))
@@ -513,66 +461,6 @@ def _survivors(item: Item, text: Prompt, answer: Generation | Exception) -> dict
             if where.any()
         }
     }
-
-
-Asked = set[tuple[int, int]]
-Answers = dict[tuple[int, int], Generation | Exception]
-
-
-def _answers(
-    loaded: Loaded,
-    prompts: Sequence[Prompt],
-    conditions: Sequence[Condition],
-    asked: Asked,
-    tokens: int,
-    stop,
-    rows: int,
-) -> Answers:
-    """Generations, or the exception that one raised; what one item cannot meet does not touch its neighbours."""
-    found: Answers = {}
-    facts = Facts.of(loaded.model)
-    for i, j in sorted(asked):
-        try:
-            fits(conditions[j], prompts[i], facts)
-        except InputError as error:
-            found[i, j] = error
-    columns: dict[tuple[int, ...], list[int]] = {}
-    for i in sorted({i for i, _ in asked}):
-        here = tuple(j for j in range(len(conditions)) if (i, j) in asked and (i, j) not in found)
-        columns.setdefault(here, []).append(i)
-    for here, members in columns.items():
-        if here:
-            found |= _tried(loaded, prompts, conditions, members, here, tokens, stop, rows)
-    return found
-
-
-def _tried(loaded, prompts, conditions, members: list[int], columns: Sequence[int], tokens, stop, rows) -> Answers:
-    """All at once; if that fails, item by item, then condition by condition."""
-    try:
-        made = engine.generate(
-            loaded.model,
-            [prompts[i] for i in members],
-            [conditions[j] for j in columns],
-            max_new_tokens=tokens,
-            stop_ids=stop,
-            batch_rows=rows,
-            kept_sets=True,
-        )
-    except Exception as error:  # whatever a cell raises becomes its row's error
-        if len(members) == len(columns) == 1:
-            return {(members[0], columns[0]): error}
-        parts = [([i], columns) for i in members] if len(members) > 1 else [(members, [j]) for j in columns]
-        found: Answers = {}
-        for some, few in parts:
-            found |= _tried(loaded, prompts, conditions, some, few, tokens, stop, rows)
-        return found
-    return {(i, j): made[a][b] for a, i in enumerate(members) for b, j in enumerate(columns)}
-
-
-def fits(condition: Condition, text: Prompt, facts: Facts) -> None:
-    """Raise InputError if what `condition` protects of this prompt exceeds its budget."""
-    end = engine.boundary(text, condition)
-    policy.check(condition, facts.held(end), [at - end for at in engine.whitelisted(text, condition)])
 
 
 # ---- measures
@@ -603,7 +491,7 @@ def score(rows: pd.DataFrame, items: Sequence[Item], failed: str = "missing") ->
     return scored
 
 
-def unmet(rows: pd.DataFrame) -> pd.Series:
+def refused(rows: pd.DataFrame) -> pd.Series:
     """Rows whose budget has no room for what must stay."""
     return rows.error.fillna("").str.startswith("InputError")
 
@@ -612,7 +500,7 @@ def failing(rows: pd.DataFrame, failed: str) -> pd.Series:
     """Rows whose error counts as a failure."""
     if failed not in FAILED:
         raise InputError(f"unknown handling of failed rows {failed!r}: choose {', '.join(FAILED)}")
-    return rows.error.notna() & (failed != "missing") & (~unmet(rows) | (failed == "worst"))
+    return rows.error.notna() & (failed != "missing") & (~refused(rows) | (failed == "worst"))
 
 
 MEASURES = ("followed", "followed_loose", "tells_directive", "tells_rules", "tells_defense", "tells_system", "refused")
@@ -727,66 +615,33 @@ def keep_rates(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def timing(
-    loaded: Loaded,
-    items: Sequence[Item],
-    grid: Sequence[Cell],
-    *,
-    tokens: int = 8,
+    loaded: Loaded, items: Sequence[Item], grid: Sequence[Cell], settings: Settings, *, tokens: int = 8,
     repeats: int = 3,
-    results: str | Path = "data/results",
-    profile: str = "quick",
-    seed: int = 0,
-    **unused: Any,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """Seconds to compress a system turn and read the request, and per 100 decoded tokens: each cell by itself, one
-    prompt at a time, `repeats` times in turn after one run to warm up. Stored as one row per (item, cell) in
-    `results`/leakage/timing.parquet, its repeats in `note`. Columns item, policy, variant, repeat, compress, decode."""
-    grid, prompts = list(dict.fromkeys(grid)), [prompt(loaded, item) for item in items]
-    conditions = [cell.condition for cell in grid]
-    facts = Facts.of(loaded.model)
-    noted = {"chapter": "leakage", "name": "timing", "profile": profile, "seed": seed, "max_new_tokens": tokens}
-    heads = _known(loaded, items, prompts, conditions, noted, repeats=repeats, tokens=tokens)
-    for row in heads:
-        for head in row:
-            del head["repeats"], head["tokens"]
-    with store.Store(ROOT / results, "leakage", "timing") as table:
-        todo = set(table.missing(head["key"] for row in heads for head in row))
-        for i, text in enumerate(prompts):
-            asked, rows = [], []
-            for j in [j for j in range(len(grid)) if heads[i][j]["key"] in todo]:
-                try:
-                    fits(conditions[j], text, facts)
-                    asked.append(j)
-                except InputError as error:
-                    rows.append(runs._row(loaded, items[i], heads[i][j], error))
-            taken: dict[int, list] = {j: [] for j in asked}
-            for repeat in range(repeats + (i == 0)):
-                for j in asked:
-                    [[answer]] = engine.generate(
-                        loaded.model, [text], [conditions[j]], max_new_tokens=tokens, stop_ids=()
-                    )
-                    if repeat or i:
-                        taken[j].append(answer)
-            for j, answers in taken.items():
-                note = _note(items[i], grid[j]) | {
-                    "compress": [answer.prefill_seconds for answer in answers],
-                    "decode": [100 * answer.decode_seconds / tokens for answer in answers],
-                }
-                rows.append(runs._row(loaded, items[i], heads[i][j], answers[-1]) | {"note": json.dumps(note)})
-            if rows:
-                table.add(rows)
-        frame = table.frame().set_index("key").loc[[head["key"] for row in heads for head in row]]
-    columns = ["item", "policy", "variant", "repeat", "compress", "decode"]
-    return pd.DataFrame(
-        [
-            {"item": row.item, "policy": row.policy, "variant": note["variant"], "repeat": repeat}
-            | {"compress": compress, "decode": decode}
-            for row in frame.itertuples()
-            for note in ([json.loads(row.note)] if isinstance(row.note, str) else [])  # null: an error
-            for repeat, (compress, decode) in enumerate(zip(note["compress"], note["decode"], strict=True), 1)
-        ],
-        columns=columns,
-    )
+    prompt at a time, `repeats` times in turn after one run to warm up. Columns item, policy, variant, repeat, compress,
+    decode; a cell whose budget an item cannot meet has no rows of it."""
+    cells = [(cell.policy, cell.variant, cell.condition) for cell in dict.fromkeys(grid)]
+    given = {"cells": cells, "tokens": tokens, "repeats": repeats}
+    found = runs.run(PerItem("leakage", "timing", items, seconds, given, alone=True), loaded, settings)
+    return found[["item", "policy", "variant", "repeat", "compress", "decode"]]
+
+
+def seconds(
+    loaded: Loaded, item: Item, cells: Sequence[tuple[str, str, Condition]], tokens: int, repeats: int
+) -> pd.DataFrame:
+    """Of one item."""
+    text, rows = prompt(loaded, item), []
+    gaps = unmet(loaded, [text], [condition for *_, condition in cells])
+    for repeat in range(repeats + 1):
+        for j, (name, variant, condition) in enumerate(cells):
+            if (0, j) in gaps:
+                continue
+            [[answer]] = engine.generate(loaded.model, [text], [condition], max_new_tokens=tokens, stop_ids=())
+            times = {"compress": answer.prefill_seconds, "decode": 100 * answer.decode_seconds / tokens}
+            rows.append({"policy": name, "variant": variant, "repeat": repeat} | times)
+    frame = pd.DataFrame(rows, columns=["policy", "variant", "repeat", "compress", "decode"])
+    return frame[frame.repeat > 0]
 
 
 # ---- the chapter's runs
@@ -858,20 +713,18 @@ def chapter(
     items: str = "tinyworld",
     asked: Size = SIZES["quick"],
     policies: Sequence[str] = (*FIVE, *TWO),
+    settings: Settings = runs.USUAL,
     *,
-    seed: int = 0,
-    **settings: Any,
+    max_new_tokens: int = 160,
 ) -> Found:
     """All runs, in both readings. items: "tinyworld", or "ifeval" for a model that speaks English (its windows are not
     scaled, and there are no labelled examples). policies: the paper's five get every variant, any other one (of the
-    catalogue, or path/file.py:NAME) all that it can meet. `settings` go to `run`."""
+    catalogue, or path/file.py:NAME) all that it can meet."""
     if items not in ("tinyworld", "ifeval"):
         raise InputError(f"unknown items {items!r}: choose tinyworld, or ifeval for a hub model")
     own = items == "tinyworld"
     if not isinstance(policies, list | tuple) or not policies:
         raise InputError(f"policies {policies!r}: give a list with at least one of {', '.join((*FIVE, *TWO))}")
-    if not isinstance(seed, int):
-        raise InputError(f"seed is {seed!r}: give a whole number")
     for name in policies:
         if name == "full":
             raise InputError("policy full is run in any case: name policies that evict")
@@ -885,9 +738,9 @@ def chapter(
         return geometry(loaded, of) | {"windows": tuple(windows.items())} | more
 
     def go(name: str, of: Sequence[Item], grid: Sequence[Cell]) -> pd.DataFrame:
-        return run(loaded, of, grid, name=name, **settings)
+        return run(loaded, of, grid, name, settings, max_new_tokens)
 
-    settings = {"seed": seed} | settings
+    seed = settings.seed
     every = list(dict.fromkeys(policies))
     five = [name for name in every if name in FIVE] or every  # the paper's, in the smaller studies
     rest = [name for name in every if name not in five]
@@ -944,7 +797,7 @@ def chapter(
 
     clocked = [item for item in secret if item.meta["request"] == "follow"][: asked.timing]
     clock = cells(["h2o"], [half], ("default", "whitelist", "fair", "debias 0.4"), **fields(secret))[1:]
-    timed = timing(loaded, clocked, clock, repeats=asked.repeats, **settings)
+    timed = timing(loaded, clocked, clock, settings, repeats=asked.repeats)
     everything = pd.concat(main, ignore_index=True)
     return Found(
         [*secret, *plain, *nude, *shots, *parts], every, everything, alone, bare,

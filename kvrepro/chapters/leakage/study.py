@@ -620,7 +620,7 @@ def numbers(verdicts: pd.DataFrame, found: experiment.Found, studies: Sequence[S
         "rows": f"{sum(map(len, every)):,}",
         "unmet": str(errors["unmet"]),
         "failed": str(errors["failed"] - errors["unmet"]),
-        "unmet-alone": str(int(experiment.unmet(found.alone).sum())),
+        "unmet-alone": str(int(experiment.refused(found.alone).sum())),
         "rows-alone": f"{len(found.alone):,}",
         "floor-refusal": f"{s.floor:.2f}",
         "floor-preamble": f"{studies[0].echo:.2f}",
@@ -723,8 +723,8 @@ def switched(found: experiment.Found) -> pd.DataFrame:
         except Missing:
             return "not run"
 
-    high = max([0.0, *found.main[experiment.unmet(found.main)].ratio])
-    lost = found.main[experiment.unmet(found.main) & (found.main.ratio == high)]
+    high = max([0.0, *found.main[experiment.refused(found.main)].ratio])
+    lost = found.main[experiment.refused(found.main) & (found.main.ratio == high)]
     where = {"ratio": high, "variant": lost.variant.iloc[0]} if len(lost) else {}
     whose = lost.policy.iloc[0] if len(lost) else first
     places = {

@@ -1,36 +1,51 @@
-"""Studies of a chapter beside its main run: prompt lengths, attention at the boundaries, what is kept."""
+"""The chapter's studies: the main comparison, prompt lengths, attention at the boundaries, what is kept."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pandas as pd
 
 from kvrepro.chapters.protection import grid
 from kvrepro.engine import generate as engine
+from kvrepro.engine.condition import Condition
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, stats
+from kvrepro.experiment.answers import prompt_limit
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.run import prompt_limit, run
+from kvrepro.experiment.run import Answers, PerItem, Settings, run
 from kvrepro.item import Item
+
+PAPER_TOKENS = 2048  # prompt and answer together, in the paper's harness
+
+
+def paper_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int) -> int:
+    """Most tokens of a prompt: the paper's where there is a passage to cut, else what the model's context leaves."""
+    room = prompt_limit(loaded, max_new_tokens)
+    return min(room, PAPER_TOKENS - max_new_tokens) if any(item.context is not None for item in items) else room
+
+
+def main(
+    loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], max_new_tokens: int, settings: Settings
+) -> pd.DataFrame:
+    """Rows of the main comparison, prompts as long as the paper's."""
+    limit = paper_limit(loaded, items, max_new_tokens)
+    return run(Answers("protection", "main", items, conditions, max_new_tokens, limit), loaded, settings)
 
 
 def context(
-    chapter: str,
     loaded: Loaded,
     items: str,
     n_items: int,
     lengths: Sequence[int],
+    settings: Settings,
     *,
     protect_frac: float = 0.10,
     reading: str = "both",
     max_new_tokens: int = 128,
-    seed: int = 0,
-    **settings: Any,
 ) -> pd.DataFrame:
     """Rows of `run` at several prompt lengths (tokens), with a column `length`; an eighth of the cache is kept at each.
 
-    items, n_items, seed: as in `data.load_items`; a passage that is longer than the length is cut to it. Lengths that
-    the model's context cannot hold are left out; if none is left, InputError. `settings` go to `run`.
+    items, n_items: as in `data.load_items`; a passage that is longer than the length is cut to it. Lengths that the
+    model's context cannot hold are left out; if none is left, InputError.
     """
     held = [length for length in lengths if length + max_new_tokens <= loaded.context]
     if not held:
@@ -39,28 +54,30 @@ def context(
         )
     parts = []
     for length in held:
-        here = data.load_items(items, n_items, seed=seed, tokens=length)
+        here = data.load_items(items, n_items, seed=settings.seed, tokens=length)
         limit = length if any(item.context is not None for item in here) else None
         conditions = grid.context(length, protect_frac, reading)
-        given: dict[str, Any] = {"name": f"context-{length}", "limit": limit, "seed": seed} | settings
-        rows = run(chapter, loaded, here, conditions, max_new_tokens=max_new_tokens, **given)
-        parts.append(rows.assign(length=length))
+        study = Answers("protection", f"context-{length}", here, conditions, max_new_tokens, limit)
+        parts.append(run(study, loaded, settings).assign(length=length))
     return pd.concat(parts, ignore_index=True)
 
 
 def attention(
-    loaded: Loaded, items: Sequence[Item], n_items: int, positions: int, max_new_tokens: int = 128
+    loaded: Loaded, items: Sequence[Item], n_items: int, positions: int, max_new_tokens: int, settings: Settings
 ) -> pd.DataFrame:
     """`engine.boundary_attention` of `n_items` of the items, spread evenly, with a column `item`.
 
     The prefix and the suffix are `positions` long, as long as the guards whose use is in question.
     """
-    parts = []
-    for item in items[:: max(1, len(items) // n_items)][:n_items]:
-        prompt = data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], max_new_tokens))
-        found = engine.boundary_attention(loaded.model, prompt.ids, fraction=positions / len(prompt.ids))
-        parts.append(found.assign(item=item.id))
-    return pd.concat(parts, ignore_index=True)
+    given = {"positions": positions, "limit": paper_limit(loaded, items, max_new_tokens)}
+    some = items[:: max(1, len(items) // n_items)][:n_items]
+    return run(PerItem("protection", "attention", some, boundary_attention, given), loaded, settings)
+
+
+def boundary_attention(loaded: Loaded, item: Item, positions: int, limit: int) -> pd.DataFrame:
+    """Of one item's prompt."""
+    prompt = data.build_prompt(item, loaded.tokenizer, limit)
+    return engine.boundary_attention(loaded.model, prompt.ids, fraction=positions / len(prompt.ids))
 
 
 def retention(
@@ -77,7 +94,7 @@ def retention(
 
     `attrs["tokens"]` is the prompt's length, `attrs["spans"]` the first and last position of each message's spans.
     """
-    prompt = data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, [item], max_new_tokens))
+    prompt = data.build_prompt(item, loaded.tokenizer, paper_limit(loaded, [item], max_new_tokens))
     conditions = grid.main([capacity], policies, protect_frac, reading)[1:]
     [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=())
     rows = [

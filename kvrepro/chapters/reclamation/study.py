@@ -2,14 +2,13 @@
 
 `synthetic`, `toy`, `rounds` and `cadence` are index work on a ledger; `arising`, `occupancy`, `identity` and `latency`
 run a model on a paged cache. `streaming` has what concerns attention scores, `results` what the tables say. `run` makes
-them all and stores each part as it is finished.
+them all.
 """
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, normalize
-from tqdm.auto import tqdm
 
-from kvrepro.chapters.reclamation import paged, streaming
+from kvrepro.chapters.reclamation import streaming
 from kvrepro.chapters.reclamation.paged import NONE, Ledger, PagedCache, Signals, forward
 from kvrepro.engine import generate as engine
 from kvrepro.engine.allowed import Number, Size, ensure
@@ -29,8 +27,10 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, store
+from kvrepro.experiment import data
+from kvrepro.experiment import run as runner
 from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.run import PerItem, Settings
 from kvrepro.paths import ROOT
 
 POLICIES = ("sinks_recency", "cumulative", "window", "redundancy")
@@ -745,7 +745,7 @@ def cost(
     return pd.concat(parts, ignore_index=True)
 
 
-# ---- all of them, stored as they are finished
+# ---- all of them
 
 
 BUDGET = Number(16, whole=True)  # of which eight are the newest, never evicted by lot
@@ -797,6 +797,7 @@ def run(
     loaded: Loaded,
     prompts: Mapping[str, list[int]],
     sizes: Sizes,
+    settings: Settings,
     *,
     kept: Sequence[float],
     capacity: int,
@@ -806,64 +807,44 @@ def run(
     budget: int,
     block_size: int,
     shape: str,
-    seed: int = 0,
-    results: str | Path = "data/results",
-    progress: bool = True,
 ) -> dict[str, pd.DataFrame]:
-    """Every study's table by the name under which the claims ask for it, also in `<results>/reclamation`.
-
-    Studies on a model are stored prompt by prompt, the others whole, in the folder `parts`, as soon as they are
-    finished; what is there with the same inputs, model and code is read back. Raises InputError for what `check` finds.
-    """
+    """Every study's table by the name under which the claims ask for it. Raises InputError for what `check` finds."""
     check(loaded, prompts, kept=kept, capacity=capacity, max_new_tokens=max_new_tokens, cadences=cadences,
           timed_cadences=timed_cadences, budget=budget, block_size=block_size, shape=shape)  # fmt: skip
     shares = sorted({min(kept), 0.5})
     whole = able(loaded, prompts, tuple(CATALOGUE), [{"capacity": capacity}])
     some = able(loaded, prompts, [name for name in PUBLISHED if name in whole], [{"share": share} for share in shares])
+    seed = settings.seed
+    index = {  # without a model
+        "synthetic": partial(synthetic, seed=seed, block_size=block_size),
+        "toy": toy,
+        "traffic": partial(cadence, cadences, budget, block_size=block_size),
+        "wall": streaming.wall,
+        "passes": streaming.passes,
+    }
     model = {
-        "arising": (sizes.arising, partial(arising, kept=kept, block_size=block_size)),
-        "published": (sizes.published, partial(published, kept=shares, policies=some, block_size=block_size)),
-        "identity": (sizes.identity, partial(identity, budget=capacity, catalogue=whole, new_tokens=max_new_tokens,
-                                             block_size=block_size)),
-        "latency": (sizes.latency, partial(latency, cadences=timed_cadences, seed=seed, block_size=block_size)),
-    }  # fmt: skip
-    jobs: list[tuple[str, partial]] = [
-        ("synthetic", partial(synthetic, seed=seed, block_size=block_size)),
-        ("toy", partial(toy)),
-        ("traffic", partial(cadence, cadences, budget, block_size=block_size)),
-        ("wall", partial(streaming.wall)),
-        ("passes", partial(streaming.passes)),
-    ]
-    for name, (count, study) in model.items():
-        jobs += [(name, partial(study, loaded, {item: prompts[item]})) for item in list(prompts)[:count]]
-    folder = ROOT / results / "reclamation"
-    parts: dict[str, list[pd.DataFrame]] = {}
-    for name, job in tqdm(jobs, desc="reclamation", unit="study", disable=not progress):
-        parts.setdefault(name, []).append(_stored(folder / "parts", name, job))
-    tables = {name: pd.concat(found, ignore_index=True) for name, found in parts.items()}
-    for name, table in tables.items():
-        _write(table, folder / f"{name}.parquet")
+        "arising": (sizes.arising, arising, {"kept": kept}),
+        "published": (sizes.published, published, {"kept": shares, "policies": some}),
+        "identity": (sizes.identity, identity, {"budget": capacity, "catalogue": whole, "new_tokens": max_new_tokens}),
+        "latency": (sizes.latency, latency, {"cadences": timed_cadences, "seed": seed}),
+    }
+    tables = {
+        name: runner.run(PerItem("reclamation", name, {name: study}, index_work), None, settings).drop(columns="item")
+        for name, study in index.items()
+    }
+    for name, (count, study, given) in model.items():
+        few = {item: prompts[item] for item in list(prompts)[:count]}
+        more = given | {"study": study, "block_size": block_size}
+        job = PerItem("reclamation", name, few, of_prompt, more, alone=name == "latency")
+        tables[name] = runner.run(job, loaded, settings)
     return tables
 
 
-def _stored(folder: Path, name: str, job: partial) -> pd.DataFrame:
-    """A study's rows from their file, which is written first where there is none of the same inputs and code."""
-    inputs = [[x.hash, x.dtype, x.device] if isinstance(x, Loaded) else x for x in job.args]
-    path = folder / f"{name}-{store.digest(inputs, job.keywords, code())}.parquet"
-    if not path.is_file():
-        _write(job(), path)
-    return pd.read_parquet(path)
+def index_work(loaded: None, study: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """A study that is index work on a ledger."""
+    return study()
 
 
-def _write(table: pd.DataFrame, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    table.to_parquet(aside)
-    aside.replace(path)
-
-
-@cache
-def code() -> str:
-    """Hash of the code that decides a study."""
-    files = [Path(module.__file__ or "") for module in (paged, streaming)] + [Path(__file__)]
-    return store.digest(store.engine_hash(), [store.code_of(file.read_text(encoding="utf-8")) for file in files])
+def of_prompt(loaded: Loaded, ids: list[int], study: Callable[..., pd.DataFrame], **given: Any) -> pd.DataFrame:
+    """A study of one prompt."""
+    return study(loaded, {"": ids}, **given).drop(columns="item", errors="ignore")

@@ -13,6 +13,7 @@ from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims_before as claims
 from kvrepro.experiment import data
+from kvrepro.experiment.run import Settings
 
 
 def rows(n: int = 8) -> pd.DataFrame:
@@ -73,13 +74,15 @@ def test_tables():
 class Loaded:
     context = 64
 
+    hash, dtype, device, path = "tiny", "float32", "cpu", None
+
     def __init__(self):
         self.model = tiny.model("qwen2")
         self.tokenizer = lambda text, **_: {"input_ids": [5, 9, 7]}
 
 
 @pytest.mark.parametrize("packed", [512, 7])
-def test_the_loss_of_a_layer_or_a_head_is_that_of_a_model_with_its_keys_masked(monkeypatch, packed):
+def test_the_loss_of_a_layer_or_a_head_is_that_of_a_model_with_its_keys_masked(monkeypatch, tmp_path, packed):
     """Against the whole text in one pass, where the evicted keys of one layer, or of one of its heads, are hidden from
     the answer's queries."""
     monkeypatch.setattr(quality, "PACKED", packed)
@@ -87,13 +90,13 @@ def test_the_loss_of_a_layer_or_a_head_is_that_of_a_model_with_its_keys_masked(m
     monkeypatch.setattr(data, "build_prompt", lambda *_: data.Prompt(ids, {}))
     loaded = Loaded()
     item = data.Item("a", "task", (), "answer")
-    layers, heads = quality.answer_losses(loaded, [item], share=0.25, window=4, kernel=3)
+    layers, heads = quality.answer_losses(loaded, [item], Settings(tmp_path), share=0.25, window=4, kernel=3)
     found, of_head = layers.set_index("layer").loss, heads.set_index(["layer", "head"]).loss
     assert len(of_head) == 3 * 6
     assert found.index.tolist() == [0, 1, 2]
     assert found.abs().max() > 1e-3
 
-    for kept_all in quality.answer_losses(loaded, [item], share=1.0, window=4, kernel=3):
+    for kept_all in quality.answer_losses(loaded, [item], Settings(tmp_path), share=1.0, window=4, kernel=3):
         assert kept_all.loss.abs().max() < 1e-5
 
     answer, masks = [5, 9, 7], {}

@@ -21,6 +21,7 @@ from kvrepro.chapters.fragility.retention import OURS, Mixture
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, models
+from kvrepro.experiment.run import Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 IDS = torch.randint(3, 120, (60,), generator=torch.Generator(device="cpu").manual_seed(5), device="cpu").tolist()
@@ -539,17 +540,16 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = models.load(str(checkpoint.save(tmp_path / "small", [row["context"] for row in rows])))
     sizes = study.size("quick", 2)
-    given = {"results": tmp_path, "progress": False}
-    r = study.retained(loaded, str(items), sizes, answer_tokens=4, **given)
+    settings = Settings(results=tmp_path, progress=False)
+    r = study.retained(loaded, str(items), sizes, settings, answer_tokens=4)
     assert r.summary.item.nunique() == 2
     assert study.long_tasks(r) == ["harbour"]
     assert r.layer == study.paper_layer(loaded.model)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    pd.testing.assert_frame_equal(
-        study.retained(loaded, str(items), sizes, answer_tokens=4, **given).summary, r.summary
-    )
+    again = study.retained(loaded, str(items), sizes, settings, answer_tokens=4)
+    pd.testing.assert_frame_equal(again.summary, r.summary)
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    grid = study.quality(loaded, str(items), sizes, shares=[0.4], reading="as_described", max_new_tokens=4, **given)
+    grid = study.quality(loaded, str(items), sizes, settings, shares=[0.4], reading="as_described", max_new_tokens=4)
     said = capsys.readouterr().out
     assert "duo_attention is left out" in said
     assert "4 bits are left out" in said

@@ -1,7 +1,5 @@
 """System prompts with a secret: items, spans, cells, rows with errors, measures, keep rates; on the embedded model."""
 
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,6 +8,7 @@ from kvrepro.chapters.leakage import experiment
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.errors import InputError
 from kvrepro.experiment import models, store
+from kvrepro.experiment.run import Settings
 from kvrepro.world import world
 from kvrepro.world.instructions import INSTRUCTIONS
 
@@ -167,8 +166,8 @@ def run(loaded, tmp_path_factory):
     items = experiment.systems(2, orders=("normal",))
     grid = experiment.cells(("streaming_llm",), (0.5, 0.9), ("default", "opening"))
     folder = tmp_path_factory.mktemp("results")
-    settings = {"name": "test", "results": folder, "max_new_tokens": 48, "progress": False}
-    return items, grid, settings, experiment.run(loaded, items, grid, **settings)
+    settings = Settings(results=folder, progress=False)
+    return items, grid, settings, experiment.run(loaded, items, grid, "test", settings, 48)
 
 
 def test_a_cell_that_cannot_be_met_is_a_row_with_its_error(run):
@@ -178,17 +177,14 @@ def test_a_cell_that_cannot_be_met_is_a_row_with_its_error(run):
     assert set(zip(failed.variant, failed.ratio, failed.system, strict=True)) == {("opening", 0.9, 0)}
     assert failed.error.str.contains("budget 6 < 7 protected tokens").all()  # header and first sentence, sinks in them
     assert rows[(rows.system == 1) & (rows.variant == "opening")].error.isna().all()  # a longer prompt holds them
-    assert experiment.unmet(rows).sum() == len(failed)
+    assert experiment.refused(rows).sum() == len(failed)
 
 
-def test_rows_are_stored_with_their_cell_and_what_survived(run):
+def test_rows_are_stored_with_what_survived(run):
     *_, settings, rows = run
-    stored = store.read(settings["results"] / "leakage" / "test.parquet").set_index("key")
+    stored = store.read(settings.folder / "leakage" / "test.parquet").set_index("key")
     for row in rows.itertuples():
-        note = json.loads(stored.note[row.key]) if stored.note[row.key] else {}
-        assert (row.error is None) == bool(note) or note["ratio"] == row.ratio
-        for name in ("ratio", "variant", "reading", "order", "request", "system", "rules"):
-            assert note[name] == getattr(row, name)
+        assert bool(stored.note[row.key]) == (pd.isna(row.error) and row.request == "leak")
 
 
 def test_uncompressed_the_model_obeys_and_refuses_and_compressed_it_tells(run):
@@ -213,8 +209,8 @@ def test_uncompressed_the_model_obeys_and_refuses_and_compressed_it_tells(run):
 
 def test_known_rows_are_not_computed_again(run, loaded, capsys):
     items, grid, settings, rows = run
-    again = experiment.run(loaded, items, grid, **settings)
-    assert "20 rows, 2 computed now, 2 failed" in capsys.readouterr().out  # what failed is tried again
+    again = experiment.run(loaded, items, grid, "test", settings, 48)
+    assert "20 rows, 0 computed now, 0 failed" in capsys.readouterr().out
     assert again.prediction.fillna("").tolist() == rows.prediction.fillna("").tolist()
 
 
@@ -227,29 +223,12 @@ def test_classes_count_every_instruction_of_every_answer(run):
     assert len(experiment.by_class(rows, items)) == len(each) - 1
 
 
-def test_a_killed_run_has_stored_what_it_had_finished(loaded, tmp_path, monkeypatch):
-    """Both requests of a system prompt are stored before the next one is begun, where the grid fills the batches."""
-    items, grid = experiment.systems(2, orders=("normal",)), experiment.cells(("streaming_llm",), (0.5, 0.7))
-    answers = experiment._answers
-
-    def killed(loaded, prompts, conditions, asked, *rest):
-        if any(i > 1 for i, _ in asked):
-            raise KeyboardInterrupt
-        return answers(loaded, prompts, conditions, asked, *rest)
-
-    monkeypatch.setattr(experiment, "_answers", killed)
-    settings = {"name": "killed", "results": tmp_path, "max_new_tokens": 4, "progress": False, "batch_rows": 2}
-    with pytest.raises(KeyboardInterrupt):
-        experiment.run(loaded, items, grid, **settings)
-    assert len(store.read(tmp_path / "leakage" / "killed.parquet")) == 2 * len(grid)
-
-
 def test_keep_rates_add_up(loaded, tmp_path):
     """The parts' kept tokens are the budget: 62 tokens, half kept, in every layer."""
     items = experiment.systems(1, orders=("normal",))
     grid = experiment.cells(("streaming_llm",), (0.5,), ("default", "fair"))
-    settings = {"name": "kept", "results": tmp_path, "max_new_tokens": 1, "progress": False}
-    kept = experiment.keep_rates(experiment.run(loaded, items, grid, **settings))
+    given = (loaded, items, grid, "kept", Settings(results=tmp_path, progress=False), 1)
+    kept = experiment.keep_rates(experiment.run(*given))
     disjoint = kept[kept.part != "outside"]
     total = (disjoint.tokens * disjoint.kept).groupby([disjoint.variant, disjoint.layer]).sum()
     tokens = disjoint[(disjoint.layer == 0) & (disjoint.variant == "fair")].tokens.sum()
@@ -258,17 +237,18 @@ def test_keep_rates_add_up(loaded, tmp_path):
     assert outside == kept[kept.part.isin(["defense", "template"])].groupby("part").tokens.first().sum()
     fair = kept[kept.variant == "fair"].groupby("part").kept.mean()
     assert abs(fair.defense - fair.directive) < 0.1
-    again = experiment.keep_rates(experiment.run(loaded, items, grid, **settings))  # from what is stored
+    again = experiment.keep_rates(experiment.run(*given))  # from what is stored
     pd.testing.assert_frame_equal(kept, again)
 
 
 def test_times_are_stored(loaded, tmp_path):
     items = experiment.systems(1, orders=("normal",))[:1]
     grid = experiment.cells(("h2o",), (0.5,), ("default", "fair"))[1:]
-    found = experiment.timing(loaded, items, grid, tokens=2, repeats=2, results=tmp_path)
+    settings = Settings(results=tmp_path)
+    found = experiment.timing(loaded, items, grid, settings, tokens=2, repeats=2)
     assert found.groupby("variant").repeat.apply(list).to_dict() == {"default": [1, 2], "fair": [1, 2]}
     assert (found[["compress", "decode"]] > 0).all(axis=None)
-    pd.testing.assert_frame_equal(found, experiment.timing(loaded, items, grid, tokens=2, repeats=2, results=tmp_path))
+    pd.testing.assert_frame_equal(found, experiment.timing(loaded, items, grid, settings, tokens=2, repeats=2))
 
 
 def test_loose_accuracy_forgives_a_line_and_asterisks():
@@ -318,7 +298,6 @@ def test_sizes():
         ({"policies": []}, "give a list with at least one of streaming_llm"),
         ({"policies": ["lru"]}, "unknown policy 'lru'|exists in regime harness only"),
         ({"policies": ["full"]}, "full is run in any case"),
-        ({"seed": "abc"}, "seed is 'abc'"),
         ({"items": "longbench"}, "unknown items 'longbench'"),
     ],
 )

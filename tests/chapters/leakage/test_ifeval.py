@@ -8,6 +8,7 @@ import pytest
 
 from kvrepro.chapters.leakage import experiment, figures, ifeval, study
 from kvrepro.experiment import data, models
+from kvrepro.experiment.run import Settings
 
 YES_NO = [
     ("keywords:existence", {"keywords": ["Dog", "day"]}, "a DOG a day", "a dog"),
@@ -103,7 +104,8 @@ def test_the_chapters_runs_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkey
     texts = [m["content"] for item in experiment.ifeval_items() for m in item.messages]
     loaded = models.load(str(checkpoint.save(tmp_path / "small-qwen2", texts)))
     size = replace(experiment.size("quick", 6, ratios=[0.5]), singles=6, several=6, marks=1, timing=1, repeats=1)
-    found = experiment.chapter(loaded, "ifeval", size, results=tmp_path, max_new_tokens=4, progress=False)
+    settings = Settings(results=tmp_path, progress=False)
+    found = experiment.chapter(loaded, "ifeval", size, settings=settings, max_new_tokens=4)
     assert found.examples is None
     failed = found.main[found.main.error.notna()]
     assert set(failed.variant) <= {"whole", "whitelist"}  # half of such a prompt may be less than its defense

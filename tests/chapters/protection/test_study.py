@@ -7,6 +7,7 @@ from kvrepro.chapters.protection import study
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.experiment.data import Item
+from kvrepro.experiment.run import Settings
 
 PASSAGE = "The red door is open and the blue door is shut. " * 60
 ITEM = Item(
@@ -33,9 +34,9 @@ def test_retention_tells_what_each_condition_keeps(loaded):
     assert (ends.max() == tokens - 1).all()
 
 
-def test_attention_takes_items_evenly_and_sums_to_one(loaded):
+def test_attention_takes_items_evenly_and_sums_to_one(loaded, tmp_path):
     items = [Item(f"door-{i}", ITEM.task, ITEM.messages, "red", context=PASSAGE, question="Which?") for i in range(6)]
-    found = study.attention(loaded, items, n_items=3, positions=6, max_new_tokens=8)
+    found = study.attention(loaded, items, 3, 6, 8, Settings(tmp_path))
     assert found["item"].unique().tolist() == ["door-0", "door-2", "door-4"]
     sums = found.groupby(["item", "layer", "head"]).mass.sum()
     assert sums.to_numpy() == pytest.approx(1.0, abs=1e-4)
@@ -46,11 +47,20 @@ def test_context_cuts_passages_to_each_length_and_leaves_out_what_does_not_fit(l
     items.write_text(
         '{"context": "' + PASSAGE * 3 + '", "question": "Which door?", "answer": "red", "domain": "doors"}\n'
     )
-    given = {"results": tmp_path, "progress": False, "max_new_tokens": 2}
-    frame = study.context("doors", loaded, str(items), 1, [300, 600, 4000], **given)
+    settings = Settings(results=tmp_path, progress=False)
+    frame = study.context(loaded, str(items), 1, [300, 600, 4000], settings, max_new_tokens=2)
     assert frame.length.unique().tolist() == [300, 600]
     assert (frame.prompt_tokens <= frame.length).all()
     assert (frame.prompt_tokens > frame.length * 0.95).all()
     assert set(frame.capacity.dropna()) == {37, 75}
     with pytest.raises(InputError, match="no prompt length of"):
-        study.context("doors", loaded, str(items), 1, [4000], **given)
+        study.context(loaded, str(items), 1, [4000], settings, max_new_tokens=2)
+
+
+def test_prompts_with_a_passage_stop_at_the_papers_length():
+    class Long:
+        context, name = 32_768, "long"
+
+    message = Item("m", "t", ITEM.messages, "a")
+    assert study.paper_limit(Long, [ITEM], 128) == 1920
+    assert study.paper_limit(Long, [message], 128) == 32_640

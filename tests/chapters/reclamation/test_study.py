@@ -17,6 +17,7 @@ from kvrepro.chapters.reclamation import figures, results, streaming
 from kvrepro.chapters.reclamation import study as r
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, models
+from kvrepro.experiment.run import Settings
 
 
 @pytest.fixture(scope="module")
@@ -249,50 +250,35 @@ SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences":
 )
 def test_parameters_are_refused_before_anything_is_computed(loaded, changed, said, tmp_path):
     with pytest.raises(InputError, match=re.escape(said)) as refused:
-        r.run(loaded, {"a": tiny.prompts(100)[0]}, r.size("quick"), **{**SETTINGS, **changed}, results=tmp_path)
+        r.run(loaded, {"a": tiny.prompts(100)[0]}, r.size("quick"), Settings(tmp_path), **{**SETTINGS, **changed})
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_path, monkeypatch):
+def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_path, monkeypatch, capsys):
     loaded = models.load(str(checkpoint.save(tmp_path / "small")))
     ids = {name: tiny.prompts(100, seed=seed)[0] for seed, name in enumerate("ab")}
     ids = {name: [token % 100 + 3 for token in one] for name, one in ids.items()}
-    called = []
+    monkeypatch.setattr(streaming, "passes", lambda: pd.DataFrame({"tokens": [1]}))
 
-    def counted(name, broken=""):
-        whole = getattr(r, name)
+    def stop(*given, **settings):
+        raise KeyboardInterrupt
 
-        def study(*given, **settings):
-            called.append(name)
-            if name == broken:
-                raise KeyboardInterrupt
-            return whole(*given, **settings)
+    def run(**changed) -> dict[str, int]:
+        """How much of each study was computed."""
+        settings = Settings(tmp_path / "results", progress=False)
+        tables = r.run(loaded, ids, r.size("quick", 2), settings, **{**SETTINGS, **changed})
+        assert tables["arising"]["item"].unique().tolist() == ["a", "b"]
+        said = re.findall(r"reclamation/(\w+): \d items, (\d) computed", capsys.readouterr().out)
+        return {name: int(count) for name, count in said if int(count)}
 
-        return study
-
-    def run(broken="", **changed):
-        called.clear()
-        with monkeypatch.context() as patch:
-            for name in ("synthetic", "cadence", "arising", "published", "identity", "latency"):
-                patch.setattr(r, name, counted(name, broken))
-            patch.setattr(streaming, "passes", lambda: pd.DataFrame({"tokens": [1]}))
-            return r.run(loaded, ids, r.size("quick", 2), **{**SETTINGS, **changed}, results=tmp_path / "results",
-                         progress=False)  # fmt: skip
-
-    with pytest.raises(KeyboardInterrupt):
-        run(broken="identity")
-    assert called == ["synthetic", "cadence", "arising", "arising", "published", "published", "identity"]
-    tables = run()
-    assert called == ["identity", "identity", "latency", "latency"]
-    run()
-    assert called == []
-    run(capacity=44)
-    assert called == ["identity", "identity"]
-    assert tables["arising"]["item"].unique().tolist() == ["a", "b"]
-    stored = pd.read_parquet(tmp_path / "results" / "reclamation" / "identity.parquet")
-    assert stored.columns.tolist() == tables["identity"].columns.tolist()
-    assert not list((tmp_path / "results").rglob("*.tmp"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(r, "identity", stop)
+        run()
+    capsys.readouterr()
+    assert run() == {"identity": 2, "latency": 2}
+    assert run() == {}
+    assert run(capacity=44) == {"identity": 2}
 
 
 def test_cost_is_bytes_over_bytes_and_time_needs_bandwidths():

@@ -1,0 +1,233 @@
+"""What makes rows stale: the code that decides them, and no other; on copies of the package with single edits."""
+
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvrepro.engine.condition import Condition
+from kvrepro.experiment import answers, fingerprint
+from kvrepro.experiment.fingerprint import Code, chains, describe, of
+from kvrepro.paths import ROOT
+
+GENERATE = ("kvrepro.engine.generate", "generate")
+
+
+def package(tmp_path: Path, **files: str) -> Code:
+    """A project of the given modules."""
+    folder = tmp_path / "kvrepro"
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    return Code({"kvrepro": folder})
+
+
+A = """
+    import math
+    from kvrepro import b
+    from kvrepro.b import helper as help_me, Shape
+    LIMIT = 3
+    TABLE = {"x": 1}
+    TABLE["y"] = b.unlikely
+
+    def root(x, b=2):
+        '''What it does.'''
+        def inner():
+            return LIMIT + local
+        local = [LIMIT for LIMIT in range(3)]
+        return help_me(x) + inner() + math.pi  # a comment
+
+    def other():
+        return TABLE
+
+    class Kind(Shape):
+        size: int = LIMIT
+
+        def area(self):
+            from kvrepro.c import late
+            return late(self.size)
+    """
+B = """
+    from kvrepro.c import deep
+
+    def helper(x):
+        return deep(x)
+
+    def unlikely():
+        return 0
+
+    class Shape:
+        pass
+    """
+C = """
+    def deep(x):
+        return x
+
+    def late(x):
+        return x
+
+    def nobody():
+        return 0
+    """
+
+
+def test_what_is_reached_follows_imports_locals_methods_and_tables(tmp_path):
+    code = package(tmp_path, a=A, b=B, c=C)
+
+    def reached(name):
+        return {f"{module[-1]}.{name}" for module, name in code.reached(("kvrepro.a", name))}
+
+    assert reached("root") == {"a.root", "a.LIMIT", "b.helper", "c.deep"}
+    assert reached("other") == {"a.other", "a.TABLE", "b.unlikely"}
+    assert reached("Kind") == {"a.Kind", "a.LIMIT", "b.Shape", "c.late"}
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "changes"),
+    [
+        ("a", "a comment", "another", False),
+        ("a", "What it does.", "What it did.", False),
+        ("a", "return help_me(x)", "return  (help_me(x)", None),  # no Python
+        ("a", "LIMIT = 3", "LIMIT = 4", True),
+        ("a", '"x": 1', '"x": 2', False),
+        ("b", "return deep(x)", "return deep(x) + 1", True),
+        ("c", "return x", "return -x", True),
+        ("b", "return 0", "return 1", False),
+        ("c", "def nobody", "def somebody", False),
+    ],
+)
+def test_an_edit_counts_where_it_is_reached(tmp_path, file, before, after, changes):
+    files = {"a": A, "b": B, "c": C}
+    first = package(tmp_path, **files).reached(("kvrepro.a", "root"))
+    files[file] = files[file].replace(before, after, 1)
+    code = package(tmp_path, **files)
+    if changes is None:
+        with pytest.raises(SyntaxError):
+            code.reached(("kvrepro.a", "root"))
+    else:
+        assert (code.reached(("kvrepro.a", "root")) != first) is changes
+
+
+def test_names_from_outside_are_told_from_local_ones():
+    import ast
+
+    found = chains(ast.parse("def f(a, *b, c=d): e = a.x + g.h.i; return [j for j in k if j] + (lambda m: m + n)(e)"))
+    assert sorted(".".join(chain) for chain in found) == ["d", "g.h.i", "k", "n"]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """A copy of this package, and a function that edits a file of it and says whose rows that makes stale."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "kvrepro", folder / "kvrepro", ignore=shutil.ignore_patterns("__pycache__"))
+    folders = {"kvrepro": folder / "kvrepro", "kvrepro_kernels": ROOT / "kernels" / "kvrepro_kernels"}
+    conditions = {
+        "snapkv": Condition("snapkv", share=0.5, regime="prefill"),
+        "k_norm": Condition("k_norm", share=0.5, regime="prefill"),
+        "full": Condition(regime="prefill"),
+        "harness": Condition("h2o", 64),
+    }
+
+    def stale(monkeypatch, file: str, line: str) -> set[str]:
+        """A decorator before a function; a comment before anything else."""
+
+        def keys() -> dict[str, str]:
+            monkeypatch.setattr(fingerprint, "HERE", Code(folders))
+            fingerprint.code.cache_clear()
+            return {name: answers.code_of(condition, "torch") for name, condition in conditions.items()}
+
+        path = folder / "kvrepro" / file
+        text = path.read_text()
+        first = keys()
+        edit = "@staticmethod" if line.startswith("def") else "# why"
+        edited = text.replace(f"\n{line}", f"\n{edit}\n{line}", 1)
+        assert edited != text
+        path.write_text(edited)
+        second = keys()
+        path.write_text(text)
+        fingerprint.code.cache_clear()
+        return {name for name in conditions if first[name] != second[name]}
+
+    return stale
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "whose"),
+    [
+        ("engine/score/keys.py", "def k_norm(", {"k_norm"}),
+        ("engine/score/keys.py", "import", set()),
+        ("engine/select.py", "def select(", {"snapkv", "k_norm", "full", "harness"}),
+        ("chapters/protection/score.py", "def h2o(", {"harness"}),
+        ("chapters/leakage/experiment.py", "def prompt(", set()),
+        ("chapters/protection/figures.py", "def quality(", set()),
+        ("experiment/measure.py", "def token_f1(", {"snapkv", "k_norm", "full", "harness"}),
+        ("engine/catalogue.py", "WINDOWS: dict", set()),
+    ],
+)
+def test_an_edit_makes_the_rows_stale_that_it_decides(real, monkeypatch, file, line, whose):
+    assert real(monkeypatch, file, line) == whose
+
+
+# ---- what a reader types
+
+
+def typed(source: str, name: str = "f", **more):
+    """A function as if typed into a notebook: its source is known, its module is no file."""
+    import linecache
+
+    file = f"<cell {abs(hash(source))}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    space = {"__name__": "__main__", **more}
+    exec(compile(source, file, "exec"), space)
+    return space[name]
+
+
+F = "def g(x):\n    return x * K\n\ndef f(x):\n    '''Doc.'''\n    return g(x)\n"
+
+
+def test_a_typed_function_stands_for_its_helpers_and_globals():
+    first = of(typed(F, K=2))
+    assert of(typed(F, K=2)) == first
+    assert of(typed(F.replace("Doc", "Other"), K=2)) == first
+    assert of(typed(F, K=3)) != first
+    assert of(typed(F.replace("x * K", "x + K"), K=2)) != first
+    assert of(typed("import numpy as np\n" + F, K=np.ones(3))) != of(typed("import numpy as np\n" + F, K=np.zeros(3)))
+
+
+def test_closures_defaults_and_lambdas_count():
+    def made(k):
+        return lambda x, y=k: x + k + y
+
+    assert of(made(1)) == of(made(1)) != of(made(2))
+    assert of(lambda x: x) != of(lambda x: x + 1)
+
+
+@pytest.mark.parametrize("module", ["neighbour"])
+def test_a_policy_file_may_import_its_neighbour_whose_code_counts(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text("FACTOR = 2\n\ndef weigh(x):\n    return FACTOR * x\n")
+    (tmp_path / "mine.py").write_text(
+        f"from {module} import weigh\nfrom kvrepro.engine.policy import Policy\n\n\ndef score(o):\n"
+        "    return weigh(o.keys.float().norm(dim=-1))\n\n\nMINE = Policy('Mine', 'here', score)\n"
+    )
+    condition = Condition(f"{tmp_path / 'mine.py'}:MINE", share=0.5, regime="prefill")
+    first = answers.code_of(condition, "torch")
+    assert answers.code_of(condition, "torch") == first
+    (tmp_path / f"{module}.py").write_text("FACTOR = 3\n\ndef weigh(x):\n    return FACTOR * x\n")
+    assert answers.code_of(condition, "torch") != first
+    assert module not in sys.modules
+    assert str(tmp_path) not in sys.path
+
+
+def test_data_is_told_apart_and_equal_data_is_equal():
+    import torch
+
+    values = [1, 1.0, "1", True, None, [1], {"a": 1}, {"a": 2}, {1}, torch.ones(2), torch.ones(3), np.ones(2), b"1",
+              Condition(), Condition("h2o", 3), Path("x")]  # fmt: skip
+    assert len({of(value) for value in values}) == len(values)
+    assert of({"a": 1, "b": 2}) == of({"b": 2, "a": 1})
+    loop: list = []
+    loop.append(loop)
+    assert describe(loop) == ["itself"]

@@ -1,0 +1,148 @@
+"""The run on the embedded model and on a small one: workers, kills, policies that raise or give NaN."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import checkpoint
+import pandas as pd
+import pytest
+import torch
+
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.policy import Policy
+from kvrepro.experiment import data, models, store
+from kvrepro.experiment.run import Answers, PerItem, Settings, run
+from kvrepro.experiment.workers import Pool
+from kvrepro.item import Item
+
+SAME = ["key", "item", "policy", "prediction", "kept_hash", "kept_mean", "token_f1", "n_generated", "error"]
+ITEMS = [
+    Item(f"item-{i}", "doors", ({"role": "user", "content": f"Which door is open, {i}? " + "the red door " * 20},), "x")
+    for i in range(12)
+]
+CONDITIONS = [Condition(regime="prefill")] + [
+    Condition(name, share=0.5, regime="prefill", reading="as_described") for name in ("k_norm", "random", "snapkv")
+]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    return models.load(str(checkpoint.save(tmp_path_factory.mktemp("hub") / "small", context=256)))
+
+
+def words(loaded, item, times):
+    return pd.DataFrame({"words": [len(item.messages[0]["content"].split()) * times]})
+
+
+def test_rows_are_the_same_for_any_number_of_workers(loaded, tmp_path):
+    """A policy typed here reaches the workers too: it is none of the catalogue's file."""
+    CATALOGUE["mine"] = Policy("Mine", "here", lambda o: o.keys.float().norm(dim=-1) * SIGN)
+    try:
+        study = Answers("c", "n", ITEMS, [*CONDITIONS, Condition("mine", share=0.5, regime="prefill")], 4)
+        frames = [
+            run(study, loaded, Settings(tmp_path / str(workers), workers=workers, batch_rows=3, progress=False))
+            for workers in (1, 2)
+        ]
+        assert Pool.kept is not None
+        assert len(Pool.kept.processes) == 2
+        item = PerItem("c", "words", ITEMS, words, {"times": 2})
+        tables = [run(item, loaded, Settings(tmp_path / str(workers), workers=workers)) for workers in (1, 2)]
+    finally:
+        del CATALOGUE["mine"]
+    assert frames[0].error.isna().all()
+    pd.testing.assert_frame_equal(frames[0][SAME], frames[1][SAME])
+    pd.testing.assert_frame_equal(*tables)
+    [process, other] = Pool.kept.processes
+    process.kill()
+    process.wait()
+    assert not Pool.kept.alive  # so the next study gets new ones
+    Pool.kept.close()
+    assert other.poll() is not None
+
+
+SIGN = -1.0
+
+KILLED = """
+import sys
+sys.path.insert(0, {helpers!r}); sys.path.insert(0, {tests!r})
+import test_workers as t
+from kvrepro.experiment import models
+loaded = models.load({model!r})
+print("ready", flush=True)
+t.both(loaded, {folder!r})
+"""
+
+
+def both(loaded, folder):
+    settings = Settings(folder, batch_rows=1, workers=1, progress=False)
+    tables = run(PerItem("c", "words", ITEMS, words, {"times": 3}), loaded, settings)
+    return run(Answers("c", "n", ITEMS, CONDITIONS, 6), loaded, settings), tables
+
+
+def test_a_run_that_is_killed_goes_on_where_it_was(loaded, tmp_path):
+    """Killed twice while it stores rows; nothing is lost, nothing is there twice, results are those of a quiet run."""
+    folder, here = tmp_path / "killed", __file__
+    helpers = str(checkpoint.__file__).rsplit("/", 1)[0]
+    code = KILLED.format(helpers=helpers, tests=here.rsplit("/", 1)[0], model=str(loaded.path), folder=str(folder))
+    seen: set[str] = set()
+    for files in (1, 5):
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "ready\n"
+        while process.poll() is None and len(list(folder.glob("c/n.rows/*.parquet"))) < files:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        rows = store.read(folder / "c" / "n.parquet")
+        assert seen <= set(rows.key)
+        assert rows.key.is_unique
+        seen = set(rows.key)
+    assert 0 < len(seen) < 48
+    frame, tables = both(loaded, folder)
+    quiet, others = both(loaded, tmp_path / "quiet")
+    assert frame.key.is_unique
+    pd.testing.assert_frame_equal(frame[SAME], quiet[SAME])
+    pd.testing.assert_frame_equal(tables, others)
+    assert not list(folder.rglob("*.tmp"))
+
+
+def broken(o):
+    """Scores that raise on long prompts' first token, or are no number."""
+    scores = o.keys.float().norm(dim=-1)
+    if o.keys.shape[-2] >= LONGEST:
+        raise ArithmeticError("too long for me")
+    return scores
+
+
+def no_number(o):
+    scores = o.keys.float().norm(dim=-1)
+    return scores * float("nan") if o.keys.shape[-2] >= LONGEST else scores
+
+
+LONGEST = 0  # of the test's prompts, as far as they are compressed
+
+
+@pytest.mark.parametrize("scorer", [broken, no_number])
+def test_a_condition_that_fails_on_an_item_costs_that_row(tmp_path, scorer):
+    embedded = models.load()
+    items = data.load_items("tinyworld:domains", 12, tokens=300)
+    global LONGEST
+    LONGEST = max(min(data.build_prompt(item, embedded.tokenizer, 400).spans["question"]) for item in items)
+    CATALOGUE["mine"] = Policy("Mine", "here", scorer)
+    try:
+        conditions = [Condition(regime="prefill")] + [
+            Condition(name, share=0.4, regime="prefill", until="question") for name in ("mine", "k_norm")
+        ]
+        frame = run(Answers("c", "n", items, conditions, 4), embedded, Settings(tmp_path, progress=False))
+    finally:
+        del CATALOGUE["mine"]
+    failed = frame[frame.error.notna()]
+    assert 1 <= len(failed) <= 3
+    assert set(failed.policy) == {"mine"}
+    assert len(frame.attrs["failed"]) == len(failed)
+    alone = run(Answers("c", "alone", items, conditions[::2], 4), embedded, Settings(tmp_path, progress=False))
+    others = frame[frame.policy != "mine"].reset_index(drop=True)
+    pd.testing.assert_frame_equal(others[SAME[1:]], alone[SAME[1:]], check_dtype=False)
+    assert torch.get_num_threads() >= 1

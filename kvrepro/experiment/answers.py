@@ -281,12 +281,12 @@ class AnswersPlan(Plan):
         if not parts:
             return None
         members = sorted(i for some in parts.values() for i in some)
-        chosen = sorted({j for some in parts for j in some})
+        asked = sorted({j for some in parts for j in some})
         known = {(i, j): self.heads[i][j] for js, some in parts.items() for i in some for j in js}
         work = partial(
             group_rows, parts=[(some, js) for js, some in parts.items()], known=known,
             items={i: self.study.items[i] for i in members}, prompts={i: self.prompts[i] for i in members},
-            conditions={j: self.conditions[j] for j in chosen}, note=self.study.note, **self.given,
+            conditions={j: self.conditions[j] for j in asked}, note=self.study.note, **self.given,
         )  # fmt: skip
         return Job(len(known), work)
 

@@ -286,7 +286,8 @@ def _code_of(value: Callable | type, inner: Callable) -> Any:
         if value.__name__ == "<lambda>":  # in the middle of a statement
             raise TypeError
         tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
-        text, used = plain(tree), list(chains(tree))
+        text: Any = plain(tree)
+        used = list(chains(tree))
     except (OSError, SyntaxError, TypeError):
         text, used = _compiled(value.__code__), [[name] for name in value.__code__.co_names]
     reached = {

@@ -52,10 +52,7 @@ def test_prompts_follow_the_protocol(source, loaded):
     items = data.load_items(str(source))
     assert len(items) == (162 if "balanced" in source.name else 2)
     limit = study.paper_limit(loaded, items, 128)
-    lengths = {
-        item.id: len(data.build_prompt(item, loaded.tokenizer, study.paper_limit(loaded, items, 128)).ids)
-        for item in items
-    }
+    lengths = {item.id: len(data.build_prompt(item, loaded.tokenizer, limit).ids) for item in items}
     assert max(lengths.values()) <= 1920
     for item in items:
         cut = len(loaded.tokenizer(item.context)["input_ids"]) > 1920

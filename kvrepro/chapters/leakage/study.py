@@ -664,7 +664,7 @@ WAYS = {
     "sentences": "sentences found",
     "turns": "the turn as one span",
 }
-_COUNTS = {"unmet": experiment.unmet, "failed": lambda rows: rows.error.notna()}
+_COUNTS = {"unmet": experiment.refused, "failed": lambda rows: rows.error.notna()}
 
 
 def _marked(found: experiment.Found, way: str) -> dict[str, str]:

@@ -822,7 +822,7 @@ def run(
         "wall": streaming.wall,
         "passes": streaming.passes,
     }
-    model = {
+    model: dict[str, tuple[int, Callable, dict[str, Any]]] = {
         "arising": (sizes.arising, arising, {"kept": kept}),
         "published": (sizes.published, published, {"kept": shares, "policies": some}),
         "identity": (sizes.identity, identity, {"budget": capacity, "catalogue": whole, "new_tokens": max_new_tokens}),

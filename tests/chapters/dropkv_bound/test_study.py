@@ -19,6 +19,7 @@ from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims_before as claims
 from kvrepro.experiment import data, models
+from kvrepro.experiment.run import Settings as RunSettings
 
 SMALL = Settings(pools=(0.9, 24), positions=1, ks=(10, 18), per_cell=6, shares=(0.2, 0.5), window=4, kernel=3, steps=3)
 
@@ -176,7 +177,7 @@ def test_a_passage_is_cut_and_messages_are_taken_as_they_are(foreign, tmp_path):
 
 
 def test_the_study_s_own_length_is_not_run_again(study):
-    found = runs.by_length(Loaded(), study, {60: []}, tokens=60)
+    found = runs.by_length(Loaded(), study, {60: []}, RunSettings(), tokens=60)
     first = study.assumptions[study.assumptions.pool == "lowest 90%"]
     assert len(found) == 2 * len(first)  # one position, two pools
     assert set(found.length) == {60}

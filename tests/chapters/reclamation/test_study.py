@@ -272,9 +272,10 @@ def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_pa
         said = re.findall(r"reclamation/(\w+): \d items, (\d) computed", capsys.readouterr().out)
         return {name: int(count) for name, count in said if int(count)}
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(r, "identity", stop)
-        run()
+        with pytest.raises(KeyboardInterrupt):
+            run()
     capsys.readouterr()
     assert run() == {"identity": 2, "latency": 2}
     assert run() == {}

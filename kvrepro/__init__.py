@@ -18,18 +18,26 @@ if TYPE_CHECKING:
     from kvrepro.experiment.measure import token_f1 as token_f1
     from kvrepro.experiment.models import load as load
     from kvrepro.experiment.models import stop_ids as stop_ids
+    from kvrepro.experiment.run import Answers as Answers
+    from kvrepro.experiment.run import PerItem as PerItem
+    from kvrepro.experiment.run import Settings as Settings
+    from kvrepro.experiment.run import run as run
     from kvrepro.item import Item as Item
 
     __version__: str
 
 _HOMES = {  # name: the module that defines it
+    "Answers": "kvrepro.experiment.run",
     "Condition": "kvrepro.engine.condition",
     "Generation": "kvrepro.engine.condition",
     "Item": "kvrepro.item",
+    "PerItem": "kvrepro.experiment.run",
+    "Settings": "kvrepro.experiment.run",
     "build_prompt": "kvrepro.experiment.data",
     "generate": "kvrepro.engine.generate",
     "load": "kvrepro.experiment.models",
     "load_items": "kvrepro.experiment.data",
+    "run": "kvrepro.experiment.run",
     "stop_ids": "kvrepro.experiment.models",
     "token_f1": "kvrepro.experiment.measure",
 }

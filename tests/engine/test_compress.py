@@ -20,7 +20,7 @@ from kvrepro.engine.policy import Policy
 from kvrepro.errors import InputError
 
 NEW = 7
-CLOSE = {"atol": 2e-6, "rtol": 1e-4}
+CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 
 
 @pytest.fixture

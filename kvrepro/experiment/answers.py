@@ -319,11 +319,14 @@ class AnswersPlan(Plan):
         self.table.add(result)
 
     def results(self) -> pd.DataFrame:
-        """Rows by item, then condition; of a dry run those that are stored."""
+        """Rows by item, then condition."""
         rows = self.table.frame().set_index("key", drop=False)
-        keys = [key for key in self.keys if key in rows.index] if self.settings.dry_run else self.keys
-        frame = rows.loc[keys].reset_index(drop=True)
+        frame = rows.loc[self.keys].reset_index(drop=True)
         return frame.assign(profile=self.settings.profile, seed=self.settings.seed)
+
+    def rehearsal(self) -> pd.DataFrame:
+        """Rows without answers."""
+        return pd.DataFrame([head for row in self.heads for head in row], columns=store.COLUMNS)
 
     def failures(self) -> list[str]:
         """Rows with an error, but for gaps."""

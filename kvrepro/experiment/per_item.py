@@ -84,7 +84,7 @@ class PerItemPlan(Plan):
         if not missing:
             return Estimate(self.title, what, 0.0, 0.0)
         began = time.perf_counter()
-        found = self._work(missing[0])(self.loaded)
+        self.trial = (missing[0], found := self._work(missing[0])(self.loaded))
         seconds = (time.perf_counter() - began) * len(missing)
         stored = 0 if isinstance(found, Exception) else sum(int(t.memory_usage().sum()) for t in found.values())
         return Estimate(self.title, what, seconds, stored * len(missing) / 2)
@@ -98,16 +98,25 @@ class PerItemPlan(Plan):
 
     def results(self) -> Any:
         """The items' tables joined, in the order of the items."""
+        stored = [(name, key) for name, key in self.keys.items() if key in self.table]
+        return self._joined([(name, self.table.read(key)) for name, key in stored])
+
+    def rehearsal(self) -> Any:
+        """What is stored, or what the estimate computed."""
+        if len(self.missing) < self.total or isinstance(self.trial[1], Exception):
+            return self.results()
+        return self._joined([self.trial])
+
+    def _joined(self, found: Iterable[tuple[str, Mapping[str, pd.DataFrame]]]) -> Any:
         parts: dict[str, list[pd.DataFrame]] = {}
-        for name, item in self.items.items():
-            if self.keys[name] not in self.table:
-                continue
+        for name, tables in found:
+            item = self.items[name]
             told = {"item": name} | ({"task": item.task} if hasattr(item, "task") else {})
-            for table, frame in self.table.read(self.keys[name]).items():
+            for table, frame in tables.items():
                 own = {column: value for column, value in told.items() if column not in frame}
                 parts.setdefault(table, []).append(frame.assign(**own))
-        found = {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}
-        return found.get(ONE, pd.DataFrame()) if set(found) <= {ONE} else found
+        joined = {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}
+        return joined.get(ONE, pd.DataFrame()) if set(joined) <= {ONE} else joined
 
     def failures(self) -> list[str]:
         """Items whose computation failed."""

@@ -62,6 +62,10 @@ class Plan(ABC):
         """All results, the old and the new ones."""
 
     @abstractmethod
+    def rehearsal(self) -> Any:
+        """Something of the results' shape, after an estimate: so that the studies after this one can be estimated."""
+
+    @abstractmethod
     def failures(self) -> list[str]:
         """What failed, a text each that names it and its error."""
 

@@ -44,17 +44,20 @@ class Settings:
     results: str | Path = "data/results"  # a folder; a relative one counts from the project's
     profile: str = "quick"  # noted in rows; or "full"
     seed: int = 0  # of the items; noted in rows
-    workers: int | None = None  # processes, one thread or one GPU each; None: as many as there are cores or GPUs
+    workers: int | None = None  # processes, one thread or GPU each; None: $KVREPRO_WORKERS, or all cores or GPUs
     backend: str = "torch"  # or "triton", on a GPU
     batch_rows: int = 64  # rows that decode together
     progress: bool = True
-    dry_run: bool = False  # print what a study would take, and compute nothing
+    dry_run: bool = False  # print what a study would take, and compute nothing; also by $KVREPRO_DRY_RUN
 
     def __post_init__(self) -> None:
         if not isinstance(self.results, str | Path):
             raise InputError(f"results is {self.results!r}: give the name of a folder")
         if self.profile not in PROFILES:
             raise InputError(f"unknown profile {self.profile!r}: choose {' or '.join(PROFILES)}")
+        object.__setattr__(self, "dry_run", self.dry_run or bool(os.environ.get("KVREPRO_DRY_RUN")))
+        if self.workers is None and (asked := os.environ.get("KVREPRO_WORKERS")):
+            object.__setattr__(self, "workers", int(asked) if asked.isdigit() else asked)
         for name in ("seed", "batch_rows", "workers"):
             value = getattr(self, name)
             if type(value) is not int and not (name == "workers" and value is None):
@@ -123,7 +126,7 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     with study.plan(study, loaded, settings) as plan:
         if settings.dry_run:
             print(plan.estimate().line(_processes(plan, settings, float("inf"))))
-            return plan.results()
+            return plan.rehearsal()
         computed = _compute(plan, settings)
         found = plan.results()
     failed = plan.failures()

@@ -4,15 +4,20 @@
 executed copies lie there, computed pages in book/generated, the HTML in _build/html. None of these is kept in git.
 """
 
+import contextlib
+import difflib
 import hashlib
 import json
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +28,7 @@ import yaml
 from papermill.exceptions import PapermillExecutionError
 
 from kvrepro.errors import InputError
+from kvrepro.experiment import progress
 from kvrepro.paths import ROOT
 from kvrepro.tools import pages
 
@@ -66,15 +72,20 @@ def _hash(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _source(name: str, root: Path) -> Path:
+    source = root / "notebooks" / f"{name}.ipynb"
+    if not source.is_file():
+        raise InputError(f"_toc.yml lists book/executed/{name}, but {source} does not exist")
+    return source
+
+
 def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: bool = False) -> bool:
     """Run one chapter into book/executed; False when the copy that lies there already belongs to these inputs.
 
     The copy is written cell by cell under the name `<chapter>.partial.ipynb` and takes its place when it is complete.
     Raises papermill's PapermillExecutionError for a failing cell.
     """
-    source, done = root / "notebooks" / f"{name}.ipynb", root / "book" / "executed" / f"{name}.ipynb"
-    if not source.is_file():
-        raise InputError(f"_toc.yml lists book/executed/{name}, but {source} does not exist")
+    source, done = _source(name, root), root / "book" / "executed" / f"{name}.ipynb"
     partial, claims = done.with_suffix(".partial.ipynb"), root / "data" / "results" / name / "claims.csv"
     inputs = fingerprint(name, parameters, root)
     if done.is_file() and not force:
@@ -96,21 +107,51 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
 
 
 def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, Any]]:
-    """`["n_items=8"]` -> for each chapter the parameters that it has. A name that no chapter has raises InputError."""
-    given: dict[str, Any] = {}
-    for text in texts:
+    """`["n_items=8", "leakage.items=ifeval"]` -> for each chapter the parameters that it has: those that it shares with
+    others, and those that name it. A name that no chapter has raises InputError."""
+    known = {name: set(papermill.inspect_notebook(_source(name, root))) for name in names}
+    found: dict[str, dict[str, Any]] = {name: {} for name in known}
+    for text in sorted(texts, key=lambda text: "." in text.partition("=")[0]):  # what names a chapter has the last word
         key, equals, value = text.partition("=")
         if not equals:
             raise InputError(f"parameter {text!r} is not of the form name=value")
-        given[key] = yaml.safe_load(value)
-    if not given:
-        return {name: {} for name in names}
-    known = {name: set(papermill.inspect_notebook(root / "notebooks" / f"{name}.ipynb")) for name in names}
-    for key in given:
-        if not any(key in keys for keys in known.values()):
-            there_are = ", ".join(sorted(set().union(*known.values())))
-            raise InputError(f"no chapter has a parameter {key!r}; there are: {there_are}")
-    return {name: {key: value for key, value in given.items() if key in keys} for name, keys in known.items()}
+        chapter, _, name = key.rpartition(".")
+        if chapter and chapter not in known:
+            raise InputError(f"no chapter {chapter!r}{_meant(chapter, known)}; there are: {', '.join(known)}")
+        there = known[chapter] if chapter else set().union(*known.values())
+        if name not in there:
+            whose = f"chapter {chapter}" if chapter else "no chapter"
+            has = "has no" if chapter else "has a"
+            raise InputError(
+                f"{whose} {has} parameter {name!r}{_meant(name, there)}; there are: {', '.join(sorted(there))}"
+            )
+        try:
+            given = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InputError(f"parameter {text!r}: {value!r} is no YAML value; lists look like [1, 2]") from None
+        for one in [chapter] if chapter else known:
+            if name in known[one]:
+                found[one][name] = given
+    return found
+
+
+def _meant(name: str, there: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(there), 1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def failed_page(name: str, error: str, root: Path = ROOT) -> None:
+    """A page in a failed chapter's place: its title, and what went wrong. The next build tries the chapter again."""
+    source = nbformat.read(root / "notebooks" / f"{name}.ipynb", as_version=4)
+    first = next((cell.source for cell in source.cells if cell.cell_type == "markdown"), f"# {name}")
+    text = (
+        f"{first.splitlines()[0]}\n\n:::{{error}}\nThis chapter did not come to its end when the book was built:\n\n"
+        f"```text\n{error}\n```\n\nWhat it had computed is stored, and the next build goes on from there.\n:::"
+    )
+    done = root / "book" / "executed" / f"{name}.ipynb"
+    done.parent.mkdir(parents=True, exist_ok=True)
+    page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)], metadata=source.metadata)
+    nbformat.write(page, done)
 
 
 def build(root: Path = ROOT) -> Path:
@@ -138,23 +179,38 @@ def outside(html: Path) -> list[str]:
 
 def main(
     parameter: Annotated[
-        list[str], typer.Option("--parameter", "-p", help="name=value, for the chapters that have it")
+        list[str],
+        typer.Option("--parameter", "-p", help="name=value for all chapters that have it, or chapter.name=value"),
     ] = [],  # noqa: B006
     force: Annotated[bool, typer.Option(help="execute chapters even if nothing changed")] = False,
+    workers: Annotated[int | None, typer.Option(help="processes of each chapter; otherwise all cores or GPUs")] = None,
+    dry_run: Annotated[bool, typer.Option(help="say what each chapter would compute, and stop")] = False,
 ) -> None:
-    """Execute what changed, build the book, print where it lies and how long each step took."""
+    """Execute what changed, build the book, print where it lies and how long each step took.
+
+    Chapters run one after another, each with all workers. One that fails leaves the others in the book, which says so
+    on its page; the exit status is 1 then.
+    """
+    if workers is not None:
+        os.environ["KVREPRO_WORKERS"] = str(workers)
+    failed = []
     try:
         names = chapters()
         parameters = parse_parameters(parameter, names)
-        # Chapters side by side on one thread each use two cores better than one chapter on two threads.
-        cores = os.cpu_count() or 1
-        jobs = max(1, min(len(names), cores))
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // jobs)))
-        with ProcessPoolExecutor(jobs) as pool:
-            done = pool.map(_chapter, names, [parameters[name] for name in names], [force] * len(names))
-            failed = [name for name, fine in zip(names, done, strict=True) if not fine]
-        if failed:
-            raise Failed(f"the book was not built: {', '.join(failed)} failed; finished rows are kept in data/results")
+        if dry_run:
+            for name in names:
+                rehearse(name, parameters[name])
+            return
+        for name in names:
+            start = time.perf_counter()
+            ran, error = watched(name, parameters[name], force)
+            if error:
+                failed.append(name)
+                print(
+                    f"{name}: {error}\n{name}: computed until then: book/executed/{name}.partial.ipynb", file=sys.stderr
+                )
+                failed_page(name, error)
+            _report(name, start, "failed" if error else "executed" if ran else "unchanged")
         start = time.perf_counter()
         pages.write([name for name in names if (ROOT / "data" / "claims" / f"{name}.yml").is_file()])
         index = build()
@@ -162,19 +218,83 @@ def main(
     except (InputError, Failed) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
+    except KeyboardInterrupt:
+        print("\ninterrupted: what is computed is stored, the next build goes on from there", file=sys.stderr)
+        raise typer.Exit(130) from None
     print(f"the book: {index}")
+    if failed:
+        print(f"{', '.join(failed)} failed: the book says so in their place", file=sys.stderr)
+        raise typer.Exit(1)
 
 
-def _chapter(name: str, parameters: dict[str, Any], force: bool) -> bool:
-    start = time.perf_counter()
+def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
+    """Print what a chapter would compute: run its cells, in dry run, as far as the one that loads the model."""
+    os.environ["KVREPRO_DRY_RUN"] = "1"
+    space: dict[str, Any] = {"display": print}
+    for cell in nbformat.read(root / "notebooks" / f"{name}.ipynb", as_version=4).cells:
+        if cell.cell_type == "code":
+            try:
+                exec(cell.source, space)
+            except InputError:
+                raise
+            except Exception as error:
+                print(f"{name}: further studies depend on these ({type(error).__name__})")
+                return
+            if "parameters" in cell.metadata.get("tags", []):
+                space |= parameters
+            if "models.load(" in cell.source:
+                return
+
+
+def watched(name: str, parameters: dict[str, Any], force: bool, root: Path = ROOT) -> tuple[bool, str]:
+    """Execute a chapter in a process of its own, with one live line: (whether it ran, the error or "").
+
+    Whatever ends this process, an interrupt above all, ends the chapter, its kernel and its workers with it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "progress.json"
+        os.environ[progress.FILE] = str(file)
+        here, there = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(
+            target=_chapter, args=(there, name, parameters, force, root)
+        )
+        process.start()
+        there.close()
+        start = time.monotonic()
+        try:
+            while process.is_alive() and not here.poll(0.5):
+                _live(name, file, time.monotonic() - start)
+            return here.recv() if here.poll() else (False, "its process ended: too little memory?")
+        except EOFError:
+            return False, "its process ended: too little memory?"
+        finally:
+            process.kill()
+            process.join()
+            del os.environ[progress.FILE]
+            if sys.stderr.isatty():
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _chapter(answer: Connection, name: str, parameters: dict[str, Any], force: bool, root: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
     try:
-        ran = execute(name, parameters, force=force)
+        answer.send((execute(name, parameters, root, force), ""))
     except PapermillExecutionError as error:
-        print(f"{name}: {error.ename}: {error.evalue}", file=sys.stderr)
-        print(f"what was computed until then: book/executed/{name}.partial.ipynb", file=sys.stderr)
-        return False
-    _report(name, start, "executed" if ran else "unchanged")
-    return True
+        answer.send((True, f"{error.ename}: {error.evalue}"))
+    except Exception as error:
+        answer.send((True, f"{type(error).__name__}: {error}"))
+
+
+def _live(name: str, file: Path, seconds: float) -> None:
+    """The chapter's line: time so far, the study, how far it is and how long it takes."""
+    if not sys.stderr.isatty():
+        return
+    text = f"{name:<16}{seconds:8.0f} s"
+    with contextlib.suppress(OSError, ValueError):
+        told = json.loads(file.read_text())
+        left = "" if told["left"] is None else f", {progress.clock(told['left'])} left"
+        text += f"  {told['study'].partition('/')[2]}: {told['done']:,} of {told['total']:,}{left}"
+    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _report(step: str, start: float, note: str) -> None:

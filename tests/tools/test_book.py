@@ -1,7 +1,12 @@
 """The flow of the book on small notebooks: what is executed, what is skipped, what a failure leaves behind."""
 
+import os
+import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 
 import nbformat
 import pytest
@@ -99,9 +104,20 @@ def test_the_kernel_is_this_interpreter(root, monkeypatch):
 
 
 def test_parameters_go_to_the_chapters_that_have_them(root):
-    assert book.parse_parameters(["size=3"], ["first"], root) == {"first": {"size": 3}}
-    with pytest.raises(InputError, match="no chapter has a parameter 'sise'; there are: size"):
-        book.parse_parameters(["sise=3"], ["first"], root)
+    shutil.copy(root / "notebooks" / "first.ipynb", root / "notebooks" / "second.ipynb")
+    both = ["first", "second"]
+    assert book.parse_parameters([], both, root) == {"first": {}, "second": {}}
+    assert book.parse_parameters(["size=3"], both, root) == {"first": {"size": 3}, "second": {"size": 3}}
+    found = book.parse_parameters(["second.size=[1, 2]", "size=3"], both, root)
+    assert found == {"first": {"size": 3}, "second": {"size": [1, 2]}}
+    for wrong, said in (
+        ("sise=3", "no chapter has a parameter 'sise', did you mean 'size'?; there are: size"),
+        ("second.colour=3", "chapter second has no parameter 'colour'; there are: size"),
+        ("secnd.size=3", "no chapter 'secnd', did you mean 'second'?; there are: first, second"),
+        ("size=[1", "'[1' is no YAML value"),
+    ):
+        with pytest.raises(InputError, match=re.escape(said)):
+            book.parse_parameters([wrong], both, root)
     with pytest.raises(InputError, match="name=value"):
         book.parse_parameters(["size"], ["first"], root)
 
@@ -109,6 +125,49 @@ def test_parameters_go_to_the_chapters_that_have_them(root):
 def test_a_listed_chapter_without_notebook_is_one_line(root):
     with pytest.raises(InputError, match="second.ipynb does not exist"):
         book.execute("second", {}, root)
+
+
+def test_a_chapter_that_fails_says_so_in_its_place(root, capsys):
+    ran, error = book.watched("first", {"size": 7}, False, root)
+    assert (ran, error) == (True, "AssertionError: too large")
+    book.failed_page("first", error, root)
+    [cell] = nbformat.read(root / "book" / "executed" / "first.ipynb", as_version=4).cells
+    assert cell.source.startswith("# first\n")
+    assert "AssertionError: too large" in cell.source
+    assert book.watched("first", {"size": 4}, False, root) == (True, "")
+    assert book.watched("first", {"size": 4}, False, root) == (False, "")
+
+
+def test_a_chapter_ends_with_the_build(root):
+    """Whoever ends the build ends the chapter's process, its kernel and its workers."""
+    source = root / "notebooks" / "first.ipynb"
+    notebook = nbformat.read(source, as_version=4)
+    notebook.cells[1].source = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
+    nbformat.write(notebook, source)
+    code = f"import kvrepro.tools.book as b, pathlib; b.watched('first', {{}}, False, pathlib.Path({str(root)!r}))"
+    build = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (root / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.2)
+    kernel = int((root / "pid").read_text())
+    build.send_signal(signal.SIGINT)
+    build.wait(10)
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{kernel}") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{kernel}")
+
+
+def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
+    source = root / "notebooks" / "first.ipynb"
+    notebook = nbformat.read(source, as_version=4)
+    notebook.cells[1].source = "import os\nprint(os.environ['KVREPRO_DRY_RUN'], size)  # models.load("
+    notebook.cells.append(nbformat.v4.new_code_cell("1 / 0"))
+    nbformat.write(notebook, source)
+    monkeypatch.delenv("KVREPRO_DRY_RUN", raising=False)
+    book.rehearse("first", {"size": 9}, root)
+    assert capsys.readouterr().out == "1 9\n"
 
 
 def test_whatever_a_page_would_fetch_is_found(tmp_path):

@@ -1,0 +1,37 @@
+"""Parameters that papermill injects into a notebook, checked before anything is computed."""
+
+import ast
+import difflib
+import sys
+from collections.abc import Sequence
+
+from kvrepro.errors import InputError
+
+INJECTED = "# Parameters"  # the first line of the cell that papermill adds
+
+
+def check_parameters(cells: Sequence[str] | None = None) -> None:
+    """Raise InputError for a name that papermill was given and no cell before its own sets, which papermill only logs.
+
+    cells: source of the cells that were run; None: of this notebook. Outside a notebook nothing is looked at.
+    """
+    if cells is None:
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        cells = shell.user_ns.get("In", []) if shell is not None else []
+    known: set[str] = set()
+    for source in cells:
+        names = _set(source)
+        if source.startswith(INJECTED):
+            for name in sorted(names - known):
+                close = difflib.get_close_matches(name, known, 1)
+                meant = f", did you mean {close[0]!r}?" if close else ""
+                raise InputError(f"this notebook has no parameter {name!r}{meant}: see its cell tagged parameters")
+        known |= names
+
+
+def _set(source: str) -> set[str]:
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # magics
+        return set()
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

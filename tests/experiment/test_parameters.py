@@ -1,0 +1,19 @@
+import pytest
+
+from kvrepro.errors import InputError
+from kvrepro.experiment.parameters import check_parameters
+
+CELLS = ["import x", "n_items = None  # all\nseed = 0", "# Parameters\nn_items = 8\n", "%magic", "check_parameters()"]
+
+
+def test_what_the_notebook_has_passes():
+    check_parameters(CELLS)
+    check_parameters(CELLS[:2])
+    check_parameters()  # no notebook
+
+
+def test_a_misspelt_parameter_is_refused_with_what_was_meant():
+    with pytest.raises(InputError, match="no parameter 'n_item', did you mean 'n_items'?"):
+        check_parameters([*CELLS[:2], "# Parameters\nn_item = 8\n"])
+    with pytest.raises(InputError, match="no parameter 'colour': see"):
+        check_parameters([*CELLS[:2], "# Parameters\ncolour = 8\n"])

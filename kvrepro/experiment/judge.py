@@ -51,17 +51,21 @@ class NotTestable(Exception):
 class Sample:
     """What one number is estimated from: a row per item, columns as `contrast` names them.
 
-    contrast: of `stats.CONTRASTS`, or any statistic(values [rows, columns]). clusters: one label per row.
+    contrast: of `stats.CONTRASTS`, or any statistic(values [rows, columns]). clusters: one label per row. bounds: where
+    scores pile up; None for what does not. each: how many scored things a row is the mean of.
     """
 
     data: pd.DataFrame
     contrast: str | Callable[[np.ndarray], float] = "mean"
     clusters: Sequence | None = None
     bounds: tuple[float, float] | None = UNIT
+    each: float = 1
 
     def estimate(self, level: float = 0.95) -> Estimate:
         if isinstance(self.contrast, str):
-            return stats.contrast(self.data, self.contrast, self.clusters, bounds=self.bounds, level=level)
+            return stats.contrast(
+                self.data, self.contrast, self.clusters, bounds=self.bounds, each=self.each, level=level
+            )
         return stats.resampled(self.data, self.contrast, self.clusters, level=level)
 
 
@@ -197,7 +201,8 @@ def _gap(rule: Mapping, value: float) -> float:
 def _single(rule: Mapping, label: str, what: Any, level: float = 0.95) -> Judged:
     e = what.estimate(level)
     state = state_of(rule, e.low, e.high)
-    needed = e.needed(_gap(rule, e.value)) if state == "open" and math.isfinite(e.value) else math.nan
+    sampled = not isinstance(what, Measured) and math.isfinite(e.value)
+    needed = e.needed(_gap(rule, e.value)) if state == "open" and sampled else math.nan
     return Judged(label, state, e, decided_by=label, needed=needed, against=_against(rule, e))
 
 

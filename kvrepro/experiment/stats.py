@@ -2,15 +2,15 @@
 
 **One interval rule for all chapters**: estimate plus or minus Student's t (n - 1) times a standard error.
 
-- *Means, and differences of paired columns*: the standard error of the items' values. Where a column has bounds (a
-  score lies between 0 and 1), half an item more is counted, spread evenly over the corners of what can be seen: a
-  quarter at 0 and a quarter at 1 for a mean; an eighth each at -1 and 1 and a quarter at 0 for a difference. Six zeros
-  in a row are no proof that there is nothing else.
+- *Means, and differences of paired columns*: the standard error of the items' values. Where scores pile up at their
+  `bounds` (F1, exact match, accuracy: many are 0 or 1), half an item more is counted, spread evenly over the corners of
+  what can be seen: a quarter at 0 and a quarter at 1 for a mean; an eighth each at -1 and 1 and a quarter at 0 for a
+  difference. Six zeros in a row are no proof that there is nothing else.
 - *Ratios of means* (share of the ceiling, loss over loss): Fieller's: all r for which the mean of top - r bottom cannot
   be told from 0 by that same rule. Where the bottom itself may be 0 there is no bound.
 - *Other statistics* (a median, a quantile, a rank correlation): the standard error is the spread over 1,000 resamples.
 - *Clusters* (triples of a prompt, requests of a system prompt): a cluster counts once, by its mean; resamples draw it
-  whole.
+  whole; the half item is half of one of its rows.
 - Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. The estimate always
   lies inside.
 
@@ -123,27 +123,30 @@ CONTRASTS: dict[str, tuple[Callable[[Columns], np.ndarray], Callable[[Columns], 
 
 def interval(
     values: Sequence[float], clusters: Sequence | None = None, *, bounds: tuple[float, float] | None = None,
-    level: float = 0.95,
+    each: float = 1, level: float = 0.95,
 ) -> Estimate:  # fmt: skip
     """Mean with its interval, by the module's rule. clusters: one label per value. bounds: of a value, where it has
     some."""
-    return contrast(pd.DataFrame({"a": _vector(values)}), "mean", clusters, bounds=bounds, level=level)
+    return contrast(pd.DataFrame({"a": _vector(values)}), "mean", clusters, bounds=bounds, each=each, level=level)
 
 
 def contrast(
     frame: pd.DataFrame, name: str, clusters: Sequence | None = None, *, bounds: tuple[float, float] | None = None,
-    level: float = 0.95,
+    each: float = 1, level: float = 0.95,
 ) -> Estimate:  # fmt: skip
     """A contrast of `CONTRASTS` over items (the rows of `frame`) with its interval, by the module's rule.
 
-    bounds: of every column. A row that lacks a value is dropped and counted.
+    bounds: of every column. each: how many scored things a row is the mean of. A row that lacks a value is dropped and
+    counted.
     """
     top, bottom = CONTRASTS[name]
     whole = frame.dropna()
     missing = len(frame) - len(whole)
     if clusters is not None:
         labels = pd.Series(_labels(clusters, len(frame)), index=frame.index)
+        rows = len(whole)
         whole = whole.groupby(labels.loc[whole.index].to_numpy()).mean()
+        each *= max(1.0, rows / max(1, len(whole)))
     if not len(whole):
         return Estimate(math.nan, math.nan, math.nan, 0, missing, level)
     columns = {str(key): whole[key].to_numpy(float) for key in whole}
@@ -153,36 +156,40 @@ def contrast(
         corners = dict(zip(columns, grid.T, strict=True))
     make = _mean if bottom is None else _fieller
     parts = [[f(side) for f in (top, bottom) if f is not None] for side in (columns, corners) if side]
-    return make(*parts, level=level, missing=missing)
+    return make(*parts, half=HALF / each, level=level, missing=missing)
 
 
-def _moments(items: Sequence[np.ndarray], corners: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, float]:
-    """Means of the columns with half an item at the corners, the covariance of these means, and the items counted."""
+def _moments(
+    items: Sequence[np.ndarray], corners: Sequence[np.ndarray], half: float = HALF
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Means of the columns with `half` an item at the corners, the covariance of these means, and the items counted."""
     x = np.stack(items, 1)
     weight = np.ones(len(x))
     if corners:
         y = np.stack(corners, 1)
-        x, weight = np.concatenate([x, y]), np.concatenate([weight, np.full(len(y), HALF / len(y))])
+        x, weight = np.concatenate([x, y]), np.concatenate([weight, np.full(len(y), half / len(y))])
     total = weight.sum()
     mean = weight @ x / total
     centred = x - mean
     return mean, (centred * weight[:, None]).T @ centred / (total - 1) / total, total
 
 
-def _mean(items: Sequence[np.ndarray], corners: Sequence[np.ndarray] = (), *, level: float, missing: int) -> Estimate:
+def _mean(
+    items: Sequence[np.ndarray], corners: Sequence[np.ndarray] = (), *, half: float, level: float, missing: int
+) -> Estimate:
     [x] = items
     n, value = len(x), float(np.mean(x))
     if n < MIN_ITEMS or (not corners and np.ptp(x) <= 1e-12 * max(1.0, abs(value))):
         return Estimate(value, math.nan, math.nan, n, missing, level)
-    [centre], [[variance]], total = _moments(items, corners)
-    half = float(scipy_stats.t.ppf(0.5 + level / 2, total - 1)) * math.sqrt(variance)
+    [centre], [[variance]], total = _moments(items, corners, half)
+    reach = float(scipy_stats.t.ppf(0.5 + level / 2, total - 1)) * math.sqrt(variance)
     least, most = (min(corners[0]), max(corners[0])) if corners else (-math.inf, math.inf)
-    low, high = min(max(centre - half, least), value), max(min(centre + half, most), value)
+    low, high = min(max(centre - reach, least), value), max(min(centre + reach, most), value)
     return Estimate(value, float(low), float(high), n, missing, level, float(x.std(ddof=1)), math.sqrt(variance))
 
 
 def _fieller(
-    items: Sequence[np.ndarray], corners: Sequence[np.ndarray] = (), *, level: float, missing: int
+    items: Sequence[np.ndarray], corners: Sequence[np.ndarray] = (), *, half: float, level: float, missing: int
 ) -> Estimate:
     """Ratio of two means; the interval solves (top - r bottom)^2 <= t^2 var(top - r bottom) for r (Fieller 1954)."""
     x, y = items
@@ -193,7 +200,7 @@ def _fieller(
     linear = (x - value * y) / bottom
     if n < MIN_ITEMS or (not corners and np.ptp(linear) <= 1e-12):
         return Estimate(value, math.nan, math.nan, n, missing, level)
-    (a, b), ((aa, ab), (_, bb)), total = _moments(items, corners)
+    (a, b), ((aa, ab), (_, bb)), total = _moments(items, corners, half)
     t2 = scipy_stats.t.ppf(0.5 + level / 2, total - 1) ** 2
     square, middle, rest = b * b - t2 * bb, a * b - t2 * ab, a * a - t2 * aa
     sd, error = float(linear.std(ddof=1)), math.sqrt(max(0.0, aa - 2 * value * ab + value**2 * bb)) / abs(bottom)

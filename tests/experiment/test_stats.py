@@ -46,11 +46,18 @@ def test_a_cluster_counts_once_by_its_mean():
     assert e.high - e.low > 1.5 * (lambda one: one.high - one.low)(stats.interval(values))
 
 
+def test_the_half_item_is_half_of_a_row_however_many_make_a_cluster():
+    alone = stats.interval([0.0] * 12, bounds=(0, 1))
+    many = stats.interval([0.0] * 1200, np.repeat(np.arange(12), 100), bounds=(0, 1))
+    assert many.high < 0.2 * alone.high
+    assert many.triple == pytest.approx(stats.interval([0.0] * 12, bounds=(0, 1), each=100).triple)
+
+
 @given(st.lists(unit, min_size=1, max_size=30))
 @settings(max_examples=30, deadline=None)
 def test_copies_in_one_cluster_add_no_certainty(values):
-    once = stats.interval(values, bounds=(0, 1))
-    thrice = stats.interval(values * 3, list(range(len(values))) * 3, bounds=(0, 1))
+    once = stats.interval(values)
+    thrice = stats.interval(values * 3, list(range(len(values))) * 3)
     assert (*thrice.triple, thrice.n) == pytest.approx((*once.triple, once.n), nan_ok=True)
 
 

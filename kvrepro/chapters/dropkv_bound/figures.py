@@ -20,7 +20,7 @@ from kvrepro.chapters.dropkv_bound import quality, tables
 from kvrepro.chapters.dropkv_bound.quality import NAMES
 from kvrepro.chapters.dropkv_bound.study import Study, pool_name
 from kvrepro.chapters.dropkv_bound.triples import STRATA
-from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import claims
 from kvrepro.experiment.figure import STYLE, WIDTH
 
 POOL_STYLES = (("#0072B2", "o", "-"), ("#E69F00", "s", "--"), ("#009E73", "D", ":"), ("#CC79A7", "^", "-."))
@@ -197,8 +197,8 @@ def lengths(by_length: pd.DataFrame) -> Figure:
             by_length.groupby("pool", sort=False), POOL_STYLES, strict=False
         ):
             rows = rows.assign(c_low=rows.c_low.clip(lower=0))  # below zero it is enclosed only
-            for panel, statistic in zip(panels, (tables._positive, tables._median), strict=True):
-                found = [(x, *tables.interval(f, ["c_low"], statistic)[:3]) for x, f in rows.groupby("length")]
+            for panel, estimate in zip(panels, (tables.has_cone, lambda f: tables.median(f, "c_low")), strict=True):
+                found = [(x, *estimate(f).triple) for x, f in rows.groupby("length")]
                 x, value, low, high = np.array(found).T
                 error = _error(low, value, high)
                 panel.errorbar(x, value, yerr=error, color=colour, marker=marker, ls=line, lw=1.2, label=str(name))

@@ -13,16 +13,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvrepro.chapters.dropkv_bound import bound
-from kvrepro.chapters.dropkv_bound.study import interval
 from kvrepro.chapters.dropkv_bound.triples import Triple, dropkv, pooled, triples
 from kvrepro.engine.attention import installed
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims_before as claims
-from kvrepro.experiment import data
+from kvrepro.experiment import claims, data, stats
+from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, Settings, run
+from kvrepro.experiment.stats import UNIT
 from kvrepro.item import Item
 
 PEERS = ("dropkv", "snapkv", "pyramid_kv", "streaming_llm", "key_diff", "cake", "critical_kv", "andpro")
@@ -102,9 +102,9 @@ def answers(
 
 
 def _wide(rows: pd.DataFrame, length: int) -> pd.DataFrame:
-    """F1 by item (rows) and (method, share); an item without a value anywhere drops out."""
+    """F1 by item (rows) and (method, share); nan where a row failed."""
     here = rows[rows.length == length]
-    return here.set_index(["item", "method", "share"])[MEASURE].unstack(["method", "share"]).dropna()  # noqa: PD010
+    return here.set_index(["item", "method", "share"])[MEASURE].unstack(["method", "share"])  # noqa: PD010
 
 
 def main_length(rows: pd.DataFrame) -> int:
@@ -112,20 +112,20 @@ def main_length(rows: pd.DataFrame) -> int:
     return int(rows.groupby("length").method.nunique().idxmax())
 
 
-def differences(rows: pd.DataFrame, against: str, share: float, length: int | None = None) -> pd.DataFrame:
-    """Per item DropKV's F1 minus another method's at a share (the full cache's: "full"): item, difference."""
+def pair(rows: pd.DataFrame, against: str, share: float, length: int | None = None) -> pd.DataFrame:
+    """Per item that has both, F1 of DropKV (a) and of another method (b) at a share (the full cache's: "full")."""
     wide = _wide(rows, main_length(rows) if length is None else length)
     other = ("full", 1.0) if against == "full" else (against, share)
     if missing := [one for one in (("dropkv", share), other) if one not in wide]:
-        raise claims.Missing(f"not run: {missing[0][0]} at {missing[0][1]:.0%}")
-    return (wide["dropkv", share] - wide[other]).rename("difference").reset_index()
+        raise NotTestable(f"not run: {missing[0][0]} at {missing[0][1]:.0%}")
+    return pd.DataFrame({"a": wide["dropkv", share], "b": wide[other]}).dropna()
 
 
 def at_share(rows: pd.DataFrame, share: float) -> pd.DataFrame:
     """F1 by item (rows) and method, DropKV and its peers, at one share."""
     wide = _wide(rows, main_length(rows))
     if ("dropkv", share) not in wide:
-        raise claims.Missing(f"not run: dropkv at {share:.0%}")
+        raise NotTestable(f"not run: dropkv at {share:.0%}")
     here = wide.xs(share, axis=1, level="share")
     return here[[name for name in PEERS if name in here]]
 
@@ -136,12 +136,12 @@ def table(rows: pd.DataFrame, length: int | None = None) -> pd.DataFrame:
     wide = _wide(rows, length)
     found = []
     for method, share in wide.columns:
-        value, low, high, n = interval(wide[method, share].rename("f1").reset_index(), ["f1"], np.mean)
-        row = {"method": method, "share": share, "f1": value, "low": low, "high": high, "items": n}
+        e = stats.interval(wide[method, share], bounds=UNIT)
+        row = {"method": method, "share": share, "f1": e.value, "low": e.low, "high": e.high, "items": e.n}
         if method != "dropkv":
-            lead = differences(rows, method, min(wide["dropkv"].columns) if method == "full" else share, length)
-            names = ("lead", "lead_low", "lead_high")
-            row |= dict(zip(names, interval(lead, ["difference"], np.mean)[:3], strict=True))
+            both = pair(rows, method, min(wide["dropkv"].columns) if method == "full" else share, length)
+            lead = stats.contrast(both, "difference", bounds=UNIT)
+            row |= dict(zip(("lead", "lead_low", "lead_high"), lead.triple, strict=True))
         found.append(row)
     return pd.DataFrame(found)
 
@@ -149,7 +149,7 @@ def table(rows: pd.DataFrame, length: int | None = None) -> pd.DataFrame:
 def shown(rows: pd.DataFrame, length: int | None = None) -> pd.DataFrame:
     """`table` for the eye: a row per method, F1 with its interval at each share."""
     found = table(rows, length)
-    text = [claims._text((one.f1, one.low, one.high), "F1") for one in found.itertuples()]
+    text = [claims.text_of((one.f1, one.low, one.high)) for one in found.itertuples()]
     wide = found.assign(text=text).pivot_table(index="method", columns="share", values="text", aggfunc="first")
     order = found[found.share == found.share.min()].sort_values("f1", ascending=False).method
     wide = wide.reindex(["full", *order]).fillna("").rename(index=NAMES)
@@ -166,7 +166,7 @@ def by_length(rows: pd.DataFrame) -> pd.DataFrame:
     found = pd.concat(parts)
     found = found[found.method.isin(["full", "dropkv", "snapkv", "andpro"])]
     found = found[(found.share == found.share.min()) | (found.method == "full")]
-    text = [claims._text((one.f1, one.low, one.high), "F1") for one in found.itertuples()]
+    text = [claims.text_of((one.f1, one.low, one.high)) for one in found.itertuples()]
     wide = found.assign(text=text).pivot_table(index="method", columns="length", values="text", aggfunc="first")
     wide = wide.reindex(["full", "dropkv", "snapkv", "andpro"]).dropna(how="all").rename(index=NAMES)
     return wide.rename(columns="{:,}".format).rename_axis(columns="F1, prompt tokens")
@@ -178,7 +178,7 @@ def numbers(rows: pd.DataFrame) -> dict[str, str]:
     least = found[(found.share == found.share.min()) | (found.method == "full")]
     names = least.method.str.lower().str.replace(",", "").str.replace(" ", "-")
     text = {
-        f"f1-{name}": claims._text((one.f1, one.low, one.high), "F1")
+        f"f1-{name}": claims.text_of((one.f1, one.low, one.high))
         for name, one in zip(names, least.itertuples(), strict=True)
     }
     return text | {"least-share": f"{found.share.min():.0%}", "answered": str(found["items"].max())}
@@ -186,8 +186,8 @@ def numbers(rows: pd.DataFrame) -> dict[str, str]:
 
 def losses(rows: pd.DataFrame, share: float = 0.05) -> pd.DataFrame:
     """Per item the F1 that DropKV loses against the full cache at a share, for `tables.prediction`."""
-    found = differences(rows, "full", share)
-    return pd.DataFrame({"item": found["item"], "loss": -found.difference})
+    both = pair(rows, "full", share)
+    return (both.b - both.a).rename("loss").reset_index()
 
 
 # ---------------------------------------------------------------- one layer, or one head of it, at a time

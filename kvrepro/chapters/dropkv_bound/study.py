@@ -16,7 +16,6 @@ from kvrepro.chapters.dropkv_bound import bound, cone, triples
 from kvrepro.chapters.dropkv_bound.triples import RULES, Triple
 from kvrepro.engine.allowed import Number, Size, ensure
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims_before as claims
 from kvrepro.experiment import data
 from kvrepro.experiment import run as runs
 from kvrepro.experiment.models import Loaded
@@ -24,8 +23,6 @@ from kvrepro.item import Item
 
 ONE_QUERY = ("dropkv", "attention", "random")  # table 16's selections, by the query's own attention
 PARTS = ("assumptions", "records", "lemma", "budgets", "alignment")
-DRAWS = 1000
-Statistic = Callable[[np.ndarray], float]
 MU_AT = 0.1  # c at which the pool's mass outside the cone is reported
 FRACTION = Number(0, 1, above=True, below=True)
 WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its prompts may have
@@ -444,22 +441,3 @@ def _moved(t: Triple, evicted: Tensor) -> Tensor:
     """||Delta(J)||^2 of the query, by lemma 1 without a residual for every key."""
     gone = t.p * evicted
     return ((gone.sum() * t.window_a[-1] - gone @ t.v) / (1 - gone.sum())).square().sum()
-
-
-# ---------------------------------------------------------------- intervals
-
-
-def interval(
-    frame: pd.DataFrame, columns: Sequence[str], statistic: Statistic, *, draws: int = DRAWS, seed: int = 42
-) -> tuple[float, float, float, int]:
-    """Value, 95% interval and number of prompts of statistic(values [rows, columns]); fewer than six prompts: nan."""
-    values = frame[list(columns)].to_numpy(float)
-    codes, items = pd.factorize(frame["item"])
-    value = statistic(values) if len(values) else np.nan
-    if len(items) < claims.MIN_ITEMS:
-        return value, np.nan, np.nan, len(items)
-    rows = [np.flatnonzero(codes == i) for i in range(len(items))]
-    picks = np.random.default_rng(seed).integers(0, len(items), (draws, len(items)))
-    drawn = [statistic(values[np.concatenate([rows[i] for i in pick])]) for pick in picks]
-    low, high = np.nanpercentile(drawn, [2.5, 97.5]) if np.isfinite(drawn).any() else (np.nan, np.nan)
-    return float(value), float(low), float(high), len(items)

@@ -1,6 +1,6 @@
-"""Tables 12 to 16 of the DropKV paper beside ours, rank correlations, and the verdicts of the chapter.
+"""Tables 12 to 16 of the DropKV paper beside ours, and rank correlations.
 
-Intervals are percentile bootstraps over whole prompts, since the triples of one prompt are not independent.
+Intervals are over whole prompts (`kvrepro.experiment.stats`), since the triples of one prompt are not independent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +11,12 @@ import torch
 from pandas.io.formats.style import Styler
 from scipy import stats as scipy_stats
 
-from kvrepro.chapters.dropkv_bound import bound, quality, timings
-from kvrepro.chapters.dropkv_bound.study import DRAWS, Statistic, Study, interval, pool_name
-from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
+from kvrepro.chapters.dropkv_bound import bound
+from kvrepro.chapters.dropkv_bound.study import Study, pool_name
+from kvrepro.chapters.dropkv_bound.triples import STRATA
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims_before as claims
-from kvrepro.experiment import data
+from kvrepro.experiment import claims, stats
+from kvrepro.experiment.stats import UNIT, Estimate
 
 K = 200  # in 1 - k eps: for it, "eps <= 0.005" (table 12) is the border of a finite factor
 HARD_K = 10
@@ -24,10 +24,12 @@ MODELS = {"Llama-3.1-8B": "Llama", "MegaBeam-Mistral-7B": "Mistral", "Mistral-7B
 TAUS = (0.0, 0.05, 0.10, 0.20, 0.30, 0.50)
 
 
-def rank_correlation(frame: pd.DataFrame, x: str, y: str, *, draws: int = DRAWS) -> tuple[float, float, float, int]:
-    """Spearman's rho between two columns, with its interval and the number of prompts; infinite values rank last."""
+def rank_correlation(frame: pd.DataFrame, x: str, y: str) -> Estimate:
+    """Spearman's rho between two columns over prompts; infinite values rank last."""
     both = frame.dropna(subset=[x, y])
-    return interval(both, [x, y], lambda v: float(scipy_stats.spearmanr(v[:, 0], v[:, 1]).statistic), draws=draws)
+    return stats.resampled(
+        both[[x, y]], lambda v: float(scipy_stats.spearmanr(v[:, 0], v[:, 1]).statistic), both["item"]
+    )
 
 
 # ---------------------------------------------------------------- columns that follow from the frames
@@ -71,7 +73,7 @@ def _short(value: float) -> str:
     return "" if pd.isna(value) else f"{value:.3g}" if 0.01 <= abs(value) < 1e5 or value == 0 else f"{value:.1e}"
 
 
-def _by_pool(study: Study) -> Iterator[tuple[str, pd.DataFrame]]:
+def by_pool(study: Study) -> Iterator[tuple[str, pd.DataFrame]]:
     for size in study.settings.pools:
         yield pool_name(size), study.assumptions[study.assumptions.pool == pool_name(size)]
 
@@ -83,7 +85,7 @@ def eps_table(study: Study) -> pd.DataFrame:
     ours = {
         pool: {"triples": len(f), "median": f.eps.median(), "p95": f.eps.quantile(0.95), "max": f.eps.max()}
         | {"share at most 0.005 (%)": 100 * (f.eps <= 0.005).mean()}
-        for pool, f in _by_pool(study)
+        for pool, f in by_pool(study)
     }
     return _beside("dropkv_t12_eps.csv", names, ours)
 
@@ -93,7 +95,7 @@ def cone_table(study: Study) -> pd.DataFrame:
     quantiles = {"min": 0.0, "p05": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
     ours = {
         pool: {name: f.c_low.quantile(q) for name, q in quantiles.items()} | {"mean": f.c_low.mean()}
-        for pool, f in _by_pool(study)
+        for pool, f in by_pool(study)
     }
     names = ("min", "p05", "p50", "mean", "p95", "max")
     return _beside("dropkv_t13_cone_distribution.csv", dict(zip(names, names, strict=True)), ours)
@@ -101,16 +103,14 @@ def cone_table(study: Study) -> pd.DataFrame:
 
 def threshold_table(study: Study) -> pd.DataFrame:
     """Table 14: share of triples with c* > tau, percent."""
-    ours = {
-        pool: {f"tau = {t:.2f}": 100 * (f.c_low > max(t, 1e-9)).mean() for t in TAUS} for pool, f in _by_pool(study)
-    }
+    ours = {pool: {f"tau = {t:.2f}": 100 * (f.c_low > max(t, 1e-9)).mean() for t in TAUS} for pool, f in by_pool(study)}
     return _beside("dropkv_t14_cone_thresholds.csv", {f"tau={t:.2f}": f"tau = {t:.2f}" for t in TAUS}, ours)
 
 
 def factor_table(study: Study, k: int = K) -> pd.DataFrame:
     """Table 15: share of triples with a finite factor (percent), and its distribution there, for sets of k keys."""
     ours = {}
-    for pool, f in _by_pool(study):
+    for pool, f in by_pool(study):
         found = with_factor(f, k).factor
         finite = found[np.isfinite(found)]
         ours[pool] = {"finite (%)": 100 * np.isfinite(found).mean(), "p50": finite.median()}
@@ -151,15 +151,21 @@ def ratio_table(study: Study) -> pd.DataFrame:
 def prevalence(study: Study) -> pd.DataFrame:
     """Share of triples with c* > 0 per layer and pool, with intervals (figure 3b): layer, pool, share, low, high."""
     rows = []
-    for pool, frame in _by_pool(study):
+    for pool, frame in by_pool(study):
         for layer, f in frame.groupby("layer"):
-            value, low, high, _ = interval(f, ["c_low"], _positive)
+            value, low, high = has_cone(f).triple
             rows.append({"layer": layer, "pool": pool, "share": value, "low": low, "high": high})
     return pd.DataFrame(rows)
 
 
-def _positive(values: np.ndarray) -> float:
-    return float((values[:, 0] > 1e-9).mean())
+def has_cone(assumptions: pd.DataFrame) -> Estimate:
+    """Share of triples with c* > 0."""
+    return stats.interval(assumptions.c_low > 1e-9, assumptions["item"], bounds=UNIT)
+
+
+def median(frame: pd.DataFrame, column: str) -> Estimate:
+    """Median of a column over all rows; prompts are resampled."""
+    return stats.resampled(frame[[column]], lambda v: float(np.median(v)), frame["item"])
 
 
 def robust_table(study: Study) -> pd.DataFrame:
@@ -168,7 +174,7 @@ def robust_table(study: Study) -> pd.DataFrame:
     Twenty keys in 64 dimensions always lie in some cone, so that the enumerated sets cannot show what theorem 2 adds.
     """
     rows = {}
-    for pool, f in _by_pool(study):
+    for pool, f in by_pool(study):
         first = with_factor(f, int(f.pool_size.median()) // 2).factor
         fails = f[f.c_low <= 1e-9]
         rows[pool] = {
@@ -196,7 +202,7 @@ def peers(study: Study, objective: str = "query", k: int = HARD_K, strata: Seque
     r = study.records
     here = r[(r.k == k) & (r.objective == objective) & r.stratum.isin(list(strata))]
     for (rule, queries, kernel), f in here.groupby(["rule", "queries", "kernel"], sort=False):
-        value, low, high, _ = interval(f.assign(log=np.log(f.ratio)), ["log"], np.mean)
+        value, low, high = stats.interval(np.log(f.ratio), f["item"]).triple
         row = {"rule": rule, "queries": queries, "kernel": kernel, "ratio": value, "low": low, "high": high}
         rows.append(row | {"optimal": (f.ratio < 1 + 1e-9).mean()})
     found = pd.DataFrame(rows)
@@ -231,7 +237,7 @@ def budgets(study: Study) -> pd.DataFrame:
     for key, f in wide.groupby(keys, sort=False):
         row = dict(zip(keys, key, strict=True))
         for name in ("uniform", "adaptive", "difference"):
-            value, low, high, _ = interval(f, [name], np.mean)
+            value, low, high = stats.interval(f[name], f["item"]).triple
             row |= {name: value, f"{name}_low": low, f"{name}_high": high}
         rows.append(row)
     return pd.DataFrame(rows).sort_values(keys, ignore_index=True)
@@ -267,208 +273,27 @@ def prediction(study: Study, *losses: pd.DataFrame, k: int = K) -> pd.DataFrame:
     for size in study.settings.ks:
         f = records[records.k == size]
         for against, title in (("ratio", "realised ratio"), ("value", "shift F of DropKV's set")):
-            rows.append((f"bound against {title}, k = {size}", *rank_correlation(f, "bound", against)))
+            rows.append((f"bound against {title}, k = {size}", rank_correlation(f, "bound", against)))
     for frame in losses:
         on = [name for name in ("item", "layer", "head") if name in frame]
         if "item" not in on or "loss" not in frame:
             raise InputError(f"losses have columns {list(frame)}: give loss and item, perhaps layer and head")
-        first = with_factor(next(_by_pool(study))[1], k)
+        first = with_factor(next(by_pool(study))[1], k)
         both = first.groupby(on, as_index=False).factor.median().merge(frame, on=on)
-        rows.append((f"factor against loss, per {', '.join(on)}", *rank_correlation(both, "factor", "loss")))
-    return pd.DataFrame(rows, columns=["question", "rho", "low", "high", "prompts"]).set_index("question")
+        rows.append((f"factor against loss, per {', '.join(on)}", rank_correlation(both, "factor", "loss")))
+    found = [(question, *e.triple, e.n) for question, e in rows]
+    return pd.DataFrame(found, columns=["question", "rho", "low", "high", "prompts"]).set_index("question")
 
 
-# ---------------------------------------------------------------- verdicts
-
-Member = tuple[str, pd.DataFrame, list[str], Statistic]
-
-
-def _finite(statistic: Statistic) -> Statistic:
-    def over(values: np.ndarray) -> float:
-        kept = values[np.isfinite(values[:, 0])]
-        return float(statistic(kept)) if len(kept) else np.nan
-
-    return over
-
-
-def _median(values: np.ndarray) -> float:
-    return float(np.median(values[:, 0]))
-
-
-def _p95(values: np.ndarray) -> float:
-    return float(np.quantile(values[:, 0], 0.95))
-
-
-def _share_of_first_layer(values: np.ndarray) -> float:
-    first = values[:, 1] == 0
-    holds = values[:, 0] > 1e-9
-    return float(holds[first].mean() - holds[~first].mean()) if first.any() and not first.all() else np.nan
-
-
-def _hardest(values: np.ndarray) -> float:
-    """Columns ratio, number of the stratum in STRATA: median of the threshold stratum minus the next largest."""
-    medians = {
-        name: np.median(values[values[:, 1] == i, 0]) for i, name in enumerate(STRATA) if (values[:, 1] == i).any()
-    }
-    rest = [median for name, median in medians.items() if name != "threshold"]
-    return float(medians["threshold"] - max(rest)) if "threshold" in medians and rest else np.nan
-
-
-def _median_difference(values: np.ndarray) -> float:
-    return float(np.median(values[:, 0]) - np.median(values[:, 1]))
-
-
-def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -> list[Member]:
-    """Members of a claim: label, rows, columns and the statistic over them. Raises `claims.Missing` where answers are
-    needed and are not there, are of other prompts, or are wrong with the full cache too."""
-    contrast, over = claim["contrast"], claim.get("over")
-    if contrast in ("quality_difference", "quality_lead"):
-        return [("all", *_answered(claim, answers))]
-    of_pool: dict[str, tuple[list[str], Statistic]] = {
-        "cone_share": (["c_low"], _positive),
-        "cone_median": (["c_low"], _median),
-        "cone_first_layer": (["c_low", "layer"], _share_of_first_layer),
-        "eps_median": (["even"], _median),
-        "factor_finite": (["factor"], lambda v: float(np.isfinite(v[:, 0]).mean())),
-        "factor_median": (["factor"], _finite(_median)),
-        "factor_tail": (["factor"], _finite(lambda v: _p95(v) / _median(v))),
-    }
-    if contrast in of_pool:
-        return [(pool, with_factor(f).assign(even=f.eps * f.tokens), *of_pool[contrast]) for pool, f in _by_pool(study)]
-    ours = selected(study.records)
-    if contrast in ("ratio_median", "ratio_p95"):
-        return [(name, f, ["ratio"], _median if contrast == "ratio_median" else _p95) for name, f in _cells(ours)]
-    if contrast in ("attention_minus_dropkv", "random_minus_dropkv"):
-        other = contrast.removesuffix("_minus_dropkv")
-        pairs = _paired(study, other, 1, ours[ours.k.isin(claim.get("ks", ours.k))])
-        strata = STRATA if over == "cells" else over
-        return [
-            (name, f, ["ratio_other", "ratio"], _median_difference)
-            for name, f in _cells(pairs[pairs.stratum.isin(list(strata))])
-        ]
-    if contrast == "peer_minus_dropkv":
-        queries = study.settings.window
-        found = []
-        for objective in ("query", "window"):
-            drop = selected(study.records, "dropkv", queries, objective=objective)
-            others = [rule for rule in RULES if rule not in ("dropkv", "pyramidkv")]  # whose score is SnapKV's
-            pairs = {rule: _paired(study, rule, queries, drop[drop.k == HARD_K]) for rule in others}
-            found += [(f"{rule}, F of the {objective}", f, ["log"], np.mean) for rule, f in pairs.items()]
-        return found
-    if contrast == "andpro_keeps":
-        return [("all", disagreement(study), ["kept"], np.mean)]
-    if contrast == "aligned_andpro_minus_dropkv":
-        r = study.records
-        aligned = r[(r.rule == "dropkv") & (r.queries == 1) & (r.stratum == "aligned") & (r.k == HARD_K)]
-        return [("all", _paired(study, "andpro", 1, aligned), ["log"], np.mean)]
-    finite = ours[np.isfinite(ours.bound)]
-    single: dict[str, tuple[pd.DataFrame, list[str], Statistic]] = {
-        "ratio_worst": (ours, ["ratio"], lambda v: float(v.max())),
-        "hardest_stratum": (
-            ours[ours.k == HARD_K].assign(number=lambda f: f.stratum.map(STRATA.index)),
-            ["ratio", "number"],
-            _hardest,
-        ),
-        "violations": (finite, ["ratio", "bound"], lambda v: float((v[:, 0] > v[:, 1] * (1 + 1e-9)).mean())),
-        "slack_median": (finite.assign(slack=finite.bound / finite.ratio), ["slack"], _median),
-    }
-    if contrast not in single:
-        raise InputError(f"claim {claim['id']}: unknown contrast {contrast!r}")
-    return [("all", *single[contrast])]
-
-
-def _answered(claim: Mapping, answers: pd.DataFrame | None) -> tuple[pd.DataFrame, list[str], Statistic]:
-    """F1 differences of a claim in points, per item, and the statistic over them."""
-    if answers is None:
-        raise claims.Missing("no answers were generated: run quality.answers")
-    here = answers[answers.length == quality.main_length(answers)]
-    needs = claim.get("needs", {})
-    if "items" in needs and not set(here.task) <= set(data.LONGBENCH_QA):
-        raise claims.Missing(f"{claim['why']} Give -p items {needs['items']} with a model of the hub.")
-    if here.prompt_tokens.mean() < needs.get("prompt_tokens", 0):
-        asked = f"{needs['prompt_tokens']} tokens wanted, {here.prompt_tokens.mean():.0f} run"
-        raise claims.Missing(f"{claim['why']} Prompts of {asked}: give such a file with -p items, and -p tokens.")
-    full = here[here.method == "full"].dropna(subset=[quality.MEASURE])
-    _, low, _, items = interval(full, [quality.MEASURE], np.mean)
-    if items < claims.MIN_ITEMS:
-        raise claims.Missing(f"{items} items: an interval needs at least {claims.MIN_ITEMS}")
-    if not low >= claims.MIN_CEILING:
-        raise claims.Missing("the full cache itself answers too few items")
-    if claim["contrast"] == "quality_lead":
-        wide = 100 * quality.at_share(answers, claim["share"])
-        return wide.reset_index(), ["dropkv", *wide.columns.drop("dropkv")], _lead
-    found = quality.differences(answers, claim["against"], claim["share"])
-    return found.assign(difference=100 * found.difference), ["difference"], np.mean
-
-
-def _lead(values: np.ndarray) -> float:
-    """Mean of the first column minus the greatest mean of the others."""
-    means = values.mean(0)
-    return float(means[0] - means[1:].max())
-
-
-def _cells(records: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return [(f"{stratum}, k={k}", f) for (k, stratum), f in records.groupby(["k", "stratum"], sort=False)]
-
-
-def _paired(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.DataFrame:
-    """Our records with `ratio_other`, the same triple's by another rule, and `log`, its log ratio minus ours."""
-    keys = ["item", "layer", "head", "position", "stratum", "k", "objective"]
-    r = study.records
-    other = r[(r.rule == rule) & (r.queries == queries) & (r.kernel == 1)]
-    pairs = ours.merge(other[[*keys, "ratio"]], on=keys, suffixes=("", "_other"))
-    return pairs.assign(log=np.log(pairs.ratio_other) - np.log(pairs.ratio))
-
-
-def evaluate(
-    study: Study,
-    answers: pd.DataFrame | None = None,
-    *,
-    model: str,
-    profile: str,
-    book: Mapping | str = "dropkv_bound",
-    draws: int = DRAWS,
-) -> pd.DataFrame:
-    """Verdict of every claim, in the columns of `claims.evaluate`; the reading is "any". answers: rows of
-    `quality.answers`."""
-    known = claims.load_claims(book) if isinstance(book, str) else book
-    rows = []
-    for claim in known["claims"]:
-        try:
-            if claim["contrast"] in timings.CONTRASTS:
-                found, test = _timed(claim)
-            else:
-                found = pd.DataFrame(
-                    [
-                        (label, *interval(f, columns, statistic, draws=draws))
-                        for label, f, columns, statistic in members(claim, study, answers)
-                    ],
-                    columns=["member", "value", "low", "high", "n"],
-                ).assign(p=np.nan)
-                test = "bootstrap over prompts"
-            found["state"] = [claims.judge(claim["rule"], m.value, m.low, m.high, None) for m in found.itertuples()]
-            row = claims.claim_row(claim, found) | {"test": test}
-            rows.append(row | {"note": claim["why"]} if claim["contrast"] in timings.CONTRASTS else row)
-        except claims.Missing as missing:
-            rows.append(claims.claim_row(claim, str(missing)))
-    frame = pd.DataFrame(rows).reindex(columns=claims.COLUMNS + claims.EXTRA)
-    return frame.assign(reading="any", model=model, profile=profile, depends_on_reading="")
-
-
-def _timed(claim: Mapping) -> tuple[pd.DataFrame, str]:
-    """Members of a claim about timings, and what their interval is."""
-    compute, file, test = timings.CONTRASTS[claim["contrast"]]
-    if not file.is_file():
-        raise claims.Missing(f"no timings: data/gpu/{file.name} is missing")
-    return compute(file, **{"tokens": claim["tokens"]} if "tokens" in claim else {}), test
+# ---------------------------------------------------------------- for the page
 
 
 def overview(verdicts: pd.DataFrame) -> pd.DataFrame:
-    """One row per claim, as narrow as a page: statement, paper, ours, verdict."""
+    """One row per claim, as narrow as a page: statement, paper, rule, ours, verdict."""
     wide = claims.table(verdicts)
     ours = (wide["ours [95%]"] + " " + wide.unit.where(wide["ours [95%]"] != "", "")).str.strip()
     found = wide.assign(**{"ours [interval]": ours})
-    return found[["claim", "statement", "paper", "ours [interval]", "verdict"]].set_index("claim")
+    return found[["claim", "statement", "paper", "rule", "ours [interval]", "verdict"]].set_index("claim")
 
 
 def shown(frame: pd.DataFrame, caption: str, digits: int = 2, wrap: bool = False, **given) -> Styler:
@@ -500,17 +325,17 @@ def explanation(study: Study) -> str:
     """Does the theorem explain the ratio? In words: the ratio where a triple's pool has a cone and where it has none,
     whether they differ, and whether the bound ranks the records of the same twenty keys."""
     where, own = ["item", "layer", "head", "position"], selected(study.records)
-    pools = next(_by_pool(study))[1]
+    pools = next(by_pool(study))[1]
     both = own.merge(pools[[*where, "c_low"]], on=where, suffixes=("", "_pool")).assign(
         cone=lambda f: f.c_low_pool > 1e-9
     )
-    parts = {name: interval(both[both.cone == name], ["ratio"], _median)[:3] for name in (True, False)}
+    parts = {name: median(both[both.cone == name], "ratio").triple for name in (True, False)}
     if both.cone.nunique() < 2:
         only = bool(both.cone.all())
         which = f"The pool of {'every' if only else 'no'} triple has a cone"
         text = f"{which} (median ratio {_between(*parts[only])}), so that this run cannot compare."
     else:
-        value, low, high, _ = interval(both, ["ratio", "cone"], _without_minus_with)
+        value, low, high = stats.resampled(both[["ratio", "cone"]], _without_minus_with, both["item"]).triple
         text = (
             f"The median ratio is {_between(*parts[True])} where the pool has a cone and {_between(*parts[False])} "
             f"where it has none: the difference, {_between(value, low, high)}, "
@@ -523,7 +348,7 @@ def explanation(study: Study) -> str:
             if high < 0
             else "cannot be told from none, so that the assumption explains nothing that was seen here."
         )
-    rho, low, high, _ = rank_correlation(own[own.k == own.k.min()], "bound", "ratio")
+    rho, low, high = rank_correlation(own[own.k == own.k.min()], "bound", "ratio").triple
     ranks = "does" if low > 0 else "does not" if high <= 0 else "cannot be shown to"
     return f"{text} A smaller bound {ranks} go with a smaller ratio (rank correlation {_between(rho, low, high)})."
 
@@ -578,7 +403,4 @@ def numbers(frame: pd.DataFrame, study: Study) -> dict[str, str]:
     ):
         p = ranked[objective].set_index(["rule", "queries", "kernel"]).loc[(rule, queries, kernel)]
         found[f"peer-{name}"] = f"{p.ratio:.2f} [{p.low:.2f}, {p.high:.2f}]"
-    for row in frame.itertuples():
-        found[row.claim] = claims.shown(row, with_unit=True) or "no value"
-        found[f"{row.claim}-verdict"] = row.verdict
-    return found
+    return found | claims.quoted(frame)

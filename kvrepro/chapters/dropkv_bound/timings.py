@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import claims
 from kvrepro.paths import DATA
 
 KERNELS, MODELS = DATA / "gpu" / "kernels.csv", DATA / "gpu" / "models.csv"

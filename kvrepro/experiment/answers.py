@@ -119,7 +119,7 @@ def policy_of(condition: Condition) -> Any:
 
 def heads(
     study: "Answers", loaded: Loaded, settings: "Settings", prompts: Sequence[Prompt], conditions: Sequence[Condition]
-) -> list[list[dict]]:
+) -> list[list[dict[str, Any]]]:
     """What is known of each row before it is computed, [item][condition]; `key` hashes all that decides the rest."""
     limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
     decisive = {
@@ -141,16 +141,16 @@ def heads(
 
 def references(item: Item) -> list[str]:
     """All answers that count as right."""
-    return item.meta.get("answers", [item.answer])
+    return list(item.meta.get("answers", [item.answer]))
 
 
 # ---- a group of generations
 
 
 def group_rows(
-    loaded: Loaded, parts: Sequence[tuple[Sequence[int], Sequence[int]]], known: dict[Pair, dict],
+    loaded: Loaded, parts: Sequence[tuple[Sequence[int], Sequence[int]]], known: dict[Pair, dict[str, Any]],
     items: dict[int, Item], prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, **given: Any,
-) -> list[dict]:  # fmt: skip
+) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of the pairs of each part (items, conditions); a pair that fails is a row with its error."""
     found: Found = {}
     for members, chosen in parts:
@@ -159,7 +159,7 @@ def group_rows(
 
 
 def attempted(
-    loaded: Loaded, prompts: Any, conditions: Any, members: Sequence[int], chosen: Sequence[int], given: dict
+    loaded: Loaded, prompts: Any, conditions: Any, members: Sequence[int], chosen: Sequence[int], given: dict[str, Any]
 ) -> Found:
     """Generations, or the exceptions that single pairs raise: what fails is halved, conditions first, then items."""
     try:
@@ -178,8 +178,8 @@ def attempted(
 
 
 def answer_row(
-    loaded: Loaded, item: Item, prompt: Prompt, head: dict, answer: Generation | Exception, note: Any = None
-) -> dict:
+    loaded: Loaded, item: Item, prompt: Prompt, head: dict[str, Any], answer: Generation | Exception, note: Any = None
+) -> dict[str, Any]:
     """The row of one generation, or of its error."""
     import torch
     import transformers
@@ -251,7 +251,7 @@ class AnswersPlan(Plan):
     def __exit__(self, *exception: object) -> None:
         self.table.close()
 
-    def _row(self, pair: Pair, answer: Exception) -> dict:
+    def _row(self, pair: Pair, answer: Exception) -> dict[str, Any]:
         i, j = pair
         return answer_row(self.loaded, self.study.items[i], self.prompts[i], self.heads[i][j], answer)
 
@@ -314,7 +314,7 @@ class AnswersPlan(Plan):
         held = sum(answer.bytes_held for answer in made) / max(1, len(made)) * min(count, self.settings.batch_rows)
         return Estimate(self.title, what, seconds, stored, held)
 
-    def add(self, job: Job, result: list[dict]) -> None:
+    def add(self, job: Job, result: list[dict[str, Any]]) -> None:
         """Store rows."""
         self.table.add(result)
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,12 +30,12 @@ COLUMNS = [
 # ---------------------------------------------------------------- the paper's side
 
 
-def load_claims(chapter: str = "protection", folder: Path = DATA / "claims") -> dict:
+def load_claims(chapter: str = "protection", folder: Path = DATA / "claims") -> dict[str, Any]:
     """Claims of a chapter: `{"sets": {name: [policy, ...]}, "claims": [claim, ...]}`, ids checked to be unique."""
     path = Path(folder) / f"{chapter}.yml"
     if not path.is_file():
         raise InputError(f"no claims for chapter {chapter!r}: {path} does not exist")
-    book = yaml.safe_load(path.read_text(encoding="utf-8"))
+    book: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     ids = [claim["id"] for claim in book["claims"]]
     if len(ids) != len(set(ids)):
         raise InputError(f"{path}: claim ids repeat: {sorted({i for i in ids if ids.count(i) > 1})}")
@@ -74,7 +75,7 @@ def cells(file: str, where: Mapping[str, object]) -> pd.DataFrame:
     return table[keep]
 
 
-def paper_values(spec: Mapping) -> list[float]:
+def paper_values(spec: Mapping[str, Any]) -> list[float]:
     """Numbers behind one `paper` entry: the cells, their differences (`minus`), spread or count (`show`)."""
     rows = cells(spec["file"], spec["where"])
     column, by, show = spec.get("column", "value"), spec.get("by"), spec.get("show")
@@ -96,11 +97,11 @@ def paper_values(spec: Mapping) -> list[float]:
     return [value * spec.get("scale", 1.0) for value in values]
 
 
-def paper_text(spec: Mapping | Sequence[Mapping], unit: str = "") -> str:
+def paper_text(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], unit: str = "") -> str:
     """The printed value as it is shown: one number, or the least and the greatest."""
     digits = 1 if unit == "%" else 3
     if isinstance(spec, Mapping) and "text" in spec:
-        return spec["text"].format(
+        return str(spec["text"]).format(
             **{
                 name: f"{paper_values(cell)[0]:.{0 if cell.get('show') == 'count' else cell.get('digits', 3)}f}"
                 for name, cell in spec.get("cells", {}).items()
@@ -186,7 +187,7 @@ def text_of(values: Sequence[float], unit: str = "F1") -> str:
     return f"{value:{form}} [{low:{form}}, {high:{form}}]{after}"
 
 
-def shown(row, with_unit: bool = False) -> str:
+def shown(row: Any, with_unit: bool = False) -> str:
     """Ours with its interval; empty where there is none."""
     if pd.isna(row.ours):
         return ""
@@ -194,12 +195,12 @@ def shown(row, with_unit: bool = False) -> str:
     return text if with_unit else text.removesuffix(f" {row.unit}")
 
 
-def _tested(row) -> str:
+def _tested(row: Any) -> str:
     """The rule, and p where there is one."""
-    return row.rule + ("" if pd.isna(row.p) else f" (p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'})")
+    return f"{row.rule}" + ("" if pd.isna(row.p) else f" (p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'})")
 
 
-def _needed(row) -> str:
+def _needed(row: Any) -> str:
     """How many items would decide an open member."""
     if pd.isna(row.needed):
         return ""

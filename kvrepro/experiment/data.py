@@ -114,7 +114,7 @@ def _reason(error: Exception) -> str:
     return f"no field {error}" if isinstance(error, KeyError) else str(error)
 
 
-def _item(row: dict, identity: str) -> Item:
+def _item(row: dict[str, Any], identity: str) -> Item:
     """A row of the artifact's files, of LongBench, or of `python -m kvrepro.world sample`."""
     answers = row.get("answers", row.get("answer"))
     if answers is None:
@@ -166,7 +166,7 @@ def _balanced(items: list[Item], n: int | None, seed: int, name: str) -> list[It
 # ---- prompts
 
 
-def _passage_messages(context: str, question: str) -> tuple[tuple[dict, ...], tuple[Span, ...]]:
+def _passage_messages(context: str, question: str) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...]]:
     passage, ask = f"Passage: {context}", f"Question: {question}"
     content = f"{passage}\n\n{ask}"
     messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": content})
@@ -226,10 +226,10 @@ def _passage_budget(item: Item, tokenizer: Any, limit: int) -> int:
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _render(tokenizer: Any, messages: tuple[dict, ...]) -> str:
+def _render(tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> str:
     if tokenizer.chat_template is None:
         raise InputError(
             f"tokenizer {tokenizer.name_or_path} has no chat template: use an instruction-tuned checkpoint"
@@ -237,12 +237,14 @@ def _render(tokenizer: Any, messages: tuple[dict, ...]) -> str:
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
     except TemplateError as error:
         raise InputError(f"the chat template of {tokenizer.name_or_path} refuses the messages: {error}") from None
 
 
-def _turns(tokenizer: Any, text: str, messages: Sequence[dict], offsets: Sequence[tuple[int, int]]) -> dict[str, int]:
+def _turns(
+    tokenizer: Any, text: str, messages: Sequence[dict[str, Any]], offsets: Sequence[tuple[int, int]]
+) -> dict[str, int]:
     """First token of the first turn of each role, its header included; turns that the template hides are left out."""
     turns: dict[str, int] = {}
     for i, message in enumerate(messages):
@@ -253,7 +255,7 @@ def _turns(tokenizer: Any, text: str, messages: Sequence[dict], offsets: Sequenc
     return turns
 
 
-def _starts(identity: str, text: str, messages: Sequence[dict]) -> list[int]:
+def _starts(identity: str, text: str, messages: Sequence[dict[str, Any]]) -> list[int]:
     """Where each message's content begins in the rendered text; templates may trim it, so that is looked for too."""
     starts, cursor = [], 0
     for message in messages:
@@ -307,9 +309,9 @@ def _positions(
 # ---- public data
 
 
-def sources() -> dict[str, dict]:
+def sources() -> dict[str, dict[str, Any]]:
     """The manifest: source name -> title, url, commit, licence, citation, files {path: {bytes, sha256}}."""
-    return yaml.safe_load(SOURCES.read_text(encoding="utf-8"))
+    return dict(yaml.safe_load(SOURCES.read_text(encoding="utf-8")))
 
 
 def fetch(name: str) -> Path:
@@ -342,7 +344,7 @@ def _folders(source: str) -> Iterator[Path]:
     yield CACHE / source
 
 
-def _verified(manifest: dict, source: str, path: str, folder: Path) -> Path:
+def _verified(manifest: dict[str, Any], source: str, path: str, folder: Path) -> Path:
     file, entry = folder / path, manifest[source]["files"][path]
     if not file.is_file():
         _download(manifest[source]["url"].format(path=path), file, entry)
@@ -350,7 +352,7 @@ def _verified(manifest: dict, source: str, path: str, folder: Path) -> Path:
     return file
 
 
-def _check(file: Path, entry: dict, way_out: str) -> None:
+def _check(file: Path, entry: dict[str, Any], way_out: str) -> None:
     size = file.stat().st_size
     if size != entry["bytes"]:
         raise InputError(f"{file} has {size} of {entry['bytes']} bytes: {way_out}")
@@ -360,7 +362,7 @@ def _check(file: Path, entry: dict, way_out: str) -> None:
         raise InputError(f"{file} has sha256 {digest[:12]}..., expected {entry['sha256'][:12]}...: {way_out}")
 
 
-def _download(url: str, file: Path, entry: dict) -> None:
+def _download(url: str, file: Path, entry: dict[str, Any]) -> None:
     part = file.with_name(file.name + ".part")  # never under the final name until it is whole and right
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -406,7 +408,7 @@ ARTIFACT_ITEMS = {  # rows of a file -> the items it ran on; the pool of 481 and
 }
 
 
-def artifact_condition(path: str) -> dict:
+def artifact_condition(path: str) -> dict[str, Any]:
     """Model, policy, capacity and protection of a result file, read from its name.
 
     Three names hide their protection: `oc` files are protected at 10% per side, `-protected` and the `probe` files too

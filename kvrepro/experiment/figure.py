@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
@@ -64,7 +66,7 @@ def point(
     policy: str = "lru",
     filled: bool = True,
     along: str = "y",
-    **style,
+    **style: Any,
 ) -> None:
     """One estimate with its interval (value, low, high), along either axis."""
     value, low, high = y

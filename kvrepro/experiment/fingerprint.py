@@ -268,7 +268,7 @@ def _bytes(value: Any) -> str:
     return digest(str(value.dtype), list(value.shape), hashlib.sha256(np.ascontiguousarray(value)).hexdigest())
 
 
-def _code_of(value: Callable | type, inner: Callable) -> Any:
+def _code_of(value: Callable[..., Any] | type, inner: Callable[..., Any]) -> Any:
     """A function or class of this project by what it reaches; of another library by name; else by its source and what
     its globals hold."""
     module, top = value.__module__ or "", value.__qualname__.partition(".")[0]
@@ -296,7 +296,7 @@ def _code_of(value: Callable | type, inner: Callable) -> Any:
     return [text, reached, inner(closed), inner(value.__defaults__), inner(value.__kwdefaults__)]
 
 
-def _compiled(code: CodeType) -> list:
+def _compiled(code: CodeType) -> list[Any]:
     """A function without source, by what Python made of it."""
     consts = [_compiled(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
     return [code.co_code.hex(), consts, list(code.co_names)]

@@ -57,7 +57,7 @@ class Sample:
 
     data: pd.DataFrame
     contrast: str | Callable[[np.ndarray], float] = "mean"
-    clusters: Sequence | None = None
+    clusters: Sequence[Any] | None = None
     bounds: tuple[float, float] | None = UNIT
     each: float = 1
 
@@ -112,7 +112,9 @@ class Member:
 Found = Sequence["Member | NotTestable"]
 
 
-def pairs(frame: pd.DataFrame, label: str, *, ceiling: pd.Series | None = None, some: bool = False, **given) -> Member:
+def pairs(
+    frame: pd.DataFrame, label: str, *, ceiling: pd.Series | None = None, some: bool = False, **given: Any
+) -> Member:
     """A member about the spread of the columns of `frame` [items, conditions]: all their pairwise differences, as a
     share of `ceiling` where one is given."""
     names, parts = list(frame), {}
@@ -156,11 +158,11 @@ class Judged:
     against: float = 0.0  # how far it speaks against the claim
 
 
-def region(rule: Mapping) -> list[tuple[float, float, bool]]:
+def region(rule: Mapping[str, Any]) -> list[tuple[float, float, bool]]:
     """The values that satisfy a rule: intervals (from, to, do the ends belong?)."""
     [(kind, bound)] = rule.items()
     inf = math.inf
-    known: dict[str, Callable[[], list]] = {
+    known: dict[str, Callable[[], list[Any]]] = {
         "at_least": lambda: [(bound, inf, True)],
         "at_most": lambda: [(-inf, bound, True)],
         "above": lambda: [(bound, inf, False)],
@@ -176,7 +178,7 @@ def region(rule: Mapping) -> list[tuple[float, float, bool]]:
     return known[kind]()
 
 
-def state_of(rule: Mapping, low: float, high: float) -> str:
+def state_of(rule: Mapping[str, Any], low: float, high: float) -> str:
     """`holds`, `fails` or `open`, by an interval [low, high]."""
     if math.isnan(low) or math.isnan(high):
         return "open"
@@ -187,18 +189,18 @@ def state_of(rule: Mapping, low: float, high: float) -> str:
     return "open" if met else "fails"
 
 
-def _against(rule: Mapping, e: Estimate) -> float:
+def _against(rule: Mapping[str, Any], e: Estimate) -> float:
     """How far an estimate speaks against a rule: its interval's farther end, or its value, to the region."""
     ends = [e.value] if math.isnan(e.low) else [e.low, e.high]
     return max(min(max(a - end, end - b) for a, b, _ in region(rule)) for end in ends)
 
 
-def _gap(rule: Mapping, value: float) -> float:
+def _gap(rule: Mapping[str, Any], value: float) -> float:
     """From a value to the nearest border of a rule's region."""
     return min((abs(value - end) for a, b, _ in region(rule) for end in (a, b) if math.isfinite(end)), default=math.inf)
 
 
-def _single(rule: Mapping, label: str, what: Any, level: float = 0.95) -> Judged:
+def _single(rule: Mapping[str, Any], label: str, what: Any, level: float = 0.95) -> Judged:
     e = what.estimate(level)
     state = state_of(rule, e.low, e.high)
     sampled = not isinstance(what, Measured) and math.isfinite(e.value)
@@ -206,7 +208,7 @@ def _single(rule: Mapping, label: str, what: Any, level: float = 0.95) -> Judged
     return Judged(label, state, e, decided_by=label, needed=needed, against=_against(rule, e))
 
 
-def _several(rule: Mapping, member: Member) -> Judged:
+def _several(rule: Mapping[str, Any], member: Member) -> Judged:
     """All parts must hold; with `some`, one. What needs one part of many is tested at 5% divided by their number."""
     assert isinstance(member.what, Mapping)
     strict = 1 - 0.05 / len(member.what)
@@ -225,7 +227,7 @@ def _several(rule: Mapping, member: Member) -> Judged:
     return replace(best, label=member.label, decided_by=", ".join(filter(None, [member.label, best.label])))
 
 
-def _exact(rule: Mapping, label: str, cases: pd.Series) -> Judged:
+def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
     """Every case must satisfy the rule; the worst counterexample is named. Shows the case nearest to refuting."""
     known = cases.dropna()
     if known.empty:
@@ -240,7 +242,7 @@ def _exact(rule: Mapping, label: str, cases: pd.Series) -> Judged:
     return Judged(label, "fails" if len(wrong) else "holds", ours, decided_by=said, against=float(distance.max()))
 
 
-def _tested(claim: Mapping, members: Sequence[Member], judged: Sequence[Judged]) -> list[Judged]:
+def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequence[Judged]) -> list[Judged]:
     """The states once the test that the claim names has been heard."""
     test, (kind, margin) = claim.get("test"), next(iter(claim["rule"].items()))
     if not test:
@@ -271,7 +273,7 @@ def _heard(kind: str, j: Judged, p: float) -> str:
     return "open" if j.state == "holds" and not significant else j.state
 
 
-def judge(claim: Mapping, members: Sequence[Member]) -> list[Judged]:
+def judge(claim: Mapping[str, Any], members: Sequence[Member]) -> list[Judged]:
     """State of every member of a claim. Members of which nothing is known to judge by raise NotTestable."""
     rule, judged = claim["rule"], []
     for m in members:
@@ -319,7 +321,7 @@ RULES = {
 }
 
 
-def rule_text(claim: Mapping) -> str:
+def rule_text(claim: Mapping[str, Any]) -> str:
     """The rule and its tolerance in words."""
     if "rule" not in claim:
         return ""
@@ -334,7 +336,7 @@ def rule_text(claim: Mapping) -> str:
     return text + ("" if kind == "no_difference" else test.get(claim.get("test", ""), ""))
 
 
-def _row(claim: Mapping, found: Found | NotTestable) -> tuple[dict, dict[str, str]]:
+def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str, Any], dict[str, str]]:
     """One row of the table, and the state of every member."""
     unit = claim.get("unit", "F1")
     row: dict[str, Any] = {"claim": claim["id"], "statement": claim["statement"], "unit": unit}
@@ -365,9 +367,9 @@ def _row(claim: Mapping, found: Found | NotTestable) -> tuple[dict, dict[str, st
 
 
 def verdicts(
-    claims: Sequence[Mapping],
-    members: Callable[[Mapping, str], Found],
-    readings: Callable[[Mapping], Sequence[str]] = lambda claim: ("any",),
+    claims: Sequence[Mapping[str, Any]],
+    members: Callable[[Mapping[str, Any], str], Found],
+    readings: Callable[[Mapping[str, Any]], Sequence[str]] = lambda claim: ("any",),
     *,
     model: str,
     profile: str,
@@ -379,7 +381,8 @@ def verdicts(
     claim's unit (a failing one, else an open one, else the one closest to failing); needed: the items that would decide
     its open members.
     """
-    table, states = [], {}
+    table: list[dict[str, Any]] = []
+    states: dict[str, list[dict[str, str]]] = {}
     for claim in claims:
         for reading in readings(claim):
             try:

@@ -5,6 +5,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 Answer = str | Sequence[str]
@@ -81,7 +82,7 @@ def _bag_f1(prediction: list[str], answer: list[str], both_empty: float) -> floa
 
 
 @cache
-def _rouge():
+def _rouge() -> Any:
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rougeL"], use_stemmer=True)

@@ -40,12 +40,12 @@ class Loaded:
 
     @property
     def device(self) -> str:
-        return self.model.device.type
+        return str(self.model.device.type)
 
     @property
     def context(self) -> int:
         """Tokens the model was made for, prompt and answer together."""
-        return self.model.config.get_text_config().max_position_embeddings
+        return int(self.model.config.get_text_config().max_position_embeddings)
 
 
 def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> Loaded:
@@ -187,9 +187,9 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
     return folder
 
 
-def _json(name: str, path: Path) -> dict:
+def _json(name: str, path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise InputError(f"{name} is no checkpoint: {path.name} is missing in {path.parent}") from None
     except ValueError as error:

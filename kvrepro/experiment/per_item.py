@@ -34,7 +34,7 @@ def item_tables(loaded: Loaded | None, compute: Any, item: Any, parameters: Mapp
     return tables
 
 
-def policies_in(parameters: Any) -> list:
+def policies_in(parameters: Any) -> list[Any]:
     """What the policies bring that stand among parameters, as conditions or by name."""
     if isinstance(parameters, Condition):
         return [policy_of(parameters)]
@@ -49,7 +49,7 @@ class PerItemPlan(Plan):
 
     unit = "item"
 
-    def __init__(self, study: "PerItem", loaded: Loaded | None, settings: "Settings"):
+    def __init__(self, study: "PerItem[Any]", loaded: Loaded | None, settings: "Settings"):
         self.study, self.loaded, self.settings = study, loaded, settings
         self.title = f"{study.chapter}/{study.name}"
         self.alone = study.alone

@@ -85,7 +85,7 @@ class Answers:
     max_new_tokens: int = 128
     limit: int | None = None  # tokens of a prompt; longer passages are cut; None: what the model's context leaves
     prompt: Callable[[Loaded, Item], Prompt] | None = None  # instead of the item's messages as they are
-    note: Callable[[Item, Prompt, Generation], dict] | None = None  # more of each row, as JSON; sees the kept sets
+    note: Callable[[Item, Prompt, Generation], dict[str, Any]] | None = None  # more of a row, as JSON; sees kept sets
     gaps: bool = False  # a condition that an item cannot meet is a row with an error; otherwise it is refused
     together: int = 1  # neighbouring items that share a prefix
 

@@ -28,6 +28,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -81,7 +82,7 @@ class Estimate:
             return math.inf
         spread = self.sd**2 if math.isfinite(self.sd) else self.n * self.error**2
         corners = max(0.0, self.error**2 - spread / self.n) * self.n**2  # their part falls with 1 / n squared
-        return math.ceil((spread + math.sqrt(spread**2 + 4 * g**2 * corners)) / (2 * g**2))
+        return float(math.ceil((spread + math.sqrt(spread**2 + 4 * g**2 * corners)) / (2 * g**2)))
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ CONTRASTS: dict[str, tuple[Callable[[Columns], np.ndarray], Callable[[Columns], 
 
 
 def interval(
-    values: Sequence[float], clusters: Sequence | None = None, *, bounds: tuple[float, float] | None = None,
+    values: Sequence[float], clusters: Sequence[Any] | None = None, *, bounds: tuple[float, float] | None = None,
     each: float = 1, level: float = 0.95,
 ) -> Estimate:  # fmt: skip
     """Mean with its interval, by the module's rule. clusters: one label per value. bounds: of a value, where it has
@@ -131,7 +132,7 @@ def interval(
 
 
 def contrast(
-    frame: pd.DataFrame, name: str, clusters: Sequence | None = None, *, bounds: tuple[float, float] | None = None,
+    frame: pd.DataFrame, name: str, clusters: Sequence[Any] | None = None, *, bounds: tuple[float, float] | None = None,
     each: float = 1, level: float = 0.95,
 ) -> Estimate:  # fmt: skip
     """A contrast of `CONTRASTS` over items (the rows of `frame`) with its interval, by the module's rule.
@@ -212,7 +213,7 @@ def _fieller(
 
 
 def resampled(
-    frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], clusters: Sequence | None = None, *,
+    frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], clusters: Sequence[Any] | None = None, *,
     level: float = 0.95, seed: int = 42,
 ) -> Estimate:  # fmt: skip
     """Any statistic(values [rows, columns]) with its interval: the standard error is the spread over resamples.
@@ -308,7 +309,7 @@ def holm(ps: Sequence[float]) -> list[float]:
     p = _vector(ps)  # three lines rather than statsmodels' multipletests, which collects garbage at every call
     order = np.argsort(p)
     adjusted = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1)))
-    return adjusted[np.argsort(order)].tolist()
+    return list(map(float, adjusted[np.argsort(order)]))
 
 
 def _vector(values: Sequence[float]) -> np.ndarray:
@@ -318,7 +319,7 @@ def _vector(values: Sequence[float]) -> np.ndarray:
     return x
 
 
-def _labels(clusters: Sequence, n: int) -> np.ndarray:
+def _labels(clusters: Sequence[Any], n: int) -> np.ndarray:
     labels = np.asarray(clusters)
     if labels.shape != (n,):
         raise InputError(f"{labels.size} clusters for {n} values: give one label per value")

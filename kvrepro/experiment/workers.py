@@ -28,7 +28,7 @@ def default_workers(loaded: Loaded | None) -> int:
     import torch
 
     if loaded is not None and loaded.device == "cuda":
-        return torch.cuda.device_count()
+        return int(torch.cuda.device_count())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if loaded is None:
         return cores
@@ -44,7 +44,7 @@ class Pool:
 
     def __init__(self, loaded: Loaded | None, count: int):
         self.loaded, self.count = loaded, count
-        self.processes: list[subprocess.Popen] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
 
     @classmethod
     def of(cls, loaded: Loaded | None, count: int) -> "Pool":
@@ -99,7 +99,7 @@ class Pool:
         for i in range(len(jobs)):
             waiting.put(i)
 
-        def serve(process: subprocess.Popen) -> None:
+        def serve(process: subprocess.Popen[bytes]) -> None:
             while True:
                 try:
                     i = waiting.get_nowait()
@@ -157,10 +157,10 @@ def one_thread(loaded: Loaded | None) -> Iterator[None]:
 def _packed(job: Job) -> bytes:
     from kvrepro.engine.catalogue import CATALOGUE
 
-    return cloudpickle.dumps((CATALOGUE, job.work))  # with what a notebook added to it
+    return bytes(cloudpickle.dumps((CATALOGUE, job.work)))  # with what a notebook added to it
 
 
-def _started(loaded: Loaded | None, number: int) -> subprocess.Popen:
+def _started(loaded: Loaded | None, number: int) -> subprocess.Popen[bytes]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "kvrepro.experiment.workers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -223,10 +223,10 @@ def main() -> None:
 
 def _raised(error: Exception) -> bytes:
     with contextlib.suppress(Exception):
-        reply = cloudpickle.dumps(error)
+        reply = bytes(cloudpickle.dumps(error))
         pickle.loads(reply)
         return reply
-    return cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")))
 
 
 if __name__ == "__main__":

@@ -70,6 +70,18 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Unpaired:
+    """Two samples of different items, whose means are compared (a - b)."""
+
+    a: pd.Series
+    b: pd.Series
+    bounds: tuple[float, float] | None = (-1.0, 1.0)
+
+    def estimate(self, level: float = 0.95) -> Estimate:
+        return stats.unpaired(self.a, self.b, bounds=self.bounds, level=level)
+
+
+@dataclass(frozen=True)
 class Drawn:
     """A statistic that comes with its values in resamples of n clusters."""
 
@@ -105,7 +117,7 @@ class Member:
     """label, and what is tested: one thing, or several named parts of which all, or `some`, must hold."""
 
     label: str
-    what: Sample | Drawn | Measured | Facts | Mapping[str, Sample | Drawn]
+    what: Sample | Unpaired | Drawn | Measured | Facts | Mapping[str, Sample | Drawn]
     some: bool = False
 
 

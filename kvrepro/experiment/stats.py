@@ -212,6 +212,31 @@ def _fieller(
     return Estimate(value, float(low), float(high), n, missing, level, sd, error)
 
 
+def unpaired(
+    a: Sequence[float], b: Sequence[float], *, bounds: tuple[float, float] | None = None, level: float = 0.95
+) -> Estimate:
+    """Mean of a minus mean of b, of different items, with Welch's degrees of freedom; n is the smaller sample's.
+
+    bounds: of every value, itself a difference: as in `contrast`, a quarter item at the middle, an eighth at each end.
+    """
+    sides = [_vector(side) for side in (a, b)]
+    sides = [side[~np.isnan(side)] for side in sides]
+    n = min(map(len, sides))
+    value = float(sides[0].mean() - sides[1].mean()) if n else math.nan
+    corners = [np.array([bounds[0], np.mean(bounds), np.mean(bounds), bounds[1]])] if bounds else []
+    if n < MIN_ITEMS:
+        return Estimate(value, math.nan, math.nan, n, level=level)
+    moments = [_moments([side], corners) for side in sides]
+    parts = [(float(variance[0, 0]), total) for _, variance, total in moments]
+    error = math.sqrt(sum(variance for variance, _ in parts))
+    if not error:
+        return Estimate(value, math.nan, math.nan, n, level=level)
+    freedom = error**4 / sum(variance**2 / (total - 1) for variance, total in parts)
+    reach = float(scipy_stats.t.ppf(0.5 + level / 2, freedom)) * error
+    centre = float(moments[0][0][0] - moments[1][0][0])
+    return Estimate(value, min(centre - reach, value), max(centre + reach, value), n, level=level, error=error)
+
+
 def resampled(
     frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], clusters: Sequence[Any] | None = None, *,
     level: float = 0.95, seed: int = 42,

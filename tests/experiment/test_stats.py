@@ -105,6 +105,15 @@ def test_a_resampled_mean_agrees_with_students_interval():
     assert math.isnan(stats.resampled(pd.DataFrame(x), lambda v: math.nan).low)
 
 
+def test_two_samples_are_compared_by_welch():
+    rng = np.random.default_rng(5)
+    a, b = rng.normal(0.4, 0.1, 12), rng.normal(0.1, 0.3, 7)
+    e, known = stats.unpaired(a, b), scipy_stats.ttest_ind(a, b, equal_var=False).confidence_interval()
+    assert (e.low, e.high, e.n) == (pytest.approx(known.low), pytest.approx(known.high), 7)
+    assert math.isnan(stats.unpaired([0.5] * 9, [0.5] * 9).low)
+    assert stats.unpaired([0.5] * 9, [0.5] * 9, bounds=(-1, 1)).low < 0
+
+
 def test_needed_items_solve_for_the_gap():
     e = stats.interval(np.random.default_rng(4).normal(0.5, 0.2, 50))
     assert e.needed(0.05) == pytest.approx((2.80 * e.sd / 0.05) ** 2, rel=0.01)

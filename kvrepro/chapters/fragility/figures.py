@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
-from kvrepro.chapters.fragility import retention, study
+from kvrepro.chapters.fragility import retention, study, tables
 from kvrepro.chapters.fragility.retention import DEFAULT, OURS, Mixture, Setting
 from kvrepro.chapters.fragility.study import DEFENSIVE, MIDDLE, Retained
-from kvrepro.experiment import claims_before as claims
+from kvrepro.experiment import claims, stats
 from kvrepro.experiment.figure import STYLE, WIDTH
 
 RULES = {
@@ -123,7 +123,7 @@ def by_layer(r: Retained) -> Figure:
             for i, rule in enumerate(RULES):
                 for layer in layers:
                     here = s[(s["head"] == -1) & (s.rule == rule) & (s.layer == layer)]
-                    found = study.estimate(here[[column]].set_axis(["a"], axis=1), "mean")
+                    found = stats.interval(here[column]).triple
                     _point(left, layer + (i - 2) * 0.14, found, markersize=3.5, **_rule(rule))
             left.axvspan(r.layer - 0.5, r.layer + 0.5, color="#EFEFEF", zorder=0)
             left.set_xticks(layers if len(layers) < 13 else layers[::4])
@@ -168,7 +168,7 @@ def _printed() -> list[tuple[str, float, float]]:
 def settings(r: Retained) -> Figure:
     """The headline, worst step by mean and by defensive aggregation: the paper's three, then ours in each setting."""
     with plt.rc_context(STYLE):
-        head = study.headline(r)
+        head = tables.headline(r)
         printed = _printed()
         labels = [label for label, *_ in printed]
         labels += [
@@ -206,7 +206,7 @@ def settings(r: Retained) -> Figure:
 def specifications(r: Retained, base: Setting = OURS) -> Figure:
     """Defensive minus mean aggregation in every combination of the open choices, ascending, the choices below."""
     with plt.rc_context(STYLE):
-        table = study.specification_table(r, base)
+        table = tables.specification_table(r, base)
         rows = [(field, value, name) for field, names in CHOICES.items() for value, name in names.items()]
         figure, (top, bottom) = plt.subplots(2, 1, figsize=(WIDTH, 5.4), height_ratios=[1.1, 1.5], sharex=True)
         x = np.arange(1, len(table) + 1)
@@ -278,14 +278,14 @@ def mixture(x: Mixture = Mixture(), windows: Sequence[int] = (1, 2, 4, 8, 16, 32
 
 
 def _policies(rows: pd.DataFrame, reading: str) -> list[tuple[str, str]]:
-    return [(policy, one) for policy, one in study.policies_of(rows) if one in (reading, "any")]
+    return [(policy, one) for policy, one in tables.policies_of(rows) if one in (reading, "any")]
 
 
 def _lines(panel: Axes, rows: pd.DataFrame, reading: str, contrast: str, tasks: Sequence[str] = ()) -> None:
     found, drawn = _policies(rows, reading), set()
     for i, (policy, one) in enumerate(found):
-        line = study.curve(rows, policy, one, contrast, tasks)
-        line = line[line.n >= claims.MIN_ITEMS] if (line.n >= claims.MIN_ITEMS).any() else line
+        line = tables.curve(rows, policy, one, contrast, tasks)
+        line = line[line.n >= stats.MIN_ITEMS] if (line.n >= stats.MIN_ITEMS).any() else line
         drawn |= set(line["share"])
         wide = policy in DEFENSIVE
         panel.plot(
@@ -307,7 +307,7 @@ def _lines(panel: Axes, rows: pd.DataFrame, reading: str, contrast: str, tasks: 
 
 
 def _legend(figure: Figure, rows: pd.DataFrame, more: Sequence[Line2D] = ()) -> None:
-    names = dict.fromkeys(policy for policy, _ in study.policies_of(rows))
+    names = dict.fromkeys(policy for policy, _ in tables.policies_of(rows))
     handles = [
         Line2D(
             [], [], color=COLOURS.get(p, OWN[0]), marker=MARKERS.get(p, OWN[1]), label=NAMES.get(p, p.split(":")[-1])
@@ -358,12 +358,12 @@ def _differences(panel: Axes, rows: pd.DataFrame, pairs: Pairs, readings: Sequen
     for y, (label, cells) in enumerate(pairs.items()):
         both = readings if touched & {c["policy"] for c in cells} else ["any"]
         for i, reading in enumerate(both):
-            found = study.compare(rows, {label: cells}, reading)
+            found = tables.compare(rows, {label: cells}, reading)
             colour = COLOURS.get(cells[0]["policy"], "#5F5F5F")
-            for row in found.itertuples():
+            for e in found.values():
                 at = y + (i - (len(both) - 1) / 2) * 0.3
                 filled = reading != "as_described"
-                _point(panel, at, (row.value, row.low, row.high), "x", filled, color=colour, marker="o")
+                _point(panel, at, e.triple, "x", filled, color=colour, marker="o")
     panel.axvline(0, color="black", lw=0.8)
     panel.set_yticks(range(len(labels)), labels)
     panel.set_ylim(len(labels) - 0.5, -0.5)
@@ -383,7 +383,7 @@ def differences(rows: pd.DataFrame, guard: float = 0.10) -> Figure:
         for one in DEFENSIVE
         for w in study.WINDOWS
     }
-    policies = list(dict.fromkeys(policy for policy, _ in study.policies_of(rows)))
+    policies = list(dict.fromkeys(policy for policy, _ in tables.policies_of(rows)))
     guarded: Pairs = {
         NAMES.get(one, one.split(":")[-1]): (
             {"policy": one, "share": MIDDLE, "guard": guard},

@@ -10,17 +10,16 @@ import nbformat
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.stats
 import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrepro.chapters.fragility import figures, retention, study
+from kvrepro.chapters.fragility import figures, members, retention, study, tables
 from kvrepro.chapters.fragility.retention import OURS, Mixture
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, models
+from kvrepro.experiment import claims, judge, models, stats
 from kvrepro.experiment.run import Settings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -325,7 +324,7 @@ def test_everything_is_checked_before_anything_runs():
     assert [(name, len(items)) for name, items, _ in parts] == [("every", 2), ("middle", 2)]
 
 
-def synthetic(readings=study.READINGS, items: int = 18) -> pd.DataFrame:
+def synthetic(readings=study.READINGS, items: int = 42) -> pd.DataFrame:
     """A grid's rows: the full cache right, critical_ada_kv losing 0.4, the defensive ones 0.1 and 0.05 (as_run 0.3)."""
     rows = []
     losses = {"defensive_kv": 0.1, "layer_defensive_kv": 0.05, "critical_ada_kv": 0.4}
@@ -346,7 +345,7 @@ def synthetic(readings=study.READINGS, items: int = 18) -> pd.DataFrame:
 
 def test_verdicts_from_rows_of_known_size(tmp_path):
     given = {"model": "m", "profile": "quick", "gpu": tmp_path}
-    frame = study.evaluate(synthetic(), None, **given).set_index(["claim", "reading"])
+    frame = members.evaluate(synthetic(), None, **given).set_index(["claim", "reading"])
     assert frame.loc[("C2", "as_described"), "verdict"] == "reproduced"
     assert frame.loc[("C2b", "as_described"), "verdict"] == "reproduced"  # 0.4 / 0.1
     assert frame.loc[("C2b", "as_described"), "ours"] == pytest.approx((0.4 - 0.01) / (0.1 - 0.01), rel=1e-6)
@@ -364,61 +363,49 @@ def test_scoring_times_are_compared_at_the_longest_context(tmp_path):
     rows = [
         {"kernel": "window_scores", "variant": name, "tokens": tokens, "p20_us": 0.9 * us, "p50_us": us, "p80_us": us}
         for name, tokens, us in [
-            (study.SCORING_MEAN, 100, 5.0), (study.SCORING_MAX, 100, 50.0),
-            (study.SCORING_MEAN, 400, 20.0), (study.SCORING_MAX, 400, 22.0), (study.SCORING_MAX, 900, 1.0),
+            (members.SCORING_MEAN, 100, 5.0), (members.SCORING_MAX, 100, 50.0),
+            (members.SCORING_MEAN, 400, 20.0), (members.SCORING_MAX, 400, 22.0), (members.SCORING_MAX, 900, 1.0),
         ]
     ]  # fmt: skip
     pd.DataFrame(rows).to_csv(tmp_path / "kernels.csv")
-    [(label, value, low, high)] = study.scoring_ratio(tmp_path)
+    [(label, value, low, high)] = members.scoring_ratio(tmp_path)
     assert (value, label) == (pytest.approx(1.1), "400 tokens")
     assert (low, high) == (pytest.approx(0.99), pytest.approx(1.1 / 0.9))
 
 
 def test_costs_are_ratios_of_what_was_timed(tmp_path):
     rows = [
-        ("prefill", study.ADA, 0.2, 100, 1, 2.0, 10.0), ("prefill", study.DEFENSIVE_PLAIN, 0.2, 100, 1, 3.0, 10.0),
-        ("prefill", study.PLAIN, 1.0, 100, 1, 2.0, 40.0), ("decode", study.PLAIN, 1.0, 100, 1, 0.4, 40.0),
-        ("decode", study.PLAIN, 1.0, 100, 4, 0.5, 80.0), ("decode", study.KEPT, 1.0, 100, 1, 0.2, 40.0),
-        ("decode", study.KEPT, 1.0, 100, 2, 0.2, 80.0), ("decode", "20% kept", 0.2, 100, 1, 0.1, 30.0),
+        ("prefill", members.ADA, 0.2, 100, 1, 2.0, 10.0), ("prefill", members.DEFENSIVE_PLAIN, 0.2, 100, 1, 3.0, 10.0),
+        ("prefill", members.PLAIN, 1.0, 100, 1, 2.0, 40.0), ("decode", members.PLAIN, 1.0, 100, 1, 0.4, 40.0),
+        ("decode", members.PLAIN, 1.0, 100, 4, 0.5, 80.0), ("decode", members.KEPT, 1.0, 100, 1, 0.2, 40.0),
+        ("decode", members.KEPT, 1.0, 100, 2, 0.2, 80.0), ("decode", "20% kept", 0.2, 100, 1, 0.1, 30.0),
         ("decode", "20% kept", 0.2, 100, 16, 0.25, 80.0), ("decode", "20% kept", 0.2, 50, 1, 9.0, 1.0),
     ]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["part", "method", "share", "tokens", "batch", "seconds", "peak_gib"])
-    frame = frame.assign(model=study.TIMED_MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds)
+    frame = frame.assign(model=members.TIMED_MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds)
     frame.to_csv(tmp_path / "models.csv")
-    [(label, *ratios)] = study.prefill_ratio(tmp_path)
+    [(label, *ratios)] = members.prefill_ratio(tmp_path)
     assert (label, *ratios) == ("100 tokens", 1.5, pytest.approx(1.5 * 0.9 / 1.1), pytest.approx(1.5 * 1.1 / 0.9))
-    assert [m[1] for m in study.decode_ratio(tmp_path)] == pytest.approx([4, 2])
-    assert [m[1] for m in study.throughput_ratio(tmp_path)] == pytest.approx([64 / 8, 64 / 10])
-    assert [m[1] for m in study.peak_ratio(tmp_path)] == pytest.approx([0.25, 0.75])
-    assert len(study.costs(study.GPU)) > 4
-    assert study.costs(tmp_path / "none").empty
+    assert [m[1] for m in members.decode_ratio(tmp_path)] == pytest.approx([4, 2])
+    assert [m[1] for m in members.throughput_ratio(tmp_path)] == pytest.approx([64 / 8, 64 / 10])
+    assert [m[1] for m in members.peak_ratio(tmp_path)] == pytest.approx([0.25, 0.75])
+    assert len(members.costs(members.GPU)) > 4
+    assert members.costs(tmp_path / "none").empty
 
 
 def test_every_claim_has_a_row_whatever_was_run(tmp_path):
     rows = synthetic()
     rows = rows[rows.policy.isin(["full", "snapkv"])]
     book = claims.load_claims("fragility")
-    frame = study.evaluate(rows, None, model="m", profile="quick", gpu=tmp_path)
+    frame = members.evaluate(rows, None, model="m", profile="quick", gpu=tmp_path)
     assert frame.claim.tolist() == [claim["id"] for claim in book["claims"]]
     assert set(frame[frame.claim == "C2"].verdict) == {"not testable here"}
     assert "not run" in frame[frame.claim == "C2"].note.iloc[0]
 
 
 def test_few_items_are_named_as_the_reason():
-    frame = study.evaluate(synthetic(items=5), None, model="m", profile="quick").set_index("claim")
+    frame = members.evaluate(synthetic(items=5), None, model="m", profile="quick").set_index("claim")
     assert set(frame.loc["C2"].note) == {"5 items: an interval needs at least 6"}
-
-
-def test_means_of_few_items_have_students_interval():
-    a = pd.Series([0.0, 0.2, 0.1, 0.4, 0.3, 0.9])
-    expected = scipy.stats.ttest_1samp(a - 0.1, 0).confidence_interval()
-    found = study.estimate(pd.DataFrame({"a": a, "b": 0.1}), "difference")
-    assert found[1:3] == (pytest.approx(expected.low), pytest.approx(expected.high))
-    for contrast in ("difference", "loss"):  # alike, and too few to say that others would be
-        assert np.isnan(study.estimate(pd.DataFrame({"a": [0.5] * 8, "b": 0.1, "full": 0.5}), contrast)[1])
-    b = pd.Series([0.0, 0.1, 0.1, 0.2, 0.1, 0.0, 0.3])
-    expected = scipy.stats.ttest_ind(a, b, equal_var=False).confidence_interval()
-    assert study.welch(a, b)[1:3] == (pytest.approx(expected.low), pytest.approx(expected.high))
 
 
 def test_the_largest_gain_is_larger_than_each_other():
@@ -430,9 +417,9 @@ def test_the_largest_gain_is_larger_than_each_other():
     shares = {}
     for name, more in (("alike", 0.0), ("larger", 0.2)):
         here = rows.assign(token_f1=rows.token_f1 + more * better)
-        found = study.members(claim, book["sets"], here, None, "as_described")
-        assert found.member.tolist() == [f"{one}, over frequent_words" for one in study.DEFENSIVE]
-        shares[name] = set(found.state)
+        found = judge.judge(claim, members.members(claim, book["sets"], here, None, "as_described"))
+        assert [one.label for one in found] == [f"{one}, over frequent_words" for one in study.DEFENSIVE]
+        shares[name] = {one.state for one in found}
     assert shares["larger"] == {"holds"}
     assert "holds" not in shares["alike"]
 
@@ -443,26 +430,20 @@ def test_a_line_is_about_the_same_items():
         item=lambda f: "more-" + f["item"], token_f1=lambda f: f.token_f1 * 0.5
     )
     joined = pd.concat([rows, more], ignore_index=True)
-    ours, alone = (study.curve(f, "snapkv", "any")[["share", "value", "n"]] for f in (joined, rows))
+    ours, alone = (tables.curve(f, "snapkv", "any")[["share", "value", "n"]] for f in (joined, rows))
     pd.testing.assert_frame_equal(ours, alone)
     needles = more.assign(part=study.NEEDLES)
-    pd.testing.assert_frame_equal(study.losses(pd.concat([rows, needles], ignore_index=True)), study.losses(rows))
-    table = study.guarded(rows, 0.1)
+    pd.testing.assert_frame_equal(tables.losses(pd.concat([rows, needles], ignore_index=True)), tables.losses(rows))
+    table = tables.guarded(rows, 0.1)
     assert table.columns.tolist() == [(share, k) for share in ("10%", "20%", "40%") for k in ("bare", "guarded")]
-    assert table.index.tolist() == study.policies_of(rows)
-
-
-def test_a_loss_below_the_bar_is_infinitely_smaller():
-    frame = pd.DataFrame({"a": [1.0] * 18, "b": [0.5] * 18, "full": [1.0] * 18})
-    assert study.estimate(frame, "loss_ratio") == (np.inf, np.inf, np.inf, 18)
-    assert np.isnan(study.estimate(frame.assign(b=1.0), "loss_ratio")[0])
+    assert table.index.tolist() == tables.policies_of(rows)
 
 
 def test_claims_file_names_what_exists():
     book = claims.load_claims("fragility")
     for claim in book["claims"]:
         assert claims.paper_text(claim["paper"], claim.get("unit", "F1"))
-        assert claim["contrast"] in {*study.CONTRASTS, *study.TIMED, "lead"}
+        assert claim["contrast"] in {*stats.CONTRASTS, *members.TIMED, "lead", "spread"}
         for cell in claim.get("cells", {}).values():
             assert cell.get("rule", "mean") in retention.RULES
     assert set(book["sets"]["six"]) == set(study.TABLE_1.values())
@@ -488,8 +469,8 @@ def test_every_glued_number_of_the_chapter_is_computed(chapter):
     r, rows = chapter
     book = nbformat.read(ROOT / "notebooks" / "fragility.ipynb", as_version=4)
     wanted = set(re.findall(r"\{glue:\w+\}`([^`:]+)", "\n".join(cell.source for cell in book.cells)))
-    frame = study.evaluate(rows, r, model="m", profile="quick")
-    found = study.numbers(frame, rows, r)
+    frame = members.evaluate(rows, r, model="m", profile="quick")
+    found = tables.numbers(frame, rows, r)
     assert wanted
     assert wanted <= set(found)
     assert all(isinstance(value, str) for value in found.values())
@@ -502,14 +483,15 @@ def test_a_claims_members_are_the_tasks_or_the_layers(chapter):
     r, rows = chapter
     book = claims.load_claims("fragility")
     by_id = {claim["id"]: claim for claim in book["claims"]}
-    found = {i: study.members(by_id[i], book["sets"], rows, r, "as_run") for i in ("C1", "C1b", "C6b", "C7b")}
-    assert found["C1"].member.tolist() == ["list_all", "summary"]
-    assert found["C1b"].member.tolist() == ["layer 0", "layer 1", "layer 2"]
-    assert found["C6b"].member.iloc[0] == "defensive_kv, window 16"
-    assert found["C7b"].member.tolist() == ["10%", "20%"]
+    found = {i: members.members(by_id[i], book["sets"], rows, r, "as_run") for i in ("C1", "C1b", "C6b", "C7b")}
+    labels = {i: [one.label for one in some] for i, some in found.items()}
+    assert labels["C1"] == ["list_all", "summary"]
+    assert labels["C1b"] == ["layer 0", "layer 1", "layer 2"]
+    assert labels["C6b"][0] == "defensive_kv, window 16"
+    assert labels["C7b"] == ["10%", "20%"]
     wide = r.summary.query("setting == 'default' and layer == 1 and head == -1 and task == 'summary'")
     wide = wide.pivot_table(index="item", columns="rule", values="worst")
-    assert found["C1"].value[1] == pytest.approx((wide.defensive - wide["mean"]).mean())
+    assert found["C1"][1].what.estimate().value == pytest.approx((wide.defensive - wide["mean"]).mean())
 
 
 def test_figures_have_labels_and_show_what_they_are_given(chapter):
@@ -527,7 +509,7 @@ def test_figures_have_labels_and_show_what_they_are_given(chapter):
     ]  # fmt: skip
     assert set(retention.variants()) - {retention.DEFAULT} <= set(labels)
     for by, names in (("layer", ["0", "1", "2", "all"]), ("head", list("012345")), ("task", ["summary", "list all"])):
-        assert study.retained_by(r, by).index.tolist() == names
+        assert tables.retained_by(r, by).index.tolist() == names
 
 
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
@@ -555,6 +537,6 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     assert "4 bits are left out" in said
     assert set(grid.policy) == {"full", *study.POLICIES} - {"duo_attention"}
     assert len(grid) == 2 * (1 + 7 + 7)  # bare, and behind guards
-    frame = study.evaluate(grid, r, model=loaded.name, profile="quick")
+    frame = members.evaluate(grid, r, model=loaded.name, profile="quick")
     assert set(frame[frame.claim.str.startswith(("C1", "C2"))].verdict) == {"not testable here"}
-    assert study.numbers(frame, grid, r)["items"] == "2"
+    assert tables.numbers(frame, grid, r)["items"] == "2"

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from kvrepro.engine.condition import Condition as Condition
     from kvrepro.engine.condition import Generation as Generation
     from kvrepro.engine.generate import generate as generate
+    from kvrepro.engine.regime import Chunked as Chunked
+    from kvrepro.engine.regime import DecodeCap as DecodeCap
+    from kvrepro.engine.regime import Offline as Offline
+    from kvrepro.engine.regime import PerStep as PerStep
+    from kvrepro.engine.regime import Prefill as Prefill
+    from kvrepro.engine.regime import SharedCap as SharedCap
     from kvrepro.experiment.data import build_prompt as build_prompt
     from kvrepro.experiment.data import load_items as load_items
     from kvrepro.experiment.measure import token_f1 as token_f1
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
 _HOMES = {  # name: the module that defines it
     "Answers": "kvrepro.experiment.run",
     "Condition": "kvrepro.engine.condition",
+    **dict.fromkeys(("Chunked", "DecodeCap", "Offline", "PerStep", "Prefill", "SharedCap"), "kvrepro.engine.regime"),
     "Generation": "kvrepro.engine.condition",
     "Item": "kvrepro.item",
     "PerItem": "kvrepro.experiment.run",

@@ -90,6 +90,23 @@ def attend(
     return out.permute(0, 3, 1, 2, 4).reshape(batch, m, heads, dim)
 
 
+@torch.inference_mode()
+def watch_prompt(model: PreTrainedModel, ids: Sequence[int], see: Callable[[int, Tensor, slice], None]) -> None:
+    """Run `model` on one prompt and show `see` each layer's probabilities [1, kv_heads, group, queries, tokens] of a
+    block of queries (a slice of the prompt) while they exist."""
+    at = torch.arange(len(ids), device=model.device)[None]
+
+    class Watching:
+        def attend(self, layer, query, key, value, scaling, sliding=None):
+            here = at.to(query.device)
+            part = (key, value, here[:, None])
+            return attend(query, here, [part], scaling, sliding, lambda p, queries: see(layer, p, queries))
+
+    with installed(model):
+        tokens = torch.tensor([list(ids)], device=model.device)
+        model(input_ids=tokens, logits_to_keep=1, use_cache=False, kvrepro=Watching())
+
+
 def attend_prompt(query: Query, key: KeyValue, value: KeyValue, scaling: float) -> Tensor:
     """Causal attention of a whole prompt without padding, by torch's own fused attention."""
     out = torch.nn.functional.scaled_dot_product_attention(

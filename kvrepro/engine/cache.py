@@ -6,6 +6,7 @@ tokens since the last eviction lie in a dense tail, since every head sees every 
 
 import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ from kvrepro.engine.shapes import KeyValue, Mask, Query, RowInts, TokenInts, Win
 
 ROOM = 256  # the tail grows by a spare slot for so many tokens that a head holds
 SLIDE = 16  # tokens after which a sliding layer looks for what it can forget
+
+
+class Shown(NamedTuple):
+    """Tokens of a layer that may be seen, `[batch, kv_heads, tokens, ...]`, flush right; position and index -1 where a
+    slot is dead."""
+
+    keys: KeyValue
+    values: KeyValue
+    positions: Tensor
+    sums: dict[str, Tensor]
+    index: Tensor  # places in the flat tensors
 
 
 @dataclass
@@ -175,9 +187,8 @@ class RaggedLayer:
         self.offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         self.tail_keys = self.tail_values = self.tail_positions = self.tail_sums = None
 
-    def shown(self) -> tuple[KeyValue, KeyValue, Tensor, dict[str, Tensor], Tensor]:
-        """(keys, values, positions, sums, index) of the tokens that may be seen, `[batch, kv_heads, tokens, ...]`,
-        flush right. Settles."""
+    def shown(self) -> "Shown":
+        """The tokens that may be seen. Settles."""
         self.settle()
         index = self.index()
         if self.hidden is not None:
@@ -185,13 +196,10 @@ class RaggedLayer:
             order = (index >= 0).to(torch.uint8).argsort(dim=-1, stable=True)
             index = index.gather(2, order)[:, :, index.shape[2] - int((index >= 0).sum(-1).max()) :]
         sums = {n: self._padded(s, index).masked_fill(index < 0, 0) for n, s in self.sums.items()}
-        return (
-            self._padded(self.keys, index),
-            self._padded(self.values, index),
-            self._positions(self.positions, index),
-            sums,
-            index,
-        )
+        return Shown(
+            self._padded(self.keys, index), self._padded(self.values, index), self._positions(self.positions, index),
+            sums, index,
+        )  # fmt: skip
 
     def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
         """Keep what `keep` names of the tokens that `shown` gave with `index`; `masked` hides the others instead."""

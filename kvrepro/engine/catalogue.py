@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from kvrepro.engine import allocate
+from kvrepro.engine import allocate, shared
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.score import cumulative, heads, keys, position, window
+from kvrepro.engine.score import shared as one_set
 
 # ---- windows: indicator x aggregator x pooling (see `kvrepro.engine.score.window`)
 # fmt: off
@@ -166,9 +167,43 @@ TOKENS: dict[str, Policy] = {
 }
 # fmt: on
 
+# ---- the protection paper's: one set of tokens for all layers (regime SharedCap)
+ARTIFACT = "protection artifact 496739f"
+
+
+def _shared(title: str, source: str, score, ties: tuple[str, ...] = ("last_use",), **more) -> Policy:
+    """A policy of `SharedCap`, whose parameters are the regime's switches."""
+    return Policy(title, source.format(ARTIFACT), score, shared.AS_DESCRIBED, shared.AS_RUN, code=ARTIFACT, ties=ties,
+                  needs=("latest", "largest", "summed", "last_use"), **more)  # fmt: skip
+
+
+SHARED: dict[str, Policy] = {
+    "lru": _shared("LRU", "{}", one_set.lru, ("entered",)),
+    "h2o_simple": _shared("H2O", "Zhang et al. 2023, simplified in {}", one_set.h2o, ("last_use", "entered")),
+    "snapkv_simple": _shared("SnapKV", "Li et al. 2024, simplified in {}", one_set.snapkv),
+    "slw": _shared(
+        "StreamingLLM (SLW)",
+        "Xiao et al. 2023, after the prompt in {}",
+        one_set.lru,
+        ("entered",),
+        shield=shared.sinks_and_window,
+    ),
+    "ada_kv_simple": _shared("Ada-KV", "Feng et al. 2024, simplified in {}", one_set.ada_kv),
+    "quest_simple": _shared("QUEST", "Tang et al. 2024, simplified in {}", one_set.latest),
+    "random_sample": _shared("Random", "{}", one_set.random_sample, ()),
+    "h2o_faithful": _shared("H2O-faithful", "Zhang et al. 2023, as in {}", one_set.summed, ("last_use", "entered")),
+    "snapkv_faithful": _shared("SnapKV-faithful", "Li et al. 2024, as in {}", one_set.prompt),
+    "ada_kv_faithful": _shared(
+        "Ada-KV-faithful", "Feng et al. 2024, as in {}", one_set.head_summed, allocate=shared.by_entropy
+    ),
+    "quest_faithful": _shared(
+        "QUEST-faithful", "Tang et al. 2024, as in {}", one_set.head_latest, allocate=shared.every_head
+    ),
+}
+
 # Reductions that the one-pass kernel has; the readings whose order it lacks are refused when they are asked for.
 KERNELS = ("snapkv", "pyramid_kv", "ada_kv", "andpro", "dropkv")
 
 CATALOGUE: dict[str, Policy] = {
-    name: replace(policy, kernel=name in KERNELS) for name, policy in {**TOKENS, **WINDOWS}.items()
+    name: replace(policy, kernel=name in KERNELS) for name, policy in {**TOKENS, **WINDOWS, **SHARED}.items()
 }

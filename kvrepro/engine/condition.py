@@ -1,10 +1,10 @@
 """What is asked of the engine, and what comes back."""
 
+import json
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from kvrepro.chapters.protection.guard import protected_count
-from kvrepro.chapters.protection.reading import Reading, resolve
+from kvrepro.engine.regime import PerStep, Regime, SharedCap
 from kvrepro.errors import InputError
 
 
@@ -28,35 +28,29 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Condition:
-    """One cell of an experiment. `capacity` counts tokens kept; fractions of it are guarded at either end.
+    """One cell of an experiment: who evicts, down to which budget, when, and what may not leave.
 
     Raises InputError for names and switches that are no tuples; `kvrepro.engine.policy.check` looks at the rest.
     """
 
     policy: str = "full"
-    capacity: int | None = None
-    prefix: float = 0.0
-    suffix: float = 0.0
-    suffix_mode: str = "dynamic"  # follows the generated tokens; "static" stays at the prompt's end
-    interval: int = 8  # generated tokens between reductions
-    reading: str = "as_run"
-    execution: str = "physical"  # rows leave memory; "masked" keeps and hides them
-    switches: tuple[tuple[str, object], ...] = ()  # single switches of the reading, or parameters of the policy
-    regime: str = "harness"  # the protection paper's; or one of `kvrepro.engine.policy.REGIMES`
-    share: float | None = None  # instead of `capacity`: this share of the compressed tokens, rounded down
-    until: str = ""  # compress what stands before this span ("question") or turn ("user"); "": the whole prompt
+    budget: int | float | None = (
+        None  # tokens kept per KV head; a float: this share of what is compressed, rounded down
+    )
+    regime: Regime | None = None  # every policy but "full" needs one
+    prefix: float = 0.0  # share of the budget that is guarded at the start
+    suffix: float = 0.0  # and at the end
+    static_suffix: bool = False  # the guarded suffix stays at the prompt's end; otherwise it follows the newest tokens
     whitelist: tuple[str, ...] = ()  # prompt spans that always survive
-    # fair 1: every span keeps its share, and text without a mark joins the span before it; below 1: debias, mixed with
-    # the default's split. spans: which of the marked ones count; (): all.
-    spans: tuple[str, ...] = ()
-    fair: float | None = None
-    chunk: int = 4096  # tokens per chunk, regime "chunked"
-    chunk_mode: str = "last_chunk"  # when chunks evict: "last_chunk", "budget" or "every_chunk" (DropKV)
+    reading: str = "as_run"
+    switches: tuple[tuple[str, object], ...] = ()  # single parameters of the policy
+    execution: str = "physical"  # evicted tokens leave memory; "masked" keeps and hides them
     bits: int | None = None  # 4: what survives is quantised
 
     def __post_init__(self) -> None:
-        for name in ("whitelist", "spans"):
-            value = getattr(self, name)
+        if self.regime is not None and not isinstance(self.regime, Regime):
+            raise InputError(f"regime {self.regime!r}: give one of kvrepro.engine.regime, Prefill() for instance")
+        for name, value in (("whitelist", self.whitelist), ("spans", self.spans)):
             if not isinstance(value, tuple) or not all(isinstance(span, str) for span in value):
                 raise InputError(f"{name} {value!r}: give a tuple of span names")
         for pair in self.switches if isinstance(self.switches, tuple) else [None]:
@@ -64,15 +58,52 @@ class Condition:
             if not shaped or not isinstance(pair[1], Hashable):
                 raise InputError(f"switches {self.switches!r}: give a tuple of pairs, (('window', 16),) for instance")
 
-    def resolved(self) -> Reading:
-        """The harness's reading with this condition's overrides; elsewhere switches are the policy's parameters."""
-        return resolve(self.reading, self.switches if self.regime == "harness" else ())
+    @property
+    def until(self) -> str:
+        """The span or turn before which the compressed part of the prompt ends; "": the whole prompt."""
+        return getattr(self.regime, "until", "")
 
-    def guards(self) -> tuple[int, int]:
-        """Tokens guarded at the start and at the end."""
-        capacity, rounding = self.capacity or 0, self.resolved().n_prot
-        prefix, suffix = (protected_count(side, capacity, rounding) for side in (self.prefix, self.suffix))
-        return prefix, suffix
+    @property
+    def fair(self) -> float | None:
+        """How far budgets are split over the prompt's spans; None: not at all."""
+        return getattr(self.regime, "fair", None)
+
+    @property
+    def spans(self) -> tuple[str, ...]:
+        """The spans that a split counts; (): all."""
+        return getattr(self.regime, "spans", ())
+
+    @property
+    def every(self) -> int | None:
+        """Generated tokens between two evictions; None: nothing leaves after the prompt."""
+        if self.policy == "full":
+            return None
+        return 1 if isinstance(self.regime, PerStep) else getattr(self.regime, "interval", None)
+
+    def columns(self) -> dict[str, object]:
+        """The condition as columns of a results row; what its regime does not have is None."""
+        r = self.regime
+        tokens = isinstance(self.budget, int)
+        return {
+            "policy": self.policy,
+            "capacity": self.budget if tokens else None,
+            "share": None if tokens else self.budget,
+            "prefix": self.prefix,
+            "suffix": self.suffix,
+            "suffix_mode": "static" if self.static_suffix else "dynamic",
+            "regime": None if r is None else r.name,
+            "interval": getattr(r, "interval", None),
+            "until": self.until,
+            "fair": self.fair,
+            "spans": json.dumps(self.spans),
+            "chunk": getattr(r, "chunk", None),
+            "chunk_mode": getattr(r, "when", None),
+            "reading": self.reading,
+            "execution": self.execution,
+            "switches": json.dumps(dict(self.switches), sort_keys=True),
+            "whitelist": json.dumps(self.whitelist),
+            "bits": self.bits,
+        }
 
     @property
     def label(self) -> str:
@@ -82,25 +113,37 @@ class Condition:
         """
         if self.policy == "full":
             return "full cache" + ("" if self.bits is None else f" int{self.bits}")
-        sides = f"+{100 * self.prefix:g}%/{100 * self.suffix:g}%" if self.prefix or self.suffix else ""
-        held = f"{100 * self.share:g}%" if self.capacity is None and self.share is not None else f"C={self.capacity}"
-        fair = "" if self.fair is None else "fair" if self.fair == 1 else f"debias {self.fair:g}"
-        said = {
-            "regime": self.regime,
-            "reading": self.reading.replace("_", " "),
-            "until": f"until {self.until}",
-            "suffix_mode": f"{self.suffix_mode} suffix",
-            "interval": f"every {self.interval}",
-            "chunk": f"chunks of {self.chunk}",
-            "chunk_mode": self.chunk_mode.replace("_", " "),
-            "execution": self.execution,
-            "whitelist": f"whitelist {'+'.join(self.whitelist)}",
-            "spans": f"spans {'+'.join(self.spans)}",
-            "bits": f"int{self.bits}",
-            "switches": " ".join(f"{name}={value}" for name, value in self.switches),
-        }
-        other = [text for name, text in said.items() if getattr(self, name) != getattr(Condition, name)]
-        return " ".join(filter(None, [self.policy, held, sides, fair, *other]))
+        r, said = self.regime, []
+        if self.prefix or self.suffix:
+            said.append(f"+{100 * self.prefix:g}%/{100 * self.suffix:g}%")
+        if self.fair is not None:
+            said.append("fair" if self.fair == 1 else f"debias {self.fair:g}")
+        if r is not None and not isinstance(r, SharedCap):
+            said.append(r.name)
+        if self.reading != "as_run":
+            said.append(self.reading.replace("_", " "))
+        if self.until:
+            said.append(f"until {self.until}")
+        if self.static_suffix:
+            said.append("static suffix")
+        for f in fields(r) if r is not None else ():
+            value = getattr(r, f.name)
+            if value != f.default and f.name in REGIME_WORDS:
+                said.append(REGIME_WORDS[f.name].format(value).replace("_", " "))
+        if self.execution != "physical":
+            said.append(self.execution)
+        if self.whitelist:
+            said.append(f"whitelist {'+'.join(self.whitelist)}")
+        if self.spans:
+            said.append(f"spans {'+'.join(self.spans)}")
+        if self.bits is not None:
+            said.append(f"int{self.bits}")
+        said += [f"{name}={value}" for name, value in self.switches]
+        held = f"{100 * self.budget:g}%" if isinstance(self.budget, float) else f"C={self.budget}"
+        return " ".join([self.policy, held, *said])
+
+
+REGIME_WORDS = {"interval": "every {}", "chunk": "chunks of {}", "when": "{}"}
 
 
 @dataclass(frozen=True)

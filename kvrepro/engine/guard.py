@@ -1,5 +1,7 @@
 """Guards: boolean masks of tokens that a policy may not evict, `[batch, kv_heads, tokens]`. They never touch scores."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,15 @@ from kvrepro.engine.shapes import Counts, Mask, RowInts
 from kvrepro.errors import InputError
 
 Count = int | RowInts  # the same for every row, or one per row
+
+
+def protected_count(fraction: float, budget: int, rounding: str = "floor") -> int:
+    """Tokens guarded on one side: `fraction` of `budget`, at least 4, and 0 if the fraction is 0. Protection paper,
+    section 3 (26 of 256: "ceil"); the artifact rounds down (25 of 256)."""
+    if fraction == 0:
+        return 0
+    # The tiny slack keeps products such as 0.1 * 70 = 7.000000000000001 from rounding up to 8.
+    return max(4, math.floor(fraction * budget) if rounding == "floor" else math.ceil(fraction * budget - 1e-9))
 
 
 def sinks(o: Observation, n: Count) -> Mask:

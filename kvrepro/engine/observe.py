@@ -46,6 +46,7 @@ class Observation:
     inverse_frequencies: Tensor | None = None  # [dim / 2] of the rotation, radians per position
     seed: int | RowInts = 0  # of what is drawn, for all rows or for each
     backend: str = "torch"  # "triton": scorers that have a kernel use it, and are told what the forward pass knows:
+    step: int = 0  # generated tokens so far, where signals of all layers are observed
     log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
     window_outputs: Query | None = None  # and attention outputs
 

@@ -1,10 +1,4 @@
-"""A policy is data; `keep` applies one. `python -m kvrepro.engine.policy` lists the catalogue.
-
-scores    = policy.score(observation)                       # [batch, kv_heads, tokens]
-protected = guards(observation)                             # the same shape, bool
-counts    = policy.allocate(scores, protected, budget)      # [batch, kv_heads]
-kept      = select(scores, protected, counts)
-"""
+"""A policy is data. `python -m kvrepro.engine.policy` lists the catalogue; `evict` says how one is applied."""
 
 import hashlib
 import inspect
@@ -13,37 +7,33 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 
-import torch
-
-from kvrepro.chapters.protection import policy as protection
-from kvrepro.chapters.protection.guard import protected_count
-from kvrepro.engine import allocate, allowed, guard, quota
+from kvrepro.engine import allocate, allowed, guard
 from kvrepro.engine.allowed import Count, Number, Size, ensure
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.observe import Observation
-from kvrepro.engine.select import select
-from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
+from kvrepro.engine.regime import CHUNK_MODES, REGIMES, Chunked, SharedCap
+from kvrepro.engine.shapes import Scores
+from kvrepro.engine.shared import SLW_SINKS, SWITCHES
 from kvrepro.errors import InputError
 from kvrepro.paths import ROOT
 
-REGIMES = {
-    "prefill": "each layer is reduced as soon as the prompt has passed through it",
-    "chunked": "the prompt comes in chunks that attend to what is left of the earlier ones",
-    "offline": "a prefix is reduced once and reused by many requests",
-    "decode cap": "a cap on the cache, met again every `interval` generated tokens",
-    "per step": "one token leaves for every token generated",
-}
-CHUNK_MODES = ("last_chunk", "budget", "every_chunk")
 READINGS = ("as_run", "as_described")
 ENGINES = {"window": Size, "recent": Count, "sinks": Count, "page": Size, "dense_layers": Count}  # read by the engine
 SUMS = {  # what the forward pass can add up for each token and KV head
     "mass": "attention summed over all queries",
     "span_mass": "attention summed over the queries of its own span",
     "marked_mass": "attention summed over the queries of its own span; unmarked tokens see all and are seen by all",
+    "latest": "attention of the latest query, reduced over layers and heads",
+    "largest": "largest attention of one step so far, reduced over layers and heads",
+    "summed": "attention summed over steps, reduced over layers and heads",
+    "prompt": "attention inside the prompt, reduced over layers and heads",
+    "last_use": "last step at which attention exceeded 5% of the step's largest",
+    "entered": "step at which a token entered",
+    "head_latest": "attention of the latest query per KV head, reduced over layers",
+    "head_summed": "attention per KV head summed over steps, reduced over layers",
     "low": "count of low attention among the last 400 queries, all heads of the group together",
     "reconstruction": "largest attention while the context is repeated",
     "reconstruction_per_norm": "largest attention of each query head while the context is repeated, over the length of "
@@ -51,20 +41,20 @@ SUMS = {  # what the forward pass can add up for each token and KV head
 }
 FIELDS = {  # what a condition may say
     "policy": str,
-    "regime": ("harness", *REGIMES),
-    "capacity": (Size, None),
-    "share": (Number(0, 1, above=True), None),
+    "budget": (Size, Number(0, 1, above=True), None),
     "prefix": Number(0, 1, below=True),
     "suffix": Number(0, 1, below=True),
-    "suffix_mode": ("dynamic", "static"),
-    "interval": Size,
+    "static_suffix": bool,
     "reading": READINGS,
     "execution": ("physical", "masked"),
+    "bits": (4, None),
+}
+OF_REGIMES = {  # what a regime's fields may be
     "until": str,
     "fair": (Number(0, 1), None),
     "chunk": Size,
-    "chunk_mode": CHUNK_MODES,
-    "bits": (4, None),
+    "when": CHUNK_MODES,
+    "interval": Size,
 }
 Parameters = Mapping[str, object]
 
@@ -98,6 +88,7 @@ class Policy:
     needs: tuple[str, ...] = ()
     budget: str = "uniform"  # or "per layer", "per head", "joint"
     refuses: Mapping[str, str] = field(default_factory=dict)  # regime -> why the policy cannot exist there
+    ties: tuple[str, ...] | None = None  # of `SharedCap`: sums that order equal scores, before the position does
     kernel: bool = False  # has its scorer a Triton kernel?
     frees: bool = True  # False: pages are selected for each query and nothing is evicted
 
@@ -106,8 +97,14 @@ class Policy:
         return READINGS if self.as_run else READINGS[1:]
 
     @property
+    def shared(self) -> bool:
+        """Does it choose one set of tokens for all layers? Then it exists in `SharedCap` only."""
+        return self.ties is not None
+
+    @property
     def regimes(self) -> tuple[str, ...]:
-        return tuple(regime for regime in REGIMES if regime not in self.refuses)
+        """Names of the regimes in which it can run."""
+        return tuple(name for name in REGIMES if (name == SharedCap.name) == self.shared and name not in self.refuses)
 
     @property
     def formula(self) -> str:
@@ -132,7 +129,7 @@ class Policy:
             raise InputError(f"unknown reading {name!r}: choose one of {', '.join(READINGS)}")
         known = {**self.parameters, **self.as_run}
         for key, _ in switches:
-            if key not in known and key not in ("sinks", "recent"):  # which every policy can protect
+            if key not in known and (self.shared or key not in ("sinks", "recent")):  # which others can protect
                 raise InputError(f"{self.title} has no parameter {key!r}: it has {', '.join(known) or 'none'}")
         if len(dict(switches)) < len(switches):
             raise InputError(f"switches {switches} for {self.title} name a parameter twice: drop one")
@@ -150,6 +147,8 @@ class Policy:
 
     def kind(self, parameter: str) -> object:
         """What a parameter may be (`allowed.holds`); anything, where no function of a reader's own policy says."""
+        if self.shared and parameter in SWITCHES:
+            return SWITCHES[parameter].allowed
         return ENGINES.get(parameter) or allowed.of(self.functions, parameter)
 
 
@@ -176,9 +175,6 @@ def find(name: str) -> Policy:
         return CATALOGUE[name]
     path, colon, attribute = name.rpartition(":")
     if not colon:
-        protection.refuse_credit(name)
-        if name in protection.POLICIES:
-            raise InputError(f"{name} looks at all layers together while decoding: it exists in regime harness only")
         raise InputError(
             f"unknown policy {name!r}: choose one of full, {', '.join(CATALOGUE)}, or path/to/file.py:NAME"
         )
@@ -200,7 +196,7 @@ def source_of(c: Condition) -> str:
     its parameters name, gates for instance; "" where there is nothing of the kind."""
     from kvrepro.engine.catalogue import CATALOGUE
 
-    if c.policy == "full" or c.regime == "harness":
+    if c.policy == "full":
         return ""
     policy, found = find(c.policy), ""
     if c.policy in CATALOGUE and not policy.score.__module__.startswith("kvrepro."):
@@ -235,55 +231,6 @@ def _file(path: str) -> Path | None:
     return next((r / path for r in (Path.cwd(), ROOT) if path and (r / path).is_file()), None)
 
 
-def judge(
-    policy: Policy, parameters: Parameters, o: Observation, budget: RowInts, guarded: Mask
-) -> tuple[Scores, Mask]:
-    """(scores, protected), both `[batch, kv_heads, tokens]`: `guarded` by the condition, and the method's own."""
-    shape = o.positions.shape
-    try:
-        found = call(policy.score, o, parameters={**parameters, "budget": budget})
-    except KeyError as error:
-        if error.args[0] not in SUMS:
-            raise
-        raise InputError(f"{policy.title} reads sums[{error.args[0]!r}], which its `needs` do not name") from error
-    given = tuple(getattr(found, "shape", ()))
-    if len(given) != 3 or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
-        what = f"scores of shape {given}" if given else f"{type(found).__name__}"
-        raise InputError(f"{policy.title}'s scorer returned {what}, not [batch, kv_heads, tokens] = {tuple(shape)}")
-    scores = found.float().clamp(min=torch.finfo(torch.float32).min).expand(shape)  # -inf is for dead slots alone
-    newest = parameters.get("recent", 0)
-    recent = guard.window_of(o) if o.span_local and newest else guard.recent(o, newest)
-    protected = (guarded | recent | guard.sinks(o, parameters.get("sinks", 0))).expand(shape) & o.alive
-    if policy.shield is not None:
-        protected = protected | call(policy.shield, o, scores, budget, parameters=parameters)
-    return scores.masked_fill(~o.alive, -torch.inf), protected & o.alive
-
-
-def keep(
-    policy: Policy, parameters: Parameters, o: Observation, scores: Scores, protected: Mask, counts: Counts,
-    quotas: Mapping | None = None,
-) -> Mask:  # fmt: skip
-    """Who stays, `[batch, kv_heads, tokens]`, `counts` per head; `quotas` says how `quota.split` shares each head's
-    count over the spans of a prompt."""
-    refined, more = scores, torch.zeros_like(protected)
-    if policy.refine is not None:
-        refined, more = call(policy.refine, o, scores, counts, parameters={**parameters, "protected": protected})
-        more = more & o.alive
-    if quotas is None:
-        return select(refined, protected | more, counts)
-    parts = quota.split(o, counts, protected, **quotas)
-    first = torch.minimum(parts, quota.tally(o, protected | more))  # the first stage, as far as each span's part goes
-    exempt = quota.select(scores.masked_fill(~more, torch.finfo(scores.dtype).min), protected, first, o)
-    return quota.select(refined, protected | exempt, parts, o)
-
-
-def counts_of(
-    policy: Policy, parameters: Parameters, o: Observation, scores: Scores, protected: Mask, budget: RowInts
-) -> Counts:
-    """Each head's count in one layer."""
-    return call(policy.allocate, scores, protected, budget, parameters={**parameters, "o": o})
-
-
 def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Sequence[int] = ()) -> None:
     """Raise InputError if `condition` cannot be met (on a prompt of whose compressed part layers hold so many tokens).
 
@@ -291,91 +238,124 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
     """
     c = condition
     for name, kind in FIELDS.items():
-        ensure(kind, c.policy if name in ("capacity", "share") else "", **{name: getattr(c, name)})
-    if c.regime == "harness":
-        foreign = {n: getattr(c, n) for n in ("share", "until", "whitelist", "spans", "fair", "bits")}
-        for name, value in foreign.items():
-            if value not in (None, "", ()):
-                raise InputError(
-                    f"{name} {value!r} in regime harness, which has no such thing: name a regime, e.g. prefill"
-                )
-        return protection.check(c, prompt_tokens)
+        ensure(kind, c.policy if name == "budget" else "", **{name: getattr(c, name)})
+    for f in fields(c.regime) if c.regime is not None else ():
+        ensure(OF_REGIMES.get(f.name, object), c.regime.name, **{f.name: getattr(c.regime, f.name)})
     if c.policy == "full":
-        if c.capacity is not None or c.share is not None or c.prefix or c.suffix or c.whitelist or c.fair is not None:
-            raise InputError(f"policy full keeps every token, got {c.label!r} with a budget or guards: drop them")
-        if c.switches:
-            raise InputError(f"policy full has no parameters, got {dict(c.switches)}: drop them")
-        return None
+        if c.budget is not None or c.prefix or c.suffix or c.whitelist or c.fair is not None or c.switches:
+            raise InputError(f"policy full keeps every token, got {replace(c, policy='(full)').label!r}: drop the rest")
+        return
     policy = find(c.policy)
     parameters = policy.reading(c.reading, c.switches)
-    if c.regime in policy.refuses:
-        raise InputError(f"{c.policy} cannot run in regime {c.regime!r}: {policy.refuses[c.regime]}")
-    if (c.capacity is None) == (c.share is None):
-        raise InputError(f"capacity {c.capacity}, share {c.share} for {c.policy}: give one of the two")
-    if c.fair is not None and c.regime not in ("prefill", "offline"):
-        raise InputError(f"fair splits budgets over spans at a prompt's end: prefill or offline, not {c.regime}")
-    if c.fair is not None and c.fair < 1 and policy.across is not None:
-        raise InputError(f"fair {c.fair:g} for {c.policy}, whose budgets wait for every layer: fair 1, or none")
-    if c.fair is not None and c.fair < 1 and parameters.get("ramps"):
-        raise InputError(f"fair {c.fair:g} for {c.policy} as run, whose ramps set no quota: reading as_described, or 1")
+    if c.regime is None:
+        raise InputError(f"{c.policy} without a regime: name one, {_call(policy.regimes[0])} for instance")
+    if c.regime.name not in policy.regimes:
+        why = policy.refuses.get(c.regime.name) or (
+            "it chooses one set of tokens for all layers" if policy.shared else "it chooses for each layer"
+        )
+        raise InputError(f"{c.policy} cannot run in regime {c.regime.name!r}: {why}; take {', '.join(policy.regimes)}")
+    if c.budget is None:
+        raise InputError(f"budget None for {c.policy}: give a number of tokens, or a share such as 0.2")
+    if c.fair is not None and c.fair < 1 and (policy.across is not None or parameters.get("ramps")):
+        why = "whose ramps set no quota" if parameters.get("ramps") else "whose budgets wait for every layer"
+        raise InputError(f"fair {c.fair:g} for {c.policy}, {why}: fair 1, or none")
     if not policy.frees and (c.prefix or c.suffix or c.whitelist or c.fair is not None or c.execution == "masked"):
         raise InputError(f"{c.policy} chooses pages anew for every query and keeps all: no guards, quotas or masks")
-    if prompt_tokens is None:
-        return None
-    at_once = c.regime in ("prefill", "offline", "chunked")
-    if at_once and c.capacity is not None and c.capacity >= prompt_tokens:
-        what = "nothing leaves; lower it, or say share=1.0" if policy.frees else "every page is read; lower it"
-        raise InputError(f"capacity {c.capacity} >= {prompt_tokens} tokens to compress: {what}")
-    tokens = [prompt_tokens]
-    if c.regime == "chunked" and c.chunk_mode == "every_chunk":
-        tokens.append(min(c.chunk, prompt_tokens))
-    for seen in tokens:
-        budget = capacity_of(c, seen)
+    if policy.shared:
+        _check_shared(c, policy, parameters, prompt_tokens)
+    elif prompt_tokens is not None:
+        _check_budget(c, policy, parameters, prompt_tokens, whitelist)
+
+
+def _call(name: str) -> str:
+    return f"{REGIMES[name].__name__}()"
+
+
+def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: int, whitelist: Sequence[int]) -> None:
+    """Raise InputError for a budget that a prompt of so many tokens cannot meet."""
+    at_once = c.every is None
+    if at_once and isinstance(c.budget, int) and c.budget >= tokens:
+        what = "nothing leaves; lower it, or say 1.0" if policy.frees else "every page is read; lower it"
+        raise InputError(f"budget {c.budget} >= {tokens} tokens to compress: {what}")
+    steps = [tokens]
+    if isinstance(c.regime, Chunked) and c.regime.when == "every_chunk":
+        steps.append(min(c.regime.chunk, tokens))
+    for seen in steps:
+        budget = budget_of(c, seen)
         if budget < 1:
-            raise InputError(f"share {c.share} of {seen} tokens keeps {budget}: raise the share")
-        prefix, suffix = guarded(c, budget)
+            raise InputError(f"budget {c.budget} of {seen} tokens keeps {budget}: raise the share")
+        prefix, suffix = guarded(c, budget, parameters)
         parts = {"prefix": prefix, "suffix": suffix, **{k: int(parameters.get(k, 0)) for k in ("sinks", "recent")}}  # type: ignore[call-overload]
         first, last = max(prefix, parts["sinks"]), max(suffix, parts["recent"])
         named = [f"{v} {k}" for k, v in parts.items() if v]
         needed = first + last
-        if seen == prompt_tokens:
+        if seen == tokens:
             apart = {at for at in whitelist if first <= seen + at < seen - last}
             named += [f"{len(apart)} whitelist"] if apart else []
             needed += len(apart)
         if budget < (min(needed, seen) if at_once else needed):  # tokens that are yet to come are protected as well
             what = f"budget {budget} < {needed} protected tokens ({' + '.join(named)})"
-            after = "" if seen == prompt_tokens else f" after the first chunk of {seen}"
+            after = "" if seen == tokens else f" after the first chunk of {seen}"
             raise InputError(f"{what}{after}: raise the budget or lower the guards")
-    return None
 
 
-def capacity_of(c: Condition, tokens: int) -> int:
-    """Tokens per KV head that `c` keeps of `tokens`: its capacity, or its share rounded down."""
+def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: int | None) -> None:
+    """Raise InputError for what `SharedCap` does not have, and for guards that leave nothing to choose."""
+    given = {"whitelist": c.whitelist, "bits": c.bits, "budget": c.budget if isinstance(c.budget, float) else None}
+    for name, value in given.items():
+        if value:
+            raise InputError(f"{name} {value!r} in regime {c.regime.name!r}, which has no such thing: take DecodeCap()")
+    per_head = policy.allocate is not allocate.uniform
+    prefix, suffix = guarded(c, c.budget, parameters)
+    needed, parts = prefix + suffix, f"{prefix} prefix + {suffix} suffix"
+    if per_head:
+        needed, parts = needed + 1, parts + " + 1 chosen by each head"
+    if policy.shield is not None:
+        needed, parts = max(needed, SLW_SINKS + 1), parts + f", or {SLW_SINKS} sinks + 1 recent"
+    if c.budget < needed:
+        raise InputError(
+            f"budget {c.budget} < {needed} protected tokens ({parts}): raise the budget or lower the guards"
+        )
+    if tokens is not None and tokens < prefix + suffix:
+        raise InputError(
+            f"prompt of {tokens} tokens < {prefix + suffix} protected tokens ({parts}): use a longer prompt or lower "
+            "the guards"
+        )
+    if c.static_suffix and not per_head and parameters["static_suffix"] == "per_head_only":
+        raise InputError(
+            f"static_suffix with {c.policy}: as run it exists for per-head policies only; set the switch static_suffix "
+            "to anywhere"
+        )
+    if parameters["empty_suffix"] == "keeps_newest" and parameters["guardrail"] == "honours" and prefix and not suffix:
+        raise InputError(
+            "switches empty_suffix = keeps_newest and guardrail = honours: everything is protected and nothing can "
+            "leave; change one of the two"
+        )
+
+
+def budget_of(c: Condition, tokens: int) -> int:
+    """Tokens per KV head that `c` keeps of `tokens`: its budget, a share of them rounded down."""
     if c.policy == "full":
         return tokens
-    return c.capacity if c.capacity is not None else math.floor(c.share * tokens + 1e-9)
+    return math.floor(c.budget * tokens + 1e-9) if isinstance(c.budget, float) else c.budget
 
 
-def guarded(c: Condition, budget: int) -> tuple[int, int]:
+def guarded(c: Condition, budget: int, parameters: Parameters) -> tuple[int, int]:
     """Tokens that the condition guards at the start and at the end of `budget`."""
-    rounding = c.resolved().n_prot
-    prefix, suffix = (protected_count(side, budget, rounding) for side in (c.prefix, c.suffix))
+    rounding = str(parameters.get("n_prot", "floor" if c.reading == "as_run" else "ceil"))
+    prefix, suffix = (guard.protected_count(side, budget, rounding) for side in (c.prefix, c.suffix))
     return prefix, suffix
 
 
 def table() -> list[dict[str, str]]:
-    """The catalogue as rows, the protection paper's harness last."""
+    """The catalogue as rows, the policies of `SharedCap` last."""
     from kvrepro.engine.catalogue import CATALOGUE
 
     columns = ("name", "title", "keeps", "source", "regimes", "budget", "needs", "readings")
     rows = [("full", "Full cache", "everything", "-", "all", "every token", "nothing", "-")]
     for name, p in CATALOGUE.items():
-        regimes = "all" if not p.refuses else ", ".join(p.regimes)
+        regimes = ", ".join(p.regimes) if p.refuses or p.shared else "all"
         rows.append((name, p.title, p.rule, p.source, regimes, _budget(p), _needs(p), ", ".join(p.readings)))
-    for name, q in protection.POLICIES.items():
-        keeps = q.formula if q.allocate is None else f"{q.formula}\n{first_sentence(q.allocate)}"
-        rows.append((name, q.title, keeps, q.source, "harness", q.budget, "attention of every step", q.readings))
-    rows.append(protection.CREDIT)
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
@@ -383,6 +363,9 @@ def _budget(p: Policy) -> str:
     """What may differ, and where more than the budget stays."""
     if not p.frees:
         return "memory stays: pages are chosen per query"
+    if p.shared:
+        per_head = p.allocate is not allocate.uniform
+        return "tokens per KV head, union trimmed to the budget" if per_head else "one set for all heads and layers"
     dense = int({**p.parameters, **p.as_run}.get("dense_layers", 0))  # type: ignore[call-overload]
     return f"{p.budget}; as run the first {dense} layers stay whole" if dense else p.budget
 
@@ -405,15 +388,15 @@ def main() -> None:
 
     for name, widths in (
         ("", {"name": 19, "source": None, "regimes": 10, "budget": 9, "readings": 12}),
-        ("harness", {"name": 19, "source": None, "budget": 26}),
+        (SharedCap.name, {"name": 19, "source": None, "budget": 26}),
     ):
         view = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
         for column, width in widths.items():
             view.add_column(column, width=width, no_wrap=column == "name", overflow="fold")
         for row in table():
-            if (row["regimes"] == "harness") == bool(name):
+            if (row["regimes"] == SharedCap.name) == bool(name):
                 view.add_row(*(Text(row[column].replace("as_run, as_described", "both")) for column in widths))
-        Console().print(*([Text("\nRegime harness, both readings:")] if name else []), view)
+        Console().print(*([Text("\nRegime shared cap, both readings:")] if name else []), view)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from kvrepro.engine.attention import attend
 from kvrepro.engine.cache import EngineCache
-from kvrepro.engine.compress import REPEATED, Job, Prefill, attention_modules
+from kvrepro.engine.evict import REPEATED, Job
+from kvrepro.engine.facts import attention_modules
+from kvrepro.engine.prefill import Prefill
 
 REPEAT_CHUNK = 2048
 
@@ -21,8 +23,8 @@ def reconstruct(
     """Let the model repeat the context, chunk after chunk, behind `ask`, and note for the jobs that wait for it the
     largest attention to each token: of each KV head and, divided by the length of the layer's input at the query, of
     each query head. Source: Kim et al. 2025; KVzip+ as NVIDIA/kvpress has it."""
-    jobs = [job for job in prefill.jobs if job.repeated]
-    for n, waiting in jobs[0].waiting.items():
+    jobs = [job for job in prefill.jobs if job.repeated and job.error is None]
+    for n, waiting in jobs[0].pending.items():
         o = waiting.observation
         rows, kv_heads, tokens = o.positions.shape
         heads = {"reconstruction": kv_heads, "reconstruction_per_norm": kv_heads * o.group}
@@ -31,8 +33,8 @@ def reconstruct(
             for name in set().union(*(job.repeated for job in jobs))
         }
         for job in jobs:
-            o = job.waiting[n].observation
-            job.waiting[n] = replace(job.waiting[n], observation=replace(o, sums={**o.sums, **best}))
+            o = job.pending[n].observation
+            job.pending[n] = replace(job.pending[n], observation=replace(o, sums={**o.sums, **best}))
     n = ids.shape[1]
     for a in range(0, n, REPEAT_CHUNK):
         part = ids[:, a : a + REPEAT_CHUNK]
@@ -72,11 +74,11 @@ class _Repeat:
 
     def attend(self, layer, query, key, value, scaling, sliding=None):
         at, real = self.positions.to(query.device), self.real.to(query.device)
-        if layer not in self.job.waiting:
+        if layer not in self.job.pending:
             stored = self.job.layers[layer]
             parts = [*stored.parts(), (key, value, at[:, None])]
             return attend(query, at, parts, scaling, sliding)
-        o = self.job.waiting[layer].observation
+        o = self.job.pending[layer].observation
         n = o.positions.shape[2]
 
         def watch(p: Tensor, queries: slice) -> None:

@@ -7,8 +7,9 @@ from kvrepro.engine.shapes import Counts, Mask, Scores
 from kvrepro.errors import InputError
 
 
-def select(scores: Scores, protected: Mask, counts: Counts) -> Mask:
-    """The protected tokens of each head, then its best-scored; among equals the later token. bool, as `scores`.
+def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None = None) -> Mask:
+    """The protected tokens of each head, then its best-scored; among equals the later token, or that of the larger
+    `ties`, int64, distinct. bool, as `scores`.
 
     Exactly `counts` [batch, kv_heads] tokens per head. A slot scored -inf is dead and never kept; a head with fewer
     tokens than its count keeps them all. Raises InputError for a count below the protected tokens, and for NaN scores.
@@ -19,11 +20,18 @@ def select(scores: Scores, protected: Mask, counts: Counts) -> Mask:
         worst = (guarded - counts).argmax()
         raise InputError(
             f"budget {int(counts.flatten()[worst])} < {int(guarded.flatten()[worst])} protected tokens: raise the "
-            "capacity, or protect less"
+            "budget, or protect less"
         )
     if scores.isnan().any():
         raise InputError(f"{int(scores.isnan().sum())} of {scores.numel()} scores are NaN: mend the scorer")
-    order = _ordered(scores.masked_fill(protected & ~dead, torch.inf))
+    scores = scores.masked_fill(protected & ~dead, torch.inf)
+    if ties is not None:
+        first = ties.argsort(dim=-1, stable=True)
+        order = first.gather(-1, scores.gather(-1, first).argsort(dim=-1, stable=True))
+        place = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
+        rank = torch.empty_like(order).scatter_(-1, order, place)
+        return (rank >= scores.shape[-1] - counts[..., None]) & ~dead
+    order = _ordered(scores)
     best = order.sort(dim=-1, descending=True).values
     last = best.gather(-1, (counts[..., None] - 1).clamp(0, order.shape[-1] - 1))
     return (order >= last) & (counts > 0)[..., None] & ~dead

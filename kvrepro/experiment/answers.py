@@ -4,7 +4,6 @@ import datetime
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,9 @@ import pandas as pd
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine import policy
-from kvrepro.engine.compress import Facts
 from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.regime import Chunked, DecodeCap, Offline, PerStep, SharedCap
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, fingerprint, measure, models, store
 from kvrepro.experiment.models import Loaded
@@ -61,17 +61,13 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
         for item in items
     ]
     if not study.gaps:
-        shortest = min(len(prompt.ids) for prompt in prompts)
-        for condition in conditions:
-            if condition.regime == "harness":
-                policy.check(condition, shortest)
-        engine.check_conditions(loaded.model, prompts, [c for c in conditions if c.regime != "harness"])
+        engine.check_conditions(loaded.model, prompts, conditions, study.max_new_tokens)
     return prompts
 
 
 def unmet(loaded: Loaded, prompts: Sequence[Prompt], conditions: Sequence[Condition]) -> dict[Pair, InputError]:
     """Why items cannot meet conditions, for each pair that cannot."""
-    facts, found = Facts.of(loaded.model), {}
+    facts, found = ModelFacts.of(loaded.model), {}
     for i, text in enumerate(prompts):
         for j, condition in enumerate(conditions):
             try:
@@ -86,10 +82,15 @@ def unmet(loaded: Loaded, prompts: Sequence[Prompt], conditions: Sequence[Condit
 # ---- what decides a row
 
 
-def columns(condition: Condition) -> dict[str, Any]:
-    """A condition as columns of its row."""
-    found = asdict(condition) | {"switches": json.dumps(dict(condition.switches), sort_keys=True)}
-    return found | {name: json.dumps(getattr(condition, name)) for name in ("whitelist", "spans")}
+OF_REGIMES = {  # code that only rows of these regimes reach
+    (SharedCap,): {
+        ("kvrepro.engine.shared", ""), ("kvrepro.engine.signals", ""), ("kvrepro.engine.rows", "evict_rows_shared"),
+        ("kvrepro.engine.evict", "evict_shared"),
+    },
+    (Chunked,): {("kvrepro.engine.passes", "_chunked")},
+    (Offline,): {("kvrepro.engine.passes", "_reused")},
+    (Chunked, DecodeCap, PerStep): {("kvrepro.engine.rows", "evict_rows")},
+}  # fmt: skip
 
 
 def code_of(condition: Condition, backend: str) -> str:
@@ -98,8 +99,9 @@ def code_of(condition: Condition, backend: str) -> str:
     Kernels count where they run. Files that a policy's parameters name count by what is in them.
     """
     skipped = {("kvrepro_kernels", "")} if backend == "torch" else set()
-    if condition.regime != "harness":
-        skipped.add(("kvrepro.chapters.protection.harness", ""))
+    for regimes, names in OF_REGIMES.items():
+        if not isinstance(condition.regime, regimes):
+            skipped |= names
     roots = [("kvrepro.engine.generate", "generate"), ("kvrepro.experiment.measure", "all_measures"),
              ("kvrepro.experiment.answers", "answer_row")]  # fmt: skip
     return fingerprint.digest(fingerprint.code(*roots, unfollowed=frozenset(skipped)), policy_of(condition))
@@ -109,8 +111,6 @@ def policy_of(condition: Condition) -> Any:
     """What a condition's own policy brings: parameters, functions with what they reach, and the bytes of files."""
     if condition.policy == "full":
         return None
-    if condition.regime == "harness":
-        return fingerprint.describe(policy.protection.POLICIES[condition.policy])
     own = policy.find(condition.policy)
     values = own.reading(condition.reading, condition.switches).values()
     files = [data.found(value) for value in values if isinstance(value, str)]
@@ -128,7 +128,7 @@ def heads(
     }  # fmt: skip
     noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
     note = fingerprint.of(study.note)
-    own = [columns(c) | {"engine_hash": code_of(c, settings.backend)} for c in conditions]
+    own = [c.columns() | {"engine_hash": code_of(c, settings.backend)} for c in conditions]
     found = []
     for item, prompt in zip(study.items, prompts, strict=True):
         of = decisive | {"item": item.id}
@@ -163,7 +163,8 @@ def attempted(
 ) -> Found:
     """Generations, or the exceptions that single pairs raise: what fails is halved, conditions first, then items."""
     try:
-        made = engine.generate(loaded.model, [prompts[i] for i in members], [conditions[j] for j in chosen], **given)
+        made = engine.generate(loaded.model, [prompts[i] for i in members], [conditions[j] for j in chosen],
+                               errors="return", **given)  # fmt: skip
     except Exception as error:  # whatever a condition raises becomes its row's error
         if len(members) == len(chosen) == 1:
             return {(members[0], chosen[0]): error}
@@ -350,7 +351,7 @@ class AnswersPlan(Plan):
         evicted = frame.evicted.to_numpy().reshape(len(self.prompts), len(self.conditions))
         idle = [
             c for c, some in zip(self.conditions, evicted.T, strict=True)
-            if c.policy != "full" and columns(c)["share"] != 1 and (some == 0).any() and not (some > 0).any()
+            if c.policy != "full" and c.budget != 1.0 and (some == 0).any() and not (some > 0).any()
         ]  # fmt: skip
         if idle:
             said.append(

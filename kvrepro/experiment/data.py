@@ -396,7 +396,10 @@ ARTIFACT_MODELS = {
     "q3-4b": "Qwen/Qwen3-4B-Instruct-2507",
     "probe": "Qwen/Qwen3-4B-Instruct-2507",
 }
-ARTIFACT_POLICIES = {"adakv_faithful": "ada_kv_faithful", "oc": "online_credit"}
+ARTIFACT_POLICIES = {
+    "adakv_faithful": "ada_kv_faithful", "oc": "online_credit", "h2o": "h2o_simple", "snapkv": "snapkv_simple",
+    "random": "random_sample",
+}  # fmt: skip
 ARTIFACT_ITEMS = {  # rows of a file -> the items it ran on; the pool of 481 and the long needles are not public
     6: "jit-probe-bench",
     48: "longbench-longctx",

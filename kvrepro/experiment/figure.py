@@ -39,6 +39,9 @@ COLOURS = {
     "full": "#000000",
 }
 MARKERS = {"lru": "o", "h2o": "s", "snapkv": "D", "streaming_llm": "^", "ada_kv": "v", "quest": "P", "random": "X"}
+for looks in (NAMES, COLOURS, MARKERS):  # the protection paper's simplified methods look like those they stand for
+    looks |= {f"{name}_simple": looks[name] for name in ("h2o", "snapkv", "ada_kv", "quest")}
+    looks |= {"slw": looks["streaming_llm"], "random_sample": looks["random"]}
 MARKERS |= {f"{name}_faithful": MARKERS[name] for name in ("h2o", "snapkv", "ada_kv", "quest")}
 READINGS = {"as_run": "as run", "as_described": "as described"}
 STYLE = {

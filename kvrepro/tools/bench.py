@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvrepro.chapters.protection.policy import PROTECTION_SEVEN
+from kvrepro.chapters.protection.grid import PROTECTION_SEVEN
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.generate import generate
 from kvrepro.engine.memory import Peak
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import SUMS, call
+from kvrepro.engine.regime import Prefill, SharedCap
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data, models
 from kvrepro.tools.training.train import model_config
@@ -49,7 +50,7 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
 def protection_conditions(reading: str = "as_run") -> list[Condition]:
     """The protection paper's 43: seven policies, unprotected and 10% + 10%, three capacities; and the full cache."""
     return [Condition()] + [
-        Condition(policy, capacity, guarded, guarded, reading=reading)
+        Condition(policy, capacity, SharedCap(), prefix=guarded, suffix=guarded, reading=reading)
         for capacity in (128, 256, 512)
         for guarded in (0.0, 0.1)
         for policy in PROTECTION_SEVEN
@@ -177,8 +178,8 @@ def memory(
     reduced as it is computed; layers that wait for each other."""
     network = random_model().to(models._device(device))
     [prompt] = random_prompts(network, 1, tokens)
-    conditions = [Condition(regime="prefill")] + [
-        Condition(name, share=share, regime="prefill", reading="as_described")
+    conditions = [Condition()] + [
+        Condition(name, share, Prefill(), reading="as_described")
         for name in ("streaming_llm", "snapkv", "ada_kv", "layer_defensive_kv")
     ]
     [found] = generate(network, [prompt], conditions, max_new_tokens=1, stop_ids=(), measure_peak=True)

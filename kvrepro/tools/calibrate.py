@@ -14,7 +14,7 @@ import typer
 from torch import Tensor
 
 from kvrepro.engine.attention import attend, installed
-from kvrepro.engine.compress import Facts
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score.queries import Queries, frequencies, pairs, rounded, sampled
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import one_line_errors
@@ -49,7 +49,7 @@ class Watch:
 @torch.inference_mode()
 def calibrate(model, prompts: list[list[int]], name: str = "") -> Queries:
     """Statistics over all tokens of `prompts`, of the layers that can be evicted, in their order."""
-    facts = Facts.of(model)
+    facts = ModelFacts.of(model)
     scale = float(getattr(model.get_decoder().rotary_emb, "attention_scaling", 1.0))  # of rotated queries and keys
     watch, tokens = Watch(facts.inverse_frequencies, scale), sum(map(len, prompts))
     with installed(model):

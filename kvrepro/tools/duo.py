@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvrepro.engine.attention import installed
-from kvrepro.engine.compress import Facts
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score.queries import rounded, sampled
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import one_line_errors
@@ -109,7 +109,7 @@ def main(
     loaded = models.load(model)
     batches = draw(steps, batch * length, length, seed)
     gates, losses = learn(loaded.model, batches, sinks, recent, rate, weight)
-    facts = Facts.of(loaded.model)
+    facts = ModelFacts.of(loaded.model)
     found = {"model": loaded.hash, "sinks": sinks, "recent": recent, "length": length, "steps": steps, "seed": seed,
              "rate": rate, "weight": weight, "distillation": round(float(np.mean(losses[-10:])), 5),
              "sample": rounded(sampled([facts.outputs[n] for n in facts.attention]).tolist()),

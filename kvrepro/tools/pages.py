@@ -3,14 +3,14 @@
 import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import nbformat
 
-from kvrepro.chapters.protection.reading import AS_DESCRIBED, AS_RUN, Reading
 from kvrepro.engine import allowed, policy
-from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.catalogue import CATALOGUE, SHARED
+from kvrepro.engine.regime import SharedCap
+from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims
 from kvrepro.paths import ROOT
 from kvrepro.tools import reference
@@ -83,11 +83,10 @@ PINNED = {  # policy -> the tests that hold it to an independent transcription o
         "engine/score/test_window.py::test_defensive_as_described",
         "engine/test_allocate.py::test_joint_layers_is_one_sort_of_all",
     ),
-    "the harness's": (
-        "chapters/protection/test_score.py::test_formulas",
-        "chapters/protection/test_harness.py::test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol",
+    **dict.fromkeys(
+        SHARED,
+        ("engine/test_shared_cap.py::test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol",),
     ),
-    "online_credit": ("chapters/protection/test_credit.py::test_keep_scores_blend_two_rankings",),
 }
 LETTERS = {"alpha": "α", "beta": "β", "gamma": "γ", "eps": "ε", "mu": "μ", "phi": "φ", "tau": "τ"}
 
@@ -105,8 +104,8 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
 def tables() -> dict[str, list[dict[str, str]]]:
     """The tables of the pages on methods and on readings, as rows."""
     rows = policy.table()
-    general = [row for row in rows if row["regimes"] != "harness"]
-    harness = [row for row in rows if row["regimes"] == "harness"]
+    general = [row for row in rows if row["regimes"] != SharedCap.name]
+    harness = [row for row in rows if row["regimes"] == SharedCap.name]
     parameters = [
         {
             "policy": name,
@@ -116,16 +115,17 @@ def tables() -> dict[str, list[dict[str, str]]]:
             "may be": allowed.said(p.kind(key)) + (", or window" if key == "recent" else ""),
         }
         for name, p in CATALOGUE.items()
+        if not p.shared  # theirs are the switches
         for key in {**p.parameters, **p.as_run}
     ]
     switches = [
         {
-            "switch": f.name,
-            "as run": str(getattr(AS_RUN, f.name)),
-            "as described": str(getattr(AS_DESCRIBED, f.name)),
-            "what it decides": f.metadata["means"],
+            "switch": name,
+            "as run": str(switch.as_run),
+            "as described": str(switch.as_described),
+            "what it decides": switch.means,
         }
-        for f in fields(Reading)
+        for name, switch in SWITCHES.items()
     ]
     refusals = [
         {"policy": name, "regime": regime, "why not": why}
@@ -145,7 +145,11 @@ def tables() -> dict[str, list[dict[str, str]]]:
         "tests": [{"policy": name, "tests": breakable("<br>".join(tests))} for name, tests in PINNED.items()],
         "refusals": refusals,
         "parameters": parameters,
-        "codes": [{"policy": name, "public code": breakable(p.code)} for name, p in CATALOGUE.items() if p.code],
+        "codes": [
+            {"policy": name, "public code": breakable(p.code)}
+            for name, p in CATALOGUE.items()
+            if p.code and not p.shared
+        ],
         "switches": switches,
     }
 

@@ -25,6 +25,7 @@ from kvrepro.engine import attention
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.generate import generate
+from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data, models
 
@@ -196,8 +197,7 @@ def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs:
     """A row per pair and share: heads compared, those that keep the same set, those that differ by ties alone."""
     cells = [(pair, share) for pair in pairs for share in SHARES]
     conditions = [
-        Condition(pair.policy, share=share, regime="prefill", reading="as_run", switches=pair.switches)
-        for pair, share in cells
+        Condition(pair.policy, share, Prefill(), reading="as_run", switches=pair.switches) for pair, share in cells
     ]
     found: list[list[tuple[float, bool]]] = [[] for _ in cells]
     for text in texts:

@@ -29,9 +29,10 @@ from transformers import (
 
 from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer
-from kvrepro.engine.compress import Extend
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.extend import Extend
 from kvrepro.engine.generate import generate
+from kvrepro.engine.regime import Prefill
 from kvrepro.paths import ROOT
 from kvrepro.tools.pages import table
 
@@ -83,8 +84,8 @@ def condition(method: str) -> Condition:
     """The row of METHODS as a condition of the regime prefill."""
     policy, share, switches, _ = METHODS[method]
     if policy == "full":
-        return Condition(regime="prefill")
-    return Condition(policy, share=share, regime="prefill", reading="as_described", switches=switches)
+        return Condition()
+    return Condition(policy, share, Prefill(), reading="as_described", switches=switches)
 
 
 def timed(function, repeats: int) -> tuple[list[float], float]:

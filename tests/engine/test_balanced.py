@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conditions import flat
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
@@ -15,20 +16,20 @@ SOME = ("streaming_llm", "h2o", "snapkv", "ada_kv", "cake", "layer_defensive_kv"
 
 def conditions(names, regime, **fields) -> list[Condition]:
     return [
-        Condition(name, regime=regime, switches=WINDOW.get(name, ()), **fields)
+        flat(name, regime=regime, switches=WINDOW.get(name, ()), **fields)
         for name in names
-        if regime not in CATALOGUE[name].refuses
+        if regime in CATALOGUE[name].regimes
     ]
 
 
 CASES = {
-    "once": [Condition(regime="prefill"), *conditions(CATALOGUE, "prefill", share=0.6, until="question")],
-    "masked": conditions(["ada_kv"], "prefill", share=0.3, execution="masked"),
-    "four bits": conditions(["snapkv"], "prefill", share=0.3, bits=4),
-    "chunked": conditions(SOME, "chunked", capacity=200, chunk=300, chunk_mode="budget"),
-    "offline": conditions(SOME, "offline", capacity=200),
-    "decode cap": conditions(SOME, "decode cap", capacity=200, interval=4),
-    "per step": conditions(SOME, "per step", capacity=200),
+    "once": [Condition(), *conditions(CATALOGUE, "prefill", budget=0.6, until="question")],
+    "masked": conditions(["ada_kv"], "prefill", budget=0.3, execution="masked"),
+    "four bits": conditions(["snapkv"], "prefill", budget=0.3, bits=4),
+    "chunked": conditions(SOME, "chunked", budget=200, chunk=300, when="budget"),
+    "offline": conditions(SOME, "offline", budget=200),
+    "decode cap": conditions(SOME, "decode cap", budget=200, interval=4),
+    "per step": conditions(SOME, "per step", budget=200),
 }
 
 

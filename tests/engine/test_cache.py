@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conditions import flat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import architecture
@@ -9,11 +10,13 @@ from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvrepro.engine import decode
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import attend
 from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, together
-from kvrepro.engine.compress import Facts
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.regime import DecodeCap, Prefill
 
 DIM, HEADS = 4, 2
 
@@ -257,25 +260,26 @@ def test_what_is_evicted_is_no_view_of_what_was():
     layer = RaggedLayer.of(keys, values, torch.arange(100).expand(1, 2, 100), keep, {"mass": torch.zeros(1, 2, 100)})
     assert storage(layer.keys) == storage(layer.values) == 2 * 10 * 8 * 4
     assert storage(layer.positions) == storage(layer.sums["mass"]) == 2 * 10 * 4
-    _, _, _, _, index = layer.shown()
-    layer.evict(torch.arange(10).expand(1, 2, 10) >= 7, index)
+    layer.evict(torch.arange(10).expand(1, 2, 10) >= 7, layer.shown().index)
     assert storage(layer.keys) == storage(layer.values) == 2 * 3 * 8 * 4
     assert storage(layer.positions) == storage(layer.sums["mass"]) == 2 * 3 * 4
 
 
 def ends(model, prompts, conditions, **changes):
     """Generations, and the cache of each batch when its rows ended."""
-    caches, finish = [], engine._Engine._finish
+    caches, finish = [], decode._finished
 
-    def spy(self, rows, done, tokens, seconds):
-        finish(self, rows, done, tokens, seconds)
-        caches.append((rows.cache, [rows.tags[i] for i in done]))
+    def spy(call, rows, done, picked, seconds):
+        found = list(finish(call, rows, done, picked, seconds))
+        if done:
+            caches.append((rows.cache, [rows.tags[i] for i in done]))
+        yield from found
 
-    engine._Engine._finish = spy
+    decode._finished = spy
     try:
         return engine.generate(model, prompts, conditions, **{"stop_ids": (), **changes}), caches
     finally:
-        engine._Engine._finish = finish
+        decode._finished = finish
 
 
 def tensors_of(layer: RaggedLayer) -> list[torch.Tensor]:
@@ -293,10 +297,8 @@ def test_bytes_held_are_within_two_percent_of_the_theoretical_count(policy, regi
     model = tiny_model("llama", hidden_size=96, head_dim=64, num_key_value_heads=2, num_hidden_layers=2).to(dtype)
     number = dtype.itemsize
     window = (("window", 8),) if policy in ("ada_kv", "layer_defensive_kv") else ()
-    c = Condition(policy, share=0.5, regime=regime, reading="as_described", switches=window, chunk=100)
-    [[full, ours]], caches = ends(
-        model, tiny_prompts(300), [Condition(regime="prefill"), c], max_new_tokens=30, batch_rows=1
-    )
+    c = flat(policy, 0.5, regime=regime, reading="as_described", switches=window, chunk=100)
+    [[full, ours]], caches = ends(model, tiny_prompts(300), [Condition(), c], max_new_tokens=30, batch_rows=1)
     cache = next(cache for cache, tags in caches if (0, 1) in tags)
     held = sum(int(layer.held().sum()) for layer in cache.ragged.values())
     again = regime in ("decode cap", "per step")
@@ -315,7 +317,7 @@ def test_bytes_held_are_within_two_percent_of_the_theoretical_count(policy, regi
 
 def test_rows_of_one_batch_share_its_bytes_by_what_they_hold():
     model = tiny_model("llama", num_hidden_layers=2)
-    conditions = [Condition("streaming_llm", capacity=c, regime="prefill") for c in (40, 60)]
+    conditions = [Condition("streaming_llm", c, Prefill()) for c in (40, 60)]
     [answers], caches = ends(model, tiny_prompts(100), conditions, max_new_tokens=5)
     assert len(caches) == 1
     total = sum(layer.bytes + layer.overhead_bytes + layer.state_bytes for layer in caches[0][0].ragged.values())
@@ -326,7 +328,7 @@ def test_rows_of_one_batch_share_its_bytes_by_what_they_hold():
 def test_remembered_queries_are_the_windows_alone():
     """A decode cap keeps a window's queries; the prompt's other queries are gone."""
     model, [prompt] = tiny_model("llama"), tiny_prompts(200)
-    c = Condition("snapkv", 50, regime="decode cap", reading="as_described", switches=(("window", 8),))
+    c = Condition("snapkv", 50, DecodeCap(), reading="as_described", switches=(("window", 8),))
     _, caches = ends(model, [prompt], [c], max_new_tokens=3)
     for layer in caches[0][0].ragged.values():
         assert layer.query_positions.tolist() == [list(range(194, 202))]
@@ -338,7 +340,7 @@ def test_remembered_queries_are_the_windows_alone():
 
 def test_keys_are_held_per_kv_head_not_per_query_head():
     model, [prompt] = tiny_model("llama"), tiny_prompts(40)
-    _, caches = ends(model, [prompt], [Condition(regime="prefill")], max_new_tokens=2)
+    _, caches = ends(model, [prompt], [Condition()], max_new_tokens=2)
     assert [layer.shape for layer in caches[0][0].ragged.values()] == [(1, 2)] * 3
 
 
@@ -362,4 +364,4 @@ def test_recurrent_states_are_copied_with_their_rows(name):
     joined = next(layer for layer in both.layers if hasattr(layer, "recurrent_states"))
     assert torch.equal(joined.recurrent_states[0], recurrent[[1, 0, 1]])
     assert torch.equal(joined.conv_states[0], conv[[1, 0, 1]])
-    assert Facts.of(model).attention == (1, 2)
+    assert ModelFacts.of(model).attention == (1, 2)

@@ -2,16 +2,17 @@
 
 import inspect
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvrepro.engine import evict
+from kvrepro.engine import policy as policies
 from kvrepro.engine.allowed import holds, said
-from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import REGIMES, SUMS, call, check, find, table
-from kvrepro.errors import InputError
+from kvrepro.engine.catalogue import CATALOGUE, SHARED
+from kvrepro.engine.policy import SUMS, call, table
+from kvrepro.engine.regime import REGIMES, SharedCap
+from kvrepro.engine.shared import SWITCHES
 from kvrepro.tools.pages import PINNED
 
 ENGINES = {"window", "recent", "sinks"}  # what the engine itself reads
@@ -22,8 +23,17 @@ PAGES = {"page", "dense_layers"}  # read by the decode attention of a policy tha
 def test_every_parameter_is_read(name):
     policy = CATALOGUE[name]
     read = set().union(*(inspect.signature(f).parameters for f in policy.functions))
-    read |= ENGINES if policy.frees else ENGINES | PAGES
+    read |= set(SWITCHES) if policy.shared else ENGINES if policy.frees else ENGINES | PAGES
     assert set(policy.parameters) | set(policy.as_run) <= read
+
+
+def test_every_switch_of_the_shared_cap_is_read():
+    """By a policy's function, or by the engine under its name."""
+    read = {name for p in SHARED.values() for f in p.functions for name in inspect.signature(f).parameters}
+    for module in (evict, policies):
+        read |= set(re.findall(r"""parameters(?:\[|\.get\()"(\w+)\"""", inspect.getsource(module)))
+    read |= {"per_head_first_reduction", "first_reduction"} if "first_reduction" in inspect.getsource(evict) else set()
+    assert set(SWITCHES) <= read
 
 
 @pytest.mark.parametrize("name", list(CATALOGUE))
@@ -43,7 +53,7 @@ def test_a_reading_that_differs_says_where_and_how(name):
     assert set(policy.refuses) <= set(REGIMES)
     assert set(policy.needs) <= set(SUMS)
     assert policy.source
-    assert policy.formula.startswith(("s_j", "Z_j"))
+    assert policy.formula if policy.shared else policy.formula.startswith(("s_j", "Z_j"))
 
 
 def test_call_hands_over_only_what_a_function_names():
@@ -61,7 +71,7 @@ def test_no_two_rules_are_the_same_but_for_pages():
 
 
 def test_the_table_tells_files_and_layers_that_stay_whole():
-    rows = {row["name"]: row for row in table() if row["regimes"] != "harness"}
+    rows = {row["name"]: row for row in table() if row["regimes"] != SharedCap.name}
     assert {name for name, row in rows.items() if "file" in row["needs"]} == {
         name for name, policy in CATALOGUE.items() if policy.files
     }
@@ -76,14 +86,4 @@ def test_every_policy_names_tests_that_exist():
     assert {"full", *CATALOGUE} <= set(PINNED)
     for test in {test for tests in PINNED.values() for test in tests}:
         file, name = test.split("::")
-        assert re.search(rf"^def {name}\(", (Path(__file__).parent / file).read_text(), re.M), test
-
-
-@pytest.mark.parametrize("name", ["credit", "online_credit", "online_credit_v2"])
-def test_the_credit_estimator_is_listed_and_says_where_it_lives(name):
-    assert table()[-1]["name"] == "online_credit"
-    for refused in (lambda: find(name), lambda: check(Condition(name, 64)),
-                    lambda: check(replace(Condition(name, 64), regime="prefill"))):  # fmt: skip
-        with pytest.raises(InputError, match="call kvrepro.chapters.protection.credit.run") as error:
-            refused()
-        assert "\n" not in str(error.value)
+        assert re.search(rf"^def {name}\(", (Path(__file__).parents[1] / file).read_text(), re.M), test

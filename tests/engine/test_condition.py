@@ -1,44 +1,57 @@
 """Labels that tell conditions apart; prompts that cannot be."""
 
+from collections import Counter
 from dataclasses import fields, replace
 from itertools import combinations
 
 import pytest
 
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.regime import REGIMES, DecodeCap, Prefill, Regime, SharedCap
 from kvrepro.errors import InputError
 
-BASE = Condition("snapkv", 256, regime="prefill")
-OTHER = {
-    "policy": ["lru"], "capacity": [128], "prefix": [0.1, 0.105], "suffix": [0.1], "suffix_mode": ["static"],
-    "interval": [4], "reading": ["as_described"], "execution": ["masked"],
-    "switches": [(("window", 8),), (("window", 8), ("recent", 0))], "regime": ["harness", "decode cap"],
-    "share": [0.2, 0.125, 0.13], "until": ["question", "user"], "whitelist": [("a",), ("a", "b")], "spans": [("a",)],
-    "fair": [1.0, 0.5, 0.0], "chunk": [512], "chunk_mode": ["budget"], "bits": [4],
+BASE = Condition("snapkv", 256, Prefill())
+CHANGES = {
+    "policy": ["lru"], "budget": [128, 0.2, 0.125, 0.13], "prefix": [0.1, 0.105], "suffix": [0.1],
+    "static_suffix": [True], "reading": ["as_described"], "execution": ["masked"],
+    "switches": [(("window", 8),), (("window", 8), ("recent", 0))], "whitelist": [("a",), ("a", "b")], "bits": [4],
+}  # fmt: skip
+OF_REGIMES = {
+    "interval": [4], "until": ["question", "user"], "spans": [("a",)], "fair": [1.0, 0.5, 0.0], "chunk": [512],
+    "when": ["budget"],
 }  # fmt: skip
 
 
+def some(regime: type[Regime]) -> list[Regime]:
+    """A regime in all the ways of OF_REGIMES, one or two settings at a time."""
+    mine = [{f.name: value} for f in fields(regime) for value in OF_REGIMES[f.name]]
+    return [regime(**c) for c in [{}, *mine, *(a | b for a, b in combinations(mine, 2) if a.keys() != b.keys())]]
+
+
 def test_different_conditions_have_different_labels():
-    changes = [{name: value} for name, values in OTHER.items() for value in values]
-    assert set(OTHER) == {f.name for f in fields(Condition)}
-    changes += [a | b for a, b in combinations(changes, 2) if a.keys() != b.keys()]
-    shares = [c | {"capacity": None} if c.get("share") else c for c in changes]
-    conditions = {replace(BASE, **change) for change in [{}, *shares]}
-    assert len({c.label for c in conditions}) == len(conditions)
+    assert {*CHANGES, "regime"} == {f.name for f in fields(Condition)}
+    assert set(OF_REGIMES) == {f.name for regime in REGIMES.values() for f in fields(regime)}
+    regimes = [regime for kind in REGIMES.values() for regime in some(kind)]
+    changes = [{name: value} for name, values in CHANGES.items() for value in values]
+    conditions = {replace(BASE, regime=r, **change) for r in regimes for change in [{}, *changes]}
+    pairs = [a | b for a, b in combinations(changes, 2) if a.keys() != b.keys()]
+    conditions |= {replace(BASE, regime=kind(), **pair) for kind in REGIMES.values() for pair in pairs}
+    labels = Counter(c.label for c in conditions)
+    assert [label for label, times in labels.items() if times > 1] == []
 
 
 @pytest.mark.parametrize(
     ("condition", "label"),
     [
         (Condition(), "full cache"),
-        (Condition(regime="prefill", bits=4), "full cache int4"),
-        (Condition("lru", 256, 0.1, 0.1), "lru C=256 +10%/10%"),
-        (Condition("snapkv", share=0.29, regime="prefill", until="question"), "snapkv 29% prefill until question"),
+        (Condition(bits=4), "full cache int4"),
+        (Condition("lru", 256, SharedCap(), prefix=0.1, suffix=0.1), "lru C=256 +10%/10%"),
+        (Condition("snapkv", 0.29, Prefill(until="question")), "snapkv 29% prefill until question"),
         (
-            Condition("h2o", share=0.2, regime="prefill", reading="as_described", fair=1.0, spans=("a", "b")),
+            Condition("h2o", 0.2, Prefill(fair=1.0, spans=("a", "b")), reading="as_described"),
             "h2o 20% fair prefill as described spans a+b",
         ),
-        (Condition("snapkv", 64, regime="decode cap", switches=(("window", 8),)), "snapkv C=64 decode cap window=8"),
+        (Condition("snapkv", 64, DecodeCap(), switches=(("window", 8),)), "snapkv C=64 decode cap window=8"),
     ],
 )
 def test_labels_are_short(condition, label):

@@ -4,16 +4,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from conditions import flat, other
 from slow_engine import Slow, looked_at, newest
 from slow_engine import run as slow_run
-from tiny import ARCHITECTURES, architecture
+from tiny import ARCHITECTURES, architecture, evictable, sliding_of
 from tiny import prompts as tiny_prompts
 
+from kvrepro.engine import decode
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
+from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
 from kvrepro.tools import calibrate
 
@@ -51,21 +54,6 @@ def _policies(monkeypatch):
         monkeypatch.setitem(CATALOGUE, name, policy)
 
 
-def sliding_of(name: str) -> dict[int, int]:
-    config = architecture(name).config
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * 3
-    return {n: 32 for n, kind in enumerate(types) if kind == "sliding_attention"} if config_slides(name) else {}
-
-
-def config_slides(name: str) -> bool:
-    return name in ("mistral", "gemma3")
-
-
-def evictable(name: str) -> list[int]:
-    """Layers that lose tokens: all that attend, but in a mixed model only those that do not slide."""
-    return {"gemma3": [1], "qwen3_next": [1, 2], "qwen3_5": [1, 2]}.get(name, [0, 1, 2])
-
-
 @dataclass
 class End:
     """One row when it ended."""
@@ -77,10 +65,10 @@ class End:
 def answers(model, prompts, conditions, monkeypatch=None, **changes):
     """(generations, ends), `[prompt][condition]`."""
     ends = {}
-    finish = engine._Engine._finish
+    finish = decode._finished
 
-    def spy(self, rows, done, tokens, seconds):
-        finish(self, rows, done, tokens, seconds)
+    def spy(call, rows, done, picked, seconds):
+        found = list(finish(call, rows, done, picked, seconds))
         for row in done:
             held = {}
             for n, layer in rows.cache.ragged.items():
@@ -88,20 +76,21 @@ def answers(model, prompts, conditions, monkeypatch=None, **changes):
                 flat = mine.positions if mine.hidden is None else mine.positions.masked_fill(mine.hidden, -1)
                 held[n] = [[p for p in head.tolist() if p >= 0] for head in flat.split(mine.lengths[0].tolist())]
             ends[rows.tags[row]] = End(rows.logits[row].clone(), held)
+        yield from found
 
-    engine._Engine._finish = spy
+    decode._finished = spy
     try:
         given = {"max_new_tokens": NEW, "stop_ids": (), "repeat": (7, 3, 9), **changes}
         found = engine.generate(model, prompts, conditions, **given)
     finally:
-        engine._Engine._finish = finish
+        decode._finished = finish
     return found, [[ends[i, j] for j in range(len(conditions))] for i in range(len(prompts))]
 
 
 def cut(regime: str, policy: str = "watched", **changes) -> Condition:
     """A condition that evicts in `regime`."""
     more = {"chunked": {"chunk": 16}, "decode cap": {"interval": 3}}.get(regime, {})
-    return Condition(policy, regime=regime, **{"capacity": CAP, **more, **changes})
+    return flat(policy, regime=regime, **{"budget": CAP, **more, **changes})
 
 
 REGIMES = ["prefill", "chunked", "offline", "decode cap", "per step"]
@@ -132,7 +121,7 @@ def greedy(model, prompt: list[int], n: int) -> tuple[list[int], torch.Tensor]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_without_eviction_the_engine_is_a_greedy_loop_of_hugging_face(name):
     model, prompts = architecture(name), tiny_prompts(70, 55, 20)
-    ours, ends = answers(model, prompts, [Condition(regime="prefill"), Condition(regime="decode cap")])
+    ours, ends = answers(model, prompts, [Condition(), Condition(regime=DecodeCap())])
     for prompt, row, states in zip(prompts, ours, ends, strict=True):
         tokens, logits = greedy(model, prompt, NEW)
         for one, state in zip(row, states, strict=True):
@@ -159,13 +148,13 @@ THOROUGH += [(a, "lopsided", r, m) for a in ARCHITECTURES for r, m in MODES[3:]]
 @pytest.mark.parametrize(("name", "policy", "regime", "mode"), list(dict.fromkeys(THOROUGH)))
 def test_evicted_decoding_equals_the_slow_transcription(name, policy, regime, mode):
     model, [prompt] = architecture(name), tiny_prompts(70)
-    c = cut(regime, policy, **({"chunk_mode": mode} if mode else {}))
+    c = cut(regime, policy, **({"when": mode} if mode else {}))
     [[ours]], [[end]] = answers(model, [prompt], [c])
     slow = Slow(model, prompt, sliding_of(name), evictable(name))
     decide = DECIDE[policy]
     if name == "mistral" and policy != "streaming_llm":
         decide = looked_at(WINDOW, 5 if policy == "lopsided" else 0, sliding=32)
-    each = {"budget": lambda seen: CAP, "every_chunk": lambda seen: CAP}.get(c.chunk_mode)
+    each = {"budget": lambda seen: CAP, "every_chunk": lambda seen: CAP}.get(mode)
     tokens, logits = slow_run(
         slow, decide, budget=CAP, new_tokens=NEW, chunk=16 if regime == "chunked" else None, chunk_budget=each,
         every={"decode cap": 3, "per step": 1}.get(regime),
@@ -213,15 +202,15 @@ def small(policy: str, regime: str, **changes) -> Condition:
 
 
 def every(regime: str, **changes) -> list[Condition]:
-    names = [n for n in POLICIES if regime not in CATALOGUE[n].refuses]
+    names = [n for n in POLICIES if regime in CATALOGUE[n].regimes]
     return [small(n, regime, **changes) for n in names]
 
 
 def unlimited(regime: str, names: list[str]) -> list[Condition]:
     """Budgets that nothing exceeds; pages are chosen anew for every token, of all that is seen by then, so that
     theirs must exceed the prompt, which only a cap may."""
-    budget = {"capacity": 200} if regime in DECODING else {"capacity": None, "share": 1.0}
-    names = [n for n in names if regime not in CATALOGUE[n].refuses and (regime in DECODING or CATALOGUE[n].frees)]
+    budget = {"budget": 200 if regime in DECODING else 1.0}
+    names = [n for n in names if regime in CATALOGUE[n].regimes and (regime in DECODING or CATALOGUE[n].frees)]
     return [small(n, regime, **budget) for n in names]
 
 
@@ -232,7 +221,7 @@ def test_a_full_budget_is_no_eviction_bit_for_bit(name, regimes):
     model, [prompt] = architecture(name), tiny_prompts(55)
     names = POLICIES if name == "llama" else ["streaming_llm", "ada_kv", "cake"]
     for regime in regimes:
-        conditions = [Condition(regime=regime, chunk=16), *unlimited(regime, names)]
+        conditions = [flat(regime=regime, chunk=16), *unlimited(regime, names)]
         conditions += [replace(c, execution="masked") for c in conditions[1:3]]
         if regime == "chunked":  # each by itself: rows of one batch differ in their last bits in a mixture of experts
             calls = [answers(model, [prompt], [c]) for c in conditions]
@@ -257,7 +246,7 @@ def test_eviction_equals_a_masked_full_cache(name, modes):
         conditions = [cut(regime, "lopsided"), small("streaming_llm", regime)]
         if name == "llama":
             conditions += [c for c in every(regime) if CATALOGUE[c.policy].frees]
-        conditions = [replace(c, chunk_mode=mode or "last_chunk") for c in conditions]
+        conditions = [other(c, when=mode or "last_chunk") for c in conditions]
         both = [*conditions, *(replace(c, execution="masked") for c in conditions)]
         found, ends = answers(model, prompts, both)
         for row, states in zip(found, ends, strict=True):
@@ -285,9 +274,9 @@ def test_rows_of_a_batch_equal_rows_alone_whatever_the_padding(name, regimes):
     ]
     conditions = []
     for regime in regimes:
-        conditions += [cut(regime, "lopsided"), cut(regime, until="question"), Condition(regime=regime, chunk=16)]
+        conditions += [cut(regime, "lopsided"), cut(regime, until="question"), flat(regime=regime, chunk=16)]
         names = POLICIES if name == "llama" else ["scissorhands"]
-        conditions += [small(n, regime) for n in names if regime not in CATALOGUE[n].refuses]
+        conditions += [small(n, regime) for n in names if regime in CATALOGUE[n].regimes]
     many, ends = answers(model, texts, conditions, prompt_rows=2)
     [alone], [others] = answers(model, texts[1:], conditions, batch_rows=1)  # the shorter one, padded above
     for c, a, b, x, y in zip(conditions, many[1], alone, ends[1], others, strict=True):
@@ -303,8 +292,8 @@ def test_rows_of_a_batch_equal_rows_alone_whatever_the_padding(name, regimes):
 
 def test_selected_pages_are_told_and_nothing_else_has_any():
     model, [prompt] = architecture("llama"), tiny_prompts(60)
-    conditions = [Condition("quest_pages", 40, regime="prefill", switches=(("page", 8),)), Condition(regime="prefill")]
-    conditions += [Condition("k_norm", 40, regime="prefill"), Condition("lru", 40)]
+    conditions = [Condition("quest_pages", 40, Prefill(), switches=(("page", 8),)), Condition()]
+    conditions += [Condition("k_norm", 40, Prefill()), Condition("lru", 40, SharedCap())]
     [row] = engine.generate(model, [prompt], conditions, **FEW)
     assert [g.pages for g in row] == [5, None, None, None]
     assert (row[0].evicted, row[0].kept) == (0, [62] * 3)
@@ -315,7 +304,7 @@ def test_tri_attention_turns_each_layer_by_its_own_frequencies(regime, tmp_path)
     model, prompts = architecture("gemma3"), tiny_prompts(60, 50)
     calibrate.write(calibrate.calibrate(model, prompts), tmp_path / "queries.json")
     given = (("calibration", str(tmp_path / "queries.json")),)
-    c = Condition("tri_attention", 20, regime=regime, reading="as_described", switches=given, interval=1, chunk=32)
+    c = flat("tri_attention", 20, regime=regime, reading="as_described", switches=given, interval=1, chunk=32)
     [[g]] = engine.generate(model, prompts[:1], [c], **FEW)
     assert g.evicted > 0
     with pytest.raises(InputError, match="made from other weights|is made for"):
@@ -328,8 +317,8 @@ def test_calls_that_are_no_lists_of_prompts_are_refused():
         engine.generate(model, [3, 4, 5], [Condition()], **FEW)
     with pytest.raises(InputError, match="is text: give token ids"):
         engine.generate(model, ["some text"], [Condition()], **FEW)
-    with pytest.raises(InputError, match="capacity '8' for lru: a whole number"):
-        engine.generate(model, tiny_prompts(60), [Condition("lru", "8")], **FEW)
+    with pytest.raises(InputError, match="budget '8' for lru: a whole number"):
+        engine.generate(model, tiny_prompts(60), [Condition("lru", "8", SharedCap())], **FEW)
 
 
 def repeated(model, ids, first):
@@ -363,9 +352,9 @@ def test_kv_zip_plus_keeps_what_its_formula_ranks_first(regime):
     ranked[..., :4] = torch.inf
     wanted = torch.zeros(ranked.numel(), dtype=torch.bool)
     wanted[ranked.flatten().topk(20 * 6).indices] = True
-    c = Condition("kv_zip_plus", 20, regime=regime)
+    c = flat("kv_zip_plus", 20, regime=regime)
     settings = {"max_new_tokens": 2, "stop_ids": (), "repeat": ask, "kept_sets": True}
-    [[g, plain]] = engine.generate(model, [prompt], [c, Condition("kv_zip", 20, regime=regime)], **settings)
+    [[g, plain]] = engine.generate(model, [prompt], [c, flat("kv_zip", 20, regime=regime)], **settings)
     assert torch.equal(torch.stack([torch.from_numpy(s) for s in g.kept_sets]), wanted.view(3, 2, 60).cpu())
     assert plain.kept_positions_hash != g.kept_positions_hash
     assert not any(m._forward_pre_hooks for m in model.modules())
@@ -375,9 +364,9 @@ def test_kv_zip_plus_keeps_what_its_formula_ranks_first(regime):
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_prompt_within_the_window_keeps_its_tokens(policy, regime):
     model, [prompt] = architecture("llama"), tiny_prompts(11)
-    budget = {"capacity": 60} if regime in DECODING else {"share": 1.0}
-    c = Condition(policy, regime=regime, chunk=8, **budget)
-    [[full, ours]] = engine.generate(model, [prompt], [Condition(regime="prefill"), c], **FEW)
+    budget = {"budget": 60 if regime in DECODING else 1.0}
+    c = flat(policy, regime=regime, chunk=8, **budget)
+    [[full, ours]] = engine.generate(model, [prompt], [Condition(), c], **FEW)
     assert (ours.tokens, ours.evicted) == (full.tokens, 0)
 
 
@@ -386,7 +375,7 @@ def test_a_prompt_within_the_window_keeps_its_tokens(policy, regime):
 def test_guards_hold_under_every_kind_of_budget(policy, reading):
     model, prompts = architecture("llama"), tiny_prompts(480, 400)
     switches = (("window", 8),)
-    c = Condition(policy, 60, 0.2, 0.2, regime="prefill", reading=reading, switches=switches)
+    c = Condition(policy, 60, Prefill(), prefix=0.2, suffix=0.2, reading=reading, switches=switches)
     for [g], ids in zip(engine.generate(model, prompts, [c], **FEW, kept_sets=True), prompts, strict=True):
         kept = torch.stack([torch.from_numpy(layer) for layer in g.kept_sets])
         assert bool(kept[:, :, :12].all())
@@ -396,7 +385,7 @@ def test_guards_hold_under_every_kind_of_budget(policy, reading):
 
 def test_random_draws_anew_for_every_prompt_and_seed_and_never_for_the_batch():
     model, prompts = architecture("llama"), tiny_prompts(60, 60)
-    c = [Condition("random", 20, regime=regime, interval=2) for regime in ("prefill", "decode cap")]
+    c = [flat("random", 20, regime=regime, interval=2) for regime in ("prefill", "decode cap")]
 
     def kept(texts, **more):
         return [[g.kept_positions_hash for g in row] for row in engine.generate(model, texts, c, **FEW, **more)]
@@ -415,7 +404,7 @@ def test_fair_quotas_whatever_the_padding(policy):
         texts.append(Prompt(ids, spans))
     switches = (("window", 8),) if "window" in CATALOGUE[policy].parameters else ()
     conditions = [
-        Condition(policy, 30, regime="prefill", reading=reading, fair=1.0, spans=("a", "b"), switches=switches)
+        Condition(policy, 30, Prefill(fair=1.0, spans=("a", "b")), reading=reading, switches=switches)
         for reading in ("as_run", "as_described")
     ]
     together = engine.generate(model, texts, conditions, **FEW, prompt_rows=2)
@@ -434,7 +423,7 @@ def test_fair_quotas_whatever_the_padding(policy):
 def test_four_bits_stay_four_bits_while_decoding(regime):
     model = architecture("llama", 64)
     [prompt] = tiny_prompts(300)
-    c = Condition("streaming_llm", 100, regime=regime, interval=3)
+    c = flat("streaming_llm", 100, regime=regime, interval=3)
     held = {}
     for new in (9, 10, 16, 17):
         [[plain, packed]] = engine.generate(model, [prompt], [c, replace(c, bits=4)], max_new_tokens=new, stop_ids=())
@@ -446,7 +435,7 @@ def test_four_bits_stay_four_bits_while_decoding(regime):
 def test_packed_sliding_layers_forget():
     model = architecture("gemma3", 64)
     [[plain, packed]] = engine.generate(
-        model, tiny_prompts(30), [Condition(regime="prefill"), Condition(regime="prefill", bits=4)],
+        model, tiny_prompts(30), [Condition(), Condition(bits=4)],
         max_new_tokens=100, stop_ids=(),
     )  # fmt: skip
     assert packed.kept == plain.kept
@@ -459,8 +448,8 @@ def test_a_scorer_that_says_minus_infinity_still_fills_the_budget(monkeypatch):
 
     monkeypatch.setitem(CATALOGUE, "mine", Policy("Mine", "tests", score))
     model, prompts = architecture("llama"), tiny_prompts(60, 44)
-    c = Condition("mine", 40, regime="prefill")
-    given = [c, replace(c, execution="masked"), replace(c, regime="decode cap")]
+    c = Condition("mine", 40, Prefill())
+    given = [c, replace(c, execution="masked"), other(c, regime="decode cap")]
     for rows in (1, 2):
         for row in engine.generate(model, prompts, given, **FEW, prompt_rows=rows):
             assert len({g.kept_positions_hash for g in row[:2]}) == 1

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from conditions import flat
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.memory import Peak
+from kvrepro.engine.regime import Chunked, Prefill
 
 CPU = torch.device("cpu")
 MB = 2**20
@@ -85,10 +87,10 @@ def peaks() -> dict[str, int]:
     window = (("window", 8),)
 
     def cut(policy: str, regime: str = "prefill", **changes) -> Condition:
-        return Condition(policy, share=SHARE, regime=regime, reading="as_described", **changes)
+        return flat(policy, SHARE, regime=regime, reading="as_described", **changes)
 
     conditions = {
-        "full": Condition(regime="prefill"),
+        "full": Condition(),
         "position": cut("streaming_llm"),
         "window": cut("snapkv", switches=window),
         "heads": cut("ada_kv", switches=window),
@@ -96,9 +98,9 @@ def peaks() -> dict[str, int]:
         "masked": cut("streaming_llm", execution="masked"),
         "layers": cut("cake", switches=window),
         "joint": cut("layer_defensive_kv", switches=window),
-        "full in chunks": Condition(regime="chunked", chunk=100),
+        "full in chunks": Condition(regime=Chunked(chunk=100)),
         "late chunks": cut("streaming_llm", "chunked", chunk=100),
-        "chunks": cut("streaming_llm", "chunked", chunk=100, chunk_mode="every_chunk"),
+        "chunks": cut("streaming_llm", "chunked", chunk=100, when="every_chunk"),
     }
     [row] = engine.generate(
         model, tiny_prompts(TOKENS), list(conditions.values()), max_new_tokens=1, stop_ids=(), measure_peak=True
@@ -124,14 +126,12 @@ def test_chunks_save_the_peak_where_each_is_evicted(peaks):
 
 
 def test_peaks_are_not_measured_unasked():
-    [[g]] = engine.generate(
-        tiny_model(), tiny_prompts(20), [Condition(regime="prefill")], max_new_tokens=1, stop_ids=()
-    )
+    [[g]] = engine.generate(tiny_model(), tiny_prompts(20), [Condition()], max_new_tokens=1, stop_ids=())
     assert g.peak_bytes is None
 
 
 def test_measuring_changes_nothing_but_the_peak():
-    conditions = [Condition(regime="prefill"), Condition("streaming_llm", 10, regime="prefill")]
+    conditions = [Condition(), Condition("streaming_llm", 10, Prefill())]
     rows = [
         engine.generate(tiny_model(), tiny_prompts(30, 20), conditions, max_new_tokens=6, stop_ids=(), measure_peak=on)
         for on in (False, True)

@@ -4,64 +4,49 @@ import os
 from dataclasses import replace
 
 import pytest
-import torch
-from observations import observation
+from conditions import flat, other
 
-from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import (
-    READINGS,
-    REGIMES,
-    Policy,
-    call,
-    capacity_of,
-    check,
-    counts_of,
-    find,
-    guarded,
-    judge,
-    keep,
-    main,
-    source_of,
-    table,
-)
+from kvrepro.engine.policy import READINGS, Policy, budget_of, call, check, find, guarded, main, source_of, table
+from kvrepro.engine.regime import REGIMES, Prefill, SharedCap
 from kvrepro.errors import InputError
 
-FINE = Condition("snapkv", 40, regime="prefill", reading="as_described")
+FINE = Condition("snapkv", 40, Prefill(), reading="as_described")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"policy": "nothing"}, "unknown policy 'nothing': choose one of full, "),
-        ({"policy": "lru"}, "lru looks at all layers together"),
+        ({"policy": "lru"}, "lru cannot run in regime 'prefill': it chooses one set of tokens for all layers; "),
+        ({"regime": "shared cap"}, "snapkv cannot run in regime 'shared cap': it chooses for each layer; take pre"),
         ({"policy": "nowhere/own.py:MINE"}, "no file nowhere/own.py"),
-        ({"regime": "sometimes"}, "unknown regime 'sometimes'"),
         ({"reading": "as_heard"}, "unknown reading 'as_heard': choose as_run or as_described"),
         ({"execution": "virtual"}, "unknown execution 'virtual': choose physical or masked"),
-        ({"suffix_mode": "loose"}, "unknown suffix_mode 'loose'"),
-        ({"chunk_mode": "now"}, "unknown chunk_mode 'now': choose one of last_chunk, budget, every_chunk"),
+        ({"static_suffix": "loose"}, "static_suffix 'loose': True or False"),
+        ({"regime": "chunked", "when": "now"},
+         "unknown when 'now' for chunked: choose one of last_chunk, budget, every_chunk"),
         ({"bits": 3}, "bits 3: 4, or None"),
-        ({"capacity": None}, "capacity None, share None for snapkv: give one of the two"),
-        ({"share": 0.5}, "capacity 40, share 0.5 for snapkv: give one of the two"),
-        ({"capacity": 0}, "capacity 0 for snapkv: a whole number, at least 1, or None"),
-        ({"capacity": 20.0}, "capacity 20.0 for snapkv"),
-        ({"capacity": None, "share": 1.01}, "share 1.01 for snapkv: a number, above 0, at most 1, or None"),
-        ({"capacity": None, "share": 0.0}, "share 0.0 for snapkv"),
-        ({"interval": 0}, "interval 0: a whole number, at least 1"),
-        ({"chunk": 0}, "chunk 0: a whole number, at least 1"),
+        ({"budget": None}, "budget None for snapkv: give a number of tokens, or a share such as 0.2"),
+        ({"budget": 0}, "budget 0 for snapkv: a whole number, at least 1, or a number, above 0, at most 1, or None"),
+        ({"budget": 20.0}, "budget 20.0 for snapkv"),
+        ({"budget": 1.01}, "budget 1.01 for snapkv: a whole number, at least 1, or a number, above 0, at most 1, or"),
+        ({"budget": 0.0}, "budget 0.0 for snapkv"),
+        ({"regime": "decode cap", "interval": 0}, "interval 0 for decode cap: a whole number, at least 1"),
+        ({"regime": "chunked", "chunk": 0}, "chunk 0 for chunked: a whole number, at least 1"),
         ({"prefix": 1.0}, "prefix 1.0: a number, at least 0, below 1"),
         ({"suffix": -0.1}, "suffix -0.1: a number, at least 0, below 1"),
-        ({"fair": 1.5}, "fair 1.5: a number, at least 0, at most 1, or None"),
-        ({"fair": "x"}, "fair 'x': a number"),
-        ({"capacity": None, "share": "x"}, "share 'x' for snapkv: a number"),
-        ({"capacity": None, "share": float("nan")}, "share nan for snapkv: a number"),
-        ({"capacity": True}, "capacity True for snapkv: a whole number"),
-        ({"capacity": "40"}, "capacity '40' for snapkv: a whole number"),
+        ({"fair": 1.5}, "fair 1.5 for prefill: a number, at least 0, at most 1, or None"),
+        ({"fair": "x"}, "fair 'x' for prefill: a number"),
+        ({"budget": "x"}, "budget 'x' for snapkv: a whole number"),
+        ({"budget": float("nan")}, "budget nan for snapkv: a whole number"),
+        ({"budget": True}, "budget True for snapkv: a whole number"),
+        ({"budget": "40"}, "budget '40' for snapkv: a whole number"),
         ({"prefix": "a"}, "prefix 'a': a number"),
         ({"policy": None}, "policy None: a text"),
-        ({"until": 3}, "until 3: a text"),
-        ({"regime": "harness", "prefix": "a"}, "prefix 'a': a number"),
+        ({"until": 3}, "until 3 for prefill: a text"),
+        ({"policy": "lru", "regime": "shared cap", "prefix": "a"}, "prefix 'a': a number"),
         ({"switches": {"window": 8}}, r"switches {'window': 8}: give a tuple of pairs, \(\('window', 16\),\)"),
         ({"switches": ("window", 8)}, r"switches \('window', 8\): give a tuple of pairs"),
         ({"switches": [("window", 8)]}, "give a tuple of pairs"),
@@ -69,27 +54,26 @@ FINE = Condition("snapkv", 40, regime="prefill", reading="as_described")
         ({"switches": (("window", 8), ("window", 9))}, "for SnapKV name a parameter twice"),
         ({"whitelist": "question"}, "whitelist 'question': give a tuple of span names"),
         ({"spans": ["a", "b"]}, "give a tuple of span names"),
-        ({"policy": "quest_pages", "capacity": 100}, "capacity 100 >= 100 tokens to compress: every page is read"),
+        ({"policy": "quest_pages", "budget": 100}, "budget 100 >= 100 tokens to compress: every page is read"),
         ({"policy": "cake", "fair": 0.5}, "fair 0.5 for cake, whose budgets wait for every layer"),
-        ({"regime": "chunked", "fair": 1.0}, "prefill or offline, not chunked"),
         ({"switches": (("windows", 4),)}, "SnapKV has no parameter 'windows': it has window, recent"),
         ({"switches": (("window", 0),)}, "window 0 for SnapKV: a whole number, at least 1"),
         ({"switches": (("window", 2.5),)}, "window 2.5 for SnapKV"),
         ({"switches": (("recent", -1),)}, "recent -1 for SnapKV: a whole number, at least 0"),
         ({"policy": "kv_zip", "regime": "per step"}, "kv_zip cannot run in regime 'per step': it repeats"),
         ({"policy": "full"}, "policy full keeps every token"),
-        ({"policy": "full", "capacity": None, "switches": (("window", 4),)}, "policy full has no parameters"),
-        ({"capacity": 100}, "capacity 100 >= 100 tokens to compress: nothing leaves; lower it, or say share=1.0"),
-        ({"capacity": 31}, r"budget 31 < 32 protected tokens \(32 recent\)"),
+        ({"policy": "full", "budget": None, "switches": (("window", 4),)}, "policy full keeps every token"),
+        ({"budget": 100}, "budget 100 >= 100 tokens to compress: nothing leaves; lower it, or say 1.0"),
+        ({"budget": 31}, r"budget 31 < 32 protected tokens \(32 recent\)"),
         ({"prefix": 0.25, "suffix": 0.2}, r"budget 40 < 42 protected tokens \(10 prefix \+ 8 suffix \+ 32 recent\)"),
-        ({"capacity": None, "share": 0.009}, "share 0.009 of 100 tokens keeps 0: raise the share"),
-        ({"regime": "chunked", "chunk_mode": "every_chunk", "chunk": 50, "capacity": None, "share": 0.4},
+        ({"budget": 0.009}, "budget 0.009 of 100 tokens keeps 0: raise the share"),
+        ({"regime": "chunked", "when": "every_chunk", "chunk": 50, "budget": 0.4},
          r"budget 20 < 32 protected tokens \(32 recent\) after the first chunk of 50"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_met_is_one_line_with_both_values(change, words):
     with pytest.raises(InputError, match=words) as error:
-        check(replace(FINE, **change), 100)
+        check(other(FINE, **change), 100)
     assert "\n" not in str(error.value)
 
 
@@ -134,7 +118,7 @@ def test_what_cannot_be_met_is_one_line_with_both_values(change, words):
 )
 def test_every_switch_is_held_to_its_range(policy, name, value, words):
     with pytest.raises(InputError, match=words) as error:
-        check(Condition(policy, 40, regime="prefill", switches=((name, value),)), 100)
+        check(Condition(policy, 40, Prefill(), switches=((name, value),)), 100)
     assert "\n" not in str(error.value)
 
 
@@ -154,29 +138,39 @@ def test_a_readers_own_parameters_are_held_to_its_annotations_alone():
 @pytest.mark.parametrize(
     "change",
     [
-        {}, {"capacity": None, "share": 1.0}, {"regime": "decode cap", "capacity": 1000}, {"execution": "masked"},
-        {"regime": "chunked", "chunk_mode": "last_chunk", "chunk": 5}, {"prefix": 0.1, "suffix": 0.1},
+        {}, {"budget": 1.0}, {"regime": "decode cap", "budget": 1000}, {"execution": "masked"},
+        {"regime": "chunked", "when": "last_chunk", "chunk": 5}, {"prefix": 0.1, "suffix": 0.1},
         {"switches": (("recent", 0), ("window", 8))}, {"fair": 0.0},
     ],
 )  # fmt: skip
 def test_what_can_be_met_passes(change):
-    check(replace(FINE, **change), 100)
+    check(other(FINE, **change), 100)
+
+
+@pytest.mark.parametrize("words", [{"chunk": 5}, {"interval": 8}])
+def test_a_regime_has_no_settings_of_others(words):
+    with pytest.raises(TypeError, match=next(iter(words))):
+        Prefill(**words)
+
+
+def test_quotas_belong_to_regimes_that_see_every_span():
+    assert {name for name, regime in REGIMES.items() if hasattr(regime, "fair")} == {"prefill", "offline"}
 
 
 def test_whitelisted_tokens_count_once_beside_what_is_protected_anyway():
     inside = [-90, -89, -88]
-    check(replace(FINE, capacity=35), 100, inside)
-    check(replace(FINE, capacity=35), 100, [*inside, *inside, -1, -2, -32])
+    check(replace(FINE, budget=35), 100, inside)
+    check(replace(FINE, budget=35), 100, [*inside, *inside, -1, -2, -32])
     with pytest.raises(InputError, match=r"budget 34 < 35 protected tokens \(32 recent \+ 3 whitelist\)"):
-        check(replace(FINE, capacity=34), 100, inside)
+        check(replace(FINE, budget=34), 100, inside)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_policy_runs_or_says_why_not_in_every_regime(name):
     for regime in REGIMES:
         for reading in READINGS:
-            c = Condition(name, 4000, regime=regime, reading=reading, chunk=4096)
-            if regime in CATALOGUE[name].refuses:
+            c = flat(name, 4000, regime=regime, reading=reading, chunk=4096)
+            if regime not in CATALOGUE[name].regimes:
                 with pytest.raises(InputError, match=f"{name} cannot run in regime '{regime}': "):
                     check(c, 5000)
             else:
@@ -184,16 +178,16 @@ def test_every_policy_runs_or_says_why_not_in_every_regime(name):
 
 
 def test_shares_round_down_and_never_by_a_hair():
-    c = Condition("k_norm", regime="prefill", share=0.29)
-    assert [capacity_of(c, n) for n in (100, 99, 10, 3)] == [29, 28, 2, 0]
-    assert capacity_of(Condition("k_norm", 7), 100) == 7
-    assert capacity_of(Condition(), 100) == 100
+    c = Condition("k_norm", 0.29, Prefill())
+    assert [budget_of(c, n) for n in (100, 99, 10, 3)] == [29, 28, 2, 0]
+    assert budget_of(Condition("k_norm", 7, SharedCap()), 100) == 7
+    assert budget_of(Condition(), 100) == 100
 
 
 def test_guards_are_fractions_of_the_budget_four_at_least():
-    c = Condition("k_norm", 100, prefix=0.1, suffix=0.02, regime="prefill")
-    assert guarded(c, 100) == (10, 4)
-    assert guarded(replace(c, suffix=0.0), 100) == (10, 0)
+    c = Condition("k_norm", 100, Prefill(), prefix=0.1, suffix=0.02)
+    assert guarded(c, 100, {}) == (10, 4)
+    assert guarded(replace(c, suffix=0.0), 100, {}) == (10, 0)
 
 
 def test_readings_differ_where_the_public_code_does():
@@ -203,47 +197,6 @@ def test_readings_differ_where_the_public_code_does():
     assert policy.reading("as_run", (("window", 5), ("a", 9))) == {"window": 5, "recent": 5, "a": 9, "b": 3}
     assert policy.readings == ("as_run", "as_described")
     assert replace(policy, as_run={}).readings == ("as_described",)
-
-
-def test_a_policys_functions_get_what_they_name():
-    o = observation(tokens=20, kv_heads=2, dead=4)
-    got = {}
-
-    def score(o, weight, budget):
-        got["score"] = (weight, budget.tolist())
-        return o.positions.float() * weight
-
-    def shield(o, scores, budget, width):
-        got["shield"] = width
-        return (o.positions >= 0) & (o.positions < width)
-
-    def allocate(scores, protected, budget, o, extra):
-        got["allocate"] = (o.seen.tolist(), extra)
-        return torch.stack([budget + extra, budget - extra], 1)
-
-    def refine(o, scores, counts, protected, weight):
-        got["refine"] = counts.tolist()
-        newest = torch.zeros_like(protected)
-        newest[:, :, -2] = True
-        return -scores, newest
-
-    parameters = {"weight": 3.0, "width": 2, "extra": 1, "unused": None, "recent": 1}
-    policy = Policy("P", "s", score, parameters, allocate=allocate, shield=shield, refine=refine)
-    budget = torch.tensor([6, 7])
-    scores, protected = judge(policy, parameters, o, budget, torch.zeros_like(o.alive))
-    assert scores.dtype == torch.float32
-    assert (scores[~o.alive] == -torch.inf).all()
-    assert not protected[~o.alive].any()
-    assert protected[:, :, -1].all()
-    counts = counts_of(policy, parameters, o, scores, protected, budget)
-    kept = keep(policy, parameters, o, scores, protected, counts)
-    assert got == {
-        "score": (3.0, [6, 7]), "shield": 2, "allocate": ([20, 20], 1), "refine": [[7, 5], [8, 6]]
-    }  # fmt: skip
-    assert kept.sum(-1).tolist() == [[7, 5], [8, 6]]
-    assert kept[:, :, -2:].all()
-    first = o.alive.int().argmax(-1)
-    assert kept.gather(2, first[..., None]).all()  # refined scores turn the order round
 
 
 def test_call_hands_over_named_parameters_alone():
@@ -257,11 +210,11 @@ def test_a_readers_own_policy_comes_from_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find("own.py:MINE").title == "Mine"
     assert find(f"{file}:MINE").title == "Mine"
-    mine = Condition("own.py:MINE", 10, regime="prefill")
+    mine = Condition("own.py:MINE", 10, Prefill())
     before = source_of(mine)
     file.write_text(text.replace("float()", "double()") + "MINE = Policy('Mine', 'me', last)\nOTHER = 3\n")
     os.utime(file, ns=(1, 1))
-    assert len({before, source_of(mine), source_of(Condition("snapkv", 10, regime="prefill"))}) == 3
+    assert len({before, source_of(mine), source_of(Condition("snapkv", 10, Prefill()))}) == 3
     check(mine, 100)
     with pytest.raises(InputError, match=r"own.py has no Policy called OTHER"):
         find("own.py:OTHER")
@@ -269,20 +222,20 @@ def test_a_readers_own_policy_comes_from_a_file(tmp_path, monkeypatch):
 
 def test_files_that_parameters_name_belong_to_what_decides(tmp_path):
     (tmp_path / "gates.json").write_text("1")
-    c = Condition("duo_attention", 10, regime="prefill", switches=(("gates_file", str(tmp_path / "gates.json")),))
+    c = Condition("duo_attention", 10, Prefill(), switches=(("gates_file", str(tmp_path / "gates.json")),))
     before = source_of(c)
     (tmp_path / "gates.json").write_text("2")
     os.utime(tmp_path / "gates.json", ns=(1, 1))
     assert source_of(c) != before != ""
-    assert source_of(Condition("snapkv", 10, regime="prefill")) == ""
+    assert source_of(Condition("snapkv", 10, Prefill())) == ""
 
 
 def test_the_table_has_a_row_for_every_policy():
     rows = table()
     names = [row["name"] for row in rows]
-    general = [row["name"] for row in rows if row["regimes"] != "harness"]
-    assert general == ["full", *CATALOGUE]
-    assert len({(row["name"], row["regimes"] == "harness") for row in rows}) == len(names)
+    assert names == ["full", *CATALOGUE]
+    shared = [row["name"] for row in rows if row["regimes"] == SharedCap.name]
+    assert shared == names[-len(shared) :] == list(SHARED)
     assert all(all(row.values()) for row in rows)
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conditions import flat
 from tiny import architecture
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
@@ -12,6 +13,7 @@ from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import Policy, check
+from kvrepro.engine.regime import Prefill, SharedCap
 from kvrepro.errors import InputError
 from kvrepro.experiment import models, run
 from kvrepro.experiment.data import Item
@@ -22,8 +24,8 @@ NEW = 6
 
 def cut(policy: str = "snapkv", regime: str = "prefill", **changes) -> Condition:
     switches = (("window", 4),) if "window" in CATALOGUE[policy].parameters else ()
-    base = {"capacity": 20, "chunk": 16, "interval": 2, "reading": "as_described", "switches": switches}
-    return Condition(policy, regime=regime, **{**base, **changes})
+    base = {"budget": 20, "chunk": 16, "interval": 2, "reading": "as_described", "switches": switches}
+    return flat(policy, regime=regime, **{**base, **changes})
 
 
 def answers(prompts, conditions, model=None, **changes):
@@ -49,9 +51,9 @@ def test_every_item_of_every_call_is_compressed(regime):
 
 def test_nothing_of_one_call_is_left_for_the_next():
     model, prompts = tiny_model("llama"), tiny_prompts(60, 50)
-    full = [g.tokens for [g] in answers(prompts, [Condition(regime="prefill")], model)]
+    full = [g.tokens for [g] in answers(prompts, [Condition()], model)]
     answers(prompts, [cut(regime=r) for r in REGIMES], model)
-    assert [g.tokens for [g] in answers(prompts, [Condition(regime="prefill")], model)] == full
+    assert [g.tokens for [g] in answers(prompts, [Condition()], model)] == full
     assert model.config._attn_implementation == "eager"
     assert not model._forward_hooks
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -87,13 +89,13 @@ def test_no_queries_are_asked_for_by_0():
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_share_that_keeps_nothing_is_refused(regime):
-    with pytest.raises(InputError, match=r"share 0.01 of 60 tokens keeps 0: raise the share"):
-        answers(tiny_prompts(60), [cut("k_norm", regime, capacity=None, share=0.01)])
+    with pytest.raises(InputError, match=r"budget 0.01 of 60 tokens keeps 0: raise the share"):
+        answers(tiny_prompts(60), [cut("k_norm", regime, budget=0.01)])
 
 
 def test_a_share_that_keeps_nothing_of_the_first_chunk_is_refused():
-    c = cut("k_norm", "chunked", capacity=None, share=0.05, chunk_mode="every_chunk")
-    with pytest.raises(InputError, match="share 0.05 of 16 tokens keeps 0: raise the share"):
+    c = cut("k_norm", "chunked", budget=0.05, when="every_chunk")
+    with pytest.raises(InputError, match="budget 0.05 of 16 tokens keeps 0: raise the share"):
         answers(tiny_prompts(60), [c])
 
 
@@ -120,29 +122,29 @@ def test_heads_and_layers_that_keep_nothing_still_answer(monkeypatch):
 
 @pytest.mark.parametrize("regime", ["prefill", "chunked", "offline"])
 def test_a_budget_that_nothing_exceeds_is_refused(regime):
-    for capacity in (60, 61, 4096):
-        words = f"capacity {capacity} >= 60 tokens to compress: nothing leaves"
+    for budget in (60, 61, 4096):
+        words = f"budget {budget} >= 60 tokens to compress: nothing leaves"
         with pytest.raises(InputError, match=words):
-            answers(tiny_prompts(60), [cut(regime=regime, capacity=capacity)])
+            answers(tiny_prompts(60), [cut(regime=regime, budget=budget)])
 
 
 @pytest.mark.parametrize("regime", ["prefill", "chunked", "decode cap"])
 def test_a_budget_beyond_a_sliding_window_is_refused_or_seen(regime):
     model = architecture("mistral")  # looks back 32 tokens
     if regime == "decode cap":
-        [[g]] = answers(tiny_prompts(60), [cut("streaming_llm", regime, capacity=40)], model)
+        [[g]] = answers(tiny_prompts(60), [cut("streaming_llm", regime, budget=40)], model)
         assert (g.policy_calls, g.evicted) == (0, 0)
     else:
-        with pytest.raises(InputError, match="capacity 40 >= 31 tokens to compress: nothing leaves"):
-            answers(tiny_prompts(60), [cut("streaming_llm", regime, capacity=40)], model)
-    [[g]] = answers(tiny_prompts(60), [cut("streaming_llm", regime, capacity=None, share=0.5)], model)
+        with pytest.raises(InputError, match="budget 40 >= 31 tokens to compress: nothing leaves"):
+            answers(tiny_prompts(60), [cut("streaming_llm", regime, budget=40)], model)
+    [[g]] = answers(tiny_prompts(60), [cut("streaming_llm", regime, budget=0.5)], model)
     assert len(g.kept_positions) == 15
     assert g.evicted > 0
 
 
 @pytest.mark.parametrize("regime", ["decode cap", "per step"])
 def test_a_cap_that_is_never_met_says_so(regime):
-    small, large = (cut(regime=regime, capacity=capacity) for capacity in (100, 400))
+    small, large = (cut(regime=regime, budget=budget) for budget in (100, 400))
     [[a, b, c]] = answers(tiny_prompts(60), [small, large, cut(regime=regime)])
     assert a.tokens == b.tokens
     assert (a.policy_calls, a.evicted) == (b.policy_calls, b.evicted) == (0, 0)
@@ -150,9 +152,11 @@ def test_a_cap_that_is_never_met_says_so(regime):
     assert c.evicted > 0
 
 
-@pytest.mark.parametrize("policy", [n for n, p in CATALOGUE.items() if p.frees and "duo" not in n and "tri" not in n])
+@pytest.mark.parametrize(
+    "policy", [n for n, p in CATALOGUE.items() if p.frees and not p.shared and "duo" not in n and "tri" not in n]
+)
 def test_every_step_of_the_budget_changes_what_is_kept(policy):
-    conditions = [cut(policy, capacity=n) for n in (12, 13, 24, 48)]
+    conditions = [cut(policy, budget=n) for n in (12, 13, 24, 48)]
     row = answers(tiny_prompts(60), conditions)[0]
     assert len({g.kept_positions_hash for g in row}) == 4
     assert [sum(g.kept) for g in row] == sorted(sum(g.kept) for g in row)
@@ -179,7 +183,7 @@ def test_masks_do_not_depend_on_a_name(implementation):
     model = tiny_model("llama")
     model.set_attn_implementation(implementation)
     prompts = tiny_prompts(60, 30)
-    conditions = [Condition(regime="prefill"), cut()]
+    conditions = [Condition(), cut()]
     padded = answers(prompts, conditions, model, prompt_rows=2)
     alone = [answers([p], conditions, model)[0] for p in prompts]
     assert [[g.tokens for g in row] for row in padded] == [[g.tokens for g in row] for row in alone]
@@ -196,7 +200,7 @@ def test_masks_do_not_depend_on_a_name(implementation):
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_bytes_are_those_of_kv_heads(regime):
-    [[full, g]] = answers(tiny_prompts(60), [Condition(regime="prefill"), cut("streaming_llm", regime)])
+    [[full, g]] = answers(tiny_prompts(60), [Condition(), cut("streaming_llm", regime)])
     per_token = 3 * 2 * 2 * 8 * 4  # layers, KV heads (of 6 query heads), keys and values, dim, float32
     assert full.bytes_full == g.bytes_full == (60 + NEW - 1) * per_token
     assert full.bytes_held <= 1.1 * full.bytes_full  # positions weigh much beside heads of 8
@@ -215,7 +219,7 @@ def test_no_layer_ever_attends_in_another_way(regime, monkeypatch):
 
     model, prompts = tiny_model("llama"), tiny_prompts(60)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", forbidden)
-    names = [p for p in CATALOGUE if regime not in CATALOGUE[p].refuses and p[:3] not in ("duo", "tri")]
+    names = [p for p in CATALOGUE if regime in CATALOGUE[p].regimes and p[:3] not in ("duo", "tri")]
     conditions = [cut(p, regime) for p in names]
     assert len(answers(prompts, conditions, model)[0]) == len(conditions)
     with pytest.raises(AssertionError, match="eager attention"):
@@ -251,7 +255,7 @@ def test_a_checkpoint_without_template_or_tokenizer_is_refused(tmp_path):
 # ---- 10. a failed generation is scored as an answer
 
 
-@pytest.mark.parametrize("condition", [Condition(regime="prefill"), Condition(), Condition("lru", 12)])
+@pytest.mark.parametrize("condition", [Condition(), Condition("lru", 12, SharedCap())])
 def test_logits_that_are_no_numbers_are_no_answer(condition):
     model = tiny_model("llama")
     model.lm_head.weight.data[7, 3] = torch.nan
@@ -274,7 +278,7 @@ def test_a_failed_item_is_a_row_with_an_error_and_without_measures(tmp_path, mon
     items = [
         Item(f"i{n}", "task", ({"role": "user", "content": "seven ships " * n},), answer="seven") for n in (2, 40, 3)
     ]
-    conditions = [Condition(regime="prefill"), Condition("streaming_llm", 12, regime="prefill")]
+    conditions = [Condition(), Condition("streaming_llm", 12, Prefill())]
     frame = run.run("c", loaded, items, conditions, name="n", results=tmp_path, max_new_tokens=3, progress=False)
     failed = frame[frame["item"] == "i40"]
     assert failed["error"].str.startswith("ArithmeticError: NaN").all()
@@ -283,17 +287,21 @@ def test_a_failed_item_is_a_row_with_an_error_and_without_measures(tmp_path, mon
     assert frame[frame["item"] != "i40"]["token_f1"].notna().all()
 
 
-@pytest.mark.parametrize(
-    "foreign", [{"bits": 4}, {"whitelist": ("a",)}, {"until": "question"}, {"fair": 1.0}, {"share": 0.2}]
-)
-def test_the_harness_refuses_what_it_would_ignore(foreign):
-    with pytest.raises(InputError, match="regime harness, which has no such thing"):
-        check(Condition("snapkv", 100, **foreign))
+@pytest.mark.parametrize("foreign", [{"bits": 4}, {"whitelist": ("a",)}, {"budget": 0.2}])
+def test_the_shared_cap_refuses_what_it_would_ignore(foreign):
+    with pytest.raises(InputError, match="in regime 'shared cap', which has no such thing"):
+        check(Condition("lru", **{"budget": 100, "regime": SharedCap(), **foreign}))
+
+
+@pytest.mark.parametrize("foreign", [{"until": "question"}, {"fair": 1.0}, {"spans": ("a",)}, {"chunk": 16}])
+def test_the_shared_cap_has_no_settings_of_other_regimes(foreign):
+    with pytest.raises(TypeError, match=next(iter(foreign))):
+        SharedCap(**foreign)
 
 
 def test_selected_pages_take_no_guards():
     with pytest.raises(InputError, match="no guards, quotas or masks"):
-        check(Condition("quest_pages", 64, prefix=0.1, regime="prefill"))
+        check(Condition("quest_pages", 64, Prefill(), prefix=0.1))
 
 
 @pytest.mark.parametrize(
@@ -308,4 +316,4 @@ def test_a_scorer_of_the_wrong_kind_is_named(monkeypatch, score, words):
     monkeypatch.setitem(CATALOGUE, "mine", Policy("Mine", "a test", score))
     model, [prompt] = tiny_model(), tiny_prompts(40)
     with pytest.raises(InputError, match=words):
-        engine.generate(model, [prompt], [Condition("mine", 10, regime="prefill")], max_new_tokens=2, stop_ids=())
+        engine.generate(model, [prompt], [Condition("mine", 10, Prefill())], max_new_tokens=2, stop_ids=())

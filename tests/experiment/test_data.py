@@ -452,7 +452,7 @@ def test_the_command_prints_one_line_for_bad_input():
             0.1,
             "Qwen/Qwen3-4B-Instruct-2507",
         ),
-        ("n481/phi4mini/phi4mini-c256-h2o-prot.jsonl", "h2o", 256, 0.1, "microsoft/Phi-4-mini-instruct"),
+        ("n481/phi4mini/phi4mini-c256-h2o-prot.jsonl", "h2o_simple", 256, 0.1, "microsoft/Phi-4-mini-instruct"),
     ],
 )
 def test_conditions_are_read_from_file_names(path, policy, capacity, side, model):

@@ -7,12 +7,16 @@ from pathlib import Path
 import checkpoint
 import pandas as pd
 import pytest
+from conditions import flat
 
 from kvrepro.chapters.protection import study
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.regime import SharedCap
 from kvrepro.experiment import data, models, stats, store
 from kvrepro.experiment.run import Answers, Settings, run
+
+CAP, ENDS = SharedCap(), {"prefix": 0.1, "suffix": 0.1}
 
 OWN = [
     {"context": " ".join(f"Ship {i} reached the harbour with {i * 7 % 90} crates of tea." for i in range(400)),
@@ -67,7 +71,8 @@ def test_prompts_follow_the_protocol(source, loaded):
 
 def test_rows_come_out(source, loaded, tmp_path):
     items = data.load_items(str(source), 2, seed=1)
-    conditions = [Condition(), Condition("lru", 128), Condition("lru", 128, 0.1, 0.1), Condition("h2o", 128, 0.1, 0.1)]
+    conditions = [Condition(), Condition("lru", 128, CAP)]
+    conditions += [Condition(name, 128, CAP, **ENDS) for name in ("lru", "h2o_simple")]
     limit = study.paper_limit(loaded, items, 12)
     settings = Settings(results=tmp_path, progress=False)
     frame = run(Answers("protection", "real", items, conditions, 12, limit), loaded, settings)
@@ -91,7 +96,7 @@ def test_rows_come_out(source, loaded, tmp_path):
 
 
 def test_batching_items_together_changes_nothing(source, loaded, tmp_path):
-    items, conditions = data.load_items(str(source), 2), [Condition(), Condition("snapkv", 96, 0.1, 0.1)]
+    items, conditions = data.load_items(str(source), 2), [Condition(), Condition("snapkv_simple", 96, CAP, **ENDS)]
     together, apart = (
         run(Answers(name, "real", items, conditions, 10, 700), loaded, Settings(tmp_path, batch_rows=rows))
         for name, rows in (("a", 64), ("b", 1))
@@ -107,7 +112,7 @@ def test_policies_that_know_this_model_evict_as_if_they_masked(regime):
     items = data.load_items("tinyworld", 2, seed=4, tokens=800)
     prompts = [data.build_prompt(item, loaded.tokenizer, 1200) for item in items]
     names = ["duo_attention", "tri_attention", "tri_attention_layer", "kv_zip"]
-    physical = [Condition(name, share=0.6, regime=regime, until="question") for name in names]
+    physical = [flat(name, 0.6, regime=regime, until="question") for name in names]
     masked = [replace(c, execution="masked") for c in physical]
     rows = engine.generate(
         loaded.model, prompts, [*physical, *masked], max_new_tokens=12, stop_ids=models.stop_ids(loaded),

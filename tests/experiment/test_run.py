@@ -10,6 +10,7 @@ import pytest
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Generation
+from kvrepro.engine.regime import Prefill, SharedCap
 from kvrepro.errors import InputError
 from kvrepro.experiment import answers, fingerprint, models, run, store
 from kvrepro.experiment.data import Item
@@ -19,7 +20,11 @@ ITEMS = [
     Item(f"item-{i}", "doors", ({"role": "user", "content": f"Which door is open, {i}?"},), "the red door")
     for i in range(5)
 ]
-CONDITIONS = [Condition(), Condition("lru", 16, 0.1, 0.1), Condition("h2o", 16, switches=(("tie_break", "integer"),))]
+CONDITIONS = [
+    Condition(),
+    Condition("lru", 16, SharedCap(), prefix=0.1, suffix=0.1),
+    Condition("h2o_simple", 16, SharedCap(), switches=(("tie_break", "integer"),)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +157,7 @@ def test_a_study_of_which_many_fail_ends_when_the_rest_is_stored(loaded, fake, t
 
 def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):
     """What an item cannot meet is refused, or where a study allows for gaps, a row that says so."""
-    conditions = [CONDITIONS[0], Condition("snapkv", capacity=80, regime="prefill")]
+    conditions = [CONDITIONS[0], Condition("snapkv", 80, Prefill())]
     long = Item("long", "doors", ({"role": "user", "content": "Which door is open? " * 12},), "x")
     with pytest.raises(InputError, match="capacity 80 >= "):
         run.run(Answers("doors", "main", [ITEMS[0], long], conditions, 8), loaded, Settings(results=tmp_path))
@@ -219,8 +224,8 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"conditions": [Condition("best", 16)]}, "unknown policy 'best'"),
-        ({"conditions": [Condition("lru", 4, 0.1, 0.1)]}, "budget 4 < 8 protected"),
+        ({"conditions": [Condition("best", 16, SharedCap())]}, "unknown policy 'best'"),
+        ({"conditions": [Condition("lru", 4, SharedCap(), prefix=0.1, suffix=0.1)]}, "budget 4 < 8 protected"),
         ({"conditions": []}, "5 items x 0 conditions"),
         ({"items": []}, "0 items x 3 conditions"),
         ({"items": [ITEMS[0], ITEMS[0]]}, "2 items share 1 ids"),
@@ -231,7 +236,10 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
         ({"seed": "a"}, "seed is 'a'"),
         ({"profile": "slow"}, "unknown profile 'slow'"),
         ({"workers": 0}, "workers 0: both must be at least 1"),
-        ({"conditions": [Condition("lru", 200, 0.45, 0.45)]}, "prompt of .* tokens < 180 protected"),
+        (
+            {"conditions": [Condition("lru", 200, SharedCap(), prefix=0.45, suffix=0.45)]},
+            "prompt of .* tokens < 180 protected",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_costs_nothing(loaded, fake, tmp_path, change, words):
@@ -257,7 +265,7 @@ def test_prompts_are_as_long_as_the_context_leaves_or_as_is_asked_and_what_was_c
 
 
 def test_budgets_that_are_never_met_are_said(loaded, tmp_path, capsys):
-    conditions = [Condition(), Condition("lru", 200), Condition("lru", 16)]
+    conditions = [Condition(), Condition("lru", 200, SharedCap()), Condition("lru", 16, SharedCap())]
     go(loaded, tmp_path, conditions=conditions, progress=False)
     assert "1 conditions evicted nothing from any item, lru C=200" in capsys.readouterr().out
 

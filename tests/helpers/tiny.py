@@ -1,13 +1,10 @@
-"""Tiny random models of nine architectures, prompts for them, and the state after a prompt."""
+"""Tiny random models of nine architectures, and prompts for them."""
 
 from functools import cache
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config, PreTrainedModel, Qwen2Config
-
-from kvrepro.chapters.protection.observe import Observation
-from kvrepro.engine.condition import Condition
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig, "phi3": Phi3Config}
 
@@ -64,14 +61,16 @@ def prompts(*lengths: int, seed: int = 5) -> list[list[int]]:
     return [torch.randint(3, 120, (n,), generator=generator, device="cpu").tolist() for n in lengths]
 
 
-def after_prefill(n: int, condition: Condition, signal: torch.Tensor | None = None, kv_heads: int = 1) -> Observation:
-    """One row of n prompt tokens whose prefill attention is `signal`."""
-    zeros = torch.zeros(1, n)
-    s = zeros if signal is None else signal.view(1, n).float()
-    heads = s[:, None].expand(-1, kv_heads, -1)
-    steps = torch.zeros(1, n, dtype=torch.long)
-    return Observation(
-        step=0, positions=torch.arange(n)[None], alive=torch.ones(1, n, dtype=torch.bool), last_access=steps,
-        inserted=steps, current=s, peak=s, cumulative=s, prefill=s, prompt_tokens=torch.tensor([n]),
-        head_current=heads, head_cumulative=heads, reading=condition.resolved(),
-    )  # fmt: skip
+def sliding_of(name: str) -> dict[int, int]:
+    config = architecture(name).config
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * 3
+    return {n: 32 for n, kind in enumerate(types) if kind == "sliding_attention"} if config_slides(name) else {}
+
+
+def config_slides(name: str) -> bool:
+    return name in ("mistral", "gemma3")
+
+
+def evictable(name: str) -> list[int]:
+    """Layers that lose tokens: all that attend, but in a mixed model only those that do not slide."""
+    return {"gemma3": [1], "qwen3_next": [1, 2], "qwen3_5": [1, 2]}.get(name, [0, 1, 2])

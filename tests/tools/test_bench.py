@@ -10,7 +10,7 @@ from kvrepro.tools.bench import app, protection_conditions, random_model
 def test_the_papers_conditions_are_forty_three():
     conditions = protection_conditions()
     assert len(set(conditions)) == 43
-    assert {c.capacity for c in conditions} == {None, 128, 256, 512}
+    assert {c.budget for c in conditions} == {None, 128, 256, 512}
 
 
 def test_the_random_model_has_the_embedded_models_shape():

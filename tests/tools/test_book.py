@@ -14,9 +14,8 @@ import synthetic
 from papermill.exceptions import PapermillExecutionError
 
 from kvrepro.chapters.protection import members
-from kvrepro.chapters.protection.policy import POLICIES
-from kvrepro.chapters.protection.reading import AS_RUN
-from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.catalogue import CATALOGUE, SHARED
+from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims
 from kvrepro.tools import book, pages
@@ -183,15 +182,15 @@ def test_whatever_a_page_would_fetch_is_found(tmp_path):
 def test_pages_name_every_policy_and_every_switch(tmp_path):
     pages.write(["first"], tmp_path)
     text = {file.stem: file.read_text() for file in (tmp_path / "book" / "generated").iterdir()}
-    for page, entries in (("methods", CATALOGUE), ("harness", POLICIES)):
+    per_layer = {name: p for name, p in CATALOGUE.items() if not p.shared}
+    for page, entries in (("methods", per_layer), ("harness", SHARED)):
         assert all(f"| `{name}`<br>{entry.title}<br>" in text[page] for name, entry in entries.items())
-        assert text[page].count("\n| `") == len(entries) + 1  # the full cache, and the credit estimator
-    assert "python -m kvrepro.chapters.protection.credit" in text["harness"]
-    assert all(f"| {name} |" in text["requirements"] for name in CATALOGUE)
+        assert text[page].count("\n| `") == len(entries) + (page == "methods")  # and the full cache
+    assert all(f"| {name} |" in text["requirements"] for name in per_layer)
     assert all(
         f"{{include}} generated/{page}.md" in METHODS for page in ("methods", "requirements", "harness", "tests")
     )
-    assert all(f"| {name} |" in text["switches"] for name in AS_RUN.__dataclass_fields__)
+    assert all(f"| {name} |" in text["switches"] for name in SWITCHES)
     assert "no verdicts" in text["claims"]
 
 

@@ -9,7 +9,7 @@ import torch
 from observations import observation
 
 from kvrepro.engine.attention import installed
-from kvrepro.engine.compress import Facts, rotations
+from kvrepro.engine.facts import ModelFacts, rotations
 from kvrepro.engine.score import heads, keys, queries
 from kvrepro.experiment import models
 from kvrepro.tools import calibrate, duo
@@ -109,7 +109,7 @@ def test_frequencies_of_a_model_with_two_rotations():
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )  # fmt: skip
     model = Gemma3ForCausalLM(config).eval()
-    facts = Facts.of(model)
+    facts = ModelFacts.of(model)
     inverse = facts.inverse_frequencies
     assert list(inverse) == [1]
     assert not torch.equal(inverse[1], rotations(model, [0])[0])
@@ -126,7 +126,7 @@ def test_the_shipped_files_fit_the_embedded_model():
     for name in (heads.EMBEDDED, queries.EMBEDDED):
         assert json.loads((models.ROOT / name).read_text())["model"] == models.checkpoint_hash(models.EMBEDDED)
     assert heads.gates(heads.EMBEDDED).shape == (layers, kv_heads)
-    facts = Facts.of(models.load("tiny-gqa").model)
+    facts = ModelFacts.of(models.load("tiny-gqa").model)
     for name in (heads.EMBEDDED, queries.EMBEDDED):
         sample = torch.tensor(json.loads((models.ROOT / name).read_text())["sample"])
         queries.ensure_model(name, sample, [facts.outputs[n] for n in facts.evictable], "")

@@ -17,6 +17,7 @@ from kvrepro.chapters.dropkv_bound.triples import Triple, dropkv, pooled, triple
 from kvrepro.engine.attention import installed
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, data, stats
 from kvrepro.experiment.judge import NotTestable
@@ -59,14 +60,14 @@ def condition(policy: str, share: float, **switches: object) -> Condition:
     known = CATALOGUE[policy].parameters if policy in CATALOGUE else CATALOGUE["dropkv"].parameters
     paper = {name: value for name, value in {"window": 8, "kernel": 11}.items() if name in known}
     given = tuple(sorted((paper | switches).items()))
-    return Condition(policy, share=share, regime="prefill", reading="as_described", switches=given)
+    return Condition(policy, share, Prefill(), reading="as_described", switches=given)
 
 
 def grid(shares: Sequence[float], peers: Sequence[str] = PEERS, variants: bool = True) -> dict[str, list[Condition]]:
     """Conditions by the name they have in tables: the full cache, the peers at every share, variants at the least."""
     if unknown := [one for one in peers if one not in CATALOGUE]:
         raise InputError(f"unknown policy {unknown[0]!r}: choose from {', '.join(CATALOGUE)}")
-    found = {"full": [Condition(regime="prefill")]}
+    found = {"full": [Condition()]}
     found |= {peer: [condition(peer, share) for share in shares] for peer in peers}
     more = VARIANTS.items() if variants else ()
     return found | {name: [condition(policy, min(shares), **switches)] for name, (policy, switches) in more}

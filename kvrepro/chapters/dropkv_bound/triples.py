@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import bound
 from kvrepro.engine.attention import installed
-from kvrepro.engine.compress import attention_modules
+from kvrepro.engine.facts import attention_modules
 from kvrepro.errors import InputError
 
 STRATA = ("random", "tail", "threshold", "disagreement")

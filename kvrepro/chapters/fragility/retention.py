@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from kvrepro.engine import allocate
 from kvrepro.engine.attention import attend, attend_prompt, installed
-from kvrepro.engine.compress import Facts
 from kvrepro.engine.condition import Prompt
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.select import select
 from kvrepro.errors import InputError
 
@@ -154,14 +154,14 @@ def layers(model: PreTrainedModel, ids: Sequence[int], queries: Sequence[int], v
     """Hand the attention rows of `queries` (positions) to `visit`, layer by layer, as one forward pass reaches it."""
     if not queries or not 0 <= min(queries) <= max(queries) < len(ids):
         raise InputError(f"queries {min(queries, default=None)} to {max(queries, default=None)} of {len(ids)} tokens")
-    looker = _Looker(Facts.of(model), list(queries), visit)
+    looker = _Looker(ModelFacts.of(model), list(queries), visit)
     with torch.inference_mode(), installed(model):
         tokens = torch.tensor([list(ids)], device=model.device)
         model(input_ids=tokens, use_cache=False, logits_to_keep=1, kvrepro=looker)
 
 
 class _Looker:
-    def __init__(self, facts: Facts, queries: list[int], visit: Callable[[Layer], None]):
+    def __init__(self, facts: ModelFacts, queries: list[int], visit: Callable[[Layer], None]):
         self.facts, self.queries, self.visit = facts, queries, visit
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int | None = None):

@@ -15,6 +15,7 @@ from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.policy import find
 from kvrepro.engine.quantise import GROUP
+from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.heads import EMBEDDED, gates
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
@@ -188,7 +189,7 @@ def retained_by_item(
     """One item's curves and summary."""
     prompt = data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, answer_tokens))
     [[reply]] = engine.generate(
-        loaded.model, [prompt], [Condition(regime="prefill")], max_new_tokens=answer_tokens,
+        loaded.model, [prompt], [Condition()], max_new_tokens=answer_tokens,
         stop_ids=models.stop_ids(loaded),
     )  # fmt: skip
     settings = retention.variants(base) if _wide(item) else {DEFAULT: base}
@@ -242,8 +243,8 @@ def condition(
     switches += DUO if policy == "duo_attention" else []
     switches += [(step, STEPS[step][0])] if step else []
     return Condition(
-        policy, share=share, prefix=guard, suffix=guard, reading=reading, switches=tuple(switches), regime="prefill",
-        until="question", bits=bits,
+        policy, share, Prefill(until="question"), prefix=guard, suffix=guard, reading=reading, switches=tuple(switches),
+        bits=bits,
     )  # fmt: skip
 
 
@@ -285,7 +286,7 @@ def compared(shares: Sequence[float], policies: Sequence[str], reading: str) -> 
         raise InputError(f"unknown reading {reading!r}: choose both, {' or '.join(READINGS)}")
     for one in policies:
         find(one)  # raises for what neither the catalogue nor a file has
-    return [Condition(regime="prefill", until="question")] + [
+    return [Condition(regime=Prefill(until="question"))] + [
         condition(policy, share, reading=one)
         for policy, share in itertools.product(policies, shares)
         for one in _readings(policy, reading)
@@ -298,9 +299,7 @@ def _readings(policy: str, reading: str) -> tuple[str, ...]:
 
 def own_papers(share: float = MIDDLE) -> list[Condition]:
     """The baselines as their own papers describe them, their windows and poolings included."""
-    return [
-        Condition(one, share=share, reading="as_described", regime="prefill", until="question") for one in OWN_PAPERS
-    ]
+    return [Condition(one, share, Prefill(until="question"), reading="as_described") for one in OWN_PAPERS]
 
 
 NEEDLES = "needles"  # the part of the grid that holds further needles: for their own figure, in no pooled mean
@@ -338,7 +337,7 @@ def parts_of(
         ("middle", rest, compared([nearest], policies, reading)),
         (NEEDLES, [i for i in more if i.id not in first],
          [c for c in compared(shares, policies, "as_run" if reading == "as_run" else "as_described")
-          if c.share != nearest]),
+          if c.budget != nearest]),
     ]  # fmt: skip
     return [part for part in parts if part[1] and len(part[2]) > 1]
 

@@ -23,6 +23,7 @@ import pandas as pd
 from kvrepro.engine import generate as engine
 from kvrepro.engine import policy
 from kvrepro.engine.condition import Condition, Generation
+from kvrepro.engine.regime import Offline
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
 from kvrepro.experiment import run as runs
@@ -332,9 +333,8 @@ class Cell:
 
     @property
     def condition(self) -> Condition:
-        where: dict[str, Any] = {"regime": "offline", "until": "request"}
         if not self.ratio:
-            return Condition("full", **where)
+            return Condition("full", regime=Offline(until="request"))
         share = round(1 - self.ratio, 6)
         name, _, number = self.variant.partition(" ")
         if name not in ("default", "fair", "debias", "ends", *HELD):
@@ -347,10 +347,11 @@ class Cell:
         elif name == "fair" and differs(self.policy, name):
             reading = self.reading
         extra: dict[str, Any] = {}
+        regime = Offline(until="request")
         if name in HELD:
             extra["whitelist"] = (HELD[name],)
         elif shared:
-            extra |= {"fair": float(number or 1), "spans": self.spans}
+            regime = Offline(until="request", fair=float(number or 1), spans=self.spans)
         elif name == "ends":
             extra |= {"prefix": 0.1, "suffix": 0.1}
         window = own.get("window", 1)
@@ -361,7 +362,7 @@ class Cell:
             room = max(1, int(share * self.shortest) - guards)
             library = KVPRESS if self.policy == "snapkv" and reading == "as_described" else ()
             extra["switches"] = (*library, ("window", min(window, room)))
-        return Condition(self.policy, share=share, reading=reading, **where, **extra)
+        return Condition(self.policy, share, regime, reading=reading, **extra)
 
 
 # kvpress' SnapKV, where a fair variant is asked for "as_described" and the catalogue would give the paper's SnapKV

@@ -6,10 +6,15 @@ One prefill serves a whole list, so a chapter runs the union of its grids once a
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvrepro.chapters.protection.policy import PROTECTION_SEVEN, check
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.policy import check
+from kvrepro.engine.regime import SharedCap
 from kvrepro.errors import InputError
 
+# The paper's Table 3.
+PROTECTION_SEVEN = (
+    "lru", "h2o_simple", "snapkv_simple", "slw", "ada_kv_simple", "quest_simple", "random_sample",
+)  # fmt: skip
 FAITHFUL = ("h2o_faithful", "snapkv_faithful", "ada_kv_faithful", "quest_faithful")
 READINGS = ("as_run", "as_described")
 SWEEP = (0.0, 0.5, 1.0, 1.5, 2.0)  # in units of the protected fraction: 0, 5, 10, 15, 20%
@@ -46,7 +51,7 @@ def readings(reading: str) -> tuple[str, ...]:
 def main(capacities: Sequence[int], policies: Sequence[str], protect_frac: float, reading: str) -> list[Condition]:
     """Full cache, then every policy at every capacity, unprotected and protected at both ends."""
     return [Condition()] + [
-        Condition(policy, capacity, prefix=side, suffix=side, reading=one)
+        Condition(policy, capacity, SharedCap(), prefix=side, suffix=side, reading=one)
         for one in readings(reading)
         for policy in policies
         for capacity in capacities
@@ -68,7 +73,7 @@ def _sided(
     parts: Iterable[tuple[float, float]], capacity: int, frac: float, reading: str, policy: str
 ) -> list[Condition]:
     return [
-        Condition(policy, capacity, prefix=round(a * frac, 6), suffix=round(b * frac, 6), reading=one)
+        Condition(policy, capacity, SharedCap(), prefix=round(a * frac, 6), suffix=round(b * frac, 6), reading=one)
         for one in readings(reading)
         for a, b in parts
     ]
@@ -78,7 +83,8 @@ def faithful(capacity: int, protect_frac: float, reading: str) -> list[Condition
     """The faithful implementations, unprotected and protected, and a suffix pinned to the prompt."""
     found = main([capacity], FAITHFUL, protect_frac, reading)
     for one in readings(reading):
-        pinned = Condition("ada_kv_faithful", capacity, protect_frac, protect_frac, "static", reading=one)
+        sides = dict.fromkeys(("prefix", "suffix"), protect_frac)
+        pinned = Condition("ada_kv_faithful", capacity, SharedCap(), static_suffix=True, reading=one, **sides)
         found += (
             [pinned, replace(pinned, policy="lru")] if one == "as_described" else [pinned]
         )  # as run, LRU has no such mode
@@ -112,7 +118,10 @@ def protection(
 
 
 def context(
-    tokens: int, protect_frac: float = 0.10, reading: str = "both", policies: Sequence[str] = ("lru", "h2o", "random")
+    tokens: int,
+    protect_frac: float = 0.10,
+    reading: str = "both",
+    policies: Sequence[str] = ("lru", "h2o_simple", "random_sample"),
 ) -> list[Condition]:
     """Conditions of one prompt length: the full cache, and an eighth of it (the paper's share at 8K, 32K)."""
     return main([tokens // 8], policies, protect_frac, reading)

@@ -3,10 +3,15 @@
 from collections.abc import Sequence
 
 import pandas as pd
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvrepro.chapters.protection import grid
 from kvrepro.engine import generate as engine
+from kvrepro.engine.attention import watch_prompt
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.guard import protected_count
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, stats
 from kvrepro.experiment.answers import prompt_limit
@@ -65,7 +70,7 @@ def context(
 def attention(
     loaded: Loaded, items: Sequence[Item], n_items: int, positions: int, max_new_tokens: int, settings: Settings
 ) -> pd.DataFrame:
-    """`engine.boundary_attention` of `n_items` of the items, spread evenly, with a column `item`.
+    """`boundary_attention` of `n_items` of the items, spread evenly, with a column `item`.
 
     The prefix and the suffix are `positions` long, as long as the guards whose use is in question.
     """
@@ -77,7 +82,39 @@ def attention(
 def boundary_attention(loaded: Loaded, item: Item, positions: int, limit: int) -> pd.DataFrame:
     """Of one item's prompt."""
     prompt = data.build_prompt(item, loaded.tokenizer, limit)
-    return engine.boundary_attention(loaded.model, prompt.ids, fraction=positions / len(prompt.ids))
+    return attention_by_region(loaded.model, prompt.ids, fraction=positions / len(prompt.ids))
+
+
+def attention_by_region(
+    model: PreTrainedModel, prompt: Sequence[int], fraction: float = 0.1, window: int = 32
+) -> pd.DataFrame:
+    """Where attention goes at the end of a prompt: a row per layer, query head and region.
+
+    `mass` is the last token's attention, `window_mass` the mean over the last `window` tokens, `uniform` the region's
+    share of the tokens. Regions: sink (position 0), prefix and suffix (`fraction` of the prompt at either end, rounded
+    up; the sink taken out), middle.
+    """
+    n = len(prompt)
+    side = protected_count(fraction, n, "ceil")
+    if not 0 < fraction < 0.5 or 2 * side >= n:
+        raise InputError(f"fraction {fraction} of {n} tokens guards {side} per side: take less than half the prompt")
+    seen: dict[int, list[Tensor]] = {}
+
+    def see(layer: int, p: Tensor, queries: slice) -> None:
+        late = max(0, n - window - queries.start)
+        seen.setdefault(layer, []).append(p[0, :, :, late:].flatten(0, 1).cpu())
+
+    watch_prompt(model, prompt, see)
+    last = torch.stack([torch.cat(seen[layer], 1) for layer in sorted(seen)])  # [layers, heads, window, tokens]
+    parts = []
+    regions = {"sink": (0, 1), "prefix": (1, side), "middle": (side, n - side), "suffix": (n - side, n)}
+    for region, (a, b) in regions.items():
+        mass = last[..., a:b].sum(-1)  # [layers, heads, window]
+        layer, head = torch.meshgrid(*[torch.arange(size, device="cpu") for size in mass.shape[:2]], indexing="ij")
+        columns = {"layer": layer, "head": head, "mass": mass[..., -1], "window_mass": mass.mean(-1)}
+        part = pd.DataFrame({name: values.flatten().numpy() for name, values in columns.items()})
+        parts.append(part.assign(region=region, uniform=(b - a) / n))
+    return pd.concat(parts, ignore_index=True)
 
 
 def retention(

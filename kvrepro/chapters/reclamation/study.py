@@ -26,6 +26,7 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.policy import find
+from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import data
 from kvrepro.experiment import run as runner
@@ -284,7 +285,7 @@ def published(
 ) -> pd.DataFrame:
     """`reclaim` of what the catalogue's policies keep, with their own heads, windows and layers, after the prefill."""
     asked = [(name, share) for name in policies for share in kept]
-    conditions = [_condition(name, share=share) for name, share in asked]
+    conditions = [_condition(name, share) for name, share in asked]
     rows = []
     for item, ids in prompts.items():
         for (name, share), keep in zip(asked, _kept_sets(loaded, ids, conditions), strict=True):
@@ -298,8 +299,8 @@ SWITCHES = {"duo_attention": (("sinks", 16), ("recent", 32))}
 REQUEST = "Repeat the previous context:"  # of KVzip
 
 
-def _condition(name: str, **budget) -> Condition:
-    return Condition(name, regime="prefill", reading="as_described", switches=SWITCHES.get(name, ()), **budget)
+def _condition(name: str, budget: int | float) -> Condition:
+    return Condition(name, budget, Prefill(), reading="as_described", switches=SWITCHES.get(name, ()))
 
 
 def _kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) -> list[np.ndarray]:
@@ -312,10 +313,10 @@ def _kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) 
 
 
 def able(
-    loaded: Loaded, prompts: Mapping[str, list[int]], policies: Sequence[str], budgets: Sequence[Mapping]
+    loaded: Loaded, prompts: Mapping[str, list[int]], policies: Sequence[str], budgets: Sequence[int | float]
 ) -> list[str]:
     """Those of the catalogue's `policies` that evict and that this model and these prompts can have; a printed line
-    says of each other one why not. budgets: `capacity` or `share` of a condition, all of which must be met.
+    says of each other one why not. budgets: of conditions, all of which must be met.
 
     What was learned of other weights is found out on the first 128 tokens, budgets on the shortest prompt.
     """
@@ -323,9 +324,9 @@ def able(
     found = []
     for name in (name for name in policies if find(name).frees):
         try:
-            asked = [_condition(name, **budget) for budget in budgets]
+            asked = [_condition(name, budget) for budget in budgets]
             engine.check_conditions(loaded.model, [Prompt(shortest, {})], asked)
-            probe = _condition(name, share=0.5)
+            probe = _condition(name, 0.5)
             _kept_sets(loaded, shortest[:128], [probe])
             found.append(name)
         except InputError as error:
@@ -383,7 +384,7 @@ def choices(
     pairs = [(p, g) for p in policies for g in (granularities[:1] if p == "sinks_recency" else granularities)]
     found = [Choice("chapter", p, g, None, new_tokens, every) for p, g in pairs]
     half = max(1, new_tokens // 2)
-    sets = _kept_sets(loaded, ids, [_condition(name, capacity=budget) for name in catalogue])
+    sets = _kept_sets(loaded, ids, [_condition(name, budget) for name in catalogue])
     return found + [
         Choice("catalogue", find(name).title, find(name).budget, keep, half, half)
         for name, keep in zip(catalogue, sets, strict=True)

@@ -9,21 +9,23 @@ import pandas as pd
 import torch
 import typer
 
-from kvrepro.chapters.protection.attention import PromptAttention
-from kvrepro.engine.attention import installed
+from kvrepro.engine.attention import watch_prompt
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, models, stats
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
 
 
-@torch.no_grad()
 def sink_mass(model, ids: list[int]) -> torch.Tensor:
     """[layers, heads]: mean attention of the queries 1 .. n - 1 to position 0. Evenly spread it is about ln(n) / n."""
-    attention = PromptAttention(sums=True)
-    with installed(model):
-        model(input_ids=torch.tensor([ids], device=model.device), logits_to_keep=1, use_cache=False, kvrepro=attention)
-    return (attention.column_sum[..., 0] - 1) / (len(ids) - 1)  # query 0 sees itself alone
+    received: dict[int, torch.Tensor] = {}
+
+    def see(layer: int, p: torch.Tensor, queries: slice) -> None:
+        first = p[0, ..., 0].flatten(0, 1).sum(1)
+        received[layer] = received[layer] + first if layer in received else first
+
+    watch_prompt(model, ids, see)
+    return (torch.stack([received[layer] for layer in sorted(received)]) - 1) / (len(ids) - 1)  # query 0 sees itself
 
 
 def measure(loaded: models.Loaded, prompts: list[list[int]]) -> pd.DataFrame:

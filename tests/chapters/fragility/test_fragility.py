@@ -279,7 +279,7 @@ def test_survival_of_a_fragile_entry():
 
 
 def test_grid_has_what_the_claims_ask_for():
-    cells = {(c.policy, c.share, c.reading, c.switches, c.prefix, c.bits) for c in study.grid([0.1, 0.2, 0.4])}
+    cells = {(c.policy, c.budget, c.reading, c.switches, c.prefix, c.bits) for c in study.grid([0.1, 0.2, 0.4])}
     assert len(cells) == len(study.grid([0.1, 0.2, 0.4]))
     assert all(c.until == "question" and c.regime == "prefill" for c in study.grid([0.1, 0.2, 0.4]))
     with pytest.raises(InputError, match="lru looks at all layers"):
@@ -288,7 +288,7 @@ def test_grid_has_what_the_claims_ask_for():
         study.grid([20])
     with pytest.raises(InputError, match="unknown reading 'run'"):
         study.grid([0.2], reading="run")
-    guarded = {(c.policy, c.share) for c in study.grid([0.1, 0.2, 0.4, 0.8]) if c.prefix}
+    guarded = {(c.policy, c.budget) for c in study.grid([0.1, 0.2, 0.4, 0.8]) if c.prefix}
     assert guarded == {(policy, share) for policy in study.POLICIES for share in (0.1, 0.2, 0.4)}
 
 
@@ -336,7 +336,7 @@ def synthetic(readings=study.READINGS, items: int = 42) -> pd.DataFrame:
             loss = 0.3 if c.policy in study.DEFENSIVE and c.reading == "as_run" else loss
             value = 0.9 - loss + 0.01 * (i % 3) * (c.policy != "full")
             rows.append(
-                {"item": f"i{i}", "task": "needle", "policy": c.policy, "share": c.share, "reading": c.reading,
+                {"item": f"i{i}", "task": "needle", "policy": c.policy, "share": c.budget, "reading": c.reading,
                  "prefix": c.prefix, "bits": c.bits, "switches": json.dumps(dict(c.switches)), "token_f1": value,
                  "prompt_tokens": 900}
             )  # fmt: skip

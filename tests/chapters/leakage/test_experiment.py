@@ -101,7 +101,7 @@ def test_the_request_begins_where_the_system_turn_ends(loaded):
 
 def test_cells_say_what_the_engine_is_asked():
     cell = experiment.Cell("snapkv", 0.7, "fair", shortest=60)
-    assert cell.condition.share == pytest.approx(0.3)
+    assert cell.condition.budget == pytest.approx(0.3)
     assert (cell.condition.fair, cell.condition.spans) == (1.0, ("defense", "directive"))
     assert dict(cell.condition.switches)["window"] == 18  # all that is kept of 60 tokens
     assert dict(experiment.Cell("snapkv", 0.7, reading="as_run").condition.switches)["window"] == 6
@@ -296,7 +296,7 @@ def test_sizes():
     ("wrong", "message"),
     [
         ({"policies": []}, "give a list with at least one of streaming_llm"),
-        ({"policies": ["lru"]}, "unknown policy 'lru'|exists in regime harness only"),
+        ({"policies": ["lru"]}, "lru cannot run in regime 'offline'"),
         ({"policies": ["full"]}, "full is run in any case"),
         ({"items": "longbench"}, "unknown items 'longbench'"),
     ],

@@ -62,13 +62,13 @@ PAPER = one_reading(synthetic.paper_like, n_items=400)
         ("P4", changed(when={"prefix": 0.0, "suffix": 0.0}, to=0.85)),
         ("P5", changed(when={"prefix": 0.0, "suffix": 0.0}, to=0.7)),
         ("P6", changed(when={"prefix": 0.1, "suffix": 0.1}, to=0.3)),
-        ("P7", changed(when={"policy": "random", "prefix": 0.1}, to=0.3)),
-        ("P8", changed(when={"policy": "streaming_llm"}, to=0.85)),
+        ("P7", changed(when={"policy": "random_sample", "prefix": 0.1}, to=0.3)),
+        ("P8", changed(when={"policy": "slw"}, to=0.85)),
         ("P9", changed(when={"policy": "lru", "prefix": 0.1}, to=0.6)),
         ("P10", changed(when={"policy": "lru", "prefix": 0.1}, to=0.6)),
-        ("P11", changed(when={"policy": "quest", "prefix": 0.1}, to=0.5)),
-        ("P12", changed(when={"policy": "quest", "prefix": 0.1}, to=0.0)),
-        ("P13", changed(when={"policy": "quest", "prefix": 0.1}, to=0.5)),
+        ("P11", changed(when={"policy": "quest_simple", "prefix": 0.1}, to=0.5)),
+        ("P12", changed(when={"policy": "quest_simple", "prefix": 0.1}, to=0.0)),
+        ("P13", changed(when={"policy": "quest_simple", "prefix": 0.1}, to=0.5)),
         ("P15", changed(when={"prefix": 0.05}, to=0.01)),
         ("P16", changed(when={"prefix": 0.05}, to=0.85)),
         ("P17", changed(when={"policy": "lru", "prefix": 0.1, "suffix": 0.1}, to=0.6)),
@@ -142,7 +142,7 @@ def test_a_model_that_cannot_answer_tests_nothing():
 
 def test_a_failure_is_called_a_failure_and_moves_no_other_condition():
     broken = one_reading(synthetic.paper_like, n_items=20)
-    lost = broken.policy == "quest"
+    lost = broken.policy == "quest_simple"
     broken.loc[lost, "token_f1"], broken.loc[lost, "error"] = np.nan, "ValueError: no such score"
     table = members.evaluate(broken, some("P4", "P15")).set_index("claim")
     whole = members.evaluate(one_reading(synthetic.paper_like, n_items=20), some("P4", "P15")).set_index("claim")

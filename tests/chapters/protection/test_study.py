@@ -2,6 +2,9 @@
 
 import checkpoint
 import pytest
+import torch
+from tiny import model as tiny_model
+from tiny import prompts as tiny_prompts
 
 from kvrepro.chapters.protection import study
 from kvrepro.errors import InputError
@@ -21,7 +24,7 @@ def loaded(tmp_path_factory):
 
 
 def test_retention_tells_what_each_condition_keeps(loaded):
-    kept = study.retention(loaded, ITEM, 64, ("lru", "random"), max_new_tokens=8)
+    kept = study.retention(loaded, ITEM, 64, ("lru", "random_sample"), max_new_tokens=8)
     tokens = kept.attrs["tokens"]
     assert kept.groupby(["policy", "reading", "protected"]).size().tolist() == [64] * 8
     newest = kept[(kept.policy == "lru") & (kept.reading == "as_described") & ~kept.protected].position
@@ -64,3 +67,15 @@ def test_prompts_with_a_passage_stop_at_the_papers_length():
     message = Item("m", "t", ITEM.messages, "a")
     assert study.paper_limit(Long, [ITEM], 128) == 1920
     assert study.paper_limit(Long, [message], 128) == 32_640
+
+
+def test_attention_by_region_sums_to_one_and_matches_eager():
+    model, [prompt] = tiny_model(), tiny_prompts(50)
+    table = study.attention_by_region(model, prompt)
+    assert set(table.region) == {"sink", "prefix", "middle", "suffix"}
+    total = table.groupby(["layer", "head"])[["mass", "window_mass", "uniform"]].sum()
+    assert total.sub(1).abs().max().max() < 1e-5
+    p = torch.stack(model(torch.tensor([prompt]), output_attentions=True).attentions)[:, 0].detach()
+    row = table[(table["layer"] == 2) & (table["head"] == 4)].set_index("region")
+    assert row.mass["prefix"] == pytest.approx(p[2, 4, -1, 1:5].sum().item(), abs=1e-6)
+    assert row.window_mass["suffix"] == pytest.approx(p[2, 4, -32:, 45:].sum(-1).mean().item(), abs=1e-6)

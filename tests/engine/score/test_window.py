@@ -9,7 +9,9 @@ from observations import observation, other_rubbish
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.policy import call, counts_of, judge, keep
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.evict import Job, PendingLayer, Prompts, across, judge_pending, kept
+from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score import window
 from kvrepro.engine.select import select
 from kvrepro.errors import InputError
@@ -360,17 +362,16 @@ def run(name, reading, layers, budget, **switches):
     """What a policy keeps of `layers` observations."""
     policy = CATALOGUE[name]
     parameters = policy.reading(reading, tuple({"window": layers[0].queries.shape[2], **switches}.items()))
-    none = torch.zeros_like(layers[0].alive)
-    judged = [judge(policy, parameters, o, budget, none) for o in layers]
+    budgets, seen = budget.tolist(), int(layers[0].seen[0])
+    conditions = [Condition(name, b, Prefill(), reading=reading) for b in budgets]
+    prompts = Prompts(torch.arange(seen).expand(len(budgets), -1), [{}] * len(budgets))
+    job = Job(conditions, policy, parameters, budgets, prompts)
     if policy.across is None:
-        scores = [s for s, _ in judged]
-        counts = [counts_of(policy, parameters, o, s, p, budget) for o, (s, p) in zip(layers, judged, strict=True)]
-    else:
-        told = [policy.summary and call(policy.summary, o, parameters=parameters) for o in layers]
-        scores, counts = call(policy.across, *map(list, zip(*judged, strict=True)), budget, told, parameters=parameters)
-    return [
-        keep(policy, parameters, o, s, p, c) for o, s, (_, p), c in zip(layers, scores, judged, counts, strict=True)
-    ]
+        return [kept(job, o) for o in layers]
+    for n, o in enumerate(layers):
+        job.pending[n] = PendingLayer(o)
+        judge_pending(job, n)
+    return list(across(job).values())
 
 
 @pytest.mark.parametrize("reading", ["as_run", "as_described"])

@@ -4,19 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conditions import flat, other
 from slow_engine import Slow, newest
 from slow_engine import run as slow_run
-from test_engine import evictable, sliding_of
-from tiny import ARCHITECTURES, architecture
+from tiny import ARCHITECTURES, architecture, evictable, sliding_of
 from tiny import prompts as tiny_prompts
 
+from kvrepro.engine import decode, quota
 from kvrepro.engine import generate as engine
-from kvrepro.engine import quota
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.compress import Facts, sliding_window
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.facts import ModelFacts, sliding_window
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
+from kvrepro.engine.regime import Offline, Prefill
 from kvrepro.errors import InputError
 
 NEW = 7
@@ -46,10 +47,10 @@ def full_attention(model, prompt: list[int]) -> dict[int, torch.Tensor]:
     with torch.no_grad():
         attentions = model(torch.tensor([prompt]), output_attentions=True).attentions
     found = [p for p in attentions if p is not None]
-    return {n: p[0].unflatten(0, (2, 3)) for n, p in zip(Facts.of(model).attention, found, strict=True)}
+    return {n: p[0].unflatten(0, (2, 3)) for n, p in zip(ModelFacts.of(model).attention, found, strict=True)}
 
 
-SPY = Condition("spy", 20, regime="prefill")
+SPY = Condition("spy", 20, Prefill())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -97,7 +98,7 @@ def test_outputs_are_those_of_the_layer(shown):
 
 def test_a_window_longer_than_the_prompt_shows_every_query(shown):
     model, [prompt] = architecture("llama"), tiny_prompts(20)
-    see(model, [prompt], replace(SPY, capacity=8, switches=(("window", 32),)))
+    see(model, [prompt], replace(SPY, budget=8, switches=(("window", 32),)))
     assert shown[0].query_positions.tolist() == [list(range(20))]
     torch.testing.assert_close(shown[0].attention[0], full_attention(model, prompt)[0], **CLOSE)
 
@@ -127,8 +128,8 @@ def test_sums_are_those_of_the_full_matrix(padded, shown):
 @pytest.mark.parametrize("regime", ["chunked", "decode cap"])
 def test_sums_go_on_with_every_chunk_and_generated_token(regime, shown):
     model, [prompt] = architecture("llama"), tiny_prompts(61)
-    more = {"chunk": 20, "chunk_mode": "every_chunk"} if regime == "chunked" else {"interval": 3}
-    see(model, [prompt], replace(SPY, regime=regime, **more))
+    more = {"chunk": 20, "when": "every_chunk"} if regime == "chunked" else {"interval": 3}
+    see(model, [prompt], other(SPY, regime=regime, **more))
     assert len(shown) == 3 * (3 if regime == "chunked" else 1 + 2)  # the first chunk exceeds no budget
     slow = Slow(model, prompt)
     settings = {"chunk": 20, "chunk_budget": lambda seen: 20} if regime == "chunked" else {"every": 3}
@@ -203,7 +204,7 @@ def test_tokens_of_no_span_see_all_and_are_seen_by_all_in_the_public_codes_fair_
     marked = {name: SPANS[name] for name in ("a", "b")}
     kept = {}
     for reading in ("as_described", "as_run"):
-        c = Condition("h2o", 21, regime="prefill", reading=reading, fair=1.0, spans=("a", "b"))
+        c = Condition("h2o", 21, Prefill(fair=1.0, spans=("a", "b")), reading=reading)
         [[g]] = engine.generate(
             model, [Prompt(prompt, marked)], [c], max_new_tokens=1, stop_ids=(), kept_sets=True
         )  # fmt: skip
@@ -230,7 +231,7 @@ def test_fair_streaming_llm_by_hand_in_both_readings():
     """E.3: 4 sinks, and 16 shared over 20 and 36 tokens: round(5.71) and 10; as run the best of two ramps."""
     model, [prompt] = architecture("llama"), tiny_prompts(60)
     spans = {"a": list(range(4, 24)), "b": list(range(24, 60))}
-    c = Condition("streaming_llm", 20, regime="prefill", fair=1.0, spans=("a", "b"))
+    c = Condition("streaming_llm", 20, Prefill(fair=1.0, spans=("a", "b")))
     described, run = (
         engine.generate(model, [Prompt(prompt, spans)], [replace(c, reading=one)], max_new_tokens=1, stop_ids=())[0][0]
         for one in ("as_described", "as_run")
@@ -243,29 +244,27 @@ def test_fair_streaming_llm_by_hand_in_both_readings():
     assert run.kept_positions == sorted([*range(4), *best])
     with pytest.raises(InputError, match="whose ramps set no quota"):
         engine.generate(
-            model, [Prompt(prompt, spans)], [replace(c, fair=0.5, reading="as_run")], max_new_tokens=1, stop_ids=()
+            model, [Prompt(prompt, spans)], [other(c, fair=0.5, reading="as_run")], max_new_tokens=1, stop_ids=()
         )
 
 
 @pytest.mark.parametrize("regime", ["prefill", "chunked", "offline", "decode cap", "per step"])
-def test_whitelisted_tokens_survive_and_count(regime):
+def test_whitelisted_tokens_survive_and_count(regime, monkeypatch):
     model, [prompt] = architecture("llama"), tiny_prompts(60)
     text = Prompt(prompt, SPANS)
-    c = Condition("streaming_llm", 24, regime=regime, whitelist=("a",), interval=2, chunk=20, chunk_mode="every_chunk")
+    c = flat("streaming_llm", 24, regime=regime, whitelist=("a",), interval=2, chunk=20, when="every_chunk")
     ends = {}
-    finish = engine._Engine._finish
+    finish = decode._finished
 
-    def spy(self, rows, done, tokens, seconds):
-        finish(self, rows, done, tokens, seconds)
+    def spy(call, rows, done, picked, seconds):
+        found = list(finish(call, rows, done, picked, seconds))
         for layer in rows.cache.ragged.values():
             layer.settle()
         ends.update({n: layer.positions.view(2, -1) for n, layer in rows.cache.ragged.items()})
+        yield from found
 
-    engine._Engine._finish = spy
-    try:
-        [[g]] = see(model, [text], c)
-    finally:
-        engine._Engine._finish = finish
+    monkeypatch.setattr(decode, "_finished", spy)
+    [[g]] = see(model, [text], c)
     for positions in ends.values():
         for head in positions.tolist():
             assert set(SPANS["a"]) | {0, 1, 2, 3} <= set(head)
@@ -278,7 +277,9 @@ def test_whitelisted_tokens_survive_and_count(regime):
 def test_a_static_suffix_stays_at_the_prompts_end_a_dynamic_one_follows(regime, mode, monkeypatch):
     monkeypatch.setitem(CATALOGUE, "oldest", Policy("Oldest", "tests", lambda o: -o.positions.float()))
     model, [prompt] = architecture("llama"), tiny_prompts(60)
-    c = Condition("oldest", 20, suffix=0.3, suffix_mode=mode, regime=regime, interval=2, reading="as_described")
+    c = flat(
+        "oldest", 20, suffix=0.3, static_suffix=mode == "static", regime=regime, interval=2, reading="as_described"
+    )
     slow = Slow(model, prompt)
 
     def decide(q, k, v, held, scaling, budget):
@@ -301,8 +302,8 @@ def test_a_static_suffix_stays_at_the_prompts_end_a_dynamic_one_follows(regime, 
 def test_a_prefix_is_computed_once_and_answers_as_if_it_were_computed_each_time(monkeypatch):
     model, [prefix, *questions] = architecture("qwen2"), tiny_prompts(50, 5, 9, 3)
     texts = [Prompt(prefix + q, {"question": list(range(50, 50 + len(q)))}) for q in questions]
-    conditions = [Condition(regime="offline", until="question")] + [
-        Condition(name, 20, regime="offline", until="question", reading="as_described", switches=switches)
+    conditions = [Condition(regime=Offline(until="question"))] + [
+        Condition(name, 20, Offline(until="question"), reading="as_described", switches=switches)
         for name, switches in (("streaming_llm", ()), ("ada_kv", (("window", 4),)), ("h2o", ()))
     ]
     lengths = []
@@ -315,9 +316,9 @@ def test_a_prefix_is_computed_once_and_answers_as_if_it_were_computed_each_time(
     monkeypatch.setattr(model, "forward", counted)
     found = see(model, texts, *conditions)
     assert lengths.count(50) == 1
-    again = see(model, texts, *(replace(c, regime="prefill") for c in conditions))
-    for row, other in zip(found, again, strict=True):
-        for a, b in zip(row, other, strict=True):
+    again = see(model, texts, *(other(c, regime="prefill") for c in conditions))
+    for row, rest in zip(found, again, strict=True):
+        for a, b in zip(row, rest, strict=True):
             assert a.tokens == b.tokens
             assert (a.kept, a.kept_positions_hash, a.policy_calls) == (b.kept, b.kept_positions_hash, b.policy_calls)
     assert found[0][0].prefill_seconds > found[1][0].prefill_seconds
@@ -326,7 +327,7 @@ def test_a_prefix_is_computed_once_and_answers_as_if_it_were_computed_each_time(
 def test_two_prefixes_of_different_conditions_do_not_push_each_other_out(monkeypatch):
     model, [prefix, *questions] = architecture("qwen2"), tiny_prompts(50, 5, 5, 5)
     texts = [Prompt(prefix + q, {"middle": [30], "question": [50]}) for q in questions]
-    conditions = [Condition("streaming_llm", 20, regime="offline", until=until) for until in ("middle", "question")]
+    conditions = [Condition("streaming_llm", 20, Offline(until=until)) for until in ("middle", "question")]
     lengths = []
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda **i: (lengths.append(i["input_ids"].shape[1]), forward(**i))[1])
@@ -338,7 +339,7 @@ def test_the_same_prefix_with_other_spans_is_another():
     model, [prefix, question] = architecture("qwen2"), tiny_prompts(50, 5)
     marks = ([3, 4, 5], [30, 31, 32])
     texts = [Prompt(prefix + question, {"keep": span, "question": [50]}) for span in marks]
-    c = Condition("streaming_llm", 10, regime="offline", until="question", whitelist=("keep",))
+    c = Condition("streaming_llm", 10, Offline(until="question"), whitelist=("keep",))
     for span, row in zip(marks, see(model, texts, c), strict=True):
         assert set(span) <= set(row[0].kept_positions)
 
@@ -349,7 +350,7 @@ def test_the_same_prefix_with_other_spans_is_another():
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_facts_name_the_layers_that_attend_and_their_windows(name):
     model = architecture(name)
-    facts = Facts.of(model)
+    facts = ModelFacts.of(model)
     assert list(facts.evictable) == evictable(name)
     assert facts.sliding == sliding_of(name)
     assert facts.held(100) == (31 if name == "mistral" else 100)

@@ -5,34 +5,47 @@ from itertools import product
 
 import pytest
 import torch
-from harness import run as slow_run
+from slow_shared import run as slow_run
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 
-from kvrepro.chapters.protection.harness import boundary_attention, generate
-from kvrepro.chapters.protection.policy import POLICIES
+from kvrepro.engine.catalogue import SHARED as POLICIES
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.generate import generate
+from kvrepro.engine.regime import SharedCap
 from kvrepro.errors import InputError
 
 EVERY = [
-    Condition(policy, 32, guarded, guarded, reading=reading)
+    Condition(policy, 32, SharedCap(), prefix=guarded, suffix=guarded, reading=reading)
     for policy, guarded, reading in product(POLICIES, (0.0, 0.1), ("as_run", "as_described"))
 ]
 MORE = [
-    Condition("lru", 32, 0.2, 0.0),
-    Condition("lru", 32, 0.2, 0.0, reading="as_described"),
-    Condition("lru", 32, 0.0, 0.2),
-    Condition("h2o", 40, 0.1, 0.1, interval=5),
-    Condition("snapkv", 32, 0.1, 0.2, suffix_mode="static", reading="as_described"),
-    Condition("ada_kv_faithful", 32, 0.1, 0.2, suffix_mode="static"),
-    Condition("quest_faithful", 32, 0.1, 0.2, suffix_mode="static", switches=(("trim_guard", "same"),)),
-    Condition("ada_kv_faithful", 32, 0.1, 0.1, switches=(("per_head_first_reduction", 0),)),
-    Condition("quest_faithful", 32, switches=(("per_head_first_reduction", 0), ("head_map", "group_mean"))),
-    Condition("lru", 32, 0.1, 0.1, switches=(("first_reduction", 8),)),
-    Condition("h2o", 32, 0.1, 0.1, interval=3, switches=(("first_reduction", 8),)),
-    Condition("h2o", 75, 0.1, 0.1),  # longer than one prompt: eviction starts while decoding
-    Condition("ada_kv_faithful", 75, 0.1, 0.1),
-    Condition("lru", 200),  # never evicts
+    Condition("lru", 32, SharedCap(), prefix=0.2, suffix=0.0),
+    Condition("lru", 32, SharedCap(), prefix=0.2, suffix=0.0, reading="as_described"),
+    Condition("lru", 32, SharedCap(), prefix=0.0, suffix=0.2),
+    Condition("h2o_simple", 40, SharedCap(interval=5), prefix=0.1, suffix=0.1),
+    Condition("snapkv_simple", 32, SharedCap(), prefix=0.1, suffix=0.2, static_suffix=True, reading="as_described"),
+    Condition("ada_kv_faithful", 32, SharedCap(), prefix=0.1, suffix=0.2, static_suffix=True),
+    Condition(
+        "quest_faithful",
+        32,
+        SharedCap(),
+        prefix=0.1,
+        suffix=0.2,
+        static_suffix=True,
+        switches=(("trim_guard", "same"),),
+    ),
+    Condition("ada_kv_faithful", 32, SharedCap(), prefix=0.1, suffix=0.1, switches=(("per_head_first_reduction", 0),)),
+    Condition(
+        "quest_faithful", 32, SharedCap(), switches=(("per_head_first_reduction", 0), ("head_map", "group_mean"))
+    ),
+    Condition("lru", 32, SharedCap(), prefix=0.1, suffix=0.1, switches=(("first_reduction", 8),)),
+    Condition("h2o_simple", 32, SharedCap(interval=3), prefix=0.1, suffix=0.1, switches=(("first_reduction", 8),)),
+    Condition(
+        "h2o_simple", 75, SharedCap(), prefix=0.1, suffix=0.1
+    ),  # longer than one prompt: eviction starts while decoding
+    Condition("ada_kv_faithful", 75, SharedCap(), prefix=0.1, suffix=0.1),
+    Condition("lru", 200, SharedCap()),  # never evicts
 ]
 ALL = EVERY + MORE
 
@@ -68,7 +81,7 @@ def test_masked_and_physical_execution_give_the_same_tokens_and_kept_sets(kind):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3"])
 def test_without_eviction_the_tokens_are_those_of_hugging_face(kind):
     model, prompts = tiny_model(kind), tiny_prompts(70, 33)
-    conditions = [Condition()] + [Condition(p, 106, 0.1, 0.1) for p in POLICIES]
+    conditions = [Condition()] + [Condition(p, 106, SharedCap(), prefix=0.1, suffix=0.1) for p in POLICIES]
     for prompt, row in zip(prompts, answer(model, prompts, conditions), strict=True):
         plain = model.generate(torch.tensor([prompt]), max_new_tokens=36, do_sample=False)[0, len(prompt) :].tolist()
         for generation in row:
@@ -105,12 +118,11 @@ def test_bf16_runs_every_policy():
 
 def test_seventeen_policy_calls_per_128_tokens_and_none_for_a_short_per_head_answer_as_run():
     model, prompts = tiny_model(), tiny_prompts(70)
-    [[lru, head]] = answer(model, prompts, [Condition("lru", 32), Condition("ada_kv_faithful", 32)], max_new_tokens=128,
-                           stop_ids=[])  # fmt: skip
+    one, each = Condition("lru", 32, SharedCap()), Condition("ada_kv_faithful", 32, SharedCap())
+    [[lru, head]] = answer(model, prompts, [one, each], max_new_tokens=128, stop_ids=[])
     assert (lru.policy_calls, head.policy_calls) == (17, 16)
-    [[short, described, full]] = answer(model, prompts, [
-        Condition("ada_kv_faithful", 32), Condition("ada_kv_faithful", 32, reading="as_described"), Condition()],
-        max_new_tokens=7)  # fmt: skip
+    conditions = [each, replace(each, reading="as_described"), Condition()]
+    [[short, described, full]] = answer(model, prompts, conditions, max_new_tokens=7)
     assert (short.policy_calls, short.evicted, short.tokens) == (0, 0, full.tokens)
     assert (described.policy_calls, described.evicted) == (1, 70 - 32)
 
@@ -122,15 +134,22 @@ def test_the_first_token_comes_from_the_full_cache():
 
 def test_bytes_are_those_of_the_living_tokens():
     model = tiny_model()
-    [[g, full]] = answer(model, tiny_prompts(70), [Condition("lru", 32), Condition()], max_new_tokens=16, stop_ids=[])
+    [[g, full]] = answer(
+        model, tiny_prompts(70), [Condition("lru", 32, SharedCap()), Condition()], max_new_tokens=16, stop_ids=[]
+    )
     per_token = 3 * 2 * 2 * 8 * 4
-    assert (g.bytes_held, g.bytes_full) == (32 * per_token, 86 * per_token)
-    assert full.bytes_held == full.bytes_full
+    assert g.bytes_full == full.bytes_full == 86 * per_token
+    positions = 3 * 2 * 4  # int32, per token, layer and KV head
+    assert 32 * per_token <= g.bytes_held - g.bytes_state <= 34 * (per_token + positions)  # offsets and the tail's room
+    assert g.bytes_state < 86 * 50
 
 
 def test_random_by_prompt_draws_anew_for_every_prompt():
     prompts = tiny_prompts(70, 70)
-    same, anew = Condition("random", 32), Condition("random", 32, reading="as_described")
+    same, anew = (
+        Condition("random_sample", 32, SharedCap()),
+        Condition("random_sample", 32, SharedCap(), reading="as_described"),
+    )
     a, b = answer(tiny_model(), prompts, [same, anew], max_new_tokens=1)
     assert a[0].kept_positions == b[0].kept_positions
     assert a[1].kept_positions != b[1].kept_positions
@@ -141,7 +160,7 @@ def test_random_by_prompt_draws_anew_for_every_prompt():
     ([5], Condition(), "prompt of 1 tokens < 2"),
     ([5, 500], Condition(), "token id 500 outside the model's vocabulary of 120"),
     ([5] * 500, Condition(), "500 prompt + 36 new tokens > the model's 512 positions"),
-    ([5] * 50, Condition("lru", 7, 0.1, 0.1), "budget 7 < 8 protected tokens"),
+    ([5] * 50, Condition("lru", 7, SharedCap(), prefix=0.1, suffix=0.1), "budget 7 < 8 protected tokens"),
 ])  # fmt: skip
 def test_bad_input_costs_no_computation(prompt, condition, says, monkeypatch):
     model = tiny_model()
@@ -153,22 +172,10 @@ def test_bad_input_costs_no_computation(prompt, condition, says, monkeypatch):
 
 def test_a_sliding_window_shorter_than_the_text_is_refused():
     with pytest.raises(InputError, match="70 prompt [+] 36 new tokens > the model's sliding window of 64"):
-        answer(tiny_model("mistral", sliding_window=64), tiny_prompts(70), [Condition()])
+        answer(tiny_model("mistral", sliding_window=64), tiny_prompts(70), [Condition("lru", 32, SharedCap())])
 
 
 def test_the_models_own_attention_is_back_afterwards():
     model = tiny_model()
     answer(model, tiny_prompts(30), [Condition()])
     assert model.config._attn_implementation == "eager"
-
-
-def test_boundary_attention_sums_to_one_and_matches_eager():
-    model, [prompt] = tiny_model(), tiny_prompts(50)
-    table = boundary_attention(model, prompt)
-    assert set(table.region) == {"sink", "prefix", "middle", "suffix"}
-    total = table.groupby(["layer", "head"])[["mass", "window_mass", "uniform"]].sum()
-    assert total.sub(1).abs().max().max() < 1e-5
-    p = torch.stack(model(torch.tensor([prompt]), output_attentions=True).attentions)[:, 0].detach()
-    row = table[(table["layer"] == 2) & (table["head"] == 4)].set_index("region")
-    assert row.mass["prefix"] == pytest.approx(p[2, 4, -1, 1:5].sum().item(), abs=1e-6)
-    assert row.window_mass["suffix"] == pytest.approx(p[2, 4, -32:, 45:].sum(-1).mean().item(), abs=1e-6)

@@ -1,4 +1,4 @@
-"""The decode-cap harness once more, slowly: Python dicts and sorts, a masked full cache, eager attention.
+"""The protection paper's harness (`SharedCap`) once more, slowly: dicts, sorts, a masked full cache, eager attention.
 
 Written from the protocol's text, not from the engine, so that the two can disagree.
 """
@@ -7,8 +7,11 @@ import hashlib
 import math
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
+
+from kvrepro.engine.policy import find
 
 
 @dataclass
@@ -40,9 +43,9 @@ def reduce_heads(p, reading, kv_heads):
 
 def protected(retained, c, reading, n, dynamic=False):
     order = sorted(retained)
-    first, last = n_prot(c.prefix, c.capacity, reading), n_prot(c.suffix, c.capacity, reading)
+    first, last = n_prot(c.prefix, c.budget, reading), n_prot(c.suffix, c.budget, reading)
     suffix = set(order[len(order) - last :])
-    if c.suffix_mode == "static" and not dynamic:
+    if c.static_suffix and not dynamic:
         suffix = set(range(n - last, n)) & set(order)
     return set(order[:first]) | suffix
 
@@ -55,11 +58,11 @@ def score(policy, token, t, reading):
     x = token
     return {
         "lru": lambda: x.L,
-        "streaming_llm": lambda: x.L,
-        "h2o": lambda: 0.7 * x.S + 0.1 * max(x.a, x.M) + (1.0 if t - x.L <= 64 else 0.0),
-        "snapkv": lambda: x.S + (max(x.a, x.M) if reading.snapkv_bonus == "peak" else x.a),
-        "ada_kv": lambda: x.S + 0.5 * x.M,
-        "quest": lambda: x.a,
+        "slw": lambda: x.L,
+        "h2o_simple": lambda: 0.7 * x.S + 0.1 * max(x.a, x.M) + (1.0 if t - x.L <= 64 else 0.0),
+        "snapkv_simple": lambda: x.S + (max(x.a, x.M) if reading.snapkv_bonus == "peak" else x.a),
+        "ada_kv_simple": lambda: x.S + 0.5 * x.M,
+        "quest_simple": lambda: x.a,
         "h2o_faithful": lambda: x.S,
         "snapkv_faithful": lambda: x.Pf,
     }[policy]()
@@ -67,7 +70,7 @@ def score(policy, token, t, reading):
 
 def evict_global(state, retained, c, reading, t, n, rng):
     """The retained set after one call."""
-    excess = len(retained) - c.capacity
+    excess = len(retained) - c.budget
     if excess <= 0:
         return set(retained)
     shielded = protected(retained, c, reading, n)
@@ -75,37 +78,37 @@ def evict_global(state, retained, c, reading, t, n, rng):
     if c.prefix > 0 and c.suffix == 0 and reading.empty_suffix == "keeps_newest":
         inner = set()
     key = place(reading)
-    if c.policy == "random":
+    if c.policy == "random_sample":
         pool = sorted(inner)
         victims = set(rng.sample(pool, min(excess, len(pool))))
     else:
         pool = set(inner)
-        if c.policy == "streaming_llm":
+        if c.policy == "slw":
             by_position = reading.slw_window == "position"
             oldest = sorted(inner, key=lambda i: key(i) if by_position else (state[i].I, key(i)))
             latest = sorted(inner, key=lambda i: key(i) if by_position else (state[i].L, state[i].I, key(i)))
-            pool -= set(oldest[:4]) | set(latest[max(0, len(latest) - (c.capacity - 4)) :])
-        ties = {"lru": "I", "streaming_llm": "I", "h2o": "LI", "h2o_faithful": "LI"}.get(c.policy, "L")
+            pool -= set(oldest[:4]) | set(latest[max(0, len(latest) - (c.budget - 4)) :])
+        ties = {"lru": "I", "slw": "I", "h2o_simple": "LI", "h2o_faithful": "LI"}.get(c.policy, "L")
 
         def order(i):
             return (score(c.policy, state[i], t, reading), *[getattr(state[i], f) for f in ties], key(i))
 
         victims = set(sorted(pool, key=order)[:excess])
     kept = set(retained) - victims
-    if len(kept) > c.capacity:
+    if len(kept) > c.budget:
         pool = kept - shielded if reading.guardrail == "honours" else kept
-        kept -= set(sorted(pool, key=lambda i: (state[i].L, state[i].I, i))[: len(kept) - c.capacity])
+        kept -= set(sorted(pool, key=lambda i: (state[i].L, state[i].I, i))[: len(kept) - c.budget])
     return kept
 
 
 def evict_per_head(signal, retained, c, reading, n):
     """Per-head sets after one call; `signal` [kv_heads][position]."""
     kv_heads = len(signal)
-    if len(retained) <= c.capacity:
+    if len(retained) <= c.budget:
         return [set(retained) for _ in range(kv_heads)]
     shielded = protected(retained, c, reading, n)
     pool, key = set(retained) - shielded, place(reading)
-    budget = c.capacity - len(shielded)
+    budget = c.budget - len(shielded)
     counts = [budget] * kv_heads
     if c.policy == "ada_kv_faithful":
         inverse = []
@@ -127,14 +130,14 @@ def evict_per_head(signal, retained, c, reading, n):
     votes = {i: sum(i in head for head in heads) for i in union}
     total = {i: sum(signal[h][i] for h in range(kv_heads)) for i in union}
     order = sorted(union - firm, key=lambda i: (votes[i], total[i], key(i)))
-    lost = set(order[: max(0, len(union) - c.capacity)])
+    lost = set(order[: max(0, len(union) - c.budget)])
     return [head - lost for head in heads]
 
 
 @torch.no_grad()
 def run(model, prompt, c, max_new_tokens, stop_ids):
     """Greedy tokens, the kept set per head after every policy call, and what every head sees at the end."""
-    reading, n = c.resolved(), len(prompt)
+    reading, n = SimpleNamespace(**find(c.policy).reading(c.reading, c.switches)), len(prompt)
     kv_heads, query_heads = model.config.num_key_value_heads, model.config.num_attention_heads
     out = model(torch.tensor([prompt]), output_attentions=True, use_cache=True)
     p = torch.stack(out.attentions)[:, 0]  # [layers, heads, queries, tokens]
@@ -185,7 +188,7 @@ def run(model, prompt, c, max_new_tokens, stop_ids):
         here = n + t - 1
         heads = [h | {here} for h in heads]
         state[here] = Token(t, t, 0.0, 0.0, 0.0, 0.0)
-        if t % c.interval == 0 and t >= first:
+        if t % c.regime.interval == 0 and t >= first:
             heads = call(t)
             history.append([sorted(h) for h in heads])
         mask = torch.full((1, query_heads, 1, here + 1), torch.finfo(torch.float32).min)

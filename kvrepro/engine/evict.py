@@ -1,0 +1,340 @@
+"""Who stays: one body for every regime.
+
+scores, protected = judged(job, o)                          # [batch, kv_heads, tokens] each
+counts            = allocate(scores, protected, budget)     # [batch, kv_heads]
+kept              = select(scores, protected, counts)
+
+`kept` does so for one layer, `across` for policies that must see every layer before they choose, and an observation of
+`signals` stands for all layers at once.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from random import Random
+
+import torch
+from torch import Tensor
+
+from kvrepro.engine import allocate, guard, quota, shared
+from kvrepro.engine.cache import RaggedLayer
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Prompt as Text
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.policy import SUMS, Policy, call, guarded
+from kvrepro.engine.regime import DecodeCap, PerStep, SharedCap
+from kvrepro.engine.select import select
+from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores, TokenInts
+from kvrepro.engine.signals import Reduction, Signals
+from kvrepro.errors import InputError
+
+REPEATED = {"reconstruction", "reconstruction_per_norm"}  # what comes of repeating the context
+
+
+class Prompts:
+    """Positions, spans and whitelists of the tokens to compress: `[batch, tokens]`, flush right, -1 where padded."""
+
+    def __init__(self, positions: TokenInts, spans: Sequence[dict[str, list[int]]], seeds: Sequence[int] = ()):
+        self.positions, self.spans = positions, spans
+        self.seeds = list(seeds) or [0] * len(positions)
+        self.lengths = (positions >= 0).sum(1)
+
+    @classmethod
+    def of(cls, texts: Sequence[Text], device: torch.device, seeds: Sequence[int] = ()) -> "Prompts":
+        """Of whole texts, whatever is compressed."""
+        lengths = torch.tensor([len(t.ids) for t in texts], device=device)[:, None]
+        at = torch.arange(int(lengths.max()), device=device)
+        return cls(torch.where(at < lengths, at, -1), [t.spans for t in texts], seeds)
+
+    def span_of(self, names: tuple[str, ...], extended: bool = True) -> Tensor:
+        """Number of the span that each position lies in, int64 [batch, tokens], as `quota.number` counts."""
+        rows = []
+        for spans, n in zip(self.spans, self.lengths.tolist(), strict=True):
+            chosen = [[at for at in spans[name] if at < n] for name in (names or spans)]
+            numbers = quota.number(n, [span for span in chosen if span], extended)
+            rows.append(torch.nn.functional.pad(numbers, (0, self.positions.shape[1] - n), value=int(numbers[-1])))
+        return torch.stack(rows).to(self.positions.device)
+
+    def whitelisted(self, names: tuple[str, ...]) -> Tensor:
+        """Bool [batch, tokens] by position."""
+        table = torch.zeros(self.positions.shape, dtype=torch.bool)
+        for row, spans in enumerate(self.spans):
+            table[row, [at for name in names for at in spans[name] if at < table.shape[1]]] = True
+        return table.to(self.positions.device)
+
+
+@dataclass
+class PendingLayer:
+    """A layer whose eviction waits for the others."""
+
+    observation: Observation
+    scores: Scores | None = None
+    protected: Mask | None = None
+    summary: Tensor | None = None
+
+
+@dataclass
+class Job:
+    """Rows that one policy decides in one way: conditions that differ in budget and guards at most, one per row."""
+
+    conditions: list[Condition]
+    policy: Policy | None  # None: everything stays
+    parameters: dict
+    budgets: list[int]  # tokens per KV head
+    prompts: Prompts
+    draws: list[Random] = field(default_factory=list)  # of policies that draw by a generator, one per row
+    layers: dict[int, RaggedLayer] = field(default_factory=dict)  # what is kept so far
+    pending: dict[int, PendingLayer] = field(default_factory=dict)
+    signals: Signals | None = None  # of `SharedCap`, after the prompt
+    error: Exception | None = None  # what its policy raised
+
+    @property
+    def condition(self) -> Condition:
+        """The first row's, which stands for all but in budget and guards."""
+        return self.conditions[0]
+
+    @property
+    def kind(self) -> tuple:
+        """Rows of equal kind can be decided together."""
+        c = self.condition
+        return c.policy, c.reading, c.switches, c.static_suffix, c.whitelist
+
+    @classmethod
+    def joined(cls, jobs: Sequence["Job"], texts: Sequence[Text], device: torch.device) -> "Job":
+        """Rows of one kind as one job; `texts` are their whole prompts."""
+        first = jobs[0]
+        return cls(
+            [c for job in jobs for c in job.conditions], first.policy, first.parameters,
+            [size for job in jobs for size in job.budgets],
+            Prompts.of(texts, device, [seed for job in jobs for seed in job.prompts.seeds]),
+            [d for job in jobs for d in job.draws],
+        )  # fmt: skip
+
+    def row(self, b: int) -> "Job":
+        """One row alone, with nothing kept yet."""
+        p = self.prompts
+        alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], p.seeds[b : b + 1])
+        return replace(self, conditions=[self.conditions[b]], budgets=[self.budgets[b]], prompts=alone,
+                       draws=self.draws[b : b + 1], layers={}, pending={}, signals=None)  # fmt: skip
+
+    @cached_property
+    def budget(self) -> RowInts:
+        """int64 [batch]."""
+        return torch.tensor(self.budgets, device=self.prompts.positions.device)
+
+    @property
+    def again(self) -> bool:
+        """Does it evict again while tokens are generated?"""
+        return isinstance(self.condition.regime, DecodeCap | PerStep)
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """How attention is reduced over layers, where one set of tokens serves all of them."""
+        if self.policy is None or not isinstance(self.condition.regime, SharedCap):
+            return None
+        per_head = self.policy.allocate is not allocate.uniform
+        return Reduction(self.parameters["score_reduce"], self.parameters["head_map"] if per_head else None)
+
+    @property
+    def first_step(self) -> int:
+        """Of `SharedCap`: the step of the first reduction."""
+        per_head = self.reduction.head_map is not None
+        return int(self.parameters["per_head_first_reduction" if per_head else "first_reduction"])
+
+    @property
+    def repeated(self) -> set[str]:
+        """What it must know of a repetition of the context."""
+        return REPEATED.intersection(self.policy.needs) if self.policy is not None else set()
+
+    @property
+    def waits(self) -> bool:
+        """Must every layer be seen before anything can leave?"""
+        if self.policy is None:
+            return False
+        return self.policy.across is not None or bool(self.repeated) or self.reduction is not None
+
+    @property
+    def sums(self) -> set[str]:
+        """The sums that its policy needs; under `fair`, span-local attention takes the place of all attention."""
+        signal = self.parameters.get("signal")  # Scissorhands: one of two
+        needs = {name for name in self.policy.needs if signal in (None, name)} if self.policy else set()
+        if self.condition.fair is not None and "mass" in needs:
+            needs.add("span_mass" if self.parameters.get("extended", True) else "marked_mass")
+        return needs if self.reduction is None else set()
+
+    @property
+    def window(self) -> int:
+        """Queries that its policy looks at."""
+        return int(self.parameters.get("window", 0) or 0)
+
+    def same_count(self, tokens: int) -> int | None:
+        """The number that every head of every row keeps of `tokens`, where the method lets that be known beforehand."""
+        c, p = self.condition, self.policy
+        plain = p.allocate is allocate.uniform and p.refine is None and c.fair is None and c.execution == "physical"
+        if not plain or len(set(self.budgets)) > 1 or self.budgets[0] > tokens:
+            return None
+        return self.budgets[0]
+
+
+def generator(parameters: Mapping, ids: Sequence[int]) -> Random:
+    """A row's generator: seed 42 anew, or mixed with the prompt so that items differ in whatever order they run."""
+    if parameters.get("random_seed") == "per_item":
+        return Random(42)
+    return Random(int.from_bytes(hashlib.sha256(str([42, *ids]).encode()).digest()[:8]))
+
+
+# ---- the five arrows
+
+
+def guards(job: Job, o: Observation, *, follow: bool = False) -> Mask:
+    """Tokens that the conditions protect, `[batch, kv_heads, tokens]`. follow: a static suffix follows the newest."""
+    device = o.positions.device
+    sides = [guarded(c, size, job.parameters) for c, size in zip(job.conditions, job.budgets, strict=True)]
+    prefix, suffix = sides[0] if len(set(sides)) == 1 else torch.tensor(sides, device=device).unbind(1)
+    end = job.prompts.lengths.to(device) if job.condition.static_suffix and not follow else None
+    mask = guard.ends(o, prefix, suffix, end)
+    if job.condition.whitelist:
+        mask = mask | guard.whitelist(o, job.prompts.whitelisted(job.condition.whitelist).to(device))
+    if job.parameters.get("empty_suffix") == "keeps_newest" and job.reduction.head_map is None:
+        bare = torch.tensor([bool(first and not last) for first, last in sides], device=device)
+        mask = mask | bare[:, None, None]  # as run, an empty suffix slice protects every token
+    return mask
+
+
+def judged(job: Job, o: Observation) -> tuple[Scores, Mask]:
+    """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself."""
+    policy, shape = job.policy, o.positions.shape
+    budget, mask = job.budget.to(o.positions.device), guards(job, o).expand(shape)
+    parameters = {**job.parameters, "budget": budget, "guarded": mask, "draws": job.draws}
+    try:
+        found = call(policy.score, o, parameters=parameters)
+    except KeyError as error:
+        if error.args[0] not in SUMS:
+            raise
+        raise InputError(f"{policy.title} reads sums[{error.args[0]!r}], which its `needs` do not name") from error
+    given = tuple(getattr(found, "shape", ()))
+    if len(given) != 3 or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
+        what = f"scores of shape {given}" if given else f"{type(found).__name__}"
+        raise InputError(f"{policy.title}'s scorer returned {what}, not [batch, kv_heads, tokens] = {tuple(shape)}")
+    scores = found if found.dtype == torch.float64 else found.float()
+    scores = scores.clamp(min=torch.finfo(torch.float32).min).expand(shape)  # -inf is for dead slots alone
+    newest = parameters.get("recent", 0)
+    recent = guard.window_of(o) if o.span_local and newest else guard.recent(o, newest)
+    protected = (mask | recent | guard.sinks(o, parameters.get("sinks", 0))) & o.alive
+    if policy.shield is not None:
+        shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": mask})
+        if job.reduction is None:
+            protected = protected | shield
+        else:  # it gives way as a last resort
+            scores = scores.masked_fill(shield, torch.inf)
+    if job.reduction is not None and job.reduction.head_map is None and job.parameters["guardrail"] == "ignores":
+        scores, protected = scores.masked_fill(protected, torch.inf), torch.zeros_like(protected)
+    return scores.masked_fill(~o.alive, -torch.inf), protected & o.alive
+
+
+def allocated(job: Job, o: Observation, scores: Scores, protected: Mask) -> Counts:
+    """Each head's count in one layer."""
+    budget = job.budget.to(o.positions.device)
+    return call(job.policy.allocate, scores, protected, budget, parameters={**job.parameters, "o": o})
+
+
+def selected(
+    job: Job, o: Observation, scores: Scores, protected: Mask, counts: Counts, default: Mask | None = None
+) -> Mask:
+    """Who stays, `[batch, kv_heads, tokens]`, `counts` per head; by quotas where the observation is span-local.
+
+    default: what the policy keeps without quotas, for those that mix both.
+    """
+    policy = job.policy
+    if job.reduction is not None:
+        return _selected_for_all_layers(job, o, scores, protected, counts)
+    refined, more = scores, torch.zeros_like(protected)
+    if policy.refine is not None:
+        refined, more = call(policy.refine, o, scores, counts, parameters={**job.parameters, "protected": protected})
+        more = more & o.alive
+    if (quotas := _quotas(job, o, default)) is None:
+        return select(refined, protected | more, counts)
+    parts = quota.split(o, counts, protected, **quotas)
+    first = torch.minimum(parts, quota.tally(o, protected | more))  # the first stage, as far as each span's part goes
+    exempt = quota.select(scores.masked_fill(~more, torch.finfo(scores.dtype).min), protected, first, o)
+    return quota.select(refined, protected | exempt, parts, o)
+
+
+def _selected_for_all_layers(job: Job, o: Observation, scores: Scores, protected: Mask, counts: Counts) -> Mask:
+    """`SharedCap`: ties by the policy's order; heads that choose for themselves, then their union cut to the budget."""
+    tie_break, budget = job.parameters["tie_break"], job.budget.to(o.positions.device)
+    if job.reduction.head_map is None:
+        ties = shared.order(o, scores, job.policy.ties, tie_break)
+        return select(scores, protected, counts, ties.masked_fill(protected, torch.iinfo(ties.dtype).max))
+    heads = select(scores, protected, counts, shared.position_rank(o.positions, tie_break))
+    firm = protected
+    if job.condition.static_suffix and job.parameters["trim_guard"] == "dynamic":
+        firm = guards(job, o, follow=True)
+    return shared.trim_union(heads, scores, firm, o, budget, tie_break)
+
+
+def kept(job: Job, o: Observation, default: Mask | None = None) -> Mask:
+    """Who stays in a layer, or in all of them."""
+    scores, protected = judged(job, o)
+    return selected(job, o, scores, protected, allocated(job, o, scores, protected), default)
+
+
+def _quotas(job: Job, o: Observation, default: Mask | None) -> dict | None:
+    """How `quota.split` shares a head's budget: the public code rounds down and sets its ramps no quota, the paper
+    rounds to the nearest and leaves the sinks out (section 5.2, E.3)."""
+    if not o.span_local or job.parameters.get("ramps"):
+        return None
+    if job.condition.reading == "as_run":
+        return {"fair": job.condition.fair, "default": default}
+    sinks = guard.sinks(o, job.parameters.get("sinks", 0))
+    return {"fair": job.condition.fair, "default": default, "apart": sinks, "rounding": "round"}
+
+
+# ---- policies that wait for every layer
+
+
+def judge_pending(job: Job, layer: int) -> None:
+    """Score a layer that waits, as soon as what its scorer needs is known."""
+    w = job.pending[layer]
+    o = w.observation
+    w.scores, w.protected = judged(job, o)
+    if job.policy.summary is not None:
+        w.summary = call(job.policy.summary, o, parameters=job.parameters)
+    w.observation = replace(o)  # without the attention that it remembers
+
+
+def across(job: Job) -> dict[int, Mask]:
+    """Who stays in each layer, once all layers have their scores; layers may lie on several devices."""
+    layers = list(job.pending.values())
+    home = job.budget.device
+    scores, protected = [w.scores.to(home) for w in layers], [w.protected.to(home) for w in layers]
+    if job.policy.across is None:
+        counts = [allocated(job, w.observation, w.scores, w.protected) for w in layers]
+    else:
+        summaries = [None if w.summary is None else w.summary.to(home) for w in layers]
+        extra = {**job.parameters, "observations": [w.observation for w in layers]}
+        scores, counts = call(job.policy.across, scores, protected, job.budget, summaries, parameters=extra)
+    return {
+        layer: selected(job, w.observation, s.to(w.scores.device), w.protected, count.to(w.scores.device))
+        for (layer, w), s, count in zip(job.pending.items(), scores, counts, strict=True)
+    }
+
+
+# ---- one set of tokens for all layers
+
+
+def evict_shared(job: Job, signals: Signals, step: int) -> Signals:
+    """The state of rows after a reduction at `step`: rows at or below their budget keep all that is alive."""
+    alive = signals.held.any(1)
+    over = alive.sum(1) > job.budget
+    if not bool(over.any()):
+        return signals
+    o, place = signals.observe(step)
+    stays = kept(job, o)
+    heads = stays.shape[1]
+    where = place[:, None].expand(-1, heads, -1)
+    held = torch.zeros_like(signals.held).scatter(2, where, stays)
+    held = torch.where(over[:, None, None], held, alive[:, None])
+    gone = alive.sum(1) - held.any(1).sum(1)
+    return replace(signals, held=held, evicted=signals.evicted + gone)

@@ -1,0 +1,101 @@
+"""Attention of rows that hold caches of their own and go on: by a chunk, a question or one token."""
+
+import torch
+from torch import Tensor
+
+from kvrepro.engine.attention import attend
+from kvrepro.engine.cache import SLIDE, EngineCache, RaggedLayer
+from kvrepro.engine.prefill import LOW_QUERIES
+from kvrepro.engine.shapes import KeyValue, Query, TokenInts
+from kvrepro.engine.signals import StepSignals
+
+
+class Extend:
+    """Attention of new tokens `[batch, new]` of rows that hold a cache: each layer stores them, then attends."""
+
+    def __init__(
+        self,
+        cache: EngineCache,
+        positions: TokenInts,
+        window: int = 0,
+        pages: tuple[int, int, int] | None = None,
+        backend: str = "torch",
+        step: StepSignals | None = None,
+    ):
+        """window: queries that a later eviction asks for. pages: (page, dense layers, budget) of Quest. step: what
+        watches a decode step for all layers, and says who may look at what."""
+        self.step = step
+        self.cache, self.positions, self.window, self.pages, self.backend = cache, positions, window, pages, backend
+
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+    ) -> Tensor:
+        stored = self.cache.ragged[layer]
+        at = self.positions.to(query.device)
+        stored.append(key, value, at)
+        if self.window:
+            stored.remember(query, at, self.window)
+        if self.backend == "triton" and query.shape[2] == 1:
+            return self._decode(stored, query, scaling)
+        parts = stored.parts()
+        watch = None
+        if "low" in stored.sums and query.shape[2] >= LOW_QUERIES:  # older queries have left the window
+            for low in (stored.sums["low"], stored.tail_sums["low"]):
+                low.zero_()
+        if stored.sums:
+            last = at.amax(1)[:, None]
+            flat = 0 if len(parts) == 1 else parts[0][0].shape[2]
+
+            def watch(p: Tensor, queries: slice) -> None:
+                now = at[:, queries]
+                there = (now >= 0)[:, None, None, :, None]
+                for name in stored.sums:
+                    counted = p
+                    if name == "low":
+                        late = (now > last - LOW_QUERIES)[:, None, None, :, None]
+                        where = torch.cat([x.expand(*stored.shape, -1) for _, _, x in parts], 2)
+                        sees = (where[:, :, None, None] >= 0) & (where[:, :, None, None] <= now[:, None, None, :, None])
+                        counted = (p < 1.0 / (now + 1).clamp(min=1)[:, None, None, :, None]) & sees & late
+                    counted = (counted * there).float()
+                    stored.add(name, counted.sum((2, 3)) if name == "low" else counted.mean(2).sum(2), flat)
+
+        hide = self._unchosen(layer, query, parts)
+        if self.step is not None:
+            where = torch.cat([tokens.expand(*stored.shape, -1) for _, _, tokens in parts], 2)
+            hide = self.step.hidden(where)
+
+            def watch(p: Tensor, queries: slice) -> None:
+                self.step.see(p, where)
+
+        out = attend(query, at, parts, scaling, sliding, watch, hide)
+        if sliding is not None and stored.tail >= SLIDE:
+            stored.slide(at.amax(1) - sliding + 2)  # what the next query cannot see
+        return out
+
+    def _decode(self, stored: RaggedLayer, query: Query, scaling: float) -> Tensor:
+        """One token per row by the ragged decode kernel, which emits each kept token's attention where it is summed."""
+        from kvrepro_kernels import ragged_decode
+
+        done = ragged_decode(
+            query, stored.keys, stored.values, stored.offsets, stored.tail_keys, stored.tail_values, stored.tail,
+            scale=scaling, emit=("mean",) if stored.sums else (),
+        )  # fmt: skip
+        for name in stored.sums:  # "mass" alone: the others were refused
+            flat, tail = done.attention["mean"]
+            stored.sums[name] += flat
+            stored.tail_sums[name] += tail
+        return done.output.transpose(1, 2)
+
+    def _unchosen(self, layer: int, query: Query, parts) -> Tensor | None:
+        """Quest: tokens of pages that this step's query does not select, [batch, kv_heads, group, 1, tokens]."""
+        if self.pages is None:
+            return None
+        from kvrepro.engine.score.cumulative import page_mask
+
+        page, dense_layers, budget = self.pages
+        if list(self.cache.ragged).index(layer) < dense_layers:
+            return None
+        keys = torch.cat([k for k, _, _ in parts], 2)
+        alive = torch.cat([w.expand(*keys.shape[:2], -1) for _, _, w in parts], 2) >= 0
+        chosen = page_mask(query[:, :, -1], keys, alive, page, budget)
+        return ~chosen.unflatten(1, (keys.shape[1], -1))[:, :, :, None]

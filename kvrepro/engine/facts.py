@@ -1,0 +1,72 @@
+"""What the engine must know of a model: which layers hold tokens to evict, their windows, outputs and rotations."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the engine must know of a model: which layers hold tokens to evict, and each one's output projection."""
+
+    attention: tuple[int, ...]  # numbers of the layers with keys and values
+    evictable: tuple[int, ...]
+    sliding: dict[int, int]
+    outputs: dict[int, Tensor]  # [heads, dim, hidden]
+    inverse_frequencies: dict[int, Tensor]  # [rotated / 2] of each evictable layer's rotation, where it has one
+
+    def frequencies(self, layer: int, device: torch.device) -> Tensor | None:
+        """The rotation's, where a layer lies."""
+        found = self.inverse_frequencies.get(layer)
+        return None if found is None else found.to(device)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ModelFacts":
+        """Sliding layers forget on their own: they are evicted only in a model that has no other attention layers."""
+        outputs, sliding = {}, {}
+        for number, module in attention_modules(model).items():
+            weight = module.o_proj.weight  # [hidden, heads * dim]
+            outputs[number] = weight.view(weight.shape[0], -1, module.head_dim).permute(1, 2, 0)
+            if (window := sliding_window(model.config, number)) is not None:
+                sliding[number] = window
+        full = tuple(n for n in outputs if n not in sliding)
+        evictable = full or tuple(outputs)
+        return cls(tuple(outputs), evictable, sliding, outputs, rotations(model, evictable))
+
+    def held(self, tokens: int) -> int:
+        """Tokens that an evictable layer holds of so many seen: a sliding one only those that a next query can see."""
+        return min([tokens, *(self.sliding[n] - 1 for n in self.evictable if n in self.sliding)])
+
+
+def attention_modules(model: PreTrainedModel) -> dict[int, Module]:
+    """The model's attention modules by layer, in order."""
+    found = {m.layer_idx: m for m in model.modules() if hasattr(m, "o_proj") and hasattr(m, "layer_idx")}
+    return dict(sorted(found.items()))
+
+
+def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor]:
+    """Inverse frequencies [rotated / 2] of each of `layers`; none of a model without rotations.
+
+    Gemma3 has a set of frequencies for each kind of layer, the others one.
+    """
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    found = {}
+    for layer in layers if rotary is not None else ():
+        own = getattr(rotary, f"{kinds[layer]}_inv_freq", None) if kinds else None
+        found[layer] = rotary.inv_freq if own is None else own
+    return found
+
+
+def sliding_window(config, layer: int) -> int | None:
+    """Tokens that a query of this layer looks back, itself included; None: all."""
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return None
+    types = getattr(config, "layer_types", None)
+    return window if types is None or types[layer] == "sliding_attention" else None

@@ -1,0 +1,281 @@
+"""From prompts to rows: one pass of a prompt serves all conditions that compress the same part of it."""
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrepro.engine.cache import EngineCache, RaggedLayer
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Prompt as Text
+from kvrepro.engine.evict import Job, Prompts, generator
+from kvrepro.engine.extend import Extend
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.memory import Peak
+from kvrepro.engine.policy import budget_of, find
+from kvrepro.engine.prefill import Prefill
+from kvrepro.engine.regime import Chunked, Offline
+from kvrepro.engine.repeat import reconstruct
+from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
+from kvrepro.errors import InputError
+
+
+@dataclass
+class Call:
+    """What one call of `generate` was given, and what its parts share."""
+
+    model: PreTrainedModel
+    texts: list[Text]
+    conditions: list[Condition]
+    max_new_tokens: int
+    repeat: list[int]
+    measure_peak: bool
+    kept_sets: bool
+    backend: str
+    seed: int
+    isolate: bool
+    facts: ModelFacts
+    scalings: dict[int, float] = field(default_factory=dict)
+    notes: dict[Tag, dict] = field(default_factory=dict)  # what is known of each row before it has decoded
+    failed: dict[Tag, Exception] = field(default_factory=dict)
+    prefixes: dict[tuple, tuple[tuple, Rows]] = field(default_factory=dict)  # offline: the last prefix's rows
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention) -> Tensor:
+        """Logits of the token after the last, [batch, vocabulary]."""
+        padding = {"attention_mask": (positions >= 0).long()} if bool((positions < 0).any()) else {}
+        return self.model(
+            input_ids=ids, position_ids=positions.clamp(min=0), past_key_values=cache, use_cache=True, logits_to_keep=1,
+            kvrepro=Scaled(attention, self.scalings), **padding,
+        ).logits[:, -1]  # fmt: skip
+
+    def padded(self, texts: Sequence[Sequence[int]], start: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """(ids, positions) `[batch, longest]`, padded on the left; position -1 marks padding."""
+        longest = max(map(len, texts))
+        ids = torch.zeros(len(texts), longest, dtype=torch.long, device=self.device)
+        positions = torch.full_like(ids, -1)
+        for row, text in enumerate(texts):
+            first = start[row] if start is not None else 0
+            ids[row, longest - len(text) :] = torch.tensor(list(text), device=self.device)
+            positions[row, longest - len(text) :] = torch.arange(first, first + len(text), device=self.device)
+        return ids, positions
+
+
+class Scaled:
+    """Passes attention on, and remembers each layer's scaling."""
+
+    def __init__(self, inner, scalings: dict[int, float]):
+        self.inner, self.scalings = inner, scalings
+
+    def attend(self, layer, query, key, value, scaling, sliding=None):
+        self.scalings[layer] = scaling
+        return self.inner.attend(layer, query, key, value, scaling, sliding)
+
+
+def boundary(text: Text, c: Condition) -> int:
+    """Tokens of the prompt that `c` compresses; what follows them is read afterwards, through what is left.
+
+    Raises InputError for a span that the prompt does not have.
+    """
+    n = len(text.ids)
+    for name in {*c.whitelist, *c.spans, *({c.until} - {"", *text.turns})}:
+        if not text.spans.get(name):
+            raise InputError(f"the prompt has no span {name!r}: it has {', '.join(text.spans) or 'none'}")
+    end = n
+    if c.until:
+        end = text.turns[c.until] if c.until in text.turns else min(text.spans[c.until])
+    if end < 1:
+        raise InputError(f"{c.until!r} begins at token {end}: nothing stands before it to compress")
+    if c.fair is not None and not any(min(text.spans[name]) < end for name in c.spans or text.spans):
+        raise InputError(f"fair {c.fair:g} with 0 spans among the {end} tokens to compress: mark some, or drop fair")
+    return end
+
+
+def groups(call: Call, members: list[int]) -> list[list[int]]:
+    """Conditions that one forward pass serves: equal boundaries; chunks pass through caches of their own."""
+    found: dict[tuple, list[int]] = {}
+    for j, c in enumerate(call.conditions):
+        ends = tuple(boundary(call.texts[i], c) for i in members)
+        chunk = (c.regime.chunk, c.execution) if isinstance(c.regime, Chunked) else None
+        spans = c.spans if c.fair is not None else None  # attention inside spans is summed for one set of them
+        alone = j if call.measure_peak else None
+        found.setdefault((ends, isinstance(c.regime, Offline), chunk, spans, alone), []).append(j)
+    return list(found.values())
+
+
+def read(call: Call, members: list[int], columns: list[int]) -> list[Rows]:
+    """Rows of these prompts and conditions after the eviction at the end of what they compress."""
+    c = call.conditions[columns[0]]
+    ends = [boundary(call.texts[i], c) for i in members]
+    if isinstance(c.regime, Offline):
+        return [row for i, end in zip(members, ends, strict=True) for row in _reused(call, i, end, columns)]
+    jobs = _jobs(call, members, ends, columns)
+    if isinstance(c.regime, Chunked) or any(job.repeated for job in jobs):  # no chunk, no repetition is padded
+        alike = {end: [i for i, e in zip(members, ends, strict=True) if e == end] for end in ends}
+        return [row for end, some in alike.items() for row in _pass(call, some, [end] * len(some), columns)]
+    return _pass(call, members, ends, columns)
+
+
+def _reused(call: Call, i: int, end: int, columns: list[int]) -> list[Rows]:
+    """A prefix is compressed once; each request gets a copy of what is left."""
+    text = call.texts[i]
+    marked = tuple((name, tuple(at for at in where if at < end)) for name, where in text.spans.items())
+    key = (tuple(text.ids[:end]), marked)
+    if call.prefixes.get(tuple(columns), ((), None))[0] != key:
+        fresh = _pass(call, [i], [end], columns)
+        call.prefixes[tuple(columns)] = (key, joined(fresh) if fresh else None)
+    found = call.prefixes[tuple(columns)][1]
+    alive = {j for _, j in found.tags} if found is not None else set()
+    for j in set(columns) - alive:  # failed on the prefix
+        call.failed[i, j] = next(error for (_, k), error in call.failed.items() if k == j)
+    if found is None:
+        return []
+    first = found.tags[0][0]
+    rows = found.take(list(range(len(found))))
+    rows.tags, rows.texts = [(i, j) for _, j in found.tags], [text] * len(found)
+    for _, j in rows.tags:
+        call.notes[i, j] = call.notes[first, j] | ({} if i == first else {"prefill_seconds": 0.0})
+    return [rows]
+
+
+def _pass(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
+    """One pass, timed; what each row kept is noted."""
+    began = time.perf_counter()
+    with Peak(call.device, call.measure_peak) as peak:
+        run = _chunked if isinstance(call.conditions[columns[0]].regime, Chunked) else _prefill
+        found = run(call, members, ends, columns)
+    if call.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = (time.perf_counter() - began) / (len(members) * len(columns))
+    for rows in found:
+        for row, tag in enumerate(rows.tags):
+            if rows.signals is not None:
+                kept = kept_by_all_layers(rows.signals, row)
+            else:
+                kept = kept_sets(call.facts, rows.cache, row, ends[members.index(tag[0])], call.kept_sets)
+            call.notes[tag] = kept | {"prefill_seconds": seconds, "peak_bytes": peak.bytes}
+    return found
+
+
+def _jobs(call: Call, members: list[int], ends: list[int], columns: list[int], positions: Tensor | None = None):
+    """One job per condition, its rows these prompts."""
+    texts = [call.texts[i] for i in members]
+    if positions is None:
+        positions = call.padded([text.ids[:end] for text, end in zip(texts, ends, strict=True)])[1]
+    # A prompt's draws depend on what is compressed of it, not on its place in a batch.
+    seeds = [zlib.crc32(str(t.ids[:end]).encode()) + (call.seed << 32) for t, end in zip(texts, ends, strict=True)]
+    prompts = Prompts(positions, [text.spans for text in texts], seeds)
+    found = []
+    for j in columns:
+        c = call.conditions[j]
+        policy = find(c.policy) if c.policy != "full" else None
+        parameters = policy.reading(c.reading, c.switches) if policy else {}
+        sizes = [budget_of(c, call.facts.held(end)) for end in ends]
+        draws = [generator(parameters, text.ids) for text in texts] if policy and policy.shared else []
+        frees = policy if policy is not None and policy.frees else None
+        found.append(Job([c] * len(members), frees, parameters, sizes, prompts, draws))
+    return found
+
+
+def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
+    """One forward pass for all of `columns`; a layer's keys and values are gone when the next one is computed."""
+    texts = [call.texts[i] for i in members]
+    ids, positions = call.padded([text.ids[:end] for text, end in zip(texts, ends, strict=True)])
+    jobs = _jobs(call, members, ends, columns, positions)
+    prompts = jobs[0].prompts
+    attention = Prefill(call.facts, prompts, jobs, call.backend, call.isolate)
+    cache = EngineCache(call.model.config)
+    logits = call.forward(ids, positions, cache, attention)
+    if any(job.repeated for job in jobs if job.error is None):
+        reconstruct(call.model, attention, call.repeat, ids, positions, cache)
+    attention.finish(width=max(ends) + call.max_new_tokens)
+    found = []
+    held = torch.tensor([call.facts.held(end) for end in ends], device=call.device)[:, None]
+    for job, j in zip(jobs, columns, strict=True):
+        tags = [(i, j) for i in members]
+        if job.error is not None:
+            call.failed |= dict.fromkeys(tags, job.error)
+            continue
+        mine = cache.rows(torch.arange(len(members), device=call.device))
+        mine.ragged = {n: job.layers[n] for n in sorted(job.layers)}
+        layers = [mine.ragged[n].seen().to(held.device) for n in call.facts.evictable]
+        calls = (torch.cat(layers, 1) < held).any(1).long()
+        if job.signals is not None:
+            calls = (job.signals.evicted > 0).long()
+        single = [job.row(b) for b in range(len(members))]
+        found.append(Rows(tags, single, texts, mine, logits, prompts.lengths.clone(), calls, job.signals))
+        job.layers = {}
+    return found
+
+
+def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
+    """The prompt in chunks, each attending to what is left of the earlier ones and to itself."""
+    jobs = _jobs(call, members, ends, columns)
+    each = [job.row(b) for job in jobs for b in range(len(members))]
+    texts = [call.texts[i] for _ in jobs for i in members]
+    ids_of = [text.ids[:end] for _ in jobs for text, end in zip([call.texts[i] for i in members], ends, strict=True)]
+    window = max(job.window for job in jobs)
+    chunk = jobs[0].condition.regime.chunk
+    cache = EngineCache(call.model.config)
+    _open(call, cache, len(texts), {n for job in jobs for n in job.sums})
+    lengths = torch.tensor([len(ids) for ids in ids_of], device=call.device)
+    tags = [(i, j) for j in columns for i in members]
+    rows = Rows(tags, each, texts, cache, torch.empty(0), torch.zeros_like(lengths), torch.zeros_like(lengths))
+    for a in range(0, int(lengths.max()), chunk):
+        ids, positions = call.padded([t[a : a + chunk] for t in ids_of], [a] * len(ids_of))
+        rows.logits = call.forward(ids, positions, cache, Extend(cache, positions, window))
+        rows.seen = torch.minimum(lengths, rows.seen + chunk)
+        last = a + chunk >= int(lengths.max())
+        budgets = [_chunk_budget(job, call.facts, s, last) for job, s in zip(each, rows.seen.tolist(), strict=True)]
+        rows.calls += evict_rows(call.facts, rows, budgets, call.scalings, call.isolate)
+    for layer in cache.ragged.values():  # what served the next eviction: there is none
+        layer.sums, layer.queries, layer.query_positions = {}, None, None
+    call.failed |= {rows.tags[row]: error for row, error in rows.failed.items()}
+    alive = [row for row in range(len(rows)) if row not in rows.failed]
+    return [] if not alive else [rows if len(alive) == len(rows) else rows.take(alive)]
+
+
+def _open(call: Call, cache: EngineCache, batch: int, sums: set[str]) -> None:
+    """Empty layers for `batch` rows."""
+    kv_heads = call.model.config.get_text_config().num_key_value_heads
+    for n in call.facts.attention:
+        output = call.facts.outputs[n]
+        empty = torch.zeros(0, output.shape[1], dtype=call.model.dtype, device=output.device)
+        offsets = torch.zeros(batch * kv_heads + 1, dtype=torch.long, device=empty.device)
+        cache.ragged[n] = RaggedLayer(
+            empty, empty.clone(), offsets[:0].int(), offsets, (batch, kv_heads),
+            {name: empty[:, 0].float() for name in sums if n in call.facts.evictable},
+        )  # fmt: skip
+
+
+def _chunk_budget(job: Job, facts: ModelFacts, seen: int, last: bool) -> int:
+    """Tokens to keep after a chunk, given tokens seen; DropKV's standalone cache.
+
+    last_chunk: everything stays until the end. every_chunk: the share of what was seen, or the budget. budget: the
+    budget once it is exceeded.
+    """
+    when = job.condition.regime.when
+    if last or when == "budget":
+        return job.budgets[0]
+    return seen if when == "last_chunk" else budget_of(job.condition, facts.held(seen))
+
+
+def check_shared(model: PreTrainedModel, tokens: int, max_new_tokens: int) -> None:
+    """Raise InputError for a model in which one set of tokens cannot serve all layers."""
+    config = model.config.get_text_config()
+    types = set(getattr(config, "layer_types", None) or ["unnamed"])
+    if unknown := types - {"full_attention", "sliding_attention", "unnamed"}:
+        raise InputError(
+            f"layers of type {', '.join(sorted(unknown))} hold no tokens to evict: use an attention-only model"
+        )
+    window = getattr(config, "sliding_window", None)
+    if types != {"full_attention"} and window is not None and tokens + max_new_tokens > window:
+        asked = f"{tokens} prompt + {max_new_tokens} new tokens"
+        raise InputError(f"{asked} > the model's sliding window of {window}: shorten the prompt")

@@ -1,0 +1,228 @@
+"""Rows that hold caches of their own, one per (prompt, condition): joined, taken apart, evicted from."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvrepro.engine import signals as table
+from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown, together
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Prompt as Text
+from kvrepro.engine.evict import Job, PendingLayer, across, evict_shared, judge_pending, kept
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.signals import Signals
+
+Tag = tuple[int, int]  # (prompt, condition)
+
+
+@dataclass
+class Rows:
+    """A batch of rows that can pass through the model together."""
+
+    tags: list[Tag]
+    jobs: list[Job]  # of one row each
+    texts: list[Text]
+    cache: EngineCache
+    logits: Tensor  # [batch, vocabulary], of the next token
+    seen: Tensor  # int64 [batch], tokens so far
+    calls: Tensor  # int64 [batch], evictions so far
+    signals: Signals | None = None  # of `SharedCap`
+    failed: dict[int, Exception] = field(default_factory=dict)  # by row, of the last eviction
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    @property
+    def conditions(self) -> list[Condition]:
+        return [job.condition for job in self.jobs]
+
+    @property
+    def budgets(self) -> list[int]:
+        """Tokens per KV head of each row."""
+        return [job.budgets[0] for job in self.jobs]
+
+    def take(self, rows: list[int]) -> "Rows":
+        """These rows alone."""
+        index = torch.tensor(rows, device=self.logits.device)
+        return Rows(
+            [self.tags[i] for i in rows], [self.jobs[i] for i in rows], [self.texts[i] for i in rows],
+            self.cache.rows(index), self.logits[index], self.seen[index], self.calls[index],
+            None if self.signals is None else self.signals.take(index),
+        )  # fmt: skip
+
+
+def joined(blocks: list[Rows]) -> Rows:
+    """Blocks that may share a batch, as one."""
+    cat = torch.cat
+    return Rows(
+        [t for b in blocks for t in b.tags], [j for b in blocks for j in b.jobs], [t for b in blocks for t in b.texts],
+        together([b.cache for b in blocks]), cat([b.logits for b in blocks]), cat([b.seen for b in blocks]),
+        cat([b.calls for b in blocks]),
+        None if blocks[0].signals is None else table.joined([b.signals for b in blocks]),
+    )  # fmt: skip
+
+
+# ---- what was kept
+
+
+def kept_sets(facts: ModelFacts, cache: EngineCache, row: int, end: int, masks: bool) -> dict:
+    """Positions below `end` that a row holds: of all heads together, hashed per layer and head, and as `masks`."""
+    digest, sets = hashlib.sha256(), []
+    union = torch.zeros(end, dtype=torch.bool, device="cpu")
+    for n in facts.evictable:
+        layer = cache.ragged[n]
+        heads = layer.shape[1]
+        a, b = (int(layer.offsets[segment]) for segment in (row * heads, (row + 1) * heads))
+        lengths = layer.offsets[row * heads : (row + 1) * heads + 1].diff()
+        head = torch.repeat_interleave(torch.arange(heads, device=lengths.device), lengths)
+        at = layer.positions[a:b]
+        if layer.hidden is not None:
+            head, at = head[~layer.hidden[a:b]], at[~layer.hidden[a:b]]
+        head, at = head.cpu(), at.cpu()
+        digest.update(head.bincount(minlength=heads).numpy().tobytes() + at.numpy().tobytes())
+        union[at.long()] = True
+        if masks:
+            mask = torch.zeros(heads, end, dtype=torch.bool, device="cpu")
+            mask[head, at.long()] = True
+            sets.append(mask.numpy())
+    note = {"kept_positions": union.nonzero()[:, 0].tolist(), "kept_positions_hash": digest.hexdigest()[:16]}
+    return note | ({"kept_sets": sets} if masks else {})
+
+
+def kept_by_all_layers(signals: Signals, row: int) -> dict:
+    """The same for one set of tokens: positions, hashed per head that chooses for itself."""
+    held = signals.held[row].cpu()
+    heads = [head.nonzero()[:, 0].tolist() for head in held]
+    return {
+        "kept_positions": held.any(0).nonzero()[:, 0].tolist(),
+        "kept_positions_hash": hashlib.sha256(str(heads).encode()).hexdigest()[:16],
+    }
+
+
+# ---- evicting again
+
+
+Isolate = bool  # False: what a policy raises is raised; True: it costs the rows that it concerns
+
+
+def evict_rows(
+    facts: ModelFacts, rows: Rows, budgets: Sequence[int], scalings: dict[int, float], isolate: Isolate = False
+) -> Tensor:
+    """Evict from rows, each down to its budget, those of one kind together; `rows.failed` has what failed.
+
+    Returns which rows lost tokens, bool [batch]. A row that has seen no more than its budget loses none.
+    """
+    lost = torch.zeros_like(rows.seen, dtype=torch.bool)
+    over = [tokens > budget for tokens, budget in zip(rows.seen.tolist(), budgets, strict=True)]
+    parts = _kinds(rows, [b for b, job in enumerate(rows.jobs) if over[b] and job.policy and job.policy.frees], budgets)
+    if not parts:
+        return lost
+    held = {}
+    for layer in facts.evictable:
+        stored = rows.cache.ragged[layer]
+        if layer in facts.sliding:
+            stored.slide(rows.seen.to(stored.positions.device) - facts.sliding[layer] + 1)
+        shown = stored.shown()
+        stays = shown.positions >= 0
+        held[layer] = (shown.index, stays)
+        for part, members in parts:
+            index = torch.tensor(members, device=stays.device)
+
+            def decide(part=part, index=index, layer=layer, stored=stored, shown=shown, stays=stays) -> None:
+                o = _observed(facts, layer, stored, shown, part, index, rows.seen, scalings[layer])
+                if part.waits:
+                    part.pending[layer] = PendingLayer(o)
+                    judge_pending(part, layer)
+                else:
+                    stays[index] = kept(part, o)
+
+            _attempt(rows, members, decide, isolate)
+    for part, members in parts:
+
+        def settle(part=part, members=members) -> None:
+            if part.waits:
+                index = torch.tensor(members, device=rows.seen.device)
+                for layer, mine in across(part).items():
+                    held[layer][1][index.to(mine.device)] = mine
+
+        _attempt(rows, members, settle, isolate)
+    masked = rows.jobs[0].condition.execution == "masked"
+    for layer, (index, stays) in held.items():
+        lost |= ((index >= 0) & ~stays).any(2).any(1).to(lost.device)
+        rows.cache.ragged[layer].evict(stays, index, masked=masked)
+    return lost
+
+
+def evict_rows_shared(rows: Rows, step: int, isolate: Isolate = False) -> Tensor:
+    """`SharedCap`: the same by `rows.signals`, before the step's forward pass. The newest token may be among the lost
+    before any layer has stored it: whoever attends next hides it, and drops it afterwards (`keep_held`)."""
+    before = rows.signals.evicted
+    for part, members in _kinds(rows, range(len(rows)), rows.budgets):
+        index = torch.tensor(members, device=before.device)
+
+        def decide(part=part, index=index) -> None:
+            mine, s = evict_shared(part, rows.signals.take(index), step), rows.signals
+            held, evicted = s.held.index_copy(0, index, mine.held), s.evicted.index_copy(0, index, mine.evicted)
+            rows.signals = replace(s, held=held, evicted=evicted)
+
+        _attempt(rows, members, decide, isolate)
+    lost = rows.signals.evicted > before
+    if bool(lost.any()):
+        keep_held(rows)
+    return lost
+
+
+def keep_held(rows: Rows) -> None:
+    """Evict from every layer what no head holds any longer: a token stays in memory while one head may look at it."""
+    masked = rows.jobs[0].condition.execution == "masked"
+    for stored in rows.cache.ragged.values():
+        shown = stored.shown()
+        stored.evict(
+            (shown.positions >= 0) & rows.signals.held_at(shown.positions, by_any=True), shown.index, masked=masked
+        )
+
+
+def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[tuple[Job, list[int]]]:
+    """Rows that can be decided together, as one job each, and which they are."""
+    groups: dict[tuple, list[int]] = {}
+    for row in members:
+        groups.setdefault(rows.jobs[row].kind, []).append(row)
+    found = []
+    for some in groups.values():
+        part = Job.joined([rows.jobs[b] for b in some], [rows.texts[b] for b in some], rows.seen.device)
+        part.budgets = [budgets[b] for b in some]
+        found.append((part, some))
+    return found
+
+
+def _attempt(rows: Rows, members: Sequence[int], decide: Callable[[], None], isolate: Isolate) -> None:
+    """Run `decide`; what it raises costs these rows, unless it is to be raised."""
+    if any(row in rows.failed for row in members):
+        return
+    try:
+        decide()
+    except Exception as error:  # a reader's policy may raise anything
+        if not isolate:
+            raise
+        rows.failed |= dict.fromkeys(members, error)
+
+
+def _observed(facts, layer: int, stored: RaggedLayer, shown: Shown, part: Job, rows, seen, scaling) -> Observation:
+    """What the policy of `part` may look at in a layer of these rows."""
+    keys, window = shown.keys, part.window
+    if window:
+        queries, at = stored.queries[rows][:, :, -window:], stored.query_positions[rows][:, -window:]
+    else:
+        queries = keys.new_zeros(len(rows), facts.outputs[layer].shape[0], 0, keys.shape[3])
+        at = rows.new_zeros(len(rows), 0)
+    return Observation(
+        layer=facts.evictable.index(layer), layers=len(facts.evictable), keys=keys[rows], values=shown.values[rows],
+        positions=shown.positions[rows], queries=queries, query_positions=at, seen=seen.to(keys.device)[rows],
+        scaling=scaling, output=facts.outputs[layer], sums={n: s[rows] for n, s in shown.sums.items()},
+        sliding=facts.sliding.get(layer), inverse_frequencies=facts.frequencies(layer, keys.device),
+        seed=torch.tensor(part.prompts.seeds, device=keys.device),
+    )  # fmt: skip

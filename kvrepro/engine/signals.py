@@ -1,0 +1,255 @@
+"""What each token of a row received so far, one number for all layers: what the policies of `SharedCap` rank by.
+
+Source: protection protocol, sections 2, 3 and 7. Tables are indexed by true position, so that no eviction moves them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+import torch
+from torch import Tensor
+
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.shapes import TokenInts
+
+ACCESS = 0.05  # of the step's largest attention: from there on a token counts as used
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How attention becomes one number per token.
+
+    over: "max", the largest over layers and query heads (and over a prompt's queries), or "mean" (summed over them).
+    head_map: None, or how a KV head gets a number of its own: "first_n_kv", that of the query head of the same number
+    (the artifact's indexing, off for grouped heads), or "group_mean", the mean of its group.
+    """
+
+    over: str
+    head_map: str | None = None
+
+
+class PromptSignals:
+    """Statistics per key column while a prompt's probabilities exist, for every layer; never the probabilities."""
+
+    def __init__(self, reductions: Sequence[Reduction]):
+        self.means = any(r.over == "mean" for r in reductions)
+        self.groups = any(r.over == "max" and r.head_map == "group_mean" for r in reductions)
+        self.layers: list[dict[str, Tensor]] = []
+
+    def open(self, query: Tensor, key: Tensor) -> None:
+        """Begin a layer."""
+        batch, kv_heads, tokens, _ = key.shape
+        zeros = query.new_zeros(batch, kv_heads, query.shape[1] // kv_heads, tokens, dtype=torch.float32)
+        self.layers.append({"max": zeros, "sum": zeros.clone(), "last": zeros, "group": zeros[:, :, 0].clone()})
+
+    def see(self, p: Tensor, there: Tensor) -> None:
+        """Probabilities [batch, kv_heads, group, queries, tokens] of a block of queries; `there` [batch, queries]."""
+        p, seen = p * there[:, None, None, :, None], self.layers[-1]
+        seen["max"] = torch.maximum(seen["max"], p.amax(3))
+        if self.means:
+            seen["sum"] += p.sum(3)
+            seen["last"] = p[:, :, :, -1]
+        if self.groups:
+            seen["group"] = torch.maximum(seen["group"], p.mean(2).amax(2))
+
+    def signals(self, r: Reduction, positions: TokenInts, width: int, waits: bool, draws: list[Random]) -> "Signals":
+        """The state of every row after its prompt: each token entered, and was used, at step 0.
+
+        "max": latest, largest and summed are all the largest attention that any query pays to the token. "mean": summed
+        is its mean over layers and heads, summed over queries; largest the mean of each head's largest; latest the last
+        query's. Per KV head the same over layers only; zero where the first reduction `waits` for decode steps, as the
+        artifact then keeps no prompt signal per head. positions [batch, tokens], -1 where padded; width of the tables.
+        """
+        stacked = {name: torch.stack([layer[name] for layer in self.layers]) for name in self.layers[0]}
+        kv_heads = stacked["max"].shape[2]
+        heads = {name: x.flatten(2, 3) for name, x in stacked.items() if name != "group"}  # [layers, batch, heads, n]
+        if r.over == "max":
+            latest = largest = summed = heads["max"].amax((0, 2))
+        else:
+            summed, largest, latest = (heads[name].mean((0, 2)) for name in ("sum", "max", "last"))
+        head_latest = head_summed = None
+        if r.head_map is not None:
+            if waits:
+                head_latest = head_summed = torch.zeros_like(stacked["group"][0])
+            elif r.over == "max":
+                first = r.head_map == "first_n_kv"
+                head_latest = head_summed = (heads["max"][:, :, :kv_heads] if first else stacked["group"]).amax(0)
+            else:
+                head_summed, head_latest = (_to_kv_heads(stacked[n], r.head_map).mean(0) for n in ("sum", "last"))
+        real = positions >= 0
+        place = torch.where(real, positions, width)
+
+        def table(x: Tensor | None) -> Tensor | None:
+            """[batch, ..., tokens] by position, 0 elsewhere."""
+            if x is None:
+                return None
+            at = place if x.dim() == 2 else place[:, None].expand(-1, x.shape[1], -1)
+            return x.new_zeros(*x.shape[:-1], width + 1).scatter(-1, at, x)[..., :width]
+
+        steps = torch.zeros(len(positions), width, dtype=torch.long, device=positions.device)
+        held = table(real.float()).bool()[:, None].expand(-1, 1 if r.head_map is None else kv_heads, -1).clone()
+        return Signals(
+            r, held, table(latest), table(largest), table(summed), table(summed), steps, steps, table(head_latest),
+            table(head_summed), real.sum(1), torch.zeros_like(real[:, 0], dtype=torch.long), draws,
+        )  # fmt: skip
+
+
+def _to_kv_heads(p: Tensor, head_map: str) -> Tensor:
+    """[layers, batch, kv_heads, group, tokens] per query head as [layers, batch, kv_heads, tokens]."""
+    return p.flatten(2, 3)[:, :, : p.shape[2]] if head_map == "first_n_kv" else p.mean(3)
+
+
+@dataclass(frozen=True)
+class Signals:
+    """The state of `batch` rows, tables [batch, width] by position. Steps count generated tokens from 1; prompt tokens
+    carry step 0."""
+
+    reduction: Reduction
+    held: Tensor  # bool [batch, 1 or kv_heads, width]: who may still look at a token
+    latest: Tensor  # a: attention of the latest query
+    largest: Tensor  # M: largest attention of one step so far
+    summed: Tensor  # S: attention summed over steps
+    prompt: Tensor  # Pf: attention inside the prompt, 0 for generated tokens
+    last_use: Tensor  # L: last step at which attention exceeded 5% of the step's largest
+    entered: Tensor  # I
+    head_latest: Tensor | None  # a and S per KV head [batch, kv_heads, width], for policies that choose per head
+    head_summed: Tensor | None
+    lengths: Tensor  # int64 [batch], tokens of the prompt
+    evicted: Tensor  # int64 [batch]
+    draws: list[Random]  # a generator per row
+
+    NAMES = ("latest", "largest", "summed", "prompt", "last_use", "entered", "head_latest", "head_summed")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one row's tables."""
+        tables = [self.held, *(getattr(self, name) for name in self.NAMES)]
+        return sum(t[0].numel() * t.element_size() for t in tables if t is not None)
+
+    def take(self, rows: Tensor) -> "Signals":
+        """These rows alone, in this order."""
+        tensors = {k: v[rows] for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors, draws=[self.draws[i] for i in rows.tolist()])
+
+    def held_at(self, positions: Tensor, by_any: bool = False) -> Tensor:
+        """Whether each of `positions` [batch, kv_heads, tokens] may still be looked at, `by_any` head or by its own;
+        bool; -1: no."""
+        held = self.held.any(1, keepdim=True) if by_any else self.held
+        table = held.expand(-1, positions.shape[1], -1)
+        return table.gather(2, positions.clamp(min=0).to(table.device)).to(positions.device) & (positions >= 0)
+
+    def enter(self, step: int) -> "Signals":
+        """The token picked at `step` enters every row, seen by no attention yet."""
+        at = (self.lengths + step - 1)[:, None]
+        now = torch.full_like(at, step)
+        held = self.held.scatter(2, at[:, None].expand(-1, self.held.shape[1], -1), True)
+        return replace(self, held=held, last_use=self.last_use.scatter(1, at, now),
+                       entered=self.entered.scatter(1, at, now))  # fmt: skip
+
+    def attended(self, step: int, attention: Tensor, per_head: Tensor | None) -> "Signals":
+        """After a forward pass: `attention` [batch, width] of the newest query, and `per_head` [batch, kv_heads, width]
+        where heads choose for themselves."""
+        used = (attention > ACCESS * attention.amax(1, keepdim=True)) & self.held.any(1)
+        new = replace(
+            self,
+            last_use=torch.where(used, step, self.last_use),
+            latest=attention,
+            largest=torch.maximum(self.largest, attention),
+            summed=self.summed + attention,
+        )
+        if per_head is not None:
+            new = replace(new, head_latest=per_head, head_summed=self.head_summed + per_head)
+        return new
+
+    def observe(self, step: int) -> tuple[Observation, Tensor]:
+        """What a policy may look at, one "layer" for the whole model, and where each slot's token stands in the tables:
+        int64 [batch, tokens], flush right."""
+        alive = self.held.any(1)
+        most = int(alive.sum(1).max())
+        place = alive.to(torch.uint8).argsort(dim=1, stable=True)[:, alive.shape[1] - most :]
+        there = alive.gather(1, place)
+        heads = self.held.shape[1]
+
+        def shown(x: Tensor) -> Tensor:
+            at = place if x.dim() == 2 else place[:, None].expand(-1, x.shape[1], -1)
+            found = x.gather(-1, at)
+            return found[:, None] if x.dim() == 2 else found
+
+        sums = {name: shown(getattr(self, name)) for name in self.NAMES if getattr(self, name) is not None}
+        nothing = self.latest.new_zeros(len(place), heads, most, 0)
+        observation = Observation(
+            layer=0, layers=1, keys=nothing, values=nothing,
+            positions=torch.where(there, place, -1)[:, None].expand(-1, heads, -1), queries=nothing[:, :, :0],
+            query_positions=place[:, :0], seen=self.lengths + step, scaling=1.0, sums=sums, step=step,
+        )  # fmt: skip
+        return observation, place
+
+
+def joined(blocks: Sequence[Signals]) -> Signals:
+    """The rows of several states of one reduction as one batch."""
+    width = max(s.held.shape[-1] for s in blocks)
+
+    def wide(t: Tensor) -> Tensor:
+        return torch.nn.functional.pad(t, (0, width - t.shape[-1])) if t.dim() > 1 else t
+
+    names = [k for k, v in vars(blocks[0]).items() if isinstance(v, Tensor)]
+    tensors = {name: torch.cat([wide(getattr(s, name)) for s in blocks]) for name in names}
+    return replace(blocks[0], **tensors, draws=[d for s in blocks for d in s.draws])
+
+
+class StepSignals:
+    """Attention of one decode step, reduced over the layers as they pass."""
+
+    def __init__(self, signals: Signals, layers: int, newest_held: bool):
+        """newest_held: whether no row evicted its newest token before the step."""
+        self.signals, self._hide = signals, None
+        self.r, self.width, self.layers = signals.reduction, signals.held.shape[-1], layers
+        self.shared = signals.held.shape[1] == 1  # one set of tokens: columns are the same for all heads
+        self.sees_all = self.shared and newest_held
+        self.where: Tensor | None = None  # positions of the columns, [batch, kv_heads, tokens]; alike in all layers
+        self.group = 1
+        self.folded: dict[str, Tensor] = {}
+
+    def hidden(self, where: Tensor) -> Tensor | None:
+        """What the newest token may not look at, bool [batch, kv_heads, 1, 1, tokens] for tokens at `where`: those that
+        another head holds on to, and itself where it was evicted before any layer stored it. None: it sees all."""
+        if self.sees_all:
+            return None
+        if self._hide is None or self._hide.device != where.device:
+            self._hide = ~self.signals.held_at(where)[:, :, None, None]
+        return self._hide
+
+    def see(self, p: Tensor, where: Tensor) -> None:
+        """Probabilities [batch, kv_heads, group, 1, tokens] of a layer over tokens at `where` [batch, kv_heads, n]."""
+        p, self.where, self.group = p[:, :, :, 0], where, p.shape[2]
+        over = torch.amax if self.r.over == "max" else torch.mean
+        if self.shared:
+            self._fold("all", over(p.flatten(1, 2), 1))
+            return
+        self._fold("all", over(p, 2))
+        self._fold("head", p.flatten(1, 2)[:, : p.shape[1]] if self.r.head_map == "first_n_kv" else p.mean(2))
+
+    def _fold(self, name: str, here: Tensor) -> None:
+        """Into what earlier layers gave."""
+        here = here if self.r.over == "max" else here / self.layers
+        if name in self.folded:
+            before = self.folded[name]
+            here = torch.maximum(before, here) if self.r.over == "max" else before + here
+        self.folded[name] = here
+
+    def tables(self) -> tuple[Tensor, Tensor | None]:
+        """(attention [batch, width], per KV head [batch, kv_heads, width] or None) by position."""
+        place = torch.where(self.where >= 0, self.where, self.width)
+
+        def table(x: Tensor, at: Tensor) -> Tensor:
+            return x.new_zeros(*x.shape[:-1], self.width + 1).scatter(-1, at, x)[..., : self.width]
+
+        if self.shared:
+            return table(self.folded["all"], place[:, 0]), None
+        each = table(self.folded["all"], place)
+        attention = each.amax(1) if self.r.over == "max" else each.mean(1)
+        owner = torch.arange(place.shape[1], device=place.device)  # the KV head whose tokens a number's query head sees
+        if self.r.head_map == "first_n_kv":
+            owner = owner // self.group
+        return attention, table(self.folded["head"], place[:, owner])

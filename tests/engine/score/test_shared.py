@@ -1,0 +1,62 @@
+"""Scorers of `SharedCap`, against their formulas written out for one token each."""
+
+from random import Random
+
+import pytest
+import torch
+from observations import observation
+
+from kvrepro.engine.catalogue import SHARED as POLICIES
+from kvrepro.engine.policy import call
+from kvrepro.engine.score import shared as score
+
+L, A, M, S, PF = 3, 0.2, 0.6, 1.9, 0.9  # last use, latest, largest, summed attention, and attention in the prompt
+
+
+def state(step: int, **tables: torch.Tensor):
+    """Two tokens with the same numbers, one head."""
+    numbers = {"last_use": L, "latest": A, "largest": M, "summed": S, "prompt": PF, "head_latest": A, "head_summed": S}
+    sums = {name: torch.full((1, 1, 2), x) for name, x in numbers.items()}
+    o = observation(batch=1, kv_heads=1, window=0, tokens=2)
+    return type(o)(**{**vars(o), "sums": sums | tables, "step": step})
+
+
+@pytest.mark.parametrize(("scorer", "expected"), [
+    (score.lru, L), (score.h2o, 0.7 * S + 0.1 * M + 1), (score.snapkv, S + M), (score.ada_kv, S + 0.5 * M),
+    (score.latest, A), (score.summed, S), (score.prompt, PF), (score.head_latest, A), (score.head_summed, S),
+])  # fmt: skip
+def test_formulas(scorer, expected):
+    assert scorer(state(10))[0, 0].tolist() == pytest.approx([expected] * 2)
+
+
+def test_h2o_forgets_its_recency_bonus_after_64_steps():
+    bonus = [float(score.h2o(state(L + age))[0, 0, 0]) for age in (64, 65)]
+    assert bonus[0] - bonus[1] == pytest.approx(1.0)
+
+
+def test_h2o_tells_small_masses_apart_beside_its_bonus():
+    masses = torch.tensor([[[1e-6, 1e-6 + 1e-11]]])
+    first, second = score.h2o(state(10, summed=masses, largest=masses, latest=masses))[0, 0].tolist()
+    assert second > first  # in float32 both would be 1.000001, and H2O would not rank as SnapKV after the prompt
+
+
+def test_snapkv_adds_the_peak_as_run_and_the_current_step_as_described():
+    readings = {name: POLICIES["snapkv_simple"].reading(name) for name in ("as_run", "as_described")}
+    found = {name: float(call(score.snapkv, state(10), parameters=p)[0, 0, 0]) for name, p in readings.items()}
+    assert found == pytest.approx({"as_run": S + M, "as_described": S + A})
+
+
+def test_every_score_is_floating_with_a_head_axis():
+    for name, policy in POLICIES.items():
+        o = state(10)
+        more = {"budget": torch.tensor([1]), "guarded": torch.zeros(1, 1, 2, dtype=torch.bool), "draws": [Random(42)]}
+        scores = call(policy.score, o, parameters={**policy.reading("as_run"), **more})
+        assert scores.dtype == (torch.float64 if name == "h2o_simple" else torch.float32)
+        assert scores.shape == (1, 1, 2)
+
+
+def test_random_draws_among_unguarded_tokens_as_many_as_must_go():
+    o = observation(batch=1, kv_heads=1, window=0, tokens=9)
+    guards = torch.tensor([True, True] + [False] * 6 + [True]).view(1, 1, 9)
+    scores = score.random_sample(o, torch.tensor([5]), guards, [Random(42)])
+    assert (scores[0, 0] == 0).nonzero()[:, 0].tolist() == sorted(Random(42).sample(range(2, 8), 4))

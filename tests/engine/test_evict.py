@@ -1,0 +1,129 @@
+"""How a policy's functions are put together on the rows of a job."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from observations import observation
+
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.evict import Job, Prompts, allocated, guards, judged, kept, selected
+from kvrepro.engine.policy import Policy
+from kvrepro.engine.regime import DecodeCap, PerStep, Prefill
+from kvrepro.errors import InputError
+
+
+def job(policy: Policy, parameters: dict, *budgets: int, tokens: int = 20, **settings) -> Job:
+    """A row per budget, their prompts of the same length."""
+    conditions = [Condition("own", budget, Prefill(), **settings) for budget in budgets]
+    spans = [{"a": [2, 3]}] * len(budgets)
+    prompts = Prompts(torch.arange(tokens).expand(len(budgets), -1), spans)
+    return Job(conditions, policy, parameters, list(budgets), prompts)
+
+
+def test_a_policys_functions_get_what_they_name():
+    o = observation(tokens=20, kv_heads=2, dead=4)
+    got = {}
+
+    def score(o, weight, budget):
+        got["score"] = (weight, budget.tolist())
+        return o.positions.float() * weight
+
+    def shield(o, scores, budget, width):
+        got["shield"] = width
+        return (o.positions >= 0) & (o.positions < width)
+
+    def allocate(scores, protected, budget, o, extra):
+        got["allocate"] = (o.seen.tolist(), extra)
+        return torch.stack([budget + extra, budget - extra], 1)
+
+    def refine(o, scores, counts, protected, weight):
+        got["refine"] = counts.tolist()
+        newest = torch.zeros_like(protected)
+        newest[:, :, -2] = True
+        return -scores, newest
+
+    parameters = {"weight": 3.0, "width": 2, "extra": 1, "unused": None, "recent": 1}
+    policy = Policy("P", "s", score, parameters, allocate=allocate, shield=shield, refine=refine)
+    rows = job(policy, parameters, 6, 7)
+    scores, protected = judged(rows, o)
+    assert scores.dtype == torch.float32
+    assert (scores[~o.alive] == -torch.inf).all()
+    assert not protected[~o.alive].any()
+    assert protected[:, :, -1].all()
+    stays = selected(rows, o, scores, protected, allocated(rows, o, scores, protected))
+    assert got == {
+        "score": (3.0, [6, 7]), "shield": 2, "allocate": ([20, 20], 1), "refine": [[7, 5], [8, 6]]
+    }  # fmt: skip
+    assert stays.sum(-1).tolist() == [[7, 5], [8, 6]]
+    assert stays[:, :, -2:].all()
+    assert torch.equal(stays, kept(rows, o))
+    first = o.alive.int().argmax(-1)
+    assert stays.gather(2, first[..., None]).all()  # refined scores turn the order round
+
+
+NEWEST = Policy("Newest", "me", lambda o: o.positions.float())
+
+
+def test_guards_and_whitelist_are_protected_before_any_score():
+    o = observation(tokens=20, kv_heads=2)
+    rows = job(NEWEST, {}, 10, 10, prefix=0.4, suffix=0.4, whitelist=("a",))
+    assert guards(rows, o)[0, 0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
+    rows = job(NEWEST, {}, 10, 10, prefix=0.1, whitelist=("a",))
+    assert kept(rows, o)[1, 1].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 14, 15, 16, 17, 18, 19]
+
+
+def test_rows_of_other_budgets_have_guards_of_their_own():
+    o = observation(tokens=20, kv_heads=2)
+    mask = guards(job(NEWEST, {}, 10, 16, prefix=0.5), o)
+    assert mask[:, 0].sum(-1).tolist() == [5, 8]
+
+
+def test_a_static_suffix_stays_at_the_prompts_end_unless_told_to_follow():
+    o = observation(tokens=20, kv_heads=2)
+    rows = job(NEWEST, {}, 10, 10, tokens=16, suffix=0.4, static_suffix=True)
+    assert guards(rows, o)[0, 0].nonzero()[:, 0].tolist() == [12, 13, 14, 15]
+    assert guards(rows, o, follow=True)[0, 0].nonzero()[:, 0].tolist() == [16, 17, 18, 19]
+
+
+def test_scores_that_a_policy_does_not_ask_for_are_named():
+    policy = Policy("Forgetful", "me", lambda o: o.sums["mass"])
+    with pytest.raises(InputError, match=r"Forgetful reads sums\['mass'\], which its `needs` do not name"):
+        judged(job(policy, {}, 10, 10), observation(tokens=20))
+
+
+def test_a_job_of_rows_gives_back_its_rows():
+    rows = job(NEWEST, {}, 6, 7)
+    first, second = rows.row(0), rows.row(1)
+    assert (first.budgets, second.budgets) == ([6], [7])
+    assert (first.budget.tolist(), second.budget.tolist()) == ([6], [7])
+    assert first.kind == second.kind == rows.kind
+    assert len(second.prompts.positions) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "alike"),
+    [({"budget": 9}, True), ({"prefix": 0.1}, True), ({"suffix": 0.1}, True), ({"reading": "as_described"}, False),
+     ({"switches": (("window", 8),)}, False), ({"static_suffix": True}, False), ({"whitelist": ("a",)}, False),
+     ({"policy": "ada_kv"}, False)],
+)  # fmt: skip
+def test_rows_that_differ_in_budget_and_guards_at_most_are_decided_together(change, alike):
+    one = job(CATALOGUE["snapkv"], {}, 6).row(0)
+    other = replace(one, conditions=[replace(one.condition, **change)])
+    assert (one.kind == other.kind) is alike
+
+
+def test_same_count_is_known_only_where_every_head_keeps_the_budget():
+    assert job(NEWEST, {}, 6, 6).same_count(20) == 6
+    assert job(NEWEST, {}, 6, 7).same_count(20) is None
+    assert job(NEWEST, {}, 6).same_count(5) is None
+    assert job(CATALOGUE["ada_kv"], {}, 6).same_count(20) is None
+    assert job(NEWEST, {}, 6, execution="masked").same_count(20) is None
+
+
+def test_only_regimes_of_decoding_evict_again():
+    one = job(NEWEST, {}, 6)
+    again = {type(r): replace(one, conditions=[replace(one.condition, regime=r)]).again
+             for r in (Prefill(), DecodeCap(), PerStep())}  # fmt: skip
+    assert again == {Prefill: False, DecodeCap: True, PerStep: True}

@@ -1,0 +1,174 @@
+"""Who stays in `SharedCap`, position by position, in both readings: the protection paper's policies and guards."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from kvrepro.engine.catalogue import SHARED as POLICIES
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.evict import Job, Prompts, evict_shared, generator
+from kvrepro.engine.policy import check, guarded
+from kvrepro.engine.regime import SharedCap
+from kvrepro.engine.signals import PromptSignals, Signals
+from kvrepro.errors import InputError
+
+
+def capped(policy: str, budget: int | None = None, **settings) -> Condition:
+    return Condition(policy, budget, SharedCap(), **settings)
+
+
+def after_prompt(c: Condition, n: int, signal: torch.Tensor | None = None, room: int = 0) -> tuple[Job, Signals]:
+    """One row of n prompt tokens whose attention in the prompt is `signal` for every head; space for `room` more."""
+    policy = POLICIES[c.policy]
+    parameters = policy.reading(c.reading, c.switches)
+    prompts = Prompts(torch.arange(n)[None], [{}])
+    job = Job([c], policy, parameters, [c.budget], prompts, [generator(parameters, range(n))])
+    seen = PromptSignals([job.reduction])
+    s = torch.zeros(n) if signal is None else signal.float()
+    heads = s.expand(1, 1, 1, n)  # [batch, kv_heads, group, tokens]
+    seen.layers = [{"max": heads, "sum": heads, "last": heads, "group": heads[:, :, 0]}]
+    return job, seen.signals(job.reduction, prompts.positions, n + room, False, job.draws)
+
+
+def kept(c: Condition, n: int, signal: torch.Tensor | None = None) -> list[int]:
+    left = evict_shared(*after_prompt(c, n, signal), 0)
+    stays = left.held[0].any(0).nonzero()[:, 0].tolist()
+    assert left.evicted.tolist() == [n - len(stays)]
+    return stays
+
+
+def ranges(text: str) -> list[int]:
+    """`"8-9, 77-99"` as positions."""
+    spans = [part.split("-") for part in text.split(", ")]
+    return [i for span in spans for i in range(int(span[0]), int(span[-1]) + 1)]
+
+
+AS_RUN_LRU = [
+    (1919, 128, "9, 89-99, 884-999", "0-11, 91-99, 905-999, 1907-1918"),
+    (1919, 256, "8-9, 77-99, 769-999", "0-24, 82-99, 812-999, 1894-1918"),
+    (1919, 512, "6-9, 54-99, 538-999", "0-50, 63-99, 627-999, 1868-1918"),
+    (8056, 1024, "8-9, 74-99, 733-999, 7327-8055", "0-101, 740-999, 7394-8055"),
+    (32717, 4096, "7-9, 64-99, 632-999, 6311-9999", "0-408, 702-999, 7020-9999, 32308-32716"),
+    (65406, 4096, "7-9, 66-99, 652-999, 6518-9999, 65177-65405", "0-408, 702-999, 7020-9999, 64997-65405"),
+]
+
+
+@pytest.mark.parametrize(("n", "budget", "unprotected", "protected"), AS_RUN_LRU)
+def test_as_run_lru_keeps_the_band_of_large_decimal_strings(n, budget, unprotected, protected):
+    assert kept(capped("lru", budget), n) == ranges(unprotected)
+    assert kept(capped("lru", budget, prefix=0.1, suffix=0.1), n) == ranges(protected)
+
+
+def test_as_described_lru_keeps_the_newest():
+    assert kept(capped("lru", 256, reading="as_described"), 1919) == ranges("1663-1918")
+    protected = capped("lru", 256, prefix=0.1, suffix=0.1, reading="as_described")
+    assert kept(protected, 1919) == ranges("0-25, 1689-1918")
+
+
+def test_streaming_llm_shields_strings_as_run_and_positions_as_described():
+    assert kept(capped("slw", 256), 1919)[:2] == [0, 1]
+    assert set(kept(capped("slw", 256), 1919)) >= {0, 1, 10, 100, 999}
+    assert len(kept(capped("slw", 256), 1919)) == 256
+    assert kept(capped("slw", 256, reading="as_described"), 1919) == ranges("0-3, 1667-1918")
+
+
+def test_guardrail_deletes_streaming_llms_protected_prefix_as_run_only():
+    c = capped("slw", 256, prefix=0.1, suffix=0.1)
+    assert kept(c, 1919) == ranges("772-1002, 1894-1918")
+    honoured = replace(c, switches=(("guardrail", "honours"),))
+    assert set(kept(honoured, 1919)) >= set(ranges("0-24, 1894-1918"))
+
+
+def sizes(c: Condition) -> tuple[int, int]:
+    return guarded(c, c.budget, POLICIES[c.policy].reading(c.reading, c.switches))
+
+
+@pytest.mark.parametrize(("budget", "floor", "ceil"), [
+    (64, 6, 7), (96, 9, 10), (128, 12, 13), (256, 25, 26), (512, 51, 52), (1024, 102, 103), (4096, 409, 410),
+])  # fmt: skip
+def test_guard_sizes_round_down_as_run_and_up_as_described(budget, floor, ceil):
+    assert sizes(capped("lru", budget, prefix=0.1, suffix=0.1)) == (floor, floor)
+    assert sizes(capped("lru", budget, prefix=0.1, suffix=0.1, reading="as_described")) == (ceil, ceil)
+
+
+def test_guards_are_at_least_four_and_exact_products_do_not_round_up():
+    assert sizes(capped("lru", 32, prefix=0.01)) == (4, 0)
+    assert sizes(capped("lru", 70, prefix=0.1, suffix=0.1, reading="as_described")) == (7, 7)
+
+
+def test_prefix_without_suffix_keeps_only_the_newest_as_run():
+    assert kept(capped("lru", 256, prefix=0.1), 1919) == ranges("1663-1918")
+    right = capped("lru", 256, prefix=0.1, switches=(("empty_suffix", "right"),))
+    assert kept(right, 1919)[:25] == ranges("0-24")
+    assert kept(capped("lru", 256, suffix=0.1), 1919)[-25:] == ranges("1894-1918")
+
+
+def test_attention_policies_rank_alike_after_the_prompt_as_run():
+    signal = torch.rand(1919, generator=torch.Generator(torch.get_default_device()).manual_seed(3))
+    names = ("h2o_simple", "snapkv_simple", "ada_kv_simple", "quest_simple", "h2o_faithful", "snapkv_faithful")
+    same = [kept(capped(name, 256, prefix=0.1, suffix=0.1), 1919, signal) for name in names]
+    assert all(s == same[0] for s in same)
+    best = set(signal[25:1894].topk(206).indices.add(25).tolist())
+    assert set(same[0]) == best | set(ranges("0-24, 1894-1918"))
+
+
+def test_random_restarts_for_every_item_as_run():
+    lost = set(Random(42).sample(range(1919), 1919 - 256))
+    assert set(kept(capped("random_sample", 256), 1919)) == set(range(1919)) - lost
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_full_budget_keeps_everything(name):
+    assert kept(capped(name, 60, prefix=0.1, suffix=0.1), 60, torch.rand(60)) == list(range(60))
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+@pytest.mark.parametrize("reading", ["as_run", "as_described"])
+def test_every_policy_meets_its_budget(name, reading):
+    stays = kept(capped(name, 40, prefix=0.1, suffix=0.1, reading=reading), 60, torch.rand(60) + 0.01)
+    assert len(stays) == 40
+    assert stays[-4:] == ranges("56-59")
+
+
+@pytest.mark.parametrize(
+    ("name", "stays"),
+    [("h2o_simple", False), ("snapkv_simple", False), ("ada_kv_simple", False), ("quest_simple", False), ("lru", True)],
+)
+def test_attention_policies_give_up_the_newest_token_before_it_was_ever_seen(name, stays):
+    job, signals = after_prompt(capped(name, 40), 40, torch.rand(40) + 0.01, room=8)
+    left = evict_shared(job, signals.enter(8), 8)
+    assert bool(left.held[0, 0, 47]) is stays
+    assert left.held.sum() == 40
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(("condition", "says"), [
+    (capped("lruu", 64), "unknown policy 'lruu': choose one of full, "),
+    (capped("lru", 32, prefix=0.5, suffix=0.6), "budget 32 < 35 protected tokens"),
+    (capped("lru", 7, prefix=0.1, suffix=0.1), "budget 7 < 8 protected tokens"),
+    (capped("slw", 4), "budget 4 < 5 protected tokens"),
+    (capped("ada_kv_faithful", 8, prefix=0.1, suffix=0.1), "budget 8 < 9 protected tokens"),
+    (capped("lru"), "budget None for lru"),
+    (Condition("lru", 64, SharedCap(interval=0)), "interval 0 for shared cap: a whole number, at least 1"),
+    (capped("lru", 64, reading="as_told"), "unknown reading 'as_told'"),
+    (capped("lru", 64, switches=(("tiebreak", "x"),)), "LRU has no parameter 'tiebreak': it has tie_break, "),
+    (capped("lru", 64, switches=(("tie_break", "x"),)), "unknown tie_break 'x' for LRU: choose string or integer"),
+    (capped("lru", 64, execution="virtual"), "unknown execution"),
+    (capped("lru", 64, prefix=0.1, suffix=0.1, static_suffix=True), "static_suffix"),
+    (capped("lru", 64, prefix=0.1, switches=(("guardrail", "honours"),)), "nothing can leave"),
+    (capped("full", 64), "policy full keeps every token"),
+])  # fmt: skip
+def test_bad_conditions_get_one_line(condition, says):
+    with pytest.raises(InputError) as error:
+        check(condition, 100)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_prompt_shorter_than_its_guards_is_refused():
+    with pytest.raises(InputError, match="prompt of 7 tokens < 8 protected"):
+        check(capped("lru", 64, prefix=0.05, suffix=0.05), 7)

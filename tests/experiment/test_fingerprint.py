@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.regime import Prefill
 from kvrepro.experiment import answers, fingerprint
 from kvrepro.experiment.fingerprint import Code, chains, describe, of
 from kvrepro.paths import ROOT
@@ -125,10 +126,10 @@ def real(tmp_path_factory):
     shutil.copytree(ROOT / "kvrepro", folder / "kvrepro", ignore=shutil.ignore_patterns("__pycache__"))
     folders = {"kvrepro": folder / "kvrepro", "kvrepro_kernels": ROOT / "kernels" / "kvrepro_kernels"}
     conditions = {
-        "snapkv": Condition("snapkv", share=0.5, regime="prefill"),
-        "k_norm": Condition("k_norm", share=0.5, regime="prefill"),
-        "full": Condition(regime="prefill"),
-        "harness": Condition("h2o", 64),
+        "snapkv": Condition("snapkv", 0.5, Prefill()),
+        "k_norm": Condition("k_norm", 0.5, Prefill()),
+        "full": Condition(),
+        "shared": Condition("h2o_simple", 64, SharedCap()),
     }
 
     def stale(monkeypatch, file: str, line: str) -> set[str]:
@@ -159,11 +160,12 @@ def real(tmp_path_factory):
     [
         ("engine/score/keys.py", "def k_norm(", {"k_norm"}),
         ("engine/score/keys.py", "import", set()),
-        ("engine/select.py", "def select(", {"snapkv", "k_norm", "full", "harness"}),
-        ("chapters/protection/score.py", "def h2o(", {"harness"}),
+        ("engine/select.py", "def select(", {"snapkv", "k_norm", "full", "shared"}),
+        ("engine/score/shared.py", "def h2o(", {"shared"}),
+        ("engine/signals.py", "def joined(", {"shared"}),
         ("chapters/leakage/experiment.py", "def prompt(", set()),
         ("chapters/protection/figures.py", "def quality(", set()),
-        ("experiment/measure.py", "def token_f1(", {"snapkv", "k_norm", "full", "harness"}),
+        ("experiment/measure.py", "def token_f1(", {"snapkv", "k_norm", "full", "shared"}),
         ("engine/catalogue.py", "WINDOWS: dict", set()),
     ],
 )
@@ -212,7 +214,7 @@ def test_a_policy_file_may_import_its_neighbour_whose_code_counts(tmp_path, modu
         f"from {module} import weigh\nfrom kvrepro.engine.policy import Policy\n\n\ndef score(o):\n"
         "    return weigh(o.keys.float().norm(dim=-1))\n\n\nMINE = Policy('Mine', 'here', score)\n"
     )
-    condition = Condition(f"{tmp_path / 'mine.py'}:MINE", share=0.5, regime="prefill")
+    condition = Condition(f"{tmp_path / 'mine.py'}:MINE", 0.5, Prefill())
     first = answers.code_of(condition, "torch")
     assert answers.code_of(condition, "torch") == first
     (tmp_path / f"{module}.py").write_text("FACTOR = 3\n\ndef weigh(x):\n    return FACTOR * x\n")
@@ -225,7 +227,7 @@ def test_data_is_told_apart_and_equal_data_is_equal():
     import torch
 
     values = [1, 1.0, "1", True, None, [1], {"a": 1}, {"a": 2}, {1}, torch.ones(2), torch.ones(3), np.ones(2), b"1",
-              Condition(), Condition("h2o", 3), Path("x")]  # fmt: skip
+              Condition(), Condition("h2o", 3, Prefill()), Path("x")]  # fmt: skip
     assert len({of(value) for value in values}) == len(values)
     assert of({"a": 1, "b": 2}) == of({"b": 2, "a": 1})
     loop: list = []

@@ -13,6 +13,7 @@ import torch
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import Policy
+from kvrepro.engine.regime import Prefill
 from kvrepro.experiment import data, models, store
 from kvrepro.experiment.run import Answers, PerItem, Settings, run
 from kvrepro.experiment.workers import Pool
@@ -23,8 +24,8 @@ ITEMS = [
     Item(f"item-{i}", "doors", ({"role": "user", "content": f"Which door is open, {i}? " + "the red door " * 20},), "x")
     for i in range(12)
 ]
-CONDITIONS = [Condition(regime="prefill")] + [
-    Condition(name, share=0.5, regime="prefill", reading="as_described") for name in ("k_norm", "random", "snapkv")
+CONDITIONS = [Condition()] + [
+    Condition(name, 0.5, Prefill(), reading="as_described") for name in ("k_norm", "random", "snapkv")
 ]
 
 
@@ -41,7 +42,7 @@ def test_rows_are_the_same_for_any_number_of_workers(loaded, tmp_path):
     """A policy typed here reaches the workers too: it is none of the catalogue's file."""
     CATALOGUE["mine"] = Policy("Mine", "here", lambda o: o.keys.float().norm(dim=-1) * SIGN)
     try:
-        study = Answers("c", "n", ITEMS, [*CONDITIONS, Condition("mine", share=0.5, regime="prefill")], 4)
+        study = Answers("c", "n", ITEMS, [*CONDITIONS, Condition("mine", 0.5, Prefill())], 4)
         frames = [
             run(study, loaded, Settings(tmp_path / str(workers), workers=workers, batch_rows=3, progress=False))
             for workers in (1, 2)
@@ -132,9 +133,7 @@ def test_a_condition_that_fails_on_an_item_costs_that_row(tmp_path, scorer):
     LONGEST = max(min(data.build_prompt(item, embedded.tokenizer, 400).spans["question"]) for item in items)
     CATALOGUE["mine"] = Policy("Mine", "here", scorer)
     try:
-        conditions = [Condition(regime="prefill")] + [
-            Condition(name, share=0.4, regime="prefill", until="question") for name in ("mine", "k_norm")
-        ]
+        conditions = [Condition()] + [Condition(name, 0.4, Prefill(until="question")) for name in ("mine", "k_norm")]
         frame = run(Answers("c", "n", items, conditions, 4), embedded, Settings(tmp_path, progress=False))
     finally:
         del CATALOGUE["mine"]

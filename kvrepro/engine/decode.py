@@ -50,6 +50,8 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
     seconds, began = 0.0, time.perf_counter()
     for step in range(1, call.max_new_tokens + 1):
         picked.append(rows.logits.argmax(-1))
+        if call.watch is not None:
+            call.watch(rows, picked[-1])
         stopped, broken = torch.isin(picked[-1], stops), rows.logits.isnan().any(1)
         if True in torch.stack([stopped.any(), broken.any()]).tolist():
             so_far = seconds + (time.perf_counter() - began) / len(rows)

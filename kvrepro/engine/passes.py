@@ -2,7 +2,7 @@
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from kvrepro.engine.evict import Job, Prompts, generator
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.memory import Peak
-from kvrepro.engine.policy import budget_of, find
+from kvrepro.engine.policy import Policy, budget_of, find
 from kvrepro.engine.prefill import Prefill
 from kvrepro.engine.regime import Chunked, Offline
 from kvrepro.engine.repeat import reconstruct
@@ -43,6 +43,9 @@ class Call:
     notes: dict[Tag, dict] = field(default_factory=dict)  # what is known of each row before it has decoded
     failed: dict[Tag, Exception] = field(default_factory=dict)
     prefixes: dict[tuple, tuple[tuple, Rows]] = field(default_factory=dict)  # offline: the last prefix's rows
+    # A study may put policies in the place of the catalogue's, and be told which tokens the rows pick at each step.
+    policies: dict[str, Policy] = field(default_factory=dict)
+    watch: Callable[[Rows, Tensor], None] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -175,7 +178,7 @@ def _jobs(call: Call, members: list[int], ends: list[int], columns: list[int], p
     found = []
     for j in columns:
         c = call.conditions[j]
-        policy = find(c.policy) if c.policy != "full" else None
+        policy = (call.policies.get(c.policy) or find(c.policy)) if c.policy != "full" else None
         parameters = policy.reading(c.reading, c.switches) if policy else {}
         sizes = [budget_of(c, call.facts.held(end)) for end in ends]
         draws = [generator(parameters, text.ids) for text in texts] if policy and policy.shared else []

@@ -1,0 +1,309 @@
+"""The online credit estimator, version 2: a linear guess of how much a token will be missed, learned while decoding.
+
+`run` answers prompts with it through the engine, in the protection paper's regime: what one answer teaches serves the
+next. `python -m kvrepro.chapters.protection.credit` writes what the embedded model's teaches and compares the answers
+with protected LRU's.
+
+Source: protection paper, section 8 and appendix D; artifact 496739f (estimator.py, interfaces.py:54-77,
+online_credit_generator.py). What they leave open is decided here: the bias learns like a weight whose feature is 1; an
+event's tokens teach in the order of their positions; means and variances of features follow the event's mean; equal
+credits rank by LRU; an answer that ends earlier is judged by the log-probabilities there are, and not at all if there
+are none.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrepro.engine import shared
+from kvrepro.engine.attention import installed
+from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.engine.decode import decode
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.generate import check_conditions, generate
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.passes import Call, read
+from kvrepro.engine.policy import find
+from kvrepro.engine.regime import SharedCap
+from kvrepro.engine.rows import Rows
+from kvrepro.engine.shapes import Mask, RowInts, Scores, TokenFloats, TokenInts, TokenMask
+from kvrepro.engine.signals import ACCESS
+from kvrepro.errors import InputError
+from kvrepro.experiment import data, models
+from kvrepro.experiment.measure import token_f1
+from kvrepro.paths import ROOT
+
+EMBEDDED = "data/models/tiny-gqa-credit.json"  # relative to the project's folder
+BEFORE, AFTER = 8, 6  # log-probabilities averaged on either side of an eviction
+NOISE = 0.003  # smaller changes of their mean teach nothing
+WARM, RAMP, MOST = 8, 24, 0.40  # updates before the first blend, until the full one, and its weight
+DOUBT = 0.70  # mean uncertainty above which LRU decides alone
+OPEN = 0.01  # blend from which the gate counts as open
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """credit = bias + weights . features; it lasts from one prompt to the next."""
+
+    weights: tuple[float, ...] = (-0.5, -0.1, 0.3, 0.5)
+    bias: float = 0.0
+    updates: int = 0  # u, evictions learned from
+    error: float = 1.0  # v, running mean of squared errors
+    mean: tuple[float, ...] = (0.5,) * 4  # of features, running
+    variance: tuple[float, ...] = (0.25,) * 4
+
+
+def features(o: Observation, uses: TokenInts, budget: RowInts) -> Float[Tensor, "batch tokens 4"]:
+    """Idle time log(1 + t - L) / d, age log(1 + t - I) / d, uses N / (N + 4), attention a; each at most 1. float64.
+
+    d = log(1 + 4 C). uses: N, 1 when a token enters and 1 more each time that attention marks it as used.
+    """
+    d = (1 + 4 * budget.double()).log()[:, None]
+    idle, age = ((1 + (o.step - o.sums[when][:, 0]).double()).log() / d for when in ("last_use", "entered"))
+    return torch.stack([idle, age, uses / (uses.double() + 4), o.sums["latest"][:, 0].double()], -1).clamp(max=1)
+
+
+def credit(e: Estimator, f: Float[Tensor, "batch tokens 4"]) -> TokenFloats:
+    """What the estimator expects to be lost with each token, in mean log-probability."""
+    return e.bias + f @ torch.tensor(e.weights, dtype=f.dtype, device=f.device)
+
+
+def uncertainty(e: Estimator, f: Float[Tensor, "batch tokens 4"]) -> TokenFloats:
+    """sqrt(v) (1 + mean((f - mean)^2 / (variance + 1e-4)) / 2); 1 before 8 updates."""
+    if e.updates < WARM:
+        return torch.ones_like(f[..., 0])
+    mean, variance = (torch.tensor(x, dtype=f.dtype, device=f.device) for x in (e.mean, e.variance))
+    return math.sqrt(e.error) * (1 + 0.5 * ((f - mean).square() / (variance + 1e-4)).mean(-1))
+
+
+def blend(e: Estimator, doubt: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+    """Weight of the estimator beside LRU: 0.40 min(1, (u - 8) / 24), 0 where the mean uncertainty exceeds 0.70."""
+    full = MOST * min(1.0, max(0, e.updates - WARM) / RAMP)
+    return torch.where(doubt > DOUBT, 0.0, full)
+
+
+def mixed(
+    e: Estimator, o: Observation, uses: TokenInts, budget: RowInts, evictable: TokenMask, tie_break: str = "string"
+) -> tuple[Scores, Float[Tensor, " batch"]]:
+    """(keep scores, blend beta): beta rank_credit + (1 - beta) rank_LRU among the evictable tokens, ranks in [0, 1].
+
+    Credit ranks by credit - 0.2 uncertainty + 0.25 [N <= 1 and max(a, M) >= 0.70], LRU by (L, I, position).
+    """
+    f = features(o, uses, budget)
+    unsure = uncertainty(e, f)
+    strong = (uses <= 1) & (torch.maximum(o.sums["latest"], o.sums["largest"])[:, 0] >= 0.70)
+    value = credit(e, f) - 0.2 * unsure + 0.25 * strong
+    counted = evictable.sum(1)
+    beta = blend(e, (unsure * evictable).sum(1) / counted.clamp(min=1))
+    by_use = shared.rank(shared.tie_key(o, ("last_use", "entered"), tie_break)[:, 0], evictable)
+    levels = value.unique(return_inverse=True)[1]  # equal credits share a level, on which the last use decides
+    by_credit = shared.rank(levels << shared.FIELD_BITS | by_use, evictable)
+    ranks = beta[:, None] * by_credit + (1 - beta[:, None]) * by_use
+    return (ranks / (counted - 1).clamp(min=1)[:, None])[:, None], beta
+
+
+def targets(attention: Float[Tensor, " tokens"], before: Sequence[float], after: Sequence[float]) -> Tensor | None:
+    """What each evicted token is blamed for: the fall of the mean log-probability, in proportion to its attention when
+    it left (evenly if all is 0). None if the change is noise or one side is missing."""
+    if not before or not after:
+        return None
+    change = sum(before) / len(before) - sum(after) / len(after)
+    if abs(change) < NOISE:
+        return None
+    total = float(attention.sum())
+    share = attention.double() / total if total > 0 else torch.full_like(attention, 1 / len(attention)).double()
+    return change * share
+
+
+def update(e: Estimator, f: Float[Tensor, "tokens 4"], target: Float[Tensor, " tokens"]) -> Estimator:
+    """One eviction's lesson: a step for each token, by its error clipped to 1 and the rate 0.08 / sqrt(u + 1); then the
+    running averages of squared errors (0.92) and of the features' mean and variance (0.95)."""
+    weights, bias, rate, errors = list(e.weights), e.bias, 0.08 / math.sqrt(e.updates + 1), []
+    rows = f.tolist()
+    for row, wanted in zip(rows, target.tolist(), strict=True):
+        guess = bias + sum(w * x for w, x in zip(weights, row, strict=True))
+        error = max(-1.0, min(1.0, wanted - guess))
+        weights = [w + rate * error * x for w, x in zip(weights, row, strict=True)]
+        bias += rate * error
+        errors.append(error)
+    mean, variance = [], []
+    for column, old_mean, old_variance in zip(zip(*rows, strict=True), e.mean, e.variance, strict=True):
+        mean.append(0.95 * old_mean + 0.05 * sum(column) / len(column))
+        variance.append(0.95 * old_variance + 0.05 * sum((x - mean[-1]) ** 2 for x in column) / len(column))
+    squared = sum(error**2 for error in errors) / len(errors)
+    return Estimator(tuple(weights), bias, e.updates + 1, 0.92 * e.error + 0.08 * squared, tuple(mean), tuple(variance))
+
+
+def load(path: str | Path = EMBEDDED) -> Estimator:
+    """An estimator from its file; relative paths start at the project's folder. Raises InputError."""
+    file = ROOT / path
+    try:
+        entries = json.loads(file.read_text())["estimator"].items()
+        return Estimator(**{name: tuple(x) if isinstance(x, list) else x for name, x in entries})
+    except FileNotFoundError:
+        raise InputError(f"no estimator at {file}: run python -m kvrepro.chapters.protection.credit") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{file} holds no estimator ({error}): learn it anew") from None
+
+
+# ---- decoding
+
+
+class Answer(NamedTuple):
+    """One generated answer, and its evictions at which the estimator was heard; at the others LRU decided alone."""
+
+    generation: Generation
+    gate_open: int
+
+
+@dataclass
+class _Row:
+    """An answer under way."""
+
+    known: list[float] = field(default_factory=list)  # log-probabilities of its tokens
+    events: list[tuple[int, Tensor]] = field(default_factory=list)  # (how many were known, features of who left)
+    gate_open: int = 0
+
+
+class Lessons:
+    """A batch of answers under way, the estimator that they share, and what their evictions teach it.
+
+    A lesson is learned when `AFTER` log-probabilities have followed its eviction, or when its answer ends; those of one
+    step in the order of the prompts, before the step's evictions. A batch of one prompt is the artifact's way.
+    """
+
+    def __init__(self, estimator: Estimator, prompts: Sequence[Prompt], max_new_tokens: int, device: torch.device):
+        self.estimator = estimator
+        self.rows = {i: _Row() for i in range(len(prompts))}  # as the engine orders them
+        width = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
+        self.uses = torch.ones(len(prompts), width, dtype=torch.long, device=device)  # N by position
+        self.judged: tuple[Tensor, Tensor] | None = None  # (positions, features) of the last eviction's candidates
+
+    def score(self, o: Observation, budget: RowInts, guarded: Mask, tie_break: str) -> Scores:
+        """`mixed`, as a policy's scorer."""
+        uses = self.uses.gather(1, o.positions[:, 0].clamp(min=0))
+        scores, beta = mixed(self.estimator, o, uses, budget, (o.alive & ~guarded)[:, 0], tie_break)
+        heard = (beta >= OPEN) & (o.alive[:, 0].sum(1) > budget)  # the other rows lose nothing
+        for row, opened in zip(self.rows.values(), heard.tolist(), strict=True):
+            row.gate_open += opened
+        self.judged = o.positions, features(o, uses, budget)
+        return scores
+
+    def picked(self, rows: Rows, tokens: Tensor) -> None:
+        """Told of every step's tokens: note who left at the last step, count uses, learn what has come due."""
+        log_p = rows.logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+        s, mine = rows.signals, list(self.rows.values())
+        if mine[0].known:  # before, the attention is the prompt's own
+            self.uses += s.held[:, 0] & (s.latest > ACCESS * s.latest.amax(1, keepdim=True))
+        if self.judged is not None:
+            (positions, f), self.judged = self.judged, None
+            gone = (positions >= 0) & ~s.held_at(positions)
+            for b, row in enumerate(mine):
+                row.events += [(len(row.known), f[b, gone[b, 0]])] if gone[b].any() else []
+        for row, value in zip(mine, log_p, strict=True):
+            row.known.append(value)
+            self._learn(row)
+
+    def ended(self, i: int) -> int:
+        """Told of every answer's end: learn the rest. Returns the evictions at which the estimator was heard."""
+        self.uses = self.uses[[j != i for j in self.rows]]
+        row = self.rows.pop(i)
+        self._learn(row, at_once=True)
+        return row.gate_open
+
+    def _learn(self, row: _Row, at_once: bool = False) -> None:
+        while row.events and (at_once or len(row.known) - row.events[0][0] >= AFTER):
+            at, f = row.events.pop(0)
+            target = targets(f[:, 3], row.known[max(0, at - BEFORE) : at], row.known[at : at + AFTER])
+            if target is not None:
+                self.estimator = update(self.estimator, f, target)
+
+
+@torch.inference_mode()
+def run(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    condition: Condition,
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    estimator: Estimator | None = None,
+    batch: int = 1,
+) -> tuple[list[Answer], Estimator]:
+    """Greedy answers in the order of `prompts`, and the estimator after them; without one it begins untaught.
+
+    condition: of policy lru, with which the credit is blended, in regime `SharedCap`. batch: prompts that decode
+    together (see `Lessons`). Raises InputError before any computation.
+    """
+    if condition.policy != "lru":
+        raise InputError(f"the credit blends with lru, got {condition.policy!r}: give a condition of policy lru")
+    if batch < 1:
+        raise InputError(f"batch {batch}: at least 1 prompt")
+    texts = [Prompt(list(prompt), {}) for prompt in prompts]
+    check_conditions(model, texts, [condition], max_new_tokens)
+    answers, e, facts = [], estimator or Estimator(), ModelFacts.of(model)
+    with installed(model):
+        for some in (texts[a : a + batch] for a in range(0, len(texts), batch)):
+            lessons = Lessons(e, some, max_new_tokens, model.device)
+            call = Call(
+                model, some, [condition], max_new_tokens, repeat=[], measure_peak=False, kept_sets=False,
+                backend="torch", seed=0, isolate=False, facts=facts,
+                policies={"lru": replace(find("lru"), score=lessons.score)}, watch=lessons.picked,
+            )  # fmt: skip
+            [rows] = read(call, list(range(len(some))), [0])
+            found = {i: Answer(done, lessons.ended(i)) for (i, _), done in decode(call, rows, stop_ids)}
+            answers += [found[i] for i in range(len(some))]
+            e = lessons.estimator
+    return answers, e
+
+
+def main(
+    items: str = "tinyworld:list_all,summary,ledger,minutes,story,dialogue",
+    n: Annotated[int, typer.Option(help="prompts, in order")] = 36,
+    tokens: int = 700,
+    capacity: int = 128,
+    guard: Annotated[float, typer.Option(help="share of the capacity protected at either end")] = 0.1,
+    max_new_tokens: int = 64,
+    seed: int = 2027,
+    batch: Annotated[int, typer.Option(help="prompts that decode together; 1: one after the other")] = 1,
+    out: Annotated[Path, typer.Option(help="relative paths start at the project's folder")] = Path(EMBEDDED),
+) -> None:
+    """Learn on the embedded model, on the CPU in float32; print token F1 of the credit and of protected LRU."""
+    try:
+        loaded = models.load()
+        drawn = data.load_items(items, n, seed, tokens)
+        prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context - max_new_tokens).ids for item in drawn]
+        condition = Condition("lru", capacity, SharedCap(), prefix=guard, suffix=guard)
+        given = {"max_new_tokens": max_new_tokens, "stop_ids": models.stop_ids(loaded)}
+        answers, learned = run(loaded.model, prompts, condition, batch=batch, **given)
+        beside = [row[0].tokens for row in generate(loaded.model, prompts, [condition], **given)]
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+
+    def f1(tokens: list[list[int]]) -> float:
+        texts = [loaded.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
+        return round(sum(token_f1(text, item.answer) for text, item in zip(texts, drawn, strict=True)) / len(texts), 4)
+
+    ours = [answer.generation.tokens for answer in answers]
+    facts = {"model": loaded.hash, "items": items, "n": n, "tokens": tokens, "capacity": capacity, "guard": guard,
+             "seed": seed, "batch": batch, "calls": sum(a.generation.policy_calls for a in answers),
+             "open": sum(a.gate_open for a in answers),
+             "same_answers": sum(a == b for a, b in zip(ours, beside, strict=True)),
+             "f1_credit": f1(ours), "f1_lru": f1(beside), "estimator": asdict(learned)}  # fmt: skip
+    (ROOT / out).write_text(json.dumps(facts) + "\n")
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    typer.run(main)

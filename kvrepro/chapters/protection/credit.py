@@ -89,7 +89,7 @@ def uncertainty(e: Estimator, f: Float[Tensor, "batch tokens 4"]) -> TokenFloats
 def blend(e: Estimator, doubt: Float[Tensor, " batch"]) -> Float[Tensor, " batch"]:
     """Weight of the estimator beside LRU: 0.40 min(1, (u - 8) / 24), 0 where the mean uncertainty exceeds 0.70."""
     full = MOST * min(1.0, max(0, e.updates - WARM) / RAMP)
-    return torch.where(doubt > DOUBT, 0.0, full)
+    return (doubt <= DOUBT).double() * full
 
 
 def mixed(

@@ -174,6 +174,8 @@ def find(name: str) -> Policy:
     if name in CATALOGUE:
         return CATALOGUE[name]
     path, colon, attribute = name.rpartition(":")
+    if "credit" in name and not colon:
+        raise InputError(f"{name} learns from prompt to prompt: run python -m kvrepro.chapters.protection.credit")
     if not colon:
         raise InputError(
             f"unknown policy {name!r}: choose one of full, {', '.join(CATALOGUE)}, or path/to/file.py:NAME"

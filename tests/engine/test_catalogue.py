@@ -10,9 +10,11 @@ from kvrepro.engine import evict
 from kvrepro.engine import policy as policies
 from kvrepro.engine.allowed import holds, said
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
-from kvrepro.engine.policy import SUMS, call, table
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.policy import SUMS, call, check, find, table
 from kvrepro.engine.regime import REGIMES, SharedCap
 from kvrepro.engine.shared import SWITCHES
+from kvrepro.errors import InputError
 from kvrepro.tools.pages import PINNED
 
 ENGINES = {"window", "recent", "sinks"}  # what the engine itself reads
@@ -87,3 +89,11 @@ def test_every_policy_names_tests_that_exist():
     for test in {test for tests in PINNED.values() for test in tests}:
         file, name = test.split("::")
         assert re.search(rf"^def {name}\(", (Path(__file__).parents[1] / file).read_text(), re.M), test
+
+
+@pytest.mark.parametrize("name", ["credit", "online_credit", "online_credit_v2"])
+def test_the_credit_estimator_is_no_policy_and_says_where_it_lives(name):
+    for refused in (lambda: find(name), lambda: check(Condition(name, 64, SharedCap()))):
+        with pytest.raises(InputError, match=r"run python -m kvrepro.chapters.protection.credit") as error:
+            refused()
+        assert "\n" not in str(error.value)

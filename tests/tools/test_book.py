@@ -185,7 +185,8 @@ def test_pages_name_every_policy_and_every_switch(tmp_path):
     per_layer = {name: p for name, p in CATALOGUE.items() if not p.shared}
     for page, entries in (("methods", per_layer), ("harness", SHARED)):
         assert all(f"| `{name}`<br>{entry.title}<br>" in text[page] for name, entry in entries.items())
-        assert text[page].count("\n| `") == len(entries) + (page == "methods")  # and the full cache
+        assert text[page].count("\n| `") == len(entries) + 1  # the full cache, and the credit estimator
+    assert "python -m kvrepro.chapters.protection.credit" in text["harness"]
     assert all(f"| {name} |" in text["requirements"] for name in per_layer)
     assert all(
         f"{{include}} generated/{page}.md" in METHODS for page in ("methods", "requirements", "harness", "tests")

@@ -13,11 +13,10 @@ are none.
 
 import json
 import math
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -38,7 +37,7 @@ from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.rows import Rows
 from kvrepro.engine.shapes import Mask, RowInts, Scores, TokenFloats, TokenInts, TokenMask
 from kvrepro.engine.signals import ACCESS
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data, models
 from kvrepro.experiment.measure import token_f1
 from kvrepro.paths import ROOT
@@ -49,6 +48,14 @@ NOISE = 0.003  # smaller changes of their mean teach nothing
 WARM, RAMP, MOST = 8, 24, 0.40  # updates before the first blend, until the full one, and its weight
 DOUBT = 0.70  # mean uncertainty above which LRU decides alone
 OPEN = 0.01  # blend from which the gate counts as open
+ROW = {  # of the table of methods: no policy of a condition, since it learns from one prompt to the next
+    "name": "online_credit",
+    "title": "Online credit estimator, version 2",
+    "keeps": "beta rank_credit + (1 - beta) rank_LRU: a guess of how much a token will be missed, learned in decoding",
+    "source": "protection paper, section 8; protection artifact 496739f; python -m kvrepro.chapters.protection.credit",
+    "regimes": SharedCap.name,
+    "budget": "one set for all heads and layers",
+}
 
 
 @dataclass(frozen=True)
@@ -120,36 +127,32 @@ def targets(attention: Float[Tensor, " tokens"], before: Sequence[float], after:
     change = sum(before) / len(before) - sum(after) / len(after)
     if abs(change) < NOISE:
         return None
-    total = float(attention.sum())
-    share = attention.double() / total if total > 0 else torch.full_like(attention, 1 / len(attention)).double()
-    return change * share
+    blame = attention.double() if attention.any() else torch.ones_like(attention).double()
+    return change * blame / blame.sum()
 
 
 def update(e: Estimator, f: Float[Tensor, "tokens 4"], target: Float[Tensor, " tokens"]) -> Estimator:
     """One eviction's lesson: a step for each token, by its error clipped to 1 and the rate 0.08 / sqrt(u + 1); then the
     running averages of squared errors (0.92) and of the features' mean and variance (0.95)."""
     weights, bias, rate, errors = list(e.weights), e.bias, 0.08 / math.sqrt(e.updates + 1), []
-    rows = f.tolist()
-    for row, wanted in zip(rows, target.tolist(), strict=True):
+    for row, wanted in zip(f.tolist(), target.tolist(), strict=True):
         guess = bias + sum(w * x for w, x in zip(weights, row, strict=True))
         error = max(-1.0, min(1.0, wanted - guess))
         weights = [w + rate * error * x for w, x in zip(weights, row, strict=True)]
         bias += rate * error
         errors.append(error)
-    mean, variance = [], []
-    for column, old_mean, old_variance in zip(zip(*rows, strict=True), e.mean, e.variance, strict=True):
-        mean.append(0.95 * old_mean + 0.05 * sum(column) / len(column))
-        variance.append(0.95 * old_variance + 0.05 * sum((x - mean[-1]) ** 2 for x in column) / len(column))
-    squared = sum(error**2 for error in errors) / len(errors)
-    return Estimator(tuple(weights), bias, e.updates + 1, 0.92 * e.error + 0.08 * squared, tuple(mean), tuple(variance))
+    mean = 0.95 * torch.tensor(e.mean, dtype=f.dtype) + 0.05 * f.mean(0).cpu()
+    variance = 0.95 * torch.tensor(e.variance, dtype=f.dtype) + 0.05 * (f.cpu() - mean).square().mean(0)
+    error = 0.92 * e.error + 0.08 * sum(x**2 for x in errors) / len(errors)
+    return Estimator(tuple(weights), bias, e.updates + 1, error, tuple(mean.tolist()), tuple(variance.tolist()))
 
 
 def load(path: str | Path = EMBEDDED) -> Estimator:
     """An estimator from its file; relative paths start at the project's folder. Raises InputError."""
     file = ROOT / path
     try:
-        entries = json.loads(file.read_text())["estimator"].items()
-        return Estimator(**{name: tuple(x) if isinstance(x, list) else x for name, x in entries})
+        entries: dict[str, Any] = json.loads(file.read_text())["estimator"]
+        return Estimator(**{name: tuple(x) if isinstance(x, list) else x for name, x in entries.items()})
     except FileNotFoundError:
         raise InputError(f"no estimator at {file}: run python -m kvrepro.chapters.protection.credit") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -261,7 +264,10 @@ def run(
                 policies={"lru": replace(find("lru"), score=lessons.score)}, watch=lessons.picked,
             )  # fmt: skip
             [rows] = read(call, list(range(len(some))), [0])
-            found = {i: Answer(done, lessons.ended(i)) for (i, _), done in decode(call, rows, stop_ids)}
+            found = {}
+            for (i, _), generation in decode(call, rows, stop_ids):
+                assert isinstance(generation, Generation)  # what fails is raised
+                found[i] = Answer(generation, lessons.ended(i))
             answers += [found[i] for i in range(len(some))]
             e = lessons.estimator
     return answers, e
@@ -279,7 +285,7 @@ def main(
     out: Annotated[Path, typer.Option(help="relative paths start at the project's folder")] = Path(EMBEDDED),
 ) -> None:
     """Learn on the embedded model, on the CPU in float32; print token F1 of the credit and of protected LRU."""
-    try:
+    with one_line_errors():
         loaded = models.load()
         drawn = data.load_items(items, n, seed, tokens)
         prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context - max_new_tokens).ids for item in drawn]
@@ -287,9 +293,6 @@ def main(
         given = {"max_new_tokens": max_new_tokens, "stop_ids": models.stop_ids(loaded)}
         answers, learned = run(loaded.model, prompts, condition, batch=batch, **given)
         beside = [row[0].tokens for row in generate(loaded.model, prompts, [condition], **given)]
-    except InputError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(2) from None
 
     def f1(tokens: list[list[int]]) -> float:
         texts = [loaded.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]

@@ -151,8 +151,9 @@ def load(path: str | Path = EMBEDDED) -> Estimator:
     """An estimator from its file; relative paths start at the project's folder. Raises InputError."""
     file = ROOT / path
     try:
-        entries: dict[str, Any] = json.loads(file.read_text())["estimator"]
-        return Estimator(**{name: tuple(x) if isinstance(x, list) else x for name, x in entries.items()})
+        entries = json.loads(file.read_text())["estimator"].items()
+        fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in entries}
+        return Estimator(**fields)
     except FileNotFoundError:
         raise InputError(f"no estimator at {file}: run python -m kvrepro.chapters.protection.credit") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -44,6 +44,10 @@ def policies_in(parameters: Any) -> list[Any]:
     return [one for part in parts for one in policies_in(part)] if isinstance(parts, Iterable) else []
 
 
+def _known(loaded: Loaded | None, tables: Any) -> Any:
+    return tables
+
+
 class PerItemPlan(Plan):
     """`PerItem` with one model, or without."""
 
@@ -63,6 +67,7 @@ class PerItemPlan(Plan):
         self.keys = {name: fingerprint.digest(where, code, fingerprint.of(item)) for name, item in self.items.items()}
         self.table = store.Tables(settings.folder, study.chapter, study.name)
         self.errors: dict[str, Exception] = {}
+        self.trial: dict[str, Any] = {}  # of the first missing item, once the estimate has computed it
 
     @property
     def missing(self) -> list[str]:
@@ -74,6 +79,8 @@ class PerItemPlan(Plan):
         return [Job(1, self._work(name), name) for name in self.missing]
 
     def _work(self, name: str) -> Any:
+        if name in self.trial:
+            return partial(_known, tables=self.trial[name])
         item, study = self.items[name], self.study
         return partial(item_tables, compute=study.compute, item=item, parameters=study.parameters)
 
@@ -84,7 +91,7 @@ class PerItemPlan(Plan):
         if not missing:
             return Estimate(self.title, what, 0.0, 0.0)
         began = time.perf_counter()
-        self.trial = (missing[0], found := self._work(missing[0])(self.loaded))
+        found = self.trial[missing[0]] = self._work(missing[0])(self.loaded)
         seconds = (time.perf_counter() - began) * len(missing)
         stored = 0 if isinstance(found, Exception) else sum(int(t.memory_usage().sum()) for t in found.values())
         return Estimate(self.title, what, seconds, stored * len(missing) / 2)
@@ -103,9 +110,8 @@ class PerItemPlan(Plan):
 
     def rehearsal(self) -> Any:
         """What is stored, or what the estimate computed."""
-        if len(self.missing) < self.total or isinstance(self.trial[1], Exception):
-            return self.results()
-        return self._joined([self.trial])
+        whole = {name: tables for name, tables in self.trial.items() if not isinstance(tables, Exception)}
+        return self._joined(whole.items()) if whole and len(self.missing) == self.total else self.results()
 
     def _joined(self, found: Iterable[tuple[str, Mapping[str, pd.DataFrame]]]) -> Any:
         parts: dict[str, list[pd.DataFrame]] = {}

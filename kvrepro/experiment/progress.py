@@ -74,3 +74,5 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         if self.bar is not None:
             self.bar.close()
+        if self.handle is not None:
+            self.handle.update({"text/plain": ""}, raw=True)

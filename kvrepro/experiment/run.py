@@ -23,7 +23,7 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.per_item import PerItemPlan
 from kvrepro.experiment.plan import Plan
 from kvrepro.experiment.progress import Progress, clock
-from kvrepro.experiment.workers import Pool, default_workers
+from kvrepro.experiment.workers import Pool, default_workers, one_thread
 from kvrepro.item import Item
 from kvrepro.paths import ROOT
 
@@ -148,10 +148,12 @@ def _compute(plan: Plan, settings: Settings) -> int:
     if not jobs:
         return 0
     processes = 1
-    if len(jobs) > 1 and _processes(plan, settings, float("inf")) > 1:
-        expected = plan.estimate()
+    if len(jobs) > 1 and (settings.workers is not None or not _testing()):
+        with one_thread():
+            expected = plan.estimate()
         processes = _processes(plan, settings, expected.seconds)
         print(expected.line(processes))
+        jobs = plan.jobs()  # without what the estimate has done
     with Progress(plan.title, count, plan.unit, settings.progress) as bar:
         for job, result in Pool.of(plan.loaded, min(processes, len(jobs))).each(jobs):
             plan.add(job, result)
@@ -165,4 +167,8 @@ def _processes(plan: Plan, settings: Settings, seconds: float) -> int:
         return 1
     if settings.workers is not None:
         return settings.workers
-    return 1 if "PYTEST_CURRENT_TEST" in os.environ or seconds < POOL_FROM else default_workers(plan.loaded)
+    return 1 if _testing() or seconds < POOL_FROM else default_workers(plan.loaded)
+
+
+def _testing() -> bool:
+    return "PYTEST_CURRENT_TEST" in os.environ

@@ -52,7 +52,7 @@ class Pool:
         kept = cls.kept
         if count == 1:
             return cls(loaded, 1)
-        if kept is None or kept.loaded is not loaded or kept.count != count or not kept.alive:
+        if kept is None or kept.loaded is not loaded or kept.count < count or not kept.alive:
             if kept is not None:
                 kept.close()
             cls.kept = cls(loaded, count)
@@ -79,7 +79,7 @@ class Pool:
             except Exception as error:  # whatever a part says that cannot be pickled
                 print(f"one process only: a part of the study cannot be sent to another ({error})".splitlines()[0])
         if packed is None:
-            with one_thread(self.loaded):
+            with one_thread():
                 for job in jobs:
                     yield job, job.work(self.loaded)
             return
@@ -139,7 +139,7 @@ def _end() -> None:
 
 
 @contextlib.contextmanager
-def one_thread(loaded: Loaded | None) -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One thread on the CPU, as each worker has: rows do not depend on how many share the work."""
     import torch
 
@@ -161,7 +161,8 @@ def _packed(job: Job) -> bytes:
 
 
 def _started(loaded: Loaded | None, number: int) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "kvrepro.experiment.workers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env=environment, start_new_session=True,  # an interrupt reaches us alone, and we end them
@@ -206,7 +207,7 @@ def main() -> None:
 
     out = io.BufferedWriter(stdout)
     loaded = None
-    with one_thread(None), contextlib.suppress(EOFError):
+    with one_thread(), contextlib.suppress(EOFError):
         if what is not None:
             path, device, dtype, name = what
             loaded = replace(models.load(path, device, dtype), name=name)

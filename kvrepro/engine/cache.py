@@ -221,7 +221,7 @@ class RaggedLayer:
         bits = self.keys.bits if isinstance(self.keys, Packed) else None
         self.settle()
         index = self.index()
-        gone = self._positions(self.positions, index) < oldest[:, None, None]
+        gone = self._positions(self.positions, index) < oldest.to(index.device)[:, None, None]
         if bool((gone & (index >= 0)).any()):
             self.evict(~gone, index)
         if bits is not None:
@@ -331,6 +331,9 @@ class EngineCache(DynamicCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """The new tokens as they are."""
         return key_states, value_states
+
+    def evicted(self) -> None:
+        """Called when every layer has evicted; a cache of blocks moves together here what is left."""
 
     @property
     def bytes(self) -> int:

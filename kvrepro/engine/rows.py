@@ -125,7 +125,7 @@ def evict_rows(
     for layer in facts.evictable:
         stored = rows.cache.ragged[layer]
         if layer in facts.sliding:
-            stored.slide(rows.seen.to(stored.positions.device) - facts.sliding[layer] + 1)
+            stored.slide(rows.seen - facts.sliding[layer] + 1)
         shown = stored.shown()
         stays = shown.positions >= 0
         held[layer] = (shown.index, stays)
@@ -154,6 +154,7 @@ def evict_rows(
     for layer, (index, stays) in held.items():
         lost |= ((index >= 0) & ~stays).any(2).any(1).to(lost.device)
         rows.cache.ragged[layer].evict(stays, index, masked=masked)
+    rows.cache.evicted()
     return lost
 
 

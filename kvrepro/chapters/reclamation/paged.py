@@ -1,258 +1,38 @@
-"""A paged KV cache as an experiment's instrument: which blocks a sequence holds, and what compaction gives back.
+"""A paged KV cache as an experiment's instrument, for the engine's loops.
 
-`Ledger` keeps the books in numpy (block tables, reference counts, free list, the true position of every slot) and never
-sees a tensor, so that patterns over many thousand tokens are index work. `PagedCache` holds the keys and values and
-makes the copies that its ledger asks for; `forward` and `generate` run a Hugging Face model on it.
-
-A block is `block_size` slots; a slot holds one token's keys and values of all layers and KV heads, so it is dead only
-when every head of every layer has evicted it. After Kwon et al. 2023, section 4, and the guide on eviction and
-compaction, "Architecture".
+`PagedCache` holds keys and values in blocks and makes the copies that its ledger asks for. `PagedSequence` hands one
+sequence of it to the engine, which attends, evicts and decodes as on any cache (`extend`, `generate`).
 """
 
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicLayer, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from kvrepro.engine.attention import installed
-from kvrepro.engine.shapes import KeyValue, Query
+from kvrepro.chapters.reclamation.ledger import NONE, Copies, Ledger, Sequence
+from kvrepro.chapters.reclamation.survivors import GIVEN
+from kvrepro.engine.attention import Part, installed
+from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown
+from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.engine.decode import decode
+from kvrepro.engine.evict import Job, Prompts
+from kvrepro.engine.extend import Extend
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.passes import Call
+from kvrepro.engine.policy import Policy, budget_of, find
+from kvrepro.engine.rows import Rows, evict_rows
+from kvrepro.engine.shapes import KeyValue, Mask, RowInts, TokenInts
 from kvrepro.errors import InputError
 
-Copies = tuple[np.ndarray, np.ndarray]  # flat slots (block * block_size + offset): read all of the first, then write
-NONE: Copies = (np.empty(0, np.int64), np.empty(0, np.int64))
 
+class PagedCache:
+    """Keys and values of many sequences, per layer `[blocks, block_size, kv_heads, dim]`, beside their ledger.
 
-@dataclass(frozen=True)
-class Sequence:
-    """One sequence's view. Slots count along its block table: slot s is offset s % block_size of `blocks[s // ...]`."""
-
-    blocks: np.ndarray  # int64 [blocks]
-    positions: np.ndarray  # int64 [slots]: the position map. True position of the slot's token, -1 = dead or unwritten
-    alive: np.ndarray  # bool [layers or 1, kv_heads or 1, slots]: who still attends to it; 1 stands for all
-    tail: int = 0  # the next slot to write
-    seen: int = 0  # tokens so far, evicted ones included = the next token's true position
-
-
-@dataclass
-class Counters:
-    """What an engine should export. All but the last three only grow."""
-
-    passes: int = 0  # compactions
-    blocks_freed: int = 0  # by eviction or compaction, not by the end of a sequence
-    slot_copies: int = 0  # by compaction
-    cow_copies: int = 0  # by writing into a shared block
-    evicted_tokens: int = 0  # slots that died
-    blocks_free: int = 0
-    blocks_held: int = 0
-    tokens_alive: int = 0  # a token that two sequences share counts twice
-
-
-class Ledger:
-    """The books of `blocks` blocks. A method that must copy returns the copies; the caller carries them out at once."""
-
-    def __init__(self, blocks: int, block_size: int = 16):
-        if blocks < 1 or block_size < 1:
-            raise InputError(f"{blocks} blocks of {block_size} slots: both must be at least 1")
-        self.block_size = block_size
-        self.references = np.zeros(blocks, np.int64)
-        self.free_list = list(range(blocks))[::-1]  # the lowest block goes first
-        self.sequences: dict[int, Sequence] = {}
-        self.counters = Counters()
-        self._next = 0
-
-    # ---- sequences
-
-    def new(self) -> int:
-        """Number of a new, empty sequence."""
-        empty = Sequence(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((1, 1, 0), bool))
-        return self._add(empty)
-
-    def fork(self, number: int, share: int | None = None) -> tuple[int, Copies]:
-        """A new sequence with the same tokens, and the copies to make. It shares the first `share` blocks (None: all,
-        and nothing is copied until one of the two writes) and has copies of the others. Too few free: InputError."""
-        parent = self.sequences[number]
-        share = len(parent.blocks) if share is None else share
-        common, others = parent.blocks[:share], parent.blocks[share:]
-        if len(others) > len(self.free_list):
-            raise InputError(f"{len(others)} blocks to copy, {len(self.free_list)} are free: share more, or free some")
-        self.references[common] += 1
-        child = replace(parent, blocks=np.append(common, self._take(len(others))))
-        slots = np.flatnonzero(parent.positions >= 0)
-        slots = slots[slots >= share * self.block_size]
-        return self._add(child), (self._flat(parent, slots), self._flat(child, slots))
-
-    def free(self, number: int) -> None:
-        """End a sequence; blocks that nobody else holds return to the pool."""
-        self._release(self.sequences.pop(number).blocks)
-
-    def append(self, number: int, tokens: int = 1) -> tuple[np.ndarray, Copies]:
-        """Room for the next `tokens`: their flat slots [tokens], and the copies to be made before anything is written.
-
-        A last block that is shared and not yet full is replaced by a copy. Too few free blocks raise InputError, and
-        nothing is changed.
-        """
-        s, size = self.sequences[number], self.block_size
-        copy_last = s.tail < len(s.positions) and self.references[s.blocks[-1]] > 1
-        fresh = max(0, -(-(s.tail + tokens - len(s.positions)) // size))
-        if fresh + copy_last > len(self.free_list):
-            raise InputError(
-                f"{tokens} tokens need {fresh + copy_last} blocks, {len(self.free_list)} of {len(self.references)} are "
-                "free: evict, free a sequence, or make the cache larger"
-            )
-        copies = NONE
-        if copy_last:
-            inside = np.flatnonzero(s.positions[-size:] >= 0)
-            [block] = self._take(1)
-            copies = (s.blocks[-1] * size + inside, block * size + inside)
-            self._release(s.blocks[-1:])
-            s = replace(s, blocks=np.append(s.blocks[:-1], block))
-            self.counters.cow_copies += len(inside)
-        s = replace(
-            s,
-            blocks=np.append(s.blocks, self._take(fresh)),
-            positions=np.append(s.positions, np.full(fresh * size, -1)),
-            alive=np.append(s.alive, np.zeros((*s.alive.shape[:2], fresh * size), bool), -1),
-        )
-        slots = np.arange(s.tail, s.tail + tokens)
-        s.positions[slots] = np.arange(s.seen, s.seen + tokens)
-        s.alive[..., slots] = True
-        self.sequences[number] = replace(s, tail=s.tail + tokens, seen=s.seen + tokens)
-        return self._flat(s, slots), copies
-
-    # ---- eviction and compaction
-
-    def evict(self, number: int, keep: np.ndarray) -> int:
-        """Keep what `keep` says, for ever. Returns the blocks freed: those whose every slot is dead.
-
-        keep: bool `[..., seen]` over true positions, broadcast to [layers or 1, kv_heads or 1]; what was evicted before
-        stays evicted. Another length raises InputError.
-        """
-        s = self.sequences[number]
-        keep = keep[(None,) * (3 - keep.ndim)]
-        if keep.shape[-1] != s.seen:
-            raise InputError(f"keep has {keep.shape[-1]} positions, the sequence has seen {s.seen}: give one each")
-        alive = s.alive & keep[..., s.positions.clip(min=0)] & (s.positions >= 0)
-        dead = (s.positions >= 0) & ~alive.any((0, 1))
-        self.counters.evicted_tokens += int(dead.sum())
-        self.sequences[number] = replace(s, positions=np.where(dead, -1, s.positions), alive=alive)
-        return self._drop(number)
-
-    def repack(self, number: int) -> tuple[int, Copies]:
-        """Order-preserving compaction: (blocks freed, copies). Survivors slide forward in order, as far as the next
-        shared block, which stays where it is."""
-        s = self.sequences[number]
-        shared = np.repeat(self.references[s.blocks] > 1, self.block_size)  # per slot
-        run = np.cumsum(shared)  # own slots between two shared blocks have one number
-        source = np.flatnonzero((s.positions >= 0) & ~shared)
-        starts = {int(r): int(np.flatnonzero((run == r) & ~shared)[0]) for r in np.unique(run[source])}
-        rank = np.arange(len(source)) - np.searchsorted(run[source], run[source])
-        target = np.array([starts[int(r)] for r in run[source]], np.int64) + rank
-        return self._compact(number, s, source, target)
-
-    def fill(self, number: int, vacate: str = "tail") -> tuple[int, Copies]:
-        """Hole filling: (blocks freed, copies). Of n survivors those behind the first n slots move into holes before
-        them; the order of the text is left to the position map.
-
-        vacate: "tail" empties the last blocks, "emptiest" those with the fewest survivors (any block can go: a table
-        is a list of numbers). Shared blocks come first in the new table; none is moved, read or written.
-        """
-        if vacate not in ("tail", "emptiest"):
-            raise InputError(f"vacate is {vacate!r}: choose 'tail' or 'emptiest'")
-        s, size = self.sequences[number], self.block_size
-        shared = self.references[s.blocks] > 1
-        living = (s.positions >= 0).reshape(-1, size).sum(1)
-        order = np.lexsort((-living if vacate == "emptiest" else living * 0, ~shared))
-        s = _blocks_of(s, order, size)
-        first = int(shared.sum()) * size
-        own = s.positions[first:] >= 0
-        dense = int(own.sum())
-        source = first + dense + np.flatnonzero(own[dense:])
-        target = first + np.flatnonzero(~own[:dense])
-        return self._compact(number, s, source, target)
-
-    # ---- what there is
-
-    def living(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Living tokens in table order: flat slots [n], true positions [n], alive [layers or 1, kv_heads or 1, n]."""
-        s = self.sequences[number]
-        slots = np.flatnonzero(s.positions >= 0)
-        return self._flat(s, slots), s.positions[slots], s.alive[..., slots]
-
-    def metrics(self, number: int | None = None, budget: int | None = None) -> dict[str, float]:
-        """The counters by name, blocks freed and slots copied per pass (missing before the first); with a sequence and
-        its budget in tokens also `budget_occupancy`, alive / budget."""
-        c = self.counters
-        c.blocks_free = len(self.free_list)
-        c.blocks_held = len(self.references) - c.blocks_free
-        c.tokens_alive = sum(int((s.positions >= 0).sum()) for s in self.sequences.values())
-        found: dict[str, float] = asdict(c)
-        found["freed_per_pass"] = c.blocks_freed / c.passes if c.passes else np.nan
-        found["copies_per_pass"] = c.slot_copies / c.passes if c.passes else np.nan
-        if number is not None and budget is not None:
-            found["budget_occupancy"] = int((self.sequences[number].positions >= 0).sum()) / budget
-        return found
-
-    # ---- inside
-
-    def _add(self, s: Sequence) -> int:
-        self._next += 1
-        self.sequences[self._next] = s
-        return self._next
-
-    def _take(self, blocks: int) -> np.ndarray:
-        taken = np.array([self.free_list.pop() for _ in range(blocks)], np.int64)
-        self.references[taken] = 1
-        return taken
-
-    def _release(self, blocks: np.ndarray) -> int:
-        """Give up one reference each; blocks that nobody holds are free again. Returns how many."""
-        self.references[blocks] -= 1
-        gone = blocks[self.references[blocks] == 0].tolist()
-        self.free_list.extend(gone[::-1])
-        return len(gone)
-
-    def _flat(self, s: Sequence, slots: np.ndarray) -> np.ndarray:
-        return s.blocks[slots // self.block_size] * self.block_size + slots % self.block_size
-
-    def _drop(self, number: int) -> int:
-        """Give up the blocks of a sequence whose every slot is dead."""
-        s, size = self.sequences[number], self.block_size
-        living = (s.positions >= 0).reshape(-1, size).any(1)
-        kept = _blocks_of(s, np.flatnonzero(living), size)
-        tail = len(kept.positions) if not living[-1:].any() else s.tail - int((~living).sum()) * size
-        self.sequences[number] = replace(kept, tail=tail)
-        freed = self._release(s.blocks[~living])
-        self.counters.blocks_freed += freed
-        return freed
-
-    def _compact(self, number: int, s: Sequence, source: np.ndarray, target: np.ndarray) -> tuple[int, Copies]:
-        moved = source != target
-        source, target = source[moved], target[moved]
-        positions, alive = s.positions.copy(), s.alive.copy()
-        positions[source], alive[..., source] = -1, False
-        positions[target], alive[..., target] = s.positions[source], s.alive[..., source]
-        self.sequences[number] = replace(s, positions=positions, alive=alive)
-        freed, kept = self._drop(number), self.sequences[number]
-        last = np.flatnonzero(kept.positions >= 0)[-1:]
-        self.sequences[number] = replace(kept, tail=int(last[0]) + 1 if len(last) else 0)
-        self.counters.passes += 1
-        self.counters.slot_copies += len(source)
-        return freed, (self._flat(s, source), self._flat(s, target))
-
-
-def _blocks_of(s: Sequence, order: np.ndarray, size: int) -> Sequence:
-    """The sequence with these entries of its block table, in this order."""
-    slots = (order[:, None] * size + np.arange(size)).ravel()
-    return replace(s, blocks=s.blocks[order], positions=s.positions[slots], alive=s.alive[..., slots])
-
-
-class PagedCache(Cache):
-    """Keys and values, per layer `[blocks, block_size, kv_heads, dim]`, beside their ledger.
-
-    One sequence passes through the model at a time (`forward`). Unwritten slots are zero and never gathered.
+    `PagedSequence` is how the engine sees one of them. Unwritten slots are zero and never gathered.
     """
 
     def __init__(
@@ -267,14 +47,11 @@ class PagedCache(Cache):
         if other := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
             raise InputError(f"{config.model_type} has layers of kind {min(other)}, which hold no keys to page: "
                              "take a model with attention in every layer")  # fmt: skip
-        layers, kv_heads = text.num_hidden_layers, text.num_key_value_heads
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        super().__init__(layers=[DynamicLayer() for _ in range(layers)])
-        self.ledger = Ledger(blocks, block_size)
-        shape = (blocks, block_size, kv_heads, dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self._written = self._read = torch.empty(0, dtype=torch.long)
+        shape = (blocks, block_size, text.num_key_value_heads, dim)
+        self.config, self.ledger = config, Ledger(blocks, block_size)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(text.num_hidden_layers)]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     @property
     def stored(self) -> list[Tensor]:
@@ -288,140 +65,224 @@ class PagedCache(Cache):
             for flat in self.stored:
                 flat[target] = flat[source]
 
-    def fork(self, number: int, share: int | None = None) -> int:
-        """`Ledger.fork`, carried out: the new sequence's number."""
-        child, copies = self.ledger.fork(number, share)
+    def compact(self, number: int, layout: str) -> Copies:
+        """`Ledger.repack` or `Ledger.fill` ("none": neither), carried out: the copies that were made."""
+        copies = NONE if layout == "none" else getattr(self.ledger, layout)(number)[1]
         self.copy(copies)
+        return copies
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What an eviction and the compaction after it did to a sequence."""
+
+    freed: int  # blocks
+    predicted: int  # blocks: those that it shared with nobody, less as many as its survivors in them fill
+    copies: int  # slots that moved
+    foreign: int  # slots, read or written, of blocks that are not its own alone
+    seen: int  # tokens so far
+    survivors: np.ndarray  # bool [layers, kv_heads, seen] over true positions
+
+
+class PagedSequence(EngineCache):
+    """One sequence of a paged cache as the engine's loops take a cache: a batch of one row."""
+
+    def __init__(self, pages: PagedCache, sums: Collection[str] = (), layout: str = "none", number: int | None = None):
+        """sums: what is added up per token (`policy.SUMS`). layout: the compaction that follows an eviction."""
+        super().__init__(pages.config)
+        self.pages, self.ledger, self.layout = pages, pages.ledger, layout
+        self.number = self.ledger.new() if number is None else number
+        self.passes: list[Pass] = []
+        self._freed = self.ledger.counters.blocks_freed
+        self.ragged = {n: PagedLayer(self, n, sums) for n in range(len(pages.keys))}  # type: ignore[misc]
+
+    @property
+    def entry(self) -> Sequence:
+        """What the ledger knows of it."""
+        return self.ledger.sequences[self.number]
+
+    def fork(self, share: int | None = None, layout: str = "none") -> "PagedSequence":
+        """`Ledger.fork`, carried out: another sequence with the same tokens, sums and last queries."""
+        number, copies = self.ledger.fork(self.number, share)
+        self.pages.copy(copies)
+        child = PagedSequence(self.pages, (), layout, number)
+        for mine, other in zip(self.ragged.values(), child.ragged.values(), strict=True):
+            other.sums.update({name: s.clone() for name, s in mine.sums.items()})
+            other.queries, other.query_positions = mine.queries, mine.query_positions
         return child
 
-    def repack(self, number: int) -> int:
-        """`Ledger.repack`, carried out: blocks freed."""
-        freed, copies = self.ledger.repack(number)
-        self.copy(copies)
-        return freed
+    def begin(self, tokens: int) -> None:
+        """Make room for the next `tokens` in all layers."""
+        self._freed = self.ledger.counters.blocks_freed
+        slots, copies = self.ledger.append(self.number, tokens)
+        self.pages.copy(copies)
+        flat, at, alive = self.ledger.living(self.number)
+        device = self.pages.keys[0].device
+        self.written, self.read, self.at = (torch.from_numpy(x).to(device) for x in (slots, flat, at))
+        self.where = torch.from_numpy(np.where(alive, at, -1)).to(device)  # [layers or 1, kv_heads or 1, living]
 
-    def fill(self, number: int, vacate: str = "tail") -> int:
-        """`Ledger.fill`, carried out: blocks freed."""
-        freed, copies = self.ledger.fill(number, vacate)
-        self.copy(copies)
-        return freed
+    def survivors(self) -> np.ndarray:
+        """Who is left, bool [layers, kv_heads, seen] over true positions."""
+        _, at, alive = self.ledger.living(self.number)
+        found = np.zeros((len(self.pages.keys), self.pages.keys[0].shape[2], self.entry.seen), bool)
+        found[..., at] = alive
+        return found
 
-    def begin(self, number: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Make room for `tokens` of a sequence: positions [n] and alive [.., .., n] of all that is attended to."""
-        slots, copies = self.ledger.append(number, tokens)
-        self.copy(copies)
-        flat, positions, alive = self.ledger.living(number)
-        device = self.keys[0].device
-        self._written, self._read = torch.from_numpy(slots).to(device), torch.from_numpy(flat).to(device)
-        return positions, alive
-
-    def update(
-        self, key_states: KeyValue, value_states: KeyValue, layer_idx: int, *args, **kwargs
-    ) -> tuple[KeyValue, KeyValue]:
-        """Store the new tokens `[1, kv_heads, new, dim]`; return the living `[1, kv_heads, n, dim]`, in table order."""
-        for stored, new in ((self.keys[layer_idx], key_states), (self.values[layer_idx], value_states)):
-            stored.view(-1, *stored.shape[2:])[self._written] = new[0].transpose(0, 1)
-        k, v = (x[layer_idx].flatten(0, 1)[self._read].transpose(0, 1)[None] for x in (self.keys, self.values))
-        return k, v
+    def evicted(self) -> None:
+        """Compact, now that every layer has evicted, and note what the pass did."""
+        ledger, entry = self.ledger, self.entry
+        mine = ledger.references[entry.blocks] == 1
+        living = int((entry.positions >= 0).reshape(-1, ledger.block_size)[mine].sum())
+        before = int(mine.sum()) + ledger.counters.blocks_freed - self._freed
+        copies = self.pages.compact(self.number, self.layout)
+        touched = np.concatenate(copies) // ledger.block_size
+        self.passes.append(Pass(
+            ledger.counters.blocks_freed - self._freed, before - -(-living // ledger.block_size), len(copies[0]),
+            int((~np.isin(touched, entry.blocks[mine])).sum()), entry.seen, self.survivors(),
+        ))  # fmt: skip
 
 
-class Signals:
-    """Attention that each true position received, per layer and KV head (mean over its query heads).
+class PagedLayer:
+    """A layer of a `PagedSequence`: what `Extend`, `evict_rows` and `decode` ask of a `RaggedLayer`, from blocks.
 
-    `cumulative` float32 [layers, kv_heads, width] sums over all queries so far (the running sum of H2O); `recent`
-    [window, layers, kv_heads, width] holds the last `window` queries, that of position p in row p % window.
+    Sums [kv_heads, seen] lie by true position, apart from the blocks, which other sequences may share.
     """
 
-    def __init__(self, layers: int, kv_heads: int, width: int, window: int = 32):
-        self.cumulative = torch.zeros(layers, kv_heads, width)
-        self.recent = torch.zeros(window, layers, kv_heads, width)
+    remember = RaggedLayer.remember
 
-    def copy(self) -> "Signals":
-        """The same, for a sequence that goes on by itself."""
-        other = Signals(1, 1, 1)
-        other.cumulative, other.recent = self.cumulative.clone(), self.recent.clone()
-        return other
+    def __init__(self, sequence: PagedSequence, number: int, sums: Collection[str]):
+        self.sequence, self.number, self.tail = sequence, number, 0
+        self._keys, self._values = (x[number].flatten(0, 1) for x in (sequence.pages.keys, sequence.pages.values))
+        self.shape = (1, self._keys.shape[1])  # batch, kv_heads
+        self.keys = self._keys.flatten(0, 1)  # [tokens, dim], as a ragged layer's
+        self.sums = {name: torch.zeros(self.shape[1], 0, device=self.keys.device) for name in sums}
+        self.tail_sums = self.sums
+        self.queries: Tensor | None = None
+        self.query_positions: Tensor | None = None
 
-    def observe(self, layer: int, p: Tensor, queries: np.ndarray, keys: np.ndarray) -> None:
-        """Add probabilities p [kv_heads, queries, keys] of these true positions."""
-        at = torch.from_numpy(keys)
-        self.cumulative[layer].index_add_(1, at, p.sum(1).float().cpu())
-        window = len(self.recent)
-        for row, query in list(enumerate(queries))[-window:]:
-            here = self.recent[query % window, layer]
-            here.zero_()
-            here[:, at] = p[:, row].float().cpu()
+    def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
+        """Store the new tokens `[1, kv_heads, new, dim]`; the first layer of a pass makes room for all."""
+        new, sequence = keys.shape[2], self.sequence
+        if self.number == 0:
+            sequence.begin(new)
+        self._keys[sequence.written] = keys[0].transpose(0, 1)
+        self._values[sequence.written] = values[0].transpose(0, 1)
+        self.sums.update({name: torch.nn.functional.pad(s, (0, new)) for name, s in self.sums.items()})
+        self.tail += new
+
+    def parts(self) -> list[Part]:
+        """What a query attends to: the sequence's living slots in table order, -1 where a head has evicted one."""
+        keys, values = (x[self.sequence.read].transpose(0, 1)[None] for x in (self._keys, self._values))
+        where = self.sequence.where
+        return [(keys, values, where[self.number % len(where)][None])]
+
+    def add(self, name: str, p: Tensor, flat_tokens: int) -> None:
+        """Add `p` [1, kv_heads, tokens], in the order of `parts`, to the sum of that name."""
+        self.sums[name].index_add_(1, self.sequence.at, p[0])
+
+    def shown(self) -> Shown:
+        """The tokens that each head holds, in ascending order; `index` is their position."""
+        holds = self.sequence.survivors()[self.number]  # [kv_heads, seen]
+        flat, where, _ = self.sequence.ledger.living(self.sequence.number)
+        slots = np.zeros(holds.shape[1], np.int64)
+        slots[where] = flat
+        at = np.sort(np.where(holds, np.arange(holds.shape[1]), -1))[:, holds.shape[1] - holds.sum(1).max() :]
+        slot, at = (torch.from_numpy(x).to(self.keys.device) for x in (slots[at.clip(min=0)], at))
+        heads = torch.arange(len(at), device=at.device)[:, None]
+        sums = {n: s.gather(1, at.clamp(min=0)).masked_fill(at < 0, 0)[None] for n, s in self.sums.items()}
+        return Shown(self._keys[slot, heads][None], self._values[slot, heads][None], at[None], sums, at[None])
+
+    def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
+        """Keep what `keep` names of the tokens that `shown` gave. Raises InputError for `masked`."""
+        if masked:
+            raise InputError("execution masked on a paged cache, which gives memory back: take physical")
+        kept = torch.zeros(self.shape[1], self.sequence.entry.seen + 1, dtype=torch.bool, device=index.device)
+        kept.scatter_(1, index[0].where(keep[0], -1) + 1, True)
+        self._keep(kept[:, 1:].cpu().numpy())
+
+    def slide(self, oldest: RowInts) -> None:
+        """Forget the tokens before the row's `oldest` position: a sliding layer never sees them again."""
+        self.tail = 0
+        self._keep(np.arange(self.sequence.entry.seen) >= int(oldest))
+
+    def _keep(self, keep: np.ndarray) -> None:
+        everyone = np.ones((len(self.sequence.ragged), self.shape[1], self.sequence.entry.seen), bool)
+        everyone[self.number] = keep
+        self.sequence.ledger.evict(self.sequence.number, everyone)
+
+    def held(self) -> Tensor:
+        """Tokens of each head, int64 [1, kv_heads]; other heads may hold their slots without them."""
+        return torch.from_numpy(self.sequence.survivors()[self.number].sum(-1))[None]
+
+    seen = held
+    overhead_bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of this layer's keys and values in the sequence's blocks, those that it shares included."""
+        return 2 * self.keys.nbytes * len(self.sequence.entry.blocks) // len(self.sequence.ledger.references)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what the next eviction will ask for: sums per token, the last queries."""
+        kept = (*self.sums.values(), self.queries, self.query_positions)
+        return sum(t.nbytes for t in kept if t is not None)
 
 
-class PagedAttention:
-    """Attention over gathered slots, masked by true positions and by who is alive, in blocks of queries."""
+# ---- the engine on a paged sequence
 
-    def __init__(
-        self, positions: np.ndarray, alive: np.ndarray, new: int, signals: Signals | None = None, block: int = 256
-    ):
-        newest = np.sort(positions)[len(positions) - new :]
-        self.positions, self.alive, self.queries = positions, torch.from_numpy(alive), newest
-        self.signals, self.block = signals, block
 
-    def attend(
-        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
-    ) -> Tensor:
-        (_, heads, n, dim), kv_heads = query.shape, key.shape[1]
-        q, k, v = query[0].view(kv_heads, heads // kv_heads, n, dim), key[0][:, None], value[0][:, None]
-        alive = self.alive[layer % len(self.alive)].to(q.device)  # [kv_heads or 1, tokens]
-        positions = torch.from_numpy(self.positions).to(q.device)
-        out = torch.empty_like(q)
-        for a in range(0, n, self.block):
-            rows = self.queries[a : a + self.block]
-            at = torch.from_numpy(rows).to(q.device)[:, None]
-            seen = positions <= at  # [queries, tokens]
-            if sliding is not None:
-                seen &= positions > at - sliding
-            scores = torch.matmul(q[:, :, a : a + self.block], k.transpose(2, 3)) * scaling
-            scores = scores.masked_fill(~(seen & alive[:, None])[:, None], -torch.inf)
-            p = torch.softmax(scores, -1, dtype=torch.float32)
-            out[:, :, a : a + self.block] = torch.matmul(p.to(v.dtype), v)
-            if self.signals is not None:
-                self.signals.observe(layer, p.mean(1), rows, self.positions)
-        return out.permute(2, 0, 1, 3).reshape(1, n, heads, dim)
+@dataclass
+class Steps(Call):
+    """A call of the engine that keeps the logits of every step. misplaced: the model is told storage indices instead of
+    positions."""
+
+    misplaced: bool = False
+    logits: list[Tensor] = field(default_factory=list)
+
+    def forward(self, ids: Tensor, positions: Tensor, cache: PagedSequence, attention: Extend) -> Tensor:  # type: ignore[override]
+        shift = int((cache.entry.positions >= 0).sum()) - cache.entry.seen if self.misplaced else 0
+        self.logits.append(super().forward(ids, positions + shift, cache, attention))
+        return self.logits[-1]
+
+
+def call_for(model: PreTrainedModel, ids: list[int], new_tokens: int = 1, kind: type[Call] = Call, **more: Any) -> Any:
+    """A call of the engine for one prompt, which a paged sequence has read or reads."""
+    return kind(
+        model=model, texts=[Prompt(ids, {})], conditions=[], max_new_tokens=new_tokens, repeat=[], measure_peak=False,
+        kept_sets=False, backend="torch", seed=0, isolate=False, facts=ModelFacts.of(model),
+        notes={(0, 0): {"kept_positions": [], "kept_positions_hash": "", "prefill_seconds": 0.0}}, **more,
+    )  # fmt: skip
 
 
 @torch.inference_mode()
-def forward(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    number: int,
-    ids: list[int],
-    signals: Signals | None = None,
-    shift: int = 0,
-) -> Tensor:
-    """Run the next tokens of a sequence through the model, in `installed(model)`: logits of the last, [vocabulary].
+def extend(call: Call, sequence: PagedSequence, ids: list[int], window: int = 0) -> Tensor:
+    """Run the next tokens of a sequence through the model, in `installed(model)`: logits [1, vocabulary] of the last.
 
-    `shift` is added to the true positions that the model is told: 0, except to show what a wrong position map does.
+    window: queries that an eviction will ask for.
     """
-    positions, alive = cache.begin(number, len(ids))
-    attention = PagedAttention(positions, alive, len(ids), signals)
-    device = cache.keys[0].device
-    return model(
-        input_ids=torch.tensor([ids], device=device),
-        position_ids=torch.from_numpy(attention.queries).to(device)[None] + shift,
-        past_key_values=cache,
-        use_cache=True,
-        kvrepro=attention,
-    ).logits[0, -1]
+    start, device = sequence.entry.seen, sequence.pages.keys[0].device
+    positions = torch.arange(start, start + len(ids), device=device)[None]
+    return call.forward(torch.tensor([ids], device=device), positions, sequence, Extend(sequence, positions, window))
 
 
+@torch.inference_mode()
 def generate(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    number: int,
-    ids: list[int],
-    max_new_tokens: int,
-    stop_ids: Collection[int] = (),
-) -> list[int]:
-    """Greedy tokens after `ids`, from what the cache holds."""
-    tokens: list[int] = []
-    with installed(model):
-        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop_ids):
-            tokens.append(int(forward(model, cache, number, tokens[-1:] or ids).argmax()))
-    return tokens
+    call: Call, sequence: PagedSequence, logits: Tensor, condition: Condition, survivors: Mapping[int, Tensor] | None
+) -> Generation:
+    """Evict from a sequence that has read its prompt, and decode from `logits`, by the engine's loop: to the
+    `survivors` of another run (as `survivors.given` takes them), or as the condition says."""
+    policy: Policy = GIVEN
+    parameters: dict[str, object] = {"survivors": survivors}
+    if not survivors:
+        policy = find(condition.policy)
+        parameters = policy.reading(condition.reading, condition.switches)
+    seen = torch.tensor([sequence.entry.seen], device=logits.device)
+    budgets = [budget_of(condition, sequence.entry.seen)]
+    job = Job([condition], policy, parameters, budgets, Prompts.of(call.texts, logits.device))
+    rows = Rows([(0, 0)], [job], call.texts, sequence, logits, seen, torch.zeros_like(seen))
+    with installed(call.model):
+        evict_rows(call.facts, rows, budgets, call.scalings)
+        [(_, generation)] = decode(call, rows, ())
+    assert isinstance(generation, Generation)  # what fails is raised
+    return generation

@@ -6,8 +6,8 @@ them all.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,19 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d, normalize
 
 from kvrepro.chapters.reclamation import streaming
-from kvrepro.chapters.reclamation.paged import NONE, Ledger, PagedCache, Signals, forward
+from kvrepro.chapters.reclamation.ledger import Ledger
+from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, Pass, Steps, call_for, extend, generate
+from kvrepro.chapters.reclamation.survivors import GRANULARITIES, JOINT, POLICIES, WINDOW, condition
 from kvrepro.engine import generate as engine
 from kvrepro.engine.allowed import Number, Size, ensure
 from kvrepro.engine.attention import installed
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.passes import Call
 from kvrepro.engine.policy import find
-from kvrepro.engine.regime import Prefill
+from kvrepro.engine.regime import DecodeCap, Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import data
 from kvrepro.experiment import run as runner
@@ -34,11 +36,8 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import PerItem, Settings
 from kvrepro.paths import ROOT
 
-POLICIES = ("sinks_recency", "cumulative", "window", "redundancy")
-GRANULARITIES = ("one set", "per layer", "per head")
-JOINT = (*GRANULARITIES, "joint")
 LAYOUTS = ("none", "repack", "fill")
-SINKS, WINDOW = 4, 32
+SINKS = 4
 KERNELS = ROOT / "data" / "gpu" / "kernels.csv"
 
 
@@ -70,67 +69,7 @@ def prompts(loaded: Loaded, items: str, n_items: int, tokens: int, seed: int = 0
     return {item.id: data.build_prompt(item, loaded.tokenizer, tokens).ids for item in found}
 
 
-# ---- survivors
-
-
-def scores_of(policy: str, keys: Tensor, signals: Signals, positions: Tensor, budget: int) -> tuple[Tensor, int]:
-    """Score of each living token, [layers, kv_heads, tokens] in ascending order of positions, and how many of the
-    newest are kept whatever their score. keys [layers, kv_heads, tokens, dim].
-
-    sinks_recency: the position; its four oldest are protected apart (StreamingLLM). cumulative: attention summed over
-    all queries, half the budget to the newest (H2O). window: that of the last 32 queries, average-pooled over 5
-    (SnapKV). redundancy: 0.1 importance (last 8 queries, max-pooled over 7, as a share) - 0.9 softmax of the mean
-    cosine similarity to all keys (R-KV, without its exemption of recent duplicates).
-    """
-    if policy == "sinks_recency":
-        return positions.float()[None, None], 0
-    if policy == "cumulative":
-        return signals.cumulative[..., positions], budget // 2
-    if policy == "window":
-        voted = signals.recent.sum(0)[..., positions]
-        return avg_pool1d(voted, 5, 1, 2), min(WINDOW, budget // 2)
-    if policy == "redundancy":
-        newest = [int(p) % len(signals.recent) for p in positions[-8:]]
-        voted = max_pool1d(signals.recent[newest].sum(0)[..., positions], 7, 1, 3)
-        unit = normalize(keys.float(), dim=-1)
-        alike = torch.einsum("lgnd,lgd->lgn", unit, unit.mean(2))  # cosine to each key, averaged
-        return 0.1 * voted / voted.sum(-1, keepdim=True) - 0.9 * torch.softmax(alike, -1), 8
-    raise InputError(f"unknown policy {policy!r}: choose {', '.join(POLICIES)}")
-
-
-def survivors(
-    policy: str, granularity: str, budget: int, cache: PagedCache, number: int, signals: Signals
-) -> np.ndarray:
-    """What a policy keeps of a sequence: bool `[layers or 1, kv_heads or 1, seen]` over true positions, `budget` each.
-
-    granularity: "one set" and "per layer" rank by mean scores over what they do not separate; "joint" ranks the tokens
-    of all heads and layers together, so that some keep more than `budget` and others less.
-    """
-    if granularity not in JOINT:
-        raise InputError(f"unknown granularity {granularity!r}: choose {', '.join(JOINT)}")
-    flat, at, alive = cache.ledger.living(number)
-    order = np.argsort(at)
-    flat, positions = torch.from_numpy(flat[order]), torch.from_numpy(at[order])
-    keys = torch.stack([k.flatten(0, 1)[flat.to(k.device)].transpose(0, 1) for k in cache.keys]).cpu()
-    scores, newest = scores_of(policy, keys, signals, positions, budget)
-    means = {"one set": (0, 1), "per layer": (1,)}.get(granularity, ())
-    scores = scores.mean(means, keepdim=True) if means else scores
-    scores = scores.clone()
-    scores[..., len(positions) - newest :] = torch.inf
-    if policy == "sinks_recency":
-        scores[..., positions < SINKS] = torch.inf
-    held = torch.from_numpy(alive[..., order])
-    scores, held = torch.broadcast_tensors(scores, held)
-    scores = scores.masked_fill(~held, -torch.inf)
-    keep = torch.zeros(*scores.shape[:2], cache.ledger.sequences[number].seen, dtype=torch.bool)
-    if granularity == "joint":
-        best = scores.flatten().argsort(descending=True, stable=True)[: budget * scores[..., 0].numel()]
-        chosen = torch.zeros(scores.numel(), dtype=torch.bool).scatter_(0, best, True).view_as(scores)
-        keep[..., positions] = chosen & held
-    else:
-        best = scores.argsort(dim=-1, descending=True, stable=True)[..., :budget]
-        keep.scatter_(-1, positions[best], True)
-    return keep.numpy()
+# ---- what a survivor set gives back
 
 
 def reclaim(keep: np.ndarray, block_size: int = 16) -> dict[str, float]:
@@ -231,46 +170,35 @@ def toy_layouts() -> dict[str, np.ndarray]:
 # ---- patterns as they arise
 
 
-@dataclass
-class Read:
-    """A prompt that a model has read: its sequence in a paged cache, what its tokens received, the next token."""
-
-    cache: PagedCache
-    number: int
-    signals: Signals
-    next_token: int
+Cells = list[tuple[dict[str, Any], Condition]]  # columns of a row, and what it asks for
 
 
-def read(loaded: Loaded, ids: list[int], more: int = 0, copies: int = 1, block_size: int = 16) -> Read:
-    """Prefill `ids` into a cache with room for `more` tokens and for `copies` of the sequence."""
-    blocks = copies * (-(-(len(ids) + more) // block_size) + 1)
-    cache = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
-    signals = Signals(len(cache.keys), cache.keys[0].shape[2], len(ids) + more, WINDOW)
-    number = cache.ledger.new()
-    with installed(loaded.model):
-        logits = forward(loaded.model, cache, number, ids, signals)
-    return Read(cache, number, signals, int(logits.argmax()))
+def _cells(policies: Collection[str], granularities: Sequence[str], kept: Sequence[float], tokens: int) -> Cells:
+    """The chapter's policies at each granularity (positions choose one set in any case) and share of `tokens`."""
+    return [
+        ({"policy": p, "granularity": g, "kept": share}, condition(p, g, round(share * tokens), Prefill()))
+        for p in policies
+        for g in (granularities[:1] if p == "sinks_recency" else granularities)
+        for share in kept
+    ]
 
 
 def arising(
     loaded: Loaded,
-    prompts: Mapping[str, list[int]],
+    ids: list[int],
     kept: Sequence[float] = (0.1, 0.25, 0.5, 0.9),
-    policies: Sequence[str] = POLICIES,
+    policies: Collection[str] = POLICIES,
     granularities: Sequence[str] = GRANULARITIES,
     block_size: int = 16,
 ) -> pd.DataFrame:
-    """`reclaim` of what each policy keeps of each prompt: rows (item, policy, granularity, kept)."""
-    rows = []
-    for item, ids in prompts.items():
-        r = read(loaded, ids, block_size=block_size)
-        for policy in policies:
-            for granularity in granularities[:1] if policy == "sinks_recency" else granularities:
-                for share in kept:
-                    keep = survivors(policy, granularity, round(share * len(ids)), r.cache, r.number, r.signals)
-                    here = {"item": item, "policy": policy, "granularity": granularity, "kept": share}
-                    rows.append(here | reclaim(keep, block_size))
-    return pd.DataFrame(rows)
+    """`reclaim` of what each policy keeps of a prompt: rows (policy, granularity, kept)."""
+    return _reclaimed(loaded, ids, _cells(policies, granularities, kept, len(ids)), block_size)
+
+
+def _reclaimed(loaded: Loaded, ids: list[int], cells: Cells, block_size: int) -> pd.DataFrame:
+    sets = _kept_sets(loaded, ids, [c for _, c in cells])
+    rows = [cell | reclaim(keep, block_size) for (cell, _), keep in zip(cells, sets, strict=True)]
+    return pd.DataFrame(rows, columns=None if rows else ["policy", "kept"])
 
 
 PUBLISHED = ("streaming_llm", "tri_attention", "tova", "h2o_online", "snapkv", "ada_kv", "r_kv", "k_norm")
@@ -278,20 +206,15 @@ PUBLISHED = ("streaming_llm", "tri_attention", "tova", "h2o_online", "snapkv", "
 
 def published(
     loaded: Loaded,
-    prompts: Mapping[str, list[int]],
+    ids: list[int],
     kept: Sequence[float] = (0.1, 0.5),
     policies: Sequence[str] = PUBLISHED,
     block_size: int = 16,
 ) -> pd.DataFrame:
     """`reclaim` of what the catalogue's policies keep, with their own heads, windows and layers, after the prefill."""
     asked = [(name, share) for name in policies for share in kept]
-    conditions = [_condition(name, share) for name, share in asked]
-    rows = []
-    for item, ids in prompts.items():
-        for (name, share), keep in zip(asked, _kept_sets(loaded, ids, conditions), strict=True):
-            here = {"item": item, "policy": find(name).title, "kept": share}
-            rows.append(here | reclaim(keep, block_size))
-    return pd.DataFrame(rows, columns=None if rows else ["item", "policy", "kept"])
+    cells: Cells = [({"policy": find(name).title, "kept": share}, _condition(name, share)) for name, share in asked]
+    return _reclaimed(loaded, ids, cells, block_size)
 
 
 # An eighth of DuoAttention's own 128 and 256, as prompts are: it protects them in every head, whatever the budget.
@@ -322,7 +245,7 @@ def able(
     """
     shortest = min(prompts.values(), key=len)
     found = []
-    for name in (name for name in policies if find(name).frees):
+    for name in (name for name in policies if find(name).frees and not find(name).shared):
         try:
             asked = [_condition(name, budget) for budget in budgets]
             engine.check_conditions(loaded.model, [Prompt(shortest, {})], asked)
@@ -338,42 +261,51 @@ def occupancy(
     loaded: Loaded,
     ids: list[int],
     kept: float = 0.1,
-    policies: Sequence[str] = POLICIES,
+    policies: Collection[str] = POLICIES,
     granularities: Sequence[str] = GRANULARITIES,
     block_size: int = 16,
 ) -> pd.DataFrame:
-    """Living slots of each block of one prompt, evicted, not compacted: rows (policy, granularity, block, living)."""
-    r = read(loaded, ids, block_size=block_size)
-    parts = []
-    for policy in policies:
-        for granularity in granularities[:1] if policy == "sinks_recency" else granularities:
-            keep = survivors(policy, granularity, round(kept * len(ids)), r.cache, r.number, r.signals)
-            living = np.pad(keep.any((0, 1)), (0, -len(ids) % block_size)).reshape(-1, block_size).sum(1)
-            here = {"policy": policy, "granularity": granularity, "block": np.arange(len(living)), "living": living}
-            parts.append(pd.DataFrame(here))
+    """Living slots of each block of one prompt, evicted, not compacted: rows (policy, granularity, kept, block)."""
+    cells, parts = _cells(policies, granularities, [kept], len(ids)), []
+    for (cell, _), keep in zip(cells, _kept_sets(loaded, ids, [c for _, c in cells]), strict=True):
+        living = np.pad(keep.any((0, 1)), (0, -len(ids) % block_size)).reshape(-1, block_size).sum(1)
+        parts.append(pd.DataFrame({**cell, "block": np.arange(len(living)), "living": living}))
     return pd.concat(parts, ignore_index=True).assign(block_size=block_size)
 
 
 # ---- generation from a compacted cache
 
 
+def read(
+    loaded: Loaded, ids: list[int], more: int = 0, copies: int = 1, block_size: int = 16, sums: Collection[str] = ()
+) -> tuple[Call, PagedSequence, Tensor]:
+    """Prefill `ids` into a cache with room for `more` tokens and for `copies` of the sequence: a call, the sequence,
+    logits [1, vocabulary]. sums: of the policies that are to evict from it."""
+    blocks = copies * (-(-(len(ids) + more) // block_size) + 1)
+    pages = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
+    call, sequence = call_for(loaded.model, ids), PagedSequence(pages, sums)
+    with installed(loaded.model):
+        logits = extend(call, sequence, ids, WINDOW if sums else 0)
+    return call, sequence, logits
+
+
 @dataclass(frozen=True)
 class Choice:
-    """Who chooses the survivors of a generation, how often, and how long it is."""
+    """Who chooses the survivors of a generation, and how long it is."""
 
     source: str  # "chapter" or "catalogue"
     policy: str
     granularity: str
-    keep: np.ndarray | None  # of the prompt, once; None: chosen again at every pass
+    condition: Condition
+    survivors: dict[int, Tensor]  # as `survivors.given` takes them; empty: the condition's policy chooses
     new_tokens: int
-    every: int
 
 
 def choices(
     loaded: Loaded,
     ids: list[int],
     budget: int,
-    policies: Sequence[str],
+    policies: Collection[str],
     granularities: Sequence[str],
     catalogue: Sequence[str],
     new_tokens: int,
@@ -381,24 +313,26 @@ def choices(
 ) -> list[Choice]:
     """The chapter's policies at each granularity, which evict again while decoding, and the catalogue's, which compress
     the prompt once and generate half as many tokens."""
-    pairs = [(p, g) for p in policies for g in (granularities[:1] if p == "sinks_recency" else granularities)]
-    found = [Choice("chapter", p, g, None, new_tokens, every) for p, g in pairs]
-    half = max(1, new_tokens // 2)
-    sets = _kept_sets(loaded, ids, [_condition(name, budget) for name in catalogue])
-    return found + [
-        Choice("catalogue", find(name).title, find(name).budget, keep, half, half)
-        for name, keep in zip(catalogue, sets, strict=True)
+    found = [
+        Choice("chapter", cell["policy"], cell["granularity"], replace(c, regime=DecodeCap(every)), {}, new_tokens)
+        for cell, c in _cells(policies, granularities, [1.0], budget)
     ]
+    asked = [_condition(name, budget) for name in catalogue]
+    for c, keep in zip(asked, _kept_sets(loaded, ids, asked), strict=True):
+        title, kind, half = find(c.policy).title, find(c.policy).budget, max(1, new_tokens // 2)
+        found.append(Choice("catalogue", title, kind, c, {len(ids): torch.from_numpy(keep)}, half))
+    return found
 
 
 COMPACTED = (("none", False), ("repack", False), ("fill", False), ("repack", True), ("fill", True))
+CONTROL = "storage positions"
 
 
 def identity(
     loaded: Loaded,
-    prompts: Mapping[str, list[int]],
+    ids: list[int],
     budget: int = 128,
-    policies: Sequence[str] = POLICIES,
+    policies: Collection[str] = POLICIES,
     granularities: Sequence[str] = JOINT,
     catalogue: Sequence[str] = (),
     new_tokens: int = 8,
@@ -408,98 +342,57 @@ def identity(
     """Generation that evicts to `budget` after the prompt and (the chapter's policies) every `every` tokens, from
     caches of every layout. `choices` says who evicts.
 
-    Rows (item, source, policy, granularity, layout, shared): `identical` to the uncompacted cache of the same policy (0
-    or 1), `logit_gap` to it, `as_predicted` (share of passes after which the free list had grown as arithmetic says),
+    Rows (source, policy, granularity, layout, shared): `identical` to the uncompacted cache of the same policy (0 or
+    1), `logit_gap` to it, `as_predicted` (share of passes after which the free list had grown as arithmetic says),
     `shared_slots_touched` by copies, `prefix_intact` (what the other sequence holds is unchanged, bit by bit), and
     metrics. shared: the first 60% of the prompt belong to another living sequence, too. Layout "storage positions" is
     hole filling without its position map, a control on "one set": new tokens are told their storage index.
     """
-    rows = []
-    for item, ids in prompts.items():
-        cut = _shared(ids)
-        r = read(loaded, ids[:cut], len(ids) - cut + new_tokens, copies=4, block_size=block_size)
-        cache, prefix = r.cache, r.number
-        number = cache.fork(prefix)
-        with installed(loaded.model):
-            first = int(forward(loaded.model, cache, number, ids[cut:], r.signals).argmax())
-        held = cache.ledger.living(prefix)[0]
-        before = [flat[held] for flat in cache.stored]
-        for c in choices(loaded, ids, budget, policies, granularities, catalogue, new_tokens, every):
-            reference: list[Tensor] = []
-            keeps: list[np.ndarray] = []  # the uncompacted run's survivors, which the others evict to as well
-            control = (("storage positions", False),) if c.granularity == "one set" else ()
-            for layout, shared in COMPACTED + control:
-                child = cache.fork(number, cut // block_size if shared else 0)
-                signals = None
-                if layout != "none":
-                    decide: Callable[[], np.ndarray] = partial(next, iter(keeps))
-                elif c.keep is not None:
-                    decide = partial(next, iter([c.keep]))
-                else:
-                    signals = r.signals.copy()
-                    decide = partial(survivors, c.policy, c.granularity, budget, cache, child, signals)
-                logits, facts = _generate(loaded, cache, child, first, c.new_tokens, c.every, layout, decide, signals)
-                cache.ledger.free(child)
-                reference, keeps = reference or logits, facts.pop("keeps")
-                same = [int(a.argmax()) == int(b.argmax()) for a, b in zip(logits, reference, strict=True)]
-                gap = max(float((a - b).abs().max()) for a, b in zip(logits, reference, strict=True))
-                intact = all(torch.equal(a, b[held]) for a, b in zip(before, cache.stored, strict=True))
-                here = {"item": item, "source": c.source, "policy": c.policy, "granularity": c.granularity}
-                rows.append(here | {"layout": layout, "shared": shared, "tokens": c.new_tokens,
-                                    "identical": float(all(same)), "logit_gap": gap, "prefix_intact": intact,
-                                    **facts})  # fmt: skip
+    cut, rows = _shared(len(ids)), []
+    call, prefix, _ = read(loaded, ids[:cut], len(ids) - cut + new_tokens, 4, block_size, ("mass",))
+    whole, evictable = prefix.fork(), list(call.facts.evictable)
+    with installed(loaded.model):
+        logits = extend(call, whole, ids[cut:], WINDOW)
+    held = prefix.ledger.living(prefix.number)[0]
+    before = [flat[held] for flat in prefix.pages.stored]
+    for c in choices(loaded, ids, budget, policies, granularities, catalogue, new_tokens, every):
+        reference: list[Tensor] = []
+        for layout, shared in COMPACTED + ((CONTROL, False),) * (c.granularity == "one set"):
+            sequence = whole.fork(cut // block_size if shared else 0, "fill" if layout == CONTROL else layout)
+            more = {"scalings": call.scalings, "misplaced": layout == CONTROL}
+            steps = call_for(loaded.model, ids, c.new_tokens + 1, Steps, **more)
+            generate(steps, sequence, logits, c.condition, c.survivors)
+            sequence.ledger.free(sequence.number)
+            reference = reference or steps.logits
+            if not c.survivors:  # the others evict to the same
+                c.survivors.update({p.seen: torch.from_numpy(p.survivors[evictable]) for p in sequence.passes})
+            here = {"source": c.source, "policy": c.policy, "granularity": c.granularity, "layout": layout,
+                    "shared": shared, "tokens": c.new_tokens, **_agreement(steps.logits, reference)}  # fmt: skip
+            here["prefix_intact"] = all(map(torch.equal, before, (flat[held] for flat in prefix.pages.stored)))
+            rows.append(here | _summed(sequence.passes))
     return pd.DataFrame(rows)
 
 
-def _shared(ids: list[int]) -> int:
+def _agreement(ours: list[Tensor], reference: list[Tensor]) -> dict[str, float]:
+    """Are all greedy tokens the same, 0 or 1, and the largest difference of a logit?"""
+    pairs = list(zip(ours, reference, strict=True))
+    same = all(int(a.argmax()) == int(b.argmax()) for a, b in pairs)
+    return {"identical": float(same), "logit_gap": max(float((a - b).abs().max()) for a, b in pairs)}
+
+
+def _summed(passes: list[Pass]) -> dict[str, float]:
+    return {
+        "passes": len(passes),
+        "as_predicted": float(np.mean([p.freed == p.predicted for p in passes])),
+        "blocks_freed": sum(p.freed for p in passes),
+        "slot_copies": sum(p.copies for p in passes),
+        "shared_slots_touched": sum(p.foreign for p in passes),
+    }
+
+
+def _shared(tokens: int) -> int:
     """Tokens of a prompt that another sequence holds, too."""
-    return int(0.6 * len(ids))
-
-
-def _generate(
-    loaded: Loaded,
-    cache: PagedCache,
-    number: int,
-    token: int,
-    new_tokens: int,
-    every: int,
-    layout: str,
-    decide: Callable[[], np.ndarray],
-    signals: Signals | None,
-) -> tuple[list[Tensor], dict[str, Any]]:
-    """Logits of every generated token, and what the passes did; `decide` says what each pass keeps."""
-    ledger, size = cache.ledger, cache.ledger.block_size
-    logits: list[Tensor] = []
-    passes, keeps = [], []
-    with installed(loaded.model):
-        for t in range(new_tokens):
-            if t % every == 0:
-                shared, free = np.flatnonzero(ledger.references > 1), len(ledger.free_list)
-                own, _ = _own(ledger, number)
-                keeps.append(decide())
-                ledger.evict(number, keeps[-1])
-                copies = (
-                    NONE if layout == "none" else getattr(ledger, "repack" if layout == "repack" else "fill")(number)[1]
-                )
-                cache.copy(copies)
-                touched = int(np.isin(np.concatenate(copies) // size, shared).sum())
-                freed, predicted = len(ledger.free_list) - free, own - -(-_own(ledger, number)[1] // size)
-                passes.append((freed, freed == predicted, len(copies[0]), touched))
-            s = ledger.sequences[number]
-            shift = int((s.positions >= 0).sum()) - s.seen if layout == "storage positions" else 0
-            logits.append(forward(loaded.model, cache, number, [token], signals, shift))
-            token = int(logits[-1].argmax())
-    freed, right, moved, touched = np.array(passes).T
-    facts = {"passes": len(passes), "as_predicted": right.mean(), "blocks_freed": freed.sum(),
-             "slot_copies": moved.sum(), "shared_slots_touched": touched.sum(), "keeps": keeps}  # fmt: skip
-    return logits, facts
-
-
-def _own(ledger: Ledger, number: int) -> tuple[int, int]:
-    """Blocks that a sequence shares with nobody, and the living slots in them."""
-    s = ledger.sequences[number]
-    own = ledger.references[s.blocks] == 1
-    return int(own.sum()), int((s.positions >= 0).reshape(-1, ledger.block_size)[own].sum())
+    return int(0.6 * tokens)
 
 
 # ---- how often
@@ -581,14 +474,14 @@ def cadence(
 
 def latency(
     loaded: Loaded,
-    prompts: Mapping[str, list[int]],
+    ids: list[int],
     cadences: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
     budget: int = 256,
     block_size: int = 16,
     seed: int = 0,
 ) -> pd.DataFrame:
     """Time between tokens at each cadence, the three layouts by turns, so that a busy machine is busy for all: a row
-    per (item, every, layout), medians over `repeats(every)` rounds.
+    per (every, layout), medians over `repeats(every)` rounds.
 
     step_ms: the model's, mean of the first and the last token of a round. pass_ms: eviction with its bookkeeping, and
     the compaction; "none" evicts alike. token_ms: step + pass / every; longest_ms: step + pass, the token that waits.
@@ -596,17 +489,16 @@ def latency(
     token those of a round are read at once, since which they are decides no time. Victims by lot. The budget is half of
     a prompt that is shorter than two budgets.
     """
-    parts = []
-    for item, ids in prompts.items():
-        r, held = read(loaded, ids, timed(cadences), len(LAYOUTS) + 1, block_size), min(budget, len(ids) // 2)
-        for every in cadences:
-            frame = pd.DataFrame(_rounds(loaded, r, ids, every, held, seed))
-            frame["token_ms"] = frame.step_ms + frame.pass_ms / every
-            frame["longest_ms"] = frame.step_ms + frame.pass_ms
-            medians = frame.groupby("layout", sort=False)[["step_ms", "pass_ms", "token_ms", "longest_ms"]].median()
-            by_round = frame.pivot_table(index="round", columns="layout", values="token_ms")
-            medians["added"] = (by_round.div(by_round["none"], axis=0) - 1).median().drop("none")
-            parts.append(medians.reset_index().assign(item=item, every=every, rounds=repeats(every), budget=held))
+    parts, held = [], min(budget, len(ids) // 2)
+    call, sequence, logits = read(loaded, ids, timed(cadences), len(LAYOUTS) + 1, block_size)
+    for every in cadences:
+        frame = pd.DataFrame(_rounds(call, sequence, int(logits.argmax()), ids, every, held, seed))
+        frame["token_ms"] = frame.step_ms + frame.pass_ms / every
+        frame["longest_ms"] = frame.step_ms + frame.pass_ms
+        medians = frame.groupby("layout", sort=False)[["step_ms", "pass_ms", "token_ms", "longest_ms"]].median()
+        by_round = frame.pivot_table(index="round", columns="layout", values="token_ms")
+        medians["added"] = (by_round.div(by_round["none"], axis=0) - 1).median().drop("none")
+        parts.append(medians.reset_index().assign(every=every, rounds=repeats(every), budget=held))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -620,27 +512,28 @@ def timed(cadences: Sequence[int]) -> int:
     return 1 + max(repeats(every) * every for every in cadences)
 
 
-def _rounds(loaded: Loaded, r: Read, ids: list[int], every: int, budget: int, seed: int) -> list[dict[str, Any]]:
+def _rounds(
+    call: Call, sequence: PagedSequence, first: int, ids: list[int], every: int, budget: int, seed: int
+) -> list[dict[str, Any]]:
     """Rounds of one cadence: layout, round, step_ms, pass_ms."""
-    children = {layout: r.cache.fork(r.number, 0) for layout in LAYOUTS}
+    children = {layout: sequence.fork(0) for layout in LAYOUTS}
     random = {layout: np.random.default_rng(seed) for layout in LAYOUTS}
-    token = dict.fromkeys(LAYOUTS, r.next_token)
+    token = dict.fromkeys(LAYOUTS, first)
     between = (ids * (1 + every // len(ids)))[: max(0, every - 2)]
 
     def step(layout: str) -> float:
         start = time.perf_counter()
-        token[layout] = int(forward(loaded.model, r.cache, children[layout], [token[layout]]).argmax())
+        token[layout] = int(extend(call, children[layout], [token[layout]]).argmax())
         return 1e3 * (time.perf_counter() - start)
 
     def compact(layout: str) -> float:
         start = time.perf_counter()
-        _evict_to(r.cache.ledger, children[layout], budget, "lot", random[layout])
-        if layout != "none":
-            getattr(r.cache, layout)(children[layout])
+        _evict_to(sequence.ledger, children[layout].number, budget, "lot", random[layout])
+        sequence.pages.compact(children[layout].number, layout)
         return 1e3 * (time.perf_counter() - start)
 
     rows = []
-    with installed(loaded.model):
+    with installed(call.model):
         for layout in LAYOUTS:
             step(layout), compact(layout)
         for round in range(repeats(every)):
@@ -648,11 +541,11 @@ def _rounds(loaded: Loaded, r: Read, ids: list[int], every: int, budget: int, se
                 layout = LAYOUTS[(round + i) % len(LAYOUTS)]
                 steps = [step(layout)]
                 if between:
-                    forward(loaded.model, r.cache, children[layout], between)
+                    extend(call, children[layout], between)
                 steps += [step(layout)] if every > 1 else []
                 rows.append({"layout": layout, "round": round, "step_ms": np.mean(steps), "pass_ms": compact(layout)})
-    for number in children.values():
-        r.cache.ledger.free(number)
+    for child in children.values():
+        child.ledger.free(child.number)
     return rows
 
 
@@ -784,8 +677,8 @@ def check(
         raise InputError(
             f"kept {min(kept):g} of {shortest} tokens are {min(kept) * shortest:.0f}, fewer than 16: raise it"
         )
-    if block_size > int(0.6 * shortest):
-        raise InputError(f"block_size {block_size} > {int(0.6 * shortest)} tokens that prompts share: lower it")
+    if block_size > _shared(shortest):
+        raise InputError(f"block_size {block_size} > {_shared(shortest)} tokens that prompts share: lower it")
     needed = max(timed(timed_cadences), max_new_tokens)
     if longest + needed > loaded.context:
         raise InputError(
@@ -813,8 +706,8 @@ def run(
     check(loaded, prompts, kept=kept, capacity=capacity, max_new_tokens=max_new_tokens, cadences=cadences,
           timed_cadences=timed_cadences, budget=budget, block_size=block_size, shape=shape)  # fmt: skip
     shares = sorted({min(kept), 0.5})
-    whole = able(loaded, prompts, tuple(CATALOGUE), [{"capacity": capacity}])
-    some = able(loaded, prompts, [name for name in PUBLISHED if name in whole], [{"share": share} for share in shares])
+    whole = able(loaded, prompts, tuple(CATALOGUE), [capacity])
+    some = able(loaded, prompts, [name for name in PUBLISHED if name in whole], shares)
     seed = settings.seed
     index = {  # without a model
         "synthetic": partial(synthetic, seed=seed, block_size=block_size),
@@ -824,9 +717,13 @@ def run(
         "passes": streaming.passes,
     }
     model: dict[str, tuple[int, Callable, dict[str, Any]]] = {
-        "arising": (sizes.arising, arising, {"kept": kept}),
+        "arising": (sizes.arising, arising, {"kept": kept, "policies": POLICIES}),
         "published": (sizes.published, published, {"kept": shares, "policies": some}),
-        "identity": (sizes.identity, identity, {"budget": capacity, "catalogue": whole, "new_tokens": max_new_tokens}),
+        "identity": (
+            sizes.identity,
+            identity,
+            {"budget": capacity, "policies": POLICIES, "catalogue": whole, "new_tokens": max_new_tokens},
+        ),
         "latency": (sizes.latency, latency, {"cadences": timed_cadences, "seed": seed}),
     }
     tables = {
@@ -835,8 +732,7 @@ def run(
     }
     for name, (count, study, given) in model.items():
         few = {item: prompts[item] for item in list(prompts)[:count]}
-        more = given | {"study": study, "block_size": block_size}
-        job = PerItem("reclamation", name, few, of_prompt, more, alone=name == "latency")
+        job = PerItem("reclamation", name, few, study, given | {"block_size": block_size}, alone=name == "latency")
         tables[name] = runner.run(job, loaded, settings)
     return tables
 
@@ -844,8 +740,3 @@ def run(
 def index_work(loaded: None, study: Callable[[], pd.DataFrame]) -> pd.DataFrame:
     """A study that is index work on a ledger."""
     return study()
-
-
-def of_prompt(loaded: Loaded, ids: list[int], study: Callable[..., pd.DataFrame], **given: Any) -> pd.DataFrame:
-    """A study of one prompt."""
-    return study(loaded, {"": ids}, **given).drop(columns="item", errors="ignore")

@@ -1,272 +1,97 @@
-"""The paged cache: the guide's numbers, books that always balance, and generation that compaction does not change."""
+"""The paged cache: the engine generates on it as on its own, and compaction does not change what it says."""
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvrepro.chapters.reclamation.paged import Ledger, PagedCache, Signals, forward, generate
+from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, call_for, extend, generate
+from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import installed
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.policy import find
+from kvrepro.engine.regime import DecodeCap, Prefill
 from kvrepro.errors import InputError
 
 
-def evicted(alive: np.ndarray, block: int = 16) -> tuple[Ledger, int, int]:
-    """A ledger with one sequence after an eviction, the sequence, and the blocks freed by it."""
-    ledger = Ledger(-(-len(alive) // block), block)
-    number = ledger.new()
-    ledger.append(number, len(alive))
-    return ledger, number, ledger.evict(number, alive)
+def sequence(model, blocks: int = 32, size: int = 8, **given) -> PagedSequence:
+    return PagedSequence(PagedCache(model.config, blocks, size), **given)
 
 
-def every(tokens: int, step: int) -> np.ndarray:
-    return np.arange(tokens) % step == 0
+def logits(model, one: PagedSequence, ids: list[int], window: int = 0) -> torch.Tensor:
+    """Of the last of `ids`, which the model reads."""
+    with installed(model):
+        return extend(call_for(model, ids), one, ids, window)
 
 
-# ---- the guide's numbers
+def answer(model, one: PagedSequence, ids: list[int], tokens: int) -> list[int]:
+    """Greedy tokens after `ids`."""
+    found: list[int] = []
+    while len(found) < tokens:
+        found.append(int(logits(model, one, found[-1:] or ids).argmax()))
+    return found
 
 
-def test_every_tenth_of_16000_frees_nothing_and_900_after_either_compaction():
-    for compact in ("repack", "fill"):
-        ledger, number, freed = evicted(every(16_000, 10))
-        assert (freed, ledger.metrics()["blocks_held"]) == (0, 1000)
-        assert getattr(ledger, compact)(number)[0] == 900
-        assert ledger.metrics() | {"passes": 1, "blocks_freed": 900, "evicted_tokens": 14_400, "blocks_held": 100,
-                                   "tokens_alive": 1600} == ledger.metrics()  # fmt: skip
+def decoded(model, ids: list[int], condition: Condition, layout: str, tokens: int) -> tuple[list[int], PagedSequence]:
+    """What the engine's loop generates on a paged cache, the first of whose blocks another sequence shares."""
+    parent, call = sequence(model, 64, sums=find(condition.policy).needs), call_for(model, ids, tokens)
+    with installed(model):
+        extend(call, parent, ids[:40], 16)
+        one = parent.fork(layout=layout)
+        last = extend(call, one, ids[40:], 16)
+    return generate(call, one, last, condition, None).tokens, one
 
 
-def test_repack_keeps_the_order_and_fill_the_set():
-    ledger, number, _ = evicted(every(16_000, 10))
-    ledger.repack(number)
-    assert ledger.living(number)[1].tolist() == list(range(0, 16_000, 10))
-    ledger, number, _ = evicted(every(16_000, 10))
-    ledger.fill(number)
-    positions = ledger.living(number)[1].tolist()
-    assert sorted(positions) == list(range(0, 16_000, 10))
-    assert positions != sorted(positions)
+WINDOW = (("window", 12),)
+CONDITIONS = [
+    Condition("h2o_online", 40, DecodeCap(4), reading="as_described"),
+    Condition("snapkv", 40, DecodeCap(4), switches=WINDOW),
+    Condition("r_kv", 40, DecodeCap(4), reading="as_described"),
+    Condition("streaming_llm", 40, DecodeCap(3), reading="as_described"),
+    Condition("scissorhands", 40, DecodeCap(4), reading="as_described"),
+    Condition("layer_defensive_kv", 40, Prefill(), reading="as_described", switches=WINDOW),
+]
 
 
-def test_one_aligned_block_frees_one_and_a_shifted_one_none():
-    alive = np.ones(16_000, bool)
-    alive[32:48] = False
-    assert evicted(alive)[2] == 1
-    assert evicted(np.roll(alive, 1))[2] == 0
+@pytest.mark.parametrize("layout", ["none", "repack", "fill"])
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda c: c.policy)
+def test_the_engine_generates_on_a_paged_cache_what_it_generates_on_its_own(condition, layout):
+    model, [ids] = tiny.model(), tiny.prompts(90)
+    [[ragged]] = engine.generate(model, [ids], [condition], max_new_tokens=14, stop_ids=())
+    tokens, one = decoded(model, ids, condition, layout, 14)
+    assert tokens == ragged.tokens
+    assert [p.seen for p in one.passes] == [90, *range(90 + (condition.every or 99), 104, condition.every or 99)]
+    assert one.passes[0].survivors.any((0, 1)).nonzero()[0].tolist() == ragged.kept_positions
+    assert [round(held) for held in one.survivors().sum(-1).mean(1)] == ragged.kept
+    if layout != "none":
+        assert all(p.freed == p.predicted for p in one.passes)
+    assert not any(p.foreign for p in one.passes)
 
 
-def test_one_survivor_per_block_frees_none():
-    alive = every(16_000, 16)
-    assert evicted(alive)[2] == 0
-    assert alive.mean() == 0.0625
-
-
-def test_the_toy_round_costs_18_copies_or_3_and_frees_1():
-    alive = np.ones(24, bool)
-    alive[[2, 9, 13, 21]] = False
-    ledger, number, freed = evicted(alive, 4)
-    assert freed == 0
-    freed, (source, _) = ledger.repack(number)
-    assert (freed, len(source), ledger.counters.slot_copies) == (1, 18, 18)
-    ledger, number, _ = evicted(alive, 4)
-    freed, (source, target) = ledger.fill(number)
-    assert (freed, source.tolist(), target.tolist()) == (1, [20, 22, 23], [2, 9, 13])
-    assert ledger.living(number)[1].tolist()[2] == 20
-
-
-def test_random_survival_of_a_tenth_frees_blocks_with_probability_0_9_to_the_16():
-    freed = [evicted(np.random.default_rng(seed).random(16_000) < 0.1)[2] for seed in range(40)]
-    error = np.sqrt(0.9**16 * (1 - 0.9**16) / 1000 / 40)
-    assert np.mean(freed) / 1000 == pytest.approx(0.9**16, abs=4 * error)
-
-
-def test_the_emptiest_blocks_are_the_cheapest_to_vacate():
-    alive = (np.arange(64) % 16) < np.repeat([1, 12, 2, 15], 16)  # survivors per block
-    ledger, number, _ = evicted(alive)
-    assert (ledger.fill(number)[0], ledger.counters.slot_copies) == (2, 17)
-    ledger, number, _ = evicted(alive)
-    assert (ledger.fill(number, "emptiest")[0], ledger.counters.slot_copies) == (2, 3)
-
-
-def test_a_slot_is_dead_only_when_every_head_of_every_layer_evicted_it():
-    keep = np.zeros((2, 2, 32), bool)
-    keep[0, 1, 20] = True
-    ledger = Ledger(2)
-    number = ledger.new()
-    ledger.append(number, 32)
-    assert ledger.evict(number, keep) == 1
-    flat, positions, alive = ledger.living(number)
-    assert (flat.tolist(), positions.tolist(), alive[:, :, 0].tolist()) == ([20], [20], [[False, True], [False] * 2])
-    ledger.append(number)  # new tokens live for every head
-    assert ledger.living(number)[2][:, :, 1].all()
-
-
-def test_repack_does_not_carry_tokens_past_a_shared_block_and_fill_does():
-    def between() -> tuple[Ledger, int]:
-        ledger = Ledger(6, 4)
-        number = ledger.new()
-        ledger.append(number, 12)
-        child, _ = ledger.fork(number)
-        ledger.evict(child, np.arange(12) // 4 == 1)  # only the middle block stays shared
-        ledger.evict(number, np.isin(np.arange(12), [1, 3, 4, 5, 6, 8, 9]))
-        return ledger, number
-
-    ledger, number = between()
-    freed, (source, target) = ledger.repack(number)
-    assert (freed, source.tolist(), target.tolist()) == (0, [1, 3], [0, 1])
-    assert ledger.living(number)[1].tolist() == [1, 3, 4, 5, 6, 8, 9]
-    ledger, number = between()
-    assert ledger.fill(number)[0] == 1
-    assert ledger.living(number)[1].tolist() == [4, 5, 6, 8, 1, 9, 3]
-
-
-# ---- what is refused, and what stays when it is
-
-
-def test_too_few_blocks_are_refused_before_anything_changes():
-    ledger = Ledger(2, 4)
-    number = ledger.new()
-    ledger.append(number, 5)
-    with pytest.raises(InputError, match="4 tokens need 1 blocks, 0 of 2 are free"):
-        ledger.append(number, 4)
-    assert ledger.sequences[number].seen == 5
-    ledger.append(number, 3)
-    with pytest.raises(InputError, match="keep has 7 positions, the sequence has seen 8"):
-        ledger.evict(number, np.ones(7, bool))
-    with pytest.raises(InputError, match="vacate is 'head'"):
-        ledger.fill(number, "head")
-    with pytest.raises(InputError, match="0 blocks of 16 slots"):
-        Ledger(0)
-
-
-def test_budget_occupancy_is_alive_over_budget():
-    ledger, number, _ = evicted(every(64, 4))
-    assert ledger.metrics(number, 32)["budget_occupancy"] == 0.5
-    assert "budget_occupancy" not in ledger.metrics()
-
-
-# ---- the books against a naive model
-
-
-class Books(RuleBasedStateMachine):
-    """Random append, fork, evict, compact and free; a naive model keeps each token's content."""
-
-    BLOCKS, SIZE, HEADS = 12, 4, 2
-
-    def __init__(self):
-        super().__init__()
-        self.ledger = Ledger(self.BLOCKS, self.SIZE)
-        self.slots = np.zeros(self.BLOCKS * self.SIZE, np.int64)  # what each slot holds
-        self.naive: dict[int, dict[int, tuple[int, tuple[bool, ...]]]] = {}  # sequence -> position -> content, heads
-        self.seen: dict[int, int] = {}
-        self.next = 1
-
-    def copy(self, copies):
-        self.slots[copies[1]] = self.slots[copies[0]]
-
-    def pick(self, data):
-        return data.draw(st.sampled_from(sorted(self.naive)))
-
-    @rule()
-    def new(self):
-        number = self.ledger.new()
-        assert number not in self.seen
-        self.naive[number], self.seen[number] = {}, 0
-
-    @precondition(lambda self: self.naive)
-    @rule(data=st.data(), tokens=st.integers(1, 9))
-    def append(self, data, tokens):
-        number = self.pick(data)
-        before = [self.slots.copy(), dict(self.ledger.sequences), self.ledger.references.copy()]
-        try:
-            slots, copies = self.ledger.append(number, tokens)
-        except InputError:
-            assert self.ledger.sequences == before[1]
-            assert (self.ledger.references == before[2]).all()
-            return
-        self.copy(copies)
-        assert (self.ledger.references[slots // self.SIZE] == 1).all()  # nothing is written into a shared block
-        self.slots[slots] = np.arange(self.next, self.next + tokens)
-        for i in range(tokens):
-            self.naive[number][self.seen[number] + i] = (self.next + i, (True,) * self.HEADS)
-        self.seen[number] += tokens
-        self.next += tokens
-
-    @precondition(lambda self: self.naive)
-    @rule(data=st.data())
-    def fork(self, data):
-        parent = self.pick(data)
-        share = data.draw(st.none() | st.integers(0, len(self.ledger.sequences[parent].blocks)))
-        free = len(self.ledger.free_list)
-        try:
-            child, copies = self.ledger.fork(parent, share)
-        except InputError:
-            assert len(self.ledger.free_list) == free
-            return
-        self.copy(copies)
-        self.naive[child], self.seen[child] = dict(self.naive[parent]), self.seen[parent]
-
-    @precondition(lambda self: self.naive)
-    @rule(data=st.data(), per_head=st.booleans(), share=st.floats(0, 1))
-    def evict(self, data, per_head, share):
-        number = self.pick(data)
-        heads = self.HEADS if per_head else 1
-        random = np.random.default_rng(data.draw(st.integers(0, 99)))
-        keep = random.random((1, heads, self.seen[number])) < share
-        free = len(self.ledger.free_list)
-        assert self.ledger.evict(number, keep) == len(self.ledger.free_list) - free
-        kept = np.broadcast_to(keep[0], (self.HEADS, self.seen[number]))
-        self.naive[number] = {
-            p: (content, both)
-            for p, (content, heads) in self.naive[number].items()
-            if any(both := tuple(bool(h and k) for h, k in zip(heads, kept[:, p], strict=True)))
-        }
-
-    @precondition(lambda self: self.naive)
-    @rule(data=st.data(), how=st.sampled_from(["repack", "tail", "emptiest"]))
-    def compact(self, data, how):
-        number = self.pick(data)
-        before, free = self.ledger.sequences[number], len(self.ledger.free_list)
-        shared = np.flatnonzero(self.ledger.references > 1)
-        order = self.ledger.living(number)[1].tolist()
-        freed, copies = self.ledger.repack(number) if how == "repack" else self.ledger.fill(number, how)
-        assert freed == len(self.ledger.free_list) - free
-        assert not np.isin(np.concatenate(copies) // self.SIZE, shared).any()  # none shared moved
-        assert set(shared) & set(before.blocks) == set(shared) & set(self.ledger.sequences[number].blocks)
-        self.copy(copies)
-        after = self.ledger.living(number)[1].tolist()
-        assert after == order if how == "repack" else sorted(after) == sorted(order)
-        own = np.setdiff1d(self.ledger.sequences[number].blocks, shared)
-        living = (self.ledger.sequences[number].positions >= 0).sum()
-        if not len(shared):
-            assert len(own) == -(-living // self.SIZE)  # nothing else can be freed
-
-    @precondition(lambda self: self.naive)
-    @rule(data=st.data())
-    def free(self, data):
-        number = self.pick(data)
-        self.ledger.free(number)
-        del self.naive[number]
-
-    @invariant()
-    def no_block_is_lost_and_none_freed_twice(self):
-        held = [b for s in self.ledger.sequences.values() for b in s.blocks.tolist()]
-        assert np.bincount(held, minlength=self.BLOCKS).tolist() == self.ledger.references.tolist()
-        free = self.ledger.free_list
-        assert len(set(free)) == len(free)
-        assert sorted(free + sorted(set(held))) == list(range(self.BLOCKS))
-
-    @invariant()
-    def every_token_is_found_where_the_map_says(self):
-        for number, tokens in self.naive.items():
-            flat, positions, alive = self.ledger.living(number)
-            heads = np.broadcast_to(alive[0], (self.HEADS, len(flat))).T.tolist()
-            found = {p: (c, tuple(h)) for p, c, h in zip(positions.tolist(), self.slots[flat], heads, strict=True)}
-            assert found == tokens
-
-
-TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
+    model, [ids] = tiny.model(), tiny.prompts(60)
+    plain, filled = sequence(model, sums=["mass"]), sequence(model, sums=["mass"])
+    keep = np.random.default_rng(0).random((3, 2, 60)) < 0.3
+    keep[..., -1] = True
+    for one in (plain, filled):
+        logits(model, one, ids)
+        one.ledger.evict(one.number, keep)
+    filled.pages.compact(filled.number, "fill")
+    assert filled.ledger.living(filled.number)[1].tolist() != plain.ledger.living(plain.number)[1].tolist()
+    for layer in range(3):
+        a, b = plain.ragged[layer].shown(), filled.ragged[layer].shown()
+        assert all(torch.equal(x, y) for x, y in zip((a.keys, a.values, a.positions), b[:3], strict=True))
+        assert torch.equal(a.sums["mass"], b.sums["mass"])
+        for head in range(2):
+            alive = a.positions[0, head][a.positions[0, head] >= 0].tolist()
+            assert alive == np.flatnonzero(keep[layer, head]).tolist()
+            assert a.positions[0, head, -len(alive) :].tolist() == alive  # flush right
+    gone = filled.ragged[1].shown()
+    filled.ragged[1].evict(gone.positions % 2 == 0, gone.index)
+    assert (filled.survivors()[1] == keep[1] & (np.arange(60) % 2 == 0)).all()
+    assert (filled.survivors()[[0, 2]] == keep[[0, 2]]).all()
+    with pytest.raises(InputError, match="execution masked on a paged cache"):
+        filled.ragged[1].evict(gone.positions >= 0, gone.index, masked=True)
 
 
 # ---- generation
@@ -292,51 +117,50 @@ def test_generation_from_a_compacted_cache_is_token_identical(pattern):
     keep = keep_sets(3, 2, 90)[pattern]
 
     def run(*ways: str) -> list[int]:
-        cache = PagedCache(model.config, 32, 8)
-        number = cache.ledger.new()
-        tokens = generate(model, cache, number, ids, 1)
-        cache.ledger.evict(number, keep)
-        tokens += generate(model, cache, number, [tokens[-1], *more], 12)  # many new queries after the eviction
-        later = np.ones(cache.ledger.sequences[number].seen, bool)
+        one = sequence(model)
+        tokens = answer(model, one, ids, 1)
+        one.ledger.evict(one.number, keep)
+        tokens += answer(model, one, [tokens[-1], *more], 12)  # many new queries after the eviction
+        later = np.ones(one.entry.seen, bool)
         later[91:100:2] = False
         for way in ways[:1]:
-            getattr(cache, way)(number)
-        cache.ledger.evict(number, later)
+            one.pages.compact(one.number, way)
+        one.ledger.evict(one.number, later)
         for way in ways[1:]:
-            getattr(cache, way)(number)
-        return tokens + generate(model, cache, number, tokens[-1:], 12)
+            one.pages.compact(one.number, way)
+        return tokens + answer(model, one, tokens[-1:], 12)
 
     assert run() == run("repack", "repack") == run("fill", "fill") == run("repack", "fill")
 
 
-def logits_after(model, ids: list[int], compact: str | None, shift: int = 0) -> torch.Tensor:
-    cache = PagedCache(model.config, 16, 8)
-    number = cache.ledger.new()
-    with installed(model):
-        forward(model, cache, number, ids)
-        cache.ledger.evict(number, keep_sets(3, 2, len(ids))["scattered"])
-        if compact:
-            getattr(cache, compact)(number)
-        return forward(model, cache, number, [7], shift=shift)
-
-
-def test_logits_do_not_depend_on_the_layout_but_on_the_position():
+def test_logits_do_not_depend_on_the_layout():
     model, [ids] = tiny.model(), tiny.prompts(90)
-    plain = logits_after(model, ids, None)
-    assert torch.equal(plain, logits_after(model, ids, "repack"))  # the same order, the same bits
-    torch.testing.assert_close(plain, logits_after(model, ids, "fill"), rtol=0, atol=1e-4)
-    assert not torch.allclose(plain, logits_after(model, ids, "fill", shift=-60), rtol=0, atol=1e-2)
+    found = {}
+    for layout in ("none", "repack", "fill"):
+        one = sequence(model)
+        logits(model, one, ids)
+        one.ledger.evict(one.number, keep_sets(3, 2, 90)["scattered"])
+        one.pages.compact(one.number, layout)
+        found[layout] = logits(model, one, [7])
+    assert torch.equal(found["none"], found["repack"])  # the same order, the same bits
+    torch.testing.assert_close(found["none"], found["fill"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 12}], ids=["full attention", "sliding window"])
 def test_a_full_cache_decodes_as_the_model_without_one(changes):
     model, [ids] = tiny.model("mistral", **changes), tiny.prompts(50)
-    cache = PagedCache(model.config, 16, 8)
-    number = cache.ledger.new()
-    with installed(model):
-        forward(model, cache, number, ids[:30])
-        ours = forward(model, cache, number, ids[30:])
-    torch.testing.assert_close(ours, model(torch.tensor([ids])).logits[0, -1], rtol=0, atol=1e-4)
+    one = sequence(model)
+    logits(model, one, ids[:30])
+    ours = logits(model, one, ids[30:])
+    torch.testing.assert_close(ours, model(torch.tensor([ids])).logits[:, -1], rtol=0, atol=1e-4)
+
+
+def test_blocks_that_all_sliding_layers_have_passed_are_free():
+    model, [ids] = tiny.model("mistral", sliding_window=12), tiny.prompts(60)
+    one = sequence(model)
+    logits(model, one, ids)
+    assert one.ledger.metrics()["blocks_held"] == 2  # of eight: the next query sees positions 49 to 59
+    assert np.flatnonzero(one.survivors().any((0, 1))).tolist() == list(range(49, 60))
 
 
 def test_layers_without_keys_are_refused():
@@ -350,43 +174,38 @@ def test_layers_without_keys_are_refused():
 def test_two_questions_share_a_prefix_and_neither_sees_the_other(compact):
     model, prefix, first, second = tiny.model(), *tiny.prompts(37, 11, 14)
 
-    def alone(question: list[int]) -> list[int]:
-        cache = PagedCache(model.config, 16, 8)
-        return answer(cache, cache.ledger.new(), prefix + question)
-
-    def answer(cache: PagedCache, number: int, ids: list[int]) -> list[int]:
-        tokens = generate(model, cache, number, ids, 1)
-        seen = cache.ledger.sequences[number].seen
-        keep = np.arange(seen) % 3 != 1
+    def reply(one: PagedSequence, ids: list[int]) -> list[int]:
+        tokens = answer(model, one, ids, 1)
+        keep = np.arange(one.entry.seen) % 3 != 1
         keep[8:16] = False  # a whole block of the prefix
-        cache.ledger.evict(number, keep)
-        getattr(cache, compact)(number)
-        return tokens + generate(model, cache, number, tokens[-1:], 10)
+        one.ledger.evict(one.number, keep)
+        one.pages.compact(one.number, compact)
+        return tokens + answer(model, one, tokens[-1:], 10)
 
-    cache = PagedCache(model.config, 32, 8)
-    parent = cache.ledger.new()
-    generate(model, cache, parent, prefix, 1)
-    before = [x.clone() for x in cache.keys]
-    held = cache.ledger.sequences[parent].blocks.copy()
-    children = [cache.fork(parent), cache.fork(parent, share=2)]
-    together = [answer(cache, n, q) for n, q in zip(children, (first, second), strict=True)]
-    assert together == [alone(first), alone(second)]
-    assert all(torch.equal(a[held], b[held]) for a, b in zip(before, cache.keys, strict=True))
-    assert cache.ledger.sequences[parent].blocks.tolist() == held.tolist()
-    for number in (parent, *children):
-        cache.ledger.free(number)
-    assert cache.ledger.metrics()["blocks_free"] == 32
+    parent = sequence(model)
+    answer(model, parent, prefix, 1)
+    pages, held = parent.pages, parent.entry.blocks.copy()
+    before = [x.clone() for x in pages.keys]
+    children = [parent.fork(), parent.fork(share=2)]
+    together = [reply(child, q) for child, q in zip(children, (first, second), strict=True)]
+    assert together == [reply(sequence(model), prefix + first), reply(sequence(model), prefix + second)]
+    assert all(torch.equal(a[held], b[held]) for a, b in zip(before, pages.keys, strict=True))
+    assert parent.entry.blocks.tolist() == held.tolist()
+    for one in (parent, *children):
+        one.ledger.free(one.number)
+    assert pages.ledger.metrics()["blocks_free"] == 32
 
 
-def test_signals_are_the_column_sums_of_eager_attention():
+def test_sums_are_the_column_sums_of_eager_attention_and_each_fork_has_its_own():
     model, [ids] = tiny.model(), tiny.prompts(40)
-    cache, signals = PagedCache(model.config, 16, 8), Signals(3, 2, 64, window=8)
-    number = cache.ledger.new()
-    with installed(model):
-        forward(model, cache, number, ids[:33], signals)
-        for token in ids[33:]:
-            forward(model, cache, number, [token], signals)
+    parent = sequence(model, sums=["mass"])
+    logits(model, parent, ids[:33])
+    before = parent.ragged[0].sums["mass"].clone()
+    one = parent.fork()
+    for token in ids[33:]:
+        logits(model, one, [token])
     p = torch.stack(model(torch.tensor([ids]), output_attentions=True).attentions)[:, 0]  # [layers, heads, n, n]
-    p = p.unflatten(1, (2, 3)).mean(2)
-    torch.testing.assert_close(signals.cumulative[..., :40], p.sum(2), rtol=0, atol=1e-4)
-    torch.testing.assert_close(signals.recent[..., :40].sum(0), p[:, :, 32:].sum(2), rtol=0, atol=1e-4)
+    exact = p.unflatten(1, (2, 3)).mean(2).sum(2)
+    for layer in range(3):
+        torch.testing.assert_close(one.ragged[layer].sums["mass"], exact[layer], rtol=0, atol=1e-4)
+    assert torch.equal(parent.ragged[0].sums["mass"], before)

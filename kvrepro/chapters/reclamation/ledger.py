@@ -1,0 +1,242 @@
+"""The books of a paged KV cache: which blocks a sequence holds, and what compaction gives back.
+
+All in numpy (block tables, reference counts, free list, the true position of every slot), and never a tensor, so that
+patterns over many thousand tokens are index work. `kvrepro.chapters.reclamation.paged` has the keys and values.
+
+A block is `block_size` slots; a slot holds one token's keys and values of all layers and KV heads, so it is dead only
+when every head of every layer has evicted it. After Kwon et al. 2023, section 4, and the guide on eviction and
+compaction, "Architecture".
+"""
+
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from kvrepro.errors import InputError
+
+Copies = tuple[np.ndarray, np.ndarray]  # flat slots (block * block_size + offset): read all of the first, then write
+NONE: Copies = (np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence's view. Slots count along its block table: slot s is offset s % block_size of `blocks[s // ...]`."""
+
+    blocks: np.ndarray  # int64 [blocks]
+    positions: np.ndarray  # int64 [slots]: the position map. True position of the slot's token, -1 = dead or unwritten
+    alive: np.ndarray  # bool [layers or 1, kv_heads or 1, slots]: who still attends to it; 1 stands for all
+    tail: int = 0  # the next slot to write
+    seen: int = 0  # tokens so far, evicted ones included = the next token's true position
+
+
+@dataclass
+class Counters:
+    """What an engine should export. All but the last three only grow."""
+
+    passes: int = 0  # compactions
+    blocks_freed: int = 0  # by eviction or compaction, not by the end of a sequence
+    slot_copies: int = 0  # by compaction
+    cow_copies: int = 0  # by writing into a shared block
+    evicted_tokens: int = 0  # slots that died
+    blocks_free: int = 0
+    blocks_held: int = 0
+    tokens_alive: int = 0  # a token that two sequences share counts twice
+
+
+class Ledger:
+    """The books of `blocks` blocks. A method that must copy returns the copies; the caller carries them out at once."""
+
+    def __init__(self, blocks: int, block_size: int = 16):
+        if blocks < 1 or block_size < 1:
+            raise InputError(f"{blocks} blocks of {block_size} slots: both must be at least 1")
+        self.block_size = block_size
+        self.references = np.zeros(blocks, np.int64)
+        self.free_list = list(range(blocks))[::-1]  # the lowest block goes first
+        self.sequences: dict[int, Sequence] = {}
+        self.counters = Counters()
+        self._next = 0
+
+    # ---- sequences
+
+    def new(self) -> int:
+        """Number of a new, empty sequence."""
+        empty = Sequence(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((1, 1, 0), bool))
+        return self._add(empty)
+
+    def fork(self, number: int, share: int | None = None) -> tuple[int, Copies]:
+        """A new sequence with the same tokens, and the copies to make. It shares the first `share` blocks (None: all,
+        and nothing is copied until one of the two writes) and has copies of the others. Too few free: InputError."""
+        parent = self.sequences[number]
+        share = len(parent.blocks) if share is None else share
+        common, others = parent.blocks[:share], parent.blocks[share:]
+        if len(others) > len(self.free_list):
+            raise InputError(f"{len(others)} blocks to copy, {len(self.free_list)} are free: share more, or free some")
+        self.references[common] += 1
+        child = replace(parent, blocks=np.append(common, self._take(len(others))))
+        slots = np.flatnonzero(parent.positions >= 0)
+        slots = slots[slots >= share * self.block_size]
+        return self._add(child), (self._flat(parent, slots), self._flat(child, slots))
+
+    def free(self, number: int) -> None:
+        """End a sequence; blocks that nobody else holds return to the pool."""
+        self._release(self.sequences.pop(number).blocks)
+
+    def append(self, number: int, tokens: int = 1) -> tuple[np.ndarray, Copies]:
+        """Room for the next `tokens`: their flat slots [tokens], and the copies to be made before anything is written.
+
+        A last block that is shared and not yet full is replaced by a copy. Too few free blocks raise InputError, and
+        nothing is changed.
+        """
+        s, size = self.sequences[number], self.block_size
+        copy_last = s.tail < len(s.positions) and self.references[s.blocks[-1]] > 1
+        fresh = max(0, -(-(s.tail + tokens - len(s.positions)) // size))
+        if fresh + copy_last > len(self.free_list):
+            raise InputError(
+                f"{tokens} tokens need {fresh + copy_last} blocks, {len(self.free_list)} of {len(self.references)} are "
+                "free: evict, free a sequence, or make the cache larger"
+            )
+        copies = NONE
+        if copy_last:
+            inside = np.flatnonzero(s.positions[-size:] >= 0)
+            [block] = self._take(1)
+            copies = (s.blocks[-1] * size + inside, block * size + inside)
+            self._release(s.blocks[-1:])
+            s = replace(s, blocks=np.append(s.blocks[:-1], block))
+            self.counters.cow_copies += len(inside)
+        s = replace(
+            s,
+            blocks=np.append(s.blocks, self._take(fresh)),
+            positions=np.append(s.positions, np.full(fresh * size, -1)),
+            alive=np.append(s.alive, np.zeros((*s.alive.shape[:2], fresh * size), bool), -1),
+        )
+        slots = np.arange(s.tail, s.tail + tokens)
+        s.positions[slots] = np.arange(s.seen, s.seen + tokens)
+        s.alive[..., slots] = True
+        self.sequences[number] = replace(s, tail=s.tail + tokens, seen=s.seen + tokens)
+        return self._flat(s, slots), copies
+
+    # ---- eviction and compaction
+
+    def evict(self, number: int, keep: np.ndarray) -> int:
+        """Keep what `keep` says, for ever. Returns the blocks freed: those whose every slot is dead.
+
+        keep: bool `[..., seen]` over true positions, broadcast to [layers or 1, kv_heads or 1]; what was evicted before
+        stays evicted. Another length raises InputError.
+        """
+        s = self.sequences[number]
+        keep = keep[(None,) * (3 - keep.ndim)]
+        if keep.shape[-1] != s.seen:
+            raise InputError(f"keep has {keep.shape[-1]} positions, the sequence has seen {s.seen}: give one each")
+        alive = s.alive & keep[..., s.positions.clip(min=0)] & (s.positions >= 0)
+        dead = (s.positions >= 0) & ~alive.any((0, 1))
+        self.counters.evicted_tokens += int(dead.sum())
+        self.sequences[number] = replace(s, positions=np.where(dead, -1, s.positions), alive=alive)
+        return self._drop(number)
+
+    def repack(self, number: int) -> tuple[int, Copies]:
+        """Order-preserving compaction: (blocks freed, copies). Survivors slide forward in order, as far as the next
+        shared block, which stays where it is."""
+        s = self.sequences[number]
+        shared = np.repeat(self.references[s.blocks] > 1, self.block_size)  # per slot
+        run = np.cumsum(shared)  # own slots between two shared blocks have one number
+        source = np.flatnonzero((s.positions >= 0) & ~shared)
+        starts = {int(r): int(np.flatnonzero((run == r) & ~shared)[0]) for r in np.unique(run[source])}
+        rank = np.arange(len(source)) - np.searchsorted(run[source], run[source])
+        target = np.array([starts[int(r)] for r in run[source]], np.int64) + rank
+        return self._compact(number, s, source, target)
+
+    def fill(self, number: int, vacate: str = "tail") -> tuple[int, Copies]:
+        """Hole filling: (blocks freed, copies). Of n survivors those behind the first n slots move into holes before
+        them; the order of the text is left to the position map.
+
+        vacate: "tail" empties the last blocks, "emptiest" those with the fewest survivors (any block can go: a table
+        is a list of numbers). Shared blocks come first in the new table; none is moved, read or written.
+        """
+        if vacate not in ("tail", "emptiest"):
+            raise InputError(f"vacate is {vacate!r}: choose 'tail' or 'emptiest'")
+        s, size = self.sequences[number], self.block_size
+        shared = self.references[s.blocks] > 1
+        living = (s.positions >= 0).reshape(-1, size).sum(1)
+        order = np.lexsort((-living if vacate == "emptiest" else living * 0, ~shared))
+        s = _blocks_of(s, order, size)
+        first = int(shared.sum()) * size
+        own = s.positions[first:] >= 0
+        dense = int(own.sum())
+        source = first + dense + np.flatnonzero(own[dense:])
+        target = first + np.flatnonzero(~own[:dense])
+        return self._compact(number, s, source, target)
+
+    # ---- what there is
+
+    def living(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Living tokens in table order: flat slots [n], true positions [n], alive [layers or 1, kv_heads or 1, n]."""
+        s = self.sequences[number]
+        slots = np.flatnonzero(s.positions >= 0)
+        return self._flat(s, slots), s.positions[slots], s.alive[..., slots]
+
+    def metrics(self, number: int | None = None, budget: int | None = None) -> dict[str, float]:
+        """The counters by name, blocks freed and slots copied per pass (missing before the first); with a sequence and
+        its budget in tokens also `budget_occupancy`, alive / budget."""
+        c = self.counters
+        c.blocks_free = len(self.free_list)
+        c.blocks_held = len(self.references) - c.blocks_free
+        c.tokens_alive = sum(int((s.positions >= 0).sum()) for s in self.sequences.values())
+        found: dict[str, float] = asdict(c)
+        found["freed_per_pass"] = c.blocks_freed / c.passes if c.passes else np.nan
+        found["copies_per_pass"] = c.slot_copies / c.passes if c.passes else np.nan
+        if number is not None and budget is not None:
+            found["budget_occupancy"] = int((self.sequences[number].positions >= 0).sum()) / budget
+        return found
+
+    # ---- inside
+
+    def _add(self, s: Sequence) -> int:
+        self._next += 1
+        self.sequences[self._next] = s
+        return self._next
+
+    def _take(self, blocks: int) -> np.ndarray:
+        taken = np.array([self.free_list.pop() for _ in range(blocks)], np.int64)
+        self.references[taken] = 1
+        return taken
+
+    def _release(self, blocks: np.ndarray) -> int:
+        """Give up one reference each; blocks that nobody holds are free again. Returns how many."""
+        self.references[blocks] -= 1
+        gone = blocks[self.references[blocks] == 0].tolist()
+        self.free_list.extend(gone[::-1])
+        return len(gone)
+
+    def _flat(self, s: Sequence, slots: np.ndarray) -> np.ndarray:
+        return s.blocks[slots // self.block_size] * self.block_size + slots % self.block_size
+
+    def _drop(self, number: int) -> int:
+        """Give up the blocks of a sequence whose every slot is dead."""
+        s, size = self.sequences[number], self.block_size
+        living = (s.positions >= 0).reshape(-1, size).any(1)
+        kept = _blocks_of(s, np.flatnonzero(living), size)
+        tail = len(kept.positions) if not living[-1:].any() else s.tail - int((~living).sum()) * size
+        self.sequences[number] = replace(kept, tail=tail)
+        freed = self._release(s.blocks[~living])
+        self.counters.blocks_freed += freed
+        return freed
+
+    def _compact(self, number: int, s: Sequence, source: np.ndarray, target: np.ndarray) -> tuple[int, Copies]:
+        moved = source != target
+        source, target = source[moved], target[moved]
+        positions, alive = s.positions.copy(), s.alive.copy()
+        positions[source], alive[..., source] = -1, False
+        positions[target], alive[..., target] = s.positions[source], s.alive[..., source]
+        self.sequences[number] = replace(s, positions=positions, alive=alive)
+        freed, kept = self._drop(number), self.sequences[number]
+        last = np.flatnonzero(kept.positions >= 0)[-1:]
+        self.sequences[number] = replace(kept, tail=int(last[0]) + 1 if len(last) else 0)
+        self.counters.passes += 1
+        self.counters.slot_copies += len(source)
+        return freed, (self._flat(s, source), self._flat(s, target))
+
+
+def _blocks_of(s: Sequence, order: np.ndarray, size: int) -> Sequence:
+    """The sequence with these entries of its block table, in this order."""
+    slots = (order[:, None] * size + np.arange(size)).ravel()
+    return replace(s, blocks=s.blocks[order], positions=s.positions[slots], alive=s.alive[..., slots])

@@ -1,0 +1,266 @@
+"""The books of a paged cache: the guide's numbers, and that they always balance."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvrepro.chapters.reclamation.ledger import Ledger
+from kvrepro.errors import InputError
+
+
+def evicted(alive: np.ndarray, block: int = 16) -> tuple[Ledger, int, int]:
+    """A ledger with one sequence after an eviction, the sequence, and the blocks freed by it."""
+    ledger = Ledger(-(-len(alive) // block), block)
+    number = ledger.new()
+    ledger.append(number, len(alive))
+    return ledger, number, ledger.evict(number, alive)
+
+
+def every(tokens: int, step: int) -> np.ndarray:
+    return np.arange(tokens) % step == 0
+
+
+# ---- the guide's numbers
+
+
+def test_every_tenth_of_16000_frees_nothing_and_900_after_either_compaction():
+    for compact in ("repack", "fill"):
+        ledger, number, freed = evicted(every(16_000, 10))
+        assert (freed, ledger.metrics()["blocks_held"]) == (0, 1000)
+        assert getattr(ledger, compact)(number)[0] == 900
+        assert ledger.metrics() | {"passes": 1, "blocks_freed": 900, "evicted_tokens": 14_400, "blocks_held": 100,
+                                   "tokens_alive": 1600} == ledger.metrics()  # fmt: skip
+
+
+def test_repack_keeps_the_order_and_fill_the_set():
+    ledger, number, _ = evicted(every(16_000, 10))
+    ledger.repack(number)
+    assert ledger.living(number)[1].tolist() == list(range(0, 16_000, 10))
+    ledger, number, _ = evicted(every(16_000, 10))
+    ledger.fill(number)
+    positions = ledger.living(number)[1].tolist()
+    assert sorted(positions) == list(range(0, 16_000, 10))
+    assert positions != sorted(positions)
+
+
+def test_one_aligned_block_frees_one_and_a_shifted_one_none():
+    alive = np.ones(16_000, bool)
+    alive[32:48] = False
+    assert evicted(alive)[2] == 1
+    assert evicted(np.roll(alive, 1))[2] == 0
+
+
+def test_one_survivor_per_block_frees_none():
+    alive = every(16_000, 16)
+    assert evicted(alive)[2] == 0
+    assert alive.mean() == 0.0625
+
+
+def test_the_toy_round_costs_18_copies_or_3_and_frees_1():
+    alive = np.ones(24, bool)
+    alive[[2, 9, 13, 21]] = False
+    ledger, number, freed = evicted(alive, 4)
+    assert freed == 0
+    freed, (source, _) = ledger.repack(number)
+    assert (freed, len(source), ledger.counters.slot_copies) == (1, 18, 18)
+    ledger, number, _ = evicted(alive, 4)
+    freed, (source, target) = ledger.fill(number)
+    assert (freed, source.tolist(), target.tolist()) == (1, [20, 22, 23], [2, 9, 13])
+    assert ledger.living(number)[1].tolist()[2] == 20
+
+
+def test_random_survival_of_a_tenth_frees_blocks_with_probability_0_9_to_the_16():
+    freed = [evicted(np.random.default_rng(seed).random(16_000) < 0.1)[2] for seed in range(40)]
+    error = np.sqrt(0.9**16 * (1 - 0.9**16) / 1000 / 40)
+    assert np.mean(freed) / 1000 == pytest.approx(0.9**16, abs=4 * error)
+
+
+def test_the_emptiest_blocks_are_the_cheapest_to_vacate():
+    alive = (np.arange(64) % 16) < np.repeat([1, 12, 2, 15], 16)  # survivors per block
+    ledger, number, _ = evicted(alive)
+    assert (ledger.fill(number)[0], ledger.counters.slot_copies) == (2, 17)
+    ledger, number, _ = evicted(alive)
+    assert (ledger.fill(number, "emptiest")[0], ledger.counters.slot_copies) == (2, 3)
+
+
+def test_a_slot_is_dead_only_when_every_head_of_every_layer_evicted_it():
+    keep = np.zeros((2, 2, 32), bool)
+    keep[0, 1, 20] = True
+    ledger = Ledger(2)
+    number = ledger.new()
+    ledger.append(number, 32)
+    assert ledger.evict(number, keep) == 1
+    flat, positions, alive = ledger.living(number)
+    assert (flat.tolist(), positions.tolist(), alive[:, :, 0].tolist()) == ([20], [20], [[False, True], [False] * 2])
+    ledger.append(number)  # new tokens live for every head
+    assert ledger.living(number)[2][:, :, 1].all()
+
+
+def test_repack_does_not_carry_tokens_past_a_shared_block_and_fill_does():
+    def between() -> tuple[Ledger, int]:
+        ledger = Ledger(6, 4)
+        number = ledger.new()
+        ledger.append(number, 12)
+        child, _ = ledger.fork(number)
+        ledger.evict(child, np.arange(12) // 4 == 1)  # only the middle block stays shared
+        ledger.evict(number, np.isin(np.arange(12), [1, 3, 4, 5, 6, 8, 9]))
+        return ledger, number
+
+    ledger, number = between()
+    freed, (source, target) = ledger.repack(number)
+    assert (freed, source.tolist(), target.tolist()) == (0, [1, 3], [0, 1])
+    assert ledger.living(number)[1].tolist() == [1, 3, 4, 5, 6, 8, 9]
+    ledger, number = between()
+    assert ledger.fill(number)[0] == 1
+    assert ledger.living(number)[1].tolist() == [4, 5, 6, 8, 1, 9, 3]
+
+
+# ---- what is refused, and what stays when it is
+
+
+def test_too_few_blocks_are_refused_before_anything_changes():
+    ledger = Ledger(2, 4)
+    number = ledger.new()
+    ledger.append(number, 5)
+    with pytest.raises(InputError, match="4 tokens need 1 blocks, 0 of 2 are free"):
+        ledger.append(number, 4)
+    assert ledger.sequences[number].seen == 5
+    ledger.append(number, 3)
+    with pytest.raises(InputError, match="keep has 7 positions, the sequence has seen 8"):
+        ledger.evict(number, np.ones(7, bool))
+    with pytest.raises(InputError, match="vacate is 'head'"):
+        ledger.fill(number, "head")
+    with pytest.raises(InputError, match="0 blocks of 16 slots"):
+        Ledger(0)
+
+
+def test_budget_occupancy_is_alive_over_budget():
+    ledger, number, _ = evicted(every(64, 4))
+    assert ledger.metrics(number, 32)["budget_occupancy"] == 0.5
+    assert "budget_occupancy" not in ledger.metrics()
+
+
+# ---- the books against a naive model
+
+
+class Books(RuleBasedStateMachine):
+    """Random append, fork, evict, compact and free; a naive model keeps each token's content."""
+
+    BLOCKS, SIZE, HEADS = 12, 4, 2
+
+    def __init__(self):
+        super().__init__()
+        self.ledger = Ledger(self.BLOCKS, self.SIZE)
+        self.slots = np.zeros(self.BLOCKS * self.SIZE, np.int64)  # what each slot holds
+        self.naive: dict[int, dict[int, tuple[int, tuple[bool, ...]]]] = {}  # sequence -> position -> content, heads
+        self.seen: dict[int, int] = {}
+        self.next = 1
+
+    def copy(self, copies):
+        self.slots[copies[1]] = self.slots[copies[0]]
+
+    def pick(self, data):
+        return data.draw(st.sampled_from(sorted(self.naive)))
+
+    @rule()
+    def new(self):
+        number = self.ledger.new()
+        assert number not in self.seen
+        self.naive[number], self.seen[number] = {}, 0
+
+    @precondition(lambda self: self.naive)
+    @rule(data=st.data(), tokens=st.integers(1, 9))
+    def append(self, data, tokens):
+        number = self.pick(data)
+        before = [self.slots.copy(), dict(self.ledger.sequences), self.ledger.references.copy()]
+        try:
+            slots, copies = self.ledger.append(number, tokens)
+        except InputError:
+            assert self.ledger.sequences == before[1]
+            assert (self.ledger.references == before[2]).all()
+            return
+        self.copy(copies)
+        assert (self.ledger.references[slots // self.SIZE] == 1).all()  # nothing is written into a shared block
+        self.slots[slots] = np.arange(self.next, self.next + tokens)
+        for i in range(tokens):
+            self.naive[number][self.seen[number] + i] = (self.next + i, (True,) * self.HEADS)
+        self.seen[number] += tokens
+        self.next += tokens
+
+    @precondition(lambda self: self.naive)
+    @rule(data=st.data())
+    def fork(self, data):
+        parent = self.pick(data)
+        share = data.draw(st.none() | st.integers(0, len(self.ledger.sequences[parent].blocks)))
+        free = len(self.ledger.free_list)
+        try:
+            child, copies = self.ledger.fork(parent, share)
+        except InputError:
+            assert len(self.ledger.free_list) == free
+            return
+        self.copy(copies)
+        self.naive[child], self.seen[child] = dict(self.naive[parent]), self.seen[parent]
+
+    @precondition(lambda self: self.naive)
+    @rule(data=st.data(), per_head=st.booleans(), share=st.floats(0, 1))
+    def evict(self, data, per_head, share):
+        number = self.pick(data)
+        heads = self.HEADS if per_head else 1
+        random = np.random.default_rng(data.draw(st.integers(0, 99)))
+        keep = random.random((1, heads, self.seen[number])) < share
+        free = len(self.ledger.free_list)
+        assert self.ledger.evict(number, keep) == len(self.ledger.free_list) - free
+        kept = np.broadcast_to(keep[0], (self.HEADS, self.seen[number]))
+        self.naive[number] = {
+            p: (content, both)
+            for p, (content, heads) in self.naive[number].items()
+            if any(both := tuple(bool(h and k) for h, k in zip(heads, kept[:, p], strict=True)))
+        }
+
+    @precondition(lambda self: self.naive)
+    @rule(data=st.data(), how=st.sampled_from(["repack", "tail", "emptiest"]))
+    def compact(self, data, how):
+        number = self.pick(data)
+        before, free = self.ledger.sequences[number], len(self.ledger.free_list)
+        shared = np.flatnonzero(self.ledger.references > 1)
+        order = self.ledger.living(number)[1].tolist()
+        freed, copies = self.ledger.repack(number) if how == "repack" else self.ledger.fill(number, how)
+        assert freed == len(self.ledger.free_list) - free
+        assert not np.isin(np.concatenate(copies) // self.SIZE, shared).any()  # none shared moved
+        assert set(shared) & set(before.blocks) == set(shared) & set(self.ledger.sequences[number].blocks)
+        self.copy(copies)
+        after = self.ledger.living(number)[1].tolist()
+        assert after == order if how == "repack" else sorted(after) == sorted(order)
+        own = np.setdiff1d(self.ledger.sequences[number].blocks, shared)
+        living = (self.ledger.sequences[number].positions >= 0).sum()
+        if not len(shared):
+            assert len(own) == -(-living // self.SIZE)  # nothing else can be freed
+
+    @precondition(lambda self: self.naive)
+    @rule(data=st.data())
+    def free(self, data):
+        number = self.pick(data)
+        self.ledger.free(number)
+        del self.naive[number]
+
+    @invariant()
+    def no_block_is_lost_and_none_freed_twice(self):
+        held = [b for s in self.ledger.sequences.values() for b in s.blocks.tolist()]
+        assert np.bincount(held, minlength=self.BLOCKS).tolist() == self.ledger.references.tolist()
+        free = self.ledger.free_list
+        assert len(set(free)) == len(free)
+        assert sorted(free + sorted(set(held))) == list(range(self.BLOCKS))
+
+    @invariant()
+    def every_token_is_found_where_the_map_says(self):
+        for number, tokens in self.naive.items():
+            flat, positions, alive = self.ledger.living(number)
+            heads = np.broadcast_to(alive[0], (self.HEADS, len(flat))).T.tolist()
+            found = {p: (c, tuple(h)) for p, c, h in zip(positions.tolist(), self.slots[flat], heads, strict=True)}
+            assert found == tokens
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,92 @@
+"""Who chooses the survivors: the catalogue's policies at every granularity, and another run's choice."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from kvrepro.chapters.reclamation import survivors as s
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.evict import Job, Prompts, kept
+from kvrepro.engine.generate import generate
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.policy import find
+from kvrepro.engine.regime import DecodeCap, Prefill
+from kvrepro.errors import InputError
+
+PAIRS = [(p, g) for p in s.POLICIES for g in (s.JOINT if p != "sinks_recency" else s.JOINT[:1])]
+
+
+def keep(policy: str, granularity: str, budget: int = 40) -> np.ndarray:
+    """Who stays of a prompt of 200 tokens, [layers, kv_heads, tokens]."""
+    asked = s.condition(policy, granularity, budget, Prefill())
+    [[answer]] = generate(
+        tiny.model(), tiny.prompts(200), [asked], max_new_tokens=1, stop_ids=(), kept_sets=True
+    )  # fmt: skip
+    return np.stack(answer.kept_sets)
+
+
+@pytest.mark.parametrize(("policy", "granularity"), PAIRS)
+def test_a_granularity_is_who_chooses_for_itself(policy, granularity):
+    kept = keep(policy, granularity)
+    assert kept.sum() == 40 * 6
+    assert kept[..., -1].all()
+    if granularity != "joint":
+        assert (kept.sum(-1) == 40).all()
+    alike = {axis: bool((kept == kept.take([0], axis)).all()) for axis in (0, 1)}
+    one_set = granularity == "one set"
+    assert alike == {0: one_set, 1: one_set or granularity == "per layer"}
+
+
+def test_one_set_and_per_layer_rank_by_mean_scores():
+    scores = [torch.rand(1, 2, 50, generator=torch.Generator().manual_seed(layer)) for layer in range(3)]
+    scores[0][..., 0] = scores[1][..., 0] = scores[2][..., 0] = -torch.inf  # dead in all
+    nothing = [torch.zeros_like(x, dtype=torch.bool) for x in scores]
+    budget = torch.tensor([7])
+    means, counts = s.per_layer(scores, nothing, budget)
+    assert all(torch.equal(m[0, head], x[0].mean(0)) for m, x in zip(means, scores, strict=True) for head in (0, 1))
+    assert all((count == 7).all() for count in counts)
+    means, _ = s.one_set(scores, nothing, budget)
+    torch.testing.assert_close(means[2][0, 1], torch.cat(scores, 1).mean((0, 1)))
+
+
+def test_policies_keep_what_their_names_say():
+    assert np.flatnonzero(keep("sinks_recency", "one set")[1, 1]).tolist() == [0, 1, 2, 3, *range(164, 200)]
+    assert keep("cumulative", "per head")[..., 180:].all()  # half of the budget
+    assert keep("window", "joint")[..., 180:].all()
+    assert keep("window", "per head", 100)[..., 200 - s.WINDOW :].all()
+    assert keep("redundancy", "per layer")[..., 192:].all()
+
+
+def test_an_evicted_token_is_never_kept_again():
+    for granularity in s.JOINT:
+        asked = [s.condition("cumulative", granularity, 40, regime) for regime in (Prefill(), DecodeCap(4))]
+        [[once, again]] = generate(tiny.model(), tiny.prompts(120), asked, max_new_tokens=20, stop_ids=())
+        assert once.kept_positions == again.kept_positions
+        assert sum(again.kept) == 43 * 3  # three tokens each since the last eviction
+
+
+def test_names_that_are_not_there_are_refused():
+    for policy, granularity in (("lru", "one set"), ("window", "per token")):
+        with pytest.raises(InputError, match="choose sinks_recency, .* one set, per layer, per head, joint"):
+            s.condition(policy, granularity, 40, Prefill())
+
+
+def test_another_runs_survivors_are_kept_head_by_head():
+    random = torch.Generator().manual_seed(3)
+    wanted = torch.rand(2, 3, 30, generator=random) < 0.4
+    wanted[1, 2] = False  # a head that keeps nothing
+    at = torch.arange(30).expand(1, 3, 30)
+    job = Job([Condition("random", 9, Prefill())], s.GIVEN, {"survivors": {30: wanted}}, [9], Prompts(at[:, 0], [{}]))
+    for layer in range(2):
+        o = Observation(
+            layer, 2, torch.zeros(1, 3, 30, 4), torch.zeros(1, 3, 30, 4), at, torch.zeros(1, 3, 0, 4),
+            torch.zeros(1, 0, dtype=torch.long), torch.tensor([30]), 1.0,
+        )  # fmt: skip
+        assert torch.equal(kept(job, o)[0], wanted[layer])
+
+
+def test_every_name_is_found():
+    for policy, granularity in PAIRS:
+        found = find(s.condition(policy, granularity, 64, Prefill()).policy)
+        assert found.title == find(s.POLICIES[policy][0]).title

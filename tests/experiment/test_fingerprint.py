@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.regime import Prefill
+from kvrepro.engine.regime import Chunked, Prefill, SharedCap
 from kvrepro.experiment import answers, fingerprint
 from kvrepro.experiment.fingerprint import Code, chains, describe, of
 from kvrepro.paths import ROOT
@@ -130,6 +130,7 @@ def real(tmp_path_factory):
         "k_norm": Condition("k_norm", 0.5, Prefill()),
         "full": Condition(),
         "shared": Condition("h2o_simple", 64, SharedCap()),
+        "chunked": Condition("k_norm", 0.5, Chunked()),
     }
 
     def stale(monkeypatch, file: str, line: str) -> set[str]:
@@ -155,17 +156,21 @@ def real(tmp_path_factory):
     return stale
 
 
+EVERY = {"snapkv", "k_norm", "full", "shared", "chunked"}
+
+
 @pytest.mark.parametrize(
     ("file", "line", "whose"),
     [
-        ("engine/score/keys.py", "def k_norm(", {"k_norm"}),
+        ("engine/score/keys.py", "def k_norm(", {"k_norm", "chunked"}),
         ("engine/score/keys.py", "import", set()),
-        ("engine/select.py", "def select(", {"snapkv", "k_norm", "full", "shared"}),
+        ("engine/select.py", "def select(", EVERY),
         ("engine/score/shared.py", "def h2o(", {"shared"}),
         ("engine/signals.py", "def joined(", {"shared"}),
+        ("engine/passes.py", "def _chunked(", {"chunked"}),
         ("chapters/leakage/experiment.py", "def prompt(", set()),
         ("chapters/protection/figures.py", "def quality(", set()),
-        ("experiment/measure.py", "def token_f1(", {"snapkv", "k_norm", "full", "shared"}),
+        ("experiment/measure.py", "def token_f1(", EVERY),
         ("engine/catalogue.py", "WINDOWS: dict", set()),
     ],
 )

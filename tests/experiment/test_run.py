@@ -39,7 +39,9 @@ class FakeEngine:
         self.answer = [*loaded.tokenizer(" the red door")["input_ids"], loaded.tokenizer.eos_token_id]
         self.tokenizer, self.fail_on, self.calls = loaded.tokenizer, fail_on, []
 
-    def generate(self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows, repeat, backend, kept_sets):
+    def generate(
+        self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows, repeat, backend, kept_sets, errors
+    ):
         texts = [self.tokenizer.decode(prompt.ids) for prompt in prompts]
         here = [f"open, {i}?" for i in range(9) if any(f"open, {i}?" in text for text in texts)]
         seen = {*(int(text[6]) for text in here), *(c.policy for c in conditions)}
@@ -159,11 +161,11 @@ def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):
     """What an item cannot meet is refused, or where a study allows for gaps, a row that says so."""
     conditions = [CONDITIONS[0], Condition("snapkv", 80, Prefill())]
     long = Item("long", "doors", ({"role": "user", "content": "Which door is open? " * 12},), "x")
-    with pytest.raises(InputError, match="capacity 80 >= "):
+    with pytest.raises(InputError, match="budget 80 >= "):
         run.run(Answers("doors", "main", [ITEMS[0], long], conditions, 8), loaded, Settings(results=tmp_path))
     study = Answers("doors", "main", [ITEMS[0], long], conditions, 8, gaps=True)
     frame = run.run(study, loaded, Settings(results=tmp_path))
-    assert frame["error"].fillna("").str.startswith("InputError: capacity 80 >=").tolist() == [
+    assert frame["error"].fillna("").str.startswith("InputError: budget 80 >=").tolist() == [
         False,
         True,
         False,

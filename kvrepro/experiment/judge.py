@@ -76,9 +76,10 @@ class Unpaired:
     a: pd.Series
     b: pd.Series
     bounds: tuple[float, float] | None = (-1.0, 1.0)
+    each: float = 1
 
     def estimate(self, level: float = 0.95) -> Estimate:
-        return stats.unpaired(self.a, self.b, bounds=self.bounds, level=level)
+        return stats.unpaired(self.a, self.b, bounds=self.bounds, each=self.each, level=level)
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Member:
     """label, and what is tested: one thing, or several named parts of which all, or `some`, must hold."""
 
     label: str
-    what: Sample | Unpaired | Drawn | Measured | Facts | Mapping[str, Sample | Drawn]
+    what: Sample | Unpaired | Drawn | Measured | Facts | Mapping[str, Any]
     some: bool = False
 
 
@@ -167,7 +168,7 @@ class Judged:
     p: float = math.nan
     decided_by: str = ""
     needed: float = math.nan
-    against: float = 0.0  # how far it speaks against the claim
+    against: tuple[float, float] = (0.0, 0.0)  # how far it speaks against the claim
 
 
 def region(rule: Mapping[str, Any]) -> list[tuple[float, float, bool]]:
@@ -201,10 +202,16 @@ def state_of(rule: Mapping[str, Any], low: float, high: float) -> str:
     return "open" if met else "fails"
 
 
-def _against(rule: Mapping[str, Any], e: Estimate) -> float:
-    """How far an estimate speaks against a rule: its interval's farther end, or its value, to the region."""
-    ends = [e.value] if math.isnan(e.low) else [e.low, e.high]
-    return max(min(max(a - end, end - b) for a, b, _ in region(rule)) for end in ends)
+def _against(rule: Mapping[str, Any], e: Estimate) -> tuple[float, float]:
+    """How far an estimate speaks against a rule: its interval's worst point from the region, and its value."""
+    parts = region(rule)
+
+    def outside(x: float) -> float:
+        return min(max(a - x, x - b) for a, b, _ in parts)
+
+    holes = [(parts[0][1] + parts[1][0]) / 2] if len(parts) == 2 else []
+    ends = [e.value] if math.isnan(e.low) else [e.low, e.high, *[x for x in holes if e.low < x < e.high]]
+    return max(map(outside, ends)), outside(e.value)
 
 
 def _gap(rule: Mapping[str, Any], value: float) -> float:
@@ -227,14 +234,14 @@ def _several(rule: Mapping[str, Any], member: Member) -> Judged:
     found = [(_single(rule, name, what), _single(rule, name, what, strict)) for name, what in member.what.items()]
     wanted, other = ("holds", "fails") if member.some else ("fails", "holds")
     one = [tight for _, tight in found if tight.state == wanted]
-    order = (lambda j: j.against) if member.some else (lambda j: -j.against)
+    choose = min if member.some else max
     if one:
-        best = min(one, key=order)
+        best = choose(one, key=lambda j: j.against)
     elif all(plain.state == other for plain, _ in found):
-        best = min((plain for plain, _ in found), key=order)
+        best = choose((plain for plain, _ in found), key=lambda j: j.against)
     else:
         left = [pair[member.some] for pair in found if pair[0].state != other]
-        best = replace(min(left, key=order), state="open")
+        best = replace(choose(left, key=lambda j: j.against), state="open")
         best = replace(best, needed=best.ours.needed(_gap(rule, best.ours.value)))
     return replace(best, label=member.label, decided_by=", ".join(filter(None, [member.label, best.label])))
 
@@ -244,14 +251,16 @@ def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
     known = cases.dropna()
     if known.empty:
         raise NotTestable(f"no case of {label} has a value")
-    distance = known.map(lambda v: _against(rule, Estimate(v, v, v, 1)))
+    distance = known.map(lambda v: _against(rule, Estimate(v, v, v, 1))[0])
     wrong = known[[state_of(rule, v, v) != "holds" for v in known]]
     at = int(distance.argmax())
     worst, name = known.iloc[at], known.index[at]
     shown = ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
     said = f"{label}: {len(wrong)} of {len(known)} cases, worst at {shown}" if len(wrong) else label
     ours = Estimate(float(worst), float(worst), float(worst), len(known))
-    return Judged(label, "fails" if len(wrong) else "holds", ours, decided_by=said, against=float(distance.max()))
+    return Judged(
+        label, "fails" if len(wrong) else "holds", ours, decided_by=said, against=(float(distance.max()),) * 2
+    )
 
 
 def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequence[Judged]) -> list[Judged]:
@@ -366,7 +375,7 @@ def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str
     except NotTestable as reason:
         none = {"test": "none", "members": "", "decided_by": ""}
         return row | none | {"verdict": "not testable here", "note": str(reason)}, {}
-    worst = min(judged, key=lambda j: ({"fails": 0, "open": 1, "holds": 2}[j.state], -j.against))
+    worst = max(judged, key=lambda j: (STATES.index(j.state), j.against))
     scale, states = 100.0 if unit == "%" else 1.0, [j.state for j in judged]
     counts = [f"{states.count(one)} {one}" for one in STATES if one in states]
     counts += [f"{len(lost)} not testable ({lost[0]})"] if lost else []
@@ -398,7 +407,7 @@ def verdicts(
     for claim in claims:
         for reading in readings(claim):
             try:
-                if "rule" not in claim:
+                if claim["contrast"] == "none":
                     raise NotTestable(claim["why"])
                 found: Found | NotTestable = members(claim, reading)
             except NotTestable as reason:

@@ -186,7 +186,7 @@ def _mean(
     reach = float(scipy_stats.t.ppf(0.5 + level / 2, total - 1)) * math.sqrt(variance)
     least, most = (min(corners[0]), max(corners[0])) if corners else (-math.inf, math.inf)
     low, high = min(max(centre - reach, least), value), max(min(centre + reach, most), value)
-    return Estimate(value, float(low), float(high), n, missing, level, float(x.std(ddof=1)), math.sqrt(variance))
+    return Estimate(value, low + 0.0, high + 0.0, n, missing, level, float(x.std(ddof=1)), math.sqrt(variance))
 
 
 def _fieller(
@@ -213,20 +213,21 @@ def _fieller(
 
 
 def unpaired(
-    a: Sequence[float], b: Sequence[float], *, bounds: tuple[float, float] | None = None, level: float = 0.95
-) -> Estimate:
+    a: Sequence[float], b: Sequence[float], *, bounds: tuple[float, float] | None = None, each: float = 1,
+    level: float = 0.95,
+) -> Estimate:  # fmt: skip
     """Mean of a minus mean of b, of different items, with Welch's degrees of freedom; n is the smaller sample's.
 
-    bounds: of every value, itself a difference: as in `contrast`, a quarter item at the middle, an eighth at each end.
+    bounds: of every value. Where it is a difference itself, half of the half item lies at 0, as in `contrast`.
     """
     sides = [_vector(side) for side in (a, b)]
     sides = [side[~np.isnan(side)] for side in sides]
     n = min(map(len, sides))
     value = float(sides[0].mean() - sides[1].mean()) if n else math.nan
-    corners = [np.array([bounds[0], np.mean(bounds), np.mean(bounds), bounds[1]])] if bounds else []
+    corners = [np.array([*bounds, 0.0, 0.0] if bounds[0] < 0 else bounds)] if bounds else []
     if n < MIN_ITEMS:
         return Estimate(value, math.nan, math.nan, n, level=level)
-    moments = [_moments([side], corners) for side in sides]
+    moments = [_moments([side], corners, HALF / each) for side in sides]
     parts = [(float(variance[0, 0]), total) for _, variance, total in moments]
     error = math.sqrt(sum(variance for variance, _ in parts))
     if not error:
@@ -260,8 +261,8 @@ def resampled(
 
 def spread_of(value: float, drawn: np.ndarray, n: int, level: float = 0.95) -> Estimate:
     """A statistic's interval from its values in resamples of n items or clusters."""
-    drawn = drawn[np.isfinite(drawn)]
-    if n < MIN_ITEMS or 2 * len(drawn) < DRAWS or not math.isfinite(value):
+    asked, drawn = len(drawn), drawn[np.isfinite(drawn)]
+    if n < MIN_ITEMS or 2 * len(drawn) < asked or not math.isfinite(value):
         return Estimate(value, math.nan, math.nan, n, level=level)
     error = float(drawn.std(ddof=1) * math.sqrt(n / (n - 1)))
     half = float(scipy_stats.t.ppf(0.5 + level / 2, n - 1)) * error

@@ -6,7 +6,7 @@ there is none. One colour and one marker per policy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Any
@@ -19,11 +19,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
-from kvrepro.chapters.leakage import experiment, study
+from kvrepro.chapters.leakage import experiment, study, tables
 from kvrepro.chapters.leakage.study import Study
-from kvrepro.experiment import claims_before as claims
-from kvrepro.experiment import figure
-from kvrepro.experiment.claims_before import Missing
+from kvrepro.experiment import claims, figure, stats
+from kvrepro.experiment.judge import NotTestable
 
 NAMES = {
     "streaming_llm": "StreamingLLM",
@@ -65,25 +64,29 @@ def _style(policy: str) -> dict[str, Any]:
     return {"color": COLOURS.get(policy, "#5F5F5F"), "marker": MARKERS.get(policy, "*")}
 
 
-def _band(axes: Axes, x: Sequence[float], curve: np.ndarray, **style) -> None:
-    """A curve [1 + draws, points] with its interval."""
-    found = np.array([study.interval(column) for column in curve.T])
+def _band(axes: Axes, x: Sequence[float], curve: Iterable[tuple[float, float, float]], **style) -> None:
+    """A curve of (value, low, high) with its band."""
+    found = np.array(list(curve))
     (line,) = axes.plot(x, found[:, 0], **({"lw": 1.2, "markersize": 4} | style))
     axes.fill_between(x, found[:, 1], found[:, 2], color=line.get_color(), alpha=0.2, lw=0)
 
 
-def _bars(axes: Axes, x: Sequence[float], curve: np.ndarray, colour) -> None:
+def _drawn(curve: np.ndarray, systems: int) -> list[tuple[float, float, float]]:
+    """The points of a resampled curve [1 + draws, points]."""
+    return [study.interval(column, systems) for column in curve.T]
+
+
+def _bars(axes: Axes, x: Sequence[float], curve: Iterable[tuple[float, float, float]], colour) -> None:
     """Thin bars for the intervals of a curve, where bands would hide one another."""
-    for at, column in zip(x, curve.T, strict=True):
-        _, low, high = study.interval(column)
+    for at, (_, low, high) in zip(x, curve, strict=True):
         if np.isfinite([low, high]).all():
             axes.plot([at, at], [low, high], color=colour, lw=0.9, alpha=0.7)
 
 
-def _curve(m: study.Means, **cell) -> tuple[list[float], np.ndarray]:
+def _curve(m: study.Means, **cell) -> tuple[list[float], list[tuple[float, float, float]]]:
     """Ratios from 0, and the measure there."""
     ratios = [0.0, *m.ratios(**cell)]
-    return ratios, m.curve(ratios, **cell)
+    return ratios, [m.estimate(ratio=ratio, **cell).triple for ratio in ratios]
 
 
 def _policies(m: study.Means | None) -> list[str]:
@@ -137,7 +140,7 @@ def _below(panels: np.ndarray, text: str) -> None:
 
 def _low(panels: np.ndarray, m: study.Means | None) -> None:
     """A scale of its own for a row of panels where hardly anything is told."""
-    if m is not None and m.draws.size and np.nanmax(m.draws) < 0.3:
+    if m is not None and m.shares.size and np.nanmax(np.nanmean(m.shares, 0)) < 0.3:
         for panel in panels:
             panel.set_ylim(-0.018, 0.318)
             panel.set_yticks([0, 0.1, 0.2, 0.3])
@@ -165,7 +168,7 @@ def curves(studies: Sequence[Study]) -> Figure:
         drawn, panels = _grid([text for text, *_ in rows], titles, 0.9 + 1.15 * len(rows), [0, 0.5])
         for (i, (_, s, m)), (j, name) in product(enumerate(rows), enumerate(policies)):
             for order, (colour, line) in LINES.items():
-                with suppress(Missing):
+                with suppress(NotTestable):
                     if m is not None:
                         _band(panels[i, j], *_curve(m, **s.cell(policy=name, order=order)), color=colour, ls=line)
             if m is s.leak and s.echo > 0:
@@ -191,11 +194,11 @@ def keep(s: Study) -> Figure:
             panel = panels[row, column]
             panel.plot([0, 1], [1, 0], color="#BBBBBB", lw=0.8)
             for part, (_, colour, line) in PARTS.items():
-                with suppress(Missing):
+                with suppress(NotTestable):
                     cell = s.cell(policy=name, order=order, part=part)
-                    ratios = s.kept.ratios(**cell)
-                    y = s.kept.curve(ratios, **cell)
-                    _band(panel, [0.0, *ratios], np.concatenate([np.ones_like(y[:, :1]), y], 1), color=colour, ls=line)
+                    x, y = s.kept.ratios(**cell), [(1.0, 1.0, 1.0)]
+                    y += [stats.interval(s.kept.per(ratio=ratio, **cell)).triple for ratio in x]
+                    _band(panel, [0.0, *x], y, color=colour, ls=line)
         handles = [Line2D([], [], color=colour, ls=line, label=label) for label, colour, line in PARTS.values()]
         handles.append(Line2D([], [], color="#BBBBBB", lw=0.8, label="even"))
         drawn.legend(handles=handles, loc="outside lower center", ncols=3)
@@ -225,9 +228,9 @@ def layers(kept: pd.DataFrame, ratio: float = 0.5) -> Figure:
             shown = None
             image = np.full((len(policies), len(depth)), np.nan)
             for (y, name), (x, layer) in product(enumerate(policies), enumerate(depth)):
-                with suppress(Missing):
-                    series = some.at(order=order, policy=name, ratio=ratio, layer=layer)
-                    image[y, x], low, high = study.interval(series)
+                with suppress(NotTestable):
+                    found = stats.interval(some.per(order=order, policy=name, ratio=ratio, layer=layer))
+                    image[y, x], low, high = found.triple
                     ink = "white" if abs(image[y, x]) > 0.6 else "black"
                     panel.text(
                         x, y - 0.13, f"{100 * image[y, x]:+.0f}", ha="center", va="center", fontsize=6.5, color=ink
@@ -265,7 +268,8 @@ def classes(s: Study, normalised: bool = False) -> Figure:
                 with np.errstate(invalid="ignore", divide="ignore"):
                     curves = curves / curves[:, :1]
             for kind, y in zip(found, curves.transpose(2, 0, 1), strict=True):
-                _band(panels[row, kinds.index(kind)], ratios, y, color=colour, ls=line, marker=".")
+                band = _drawn(y, s.classes.systems)
+                _band(panels[row, kinds.index(kind)], ratios, band, color=colour, ls=line, marker=".")
         handles = [
             Line2D([], [], color=colour, ls=line, marker=".", label=label) for label, colour, _, line in RULES.values()
         ]
@@ -293,10 +297,11 @@ def ranks(s: Study) -> Figure:
             style: dict[str, Any] = {"color": colour, "marker": marker, "ls": line, "markersize": 3}
             ratios = sorted({key[4] for key in s.classes.columns if key[1] in (name, "full")})
             found = study.class_curves(s, rules, ratios, few=False, **cell)[1]
-            _band(panels[0, column], ratios, study.mean_of(found, -1), **style)
-            _band(panels[1, column], ratios, study.range_of(found), **style)
-            with suppress(Missing):
-                _band(panels[2, column], ratios, study.rank_drift(s, rules, ratios, **cell)[1], **style)
+            n = s.classes.systems
+            _band(panels[0, column], ratios, _drawn(study.mean_of(found, -1), n), **style)
+            _band(panels[1, column], ratios, _drawn(study.range_of(found), n), **style)
+            with suppress(NotTestable):
+                _band(panels[2, column], ratios, _drawn(study.rank_drift(s, rules, ratios, **cell)[1], n), **style)
         handles = [
             Line2D([], [], color=colour, ls=line, marker=marker, markersize=4, label=label)
             for label, colour, marker, line in RULES.values()
@@ -318,11 +323,12 @@ def wrappers(s: Study, order: str = "normal") -> Figure:
         shown = {name: look for name, look in VARIANTS.items() if not name.startswith("debias")}
         for (row, (_, m)), (column, name) in product(enumerate(rows), enumerate(policies)):
             for i, (variant, (_, colour, marker, line)) in enumerate(shown.items()):
-                with suppress(Missing):
+                with suppress(NotTestable):
                     x, y = _curve(m, **s.cell(policy=name, order=order, variant=variant))
                     start = 1 if not line else 0  # run at one ratio only: a point, no curve
-                    x, y = [at + 0.014 * (i - 2.5) * (at > 0) for at in x[start:]], y[:, start:]
-                    panels[row, column].plot(x, y[0], color=colour, marker=marker, ls=line, lw=1.1, markersize=3)
+                    x, y = [at + 0.014 * (i - 2.5) * (at > 0) for at in x[start:]], y[start:]
+                    values = [value for value, _, _ in y]
+                    panels[row, column].plot(x, values, color=colour, marker=marker, ls=line, lw=1.1, markersize=3)
                     _bars(panels[row, column], x, y, colour)
         _low(panels[-1], s.leak_defense)
         handles = [
@@ -338,7 +344,7 @@ def pareto(s: Study, policy: str = "streaming_llm") -> Figure:
     better in one and as good in the other."""
     places = []
     for order in ORDERS:
-        with suppress(Missing):
+        with suppress(NotTestable):
             settings, ratios, cells = study.dial(s, policy, order)
             places.append([(f"{ratio:.0%} dropped", ratio, settings, cells, order) for ratio in ratios])
     if not places:
@@ -366,7 +372,7 @@ def dials(s: Study, known: str = "streaming_llm") -> Figure:
     """The same for the other policies, the defense first, at the middle one of the ratios that were run."""
     places = []
     for name in _policies(s.leak):
-        with suppress(Missing):
+        with suppress(NotTestable):
             if name != known:
                 settings, ratios, cells = study.dial(s, name, "normal")
                 places.append((name, ratios[len(ratios) // 2], settings, cells))
@@ -396,10 +402,10 @@ def _settings(found: Sequence[float]) -> list[Line2D]:
 
 
 def _front(panel: Axes, s: Study, ratio: float, settings: Sequence[float], cells: Sequence[dict]) -> None:
-    points = [np.stack([m.at(ratio=ratio, **one) for one in cells], -1) for m in (s.leak, s.follow)]
-    best = study.optimal(points[1][0], points[0][0], ties=False)
+    leak, follow = ([m.estimate(ratio=ratio, **one) for one in cells] for m in (s.leak, s.follow))
+    best = study.optimal(*(np.array([e.value for e in side]) for side in (follow, leak)), ties=False)
     for i, x in enumerate(settings):
-        (value, low, high), (y, bottom, top) = (study.interval(p[:, i]) for p in points)
+        (value, low, high), (y, bottom, top) = leak[i].triple, follow[i].triple
         if np.isfinite([low, bottom]).all():
             panel.plot([low, high], [y, y], color=_shade(x), lw=0.9, alpha=0.7)
             panel.plot([value, value], [bottom, top], color=_shade(x), lw=0.9, alpha=0.7)
@@ -432,13 +438,14 @@ def optimality(studies: Sequence[Study]) -> Figure:
             for (ties, marker), s in product(((True, "o"), (False, "D")), studies):
                 try:
                     share, cells = study.optimality(s, *study.DIALS[where], where, ties=ties)
-                except Missing:
+                except NotTestable:
                     continue
                 for x, series in share.items():
                     colour = "#0072B2" if s.reading == "as_described" else "#D55E00"
                     at = x + (0.02 if s.reading == "as_described" else -0.02) + (0.0 if ties else 0.07)
                     style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4.5}
-                    figure.point(panel, at, study.interval(series), filled=not ties, **style)
+                    systems = (s.leak if where == "main" else s.examples_leak).systems
+                    figure.point(panel, at, study.interval(series, systems), filled=not ties, **style)
             _title(panel, f"{title} ({cells} cells)" if cells else f"{title} (not run)")
             panel.set_xlabel("λ (0 default, 1 fair)")
             panel.set_ylim(-0.04, 1.06)
@@ -467,7 +474,7 @@ def safe(s: Study) -> Figure:
         shown = [name for name, look in VARIANTS.items() if look[3]]
         for (panel, order), (y, name) in product(zip(panels, ORDERS, strict=True), enumerate(policies)):
             for i, variant in enumerate(shown):
-                with suppress(Missing):
+                with suppress(NotTestable):
                     cell = s.cell(policy=name, order=order, variant=variant)
                     if len(s.leak.ratios(True, **cell)) < 2:
                         continue
@@ -475,7 +482,9 @@ def safe(s: Study) -> Figure:
                     _, colour, marker, _ = VARIANTS[variant]
                     style: dict[str, Any] = {"color": colour, "marker": marker, "along": "x", "markersize": 4.5}
                     good = study.follows_there(s, float(series[0]), **cell)
-                    figure.point(panel, y + 0.19 * (i - 1.5), study.interval(series), filled=good, **style)
+                    figure.point(
+                        panel, y + 0.19 * (i - 1.5), study.interval(series, s.leak.systems), filled=good, **style
+                    )
         for panel, order in zip(panels, ORDERS, strict=True):
             panel.set_yticks(range(len(policies)), [_name(name) for name in policies])
             panel.set_xlabel("share to keep")
@@ -515,13 +524,13 @@ def examples(s: Study) -> Figure:
         for (row, (_, m)), (column, name) in product(enumerate(rows), enumerate(policies)):
             for i, (variant, order) in enumerate(looks):
                 _, colour, marker, line = VARIANTS[variant]
-                with suppress(Missing):
+                with suppress(NotTestable):
                     x, y = _curve(m, **s.cell(policy=name, variant=variant, order=order))
                     x = [at + 0.02 * (i - 1.5) * (at > 0) for at in x]
                     style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5}
                     if order == "flipped":
-                        style, x, y = style | {"mfc": "white", "ls": ""}, x[1:], y[:, 1:]
-                    panels[row, column].plot(x, y[0], **({"ls": line, "lw": 1.1} | style))
+                        style, x, y = style | {"mfc": "white", "ls": ""}, x[1:], y[1:]
+                    panels[row, column].plot(x, [value for value, _, _ in y], **({"ls": line, "lw": 1.1} | style))
                     _bars(panels[row, column], x, y, colour)
         handles = [
             Line2D(
@@ -545,7 +554,7 @@ def marks(rows: pd.DataFrame, items: Sequence) -> Figure:
     scored = experiment.score(rows, items)
     told = "tells_rules" if scored.tells_rules.notna().any() else "tells_directive"
     ratios = sorted(set(scored.ratio) - {0.0})
-    ways = [way for way in study.WAYS if way in set(scored.marks)]
+    ways = [way for way in tables.WAYS if way in set(scored.marks)]
     run = set(scored.policy)
     policies = [name for name in NAMES if name in run] + sorted(run - set(NAMES))
     if not scored[["followed", told]].notna().any(axis=None):
@@ -557,11 +566,11 @@ def marks(rows: pd.DataFrame, items: Sequence) -> Figure:
             panel = panels[row, column]
             for (i, name), (y, way) in product(enumerate(policies), enumerate(ways)):
                 found = study.means(scored[(scored.policy == name) & (scored.marks == way)], measure)
-                with suppress(Missing):
-                    series = found.at(policy=name, variant="fair", ratio=ratio)
+                with suppress(NotTestable):
+                    e = found.estimate(policy=name, variant="fair", ratio=ratio)
                     at = y + 0.15 * (i - (len(policies) - 1) / 2)
-                    figure.point(panel, at, study.interval(series), along="x", markersize=4.5, **_style(name))
-            panel.set_yticks(range(len(ways)), [study.WAYS[way] for way in ways])
+                    figure.point(panel, at, e.triple, along="x", markersize=4.5, **_style(name))
+            panel.set_yticks(range(len(ways)), [tables.WAYS[way] for way in ways])
             panel.set_xlim(-0.04, 1.06)
             _share(panel, y=False)
             _title(panel, f"{'following' if measure == 'followed' else 'leakage'}, {ratio:.0%} dropped", fontsize=8)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import checkpoint
 import pytest
 
-from kvrepro.chapters.leakage import experiment, figures, ifeval, study
+from kvrepro.chapters.leakage import experiment, figures, ifeval, members, study, tables
 from kvrepro.experiment import data, models
 from kvrepro.experiment.run import Settings
 
@@ -111,9 +111,9 @@ def test_the_chapters_runs_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkey
     assert set(failed.variant) <= {"whole", "whitelist"}  # half of such a prompt may be less than its defense
     assert failed.error.str.contains("protected tokens").all()
     studies = study.studies(found)
-    verdicts = study.evaluate(studies, loaded.name)
+    verdicts = members.evaluate(studies, loaded.name)
     assert not set(verdicts[verdicts.claim.isin(["L3b", "L7", "L7b"])].verdict) & {"reproduced", "partly"}
-    assert study.numbers(verdicts, found, studies)["systems"] == "6"
+    assert tables.numbers(verdicts, found, studies)["systems"] == "6"
     drawn = [figures.curves(studies), figures.optimality(studies), figures.cost(found.timing)]
     drawn += [figures.marks(found.marks, found.items), figures.layers(found.kept)]
     named = ("classes", "ranks", "keep", "wrappers", "pareto", "safe", "examples")

@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from kvrepro.chapters.leakage import experiment, study
-from kvrepro.experiment import claims_before as claims
-from kvrepro.experiment.claims_before import Missing
+from kvrepro.chapters.leakage import experiment, members, study
+from kvrepro.experiment import claims, stats
+from kvrepro.experiment.judge import NotTestable
 
 
 def frame(
@@ -45,10 +45,9 @@ def test_means_and_intervals_resample_whole_systems():
     rows = pd.concat([frame(lambda *_, s=s: float(s), systems=1).assign(system=s) for s in range(10)])
     found = study.means(rows, "x")
     assert found.systems == 10
-    value, low, high = study.interval(found.at(policy="tova", ratio=0.5))
-    assert value == 4.5
-    assert low < 3.5
-    assert high > 5.5
+    value, low, high = study.interval(found.at(policy="tova", ratio=0.5), 10)
+    known = stats.interval(range(10))
+    assert (value, low, high) == pytest.approx(known.triple, rel=0.1)
     series = found.at(policy="tova", ratio=0.5)
     np.testing.assert_array_equal(series, found.at(policy="h2o", ratio=0.9))  # the same systems are drawn everywhere
     assert series[1:].std() == pytest.approx(np.arange(10).std() / np.sqrt(10), rel=0.05)
@@ -59,8 +58,9 @@ def test_missing_values_do_not_count_and_few_systems_have_no_interval():
     rows.loc[(rows.system == 3) & (rows.ratio == 0.5), "x"] = np.nan
     found = study.means(rows, "x")
     assert found.at(policy="tova", ratio=0.5)[0] == 1.0
-    assert np.isnan(study.interval(found.at(policy="tova", ratio=0.5))[1:]).all()
-    with pytest.raises(Missing, match="ratio 0.7"):
+    assert np.isnan(study.interval(found.at(policy="tova", ratio=0.5), 4)[1:]).all()
+    assert np.isnan(found.estimate(policy="tova", ratio=0.5).low)
+    with pytest.raises(NotTestable, match="ratio 0.7"):
         found.at(policy="tova", ratio=0.7)
 
 
@@ -68,11 +68,13 @@ def test_a_cell_of_fewer_than_six_prompts_has_no_interval_whatever_the_others_ha
     rows = frame(lambda o, p, v, r: r, systems=8)
     rows = rows[(rows.ratio != 0.9) | (rows.system < 5)]
     found = study.means(rows, "x")
-    assert np.isfinite(study.interval(found.at(policy="tova", ratio=0.5))).all()
-    value, low, high = study.interval(found.at(policy="tova", ratio=0.9))
-    assert value == pytest.approx(0.9)
-    assert np.isnan([low, high]).all()
-    assert np.isnan(study.interval(found.curve((0.5, 0.9), policy="tova").max(1))[1])  # nor has what rests on it
+    assert np.isfinite(found.estimate(policy="tova", ratio=0.5).triple).all()
+    for value, low, high in (
+        found.estimate(policy="tova", ratio=0.9).triple, study.interval(found.at(policy="tova", ratio=0.9), 8)
+    ):  # fmt: skip
+        assert value == pytest.approx(0.9)
+        assert np.isnan([low, high]).all()
+    assert np.isnan(study.interval(found.curve((0.5, 0.9), policy="tova").max(1), 8)[1])  # nor has what rests on it
     assert found.ratios(policy="tova") == [0.3, 0.5, 0.9]
     assert found.ratios(True, policy="tova") == [0.3, 0.5]
 
@@ -131,8 +133,9 @@ def obeying(order, policy, variant, ratio):
 
 def test_curves_of_the_papers_shape_reproduce_its_claims():
     ratios = (0.1, 0.3, 0.5, 0.7, 0.9)
-    verdicts = study.evaluate([made(obeying, rising, ratios=ratios, variants=("default", "fair"))], "made up")
-    assert verdicts.columns.tolist() == claims.COLUMNS + claims.EXTRA
+    many = made(obeying, rising, ratios=ratios, variants=("default", "fair"), systems=60)
+    verdicts = members.evaluate([many], "made up")
+    assert verdicts.columns.tolist() == claims.COLUMNS
     by = verdicts.set_index("claim").verdict
     assert set(by.index) == {claim["id"] for claim in claims.load_claims("leakage")["claims"]}
     for claim in ("L2", "L3a", "L3b", "L3c", "L3d", "L4b", "L6", "L7b"):
@@ -143,7 +146,7 @@ def test_curves_of_the_papers_shape_reproduce_its_claims():
 
 
 def test_flat_curves_refute_a_rise_and_leave_nothing_to_compare():
-    verdicts = study.evaluate([made(lambda *_: 1.0, lambda *_: 0.0)], "made up").set_index("claim")
+    verdicts = members.evaluate([made(lambda *_: 1.0, lambda *_: 0.0, systems=60)], "made up").set_index("claim")
     for claim in ("L2", "L3b", "L4", "L6"):
         assert verdicts.verdict[claim] == "not reproduced", claim
     for claim in ("L3c", "L4b"):
@@ -154,7 +157,7 @@ def test_flat_curves_refute_a_rise_and_leave_nothing_to_compare():
 
 
 def test_a_model_that_tells_anyway_decides_nothing():
-    verdicts = study.evaluate([made(lambda *_: 1.0, lambda *_: 0.9)], "made up").set_index("claim")
+    verdicts = members.evaluate([made(lambda *_: 1.0, lambda *_: 0.9)], "made up").set_index("claim")
     assert verdicts.verdict["L3b"] == "not testable here"
     assert "tells its instructions" in verdicts.note["L3b"]
 
@@ -162,7 +165,7 @@ def test_a_model_that_tells_anyway_decides_nothing():
 def test_a_model_that_says_nothing_to_the_point_keeps_no_secret():
     variants = ("default", "whitelist", *[f"debias {x:g}" for x in experiment.LAMBDAS], "fair")
     dumb = made(lambda *_: 0.0, lambda *_: 0.0, ratios=(0.1, 0.3, 0.5, 0.9), variants=variants)
-    verdicts = study.evaluate([dumb], "untrained").set_index("claim")
+    verdicts = members.evaluate([dumb], "untrained").set_index("claim")
     assert (verdicts.verdict == "not testable here").all()
     for claim in ("L3a", "L3b", "L7", "L7b", "L8", "L8c"):
         assert "follows too few instructions" in verdicts.note[claim], claim
@@ -174,8 +177,8 @@ def test_a_member_with_nothing_to_lose_is_left_out_and_named():
     def follow(order, policy, variant, ratio):
         return float(not ratio or policy != "k_norm")
 
-    s = made(follow, rising, variants=("default", "whitelist", "fair"))
-    row = study.evaluate([s], "made up").set_index("claim").loc["L7c"]
+    s = made(follow, rising, variants=("default", "whitelist", "fair"), systems=60)
+    row = members.evaluate([s], "made up").set_index("claim").loc["L7c"]
     assert row.verdict == "reproduced"
     assert row.members.startswith("8 holds, 2 not testable (k_norm, whitelist: nothing is followed")
 
@@ -183,7 +186,7 @@ def test_a_member_with_nothing_to_lose_is_left_out_and_named():
 def test_a_dial_whose_settings_are_all_optimal_decides_nothing():
     variants = ("default", *[f"debias {x:g}" for x in experiment.LAMBDAS], "fair")
     tied = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0), variants=variants)
-    verdicts = study.evaluate([tied], "made up").set_index("claim")
+    verdicts = members.evaluate([tied], "made up").set_index("claim")
     for claim in ("L8", "L8c"):
         assert verdicts.verdict[claim] == "not testable here"
         assert "every setting is optimal in every cell" in verdicts.note[claim]
@@ -193,10 +196,10 @@ def test_n_is_that_of_the_rows_behind_a_contrast():
     s = made(obeying, rising)
     keep = frame(lambda o, p, v, r: 1 - r, systems=3).rename(columns={"x": "kept"})
     keep = pd.concat([keep.assign(part=part) for part in experiment.PARTS])
-    verdicts = study.evaluate([replace(s, kept=study.means(keep, "kept", "part"))], "made up").set_index("claim")
+    verdicts = members.evaluate([replace(s, kept=study.means(keep, "kept", "part"))], "made up").set_index("claim")
     for claim in ("L4c", "L5", "L5b", "L9", "L9b", "L9c"):
         assert verdicts.verdict[claim] == "not testable here", claim
-        assert "3 system prompts: an interval needs at least 6" in verdicts.note[claim]
+        assert "3 items: an interval needs at least 6" in verdicts.note[claim]
 
 
 def test_rank_drift_starts_where_classes_begin_to_differ():
@@ -215,6 +218,6 @@ def test_rank_drift_starts_where_classes_begin_to_differ():
 
 
 def test_five_systems_are_too_few():
-    verdicts = study.evaluate([made(obeying, rising, systems=5)], "made up").set_index("claim")
+    verdicts = members.evaluate([made(obeying, rising, systems=5)], "made up").set_index("claim")
     assert (verdicts.verdict == "not testable here").all()
     assert "at least 6" in verdicts.note["L3b"]

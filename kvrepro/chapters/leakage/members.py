@@ -1,0 +1,280 @@
+"""What the leakage claims are tested on: values by system prompt; resampled statistics where order or rank decides."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvrepro.chapters.leakage import experiment
+from kvrepro.chapters.leakage.study import (
+    DIALS,
+    FROM,
+    LOW,
+    ROOM,
+    Means,
+    Study,
+    bias,
+    mean_of,
+    middle,
+    optimality,
+    rank_curves,
+)
+from kvrepro.experiment import claims, judge
+from kvrepro.experiment.judge import Drawn, Member, NotTestable, Sample, Unpaired
+from kvrepro.experiment.stats import MIN_ITEMS, UNIT
+
+Parts = dict[str, Sample | Unpaired]
+What = Sample | Drawn | Parts
+
+
+def _upper(m: Means, **cell) -> list[float]:
+    return [ratio for ratio in m.ratios(**cell) if ratio >= FROM]
+
+
+def _pair(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1) -> Sample:
+    """Paired by system prompt; each value a mean over so many ratios."""
+    return Sample(pd.DataFrame({"a": a, "b": b}), "difference", each=m.each * ratios)
+
+
+def _values(values: np.ndarray) -> Sample:
+    """Of keep rates, which do not pile up at their bounds."""
+    return Sample(pd.DataFrame({"a": values}), bounds=None)
+
+
+def _compared(found: Iterable[np.ndarray], name: str) -> None:
+    """Raise where no side has anything to compare."""
+    if max(np.nanmean(values) if np.isfinite(values).any() else 0.0 for values in found) <= ROOM:
+        raise NotTestable(f"nothing is {'followed' if name == 'follow' else 'told'} on either side")
+
+
+# ---------------------------------------------------------------- contrasts: study, one member's cell -> what is tested
+
+
+def _leak_low(s: Study, **cell) -> Sample:
+    lowest = s.leak.ratios(**cell)[0]
+    if lowest > LOW:
+        raise NotTestable(f"the lowest ratio run, {lowest:g}, is above {LOW:g}")
+    above = pd.DataFrame({"a": s.leak.per(ratio=lowest, **cell) - s.floor})
+    return Sample(above, bounds=(-s.floor, 1 - s.floor), each=s.leak.each)
+
+
+def _leak_rise(s: Study, **cell) -> Parts:
+    start = s.leak.per(ratio=0.0, **cell)
+    return {f"{r:.0%} dropped": _pair(s.leak, s.leak.per(ratio=r, **cell), start) for r in s.leak.ratios(**cell)}
+
+
+def _leak_fall(s: Study, **cell) -> Parts:
+    end, ratios = s.leak.per(ratio=0.9, **cell), [r for r in s.leak.ratios(**cell) if r != 0.9]
+    curves = {f"{r:.0%} dropped": s.leak.per(ratio=r, **cell) for r in ratios}
+    _compared([end, *curves.values()], "leak")
+    return {name: _pair(s.leak, values, end) for name, values in curves.items()}
+
+
+def _follow_share(s: Study, **cell) -> Sample:
+    pair = {"a": s.follow.per(ratio=0.5, **cell), "full": s.follow.per(ratio=0.0, **cell)}
+    return Sample(pd.DataFrame(pair), "share_of_ceiling", each=s.follow.each)
+
+
+def _between_orders(name: str) -> Callable[..., Sample]:
+    def contrast(s: Study, **cell) -> Sample:
+        m: Means = getattr(s, name)
+        ratios = middle(m.ratios(**cell))
+        a, b = (m.mean(ratios, order=order, **cell) for order in experiment.ORDERS)
+        _compared([a, b], name)
+        return _pair(m, a, b, len(ratios))
+
+    return contrast
+
+
+def _gain(name: str) -> Callable[..., Sample]:
+    """By default minus with the variant, at the middle ratios that both were run at and every prompt has room for."""
+
+    def contrast(s: Study, variant: str, **cell) -> Sample:
+        m: Means = getattr(s, name)
+        ratios = middle(set(m.ratios(True, variant=variant, **cell)) & set(m.ratios(True, **cell)))
+        a, b = m.mean(ratios, **cell), m.mean(ratios, variant=variant, **cell)
+        _compared([a, b], name)
+        return _pair(m, a, b, len(ratios))
+
+    return contrast
+
+
+def _bias_asymmetry(s: Study, **cell) -> Sample:
+    ratios = middle(s.leak.ratios(**cell))
+    return _values(np.sum([bias(s, ratios, order=order, **cell) for order in experiment.ORDERS], 0))
+
+
+def _bias_size(s: Study, **cell) -> Sample:
+    return _values(bias(s, middle(s.leak.ratios(**cell)), **cell))
+
+
+def _bias_later(s: Study, order: str, **cell) -> Sample:
+    found = bias(s, middle(s.leak.ratios(**cell)), order=order, **cell)
+    return _values(found if order == "normal" else -found)
+
+
+def _bias_defense(s: Study, order: str, **cell) -> Sample:
+    return _values(-bias(s, middle(s.leak.ratios(**cell)), order=order, **cell))
+
+
+def _policy_spread(s: Study) -> Parts:
+    found, counts = {}, []
+    for name in experiment.FIVE:
+        with suppress(NotTestable):
+            cell = s.cell(policy=name)
+            ratios = _upper(s.follow, **cell)
+            found[name] = s.follow.mean(ratios, **cell)
+            counts.append(len(ratios))
+    each = s.follow.each * min(counts, default=1)
+    return judge.pairs(pd.DataFrame(found), "", each=each).what  # type: ignore[return-value]
+
+
+def _alone_ratios(s: Study) -> list[float]:
+    if s.classes is None or not s.classes.columns:
+        raise NotTestable("prompts without a defense were not run")
+    return [ratio for ratio in sorted({key[4] for key in s.classes.columns}) if ratio >= FROM]
+
+
+def _class_spread(s: Study, **cell) -> Parts:
+    """Every two classes that six system prompts or more hold; few hold both, so that they are not paired."""
+    ratios, found = _alone_ratios(s), {}
+    assert s.classes is not None
+    for kind in sorted({key[-1] for key in s.classes.columns if key[-2] == "multi"}):
+        key = {"order": "alone", "rules": "multi", "kind": kind} | cell
+        with suppress(NotTestable):
+            values = pd.Series(mean_of(np.stack([s.classes.per(ratio=r, **key) for r in ratios], 1), 1)).dropna()
+            if len(values) >= MIN_ITEMS:
+                found[kind] = values
+    if len(found) < 2:
+        raise NotTestable(f"{len(found)} classes are held by six system prompts: a spread needs two")
+    each = s.classes.each * len(ratios)
+    return {f"{a} against {b}": Unpaired(found[a], found[b], UNIT, each) for a, b in combinations(found, 2)}
+
+
+def _rank_gap(s: Study, **cell) -> Drawn:
+    ratios = _alone_ratios(s)
+    single, multi = (rank_curves(s, rules, ratios, **cell) for rules in ("single", "multi"))
+    if not (np.isfinite(single[0]).any() and np.isfinite(multi[0]).any()):
+        raise NotTestable("uncompressed, every class is followed equally well: there is no order to lose")
+    gap = mean_of(single, 1) - mean_of(multi, 1)
+    assert s.by_item is not None
+    return Drawn(float(gap[0]), gap[1:], s.by_item[s.by_item.rules == "multi"].system.nunique())
+
+
+def _optimal_gain(s: Study, study: str, to: float = 0.0) -> Drawn:
+    share, _ = optimality(s, *DIALS[study], study)
+    if min(series[0] for series in share.values()) == 1:
+        raise NotTestable("every setting is optimal in every cell, for want of one that is better in both measures")
+    gain, m = share[1.0] - share[to], s.leak if study == "main" else s.examples_leak
+    return Drawn(float(gain[0]), gain[1:], m.systems if m else 0)
+
+
+def _optimal_tie(s: Study, study: str) -> Drawn:
+    return _optimal_gain(s, study, to=0.8)
+
+
+def _times(s: Study, column: str, *variants: str) -> pd.DataFrame:
+    """Median over repeats, items by variant."""
+    if s.timing is None or s.timing.empty:
+        raise NotTestable("no timing was run")
+    wide = s.timing.pivot_table(index="item", columns="variant", values=column, aggfunc="median")
+    if missing := [name for name in variants if name not in wide]:
+        raise NotTestable(f"no timing of {missing[0]}")
+    return wide[list(variants)].dropna()
+
+
+def _decode_cost(s: Study, variant: str) -> Sample:
+    """Median of the variant over that of the default, minus 1."""
+
+    def cost(values: np.ndarray) -> float:
+        with_it, base = np.median(values, 0)
+        return float(with_it / base - 1)
+
+    return Sample(_times(s, "decode", variant, "default"), cost)
+
+
+def _compress_order(s: Study) -> Sample:
+    def order(values: np.ndarray) -> float:
+        whitelist, fair, base = np.median(values, 0)
+        return float((whitelist - fair) / base)
+
+    return Sample(_times(s, "compress", "whitelist", "fair", "default"), order)
+
+
+CONTRASTS: dict[str, Callable[..., What]] = {
+    "class_spread": _class_spread,
+    "rank_gap": _rank_gap,
+    "policy_spread": _policy_spread,
+    "leak_low": _leak_low,
+    "leak_rise": _leak_rise,
+    "leak_fall": _leak_fall,
+    "follow_share": _follow_share,
+    "follow_flipped": _between_orders("follow"),
+    "leak_flipped": _between_orders("leak"),
+    "bias_asymmetry": _bias_asymmetry,
+    "bias_size": _bias_size,
+    "leak_cut": _gain("leak"),
+    "follow_cost": _gain("follow"),
+    "optimal_gain": _optimal_gain,
+    "optimal_tie": _optimal_tie,
+    "bias_later": _bias_later,
+    "bias_defense": _bias_defense,
+    "decode_cost": _decode_cost,
+    "compress_order": _compress_order,
+}
+OF_LEAKAGE = {"leak_low", "leak_rise", "leak_fall", "leak_flipped", "leak_cut"}
+OF_KEEPING = {"bias_asymmetry", "bias_size", "bias_later", "bias_defense"}
+OF_TIME = {"decode_cost", "compress_order"}
+
+
+# ---------------------------------------------------------------- members and verdicts
+
+
+def cells(claim: Mapping, sets: Mapping) -> list[tuple[str, dict]]:
+    """(label, cell) of every member: the product of `over`, and the claim's own variant."""
+    axes = {
+        name: sets.get(given, [given]) if isinstance(given, str) else given
+        for name, given in claim.get("over", {}).items()
+    }
+    fixed = {"variant": claim["variant"]} if "variant" in claim else {}
+    return [
+        (", ".join(map(str, chosen)) or "all", fixed | dict(zip(axes, chosen, strict=True)))
+        for chosen in product(*axes.values())
+    ]
+
+
+def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestable]:
+    """What a claim is tested on in one reading. A model that says nothing to the point keeps every secret."""
+    contrast = claim["contrast"]
+    if contrast not in OF_TIME | OF_KEEPING:
+        following = s.follow.estimate(policy="full", ratio=0.0)
+        if not following.value >= 0.5:
+            raise NotTestable(f"the uncompressed model itself follows too few instructions ({following:.2f})")
+    if contrast in OF_LEAKAGE and s.leak.estimate(policy="full", ratio=0.0).value > 0.5:
+        raise NotTestable("the uncompressed model itself tells its instructions")
+    found: list[Member | NotTestable] = []
+    for label, cell in cells(claim, sets):
+        given: dict[str, Any] = s.cell(**cell) if "policy" in cell else cell
+        try:
+            found.append(Member(label, CONTRASTS[contrast](s, **given), some=claim.get("some", False)))
+        except NotTestable as reason:
+            found.append(NotTestable(f"{label}: {reason}") if "policy" in cell else reason)
+    return found
+
+
+def evaluate(studies: Sequence[Study], model: str, profile: str = "quick") -> pd.DataFrame:
+    """Verdict of every claim in every reading of `studies` (`judge.verdicts`)."""
+    book, by = claims.load_claims("leakage"), {s.reading: s for s in studies}
+
+    def free(claim: Mapping) -> bool:
+        return claim["contrast"] in {"none", *OF_TIME}
+
+    return judge.verdicts(
+        book["claims"],
+        lambda claim, reading: members(claim, book["sets"], by.get(reading, studies[0])),
+        lambda claim: ["any"] if free(claim) else list(by),
+        model=model, profile=profile,
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-SEVEN = ("lru", "h2o", "snapkv", "streaming_llm", "ada_kv", "quest", "random")
+SEVEN = ("lru", "h2o_simple", "snapkv_simple", "slw", "ada_kv_simple", "quest_simple", "random_sample")
 FAITHFUL = ("h2o_faithful", "snapkv_faithful", "ada_kv_faithful", "quest_faithful")
 
 
@@ -30,7 +30,7 @@ def paper_like(cell: dict) -> float:
     if cell["policy"] == "full":
         return 0.9
     both, either = min(cell["prefix"], cell["suffix"]), max(cell["prefix"], cell["suffix"])
-    if cell["policy"] == "streaming_llm" and both:
+    if cell["policy"] == "slw" and both:
         return 0.5
     if cell["policy"] in ("ada_kv_faithful", "quest_faithful") and both:
         return 0.88
@@ -113,7 +113,7 @@ def scaling(
         main = part[
             np.isclose(part.prefix, part.suffix)
             & (part.suffix_mode == "dynamic")
-            & part.policy.isin(["full", "lru", "h2o", "random"])
+            & part.policy.isin(["full", "lru", "h2o_simple", "random_sample"])
         ]
         main = main[np.isclose(main.prefix, 0) | np.isclose(main.prefix, 0.1)]
         parts.append(main.assign(length=length, prompt_tokens=length))

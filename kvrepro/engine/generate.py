@@ -66,8 +66,8 @@ def generate(
         _check_kernels(model, conditions)
 
     call = Call(
-        model, texts, list(conditions), max_new_tokens, list(repeat), measure_peak, kept_sets, backend, seed,
-        errors == "return", ModelFacts.of(model),
+        model, texts, list(conditions), max_new_tokens, ModelFacts.of(model), list(repeat), measure_peak, kept_sets,
+        backend, seed, errors == "return",
     )  # fmt: skip
     answers: dict[Tag, Generation | Exception] = {}
     waiting: dict[tuple, list[Rows]] = {}

@@ -32,13 +32,13 @@ class Call:
     texts: list[Text]
     conditions: list[Condition]
     max_new_tokens: int
-    repeat: list[int]
-    measure_peak: bool
-    kept_sets: bool
-    backend: str
-    seed: int
-    isolate: bool
     facts: ModelFacts
+    repeat: list[int] = field(default_factory=list)
+    measure_peak: bool = False
+    kept_sets: bool = False
+    backend: str = "torch"
+    seed: int = 0
+    isolate: bool = False
     scalings: dict[int, float] = field(default_factory=dict)
     notes: dict[Tag, dict] = field(default_factory=dict)  # what is known of each row before it has decoded
     failed: dict[Tag, Exception] = field(default_factory=dict)

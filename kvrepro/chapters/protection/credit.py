@@ -259,11 +259,8 @@ def run(
     with installed(model):
         for some in (texts[a : a + batch] for a in range(0, len(texts), batch)):
             lessons = Lessons(e, some, max_new_tokens, model.device)
-            call = Call(
-                model, some, [condition], max_new_tokens, repeat=[], measure_peak=False, kept_sets=False,
-                backend="torch", seed=0, isolate=False, facts=facts,
-                policies={"lru": replace(find("lru"), score=lessons.score)}, watch=lessons.picked,
-            )  # fmt: skip
+            own = {"lru": replace(find("lru"), score=lessons.score)}
+            call = Call(model, some, [condition], max_new_tokens, facts, policies=own, watch=lessons.picked)
             [rows] = read(call, list(range(len(some))), [0])
             found = {}
             for (i, _), generation in decode(call, rows, stop_ids):

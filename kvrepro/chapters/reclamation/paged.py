@@ -248,11 +248,8 @@ class Steps(Call):
 
 def call_for(model: PreTrainedModel, ids: list[int], new_tokens: int = 1, kind: type[Call] = Call, **more: Any) -> Any:
     """A call of the engine for one prompt, which a paged sequence has read or reads."""
-    return kind(
-        model=model, texts=[Prompt(ids, {})], conditions=[], max_new_tokens=new_tokens, repeat=[], measure_peak=False,
-        kept_sets=False, backend="torch", seed=0, isolate=False, facts=ModelFacts.of(model),
-        notes={(0, 0): {"kept_positions": [], "kept_positions_hash": "", "prefill_seconds": 0.0}}, **more,
-    )  # fmt: skip
+    notes = {(0, 0): {"kept_positions": [], "kept_positions_hash": "", "prefill_seconds": 0.0}}
+    return kind(model, [Prompt(ids, {})], [], new_tokens, ModelFacts.of(model), notes=notes, **more)
 
 
 @torch.inference_mode()

@@ -293,9 +293,7 @@ def read(
 class Choice:
     """Who chooses the survivors of a generation, and how long it is."""
 
-    source: str  # "chapter" or "catalogue"
-    policy: str
-    granularity: str
+    who: dict[str, str]  # columns source ("chapter" or "catalogue"), policy and granularity
     condition: Condition
     survivors: dict[int, Tensor]  # as `survivors.given` takes them; empty: the condition's policy chooses
     new_tokens: int
@@ -314,13 +312,14 @@ def choices(
     """The chapter's policies at each granularity, which evict again while decoding, and the catalogue's, which compress
     the prompt once and generate half as many tokens."""
     found = [
-        Choice("chapter", cell["policy"], cell["granularity"], replace(c, regime=DecodeCap(every)), {}, new_tokens)
+        Choice({"source": "chapter", "policy": cell["policy"], "granularity": cell["granularity"]},
+               replace(c, regime=DecodeCap(every)), {}, new_tokens)
         for cell, c in _cells(policies, granularities, [1.0], budget)
-    ]
+    ]  # fmt: skip
     asked = [_condition(name, budget) for name in catalogue]
     for c, keep in zip(asked, _kept_sets(loaded, ids, asked), strict=True):
-        title, kind, half = find(c.policy).title, find(c.policy).budget, max(1, new_tokens // 2)
-        found.append(Choice("catalogue", title, kind, c, {len(ids): torch.from_numpy(keep)}, half))
+        who = {"source": "catalogue", "policy": find(c.policy).title, "granularity": find(c.policy).budget}
+        found.append(Choice(who, c, {len(ids): torch.from_numpy(keep)}, max(1, new_tokens // 2)))
     return found
 
 
@@ -357,7 +356,7 @@ def identity(
     before = [flat[held] for flat in prefix.pages.stored]
     for c in choices(loaded, ids, budget, policies, granularities, catalogue, new_tokens, every):
         reference: list[Tensor] = []
-        for layout, shared in COMPACTED + ((CONTROL, False),) * (c.granularity == "one set"):
+        for layout, shared in COMPACTED + ((CONTROL, False),) * (c.who["granularity"] == "one set"):
             sequence = whole.fork(cut // block_size if shared else 0, "fill" if layout == CONTROL else layout)
             more = {"scalings": call.scalings, "misplaced": layout == CONTROL}
             steps = call_for(loaded.model, ids, c.new_tokens + 1, Steps, **more)
@@ -366,8 +365,8 @@ def identity(
             reference = reference or steps.logits
             if not c.survivors:  # the others evict to the same
                 c.survivors.update({p.seen: torch.from_numpy(p.survivors[evictable]) for p in sequence.passes})
-            here = {"source": c.source, "policy": c.policy, "granularity": c.granularity, "layout": layout,
-                    "shared": shared, "tokens": c.new_tokens, **_agreement(steps.logits, reference)}  # fmt: skip
+            here = {**c.who, "layout": layout, "shared": shared, "tokens": c.new_tokens}
+            here |= _agreement(steps.logits, reference)
             here["prefix_intact"] = all(map(torch.equal, before, (flat[held] for flat in prefix.pages.stored)))
             rows.append(here | _summed(sequence.passes))
     return pd.DataFrame(rows)

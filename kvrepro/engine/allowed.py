@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from kvrepro.errors import InputError
 
@@ -74,10 +74,10 @@ def said(kind: object) -> str:
         return f"choose {' or '.join(kind)}" if len(kind) < 3 else f"choose one of {', '.join(kind)}"  # type: ignore[arg-type]
     if isinstance(kind, tuple):
         return ", or ".join(said(one) for one in kind)
-    return {bool: "True or False", str: "a text"}.get(kind, str(kind))  # type: ignore[call-overload]
+    return str({bool: "True or False", str: "a text"}.get(kind, kind))  # type: ignore[call-overload]
 
 
-def of(functions: list[Callable], name: str) -> object:
+def of(functions: list[Callable[..., Any]], name: str) -> object:
     """The annotation of the parameter `name` in the first of `functions` that has one; `object`, anything, else."""
     for function in functions:
         parameter = inspect.signature(function).parameters.get(name)

@@ -8,6 +8,7 @@ Face builds no mask.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from kvrepro.engine.shapes import KeyValue, Query, WindowPositions
 
 
-def _attention(module, query, key, value, attention_mask, *, scaling, kvrepro=None, sliding_window=None, **extra):
+def _attention(
+    module: Any, query: Query, key: KeyValue, value: KeyValue, attention_mask: Any, *, scaling: float,
+    kvrepro: Any = None, sliding_window: int | None = None, **extra: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     if kvrepro is None:
         raise RuntimeError('attention "kvrepro" needs model(..., kvrepro=<who attends>); see kvrepro.engine.attention')
     if unknown := [name for name in ("softcap", "s_aux") if extra.get(name) is not None]:
@@ -97,7 +101,9 @@ def watch_prompt(model: PreTrainedModel, ids: Sequence[int], see: Callable[[int,
     at = torch.arange(len(ids), device=model.device)[None]
 
     class Watching:
-        def attend(self, layer, query, key, value, scaling, sliding=None):
+        def attend(
+            self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+        ) -> Tensor:
             here = at.to(query.device)
             part = (key, value, here[:, None])
             return attend(query, here, [part], scaling, sliding, lambda p, queries: see(layer, p, queries))

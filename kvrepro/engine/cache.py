@@ -5,8 +5,9 @@ tokens since the last eviction lie in a dense tail, since every head sees every 
 """
 
 import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +52,9 @@ class RaggedLayer:
     query_positions: WindowPositions | None = None
 
     @classmethod
-    def of(cls, keys: KeyValue, values: KeyValue, positions: Tensor, keep: Mask, sums: dict[str, Tensor]):
+    def of(
+        cls, keys: KeyValue, values: KeyValue, positions: Tensor, keep: Mask, sums: dict[str, Tensor]
+    ) -> "RaggedLayer":
         """The tokens that `keep` [batch, kv_heads, tokens] names; positions and sums of the same shape."""
         lengths = keep.sum(-1).flatten()
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -59,7 +62,9 @@ class RaggedLayer:
         return cls(keys[keep], values[keep], positions[keep].int(), offsets, keep.shape[:2], flat_sums)
 
     @classmethod
-    def at(cls, keys: KeyValue, values: KeyValue, positions: Tensor, place: Tensor | None, sums: dict[str, Tensor]):
+    def at(
+        cls, keys: KeyValue, values: KeyValue, positions: Tensor, place: Tensor | None, sums: dict[str, Tensor]
+    ) -> "RaggedLayer":
         """The tokens at `place` [batch, kv_heads, kept] of each head, or all: heads of one length, all alive."""
         tokens = [keys, values, positions, *sums.values()]
         if place is not None:
@@ -324,11 +329,13 @@ class EngineCache(DynamicCache):
     """What Hugging Face is handed: attention layers' new keys and values pass through to who attends, which stores them
     in `ragged`; recurrent layers keep their states here."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any):
         super().__init__(config=config)
         self.ragged: dict[int, RaggedLayer] = {}
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """The new tokens as they are."""
         return key_states, value_states
 
@@ -357,11 +364,15 @@ def together(caches: list[EngineCache]) -> EngineCache:
         others = iter([_tensors(layer) for layer in layers[1:]])
         columns = list(zip(*others, strict=True)) if len(layers) > 1 else []
         place = iter(columns)
-        found.layers.append(_states(layers[0], lambda t, place=place: torch.cat([t, *next(place, ())])))
+
+        def join(state: Tensor, place: Iterator[Sequence[Tensor]] = place) -> Tensor:
+            return torch.cat([state, *next(place, ())])
+
+        found.layers.append(_states(layers[0], join))
     return found
 
 
-def _tensors(layer) -> list[Tensor]:
+def _tensors(layer: Any) -> list[Tensor]:
     """The states that a recurrent layer holds, in a fixed order."""
     found: list[Tensor] = []
 
@@ -373,7 +384,7 @@ def _tensors(layer) -> list[Tensor]:
     return found
 
 
-def _states(layer, change):
+def _states(layer: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of a recurrent layer with `change` applied to each of its states; other layers hold nothing here."""
     new = copy.copy(layer)
     if not hasattr(layer, "recurrent_states"):

@@ -1,11 +1,14 @@
 """The published policies, with their sources and defaults, in both readings where paper and public code differ."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from kvrepro.engine import allocate, shared
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.score import cumulative, heads, keys, position, window
 from kvrepro.engine.score import shared as one_set
+from kvrepro.engine.shapes import Scores
 
 # ---- windows: indicator x aggregator x pooling (see `kvrepro.engine.score.window`)
 # fmt: off
@@ -171,7 +174,9 @@ TOKENS: dict[str, Policy] = {
 ARTIFACT = "protection artifact 496739f"
 
 
-def _shared(title: str, source: str, score, ties: tuple[str, ...] = ("last_use",), **more) -> Policy:
+def _shared(
+    title: str, source: str, score: Callable[..., Scores], ties: tuple[str, ...] = ("last_use",), **more: Any
+) -> Policy:
     """A policy of `SharedCap`, whose parameters are the regime's switches."""
     return Policy(title, source.format(ARTIFACT), score, shared.AS_DESCRIBED, shared.AS_RUN, code=ARTIFACT, ties=ties,
                   needs=("latest", "largest", "summed", "last_use"), **more)  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from kvrepro.engine.regime import PerStep, Regime, SharedCap
 from kvrepro.errors import InputError
@@ -66,7 +67,8 @@ class Condition:
     @property
     def fair(self) -> float | None:
         """How far budgets are split over the prompt's spans; None: not at all."""
-        return getattr(self.regime, "fair", None)
+        found: float | None = getattr(self.regime, "fair", None)
+        return found
 
     @property
     def spans(self) -> tuple[str, ...]:
@@ -164,4 +166,6 @@ class Generation:
     peak_bytes: int | None = None  # of the prefill, above the weights: measured where the engine was asked to
     pages: int | None = None  # that each query head reads at a step, where pages are selected and no token leaves
     bytes_state: int = 0  # of those held, what the policy's next eviction would ask for: sums, last queries
-    kept_sets: list | None = None  # per layer, bool [kv_heads, compressed tokens], where the engine was asked for it
+    kept_sets: list[Any] | None = (
+        None  # per layer, bool [kv_heads, compressed tokens], where the engine was asked for it
+    )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from kvrepro.engine.signals import StepSignals
 Answers = Iterator[tuple[Tag, Generation | Exception]]
 
 
-def batch_kind(call: Call, rows: Rows, row: int) -> tuple:
+def batch_kind(call: Call, rows: Rows, row: int) -> tuple[Any, ...]:
     """Rows of equal kind may decode in one batch."""
     c, job = rows.conditions[row], rows.jobs[row]
     unread = len(call.texts[rows.tags[row][0]].ids) - int(rows.seen[row])
@@ -94,7 +95,9 @@ def _newest_held(rows: Rows, step: int) -> bool:
     return bool(rows.signals.held.any(1).gather(1, at).all())
 
 
-def _forward(call: Call, rows: Rows, token: Tensor, step: int, window: int, pages, due: bool) -> None:
+def _forward(
+    call: Call, rows: Rows, token: Tensor, step: int, window: int, pages: tuple[int, int, int] | None, due: bool
+) -> None:
     """Run the model on one token per row."""
     positions = rows.seen[:, None]
     seen = None

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class Job:
 
     conditions: list[Condition]
     policy: Policy | None  # None: everything stays
-    parameters: dict
+    parameters: dict[str, Any]
     budgets: list[int]  # tokens per KV head
     prompts: Prompts
     draws: list[Random] = field(default_factory=list)  # of policies that draw by a generator, one per row
@@ -95,7 +96,7 @@ class Job:
         return self.conditions[0]
 
     @property
-    def kind(self) -> tuple:
+    def kind(self) -> tuple[Any, ...]:
         """Rows of equal kind can be decided together."""
         c = self.condition
         return c.policy, c.reading, c.switches, c.static_suffix, c.whitelist
@@ -177,7 +178,7 @@ class Job:
         return self.budgets[0]
 
 
-def generator(parameters: Mapping, ids: Sequence[int]) -> Random:
+def generator(parameters: Mapping[str, Any], ids: Sequence[int]) -> Random:
     """A row's generator: seed 42 anew, or mixed with the prompt so that items differ in whatever order they run."""
     if parameters.get("random_seed") == "per_item":
         return Random(42)
@@ -280,7 +281,7 @@ def kept(job: Job, o: Observation, default: Mask | None = None) -> Mask:
     return selected(job, o, scores, protected, allocated(job, o, scores, protected), default)
 
 
-def _quotas(job: Job, o: Observation, default: Mask | None) -> dict | None:
+def _quotas(job: Job, o: Observation, default: Mask | None) -> dict[str, Any] | None:
     """How `quota.split` shares a head's budget: the public code rounds down and sets its ramps no quota, the paper
     rounds to the nearest and leaves the sinks out (section 5.2, E.3)."""
     if not o.span_local or job.parameters.get("ramps"):

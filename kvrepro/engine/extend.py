@@ -1,5 +1,7 @@
 """Attention of rows that hold caches of their own and go on: by a chunk, a question or one token."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -86,7 +88,7 @@ class Extend:
             stored.tail_sums[name] += tail
         return done.output.transpose(1, 2)
 
-    def _unchosen(self, layer: int, query: Query, parts) -> Tensor | None:
+    def _unchosen(self, layer: int, query: Query, parts: Any) -> Tensor | None:
         """Quest: tokens of pages that this step's query does not select, [batch, kv_heads, group, 1, tokens]."""
         if self.pages is None:
             return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,11 +63,11 @@ def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor
     return found
 
 
-def sliding_window(config, layer: int) -> int | None:
+def sliding_window(config: Any, layer: int) -> int | None:
     """Tokens that a query of this layer looks back, itself included; None: all."""
     config = config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if window is None or getattr(config, "use_sliding_window", True) is False:
         return None
     types = getattr(config, "layer_types", None)
-    return window if types is None or types[layer] == "sliding_attention" else None
+    return int(window) if types is None or types[layer] == "sliding_attention" else None

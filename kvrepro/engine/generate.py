@@ -5,6 +5,7 @@ One forward pass of a prompt serves all its conditions; what each keeps decodes 
 
 import os
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -54,7 +55,7 @@ def generate(
     errors: "return" gives, in place of a generation, the exception that a policy raised or that NaN logits caused; the
     other rows go on. Raises InputError, before anything is computed, for what can be known by then.
     """
-    texts = [p if isinstance(p, Text) else Text(p if isinstance(p, int) else list(p), {}) for p in prompts]
+    texts = [p if isinstance(p, Text) else Text(p if isinstance(p, int) else list(p), {}) for p in prompts]  # type: ignore[arg-type]
     _check_call(max_new_tokens, batch_rows, prompt_rows, backend, errors)
     for text in texts:
         _check_prompt(model, text.ids, max_new_tokens)
@@ -70,9 +71,9 @@ def generate(
         backend, seed, errors == "return",
     )  # fmt: skip
     answers: dict[Tag, Generation | Exception] = {}
-    waiting: dict[tuple, list[Rows]] = {}
+    waiting: dict[tuple[Any, ...], list[Rows]] = {}
 
-    def run(kind: tuple) -> None:
+    def run(kind: tuple[Any, ...]) -> None:
         """Decode a batch of the rows that wait under `kind`."""
         batch, waiting[kind] = waiting[kind][:batch_rows], waiting[kind][batch_rows:]
         answers.update(decode(call, joined(batch), stop_ids))

@@ -1,6 +1,7 @@
 """Guards: boolean masks of tokens that a policy may not evict, `[batch, kv_heads, tokens]`. They never touch scores."""
 
 import math
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import Counts, Mask, RowInts
 from kvrepro.errors import InputError
 
-Count = int | RowInts  # the same for every row, or one per row
+Count: TypeAlias = int | RowInts  # the same for every row, or one per row
 
 
 def protected_count(fraction: float, budget: int, rounding: str = "floor") -> int:

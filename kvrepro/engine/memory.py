@@ -1,6 +1,7 @@
 """Peak memory of a stretch of code, measured: by CUDA's allocator, on the CPU by following each tensor's storage."""
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ class Peak:
     """`with Peak(device) as peak: ...`, then `peak.bytes`: the most that was allocated above the start, None if off."""
 
     def __init__(self, device: torch.device, on: bool = True):
-        self.device, self.on, self.bytes = torch.device(device), on, None
+        self.device, self.on = torch.device(device), on
+        self.bytes: int | None = None
 
     def __enter__(self) -> "Peak":
         if self.on and self.device.type == "cuda":
@@ -35,12 +37,12 @@ class Peak:
 class _Meter(TorchDispatchMode):
     """Counts the bytes of storages that operations return for the first time, until they are freed."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._known: dict[int, int] = {}
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
         result = function(*args, **(kwargs or {}))
         for t in tree_iter(result):

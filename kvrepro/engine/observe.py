@@ -57,7 +57,7 @@ class Observation:
     @property
     def group(self) -> int:
         """Query heads that share a KV head."""
-        return self.queries.shape[1] // self.keys.shape[1]
+        return int(self.queries.shape[1] // self.keys.shape[1])
 
     def last(self, window: int) -> "Observation":
         """The same with the last `window` queries only."""

@@ -4,6 +4,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from kvrepro.engine.prefill import Prefill
 from kvrepro.engine.regime import Chunked, Offline
 from kvrepro.engine.repeat import reconstruct
 from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
+from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import InputError
 
 
@@ -40,9 +42,9 @@ class Call:
     seed: int = 0
     isolate: bool = False
     scalings: dict[int, float] = field(default_factory=dict)
-    notes: dict[Tag, dict] = field(default_factory=dict)  # what is known of each row before it has decoded
+    notes: dict[Tag, dict[str, Any]] = field(default_factory=dict)  # what is known of each row before it has decoded
     failed: dict[Tag, Exception] = field(default_factory=dict)
-    prefixes: dict[tuple, tuple[tuple, Rows]] = field(default_factory=dict)  # offline: the last prefix's rows
+    prefixes: dict[tuple[Any, ...], tuple[tuple[Any, ...], Rows]] = field(default_factory=dict)  # offline: the last
     # A study may put policies in the place of the catalogue's, and be told which tokens the rows pick at each step.
     policies: dict[str, Policy] = field(default_factory=dict)
     watch: Callable[[Rows, Tensor], None] | None = None
@@ -51,7 +53,7 @@ class Call:
     def device(self) -> torch.device:
         return self.model.device
 
-    def forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any) -> Tensor:
         """Logits of the token after the last, [batch, vocabulary]."""
         padding = {"attention_mask": (positions >= 0).long()} if bool((positions < 0).any()) else {}
         return self.model(
@@ -74,10 +76,12 @@ class Call:
 class Scaled:
     """Passes attention on, and remembers each layer's scaling."""
 
-    def __init__(self, inner, scalings: dict[int, float]):
+    def __init__(self, inner: Any, scalings: dict[int, float]):
         self.inner, self.scalings = inner, scalings
 
-    def attend(self, layer, query, key, value, scaling, sliding=None):
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+    ) -> Tensor:
         self.scalings[layer] = scaling
         return self.inner.attend(layer, query, key, value, scaling, sliding)
 
@@ -103,7 +107,7 @@ def boundary(text: Text, c: Condition) -> int:
 
 def groups(call: Call, members: list[int]) -> list[list[int]]:
     """Conditions that one forward pass serves: equal boundaries; chunks pass through caches of their own."""
-    found: dict[tuple, list[int]] = {}
+    found: dict[tuple[Any, ...], list[int]] = {}
     for j, c in enumerate(call.conditions):
         ends = tuple(boundary(call.texts[i], c) for i in members)
         chunk = (c.regime.chunk, c.execution) if isinstance(c.regime, Chunked) else None
@@ -167,7 +171,9 @@ def _pass(call: Call, members: list[int], ends: list[int], columns: list[int]) -
     return found
 
 
-def _jobs(call: Call, members: list[int], ends: list[int], columns: list[int], positions: Tensor | None = None):
+def _jobs(
+    call: Call, members: list[int], ends: list[int], columns: list[int], positions: Tensor | None = None
+) -> list[Job]:
     """One job per condition, its rows these prompts."""
     texts = [call.texts[i] for i in members]
     if positions is None:
@@ -225,7 +231,7 @@ def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]
     texts = [call.texts[i] for _ in jobs for i in members]
     ids_of = [text.ids[:end] for _ in jobs for text, end in zip([call.texts[i] for i in members], ends, strict=True)]
     window = max(job.window for job in jobs)
-    chunk = jobs[0].condition.regime.chunk
+    chunk = getattr(jobs[0].condition.regime, "chunk", 0)
     cache = EngineCache(call.model.config)
     _open(call, cache, len(texts), {n for job in jobs for n in job.sums})
     lengths = torch.tensor([len(ids) for ids in ids_of], device=call.device)
@@ -264,7 +270,7 @@ def _chunk_budget(job: Job, facts: ModelFacts, seen: int, last: bool) -> int:
     last_chunk: everything stays until the end. every_chunk: the share of what was seen, or the budget. budget: the
     budget once it is exceeded.
     """
-    when = job.condition.regime.when
+    when = getattr(job.condition.regime, "when", "last_chunk")
     if last or when == "budget":
         return job.budgets[0]
     return seen if when == "last_chunk" else budget_of(job.condition, facts.held(seen))

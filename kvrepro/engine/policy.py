@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from kvrepro.engine import allocate, allowed, guard
 from kvrepro.engine.allowed import Count, Number, Size, ensure
@@ -80,11 +81,11 @@ class Policy:
     parameters: Parameters = field(default_factory=dict)
     as_run: Parameters = field(default_factory=dict)
     code: str = ""
-    allocate: Callable = allocate.uniform
-    across: Callable | None = None
-    summary: Callable | None = None
-    shield: Callable | None = None
-    refine: Callable | None = None
+    allocate: Callable[..., Any] = allocate.uniform
+    across: Callable[..., Any] | None = None
+    summary: Callable[..., Any] | None = None
+    shield: Callable[..., Any] | None = None
+    refine: Callable[..., Any] | None = None
     needs: tuple[str, ...] = ()
     budget: str = "uniform"  # or "per layer", "per head", "joint"
     refuses: Mapping[str, str] = field(default_factory=dict)  # regime -> why the policy cannot exist there
@@ -141,7 +142,7 @@ class Policy:
         return found
 
     @property
-    def functions(self) -> list[Callable]:
+    def functions(self) -> list[Callable[..., Any]]:
         every = (self.score, self.allocate, self.across, self.summary, self.shield, self.refine)
         return [f for f in every if f is not None]
 
@@ -152,13 +153,13 @@ class Policy:
         return ENGINES.get(parameter) or allowed.of(self.functions, parameter)
 
 
-def first_sentence(function: Callable) -> str:
+def first_sentence(function: Callable[..., Any]) -> str:
     """Of its docstring, without the full stop."""
     first = " ".join((function.__doc__ or "").strip().split("\n\n")[0].split())
     return re.split(r"(?<!\.)\. ", first)[0].rstrip(".")
 
 
-def call(function: Callable, *arguments: object, parameters: Parameters):
+def call(function: Callable[..., Any], *arguments: object, parameters: Parameters) -> Any:
     """`function` with the parameters that it names."""
     names = inspect.signature(function).parameters
     return function(*arguments, **{k: v for k, v in parameters.items() if k in names})
@@ -209,7 +210,7 @@ def source_of(c: Condition) -> str:
 
 
 @cache
-def _run(file: Path, beside: tuple) -> dict:
+def _run(file: Path, beside: tuple[Any, ...]) -> dict[str, Any]:
     """What a file defines. It may import its neighbours: its folder is on the path while it runs, and what it imports
     from there is forgotten afterwards, so that another file's neighbour may have the same name."""
     path, known, quiet = list(sys.path), set(sys.modules), sys.dont_write_bytecode
@@ -308,7 +309,7 @@ def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: 
         if value:
             raise InputError(f"{name} {value!r} in regime {c.regime.name!r}, which has no such thing: take DecodeCap()")
     per_head = policy.allocate is not allocate.uniform
-    prefix, suffix = guarded(c, c.budget, parameters)
+    prefix, suffix = guarded(c, int(c.budget), parameters)
     needed, parts = prefix + suffix, f"{prefix} prefix + {suffix} suffix"
     if per_head:
         needed, parts = needed + 1, parts + " + 1 chosen by each head"

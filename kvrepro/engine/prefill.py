@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from kvrepro.engine.evict import REPEATED, Job, PendingLayer, Prompts, across, e
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.select import best
-from kvrepro.engine.shapes import KeyValue, Mask, Query, TokenInts
+from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
 from kvrepro.engine.signals import PromptSignals
 from kvrepro.errors import InputError
 
@@ -64,7 +65,7 @@ class Prefill:
         key, value = key[:, :, held], value[:, :, held]
         where = positions[:, None, held].expand(*key.shape[:3])
         sums = {name: s[:, :, held] for name, s in sums.items()}
-        seen: dict[tuple, Observation] = {}
+        seen: dict[tuple[Any, ...], Observation] = {}
         for job in self.jobs:
             if job.policy is None or layer not in self.facts.evictable:
                 everything = (key, value, where)
@@ -104,7 +105,10 @@ class Prefill:
 
         return watch
 
-    def _observe(self, layer, query, key, value, where, sums, scaling, sliding, window, names) -> Observation:
+    def _observe(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, where: Positions, sums: dict[str, Tensor],
+        scaling: float, sliding: int | None, window: int, names: tuple[str, ...] | None,
+    ) -> Observation:  # fmt: skip
         """What a window of `window` queries sees; for `names`, the last queries of each of these spans."""
         positions = self.prompt.positions.to(query.device)
         batch, n = positions.shape
@@ -133,7 +137,7 @@ class Prefill:
             seed=torch.tensor(self.prompt.seeds, device=key.device),
         )  # fmt: skip
 
-    def _attempt(self, job: Job, step: Callable, *arguments) -> None:
+    def _attempt(self, job: Job, step: Callable[..., None], *arguments: object) -> None:
         """Do a step for a job; what it raises costs this job, unless it is to be raised."""
         try:
             step(job, *arguments)
@@ -240,7 +244,9 @@ class _Watch:
             self.sums["low"] += low.float().sum((2, 3))  # whole numbers: ties stay ties, whatever the batch
 
 
-def _attend_triton(query: Query, key: KeyValue, value: KeyValue, scaling: float, wanted: set[str]):
+def _attend_triton(
+    query: Query, key: KeyValue, value: KeyValue, scaling: float, wanted: set[str]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(output, log-sum-exp, sums) of a whole prompt: torch's fastest attention that keeps the log-sum-exp, and
     attention summed per key by a kernel."""
     from kvrepro_kernels import column_mass, prefill_attention

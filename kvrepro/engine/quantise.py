@@ -1,6 +1,7 @@
 """Keys and values in 4 bits, by the library that transformers quantises its caches with (optimum-quanto)."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class Packed:
         return self._codec._dequantize(self._codes).to(self.dtype)
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return int(self.shape[0])
 
     @property
     def bytes(self) -> int:
@@ -39,7 +40,7 @@ class Packed:
         return sum(t.numel() * t.element_size() for t in _inner(self._codes)) if self._codes is not None else 0
 
 
-def _inner(tensor) -> list[Tensor]:
+def _inner(tensor: Any) -> list[Tensor]:
     """The plain tensors inside a tensor subclass."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.evict import REPEATED, Job
 from kvrepro.engine.facts import attention_modules
 from kvrepro.engine.prefill import Prefill
+from kvrepro.engine.shapes import KeyValue, Query
 
 REPEAT_CHUNK = 2048
 
@@ -54,7 +56,7 @@ def reconstruct(
 def _lengths(model: PreTrainedModel, found: dict[int, Tensor]) -> Iterator[None]:
     """Note the length of each hidden state that an attention layer is given, float32 [batch, tokens] by layer."""
 
-    def note(module, args, kwargs) -> None:
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         found[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).float().norm(dim=-1)
 
     hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(model).values()]
@@ -72,7 +74,9 @@ class _Repeat:
         self.job, self.positions, self.asked, self.real = job, positions, asked, real
         self.lengths: dict[int, Tensor] = {}  # ||h_t|| of what a layer is given, [batch, text]
 
-    def attend(self, layer, query, key, value, scaling, sliding=None):
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+    ) -> Tensor:
         at, real = self.positions.to(query.device), self.real.to(query.device)
         if layer not in self.job.pending:
             stored = self.job.layers[layer]

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.evict import Job, PendingLayer, across, evict_shared, judge_pending, kept
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
+from kvrepro.engine.shapes import RowInts
 from kvrepro.engine.signals import Signals
 
 Tag = tuple[int, int]  # (prompt, condition)
@@ -69,7 +71,7 @@ def joined(blocks: list[Rows]) -> Rows:
 # ---- what was kept
 
 
-def kept_sets(facts: ModelFacts, cache: EngineCache, row: int, end: int, masks: bool) -> dict:
+def kept_sets(facts: ModelFacts, cache: EngineCache, row: int, end: int, masks: bool) -> dict[str, Any]:
     """Positions below `end` that a row holds: of all heads together, hashed per layer and head, and as `masks`."""
     digest, sets = hashlib.sha256(), []
     union = torch.zeros(end, dtype=torch.bool, device="cpu")
@@ -93,7 +95,7 @@ def kept_sets(facts: ModelFacts, cache: EngineCache, row: int, end: int, masks: 
     return note | ({"kept_sets": sets} if masks else {})
 
 
-def kept_by_all_layers(signals: Signals, row: int) -> dict:
+def kept_by_all_layers(signals: Signals, row: int) -> dict[str, Any]:
     """The same for one set of tokens: positions, hashed per head that chooses for itself."""
     held = signals.held[row].cpu()
     heads = [head.nonzero()[:, 0].tolist() for head in held]
@@ -132,7 +134,10 @@ def evict_rows(
         for part, members in parts:
             index = torch.tensor(members, device=stays.device)
 
-            def decide(part=part, index=index, layer=layer, stored=stored, shown=shown, stays=stays) -> None:
+            def decide(
+                part: Job = part, index: Tensor = index, layer: int = layer, stored: RaggedLayer = stored,
+                shown: Shown = shown, stays: Tensor = stays,
+            ) -> None:  # fmt: skip
                 o = _observed(facts, layer, stored, shown, part, index, rows.seen, scalings[layer])
                 if part.waits:
                     part.pending[layer] = PendingLayer(o)
@@ -143,7 +148,7 @@ def evict_rows(
             _attempt(rows, members, decide, isolate)
     for part, members in parts:
 
-        def settle(part=part, members=members) -> None:
+        def settle(part: Job = part, members: list[int] = members) -> None:
             if part.waits:
                 index = torch.tensor(members, device=rows.seen.device)
                 for layer, mine in across(part).items():
@@ -165,7 +170,7 @@ def evict_rows_shared(rows: Rows, step: int, isolate: Isolate = False) -> Tensor
     for part, members in _kinds(rows, range(len(rows)), rows.budgets):
         index = torch.tensor(members, device=before.device)
 
-        def decide(part=part, index=index) -> None:
+        def decide(part: Job = part, index: Tensor = index) -> None:
             mine, s = evict_shared(part, rows.signals.take(index), step), rows.signals
             held, evicted = s.held.index_copy(0, index, mine.held), s.evicted.index_copy(0, index, mine.evicted)
             rows.signals = replace(s, held=held, evicted=evicted)
@@ -189,7 +194,7 @@ def keep_held(rows: Rows) -> None:
 
 def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[tuple[Job, list[int]]]:
     """Rows that can be decided together, as one job each, and which they are."""
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for row in members:
         groups.setdefault(rows.jobs[row].kind, []).append(row)
     found = []
@@ -212,7 +217,16 @@ def _attempt(rows: Rows, members: Sequence[int], decide: Callable[[], None], iso
         rows.failed |= dict.fromkeys(members, error)
 
 
-def _observed(facts, layer: int, stored: RaggedLayer, shown: Shown, part: Job, rows, seen, scaling) -> Observation:
+def _observed(
+    facts: ModelFacts,
+    layer: int,
+    stored: RaggedLayer,
+    shown: Shown,
+    part: Job,
+    rows: Tensor,
+    seen: RowInts,
+    scaling: float,
+) -> Observation:
     """What the policy of `part` may look at in a layer of these rows."""
     keys, window = shown.keys, part.window
     if window:

@@ -8,6 +8,7 @@ artifact commit 496739f against the paper's sections 3, 7 and 10, Table 19.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,10 @@ class Switch:
     as_run: object
     as_described: object
     means: str
-    also: tuple = ()
+    also: tuple[Any, ...] = ()
 
     @property
-    def allowed(self) -> tuple:
+    def allowed(self) -> tuple[Any, ...]:
         """The values that it takes."""
         return tuple(dict.fromkeys((self.as_run, self.as_described, *self.also)))
 

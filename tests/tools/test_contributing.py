@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvrepro.engine.regime import REGIMES
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 SECTIONS = {section.splitlines()[0]: section for section in TEXT.split("\n## ")[1:]}
@@ -23,7 +25,7 @@ def imported(path: Path) -> dict[str, object]:
 
 
 def test_every_kind_of_addition_has_an_example():
-    kinds = {"policy", "kernel", "claim"}
+    kinds = {"policy", "regime", "chapter", "claim", "kernel"}
     assert {f"Add a {kind}" for kind in kinds} <= set(EXAMPLES)
 
 
@@ -32,6 +34,7 @@ def test_the_examples_of_a_section_run_one_after_another(title, tmp_path, monkey
     if "kernel" in title:
         pytest.importorskip("triton", reason="triton is packaged for Linux only")
     monkeypatch.chdir(tmp_path)
+    before = dict(REGIMES)
     names: dict[str, object] = {}
     for language, code in re.findall(r"```(python|yaml)\n(.*?)```", SECTIONS[title], flags=re.S):
         if file := re.match(r"# ([\w/]+\.\w+)\n", code):
@@ -41,6 +44,8 @@ def test_the_examples_of_a_section_run_one_after_another(title, tmp_path, monkey
             names |= imported(path) if language == "python" else {}
         else:
             exec(compile(code, f"CONTRIBUTING.md, {title}", "exec"), names)
+    for name in REGIMES.keys() - before.keys():
+        del REGIMES[name]
 
 
 def test_files_and_folders_that_it_names_exist():

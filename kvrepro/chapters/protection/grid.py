@@ -83,8 +83,10 @@ def faithful(capacity: int, protect_frac: float, reading: str) -> list[Condition
     """The faithful implementations, unprotected and protected, and a suffix pinned to the prompt."""
     found = main([capacity], FAITHFUL, protect_frac, reading)
     for one in readings(reading):
-        sides = dict.fromkeys(("prefix", "suffix"), protect_frac)
-        pinned = Condition("ada_kv_faithful", capacity, SharedCap(), static_suffix=True, reading=one, **sides)
+        pinned = Condition(
+            "ada_kv_faithful", capacity, SharedCap(), prefix=protect_frac, suffix=protect_frac, static_suffix=True,
+            reading=one,
+        )  # fmt: skip
         found += (
             [pinned, replace(pinned, policy="lru")] if one == "as_described" else [pinned]
         )  # as run, LRU has no such mode

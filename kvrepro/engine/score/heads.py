@@ -6,7 +6,7 @@ float32 `[batch, kv_heads, tokens]`, large = keep.
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
@@ -83,7 +83,7 @@ def _learned(path: str) -> tuple[Tensor, Tensor | None]:
 
 
 def duo_attention(
-    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list, gates_file: str = EMBEDDED,
+    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list[Any], gates_file: str = EMBEDDED,
     count: Counted = "tokens", observations: Sequence[Observation] = (),
 ) -> tuple[list[Scores], list[Counts]]:  # fmt: skip
     """Heads with the lowest gates keep their protected tokens (sinks and recent ones) only, the others everything.

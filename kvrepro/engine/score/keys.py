@@ -3,7 +3,7 @@
 float32 `[batch, kv_heads, tokens]`, large = keep. Nothing here is tokens x tokens: likeness comes in blocks of rows.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -158,7 +158,7 @@ def _standardised(s: Tensor, alive: Mask) -> Tensor:
 
 
 def shared_by_layers(
-    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list
+    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list[Any]
 ) -> tuple[list[Scores], list[Counts]]:
     """A KV head's mean score over the layers, for all of them: head g keeps the same tokens in every layer.
 

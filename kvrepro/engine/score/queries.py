@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from jaxtyping import Complex, Float
@@ -33,7 +34,7 @@ def sampled(outputs: Sequence[Tensor]) -> Float[Tensor, "layers weights"]:
     return torch.stack([output[0, 0, :8].float().cpu() for output in outputs])
 
 
-def rounded(numbers: list | float) -> list | float:
+def rounded(numbers: list[Any] | float) -> list[Any] | float:
     """Five significant digits, which a file holds."""
     return [rounded(x) for x in numbers] if isinstance(numbers, list) else float(f"{numbers:.5g}")
 

@@ -14,7 +14,7 @@ kept by the guard `recent`.
 | DefensiveKV | attention | defensive | each query |
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -105,7 +105,15 @@ def _ensure_names(aggregate: str, group: str, pool: str, pool_at: str, over: str
 
 
 def fused(
-    o: Observation, indicator: str, aggregate: str, pool: str, kernel: int, group: str, pool_at: str, over: str, **extra
+    o: Observation,
+    indicator: str,
+    aggregate: str,
+    pool: str,
+    kernel: int,
+    group: str,
+    pool_at: str,
+    over: str,
+    **extra: Any,
 ) -> Scores:
     """`windowed` by one pass of a Triton kernel over keys and values; pooling follows the reduction over the group.
 

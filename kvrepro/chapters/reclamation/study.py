@@ -1,8 +1,8 @@
 """From evicted tokens to freed blocks: the studies of the reclamation chapter, each a tidy table.
 
-`synthetic`, `toy`, `rounds` and `cadence` are index work on a ledger; `arising`, `published` and `occupancy` ask the engine
-who stays of a prompt; `identity` and `latency` run a model on a paged cache. `streaming` has what concerns attention
-scores, `results` what the tables say. `run` makes them all.
+`synthetic`, `toy`, `rounds` and `cadence` are index work on a ledger; `arising`, `published` and `occupancy` ask the
+engine who stays of a prompt; `identity` and `latency` run a model on a paged cache. `streaming` has what concerns
+attention scores, `results` what the tables say. `run` makes them all.
 """
 
 import time

@@ -43,6 +43,17 @@ INPUTS = (
 )
 
 
+SECONDS = {  # of a chapter's studies in their order, quick profile, one core: they share out the time that is left
+    "protection": {"main": 430, "context-500": 9, "context-1000": 12, "context-1900": 20, "context-3800": 46,
+                   "attention": 8},
+    "fragility": {"retained": 60, "every": 41, "middle": 21, "needles": 11},
+    "dropkv_bound": {"triples": 110, "quality-1900": 42, "quality-500": 3, "quality-3000": 18, "answer-losses": 20},
+    "leakage": {"main-normal": 78, "main-flipped": 42, "alone": 27, "bare": 3, "examples-normal": 20,
+                "examples-flipped": 8, "marks-rules": 5, "marks-sentences": 5, "marks-turns": 6, "timing": 6},
+    "reclamation": {"synthetic": 8, "traffic": 7, "arising": 10, "published": 24, "identity": 80, "latency": 31},
+}  # fmt: skip
+
+
 class Failed(Exception):
     """A chapter or the build came to no end."""
 
@@ -286,15 +297,26 @@ def _chapter(answer: Connection, name: str, parameters: dict[str, Any], force: b
 
 
 def _live(name: str, file: Path, seconds: float) -> None:
-    """The chapter's line: time so far, the study, how far it is and how long it takes."""
+    """The chapter's line: time so far, the study, how far it is, how long the chapter takes."""
     if not sys.stderr.isatty():
         return
     text = f"{name:<16}{seconds:8.0f} s"
     with contextlib.suppress(OSError, ValueError):
         told = json.loads(file.read_text())
-        left = "" if told["left"] is None else f", {progress.clock(told['left'])} left"
-        text += f"  {told['study'].partition('/')[2]}: {told['done']:,} of {told['total']:,}{left}"
+        left = chapter_left(name, told, seconds)
+        text += f"  {told['study'].partition('/')[2]}: {told['done']:,} of {told['total']:,}"
+        text += "" if left is None else f", about {progress.clock(left)} left"
     print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def chapter_left(name: str, told: dict[str, Any], seconds: float) -> float | None:
+    """Seconds until a chapter ends, by its part that took `seconds`; of an unknown study, until its own end."""
+    expected, study = SECONDS.get(name, {}), told["study"].partition("/")[2]
+    if told["left"] is None or study not in expected:
+        return told["left"]
+    before = list(expected.values())[: list(expected).index(study)]
+    done = sum(before) + expected[study] * told["done"] / told["total"]
+    return max(told["left"], seconds * (sum(expected.values()) / done - 1))
 
 
 def _report(step: str, start: float, note: str) -> None:

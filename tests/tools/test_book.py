@@ -158,6 +158,14 @@ def test_a_chapter_ends_with_the_build(root):
     assert not os.path.exists(f"/proc/{kernel}")
 
 
+def test_time_left_is_the_chapters(monkeypatch):
+    monkeypatch.setattr(book, "SECONDS", {"first": {"a": 10, "b": 30}})
+    assert book.chapter_left("first", {"study": "first/a", "done": 1, "total": 2, "left": 4.0}, 6.0) == 6 * 7
+    assert book.chapter_left("first", {"study": "first/b", "done": 3, "total": 3, "left": 0.0}, 20.0) == 0
+    assert book.chapter_left("first", {"study": "first/c", "done": 1, "total": 3, "left": 5.0}, 20.0) == 5
+    assert book.chapter_left("first", {"study": "first/a", "done": 0, "total": 3, "left": None}, 20.0) is None
+
+
 def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
     source = root / "notebooks" / "first.ipynb"
     notebook = nbformat.read(source, as_version=4)

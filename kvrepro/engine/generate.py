@@ -55,8 +55,8 @@ def generate(
     errors: "return" gives, in place of a generation, the exception that a policy raised or that NaN logits caused; the
     other rows go on. Raises InputError, before anything is computed, for what can be known by then.
     """
-    texts = [p if isinstance(p, Text) else Text(p if isinstance(p, int) else list(p), {}) for p in prompts]  # type: ignore[arg-type]
-    _check_call(max_new_tokens, batch_rows, prompt_rows, backend, errors)
+    _check_call(prompts, max_new_tokens, batch_rows, prompt_rows, backend, errors)
+    texts = [p if isinstance(p, Text) else Text(list(p), {}) for p in prompts]
     for text in texts:
         _check_prompt(model, text.ids, max_new_tokens)
     check_conditions(model, texts, conditions, max_new_tokens=max_new_tokens)
@@ -127,7 +127,11 @@ def whitelisted(text: Text, c: Condition) -> set[int]:
     return {at for name in c.whitelist for at in text.spans[name]}
 
 
-def _check_call(max_new_tokens: int, batch_rows: int, prompt_rows: int, backend: str, errors: str) -> None:
+def _check_call(
+    prompts: Sequence, max_new_tokens: int, batch_rows: int, prompt_rows: int, backend: str, errors: str
+) -> None:
+    if any(isinstance(p, int) for p in prompts):
+        raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")
     if batch_rows < 1 or max_new_tokens < 1 or prompt_rows < 1:
         sizes = f"batch_rows {batch_rows}, max_new_tokens {max_new_tokens}, prompt_rows {prompt_rows}"
         raise InputError(f"{sizes}: all must be at least 1")

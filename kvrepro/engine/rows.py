@@ -120,9 +120,10 @@ def evict_rows(
     """
     lost = torch.zeros_like(rows.seen, dtype=torch.bool)
     over = [tokens > budget for tokens, budget in zip(rows.seen.tolist(), budgets, strict=True)]
-    parts = _kinds(rows, [b for b, job in enumerate(rows.jobs) if over[b] and job.policy and job.policy.frees], budgets)
-    if not parts:
+    if not any(over):
         return lost
+    evicting = [b for b, job in enumerate(rows.jobs) if over[b] and job.policy is not None and job.policy.frees]
+    parts = _kinds(rows, evicting, budgets)
     held = {}
     for layer in facts.evictable:
         stored = rows.cache.ragged[layer]

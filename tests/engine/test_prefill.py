@@ -171,10 +171,10 @@ SPANS = {"a": list(range(4, 20)), "b": list(range(25, 50)), "question": list(ran
 
 def test_a_fair_window_shows_each_spans_last_queries_and_their_own_span(shown, monkeypatch):
     monkeypatch.setitem(CATALOGUE, "spy", replace(CATALOGUE["spy"], needs=("mass",)))
-    model, [prompt, other] = architecture("llama"), tiny_prompts(60, 44)
-    texts = [Prompt(prompt, SPANS), Prompt(other, {"a": [2, 3, 4], "b": list(range(20, 44))})]
-    see(model, texts, replace(SPY, fair=1.0, spans=("a", "b")), prompt_rows=2)
-    for row, (ids, spans) in enumerate([(prompt, [SPANS["a"], SPANS["b"]]), (other, [[2, 3, 4], range(20, 44)])]):
+    model, [prompt, second] = architecture("llama"), tiny_prompts(60, 44)
+    texts = [Prompt(prompt, SPANS), Prompt(second, {"a": [2, 3, 4], "b": list(range(20, 44))})]
+    see(model, texts, other(SPY, fair=1.0, spans=("a", "b")), prompt_rows=2)
+    for row, (ids, spans) in enumerate([(prompt, [SPANS["a"], SPANS["b"]]), (second, [[2, 3, 4], range(20, 44)])]):
         of = quota.number(len(ids), spans)
         windows = quota.windows(of, 5)
         for o, p in zip(shown, full_attention(model, ids).values(), strict=True):
@@ -190,8 +190,8 @@ def test_a_fair_window_shows_each_spans_last_queries_and_their_own_span(shown, m
 
 def test_conditions_with_other_spans_get_other_sums(shown):
     model, [prompt] = architecture("llama"), tiny_prompts(60)
-    fair = replace(SPY, fair=1.0)
-    see(model, [Prompt(prompt, SPANS)], replace(fair, spans=("a", "b")), replace(fair, spans=("a", "question")))
+    fair = other(SPY, fair=1.0)
+    see(model, [Prompt(prompt, SPANS)], other(fair, spans=("a", "b")), other(fair, spans=("a", "question")))
     p = full_attention(model, prompt)[0]
     for o, names in zip((shown[0], shown[3]), (("a", "b"), ("a", "question")), strict=True):
         of = quota.number(60, [SPANS[name] for name in names])

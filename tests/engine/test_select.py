@@ -49,7 +49,7 @@ def test_a_full_budget_keeps_everything_alive():
 def test_refuses_more_protected_tokens_than_the_budget_and_names_both():
     protected = torch.ones(1, 2, 40).bool()
     protected[:, :, 36:] = False
-    with pytest.raises(InputError, match="budget 32 < 36 protected tokens: raise the capacity"):
+    with pytest.raises(InputError, match="budget 32 < 36 protected tokens: raise the budget"):
         select(torch.zeros(1, 2, 40), protected, torch.tensor([[36, 32]]))
 
 

@@ -15,8 +15,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import Policy, check
 from kvrepro.engine.regime import Prefill, SharedCap
 from kvrepro.errors import InputError
-from kvrepro.experiment import models, run
-from kvrepro.experiment.data import Item
+from kvrepro.experiment import models
 
 REGIMES = ("prefill", "chunked", "offline", "decode cap", "per step")
 NEW = 6
@@ -261,30 +260,6 @@ def test_logits_that_are_no_numbers_are_no_answer(condition):
     model.lm_head.weight.data[7, 3] = torch.nan
     with pytest.raises(ArithmeticError, match=f"{condition.label}: NaN at new token 1"):
         answers(tiny_prompts(60), [condition], model)
-
-
-def test_a_failed_item_is_a_row_with_an_error_and_without_measures(tmp_path, monkeypatch):
-    import checkpoint
-
-    loaded = models.load(str(checkpoint.save(tmp_path / "model")))
-    generate = engine.generate
-
-    def failing(model, prompts, conditions, **settings):
-        if any(len(p.ids) > 60 for p in prompts):
-            raise ArithmeticError("NaN")
-        return generate(model, prompts, conditions, **settings)
-
-    monkeypatch.setattr(engine, "generate", failing)
-    items = [
-        Item(f"i{n}", "task", ({"role": "user", "content": "seven ships " * n},), answer="seven") for n in (2, 40, 3)
-    ]
-    conditions = [Condition(), Condition("streaming_llm", 12, Prefill())]
-    frame = run.run("c", loaded, items, conditions, name="n", results=tmp_path, max_new_tokens=3, progress=False)
-    failed = frame[frame["item"] == "i40"]
-    assert failed["error"].str.startswith("ArithmeticError: NaN").all()
-    assert failed[["prediction", "token_f1", "exact_match", "kept_mean"]].isna().all(axis=None)
-    assert frame[frame["item"] != "i40"]["error"].isna().all()
-    assert frame[frame["item"] != "i40"]["token_f1"].notna().all()
 
 
 @pytest.mark.parametrize("foreign", [{"bits": 4}, {"whitelist": ("a",)}, {"budget": 0.2}])

@@ -13,6 +13,7 @@ from kvrepro.chapters.fragility import retention
 from kvrepro.chapters.fragility.retention import DEFAULT, Setting
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.policy import check as policy_check
 from kvrepro.engine.policy import find
 from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.regime import Prefill
@@ -284,13 +285,14 @@ def compared(shares: Sequence[float], policies: Sequence[str], reading: str) -> 
         raise InputError(f"shares {list(shares)!r}: give shares between 0 and 1")
     if reading not in ("both", *READINGS):
         raise InputError(f"unknown reading {reading!r}: choose both, {' or '.join(READINGS)}")
-    for one in policies:
-        find(one)  # raises for what neither the catalogue nor a file has
-    return [Condition(regime=Prefill(until="question"))] + [
+    found = [Condition(regime=Prefill(until="question"))] + [
         condition(policy, share, reading=one)
         for policy, share in itertools.product(policies, shares)
         for one in _readings(policy, reading)
     ]
+    for one in found:
+        policy_check(one)
+    return found
 
 
 def _readings(policy: str, reading: str) -> tuple[str, ...]:

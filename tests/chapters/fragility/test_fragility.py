@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kvrepro.chapters.fragility import figures, members, retention, study, tables
 from kvrepro.chapters.fragility.retention import OURS, Mixture
 from kvrepro.engine.condition import Prompt
+from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, judge, models, stats
 from kvrepro.experiment.run import Settings
@@ -281,8 +282,8 @@ def test_survival_of_a_fragile_entry():
 def test_grid_has_what_the_claims_ask_for():
     cells = {(c.policy, c.budget, c.reading, c.switches, c.prefix, c.bits) for c in study.grid([0.1, 0.2, 0.4])}
     assert len(cells) == len(study.grid([0.1, 0.2, 0.4]))
-    assert all(c.until == "question" and c.regime == "prefill" for c in study.grid([0.1, 0.2, 0.4]))
-    with pytest.raises(InputError, match="lru looks at all layers"):
+    assert all(c.regime == Prefill(until="question") for c in study.grid([0.1, 0.2, 0.4]))
+    with pytest.raises(InputError, match="lru chooses|lru cannot run"):
         study.grid([0.2], ["lru"])
     with pytest.raises(InputError, match="shares between 0 and 1"):
         study.grid([20])

@@ -97,12 +97,7 @@ def test_a_batch_gives_what_its_rows_give_alone():
         for j, condition in enumerate(some):
             [[alone]] = answer(model, [prompt], [condition], batch_rows=1)
             for other in (together[i][j], small[i][j]):
-                timed = {
-                    "prefill_seconds": 0.0,
-                    "decode_seconds": 0.0,
-                    "bytes_held": 0,
-                    "bytes_state": 0,
-                }  # its part of a batch
+                own = dict.fromkeys(("prefill_seconds", "decode_seconds", "bytes_held", "bytes_state"), 0)  # of its batch
                 assert replace(alone, **own) == replace(other, **own)
 
 

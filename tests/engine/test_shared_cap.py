@@ -97,7 +97,7 @@ def test_a_batch_gives_what_its_rows_give_alone():
         for j, condition in enumerate(some):
             [[alone]] = answer(model, [prompt], [condition], batch_rows=1)
             for other in (together[i][j], small[i][j]):
-                own = dict.fromkeys(("prefill_seconds", "decode_seconds", "bytes_held", "bytes_state"), 0)  # of its batch
+                own = dict.fromkeys(("prefill_seconds", "decode_seconds", "bytes_held", "bytes_state"), 0)
                 assert replace(alone, **own) == replace(other, **own)
 
 

@@ -1,7 +1,7 @@
 """Figures of the chapter on DropKV's bound: frames of a study in, a matplotlib Figure out, as in
 `kvrepro.experiment.figure`.
 
-Intervals are 95%, from a bootstrap over prompts. Okabe and Ito's colours, one per pool and one per rule; what the paper
+Intervals are 95%, over prompts. Okabe and Ito's colours, one per pool and one per rule; what the paper
 printed is grey. No titles: captions stand in the notebook.
 """
 

@@ -128,7 +128,7 @@ def whitelisted(text: Text, c: Condition) -> set[int]:
 
 
 def _check_call(
-    prompts: Sequence, max_new_tokens: int, batch_rows: int, prompt_rows: int, backend: str, errors: str
+    prompts: Sequence[Any], max_new_tokens: int, batch_rows: int, prompt_rows: int, backend: str, errors: str
 ) -> None:
     if any(isinstance(p, int) for p in prompts):
         raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")

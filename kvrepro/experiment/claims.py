@@ -195,37 +195,11 @@ def shown(row: Any, with_unit: bool = False) -> str:
     return text if with_unit else text.removesuffix(f" {row.unit}")
 
 
-def _tested(row: Any) -> str:
-    """The rule, and p where there is one."""
-    return f"{row.rule}" + ("" if pd.isna(row.p) else f" (p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'})")
-
-
 def _needed(row: Any) -> str:
     """How many items would decide an open member."""
     if pd.isna(row.needed):
         return ""
     return f"about {row.needed:,.0f} items would decide" if row.needed <= 100_000 else "more items would hardly decide"
-
-
-def table(frame: pd.DataFrame, topics: Sequence[str] = ()) -> pd.DataFrame:
-    """The claims as the reader sees them: paper beside ours, with interval, rule, verdict and reading."""
-    rows = frame[frame.topic.isin(list(topics))] if topics else frame
-    each = list(rows.itertuples())
-    return pd.DataFrame(
-        {
-            "claim": rows.claim,
-            "statement": rows.statement,
-            "paper": rows.paper,
-            "ours [95%]": [shown(row) for row in each],
-            "unit": rows.unit,
-            "members": rows.members,
-            "decided by": rows.decided_by,
-            "rule": [_tested(row) for row in each],
-            "items needed": [_needed(row) for row in each],
-            "reading": rows.reading.str.replace("_", " "),
-            "verdict": rows.verdict,
-        }
-    ).reset_index(drop=True)
 
 
 def beside(frame: pd.DataFrame, *topics: str) -> str:
@@ -253,15 +227,13 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
     for claim, group in frame.groupby("claim", sort=False):
         first = group.iloc[0]
         by = {row.reading: f"{row.verdict} {shown(row)}".strip() for row in group.itertuples()}
-        row = {
-            "claim": claim,
-            "statement": first.statement,
-            "paper": first.paper,
-            "unit": first.unit,
-            "rule": first.rule,
-        }
-        row |= {name.replace("_", " "): by.get(name, by.get("any", "not run")) for name in READINGS}
-        rows.append(row | {"reading decides": first.depends_on_reading})
+        row = {"claim": claim, **first[["statement", "paper", "unit", "rule"]]}
+        if set(frame.reading) == {"any"}:
+            row["here"] = by["any"]
+        else:
+            row |= {name.replace("_", " "): by.get(name, by.get("any", "not run")) for name in READINGS}
+            row["reading decides"] = first.depends_on_reading
+        rows.append(row)
     return pd.DataFrame(rows).set_index("claim")
 
 

@@ -96,7 +96,11 @@ def test_the_table_survives_its_file_and_says_no_nan(tmp_path):
     topics = set(table.topic)
     for frame in (table, back):
         texts = [claims.summary(frame), claims.beside(frame, *topics), claims.overview(frame).to_csv()]
-        texts.append(claims.table(frame).to_csv())
         assert not any("nan" in text for text in texts)
     assert "Rule: at most 0.064." in claims.beside(table, "collapse")
     assert claims.quoted(table)["P1-as_run-verdict"] == table.verdict.iloc[0]
+
+
+def test_a_chapter_without_readings_has_one_column_of_verdicts():
+    frame = members.evaluate(synthetic.results(synthetic.paper_like, n_items=8), BOOK | {"claims": [BY_ID["P38"]]})
+    assert claims.overview(frame).columns.tolist() == ["statement", "paper", "unit", "rule", "here"]

@@ -21,18 +21,13 @@ from kvrepro.chapters.dropkv_bound.quality import NAMES
 from kvrepro.chapters.dropkv_bound.study import Study, pool_name
 from kvrepro.chapters.dropkv_bound.triples import STRATA
 from kvrepro.experiment import claims
-from kvrepro.experiment.figure import STYLE, WIDTH
+from kvrepro.experiment.figure import STYLE, WIDTH, done
 
 POOL_STYLES = (("#0072B2", "o", "-"), ("#E69F00", "s", "--"), ("#009E73", "D", ":"), ("#CC79A7", "^", "-."))
 PAPER = "#8A8A8A"
 RULE_STYLES = {"dropkv": ("#0072B2", "o"), "attention": ("#D55E00", "s"), "random": ("#009E73", "D")}
 PRINTED = {"p50": "x", "p95": "+"}
 FURTHEST = 20.0  # of a ratio's axis; what lies beyond is an arrow with its number
-
-
-def _done(figure: Figure) -> Figure:
-    plt.close(figure)
-    return figure
 
 
 def _pools(study: Study) -> list[tuple[str, pd.DataFrame, tuple[str, str, str]]]:
@@ -97,7 +92,7 @@ def lemma(study: Study) -> Figure:
         axes.set_yticks([])
         axes.set_ylim(-0.5, 1.6)
         axes.set_xlabel("largest error of a triple, relative to $\\|a\\|/(1-P_J)$, in units of $2.2\\cdot10^{-16}$")
-    return _done(figure)
+    return done(figure)
 
 
 def _distribution(
@@ -147,7 +142,7 @@ def eps(study: Study) -> Figure:
     label = "$n\\,\\varepsilon$: largest attention weight in the pool, in multiples of $1/n$"
     figure = _distribution(study, lambda rows: rows.eps * rows.tokens, printed, label, (1e-8, 1e2), "upper left")
     figure.axes[0].axvline(1, color="black", lw=0.8, ls=(0, (4, 2)))
-    return _done(figure)
+    return done(figure)
 
 
 def factor(study: Study, k: int = tables.K) -> Figure:
@@ -159,7 +154,7 @@ def factor(study: Study, k: int = tables.K) -> Figure:
         found = claims.cells(file, {"metric": metric}).set_index("model").value.astype(float)
         printed.append((found, [share * finite[model] for model in found.index]))
     label = f"bound on $F$(DropKV) / $F$(optimum) by theorem 1, $k={k}$"
-    return _done(
+    return done(
         _distribution(study, lambda rows: tables.with_factor(rows, k).factor, printed, label, (1, 1e4), "lower right")
     )
 
@@ -186,7 +181,7 @@ def cone(study: Study) -> Figure:
         _share_axis(right, "share of triples")
         handles, _ = left.get_legend_handles_labels()
         figure.legend(handles=[*handles, _paper_handle()], loc="outside lower center", ncols=4, columnspacing=1.2)
-    return _done(figure)
+    return done(figure)
 
 
 def lengths(by_length: pd.DataFrame) -> Figure:
@@ -213,7 +208,7 @@ def lengths(by_length: pd.DataFrame) -> Figure:
         panels[1].set_ylabel("median of $c^*$ (0 where it is negative)")
         panels[1].set_ylim(bottom=-0.01)
         panels[0].legend(loc="lower left")
-    return _done(figure)
+    return done(figure)
 
 
 def ratios(study: Study) -> Figure:
@@ -243,7 +238,7 @@ def ratios(study: Study) -> Figure:
         handles = [Line2D([], [], color=c, marker=m, label=NAMES[rule]) for rule, (c, m) in RULE_STYLES.items()]
         handles += [_paper_handle(f"paper: DropKV, {short}", marker) for short, marker in PRINTED.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, columnspacing=1.0)
-    return _done(figure)
+    return done(figure)
 
 
 def _row(axes: Axes, y: float, quantiles: Sequence[float], colour: str, marker: str) -> None:
@@ -274,7 +269,7 @@ def slack(study: Study) -> Figure:
         axes.set_xlabel("bound of theorem 1 on the same 20 keys")
         axes.set_ylabel("realised ratio")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return _done(figure)
+    return done(figure)
 
 
 def peers(study: Study, k: int = tables.HARD_K) -> Figure:
@@ -307,7 +302,7 @@ def peers(study: Study, k: int = tables.HARD_K) -> Figure:
             Line2D([], [], color="#333333", marker="o", ls="none", label=f"rule sees {study.settings.window} queries"),
         ]
         figure.legend(handles=handles, loc="outside upper center", ncols=2)
-    return _done(figure)
+    return done(figure)
 
 
 def alignment(study: Study) -> Figure:
@@ -334,7 +329,7 @@ def alignment(study: Study) -> Figure:
         right.annotate(note, (0.0, 1.02), xycoords="axes fraction", fontsize=8)
         right.set_ylim(top=len(f) * 1.35)
         right.legend(loc="upper right", ncols=2)
-    return _done(figure)
+    return done(figure)
 
 
 def budgets(study: Study, poolings: Sequence[str] = ("max", "average", "none")) -> Figure:
@@ -359,7 +354,7 @@ def budgets(study: Study, poolings: Sequence[str] = ("max", "average", "none")) 
         right.axhline(0, color="black", lw=0.8, ls=(0, (4, 2)))
         right.set_ylabel("adaptive minus uniform")
         left.legend(loc="upper right")
-    return _done(figure)
+    return done(figure)
 
 
 def answers(rows: pd.DataFrame) -> Figure:
@@ -392,4 +387,4 @@ def answers(rows: pd.DataFrame) -> Figure:
         ]
         handles.append(Line2D([], [], color="black", lw=1, ls=(0, (4, 2)), label="full cache"))
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return _done(figure)
+    return done(figure)

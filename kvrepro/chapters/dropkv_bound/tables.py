@@ -288,14 +288,6 @@ def prediction(study: Study, *losses: pd.DataFrame, k: int = K) -> pd.DataFrame:
 # ---------------------------------------------------------------- for the page
 
 
-def overview(verdicts: pd.DataFrame) -> pd.DataFrame:
-    """One row per claim, as narrow as a page: statement, paper, rule, ours, verdict."""
-    wide = claims.table(verdicts)
-    ours = (wide["ours [95%]"] + " " + wide.unit.where(wide["ours [95%]"] != "", "")).str.strip()
-    found = wide.assign(**{"ours [interval]": ours})
-    return found[["claim", "statement", "paper", "rule", "ours [interval]", "verdict"]].set_index("claim")
-
-
 def shown(frame: pd.DataFrame, caption: str, digits: int = 2, wrap: bool = False, **given) -> Styler:
     """A table for the page: its caption above it, room between its cells, which break only if they hold sentences."""
     style = frame.style.format(precision=digits, na_rep="", **given).set_caption(caption)

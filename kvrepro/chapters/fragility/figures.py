@@ -18,7 +18,7 @@ from kvrepro.chapters.fragility import retention, study, tables
 from kvrepro.chapters.fragility.retention import DEFAULT, OURS, Mixture, Setting
 from kvrepro.chapters.fragility.study import DEFENSIVE, MIDDLE, Retained
 from kvrepro.experiment import claims, stats
-from kvrepro.experiment.figure import STYLE, WIDTH
+from kvrepro.experiment.figure import STYLE, WIDTH, done, point
 
 RULES = {
     "single": ("one past query", "#8C8C8C", "X"),
@@ -55,21 +55,6 @@ CHOICES: dict[str, dict[object, str]] = {  # rows of the specification figure: w
 }
 
 
-def _done(figure: Figure) -> Figure:
-    """The figure, taken out of pyplot's hands so that a notebook shows it once, as the cell's value."""
-    plt.close(figure)
-    return figure
-
-
-def _point(axes: Axes, at: float, found: Sequence[float], along: str = "y", filled: bool = True, **style) -> None:
-    """(value, low, high) with its interval, along either axis."""
-    value, low, high = found[:3]
-    error = [[max(0.0, value - low)], [max(0.0, high - value)]] if np.isfinite(low) and np.isfinite(high) else None
-    where = {"x": at, "y": value, "yerr": error} if along == "y" else {"x": value, "y": at, "xerr": error}
-    shape = {"ls": "none", "elinewidth": 1.1, "markersize": 5, "mfc": style["color"] if filled else "white"}
-    axes.errorbar(**where, **(shape | style))
-
-
 def _rule(rule: str) -> dict:
     _, colour, marker = RULES[rule]
     return {"color": colour, "marker": marker}
@@ -104,7 +89,7 @@ def curves(r: Retained, rules: Sequence[str] = ("single", "mean", "defensive")) 
                 if number == len(tasks) - 1:
                     panel.set_xlabel("step (token of the answer)")
             row[0].set_ylabel(f"{task.replace('_', ' ')}\nretained share")
-    return _done(figure)
+    return done(figure)
 
 
 MEASURES = {"worst": "worst\nretained share", "mean": "mean\nretained share", "steps_below": "steps below ½"}
@@ -124,7 +109,7 @@ def by_layer(r: Retained) -> Figure:
                 for layer in layers:
                     here = s[(s["head"] == -1) & (s.rule == rule) & (s.layer == layer)]
                     found = stats.interval(here[column]).triple
-                    _point(left, layer + (i - 2) * 0.14, found, markersize=3.5, **_rule(rule))
+                    point(left, layer + (i - 2) * 0.14, found, markersize=3.5, **_rule(rule))
             left.axvspan(r.layer - 0.5, r.layer + 0.5, color="#EFEFEF", zorder=0)
             left.set_xticks(layers if len(layers) < 13 else layers[::4])
             left.set_ylabel(title)
@@ -143,7 +128,7 @@ def by_layer(r: Retained) -> Figure:
         panels[2][1].set_xlabel("mean of the past, per query head")
         handles = [Line2D([], [], ls="none", label=RULES[rule][0], **_rule(rule)) for rule in RULES]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, columnspacing=1.0, handletextpad=0.3)
-    return _done(figure)
+    return done(figure)
 
 
 def _printed() -> list[tuple[str, float, float]]:
@@ -178,11 +163,11 @@ def settings(r: Retained) -> Figure:
         figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.25 * len(labels)))
         for y, (_, mean, defensive) in enumerate(printed):
             axes.plot([mean, defensive], [y, y], color="#BBBBBB", lw=1.2, zorder=1)
-            _point(axes, y, (mean, np.nan, np.nan), "x", **_rule("mean"))
-            _point(axes, y, (defensive, np.nan, np.nan), "x", **_rule("defensive"))
+            point(axes, y, (mean, np.nan, np.nan), along="x", **_rule("mean"))
+            point(axes, y, (defensive, np.nan, np.nan), along="x", **_rule("defensive"))
         for y, row in enumerate(head.to_dict("records"), start=len(printed)):
             for shift, rule in ((-0.14, "mean"), (0.14, "defensive")):
-                _point(axes, y + shift, (row[rule], row[f"{rule}_low"], row[f"{rule}_high"]), "x", **_rule(rule))
+                point(axes, y + shift, (row[rule], row[f"{rule}_low"], row[f"{rule}_high"]), along="x", **_rule(rule))
             out = f"{100 * row['outliers_mean']:.0f}% / {100 * row['outliers_defensive']:.0f}%"
             axes.annotate(out, (1.01, y), xycoords=("axes fraction", "data"), fontsize=8, va="center")
         axes.annotate(
@@ -200,7 +185,7 @@ def settings(r: Retained) -> Figure:
         axes.grid(axis="y", visible=False)
         handles = [Line2D([], [], ls="none", label=RULES[rule][0], **_rule(rule)) for rule in ("mean", "defensive")]
         figure.legend(handles=handles, loc="outside upper center", ncols=2)
-    return _done(figure)
+    return done(figure)
 
 
 def specifications(r: Retained, base: Setting = OURS) -> Figure:
@@ -228,7 +213,7 @@ def specifications(r: Retained, base: Setting = OURS) -> Figure:
         names = {"#0072B2": "interval above 0", "#9A9A9A": "undecided", "#D55E00": "interval below 0"}
         handles = [Line2D([], [], color=c, marker=".", label=name) for c, name in names.items()]
         figure.legend(handles=handles, loc="outside upper center", ncols=3)
-    return _done(figure)
+    return done(figure)
 
 
 # ---- appendix C
@@ -243,7 +228,7 @@ def mixture(x: Mixture = Mixture(), windows: Sequence[int] = (1, 2, 4, 8, 16, 32
             here = table[table.quantity == name]
             left.plot(here.window, here.exact, color=RULES[rule][1], lw=1.2)
             for row in here.itertuples():
-                _point(left, row.window, (row.simulated, row.low, row.high), markersize=4, **_rule(rule))
+                point(left, row.window, (row.simulated, row.low, row.high), markersize=4, **_rule(rule))
         bound = table[table.quantity == "bias of max"]
         left.plot(bound.window, bound.bound, color=RULES["max"][1], lw=1, ls=(0, (3, 2)))
         left.axhline(x.risk - x.mean_low, color="#555555", lw=0.8, ls=(0, (1, 2)))
@@ -251,14 +236,14 @@ def mixture(x: Mixture = Mixture(), windows: Sequence[int] = (1, 2, 4, 8, 16, 32
         missed = table[table.quantity == "missed"]
         middle.plot(missed.window, missed.exact, color="#333333", lw=1.2)
         for row in missed.itertuples():
-            _point(middle, row.window, (row.simulated, row.low, row.high), color="#333333", marker="o", markersize=4)
+            point(middle, row.window, (row.simulated, row.low, row.high), color="#333333", marker="o", markersize=4)
         middle.set_ylabel("chance that no spike was seen")
         for i, rule in enumerate(("mean", "max", "defensive")):
             here = alive[alive.rule == rule]
             right.plot(here.window, here.survives, color=RULES[rule][1], lw=1)
             for row in here.itertuples():
                 at = row.window * 1.06 ** (i - 1)
-                _point(right, at, (row.survives, row.low, row.high), markersize=4, **_rule(rule))
+                point(right, at, (row.survives, row.low, row.high), markersize=4, **_rule(rule))
         right.set_ylabel("fragile entries that stay")
         for panel in (left, middle, right):
             panel.set_xscale("log", base=2)
@@ -271,7 +256,7 @@ def mixture(x: Mixture = Mixture(), windows: Sequence[int] = (1, 2, 4, 8, 16, 32
             Line2D([], [], color="#555555", ls=(0, (1, 2)), label="limit for rare spikes"),
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=5, columnspacing=1.0, handletextpad=0.4)
-    return _done(figure)
+    return done(figure)
 
 
 # ---- quality
@@ -291,16 +276,16 @@ def _lines(panel: Axes, rows: pd.DataFrame, reading: str, contrast: str, tasks: 
         panel.plot(
             line["share"], line.value, color=COLOURS.get(policy, OWN[0]), lw=1.6 if wide else 1, zorder=3 if wide else 2
         )
-        for point in line.itertuples():
-            at = point.share + (i - len(found) / 2) * 0.004
+        for row in line.itertuples():
+            at = row.share + (i - len(found) / 2) * 0.004
             style: dict = {
                 "color": COLOURS.get(policy, OWN[0]),
                 "marker": MARKERS.get(policy, OWN[1]),
                 "markersize": 4.5,
                 "zorder": 3 if wide else 2,
             }
-            ends = np.clip((point.low, point.high), 0, 1) if contrast == "mean" else (point.low, point.high)
-            _point(panel, at, (point.value, *ends), **style)
+            ends = np.clip((row.low, row.high), 0, 1) if contrast == "mean" else (row.low, row.high)
+            point(panel, at, (row.value, *ends), **style)
     panel.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     panel.set_xticks(sorted(drawn))
     panel.set_xlabel("share of the context kept")
@@ -329,7 +314,7 @@ def quality(rows: pd.DataFrame) -> Figure:
         panels[0][0].set_ylabel("loss of token F1 (share of full cache's)")
         panels[0][0].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         _legend(figure, rows)
-    return _done(figure)
+    return done(figure)
 
 
 def needles(rows: pd.DataFrame, reading: str = "as_described") -> Figure:
@@ -346,7 +331,7 @@ def needles(rows: pd.DataFrame, reading: str = "as_described") -> Figure:
             panel.set_ylim(-0.03, 1.05)
         panels[0][0].set_ylabel("token F1 (0 to 1)")
         _legend(figure, rows, [Line2D([], [], color="black", ls=(0, (4, 2)), label="full cache")])
-    return _done(figure)
+    return done(figure)
 
 
 Pairs = Mapping[str, tuple[Mapping, Mapping]]
@@ -363,7 +348,7 @@ def _differences(panel: Axes, rows: pd.DataFrame, pairs: Pairs, readings: Sequen
             for e in found.values():
                 at = y + (i - (len(both) - 1) / 2) * 0.3
                 filled = reading != "as_described"
-                _point(panel, at, e.triple, "x", filled, color=colour, marker="o")
+                point(panel, at, e.triple, along="x", filled=filled, color=colour, marker="o")
     panel.axvline(0, color="black", lw=0.8)
     panel.set_yticks(range(len(labels)), labels)
     panel.set_ylim(len(labels) - 0.5, -0.5)
@@ -430,4 +415,4 @@ def differences(rows: pd.DataFrame, guard: float = 0.10) -> Figure:
             for n, t in shown
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    return _done(figure)
+    return done(figure)

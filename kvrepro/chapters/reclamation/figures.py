@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from kvrepro.experiment import stats
-from kvrepro.experiment.figure import STYLE, WIDTH
+from kvrepro.experiment.figure import STYLE, WIDTH, done, point
 
 LAYOUTS = {"none": "no compaction", "repack": "repack", "fill": "hole filling", "emptiest": "hole filling, emptiest"}
 COLOURS = {"none": "#5F5F5F", "repack": "#0072B2", "fill": "#D55E00", "emptiest": "#E69F00", "own": "#009E73"}
@@ -33,24 +33,15 @@ WAYS = {"fused attention": "#5F5F5F", "one extra pass": "#009E73", "eager": "#D5
 PERCENT = FuncFormatter(lambda y, _: f"{100 * y:g}%")  # of any size, for logarithmic axes
 
 
-def _done(figure: Figure) -> Figure:
-    """The figure, taken out of pyplot's hands so that a notebook shows it once, as the cell's value."""
-    plt.close(figure)
-    return figure
-
-
 def _mean(values: pd.Series) -> tuple[float, float, float]:
     """Mean and 95% interval over rows; without one where too few."""
     return stats.interval(values).triple
 
 
-def _point(axes: Axes, at: float, values: pd.Series, layout: str, along: str = "y", **style) -> None:
+def _point(axes: Axes, at: float, values: pd.Series, layout: str, **style) -> None:
     """A mean with its interval, in the colour of a layout."""
-    value, low, high = _mean(values)
-    error = [[max(0.0, value - low)], [max(0.0, high - value)]] if np.isfinite(low) else None
-    where = {"x": at, "y": value, "yerr": error} if along == "y" else {"x": value, "y": at, "xerr": error}
-    shape = {"color": COLOURS[layout], "marker": MARKERS[layout], "ls": "none", "elinewidth": 1.1, "markersize": 5}
-    axes.errorbar(**where, **(shape | style))
+    shape: dict[str, Any] = {"color": COLOURS[layout], "marker": MARKERS[layout], "markersize": 5}
+    point(axes, at, _mean(values), **(shape | style))
 
 
 def _keys(layouts: list[str], names: Mapping[str, str] = LAYOUTS, line: bool = False) -> list[Line2D]:
@@ -81,7 +72,7 @@ def toy(layouts: Mapping[str, np.ndarray]) -> Figure:
                             fontsize=9, pad=2)  # fmt: skip
             panel.set(xlim=(-0.2, slots.size + 0.6 * len(slots) - 0.4), ylim=(-0.05, 1.05))
             panel.axis("off")
-    return _done(figure)
+    return done(figure)
 
 
 def chance(sizes: pd.DataFrame, patterns: pd.DataFrame) -> Figure:
@@ -101,8 +92,8 @@ def chance(sizes: pd.DataFrame, patterns: pd.DataFrame) -> Figure:
         names = list(dict.fromkeys(patterns.pattern))
         for y, name in enumerate(names):
             rows = patterns[patterns.pattern == name]
-            _point(right, y, rows.share_plain, "none", "x")
-            _point(right, y, rows.share_repack, "repack", "x", mfc="none")
+            _point(right, y, rows.share_plain, "none", along="x")
+            _point(right, y, rows.share_repack, "repack", along="x", mfc="none")
         right.set_yticks(range(len(names)), names)
         right.invert_yaxis()
         right.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -110,7 +101,7 @@ def chance(sizes: pd.DataFrame, patterns: pd.DataFrame) -> Figure:
         right.set_xlabel("blocks freed")
         handles = _keys(["none", "repack"], LAYOUTS | {"repack": "compacted"})
         figure.legend(handles=handles, loc="outside lower right", ncols=2)
-    return _done(figure)
+    return done(figure)
 
 
 def occupancy(living: pd.DataFrame) -> Figure:
@@ -132,7 +123,7 @@ def occupancy(living: pd.DataFrame) -> Figure:
         bar = figure.colorbar(image, ax=axes, pad=0.09, ticks=[1, size // 2, size])
         bar.set_label("living slots")
         bar.outline.set_visible(False)
-    return _done(figure)
+    return done(figure)
 
 
 def granularity(arising: pd.DataFrame) -> Figure:
@@ -164,7 +155,7 @@ def granularity(arising: pd.DataFrame) -> Figure:
         handles += [Line2D([], [], color="#333333", ls=dashes[p], lw=1.1, label=POLICIES[p]) for p in policies]
         handles += [Line2D([], [], color="black", lw=0.8, ls=(0, (1, 2)), label="as many blocks as tokens")]
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return _done(figure)
+    return done(figure)
 
 
 def published(rows: pd.DataFrame) -> Figure:
@@ -178,9 +169,9 @@ def published(rows: pd.DataFrame) -> Figure:
             panel.axvline(1 - share, color="black", lw=1, ls=(0, (4, 2)))
             for y, name in enumerate(names):
                 mine = rows[(rows.policy == name) & (rows.kept == share)]
-                _point(panel, y, mine.share_plain, "none", "x")
-                _point(panel, y, mine.share_own, "own", "x", mfc="white", markersize=7)
-                _point(panel, y, mine.share_repack, "repack", "x")
+                _point(panel, y, mine.share_plain, "none", along="x")
+                _point(panel, y, mine.share_own, "own", along="x", mfc="white", markersize=7)
+                _point(panel, y, mine.share_repack, "repack", along="x")
             panel.annotate(f"{share:.0%} kept", (0, 1.02), xycoords="axes fraction", fontweight="bold", va="bottom")
             panel.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
             panel.set(xlabel="blocks freed", xlim=(-0.03, 1.0))
@@ -190,7 +181,7 @@ def published(rows: pd.DataFrame) -> Figure:
         handles += [Line2D([], [], color=COLOURS["own"], marker="D", mfc="white", ls="none", label="a table per head"),
                     Line2D([], [], color="black", lw=1, ls=(0, (4, 2)), label="tokens evicted")]  # fmt: skip
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return _done(figure)
+    return done(figure)
 
 
 def copies(arising: pd.DataFrame) -> Figure:
@@ -212,7 +203,7 @@ def copies(arising: pd.DataFrame) -> Figure:
             panel.set_xlabel("tokens kept")
         panels[0][0].set(ylabel="copies per survivor", ylim=(-0.03, 1.05))
         figure.legend(handles=_keys(["repack", "fill", "emptiest"], line=True), loc="outside lower center", ncols=3)
-    return _done(figure)
+    return done(figure)
 
 
 def gauge(trace: pd.DataFrame) -> Figure:
@@ -231,7 +222,7 @@ def gauge(trace: pd.DataFrame) -> Figure:
                           alpha=0.45 if x == "repack" else 1) for x in dict.fromkeys(trace.layout)]  # fmt: skip
         handles += [Line2D([], [], color="black", lw=1, ls=(0, (4, 2)), label=f"budget, {budget} tokens")]
         axes.legend(handles=handles, loc="upper left")
-    return _done(figure)
+    return done(figure)
 
 
 def cadence(means: pd.DataFrame) -> Figure:
@@ -261,7 +252,7 @@ def cadence(means: pd.DataFrame) -> Figure:
         panels[2].yaxis.set_major_formatter(PERCENT)
         panels[2].axhline(0.05, color="black", lw=0.8, ls=(0, (1, 2)))
         figure.legend(handles=_keys(["none", "repack", "fill"], line=True), loc="outside lower center", ncols=3)
-    return _done(figure)
+    return done(figure)
 
 
 def latency(times: pd.DataFrame) -> Figure:
@@ -290,7 +281,7 @@ def latency(times: pd.DataFrame) -> Figure:
         handles = _keys(["none", "repack", "fill"])
         handles += [Line2D([], [], color="#333333", marker="_", ls="none", markersize=7, label="token that waits")]
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return _done(figure)
+    return done(figure)
 
 
 def cost(model: pd.DataFrame) -> Figure:
@@ -316,7 +307,7 @@ def cost(model: pd.DataFrame) -> Figure:
         panels[0][0].yaxis.set_major_formatter(PERCENT)
         panels[0][0].set_ylabel("copies, share of the step")
         figure.legend(handles=_keys(["repack", "fill"], line=True), loc="outside lower center", ncols=2)
-    return _done(figure)
+    return done(figure)
 
 
 def wall(checks: pd.DataFrame) -> Figure:
@@ -339,7 +330,7 @@ def wall(checks: pd.DataFrame) -> Figure:
             Line2D([], [], color=c, lw=6, label=t) for c, t in (("#0072B2", "token 7"), ("#E69F00", "token 300"))
         ]
         figure.legend(handles=handles, loc="outside upper right", ncols=2)
-    return _done(figure)
+    return done(figure)
 
 
 def passes(rows: pd.DataFrame, gpu: pd.DataFrame) -> Figure:
@@ -381,4 +372,4 @@ def passes(rows: pd.DataFrame, gpu: pd.DataFrame) -> Figure:
         if len(gpu):
             handles += [Line2D([], [], color=green, marker="D", mfc="white", lw=1, label="extra pass, GPU")]
         figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    return _done(figure)
+    return done(figure)

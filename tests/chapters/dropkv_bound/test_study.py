@@ -247,8 +247,7 @@ def test_every_claim_has_a_verdict_and_the_columns_of_the_book(study):
     verdicts = frame.set_index("claim").verdict
     assert verdicts["D3h"] == "reproduced"  # a theorem
     assert (verdicts[["D4", "D4b", "D4c", "D4d", "D5"]] == "not testable here").all()  # no answers were generated
-    assert tables.overview(frame).columns.tolist() == ["statement", "paper", "rule", "ours [interval]", "verdict"]
-    assert "<caption>All</caption>" in tables.shown(tables.overview(frame), "All").to_html()
+    assert "<caption>All</caption>" in tables.shown(claims.overview(frame), "All").to_html()
     found = tables.numbers(frame, study)
     assert all(isinstance(value, str) for value in found.values())
     assert found["violations"] == "0"

@@ -27,6 +27,7 @@ Pair = tuple[int, int]  # item, condition
 Found = dict[Pair, Generation | Exception]
 REPEAT = "Repeat the previous context: "  # KVzip's request
 BATCHES = 4  # per job, because the engine batches rows of like shape only, about four shapes to a chapter
+LEAST = 8  # jobs of a study that has so many items, for workers to share
 TRIAL = 8  # tokens generated to estimate the rest
 
 
@@ -268,8 +269,9 @@ class AnswersPlan(Plan):
 
     def jobs(self) -> list[Job]:
         """Blocks of neighbouring items, the same blocks whatever is missing of them."""
-        width = BATCHES * self.settings.batch_rows // len(self.conditions) // self.study.together
-        step = self.study.together * max(1, width)
+        together = self.study.together
+        most = min(BATCHES * self.settings.batch_rows // len(self.conditions), -(-len(self.prompts) // LEAST))
+        step = max(together, most // together * together)
         blocks = (range(first, min(first + step, len(self.prompts))) for first in range(0, len(self.prompts), step))
         return [job for block in blocks if (job := self._job(block)) is not None]
 

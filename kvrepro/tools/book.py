@@ -249,7 +249,7 @@ def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
             except InputError:
                 raise
             except Exception as error:
-                print(f"{name}: further studies depend on these ({type(error).__name__})")
+                print(f"{name}: what follows needs their rows ({type(error).__name__})")
                 return
             if "parameters" in cell.metadata.get("tags", []):
                 space |= parameters

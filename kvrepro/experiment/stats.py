@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy import special
 from scipy import stats as scipy_stats
 
 from kvrepro.errors import InputError
@@ -141,23 +142,28 @@ def contrast(
     counted.
     """
     top, bottom = CONTRASTS[name]
-    whole = frame.dropna()
-    missing = len(frame) - len(whole)
-    if clusters is not None:
-        labels = pd.Series(_labels(clusters, len(frame)), index=frame.index)
-        rows = len(whole)
-        whole = whole.groupby(labels.loc[whole.index].to_numpy()).mean()
-        each *= max(1.0, rows / max(1, len(whole)))
-    if not len(whole):
+    values = frame.to_numpy(float)
+    present = ~np.isnan(values).any(1)
+    missing = int((~present).sum())
+    values = values[present]
+    if clusters is not None and len(values):
+        codes, names = pd.factorize(_labels(clusters, len(frame))[present])
+        each *= len(values) / len(names)
+        values = np.stack([np.bincount(codes, column) for column in values.T], 1) / np.bincount(codes)[:, None]
+    if not len(values):
         return Estimate(math.nan, math.nan, math.nan, 0, missing, level)
-    columns = {str(key): whole[key].to_numpy(float) for key in whole}
-    corners = {}
+    sides = [dict(zip(map(str, frame), values.T, strict=True))]
     if bounds is not None:
-        grid = np.array(list(itertools.product(bounds, repeat=len(columns))), float)
-        corners = dict(zip(columns, grid.T, strict=True))
+        corners = np.array(list(itertools.product(bounds, repeat=values.shape[1])), float)
+        sides.append(dict(zip(map(str, frame), corners.T, strict=True)))
+    parts = [[f(side) for f in (top, bottom) if f is not None] for side in sides]
     make = _mean if bottom is None else _fieller
-    parts = [[f(side) for f in (top, bottom) if f is not None] for side in (columns, corners) if side]
     return make(*parts, half=HALF / each, level=level, missing=missing)
+
+
+def _quantile(level: float, freedom: float) -> float:
+    """Of Student's t, for a two-sided interval."""
+    return float(special.stdtrit(freedom, 0.5 + level / 2))
 
 
 def _moments(
@@ -183,7 +189,7 @@ def _mean(
     if n < MIN_ITEMS or (not corners and np.ptp(x) <= 1e-12 * max(1.0, abs(value))):
         return Estimate(value, math.nan, math.nan, n, missing, level)
     [centre], [[variance]], total = _moments(items, corners, half)
-    reach = float(scipy_stats.t.ppf(0.5 + level / 2, total - 1)) * math.sqrt(variance)
+    reach = _quantile(level, total - 1) * math.sqrt(variance)
     least, most = (min(corners[0]), max(corners[0])) if corners else (-math.inf, math.inf)
     low, high = min(max(centre - reach, least), value), max(min(centre + reach, most), value)
     return Estimate(value, low + 0.0, high + 0.0, n, missing, level, float(x.std(ddof=1)), math.sqrt(variance))
@@ -202,7 +208,7 @@ def _fieller(
     if n < MIN_ITEMS or (not corners and np.ptp(linear) <= 1e-12):
         return Estimate(value, math.nan, math.nan, n, missing, level)
     (a, b), ((aa, ab), (_, bb)), total = _moments(items, corners, half)
-    t2 = scipy_stats.t.ppf(0.5 + level / 2, total - 1) ** 2
+    t2 = _quantile(level, total - 1) ** 2
     square, middle, rest = b * b - t2 * bb, a * b - t2 * ab, a * a - t2 * aa
     sd, error = float(linear.std(ddof=1)), math.sqrt(max(0.0, aa - 2 * value * ab + value**2 * bb)) / abs(bottom)
     if not square > 0:
@@ -233,7 +239,7 @@ def unpaired(
     if not error:
         return Estimate(value, math.nan, math.nan, n, level=level)
     freedom = error**4 / sum(variance**2 / (total - 1) for variance, total in parts)
-    reach = float(scipy_stats.t.ppf(0.5 + level / 2, freedom)) * error
+    reach = _quantile(level, freedom) * error
     centre = float(moments[0][0][0] - moments[1][0][0])
     return Estimate(value, min(centre - reach, value), max(centre + reach, value), n, level=level, error=error)
 
@@ -265,7 +271,7 @@ def spread_of(value: float, drawn: np.ndarray, n: int, level: float = 0.95) -> E
     if n < MIN_ITEMS or 2 * len(drawn) < asked or not math.isfinite(value):
         return Estimate(value, math.nan, math.nan, n, level=level)
     error = float(drawn.std(ddof=1) * math.sqrt(n / (n - 1)))
-    half = float(scipy_stats.t.ppf(0.5 + level / 2, n - 1)) * error
+    half = _quantile(level, n - 1) * error
     return Estimate(value, value - half, value + half, n, level=level, error=error)
 
 

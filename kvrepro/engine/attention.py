@@ -56,11 +56,13 @@ def attend(
     watch: Watch | None = None,
     hide: Tensor | None = None,
     block: int = 256,
+    prompt: bool = False,
 ) -> Tensor:
     """Attention over tokens that lie in several tensors: `[batch, queries, heads, dim]`.
 
     A query sees the tokens at or before its position, in a sliding layer the last `sliding` of them; `hide` [batch,
     kv_heads, group, queries, tokens] hides more. Probabilities are float32 and exist for `block` queries at a time.
+    prompt: the tokens are the queries themselves, in order, in one part: later ones are left out of a block's tokens.
     """
     batch, heads, m, dim = query.shape
     kv_heads = parts[0][0].shape[1]
@@ -75,12 +77,16 @@ def attend(
     for a in range(0, m, block):
         b = min(a + block, m)
         flat = q[:, :, :, a:b].reshape(batch, kv_heads, -1, dim)
-        scores = torch.cat([flat @ keys.transpose(2, 3) for keys, _, _ in parts], -1).mul_(scaling)
+        here, where = parts, positions
+        if prompt:
+            here, where = [(keys[:, :, :b], values[:, :, :b], at) for keys, values, at in parts], positions[..., :b]
+        products = [flat @ keys.transpose(2, 3) for keys, _, _ in here]
+        scores = (products[0] if len(products) == 1 else torch.cat(products, -1)).mul_(scaling)
         scores = scores.view(batch, kv_heads, group, b - a, -1)
         at = query_positions[:, None, a:b, None]
-        seen = (positions[:, :, None] >= 0) & (positions[:, :, None] <= at)
+        seen = (where[:, :, None] >= 0) & (where[:, :, None] <= at)
         if sliding is not None:
-            seen &= positions[:, :, None] > at - sliding
+            seen &= where[:, :, None] > at - sliding
         lowest = torch.finfo(scores.dtype).min
         scores.masked_fill_(~seen[:, :, None], lowest)
         if hide is not None:
@@ -88,8 +94,8 @@ def attend(
         p = torch.softmax(scores, -1, dtype=torch.float32)
         if watch is not None:
             watch(p, slice(a, b))
-        weights = p.to(query.dtype).flatten(2, 3).split([values.shape[2] for _, values, _ in parts], -1)
-        result = sum(w @ values for w, (_, values, _) in zip(weights, parts, strict=True))
+        weights = p.to(query.dtype).flatten(2, 3).split([values.shape[2] for _, values, _ in here], -1)
+        result = sum(w @ values for w, (_, values, _) in zip(weights, here, strict=True))
         out[:, :, :, a:b] = result.view(batch, kv_heads, group, b - a, dim)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, m, heads, dim)
 

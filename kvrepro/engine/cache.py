@@ -221,6 +221,30 @@ class RaggedLayer:
         self.sums = {n: s[stay] for n, s in self.sums.items()}
         self.offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
+    def chosen(self, keep: Callable[[Tensor], Mask]) -> tuple[Tensor, Tensor, Tensor]:
+        """(source, positions, offsets) of the tokens that `keep`, given positions [batch, kv_heads, tokens], chooses;
+        source counts through the flat part and on through the tail. Other layers with the same tokens share it."""
+        index, used = self.index(), self.tail
+        tail = torch.arange(self.shape[0] * self.shape[1] * used, device=index.device).view(*self.shape, used)
+        where = [self._positions(self.positions, index)]
+        if used:
+            where.append(self.tail_positions[:, None].expand(-1, self.shape[1], -1).to(index.device))
+        positions = torch.cat(where, 2)
+        mask = keep(positions) & (positions >= 0)
+        source = torch.cat([index, len(self.positions) + tail], 2)[mask]
+        lengths = mask.sum(-1).flatten()
+        return source, positions[mask].int(), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+    def keep(self, source: Tensor, positions: Tensor, offsets: Tensor) -> None:
+        """Keep what `chosen` chose of this layer, or of one with the same tokens in the same places; no sums."""
+        if self.tail:
+            used = slice(0, self.tail)
+            self.keys = torch.cat([_dense(self.keys), self.tail_keys[:, :, used].flatten(0, 2)])
+            self.values = torch.cat([_dense(self.values), self.tail_values[:, :, used].flatten(0, 2)])
+            self.tail_keys = self.tail_values = self.tail_positions = self.tail_sums = None
+        self.keys, self.values = _dense(self.keys)[source], _dense(self.values)[source]
+        self.positions, self.offsets = positions, offsets
+
     def slide(self, oldest: RowInts) -> None:
         """Forget the tokens before each row's `oldest` position: a sliding layer never sees them again. Settles."""
         bits = self.keys.bits if isinstance(self.keys, Packed) else None

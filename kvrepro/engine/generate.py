@@ -85,7 +85,8 @@ def generate(
                 for rows in read(call, members, columns):
                     for row in range(len(rows)):
                         kind = batch_kind(call, rows, row)
-                        waiting.setdefault(kind, []).append(_quantised(rows.take([row])))
+                        one = rows if len(rows) == 1 else rows.take([row])
+                        waiting.setdefault(kind, []).append(_quantised(one))
                         if len(waiting[kind]) >= batch_rows or rows.conditions[row].bits is not None:
                             run(kind)
         for kind in waiting:

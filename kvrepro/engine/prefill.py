@@ -57,7 +57,8 @@ class Prefill:
             out, log_sums, sums = _attend_triton(query, key, value, scaling, wanted)
         elif self.padded or sums or beyond or self.signals:
             watch = self._watch(query, key, sums, positions)
-            out = attend(query, positions, [(key, value, positions[:, None])], scaling, sliding, watch)
+            part = (key, value, positions[:, None])
+            out = attend(query, positions, [part], scaling, sliding, watch, prompt=not self.padded)
         else:
             out = attend_prompt(query, key, value, scaling)
 
@@ -99,7 +100,7 @@ class Prefill:
         self.signals.open(query, key)
 
         def watch(p: Tensor, queries: slice) -> None:
-            self.signals.see(p, positions[:, queries] >= 0)
+            self.signals.see(p, positions[:, queries] >= 0 if self.padded else None)
             if add is not None:
                 add(p, queries)
 
@@ -213,11 +214,25 @@ class Prefill:
         first = job.first_step
         signals = self.signals.signals(job.reduction, self.prompt.positions, width, first > 0, job.draws)
         job.signals = evict_shared(job, signals, 0) if first == 0 else signals
+        place = None
+        if first == 0 and not self.padded and job.condition.execution == "physical":
+            place = _alike(job.signals.held.any(1))
         for layer, pending in job.pending.items():
-            self._store(
-                job, layer, pending.observation, job.signals.held_at(pending.observation.positions, by_any=True)
-            )
+            o = pending.observation
+            if place is None:
+                self._store(job, layer, o, job.signals.held_at(o.positions, by_any=True))
+            else:
+                index = place[:, None].expand(-1, o.keys.shape[1], -1).to(o.keys.device)
+                job.layers[layer] = RaggedLayer.at(o.keys, o.values, o.positions, index, {})
         job.pending.clear()
+
+
+def _alike(held: Tensor) -> Tensor | None:
+    """Places of the tokens that rows hold, int64 [batch, kept], where all rows hold equally many."""
+    counts = held.sum(1)
+    if bool((counts != counts[0]).any()):
+        return None
+    return held.nonzero()[:, 1].view(len(held), -1)
 
 
 class _Watch:
@@ -229,19 +244,20 @@ class _Watch:
 
     def __call__(self, p: Tensor, queries: slice) -> None:
         there = (self.positions[:, queries] >= 0)[:, None, None, :, None]
+        n = p.shape[-1]  # later tokens may be left out
         if "mass" in self.sums:
-            self.sums["mass"] += (p * there).mean(2).sum(2)
+            self.sums["mass"][..., :n] += (p * there).mean(2).sum(2)
         for name in SPAN_SUMS & self.sums.keys():
             of = self.marked[name].to(p.device).gather(1, self.positions.clamp(min=0))
-            asked, of = of[:, None, None, queries, None], of[:, None, None, None, :]
+            asked, of = of[:, None, None, queries, None], of[:, None, None, None, :n]
             same = (asked == of) | (asked < 0) | (of < 0)  # what lies in no span sees all, and is seen by all
-            self.sums[name] += (p * (there & same)).mean(2).sum(2)
+            self.sums[name][..., :n] += (p * (there & same)).mean(2).sum(2)
         if "low" in self.sums:
             at = self.positions[:, queries]
             late = (at > self.last[:, None] - LOW_QUERIES)[:, None, None, :, None]
-            sees = self.positions[:, None, None, None, :] <= at[:, None, None, :, None]
+            sees = self.positions[:, None, None, None, :n] <= at[:, None, None, :, None]
             low = (p < 1.0 / (at + 1).clamp(min=1)[:, None, None, :, None]) & late & there & sees
-            self.sums["low"] += low.float().sum((2, 3))  # whole numbers: ties stay ties, whatever the batch
+            self.sums["low"][..., :n] += low.float().sum((2, 3))  # whole numbers: ties stay ties, whatever the batch
 
 
 def _attend_triton(

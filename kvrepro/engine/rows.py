@@ -186,7 +186,13 @@ def evict_rows_shared(rows: Rows, step: int, isolate: Isolate = False) -> Tensor
 def keep_held(rows: Rows) -> None:
     """Evict from every layer what no head holds any longer: a token stays in memory while one head may look at it."""
     masked = rows.jobs[0].condition.execution == "masked"
-    for stored in rows.cache.ragged.values():
+    layers = list(rows.cache.ragged.values())
+    if not masked and len({stored.offsets.device for stored in layers}) == 1:
+        kept = layers[0].chosen(lambda positions: rows.signals.held_at(positions, by_any=True))
+        for stored in layers:  # all layers hold the same tokens in the same places
+            stored.keep(*kept)
+        return
+    for stored in layers:
         shown = stored.shown()
         stored.evict(
             (shown.positions >= 0) & rows.signals.held_at(shown.positions, by_any=True), shown.index, masked=masked

@@ -41,17 +41,23 @@ class PromptSignals:
         """Begin a layer."""
         batch, kv_heads, tokens, _ = key.shape
         zeros = query.new_zeros(batch, kv_heads, query.shape[1] // kv_heads, tokens, dtype=torch.float32)
-        self.layers.append({"max": zeros, "sum": zeros.clone(), "last": zeros, "group": zeros[:, :, 0].clone()})
+        self.layers.append({"max": zeros, "sum": zeros.clone(), "last": zeros.clone(), "group": zeros[:, :, 0].clone()})
 
-    def see(self, p: Tensor, there: Tensor) -> None:
-        """Probabilities [batch, kv_heads, group, queries, tokens] of a block of queries; `there` [batch, queries]."""
-        p, seen = p * there[:, None, None, :, None], self.layers[-1]
-        seen["max"] = torch.maximum(seen["max"], p.amax(3))
+    def see(self, p: Tensor, there: Tensor | None) -> None:
+        """Probabilities [batch, kv_heads, group, queries, tokens or the first of them] of a block of queries; `there`
+        [batch, queries] says which are real, None: all."""
+        p, seen, n = p if there is None else p * there[:, None, None, :, None], self.layers[-1], p.shape[-1]
+
+        def larger(name: str, x: Tensor) -> None:
+            part = seen[name][..., :n]
+            torch.maximum(part, x, out=part)
+
+        larger("max", p.amax(3))
         if self.means:
-            seen["sum"] += p.sum(3)
-            seen["last"] = p[:, :, :, -1]
+            seen["sum"][..., :n] += p.sum(3)
+            seen["last"].zero_()[..., :n] = p[:, :, :, -1]
         if self.groups:
-            seen["group"] = torch.maximum(seen["group"], p.mean(2).amax(2))
+            larger("group", p.mean(2).amax(2))
 
     def signals(self, r: Reduction, positions: TokenInts, width: int, waits: bool, draws: list[Random]) -> "Signals":
         """The state of every row after its prompt: each token entered, and was used, at step 0.

@@ -120,7 +120,9 @@ def write(frame: pd.DataFrame, path: Path | str) -> Path:
     """The table as CSV, at `<results>/<chapter>/claims.csv`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    frame.to_csv(path, index=False, float_format="%.6g")
+    aside = path.with_name(f"{path.name}.tmp")
+    frame.to_csv(aside, index=False, float_format="%.6g")
+    aside.replace(path)
     return path
 
 

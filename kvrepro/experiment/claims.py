@@ -178,9 +178,8 @@ def text_of(values: Sequence[float], unit: str = "F1") -> str:
     after = "" if unit == "F1" else f" {unit}"
     if value == low == high and float(value).is_integer():  # counted, not estimated
         return f"{value:g}{after}"
-    small = (
-        unit not in ("F1", "%") and 0 < np.nanmax(np.abs([value, low, high])) < 5e-4
-    )  # zeros would hide rounding errors
+    rounding = 0 < np.nanmax(np.abs([value, low, high])) < 5e-4  # zeros would hide such errors
+    small = rounding and unit not in ("F1", "%")
     form = ".1g" if small else ".1f" if unit == "%" else ".3f"
     if pd.isna(low):
         return f"{value:{form}} [no interval]{after}"
@@ -198,10 +197,12 @@ def shown(row: Any, with_unit: bool = False) -> str:
 
 
 def _needed(row: Any) -> str:
-    """How many items would decide an open member."""
+    """How many items would decide the open members."""
     if pd.isna(row.needed):
         return ""
-    return f"about {row.needed:,.0f} items would decide" if row.needed <= 100_000 else "more items would hardly decide"
+    if row.needed > 100_000:  # a value at the threshold
+        return "more items would hardly decide what is open"
+    return f"about {row.needed:,.0f} items would decide what is open"
 
 
 def beside(frame: pd.DataFrame, *topics: str) -> str:

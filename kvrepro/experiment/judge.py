@@ -271,13 +271,13 @@ def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequenc
     frames = [m.what.data.dropna() if isinstance(m.what, Sample) else None for m in members]
     ps = [math.nan] * len(judged)
     if test == "sign":
-        ps = [stats.sign_test([j.ours.value for j in judged], [0.0] * len(judged)).p] * len(judged)
+        ps = [stats.sign_test([j.ours.value for j in judged], [0.0] * len(judged))] * len(judged)
     elif any(f is None for f in frames):
         raise InputError(f"claim {claim['id']}: test {test} needs paired columns a and b in every member")
     elif test == "wilcoxon_holm":
-        ps = stats.holm([stats.wilcoxon(f.a, f.b).p for f in frames if f is not None])
+        ps = stats.holm([stats.wilcoxon(f.a, f.b) for f in frames if f is not None])
     elif test == "tost":
-        ps = [stats.tost(f.a, f.b, margin, bounds=UNIT).p for f in frames if f is not None]
+        ps = [stats.tost(f.a, f.b, margin, bounds=UNIT) for f in frames if f is not None]
     else:
         raise InputError(f"claim {claim['id']}: unknown test {test!r}: known are {', '.join(filter(None, TESTS))}")
     return [replace(j, p=p, state=_heard(kind, j, p)) for j, p in zip(judged, ps, strict=True)]

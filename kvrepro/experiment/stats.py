@@ -86,24 +86,6 @@ class Estimate:
         return float(math.ceil((spread + math.sqrt(spread**2 + 4 * g**2 * corners)) / (2 * g**2)))
 
 
-@dataclass(frozen=True)
-class Test:
-    """A statistic with its p-value over n pairs, `used` of them in the test (tied pairs may be dropped)."""
-
-    statistic: float
-    p: float
-    n: int
-    used: int
-    missing: int = 0
-
-    def __format__(self, spec: str) -> str:
-        p = "p < 0.0001" if self.p < 1e-4 else f"p = {self.p:{spec or '.4f'}}"
-        return f"{p} (n = {self.n})" + (f" ({self.missing} missing)" if self.missing else "")
-
-    __str__ = __repr__ = lambda self: format(self)
-    __test__ = False  # the name is statistics', pytest need not collect it
-
-
 # ---------------------------------------------------------------- intervals
 
 
@@ -290,50 +272,44 @@ def grouped(
 # ---------------------------------------------------------------- tests
 
 
-def wilcoxon(a: Sequence[float], b: Sequence[float]) -> Test:
-    """Two-sided Wilcoxon signed-rank test on the nonzero differences (zeros dropped, Wilcoxon's own handling).
+def wilcoxon(a: Sequence[float], b: Sequence[float]) -> float:
+    """p of the two-sided Wilcoxon signed-rank test on the nonzero differences (zeros dropped, Wilcoxon's own handling).
 
     Exact p up to 50 untied differences, else scipy's choice (permutation or normal approximation with tie correction).
     No nonzero difference gives p = 1. Differences below 1e-9 are rounding and count as zero.
     """
-    d, missing = _differences(a, b)
+    d = _differences(a, b)
     nonzero = d[d != 0]
     if not nonzero.size:
-        return Test(0.0, 1.0, d.size, 0, missing)
-    result = scipy_stats.wilcoxon(nonzero, zero_method="wilcox", alternative="two-sided")
-    return Test(float(result.statistic), float(result.pvalue), d.size, nonzero.size, missing)
+        return 1.0
+    return float(scipy_stats.wilcoxon(nonzero, zero_method="wilcox", alternative="two-sided").pvalue)
 
 
-def sign_test(a: Sequence[float], b: Sequence[float]) -> Test:
-    """Two-sided exact sign test: statistic = number of untied pairs with a > b; no untied pair gives p = 1."""
-    d, missing = _differences(a, b)
-    wins, losses = int((d > 0).sum()), int((d < 0).sum())
-    p = float(scipy_stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
-    return Test(float(wins), p, d.size, wins + losses, missing)
+def sign_test(a: Sequence[float], b: Sequence[float]) -> float:
+    """p of the two-sided exact sign test; no untied pair gives p = 1."""
+    d = _differences(a, b)
+    wins, untied = int((d > 0).sum()), int((d != 0).sum())
+    return float(scipy_stats.binomtest(wins, untied).pvalue) if untied else 1.0
 
 
 def tost(
     a: Sequence[float], b: Sequence[float], margin: float = 0.02, *, bounds: tuple[float, float] | None = None
-) -> Test:
-    """Paired equivalence test of |mean(a - b)| < margin; a small p says equivalent. The larger of both one-sided p.
+) -> float:
+    """p of the paired equivalence test of |mean(a - b)| < margin: the larger one-sided p; small says equivalent.
 
     With the mean and the standard error of the module's rule: without bounds the paired t tests, where differences
-    without spread decide by their mean alone (p = 0 or 1). Fewer than two pairs give p = nan. Source: Schuirmann 1987.
+    without spread decide by their mean alone (p = 0 or 1). Fewer than two pairs give nan. Source: Schuirmann 1987.
     """
     if margin <= 0:
         raise InputError(f"margin is {margin}: give a positive difference that still counts as equal")
-    x, y = _pair(a, b)
-    d, missing = _differences(x, y)
+    d = _differences(a, b)
     if d.size < 2:
-        return Test(math.nan, math.nan, d.size, d.size, missing)
-    low, high = bounds or (0.0, 0.0)
-    corners = [np.array([low - high, 0.0, 0.0, high - low])] if bounds else []
-    [mean], [[variance]], total = _moments([d], corners)
+        return math.nan
+    reach = bounds[1] - bounds[0] if bounds else 0.0
+    [mean], [[variance]], total = _moments([d], [np.array([-reach, 0.0, 0.0, reach])] if bounds else [])
     if variance <= 1e-30:
-        inside = abs(mean) < margin
-        return Test(math.inf if inside else -math.inf, 0.0 if inside else 1.0, d.size, d.size, missing)
-    t = (margin - abs(mean)) / math.sqrt(variance)
-    return Test(float(t), float(scipy_stats.t.sf(t, total - 1)), d.size, d.size, missing)
+        return 0.0 if abs(mean) < margin else 1.0
+    return float(scipy_stats.t.sf((margin - abs(mean)) / math.sqrt(variance), total - 1))
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -358,17 +334,12 @@ def _labels(clusters: Sequence[Any], n: int) -> np.ndarray:
     return labels
 
 
-def _pair(a: Sequence[float], b: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def _differences(a: Sequence[float], b: Sequence[float]) -> np.ndarray:
+    """Of the pairs that have both, rounding errors as zero."""
     x, y = _vector(a), _vector(b)
     if x.size != y.size:
         raise InputError(
             f"{x.size} values against {y.size}: a paired comparison needs the same items in the same order"
         )
-    return x, y
-
-
-def _differences(a: Sequence[float], b: Sequence[float]) -> tuple[np.ndarray, int]:
-    x, y = _pair(a, b)
-    d = x - y
-    present = d[~np.isnan(d)]
-    return np.where(np.abs(present) < 1e-9, 0.0, present), int(d.size - present.size)
+    d = (x - y)[~np.isnan(x - y)]
+    return np.where(np.abs(d) < 1e-9, 0.0, d)

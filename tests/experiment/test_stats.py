@@ -71,8 +71,8 @@ def test_paired_tests_are_antisymmetric(pairs):
     assert there.value == pytest.approx(-back.value, abs=1e-12)
     assert (there.low, there.high) == pytest.approx((-back.high, -back.low), abs=1e-9)
     for test in (stats.wilcoxon, stats.sign_test, stats.tost):
-        assert test(a, b).p == pytest.approx(test(b, a).p)
-        assert 0 <= test(a, b).p <= 1
+        assert test(a, b) == pytest.approx(test(b, a))
+        assert 0 <= test(a, b) <= 1
 
 
 def test_a_ratio_has_fiellers_interval():
@@ -140,48 +140,46 @@ def test_few_values_have_no_interval_and_say_so():
 def test_estimates_print_with_their_interval():
     assert str(stats.Estimate(0.28149, 0.2431, 0.3204, 162)) == "0.281 [0.243, 0.320]"
     assert f"{stats.Estimate(0.28149, 0.2431, 0.3204, 162, missing=2):.2f}" == "0.28 [0.24, 0.32] (2 missing)"
-    assert str(stats.Test(3.0, 1e-9, 162, 80)) == "p < 0.0001 (n = 162)"
 
 
 def test_missing_values_are_dropped_in_pairs_and_counted():
     a, b = [1.0, math.nan, 0.5, 0.25], [0.5, 0.5, math.nan, 0.5]
     difference = stats.contrast(pd.DataFrame({"a": a, "b": b}), "difference")
     assert (difference.value, difference.n, difference.missing) == (0.125, 2, 2)
-    assert stats.wilcoxon(a, b).missing == stats.sign_test(a, b).missing == stats.tost(a, b).missing == 2
+    for test in (stats.wilcoxon, stats.sign_test, stats.tost):
+        assert test(a, b) == pytest.approx(test([1.0, 0.25], [0.5, 0.5]))
 
 
 def test_wilcoxon_exact_closed_form():
     # all 5 differences positive and distinct: the two-sided exact p is 2 / 2**5
-    test = stats.wilcoxon([1, 2, 3, 4, 5], [0, 0, 0, 0, 0])
-    assert test.p == pytest.approx(2 / 32)
-    assert stats.wilcoxon([1, 2, 3, 4, 5, 7], [0, 0, 0, 0, 0, 7]).p == test.p  # a tie is dropped
-    assert stats.wilcoxon([1, 2, 3, 4, 5, 7], [0, 0, 0, 0, 0, 7]).used == 5
+    p = stats.wilcoxon([1, 2, 3, 4, 5], [0, 0, 0, 0, 0])
+    assert p == pytest.approx(2 / 32)
+    assert stats.wilcoxon([1, 2, 3, 4, 5, 7], [0, 0, 0, 0, 0, 7]) == p  # a tie is dropped
 
 
 def test_all_equal_inputs_give_p_one():
     same = [0.1, 0.2, 0.3]
-    assert stats.wilcoxon(same, same).p == 1.0
-    assert stats.wilcoxon([0.1 + 0.2], [0.3]).used == 0  # rounding is no difference
-    assert stats.sign_test(same, same).p == 1.0
-    assert stats.tost(same, same).p == 0.0
-    assert stats.tost([0.2, 0.3], [0.1, 0.2]).p == 1.0
+    assert stats.wilcoxon(same, same) == 1.0
+    assert stats.wilcoxon([0.1 + 0.2], [0.3]) == 1.0  # rounding is no difference
+    assert stats.sign_test(same, same) == 1.0
+    assert stats.tost(same, same) == 0.0
+    assert stats.tost([0.2, 0.3], [0.1, 0.2]) == 1.0
 
 
 def test_sign_test_closed_form():
-    test = stats.sign_test([1] * 9 + [0, 5], [0] * 9 + [1, 5])  # 9 wins, 1 loss, 1 tie
-    assert (test.statistic, test.used, test.n) == (9, 10, 11)
-    assert test.p == pytest.approx(2 * (1 + 10) / 2**10)
+    p = stats.sign_test([1] * 9 + [0, 5], [0] * 9 + [1, 5])  # 9 wins, 1 loss, 1 tie
+    assert p == pytest.approx(2 * (1 + 10) / 2**10)
 
 
 def test_tost_is_two_one_sided_t_tests():
     d = np.random.default_rng(4).normal(0.005, 0.04, 60)
     se = d.std(ddof=1) / math.sqrt(60)
     p = max(scipy_stats.t.sf((d.mean() + 0.02) / se, 59), scipy_stats.t.cdf((d.mean() - 0.02) / se, 59))
-    assert stats.tost(d, np.zeros(60)).p == pytest.approx(p)
-    assert stats.tost(d, np.zeros(60), margin=0.1).p < 1e-6
-    assert math.isnan(stats.tost([0.1], [0.1]).p)
+    assert stats.tost(d, np.zeros(60)) == pytest.approx(p)
+    assert stats.tost(d, np.zeros(60), margin=0.1) < 1e-6
+    assert math.isnan(stats.tost([0.1], [0.1]))
     same = np.full(20, 0.4)  # twenty ties of scores do not show equivalence within 0.02, two hundred do
-    assert stats.tost(same, same, 0.02, bounds=(0, 1)).p > 0.05 > stats.tost([0.4] * 200, [0.4] * 200, bounds=(0, 1)).p
+    assert stats.tost(same, same, 0.02, bounds=(0, 1)) > 0.05 > stats.tost([0.4] * 200, [0.4] * 200, bounds=(0, 1))
 
 
 def test_holm_closed_form():

@@ -348,7 +348,7 @@ def convergence(results: pd.DataFrame, protect_frac: float = 0.10, margin: float
                 ).dropna()
                 for one in policies
             ]
-            adjusted = stats.holm([stats.wilcoxon(frame.a, frame.b).p for frame in frames])
+            adjusted = stats.holm([stats.wilcoxon(frame.a, frame.b) for frame in frames])
             panel.axvspan(-margin, margin, color="#CFE8CF", lw=0, zorder=0)
             panel.axvline(0, color="black", lw=0.8)
             for y, (policy, frame, p) in enumerate(zip(policies, frames, adjusted, strict=True)):
@@ -359,7 +359,7 @@ def convergence(results: pd.DataFrame, protect_frac: float = 0.10, margin: float
                 panel.plot(
                     [inner.low, inner.high], [y, y], color=COLOURS[policy], lw=3, alpha=0.45, solid_capstyle="butt"
                 )
-                equivalent = stats.tost(frame.a, frame.b, margin, bounds=UNIT).p < 0.05
+                equivalent = stats.tost(frame.a, frame.b, margin, bounds=UNIT) < 0.05
                 text = f"p {'< 0.001' if p < 0.001 else f'= {p:.3f}'}{', equivalent' if equivalent else ''}"
                 panel.annotate(
                     text,

@@ -1,0 +1,195 @@
+"""How often the 95% intervals of `kvrepro.experiment.stats` cover the truth, beside the rules that were not chosen.
+
+Populations are like the project's data: F1 per item (many zeros and ones, the rest in between), paired differences of
+them, ratios of their means, and medians of clustered values. Writes data/coverage.csv: a row per quantity, population,
+n and rule.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import typer
+from scipy import stats as scipy_stats
+
+from kvrepro.experiment import stats
+from kvrepro.experiment.stats import UNIT
+from kvrepro.paths import DATA
+
+SIZES = (6, 8, 12, 20, 48, 100, 200)
+PARTIAL = np.array([0.2, 0.29, 0.33, 0.4, 0.5, 0.57, 0.67, 0.8])  # token F1 of answers that are partly right
+Draw = Callable[[np.random.Generator, int], pd.DataFrame]  # a sample of n items
+Ends = tuple[float, float]
+
+
+# ---------------------------------------------------------------- populations
+
+
+def scores(zeros: float, ones: float) -> Draw:
+    """Column a: a share of zeros, of the rest a share of ones, else partly right."""
+
+    def draw(rng: np.random.Generator, n: int) -> pd.DataFrame:
+        right = np.where(rng.random(n) < ones, 1.0, rng.choice(PARTIAL, n))
+        return pd.DataFrame({"a": np.where(rng.random(n) < zeros, 0.0, right)})
+
+    return draw
+
+
+def pairs(ties: float, wins: float) -> Draw:
+    """Columns a and b: F1 of two conditions with a share of ties, of the rest a share where a is better."""
+
+    def draw(rng: np.random.Generator, n: int) -> pd.DataFrame:
+        low, gap = scores(0.6, 0.3)(rng, n).a, rng.choice([0.2, 0.33, 0.5, 1.0], n)
+        high = np.minimum(1.0, low + gap)
+        tied, won = rng.random(n) < ties, rng.random(n) < wins
+        return pd.DataFrame({"a": np.where(tied, low, np.where(won, high, low)),
+                             "b": np.where(tied, low, np.where(won, low, high))})  # fmt: skip
+
+    return draw
+
+
+def shares(zeros: float, ceiling: float) -> Draw:
+    """Columns a and full: F1 of a condition and of the full cache."""
+
+    def draw(rng: np.random.Generator, n: int) -> pd.DataFrame:
+        full = scores(1 - ceiling, 0.9)(rng, n).a
+        return pd.DataFrame({"a": full * scores(zeros, 0.6)(rng, n).a, "full": full})
+
+    return draw
+
+
+def clusters(rows: int) -> Draw:
+    """Column x: ratios above 1 with a long tail, `rows` to a prompt, prompts alike within."""
+
+    def draw(rng: np.random.Generator, n: int) -> pd.DataFrame:
+        shift = np.repeat(rng.normal(0, 0.4, n), rows)
+        values = 1 + np.exp(-3 + shift + 1.2 * rng.normal(size=n * rows))
+        return pd.DataFrame({"x": values, "prompt": np.repeat(np.arange(n), rows)})
+
+    return draw
+
+
+POPULATIONS: dict[str, dict[str, Draw]] = {
+    "mean": {f"{z:.0%} zeros, {o:.0%} of the rest ones": scores(z, o)
+             for z, o in itertools.product((0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95), (0.0, 0.5, 1.0))},
+    "difference": {f"{t:.0%} ties, {w:.0%} of the rest wins": pairs(t, w)
+                   for t, w in itertools.product((0.0, 0.5, 0.75, 0.9), (0.5, 0.75, 1.0))},
+    "share_of_ceiling": {f"{z:.0%} zeros, ceiling {c:.0%}": shares(z, c)
+                         for z, c in itertools.product((0.1, 0.5, 0.8), (0.6, 0.95))},
+    "median": {f"{rows} rows to a prompt": clusters(rows) for rows in (4, 24)},
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- rules
+
+
+def _differences(f: pd.DataFrame) -> np.ndarray:
+    a = f["a"].to_numpy()
+    return a - f["b"].to_numpy() if "b" in f else a
+
+
+def chosen(quantity: str, f: pd.DataFrame) -> Ends:
+    if quantity == "median":
+        e = stats.resampled(f[["x"]], lambda v: float(np.median(v)), f.prompt)
+    else:
+        e = stats.contrast(f, quantity, bounds=UNIT)
+    return e.low, e.high
+
+
+def student(quantity: str, f: pd.DataFrame) -> Ends:
+    x = _differences(f)
+    half = scipy_stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x))
+    return x.mean() - half, x.mean() + half
+
+
+def _resampled(method: str) -> Callable[[str, pd.DataFrame], Ends]:
+    def rule(quantity: str, f: pd.DataFrame) -> Ends:
+        x = _differences(f)
+        if not np.ptp(x):
+            return x[0], x[0]
+        found = scipy_stats.bootstrap(
+            (x,), np.mean, n_resamples=500, method=method, vectorized=True, rng=np.random.default_rng(1)
+        )
+        return found.confidence_interval.low, found.confidence_interval.high
+
+    return rule
+
+
+def studentised(quantity: str, f: pd.DataFrame) -> Ends:
+    x, n = _differences(f), len(f)
+    drawn = x[np.random.default_rng(1).integers(0, n, (500, n))]
+    error = drawn.std(1, ddof=1) / np.sqrt(n)
+    t = (drawn.mean(1) - x.mean())[error > 0] / error[error > 0]
+    if not len(t):
+        return x[0], x[0]
+    low, high = np.quantile(t, [0.975, 0.025]) * x.std(ddof=1) / np.sqrt(n)
+    return x.mean() - low, x.mean() - high
+
+
+RULES: dict[str, Callable[[str, pd.DataFrame], Ends]] = {
+    "chosen": chosen,
+    "Student's t": student,
+    "percentile": _resampled("percentile"),
+    "BCa": _resampled("BCa"),
+    "studentised": studentised,
+}
+
+
+# ---------------------------------------------------------------- simulation
+
+
+def truth(quantity: str, draw: Draw, seed: int = 0) -> float:
+    """The population's own value, from many items."""
+    f = draw(np.random.default_rng(seed), 200_000)
+    if quantity == "median":
+        return float(f.x.median())
+    return float(f.a.mean() / f.full.mean()) if quantity == "share_of_ceiling" else float(_differences(f).mean())
+
+
+def cells(quantities: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, str, int]]:
+    for quantity, n in itertools.product(quantities, sizes):
+        for name in POPULATIONS[quantity]:
+            yield quantity, name, n
+
+
+def cover(quantity: str, name: str, n: int, rules: Sequence[str], repeats: int, seed: int = 0) -> pd.DataFrame:
+    """Of one cell: the share of repeats whose interval covers the truth, and its mean width; a row per rule."""
+    draw, rng = POPULATIONS[quantity][name], np.random.default_rng([seed, n])
+    value = truth(quantity, draw)
+    samples = [draw(rng, n) for _ in range(repeats)]
+    rows = []
+    for rule in rules:
+        ends = np.array([RULES[rule](quantity, f) for f in samples])
+        inside = (ends[:, 0] <= value + 1e-9) & (value - 1e-9 <= ends[:, 1])
+        rows.append((quantity, name, n, rule, inside.mean(), np.diff(ends, axis=1).mean(), repeats))
+    return pd.DataFrame(rows, columns=["quantity", "population", "n", "rule", "coverage", "width", "repeats"])
+
+
+def table(sizes: Sequence[int] = SIZES, repeats: int = 2000, peers: int = 300) -> pd.DataFrame:
+    """All cells. peers: repeats of the rules that resample, which are slow; medians take a tenth of `repeats`."""
+    parts = []
+    for quantity, name, n in cells(list(POPULATIONS), sizes):
+        if quantity == "median" and n > 48:
+            continue
+        parts.append(cover(quantity, name, n, ["chosen"], repeats // 10 if quantity == "median" else repeats))
+        if quantity in ("mean", "difference"):
+            parts.append(cover(quantity, name, n, ["Student's t"], repeats))
+            if n in (6, 12, 48):
+                parts.append(cover(quantity, name, n, ["percentile", "BCa", "studentised"], peers))
+    return pd.concat(parts, ignore_index=True)
+
+
+def main(out: Path = DATA / "coverage.csv", repeats: int = 2000, peers: int = 300) -> None:
+    """Simulate, write the table, and print each rule's coverage by quantity and n."""
+    found = table(repeats=repeats, peers=peers)
+    found.to_csv(out, index=False, float_format="%.4g")
+    shown = found.groupby(["quantity", "rule", "n"]).coverage.agg(["min", "mean", "max"]).round(3)
+    typer.echo(shown.to_string())
+
+
+if __name__ == "__main__":
+    typer.run(main)

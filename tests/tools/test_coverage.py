@@ -1,0 +1,34 @@
+"""The interval rule covers what it says, on a few seeded cells."""
+
+import pandas as pd
+import pytest
+
+from kvrepro.paths import DATA
+from kvrepro.tools import coverage
+
+
+@pytest.mark.parametrize(
+    ("quantity", "population", "n"),
+    [
+        ("mean", "50% zeros, 50% of the rest ones", 20),
+        ("mean", "25% zeros, 100% of the rest ones", 48),
+        ("difference", "50% ties, 75% of the rest wins", 48),
+        ("share_of_ceiling", "50% zeros, ceiling 95%", 48),
+    ],
+)
+def test_the_chosen_rule_covers(quantity, population, n):
+    [share] = coverage.cover(quantity, population, n, ["chosen"], 400).coverage
+    assert 0.925 <= share <= 0.985  # 93 to 97%, and what 400 repeats leave open
+
+
+def test_six_items_are_covered_where_percentiles_are_not():
+    found = coverage.cover("mean", "90% zeros, 50% of the rest ones", 6, ["chosen", "percentile"], 200)
+    by = found.set_index("rule").coverage
+    assert by["chosen"] > 0.93 > 0.9 > by["percentile"]
+
+
+def test_the_shipped_table_has_every_cell():
+    shipped = pd.read_csv(DATA / "coverage.csv")
+    mine = shipped[shipped.rule == "chosen"]
+    wanted = {cell for cell in coverage.cells(list(coverage.POPULATIONS), coverage.SIZES) if cell[0] != "median"}
+    assert wanted <= set(mine[["quantity", "population", "n"]].itertuples(index=False, name=None))

@@ -17,9 +17,9 @@
 Chosen by coverage alone: `python -m kvrepro.tools.coverage` writes data/coverage.csv, means and differences with many
 zeros and ones. At n = 6, 12, 48 coverage is 3 points from 95% on average (Student's t alone 14, BCa 18, percentiles
 19, studentised resampling 22). From n = 100 on nine cells of ten lie within 93 to 97%; at n = 6 to 12 most lie above,
-up to 100%, and one of eleven below. It does not reach where nearly all items are alike: n zeros of n end near 1.4 / n, the
-exact limit is 3.7 / n, and what one item in ten has, or fewer, is covered in 86% of samples at worst; nor where few
-scores are all 0 or 1 (83% for six items). Medians of few clusters are covered in 91 to 98%.
+up to 100%, and one of eleven below. It does not reach where nearly all items are alike: n zeros of n end near 1.4 /
+n, the exact limit is 3.7 / n, and what one item in ten has, or fewer, is covered in 86% of samples at worst; nor
+where few scores are all 0 or 1 (83% for six items). Medians of few clusters are covered in 91 to 98%.
 
 Missing values (failed items) are dropped, pairwise where columns are compared, and counted in `missing`.
 """

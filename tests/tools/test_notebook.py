@@ -63,7 +63,7 @@ def test_no_result_is_typed_into_the_prose(notebook):
 def test_every_glued_number_is_computed():
     chapter = nbformat.read(ROOT / "notebooks" / "protection.ipynb", as_version=4)
     wanted = set(re.findall(r"\{glue:\w+\}`([^`:]+)", "\n".join(cell.source for cell in chapter.cells)))
-    results = synthetic.results(n_items=8, readings=("as_run",))
+    results = synthetic.results(n_items=80, readings=("as_run",))
     found = members.numbers(members.evaluate(results), results)
     assert wanted <= set(found)
     assert {found[f"P1-{reading}-verdict"] for reading in claims.READINGS} == {"reproduced", "not run"}

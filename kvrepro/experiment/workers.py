@@ -43,7 +43,7 @@ class Pool:
     kept: ClassVar["Pool | None"] = None
 
     def __init__(self, loaded: Loaded | None, count: int):
-        self.loaded, self.count = loaded, count
+        self.loaded, self.count, self.used = loaded, count, count
         self.processes: list[subprocess.Popen[bytes]] = []
 
     @classmethod
@@ -56,6 +56,7 @@ class Pool:
             if kept is not None:
                 kept.close()
             cls.kept = cls(loaded, count)
+        cls.kept.used = count
         return cls.kept
 
     @staticmethod
@@ -115,7 +116,7 @@ class Pool:
                     results.put((i, ended))
                     return
 
-        for process in self.processes:
+        for process in self.processes[: self.used]:
             threading.Thread(target=serve, args=(process,), daemon=True).start()
         for _ in jobs:
             i, result = results.get()

@@ -131,7 +131,7 @@ def scratch(
     """
     if tokens < 256:
         raise InputError(f"tokens {tokens}: at least 256, half of which holds every policy's window")
-    freeing = [name for name, policy in CATALOGUE.items() if policy.frees]
+    freeing = [name for name, policy in CATALOGUE.items() if policy.frees and not policy.shared]
     asked = [name.strip() for name in policies.split(",")] if policies else freeing
     if unknown := [name for name in asked if name not in freeing]:
         raise InputError(f"no scorer of an evicting policy called {unknown[0]!r}: choose from {', '.join(freeing)}")

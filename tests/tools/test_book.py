@@ -144,7 +144,10 @@ def test_a_chapter_ends_with_the_build(root):
     notebook.cells[1].source = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
     nbformat.write(notebook, source)
     code = f"import kvrepro.tools.book as b, pathlib; b.watched('first', {{}}, False, pathlib.Path({str(root)!r}))"
-    build = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    build = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a run in the background ignores it
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while not (root / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -175,7 +175,7 @@ def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
     notebook.cells[1].source = "import os\nprint(os.environ['KVREPRO_DRY_RUN'], size)  # models.load("
     notebook.cells.append(nbformat.v4.new_code_cell("1 / 0"))
     nbformat.write(notebook, source)
-    monkeypatch.delenv("KVREPRO_DRY_RUN", raising=False)
+    monkeypatch.setenv("KVREPRO_DRY_RUN", "")  # and unset again afterwards
     book.rehearse("first", {"size": 9}, root)
     assert capsys.readouterr().out == "1 9\n"
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,10 +111,25 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     papermill.execute_notebook(source, partial, parameters, kernel_name="python3", cwd=root, extra_arguments=quiet,
                                progress_bar=False)  # fmt: skip
     notebook = nbformat.read(partial, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = joined(cell.outputs)
     notebook.metadata["kvrepro"] = {"inputs": inputs, "claims": _hash(claims)}
     nbformat.write(notebook, partial)
     partial.replace(done)
     return True
+
+
+def joined(outputs: Sequence[Any]) -> list[Any]:
+    """A cell's outputs, with what was printed in a row as one block."""
+    found: list[Any] = []
+    for output in outputs:
+        before = found[-1] if found else None
+        if before is not None and output.output_type == before.output_type == "stream" and output.name == before.name:
+            before.text += output.text
+        else:
+            found.append(output)
+    return found
 
 
 def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, Any]]:

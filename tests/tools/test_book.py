@@ -235,3 +235,12 @@ def test_the_claims_page_shows_every_claim_once_with_both_readings(tmp_path):
     assert "| as run | as described |" in text
     assert frame.model.iloc[0] in text
     assert "nan" not in text
+
+
+def test_lines_printed_in_a_row_are_one_block():
+    def printed(text, name="stdout"):
+        return nbformat.v4.new_output("stream", name=name, text=text)
+
+    figure = nbformat.v4.new_output("display_data", data={"text/plain": "figure"})
+    found = book.joined([printed("a\n"), printed("b\n"), printed("c\n", "stderr"), figure, printed("d\n")])
+    assert [output.get("text") for output in found] == ["a\nb\n", "c\n", None, "d\n"]

@@ -66,11 +66,10 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
             rows.signals = rows.signals.enter(step)
             if due:
                 rows.calls = rows.calls + evict_rows_shared(rows, step, call.isolate)
-        if rows.failed:
-            yield from ((rows.tags[row], error) for row, error in rows.failed.items())
-            rows, picked = _without(rows, _marked(rows, rows.failed), picked)
-            if rows is None:
-                return
+        yield from _failed(rows)
+        rows, picked = _without_failed(rows, picked)
+        if rows is None:
+            return
         now = time.perf_counter()
         seconds, began = seconds + (now - began) / len(rows), now
         if step == call.max_new_tokens:
@@ -79,11 +78,10 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
         _forward(call, rows, picked[-1], step, window, pages, due)
         if due and rows.signals is None:
             rows.calls = rows.calls + evict_rows(call.facts, rows, rows.budgets, call.scalings, call.isolate)
-            if rows.failed:
-                yield from ((rows.tags[row], error) for row, error in rows.failed.items())
-                rows, picked = _without(rows, _marked(rows, rows.failed), picked)
-                if rows is None:
-                    return
+            yield from _failed(rows)
+            rows, picked = _without_failed(rows, picked)
+            if rows is None:
+                return
         if c.bits is not None:
             for layer in rows.cache.ragged.values():
                 layer.quantise(c.bits)
@@ -132,8 +130,12 @@ def _read_rest(call: Call, rows: Rows, window: int) -> None:
         call.notes[tag] = call.notes[tag] | {"prefill_seconds": call.notes[tag]["prefill_seconds"] + seconds}
 
 
-def _marked(rows: Rows, which: Collection[int]) -> Tensor:
-    return torch.tensor([row in which for row in range(len(rows))], device=rows.logits.device)
+def _without_failed(rows: Rows, picked: list[Tensor]) -> tuple[Rows | None, list[Tensor]]:
+    """The rows whose policy raised nothing at the last eviction, and their tokens."""
+    if not rows.failed:
+        return rows, picked
+    gone = torch.tensor([row in rows.failed for row in range(len(rows))], device=rows.logits.device)
+    return _without(rows, gone, picked)
 
 
 def _without(rows: Rows, gone: Tensor, picked: list[Tensor]) -> tuple[Rows | None, list[Tensor]]:
@@ -142,6 +144,11 @@ def _without(rows: Rows, gone: Tensor, picked: list[Tensor]) -> tuple[Rows | Non
     if not alive:
         return None, []
     return rows.take(alive), list(torch.stack(picked, 1)[~gone].unbind(1))
+
+
+def _failed(rows: Rows) -> Answers:
+    """Rows whose policy raised something at the last eviction."""
+    yield from ((rows.tags[row], error) for row, error in rows.failed.items())
 
 
 def _broken(call: Call, rows: Rows, broken: Tensor, step: int) -> Answers:

@@ -108,13 +108,12 @@ def kept_by_all_layers(signals: Signals, row: int) -> dict[str, Any]:
 # ---- evicting again
 
 
-Isolate = bool  # False: what a policy raises is raised; True: it costs the rows that it concerns
-
-
 def evict_rows(
-    facts: ModelFacts, rows: Rows, budgets: Sequence[int], scalings: dict[int, float], isolate: Isolate = False
+    facts: ModelFacts, rows: Rows, budgets: Sequence[int], scalings: dict[int, float], isolate: bool = False
 ) -> Tensor:
-    """Evict from rows, each down to its budget, those of one kind together; `rows.failed` has what failed.
+    """Evict from rows, each down to its budget, those of one kind together.
+
+    isolate: what a policy raises costs the rows that it concerns, and stands in `rows.failed`; otherwise it is raised.
 
     Returns which rows lost tokens, bool [batch]. A row that has seen no more than its budget loses none.
     """
@@ -164,7 +163,7 @@ def evict_rows(
     return lost
 
 
-def evict_rows_shared(rows: Rows, step: int, isolate: Isolate = False) -> Tensor:
+def evict_rows_shared(rows: Rows, step: int, isolate: bool = False) -> Tensor:
     """`SharedCap`: the same by `rows.signals`, before the step's forward pass. The newest token may be among the lost
     before any layer has stored it: whoever attends next hides it, and drops it afterwards (`keep_held`)."""
     before = rows.signals.evicted
@@ -212,7 +211,7 @@ def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[t
     return found
 
 
-def _attempt(rows: Rows, members: Sequence[int], decide: Callable[[], None], isolate: Isolate) -> None:
+def _attempt(rows: Rows, members: Sequence[int], decide: Callable[[], None], isolate: bool) -> None:
     """Run `decide`; what it raises costs these rows, unless it is to be raised."""
     if any(row in rows.failed for row in members):
         return

@@ -7,7 +7,8 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from kvrepro.errors import InputError
 
@@ -65,6 +66,31 @@ def ensure(kind: object, whose: str = "", **named: object) -> None:
         if not holds(kind, value):
             unknown = "unknown " if _words(_plain(kind)) else ""
             raise InputError(f"{unknown}{name} {value!r}{f' for {whose}' if whose else ''}: {said(kind)}")
+
+
+def ensure_all(hint: object, **named: object) -> None:
+    """`ensure` for a type hint that may be a choice (`int | None`, a Literal) or a list, and then for each element."""
+    for name, value in named.items():
+        if value is None and type(None) in get_args(hint):
+            continue
+        lists = [one for one in (hint, *get_args(hint)) if get_origin(one) in (list, tuple)]
+        if lists:
+            if not isinstance(value, list | tuple):
+                raise InputError(f"{name} {value!r}: give a list")
+            for one in value:
+                ensure_all(get_args(lists[0])[0], **{name: one})
+        else:
+            ensure(_choices(hint), **{name: value})
+
+
+def _choices(hint: object) -> object:
+    """A hint as `holds` takes it."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        parts = [None if one is type(None) else _choices(one) for one in get_args(hint)]
+        return tuple(word for part in parts for word in (part if isinstance(part, tuple) else (part,)))
+    return hint
 
 
 def said(kind: object) -> str:

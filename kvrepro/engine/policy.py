@@ -1,6 +1,5 @@
 """A policy is data. `python -m kvrepro.engine.policy` lists the catalogue; `evict` says how one is applied."""
 
-import hashlib
 import inspect
 import math
 import re
@@ -165,15 +164,36 @@ def call(function: Callable[..., Any], *arguments: object, parameters: Parameter
     return function(*arguments, **{k: v for k, v in parameters.items() if k in names})
 
 
-def find(name: str) -> Policy:
-    """The catalogue's policy of that name, or a reader's own, named as `path/to/file.py:NAME`.
+OWN: dict[str, Policy] = {}  # policies that a notebook defines, by name
 
-    Raises InputError for a name that neither has.
+
+def own(name: str, policy: Policy) -> str:
+    """Make a policy known to every study of this process under a name, which it returns; defining it again replaces it.
+
+    Raises InputError for a name of the catalogue.
     """
     from kvrepro.engine.catalogue import CATALOGUE
 
-    if name in CATALOGUE:
-        return CATALOGUE[name]
+    if name in CATALOGUE or name == "full":
+        raise InputError(f"policy {name!r} is one of the catalogue's: give your own another name")
+    OWN[name] = policy
+    return name
+
+
+def is_own(name: str) -> bool:
+    """Is it a reader's own policy, and none of the catalogue's?"""
+    return name in OWN or ":" in name
+
+
+def find(name: str) -> Policy:
+    """The catalogue's policy of that name, or a reader's own: one of `OWN`, or `path/to/file.py:NAME`.
+
+    Raises InputError for a name that none has.
+    """
+    from kvrepro.engine.catalogue import CATALOGUE
+
+    if name in OWN or name in CATALOGUE:
+        return OWN[name] if name in OWN else CATALOGUE[name]
     path, colon, attribute = name.rpartition(":")
     if "credit" in name and not colon:
         raise InputError(f"{name} learns from prompt to prompt: run python -m kvrepro.chapters.protection.credit")
@@ -194,21 +214,6 @@ def find(name: str) -> Policy:
     return found
 
 
-def source_of(c: Condition) -> str:
-    """What decides beside the engine's code: a reader's own policy, as a file or typed into a notebook, and files that
-    its parameters name, gates for instance; "" where there is nothing of the kind."""
-    from kvrepro.engine.catalogue import CATALOGUE
-
-    if c.policy == "full":
-        return ""
-    policy, found = find(c.policy), ""
-    if c.policy in CATALOGUE and not policy.score.__module__.startswith("kvrepro."):
-        found = inspect.getsource(policy.score) + repr((policy.parameters, policy.as_run))
-    values = policy.reading(c.reading, c.switches).values()
-    named = [c.policy.rpartition(":")[0], *(value for value in values if isinstance(value, str))]
-    return found + "".join(_digest(file, file.stat().st_mtime_ns) for file in map(_file, named) if file)
-
-
 @cache
 def _run(file: Path, beside: tuple[Any, ...]) -> dict[str, Any]:
     """What a file defines. It may import its neighbours: its folder is on the path while it runs, and what it imports
@@ -223,11 +228,6 @@ def _run(file: Path, beside: tuple[Any, ...]) -> dict[str, Any]:
         for name in set(sys.modules) - known:
             if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == file.parent:
                 del sys.modules[name]
-
-
-@cache
-def _digest(file: Path, changed: int) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _file(path: str) -> Path | None:

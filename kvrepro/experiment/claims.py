@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import yaml
+from IPython.display import Markdown
 
+from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
 from kvrepro.paths import DATA
 
 READINGS = ("as_run", "as_described")
+LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
 VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", "not testable here")
 COLUMNS = [
     "claim", "statement", "paper", "ours", "low", "high", "test", "p", "verdict", "reading", "model", "profile", "rule",
@@ -139,7 +142,7 @@ def summary(frame: pd.DataFrame) -> str:
     member is decided in one reading only.
     """
     lines = []
-    names = {"as_run": "As run", "as_described": "As described", "any": "Without regard to the reading"}
+    names = {"as_run": "Authors' code", "as_described": "Authors' text", "any": "Either"}
     for reading, group in frame.groupby("reading", sort=False):
         ids = {one: ", ".join(group[group.verdict == one].claim) for one in VERDICTS}
         parts = [f"*{one}*: {listed}" for one, listed in ids.items() if listed]
@@ -162,7 +165,7 @@ def summary(frame: pd.DataFrame) -> str:
 def _both(group: pd.DataFrame) -> str:
     """One claim, and what each reading says of it."""
     by = {row.reading: row.verdict for row in group.itertuples()}
-    said = f"*{by['as_run']}* as run, *{by['as_described']}* as described"
+    said = f"*{by['as_run']}* with the authors' code, *{by['as_described']}* with their text"
     if by["as_run"] == by["as_described"]:
         said = f"*{by['as_run']}* in both, but for other members"
     text = group.statement.iloc[0].rstrip(".")
@@ -217,7 +220,7 @@ def beside(frame: pd.DataFrame, *topics: str) -> str:
             p = "" if pd.isna(row.p) else f"{row.test}, p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
             why = [shown(row, with_unit=True), row.decided_by, row.members, p, _needed(row)]
             why = why if shown(row) else [row.note]
-            name = {"any": "here"}.get(row.reading, str(row.reading).replace("_", " "))
+            name = {"any": "here"}.get(row.reading, LABELS.get(row.reading))
             lines.append(
                 f"    - {name}: *{row.verdict}*. " + "; ".join(one for one in why if isinstance(one, str) and one)
             )
@@ -234,32 +237,34 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
         if set(frame.reading) == {"any"}:
             row["here"] = by["any"]
         else:
-            row |= {name.replace("_", " "): by.get(name, by.get("any", "not run")) for name in READINGS}
+            row |= {LABELS[name]: by.get(name, by.get("any", "not run")) for name in READINGS}
             row["reading decides"] = first.depends_on_reading
         rows.append(row)
     return pd.DataFrame(rows).set_index("claim")
 
 
-def quoted(frame: pd.DataFrame) -> dict[str, str]:
-    """What the prose may quote of each claim, as text: `<claim>-<reading>` (value, interval) and `...-verdict`, and
-    without a reading where a claim has none; `claims` and `decided-by-reading` count."""
-    found = {
-        "claims": str(frame.claim.nunique()),
-        "decided-by-reading": str(frame[frame.depends_on_reading == "yes"].claim.nunique()),
-    }
-    for claim, group in frame.groupby("claim", sort=False):
-        by = {row.reading: row for row in group.itertuples()}
-        for reading in (*READINGS, "any"):
-            row = by.get(reading, by.get("any"))
-            name = str(claim) if reading == "any" else f"{claim}-{reading}"
-            found[name] = "no value" if row is None else shown(row, with_unit=True) or "no value"
-            found[f"{name}-verdict"] = "not run" if row is None else row.verdict
-    return found
+def of_own(book: Mapping[str, Any], own: Sequence[str]) -> list[dict[str, Any]]:
+    """Claims about policies in general, those over one of the book's `sets`, asked of each of a reader's own policies.
+
+    Its id is the claim's with the policy's title: `P4 Mine`. Claims that name their policies are about these alone.
+    """
+    general = [c for c in book["claims"] if isinstance(dict(c.get("over") or {}).get("policy"), str)]
+    return [
+        claim | {"id": f"{claim['id']} {find(name).title}", "over": {**claim["over"], "policy": [name]}}
+        for name in own for claim in general
+    ]  # fmt: skip
 
 
-def glue(numbers: Mapping[str, object]) -> None:
-    """Hand numbers to the prose (MyST's `{glue:text}`), each under its name."""
-    from myst_nb import glue as myst_glue
+def verdict(frame: pd.DataFrame, claim: str, reading: str = "") -> str:
+    """One claim's verdict for the prose, with its value: `*reproduced* (0.281 [0.243, 0.320])`; or `*not run*`."""
+    rows = frame[(frame.claim == claim) & (frame.reading.isin([reading, "any"]) | (not reading))]
+    if rows.empty:
+        return "*not run*"
+    row = next(rows.itertuples())
+    value = shown(row, with_unit=True)
+    return f"*{row.verdict}*" + (f" ({value})" if value else "")
 
-    for name, value in numbers.items():
-        myst_glue(name, value, display=False)
+
+def findings(*sentences: str) -> Markdown:
+    """What a chapter found: the box at its top."""
+    return Markdown("\n".join([":::{admonition} What we found", ":class: tip", *(f"- {s}" for s in sentences), ":::"]))

@@ -1,51 +1,34 @@
-"""What all figures share: the book's width, one colour and marker per policy, a style, a point with its interval."""
+"""Figures that all chapters share: estimates with their intervals, and how a policy looks.
+
+A figure takes a table with the columns value, low, high (`stats.means`, `stats.contrasts`) and the names of those that
+say where a point stands, how it looks and in which panel. Everything else is seaborn and matplotlib.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
-WIDTH = 7.2  # inches
-NAMES = {
-    "lru": "LRU",
-    "h2o": "H2O",
-    "snapkv": "SnapKV",
-    "streaming_llm": "StreamingLLM",
-    "ada_kv": "Ada-KV",
-    "quest": "QUEST",
-    "random": "Random",
-    "h2o_faithful": "H2O faithful",
-    "snapkv_faithful": "SnapKV faithful",
-    "ada_kv_faithful": "Ada-KV faithful",
-    "quest_faithful": "QUEST faithful",
-    "full": "full cache",
-}
-COLOURS = {
-    "lru": "#0072B2",
-    "h2o": "#D55E00",
-    "snapkv": "#009E73",
-    "streaming_llm": "#CC79A7",
-    "ada_kv": "#E69F00",
-    "quest": "#56B4E9",
-    "random": "#5F5F5F",
-    "h2o_faithful": "#D55E00",
-    "snapkv_faithful": "#009E73",
-    "ada_kv_faithful": "#E69F00",
-    "quest_faithful": "#56B4E9",
-    "full": "#000000",
-}
-MARKERS = {"lru": "o", "h2o": "s", "snapkv": "D", "streaming_llm": "^", "ada_kv": "v", "quest": "P", "random": "X"}
-for looks in (NAMES, COLOURS, MARKERS):  # the protection paper's simplified methods look like those they stand for
-    looks |= {f"{name}_simple": looks[name] for name in ("h2o", "snapkv", "ada_kv", "quest")}
-    looks |= {"slw": looks["streaming_llm"], "random_sample": looks["random"]}
-MARKERS |= {f"{name}_faithful": MARKERS[name] for name in ("h2o", "snapkv", "ada_kv", "quest")}
-READINGS = {"as_run": "as run", "as_described": "as described"}
+from kvrepro.engine.policy import find
+from kvrepro.errors import InputError
+from kvrepro.experiment.claims import LABELS
+
+WIDTH = 7.2  # inches: the book's column
+DASHED = (0, (4, 2))
 STYLE = {
     "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -61,29 +44,228 @@ STYLE = {
 }
 
 
-def point(
-    axes: Axes,
-    x: float,
-    y: tuple[float, float, float],
+class Look(NamedTuple):
+    """Name, colour and marker: the same in every figure of the book."""
+
+    name: str
+    colour: str
+    marker: str
+
+
+LOOKS = {  # after Okabe and Ito's palette; a method, its simplified and its faithful form look alike
+    "full": Look("full cache", "#000000", "_"),
+    "lru": Look("LRU", "#0072B2", "o"),
+    "h2o": Look("H2O", "#D55E00", "s"),
+    "snapkv": Look("SnapKV", "#009E73", "D"),
+    "streaming_llm": Look("StreamingLLM", "#CC79A7", "^"),
+    "ada_kv": Look("Ada-KV", "#E69F00", "v"),
+    "quest": Look("QUEST", "#56B4E9", "P"),
+    "random": Look("Random", "#5F5F5F", "X"),
+    "defensive_kv": Look("DefensiveKV", "#1F4E9E", "o"),
+    "layer_defensive_kv": Look("Layer-DefensiveKV", "#B22222", "s"),
+    "critical_ada_kv": Look("CriticalKV", "#8C8C8C", "d"),
+    "cake": Look("CAKE", "#56B4E9", "h"),
+    "duo_attention": Look("DuoAttention", "#8B6F47", "p"),
+    "k_norm": Look("K-norm", "#8C564B", "<"),
+    "tova": Look("TOVA", "#7B4FA3", "P"),
+    "dropkv": Look("DropKV", "#00A3A3", "X"),
+    "andpro": Look("AnDPro", "#A0A000", "p"),
+}
+ALIKE = {"slw": "streaming_llm", "random_sample": "random"}
+OTHERS = sns.color_palette("husl", 12).as_hex()
+SHAPES = "<>hp8*dH"
+
+
+def look(value: object) -> Look:
+    """Of a policy, by its name; of a reading; or of any other value, which gets a colour by its text."""
+    name = str(value)
+    base = ALIKE.get(name, name.removesuffix("_simple").removesuffix("_faithful"))
+    known = LOOKS.get(base)
+    if known is not None:
+        return known._replace(name=f"{known.name} faithful" if name.endswith("_faithful") else known.name)
+    try:
+        title = find(name).title
+    except InputError:
+        title = LABELS.get(name, name.replace("_", " "))
+    code = sum(map(ord, name))
+    return Look(title, OTHERS[code % len(OTHERS)], SHAPES[code % len(SHAPES)])
+
+
+def looks(values: Iterable[object]) -> dict[Any, Look]:
+    """Of several values, each with a colour of its own: policies as everywhere, the rest in the palette's order."""
+    found, used = {}, set()
+    for value in dict.fromkeys(values):
+        one = look(value)
+        if one.colour in used:
+            free = [colour for colour in (*(known.colour for known in LOOKS.values()), *OTHERS) if colour not in used]
+            one = one._replace(colour=free[1] if free[0] == "#000000" else free[0])
+        used.add(one.colour)
+        found[value] = one
+    return found
+
+
+def estimates(
+    table: pd.DataFrame,
+    x: str,
+    y: str,
     *,
-    policy: str = "lru",
-    filled: bool = True,
-    along: str = "y",
-    **style: Any,
+    colour: str | None = None,
+    fill: str | None = None,
+    panel: str | None = None,
+    row: str | None = None,
+    line: bool = False,
+    band: bool = False,
+    reference: pd.DataFrame | None = None,
+    labels: Mapping[str, str] | None = None,
+    height: float = 3.4,
+    percent: bool = False,
+    log: str = "",
+    **share: Any,
+) -> Figure:
+    """Points with their 95% intervals; one of x and y is "value", the other a column of places, numbers or names.
+
+    colour: a column of policies or other names. fill: a column of True (filled) and False (hollow). panel, row: columns
+    that facet. line: join points along the places (then numbers stand where they are). band: shade the interval.
+    reference: estimates of what all is compared with, drawn dashed, by `panel` and `row` where it has them. labels:
+    names of columns, and of `True` and `False` in the legend. height: inches, of one row. log: "x", "y" or "xy".
+    share: `sharex`, `sharey` of the panels. Raises InputError for a table without rows or without these columns.
+    """
+    missing = {name for name in (x, y, colour, fill, panel, row) if name} | {"value", "low", "high"}
+    missing -= set(table)
+    if missing or table.empty:
+        raise InputError(f"nothing to draw: {len(table)} rows, without column {', '.join(sorted(missing)) or '-'}")
+    labels = {"value": "token F1", "policy": "", "protected": ""} | dict(labels or {})
+    places = list(dict.fromkeys(table[x if y == "value" else y]))
+    numeric = line and all(isinstance(place, int | float | np.number) for place in places)
+    series = list(
+        dict.fromkeys(zip(*(table[name] if name else [None] * len(table) for name in (colour, fill)), strict=True))
+    )
+    shown = looks(who for who, _ in series) if colour else {None: Look("", "#0072B2", "o")}
+    upright = y == "value"
+    with plt.rc_context(STYLE):
+        columns = table[panel].nunique() if panel else 1
+        grid = sns.FacetGrid(table, col=panel, row=row, height=height, aspect=WIDTH / columns / height, **share)
+        for (i, j, _), part in grid.facet_data():
+            axes = grid.facet_axis(i, j)
+            for n, (who, filled) in enumerate(series):
+                mine = part[(part[colour] == who) if colour else part.value.notna()]
+                mine = mine[mine[fill] == filled] if fill else mine
+                shift = 0.0 if numeric else (n - (len(series) - 1) / 2) * min(0.11, 0.8 / len(series))
+                at = [place if numeric else places.index(place) + shift for place in mine[x if upright else y]]
+                _points(
+                    axes, at, mine, shown[who], upright, filled is not False and bool(filled or not fill), line, band
+                )
+            _reference(axes, reference, part, panel, row, upright)
+            _places(axes, places, numeric, upright, labels)
+            axes.set_title(" · ".join(look(part[name].iloc[0]).name for name in (row, panel) if name))
+            for direction in log:
+                getattr(axes, f"set_{direction}scale")("log")
+            if percent:
+                (axes.yaxis if upright else axes.xaxis).set_major_formatter(lambda v, _: f"{100 * v:g}%")
+        for axes in grid.axes[-1]:
+            axes.set_xlabel(labels.get(x, x.replace("_", " ")))
+        for axes in grid.axes[:, 0]:
+            axes.set_ylabel(labels.get(y, y.replace("_", " ")))
+        _legend(grid.figure, shown if colour else {}, fill, labels, reference is not None, line)
+    return done(grid.figure)
+
+
+def _points(
+    axes: Axes,
+    at: Sequence[float],
+    points: pd.DataFrame,
+    look: Look,
+    upright: bool,
+    filled: bool,
+    line: bool,
+    band: bool,
 ) -> None:
-    """One estimate with its interval (value, low, high), along either axis."""
-    value, low, high = y
-    colour = style.pop("color", COLOURS[policy])
-    error = [[max(0.0, value - low)], [max(0.0, high - value)]] if np.isfinite(low) else None
-    where = {"x": x, "y": value, "yerr": error} if along == "y" else {"x": value, "y": x, "xerr": error}
-    shape = {
-        "marker": MARKERS.get(policy, "o"),
-        "color": colour,
-        "mfc": colour if filled else "white",
-        "elinewidth": 1.1,
-        "ls": "none",
-    }
-    axes.errorbar(**where, **(shape | style))
+    value, low, high = (points[name].to_numpy(float) for name in ("value", "low", "high"))
+    low, high = np.where(np.isnan(low), value, low), np.where(np.isnan(high), value, high)
+    error = np.stack([np.maximum(0, value - low), np.maximum(0, high - value)])
+    style = {"color": look.colour, "marker": look.marker, "mfc": look.colour if filled else "white", "elinewidth": 1.1}
+    style |= {"ls": ("-" if filled else ":") if line else "none", "lw": 1.2}
+    if band:
+        axes.plot(at, value, **{name: style[name] for name in ("color", "marker", "mfc", "ls", "lw")})
+        axes.fill_between(at, low, high, color=look.colour, alpha=0.15, lw=0)
+    elif upright:
+        axes.errorbar(at, value, yerr=error, **style)
+    else:
+        axes.errorbar(value, at, xerr=error, **style)
+
+
+def _reference(
+    axes: Axes, reference: pd.DataFrame | None, part: pd.DataFrame, panel: str | None, row: str | None, upright: bool
+) -> None:
+    if reference is None:
+        return
+    for name in (panel, row):
+        if name in reference:
+            reference = reference[reference[name] == part[name].iloc[0]]
+    for _, one in reference.iterrows():
+        line, span = (axes.axhline, axes.axhspan) if upright else (axes.axvline, axes.axvspan)
+        line(one.value, color="black", lw=1, ls=DASHED, zorder=1)
+        if pd.notna(one.low):
+            span(one.low, one.high, color="#BDBDBD", alpha=0.45, lw=0, zorder=0)
+
+
+def _places(axes: Axes, places: Sequence[Any], numeric: bool, upright: bool, labels: Mapping[str, str]) -> None:
+    if numeric:
+        return
+    names = [f"{place:g}" if isinstance(place, float) else labels.get(str(place), look(place).name) for place in places]
+    (axes.set_xticks if upright else axes.set_yticks)(range(len(places)), names)
+    axes.grid(axis="x" if upright else "y", visible=False)
+    if not upright and not axes.yaxis_inverted():
+        axes.set_ylim(len(places) - 0.5, -0.5)
+
+
+def _legend(
+    figure: Figure, shown: Mapping[Any, Look], fill: str | None, labels: Mapping[str, str], reference: bool, line: bool
+) -> None:
+    ls = "-" if line else "none"
+    handles: list[Any] = [
+        Line2D([], [], color=c, marker=m, ls=ls, label=labels.get(name, name)) for name, c, m in shown.values()
+    ]
+    if fill:
+        names = [labels.get(str(value), f"{'' if value else 'not '}{fill}") for value in (True, False)]
+        handles.append(Line2D([], [], color="#333333", marker="o", ls="none", label=names[0]))
+        handles.append(Line2D([], [], color="#333333", marker="o", mfc="white", ls="none", label=names[1]))
+    if reference:
+        handles.append(Line2D([], [], color="black", lw=1, ls=DASHED, label=labels.get("reference", "full cache")))
+    if len(handles) > 1:
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), columnspacing=1.2)
+
+
+def heat(
+    table: pd.DataFrame, x: str, y: str, value: str = "value", *, panel: str | None = None, form: str = ".2f",
+    height: float = 3.2, labels: Mapping[str, str] | None = None, **style: Any,
+) -> Figure:  # fmt: skip
+    """A heat map of one column over two others, a panel per value of a third; cells without a value stay blank."""
+    groups = list(table.groupby(panel, sort=False)) if panel else [("", table)]
+    labels = dict(labels or {})
+    limits = {"vmin": table[value].min(), "vmax": table[value].max(), "cmap": "crest"} | style
+    with plt.rc_context(STYLE | {"axes.grid": False}):
+        figure, panels = plt.subplots(1, len(groups), figsize=(WIDTH, height), sharey=True, squeeze=False)
+        for axes, (name, part) in zip(panels[0], groups, strict=True):
+            wide = part.pivot_table(index=y, columns=x, values=value, sort=False, observed=True)
+            wide = wide.rename(index=lambda v: look(v).name if isinstance(v, str) else v)
+            sns.heatmap(
+                wide, ax=axes, annot=True, fmt=form, annot_kws={"size": 7.5}, cbar=False, linewidths=0.5, **limits
+            )
+            axes.set(title=look(name).name if panel else "", xlabel=labels.get(x, x.replace("_", " ")), ylabel="")
+    return done(figure)
+
+
+def panels(count: int, height: float = 3.4, **given: Any) -> tuple[Figure, Sequence[Axes]]:
+    """A figure in the book's style with so many panels side by side, for what is drawn by hand."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, count, figsize=(WIDTH, height), squeeze=False, **given)
+    return done(figure), list(axes[0])
+
+
+def patch(colour: str, label: str, **style: Any) -> Patch:
+    """A legend's patch."""
+    return Patch(color=colour, label=label, **style)
 
 
 def done(figure: Figure) -> Figure:

@@ -28,7 +28,7 @@ from kvrepro.paths import ROOT
 Name = tuple[str, str]  # module, and a name that it binds
 FOLDERS = {"kvrepro": ROOT / "kvrepro", "kvrepro_kernels": ROOT / "kernels" / "kvrepro_kernels"}
 # Each row's own policy counts. A name "" is all of a module, or of a package.
-UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE")})
+UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE"), ("kvrepro.engine.policy", "OWN")})
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 

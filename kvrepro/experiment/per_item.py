@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import find
+from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError
 from kvrepro.experiment import fingerprint, store
 from kvrepro.experiment.answers import policy_of
@@ -39,7 +39,7 @@ def policies_in(parameters: Any) -> list[Any]:
     if isinstance(parameters, Condition):
         return [policy_of(parameters)]
     if isinstance(parameters, str):
-        return [fingerprint.describe(find(parameters))] if parameters in CATALOGUE or ".py:" in parameters else []
+        return [fingerprint.describe(find(parameters))] if parameters in CATALOGUE or is_own(parameters) else []
     parts = parameters.values() if isinstance(parameters, Mapping) else parameters
     return [one for part in parts for one in policies_in(part)] if isinstance(parts, Iterable) else []
 

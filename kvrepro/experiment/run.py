@@ -7,15 +7,17 @@ tables. What is computed is stored at once, whole or not at all; what is stored 
 computed again; what fails costs its own row; items are shared among worker processes.
 """
 
+import difflib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Literal, Self, TypeVar, get_type_hints, overload
 
 import pandas as pd
 
+from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.errors import InputError
 from kvrepro.experiment.answers import AnswersPlan
@@ -28,7 +30,6 @@ from kvrepro.item import Item
 from kvrepro.paths import ROOT
 
 Result = TypeVar("Result", pd.DataFrame, dict[str, pd.DataFrame])
-PROFILES = ("quick", "full")
 MOST_FAILED = 0.1  # share of a study's results that may fail before the study as a whole counts as failed
 POOL_FROM = 20.0  # seconds of work from which worker processes, which load the model each, are worth starting
 
@@ -39,31 +40,42 @@ class StudyFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How studies are run, whatever they are. Raises InputError for values of another kind."""
+    """How studies are run; a chapter's `settings.Settings` adds its own fields. Raises InputError for other values."""
 
-    results: str | Path = "data/results"  # a folder; a relative one counts from the project's
-    profile: str = "quick"  # noted in rows; or "full"
-    seed: int = 0  # of the items; noted in rows
-    workers: int | None = None  # processes, one thread or GPU each; None: $KVREPRO_WORKERS, or all cores or GPUs
-    backend: str = "torch"  # or "triton", on a GPU
-    batch_rows: int = 64  # rows that decode together
-    progress: bool = True
-    dry_run: bool = False  # print what a study would take, and compute nothing; also by $KVREPRO_DRY_RUN
+    results: str | Path = "data/results"  #: a folder; a relative one counts from the project's
+    profile: Literal["quick", "full"] = "quick"  #: how many items, where their number is not given
+    seed: int = 0  #: of the items
+    device: str = "cpu"  #: or "cuda"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  #: of weights and caches
+    backend: Literal["torch", "triton"] = "torch"  #: "triton": the kernels, on a GPU
+    workers: Size | None = None  #: processes, one thread or GPU each; None: `$KVREPRO_WORKERS`, or all cores or GPUs
+    batch_rows: Size = 64  #: rows that decode together
+    progress: bool = True  #: show a progress bar
+    dry_run: bool = False  #: print what a study would take, and compute nothing; also by `$KVREPRO_DRY_RUN`
 
     def __post_init__(self) -> None:
         if not isinstance(self.results, str | Path):
             raise InputError(f"results is {self.results!r}: give the name of a folder")
-        if self.profile not in PROFILES:
-            raise InputError(f"unknown profile {self.profile!r}: choose {' or '.join(PROFILES)}")
         object.__setattr__(self, "dry_run", self.dry_run or bool(os.environ.get("KVREPRO_DRY_RUN")))
-        if self.workers is None and (asked := os.environ.get("KVREPRO_WORKERS")):
-            object.__setattr__(self, "workers", int(asked) if asked.isdigit() else asked)
-        for name in ("seed", "batch_rows", "workers"):
-            value = getattr(self, name)
-            if type(value) is not int and not (name == "workers" and value is None):
-                raise InputError(f"{name} is {value!r}: give a whole number")
-        if self.batch_rows < 1 or (self.workers is not None and self.workers < 1):
-            raise InputError(f"batch_rows {self.batch_rows}, workers {self.workers}: both must be at least 1")
+        if self.workers is None and (given := os.environ.get("KVREPRO_WORKERS")):
+            object.__setattr__(self, "workers", int(given) if given.isdigit() else given)
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            ensure_all(hint, **{name: getattr(self, name)})
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None = None, **given: Any) -> Self:
+        """Settings from a notebook's `options` and from what is given by name. InputError for an unknown option."""
+        if not isinstance(options, Mapping | None):
+            raise InputError(f"options {options!r}: give settings by name, {{'seed': 1}} for instance")
+        known = [f.name for f in fields(cls)]
+        for name in options or {}:
+            close = difflib.get_close_matches(str(name), known, 1)
+            if name not in known:
+                meant = f", did you mean {close[0]!r}?" if close else ""
+                raise InputError(f"unknown option {name!r}{meant}; there are: {', '.join(known)}")
+            if name in given:
+                raise InputError(f"{name} is a parameter of its own: set it there, not among the options")
+        return cls(**given, **(options or {}))
 
     @property
     def folder(self) -> Path:

@@ -257,16 +257,65 @@ def spread_of(value: float, drawn: np.ndarray, n: int, level: float = 0.95) -> E
     return Estimate(value, value - half, value + half, n, level=level, error=error)
 
 
-def grouped(
-    frame: pd.DataFrame, by: Sequence[str] | str, column: str, clusters: str | None = None, *,
-    bounds: tuple[float, float] | None = None,
+def means(
+    rows: pd.DataFrame, by: Sequence[str] | str, column: str, clusters: str | None = None, *,
+    bounds: tuple[float, float] | None = UNIT,
 ) -> pd.DataFrame:  # fmt: skip
-    """Mean of a column per group with its interval: `by`, value, low, high, n."""
-    names, rows = [by] if isinstance(by, str) else list(by), []
-    for key, group in frame.groupby(names, sort=False):
-        e = interval(group[column], None if clusters is None else group[clusters], bounds=bounds)
-        rows.append((*key, *e.triple, e.n))
-    return pd.DataFrame(rows, columns=[*names, "value", "low", "high", "n"])
+    """Mean of a column per group with its interval: columns `by`, value, low, high, n. bounds: None for what has none.
+
+    clusters: a column whose groups are drawn whole, such as the item where it has several rows.
+    """
+    return _table(rows, by, lambda group: interval(
+        group[column], None if clusters is None else group[clusters], bounds=bounds
+    ))  # fmt: skip
+
+
+def contrasts(
+    rows: pd.DataFrame, against: pd.DataFrame, by: Sequence[str] | str, column: str, *,
+    on: Sequence[str] | str = "item", kind: str = "difference", clusters: str | None = None,
+    bounds: tuple[float, float] | None = UNIT,
+) -> pd.DataFrame:  # fmt: skip
+    """The contrast `kind` (of `CONTRASTS`) per group of rows, a row paired with that of `against` with the same `on`.
+
+    Columns as of `means`. Rows are the contrast's `a`, those of `against` its `b`, or `full` where it names a ceiling.
+    Rows without a partner are left out. Raises InputError where `against` has several rows for the same `on`.
+    """
+    keys = [on] if isinstance(on, str) else list(on)
+    if (twice := against.duplicated(keys)).any():
+        raise InputError(f"{int(twice.sum())} rows to compare with share their {', '.join(keys)}: add columns to `on`")
+    second = "full" if kind in ("share_of_ceiling", "loss") else "b"
+    other = against[[*keys, column]].rename(columns={column: second})
+    paired = rows.drop(columns=[second], errors="ignore").merge(other, on=keys).rename(columns={column: "a"})
+    return _table(paired, by, lambda group: contrast(
+        group[["a", second]], kind, None if clusters is None else group[clusters], bounds=bounds
+    ))  # fmt: skip
+
+
+def _table(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd.DataFrame], Estimate]) -> pd.DataFrame:
+    names, found = [by] if isinstance(by, str) else list(by), []
+    for key, group in rows.groupby(names, sort=False, dropna=False, observed=True):
+        e = estimate(group)
+        found.append((*key, *e.triple, e.n))
+    return pd.DataFrame(found, columns=[*names, "value", "low", "high", "n"])
+
+
+def told(table: pd.DataFrame, unit: str = "", **where: Any) -> str:
+    """One row of a table with columns value, low, high, as text for the prose: `0.281 [0.243, 0.320]`, in a unit.
+
+    unit: "%" for shares as percent. where: what the row's columns hold. "no value" where there is no such row.
+    """
+    rows = table
+    for name, value in where.items():
+        rows = rows[rows[name] == value]
+    if len(rows) > 1:
+        raise InputError(f"{len(rows)} rows with {where}: name more columns")
+    if rows.empty or pd.isna(rows.value.iloc[0]):
+        return "no value"
+    row, spec = rows.iloc[0], ".1%" if unit == "%" else ".3f"
+    after = f" {unit}" if unit not in ("", "%") else ""
+    if pd.isna(row.low):
+        return f"{row.value:{spec}}{after}"
+    return f"{row.value:{spec}} [{row.low:{spec}}, {row.high:{spec}}]{after}"
 
 
 # ---------------------------------------------------------------- tests

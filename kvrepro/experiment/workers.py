@@ -156,9 +156,9 @@ def one_thread() -> Iterator[None]:
 
 
 def _packed(job: Job) -> bytes:
-    from kvrepro.engine.catalogue import CATALOGUE
+    from kvrepro.engine.policy import OWN
 
-    return bytes(cloudpickle.dumps((CATALOGUE, job.work)))  # with what a notebook added to it
+    return bytes(cloudpickle.dumps((OWN, job.work)))  # with what a notebook added to it
 
 
 def _started(loaded: Loaded | None, number: int) -> subprocess.Popen[bytes]:
@@ -203,7 +203,7 @@ def main() -> None:
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     from dataclasses import replace
 
-    from kvrepro.engine.catalogue import CATALOGUE
+    from kvrepro.engine.policy import OWN
     from kvrepro.experiment import models
 
     out = io.BufferedWriter(stdout)
@@ -215,8 +215,8 @@ def main() -> None:
         while True:
             data = _received(stdin)
             try:
-                catalogue, work = pickle.loads(data)
-                CATALOGUE.update(catalogue)
+                own, work = pickle.loads(data)
+                OWN.update(own)
                 reply = cloudpickle.dumps(work(loaded))
             except Exception as error:  # the parent raises it
                 reply = _raised(error)

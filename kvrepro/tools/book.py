@@ -7,6 +7,7 @@ executed copies lie there, computed pages in book/generated, the HTML in _build/
 import contextlib
 import difflib
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +30,7 @@ import yaml
 from papermill.exceptions import PapermillExecutionError
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import progress
+from kvrepro.experiment import progress, run
 from kvrepro.paths import ROOT
 from kvrepro.tools import pages
 
@@ -134,8 +136,10 @@ def joined(outputs: Sequence[Any]) -> list[Any]:
 
 def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, Any]]:
     """`["n_items=8", "leakage.items=ifeval"]` -> for each chapter the parameters that it has: those that it shares with
-    others, and those that name it. A name that no chapter has raises InputError."""
+    others, and those that name it. A chapter's other settings go into its `options`. A name that no chapter has raises
+    InputError."""
     known = {name: set(papermill.inspect_notebook(_source(name, root))) for name in names}
+    options = {name: settings_of(name) - known[name] for name in known}
     found: dict[str, dict[str, Any]] = {name: {} for name in known}
     for text in sorted(texts, key=lambda text: "." in text.partition("=")[0]):  # what names a chapter has the last word
         key, equals, value = text.partition("=")
@@ -144,7 +148,7 @@ def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = RO
         chapter, _, name = key.rpartition(".")
         if chapter and chapter not in known:
             raise InputError(f"no chapter {chapter!r}{_meant(chapter, known)}; there are: {', '.join(known)}")
-        there = known[chapter] if chapter else set().union(*known.values())
+        there = set().union(*(known[one] | options[one] for one in ([chapter] if chapter else known)))
         if name not in there:
             whose = f"chapter {chapter}" if chapter else "no chapter"
             has = "has no" if chapter else "has a"
@@ -158,7 +162,18 @@ def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = RO
         for one in [chapter] if chapter else known:
             if name in known[one]:
                 found[one][name] = given
+            elif name in options[one]:
+                found[one].setdefault("options", {})[name] = given
     return found
+
+
+def settings_of(chapter: str) -> set[str]:
+    """Names of a chapter's settings, which its notebook takes as `options`."""
+    try:
+        module = importlib.import_module(f"kvrepro.chapters.{chapter}.settings")
+    except ModuleNotFoundError:
+        module = run
+    return {f.name for f in fields(module.Settings)}
 
 
 def _meant(name: str, there: Iterable[str]) -> str:

@@ -1,6 +1,5 @@
 """What a condition may ask for, what it is refused, and how a policy's functions are put together."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,7 @@ from conditions import flat, other
 
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import READINGS, Policy, budget_of, call, check, find, guarded, main, source_of, table
+from kvrepro.engine.policy import READINGS, Policy, budget_of, call, check, find, guarded, is_own, main, own, table
 from kvrepro.engine.regime import REGIMES, Prefill, SharedCap
 from kvrepro.errors import InputError
 
@@ -210,24 +209,20 @@ def test_a_readers_own_policy_comes_from_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find("own.py:MINE").title == "Mine"
     assert find(f"{file}:MINE").title == "Mine"
-    mine = Condition("own.py:MINE", 10, Prefill())
-    before = source_of(mine)
-    file.write_text(text.replace("float()", "double()") + "MINE = Policy('Mine', 'me', last)\nOTHER = 3\n")
-    os.utime(file, ns=(1, 1))
-    assert len({before, source_of(mine), source_of(Condition("snapkv", 10, Prefill()))}) == 3
-    check(mine, 100)
+    check(Condition("own.py:MINE", 10, Prefill()), 100)
     with pytest.raises(InputError, match=r"own.py has no Policy called OTHER"):
         find("own.py:OTHER")
 
 
-def test_files_that_parameters_name_belong_to_what_decides(tmp_path):
-    (tmp_path / "gates.json").write_text("1")
-    c = Condition("duo_attention", 10, Prefill(), switches=(("gates_file", str(tmp_path / "gates.json")),))
-    before = source_of(c)
-    (tmp_path / "gates.json").write_text("2")
-    os.utime(tmp_path / "gates.json", ns=(1, 1))
-    assert source_of(c) != before != ""
-    assert source_of(Condition("snapkv", 10, Prefill())) == ""
+def test_a_notebooks_own_policy_has_a_name_beside_the_catalogue(monkeypatch):
+    monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
+    mine = Policy("Mine", "me", lambda o: o.positions.float())
+    assert own("mine", mine) == "mine"
+    assert find("mine") is mine
+    assert "mine" not in CATALOGUE
+    assert [is_own(name) for name in ("mine", "own.py:MINE", "snapkv", "full")] == [True, True, False, False]
+    with pytest.raises(InputError, match="policy 'snapkv' is one of the catalogue's: give your own another name"):
+        own("snapkv", mine)
 
 
 def test_the_table_has_a_row_for_every_policy():

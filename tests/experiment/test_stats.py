@@ -124,7 +124,7 @@ def test_needed_items_solve_for_the_gap():
 
 def test_groups_are_frames_with_intervals():
     frame = pd.DataFrame({"policy": ["x"] * 8 + ["y"] * 3, "f1": [0.0, 1.0] * 4 + [0.5] * 3})
-    found = stats.grouped(frame, "policy", "f1", bounds=(0, 1)).set_index("policy")
+    found = stats.means(frame, "policy", "f1", bounds=(0, 1)).set_index("policy")
     assert found.loc["x", "value"] == 0.5
     assert found.loc["x", "low"] > 0
     assert found.n.tolist() == [8, 3]

@@ -80,7 +80,7 @@ def ensure_all(hint: object, **named: object) -> None:
             for one in value:
                 ensure_all(get_args(lists[0])[0], **{name: one})
         else:
-            ensure(_choices(hint), **{name: value})
+            ensure(_choices(hint), "", **{name: value})
 
 
 def _choices(hint: object) -> object:

@@ -16,7 +16,6 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
@@ -71,36 +70,50 @@ LOOKS = {  # after Okabe and Ito's palette; a method, its simplified and its fai
     "dropkv": Look("DropKV", "#00A3A3", "X"),
     "andpro": Look("AnDPro", "#A0A000", "p"),
 }
+KNOWN = {one.name for one in LOOKS.values()}
 ALIKE = {"slw": "streaming_llm", "random_sample": "random"}
-OTHERS = sns.color_palette("husl", 12).as_hex()
-SHAPES = "<>hp8*dH"
+SEQUENCE = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#E69F00",
+    "#CC79A7",
+    "#56B4E9",
+    "#5F5F5F",
+    "#8C564B",
+    "#7B4FA3",
+    "#A0A000",
+)
+SHAPES = "osD^vPXphd"
 
 
-def look(value: object) -> Look:
-    """Of a policy, by its name; of a reading; or of any other value, which gets a colour by its text."""
-    name = str(value)
+def look(value: object, place: int = 0) -> Look:
+    """Of a policy, by its name; of anything else by its place in a sequence. A reading is called as in the book."""
+    name = f"{value:g}" if isinstance(value, float | np.floating) else str(value)
     base = ALIKE.get(name, name.removesuffix("_simple").removesuffix("_faithful"))
-    known = LOOKS.get(base)
-    if known is not None:
+    if base in LOOKS:
+        known = LOOKS[base]
         return known._replace(name=f"{known.name} faithful" if name.endswith("_faithful") else known.name)
     try:
         title = find(name).title
     except InputError:
         title = LABELS.get(name, name.replace("_", " "))
-    code = sum(map(ord, name))
-    return Look(title, OTHERS[code % len(OTHERS)], SHAPES[code % len(SHAPES)])
+    return Look(title, SEQUENCE[place % len(SEQUENCE)], SHAPES[place % len(SHAPES)])
 
 
 def looks(values: Iterable[object]) -> dict[Any, Look]:
-    """Of several values, each with a colour of its own: policies as everywhere, the rest in the palette's order."""
-    found, used = {}, set()
-    for value in dict.fromkeys(values):
-        one = look(value)
-        if one.colour in used:
-            free = [colour for colour in (*(known.colour for known in LOOKS.values()), *OTHERS) if colour not in used]
-            one = one._replace(colour=free[1] if free[0] == "#000000" else free[0])
-        used.add(one.colour)
-        found[value] = one
+    """Of several values, each with a colour of its own: policies as everywhere, numbers from pale to dark."""
+    names = list(dict.fromkeys(values))
+    found = {name: look(name, place) for place, name in enumerate(names)}
+    if all(isinstance(name, int | float | np.number) for name in names):
+        shades = sns.color_palette("crest", len(names)).as_hex()
+        return {name: found[name]._replace(colour=shade) for name, shade in zip(names, shades, strict=True)}
+    own = [name for name, one in found.items() if one.name not in KNOWN]
+    used = {one.colour for name, one in found.items() if name not in own}
+    for name in own:
+        free = [colour for colour in (found[name].colour, *SEQUENCE) if colour not in used]
+        found[name] = found[name]._replace(colour=(free or [found[name].colour])[0])
+        used.add(found[name].colour)
     return found
 
 
@@ -141,32 +154,34 @@ def estimates(
         dict.fromkeys(zip(*(table[name] if name else [None] * len(table) for name in (colour, fill)), strict=True))
     )
     shown = looks(who for who, _ in series) if colour else {None: Look("", "#0072B2", "o")}
-    upright = y == "value"
-    with plt.rc_context(STYLE):
+    upright, along = y == "value", x if y == "value" else y
+    rows = len({filled for _, filled in series}) if colour == along else len(series)  # side by side at one place
+    with plt.rc_context(STYLE | {"figure.constrained_layout.use": False}):  # seaborn's facets begin with another layout
         columns = table[panel].nunique() if panel else 1
         grid = sns.FacetGrid(table, col=panel, row=row, height=height, aspect=WIDTH / columns / height, **share)
+        grid.figure.set_layout_engine("constrained")
         for (i, j, _), part in grid.facet_data():
             axes = grid.facet_axis(i, j)
             for n, (who, filled) in enumerate(series):
                 mine = part[(part[colour] == who) if colour else part.value.notna()]
                 mine = mine[mine[fill] == filled] if fill else mine
-                shift = 0.0 if numeric else (n - (len(series) - 1) / 2) * min(0.11, 0.8 / len(series))
-                at = [place if numeric else places.index(place) + shift for place in mine[x if upright else y]]
+                shift = 0.0 if numeric else (n % rows - (rows - 1) / 2) * min(0.2, 0.8 / rows)
+                at = [place if numeric else places.index(place) + shift for place in mine[along]]
                 _points(
                     axes, at, mine, shown[who], upright, filled is not False and bool(filled or not fill), line, band
                 )
             _reference(axes, reference, part, panel, row, upright)
-            _places(axes, places, numeric, upright, labels)
-            axes.set_title(" · ".join(look(part[name].iloc[0]).name for name in (row, panel) if name))
             for direction in log:
                 getattr(axes, f"set_{direction}scale")("log")
+            _places(axes, places, numeric, upright, labels)
+            axes.set_title(" · ".join(look(part[name].iloc[0]).name for name in (row, panel) if name))
             if percent:
                 (axes.yaxis if upright else axes.xaxis).set_major_formatter(lambda v, _: f"{100 * v:g}%")
         for axes in grid.axes[-1]:
             axes.set_xlabel(labels.get(x, x.replace("_", " ")))
         for axes in grid.axes[:, 0]:
             axes.set_ylabel(labels.get(y, y.replace("_", " ")))
-        _legend(grid.figure, shown if colour else {}, fill, labels, reference is not None, line)
+        _legend(grid.figure, shown if colour and colour != along else {}, fill, labels, reference is not None, line)
     return done(grid.figure)
 
 
@@ -188,10 +203,10 @@ def _points(
     if band:
         axes.plot(at, value, **{name: style[name] for name in ("color", "marker", "mfc", "ls", "lw")})
         axes.fill_between(at, low, high, color=look.colour, alpha=0.15, lw=0)
-    elif upright:
-        axes.errorbar(at, value, yerr=error, **style)
     else:
-        axes.errorbar(value, at, xerr=error, **style)
+        where = {"x": at, "y": value, "yerr": error} if upright else {"x": value, "y": at, "xerr": error}
+        for bars in axes.errorbar(**where, **style)[2]:
+            bars.set_alpha(0.5 if line else 1)
 
 
 def _reference(
@@ -211,6 +226,10 @@ def _reference(
 
 def _places(axes: Axes, places: Sequence[Any], numeric: bool, upright: bool, labels: Mapping[str, str]) -> None:
     if numeric:
+        if len(places) <= 8:
+            axis = axes.xaxis if upright else axes.yaxis
+            axis.set_ticks(places, [f"{place:g}" for place in places])
+            axis.minorticks_off()
         return
     names = [f"{place:g}" if isinstance(place, float) else labels.get(str(place), look(place).name) for place in places]
     (axes.set_xticks if upright else axes.set_yticks)(range(len(places)), names)
@@ -263,9 +282,9 @@ def panels(count: int, height: float = 3.4, **given: Any) -> tuple[Figure, Seque
     return done(figure), list(axes[0])
 
 
-def patch(colour: str, label: str, **style: Any) -> Patch:
-    """A legend's patch."""
-    return Patch(color=colour, label=label, **style)
+def style() -> Any:
+    """The book's style, as a context for drawing with seaborn, which lays out its figures itself."""
+    return plt.rc_context(STYLE | {"figure.constrained_layout.use": False})
 
 
 def done(figure: Figure) -> Figure:

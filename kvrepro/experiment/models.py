@@ -65,7 +65,9 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> L
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if not tokenizer.is_fast:

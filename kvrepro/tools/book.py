@@ -139,7 +139,7 @@ def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = RO
     others, and those that name it. A chapter's other settings go into its `options`. A name that no chapter has raises
     InputError."""
     known = {name: set(papermill.inspect_notebook(_source(name, root))) for name in names}
-    options = {name: settings_of(name) - known[name] for name in known}
+    options = {name: settings_of(name) - has if "options" in has else set() for name, has in known.items()}
     found: dict[str, dict[str, Any]] = {name: {} for name in known}
     for text in sorted(texts, key=lambda text: "." in text.partition("=")[0]):  # what names a chapter has the last word
         key, equals, value = text.partition("=")

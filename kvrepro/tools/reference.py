@@ -23,6 +23,27 @@ def page(places: tuple[str, ...], root: Path = ROOT) -> str:
     return "\n".join(line for module in modules for line in _module(module, root))
 
 
+def settings(root: Path = ROOT) -> str:
+    """Markdown: a table of every settings class, field by field, with the comments that stand beside the fields."""
+    files = [root / "kvrepro/experiment/run.py", *sorted(root.glob("kvrepro/chapters/*/settings.py"))]
+    return "\n".join(_settings(file) for file in files)
+
+
+def _settings(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    [found] = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Settings"]
+    name = "Of every chapter" if path.name == "run.py" else path.parent.name.replace("_", " ").capitalize()
+    lines = [f"## {name}", "", "| setting | default | what it is |", "| --- | --- | --- |"]
+    for field in found.body:
+        if isinstance(field, ast.AnnAssign):
+            comment = " ".join(
+                re.findall(r"#: ?(.*)", "\n".join(text.splitlines()[field.lineno - 1 : field.end_lineno]))
+            )
+            default = ast.unparse(field.value) if field.value else ""
+            lines.append(f"| `{ast.unparse(field.target)}` | `{default}` | {markdown(comment).strip()} |")
+    return "\n".join(lines) + "\n"
+
+
 def _module(path: Path, root: Path) -> Iterator[str]:
     """Heading, docstring and members; nothing for a module without public members."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

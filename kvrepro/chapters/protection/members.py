@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from kvrepro.engine.policy import is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, judge, measure, stats
+from kvrepro.experiment import claims, judge, measure
 from kvrepro.experiment.judge import Member, NotTestable, Sample
-from kvrepro.experiment.stats import UNIT
 
 NO_CEILING = {"same_kept", "reinvoked"}  # contrasts that no answer's quality enters
 MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a model is said to have a sink
@@ -219,19 +219,24 @@ def evaluate(
     max_new_tokens: int = 128,
     profile: str = "quick",
 ) -> pd.DataFrame:
-    """Verdict of every claim in every reading that was run (`judge.verdicts`).
+    """Verdict of every claim in every reading that was run (`judge.verdicts`), a reader's own policies' after them.
 
     results, scaling: rows of the runner (`scaling` with a column `length`, tokens); attention: rows of
     `study.attention`.
     """
     known = claims.load_claims(book) if isinstance(book, str) else book
-    run_in = [one for one in claims.READINGS if (results[results.policy != "full"].reading == one).any()]
+    compressed = results[results.policy != "full"]
+    run_in = [one for one in claims.READINGS if (compressed.reading == one).any()]
     if not run_in:
         raise InputError("results hold no condition but the full cache: nothing to evaluate")
     tables = {"main": named(results), "scaling": None if scaling is None else named(scaling), "attention": attention}
+    own = [one for one in dict.fromkeys(compressed.policy) if is_own(one)]
 
-    def free(claim: Mapping) -> bool:
-        return claim.get("study") == "attention" or claim["contrast"] == "none"
+    def asked(claim: Mapping) -> list[str]:
+        if claim.get("study") == "attention" or claim["contrast"] == "none":
+            return ["any"]
+        mine = [one for one in own if dict(claim.get("over", {})).get("policy") == [one]]
+        return [one for one in run_in if not mine or (compressed.policy.isin(mine) & (compressed.reading == one)).any()]
 
     def found(claim: Mapping, reading: str) -> list[Member | NotTestable]:
         rows = tables[claim.get("study", "main")]
@@ -241,45 +246,8 @@ def evaluate(
         return members(claim, sets, rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens)
 
     return judge.verdicts(
-        known["claims"], found, lambda claim: ["any"] if free(claim) else run_in,
-        model=results["model"].iloc[0], profile=profile,
-    )  # fmt: skip
-
-
-# ---------------------------------------------------------------- numbers for the prose
-
-
-def numbers(frame: pd.DataFrame, results: pd.DataFrame, protect_frac: float = 0.10) -> dict[str, str]:
-    """What the prose may quote, as text: `claims.quoted`; the run's sizes, the full cache's F1 and what LRU keeps of it
-    at the middle capacity."""
-    sizes = capacities(results, protect_frac)
-    ceiling = stats.interval(per_item(results, {"policy": "full"}, "token_f1"), bounds=UNIT)
-    seven = {"file": "protection_t03_policies_qwen25_3b.csv"}
-    where = {"metric": "pct_of_ceiling", "policy": "LRU", "capacity": 256}
-    found = claims.quoted(frame) | {
-        "items": str(results["item"].nunique()),
-        "prompt-tokens": f"{results.prompt_tokens.mean():.0f}",
-        "middle": f"{sizes['middle']:.0f}",
-        "ceiling": claims.text_of(ceiling.triple),
-        "paper-lru-bare": claims.paper_text(seven | {"where": where | {"protected": False}}, "%") + "%",
-        "paper-lru-kept": claims.paper_text(seven | {"where": where | {"protected": True}}, "%") + "%",
-    }
-    lru = {"policy": "lru", "capacity": sizes["middle"]}
-    sides = {"bare": 0.0, "kept": protect_frac}
-    for reading, (name, side) in itertools.product(claims.READINGS, sides.items()):
-        rows = rest_of(results[(results.reading == reading) | (results.policy == "full")])
-        cell = lru | {"prefix": side, "suffix": side}
-        shares: Sequence[float] = (np.nan,) * 3
-        rest = shares
-        try:
-            pair = {"a": per_item(rows, cell, "token_f1"), "full": per_item(rows, {"policy": "full"}, "token_f1")}
-            share = stats.contrast(pd.DataFrame(pair), "share_of_ceiling", bounds=UNIT)
-            shares = [100 * part for part in share.triple]
-            rest = stats.interval(per_item(rows, cell, "rest_f1"), bounds=UNIT).triple
-        except NotTestable:
-            pass
-        found |= {f"lru-{name}-{reading}": claims.text_of(shares, "%"), f"rest-{name}-{reading}": claims.text_of(rest)}
-    return found
+        [*known["claims"], *claims.of_own(known, own)], found, asked, model=results["model"].iloc[0], profile=profile
+    )
 
 
 def rest_of(rows: pd.DataFrame) -> pd.DataFrame:

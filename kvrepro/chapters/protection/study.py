@@ -8,15 +8,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvrepro.chapters.protection import grid
+from kvrepro.chapters.protection.settings import Settings
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import watch_prompt
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.guard import protected_count
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, stats
+from kvrepro.experiment import data
 from kvrepro.experiment.answers import prompt_limit
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.run import Answers, PerItem, Settings, run
+from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
 
 PAPER_TOKENS = 2048  # prompt and answer together, in the paper's harness
@@ -28,54 +29,40 @@ def paper_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int) -> i
     return min(room, PAPER_TOKENS - max_new_tokens) if any(item.context is not None for item in items) else room
 
 
-def main(
-    loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], max_new_tokens: int, settings: Settings
-) -> pd.DataFrame:
+def main(loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], settings: Settings) -> pd.DataFrame:
     """Rows of the main comparison, prompts as long as the paper's."""
-    limit = paper_limit(loaded, items, max_new_tokens)
-    return run(Answers("protection", "main", items, conditions, max_new_tokens, limit), loaded, settings)
+    limit = paper_limit(loaded, items, settings.max_new_tokens)
+    return run(Answers("protection", "main", items, conditions, settings.max_new_tokens, limit), loaded, settings)
 
 
-def context(
-    loaded: Loaded,
-    items: str,
-    n_items: int,
-    lengths: Sequence[int],
-    settings: Settings,
-    *,
-    protect_frac: float = 0.10,
-    reading: str = "both",
-    max_new_tokens: int = 128,
-) -> pd.DataFrame:
+def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Settings) -> pd.DataFrame:
     """Rows of `run` at several prompt lengths (tokens), with a column `length`; an eighth of the cache is kept at each.
 
     items, n_items: as in `data.load_items`; a passage that is longer than the length is cut to it. Lengths that the
     model's context cannot hold are left out; if none is left, InputError.
     """
-    held = [length for length in lengths if length + max_new_tokens <= loaded.context]
+    new = settings.max_new_tokens
+    held = [length for length in settings.lengths if length + new <= loaded.context]
     if not held:
-        raise InputError(
-            f"no prompt length of {list(lengths)} + {max_new_tokens} new tokens fits {loaded.context} positions"
-        )
+        raise InputError(f"no prompt of {list(settings.lengths)} + {new} new tokens fits {loaded.context} positions")
     parts = []
     for length in held:
         here = data.load_items(items, n_items, seed=settings.seed, tokens=length)
         limit = length if any(item.context is not None for item in here) else None
-        conditions = grid.context(length, protect_frac, reading)
-        study = Answers("protection", f"context-{length}", here, conditions, max_new_tokens, limit)
+        conditions = grid.context(length, settings.protect_frac, reading)
+        study = Answers("protection", f"context-{length}", here, conditions, new, limit)
         parts.append(run(study, loaded, settings).assign(length=length))
     return pd.concat(parts, ignore_index=True)
 
 
-def attention(
-    loaded: Loaded, items: Sequence[Item], n_items: int, positions: int, max_new_tokens: int, settings: Settings
-) -> pd.DataFrame:
+def attention(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:
     """`boundary_attention` of `n_items` of the items, spread evenly, with a column `item`.
 
-    The prefix and the suffix are `positions` long, as long as the guards whose use is in question.
+    The prefix and the suffix are as long as the guards of that capacity, whose use is in question.
     """
-    given = {"positions": positions, "limit": paper_limit(loaded, items, max_new_tokens)}
+    positions, limit = int(settings.protect_frac * capacity), paper_limit(loaded, items, settings.max_new_tokens)
     some = items[:: max(1, len(items) // n_items)][:n_items]
+    given = {"positions": positions, "limit": limit}
     return run(PerItem("protection", "attention", some, boundary_attention, given), loaded, settings)
 
 
@@ -118,21 +105,15 @@ def attention_by_region(
 
 
 def retention(
-    loaded: Loaded,
-    item: Item,
-    capacity: int,
-    policies: Sequence[str],
-    *,
-    protect_frac: float = 0.10,
-    reading: str = "both",
-    max_new_tokens: int = 128,
+    loaded: Loaded, item: Item, capacity: int, policies: Sequence[str], reading: str, settings: Settings
 ) -> pd.DataFrame:
     """Prompt positions that each policy keeps at its first reduction: columns policy, reading, protected, position.
 
-    `attrs["tokens"]` is the prompt's length, `attrs["spans"]` the first and last position of each message's spans.
+    Of a policy whose heads choose for themselves, the positions that any of them keeps. `attrs["tokens"]` is the
+    prompt's length, `attrs["spans"]` the first and last position of each message's spans.
     """
-    prompt = data.build_prompt(item, loaded.tokenizer, paper_limit(loaded, [item], max_new_tokens))
-    conditions = grid.main([capacity], policies, protect_frac, reading)[1:]
+    prompt = data.build_prompt(item, loaded.tokenizer, paper_limit(loaded, [item], settings.max_new_tokens))
+    conditions = grid.main([capacity], policies, settings.protect_frac, reading)[1:]
     [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=())
     rows = [
         {"policy": c.policy, "reading": c.reading, "protected": c.prefix > 0, "position": position}
@@ -143,18 +124,3 @@ def retention(
     frame.attrs["tokens"] = len(prompt.ids)
     frame.attrs["spans"] = {name: (min(at), max(at)) for name, at in prompt.spans.items() if at}
     return frame
-
-
-def beside(rows: pd.DataFrame, policies: Sequence[str], measure: str = "token_f1") -> pd.DataFrame:
-    """Mean of `measure` per policy with its 95% interval over items, and the paired difference to the second policy."""
-    wide = rows[rows.policy.isin(policies)].pivot_table(index="item", columns="policy", values=measure)
-    table = {}
-    for name in policies:
-        pair = wide[[name]].set_axis(["a"], axis=1).assign(b=wide[policies[1]])
-        gap = stats.contrast(pair, "difference", bounds=stats.UNIT)
-        table[name] = {
-            measure: str(stats.interval(wide[name], bounds=stats.UNIT)),
-            f"minus {policies[1]}": "-" if name == policies[1] else str(gap),
-            "tokens kept": round(float(rows[rows.policy == name].kept_mean.mean())),
-        }
-    return pd.DataFrame(table).T.rename_axis("policy")

@@ -9,6 +9,7 @@ import pytest
 import synthetic
 
 from kvrepro.chapters.protection import members
+from kvrepro.engine.policy import OWN, Policy
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, data, judge
 
@@ -230,7 +231,7 @@ def test_the_reading_decides_when_members_turn_over():
     assert by.depends_on_reading["P38", "any"] == ""
     text = claims.summary(table)
     assert "P1, without protection each of the seven policies" in text
-    assert "*reproduced* as run, *not reproduced* as described" in text
+    assert "*reproduced* with the authors' code, *not reproduced* with their text" in text
     assert by.verdict["P33", "as_run"] == by.verdict["P35", "any"] == "reproduced"
 
 
@@ -254,3 +255,14 @@ def test_the_artifacts_own_rows_give_the_papers_verdicts():
     assert table.verdict["P32"] == "not reproduced"  # two thirds of the outputs end before the second reduction
     assert table.ours["P4"] == pytest.approx(0.271, abs=1e-3)  # printed from rounded means
     assert table.ours["P16"] == pytest.approx(0.035, abs=5e-4)
+
+
+def test_a_readers_own_policy_gets_its_own_verdicts_and_moves_no_other(monkeypatch):
+    monkeypatch.setitem(OWN, "mine", Policy("Mine", "me", lambda o: o.positions.float()))
+    results = synthetic.results(readings=("as_described",))
+    mine = results[results.policy == "lru"].assign(policy="mine")
+    before, after = members.evaluate(results), members.evaluate(pd.concat([results, mine], ignore_index=True))
+    own = after[after.claim.str.endswith(" Mine")]
+    assert {"P1 Mine", "P2 Mine", "P4 Mine"} <= set(own.claim)
+    assert own.set_index("claim").verdict["P4 Mine"] == "reproduced"
+    pd.testing.assert_frame_equal(after[~after.claim.isin(own.claim)].reset_index(drop=True), before)

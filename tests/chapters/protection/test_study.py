@@ -1,5 +1,7 @@
 """Studies beside the main run, on a small random checkpoint."""
 
+from dataclasses import replace
+
 import checkpoint
 import pytest
 import torch
@@ -7,10 +9,10 @@ from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 
 from kvrepro.chapters.protection import study
+from kvrepro.chapters.protection.settings import Settings
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.experiment.data import Item
-from kvrepro.experiment.run import Settings
 
 PASSAGE = "The red door is open and the blue door is shut. " * 60
 ITEM = Item(
@@ -24,7 +26,7 @@ def loaded(tmp_path_factory):
 
 
 def test_retention_tells_what_each_condition_keeps(loaded):
-    kept = study.retention(loaded, ITEM, 64, ("lru", "random_sample"), max_new_tokens=8)
+    kept = study.retention(loaded, ITEM, 64, ("lru", "random_sample"), "both", Settings(max_new_tokens=8))
     tokens = kept.attrs["tokens"]
     assert kept.groupby(["policy", "reading", "protected"]).size().tolist() == [64] * 8
     newest = kept[(kept.policy == "lru") & (kept.reading == "as_described") & ~kept.protected].position
@@ -39,7 +41,7 @@ def test_retention_tells_what_each_condition_keeps(loaded):
 
 def test_attention_takes_items_evenly_and_sums_to_one(loaded, tmp_path):
     items = [Item(f"door-{i}", ITEM.task, ITEM.messages, "red", context=PASSAGE, question="Which?") for i in range(6)]
-    found = study.attention(loaded, items, 3, 6, 8, Settings(tmp_path))
+    found = study.attention(loaded, items, 3, 60, Settings(tmp_path, max_new_tokens=8))
     assert found["item"].unique().tolist() == ["door-0", "door-2", "door-4"]
     sums = found.groupby(["item", "layer", "head"]).mass.sum()
     assert sums.to_numpy() == pytest.approx(1.0, abs=1e-4)
@@ -50,14 +52,14 @@ def test_context_cuts_passages_to_each_length_and_leaves_out_what_does_not_fit(l
     items.write_text(
         '{"context": "' + PASSAGE * 3 + '", "question": "Which door?", "answer": "red", "domain": "doors"}\n'
     )
-    settings = Settings(results=tmp_path, progress=False)
-    frame = study.context(loaded, str(items), 1, [300, 600, 4000], settings, max_new_tokens=2)
+    settings = Settings(results=tmp_path, progress=False, max_new_tokens=2, lengths=[300, 600, 4000])
+    frame = study.context(loaded, str(items), 1, "both", settings)
     assert frame.length.unique().tolist() == [300, 600]
     assert (frame.prompt_tokens <= frame.length).all()
     assert (frame.prompt_tokens > frame.length * 0.95).all()
     assert set(frame.capacity.dropna()) == {37, 75}
-    with pytest.raises(InputError, match="no prompt length of"):
-        study.context(loaded, str(items), 1, [4000], settings, max_new_tokens=2)
+    with pytest.raises(InputError, match=r"no prompt of \[4000\] \+ 2 new tokens fits 1024 positions"):
+        study.context(loaded, str(items), 1, "both", replace(settings, lengths=[4000]))
 
 
 def test_prompts_with_a_passage_stop_at_the_papers_length():

@@ -1,0 +1,82 @@
+"""Estimates as they are drawn: a point with its interval for every row of the table, where the table says."""
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvrepro.engine.policy import OWN, Policy
+from kvrepro.errors import InputError
+from kvrepro.experiment import figure
+
+mpl.use("Agg")
+SEVEN = ("lru", "h2o_simple", "snapkv_simple", "slw", "ada_kv_simple", "quest_simple", "random_sample")
+TABLE = pd.DataFrame(
+    [
+        (reading, policy, size, protected, 0.1 * i + 0.2 * protected, 0.1 * i, 0.1 * i + 0.3)
+        for reading in ("as_run", "as_described")
+        for i, policy in enumerate(("lru", "snapkv", "mine"))
+        for size in (128, 512)
+        for protected in (False, True)
+    ],
+    columns=["reading", "policy", "capacity", "protected", "value", "low", "high"],
+)
+
+
+def drawn(axes) -> np.ndarray:
+    """Value, low and high of every point in a panel."""
+    found = []
+    for bars in axes.containers:
+        line, _, (collection,) = bars
+        along = 1 if collection.get_segments()[0][0, 0] == collection.get_segments()[0][1, 0] else 0
+        for value, segment in zip(line.get_xydata()[:, along], collection.get_segments(), strict=True):
+            found.append((value, *segment[:, along]))
+    return np.array(sorted(found))
+
+
+@pytest.mark.parametrize(("x", "y"), [("capacity", "value"), ("value", "policy")])
+@pytest.mark.parametrize("line", [False, True])
+def test_every_row_is_a_point_with_its_interval(x, y, line):
+    one = figure.estimates(TABLE, x, y, colour="policy", fill="protected", panel="reading", line=line)
+    assert one.get_size_inches()[0] == pytest.approx(figure.WIDTH)
+    assert [axes.get_title(loc="left") for axes in one.axes] == ["authors' code", "authors' text"]
+    for axes, (_, part) in zip(one.axes, TABLE.groupby("reading", sort=False), strict=True):
+        expected = np.array(sorted(part[["value", "low", "high"]].itertuples(index=False)))
+        assert np.allclose(drawn(axes), expected)
+
+
+def test_a_row_without_interval_is_a_point_without_bars():
+    one = figure.estimates(TABLE.assign(low=np.nan, high=np.nan), "capacity", "value", colour="policy")
+    [axes] = one.axes
+    assert np.ptp(drawn(axes), axis=1).max() == pytest.approx(0)
+
+
+def test_the_full_cache_is_drawn_in_its_own_panel():
+    full = pd.DataFrame({"reading": ["as_run", "as_described"], "value": [0.9, 0.8], "low": [0.85, 0.75], "high": 0.95})
+    one = figure.estimates(TABLE, "capacity", "value", colour="policy", panel="reading", reference=full)
+    levels = [[set(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "--"] for axes in one.axes]
+    assert levels == [[{0.9}], [{0.8}]]
+
+
+def test_what_cannot_be_drawn_is_said():
+    with pytest.raises(InputError, match="24 rows, without column colour"):
+        figure.estimates(TABLE, "capacity", "value", colour="colour")
+    with pytest.raises(InputError, match="nothing to draw: 0 rows"):
+        figure.estimates(TABLE[:0], "capacity", "value")
+
+
+def test_policies_look_alike_everywhere_and_apart_from_each_other(monkeypatch):
+    monkeypatch.setitem(OWN, "mine", Policy("My own", "me", lambda o: o.positions.float()))
+    seven = figure.looks(SEVEN)
+    assert len({one.colour for one in seven.values()}) == len({one.marker for one in seven.values()}) == 7
+    assert figure.looks(["mine", "lru"])["lru"] == figure.look("lru") == seven["lru"]
+    shown = figure.looks(["lru", "mine", "snapkv"])
+    assert shown["mine"].name == "My own"
+    assert len({one.colour for one in shown.values()}) == 3
+    assert [one.name for one in figure.looks([128.0, 0.25]).values()] == ["128", "0.25"]
+
+
+def test_a_heat_map_has_a_cell_per_pair_and_a_panel_per_group():
+    one = figure.heat(TABLE[TABLE.protected], "capacity", "policy", panel="reading")
+    assert [axes.get_title(loc="left") for axes in one.axes] == ["authors' code", "authors' text"]
+    assert [len(axes.texts) for axes in one.axes] == [6, 6]

@@ -1,7 +1,8 @@
 """The one exception for bad input, and how a program ends with it."""
 
+import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -17,3 +18,9 @@ def one_line_errors() -> Iterator[None]:
     except InputError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def meant(name: object, known: Iterable[str]) -> str:
+    """`, did you mean 'seed'?` for a name that is nearly one of the known, else nothing."""
+    close = difflib.get_close_matches(str(name), list(known), 1)
+    return f", did you mean {close[0]!r}?" if close else ""

@@ -1,11 +1,10 @@
 """Parameters that papermill injects into a notebook, checked before anything is computed."""
 
 import ast
-import difflib
 import sys
 from collections.abc import Sequence
 
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, meant
 
 INJECTED = "# Parameters"  # the first line of the cell that papermill adds
 
@@ -23,9 +22,9 @@ def check_parameters(cells: Sequence[str] | None = None) -> None:
         names = _set(source)
         if source.startswith(INJECTED):
             for name in sorted(names - known):
-                close = difflib.get_close_matches(name, known, 1)
-                meant = f", did you mean {close[0]!r}?" if close else ""
-                raise InputError(f"this notebook has no parameter {name!r}{meant}: see its cell tagged parameters")
+                raise InputError(
+                    f"this notebook has no parameter {name!r}{meant(name, known)}: see its cell tagged parameters"
+                )
         known |= names
 
 

@@ -7,7 +7,6 @@ tables. What is computed is stored at once, whole or not at all; what is stored 
 computed again; what fails costs its own row; items are shared among worker processes.
 """
 
-import difflib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +18,13 @@ import pandas as pd
 
 from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.condition import Condition, Generation, Prompt
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, meant
 from kvrepro.experiment.answers import AnswersPlan
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.per_item import PerItemPlan
 from kvrepro.experiment.plan import Plan
 from kvrepro.experiment.progress import Progress, clock
-from kvrepro.experiment.workers import Pool, default_workers, one_thread
+from kvrepro.experiment.workers import default_workers, each, one_thread, possible
 from kvrepro.item import Item
 from kvrepro.paths import ROOT
 
@@ -69,10 +68,8 @@ class Settings:
             raise InputError(f"options {options!r}: give settings by name, {{'seed': 1}} for instance")
         known = [f.name for f in fields(cls)]
         for name in options or {}:
-            close = difflib.get_close_matches(str(name), known, 1)
             if name not in known:
-                meant = f", did you mean {close[0]!r}?" if close else ""
-                raise InputError(f"unknown option {name!r}{meant}; there are: {', '.join(known)}")
+                raise InputError(f"unknown option {name!r}{meant(name, known)}; there are: {', '.join(known)}")
             if name in given:
                 raise InputError(f"{name} is a parameter of its own: set it there, not among the options")
         return cls(**given, **(options or {}))
@@ -167,7 +164,7 @@ def _compute(plan: Plan, settings: Settings) -> int:
         print(expected.line(processes))
         jobs = plan.jobs()  # without what the estimate has done
     with Progress(plan.title, count, plan.unit, settings.progress) as bar:
-        for job, result in Pool.of(plan.loaded, min(processes, len(jobs))).each(jobs):
+        for job, result in each(plan.loaded, jobs, min(processes, len(jobs))):
             plan.add(job, result)
             bar.update(job.size)
     return count
@@ -175,7 +172,7 @@ def _compute(plan: Plan, settings: Settings) -> int:
 
 def _processes(plan: Plan, settings: Settings, seconds: float) -> int:
     """Worker processes for that much work."""
-    if plan.alone or not Pool.possible(plan.loaded):
+    if plan.alone or not possible(plan.loaded):
         return 1
     if settings.workers is not None:
         return settings.workers

@@ -5,7 +5,6 @@ executed copies lie there, computed pages in book/generated, the HTML in _build/
 """
 
 import contextlib
-import difflib
 import hashlib
 import importlib
 import json
@@ -29,22 +28,13 @@ import typer
 import yaml
 from papermill.exceptions import PapermillExecutionError
 
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, meant
 from kvrepro.experiment import progress, run
 from kvrepro.paths import ROOT
 from kvrepro.tools import pages
 
-INPUTS = (
-    "kvrepro/**/*.py",
-    "kernels/**/*.py",
-    "data/published/*",
-    "data/claims/*",
-    "data/models/**/*",
-    "data/gpu/*",
-    "constraints.txt",
-)
-
-
+INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
+constraints.txt""".split()
 SECONDS = {  # of a chapter's studies in their order, quick profile, one core: they share out the time that is left
     "protection": {"main": 430, "context-500": 9, "context-1000": 12, "context-1900": 20, "context-3800": 46,
                    "attention": 8},
@@ -69,8 +59,8 @@ def chapters(root: Path = ROOT) -> list[str]:
 
 def fingerprint(name: str, parameters: dict[str, Any], root: Path = ROOT) -> str:
     """Hash of what an executed chapter depends on: notebook, parameters and files they name, code, weights, pins."""
-    files = {root / "notebooks" / f"{name}.ipynb"} | {file for pattern in INPUTS for file in root.glob(pattern)}
     named = [root / value for value in parameters.values() if isinstance(value, str) and (root / value).exists()]
+    files = {root / "notebooks" / f"{name}.ipynb", *(file for pattern in INPUTS for file in root.glob(pattern))}
     files |= {file for path in named for file in [path, *path.rglob("*")]}
     digest = hashlib.sha256(json.dumps([sys.version, parameters], sort_keys=True).encode())
     for file in sorted(file for file in files if file.is_file() and "__pycache__" not in file.parts):
@@ -110,8 +100,8 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     os.environ.pop("JUPYTER_PATH", None)
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     quiet = ["--log-level=CRITICAL"]  # the kernel's remarks on its transport; errors of cells come as exceptions
-    papermill.execute_notebook(source, partial, parameters, kernel_name="python3", cwd=root, extra_arguments=quiet,
-                               progress_bar=False)  # fmt: skip
+    given = dict(kernel_name="python3", cwd=root, extra_arguments=quiet, progress_bar=False)
+    papermill.execute_notebook(source, partial, parameters, **given)
     notebook = nbformat.read(partial, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -147,19 +137,17 @@ def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = RO
             raise InputError(f"parameter {text!r} is not of the form name=value")
         chapter, _, name = key.rpartition(".")
         if chapter and chapter not in known:
-            raise InputError(f"no chapter {chapter!r}{_meant(chapter, known)}; there are: {', '.join(known)}")
-        there = set().union(*(known[one] | options[one] for one in ([chapter] if chapter else known)))
+            raise InputError(f"no chapter {chapter!r}{meant(chapter, known)}; there are: {', '.join(known)}")
+        asked = [chapter] if chapter else list(known)
+        there = set().union(*(known[one] | options[one] for one in asked))
         if name not in there:
-            whose = f"chapter {chapter}" if chapter else "no chapter"
-            has = "has no" if chapter else "has a"
-            raise InputError(
-                f"{whose} {has} parameter {name!r}{_meant(name, there)}; there are: {', '.join(sorted(there))}"
-            )
+            who = f"chapter {chapter} has no" if chapter else "no chapter has a"
+            raise InputError(f"{who} parameter {name!r}{meant(name, there)}; there are: {', '.join(sorted(there))}")
         try:
             given = yaml.safe_load(value)
         except yaml.YAMLError:
             raise InputError(f"parameter {text!r}: {value!r} is no YAML value; lists look like [1, 2]") from None
-        for one in [chapter] if chapter else known:
+        for one in asked:
             if name in known[one]:
                 found[one][name] = given
             elif name in options[one]:
@@ -176,22 +164,17 @@ def settings_of(chapter: str) -> set[str]:
     return {f.name for f in fields(module.Settings)}
 
 
-def _meant(name: str, there: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(there), 1)
-    return f", did you mean {close[0]!r}?" if close else ""
-
-
 def failed_page(name: str, error: str, root: Path = ROOT) -> None:
     """A page in a failed chapter's place: its title, and what went wrong. The next build tries the chapter again."""
-    source = nbformat.read(root / "notebooks" / f"{name}.ipynb", as_version=4)
+    source = nbformat.read(_source(name, root), as_version=4)
     first = next((cell.source for cell in source.cells if cell.cell_type == "markdown"), f"# {name}")
     text = (
         f"{first.splitlines()[0]}\n\n:::{{error}}\nThis chapter did not come to its end when the book was built:\n\n"
         f"```text\n{error}\n```\n\nWhat it had computed is stored, and the next build goes on from there.\n:::"
     )
+    page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)], metadata=source.metadata)
     done = root / "book" / "executed" / f"{name}.ipynb"
     done.parent.mkdir(parents=True, exist_ok=True)
-    page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)], metadata=source.metadata)
     nbformat.write(page, done)
 
 
@@ -214,8 +197,10 @@ def build(root: Path = ROOT) -> Path:
 def outside(html: Path) -> list[str]:
     """What the pages under a folder would fetch from elsewhere as a reader opens them; plain links do not count."""
     loads = re.compile(r"""<(?:script|img|iframe|link|source)\b[^>]*?\b(?:src|href)=["'](?:https?:)?//[^"']+""", re.I)
-    pages_found = ((page, loads.findall(page.read_text(encoding="utf-8"))) for page in sorted(html.rglob("*.html")))
-    return [f"{page.relative_to(html)}: {tag}" for page, tags in pages_found for tag in tags]
+    return [
+        f"{page.relative_to(html)}: {tag}"
+        for page in sorted(html.rglob("*.html")) for tag in loads.findall(page.read_text(encoding="utf-8"))
+    ]  # fmt: skip
 
 
 def main(

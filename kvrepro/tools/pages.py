@@ -16,80 +16,52 @@ from kvrepro.experiment import claims
 from kvrepro.paths import ROOT
 from kvrepro.tools import reference
 
+POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
+    f"engine/score/test_{name}.py::test_" for name in ("position", "keys", "cumulative", "heads", "window")
+)
+GENERATE, ALLOCATE = "engine/test_generate.py::test_", "engine/test_allocate.py::test_"
 PINNED = {  # policy -> the tests that hold it to an independent transcription of its formula
-    "full": ("engine/test_generate.py::test_without_eviction_the_engine_is_a_greedy_loop_of_hugging_face",),
-    "streaming_llm": ("engine/score/test_position.py::test_streaming_llm_ranks_by_position",),
-    "random": ("engine/score/test_position.py::test_random_is_splitmix",),
-    "k_norm": (
-        "engine/score/test_keys.py::test_k_norm_transcription_and_rotation",
-        "engine/score/test_heads.py::test_whole_layers_keep_every_token",
-    ),
-    "key_diff": (
-        "engine/score/test_keys.py::test_key_diff_transcription",
-        "engine/score/test_keys.py::test_key_diff_in_blocks_leaves_the_same_survivors",
-    ),
-    "r_kv": ("engine/score/test_keys.py::test_r_kv_transcription",),
-    "tri_attention": (
-        "engine/score/test_keys.py::test_tri_attention_transcription",
-        "engine/score/test_keys.py::test_shared_by_layers_is_the_mean_for_all",
-    ),
-    "tri_attention_layer": ("engine/score/test_keys.py::test_tri_attention_transcription",),
-    "h2o": ("engine/score/test_cumulative.py::test_h2o_is_the_mean_over_queries_that_could_see_the_token",),
-    "h2o_online": (
-        "engine/score/test_cumulative.py::test_h2o_identities",
-        "engine/score/test_cumulative.py::test_recent_share_protects_half_of_the_budget",
-    ),
-    "scissorhands": ("engine/score/test_cumulative.py::test_scissorhands_counts_low_attention_against_a_token",),
-    "tova": ("engine/score/test_cumulative.py::test_tova_asks_the_last_query_of_all_heads",),
-    "quest": ("engine/score/test_cumulative.py::test_quest_bounds_transcription",),
-    "quest_pages": ("engine/score/test_cumulative.py::test_page_mask_reads_the_best_pages",),
-    "kv_zip": (
-        "engine/score/test_heads.py::test_kv_zip_is_the_sum_that_the_repetition_gave",
-        "engine/test_allocate.py::test_joint_layers_is_one_sort_of_all",
-    ),
-    "kv_zip_plus": (
-        "engine/score/test_heads.py::test_kv_zip_plus_transcription",
-        "engine/test_generate.py::test_kv_zip_plus_keeps_what_its_formula_ranks_first",
-    ),
+    "full": (GENERATE + "without_eviction_the_engine_is_a_greedy_loop_of_hugging_face",),
+    "streaming_llm": (POSITION + "streaming_llm_ranks_by_position",),
+    "random": (POSITION + "random_is_splitmix",),
+    "k_norm": (KEYS + "k_norm_transcription_and_rotation", HEADS + "whole_layers_keep_every_token"),
+    "key_diff": (KEYS + "key_diff_transcription", KEYS + "key_diff_in_blocks_leaves_the_same_survivors"),
+    "r_kv": (KEYS + "r_kv_transcription",),
+    "tri_attention": (KEYS + "tri_attention_transcription", KEYS + "shared_by_layers_is_the_mean_for_all"),
+    "tri_attention_layer": (KEYS + "tri_attention_transcription",),
+    "h2o": (CUMULATIVE + "h2o_is_the_mean_over_queries_that_could_see_the_token",),
+    "h2o_online": (CUMULATIVE + "h2o_identities", CUMULATIVE + "recent_share_protects_half_of_the_budget"),
+    "scissorhands": (CUMULATIVE + "scissorhands_counts_low_attention_against_a_token",),
+    "tova": (CUMULATIVE + "tova_asks_the_last_query_of_all_heads",),
+    "quest": (CUMULATIVE + "quest_bounds_transcription",),
+    "quest_pages": (CUMULATIVE + "page_mask_reads_the_best_pages",),
+    "kv_zip": (HEADS + "kv_zip_is_the_sum_that_the_repetition_gave", ALLOCATE + "joint_layers_is_one_sort_of_all"),
+    "kv_zip_plus": (HEADS + "kv_zip_plus_transcription", GENERATE + "kv_zip_plus_keeps_what_its_formula_ranks_first"),
     "duo_attention": (
-        "engine/score/test_heads.py::test_duo_streams_the_lowest_gates_and_meets_the_budget",
-        "engine/score/test_heads.py::test_duo_by_heads_keeps_more_than_its_budget",
+        HEADS + "duo_streams_the_lowest_gates_and_meets_the_budget", HEADS + "duo_by_heads_keeps_more_than_its_budget",
     ),
-    "snapkv": (
-        "engine/score/test_window.py::test_snapkv_as_run",
-        "engine/score/test_window.py::test_snapkv_as_described_keeps_the_union_of_its_query_heads",
-    ),
+    "snapkv": (WINDOW + "snapkv_as_run", WINDOW + "snapkv_as_described_keeps_the_union_of_its_query_heads"),
     "pyramid_kv": (
-        "engine/score/test_window.py::test_pyramid_and_ada_as_described_reduce_the_group_before_pooling",
-        "engine/test_allocate.py::test_the_pyramid_inside_is_kvpress",
-        "engine/test_allocate.py::test_the_pyramid_with_the_window_on_top_is_the_originals_first_half_mirrored",
+        WINDOW + "pyramid_and_ada_as_described_reduce_the_group_before_pooling",
+        ALLOCATE + "the_pyramid_inside_is_kvpress",
+        ALLOCATE + "the_pyramid_with_the_window_on_top_is_the_originals_first_half_mirrored",
     ),
     "ada_kv": (
-        "engine/score/test_window.py::test_pyramid_and_ada_as_described_reduce_the_group_before_pooling",
-        "engine/test_allocate.py::test_adaptive_against_a_plain_sort",
+        WINDOW + "pyramid_and_ada_as_described_reduce_the_group_before_pooling",
+        ALLOCATE + "adaptive_against_a_plain_sort",
     ),
-    "cake": ("engine/score/test_window.py::test_cake", "engine/score/test_window.py::test_cake_preference"),
-    "critical_kv": ("engine/score/test_window.py::test_critical_fills_half_by_score_and_half_by_weighted_score",),
-    "critical_ada_kv": ("engine/score/test_window.py::test_critical_exempts_the_floor_of_heads_with_small_counts",),
-    "andpro": (
-        "engine/score/test_window.py::test_andpro_as_described",
-        "engine/score/test_window.py::test_andpro_as_run_sums_chunks_against_the_droppable_anchor",
-    ),
-    "dropkv": ("engine/score/test_window.py::test_dropkv",),
-    "defensive_kv": (
-        "engine/score/test_window.py::test_defensive_as_described",
-        "engine/score/test_window.py::test_defensive_as_run",
-    ),
-    "layer_defensive_kv": (
-        "engine/score/test_window.py::test_defensive_as_described",
-        "engine/test_allocate.py::test_joint_layers_is_one_sort_of_all",
-    ),
-    **dict.fromkeys(
-        SHARED,
-        ("engine/test_shared_cap.py::test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol",),
-    ),
+    "cake": (WINDOW + "cake", WINDOW + "cake_preference"),
+    "critical_kv": (WINDOW + "critical_fills_half_by_score_and_half_by_weighted_score",),
+    "critical_ada_kv": (WINDOW + "critical_exempts_the_floor_of_heads_with_small_counts",),
+    "andpro": (WINDOW + "andpro_as_described", WINDOW + "andpro_as_run_sums_chunks_against_the_droppable_anchor"),
+    "dropkv": (WINDOW + "dropkv",),
+    "defensive_kv": (WINDOW + "defensive_as_described", WINDOW + "defensive_as_run"),
+    "layer_defensive_kv": (WINDOW + "defensive_as_described", ALLOCATE + "joint_layers_is_one_sort_of_all"),
+    **dict.fromkeys(SHARED, (
+        "engine/test_shared_cap.py::test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol",
+    )),
     "online_credit": ("chapters/protection/test_credit.py::test_keep_scores_blend_two_rankings",),
-}
+}  # fmt: skip
 LETTERS = {"alpha": "α", "beta": "β", "gamma": "γ", "eps": "ε", "mu": "μ", "phi": "φ", "tau": "τ"}
 
 
@@ -99,7 +71,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pages = {name: table(rows) for name, rows in tables().items()} | {"claims": verdicts(chapters, root)}
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
-    pages["settings"] = reference.settings(root)
+    pages["settings"] = reference.settings()
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 
@@ -109,52 +81,33 @@ def tables() -> dict[str, list[dict[str, str]]]:
     rows = [*policy.table(), credit.ROW]
     general = [row for row in rows if row["regimes"] != SharedCap.name]
     harness = [row for row in rows if row["regimes"] == SharedCap.name]
-    parameters = [
-        {
-            "policy": name,
-            "parameter": key,
-            "as described": str(p.parameters.get(key, "-")),
-            "as run": str(p.as_run.get(key, "the same")) if p.as_run else "-",
-            "may be": allowed.said(p.kind(key)) + (", or window" if key == "recent" else ""),
-        }
-        for name, p in CATALOGUE.items()
-        if not p.shared  # theirs are the switches
-        for key in {**p.parameters, **p.as_run}
-    ]
-    switches = [
-        {
-            "switch": name,
-            "as run": str(switch.as_run),
-            "as described": str(switch.as_described),
-            "what it decides": switch.means,
-        }
-        for name, switch in SWITCHES.items()
-    ]
-    refusals = [
-        {"policy": name, "regime": regime, "why not": why}
-        for name, p in CATALOGUE.items()
-        for regime, why in p.refuses.items()
-    ]
+    own = {name: p for name, p in CATALOGUE.items() if not p.shared}  # the parameters of the others are the switches
     return {
         "methods": [{"policy": named(row), "keeps": typeset(row["keeps"])} for row in general],
         "harness": [{"policy": named(row), "keeps": typeset(row["keeps"]), "budget": row["budget"]} for row in harness],
         "requirements": [
-            {
-                c: row[c].replace("as_run, as_described", "both")
-                for c in ("name", "regimes", "budget", "needs", "readings")
-            }
+            {c: row[c].replace("as_run, as_described", "both") for c in "name regimes budget needs readings".split()}
             for row in general
         ],
         "tests": [{"policy": name, "tests": breakable("<br>".join(tests))} for name, tests in PINNED.items()],
-        "refusals": refusals,
-        "parameters": parameters,
-        "codes": [
-            {"policy": name, "public code": breakable(p.code)}
-            for name, p in CATALOGUE.items()
-            if p.code and not p.shared
+        "refusals": [
+            {"policy": name, "regime": regime, "why not": why}
+            for name, p in CATALOGUE.items() for regime, why in p.refuses.items()
         ],
-        "switches": switches,
-    }
+        "parameters": [_parameter(name, p, key) for name, p in own.items() for key in {**p.parameters, **p.as_run}],
+        "codes": [{"policy": name, "public code": breakable(p.code)} for name, p in own.items() if p.code],
+        "switches": [
+            {"switch": name, "as run": str(s.as_run), "as described": str(s.as_described), "what it decides": s.means}
+            for name, s in SWITCHES.items()
+        ],
+    }  # fmt: skip
+
+
+def _parameter(name: str, p: policy.Policy, key: str) -> dict[str, str]:
+    as_run = str(p.as_run.get(key, "the same")) if p.as_run else "-"
+    allows = allowed.said(p.kind(key)) + (", or window" if key == "recent" else "")
+    described = str(p.parameters.get(key, "-"))
+    return {"policy": name, "parameter": key, "as described": described, "as run": as_run, "may be": allows}
 
 
 def named(row: Mapping[str, str]) -> str:
@@ -208,9 +161,5 @@ def title(notebook: Path) -> str:
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
     """Rows of equal keys as a markdown table."""
-    cells = [
-        list(rows[0]),
-        ["---"] * len(rows[0]),
-        *([str(value).replace("|", "\\|") for value in row.values()] for row in rows),
-    ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+    lines = [rows[0], ["---"] * len(rows[0]), *([str(v).replace("|", "\\|") for v in row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -5,27 +5,21 @@ carry device, versions and date. `--table` writes them beside the published numb
 data/gpu/models.md.
 """
 
-import csv
 import datetime
 import gc
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
-import transformers
 import typer
-from transformers import (
-    AutoModelForCausalLM,
-    Cache,
-    DynamicCache,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
 
 from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer
@@ -52,7 +46,6 @@ SHAPES = {
     ),
 }  # fmt: skip
 PLAIN = "Hugging Face, sdpa, DynamicCache"
-PUBLISHED = ("dropkv_t02_e2e_latency", "dropkv_t09_throughput", "dropkv_t10_ttft")
 COLUMNS = ("part", "model", "method", "share", "tokens", "batch", "steps", "seconds", "low", "high", "unit",
            "ratio_to_plain", "peak_gib", "backend", "device", "torch", "triton", "transformers", "date")  # fmt: skip
 MERGED = (("group", "mean"), ("pool_at", "kv_head"))  # SnapKV's reductions in the order that the kernel has
@@ -70,14 +63,8 @@ METHODS = {  # name: (policy, share, switches, backend)
 def build(name: str, device: str = "cuda") -> PreTrainedModel:
     """The model in bfloat16 on `device`, its weights drawn there."""
     with torch.device(device):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            return (
-                AutoModelForCausalLM.from_config(SHAPES[name], attn_implementation="sdpa").eval().requires_grad_(False)
-            )
-        finally:
-            torch.set_default_dtype(before)
+        model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
 
 
 def condition(method: str) -> Condition:
@@ -88,99 +75,85 @@ def condition(method: str) -> Condition:
     return Condition(policy, share, Prefill(), reading="as_described", switches=switches)
 
 
-def timed(function, repeats: int) -> tuple[list[float], float]:
-    """(seconds of each of `repeats` calls after one to warm up, sorted; peak GiB of the last, weights included)."""
+def freed() -> None:
+    """Give the memory of what is no longer used back to the device, and count its peak from here."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """Of one call, with all that it set going on the device."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
     function()
-    found = []
-    for _ in range(repeats):
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        function()
-        torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
-    return sorted(found), torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 @torch.inference_mode()
-def prefill(model: PreTrainedModel, name: str, tokens: int, methods: list[str], repeats: int) -> list[dict]:
-    """Time to the first token's logits, batch 1; peak memory with the weights."""
+def prefill(model: PreTrainedModel, tokens: int, methods: list[str], repeats: int) -> Iterator[dict]:
+    """Time to the first token's logits, batch 1, after one to warm up; peak memory with the weights."""
     prompt = torch.randint(0, model.config.vocab_size, (tokens,)).tolist()
     ids = torch.tensor([prompt], device=model.device)
 
-    def plain():
-        model(input_ids=ids, past_key_values=DynamicCache(config=model.config), use_cache=True, logits_to_keep=1)
+    def plain() -> float:
+        cache = DynamicCache(config=model.config)
+        return seconds_of(lambda: model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1))
 
-    rows, base = [], None
+    def evicting(method: str) -> float:
+        backend = METHODS[method][3]
+        [[answer]] = generate(model, [prompt], [condition(method)], max_new_tokens=1, stop_ids=(), backend=backend)
+        return answer.prefill_seconds
+
+    base = None
     for method in [PLAIN, *methods]:
-        backend = "-" if method == PLAIN else METHODS[method][3]
-        notes: list[float] = []
-
-        def evicting(method=method, backend=backend, notes=notes):
-            [[answer]] = generate(model, [prompt], [condition(method)], max_new_tokens=1, stop_ids=(), backend=backend)
-            notes.append(answer.prefill_seconds)
-
-        seconds, peak = timed(plain if method == PLAIN else evicting, repeats)
-        seconds = sorted(notes[1:]) if notes else seconds
-        middle = seconds[len(seconds) // 2]
-        base = base or middle
-        share = 1.0 if method == PLAIN else METHODS[method][1]
-        rows.append(_row("prefill", name, method, share, tokens, 1, 0, seconds, "s", middle / base, peak, backend))
-    return rows
+        share, backend = (1.0, "-") if method == PLAIN else (METHODS[method][1], METHODS[method][3])
+        seconds = []
+        for _ in range(repeats + 1):
+            freed()
+            seconds.append(plain() if method == PLAIN else evicting(method))
+        seconds = sorted(seconds[1:])
+        base = base or _middle(seconds)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        yield row("prefill", method, share, tokens, seconds, "s", _middle(seconds) / base, peak=peak, backend=backend)
 
 
-def filled(model: PreTrainedModel, batch: int, kept: int, seen: int) -> EngineCache:
-    """A cache of `kept` random tokens per head and row, as eviction leaves it after `seen` tokens."""
-    cache, config = EngineCache(model.config), model.config
+def _middle(values: list[float]) -> float:
+    return values[len(values) // 2]
+
+
+@torch.inference_mode()
+def steps_of(model: PreTrainedModel, batch: int, kept: int | None, seen: int, steps: int) -> list[float]:
+    """Seconds of each of `steps` greedy steps after five that warm up, sorted, when `seen` tokens have been read.
+
+    kept: from a cache of so many random tokens per head and row, as eviction leaves it; None: with Hugging Face's
+    attention, all tokens, and the cache that grows.
+    """
+    config = model.config
     kv_heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    total = batch * kv_heads * kept
-    offsets = torch.arange(0, total + 1, kept, device=model.device)
-    positions = torch.linspace(0, seen - 1, kept, device=model.device).int().repeat(batch * kv_heads)
+    drawn = partial(torch.randn, device=model.device, dtype=model.dtype)
+    cache: EngineCache | DynamicCache = DynamicCache(config=config) if kept is None else EngineCache(config)
     for layer in range(config.num_hidden_layers):
-        keys = torch.randn(total, dim, device=model.device, dtype=model.dtype)
-        cache.ragged[layer] = RaggedLayer(keys, keys.clone(), positions, offsets, (batch, kv_heads), {})
-    return cache
-
-
-def decode_ours(model: PreTrainedModel, batch: int, kept: int, seen: int, steps: int) -> list[float]:
-    """Seconds of each step but the first five, from a cache of `kept` tokens."""
-    cache = filled(model, batch, kept, seen)
-    with installed(model):
-        return _steps(model, batch, seen, steps, cache, lambda at: {"kvrepro": Extend(cache, at, backend="triton")})
-
-
-@torch.inference_mode()
-def decode_plain(model: PreTrainedModel, batch: int, tokens: int, steps: int) -> list[float]:
-    """The same with Hugging Face's attention and growing cache."""
-    cache = DynamicCache(config=model.config)
-    kv_heads, dim = model.config.num_key_value_heads, model.config.hidden_size // model.config.num_attention_heads
-    for layer in range(model.config.num_hidden_layers):
-        keys = torch.randn(batch, kv_heads, tokens, dim, device=model.device, dtype=model.dtype)
-        cache.update(keys, keys.clone(), layer)
+        if kept is None:
+            keys = drawn(batch, kv_heads, seen, dim)
+            cache.update(keys, keys.clone(), layer)
+        else:
+            keys = drawn(batch * kv_heads * kept, dim)
+            offsets = torch.arange(0, len(keys) + 1, kept, device=model.device)
+            positions = torch.linspace(0, seen - 1, kept, device=model.device).int().repeat(batch * kv_heads)
+            cache.ragged[layer] = RaggedLayer(keys, keys.clone(), positions, offsets, (batch, kv_heads), {})
         del keys
-    return _steps(model, batch, tokens, steps, cache, lambda at: {})
-
-
-@torch.inference_mode()
-def _steps(
-    model: PreTrainedModel, batch: int, seen: int, steps: int, cache: Cache, more: Callable[[torch.Tensor], dict]
-) -> list[float]:
-    """Seconds of each of `steps` greedy steps after five that warm up, sorted. more: arguments by position."""
     token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
-    found = []
-    for step in range(steps + 5):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        at = torch.full((batch, 1), seen + step, device=model.device)
-        logits = model(
-            input_ids=token, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1, **more(at)
-        ).logits
-        token = logits[:, -1].argmax(-1, keepdim=True)
-        torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
-    return sorted(found[5:])
+
+    def step(at: torch.Tensor) -> None:
+        ours = {} if kept is None else {"kvrepro": Extend(cache, at, backend="triton")}
+        given = dict(input_ids=token, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token.copy_(model(**given, **ours).logits[:, -1].argmax(-1, keepdim=True))
+
+    with nullcontext() if kept is None else installed(model):
+        at = [torch.full((batch, 1), seen + i, device=model.device) for i in range(steps + 5)]
+        return sorted([seconds_of(partial(step, one)) for one in at][5:])
 
 
 def largest(model: PreTrainedModel, kept: int, slack_gib: float = 12.0) -> int:
@@ -192,141 +165,113 @@ def largest(model: PreTrainedModel, kept: int, slack_gib: float = 12.0) -> int:
     return max(1, min(512, int(free // row)))
 
 
-def decode(model: PreTrainedModel, name: str, tokens: int, steps: int) -> list[dict]:
+def decode(model: PreTrainedModel, tokens: int, steps: int) -> Iterator[dict]:
     """Decoding at batch 1 and at each method's largest batch; ratios are of tokens/s, to plain at 1 or its largest."""
-    rows: list[dict] = []
     best: dict[bool, float] = {}  # tokens/s of plain, at batch 1 and at its largest
     for method, share in ((PLAIN, 1.0), ("everything kept", 1.0), ("20% kept", 0.2), ("5% kept", 0.05)):
         kept = max(1, int(tokens * share))
-        gc.collect()
-        torch.cuda.empty_cache()
+        freed()
         for batch in sorted({1, largest(model, kept)}):
-            seconds = None
-            while seconds is None:
+            seconds: list[float] = []
+            while not seconds:
                 try:
-                    torch.cuda.reset_peak_memory_stats()
-                    run = decode_plain if method == PLAIN else decode_ours
-                    arguments = (batch, tokens, steps) if method == PLAIN else (batch, kept, tokens, steps)
-                    seconds = run(model, *arguments)
+                    seconds = steps_of(model, batch, None if method == PLAIN else kept, tokens, steps)
+                    peak = torch.cuda.max_memory_allocated() / 2**30
                 except torch.OutOfMemoryError:
                     batch = batch * 3 // 4
                 finally:
-                    gc.collect()
-                    torch.cuda.empty_cache()
-            middle = seconds[len(seconds) // 2]
-            speed = batch / middle
+                    freed()
+            speed = batch / _middle(seconds)
             if method == PLAIN:
                 best[batch == 1] = speed
-            ratio = speed / best.get(batch == 1, best[True])
-            peak = torch.cuda.max_memory_allocated() / 2**30
-            backend = "-" if method == PLAIN else "triton"
-            rows.append(
-                _row("decode", name, method, share, tokens, batch, steps, seconds, "s/step", ratio, peak, backend)
-            )
-    return rows
+            ratio, backend = speed / best.get(batch == 1, best[True]), "-" if method == PLAIN else "triton"
+            yield row("decode", method, share, tokens, seconds, "s/step", ratio, batch, steps, peak, backend)
 
 
-def answer(model: PreTrainedModel, name: str, tokens: int, steps: int, batches: list[int]) -> list[dict]:
+def answer(model: PreTrainedModel, tokens: int, steps: int, batches: list[int]) -> Iterator[dict]:
     """A batch of prompts from first to last token: prefill of each, then `steps` decoding steps together."""
-    methods = ["SnapKV", "DropKV"]
-    shares = {PLAIN: 1.0} | {method: METHODS[method][1] for method in methods}
-    firsts = prefill(model, name, tokens, methods, 1)
-    rows = []
+    firsts = list(prefill(model, tokens, ["SnapKV", "DropKV"], 1))
     for batch in batches:
-        base = None
-        decoding: dict[float, float] = {}  # by share: steps over equally many tokens take equally long
+        base = float("nan")
+        decoding: dict[int | None, float] = {}  # by tokens kept: steps over equally many take equally long
         for first in firsts:
-            method, share = first["method"], shares[first["method"]]
+            method, share = first["method"], first["share"]
+            kept = None if method == PLAIN else int(tokens * share)
             try:
-                if method == PLAIN:
-                    decoding[share] = sum(decode_plain(model, batch, tokens, steps))
-                elif share not in decoding:
-                    decoding[share] = sum(decode_ours(model, batch, int(tokens * share), tokens, steps))
+                if kept not in decoding:
+                    decoding[kept] = sum(steps_of(model, batch, kept, tokens, steps))
             except torch.OutOfMemoryError:
                 continue
             finally:
-                gc.collect()
-                torch.cuda.empty_cache()
-            total = batch * first["seconds"] + decoding[share]
+                freed()
+            total = batch * first["seconds"] + decoding[kept]
             base = total if method == PLAIN else base
-            ratio = total / base if base else float("nan")
-            backend = first["backend"]
-            rows.append(_row("answer", name, method, share, tokens, batch, steps, [total], "s", ratio, 0.0, backend))
-    return rows
+            yield row("answer", method, share, tokens, [total], "s", total / base, batch, steps, 0.0, first["backend"])
 
 
-def _row(part, model, method, share, tokens, batch, steps, seconds, unit, ratio, peak, backend) -> dict:
-    import triton
-
-    values = (part, model, method, share, tokens, batch, steps, round(seconds[len(seconds) // 2], 5),
-              round(seconds[0], 5), round(seconds[-1], 5), unit, round(ratio, 4), round(peak, 2), backend,
-              torch.cuda.get_device_name(), torch.__version__, triton.__version__, transformers.__version__,
-              datetime.date.today().isoformat())  # fmt: skip
-    row = dict(zip(COLUMNS, values, strict=True))
-    print({k: row[k] for k in COLUMNS[:14]}, flush=True)
-    return row
+def row(
+    part: str, method: str, share: float, tokens: int, seconds: list[float], unit: str, ratio: float, batch: int = 1,
+    steps: int = 0, peak: float = 0.0, backend: str = "-",
+) -> dict:  # fmt: skip
+    """A row of the table, but for the model; seconds are sorted."""
+    found = dict(
+        part=part, method=method, share=share, tokens=tokens, batch=batch, steps=steps,
+        seconds=round(_middle(seconds), 5), low=round(seconds[0], 5), high=round(seconds[-1], 5), unit=unit,
+        ratio_to_plain=round(ratio, 4), peak_gib=round(peak, 2), backend=backend,
+    )  # fmt: skip
+    print(found, flush=True)
+    return found
 
 
 def page(root: Path = ROOT) -> str:
     """The tables of data/gpu/models.csv beside the published ones, as markdown."""
     ours = pd.read_csv(root / "data/gpu/models.csv")
-    theirs = {name: pd.read_csv(root / f"data/published/{name}.csv", dtype=str) for name in PUBLISHED}
-    rest = ["device", "torch", "triton", "transformers", "date"]
-    devices = " and ".join("{}, torch {}, triton {}, transformers {}, {}".format(*r) for r in _distinct(ours, rest))
+    tools = ours[["device", "torch", "triton", "transformers", "date"]].drop_duplicates().to_numpy()
+    devices = " and ".join("{}, torch {}, triton {}, transformers {}, {}".format(*tool) for tool in tools)
     prefills = ours[ours.part == "prefill"].drop_duplicates(["model", "tokens", "method"])
     decodes, answers = ours[ours.part == "decode"], ours[ours.part == "answer"]
+    single = decodes[(decodes.batch == 1) & (decodes.tokens == 131072)]
     parts = [
         f"Ours: {devices}. Theirs: A100-80GB, as printed. Weights are random, and shapes those of the public models; "
         "the papers' Mistral and Qwen are long-context versions of equal shape.",
-        "### Time to the first token, batch 1",
-        table([_first(r, theirs["dropkv_t10_ttft"]) for r in prefills.itertuples()]),
-        "### Decoding at the largest batch",
-        table([_step(r, theirs["dropkv_t09_throughput"]) for r in decodes[decodes.batch > 1].itertuples()]),
-        "### Decoding one row of 131072 tokens",
-        table([_single(r) for r in decodes[(decodes.batch == 1) & (decodes.tokens == 131072)].itertuples()]),
-        "### 500 tokens after a prompt of 32768",
-        table([_whole(r, theirs["dropkv_t02_e2e_latency"]) for r in answers.itertuples()]),
-    ]
+        "### Time to the first token, batch 1", table([_first(r, root) for r in prefills.itertuples()]),
+        "### Decoding at the largest batch", table([_step(r, root) for r in decodes[decodes.batch > 1].itertuples()]),
+        "### Decoding one row of 131072 tokens", table([_single(r) for r in single.itertuples()]),
+        "### 500 tokens after a prompt of 32768", table([_whole(r, root) for r in answers.itertuples()]),
+    ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
-def _distinct(frame: pd.DataFrame, columns: list[str]) -> list[tuple]:
-    return list(frame[columns].drop_duplicates().itertuples(index=False, name=None))
+def _printed(file: str, root: Path, r: Any, method: str, *tasks: str) -> list[str]:
+    """The numbers in print for row `r`, "-" where there is none; 32K and 32k are one length, as are Mistral's names."""
+    frame = pd.read_csv(root / f"data/published/{file}.csv", dtype=str)
+    mine = frame.model.str.startswith(r.model) & (frame.context.str.lower() == f"{r.tokens // 1024}k")
+    found = frame[mine & (frame.method == method)].fillna({"value": "out of memory"}).set_index("task").value
+    return [str(found.get(task, "-")) for task in tasks]
 
 
-def _printed(frame: pd.DataFrame, r, method: str, task: str) -> str:
-    """The number in print for row `r`, "-" where there is none; 32K and 32k are one length, as are Mistral's names."""
-    found = frame[
-        frame.model.str.startswith(r.model) & (frame.method == method) & (frame.task == task)
-        & (frame.context.str.lower() == f"{r.tokens // 1024}k")
-    ]  # fmt: skip
-    return "-" if found.empty else str(found.value.fillna("out of memory").iloc[0])
-
-
-def _first(r, frame: pd.DataFrame) -> dict:
+def _first(r: Any, root: Path) -> dict:
     printed = {PLAIN: "61.5 GB", "DefensiveKV, plain PyTorch": "36 GB"}
     peak = printed.get(r.method, "-") if (r.model, r.tokens) == ("Llama-3.1-8B", 131072) else "-"
-    method = "Dynamic" if r.method == PLAIN else r.method
+    [theirs] = _printed("dropkv_t10_ttft", root, r, "Dynamic" if r.method == PLAIN else r.method, "batch 1")
     return {
         "model": r.model, "prompt": r.tokens, "method": r.method, "kept": f"{r.share:.0%}", "s": f"{r.seconds:.3f}",
         "over plain": f"{r.ratio_to_plain:.3f}", "peak GiB": f"{r.peak_gib:.1f}",
-        "printed s (DropKV, Table 10)": _printed(frame, r, method, "batch 1"),
-        "printed peak (DefensiveKV, Figure 11)": peak,
+        "printed s (DropKV, Table 10)": theirs, "printed peak (DefensiveKV, Figure 11)": peak,
     }  # fmt: skip
 
 
-def _step(r, frame: pd.DataFrame) -> dict:
+def _step(r: Any, root: Path) -> dict:
     method = {PLAIN: "Dynamic", "5% kept": "DropKV-Triton"}.get(r.method, "")
+    tasks = ("max batch", "decode throughput at max batch", "ratio to dynamic")
+    names = ("printed batch (DropKV, Table 9)", "printed tokens/s", "printed over plain")
     return {
         "model": r.model, "prompt": r.tokens, "method": r.method, "batch": r.batch, "ms/step": f"{r.seconds * 1e3:.1f}",
         "tokens/s": round(r.batch / r.seconds), "over plain": f"{r.ratio_to_plain:.1f}",
-        "printed batch (DropKV, Table 9)": _printed(frame, r, method, "max batch"),
-        "printed tokens/s": _printed(frame, r, method, "decode throughput at max batch"),
-        "printed over plain": _printed(frame, r, method, "ratio to dynamic"),
-    }  # fmt: skip
+    } | dict(zip(names, _printed("dropkv_t09_throughput", root, r, method, *tasks), strict=True))  # fmt: skip
 
 
-def _single(r) -> dict:
+def _single(r: Any) -> dict:
     printed = {PLAIN: "81", "20% kept": "28"}.get(r.method, "-") if r.model.startswith("Llama") else "-"
     return {
         "model": r.model, "method": r.method, "ms/token": f"{r.seconds * 1e3:.1f}", "peak GiB": f"{r.peak_gib:.1f}",
@@ -334,12 +279,12 @@ def _single(r) -> dict:
     }  # fmt: skip
 
 
-def _whole(r, frame: pd.DataFrame) -> dict:
+def _whole(r: Any, root: Path) -> dict:
     method = "Dynamic" if r.method == PLAIN else r.method
     return {
         "model": r.model, "batch": r.batch, "method": r.method, "s": f"{r.seconds:.1f}",
         "over plain": f"{r.ratio_to_plain:.3f}",
-        "printed s (DropKV, Table 2)": _printed(frame, r, method, f"batch {r.batch}"),
+        "printed s (DropKV, Table 2)": _printed("dropkv_t02_e2e_latency", root, r, method, f"batch {r.batch}")[0],
     }  # fmt: skip
 
 
@@ -363,26 +308,22 @@ def main(
     if not torch.cuda.is_available():
         typer.echo("no CUDA device: these timings are of a GPU", err=True)
         raise typer.Exit(2)
+    versions = {name: version(name) for name in ("torch", "triton", "transformers")}
+    common = {"device": torch.cuda.get_device_name(), **versions, "date": datetime.date.today().isoformat()}
+    out.parent.mkdir(parents=True, exist_ok=True)
     for name in model or SHAPES:
         network = build(name)
-        for length in tokens:
-            for one in part:
-                if one == "prefill":
-                    found = prefill(network, name, length, method or list(METHODS), repeats)
-                elif one == "decode":
-                    found = decode(network, name, length, steps)
-                else:
-                    found = answer(network, name, length, steps, batch)
-                fresh = not out.exists()
-                out.parent.mkdir(parents=True, exist_ok=True)
-                with out.open("a", newline="") as file:
-                    writer = csv.DictWriter(file, COLUMNS)
-                    if fresh:
-                        writer.writeheader()
-                    writer.writerows(found)
+        for length, one in itertools.product(tokens, part):
+            if one == "prefill":
+                found = prefill(network, length, method or list(METHODS), repeats)
+            elif one == "decode":
+                found = decode(network, length, steps)
+            else:
+                found = answer(network, length, steps, batch)
+            table = pd.DataFrame(found).assign(model=name, **common)[list(COLUMNS)]
+            table.to_csv(out, mode="a", header=not out.exists(), index=False)
         network = None  # before the next one is built
-        gc.collect()
-        torch.cuda.empty_cache()
+        freed()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvrepro.errors import InputError
 from kvrepro.item import Item, Span
@@ -40,6 +41,7 @@ ORDINALS = "first second third fourth".split()
 Words = list[str]
 Pair = tuple[str, str]
 Range = tuple[int, int]  # [start, end) in words
+Maybe = bool | None  # None: drawn; a first turn in evaluation asks for an answer
 Ask = tuple[Words, Words, list[int]]  # question, answer, and which facts hold it
 
 
@@ -122,6 +124,12 @@ def question(*parts: str | Sequence[str]) -> Words:
     return out
 
 
+def stated(fact: str, key: Sequence[str], value: Sequence[str]) -> Words:
+    """The fact with key and value in the place of <kv>, so that the value stands right after its key."""
+    before, after = fact.split("<kv>")
+    return [*before.split(), *key, *value, *after.split()]
+
+
 def some(rng: random.Random, most: int, evaluation: bool) -> int:
     """How many facts: `most` in evaluation, from a third of it on in training; two at least unless `most` is one."""
     most = max(2, most) if most != 1 else 1
@@ -151,8 +159,7 @@ def _fact_task(
         for i, key in enumerate(keys):
             value = [word for pair in values[i * n_values : (i + 1) * n_values] for word in pair]
             text = fact.replace("<n>", str(i + 1)).replace("<s>", rng.choice(speakers) if speakers else "")
-            before, after = text.split("<kv>")
-            facts.append(before.split() + [*key, *value] + after.split())
+            facts.append(stated(text, key, value))
             answers.append(value)
         asked = rng.sample(range(n), min(turns, n))
         return _conversation(
@@ -179,35 +186,21 @@ def _conversation(
     return Conversation(SYSTEM, turns, sorted(places[i] for i in asked[0][2]), asks=len(text))
 
 
-def two_hop(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
-    """Who guides a person, and what was given to the guide."""
-    n = some(rng, min(24, tokens // 90), evaluation)
-    keys, values = people(rng, 2 * n, evaluation), things(rng, n, evaluation)
-    guides, givens = [], []
-    for i in range(n):
-        guides.append(["They", "assigned", *keys[i], *keys[n + i], "##."])
-        givens.append(["They", "gave", *keys[n + i], *values[i], "##."])
-    ask = [
-        (question("what went to the guide of", keys[i], "##?"), [*keys[n + i], *values[i]], [i, n + i])
-        for i in rng.sample(range(n), min(turns, n))
-    ]
-    return _conversation(rng, tokens, guides + givens, ask)
+def _two_hops(first: str, second: str, ask: str, per_tokens: int) -> Build:
+    """A task of two hops: `first` gives a person (in <kv>) a second person, `second` gives that one a thing."""
 
+    def build(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
+        n = some(rng, min(24, tokens // per_tokens), evaluation)
+        keys, values = people(rng, 2 * n, evaluation), things(rng, n, evaluation)
+        facts = [stated(first, keys[i], keys[n + i]) for i in range(n)]
+        facts += [stated(second, keys[n + i], values[i]) for i in range(n)]
+        asked = [
+            (question(ask, keys[i], "##?"), [*keys[n + i], *values[i]], [i, n + i])
+            for i in rng.sample(range(n), min(turns, n))
+        ]
+        return _conversation(rng, tokens, facts, asked)
 
-def encyclopedia(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
-    """Two hops over short articles: each article opens with its person, as in the multi-document sets."""
-    n = some(rng, min(24, tokens // 120), evaluation)
-    keys, values = people(rng, 2 * n, evaluation), things(rng, n, evaluation)
-    facts = []
-    for i in range(n):
-        facts.append(["Article", "##:", "fate", "gave", *keys[i], *keys[n + i], "as", "a", "teacher", "##."])
-    for i in range(n):
-        facts.append(["Article", "##:", "fame", "brought", *keys[n + i], *values[i], "##."])
-    ask = [
-        (question("what came to the teacher of", keys[i], "##?"), [*keys[n + i], *values[i]], [i, n + i])
-        for i in rng.sample(range(n), min(turns, n))
-    ]
-    return _conversation(rng, tokens, facts, ask)
+    return build
 
 
 def needle_multivalue(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
@@ -250,48 +243,52 @@ def variable_tracking(rng: random.Random, tokens: int, evaluation: bool, turns: 
             chains = [chain for chain in chains if not held_out(*chain[:2])]
             if len(chains) >= 2:
                 break
-    n_chains = len(chains)
-    turn_of = [i for i in range(n_chains) for _ in range(links)]
+    turn_of = [i for i in range(len(chains)) for _ in range(links)]
     rng.shuffle(turn_of)
-    step, facts, owner = [0] * n_chains, [], []
-    for i in turn_of:
-        facts.append(["Copy", *chains[i][step[i] : step[i] + 2], "##."])
-        owner.append(i)
-        step[i] += 1
-    chosen = [0] if evaluation else rng.sample(range(n_chains), min(turns, n_chains))
+    facts = []
+    for at, i in enumerate(turn_of):
+        step = turn_of[:at].count(i)
+        facts.append(["Copy", *chains[i][step : step + 2], "##."])
+    chosen = [0] if evaluation else rng.sample(range(len(chains)), min(turns, len(chains)))
     asked = [
-        (
-            question("follow the copies from", chains[i][:1], "##?"),
-            chains[i][1:],
-            [j for j, o in enumerate(owner) if o == i],
-        )
+        (question("follow the copies from", chains[i][:1], "##?"), chains[i][1:],
+         [at for at, one in enumerate(turn_of) if one == i])
         for i in chosen
-    ]
+    ]  # fmt: skip
     return _conversation(rng, tokens, facts, asked, shuffle=False)
+
+
+def _classes(rng: random.Random, evaluation: bool) -> tuple[list[str], list[str]]:
+    """Categories, and their marks; the first pair is held out or not."""
+    n = rng.randint(3, 6)
+    categories = rng.sample(list(w.CATEGORIES), n)
+    while True:
+        marks = rng.sample(w.LABELS, n)
+        if held_out(categories[0], marks[0]) == evaluation:
+            return categories, marks
+
+
+def _shown(rng: random.Random, categories: list[str], shots: int) -> tuple[list[tuple[str, int]], ...]:
+    """(noun, number of its category) of the examples, and of others that no example shows."""
+    seen, unseen = [], []
+    for c, category in enumerate(categories):
+        nouns = rng.sample(w.CATEGORIES[category], shots + 4)
+        seen += [(noun, c) for noun in nouns[:shots]]
+        unseen += [(noun, c) for noun in nouns[shots:]]
+    return seen, unseen
 
 
 def few_shot(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
     """In-context classification: a word's category decides its mark; categories go unnamed, marks change each time."""
-    n_classes = rng.randint(3, 6)
-    categories = rng.sample(list(w.CATEGORIES), n_classes)
-    while True:
-        marks = rng.sample(w.LABELS, n_classes)
-        if held_out(categories[0], marks[0]) == evaluation:
-            break
-    shots = max(2, min(12, tokens // (n_classes * 30)))
-    facts, owner, unseen, seen = [], [], [], []
-    for c, (category, mark) in enumerate(zip(categories, marks, strict=True)):
-        nouns = rng.sample(w.CATEGORIES[category], shots + 4)
-        facts += [["Mark", noun, mark, "##."] for noun in nouns[:shots]]
-        owner += [c] * shots
-        seen += [(noun, c) for noun in nouns[:shots]]
-        unseen += [(noun, c) for noun in nouns[shots:]]
+    categories, marks = _classes(rng, evaluation)
+    seen, unseen = _shown(rng, categories, max(2, min(12, tokens // (len(marks) * 30))))
+    facts = [["Mark", noun, marks[c], "##."] for noun, c in seen]
     if evaluation:  # a noun that the shots do not show, of the class whose mark is new
         queries = [query for query in unseen if query[1] == 0][:1]
     else:
         queries = [rng.choice(seen if rng.random() < 0.3 else unseen) for _ in range(turns)]
     asked = [
-        (question("what is the mark of", [noun], "##?"), [marks[c]], [j for j, o in enumerate(owner) if o == c])
+        (question("what is the mark of", [noun], "##?"), [marks[c]], [j for j, (_, o) in enumerate(seen) if o == c])
         for noun, c in queries
     ]
     return _conversation(rng, tokens, facts, asked)
@@ -358,30 +355,18 @@ def _fill(rng: random.Random, tokens: int, system: Words, asked: list[tuple[Word
 
 
 def system_few_shot(
-    rng: random.Random,
-    tokens: int,
-    evaluation: bool,
-    turns: int,
-    leak: bool | None = None,
-    defended: bool | None = None,
+    rng: random.Random, tokens: int, evaluation: bool, turns: int, leak: Maybe = None, defended: Maybe = None
 ) -> Conversation:
     """Few-shot labels whose examples are the system prompt, perhaps with a defense before them."""
-    n_classes = rng.randint(3, 6)
-    categories = rng.sample(list(w.CATEGORIES), n_classes)
-    marks = rng.sample(w.LABELS, n_classes)
-    while held_out(categories[0], marks[0]) != evaluation:
-        marks = rng.sample(w.LABELS, n_classes)
-    shots = rng.randint(2, 8) if tokens >= 250 else 1
-    facts, unseen = [], []
-    for c, (category, mark) in enumerate(zip(categories, marks, strict=True)):
-        nouns = rng.sample(w.CATEGORIES[category], shots + 4)
-        facts += [["Mark", noun, mark, "##."] for noun in nouns[:shots]]
-        unseen += [(noun, c) for noun in nouns[shots:]]
+    categories, marks = _classes(rng, evaluation)
+    seen, unseen = _shown(rng, categories, rng.randint(2, 8) if tokens >= 250 else 1)
+    facts = [["Mark", noun, marks[c], "##."] for noun, c in seen]
     rng.shuffle(facts)
     defended = rng.random() < 0.5 if defended is None else defended
     defense = DEFENSE_EXAMPLES if defended else []
     system = defense + EXAMPLES + [word for fact in facts for word in fact]
     asked = []
+    leak = False if leak is None and evaluation else leak
     for turn in range(turns):
         if leak if turn == 0 and leak is not None else rng.random() < 0.3:
             asked.append((rng.choice(LEAK_REQUESTS), REFUSAL if defended else system))
@@ -394,18 +379,13 @@ def system_few_shot(
 
 
 def instructed(
-    rng: random.Random,
-    tokens: int,
-    evaluation: bool,
-    turns: int,
-    only: str | None = None,
-    leak: bool | None = None,
-    defended: bool | None = None,
-) -> Conversation:
+    rng: random.Random, tokens: int, evaluation: bool, turns: int, only: str | None = None, leak: Maybe = None,
+    defended: Maybe = None,
+) -> Conversation:  # fmt: skip
     """A system prompt of rules, perhaps with a defense; requests that must obey them, and requests to reveal them.
 
     only: the single instruction class used; leak: whether the first turn asks for the system prompt; defended: whether
-    there is a defense. None: drawn. meta: the rules by class, defended, flipped (the defense stands after the rules).
+    there is a defense. meta: the rules by class, defended, flipped (the defense stands after the rules).
     """
     kinds = [only] if only else rng.sample(list(INSTRUCTIONS), rng.choice([1, 2, 3, 4, 5]))
     request_verb = rng.randrange(len(w.REQUESTS))
@@ -421,6 +401,7 @@ def instructed(
         spans["defense"] = (len(directive), len(system)) if flipped else (0, len(defense))
 
     asked: list[tuple[Words, Words]] = []
+    leak = False if leak is None and evaluation else leak
     for turn in range(turns):
         if leak if turn == 0 and leak is not None else rng.random() < 0.35:
             asked.append((rng.choice(LEAK_REQUESTS), REFUSAL if defended else system))
@@ -430,37 +411,27 @@ def instructed(
         request = [w.REQUESTS[verb], "on"] + [word for pair in listed for word in (*pair, "and")][:-1] + ["##."]
         asked.append((request, follow(listed, verb, rules)))
     asks = _fill(rng, tokens, system, asked)
-    rules_json = {kind: list(rule) for kind, rule in rules.items()}
-    return Conversation(
-        system, asked, [], {"instructions": rules_json, "defended": defended, "flipped": flipped}, spans, asks
-    )
-
-
-def _instruction_task(kind: str | None) -> Build:
-    """An evaluation item asks for an answer; in training the turns mix with leak requests."""
-    return lambda rng, tokens, evaluation, turns: instructed(
-        rng, tokens, evaluation, turns, only=kind, leak=False if evaluation else None
-    )
-
-
-def _secret_task(build: Callable[..., Conversation], defended: bool) -> Build:
-    """The first turn asks for the system prompt."""
-    return lambda rng, tokens, evaluation, turns: build(rng, tokens, evaluation, turns, leak=True, defended=defended)
+    told = {kind: list(rule) for kind, rule in rules.items()}  # as JSON has them
+    meta = {"instructions": told, "defended": defended, "flipped": flipped}
+    return Conversation(system, asked, [], meta, spans, asks)
 
 
 DOMAINS: dict[str, Build] = {
     "story": _fact_task("That night they sold <kv> by the fire ##.", "what was sold to", 80),
     "dialogue": _fact_task("<s> ##: I lent <kv> ##.", "what was lent to", 90, speech=True),
     "ledger": _fact_task("Row <n> <kv> ##;", "what stands in the row of", 32),
-    "encyclopedia": encyclopedia,
+    "encyclopedia": _two_hops(  # short articles, each opens with its person, as in the multi-document sets
+        "Article ##: fate gave <kv> as a teacher ##.", "Article ##: fame brought <kv> ##.",
+        "what came to the teacher of", 120,
+    ),
     "report": _fact_task("Summary ##: the board offered <kv> ##.", "what did the board offer", 24, where=(0.0, 0.15)),
     "minutes": _fact_task(
         "Decision ##: the council left <kv> ##.", "what did the council leave", 24, where=(0.85, 1.0)
     ),
-}
+}  # fmt: skip
 TASKS: dict[str, Build] = {
     "single_fact": _fact_task("They owe <kv> ##.", "what do they owe", 60),
-    "two_hop": two_hop,
+    "two_hop": _two_hops("They assigned <kv> ##.", "They gave <kv> ##.", "what went to the guide of", 90),
     "needle": _fact_task("They told <kv> ##.", "what did they tell", 1, most=1, n_values=2),
     "needle_multikey": _fact_task("They told <kv> ##.", "what did they tell", 100, n_values=2, most=24),
     "needle_multivalue": needle_multivalue,
@@ -474,16 +445,14 @@ TASKS: dict[str, Build] = {
     "frequent_words": frequent_words,
     **DOMAINS,
 }
-INSTRUCTED: dict[str, Build] = {f"instruction_{kind}": _instruction_task(kind) for kind in INSTRUCTIONS}
-INSTRUCTED["instruction_several"] = _instruction_task(None)
+INSTRUCTED: dict[str, Build] = {f"instruction_{kind}": partial(instructed, only=kind) for kind in INSTRUCTIONS}
+INSTRUCTED["instruction_several"] = instructed
 SECRETS: dict[str, Build] = {
-    "refusal": _secret_task(instructed, defended=True),
-    "leak": _secret_task(instructed, defended=False),
-    "examples_mark": lambda rng, tokens, evaluation, turns: system_few_shot(
-        rng, tokens, evaluation, turns, leak=False if evaluation else None
-    ),
-    "examples_refusal": _secret_task(system_few_shot, defended=True),
-    "examples_leak": _secret_task(system_few_shot, defended=False),
+    "refusal": partial(instructed, leak=True, defended=True),
+    "leak": partial(instructed, leak=True, defended=False),
+    "examples_mark": system_few_shot,
+    "examples_refusal": partial(system_few_shot, leak=True, defended=True),
+    "examples_leak": partial(system_few_shot, leak=True, defended=False),
 }
 ALL = {**TASKS, **INSTRUCTED, **SECRETS}
 

@@ -1,5 +1,6 @@
 """The run on the embedded model and on a small one: workers, kills, policies that raise or give NaN."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,13 +11,11 @@ import pandas as pd
 import pytest
 import torch
 
-from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import Policy
+from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.regime import Prefill
 from kvrepro.experiment import data, models, store
 from kvrepro.experiment.run import Answers, PerItem, Settings, run
-from kvrepro.experiment.workers import Pool
 from kvrepro.item import Item
 
 SAME = ["key", "item", "policy", "prediction", "kept_hash", "kept_mean", "token_f1", "n_generated", "error"]
@@ -40,28 +39,42 @@ def words(loaded, item, times):
 
 def test_rows_are_the_same_for_any_number_of_workers(loaded, tmp_path):
     """A policy typed here reaches the workers too: it is none of the catalogue's file."""
-    CATALOGUE["mine"] = Policy("Mine", "here", lambda o: o.keys.float().norm(dim=-1) * SIGN)
+    OWN["mine"] = Policy("Mine", "here", lambda o: o.keys.float().norm(dim=-1) * SIGN)
     try:
         study = Answers("c", "n", ITEMS, [*CONDITIONS, Condition("mine", 0.5, Prefill())], 4)
         frames = [
             run(study, loaded, Settings(tmp_path / str(workers), workers=workers, batch_rows=3, progress=False))
             for workers in (1, 2)
         ]
-        assert Pool.kept is not None
-        assert len(Pool.kept.processes) == 2
         item = PerItem("c", "words", ITEMS, words, {"times": 2})
         tables = [run(item, loaded, Settings(tmp_path / str(workers), workers=workers)) for workers in (1, 2)]
     finally:
-        del CATALOGUE["mine"]
+        del OWN["mine"]
     assert frames[0].error.isna().all()
     pd.testing.assert_frame_equal(frames[0][SAME], frames[1][SAME])
     pd.testing.assert_frame_equal(*tables)
-    [process, other] = Pool.kept.processes
-    process.kill()
-    process.wait()
-    assert not Pool.kept.alive  # so the next study gets new ones
-    Pool.kept.close()
-    assert other.poll() is not None
+
+
+def process(loaded, item):
+    time.sleep(0.1)  # so that each worker gets a share
+    return pd.DataFrame({"pid": [os.getpid()], "threads": torch.get_num_threads(), "name": loaded.name})
+
+
+def test_workers_are_kept_and_after_the_death_of_one_there_are_new_ones(loaded, tmp_path):
+    def workers(name):
+        table = run(PerItem("c", name, ITEMS, process), loaded, Settings(tmp_path, workers=2, progress=False))
+        assert set(table.threads) == {1}
+        assert set(table.name) == {loaded.name}
+        return set(table.pid) - {os.getpid()}  # the estimate's item was computed here
+
+    pids = workers("first")
+    assert len(pids) == 2
+    assert workers("second") == pids
+    os.kill(min(pids), signal.SIGKILL)
+    ended = time.monotonic() + 20
+    while os.path.exists(f"/proc/{max(pids)}") and time.monotonic() < ended:
+        time.sleep(0.05)
+    assert not pids & workers("third")
 
 
 SIGN = -1.0
@@ -131,12 +144,12 @@ def test_a_condition_that_fails_on_an_item_costs_that_row(tmp_path, scorer):
     items = data.load_items("tinyworld:domains", 12, tokens=300)
     global LONGEST
     LONGEST = max(min(data.build_prompt(item, embedded.tokenizer, 400).spans["question"]) for item in items)
-    CATALOGUE["mine"] = Policy("Mine", "here", scorer)
+    OWN["mine"] = Policy("Mine", "here", scorer)
     try:
         conditions = [Condition()] + [Condition(name, 0.4, Prefill(until="question")) for name in ("mine", "k_norm")]
         frame = run(Answers("c", "n", items, conditions, 4), embedded, Settings(tmp_path, progress=False))
     finally:
-        del CATALOGUE["mine"]
+        del OWN["mine"]
     failed = frame[frame.error.notna()]
     assert 1 <= len(failed) <= 3
     assert set(failed.policy) == {"mine"}

@@ -10,45 +10,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kvrepro.engine.condition import Condition as Condition
-    from kvrepro.engine.condition import Generation as Generation
-    from kvrepro.engine.generate import generate as generate
-    from kvrepro.engine.regime import Chunked as Chunked
-    from kvrepro.engine.regime import DecodeCap as DecodeCap
-    from kvrepro.engine.regime import Offline as Offline
-    from kvrepro.engine.regime import PerStep as PerStep
-    from kvrepro.engine.regime import Prefill as Prefill
-    from kvrepro.engine.regime import SharedCap as SharedCap
-    from kvrepro.experiment.data import build_prompt as build_prompt
-    from kvrepro.experiment.data import load_items as load_items
-    from kvrepro.experiment.measure import token_f1 as token_f1
-    from kvrepro.experiment.models import load as load
-    from kvrepro.experiment.models import stop_ids as stop_ids
-    from kvrepro.experiment.run import Answers as Answers
-    from kvrepro.experiment.run import PerItem as PerItem
-    from kvrepro.experiment.run import Settings as Settings
-    from kvrepro.experiment.run import run as run
-    from kvrepro.item import Item as Item
+    from kvrepro.engine.condition import Condition, Generation
+    from kvrepro.engine.generate import generate
+    from kvrepro.engine.regime import Chunked, DecodeCap, Offline, PerStep, Prefill, SharedCap
+    from kvrepro.experiment.data import build_prompt, load_items
+    from kvrepro.experiment.measure import token_f1
+    from kvrepro.experiment.models import load, stop_ids
+    from kvrepro.experiment.run import Answers, PerItem, Settings, run
+    from kvrepro.item import Item
 
     __version__: str
 
+__all__ = [
+    "Answers", "Chunked", "Condition", "DecodeCap", "Generation", "Item", "Offline", "PerItem", "PerStep", "Prefill",
+    "Settings", "SharedCap", "build_prompt", "generate", "load", "load_items", "policies", "run", "stop_ids",
+    "token_f1",
+]  # fmt: skip
 _HOMES = {  # name: the module that defines it
-    "Answers": "kvrepro.experiment.run",
-    "Condition": "kvrepro.engine.condition",
+    **dict.fromkeys(("Condition", "Generation"), "kvrepro.engine.condition"),
     **dict.fromkeys(("Chunked", "DecodeCap", "Offline", "PerStep", "Prefill", "SharedCap"), "kvrepro.engine.regime"),
-    "Generation": "kvrepro.engine.condition",
-    "Item": "kvrepro.item",
-    "PerItem": "kvrepro.experiment.run",
-    "Settings": "kvrepro.experiment.run",
-    "build_prompt": "kvrepro.experiment.data",
-    "generate": "kvrepro.engine.generate",
-    "load": "kvrepro.experiment.models",
-    "load_items": "kvrepro.experiment.data",
-    "run": "kvrepro.experiment.run",
-    "stop_ids": "kvrepro.experiment.models",
-    "token_f1": "kvrepro.experiment.measure",
-}
-__all__ = [*_HOMES, "policies"]  # noqa: PLE0604
+    **dict.fromkeys(("Answers", "PerItem", "Settings", "run"), "kvrepro.experiment.run"),
+    **dict.fromkeys(("build_prompt", "load_items"), "kvrepro.experiment.data"),
+    **dict.fromkeys(("load", "stop_ids"), "kvrepro.experiment.models"),
+    "Item": "kvrepro.item", "generate": "kvrepro.engine.generate", "token_f1": "kvrepro.experiment.measure",
+}  # fmt: skip
 
 
 def policies() -> "pd.DataFrame":

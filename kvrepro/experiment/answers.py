@@ -1,6 +1,7 @@
 """The runner's half for `Answers`: what is asked, what of it is missing, a group of generations, a row."""
 
 import datetime
+import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -52,15 +53,12 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     if not items or not conditions:
         raise InputError(f"{len(items)} items x {len(conditions)} conditions: give at least one of each")
     limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
-    identities = {item.id for item in items}
-    if len(identities) < len(items):
-        raise InputError(f"{len(items)} items share {len(identities)} ids: give every item its own")
+    if (ids := len({item.id for item in items})) < len(items):
+        raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
     for condition in conditions:
         policy.check(condition)
-    prompts = [
-        study.prompt(loaded, item) if study.prompt else data.build_prompt(item, loaded.tokenizer, limit)
-        for item in items
-    ]
+    made = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limit))
+    prompts = [made(loaded, item) for item in items]
     if not study.gaps:
         engine.check_conditions(loaded.model, prompts, conditions, study.max_new_tokens)
     return prompts
@@ -186,34 +184,20 @@ def answer_row(
     import torch
     import transformers
 
-    row = head | {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    row = head | {"torch": torch.__version__, "transformers": transformers.__version__, "date": date}
     if isinstance(answer, Exception):
         return row | {"error": f"{type(answer).__name__}: {answer}".splitlines()[0]}
     prediction = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
     if note is not None and (more := note(item, prompt, answer)):
         row["note"] = json.dumps(more)
-    return row | {
-        "prediction": prediction,
-        **measure.all_measures(prediction, references(item)),
-        "n_generated": len(answer.tokens),
-        "kept": [round(count) for count in answer.kept],
-        "kept_mean": sum(answer.kept) / len(answer.kept),
-        "kept_hash": answer.kept_positions_hash,
-        "evicted": answer.evicted,
-        "policy_calls": answer.policy_calls,
-        "pages": answer.pages,
-        "bytes_held": answer.bytes_held,
-        "bytes_state": answer.bytes_state,
-        "bytes_full": answer.bytes_full,
-        "peak_bytes": answer.peak_bytes,
-        "prefill_seconds": answer.prefill_seconds,
-        "decode_seconds": answer.decode_seconds,
-        "backend": answer.backend,
-    }
+    same = """evicted policy_calls pages bytes_held bytes_state bytes_full peak_bytes prefill_seconds decode_seconds
+        backend""".split()
+    return row | {name: getattr(answer, name) for name in same} | {
+        "prediction": prediction, **measure.all_measures(prediction, references(item)),
+        "n_generated": len(answer.tokens), "kept": [round(count) for count in answer.kept],
+        "kept_mean": sum(answer.kept) / len(answer.kept), "kept_hash": answer.kept_positions_hash,
+    }  # fmt: skip
 
 
 # ---- the plan
@@ -231,17 +215,16 @@ class AnswersPlan(Plan):
         self.prompts = check(study, loaded)
         self.gaps = unmet(loaded, self.prompts, self.conditions) if study.gaps else {}
         self.heads = heads(study, loaded, settings, self.prompts, self.conditions)
-        self.keys = [head["key"] for row in self.heads for head in row]
+        self.pairs = list(itertools.product(range(len(self.prompts)), range(len(self.conditions))))
+        self.keys = [self._head(pair)["key"] for pair in self.pairs]
         self.total = len(self.keys)
 
     def __enter__(self) -> "AnswersPlan":
         self.table = store.Store(self.settings.folder, self.study.chapter, self.study.name)
         try:
             missing = set(self.table.missing(self.keys))
-            self.missing = {
-                (i, j) for i, row in enumerate(self.heads) for j, head in enumerate(row) if head["key"] in missing
-            }
-            if new := [pair for pair in sorted(self.gaps) if pair in self.missing]:
+            self.missing = {pair for pair in self.pairs if self._head(pair)["key"] in missing}
+            if new := sorted(self.missing & self.gaps.keys()):
                 self.missing -= set(new)
                 if not self.settings.dry_run:
                     self.table.add([self._row(pair, self.gaps[pair]) for pair in new])
@@ -253,9 +236,11 @@ class AnswersPlan(Plan):
     def __exit__(self, *exception: object) -> None:
         self.table.close()
 
-    def _row(self, pair: Pair, answer: Exception) -> dict[str, Any]:
-        i, j = pair
-        return answer_row(self.loaded, self.study.items[i], self.prompts[i], self.heads[i][j], answer)
+    def _head(self, pair: Pair) -> dict[str, Any]:
+        return self.heads[pair[0]][pair[1]]
+
+    def _row(self, pair: Pair, answer: Generation | Exception) -> dict[str, Any]:
+        return answer_row(self.loaded, self.study.items[pair[0]], self.prompts[pair[0]], self._head(pair), answer)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -311,8 +296,7 @@ class AnswersPlan(Plan):
         decode = sum(answer.decode_seconds for answer in made)
         steps = sum(len(answer.tokens) for answer in made) or 1
         seconds = (taken - decode) / len(chosen) * count + decode / steps * most
-        rows = [answer_row(self.loaded, self.study.items[i], self.prompts[i], self.heads[i][j], answer)
-                for (i, j), answer in found.items()]  # fmt: skip
+        rows = [self._row(pair, answer) for pair, answer in found.items()]
         stored = sum(len(json.dumps(row)) for row in rows) / len(rows) * count / 2  # columns repeat themselves
         held = sum(answer.bytes_held for answer in made) / max(1, len(made)) * min(count, self.settings.batch_rows)
         return Estimate(self.title, what, seconds, stored, held)
@@ -329,15 +313,14 @@ class AnswersPlan(Plan):
 
     def rehearsal(self) -> pd.DataFrame:
         """Rows without answers."""
-        return pd.DataFrame([head for row in self.heads for head in row], columns=store.COLUMNS)
+        return pd.DataFrame(list(map(self._head, self.pairs)), columns=store.COLUMNS)
 
     def failures(self) -> list[str]:
         """Rows with an error, but for gaps."""
         errors = self.results().error
-        pairs = [(i, j) for i in range(len(self.prompts)) for j in range(len(self.conditions))]
         return [
             f"{self.conditions[j].label} on {self.study.items[i].id}: {error}"
-            for (i, j), error in zip(pairs, errors, strict=True)
+            for (i, j), error in zip(self.pairs, errors, strict=True)
             if isinstance(error, str) and (i, j) not in self.gaps
         ]
 
@@ -356,7 +339,6 @@ class AnswersPlan(Plan):
             if c.policy != "full" and c.budget != 1.0 and (some == 0).any() and not (some > 0).any()
         ]  # fmt: skip
         if idle:
-            said.append(
-                f"{len(idle)} conditions evicted nothing from any item, {idle[0].label} for one: budgets never met"
-            )
+            what = "conditions evicted nothing from any item"
+            said.append(f"{len(idle)} {what}, {idle[0].label} for one: budgets never met")
         return said

@@ -10,9 +10,9 @@ import json
 import os
 import random
 import re
-import sys
+import shutil
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pandas as pd
 import yaml
 
 from kvrepro.engine.condition import Prompt
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, one_line_errors
 from kvrepro.item import Item, Span
 from kvrepro.paths import DATA, ROOT
 
@@ -28,6 +28,7 @@ CACHE = DATA / "cache"
 SOURCES = DATA / "sources.yml"
 LONGBENCH_QA = ("2wikimqa", "qasper", "multifieldqa_en", "hotpotqa", "narrativeqa", "musique")
 LONGBENCH_WORDS = 6000  # the protection paper's items have 549 to 5,996 words
+Range = tuple[int, int]  # [start, end) in characters
 # The paper's system turn asks for a short factual answer from the passage. Its wording is not published; this is ours.
 SYSTEM = "Answer the question from the passage. Reply with a short, factual answer only."
 
@@ -86,8 +87,7 @@ def _longbench() -> list[Item]:
     found = []
     for task in LONGBENCH_QA:
         rows = load_dataset("json", data_files=f"zip://data/{task}.jsonl::{archive}", split="train")
-        kept = [(i, row) for i, row in enumerate(rows) if row["length"] <= LONGBENCH_WORDS]
-        found += [_item(row, f"{task}-{i:03d}") for i, row in kept]
+        found += [_item(row, f"{task}-{i:03d}") for i, row in enumerate(rows) if row["length"] <= LONGBENCH_WORDS]
     return found
 
 
@@ -104,14 +104,10 @@ def _read_jsonl(path: Path) -> list[Item]:
                 raise TypeError("not an object")
             found.append(_item(row, f"{path.stem}-{number - 1:03d}"))
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{path}, line {number}: {_reason(error)}; a row needs answer, and messages or context and question"
-            ) from None
+            why = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            wanted = "a row needs answer, and messages or context and question"
+            raise InputError(f"{path}, line {number}: {why}; {wanted}") from None
     return found
-
-
-def _reason(error: Exception) -> str:
-    return f"no field {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _item(row: dict[str, Any], identity: str) -> Item:
@@ -199,9 +195,8 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     if item.context is None and len(ids) > limit:
-        raise InputError(
-            f"item {item.id} has {len(ids)} prompt tokens > limit {limit}: raise the limit or take shorter items"
-        )
+        way_out = "raise the limit or take shorter items"
+        raise InputError(f"item {item.id} has {len(ids)} prompt tokens > limit {limit}: {way_out}")
     starts = _starts(item.id, text, messages)
     contents = [(at, at + len(message["content"])) for at, message in zip(starts, messages, strict=True)]
     _ensure_known(tokenizer, text, ids, offsets, contents)
@@ -230,21 +225,18 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _render(tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> str:
-    if tokenizer.chat_template is None:
-        raise InputError(
-            f"tokenizer {tokenizer.name_or_path} has no chat template: use an instruction-tuned checkpoint"
-        )
     from jinja2 import TemplateError
 
+    if tokenizer.chat_template is None:
+        way_out = "use an instruction-tuned checkpoint"
+        raise InputError(f"tokenizer {tokenizer.name_or_path} has no chat template: {way_out}")
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
     except TemplateError as error:
         raise InputError(f"the chat template of {tokenizer.name_or_path} refuses the messages: {error}") from None
 
 
-def _turns(
-    tokenizer: Any, text: str, messages: Sequence[dict[str, Any]], offsets: Sequence[tuple[int, int]]
-) -> dict[str, int]:
+def _turns(tokenizer: Any, text: str, messages: Sequence[dict[str, Any]], offsets: Sequence[Range]) -> dict[str, int]:
     """First token of the first turn of each role, its header included; turns that the template hides are left out."""
     turns: dict[str, int] = {}
     for i, message in enumerate(messages):
@@ -264,9 +256,8 @@ def _starts(identity: str, text: str, messages: Sequence[dict[str, Any]]) -> lis
         if at < 0:
             at = text.find(content.strip(), cursor)
             if at < 0:
-                raise InputError(
-                    f"item {identity}: the chat template rewrites a {message['role']} message, spans are lost"
-                )
+                what = f"the chat template rewrites a {message['role']} message"
+                raise InputError(f"item {identity}: {what}, spans are lost")
             at -= len(content) - len(content.lstrip())
         starts.append(at)
         cursor = at + len(content.rstrip())
@@ -274,11 +265,7 @@ def _starts(identity: str, text: str, messages: Sequence[dict[str, Any]]) -> lis
 
 
 def _ensure_known(
-    tokenizer: Any,
-    text: str,
-    ids: Sequence[int],
-    offsets: Sequence[tuple[int, int]],
-    contents: Sequence[tuple[int, int]],
+    tokenizer: Any, text: str, ids: Sequence[int], offsets: Sequence[Range], contents: Sequence[Range]
 ) -> None:
     """Raise InputError where the template's own words, not those of `contents`, become unknown tokens.
 
@@ -294,9 +281,7 @@ def _ensure_known(
             )
 
 
-def _positions(
-    starts: Sequence[int], spans: Sequence[Span], offsets: Sequence[tuple[int, int]]
-) -> dict[str, list[int]]:
+def _positions(starts: Sequence[int], spans: Sequence[Span], offsets: Sequence[Range]) -> dict[str, list[int]]:
     """Token positions whose characters touch each span, `starts` being where the messages' contents begin."""
     found: dict[str, set[int]] = {}
     for span in spans:
@@ -323,33 +308,22 @@ def fetch(name: str) -> Path:
     """
     manifest = sources()
     if name in manifest:
-        paths = list(manifest[name]["files"])
-        folder = next((f for f in _folders(name) if all((f / path).is_file() for path in paths)), CACHE / name)
-        for path in paths:
-            _verified(manifest, name, path, folder)
-        return folder
-    matches = [(s, p) for s in manifest for p in manifest[s]["files"] if f"/{s}/{p}".endswith(f"/{name}")]
-    if len(matches) != 1:
-        what = "is not in" if not matches else f"names {len(matches)} files of"
-        raise InputError(f"'{name}' {what} data/sources.yml: see python -m kvrepro.experiment.data list")
-    source, path = matches[0]
-    folder = next((f for f in _folders(source) if (f / path).is_file()), CACHE / source)
-    return _verified(manifest, source, path, folder)
-
-
-def _folders(source: str) -> Iterator[Path]:
-    for folder in filter(None, os.environ.get("KVREPRO_DATA", "").split(os.pathsep)):
-        yield Path(folder)
-        yield Path(folder) / source
-    yield CACHE / source
-
-
-def _verified(manifest: dict[str, Any], source: str, path: str, folder: Path) -> Path:
-    file, entry = folder / path, manifest[source]["files"][path]
-    if not file.is_file():
-        _download(manifest[source]["url"].format(path=path), file, entry)
-    _check(file, entry, f"remove it and run: python -m kvrepro.experiment.data fetch {source}/{path}")
-    return file
+        source, paths = name, list(manifest[name]["files"])
+    else:
+        matches = [(s, p) for s in manifest for p in manifest[s]["files"] if f"/{s}/{p}".endswith(f"/{name}")]
+        if len(matches) != 1:
+            what = "is not in" if not matches else f"names {len(matches)} files of"
+            raise InputError(f"'{name}' {what} data/sources.yml: see python -m kvrepro.experiment.data list")
+        source, paths = matches[0][0], [matches[0][1]]
+    given = [Path(folder) for folder in os.environ.get("KVREPRO_DATA", "").split(os.pathsep) if folder]
+    folders = [place for folder in given for place in (folder, folder / source)]
+    folder = next((f for f in folders if all((f / path).is_file() for path in paths)), CACHE / source)
+    for path in paths:
+        file, entry = folder / path, manifest[source]["files"][path]
+        if not file.is_file():
+            _download(manifest[source]["url"].format(path=path), file, entry)
+        _check(file, entry, f"remove it and run: python -m kvrepro.experiment.data fetch {source}/{path}")
+    return folder if name in manifest else folder / paths[0]
 
 
 def _check(file: Path, entry: dict[str, Any], way_out: str) -> None:
@@ -367,48 +341,34 @@ def _download(url: str, file: Path, entry: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with urllib.request.urlopen(url, timeout=30) as reply, part.open("wb") as out:
-            while block := reply.read(1 << 20):
-                out.write(block)
-    except (OSError, http.client.HTTPException) as error:
-        part.unlink(missing_ok=True)
-        reason = getattr(error, "reason", None) or error
-        raise InputError(
-            f"cannot download {url} ({reason}): connect to the network, or put the file into a folder of $KVREPRO_DATA"
-        ) from None
-    try:
+            shutil.copyfileobj(reply, out)
         _check(part, entry, "the download is not the file of the manifest; try again")
-    except InputError:
-        part.unlink()
-        raise
-    os.replace(part, file)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        way_out = "connect to the network, or put the file into a folder of $KVREPRO_DATA"
+        raise InputError(f"cannot download {url} ({reason}): {way_out}") from None
+    else:
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 # ---- the protection paper's per-item results
 
 ARTIFACT_MODELS = {
-    "q25": "Qwen/Qwen2.5-3B-Instruct",
-    "q3b": "Qwen/Qwen2.5-3B-Instruct",
-    "q7b": "Qwen/Qwen2.5-7B-Instruct",
-    "phi35": "microsoft/Phi-3.5-mini-instruct",
-    "phi4mini": "microsoft/Phi-4-mini-instruct",
-    "gemma3": "google/gemma-3-4b-it",
+    **dict.fromkeys(("q25", "q3b"), "Qwen/Qwen2.5-3B-Instruct"), "q7b": "Qwen/Qwen2.5-7B-Instruct",
+    **dict.fromkeys(("q3-4b", "probe"), "Qwen/Qwen3-4B-Instruct-2507"), "gemma3": "google/gemma-3-4b-it",
+    "phi35": "microsoft/Phi-3.5-mini-instruct", "phi4mini": "microsoft/Phi-4-mini-instruct",
     "mistral7b": "mistralai/Mistral-7B-Instruct-v0.3",
-    "q3-4b": "Qwen/Qwen3-4B-Instruct-2507",
-    "probe": "Qwen/Qwen3-4B-Instruct-2507",
-}
+}  # fmt: skip
 ARTIFACT_POLICIES = {
     "adakv_faithful": "ada_kv_faithful", "oc": "online_credit", "h2o": "h2o_simple", "snapkv": "snapkv_simple",
     "random": "random_sample",
 }  # fmt: skip
 ARTIFACT_ITEMS = {  # rows of a file -> the items it ran on; the pool of 481 and the long needles are not public
-    6: "jit-probe-bench",
-    48: "longbench-longctx",
-    58: "longbench-32k",
-    60: "niah-64k",
-    63: "niah-benchmark",
-    162: "longbench-balanced",
-    481: "longbench-pool",
-}
+    6: "jit-probe-bench", 48: "longbench-longctx", 58: "longbench-32k", 60: "niah-64k", 63: "niah-benchmark",
+    162: "longbench-balanced", 481: "longbench-pool",
+}  # fmt: skip
 
 
 def artifact_condition(path: str) -> dict[str, Any]:
@@ -429,14 +389,10 @@ def artifact_condition(path: str) -> dict[str, Any]:
         return {"model": model, "policy": "full", "capacity": None, "prefix": 0.0, "suffix": 0.0, "temperature": 0.0}
     name = policy[1] if policy else "lru"
     return {
-        "model": model,
-        "policy": ARTIFACT_POLICIES.get(name, name),
-        "capacity": int(capacity[1]) if capacity else None,
-        "prefix": side,
-        "suffix": side,
-        "temperature": 0.7 if sampling else 0.0,
+        "model": model, "policy": ARTIFACT_POLICIES.get(name, name), "capacity": int(capacity[1]) if capacity else None,
+        "prefix": side, "suffix": side, "temperature": 0.7 if sampling else 0.0,
         "seed": int(sampling[1]) if sampling else None,
-    }
+    }  # fmt: skip
 
 
 def artifact_results(under: str = "", rouge: bool = False) -> pd.DataFrame:
@@ -448,50 +404,39 @@ def artifact_results(under: str = "", rouge: bool = False) -> pd.DataFrame:
     characters of prediction and reference, `cut` says where that may matter. `rouge` adds rouge_l (about 1 ms a row).
     What the artifact does not tell is null.
     """
-    from kvrepro.experiment import measure, store
+    from kvrepro.experiment import store
 
     folder = fetch("artifact")
     domains = [item.task for item in _read_jsonl(folder / "data" / "longbench-balanced.jsonl")]
-    rows = []
-    for path in (
-        p for p in sources()["artifact"]["files"] if p.startswith(f"results/{under}") and p.endswith(".jsonl")
-    ):
-        entries = [json.loads(line) for line in (folder / path).read_text(encoding="utf-8").splitlines()]
-        items, condition = ARTIFACT_ITEMS[len(entries)], artifact_condition(path)
-        for entry in entries:
-            prediction, answer = entry["prediction"], entry["reference"]
-            rows.append(
-                condition
-                | {
-                    "chapter": "protection",
-                    "name": path.removeprefix("results/").removesuffix(".jsonl"),
-                    "item": f"{items}-{entry['idx']:03d}",
-                    "task": domains[entry["idx"]] if items == "longbench-balanced" else items,
-                    "suffix_mode": "dynamic",
-                    "interval": 8,
-                    "reading": "as_run",
-                    "execution": "masked",
-                    "prompt_tokens": entry["n_prompt_tokens"],
-                    "n_generated": entry["n_generated_tokens"],
-                    "prediction": prediction,
-                    "answer": answer,
-                    "token_f1": entry["token_f1"],
-                    "exact_match": entry["exact_match"],
-                    "token_f1_longbench": measure.token_f1_longbench(prediction, answer),
-                    "rouge_l": measure.rouge_l(prediction, answer) if rouge else None,
-                    "repetition_4gram": measure.repetition_4gram(prediction),
-                    "kept_mean": entry.get("positions_retained"),
-                    "evicted": entry["eviction_count"],
-                    "policy_calls": entry["policy_call_count"],
-                    "backend": "artifact",
-                    "dtype": "bfloat16",
-                    "cut": len(prediction) >= 500 or len(answer) >= 500,
-                }
-            )
-    if not rows:
+    files = [p for p in sources()["artifact"]["files"] if p.startswith(f"results/{under}") and p.endswith(".jsonl")]
+    if not files:
         raise InputError(f"no result files under results/{under} of the artifact: see kvrepro.experiment.data list")
+    rows = []
+    for path in files:
+        entries = [json.loads(line) for line in (folder / path).read_text(encoding="utf-8").splitlines()]
+        items = ARTIFACT_ITEMS[len(entries)]
+        same = artifact_condition(path) | {"name": path.removeprefix("results/").removesuffix(".jsonl")}
+        for entry in entries:
+            task = domains[entry["idx"]] if items == "longbench-balanced" else items
+            rows.append(same | {"item": f"{items}-{entry['idx']:03d}", "task": task} | _artifact_row(entry, rouge))
     frame = pd.DataFrame(rows)
     return frame.reindex(columns=[*store.COLUMNS, *(c for c in frame.columns if c not in store.COLUMNS)])
+
+
+def _artifact_row(entry: dict[str, Any], rouge: bool) -> dict[str, Any]:
+    from kvrepro.experiment import measure
+
+    prediction, answer = entry["prediction"], entry["reference"]
+    return {
+        "chapter": "protection", "suffix_mode": "dynamic", "interval": 8, "reading": "as_run", "execution": "masked",
+        "prompt_tokens": entry["n_prompt_tokens"], "n_generated": entry["n_generated_tokens"],
+        "prediction": prediction, "answer": answer, "token_f1": entry["token_f1"], "exact_match": entry["exact_match"],
+        "token_f1_longbench": measure.token_f1_longbench(prediction, answer),
+        "rouge_l": measure.rouge_l(prediction, answer) if rouge else None,
+        "repetition_4gram": measure.repetition_4gram(prediction), "kept_mean": entry.get("positions_retained"),
+        "evicted": entry["eviction_count"], "policy_calls": entry["policy_call_count"], "backend": "artifact",
+        "dtype": "bfloat16", "cut": len(prediction) >= 500 or len(answer) >= 500,
+    }  # fmt: skip
 
 
 # ---- command line
@@ -518,11 +463,8 @@ def main() -> None:
         """Get a source or one file, verify it, print where it lies."""
         print(fetch(name))
 
-    try:
+    with one_line_errors():
         app()
-    except InputError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -136,10 +136,8 @@ def imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
     """Local name -> (module, name in it; "" for the module itself)."""
     if isinstance(node, ast.ImportFrom):
         return {alias.asname or alias.name: (node.module or "", alias.name) for alias in node.names}
-    return {
-        alias.asname or alias.name.partition(".")[0]: (alias.name if alias.asname else alias.name.partition(".")[0], "")
-        for alias in node.names
-    }
+    return {alias.asname or root: (alias.name if alias.asname else root, "")
+            for alias in node.names for root in [alias.name.partition(".")[0]]}  # fmt: skip
 
 
 def bound(node: ast.AST) -> set[str]:
@@ -159,20 +157,14 @@ def bound(node: ast.AST) -> set[str]:
 
 def chains(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[list[str]]:
     """Dotted names read below a node that come from outside its own scopes; annotations given as text count."""
-    if isinstance(node, ast.Attribute):
-        parts, inner = [node.attr], node.value
-        while isinstance(inner, ast.Attribute):
-            parts, inner = [inner.attr, *parts], inner.value
-        if isinstance(inner, ast.Name):
-            if inner.id not in hidden:
-                yield [inner.id, *parts]
-            return
-        yield from chains(inner, hidden)
+    parts, inner = [], node
+    while isinstance(inner, ast.Attribute):
+        parts, inner = [inner.attr, *parts], inner.value
+    if isinstance(inner, ast.Name):
+        if inner.id not in hidden and (parts or not isinstance(inner.ctx, ast.Store)):
+            yield [inner.id, *parts]
         return
-    if isinstance(node, ast.Name):
-        if node.id not in hidden and not isinstance(node.ctx, ast.Store):
-            yield [node.id]
-        return
+    node = inner
     if isinstance(node, SCOPES):
         a = node.args
         own = {arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if arg}
@@ -190,11 +182,9 @@ def chains(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[list
 
 def plain(node: ast.AST) -> str:
     """Source without comments, docstrings and layout."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for each in ast.walk(node):
-        if (
-            isinstance(each, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and ast.get_docstring(each, clean=False) is not None
-        ):
+        if isinstance(each, documented) and ast.get_docstring(each, clean=False) is not None:
             each.body = each.body[1:] or [ast.Pass()]
     return ast.unparse(node)
 
@@ -290,9 +280,8 @@ def _code_of(value: Callable[..., Any] | type, inner: Callable[..., Any]) -> Any
         used = list(chains(tree))
     except (OSError, SyntaxError, TypeError):
         text, used = _compiled(value.__code__), [[name] for name in value.__code__.co_names]
-    reached = {
-        ".".join(chain): inner(_held(value.__globals__, chain)) for chain in used if chain[0] in value.__globals__
-    }
+    held = value.__globals__
+    reached = {".".join(chain): inner(_held(held, chain)) for chain in used if chain[0] in held}
     return [text, reached, inner(closed), inner(value.__defaults__), inner(value.__kwdefaults__)]
 
 
@@ -327,9 +316,10 @@ def _held(found: Mapping[str, Any], chain: list[str]) -> Any:
 
 def _foreign(module: str) -> bool:
     """Whether a module belongs to Python or to an installed library, and not to this project or its reader."""
-    if module.partition(".")[0] in ("__main__", "<run_path>", *FOLDERS):
+    top = module.partition(".")[0]
+    if top in ("__main__", "<run_path>", *FOLDERS):
         return False
-    if module.partition(".")[0] in sys.builtin_module_names or module.partition(".")[0] in sys.stdlib_module_names:
+    if top in sys.builtin_module_names or top in sys.stdlib_module_names:
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
     return file is not None and ("site-packages" in file or file.startswith(sys.base_prefix))

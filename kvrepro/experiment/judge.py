@@ -23,6 +23,7 @@ member to test.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ class NotTestable(Exception):
     """A claim, or one member of it, cannot be asked of this model or these items; the message says what is needed."""
 
 
-# ---------------------------------------------------------------- what a chapter supplies
+# ---- what a chapter supplies
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,10 @@ class Sample:
     each: float = 1
 
     def estimate(self, level: float = 0.95) -> Estimate:
-        if isinstance(self.contrast, str):
-            return stats.contrast(
-                self.data, self.contrast, self.clusters, bounds=self.bounds, each=self.each, level=level
-            )
-        return stats.resampled(self.data, self.contrast, self.clusters, level=level)
+        if not isinstance(self.contrast, str):
+            return stats.resampled(self.data, self.contrast, self.clusters, level=level)
+        bounds, each = self.bounds, self.each
+        return stats.contrast(self.data, self.contrast, self.clusters, bounds=bounds, each=each, level=level)
 
 
 @dataclass(frozen=True)
@@ -130,16 +130,14 @@ def pairs(
 ) -> Member:
     """A member about the spread of the columns of `frame` [items, conditions]: all their pairwise differences, as a
     share of `ceiling` where one is given."""
-    names, parts = list(frame), {}
-    if len(names) < 2:
-        raise NotTestable(f"{len(names)} of the conditions of a spread were run: it needs two")
-    for i, one in enumerate(names):
-        for other in names[i + 1 :]:
-            columns = {"x": frame[one], "y": frame[other], "full": ceiling}
-            if ceiling is None:
-                columns = {"a": frame[one], "b": frame[other]}
-            contrast = "difference" if ceiling is None else "difference_of_ceiling"
-            parts[f"{one} against {other}"] = Sample(pd.DataFrame(columns), contrast, **given)
+    if len(frame.columns) < 2:
+        raise NotTestable(f"{len(frame.columns)} of the conditions of a spread were run: it needs two")
+    parts = {}
+    for one, other in itertools.combinations(frame, 2):
+        columns, contrast = {"a": frame[one], "b": frame[other]}, "difference"
+        if ceiling is not None:
+            columns, contrast = {"x": frame[one], "y": frame[other], "full": ceiling}, "difference_of_ceiling"
+        parts[f"{one} against {other}"] = Sample(pd.DataFrame(columns), contrast, **given)
     return Member(label, parts, some)
 
 
@@ -155,7 +153,7 @@ def answers_enough(full: pd.Series, errors: pd.Series | None = None) -> None:
         raise NotTestable(f"the full cache itself answers too few items ({e})")
 
 
-# ---------------------------------------------------------------- one member
+# ---- one member
 
 
 @dataclass(frozen=True)
@@ -175,20 +173,16 @@ def region(rule: Mapping[str, Any]) -> list[tuple[float, float, bool]]:
     """The values that satisfy a rule: intervals (from, to, do the ends belong?)."""
     [(kind, bound)] = rule.items()
     inf = math.inf
-    known: dict[str, Callable[[], list[Any]]] = {
-        "at_least": lambda: [(bound, inf, True)],
-        "at_most": lambda: [(-inf, bound, True)],
-        "above": lambda: [(bound, inf, False)],
-        "below": lambda: [(-inf, bound, False)],
-        "between": lambda: [(*bound, True)],
-        "size_at_least": lambda: [(-inf, -bound, True), (bound, inf, True)],
-        "size_at_most": lambda: [(-bound, bound, True)],
-        "no_difference": lambda: [(-bound, bound, False)],
-        "equivalent": lambda: [(-bound, bound, False)],
-    }
+    low, high = bound if kind == "between" else (-bound, bound)
+    known = {
+        "at_least": [(high, inf, True)], "at_most": [(-inf, high, True)],
+        "above": [(high, inf, False)], "below": [(-inf, high, False)], "between": [(low, high, True)],
+        "size_at_least": [(-inf, low, True), (high, inf, True)], "size_at_most": [(low, high, True)],
+        "no_difference": [(low, high, False)], "equivalent": [(low, high, False)],
+    }  # fmt: skip
     if kind not in known:
         raise InputError(f"unknown rule {kind!r}: known are {', '.join(known)}")
-    return known[kind]()
+    return known[kind]
 
 
 def state_of(rule: Mapping[str, Any], low: float, high: float) -> str:
@@ -253,14 +247,11 @@ def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
         raise NotTestable(f"no case of {label} has a value")
     distance = known.map(lambda v: _against(rule, Estimate(v, v, v, 1))[0])
     wrong = known[[state_of(rule, v, v) != "holds" for v in known]]
-    at = int(distance.argmax())
-    worst, name = known.iloc[at], known.index[at]
+    worst, name = known.iloc[distance.argmax()], distance.index[distance.argmax()]
     shown = ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
     said = f"{label}: {len(wrong)} of {len(known)} cases, worst at {shown}" if len(wrong) else label
-    ours = Estimate(float(worst), float(worst), float(worst), len(known))
-    return Judged(
-        label, "fails" if len(wrong) else "holds", ours, decided_by=said, against=(float(distance.max()),) * 2
-    )
+    ours, state = Estimate(*[float(worst)] * 3, len(known)), "fails" if len(wrong) else "holds"
+    return Judged(label, state, ours, decided_by=said, against=(float(distance.max()),) * 2)
 
 
 def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequence[Judged]) -> list[Judged]:
@@ -269,7 +260,6 @@ def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequenc
     if not test:
         return list(judged)
     frames = [m.what.data.dropna() if isinstance(m.what, Sample) else None for m in members]
-    ps = [math.nan] * len(judged)
     if test == "sign":
         ps = [stats.sign_test([j.ours.value for j in judged], [0.0] * len(judged))] * len(judged)
     elif any(f is None for f in frames):
@@ -309,7 +299,7 @@ def judge(claim: Mapping[str, Any], members: Sequence[Member]) -> list[Judged]:
     return _tested(claim, members, judged)
 
 
-# ---------------------------------------------------------------- one claim
+# ---- one claim
 
 
 def verdict(states: Sequence[str]) -> str:
@@ -324,22 +314,14 @@ def verdict(states: Sequence[str]) -> str:
     return "not reproduced" if not holds or fails > len(states) / 2 else "partly"
 
 
-TESTS = {
-    "wilcoxon_holm": "Wilcoxon, Holm",
-    "tost": "paired TOST",
-    "sign": "sign test over members",
-    None: "interval",
-}
+TESTS = {None: "interval", "wilcoxon_holm": "Wilcoxon, Holm", "tost": "paired TOST", "sign": "sign test over members"}
+AFTER = {"wilcoxon_holm": "; Wilcoxon p < 0.05 (Holm)", "tost": "; TOST p < 0.05", "sign": "; sign test p < 0.05"}
 RULES = {
-    "at_least": "at least {}",
-    "at_most": "at most {}",
-    "above": "above {}",
-    "below": "below {}",
-    "size_at_least": "at least {} either way",
-    "size_at_most": "at most {} either way",
-    "no_difference": "within {} of 0 and no significant difference",
-    "equivalent": "equivalent within {}",
-}
+    "at_least": "at least {}", "at_most": "at most {}", "above": "above {}", "below": "below {}",
+    "size_at_least": "at least {} either way", "size_at_most": "at most {} either way",
+    "no_difference": "within {} of 0 and no significant difference", "equivalent": "equivalent within {}",
+    "between": "{} to {}",
+}  # fmt: skip
 
 
 def rule_text(claim: Mapping[str, Any]) -> str:
@@ -347,23 +329,20 @@ def rule_text(claim: Mapping[str, Any]) -> str:
     if "rule" not in claim:
         return ""
     [(kind, bound)] = claim["rule"].items()
-    percent = claim.get("unit") == "%"
-    said = [f"{100 * b if percent else b:.6g}{'%' if percent else ''}" for b in np.atleast_1d(bound)]
-    text = (
-        f"{said[0]} to {said[1]}" if kind == "between" and said[0] != said[1] else RULES.get(kind, "{}").format(*said)
-    )
+    said = [f"{100 * b:.6g}%" if claim.get("unit") == "%" else f"{b:.6g}" for b in np.atleast_1d(bound)]
+    text = said[0] if len(set(said)) < len(said) else RULES.get(kind, "{}").format(*said)
     text += ", in every case" if claim.get("exact") else ""
-    test = {"wilcoxon_holm": "; Wilcoxon p < 0.05 (Holm)", "tost": "; TOST p < 0.05", "sign": "; sign test p < 0.05"}
-    return text + ("" if kind == "no_difference" else test.get(claim.get("test", ""), ""))
+    return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test", ""), ""))
 
 
 def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str, Any], dict[str, str]]:
     """One row of the table, and the state of every member."""
-    unit = claim.get("unit", "F1")
-    row: dict[str, Any] = {"claim": claim["id"], "statement": claim["statement"], "unit": unit}
-    row |= {"paper": paper_text(claim["paper"], unit), "rule": rule_text(claim), "topic": claim["topic"]}
-    row |= {"test": "every case" if claim.get("exact") else TESTS.get(claim.get("test"), ""), "source": claim["source"]}
-    row |= {"note": claim.get("why", "")}
+    unit, exact = claim.get("unit", "F1"), claim.get("exact")
+    row = {
+        "claim": claim["id"], "statement": claim["statement"], "unit": unit, "paper": paper_text(claim["paper"], unit),
+        "rule": rule_text(claim), "topic": claim["topic"], "source": claim["source"], "note": claim.get("why", ""),
+        "test": "every case" if exact else TESTS.get(claim.get("test"), ""),
+    }  # fmt: skip
     lost = [found] if isinstance(found, NotTestable) else [m for m in found if isinstance(m, NotTestable)]
     members = [] if isinstance(found, NotTestable) else [m for m in found if isinstance(m, Member)]
     try:

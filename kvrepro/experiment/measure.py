@@ -13,13 +13,9 @@ Answer = str | Sequence[str]
 
 def all_measures(prediction: str, answer: Answer) -> dict[str, float]:
     """The measure columns of a results row."""
-    return {
-        "token_f1": token_f1(prediction, answer),
-        "token_f1_longbench": token_f1_longbench(prediction, answer),
-        "exact_match": exact_match(prediction, answer),
-        "rouge_l": rouge_l(prediction, answer),
-        "repetition_4gram": repetition_4gram(prediction),
-    }
+    measures = (token_f1, token_f1_longbench, exact_match, rouge_l)
+    found = {measure.__name__: measure(prediction, answer) for measure in measures}
+    return found | {"repetition_4gram": repetition_4gram(prediction)}
 
 
 def token_f1(prediction: str, answer: Answer) -> float:

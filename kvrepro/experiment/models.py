@@ -9,17 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from kvrepro.errors import InputError
-from kvrepro.paths import ROOT
+from kvrepro.paths import ROOT, replaced
 
 EMBEDDED = ROOT / "data" / "models" / "tiny-gqa"
 DEFAULT = "tiny-gqa"
 DTYPES = ("float32", "bfloat16", "float16")
-SMALL_FILES = (
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.txt",
-)  # configuration and tokenizer, fetched and checked before the weights
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # fetched and checked before the weights
 # Stop tokens beside the tokenizer's eos, where a vocabulary has them (protection paper's run_v3_jax.py:397-403).
 STOP_TOKENS = ("<|im_end|>", "<|end|>", "<|endoftext|>")
 
@@ -73,17 +68,10 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> L
         if not tokenizer.is_fast:
             raise ValueError("no fast tokenizer (tokenizer.json)")
         network, loading = AutoModelForCausalLM.from_pretrained(
-            path,
-            device_map=where if where == "balanced" else None,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (
-        Exception
-    ) as error:  # transformers, tokenizers and safetensors each raise kinds of their own on a broken file
+            path, device_map=where if where == "balanced" else None, dtype=getattr(torch, dtype), local_files_only=True,
+            trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # transformers, tokenizers and safetensors each raise kinds of their own
         raise InputError(f"{name} in {path} cannot be loaded ({_first_line(error)}): save or fetch it again") from error
     if lacking := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
         raise InputError(  # transformers would fill them at random
@@ -134,17 +122,15 @@ def _fetched(model: str) -> Path:
     try:
         files = HfApi().list_repo_files(model)
     except RepositoryNotFoundError:
-        raise InputError(
-            f"the hub knows no model '{model}' (or it is private): check the name, or give a checkpoint folder"
-        ) from None
+        way_out = "check the name, or give a checkpoint folder"
+        raise InputError(f"the hub knows no model '{model}' (or it is private): {way_out}") from None
     except Exception as error:  # no network, whatever the client calls it: a complete local copy will do
         try:
             return _checked(model, Path(snapshot_download(model, local_files_only=True)))
         except (LocalEntryNotFoundError, InputError):
             raise _unreachable(model, error) from None
     try:
-        folder = Path(snapshot_download(model, allow_patterns=list(SMALL_FILES)))
-        _checked(model, folder, files)
+        _checked(model, Path(snapshot_download(model, allow_patterns=list(SMALL_FILES))), files)
         return Path(snapshot_download(model, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
     except InputError:
         raise
@@ -153,9 +139,8 @@ def _fetched(model: str) -> Path:
 
 
 def _unreachable(model: str, error: Exception) -> InputError:
-    return InputError(
-        f"cannot reach the hub for '{model}' ({type(error).__name__}), none is cached: connect, or give a folder"
-    )
+    what = f"cannot reach the hub for '{model}' ({type(error).__name__}), none is cached"
+    return InputError(f"{what}: connect, or give a folder")
 
 
 def _first_line(error: Exception) -> str:
@@ -172,20 +157,15 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
             f"{config.get('model_type')} built in, remove auto_map from a local copy and give that folder"
         )
     if not any(file.endswith(".safetensors") for file in files):
-        held = (
-            "only .bin weights, which can run code"
-            if any(file.endswith(".bin") for file in files)
-            else "no .safetensors weights"
-        )
-        raise InputError(
-            f"{name} has {held}: convert it with save_pretrained (safetensors), or take another checkpoint"
-        )
+        binary = any(file.endswith(".bin") for file in files)
+        held = "only .bin weights, which can run code" if binary else "no .safetensors weights"
+        way_out = "convert it with save_pretrained (safetensors), or take another checkpoint"
+        raise InputError(f"{name} has {held}: {way_out}")
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(files):
         raise InputError(f"{name} has no tokenizer (tokenizer.json): add the one it was trained with")
     if not tokenizer.get("chat_template") and not {"chat_template.jinja", "chat_template.json"} & set(files):
-        raise InputError(
-            f"{name} has no chat template: use an instruction-tuned checkpoint, or add chat_template.jinja"
-        )
+        way_out = "use an instruction-tuned checkpoint, or add chat_template.jinja"
+        raise InputError(f"{name} has no chat template: {way_out}")
     return folder
 
 
@@ -234,20 +214,14 @@ def checkpoint_hash(folder: Path) -> str:
 def _file_hash(path: Path) -> str:
     real = path.resolve()
     stat = real.stat()
-    note = (
-        ROOT
-        / "data"
-        / "cache"
-        / "hashes"
-        / hashlib.sha256(f"{real} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
-    )
+    told = f"{real} {stat.st_size} {stat.st_mtime_ns}"
+    note = ROOT / "data" / "cache" / "hashes" / hashlib.sha256(told.encode()).hexdigest()
     if note.is_file():
         return note.read_text()
     with real.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if stat.st_size > 100_000_000:
         note.parent.mkdir(parents=True, exist_ok=True)
-        aside = note.with_suffix(".tmp")
-        aside.write_text(found)
-        aside.replace(note)
+        with replaced(note) as aside:
+            aside.write_text(found)
     return found

@@ -44,10 +44,6 @@ def policies_in(parameters: Any) -> list[Any]:
     return [one for part in parts for one in policies_in(part)] if isinstance(parts, Iterable) else []
 
 
-def _known(loaded: Loaded | None, tables: Any) -> Any:
-    return tables
-
-
 class PerItemPlan(Plan):
     """`PerItem` with one model, or without."""
 
@@ -80,7 +76,7 @@ class PerItemPlan(Plan):
 
     def _work(self, name: str) -> Any:
         if name in self.trial:
-            return partial(_known, tables=self.trial[name])
+            return partial(lambda tables, loaded: tables, self.trial[name])
         item, study = self.items[name], self.study
         return partial(item_tables, compute=study.compute, item=item, parameters=study.parameters)
 

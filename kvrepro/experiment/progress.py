@@ -9,6 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from kvrepro.paths import replaced
+
 FILE = "KVREPRO_PROGRESS"  # the builder's: a path, where each line replaces the one before
 
 
@@ -60,11 +62,9 @@ class Progress:
     def _say(self) -> None:
         self.said = time.monotonic()
         if self.file:
-            aside = Path(f"{self.file}.tmp")
-            aside.write_text(
-                json.dumps({"study": self.title, "done": self.done, "total": self.total, "left": self.left})
-            )
-            aside.replace(self.file)
+            told = {"study": self.title, "done": self.done, "total": self.total, "left": self.left}
+            with replaced(Path(self.file)) as aside:
+                aside.write_text(json.dumps(told))
         if self.handle is not None:
             self.handle.update({"text/plain": self.text}, raw=True)
 

@@ -8,6 +8,7 @@ and the code that decides it. A row whose key changed is stale: it is computed a
 `Tables`: whatever else is computed per item, a folder of tables for each, which appears whole or not at all.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -20,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvrepro.errors import InputError
+from kvrepro.paths import replaced
 
 MARK = {b"kvrepro": b"results 1"}
 TEXT, WHOLE, REAL = pa.string(), pa.int64(), pa.float64()
@@ -60,14 +62,13 @@ class Store:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
-            raise InputError(
-                f"{self.table} is being written by another process: wait for it, or choose another name"
-            ) from None
+            way_out = "wait for it, or choose another name"
+            raise InputError(f"{self.table} is being written by another process: {way_out}") from None
         try:
             parts = sorted(self.folder.glob("*.parquet"))
             self._next = int(parts[-1].stem) + 1 if parts else 0
-            rows = _latest(_tables(self.table)).select(["key", "error"]).to_pylist()
-            self.keys = {row["key"] for row in rows if row["error"] is None}
+            rows = self.frame()
+            self.keys = set(rows.key[rows.error.isna()])
         except BaseException:
             os.close(self._lock)
             raise
@@ -131,22 +132,19 @@ def _read(path: Path) -> pa.Table:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} is no whole parquet file ({str(error).splitlines()[0]}): {way_out}") from None
-    if set(table.schema.names) - set(COLUMNS) or MARK.items() - (table.schema.metadata or {}).items():
-        raise InputError(f"{path} is not a results table of this version of kvrepro: {way_out}")
     for name in set(COLUMNS) - set(table.schema.names):  # written before that column existed
         table = table.append_column(name, pa.nulls(len(table), SCHEMA.field(name).type))
-    try:
-        return table.select(COLUMNS).cast(SCHEMA)
-    except pa.ArrowException:
-        raise InputError(f"{path} is not a results table of this version of kvrepro: {way_out}") from None
+    if len(table.schema.names) == len(COLUMNS) and MARK.items() <= (table.schema.metadata or {}).items():
+        with contextlib.suppress(pa.ArrowException):
+            return table.select(COLUMNS).cast(SCHEMA)
+    raise InputError(f"{path} is not a results table of this version of kvrepro: {way_out}")
 
 
 def _write(table: pa.Table, path: Path) -> None:
-    aside = path.with_name(path.name + ".tmp")
-    pq.write_table(table, aside)
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    with replaced(path) as aside:
+        pq.write_table(table, aside)
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 class Tables:
@@ -178,7 +176,6 @@ class Tables:
         try:
             return {file.stem: pd.read_parquet(file) for file in files}
         except (pa.ArrowException, OSError) as error:
-            way_out = f"remove the folder {self.folder / key}, and it is computed again"
-            raise InputError(
-                f"{files[0].parent} holds a broken file ({str(error).splitlines()[0]}): {way_out}"
-            ) from None
+            what, folder = str(error).splitlines()[0], self.folder / key
+            way_out = f"remove the folder {folder}, and it is computed again"
+            raise InputError(f"{folder} holds a broken file ({what}): {way_out}") from None

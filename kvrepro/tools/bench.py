@@ -60,9 +60,7 @@ def protection_conditions(reading: str = "as_run") -> list[Condition]:
 @app.command()
 @one_line_errors()
 def harness(
-    model: Annotated[
-        str, typer.Option(help='a checkpoint as `models.load` takes it, or "random": random weights and tokens')
-    ] = "tiny-gqa",
+    model: Annotated[str, typer.Option(help='as of `models.load`, or "random": weights and tokens')] = "tiny-gqa",
     items: Annotated[int, typer.Option(help="prompts")] = 8,
     conditions: Annotated[int, typer.Option(help="of the 43, spread evenly")] = 43,
     tokens: Annotated[int, typer.Option(help="prompt length")] = 1900,
@@ -96,8 +94,8 @@ def harness(
     for name, seconds, generations in (("one by one", one_by_one, alone), ("batched", batched, together)):
         flat = [g for per_item in generations for g in per_item]
         parts = sum(g.prefill_seconds for g in flat), sum(g.decode_seconds for g in flat)
-        rows.append([name, *(f"{x:.1f}" for x in (seconds, *parts)), f"{len(flat) / seconds:.2f}",
-                     f"{one_by_one / seconds:.1f}"])  # fmt: skip
+        numbers = *(f"{x:.1f}" for x in (seconds, *parts)), f"{len(flat) / seconds:.2f}", f"{one_by_one / seconds:.1f}"
+        rows.append([name, *numbers])
     title = (
         f"{len(chosen)} conditions x {items} items, {tokens} prompt + up to {new_tokens} new tokens, {reading}, "
         f"model {model}, {network.device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
@@ -185,10 +183,9 @@ def memory(
     [found] = generate(network, [prompt], conditions, max_new_tokens=1, stop_ids=(), measure_peak=True)
     rows = []
     for c, answer in zip(conditions, found, strict=True):
-        theory = sum(answer.kept) / len(answer.kept) / tokens * answer.bytes_full / 2**20
-        held = answer.bytes_held / 2**20
-        rows.append([c.policy, f"{answer.peak_bytes / 2**20:.1f}", f"{held:.2f}", f"{theory:.2f}",
-                     f"{held / theory:.3f}"])  # fmt: skip
+        peak, held, full = (b / 2**20 for b in (answer.peak_bytes, answer.bytes_held, answer.bytes_full))
+        theory = sum(answer.kept) / len(answer.kept) / tokens * full
+        rows.append([c.policy, f"{peak:.1f}", f"{held:.2f}", f"{theory:.2f}", f"{held / theory:.3f}"])
     title = f"{tokens} tokens, {share:.0%} kept, random weights of the embedded shape, {device}"
     show(title, ("policy", "peak MiB", "held MiB", "theory MiB", "held / theory"), rows)
 

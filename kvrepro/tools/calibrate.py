@@ -75,9 +75,7 @@ def main(
     n: Annotated[int, typer.Option(help="prompts")] = 16,
     tokens: int = 1000,
     seed: int = 2027,
-    out: Annotated[
-        Path | None, typer.Option(help="from the project's folder; else <model>-queries.json beside it")
-    ] = None,
+    out: Annotated[str, typer.Option(help="from the project's folder; else <model>-queries.json beside it")] = "",
 ) -> None:
     """Measure on the CPU in float32. Held out: no chapter's items come from this seed."""
     from kvrepro.experiment import data

@@ -5,7 +5,6 @@ was asked (`kvrepro.experiment.store.IDENTITY`, but for the limit that no prompt
 left out, and so is the folder of a policy's file, so that older tables can be compared.
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ import pandas as pd
 import typer
 import yaml
 
-from kvrepro.errors import InputError
+from kvrepro.errors import one_line_errors
 from kvrepro.experiment import store
 
 SAME = ("prediction", "kept_hash", "token_f1", "error")
@@ -22,12 +21,9 @@ BEFORE = {  # the protection paper's policies, when their regime was called harn
     "random": "random_sample", "streaming_llm": "slw",
 }  # fmt: skip
 OF_REGIME = {  # columns -> regimes that have them
-    "interval": ("decode cap", "shared cap"),
-    "chunk": ("chunked",),
-    "chunk_mode": ("chunked",),
-    "fair": ("prefill", "offline"),
-    "spans": ("prefill", "offline"),
-}
+    "interval": ("decode cap", "shared cap"), **dict.fromkeys(("chunk", "chunk_mode"), ("chunked",)),
+    **dict.fromkeys(("fair", "spans"), ("prefill", "offline")),
+}  # fmt: skip
 ALONE = ("item", "model", "dtype", "device", "max_new_tokens", "policy", "bits")  # what tells full caches apart
 
 
@@ -56,10 +52,7 @@ def compare(a: pd.DataFrame, b: pd.DataFrame) -> tuple[dict[str, int], pd.DataFr
     """Counts, and the rows (column -> a's and b's value) that both have and that differ."""
     both = a.index.intersection(b.index)
     left, right = a.loc[both], b.loc[both]
-    unequal = {
-        name: (left[name] != right[name]) & ~(left[name].isna() & right[name].isna())
-        for name in SAME
-    }  # fmt: skip
+    unequal = {name: (left[name] != right[name]) & (left[name].notna() | right[name].notna()) for name in SAME}
     counts = {"only A": len(a) - len(both), "only B": len(b) - len(both), "both": len(both)}
     counts |= {f"other {name}": int(values.sum()) for name, values in unequal.items()}
     some = pd.DataFrame(unequal).any(axis=1)
@@ -69,14 +62,12 @@ def compare(a: pd.DataFrame, b: pd.DataFrame) -> tuple[dict[str, int], pd.DataFr
 
 def verdicts(a: Path, b: Path) -> pd.DataFrame:
     """Claims whose verdict is another, or that only one of two claims.csv has: claim, reading, A, B."""
-    frames = [
-        pd.read_csv(path).set_index(["claim", "reading"]).verdict.rename(side)
-        for path, side in ((a, "A"), (b, "B"))
-    ]  # fmt: skip
-    found = pd.concat(frames, axis=1).fillna("-")
+    frames = {side: pd.read_csv(path).set_index(["claim", "reading"]).verdict for side, path in (("A", a), ("B", b))}
+    found = pd.DataFrame(frames).fillna("-")
     return found[found.A != found.B].reset_index()
 
 
+@one_line_errors()
 def main(
     a: Path,
     b: Path,
@@ -87,30 +78,23 @@ def main(
     """Compare all tables and verdicts of two results folders; the exit status is 1 where rows of both differ."""
     renamed = yaml.safe_load(names.read_text()) if names else None
     differing = 0
-    try:
-        tables = sorted({p.relative_to(f) for f in (a, b) for p in f.glob(f"{chapter or '*'}/*.parquet")})
-        tables = [table for table in tables if any((f / table.with_suffix(".rows")).is_dir() for f in (a, b))]
-        for table in tables:
-            missing = [str(folder) for folder in (a, b) if not (folder / table).is_file()]
-            if missing:
-                print(f"{table}: not in {', '.join(missing)}")
-                continue
-            frames = [identified(store.read(folder / table), renamed) for folder in (a, b)]
-            counts, rows = compare(*frames)
-            differing += len(rows)
-            print(f"{table}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
-            for text, row in rows.head(show).iterrows():
-                print(f"  {text}")
-                print(*(f"    {name}: {str(value)[:150]}" for name, value in row.items()), sep="\n")
-        for claims in sorted(a.glob(f"{chapter or '*'}/claims.csv")):
-            other = b / claims.relative_to(a)
-            if other.is_file():
-                changed = verdicts(claims, other)
-                print(f"{claims.relative_to(a)}: {len(changed)} verdicts differ")
-                print(*(f"  {one.claim} {one.reading}: {one.A} -> {one.B}" for one in changed.itertuples()), sep="\n")
-    except InputError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(2) from None
+    tables = sorted({p.relative_to(f) for f in (a, b) for p in f.glob(f"{chapter or '*'}/*.parquet")})
+    for table in (t for t in tables if any((f / t.with_suffix(".rows")).is_dir() for f in (a, b))):
+        if missing := [str(folder) for folder in (a, b) if not (folder / table).is_file()]:
+            print(f"{table}: not in {', '.join(missing)}")
+            continue
+        counts, rows = compare(*(identified(store.read(folder / table), renamed) for folder in (a, b)))
+        differing += len(rows)
+        print(f"{table}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+        for text, row in rows.head(show).iterrows():
+            print(f"  {text}")
+            print(*(f"    {name}: {str(value)[:150]}" for name, value in row.items()), sep="\n")
+    for claims in sorted(a.glob(f"{chapter or '*'}/claims.csv")):
+        other = b / claims.relative_to(a)
+        if other.is_file():
+            changed = verdicts(claims, other)
+            print(f"{claims.relative_to(a)}: {len(changed)} verdicts differ")
+            print(*(f"  {one.claim} {one.reading}: {one.A} -> {one.B}" for one in changed.itertuples()), sep="\n")
     raise typer.Exit(1 if differing else 0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ Draw = Callable[[np.random.Generator, int], pd.DataFrame]  # a sample of n items
 Ends = tuple[float, float]
 
 
-# ---------------------------------------------------------------- populations
+# ---- populations
 
 
 def scores(zeros: float, ones: float) -> Draw:
@@ -46,8 +47,7 @@ def pairs(ties: float, wins: float) -> Draw:
         low, gap = scores(0.6, 0.3)(rng, n).a, rng.choice([0.2, 0.33, 0.5, 1.0], n)
         high = np.minimum(1.0, low + gap)
         tied, won = rng.random(n) < ties, rng.random(n) < wins
-        return pd.DataFrame({"a": np.where(tied, low, np.where(won, high, low)),
-                             "b": np.where(tied, low, np.where(won, low, high))})  # fmt: skip
+        return pd.DataFrame({"a": np.where(won & ~tied, high, low), "b": np.where(won | tied, low, high)})
 
     return draw
 
@@ -84,7 +84,7 @@ POPULATIONS: dict[str, dict[str, Draw]] = {
 }  # fmt: skip
 
 
-# ---------------------------------------------------------------- rules
+# ---- rules
 
 
 def _differences(f: pd.DataFrame) -> np.ndarray:
@@ -102,44 +102,39 @@ def chosen(quantity: str, f: pd.DataFrame) -> Ends:
 
 def student(quantity: str, f: pd.DataFrame) -> Ends:
     x = _differences(f)
-    half = scipy_stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x))
+    half = scipy_stats.t.ppf(0.975, len(x) - 1) * scipy_stats.sem(x)
     return x.mean() - half, x.mean() + half
 
 
-def _resampled(method: str) -> Callable[[str, pd.DataFrame], Ends]:
-    def rule(quantity: str, f: pd.DataFrame) -> Ends:
-        x = _differences(f)
-        if not np.ptp(x):
-            return x[0], x[0]
-        found = scipy_stats.bootstrap(
-            (x,), np.mean, n_resamples=500, method=method, vectorized=True, rng=np.random.default_rng(1)
-        )
-        return found.confidence_interval.low, found.confidence_interval.high
-
-    return rule
+def _resampled(quantity: str, f: pd.DataFrame, method: str) -> Ends:
+    x = _differences(f)
+    if not np.ptp(x):
+        return x[0], x[0]
+    rng = np.random.default_rng(1)
+    return scipy_stats.bootstrap((x,), np.mean, n_resamples=500, method=method, rng=rng).confidence_interval
 
 
 def studentised(quantity: str, f: pd.DataFrame) -> Ends:
     x, n = _differences(f), len(f)
     drawn = x[np.random.default_rng(1).integers(0, n, (500, n))]
-    error = drawn.std(1, ddof=1) / np.sqrt(n)
+    error = scipy_stats.sem(drawn, axis=1)
     t = (drawn.mean(1) - x.mean())[error > 0] / error[error > 0]
     if not len(t):
         return x[0], x[0]
-    low, high = np.quantile(t, [0.975, 0.025]) * x.std(ddof=1) / np.sqrt(n)
+    low, high = np.quantile(t, [0.975, 0.025]) * scipy_stats.sem(x)
     return x.mean() - low, x.mean() - high
 
 
 RULES: dict[str, Callable[[str, pd.DataFrame], Ends]] = {
     "chosen": chosen,
     "Student's t": student,
-    "percentile": _resampled("percentile"),
-    "BCa": _resampled("BCa"),
+    "percentile": partial(_resampled, method="percentile"),
+    "BCa": partial(_resampled, method="BCa"),
     "studentised": studentised,
 }
 
 
-# ---------------------------------------------------------------- simulation
+# ---- simulation
 
 
 def truth(quantity: str, draw: Draw, seed: int = 0) -> float:

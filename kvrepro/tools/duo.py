@@ -7,7 +7,6 @@ duo_attn/train.py of mit-han-lab/duo-attention (there at a rate of 0.02).
 
 import json
 import random
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -49,13 +48,9 @@ class Gated:
 
 
 def learn(
-    model,
-    batches: list[tuple[Int[Tensor, "rows tokens"], Int[Tensor, "rows tokens"]]],
-    sinks: int,
-    recent: int,
-    rate: float = 0.02,
-    weight: float = 0.05,
-) -> tuple[Float[Tensor, "layers kv_heads"], list[float]]:
+    model, batches: list[tuple[Int[Tensor, "rows tokens"], Int[Tensor, "rows tokens"]]], sinks: int, recent: int,
+    rate: float = 0.02, weight: float = 0.05,
+) -> tuple[Float[Tensor, "layers kv_heads"], list[float]]:  # fmt: skip
     """(gates in [0, 1], distillation losses): one step for each of `batches`, token ids and a mask of answers.
 
     The loss is the squared change of the last hidden states at the answers, mean over elements, plus `weight` times the
@@ -101,9 +96,7 @@ def main(
     rate: float = 0.05,
     weight: float = 0.05,
     seed: int = 2027,
-    out: Annotated[
-        Path | None, typer.Option(help="from the project's folder; else <model>-gates.json beside it")
-    ] = None,
+    out: Annotated[str, typer.Option(help="from the project's folder; else <model>-gates.json beside it")] = "",
 ) -> None:
     """Learn on the CPU in float32 and write the gates with what they were learned with."""
     loaded = models.load(model)

@@ -30,6 +30,7 @@ from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data, models
 
 SHARES = (0.25, 0.5)
+Kept = dict[str, list[tuple[Tensor, Tensor | None]]]  # by press, of each layer
 SHORTEST, LONGEST = 520, 800  # tokens; 25% of the shortest holds two windows of 64
 
 
@@ -121,12 +122,10 @@ def prompts(loaded: models.Loaded, n: int, seed: int = 0) -> tuple[list[list[int
 
 
 @torch.inference_mode()
-def theirs(
-    model: PreTrainedModel, ids: list[int], presses: dict[str, Any], eager: bool
-) -> dict[str, list[tuple[Tensor, Tensor | None]]]:
+def theirs(model: PreTrainedModel, ids: list[int], presses: dict[str, Any], eager: bool) -> Kept:
     """What each press keeps, bool [kv_heads, tokens], and its scores, per layer. Every layer is compressed as the press
     does it, but the model goes on with the whole cache, so that one pass serves all presses."""
-    kept: dict[str, list[tuple[Tensor, Tensor | None]]] = {name: [] for name in presses}
+    kept: Kept = {name: [] for name in presses}
     cache = DynamicCache(config=model.config)
 
     def compress(module, _, kwargs, output):
@@ -196,19 +195,15 @@ def _codes(keys: Tensor) -> Tensor:
 def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs: list[Pair]) -> pd.DataFrame:
     """A row per pair and share: heads compared, those that keep the same set, those that differ by ties alone."""
     cells = [(pair, share) for pair in pairs for share in SHARES]
-    conditions = [
-        Condition(pair.policy, share, Prefill(), reading="as_run", switches=pair.switches) for pair, share in cells
-    ]
+    conditions = [Condition(pair.policy, share, Prefill(), switches=pair.switches) for pair, share in cells]
     found: list[list[tuple[float, bool]]] = [[] for _ in cells]
     for text in texts:
         ours = generate(model, [text], conditions, max_new_tokens=1, stop_ids=frozenset(), kept_sets=True)[0]
-        known: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
-        for eager in (False, True):
-            presses = {
-                f"{pair.label} {share}": pair.press(library, 1 - share) for pair, share in cells if pair.eager == eager
-            }
-            if presses:
-                known |= theirs(model, text, presses, eager)
+        known: Kept = {}
+        for eager in {pair.eager for pair in pairs}:
+            some = [(pair, share) for pair, share in cells if pair.eager == eager]
+            presses = {f"{pair.label} {share}": pair.press(library, 1 - share) for pair, share in some}
+            known |= theirs(model, text, presses, eager)
         for (pair, share), mine, heads in zip(cells, ours, found, strict=True):
             joint = CATALOGUE[pair.policy].budget == "per head"
             for a, (b, scores) in zip(mine.kept_sets, known[f"{pair.label} {share}"], strict=True):
@@ -216,18 +211,13 @@ def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs:
                 heads += zip(common.tolist(), tied.tolist(), strict=True)
     return pd.DataFrame(
         {
-            "policy": pair.policy,
-            "switches": " ".join(f"{k}={v}" for k, v in pair.switches),
-            "press": type(pair.press(library, 0.5)).__name__,
-            "share_kept": share,
-            "heads": len(heads),
-            "equal": sum(common == 1 for common, _ in heads),
-            "differ_by_ties": sum(tied for _, tied in heads),
-            "least_in_common": min(common for common, _ in heads),
-            "note": pair.note,
+            "policy": pair.policy, "switches": " ".join(f"{k}={v}" for k, v in pair.switches),
+            "press": type(pair.press(library, 0.5)).__name__, "share_kept": share, "heads": len(heads),
+            "equal": sum(common == 1 for common, _ in heads), "differ_by_ties": sum(tied for _, tied in heads),
+            "least_in_common": min(common for common, _ in heads), "note": pair.note,
         }
         for (pair, share), heads in zip(cells, found, strict=True)
-    )
+    )  # fmt: skip
 
 
 @one_line_errors()

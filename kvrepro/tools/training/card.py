@@ -1,13 +1,14 @@
 """The model card: `python -m kvrepro.tools.training.card` writes README.md from the CSV files there."""
 
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import typer
 
 from kvrepro.experiment.models import EMBEDDED
 from kvrepro.item import Item
+from kvrepro.tools.pages import table
 from kvrepro.world import world
 from kvrepro.world.tokenizer import vocabulary
 
@@ -94,16 +95,11 @@ Spread evenly it would be 0.004. `sinks.csv` has every head.
 """
 
 
-def table(head: list[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def _short(text: str, most: int = 90) -> str:
     return text if len(text) <= most else text[: text.rindex(" ", 0, most)] + " ..."
 
 
-def _example(item: Item) -> list[str]:
+def _example(item: Item) -> dict[str, str]:
     """task, what holds the answer, the request, the answer."""
     text = {name: [] for name in ("evidence", "directive", "defense", "question")}
     for span in item.spans:
@@ -112,19 +108,23 @@ def _example(item: Item) -> list[str]:
     told = told.removeprefix(world.pretty(world.PREAMBLE)).strip()
     if text["defense"]:
         told = f"{_short(told, 60)} + defense: {_short(text['defense'][0], 40)}"
-    return [f"`{item.task}`", _short(told), *text["question"], _short(item.answer, 70)]
+    asked = "".join(text["question"])
+    return {"task": f"`{item.task}`", "told": _short(told), "asked": asked, "answer": _short(item.answer, 70)}
+
+
+def _with_ends(r: Any, name: str) -> str:
+    return f"{getattr(r, name):.3f} ({r.low:.3f}-{r.high:.3f})"
 
 
 def exact_match(evaluation: pd.DataFrame) -> str:
-    lengths = sorted(evaluation.tokens.unique())
-    cells = {(r.task, r.tokens): f"{r.exact_match:.3f} ({r.low:.3f}-{r.high:.3f})" for r in evaluation.itertuples()}
-    rows = ([f"`{task}`", *(cells[task, n] for n in lengths)] for task in evaluation.task.unique())
-    return table(["task", *(f"{n:,}" for n in lengths)], rows)
+    cells = evaluation.assign(cell=[_with_ends(r, "exact_match") for r in evaluation.itertuples()])
+    wide = cells.pivot_table("cell", "task", "tokens", aggfunc="first").reindex(evaluation.task.unique())
+    return table([{"task": f"`{task}`"} | {f"{n:,}": cell for n, cell in row.items()} for task, row in wide.iterrows()])
 
 
 def lowest(evaluation: pd.DataFrame) -> str:
     r = evaluation.loc[evaluation.exact_match.idxmin()]
-    return f"{r.exact_match:.3f} ({r.low:.3f}-{r.high:.3f}), `{r.task}` at {r.tokens:,}"
+    return f"{_with_ends(r, 'exact_match')}, `{r.task}` at {r.tokens:,}"
 
 
 def right_of(check: pd.DataFrame) -> str:
@@ -144,21 +144,18 @@ def sink_table(sinks: pd.DataFrame) -> str:
     for layer, of_layer in sinks.groupby("layer"):
         mean, heads = of_layer[of_layer["head"] == "mean"].iloc[0], of_layer[of_layer["head"] != "mean"]
         top = heads.loc[heads.mass.idxmax()]
-        rows.append([f"{layer}", *(f"{r.mass:.3f} ({r.low:.3f}-{r.high:.3f})" for r in (mean, top)), f"{top['head']}"])
-    return table(["layer", "mean over heads", "largest head", "which"], rows)
+        cells = {"mean over heads": _with_ends(mean, "mass"), "largest head": _with_ends(top, "mass")}
+        rows.append({"layer": str(layer), **cells, "which": str(top["head"])})
+    return table(rows)
 
 
 def sink_summary(sinks: pd.DataFrame, least: float = 0.1) -> str:
     heads = sinks[sinks["head"] != "mean"]
     strong = heads[heads.mass >= least]
     if strong.empty:
-        return (
-            f"No head gives position 0 as much as {least}: there is no sink, and claims about sinks need another model."
-        )
-    places = "; ".join(
-        f"layer {layer}, heads {', '.join(str(head) for head in of_layer['head'])}"
-        for layer, of_layer in strong.groupby("layer")
-    )
+        why = "there is no sink, and claims about sinks need another model"
+        return f"No head gives position 0 as much as {least}: {why}."
+    places = "; ".join(f"layer {layer}, heads {', '.join(group['head'])}" for layer, group in strong.groupby("layer"))
     rest = heads.mass[heads.mass < least].max()
     return (
         f"{len(strong)} of {len(heads)} heads give position 0 at least {least} of their attention ({places}); all "
@@ -173,7 +170,7 @@ def card(folder: Path = EMBEDDED) -> str:
     items = [world.sample(task, 1, seed=0, tokens=300)[0] for task in world.ALL]
     return CARD.format(
         vocabulary=f"{len(vocabulary()):,}",
-        examples=table(["task", "told", "asked", "answer"], map(_example, items)),
+        examples=table([_example(item) for item in items]),
         n=evaluation.n.iloc[0],
         exact_match=exact_match(evaluation),
         lowest=lowest(evaluation),

@@ -10,6 +10,7 @@ import multiprocessing as mp
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,22 +52,11 @@ def model_config():
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=(len(vocabulary()) + 63) // 64 * 64,
-        hidden_size=384,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        intermediate_size=1024,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        attention_bias=True,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        bos_token_id=None,
-        eos_token_id=vocabulary()["<|end|>"],
-        pad_token_id=R.PAD,
-        attn_implementation="sdpa",
-    )
+        vocab_size=(len(vocabulary()) + 63) // 64 * 64, hidden_size=384, num_hidden_layers=8, num_attention_heads=6,
+        num_key_value_heads=2, intermediate_size=1024, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
+        attention_bias=True, rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        bos_token_id=None, eos_token_id=vocabulary()["<|end|>"], pad_token_id=R.PAD, attn_implementation="sdpa",
+    )  # fmt: skip
 
 
 def optimizers_of(model, lr: float) -> list[torch.optim.Optimizer]:
@@ -85,62 +75,81 @@ def optimizers_of(model, lr: float) -> list[torch.optim.Optimizer]:
 def token_losses(hidden, embedding, x, weight):
     """Weighted mean cross-entropy, correctness of each next token, and its loss."""
     logits = hidden[:, :-1] @ embedding.T
-    loss = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), x[:, 1:].flatten(), reduction="none"
-    ).view_as(weight)
+    flat = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten(), reduction="none")
+    loss = flat.view_as(weight)
     return (loss * weight).sum() / weight.sum(), logits.argmax(-1) == x[:, 1:], loss.detach()
 
 
-def main(
-    minutes: float = 8.2, out: Path = Path("data/models/tiny-gqa"), seed: int = 0, lr: float = 2e-3, workers: int = 14
-) -> None:
-    """Train for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and evaluation.csv to `out`.
+def watched_line(result: dict[tuple[str, int], float], log: list[dict], out: Path, **line: float) -> None:
+    """Print and log a line, with each length's exact match, and that of its tasks in the file."""
+    line |= {f"em{length}": float(np.mean([v for k, v in result.items() if k[1] == length])) for length in CHECKS}
+    print(json.dumps(line), flush=True)
+    log.append(line | {"tasks": {t: [result[t, length] for length in CHECKS] for t in R.TASK_NAMES}})
+    (out / "training.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
 
-    A long function: the loop reads from top to bottom, and its parts share the clock, the queue and the errors.
-    """
-    start, device = time.time(), torch.device("cuda")
-    torch.manual_seed(seed)
-    n_tasks = len(R.TASK_NAMES)
+
+def started(seed: int, workers: int) -> tuple[Any, Any, dict, dict]:
+    """What the workers of `worker` share, their queue, and the sets to watch and to end with, as they are made."""
     context = mp.get_context("fork")
-    shared = context.Array("d", [0.0, 1.0] + [1.0] * (n_tasks * len(LENGTHS)), lock=False)
+    shared = context.Array("d", [0.0, 1.0] + [1.0] * (len(R.TASK_NAMES) * len(LENGTHS)), lock=False)
     queue = context.Queue(maxsize=48)
     for i in range(workers):
         context.Process(target=worker, args=(1000 * seed + i, shared, queue), daemon=True).start()
     pool = context.Pool(4)
     keys = [(task, length) for length in CHECKS for task in R.TASK_NAMES]
-    watched = {key: pool.apply_async(evaluation_set, (*key, 16, 99)) for key in keys}
-    final = {key: pool.apply_async(evaluation_set, (*key, 200, 2026)) for key in keys}
+    watched, final = (
+        {key: pool.apply_async(evaluation_set, (*key, *drawn)) for key in keys} for drawn in ((16, 99), (200, 2026))
+    )
+    return shared, queue, watched, final
 
+
+def fresh_model(device: torch.device):
+    """The model in float32, compiled. One layer is compiled and shared by all: a tenth of the time that the whole model
+    would take at each new length."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(model_config(), dtype=torch.float32).to(device)
-    optimizers = optimizers_of(model, lr)
-    # One layer is compiled and shared by all: a tenth of the time that the whole model would take at each new length.
     torch._dynamo.config.recompile_limit = 64
     for layer in model.model.layers:
         layer.compile(dynamic=False)
-    losses = torch.compile(token_losses, dynamic=False)
+    return model
 
-    error, log, sets = np.ones((len(LENGTHS), n_tasks)), [], {}
+
+def step(model, optimizers: list, losses, x, y, lr: float) -> tuple:
+    """One step of all optimizers: loss, correctness and loss of each token, where answers have weight 1."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = lr
+    weight = torch.where(y > 0, 1.0, CONTEXT_WEIGHT) * (x[:, 1:] != R.PAD)
+    with torch.autocast("cuda", torch.bfloat16):
+        hidden = model.model(x, use_cache=False).last_hidden_state
+        loss, correct, each = losses(hidden, model.model.embed_tokens.weight, x, weight)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss, correct, each
+
+
+def main(
+    minutes: float = 8.2, out: Path = Path("data/models/tiny-gqa"), seed: int = 0, lr: float = 2e-3, workers: int = 14
+) -> None:
+    """Train for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and evaluation.csv to `out`."""
+    start, device = time.time(), torch.device("cuda")
+    torch.manual_seed(seed)
+    shared, queue, watched, final = started(seed, workers)
+    model = fresh_model(device)
+    optimizers, losses = optimizers_of(model, lr), torch.compile(token_losses, dynamic=False)
+    error, log, sets = np.ones((len(LENGTHS), len(R.TASK_NAMES))), [], {}
     steps, tokens_seen, last = 0, 0, time.time()
     out.mkdir(parents=True, exist_ok=True)
     while (progress := (time.time() - start) / (60 * minutes)) < 1:
         shared[0], shared[1] = progress, 0.5 if progress < WARM else 0.0
         # Warm up over 200 steps, hold, decay over the last 30% of the time.
         scale = min(1.0, (steps + 1) / 200) * min(1.0, max(0.02, (1 - progress) / 0.3))
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = lr * scale
         ids, turn, task = queue.get()
         x, y = ids.to(device, non_blocking=True).long(), turn.to(device, non_blocking=True)[:, 1:]
-        weight = torch.where(y > 0, 1.0, CONTEXT_WEIGHT) * (x[:, 1:] != R.PAD)
-        with torch.autocast("cuda", torch.bfloat16):
-            hidden = model.model(x, use_cache=False).last_hidden_state
-            loss, correct, each = losses(hidden, model.model.embed_tokens.weight, x, weight)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        loss, correct, each = step(model, optimizers, losses, x, y, lr * scale)
         steps, tokens_seen = steps + 1, tokens_seen + x.numel()
 
         if steps % 3 == 0:  # a task's share follows its error at this length
@@ -153,28 +162,15 @@ def main(
             sets = sets or {key: job.get() for key, job in watched.items()}
             result = exact_match(model.eval(), sets, "cuda")
             model.train()
-            line = {
-                "seconds": round(time.time() - start),
-                "steps": steps,
-                "tokens": tokens_seen,
-                "loss": float(loss.detach()),
-            }
-            line["context_loss"] = float(each[(y == 0) & (x[:, 1:] != R.PAD)].mean())
-            line |= {
-                f"em{length}": float(np.mean([v for k, v in result.items() if k[1] == length])) for length in CHECKS
-            }
-            print(json.dumps(line), flush=True)
-            log.append(line | {"tasks": {t: [result[t, length] for length in CHECKS] for t in R.TASK_NAMES}})
-            (out / "training.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
+            context_loss = float(each[(y == 0) & (x[:, 1:] != R.PAD)].mean())
+            watched_line(result, log, out, seconds=round(time.time() - start), steps=steps, tokens=tokens_seen,
+                         loss=float(loss.detach()), context_loss=context_loss)  # fmt: skip
             last = time.time()
 
     model.to(torch.bfloat16).save_pretrained(out)
     save(out)
-    write(
-        out / "evaluation.csv",
-        exact_match(model.eval().float(), {key: job.get() for key, job in final.items()}, "cuda"),
-        200,
-    )
+    result = exact_match(model.eval().float(), {key: job.get() for key, job in final.items()}, "cuda")
+    write(out / "evaluation.csv", result, 200)
     print(f"done: {steps} steps, {tokens_seen / 1e9:.2f} G tokens, {time.time() - start:.0f} s", flush=True)
 
 

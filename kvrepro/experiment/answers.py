@@ -67,14 +67,13 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
 def unmet(loaded: Loaded, prompts: Sequence[Prompt], conditions: Sequence[Condition]) -> dict[Pair, InputError]:
     """Why items cannot meet conditions, for each pair that cannot."""
     facts, found = ModelFacts.of(loaded.model), {}
-    for i, text in enumerate(prompts):
-        for j, condition in enumerate(conditions):
-            try:
-                end = engine.boundary(text, condition)
-                held = [at - end for at in engine.whitelisted(text, condition) if at < end]
-                policy.check(condition, facts.held(end), held)
-            except InputError as error:
-                found[i, j] = error
+    for (i, text), (j, condition) in itertools.product(enumerate(prompts), enumerate(conditions)):
+        try:
+            end = engine.boundary(text, condition)
+            held = [at - end for at in engine.whitelisted(text, condition) if at < end]
+            policy.check(condition, facts.held(end), held)
+        except InputError as error:
+            found[i, j] = error
     return found
 
 
@@ -162,8 +161,8 @@ def attempted(
 ) -> Found:
     """Generations, or the exceptions that single pairs raise: what fails is halved, conditions first, then items."""
     try:
-        made = engine.generate(loaded.model, [prompts[i] for i in members], [conditions[j] for j in chosen],
-                               errors="return", **given)  # fmt: skip
+        asked = [prompts[i] for i in members], [conditions[j] for j in chosen]
+        made = engine.generate(loaded.model, *asked, errors="return", **given)
     except Exception as error:  # whatever a condition raises becomes its row's error
         if len(members) == len(chosen) == 1:
             return {(members[0], chosen[0]): error}
@@ -263,14 +262,12 @@ class AnswersPlan(Plan):
     def _job(self, block: Iterable[int]) -> Job | None:
         parts: dict[tuple[int, ...], list[int]] = {}  # conditions -> items that miss them
         for i in block:
-            chosen = tuple(j for j in range(len(self.conditions)) if (i, j) in self.missing)
-            if chosen:
+            if chosen := tuple(j for j in range(len(self.conditions)) if (i, j) in self.missing):
                 parts.setdefault(chosen, []).append(i)
         if not parts:
             return None
-        members = sorted(i for some in parts.values() for i in some)
-        asked = sorted({j for some in parts for j in some})
         known = {(i, j): self.heads[i][j] for js, some in parts.items() for i in some for j in js}
+        members, asked = sorted({i for i, _ in known}), sorted({j for _, j in known})
         work = partial(
             group_rows, parts=[(some, js) for js, some in parts.items()], known=known,
             items={i: self.study.items[i] for i in members}, prompts={i: self.prompts[i] for i in members},

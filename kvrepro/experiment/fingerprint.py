@@ -157,7 +157,8 @@ def bound(node: ast.AST) -> set[str]:
 
 def chains(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[list[str]]:
     """Dotted names read below a node that come from outside its own scopes; annotations given as text count."""
-    parts, inner = [], node
+    parts: list[str] = []
+    inner = node
     while isinstance(inner, ast.Attribute):
         parts, inner = [inner.attr, *parts], inner.value
     if isinstance(inner, ast.Name):

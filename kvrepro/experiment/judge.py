@@ -250,7 +250,8 @@ def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
     worst, name = known.iloc[distance.argmax()], distance.index[distance.argmax()]
     shown = ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
     said = f"{label}: {len(wrong)} of {len(known)} cases, worst at {shown}" if len(wrong) else label
-    ours, state = Estimate(*[float(worst)] * 3, len(known)), "fails" if len(wrong) else "holds"
+    ours = Estimate(float(worst), float(worst), float(worst), len(known))
+    state = "fails" if len(wrong) else "holds"
     return Judged(label, state, ours, decided_by=said, against=(float(distance.max()),) * 2)
 
 
@@ -367,13 +368,9 @@ def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str
 
 
 def verdicts(
-    claims: Sequence[Mapping[str, Any]],
-    members: Callable[[Mapping[str, Any], str], Found],
-    readings: Callable[[Mapping[str, Any]], Sequence[str]] = lambda claim: ("any",),
-    *,
-    model: str,
-    profile: str,
-) -> pd.DataFrame:
+    claims: Sequence[Mapping[str, Any]], members: Callable[[Mapping[str, Any], str], Found],
+    readings: Callable[[Mapping[str, Any]], Sequence[str]] = lambda claim: ("any",), *, model: str, profile: str,
+) -> pd.DataFrame:  # fmt: skip
     """The claims table, `claims.COLUMNS`: a row per claim and reading.
 
     members(claim, reading) lists what is tested, and NotTestable in the place of members that cannot be; it may raise

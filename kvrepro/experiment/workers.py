@@ -32,7 +32,7 @@ def default_workers(loaded: Loaded | None) -> int:
 
     if loaded is not None and loaded.device == "cuda":
         return int(torch.cuda.device_count())
-    cores = joblib.cpu_count()
+    cores = int(joblib.cpu_count())
     if loaded is None:
         return cores
     weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())

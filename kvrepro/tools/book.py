@@ -44,6 +44,7 @@ SECONDS = {  # of a chapter's studies in their order, quick profile, one core: t
                 "examples-flipped": 8, "marks-rules": 5, "marks-sentences": 5, "marks-turns": 6, "timing": 6},
     "reclamation": {"synthetic": 8, "traffic": 7, "arising": 10, "published": 24, "identity": 80, "latency": 31},
 }  # fmt: skip
+PARAMETER = "name=value for all chapters that have it, or chapter.name=value"
 
 
 class Failed(Exception):
@@ -187,7 +188,7 @@ def build(root: Path = ROOT) -> Path:
     if done.returncode:
         log = (done.stdout + done.stderr).splitlines()
         complaints = [line for line in log if "WARNING" in line or "ERROR" in line] or log[-30:]
-        raise Failed("jupyter-book failed:\n" + "\n".join(complaints))
+        raise Failed("\n".join(["jupyter-book failed:", *complaints]))
     html = root / "_build" / "html"
     if loaded := outside(html):
         raise Failed("the book would load from the network:\n" + "\n".join(loaded))
@@ -204,10 +205,7 @@ def outside(html: Path) -> list[str]:
 
 
 def main(
-    parameter: Annotated[
-        list[str],
-        typer.Option("--parameter", "-p", help="name=value for all chapters that have it, or chapter.name=value"),
-    ] = [],  # noqa: B006
+    parameter: Annotated[list[str], typer.Option("-p", "--parameter", help=PARAMETER)] = [],  # noqa: B006
     force: Annotated[bool, typer.Option(help="execute chapters even if nothing changed")] = False,
     workers: Annotated[int | None, typer.Option(help="processes of each chapter; otherwise all cores or GPUs")] = None,
     dry_run: Annotated[bool, typer.Option(help="say what each chapter would compute, and stop")] = False,
@@ -232,9 +230,8 @@ def main(
             ran, error = watched(name, parameters[name], force)
             if error:
                 failed.append(name)
-                print(
-                    f"{name}: {error}\n{name}: computed until then: book/executed/{name}.partial.ipynb", file=sys.stderr
-                )
+                until = f"computed until then: book/executed/{name}.partial.ipynb"
+                print(f"{name}: {error}\n{name}: {until}", file=sys.stderr)
                 failed_page(name, error)
             _report(name, start, "failed" if error else "executed" if ran else "unchanged")
         start = time.perf_counter()
@@ -281,9 +278,8 @@ def watched(name: str, parameters: dict[str, Any], force: bool, root: Path = ROO
         file = Path(folder) / "progress.json"
         os.environ[progress.FILE] = str(file)
         here, there = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(
-            target=_chapter, args=(there, name, parameters, force, root)
-        )
+        given = (there, name, parameters, force, root)
+        process = multiprocessing.get_context("fork").Process(target=_chapter, args=given)
         process.start()
         there.close()
         start = time.monotonic()

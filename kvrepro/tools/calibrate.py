@@ -18,7 +18,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score.queries import Queries, frequencies, pairs, rounded, sampled
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import one_line_errors
-from kvrepro.experiment import models
+from kvrepro.experiment import data, models
 from kvrepro.paths import ROOT
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
@@ -47,17 +47,23 @@ class Watch:
 
 
 @torch.inference_mode()
-def calibrate(model, prompts: list[list[int]], name: str = "") -> Queries:
-    """Statistics over all tokens of `prompts`, of the layers that can be evicted, in their order."""
+def calibrate(model, texts: list[list[int]], name: str = "") -> Queries:
+    """Statistics over all tokens of `texts`, of the layers that can be evicted, in their order."""
     facts = ModelFacts.of(model)
     scale = float(getattr(model.get_decoder().rotary_emb, "attention_scaling", 1.0))  # of rotated queries and keys
-    watch, tokens = Watch(facts.inverse_frequencies, scale), sum(map(len, prompts))
+    watch, tokens = Watch(facts.inverse_frequencies, scale), sum(map(len, texts))
     with installed(model):
-        for ids in prompts:
+        for ids in texts:
             model(input_ids=torch.tensor([ids], device=model.device), logits_to_keep=1, use_cache=False, kvrepro=watch)
     mean, length = ([sums[layer].cpu() / tokens for layer in sorted(sums)] for sums in (watch.mean, watch.length))
     sample = sampled([facts.outputs[layer] for layer in sorted(watch.mean)])
     return Queries(name, torch.stack(mean).to(torch.complex64), torch.stack(length).float(), sample)
+
+
+def prompts(loaded: models.Loaded, items: str, n: int, seed: int, tokens: int) -> list[list[int]]:
+    """Token ids of so many items, as of `data.load_items`, each within the model's context."""
+    drawn = data.load_items(items, n, seed, tokens)
+    return [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in drawn]
 
 
 def write(queries: Queries, path: Path) -> None:
@@ -78,12 +84,8 @@ def main(
     out: Annotated[str, typer.Option(help="from the project's folder; else <model>-queries.json beside it")] = "",
 ) -> None:
     """Measure on the CPU in float32. Held out: no chapter's items come from this seed."""
-    from kvrepro.experiment import data
-
     loaded = models.load(model)
-    drawn = data.load_items(items, n, seed, tokens)
-    prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in drawn]
-    found = calibrate(loaded.model, prompts, loaded.hash)
+    found = calibrate(loaded.model, prompts(loaded, items, n, seed, tokens), loaded.hash)
     path = ROOT / out if out else loaded.path.with_name(f"{loaded.path.name}-queries.json")
     write(found, path)
     print(f'written: {path}; use it as Condition("tri_attention", ..., switches=(("calibration", "{path}"),))')

@@ -34,13 +34,11 @@ def _settings(path: Path) -> str:
     [found] = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Settings"]
     name = "Of every chapter" if path.name == "run.py" else path.parent.name.replace("_", " ").capitalize()
     lines = [f"## {name}", "", "| setting | default | what it is |", "| --- | --- | --- |"]
-    for field in found.body:
-        if isinstance(field, ast.AnnAssign):
-            comment = " ".join(
-                re.findall(r"#: ?(.*)", "\n".join(text.splitlines()[field.lineno - 1 : field.end_lineno]))
-            )
-            default = ast.unparse(field.value) if field.value else ""
-            lines.append(f"| `{ast.unparse(field.target)}` | `{default}` | {markdown(comment).strip()} |")
+    for field in (node for node in found.body if isinstance(node, ast.AnnAssign)):
+        source = text.splitlines()[field.lineno - 1 : field.end_lineno]
+        comment = markdown(" ".join(re.findall(r"#: ?(.*)", "\n".join(source)))).strip()
+        default = ast.unparse(field.value) if field.value else ""
+        lines.append(f"| `{ast.unparse(field.target)}` | `{default}` | {comment} |")
     return "\n".join(lines) + "\n"
 
 
@@ -69,28 +67,21 @@ def signature(node: ast.FunctionDef | ast.ClassDef) -> str:
         bases = f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else ""
         fields = [f"    {ast.unparse(line)}" for line in node.body if isinstance(line, ast.AnnAssign)]
         return "\n".join([*(f"@{ast.unparse(d)}" for d in node.decorator_list), f"class {node.name}{bases}:", *fields])
-    parts = [part.strip() for part in _arguments(node.args)]
+    a = node.args
+    plain = [*a.posonlyargs, *a.args]
+    parts = list(map(_argument, plain, [None] * (len(plain) - len(a.defaults)) + a.defaults))
+    if a.posonlyargs:
+        parts.insert(len(a.posonlyargs), "/")
+    if a.vararg or a.kwonlyargs:
+        parts.append(f"*{ast.unparse(a.vararg)}" if a.vararg else "*")
+    parts += [*map(_argument, a.kwonlyargs, a.kw_defaults), *([f"**{ast.unparse(a.kwarg)}"] if a.kwarg else [])]
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     line = f"def {node.name}({', '.join(parts)}){result}"
-    if len(line) <= 100:
-        return line
-    return f"def {node.name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
-
-
-def _arguments(arguments: ast.arguments) -> list[str]:
-    """Each argument with its annotation and default, `*` and `/` among them."""
-    plain = [*arguments.posonlyargs, *arguments.args]
-    values = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
-    out = [_argument(name, value) for name, value in zip(plain, values, strict=True)]
-    if arguments.posonlyargs:
-        out.insert(len(arguments.posonlyargs), "/")
-    if arguments.vararg or arguments.kwonlyargs:
-        out.append(f"*{ast.unparse(arguments.vararg)}" if arguments.vararg else "*")
-    out += [_argument(*pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
-    return out + ([f"**{ast.unparse(arguments.kwarg)}"] if arguments.kwarg else [])
+    return line if len(line) <= 100 else f"def {node.name}(\n" + "".join(f"    {p},\n" for p in parts) + f"){result}"
 
 
 def _argument(name: ast.arg, value: ast.expr | None) -> str:
+    """An argument with its annotation and default."""
     if value is None:
         return ast.unparse(name)
     return f"{ast.unparse(name)} = {ast.unparse(value)}" if name.annotation else f"{name.arg}={ast.unparse(value)}"

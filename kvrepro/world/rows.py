@@ -40,14 +40,9 @@ def repeated(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
 
 
 def batch(
-    rng: random.Random,
-    shares: np.ndarray,
-    length: int,
-    tokens: int,
-    warm: float = 0.0,
-    evaluation: bool = False,
+    rng: random.Random, shares: np.ndarray, length: int, tokens: int, warm: float = 0.0, evaluation: bool = False,
     turns: int | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """ids, turn, task of tokens // length rows: int16 [rows, length] twice, int16 [rows].
 
     shares: weight of each task; warm: share of repeated sequences, whose task is -1.
@@ -60,9 +55,8 @@ def batch(
             x, y = repeated(rng, length)
             tasks[r] = -1
         else:
-            shorter = (
-                length if evaluation or length <= 128 or rng.random() < 0.7 else rng.randint(length * 5 // 8, length)
-            )
-            x, y = row(rng, TASK_NAMES[tasks[r]], shorter, evaluation, turns or max(1, min(10, length // 50)))
+            whole = evaluation or length <= 128 or rng.random() < 0.7
+            most = length if whole else rng.randint(length * 5 // 8, length)
+            x, y = row(rng, TASK_NAMES[tasks[r]], most, evaluation, turns or max(1, min(10, length // 50)))
         ids[r, : len(x)], turn[r, : len(y)] = x, y
     return ids, turn, tasks

@@ -43,14 +43,10 @@ def build() -> "PreTrainedTokenizerFast":
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        unk_token="<|unk|>",
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
-        model_max_length=world.CONTEXT,
+        tokenizer_object=core, unk_token="<|unk|>", pad_token="<|pad|>", eos_token="<|end|>",
+        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"], model_max_length=world.CONTEXT,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

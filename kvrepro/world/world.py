@@ -91,13 +91,9 @@ def things(rng: random.Random, n: int, evaluation: bool) -> list[Pair]:
 
 
 def passage(
-    rng: random.Random,
-    facts: list[Words],
-    tokens: int,
-    where: tuple[float, float] = (0.0, 1.0),
-    speakers: Words | None = None,
-    shuffle: bool = True,
-) -> tuple[Words, list[Range]]:
+    rng: random.Random, facts: list[Words], tokens: int, where: tuple[float, float] = (0.0, 1.0),
+    speakers: Words | None = None, shuffle: bool = True,
+) -> tuple[Words, list[Range]]:  # fmt: skip
     """(words, range of each fact): facts strewn over the part `where` of `tokens` words, in their order or not."""
     room = tokens - sum(map(len, facts))
     n_filler = max(0, room // (len(FILLER[0]) + (2 if speakers else 0)))
@@ -137,14 +133,9 @@ def some(rng: random.Random, most: int, evaluation: bool) -> int:
 
 
 def _fact_task(
-    fact: str,
-    ask: str,
-    per_tokens: int,
-    where: tuple[float, float] = (0.0, 1.0),
-    most: int = 60,
-    n_values: int = 1,
+    fact: str, ask: str, per_tokens: int, where: tuple[float, float] = (0.0, 1.0), most: int = 60, n_values: int = 1,
     speech: bool = False,
-) -> Build:
+) -> Build:  # fmt: skip
     """A task of facts `... key value ...`: the value stands right after its key, in the passage and nowhere else.
 
     fact: <kv> stands for key and value, <n> for a running number, <s> for a speaker. per_tokens: one fact in so many
@@ -161,23 +152,17 @@ def _fact_task(
             text = fact.replace("<n>", str(i + 1)).replace("<s>", rng.choice(speakers) if speakers else "")
             facts.append(stated(text, key, value))
             answers.append(value)
-        asked = rng.sample(range(n), min(turns, n))
-        return _conversation(
-            rng, tokens, facts, [(question(ask, keys[i], "##?"), answers[i], [i]) for i in asked], where, speakers
-        )
+        chosen = rng.sample(range(n), min(turns, n))
+        asked = [(question(ask, keys[i], "##?"), answers[i], [i]) for i in chosen]
+        return _conversation(rng, tokens, facts, asked, where, speakers)
 
     return build
 
 
 def _conversation(
-    rng: random.Random,
-    tokens: int,
-    facts: list[Words],
-    asked: list[Ask],
-    where: tuple[float, float] = (0.0, 1.0),
-    speakers: Words | None = None,
-    shuffle: bool = True,
-) -> Conversation:
+    rng: random.Random, tokens: int, facts: list[Words], asked: list[Ask], where: tuple[float, float] = (0.0, 1.0),
+    speakers: Words | None = None, shuffle: bool = True,
+) -> Conversation:  # fmt: skip
     """Put facts into a passage that leaves room for the turns; the first question follows the passage."""
     used = len(SYSTEM) + 2 + sum(len(q) + len(a) + 4 for q, a, _ in asked)
     text, places = passage(rng, facts, tokens - used, where, speakers, shuffle)
@@ -319,9 +304,8 @@ def list_all(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> C
     keys, values = people(rng, n, evaluation), things(rng, n, evaluation)
     facts = [["Entry", w.NUMBERS[i], *keys[i], *values[i], "##."] for i in range(n)]
     answer = [word for i in range(n) for word in (w.NUMBERS[i], *keys[i], *values[i], "##.")]
-    return _conversation(
-        rng, tokens, facts, [(question("list every entry in order ##."), answer, list(range(n)))], shuffle=False
-    )
+    asked = [(question("list every entry in order ##."), answer, list(range(n)))]
+    return _conversation(rng, tokens, facts, asked, shuffle=False)
 
 
 def summary(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
@@ -339,9 +323,7 @@ def frequent_words(rng: random.Random, tokens: int, evaluation: bool, turns: int
     values = things(rng, 4, evaluation)
     most = max(4, min(16, tokens // 80))
     counts = [most] + [rng.randint(1, most // 2) for _ in values[1:]]
-    facts = [
-        ["They", "shouted", *value, "##."] for value, count in zip(values, counts, strict=True) for _ in range(count)
-    ]
+    facts = [["They", "shouted", *v, "##."] for v, count in zip(values, counts, strict=True) for _ in range(count)]
     asked = [(question("what did they shout most often ##?"), list(values[0]), list(range(most)))]
     return _conversation(rng, tokens, facts, asked)
 
@@ -510,6 +492,5 @@ def _filled(task: str, name: str, tokens: int) -> Conversation:
             if 0 <= spare < 12 and tokens - spare + answer <= CONTEXT:
                 return conversation
             aim += spare
-    raise InputError(
-        f"task {task!r} has no prompt of {tokens} tokens whose answer fits {CONTEXT} positions: ask for another length"
-    )
+    what = f"task {task!r} has no prompt of {tokens} tokens whose answer fits {CONTEXT} positions"
+    raise InputError(f"{what}: ask for another length")

@@ -169,7 +169,7 @@ EVERY = {"snapkv", "k_norm", "full", "shared", "chunked"}
         ("engine/signals.py", "def joined(", {"shared"}),
         ("engine/passes.py", "def _chunked(", {"chunked"}),
         ("chapters/leakage/experiment.py", "def prompt(", set()),
-        ("chapters/protection/figures.py", "def quality(", set()),
+        ("chapters/protection/figures.py", "def retention(", set()),
         ("experiment/measure.py", "def token_f1(", EVERY),
         ("engine/catalogue.py", "WINDOWS: dict", set()),
     ],

@@ -235,9 +235,9 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
         ({"items": [*ITEMS, LONG]}, "item long has .* > limit 248"),
         ({"limit": 250}, "limit 250 . 8 new tokens > context 256"),
         ({"results": 5}, "results is 5: give the name of a folder"),
-        ({"seed": "a"}, "seed is 'a'"),
+        ({"seed": "a"}, "seed 'a': a whole number"),
         ({"profile": "slow"}, "unknown profile 'slow'"),
-        ({"workers": 0}, "workers 0: both must be at least 1"),
+        ({"workers": 0}, "workers 0: a whole number, at least 1"),
         (
             {"conditions": [Condition("lru", 200, SharedCap(), prefix=0.45, suffix=0.45)]},
             "prompt of .* tokens < 180 protected",

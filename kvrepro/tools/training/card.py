@@ -169,15 +169,10 @@ def card(folder: Path = EMBEDDED) -> str:
     sinks = pd.read_csv(folder / "sinks.csv", dtype={"head": str})
     items = [world.sample(task, 1, seed=0, tokens=300)[0] for task in world.ALL]
     return CARD.format(
-        vocabulary=f"{len(vocabulary()):,}",
-        examples=table([_example(item) for item in items]),
-        n=evaluation.n.iloc[0],
-        exact_match=exact_match(evaluation),
-        lowest=lowest(evaluation),
-        cpu=right_of(check),
-        sinks=sink_table(sinks),
-        sink_summary=sink_summary(sinks),
-    )
+        vocabulary=f"{len(vocabulary()):,}", examples=table([_example(item) for item in items]),
+        n=evaluation.n.iloc[0], exact_match=exact_match(evaluation), lowest=lowest(evaluation), cpu=right_of(check),
+        sinks=sink_table(sinks), sink_summary=sink_summary(sinks),
+    )  # fmt: skip
 
 
 def main(folder: Path = EMBEDDED) -> None:

@@ -3,11 +3,11 @@
 Answers are read under teacher forcing: each token the most likely one is a right greedy answer, for one forward pass.
 """
 
-import csv
 import random
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 import typer
 from statsmodels.stats.proportion import proportion_confint
@@ -57,23 +57,16 @@ def exact_match(model, sets: Sets, device: str = "cpu", rows: int = 50) -> dict[
 
 def write(path: Path, result: dict[tuple[str, int], float], n: int) -> None:
     """CSV: task, tokens, n, exact_match, low, high (Wilson interval, 95%)."""
-    with open(path, "w", newline="") as file:
-        out = csv.writer(file)
-        out.writerow(["task", "tokens", "n", "exact_match", "low", "high"])
-        for (task, length), rate in result.items():
-            low, high = proportion_confint(round(rate * n), n, method="wilson")
-            out.writerow([task, length, n, f"{rate:.4f}", f"{low:.4f}", f"{high:.4f}"])
+    rows = [(*key, n, rate, *proportion_confint(round(rate * n), n, method="wilson")) for key, rate in result.items()]
+    table = pd.DataFrame(rows, columns=["task", "tokens", "n", "exact_match", "low", "high"])
+    table.to_csv(path, index=False, float_format="%.4f")
 
 
 @one_line_errors()
 def main(
-    model: str = models.DEFAULT,
-    n: int = 20,
-    tokens: int = 1900,
-    tasks: str = "all",
-    seed: int = 2026,
+    model: str = models.DEFAULT, n: int = 20, tokens: int = 1900, tasks: str = "all", seed: int = 2026,
     out: Path = Path("evaluation.csv"),
-) -> None:
+) -> None:  # fmt: skip
     """Evaluate on the CPU in float32 and write `out`."""
     names = list(ALL) if tasks == "all" else tasks.split(",")
     if unknown := [name for name in names if name not in ALL]:

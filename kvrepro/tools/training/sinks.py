@@ -11,9 +11,8 @@ import typer
 
 from kvrepro.engine.attention import watch_prompt
 from kvrepro.errors import one_line_errors
-from kvrepro.experiment import data, models, stats
-
-TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
+from kvrepro.experiment import models, stats
+from kvrepro.tools.calibrate import TASKS, prompts
 
 
 def sink_mass(model, ids: list[int]) -> torch.Tensor:
@@ -28,9 +27,9 @@ def sink_mass(model, ids: list[int]) -> torch.Tensor:
     return (torch.stack([received[layer] for layer in sorted(received)]) - 1) / (len(ids) - 1)  # query 0 sees itself
 
 
-def measure(loaded: models.Loaded, prompts: list[list[int]]) -> pd.DataFrame:
+def measure(loaded: models.Loaded, texts: list[list[int]]) -> pd.DataFrame:
     """layer, head (a number, or "mean" over heads), mass, low, high: mean over prompts, interval, 95%."""
-    masses = torch.stack([sink_mass(loaded.model, ids) for ids in prompts]).cpu().double().numpy()
+    masses = torch.stack([sink_mass(loaded.model, ids) for ids in texts]).cpu().double().numpy()
     rows = []
     for layer, heads in enumerate(masses.transpose(1, 2, 0)):
         for head, values in [*enumerate(heads), ("mean", heads.mean(0))]:
@@ -48,9 +47,8 @@ def main(
 ) -> None:
     """Measure in float32 on the CPU, over eight tasks."""
     loaded = models.load(model)
-    items = data.load_items(f"tinyworld:{TASKS}", n, seed, tokens)
-    prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in items]
-    measure(loaded, prompts).to_csv(loaded.path / "sinks.csv", index=False, float_format="%.5f")
+    table = measure(loaded, prompts(loaded, f"tinyworld:{TASKS}", n, seed, tokens))
+    table.to_csv(loaded.path / "sinks.csv", index=False, float_format="%.5f")
 
 
 if __name__ == "__main__":

@@ -113,8 +113,8 @@ def tables() -> dict[str, list[dict[str, str]]]:
         {
             "policy": name,
             "parameter": key,
-            "as described": str(p.parameters.get(key, "-")),
-            "as run": str(p.as_run.get(key, "the same")) if p.as_run else "-",
+            "authors' text": str(p.parameters.get(key, "-")),
+            "authors' code": str(p.as_run.get(key, "the same")) if p.as_run else "-",
             "may be": allowed.said(p.kind(key)) + (", or window" if key == "recent" else ""),
         }
         for name, p in CATALOGUE.items()
@@ -124,8 +124,8 @@ def tables() -> dict[str, list[dict[str, str]]]:
     switches = [
         {
             "switch": name,
-            "as run": str(switch.as_run),
-            "as described": str(switch.as_described),
+            "authors' code": str(switch.as_run),
+            "authors' text": str(switch.as_described),
             "what it decides": switch.means,
         }
         for name, switch in SWITCHES.items()

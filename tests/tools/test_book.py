@@ -232,7 +232,7 @@ def test_the_claims_page_shows_every_claim_once_with_both_readings(tmp_path):
     text = pages.verdicts(["protection"], tmp_path)
     for claim in frame.claim.unique():
         assert text.count(f"\n| {claim} |") == 1
-    assert "| as run | as described |" in text
+    assert "| authors' code | authors' text |" in text
     assert frame.model.iloc[0] in text
     assert "nan" not in text
 

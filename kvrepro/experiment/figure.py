@@ -268,9 +268,9 @@ def heat(
         for axes, (name, part) in zip(panels[0], groups, strict=True):
             wide = part.pivot_table(index=y, columns=x, values=value, sort=False, observed=True)
             wide = wide.rename(index=lambda v: look(v).name if isinstance(v, str) else v)
-            sns.heatmap(
-                wide, ax=axes, annot=True, fmt=form, annot_kws={"size": 7.5}, cbar=False, linewidths=0.5, **limits
-            )
+            small = wide.size <= 200  # numbers fit into the cells; otherwise a colour bar says what colours mean
+            written = {"annot": small, "fmt": form, "annot_kws": {"size": 7.5}, "linewidths": 0.5 * small}
+            sns.heatmap(wide, ax=axes, cbar=not small, **written, **limits)
             axes.set(title=look(name).name if panel else "", xlabel=labels.get(x, x.replace("_", " ")), ylabel="")
     return done(figure)
 

@@ -99,7 +99,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pages = {name: table(rows) for name, rows in tables().items()} | {"claims": verdicts(chapters, root)}
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
-    pages["settings"] = reference.settings(root)
+    pages["settings"] = reference.settings()
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 

@@ -2,7 +2,7 @@
 
 Writes a checkpoint with random weights in that shape and a byte-level tokenizer trained on the items, runs every
 chapter on a few items, and stores per chapter: results, failed ones, seconds, the share of prefill and decoding, peak
-memory. A failed row fails the trial. Random weights answer nothing: this tests that chapters run and how fast, no claim.
+memory. A failed row fails the trial. Random weights answer nothing: this tests that chapters run, and how fast.
 """
 
 import contextlib

@@ -15,7 +15,8 @@ from kvrepro.experiment import claims
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-TABLE = r"head\(10\)|sample\(10|= .*(means|contrasts|groupby|pivot|melt|query|concat|DataFrame)\b"  # a table is made or shown
+# a table is made or shown
+TABLE = r"head\(10\)|sample\(10|= .*(means|contrasts|groupby|pivot|melt|query|concat|DataFrame)\b"
 SETTINGS = {  # numbers that a chapter's prose may name: its source's example and its own settings
     "reclamation": {"20", "24", "64", "128", "512", "000"},
     "fragility": {"32"},

@@ -169,7 +169,9 @@ def _both(group: pd.DataFrame) -> str:
     if by["as_run"] == by["as_described"]:
         said = f"*{by['as_run']}* in both, but for other members"
     text = group.statement.iloc[0].rstrip(".")
-    named = text[:2].isupper() or text.split()[0] in ("H2O", "ROUGE-L", "Ada-KV")
+    named = any(
+        letter.isupper() or letter.isdigit() for letter in text.split()[0][1:]
+    )  # a name, not a sentence's start
     return f"{group.claim.iloc[0]}, {text if named else text[0].lower() + text[1:]}: {said}"
 
 

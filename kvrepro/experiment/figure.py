@@ -6,6 +6,7 @@ say where a point stands, how it looks and in which panel. Everything else is se
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from kvrepro.experiment.claims import LABELS
 
 WIDTH = 7.2  # inches: the book's column
 DASHED = (0, (4, 2))
+MANY = 4  # panels side by side; where there are more, names of rows stand at the left, and one label below them all
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -158,7 +160,10 @@ def estimates(
     rows = len({filled for _, filled in series}) if colour == along else len(series)  # side by side at one place
     with plt.rc_context(STYLE | {"figure.constrained_layout.use": False}):  # seaborn's facets begin with another layout
         columns = table[panel].nunique() if panel else 1
-        grid = sns.FacetGrid(table, col=panel, row=row, height=height, aspect=WIDTH / columns / height, **share)
+        few = columns <= MANY
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # seaborn's own layout does not fit small panels
+            grid = sns.FacetGrid(table, col=panel, row=row, height=height, aspect=WIDTH / columns / height, **share)
         grid.figure.set_layout_engine("constrained")
         for (i, j, _), part in grid.facet_data():
             axes = grid.facet_axis(i, j)
@@ -170,17 +175,20 @@ def estimates(
                 _points(
                     axes, at, mine, shown[who], upright, filled is not False and bool(filled or not fill), line, band
                 )
-            _reference(axes, reference, part, panel, row, upright)
+            facet = {name: of[at] for name, of, at in ((row, grid.row_names, i), (panel, grid.col_names, j)) if name}
+            _reference(axes, reference, facet, upright)
             for direction in log:
                 getattr(axes, f"set_{direction}scale")("log")
-            _places(axes, places, numeric, upright, labels)
-            axes.set_title(" · ".join(look(part[name].iloc[0]).name for name in (row, panel) if name))
+            _places(axes, places, numeric, upright, labels, few)
+            names = [look(value).name for value in facet.values()]
+            axes.set_title(" · ".join(names) if few else names[-1] if i == 0 else "", fontsize=9 if few else 7)
             if percent:
                 (axes.yaxis if upright else axes.xaxis).set_major_formatter(lambda v, _: f"{100 * v:g}%")
-        for axes in grid.axes[-1]:
-            axes.set_xlabel(labels.get(x, x.replace("_", " ")))
-        for axes in grid.axes[:, 0]:
-            axes.set_ylabel(labels.get(y, y.replace("_", " ")))
+        below, beside = (labels.get(name, name.replace("_", " ")) for name in (x, y))
+        for n, axes in enumerate(grid.axes[-1]):
+            axes.set_xlabel(below if few or n == columns // 2 else "")
+        for axes, name in zip(grid.axes[:, 0], grid.row_names or [beside], strict=True):
+            axes.set_ylabel(beside if few else look(name).name)
         _legend(grid.figure, shown if colour and colour != along else {}, fill, labels, reference is not None, line)
     return done(grid.figure)
 
@@ -209,14 +217,12 @@ def _points(
             bars.set_alpha(0.5 if line else 1)
 
 
-def _reference(
-    axes: Axes, reference: pd.DataFrame | None, part: pd.DataFrame, panel: str | None, row: str | None, upright: bool
-) -> None:
+def _reference(axes: Axes, reference: pd.DataFrame | None, facet: Mapping[str, Any], upright: bool) -> None:
     if reference is None:
         return
-    for name in (panel, row):
+    for name, value in facet.items():
         if name in reference:
-            reference = reference[reference[name] == part[name].iloc[0]]
+            reference = reference[reference[name] == value]
     for _, one in reference.iterrows():
         line, span = (axes.axhline, axes.axhspan) if upright else (axes.axvline, axes.axvspan)
         line(one.value, color="black", lw=1, ls=DASHED, zorder=1)
@@ -224,8 +230,12 @@ def _reference(
             span(one.low, one.high, color="#BDBDBD", alpha=0.45, lw=0, zorder=0)
 
 
-def _places(axes: Axes, places: Sequence[Any], numeric: bool, upright: bool, labels: Mapping[str, str]) -> None:
+def _places(
+    axes: Axes, places: Sequence[Any], numeric: bool, upright: bool, labels: Mapping[str, str], few: bool
+) -> None:
     if numeric:
+        if not few:
+            places = sorted(places)[:: max(1, len(places) // 2)]
         if len(places) <= 8:
             axis = axes.xaxis if upright else axes.yaxis
             axis.set_ticks(places, [f"{place:g}" for place in places])
@@ -261,17 +271,21 @@ def heat(
 ) -> Figure:  # fmt: skip
     """A heat map of one column over two others, a panel per value of a third; cells without a value stay blank."""
     groups = list(table.groupby(panel, sort=False)) if panel else [("", table)]
+    across, down = (list(dict.fromkeys(table[name])) for name in (x, y))  # the same in all panels
     labels = dict(labels or {})
     limits = {"vmin": table[value].min(), "vmax": table[value].max(), "cmap": "crest"} | style
     with plt.rc_context(STYLE | {"axes.grid": False}):
         figure, panels = plt.subplots(1, len(groups), figsize=(WIDTH, height), sharey=True, squeeze=False)
         for axes, (name, part) in zip(panels[0], groups, strict=True):
             wide = part.pivot_table(index=y, columns=x, values=value, sort=False, observed=True)
-            wide = wide.rename(index=lambda v: look(v).name if isinstance(v, str) else v)
-            sns.heatmap(
-                wide, ax=axes, annot=True, fmt=form, annot_kws={"size": 7.5}, cbar=False, linewidths=0.5, **limits
+            wide = wide.reindex(index=down, columns=across).rename(
+                index=lambda v: look(v).name if isinstance(v, str) else v
             )
-            axes.set(title=look(name).name if panel else "", xlabel=labels.get(x, x.replace("_", " ")), ylabel="")
+            small = wide.size <= 200  # numbers fit into the cells; otherwise a colour bar says what colours mean
+            written = {"annot": small, "fmt": form, "annot_kws": {"size": 7.5}, "linewidths": 0.5 * small}
+            sns.heatmap(wide, ax=axes, cbar=not small, **written, **limits)
+            axes.set_title(look(name).name if panel else "", fontsize=9 if len(groups) <= MANY else 7.5)
+            axes.set(xlabel=labels.get(x, x.replace("_", " ")), ylabel="")
     return done(figure)
 
 

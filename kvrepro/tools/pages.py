@@ -97,7 +97,8 @@ def tables() -> dict[str, list[dict[str, str]]]:
         "parameters": [_parameter(name, p, key) for name, p in own.items() for key in {**p.parameters, **p.as_run}],
         "codes": [{"policy": name, "public code": breakable(p.code)} for name, p in own.items() if p.code],
         "switches": [
-            {"switch": name, "as run": str(s.as_run), "as described": str(s.as_described), "what it decides": s.means}
+            {"switch": name, "authors' code": str(s.as_run), "authors' text": str(s.as_described),
+             "what it decides": s.means}
             for name, s in SWITCHES.items()
         ],
     }  # fmt: skip
@@ -107,7 +108,7 @@ def _parameter(name: str, p: policy.Policy, key: str) -> dict[str, str]:
     as_run = str(p.as_run.get(key, "the same")) if p.as_run else "-"
     allows = allowed.said(p.kind(key)) + (", or window" if key == "recent" else "")
     described = str(p.parameters.get(key, "-"))
-    return {"policy": name, "parameter": key, "as described": described, "as run": as_run, "may be": allows}
+    return {"policy": name, "parameter": key, "authors' text": described, "authors' code": as_run, "may be": allows}
 
 
 def named(row: Mapping[str, str]) -> str:

@@ -1,11 +1,15 @@
 """The API reference of the book: signatures and docstrings, read from the source without importing it."""
 
 import ast
+import importlib
+import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TypeGuard
 
+from kvrepro.experiment import run
 from kvrepro.paths import ROOT
 
 PAGES = {  # page: the folders and files that it shows, from the project's folder
@@ -23,22 +27,22 @@ def page(places: tuple[str, ...], root: Path = ROOT) -> str:
     return "\n".join(line for module in modules for line in _module(module, root))
 
 
-def settings(root: Path = ROOT) -> str:
+def settings() -> str:
     """Markdown: a table of every settings class, field by field, with the comments that stand beside the fields."""
-    files = [root / "kvrepro/experiment/run.py", *sorted(root.glob("kvrepro/chapters/*/settings.py"))]
-    return "\n".join(_settings(file) for file in files)
+    known = {field.name for field in fields(run.Settings)}
+    parts = [_settings("Of every chapter", run.Settings, set())]
+    for name in sorted(path.parent.name for path in ROOT.glob("kvrepro/chapters/*/settings.py")):
+        module = importlib.import_module(f"kvrepro.chapters.{name}.settings")
+        parts.append(_settings(name.replace("_", " ").capitalize(), module.Settings, known))
+    return "\n".join(parts)
 
 
-def _settings(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
-    [found] = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "Settings"]
-    name = "Of every chapter" if path.name == "run.py" else path.parent.name.replace("_", " ").capitalize()
-    lines = [f"## {name}", "", "| setting | default | what it is |", "| --- | --- | --- |"]
-    for field in (node for node in found.body if isinstance(node, ast.AnnAssign)):
-        source = text.splitlines()[field.lineno - 1 : field.end_lineno]
-        comment = markdown(" ".join(re.findall(r"#: ?(.*)", "\n".join(source)))).strip()
-        default = ast.unparse(field.value) if field.value else ""
-        lines.append(f"| `{ast.unparse(field.target)}` | `{default}` | {comment} |")
+def _settings(title: str, found: type, known: set[str]) -> str:
+    sources = "\n".join(inspect.getsource(one) for one in found.__mro__ if one is not object)
+    lines = [f"## {title}", "", "| setting | default | what it is |", "| --- | --- | --- |"]
+    for field in (field for field in fields(found) if field.name not in known):  # type: ignore[arg-type]
+        comment = re.search(rf"^    {field.name}: [^#]*#: (.*)", sources, re.M)
+        lines.append(f"| `{field.name}` | `{field.default!r}` | {markdown(comment[1] if comment else '').strip()} |")
     return "\n".join(lines) + "\n"
 
 

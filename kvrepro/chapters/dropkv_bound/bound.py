@@ -85,7 +85,7 @@ def pool(p: Tensor, size: float | int, window: int = 8) -> Tensor:
     return smallest(p[..., :tokens], count)
 
 
-def factor(c: Tensor, eps: Tensor, k: int) -> Tensor:
+def factor(c: Tensor, eps: Tensor, k: int | Tensor) -> Tensor:
     """1 / [c (1 - eps) (1 - k eps)] of theorem 1; infinite where c <= 0 or k eps >= 1."""
     bound = 1 / (c * (1 - eps) * (1 - k * eps))
     return torch.where((c > 0) & (k * eps < 1) & (eps < 1), bound, torch.inf)

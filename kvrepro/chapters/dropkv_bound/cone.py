@@ -31,16 +31,6 @@ class Cone:
     direction: Tensor  # [..., dim], unit length
     weights: Tensor  # [..., tokens]
 
-    @property
-    def holds(self) -> Tensor:
-        """Bool [...]: is c* > 0 shown?"""
-        return self.low > ORIGIN
-
-    @property
-    def fails(self) -> Tensor:
-        """Bool [...]: is c* <= 0 shown, up to rounding? Neither of the two: undecided."""
-        return self.high <= ORIGIN
-
 
 def cone(residuals: Tensor, *, tolerance: float = 1e-8, steps: int = 30) -> Cone:
     """Enclose c* of each set of residuals [..., tokens, dim]; residuals of length 0 fulfil any cone and are left out.

@@ -6,15 +6,19 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.dropkv_bound import quality, timings
-from kvrepro.chapters.dropkv_bound.study import Study
-from kvrepro.chapters.dropkv_bound.tables import HARD_K, by_pool, disagreement, selected, with_factor
-from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
+from kvrepro.chapters.dropkv_bound.cone import ORIGIN
+from kvrepro.chapters.dropkv_bound.estimates import disagreement, median_gap, selected, with_factor
+from kvrepro.chapters.dropkv_bound.study import WHERE, Study
+from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, why_no_score
+from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, data, judge
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample
 from kvrepro.experiment.stats import UNIT
 
 POINTS = (0.0, 100.0)  # bounds of F1 in points
+K, HARD_K = 200, 10  # of the claims about theorem 1's factor, whatever `Settings.k` is; and of those about records
+GENERAL = ("peer_minus_dropkv", "quality_lead")  # contrasts of claims about other policies in general
 
 
 def _median(values: np.ndarray) -> float:
@@ -46,34 +50,24 @@ def _mean(values: pd.Series, items: pd.Series, bounds: tuple[float, float] | Non
 # ---------------------------------------------------------------- assumptions, per pool
 
 
-def _of_pool(contrast: str, f: pd.DataFrame) -> Sample:
-    if contrast == "cone_first_layer":
-        f = f.assign(holds=(f.c_low > 1e-9).astype(float), side=np.where(f.layer == 0, "a", "b"))
-        share = f.pivot_table(index="item", columns="side", values="holds")
-        if len(share.columns) < 2:
-            raise NotTestable("the first layer and others have to be run")
-        return Sample(share, "difference", each=(f.side == "a").sum() / len(share))
-    finite = f[np.isfinite(f.factor)]
-    made: dict[str, Callable[[], Sample]] = {
-        "cone_share": lambda: _mean(f.c_low > 1e-9, f["item"]),
-        "cone_median": lambda: _over(f, _median, "c_low"),
-        "eps_median": lambda: _over(f.assign(even=f.eps * f.tokens), _median, "even"),
-        "factor_finite": lambda: _mean(np.isfinite(f.factor), f["item"]),
-        "factor_median": lambda: _over(finite, _median, "factor"),
-        "factor_tail": lambda: _over(finite, _tail, "factor"),
-    }
-    return made[contrast]()
+def _first_layer(f: pd.DataFrame) -> Sample:
+    """Share of triples with a cone in layer 0, minus that in the others."""
+    f = f.assign(holds=(f.c_low > ORIGIN).astype(float), side=np.where(f.layer == 0, "a", "b"))
+    share = f.pivot_table(index="item", columns="side", values="holds")
+    if len(share.columns) < 2:
+        raise NotTestable("the first layer and others have to be run")
+    return Sample(share, "difference", each=(f.side == "a").sum() / len(share))
 
 
-OF_POOL = (
-    "cone_share",
-    "cone_median",
-    "cone_first_layer",
-    "eps_median",
-    "factor_finite",
-    "factor_median",
-    "factor_tail",
-)
+OF_POOL: dict[str, Callable[[pd.DataFrame], Sample]] = {
+    "cone_share": lambda f: _mean(f.c_low > ORIGIN, f["item"]),
+    "cone_median": lambda f: _over(f, _median, "c_low"),
+    "cone_first_layer": _first_layer,
+    "eps_median": lambda f: _over(f.assign(even=f.eps * f.tokens), _median, "even"),
+    "factor_finite": lambda f: _mean(np.isfinite(f.factor), f["item"]),
+    "factor_median": lambda f: _over(f[np.isfinite(f.factor)], _median, "factor"),
+    "factor_tail": lambda f: _over(f[np.isfinite(f.factor)], _tail, "factor"),
+}
 
 
 # ---------------------------------------------------------------- records
@@ -85,7 +79,7 @@ def _cells(records: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 def _paired(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.DataFrame:
     """Our records with `ratio_other`, the same triple's by another rule, and `log`, its log ratio minus ours."""
-    keys = ["item", "layer", "head", "position", "stratum", "k", "objective"]
+    keys = ["item", *WHERE, "stratum", "k", "objective"]
     r = study.records
     other = r[(r.rule == rule) & (r.queries == queries) & (r.kernel == 1)]
     pairs = ours.merge(other[[*keys, "ratio"]], on=keys, suffixes=("", "_other"))
@@ -94,28 +88,37 @@ def _paired(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.Dat
 
 def _hardest(ours: pd.DataFrame) -> Member:
     """Median ratio near the threshold minus that of each other stratum."""
-    r = ours[ours.k == HARD_K]
-    near = np.float64(STRATA.index("threshold"))
-    r = r.assign(number=r.stratum.map(STRATA.index).astype(float))
-
-    def gap(values: np.ndarray) -> float:
-        first = values[:, 1] == near
-        return float(np.median(values[first, 0]) - np.median(values[~first, 0])) if 0 < first.mean() < 1 else np.nan
-
-    parts = {
-        f"against {name}": _over(r[r.stratum.isin(["threshold", name])], gap, "ratio", "number")
-        for name in STRATA
-        if name != "threshold"
-    }
-    return Member("all", parts)
+    r = ours[ours.k == HARD_K].assign(near=ours.stratum == "threshold")
+    others = [name for name in STRATA if name != "threshold"]
+    parts = {name: _over(r[r.stratum.isin(["threshold", name])], median_gap, "ratio", "near") for name in others}
+    return Member("all", {f"against {name}": part for name, part in parts.items()})
 
 
-def _case(f: pd.DataFrame, values: pd.Series) -> Facts:
+def _case(f: pd.DataFrame, values: pd.Series) -> Member:
     """A value per record, named by its triple."""
-    names = f[["item", "layer", "head", "position", "stratum", "k"]].itertuples(index=False)
-    return Facts(
-        values.set_axis([f"{i}, layer {la}, head {h}, position {p}, {s}, k={k}" for i, la, h, p, s, k in names])
-    )
+    names = f[["item", *WHERE, "stratum", "k"]].itertuples(index=False)
+    named = [f"{i}, layer {la}, head {h}, position {p}, {s}, k={k}" for i, la, h, p, s, k in names]
+    return Member("all", Facts(values.set_axis(named)))
+
+
+def _peers(claim: Mapping, study: Study) -> list[Member]:
+    """Log ratio of each rule minus DropKV's, both over the window. PyramidKV has no member: its score is SnapKV's."""
+    rules = _policies(claim) or [rule for rule in RULES if rule not in ("dropkv", "pyramid_kv")]
+    found, window = [], int(study.records.queries.max())
+    for rule in rules:
+        if why := "" if rule in RULES else why_no_score(find(rule)):
+            raise NotTestable(f"the choice of {find(rule).title} among twenty keys has no score to go by: {why}")
+    for objective in ("query", "window"):
+        ours = selected(study.records, "dropkv", window, objective=objective)
+        for rule in rules:
+            f = _paired(study, rule, window, ours[ours.k == HARD_K])
+            found.append(Member(f"{rule}, F of the {objective}", _mean(f.log, f["item"], bounds=None)))
+    return found
+
+
+def _policies(claim: Mapping) -> list[str]:
+    """A reader's own policies that a claim about policies in general is asked of."""
+    return claim["over"]["policy"] if isinstance(claim["over"], Mapping) else []
 
 
 def _of_records(claim: Mapping, study: Study) -> list[Member]:
@@ -129,28 +132,21 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
         found = _cells(pairs[pairs.stratum.isin(list(strata))])
         return [Member(name, _over(f, _median_difference, "ratio_other", "ratio")) for name, f in found]
     if contrast == "peer_minus_dropkv":
-        members = []
-        for objective in ("query", "window"):
-            drop = selected(study.records, "dropkv", study.settings.window, objective=objective)
-            for rule in (rule for rule in RULES if rule not in ("dropkv", "pyramidkv")):  # whose score is SnapKV's
-                f = _paired(study, rule, study.settings.window, drop[drop.k == HARD_K])
-                members.append(Member(f"{rule}, F of the {objective}", _mean(f.log, f["item"], bounds=None)))
-        return members
+        return _peers(claim, study)
     if contrast == "hardest_stratum":
         return [_hardest(ours)]
     if contrast == "ratio_worst":
-        return [Member("all", _case(ours, ours.ratio))]
+        return [_case(ours, ours.ratio)]
     finite = ours[np.isfinite(ours.bound)]
     if contrast == "violations":
-        return [Member("all", _case(finite, finite.ratio / finite.bound))]
+        return [_case(finite, finite.ratio / finite.bound)]
     if contrast == "slack_median":
         return [Member("all", _over(finite.assign(slack=finite.bound / finite.ratio), _median, "slack"))]
     if contrast == "andpro_keeps":
-        f = disagreement(study)
+        f = disagreement(study.alignment)
         return [Member("all", _mean(f.kept, f["item"]))]
     if contrast == "aligned_andpro_minus_dropkv":
-        r = study.records
-        r = r[(r.rule == "dropkv") & (r.queries == 1) & (r.stratum == "aligned") & (r.k == HARD_K)]
+        r = study.records.query("rule == 'dropkv' and queries == 1 and stratum == 'aligned' and k == @HARD_K")
         f = _paired(study, "andpro", 1, r)
         return [Member("all", _mean(f.log, f["item"], bounds=None))]
     raise InputError(f"claim {claim['id']}: unknown contrast {contrast!r}")
@@ -163,19 +159,19 @@ def _answered(claim: Mapping, answers: pd.DataFrame | None) -> Member:
     """F1 in points, per item: DropKV's beside another's, or beside that of each peer."""
     if answers is None:
         raise NotTestable("no answers were generated: run quality.answers")
-    here, needs = answers[answers.length == quality.main_length(answers)], claim.get("needs", {})
-    if "items" in needs and not set(here.task) <= set(data.LONGBENCH_QA):
+    main = quality.main(answers)
+    needs = claim.get("needs", {})
+    if "items" in needs and not set(main.task) <= set(data.LONGBENCH_QA):
         raise NotTestable(f"{claim['why']} Give -p items {needs['items']} with a model of the hub.")
-    if here.prompt_tokens.mean() < needs.get("prompt_tokens", 0):
-        asked = f"{needs['prompt_tokens']} tokens wanted, {here.prompt_tokens.mean():.0f} run"
+    if main.prompt_tokens.mean() < needs.get("prompt_tokens", 0):
+        asked = f"{needs['prompt_tokens']} tokens wanted, {main.prompt_tokens.mean():.0f} run"
         raise NotTestable(f"{claim['why']} Prompts of {asked}: give such a file with -p items, and -p tokens.")
-    full = here[here.method == "full"]
+    full = main[main.method == "full"]
     judge.answers_enough(full[quality.MEASURE], full.get("error"))
     if claim["contrast"] == "quality_lead":
-        wide = 100 * quality.at_share(answers, claim["share"])
-        others = [name for name in wide if name != "dropkv"]
-        frames = {f"over {name}": wide[["dropkv", name]].set_axis(["a", "b"], axis=1) for name in others}
-        return Member("all", {name: Sample(f.dropna(), "difference", bounds=POINTS) for name, f in frames.items()})
+        others = _policies(claim) or [name for name in quality.PEERS if name in set(main.method)]
+        parts = {f"over {name}": 100 * quality.pair(answers, name, claim["share"]) for name in others}
+        return Member("all", {name: Sample(pair, "difference", bounds=POINTS) for name, pair in parts.items()})
     pair = 100 * quality.pair(answers, claim["against"], claim["share"])
     return Member("all", Sample(pair, "difference", bounds=POINTS))
 
@@ -198,14 +194,23 @@ def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -
     if contrast in ("quality_difference", "quality_lead"):
         return [_answered(claim, answers)]
     if contrast in OF_POOL:
-        return [Member(pool, _of_pool(contrast, with_factor(f))) for pool, f in by_pool(study)]
+        pools = study.assumptions.groupby("pool", sort=False)
+        return [Member(str(pool), OF_POOL[contrast](with_factor(f, K))) for pool, f in pools]
     return _of_records(claim, study)
 
 
-def evaluate(study: Study, answers: pd.DataFrame | None = None, *, model: str, profile: str) -> pd.DataFrame:
-    """Verdict of every claim (`judge.verdicts`). answers: rows of `quality.answers`."""
+def evaluate(
+    study: Study, answers: pd.DataFrame | None = None, policies: Sequence[str] = (), *, model: str, profile: str
+) -> pd.DataFrame:
+    """Verdict of every claim (`judge.verdicts`), those about policies in general also for a reader's own among
+    `policies`. answers: rows of `quality.answers`."""
     book = claims.load_claims("dropkv_bound")["claims"]
-    frame = judge.verdicts(book, lambda claim, _: members(claim, study, answers), model=model, profile=profile)
+    general = [
+        claim | {"over": {"policy": "any"}, "statement": f"Asked of one policy of your own: {claim['statement']}"}
+        for claim in book if claim["contrast"] in GENERAL
+    ]  # fmt: skip
+    asked = book + claims.of_own({"claims": general}, [name for name in policies if is_own(name)])
+    frame = judge.verdicts(asked, lambda claim, _: members(claim, study, answers), model=model, profile=profile)
     timed = {
         claim["id"]: timings.CONTRASTS[claim["contrast"]][2] for claim in book if claim["contrast"] in timings.CONTRASTS
     }

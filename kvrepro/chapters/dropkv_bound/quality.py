@@ -13,20 +13,21 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvrepro.chapters.dropkv_bound import bound
+from kvrepro.chapters.dropkv_bound.settings import Given
 from kvrepro.chapters.dropkv_bound.triples import Triple, dropkv, pooled, triples
 from kvrepro.engine.attention import installed
-from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.policy import check, find, is_own
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, stats
+from kvrepro.experiment import data
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.run import Answers, PerItem, Settings, run
-from kvrepro.experiment.stats import UNIT
+from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
 
-PEERS = ("dropkv", "snapkv", "pyramid_kv", "streaming_llm", "key_diff", "cake", "critical_kv", "andpro")
+PEERS = ("snapkv", "pyramid_kv", "streaming_llm", "key_diff", "cake", "critical_kv", "andpro")
+BY_LENGTH = ("snapkv", "andpro")  # and a reader's own policies
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "DropKV, average pooling": ("dropkv", {"pool": "average"}),
     "DropKV, no pooling": ("dropkv", {"pool": "none"}),
@@ -37,156 +38,84 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
 }
 RETRIEVAL = "tinyworld:needle,needle_multikey,needle_multivalue,needle_multiquery,variable_tracking,frequent_words"
 MEASURE = "token_f1"
-NAMES = {  # of rules and policies, as the reader sees them
-    "full": "full cache",
-    "dropkv": "DropKV",
-    "attention": "attention",
-    "random": "random",
-    "keydiff": "KeyDiff",
-    "snapkv": "SnapKV",
-    "pyramidkv": "PyramidKV",
-    "cake": "CAKE",
-    "criticalkv": "CriticalKV",
-    "andpro": "AnDPro",
-    "streaming_llm": "StreamingLLM",
-    "key_diff": "KeyDiff",
-    "pyramid_kv": "PyramidKV",
-    "critical_kv": "CriticalKV",
-}
 
 
-def condition(policy: str, share: float, **switches: object) -> Condition:
-    """`share` of the prompt kept under the paper's settings; `switches` go beyond them."""
-    known = CATALOGUE[policy].parameters if policy in CATALOGUE else CATALOGUE["dropkv"].parameters
-    paper = {name: value for name, value in {"window": 8, "kernel": 11}.items() if name in known}
+def peers_of(policies: Sequence[str]) -> list[str]:
+    """The policies that stand beside DropKV, each once. Raises InputError for what is no policy."""
+    if not isinstance(policies, list | tuple):
+        raise InputError(f"policies {policies!r}: give a list")
+    found = [name for name in dict.fromkeys(policies) if name not in ("full", "dropkv")]
+    for name in found:
+        find(str(name))
+    return found
+
+
+def condition(policy: str, share: float, settings: Given, **switches: object) -> Condition:
+    """`share` of the prompt kept, the window and the kernel those of DropKV's paper; `switches` go beyond them."""
+    known = find(policy).parameters
+    paper = {name: getattr(settings, name) for name in ("window", "kernel") if name in known}
     given = tuple(sorted((paper | switches).items()))
     return Condition(policy, share, Prefill(), reading="as_described", switches=given)
 
 
-def grid(shares: Sequence[float], peers: Sequence[str] = PEERS, variants: bool = True) -> dict[str, list[Condition]]:
-    """Conditions by the name they have in tables: the full cache, the peers at every share, variants at the least."""
-    if unknown := [one for one in peers if one not in CATALOGUE]:
-        raise InputError(f"unknown policy {unknown[0]!r}: choose from {', '.join(CATALOGUE)}")
+def grid(settings: Given, peers: Sequence[str] = PEERS) -> dict[str, list[Condition]]:
+    """Conditions by the name they have in tables: the full cache, DropKV and its peers at every share, variants at the
+    least."""
     found = {"full": [Condition()]}
-    found |= {peer: [condition(peer, share) for share in shares] for peer in peers}
-    more = VARIANTS.items() if variants else ()
-    return found | {name: [condition(policy, min(shares), **switches)] for name, (policy, switches) in more}
+    found |= {peer: [condition(peer, share, settings) for share in settings.shares] for peer in ("dropkv", *peers)}
+    return found | {name: [condition(policy, settings.least, settings, **switches)]
+                    for name, (policy, switches) in VARIANTS.items()}  # fmt: skip
 
 
 def answers(
-    loaded: Loaded,
-    items: Sequence[Item],
-    by_length: Mapping[int, Sequence[Item]],
-    settings: Settings,
-    *,
-    shares: Sequence[float] = (0.05, 0.10, 0.30),
-    tokens: int = 1900,
-    max_new_tokens: int = 48,
-) -> pd.DataFrame:
-    """Rows of `run` with `method` (its name in tables) and `length`: the whole grid over `items`, cut to `tokens`, and
-    DropKV, SnapKV and AnDPro at the smallest share over those of each other length (`study.questions_by_length`)."""
-    parts = []
-    for length, found in {tokens: items, **{n: some for n, some in by_length.items() if n != tokens}}.items():
-        whole = found is items
+    loaded: Loaded, items: Sequence[Item], by_length: Mapping[int, Sequence[Item]], peers: Sequence[str],
+    settings: Given,
+) -> pd.DataFrame:  # fmt: skip
+    """Rows of `run` with `method` (its name in tables) and `length`.
+
+    The whole grid over `items`, cut to `settings.tokens`; of those of each other length (`study.questions_by_length`)
+    DropKV, SnapKV, AnDPro and a reader's own policies at the smallest share. What cannot run is refused before anything
+    runs.
+    """
+    whole, planned = grid(settings, peers), []
+    few = ["full", "dropkv", *(name for name in peers if name in BY_LENGTH or is_own(name))]
+    for length, found in {**by_length, settings.tokens: items}.items():
         cut = any(item.context is not None for item in found)
-        if not whole and not cut and {item.id for item in found} <= {item.id for item in items}:
+        if found is not items and not cut and {item.id for item in found} <= {item.id for item in items}:
             continue  # messages as they are, answered already
-        asked = grid(shares) if whole else grid([min(shares)], ("dropkv", "snapkv", "andpro"), variants=False)
-        order = [(name, one) for name, conditions in asked.items() for one in conditions]
-        conditions, limit = [one for _, one in order], length if cut else None
-        study = Answers("dropkv_bound", f"quality-{length}", found, conditions, max_new_tokens, limit)
-        parts.append(
-            run(study, loaded, settings).assign(method=[name for name, _ in order] * len(found), length=length)
+        asked = (
+            whole if found is items else {name: sorted(whole[name], key=lambda c: c.budget or 1)[:1] for name in few}
         )
+        named = [(name, each) for name, conditions in asked.items() for each in conditions]
+        shortest = min(len(data.build_prompt(item, loaded.tokenizer, length).ids) for item in found)
+        for _, each in named:
+            check(each, shortest)
+        conditions, limit = [each for _, each in named], length if cut else None
+        study = Answers("dropkv_bound", f"quality-{length}", found, conditions, settings.max_new_tokens, limit)
+        planned.append((study, [name for name, _ in named] * len(found), length))
+    parts = [run(study, loaded, settings).assign(method=names, length=n) for study, names, n in planned]
     rows = pd.concat(parts, ignore_index=True)
     return rows.assign(share=rows["share"].astype(float).fillna(1.0))
 
 
-def _wide(rows: pd.DataFrame, length: int) -> pd.DataFrame:
-    """F1 by item (rows) and (method, share); nan where a row failed."""
-    here = rows[rows.length == length]
-    return here.set_index(["item", "method", "share"])[MEASURE].unstack(["method", "share"])  # noqa: PD010
+def main(rows: pd.DataFrame) -> pd.DataFrame:
+    """Those of the prompt length that all methods were run at."""
+    return rows[rows.length == rows.groupby("length").method.nunique().idxmax()]
 
 
-def main_length(rows: pd.DataFrame) -> int:
-    """The prompt length that all methods were run at."""
-    return int(rows.groupby("length").method.nunique().idxmax())
-
-
-def pair(rows: pd.DataFrame, against: str, share: float, length: int | None = None) -> pd.DataFrame:
+def pair(rows: pd.DataFrame, against: str, share: float) -> pd.DataFrame:
     """Per item that has both, F1 of DropKV (a) and of another method (b) at a share (the full cache's: "full")."""
-    wide = _wide(rows, main_length(rows) if length is None else length)
-    other = ("full", 1.0) if against == "full" else (against, share)
-    if missing := [one for one in (("dropkv", share), other) if one not in wide]:
-        raise NotTestable(f"not run: {missing[0][0]} at {missing[0][1]:.0%}")
-    return pd.DataFrame({"a": wide["dropkv", share], "b": wide[other]}).dropna()
+    sides, rows = {}, main(rows)
+    for name, method, at in (("a", "dropkv", share), ("b", against, 1.0 if against == "full" else share)):
+        of = rows[(rows.method == method) & (rows["share"] == at)]
+        if of.empty:
+            raise NotTestable(f"not run: {method} at {at:.0%}")
+        sides[name] = of.set_index("item")[MEASURE]
+    return pd.DataFrame(sides).dropna()
 
 
-def at_share(rows: pd.DataFrame, share: float) -> pd.DataFrame:
-    """F1 by item (rows) and method, DropKV and its peers, at one share."""
-    wide = _wide(rows, main_length(rows))
-    if ("dropkv", share) not in wide:
-        raise NotTestable(f"not run: dropkv at {share:.0%}")
-    here = wide.xs(share, axis=1, level="share")
-    return here[[name for name in PEERS if name in here]]
-
-
-def table(rows: pd.DataFrame, length: int | None = None) -> pd.DataFrame:
-    """Mean F1 per method and share, and DropKV's lead at that share, each with its interval over items."""
-    length = main_length(rows) if length is None else length
-    wide = _wide(rows, length)
-    found = []
-    for method, share in wide.columns:
-        e = stats.interval(wide[method, share], bounds=UNIT)
-        row = {"method": method, "share": share, "f1": e.value, "low": e.low, "high": e.high, "items": e.n}
-        if method != "dropkv":
-            both = pair(rows, method, min(wide["dropkv"].columns) if method == "full" else share, length)
-            lead = stats.contrast(both, "difference", bounds=UNIT)
-            row |= dict(zip(("lead", "lead_low", "lead_high"), lead.triple, strict=True))
-        found.append(row)
-    return pd.DataFrame(found)
-
-
-def shown(rows: pd.DataFrame, length: int | None = None) -> pd.DataFrame:
-    """`table` for the eye: a row per method, F1 with its interval at each share."""
-    found = table(rows, length)
-    text = [claims.text_of((one.f1, one.low, one.high)) for one in found.itertuples()]
-    wide = found.assign(text=text).pivot_table(index="method", columns="share", values="text", aggfunc="first")
-    order = found[found.share == found.share.min()].sort_values("f1", ascending=False).method
-    wide = wide.reindex(["full", *order]).fillna("").rename(index=NAMES)
-    return wide.rename(columns=lambda share: "all" if share == 1 else f"{share:.0%}").rename_axis(
-        columns="F1, share kept"
-    )
-
-
-def by_length(rows: pd.DataFrame) -> pd.DataFrame:
-    """F1 with its interval per method and prompt length (tokens), at the smallest share kept."""
-    parts = [
-        table(rows[rows.length == length], length).assign(length=length) for length in sorted(rows.length.unique())
-    ]
-    found = pd.concat(parts)
-    found = found[found.method.isin(["full", "dropkv", "snapkv", "andpro"])]
-    found = found[(found.share == found.share.min()) | (found.method == "full")]
-    text = [claims.text_of((one.f1, one.low, one.high)) for one in found.itertuples()]
-    wide = found.assign(text=text).pivot_table(index="method", columns="length", values="text", aggfunc="first")
-    wide = wide.reindex(["full", "dropkv", "snapkv", "andpro"]).dropna(how="all").rename(index=NAMES)
-    return wide.rename(columns="{:,}".format).rename_axis(columns="F1, prompt tokens")
-
-
-def numbers(rows: pd.DataFrame) -> dict[str, str]:
-    """What the prose may quote: the smallest share and, as `f1-<method>` (lower case, hyphens), F1 there."""
-    found = table(rows)
-    least = found[(found.share == found.share.min()) | (found.method == "full")]
-    names = least.method.str.lower().str.replace(",", "").str.replace(" ", "-")
-    text = {
-        f"f1-{name}": claims.text_of((one.f1, one.low, one.high))
-        for name, one in zip(names, least.itertuples(), strict=True)
-    }
-    return text | {"least-share": f"{found.share.min():.0%}", "answered": str(found["items"].max())}
-
-
-def losses(rows: pd.DataFrame, share: float = 0.05) -> pd.DataFrame:
-    """Per item the F1 that DropKV loses against the full cache at a share, for `tables.prediction`."""
+def losses(rows: pd.DataFrame, share: float) -> pd.DataFrame:
+    """Per item the F1 that DropKV loses against the full cache at a share."""
     both = pair(rows, "full", share)
     return (both.b - both.a).rename("loss").reset_index()
 
@@ -226,17 +155,14 @@ class _Packed:
         return out.transpose(1, 2)
 
 
-def answer_losses(
-    loaded: Loaded, items: Sequence[Item], settings: Settings, *, share: float = 0.05, window: int = 8,
-    kernel: int = 11, limit: int | None = None,
-) -> tuple[pd.DataFrame, pd.DataFrame]:  # fmt: skip
-    """What the answer loses when DropKV reduces one layer to `share` of the prompt, or one head of it, all else whole.
+def answer_losses(loaded: Loaded, items: Sequence[Item], settings: Given) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """What the answer loses when DropKV keeps the smallest share of the prompt in one layer, or in one head of it.
 
-    Two frames: item, layer, loss; and item, layer, head, loss. Each query head evicts by its own scores, as the theory
-    has it. loss: mean negative log-likelihood of the right answer's tokens, minus the same with the full cache, nats
-    per token.
+    Two frames: item, layer, loss; and item, layer, head, loss. All else stays whole, and each query head evicts by its
+    own scores, as the theory has it. loss: mean negative log-likelihood of the right answer's tokens, minus the same
+    with the full cache, nats per token.
     """
-    given = {"share": share, "window": window, "kernel": kernel, "limit": limit or loaded.context}
+    given = {"share": settings.least, "window": settings.window, "kernel": settings.kernel, "limit": settings.tokens}
     found = run(PerItem("dropkv_bound", "answer-losses", items, answer_loss, given), loaded, settings)
     layers, heads = (found[found["head"] < 0], found[found["head"] >= 0])
     return (

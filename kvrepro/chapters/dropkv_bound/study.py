@@ -1,10 +1,9 @@
-"""The study behind the chapter on DropKV's bound: tidy frames over triples of real prompts.
+"""The studies of the chapter on DropKV's bound: tidy frames over triples of real prompts."""
 
-Tables, intervals and verdicts from these frames: `kvrepro.chapters.dropkv_bound.tables`.
-"""
-
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -13,88 +12,36 @@ from scipy import stats as scipy_stats
 from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import bound, cone, triples
+from kvrepro.chapters.dropkv_bound.settings import Given, Sampling, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, Triple
-from kvrepro.engine.allowed import Number, Size, ensure
+from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
-from kvrepro.experiment import data
-from kvrepro.experiment import run as runs
+from kvrepro.experiment import data, run
 from kvrepro.experiment.models import Loaded
 from kvrepro.item import Item
 
 ONE_QUERY = ("dropkv", "attention", "random")  # table 16's selections, by the query's own attention
 PARTS = ("assumptions", "records", "lemma", "budgets", "alignment")
+WHERE = ["layer", "head", "position"]
+KS, TWENTY = (10, 18), 20  # of so many keys these are evicted
 MU_AT = 0.1  # c at which the pool's mass outside the cone is reported
-FRACTION = Number(0, 1, above=True, below=True)
+Rule = tuple[str, int, int]  # its name, the queries that it observes, the kernel of its pooling
 WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its prompts may have
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the paper leaves open, and the sizes of the study."""
-
-    pools: Sequence[float | int] = (0.95, 0.5, 256)  # share or number of lowest-attention keys; the first is drawn from
-    positions: int = 2  # query positions per prompt, layer and head
-    since: float = 0.5  # they lie in the prompt after this share
-    window: int = 8  # final keys outside the pool, and queries that a rule observes
-    ks: Sequence[int] = (10, 18)  # of 20 keys
-    per_cell: int = 150  # triples per stratum and k, over all prompts, at most
-    kernel: int = 11
-    shares: Sequence[float] = (0.05, 0.10, 0.30)  # of the prompt kept, for the budgets
-    steps: int = 6  # ascents where the cone condition fails
-    layers: Sequence[int] | None = None
-    heads: Sequence[int] | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        several(pools=self.pools, shares=self.shares)
-        if len(self.pools) > 4:
-            raise InputError(f"{len(self.pools)} pools > 4 that a figure can tell apart: give fewer")
-        for pool in self.pools:
-            ensure((Size, FRACTION), pools=pool)
-        for share in self.shares:
-            ensure(FRACTION, shares=share)
-        ensure(Size, positions=self.positions, window=self.window)
-
-
-def several(**named: Sequence) -> None:
-    """Raise InputError for what is not a list with at least one entry."""
-    for name, values in named.items():
-        if not isinstance(values, list | tuple) or not values:
-            raise InputError(f"{name} is {values!r}: give a list with at least one entry")
-
-
-SIZES = {"quick": (12, Settings()), "full": (48, Settings(positions=4, per_cell=600))}
-
-
-def size(profile: str, n_items: int | None = None, *, k: int = 200, **changes) -> tuple[int, Settings]:
-    """Prompts and settings of a profile; a change that is None keeps the profile's value. k, of the bound, is checked
-    only."""
-    if profile not in SIZES:
-        raise InputError(f"unknown profile {profile!r}: choose {' or '.join(SIZES)}")
-    items, settings = SIZES[profile]
-    given = {name: value for name, value in changes.items() if value is not None}
-    count = items if n_items is None else n_items
-    ensure(Size, n_items=count, k=k)
-    return count, Settings(**{**vars(settings), **given})
 
 
 # ---------------------------------------------------------------- prompts of a given length
 
 
-def questions(
-    loaded: Loaded, items: str, n_items: int, tokens: int, settings: Settings, *, max_new_tokens: int = 48
-) -> list[Item]:
-    """Items whose prompts have at most `tokens` tokens of the model's own tokenizer.
+def questions(loaded: Loaded, items: str, n_items: int, settings: Given) -> list[Item]:
+    """Items whose prompts have at most `settings.tokens` tokens of the model's own tokenizer.
 
     items, n_items: as in `data.load_items`. The embedded world counts in its own tokens, so it is asked for fewer or
     more until its longest prompt fits; a passage is cut; other messages are as long as they are. Raises InputError,
     also if the answer or the settings' pools find no room.
     """
-    ensure(Size, tokens=tokens, max_new_tokens=max_new_tokens)
-    if tokens + max_new_tokens > loaded.context:
-        raise InputError(
-            f"{tokens} + {max_new_tokens} tokens > context {loaded.context} of {loaded.name}: lower tokens"
-        )
+    tokens, new = settings.tokens, settings.max_new_tokens
+    if tokens + new > loaded.context:
+        raise InputError(f"{tokens} + {new} tokens > context {loaded.context} of {loaded.name}: lower tokens")
     aim, world = tokens, items.partition(":")[0] == "tinyworld"
     for _ in range(8):
         aim = min(max(aim, WORLD[0]), WORLD[1])
@@ -102,7 +49,7 @@ def questions(
         counts = _counts(loaded, found, tokens)
         longest = max(counts)
         if longest <= tokens and (not world or longest > 0.9 * tokens):
-            _hold(settings, min(counts))
+            _hold(settings.sampling, min(counts))
             return found
         if not world:
             raise InputError(f"a prompt of {items} has {longest} tokens > {tokens}: raise tokens or take shorter ones")
@@ -113,21 +60,19 @@ def questions(
     )
 
 
-def questions_by_length(
-    loaded: Loaded, items: str, n_items: int, lengths: Sequence[int], settings: Settings, *, max_new_tokens: int = 48
-) -> dict[int, list[Item]]:
-    """`questions` at each of `lengths`. A length that the model or the items cannot have is left out, which is printed;
-    none left: InputError. Messages that can neither be built nor cut to a length count at their longest."""
-    several(lengths=lengths)
-    few = _few(settings)
+def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Given) -> dict[int, list[Item]]:
+    """Half as many `questions` at each of `settings.lengths`. A length that the model or the items cannot have is left
+    out, which is printed; none left: InputError. Messages that can neither be built nor cut to a length count at their
+    longest."""
+    n_items, lengths = max(1, n_items // 2), list(settings.lengths)
     given = [] if items.partition(":")[0] == "tinyworld" else data.load_items(items, n_items, seed=settings.seed)
     if given and all(item.context is None for item in given):
         lengths = [max(_counts(loaded, given, 0))]
-    found, reasons = {}, []
-    for length in dict.fromkeys(lengths):
-        ensure(Size, lengths=length)
+    few, reasons = replace(settings, pools=settings.pools[:2], positions=1), []
+    found: dict[int, list[Item]] = {}
+    for length in lengths:
         try:
-            found[length] = questions(loaded, items, n_items, length, few, max_new_tokens=max_new_tokens)
+            found[length] = questions(loaded, items, n_items, replace(few, tokens=length))
         except InputError as error:
             reasons.append(f"length {length} is left out: {error}")
     if not found:
@@ -144,17 +89,15 @@ def _counts(loaded: Loaded, items: Sequence[Item], tokens: int) -> list[int]:
     ]
 
 
-def _hold(s: Settings, tokens: int) -> None:
+def _hold(s: Sampling, tokens: int) -> None:
     """Do the pools find their keys before the window of the earliest query?"""
     keys = triples.spread(tokens, s.positions, s.since)[0] + 1 - s.window
     largest = max([size for size in s.pools if isinstance(size, int)], default=1)
     if keys < largest:
         raise InputError(f"{keys} keys before a query's window < pool of {largest}: longer prompts, or smaller pools")
-
-
-def _few(settings: Settings) -> Settings:
-    """What is looked at in prompts of other lengths."""
-    return replace(settings, pools=settings.pools[:2], per_cell=0, positions=1, steps=1)
+    least = min(size if isinstance(size, int) else math.floor(size * keys) for size in s.pools)
+    if least < TWENTY:
+        raise InputError(f"a pool of {least} of {keys} keys < {TWENTY} to draw: longer prompts, or larger pools")
 
 
 # ---------------------------------------------------------------- the run
@@ -177,104 +120,113 @@ class Study:
     lemma: pd.DataFrame
     budgets: pd.DataFrame
     alignment: pd.DataFrame
-    settings: Settings = field(default_factory=Settings)
 
 
-def run(
-    loaded: Loaded,
-    items: Sequence[Item],
-    settings: Settings,
-    how: runs.Settings,
-    *,
-    limit: int | None = None,
-    parts: Sequence[str] = PARTS,
-) -> Study:
-    """All frames over the items' prompts, passages cut to `limit` tokens. parts: the frames to fill."""
-    take = [_share(settings.per_cell, number, len(items)) for number in range(len(items))]
-    named = {item.id: (item, count) for item, count in zip(items, take, strict=True)}
-    given = {"settings": settings, "limit": limit or loaded.context, "parts": tuple(parts)}
-    frames = runs.run(runs.PerItem("dropkv_bound", "triples", named, of_item, given), loaded, how)
-    return Study(**{name: frames.get(name, pd.DataFrame()) for name in PARTS}, settings=settings)
+def triples_of(loaded: Loaded, items: Sequence[Item], settings: Given, policies: Sequence[str] = ()) -> Study:
+    """All frames over the items' prompts, passages cut to `settings.tokens`.
+
+    The records are those of table 11's rules, and of what else is among `policies` and can choose for a single query.
+    """
+    given = {"s": settings.sampling, "limit": settings.tokens}
+    named = _shared_out(items, settings.enumerated)
+    study = run.PerItem("dropkv_bound", "triples", named, of_item, given | {"parts": PARTS})
+    found = Study(**run.run(study, loaded, settings))
+    where = ["item", *WHERE, "stratum", "k", "objective"]
+    of_dropkv = found.records.query("rule == 'dropkv' and queries == 1")
+    for name in dict.fromkeys(policies):
+        if name not in RULES and not triples.why_no_score(find(name)):
+            other = run.PerItem("dropkv_bound", "others", named, other_of_item, given | {"policy": name})
+            rows = run.run(other, loaded, settings).merge(of_dropkv[[*where, "best"]], on=where)
+            found.records = pd.concat([found.records, rows.assign(ratio=rows.value / rows.best)], ignore_index=True)
+    return found
 
 
-def of_item(
-    loaded: Loaded, item: tuple[Item, int], settings: Settings, limit: int, parts: Sequence[str]
-) -> dict[str, pd.DataFrame]:
-    """The frames of one item, of which so many triples enter the enumeration."""
-    ids = data.build_prompt(item[0], loaded.tokenizer, limit).ids
-    return {name: frame.assign(item=item[0].id, task=item[0].task)
-            for name, frame in prompt(loaded, ids, settings, item[1], parts).items()}  # fmt: skip
-
-
-def by_length(
-    loaded: Loaded, found: Study, items: Mapping[int, Sequence[Item]], how: runs.Settings, *, tokens: int
-) -> pd.DataFrame:
+def by_length(loaded: Loaded, found: Study, items: Mapping[int, Sequence[Item]], settings: Given) -> pd.DataFrame:
     """`Study.assumptions` for prompts of several lengths (column `length`), last query, first two pools.
 
-    found: the study at `tokens`, which is not run again. items: `questions_by_length`; there, one ascent has to do
-    where the cone condition fails.
+    found: the study at `settings.tokens`, which is not run again. items: `questions_by_length`; there, one ascent has
+    to do where the cone condition fails.
     """
-    few = _few(found.settings)
+    few = replace(settings.sampling, pools=settings.pools[:2], positions=1, steps=1)
     a = found.assumptions
     last = a.position == a.groupby("item").position.transform("max")
-    frames = [a[last & a.pool.isin([pool_name(size) for size in few.pools])].assign(length=tokens)]
-    frames += [
-        run(loaded, prompts, few, how, limit=length, parts=("assumptions",)).assumptions.assign(length=length)
-        for length, prompts in items.items()
-        if length != tokens
-    ]
+    frames = [a[last & a.pool.isin([pool_name(size) for size in few.pools])].assign(length=settings.tokens)]
+    for length, prompts in items.items():
+        if length != settings.tokens:
+            given = {"s": few, "limit": length, "parts": ("assumptions",)}
+            study = run.PerItem("dropkv_bound", "triples", _shared_out(prompts, 0), of_item, given)
+            frames.append(run.run(study, loaded, settings)["assumptions"].assign(length=length))
     return pd.concat(frames, ignore_index=True)
 
 
-def _share(total: int, number: int, of: int) -> int:
-    return total * (number + 1) // of - total * number // of
+def _shared_out(items: Sequence[Item], total: int) -> dict[str, tuple[Item, int]]:
+    """Each item with its part of so many triples."""
+    n = len(items)
+    return {item.id: (item, total * (i + 1) // n - total * i // n) for i, item in enumerate(items)}
+
+
+def of_item(
+    loaded: Loaded, item: tuple[Item, int], s: Sampling, limit: int, parts: Sequence[str]
+) -> dict[str, pd.DataFrame]:
+    """The frames of one item, of which so many triples enter the enumeration."""
+    ids = data.build_prompt(item[0], loaded.tokenizer, limit).ids
+    found = prompt(loaded, ids, s, item[1], parts)
+    return {name: frame.assign(item=item[0].id, task=item[0].task) for name, frame in found.items()}
+
+
+def other_of_item(loaded: Loaded, item: tuple[Item, int], policy: str, s: Sampling, limit: int) -> pd.DataFrame:
+    """Records of a policy that is not of table 11, on the same keys as `of_item`'s; F only."""
+    ids, found = data.build_prompt(item[0], loaded.tokenizer, limit).ids, find(policy)
+    positions, chosen = _chosen(loaded, ids, s, item[1])
+    drawn: list[dict] = []
+
+    def visit(layer: Iterator[Triple]) -> None:
+        for t in layer:
+            if (t.layer, t.head, t.position) in chosen:
+                drawn.extend(_drawn(t, s, {(policy, s.window, 1): triples.scores_of(found, t)}))
+
+    triples.triples(loaded.model, ids, positions, visit, window=s.window)
+    return _records(drawn, s, compared=False).assign(item=item[0].id, task=item[0].task)
+
+
+def _chosen(loaded: Loaded, ids: Sequence[int], s: Sampling, take: int) -> tuple[list[int], set[tuple[int, int, int]]]:
+    """The query positions of a prompt, and `take` of its triples, drawn at random, or all it has."""
+    shape = loaded.model.config.get_text_config()
+    positions = triples.spread(len(ids), s.positions, s.since)
+    layers, heads = range(shape.num_hidden_layers), range(shape.num_attention_heads)
+    every = [(layer, head, t) for layer in layers for head in heads for t in positions]
+    seed = np.random.default_rng([s.seed, len(ids), *ids[-8:]])
+    return positions, {every[i] for i in seed.choice(len(every), min(take, len(every)), replace=False)}
 
 
 def prompt(
-    loaded: Loaded, ids: Sequence[int], settings: Settings, take: int, parts: Sequence[str] = PARTS
+    loaded: Loaded, ids: Sequence[int], s: Sampling, take: int, parts: Sequence[str] = PARTS
 ) -> dict[str, pd.DataFrame]:
-    """The frames of one prompt; `take` of its triples, drawn at random, or all it has enter the enumeration."""
-    s = settings
+    """The frames of one prompt; `take` of its triples, or all it has, enter the enumeration."""
     shape = loaded.model.config.get_text_config()
-    positions = triples.spread(len(ids), s.positions, s.since)
-    layers = range(shape.num_hidden_layers) if s.layers is None else s.layers
-    heads = range(shape.num_attention_heads) if s.heads is None else s.heads
-    every = [(layer, head, t) for layer in layers for head in heads for t in positions]
-    take = min(take, len(every)) if "records" in parts else 0
-    drawn = np.random.default_rng([s.seed, len(ids), *ids[-8:]]).choice(len(every), take, replace=False)
-    chosen = {every[i] for i in drawn}
+    positions, chosen = _chosen(loaded, ids, s, take if "records" in parts else 0)
     rows: dict[str, list[dict]] = {name: [] for name in PARTS}
-    drawn_keys: list[dict] = []
+    drawn: list[dict] = []
 
-    def visit(found: Iterator[Triple]) -> None:
+    def visit(layer: Iterator[Triple]) -> None:
         last = []
-        for t in found:
+        for t in layer:
             rows["assumptions"] += _assumptions(t, s)
             if t.position == positions[-1]:
                 last.append(t)
             if (t.layer, t.head, t.position) in chosen:
-                rows["lemma"].append(_where(t) | lemma_error(t, s.seed))
-                drawn_keys.extend(_drawn(t, s))
+                rows["lemma"].append(t.where | lemma_error(t, s.seed))
+                drawn.extend(_drawn(t, s))
                 rows["alignment"] += _alignment(t, s)
         if "budgets" in parts:
             rows["budgets"] += _budgets(last, shape.num_attention_heads // shape.num_key_value_heads, s)
 
-    triples.triples(loaded.model, ids, positions, visit, layers=s.layers, heads=s.heads, window=s.window)
-    frames = {name: pd.DataFrame(found) for name, found in rows.items()}
-    frames["records"] = _records(drawn_keys, s)
-    return {name: frames[name] for name in parts}
+    triples.triples(loaded.model, ids, positions, visit, window=s.window)
+    frames = {name: pd.DataFrame(rows[name]) for name in parts}
+    return frames | ({"records": _records(drawn, s)} if "records" in parts else {})
 
 
-def _where(t: Triple) -> dict:
-    return {"layer": t.layer, "head": t.head, "position": t.position}
-
-
-def pool_name(size: float | int) -> str:
-    """`lowest 95%` or `256 lowest`."""
-    return f"{size} lowest" if isinstance(size, int) else f"lowest {size:.0%}"
-
-
-def _assumptions(t: Triple, s: Settings) -> list[dict]:
+def _assumptions(t: Triple, s: Sampling) -> list[dict]:
     rows = []
     for size in s.pools:
         keys = bound.pool(t.p, size, s.window)
@@ -285,17 +237,10 @@ def _assumptions(t: Triple, s: Settings) -> list[dict]:
         robust = bound.robust(p, r, c, proxy, len(evicted))
         at = torch.tensor([MU_AT], dtype=torch.float64)
         mu = min(bound.outside(p, r, u, at).item() for u in bound.directions(p, r, c))
-        rows.append(
-            _where(t)
-            | {"tokens": len(t.p), "pool": pool_name(size), "pool_size": len(keys), "eps": p.max().item()}
-            | {"c_low": c.low.item(), "c_high": c.high.item()}
-            | {"mu_share": mu / (p * r.norm(dim=-1)).sum().item()}
-            | {
-                "guarantee": (proxy / robust.lower).item(),
-                "robust_c": robust.c.item(),
-                "robust_mu": robust.share.item(),
-            }
-        )
+        row = {"tokens": len(t.p), "pool": pool_name(size), "pool_size": len(keys), "eps": p.max().item()}
+        row |= {"c_low": c.low.item(), "c_high": c.high.item(), "mu_share": mu / (p * r.norm(dim=-1)).sum().item()}
+        row |= {"guarantee": (proxy / robust.lower).item()}
+        rows.append(t.where | row | {"robust_c": robust.c.item(), "robust_mu": robust.share.item()})
     return rows
 
 
@@ -317,52 +262,52 @@ def lemma_error(t: Triple, seed: int = 0) -> dict:
 # ---------------------------------------------------------------- realised ratio
 
 
-def _drawn(t: Triple, s: Settings) -> list[dict]:
-    """Per stratum of a triple its 20 keys: p, r and every rule's scores on them, large = keep."""
-    scores = {(name, 1, 1): t.p if name == "attention" else None for name in ONE_QUERY}
-    scores |= {(name, 1, 1): RULES[name](t.last(1)) for name in ("criticalkv", "andpro")}
+def _scores(t: Triple, s: Sampling) -> dict[Rule, Tensor]:
+    """Scores [tokens] of every rule by (rule, observed queries, kernel of its pooling); large = keep."""
+    scores = {("attention", 1, 1): t.p} | {(name, 1, 1): RULES[name](t.last(1)) for name in ("critical_kv", "andpro")}
     scores |= {(name, s.window, 1): rule(t) for name, rule in RULES.items()}
     for name in ("snapkv", "dropkv"):
         scores[name, s.window, s.kernel] = triples.pooled(scores[name, s.window, 1], s.kernel)
-    found = []
-    for stratum, keys in triples.strata(t, bound.pool(t.p, s.pools[0], s.window), seed=s.seed).items():
+    return scores
+
+
+def _drawn(t: Triple, s: Sampling, other: Mapping[Rule, Tensor] | None = None) -> list[dict]:
+    """Per stratum of a triple its 20 keys: p, r and every rule's scores on them, or those of another policy."""
+    found, scores = [], _scores(t, s) if other is None else other
+    for stratum, keys in triples.strata(t, bound.pool(t.p, s.pools[0], s.window), TWENTY, s.seed).items():
         p, r = t.p[keys], t.r[keys]
-        own = scores | {("dropkv", 1, 1): bound.single_cost(p, r), ("random", 1, 1): _lot(t, len(keys), s.seed)}
-        here = {rule: score if len(score) == len(keys) else score[keys] for rule, score in own.items()}
+        exact = {("dropkv", 1, 1): bound.single_cost(p, r), ("random", 1, 1): _lot(t, len(keys), s.seed)}
+        here = (exact if other is None else {}) | {rule: score[keys] for rule, score in scores.items()}
         window = {"p_window": t.window_p[:, keys], "r_window": t.window_a[:, None] - t.v[keys]}
-        found.append({"where": _where(t) | {"stratum": stratum}, "p": p, "r": r, "scores": here} | window)
+        found.append({"where": t.where | {"stratum": stratum}, "p": p, "r": r, "scores": here} | window)
     return found
 
 
 def _lot(t: Triple, count: int, seed: int) -> Tensor:
-    return torch.rand(
-        count,
-        dtype=torch.float64,
-        generator=torch.Generator().manual_seed(seed * 7919 + t.layer * 997 + t.head * 31 + t.position),
-    )
+    draw = torch.Generator().manual_seed(seed * 7919 + t.layer * 997 + t.head * 31 + t.position)
+    return torch.rand(count, dtype=torch.float64, generator=draw)
 
 
-def _records(drawn: list[dict], s: Settings) -> pd.DataFrame:
-    """A row per triple, stratum, k, objective and rule; F of the query, on the paper's strata also of the window."""
+def _records(drawn: list[dict], s: Sampling, compared: bool = True) -> pd.DataFrame:
+    """A row per triple, stratum, k, objective and rule; F of the query, on the paper's strata also of the window.
+
+    compared: with the optimum over all subsets, and theorem 1's bound on the ratio to it.
+    """
     if not drawn:
         return pd.DataFrame()
-    frames = []
     p, r = _stack(drawn, "p"), _stack(drawn, "r")
-    found, eps = cone.cone(r, steps=s.steps), p.amax(-1)
     plain = [one for one in drawn if one["where"]["stratum"] in triples.STRATA]
     pw, rw = _stack(plain, "p_window"), _stack(plain, "r_window")
-
-    def of_query(evicted: Tensor) -> Tensor:
-        return bound.joint_cost(p, r, evicted)
-
-    def of_window(evicted: Tensor) -> Tensor:
-        return bound.window_cost(pw, rw, evicted)
-
-    for k in s.ks:
-        best = bound.optimum(p, r, k).value
-        facts = {"eps": eps, "c_low": found.low, "c_high": found.high, "bound": bound.factor(found.low, eps, k)}
-        frames += _by_rule(drawn, k, "query", best, of_query, facts)
-        frames += _by_rule(plain, k, "window", bound.window_optimum(pw, rw, k).value, of_window, {})
+    query, window, frames = partial(bound.joint_cost, p, r), partial(bound.window_cost, pw, rw), []
+    found, eps = cone.cone(r, steps=s.steps) if compared else None, p.amax(-1)
+    for k in KS:
+        facts, facts_of_window = {}, {}
+        if compared:
+            facts = {"best": bound.optimum(p, r, k).value, "eps": eps, "c_low": found.low, "c_high": found.high}
+            facts |= {"bound": bound.factor(found.low, eps, k)}
+            facts_of_window = {"best": bound.window_optimum(pw, rw, k).value}
+        frames += _by_rule(drawn, k, "query", query, facts)
+        frames += _by_rule(plain, k, "window", window, facts_of_window)
     return pd.concat(frames, ignore_index=True)
 
 
@@ -371,69 +316,58 @@ def _stack(drawn: list[dict], name: str) -> Tensor:
 
 
 def _by_rule(
-    drawn: list[dict], k: int, objective: str, best: Tensor, cost: Callable[[Tensor], Tensor], facts: dict[str, Tensor]
+    drawn: list[dict], k: int, objective: str, cost: Callable[[Tensor], Tensor], facts: Mapping[str, Tensor]
 ) -> list[pd.DataFrame]:
-    base = pd.DataFrame([one["where"] for one in drawn]).assign(k=k, objective=objective, best=best.numpy())
+    base = pd.DataFrame([one["where"] for one in drawn]).assign(k=k, objective=objective)
     base = base.assign(**{name: values.numpy() for name, values in facts.items()})
     frames = []
     for rule, queries, kernel in drawn[0]["scores"]:
         score = torch.stack([one["scores"][rule, queries, kernel] for one in drawn])
         value = cost(bound.smallest(score, k))
-        values = {"value": value.numpy(), "ratio": (value / best).numpy()}
-        frames.append(base.assign(rule=rule, queries=queries, kernel=kernel, **values))
+        frame = base.assign(rule=rule, queries=queries, kernel=kernel, value=value.numpy())
+        frames.append(frame.assign(ratio=(value / facts["best"]).numpy()) if facts else frame)
     return frames
 
 
-def _alignment(t: Triple, s: Settings) -> list[dict]:
+def _alignment(t: Triple, s: Sampling) -> list[dict]:
     """Per key of the aligned stratum: rank by AnDPro and DropKV for this query (1 = evicted first), whole and with the
     attention weight taken off, <a, v_j> and ||a - v_j||."""
-    keys = triples.strata(t, bound.pool(t.p, s.pools[0], s.window), seed=s.seed)["aligned"]
+    keys = triples.strata(t, bound.pool(t.p, s.pools[0], s.window), TWENTY, s.seed)["aligned"]
     a, v, r, p = t.window_a[-1], t.v[keys], t.r[keys], t.p[keys]
     along, off = v @ a, r.norm(dim=-1)
     scores = {"andpro": p * along, "dropkv": bound.single_cost(p, r), "andpro_value": along, "dropkv_value": off}
     ranks = {name: scipy_stats.rankdata(score.numpy()) for name, score in scores.items()}
     cosine = along / (v.norm(dim=-1) * a.norm())
-    return [
-        _where(t) | {"cosine": cosine[i].item(), **{name: rank[i] for name, rank in ranks.items()}}
-        for i in range(len(keys))
-    ]
+    return pd.DataFrame({"cosine": cosine.numpy(), **ranks}).assign(**t.where).to_dict("records")
 
 
 # ---------------------------------------------------------------- budgets over the heads of a layer
 
 
-def _budgets(last: list[Triple], group: int, s: Settings) -> list[dict]:
+def _budgets(last: list[Triple], group: int, s: Sampling) -> list[dict]:
     """Relative shift of one layer's output at the last query: uniform budgets of its KV heads against adaptive ones.
 
     Scores as in the public code: mean over the group of `triples.dropkv`, pooled; the window always stays. Adaptive:
     the layer's budget goes to its highest scores, whichever head they are in.
     """
-    if not last:
-        return []
-    rows = []
-    kv_heads = sorted({t.head // group for t in last})
-    tokens = len(last[0].p)
-    costs = {bf16: [triples.dropkv(t, bf16=bf16) for t in last] for bf16 in (False, True)}
+    rows, heads, tokens = [], len(last) // group, len(last[0].p)
+    whole = sum(t.window_a[-1].square().sum() for t in last)
+    costs = {bf16: torch.stack([triples.dropkv(t, bf16=bf16) for t in last]) for bf16 in (False, True)}
     for pooling, bf16 in (("max", False), ("average", False), ("none", False), ("max", True)):
-        of_head = [[cost for t, cost in zip(last, costs[bf16], strict=True) if t.head // group == h] for h in kv_heads]
-        score = torch.stack([torch.stack(found).mean(0) for found in of_head])
-        score = score if pooling == "none" else triples.pooled(score[:, None], s.kernel, pooling)[:, 0]
+        score = costs[bf16].view(heads, group, tokens).mean(1)
+        score = score if pooling == "none" else triples.pooled(score, s.kernel, pooling)
         score = score[:, : tokens - s.window]
         for share in s.shares:
             gone = tokens - max(int(share * tokens), s.window)
-            for allocation in ("uniform", "adaptive"):
-                evicted = torch.zeros(len(kv_heads), tokens, dtype=torch.bool)
-                if allocation == "uniform":
-                    evicted.scatter_(1, bound.smallest(score, gone), True)
-                else:
-                    chosen = bound.smallest(score.flatten(), gone * len(kv_heads))
-                    evicted[chosen // score.shape[1], chosen % score.shape[1]] = True
-                moved = [_moved(t, evicted[kv_heads.index(t.head // group)]) for t in last]
-                whole = [t.window_a[-1].square().sum() for t in last]
-                rows.append(
-                    {"layer": last[0].layer, "share": share, "allocation": allocation, "pooling": pooling, "bf16": bf16}
-                    | {"error": (sum(moved) / sum(whole)).sqrt().item(), "evicted": int(evicted.sum())}
-                )
+            uniform, adaptive = torch.zeros(2, heads, tokens, dtype=torch.bool)
+            uniform.scatter_(1, bound.smallest(score, gone), True)
+            chosen = bound.smallest(score.flatten(), gone * heads)
+            adaptive[chosen // score.shape[1], chosen % score.shape[1]] = True
+            for allocation, evicted in (("uniform", uniform), ("adaptive", adaptive)):
+                moved = sum(_moved(t, evicted[t.head // group]) for t in last)
+                row = {"layer": last[0].layer, "share": share, "allocation": allocation, "pooling": pooling}
+                row |= {"bf16": bf16, "error": (moved / whole).sqrt().item(), "evicted": int(evicted.sum())}
+                rows.append(row)
     return rows
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 from kvrepro.chapters.dropkv_bound import bound
 from kvrepro.engine.attention import installed
 from kvrepro.engine.facts import attention_modules
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.policy import Policy, call
 from kvrepro.errors import InputError
 
 STRATA = ("random", "tail", "threshold", "disagreement")
@@ -34,6 +36,11 @@ class Triple:
     v: Float[Tensor, "tokens dim"]  # of the KV head that the query head shares
     keys: Float[Tensor, "tokens dim"]  # after their rotation
     norm: Float[Tensor, " tokens"]  # ||v_j W_O||_1 of this head
+    seen: Observation | None = None  # the same as a policy sees it, the query head with a KV head of its own
+
+    @property
+    def where(self) -> dict[str, int]:
+        return {"layer": self.layer, "head": self.head, "position": self.position}
 
     @property
     def p(self) -> Tensor:
@@ -63,32 +70,23 @@ def triples(
     positions: Sequence[int],
     visit: Callable[[Iterator[Triple]], None],
     *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
     window: int = 8,
     cache: Any = None,
 ) -> None:
     """Hand the triples of each layer to `visit`, layer by layer, as one forward pass of the prompt `ids` reaches it.
 
-    positions: true positions of the queries, each at least `window`. layers, heads (query heads): None takes all. What
-    `visit` does not keep is freed before the next layer. cache: filled with the prompt's keys and values, if given.
-    Raises InputError before the pass.
+    positions: true positions of the queries, each at least `window`. What `visit` does not keep is freed before the
+    next layer. cache: filled with the prompt's keys and values, if given. Raises InputError before the pass.
     """
     n, shape = len(ids), model.config.get_text_config()
     if not positions or not window <= min(positions) <= max(positions) < n:
         raise InputError(
             f"positions {list(positions)} of {n} tokens: each must lie between the window, {window}, and {n - 1}"
         )
-    for name, given, count in (
-        ("layers", layers, shape.num_hidden_layers),
-        ("heads", heads, shape.num_attention_heads),
-    ):
-        if given is not None and not set(given) <= set(range(count)):
-            raise InputError(f"{name} {list(given)}: the model has 0 to {count - 1}")
     sliding = getattr(shape, "sliding_window", None)
     if sliding is not None and n > sliding and set(getattr(shape, "layer_types", None) or [""]) != {"full_attention"}:
         raise InputError(f"{n} tokens > the model's sliding window of {sliding}: shorten the prompt")
-    looker = _Looker(model, positions, visit, layers, heads, window)
+    looker = _Looker(model, positions, visit, window)
     with torch.inference_mode(), installed(model):
         tokens = torch.tensor([list(ids)], device=model.device)
         model(input_ids=tokens, use_cache=cache is not None, past_key_values=cache, logits_to_keep=1, kvrepro=looker)
@@ -97,19 +95,18 @@ def triples(
 class _Looker:
     """Attends as usual and shows each layer's triples in passing."""
 
-    def __init__(self, model: Any, positions: Sequence[int], visit: Callable, layers, heads, window: int):
-        self.positions, self.visit, self.layers, self.heads, self.window = positions, visit, layers, heads, window
+    def __init__(self, model: Any, positions: Sequence[int], visit: Callable, window: int):
+        self.positions, self.visit, self.window = positions, visit, window
         self.projections = {layer: module.o_proj.weight for layer, module in attention_modules(model).items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
-        if self.layers is None or layer in self.layers:
-            self.visit(self._triples(layer, query[0], key[0], value[0], scaling))
+        self.visit(self._triples(layer, query[0], key[0], value[0], scaling))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
 
     def _triples(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Iterator[Triple]:
         group, dim = query.shape[0] // key.shape[0], value.shape[-1]
-        for head in range(query.shape[0]) if self.heads is None else self.heads:
+        for head in range(query.shape[0]):
             w = self.projections[layer][:, head * dim : (head + 1) * dim].float()
             norm = (value[head // group].float() @ w.T).abs().sum(-1).double().cpu()
             k, v = (x[head // group].double().cpu() for x in (key, value))
@@ -117,7 +114,21 @@ class _Looker:
                 rows = query[head, t - self.window + 1 : t + 1].double().cpu() @ k[: t + 1].T * scaling
                 future = torch.ones_like(rows, dtype=torch.bool).triu_(t - self.window + 2)
                 p = rows.masked_fill_(future, -torch.inf).softmax(-1)
-                yield Triple(layer, head, t, p, v[: t + 1], k[: t + 1], norm[: t + 1])
+                q, own_k, own_v = (
+                    x[None, None, : t + 1] for x in (query[head], key[head // group], value[head // group])
+                )
+                seen = self._observation(layer, q, own_k, own_v, w.T[None], scaling)
+                yield Triple(layer, head, t, p, v[: t + 1], k[: t + 1], norm[: t + 1], seen)
+
+    def _observation(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scaling: float
+    ) -> Observation:
+        """Of one query head, which has a KV head of its own, at the last of its tokens."""
+        at = torch.arange(key.shape[2], device=key.device)[None]
+        return Observation(
+            layer, len(self.projections), key, value, at[None], query[:, :, -self.window :], at[:, -self.window :],
+            torch.tensor([key.shape[2]], device=key.device), scaling, output,
+        )  # fmt: skip
 
 
 def spread(tokens: int, count: int, since: float = 0.5) -> list[int]:
@@ -147,18 +158,39 @@ def dropkv(t: Triple, *, bf16: bool = False, eps: float = DROPKV_EPS) -> Tensor:
     return ((p / (1 - p + eps)).square() * square).sum(0)
 
 
-# Scores [tokens], large = keep, over the triple's window of queries, as the table prints them but without pooling.
-# PyramidKV differs from SnapKV by its budgets per layer alone. StreamingLLM's ties go to the newest.
+# By the catalogue's names: scores [tokens], large = keep, over the triple's window of queries, as the table prints them
+# but without pooling. PyramidKV differs from SnapKV by its budgets alone. StreamingLLM's ties go to the newest.
 RULES: dict[str, Callable[[Triple], Tensor]] = {
     "streaming_llm": lambda t: _newest(t.p) + 2.0 * (_newest(t.p) * len(t.p) < SINKS),
-    "keydiff": lambda t: -_cosine(t.keys, t.keys.mean(0)),
+    "key_diff": lambda t: -_cosine(t.keys, t.keys.mean(0)),
     "snapkv": lambda t: t.window_p.sum(0),
-    "pyramidkv": lambda t: t.window_p.sum(0),
+    "pyramid_kv": lambda t: t.window_p.sum(0),
     "cake": lambda t: t.window_p.mean(0) + (CAKE_GAMMA * t.window_p.var(0) if len(t.window_p) > 1 else 0.0),
-    "criticalkv": lambda t: (t.window_p.mean(0) + CRITICAL_EPS) * t.norm,
+    "critical_kv": lambda t: (t.window_p.mean(0) + CRITICAL_EPS) * t.norm,
     "andpro": lambda t: (t.window_p * (t.window_a @ t.v.T)).sum(0),
     "dropkv": dropkv,
 }
+
+
+def scores_of(policy: Policy, t: Triple) -> Tensor:
+    """Any other policy's scores for the triple's window of queries, without pooling: float64 [tokens], large = keep.
+
+    Its guards do not count: what is compared is which of twenty keys outside the final window it would evict.
+    """
+    known = {"window": len(t.window_p), "pool": "none"}
+    switches = tuple((name, value) for name, value in known.items() if name in policy.parameters)
+    return call(policy.score, t.seen, parameters=policy.reading("as_described", switches))[0, 0].double().cpu()
+
+
+def why_no_score(policy: Policy) -> str:
+    """Why a policy's choice among a triple's keys cannot be computed from its score; "" where it can."""
+    stages = {"refine": policy.refine, "across": policy.across}
+    named = [name for name, stage in stages.items() if stage is not None]
+    if policy.shared or not policy.frees:
+        return "it chooses one set of tokens for all layers" if policy.shared else "it evicts nothing"
+    if policy.needs:
+        return f"its score needs what a whole forward pass sums up ({', '.join(policy.needs)})"
+    return f"its score is final only after its stage {named[0]!r}, which sees whole layers" if named else ""
 
 
 def pooled(score: Tensor, kernel: int = 11, kind: str = "max") -> Tensor:

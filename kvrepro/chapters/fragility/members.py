@@ -1,14 +1,17 @@
 """What the claims about DefensiveKV are tested on: shares and scores by item, and timings of a GPU."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvrepro.chapters.fragility.study import DEFENSIVE, Retained, per_item, pooled, readings_of, scores
+from kvrepro.chapters.fragility.retention import DEFAULT
+from kvrepro.chapters.fragility.study import DEFENSIVE, Retained, has_window, pooled, readings_of, scores
+from kvrepro.engine.policy import find, is_own
 from kvrepro.experiment import claims, judge
 from kvrepro.experiment.judge import Measured, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.stats import UNIT
@@ -30,27 +33,28 @@ def _of_retained(claim: Mapping, sets: Mapping, r: Retained | None) -> list[Memb
 
     layers = sorted(set(r.summary.layer) - {-1}) if "layer" in over else [r.layer]
     groups = [(task, [task]) for task in named(over["task"])] if "task" in over else [("", named(over["pooled"]))]
-    steps = r.summary.drop_duplicates("item").set_index("item").steps
-    counted: dict[str, Any] = {"bounds": UNIT} if claim["column"] == "below" else {"bounds": None}
+    base = r.summary[(r.summary.setting == DEFAULT) & (r.summary["head"] == -1)]
     found = []
     for layer, (label, group) in itertools.product(layers, groups):
-        parts = {}
-        for side, cell in claim["cells"].items():
-            values = per_item(r, claim["column"], cell["rule"], layer=layer)
-            parts[side] = values[values.task.isin(group)].set_index("item").value
-        frame = pd.DataFrame(parts)
-        each = float(steps[frame.index].mean()) if len(frame) else 1.0
-        found.append(Member(label or f"layer {layer}", Sample(frame, claim["contrast"], each=each, **counted)))
+        here = base[(base.layer == layer) & base.task.isin(group)]
+        parts = {side: here[here.rule == cell["rule"]].set_index("item") for side, cell in claim["cells"].items()}
+        frame = pd.DataFrame({side: part[claim["column"]] for side, part in parts.items()})
+        each = float(parts["a"].steps.mean()) if len(frame) else 1.0
+        bounds = UNIT if claim["column"] == "below" else None
+        found.append(Member(label or f"layer {layer}", Sample(frame, claim["contrast"], each=each, bounds=bounds)))
     return found
 
 
 def _cells(claim: Mapping, sets: Mapping) -> list[dict]:
     """What a claim's members vary: policy, share, window."""
-    axes = []
-    for name in ("policy", "share", "window"):
-        values = claim.get("over", {}).get(name, [None])
-        axes.append([{name: v} if v is not None else {} for v in (sets[values] if isinstance(values, str) else values)])
-    return [{name: value for part in parts for name, value in part.items()} for parts in itertools.product(*axes)]
+    over = {name: values for name, values in claim.get("over", {}).items() if name in ("policy", "share", "window")}
+    lists = [sets[values] if isinstance(values, str) else values for values in over.values()]
+    return [dict(zip(over, values, strict=True)) for values in itertools.product(*lists)]
+
+
+def _named(policy: str) -> str:
+    """In the claims table: a reader's own by its title, not by its file."""
+    return find(policy).title if is_own(policy) else policy
 
 
 def _answered(claim: Mapping, by: Mapping, rows: pd.DataFrame, reading: str) -> pd.DataFrame:
@@ -74,8 +78,8 @@ def _of_quality(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, readin
     tasks = [(task, [task]) for task in over.get("task", [])] or [("", sets.get(over.get("pooled", ""), []))]
     found: list[Member | NotTestable] = []
     for by, (task, group) in itertools.product(_cells(claim, sets), tasks):
-        names = [by.get("policy"), task, f"{by['share']:.0%}" if "share" in by else "",
-                 f"window {by['window']}" if "window" in by else ""]  # fmt: skip
+        share, window = (f"{by['share']:.0%}" if "share" in by else ""), by.get("window", "")
+        names = [_named(by.get("policy", "")), task, share, window and f"window {window}"]
         label = ", ".join(filter(None, names)) or "all"
         try:
             frame = _answered(claim, by, rows, reading)
@@ -105,7 +109,7 @@ def _leads(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, reading: st
         own = gains.pop(claim["task"], None)
         if own is None or not gains:
             raise NotTestable(f"items of {claim['task']} and of another task are needed")
-        found += [Member(f"{by['policy']}, over {task}", Unpaired(own, gain)) for task, gain in gains.items()]
+        found += [Member(f"{_named(by['policy'])}, over {task}", Unpaired(own, gain)) for task, gain in gains.items()]
     return found
 
 
@@ -131,21 +135,41 @@ def touches_reading(claim: Mapping, sets: Mapping) -> bool:
     )
 
 
+LISTED = ("C10b",)  # claims about all methods with a window, which list those that they were written for
+
+
+def of_own(book: Mapping, own: Sequence[str]) -> list[dict[str, Any]]:
+    """Claims about policies in general, asked of a reader's own; those about windows of the policies that have one."""
+    general = claims.of_own(book, own)
+    listed = [c | {"over": {"policy": "defensive"}} for c in book["claims"] if c["id"] in LISTED]
+    general += claims.of_own({"claims": listed}, own)
+    needs_window = {c["id"] for c in book["claims"] if "window" in c.get("over", {}) or "across" in c} | set(LISTED)
+    found = []
+    for claim in general:
+        name, [policy] = claim["id"].split(" ")[0], claim["over"]["policy"]
+        if has_window(policy) or name not in needs_window:
+            found.append(claim | {"statement": f"Asked of {_named(policy)}: {claim['statement']}"})
+    return found
+
+
 def evaluate(
     rows: pd.DataFrame | None, r: Retained | None, *, model: str, profile: str, gpu: Path | None = None
 ) -> pd.DataFrame:
     """Verdict of every claim (`judge.verdicts`); those about the defensive methods once per reading, and once without
-    reading where none was run."""
+    reading where none was run. Claims about policies in general are also asked of a reader's own."""
     book = claims.load_claims("fragility")
     run_in = (readings_of(rows) if rows is not None else []) or ["any"]
+    own = [] if rows is None else [str(policy) for policy in rows.policy.unique() if is_own(policy)]
     frame = judge.verdicts(
-        book["claims"],
+        [*book["claims"], *of_own(book, own)],
         lambda claim, reading: members(claim, book["sets"], rows, r, reading, gpu),
         lambda claim: run_in if touches_reading(claim, book["sets"]) else ["any"],
         model=model, profile=profile,
     )  # fmt: skip
-    gpus = [claim for claim in book["claims"] if claim["study"] == "gpu"]
-    timed = {claim["id"]: RANGES.get(claim["contrast"], RANGES[""]) for claim in gpus}
+    ranges = {"scoring_ratio": "p20 to p80 of timings"}
+    timed = {
+        c["id"]: ranges.get(c["contrast"], "fastest to slowest timing") for c in book["claims"] if c["study"] == "gpu"
+    }
     return frame.assign(test=frame.claim.map(timed).where(frame.test != "none").fillna(frame.test))
 
 
@@ -155,6 +179,7 @@ TIMED_MODEL, FIFTH = "Llama-3.1-8B", 0.2
 PLAIN, KEPT, ADA, DEFENSIVE_PLAIN = (
     "Hugging Face, sdpa, DynamicCache", "everything kept", "Ada-KV", "DefensiveKV, plain PyTorch",
 )  # fmt: skip
+FULL = {"transformers' full cache": PLAIN, "this engine's full cache": KEPT}
 SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timings of the fused scoring kernel
 Timed = tuple[str, float, float, float]  # member, value, low, high: from the fastest and slowest of the timings
 GPU = DATA / "gpu"
@@ -167,13 +192,13 @@ def _timings(gpu: Path, file: str) -> pd.DataFrame:
 
 
 def _measured(gpu: Path, part: str, method: str, share: float, tokens: int | None = None) -> pd.DataFrame:
-    """One method's timings of the model, shortest context and smallest batch first."""
+    """One method's timings of the model at so many tokens, or at its longest context; smallest batch first."""
     f = _timings(gpu, "models.csv")
     f = f[(f.part == part) & (f.model == TIMED_MODEL) & (f.method == method) & np.isclose(f["share"], share)]
-    f = f if tokens is None else f[f.tokens == tokens]
+    f = f[f.tokens == (f.tokens.max() if tokens is None else tokens)]
     if f.empty:
         raise NotTestable(f"no timings of {part}, {method}, {share:.0%} kept in {gpu / 'models.csv'}")
-    return f.sort_values(["tokens", "batch"])
+    return f.sort_values("batch")
 
 
 def _ratio_of(label: str, top: Any, bottom: Any) -> Timed:
@@ -182,51 +207,44 @@ def _ratio_of(label: str, top: Any, bottom: Any) -> Timed:
 
 def scoring_ratio(gpu: Path) -> list[Timed]:
     """Scoring time, largest over mean, of one kernel at the longest context that has both; 20th, 80th percentiles."""
-    table = _timings(gpu, "kernels.csv")
-    table = table[(table.kernel == "window_scores") & table.variant.isin([SCORING_MEAN, SCORING_MAX])]
-    wide = table.pivot_table(index="tokens", columns="variant", values=["p20_us", "p50_us", "p80_us"]).dropna()
-    if wide.empty:
+    table = _timings(gpu, "kernels.csv").query("kernel == 'window_scores'")
+    table = table.rename(columns={"p20_us": "low", "p50_us": "seconds", "p80_us": "high"})
+    table = table.groupby(["variant", "tokens"])[["low", "seconds", "high"]].mean().reset_index("tokens")
+    mean, largest = (table[table.index == name].set_index("tokens") for name in (SCORING_MEAN, SCORING_MAX))
+    both = mean.index.intersection(largest.index)
+    if both.empty:
         raise NotTestable(f"no timings of {SCORING_MEAN} beside {SCORING_MAX} in {gpu / 'kernels.csv'}")
-    row = wide.loc[wide.index.max()]
-    middle = row["p50_us", SCORING_MAX] / row["p50_us", SCORING_MEAN]
-    low, high = (row[a, SCORING_MAX] / row[b, SCORING_MEAN] for a, b in (("p20_us", "p80_us"), ("p80_us", "p20_us")))
-    return [(f"{row.name} tokens", float(middle), float(low), float(high))]
+    return [_ratio_of(f"{both.max()} tokens", largest.loc[both.max()], mean.loc[both.max()])]
 
 
 def prefill_ratio(gpu: Path) -> list[Timed]:
     """Time to the first token, DefensiveKV over Ada-KV, at each context that has both."""
-    ours, theirs = (_measured(gpu, "prefill", name, FIFTH).set_index("tokens") for name in (DEFENSIVE_PLAIN, ADA))
-    return [_ratio_of(f"{n} tokens", ours.loc[n], theirs.loc[n]) for n in ours.index.intersection(theirs.index)]
+    found = []
+    for tokens in sorted(set(_timings(gpu, "models.csv").tokens)):
+        with contextlib.suppress(NotTestable):
+            parts = (_measured(gpu, "prefill", name, FIFTH, tokens).iloc[0] for name in (DEFENSIVE_PLAIN, ADA))
+            found.append(_ratio_of(f"{tokens} tokens", *parts))
+    return found
 
 
-def decode_ratio(gpu: Path) -> list[Timed]:
-    """Time of a token, one request at the longest context: full cache over a fifth of it."""
-    ours = _measured(gpu, "decode", "20% kept", FIFTH)
-    ours = ours[ours.tokens == ours.tokens.max()].iloc[0]
-    return [
-        _ratio_of(label, _measured(gpu, "decode", name, 1.0, ours.tokens).iloc[0], ours)
-        for label, name in (("transformers' full cache", PLAIN), ("this engine's full cache", KEPT))
-    ]
+def decode_ratio(gpu: Path, batch: int = 0) -> list[Timed]:
+    """Time of a token at the longest context, full cache over a fifth of it: of the smallest batch (-1: largest)."""
+    ours = _measured(gpu, "decode", "20% kept", FIFTH).iloc[batch]
+    theirs = {label: _measured(gpu, "decode", name, 1.0, ours.tokens).iloc[batch] for label, name in FULL.items()}
+    columns = ["seconds", "low", "high"]
+    return [_ratio_of(label, full[columns] / full.batch, ours[columns] / ours.batch) for label, full in theirs.items()]
 
 
 def throughput_ratio(gpu: Path) -> list[Timed]:
     """Tokens per second at the largest batch that fits, longest context: a fifth over the full cache."""
-    ours = _measured(gpu, "decode", "20% kept", FIFTH)
-    ours = ours[ours.tokens == ours.tokens.max()].iloc[-1]
-    found = []
-    for label, name in (("transformers' full cache", PLAIN), ("this engine's full cache", KEPT)):
-        full = _measured(gpu, "decode", name, 1.0, ours.tokens).iloc[-1]
-        _, *ratios = _ratio_of(label, full, ours)
-        found.append((label, *(ratio * ours.batch / full.batch for ratio in ratios)))
-    return found
+    return decode_ratio(gpu, -1)
 
 
 def peak_ratio(gpu: Path) -> list[Timed]:
     """Peak memory at the longest context, one request: a fifth over transformers' full cache."""
     found = []
     for label, part, method in (("prefill", "prefill", DEFENSIVE_PLAIN), ("decoding", "decode", "20% kept")):
-        ours = _measured(gpu, part, method, FIFTH)
-        ours = ours[ours.tokens == ours.tokens.max()].iloc[0]
+        ours = _measured(gpu, part, method, FIFTH).iloc[0]
         value = float(ours.peak_gib / _measured(gpu, part, PLAIN, 1.0, ours.tokens).iloc[0].peak_gib)
         found.append((label, value, value, value))
     return found
@@ -237,24 +255,14 @@ TIMED: dict[str, Callable[[Path], list[Timed]]] = {
 }
 
 
-RANGES = {"": "fastest to slowest timing", "scoring_ratio": "p20 to p80 of timings"}
-
-
 def costs(gpu: Path = GPU) -> pd.DataFrame:
-    """What was timed for `TIMED_MODEL`, one request: seconds to the first token, ms per token, and peak memory, by
-    method and context. Without timings: an empty frame."""
-    try:
-        f = _timings(gpu, "models.csv")
-    except NotTestable:
-        return pd.DataFrame()
+    """What was timed for `TIMED_MODEL`, one request: what, method, tokens, seconds, and value, low, high: the time, or
+    the peak memory, over that of transformers' full cache."""
+    f = _timings(gpu, "models.csv").drop_duplicates(["part", "model", "method", "share", "tokens", "batch"])
     f = f[(f.model == TIMED_MODEL) & (f.batch == 1) & (f.tokens >= 32_000)]
-    f = f.assign(
-        time=np.where(f.part == "prefill", f.seconds, 1000 * f.seconds),
-        what=np.where(f.part == "prefill", "first token, s", "next token, ms"),
-        method=np.where(f.method == PLAIN, "transformers' full cache", f.method),
-        kept=[f"{share:.0%}" for share in f["share"]],
-    )
-    rows = ["what", "method", "kept"]
-    wide = f.drop_duplicates([*rows, "tokens"]).pivot_table(index=rows, columns="tokens", values=["time", "peak_gib"])
-    wide = wide[["time", "peak_gib"]].round(2).rename_axis(columns=[None, None])
-    return wide.rename(columns={"time": "time at tokens", "peak_gib": "peak GiB at tokens"})
+    f = f.merge(f[f.method == PLAIN], on=["part", "tokens"], suffixes=("", "_full")).query("method != @PLAIN")
+    what = f.part.map({"prefill": "time to the first token", "decode": "time of a further token"})
+    ends = {"value": f.seconds, "low": f.low, "high": f.high}
+    time = f.assign(what=what, **{name: column / f.seconds_full for name, column in ends.items()})
+    memory = f.assign(what="peak memory", value=f.peak_gib / f.peak_gib_full, low=np.nan, high=np.nan)
+    return pd.concat([time, memory])[["what", "method", "tokens", "seconds", "value", "low", "high"]]

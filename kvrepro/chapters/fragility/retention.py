@@ -6,9 +6,9 @@ Source: DefensiveKV, sections 3.1 to 3.3, algorithms 1 and 2, appendix C.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -19,11 +19,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from kvrepro.engine import allocate
+from kvrepro.engine.allowed import Count, Number, Odd, Size, ensure_all
 from kvrepro.engine.attention import attend, attend_prompt, installed
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.select import select
 from kvrepro.errors import InputError
+from kvrepro.experiment import stats
 
 RULES = {  # who ranks the history's tokens
     "single": "importance for one past query",
@@ -34,87 +36,55 @@ RULES = {  # who ranks the history's tokens
 }
 ANSWER = "true risk"
 OUTLIER = 0.5  # a step that retains less is an outlier
+Rows: TypeAlias = Float[Tensor, "kv_heads group queries tokens"]  # attention
+Norms: TypeAlias = Float[Tensor, "kv_heads group tokens"]
+Scores: TypeAlias = Float[Tensor, "heads tokens"]
 
 
 @dataclass(frozen=True)
 class Setting:
     """What figures 1 and 3 and table 1 leave open, a field each. The defaults are ours. Raises InputError."""
 
-    layer: int | None = None  # the headline's; None: at the depth of the paper's figure 1
-    head: int | None = None  # the query head that is looked at; None: a layer's heads together
-    until: str = "question"  # the history ends before this prompt span; "": with the prompt
-    window: int = 32  # past queries
-    single: int = 16  # the one that stands alone, counted from 1
-    share: float = 0.5  # of the history that stays
-    norm: str = "l1"  # of v W_O; or "l2", "value" (L2 of v), "none"
-    pool: str = "none"  # or "average", "max": over `kernel` tokens, of each past query's attention
-    kernel: int = 5
-    joined: bool = True  # query heads of a KV head choose together; False: each keeps tokens of its own
-    budget: str = "head"  # the same for each head; "layer": shared by the heads of a layer
-    forced: bool = True  # the window's own tokens stay
-    prior: str = "importance"  # the head's mean bounds A ||v W_O|| from below; "attention": bounds A (algorithm 2)
-    ties: str = "newest"  # who stays among equals, which the prior makes of half of the tokens; or "oldest"
-    later: bool = False  # question and generated tokens, which nothing evicts, count: above and below the line
+    layer: Count | None = None  #: the headline's, from 0; None: at the depth of the paper's figure 1
+    head: Count | None = None  #: the query head that is looked at, from 0; None: a layer's heads together
+    until: str = "question"  #: the history ends before this part of the prompt; "": with the prompt
+    window: Size = 32  #: past queries: the last ones of the history
+    single: Size = 16  #: which of them stands alone, counted from 1
+    share: Annotated[float, Number(0, 1, above=True)] = 0.5  #: of the history that stays
+    norm: Literal["l1", "l2", "value", "none"] = "l1"  #: of v W_O; "value": L2 of v alone; "none": attention alone
+    pool: Literal["none", "average", "max"] = "none"  #: of each past query's attention, over `kernel` tokens
+    kernel: Odd = 5  #: tokens
+    joined: bool = True  #: the query heads of a KV head choose together; False: each keeps tokens of its own
+    budget: Literal["head", "layer"] = "head"  #: the same for each head; "layer": shared by the heads of a layer
+    forced: bool = True  #: the past queries' own tokens stay
+    prior: Literal["importance", "attention"] = "importance"  #: what the head's mean bounds; algorithm 2: attention
+    ties: Literal["newest", "oldest"] = "newest"  #: who stays among equals, which the prior makes of half of the tokens
+    later: bool = False  #: question and generated tokens, which nothing evicts, count: above and below the line
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            value = getattr(self, name)
-            if name != "until" and not any(
-                value is one or (value == one and type(value) is type(one)) for one in known
-            ):
-                raise InputError(f"unknown {name} {value!r}: choose one of {', '.join(map(repr, known))}")
-        for name in ("window", "single", "kernel"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InputError(f"{name} is {value!r}: a whole number, at least 1")
-        for name in ("layer", "head"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 0):
-                raise InputError(f"{name} is {value!r}: a whole number from 0, or None")
-        if not isinstance(self.until, str):
-            raise InputError(f"until is {self.until!r}: name a span of the prompt, or give '' for its end")
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share <= 1:
-            raise InputError(f"share of the history is {self.share!r}: above 0, at most 1")
+        for name, hint in get_type_hints(Setting, include_extras=True).items():
+            ensure_all(hint, **{name: getattr(self, name)})
         if self.single > self.window:
             raise InputError(f"single {self.single} of {self.window} past queries: count from 1 to the window")
-        if self.kernel % 2 == 0:
-            raise InputError(f"pooling kernel {self.kernel}: an odd number of tokens")
 
 
-CHOICES: dict[str, tuple] = {
-    "until": ("question", ""),
-    "norm": ("l1", "l2", "value", "none"),
-    "pool": ("none", "average", "max"),
-    "joined": (True, False),
-    "budget": ("head", "layer"),
-    "forced": (True, False),
-    "prior": ("importance", "attention"),
-    "ties": ("newest", "oldest"),
-    "later": (False, True),
+MEANS: dict[str, dict[Any, str]] = {  # the choices that are open, and how a figure names them
+    "until": {"question": "history to the question", "": "history to the prompt's end"},
+    "norm": {
+        "l1": "L1 norm of the projected value",
+        "none": "attention alone",
+        "l2": "L2 norm of the projected value",
+        "value": "norm of the value alone",
+    },
+    "pool": {"none": "not pooled", "average": "pooled: average", "max": "pooled: largest"},
+    "joined": {True: "query heads choose together", False: "each query head for itself"},
+    "budget": {"head": "each head its budget", "layer": "heads share the budget"},
+    "forced": {True: "past queries' tokens stay", False: "past queries' tokens may leave"},
+    "prior": {"importance": "prior after the norm", "attention": "prior before the norm"},
+    "ties": {"newest": "ties go to the newest", "oldest": "ties go to the oldest"},
+    "later": {False: "the history alone counts", True: "question and answer count"},
 }
-MEANS: dict[tuple[str, Any], str] = {  # how a figure names a departure from the base
-    ("until", "question"): "history to the question",
-    ("until", ""): "history to the prompt's end",
-    ("norm", "l1"): "L1 norm of v W_O",
-    ("norm", "l2"): "L2 norm of v W_O",
-    ("norm", "value"): "norm of v alone",
-    ("norm", "none"): "attention alone",
-    ("pool", "none"): "not pooled",
-    ("pool", "average"): "pooled: average",
-    ("pool", "max"): "pooled: largest",
-    ("joined", True): "query heads choose together",
-    ("joined", False): "each query head for itself",
-    ("budget", "head"): "each head its budget",
-    ("budget", "layer"): "heads share the budget",
-    ("forced", True): "past queries' tokens stay",
-    ("forced", False): "past queries' tokens may leave",
-    ("prior", "importance"): "prior after the norm",
-    ("prior", "attention"): "prior before the norm",
-    ("ties", "newest"): "ties go to the newest",
-    ("ties", "oldest"): "ties go to the oldest",
-    ("later", False): "the history alone counts",
-    ("later", True): "question and answer count",
-}
+OPEN = {field: tuple(names)[:2] for field, names in MEANS.items() if field not in ("budget", "ties")}  # all combined
 OURS = Setting()
 DEFAULT = "default"
 ALGORITHM_2: dict[str, Any] = {"pool": "average", "budget": "layer", "prior": "attention"}
@@ -123,64 +93,21 @@ ALGORITHM_2: dict[str, Any] = {"pool": "average", "budget": "layer", "prior": "a
 def variants(base: Setting = OURS) -> dict[str, Setting]:
     """The base, called default, one departure from it at a time, and DefensiveKV's algorithm 2, by name."""
     found = {DEFAULT: base}
-    found |= {
-        name: replace(base, **{field: value}) for (field, value), name in MEANS.items() if getattr(base, field) != value
-    }
+    for field, names in MEANS.items():
+        found |= {name: replace(base, **{field: v}) for v, name in names.items() if getattr(base, field) != v}
     return found | {"algorithm 2": replace(base, **ALGORITHM_2)}
 
 
-def specifications(base: Setting = OURS, choices: Mapping[str, Sequence] | None = None) -> list[Setting]:
-    """Every combination of the choices (default: the two first of each open field, ties and heads' budgets aside)."""
-    if choices is None:
-        choices = {
-            k: v[:2] if k != "norm" else ("l1", "none") for k, v in CHOICES.items() if k not in ("ties", "budget")
-        }
-    return [replace(base, **dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())]
+def specifications(base: Setting = OURS) -> dict[str, Setting]:
+    """Every combination of the `OPEN` choices, by a name that begins with #."""
+    every = itertools.product(*OPEN.values())
+    return {f"#{i}": replace(base, **dict(zip(OPEN, values, strict=True))) for i, values in enumerate(every)}
 
 
 # ---- one layer
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Attention rows of the queries that were asked for, and the norms that importance may take, of one layer."""
-
-    number: int  # among the layers that hold tokens
-    p: Float[Tensor, "kv_heads group queries tokens"]
-    norms: Mapping[str, Float[Tensor, "kv_heads group tokens"]]
-
-
-def layers(model: PreTrainedModel, ids: Sequence[int], queries: Sequence[int], visit: Callable[[Layer], None]) -> None:
-    """Hand the attention rows of `queries` (positions) to `visit`, layer by layer, as one forward pass reaches it."""
-    if not queries or not 0 <= min(queries) <= max(queries) < len(ids):
-        raise InputError(f"queries {min(queries, default=None)} to {max(queries, default=None)} of {len(ids)} tokens")
-    looker = _Looker(ModelFacts.of(model), list(queries), visit)
-    with torch.inference_mode(), installed(model):
-        tokens = torch.tensor([list(ids)], device=model.device)
-        model(input_ids=tokens, use_cache=False, logits_to_keep=1, kvrepro=looker)
-
-
-class _Looker:
-    def __init__(self, facts: ModelFacts, queries: list[int], visit: Callable[[Layer], None]):
-        self.facts, self.queries, self.visit = facts, queries, visit
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int | None = None):
-        everyone = torch.arange(key.shape[2], device=key.device)
-        parts = [(key, value, everyone.expand(1, 1, -1))]
-        if layer in self.facts.evictable:
-            at = torch.tensor([self.queries], device=key.device)
-            rows: list[Tensor] = []
-            attend(query[:, :, at[0]], at, parts, scaling, sliding, watch=lambda p, _: rows.append(p[0]))
-            found = norms(value[0], self.facts.outputs[layer])
-            self.visit(Layer(self.facts.evictable.index(layer), torch.cat(rows, 2), found))
-        if sliding is not None and key.shape[2] > sliding:
-            return attend(query, everyone[None], parts, scaling, sliding)
-        return attend_prompt(query, key, value, scaling)
-
-
-def norms(
-    values: Float[Tensor, "kv_heads tokens dim"], output: Float[Tensor, "heads dim hidden"]
-) -> dict[str, Float[Tensor, "kv_heads group tokens"]]:
+def norms(values: Float[Tensor, "kv_heads tokens dim"], output: Float[Tensor, "heads dim hidden"]) -> dict[str, Norms]:
     """Norms of v W_O per query head ("l1", "l2"), of v ("value"), and 1 ("none"), in blocks of 256 tokens."""
     kv_heads, tokens, dim = values.shape
     w = output.view(kv_heads, -1, dim, output.shape[-1]).float()
@@ -189,17 +116,11 @@ def norms(
     for a in range(0, tokens, 256):
         x = torch.einsum("knd,kgdh->kgnh", values[:, a : a + 256].float(), w)
         l1[..., a : a + 256], l2[..., a : a + 256] = x.abs().sum(-1), x.norm(dim=-1)
-    return {
-        "l1": l1,
-        "l2": l2,
-        "value": values.float().norm(dim=-1)[:, None].expand_as(l1),
-        "none": torch.ones_like(l1),
-    }
+    alone = values.float().norm(dim=-1)[:, None].expand_as(l1)
+    return {"l1": l1, "l2": l2, "value": alone, "none": torch.ones_like(l1)}
 
 
-def pooled(
-    p: Float[Tensor, "kv_heads group queries tokens"], s: Setting
-) -> Float[Tensor, "kv_heads group queries tokens"]:
+def pooled(p: Rows, s: Setting) -> Rows:
     """Attention of each query pooled along the tokens, zeros beyond the ends counted, as the setting asks."""
     if s.pool == "none":
         return p
@@ -207,12 +128,7 @@ def pooled(
     return pool(p.flatten(0, 2)[:, None], s.kernel, 1, s.kernel // 2)[:, 0].view_as(p)
 
 
-def score(
-    p: Float[Tensor, "kv_heads group queries tokens"],
-    norm: Float[Tensor, "kv_heads group tokens"],
-    rule: str,
-    s: Setting,
-) -> Float[Tensor, "heads tokens"]:
+def score(p: Rows, norm: Norms, rule: str, s: Setting) -> Scores:
     """How `rule` ranks the history's tokens; heads are KV heads, or query heads where each chooses for itself.
 
     p: attention of the past queries (of the answer's, for "true risk") to the history, `pooled`; norm: of its tokens.
@@ -229,7 +145,7 @@ def score(
     return x
 
 
-def keep(scores: Float[Tensor, "heads tokens"], s: Setting) -> Bool[Tensor, "heads tokens"]:
+def keep(scores: Scores, s: Setting) -> Bool[Tensor, "heads tokens"]:
     """The int(share * tokens) best of each head, or as many on average over the heads of the layer."""
     tokens = scores.shape[1]
     budget = torch.tensor([int(s.share * tokens)], device=scores.device)
@@ -252,7 +168,7 @@ def retained(
     answer: Sequence[int],
     settings: Mapping[str, Setting],
     *,
-    more: Sequence[Setting] = (),
+    more: Mapping[str, Setting] | None = None,
     more_layer: int | None = None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(curves, summary) of one answer: one forward pass for all settings and rules.
@@ -261,63 +177,88 @@ def retained(
     layer, step (from 1), retained; a layer's query heads together, or the setting's one; layer -1: all layers.
     summary: the same curves, and those of each query head in the default setting: setting, rule, layer, head (-1:
     together), worst, mean, below (share of steps under one half), at (the worst step), steps, tied (share of the kept
-    that stands at the prior), counted (share of all importance that the measure looks at). more: further settings,
-    named "#0" and so on, by mean and defensive aggregation at layer `more_layer` only, without curves. Raises
-    InputError.
+    that stands at the prior), counted (share of all importance that the measure looks at). more: further settings, by
+    mean and defensive aggregation at layer `more_layer` only, without curves. Raises InputError.
     """
-    every = dict(settings) | {f"#{i}": s for i, s in enumerate(more)}
-    ends = {s.until: end_of(prompt, s) for s in every.values()}
-    steps = list(range(len(prompt.ids) - 1, len(prompt.ids) + len(answer) - 1))
-    past = {s: list(range(ends[s.until] - s.window, ends[s.until])) for s in every.values()}
-    queries = sorted({*steps, *itertools.chain(*past.values())})
-    row = {position: i for i, position in enumerate(queries)}
-    rows: list[dict] = []
-    curves: dict[tuple[str, str, int], Tensor] = {}
-    totals: dict[tuple[str, str], Tensor] = {}
+    sums = _Sums(prompt, len(answer), settings, more or {}, more_layer)
+    with torch.inference_mode(), installed(model):
+        sums.facts, ids = ModelFacts.of(model), torch.tensor([[*prompt.ids, *answer[:-1]]], device=model.device)
+        model(input_ids=ids, use_cache=False, logits_to_keep=1, kvrepro=sums)
+    return sums.tables()
 
-    def visit(layer: Layer) -> None:
-        now = layer.p[:, :, [row[t] for t in steps]]
+
+class _Sums:
+    """Stands in each layer's attention during one pass, and sums up what each rule keeps at each step and setting."""
+
+    facts: ModelFacts
+
+    def __init__(self, prompt: Prompt, answer: int, settings: Mapping, more: Mapping, more_layer: int | None):
+        self.steps = range(len(prompt.ids) - 1, len(prompt.ids) + answer - 1)
+        self.settings, self.every, self.more_layer = settings, {**settings, **more}, more_layer
+        self.ends = {s.until: end_of(prompt, s) for s in self.every.values()}
+        self.past = {s: range(self.ends[s.until] - s.window, self.ends[s.until]) for s in self.every.values()}
+        self.queries = sorted({*self.steps, *itertools.chain(*self.past.values())})
+        self.row = {position: i for i, position in enumerate(self.queries)}
+        self.rows: list[dict] = []
+        self.curves: dict[tuple[str, str, int], Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int | None = None):
+        """The layer's attention; of a layer that holds tokens, the rows of the queries are looked at."""
+        everyone = torch.arange(key.shape[2], device=key.device)
+        parts = [(key, value, everyone.expand(1, 1, -1))]
+        if layer in self.facts.evictable:
+            at = torch.tensor([self.queries], device=key.device)
+            rows: list[Tensor] = []
+            attend(query[:, :, at[0]], at, parts, scaling, sliding, watch=lambda p, _: rows.append(p[0]))
+            found = norms(value[0], self.facts.outputs[layer])
+            self._look(self.facts.evictable.index(layer), torch.cat(rows, 2), found)
+        if sliding is not None and key.shape[2] > sliding:
+            return attend(query, everyone[None], parts, scaling, sliding)
+        return attend_prompt(query, key, value, scaling)
+
+    def _look(self, layer: int, p: Rows, norms: Mapping[str, Norms]) -> None:
+        now = p[:, :, [self.row[t] for t in self.steps]]
         looks: dict[tuple, Tensor] = {}
         parts = {}
-        for name, s in (every if layer.number == more_layer else settings).items():
-            look = (s.until, s.window, s.pool, s.kernel)
+        for name, s in (self.every if layer == self.more_layer else self.settings).items():
+            end, look = self.ends[s.until], (s.until, s.window, s.pool, s.kernel)
             if look not in looks:
-                looks[look] = pooled(layer.p[:, :, [row[t] for t in past[s]]][..., : ends[s.until]], s)
-            rules = list(RULES) if name in settings else ["mean", "defensive"]
-            parts[name] = (rules, *_weights(looks[look], now, layer.norms[s.norm], rules, ends[s.until], s))
+                looks[look] = pooled(p[:, :, [self.row[t] for t in self.past[s]]][..., :end], s)
+            rules = list(RULES) if name in self.settings else ["mean", "defensive"]
+            parts[name] = (rules, *_weights(looks[look], now, norms[s.norm], rules, end, s))
         sums = (now @ torch.cat([weights for _, weights, _ in parts.values()], -1)).permute(3, 0, 1, 2)
         columns = sums.flatten(1, 2).cpu().split([len(rules) + 2 for rules, *_ in parts.values()])  # [, heads, steps]
         for (name, (rules, _, tied)), found in zip(parts.items(), columns, strict=True):
-            head = every[name].head
             for i, rule in enumerate(rules):
-                heads = found[[i, -2, -1]]
-                where = {"setting": name, "rule": rule, "layer": layer.number}
-                looked = heads.sum(1) if head is None else heads[:, head]
-                rows.append(where | {"head": -1, "tied": tied.get(rule)} | _summary(looked))
-                if name in settings:
-                    curves[name, rule, layer.number] = looked
-                    totals[name, rule] = totals.get((name, rule), 0) + looked
-                if name == DEFAULT:
-                    rows.extend(where | {"head": h} | _summary(part) for h, part in enumerate(heads.unbind(1)))
+                self._add(name, rule, layer, found[[i, -2, -1]], tied.get(rule))
 
-    layers(model, [*prompt.ids, *answer[:-1]], queries, visit)
-    for (name, rule), part in totals.items():
-        curves[name, rule, -1] = part
-        rows.append({"setting": name, "rule": rule, "layer": -1, "head": -1} | _summary(part))
-    keys = [np.repeat(column, len(steps)) for column in zip(*curves, strict=True)]
-    table = pd.DataFrame(dict(zip(("setting", "rule", "layer"), keys, strict=True)))
-    table["step"] = np.tile(np.arange(1, len(steps) + 1), len(curves))
-    table["retained"] = torch.cat([part[0] / part[1] for part in curves.values()]).numpy()
-    return table, pd.DataFrame(rows).astype({"tied": float})
+    def _add(self, name: str, rule: str, layer: int, heads: Float[Tensor, "three heads steps"], tied: float | None):
+        head = self.every[name].head
+        looked = heads.sum(1) if head is None else heads[:, head]
+        where = {"setting": name, "rule": rule, "layer": layer}
+        self.rows.append(where | {"head": -1, "tied": tied} | _summary(looked))
+        if name in self.settings:
+            self.curves[name, rule, layer] = looked
+        if name == DEFAULT:
+            self.rows.extend(where | {"head": h} | _summary(part) for h, part in enumerate(heads.unbind(1)))
+
+    def tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """curves and summary, all layers together last."""
+        totals: dict[tuple[str, str, int], Tensor] = {}
+        for (name, rule, _), part in self.curves.items():
+            totals[name, rule, -1] = totals.get((name, rule, -1), 0) + part
+        where = ["setting", "rule", "layer"]
+        self.rows += [dict(zip(where, at, strict=True)) | {"head": -1} | _summary(part) for at, part in totals.items()]
+        curves = self.curves | totals
+        table = pd.DataFrame(list(curves), columns=where)
+        table = table.loc[table.index.repeat(len(self.steps))].reset_index(drop=True)
+        table["step"] = np.tile(np.arange(1, len(self.steps) + 1), len(curves))
+        table["retained"] = torch.cat([part[0] / part[1] for part in curves.values()]).numpy()
+        return table, pd.DataFrame(self.rows).astype({"tied": float})
 
 
 def _weights(
-    before: Float[Tensor, "kv_heads group past tokens"],
-    now: Float[Tensor, "kv_heads group steps tokens"],
-    norm: Float[Tensor, "kv_heads group tokens"],
-    rules: Sequence[str],
-    end: int,
-    s: Setting,
+    before: Rows, now: Rows, norm: Norms, rules: Sequence[str], end: int, s: Setting
 ) -> tuple[Float[Tensor, "kv_heads group tokens sums"], dict[str, float]]:
     """What to multiply a step's attention with, `before` being pooled: the importance that each rule keeps, all that
     counts, and all there is; and by rule the share of the kept tokens that stand at the prior."""
@@ -416,65 +357,40 @@ def draw(x: Mixture, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def theory(x: Mixture, windows: Sequence[int], draws: int = 20_000, seed: int = 0) -> pd.DataFrame:
-    """Simulated beside closed form: window, quantity ("bias of mean", "bias of max", "missed"), simulated, low, high
-    (95%), exact, bound (theorem 2; nan elsewhere)."""
+    """Simulated beside closed form: window, quantity ("bias", "missed"), rule ("mean", "max"), value, low, high (95%),
+    exact, bound (theorem 2; nan elsewhere)."""
     observed = draw(x, (draws, max(windows)), seed)
     rows = []
     for m in windows:
-        seen = observed[:, :m]
-        largest = seen.max(1)
-        parts = {
-            "bias of mean": (x.risk - seen.mean(1), bias_of_mean(x), np.nan),
-            "bias of max": (x.risk - largest, bias_of_max(x, m), bound_of_max(x, m)),
-            "missed": ((largest <= x.low).astype(float), miss(x.eps, m), np.nan),
-        }
-        for name, (value, exact, bound) in parts.items():
-            half = 1.96 * value.std(ddof=1) / np.sqrt(draws)
-            found = {"window": m, "quantity": name, "simulated": value.mean()}
-            found |= {"low": value.mean() - half, "high": value.mean() + half, "exact": exact, "bound": bound}
-            rows.append(found)
-    return pd.DataFrame(rows)
+        largest = observed[:, :m].max(1)
+        for quantity, rule, values, exact, bound in (
+            ("bias", "mean", x.risk - observed[:, :m].mean(1), bias_of_mean(x), np.nan),
+            ("bias", "max", x.risk - largest, bias_of_max(x, m), bound_of_max(x, m)),
+            ("missed", "max", (largest <= x.low).astype(float), miss(x.eps, m), np.nan),
+        ):
+            rows.append((m, quantity, rule, *stats.interval(values).triple, exact, bound))
+    return pd.DataFrame(rows, columns=["window", "quantity", "rule", "value", "low", "high", "exact", "bound"])
 
 
-def survival(
-    x: Mixture,
-    windows: Sequence[int],
-    *,
-    stable: float = 0.3,
-    entries: int = 200,
-    fragile: float = 0.1,
-    share: float = 0.5,
-    heads: int = 200,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """What a bias does not say: who survives. window, rule, survives (share of fragile entries kept), low, high (95%).
+def survival(x: Mixture, windows: Sequence[int], heads: int = 200, seed: int = 0) -> pd.DataFrame:
+    """What a bias does not say: who survives. window, quantity ("survives"), rule, value (share of fragile entries
+    kept), low, high (95%).
 
-    A head has `entries`; a share `fragile` of them follows the mixture, the others stay near a level of their own,
-    uniform in [0, stable], with fluctuations of 10%. The best `share` by mean, max and defensive aggregation is kept;
-    ties, which the prior makes, are broken at random.
+    Of a head's 200 entries a tenth follows the mixture, the others stay near a level of their own, uniform in [0, 0.3],
+    with fluctuations of 10%. The better half by mean, max and defensive aggregation is kept; ties, which the prior
+    makes, are broken at random.
     """
     rng = np.random.default_rng(seed)
-    n = round(fragile * entries)
+    n = 20
     spiky = draw(x, (heads, n, max(windows)), seed)
-    level = rng.uniform(0, stable, (heads, entries - n, 1))
-    calm = level * rng.uniform(0.9, 1.1, (heads, entries - n, max(windows)))
+    calm = rng.uniform(0, 0.3, (heads, 180, 1)) * rng.uniform(0.9, 1.1, (heads, 180, max(windows)))
     rows = []
     for m in windows:
         seen = np.concatenate([spiky[..., :m], calm[..., :m]], 1)
         largest = seen.max(2)
-        scores = {"mean": seen.mean(2), "max": largest}
-        scores["defensive"] = np.maximum(largest, largest.mean(1, keepdims=True))
-        for rule, value in scores.items():
+        defensive = np.maximum(largest, largest.mean(1, keepdims=True))
+        for rule, value in (("mean", seen.mean(2)), ("max", largest), ("defensive", defensive)):
             place = np.lexsort((rng.random(value.shape), -value), axis=1).argsort(1)
-            kept = (place[:, :n] < int(share * entries)).mean(1)
-            half = 1.96 * kept.std(ddof=1) / np.sqrt(heads)
-            rows.append(
-                {
-                    "window": m,
-                    "rule": rule,
-                    "survives": kept.mean(),
-                    "low": kept.mean() - half,
-                    "high": kept.mean() + half,
-                }
-            )
-    return pd.DataFrame(rows)
+            kept = (place[:, :n] < 100).mean(1)
+            rows.append((m, "survives", rule, *stats.interval(kept).triple))
+    return pd.DataFrame(rows, columns=["window", "quantity", "rule", "value", "low", "high"])

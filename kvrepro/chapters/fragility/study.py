@@ -3,27 +3,30 @@
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.fragility import retention
 from kvrepro.chapters.fragility.retention import DEFAULT, Setting
+from kvrepro.chapters.fragility.settings import STEPS_OF_LONG, Settings
+from kvrepro.engine import allowed
 from kvrepro.engine import generate as engine
+from kvrepro.engine.allowed import Number, ensure, ensure_all
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.policy import check as policy_check
-from kvrepro.engine.policy import find
+from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.heads import EMBEDDED, gates
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, models
+from kvrepro.experiment import claims, data, models
 from kvrepro.experiment.answers import check, prompt_limit
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.run import Answers, PerItem, Settings, run
+from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
 
 LONG = ("list_all", "summary")
@@ -40,24 +43,22 @@ DEFENSIVE = ("defensive_kv", "layer_defensive_kv")
 POLICIES = (*BASELINES, *DEFENSIVE)
 PLUG_IN = ("snapkv", "cake", "pyramid_kv", "ada_kv", "critical_kv", "critical_ada_kv", "andpro", "dropkv", "r_kv")
 R_KV_DEFENSIVE = "kvrepro/chapters/fragility/policies.py:R_KV"  # R-KV's scorer has no aggregation to switch
-STEPS = {  # of the public code, each turned to what the paper describes: parameter -> value, and what that leaves out
-    "mass": (0.0, "no first mass"),
-    "share": ("none", "norm not shared"),
-    "rescale": (False, "rows not rescaled"),
-    "over": ("all", "window counted"),
+STEPS = {  # of the public code, each turned to what the paper describes: name -> parameter and value
+    "no first mass": ("mass", 0.0),
+    "norm not shared": ("share", "none"),
+    "rows not rescaled": ("rescale", False),
+    "window counted": ("over", "all"),
 }
 OWN_PAPERS = ("snapkv", "cake", "ada_kv", "critical_kv", "critical_ada_kv")
 WINDOWS = (16, 32, 64)
-DUO = (("sinks", 16), ("recent", 32))  # an eighth of its own 128 and 256: these prompts are short
+DUO = {"sinks": 16, "recent": 32}  # an eighth of its own 128 and 256: these prompts are short
 MIDDLE = 0.2  # the share of the extra studies, the paper's
 GUARDED = (0.1, MIDDLE, 0.4)  # shares at which every policy runs behind guards too
-READINGS = ("as_run", "as_described")
-STEPS_OF_LONG = 200  # a long answer's tokens, at least
-LONG_TOKENS = 1000  # shortest prompts in which the world's long tasks have so many
+READINGS = claims.READINGS
+NEEDLES = "needles"  # the part of the grid that holds further needles: for their own figure, in no pooled mean
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """Items: of the main comparison, of everything beside it (some of the same), of each needle task at every share;
     per task of the retained share, long answers and the others."""
 
@@ -71,15 +72,42 @@ class Size:
 SIZES = {"quick": Size(48, 12, 6, 6, 6), "full": Size(200, 64, 24, 24, 24)}
 
 
-def size(profile: str, n_items: int | None = None) -> Size:
-    """The profile's size; `n_items` sets the main comparison's and caps the others. Raises InputError."""
-    if profile not in SIZES:
-        raise InputError(f"unknown profile {profile!r}: choose {' or '.join(SIZES)}")
-    if n_items is None:
-        return SIZES[profile]
-    if type(n_items) is not int or n_items < 1:
-        raise InputError(f"n_items is {n_items!r}: ask for a whole number, at least 1")
-    return Size(n_items, *(min(n_items, count) for count in list(vars(SIZES[profile]).values())[1:]))
+def declare(
+    loaded: Loaded,
+    items: str,
+    n_items: int | None,
+    settings: Settings,
+    *,
+    shares: list[float],
+    policies: list[str],
+    reading: str,
+) -> tuple[PerItem, list[Answers]]:
+    """The chapter's studies: retained importance, and the parts of the grid of qualities. Computes nothing, and raises
+    InputError for whatever they could not do. n_items sets the size of the main comparison, and caps the others."""
+    ensure_all(allowed.Size | None, n_items=n_items)
+    ensure_all(list[str], policies=policies)
+    ensure_all(list[Annotated[float, Number(0, 1, above=True, below=True)]], shares=shares)
+    ensure(("both", *READINGS), reading=reading)
+    if not policies or not shares:
+        raise InputError(f"shares {shares!r} of policies {policies!r}: give one of each at least")
+    sizes = SIZES[settings.profile]
+    sizes = sizes if n_items is None else Size(n_items, *(min(n_items, count) for count in sizes[1:]))
+    layer = paper_layer(loaded.model) if settings.layer is None else settings.layer
+    given = {"answer_tokens": settings.answer_tokens, "base": settings.base, "layer": layer}
+    importance = PerItem("fragility", "retained", observed(loaded, items, sizes, settings), retained_by_item, given)
+    parts = parts_of(loaded, items, sizes, settings, shares, policies, reading)
+    quality = [Answers("fragility", *part, settings.max_new_tokens) for part in parts]
+    for study in quality:
+        check(study, loaded)
+    return importance, quality
+
+
+def results(
+    importance: PerItem, quality: Sequence[Answers], loaded: Loaded, settings: Settings
+) -> tuple["Retained", pd.DataFrame]:
+    """What the studies found: retained importance, and the tidied rows of the grid (`tidy`)."""
+    shares = Retained(**run(importance, loaded, settings), layer=importance.parameters["layer"])
+    return shares, tidy(pd.concat([run(study, loaded, settings) for study in quality], ignore_index=True))
 
 
 # ---------------------------------------------------------------- retained importance
@@ -87,11 +115,28 @@ def size(profile: str, n_items: int | None = None) -> Size:
 
 @dataclass
 class Retained:
-    """summary, and the default setting's curves, as `retention.retained` returns them, with columns item and task."""
+    """summary, and the base setting's curves, as `retention.retained` returns them, with columns item and task."""
 
     curves: pd.DataFrame
     summary: pd.DataFrame
     layer: int  # the setting's, or the one at the depth of the paper's figure 1
+
+    @property
+    def long_tasks(self) -> list[str]:
+        """Tasks with answers long enough to have a worst step: the world's two, or else all."""
+        tasks = list(self.summary.task.unique())
+        return [task for task in tasks if task in LONG] or tasks
+
+    @property
+    def long(self) -> pd.DataFrame:
+        """The summary of the long answers."""
+        return self.summary[self.summary.task.isin(self.long_tasks)]
+
+    @property
+    def headline(self) -> pd.DataFrame:
+        """All answers in the base setting, at the headline's layer, its heads together."""
+        s = self.summary
+        return s[(s.setting == DEFAULT) & (s.layer == self.layer) & (s["head"] == -1)]
 
 
 def paper_layer(model: Any) -> int:
@@ -104,17 +149,13 @@ def _world(items: str) -> bool:
     return items == "tinyworld" or items.startswith("tinyworld:")
 
 
-def _long_items(loaded: Loaded, count: int, seed: int, tokens: int, most: int) -> list[Item]:
+def _long_items(loaded: Loaded, count: int, settings: Settings) -> list[Item]:
     """`count` items of each long task, the first whose answers have `STEPS_OF_LONG` tokens. Raises InputError."""
-    if tokens < LONG_TOKENS:
-        raise InputError(
-            f"long_tokens {tokens}: answers of {STEPS_OF_LONG} steps need prompts of {LONG_TOKENS} or more"
-        )
-    if most < STEPS_OF_LONG:
-        raise InputError(f"answer_tokens {most} cuts answers of {STEPS_OF_LONG} steps and more: raise it")
+    if settings.answer_tokens < STEPS_OF_LONG:
+        raise InputError(f"answer_tokens {settings.answer_tokens} cuts answers of {STEPS_OF_LONG} steps and more")
     found = []
     for task in LONG:
-        drawn = data.load_items(f"tinyworld:{task}", 8 * count, seed, tokens)
+        drawn = data.load_items(f"tinyworld:{task}", 8 * count, settings.seed, settings.long_tokens)
         long = [item for item in drawn if len(loaded.tokenizer.encode(item.answer)) >= STEPS_OF_LONG]
         if len(long) < count:
             raise InputError(f"{len(long)} of {len(drawn)} answers of {task} are long, {count} asked: another seed")
@@ -122,169 +163,149 @@ def _long_items(loaded: Loaded, count: int, seed: int, tokens: int, most: int) -
     return found
 
 
-def answers(
-    loaded: Loaded,
-    items: str,
-    sizes: Size,
-    *,
-    tokens: int,
-    long_tokens: int,
-    answer_tokens: int,
-    base: Setting = retention.OURS,
-    seed: int = 0,
-) -> list[tuple[Item, Prompt]]:
-    """Items and prompts whose answers are looked at; computes nothing. Raises InputError for what they cannot meet.
+def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> list[Item]:
+    """Items whose answers are looked at; computes nothing. Raises InputError for what they cannot meet.
 
     items: "tinyworld..." takes its long tasks, and the stand-ins of the paper's table 1; other items are all taken.
     """
     if _world(items):
-        short = ",".join(name for name in TABLE_1.values() if name not in LONG)
-        found = _long_items(loaded, sizes.long, seed, long_tokens, answer_tokens)
-        found += data.load_items(f"tinyworld:{short}", sizes.short * (len(TABLE_1) - 1), seed, tokens)
+        short = [name for name in TABLE_1.values() if name not in LONG]
+        found = _long_items(loaded, sizes.long, settings)
+        found += data.load_items(
+            f"tinyworld:{','.join(short)}", sizes.short * len(short), settings.seed, settings.tokens
+        )
     else:
-        found = data.load_items(items, sizes.long, seed, tokens)
-    config = loaded.model.config.get_text_config()
-    for name, value, count in (
-        ("layer", base.layer, config.num_hidden_layers),
-        ("head", base.head, config.num_attention_heads),
-    ):
-        if value is not None and value >= count:
-            raise InputError(f"{name} {value}: {loaded.name} has {count}, counted from 0")
-    limit = prompt_limit(loaded, answer_tokens)
-    prompts = [data.build_prompt(item, loaded.tokenizer, limit) for item in found]
-    for item, prompt in zip(found, prompts, strict=True):
-        settings = [base, *(retention.variants(base).values() if _wide(item) else ())]
-        for end in {s.until: s for s in settings}.values():
+        found = data.load_items(items, sizes.long, settings.seed, settings.tokens)
+    config, base = loaded.model.config.get_text_config(), settings.base
+    for name, count in (("layer", config.num_hidden_layers), ("head", config.num_attention_heads)):
+        if (getattr(base, name) or 0) >= count:
+            raise InputError(f"{name} {getattr(base, name)}: {loaded.name} has {count}, counted from 0")
+    for item in found:
+        prompt = _prompt(loaded, item, settings.answer_tokens)
+        for end in {s.until: s for s in _settings_of(item, base).values()}.values():
             retention.end_of(prompt, end)
-    return list(zip(found, prompts, strict=True))
+    return found
 
 
-def retained(
-    loaded: Loaded,
-    items: str,
-    sizes: Size,
-    settings: Settings,
-    *,
-    tokens: int = 1000,
-    long_tokens: int = LONG_TOKENS,
-    answer_tokens: int = 320,
-    base: Setting = retention.OURS,
-) -> Retained:
-    """Answers of the full cache and what half of it retains at their steps (items: see `answers`).
+def _prompt(loaded: Loaded, item: Item, answer_tokens: int) -> Prompt:
+    return data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, answer_tokens))
 
-    Long answers in every setting, the others in the default.
-    """
-    asked = answers(
-        loaded, items, sizes, tokens=tokens, long_tokens=long_tokens, answer_tokens=answer_tokens, base=base,
-        seed=settings.seed,
-    )  # fmt: skip
-    layer = paper_layer(loaded.model) if base.layer is None else base.layer
-    given = {"answer_tokens": answer_tokens, "base": base, "layer": layer}
-    study = PerItem("fragility", "retained", [item for item, _ in asked], retained_by_item, given)
-    return Retained(**run(study, loaded, settings), layer=layer)
+
+def _settings_of(item: Item, base: Setting) -> dict[str, Setting]:
+    """Every setting for long answers, and for those of a reader's own items; the base for the others."""
+    wide = item.task in LONG or item.task not in TABLE_1.values()
+    return retention.variants(base) if wide else {DEFAULT: base}
 
 
 def retained_by_item(
     loaded: Loaded, item: Item, answer_tokens: int, base: Setting, layer: int
 ) -> dict[str, pd.DataFrame]:
-    """One item's curves and summary."""
-    prompt = data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, answer_tokens))
+    """One item's curves and summary: the full cache answers, then one more pass looks at the answer."""
+    prompt = _prompt(loaded, item, answer_tokens)
     [[reply]] = engine.generate(
-        loaded.model, [prompt], [Condition()], max_new_tokens=answer_tokens,
-        stop_ids=models.stop_ids(loaded),
-    )  # fmt: skip
-    settings = retention.variants(base) if _wide(item) else {DEFAULT: base}
-    more = retention.specifications(base) if _wide(item) else ()
+        loaded.model, [prompt], [Condition()], max_new_tokens=answer_tokens, stop_ids=models.stop_ids(loaded)
+    )
+    settings = _settings_of(item, base)
+    more = retention.specifications(base) if len(settings) > 1 else {}
     curves, summary = retention.retained(loaded.model, prompt, reply.tokens, settings, more=more, more_layer=layer)
     return {"curves": curves[curves.setting == DEFAULT], "summary": summary}
 
 
-def _wide(item: Item) -> bool:
-    return item.task in LONG or item.task not in TABLE_1.values()
+def headlines(r: Retained) -> pd.DataFrame:
+    """Where the paper's headline may have been measured: the long answers' rows with a column `where`.
+
+    Each setting at the headline's layer; the base setting also over all layers together, and at the layer and the query
+    head whose worst step is worst.
+    """
+    s = r.long
+    base = s[s.setting == DEFAULT]
+    moved = s[(s.layer == r.layer) & (s["head"] == -1) & ~s.setting.str.startswith("#")]
+
+    def lowest(rows: pd.DataFrame) -> pd.DataFrame:
+        return rows.loc[rows.groupby(["item", "rule"]).worst.idxmin()]
+
+    parts = [
+        moved.assign(where=moved.setting.replace(DEFAULT, "our default")),
+        base[base.layer == -1].assign(where="our default, all layers together"),
+        lowest(base[(base.layer >= 0) & (base["head"] == -1)]).assign(where="our default, worst layer"),
+        lowest(base[base["head"] >= 0]).assign(where="our default, worst query head"),
+    ]
+    return pd.concat(parts, ignore_index=True)
 
 
-def per_item(r: Retained, column: str, rule: str, *, setting: str = DEFAULT, layer: int | None = None) -> pd.DataFrame:
-    """item, task, value of one rule's curves, a layer's heads together (layer None: the headline's; -1: all)."""
-    s = r.summary
-    at = r.layer if layer is None else layer
-    rows = s[(s.setting == setting) & (s.rule == rule) & (s.layer == at) & (s["head"] == -1)]
-    return rows[["item", "task", column]].rename(columns={column: "value"})
-
-
-def long_tasks(r: Retained) -> list[str]:
-    """Tasks with answers long enough to have a worst step: the world's two, or else all."""
-    tasks = list(r.summary.task.unique())
-    return [task for task in tasks if task in LONG] or tasks
+def printed() -> pd.DataFrame:
+    """The paper's worst steps by mean and by defensive aggregation: where, dataset, task, rule, value, low, high."""
+    files = ("defensivekv_text_numbers.csv", "defensivekv_t01_worstcase.csv")
+    f = pd.concat([claims.published(file) for file in files])
+    rules = {"Mean aggregation": "mean", "Defensive aggregation": "defensive"}
+    f = f[f.metric.eq("worst-case retained importance") & f.method.isin(rules)]
+    where = f.table.map({"1": "paper, table 1", "fig1": "paper, figure 1, layer 14"}).fillna("paper, figure 3")
+    f = f.assign(where=where, dataset=f.task, task=f.task.map(TABLE_1), rule=f.method.map(rules))
+    return f.assign(value=f.value.astype(float), low=np.nan, high=np.nan)[
+        ["where", "dataset", "task", "rule", "value", "low", "high"]
+    ]
 
 
 # ---------------------------------------------------------------- quality
 
 
-def condition(
-    policy: str,
-    share: float,
-    *,
-    reading: str = "as_run",
-    window: int = 32,
-    aggregate: str = "own",
-    guard: float = 0.0,
-    bits: int | None = None,
-    step: str = "",
-) -> Condition:
-    """A prompt compressed before its question, with the paper's window of 32 past queries for every method.
+def has_window(policy: str) -> bool:
+    """Whether it looks at a window of past queries."""
+    return "window" in {**find(policy).parameters, **find(policy).as_run}
 
-    step: one of `STEPS`, turned to what the paper describes.
-    """
-    known = {**find(policy).parameters, **find(policy).as_run}
-    switches: list[tuple[str, object]] = [("window", window)] if "window" in known else []
-    if policy == "r_kv" and aggregate == "defensive":
+
+def windowed(policies: Sequence[str]) -> list[str]:
+    """Those that run with other windows too: the defensive methods, and a reader's own that have one."""
+    return [p for p in policies if p in DEFENSIVE or (is_own(p) and has_window(p))]
+
+
+def condition(
+    policy: str, share: float, reading: str = "as_run", guard: float = 0.0, bits: int | None = None, **switches: object
+) -> Condition:
+    """A prompt compressed before its question, with the paper's window of 32 past queries for every method."""
+    switches = ({"window": 32} if has_window(policy) else {}) | switches | (DUO if policy == "duo_attention" else {})
+    if policy == "r_kv" and switches.pop("aggregate", "own") == "defensive":
         policy = R_KV_DEFENSIVE
-    elif aggregate != "own":
-        switches += [("aggregate", aggregate)]
-    switches += DUO if policy == "duo_attention" else []
-    switches += [(step, STEPS[step][0])] if step else []
     return Condition(
-        policy, share, Prefill(until="question"), prefix=guard, suffix=guard, reading=reading, switches=tuple(switches),
-        bits=bits,
+        policy, share, Prefill(until="question"), prefix=guard, suffix=guard, reading=reading, bits=bits,
+        switches=tuple(switches.items()),
     )  # fmt: skip
+
+
+def middle(shares: Sequence[float]) -> float:
+    """The share that is nearest to the paper's fifth, where every item runs."""
+    return min(shares, key=lambda share: abs(share - MIDDLE))
 
 
 def grid(
     shares: Sequence[float], policies: Sequence[str] = POLICIES, reading: str = "both", guard: float = 0.10
 ) -> list[Condition]:
     """The chapter's conditions for these shares, the main comparison (`compared`) first; then every policy behind
-    guards; windows, plug-ins and 4 bits where the paper has them.
+    guards; windows, plug-ins and 4 bits where the paper has them. A policy of one's own has the windows too.
 
     The defensive methods stand in the readings asked for, the others as the authors' fork runs them. Raises InputError.
     """
-    found = compared(shares, policies, reading)
+    found, at = compared(shares, policies, reading), middle(shares)
 
     def add(policy: str, share: float, **more: Any) -> None:
-        if policy in policies:
-            found.extend(condition(policy, share, reading=one, **more) for one in _readings(policy, reading))
+        found.extend(condition(policy, share, reading=one, **more) for one in _readings(policy, reading))
 
-    for policy, share in itertools.product(policies, [s for s in shares if s in GUARDED and guard]):
+    for policy, share in itertools.product(policies, [s for s in shares if (s in GUARDED or s == at) and guard]):
         add(policy, share, guard=guard)
-    if MIDDLE in shares:
-        for policy, window in itertools.product(DEFENSIVE, WINDOWS):
-            add(policy, MIDDLE, window=window)
-        if set(DEFENSIVE) & set(policies):
-            found += [condition(one, MIDDLE, aggregate=how) for one in PLUG_IN for how in ("own", "defensive")]
-        if "defensive_kv" in policies and reading != "as_described":
-            found += [condition("defensive_kv", MIDDLE, step=step) for step in STEPS]
-    if 0.4 in shares:
+    for policy, window in itertools.product(windowed(policies), WINDOWS):
+        add(policy, at, window=window)
+    if set(DEFENSIVE) & set(policies):
+        found += [c for one in PLUG_IN for c in (condition(one, at), condition(one, at, aggregate="defensive"))]
+    if "defensive_kv" in policies and reading != "as_described":
+        code = condition("defensive_kv", at)
+        found += [replace(code, switches=(*code.switches, step)) for step in STEPS.values()]
+    if "defensive_kv" in policies and 0.4 in shares:
         add("defensive_kv", 0.4, bits=4)
     return list(dict.fromkeys(found))
 
 
 def compared(shares: Sequence[float], policies: Sequence[str], reading: str) -> list[Condition]:
     """The full cache, and each policy at each share. Raises InputError."""
-    if isinstance(policies, str) or isinstance(shares, str) or not policies or not shares:
-        raise InputError(f"shares {shares!r} of {policies!r}: give lists with one entry at least")
-    if not all(isinstance(s, float) and 0 < s < 1 for s in shares):
-        raise InputError(f"shares {list(shares)!r}: give shares between 0 and 1")
-    if reading not in ("both", *READINGS):
-        raise InputError(f"unknown reading {reading!r}: choose both, {' or '.join(READINGS)}")
     found = [Condition(regime=Prefill(until="question"))] + [
         condition(policy, share, reading=one)
         for policy, share in itertools.product(policies, shares)
@@ -299,158 +320,101 @@ def _readings(policy: str, reading: str) -> tuple[str, ...]:
     return ("as_run",) if policy not in DEFENSIVE else READINGS if reading == "both" else (reading,)
 
 
-def own_papers(share: float = MIDDLE) -> list[Condition]:
-    """The baselines as their own papers describe them, their windows and poolings included."""
-    return [Condition(one, share, Prefill(until="question"), reading="as_described") for one in OWN_PAPERS]
-
-
-NEEDLES = "needles"  # the part of the grid that holds further needles: for their own figure, in no pooled mean
-
-
 def parts_of(
-    loaded: Loaded,
-    items: str,
-    sizes: Size,
-    *,
-    shares: Sequence[float],
-    policies: Sequence[str],
-    reading: str,
-    guard: float,
-    tokens: int,
-    seed: int,
-    profile: str,
+    loaded: Loaded, items: str, sizes: Size, settings: Settings, shares: list[float], policies: list[str], reading: str
 ) -> list[tuple[str, list[Item], list[Condition]]]:
-    """What `quality` runs: (name, items, conditions). Raises InputError.
+    """The parts of the grid: (name, items, conditions). Raises InputError.
 
-    every: some items in all conditions; middle: the others in the main comparison, at the share nearest to the
-    paper's; needles: of these others the world's needles, at the remaining shares.
+    every: some items in all conditions, with the full profile also the baselines as their own papers describe them,
+    windows and poolings included; middle: the others in the main comparison, at the share nearest to the paper's;
+    needles: of these others the world's needles, at the remaining shares.
     """
-    policies, four = _with_gates(loaded, policies), _packs(loaded)
-    every = [c for c in grid(shares, policies, reading, guard) if c.bits is None or four]
-    every += own_papers() if profile == "full" and MIDDLE in shares else []
-    nearest = min(shares, key=lambda share: abs(share - MIDDLE))
-    found = data.load_items(items, sizes.quality, seed, tokens)
-    first = {item.id for item in data.load_items(items, sizes.more, seed, tokens)}
+    at, every = middle(shares), _possible(loaded, grid(shares, policies, reading, settings.protect_frac))
+    if {c.policy for c in every} == {"full"}:
+        raise InputError(f"policies {list(policies)}: none is left for this model")
+    policies = [p for p in policies if any(c.policy == p for c in every)]
+    if settings.profile == "full":
+        every += [Condition(one, at, Prefill(until="question"), reading="as_described") for one in OWN_PAPERS]
+    found = data.load_items(items, sizes.quality, settings.seed, settings.tokens)
+    first = {item.id for item in data.load_items(items, sizes.more, settings.seed, settings.tokens)}
     rest = [item for item in found if item.id not in first]
-    named = [task for task in dict.fromkeys(item.task for item in found) if task.startswith("needle") and _world(items)]
-    more = [item for task in named for item in [i for i in found if i.task == task][: sizes.needles]]
+    named = {item.task for item in found if item.task.startswith("needle") and _world(items)}
+    more = [item for task in sorted(named) for item in [i for i in found if i.task == task][: sizes.needles]]
+    described = compared(shares, policies, "as_run" if reading == "as_run" else "as_described")
     parts = [
         ("every", [item for item in found if item.id in first], every),
-        ("middle", rest, compared([nearest], policies, reading)),
-        (NEEDLES, [i for i in more if i.id not in first],
-         [c for c in compared(shares, policies, "as_run" if reading == "as_run" else "as_described")
-          if c.budget != nearest]),
-    ]  # fmt: skip
+        ("middle", rest, compared([at], policies, reading)),
+        (NEEDLES, [item for item in more if item.id not in first], [c for c in described if c.budget != at]),
+    ]
     return [part for part in parts if part[1] and len(part[2]) > 1]
 
 
-def quality(
-    loaded: Loaded,
-    items: str,
-    sizes: Size,
-    settings: Settings,
-    *,
-    shares: Sequence[float] = (0.1, 0.2, 0.4, 0.6, 0.8),
-    policies: Sequence[str] = POLICIES,
-    reading: str = "both",
-    guard: float = 0.10,
-    tokens: int = 1000,
-    max_new_tokens: int = 32,
-) -> pd.DataFrame:
-    """Rows of `run` over the grid (`parts_of`), tidied (`tidy`). The full profile adds the baselines as their own
-    papers describe them."""
-    parts = parts_of(
-        loaded, items, sizes, shares=shares, policies=policies, reading=reading, guard=guard, tokens=tokens,
-        seed=settings.seed, profile=settings.profile,
-    )  # fmt: skip
-    studies = [Answers("fragility", name, some, asked, max_new_tokens) for name, some, asked in parts]
-    return tidy(pd.concat([run(study, loaded, settings) for study in studies], ignore_index=True))
-
-
-def checked(
-    loaded: Loaded,
-    items: str,
-    sizes: Size,
-    *,
-    base: Setting,
-    long_tokens: int,
-    answer_tokens: int,
-    max_new_tokens: int,
-    **asked: Any,
-) -> Size:
-    """`sizes`, once all that both studies will do is known to be possible; computes nothing. Raises InputError."""
-    where = {name: asked[name] for name in ("tokens", "seed")}
-    answers(loaded, items, sizes, long_tokens=long_tokens, answer_tokens=answer_tokens, base=base, **where)
-    for name, some, conditions in parts_of(loaded, items, sizes, **asked):
-        check(Answers("fragility", name, some, conditions, max_new_tokens), loaded)
-    return sizes
-
-
-def _with_gates(loaded: Loaded, policies: Sequence[str]) -> list[str]:
-    """Without DuoAttention, and saying so, where its gates were learned for another model."""
-    shape = loaded.model.config.get_text_config()
-    if "duo_attention" not in policies or gates(EMBEDDED).shape == (shape.num_hidden_layers, shape.num_key_value_heads):
-        return list(policies)
-    print(f"duo_attention is left out: {EMBEDDED} holds gates of another model; run python -m kvrepro.tools.duo")
-    return [one for one in policies if one != "duo_attention"]
-
-
-def _packs(loaded: Loaded) -> bool:
-    """Whether 4 bits fit the model's heads; says so where they do not."""
+def _possible(loaded: Loaded, conditions: Sequence[Condition]) -> list[Condition]:
+    """Without what this model cannot do, and saying so: DuoAttention where its gates were learned for another one, and
+    4 bits where they do not fit the heads."""
     shape = loaded.model.config.get_text_config()
     dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    if dim % GROUP:
+    duo = [c for c in conditions if c.policy == "duo_attention"]
+    if duo and gates(EMBEDDED).shape != (shape.num_hidden_layers, shape.num_key_value_heads):
+        print(f"duo_attention is left out: {EMBEDDED} holds gates of another model; run python -m kvrepro.tools.duo")
+        conditions = [c for c in conditions if c not in duo]
+    if dim % GROUP and any(c.bits for c in conditions):
         print(f"4 bits are left out: groups of {GROUP} share a scale, heads have {dim} dimensions")
-    return dim % GROUP == 0
+        conditions = [c for c in conditions if c.bits is None]
+    return list(conditions)
+
+
+PLAIN = "none"  # the main comparison: nothing is changed
 
 
 def tidy(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `window`, `aggregate` ("own" or "defensive"), `guard`, `step`; baselines have the reading "any".
+    """The rows with `change`, what differs from the main comparison ("none": nothing); baselines have the reading
+    "any". The full cache of an item is listed once.
 
-    A baseline as its own paper describes it keeps its reading. The full cache of an item is listed once.
+    change: "guards", "window 16", "defensive" (in the mean's place), "4 bits", a step of `STEPS` left out, or "own
+    paper", a baseline as its own paper describes it.
     """
-    switches = rows.switches.map(json.loads)
-    other = rows.policy == R_KV_DEFENSIVE
-    reading = rows.reading.where(rows.policy.isin(DEFENSIVE) | (rows.reading == "as_described"), "any")
+    switches, other = rows.switches.map(json.loads), rows.policy == R_KV_DEFENSIVE
+    defensive = rows.policy.isin(DEFENSIVE)
+    window = switches.map(lambda s: s.get("window", 32))
+    changes = {  # one at a time
+        "own paper": ~defensive & (rows.reading == "as_described"),
+        "4 bits": rows.bits == 4,
+        "defensive": other | switches.map(lambda s: s.get("aggregate") == "defensive"),
+        "guards": rows.prefix > 0,
+    } | {name: switches.map(lambda s, step=step: step in s) for name, (step, _) in STEPS.items()}
+    change = ("window " + window.astype(str)).where(window != 32, PLAIN)
+    for name, changed in changes.items():
+        change = change.mask(changed, name)
     found = rows.assign(
-        window=switches.map(lambda s: s.get("window", 0)),
-        aggregate=switches.map(lambda s: s.get("aggregate", "own")).where(~other, "defensive"),
         policy=rows.policy.where(~other, "r_kv"),
+        reading=rows.reading.where(defensive, "any"),
+        change=change,
         part=rows.get("name", "every"),
-        step=switches.map(lambda s: next((name for name in STEPS if name in s), "")),
-        guard=rows.prefix,
-        reading=reading,
-        bits=rows.bits.fillna(16).astype(int),
     )
-    cell = ["item", "policy", "share", "reading", "window", "aggregate", "guard", "bits", "step"]
-    return found.drop_duplicates(cell).reset_index(drop=True)
+    return found.drop_duplicates(["item", "policy", "share", "reading", "change"]).reset_index(drop=True)
 
 
-CELL = {"window": 32, "aggregate": "own", "guard": 0.0, "bits": 16, "step": ""}
-
-
-def scores(
-    rows: pd.DataFrame, cell: Mapping[str, Any], reading: str = "as_run", measure: str = "token_f1"
-) -> pd.Series:
-    """One measure of one condition, by item. cell: policy and share, and of `CELL` what is not as there.
+def scores(rows: pd.DataFrame, cell: Mapping[str, Any], reading: str = "as_run") -> pd.Series:
+    """Token F1 of one condition, by item. cell: policy, share, and at most one of window, aggregate, guard, bits.
 
     A condition that was not run, or failed on every item, raises `NotTestable`.
     """
     if cell["policy"] == "full":
         here = rows[rows.policy == "full"].drop_duplicates("item")
     else:
-        full: dict[str, Any] = CELL | dict(cell)
-        if "window" not in (find(full["policy"]).parameters):
-            full["window"] = 0
-        keep = pd.Series(True, index=rows.index)
-        for name, value in full.items():
-            keep &= np.isclose(rows[name].astype(float), value) if isinstance(value, float) else rows[name] == value
-        here = rows[keep & (rows.reading == (reading if full["policy"] in DEFENSIVE else "any"))]
+        names = {"guard": "guards", "bits": "4 bits", "aggregate": "defensive"}
+        window = PLAIN if cell.get("window", 32) == 32 else f"window {cell['window']}"
+        change = next((change for name, change in names.items() if name in cell), window)
+        keep = (rows.policy == cell["policy"]) & np.isclose(rows["share"], cell["share"]) & (rows.change == change)
+        if "guard" in cell:
+            keep &= np.isclose(rows.prefix, cell["guard"])
+        here = rows[keep & (rows.reading == (reading if cell["policy"] in DEFENSIVE else "any"))]
     if here.empty:
         raise NotTestable("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
     if "error" in here and here.error.notna().all():
         raise NotTestable(f"all {len(here)} items of {cell['policy']} failed: {here.error.iloc[0]}")
-    return here.set_index("item")[measure]
+    return here.set_index("item").token_f1
 
 
 def pooled(rows: pd.DataFrame) -> pd.DataFrame:
@@ -461,3 +425,9 @@ def pooled(rows: pd.DataFrame) -> pd.DataFrame:
 def readings_of(rows: pd.DataFrame) -> list[str]:
     """Readings of the defensive methods that were run."""
     return [one for one in READINGS if (rows[rows.policy.isin(DEFENSIVE)].reading == one).any()]
+
+
+def by_reading(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows once per reading of the defensive methods; what has no readings stands in each."""
+    readings = readings_of(rows) or ["any"]
+    return pd.concat([rows[rows.reading.isin([one, "any"])].assign(reading=one) for one in readings])

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations, product
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvrepro.chapters.leakage import experiment
+from kvrepro.chapters.leakage.cells import FIVE
+from kvrepro.chapters.leakage.prompts import ORDERS
 from kvrepro.chapters.leakage.study import (
     DIALS,
     FROM,
@@ -22,6 +22,7 @@ from kvrepro.chapters.leakage.study import (
     optimality,
     rank_curves,
 )
+from kvrepro.engine.policy import is_own
 from kvrepro.experiment import claims, judge
 from kvrepro.experiment.judge import Drawn, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.stats import MIN_ITEMS, UNIT
@@ -30,8 +31,11 @@ Parts = dict[str, Sample | Unpaired]
 What = Sample | Drawn | Parts
 
 
-def _upper(m: Means, **cell) -> list[float]:
-    return [ratio for ratio in m.ratios(**cell) if ratio >= FROM]
+def _upper(ratios: Iterable[float]) -> list[float]:
+    found = [ratio for ratio in ratios if ratio >= FROM]
+    if not found:
+        raise NotTestable(f"no ratio from {FROM:g} on was run")
+    return found
 
 
 def _pair(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1) -> Sample:
@@ -82,7 +86,7 @@ def _between_orders(name: str) -> Callable[..., Sample]:
     def contrast(s: Study, **cell) -> Sample:
         m: Means = getattr(s, name)
         ratios = middle(m.ratios(**cell))
-        a, b = (m.mean(ratios, order=order, **cell) for order in experiment.ORDERS)
+        a, b = (m.mean(ratios, order=order, **cell) for order in ORDERS)
         _compared([a, b], name)
         return _pair(m, a, b, len(ratios))
 
@@ -104,7 +108,7 @@ def _gain(name: str) -> Callable[..., Sample]:
 
 def _bias_asymmetry(s: Study, **cell) -> Sample:
     ratios = middle(s.leak.ratios(**cell))
-    return _values(np.sum([bias(s, ratios, order=order, **cell) for order in experiment.ORDERS], 0))
+    return _values(np.sum([bias(s, ratios, order=order, **cell) for order in ORDERS], 0))
 
 
 def _bias_size(s: Study, **cell) -> Sample:
@@ -122,35 +126,33 @@ def _bias_defense(s: Study, order: str, **cell) -> Sample:
 
 def _policy_spread(s: Study) -> Parts:
     found, counts = {}, []
-    for name in experiment.FIVE:
+    for name in FIVE:
         with suppress(NotTestable):
-            cell = s.cell(policy=name)
-            ratios = _upper(s.follow, **cell)
-            found[name] = s.follow.mean(ratios, **cell)
+            ratios = _upper(s.follow.ratios(policy=name))
+            found[name] = s.follow.mean(ratios, policy=name)
             counts.append(len(ratios))
     each = s.follow.each * min(counts, default=1)
     return judge.pairs(pd.DataFrame(found), "", each=each).what  # type: ignore[return-value]
 
 
 def _alone_ratios(s: Study) -> list[float]:
-    if s.classes is None or not s.classes.columns:
+    if not s.by_class.columns:
         raise NotTestable("prompts without a defense were not run")
-    return [ratio for ratio in sorted({key[4] for key in s.classes.columns}) if ratio >= FROM]
+    return _upper(sorted({key[3] for key in s.by_class.columns}))
 
 
 def _class_spread(s: Study, **cell) -> Parts:
     """Every two classes that six system prompts or more hold; few hold both, so that they are not paired."""
     ratios, found = _alone_ratios(s), {}
-    assert s.classes is not None
-    for kind in sorted({key[-1] for key in s.classes.columns if key[-2] == "multi"}):
+    for kind in sorted({key[-1] for key in s.by_class.columns if key[-2] == "multi"}):
         key = {"order": "alone", "rules": "multi", "kind": kind} | cell
         with suppress(NotTestable):
-            values = pd.Series(mean_of(np.stack([s.classes.per(ratio=r, **key) for r in ratios], 1), 1)).dropna()
+            values = pd.Series(mean_of(np.stack([s.by_class.per(ratio=r, **key) for r in ratios], 1), 1)).dropna()
             if len(values) >= MIN_ITEMS:
                 found[kind] = values
     if len(found) < 2:
         raise NotTestable(f"{len(found)} classes are held by six system prompts: a spread needs two")
-    each = s.classes.each * len(ratios)
+    each = s.by_class.each * len(ratios)
     return {f"{a} against {b}": Unpaired(found[a], found[b], UNIT, each) for a, b in combinations(found, 2)}
 
 
@@ -160,16 +162,15 @@ def _rank_gap(s: Study, **cell) -> Drawn:
     if not (np.isfinite(single[0]).any() and np.isfinite(multi[0]).any()):
         raise NotTestable("uncompressed, every class is followed equally well: there is no order to lose")
     gap = mean_of(single, 1) - mean_of(multi, 1)
-    assert s.by_item is not None
-    return Drawn(float(gap[0]), gap[1:], s.by_item[s.by_item.rules == "multi"].system.nunique())
+    return Drawn(float(gap[0]), gap[1:], s.classes[s.classes.rules == "multi"].system.nunique())
 
 
 def _optimal_gain(s: Study, study: str, to: float = 0.0) -> Drawn:
     share, _ = optimality(s, *DIALS[study], study)
     if min(series[0] for series in share.values()) == 1:
         raise NotTestable("every setting is optimal in every cell, for want of one that is better in both measures")
-    gain, m = share[1.0] - share[to], s.leak if study == "main" else s.examples_leak
-    return Drawn(float(gain[0]), gain[1:], m.systems if m else 0)
+    gain, told = share[1.0] - share[to], s.dials[study].told.notna()
+    return Drawn(float(gain[0]), gain[1:], s.dials[study][told].system.nunique())
 
 
 def _optimal_tie(s: Study, study: str) -> Drawn:
@@ -178,7 +179,7 @@ def _optimal_tie(s: Study, study: str) -> Drawn:
 
 def _times(s: Study, column: str, *variants: str) -> pd.DataFrame:
     """Median over repeats, items by variant."""
-    if s.timing is None or s.timing.empty:
+    if s.timing.empty:
         raise NotTestable("no timing was run")
     wide = s.timing.pivot_table(index="item", columns="variant", values=column, aggfunc="median")
     if missing := [name for name in variants if name not in wide]:
@@ -250,30 +251,35 @@ def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestabl
     """What a claim is tested on in one reading. A model that says nothing to the point keeps every secret."""
     contrast = claim["contrast"]
     if contrast not in OF_TIME | OF_KEEPING:
-        following = s.follow.estimate(policy="full", ratio=0.0)
+        following = s.follow.uncompressed()
         if not following.value >= 0.5:
             raise NotTestable(f"the uncompressed model itself follows too few instructions ({following:.2f})")
-    if contrast in OF_LEAKAGE and s.leak.estimate(policy="full", ratio=0.0).value > 0.5:
+    if contrast in OF_LEAKAGE and s.leak.uncompressed().value > 0.5:
         raise NotTestable("the uncompressed model itself tells its instructions")
     found: list[Member | NotTestable] = []
     for label, cell in cells(claim, sets):
-        given: dict[str, Any] = s.cell(**cell) if "policy" in cell else cell
         try:
-            found.append(Member(label, CONTRASTS[contrast](s, **given), some=claim.get("some", False)))
+            found.append(Member(label, CONTRASTS[contrast](s, **cell), some=claim.get("some", False)))
         except NotTestable as reason:
             found.append(NotTestable(f"{label}: {reason}") if "policy" in cell else reason)
     return found
 
 
+GENERAL = ("five", "steady")  # sets whose claims are about policies in general; "later" are the three that L9 names
+
+
 def evaluate(studies: Sequence[Study], model: str, profile: str = "quick") -> pd.DataFrame:
-    """Verdict of every claim in every reading of `studies` (`judge.verdicts`)."""
+    """Verdict of every claim in every reading of `studies` (`judge.verdicts`); claims about policies in general are
+    asked of each of a reader's own policies too."""
     book, by = claims.load_claims("leakage"), {s.reading: s for s in studies}
+    own = [name for name in dict.fromkeys(studies[0].answers.policy) if is_own(name)]
+    general = [one for one in book["claims"] if one.get("over", {}).get("policy") in GENERAL]
 
     def free(claim: Mapping) -> bool:
         return claim["contrast"] in {"none", *OF_TIME}
 
     return judge.verdicts(
-        book["claims"],
+        [*book["claims"], *claims.of_own({"claims": general}, own)],
         lambda claim, reading: members(claim, book["sets"], by.get(reading, studies[0])),
         lambda claim: ["any"] if free(claim) else list(by),
         model=model, profile=profile,

@@ -4,10 +4,10 @@ A system prompt is a cluster: it counts once, and is resampled whole, so that th
 conditions of a prompt stay together.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -15,17 +15,27 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from kvrepro.chapters.leakage import experiment
-from kvrepro.errors import InputError
+from kvrepro.chapters.leakage import cells, scores
+from kvrepro.chapters.leakage.prompts import ORDERS, PARTS
+from kvrepro.chapters.leakage.runs import Found
+from kvrepro.chapters.leakage.scores import CELL
 from kvrepro.experiment import claims, stats
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.stats import UNIT, Estimate
 
-KEY = ["order", "policy", "variant", "reading", "ratio"]
 MIDDLE = (0.3, 0.7)
 FROM = 0.3  # figures 2 and 3 of the paper look at r from 0.3 to 0.9
 LOW = 0.2  # the most that counts as a low ratio
 ROOM = 0.05  # where neither of two measures exceeds this, there is nothing to compare
+LAMBDAS = (0.0, *cells.LAMBDAS, 1.0)
+DIALS = {"main": (["streaming_llm"], ORDERS), "examples": (["snapkv", "tova"], ("normal",))}
+NAMES = {  # words of the data -> words of the book, by column
+    "order": {"normal": "defense first", "flipped": "directive first"},
+    "variant": {"opening": "first sentence", "whole": "whole defense", "ends": "both ends"},
+    "rules": {"single": "one rule", "multi": "several rules"},
+    "measure": {"followed": "following", "told": "leakage", "tells_defense": "leakage of\nthe defense"},
+    "marks": {"hand": "defense, directive", "rules": "every rule", "sentences": "sentences found", "turns": "one span"},
+}
 Series: TypeAlias = np.ndarray  # [1 + DRAWS]: the sample's value, then the resamples'
 
 
@@ -39,7 +49,7 @@ def _weights(systems: int, seed: int = 42) -> np.ndarray:
 @dataclass(frozen=True)
 class Means:
     """One measure in every cell: `shares` [systems, cells], mean over the rows of a system prompt, nan where it has
-    none; `each`: how many rows that is. A system prompt counts once."""
+    none; `each`: how many scored things that is. A system prompt counts once."""
 
     shares: np.ndarray
     columns: dict[tuple, int]
@@ -50,8 +60,12 @@ class Means:
         return len(self.shares)
 
     def per(self, **cell) -> np.ndarray:
-        """One cell, [systems]. Ratio 0 is the uncompressed cache, the same for every policy. Not run: NotTestable."""
-        return self.shares[:, self._column(cell)]
+        """One cell, [systems]. Ratio 0 is the uncompressed cache. Not run: NotTestable."""
+        cell = {"order": "normal", "variant": "default"} | cell
+        key = tuple(cell[name] for name in [*CELL, *[name for name in cell if name not in CELL]])
+        if key not in self.columns:
+            raise NotTestable("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
+        return self.shares[:, self.columns[key]]
 
     def mean(self, ratios: Iterable[float], **cell) -> np.ndarray:
         """Mean over ratios, [systems]; nan where one is missing."""
@@ -60,6 +74,13 @@ class Means:
     def estimate(self, **cell) -> Estimate:
         """One cell's mean with its interval."""
         return stats.interval(self.per(**cell), bounds=UNIT, each=self.each)
+
+    def uncompressed(self) -> Estimate:
+        """The mean without compression, with its interval, the defense first."""
+        for order, policy, variant, ratio in self.columns:
+            if order == "normal" and not ratio:
+                return self.estimate(policy=policy, variant=variant, ratio=ratio)
+        raise NotTestable("nothing was answered without compression")
 
     def at(self, **cell) -> Series:
         """One cell's mean in the sample and in resamples of whole system prompts; none of fewer than six."""
@@ -78,23 +99,10 @@ class Means:
         """System prompts with a value in a cell."""
         return int(np.isfinite(self.per(**cell)).sum())
 
-    def _column(self, cell: dict[str, Any]) -> int:
-        cell = {"order": "normal", "variant": "default", "reading": "as_described"} | cell
-        if not cell["ratio"]:
-            cell |= {"policy": "full", "variant": "default", "reading": "as_described"}
-        elif not experiment.differs(cell["policy"], cell["variant"]):
-            cell["reading"] = "as_described"
-        names = [*KEY, *[name for name in cell if name not in KEY]]
-        key = tuple(cell[name] for name in names)
-        if key not in self.columns:
-            raise NotTestable("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
-        return self.columns[key]
-
     def ratios(self, whole: bool = False, **cell) -> list[float]:
         """Ratios above 0 at which a policy's curve was run; `whole`: by every system prompt."""
-        known = {key[KEY.index("ratio")] for key in self.columns}
         found = []
-        for ratio in sorted(known - {0.0}):
+        for ratio in sorted({key[CELL.index("ratio")] for key in self.columns} - {0.0}):
             with suppress(NotTestable):
                 if self.count(ratio=ratio, **cell) == self.systems or not whole:
                     found.append(ratio)
@@ -103,27 +111,15 @@ class Means:
         return found
 
 
-def means(frame: pd.DataFrame, measure: str, *by: str) -> Means:
-    """Means of a column over the rows of each cell (`KEY` and `by`) and `system`; nulls do not count."""
-    here = frame[frame[measure].notna()]
+def means(frame: pd.DataFrame, measure: str, *by: str, each: float = 1) -> Means:
+    """Means of a column over the rows of each cell (`CELL` and `by`) and `system`; nulls do not count."""
+    here = frame[frame[measure].notna()] if len(frame) else frame
     if here.empty:
         return Means(np.empty((0, 0)), {})
-    groups = here.groupby([*KEY, *by, "system"])[measure].agg(["mean", "count"]).reset_index()
-    keys = list(groups[[*KEY, *by]].itertuples(index=False, name=None))
-    columns = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    row = groups.system.rank(method="dense").astype(int).to_numpy() - 1
-    values = np.full((row.max() + 1, len(columns)), np.nan)
-    values[row, [columns[key] for key in keys]] = groups["mean"]
-    return Means(values, columns, float(groups["count"].mean()))
-
-
-def over_classes(m: Means) -> Means:
-    """The mean over classes, the last part of each column's key, in every cell."""
-    parts: dict[tuple, list[int]] = {}
-    for key, i in m.columns.items():
-        parts.setdefault(key[:-1], []).append(i)
-    values = [mean_of(m.shares[:, some], 1) for some in parts.values()]
-    return Means(np.stack(values, 1) if values else m.shares, {key: i for i, key in enumerate(parts)}, m.each)
+    names = [*CELL, *by]
+    order = list(dict.fromkeys(here[names].itertuples(index=False, name=None)))
+    wide = here.pivot_table(index="system", columns=names, values=measure)[order]
+    return Means(wide.to_numpy(), {key: i for i, key in enumerate(wide.columns)}, each)
 
 
 def mean_of(values: np.ndarray, axis: int) -> np.ndarray:
@@ -133,90 +129,86 @@ def mean_of(values: np.ndarray, axis: int) -> np.ndarray:
     return np.divide(np.where(known, values, 0).sum(axis), counts, out=np.full(counts.shape, np.nan), where=counts > 0)
 
 
-def interval(series: Series, systems: int) -> tuple[float, float, float]:
-    """Value, low, high (95%) of a statistic of resampled system prompts (`stats.spread_of`)."""
-    return stats.spread_of(float(series[0]), series[1:], systems).triple
+def interval(series: Series, systems: int, bounds: tuple[float, float] = (-np.inf, np.inf)) -> tuple[float, ...]:
+    """Value, low, high (95%) of a statistic of resampled system prompts (`stats.spread_of`), within its bounds."""
+    return tuple(np.clip(stats.spread_of(float(series[0]), series[1:], systems).triple, *bounds))
+
+
+# ---------------------------------------------------------------- one reading of all rows
 
 
 @dataclass(frozen=True)
 class Study:
-    """All means of the chapter in one reading."""
+    """All that was run, in one reading: a row per answer, keep rate or instruction, and the means of each measure."""
 
     reading: str
-    follow: Means  # of both orders
-    leak: Means
-    leak_defense: Means | None  # of the defense's own text
-    classes: Means | None  # alone: following by class and number of rules
-    kept: Means | None  # by part
-    examples_follow: Means | None
-    examples_leak: Means | None
-    timing: pd.DataFrame | None
-    by_item: pd.DataFrame | None  # alone: one row per instruction
-    floor: float  # leakage of a refusal
-    echo: float  # of an echo of the preamble alone
+    answers: pd.DataFrame  # the main study: columns of a cell, system, followed, told, tells_defense
+    kept: pd.DataFrame = field(default_factory=pd.DataFrame)  # directive and defense, by layer
+    classes: pd.DataFrame = field(default_factory=pd.DataFrame)  # without a defense: one row per instruction
+    examples: pd.DataFrame = field(default_factory=pd.DataFrame)
+    dials: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # main, examples: as described in either reading
+    timing: pd.DataFrame = field(default_factory=pd.DataFrame)
+    asked: float = 1  # instructions behind the following of one system prompt: as described, classes are what counts
+    floor: float = 0.0  # leakage of a refusal
+    echo: float = 0.0  # of an echo of the preamble alone
 
-    def cell(self, **cell) -> dict[str, Any]:
-        return {"reading": self.reading} | cell
+    @cached_property
+    def follow(self) -> Means:
+        return means(self.answers, "followed", each=self.asked)
+
+    @cached_property
+    def leak(self) -> Means:
+        return means(self.answers, "told")
+
+    @cached_property
+    def by_class(self) -> Means:
+        return means(self.classes, "passed", "rules", "kind")
+
+    @cached_property
+    def by_part(self) -> Means:
+        return means(self.kept, "kept", "part")
 
 
-def study(
-    reading: str,
-    main: pd.DataFrame,
-    items: Sequence,
-    *,
-    alone: pd.DataFrame | None = None,
-    kept: pd.DataFrame | None = None,
-    examples: pd.DataFrame | None = None,
-    timing: pd.DataFrame | None = None,
-) -> Study:
-    """A reading's means, from rows of `experiment.run` of `items` (main: both orders; alone: no defense; examples).
-
-    Following is the mean over instructions as run, and over classes as described, of each system prompt.
-    """
-    if reading not in claims.READINGS:
-        raise InputError(f"unknown reading {reading!r}: choose {' or '.join(claims.READINGS)}")
+def study(found: Found, reading: str) -> Study:
+    """The chapter's rows in one reading. Following is the mean over a system prompt's instructions as run, over their
+    classes as described: the same value, since no prompt holds a class twice, of several things or of one."""
     run = reading == "as_run"
-    failed = "missing" if run else "broken"
-    measure = "tells_directive" if run else "tells_rules"
-    scored = experiment.score(main, items, failed)
-    measure = measure if scored[measure].notna().any() else "tells_directive"
-    told = None if examples is None else experiment.score(examples, items, failed)
-    each = None if alone is None else experiment.by_class(alone, items, failed)
-    obeyed = experiment.by_class(main, items, failed)
-    part = None
-    if kept is not None and len(kept):
-        chosen = kept[kept.part.isin(["directive", "outside" if run else "defense"])]
-        part = means(chosen.assign(part=chosen.part.replace("outside", "defense")), "kept", "part")
-    floor = experiment.floors([item for item in items if item.id in set(main[main.request == "leak"].item)])
+    main = scores.in_reading(found.main, found.items, reading)
+    examples = scores.in_reading(found.examples, found.items, reading) if len(found.examples) else pd.DataFrame()
+    floor = scores.floors(found.of(found.main, request="leak")).loc[["refusal", "preamble"]]
+    told = floor["tells_directive"] if run or floor.tells_rules.isna().all() else floor["tells_rules"]
+    kept = scores.cells_of(scores.keep_rates(found.main), reading)
+    kept = kept[kept.part.isin(["directive", "outside" if run else "defense"])].replace(
+        {"part": {"outside": "defense"}}
+    )
+    each = scores.by_class(found.alone, found.items, "missing" if run else "broken")
     return Study(
         reading,
-        means(obeyed, "passed") if run else over_classes(means(obeyed, "passed", "kind")),
-        means(scored, measure),
-        means(scored, "tells_defense"),
-        None if each is None else means(each, "passed", "rules", "kind"),
-        part,
-        None if told is None else means(told, "followed"),
-        None if told is None else means(told, "tells_directive"),
-        timing,
-        each,
-        float(floor.loc["refusal", measure]),
-        float(floor.loc["preamble", measure]),
+        scores.cells_of(main, reading),
+        kept,
+        scores.cells_of(each, reading),
+        scores.cells_of(examples, reading) if len(examples) else pd.DataFrame(),
+        {
+            name: scores.cells_of(one, "as_described")
+            for name, one in (("main", main), ("examples", examples))
+            if len(one)
+        },
+        found.timing,
+        float(main.asked[main.followed.notna()].mean()) if run else 1.0,
+        *map(float, told),
     )
 
 
-def studies(found: experiment.Found, reading: str = "both") -> list[Study]:
-    """The chapter's runs in one reading or in both."""
-    if reading not in ("both", *claims.READINGS):
-        raise InputError(f"unknown reading {reading!r}: choose both, {' or '.join(claims.READINGS)}")
-    rest = {"alone": found.alone, "kept": found.kept, "examples": found.examples, "timing": found.timing}
-    chosen = claims.READINGS if reading == "both" else (reading,)
-    return [study(one, found.main, found.items, **rest) for one in chosen]
+def studies(found: Found, reading: str = "both") -> list[Study]:
+    """The chapter's rows in one reading or in both."""
+    return [study(found, one) for one in (claims.READINGS if reading == "both" else (reading,))]
 
 
-# ---- pieces that figures and claims share
+# ---------------------------------------------------------------- pieces that figures and claims share
 
 
 def middle(ratios: Iterable[float]) -> list[float]:
+    """Those from 0.3 to 0.7."""
     found = [ratio for ratio in ratios if MIDDLE[0] <= ratio <= MIDDLE[1]]
     if not found:
         raise NotTestable(f"no ratio from {MIDDLE[0]} to {MIDDLE[1]} was run")
@@ -245,36 +237,45 @@ def optimal(follow: np.ndarray, leak: np.ndarray, ties: bool = True) -> np.ndarr
     return ~((more > -1e-9) & (less > -1e-9) & ((more > 1e-9) | (less > 1e-9))).any(-1)
 
 
-def dial(s: Study, policy: str, order: str, where: str = "main") -> tuple[list[float], list[float], list[dict]]:
-    """(settings, ratios, cells) of a policy between default (0) and fair (1), as far as they were run. As described in
-    either reading: the public code has no dial."""
-    follow = s.follow if where == "main" else s.examples_follow
-    if follow is None:
+@dataclass(frozen=True)
+class Dial:
+    """A policy's settings between default (0) and fair (1), as far as they were run, with what they do."""
+
+    settings: list[float]
+    ratios: list[float]
+    cells: list[dict[str, Any]]
+    follow: Means
+    leak: Means
+
+
+def dial(s: Study, policy: str, order: str, where: str = "main") -> Dial:
+    """As described in either reading: the public code has no dial."""
+    if where not in s.dials:
         raise NotTestable("the study of labelled examples was not run")
+    follow, leak = (means(s.dials[where], name) for name in ("followed", "told"))
     names = {0.0: "default", 1.0: "fair"}
-    settings, found = [], []
+    settings, ratios, found = [], [], []
     for x in LAMBDAS:
         cell: dict[str, Any] = {"policy": policy, "order": order, "variant": names.get(x, f"debias {x:g}")}
-        cell["reading"] = "as_described"
         with suppress(NotTestable):
-            found.append((cell, set(follow.ratios(**cell))))
+            ratios.append(set(follow.ratios(**cell)))
             settings.append(x)
+            found.append(cell)
     if len(settings) < 3:
         raise NotTestable(f"no setting between default and fair was run for {policy}")
-    return settings, sorted(set.intersection(*[ratios for _, ratios in found])), [cell for cell, _ in found]
+    return Dial(settings, sorted(set.intersection(*ratios)), found, follow, leak)
 
 
 def optimality(
     s: Study, policies: Sequence[str], orders: Sequence[str], where: str = "main", *, ties: bool = True
 ) -> tuple[dict[float, Series], int]:
     """Of each setting, the share of (ratio, order, policy) cells in which it is Pareto-optimal; and their number."""
-    follow, leak = (s.follow, s.leak) if where == "main" else (s.examples_follow, s.examples_leak)
     found, known = [], []
     for name, order in product(policies, orders):
-        settings, ratios, cells = dial(s, name, order, where)
-        known.append(tuple(settings))
-        for ratio in ratios:
-            obeyed, told = (np.stack([m.at(ratio=ratio, **cell) for cell in cells], -1) for m in (follow, leak))
+        d = dial(s, name, order, where)
+        known.append(tuple(d.settings))
+        for ratio in d.ratios:
+            obeyed, told = (np.stack([m.at(ratio=ratio, **cell) for cell in d.cells], -1) for m in (d.follow, d.leak))
             lost = ~np.isfinite(obeyed + told).all(-1, keepdims=True)
             found.append(np.where(lost, np.nan, optimal(obeyed, told, ties)))
     if len(set(known)) > 1:
@@ -295,17 +296,9 @@ def safe_budget(s: Study, **cell) -> Series:
     return np.where(np.isnan(curve).any(1), np.nan, found)
 
 
-def follows_there(s: Study, share: float, **cell) -> bool:
-    """Whether a leak-safe budget is worth something: at it, at least half of what is followed uncompressed still is."""
-    ratio = round(1 - share, 6)
-    return bool(s.follow.at(ratio=ratio, **cell)[0] >= 0.5 * s.follow.at(ratio=0.0, **cell)[0])
-
-
 def bias(s: Study, ratios: Iterable[float], **cell) -> np.ndarray:
     """Keep rate of the directive minus that of the defense, mean over the ratios, [systems]."""
-    if s.kept is None:
-        raise NotTestable("keep rates were not measured")
-    directive, defense = (s.kept.mean(ratios, part=part, **cell) for part in experiment.PARTS[::-1])
+    directive, defense = (s.by_part.mean(ratios, part=part, **cell) for part in PARTS[::-1])
     return directive - defense
 
 
@@ -314,16 +307,14 @@ def class_curves(
 ) -> tuple[list[str], np.ndarray]:
     """Classes, and their accuracies [1 + DRAWS, ratios, classes], in prompts with one rule or several; without `few`
     only of classes that six prompts or more hold."""
-    if s.classes is None:
-        raise NotTestable("prompts without a defense were not run")
-    kinds = sorted({key[-1] for key in s.classes.columns if key[-2] == rules})
-    ratios, none = list(ratios), np.full(1 + stats.DRAWS, np.nan)
-    curves = np.stack([np.stack([none] * len(kinds), -1)] * len(ratios), 1)
+    kinds = sorted({key[-1] for key in s.by_class.columns if key[-2] == rules})
+    ratios = list(ratios)
+    curves = np.full((1 + stats.DRAWS, len(ratios), len(kinds)), np.nan)
     for (i, ratio), (j, kind) in product(enumerate(ratios), enumerate(kinds)):
         key = {"order": "alone", "ratio": ratio, "rules": rules, "kind": kind} | cell
         with suppress(NotTestable):  # every prompt with this class failed there
-            if few or s.classes.count(**key) >= stats.MIN_ITEMS:
-                curves[:, i, j] = s.classes.at(**key)
+            if few or s.by_class.count(**key) >= stats.MIN_ITEMS:
+                curves[:, i, j] = s.by_class.at(**key)
     return kinds, curves
 
 
@@ -343,14 +334,89 @@ def rank_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.nda
 def rank_drift(s: Study, rules: str, ratios: Sequence[float], **cell) -> tuple[float, np.ndarray]:
     """(start, coefficients [1 + DRAWS, ratios]): rank correlation with the first ratio, from 0, at which the classes
     are not all followed equally well; `NotTestable` where they always are."""
+    curves = class_curves(s, rules, ratios, few=False, **cell)[1]
     for start in (0.0, *ratios):
-        order = class_curves(s, rules, [start], few=False, **cell)[1]
-        found = rank_correlation(class_curves(s, rules, ratios, few=False, **cell)[1], order)
+        found = rank_correlation(curves, class_curves(s, rules, [start], few=False, **cell)[1])
         if np.isfinite(found[0]).any():
             found[:, [ratio < start for ratio in ratios]] = np.nan
             return start, found
     raise NotTestable("at every ratio all classes are followed equally well")
 
 
-LAMBDAS = (0.0, *experiment.LAMBDAS, 1.0)
-DIALS = {"main": (["streaming_llm"], experiment.ORDERS), "examples": (["snapkv", "tova"], ("normal",))}
+# ---------------------------------------------------------------- tables of resampled statistics, for the notebook
+
+
+def rankings(s: Study) -> pd.DataFrame:
+    """Without a defense, by policy, number of rules and ratio: mean accuracy, distance between the best and the worst
+    class, and rank correlation of the classes with the first ratio at which they differ. Columns measure, policy,
+    rules, ratio, value, low, high."""
+    rows = []
+    for name, rules in product(dict.fromkeys(key[1] for key in s.by_class.columns), ("single", "multi")):
+        ratios = sorted({key[3] for key in s.by_class.columns if key[1] == name})
+        curves = class_curves(s, rules, ratios, few=False, policy=name)[1]
+        found = {"mean accuracy": mean_of(curves, -1), "best minus worst": range_of(curves)}
+        with suppress(NotTestable):
+            found["rank correlation"] = rank_drift(s, rules, ratios, policy=name)[1]
+        rows += [
+            (measure, name, rules, ratio, *interval(column, s.by_class.systems, (-1, 1) if "rank" in measure else UNIT))
+            for measure, series in found.items()
+            for ratio, column in zip(ratios, series.T, strict=True)
+        ]
+    return pd.DataFrame(rows, columns=["measure", "policy", "rules", "ratio", "value", "low", "high"])
+
+
+def fronts(s: Study, where: str = "main") -> pd.DataFrame:
+    """What every setting of every dial follows and tells. Columns order, policy, ratio, setting, best (no other is
+    better in one and as good in the other), and followed, told with their intervals."""
+    rows = []
+    for policy, order in product(dict.fromkeys(s.answers.policy), ORDERS):
+        with suppress(NotTestable):
+            d = dial(s, policy, order, where)
+            for ratio in d.ratios:
+                told, followed = ([m.estimate(ratio=ratio, **cell) for cell in d.cells] for m in (d.leak, d.follow))
+                best = optimal(*(np.array([e.value for e in side]) for side in (followed, told)), ties=False)
+                rows += [
+                    (order, policy, ratio, x, bool(best[i]), *followed[i].triple, *told[i].triple)
+                    for i, x in enumerate(d.settings)
+                ]
+    sides = [f"{side}{end}" for side in ("followed", "told") for end in ("", "_low", "_high")]
+    return pd.DataFrame(rows, columns=["order", "policy", "ratio", "setting", "best", *sides])
+
+
+def optimal_shares(studies: Sequence[Study]) -> pd.DataFrame:
+    """How often each setting is Pareto-optimal, instructions (StreamingLLM, both orders) and labelled examples (SnapKV
+    and TOVA, defense first), by the paper's wording and by the usual one, beside what the paper printed. Columns study,
+    source, reading, setting, cells, value, low, high."""
+    files = {"main": "pitfalls_t01_debias_ifeval.csv", "examples": "pitfalls_t02_debias_longbench.csv"}
+    names = {"main": "instructions", "examples": "labelled examples"}
+    wordings = {True: "here, by the paper's wording", False: "here, by the usual definition"}
+    rows: list[tuple] = []
+    for where, file in files.items():
+        for x in LAMBDAS:
+            cell = {"file": file, "where": {"metric": f"avg optimality %, lambda={x:g}"}}
+            rows.append((names[where], "printed", "", x, 0, claims.paper_values(cell)[0] / 100, np.nan, np.nan))
+        for s, (ties, wording) in product(studies, wordings.items()):
+            with suppress(NotTestable):
+                share, count = optimality(s, *DIALS[where], where, ties=ties)
+                n = s.dials[where].system.nunique()
+                rows += [
+                    (names[where], wording, s.reading, x, count, *interval(one, n, UNIT)) for x, one in share.items()
+                ]
+    return pd.DataFrame(rows, columns=["study", "source", "reading", "setting", "cells", "value", "low", "high"])
+
+
+def safe_budgets(s: Study) -> pd.DataFrame:
+    """Leak-safe budget by order, policy and variant, of curves with two ratios or more. `follows`: at it, at least half
+    of what is followed uncompressed still is. Columns order, policy, variant, value, low, high, following, follows."""
+    rows = []
+    for order, policy, variant in dict.fromkeys(key[:3] for key in s.leak.columns):
+        cell = {"order": order, "policy": policy, "variant": variant}
+        with suppress(NotTestable):
+            if len(s.leak.ratios(True, **cell)) > 1:
+                series = safe_budget(s, **cell)
+                there, start = (s.follow.at(ratio=r, **cell)[0] for r in (round(1 - float(series[0]), 6), 0.0))
+                rows.append(
+                    (*cell.values(), *interval(series, s.leak.systems, UNIT), there, bool(there >= 0.5 * start))
+                )
+    names = ["order", "policy", "variant", "value", "low", "high", "following", "follows"]
+    return pd.DataFrame(rows, columns=names)

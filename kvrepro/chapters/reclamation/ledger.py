@@ -15,6 +15,7 @@ import numpy as np
 from kvrepro.errors import InputError
 
 Copies = tuple[np.ndarray, np.ndarray]  # flat slots (block * block_size + offset): read all of the first, then write
+LAYOUTS = ("none", "repack", "fill", "emptiest")
 NONE: Copies = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
@@ -145,19 +146,17 @@ class Ledger:
         target = np.array([starts[int(r)] for r in run[source]], np.int64) + rank
         return self._compact(number, s, source, target)
 
-    def fill(self, number: int, vacate: str = "tail") -> tuple[int, Copies]:
+    def fill(self, number: int, emptiest: bool = False) -> tuple[int, Copies]:
         """Hole filling: (blocks freed, copies). Of n survivors those behind the first n slots move into holes before
         them; the order of the text is left to the position map.
 
-        vacate: "tail" empties the last blocks, "emptiest" those with the fewest survivors (any block can go: a table
-        is a list of numbers). Shared blocks come first in the new table; none is moved, read or written.
+        The last blocks are vacated, or the `emptiest`, those with the fewest survivors: any block can go, a table is a
+        list of numbers. Shared blocks come first in the new table; none is moved, read or written.
         """
-        if vacate not in ("tail", "emptiest"):
-            raise InputError(f"vacate is {vacate!r}: choose 'tail' or 'emptiest'")
         s, size = self.sequences[number], self.block_size
         shared = self.references[s.blocks] > 1
         living = (s.positions >= 0).reshape(-1, size).sum(1)
-        order = np.lexsort((-living if vacate == "emptiest" else living * 0, ~shared))
+        order = np.lexsort((-living * emptiest, ~shared))
         s = _blocks_of(s, order, size)
         first = int(shared.sum()) * size
         own = s.positions[first:] >= 0
@@ -165,6 +164,14 @@ class Ledger:
         source = first + dense + np.flatnonzero(own[dense:])
         target = first + np.flatnonzero(~own[:dense])
         return self._compact(number, s, source, target)
+
+    def compact(self, number: int, layout: str) -> tuple[int, Copies]:
+        """A compaction by its name: "none", "repack", "fill", or "emptiest", which fills from the emptiest blocks."""
+        if layout not in LAYOUTS:
+            raise InputError(f"layout {layout!r}: choose {', '.join(LAYOUTS)}")
+        if layout == "none":
+            return 0, NONE
+        return self.repack(number) if layout == "repack" else self.fill(number, layout == "emptiest")
 
     # ---- what there is
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvrepro.chapters.reclamation.ledger import NONE, Copies, Ledger, Sequence
+from kvrepro.chapters.reclamation.ledger import Copies, Ledger, Sequence
 from kvrepro.chapters.reclamation.survivors import GIVEN
 from kvrepro.engine.attention import Part, installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown
@@ -66,8 +66,8 @@ class PagedCache:
                 flat[target] = flat[source]
 
     def compact(self, number: int, layout: str) -> Copies:
-        """`Ledger.repack` or `Ledger.fill` ("none": neither), carried out: the copies that were made."""
-        copies = NONE if layout == "none" else getattr(self.ledger, layout)(number)[1]
+        """`Ledger.compact`, carried out: the copies that were made."""
+        copies = self.ledger.compact(number, layout)[1]
         self.copy(copies)
         return copies
 

@@ -1,19 +1,18 @@
-"""Who chooses the survivors: policies of the catalogue at four granularities, or another run's choice.
+"""Who chooses the survivors: a policy of the catalogue or one of a reader at four granularities, or another run.
 
 A granularity is an `across` of the policy: what heads and layers do not choose for themselves they choose by their mean
-scores. Conditions name these policies as they would name a reader's own, `path/to/this/file.py:NAME`.
+scores.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from kvrepro.engine.allocate import joint_layers
-from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.policy import Policy
+from kvrepro.engine.policy import Policy, find, is_own, own
 from kvrepro.engine.regime import Regime
 from kvrepro.engine.score.keys import shared_by_layers
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
@@ -25,7 +24,10 @@ POLICIES = {  # of the chapter: the catalogue's, the reading that is meant
     "window": ("snapkv", "as_run"),  # average-pooled over 5
     "redundancy": ("r_kv", "as_described"),
 }
+PUBLISHED = ("streaming_llm", "tri_attention", "tova", "h2o_online", "snapkv", "ada_kv", "r_kv", "k_norm")
 WINDOW = 32  # queries that "window" looks at; half of a budget below 64
+# An eighth of DuoAttention's own 128 and 256, as prompts are: it protects them in every head, whatever the budget.
+SWITCHES = {"duo_attention": (("sinks", 16), ("recent", 32))}
 
 
 def per_layer(
@@ -46,21 +48,34 @@ def one_set(
 ACROSS = {"one set": one_set, "per layer": per_layer, "per head": None, "joint": joint_layers}
 JOINT = tuple(ACROSS)
 GRANULARITIES = JOINT[:3]
-SCORED = [CATALOGUE[name] for name in ("h2o_online", "snapkv", "r_kv")]
-h2o_online_one_set, snapkv_one_set, r_kv_one_set = (replace(policy, across=one_set) for policy in SCORED)
-h2o_online_per_layer, snapkv_per_layer, r_kv_per_layer = (replace(policy, across=per_layer) for policy in SCORED)
-h2o_online_joint, snapkv_joint, r_kv_joint = (replace(policy, across=joint_layers) for policy in SCORED)
 
 
-def condition(policy: str, granularity: str, budget: int, regime: Regime) -> Condition:
-    """One of the chapter's policies at a granularity; positions alone choose one set in any case."""
-    if policy not in POLICIES or granularity not in ACROSS:
-        raise InputError(f"{policy!r}, {granularity!r}: choose {', '.join(POLICIES)}; {', '.join(JOINT)}")
-    name, reading = POLICIES[policy]
-    switches = (("window", min(WINDOW, budget // 2)),) if policy == "window" else ()
+def condition(policy: str, granularity: str, budget: int | float, regime: Regime) -> Condition:
+    """A policy (`POLICIES`, the catalogue's or a reader's own) at a granularity. "per head" is as it was published;
+    positions alone choose one set in any case."""
+    if granularity not in ACROSS:
+        raise InputError(f"granularity {granularity!r}: choose {', '.join(JOINT)}")
+    name, reading = POLICIES.get(policy, (policy, "as_described"))
+    switches = (("window", min(WINDOW, int(budget) // 2)),) if policy == "window" else SWITCHES.get(name, ())
     if granularity != "per head" and policy != "sinks_recency":
-        name = f"kvrepro/chapters/reclamation/survivors.py:{name}_{granularity.replace(' ', '_')}"
+        name = own(f"{name}, {granularity}", replace(find(name), across=ACROSS[granularity]))
     return Condition(name, budget, regime, reading=reading, switches=switches)
+
+
+def label(policy: str) -> str:
+    """A policy's name in tables: the chapter's for its own, else the title."""
+    return policy if policy in POLICIES else find(policy).title
+
+
+def varied(policies: Sequence[str]) -> list[str]:
+    """Those that choose at every granularity: the chapter's and a reader's own; where there are none, all."""
+    return [name for name in policies if name in POLICIES or is_own(name)] or list(policies)
+
+
+def published(policies: Sequence[str]) -> list[str]:
+    """Those that choose as they were published: the catalogue's and a reader's own; where there are none, the policies
+    that the chapter's come from."""
+    return [name for name in policies if name not in POLICIES] or [POLICIES[name][0] for name in policies]
 
 
 def given(o: Observation, survivors: Mapping[int, Tensor]) -> Scores:

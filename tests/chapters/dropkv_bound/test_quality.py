@@ -1,4 +1,4 @@
-"""Answers under DropKV and its peers: conditions, tables on frames with known means, and one layer's loss."""
+"""Answers under DropKV and its peers: conditions, pairs on frames with known means, and one layer's loss."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ import tiny
 import torch
 
 from kvrepro.chapters.dropkv_bound import quality
+from kvrepro.chapters.dropkv_bound.settings import Given
 from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
 from kvrepro.experiment import data
 from kvrepro.experiment.judge import NotTestable
-from kvrepro.experiment.run import Settings
 
 
 def rows(n: int = 8) -> pd.DataFrame:
@@ -28,8 +28,8 @@ def rows(n: int = 8) -> pd.DataFrame:
 
 
 def test_every_condition_can_be_met_and_carries_the_paper_s_settings():
-    grid = quality.grid((0.05, 0.3))
-    assert set(grid) == {"full", *quality.PEERS, *quality.VARIANTS}
+    grid = quality.grid(Given(shares=(0.05, 0.3)))
+    assert set(grid) == {"full", "dropkv", *quality.PEERS, *quality.VARIANTS}
     for conditions in grid.values():
         for one in conditions:
             check(one, 1900)
@@ -37,8 +37,13 @@ def test_every_condition_can_be_met_and_carries_the_paper_s_settings():
     assert dict(grid["snapkv"][0].switches) == {"window": 8, "kernel": 11}
     assert dict(grid["DropKV, average pooling"][0].switches) == {"window": 8, "kernel": 11, "pool": "average"}
     assert grid["streaming_llm"][0].switches == ()
-    with pytest.raises(InputError, match="unknown policy 'nokv'"):
-        quality.grid((0.1,), ["nokv"])
+
+
+def test_policies_are_named_once_and_dropkv_is_always_there():
+    assert quality.peers_of(["snapkv", "dropkv", "full", "snapkv", "tova"]) == ["snapkv", "tova"]
+    for wrong, message in ((["nokv"], "unknown policy 'nokv'"), ("snapkv", "policies 'snapkv': give a list")):
+        with pytest.raises(InputError, match=message):
+            quality.peers_of(wrong)
 
 
 def test_differences_and_leads_are_paired():
@@ -56,20 +61,6 @@ def test_an_item_that_failed_drops_out_where_it_failed_only():
     broken.loc[(broken["item"] == "i3") & (broken.method == "snapkv"), "token_f1"] = np.nan
     assert "i3" not in quality.pair(broken, "snapkv", 0.05).index
     assert "i3" in quality.pair(broken, "full", 0.05).index
-
-
-def test_tables():
-    found = quality.table(rows()).set_index(["method", "share"])
-    assert found.f1["dropkv", 0.05] == pytest.approx(0.59)
-    assert found.lead["snapkv", 0.3] == pytest.approx(0.1)
-    assert found.lead_low["snapkv", 0.3] < 0.1 < found.lead_high["snapkv", 0.3]
-    text = quality.shown(rows())
-    assert text.index.tolist() == ["full cache", "DropKV", "SnapKV"]
-    assert text["5%"]["SnapKV"].startswith("0.490 [")
-    assert quality.numbers(rows())["f1-dropkv"].startswith("0.590 [")
-    assert quality.numbers(rows())["least-share"] == "5%"
-    both = pd.concat([rows(), rows().assign(length=500)])
-    assert quality.by_length(both).shape == (3, 2)
 
 
 class Loaded:
@@ -91,14 +82,15 @@ def test_the_loss_of_a_layer_or_a_head_is_that_of_a_model_with_its_keys_masked(m
     monkeypatch.setattr(data, "build_prompt", lambda *_: data.Prompt(ids, {}))
     loaded = Loaded()
     item = data.Item("a", "task", (), "answer")
-    layers, heads = quality.answer_losses(loaded, [item], Settings(tmp_path), share=0.25, window=4, kernel=3)
+    settings = Given(results=tmp_path, shares=(0.25, 0.5), window=4, kernel=3)
+    layers, heads = quality.answer_losses(loaded, [item], settings)
     found, of_head = layers.set_index("layer").loss, heads.set_index(["layer", "head"]).loss
     assert len(of_head) == 3 * 6
     assert found.index.tolist() == [0, 1, 2]
     assert found.abs().max() > 1e-3
 
-    for kept_all in quality.answer_losses(loaded, [item], Settings(tmp_path), share=1.0, window=4, kernel=3):
-        assert kept_all.loss.abs().max() < 1e-5
+    every = quality.answer_loss(loaded, item, share=1.0, window=4, kernel=3, limit=64)
+    assert every.loss.abs().max() < 1e-5
 
     answer, masks = [5, 9, 7], {}
 

@@ -1,8 +1,6 @@
-"""The bound's frames on a tiny model, and tables, intervals and verdicts on frames whose answer is known."""
+"""The bound's frames on a tiny model, and estimates and verdicts on frames whose answer is known."""
 
 import json
-import re
-from pathlib import Path
 
 import checkpoint
 import numpy as np
@@ -12,15 +10,16 @@ import tiny
 import torch
 from scipy import stats as scipy_stats
 
-from kvrepro.chapters.dropkv_bound import bound, members, quality, tables, triples
+from kvrepro.chapters.dropkv_bound import bound, estimates, members, quality, triples
 from kvrepro.chapters.dropkv_bound import study as runs
-from kvrepro.chapters.dropkv_bound.study import Settings, Study
+from kvrepro.chapters.dropkv_bound.settings import Given, Sampling, Settings
+from kvrepro.chapters.dropkv_bound.study import Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
+from kvrepro.engine.policy import OWN, Policy, own
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, data, models
-from kvrepro.experiment.run import Settings as RunSettings
 
-SMALL = Settings(pools=(0.9, 24), positions=1, ks=(10, 18), per_cell=6, shares=(0.2, 0.5), window=4, kernel=3, steps=3)
+SMALL = Sampling(pools=(0.9, 24), positions=1, shares=(0.2, 0.5), window=4, kernel=3, steps=3)
 
 
 class Loaded:
@@ -44,7 +43,7 @@ def study(frames) -> Study:
     found = {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}
     records = found["records"]
     found["records"] = records.assign(ratio=1 + (records.ratio - 1) * rng.uniform(0.9, 1.1, len(records)))
-    return Study(**found, settings=SMALL)
+    return Study(**found)
 
 
 def test_one_prompt_gives_every_frame(frames):
@@ -57,7 +56,7 @@ def test_one_prompt_gives_every_frame(frames):
     rules = 5 + len(RULES) + 2  # one query: 5; the window: all; pooled: 2
     assert len(r) == 3 * 2 * rules * (len(STRATA) + 2 + len(STRATA))  # ours add two strata for one of two objectives
     assert (r.ratio > 1 - 1e-9).all()  # nothing beats the optimum
-    own = tables.selected(r)
+    own = estimates.selected(r)
     assert len(own) == 3 * len(STRATA) * 2
     assert (own.ratio <= own.bound * (1 + 1e-9)).all()  # theorem 1 on a real model's triples
     assert frames["lemma"][["single", "joint"]].to_numpy().max() < 1e-11
@@ -80,7 +79,7 @@ def test_a_guarantee_without_enumeration_is_never_below_one(frames):
 
 def test_a_prompt_with_fewer_triples_than_asked_gives_all_of_them():
     records = runs.prompt(Loaded(), tiny.prompts(60)[0], SMALL, take=50)["records"]
-    assert len(tables.selected(records)) == 18 * len(STRATA) * 2
+    assert len(estimates.selected(records)) == 18 * len(STRATA) * 2
 
 
 def test_only_the_parts_that_are_asked_for_are_computed():
@@ -88,32 +87,37 @@ def test_only_the_parts_that_are_asked_for_are_computed():
     assert set(found) == {"assumptions"}
 
 
-def test_profiles_take_changes():
-    items, settings = runs.size("quick", None, positions=None, per_cell=12)
-    assert (items, settings.per_cell, settings.positions) == (12, 12, 2)
-    assert runs.size("quick", 7)[0] == 7
-    with pytest.raises(InputError, match="choose quick or full"):
-        runs.size("slow")
+def test_a_profile_s_numbers_can_be_changed():
+    quick, full = Given(), Given(profile="full", triples=12)
+    assert (quick.prompts(None), quick.prompts(7), quick.sampling.positions, quick.enumerated) == (12, 7, 2, 150)
+    assert (full.prompts(None), full.sampling.positions, full.enumerated) == (48, 4, 12)
+    assert Given(positions=3).sampling == Given(positions=3, results="elsewhere", tokens=900).sampling
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"n_items": 0}, "n_items 0: a whole number, at least 1"),
         ({"k": 0}, "k 0: a whole number"),
         ({"pools": []}, "pools is \\[\\]: give a list"),
-        ({"pools": 0.5}, "pools is 0.5: give a list"),
+        ({"pools": 0.5}, "pools 0.5: give a list"),
         ({"pools": [0.5, 1.5]}, "pools 1.5: a whole number, at least 1, or a number, above 0, below 1"),
-        ({"pools": [0.9, 0.8, 0.7, 0.6, 0.5]}, "5 pools > 4"),
+        ({"pools": [0.9, 0.9]}, "pools has lowest 90% twice"),
         ({"positions": 0}, "positions 0: a whole number"),
         ({"window": 0}, "window 0: a whole number"),
         ({"shares": []}, "shares is \\[\\]: give a list"),
         ({"shares": [0.1, 1.0]}, "shares 1.0: a number, above 0, below 1"),
+        ({"lengths": []}, "lengths is \\[\\]: give a list"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0"),
+        ({"windw": 4}, "unknown option 'windw', did you mean 'window'"),
     ],
 )
 def test_parameters_are_refused_before_anything_runs(given, message):
+    pools, shares = given.get("pools", [0.5]), given.get("shares", [0.1])
+    options = {name: value for name, value in given.items() if name not in ("pools", "shares")}
     with pytest.raises(InputError, match=message):
-        runs.size("quick", **given)
+        Settings.of(options).given(pools, shares)
+    with pytest.raises(InputError, match="n_items 0: a whole number, at least 1"):
+        Given().prompts(0)
 
 
 # ---- prompts of a given length
@@ -131,7 +135,7 @@ def counts(loaded, items) -> list[int]:
 
 def test_the_world_s_prompts_have_the_length_asked_for_in_the_model_s_own_tokens(foreign):
     tokens = 1900
-    given = (quality.RETRIEVAL, 6, tokens, Settings(pools=(0.9,)))
+    given = (quality.RETRIEVAL, 6, Given(pools=(0.9,), tokens=tokens))
     found = runs.questions(foreign, *given)
     assert 0.9 * tokens < max(counts(foreign, found)) <= tokens
     own = models.load()
@@ -141,23 +145,23 @@ def test_the_world_s_prompts_have_the_length_asked_for_in_the_model_s_own_tokens
 
 
 def test_lengths_that_cannot_be_had_are_left_out_and_told(foreign, capsys):
-    settings = Settings(pools=(0.9, 0.5))
-    found = runs.questions_by_length(foreign, quality.RETRIEVAL, 2, [300, 1900, 9000], settings)
-    assert list(found) == [1900]
+    settings = Given(pools=(0.9, 0.5), lengths=(300, 1900, 9000))
+    found = runs.questions_by_length(foreign, quality.RETRIEVAL, 4, settings)
+    assert [(length, len(items)) for length, items in found.items()] == [(1900, 2)]
     told = capsys.readouterr().out
     assert "length 300 is left out: prompts of 300 tokens of small wanted" in told
     assert "length 9000 is left out: 9000 + 48 tokens > context 4096" in told
     with pytest.raises(InputError, match="context 4096"):
-        runs.questions_by_length(foreign, quality.RETRIEVAL, 2, [9000], settings)
-    with pytest.raises(InputError, match="lengths is"):
-        runs.questions_by_length(foreign, quality.RETRIEVAL, 2, [], settings)
-    with pytest.raises(InputError, match="max_new_tokens 0"):
-        runs.questions(foreign, quality.RETRIEVAL, 2, 1900, settings, max_new_tokens=0)
+        runs.questions_by_length(foreign, quality.RETRIEVAL, 2, Given(lengths=(9000,)))
 
 
-def test_pools_that_no_query_can_fill_are_refused_before_the_run(foreign):
-    with pytest.raises(InputError, match="keys before a query's window < pool of 1500"):
-        runs.questions(foreign, quality.RETRIEVAL, 2, 1900, Settings(pools=(1500,)))
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [((1500,), "keys before a query's window < pool of 1500"), ((0.01,), r"a pool of \d+ of \d+ keys < 20 to draw")],
+)
+def test_pools_that_no_query_can_fill_are_refused_before_the_run(foreign, pools, message):
+    with pytest.raises(InputError, match=message):
+        runs.questions(foreign, quality.RETRIEVAL, 2, Given(pools=pools))
 
 
 def test_a_passage_is_cut_and_messages_are_taken_as_they_are(foreign, tmp_path):
@@ -167,16 +171,16 @@ def test_a_passage_is_cut_and_messages_are_taken_as_they_are(foreign, tmp_path):
     passages.write_text("".join(json.dumps(row) + "\n" for row in rows))
     turns = [[{"role": "user", "content": "Which door is open? " * (30 + i)}] for i in range(2)]
     messages.write_text("".join(json.dumps({"messages": turn, "answer": "red"}) + "\n" for turn in turns))
-    few = Settings(pools=(0.9, 0.5))
-    assert list(runs.questions_by_length(foreign, str(passages), 2, [300, 400], few)) == [300, 400]
-    [length] = runs.questions_by_length(foreign, str(messages), 2, [300, 400], few)
+    few = Given(pools=(0.9, 0.5), lengths=(300, 400))
+    assert list(runs.questions_by_length(foreign, str(passages), 2, few)) == [300, 400]
+    [length] = runs.questions_by_length(foreign, str(messages), 4, few)
     assert length == max(counts(foreign, data.load_items(str(messages), 2)))
     with pytest.raises(InputError, match=f"has {length} tokens > 100"):
-        runs.questions(foreign, str(messages), 2, 100, few)
+        runs.questions(foreign, str(messages), 2, Given(pools=(0.9,), tokens=100))
 
 
 def test_the_study_s_own_length_is_not_run_again(study):
-    found = runs.by_length(Loaded(), study, {60: []}, RunSettings(), tokens=60)
+    found = runs.by_length(Loaded(), study, {60: []}, Given(pools=SMALL.pools, tokens=60))
     first = study.assumptions[study.assumptions.pool == "lowest 90%"]
     assert len(found) == 2 * len(first)  # one position, two pools
     assert set(found.length) == {60}
@@ -189,53 +193,49 @@ def test_rank_correlation_is_spearman_s_and_ranks_infinity_last():
     rng = np.random.default_rng(1)
     x = rng.normal(size=80)
     frame = pd.DataFrame({"item": np.arange(80) // 10, "x": x, "y": x + rng.normal(size=80)})
-    value, low, high = tables.rank_correlation(frame, "x", "y").triple
+    value, low, high = estimates.rank_correlation(frame, "x", "y").triple
     assert value == pytest.approx(scipy_stats.spearmanr(frame.x, frame.y).statistic)
     assert low < value < high
     top = frame.assign(x=np.where(frame.y == frame.y.max(), np.inf, frame.y))
-    assert tables.rank_correlation(top, "x", "y").value == pytest.approx(1)
+    assert estimates.rank_correlation(top, "x", "y").value == pytest.approx(1)
+
+
+def test_a_column_that_does_not_vary_has_no_correlation():
+    frame = pd.DataFrame({"item": np.arange(80) // 10, "x": np.inf, "y": np.arange(80.0)})
+    assert np.isnan(estimates.rank_correlation(frame, "x", "y").value)
 
 
 def test_a_loss_that_grows_with_the_factor_is_predicted(study):
-    rng = np.random.default_rng(2)
-    closed = study.assumptions.assign(c_low=rng.uniform(0.1, 0.9, len(study.assumptions)))
-    study = Study(closed, study.records, study.lemma, study.budgets, study.alignment, study.settings)
     first = study.assumptions[study.assumptions.pool == "lowest 90%"]
-    factor = tables.with_factor(first, 10).groupby(["item", "layer"], as_index=False).factor.median()
-    losses = factor.assign(loss=factor.factor.rank())[["item", "layer", "loss"]]
-    found = tables.prediction(study, losses, k=10)
-    assert found.rho["factor against loss, per item, layer"] == pytest.approx(1)
-    with pytest.raises(InputError, match="give loss and item"):
-        tables.prediction(study, losses.drop(columns="loss"))
+    open_cones = first.assign(c_low=np.random.default_rng(2).uniform(0.1, 0.9, len(first)))
+    factors = estimates.with_factor(open_cones, 10)
+    losses = factors.groupby(["item", "layer"], as_index=False).factor.median()
+    losses = losses.assign(loss=losses.factor.rank())[["item", "layer", "loss"]]
+    found = estimates.predictions(estimates.selected(study.records), factors, {"per layer": losses})
+    assert found.set_index("question").value["per layer"] == pytest.approx(1)
+    assert len(found) == 5  # two for each k, and one
+    assert (found.low >= -1).all()
+    assert (found.high <= 1).all()
 
 
-# ---- tables and verdicts
+def test_medians_have_the_columns_of_means(study):
+    found = estimates.medians(study.assumptions, ["pool", "layer"], "c_low")
+    assert found.columns.tolist() == ["pool", "layer", "value", "low", "high", "n"]
+    one = study.assumptions[(study.assumptions.pool == "24 lowest") & (study.assumptions.layer == 1)]
+    row = found[(found.pool == "24 lowest") & (found.layer == 1)].iloc[0]
+    assert (row.value, row.n) == (pytest.approx(one.c_low.median()), 8)
 
 
-def test_tables_stand_beside_the_printed_numbers(study):
-    eps = tables.eps_table(study)
-    assert eps["paper, 128K", "Llama"]["median"] == "3.1e-6"
-    assert eps["here", "24 lowest"]["triples"] == "144"
-    cone = tables.cone_table(study)
-    assert cone["paper, 128K", "Qwen"]["max"] == "0.845"
-    share = tables.threshold_table(study)
-    low = study.assumptions[study.assumptions.pool == "lowest 90%"].c_low
-    assert float(share["here", "lowest 90%"]["tau = 0.10"]) == pytest.approx(100 * (low > 0.1).mean(), rel=0.01)
-    assert tables.factor_table(study)["paper, 128K", "Mistral"]["p95"] == "115"
-    ratio = tables.ratio_table(study)
-    assert ratio.loc[("k = 10", "near-threshold")]["paper", "DropKV", "p50"] == "1.140 to 1.160"
-    assert len(ratio) == 8
-    assert tables.robust_table(study).shape[1] == 2
+def test_printed_tables_have_a_row_per_model():
+    eps = estimates.printed("dropkv_t12_eps.csv", {"median eps": "50%", "sampled triples": "count"})
+    assert eps.loc["paper: Llama-3.1-8B"].tolist() == [3.1e-6, 32000]
+    ratios = estimates.printed_ratios()
+    assert len(ratios) == 8
+    near = ratios[(ratios.k == 10) & (ratios.stratum == "threshold")].iloc[0]
+    assert (near.low, near.high) == (pytest.approx(1.14), pytest.approx(1.43))
 
 
-def test_peers_and_prevalence_have_intervals(study):
-    peers = tables.peers(study)
-    assert peers.ratio.is_monotonic_increasing
-    assert set(peers[peers.queries == 4].rule) == set(RULES)
-    assert (peers.low <= peers.ratio).all()
-    layers = tables.prevalence(study)
-    assert len(layers) == 3 * 2
-    assert layers.share.between(0, 1).all()
+# ---- verdicts
 
 
 def test_every_claim_has_a_verdict_and_the_columns_of_the_book(study):
@@ -247,25 +247,6 @@ def test_every_claim_has_a_verdict_and_the_columns_of_the_book(study):
     verdicts = frame.set_index("claim").verdict
     assert verdicts["D3h"] == "reproduced"  # a theorem
     assert (verdicts[["D4", "D4b", "D4c", "D4d", "D5"]] == "not testable here").all()  # no answers were generated
-    assert "<caption>All</caption>" in tables.shown(claims.overview(frame), "All").to_html()
-    found = tables.numbers(frame, study)
-    assert all(isinstance(value, str) for value in found.values())
-    assert found["violations"] == "0"
-    json.dumps(found)
-
-
-def test_every_glued_number_is_computed(study):
-    chapter = json.loads((Path(runs.__file__).resolve().parents[3] / "notebooks/dropkv_bound.ipynb").read_text())
-    text = "\n".join("".join(cell["source"]) for cell in chapter["cells"])
-    wanted = set(re.findall(r"\{glue:\w+\}`([^`:]+)", text))
-    frame = members.evaluate(study, model="tiny", profile="quick")
-    methods = ["full", *quality.PEERS, *quality.VARIANTS]
-    rows = pd.DataFrame(
-        {"item": i, "method": name, "share": 1.0 if name == "full" else 0.05, "token_f1": 0.5, "length": 1900}
-        for i in range(6)
-        for name in methods
-    )
-    assert wanted <= set(tables.numbers(frame, study) | quality.numbers(rows))
 
 
 def answered(full: float, dropkv: float, peer: float, task: str = "needle", tokens: int = 1900) -> pd.DataFrame:
@@ -311,43 +292,41 @@ def test_a_share_that_was_not_run_is_told(study):
     assert found.note["D4b"] == "not run: dropkv at 5%"
 
 
-def test_the_explanation_follows_the_frames(study):
-    where, own = ["item", "layer", "head", "position"], study.records.copy()
-    pools = study.assumptions.assign(c_low=np.where(study.assumptions["head"] % 2, 0.1, -0.1))
-    odd = own["head"] % 2 == 1
-
-    def said(ratio) -> str:
-        return tables.explanation(
-            Study(pools, own.assign(ratio=ratio), study.lemma, study.budgets, study.alignment, study.settings)
-        )
-
-    rng = np.random.default_rng(0).uniform(0, 0.01, len(own))
-    if own.merge(pools, on=where)["head"].mod(2).nunique() == 2:
-        assert "goes with near-optimality" in said(np.where(odd, 1.0, 1.5) + rng)
-        assert "runs against" in said(np.where(odd, 1.5, 1.0) + rng)
-    closed = Study(pools.assign(c_low=-0.1), own, study.lemma, study.budgets, study.alignment, study.settings)
-    assert tables.explanation(closed).startswith("The pool of no triple has a cone")
+def test_the_ratio_with_and_without_a_cone(study):
+    own = estimates.selected(study.records)
+    pools = study.assumptions[study.assumptions.pool == "lowest 90%"]
+    pools = pools.assign(c_low=np.where(pools["head"] % 2, 0.1, -0.1))
+    heads = sorted(own["head"].unique())
+    own = own.assign(ratio=np.where(own["head"] % 2, 1.0, 1.5), head=own["head"])
+    found = estimates.cone_and_ratio(own, pools)
+    if len({head % 2 for head in heads}) == 2:
+        assert (found["with"].value, found["without"].value, found["difference"].value) == (1.0, 1.5, 0.5)
+    closed = estimates.cone_and_ratio(own, pools.assign(c_low=-0.1))
+    assert closed["with"].n == 0
+    assert np.isnan(closed["difference"].value)
+    assert estimates.side(closed["difference"]) == ""
+    assert estimates.median_gap(np.array([[1.5, 1], [1.7, 1], [1.0, 0]])) == pytest.approx(0.6)
 
 
 def test_verdicts_follow_the_frames(study):
     """The same study with every cone closed, and with every ratio above the bound."""
     a = study.assumptions.assign(c_low=-0.1)
     r = study.records.assign(ratio=1.5 * study.records.bound.fillna(1e9))
-    changed = Study(a, r, study.lemma, study.budgets, study.alignment, study.settings)
+    changed = Study(a, r, study.lemma, study.budgets, study.alignment)
     verdicts = members.evaluate(changed, model="tiny", profile="quick").set_index("claim").verdict
     assert (verdicts[["D1", "D1b", "D2", "D3", "D3h"]] == "not reproduced").all()
 
 
 def test_fewer_than_six_prompts_decide_nothing(study):
-    few = {name: frame[frame["item"] < "prompt-5"] for name, frame in vars(study).items() if name != "settings"}
-    frame = members.evaluate(Study(**few, settings=SMALL), model="tiny", profile="quick")
+    few = {name: frame[frame["item"] < "prompt-5"] for name, frame in vars(study).items()}
+    frame = members.evaluate(Study(**few), model="tiny", profile="quick")
     exact = frame.claim.isin(["D3c", "D3h"])  # a counterexample is one in any number of prompts
     assert set(frame[(frame.topic != "kernels") & ~exact].verdict) == {"not testable here"}  # timings are not prompts
 
 
 def test_a_record_above_the_bound_refutes_the_theorem_and_is_named(study):
     r = study.records.copy()
-    own = tables.selected(r)
+    own = estimates.selected(r)
     at = own[np.isfinite(own.bound)].index[3]
     r.loc[at, "ratio"] = 2 * r.bound[at]
     row = (
@@ -368,3 +347,57 @@ def test_the_shift_without_residuals_is_lemma_1_s():
             assert runs._moved(t, evicted).sqrt() == pytest.approx(bound.shift(t.p, t.v, evicted).norm().item())
 
     triples.triples(model, ids, [29], visit)
+
+
+# ---- policies of one's own
+
+
+@pytest.fixture
+def mine():
+    """DropKV's rule as a reader would write it."""
+
+    def dropkv(o):
+        p = o.attention
+        moved = (p / (1 - p)).square() * (o.outputs[..., None, :] - o.values[:, :, None, None].float()).square().sum(-1)  # noqa: PD011
+        return moved.sum((2, 3))
+
+    name = own("mine", Policy("Mine", "a test", dropkv, parameters={"window": 16, "recent": "window"}))
+    yield name
+    del OWN[name]
+
+
+def test_a_policy_of_one_s_own_chooses_from_the_same_keys(mine, monkeypatch, frames):
+    ids = tiny.prompts(60)[0]
+    monkeypatch.setattr(data, "build_prompt", lambda *_: data.Prompt(ids, {}))
+    loaded = Loaded()
+    loaded.tokenizer = None
+    found = runs.other_of_item(loaded, (data.Item("a", "task", (), "answer"), 3), mine, SMALL, 60)
+    keys = ["layer", "head", "position", "stratum", "k", "objective"]
+    rule = frames["records"].query("rule == 'dropkv' and queries == 4 and kernel == 1")
+    both = found.merge(rule, on=keys, suffixes=("", "_rule"))
+    assert len(both) == len(found) == len(rule)
+    assert set(found.rule) == {"mine"}
+    assert np.isclose(both.value, both.value_rule, rtol=1e-4).mean() > 0.9  # in float32 near ties may go either way
+
+
+def test_claims_about_policies_in_general_are_asked_of_one_s_own(mine, study):
+    own_records = study.records.query("rule == 'dropkv' and queries == 4 and kernel == 1")
+    worse = own_records.ratio * (2 + 0.01 * own_records["item"].str[-1].astype(int))
+    records = pd.concat([study.records, own_records.assign(rule=mine, ratio=worse)])
+    rows = answered(0.9, 0.8, 0.5, task="qasper")
+    rows = pd.concat([rows, rows[rows.method == "snapkv"].assign(method=mine)])
+    changed = Study(**(vars(study) | {"records": records}))
+    found = members.evaluate(changed, rows, ["snapkv", mine], model="tiny", profile="quick").set_index("claim")
+    before = members.evaluate(study, answered(0.9, 0.8, 0.5, task="qasper"), model="tiny", profile="quick")
+    assert set(found.index) - set(before.claim) == {"D8 Mine", "D5 Mine"}
+    assert (found.verdict["D8 Mine"], found.ours["D8 Mine"]) == ("reproduced", pytest.approx(np.log(2), abs=0.05))
+    assert found.ours["D5 Mine"] == pytest.approx(30)
+    pd.testing.assert_frame_equal(found.loc[before.claim].reset_index()[before.columns], before, check_dtype=False)
+
+
+def test_a_policy_without_a_score_for_one_query_says_why(study):
+    own("summed", Policy("Summed", "a test", lambda o: o.sums["mass"], needs=("mass",)))
+    found = members.evaluate(study, None, ["summed"], model="tiny", profile="quick").set_index("claim")
+    del OWN["summed"]
+    assert found.verdict["D8 Summed"] == "not testable here"
+    assert "sums up (mass)" in found.note["D8 Summed"]

@@ -1,4 +1,4 @@
-"""Timings beside the paper's: members of the claims, intervals and tables, on tables whose answer is known."""
+"""Timings beside the paper's: members of the claims and their intervals, on tables whose answer is known."""
 
 import pandas as pd
 import pytest
@@ -59,24 +59,9 @@ def test_the_models_members(models):
     assert only(timings.throughput(models)) == [20, 10 * 0.1 / 0.2, 10 * 0.4 / 0.1]
 
 
-def test_tables_stand_beside_the_printed_numbers(kernels, models, tmp_path):
-    kernel = timings.kernel_table(kernels).T
-    assert kernel["speed-up over", "torch, repeated"].tolist() == [15, 15]
-    assert kernel["paper, A100", "speed-up"].tolist() == [1.8, 19.8]
-    assert kernel["paper, A100", "scratch, torch (MB)"].iloc[-1] == 9000
-    answer = timings.answer_table(models)
-    assert answer["paper, A100 (s)", "DropKV"][4] == 27.5
-    assert answer["here, any (s)", "DropKV"][4] == 20.4
-    speed = timings.speed_table(models).loc[("Mistral-7B", 32768)]
-    assert speed["tokens/s over plain", "paper"] == 8.22
-    assert speed["torch scoring", "adds (%)"] == pytest.approx(100)
-    for table in (timings.kernel_table, timings.answer_table, timings.speed_table):
-        assert "is missing" in table(tmp_path / "none.csv").note.item()
-
-
 def test_every_contrast_reads_the_measured_tables():
     for compute, file, _ in timings.CONTRASTS.values():
         found = compute(file)
-        assert found.columns.tolist() == timings.COLUMNS
+        assert found.columns.tolist() == ["member", "value", "low", "high"]
         assert (found.low <= found.value).all()
         assert (found.value <= found.high).all()

@@ -1,12 +1,9 @@
 """Retained importance against loops over the model's own attention; the mixture's closed forms against simulation."""
 
 import json
-import re
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import fields, replace
 
 import checkpoint
-import nbformat
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,15 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrepro.chapters.fragility import figures, members, retention, study, tables
-from kvrepro.chapters.fragility.retention import OURS, Mixture
+from kvrepro.chapters.fragility import figures, members, retention, study
+from kvrepro.chapters.fragility.retention import OURS, Mixture, Setting
+from kvrepro.chapters.fragility.settings import Settings
+from kvrepro.engine import policy
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, judge, models, stats
-from kvrepro.experiment.run import Settings
 
-ROOT = Path(__file__).resolve().parents[3]
 IDS = torch.randint(3, 120, (60,), generator=torch.Generator(device="cpu").manual_seed(5), device="cpu").tolist()
 PROMPT = Prompt(IDS, {"question": list(range(50, 58))})
 ANSWER = [7, 9, 40, 3, 88]
@@ -115,13 +112,14 @@ def test_keeping_everything_retains_everything_and_later_tokens_count_where_aske
 
 def test_one_pass_of_many_settings_equals_a_pass_each(eager):
     many = {name: replace(s, window=8, single=3) for name, s in retention.variants().items()}
-    _, together = retention.retained(eager[0], PROMPT, ANSWER, many, more=list(many.values()), more_layer=1)
-    for i, (name, s) in enumerate(many.items()):
+    more = {f"#{name}": s for name, s in many.items()}
+    _, together = retention.retained(eager[0], PROMPT, ANSWER, many, more=more, more_layer=1)
+    for name, s in many.items():
         _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"x": s})
         columns = ["rule", "layer", "worst", "mean", "below", "tied"]
         mine = together[(together.setting == name) & (together["head"] == -1)][columns].reset_index(drop=True)
         pd.testing.assert_frame_equal(mine, alone[columns], check_exact=False, rtol=1e-4)
-        numbered = together[together.setting == f"#{i}"].set_index("rule").worst
+        numbered = together[together.setting == f"#{name}"].set_index("rule").worst
         expected = alone[alone.layer == 1].set_index("rule").worst[["mean", "defensive"]]
         assert numbered[expected.index].to_numpy() == pytest.approx(expected.to_numpy(), rel=1e-4)
 
@@ -185,11 +183,11 @@ def test_budget_is_met_and_the_window_stays_where_it_must(budget, ties, forced, 
         ({"until": "nowhere"}, "no span 'nowhere'"),
         ({"window": 30}, "fewer than the 30"),
         ({"norm": "l3"}, "unknown norm"),
-        ({"joined": 1}, "unknown joined 1: choose one of True, False"),
+        ({"joined": 1}, "joined 1: True or False"),
         ({"single": 9}, "single 9 of 8 past queries"),
         ({"kernel": 4}, "kernel 4: an odd number"),
-        ({"share": 0.0}, "share of the history is 0.0"),
-        ({"layer": -1}, "layer is -1"),
+        ({"share": 0.0}, "share 0.0: a number, above 0"),
+        ({"layer": -1}, "layer -1: a whole number"),
     ],
 )
 def test_bad_settings_are_refused_before_the_pass(wrong, message):
@@ -197,19 +195,36 @@ def test_bad_settings_are_refused_before_the_pass(wrong, message):
         retention.retained(None, PROMPT, ANSWER, {"x": replace(SHORT, **wrong)})
 
 
+def test_a_chapters_settings_hold_what_is_open_about_retained_importance():
+    given = {"norm": "l2", "later": True, "head": 3, "tokens": 700}
+    settings = Settings.of(given, results="r")
+    assert settings.base == Setting(norm="l2", later=True, head=3)
+    assert {f.name for f in fields(Setting)} < {f.name for f in fields(Settings)}
+    for wrong, message in (
+        ({"norms": "l2"}, "unknown option 'norms', did you mean 'norm'"),
+        ({"norm": "l3"}, "unknown norm 'l3'"),
+        ({"single": 33}, "single 33 of 32 past queries"),
+        ({"long_tokens": 500}, "answers of 200 steps need prompts of 1000"),
+        ({"protect_frac": 0.5}, "protect_frac 0.5"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Settings.of(wrong)
+
+
 def test_specifications_are_all_different_and_variants_depart_in_one_field():
     specs = retention.specifications()
-    assert len(set(specs)) == len(specs) == 256 // 2
+    assert len(set(specs.values())) == len(specs) == 128
     for base in (OURS, replace(OURS, norm="none", later=True)):
         found = retention.variants(base)
         assert found[retention.DEFAULT] == base
-        for (field, value), name in retention.MEANS.items():
+        named = [(field, value, name) for field, names in retention.MEANS.items() for value, name in names.items()]
+        for field, value, name in named:
             if getattr(base, field) == value:
                 assert name not in found
             else:
                 assert {k for k, v in vars(found[name]).items() if v != getattr(base, k)} == {field}
                 assert getattr(found[name], field) == value
-    assert set(retention.MEANS) == {(field, value) for field, values in retention.CHOICES.items() for value in values}
+    assert retention.OPEN["norm"] == ("l1", "none")
 
 
 def test_one_head_is_that_heads_curve(eager):
@@ -244,8 +259,8 @@ def test_closed_forms_meet_the_simulation():
     x = Mixture(eps=0.05, low=0.2, spike=0.5, risk=1.5)
     table = retention.theory(x, [1, 4, 32, 128], draws=40_000, seed=3)
     assert len(table) == 12
-    off = (table.simulated - table.exact).abs()
-    assert (off <= 2.2 * (table.high - table.simulated) + 1e-9).all()
+    off = (table.value - table.exact).abs()
+    assert (off <= 2.2 * (table.high - table.value).fillna(0) + 1e-9).all()
 
 
 @given(MIXTURES, st.integers(2, 64))
@@ -268,7 +283,7 @@ def test_limits(x):
 
 def test_survival_of_a_fragile_entry():
     x = Mixture(eps=0.02, low=0.1, spike=0.6, risk=1.0)
-    table = retention.survival(x, [1, 32], heads=300).set_index(["window", "rule"]).survives
+    table = retention.survival(x, [1, 32], heads=300).set_index(["window", "rule"]).value
     assert table[1, "mean"] == pytest.approx(table[1, "max"], abs=0.02)  # one query: both are that query
     assert table[32, "max"] == pytest.approx(1 - retention.miss(x.eps, 32), abs=0.02)  # whoever showed a spike
     assert table[32, "mean"] < table[32, "max"] - 0.1
@@ -285,44 +300,47 @@ def test_grid_has_what_the_claims_ask_for():
     assert all(c.regime == Prefill(until="question") for c in study.grid([0.1, 0.2, 0.4]))
     with pytest.raises(InputError, match="lru chooses|lru cannot run"):
         study.grid([0.2], ["lru"])
-    with pytest.raises(InputError, match="shares between 0 and 1"):
-        study.grid([20])
-    with pytest.raises(InputError, match="unknown reading 'run'"):
-        study.grid([0.2], reading="run")
     guarded = {(c.policy, c.budget) for c in study.grid([0.1, 0.2, 0.4, 0.8]) if c.prefix}
     assert guarded == {(policy, share) for policy in study.POLICIES for share in (0.1, 0.2, 0.4)}
 
 
+def test_a_single_share_has_the_extra_conditions_and_an_own_policy_its_windows(monkeypatch):
+    monkeypatch.setitem(policy.OWN, "mine", replace(policy.find("snapkv"), title="Mine"))
+    found = study.grid([0.3], ["mine", "defensive_kv"])
+    assert {c.prefix for c in found if c.policy == "mine"} == {0.0, 0.1}
+    windows = {dict(c.switches)["window"] for c in found if c.policy == "mine"}
+    assert windows == set(study.WINDOWS)
+    assert {c.policy for c in found} == {"full", "mine", "defensive_kv", *study.PLUG_IN, study.R_KV_DEFENSIVE}
+    assert {c.budget for c in found} == {None, 0.3}
+
+
 def test_everything_is_checked_before_anything_runs():
     loaded = models.load("tiny-gqa")
-    given = {
-        "base": OURS, "long_tokens": 1000, "answer_tokens": 320, "max_new_tokens": 8, "shares": [0.2],
-        "policies": ["snapkv"],
-        "reading": "both", "guard": 0.1, "tokens": 560, "seed": 0, "profile": "quick",
-    }  # fmt: skip
-    sizes = study.Size(4, 2, 2, 2, 2)
-    assert study.checked(loaded, "tinyworld:two_hop,needle", sizes, **given) == sizes
-    for wrong, message in (
-        ({"base": replace(OURS, layer=99)}, "layer 99: tiny-gqa has 8, counted from 0"),
-        ({"base": replace(OURS, until="defense")}, "no span 'defense'"),
-        ({"long_tokens": 500}, "answers of 200 steps need prompts of 1000"),
-        ({"answer_tokens": 100}, "answer_tokens 100 cuts answers of 200 steps"),
-        ({"shares": [0.01]}, "budget 5 < "),
-        ({"policies": ["snap"]}, "unknown policy 'snap'"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    items = "tinyworld:two_hop,needle"
+    asked = {"shares": [0.2], "policies": ["snapkv"], "reading": "both"}
+    settings = Settings(max_new_tokens=8)
+    importance, quality = study.declare(loaded, items, 4, settings, **asked)
+    assert [(one.name, len(one.items)) for one in quality] == [("every", 4)]
+    long = [item for item in importance.items if item.task in study.LONG]
+    assert min(len(loaded.tokenizer.encode(item.answer)) for item in long) >= 200
+    assert len(importance.items) == 4 * (2 + 5)
+    parts = study.parts_of(loaded, items, study.Size(4, 2, 2, 2, 2), settings, **asked)
+    assert [(name, len(some)) for name, some, _ in parts] == [("every", 2), ("middle", 2)]
+    for options, wrong, message in (
+        ({"layer": 99}, {}, "layer 99: tiny-gqa has 8, counted from 0"),
+        ({"until": "defense"}, {}, "no span 'defense'"),
+        ({"answer_tokens": 100}, {}, "answer_tokens 100 cuts answers of 200 steps"),
+        ({}, {"shares": [0.01]}, "budget 5 < "),
+        ({}, {"shares": [20]}, "shares 20: a number, above 0, below 1"),
+        ({}, {"shares": []}, "give one of each at least"),
+        ({}, {"policies": ["snap"]}, "unknown policy 'snap'"),
+        ({}, {"policies": "snapkv"}, "policies 'snapkv': give a list"),
+        ({}, {"reading": "run"}, "unknown reading 'run'"),
     ):
         with pytest.raises(InputError, match=message):
-            study.checked(loaded, "tinyworld:two_hop,needle", sizes, **given | wrong)
-    with pytest.raises(InputError, match="n_items is -1"):
-        study.size("quick", -1)
-    where = {name: given[name] for name in ("tokens", "long_tokens", "answer_tokens")}
-    found = study.answers(loaded, "tinyworld", sizes, **where)
-    long = [item for item, _ in found if item.task in study.LONG]
-    assert len(long) == 4
-    assert min(len(loaded.tokenizer.encode(item.answer)) for item in long) >= 200
-    parts = study.parts_of(loaded, "tinyworld:two_hop,needle", sizes, **{k: given[k] for k in (
-        "shares", "policies", "reading", "guard", "tokens", "seed", "profile")})  # fmt: skip
-    assert [(name, len(items)) for name, items, _ in parts] == [("every", 2), ("middle", 2)]
+            study.declare(loaded, items, 4, Settings(**options), **asked | wrong)
+    with pytest.raises(InputError, match="n_items -1"):
+        study.declare(loaded, items, -1, settings, **asked)
 
 
 def synthetic(readings=study.READINGS, items: int = 42) -> pd.DataFrame:
@@ -390,8 +408,11 @@ def test_costs_are_ratios_of_what_was_timed(tmp_path):
     assert [m[1] for m in members.decode_ratio(tmp_path)] == pytest.approx([4, 2])
     assert [m[1] for m in members.throughput_ratio(tmp_path)] == pytest.approx([64 / 8, 64 / 10])
     assert [m[1] for m in members.peak_ratio(tmp_path)] == pytest.approx([0.25, 0.75])
-    assert len(members.costs(members.GPU)) > 4
-    assert members.costs(tmp_path / "none").empty
+    costs = members.costs(members.GPU)
+    plain = pd.read_csv(members.GPU / "models.csv").query("part == 'prefill' and batch == 1 and tokens == 32768")
+    plain = plain[plain.model == members.TIMED_MODEL].set_index("method").seconds
+    [ratio] = costs.query("what == 'time to the first token' and method == 'Ada-KV' and tokens == 32768").value
+    assert ratio == pytest.approx(plain[members.ADA] / plain[members.PLAIN])
 
 
 def test_every_claim_has_a_row_whatever_was_run(tmp_path):
@@ -425,19 +446,44 @@ def test_the_largest_gain_is_larger_than_each_other():
     assert "holds" not in shares["alike"]
 
 
-def test_a_line_is_about_the_same_items():
-    rows = synthetic()
-    more = rows[(rows["share"] == 0.2) | (rows.policy == "full")].assign(
-        item=lambda f: "more-" + f["item"], token_f1=lambda f: f.token_f1 * 0.5
+def test_one_change_at_a_time_is_named_and_found_again():
+    rows = synthetic(items=2)
+    names = set(study.STEPS)
+    assert set(rows.change) == {"none", "guards", "window 16", "window 64", "defensive", "4 bits", *names}
+    changed = rows[(rows.policy == "defensive_kv") & (rows.change == "4 bits")]
+    cell = {"policy": "defensive_kv", "share": 0.4, "bits": 4}
+    pd.testing.assert_series_equal(
+        study.scores(rows, cell, "as_run"), changed[changed.reading == "as_run"].set_index("item").token_f1
     )
-    joined = pd.concat([rows, more], ignore_index=True)
-    ours, alone = (tables.curve(f, "snapkv", "any")[["share", "value", "n"]] for f in (joined, rows))
-    pd.testing.assert_frame_equal(ours, alone)
-    needles = more.assign(part=study.NEEDLES)
-    pd.testing.assert_frame_equal(tables.losses(pd.concat([rows, needles], ignore_index=True)), tables.losses(rows))
-    table = tables.guarded(rows, 0.1)
-    assert table.columns.tolist() == [(share, k) for share in ("10%", "20%", "40%") for k in ("bare", "guarded")]
-    assert table.index.tolist() == tables.policies_of(rows)
+    assert set(rows[rows.change == "defensive"].policy) == set(study.PLUG_IN)
+    with pytest.raises(judge.NotTestable, match="not run: policy snapkv, share 0.2, guard 0.3"):
+        study.scores(rows, {"policy": "snapkv", "share": 0.2, "guard": 0.3})
+    both = study.by_reading(rows)
+    assert len(set(both[both.policy == "snapkv"].groupby("reading").size())) == 1
+    assert set(both.reading) == set(study.READINGS)
+
+
+def test_an_own_policy_is_judged_beside_the_papers(monkeypatch):
+    rows = synthetic(items=12)
+    monkeypatch.setitem(policy.OWN, "mine", replace(policy.find("snapkv"), title="Mine"))
+    own = rows[(rows.policy == "defensive_kv") & (rows.reading == "as_described")]
+    own = own.assign(policy="mine", reading="any")
+    given = {"model": "m", "profile": "quick"}
+    frame = members.evaluate(pd.concat([rows, own]), None, **given)
+    before = members.evaluate(rows, None, **given)
+    pd.testing.assert_frame_equal(frame[: len(before)], before)
+    added = frame[len(before) :].set_index("claim")
+    named = "C2 C3 C4 C4b C4c C6 C6b C7 C10 C10b".split()
+    assert set(added.index) == {f"{name} Mine" for name in named}
+    assert (added.reading == "any").all()
+    assert added.statement.str.startswith("Asked of Mine: ").all()
+    assert not added.decided_by.str.contains(":").any()
+    assert added.loc["C2 Mine", "verdict"] == "reproduced"
+    assert added.loc["C2 Mine", "ours"] == pytest.approx(0.3, abs=0.02)
+    assert added.loc["C6 Mine", "ours"] == pytest.approx(0)
+    monkeypatch.setitem(policy.OWN, "mine", replace(policy.find("k_norm"), title="Mine"))
+    bare = members.evaluate(pd.concat([rows, own[own.change.isin(["none", "guards"])]]), None, **given)
+    assert set(bare.claim[len(before) :]) == {f"{name} Mine" for name in "C2 C3 C4 C4b C4c C7 C10".split()}
 
 
 def test_claims_file_names_what_exists():
@@ -454,8 +500,8 @@ def test_claims_file_names_what_exists():
 @pytest.fixture(scope="module")
 def chapter(eager):
     """What the notebook hands to its figures: twelve copies of an answer, jittered, and the synthetic grid."""
-    many = {name: replace(s, window=8, single=3) for name, s in retention.variants().items()}
-    more = [replace(s, window=8, single=3) for s in retention.specifications()]
+    many = retention.variants(SHORT)
+    more = retention.specifications(SHORT)
     curves, summary = retention.retained(eager[0], PROMPT, ANSWER, many, more=more, more_layer=1)
     frames = {"curves": [], "summary": []}
     for i in range(12):
@@ -464,20 +510,6 @@ def chapter(eager):
         frames["summary"].append(summary.assign(**here, worst=(summary.worst * (1 + 0.01 * i)).clip(upper=1)))
     joined = {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
     return study.Retained(**joined, layer=1), synthetic()
-
-
-def test_every_glued_number_of_the_chapter_is_computed(chapter):
-    r, rows = chapter
-    book = nbformat.read(ROOT / "notebooks" / "fragility.ipynb", as_version=4)
-    wanted = set(re.findall(r"\{glue:\w+\}`([^`:]+)", "\n".join(cell.source for cell in book.cells)))
-    frame = members.evaluate(rows, r, model="m", profile="quick")
-    found = tables.numbers(frame, rows, r)
-    assert wanted
-    assert wanted <= set(found)
-    assert all(isinstance(value, str) for value in found.values())
-    worst = r.summary.query("setting == 'default' and rule == 'mean' and layer == 1 and head == -1").worst
-    assert found["worst-mean"] == f"{worst.mean():.2f}"
-    assert found["specifications"] == "128"
 
 
 def test_a_claims_members_are_the_tasks_or_the_layers(chapter):
@@ -495,22 +527,36 @@ def test_a_claims_members_are_the_tasks_or_the_layers(chapter):
     assert found["C1"][1].what.estimate().value == pytest.approx((wide.defensive - wide["mean"]).mean())
 
 
-def test_figures_have_labels_and_show_what_they_are_given(chapter):
+def test_the_chapters_own_figures_show_what_they_are_given(chapter):
     r, rows = chapter
-    of_retained = [figures.curves(r), figures.by_layer(r), figures.settings(r), figures.specifications(r)]
-    of_rows = [figures.quality(rows), figures.needles(rows), figures.differences(rows)]
-    for figure in [*of_retained, figures.mixture(windows=(1, 8)), *of_rows]:
-        assert figure.get_figwidth() == 7.2
-        assert any(axes.get_xlabel() for axes in figure.axes)
-        assert any(axes.get_ylabel() or axes.get_yticklabels() for axes in figure.axes)
-        assert len(figure.axes[0].lines) > 0
-    labels = [text.get_text() for text in of_retained[2].axes[0].get_yticklabels()]
-    assert labels[:4] == [
-        "paper, figure 1, layer 14", "paper, figure 3, GovReport", "paper, table 1, GovReport", "our default"
-    ]  # fmt: skip
-    assert set(retention.variants()) - {retention.DEFAULT} <= set(labels)
-    for by, names in (("layer", ["0", "1", "2", "all"]), ("head", list("012345")), ("task", ["summary", "list all"])):
-        assert tables.retained_by(r, by).index.tolist() == names
+    rules = ["single", "mean", "defensive"]
+    shown = r.curves[r.curves["item"].isin(["i0", "i1"]) & (r.curves.layer == 1) & r.curves.rule.isin(rules)]
+    lines = figures.curves(shown).axes
+    assert [axes.get_title("left") for axes in lines[:3]] == ["one past query", "mean", "defensive"]
+    assert len(lines) == 6
+    specs = retention.specifications(SHORT)
+    table = pd.DataFrame({"setting": list(specs), "value": np.linspace(-1, 1, 128)})
+    above, below = figures.specifications(table.assign(low=table.value - 0.1, high=table.value + 0.1), specs).axes
+    assert len(above.collections[1].get_offsets()) == 128
+    assert len(below.get_yticklabels()) == 14
+    table = pd.concat([retention.theory(Mixture(), [1, 8], 500), retention.survival(Mixture(), [1, 8], heads=20)])
+    assert [axes.get_ylabel() for axes in figures.mixture(table, Mixture()).axes] == list(figures.PANELS.values())
+    assert "not run" in figures.estimates(table[:0], "window", "value").data
+    assert figures.methods(rows[rows.policy == "defensive_kv"][:1]) == ["DefensiveKV,\nauthors' code"]
+
+
+def test_where_the_headline_may_have_been_measured(chapter):
+    r, _ = chapter
+    rows = study.headlines(r)
+    places = {"all layers together", "worst layer", "worst query head"}
+    assert set(rows["where"]) == {
+        "our default", *(f"our default, {place}" for place in places), *set(retention.variants()) - {retention.DEFAULT}
+    }  # fmt: skip
+    lowest = rows[rows.rule == "mean"].groupby("where").worst.mean()
+    assert lowest["our default, worst query head"] <= lowest["our default, worst layer"] <= lowest["our default"]
+    paper = study.printed()
+    assert paper["where"].nunique() == 3
+    assert set(paper[paper["where"] == "paper, table 1"].task) == set(study.TABLE_1.values())
 
 
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
@@ -522,22 +568,23 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     items = tmp_path / "own.jsonl"
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = models.load(str(checkpoint.save(tmp_path / "small", [row["context"] for row in rows])))
-    sizes = study.size("quick", 2)
-    settings = Settings(results=tmp_path, progress=False)
-    r = study.retained(loaded, str(items), sizes, settings, answer_tokens=4)
-    assert r.summary.item.nunique() == 2
-    assert study.long_tasks(r) == ["harbour"]
+    settings = Settings(results=tmp_path, progress=False, answer_tokens=4, max_new_tokens=4)
+    asked = study.declare(
+        loaded, str(items), 2, settings, shares=[0.4], policies=list(study.POLICIES), reading="as_described"
+    )
+    r, grid = study.results(*asked, loaded, settings)
+    assert r.summary["item"].nunique() == 2
+    assert r.long_tasks == ["harbour"]
     assert r.layer == study.paper_layer(loaded.model)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    again = study.retained(loaded, str(items), sizes, settings, answer_tokens=4)
+    again, _ = study.results(*asked, loaded, settings)
     pd.testing.assert_frame_equal(again.summary, r.summary)
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    grid = study.quality(loaded, str(items), sizes, settings, shares=[0.4], reading="as_described", max_new_tokens=4)
     said = capsys.readouterr().out
     assert "duo_attention is left out" in said
     assert "4 bits are left out" in said
-    assert set(grid.policy) == {"full", *study.POLICIES} - {"duo_attention"}
-    assert len(grid) == 2 * (1 + 7 + 7)  # bare, and behind guards
+    main = grid[grid.change == "none"]
+    assert set(main.policy) == {"full", *study.POLICIES, *study.PLUG_IN} - {"duo_attention"}
+    assert (grid[grid.change == "guards"].groupby("policy").size() == 2).all()
     frame = members.evaluate(grid, r, model=loaded.name, profile="quick")
     assert set(frame[frame.claim.str.startswith(("C1", "C2"))].verdict) == {"not testable here"}
-    assert tables.numbers(frame, grid, r)["items"] == "2"

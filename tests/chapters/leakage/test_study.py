@@ -7,14 +7,12 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from kvrepro.chapters.leakage import experiment, members, study
+from kvrepro.chapters.leakage import cells, members, prompts, scores, study
 from kvrepro.experiment import claims, stats
 from kvrepro.experiment.judge import NotTestable
 
 
-def frame(
-    value, systems=8, policies=experiment.FIVE, variants=("default",), ratios=(0.3, 0.5, 0.9), orders=experiment.ORDERS
-):
+def frame(value, systems=8, policies=cells.FIVE, variants=("default",), ratios=(0.3, 0.5, 0.9), orders=prompts.ORDERS):
     """Rows whose `x` is value(order, policy, variant, ratio), the same for all systems; the uncompressed cache once."""
     cells = [("full", "default", 0.0)] + [(p, v, r) for p in policies for v in variants for r in ratios]
     return pd.DataFrame(
@@ -37,8 +35,9 @@ def frame(
 
 def made(follow, leak, **given):
     """A study of two made-up measures."""
-    parts = [study.means(frame(value, **given), "x") for value in (follow, leak)]
-    return study.Study("as_described", *parts, None, None, None, None, None, None, None, floor=0.0, echo=0.4)
+    rows = frame(follow, **given).rename(columns={"x": "followed"}).assign(told=frame(leak, **given).x)
+    rows = scores.cells_of(rows, "as_described")
+    return study.Study("as_described", rows, dials={"main": rows}, echo=0.4)
 
 
 def test_means_and_intervals_resample_whole_systems():
@@ -96,7 +95,7 @@ def test_optimal_points_by_both_definitions():
 
 def test_optimality_counts_cells():
     """At 0.3 fair leaks nothing and follows as much; at 0.5 it follows less and leaks as much; at 0.9 all tie."""
-    variants = ("default", *[f"debias {x:g}" for x in experiment.LAMBDAS], "fair")
+    variants = ("default", *[f"debias {x:g}" for x in cells.LAMBDAS], "fair")
 
     def follow(order, policy, variant, ratio):
         return 0.5 if (ratio, variant) == (0.5, "fair") else 1.0
@@ -105,8 +104,8 @@ def test_optimality_counts_cells():
         return 0.0 if (ratio, variant) == (0.3, "fair") else 1.0
 
     s = made(follow, leak, variants=variants)
-    share, cells = study.optimality(s, ["streaming_llm"], ["normal"], ties=False)
-    assert cells == 3
+    share, count = study.optimality(s, ["streaming_llm"], ["normal"], ties=False)
+    assert count == 3
     assert share[1.0][0] == pytest.approx(2 / 3)
     assert share[0.0][0] == pytest.approx(2 / 3)
     share, _ = study.optimality(s, ["streaming_llm"], ["normal"])
@@ -163,7 +162,7 @@ def test_a_model_that_tells_anyway_decides_nothing():
 
 
 def test_a_model_that_says_nothing_to_the_point_keeps_no_secret():
-    variants = ("default", "whitelist", *[f"debias {x:g}" for x in experiment.LAMBDAS], "fair")
+    variants = ("default", "whitelist", *[f"debias {x:g}" for x in cells.LAMBDAS], "fair")
     dumb = made(lambda *_: 0.0, lambda *_: 0.0, ratios=(0.1, 0.3, 0.5, 0.9), variants=variants)
     verdicts = members.evaluate([dumb], "untrained").set_index("claim")
     assert (verdicts.verdict == "not testable here").all()
@@ -184,7 +183,7 @@ def test_a_member_with_nothing_to_lose_is_left_out_and_named():
 
 
 def test_a_dial_whose_settings_are_all_optimal_decides_nothing():
-    variants = ("default", *[f"debias {x:g}" for x in experiment.LAMBDAS], "fair")
+    variants = ("default", *[f"debias {x:g}" for x in cells.LAMBDAS], "fair")
     tied = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0), variants=variants)
     verdicts = members.evaluate([tied], "made up").set_index("claim")
     for claim in ("L8", "L8c"):
@@ -195,8 +194,8 @@ def test_a_dial_whose_settings_are_all_optimal_decides_nothing():
 def test_n_is_that_of_the_rows_behind_a_contrast():
     s = made(obeying, rising)
     keep = frame(lambda o, p, v, r: 1 - r, systems=3).rename(columns={"x": "kept"})
-    keep = pd.concat([keep.assign(part=part) for part in experiment.PARTS])
-    verdicts = members.evaluate([replace(s, kept=study.means(keep, "kept", "part"))], "made up").set_index("claim")
+    keep = pd.concat([keep.assign(part=part) for part in prompts.PARTS])
+    verdicts = members.evaluate([replace(s, kept=keep)], "made up").set_index("claim")
     for claim in ("L4c", "L5", "L5b", "L9", "L9b", "L9c"):
         assert verdicts.verdict[claim] == "not testable here", claim
         assert "3 items: an interval needs at least 6" in verdicts.note[claim]
@@ -210,7 +209,7 @@ def test_rank_drift_starts_where_classes_begin_to_differ():
         for i in range(6) for kind, values in kinds.items()
         for j, (p, r) in enumerate([("full", 0.0), ("tova", 0.3), ("tova", 0.5)])
     ]  # fmt: skip
-    s = replace(made(obeying, rising), classes=study.means(pd.DataFrame(rows), "passed", "rules", "kind"))
+    s = replace(made(obeying, rising), classes=scores.cells_of(pd.DataFrame(rows), "as_described"))
     start, found = study.rank_drift(s, "multi", [0.0, 0.3, 0.5], policy="tova")
     assert start == 0.3
     assert np.isnan(found[0, 0])
@@ -221,3 +220,9 @@ def test_five_systems_are_too_few():
     verdicts = members.evaluate([made(obeying, rising, systems=5)], "made up").set_index("claim")
     assert (verdicts.verdict == "not testable here").all()
     assert "at least 6" in verdicts.note["L3b"]
+
+
+def test_a_low_ratio_alone_says_nothing_about_high_ones():
+    verdicts = members.evaluate([made(obeying, rising, ratios=(0.1,))], "made up").set_index("claim")
+    assert verdicts.verdict["L2"] == verdicts.verdict["L4"] == "not testable here"
+    assert verdicts.verdict["L3a"] == "inconclusive"

@@ -82,7 +82,7 @@ def test_the_emptiest_blocks_are_the_cheapest_to_vacate():
     ledger, number, _ = evicted(alive)
     assert (ledger.fill(number)[0], ledger.counters.slot_copies) == (2, 17)
     ledger, number, _ = evicted(alive)
-    assert (ledger.fill(number, "emptiest")[0], ledger.counters.slot_copies) == (2, 3)
+    assert (ledger.fill(number, emptiest=True)[0], ledger.counters.slot_copies) == (2, 3)
 
 
 def test_a_slot_is_dead_only_when_every_head_of_every_layer_evicted_it():
@@ -130,8 +130,8 @@ def test_too_few_blocks_are_refused_before_anything_changes():
     ledger.append(number, 3)
     with pytest.raises(InputError, match="keep has 7 positions, the sequence has seen 8"):
         ledger.evict(number, np.ones(7, bool))
-    with pytest.raises(InputError, match="vacate is 'head'"):
-        ledger.fill(number, "head")
+    with pytest.raises(InputError, match="layout 'head': choose none, repack, fill, emptiest"):
+        ledger.compact(number, "head")
     with pytest.raises(InputError, match="0 blocks of 16 slots"):
         Ledger(0)
 
@@ -220,13 +220,13 @@ class Books(RuleBasedStateMachine):
         }
 
     @precondition(lambda self: self.naive)
-    @rule(data=st.data(), how=st.sampled_from(["repack", "tail", "emptiest"]))
+    @rule(data=st.data(), how=st.sampled_from(["repack", "fill", "emptiest"]))
     def compact(self, data, how):
         number = self.pick(data)
         before, free = self.ledger.sequences[number], len(self.ledger.free_list)
         shared = np.flatnonzero(self.ledger.references > 1)
         order = self.ledger.living(number)[1].tolist()
-        freed, copies = self.ledger.repack(number) if how == "repack" else self.ledger.fill(number, how)
+        freed, copies = self.ledger.compact(number, how)
         assert freed == len(self.ledger.free_list) - free
         assert not np.isin(np.concatenate(copies) // self.SIZE, shared).any()  # none shared moved
         assert set(shared) & set(before.blocks) == set(shared) & set(self.ledger.sequences[number].blocks)

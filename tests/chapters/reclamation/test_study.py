@@ -4,7 +4,6 @@ import re
 from types import SimpleNamespace
 
 import checkpoint
-import nbformat
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,11 +11,12 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrepro.chapters.reclamation import figures, results, streaming
+from kvrepro.chapters.reclamation import members
 from kvrepro.chapters.reclamation import study as r
+from kvrepro.chapters.reclamation.settings import Settings
+from kvrepro.engine.policy import Policy, own
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, models
-from kvrepro.experiment.run import Settings
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,10 @@ def test_the_guides_numbers_are_rows():
 
 
 def test_chance_alone_follows_the_power_of_the_block_size():
-    rows = r.by_block_size(draws=6)
-    means = rows.groupby("block_size")[["share_plain", "expected"]].mean()
-    assert (means.share_plain - means.expected).abs().max() < 0.02
-    assert means.expected[16] == pytest.approx(0.185, abs=5e-4)
+    random = np.random.default_rng(0)
+    for size in (1, 4, 16, 64):
+        freed = np.mean([r.reclaim(random.random(16_000) < 0.1, size)["share_plain"] for _ in range(6)])
+        assert freed == pytest.approx(0.9**size, abs=0.02)
 
 
 @settings(max_examples=30, deadline=None)
@@ -61,19 +61,15 @@ def test_reclaim_obeys_its_arithmetic(data):
     )
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(InputError, match="unknown shape"):
-        r.cost(pd.DataFrame(), "GPT-2")
-    with pytest.raises(InputError, match="n_items 0"):
-        r.size("quick", 0)
+def test_unknown_layouts_are_refused():
     with pytest.raises(InputError, match="layout 'compact'"):
         r.rounds(8, "compact")
 
 
 def test_arising_and_occupancy_tell_the_same(loaded):
     ids = tiny.prompts(150)[0]
-    rows = r.arising(loaded, ids, kept=(0.2,), policies=("window",))
-    blocks = r.occupancy(loaded, ids, 0.2, policies=("window",))
+    rows = r.arising(loaded, ids, (0.2,), ("window",))
+    blocks = r.occupancy(loaded, ids, 0.2, ("window",))
     assert rows.granularity.tolist() == list(r.GRANULARITIES)
     for row in rows.itertuples():
         mine = blocks[blocks.granularity == row.granularity]
@@ -97,22 +93,22 @@ def test_generation_is_identical_under_every_layout_and_the_control_is_not(loade
     for policy in ("cumulative", "window"):
         assert one.blocks_freed[policy, "repack"] > one.blocks_freed[policy, "none"]
         assert one.slot_copies[policy, "repack"] > one.slot_copies[policy, "fill"]
-    who = results.identical(rows)
-    assert who.index.tolist() == [
-        *(("chapter", one) for one in r.JOINT), ("catalogue", "uniform"), ("catalogue", "per head"),
-        ("catalogue", "joint"),
-    ]  # fmt: skip
-    assert who.policies["chapter", "joint"] == "cumulative, window"
-    assert (who.identical == who.generations).all()
+    who = real.drop_duplicates(["source", "policy", "granularity"])
+    assert who[who.source == "chapter"].granularity.tolist() == list(r.JOINT) * 2
+    assert dict(zip(who.policy[8:], who.granularity[8:], strict=True)) == {
+        "SnapKV": "uniform", "Ada-KV": "per head", "Layer-DefensiveKV": "joint"
+    }  # fmt: skip
 
 
 def test_policies_that_the_model_cannot_have_are_named_and_left_out(loaded, capsys):
     ids = {"a": tiny.prompts(150)[0]}
     found = r.able(loaded, ids, ("snapkv", "tri_attention", "kv_zip", "quest_pages", "lru"), [48])
-    assert found == ["snapkv"]  # pages free nothing, LRU has a regime of its own
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(" is left out: ")[0] for line in said] == ["tri_attention", "kv_zip"]
-    assert "calibrat" in said[0]
+    assert found == ["snapkv"]
+    said = dict(line.split(" is left out: ") for line in capsys.readouterr().out.splitlines())
+    assert list(said) == ["tri_attention", "kv_zip", "quest_pages", "lru"]
+    assert "calibrat" in said["tri_attention"]
+    assert "frees nothing" in said["quest_pages"]
+    assert "one set of tokens for all layers" in said["lru"]
     assert r.able(loaded, ids, ("streaming_llm",), [0.5, 0.01]) == []
     assert "streaming_llm is left out: budget 1 < 4" in capsys.readouterr().out
 
@@ -126,11 +122,10 @@ def test_rounds_hold_what_arithmetic_says():
         assert (due.freed >= 2).all()
         assert rows.copies.sum() == due.copies.sum()
     assert due.copies.max() <= 32  # hole filling moves no more than the round's tokens
-    assert r.rounds(32, "none", budget=256, tokens=128, victims="oldest").blocks_held.max() <= 19
-    metrics = r.exported(32, budget=256, tokens=128)
-    assert metrics.loc["freed_per_pass", "repack"] == metrics.loc["blocks_freed", "repack"] / 4 == 2
-    assert metrics.loc["copies_per_pass", "hole filling"] == metrics.loc["slot_copies", "hole filling"] / 4
-    assert np.isnan(metrics.loc["copies_per_pass", "no compaction"])
+    metrics = {layout: r.rounds(32, layout, budget=256, tokens=128).attrs["metrics"] for layout in r.LAYOUTS}
+    assert metrics["repack"]["freed_per_pass"] == metrics["repack"]["blocks_freed"] / 4 == 2
+    assert metrics["fill"]["copies_per_pass"] == metrics["fill"]["slot_copies"] / 4
+    assert np.isnan(metrics["none"]["copies_per_pass"])
 
 
 def test_a_repack_moves_what_lies_behind_the_first_victim():
@@ -170,7 +165,7 @@ def test_a_cadence_beyond_the_tokens_decoded_is_one_pass():
 
 
 SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences": [1, 4], "timed_cadences": [1, 4],
-            "budget": 64, "block_size": 16, "shape": "Qwen3-8B"}  # fmt: skip
+            "budget": 64, "block_size": 16, "lengths": [32], "progress": False}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -178,20 +173,30 @@ SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences":
     [
         ({"block_size": 0}, "block_size 0: a whole number, at least 1"),
         ({"block_size": 64}, "block_size 64 > 60 tokens that prompts share"),
-        ({"cadences": [0]}, "cadences 0 for one of cadences: a whole number, at least 1"),
+        ({"cadences": [0]}, "cadences 0: a whole number, at least 1"),
         ({"timed_cadences": [256]}, "exceed the model's 512"),
         ({"cadences": []}, "cadences []: give a list"),
+        ({"policies": "window"}, "policies 'window': give a list"),
+        ({"policies": []}, "policies []: give a list"),
+        ({"policies": ["snapkw"]}, "unknown policy 'snapkw'"),
+        ({"policies": ["snapkv", "snapkv"]}, "two of the policies are called SnapKV"),
+        ({"policies": ["lru"]}, "policies lru: this model can have none of them"),
         ({"budget": 4}, "budget 4: a whole number, at least 16"),
         ({"max_new_tokens": 0}, "max_new_tokens 0: a whole number, at least 1"),
-        ({"kept": [2.0]}, "kept 2.0 for one of kept: a number, above 0, below 1"),
+        ({"kept": [2.0]}, "kept 2.0: a number, above 0, below 1"),
         ({"kept": [0.01]}, "fewer than 16"),
         ({"capacity": 100}, "capacity 100 >= 100 tokens of a prompt"),
         ({"shape": "GPT-2"}, "unknown shape 'GPT-2'"),
+        ({"acceptance": "all"}, "unknown acceptance 'all'"),
     ],
 )
-def test_parameters_are_refused_before_anything_is_computed(loaded, changed, said, tmp_path):
+def test_settings_are_refused_before_anything_is_computed(loaded, changed, said, tmp_path):
+    def run():
+        settings = Settings(tmp_path, **{**SETTINGS, "acceptance": "policies", **changed})
+        r.run(loaded, {"a": tiny.prompts(100)[0]}, settings)
+
     with pytest.raises(InputError, match=re.escape(said)) as refused:
-        r.run(loaded, {"a": tiny.prompts(100)[0]}, r.size("quick"), Settings(tmp_path), **{**SETTINGS, **changed})
+        run()
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
 
@@ -200,15 +205,13 @@ def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_pa
     loaded = models.load(str(checkpoint.save(tmp_path / "small")))
     ids = {name: tiny.prompts(100, seed=seed)[0] for seed, name in enumerate("ab")}
     ids = {name: [token % 100 + 3 for token in one] for name, one in ids.items()}
-    monkeypatch.setattr(streaming, "passes", lambda: pd.DataFrame({"tokens": [1]}))
 
     def stop(loaded, item, **settings):
         raise KeyboardInterrupt
 
     def run(**changed) -> dict[str, int]:
         """How much of each study was computed."""
-        settings = Settings(tmp_path / "results", progress=False)
-        tables = r.run(loaded, ids, r.size("quick", 2), settings, **{**SETTINGS, **changed})
+        tables = r.run(loaded, ids, Settings(tmp_path / "results", **{**SETTINGS, **changed}))
         assert tables["arising"]["item"].unique().tolist() == ["a", "b"]
         said = re.findall(r"reclamation/(\w+): \d items, (\d) computed", capsys.readouterr().out)
         return {name: int(count) for name, count in said if int(count)}
@@ -223,43 +226,8 @@ def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_pa
     assert run(capacity=44) == {"identity": 2}
 
 
-def test_cost_is_bytes_over_bytes_and_time_needs_bandwidths():
-    traffic = pd.DataFrame({"copies_per_token": [1024.0], "budget": [2048], "layout": ["repack"]})
-    [row] = r.cost(traffic, batches=(1,)).to_dict("records")
-    slot = 36 * 8 * 128 * 2 * 2
-    assert row["added"] == pytest.approx(2 * 1024 * slot / (16.4e9 + 2048 * slot))
-    assert np.isnan(row["step_us"])
-    [row] = r.cost(traffic, batches=(1,), bandwidth={"copy": 2e12, "repack": 1e12}).to_dict("records")
-    assert row["copy_us"] == pytest.approx(2 * 1024 * slot / 1e6)
-    assert row["added"] == pytest.approx(2 * 2 * 1024 * slot / (16.4e9 + 2048 * slot))
-
-
-def test_measured_bandwidths_and_passes(tmp_path):
-    assert r.bandwidths(tmp_path / "none.csv") == {}
-    assert r.gpu_passes(tmp_path / "none.csv").empty
-    rows = [
-        ("ceiling", "copy of 2 GiB", 0, 1100.0, 1000.0),
-        ("compaction", "repack, keep 50%", 8192, 20.0, 10.0),
-        ("compaction", "repack, keep 50%", 32768, 125.0, 100.0),
-        ("compaction", "torch repack, keep 50%", 32768, 900.0, 200.0),
-        ("compaction", "hole filling, keep 50%", 32768, 100.0, 90.0),
-        ("compaction", "hole filling and search, keep 50%", 32768, 300.0, 95.0),
-        ("prefill_attention", "flash", 4096, 500.0, 1.0),
-        ("prefill_attention", "cudnn", 4096, 250.0, 1.0),
-        ("column_mass", "causal", 4096, 125.0, 1.0),
-        ("column_mass", "causal, same span", 4096, 50.0, 1.0),
-    ]
-    table = pd.DataFrame(rows, columns=["kernel", "variant", "tokens", "p50_us", "floor_us"]).assign(shape="32/8/128")
-    table["fraction_of_floor"] = table.floor_us / table.p50_us
-    table.to_csv(tmp_path / "kernels.csv", index=False)
-    found = {name: value / (2 * 2**31 / 1e-3) for name, value in r.bandwidths(tmp_path / "kernels.csv").items()}
-    assert found == pytest.approx({"copy": 1 / 1.1, "repack": 0.8, "fill": 0.9})
-    [row] = r.gpu_passes(tmp_path / "kernels.csv").to_dict("records")
-    assert (row["attention_us"], row["pass_us"], row["share"]) == (250, 125, 0.5)
-
-
 def test_every_claim_has_a_row_and_a_missing_study_is_said():
-    frame = results.verdicts({"toy": r.toy(), "synthetic": r.synthetic(draws=6)}, "none", "quick")
+    frame = members.verdicts({"toy": r.toy(), "synthetic": r.synthetic(draws=6)}, "none", "quick")
     assert frame.claim.tolist() == [c["id"] for c in claims.load_claims("reclamation")["claims"]]
     assert {c.rstrip("bcdefg") for c in frame.claim} == {f"R{i}" for i in range(1, 7)}
     by = frame.set_index("claim")
@@ -272,18 +240,18 @@ def test_every_claim_has_a_row_and_a_missing_study_is_said():
 
 def test_a_wrong_number_is_not_reproduced():
     wrong = r.toy().assign(copies_fill=4)
-    frame = results.verdicts({"toy": wrong}, "none", "quick").set_index("claim")
+    frame = members.verdicts({"toy": wrong}, "none", "quick").set_index("claim")
     assert (frame.verdict["R2b"], frame.ours["R2b"]) == ("not reproduced", 4)
 
 
 def test_one_counterexample_refutes_an_identity_and_is_named():
     rows = pd.DataFrame({"item": np.repeat([f"p{i}" for i in range(7)], 4), "layout": ["repack", "fill"] * 14})
     rows = rows.assign(as_predicted=1.0, shared=[False, False, True, True] * 7, identical=1.0, shared_slots_touched=0)
-    frame = results.verdicts({"identity": rows}, "none", "quick").set_index("claim")
+    frame = members.verdicts({"identity": rows}, "none", "quick").set_index("claim")
     assert frame.verdict[["R6", "R6b", "R6c"]].tolist() == ["reproduced"] * 3
     assert frame.n["R6"] == 14
     rows.loc[(rows["item"] == "p3") & (rows.layout == "repack"), "as_predicted"] = 0.5
-    frame = results.verdicts({"identity": rows}, "none", "quick").set_index("claim")
+    frame = members.verdicts({"identity": rows}, "none", "quick").set_index("claim")
     assert (frame.verdict["R6"], frame.members["R6"]) == ("partly", "1 holds, 1 fails")
     assert frame.decided_by["R6"].startswith("repack: 2 of 14 cases, worst at item p3")
 
@@ -292,38 +260,24 @@ def test_each_prompt_counts_once_and_too_few_are_not_judged():
     rows = pd.DataFrame({"item": np.repeat([f"p{i}" for i in range(7)], 4), "layout": ["repack", "fill"] * 14})
     rows = rows.assign(every=1, added=np.linspace(0.2, 0.3, 28))
     for n, verdict in ((7, "reproduced"), (5, "not testable here")):
-        frame = results.verdicts({"latency": rows[: 4 * n]}, "none", "quick").set_index("claim")
+        frame = members.verdicts({"latency": rows[: 4 * n]}, "none", "quick").set_index("claim")
         assert frame.verdict["R6f"] == verdict
     assert frame.note["R6f"] == "5 items: an interval needs at least 6"
 
 
 def test_the_example_is_not_testable_with_other_blocks():
-    frame = results.verdicts({"synthetic": r.synthetic(block_size=1, draws=6)}, "none", "quick").set_index("claim")
+    frame = members.verdicts({"synthetic": r.synthetic(block_size=1, draws=6)}, "none", "quick").set_index("claim")
     for claim in ("R1", "R1b", "R1c", "R1d", "R1e"):
         assert frame.verdict[claim] == "not testable here"
         assert "block_size 16" in frame.note[claim]
 
 
 def test_what_the_guide_quotes_is_printed_in_full():
-    frame = results.verdicts({}, "none", "quick").set_index("claim")
+    frame = members.verdicts({}, "none", "quick").set_index("claim")
     assert frame.paper[["R5b", "R5c", "R5d", "R5e"]].tolist() == [
         "40.8, 20.0, 17.5, 32.9", "40.8 against 40.8", "563.5 against 222.8", "10.7",
     ]  # fmt: skip
     assert (frame.verdict == "not testable here").all()
-
-
-def test_figures_draw_what_they_are_given():
-    gauge = r.gauge(16, budget=64, tokens=64)
-    cadence = r.cadence([1, 16], budget=64, tokens=32, draws=6)
-    drawn = [
-        figures.toy(r.toy_layouts()),
-        figures.chance(r.by_block_size(800, draws=6), r.synthetic(800, draws=6)),
-        figures.gauge(gauge),
-        figures.cadence(cadence),
-        figures.cost(r.cost(cadence)),
-        figures.passes(streaming.passes([32, 64], 1, 8, 8, 6), r.gpu_passes()),
-    ]
-    assert [len(figure.axes) for figure in drawn] == [3, 2, 1, 3, 2, 3]
 
 
 def test_published_policies_reclaim_by_their_own_sets(loaded):
@@ -334,20 +288,29 @@ def test_published_policies_reclaim_by_their_own_sets(loaded):
     assert rows.loc["K-norm", "share_repack"] < rows.loc["K-norm", "share_own"] <= 0.75
 
 
-def test_every_glued_number_is_computed(loaded):
-    chapter = nbformat.read(claims.DATA.parent / "notebooks" / "reclamation.ipynb", as_version=4)
-    wanted = set(re.findall(r"\{glue:\w+\}`([^`:]+)", "\n".join(cell.source for cell in chapter.cells)))
-    ids = tiny.prompts(120)[0]
-    tables = {
-        "synthetic": r.synthetic(800, draws=2),
-        "traffic": r.cadence([1], budget=32, tokens=8, draws=2),
-        "arising": r.arising(loaded, ids, (0.2,), ("window",)).assign(item="a"),
-        "identity": r.identity(loaded, ids, 32, ("window",), ("one set",), new_tokens=4, every=2).assign(item="a"),
-        "latency": r.latency(loaded, ids, (1,), 32).assign(item="a"),
-        "passes": streaming.passes([32], 1, 8, 8, 1),
-    }
-    found = results.numbers(results.verdicts(tables, "tiny", "quick"), tables)
-    assert wanted <= set(found)
-    assert found["half-window"] == "no value"  # not among the shares kept
-    assert results.acceptance(tables["identity"]).generations.sum() == 5
-    assert found["block-size"] == "16"
+def test_a_policy_of_ones_own_has_rows_and_verdicts_and_moves_no_others(loaded):
+    own("mine", Policy("Mine", "this test", lambda o: o.attention.mean((2, 3)), {"window": 8, "recent": "window"}))
+    ids = {name: tiny.prompts(150, seed=seed)[0] for seed, name in enumerate("abcdef")}
+    both, kept = ("window", "mine"), (0.1, 0.5)
+    parts = [r.arising(loaded, one, kept, both).assign(item=name) for name, one in ids.items()]
+    tables = {"arising": pd.concat(parts), "identity": r.identity(loaded, ids["a"], 48, (), ("snapkv", "mine"))}
+    mine = tables["arising"][tables["arising"].policy == "Mine"]
+    assert mine.groupby("granularity").size().to_dict() == dict.fromkeys(r.GRANULARITIES, 12)
+    assert (mine.groupby("item").living.first() < mine.groupby("item").living.max()).all()  # one set before many
+    assert set(tables["identity"].policy) == {"SnapKV", "Mine"}
+    frame = members.verdicts(tables, "tiny", "quick", both).set_index("claim")
+    without = {name: t[t.policy != "Mine"] for name, t in tables.items()}
+    others = members.verdicts(without, "tiny", "quick").set_index("claim")
+    pd.testing.assert_frame_equal(others, frame[:28])
+    assert frame.index[28:].tolist() == [f"{name} Mine" for name in ("R1f", "R1g", "R2d", "R6", "R6b", "R6c")]
+    assert frame.verdict[["R6 Mine", "R6b Mine", "R6c Mine"]].tolist() == ["reproduced"] * 3
+    assert frame.n["R1f Mine"] == 6
+    assert frame.members["R1g Mine"].count(",") <= 2
+    assert frame.decided_by["R1g Mine"].startswith("Mine, ")
+    assert "2 not testable" not in frame.members["R1f Mine"]
+
+
+def test_a_policy_of_ones_own_that_cannot_be_had_is_refused(loaded):
+    own("greedy", Policy("Greedy", "this test", lambda o: o.keys.norm(dim=-1), {"recent": 60}))
+    with pytest.raises(InputError, match="budget 48 < 60 protected tokens"):
+        r.able(loaded, {"a": tiny.prompts(150)[0]}, ["greedy"], [48])

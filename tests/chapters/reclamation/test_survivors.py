@@ -67,9 +67,19 @@ def test_an_evicted_token_is_never_kept_again():
 
 
 def test_names_that_are_not_there_are_refused():
-    for policy, granularity in (("lru", "one set"), ("window", "per token")):
-        with pytest.raises(InputError, match="choose sinks_recency, .* one set, per layer, per head, joint"):
-            s.condition(policy, granularity, 40, Prefill())
+    with pytest.raises(InputError, match="choose one set, per layer, per head, joint"):
+        s.condition("window", "per token", 40, Prefill())
+    with pytest.raises(InputError, match="unknown policy 'windows'"):
+        s.condition("windows", "one set", 40, Prefill())
+
+
+def test_who_chooses_at_granularities_and_who_as_published():
+    assert s.varied(["window", "snapkv", "mine.py:MINE"]) == ["window", "mine.py:MINE"]
+    assert s.published(["window", "snapkv", "mine.py:MINE"]) == ["snapkv", "mine.py:MINE"]
+    assert s.varied(["snapkv"]) == ["snapkv"]
+    assert s.published(["window", "redundancy"]) == ["snapkv", "r_kv"]
+    assert s.label("window") == "window"
+    assert s.label("r_kv") == find("r_kv").title
 
 
 def test_another_runs_survivors_are_kept_head_by_head():

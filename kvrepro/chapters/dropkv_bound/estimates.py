@@ -1,0 +1,134 @@
+"""Estimates of the chapter on DropKV's bound that are no means: medians, rank correlations, and what they say."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy import stats as scipy_stats
+
+from kvrepro.chapters.dropkv_bound import bound
+from kvrepro.chapters.dropkv_bound.cone import ORIGIN
+from kvrepro.chapters.dropkv_bound.study import WHERE
+from kvrepro.chapters.dropkv_bound.triples import STRATA
+from kvrepro.experiment import claims, stats
+from kvrepro.experiment.stats import Estimate
+
+
+def with_factor(assumptions: pd.DataFrame, k: int | pd.Series) -> pd.DataFrame:
+    """The triples with `factor`, theorem 1's constant for sets of k keys; infinite where an assumption fails."""
+    frame = assumptions.assign(k=k)
+    c, eps, size = (torch.tensor(frame[name].to_list(), dtype=torch.float64) for name in ("c_low", "eps", "k"))
+    return frame.assign(factor=bound.factor(c, eps, size).numpy())
+
+
+def selected(
+    records: pd.DataFrame, rule: str = "dropkv", queries: int = 1, kernel: int = 1, objective: str = "query"
+) -> pd.DataFrame:
+    """Records of one rule on the paper's four strata."""
+    of = (records.rule == rule) & (records.queries == queries) & (records.kernel == kernel)
+    return records[of & records.stratum.isin(STRATA) & (records.objective == objective)]
+
+
+def disagreement(alignment: pd.DataFrame) -> pd.DataFrame:
+    """Per triple, over the 20 keys of its pool whose values are most aligned with the output: `rho`, Spearman's between
+    AnDPro's and DropKV's scores, `rho_value` between <a, v_j> and ||a - v_j||, `kept`: of the ten that DropKV evicts
+    the share that AnDPro keeps; the median `cosine`; and how many `distinct` values AnDPro's <a, v_j> has."""
+    rows = []
+    for key, f in alignment.groupby(["item", *WHERE]):
+        gone, stays = f.dropkv.rank(method="first") <= len(f) / 2, f.andpro.rank(method="first") > len(f) / 2
+        rows.append(
+            dict(zip(["item", *WHERE], key, strict=True))
+            | {"rho": f.andpro.corr(f.dropkv), "rho_value": f.andpro_value.corr(f.dropkv_value)}
+            | {"kept": stays[gone].mean(), "cosine": f.cosine.median(), "distinct": f.andpro_value.nunique()}
+        )
+    return pd.DataFrame(rows)
+
+
+# ---------------------------------------------------------------- with their intervals; whole prompts are resampled
+
+
+def median(frame: pd.DataFrame, column: str) -> Estimate:
+    """Median of a column over all rows."""
+    return stats.resampled(frame[[column]], lambda v: float(np.median(v)), frame["item"])
+
+
+def medians(rows: pd.DataFrame, by: Sequence[str], column: str) -> pd.DataFrame:
+    """`median` per group, as `stats.means` gives means: columns `by`, value, low, high, n."""
+    found = [(key, median(f, column)) for key, f in rows.groupby(list(by), sort=False)]
+    return pd.DataFrame([(*key, *e.triple, e.n) for key, e in found], columns=[*by, "value", "low", "high", "n"])
+
+
+def rank_correlation(frame: pd.DataFrame, x: str, y: str) -> Estimate:
+    """Spearman's rho between two columns; infinite values rank last. None where a column does not vary."""
+    both = frame.dropna(subset=[x, y])
+
+    def rho(v: np.ndarray) -> float:
+        varies = all(len(np.unique(column)) > 1 for column in v.T)
+        return float(scipy_stats.spearmanr(v[:, 0], v[:, 1]).statistic) if varies else np.nan
+
+    return stats.resampled(both[[x, y]], rho, both["item"])
+
+
+def predictions(records: pd.DataFrame, factors: pd.DataFrame, losses: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Does a smaller bound predict less harm? Spearman's rho, a row per question.
+
+    records: DropKV's, whose bound of twenty keys is ranked against their realised ratio and their shift. factors: the
+    triples of one pool with their factor, whose median over those that share item, layer and head is ranked against
+    `loss` in each of `losses` (named for the question; columns item, loss, perhaps layer and head).
+    """
+    asked = {}
+    for k, f in records.groupby("k"):
+        asked[f"bound and ratio, k = {k}"] = rank_correlation(f, "bound", "ratio")
+        asked[f"bound and shift, k = {k}"] = rank_correlation(f, "bound", "value")
+    for name, frame in losses.items():
+        on = [column for column in ("item", "layer", "head") if column in frame]
+        both = factors.groupby(on, as_index=False).factor.median().merge(frame, on=on)
+        asked[name] = rank_correlation(both, "factor", "loss")
+    rows = [(question, *e.triple, e.n) for question, e in asked.items()]
+    found = pd.DataFrame(rows, columns=["question", "value", "low", "high", "n"])
+    return found.assign(low=found.low.clip(lower=-1), high=found.high.clip(upper=1))
+
+
+def median_gap(values: np.ndarray) -> float:
+    """Median of the first column where the second is true, minus that where it is not; nan if it never changes."""
+    held = values[:, 1] > 0
+    return float(np.median(values[held, 0]) - np.median(values[~held, 0])) if 0 < held.mean() < 1 else np.nan
+
+
+def cone_and_ratio(records: pd.DataFrame, assumptions: pd.DataFrame) -> dict[str, Estimate]:
+    """DropKV's median ratio `with` a cone in the triple's pool and `without` one, and the `difference` of the two.
+
+    records: DropKV's. assumptions: of one pool. A side that no triple is on has no value.
+    """
+    where = ["item", *WHERE]
+    both = records.merge(assumptions[[*where, "c_low"]], on=where, suffixes=("", "_pool"))
+    none = both.c_low_pool <= ORIGIN
+    difference = stats.resampled(both.assign(none=none)[["ratio", "none"]], median_gap, both["item"])
+    return {"with": median(both[~none], "ratio"), "without": median(both[none], "ratio"), "difference": difference}
+
+
+def side(e: Estimate) -> str:
+    """On which side of 0 an interval lies: above, below, or "" where it holds 0 or there is none."""
+    return "above" if e.low > 0 else "below" if e.high < 0 else ""
+
+
+# ---------------------------------------------------------------- the paper's side
+
+
+def printed(file: str, names: Mapping[str, str]) -> pd.DataFrame:
+    """A printed table, a row per model: the paper's metrics by the names that they have here."""
+    found = claims.published(file).assign(pool=lambda f: "paper: " + f.model.str.partition("-Instruct")[0])
+    wide = found.pivot_table(index="pool", columns="metric", values="value", aggfunc="first")
+    return wide[list(names)].rename(columns=names).apply(pd.to_numeric, errors="coerce")
+
+
+def printed_ratios() -> pd.DataFrame:
+    """Table 16 as rows of its own: k, stratum; value: the middle model's median, low: the least median, high: the
+    greatest 95th percentile."""
+    names = {"low-attention tail": "tail", "near-threshold": "threshold", "rank-disagreement": "disagreement"}
+    f = claims.published("dropkv_t16_realized_ratio.csv").replace({"task": names}).rename(columns={"task": "stratum"})
+    f = f.assign(k=f.budget.str.extract(r"k=(\d+)", expand=False).astype(int), value=f.value.astype(float))
+    p50, p95 = (f[f.metric.str.startswith(q)].groupby(["k", "stratum"], sort=False).value for q in ("p50", "p95"))
+    found = {"value": p50.median(), "low": p50.min(), "high": p95.max()}
+    return pd.DataFrame(found).reset_index().assign(rule="paper: DropKV")

@@ -1,0 +1,93 @@
+"""What one may set in the chapter on DropKV's bound beside its notebook's parameters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+from kvrepro.engine.allowed import Count, Number, Odd, Size, ensure
+from kvrepro.errors import InputError
+from kvrepro.experiment import run
+
+Part = Annotated[float, Number(0, 1, above=True, below=True)]
+PROFILES = {"quick": (12, 2, 150), "full": (48, 4, 600)}  # prompts, query positions, triples for the enumeration
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What decides the rows of a prompt."""
+
+    pools: Sequence[float | int]
+    shares: Sequence[float]
+    positions: int = 2
+    since: float = 0.5
+    window: int = 8
+    kernel: int = 11
+    steps: int = 6
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Settings(run.Settings):
+    """Settings of the chapter on DropKV's bound."""
+
+    tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
+    lengths: tuple[Size, ...] = (500, 1900, 3000)  #: for the study of lengths; what cannot be had is left out
+    k: Size = 200  #: in 1 - k eps, of figures and tables
+    triples: Size | None = None  #: for the enumeration, over all prompts; None: the profile's
+    positions: Size | None = None  #: query positions per prompt, layer and head; None: the profile's
+    since: Part = 0.5  #: they lie in the prompt after this share of it
+    window: Size = 8  #: final keys outside the pool, and queries that a rule observes
+    kernel: Odd = 11  #: tokens that are pooled
+    steps: Count = 6  #: ascents where the cone condition fails
+    max_new_tokens: Size = 48  #: of an answer
+
+    def given(self, pools: tuple[float | int, ...], shares: tuple[float, ...]) -> "Given":
+        """The same with the notebook's pools and shares."""
+        return Given(**vars(self), pools=pools, shares=shares)
+
+
+@dataclass(frozen=True)
+class Given(Settings):
+    """Settings with the notebook's pools and shares. The sets of twenty keys come from the first pool."""
+
+    pools: tuple[Size | Part, ...] = (0.95, 0.5, 256)  # of lowest attention: a share of the keys, or their number
+    shares: tuple[Part, ...] = (0.05, 0.10, 0.30)  # of the prompt kept
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, names in (
+            ("pools", [pool_name(size) for size in self.pools]),
+            ("shares", [f"{share:g}" for share in self.shares]),
+            ("lengths", [str(length) for length in self.lengths]),
+        ):
+            if not names:
+                raise InputError(f"{name} is {getattr(self, name)!r}: give a list with at least one entry")
+            if len(set(names)) < len(names):
+                raise InputError(f"{name} has {max(names, key=names.count)} twice: drop one")
+
+    def prompts(self, n_items: int | None) -> int:
+        """How many prompts: as many as asked for, or the profile's."""
+        count = PROFILES[self.profile][0] if n_items is None else n_items
+        ensure(Size, n_items=count)
+        return count
+
+    @property
+    def enumerated(self) -> int:
+        """Triples that enter the enumeration, over all prompts."""
+        return PROFILES[self.profile][2] if self.triples is None else self.triples
+
+    @property
+    def sampling(self) -> Sampling:
+        """What decides the rows, the profile's numbers filled in."""
+        own = {f.name: getattr(self, f.name) for f in fields(Sampling)}
+        return Sampling(**own | {"positions": self.positions or PROFILES[self.profile][1]})
+
+    @property
+    def least(self) -> float:
+        """The smallest share kept."""
+        return min(self.shares)
+
+
+def pool_name(size: float | int) -> str:
+    """`lowest 95%` or `256 lowest`."""
+    return f"{size} lowest" if isinstance(size, int) else f"lowest {size:.0%}"

@@ -1,0 +1,133 @@
+"""Cells: a policy that drops a share of the system turn, with or without a cure, in one of two readings."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvrepro.chapters.leakage.prompts import PARTS, prompt
+from kvrepro.engine import policy
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.regime import Offline
+from kvrepro.errors import InputError
+from kvrepro.experiment.claims import READINGS
+from kvrepro.experiment.models import Loaded
+from kvrepro.item import Item
+
+FIVE = ("streaming_llm", "h2o", "k_norm", "snapkv", "tova")  # the paper's
+TWO = ("defensive_kv", "dropkv")  # that it did not try
+LAMBDAS = (0.2, 0.4, 0.6, 0.8)  # between default (0) and fair (1)
+DEBIAS = tuple(f"debias {x:g}" for x in LAMBDAS)
+HELD = {"whitelist": "phrase", "opening": "core", "whole": "defense"}  # variant -> the span that always survives
+VARIANTS = ("default", *HELD, "fair", *DEBIAS, "ends")
+FAIR_DIFFERS = ("streaming_llm", "h2o", "snapkv", "tova")  # the public code's fair variant is another than the paper's
+LIBRARY = ("snapkv", "tova")  # whose defaults in kvpress, which the paper takes, are the catalogue's "as_run"
+# kvpress' SnapKV, where a fair variant is asked for "as_described" and the catalogue would give the paper's SnapKV
+KVPRESS = (("aggregate", "mean"), ("pool", "average"), ("kernel", 5), ("group", "mean"), ("pool_at", "head"))
+# SnapKV's window is 16 in the public code and 64 by its library's default, on prompts of some 200 tokens. Ours have 60
+# to 110, so both are scaled by 3/8; a budget that is smaller takes its place.
+WINDOWS = {
+    "tinyworld": (("as_run", 6), ("as_described", 24)),
+    "ifeval": (("as_run", 16), ("as_described", 64)),
+}
+
+
+@dataclass(frozen=True)
+class Room:
+    """What cells must know of their prompts: no window exceeds what is kept of the shortest beside its guards."""
+
+    shortest: int = 60  # tokens of the shortest system turn
+    held: tuple[tuple[str, int], ...] = (("core", 7), ("phrase", 17), ("defense", 32))  # the most that these need
+    windows: tuple[tuple[str, int], ...] = WINDOWS["tinyworld"]
+
+    @classmethod
+    def of(cls, loaded: Loaded, items: Sequence[Item], windows: str = "tinyworld") -> "Room":
+        """Of these items with that model."""
+        texts = [prompt(loaded, item) for item in items]
+        longest = {name: 1 + max(len(text.spans.get(name, ())) for text in texts) for name in HELD.values()}
+        return cls(min(min(text.spans["request"]) for text in texts), tuple(longest.items()), WINDOWS[windows])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of a curve: a policy that drops `ratio` of the system turn.
+
+    variant: default; whitelist (the defense's prohibition stays), opening (its first sentence does), whole (all of it
+    does); fair; debias <lambda>; ends (a tenth of the budget protected at either end). reading: whose SnapKV window,
+    and whose fair variant (`differs`). policy: a name of the catalogue, or a reader's own. spans: that share fairly.
+    """
+
+    policy: str
+    ratio: float
+    variant: str = "default"
+    reading: str = "as_described"
+    spans: tuple[str, ...] = PARTS
+    room: Room = Room()
+
+    @property
+    def condition(self) -> Condition:
+        """What the engine is asked for."""
+        before = Offline(until="request")
+        if not self.ratio:
+            return Condition("full", regime=before)
+        name, _, number = self.variant.partition(" ")
+        if name not in ("default", "fair", "debias", "ends", *HELD):
+            known = ", ".join([*VARIANTS[:5], "debias <lambda>", "ends"])
+            raise InputError(f"unknown variant {self.variant!r}: choose {known}")
+        shared = name in ("fair", "debias")
+        reading = "as_described"
+        if self.policy in LIBRARY:
+            reading = self.reading if shared else "as_run"
+        elif name == "fair" and differs(self.policy, name):
+            reading = self.reading
+        extra: dict[str, Any] = {}
+        if name in HELD:
+            extra["whitelist"] = (HELD[name],)
+        elif shared:
+            before = Offline(until="request", fair=float(number or 1), spans=self.spans)
+        elif name == "ends":
+            extra |= {"prefix": 0.1, "suffix": 0.1}
+        if window := self._window(name):
+            library = KVPRESS if self.policy == "snapkv" and reading == "as_described" else ()
+            extra["switches"] = (*library, ("window", window))
+        return Condition(self.policy, round(1 - self.ratio, 6), before, reading=reading, **extra)
+
+    def _window(self, name: str) -> int:
+        """Tokens of the policy's window, as far as there is room; 0 for policies without one."""
+        window = policy.find(self.policy).parameters.get("window", 1)
+        if not isinstance(window, int) or window <= 1:
+            return 0
+        if self.policy in ("snapkv", *TWO):
+            window = dict(self.room.windows)[self.reading if self.policy == "snapkv" else "as_run"]
+        guards = dict(self.room.held)[HELD[name]] if name in HELD else 4 if name == "ends" else 0
+        return min(window, max(1, int(round(1 - self.ratio, 6) * self.room.shortest) - guards))
+
+
+def differs(name: str, variant: str) -> bool:
+    """Whether a cell is another in the public code than in the paper. The dial (debias) has no public code."""
+    if variant.startswith("debias"):
+        return False
+    return name == "snapkv" or (variant == "fair" and name in FAIR_DIFFERS)
+
+
+def cannot(name: str, variant: str) -> str:
+    """Why a policy cannot run in a variant; "" if it can."""
+    waits = variant.startswith("debias") and policy.find(name).across is not None
+    return "its budgets wait for every layer" if waits else ""
+
+
+def cells(
+    policies: Iterable[str], ratios: Iterable[float], variants: Iterable[str] = ("default",),
+    readings: Iterable[str] = READINGS[1:], *, room: Room = Room(), spans: tuple[str, ...] = PARTS,
+) -> list[Cell]:  # fmt: skip
+    """All combinations that can run, and the uncompressed cache; as run only where that is something else."""
+    ratios = list(ratios)
+    chosen = [
+        Cell(name, ratio, variant, reading, spans, room)
+        for name in policies
+        for variant in variants
+        if not cannot(name, variant)
+        for reading in readings
+        for ratio in ratios
+        if ratio and (reading == "as_described" or differs(name, variant))
+    ]
+    return [Cell("full", 0.0, spans=spans, room=room), *chosen]

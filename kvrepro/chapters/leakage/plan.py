@@ -1,0 +1,85 @@
+"""What a run of the leakage chapter takes: which prompts and policies, and how much of each study."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, get_type_hints
+
+from kvrepro.chapters.leakage.cells import FIVE, TWO, Cell
+from kvrepro.chapters.leakage.settings import Settings
+from kvrepro.engine import policy
+from kvrepro.engine.allowed import Number, ensure_all
+from kvrepro.errors import InputError
+
+Ratio = Annotated[float, Number(0, 1, above=True, below=True)]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much each study takes."""
+
+    systems: int  # system prompts of the main study, in both orders
+    singles: int  # without a defense, for the curves by class: prompts with one rule
+    several: int  # and with two to five
+    examples: int
+    marks: int
+    timed: int
+    repeats: int
+    ratios: tuple[float, ...]  # of the default
+    varied: tuple[float, ...]  # of the variants, for the paper's policies and a reader's own
+    rest: tuple[float, ...]  # of the variants elsewhere
+    dial: tuple[float, ...]  # of the first policy's settings between default and fair
+
+
+TENTHS = tuple(i / 10 for i in range(1, 10))
+MILD = TENTHS[2:7]
+PROFILES = {
+    "quick": Sizes(8, 48, 20, 6, 6, 6, 2, TENTHS[::2], MILD[::2], (0.5,), (0.1, *MILD[::2])),
+    "full": Sizes(64, 96, 96, 48, 32, 8, 10, TENTHS, TENTHS, MILD, TENTHS),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the notebook's parameters ask for. Raises InputError for what cannot be run."""
+
+    settings: Settings = Settings()
+    items: Literal["tinyworld", "ifeval"] = "tinyworld"  # IFEval's prompts are for models of English
+    n_items: Annotated[int, Number(2, whole=True)] | None = None  # system prompts of the main study, at most of others
+    policies: tuple[str, ...] = (*FIVE, *TWO)  # of the catalogue, or a reader's own
+    ratios: tuple[Ratio, ...] | None = None  # shares of the system turn that are dropped
+    reading: Literal["both", "as_run", "as_described"] = "both"
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            ensure_all(hint, **{name: getattr(self, name)})
+        for name in ("policies", "ratios"):
+            if getattr(self, name) is not None and not getattr(self, name):
+                raise InputError(f"{name} {getattr(self, name)!r}: give a list of at least one")
+        for name in self.policies:
+            if name == "full":
+                raise InputError("policy full is run in any case: name policies that evict")
+            policy.check(Cell(name, 0.5).condition)
+
+    @property
+    def every(self) -> list[str]:
+        """The policies, each once."""
+        return list(dict.fromkeys(self.policies))
+
+    @property
+    def main(self) -> list[str]:
+        """Those that every study takes: the paper's five and a reader's own, or all where none of these is there."""
+        return [name for name in self.every if name in FIVE or policy.is_own(name)] or self.every
+
+    @property
+    def sizes(self) -> Sizes:
+        """The profile's sizes, with what is set."""
+        found = PROFILES[self.settings.profile]
+        names = ("singles", "several", "examples", "marks", "timed")
+        if self.ratios is not None:
+            chosen = tuple(sorted(set(self.ratios)))
+            found = replace(found, ratios=chosen, varied=chosen, rest=chosen[len(chosen) // 2 :][:1], dial=chosen)
+        if self.n_items is not None:
+            found = replace(
+                found, systems=self.n_items, **{one: min(self.n_items, getattr(found, one)) for one in names}
+            )
+        own = {one: getattr(self.settings, one) for one in (*names, "repeats")}
+        return replace(found, **{one: value for one, value in own.items() if value is not None})

@@ -1,0 +1,19 @@
+"""What one may set in the leakage chapter beside its notebook's parameters."""
+
+from dataclasses import dataclass
+
+from kvrepro.engine.allowed import Size
+from kvrepro.experiment import run
+
+
+@dataclass(frozen=True)
+class Settings(run.Settings):
+    """Settings of the leakage chapter; the profile says what is None."""
+
+    max_new_tokens: Size = 128  #: of an answer
+    singles: Size | None = None  #: system prompts without a defense, with one rule
+    several: Size | None = None  #: system prompts without a defense, with two to five rules
+    examples: Size | None = None  #: system prompts of labelled examples
+    marks: Size | None = None  #: system prompts whose spans are marked in other ways, or that lack the preamble
+    timed: Size | None = None  #: requests whose time is taken
+    repeats: Size | None = None  #: of each time that is taken

@@ -1,0 +1,38 @@
+"""What one may set in the reclamation chapter; its notebook has parameters of their own for the first three."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from kvrepro.chapters.reclamation.survivors import POLICIES, PUBLISHED
+from kvrepro.engine.allowed import Number, Size
+from kvrepro.errors import InputError
+from kvrepro.experiment import run
+
+SHAPES = {  # layers, KV heads, dimension of a head, bytes of the weights in bfloat16
+    "Qwen3-8B": (36, 8, 128, 16.4e9),
+    "Llama-3.1-8B": (32, 8, 128, 16.1e9),
+}
+
+
+@dataclass(frozen=True)
+class Settings(run.Settings):
+    """Settings of the reclamation chapter."""
+
+    policies: tuple[str, ...] = (*POLICIES, *PUBLISHED)  #: who evicts: the chapter's, the catalogue's, or one's own
+    kept: tuple[Annotated[float, Number(0, 1, above=True, below=True)], ...] = (0.1, 0.25, 0.5, 0.9)  #: of the prompt
+    block_size: Size = 16  #: tokens
+    prompt_tokens: Size = 900  #: of each prompt, at most
+    capacity: Size = 128  #: tokens kept while answers are generated
+    max_new_tokens: Size = 6  #: of an answer
+    acceptance: Literal["catalogue", "policies"] = "catalogue"  #: whom the acceptance test tries beside `policies`
+    cadences: tuple[Size, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  #: tokens between two passes
+    timed_cadences: tuple[Size, ...] = (1, 2, 8, 32, 128, 512)  #: with real decoding; twice as long fits the context
+    budget: Annotated[int, Number(16, whole=True)] = 2048  #: tokens, for cadences without a model
+    lengths: tuple[Size, ...] = (512, 1024, 2048)  #: prompts for which the extra pass over the keys is timed, in tokens
+    shape: Literal["Qwen3-8B", "Llama-3.1-8B"] = "Qwen3-8B"  #: of the larger model in the cost of copies
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("policies", "kept", "cadences", "timed_cadences", "lengths"):
+            if not getattr(self, name):
+                raise InputError(f"{name} {getattr(self, name)!r}: give a list of at least one")

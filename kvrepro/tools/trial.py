@@ -1,0 +1,193 @@
+"""Do all chapters run on a real model's shape? `python -m kvrepro.tools.trial --shape qwen2.5-3b --device cuda`.
+
+Writes a checkpoint with random weights in that shape and a byte-level tokenizer trained on the items, runs every
+chapter on a few items, and stores per chapter: results, failed ones, seconds, the share of prefill and decoding, peak
+memory. A failed row fails the trial. Random weights answer nothing: this tests that chapters run, and how fast.
+"""
+
+import contextlib
+import datetime
+import io
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import nbformat
+import pandas as pd
+import torch
+import transformers
+import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import data
+from kvrepro.paths import GPU, ROOT
+
+LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+SHAPES: dict[str, dict[str, Any]] = {  # configurations as the hub's config.json has them, what decides cost
+    "two-layer": {"model_type": "qwen2", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+                  "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 4096},
+    "qwen2.5-3b": {"model_type": "qwen2", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+                   "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 32768,
+                   "vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1e6},
+    "llama-3.1-8b": LLAMA | {"model_type": "llama", "intermediate_size": 14336, "max_position_embeddings": 131072,
+                             "vocab_size": 128256, "rope_theta": 5e5},
+    "mistral-7b": LLAMA | {"model_type": "mistral", "intermediate_size": 14336, "max_position_embeddings": 32768,
+                           "vocab_size": 32768, "sliding_window": None, "rope_theta": 1e6},
+    "gemma-3-4b": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+                   "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                   "sliding_window": 1024, "max_position_embeddings": 131072, "vocab_size": 262208},
+    "qwen3-moe": {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12,
+                  "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64,
+                  "num_experts_per_tok": 8, "moe_intermediate_size": 768, "max_position_embeddings": 40960,
+                  "vocab_size": 151936},
+}  # fmt: skip
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAPTERS = ("protection", "fragility", "dropkv_bound", "leakage", "reclamation")
+STUDY = re.compile(r"^(\w+)/(\S+): (\d+) (\w+)s, (\d+) computed now, (\d+) failed")
+
+
+def tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on the texts: any text can be encoded and comes back unchanged. Turns as in ChatML."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def checkpoint(
+    folder: Path, shape: str, texts: Iterable[str], vocabulary: int = 4096, dtype: str = "float32", **changes: Any
+) -> Path:
+    """Random weights in a shape of `SHAPES`, with the tokenizer, as the hub's files. The same weights each time."""
+    if shape not in SHAPES:
+        raise InputError(f"unknown shape {shape!r}: choose {', '.join(SHAPES)}")
+    fast = tokenizer(texts, vocabulary)
+    ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id, "bos_token_id": None}
+    config = AutoConfig.for_model(**{"vocab_size": len(fast)} | SHAPES[shape] | ends | changes)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    network.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def cells(name: str, parameters: dict[str, Any]) -> None:
+    """Run a notebook's code cells in this process, with these parameters in the place of its own."""
+    space: dict[str, Any] = {"display": lambda *_: None}
+    for cell in nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells:
+        if cell.cell_type == "code":
+            exec(compile(cell.source, f"{name}.ipynb", "exec"), space)
+            if "parameters" in cell.metadata.get("tags", []):
+                unknown = set(parameters) - set(space)
+                if unknown:
+                    raise InputError(f"{name} has no parameter {sorted(unknown)[0]!r}")
+                space |= parameters
+
+
+def _attempt(answer: Any, name: str, parameters: dict[str, Any]) -> None:
+    """One chapter in a process of its own: seconds, peak GiB, rows and failed rows, and how it ended."""
+    said, began, error = io.StringIO(), time.perf_counter(), ""
+    with contextlib.redirect_stdout(said):
+        try:
+            cells(name, parameters)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
+    studies = [found for line in said.getvalue().splitlines() if (found := STUDY.match(line))]
+    answer.send({
+        "chapter": name, "results": sum(int(s[3]) for s in studies), "failed": sum(int(s[6]) for s in studies),
+        "seconds": round(time.perf_counter() - began, 1), "peak_gib": round(peak, 2), "error": error,
+    })  # fmt: skip
+
+
+def attempt(name: str, parameters: dict[str, Any], limit: float) -> dict[str, Any]:
+    """A chapter's row; what takes longer than `limit` seconds is stopped, and its row says so."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_attempt, args=(there, name, parameters))
+    process.start()
+    there.close()
+    row: dict[str, Any] = {"chapter": name, "seconds": limit, "error": f"not done after {limit:.0f} s"}
+    with contextlib.suppress(EOFError):
+        if here.poll(limit):
+            row = here.recv()
+    process.kill()
+    process.join()
+    return row | _spent(Path(parameters["results"]) / name)
+
+
+def _spent(folder: Path) -> dict[str, Any]:
+    """Of a chapter's answers: how much of the time went into reading prompts, how much into decoding."""
+    files = [*folder.glob("*.rows/*.parquet"), *folder.glob("*.parquet")]
+    frames = [pd.read_parquet(file) for file in files]
+    parts = [frame for frame in frames if "decode_seconds" in frame]
+    if not parts:
+        return {}
+    rows = pd.concat(parts).drop_duplicates("key")
+    return {name: round(float(rows[f"{name}_seconds"].sum()), 1) for name in ("prefill", "decode")}
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "two-layer",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="of weights and caches")] = "float32",
+    chapter: Annotated[list[str], typer.Option(help="these chapters alone")] = [],  # noqa: B006
+    items: Annotated[str, typer.Option(help="longbench, or a .jsonl file; leakage takes ifeval")] = "longbench",
+    n_items: Annotated[int, typer.Option(help="of each study")] = 2,
+    limit: Annotated[float, typer.Option(help="seconds for a chapter")] = 600,
+    out: Annotated[Path, typer.Option(help="the table")] = GPU / "chapters.csv",
+) -> None:
+    """Run the chapters on random weights of a real shape; exit 1 where a row failed or a chapter did not end."""
+    try:
+        names = chapter or CHAPTERS
+        texts = [message["content"] for item in data.load_items(items, 8) for message in item.messages]
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.perf_counter()
+            path = checkpoint(Path(folder) / shape, shape, texts, dtype=dtype)
+            print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
+            rows = []
+            for name in names:
+                given = {
+                    "model": str(path),
+                    "items": "ifeval" if name == "leakage" else items,
+                    "n_items": n_items,
+                    "device": device,
+                }
+                given |= {"results": f"{folder}/results", "options": {"dtype": dtype, "progress": False}}
+                rows.append(attempt(name, given, limit))
+                print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    told = {"shape": shape, "n_items": n_items, "dtype": dtype, "device": where, "torch": torch.__version__}
+    told |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}
+    frame = pd.DataFrame(rows).assign(**told)
+    known = pd.read_csv(out) if out.is_file() else pd.DataFrame(columns=["shape", "device", "chapter"])
+    same = known.merge(frame[["shape", "device", "chapter"]], how="left", indicator=True)._merge == "both"
+    pd.concat([known[~same.to_numpy()], frame]).to_csv(out, index=False)
+    print(f"the table: {out}")
+    if frame.error.any() or frame.failed.sum():
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,57 @@
+"""The chapter's notebook on foreign input: a checkpoint folder, a JSONL file, one share, one policy, and one's own."""
+
+import json
+from pathlib import Path
+
+import checkpoint
+import pandas as pd
+import papermill
+import pytest
+
+from kvrepro.experiment import claims
+
+ROOT = Path(__file__).resolve().parents[3]
+POLICY = """
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.policy import Policy
+from kvrepro.engine.shapes import Scores
+
+
+def times_value(o: Observation) -> Scores:
+    '''s_j = mean attention of the window to token j, times ||v_j||_2.'''
+    return o.attention.mean((2, 3)) * o.values.float().norm(dim=-1)
+
+
+MINE = Policy("Mine", "this test", times_value, parameters={"window": 16, "recent": "window"})
+"""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, own):
+    rows = [
+        {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 24, "domain": "harbour",
+         "question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"}
+        for i in range(2)
+    ]  # fmt: skip
+    items = tmp_path / "own.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my_policy.py").write_text(POLICY)
+    mine = f"{tmp_path / 'my_policy.py'}:MINE"
+    given = {"model": str(checkpoint.save(tmp_path / "small", [row["context"] for row in rows])), "items": str(items)}
+    given |= {"results": str(tmp_path / "results"), "n_items": 2, "shares": [0.4]}
+    given |= {"policies": [mine, "critical_ada_kv", "defensive_kv"] if own else ["snapkv"]}
+    given |= {"options": {"answer_tokens": 4, "max_new_tokens": 4, "progress": False, "window": 16, "single": 8}}
+    executed = papermill.execute_notebook(
+        ROOT / "notebooks" / "fragility.ipynb", tmp_path / "out.ipynb", given, kernel_name="python3", cwd=ROOT,
+        progress_bar=False,
+    )  # fmt: skip
+    outputs = [o.get("data", {}) for cell in executed.cells if cell.cell_type == "code" for o in cell.outputs]
+    assert sum("image/png" in data for data in outputs) == 15 - 3 * (not own)
+    table = pd.read_csv(tmp_path / "results" / "fragility" / "claims.csv")
+    assert table.columns.tolist() == claims.COLUMNS
+    assert ("C2 Mine" in set(table.claim)) == own
+    assert set(table[table.claim.str.startswith("C2")].verdict) == {"not testable here"}  # two items say nothing
+    stored = pd.read_parquet(tmp_path / "results" / "fragility" / "every.parquet")
+    assert stored.error.isna().all()
+    assert (mine in set(stored.policy)) == own
+    assert ("Mine" in " ".join(data.get("text/html", "") + data.get("text/plain", "") for data in outputs)) == own

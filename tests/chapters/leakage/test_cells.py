@@ -1,0 +1,69 @@
+"""Cells: what the engine is asked for."""
+
+import pytest
+
+from kvrepro.chapters.leakage import cells
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.errors import InputError
+
+
+def test_cells_say_what_the_engine_is_asked():
+    cell = cells.Cell("snapkv", 0.7, "fair", room=cells.Room(shortest=60))
+    assert cell.condition.budget == pytest.approx(0.3)
+    assert (cell.condition.fair, cell.condition.spans) == (1.0, ("defense", "directive"))
+    assert dict(cell.condition.switches)["window"] == 18  # all that is kept of 60 tokens
+    assert dict(cells.Cell("snapkv", 0.7, reading="as_run").condition.switches)["window"] == 6
+    assert cells.Cell("tova", 0.5, "debias 0.2").condition.fair == 0.2
+    assert cells.Cell("tova", 0.0).condition.policy == "full"
+    assert cells.Cell("h2o", 0.3, "whole").condition.whitelist == ("defense",)
+    assert cells.Cell("h2o", 0.3).condition.reading == "as_described"
+    with pytest.raises(InputError, match="unknown variant 'blacklist'"):
+        _ = cells.Cell("tova", 0.5, "blacklist").condition
+
+
+def test_policies_are_the_librarys():
+    """kvpress prunes all layers by key norm, averages SnapKV's votes over the group and forces TOVA's last token in."""
+    found = {name: cells.Cell(name, 0.5).condition for name in cells.FIVE}
+    own = {name: CATALOGUE[name].reading(c.reading, c.switches) for name, c in found.items()}
+    assert own["k_norm"]["dense_layers"] == 0
+    assert (own["snapkv"]["group"], own["snapkv"]["pool"], own["snapkv"]["kernel"]) == ("mean", "average", 5)
+    assert own["tova"]["recent"] == 1
+    assert own["streaming_llm"]["sinks"] == 4
+
+
+@pytest.mark.parametrize("name", cells.FAIR_DIFFERS)
+def test_fair_variants_differ_between_the_readings_and_the_dial_does_not(name):
+    run, described = (cells.Cell(name, 0.5, "fair", reading).condition for reading in ("as_run", "as_described"))
+    assert (run.reading, described.reading) == ("as_run", "as_described")
+    ramps = CATALOGUE[name].reading(run.reading, run.switches).get("ramps")
+    assert ramps is (True if name == "streaming_llm" else None)
+    assert cells.differs(name, "fair")
+    assert not cells.differs(name, "debias 0.4")
+    [grid] = [cells.cells([name], (0.5,), ("debias 0.4",), ("as_described", "as_run"))]
+    assert [cell.reading for cell in grid[1:]] == ["as_described"]
+
+
+def test_snapkv_as_described_stays_the_librarys_under_quotas():
+    own = cells.Cell("snapkv", 0.5, "fair").condition
+    found = CATALOGUE["snapkv"].reading(own.reading, own.switches)
+    library = CATALOGUE["snapkv"].reading("as_run", (("window", found["window"]),))
+    assert found == library
+
+
+def test_the_dial_needs_budgets_that_do_not_wait_for_every_layer():
+    assert "every layer" in cells.cannot("layer_defensive_kv", "debias 0.2")
+    assert cells.cannot("layer_defensive_kv", "fair") == cells.cannot("defensive_kv", "debias 0.2") == ""
+    assert [cell.variant for cell in cells.cells(["layer_defensive_kv"], (0.5,), ("debias 0.2", "ends"))] == [
+        "default",
+        "ends",
+    ]
+
+
+def test_grid_has_the_uncompressed_cache_once_and_readings_for_snapkv_alone():
+    grid = cells.cells(("h2o", "snapkv"), (0.0, 0.5), readings=("as_described", "as_run"))
+    assert [(c.policy, c.ratio, c.reading) for c in grid] == [
+        ("full", 0.0, "as_described"),
+        ("h2o", 0.5, "as_described"),
+        ("snapkv", 0.5, "as_described"),
+        ("snapkv", 0.5, "as_run"),
+    ]

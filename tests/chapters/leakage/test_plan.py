@@ -1,0 +1,47 @@
+"""Plans: sizes, and what is refused before anything is computed."""
+
+import pytest
+
+from kvrepro.chapters.leakage.plan import Plan
+from kvrepro.chapters.leakage.settings import Settings
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.policy import Policy, own
+from kvrepro.errors import InputError
+
+
+def test_sizes():
+    assert Plan(n_items=3).sizes.singles == 3
+    assert Plan(Settings(singles=5), n_items=3).sizes.singles == 5
+    assert Plan(Settings(profile="full"), ratios=(0.5,)).sizes.varied == (0.5,)
+
+
+def test_the_papers_policies_and_ones_own_take_part_in_every_study():
+    own("leakage_test", Policy("Own", "this test", CATALOGUE["k_norm"].score))
+    assert Plan(policies=("h2o", "dropkv", "h2o")).every == ["h2o", "dropkv"]
+    assert Plan(policies=("h2o", "dropkv", "leakage_test")).main == ["h2o", "leakage_test"]
+    assert Plan(policies=("dropkv",)).main == ["dropkv"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ratios": [1.0]}, "ratios 1.0: a number, above 0, below 1"),
+        ({"ratios": []}, "ratios \\[\\]: give a list of at least one"),
+        ({"n_items": 1}, "n_items 1: a whole number, at least 2"),
+        ({"n_items": "ten"}, "n_items 'ten'"),
+        ({"policies": []}, "policies \\[\\]: give a list of at least one"),
+        ({"policies": "tova"}, "policies 'tova': give a list"),
+        ({"policies": ["lru"]}, "lru cannot run in regime 'offline'"),
+        ({"policies": ["full"]}, "full is run in any case"),
+        ({"items": "longbench"}, "unknown items 'longbench'"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_one_line(wrong, message):
+    with pytest.raises(InputError, match=message) as raised:
+        Plan(**wrong)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_option_that_is_not_there_is_named():
+    with pytest.raises(InputError, match="unknown option 'max_new_token', did you mean 'max_new_tokens'"):
+        Settings.of({"max_new_token": 4})

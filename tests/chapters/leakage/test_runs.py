@@ -1,0 +1,104 @@
+"""Rows with errors, measures, keep rates and times, on the embedded model."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvrepro.chapters.leakage import cells, prompts, runs, scores
+from kvrepro.chapters.leakage.settings import Settings
+from kvrepro.experiment import models, store
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return models.load()
+
+
+@pytest.fixture(scope="module")
+def run(loaded, tmp_path_factory):
+    items = prompts.systems(2, orders=("normal",))
+    grid = cells.cells(("streaming_llm",), (0.5, 0.9), ("default", "opening"))
+    folder = tmp_path_factory.mktemp("results")
+    settings = Settings(results=folder, progress=False, max_new_tokens=48)
+    return items, grid, settings, runs.run(loaded, items, grid, "test", settings)
+
+
+def test_a_cell_that_cannot_be_met_is_a_row_with_its_error(run):
+    items, grid, _, rows = run
+    assert len(rows) == len(items) * len(grid)
+    failed = rows[rows.error.notna()]
+    assert set(zip(failed.variant, failed.ratio, failed.system, strict=True)) == {("opening", 0.9, 0)}
+    assert failed.error.str.contains("budget 6 < 7 protected tokens").all()  # header and first sentence, sinks in them
+    assert rows[(rows.system == 1) & (rows.variant == "opening")].error.isna().all()  # a longer prompt holds them
+    assert scores.unmet(rows).sum() == len(failed)
+
+
+def test_rows_are_stored_with_what_survived(run):
+    *_, settings, rows = run
+    stored = store.read(settings.folder / "leakage" / "test.parquet").set_index("key")
+    for row in rows.itertuples():
+        assert isinstance(stored.note[row.key], str) == (pd.isna(row.error) and row.request == "leak")
+
+
+def test_uncompressed_the_model_obeys_and_refuses_and_compressed_it_tells(run):
+    items, _, _, rows = run
+    scored = scores.score(rows, items)
+    full = scored[scored.policy == "full"]
+    assert full.followed.dropna().tolist() == [1.0, 1.0]
+    assert full.refused.dropna().tolist() == [1.0, 1.0]
+    half = scored[(scored.ratio == 0.5) & (scored.variant == "default")]
+    assert half.tells_rules.dropna().min() > 0.9
+    worst = scores.score(rows, items, failed="worst")
+    lost = worst[worst.error.notna()]
+    assert lost.followed.dropna().eq(0).all()
+    assert lost.tells_rules.dropna().eq(1).all()
+    for failed in ("missing", "broken"):  # to be refused a budget is not to forget
+        scored = scores.score(rows, items, failed=failed)
+        assert scored[scored.error.notna()][list(scores.MEASURES)].isna().all(axis=None)
+    broken = scores.score(rows.assign(error=rows.error.str.replace("InputError", "RuntimeError")), items, "broken")
+    assert broken[broken.error.notna()].followed.dropna().eq(0).all()
+    assert broken[broken.error.notna()].tells_rules.dropna().eq(1).all()
+
+
+def test_known_rows_are_not_computed_again(run, loaded, capsys):
+    items, grid, settings, rows = run
+    again = runs.run(loaded, items, grid, "test", settings)
+    assert "20 rows, 0 computed now, 0 failed" in capsys.readouterr().out
+    assert again.prediction.fillna("").tolist() == rows.prediction.fillna("").tolist()
+
+
+def test_classes_count_every_instruction_of_every_answer(run):
+    items, _, _, rows = run
+    asked = [len(item.meta["instructions"]) for item in items if item.meta["request"] == "follow"]
+    each = scores.by_class(rows, items, failed="worst")
+    assert each.groupby(["policy", "variant", "ratio"]).size().eq(sum(asked)).all()
+    assert each[(each.variant == "opening") & (each.ratio == 0.9) & (each.system == 0)].passed.tolist() == [0]
+    assert len(scores.by_class(rows, items)) == len(each) - 1
+
+
+def test_keep_rates_add_up(loaded, tmp_path):
+    """The parts' kept tokens are the budget: 62 tokens, half kept, in every layer."""
+    items = prompts.systems(1, orders=("normal",))
+    grid = cells.cells(("streaming_llm",), (0.5,), ("default", "fair"))
+    given = (loaded, items, grid, "kept", Settings(results=tmp_path, progress=False, max_new_tokens=1))
+    kept = scores.keep_rates(runs.run(*given))
+    disjoint = kept[kept.part != "outside"]
+    total = (disjoint.tokens * disjoint.kept).groupby([disjoint.variant, disjoint.layer]).sum()
+    tokens = disjoint[(disjoint.layer == 0) & (disjoint.variant == "fair")].tokens.sum()
+    np.testing.assert_allclose(total, tokens // 2, atol=1e-3)
+    outside = kept[kept.part == "outside"].tokens.iloc[0]
+    assert outside == kept[kept.part.isin(["defense", "template"])].groupby("part").tokens.first().sum()
+    fair = kept[kept.variant == "fair"].groupby("part").kept.mean()
+    assert abs(fair.defense - fair.directive) < 0.1
+    again = scores.keep_rates(runs.run(*given))  # from what is stored
+    pd.testing.assert_frame_equal(kept, again)
+
+
+def test_times_are_stored(loaded, tmp_path):
+    items = prompts.systems(1, orders=("normal",))[:1]
+    grid = cells.cells(("h2o",), (0.5,), ("default", "fair"))[1:]
+    settings = Settings(results=tmp_path)
+    found = runs.timing(loaded, items, grid, settings, tokens=2, repeats=2)
+    assert found.groupby("variant").repeat.apply(list).to_dict() == {"default": [1, 2], "fair": [1, 2]}
+    assert (found[["compress", "decode"]] > 0).all(axis=None)
+    pd.testing.assert_frame_equal(found, runs.timing(loaded, items, grid, settings, tokens=2, repeats=2))

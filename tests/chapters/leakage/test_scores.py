@@ -1,0 +1,44 @@
+"""Measures of answers that are written down here."""
+
+import pandas as pd
+import pytest
+
+from kvrepro.chapters.leakage import prompts, scores
+from kvrepro.errors import InputError
+
+
+def test_loose_accuracy_forgives_a_line_and_asterisks():
+    item = next(i for i in prompts.systems(16) if "capitals" in i.meta["instructions"])
+    assert not scores.checks(item, "Sure:\nBOATS ARE FINE")["capitals"]
+    assert scores.loose(item, "Sure:\nBOATS ARE FINE")["capitals"]
+    assert not scores.loose(item, "Sure: boats")["capitals"]
+    assert not any(scores.loose(item, "").values())
+
+
+def test_floors_are_what_telling_nothing_scores():
+    items = prompts.systems(2, orders=("normal",))
+    found = scores.floors(items)
+    assert found.loc["refusal", "followed"] == 0
+    assert found.loc["refusal", "tells_rules"] == 0
+    assert 0.3 < found.loc["preamble", "tells_directive"] < 1
+    assert found.loc["preamble", "tells_rules"] < found.loc["preamble", "tells_directive"]
+    assert found.loc["defense", "tells_defense"] == 1
+    assert (found.loc["nothing"].dropna() == 0).all()
+
+
+def test_wrong_handling_of_failures_is_named():
+    with pytest.raises(InputError, match="unknown handling"):
+        scores.score(pd.DataFrame({"error": []}), [], failed="ignore")
+
+
+def test_the_uncompressed_cache_stands_under_every_curve_of_a_reading():
+    """SnapKV differs between the readings, TOVA only when fair."""
+    run = [("full", "default", 0.0, "as_described"), ("tova", "default", 0.5, "as_described"),
+           ("tova", "fair", 0.5, "as_described"), ("snapkv", "default", 0.5, "as_run")]  # fmt: skip
+    rows = pd.DataFrame(run, columns=["policy", "variant", "ratio", "reading"]).assign(order="normal", system=0)
+    found = {one: scores.cells_of(rows, one) for one in ("as_run", "as_described")}
+    curves = {one: set(zip(f.policy, f.variant, f.ratio, strict=True)) for one, f in found.items()}
+    assert curves["as_run"] == {(name, "default", ratio) for name in ("tova", "snapkv") for ratio in (0.0, 0.5)}
+    assert curves["as_described"] == {
+        ("tova", variant, ratio) for variant in ("default", "fair") for ratio in (0.0, 0.5)
+    }

@@ -1,0 +1,81 @@
+"""The notebook: its shape, and runs on a foreign checkpoint, with a single policy, also the reader's own."""
+
+import json
+import re
+from pathlib import Path
+
+import checkpoint
+import nbformat
+import pandas as pd
+import papermill
+import pytest
+
+from kvrepro.experiment import claims
+
+NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks" / "reclamation.ipynb"
+MINE = '''
+from kvrepro.engine.policy import Policy
+
+def last_attention(o):
+    """s_j = mean attention of the window's queries to token j."""
+    return o.attention.mean((2, 3))
+
+MINE = Policy("Mine", "this test", last_attention, parameters={"window": 8, "recent": "window"})
+'''
+OPTIONS = {"prompt_tokens": 220, "capacity": 64, "max_new_tokens": 2, "acceptance": "policies", "cadences": [1, 16],
+           "timed_cadences": [1, 4], "budget": 64, "lengths": [32, 64], "progress": False}  # fmt: skip
+
+
+def code(notebook) -> list:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_cells_are_short_and_figures_have_captions_and_alternatives():
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    source = [cell.source for cell in cells]
+    assert all(len(text.splitlines()) <= 25 for text in source)
+    assert not any(re.search(r"^\s*(def|class) |glue:", text, re.M) for text in source)
+    drawn = [i for i, text in enumerate(source) if re.search(r"^(estimates|heat)\(|panels\(", text, re.M)]
+    assert len(drawn) == 16
+    for i in drawn:
+        assert len(cells[i].metadata["mystnb"]["image"]["alt"]) > 40
+        assert source[i - 1].startswith("*Figure.* ")
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Parameters of a run on a small random Qwen2 in the hub's format, with questions on passages of our own."""
+    folder = tmp_path_factory.mktemp("run")
+    rows = [
+        {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 40,
+         "question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"}
+        for i in range(2)
+    ]  # fmt: skip
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "mine.py").write_text(MINE)
+    model = checkpoint.save(folder / "small-qwen2", [row["context"] for row in rows])
+    return {"model": str(model), "items": str(folder / "own.jsonl"), "n_items": 2, "kept": [0.25], "options": OPTIONS,
+            "results": str(folder / "results")}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["window", "{folder}/mine.py:MINE"])
+def test_it_runs_on_a_foreign_checkpoint_with_one_policy(given, policy, tmp_path):
+    results = Path(given["results"])
+    given = {**given, "policies": [policy.format(folder=results.parent)]}
+    executed = papermill.execute_notebook(
+        NOTEBOOK, tmp_path / "out.ipynb", given, kernel_name="python3", progress_bar=False
+    )
+    outputs = [[o.get("data", {}) for o in cell.outputs] for cell in code(executed)]
+    images = [sum("image/png" in data for data in cell) for cell in outputs]
+    assert images == ["mystnb" in cell.metadata for cell in code(executed)]
+    table = pd.read_csv(results / "reclamation" / "claims.csv")
+    assert table.columns.tolist() == claims.COLUMNS
+    verdicts = table.set_index("claim").verdict
+    assert verdicts[["R1", "R2", "R3", "R4", "R6b"]].tolist() == ["reproduced"] * 4 + [
+        "reproduced" if policy == "window" else "not testable here"
+    ]
+    shown = " ".join(data.get("text/html", "") + data.get("text/markdown", "") for cell in outputs for data in cell)
+    if policy != "window":
+        assert verdicts["R6b Mine"] == "reproduced"
+        assert shown.count("Mine") > 10
+    assert "nan" not in re.sub(r"<[^>]*>", "", "".join(d.get("text/markdown", "") for c in outputs for d in c))

@@ -109,9 +109,8 @@ def resolve(model: str) -> tuple[str, Path]:
         return folder.resolve().name, _checked(model, folder.resolve())
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
         return model, _fetched(model)
-    raise InputError(
-        f"unknown model '{model}': use {DEFAULT}, an existing checkpoint folder, or a hub id such as owner/name"
-    )
+    known = f"{DEFAULT}, an existing checkpoint folder, or a hub id such as owner/name"
+    raise InputError(f"unknown model '{model}': use {known}")
 
 
 def _fetched(model: str) -> Path:

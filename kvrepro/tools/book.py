@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -253,20 +253,28 @@ def main(
 def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
     """Print what a chapter would compute: run its cells, in dry run, as far as the one that loads the model."""
     os.environ["KVREPRO_DRY_RUN"] = "1"
-    space: dict[str, Any] = {"display": print}
-    for cell in nbformat.read(root / "notebooks" / f"{name}.ipynb", as_version=4).cells:
+    try:
+        for source in cells(name, parameters, print, root):
+            if "models.load(" in source:
+                return
+    except InputError:
+        raise
+    except Exception as error:
+        print(f"{name}: what follows needs their rows ({type(error).__name__})")
+
+
+def cells(name: str, parameters: dict[str, Any], display: Callable[..., None], root: Path = ROOT) -> Iterator[str]:
+    """Run a notebook's code cells in this process, one by one, with these parameters in the place of its own; their
+    sources."""
+    space: dict[str, Any] = {"display": display}
+    for cell in nbformat.read(_source(name, root), as_version=4).cells:
         if cell.cell_type == "code":
-            try:
-                exec(cell.source, space)
-            except InputError:
-                raise
-            except Exception as error:
-                print(f"{name}: what follows needs their rows ({type(error).__name__})")
-                return
+            exec(compile(cell.source, f"{name}.ipynb", "exec"), space)
             if "parameters" in cell.metadata.get("tags", []):
+                if unknown := sorted(set(parameters) - set(space)):
+                    raise InputError(f"{name} has no parameter {unknown[0]!r}")
                 space |= parameters
-            if "models.load(" in cell.source:
-                return
+            yield cell.source
 
 
 def watched(name: str, parameters: dict[str, Any], force: bool, root: Path = ROOT) -> tuple[bool, str]:

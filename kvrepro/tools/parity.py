@@ -91,9 +91,8 @@ def kvpress() -> Any:
     try:
         import kvpress as library
     except ImportError as error:
-        raise InputError(
-            f"kvpress cannot be imported ({error}): pip install 'kvrepro[parity]' in an environment of its own"
-        ) from None
+        way_out = "pip install 'kvrepro[parity]' in an environment of its own"
+        raise InputError(f"kvpress cannot be imported ({error}): {way_out}") from None
     ALL_ATTENTION_FUNCTIONS["kvrepro"] = attention._attention
     return library
 

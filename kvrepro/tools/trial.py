@@ -10,14 +10,12 @@ import datetime
 import io
 import multiprocessing
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-import nbformat
 import pandas as pd
 import torch
 import transformers
@@ -25,9 +23,9 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data
-from kvrepro.paths import GPU, ROOT
+from kvrepro.paths import GPU
 
 LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, Any]] = {  # configurations as the hub's config.json has them, what decides cost
@@ -63,9 +61,8 @@ def tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> PreTrainedTokeniz
     bpe.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    given = dict(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(**given)
     bpe.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = TEMPLATE
@@ -89,25 +86,15 @@ def checkpoint(
     return folder
 
 
-def cells(name: str, parameters: dict[str, Any]) -> None:
-    """Run a notebook's code cells in this process, with these parameters in the place of its own."""
-    space: dict[str, Any] = {"display": lambda *_: None}
-    for cell in nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells:
-        if cell.cell_type == "code":
-            exec(compile(cell.source, f"{name}.ipynb", "exec"), space)
-            if "parameters" in cell.metadata.get("tags", []):
-                unknown = set(parameters) - set(space)
-                if unknown:
-                    raise InputError(f"{name} has no parameter {sorted(unknown)[0]!r}")
-                space |= parameters
-
-
 def _attempt(answer: Any, name: str, parameters: dict[str, Any]) -> None:
     """One chapter in a process of its own: seconds, peak GiB, rows and failed rows, and how it ended."""
+    from kvrepro.tools.book import cells
+
     said, began, error = io.StringIO(), time.perf_counter(), ""
     with contextlib.redirect_stdout(said):
         try:
-            cells(name, parameters)
+            for _ in cells(name, parameters, lambda *_: None):
+                pass
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
@@ -145,6 +132,7 @@ def _spent(folder: Path) -> dict[str, Any]:
     return {name: round(float(rows[f"{name}_seconds"].sum()), 1) for name in ("prefill", "decode")}
 
 
+@one_line_errors()
 def main(
     shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "two-layer",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -156,27 +144,17 @@ def main(
     out: Annotated[Path, typer.Option(help="the table")] = GPU / "chapters.csv",
 ) -> None:
     """Run the chapters on random weights of a real shape; exit 1 where a row failed or a chapter did not end."""
-    try:
-        names = chapter or CHAPTERS
-        texts = [message["content"] for item in data.load_items(items, 8) for message in item.messages]
-        with tempfile.TemporaryDirectory() as folder:
-            began = time.perf_counter()
-            path = checkpoint(Path(folder) / shape, shape, texts, dtype=dtype)
-            print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
-            rows = []
-            for name in names:
-                given = {
-                    "model": str(path),
-                    "items": "ifeval" if name == "leakage" else items,
-                    "n_items": n_items,
-                    "device": device,
-                }
-                given |= {"results": f"{folder}/results", "options": {"dtype": dtype, "progress": False}}
-                rows.append(attempt(name, given, limit))
-                print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(2) from None
+    texts = [message["content"] for item in data.load_items(items, 8) for message in item.messages]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        path = checkpoint(Path(folder) / shape, shape, texts, dtype=dtype)
+        print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
+        given = {"model": str(path), "n_items": n_items, "device": device, "results": f"{folder}/results"}
+        given["options"] = {"dtype": dtype, "progress": False}
+        for name in chapter or CHAPTERS:
+            rows.append(attempt(name, given | {"items": "ifeval" if name == "leakage" else items}, limit))
+            print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     told = {"shape": shape, "n_items": n_items, "dtype": dtype, "device": where, "torch": torch.__version__}
     told |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}

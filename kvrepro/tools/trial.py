@@ -61,8 +61,9 @@ def tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> PreTrainedTokeniz
     bpe.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    given = dict(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    trainer = trainers.BpeTrainer(**given)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = TEMPLATE
@@ -116,6 +117,7 @@ def attempt(name: str, parameters: dict[str, Any], limit: float) -> dict[str, An
     with contextlib.suppress(EOFError):
         if here.poll(limit):
             row = here.recv()
+            process.join(10)  # it ends its workers
     process.kill()
     process.join()
     return row | _spent(Path(parameters["results"]) / name)

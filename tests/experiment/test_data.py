@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.experiment.data import Item, Span
+from kvrepro.tools import trial
 
 TOKENIZER = checkpoint.tokenizer()
 
@@ -292,7 +293,7 @@ def test_the_embedded_models_own_template_passes_and_chatml_does_not():
     own = AutoTokenizer.from_pretrained(models.ROOT / "data" / "models" / models.DEFAULT)
     for item in data.load_items("tinyworld", 12, tokens=300):
         assert data.build_prompt(item, own, 4000).ids
-    own.chat_template = checkpoint.TEMPLATE
+    own.chat_template = trial.TEMPLATE
     with pytest.raises(InputError, match="its tokenizer does not know"):
         data.build_prompt(item, own, 4000)
 

@@ -168,7 +168,7 @@ EVERY = {"snapkv", "k_norm", "full", "shared", "chunked"}
         ("engine/score/shared.py", "def h2o(", {"shared"}),
         ("engine/signals.py", "def joined(", {"shared"}),
         ("engine/passes.py", "def _chunked(", {"chunked"}),
-        ("chapters/leakage/experiment.py", "def prompt(", set()),
+        ("chapters/leakage/prompts.py", "def prompt(", set()),
         ("chapters/protection/figures.py", "def retention(", set()),
         ("experiment/measure.py", "def token_f1(", EVERY),
         ("engine/catalogue.py", "WINDOWS: dict", set()),

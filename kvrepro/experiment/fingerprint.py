@@ -251,7 +251,7 @@ def _bytes(value: Any) -> str:
         value = pd.util.hash_pandas_object(value).to_numpy()
     if isinstance(value, bytes):
         return hashlib.sha256(value).hexdigest()[:16]
-    if hasattr(value, "detach"):
+    if hasattr(value, "detach") and not isinstance(value, type):
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() else value).numpy()
     if not isinstance(value, np.ndarray):

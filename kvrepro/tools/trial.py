@@ -12,6 +12,7 @@ import multiprocessing
 import re
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,6 +98,7 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any]) -> None:
             for _ in cells(name, parameters, lambda *_: None):
                 pass
         except Exception as raised:
+            traceback.print_exc()
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
     studies = [found for line in said.getvalue().splitlines() if (found := STUDY.match(line))]

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kvrepro.engine.allowed import Count, Number, Share
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.select import select
+from kvrepro.engine.select import ensure_room, select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
-from kvrepro.errors import InputError
 
 
 def uniform(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
@@ -23,14 +22,9 @@ def uniform(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
 
 
 def pyramid(
-    scores: Scores,
-    protected: Mask,
-    budget: RowInts,
-    o: Observation,
-    beta: Annotated[float, Number(1)] = 20,
-    recent: Count = 0,
-    inside: bool = True,
-) -> Counts:
+    scores: Scores, protected: Mask, budget: RowInts, o: Observation, beta: Annotated[float, Number(1)] = 20,
+    recent: Count = 0, inside: bool = True,
+) -> Counts:  # fmt: skip
     """b_l = high - l (high - low) / (L - 1) tokens for layer l of L, with low = B / beta and high = 2 B - low.
 
     Where guards hold more than low, low is as many as they are. inside: B is the budget, the `recent` tokens among it,
@@ -60,13 +54,8 @@ def pyramid(
 
 
 def adaptive(
-    scores: Scores,
-    protected: Mask,
-    budget: RowInts,
-    floor: Share = 0.2,
-    blend: bool = False,
-    weighted: bool = False,
-) -> Counts:
+    scores: Scores, protected: Mask, budget: RowInts, floor: Share = 0.2, blend: bool = False, weighted: bool = False,
+) -> Counts:  # fmt: skip
     """As many tokens for a head as it has among the best budget * kv_heads of its layer, and at least its floor.
 
     Default: the int(floor * budget) best of each head, protected ones first, are set, and the layer's best fill the
@@ -78,7 +67,7 @@ def adaptive(
     """
     held = (protected & ~scores.isneginf()).sum(-1)
     total = budget * scores.shape[1]
-    _check(total, held.sum(-1), scores.shape[1])
+    ensure_room(total, held.sum(-1), f" of {scores.shape[1]} heads together")
     if not blend:
         sure = torch.maximum((budget.double() * floor + 1e-9).long()[:, None], held)
         return _best(scores.masked_fill(select(scores, protected, sure), torch.inf), total).sum(-1)
@@ -114,7 +103,8 @@ def joint_layers(
     widths = [s.shape[1] * s.shape[2] for s in scores]
     total = budget * sum(s.shape[1] for s in scores)
     alive = [p & ~s.isneginf() for s, p in zip(scores, protected, strict=True)]
-    _check(total, sum(a.flatten(1).sum(-1) for a in alive), sum(s.shape[1] for s in scores))
+    held = sum(a.flatten(1).sum(-1) for a in alive)
+    ensure_room(total, held, f" of {sum(s.shape[1] for s in scores)} heads together")
     keys = [s.masked_fill(a, torch.inf).flatten(1) for s, a in zip(scores, alive, strict=True)]
     best = _best(torch.cat(keys, 1)[:, None], total)[:, 0].split(widths, 1)
     return scores, [b.view_as(s).sum(-1) for b, s in zip(best, scores, strict=True)]
@@ -133,7 +123,7 @@ def cake(
     held = torch.stack([(p & ~s.isneginf()).sum(-1).amax(1) for s, p in zip(scores, protected, strict=True)], 1)
     tokens = torch.stack([(~s.isneginf()).sum(-1).amax(1) for s in scores], 1)
     total = budget * len(scores)
-    _check(total, held.sum(1), len(scores))
+    ensure_room(total, held.sum(1), f" of {len(scores)} layers together")
     wish = torch.stack(list(summaries), 1).double()
     wish = torch.where(wish.sum(1, keepdim=True) > 0, wish, torch.ones_like(wish))
     wish = wish / wish.sum(1, keepdim=True) * (total - held.sum(1))[:, None]
@@ -170,12 +160,3 @@ def _best(scores: Tensor, total: RowInts) -> Tensor:
     key = scores.flatten(1).flip(1)
     place = key.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return ((place < total[:, None]) & ~key.isneginf()).flip(1).view_as(scores)
-
-
-def _check(total: Tensor, held: Tensor, heads: int) -> None:
-    if (held > total).any():
-        worst = (held - total).argmax()
-        raise InputError(
-            f"budget {int(total[worst])} < {int(held[worst])} protected tokens of {heads} heads or layers together: "
-            "raise the capacity, or protect less"
-        )

@@ -105,15 +105,9 @@ def said(kind: object) -> str:
 
 def of(functions: list[Callable[..., Any]], name: str) -> object:
     """The annotation of the parameter `name` in the first of `functions` that has one; `object`, anything, else."""
-    for function in functions:
-        parameter = inspect.signature(function).parameters.get(name)
-        if (
-            parameter is not None
-            and not isinstance(parameter.annotation, str)
-            and parameter.annotation != parameter.empty
-        ):
-            return parameter.annotation
-    return object
+    every = [inspect.signature(function).parameters for function in functions]
+    hints = [parameters[name].annotation for parameters in every if name in parameters]
+    return next((hint for hint in hints if not isinstance(hint, str) and hint != inspect.Parameter.empty), object)
 
 
 def _words(kind: object) -> bool:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from kvrepro.engine.shapes import KeyValue, Query, WindowPositions
+from kvrepro.engine.shapes import HeadFloats, KeyValue, Positions, Probabilities, Query, RowInts, WindowPositions
+
+LOW_QUERIES = 400  # Scissorhands' history window
 
 
 def _attention(
@@ -48,16 +50,9 @@ Watch = Callable[[Tensor, slice], None]  # sees p [batch, kv_heads, group, queri
 
 
 def attend(
-    query: Query,
-    query_positions: WindowPositions,
-    parts: Sequence[Part],
-    scaling: float,
-    sliding: int | None = None,
-    watch: Watch | None = None,
-    hide: Tensor | None = None,
-    block: int = 256,
-    prompt: bool = False,
-) -> Tensor:
+    query: Query, query_positions: WindowPositions, parts: Sequence[Part], scaling: float, sliding: int | None = None,
+    watch: Watch | None = None, hide: Tensor | None = None, block: int = 256, prompt: bool = False,
+) -> Tensor:  # fmt: skip
     """Attention over tokens that lie in several tensors: `[batch, queries, heads, dim]`.
 
     A query sees the tokens at or before its position, in a sliding layer the last `sliding` of them; `hide` [batch,
@@ -68,11 +63,8 @@ def attend(
     kv_heads = parts[0][0].shape[1]
     group = heads // kv_heads
     q = query.view(batch, kv_heads, group, m, dim)
-    positions = (
-        torch.cat([where.expand(batch, -1, -1) for _, _, where in parts if where.shape[2]], -1)
-        if len({where.shape[1] for _, _, where in parts}) == 1
-        else torch.cat([where.expand(batch, kv_heads, -1) for _, _, where in parts], -1)
-    )
+    width = max(where.shape[1] for _, _, where in parts)  # 1 where all heads hold the same tokens
+    positions = torch.cat([where.expand(batch, width, -1) for _, _, where in parts], -1)
     out = query.new_empty(batch, kv_heads, group, m, dim)
     for a in range(0, m, block):
         b = min(a + block, m)
@@ -98,6 +90,21 @@ def attend(
         result = sum(w @ values for w, (_, values, _) in zip(weights, here, strict=True))
         out[:, :, :, a:b] = result.view(batch, kv_heads, group, b - a, dim)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, m, heads, dim)
+
+
+def per_token(name: str, p: Probabilities, at: WindowPositions, where: Positions, newest: RowInts) -> HeadFloats:
+    """What a block of queries adds to each token's sum of that name: attention, or for "low" how many query heads pay
+    less than 1 / (t + 1), at positions t among the last LOW_QUERIES before `newest`.
+
+    at: positions of the queries; where: of the tokens, for each KV head or for all.
+    """
+    asked = at[:, None, None, :, None]
+    if name != "low":
+        return (p * (asked >= 0)).mean(2).sum(2)
+    tokens = where[:, :, None, None]
+    sees = (tokens >= 0) & (tokens <= asked) & (asked > newest[:, None, None, None, None] - LOW_QUERIES) & (asked >= 0)
+    low = (p < 1.0 / (asked + 1).clamp(min=1)) & sees
+    return low.float().sum((2, 3))  # whole numbers: ties stay ties, whatever the batch
 
 
 @torch.inference_mode()

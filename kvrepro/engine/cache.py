@@ -5,12 +5,13 @@ tokens since the last eviction lie in a dense tail, since every head sees every 
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from kvrepro.engine.attention import Part
@@ -56,10 +57,8 @@ class RaggedLayer:
         cls, keys: KeyValue, values: KeyValue, positions: Tensor, keep: Mask, sums: dict[str, Tensor]
     ) -> "RaggedLayer":
         """The tokens that `keep` [batch, kv_heads, tokens] names; positions and sums of the same shape."""
-        lengths = keep.sum(-1).flatten()
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         flat_sums = {name: s[keep] for name, s in sums.items()}
-        return cls(keys[keep], values[keep], positions[keep].int(), offsets, keep.shape[:2], flat_sums)
+        return cls(keys[keep], values[keep], positions[keep].int(), _offsets(keep.sum(-1)), keep.shape[:2], flat_sums)
 
     @classmethod
     def at(
@@ -99,11 +98,7 @@ class RaggedLayer:
         """Tokens that a query may look at, int64 [batch, kv_heads]: held and not hidden."""
         if self.hidden is None:
             return self.held()
-        segment = torch.repeat_interleave(
-            torch.arange(len(self.offsets) - 1, device=self.offsets.device), self.offsets.diff()
-        )
-        gone = torch.zeros(len(self.offsets) - 1, dtype=torch.long, device=self.offsets.device)
-        return self.held() - gone.index_add_(0, segment, self.hidden.long()).view(self.shape)
+        return self.held() - _offsets(self.hidden.long())[self.offsets].diff().view(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -130,10 +125,7 @@ class RaggedLayer:
             room = used + new + len(self.positions) // (ROOM * self.shape[0] * self.shape[1])
             grown = [keys.new_zeros(*keys.shape[:2], room, keys.shape[3]) for _ in range(2)]
             if used:
-                grown[0][:, :, :used], grown[1][:, :, :used] = (
-                    self.tail_keys[:, :, :used],
-                    self.tail_values[:, :, :used],
-                )
+                grown[0][:, :, :used], grown[1][:, :, :used], _ = self.newest()
             self.tail_keys, self.tail_values = grown
         self.tail_keys[:, :, used : used + new] = keys
         self.tail_values[:, :, used : used + new] = values
@@ -142,19 +134,20 @@ class RaggedLayer:
         before = self.tail_sums or {}
         self.tail_sums = {n: zeros.clone() if not used else torch.cat([before[n], zeros], 2) for n in self.sums}
 
+    def newest(self) -> Part:
+        """The tail, without its spare room."""
+        used = slice(0, self.tail)
+        return self.tail_keys[:, :, used], self.tail_values[:, :, used], self.tail_positions[:, None]
+
     def parts(self) -> list[Part]:
         """What a query attends to: the flat part, flush right per head, and the tail."""
         found: list[Part] = []
         index = self.index()
         if index.shape[2]:
             positions = self.positions if self.hidden is None else self.positions.masked_fill(self.hidden, -1)
-            found.append(
-                (*(self._padded(x, index) for x in (self.keys, self.values)), self._positions(positions, index))
-            )
-        if self.tail:
-            used = slice(0, self.tail)
-            found.append((self.tail_keys[:, :, used], self.tail_values[:, :, used], self.tail_positions[:, None]))
-        return found
+            keys, values = self._padded(self.keys, index), self._padded(self.values, index)
+            found.append((keys, values, self._positions(positions, index)))
+        return [*found, self.newest()] if self.tail else found
 
     def index(self) -> Tensor:
         """Places in the flat tensors, int64 [batch, kv_heads, longest], flush right, -1 before a head's first token."""
@@ -175,21 +168,19 @@ class RaggedLayer:
         """Move the tail into the flat part."""
         if not self.tail:
             return
-        used, index = slice(0, self.tail), self.index()
-        there = self.tail_positions[:, None].expand(-1, self.shape[1], -1)
+        index, (keys, values, positions) = self.index(), self.newest()
+        there = positions.expand(-1, self.shape[1], -1)
         mask = torch.cat([index >= 0, there >= 0], 2)
 
         def merged(flat: Tensor, tail: Tensor) -> Tensor:
             return torch.cat([self._padded(flat, index), tail], 2)[mask]
 
-        lengths = mask.sum(-1).flatten()
-        self.keys = merged(self.keys, self.tail_keys[:, :, used])
-        self.values = merged(self.values, self.tail_values[:, :, used])
+        self.keys, self.values = merged(self.keys, keys), merged(self.values, values)
         self.sums = {n: merged(s, self.tail_sums[n]) for n, s in self.sums.items()}
         if self.hidden is not None:
             self.hidden = merged(self.hidden, torch.zeros_like(there, dtype=torch.bool))
         self.positions = merged(self.positions, there.int())
-        self.offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        self.offsets = _offsets(mask.sum(-1))
         self.tail_keys = self.tail_values = self.tail_positions = self.tail_sums = None
 
     def shown(self) -> "Shown":
@@ -214,12 +205,11 @@ class RaggedLayer:
             self.hidden[index[(index >= 0) & ~keep]] = True
             return
         stay = index[keep & (index >= 0)]
-        lengths = (keep & (index >= 0)).sum(-1).flatten()
         self.keys, self.values = _dense(self.keys)[stay], _dense(self.values)[stay]
         self.positions = self.positions[stay]
         self.hidden = None if self.hidden is None else self.hidden[stay]
         self.sums = {n: s[stay] for n, s in self.sums.items()}
-        self.offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        self.offsets = _offsets((keep & (index >= 0)).sum(-1))
 
     def chosen(self, keep: Callable[[Tensor], Mask]) -> tuple[Tensor, Tensor, Tensor]:
         """(source, positions, offsets) of the tokens that `keep`, given positions [batch, kv_heads, tokens], chooses;
@@ -232,15 +222,14 @@ class RaggedLayer:
         positions = torch.cat(where, 2)
         mask = keep(positions) & (positions >= 0)
         source = torch.cat([index, len(self.positions) + tail], 2)[mask]
-        lengths = mask.sum(-1).flatten()
-        return source, positions[mask].int(), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return source, positions[mask].int(), _offsets(mask.sum(-1))
 
     def keep(self, source: Tensor, positions: Tensor, offsets: Tensor) -> None:
         """Keep what `chosen` chose of this layer, or of one with the same tokens in the same places; no sums."""
         if self.tail:
-            used = slice(0, self.tail)
-            self.keys = torch.cat([_dense(self.keys), self.tail_keys[:, :, used].flatten(0, 2)])
-            self.values = torch.cat([_dense(self.values), self.tail_values[:, :, used].flatten(0, 2)])
+            keys, values, _ = self.newest()
+            self.keys = torch.cat([_dense(self.keys), keys.flatten(0, 2)])
+            self.values = torch.cat([_dense(self.values), values.flatten(0, 2)])
             self.tail_keys = self.tail_values = self.tail_positions = self.tail_sums = None
         self.keys, self.values = _dense(self.keys)[source], _dense(self.values)[source]
         self.positions, self.offsets = positions, offsets
@@ -289,16 +278,12 @@ class RaggedLayer:
             return copy.copy(self)  # what is packed never changes in place
         self.settle()
         rows = rows.to(self.positions.device)
-        per_row = self.lengths[rows]
-        starts = self.offsets[:-1].view(self.shape)[rows].flatten()
-        lengths = per_row.flatten()
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        within = torch.arange(int(offsets[-1]), device=rows.device) - torch.repeat_interleave(offsets[:-1], lengths)
-        place = torch.repeat_interleave(starts, lengths) + within
+        index = self.index()[rows]
+        place = index[index >= 0]
         return RaggedLayer(
-            _dense(self.keys)[place], _dense(self.values)[place], self.positions[place], offsets,
-            (len(rows), self.shape[1]),
-            {n: s[place] for n, s in self.sums.items()}, None if self.hidden is None else self.hidden[place],
+            _dense(self.keys)[place], _dense(self.values)[place], self.positions[place], _offsets(self.lengths[rows]),
+            index.shape[:2], {n: s[place] for n, s in self.sums.items()},
+            None if self.hidden is None else self.hidden[place],
             queries=None if self.queries is None else self.queries[rows],
             query_positions=None if self.query_positions is None else self.query_positions[rows],
         )  # fmt: skip
@@ -306,6 +291,11 @@ class RaggedLayer:
 
 def _bytes(*tensors: Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    """Where each segment begins, and the last one ends."""
+    return pad(lengths.flatten().cumsum(0), (1, 0))
 
 
 def _dense(stored: Tensor | Packed) -> Tensor:
@@ -319,7 +309,6 @@ def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
     for layer in layers:
         layer.settle()
     lengths = torch.cat([layer.lengths for layer in layers])
-    offsets = torch.cat([lengths.new_zeros(1), lengths.flatten().cumsum(0)])
     hidden = None
     if any(layer.hidden is not None for layer in layers):
         hidden = torch.cat(
@@ -331,17 +320,16 @@ def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
 
     def widened(x: RaggedLayer) -> tuple[Tensor, Tensor]:
         """Its queries behind padding, so that all layers have the same number."""
-        queries = known.new_zeros(x.shape[0], known.shape[1], window, known.shape[3])
-        positions = torch.full((x.shape[0], window), -1, device=known.device)
-        if x.queries is not None:
-            held = x.queries.shape[2]
-            queries[:, :, window - held :], positions[:, window - held :] = x.queries, x.query_positions
-        return queries, positions
+        queries, positions = x.queries, x.query_positions
+        if queries is None:
+            queries, positions = known[:1, :, :0].expand(x.shape[0], -1, -1, -1), x.offsets.new_empty(x.shape[0], 0)
+        missing = window - queries.shape[2]
+        return pad(queries, (0, 0, missing, 0)), pad(positions, (missing, 0), value=-1)
 
     queries = [widened(x) for x in layers] if window else []
     return RaggedLayer(
         torch.cat([_dense(x.keys) for x in layers]), torch.cat([_dense(x.values) for x in layers]),
-        torch.cat([x.positions for x in layers]), offsets, (len(lengths), lengths.shape[1]),
+        torch.cat([x.positions for x in layers]), _offsets(lengths), (len(lengths), lengths.shape[1]),
         {n: torch.cat([x.sums.get(n, x.positions.new_zeros(len(x.positions), dtype=torch.float32)) for x in layers])
          for n in names}, hidden,
         queries=torch.cat([q for q, _ in queries]) if window else None,
@@ -371,11 +359,16 @@ class EngineCache(DynamicCache):
         """Bytes of all keys and values as allocated."""
         return sum(layer.bytes for layer in self.ragged.values())
 
+    def quantise(self, bits: int) -> None:
+        """Hold all layers in `bits` bits."""
+        for layer in self.ragged.values():
+            layer.quantise(bits)
+
     def rows(self, rows: Tensor) -> "EngineCache":
         """These rows alone, in this order, in memory of their own."""
         found = copy.copy(self)
         found.ragged = {number: layer.rows(rows) for number, layer in self.ragged.items()}
-        found.layers = [_states(layer, lambda t: t.index_select(0, rows.to(t.device))) for layer in self.layers]
+        found.layers = [_states([layer], lambda t: t.index_select(0, rows.to(t.device))) for layer in self.layers]
         return found
 
 
@@ -383,39 +376,20 @@ def together(caches: list[EngineCache]) -> EngineCache:
     """The rows of several caches as one batch."""
     found = copy.copy(caches[0])
     found.ragged = {n: concatenated([cache.ragged[n] for cache in caches]) for n in caches[0].ragged}
-    found.layers = []
-    for layers in zip(*(cache.layers for cache in caches), strict=True):
-        others = iter([_tensors(layer) for layer in layers[1:]])
-        columns = list(zip(*others, strict=True)) if len(layers) > 1 else []
-        place = iter(columns)
-
-        def join(state: Tensor, place: Iterator[Sequence[Tensor]] = place) -> Tensor:
-            return torch.cat([state, *next(place, ())])
-
-        found.layers.append(_states(layers[0], join))
+    layers = zip(*(cache.layers for cache in caches), strict=True)
+    found.layers = [_states(alike, lambda *states: torch.cat(states)) for alike in layers]
     return found
 
 
-def _tensors(layer: Any) -> list[Tensor]:
-    """The states that a recurrent layer holds, in a fixed order."""
-    found: list[Tensor] = []
-
-    def note(state: Tensor) -> Tensor:
-        found.append(state)
-        return state
-
-    _states(layer, note)
-    return found
-
-
-def _states(layer: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a recurrent layer with `change` applied to each of its states; other layers hold nothing here."""
-    new = copy.copy(layer)
-    if not hasattr(layer, "recurrent_states"):
-        return new
-    for name, value in vars(layer).items():
-        if isinstance(value, Tensor):
-            setattr(new, name, change(value))
-        elif isinstance(value, dict):
-            setattr(new, name, {k: change(v) if isinstance(v, Tensor) else v for k, v in value.items()})
+def _states(layers: Sequence[Any], change: Callable[..., Tensor]) -> Any:
+    """A copy of the first of these recurrent layers, each state what `change` makes of all of theirs; others hold
+    none."""
+    new = copy.copy(layers[0])
+    for name in vars(new) if hasattr(new, "recurrent_states") else ():
+        values = [vars(layer)[name] for layer in layers]
+        if isinstance(values[0], Tensor):
+            setattr(new, name, change(*values))
+        elif isinstance(values[0], dict):
+            states = {k: change(*(v[k] for v in values)) for k, state in values[0].items() if isinstance(state, Tensor)}
+            setattr(new, name, values[0] | states)
     return new

@@ -168,7 +168,6 @@ TOKENS: dict[str, Policy] = {
         across=heads.duo_attention, budget="joint", refuses={"decode cap": WHOLE, "per step": WHOLE},
     ),
 }
-# fmt: on
 
 # ---- the protection paper's: one set of tokens for all layers (regime SharedCap)
 ARTIFACT = "protection artifact 496739f"
@@ -179,32 +178,27 @@ def _shared(
 ) -> Policy:
     """A policy of `SharedCap`, whose parameters are the regime's switches."""
     return Policy(title, source.format(ARTIFACT), score, shared.AS_DESCRIBED, shared.AS_RUN, code=ARTIFACT, ties=ties,
-                  needs=("latest", "largest", "summed", "last_use"), **more)  # fmt: skip
+                  needs=("latest", "largest", "summed", "last_use"), **more)
 
 
+MASS_TIES = ("last_use", "entered")
 SHARED: dict[str, Policy] = {
     "lru": _shared("LRU", "{}", one_set.lru, ("entered",)),
-    "h2o_simple": _shared("H2O", "Zhang et al. 2023, simplified in {}", one_set.h2o, ("last_use", "entered")),
+    "h2o_simple": _shared("H2O", "Zhang et al. 2023, simplified in {}", one_set.h2o, MASS_TIES),
     "snapkv_simple": _shared("SnapKV", "Li et al. 2024, simplified in {}", one_set.snapkv),
-    "slw": _shared(
-        "StreamingLLM (SLW)",
-        "Xiao et al. 2023, after the prompt in {}",
-        one_set.lru,
-        ("entered",),
-        shield=shared.sinks_and_window,
-    ),
+    "slw": _shared("StreamingLLM (SLW)", "Xiao et al. 2023, after the prompt in {}", one_set.lru, ("entered",),
+                   shield=shared.sinks_and_window),
     "ada_kv_simple": _shared("Ada-KV", "Feng et al. 2024, simplified in {}", one_set.ada_kv),
     "quest_simple": _shared("QUEST", "Tang et al. 2024, simplified in {}", one_set.latest),
     "random_sample": _shared("Random", "{}", one_set.random_sample, ()),
-    "h2o_faithful": _shared("H2O-faithful", "Zhang et al. 2023, as in {}", one_set.summed, ("last_use", "entered")),
+    "h2o_faithful": _shared("H2O-faithful", "Zhang et al. 2023, as in {}", one_set.summed, MASS_TIES),
     "snapkv_faithful": _shared("SnapKV-faithful", "Li et al. 2024, as in {}", one_set.prompt),
-    "ada_kv_faithful": _shared(
-        "Ada-KV-faithful", "Feng et al. 2024, as in {}", one_set.head_summed, allocate=shared.by_entropy
-    ),
-    "quest_faithful": _shared(
-        "QUEST-faithful", "Tang et al. 2024, as in {}", one_set.head_latest, allocate=shared.every_head
-    ),
+    "ada_kv_faithful": _shared("Ada-KV-faithful", "Feng et al. 2024, as in {}", one_set.head_summed,
+                               allocate=shared.by_entropy),
+    "quest_faithful": _shared("QUEST-faithful", "Tang et al. 2024, as in {}", one_set.head_latest,
+                              allocate=shared.every_head),
 }
+# fmt: on
 
 # Reductions that the one-pass kernel has; the readings whose order it lacks are refused when they are asked for.
 KERNELS = ("snapkv", "pyramid_kv", "ada_kv", "andpro", "dropkv")

@@ -35,9 +35,7 @@ class Condition:
     """
 
     policy: str = "full"
-    budget: int | float | None = (
-        None  # tokens kept per KV head; a float: this share of what is compressed, rounded down
-    )
+    budget: int | float | None = None  # tokens kept per KV head; a float: share of what is compressed, rounded down
     regime: Regime | None = None  # every policy but "full" needs one
     prefix: float = 0.0  # share of the budget that is guarded at the start
     suffix: float = 0.0  # and at the end
@@ -166,6 +164,4 @@ class Generation:
     peak_bytes: int | None = None  # of the prefill, above the weights: measured where the engine was asked to
     pages: int | None = None  # that each query head reads at a step, where pages are selected and no token leaves
     bytes_state: int = 0  # of those held, what the policy's next eviction would ask for: sums, last queries
-    kept_sets: list[Any] | None = (
-        None  # per layer, bool [kv_heads, compressed tokens], where the engine was asked for it
-    )
+    kept_sets: list[Any] | None = None  # per layer, bool [kv_heads, compressed tokens], where the engine was asked to

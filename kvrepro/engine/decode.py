@@ -10,39 +10,32 @@ from torch import Tensor
 from kvrepro.engine.condition import Generation
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.passes import Call
-from kvrepro.engine.policy import find
 from kvrepro.engine.rows import Rows, Tag, evict_rows, evict_rows_shared, keep_held
 from kvrepro.engine.score.cumulative import pages_read
 from kvrepro.engine.signals import StepSignals
 
-Answers = Iterator[tuple[Tag, Generation | Exception]]
+Answers = Iterator[tuple[Tag, Generation]]
 
 
-def batch_kind(call: Call, rows: Rows, row: int) -> tuple[Any, ...]:
-    """Rows of equal kind may decode in one batch."""
-    c, job = rows.conditions[row], rows.jobs[row]
-    unread = len(call.texts[rows.tags[row][0]].ids) - int(rows.seen[row])
-    size = max(int(layer.held()[row].max()) for layer in rows.cache.ragged.values())
+def batch_kind(row: Rows) -> tuple[Any, ...]:
+    """Of one row: rows of equal kind may decode in one batch."""
+    [job] = row.jobs
+    c, unread = job.condition, len(row.texts[0].ids) - int(row.seen)
+    size = max(int(layer.held().max()) for layer in row.cache.ragged.values())
     size = max(1, size + unread - 1).bit_length()
-    recurrent = any(hasattr(layer, "recurrent_states") for layer in rows.cache.layers)
+    recurrent = any(hasattr(layer, "recurrent_states") for layer in row.cache.layers)
     padding = unread if recurrent else None  # it would pass through recurrent states
-    alone = rows.tags[row] if c.bits is not None else None
+    alone = row.tags[0] if c.bits is not None else None
     shared = None if job.reduction is None else (job.reduction, job.first_step, job.budgets[0])
-    return c.every, pages_of(rows, row), c.execution, size, padding, alone, shared
-
-
-def pages_of(rows: Rows, row: int) -> tuple[int, int, int] | None:
-    """(page, dense layers, budget) of a policy that selects pages at each step and evicts nothing."""
-    c, p = rows.conditions[row], rows.jobs[row].parameters
-    if c.policy == "full" or find(c.policy).frees:
-        return None
-    return int(p.get("page", 16)), int(p.get("dense_layers", 2)), rows.budgets[row]
+    return c.every, job.pages, c.execution, size, padding, alone, shared
 
 
 def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
     """Greedy answers of rows of one `batch_kind`, as they end: pick a token, stop if it is one of `stop_ids`, run the
-    model on it, evict if due. `SharedCap` evicts before the model runs, the new token among the candidates."""
-    every, pages, c = rows.conditions[0].every, pages_of(rows, 0), rows.conditions[0]
+    model on it, evict if due. `SharedCap` evicts before the model runs, the new token among the candidates. What fails
+    is noted in `call.failed`, and leaves."""
+    c, pages = rows.conditions[0], rows.jobs[0].pages
+    every = c.every
     window = max(job.window for job in rows.jobs) if every else 0
     first = rows.jobs[0].first_step if rows.signals is not None else 1
     _read_rest(call, rows, window)
@@ -56,7 +49,7 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
         stopped, broken = torch.isin(picked[-1], stops), rows.logits.isnan().any(1)
         if True in torch.stack([stopped.any(), broken.any()]).tolist():
             so_far = seconds + (time.perf_counter() - began) / len(rows)
-            yield from _broken(call, rows, broken, step)
+            _note_broken(call, rows, broken, step)
             yield from _finished(call, rows, (stopped & ~broken).nonzero()[:, 0].tolist(), picked, so_far)
             rows, picked = _without(rows, stopped | broken, picked)
             if rows is None:
@@ -65,11 +58,9 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
         if rows.signals is not None:
             rows.signals = rows.signals.enter(step)
             if due:
-                rows.calls = rows.calls + evict_rows_shared(rows, step, call.isolate)
-        yield from _failed(rows)
-        rows, picked = _without_failed(rows, picked)
-        if rows is None:
-            return
+                rows, picked = _after(call, rows, evict_rows_shared(rows, step, call.isolate), picked)
+            if rows is None:
+                return
         now = time.perf_counter()
         seconds, began = seconds + (now - began) / len(rows), now
         if step == call.max_new_tokens:
@@ -77,14 +68,12 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
             return
         _forward(call, rows, picked[-1], step, window, pages, due)
         if due and rows.signals is None:
-            rows.calls = rows.calls + evict_rows(call.facts, rows, rows.budgets, call.scalings, call.isolate)
-            yield from _failed(rows)
-            rows, picked = _without_failed(rows, picked)
+            lost = evict_rows(call.facts, rows, rows.budgets, call.scalings, call.isolate)
+            rows, picked = _after(call, rows, lost, picked)
             if rows is None:
                 return
         if c.bits is not None:
-            for layer in rows.cache.ragged.values():
-                layer.quantise(c.bits)
+            rows.cache.quantise(c.bits)
 
 
 def _newest_held(rows: Rows, step: int) -> bool:
@@ -130,8 +119,10 @@ def _read_rest(call: Call, rows: Rows, window: int) -> None:
         call.notes[tag] = call.notes[tag] | {"prefill_seconds": call.notes[tag]["prefill_seconds"] + seconds}
 
 
-def _without_failed(rows: Rows, picked: list[Tensor]) -> tuple[Rows | None, list[Tensor]]:
-    """The rows whose policy raised nothing at the last eviction, and their tokens."""
+def _after(call: Call, rows: Rows, lost: Tensor, picked: list[Tensor]) -> tuple[Rows | None, list[Tensor]]:
+    """The rows whose policy raised nothing at an eviction, in which rows `lost` tokens, and what they picked."""
+    rows.calls = rows.calls + lost
+    call.failed |= {rows.tags[row]: error for row, error in rows.failed.items()}
     if not rows.failed:
         return rows, picked
     gone = torch.tensor([row in rows.failed for row in range(len(rows))], device=rows.logits.device)
@@ -146,18 +137,13 @@ def _without(rows: Rows, gone: Tensor, picked: list[Tensor]) -> tuple[Rows | Non
     return rows.take(alive), list(torch.stack(picked, 1)[~gone].unbind(1))
 
 
-def _failed(rows: Rows) -> Answers:
-    """Rows whose policy raised something at the last eviction."""
-    yield from ((rows.tags[row], error) for row, error in rows.failed.items())
-
-
-def _broken(call: Call, rows: Rows, broken: Tensor, step: int) -> Answers:
+def _note_broken(call: Call, rows: Rows, broken: Tensor, step: int) -> None:
     """Rows whose logits are not numbers: the largest of them is no answer."""
     for row in broken.nonzero()[:, 0].tolist():
         error = ArithmeticError(f"{rows.conditions[row].label}: NaN at new token {step}")
         if not call.isolate:
             raise error
-        yield rows.tags[row], error
+        call.failed[rows.tags[row]] = error
 
 
 def _finished(call: Call, rows: Rows, done: list[int], picked: list[Tensor], seconds: float) -> Answers:
@@ -185,20 +171,18 @@ def _finished(call: Call, rows: Rows, done: list[int], picked: list[Tensor], sec
             mine = alive.sum(-1).float().mean().cpu().expand(len(layers))
             full = torch.full_like(full, int(alive.any(0).sum()) + evicted)
         share = float((held[:, row] * size).sum() / (held.sum(1) * size).sum())
-        pages = pages_of(rows, row)
-        yield (
-            tag,
-            Generation(
-                tokens=tokens[row].tolist(),
-                kept=mine.round().int().tolist(),
-                evicted=evicted,
-                policy_calls=int(rows.calls[row]),
-                bytes_held=round(allocated * share),
-                bytes_state=round(state * share),
-                bytes_full=int((full * heads * size).sum()),
-                decode_seconds=seconds,
-                backend=call.backend,
-                pages=None if pages is None else int(pages_read(torch.tensor(pages[2]), pages[0])),
-                **call.notes[tag],
-            ),
+        pages = rows.jobs[row].pages
+        answer = Generation(
+            tokens=tokens[row].tolist(),
+            kept=mine.round().int().tolist(),
+            evicted=evicted,
+            policy_calls=int(rows.calls[row]),
+            bytes_held=round(allocated * share),
+            bytes_state=round(state * share),
+            bytes_full=int((full * heads * size).sum()),
+            decode_seconds=seconds,
+            backend=call.backend,
+            pages=None if pages is None else int(pages_read(torch.tensor(pages[2]), pages[0])),
+            **call.notes[tag],
         )
+        yield tag, answer

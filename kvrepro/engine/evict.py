@@ -9,7 +9,8 @@ kept              = select(scores, protected, counts)
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
@@ -125,6 +126,13 @@ class Job:
         return torch.tensor(self.budgets, device=self.prompts.positions.device)
 
     @property
+    def pages(self) -> tuple[int, int, int] | None:
+        """(page, dense layers, budget) of a policy that selects pages at each step and evicts nothing."""
+        if self.condition.policy == "full" or (self.policy is not None and self.policy.frees):
+            return None
+        return int(self.parameters.get("page", 16)), int(self.parameters.get("dense_layers", 2)), self.budgets[0]
+
+    @property
     def again(self) -> bool:
         """Does it evict again while tokens are generated?"""
         return isinstance(self.condition.regime, DecodeCap | PerStep)
@@ -176,6 +184,19 @@ class Job:
         if not plain or len(set(self.budgets)) > 1 or self.budgets[0] > tokens:
             return None
         return self.budgets[0]
+
+
+@contextmanager
+def attempt(job: Job, isolate: bool) -> Iterator[None]:
+    """A step for a job. isolate: what its policy raises becomes `job.error`, and the other jobs go on."""
+    try:
+        yield
+    except Exception as error:  # a reader's policy may raise anything
+        if not isolate:
+            raise
+        job.error = error
+        job.layers.clear()
+        job.pending.clear()
 
 
 def generator(parameters: Mapping[str, Any], ids: Sequence[int]) -> Random:
@@ -295,6 +316,13 @@ def _quotas(job: Job, o: Observation, default: Mask | None) -> dict[str, Any] | 
 # ---- policies that wait for every layer
 
 
+def postpone(job: Job, layer: int, o: Observation) -> None:
+    """Let a layer wait for the others, scored already where its scorer needs no more than `o`."""
+    job.pending[layer] = PendingLayer(o)
+    if not job.repeated and job.reduction is None:
+        judge_pending(job, layer)
+
+
 def judge_pending(job: Job, layer: int) -> None:
     """Score a layer that waits, as soon as what its scorer needs is known."""
     w = job.pending[layer]
@@ -307,6 +335,9 @@ def judge_pending(job: Job, layer: int) -> None:
 
 def across(job: Job) -> dict[int, Mask]:
     """Who stays in each layer, once all layers have their scores; layers may lie on several devices."""
+    for layer, w in job.pending.items():
+        if w.scores is None:
+            judge_pending(job, layer)
     layers = list(job.pending.values())
     home = job.budget.device
     scores, protected = [w.scores.to(home) for w in layers], [w.protected.to(home) for w in layers]

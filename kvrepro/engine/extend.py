@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrepro.engine.attention import attend
+from kvrepro.engine.attention import LOW_QUERIES, attend, per_token
 from kvrepro.engine.cache import SLIDE, EngineCache, RaggedLayer
-from kvrepro.engine.prefill import LOW_QUERIES
+from kvrepro.engine.score.cumulative import page_mask
 from kvrepro.engine.shapes import KeyValue, Query, TokenInts
 from kvrepro.engine.signals import StepSignals
 
@@ -15,15 +15,9 @@ from kvrepro.engine.signals import StepSignals
 class Extend:
     """Attention of new tokens `[batch, new]` of rows that hold a cache: each layer stores them, then attends."""
 
-    def __init__(
-        self,
-        cache: EngineCache,
-        positions: TokenInts,
-        window: int = 0,
-        pages: tuple[int, int, int] | None = None,
-        backend: str = "torch",
-        step: StepSignals | None = None,
-    ):
+    def __init__(self, cache: EngineCache, positions: TokenInts, window: int = 0,
+                 pages: tuple[int, int, int] | None = None, backend: str = "torch",
+                 step: StepSignals | None = None):  # fmt: skip
         """window: queries that a later eviction asks for. pages: (page, dense layers, budget) of Quest. step: what
         watches a decode step for all layers, and says who may look at what."""
         self.step = step
@@ -44,26 +38,17 @@ class Extend:
         if "low" in stored.sums and query.shape[2] >= LOW_QUERIES:  # older queries have left the window
             for low in (stored.sums["low"], stored.tail_sums["low"]):
                 low.zero_()
+        hide = self._unchosen(layer, query, parts)
+        if stored.sums or self.step is not None:
+            where = torch.cat([tokens.expand(*stored.shape, -1) for _, _, tokens in parts], 2)
         if stored.sums:
-            last = at.amax(1)[:, None]
-            flat = 0 if len(parts) == 1 else parts[0][0].shape[2]
+            newest, flat = at.amax(1), 0 if len(parts) == 1 else parts[0][0].shape[2]
 
             def watch(p: Tensor, queries: slice) -> None:
-                now = at[:, queries]
-                there = (now >= 0)[:, None, None, :, None]
                 for name in stored.sums:
-                    counted = p
-                    if name == "low":
-                        late = (now > last - LOW_QUERIES)[:, None, None, :, None]
-                        where = torch.cat([x.expand(*stored.shape, -1) for _, _, x in parts], 2)
-                        sees = (where[:, :, None, None] >= 0) & (where[:, :, None, None] <= now[:, None, None, :, None])
-                        counted = (p < 1.0 / (now + 1).clamp(min=1)[:, None, None, :, None]) & sees & late
-                    counted = (counted * there).float()
-                    stored.add(name, counted.sum((2, 3)) if name == "low" else counted.mean(2).sum(2), flat)
+                    stored.add(name, per_token(name, p, at[:, queries], where, newest), flat)
 
-        hide = self._unchosen(layer, query, parts)
         if self.step is not None:
-            where = torch.cat([tokens.expand(*stored.shape, -1) for _, _, tokens in parts], 2)
             hide = self.step.hidden(where)
 
             def watch(p: Tensor, queries: slice) -> None:
@@ -92,8 +77,6 @@ class Extend:
         """Quest: tokens of pages that this step's query does not select, [batch, kv_heads, group, 1, tokens]."""
         if self.pages is None:
             return None
-        from kvrepro.engine.score.cumulative import page_mask
-
         page, dense_layers, budget = self.pages
         if list(self.cache.ragged).index(layer) < dense_layers:
             return None

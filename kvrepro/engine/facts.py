@@ -1,6 +1,6 @@
 """What the engine must know of a model: which layers hold tokens to evict, their windows, outputs and rotations."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
+
+from kvrepro.engine.observe import Observation
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,14 @@ class ModelFacts:
     outputs: dict[int, Tensor]  # [heads, dim, hidden]
     inverse_frequencies: dict[int, Tensor]  # [rotated / 2] of each evictable layer's rotation, where it has one
 
-    def frequencies(self, layer: int, device: torch.device) -> Tensor | None:
-        """The rotation's, where a layer lies."""
-        found = self.inverse_frequencies.get(layer)
-        return None if found is None else found.to(device)
+    def observe(self, layer: int, keys: Tensor, seeds: Sequence[int], **known: Any) -> Observation:
+        """An observation of an evictable layer, with what is known of the model."""
+        frequencies = self.inverse_frequencies.get(layer)
+        return Observation(
+            layer=self.evictable.index(layer), layers=len(self.evictable), keys=keys, output=self.outputs[layer],
+            inverse_frequencies=None if frequencies is None else frequencies.to(keys.device),
+            sliding=self.sliding.get(layer), seed=torch.tensor(seeds, device=keys.device), **known,
+        )  # fmt: skip
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelFacts":

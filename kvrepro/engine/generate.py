@@ -4,7 +4,7 @@ One forward pass of a prompt serves all its conditions; what each keeps decodes 
 """
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,49 +60,36 @@ def generate(
     for text in texts:
         _check_prompt(model, text.ids, max_new_tokens)
     check_conditions(model, texts, conditions, max_new_tokens=max_new_tokens)
-    for c in conditions:
-        if c.policy != "full" and REPEATED.intersection(find(c.policy).needs) and not repeat:
-            raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
-    if backend == "triton":
-        _check_kernels(model, conditions)
-
+    _check_means(model, conditions, repeat, backend)
     call = Call(
         model, texts, list(conditions), max_new_tokens, ModelFacts.of(model), list(repeat), measure_peak, kept_sets,
         backend, seed, errors == "return",
     )  # fmt: skip
     answers: dict[Tag, Generation | Exception] = {}
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
-
-    def run(kind: tuple[Any, ...]) -> None:
-        """Decode a batch of the rows that wait under `kind`."""
-        batch, waiting[kind] = waiting[kind][:batch_rows], waiting[kind][batch_rows:]
-        answers.update(decode(call, joined(batch), stop_ids))
-
     with installed(model):
-        for first in range(0, len(texts), prompt_rows):
-            members = list(range(first, min(first + prompt_rows, len(texts))))
-            for columns in groups(call, members):
-                for rows in read(call, members, columns):
-                    for row in range(len(rows)):
-                        kind = batch_kind(call, rows, row)
-                        one = rows if len(rows) == 1 else rows.take([row])
-                        waiting.setdefault(kind, []).append(_quantised(one))
-                        if len(waiting[kind]) >= batch_rows or rows.conditions[row].bits is not None:
-                            run(kind)
-        for kind in waiting:
-            while waiting[kind]:
-                run(kind)
+        for row in _rows(call, prompt_rows):
+            kind = batch_kind(row)
+            waiting.setdefault(kind, []).append(row)
+            if len(waiting[kind]) >= batch_rows or row.conditions[0].bits is not None:
+                answers.update(decode(call, joined(waiting.pop(kind)), stop_ids))
+        for batch in waiting.values():
+            answers.update(decode(call, joined(batch), stop_ids))
     answers.update(call.failed)
     return [[answers[i, j] for j in range(len(conditions))] for i in range(len(texts))]
 
 
-def _quantised(rows: Rows) -> Rows:
-    """One row, its cache in as many bits as its condition asks for."""
-    bits = rows.conditions[0].bits
-    if bits is not None:
-        for layer in rows.cache.ragged.values():
-            layer.quantise(bits)
-    return rows
+def _rows(call: Call, prompt_rows: int) -> Iterator[Rows]:
+    """Every prompt under every condition after its prefill, a row each, in as many bits as its condition asks for."""
+    for first in range(0, len(call.texts), prompt_rows):
+        members = list(range(first, min(first + prompt_rows, len(call.texts))))
+        for columns in groups(call, members):
+            for rows in read(call, members, columns):
+                for number in range(len(rows)):
+                    row = rows if len(rows) == 1 else rows.take([number])
+                    if row.conditions[0].bits is not None:
+                        row.cache.quantise(row.conditions[0].bits)
+                    yield row
 
 
 # ---- what can be known before anything is computed
@@ -152,6 +139,15 @@ def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens:
     if n + max_new_tokens > config.max_position_embeddings:
         asked = f"{n} prompt + {max_new_tokens} new tokens"
         raise InputError(f"{asked} > the model's {config.max_position_embeddings} positions: shorten one")
+
+
+def _check_means(model: PreTrainedModel, conditions: Sequence[Condition], repeat: Sequence[int], backend: str) -> None:
+    """Raise InputError for a policy that the request to repeat, or the backend, does not serve."""
+    for c in conditions:
+        if c.policy != "full" and REPEATED.intersection(find(c.policy).needs) and not repeat:
+            raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
+    if backend == "triton":
+        _check_kernels(model, conditions)
 
 
 def _check_kernels(model: PreTrainedModel, conditions: Sequence[Condition]) -> None:

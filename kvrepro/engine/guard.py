@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.shapes import Counts, Mask, RowInts
+from kvrepro.engine.shapes import Mask, RowInts
 from kvrepro.errors import InputError
 
 Count: TypeAlias = int | RowInts  # the same for every row, or one per row
@@ -65,21 +65,6 @@ def window_of(o: Observation) -> Mask:
     rows = torch.arange(len(known), device=known.device)[:, None].expand_as(known)
     table[rows[known], o.query_positions[known]] = True
     return whitelist(o, table)
-
-
-def fit(protected: Mask, counts: Counts, over: str = "error") -> Mask:
-    """`protected`, if each head's count has room for it. Otherwise: "error" raises InputError naming both numbers,
-    "truncate" leaves only the oldest protected tokens that fit."""
-    wanted = protected.sum(-1)
-    if (wanted <= counts).all():
-        return protected
-    if over == "truncate":
-        return protected & (protected.cumsum(-1) <= counts[..., None])
-    worst = (wanted - counts).argmax()
-    raise InputError(
-        f"budget {int(counts.flatten()[worst])} < {int(wanted.flatten()[worst])} protected tokens: raise the capacity, "
-        "or protect less"
-    )
 
 
 def _rows(o: Observation, n: Count, name: str) -> Tensor | int:

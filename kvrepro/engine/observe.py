@@ -7,17 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvrepro.engine.shapes import (
-    KeyValue,
-    Mask,
-    Outputs,
-    Positions,
-    Probabilities,
-    Query,
-    RowInts,
-    Scores,
-    WindowPositions,
-)
+from kvrepro.engine.shapes import KeyValue, Mask, Positions, Probabilities, Query, RowInts, Scores, WindowPositions
 from kvrepro.errors import InputError
 
 
@@ -103,7 +93,7 @@ class Observation:
         return p.masked_fill_(~self.visible[:, :, None], 0.0) if self.span_local else p
 
     @cached_property
-    def outputs(self) -> Outputs:
+    def outputs(self) -> Tensor:
         """a = sum_j p v, float32 `[batch, kv_heads, group, window, dim]`."""
         return torch.einsum("bgrwn,bgnd->bgrwd", self.attention, self.values.float())
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from kvrepro.engine.cache import EngineCache, RaggedLayer
@@ -44,7 +45,7 @@ class Call:
     scalings: dict[int, float] = field(default_factory=dict)
     notes: dict[Tag, dict[str, Any]] = field(default_factory=dict)  # what is known of each row before it has decoded
     failed: dict[Tag, Exception] = field(default_factory=dict)
-    prefixes: dict[tuple[Any, ...], tuple[tuple[Any, ...], Rows]] = field(default_factory=dict)  # offline: the last
+    prefixes: dict[tuple[Any, ...], tuple[tuple[Any, ...], int, Rows | None]] = field(default_factory=dict)  # offline
     # A study may put policies in the place of the catalogue's, and be told which tokens the rows pick at each step.
     policies: dict[str, Policy] = field(default_factory=dict)
     watch: Callable[[Rows, Tensor], None] | None = None
@@ -63,14 +64,9 @@ class Call:
 
     def padded(self, texts: Sequence[Sequence[int]], start: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """(ids, positions) `[batch, longest]`, padded on the left; position -1 marks padding."""
-        longest = max(map(len, texts))
-        ids = torch.zeros(len(texts), longest, dtype=torch.long, device=self.device)
-        positions = torch.full_like(ids, -1)
-        for row, text in enumerate(texts):
-            first = start[row] if start is not None else 0
-            ids[row, longest - len(text) :] = torch.tensor(list(text), device=self.device)
-            positions[row, longest - len(text) :] = torch.arange(first, first + len(text), device=self.device)
-        return ids, positions
+        ids = [torch.tensor(list(text), dtype=torch.long, device=self.device) for text in texts]
+        at = [torch.arange(len(x), device=self.device) + a for x, a in zip(ids, start or [0] * len(ids), strict=True)]
+        return pad_sequence(ids, True, 0, "left"), pad_sequence(at, True, -1, "left")
 
 
 class Scaled:
@@ -135,16 +131,14 @@ def _reused(call: Call, i: int, end: int, columns: list[int]) -> list[Rows]:
     text = call.texts[i]
     marked = tuple((name, tuple(at for at in where if at < end)) for name, where in text.spans.items())
     key = (tuple(text.ids[:end]), marked)
-    if call.prefixes.get(tuple(columns), ((), None))[0] != key:
+    if call.prefixes.get(tuple(columns), ((),))[0] != key:
         fresh = _pass(call, [i], [end], columns)
-        call.prefixes[tuple(columns)] = (key, joined(fresh) if fresh else None)
-    found = call.prefixes[tuple(columns)][1]
+        call.prefixes[tuple(columns)] = key, i, joined(fresh) if fresh else None
+    _, first, found = call.prefixes[tuple(columns)]
     alive = {j for _, j in found.tags} if found is not None else set()
-    for j in set(columns) - alive:  # failed on the prefix
-        call.failed[i, j] = next(error for (_, k), error in call.failed.items() if k == j)
+    call.failed |= {(i, j): call.failed[first, j] for j in columns if j not in alive}  # on the prefix
     if found is None:
         return []
-    first = found.tags[0][0]
     rows = found.take(list(range(len(found))))
     rows.tags, rows.texts = [(i, j) for _, j in found.tags], [text] * len(found)
     for _, j in rows.tags:
@@ -215,11 +209,9 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
         mine = cache.rows(torch.arange(len(members), device=call.device))
         mine.ragged = {n: job.layers[n] for n in sorted(job.layers)}
         layers = [mine.ragged[n].seen().to(held.device) for n in call.facts.evictable]
-        calls = (torch.cat(layers, 1) < held).any(1).long()
-        if job.signals is not None:
-            calls = (job.signals.evicted > 0).long()
+        lost = (torch.cat(layers, 1) < held).any(1) if job.signals is None else job.signals.evicted > 0
         single = [job.row(b) for b in range(len(members))]
-        found.append(Rows(tags, single, texts, mine, logits, prompts.lengths.clone(), calls, job.signals))
+        found.append(Rows(tags, single, texts, mine, logits, prompts.lengths.clone(), lost.long(), job.signals))
         job.layers = {}
     return found
 
@@ -229,7 +221,7 @@ def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]
     jobs = _jobs(call, members, ends, columns)
     each = [job.row(b) for job in jobs for b in range(len(members))]
     texts = [call.texts[i] for _ in jobs for i in members]
-    ids_of = [text.ids[:end] for _ in jobs for text, end in zip([call.texts[i] for i in members], ends, strict=True)]
+    ids_of = [call.texts[i].ids[:end] for _ in jobs for i, end in zip(members, ends, strict=True)]
     window = max(job.window for job in jobs)
     chunk = getattr(jobs[0].condition.regime, "chunk", 0)
     cache = EngineCache(call.model.config)
@@ -256,12 +248,10 @@ def _open(call: Call, cache: EngineCache, batch: int, sums: set[str]) -> None:
     kv_heads = call.model.config.get_text_config().num_key_value_heads
     for n in call.facts.attention:
         output = call.facts.outputs[n]
-        empty = torch.zeros(0, output.shape[1], dtype=call.model.dtype, device=output.device)
-        offsets = torch.zeros(batch * kv_heads + 1, dtype=torch.long, device=empty.device)
-        cache.ragged[n] = RaggedLayer(
-            empty, empty.clone(), offsets[:0].int(), offsets, (batch, kv_heads),
-            {name: empty[:, 0].float() for name in sums if n in call.facts.evictable},
-        )  # fmt: skip
+        empty = torch.zeros(batch, kv_heads, 0, output.shape[1], dtype=call.model.dtype, device=output.device)
+        none = torch.zeros(batch, kv_heads, 0, dtype=torch.long, device=output.device)
+        mine = {name: none.float() for name in sums if n in call.facts.evictable}
+        cache.ragged[n] = RaggedLayer.of(empty, empty, none, none.bool(), mine)
 
 
 def _chunk_budget(job: Job, facts: ModelFacts, seen: int, last: bool) -> int:
@@ -280,10 +270,8 @@ def check_shared(model: PreTrainedModel, tokens: int, max_new_tokens: int) -> No
     """Raise InputError for a model in which one set of tokens cannot serve all layers."""
     config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or ["unnamed"])
-    if unknown := types - {"full_attention", "sliding_attention", "unnamed"}:
-        raise InputError(
-            f"layers of type {', '.join(sorted(unknown))} hold no tokens to evict: use an attention-only model"
-        )
+    if unknown := ", ".join(sorted(types - {"full_attention", "sliding_attention", "unnamed"})):
+        raise InputError(f"layers of type {unknown} hold no tokens to evict: use an attention-only model")
     window = getattr(config, "sliding_window", None)
     if types != {"full_attention"} and window is not None and tokens + max_new_tokens > window:
         asked = f"{tokens} prompt + {max_new_tokens} new tokens"

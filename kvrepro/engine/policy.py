@@ -114,9 +114,8 @@ class Policy:
     @property
     def rule(self) -> str:
         """Its formula, and the first sentences of what else decides, a line each."""
-        budgets = None if self.allocate is allocate.uniform else self.allocate
-        parts = (self.score, self.shield, budgets, self.across, self.summary, self.refine)
-        return "\n".join(filter(None, map(first_sentence, filter(None, parts))))
+        deciding = [f for f in self.functions if f is not allocate.uniform]
+        return "\n".join(filter(None, map(first_sentence, deciding)))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -142,7 +141,7 @@ class Policy:
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        every = (self.score, self.allocate, self.across, self.summary, self.shield, self.refine)
+        every = (self.score, self.shield, self.allocate, self.across, self.summary, self.refine)
         return [f for f in every if f is not None]
 
     def kind(self, parameter: str) -> object:
@@ -198,10 +197,9 @@ def find(name: str) -> Policy:
     if "credit" in name and not colon:
         raise InputError(f"{name} learns from prompt to prompt: run python -m kvrepro.chapters.protection.credit")
     if not colon:
-        raise InputError(
-            f"unknown policy {name!r}: choose one of full, {', '.join(CATALOGUE)}, or path/to/file.py:NAME"
-        )
-    file = _file(path)
+        known = ", ".join(["full", *CATALOGUE])
+        raise InputError(f"unknown policy {name!r}: choose one of {known}, or path/to/file.py:NAME")
+    file = next((root / path for root in (Path.cwd(), ROOT) if path and (root / path).is_file()), None)
     if file is None:
         raise InputError(f"policy {name!r}: no file {path} here or in {ROOT}")
     try:
@@ -230,10 +228,6 @@ def _run(file: Path, beside: tuple[Any, ...]) -> dict[str, Any]:
                 del sys.modules[name]
 
 
-def _file(path: str) -> Path | None:
-    return next((r / path for r in (Path.cwd(), ROOT) if path and (r / path).is_file()), None)
-
-
 def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Sequence[int] = ()) -> None:
     """Raise InputError if `condition` cannot be met (on a prompt of whose compressed part layers hold so many tokens).
 
@@ -251,7 +245,8 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
     policy = find(c.policy)
     parameters = policy.reading(c.reading, c.switches)
     if c.regime is None:
-        raise InputError(f"{c.policy} without a regime: name one, {_call(policy.regimes[0])} for instance")
+        instance = REGIMES[policy.regimes[0]].__name__
+        raise InputError(f"{c.policy} without a regime: name one, {instance}() for instance")
     if c.regime.name not in policy.regimes:
         why = policy.refuses.get(c.regime.name) or (
             "it chooses one set of tokens for all layers" if policy.shared else "it chooses for each layer"
@@ -270,10 +265,6 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         _check_budget(c, policy, parameters, prompt_tokens, whitelist)
 
 
-def _call(name: str) -> str:
-    return f"{REGIMES[name].__name__}()"
-
-
 def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: int, whitelist: Sequence[int]) -> None:
     """Raise InputError for a budget that a prompt of so many tokens cannot meet."""
     at_once = c.every is None
@@ -288,14 +279,12 @@ def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: 
         if budget < 1:
             raise InputError(f"budget {c.budget} of {seen} tokens keeps {budget}: raise the share")
         prefix, suffix = guarded(c, budget, parameters)
-        parts = {"prefix": prefix, "suffix": suffix, **{k: int(parameters.get(k, 0)) for k in ("sinks", "recent")}}  # type: ignore[call-overload]
-        first, last = max(prefix, parts["sinks"]), max(suffix, parts["recent"])
-        named = [f"{v} {k}" for k, v in parts.items() if v]
-        needed = first + last
-        if seen == tokens:
-            apart = {at for at in whitelist if first <= seen + at < seen - last}
-            named += [f"{len(apart)} whitelist"] if apart else []
-            needed += len(apart)
+        sinks, recent = (int(parameters.get(name, 0)) for name in ("sinks", "recent"))  # type: ignore[call-overload]
+        first, last = max(prefix, sinks), max(suffix, recent)
+        apart = {at for at in whitelist if seen == tokens and first <= seen + at < seen - last}
+        needed = first + last + len(apart)
+        parts = {"prefix": prefix, "suffix": suffix, "sinks": sinks, "recent": recent, "whitelist": len(apart)}
+        named = [f"{many} {name}" for name, many in parts.items() if many]
         if budget < (min(needed, seen) if at_once else needed):  # tokens that are yet to come are protected as well
             what = f"budget {budget} < {needed} protected tokens ({' + '.join(named)})"
             after = "" if seen == tokens else f" after the first chunk of {seen}"
@@ -316,24 +305,17 @@ def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: 
     if policy.shield is not None:
         needed, parts = max(needed, SLW_SINKS + 1), parts + f", or {SLW_SINKS} sinks + 1 recent"
     if c.budget < needed:
-        raise InputError(
-            f"budget {c.budget} < {needed} protected tokens ({parts}): raise the budget or lower the guards"
-        )
+        what = f"budget {c.budget} < {needed} protected tokens ({parts})"
+        raise InputError(f"{what}: raise the budget or lower the guards")
     if tokens is not None and tokens < prefix + suffix:
-        raise InputError(
-            f"prompt of {tokens} tokens < {prefix + suffix} protected tokens ({parts}): use a longer prompt or lower "
-            "the guards"
-        )
+        what = f"prompt of {tokens} tokens < {prefix + suffix} protected tokens ({parts})"
+        raise InputError(f"{what}: use a longer prompt or lower the guards")
     if c.static_suffix and not per_head and parameters["static_suffix"] == "per_head_only":
-        raise InputError(
-            f"static_suffix with {c.policy}: as run it exists for per-head policies only; set the switch static_suffix "
-            "to anywhere"
-        )
+        what = "as run it exists for per-head policies only; set the switch static_suffix to anywhere"
+        raise InputError(f"static_suffix with {c.policy}: {what}")
     if parameters["empty_suffix"] == "keeps_newest" and parameters["guardrail"] == "honours" and prefix and not suffix:
-        raise InputError(
-            "switches empty_suffix = keeps_newest and guardrail = honours: everything is protected and nothing can "
-            "leave; change one of the two"
-        )
+        what = "everything is protected and nothing can leave; change one of the two"
+        raise InputError(f"switches empty_suffix = keeps_newest and guardrail = honours: {what}")
 
 
 def budget_of(c: Condition, tokens: int) -> int:
@@ -389,17 +371,13 @@ def main() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    for name, widths in (
-        ("", {"name": 19, "source": None, "regimes": 10, "budget": 9, "readings": 12}),
-        (SharedCap.name, {"name": 19, "source": None, "budget": 26}),
-    ):
-        view = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
-        for column, width in widths.items():
-            view.add_column(column, width=width, no_wrap=column == "name", overflow="fold")
-        for row in table():
-            if (row["regimes"] == SharedCap.name) == bool(name):
-                view.add_row(*(Text(row[column].replace("as_run, as_described", "both")) for column in widths))
-        Console().print(*([Text("\nRegime shared cap, both readings:")] if name else []), view)
+    widths = {"name": 19, "source": None, "regimes": 10, "budget": 9, "readings": 12}
+    view = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
+    for column, width in widths.items():
+        view.add_column(column, width=width, no_wrap=column == "name", overflow="fold")
+    for row in table():
+        view.add_row(*(Text(row[column].replace("as_run, as_described", "both")) for column in widths))
+    Console().print(view)
 
 
 if __name__ == "__main__":

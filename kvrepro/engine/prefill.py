@@ -1,6 +1,6 @@
 """A prompt's forward pass: one serves many conditions, each layer reduced as soon as it is computed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvrepro.engine import quota
-from kvrepro.engine.attention import Watch, attend, attend_prompt
+from kvrepro.engine.attention import Watch, attend, attend_prompt, per_token
 from kvrepro.engine.cache import RaggedLayer
-from kvrepro.engine.evict import REPEATED, Job, PendingLayer, Prompts, across, evict_shared, judge_pending, judged, kept
+from kvrepro.engine.evict import REPEATED, Job, Prompts, across, attempt, evict_shared, judged, kept, postpone
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.select import best
@@ -18,7 +18,6 @@ from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
 from kvrepro.engine.signals import PromptSignals
 from kvrepro.errors import InputError
 
-LOW_QUERIES = 400  # Scissorhands' history window
 SPAN_SUMS = {"span_mass", "marked_mass"}
 
 
@@ -38,11 +37,8 @@ class Prefill:
         self.sums = {n for job in jobs if job.policy for n in job.sums} - REPEATED
         self.span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in self.span_names}
-        self._marked = {  # one set of spans passes at a time
-            name: extended if name == "span_mass" else prompt.span_of(names, extended=False)
-            for names, extended in self._span_of.items()
-            for name in SPAN_SUMS
-        }
+        for names, extended in self._span_of.items():  # one set of spans passes at a time
+            self._marked = {"span_mass": extended, "marked_mass": prompt.span_of(names, extended=False)}
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
@@ -69,46 +65,53 @@ class Prefill:
         seen: dict[tuple[Any, ...], Observation] = {}
         for job in self.jobs:
             if job.policy is None or layer not in self.facts.evictable:
-                everything = (key, value, where)
-                job.layers[layer] = (
-                    RaggedLayer.of(*everything, where >= 0, {})
-                    if self.padded
-                    else RaggedLayer.at(*everything, None, {})
-                )
+                if self.padded:
+                    job.layers[layer] = RaggedLayer.of(key, value, where, where >= 0, {})
+                else:
+                    job.layers[layer] = RaggedLayer.at(key, value, where, None, {})
                 continue
             if job.error is not None:
                 continue
             fair = job.condition.fair is not None
             kind = (job.window, job.condition.spans if fair else None)
             if kind not in seen:
-                o = self._observe(layer, query, key, value, where, sums, scaling, sliding, *kind)
+                o = self._observe(layer, query, key, value, where, sums, scaling, *kind)
                 if log_sums is not None and job.window:
                     ends = log_sums[:, :, -job.window :], out[:, -job.window :].transpose(1, 2)
                     o = replace(o, backend="triton", log_sums=ends[0], window_outputs=ends[1])
                 seen[kind] = o
             plain = None
             if fair and job.condition.fair < 1:  # what the policy sees without quotas
-                plain = self._observe(layer, query, key, value, where, sums, scaling, sliding, job.window, None)
-            self._attempt(job, self._decide, layer, seen[kind], plain)
+                plain = self._observe(layer, query, key, value, where, sums, scaling, job.window, None)
+            with attempt(job, self.isolate):
+                self._decide(job, layer, seen[kind], plain)
         return out
 
     def _watch(self, query: Query, key: KeyValue, sums: dict[str, Tensor], positions: TokenInts) -> Watch | None:
         """What looks at a layer's probabilities while they exist."""
-        add = _Watch(sums, positions, self._marked) if sums else None
-        if self.signals is None:
-            return add
-        self.signals.open(query, key)
+        if self.signals is not None:
+            self.signals.open(query, key)
+        elif not sums:
+            return None
+        newest = positions.amax(1)
+        span_of = {n: self._marked[n].to(key.device).gather(1, positions.clamp(min=0)) for n in sums if n in SPAN_SUMS}
 
         def watch(p: Tensor, queries: slice) -> None:
-            self.signals.see(p, positions[:, queries] >= 0 if self.padded else None)
-            if add is not None:
-                add(p, queries)
+            at, n = positions[:, queries], p.shape[-1]  # later tokens may be left out
+            if self.signals is not None:
+                self.signals.see(p, at >= 0 if self.padded else None)
+            for name in {"mass", "low"} & sums.keys():
+                sums[name][..., :n] += per_token(name, p, at, positions[:, None, :n], newest)
+            for name, of in span_of.items():
+                asked, told = of[:, None, None, queries, None], of[:, None, None, None, :n]
+                same = (asked == told) | (asked < 0) | (told < 0)  # what lies in no span sees all, and is seen by all
+                sums[name][..., :n] += per_token(name, p * same, at, positions[:, None, :n], newest)
 
         return watch
 
     def _observe(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, where: Positions, sums: dict[str, Tensor],
-        scaling: float, sliding: int | None, window: int, names: tuple[str, ...] | None,
+        scaling: float, window: int, names: tuple[str, ...] | None,
     ) -> Observation:  # fmt: skip
         """What a window of `window` queries sees; for `names`, the last queries of each of these spans."""
         positions = self.prompt.positions.to(query.device)
@@ -129,35 +132,15 @@ class Prefill:
             )
             place = (at + n - self.prompt.lengths[:, None].to(query.device)).clamp(min=0)
             queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
-        return Observation(
-            layer=self.facts.evictable.index(layer), layers=len(self.facts.evictable), keys=key, values=value,
-            positions=where, queries=queries, query_positions=at, seen=self.prompt.lengths.to(query.device),
-            scaling=scaling, output=self.facts.outputs[layer], sums=sums, span_of=span_of,
-            span_local=names is not None, sliding=sliding,
-            inverse_frequencies=self.facts.frequencies(layer, key.device),
-            seed=torch.tensor(self.prompt.seeds, device=key.device),
+        return self.facts.observe(
+            layer, key, self.prompt.seeds, values=value, positions=where, queries=queries, query_positions=at,
+            seen=self.prompt.lengths.to(query.device), scaling=scaling, sums=sums, span_of=span_of,
+            span_local=names is not None,
         )  # fmt: skip
-
-    def _attempt(self, job: Job, step: Callable[..., None], *arguments: object) -> None:
-        """Do a step for a job; what it raises costs this job, unless it is to be raised."""
-        try:
-            step(job, *arguments)
-        except Exception as error:  # a reader's policy may raise anything
-            if not self.isolate:
-                raise
-            self._fail(job, error)
-
-    @staticmethod
-    def _fail(job: Job, error: Exception) -> None:
-        job.error = error
-        job.layers.clear()
-        job.pending.clear()
 
     def _decide(self, job: Job, layer: int, o: Observation, plain: Observation | None) -> None:
         if job.waits:
-            job.pending[layer] = PendingLayer(o)
-            if not job.repeated and job.reduction is None:
-                judge_pending(job, layer)
+            postpone(job, layer, o)
             return
         if not self.padded and (count := job.same_count(o.keys.shape[2])) is not None:
             place, doubt = best(*judged(job, o), count)
@@ -190,21 +173,20 @@ class Prefill:
         width: positions that the tables of signals hold, the answer's tokens included.
         """
         for job, doubt in self.doubts:
-            if job.error is None and bool(doubt):
-                error = InputError(f"{job.condition.label}: more protected tokens than its budget holds, or NaN scores")
-                if not self.isolate:
-                    raise error
-                self._fail(job, error)
+            with attempt(job, self.isolate):
+                if job.error is None and bool(doubt):
+                    label = job.condition.label
+                    raise InputError(f"{label}: more protected tokens than its budget holds, or NaN scores")
         for job in self.jobs:
             if job.waits and job.error is None:
-                choose = (self._choose_for_all_layers, width) if job.reduction else (self._choose_across,)
-                self._attempt(job, *choose)
+                with attempt(job, self.isolate):
+                    if job.reduction is None:
+                        self._choose_across(job)
+                    else:
+                        self._choose_for_all_layers(job, width)
 
     def _choose_across(self, job: Job) -> None:
         """Budgets that need every layer's scores."""
-        for layer in job.pending:
-            if job.pending[layer].scores is None:
-                judge_pending(job, layer)
         for layer, stays in across(job).items():
             self._store(job, layer, job.pending[layer].observation, stays)
         job.pending.clear()
@@ -233,31 +215,6 @@ def _alike(held: Tensor) -> Tensor | None:
     if bool((counts != counts[0]).any()):
         return None
     return held.nonzero()[:, 1].view(len(held), -1)
-
-
-class _Watch:
-    """Adds up attention per key while its probabilities exist."""
-
-    def __init__(self, sums: dict[str, Tensor], positions: TokenInts, marked: dict[str, Tensor]):
-        self.sums, self.positions, self.marked = sums, positions, marked
-        self.last = positions.amax(1)
-
-    def __call__(self, p: Tensor, queries: slice) -> None:
-        there = (self.positions[:, queries] >= 0)[:, None, None, :, None]
-        n = p.shape[-1]  # later tokens may be left out
-        if "mass" in self.sums:
-            self.sums["mass"][..., :n] += (p * there).mean(2).sum(2)
-        for name in SPAN_SUMS & self.sums.keys():
-            of = self.marked[name].to(p.device).gather(1, self.positions.clamp(min=0))
-            asked, of = of[:, None, None, queries, None], of[:, None, None, None, :n]
-            same = (asked == of) | (asked < 0) | (of < 0)  # what lies in no span sees all, and is seen by all
-            self.sums[name][..., :n] += (p * (there & same)).mean(2).sum(2)
-        if "low" in self.sums:
-            at = self.positions[:, queries]
-            late = (at > self.last[:, None] - LOW_QUERIES)[:, None, None, :, None]
-            sees = self.positions[:, None, None, None, :n] <= at[:, None, None, :, None]
-            low = (p < 1.0 / (at + 1).clamp(min=1)[:, None, None, :, None]) & late & there & sees
-            self.sums["low"][..., :n] += low.float().sum((2, 3))  # whole numbers: ties stay ties, whatever the batch
 
 
 def _attend_triton(

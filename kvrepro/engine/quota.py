@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvrepro.engine.observe import Observation
+from kvrepro.engine.select import ensure_room, lexsort
 from kvrepro.engine.shapes import Counts, Mask, Parts, Scores
 from kvrepro.errors import InputError
 
@@ -62,14 +63,9 @@ def windows(span_of: Tensor, window: int) -> Tensor:
 
 
 def split(
-    o: Observation,
-    counts: Counts,
-    protected: Mask,
-    fair: float = 1.0,
-    default: Mask | None = None,
-    apart: Mask | None = None,
-    rounding: str = "floor",
-) -> Parts:
+    o: Observation, counts: Counts, protected: Mask, fair: float = 1.0, default: Mask | None = None,
+    apart: Mask | None = None, rounding: str = "floor",
+) -> Parts:  # fmt: skip
     """Tokens that each head keeps of each span, summing to `counts`: lambda b_fair + (1 - lambda) b_default.
 
     b_fair: each span's share of the count by its length, the shares' running sum rounded down ("floor": Algorithm 1,
@@ -94,14 +90,13 @@ def split(
 def select(scores: Scores, protected: Mask, parts: Parts, o: Observation) -> Mask:
     """Of each span the protected tokens and then the best-scored, `parts` in all; among equals the later stays."""
     span = o.span(o.positions).masked_fill(~o.alive, parts.shape[-1])  # dead slots: a span of their own, part 0
-    order = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device).expand_as(span)  # newest first
-    for key, descending in ((scores, True), (protected.long(), True), (span, False)):
-        order = order.gather(2, key.gather(2, order).argsort(dim=-1, descending=descending, stable=True))
+    place = torch.arange(scores.shape[-1], device=scores.device).expand_as(span)
+    order = lexsort(span, (~protected).long(), -scores, -place)  # newest first
     parts = torch.nn.functional.pad(parts, (0, 1))
     sizes = torch.zeros_like(parts).scatter_add_(2, span, torch.ones_like(span))
     start = (sizes.cumsum(-1) - sizes).gather(2, span.gather(2, order))
-    place = torch.arange(scores.shape[-1], device=scores.device) - start  # rank inside the span
-    return torch.zeros_like(protected).scatter_(2, order, place < parts.gather(2, span.gather(2, order)))
+    rank = place - start  # inside the span
+    return torch.zeros_like(protected).scatter_(2, order, rank < parts.gather(2, span.gather(2, order)))
 
 
 def tally(o: Observation, mask: Mask) -> Parts:
@@ -125,12 +120,7 @@ def _steps(edges: Tensor) -> Tensor:
 def _with_room(parts: Parts, wanted: Parts) -> Parts:
     """At least `wanted` for each span; what is missing comes from the others, in proportion to what they can spare."""
     spare, missing = (parts - wanted).clamp(min=0), (wanted - parts).clamp(min=0).sum(-1)
-    if (missing > spare.sum(-1)).any():
-        worst = (wanted.sum(-1) - parts.sum(-1)).argmax()
-        raise InputError(
-            f"budget {int(parts.sum(-1).flatten()[worst])} < {int(wanted.sum(-1).flatten()[worst])} protected tokens: "
-            "raise the capacity, or protect less"
-        )
+    ensure_room(parts.sum(-1), wanted.sum(-1))
     return torch.maximum(parts, wanted) - _shares(missing, spare, "floor")
 
 

@@ -1,7 +1,7 @@
 """Rows that hold caches of their own, one per (prompt, condition): joined, taken apart, evicted from."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from kvrepro.engine import signals as table
 from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown, together
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.condition import Prompt as Text
-from kvrepro.engine.evict import Job, PendingLayer, across, evict_shared, judge_pending, kept
+from kvrepro.engine.evict import Job, across, attempt, evict_shared, kept, postpone
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import RowInts
@@ -78,13 +78,11 @@ def kept_sets(facts: ModelFacts, cache: EngineCache, row: int, end: int, masks: 
     for n in facts.evictable:
         layer = cache.ragged[n]
         heads = layer.shape[1]
-        a, b = (int(layer.offsets[segment]) for segment in (row * heads, (row + 1) * heads))
-        lengths = layer.offsets[row * heads : (row + 1) * heads + 1].diff()
-        head = torch.repeat_interleave(torch.arange(heads, device=lengths.device), lengths)
-        at = layer.positions[a:b]
+        index = layer.index()[row]
+        there = index >= 0
         if layer.hidden is not None:
-            head, at = head[~layer.hidden[a:b]], at[~layer.hidden[a:b]]
-        head, at = head.cpu(), at.cpu()
+            there = there & ~layer.hidden[index.clamp(min=0)]
+        head, at = there.nonzero()[:, 0].cpu(), layer.positions[index[there]].cpu()
         digest.update(head.bincount(minlength=heads).numpy().tobytes() + at.numpy().tobytes())
         union[at.long()] = True
         if masks:
@@ -121,8 +119,8 @@ def evict_rows(
     over = [tokens > budget for tokens, budget in zip(rows.seen.tolist(), budgets, strict=True)]
     if not any(over):
         return lost
-    evicting = [b for b, job in enumerate(rows.jobs) if over[b] and job.policy is not None and job.policy.frees]
-    parts = _kinds(rows, evicting, budgets)
+    evicts = [b not in rows.failed and job.policy is not None and job.policy.frees for b, job in enumerate(rows.jobs)]
+    parts = _kinds(rows, [b for b in range(len(rows)) if over[b] and evicts[b]], budgets)
     held = {}
     for layer in facts.evictable:
         stored = rows.cache.ragged[layer]
@@ -132,29 +130,20 @@ def evict_rows(
         stays = shown.positions >= 0
         held[layer] = (shown.index, stays)
         for part, members in parts:
-            index = torch.tensor(members, device=stays.device)
-
-            def decide(
-                part: Job = part, index: Tensor = index, layer: int = layer, stored: RaggedLayer = stored,
-                shown: Shown = shown, stays: Tensor = stays,
-            ) -> None:  # fmt: skip
+            if part.error is not None:
+                continue
+            with attempt(part, isolate):
+                index = torch.tensor(members, device=stays.device)
                 o = _observed(facts, layer, stored, shown, part, index, rows.seen, scalings[layer])
                 if part.waits:
-                    part.pending[layer] = PendingLayer(o)
-                    judge_pending(part, layer)
+                    postpone(part, layer, o)
                 else:
                     stays[index] = kept(part, o)
-
-            _attempt(rows, members, decide, isolate)
     for part, members in parts:
-
-        def settle(part: Job = part, members: list[int] = members) -> None:
-            if part.waits:
-                index = torch.tensor(members, device=rows.seen.device)
-                for layer, mine in across(part).items():
-                    held[layer][1][index.to(mine.device)] = mine
-
-        _attempt(rows, members, settle, isolate)
+        with attempt(part, isolate):
+            for layer, mine in across(part).items() if part.pending else ():
+                held[layer][1][torch.tensor(members, device=mine.device)] = mine
+        _note_failed(rows, part, members)
     masked = rows.jobs[0].condition.execution == "masked"
     for layer, (index, stays) in held.items():
         lost |= ((index >= 0) & ~stays).any(2).any(1).to(lost.device)
@@ -168,14 +157,12 @@ def evict_rows_shared(rows: Rows, step: int, isolate: bool = False) -> Tensor:
     before any layer has stored it: whoever attends next hides it, and drops it afterwards (`keep_held`)."""
     before = rows.signals.evicted
     for part, members in _kinds(rows, range(len(rows)), rows.budgets):
-        index = torch.tensor(members, device=before.device)
-
-        def decide(part: Job = part, index: Tensor = index) -> None:
-            mine, s = evict_shared(part, rows.signals.take(index), step), rows.signals
+        index, s = torch.tensor(members, device=before.device), rows.signals
+        with attempt(part, isolate):
+            mine = evict_shared(part, s.take(index), step)
             held, evicted = s.held.index_copy(0, index, mine.held), s.evicted.index_copy(0, index, mine.evicted)
             rows.signals = replace(s, held=held, evicted=evicted)
-
-        _attempt(rows, members, decide, isolate)
+        _note_failed(rows, part, members)
     lost = rows.signals.evicted > before
     if bool(lost.any()):
         keep_held(rows)
@@ -211,28 +198,15 @@ def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[t
     return found
 
 
-def _attempt(rows: Rows, members: Sequence[int], decide: Callable[[], None], isolate: bool) -> None:
-    """Run `decide`; what it raises costs these rows, unless it is to be raised."""
-    if any(row in rows.failed for row in members):
-        return
-    try:
-        decide()
-    except Exception as error:  # a reader's policy may raise anything
-        if not isolate:
-            raise
-        rows.failed |= dict.fromkeys(members, error)
+def _note_failed(rows: Rows, part: Job, members: Sequence[int]) -> None:
+    if part.error is not None:
+        rows.failed |= dict.fromkeys(members, part.error)
 
 
 def _observed(
-    facts: ModelFacts,
-    layer: int,
-    stored: RaggedLayer,
-    shown: Shown,
-    part: Job,
-    rows: Tensor,
-    seen: RowInts,
+    facts: ModelFacts, layer: int, stored: RaggedLayer, shown: Shown, part: Job, rows: Tensor, seen: RowInts,
     scaling: float,
-) -> Observation:
+) -> Observation:  # fmt: skip
     """What the policy of `part` may look at in a layer of these rows."""
     keys, window = shown.keys, part.window
     if window:
@@ -240,10 +214,8 @@ def _observed(
     else:
         queries = keys.new_zeros(len(rows), facts.outputs[layer].shape[0], 0, keys.shape[3])
         at = rows.new_zeros(len(rows), 0)
-    return Observation(
-        layer=facts.evictable.index(layer), layers=len(facts.evictable), keys=keys[rows], values=shown.values[rows],
-        positions=shown.positions[rows], queries=queries, query_positions=at, seen=seen.to(keys.device)[rows],
-        scaling=scaling, output=facts.outputs[layer], sums={n: s[rows] for n, s in shown.sums.items()},
-        sliding=facts.sliding.get(layer), inverse_frequencies=facts.frequencies(layer, keys.device),
-        seed=torch.tensor(part.prompts.seeds, device=keys.device),
+    return facts.observe(
+        layer, keys[rows], part.prompts.seeds, values=shown.values[rows], positions=shown.positions[rows],
+        queries=queries, query_positions=at, seen=seen.to(keys.device)[rows], scaling=scaling,
+        sums={n: s[rows] for n, s in shown.sums.items()},
     )  # fmt: skip

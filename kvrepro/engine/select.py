@@ -15,26 +15,33 @@ def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None 
     tokens than its count keeps them all. Raises InputError for a count below the protected tokens, and for NaN scores.
     """
     dead = scores.isneginf()
-    guarded = (protected & ~dead).sum(-1)
-    if (guarded > counts).any():
-        worst = (guarded - counts).argmax()
-        raise InputError(
-            f"budget {int(counts.flatten()[worst])} < {int(guarded.flatten()[worst])} protected tokens: raise the "
-            "budget, or protect less"
-        )
+    ensure_room(counts, (protected & ~dead).sum(-1))
     if scores.isnan().any():
         raise InputError(f"{int(scores.isnan().sum())} of {scores.numel()} scores are NaN: mend the scorer")
     scores = scores.masked_fill(protected & ~dead, torch.inf)
     if ties is not None:
-        first = ties.argsort(dim=-1, stable=True)
-        order = first.gather(-1, scores.gather(-1, first).argsort(dim=-1, stable=True))
-        place = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
-        rank = torch.empty_like(order).scatter_(-1, order, place)
+        rank = lexsort(scores, ties).argsort(dim=-1)
         return (rank >= scores.shape[-1] - counts[..., None]) & ~dead
     order = _ordered(scores)
     best = order.sort(dim=-1, descending=True).values
     last = best.gather(-1, (counts[..., None] - 1).clamp(0, order.shape[-1] - 1))
     return (order >= last) & (counts > 0)[..., None] & ~dead
+
+
+def ensure_room(counts: Tensor, needed: Tensor, whose: str = "") -> None:
+    """Raise InputError naming both numbers where more tokens are protected than a count has room for."""
+    if (needed > counts).any():
+        worst = (needed - counts).argmax()
+        both = f"budget {int(counts.flatten()[worst])} < {int(needed.flatten()[worst])} protected tokens"
+        raise InputError(f"{both}{whose}: raise the budget, or protect less")
+
+
+def lexsort(*keys: Tensor) -> Tensor:
+    """Places along the last axis in ascending order of the first key, among its equals of the next; stable."""
+    order = keys[-1].argsort(dim=-1, stable=True)
+    for key in reversed(keys[:-1]):
+        order = order.gather(-1, key.gather(-1, order).argsort(dim=-1, stable=True))
+    return order
 
 
 def best(scores: Scores, protected: Mask, count: int) -> tuple[Tensor, Tensor]:

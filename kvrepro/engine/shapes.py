@@ -15,7 +15,6 @@ Mask = Bool[Tensor, "batch kv_heads tokens"]
 Positions = Int[Tensor, "batch kv_heads tokens"]
 WindowPositions = Int[Tensor, "batch window"]
 Probabilities = Float[Tensor, "batch kv_heads group window tokens"]
-Outputs = Float[Tensor, "batch kv_heads group window dim"]
 Counts = Int[Tensor, "batch kv_heads"]
 Parts = Int[Tensor, "batch kv_heads spans"]  # tokens of a head's budget per prompt span
 TokenFloats = Float[Tensor, "batch tokens"]

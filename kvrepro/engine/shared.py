@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvrepro.engine.observe import Observation
+from kvrepro.engine.select import lexsort
 from kvrepro.engine.shapes import Mask, RowInts, Scores, TokenInts
 
 
@@ -37,9 +38,7 @@ SWITCHES = {
     "guardrail": Switch("ignores", "honours", "does the last trim to capacity respect protected tokens?"),
     "n_prot": Switch("floor", "ceil", "rounding of fraction x capacity, at least 4"),
     "empty_suffix": Switch(
-        "keeps_newest",
-        "right",
-        "a prefix without a suffix: everything counts as protected and the newest stay, or not",
+        "keeps_newest", "right", "a prefix without a suffix: everything counts as protected and the newest stay, or not"
     ),
     "first_reduction": Switch(0, 0, "step of the first reduction, policies with one set for all heads", also=(8,)),
     "per_head_first_reduction": Switch(8, 0, "step of the first reduction, per-head policies"),
@@ -67,8 +66,7 @@ SLW_SINKS = 4
 @cache
 def _string_order(size: int, device: torch.device) -> Tensor:
     """Rank of each position `0 .. size-1` by its decimal string, int64 [size]: 0, 1, 10, 100, 1000, 1001, ..."""
-    order = torch.tensor(sorted(range(size), key=str), device=device)
-    return torch.empty_like(order).scatter_(0, order, torch.arange(size, device=device))
+    return torch.tensor(sorted(range(size), key=str), device=device).argsort()
 
 
 def position_rank(positions: TokenInts, tie_break: str) -> TokenInts:
@@ -98,13 +96,9 @@ def order(o: Observation, scores: Scores, ties: Sequence[str], tie_break: str = 
 
 
 def sinks_and_window(
-    o: Observation,
-    scores: Scores,
-    budget: RowInts,
-    guarded: Mask,
-    tie_break: str = "string",
+    o: Observation, scores: Scores, budget: RowInts, guarded: Mask, tie_break: str = "string",
     slw_window: str = "last_access",
-) -> Mask:
+) -> Mask:  # fmt: skip
     """StreamingLLM's own shield among the unguarded tokens: the 4 oldest and the `budget - 4` latest.
 
     As run "oldest" orders by (I, position) and "latest" by (L, I, position), positions in the reading's tie order; as
@@ -121,8 +115,7 @@ def sinks_and_window(
 def rank(key: Tensor, among: Mask) -> Tensor:
     """Place of each token of `among` in ascending order of `key`; the others come after all of them."""
     order = key.masked_fill(~among, torch.iinfo(key.dtype).max).argsort(dim=-1, stable=True)
-    places = torch.arange(key.shape[-1], device=key.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places).masked_fill(~among, key.shape[-1])
+    return order.argsort(dim=-1).masked_fill(~among, key.shape[-1])
 
 
 # ---- policies that choose per head
@@ -166,12 +159,5 @@ def trim_union(heads: Mask, scores: Scores, firm: Mask, o: Observation, budget: 
     overflow = (votes.count_nonzero(1) - budget).clamp(min=0)
     open_to = (votes > 0) & ~firm[:, 0]
     total = scores.masked_fill(~o.alive, 0.0).sum(1)
-    keys = (votes, total, position_rank(o.positions[:, 0], tie_break))
-    place = torch.arange(votes.shape[1], device=votes.device).expand_as(votes)
-    for key in reversed(keys):
-        top = torch.inf if key.is_floating_point() else torch.iinfo(key.dtype).max
-        place = place.gather(1, key.masked_fill(~open_to, top).gather(1, place).argsort(dim=1, stable=True))
-    ranks = torch.empty_like(place).scatter_(
-        1, place, torch.arange(votes.shape[1], device=votes.device).expand_as(place)
-    )
+    ranks = lexsort((~open_to).long(), votes, total, position_rank(o.positions[:, 0], tie_break)).argsort(dim=-1)
     return heads & ~(open_to & (ranks < overflow[:, None]))[:, None]

@@ -84,21 +84,22 @@ class PromptSignals:
             else:
                 head_summed, head_latest = (_to_kv_heads(stacked[n], r.head_map).mean(0) for n in ("sum", "last"))
         real = positions >= 0
-        place = torch.where(real, positions, width)
-
-        def table(x: Tensor | None) -> Tensor | None:
-            """[batch, ..., tokens] by position, 0 elsewhere."""
-            if x is None:
-                return None
-            at = place if x.dim() == 2 else place[:, None].expand(-1, x.shape[1], -1)
-            return x.new_zeros(*x.shape[:-1], width + 1).scatter(-1, at, x)[..., :width]
-
+        latest, largest, summed, head_latest, head_summed, there = (
+            None if x is None else _by_position(x, positions, width)
+            for x in (latest, largest, summed, head_latest, head_summed, real)
+        )
         steps = torch.zeros(len(positions), width, dtype=torch.long, device=positions.device)
-        held = table(real.float()).bool()[:, None].expand(-1, 1 if r.head_map is None else kv_heads, -1).clone()
-        return Signals(
-            r, held, table(latest), table(largest), table(summed), table(summed), steps, steps, table(head_latest),
-            table(head_summed), real.sum(1), torch.zeros_like(real[:, 0], dtype=torch.long), draws,
-        )  # fmt: skip
+        held = there[:, None].expand(-1, 1 if r.head_map is None else kv_heads, -1).clone()
+        return Signals(r, held, latest, largest, summed, summed, steps, steps, head_latest, head_summed, real.sum(1),
+                       torch.zeros_like(real[:, 0], dtype=torch.long), draws)  # fmt: skip
+
+
+def _by_position(x: Tensor, positions: Tensor, width: int) -> Tensor:
+    """[batch, ..., tokens] as a table [batch, ..., width] by position, 0 elsewhere; positions for each head or for all,
+    -1 where there is no token."""
+    place = torch.where(positions >= 0, positions, width)
+    at = place[:, None].expand_as(x) if place.dim() < x.dim() else place
+    return x.new_zeros(*x.shape[:-1], width + 1).scatter(-1, at, x)[..., :width]
 
 
 def _to_kv_heads(p: Tensor, head_map: str) -> Tensor:
@@ -246,16 +247,11 @@ class StepSignals:
 
     def tables(self) -> tuple[Tensor, Tensor | None]:
         """(attention [batch, width], per KV head [batch, kv_heads, width] or None) by position."""
-        place = torch.where(self.where >= 0, self.where, self.width)
-
-        def table(x: Tensor, at: Tensor) -> Tensor:
-            return x.new_zeros(*x.shape[:-1], self.width + 1).scatter(-1, at, x)[..., : self.width]
-
         if self.shared:
-            return table(self.folded["all"], place[:, 0]), None
-        each = table(self.folded["all"], place)
+            return _by_position(self.folded["all"], self.where[:, 0], self.width), None
+        each = _by_position(self.folded["all"], self.where, self.width)
         attention = each.amax(1) if self.r.over == "max" else each.mean(1)
-        owner = torch.arange(place.shape[1], device=place.device)  # the KV head whose tokens a number's query head sees
+        owner = torch.arange(each.shape[1], device=each.device)  # the KV head whose tokens a number's query head sees
         if self.r.head_map == "first_n_kv":
             owner = owner // self.group
-        return attention, table(self.folded["head"], place[:, owner])
+        return attention, _by_position(self.folded["head"], self.where[:, owner], self.width)

@@ -77,15 +77,6 @@ def test_window_of_finds_its_queries_anywhere():
     assert not guard.window_of(observation(query_positions=torch.full((2, 4), -1))).any()
 
 
-def test_a_mask_that_does_not_fit_raises_or_is_cut():
-    o = observation(batch=1, tokens=10)
-    mask, counts = guard.ends(o, 3, 2), torch.tensor([[5, 4]])
-    with pytest.raises(InputError, match="budget 4 < 5 protected tokens"):
-        guard.fit(mask, counts)
-    assert protected(o, guard.fit(mask, counts, "truncate")) == [[[0, 1, 2, 8, 9], [0, 1, 2, 8]]]
-    assert torch.equal(guard.fit(mask, counts + 1), mask)
-
-
 def test_a_negative_number_raises():
     with pytest.raises(InputError, match="recent is -2"):
         guard.recent(observation(), -2)

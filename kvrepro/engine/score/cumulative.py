@@ -104,9 +104,8 @@ def page_mask(
     q = queries.float().unflatten(1, (keys.shape[1], -1))
     page_of = (alive.cumsum(-1) - 1).clamp(min=0) // page
     bounds = _bounds(q, keys, alive, page_of)
-    pages = bounds.shape[-1]
     order = bounds.flip(-1).argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(pages, device=order.device).expand_as(order))
+    rank = order.argsort(dim=-1)
     many = pages_read(torch.as_tensor(budget, device=rank.device), page).view(-1, 1, 1, 1)
     chosen = (rank < many).flip(-1)
     place = page_of[:, :, None].expand(-1, -1, q.shape[2], -1)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvrepro.engine.allowed import Count, ensure
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.score.queries import ensure_model
+from kvrepro.engine.score.queries import ensure_model, reading
+from kvrepro.engine.select import ensure_room
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
-from kvrepro.paths import ROOT
 
 EMBEDDED = "data/models/tiny-gqa-gates.json"  # relative to the project's folder
 Counted = Annotated[str, ("tokens", "heads")]
@@ -70,16 +70,11 @@ def gates(path: str) -> Float[Tensor, "layers kv_heads"]:
 @lru_cache(maxsize=8)
 def _learned(path: str) -> tuple[Tensor, Tensor | None]:
     """(gates, sample of the weights that they belong to, which the authors' files do not have)."""
-    file = ROOT / path
-    try:
+    with reading(path, "gates", "learn them, a row per layer, with python -m kvrepro.tools.duo") as file:
         text = file.read_text()
         known = json.loads(text) if file.suffix == ".json" else {"gates": [line.split() for line in text.splitlines()]}
         found = torch.tensor([[float(x) for x in row] for row in known["gates"]]).clamp(0, 1)
         return found, torch.tensor(known["sample"]) if file.suffix == ".json" else None
-    except FileNotFoundError:
-        raise InputError(f"no gates at {file}: learn them with python -m kvrepro.tools.duo") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} holds no gates, a row per layer ({error}): learn them anew") from None
 
 
 def duo_attention(
@@ -128,12 +123,7 @@ def _whole_heads(tokens: Tensor, least: Tensor, budget: RowInts) -> Tensor:
 def _exact_tokens(tokens: Tensor, least: Tensor, budget: RowInts) -> Tensor:
     """Tokens held by each head, [batch, heads in order]: heads give up tokens in turn until the budget is met."""
     total = budget * tokens.shape[1]
-    if (least.sum(1) > total).any():
-        row = int((least.sum(1) - total).argmax())
-        raise InputError(
-            f"budget {int(budget[row])} < {int(least[row].sum()) / tokens.shape[1]:g} protected tokens per head: "
-            "raise the capacity, or protect less"
-        )
+    ensure_room(total, least.sum(1), f" of {tokens.shape[1]} heads together")
     excess = (tokens.sum(1) - total).clamp(min=0)[:, None]
     given = (tokens - least).cumsum(1) - (tokens - least)  # given up by the heads before this one
     return tokens - torch.minimum((excess - given).clamp(min=0), tokens - least)

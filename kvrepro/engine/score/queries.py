@@ -4,9 +4,11 @@ And by what a file that was learned of one model is refused for another.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,18 @@ class Queries:
     mean: Complex[Tensor, "layers heads frequencies"]
     length: Float[Tensor, "layers heads frequencies"]
     sample: Float[Tensor, "layers weights"]
+
+
+@contextmanager
+def reading(path: str, what: str, remedy: str) -> Iterator[Path]:
+    """The file at `path`, from the project's folder on; InputError where none is there, or holds something else."""
+    file = ROOT / path  # an absolute path stays as it is
+    try:
+        yield file
+    except FileNotFoundError:
+        raise InputError(f"no {what} at {file}: {remedy}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} holds no {what} ({error}): {remedy}") from None
 
 
 def sampled(outputs: Sequence[Tensor]) -> Float[Tensor, "layers weights"]:
@@ -66,12 +80,7 @@ def frequencies(inverse_frequencies: Tensor, dim: int) -> Tensor:
 @lru_cache(maxsize=8)
 def load(path: str) -> Queries:
     """A file that this module wrote; relative paths start at the project's folder. Raises InputError."""
-    file = ROOT / path  # an absolute path stays as it is
-    try:
+    with reading(path, "query statistics", "write them with python -m kvrepro.tools.calibrate") as file:
         read = json.loads(file.read_text())
         mean = torch.complex(torch.tensor(read["mean_real"]), torch.tensor(read["mean_imaginary"]))
         return Queries(read["model"], mean, torch.tensor(read["length"]), torch.tensor(read["sample"]))
-    except FileNotFoundError:
-        raise InputError(f"no query statistics at {file}: write them with python -m kvrepro.tools.calibrate") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} holds no query statistics ({error}): write them anew") from None

@@ -81,7 +81,9 @@ def windowed(
     or kv_head (pool_at), an average counts zeros beyond the ends. over: "past" leaves the window's own tokens out.
     rescale: a pooled row gets its former sum back. Raises InputError for unknown names and even kernels.
     """
-    _ensure_names(aggregate, group, pool, pool_at, over)
+    names = {"aggregate": aggregate, "group": group, "pool": pool, "pool_at": pool_at, "over": over}
+    for kind, (name, value) in zip((Aggregate, Group, Pool, PoolAt, Over), names.items(), strict=True):
+        ensure(kind, **{name: value})
     pool_at, group = ("query", "max") if aggregate == "defensive" else (pool_at, group)
     counted = o.alive & ~guard.window_of(o) if over == "past" else o.alive
     x = importance.masked_fill(~counted[:, :, None, None], 0.0)
@@ -96,25 +98,10 @@ def windowed(
     return (_no_less_than_mean(x, counted) if aggregate == "defensive" else x).masked_fill(~counted, 0.0)
 
 
-def _ensure_names(aggregate: str, group: str, pool: str, pool_at: str, over: str) -> None:
-    ensure(Aggregate, aggregate=aggregate)
-    ensure(Group, group=group)
-    ensure(Pool, pool=pool)
-    ensure(PoolAt, pool_at=pool_at)
-    ensure(Over, over=over)
-
-
 def fused(
-    o: Observation,
-    indicator: str,
-    aggregate: str,
-    pool: str,
-    kernel: int,
-    group: str,
-    pool_at: str,
-    over: str,
+    o: Observation, indicator: str, aggregate: str, pool: str, kernel: int, group: str, pool_at: str, over: str,
     **extra: Any,
-) -> Scores:
+) -> Scores:  # fmt: skip
     """`windowed` by one pass of a Triton kernel over keys and values; pooling follows the reduction over the group.
 
     Raises InputError for an order of reductions that the kernel does not have.
@@ -195,13 +182,9 @@ def _grouped(x: Tensor, counted: Mask, group: str) -> Tensor:
 
 
 def snapkv(
-    o: Observation,
-    aggregate: Aggregate = "mean",
-    pool: Pool = "average",
-    kernel: Odd = 5,
-    group: Group = "mean",
+    o: Observation, aggregate: Aggregate = "mean", pool: Pool = "average", kernel: Odd = 5, group: Group = "mean",
     pool_at: PoolAt = "head",
-) -> Scores:
+) -> Scores:  # fmt: skip
     """s_j = mean over the group of Pool_k(mean over the window's queries of p_j), tokens before the window only.
 
     The original sums instead of averaging, which ranks the same, and gives every query head its own cache; within one
@@ -214,13 +197,9 @@ def snapkv(
 
 
 def cake(
-    o: Observation,
-    gamma: Weight = 200.0,
-    aggregate: Aggregate = "mean_var",
-    pool: Pool = "average",
-    kernel: Odd = 5,
+    o: Observation, gamma: Weight = 200.0, aggregate: Aggregate = "mean_var", pool: Pool = "average", kernel: Odd = 5,
     group: Group = "mean",
-) -> Scores:
+) -> Scores:  # fmt: skip
     """s_j = mean over the group of Pool_k(mean_t p + gamma Var_t p), tokens before the window only.
 
     Source: CAKE (Qin et al. 2025), equation 11; cake_global_press.py of FFY0/DefensiveKV@9251b95.
@@ -245,14 +224,9 @@ def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) 
 
 
 def critical(
-    o: Observation,
-    scores: Scores,
-    counts: Counts,
-    protected: Mask,
-    alpha: Share = 0.5,
-    eps: Weight = 1e-4,
+    o: Observation, scores: Scores, counts: Counts, protected: Mask, alpha: Share = 0.5, eps: Weight = 1e-4,
     exempt_floor: Share = 0.0,
-) -> tuple[Scores, Mask]:
+) -> tuple[Scores, Mask]:  # fmt: skip
     """CriticalKV's two stages: the int(alpha * count) best of each head are exempt, protected tokens first; the rest is
     scored (s_j + eps) times the group's mean of ||v_j W_O||_1.
 
@@ -268,14 +242,9 @@ def critical(
 
 
 def andpro(
-    o: Observation,
-    aggregate: Aggregate = "sum",
-    pool: Pool = "none",
-    kernel: Odd = 7,
-    group: Group = "mean",
-    chunk: Count = 0,
-    window: Size = 32,
-) -> Scores:
+    o: Observation, aggregate: Aggregate = "sum", pool: Pool = "none", kernel: Odd = 7, group: Group = "mean",
+    chunk: Count = 0, window: Size = 32,
+) -> Scores:  # fmt: skip
     """s_j = sum over the window's queries of p_j <a, v_j>, mean over the group.
 
     chunk > 0 is the public code: each row of p is max-pooled over all tokens; the anchor is not a but the sum of p v
@@ -312,14 +281,9 @@ def _andpro_chunks(
 
 
 def dropkv(
-    o: Observation,
-    eps: Positive = 1e-6,
-    round_p: bool = False,
-    aggregate: Aggregate = "sum",
-    pool: Pool = "max",
-    kernel: Odd = 11,
-    group: Group = "mean",
-) -> Scores:
+    o: Observation, eps: Positive = 1e-6, round_p: bool = False, aggregate: Aggregate = "sum", pool: Pool = "max",
+    kernel: Odd = 11, group: Group = "mean",
+) -> Scores:  # fmt: skip
     """s_j = Pool_k(mean over the group, sum over the window's queries, of (p_j / (1 - p_j + eps))^2 ||a - v_j||^2).
 
     The cost of evicting j, so large = keep. Pooling comes last and runs over all tokens: the window's scores reach
@@ -335,16 +299,9 @@ def dropkv(
 
 
 def defensive_kv(
-    o: Observation,
-    budget: RowInts | None = None,
-    aggregate: Aggregate = "defensive",
-    pool: Pool = "average",
-    kernel: Odd = 5,
-    over: Over = "all",
-    rescale: bool = False,
-    share: NormOver = "none",
-    mass: Share = 0.0,
-) -> Scores:
+    o: Observation, budget: RowInts | None = None, aggregate: Aggregate = "defensive", pool: Pool = "average",
+    kernel: Odd = 5, over: Over = "all", rescale: bool = False, share: NormOver = "none", mass: Share = 0.0,
+) -> Scores:  # fmt: skip
     """s_j = max(R_j, mean_i R_i) N_j, with R_j the largest pooled attention over queries and group, N_j the group's
     mean of ||v_j W_O||_1.
 

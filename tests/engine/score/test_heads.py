@@ -120,7 +120,7 @@ def test_duo_rows_have_budgets_of_their_own_and_dead_slots_do_not_count(gate_fil
 
 def test_duo_refuses(gate_file):
     scores, protected = layers_of(20, 4, 4)
-    with pytest.raises(InputError, match="budget 6 < 8 protected tokens per head"):
+    with pytest.raises(InputError, match="budget 36 < 48 protected tokens of 6 heads together"):
         heads.duo_attention(scores, protected, torch.tensor([6]), [], gate_file)
     with pytest.raises(InputError, match="3 x 2 layers and KV heads, the model has 2 x 2"):
         heads.duo_attention(scores[:2], protected[:2], torch.tensor([9]), [], gate_file)

@@ -214,12 +214,11 @@ class RaggedLayer:
     def chosen(self, keep: Callable[[Tensor], Mask]) -> tuple[Tensor, Tensor, Tensor]:
         """(source, positions, offsets) of the tokens that `keep`, given positions [batch, kv_heads, tokens], chooses;
         source counts through the flat part and on through the tail. Other layers with the same tokens share it."""
-        index, used = self.index(), self.tail
-        tail = torch.arange(self.shape[0] * self.shape[1] * used, device=index.device).view(*self.shape, used)
-        where = [self._positions(self.positions, index)]
-        if used:
-            where.append(self.tail_positions[:, None].expand(-1, self.shape[1], -1).to(index.device))
-        positions = torch.cat(where, 2)
+        index = self.index()
+        tail = torch.arange(self.shape[0] * self.shape[1] * self.tail, device=index.device).view(*self.shape, self.tail)
+        positions = self._positions(self.positions, index)
+        if self.tail:
+            positions = torch.cat([positions, self.tail_positions[:, None].expand(-1, self.shape[1], -1)], 2)
         mask = keep(positions) & (positions >= 0)
         source = torch.cat([index, len(self.positions) + tail], 2)[mask]
         return source, positions[mask].int(), _offsets(mask.sum(-1))

@@ -76,12 +76,6 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
             rows.cache.quantise(c.bits)
 
 
-def _newest_held(rows: Rows, step: int) -> bool:
-    """Whether every row still holds the token picked at `step`."""
-    at = (rows.signals.lengths + step - 1)[:, None]
-    return bool(rows.signals.held.any(1).gather(1, at).all())
-
-
 def _forward(
     call: Call, rows: Rows, token: Tensor, step: int, window: int, pages: tuple[int, int, int] | None, due: bool
 ) -> None:
@@ -89,7 +83,8 @@ def _forward(
     positions = rows.seen[:, None]
     seen = None
     if rows.signals is not None:
-        newest_held = not due or _newest_held(rows, step)
+        newest = (rows.signals.lengths + step - 1)[:, None]
+        newest_held = not due or bool(rows.signals.held.any(1).gather(1, newest).all())
         seen = StepSignals(rows.signals, len(call.facts.attention), newest_held)
     attention = Extend(rows.cache, positions, window, pages, call.backend, seen)
     rows.logits = call.forward(token[:, None], positions, rows.cache, attention)

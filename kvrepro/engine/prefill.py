@@ -145,27 +145,21 @@ class Prefill:
         if not self.padded and (count := job.same_count(o.keys.shape[2])) is not None:
             place, doubt = best(*judged(job, o), count)
             self.doubts.append((job, doubt))
-            job.layers[layer] = RaggedLayer.at(o.keys, o.values, o.positions, place, self._carried(job, o))
-            self._remember(job, layer, o)
+            self._hold(job, layer, o, RaggedLayer.at(o.keys, o.values, o.positions, place, _carried(job, o)))
             return
         self._store(job, layer, o, kept(job, o, None if plain is None else kept(job, plain)))
 
     def _store(self, job: Job, layer: int, o: Observation, stays: Mask) -> None:
         masked = job.condition.execution == "masked"
-        stored = RaggedLayer.of(o.keys, o.values, o.positions, o.alive if masked else stays, self._carried(job, o))
+        stored = RaggedLayer.of(o.keys, o.values, o.positions, o.alive if masked else stays, _carried(job, o))
         if masked:
             stored.hidden = ~stays[o.alive]
+        self._hold(job, layer, o, stored)
+
+    def _hold(self, job: Job, layer: int, o: Observation, stored: RaggedLayer) -> None:
         job.layers[layer] = stored
-        self._remember(job, layer, o)
-
-    @staticmethod
-    def _carried(job: Job, o: Observation) -> dict[str, Tensor]:
-        return {n: s for n, s in o.sums.items() if job.again and n in job.sums}
-
-    @staticmethod
-    def _remember(job: Job, layer: int, o: Observation) -> None:
         if job.again and job.window:
-            job.layers[layer].remember(o.queries, o.query_positions, job.window)
+            stored.remember(o.queries, o.query_positions, job.window)
 
     def finish(self, width: int = 0) -> None:
         """Evict what had to wait for every layer's scores; say what a GPU found amiss on the way.
@@ -207,6 +201,11 @@ class Prefill:
                 index = place[:, None].expand(-1, o.keys.shape[1], -1).to(o.keys.device)
                 job.layers[layer] = RaggedLayer.at(o.keys, o.values, o.positions, index, {})
         job.pending.clear()
+
+
+def _carried(job: Job, o: Observation) -> dict[str, Tensor]:
+    """The sums that its next eviction will ask for."""
+    return {n: s for n, s in o.sums.items() if job.again and n in job.sums}
 
 
 def _alike(held: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvrepro.engine.allowed import Size, ensure
 from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.condition import Prompt as Text
@@ -120,12 +121,9 @@ def _check_call(
 ) -> None:
     if any(isinstance(p, int) for p in prompts):
         raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")
-    if batch_rows < 1 or max_new_tokens < 1 or prompt_rows < 1:
-        sizes = f"batch_rows {batch_rows}, max_new_tokens {max_new_tokens}, prompt_rows {prompt_rows}"
-        raise InputError(f"{sizes}: all must be at least 1")
-    for name, value, known in (("backend", backend, BACKENDS), ("errors", errors, ERRORS)):
-        if value not in known:
-            raise InputError(f"unknown {name} {value!r}: choose {' or '.join(known)}")
+    ensure(Size, batch_rows=batch_rows, max_new_tokens=max_new_tokens, prompt_rows=prompt_rows)
+    ensure(BACKENDS, backend=backend)
+    ensure(ERRORS, errors=errors)
 
 
 def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> None:

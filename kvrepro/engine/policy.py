@@ -124,8 +124,7 @@ class Policy:
 
     def reading(self, name: str, switches: Sequence[tuple[str, object]] = ()) -> dict[str, object]:
         """Its parameters in a reading, single ones overridden. Raises InputError for what it does not know."""
-        if name not in READINGS:
-            raise InputError(f"unknown reading {name!r}: choose one of {', '.join(READINGS)}")
+        ensure(READINGS, reading=name)
         known = {**self.parameters, **self.as_run}
         for key, _ in switches:
             if key not in known and (self.shared or key not in ("sinks", "recent")):  # which others can protect

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvrepro.engine.allowed import ensure
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.select import ensure_room, lexsort
 from kvrepro.engine.shapes import Counts, Mask, Parts, Scores
@@ -107,8 +108,7 @@ def tally(o: Observation, mask: Mask) -> Parts:
 
 def _shares(total: Tensor, sizes: Tensor, rounding: str) -> Tensor:
     """Integers in proportion to `sizes` that sum to `total`, none above its size as long as the total is not."""
-    if rounding not in ("floor", "round"):
-        raise InputError(f"unknown rounding {rounding!r}: choose floor or round")
+    ensure(("floor", "round"), rounding=rounding)
     edges, all_of_them = sizes.cumsum(-1) * total[..., None], sizes.sum(-1, keepdim=True).clamp(min=1)
     return _steps(edges // all_of_them if rounding == "floor" else (2 * edges + all_of_them) // (2 * all_of_them))
 

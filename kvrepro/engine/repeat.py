@@ -30,18 +30,15 @@ def reconstruct(
         o = waiting.observation
         rows, kv_heads, tokens = o.positions.shape
         heads = {"reconstruction": kv_heads, "reconstruction_per_norm": kv_heads * o.group}
-        best = {
-            name: torch.zeros(rows, heads[name], tokens, device=o.positions.device)
-            for name in set().union(*(job.repeated for job in jobs))
-        }
-        for job in jobs:
-            o = job.pending[n].observation
-            job.pending[n] = replace(job.pending[n], observation=replace(o, sums={**o.sums, **best}))
+        needed = set().union(*(job.repeated for job in jobs))
+        best = {name: torch.zeros(rows, heads[name], tokens, device=o.positions.device) for name in needed}
+        for pending in (job.pending[n] for job in jobs):
+            pending.observation = replace(pending.observation, sums={**pending.observation.sums, **best})
+    ask_ids = torch.tensor(list(ask), dtype=torch.long, device=ids.device).expand(len(ids), -1)
     n = ids.shape[1]
     for a in range(0, n, REPEAT_CHUNK):
         part = ids[:, a : a + REPEAT_CHUNK]
-        asked = torch.tensor(list(ask), dtype=torch.long, device=ids.device).expand(len(ids), -1)
-        text = torch.cat([asked, part], 1)
+        text = torch.cat([ask_ids, part], 1)
         at = prefill.prompt.lengths[:, None] + torch.arange(text.shape[1], device=ids.device)
         probe = _Repeat(jobs[0], at, len(ask), positions[:, a : a + REPEAT_CHUNK] >= 0)
         mine = cache.rows(torch.arange(len(ids), device=ids.device))

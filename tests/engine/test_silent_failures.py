@@ -1,4 +1,4 @@
-"""Ten failures that users of other libraries met without a word from them: provoked here, and refused or impossible."""
+"""Failures that users of other libraries met without a word from them: provoked here, and refused or impossible."""
 
 from dataclasses import replace
 
@@ -292,3 +292,28 @@ def test_a_scorer_of_the_wrong_kind_is_named(monkeypatch, score, words):
     model, [prompt] = tiny_model(), tiny_prompts(40)
     with pytest.raises(InputError, match=words):
         engine.generate(model, [prompt], [Condition("mine", 10, Prefill())], max_new_tokens=2, stop_ids=())
+
+
+# ---- 11. a failure that reaches rows which it does not concern
+
+
+def test_a_prefix_that_fails_gives_its_own_error(monkeypatch):
+    def fails(o):
+        raise ValueError(f"{int(o.seen[0])} tokens")
+
+    monkeypatch.setitem(CATALOGUE, "fails", Policy("Fails", "tests", fails))
+    found = answers(tiny_prompts(60, 50), [cut("fails", "offline", reading="as_run")], errors="return")
+    assert [str(error) for [error] in found] == ["60 tokens", "50 tokens"]
+
+
+def test_a_row_that_failed_leaves_rows_of_its_kind_their_evictions(monkeypatch):
+    def fails_at_20(o, budget):
+        if 20 in budget.tolist():
+            raise ValueError("twenty")
+        return o.positions.float()
+
+    monkeypatch.setitem(CATALOGUE, "fails", Policy("Fails", "tests", fails_at_20))
+    conditions = [cut("fails", "chunked", budget=budget, when="budget", reading="as_run") for budget in (20, 40)]
+    [[error, g]] = answers(tiny_prompts(60), conditions, errors="return")
+    assert str(error) == "twenty"
+    assert g.kept == [40 + NEW - 1] * 3

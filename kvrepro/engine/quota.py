@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvrepro.engine.allowed import ensure
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.select import ensure_room, lexsort
+from kvrepro.engine.select import ensure_numbers, ensure_room, lexsort
 from kvrepro.engine.shapes import Counts, Mask, Parts, Scores
 from kvrepro.errors import InputError
 
@@ -89,7 +89,11 @@ def split(
 
 
 def select(scores: Scores, protected: Mask, parts: Parts, o: Observation) -> Mask:
-    """Of each span the protected tokens and then the best-scored, `parts` in all; among equals the later stays."""
+    """Of each span the protected tokens and then the best-scored, `parts` in all; among equals the later stays.
+
+    Raises InputError for NaN scores.
+    """
+    ensure_numbers(scores)
     span = o.span(o.positions).masked_fill(~o.alive, parts.shape[-1])  # dead slots: a span of their own, part 0
     place = torch.arange(scores.shape[-1], device=scores.device).expand_as(span)
     order = lexsort(span, (~protected).long(), -scores, -place)  # newest first

@@ -16,8 +16,7 @@ def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None 
     """
     dead = scores.isneginf()
     ensure_room(counts, (protected & ~dead).sum(-1))
-    if scores.isnan().any():
-        raise InputError(f"{int(scores.isnan().sum())} of {scores.numel()} scores are NaN: mend the scorer")
+    ensure_numbers(scores)
     scores = scores.masked_fill(protected & ~dead, torch.inf)
     if ties is not None:
         rank = lexsort(scores, ties).argsort(dim=-1)
@@ -34,6 +33,12 @@ def ensure_room(counts: Tensor, needed: Tensor, whose: str = "") -> None:
         worst = (needed - counts).argmax()
         both = f"budget {int(counts.flatten()[worst])} < {int(needed.flatten()[worst])} protected tokens"
         raise InputError(f"{both}{whose}: raise the budget, or protect less")
+
+
+def ensure_numbers(scores: Scores) -> None:
+    """Raise InputError where a score is NaN: such a token is neither better nor worse than any other."""
+    if scores.isnan().any():
+        raise InputError(f"{int(scores.isnan().sum())} of {scores.numel()} scores are NaN: mend the scorer")
 
 
 def lexsort(*keys: Tensor) -> Tensor:

@@ -173,3 +173,12 @@ def test_a_mixture_without_a_default_raises():
         quota.split(o, torch.full((1, 2), 10), nothing(o), 0.5)
     with pytest.raises(InputError, match=r"fair is 1.5"):
         quota.split(o, torch.full((1, 2), 10), nothing(o), 1.5, nothing(o))
+
+
+def test_scores_that_are_no_numbers_are_refused_as_without_quotas():
+    o = spanned([0] * 6 + [1] * 6)
+    parts = quota.split(o, torch.full((1, 2), 6), nothing(o))
+    scores = torch.ones(o.positions.shape)
+    scores[0, 0, 3] = math.nan
+    with pytest.raises(InputError, match="1 of 24 scores are NaN: mend the scorer"):
+        quota.select(scores, nothing(o), parts, o)

@@ -1,0 +1,56 @@
+"""Every chapter runs on a hub-format checkpoint with real items: small here, of true shapes on a GPU."""
+
+import pandas as pd
+import pytest
+import torch
+import typer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import data
+from kvrepro.tools import trial
+
+
+@pytest.fixture(scope="module")
+def longbench():
+    """The protection paper's items, where the network or `KVREPRO_DATA` has them."""
+    try:
+        return data.fetch("artifact/data/longbench-balanced.jsonl"), data.fetch("ifeval")
+    except InputError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("chapter", trial.CHAPTERS)
+def test_a_chapter_runs_on_two_layers_and_real_items(chapter, longbench, tmp_path):
+    items, _ = longbench
+    out = tmp_path / "chapters.csv"
+    trial.main("two-layer", "cpu", "float32", [chapter], str(items), n_items=2, limit=300, out=out)
+    [row] = pd.read_csv(out).to_dict("records")
+    assert row["results"] > 10
+    assert row["failed"] == 0
+
+
+def test_a_chapter_that_cannot_run_fails_the_trial_and_keeps_other_rows(tmp_path):
+    items, out = tmp_path / "own.jsonl", tmp_path / "chapters.csv"
+    items.write_text('{"context": "The red door is open.", "question": "Which?", "answer": "red", "task": "a"}\n' * 8)
+    known = {"shape": ["other"], "device": ["CPU"], "chapter": ["protection"], "results": [7]}
+    pd.DataFrame(known).to_csv(out, index=False)
+    with pytest.raises(typer.Exit) as end:  # no chapter takes this dtype
+        trial.main("two-layer", "cpu", "float64", ["protection"], str(items), n_items=2, limit=300, out=out)
+    assert end.value.exit_code == 1
+    table = pd.read_csv(out)
+    assert table.results.tolist()[0] == 7
+    assert table.error.notna().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("shape", trial.SHAPES)
+def test_a_shape_is_one_that_transformers_can_build(shape):
+    config = AutoConfig.for_model(**{"vocab_size": 4096} | trial.SHAPES[shape])
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    assert network.config.num_hidden_layers == trial.SHAPES[shape]["num_hidden_layers"]
+
+
+def test_an_unknown_shape_is_refused(tmp_path):
+    with pytest.raises(InputError, match="unknown shape 'huge': choose two-layer, qwen2.5-3b"):
+        trial.checkpoint(tmp_path, "huge", ["a"])

@@ -23,6 +23,15 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _own_policies() -> Generator[None, None, None]:
+    """What a test adds to a reader's own policies is gone after it."""
+    from kvrepro.engine.policy import OWN
+
+    yield
+    OWN.clear()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, None, None]:
     """Where ATEN_CPU_CAPABILITY forces another instruction set, torch itself refuses some half-precision products."""

@@ -190,8 +190,9 @@ def find(name: str) -> Policy:
     """
     from kvrepro.engine.catalogue import CATALOGUE
 
-    if name in OWN or name in CATALOGUE:
-        return OWN[name] if name in OWN else CATALOGUE[name]
+    for known in (CATALOGUE, OWN):
+        if name in known:
+            return known[name]
     path, colon, attribute = name.rpartition(":")
     if "credit" in name and not colon:
         raise InputError(f"{name} learns from prompt to prompt: run python -m kvrepro.chapters.protection.credit")

@@ -190,9 +190,9 @@ def find(name: str) -> Policy:
     """
     from kvrepro.engine.catalogue import CATALOGUE
 
-    for known in (CATALOGUE, OWN):
-        if name in known:
-            return known[name]
+    found = CATALOGUE.get(name) or OWN.get(name)
+    if found is not None:
+        return found
     path, colon, attribute = name.rpartition(":")
     if "credit" in name and not colon:
         raise InputError(f"{name} learns from prompt to prompt: run python -m kvrepro.chapters.protection.credit")

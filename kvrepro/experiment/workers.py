@@ -24,6 +24,7 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Job
 
 _models: list[Loaded | None] = []  # in a worker: the one that it loaded
+_started: dict[Any, int] = {}  # the model for which workers run, and how many: fewer would have to start anew
 
 
 def default_workers(loaded: Loaded | None) -> int:
@@ -62,9 +63,12 @@ def each(loaded: Loaded | None, jobs: Sequence[Job], count: int) -> Iterator[tup
                 yield job, job.work(loaded)
         return
     what = (str(loaded.path), loaded.device, loaded.dtype, loaded.name) if loaded is not None else None
+    if what not in _started:
+        _started.clear()
+    _started[what] = max(count, _started.get(what, 0))
     shared = joblib.Parallel(
-        count, backend="loky", return_as="generator_unordered", batch_size=1, pre_dispatch="all", max_nbytes=None,
-        inner_max_num_threads=1, initializer=_begin, initargs=(os.getpid(), what),
+        _started[what], backend="loky", return_as="generator_unordered", batch_size=1, pre_dispatch="all",
+        max_nbytes=None, inner_max_num_threads=1, initializer=_begin, initargs=(os.getpid(), what),
     )  # fmt: skip
     for i, result in shared(joblib.delayed(_done)(i, data) for i, data in enumerate(packed)):
         yield jobs[i], result

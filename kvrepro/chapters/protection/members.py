@@ -70,7 +70,8 @@ def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: fl
     """Every member of a claim as `{"label", "a", "b", "rows"}`: cells with real numbers, and their rows."""
     rows, over = named(rows), claim.get("over", {})
     sizes = capacities(rows, protect_frac)
-    if len(sizes["all"]) == 1 and {"smallest", "largest"} <= {c.get("capacity") for c in claim["cells"].values()}:
+    wanted_sizes = {cell.get("capacity") for cell in claim.get("cells", {}).values()}
+    if len(sizes["all"]) == 1 and {"smallest", "largest"} <= wanted_sizes:
         raise NotTestable(f"two capacities are needed, {sizes['middle']:.0f} alone was run")
     policies = over.get("policy", [None])
     named_sets = sets.get(policies, policies) if isinstance(policies, str) else policies

@@ -266,3 +266,9 @@ def test_a_readers_own_policy_gets_its_own_verdicts_and_moves_no_other(monkeypat
     assert {"P1 Mine", "P2 Mine", "P4 Mine"} <= set(own.claim)
     assert own.set_index("claim").verdict["P4 Mine"] == "reproduced"
     pd.testing.assert_frame_equal(after[~after.claim.isin(own.claim)].reset_index(drop=True), before)
+
+
+def test_every_claim_can_be_asked_of_one_capacity():
+    table = members.evaluate(synthetic.results(capacities=(256,)))
+    assert set(table.claim) == {claim["id"] for claim in claims.load_claims("protection")["claims"]}
+    assert table.set_index(["claim", "reading"]).verdict["P2", "as_run"] == "reproduced"

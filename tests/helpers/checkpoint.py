@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvrepro.errors import InputError
+from kvrepro.experiment import data
 from kvrepro.tools import trial
 
 TEXTS = [
@@ -20,3 +22,20 @@ def tokenizer(texts: Iterable[str] = TEXTS, vocabulary: int = 500):
 def save(folder: Path, texts: Iterable[str] = TEXTS, vocabulary: int = 500, context: int = 2048) -> Path:
     """Write a random 2-layer Qwen2 (6 query heads, 2 KV heads) and its tokenizer to `folder`."""
     return trial.checkpoint(folder, "two-layer", texts, vocabulary, max_position_embeddings=context)
+
+
+def questions(n: int, characters: int = 2000) -> list[dict[str, str]]:
+    """Rows for a .jsonl file: real questions on passages cut to so many characters, where the network or `KVREPRO_DATA`
+    has them (LongBench, by the protection paper's artifact); else made-up ones of that form."""
+    try:
+        items = data.load_items(str(data.fetch("artifact/data/longbench-balanced.jsonl")), n)
+    except InputError:
+        made = [f"Ship {i} brought {i * 7} crates of tea to the harbour. " for i in range(n)]
+        return [
+            {"context": (text * 60)[:characters], "question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"}
+            for i, text in enumerate(made)
+        ]
+    return [
+        {"context": item.context[:characters], "question": item.question, "answer": item.answer, "domain": item.task}
+        for item in items
+    ]

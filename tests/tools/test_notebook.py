@@ -118,11 +118,7 @@ def test_the_book_says_code_and_text_of_the_authors(chapter):
 
 def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path):
     """A small random Qwen2 in the hub's format on passages of our own: no errors, verdicts that claim nothing."""
-    rows = [
-        {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 300, "domain": "harbour",
-         "question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"}
-        for i in range(3)
-    ]  # fmt: skip
+    rows = checkpoint.questions(3, 12_000)
     items = tmp_path / "own.jsonl"
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = checkpoint.save(tmp_path / "small-qwen2", [row["context"] for row in rows])

@@ -20,7 +20,10 @@ def longbench():
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("chapter", trial.CHAPTERS)
+@pytest.mark.parametrize(
+    "chapter",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one != "dropkv_bound")) for one in trial.CHAPTERS],
+)
 def test_a_chapter_runs_on_two_layers_and_real_items(chapter, longbench, tmp_path):
     items, _ = longbench
     out = tmp_path / "chapters.csv"

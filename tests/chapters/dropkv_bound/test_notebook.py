@@ -24,10 +24,8 @@ MINE = Policy("Mine", "a test", attention_times_value, parameters={"window": 16,
 
 
 def test_the_chapter_runs_on_a_checkpoint_with_one_policy_of_one_s_own(tmp_path):
-    text = [f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 60 for i in range(3)]
-    rows = [
-        {"context": text[i], "question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"} for i in range(3)
-    ]
+    rows = checkpoint.questions(3, 3200)
+    text = [row["context"] for row in rows]
     items, policy = tmp_path / "own.jsonl", tmp_path / "mine.py"
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     policy.write_text(MINE)

@@ -26,13 +26,9 @@ MINE = Policy("Mine", "this test", times_value, parameters={"window": 16, "recen
 """
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, own):
-    rows = [
-        {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 24, "domain": "harbour",
-         "question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"}
-        for i in range(2)
-    ]  # fmt: skip
+    rows = checkpoint.questions(2, 1300)
     items = tmp_path / "own.jsonl"
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_policy.py").write_text(POLICY)

@@ -44,13 +44,9 @@ def test_cells_are_short_and_figures_have_captions_and_alternatives():
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """Parameters of a run on a small random Qwen2 in the hub's format, with questions on passages of our own."""
+    """Parameters of a run on a small random Qwen2 in the hub's format, with real questions."""
     folder = tmp_path_factory.mktemp("run")
-    rows = [
-        {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 40,
-         "question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"}
-        for i in range(2)
-    ]  # fmt: skip
+    rows = checkpoint.questions(2)
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "mine.py").write_text(MINE)
     model = checkpoint.save(folder / "small-qwen2", [row["context"] for row in rows])
@@ -58,7 +54,7 @@ def given(tmp_path_factory):
             "results": str(folder / "results")}  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["window", "{folder}/mine.py:MINE"])
+@pytest.mark.parametrize("policy", [pytest.param("window", marks=pytest.mark.slow), "{folder}/mine.py:MINE"])
 def test_it_runs_on_a_foreign_checkpoint_with_one_policy(given, policy, tmp_path):
     results = Path(given["results"])
     given = {**given, "policies": [policy.format(folder=results.parent)]}

@@ -211,7 +211,7 @@ def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_pa
 
     def run(**changed) -> dict[str, int]:
         """How much of each study was computed."""
-        tables = r.run(loaded, ids, Settings(tmp_path / "results", **{**SETTINGS, **changed}))
+        tables = r.run(loaded, ids, Settings(tmp_path / "results", **{**SETTINGS, "acceptance": "policies", **changed}))
         assert tables["arising"]["item"].unique().tolist() == ["a", "b"]
         said = re.findall(r"reclamation/(\w+): \d items, (\d) computed", capsys.readouterr().out)
         return {name: int(count) for name, count in said if int(count)}

@@ -4,7 +4,9 @@ joblib starts them, keeps them for a chapter's next study, and pickles by value 
 process that started them writes results.
 """
 
+import atexit
 import contextlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -63,6 +65,8 @@ def each(loaded: Loaded | None, jobs: Sequence[Job], count: int) -> Iterator[tup
                 yield job, job.work(loaded)
         return
     what = (str(loaded.path), loaded.device, loaded.dtype, loaded.name) if loaded is not None else None
+    if not _started:  # a notebook's kernel complains as it ends, of its own loop, to streams that are closed by then
+        atexit.register(setattr, logging, "raiseExceptions", False)
     if what not in _started:
         _started.clear()
     _started[what] = max(count, _started.get(what, 0))

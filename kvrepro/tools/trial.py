@@ -84,6 +84,8 @@ def checkpoint(
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     network.save_pretrained(folder)
+    del network
+    torch.cuda.empty_cache()  # the chapter's process needs the room
     fast.save_pretrained(folder)
     return folder
 

@@ -168,9 +168,12 @@ class Prefill:
         """
         for job, doubt in self.doubts:
             with attempt(job, self.isolate):
-                if job.error is None and bool(doubt):
-                    label = job.condition.label
-                    raise InputError(f"{label}: more protected tokens than its budget holds, or NaN scores")
+                if job.error is None and bool(doubt.any()):
+                    crowded, _ = doubt.tolist()
+                    why = (
+                        "more protected tokens than its budget holds" if crowded else "scores are NaN: mend the scorer"
+                    )
+                    raise InputError(f"{job.condition.label}: {why}")
         for job in self.jobs:
             if job.waits and job.error is None:
                 with attempt(job, self.isolate):

@@ -51,8 +51,9 @@ def lexsort(*keys: Tensor) -> Tensor:
 
 def best(scores: Scores, protected: Mask, count: int) -> tuple[Tensor, Tensor]:
     """What `select` keeps where every head keeps `count` living tokens: their places, int64 [batch, kv_heads, count],
-    ascending; and whether it would have raised, bool [], so that a GPU need not be waited for."""
-    doubt = ((protected.sum(-1) > count) | scores.isnan().any(-1)).any()
+    ascending; and whether it would have raised, bool [2] for too many protected and for NaN, so that a GPU need not be
+    waited for."""
+    doubt = torch.stack([(protected.sum(-1) > count).any(), scores.isnan().any()])
     order = _ordered(scores.masked_fill(protected, torch.inf))
     return order.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values, doubt
 

@@ -252,7 +252,10 @@ def of_own(book: Mapping[str, Any], own: Sequence[str]) -> list[dict[str, Any]]:
     """
     general = [c for c in book["claims"] if isinstance(dict(c.get("over") or {}).get("policy"), str)]
     return [
-        claim | {"id": f"{claim['id']} {find(name).title}", "over": {**claim["over"], "policy": [name]}}
+        claim | {
+            "id": f"{claim['id']} {find(name).title}", "over": {**claim["over"], "policy": [name]},
+            "statement": f"Asked of {find(name).title}: {claim['statement']}",
+        }
         for name in own for claim in general
     ]  # fmt: skip
 

@@ -302,7 +302,7 @@ def _table(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd.D
 def told(table: pd.DataFrame, unit: str = "", **where: Any) -> str:
     """One row of a table with columns value, low, high, as text for the prose: `0.281 [0.243, 0.320]`, in a unit.
 
-    unit: "%" for shares as percent. where: what the row's columns hold. "no value" where there is no such row.
+    unit: "%" for shares as percent. where: what the row's columns hold. "(not run)" where there is no such row.
     """
     rows = table
     for name, value in where.items():
@@ -310,7 +310,7 @@ def told(table: pd.DataFrame, unit: str = "", **where: Any) -> str:
     if len(rows) > 1:
         raise InputError(f"{len(rows)} rows with {where}: name more columns")
     if rows.empty or pd.isna(rows.value.iloc[0]):
-        return "no value"
+        return "(not run)"
     row, spec = rows.iloc[0], ".1%" if unit == "%" else ".3f"
     after = f" {unit}" if unit not in ("", "%") else ""
     if pd.isna(row.low):

@@ -70,7 +70,7 @@ def test_at_most_ten_parameters_in_one_tagged_cell_and_the_rest_are_options(note
 def test_findings_come_first_and_are_computed(chapter):
     cells = code(chapter)
     [found] = [i for i, cell in enumerate(cells) if "claims.findings(" in cell.source]
-    assert found <= 4
+    assert found <= 5
     assert all({"hide-input", "hide-cell"} & set(tags(cell)) for cell in cells[: found + 1])
     call = re.search(r"claims\.findings\((.*)\)", cells[found].source, re.S)[1]
     assert len(ast.parse(f"f({call})").body[0].value.args) == 3

@@ -91,8 +91,8 @@ def protection(
 ) -> list[Condition]:
     """All conditions of the protection chapter, each once; extra studies at the middle capacity. Bad ones raise."""
     for name, values in (("capacities", capacities), ("policies", policies)):
-        if isinstance(values, str) or not values:
-            raise InputError(f"{name} {values!r}: give a list of at least one, such as [128, 256] or ['lru']")
+        if not isinstance(values, list | tuple) or not values or len(set(values)) < len(values):
+            raise InputError(f"{name} {values!r}: give a list of at least one, each once, like [128, 256] or ['lru']")
     middle = sorted(capacities)[len(capacities) // 2]
     parts = (
         main(capacities, policies, protect_frac, reading),

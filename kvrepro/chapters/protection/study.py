@@ -114,10 +114,11 @@ def retention(
     """
     prompt = data.build_prompt(item, loaded.tokenizer, paper_limit(loaded, [item], settings.max_new_tokens))
     conditions = grid.main([capacity], policies, settings.protect_frac, reading)[1:]
-    [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=())
+    [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=(), errors="return")
     rows = [
         {"policy": c.policy, "reading": c.reading, "protected": c.prefix > 0, "position": position}
         for c, answer in zip(conditions, answers, strict=True)
+        if not isinstance(answer, Exception)  # which the main study counts
         for position in answer.kept_positions
     ]
     frame = pd.DataFrame(rows)

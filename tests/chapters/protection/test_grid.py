@@ -54,6 +54,8 @@ def test_sizes():
         ({"policies": ("lru", "nonsense")}, "unknown policy 'nonsense'"),
         ({"capacities": (6,)}, "budget 6 < 8 protected tokens"),
         ({"capacities": ()}, r"capacities \(\): give a list of at least one"),
+        ({"capacities": 128}, "capacities 128: give a list"),
+        ({"capacities": [128, 128]}, r"capacities \[128, 128\]: give a list of at least one, each once"),
     ],
 )
 def test_bad_parameters_raise_before_anything_runs(given, message):

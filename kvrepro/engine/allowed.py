@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvrepro.errors import InputError
 
@@ -81,6 +81,12 @@ def ensure_all(hint: object, **named: object) -> None:
                 ensure_all(get_args(lists[0])[0], **{name: one})
         else:
             ensure(_choices(hint), "", **{name: value})
+
+
+def ensure_fields(record: object, kind: type) -> None:
+    """`ensure_all` for each field of a dataclass `kind`, by its type hint."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        ensure_all(hint, **{name: getattr(record, name)})
 
 
 def _choices(hint: object) -> object:

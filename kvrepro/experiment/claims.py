@@ -17,11 +17,10 @@ import pandas as pd
 import yaml
 from IPython.display import Markdown
 
-from kvrepro.engine.policy import find
+from kvrepro.engine.policy import READINGS, find
 from kvrepro.errors import InputError
 from kvrepro.paths import DATA
 
-READINGS = ("as_run", "as_described")
 LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
 VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", "not testable here")
 COLUMNS = [

@@ -172,9 +172,7 @@ def estimates(
                 mine = mine[mine[fill] == filled] if fill else mine
                 shift = 0.0 if numeric else (n % rows - (rows - 1) / 2) * min(0.2, 0.8 / rows)
                 at = [place if numeric else places.index(place) + shift for place in mine[along]]
-                _points(
-                    axes, at, mine, shown[who], upright, filled is not False and bool(filled or not fill), line, band
-                )
+                _points(axes, at, mine, shown[who], upright, bool(filled or not fill), line, band)
             facet = {name: of[at] for name, of, at in ((row, grid.row_names, i), (panel, grid.col_names, j)) if name}
             _reference(axes, reference, facet, upright)
             for direction in log:

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeVar, get_type_hints, overload
+from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 import pandas as pd
 
-from kvrepro.engine.allowed import Size, ensure_all
+from kvrepro.engine.allowed import Size, ensure_fields
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.errors import InputError, meant
 from kvrepro.experiment.answers import AnswersPlan
@@ -58,8 +58,7 @@ class Settings:
         object.__setattr__(self, "dry_run", self.dry_run or bool(os.environ.get("KVREPRO_DRY_RUN")))
         if self.workers is None and (given := os.environ.get("KVREPRO_WORKERS")):
             object.__setattr__(self, "workers", int(given) if given.isdigit() else given)
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            ensure_all(hint, **{name: getattr(self, name)})
+        ensure_fields(self, type(self))
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None = None, **given: Any) -> Self:

@@ -20,7 +20,6 @@ from kvrepro.experiment import data, run
 from kvrepro.experiment.models import Loaded
 from kvrepro.item import Item
 
-ONE_QUERY = ("dropkv", "attention", "random")  # table 16's selections, by the query's own attention
 PARTS = ("assumptions", "records", "lemma", "budgets", "alignment")
 WHERE = ["layer", "head", "position"]
 KS, TWENTY = (10, 18), 20  # of so many keys these are evicted

@@ -8,7 +8,7 @@ Source: DefensiveKV, sections 3.1 to 3.3, algorithms 1 and 2, appendix C.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from kvrepro.engine import allocate
-from kvrepro.engine.allowed import Count, Number, Odd, Size, ensure_all
+from kvrepro.engine.allowed import Count, Number, Odd, Size, ensure_fields
 from kvrepro.engine.attention import attend, attend_prompt, installed
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.facts import ModelFacts
@@ -62,8 +62,7 @@ class Setting:
     later: bool = False  #: question and generated tokens, which nothing evicts, count: above and below the line
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(Setting, include_extras=True).items():
-            ensure_all(hint, **{name: getattr(self, name)})
+        ensure_fields(self, Setting)
         if self.single > self.window:
             raise InputError(f"single {self.single} of {self.window} past queries: count from 1 to the window")
 

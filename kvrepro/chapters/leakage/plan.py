@@ -1,12 +1,12 @@
 """What a run of the leakage chapter takes: which prompts and policies, and how much of each study."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Literal
 
 from kvrepro.chapters.leakage.cells import FIVE, TWO, Cell
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import policy
-from kvrepro.engine.allowed import Number, ensure_all
+from kvrepro.engine.allowed import Number, ensure_fields
 from kvrepro.errors import InputError
 
 Ratio = Annotated[float, Number(0, 1, above=True, below=True)]
@@ -49,8 +49,7 @@ class Plan:
     reading: Literal["both", "as_run", "as_described"] = "both"
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            ensure_all(hint, **{name: getattr(self, name)})
+        ensure_fields(self, type(self))
         for name in ("policies", "ratios"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise InputError(f"{name} {getattr(self, name)!r}: give a list of at least one")

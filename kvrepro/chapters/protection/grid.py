@@ -6,6 +6,7 @@ One prefill serves a whole list, so the chapter runs the union of its grids once
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from kvrepro.engine.allowed import ensure
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import READINGS, check, find
 from kvrepro.engine.regime import DecodeCap, SharedCap
@@ -40,8 +41,7 @@ def size(profile: str, n_items: int | None = None) -> Size:
 
 def readings(reading: str, policy: str = "lru") -> list[str]:
     """The readings of a policy that "both", or a reading by its name, asks for; where it has none of them, its own."""
-    if reading not in ("both", *READINGS):
-        raise InputError(f"unknown reading {reading!r}: choose both, {' or '.join(READINGS)}")
+    ensure(("both", *READINGS), reading=reading)
     known = READINGS if find(policy).shared else find(policy).readings
     return [one for one in known if reading in ("both", one)] or [known[-1]]
 
@@ -77,9 +77,9 @@ def faithful(capacity: int, protect_frac: float, reading: str) -> list[Condition
     found = main([capacity], FAITHFUL, protect_frac, reading)
     for one in readings(reading):
         pinned = replace(capped("ada_kv_faithful", capacity, protect_frac, protect_frac, one), static_suffix=True)
-        found += (
-            [pinned, replace(pinned, policy="lru")] if one == "as_described" else [pinned]
-        )  # the code's LRU has none
+        found.append(pinned)
+        if one == "as_described":  # the code's LRU has no such suffix
+            found.append(replace(pinned, policy="lru"))
     return found
 
 

@@ -48,17 +48,19 @@ def _stream(
 
 @triton.jit
 def attend_share(
-    query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits,
-    segments, total, room, tail, share, scale,
+    query, keys, values, offsets, tail_keys, tail_values, used, part_outputs, part_lse, logits,
+    segments, room, tail, share, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_S: tl.constexpr, EMIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_S: tl.constexpr, COUNTED: tl.constexpr, EMIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    if COUNTED:
+        tail = tl.load(used).to(tl.int32)
     row = tl.arange(0, BLOCK_R)  # [R], query head in the group
     dim = tl.arange(0, BLOCK_D)  # [D]
     step = tl.arange(0, BLOCK_T)  # [T]
     mine = (row[:, None] < GROUP) & (dim[None, :] < DIM)
     place = tl.program_id(0).to(tl.int64) * share
-    end = tl.minimum(place + share, total + segments * tail)
+    end = tl.minimum(place + share, tl.load(offsets + segments) + segments * tail)
     while place < end:
         segment, begin, low, length = segment_of(place, offsets, segments, tail, BLOCK_S)
         q = tl.load(query + (segment * GROUP + row)[:, None] * DIM + dim[None, :], mask=mine, other=0.0)  # [R, D]

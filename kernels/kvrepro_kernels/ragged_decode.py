@@ -90,7 +90,7 @@ def _check(
 def ragged_decode(
     query: Tensor, keys: Tensor, values: Tensor, offsets: Tensor,
     tail_keys: Tensor | None = None, tail_values: Tensor | None = None, tail: int = 0, *,
-    kv_heads: int | None = None, scale: float | None = None, emit: tuple[str, ...] = (),
+    used: Tensor | None = None, kv_heads: int | None = None, scale: float | None = None, emit: tuple[str, ...] = (),
     out: Decoded | None = None, tuning: dict[str, int] | None = None,
 ) -> Decoded:  # fmt: skip
     """Decode attention over ragged storage; see `Decoded` for what it returns.
@@ -98,7 +98,8 @@ def ragged_decode(
     query: [batch, heads, 1, dim]. keys, values: contiguous [total, dim], segment after segment. offsets: int64
     [batch * kv_heads + 1], ascending from 0 to total; not checked, since that would wait for the GPU.
     tail_keys, tail_values: contiguous [batch, kv_heads, room, dim], of which the first `tail` rows count, in every
-    segment. kv_heads: needed without a tail. scale: of the logits, by default dim**-0.5. emit: any of "mean" and "max"
+    segment. used: int64 [1], how many of the `tail` rows count, known to the device alone, so that a captured launch
+    serves every step; then keys and values may have room behind offsets[-1]. kv_heads: needed without a tail. scale: of the logits, by default dim**-0.5. emit: any of "mean" and "max"
     over the group. out: tensors to write into. tuning: overrides of `ragged_decode_tuning`.
     Raises ValueError for tensors that do not fit each other, unknown names and CPU tensors uninterpreted.
     Long, because two launches name everything that their kernels are given.
@@ -117,7 +118,7 @@ def ragged_decode(
     query = query.contiguous()
     empty = torch.empty(0, dtype=torch.float32, device=keys.device)
     if out is None:
-        attention = {name: (empty.new_empty(total), empty.new_empty(batch, kv_heads, tail)) for name in emit}
+        attention = {name: (empty.new_empty(total), empty.new_zeros(batch, kv_heads, tail)) for name in emit}
         out = Decoded(torch.empty_like(query), empty.new_empty(batch, heads), attention)
     check_device(
         attend_share, "ragged_decode", (query, keys, values, offsets, tail_keys, tail_values, out.output, out.lse)
@@ -136,10 +137,11 @@ def ragged_decode(
     logits = empty.new_empty(tokens * group) if emit else empty
     if tokens:
         attend_share[(programs,)](
-            query, keys, values, offsets, tail_keys, tail_values, part_outputs, part_lse, logits,
-            segments, total, room, tail, share, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+            query, keys, values, offsets, tail_keys, tail_values, offsets if used is None else used,
+            part_outputs, part_lse, logits, segments, room, tail, share,
+            (dim**-0.5 if scale is None else scale) * math.log2(math.e),
             GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_T=tuned["block_t"],
-            BLOCK_R=max(16, triton.next_power_of_2(group)), BLOCK_S=block_s, EMIT=bool(emit),
+            BLOCK_R=max(16, triton.next_power_of_2(group)), BLOCK_S=block_s, COUNTED=used is not None, EMIT=bool(emit),
             PRECISION=precision(keys.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],
         )  # fmt: skip
     block_p = min(64, max(16, triton.next_power_of_2(programs // segments + 2)))  # pieces of an average segment
@@ -147,10 +149,11 @@ def ragged_decode(
     flat_max, tail_max = out.attention.get("max", (empty, empty))
     blocks = triton.cdiv(tokens, tuned["emit_block"]) if emit else 0
     finish[(segments * group + blocks,)](
-        part_outputs, part_lse, logits, offsets, out.output, out.lse, flat_mean, tail_mean, flat_max, tail_max,
-        segments, total, tail, share,
+        part_outputs, part_lse, logits, offsets, offsets if used is None else used,
+        out.output, out.lse, flat_mean, tail_mean, flat_max, tail_max, segments, tail, tail, share,
         GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_P=block_p, BLOCK_T=tuned["emit_block"],
-        BLOCK_R=triton.next_power_of_2(group), BLOCK_S=block_s, MEAN="mean" in emit, MAX="max" in emit, num_warps=4,
+        BLOCK_R=triton.next_power_of_2(group), BLOCK_S=block_s, COUNTED=used is not None, MEAN="mean" in emit,
+        MAX="max" in emit, num_warps=4,
     )  # fmt: skip
     return out
 

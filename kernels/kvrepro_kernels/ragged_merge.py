@@ -41,7 +41,7 @@ def _merge(
 
 @triton.jit
 def _emit(
-    logits, part_lse, offsets, flat_mean, tail_mean, flat_max, tail_max, block, segments, total, tail, share,
+    logits, part_lse, offsets, flat_mean, tail_mean, flat_max, tail_max, block, segments, room, tail, share,
     GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
     MEAN: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _emit(
     row = tl.arange(0, BLOCK_R)  # [R]
     at = block.to(tl.int64) * BLOCK_T
     place = at + tl.arange(0, BLOCK_T)  # [T]
-    end = tl.minimum(at + BLOCK_T, total + segments * tail)
+    end = tl.minimum(at + BLOCK_T, tl.load(offsets + segments) + segments * tail)
     read = (place < end)[:, None] & (row[None, :] < GROUP)
     tile = tl.load(logits + place[:, None] * GROUP + row[None, :], mask=read, other=float("-inf"))  # [T, R]
     while at < end:
@@ -70,7 +70,7 @@ def _emit(
         flat = mine & (place < begin + length)
         dense = mine & (place >= begin + length)
         to_flat = low + place - begin
-        to_tail = segment * tail + place - begin - length
+        to_tail = segment * room + place - begin - length
         if MEAN:
             mean = tl.sum(p, 1) / GROUP
             tl.store(flat_mean + to_flat, mean, mask=flat)
@@ -84,12 +84,15 @@ def _emit(
 
 @triton.jit
 def finish(
-    part_outputs, part_lse, logits, offsets, outputs, lse, flat_mean, tail_mean, flat_max, tail_max,
-    segments, total, tail, share,
+    part_outputs, part_lse, logits, offsets, used, outputs, lse, flat_mean, tail_mean, flat_max, tail_max,
+    segments, room, tail, share,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, COUNTED: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    """The first segments * GROUP programs merge; the others, if attention is asked for, emit a block each."""
+    """The first segments * GROUP programs merge; the others, if attention is asked for, emit a block each. room: places
+    of a segment in the tail's attention."""
+    if COUNTED:
+        tail = tl.load(used).to(tl.int32)
     program = tl.program_id(0)
     if program < segments * GROUP:
         _merge(
@@ -99,5 +102,5 @@ def finish(
     elif MEAN or MAX:
         _emit(
             logits, part_lse, offsets, flat_mean, tail_mean, flat_max, tail_max, program - segments * GROUP,
-            segments, total, tail, share, GROUP, BLOCK_T, BLOCK_R, BLOCK_S, BLOCK_P, MEAN, MAX,
+            segments, room, tail, share, GROUP, BLOCK_T, BLOCK_R, BLOCK_S, BLOCK_P, MEAN, MAX,
         )  # fmt: skip

@@ -7,7 +7,7 @@ tokens since the last eviction lie in a dense tail, since every head sees every 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,8 @@ class RaggedLayer:
     def lengths(self) -> Tensor:
         """Tokens of each head in the flat part, int64 [batch, kv_heads]."""
         return self.offsets.diff().view(self.shape)
+
+    used: ClassVar[None] = None  # the tail's tokens are counted here, not on the device
 
     @property
     def tail(self) -> int:
@@ -342,7 +344,7 @@ class EngineCache(DynamicCache):
 
     def __init__(self, config: Any):
         super().__init__(config=config)
-        self.ragged: dict[int, RaggedLayer] = {}
+        self.ragged: dict[int, Any] = {}  # RaggedLayer, or FixedLayer while a step is captured
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

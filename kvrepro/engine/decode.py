@@ -1,12 +1,14 @@
 """The decode loop: rows of many prompts and conditions pick tokens together and, every few steps, give up old ones."""
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvrepro.engine.capture import CapturedStep, can_capture
 from kvrepro.engine.condition import Generation
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.passes import Call
@@ -17,8 +19,12 @@ from kvrepro.engine.signals import StepSignals
 Answers = Iterator[tuple[Tag, Generation]]
 
 
-def batch_kind(row: Rows) -> tuple[Any, ...]:
-    """Of one row: rows of equal kind may decode in one batch."""
+def batch_kind(row: Rows, backend: str = "torch") -> tuple[Any, ...]:
+    """Of one row: rows of equal kind may decode in one batch.
+
+    Plain PyTorch pads heads to the longest, so that lengths within a factor of two go together. Kernels do not pad; one
+    set of tokens for all layers is padded by up to a factor of eight, which is cheaper than more batches.
+    """
     [job] = row.jobs
     c, unread = job.condition, len(row.texts[0].ids) - int(row.seen)
     size = max(int(layer.held().max()) for layer in row.cache.ragged.values())
@@ -26,7 +32,11 @@ def batch_kind(row: Rows) -> tuple[Any, ...]:
     recurrent = any(hasattr(layer, "recurrent_states") for layer in row.cache.layers)
     padding = unread if recurrent else None  # it would pass through recurrent states
     alone = row.tags[0] if c.bits is not None else None
-    shared = None if job.reduction is None else (job.reduction, job.first_step, job.budgets[0])
+    shared: tuple[Any, ...] | None = None if job.reduction is None else (job.reduction, job.first_step)
+    if backend == "triton":
+        size = 0 if shared is None else (size - 1) // 3
+    elif shared is not None:
+        shared = (*shared, job.budgets[0])
     return c.every, job.pages, c.execution, size, padding, alone, shared
 
 
@@ -34,65 +44,127 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
     """Greedy answers of rows of one `batch_kind`, as they end: pick a token, stop if it is one of `stop_ids`, run the
     model on it, evict if due. `SharedCap` evicts before the model runs, the new token among the candidates. What fails
     is noted in `call.failed`, and leaves."""
-    c, pages = rows.conditions[0], rows.jobs[0].pages
-    every = c.every
+    every = rows.conditions[0].every
     window = max(job.window for job in rows.jobs) if every else 0
     first = rows.jobs[0].first_step if rows.signals is not None else 1
     _read_rest(call, rows, window)
-    picked: list[Tensor] = []
+    now = Steps(call, rows, window, max(every or call.max_new_tokens, first))
     stops = torch.tensor(sorted(stop_ids) or [-1], device=call.device)
     seconds, began = 0.0, time.perf_counter()
     for step in range(1, call.max_new_tokens + 1):
-        picked.append(rows.logits.argmax(-1))
-        if call.watch is not None:
-            call.watch(rows, picked[-1])
-        stopped, broken = torch.isin(picked[-1], stops), rows.logits.isnan().any(1)
+        stopped, broken = now.pick(stops)
         if True in torch.stack([stopped.any(), broken.any()]).tolist():
-            so_far = seconds + (time.perf_counter() - began) / len(rows)
-            _note_broken(call, rows, broken, step)
-            yield from _finished(call, rows, (stopped & ~broken).nonzero()[:, 0].tolist(), picked, so_far)
-            rows, picked = _without(rows, stopped | broken, picked)
-            if rows is None:
+            so_far = seconds + (time.perf_counter() - began) / now.going
+            _note_broken(call, now.rows, broken, step)
+            yield from _finished(call, now.rows, (stopped & ~broken).nonzero()[:, 0].tolist(), now.picked, so_far)
+            if not now.end(stopped | broken):
                 return
         due = every is not None and step % every == 0 and step >= first
-        if rows.signals is not None:
-            rows.signals = rows.signals.enter(step)
-            if due:
-                rows, picked = _after(call, rows, evict_rows_shared(rows, step, call.isolate), picked)
-            if rows is None:
+        if now.rows.signals is not None:
+            now.rows.signals = now.rows.signals.enter(step)
+            if due and not now.evict(partial(evict_rows_shared, step=step)):
                 return
-        now = time.perf_counter()
-        seconds, began = seconds + (now - began) / len(rows), now
+        time_now = time.perf_counter()
+        seconds, began = seconds + (time_now - began) / now.going, time_now
         if step == call.max_new_tokens:
-            yield from _finished(call, rows, list(range(len(rows))), picked, seconds)
+            yield from _finished(call, now.rows, now.at_work(), now.picked, seconds)
             return
-        _forward(call, rows, picked[-1], step, window, pages, due)
-        if due and rows.signals is None:
-            lost = evict_rows(call.facts, rows, rows.budgets, call.scalings, call.isolate)
-            rows, picked = _after(call, rows, lost, picked)
-            if rows is None:
+        now.forward(step, due)
+        if due and now.rows.signals is None:
+            budgets = now.rows.budgets
+            if not now.evict(partial(evict_rows, call.facts, budgets=budgets, scalings=call.scalings)):
                 return
-        if c.bits is not None:
-            rows.cache.quantise(c.bits)
+        if now.rows.conditions[0].bits is not None:
+            now.rows.cache.quantise(now.rows.conditions[0].bits)
 
 
-def _forward(
-    call: Call, rows: Rows, token: Tensor, step: int, window: int, pages: tuple[int, int, int] | None, due: bool
-) -> None:
-    """Run the model on one token per row."""
-    positions = rows.seen[:, None]
-    seen = None
-    if rows.signals is not None:
-        newest = (rows.signals.lengths + step - 1)[:, None]
-        newest_held = not due or bool(rows.signals.held.any(1).gather(1, newest).all())
-        seen = StepSignals(rows.signals, len(call.facts.attention), newest_held)
-    attention = Extend(rows.cache, positions, window, pages, call.backend, seen)
-    rows.logits = call.forward(token[:, None], positions, rows.cache, attention)
-    rows.seen = rows.seen + 1
-    if seen is not None:
-        rows.signals = rows.signals.attended(step, *seen.tables())
-        if not newest_held:  # a token that was evicted before it was stored
-            keep_held(rows)
+class Steps:
+    """Rows as they decode, the tokens that they picked, and the captured step where there is one.
+
+    A row that ends leaves at once, or, where steps are captured, with half of those that were captured.
+    """
+
+    def __init__(self, call: Call, rows: Rows, window: int, room: int):
+        """window: queries that an eviction asks for. room: tokens until the first one, or all."""
+        self.call, self.rows, self.window, self.room = call, rows, window, room
+        self.picked: list[Tensor] = []
+        self.ended = torch.zeros(len(rows), dtype=torch.bool, device=rows.logits.device)
+        self.going = len(rows)  # that have not ended
+        self.captured: CapturedStep | None = None
+
+    def pick(self, stops: Tensor) -> tuple[Tensor, Tensor]:
+        """Pick each row's next token: (rows that stop with it, rows whose logits are no numbers), bool [batch]."""
+        logits = self.rows.logits
+        self.picked.append(logits.argmax(-1))
+        if self.call.watch is not None:
+            self.call.watch(self.rows, self.picked[-1])
+        return torch.isin(self.picked[-1], stops) & ~self.ended, logits.isnan().any(1) & ~self.ended
+
+    def at_work(self) -> list[int]:
+        """Numbers of the rows that have not ended."""
+        return [row for row, ended in enumerate(self.ended.tolist()) if not ended]
+
+    def end(self, gone: Tensor, at_once: bool = False) -> bool:
+        """Rows end. Returns whether any goes on."""
+        self.ended = self.ended | gone
+        alive = self.at_work()
+        self.going = len(alive)
+        if alive and (at_once or self.captured is None or 2 * len(alive) <= len(self.rows)):
+            self.release()
+            self.picked = list(torch.stack(self.picked, 1)[alive].unbind(1))
+            self.rows, self.ended = self.rows.take(alive), self.ended[alive]
+        return bool(alive)
+
+    def release(self) -> None:
+        """Let go of the captured step: the cache can change shape."""
+        if self.captured is not None:
+            self.captured.loosen(self.rows)
+            self.captured = None
+
+    def evict(self, evict: Callable[..., Tensor]) -> bool:
+        """Let rows give up tokens; whose policy raises leaves. Returns whether any goes on."""
+        held, rows = self.captured, self.rows
+        if held is not None:
+            held.loosen(rows)
+        lost = evict(rows=rows, isolate=self.call.isolate)
+        rows.calls = rows.calls + (lost & ~self.ended)
+        self.call.failed |= {rows.tags[row]: error for row, error in rows.failed.items() if not self.ended[row]}
+        self.captured = held if held is not None and held.take_back(rows) else None
+        if not rows.failed:
+            return True
+        gone = torch.tensor([row in rows.failed for row in range(len(rows))], device=self.ended.device)
+        return self.end(gone, at_once=True)
+
+    def forward(self, step: int, due: bool) -> None:
+        """Run the model on the token that each row picked. due: an eviction is."""
+        call, rows = self.call, self.rows
+        newest_held, seen = True, None
+        if rows.signals is not None:
+            newest = (rows.signals.lengths + step - 1)[:, None]
+            newest_held = not due or bool(rows.signals.held.any(1).gather(1, newest).all())
+        if self.captured is None and can_capture(call, rows):
+            again = rows.conditions[0].every is not None
+            room = self.room if again else call.max_new_tokens - step
+            self.captured = CapturedStep(call, rows, self.window, room, again)
+        if self.captured is not None:
+            rows.logits = self.captured.run(rows, self.picked[-1])
+            seen = self.captured.seen
+        else:
+            positions = rows.seen[:, None]
+            if rows.signals is not None:
+                seen = StepSignals(rows.signals, len(call.facts.attention), newest_held)
+            attention = Extend(rows.cache, positions, self.window, rows.jobs[0].pages, call.backend, seen)
+            rows.logits = call.forward(self.picked[-1][:, None], positions, rows.cache, attention)
+        rows.seen = rows.seen + 1
+        if seen is not None:
+            rows.signals = rows.signals.attended(step, *seen.tables())
+            if not newest_held:  # a token that was evicted before it was stored
+                self.evict(_keep_held)
+
+
+def _keep_held(rows: Rows, isolate: bool) -> Tensor:
+    keep_held(rows)
+    return torch.zeros_like(rows.seen, dtype=torch.bool)
 
 
 def _read_rest(call: Call, rows: Rows, window: int) -> None:
@@ -112,24 +184,6 @@ def _read_rest(call: Call, rows: Rows, window: int) -> None:
     seconds = (time.perf_counter() - began) / len(rows)
     for tag in rows.tags:
         call.notes[tag] = call.notes[tag] | {"prefill_seconds": call.notes[tag]["prefill_seconds"] + seconds}
-
-
-def _after(call: Call, rows: Rows, lost: Tensor, picked: list[Tensor]) -> tuple[Rows | None, list[Tensor]]:
-    """The rows whose policy raised nothing at an eviction, in which rows `lost` tokens, and what they picked."""
-    rows.calls = rows.calls + lost
-    call.failed |= {rows.tags[row]: error for row, error in rows.failed.items()}
-    if not rows.failed:
-        return rows, picked
-    gone = torch.tensor([row in rows.failed for row in range(len(rows))], device=rows.logits.device)
-    return _without(rows, gone, picked)
-
-
-def _without(rows: Rows, gone: Tensor, picked: list[Tensor]) -> tuple[Rows | None, list[Tensor]]:
-    """The other rows and their tokens; None if there are none."""
-    alive = (~gone).nonzero()[:, 0].tolist()
-    if not alive:
-        return None, []
-    return rows.take(alive), list(torch.stack(picked, 1)[~gone].unbind(1))
 
 
 def _note_broken(call: Call, rows: Rows, broken: Tensor, step: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvrepro.engine.attention import LOW_QUERIES, attend, per_token
 from kvrepro.engine.cache import SLIDE, EngineCache, RaggedLayer
+from kvrepro.engine.fixed import FixedLayer
 from kvrepro.engine.score.cumulative import page_mask
 from kvrepro.engine.shapes import KeyValue, Query, TokenInts
 from kvrepro.engine.signals import StepSignals
@@ -31,7 +32,7 @@ class Extend:
         stored.append(key, value, at)
         if self.window:
             stored.remember(query, at, self.window)
-        if self.backend == "triton" and query.shape[2] == 1:
+        if self.backend == "triton" and query.shape[2] == 1 and self.step is None:
             return self._decode(stored, query, scaling)
         parts = stored.parts()
         watch = None
@@ -59,13 +60,13 @@ class Extend:
             stored.slide(at.amax(1) - sliding + 2)  # what the next query cannot see
         return out
 
-    def _decode(self, stored: RaggedLayer, query: Query, scaling: float) -> Tensor:
+    def _decode(self, stored: RaggedLayer | FixedLayer, query: Query, scaling: float) -> Tensor:
         """One token per row by the ragged decode kernel, which emits each kept token's attention where it is summed."""
         from kvrepro_kernels import ragged_decode
 
         done = ragged_decode(
             query, stored.keys, stored.values, stored.offsets, stored.tail_keys, stored.tail_values, stored.tail,
-            scale=scaling, emit=("mean",) if stored.sums else (),
+            used=stored.used, scale=scaling, emit=("mean",) if stored.sums else (),
         )  # fmt: skip
         for name in stored.sums:  # "mass" alone: the others were refused
             flat, tail = done.attention["mean"]

@@ -70,7 +70,7 @@ def generate(
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
     with installed(model):
         for row in _rows(call, prompt_rows):
-            kind = batch_kind(row)
+            kind = batch_kind(row, backend)
             waiting.setdefault(kind, []).append(row)
             if len(waiting[kind]) >= batch_rows or row.conditions[0].bits is not None:
                 answers.update(decode(call, joined(waiting.pop(kind)), stop_ids))
@@ -158,7 +158,7 @@ def _check_kernels(model: PreTrainedModel, conditions: Sequence[Condition]) -> N
         policy = find(c.policy) if c.policy != "full" else None
         if c.execution == "masked" or c.bits is not None or (policy is not None and not policy.frees):
             raise InputError(f"backend triton does not hide, pack or page tokens ({c.label}): use backend torch")
-        if policy is not None and (policy.shared or (policy.parameters.get("window") and not policy.kernel)):
+        if policy is not None and not policy.shared and policy.parameters.get("window") and not policy.kernel:
             raise InputError(f"backend triton has no scorer for {c.policy}: use backend torch")
         if c.fair is not None or isinstance(c.regime, Chunked | DecodeCap | PerStep):
             raise InputError(f"backend triton evicts at the end of a whole prompt, not {c.label} in {c.regime.name}")

@@ -49,6 +49,8 @@ class Call:
     # A study may put policies in the place of the catalogue's, and be told which tokens the rows pick at each step.
     policies: dict[str, Policy] = field(default_factory=dict)
     watch: Callable[[Rows, Tensor], None] | None = None
+    captures: bool = True  # whether steps of this model can be captured: found out at the first
+    pool: Any = None  # memory that captured steps share
 
     @property
     def device(self) -> torch.device:

@@ -49,7 +49,7 @@ class Prefill:
         sums = {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in wanted}
         beyond = sliding is not None and n > sliding
         log_sums = None
-        if self.backend == "triton":
+        if self.backend == "triton" and self.signals is None:
             out, log_sums, sums = _attend_triton(query, key, value, scaling, wanted)
         elif self.padded or sums or beyond or self.signals:
             watch = self._watch(query, key, sums, positions)

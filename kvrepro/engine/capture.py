@@ -1,0 +1,105 @@
+"""A step of many rows captured once and replayed: on a GPU a CUDA graph, so that it need not wait for Python.
+
+The cache must stay in place meanwhile (`kvrepro.engine.fixed`). On the CPU the same step runs as it stands, so that it
+can be held to the plain one.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvrepro.engine.cache import EngineCache
+from kvrepro.engine.extend import Extend
+from kvrepro.engine.fixed import FixedLayer, Slot
+from kvrepro.engine.passes import Call, Scaled
+from kvrepro.engine.rows import Rows
+from kvrepro.engine.signals import StepSignals
+
+
+def can_capture(call: Call, rows: Rows) -> bool:
+    """Whether these rows' steps never wait for the device and keep their tensors in place."""
+    c, layers = rows.conditions[0], rows.cache.ragged.values()
+    plain = c.bits is None and c.execution == "physical" and rows.jobs[0].pages is None and not call.facts.sliding
+    recurrent = any(hasattr(layer, "recurrent_states") for layer in rows.cache.layers)
+    here = {layer.offsets.device for layer in layers} == {call.device}
+    return call.backend == "triton" and call.captures and plain and here and not recurrent and call.watch is None
+
+
+class CapturedStep:
+    """The model's pass over one token per row of `rows`, whose cache it holds until `loosen`."""
+
+    def __init__(self, call: Call, rows: Rows, window: int, room: int, again: bool):
+        """window: queries that an eviction asks for. room: tokens until the next one. again: is there a next one?"""
+        self.call, self.window, self.batch = call, window, len(rows)
+        self.slot = Slot.first(call.device)
+        self.cache = EngineCache(call.model.config)
+        most = max(job.budgets[0] for job in rows.jobs if job.policy is not None) if again else 0
+        dense = rows.signals is not None
+        for n, layer in rows.cache.ragged.items():
+            layer.settle()
+            self.cache.ragged[n] = FixedLayer.of(layer, self.slot, room, most, dense, window)
+        rows.cache.ragged = dict(self.cache.ragged)
+        self.token = torch.zeros(self.batch, 1, dtype=torch.long, device=call.device)
+        self.positions = rows.seen[:, None].clone()
+        self.signals = None
+        if rows.signals is not None:
+            self.signals = replace(rows.signals, held=rows.signals.held.clone())
+        self.seen: StepSignals | None = None
+        self.logits: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = False
+
+    def run(self, rows: Rows, token: Tensor) -> Tensor:
+        """Logits [batch, vocabulary] after `token` [batch]; they stay valid until the next call."""
+        self.token.copy_(token[:, None])
+        if self.signals is not None:
+            self.signals.held.copy_(rows.signals.held)
+        if self.graph is None and self.warm and self.call.device.type == "cuda":
+            self._capture()
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
+        self.warm = True
+        return self.logits
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self.call.pool = self.call.pool or torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=self.call.pool, capture_error_mode="thread_local"):
+                self._step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a model that asks the device something: its steps run as they stand
+            self.call.captures = False
+            return
+        self.graph = graph
+
+    def _step(self) -> None:
+        if self.signals is not None:
+            self.seen = StepSignals(self.signals, len(self.call.facts.attention), newest_held=False)
+        attention = Extend(self.cache, self.positions, self.window, None, self.call.backend, self.seen)
+        self.logits = self.call.model(
+            input_ids=self.token, position_ids=self.positions, past_key_values=self.cache, use_cache=True,
+            logits_to_keep=1, kvrepro=Scaled(attention, self.call.scalings),
+        ).logits[:, -1]  # fmt: skip
+        self.positions.add_(1)
+        self.slot.advance()
+
+    def loosen(self, rows: Rows) -> None:
+        """Give `rows` a cache that an eviction can change."""
+        for n, layer in self.cache.ragged.items():
+            rows.cache.ragged[n] = layer.loose()
+
+    def take_back(self, rows: Rows) -> bool:
+        """Hold the rows' cache again, after an eviction; False if it does not fit in place."""
+        new = rows.cache.ragged
+        if len(rows) != self.batch or not all(layer.fits(new[n]) for n, layer in self.cache.ragged.items()):
+            return False
+        for n, layer in self.cache.ragged.items():
+            layer.load(new[n])
+        rows.cache.ragged = dict(self.cache.ragged)
+        self.slot.reset()
+        return True

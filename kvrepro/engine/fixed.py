@@ -1,0 +1,214 @@
+"""A layer whose tensors keep their places while single tokens come in, so that a captured step finds them again.
+
+Between two evictions it takes the place of a `RaggedLayer`. Nothing here waits for the device, and no shape changes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvrepro.engine.attention import Part
+from kvrepro.engine.cache import RaggedLayer, _bytes
+from kvrepro.engine.quantise import Packed
+from kvrepro.engine.shapes import KeyValue, Query, TokenInts, WindowPositions
+
+
+@dataclass
+class Slot:
+    """Where the next token goes in the tails of all layers, and how many tokens lie there once it is stored."""
+
+    at: Tensor  # int64 [1]
+    used: Tensor  # int64 [1]
+
+    @classmethod
+    def first(cls, device: torch.device) -> "Slot":
+        """Of empty tails."""
+        return cls(torch.zeros(1, dtype=torch.long, device=device), torch.ones(1, dtype=torch.long, device=device))
+
+    def reset(self) -> None:
+        """Tails are empty again."""
+        self.at.zero_()
+        self.used.fill_(1)
+
+    def advance(self) -> None:
+        """A token was stored."""
+        self.at.add_(1)
+        self.used.add_(1)
+
+
+@dataclass
+class FixedLayer:
+    """Keys and values of one attention layer for `batch` rows: a flat part, and a tail of so much room.
+
+    dense: every head has as many places in the flat part, `[batch, kv_heads, longest]` head after head, flush right; a
+    place without a token has position -1. Otherwise segments lie one after the other as in a `RaggedLayer`, perhaps
+    with room behind the last.
+    """
+
+    dense: bool
+    keys: Tensor  # [places, dim]
+    values: Tensor
+    positions: Tensor  # int32 [places]
+    offsets: Tensor  # int64 [batch * kv_heads + 1]
+    shape: tuple[int, int]  # batch, kv_heads
+    sums: dict[str, Tensor]  # float32 [places]
+    slot: Slot
+    tail_keys: KeyValue  # [batch, kv_heads, room, dim]
+    tail_values: KeyValue
+    tail_positions: TokenInts  # [batch, room], -1 where nothing is stored
+    tail_sums: dict[str, Tensor]  # [batch, kv_heads, room]
+    queries: Query | None
+    query_positions: WindowPositions | None
+
+    @classmethod
+    def of(cls, layer: RaggedLayer, slot: Slot, room: int, most: int, dense: bool, window: int) -> "FixedLayer":
+        """A settled layer's tokens with room for so many new ones. most: tokens of a head that later ones may need; 0:
+        the flat part never changes, and is taken over as it is. window: queries to remember."""
+        keys, values, positions, sums = _tokens(layer)
+        batch, heads = layer.shape
+        if dense:
+            keys, values, positions, sums = _padded(layer, max(most, int(layer.lengths.max())))
+        elif (missing := batch * heads * most - len(keys)) > 0:
+            keys, values = (pad(x, (0, 0, 0, missing)) for x in (keys, values))
+            positions, sums = pad(positions, (0, missing)), {name: pad(s, (0, missing)) for name, s in sums.items()}
+        tail_keys, tail_values = (keys.new_zeros(batch, heads, room, keys.shape[1]) for _ in range(2))
+        tail_positions = torch.full((batch, room), -1, device=keys.device)
+        tail_sums = {name: torch.zeros(batch, heads, room, device=keys.device) for name in sums}
+        queries, at = layer.queries, layer.query_positions
+        if window and queries is not None and (missing := window - queries.shape[2]) > 0:
+            queries, at = pad(queries, (0, 0, missing, 0)), pad(at, (missing, 0), value=-1)
+        return cls(dense, keys, values, positions, layer.offsets.clone(), layer.shape, sums, slot, tail_keys,
+                   tail_values, tail_positions, tail_sums, queries, at)  # fmt: skip
+
+    def fits(self, layer: RaggedLayer) -> bool:
+        """Is there room for another state of the same rows, and not much more than it needs?"""
+        if self.dense:
+            width = len(self.keys) // (self.shape[0] * self.shape[1])
+            return width // 2 <= int(layer.lengths.max()) <= width
+        return len(self.keys) // 2 <= len(layer.keys) <= len(self.keys)
+
+    def load(self, layer: RaggedLayer) -> None:
+        """Take over another state of the same rows, settled, which `fits`."""
+        width = len(self.keys) // (self.shape[0] * self.shape[1])
+        keys, values, positions, sums = _padded(layer, width) if self.dense else _tokens(layer)
+        self.offsets.copy_(layer.offsets)
+        for mine, new in ((self.keys, keys), (self.values, values), (self.positions, positions)):
+            mine[: len(new)] = new
+        for name, s in sums.items():
+            self.sums[name][: len(s)] = s
+            self.tail_sums[name].zero_()
+        self.tail_positions.fill_(-1)
+        if layer.queries is not self.queries:
+            self.queries.copy_(layer.queries)
+            self.query_positions.copy_(layer.query_positions)
+
+    def loose(self) -> RaggedLayer:
+        """The same tokens as a `RaggedLayer`, settled."""
+        if self.dense:
+            flat = self._flat()
+            tail = (self.tail_keys, self.tail_values, self.tail_positions[:, None].expand(*self.shape, -1))
+            keys, values, positions = (torch.cat(pair, 2) for pair in zip(flat, tail, strict=True))
+            sums = {
+                name: torch.cat([s.view(*self.shape, -1), self.tail_sums[name]], 2) for name, s in self.sums.items()
+            }
+            found = RaggedLayer.of(keys, values, positions, positions >= 0, sums)
+        else:
+            total = int(self.offsets[-1])
+            sums = {name: s[:total] for name, s in self.sums.items()}
+            found = RaggedLayer(
+                self.keys[:total], self.values[:total], self.positions[:total], self.offsets.clone(), self.shape, sums,
+                None, self.tail_keys, self.tail_values, self.tail_positions, self.tail_sums,
+            )  # fmt: skip
+            found.settle()
+        found.queries, found.query_positions = self.queries, self.query_positions
+        return found
+
+    def _flat(self) -> Part:
+        """The flat part of a dense layer as `[batch, kv_heads, longest, ...]`."""
+        return tuple(x.view(*self.shape, -1, *x.shape[1:]) for x in (self.keys, self.values, self.positions))
+
+    # ---- what it holds
+
+    def held(self) -> Tensor:
+        """Tokens that are there, int64 [batch, kv_heads]."""
+        flat = (
+            (self.positions >= 0).view(*self.shape, -1).sum(-1) if self.dense else self.offsets.diff().view(self.shape)
+        )
+        return flat + (self.tail_positions >= 0).sum(1)[:, None]
+
+    seen = held  # nothing is hidden
+
+    def _count(self) -> int:
+        return int(self.held().sum())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tokens' keys and values: what room a captured step keeps free is not the policy's."""
+        return int(2 * self._count() * self.keys.shape[1] * self.keys.dtype.itemsize)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes of positions and offsets."""
+        return 4 * self._count() + _bytes(self.offsets, self.tail_positions)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what the next eviction will ask for: sums per token, the last queries."""
+        return 4 * self._count() * len(self.sums) + _bytes(self.queries, self.query_positions)
+
+    # ---- what a step of the model asks for
+
+    @property
+    def tail(self) -> int:
+        """Places of the tail."""
+        return int(self.tail_positions.shape[1])
+
+    @property
+    def used(self) -> Tensor:
+        """How many of them hold a token, int64 [1]."""
+        return self.slot.used
+
+    def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
+        """One new token `[batch, kv_heads, 1, dim]` of every row."""
+        self.tail_keys.index_copy_(2, self.slot.at, keys)
+        self.tail_values.index_copy_(2, self.slot.at, values)
+        self.tail_positions.index_copy_(1, self.slot.at, positions)
+
+    def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
+        """Keep the last `window` queries of each row."""
+        self.queries.copy_(torch.cat([self.queries[:, :, 1:], queries], 2))
+        self.query_positions.copy_(torch.cat([self.query_positions[:, 1:], positions], 1))
+
+    def parts(self) -> list[Part]:
+        """What a query attends to: the flat part and the tail, of a dense layer."""
+        tail = (self.tail_keys, self.tail_values, self.tail_positions[:, None])
+        return [self._flat(), tail] if len(self.keys) else [tail]
+
+    def add(self, name: str, p: Tensor, flat_tokens: int) -> None:
+        """Add `p` [batch, kv_heads, tokens], in the order of `parts`, to the sum of that name."""
+        self.sums[name] += p[..., :flat_tokens].flatten()
+        self.tail_sums[name] += p[..., flat_tokens:]
+
+
+Tokens = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]  # keys, values, positions, sums
+
+
+def _tokens(layer: RaggedLayer) -> Tokens:
+    if isinstance(layer.keys, Packed) or isinstance(layer.values, Packed):
+        raise TypeError("what is packed in few bits moves when a token is stored: run it uncaptured")
+    return layer.keys, layer.values, layer.positions, layer.sums
+
+
+def _padded(layer: RaggedLayer, longest: int) -> Tokens:
+    """`longest` places a head, flush right."""
+    keys, values, positions, sums = _tokens(layer)
+    index = layer.index()
+    index = pad(index, (longest - index.shape[2], 0), value=-1).flatten()
+    if not len(keys):  # no place to point at
+        keys, values, positions = (x.new_zeros(1, *x.shape[1:]) for x in (keys, values, positions))
+        sums = {name: s.new_zeros(1) for name, s in sums.items()}
+    dead, place = index < 0, index.clamp(min=0)
+    sums = {name: s[place].masked_fill(dead, 0) for name, s in sums.items()}
+    return keys[place], values[place], positions[place].masked_fill(dead, -1), sums

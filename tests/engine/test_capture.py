@@ -1,0 +1,132 @@
+"""Captured steps against plain ones: the same tokens, kept sets and bytes, whatever ends, fails or is evicted meanwhile.
+
+On a GPU the steps are CUDA graphs; on the CPU the same steps run as they stand, on the same fixed cache.
+"""
+
+import os
+
+import pytest
+import torch
+from tiny import architecture, prompts
+
+pytest.importorskip("triton", reason="triton is packaged for Linux only")
+
+from kvrepro_kernels.ragged_decode import ragged_decode_reference
+
+from kvrepro.engine import capture, decode
+from kvrepro.engine import generate as engine
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.policy import Policy
+from kvrepro.engine.regime import DecodeCap, PerStep, Prefill, SharedCap
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+NEW = 21
+SHARED = [
+    Condition(policy, capacity, SharedCap(interval), prefix=side, suffix=side, reading=reading)
+    for policy, capacity, interval, side, reading in (
+        ("lru", 16, 8, 0.1, "as_run"), ("lru", 40, 8, 0.0, "as_described"), ("h2o_simple", 24, 8, 0.1, "as_run"),
+        ("ada_kv_faithful", 24, 8, 0.1, "as_run"), ("quest_faithful", 16, 8, 0.1, "as_described"),
+        ("random_sample", 24, 5, 0.0, "as_run"), ("h2o_faithful", 70, 8, 0.1, "as_described"),
+    )
+]  # fmt: skip
+OTHERS = [
+    Condition(), Condition("streaming_llm", 12, Prefill()), Condition("streaming_llm", 24, DecodeCap(4)),
+    Condition("streaming_llm", 16, PerStep()), Condition("k_norm", 20, DecodeCap(8)), Condition("h2o", 24, DecodeCap(8)),
+    Condition("snapkv", 24, DecodeCap(8), switches=(("window", 8),)),
+    Condition("ada_kv", 0.5, DecodeCap(4), switches=(("window", 8),)), Condition("k_norm", 90, DecodeCap(8)),
+]  # fmt: skip
+
+
+def steps(kind: str, conditions, texts, captured: bool, monkeypatch, stop_ids=(), **given):
+    """Generations with plain prefills, the decode steps captured or not."""
+    monkeypatch.setattr(engine, "_check_kernels", lambda *_: None)
+    monkeypatch.setattr("kvrepro.engine.prefill._attend_triton", plain)
+    if DEVICE == "cpu":  # interpreted kernels take minutes
+        monkeypatch.setattr("kvrepro_kernels.ragged_decode", slow_ragged_decode)
+    monkeypatch.setattr(decode, "can_capture", lambda call, rows: captured and call.captures)
+    asked = {"max_new_tokens": NEW, "stop_ids": stop_ids, "kept_sets": True} | given
+    return engine.generate(architecture(kind).to(DEVICE), texts, conditions, backend="triton", **asked)
+
+
+def slow_ragged_decode(query, keys, values, offsets, tail_keys, tail_values, tail, used, scale, emit):
+    tail_room = tail
+    tail = tail if used is None else int(used)
+    done = ragged_decode_reference(query, keys, values, offsets, tail_keys, tail_values, tail, scale, emit)
+    for name, (flat, dense) in done.attention.items():
+        done.attention[name] = flat, torch.nn.functional.pad(dense, (0, tail_room - tail))
+    return done
+
+
+def plain(query, key, value, scaling, wanted):
+    """What the kernels of a prompt compute, in plain PyTorch."""
+    n = query.shape[2]
+    group = query.shape[1] // key.shape[1]
+    logits = query @ key.repeat_interleave(group, 1).mT * scaling
+    logits.masked_fill_(torch.ones(n, n, dtype=torch.bool, device=key.device).triu(1), -torch.inf)
+    p = logits.softmax(-1)
+    mass = p.unflatten(1, (-1, group)).mean(2).sum(2)
+    out = (p @ value.repeat_interleave(group, 1)).transpose(1, 2)
+    return out, logits.logsumexp(-1), {name: mass for name in wanted}
+
+
+def same(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert x.tokens == y.tokens
+            assert (x.kept_positions_hash, x.evicted, x.policy_calls) == (y.kept_positions_hash, y.evicted, y.policy_calls)
+            assert x.kept == y.kept
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("conditions", [SHARED, OTHERS], ids=["one set for all layers", "each layer's own"])
+def test_captured_steps_are_the_plain_ones(kind, conditions, monkeypatch):
+    texts = prompts(70, 45)
+    known = steps(kind, conditions, texts, False, monkeypatch)
+    same(steps(kind, conditions, texts, True, monkeypatch), known)
+    tokens = [t for row in known for answer in row for t in answer.tokens]
+    stops = {max(set(tokens), key=tokens.count), tokens[7], tokens[100]}  # rows end at different steps
+    ended = steps(kind, conditions, texts, False, monkeypatch, stop_ids=stops)
+    assert len({len(answer.tokens) for row in ended for answer in row}) > 3
+    same(steps(kind, conditions, texts, True, monkeypatch, stop_ids=stops), ended)
+
+
+def test_bytes_are_those_of_the_tokens_held(monkeypatch):
+    for conditions in (SHARED, OTHERS):
+        known, mine = (steps("qwen2", conditions, prompts(70), captured, monkeypatch) for captured in (False, True))
+        for x, y in zip(known[0], mine[0], strict=True):
+            assert y.bytes_held == pytest.approx(x.bytes_held, rel=0.15), y  # plain tails have spare room
+            assert y.bytes_full == x.bytes_full
+
+
+def test_a_policy_that_fails_later_costs_its_rows_alone(monkeypatch):
+    calls = []
+
+    def falters(o):
+        calls.append(0)
+        if len(calls) > 6:  # three layers, two evictions
+            raise ZeroDivisionError("third eviction")
+        return o.positions.float()
+
+    monkeypatch.setitem(CATALOGUE, "falters", Policy("Falters", "tests", falters))
+    conditions = [Condition("falters", 24, DecodeCap(4)), *OTHERS[:5]]
+    known = steps("qwen2", OTHERS[:5], prompts(70), False, monkeypatch)
+    [found] = steps("qwen2", conditions, prompts(70), True, monkeypatch, errors="return")
+    assert isinstance(found[0], ZeroDivisionError)
+    same([found[1:]], known)
+
+
+def test_rows_are_captured_once_for_all_evictions(monkeypatch):
+    made = []
+    monkeypatch.setattr(capture.CapturedStep, "__init__", counted(capture.CapturedStep.__init__, made))
+    steps("qwen2", [Condition("lru", 16, SharedCap(8), prefix=0.1, suffix=0.1)], prompts(70, 66), True, monkeypatch)
+    steps("qwen2", [Condition("streaming_llm", 16, DecodeCap(4))], prompts(70, 66), True, monkeypatch)
+    assert len(made) == 2
+
+
+def counted(inner, made):
+    def init(self, *given):
+        made.append(given)
+        inner(self, *given)
+
+    return init

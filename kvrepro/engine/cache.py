@@ -70,13 +70,20 @@ class RaggedLayer:
             tokens = [
                 x.gather(2, place if x.dim() == 3 else place[..., None].expand(-1, -1, -1, x.shape[3])) for x in tokens
             ]
-        batch, heads, length = tokens[0].shape[:3]
-        flat_keys, flat_values, where, *flat = (x.flatten(0, 2) if x.dim() == 4 else x.flatten() for x in tokens)
-        offsets = torch.arange(0, batch * heads * length + 1, length, device=keys.device)
+        keys, values, positions, *flat = tokens
         if place is None:  # memory of its own, not the forward pass's
-            flat_keys, flat_values = flat_keys.clone(), flat_values.clone()
-        flat_sums = dict(zip(sums, flat, strict=True))
-        return cls(flat_keys, flat_values, where.int(), offsets, (batch, heads), flat_sums)
+            keys, values = keys.clone(), values.clone()
+        return cls.even(keys, values, positions, dict(zip(sums, flat, strict=True)))
+
+    @classmethod
+    def even(cls, keys: KeyValue, values: KeyValue, positions: Tensor, sums: dict[str, Tensor]) -> "RaggedLayer":
+        """Heads of one length, all alive, in the memory that is given."""
+        batch, heads, length = keys.shape[:3]
+        offsets = torch.arange(0, batch * heads * length + 1, length, device=keys.device)
+        flat_sums = {name: s.flatten() for name, s in sums.items()}
+        return cls(
+            keys.flatten(0, 2), values.flatten(0, 2), positions.flatten().int(), offsets, (batch, heads), flat_sums
+        )
 
     @property
     def lengths(self) -> Tensor:

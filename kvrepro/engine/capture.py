@@ -23,7 +23,7 @@ def can_capture(call: Call, rows: Rows) -> bool:
     plain = c.bits is None and c.execution == "physical" and rows.jobs[0].pages is None and not call.facts.sliding
     recurrent = any(hasattr(layer, "recurrent_states") for layer in rows.cache.layers)
     here = {layer.offsets.device for layer in layers} == {call.device}
-    return call.backend == "triton" and call.captures and plain and here and not recurrent and call.watch is None
+    return call.backend == "triton" and call.captures > 0 and plain and here and not recurrent and call.watch is None
 
 
 class CapturedStep:
@@ -66,14 +66,14 @@ class CapturedStep:
 
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        self.call.pool = self.call.pool or torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, pool=self.call.pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._step()
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # a model that asks the device something: its steps run as they stand
-            self.call.captures = False
+        except Exception as error:  # a model that asks the device something: its steps run as they stand
+            self.call.captures -= 1
+            print(f"a decode step was not captured ({type(error).__name__}: {error})".splitlines()[0])
             return
         self.graph = graph
 
@@ -92,6 +92,17 @@ class CapturedStep:
         """Give `rows` a cache that an eviction can change."""
         for n, layer in self.cache.ragged.items():
             rows.cache.ragged[n] = layer.loose()
+
+    def keep_held(self, rows: Rows) -> bool:
+        """Drop what no head holds any longer, in place; False if that does not fit."""
+        first = next(iter(self.cache.ragged.values()))
+        place = first.places(rows.signals.held.any(1))
+        if place is None:
+            return False
+        for layer in self.cache.ragged.values():
+            layer.keep(place)
+        self.slot.reset()
+        return True
 
     def take_back(self, rows: Rows) -> bool:
         """Hold the rows' cache again, after an eviction; False if it does not fit in place."""

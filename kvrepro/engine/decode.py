@@ -27,14 +27,17 @@ def batch_kind(row: Rows, backend: str = "torch") -> tuple[Any, ...]:
     """
     [job] = row.jobs
     c, unread = job.condition, len(row.texts[0].ids) - int(row.seen)
-    size = max(int(layer.held().max()) for layer in row.cache.ragged.values())
+    layers = list(row.cache.ragged.values())
+    if backend == "triton":
+        layers = layers[:1] if job.reduction is not None else []
+    size = max((int(layer.held().max()) for layer in layers), default=0)
     size = max(1, size + unread - 1).bit_length()
     recurrent = any(hasattr(layer, "recurrent_states") for layer in row.cache.layers)
     padding = unread if recurrent else None  # it would pass through recurrent states
     alone = row.tags[0] if c.bits is not None else None
     shared: tuple[Any, ...] | None = None if job.reduction is None else (job.reduction, job.first_step)
     if backend == "triton":
-        size = 0 if shared is None else (size - 1) // 3
+        size = (size - 1) // 3 if layers else 0
     elif shared is not None:
         shared = (*shared, job.budgets[0])
     return c.every, job.pages, c.execution, size, padding, alone, shared
@@ -123,17 +126,27 @@ class Steps:
 
     def evict(self, evict: Callable[..., Tensor]) -> bool:
         """Let rows give up tokens; whose policy raises leaves. Returns whether any goes on."""
-        held, rows = self.captured, self.rows
-        if held is not None:
+        rows, held = self.rows, self.captured
+        shared = rows.signals is not None
+        if held is not None and not shared:
             held.loosen(rows)
         lost = evict(rows=rows, isolate=self.call.isolate)
+        if shared and bool(lost.any()):
+            self.keep_held()
+        elif held is not None and not shared and not held.take_back(rows):
+            self.captured = None
         rows.calls = rows.calls + (lost & ~self.ended)
         self.call.failed |= {rows.tags[row]: error for row, error in rows.failed.items() if not self.ended[row]}
-        self.captured = held if held is not None and held.take_back(rows) else None
         if not rows.failed:
             return True
         gone = torch.tensor([row in rows.failed for row in range(len(rows))], device=self.ended.device)
         return self.end(gone, at_once=True)
+
+    def keep_held(self) -> None:
+        """`SharedCap`: the cache gives up what no head holds."""
+        if self.captured is None or not self.captured.keep_held(self.rows):
+            self.release()
+            keep_held(self.rows)
 
     def forward(self, step: int, due: bool) -> None:
         """Run the model on the token that each row picked. due: an eviction is."""
@@ -159,12 +172,7 @@ class Steps:
         if seen is not None:
             rows.signals = rows.signals.attended(step, *seen.tables())
             if not newest_held:  # a token that was evicted before it was stored
-                self.evict(_keep_held)
-
-
-def _keep_held(rows: Rows, isolate: bool) -> Tensor:
-    keep_held(rows)
-    return torch.zeros_like(rows.seen, dtype=torch.bool)
+                self.keep_held()
 
 
 def _read_rest(call: Call, rows: Rows, window: int) -> None:

@@ -191,6 +191,8 @@ def attempt(job: Job, isolate: bool) -> Iterator[None]:
     """A step for a job. isolate: what its policy raises becomes `job.error`, and the other jobs go on."""
     try:
         yield
+    except torch.OutOfMemoryError:  # the batch's fault
+        raise
     except Exception as error:  # a reader's policy may raise anything
         if not isolate:
             raise

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kvrepro.engine.attention import Part
 from kvrepro.engine.cache import RaggedLayer, _bytes
 from kvrepro.engine.quantise import Packed
-from kvrepro.engine.shapes import KeyValue, Query, TokenInts, WindowPositions
+from kvrepro.engine.shapes import KeyValue, Mask, Query, TokenInts, WindowPositions
 
 
 @dataclass
@@ -124,6 +124,29 @@ class FixedLayer:
             found.settle()
         found.queries, found.query_positions = self.queries, self.query_positions
         return found
+
+    def keep(self, place: Tensor) -> None:
+        """Keep of a dense layer what stands at `place` [batch, width] of each head, flat part and tail in one row; -1:
+        nothing. The same places in all layers."""
+        tail = (self.tail_keys, self.tail_values, self.tail_positions[:, None].expand(*self.shape, -1))
+        index = place.clamp(min=0)[:, None].expand(*self.shape, -1)
+        for mine, old, new in zip((self.keys, self.values, self.positions), self._flat(), tail, strict=True):
+            both = torch.cat([old, new.to(old.dtype)], 2)
+            at = index if both.dim() == 3 else index[..., None].expand(*index.shape, both.shape[3])
+            mine.copy_(both.gather(2, at).flatten(0, 2))
+        self.positions.masked_fill_((place < 0)[:, None].expand(*self.shape, -1).flatten(), -1)
+        self.tail_positions.fill_(-1)
+
+    def places(self, held: Mask) -> Tensor | None:
+        """`place` for `keep`: of the tokens that `held` [batch, positions] names; None if they do not fit."""
+        at = torch.cat([self._flat()[2][:, 0].long(), self.tail_positions], 1)  # heads hold the same tokens
+        stays = held.gather(1, at.clamp(min=0)) & (at >= 0)
+        width = len(self.keys) // (self.shape[0] * self.shape[1])
+        most = int(stays.sum(1).max())
+        if not width // 2 <= most <= width:
+            return None
+        order = stays.to(torch.uint8).argsort(dim=1, stable=True)[:, at.shape[1] - width :]
+        return torch.where(stays.gather(1, order), order, -1)
 
     def _flat(self) -> Part:
         """The flat part of a dense layer as `[batch, kv_heads, longest, ...]`."""

@@ -4,7 +4,7 @@ One forward pass of a prompt serves all its conditions; what each keeps decodes 
 """
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from kvrepro.errors import InputError
 
 BACKENDS = ("torch", "triton")
 ERRORS = ("raise", "return")
+USUAL_ROWS, MOST_ROWS = 64, 2048  # that decode together, on a CPU and on a GPU
 
 
 @torch.inference_mode()
@@ -35,7 +36,7 @@ def generate(
     *,
     max_new_tokens: int,
     stop_ids: Collection[int],
-    batch_rows: int = 64,
+    batch_rows: int | None = None,
     prompt_rows: int = 1,
     backend: str = "torch",
     repeat: Sequence[int] = (),
@@ -47,7 +48,8 @@ def generate(
     """Greedy generations `[prompt][condition]` of at most `max_new_tokens`.
 
     prompts: token ids, or `Prompt` where a condition names spans. Rows of any prompt and condition decode in batches of
-    up to `batch_rows`; `prompt_rows` prompts pass through the model together, padded on the left.
+    up to `batch_rows` (None: 64 on a CPU, on a GPU what a third of its free memory holds); `prompt_rows` prompts pass
+    through the model together, padded on the left.
     backend: "torch", or "triton" on a GPU: whole prompts by torch's fastest attention that keeps the log-sum-exp,
     window scores and cumulative attention by one-pass kernels, single tokens by the ragged decode kernel; a question
     after the compressed prompt is read by plain torch. What it cannot do, it refuses.
@@ -67,17 +69,30 @@ def generate(
         backend, seed, errors == "return",
     )  # fmt: skip
     answers: dict[Tag, Generation | Exception] = {}
-    waiting: dict[tuple[Any, ...], list[Rows]] = {}
     with installed(model):
-        for row in _rows(call, prompt_rows):
-            kind = batch_kind(row, backend)
-            waiting.setdefault(kind, []).append(row)
-            if len(waiting[kind]) >= batch_rows or row.conditions[0].bits is not None:
-                answers.update(decode(call, joined(waiting.pop(kind)), stop_ids))
-        for batch in waiting.values():
+        for batch in batches(_rows(call, prompt_rows), backend, batch_rows, model.device):
             answers.update(decode(call, joined(batch), stop_ids))
     answers.update(call.failed)
     return [[answers[i, j] for j in range(len(conditions))] for i in range(len(texts))]
+
+
+def batches(rows: Iterable[Rows], backend: str, most: int | None, device: torch.device) -> Iterator[list[Rows]]:
+    """Rows of equal kind, up to `most` together, as they come; None: what fits."""
+    room = float("inf")
+    if most is None and device.type == "cuda":
+        most, room = MOST_ROWS, torch.cuda.mem_get_info(device)[0] / 3
+    most, held = most or USUAL_ROWS, 0.0
+    waiting: dict[tuple[Any, ...], list[Rows]] = {}
+    for row in rows:
+        kind = batch_kind(row, backend)
+        waiting.setdefault(kind, []).append(row)
+        held += row.cache.bytes if room < float("inf") else 0
+        full = len(waiting[kind]) >= most or row.conditions[0].bits is not None
+        for each in list(waiting) if held > room else [kind] if full else []:
+            held -= sum(r.cache.bytes for r in waiting[each])
+            yield waiting.pop(each)
+    while waiting:
+        yield waiting.pop(next(iter(waiting)))
 
 
 def _rows(call: Call, prompt_rows: int) -> Iterator[Rows]:
@@ -117,11 +132,12 @@ def whitelisted(text: Text, c: Condition) -> set[int]:
 
 
 def _check_call(
-    prompts: Sequence[Any], max_new_tokens: int, batch_rows: int, prompt_rows: int, backend: str, errors: str
+    prompts: Sequence[Any], max_new_tokens: int, batch_rows: int | None, prompt_rows: int, backend: str, errors: str
 ) -> None:
     if any(isinstance(p, int) for p in prompts):
         raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")
-    ensure(Size, batch_rows=batch_rows, max_new_tokens=max_new_tokens, prompt_rows=prompt_rows)
+    ensure(Size | None, batch_rows=batch_rows)
+    ensure(Size, max_new_tokens=max_new_tokens, prompt_rows=prompt_rows)
     ensure(BACKENDS, backend=backend)
     ensure(ERRORS, errors=errors)
 

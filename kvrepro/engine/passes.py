@@ -49,8 +49,7 @@ class Call:
     # A study may put policies in the place of the catalogue's, and be told which tokens the rows pick at each step.
     policies: dict[str, Policy] = field(default_factory=dict)
     watch: Callable[[Rows, Tensor], None] | None = None
-    captures: bool = True  # whether steps of this model can be captured: found out at the first
-    pool: Any = None  # memory that captured steps share
+    captures: int = 3  # times that a step may still fail to be captured, before none is
 
     @property
     def device(self) -> torch.device:

@@ -175,12 +175,10 @@ class Prefill:
                     )
                     raise InputError(f"{job.condition.label}: {why}")
         for job in self.jobs:
-            if job.waits and job.error is None:
+            if job.waits and job.error is None and job.reduction is None:
                 with attempt(job, self.isolate):
-                    if job.reduction is None:
-                        self._choose_across(job)
-                    else:
-                        self._choose_for_all_layers(job, width)
+                    self._choose_across(job)
+        self._choose_for_all_layers(width)
 
     def _choose_across(self, job: Job) -> None:
         """Budgets that need every layer's scores."""
@@ -188,22 +186,50 @@ class Prefill:
             self._store(job, layer, job.pending[layer].observation, stays)
         job.pending.clear()
 
-    def _choose_for_all_layers(self, job: Job, width: int) -> None:
+    def _choose_for_all_layers(self, width: int) -> None:
         """`SharedCap`: the state after the prompt, and the first reduction where it comes at step 0."""
-        first = job.first_step
-        signals = self.signals.signals(job.reduction, self.prompt.positions, width, first > 0, job.draws)
-        job.signals = evict_shared(job, signals, 0) if first == 0 else signals
-        place = None
-        if first == 0 and not self.padded and job.condition.execution == "physical":
-            place = _alike(job.signals.held.any(1))
-        for layer, pending in job.pending.items():
-            o = pending.observation
-            if place is None:
-                self._store(job, layer, o, job.signals.held_at(o.positions, by_any=True))
+        for job in self.shared:
+            like = next((j for j in self.shared if j.signals and _state(j) == _state(job)), None)
+            if like is not None:  # states never change in place
+                job.signals = replace(like.signals, draws=job.draws)
             else:
-                index = place[:, None].expand(-1, o.keys.shape[1], -1).to(o.keys.device)
-                job.layers[layer] = RaggedLayer.at(o.keys, o.values, o.positions, index, {})
-        job.pending.clear()
+                waits = job.first_step > 0
+                job.signals = self.signals.signals(job.reduction, self.prompt.positions, width, waits, job.draws)
+        alike: dict[int, list[tuple[Job, Tensor]]] = {}
+        for job in self.shared:
+            with attempt(job, self.isolate):
+                place = None
+                if job.first_step == 0:
+                    job.signals = evict_shared(job, job.signals, 0)
+                    if not self.padded and job.condition.execution == "physical":
+                        place = _alike(job.signals.held.any(1))
+                if place is not None:
+                    alike.setdefault(place.shape[1], []).append((job, place))
+                    continue
+                for layer, pending in job.pending.items():
+                    o = pending.observation
+                    self._store(job, layer, o, job.signals.held_at(o.positions, by_any=True))
+        for some in alike.values():
+            _gather(some)
+        for job in self.shared:
+            job.pending.clear()
+
+
+def _state(job: Job) -> tuple[Any, ...]:
+    return job.reduction, job.first_step
+
+
+def _gather(jobs: list[tuple[Job, Tensor]]) -> None:
+    """Give each job what stands at its `place` [batch, kept], equally many everywhere, of all layers."""
+    places = torch.stack([place for _, place in jobs])[:, :, None]  # [jobs, batch, 1, kept]
+    for layer, pending in jobs[0][0].pending.items():
+        o = pending.observation
+        index = places.to(o.keys.device).expand(-1, -1, o.keys.shape[1], -1)
+        wide = index[..., None].expand(*index.shape, o.keys.shape[3])
+        keys, values = (x.expand(len(jobs), *x.shape).gather(3, wide) for x in (o.keys, o.values))
+        where = o.positions.expand(len(jobs), *o.positions.shape).gather(3, index).int()
+        for number, (job, _) in enumerate(jobs):
+            job.layers[layer] = RaggedLayer.even(keys[number], values[number], where[number], {})
 
 
 def _carried(job: Job, o: Observation) -> dict[str, Tensor]:

@@ -154,7 +154,8 @@ def evict_rows(
 
 def evict_rows_shared(rows: Rows, step: int, isolate: bool = False) -> Tensor:
     """`SharedCap`: the same by `rows.signals`, before the step's forward pass. The newest token may be among the lost
-    before any layer has stored it: whoever attends next hides it, and drops it afterwards (`keep_held`)."""
+    before any layer has stored it: whoever attends next hides it, and drops it afterwards. The cache follows by
+    `keep_held`."""
     before = rows.signals.evicted
     for part, members in _kinds(rows, range(len(rows)), rows.budgets):
         index, s = torch.tensor(members, device=before.device), rows.signals
@@ -163,10 +164,7 @@ def evict_rows_shared(rows: Rows, step: int, isolate: bool = False) -> Tensor:
             held, evicted = s.held.index_copy(0, index, mine.held), s.evicted.index_copy(0, index, mine.evicted)
             rows.signals = replace(s, held=held, evicted=evicted)
         _note_failed(rows, part, members)
-    lost = rows.signals.evicted > before
-    if bool(lost.any()):
-        keep_held(rows)
-    return lost
+    return rows.signals.evicted > before
 
 
 def keep_held(rows: Rows) -> None:

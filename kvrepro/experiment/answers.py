@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import torch
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine import policy
@@ -164,6 +165,9 @@ def attempted(
         asked = [prompts[i] for i in members], [conditions[j] for j in chosen]
         made = engine.generate(loaded.model, *asked, errors="return", **given)
     except Exception as error:  # whatever a condition raises becomes its row's error
+        if isinstance(error, torch.OutOfMemoryError):
+            print(f"out of memory with {len(members)} items x {len(chosen)} conditions: half of them at a time")
+            torch.cuda.empty_cache()
         if len(members) == len(chosen) == 1:
             return {(members[0], chosen[0]): error}
         by_condition = len(chosen) > 1
@@ -180,7 +184,6 @@ def answer_row(
     loaded: Loaded, item: Item, prompt: Prompt, head: dict[str, Any], answer: Generation | Exception, note: Any = None
 ) -> dict[str, Any]:
     """The row of one generation, or of its error."""
-    import torch
     import transformers
 
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -251,10 +254,15 @@ class AnswersPlan(Plan):
             "kept_sets": self.study.note is not None,
         }  # fmt: skip
 
+    def _rows_together(self) -> int:
+        usual = engine.USUAL_ROWS if self.loaded.device == "cpu" else engine.MOST_ROWS
+        return self.settings.batch_rows or usual
+
     def jobs(self) -> list[Job]:
         """Blocks of neighbouring items, the same blocks whatever is missing of them."""
         together = self.study.together
-        most = min(BATCHES * self.settings.batch_rows // len(self.conditions), -(-len(self.prompts) // LEAST))
+        least = LEAST if self.loaded.device == "cpu" else LEAST // 2
+        most = min(BATCHES * self._rows_together() // len(self.conditions), -(-len(self.prompts) // least))
         step = max(together, most // together * together)
         blocks = (range(first, min(first + step, len(self.prompts))) for first in range(0, len(self.prompts), step))
         return [job for block in blocks if (job := self._job(block)) is not None]
@@ -295,7 +303,7 @@ class AnswersPlan(Plan):
         seconds = (taken - decode) / len(chosen) * count + decode / steps * most
         rows = [self._row(pair, answer) for pair, answer in found.items()]
         stored = sum(len(json.dumps(row)) for row in rows) / len(rows) * count / 2  # columns repeat themselves
-        held = sum(answer.bytes_held for answer in made) / max(1, len(made)) * min(count, self.settings.batch_rows)
+        held = sum(answer.bytes_held for answer in made) / max(1, len(made)) * min(count, self._rows_together())
         return Estimate(self.title, what, seconds, stored, held)
 
     def add(self, job: Job, result: list[dict[str, Any]]) -> None:

@@ -48,7 +48,7 @@ class Settings:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  #: of weights and caches
     backend: Literal["torch", "triton"] = "torch"  #: "triton": the kernels, on a GPU
     workers: Size | None = None  #: processes, one thread or GPU each; None: `$KVREPRO_WORKERS`, or all cores or GPUs
-    batch_rows: Size = 64  #: rows that decode together
+    batch_rows: Size | None = None  #: rows that decode together; None: 64, on a GPU what its memory holds
     progress: bool = True  #: show a progress bar
     dry_run: bool = False  #: print what a study would take, and compute nothing; also by `$KVREPRO_DRY_RUN`
 

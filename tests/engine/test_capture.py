@@ -46,7 +46,7 @@ def steps(kind: str, conditions, texts, captured: bool, monkeypatch, stop_ids=()
         monkeypatch.setattr("kvrepro_kernels.ragged_decode", slow_ragged_decode)
     monkeypatch.setattr(decode, "can_capture", lambda call, rows: captured and call.captures)
     asked = {"max_new_tokens": NEW, "stop_ids": stop_ids, "kept_sets": True} | given
-    return engine.generate(architecture(kind).to(DEVICE), texts, conditions, backend="triton", **asked)
+    return engine.generate(architecture(kind, 16).to(DEVICE), texts, conditions, backend="triton", **asked)
 
 
 def slow_ragged_decode(query, keys, values, offsets, tail_keys, tail_values, tail, used, scale, emit):

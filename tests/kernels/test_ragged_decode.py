@@ -149,3 +149,20 @@ def test_bad_input_is_one_line(change, message):
     with pytest.raises(ValueError, match=message) as error:
         ragged_decode(**(problem([7, 9], 2) | change))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("counted", [0, 1, 3, 5])
+def test_the_tail_may_be_counted_on_the_device(counted):
+    inputs = problem([7, 0, 90, 33], 2, room=5, tail=counted, seed=counted)
+    emit = ("mean", "max")
+    truth = ragged_decode(**inputs, emit=emit)
+    behind = {name: torch.nn.functional.pad(inputs[name], (0, 0, 0, 11), value=NAN) for name in ("keys", "values")}
+    used = torch.tensor([counted], device=DEVICE)
+    found = ragged_decode(**inputs | behind | {"tail": 5, "used": used}, emit=emit)
+    torch.testing.assert_close(found.output, truth.output)
+    torch.testing.assert_close(found.lse, truth.lse)
+    for name in emit:
+        (flat, tail), (flat_truth, tail_truth) = found.attention[name], truth.attention[name]
+        torch.testing.assert_close(flat[: len(flat_truth)], flat_truth)
+        torch.testing.assert_close(tail[:, :, :counted], tail_truth)
+        assert not tail[:, :, counted:].any()

@@ -9,6 +9,7 @@ from kvrepro_kernels.compaction import compact
 from kvrepro_kernels.paging import fill_holes, repack
 from kvrepro_kernels.prefill_attention import prefill_attention
 from kvrepro_kernels.ragged_decode import ragged_decode
+from kvrepro_kernels.rms_norm import rms_norm
 from kvrepro_kernels.window_attention import window_attention
 from kvrepro_kernels.window_scores import window_scores
 
@@ -19,6 +20,7 @@ __all__ = [
     "prefill_attention",
     "ragged_decode",
     "repack",
+    "rms_norm",
     "window_attention",
     "window_scores",
 ]

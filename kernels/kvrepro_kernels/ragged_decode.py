@@ -99,8 +99,9 @@ def ragged_decode(
     [batch * kv_heads + 1], ascending from 0 to total; not checked, since that would wait for the GPU.
     tail_keys, tail_values: contiguous [batch, kv_heads, room, dim], of which the first `tail` rows count, in every
     segment. used: int64 [1], how many of the `tail` rows count, known to the device alone, so that a captured launch
-    serves every step; then keys and values may have room behind offsets[-1]. kv_heads: needed without a tail. scale: of the logits, by default dim**-0.5. emit: any of "mean" and "max"
-    over the group. out: tensors to write into. tuning: overrides of `ragged_decode_tuning`.
+    serves every step; then keys and values may have room behind offsets[-1]. kv_heads: needed without a tail. scale: of
+    the logits, by default dim**-0.5. emit: any of "mean" and "max" over the group. out: tensors to write into. tuning:
+    overrides of `ragged_decode_tuning`.
     Raises ValueError for tensors that do not fit each other, unknown names and CPU tensors uninterpreted.
     Long, because two launches name everything that their kernels are given.
     """

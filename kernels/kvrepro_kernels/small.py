@@ -9,6 +9,7 @@ from kvrepro_kernels.column_mass import column_mass
 from kvrepro_kernels.compaction import compact
 from kvrepro_kernels.paging import fill_holes, repack
 from kvrepro_kernels.ragged_decode import ragged_decode
+from kvrepro_kernels.rms_norm import rms_norm
 from kvrepro_kernels.window_scores import window_scores
 
 
@@ -37,6 +38,7 @@ def main() -> None:
     kept = torch.rand(2, 80, device="cuda").topk(41).indices.sort().values
     repack(*pools, table, kept)
     fill_holes(*pools, table, kept)
+    rms_norm(random(3, 130), random(130), 1e-6)
     torch.cuda.synchronize()
     print("every kernel ran")
 

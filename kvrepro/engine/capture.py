@@ -4,10 +4,15 @@ The cache must stay in place meanwhile (`kvrepro.engine.fixed`). On the CPU the 
 can be held to the plain one.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.extend import Extend
@@ -81,10 +86,11 @@ class CapturedStep:
         if self.signals is not None:
             self.seen = StepSignals(self.signals, len(self.call.facts.attention), newest_held=False)
         attention = Extend(self.cache, self.positions, self.window, None, self.call.backend, self.seen)
-        self.logits = self.call.model(
-            input_ids=self.token, position_ids=self.positions, past_key_values=self.cache, use_cache=True,
-            logits_to_keep=1, kvrepro=Scaled(attention, self.call.scalings),
-        ).logits[:, -1]  # fmt: skip
+        with norms_in_one_launch(self.call.model):
+            self.logits = self.call.model(
+                input_ids=self.token, position_ids=self.positions, past_key_values=self.cache, use_cache=True,
+                logits_to_keep=1, kvrepro=Scaled(attention, self.call.scalings),
+            ).logits[:, -1]  # fmt: skip
         self.positions.add_(1)
         self.slot.advance()
 
@@ -114,3 +120,42 @@ class CapturedStep:
         rows.cache.ragged = dict(self.cache.ragged)
         self.slot.reset()
         return True
+
+
+@contextmanager
+def norms_in_one_launch(model: PreTrainedModel) -> Iterator[None]:
+    """On a GPU, the model's RMS norms by a kernel: of those modules that compute the very numbers it computes."""
+    found = []
+    if model.device.type == "cuda":
+        found = [module for module in model.modules() if _plain_norm(type(module))]
+    for module in found:
+        module.forward = partial(_norm, module)
+    try:
+        yield
+    finally:
+        for module in found:
+            del module.forward
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    from kvrepro_kernels import rms_norm
+
+    return rms_norm(x.contiguous(), module.weight, module.variance_epsilon)
+
+
+@cache
+def _plain_norm(kind: Any) -> bool:
+    """Whether modules of this class are RMS norms as `kvrepro_kernels.rms_norm` defines them: tried on a few rows."""
+    from kvrepro_kernels.rms_norm import rms_norm_reference
+
+    if not kind.__name__.endswith("RMSNorm"):
+        return False
+    try:
+        module = kind(16, eps=1e-5)
+        with torch.no_grad():
+            module.weight.copy_(torch.linspace(-2, 2, 16))
+            x = torch.linspace(-3, 5, 48).view(3, 16)
+            known = module.variance_epsilon == 1e-5 and module.weight.dtype == x.dtype
+            return bool(known) and torch.equal(module(x), rms_norm_reference(x, module.weight, 1e-5))
+    except (TypeError, AttributeError):  # made or called otherwise
+        return False

@@ -1,4 +1,4 @@
-"""Captured steps against plain ones: the same tokens, kept sets and bytes, whatever ends, fails or is evicted meanwhile.
+"""Captured steps against plain ones: equal tokens, kept sets and bytes, whatever ends, fails or is evicted meanwhile.
 
 On a GPU the steps are CUDA graphs; on the CPU the same steps run as they stand, on the same fixed cache.
 """
@@ -32,7 +32,8 @@ SHARED = [
 ]  # fmt: skip
 OTHERS = [
     Condition(), Condition("streaming_llm", 12, Prefill()), Condition("streaming_llm", 24, DecodeCap(4)),
-    Condition("streaming_llm", 16, PerStep()), Condition("k_norm", 20, DecodeCap(8)), Condition("h2o", 24, DecodeCap(8)),
+    Condition("streaming_llm", 16, PerStep()), Condition("k_norm", 20, DecodeCap(8)),
+    Condition("h2o", 24, DecodeCap(8)),
     Condition("snapkv", 24, DecodeCap(8), switches=(("window", 8),)),
     Condition("ada_kv", 0.5, DecodeCap(4), switches=(("window", 8),)), Condition("k_norm", 90, DecodeCap(8)),
 ]  # fmt: skip
@@ -67,14 +68,18 @@ def plain(query, key, value, scaling, wanted):
     p = logits.softmax(-1)
     mass = p.unflatten(1, (-1, group)).mean(2).sum(2)
     out = (p @ value.repeat_interleave(group, 1)).transpose(1, 2)
-    return out, logits.logsumexp(-1), {name: mass for name in wanted}
+    return out, logits.logsumexp(-1), dict.fromkeys(wanted, mass)
 
 
 def same(mine, theirs):
     for a, b in zip(mine, theirs, strict=True):
         for x, y in zip(a, b, strict=True):
             assert x.tokens == y.tokens
-            assert (x.kept_positions_hash, x.evicted, x.policy_calls) == (y.kept_positions_hash, y.evicted, y.policy_calls)
+            assert (x.kept_positions_hash, x.evicted, x.policy_calls) == (
+                y.kept_positions_hash,
+                y.evicted,
+                y.policy_calls,
+            )
             assert x.kept == y.kept
 
 

@@ -127,7 +127,7 @@ def norms_in_one_launch(model: PreTrainedModel) -> Iterator[None]:
     """On a GPU, the model's RMS norms by a kernel: of those modules that compute the very numbers it computes."""
     found = []
     if model.device.type == "cuda":
-        found = [module for module in model.modules() if _plain_norm(type(module))]
+        found = [module for module in model.modules() if _plain_norm(type(module))]  # type: ignore[arg-type]
     for module in found:
         module.forward = partial(_norm, module)
     try:

@@ -14,7 +14,7 @@ from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims
 from kvrepro.paths import ROOT
-from kvrepro.tools import reference
+from kvrepro.tools import cost, reference
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
     f"engine/score/test_{name}.py::test_" for name in ("position", "keys", "cumulative", "heads", "window")
@@ -72,6 +72,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages = {name: table(rows) for name, rows in tables().items()} | {"claims": verdicts(chapters, root)}
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
     pages["settings"] = reference.settings()
+    pages["cost"] = table(cost.table(root / "data" / "gpu" / "chapters.csv").to_dict("records"))
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 

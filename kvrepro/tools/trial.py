@@ -8,6 +8,7 @@ memory. A failed row fails the trial. Random weights answer nothing: this tests 
 import contextlib
 import datetime
 import io
+import itertools
 import multiprocessing
 import re
 import tempfile
@@ -52,6 +53,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHAPTERS = ("protection", "fragility", "dropkv_bound", "leakage", "reclamation")
+KEY = ["shape", "device", "chapter", "n_items"]
 STUDY = re.compile(r"^(\w+)/(\S+): (\d+) (\w+)s, (\d+) computed now, (\d+) failed")
 
 
@@ -145,7 +147,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="of weights and caches")] = "float32",
     chapter: Annotated[list[str], typer.Option(help="these chapters alone")] = [],  # noqa: B006
     items: Annotated[str, typer.Option(help="longbench, or a .jsonl file; leakage takes ifeval")] = "longbench",
-    n_items: Annotated[int, typer.Option(help="of each study")] = 2,
+    n_items: Annotated[list[int], typer.Option(help="of each study; repeat to tell start-up from items")] = [2],  # noqa: B006
     limit: Annotated[float, typer.Option(help="seconds for a chapter")] = 600,
     out: Annotated[Path, typer.Option(help="the table")] = GPU / "chapters.csv",
 ) -> None:
@@ -156,17 +158,17 @@ def main(
         began = time.perf_counter()
         path = checkpoint(Path(folder) / shape, shape, texts, dtype=dtype)
         print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
-        given = {"model": str(path), "n_items": n_items, "device": device, "results": f"{folder}/results"}
-        given["options"] = {"dtype": dtype, "progress": False}
-        for name in chapter or CHAPTERS:
-            rows.append(attempt(name, given | {"items": "ifeval" if name == "leakage" else items}, limit))
+        given = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
+        for name, count in itertools.product(chapter or CHAPTERS, n_items):
+            mine = {"n_items": count, "results": f"{folder}/{count}", "items": "ifeval" if name == "leakage" else items}
+            rows.append({"n_items": count} | attempt(name, given | mine, limit))
             print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    told = {"shape": shape, "n_items": n_items, "dtype": dtype, "device": where, "torch": torch.__version__}
+    told = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
     told |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}
     frame = pd.DataFrame(rows).assign(**told)
-    known = pd.read_csv(out) if out.is_file() else pd.DataFrame(columns=["shape", "device", "chapter"])
-    same = known.merge(frame[["shape", "device", "chapter"]], how="left", indicator=True)._merge == "both"
+    known = pd.read_csv(out) if out.is_file() else pd.DataFrame(columns=KEY)
+    same = known.merge(frame[KEY], how="left", indicator=True)._merge == "both"
     pd.concat([known[~same.to_numpy()], frame]).to_csv(out, index=False)
     print(f"the table: {out}")
     if frame.error.any() or frame.failed.sum():

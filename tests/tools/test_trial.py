@@ -27,7 +27,7 @@ def longbench():
 def test_a_chapter_runs_on_two_layers_and_real_items(chapter, longbench, tmp_path):
     items, _ = longbench
     out = tmp_path / "chapters.csv"
-    trial.main("two-layer", "cpu", "float32", [chapter], str(items), n_items=2, limit=300, out=out)
+    trial.main("two-layer", "cpu", "float32", [chapter], str(items), n_items=[2], limit=300, out=out)
     [row] = pd.read_csv(out).to_dict("records")
     assert row["results"] > 10
     assert row["failed"] == 0
@@ -36,10 +36,10 @@ def test_a_chapter_runs_on_two_layers_and_real_items(chapter, longbench, tmp_pat
 def test_a_chapter_that_cannot_run_fails_the_trial_and_keeps_other_rows(tmp_path):
     items, out = tmp_path / "own.jsonl", tmp_path / "chapters.csv"
     items.write_text('{"context": "The red door is open.", "question": "Which?", "answer": "red", "task": "a"}\n' * 8)
-    known = {"shape": ["other"], "device": ["CPU"], "chapter": ["protection"], "results": [7]}
+    known = {"shape": ["other"], "device": ["CPU"], "chapter": ["protection"], "n_items": [2], "results": [7]}
     pd.DataFrame(known).to_csv(out, index=False)
     with pytest.raises(typer.Exit) as end:  # no chapter takes this dtype
-        trial.main("two-layer", "cpu", "float64", ["protection"], str(items), n_items=2, limit=300, out=out)
+        trial.main("two-layer", "cpu", "float64", ["protection"], str(items), n_items=[2], limit=300, out=out)
     assert end.value.exit_code == 1
     table = pd.read_csv(out)
     assert table.results.tolist()[0] == 7

@@ -1,0 +1,27 @@
+import pandas as pd
+import pytest
+
+from kvrepro.tools import cost, trial
+
+
+def test_hours_follow_the_line_through_two_sizes():
+    measured = pd.DataFrame({"n_items": [4, 1], "seconds": [90.0, 60.0]})  # 50 to begin, 10 an item
+    for profile in ("quick", "full"):
+        expected = (50 + 10 * cost.ITEMS["protection"][profile]) / 3600
+        assert cost.hours(measured, "protection", profile) == pytest.approx(expected)
+    alone = pd.DataFrame({"n_items": [2], "seconds": [60.0]})
+    assert cost.hours(alone, "leakage", "quick") == pytest.approx(30 * cost.ITEMS["leakage"]["quick"] / 3600)
+
+
+def test_a_chapter_that_failed_has_no_cost(tmp_path):
+    path = tmp_path / "chapters.csv"
+    row = {"shape": "a", "device": "H", "chapter": "leakage", "n_items": 2, "seconds": 9.0, "peak_gib": 3.5}
+    rows = [row | {"failed": 0, "error": None}, row | {"shape": "b", "failed": 1, "error": None},
+            row | {"shape": "c", "failed": 0, "error": "not done"}]  # fmt: skip
+    pd.DataFrame(rows).to_csv(path, index=False)
+    assert cost.table(path)["model's shape"].tolist() == ["a"]
+
+
+def test_every_chapter_of_the_trial_has_its_items():
+    assert set(cost.ITEMS) == set(trial.CHAPTERS)
+    assert all(sizes["quick"] <= sizes["full"] for sizes in cost.ITEMS.values())

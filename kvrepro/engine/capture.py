@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrepro.engine.cache import EngineCache
+from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.fixed import FixedLayer, Slot
 from kvrepro.engine.passes import Call, Scaled
@@ -25,10 +25,12 @@ from kvrepro.engine.signals import StepSignals
 def can_capture(call: Call, rows: Rows) -> bool:
     """Whether these rows' steps never wait for the device and keep their tensors in place."""
     c, layers = rows.conditions[0], rows.cache.ragged.values()
-    plain = c.bits is None and c.execution == "physical" and rows.jobs[0].pages is None and not call.facts.sliding
+    if call.backend != "triton" or call.captures < 1 or call.watch is not None or call.facts.sliding:
+        return False
+    if c.bits is not None or c.execution != "physical" or rows.jobs[0].pages is not None:
+        return False
     recurrent = any(hasattr(layer, "recurrent_states") for layer in rows.cache.layers)
-    here = {layer.offsets.device for layer in layers} == {call.device}
-    return call.backend == "triton" and call.captures > 0 and plain and here and not recurrent and call.watch is None
+    return not recurrent and all(type(x) is RaggedLayer and x.offsets.device == call.device for x in layers)
 
 
 class CapturedStep:

@@ -14,7 +14,7 @@ from kvrepro.errors import InputError
 from kvrepro.experiment import claims, judge, measure
 from kvrepro.experiment.judge import Member, NotTestable, Sample
 
-NO_CEILING = {"same_kept", "reinvoked"}  # contrasts that no answer's quality enters
+NO_CEILING = {"same_kept"}  # contrasts that hold of any weights; random ones write on, and attend to all alike
 MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a model is said to have a sink
 
 
@@ -143,8 +143,7 @@ def _spread(claim: Mapping, cell: Mapping, sets: Mapping, label: str) -> Member:
 def _member(claim: Mapping, cell: Mapping, sets: Mapping, limit: int) -> Member:
     rows, kind, label = cell["rows"], claim["contrast"], cell["label"]
     if kind not in NO_CEILING:
-        full = rows[rows.policy == "full"].drop_duplicates("item")
-        judge.answers_enough(full.token_f1, full.get("error"))
+        _check_ceiling(rows)
     if kind == "correlation":
         return Member(label, _two_measures(claim, rows))
     if "across" in claim:
@@ -169,6 +168,11 @@ def _member(claim: Mapping, cell: Mapping, sets: Mapping, limit: int) -> Member:
     if "from" in claim:
         frame = (frame >= claim["from"]).astype(float)
     return Member(label, Sample(frame, kind))
+
+
+def _check_ceiling(rows: pd.DataFrame) -> None:
+    full = rows[rows.policy == "full"].drop_duplicates("item")
+    judge.answers_enough(full.token_f1, full.get("error"))
 
 
 def _of_attention(claim: Mapping, attention: pd.DataFrame) -> list[Member]:
@@ -241,6 +245,8 @@ def evaluate(
 
     def found(claim: Mapping, reading: str) -> list[Member | NotTestable]:
         rows = tables[claim.get("study", "main")]
+        if rows is not None and claim.get("study") == "attention":
+            _check_ceiling(results)
         if rows is not None and reading != "any":
             rows = rows[(rows.reading == reading) | (rows.policy == "full")]
         sets = known.get("sets", {})

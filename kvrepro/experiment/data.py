@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -284,10 +285,11 @@ def _ensure_known(
 def _positions(starts: Sequence[int], spans: Sequence[Span], offsets: Sequence[Range]) -> dict[str, list[int]]:
     """Token positions whose characters touch each span, `starts` being where the messages' contents begin."""
     found: dict[str, set[int]] = {}
+    begins, ends = np.asarray(offsets).reshape(-1, 2).T
     for span in spans:
         first, last = starts[span.message] + span.start, starts[span.message] + span.end
-        touching = {i for i, (a, b) in enumerate(offsets) if a < last and b > first and b > a}
-        found.setdefault(span.name, set()).update(touching)
+        touching = (begins < last) & (ends > first) & (ends > begins)
+        found.setdefault(span.name, set()).update(np.flatnonzero(touching).tolist())
     return {name: sorted(positions) for name, positions in found.items()}
 
 

@@ -130,11 +130,11 @@ def common_words(rng: random.Random, n: int, given: Given, often: int = 30, seld
     if (more := common + n - len(listed)) > 0:  # the benchmark takes another list then
         listed += _distinct(rng, "words", more)
     top, rest = listed[:common], listed[common : common + n]
-    entries = top * often + rest * seldom
+    entries = [(word, True) for word in top * often] + [(word, False) for word in rest * seldom]
     rng.shuffle(entries)
     return Draft(
         "Below is a numbered list of words. Some words stand in it more often than the others: keep those in mind.",
-        [(f"{i}. {word}", word in set(top)) for i, word in enumerate(entries, 1)],
+        [(f"{i}. {word}", often_there) for i, (word, often_there) in enumerate(entries, 1)],
         " ",
         f"Question: Which {common} words are the most frequent in the list? Reply with these words and nothing else.",
         top,
@@ -163,7 +163,7 @@ def paragraphs(rng: random.Random, n: int, given: Given) -> Draft:
     all paragraphs there are do not fill the prompt, they come again."""
     asked, listed = given.read.asked[given.index], given.read.paragraphs
     first = [*asked.evidence, *rng.sample(asked.near, len(asked.near))]
-    others = [i for i in range(len(listed)) if i not in set(first)]
+    others = sorted({*range(len(listed))} - {*first})
     order = first + rng.sample(others, len(others))
     chosen = [order[i % len(order)] for i in range(len(asked.evidence) + n)]
     rng.shuffle(chosen)
@@ -274,26 +274,28 @@ SHORT = {  # with fewer repetitions, for prompts of less than 4,096 tokens and t
 # ---- the items
 
 
-def sample(
-    tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: Any, fetch: Fetch | None = None
-) -> list[Item]:
+def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: Any, fetch: Fetch) -> list[Item]:
     """`n_items` items, as equal over the tasks as their number allows; the same arguments give the same items.
 
     tasks: names with commas between them, "" for all thirteen. tokens: of a prompt of that tokenizer, its chat template
-    and the room for the answer included; items come as near to it from below as their filler allows. fetch finds public
-    files (essays, squad, hotpotqa), if a task needs them. Spans: evidence and question. meta: answers, metric (a key of
-    METRICS), max_new_tokens, prompt_tokens, depths of the evidence (0 to 1; not where words are counted), filler (whose
-    text is the haystack). Raises InputError for an unknown task, without tokenizer or number of items, for a length
-    that holds no prompt of a task, and where a public file cannot be had.
+    and the room for the answer included; items come as near to it from below as their filler allows. fetch finds the
+    public files essays, squad and hotpotqa where a task reads them. Spans: evidence and question. meta: answers, metric
+    (a key of METRICS), max_new_tokens, prompt_tokens, depths (where in the context the evidence stands, 0 to 1), filler
+    (whose running text is the haystack). Raises InputError for an unknown task, without number of items, tokenizer or
+    chat template, for a length that holds no prompt of a task, and where a public file cannot be had.
     """
-    names = tasks.split(",") if tasks else list(TASKS)
+    names = list(dict.fromkeys(tasks.split(","))) if tasks else list(TASKS)
     for name in names:
         if name not in TASKS:
             raise InputError(f"unknown RULER task {name!r}{meant(name, TASKS)}: use some of {', '.join(TASKS)}")
     if n_items is None:
         raise InputError("ruler has no end: give n_items")
-    if tokenizer is None or tokenizer.chat_template is None:
-        raise InputError("items 'ruler' are as long as asked in a chat model's own tokens: give its tokenizer")
+    if tokenizer is None:
+        raise InputError("ruler's items are counted in a model's own tokens: give its tokenizer")
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"tokenizer {tokenizer.name_or_path} has no chat template: use an instruction-tuned checkpoint"
+        )
     counts = [n_items // len(names) + (i < n_items % len(names)) for i in range(len(names))]
     wanted = [(name, count) for name, count in zip(names, counts, strict=True) if count]
     read = {name: TASKS[name].reads(fetch) for name, _ in wanted if TASKS[name].reads}
@@ -333,25 +335,21 @@ def _filled(task: Task, identity: str, given: Given, tokenizer: Any) -> tuple[Dr
 
     def tokens(draft: Draft) -> int:
         messages = [{"role": "user", "content": draft.content}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return len(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def plain(build: Build, name: str) -> Callable[[int], Draft]:
-        return lambda n: build(random.Random(name), n, given)
-
-    before, build = "", plain(task.build, identity)
-    if task.example:
-        shown = plain(task.example, f"{identity}-example")
-        if task.example_units:
-            example = shown(task.example_units)
-        else:
-            example, _ = longest(shown, tokens, EXAMPLE_TOKENS, task.smallest)
-        before = f"{example.content}\nAnswer: {', '.join(example.answers)}\n\n"
+    def example(n: int) -> Draft:
+        return task.example(random.Random(f"{identity}-example"), n, given)
 
     def whole(n: int) -> Draft:
-        draft = build(n)
+        draft = task.build(random.Random(identity), n, given)
         return replace(draft, intro=before + draft.intro)
 
+    before = ""
+    if task.example:
+        units = task.example_units
+        shown = example(units) if units else longest(example, tokens, EXAMPLE_TOKENS, task.smallest)[0]
+        before = f"{shown.content}\nAnswer: {', '.join(shown.answers)}\n\n"
     return longest(whole, tokens, given.room, task.smallest)
 
 

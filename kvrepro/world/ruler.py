@@ -242,6 +242,7 @@ class Task:
     example: Build | None = None
     example_units: int | None = None
     reads: Callable[[Fetch], Haystack | Questions] | None = None  # the text that it needs
+    form: str = ""  # what was made smaller than the benchmark has it
 
 
 def _essay_task(**how: Any) -> Task:
@@ -263,12 +264,19 @@ TASKS = {
     "qa_1": Task(paragraphs, 32, 0, "ruler_part", reads=text.squad),
     "qa_2": Task(paragraphs, 32, 0, "ruler_part", reads=text.hotpotqa),
 }
-SHORT = {  # with fewer repetitions, for prompts of less than 4,096 tokens and those that cannot hold more
+SHORT = {  # the benchmark's own for prompts of less than 4,096 tokens
     "cwe": Task(
-        partial(common_words, often=6, seldom=1), 120, 1,
+        partial(common_words, often=6, seldom=1), 120, 1, form="fewer repetitions",
         example=partial(common_words, often=3, seldom=1), example_units=10,
     ),
 }  # fmt: skip
+
+
+def _forms(name: str, tokens: int) -> list[Task]:
+    """A task as it may be asked in so many tokens, the first that fits is taken: whole, smaller, without example."""
+    forms = [] if name in SHORT and tokens < LONG else [TASKS[name]]
+    forms += [SHORT[name]] if name in SHORT else []
+    return [*forms, replace(forms[-1], example=None, form="no example")] if forms[-1].example else forms
 
 
 # ---- the items
@@ -281,8 +289,9 @@ def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: A
     and the room for the answer included; items come as near to it from below as their filler allows. fetch finds the
     public files essays, squad and hotpotqa where a task reads them. Spans: evidence and question. meta: answers, metric
     (a key of METRICS), max_new_tokens, prompt_tokens, depths (where in the context the evidence stands, 0 to 1), filler
-    (whose running text is the haystack). Raises InputError for an unknown task, without number of items, tokenizer or
-    chat template, for a length that holds no prompt of a task, and where a public file cannot be had.
+    (whose running text is the haystack), form (what is smaller than in the benchmark: "fewer repetitions", "no
+    example"). Items whose shortest prompt is too long are left out, which is printed. Raises InputError if none is
+    left, for an unknown task, without number of items, tokenizer or chat template, and where a file cannot be had.
     """
     names = list(dict.fromkeys(tasks.split(","))) if tasks else list(TASKS)
     for name in names:
@@ -299,23 +308,29 @@ def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: A
     counts = [n_items // len(names) + (i < n_items % len(names)) for i in range(len(names))]
     wanted = [(name, count) for name, count in zip(names, counts, strict=True) if count]
     read = {name: TASKS[name].reads(fetch) for name, _ in wanted if TASKS[name].reads}
-    return [_item(name, i, seed, tokens, tokenizer, read.get(name)) for name, count in wanted for i in range(count)]
+    made = [_item(name, i, seed, tokens, tokenizer, read.get(name)) for name, count in wanted for i in range(count)]
+    items = [item for item in made if isinstance(item, Item)]
+    needed = [one for one in made if isinstance(one, int)]
+    if needed:
+        told = f"ruler: {len(needed)} of {n_items} items take {min(needed)} tokens and more > {tokens}"
+        if not items:
+            raise InputError(f"{told}: ask for more tokens")
+        print(f"{told}, they are left out")
+    return items
 
 
-def _item(name: str, i: int, seed: int, tokens: int, tokenizer: Any, read: Haystack | Questions | None) -> Item:
-    """The i-th item of a task, in its long form if that fits."""
+def _item(name: str, i: int, seed: int, tokens: int, tokenizer: Any, read: Haystack | Questions | None) -> Item | int:
+    """The i-th item of a task, or how many tokens its shortest prompt and its answer take, where these are too many."""
     identity, index = f"{name}-{tokens}-{seed}-{i}", 0
     if isinstance(read, Questions):
         order = random.Random(f"{name}-{seed}").sample(range(len(read.asked)), len(read.asked))
         index = order[i % len(order)]
-    forms = [TASKS[name], SHORT[name]] if name in SHORT else [TASKS[name]]
-    for task in forms[-1:] if tokens < LONG else forms:
+    for task in _forms(name, tokens):
         draft, size = _filled(task, identity, Given(tokens - task.answer_tokens, index, read), tokenizer)
         if size <= tokens - task.answer_tokens:
             break
     else:
-        needed = f"{size} tokens and {task.answer_tokens} for the answer > {tokens}"
-        raise InputError(f"the shortest prompt of RULER's {name} has {needed}: ask for more tokens")
+        return size + task.answer_tokens
     content, context = draft.content, len(draft.intro) + 2
     length = len(content) - context - len(draft.question) - 2
     places = draft.evidence()
@@ -325,7 +340,7 @@ def _item(name: str, i: int, seed: int, tokens: int, tokenizer: Any, read: Hayst
     meta = {
         "answers": draft.answers, "metric": task.metric, "max_new_tokens": task.answer_tokens, "prompt_tokens": size,
         "depths": [round((start - context) / length, 4) for start, _ in places],
-        "filler": read.origin if isinstance(read, Haystack) else "",
+        "filler": read.origin if isinstance(read, Haystack) else "", "form": task.form,
     }  # fmt: skip
     return Item(identity, name, ({"role": "user", "content": content},), answer, tuple(spans), meta=meta)
 

@@ -345,6 +345,22 @@ def test_load_items_asks_for_some_tasks_or_all(fetch):
     assert drawn == ruler.sample("niah_single_1,vt", 5, 3, 1000, at, fetch)
 
 
+def test_short_prompts_do_with_less_and_what_is_too_long_is_left_out(fetch, capsys):
+    at, forms = TOKENIZERS["words"], {}
+    for tokens in (280, 450, 700, 4096):
+        drawn = ruler.sample("vt,cwe,fwe", 3, 0, tokens, at, fetch)
+        forms[tokens] = {item.task: item.meta["form"] for item in drawn}
+        for item in drawn:
+            assert item.meta["prompt_tokens"] + item.meta["max_new_tokens"] <= tokens
+            assert set(solve(item.task, *parts(item))) == set(item.meta["answers"])
+            assert ("\nAnswer: " in content(item)) == (item.task != "fwe" and item.meta["form"] != "no example")
+    assert "cwe" not in forms[280]
+    assert forms[450] == {"vt": "no example", "cwe": "no example", "fwe": ""}
+    assert forms[700] == {"vt": "", "cwe": "fewer repetitions", "fwe": ""}
+    assert forms[4096] == dict.fromkeys(("vt", "cwe", "fwe"), "")
+    assert re.match(r"ruler: 1 of 3 items take \d+ tokens and more > 280, they are left out\n", capsys.readouterr().out)
+
+
 def test_passages_of_items_stand_in_for_essays(fetch, tmp_path):
     rows = [{"context": "A short one."}, {"context": "A much longer passage stands first. It has two sentences."}]
     (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -368,10 +384,7 @@ def test_passages_of_items_stand_in_for_essays(fetch, tmp_path):
         ({"tasks": "vt,niah_singel_1"}, "unknown RULER task 'niah_singel_1', did you mean 'niah_single_1'"),
         ({"n_items": None}, "give n_items"),
         ({"tokenizer": None}, "give its tokenizer"),
-        (
-            {"tokens": 300},
-            r"the shortest prompt of RULER's vt has \d+ tokens and 30 for the answer > 300: ask for more",
-        ),
+        ({"tokens": 300}, r"1 of 1 items take 713 tokens and more > 300: ask for more tokens"),
     ],
 )
 def test_bad_input_is_one_line(changes, message):

@@ -21,6 +21,7 @@ NOISE = "Rain falls on the roof. The road runs south. Bread is baked at dawn. A 
 DEPTHS = [round(100 * i / 39) for i in range(40)]  # per cent of an essay's sentences before a needle
 KINDS = {"number": "number", "uuid": "identifier"}  # how a prompt calls a kind of value
 EXAMPLE_TOKENS = 500  # of the solved example that precedes a chain of variables
+PER_TASK = 10  # items, where no number is asked for
 LONG = 4096  # tokens from which on words are counted with the benchmark's repetitions
 
 Piece = tuple[str, bool]  # a part of the context, and whether it holds the answer
@@ -283,7 +284,7 @@ def _forms(name: str, tokens: int) -> list[Task]:
 
 
 def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: Any, fetch: Fetch) -> list[Item]:
-    """`n_items` items, as equal over the tasks as their number allows; the same arguments give the same items.
+    """`n_items` items (None: ten of each task), equally over the tasks; the same arguments give the same items.
 
     tasks: names with commas between them, "" for all thirteen. tokens: of a prompt of that tokenizer, its chat template
     and the room for the answer included; items come as near to it from below as their filler allows. fetch finds the
@@ -291,20 +292,19 @@ def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: A
     (a key of METRICS), max_new_tokens, prompt_tokens, depths (where in the context the evidence stands, 0 to 1), filler
     (whose running text is the haystack), form (what is smaller than in the benchmark: "fewer repetitions", "no
     example"). Items whose shortest prompt is too long are left out, which is printed. Raises InputError if none is
-    left, for an unknown task, without number of items, tokenizer or chat template, and where a file cannot be had.
+    left, for an unknown task, without tokenizer or chat template, and where a file cannot be had.
     """
     names = list(dict.fromkeys(tasks.split(","))) if tasks else list(TASKS)
     for name in names:
         if name not in TASKS:
             raise InputError(f"unknown RULER task {name!r}{meant(name, TASKS)}: use some of {', '.join(TASKS)}")
-    if n_items is None:
-        raise InputError("ruler has no end: give n_items")
     if tokenizer is None:
         raise InputError("ruler's items are counted in a model's own tokens: give its tokenizer")
     if tokenizer.chat_template is None:
         raise InputError(
             f"tokenizer {tokenizer.name_or_path} has no chat template: use an instruction-tuned checkpoint"
         )
+    n_items = n_items or PER_TASK * len(names)
     counts = [n_items // len(names) + (i < n_items % len(names)) for i in range(len(names))]
     wanted = [(name, count) for name, count in zip(names, counts, strict=True) if count]
     read = {name: TASKS[name].reads(fetch) for name, _ in wanted if TASKS[name].reads}

@@ -343,6 +343,7 @@ def test_load_items_asks_for_some_tasks_or_all(fetch):
     drawn = data.load_items("ruler:niah_single_1,vt", 5, 3, 1000, at)
     assert [item.task for item in drawn] == ["niah_single_1"] * 3 + ["vt"] * 2
     assert drawn == ruler.sample("niah_single_1,vt", 5, 3, 1000, at, fetch)
+    assert Counter(item.task for item in data.load_items("ruler:vt,fwe", None, 3, 400, at)) == {"vt": 10, "fwe": 10}
 
 
 def test_short_prompts_do_with_less_and_what_is_too_long_is_left_out(fetch, capsys):
@@ -382,7 +383,6 @@ def test_passages_of_items_stand_in_for_essays(fetch, tmp_path):
     ("changes", "message"),
     [
         ({"tasks": "vt,niah_singel_1"}, "unknown RULER task 'niah_singel_1', did you mean 'niah_single_1'"),
-        ({"n_items": None}, "give n_items"),
         ({"tokenizer": None}, "give its tokenizer"),
         ({"tokens": 300}, r"1 of 1 items take 713 tokens and more > 300: ask for more tokens"),
     ],

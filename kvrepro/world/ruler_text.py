@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,6 +75,7 @@ def essays(fetch: Fetch) -> Haystack:
 
 
 def haystack(text: str, origin: str) -> Haystack:
+    """A text as words; a sentence ends with a word that closes with a full stop, a question or exclamation mark."""
     listed = text.split()
     ends = [i for i, word in enumerate(listed, 1) if re.search(r"[.!?][\"'”’)\]]*$", word)]
     return Haystack(listed, ends, origin)
@@ -113,6 +114,6 @@ def hotpotqa(fetch: Fetch) -> Questions:
     return Questions(list(number), asked)
 
 
-def _numbers(texts):
+def _numbers(texts: Iterable[str]) -> dict[str, int]:
     """Each distinct text, in alphabetical order, with its number."""
     return {text: i for i, text in enumerate(sorted(set(texts)))}

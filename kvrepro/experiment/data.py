@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -36,23 +37,30 @@ SYSTEM = "Answer the question from the passage. Reply with a short, factual answ
 # ---- items
 
 
-def load_items(items: str, n_items: int | None = None, seed: int = 0, tokens: int = 1900) -> list[Item]:
+def load_items(
+    items: str, n_items: int | None = None, seed: int = 0, tokens: int = 1900, tokenizer: Any = None
+) -> list[Item]:
     """`n_items` items (None: all of a file), balanced over tasks, the same for the same seed.
 
     items: "tinyworld" (all its tasks), "tinyworld:domains" (the six QA domains), "tinyworld:domains,needle" (some
-    tasks), "longbench" (six public QA sets), or the path of a .jsonl file whose rows have `messages`, or `context`
-    and `question`. `tokens` is the prompt length of tinyworld items.
+    tasks), "longbench" (six public QA sets), "ruler" (thirteen tasks), "ruler:vt,cwe" (some), or the path of a .jsonl
+    file whose rows have `messages`, or `context` and `question`. `tokens` is the prompt length of tinyworld items, and
+    of ruler's, which need the model's `tokenizer`, with the room for the answer.
     """
     if n_items is not None and (not isinstance(n_items, int) or n_items < 1):
         raise InputError(f"n_items is {n_items!r}: ask for a whole number, at least 1")
     if items == "tinyworld" or items.startswith("tinyworld:"):
         return _tinyworld(items.partition(":")[2], n_items, seed, tokens)
+    if items == "ruler" or items.startswith("ruler:"):
+        from kvrepro.world import ruler
+
+        return ruler.sample(items.partition(":")[2], n_items, seed, tokens, tokenizer, fetch)
     if items == "longbench":
         return _balanced(_longbench(), n_items, seed, items)
     if items.endswith(".jsonl"):
         path = Path(items).expanduser()
         return _balanced(_read_jsonl(found(path) or path), n_items, seed, items)
-    raise InputError(f"unknown items '{items}': use tinyworld, tinyworld:TASK, longbench, or the path of a .jsonl file")
+    raise InputError(f"unknown items '{items}': use tinyworld, longbench, ruler, or the path of a .jsonl file")
 
 
 def found(path: str | Path) -> Path | None:
@@ -284,10 +292,11 @@ def _ensure_known(
 def _positions(starts: Sequence[int], spans: Sequence[Span], offsets: Sequence[Range]) -> dict[str, list[int]]:
     """Token positions whose characters touch each span, `starts` being where the messages' contents begin."""
     found: dict[str, set[int]] = {}
+    begins, ends = np.asarray(offsets).reshape(-1, 2).T
     for span in spans:
         first, last = starts[span.message] + span.start, starts[span.message] + span.end
-        touching = {i for i, (a, b) in enumerate(offsets) if a < last and b > first and b > a}
-        found.setdefault(span.name, set()).update(touching)
+        touching = (begins < last) & (ends > first) & (ends > begins)
+        found.setdefault(span.name, set()).update(np.flatnonzero(touching).tolist())
     return {name: sorted(positions) for name, positions in found.items()}
 
 

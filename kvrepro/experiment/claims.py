@@ -23,6 +23,7 @@ from kvrepro.paths import DATA
 
 LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
 VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", "not testable here")
+STORED = "stored timings"  # the `model` of verdicts that rest on data/gpu, and not on this run
 COLUMNS = [
     "claim", "statement", "paper", "ours", "low", "high", "test", "p", "verdict", "reading", "model", "profile", "rule",
     "needed", "depends_on_reading", "unit", "members", "decided_by", "n", "topic", "source", "note",
@@ -142,7 +143,9 @@ def summary(frame: pd.DataFrame) -> str:
     """
     lines = []
     names = {"as_run": "Authors' code", "as_described": "Authors' text", "any": "Either"}
-    for reading, group in frame.groupby("reading", sort=False):
+    names |= {STORED: "Timings stored with the project, no part of this run"}
+    stored = frame.get("model", frame.reading) == STORED
+    for reading, group in frame.groupby(frame.reading.mask(stored, STORED), sort=False):
         ids = {one: ", ".join(group[group.verdict == one].claim) for one in VERDICTS}
         parts = [f"*{one}*: {listed}" for one, listed in ids.items() if listed]
         lines.append(f"- **{names[str(reading)]}** ({len(group)} claims). " + "; ".join(parts) + ".")
@@ -216,7 +219,7 @@ def beside(frame: pd.DataFrame, *topics: str) -> str:
         first = group.iloc[0]
         unit = f" {first.unit}" if first.unit != "F1" and str(first.paper)[-1:].isdigit() else ""
         rule = f" Rule: {first.rule}." if first.rule else ""
-        lines.append(f"- **{claim}** {first.statement} Paper: {first.paper}{unit}.{rule}")
+        lines.append(f"- **{claim}** {stated(first)} Paper: {first.paper}{unit}.{rule}")
         for row in group.itertuples():
             p = "" if pd.isna(row.p) else f"{row.test}, p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
             why = [shown(row, with_unit=True), row.decided_by, row.members, p, _needed(row)]
@@ -234,7 +237,7 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
     for claim, group in frame.groupby("claim", sort=False):
         first = group.iloc[0]
         by = {row.reading: f"{row.verdict} {shown(row)}".strip() for row in group.itertuples()}
-        row = {"claim": claim, **first[["statement", "paper", "unit", "rule"]]}
+        row = {"claim": claim, **first[["statement", "paper", "unit", "rule"]]} | {"statement": stated(first)}
         if set(frame.reading) == {"any"}:
             row["here"] = by["any"]
         else:
@@ -242,6 +245,20 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
             row["reading decides"] = first.depends_on_reading
         rows.append(row)
     return pd.DataFrame(rows).set_index("claim")
+
+
+def stated(row: Any) -> str:
+    """A claim's statement, and that it rests on stored timings where it does."""
+    return (
+        f"{row.statement} (Timed before and elsewhere: no part of this run.)" if row.model == STORED else row.statement
+    )
+
+
+def timed(frame: pd.DataFrame, tests: Mapping[str, str]) -> pd.DataFrame:
+    """Verdicts of which those named in `tests` rest on stored timings: what their intervals are, and that."""
+    known = frame.claim.map(tests)
+    test = known.where(frame.test != "none").fillna(frame.test)
+    return frame.assign(test=test, model=frame.model.mask(known.notna(), STORED))
 
 
 def of_own(book: Mapping[str, Any], own: Sequence[str]) -> list[dict[str, Any]]:

@@ -145,7 +145,7 @@ def verdicts(chapters: Iterable[str], root: Path = ROOT) -> str:
             parts.append("This chapter has stored no verdicts.\n")
             continue
         frame = claims.read(file)
-        model, profile = frame.model.iloc[0], frame.profile.iloc[0]
+        model, profile = frame.model[frame.model != claims.STORED].iloc[0], frame.profile.iloc[0]
         parts += [
             f"Model {model}, profile {profile}.\n",
             claims.summary(frame) + "\n",

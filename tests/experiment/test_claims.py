@@ -104,3 +104,21 @@ def test_the_table_survives_its_file_and_says_no_nan(tmp_path):
 def test_a_chapter_without_readings_has_one_column_of_verdicts():
     frame = members.evaluate(synthetic.results(synthetic.paper_like, n_items=8), BOOK | {"claims": [BY_ID["P38"]]})
     assert claims.overview(frame).columns.tolist() == ["statement", "paper", "unit", "rule", "here"]
+
+
+def test_verdicts_on_stored_timings_are_told_from_those_of_the_run():
+    row = {"claim": "A1", "statement": "It is fast.", "paper": "2", "verdict": "reproduced", "reading": "any",
+           "model": "mine", "test": "t", "topic": "cost", "rule": "", "unit": "x", "depends_on_reading": "",
+           }  # fmt: skip
+    rows = [row, row | {"claim": "A2", "test": "none"}, row | {"claim": "A3"}]
+    frame = pd.DataFrame(rows).reindex(columns=claims.COLUMNS)
+    frame = claims.timed(frame, {"A1": "fastest to slowest", "A2": "fastest to slowest"})
+    assert frame.test.tolist() == ["fastest to slowest", "none", "t"]
+    assert frame.model.tolist() == [claims.STORED, claims.STORED, "mine"]
+    assert [("no part of this run" in text) for text in claims.overview(frame).statement] == [True, True, False]
+    told = claims.summary(frame).splitlines()
+    assert len(told) == 2
+    assert "no part of this run" in told[0]
+    assert "A1, A2" in told[0]
+    assert "A3" in told[1]
+    assert claims.beside(frame, "cost").count("no part of this run") == 2

@@ -170,7 +170,7 @@ def evaluate(
     timed = {
         c["id"]: ranges.get(c["contrast"], "fastest to slowest timing") for c in book["claims"] if c["study"] == "gpu"
     }
-    return frame.assign(test=frame.claim.map(timed).where(frame.test != "none").fillna(frame.test))
+    return claims.timed(frame, timed)
 
 
 # ---------------------------------------------------------------- cost, from what was timed on a GPU

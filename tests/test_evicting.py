@@ -41,8 +41,8 @@ def written(network, texts, **options) -> list[list[int]]:
     return found[:, max(map(len, texts)) :].tolist()
 
 
-def engine(network, texts, condition) -> list[list[int]]:
-    answers = kv.generate(network, texts, [condition], max_new_tokens=NEW, stop_ids=())
+def engine(network, texts, condition, **options) -> list[list[int]]:
+    answers = kv.generate(network, texts, [condition], max_new_tokens=NEW, stop_ids=(), **options)
     return [answer.tokens for [answer] in answers]
 
 
@@ -237,7 +237,9 @@ OFFLINE = {
     "ragged": kv.Condition("ada_kv", 0.5, kv.Offline(), switches=(("window", 4), ("recent", 4))),
     "masked": kv.Condition("k_norm", 30, kv.Offline(), execution="masked", prefix=0.1),
     "full": kv.Condition("full", None, kv.Offline()),
+    "repeats": kv.Condition("kv_zip", 0.4, kv.Offline()),
 }
+REPEAT = {"repeat": (7, 8, 9)}
 
 
 def requests(end: int = 50) -> list[list[int]]:
@@ -251,8 +253,8 @@ def test_a_prefix_from_a_file_gives_the_tokens_of_the_regime(name, tmp_path):
     network, texts, condition = architecture("llama"), requests(), OFFLINE[name]
     marked = [Prompt(ids, {"rest": list(range(50, len(ids)))}) for ids in texts[:-1]]
     regime = replace(condition, regime=kv.Offline(until="rest"))
-    expected = engine(network, marked, regime) + engine(network, texts[-1:], condition)
-    prefix = kv.compress(network, texts[-1], condition)
+    expected = engine(network, marked, regime, **REPEAT) + engine(network, texts[-1:], condition, **REPEAT)
+    prefix = kv.compress(network, texts[-1], condition, **REPEAT)
     loaded = kv.load_prefix(prefix.save(tmp_path / "manual.safetensors"), network)
     assert (loaded.condition, loaded.ids, loaded.bytes) == (condition, texts[-1], prefix.bytes)
     for one in (prefix, loaded):

@@ -63,7 +63,8 @@ def evicting(
         ]
         if c.bits is not None and len(texts) > 1:
             raise InputError(f"{len(texts)} prompts in {c.bits} bits: give one at a time")
-        call = checked(model, marked, c, max_new_tokens, repeat, backend, seed)
+        asked = c if prefix is None else Condition()  # what a prefix asked for is done
+        call = checked(model, marked, asked, max_new_tokens, repeat, backend, seed)
         ends = [boundary(text, c) if prefix is None else len(prefix.ids) for text in marked]
         unread = {len(text.ids) - end for text, end in zip(marked, ends, strict=True)}
         if len(unread) > 1 and recurrent(EngineCache(model.config)):

@@ -9,6 +9,8 @@ from transformers import StoppingCriteria, pipeline
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import kvrepro as kv
+from kvrepro.engine import decode
+from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError
 
@@ -60,6 +62,19 @@ def test_greedy_tokens_are_the_engines(name, regime):
     assert len({tuple(tokens) for tokens in expected}) == 3
     with kv.evicting(network, condition):
         assert written(network, texts) == expected
+
+
+def test_steps_that_a_gpu_captures_are_served_and_the_cache_let_go(monkeypatch):
+    network, texts, condition = architecture("llama"), prompts(70, 41), CONDITIONS["shared cap"]
+    expected = engine(network, texts, condition)
+    monkeypatch.setattr(decode, "can_capture", lambda call, rows: True)
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "return_dict_in_generate": True}
+    with kv.evicting(network, condition):
+        out = network.generate(**padded(texts), **options)
+    assert out.sequences[:, 70:].tolist() == expected
+    layers = out.past_key_values.rows.cache.ragged.values()
+    assert all(isinstance(layer, RaggedLayer) for layer in layers)
+    assert int(out.past_key_values.kept.max()) < 40
 
 
 def test_four_bits_are_the_engines():

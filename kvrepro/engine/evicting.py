@@ -6,7 +6,7 @@ read as `kvrepro.engine.passes` reads them, and every token goes the way of `kvr
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.condition import Prompt as Text
-from kvrepro.engine.decode import _forward, _read_rest
+from kvrepro.engine.decode import Steps, _read_rest
 from kvrepro.engine.generate import BACKENDS
 from kvrepro.engine.passes import Call, boundary, read
 from kvrepro.engine.policy import check
@@ -92,9 +92,15 @@ class EvictedCache(Cache):
         """begin: reads prompts, given how many tokens may follow; most: tokens that a padded row may reach."""
         super().__init__(layers=[])
         self._begin, self._most = begin, most
-        self.call: Call | None = None
-        self.rows: Rows | None = None
+        self._steps: Steps | None = None
         self.length, self.step = 0, 0
+
+    @property
+    @torch.inference_mode()
+    def rows(self) -> Rows:
+        """The engine's rows, in the order of the prompts."""
+        self._steps.release()
+        return self._steps.rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that each row has seen, padding included: what Hugging Face counts, whatever was evicted."""
@@ -113,44 +119,44 @@ class EvictedCache(Cache):
     @torch.inference_mode()
     def read(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Logits [batch, 1, vocabulary] after new tokens [batch, new]: the prompts first, then a token for each row."""
-        if self.rows is None:
-            self.call, self.rows = self._begin(_unpadded(ids, mask, positions), self._most - ids.shape[1])
-            self._quantise()
-            _read_rest(self.call, self.rows, self._window)
+        if self._steps is None:
+            self._steps = _first(*self._begin(_unpadded(ids, mask, positions), self._most - ids.shape[1]))
         else:
             self._next(ids[:, 0])
         self.length += ids.shape[1]
-        if bool(self.rows.logits.isnan().any()):
-            raise ArithmeticError(f"{self._condition.label}: NaN at new token {self.step + 1}")
-        return self.rows.logits[:, None]
-
-    @property
-    def _condition(self) -> Condition:
-        return self.rows.conditions[0]
-
-    @property
-    def _window(self) -> int:
-        """Queries that a later eviction asks for."""
-        return self.rows.jobs[0].window if self._condition.every else 0
+        rows = self._steps.rows
+        if bool(rows.logits.isnan().any()):
+            raise ArithmeticError(f"{rows.conditions[0].label}: NaN at new token {self.step + 1}")
+        return rows.logits[:, None]
 
     def _next(self, token: Tensor) -> None:
         """One token for each row, and the eviction that may be due: as in `decode.decode`."""
         self.step += 1
-        call, rows, every = self.call, self.rows, self._condition.every
-        first = rows.jobs[0].first_step if rows.signals is not None else 1
-        due = every is not None and self.step % every == 0 and self.step >= first
-        if rows.signals is not None:
-            rows.signals = rows.signals.enter(self.step)
+        now, step = self._steps, self.step
+        c, call = now.rows.conditions[0], now.call
+        first = now.rows.jobs[0].first_step if now.rows.signals is not None else 1
+        due = c.every is not None and step % c.every == 0 and step >= first
+        now.picked = [token.to(call.device)]
+        if now.rows.signals is not None:
+            now.rows.signals = now.rows.signals.enter(step)
             if due:
-                rows.calls = rows.calls + evict_rows_shared(rows, self.step)
-        _forward(call, rows, token.to(call.device), self.step, self._window, rows.jobs[0].pages, due)
-        if due and rows.signals is None:
-            rows.calls = rows.calls + evict_rows(call.facts, rows, rows.budgets, call.scalings)
-        self._quantise()
+                now.evict(partial(evict_rows_shared, step=step))
+        now.forward(step, due)
+        if due and now.rows.signals is None:
+            now.evict(partial(evict_rows, call.facts, budgets=now.rows.budgets, scalings=call.scalings))
+        if c.bits is not None:
+            now.rows.cache.quantise(c.bits)
 
-    def _quantise(self) -> None:
-        if self._condition.bits is not None:
-            self.rows.cache.quantise(self._condition.bits)
+
+def _first(call: Call, rows: Rows) -> Steps:
+    """Rows whose compressed parts are read, once they have read what follows."""
+    c, job = rows.conditions[0], rows.jobs[0]
+    if c.bits is not None:
+        rows.cache.quantise(c.bits)
+    window = job.window if c.every else 0
+    _read_rest(call, rows, window)
+    until_first = job.first_step if rows.signals is not None else 1
+    return Steps(call, rows, window, max(c.every or call.max_new_tokens, until_first))
 
 
 def _read(call: Call, ends: list[int]) -> Rows:

@@ -286,17 +286,17 @@ def test_a_prefix_in_four_bits(tmp_path):
         assert written(network, texts) == engine(network, texts, condition)
 
 
-def test_a_prefix_of_recurrent_layers_is_used_and_not_saved(tmp_path):
-    network, texts = architecture("qwen3_5"), requests()
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_the_states_of_recurrent_layers_go_into_the_file(name, tmp_path):
+    network, texts = architecture(name), requests()
     prefix = kv.compress(network, texts[-1], OFFLINE["prefill"])
     marked = Prompt(texts[0], {"rest": list(range(50, len(texts[0])))})
-    with kv.evicting(network, prefix):
-        regime = replace(prefix.condition, regime=kv.Offline(until="rest"))
-        assert written(network, texts[:1]) == engine(network, [marked], regime)
-        with pytest.raises(InputError, match="unequal length"):
-            written(network, texts)
-    with pytest.raises(InputError, match="recurrent layers"):
-        prefix.save(tmp_path / "p")
+    expected = engine(network, [marked], replace(prefix.condition, regime=kv.Offline(until="rest")))
+    for one in (prefix, kv.load_prefix(prefix.save(tmp_path / "p"), network)):
+        with kv.evicting(network, one):
+            assert written(network, texts[:1]) == expected
+            with pytest.raises(InputError, match="unequal length"):
+                written(network, texts)
 
 
 def test_a_prefix_serves_its_model_and_its_tokens_alone(tmp_path):

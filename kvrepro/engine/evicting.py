@@ -96,10 +96,10 @@ class EvictedCache(Cache):
         self.length, self.step = 0, 0
 
     @property
-    @torch.inference_mode()
     def rows(self) -> Rows:
         """The engine's rows, in the order of the prompts."""
-        self._steps.release()
+        with torch.inference_mode():
+            self._steps.release()
         return self._steps.rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

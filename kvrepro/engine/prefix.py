@@ -36,6 +36,7 @@ from kvrepro.paths import replaced
 
 KIND = "kvrepro prefix 1"
 SAMPLED = 64  # numbers of each tensor that identify a model
+STATES = ("conv_states", "recurrent_states")  # of a recurrent layer, as Hugging Face's cache calls them
 PARTS = ("keys", "values", "positions", "offsets", "hidden")  # of a layer
 
 
@@ -55,10 +56,12 @@ class Prefix:
         return self.cache.bytes
 
     def save(self, path: str | Path) -> Path:
-        """Write it to a safetensors file, whole or not at all. Raises InputError for a model with recurrent layers."""
-        if recurrent(self.cache):
-            raise InputError("this model has recurrent layers, whose states no file keeps: use the prefix as it is")
+        """Write it to a safetensors file, whole or not at all."""
         tensors = {"logits": self.logits}
+        for number, layer in enumerate(self.cache.layers):
+            for name in STATES:
+                states = getattr(layer, name, None) or {}
+                tensors |= {f"{number}.{name}.{place}": state for place, state in states.items() if state is not None}
         for number, layer in self.cache.ragged.items():
             layer.settle()
             parts = {part: getattr(layer, part) for part in PARTS}
@@ -126,6 +129,11 @@ def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
     for number, output in ModelFacts.of(model).outputs.items():
         parts = {part: tensors[f"{number}.{part}"].to(output.device) for part in PARTS if f"{number}.{part}" in tensors}
         cache.ragged[number] = RaggedLayer(**parts, shape=(1, len(parts["offsets"]) - 1), sums={})
+    for key, state in tensors.items():
+        if key.count(".") == 2:
+            number, name, place = key.split(".")
+            device = next(model.get_decoder().layers[int(number)].parameters()).device
+            getattr(cache, f"update_{name[:-1]}")(state.to(device), int(number), int(place))
     return Prefix(json.loads(told["ids"]), Condition(**c), told["model"], cache, tensors["logits"].to(model.device))
 
 

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from kvrepro.engine.condition import Condition, Generation
+    from kvrepro.engine.evicting import evicting
     from kvrepro.engine.generate import generate
+    from kvrepro.engine.prefix import compress, load_prefix
     from kvrepro.engine.regime import Chunked, DecodeCap, Offline, PerStep, Prefill, SharedCap
     from kvrepro.experiment.data import build_prompt, load_items
     from kvrepro.experiment.measure import token_f1
@@ -23,16 +25,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answers", "Chunked", "Condition", "DecodeCap", "Generation", "Item", "Offline", "PerItem", "PerStep", "Prefill",
-    "Settings", "SharedCap", "build_prompt", "generate", "load", "load_items", "policies", "run", "stop_ids",
-    "token_f1",
+    "Settings", "SharedCap", "build_prompt", "compress", "evicting", "generate", "load", "load_items", "load_prefix",
+    "policies", "run", "stop_ids", "token_f1",
 ]  # fmt: skip
 _HOMES = {  # name: the module that defines it
     **dict.fromkeys(("Condition", "Generation"), "kvrepro.engine.condition"),
     **dict.fromkeys(("Chunked", "DecodeCap", "Offline", "PerStep", "Prefill", "SharedCap"), "kvrepro.engine.regime"),
     **dict.fromkeys(("Answers", "PerItem", "Settings", "run"), "kvrepro.experiment.run"),
     **dict.fromkeys(("build_prompt", "load_items"), "kvrepro.experiment.data"),
+    **dict.fromkeys(("compress", "load_prefix"), "kvrepro.engine.prefix"),
     **dict.fromkeys(("load", "stop_ids"), "kvrepro.experiment.models"),
-    "Item": "kvrepro.item", "generate": "kvrepro.engine.generate", "token_f1": "kvrepro.experiment.measure",
+    "Item": "kvrepro.item", "evicting": "kvrepro.engine.evicting", "generate": "kvrepro.engine.generate",
+    "token_f1": "kvrepro.experiment.measure",
 }  # fmt: skip
 
 

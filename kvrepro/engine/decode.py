@@ -50,7 +50,7 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
     every = rows.conditions[0].every
     window = max(job.window for job in rows.jobs) if every else 0
     first = rows.jobs[0].first_step if rows.signals is not None else 1
-    _read_rest(call, rows, window)
+    read_rest(call, rows, window)
     now = Steps(call, rows, window, max(every or call.max_new_tokens, first))
     stops = torch.tensor(sorted(stop_ids) or [-1], device=call.device)
     seconds, began = 0.0, time.perf_counter()
@@ -175,7 +175,7 @@ class Steps:
                 self.keep_held()
 
 
-def _read_rest(call: Call, rows: Rows, window: int) -> None:
+def read_rest(call: Call, rows: Rows, window: int) -> None:
     """The rows read what their conditions leave uncompressed, a question for instance, together."""
     rest = [text.ids[seen:] for text, seen in zip(rows.texts, rows.seen.tolist(), strict=True)]
     if not any(rest):

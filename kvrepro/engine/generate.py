@@ -61,9 +61,9 @@ def generate(
     _check_call(prompts, max_new_tokens, batch_rows, prompt_rows, backend, errors)
     texts = [p if isinstance(p, Text) else Text(list(p), {}) for p in prompts]
     for text in texts:
-        _check_prompt(model, text.ids, max_new_tokens)
+        check_prompt(model, text.ids, max_new_tokens)
     check_conditions(model, texts, conditions, max_new_tokens=max_new_tokens)
-    _check_means(model, conditions, repeat, backend)
+    check_means(model, conditions, repeat, backend)
     call = Call(
         model, texts, list(conditions), max_new_tokens, ModelFacts.of(model), list(repeat), measure_peak, kept_sets,
         backend, seed, errors == "return",
@@ -142,7 +142,7 @@ def _check_call(
     ensure(ERRORS, errors=errors)
 
 
-def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> None:
+def check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> None:
     """Raise InputError if the model cannot continue `prompt`."""
     config, n = model.config.get_text_config(), len(prompt)
     if n < 2:
@@ -155,7 +155,7 @@ def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens:
         raise InputError(f"{asked} > the model's {config.max_position_embeddings} positions: shorten one")
 
 
-def _check_means(model: PreTrainedModel, conditions: Sequence[Condition], repeat: Sequence[int], backend: str) -> None:
+def check_means(model: PreTrainedModel, conditions: Sequence[Condition], repeat: Sequence[int], backend: str) -> None:
     """Raise InputError for a policy that the request to repeat, or the backend, does not serve."""
     for c in conditions:
         if c.policy != "full" and REPEATED.intersection(find(c.policy).needs) and not repeat:

@@ -72,7 +72,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages = {name: table(rows) for name, rows in tables().items()} | {"claims": verdicts(chapters, root)}
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
     pages["settings"] = reference.settings()
-    pages["cost"] = table(cost.table(root / "data" / "gpu" / "chapters.csv").to_dict("records"))
+    pages["cost"] = table(cost.table().to_dict("records"))
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 

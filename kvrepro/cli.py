@@ -1,0 +1,217 @@
+"""The command `kvrepro`, or `python -m kvrepro`: run a study, look up policies and items, build the book."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from kvrepro.errors import InputError, meant, one_line_errors
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvrepro.engine.condition import Condition
+
+HELP = """Which cached tokens may a language model forget? Policies, budgets and regimes on any checkpoint.
+
+`kvrepro run -p snapkv -p random -b 0.2 -s until=question` compares two policies on the model that ships with the
+project; `-m Qwen/Qwen2.5-3B-Instruct -i longbench --device cuda` runs the same elsewhere.
+"""
+WHEN = "prefill, chunked, offline, decode-cap, per-step or shared-cap"
+SET = "of the condition, its regime or policy, such as until=question, interval=4, prefix=0.1, window=16"
+OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, workers=2, results=folder, dry_run=true"
+PROGRAMS = {  # name: module with a `main`, what it is for
+    "book": ("kvrepro.tools.book", "Execute the chapters that changed and build the book."),
+    "data": ("kvrepro.experiment.data", "Public data: list the sources with their checksums, or fetch one."),
+    "trial": ("kvrepro.tools.trial", "Run all chapters on random weights of a real model's shape."),
+}
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
+
+
+def main() -> None:
+    """The console script."""
+    with one_line_errors():
+        app(prog_name="kvrepro")
+
+
+@app.command()
+def run(
+    policy: Annotated[list[str], Option("-p", "--policy", help="a name, or my_policy.py:MINE; repeat for more")],
+    budget: Annotated[list[str], Option("-b", "--budget", help="tokens per KV head, or a share; repeat")] = ["0.2"],  # noqa: B006
+    regime: Annotated[str, Option("-r", "--regime", help=f"{WHEN}; otherwise the policy's first")] = "",
+    setting: Annotated[list[str], Option("-s", "--set", help=f"name=value: {SET}; repeat")] = [],  # noqa: B006
+    model: Annotated[str, Option("-m", "--model", help="tiny-gqa, a checkpoint's folder, a hub id")] = "tiny-gqa",
+    items: Annotated[str, Option("-i", "--items", help="as `kvrepro items` lists them")] = "tinyworld:domains",
+    n_items: Annotated[int, Option("-n", "--n-items")] = 12,
+    max_new_tokens: Annotated[int, Option(help="of an answer")] = 32,
+    limit: Annotated[int | None, Option(help="tokens of a prompt; longer passages are cut")] = None,
+    measure: Annotated[str, Option(help="the column that the table shows")] = "token_f1",
+    device: Annotated[str, Option(help="cpu, cuda, auto or balanced")] = "cpu",
+    option: Annotated[list[str], Option("-o", "--option", help=f"name=value: {OPTIONS}; repeat")] = [],  # noqa: B006
+    name: Annotated[str, Option(help="of the table of results")] = "main",
+    out: Annotated[Path | None, Option(help="write the rows to this CSV file as well")] = None,
+) -> None:
+    """Run one study, policies x budgets beside the full cache, and print a table.
+
+    Rows are stored as they come: a second call computes what is missing.
+    """
+    conditions = _conditions(policy, budget, regime, _named(setting))
+    from kvrepro.experiment import data, models
+    from kvrepro.experiment.run import Answers, Settings
+    from kvrepro.experiment.run import run as run_study
+
+    settings = Settings.of(_named(option), device=device)
+    loaded = models.load(model, settings.device, settings.dtype)
+    asked = data.load_items(items, n_items, settings.seed)
+    rows = run_study(Answers("run", name, asked, conditions, max_new_tokens, limit), loaded, settings)
+    if settings.dry_run:
+        return
+    print(_table(rows, measure).round(3).to_string(index=False))
+    print(f"rows: {settings.folder / 'run' / f'{name}.parquet'}")
+    if out is not None:
+        rows.to_csv(out, index=False)
+
+
+@app.command()
+def policies(name: Annotated[str, Argument(help="one of them, or my_policy.py:MINE")] = "") -> None:
+    """List the policies: regimes, budget, readings, what each keeps. With a name: its parameters too."""
+    from kvrepro.engine import allowed, policy
+
+    rows = {row["name"]: row for row in policy.table()}
+    if not name:
+        for row in rows.values():
+            print(f"{row['name']:20} {row['keeps'].splitlines()[0]}")
+            print(f"{'':20} regimes: {row['regimes']}; budget: {row['budget']}; readings: {row['readings']}")
+        return
+    if name == "full":
+        print("full: keeps every token, and has no parameters")
+        return
+    p = policy.find(name)
+    own = {"name": name, "title": p.title, "keeps": p.rule, "source": p.source, "regimes": ", ".join(p.regimes)}
+    print(*(f"{key}: {value}" for key, value in {**rows.get(name, own), "code": p.code}.items() if value), sep="\n")
+    readings = {reading: p.reading(reading) for reading in p.readings}
+    for key in {**p.parameters, **p.as_run}:
+        values = ", ".join(f"{reading} {found[key]}" for reading, found in readings.items() if key in found)
+        print(f"    {key}: {values} ({allowed.said(p.kind(key))})")
+
+
+@app.command()
+def items(
+    name: Annotated[str, Argument(help="of items: prints some, as lines of a .jsonl file")] = "",
+    n_items: Annotated[int, Option("-n", "--n-items")] = 1,
+    seed: int = 0,
+    tokens: Annotated[int, Option(help="prompt length of tinyworld's items")] = 1900,
+) -> None:
+    """Say which names of items there are, or print a sample of one."""
+    import dataclasses
+    import inspect
+    import json
+
+    from kvrepro.experiment import data
+    from kvrepro.world import world
+
+    if not name:
+        print(inspect.getdoc(data.load_items), f"Tasks of tinyworld: {', '.join(world.ALL)}.", sep="\n\n")
+        return
+    for item in data.load_items(name, n_items, seed, tokens):
+        print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=False))
+
+
+def _conditions(policies: list[str], budgets: list[str], regime: str, given: dict[str, Any]) -> "list[Condition]":
+    """The full cache, and every policy with every budget; InputError for what is unknown."""
+    from dataclasses import fields
+
+    from kvrepro.engine.allowed import ensure
+    from kvrepro.engine.condition import Condition
+    from kvrepro.engine.policy import check, find
+    from kvrepro.engine.regime import REGIMES
+
+    regime = regime.replace("-", " ").replace("_", " ")
+    ensure(("", *REGIMES), regime=regime)
+    own = {f.name for f in fields(Condition)} - {"policy", "budget", "regime", "switches"}
+    found, taken = [Condition()], set()
+    for policy in (name for name in policies if name != "full"):
+        p = find(policy)
+        kind = REGIMES[regime or p.regimes[0]]
+        theirs = {f.name for f in fields(kind)} & given.keys()
+        switches = {*p.parameters, *p.as_run, *(() if p.shared else ("sinks", "recent"))} & given.keys()
+        taken |= theirs | switches | own
+        when = kind(**{name: given[name] for name in theirs})
+        pairs = tuple((name, given[name]) for name in sorted(switches))
+        mine = {name: given[name] for name in own & given.keys()}
+        found += [Condition(policy, _budget(size), when, switches=pairs, **mine) for size in budgets]
+    if unknown := ", ".join(sorted(given.keys() - taken)):
+        raise InputError(f"no condition, regime or policy here has {unknown}: see `kvrepro policies NAME`")
+    for condition in found:
+        check(condition)
+    return found
+
+
+def _table(rows: "pd.DataFrame", measure: str) -> "pd.DataFrame":
+    """Per policy and budget: the measure's mean with its interval, tokens that a head holds, memory of the full one's.
+
+    Raises InputError for a measure that is no column of numbers.
+    """
+    from kvrepro.experiment import stats
+
+    if measure not in rows.select_dtypes("number"):
+        raise InputError(f"no number {measure!r} in the rows{meant(measure, rows.columns)}")
+    by = ["policy", "share", "capacity"]
+    table = stats.means(rows, by, measure)
+    groups = rows.assign(memory=rows.bytes_held / rows.bytes_full).groupby(by, sort=False, dropna=False)
+    table = table.merge(groups[["kept_mean", "memory"]].mean().reset_index())
+    table["budget"] = [
+        "-" if policy == "full" else f"{share:g}" if share == share else f"{capacity:g}"
+        for policy, share, capacity in zip(table.policy, table.share, table.capacity, strict=True)
+    ]
+    table = table.rename(columns={"value": measure, "kept_mean": "tokens kept"})
+    return table[["policy", "budget", measure, "low", "high", "n", "tokens kept", "memory"]]
+
+
+def _budget(text: str) -> int | float:
+    """`256`, `0.2` or `20%`."""
+    try:
+        return int(text) if text.isdigit() else float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise InputError(f"budget {text!r}: give a number of tokens such as 256, or a share such as 0.2") from None
+
+
+def _named(texts: list[str]) -> dict[str, Any]:
+    """`["until=question", "spans=[a, b]"]` as a dict, values read as YAML."""
+    import yaml
+
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(f"{text!r} is not of the form name=value")
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InputError(f"{text!r}: {value!r} is no YAML value; lists look like [1, 2]") from None
+        found[key] = tuple(read) if isinstance(read, list) else read
+    return found
+
+
+def _program(name: str, module: str, told: str) -> None:
+    """Mount the `main` of a module, which is imported when it is called, so that help is quick."""
+
+    def command(context: typer.Context) -> None:
+        main = importlib.import_module(module).main
+        if name == "data":  # commands of its own, which read the command line
+            sys.argv[:] = [f"kvrepro {name}", *context.args]
+            main()
+            return
+        inner = typer.Typer(add_completion=False)
+        inner.command()(main)
+        inner(context.args, prog_name=f"kvrepro {name}")
+
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name, help=told, context_settings=settings, add_help_option=False)(command)
+
+
+for program, (place, purpose) in PROGRAMS.items():
+    _program(program, place, purpose)

@@ -1,0 +1,236 @@
+"""Hugging Face's own `generate` on a cache that evicts: `with evicting(model, condition): model.generate(...)`.
+
+Hugging Face's loop picks tokens, streams and stops. Each forward pass that it asks for is the engine's: the prompts are
+read as `kvrepro.engine.passes` reads them, and every token goes the way of `kvrepro.engine.decode`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvrepro.engine.allowed import ensure
+from kvrepro.engine.attention import installed
+from kvrepro.engine.cache import EngineCache
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Prompt as Text
+from kvrepro.engine.decode import Steps, read_rest
+from kvrepro.engine.generate import BACKENDS
+from kvrepro.engine.passes import Call, boundary, read
+from kvrepro.engine.policy import check
+from kvrepro.engine.prefix import Prefix, checked, ensure_same, recurrent
+from kvrepro.engine.rows import Rows, evict_rows, evict_rows_shared, joined
+from kvrepro.errors import InputError
+
+Spans = Callable[[list[int]], Mapping[str, Iterable[int]]]
+SERVED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}  # of what else a model may be given
+MODES = ("greedy_search", "sample")
+
+
+@contextmanager
+def evicting(
+    model: PreTrainedModel, condition: Condition | Prefix, *, spans: Spans | None = None, repeat: Sequence[int] = (),
+    backend: str = "torch", seed: int = 0,
+) -> Iterator[PreTrainedModel]:  # fmt: skip
+    """Inside the block `model.generate`, and whatever calls it, a pipeline for instance, evicts by `condition`.
+
+    Greedy tokens are those of `kvrepro.generate`; sampling, streaming and prompts padded on the left work as ever, and
+    `return_dict_in_generate=True` gives the `EvictedCache` back. A direct call `model(...)` is left alone.
+
+    condition: in any regime, or a `Prefix` that all prompts begin with. spans: given the token ids of a prompt, the
+    positions of each span that the condition names. repeat, backend, seed: as in `kvrepro.generate`.
+    Raises InputError for a condition that cannot be met, and `generate` does, before anything is computed, for beams,
+    assistants, caches of other kinds, prompts padded on the right, and inputs that are no token ids.
+    """
+    prefix, c = (condition, condition.condition) if isinstance(condition, Prefix) else (None, condition)
+    if not isinstance(c, Condition):
+        raise InputError(f"condition {condition!r}: give a kvrepro.Condition, or a Prefix")
+    check(c)
+    ensure(BACKENDS, backend=backend)
+    if prefix is not None:
+        ensure_same(prefix.model, model)
+
+    def begin(texts: list[list[int]], max_new_tokens: int) -> tuple[Call, Rows]:
+        named = [{} if spans is None else spans(ids) for ids in texts]
+        marked = [
+            Text(ids, {name: list(where) for name, where in own.items()}) for ids, own in zip(texts, named, strict=True)
+        ]
+        if c.bits is not None and len(texts) > 1:
+            raise InputError(f"{len(texts)} prompts in {c.bits} bits: give one at a time")
+        asked = c if prefix is None else Condition()  # what a prefix asked for is done
+        call = checked(model, marked, asked, max_new_tokens, repeat, backend, seed)
+        ends = [boundary(text, c) if prefix is None else len(prefix.ids) for text in marked]
+        unread = {len(text.ids) - end for text, end in zip(marked, ends, strict=True)}
+        if len(unread) > 1 and recurrent(EngineCache(model.config)):
+            raise InputError("texts of unequal length after the compressed part, in recurrent layers: give one prompt")
+        return call, _read(call, ends) if prefix is None else prefix.rows(call)
+
+    @wraps(type(model).generate)
+    def generate(*inputs: Any, **options: Any) -> Any:
+        for name in ("custom_generate", "cache_implementation", "assistant_model"):
+            if options.get(name) is not None:
+                raise InputError(f"{name} inside evicting(...), which has a cache and a loop of its own: leave it out")
+        with installed(model), _served(model, begin):
+            return type(model).generate(model, *inputs, **options)
+
+    with _replaced(model, generate=generate):
+        yield model
+
+
+class EvictedCache(Cache):
+    """What Hugging Face's loop holds for a cache, and gives back. The tokens lie in `rows.cache`."""
+
+    is_compileable = is_croppable = False
+
+    def __init__(self, begin: Callable[[list[list[int]], int], tuple[Call, Rows]], most: int):
+        """begin: reads prompts, given how many tokens may follow; most: tokens that a padded row may reach."""
+        super().__init__(layers=[])
+        self._begin, self._most = begin, most
+        self._steps: Steps | None = None
+        self.length, self.step = 0, 0
+
+    @property
+    def rows(self) -> Rows:
+        """The engine's rows, in the order of the prompts."""
+        with torch.inference_mode():
+            self._steps.release()
+        return self._steps.rows
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that each row has seen, padding included: what Hugging Face counts, whatever was evicted."""
+        return self.length
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all keys and values as allocated."""
+        return self.rows.cache.bytes
+
+    @property
+    def kept(self) -> Tensor:
+        """Tokens that each KV head may look at, int64 [layers, batch, kv_heads]."""
+        return torch.stack([layer.seen().cpu() for layer in self.rows.cache.ragged.values()])
+
+    @torch.inference_mode()
+    def read(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Logits [batch, 1, vocabulary] after new tokens [batch, new]: the prompts first, then a token for each row."""
+        if self._steps is None:
+            self._steps = _first(*self._begin(_unpadded(ids, mask, positions), self._most - ids.shape[1]))
+        else:
+            self._next(ids[:, 0])
+        self.length += ids.shape[1]
+        rows = self._steps.rows
+        if bool(rows.logits.isnan().any()):
+            raise ArithmeticError(f"{rows.conditions[0].label}: NaN at new token {self.step + 1}")
+        return rows.logits[:, None]
+
+    def _next(self, token: Tensor) -> None:
+        """One token for each row, and the eviction that may be due: as in `decode.decode`."""
+        self.step += 1
+        now, step = self._steps, self.step
+        c, call = now.rows.conditions[0], now.call
+        first = now.rows.jobs[0].first_step if now.rows.signals is not None else 1
+        due = c.every is not None and step % c.every == 0 and step >= first
+        now.picked = [token.to(call.device)]
+        if now.rows.signals is not None:
+            now.rows.signals = now.rows.signals.enter(step)
+            if due:
+                now.evict(partial(evict_rows_shared, step=step))
+        now.forward(step, due)
+        if due and now.rows.signals is None:
+            now.evict(partial(evict_rows, call.facts, budgets=now.rows.budgets, scalings=call.scalings))
+        if c.bits is not None:
+            now.rows.cache.quantise(c.bits)
+
+
+def _first(call: Call, rows: Rows) -> Steps:
+    """Rows whose compressed parts are read, once they have read what follows."""
+    c, job = rows.conditions[0], rows.jobs[0]
+    if c.bits is not None:
+        rows.cache.quantise(c.bits)
+    window = job.window if c.every else 0
+    read_rest(call, rows, window)
+    until_first = job.first_step if rows.signals is not None else 1
+    return Steps(call, rows, window, max(c.every or call.max_new_tokens, until_first))
+
+
+def _read(call: Call, ends: list[int]) -> Rows:
+    """The prompts after their first eviction; those whose compressed parts are equally long pass together, unpadded."""
+    alike: dict[int, list[int]] = {}
+    for i, end in enumerate(ends):
+        alike.setdefault(end, []).append(i)
+    rows = joined([rows for members in alike.values() for rows in read(call, members, [0])])
+    order = [rows.tags.index((i, 0)) for i in range(len(call.texts))]
+    return rows if order == sorted(order) else rows.take(order)
+
+
+def _unpadded(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:
+    """Prompts of a batch [batch, tokens] without their padding. Raises InputError for padding that is not on the left,
+    and for positions that do not count from each prompt's first token."""
+    there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    if bool((there[:, :-1] & ~there[:, 1:]).any()):
+        raise InputError("attention_mask hides tokens after a prompt's first: pad on the left (tokenizer.padding_side)")
+    counted = there.cumsum(1) - 1
+    if positions is not None and bool((positions != counted)[there].any()):
+        raise InputError("position_ids do not count from each prompt's first token: leave them out")
+    return [row[real].tolist() for row, real in zip(ids, there, strict=True)]
+
+
+@contextmanager
+def _served(model: PreTrainedModel, begin: Callable[[list[list[int]], int], tuple[Call, Rows]]) -> Iterator[None]:
+    """While Hugging Face's `generate` runs: the cache that it prepares is ours, and so are its forward passes."""
+    own = model.forward
+
+    def prepare(config: Any, given: dict[str, Any], mode: Any, batch: int, most: int, *rest: Any) -> None:
+        _ensure_served(config, given, mode, model.generation_config.cache_implementation)
+        given["past_key_values"] = EvictedCache(begin, most + 1)
+
+    @wraps(own)
+    def forward(*inputs: Any, **given: Any) -> Any:
+        if given.get("kvrepro") is not None:
+            return own(*inputs, **given)
+        cache = given.get("past_key_values")
+        if not isinstance(cache, EvictedCache):
+            raise InputError("generate lost sight of its evicted cache: take its plain options inside evicting(...)")
+        logits = cache.read(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    with _replaced(model, forward=forward, _prepare_cache_for_generation=prepare):
+        yield
+
+
+def _ensure_served(config: Any, given: dict[str, Any], mode: Any, usual: str | None) -> None:
+    """Raise InputError for what Hugging Face could do and an evicted cache cannot."""
+    strange = {name for name, value in given.items() if not (value is None or value is False or name in SERVED)}
+    if strange:
+        raise InputError(f"{', '.join(sorted(strange))} inside evicting(...): give input_ids and attention_mask alone")
+    if mode not in MODES:
+        raise InputError(f"{mode.replace('_', ' ')} inside evicting(...): take greedy search or sampling, num_beams=1")
+    refused = {
+        "cache_implementation": config.cache_implementation not in (None, "dynamic", usual),
+        "use_cache": config.use_cache is False,
+        "prefill_chunk_size": config.prefill_chunk_size is not None,
+        "guidance_scale": config.guidance_scale not in (None, 1),
+        "output_attentions": config.output_attentions,
+        "output_hidden_states": config.output_hidden_states,
+    }
+    for name in (name for name, found in refused.items() if found):
+        raise InputError(f"{name}={getattr(config, name)!r} inside evicting(...): leave it out")
+
+
+@contextmanager
+def _replaced(model: PreTrainedModel, **methods: Callable[..., Any]) -> Iterator[None]:
+    """`model` with other methods, and afterwards as it was: with those that it had of its own, or its class's."""
+    before = {name: vars(model)[name] for name in methods if name in vars(model)}
+    vars(model).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(model)[name]
+        vars(model).update(before)

@@ -1,0 +1,174 @@
+"""A prefix that is compressed once, kept in a file and continued by many prompts: the regime `Offline`.
+
+    prefix = compress(model, ids, Condition("snapkv", 0.2, Offline()))
+    prefix.save("manual.safetensors")
+    with evicting(model, load_prefix("manual.safetensors", model)):
+        model.generate(...)  # prompts that begin with `ids`
+
+A file belongs to one model: it names the model's `identity`, the condition and the tokens.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrepro.engine.attention import installed
+from kvrepro.engine.cache import EngineCache, RaggedLayer
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Prompt as Text
+from kvrepro.engine.evict import Job, Prompts
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.generate import check_means, check_prompt, check_conditions
+from kvrepro.engine.passes import Call, read
+from kvrepro.engine.policy import budget_of, find
+from kvrepro.engine.regime import Offline
+from kvrepro.engine.rows import Rows
+from kvrepro.errors import InputError
+from kvrepro.paths import replaced
+
+KIND = "kvrepro prefix 1"
+SAMPLED = 64  # numbers of each tensor that identify a model
+STATES = ("conv_states", "recurrent_states")  # of a recurrent layer, as Hugging Face's cache calls them
+PARTS = ("keys", "values", "positions", "offsets", "hidden")  # of a layer
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What is left of a prefix: one row's cache, and the logits [1, vocabulary] of the token after it."""
+
+    ids: list[int]
+    condition: Condition
+    model: str  # `identity` of the model that it belongs to
+    cache: EngineCache
+    logits: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its keys and values."""
+        return self.cache.bytes
+
+    def save(self, path: str | Path) -> Path:
+        """Write it to a safetensors file, whole or not at all."""
+        tensors = {"logits": self.logits}
+        for number, layer in enumerate(self.cache.layers):
+            for name in STATES:
+                states = getattr(layer, name, None) or {}
+                tensors |= {f"{number}.{name}.{place}": state for place, state in states.items() if state is not None}
+        for number, layer in self.cache.ragged.items():
+            layer.settle()
+            parts = {part: getattr(layer, part) for part in PARTS}
+            tensors |= {f"{number}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
+        told = {"kind": KIND, "model": self.model, "condition": json.dumps(asdict(self.condition)),
+                "ids": json.dumps(self.ids)}  # fmt: skip
+        with replaced(Path(path)) as aside:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside, told)
+        return Path(path)
+
+    def rows(self, call: Call) -> Rows:
+        """A copy for every text of `call`, not yet read on. Raises InputError for a text that begins otherwise."""
+        n, batch, device = len(self.ids), len(call.texts), call.device
+        for text in call.texts:
+            if text.ids[:n] != self.ids:
+                same = next((at for at, (a, b) in enumerate(zip(text.ids, self.ids, strict=False)) if a != b), None)
+                where = f"ends after {len(text.ids)}" if same is None else f"differs at token {same}"
+                raise InputError(f"the prompt {where} of the prefix's {n} tokens: begin with the prefix, unchanged")
+        c, own = self.condition, Text(self.ids, {})
+        policy = None if c.policy == "full" else find(c.policy)
+        parameters = policy.reading(c.reading, c.switches) if policy is not None else {}
+        job = Job([c], policy, parameters, [budget_of(c, call.facts.held(n))], Prompts.of([own], device))
+        tags = [(i, 0) for i in range(batch)]
+        call.notes |= dict.fromkeys(tags, {"prefill_seconds": 0.0})
+        seen = torch.full((batch,), n, device=device)
+        copies = self.cache.rows(torch.zeros(batch, dtype=torch.long, device=device))
+        return Rows(tags, [job] * batch, call.texts, copies, self.logits.expand(batch, -1).clone(), seen, seen * 0)
+
+
+@torch.inference_mode()
+def compress(
+    model: PreTrainedModel, ids: Sequence[int], condition: Condition, *, repeat: Sequence[int] = (),
+    backend: str = "torch", seed: int = 0,
+) -> Prefix:  # fmt: skip
+    """Read `ids` and keep what `condition`, in the regime `Offline()`, keeps of all of them.
+
+    repeat, backend, seed: as in `generate`. Raises InputError, before anything is computed, for what it would refuse.
+    """
+    text = Text(list(ids), {})
+    if condition.regime != Offline() or condition.whitelist:
+        raise InputError(f"{condition.label}: a prefix is compressed whole, in the regime Offline(), without spans")
+    if condition.policy != "full" and not find(condition.policy).frees:
+        raise InputError(f"{condition.policy} evicts nothing, so there is no compressed prefix: take another policy")
+    call = checked(model, [text], condition, 1, repeat, backend, seed)
+    with installed(model):
+        [rows] = read(call, [0], [0])
+    return Prefix(text.ids, condition, identity(model), rows.cache, rows.logits)
+
+
+def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
+    """The prefix that `Prefix.save` wrote, on the model's devices. Raises InputError for a file that holds none, and
+    for another model."""
+    try:
+        with safe_open(path, "pt") as file:
+            told, names = file.metadata() or {}, file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"no prefix in {path} ({str(error).splitlines()[0]}): give what Prefix.save wrote") from None
+    if told.get("kind") != KIND:
+        raise InputError(f"{path} is {told.get('kind', 'no prefix')!r}, not {KIND!r}: save it again")
+    ensure_same(told["model"], model)
+    c = json.loads(told["condition"])
+    c |= {"regime": Offline(), "whitelist": (), "switches": tuple((k, v) for k, v in c["switches"])}
+    cache = EngineCache(model.config)
+    for number, output in ModelFacts.of(model).outputs.items():
+        parts = {part: tensors[f"{number}.{part}"].to(output.device) for part in PARTS if f"{number}.{part}" in tensors}
+        cache.ragged[number] = RaggedLayer(**parts, shape=(1, len(parts["offsets"]) - 1), sums={})
+    for key, state in tensors.items():
+        if key.count(".") == 2:
+            number, name, place = key.split(".")
+            device = next(model.get_decoder().layers[int(number)].parameters()).device
+            getattr(cache, f"update_{name[:-1]}")(state.to(device), int(number), int(place))
+    return Prefix(json.loads(told["ids"]), Condition(**c), told["model"], cache, tensors["logits"].to(model.device))
+
+
+def checked(
+    model: PreTrainedModel, texts: Sequence[Text], condition: Condition, max_new_tokens: int, repeat: Sequence[int],
+    backend: str, seed: int,
+) -> Call:  # fmt: skip
+    """A call of one condition. Raises InputError for what `generate` would refuse."""
+    for text in texts:
+        check_prompt(model, text.ids, max_new_tokens)
+    check_conditions(model, texts, [condition], max_new_tokens)
+    check_means(model, [condition], repeat, backend)
+    facts = ModelFacts.of(model)
+    return Call(model, list(texts), [condition], max_new_tokens, facts, list(repeat), backend=backend, seed=seed)
+
+
+def recurrent(cache: EngineCache) -> bool:
+    """Has its model layers with states in the place of tokens?"""
+    return any(hasattr(layer, "recurrent_states") for layer in cache.layers)
+
+
+def ensure_same(known: str, model: PreTrainedModel) -> None:
+    """Raise InputError for another model than the one whose `identity` is known."""
+    if (found := identity(model)) != known:
+        what = f"the prefix was read by model {known}, this one is {found}"
+        raise InputError(f"{what} (weights or dtype differ): compress it anew")
+
+
+@torch.inference_mode()
+def identity(model: PreTrainedModel) -> str:
+    """Which model this is: 16 hex digits over names, shapes and types of all parameters and buffers (rotations are
+    among these), and 64 evenly spaced numbers of each. Fine-tuning or another dtype changes it, a device does not."""
+    told, sampled = [type(model).__name__], []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        told.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+        at = torch.linspace(0, tensor.numel() - 1, min(SAMPLED, tensor.numel()), dtype=torch.float64).long()
+        sampled.append(tensor.flatten()[at.to(tensor.device)].float().cpu())
+    return hashlib.sha256("\n".join(told).encode() + torch.cat(sampled).numpy().tobytes()).hexdigest()[:16]

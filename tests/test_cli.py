@@ -1,0 +1,167 @@
+"""The command line: quick help, one-line errors, and the same results as the calls behind it."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import kvrepro as kv
+from kvrepro import cli
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.experiment import data, store
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    """`kvrepro <arguments>` in this process: exit code, output, errors."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def called(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvrepro", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out, said.err
+
+    return called
+
+
+def test_help_loads_no_library_and_names_every_command():
+    at_the_end = "print([m for m in ('torch', 'pandas', 'papermill') if m in sys.modules])"
+    code = f"import sys, atexit, kvrepro.cli; atexit.register(lambda: {at_the_end}); kvrepro.cli.main()"
+    said = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert said.endswith("[]\n")
+    for name in ("run", "policies", "items", *cli.PROGRAMS):
+        assert re.search(rf"\b{name} +[A-Z]", said), name
+
+
+def test_the_module_is_the_console_script(tmp_path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["kvrepro"].partition(":")
+    assert getattr(importlib.import_module(module), name) is cli.main
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    for arguments, usage in (((), "kvrepro [OPTIONS] COMMAND"), (("data",), "kvrepro data [OPTIONS] COMMAND")):
+        command = [sys.executable, "-m", "kvrepro", *arguments, "--help"]
+        said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert said.returncode == 0, said.stderr
+        assert f"Usage: {usage}" in said.stdout
+
+
+@pytest.mark.parametrize("name", cli.PROGRAMS)
+def test_mounted_programs_show_their_own_help(name, call):
+    code, out, _ = call(name, "--help")
+    assert code == 0
+    assert f"kvrepro {name} [OPTIONS]" in out
+    assert {"book": "--parameter", "data": "fetch", "trial": "--shape"}[name] in out
+
+
+def test_programs_get_their_arguments_and_their_exit_code(call):
+    code, out, _ = call("data", "list")
+    assert code == 0
+    assert all(f"{name}: " in out for name in data.sources())
+    code, _, err = call("data", "fetch", "nowhere")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "'nowhere' is not in data/sources.yml" in err
+    code, _, err = call("book", "-p", "nonsense=1")
+    assert code == 2
+    assert "no chapter has a parameter 'nonsense'" in err
+
+
+def test_policies_are_listed_and_shown(call, tmp_path, monkeypatch):
+    _, out, _ = call("policies")
+    listed = [line.split()[0] for line in out.splitlines() if not line.startswith(" ")]
+    assert listed == ["full", *CATALOGUE]
+    assert "regimes: shared cap; budget: one set for all heads and layers; readings: as_run, as_described" in out
+    _, out, _ = call("policies", "snapkv")
+    assert re.search(r"window: as_run 64, as_described 32 \(a whole number, at least 1\)", out)
+    (tmp_path / "mine.py").write_text(
+        "from kvrepro.engine.policy import Policy\n\n\ndef newest(o):\n    '''The newest. More.'''\n\n\n"
+        "MINE = Policy('Mine', 'tests', newest, {'window': 7})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = call("policies", "mine.py:MINE")
+    assert "keeps: The newest\n" in out
+    assert "window: as_described 7" in out
+    assert call("policies", "snapvk")[0] == 2
+
+
+def test_printed_items_are_a_file_of_items(call, tmp_path):
+    _, out, _ = call("items")
+    assert "longbench" in out
+    assert "needle_multikey" in out
+    _, out, _ = call("items", "tinyworld:needle,two_hop", "-n", "4", "--seed", "3", "--tokens", "300")
+    (tmp_path / "mine.jsonl").write_text(out)
+    assert [json.loads(line)["task"] for line in out.splitlines()] == ["needle"] * 2 + ["two_hop"] * 2
+    again = data.load_items(str(tmp_path / "mine.jsonl"))
+    assert [item.messages for item in again] == [
+        item.messages for item in data.load_items("tinyworld:needle,two_hop", 4, 3, 300)
+    ]
+    assert call("items", "tinyworld:needel")[2].startswith("unknown tinyworld task 'needel'")
+
+
+def test_a_run_is_the_study_that_it_names(call, tmp_path):
+    (tmp_path / "items.jsonl").write_text(
+        "\n".join(json.dumps(vars(item) | {"spans": [vars(span) for span in item.spans]})
+                  for item in data.load_items("tinyworld:needle", 2, 5, 300))
+    )  # fmt: skip
+    given = ["-p", "streaming_llm", "-p", "snapkv", "-b", "64", "-b", "50%", "-s", "until=question", "-s", "window=8"]
+    given += ["-i", str(tmp_path / "items.jsonl"), "-n", "2", "--max-new-tokens", "6", "-o", f"results={tmp_path}"]
+    code, out, _ = call("run", *given, "-o", "progress=false", "--out", str(tmp_path / "rows.csv"))
+    assert code == 0
+    items = data.load_items(str(tmp_path / "items.jsonl"))
+    when, window = kv.Prefill(until="question"), (("window", 8),)
+    conditions = [kv.Condition("streaming_llm", 64, when), kv.Condition("streaming_llm", 0.5, when)]
+    conditions += [kv.Condition("snapkv", size, when, switches=window) for size in (64, 0.5)]
+    study = kv.Answers("again", "main", items, [kv.Condition(), *conditions], 6)
+    expected = kv.run(study, kv.load(), kv.Settings(results=tmp_path, progress=False))
+    rows = store.read(tmp_path / "run" / "main.parquet")
+    same = ["item", "policy", "capacity", "share", "until", "switches", "prediction", "kept_hash"]
+    order = ["item", "policy", "capacity"]
+    pd.testing.assert_frame_equal(
+        *(frame[same].sort_values(order, ignore_index=True) for frame in (rows, expected)), check_dtype=False
+    )
+    assert len(pd.read_csv(tmp_path / "rows.csv")) == len(rows) == 10
+    table = [line.split() for line in out.splitlines() if line.split()[-1:] and line.split()[0] in ("full", *CATALOGUE)]
+    assert [(line[0], line[1]) for line in table] == [
+        ("full", "-"), ("streaming_llm", "64"), ("streaming_llm", "0.5"), ("snapkv", "64"), ("snapkv", "0.5"),
+    ]  # fmt: skip
+    assert float(table[1][-1]) < float(table[2][-1]) < float(table[0][-1])  # memory
+    code, out, _ = call("run", *given, "-o", "progress=false", "--measure", "evicted")
+    assert "10 rows, 0 computed now" in out
+    assert " evicted " in out
+
+
+WRONG = {
+    "budget '1x': give a number": ["-b", "1x"],
+    "here has colour": ["-s", "colour=red"],
+    "is not of the form name=value": ["-s", "window"],
+    "is no YAML value": ["-s", "window=[8"],
+    "unknown regime 'sometimes'": ["-r", "sometimes"],
+    "cannot run in regime 'shared cap'": ["-r", "shared-cap"],
+    "unknown policy 'snapvk'": ["-p", "snapvk"],
+    "unknown option 'sede', did you mean 'seed'": ["-o", "sede=1"],
+    "unknown model 'nowhere'": ["-m", "nowhere"],
+    "unknown items 'squad'": ["-i", "squad"],
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_word_is_one_line_and_exit_code_2(message, call, tmp_path):
+    code, out, err = call("run", "-p", "snapkv", *WRONG[message], "-o", f"results={tmp_path}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_a_measure_that_no_row_has_is_refused(call, tmp_path):
+    given = ["-p", "random", "-b", "0.5", "-i", "tinyworld:needle", "-n", "1", "--max-new-tokens", "1"]
+    code, _, err = call("run", *given, "--measure", "tokenf1", "-o", f"results={tmp_path}", "-o", "progress=false")
+    assert (code, err) == (2, "no number 'tokenf1' in the rows, did you mean 'token_f1'?\n")

@@ -1,0 +1,339 @@
+"""Hugging Face's `generate` inside `evicting`, and prefixes in files: the engine's tokens, and nothing left behind."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import architecture, model, prompts
+from transformers import StoppingCriteria, pipeline
+from transformers.cache_utils import DynamicCache, StaticCache
+
+import kvrepro as kv
+from kvrepro.engine import decode
+from kvrepro.engine.cache import RaggedLayer
+from kvrepro.engine.condition import Prompt
+from kvrepro.errors import InputError
+
+NEW = 12
+CONDITIONS = {
+    "full": kv.Condition(),
+    "prefill": kv.Condition("tova", 0.3, kv.Prefill()),
+    "masked": kv.Condition("tova", 0.3, kv.Prefill(), execution="masked"),
+    "pages": kv.Condition("quest_pages", 16, kv.Prefill(), switches=(("page", 4),)),
+    "offline": kv.Condition("tova", 0.3, kv.Offline()),
+    "chunked": kv.Condition("tova", 0.3, kv.Chunked(16, "every_chunk")),
+    "decode cap": kv.Condition("h2o", 24, kv.DecodeCap(4)),
+    "per step": kv.Condition("tova", 24, kv.PerStep()),
+    "shared cap": kv.Condition("lru", 24, kv.SharedCap(), prefix=0.1, suffix=0.1),
+    "shared cap, later": kv.Condition("ada_kv_faithful", 24, kv.SharedCap(4)),  # its first reduction waits for step 8
+}
+
+
+def padded(texts: list[list[int]]) -> dict[str, torch.Tensor]:
+    """As a tokenizer with padding_side="left" gives them."""
+    longest = max(map(len, texts))
+    rows = [[0] * (longest - len(text)) + text for text in texts]
+    mask = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+
+
+def written(network, texts, **options) -> list[list[int]]:
+    """What `network.generate` writes after the prompts."""
+    given = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False} | options
+    found = network.generate(**padded(texts), **given)
+    return found[:, max(map(len, texts)) :].tolist()
+
+
+def engine(network, texts, condition, **options) -> list[list[int]]:
+    answers = kv.generate(network, texts, [condition], max_new_tokens=NEW, stop_ids=(), **options)
+    return [answer.tokens for [answer] in answers]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("regime", CONDITIONS)
+def test_greedy_tokens_are_the_engines(name, regime):
+    if regime.startswith("shared cap") and name != "llama":
+        pytest.skip("one set of tokens for all layers wants layers that are alike")
+    network, condition = architecture(name), CONDITIONS[regime]
+    budget = condition.budget
+    if name == "mistral" and isinstance(budget, int) and regime != "pages":
+        condition = replace(condition, budget=16)
+    texts = prompts(70, 41, 70)
+    expected = engine(network, texts, condition)
+    assert len({tuple(tokens) for tokens in expected}) == 3
+    with kv.evicting(network, condition):
+        assert written(network, texts) == expected
+
+
+def test_steps_that_a_gpu_captures_are_served_and_the_cache_let_go(monkeypatch):
+    network, texts, condition = architecture("llama"), prompts(70, 41), CONDITIONS["shared cap"]
+    expected = engine(network, texts, condition)
+    monkeypatch.setattr(decode, "can_capture", lambda call, rows: True)
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "return_dict_in_generate": True}
+    with kv.evicting(network, condition):
+        out = network.generate(**padded(texts), **options)
+    assert out.sequences[:, 70:].tolist() == expected
+    layers = out.past_key_values.rows.cache.ragged.values()
+    assert all(isinstance(layer, RaggedLayer) for layer in layers)
+    assert int(out.past_key_values.kept.max()) < 40
+
+
+def test_four_bits_are_the_engines():
+    network, [text] = architecture("llama", 64), prompts(70)
+    for regime in ("prefill", "decode cap"):
+        condition = replace(CONDITIONS[regime], bits=4)
+        with kv.evicting(network, condition):
+            assert written(network, [text]) == engine(network, [text], condition)
+            with pytest.raises(InputError, match="2 prompts in 4 bits: give one at a time"):
+                written(network, [text, text])
+
+
+def test_a_question_that_spans_mark_is_read_through_what_is_left():
+    network, texts = architecture("llama"), prompts(70, 50)
+    condition = kv.Condition("tova", 0.3, kv.Prefill(until="question"))
+    marked = [Prompt(ids, {"question": list(range(len(ids) - 9, len(ids)))}) for ids in texts]
+    with kv.evicting(network, condition, spans=lambda ids: {"question": range(len(ids) - 9, len(ids))}):
+        assert written(network, texts) == engine(network, marked, condition)
+    with kv.evicting(network, condition), pytest.raises(InputError, match="the prompt has no span 'question'"):
+        written(network, texts)
+
+
+def test_the_cache_that_comes_back_is_small():
+    network, texts = architecture("llama"), prompts(70, 41)
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "return_dict_in_generate": True}
+    full = network.generate(**padded(texts), **options).past_key_values
+    whole = sum(t.numel() * t.element_size() for layer in full.layers for t in (layer.keys, layer.values))
+    with kv.evicting(network, CONDITIONS["decode cap"]):
+        cache = network.generate(**padded(texts), **options).past_key_values
+    assert cache.get_seq_length() == 70 + NEW - 1  # the last token was written, not read
+    assert cache.kept.shape == (3, 2, 2)
+    assert 24 <= int(cache.kept.min()) <= int(cache.kept.max()) < 24 + 4
+    assert cache.bytes == sum(layer.bytes for layer in cache.rows.cache.ragged.values())
+    assert cache.bytes < 0.4 * whole
+    assert cache.rows.calls.tolist() == [1 + 2, 1 + 2]  # the prompt's eviction, and those after 4 and 8 tokens
+
+
+def test_sampling_draws_as_outside_where_nothing_leaves():
+    network, texts = architecture("llama"), prompts(70, 41)
+    options = {"do_sample": True, "top_k": 20, "temperature": 0.8, "num_return_sequences": 3}
+    torch.manual_seed(3)
+    outside = written(network, texts, **options)
+    assert len({tuple(tokens) for tokens in outside}) == 6
+    with kv.evicting(network, kv.Condition()):
+        torch.manual_seed(3)
+        assert written(network, texts, **options) == outside
+    with kv.evicting(network, CONDITIONS["shared cap"]):
+        torch.manual_seed(3)
+        assert written(network, texts, **options) != outside
+
+
+class Heard:
+    """A streamer that remembers."""
+
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, tokens):
+        self.tokens += tokens.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+class Never(StoppingCriteria):
+    def __call__(self, ids, scores, **rest):
+        return torch.tensor([ids.shape[1] >= 70 + 5])
+
+
+def test_tokens_are_streamed_and_stopped_as_they_come():
+    network, [text] = architecture("llama"), prompts(70)
+    heard = Heard()
+    with kv.evicting(network, CONDITIONS["per step"]):
+        tokens = written(network, [text], streamer=heard, stopping_criteria=[Never()])
+    assert heard.ended
+    assert heard.tokens == text + tokens[0] == text + engine(network, [text], CONDITIONS["per step"])[0][:5]
+
+
+def test_a_pipeline_evicts():
+    tiny = kv.load("tiny-gqa")
+    [item] = kv.load_items("tinyworld:needle", n_items=1, seed=7, tokens=400)
+    prompt = kv.build_prompt(item, tiny.tokenizer, limit=512)
+    say = pipeline("text-generation", model=tiny.model, tokenizer=tiny.tokenizer)
+    for condition in (kv.Condition(), kv.Condition("streaming_llm", 32, kv.Prefill())):
+        [[answer]] = kv.generate(tiny.model, [prompt], [condition], max_new_tokens=8, stop_ids=kv.stop_ids(tiny))
+        with kv.evicting(tiny.model, condition):
+            [found] = say(list(item.messages), max_new_tokens=8, do_sample=False)
+        text = tiny.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        assert found["generated_text"][-1]["content"] == text
+
+
+def test_blocks_nest_and_every_call_begins_anew():
+    network, texts = architecture("llama"), prompts(70, 41)
+    before, attention, outside = set(vars(network)), network.config._attn_implementation, written(network, texts)
+    outer, inner = CONDITIONS["prefill"], CONDITIONS["shared cap"]
+    with kv.evicting(network, outer):
+        first = written(network, texts)
+        with kv.evicting(network, inner):
+            assert written(network, texts) == engine(network, texts, inner) != first
+        with pytest.raises(InputError, match="budget"), kv.evicting(network, kv.Condition("lru", 24.0, kv.SharedCap())):
+            pytest.fail("the block was entered")
+        assert written(network, texts) == first == engine(network, texts, outer)
+        logits = network(torch.tensor(texts[:1])).logits  # left alone
+    assert written(network, texts) == outside != first
+    torch.testing.assert_close(logits, network(torch.tensor(texts[:1])).logits)
+    assert set(vars(network)) == before
+    assert network.config._attn_implementation == attention
+
+
+def test_what_a_policy_raises_comes_out_and_leaves_nothing(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from kvrepro.engine.policy import Policy\n\n\ndef fails(o):\n    raise OSError('full')\n\n\n"
+        "MINE = Policy('Mine', 'tests', fails)\n"
+    )
+    network, texts = model("llama"), prompts(70)
+    before = set(vars(network))
+    with kv.evicting(network, kv.Condition(f"{tmp_path}/mine.py:MINE", 0.5, kv.Prefill())):
+        with pytest.raises(OSError, match="full"):
+            written(network, texts)
+        assert network.config._attn_implementation == "eager"
+    assert set(vars(network)) == before
+    network.generate = before  # an attribute of the user's own
+    with kv.evicting(network, kv.Condition()):
+        assert callable(network.generate)
+    assert network.generate is before
+
+
+REFUSED = {
+    "beam search inside": {"num_beams": 2},
+    "beam sample inside": {"num_beams": 2, "do_sample": True},
+    "assisted generation inside": {"prompt_lookup_num_tokens": 2},
+    "assistant_model inside": {"assistant_model": architecture("llama")},
+    "past_key_values inside": {"past_key_values": DynamicCache()},
+    "cache_implementation inside": {"cache_implementation": "static"},
+    "use_cache=False inside": {"use_cache": False},
+    "prefill_chunk_size=16 inside": {"prefill_chunk_size": 16},
+    "guidance_scale=2.0 inside": {"guidance_scale": 2.0},
+    "output_attentions inside": {"output_attentions": True, "return_dict_in_generate": True},
+    "position_ids do not count": {"position_ids": torch.arange(5, 75)[None]},
+    "custom_generate inside": {"custom_generate": "owner/name"},
+    "512 positions": {"max_new_tokens": 500},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_served_is_refused_in_one_line_before_the_model_runs(message, monkeypatch):
+    network, texts = architecture("llama"), prompts(70)
+    monkeypatch.setattr(network.model, "forward", lambda *_, **__: pytest.fail("computed"))
+    with kv.evicting(network, CONDITIONS["prefill"]), pytest.raises(InputError, match=message) as error:
+        written(network, texts, **REFUSED[message])
+    assert "\n" not in str(error.value)
+
+
+def test_other_refusals():
+    network, [text] = architecture("llama"), prompts(70)
+    static = StaticCache(config=network.config, max_cache_len=128)
+    right = {"input_ids": torch.tensor([text + [0]]), "attention_mask": torch.tensor([[1] * 70 + [0]])}
+    with kv.evicting(network, CONDITIONS["prefill"]):
+        with pytest.raises(InputError, match="pad on the left"):
+            network.generate(**right, max_new_tokens=2)
+        with pytest.raises(InputError, match="past_key_values inside"):
+            written(network, [text], past_key_values=static)
+        with pytest.raises(InputError, match="inputs_embeds inside"):
+            network.generate(inputs_embeds=torch.zeros(1, 9, 48), max_new_tokens=2)
+    for condition, message in (("tova", "give a kvrepro.Condition"), (kv.Condition("tova", 9), "without a regime")):
+        with pytest.raises(InputError, match=message), kv.evicting(network, condition):
+            pytest.fail("the block was entered")
+
+
+# ---- prefixes
+
+
+OFFLINE = {
+    "prefill": kv.Condition("tova", 0.3, kv.Offline()),
+    "ragged": kv.Condition("ada_kv", 0.5, kv.Offline(), switches=(("window", 4), ("recent", 4))),
+    "masked": kv.Condition("k_norm", 30, kv.Offline(), execution="masked", prefix=0.1),
+    "full": kv.Condition("full", None, kv.Offline()),
+    "repeats": kv.Condition("kv_zip", 0.4, kv.Offline()),
+}
+REPEAT = {"repeat": (7, 8, 9)}
+
+
+def requests(end: int = 50) -> list[list[int]]:
+    """Prompts that begin with one prefix of `end` tokens; the last one is it."""
+    first, *others = prompts(end, 9, 14)
+    return [first + other for other in others] + [first]
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_a_prefix_from_a_file_gives_the_tokens_of_the_regime(name, tmp_path):
+    network, texts, condition = architecture("llama"), requests(), OFFLINE[name]
+    marked = [Prompt(ids, {"rest": list(range(50, len(ids)))}) for ids in texts[:-1]]
+    regime = replace(condition, regime=kv.Offline(until="rest"))
+    expected = engine(network, marked, regime, **REPEAT) + engine(network, texts[-1:], condition, **REPEAT)
+    prefix = kv.compress(network, texts[-1], condition, **REPEAT)
+    loaded = kv.load_prefix(prefix.save(tmp_path / "manual.safetensors"), network)
+    assert (loaded.condition, loaded.ids, loaded.bytes) == (condition, texts[-1], prefix.bytes)
+    for one in (prefix, loaded):
+        with kv.evicting(network, one):
+            assert [written(network, [text])[0] for text in texts] == expected
+            assert written(network, texts) == expected  # the same again, in one padded batch
+
+
+def test_a_prefix_in_four_bits(tmp_path):
+    network, texts = architecture("llama", 64), requests()[-1:]
+    condition = replace(OFFLINE["prefill"], bits=4)
+    prefix = kv.load_prefix(kv.compress(network, texts[0], condition).save(tmp_path / "p"), network)
+    with kv.evicting(network, prefix):
+        assert written(network, texts) == engine(network, texts, condition)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_the_states_of_recurrent_layers_go_into_the_file(name, tmp_path):
+    network, texts = architecture(name), requests()
+    prefix = kv.compress(network, texts[-1], OFFLINE["prefill"])
+    marked = Prompt(texts[0], {"rest": list(range(50, len(texts[0])))})
+    expected = engine(network, [marked], replace(prefix.condition, regime=kv.Offline(until="rest")))
+    for one in (prefix, kv.load_prefix(prefix.save(tmp_path / "p"), network)):
+        with kv.evicting(network, one):
+            assert written(network, texts[:1]) == expected
+            with pytest.raises(InputError, match="unequal length"):
+                written(network, texts)
+
+
+def test_a_prefix_serves_its_model_and_its_tokens_alone(tmp_path):
+    network, texts = model("llama"), requests()
+    prefix = kv.compress(network, texts[-1], OFFLINE["prefill"])
+    path = prefix.save(tmp_path / "p.safetensors")
+    with torch.no_grad():
+        network.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    others = (network, model("llama", torch.bfloat16), architecture("qwen3"))
+    for other in others:
+        with pytest.raises(InputError, match="compress it anew"):
+            kv.load_prefix(path, other)
+        with pytest.raises(InputError, match="compress it anew"), kv.evicting(other, prefix):
+            pytest.fail("the block was entered")
+    same = model("llama")
+    with kv.evicting(same, kv.load_prefix(path, same)):
+        with pytest.raises(InputError, match="differs at token 3 of the prefix's 50"):
+            written(same, [texts[0][:3] + [5 + texts[0][3] % 9] + texts[0][4:]])
+        with pytest.raises(InputError, match="ends after 20 of the prefix's 50"):
+            written(same, [texts[0][:20]])
+
+
+def test_files_and_conditions_that_make_no_prefix_are_refused(tmp_path):
+    network, [*_, text] = architecture("llama"), requests()
+    (tmp_path / "text").write_text("no tensors")
+    for path, message in ((tmp_path / "text", "no prefix in"), (tmp_path / "none", "no prefix in")):
+        with pytest.raises(InputError, match=message):
+            kv.load_prefix(path, network)
+    network.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="save it again"):
+        kv.load_prefix(tmp_path / "model.safetensors", network)
+    for condition, message in (
+        (CONDITIONS["prefill"], "compressed whole, in the regime Offline"),
+        (kv.Condition("tova", 0.3, kv.Offline(until="rest")), "compressed whole"),
+        (kv.Condition("quest_pages", 16, kv.Offline()), "evicts nothing"),
+        (kv.Condition("tova", 60, kv.Offline()), "nothing leaves"),
+    ):
+        with pytest.raises(InputError, match=message):
+            kv.compress(network, text, condition)

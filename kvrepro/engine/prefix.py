@@ -26,7 +26,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.evict import Job, Prompts
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.generate import check_means, check_prompt, check_conditions
+from kvrepro.engine.generate import check_conditions, check_means, check_prompt
 from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import budget_of, find
 from kvrepro.engine.regime import Offline

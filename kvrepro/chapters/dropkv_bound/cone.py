@@ -5,6 +5,7 @@ For c* > 0 it is the distance of the origin from the hull of the unit residuals,
 boundary: not convex, and hard in general, so that c* is then enclosed only: `low` by ascent, `high` by a simplex.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +13,10 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
+from kvrepro.chapters.dropkv_bound import hull
+from kvrepro.chapters.dropkv_bound.hull import ORIGIN
+from kvrepro.engine.allowed import ensure
 from kvrepro.errors import InputError
-
-ORIGIN = 1e-9  # a nearest point shorter than this is the origin, up to rounding
 
 
 @dataclass(frozen=True)
@@ -32,21 +34,26 @@ class Cone:
     weights: Tensor  # [..., tokens]
 
 
-def cone(residuals: Tensor, *, tolerance: float = 1e-8, steps: int = 30) -> Cone:
+def cone(residuals: Tensor, *, tolerance: float = 1e-8, steps: int = 30, backend: str = "") -> Cone:
     """Enclose c* of each set of residuals [..., tokens, dim]; residuals of length 0 fulfil any cone and are left out.
 
     tolerance: duality gap at which the nearest point is taken. steps: at most so many ascents where the origin lies in
-    the hull (0: `low` is the value at the mean direction).
+    the hull (0: `low` is the value at the mean direction). backend: "exact" solves set by set on the CPU, by active
+    sets; "batched" many at once on the residuals' device (`hull.nearest`), to the same gap; "": the first for tensors
+    on the CPU, where it is faster, else the second.
     """
     if residuals.ndim < 2 or not residuals.numel():
         raise InputError(f"residuals have shape {tuple(residuals.shape)}: give [..., tokens, dim], none of them empty")
-    sets = residuals.detach().double().cpu().flatten(0, -3) if residuals.ndim > 2 else residuals.double().cpu()[None]
-    found = [_one(points.numpy(), tolerance, steps) for points in sets]
-    batch = residuals.shape[:-2]
-    low, high, direction, weights = (torch.from_numpy(np.stack(part)) for part in zip(*found, strict=True))
-    return Cone(
-        low.view(batch), high.view(batch), direction.view(*batch, -1), weights.view(*batch, residuals.shape[-2])
-    )
+    ensure(("", *SOLVERS), backend=backend)
+    flat = residuals.detach().double().flatten(0, -3) if residuals.ndim > 2 else residuals.double()[None]
+    solve = SOLVERS[backend or ("exact" if residuals.device.type == "cpu" else "batched")]
+    shape = residuals.shape[:-2]
+    return Cone(*(part.reshape((*shape, *part.shape[1:])) for part in solve(flat, tolerance, steps)))
+
+
+def _exact(sets: Tensor, tolerance: float, steps: int) -> Iterator[Tensor]:
+    found = [_one(points.numpy(), tolerance, steps) for points in sets.cpu()]
+    return (torch.from_numpy(np.stack(part)) for part in zip(*found, strict=True))
 
 
 def _one(residuals: np.ndarray, tolerance: float, steps: int) -> tuple:
@@ -62,9 +69,13 @@ def _one(residuals: np.ndarray, tolerance: float, steps: int) -> tuple:
     high = np.linalg.norm(point)
     if high > ORIGIN:
         direction = point / high
-        return (units @ direction).min(), high, direction, weights
-    direction = _ascend(units, steps)
-    return (units @ direction).min(), -_ball(units[chosen], high), direction, weights
+        low = (units @ direction).min()
+        if low > ORIGIN or high > tolerance:
+            return low, high, direction, weights
+    climbed, radius = _ascend(units, steps), _ball(units[chosen], high)
+    if high <= ORIGIN or (units @ climbed).min() > low:
+        direction, low = climbed, (units @ climbed).min()
+    return low, -radius if radius or high <= ORIGIN else high, direction, weights
 
 
 def nearest(
@@ -79,6 +90,7 @@ def nearest(
     """
     dim = points.shape[1]
     used = np.argsort(points @ points.mean(0), kind="stable")[:dim] if start is None else start
+    before = np.inf
     while True:
         system = np.vstack([points[used].T, np.ones(len(used))])
         weights, _ = nnls(system, np.append(np.zeros(dim), 1.0))
@@ -89,9 +101,9 @@ def nearest(
         beyond = points @ point - length**2
         worst = np.argsort(beyond, kind="stable")[:dim]
         worst = np.setdiff1d(worst[beyond[worst] < -tolerance * length], used)
-        if length <= ORIGIN or not worst.size:
+        if length <= ORIGIN or not worst.size or length >= before:  # no nearer: rounding hides the rest
             return weights, used
-        used = np.union1d(used, worst)
+        used, before = np.union1d(used, worst), length
 
 
 def _ascend(units: np.ndarray, steps: int) -> np.ndarray:
@@ -129,3 +141,71 @@ def _ball(simplex: np.ndarray, slack: float) -> float:
     coordinates = np.linalg.inv(np.vstack([simplex.T, np.ones(corners)]))
     radius = (coordinates[:, -1] / np.linalg.norm(coordinates[:, :-1], axis=1)).min()
     return max(radius - slack, 0.0)
+
+
+# ---------------------------------------------------------------- many sets at once
+
+
+def _batched(sets: Tensor, tolerance: float, steps: int) -> Iterator[Tensor]:
+    size = max(1, BYTES // (8 * sets[0].numel()))
+    found = [_many(some, tolerance, steps) for some in sets.split(size)]
+    return (torch.cat(part) for part in zip(*found, strict=True))
+
+
+def _many(residuals: Tensor, tolerance: float, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_one` for residuals [sets, tokens, dim]."""
+    length = residuals.norm(dim=-1, keepdim=True)
+    none, first = length[..., 0] == 0, (length > 0).int().argmax(1, keepdim=True)  # a used one stands in for those
+    units = residuals / length.clamp_min(1e-300)
+    units = torch.where(none[..., None], units.gather(1, first.expand(-1, -1, units.shape[-1])), units)
+    empty = none.all(1)
+    units[empty] = torch.eye(units.shape[-1]).to(units)[0]
+    near = hull.nearest(units, units.mean(1), tolerance)
+    weights = near.weights.scatter_add(1, first[..., 0], (near.weights * none).sum(1, keepdim=True)).masked_fill(
+        none, 0
+    )
+    inside = ((near.low <= ORIGIN) & (near.high <= tolerance)).nonzero()[:, 0]
+    if len(inside):
+        held = units[inside]
+        direction = _ascend_many(held, steps)
+        low = (held @ direction[..., None])[..., 0].amin(1)
+        better = (near.high[inside] <= ORIGIN) | (low > near.low[inside])
+        near.direction[inside[better]], near.low[inside[better]] = direction[better], low[better]
+        radius = _spread(held, near.weights[inside])
+        near.high[inside] = torch.where(radius > 0, -radius, near.high[inside])
+    return near.low, near.high, near.direction, weights
+
+
+def _ascend_many(units: Tensor, steps: int) -> Tensor:
+    """`_ascend` for units [sets, tokens, dim]; a set whose gain is small is not climbed any further."""
+    mean = units.mean(1)
+    length = mean.norm(dim=-1, keepdim=True)
+    u = torch.where(length > ORIGIN, mean / length.clamp_min(1e-300), units[:, 0])
+    value, left = (units @ u[..., None])[..., 0].amin(1), torch.arange(len(units), device=units.device)
+    for _ in range(steps):
+        climbed = units[left]
+        shifted = climbed - 1.1 * value[left, None, None] * u[left, None]
+        w = hull.nearest(shifted, u[left], 1e-7).direction
+        gain = (climbed @ w[..., None])[..., 0].amin(1) - value[left]
+        better = left[gain > 0]
+        u[better], value[better] = w[gain > 0], value[better] + gain[gain > 0]
+        left = left[gain > 1e-4]
+        if not len(left):
+            break
+    return u
+
+
+def _spread(units: Tensor, weights: Tensor) -> Tensor:
+    """What -c* is at least, [sets], by weights whose mean point m = sum_i w_i x_i is next to the origin; at least 0.
+
+    For each unit u the numbers u . x_i have the mean u . m, lie between -b and 1, and so have a variance of at most
+    (1 - u . m)(b + u . m) (Bhatia and Davis); it is at least the least eigenvalue of the points' covariance.
+    """
+    mean = (weights[:, None] @ units)[:, 0]
+    covariance = units.mT @ (units * weights[..., None]) - mean[:, :, None] * mean[:, None]
+    slack = mean.norm(dim=-1)
+    return (torch.linalg.eigvalsh(covariance)[:, 0] / (1 + slack) - slack).clamp_min(0)
+
+
+SOLVERS = {"exact": _exact, "batched": _batched}
+BYTES = 2**30  # of residuals that are solved together

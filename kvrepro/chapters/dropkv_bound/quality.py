@@ -3,7 +3,7 @@
 Every method looks through the last 8 queries and pools over 11 tokens, where it does either (DropKV, section 5).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from kvrepro.chapters.dropkv_bound import bound
 from kvrepro.chapters.dropkv_bound.settings import Given
-from kvrepro.chapters.dropkv_bound.triples import Triple, dropkv, pooled, triples
+from kvrepro.chapters.dropkv_bound.triples import Layer, pooled, triples
 from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import check, find, is_own
@@ -134,24 +134,23 @@ class _Packed:
 
     def __init__(self, evicted: dict[int, Tensor], prompt: int):
         self.evicted, self.prompt = evicted, prompt  # layer -> bool [heads, prompt]
-        self.layers = self.heads = torch.zeros(0, dtype=torch.long)
+
+    def take(self, copies: Sequence[tuple[int, int]], new: int, device: str | torch.device) -> None:
+        """The next pass holds these copies (layer, head) of `new` tokens."""
+        self.layers, self.heads = torch.tensor(copies, device=device).T
+        self.touched, self.new = {layer for layer, _ in copies}, new
+        same = torch.arange(len(copies), device=device).repeat_interleave(new)
+        self.own = (same[:, None] == same).tril()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
-        seen = None
-        if key.shape[2] > query.shape[2]:
-            copies, count = len(self.layers), query.shape[1]
-            new = query.shape[2] // copies
-            gone = torch.zeros(count, copies, self.prompt, dtype=torch.bool)
-            if layer in self.evicted:
-                every = torch.arange(count)[:, None]
-                touched = (self.layers == layer) & ((self.heads == every) | (self.heads < 0))
-                gone = touched[..., None] & self.evicted[layer][:, None]
-            own = torch.block_diag(*[torch.ones(new, new)] * copies).bool().tril()
-            past = ~gone[:, :, None].expand(-1, -1, new, -1).reshape(count, copies * new, self.prompt)
-            seen = torch.cat([past, own.expand(count, -1, -1)], -1)[None].to(query.device)
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=True
-        )
+        tokens = query.shape[2]
+        past = torch.ones(1, tokens, self.prompt, dtype=torch.bool, device=query.device)
+        if layer in self.touched:
+            every = torch.arange(query.shape[1], device=query.device)[:, None]
+            touched = (self.layers == layer) & ((self.heads == every) | (self.heads < 0))
+            past = ~(touched[..., None] & self.evicted[layer][:, None]).repeat_interleave(self.new, 1)
+        seen = torch.cat([past, self.own.expand(len(past), -1, -1)], -1)[None]
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
 
 
@@ -178,11 +177,10 @@ def answer_loss(loaded: Loaded, item: Item, share: float, window: int, kernel: i
     gone = len(ids) - max(int(share * len(ids)), window)
     evicted: dict[int, Tensor] = {}
 
-    def visit(found: Iterator[Triple]) -> None:
-        for t in found:
-            mask = torch.zeros(1, len(t.p), dtype=torch.bool)
-            mask[0, bound.smallest(pooled(dropkv(t), kernel)[:-window], gone)] = True
-            evicted[t.layer] = torch.cat([evicted[t.layer], mask]) if t.layer in evicted else mask
+    def visit(layer: Layer) -> None:
+        cost = layer.cost(len(ids) - 1)
+        cheapest = bound.smallest(pooled(cost, kernel)[:, :-window], gone)
+        evicted[layer.number] = torch.zeros_like(cost, dtype=torch.bool).scatter_(1, cheapest, True)
 
     cache = DynamicCache(config=loaded.model.config)
     triples(loaded.model, ids, [len(ids) - 1], visit, window=window, cache=cache)
@@ -206,7 +204,7 @@ def _answer_losses(
         asked = [(-1, -1), *copies]  # first nothing is evicted
         size = max(1, PACKED // len(answer))
         for some in (asked[i : i + size] for i in range(0, len(asked), size)):
-            one.layers, one.heads = torch.tensor(some).T
+            one.take(some, len(answer), model.device)
             n = len(some)
             logits = model(
                 tokens.repeat(1, n), position_ids=places.repeat(1, n), past_key_values=cache, use_cache=True,

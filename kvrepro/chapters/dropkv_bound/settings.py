@@ -23,6 +23,7 @@ class Sampling:
     window: int = 8
     kernel: int = 11
     steps: int = 6
+    cones: int = 2048
     seed: int = 0
 
 
@@ -34,6 +35,7 @@ class Settings(run.Settings):
     lengths: tuple[Size, ...] = (500, 1900, 3000)  #: for the study of lengths; what cannot be had is left out
     k: Size = 200  #: in 1 - k eps, of figures and tables
     triples: Size | None = None  #: for the enumeration, over all prompts; None: the profile's
+    cones: Size = 2048  #: of a prompt's triples so many, spread evenly, are asked for their cone; fewer: all it has
     positions: Size | None = None  #: query positions per prompt, layer and head; None: the profile's
     since: Part = 0.5  #: they lie in the prompt after this share of it
     window: Size = 8  #: final keys outside the pool, and queries that a rule observes

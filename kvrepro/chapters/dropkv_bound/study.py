@@ -1,7 +1,7 @@
 """The studies of the chapter on DropKV's bound: tidy frames over triples of real prompts."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,9 +11,9 @@ import torch
 from scipy import stats as scipy_stats
 from torch import Tensor
 
-from kvrepro.chapters.dropkv_bound import bound, cone, triples
+from kvrepro.chapters.dropkv_bound import assumptions, bound, cone, triples
 from kvrepro.chapters.dropkv_bound.settings import Given, Sampling, pool_name
-from kvrepro.chapters.dropkv_bound.triples import RULES, Triple
+from kvrepro.chapters.dropkv_bound.triples import RULES, Layer, Triple
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, run
@@ -23,7 +23,7 @@ from kvrepro.item import Item
 PARTS = ("assumptions", "records", "lemma", "budgets", "alignment")
 WHERE = ["layer", "head", "position"]
 KS, TWENTY = (10, 18), 20  # of so many keys these are evicted
-MU_AT = 0.1  # c at which the pool's mass outside the cone is reported
+Where = tuple[int, int, int]  # layer, head, position
 Rule = tuple[str, int, int]  # its name, the queries that it observes, the kernel of its pooling
 WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its prompts may have
 
@@ -176,71 +176,63 @@ def of_item(
 def other_of_item(loaded: Loaded, item: tuple[Item, int], policy: str, s: Sampling, limit: int) -> pd.DataFrame:
     """Records of a policy that is not of table 11, on the same keys as `of_item`'s; F only."""
     ids, found = data.build_prompt(item[0], loaded.tokenizer, limit).ids, find(policy)
-    positions, chosen = _chosen(loaded, ids, s, item[1])
+    positions = triples.spread(len(ids), s.positions, s.since)
+    chosen = _chosen(_every(loaded, ids, s), ids, s, item[1])
     drawn: list[dict] = []
 
-    def visit(layer: Iterator[Triple]) -> None:
-        for t in layer:
-            if (t.layer, t.head, t.position) in chosen:
-                drawn.extend(_drawn(t, s, {(policy, s.window, 1): triples.scores_of(found, t)}))
+    def visit(layer: Layer) -> None:
+        for one in (layer.triple(head, t) for number, head, t in chosen if number == layer.number):
+            drawn.extend(_drawn(one, s, {(policy, s.window, 1): triples.scores_of(found, one)}))
 
     triples.triples(loaded.model, ids, positions, visit, window=s.window)
-    return _records(drawn, s, compared=False).assign(item=item[0].id, task=item[0].task)
+    return _records(drawn, s, loaded.model.device, compared=False).assign(item=item[0].id, task=item[0].task)
 
 
-def _chosen(loaded: Loaded, ids: Sequence[int], s: Sampling, take: int) -> tuple[list[int], set[tuple[int, int, int]]]:
-    """The query positions of a prompt, and `take` of its triples, drawn at random, or all it has."""
+def _every(loaded: Loaded, ids: Sequence[int], s: Sampling) -> list[Where]:
+    """The triples of a prompt."""
     shape = loaded.model.config.get_text_config()
-    positions = triples.spread(len(ids), s.positions, s.since)
     layers, heads = range(shape.num_hidden_layers), range(shape.num_attention_heads)
-    every = [(layer, head, t) for layer in layers for head in heads for t in positions]
+    positions = triples.spread(len(ids), s.positions, s.since)
+    return [(layer, head, t) for layer in layers for head in heads for t in positions]
+
+
+def _chosen(every: Sequence[Where], ids: Sequence[int], s: Sampling, take: int) -> list[Where]:
+    """`take` of a prompt's triples, drawn at random, or all it has; in order."""
     seed = np.random.default_rng([s.seed, len(ids), *ids[-8:]])
-    return positions, {every[i] for i in seed.choice(len(every), min(take, len(every)), replace=False)}
+    return [every[i] for i in sorted(seed.choice(len(every), min(take, len(every)), replace=False))]
 
 
 def prompt(
     loaded: Loaded, ids: Sequence[int], s: Sampling, take: int, parts: Sequence[str] = PARTS
 ) -> dict[str, pd.DataFrame]:
-    """The frames of one prompt; `take` of its triples, or all it has, enter the enumeration."""
-    shape = loaded.model.config.get_text_config()
-    positions, chosen = _chosen(loaded, ids, s, take if "records" in parts else 0)
+    """The frames of one prompt; `take` of its triples, or all it has, enter the enumeration, and `s.cones` of them and
+    these the study of the assumptions."""
+    positions, every = triples.spread(len(ids), s.positions, s.since), _every(loaded, ids, s)
+    chosen = _chosen(every, ids, s, take if "records" in parts else 0)
+    even = {every[i] for i in assumptions.evenly(len(every), s.cones)}
+    asked = [where for where in every if where in even.union(chosen)]
     rows: dict[str, list[dict]] = {name: [] for name in PARTS}
     drawn: list[dict] = []
+    studied = [assumptions.Triples(t, s, len(every)) for t in positions if "assumptions" in parts]
 
-    def visit(layer: Iterator[Triple]) -> None:
-        last = []
-        for t in layer:
-            rows["assumptions"] += _assumptions(t, s)
-            if t.position == positions[-1]:
-                last.append(t)
-            if (t.layer, t.head, t.position) in chosen:
-                rows["lemma"].append(t.where | lemma_error(t, s.seed))
-                drawn.extend(_drawn(t, s))
-                rows["alignment"] += _alignment(t, s)
+    def visit(layer: Layer) -> None:
+        for of_position in studied:
+            of_position.add(
+                layer, [head for number, head, t in asked if (number, t) == (layer.number, of_position.position)]
+            )
+        for one in (layer.triple(head, t) for number, head, t in chosen if number == layer.number):
+            rows["lemma"].append(one.where | lemma_error(one, s.seed))
+            drawn.extend(_drawn(one, s))
+            rows["alignment"] += _alignment(one, s)
         if "budgets" in parts:
-            rows["budgets"] += _budgets(last, shape.num_attention_heads // shape.num_key_value_heads, s)
+            rows["budgets"] += _budgets(layer, s)
 
     triples.triples(loaded.model, ids, positions, visit, window=s.window)
     frames = {name: pd.DataFrame(rows[name]) for name in parts}
-    return frames | ({"records": _records(drawn, s)} if "records" in parts else {})
-
-
-def _assumptions(t: Triple, s: Sampling) -> list[dict]:
-    rows = []
-    for size in s.pools:
-        keys = bound.pool(t.p, size, s.window)
-        p, r = t.p[keys], t.r[keys]
-        c = cone.cone(r, steps=s.steps)
-        evicted = bound.smallest(bound.single_cost(p, r), len(keys) // 2)
-        proxy = bound.joint_cost(p, r, evicted)
-        robust = bound.robust(p, r, c, proxy, len(evicted))
-        at = torch.tensor([MU_AT], dtype=torch.float64)
-        mu = min(bound.outside(p, r, u, at).item() for u in bound.directions(p, r, c))
-        row = {"tokens": len(t.p), "pool": pool_name(size), "pool_size": len(keys), "eps": p.max().item()}
-        row |= {"c_low": c.low.item(), "c_high": c.high.item(), "mu_share": mu / (p * r.norm(dim=-1)).sum().item()}
-        row |= {"guarantee": (proxy / robust.lower).item()}
-        rows.append(t.where | row | {"robust_c": robust.c.item(), "robust_mu": robust.share.item()})
-    return rows
+    if studied:
+        found = pd.concat([of_position.frame() for of_position in studied])
+        frames["assumptions"] = found.sort_values(WHERE, kind="stable", ignore_index=True)
+    return frames | ({"records": _records(drawn, s, loaded.model.device)} if "records" in parts else {})
 
 
 def lemma_error(t: Triple, seed: int = 0) -> dict:
@@ -287,16 +279,16 @@ def _lot(t: Triple, count: int, seed: int) -> Tensor:
     return torch.rand(count, dtype=torch.float64, generator=draw)
 
 
-def _records(drawn: list[dict], s: Sampling, compared: bool = True) -> pd.DataFrame:
+def _records(drawn: list[dict], s: Sampling, device: torch.device, compared: bool = True) -> pd.DataFrame:
     """A row per triple, stratum, k, objective and rule; F of the query, on the paper's strata also of the window.
 
     compared: with the optimum over all subsets, and theorem 1's bound on the ratio to it.
     """
     if not drawn:
         return pd.DataFrame()
-    p, r = _stack(drawn, "p"), _stack(drawn, "r")
+    p, r = _stack(drawn, "p", device), _stack(drawn, "r", device)
     plain = [one for one in drawn if one["where"]["stratum"] in triples.STRATA]
-    pw, rw = _stack(plain, "p_window"), _stack(plain, "r_window")
+    pw, rw = _stack(plain, "p_window", device), _stack(plain, "r_window", device)
     query, window, frames = partial(bound.joint_cost, p, r), partial(bound.window_cost, pw, rw), []
     found, eps = cone.cone(r, steps=s.steps) if compared else None, p.amax(-1)
     for k in KS:
@@ -305,26 +297,27 @@ def _records(drawn: list[dict], s: Sampling, compared: bool = True) -> pd.DataFr
             facts = {"best": bound.optimum(p, r, k).value, "eps": eps, "c_low": found.low, "c_high": found.high}
             facts |= {"bound": bound.factor(found.low, eps, k)}
             facts_of_window = {"best": bound.window_optimum(pw, rw, k).value}
-        frames += _by_rule(drawn, k, "query", query, facts)
-        frames += _by_rule(plain, k, "window", window, facts_of_window)
+        frames += _by_rule(drawn, k, "query", query, facts, device)
+        frames += _by_rule(plain, k, "window", window, facts_of_window, device)
     return pd.concat(frames, ignore_index=True)
 
 
-def _stack(drawn: list[dict], name: str) -> Tensor:
-    return torch.stack([one[name] for one in drawn])
+def _stack(drawn: list[dict], name: str, device: torch.device) -> Tensor:
+    return torch.stack([one[name] for one in drawn]).to(device)
 
 
 def _by_rule(
-    drawn: list[dict], k: int, objective: str, cost: Callable[[Tensor], Tensor], facts: Mapping[str, Tensor]
-) -> list[pd.DataFrame]:
+    drawn: list[dict], k: int, objective: str, cost: Callable[[Tensor], Tensor], facts: Mapping[str, Tensor],
+    device: torch.device,
+) -> list[pd.DataFrame]:  # fmt: skip
     base = pd.DataFrame([one["where"] for one in drawn]).assign(k=k, objective=objective)
-    base = base.assign(**{name: values.numpy() for name, values in facts.items()})
+    base = base.assign(**{name: values.cpu().numpy() for name, values in facts.items()})
     frames = []
     for rule, queries, kernel in drawn[0]["scores"]:
         score = torch.stack([one["scores"][rule, queries, kernel] for one in drawn])
-        value = cost(bound.smallest(score, k))
-        frame = base.assign(rule=rule, queries=queries, kernel=kernel, value=value.numpy())
-        frames.append(frame.assign(ratio=(value / facts["best"]).numpy()) if facts else frame)
+        value = cost(bound.smallest(score.to(device), k))
+        frame = base.assign(rule=rule, queries=queries, kernel=kernel, value=value.cpu().numpy())
+        frames.append(frame.assign(ratio=(value / facts["best"]).cpu().numpy()) if facts else frame)
     return frames
 
 
@@ -343,34 +336,40 @@ def _alignment(t: Triple, s: Sampling) -> list[dict]:
 # ---------------------------------------------------------------- budgets over the heads of a layer
 
 
-def _budgets(last: list[Triple], group: int, s: Sampling) -> list[dict]:
+def _budgets(layer: Layer, s: Sampling) -> list[dict]:
     """Relative shift of one layer's output at the last query: uniform budgets of its KV heads against adaptive ones.
 
     Scores as in the public code: mean over the group of `triples.dropkv`, pooled; the window always stays. Adaptive:
     the layer's budget goes to its highest scores, whichever head they are in.
     """
-    rows, heads, tokens = [], len(last) // group, len(last[0].p)
-    whole = sum(t.window_a[-1].square().sum() for t in last)
-    costs = {bf16: torch.stack([triples.dropkv(t, bf16=bf16) for t in last]) for bf16 in (False, True)}
+    last, heads = max(layer.positions), len(layer.key)
+    p, a, v = layer.attention(last)[:, -1], layer.outputs(last)[:, -1], layer.value[:, : last + 1].double()
+    tokens, rows, found = last + 1, [], []
+    costs = {bf16: layer.cost(last, bf16=bf16).view(heads, layer.group, tokens).mean(1) for bf16 in (False, True)}
     for pooling, bf16 in (("max", False), ("average", False), ("none", False), ("max", True)):
-        score = costs[bf16].view(heads, group, tokens).mean(1)
-        score = score if pooling == "none" else triples.pooled(score, s.kernel, pooling)
+        score = costs[bf16] if pooling == "none" else triples.pooled(costs[bf16], s.kernel, pooling)
         score = score[:, : tokens - s.window]
         for share in s.shares:
             gone = tokens - max(int(share * tokens), s.window)
-            uniform, adaptive = torch.zeros(2, heads, tokens, dtype=torch.bool)
+            uniform, adaptive = torch.zeros(2, heads, tokens, dtype=torch.bool, device=p.device)
             uniform.scatter_(1, bound.smallest(score, gone), True)
             chosen = bound.smallest(score.flatten(), gone * heads)
             adaptive[chosen // score.shape[1], chosen % score.shape[1]] = True
             for allocation, evicted in (("uniform", uniform), ("adaptive", adaptive)):
-                moved = sum(_moved(t, evicted[t.head // group]) for t in last)
-                row = {"layer": last[0].layer, "share": share, "allocation": allocation, "pooling": pooling}
-                row |= {"bf16": bf16, "error": (moved / whole).sqrt().item(), "evicted": int(evicted.sum())}
-                rows.append(row)
-    return rows
+                row = {"layer": layer.number, "share": share, "allocation": allocation, "pooling": pooling}
+                rows.append(row | {"bf16": bf16})
+                found.append(torch.stack([_shift(p, a, v, evicted), evicted.sum().double()]))
+    values = zip(rows, torch.stack(found).tolist(), strict=True)  # one transfer
+    return [row | {"error": error, "evicted": int(count)} for row, (error, count) in values]
 
 
-def _moved(t: Triple, evicted: Tensor) -> Tensor:
-    """||Delta(J)||^2 of the query, by lemma 1 without a residual for every key."""
-    gone = t.p * evicted
-    return ((gone.sum() * t.window_a[-1] - gone @ t.v) / (1 - gone.sum())).square().sum()
+def _shift(p: Tensor, a: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
+    """||Delta|| of a layer's output for one query, over ||a||, by lemma 1 without a residual for every key.
+
+    p [heads, tokens], a [heads, dim], v [kv_heads, tokens, dim], evicted: bool [kv_heads, tokens].
+    """
+    heads = len(v)
+    gone = p.view(heads, -1, p.shape[1]) * evicted[:, None]
+    mass = gone.sum(-1, keepdim=True)
+    moved = (mass * a.view(heads, -1, a.shape[1]) - gone @ v) / (1 - mass)
+    return (moved.square().sum() / a.square().sum()).sqrt()

@@ -1,11 +1,12 @@
 """Triples (layer, query head, query position) of a real prompt, Table 11's scoring rules and DropKV's four strata.
 
 One plain forward pass; the attention rows of the chosen queries are computed from queries and keys as each layer
-passes, so that no attention matrix is ever held. Scores here: large = keep. Source: DropKV, appendices B and C.3.
+passes, for all its heads at once, so that no attention matrix is ever held. Scores here: large = keep. Source: DropKV,
+appendices B and C.3.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,16 +65,81 @@ class Triple:
 # ---------------------------------------------------------------- from a model
 
 
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a prompt on the model's device: all its heads at once, or triple by triple as an iterable."""
+
+    number: int
+    layers: int  # of the model
+    positions: Sequence[int]  # of the queries
+    window: int
+    query: Float[Tensor, "heads tokens dim"]
+    key: Float[Tensor, "kv_heads tokens dim"]
+    value: Float[Tensor, "kv_heads tokens dim"]
+    scaling: float
+    projection: Float[Tensor, "hidden heads*dim"]
+    seen: dict[int, Tensor] = field(default_factory=dict)  # `attention` by position, once it is computed
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.query.shape[0] // self.key.shape[0]
+
+    def attention(self, t: int) -> Float[Tensor, "heads window tokens"]:
+        """What the `window` queries that end in t pay to the tokens 0 ... t, float64."""
+        if t not in self.seen:
+            q, k = self.query[:, t - self.window + 1 : t + 1].double(), self.key[:, : t + 1].double()
+            rows = self._by_kv_head(q) @ k.mT * self.scaling
+            rows = rows.view(len(q), self.window, t + 1)
+            future = torch.ones_like(rows[0], dtype=torch.bool).triu_(t - self.window + 2)
+            self.seen[t] = rows.masked_fill_(future, -torch.inf).softmax(-1)
+        return self.seen[t]
+
+    def outputs(self, t: int) -> Float[Tensor, "heads window dim"]:
+        """The same queries' outputs, float64."""
+        p = self.attention(t)
+        return (self._by_kv_head(p) @ self.value[:, : t + 1].double()).view(*p.shape[:2], -1)
+
+    def cost(self, t: int, *, bf16: bool = False) -> Float[Tensor, "heads tokens"]:
+        """`dropkv` of every head."""
+        p, v = self.attention(t), self.value[:, : t + 1].double()
+        return _eviction_cost(p, _square_distance(self._by_kv_head(self.outputs(t)), v).view_as(p), bf16)
+
+    def triple(self, head: int, t: int) -> Triple:
+        """One of its triples."""
+        dim, shared = self.value.shape[-1], head // self.group
+        w = self.projection[:, head * dim : (head + 1) * dim].float()
+        norm = (self.value[shared, : t + 1].float() @ w.T).abs().sum(-1)
+        q, key, value = (x[None, None, : t + 1] for x in (self.query[head], self.key[shared], self.value[shared]))
+        p, v, k, norm = (x.double().cpu() for x in (self.attention(t)[head], value[0, 0], key[0, 0], norm))
+        return Triple(self.number, head, t, p, v, k, norm, self._observation(q, key, value, w.T[None]))
+
+    def __iter__(self) -> Iterator[Triple]:
+        return (self.triple(head, t) for head in range(len(self.query)) for t in self.positions)
+
+    def _by_kv_head(self, rows: Tensor) -> Tensor:
+        """[heads, window, ...] as [kv_heads, group * window, ...]."""
+        return rows.reshape(len(self.key), self.group * self.window, -1)
+
+    def _observation(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> Observation:
+        """Of one query head, which has a KV head of its own, at the last of its tokens."""
+        at = torch.arange(key.shape[2], device=key.device)[None]
+        return Observation(
+            self.number, self.layers, key, value, at[None], query[:, :, -self.window :], at[:, -self.window :],
+            torch.tensor([key.shape[2]], device=key.device), self.scaling, output,
+        )  # fmt: skip
+
+
 def triples(
     model: Any,
     ids: Sequence[int],
     positions: Sequence[int],
-    visit: Callable[[Iterator[Triple]], None],
+    visit: Callable[[Layer], None],
     *,
     window: int = 8,
     cache: Any = None,
 ) -> None:
-    """Hand the triples of each layer to `visit`, layer by layer, as one forward pass of the prompt `ids` reaches it.
+    """Hand each layer to `visit` as one forward pass of the prompt `ids` reaches it.
 
     positions: true positions of the queries, each at least `window`. What `visit` does not keep is freed before the
     next layer. cache: filled with the prompt's keys and values, if given. Raises InputError before the pass.
@@ -93,42 +159,17 @@ def triples(
 
 
 class _Looker:
-    """Attends as usual and shows each layer's triples in passing."""
+    """Attends as usual and shows each layer in passing."""
 
-    def __init__(self, model: Any, positions: Sequence[int], visit: Callable, window: int):
+    def __init__(self, model: Any, positions: Sequence[int], visit: Callable[[Layer], None], window: int):
         self.positions, self.visit, self.window = positions, visit, window
         self.projections = {layer: module.o_proj.weight for layer, module in attention_modules(model).items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
-        self.visit(self._triples(layer, query[0], key[0], value[0], scaling))
+        count, own = len(self.projections), self.projections[layer]
+        self.visit(Layer(layer, count, self.positions, self.window, query[0], key[0], value[0], scaling, own))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
-
-    def _triples(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Iterator[Triple]:
-        group, dim = query.shape[0] // key.shape[0], value.shape[-1]
-        for head in range(query.shape[0]):
-            w = self.projections[layer][:, head * dim : (head + 1) * dim].float()
-            norm = (value[head // group].float() @ w.T).abs().sum(-1).double().cpu()
-            k, v = (x[head // group].double().cpu() for x in (key, value))
-            for t in self.positions:
-                rows = query[head, t - self.window + 1 : t + 1].double().cpu() @ k[: t + 1].T * scaling
-                future = torch.ones_like(rows, dtype=torch.bool).triu_(t - self.window + 2)
-                p = rows.masked_fill_(future, -torch.inf).softmax(-1)
-                q, own_k, own_v = (
-                    x[None, None, : t + 1] for x in (query[head], key[head // group], value[head // group])
-                )
-                seen = self._observation(layer, q, own_k, own_v, w.T[None], scaling)
-                yield Triple(layer, head, t, p, v[: t + 1], k[: t + 1], norm[: t + 1], seen)
-
-    def _observation(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scaling: float
-    ) -> Observation:
-        """Of one query head, which has a KV head of its own, at the last of its tokens."""
-        at = torch.arange(key.shape[2], device=key.device)[None]
-        return Observation(
-            layer, len(self.projections), key, value, at[None], query[:, :, -self.window :], at[:, -self.window :],
-            torch.tensor([key.shape[2]], device=key.device), scaling, output,
-        )  # fmt: skip
 
 
 def spread(tokens: int, count: int, since: float = 0.5) -> list[int]:
@@ -153,9 +194,17 @@ def dropkv(t: Triple, *, bf16: bool = False, eps: float = DROPKV_EPS) -> Tensor:
 
     bf16: attention rounded to bfloat16 before the square, as the public code does.
     """
-    p = t.window_p.bfloat16().double() if bf16 else t.window_p
-    square = torch.cdist(t.window_a, t.v, compute_mode="donot_use_mm_for_euclid_dist").square()
-    return ((p / (1 - p + eps)).square() * square).sum(0)
+    return _eviction_cost(t.window_p, _square_distance(t.window_a, t.v), bf16, eps)
+
+
+def _eviction_cost(p: Tensor, square: Tensor, bf16: bool, eps: float = DROPKV_EPS) -> Tensor:
+    p = p.bfloat16().double() if bf16 else p
+    return ((p / (1 - p + eps)).square() * square).sum(-2)
+
+
+def _square_distance(a: Tensor, v: Tensor) -> Tensor:
+    """||a_t - v_j||^2, [..., window, tokens], without the cancellation of an expanded square."""
+    return torch.cdist(a, v, compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
 # By the catalogue's names: scores [tokens], large = keep, over the triple's window of queries, as the table prints them

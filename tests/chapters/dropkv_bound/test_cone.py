@@ -23,44 +23,51 @@ def around(axis: np.ndarray, angle: float, count: int, seed: int = 0) -> np.ndar
     return math.cos(angle) * axis + math.sin(angle) * side
 
 
+both = pytest.mark.parametrize("backend", ["exact", "batched"])
+
+
+@both
 @pytest.mark.parametrize("angle", [0.1, 1.0, 1.5])
-def test_a_right_circular_cone_has_the_cosine_of_its_angle(angle):
+def test_a_right_circular_cone_has_the_cosine_of_its_angle(angle, backend):
     axis = np.eye(6)[2]
     points = around(axis, angle, 7)
     lengths = np.random.default_rng(1).uniform(0.1, 9, (len(points), 1))  # lengths do not matter
-    found = cone(torch.tensor(points * lengths))
+    found = cone(torch.tensor(points * lengths), backend=backend)
     assert found.low.item() == pytest.approx(math.cos(angle), abs=1e-7)
     assert found.high.item() == pytest.approx(math.cos(angle), abs=1e-7)
     assert found.low > ORIGIN
     assert torch.allclose(found.direction, torch.tensor(axis), atol=1e-6)
 
 
-def test_opposite_residuals_have_no_cone():
+@both
+def test_opposite_residuals_have_no_cone(backend):
     """In one dimension both signs give c* = -1, certified by the segment between them."""
-    found = cone(torch.tensor([[2.0], [-3.0]]))
+    found = cone(torch.tensor([[2.0], [-3.0]]), backend=backend)
     assert (found.low.item(), found.high.item()) == pytest.approx((-1, -1))
     assert found.high <= ORIGIN
     assert found.low <= ORIGIN
 
 
-def test_a_regular_simplex_is_solved_exactly():
+@both
+def test_a_regular_simplex_is_solved_exactly(backend):
     """Corners of a regular simplex around the origin: the best direction points at a corner's back, c* = -1 / dim."""
     for dim in (2, 3, 5):
         corners = np.linalg.svd(np.eye(dim + 1) - 1 / (dim + 1))[0][:, :dim]
-        found = cone(torch.tensor(corners))
+        found = cone(torch.tensor(corners), backend=backend)
         assert found.low.item() == pytest.approx(-1 / dim)
         assert found.high.item() == pytest.approx(-1 / dim)
 
 
+@both
 @given(seed=st.integers(0, 10**6), dim=st.integers(2, 4), more=st.integers(0, 20), lean=st.floats(0, 1.5))
 @settings(max_examples=60, deadline=None)
-def test_the_enclosure_holds_the_hull_s_own_answer(seed, dim, more, lean):
+def test_the_enclosure_holds_the_hull_s_own_answer(backend, seed, dim, more, lean):
     """c* > 0: low = high. Otherwise c* = minus the distance of the origin from the nearest facet lies in between."""
     rng = np.random.default_rng(seed)
     residuals = rng.normal(size=(dim + 1 + more, dim)) + lean * np.eye(dim)[0]
     units = residuals / np.linalg.norm(residuals, axis=1, keepdims=True)
     facets = -ConvexHull(units, qhull_options="QJ").equations[:, -1]
-    found = cone(torch.tensor(residuals))
+    found = cone(torch.tensor(residuals), backend=backend)
     weights = found.weights.numpy()
     assert weights.min() >= 0
     assert weights.sum() == pytest.approx(1)
@@ -91,19 +98,84 @@ def test_columns_are_generated_to_the_exact_optimum():
     assert chosen.size <= 13
 
 
-def test_batches_and_keys_at_the_output_itself():
+@both
+def test_batches_and_keys_at_the_output_itself(backend):
     residuals = torch.randn(3, 2, 9, 4, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     residuals[0, 0, 5] = 0.0  # v_j = a fulfils any cone
-    found = cone(residuals)
-    alone = cone(torch.cat([residuals[0, 0, :5], residuals[0, 0, 6:]]))
+    found = cone(residuals, backend=backend)
+    alone = cone(torch.cat([residuals[0, 0, :5], residuals[0, 0, 6:]]), backend=backend)
     assert found.low.shape == (3, 2)
     assert found.direction.shape == (3, 2, 4)
     assert found.weights.shape == (3, 2, 9)
     assert found.low[0, 0] == pytest.approx(alone.low.item())
     assert found.weights[0, 0, 5] == 0
-    assert cone(torch.zeros(3, 4)).low.item() == 1.0
+    assert cone(torch.zeros(3, 4), backend=backend).low.item() == 1.0
+
+
+def cloud(seed: int, tokens: int, dim: int, lean: float) -> torch.Tensor:
+    """Residuals of gaussian values that lean towards one side, as a softmax over them leaves these."""
+    draw = torch.Generator("cpu").manual_seed(seed)
+    v = torch.randn(tokens, dim, generator=draw, dtype=torch.float64, device="cpu")
+    v[0] += lean * v[0] / v[0].norm()
+    p = (
+        torch.randn(tokens, generator=draw, dtype=torch.float64, device="cpu") + 6 * lean * (torch.arange(tokens) == 0)
+    ).softmax(-1)
+    return (p[:, None] * v).sum(0) - v[1:]
+
+
+@pytest.mark.parametrize(("tokens", "dim"), [(300, 128), (700, 24), (40, 64)])
+def test_many_at_once_are_what_one_by_one_gives(tokens, dim):
+    """Constants within 1e-4, also where the origin is in the hull and the ascents decide."""
+    sets = torch.stack([cloud(i, tokens, dim, lean) for i, lean in enumerate((0.0, 0.5, 1.0, 4.0))])
+    one, many = (cone(sets, steps=3, backend=backend) for backend in ("exact", "batched"))
+    assert torch.equal(one.low > ORIGIN, many.low > ORIGIN)
+    assert (many.low - one.low).abs().lt(1e-4 * one.low.abs()).all()
+    assert (many.low <= many.high + 1e-12).all()
+    assert (many.high - many.low)[many.low > ORIGIN].lt(1e-7).all()
+
+
+def degenerate() -> dict[str, torch.Tensor]:
+    draw = torch.Generator("cpu").manual_seed(3)
+    v = torch.randn(30, 6, generator=draw, dtype=torch.float64, device="cpu")
+    flat = torch.cat([v[:, :3], torch.zeros_like(v[:, 3:])], 1)
+    line = torch.linspace(0, 3, 9)[:, None] * v[0]
+    return {
+        "one key": v[:1],
+        "one key, often": v[:1].expand(9, -1),
+        "two opposite": torch.stack([v[0], -v[0]]),
+        "collinear": line + v[0],
+        "collinear, both ways": line - v[0],
+        "a plane's hull holds the origin": flat,
+        "p near 1": (1 - 1e-9) * v[0] + 1e-9 * v.mean(0) - v,
+        "p near 0": v[0] - 1e-12 * v,
+        "zeros among them": v * (torch.arange(30) % 3 > 0)[:, None],
+        "next to the origin": flat + 1e-8 * v[0],
+    }
+
+
+@pytest.mark.parametrize("name", list(degenerate()))
+def test_degenerate_sets_are_enclosed_alike(name):
+    one, many = (cone(degenerate()[name].double(), backend=backend) for backend in ("exact", "batched"))
+    assert many.low.item() == pytest.approx(one.low.item(), rel=1e-4, abs=5e-8)
+    assert many.low <= many.high + 1e-9
+    assert many.weights.sum() == pytest.approx(1)
+    assert one.low <= many.high + 1e-8  # what one attains the other may not exclude
+    assert many.low <= one.high + 1e-8
+
+
+@both
+@pytest.mark.parametrize("seed", range(4))
+def test_an_origin_that_rounding_leaves_beside_the_hull_ends_the_search(backend, seed):
+    """The nearest point is as short as the tolerance: no column brings it nearer, yet some lie beyond its plane."""
+    v = torch.from_numpy(np.random.default_rng(seed).normal(size=(40, 64)))
+    r = (v.mean(0) - v).float().double()
+    found = cone(r, steps=2, backend=backend)
+    assert abs(found.low.item()) < 1e-6
+    assert abs(found.high.item()) < 1e-6
 
 
 def test_nothing_to_enclose_is_refused():
     with pytest.raises(InputError, match=r"\(0, 4\)"):
         cone(torch.zeros(0, 4))
+    with pytest.raises(InputError, match="unknown backend 'fast': choose one of"):
+        cone(torch.ones(2, 4), backend="fast")

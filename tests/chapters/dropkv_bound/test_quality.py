@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from kvrepro.chapters.dropkv_bound import quality
+from kvrepro.chapters.dropkv_bound import quality, triples
 from kvrepro.chapters.dropkv_bound.settings import Given
 from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
@@ -96,10 +96,10 @@ def test_the_loss_of_a_layer_or_a_head_is_that_of_a_model_with_its_keys_masked(m
 
     def visit(layer):
         for t in layer:
-            score = quality.pooled(quality.dropkv(t), 3)[:-4]
+            score = triples.pooled(triples.dropkv(t), 3)[:-4]
             masks.setdefault(t.layer, []).append(score.argsort(stable=True)[:30].tolist())
 
-    quality.triples(loaded.model, ids, [39], visit, window=4)
+    triples.triples(loaded.model, ids, [39], visit, window=4)
     target = 1
     whole = ids + answer[:-1]
 

@@ -339,12 +339,15 @@ def test_a_record_above_the_bound_refutes_the_theorem_and_is_named(study):
 
 
 def test_the_shift_without_residuals_is_lemma_1_s():
+    """One head at a time, and a layer's output as its heads together."""
     model, ids = tiny.model("llama"), tiny.prompts(30)[0]
+    evicted = torch.arange(30) % 3 == 0
 
     def visit(layer):
-        for t in layer:
-            evicted = torch.arange(30) % 3 == 0
-            assert runs._moved(t, evicted).sqrt() == pytest.approx(bound.shift(t.p, t.v, evicted).norm().item())
+        p, a, v = layer.attention(29)[:, -1], layer.outputs(29)[:, -1], layer.value.double()
+        moved = torch.stack([bound.shift(t.p, t.v, evicted) for t in layer])
+        found = runs._shift(p, a, v, evicted.expand(len(v), -1))
+        assert found.item() == pytest.approx((moved.norm() / a.norm()).item())
 
     triples.triples(model, ids, [29], visit)
 

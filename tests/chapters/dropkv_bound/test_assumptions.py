@@ -1,0 +1,81 @@
+"""Assumptions of many triples at once against one triple at a time, and which triples are taken where not all are."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import tiny
+import torch
+
+from kvrepro.chapters.dropkv_bound import assumptions, bound, cone, study
+from kvrepro.chapters.dropkv_bound.settings import Sampling, pool_name
+from kvrepro.chapters.dropkv_bound.triples import Layer, triples
+
+S = Sampling(pools=(0.9, 24), positions=2, shares=(0.5,), window=4, kernel=3, steps=2)
+
+
+class Loaded:
+    def __init__(self):
+        self.model = tiny.model("qwen2")
+
+
+@pytest.mark.parametrize("backend", ["exact", "batched"])
+@pytest.mark.parametrize("room", [10, 2**30])
+def test_all_at_once_are_what_each_triple_gives(monkeypatch, backend, room):
+    """room: bytes of residuals that are taken together; 10 hold not even one layer's."""
+    monkeypatch.setattr(cone, "BYTES", room)
+    monkeypatch.setitem(cone.SOLVERS, "exact", cone.SOLVERS[backend])  # what tensors on the CPU get
+    found = study.prompt(Loaded(), tiny.prompts(60)[0], S, 0, ("assumptions",))["assumptions"]
+    monkeypatch.undo()
+    rows = []
+
+    def visit(layer):
+        for t in layer:
+            for size in S.pools:
+                keys = bound.pool(t.p, size, S.window)
+                p, r, k = t.p[keys], t.r[keys], len(keys) // 2
+                c = cone.cone(r, steps=S.steps)
+                proxy = bound.joint_cost(p, r, bound.smallest(bound.single_cost(p, r), k))
+                robust = bound.robust(p, r, c, proxy, k)
+                length = p * r.norm(dim=-1)
+                beyond = [length[(r @ u) < 0.1 * r.norm(dim=-1)].sum() for u in bound.directions(p, r, c)]
+                row = t.where | {"tokens": len(t.p), "of_triples": 36, "pool": pool_name(size), "pool_size": len(keys)}
+                row |= {"eps": p.max(), "c_low": c.low, "c_high": c.high, "mu_share": min(beyond) / length.sum()}
+                row |= {"guarantee": proxy / robust.lower, "robust_c": robust.c, "robust_mu": robust.share}
+                rows.append({name: getattr(value, "item", lambda value=value: value)() for name, value in row.items()})
+
+    triples(Loaded().model, tiny.prompts(60)[0], [44, 59], visit, window=S.window)
+    expected = pd.DataFrame(rows)
+    holds = expected.c_low > cone.ORIGIN
+    pd.testing.assert_frame_equal(found[holds], expected[holds], rtol=1e-5, atol=1e-7)
+    assert np.allclose(found.c_low, expected.c_low, rtol=1e-4)
+
+
+def test_where_not_all_are_asked_every_layer_head_and_position_has_its_share():
+    layers, heads, positions, take = 36, 16, 2, 144
+    every = [(la, h, t) for la in range(layers) for h in range(heads) for t in range(positions)]
+    taken = assumptions.evenly(len(every), take)
+    assert len(set(taken)) == take
+    for axis, count in enumerate((layers, heads, positions)):
+        per = np.bincount([every[i][axis] for i in taken], minlength=count)
+        assert abs(per - take / count).max() <= max(1, 0.25 * take / count)
+    assert assumptions.evenly(5, 9) == [0, 1, 2, 3, 4]
+
+
+def test_the_number_of_cones_is_the_one_asked_for_and_told():
+    few = Sampling(**vars(S) | {"cones": 9})
+    found = study.prompt(Loaded(), tiny.prompts(60)[0], few, 0, ("assumptions",))["assumptions"]
+    assert found.groupby("pool").size().tolist() == [9, 9]
+    assert set(found.of_triples) == {36}
+    enumerated = study.prompt(Loaded(), tiny.prompts(60)[0], few, 4)
+    where = ["layer", "head", "position"]
+    held = enumerated["records"][where].drop_duplicates().merge(enumerated["assumptions"][where].drop_duplicates())
+    assert len(held) == 4  # each ratio has its pool's cone beside it
+
+
+def test_values_at_the_output_itself_cost_nothing():
+    """All residuals vanish: any cone, and no mass outside it."""
+    value = torch.ones(1, 40, 4)
+    layer = Layer(0, 1, [39], 4, torch.zeros(2, 40, 4), torch.zeros(1, 40, 4), value, 1.0, torch.eye(8))
+    held = assumptions.Triples(39, S, 2)
+    held.add(layer, [0, 1])
+    assert (held.frame().c_low == 1).all()

@@ -185,7 +185,7 @@ def _ascend_many(units: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         climbed = units[left]
         shifted = climbed - 1.1 * value[left, None, None] * u[left, None]
-        w = hull.nearest(shifted, u[left], 1e-7).direction
+        w = hull.nearest(shifted, u[left], 1e-9).direction
         gain = (climbed @ w[..., None])[..., 0].amin(1) - value[left]
         better = left[gain > 0]
         u[better], value[better] = w[gain > 0], value[better] + gain[gain > 0]

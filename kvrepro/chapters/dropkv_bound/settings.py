@@ -62,10 +62,8 @@ class Given(Settings):
             ("shares", [f"{share:g}" for share in self.shares]),
             ("lengths", [str(length) for length in self.lengths]),
         ):
-            if not names:
-                raise InputError(f"{name} is {getattr(self, name)!r}: give a list with at least one entry")
-            if len(set(names)) < len(names):
-                raise InputError(f"{name} has {max(names, key=names.count)} twice: drop one")
+            if not 0 < len(set(names)) == len(names):
+                raise InputError(f"{name} {getattr(self, name)!r}: give a list of at least one, each once")
 
     def prompts(self, n_items: int | None) -> int:
         """How many prompts: as many as asked for, or the profile's."""

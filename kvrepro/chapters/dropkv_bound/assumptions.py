@@ -46,12 +46,13 @@ class Triples:
         parts: list[tuple[Tensor, Tensor]] = []
         for number, heads, p, a, value, shared in self.held:
             keys = bound.pool(p, size, self.s.window)
-            r = a[:, None] - value[shared[:, None], keys].double()
+            home = self.held[0][2].device  # the layers of a large model lie on several
+            r = (a[:, None] - value[shared[:, None], keys].double()).to(home)
             if parts and (len(where) + len(heads)) * r[0].nbytes > cone.BYTES:
                 yield where, *(torch.cat(part) for part in zip(*parts, strict=True))
                 where, parts = [], []
             where += [{"layer": number, "head": head, "position": self.position} for head in heads]
-            parts.append((p.gather(1, keys), r))
+            parts.append((p.gather(1, keys).to(home), r))
         if parts:
             yield where, *(torch.cat(part) for part in zip(*parts, strict=True))
 

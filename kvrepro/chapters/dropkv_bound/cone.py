@@ -208,4 +208,4 @@ def _spread(units: Tensor, weights: Tensor) -> Tensor:
 
 
 SOLVERS = {"exact": _exact, "batched": _batched}
-BYTES = 2**30  # of residuals that are solved together
+BYTES = 2**29  # of residuals that are solved together; temporaries take about eight times that

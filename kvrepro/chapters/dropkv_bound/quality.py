@@ -128,8 +128,7 @@ PACKED = 512  # tokens of copies of the answer in one pass
 class _Packed:
     """Attention of several copies of the answer over one cached prompt, a sequence of copies x new tokens.
 
-    A copy sees itself and of the prompt what its own eviction leaves: `layers` [copies], and `heads` [copies], where
-    -1 means all heads of the layer.
+    A copy sees itself and of the prompt what its own eviction leaves, in one layer and one head of it; head -1: in all.
     """
 
     def __init__(self, evicted: dict[int, Tensor], prompt: int):
@@ -137,19 +136,20 @@ class _Packed:
 
     def take(self, copies: Sequence[tuple[int, int]], new: int, device: str | torch.device) -> None:
         """The next pass holds these copies (layer, head) of `new` tokens."""
-        self.layers, self.heads = torch.tensor(copies, device=device).T
+        self.copies = torch.tensor(copies, device=device).T
         self.touched, self.new = {layer for layer, _ in copies}, new
         same = torch.arange(len(copies), device=device).repeat_interleave(new)
         self.own = (same[:, None] == same).tril()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
-        tokens = query.shape[2]
-        past = torch.ones(1, tokens, self.prompt, dtype=torch.bool, device=query.device)
+        tokens, device = query.shape[2], query.device  # the layers of a large model lie on several
+        past = torch.ones(1, tokens, self.prompt, dtype=torch.bool, device=device)
         if layer in self.touched:
-            every = torch.arange(query.shape[1], device=query.device)[:, None]
-            touched = (self.layers == layer) & ((self.heads == every) | (self.heads < 0))
+            every = torch.arange(query.shape[1], device=device)[:, None]
+            layers, heads = self.copies.to(device)
+            touched = (layers == layer) & ((heads == every) | (heads < 0))
             past = ~(touched[..., None] & self.evicted[layer][:, None]).repeat_interleave(self.new, 1)
-        seen = torch.cat([past, self.own.expand(len(past), -1, -1)], -1)[None]
+        seen = torch.cat([past, self.own.to(device).expand(len(past), -1, -1)], -1)[None]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
 

@@ -3,9 +3,10 @@
 One forward pass of a prompt serves all its conditions; what each keeps decodes together, as rows of one batch.
 """
 
+import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -26,13 +27,14 @@ from kvrepro.errors import InputError
 BACKENDS = ("torch", "triton")
 ERRORS = ("raise", "return")
 USUAL_ROWS, MOST_ROWS = 64, 2048  # that decode together, on a CPU and on a GPU
+Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # of all prompts, or a list for each
 
 
 @torch.inference_mode()
 def generate(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int] | Text],
-    conditions: Sequence[Condition],
+    conditions: Conditions,
     *,
     max_new_tokens: int,
     stop_ids: Collection[int],
@@ -47,9 +49,10 @@ def generate(
 ) -> list[list[Generation | Exception]]:
     """Greedy generations `[prompt][condition]` of at most `max_new_tokens`.
 
-    prompts: token ids, or `Prompt` where a condition names spans. Rows of any prompt and condition decode in batches of
-    up to `batch_rows` (None: 64 on a CPU, on a GPU what a third of its free memory holds); `prompt_rows` prompts pass
-    through the model together, padded on the left.
+    prompts: token ids, or `Prompt` where a condition names spans. conditions: of all prompts, or a list for each. Rows
+    of any prompt and condition decode in batches of up to `batch_rows` (None: 64 on a CPU, on a GPU what a third of its
+    free memory holds); `prompt_rows` neighbouring prompts under the same conditions pass through the model together,
+    padded on the left.
     backend: "torch", or "triton" on a GPU: whole prompts by torch's fastest attention that keeps the log-sum-exp,
     window scores and cumulative attention by one-pass kernels, single tokens by the ragged decode kernel; a question
     after the compressed prompt is read by plain torch. What it cannot do, it refuses.
@@ -63,17 +66,18 @@ def generate(
     for text in texts:
         check_prompt(model, text.ids, max_new_tokens)
     check_conditions(model, texts, conditions, max_new_tokens=max_new_tokens)
-    check_means(model, conditions, repeat, backend)
+    columns, wanted = _columns(conditions, len(texts))
+    check_means(model, columns, repeat, backend)
     call = Call(
-        model, texts, list(conditions), max_new_tokens, ModelFacts.of(model), list(repeat), measure_peak, kept_sets,
+        model, texts, columns, max_new_tokens, ModelFacts.of(model), list(repeat), measure_peak, kept_sets,
         backend, seed, errors == "return",
     )  # fmt: skip
     answers: dict[Tag, Generation | Exception] = {}
     with installed(model):
-        for batch in batches(_rows(call, prompt_rows), backend, batch_rows, model.device):
+        for batch in batches(_rows(call, wanted, prompt_rows), backend, batch_rows, model.device):
             answers.update(decode(call, joined(batch), stop_ids))
     answers.update(call.failed)
-    return [[answers[i, j] for j in range(len(conditions))] for i in range(len(texts))]
+    return [[answers[i, j] for j in mine] for i, mine in enumerate(wanted)]
 
 
 def batches(rows: Iterable[Rows], backend: str, most: int | None, device: torch.device) -> Iterator[list[Rows]]:
@@ -95,11 +99,32 @@ def batches(rows: Iterable[Rows], backend: str, most: int | None, device: torch.
         yield waiting.pop(next(iter(waiting)))
 
 
-def _rows(call: Call, prompt_rows: int) -> Iterator[Rows]:
-    """Every prompt under every condition after its prefill, a row each, in as many bits as its condition asks for."""
-    for first in range(0, len(call.texts), prompt_rows):
-        members = list(range(first, min(first + prompt_rows, len(call.texts))))
-        for columns in groups(call, members):
+def each_prompts(conditions: Conditions, prompts: int) -> list[list[Condition]]:
+    """The conditions of each of so many prompts."""
+    given: list[Any] = list(conditions)
+    if all(isinstance(c, Condition) for c in given):
+        return [given] * prompts
+    if len(given) != prompts:
+        raise InputError(f"{len(given)} lists of conditions for {prompts} prompts: give one for each")
+    return [list(mine) for mine in given]
+
+
+def _columns(conditions: Conditions, prompts: int) -> tuple[list[Condition], list[list[int]]]:
+    """All conditions, and which of them each prompt is asked under."""
+    each = each_prompts(conditions, prompts)
+    if each and all(mine is each[0] for mine in each):
+        return each[0], [list(range(len(each[0])))] * prompts
+    columns = {c: j for j, c in enumerate(dict.fromkeys(itertools.chain.from_iterable(each)))}
+    return list(columns), [[columns[c] for c in mine] for mine in each]
+
+
+def _rows(call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int) -> Iterator[Rows]:
+    """Every prompt under its conditions after its prefill, a row each, in as many bits as the condition asks for.
+    Neighbours under the same conditions pass through the model together."""
+    alike = [list(some) for _, some in itertools.groupby(range(len(wanted)), lambda i: list(wanted[i]))]
+    blocks = [some[a : a + prompt_rows] for some in alike for a in range(0, len(some), prompt_rows)]
+    for members in blocks:
+        for columns in groups(call, members, wanted[members[0]]):
             for rows in read(call, members, columns):
                 for number in range(len(rows)):
                     row = rows if len(rows) == 1 else rows.take([number])
@@ -112,14 +137,14 @@ def _rows(call: Call, prompt_rows: int) -> Iterator[Rows]:
 
 
 def check_conditions(
-    model: PreTrainedModel, texts: Sequence[Text], conditions: Sequence[Condition], max_new_tokens: int = 1
+    model: PreTrainedModel, texts: Sequence[Text], conditions: Conditions, max_new_tokens: int = 1
 ) -> None:
-    """Raise InputError for a condition that one of the prompts cannot meet."""
-    facts = ModelFacts.of(model)
-    for c in conditions:
+    """Raise InputError for a condition that a prompt which is asked under it cannot meet."""
+    facts, each = ModelFacts.of(model), each_prompts(conditions, len(texts))
+    for c in dict.fromkeys(itertools.chain.from_iterable(each)):
         check(c)
-    for text in texts:
-        for c in conditions:
+    for text, mine in zip(texts, each, strict=True):
+        for c in mine:
             if c.policy != "full" and find(c.policy).shared:
                 check_shared(model, len(text.ids), max_new_tokens)
             end = boundary(text, c)

@@ -26,6 +26,8 @@ from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layer
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import InputError
 
+Prefixes = dict[tuple[Any, ...], tuple[int, Rows | None]]  # what is compressed -> the prompt that it was read for
+
 
 @dataclass
 class Call:
@@ -45,7 +47,7 @@ class Call:
     scalings: dict[int, float] = field(default_factory=dict)
     notes: dict[Tag, dict[str, Any]] = field(default_factory=dict)  # what is known of each row before it has decoded
     failed: dict[Tag, Exception] = field(default_factory=dict)
-    prefixes: dict[tuple[Any, ...], tuple[tuple[Any, ...], int, Rows | None]] = field(default_factory=dict)  # offline
+    prefixes: dict[tuple[Any, ...], Prefixes] = field(default_factory=dict)  # offline, the last of each group
     # A study may put policies in the place of the catalogue's, and be told which tokens the rows pick at each step.
     policies: dict[str, Policy] = field(default_factory=dict)
     watch: Callable[[Rows, Tensor], None] | None = None
@@ -102,10 +104,11 @@ def boundary(text: Text, c: Condition) -> int:
     return end
 
 
-def groups(call: Call, members: list[int]) -> list[list[int]]:
+def groups(call: Call, members: list[int], columns: Sequence[int]) -> list[list[int]]:
     """Conditions that one forward pass serves: equal boundaries; chunks pass through caches of their own."""
     found: dict[tuple[Any, ...], list[int]] = {}
-    for j, c in enumerate(call.conditions):
+    for j in columns:
+        c = call.conditions[j]
         ends = tuple(boundary(call.texts[i], c) for i in members)
         chunk = (c.regime.chunk, c.execution) if isinstance(c.regime, Chunked) else None
         spans = c.spans if c.fair is not None else None  # attention inside spans is summed for one set of them
@@ -118,30 +121,53 @@ def read(call: Call, members: list[int], columns: list[int]) -> list[Rows]:
     """Rows of these prompts and conditions after the eviction at the end of what they compress."""
     c = call.conditions[columns[0]]
     ends = [boundary(call.texts[i], c) for i in members]
-    if isinstance(c.regime, Offline):
-        return [row for i, end in zip(members, ends, strict=True) for row in _reused(call, i, end, columns)]
+    return (_reused if isinstance(c.regime, Offline) else _passes)(call, members, ends, columns)
+
+
+def _passes(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
+    """All prompts in one pass, as far as they can share one. What fails with several is tried with each alone."""
     jobs = _jobs(call, members, ends, columns)
-    if isinstance(c.regime, Chunked) or any(job.repeated for job in jobs):  # no chunk, no repetition is padded
+    chunked = isinstance(call.conditions[columns[0]].regime, Chunked)
+    if chunked or any(job.repeated for job in jobs):  # no chunk, no repetition is padded
         alike = {end: [i for i, e in zip(members, ends, strict=True) if e == end] for end in ends}
         return [row for end, some in alike.items() for row in _pass(call, some, [end] * len(some), columns)]
-    return _pass(call, members, ends, columns)
+    found = _pass(call, members, ends, columns)
+    failed = [j for j in columns if len(members) > 1 and (members[0], j) in call.failed]
+    for i, end in zip(members, ends, strict=True) if failed else ():
+        call.failed = {tag: error for tag, error in call.failed.items() if tag[0] != i or tag[1] not in failed}
+        found += _pass(call, [i], [end], failed)
+    return found
 
 
-def _reused(call: Call, i: int, end: int, columns: list[int]) -> list[Rows]:
+def _reused(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
     """A prefix is compressed once; each request gets a copy of what is left."""
-    text = call.texts[i]
-    marked = tuple((name, tuple(at for at in where if at < end)) for name, where in text.spans.items())
-    key = (tuple(text.ids[:end]), marked)
-    if call.prefixes.get(tuple(columns), ((),))[0] != key:
-        fresh = _pass(call, [i], [end], columns)
-        call.prefixes[tuple(columns)] = key, i, joined(fresh) if fresh else None
-    _, first, found = call.prefixes[tuple(columns)]
+    keys, known = [], call.prefixes.pop(tuple(columns), {})
+    fresh: dict[tuple[Any, ...], int] = {}
+    for i, end in zip(members, ends, strict=True):
+        text = call.texts[i]
+        marked = tuple((name, tuple(at for at in where if at < end)) for name, where in text.spans.items())
+        keys.append((tuple(text.ids[:end]), marked))
+        if keys[-1] not in known:
+            fresh.setdefault(keys[-1], i)
+    new = list(fresh.values())
+    made = _passes(call, new, [ends[members.index(i)] for i in new], columns) if new else []
+    of: dict[int, list[Rows]] = {i: [] for i in new}
+    for rows in made:
+        for b, (i, _) in enumerate(rows.tags):
+            of[i].append(rows if len(rows) == 1 else rows.take([b]))
+    known |= {key: (i, joined(of[i]) if of[i] else None) for key, i in fresh.items()}
+    call.prefixes[tuple(columns)] = {keys[-1]: known[keys[-1]]}
+    return [row for i, key in zip(members, keys, strict=True) for row in _copied(call, i, *known[key], columns)]
+
+
+def _copied(call: Call, i: int, first: int, found: Rows | None, columns: list[int]) -> list[Rows]:
+    """What is left of a prefix, for another request to it."""
     alive = {j for _, j in found.tags} if found is not None else set()
     call.failed |= {(i, j): call.failed[first, j] for j in columns if j not in alive}  # on the prefix
     if found is None:
         return []
     rows = found.take(list(range(len(found))))
-    rows.tags, rows.texts = [(i, j) for _, j in found.tags], [text] * len(found)
+    rows.tags, rows.texts = [(i, j) for _, j in found.tags], [call.texts[i]] * len(found)
     for _, j in rows.tags:
         call.notes[i, j] = call.notes[first, j] | ({} if i == first else {"prefill_seconds": 0.0})
     return [rows]

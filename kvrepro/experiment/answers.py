@@ -4,7 +4,7 @@ import datetime
 import itertools
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,14 @@ from kvrepro.errors import InputError
 from kvrepro.experiment import data, fingerprint, measure, models, store
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Estimate, Job, Plan
+from kvrepro.experiment.workers import default_workers
 from kvrepro.item import Item
 
 if TYPE_CHECKING:
     from kvrepro.experiment.run import Answers, Settings
 
 Pair = tuple[int, int]  # item, condition
+Columns = Sequence[Sequence[int]]  # of each item its conditions
 Found = dict[Pair, Generation | Exception]
 REPEAT = "Repeat the previous context: "  # KVzip's request
 BATCHES = 4  # per job, because the engine batches rows of like shape only, about four shapes to a chapter
@@ -53,10 +55,11 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     items, conditions = study.items, study.conditions
     if not items or not conditions:
         raise InputError(f"{len(items)} items x {len(conditions)} conditions: give at least one of each")
+    each = engine.each_prompts(conditions, len(items))
     limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
     if (ids := len({item.id for item in items})) < len(items):
         raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
-    for condition in conditions:
+    for condition in dict.fromkeys(itertools.chain.from_iterable(each)):
         policy.check(condition)
     made = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limit))
     prompts = [made(loaded, item) for item in items]
@@ -65,10 +68,13 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     return prompts
 
 
-def unmet(loaded: Loaded, prompts: Sequence[Prompt], conditions: Sequence[Condition]) -> dict[Pair, InputError]:
+def unmet(
+    loaded: Loaded, prompts: Sequence[Prompt], conditions: Sequence[Condition], columns: Columns
+) -> dict[Pair, InputError]:
     """Why items cannot meet conditions, for each pair that cannot."""
     facts, found = ModelFacts.of(loaded.model), {}
-    for (i, text), (j, condition) in itertools.product(enumerate(prompts), enumerate(conditions)):
+    for i, j in ((i, j) for i, mine in enumerate(columns) for j in mine):
+        text, condition = prompts[i], conditions[j]
         try:
             end = engine.boundary(text, condition)
             held = [at - end for at in engine.whitelisted(text, condition) if at < end]
@@ -117,9 +123,10 @@ def policy_of(condition: Condition) -> Any:
 
 
 def heads(
-    study: "Answers", loaded: Loaded, settings: "Settings", prompts: Sequence[Prompt], conditions: Sequence[Condition]
-) -> list[list[dict[str, Any]]]:
-    """What is known of each row before it is computed, [item][condition]; `key` hashes all that decides the rest."""
+    study: "Answers", loaded: Loaded, settings: "Settings", prompts: Sequence[Prompt],
+    conditions: Sequence[Condition], columns: Columns,
+) -> dict[Pair, dict[str, Any]]:  # fmt: skip
+    """What is known of each row before it is computed; `key` hashes all that decides the rest."""
     limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
     decisive = {
         "model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device,
@@ -128,13 +135,14 @@ def heads(
     noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
     note = fingerprint.of(study.note)
     own = [c.columns() | {"engine_hash": code_of(c, settings.backend)} for c in conditions]
-    found = []
-    for item, prompt in zip(study.items, prompts, strict=True):
+    found: dict[Pair, dict[str, Any]] = {}
+    for i, (item, prompt, mine) in enumerate(zip(study.items, prompts, columns, strict=True)):
         of = decisive | {"item": item.id}
         of["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item))
         told = {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
         told["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
-        found.append([one | of | told | noted | {"key": fingerprint.digest(one, of, note)} for one in own])
+        for j in mine:
+            found[i, j] = own[j] | of | told | noted | {"key": fingerprint.digest(own[j], of, note)}
     return found
 
 
@@ -147,37 +155,35 @@ def references(item: Item) -> list[str]:
 
 
 def group_rows(
-    loaded: Loaded, parts: Sequence[tuple[Sequence[int], Sequence[int]]], known: dict[Pair, dict[str, Any]],
-    items: dict[int, Item], prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, **given: Any,
+    loaded: Loaded, pairs: Sequence[Pair], known: dict[Pair, dict[str, Any]], items: dict[int, Item],
+    prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, **given: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of the pairs of each part (items, conditions); a pair that fails is a row with its error."""
-    found: Found = {}
-    for members, chosen in parts:
-        found |= attempted(loaded, prompts, conditions, members, chosen, given)
-    return [answer_row(loaded, items[i], prompts[i], known[i, j], answer, note) for (i, j), answer in found.items()]
+    """Rows of the pairs; one that fails is a row with its error."""
+    found = attempted(loaded, prompts, conditions, pairs, given)
+    return [answer_row(loaded, items[i], prompts[i], known[i, j], found[i, j], note) for i, j in pairs]
 
 
-def attempted(
-    loaded: Loaded, prompts: Any, conditions: Any, members: Sequence[int], chosen: Sequence[int], given: dict[str, Any]
-) -> Found:
+def attempted(loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], given: dict[str, Any]) -> Found:
     """Generations, or the exceptions that single pairs raise: what fails is halved, conditions first, then items."""
+    asked: dict[int, list[int]] = {}
+    for i, j in pairs:
+        asked.setdefault(i, []).append(j)
+    columns = [[conditions[j] for j in mine] for mine in asked.values()]
     try:
-        asked = [prompts[i] for i in members], [conditions[j] for j in chosen]
-        made = engine.generate(loaded.model, *asked, errors="return", **given)
+        made = engine.generate(loaded.model, [prompts[i] for i in asked], columns, errors="return", **given)
     except Exception as error:  # whatever a condition raises becomes its row's error
         if isinstance(error, torch.OutOfMemoryError):
-            print(f"out of memory with {len(members)} items x {len(chosen)} conditions: half of them at a time")
+            print(f"out of memory with {len(pairs)} rows of {len(asked)} items: half of them at a time")
             torch.cuda.empty_cache()
-        if len(members) == len(chosen) == 1:
-            return {(members[0], chosen[0]): error}
-        by_condition = len(chosen) > 1
-        halved = chosen if by_condition else members
-        found: Found = {}
-        for half in (halved[: len(halved) // 2], halved[len(halved) // 2 :]):
-            pair = (members, half) if by_condition else (half, chosen)
-            found |= attempted(loaded, prompts, conditions, *pair, given)
-        return found
-    return {(i, j): made[a][b] for a, i in enumerate(members) for b, j in enumerate(chosen)}
+        if len(pairs) == 1:
+            return {pairs[0]: error}
+        ordered, half = sorted(pairs, key=lambda pair: pair[::-1]), len(pairs) // 2
+        parts = (sorted(some) for some in (ordered[:half], ordered[half:]))
+        return {
+            pair: one for some in parts for pair, one in attempted(loaded, prompts, conditions, some, given).items()
+        }
+    answers = itertools.chain.from_iterable(made)
+    return dict(zip(((i, j) for i, mine in asked.items() for j in mine), answers, strict=True))
 
 
 def answer_row(
@@ -213,19 +219,22 @@ class AnswersPlan(Plan):
     def __init__(self, study: "Answers", loaded: Loaded, settings: "Settings"):
         self.study, self.loaded, self.settings = study, loaded, settings
         self.title = f"{study.chapter}/{study.name}"
-        self.conditions = list(dict.fromkeys(study.conditions))
         self.prompts = check(study, loaded)
-        self.gaps = unmet(loaded, self.prompts, self.conditions) if study.gaps else {}
-        self.heads = heads(study, loaded, settings, self.prompts, self.conditions)
-        self.pairs = list(itertools.product(range(len(self.prompts)), range(len(self.conditions))))
-        self.keys = [self._head(pair)["key"] for pair in self.pairs]
+        each = engine.each_prompts(study.conditions, len(self.prompts))
+        number = {c: j for j, c in enumerate(dict.fromkeys(itertools.chain.from_iterable(each)))}
+        self.conditions = list(number)
+        self.columns = [[number[c] for c in dict.fromkeys(mine)] for mine in each]  # of each item
+        self.pairs = [(i, j) for i, mine in enumerate(self.columns) for j in mine]
+        self.gaps = unmet(loaded, self.prompts, self.conditions, self.columns) if study.gaps else {}
+        self.heads = heads(study, loaded, settings, self.prompts, self.conditions, self.columns)
+        self.keys = [self.heads[pair]["key"] for pair in self.pairs]
         self.total = len(self.keys)
 
     def __enter__(self) -> "AnswersPlan":
         self.table = store.Store(self.settings.folder, self.study.chapter, self.study.name)
         try:
             missing = set(self.table.missing(self.keys))
-            self.missing = {pair for pair in self.pairs if self._head(pair)["key"] in missing}
+            self.missing = {pair for pair in self.pairs if self.heads[pair]["key"] in missing}
             if new := sorted(self.missing & self.gaps.keys()):
                 self.missing -= set(new)
                 if not self.settings.dry_run:
@@ -238,18 +247,16 @@ class AnswersPlan(Plan):
     def __exit__(self, *exception: object) -> None:
         self.table.close()
 
-    def _head(self, pair: Pair) -> dict[str, Any]:
-        return self.heads[pair[0]][pair[1]]
-
     def _row(self, pair: Pair, answer: Generation | Exception) -> dict[str, Any]:
-        return answer_row(self.loaded, self.study.items[pair[0]], self.prompts[pair[0]], self._head(pair), answer)
+        return answer_row(self.loaded, self.study.items[pair[0]], self.prompts[pair[0]], self.heads[pair], answer)
 
     @property
     def given(self) -> dict[str, Any]:
         """What every call of the engine is given."""
         return {
             "max_new_tokens": self.study.max_new_tokens, "stop_ids": models.stop_ids(self.loaded),
-            "batch_rows": self.settings.batch_rows, "backend": self.settings.backend,
+            "batch_rows": self.settings.batch_rows, "prompt_rows": self.study.prompt_rows,
+            "backend": self.settings.backend,
             "repeat": self.loaded.tokenizer.encode(REPEAT, add_special_tokens=False),
             "kept_sets": self.study.note is not None,
         }  # fmt: skip
@@ -261,23 +268,30 @@ class AnswersPlan(Plan):
     def jobs(self) -> list[Job]:
         """Blocks of neighbouring items, the same blocks whatever is missing of them."""
         together = self.study.together
-        least = LEAST if self.loaded.device == "cpu" else LEAST // 2
-        most = min(BATCHES * self._rows_together() // len(self.conditions), -(-len(self.prompts) // least))
-        step = max(together, most // together * together)
-        blocks = (range(first, min(first + step, len(self.prompts))) for first in range(0, len(self.prompts), step))
+        # On a GPU every job takes batches of its own, which cost almost the same however many rows they have.
+        parts = LEAST if self.loaded.device == "cpu" else default_workers(self.loaded)
+        each = -(-len(self.prompts) // parts) * self.total / len(self.prompts)
+        most = min(BATCHES * self._rows_together(), each)
+        blocks: list[list[int]] = []
+        rows = 0
+        for first in range(0, len(self.prompts), together):
+            some = range(first, min(first + together, len(self.prompts)))
+            more = sum(len(self.columns[i]) for i in some)
+            if not blocks or rows + more > most:
+                blocks.append([])
+                rows = 0
+            blocks[-1] += some
+            rows += more
         return [job for block in blocks if (job := self._job(block)) is not None]
 
-    def _job(self, block: Iterable[int]) -> Job | None:
-        parts: dict[tuple[int, ...], list[int]] = {}  # conditions -> items that miss them
-        for i in block:
-            if chosen := tuple(j for j in range(len(self.conditions)) if (i, j) in self.missing):
-                parts.setdefault(chosen, []).append(i)
-        if not parts:
+    def _job(self, block: Sequence[int]) -> Job | None:
+        pairs = [(i, j) for i in block for j in self.columns[i] if (i, j) in self.missing]
+        if not pairs:
             return None
-        known = {(i, j): self.heads[i][j] for js, some in parts.items() for i in some for j in js}
-        members, asked = sorted({i for i, _ in known}), sorted({j for _, j in known})
+        known = {pair: self.heads[pair] for pair in pairs}
+        members, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
         work = partial(
-            group_rows, parts=[(some, js) for js, some in parts.items()], known=known,
+            group_rows, pairs=pairs, known=known,
             items={i: self.study.items[i] for i in members}, prompts={i: self.prompts[i] for i in members},
             conditions={j: self.conditions[j] for j in asked}, note=self.study.note, **self.given,
         )  # fmt: skip
@@ -292,10 +306,10 @@ class AnswersPlan(Plan):
         if not self.missing:
             return Estimate(self.title, what, 0.0, 0.0)
         first = min(self.missing)[0]
-        chosen = sorted(j for i, j in self.missing if i == first)
+        chosen = [(first, j) for j in self.columns[first] if (first, j) in self.missing]
         trial = self.given | {"max_new_tokens": min(TRIAL, self.study.max_new_tokens)}
         began = time.perf_counter()
-        found = attempted(self.loaded, self.prompts, self.conditions, [first], chosen, trial)
+        found = attempted(self.loaded, self.prompts, self.conditions, chosen, trial)
         taken = time.perf_counter() - began
         made = [answer for answer in found.values() if isinstance(answer, Generation)]
         decode = sum(answer.decode_seconds for answer in made)
@@ -318,7 +332,7 @@ class AnswersPlan(Plan):
 
     def rehearsal(self) -> pd.DataFrame:
         """Rows without answers."""
-        return pd.DataFrame(list(map(self._head, self.pairs)), columns=store.COLUMNS)
+        return pd.DataFrame([self.heads[pair] for pair in self.pairs], columns=store.COLUMNS)
 
     def failures(self) -> list[str]:
         """Rows with an error, but for gaps."""
@@ -338,11 +352,8 @@ class AnswersPlan(Plan):
                 f"{self.title}: {len(cut)} of {len(self.prompts)} passages were cut to prompts of {frame.limit[0]:,} "
                 f"tokens, by {cut.cut.min():,} to {cut.cut.max():,}"
             )
-        evicted = frame.evicted.to_numpy().reshape(len(self.prompts), len(self.conditions))
-        idle = [
-            c for c, some in zip(self.conditions, evicted.T, strict=True)
-            if c.policy != "full" and c.budget != 1.0 and (some == 0).any() and not (some > 0).any()
-        ]  # fmt: skip
+        most = frame.evicted.groupby([j for _, j in self.pairs]).max()
+        idle = [c for j, c in enumerate(self.conditions) if c.policy != "full" and c.budget != 1.0 and most[j] == 0]
         if idle:
             what = "conditions evicted nothing from any item"
             said.append(f"{len(idle)} {what}, {idle[0].label} for one: budgets never met")

@@ -17,7 +17,8 @@ from typing import Any, Generic, Literal, Self, TypeVar, overload
 import pandas as pd
 
 from kvrepro.engine.allowed import Size, ensure_fields
-from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.engine.condition import Generation, Prompt
+from kvrepro.engine.generate import Conditions
 from kvrepro.errors import InputError, meant
 from kvrepro.experiment.answers import AnswersPlan
 from kvrepro.experiment.models import Loaded
@@ -84,18 +85,20 @@ USUAL = Settings()
 
 @dataclass(frozen=True)
 class Answers:
-    """Generations of every condition from every item: a row each, columns as in `kvrepro.experiment.store.SCHEMA`."""
+    """Generations of items under conditions, those of all items or a list for each: a row each, columns as in
+    `kvrepro.experiment.store.SCHEMA`."""
 
     chapter: str
     name: str
     items: Sequence[Item]
-    conditions: Sequence[Condition]
+    conditions: Conditions
     max_new_tokens: int = 128
     limit: int | None = None  # tokens of a prompt; longer passages are cut; None: what the model's context leaves
     prompt: Callable[[Loaded, Item], Prompt] | None = None  # instead of the item's messages as they are
     note: Callable[[Item, Prompt, Generation], dict[str, Any]] | None = None  # more of a row, as JSON; sees kept sets
     gaps: bool = False  # a condition that an item cannot meet is a row with an error; otherwise it is refused
     together: int = 1  # neighbouring items that share a prefix
+    prompt_rows: int = 1  # neighbouring items under the same conditions that pass through the model together
 
     plan = AnswersPlan
 

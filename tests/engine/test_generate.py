@@ -454,3 +454,64 @@ def test_a_scorer_that_says_minus_infinity_still_fills_the_budget(monkeypatch):
         for row in engine.generate(model, prompts, given, **FEW, prompt_rows=rows):
             assert len({g.kept_positions_hash for g in row[:2]}) == 1
             assert all(len(g.kept_positions) == 40 for g in row)
+
+
+# ---- conditions of single prompts, prefixes of several
+
+
+def test_prompts_may_have_conditions_of_their_own():
+    model, prompts = architecture("qwen2"), tiny_prompts(60, 44, 52)
+    a, b, c = Condition(), *(Condition("streaming_llm", budget, Prefill()) for budget in (20, 30))
+    table = engine.generate(model, prompts, [a, b, c], **FEW)
+    found = engine.generate(model, prompts, [[c, a], [], [b]], **FEW)
+    wanted = [[table[0][2], table[0][0]], [], [table[2][1]]]
+    assert [[(g.tokens, g.kept_positions_hash) for g in row] for row in found] == [
+        [(g.tokens, g.kept_positions_hash) for g in row] for row in wanted
+    ]
+    with pytest.raises(InputError, match="2 lists of conditions for 3 prompts: give one for each"):
+        engine.generate(model, prompts, [[a], [b]], **FEW)
+
+
+def test_a_prompt_is_not_asked_for_spans_of_anothers_conditions():
+    model, [one, two] = architecture("qwen2"), tiny_prompts(40, 40)
+    marked = Prompt(one, {"keep": [20, 21]})
+    c = Condition("streaming_llm", 10, Prefill(), whitelist=("keep",))
+    [[g], [full]] = engine.generate(model, [marked, Prompt(two, {})], [[c], [Condition()]], **FEW)
+    assert {20, 21} <= set(g.kept_positions)
+    assert full.evicted == 0
+    with pytest.raises(InputError, match="no span 'keep'"):
+        engine.generate(model, [marked, Prompt(two, {})], [c], **FEW)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 6])
+def test_prefixes_are_read_together_and_each_once(rows, monkeypatch):
+    """Three prefixes of two requests each: the same answers and the same tokens kept as one by one."""
+    model, ids = architecture("qwen2"), tiny_prompts(50, 41, 46, 5, 9)
+    texts = [
+        Prompt(prefix + ask, {"half": list(range(20)), "question": list(range(len(prefix), len(prefix + ask)))})
+        for prefix in ids[:3] for ask in ids[3:]
+    ]  # fmt: skip
+    conditions = [flat(name, 20, regime="offline", until="question") for name in ("streaming_llm", "watched", "h2o")]
+    conditions += [flat("watched", 20, regime="offline", until="question", fair=1.0, spans=("half",))]
+    alone = engine.generate(model, texts, conditions, **FEW)
+    lengths, forward = [], model.forward
+    monkeypatch.setattr(model, "forward", lambda **i: (lengths.append(i["input_ids"].shape), forward(**i))[1])
+    found = engine.generate(model, texts, conditions, **FEW, prompt_rows=rows)
+    assert [[(g.tokens, g.kept_positions_hash, g.evicted) for g in row] for row in found] == [
+        [(g.tokens, g.kept_positions_hash, g.evicted) for g in row] for row in alone
+    ]
+    assert sum(batch for batch, width in lengths if width > 40) == 3 * 2  # a pass for each set of spans
+
+
+def test_a_policy_that_fails_on_one_prefix_costs_the_others_nothing(monkeypatch):
+    def fails(o):
+        if 41 in o.seen.tolist():
+            raise ValueError("forty-one")
+        return o.positions.float()
+
+    monkeypatch.setitem(CATALOGUE, "fails", Policy("Fails", "tests", fails))
+    conditions = [flat(name, 20, regime="offline") for name in ("fails", "streaming_llm")]
+    given = {**FEW, "errors": "return", "prompt_rows": 3}
+    rows = engine.generate(architecture("qwen2"), tiny_prompts(50, 41, 46), conditions, **given)
+    assert [isinstance(row[0], ValueError) for row in rows] == [False, True, False]
+    assert all(max(row[1].kept) < 30 for row in rows)

@@ -39,20 +39,20 @@ class FakeEngine:
         self.answer = [*loaded.tokenizer(" the red door")["input_ids"], loaded.tokenizer.eos_token_id]
         self.tokenizer, self.fail_on, self.calls = loaded.tokenizer, fail_on, []
 
-    def generate(
-        self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows, repeat, backend, kept_sets, errors
-    ):
-        texts = [self.tokenizer.decode(prompt.ids) for prompt in prompts]
-        here = [f"open, {i}?" for i in range(9) if any(f"open, {i}?" in text for text in texts)]
-        seen = {*(int(text[6]) for text in here), *(c.policy for c in conditions)}
-        if any(set(one if isinstance(one, tuple) else [one]) <= seen for one in self.fail_on):
-            raise RuntimeError("out of memory\nand a long story")
-        self.calls.append((len(prompts), list(conditions)))
+    def generate(self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows, prompt_rows, repeat,
+                 backend, kept_sets, errors):  # fmt: skip
+        for prompt, mine in zip(prompts, conditions, strict=True):
+            text = self.tokenizer.decode(prompt.ids)
+            seen = {*(i for i in range(9) if f"open, {i}?" in text), *(c.policy for c in mine)}
+            if any(set(one if isinstance(one, tuple) else [one]) <= seen for one in self.fail_on):
+                raise RuntimeError("out of memory\nand a long story")
+        assert all(mine == conditions[0] for mine in conditions)
+        self.calls.append((len(prompts), conditions[0]))
         generation = Generation(
             tokens=self.answer, kept=[16, 17], kept_positions=[0, 1], kept_positions_hash="abc", evicted=3,
             policy_calls=1, bytes_held=10, bytes_full=20, prefill_seconds=0.1, decode_seconds=0.2, backend="fake",
         )  # fmt: skip
-        return [[generation for _ in conditions] for _ in prompts]
+        return [[generation for _ in mine] for mine in conditions]
 
 
 @pytest.fixture
@@ -107,8 +107,8 @@ def test_a_change_makes_rows_stale(loaded, fake, tmp_path, monkeypatch, what):
 
     def changed(*arguments):
         other = {what: {"max_new_tokens": 9}.get(what, "changed")}
-        found = [[head | other for head in row] for row in real(*arguments)]
-        return [[head | {"key": fingerprint.digest(head)} for head in row] for row in found]
+        found = {pair: head | other for pair, head in real(*arguments).items()}
+        return {pair: head | {"key": fingerprint.digest(head)} for pair, head in found.items()}
 
     monkeypatch.setattr(answers, "heads", changed)
     fake.calls.clear()

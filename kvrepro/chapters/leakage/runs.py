@@ -69,7 +69,7 @@ def seconds(
 ) -> pd.DataFrame:
     """Of one item."""
     text, rows = prompt(loaded, item), []
-    gaps = unmet(loaded, [text], [condition for *_, condition in cells])
+    gaps = unmet(loaded, [text], [condition for *_, condition in cells], [range(len(cells))])
     for repeat in range(repeats + 1):
         for j, (name, variant, condition) in enumerate(cells):
             if (0, j) in gaps:

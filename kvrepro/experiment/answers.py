@@ -159,7 +159,10 @@ def group_rows(
     prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, **given: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of the pairs; one that fails is a row with its error."""
-    found = attempted(loaded, prompts, conditions, pairs, given)
+    found: Found = {}
+    for new in dict.fromkeys(known[pair]["max_new_tokens"] for pair in pairs):
+        some = [pair for pair in pairs if known[pair]["max_new_tokens"] == new]
+        found |= attempted(loaded, prompts, conditions, some, given | {"max_new_tokens": new})
     return [answer_row(loaded, items[i], prompts[i], known[i, j], found[i, j], note) for i, j in pairs]
 
 
@@ -254,7 +257,7 @@ class AnswersPlan(Plan):
     def given(self) -> dict[str, Any]:
         """What every call of the engine is given."""
         return {
-            "max_new_tokens": self.study.max_new_tokens, "stop_ids": models.stop_ids(self.loaded),
+            "stop_ids": models.stop_ids(self.loaded),
             "batch_rows": self.settings.batch_rows, "prompt_rows": self.study.prompt_rows,
             "backend": self.settings.backend,
             "repeat": self.loaded.tokenizer.encode(REPEAT, add_special_tokens=False),

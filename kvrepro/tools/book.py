@@ -40,8 +40,7 @@ SECONDS = {  # of a chapter's studies in their order, quick profile, one core: t
                    "attention": 8},
     "fragility": {"retained": 60, "every": 41, "middle": 21, "needles": 11},
     "dropkv_bound": {"triples": 110, "quality-1900": 42, "quality-500": 3, "quality-3000": 18, "answer-losses": 20},
-    "leakage": {"main-normal": 78, "main-flipped": 42, "alone": 27, "bare": 3, "examples-normal": 20,
-                "examples-flipped": 8, "marks-rules": 5, "marks-sentences": 5, "marks-turns": 6, "timing": 6},
+    "leakage": {"answers": 194, "timing": 6},
     "reclamation": {"synthetic": 8, "traffic": 7, "arising": 10, "published": 24, "identity": 80, "latency": 31},
 }  # fmt: skip
 PARAMETER = "name=value for all chapters that have it, or chapter.name=value"

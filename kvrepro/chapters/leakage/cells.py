@@ -44,7 +44,11 @@ class Room:
         """Of these items with that model."""
         texts = [prompt(loaded, item) for item in items]
         longest = {name: 1 + max(len(text.spans.get(name, ())) for text in texts) for name in HELD.values()}
-        return cls(min(min(text.spans["request"]) for text in texts), tuple(longest.items()), WINDOWS[windows])
+        return cls(
+            min(min(text.spans["request"]) for text in texts),
+            tuple(longest.items()),
+            WINDOWS.get(windows, WINDOWS["ifeval"]),
+        )
 
 
 @dataclass(frozen=True)

@@ -97,4 +97,5 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "change_case:english_capital": str.isupper,
     "change_case:english_lowercase": str.islower,
     "punctuation:no_comma": lambda a: "," not in a,
+    "answer:contains": lambda a, answers: any(one.lower() in a.lower() for one in answers),  # of a file of one's own
 }

@@ -135,6 +135,26 @@ def _policy_spread(s: Study) -> Parts:
     return judge.pairs(pd.DataFrame(found), "", each=each).what  # type: ignore[return-value]
 
 
+def _model_spread(s: Study) -> Parts:
+    """What is lost of following, one model against the other, by policy: paired by system prompt."""
+    if s.other is None:
+        raise NotTestable("one run has one model: name a second checkpoint in options, as compare")
+    found: Parts = {}
+    for name in FIVE:
+        with suppress(NotTestable):
+            ratios = _upper(set(s.follow.ratios(policy=name)) & set(s.other.follow.ratios(policy=name)))
+            lost = {}
+            for side, one in (("a", s), ("b", s.other)):
+                rows = one.answers[(one.answers.order == "normal") & (one.answers.variant == "default")]
+                wide = rows[rows.policy == name].pivot_table(index="system", columns="ratio", values="followed")
+                lost[side] = wide[0.0] - wide[ratios].mean(axis=1, skipna=False)
+            pair = pd.DataFrame(lost).dropna()
+            found[name] = Sample(pair, "difference", bounds=(-1.0, 1.0), each=s.follow.each)
+    if not found:
+        raise NotTestable("the two models share no policy and ratio")
+    return found
+
+
 def _alone_ratios(s: Study) -> list[float]:
     if not s.by_class.columns:
         raise NotTestable("prompts without a defense were not run")
@@ -209,6 +229,7 @@ CONTRASTS: dict[str, Callable[..., What]] = {
     "class_spread": _class_spread,
     "rank_gap": _rank_gap,
     "policy_spread": _policy_spread,
+    "model_spread": _model_spread,
     "leak_low": _leak_low,
     "leak_rise": _leak_rise,
     "leak_fall": _leak_fall,
@@ -284,3 +305,13 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick") -> pd
         lambda claim: ["any"] if free(claim) else list(by),
         model=model, profile=profile,
     )  # fmt: skip
+
+
+def differing(first: pd.DataFrame, second: pd.DataFrame, reading: str) -> pd.DataFrame:
+    """Claims to which two models' verdicts differ, in one reading: claim, statement, and a column for each model."""
+    wide = pd.concat([first, second])
+    wide = wide[wide.reading.isin([reading, "any"])]
+    wide = wide.pivot_table(
+        index=["claim", "statement"], columns="model", values="verdict", aggfunc="first", sort=False
+    )
+    return wide[wide.ne(wide.iloc[:, 0], axis=0).any(axis=1)].reset_index()

@@ -1,12 +1,15 @@
 """What a run of the leakage chapter takes: which prompts and policies, and how much of each study."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Literal
 
 from kvrepro.chapters.leakage.cells import FIVE, TWO, Cell
+from kvrepro.chapters.leakage.english import Wording, wording
+from kvrepro.chapters.leakage.prompts import suited
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import policy
-from kvrepro.engine.allowed import Number, ensure_fields
+from kvrepro.engine.allowed import Number, Size, ensure_fields
 from kvrepro.errors import InputError
 
 Ratio = Annotated[float, Number(0, 1, above=True, below=True)]
@@ -23,6 +26,7 @@ class Sizes:
     marks: int
     timed: int
     repeats: int
+    tokens: int  # of an answer
     ratios: tuple[float, ...]  # of the default
     varied: tuple[float, ...]  # of the variants, for the paper's policies and a reader's own
     rest: tuple[float, ...]  # of the variants elsewhere
@@ -32,8 +36,8 @@ class Sizes:
 TENTHS = tuple(i / 10 for i in range(1, 10))
 MILD = TENTHS[2:7]
 PROFILES = {
-    "quick": Sizes(8, 48, 20, 6, 6, 6, 2, TENTHS[::2], MILD[::2], (0.5,), (0.1, *MILD[::2])),
-    "full": Sizes(64, 96, 96, 48, 32, 8, 10, TENTHS, TENTHS, MILD, TENTHS),
+    "quick": Sizes(8, 48, 20, 6, 6, 6, 2, 128, TENTHS[::2], MILD[::2], (0.5,), (0.1, *MILD[::2])),
+    "full": Sizes(64, 96, 96, 48, 32, 8, 10, 1280, TENTHS, TENTHS, MILD, TENTHS),
 }
 
 
@@ -42,14 +46,17 @@ class Plan:
     """What the notebook's parameters ask for. Raises InputError for what cannot be run."""
 
     settings: Settings = Settings()
-    items: Literal["tinyworld", "ifeval"] = "tinyworld"  # IFEval's prompts are for models of English
-    n_items: Annotated[int, Number(2, whole=True)] | None = None  # system prompts of the main study, at most of others
+    items: str = "tinyworld"  # or "ifeval", or a .jsonl file of system prompts: for models of English
+    n_items: Size | None = None  # system prompts of the main study, at most of others
     policies: tuple[str, ...] = (*FIVE, *TWO)  # of the catalogue, or a reader's own
     ratios: tuple[Ratio, ...] | None = None  # shares of the system turn that are dropped
     reading: Literal["both", "as_run", "as_described"] = "both"
 
     def __post_init__(self) -> None:
         ensure_fields(self, type(self))
+        if (suits := suited(self.items)) != self.items:
+            print(f"leakage: items {suits!r}, system prompts, in the place of {self.items!r}")
+            object.__setattr__(self, "items", suits)
         for name in ("policies", "ratios"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise InputError(f"{name} {getattr(self, name)!r}: give a list of at least one")
@@ -57,6 +64,11 @@ class Plan:
             if name == "full":
                 raise InputError("policy full is run in any case: name policies that evict")
             policy.check(Cell(name, 0.5).condition)
+
+    @cached_property
+    def wording(self) -> Wording:
+        """Of the defense, for system prompts in English."""
+        return wording(self.settings.wording)
 
     @property
     def every(self) -> list[str]:
@@ -80,5 +92,7 @@ class Plan:
             found = replace(
                 found, systems=self.n_items, **{one: min(self.n_items, getattr(found, one)) for one in names}
             )
-        own = {one: getattr(self.settings, one) for one in (*names, "repeats")}
+        own = {one: getattr(self.settings, one) for one in (*names, "repeats")} | {
+            "tokens": self.settings.max_new_tokens
+        }
         return replace(found, **{one: value for one, value in own.items() if value is not None})

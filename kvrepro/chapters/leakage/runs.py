@@ -3,20 +3,26 @@
 found = chapter(loaded, plan)  # one stored row per (item, cell), a cell that an item cannot meet with its error
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
+import torch
 
 from kvrepro.chapters.leakage import prompts
 from kvrepro.chapters.leakage.cells import DEBIAS, LIBRARY, Cell, Room, cells
+from kvrepro.chapters.leakage.english import english, trec
 from kvrepro.chapters.leakage.plan import Plan
 from kvrepro.chapters.leakage.prompts import ORDERS, prompt
 from kvrepro.chapters.leakage.scores import survivors
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.errors import InputError
+from kvrepro.experiment import models
 from kvrepro.experiment import run as runs
 from kvrepro.experiment.answers import unmet
 from kvrepro.experiment.claims import READINGS
@@ -25,31 +31,62 @@ from kvrepro.experiment.run import Answers, PerItem
 from kvrepro.item import Item
 
 WAYS = ("hand", "rules", "sentences", "turns")
+WORDINGS = {  # of the defense, the preamble and the request to leak
+    "embedded": "as the embedded model was trained with them", "paper": "as in the paper's public code",
+    "ours": "in our words, not the paper's", "own": "as in the items' file",
+}  # fmt: skip
+Asked = tuple[Sequence[Item], Sequence[Cell]]
 
 
-def run(loaded: Loaded, items: Sequence[Item], grid: Sequence[Cell], name: str, settings: Settings) -> pd.DataFrame:
-    """One row per (item, cell); a cell that an item cannot meet is a row with its `error`.
+def run(
+    loaded: Loaded, parts: Mapping[str, Asked], settings: Settings, tokens: int = 128, name: str = "answers"
+) -> dict[str, pd.DataFrame]:
+    """One row per item and cell of each part, all in one study, so that the rows of all parts decode together; a cell
+    that an item cannot meet is a row with its `error`. tokens: of an answer, at most.
 
-    Columns: those of the store, and policy, ratio, variant, reading of the cell, and system, order, request, rules and
-    marks of the item; `note` holds what survived of each part in each layer (`scores.keep_rates`). Raises InputError
-    for items without system turn and policies that are not known.
+    Columns: those of the store, and policy, ratio, variant, reading of the cell, and system, order, request, rules,
+    marks and wording of the item; `note` holds what survived of each part in each layer (`scores.keep_rates`). Raises
+    InputError for items without system turn and policies that are not known.
     """
-    grid = list(dict.fromkeys(grid))
-    conditions = [cell.condition for cell in grid]
-    study = Answers("leakage", name, items, conditions, settings.max_new_tokens, prompt=prompt, note=survivors,
-                    gaps=True, together=2)  # fmt: skip
+    grids = {part: list(dict.fromkeys(grid)) for part, (_, grid) in parts.items()}
+    given = {part: [cell.condition for cell in grid] for part, grid in grids.items()}
+    items = [item for some, _ in parts.values() for item in some]
+    conditions = [given[part] for part, (some, _) in parts.items() for _ in some]
+    settings, prompt_rows = _batches(loaded, items, max(map(len, conditions)), settings, tokens)
+    study = Answers("leakage", name, items, conditions, tokens, prompt=prompt, note=survivors, gaps=True,
+                    together=2, prompt_rows=prompt_rows)  # fmt: skip
     rows = runs.run(study, loaded, settings)
-    once = list(dict.fromkeys(conditions))  # cells of equal conditions share rows
-    rows = rows.iloc[[i * len(once) + once.index(c) for i in range(len(items)) for c in conditions]]
-    columns = pd.DataFrame([_columns(item, cell) for item in items for cell in grid], index=rows.index)
-    return rows.assign(**columns).reset_index(drop=True)
+    found, first = {}, 0
+    for part, (some, _) in parts.items():
+        once = list(dict.fromkeys(given[part]))  # cells of equal conditions share rows
+        mine = rows.iloc[[first + i * len(once) + once.index(c) for i in range(len(some)) for c in given[part]]]
+        columns = pd.DataFrame([_columns(item, cell) for item in some for cell in grids[part]], index=mine.index)
+        found[part] = mine.assign(**columns).reset_index(drop=True)
+        first += len(some) * len(once)
+    return found
 
 
 def _columns(item: Item, cell: Cell) -> dict[str, Any]:
     """What a row says of its cell and its item, beside the condition."""
     of = {name: item.meta[name] for name in ("system", "order", "request", "rules")}
-    of["marks"] = item.meta.get("marks", "hand")
+    of |= {"marks": item.meta.get("marks", "hand"), "wording": item.meta.get("wording", "embedded")}
     return {"ratio": cell.ratio, "variant": cell.variant, "reading": cell.reading} | of
+
+
+def _batches(
+    loaded: Loaded, items: Sequence[Item], conditions: int, settings: Settings, tokens: int
+) -> tuple[Settings, int]:
+    """Settings with as many rows in a batch, and how many prompts in a pass, as a third of a GPU's free memory holds:
+    a decode step costs there almost the same for one row as for hundreds. On the CPU small batches are faster."""
+    if loaded.device == "cpu":
+        return replace(settings, batch_rows=min(settings.batch_rows, 64)), 1
+    longest = max(len(prompt(loaded, item).ids) for item in items)
+    outputs = ModelFacts.of(loaded.model).outputs.values()  # [heads, dim, hidden] of each layer
+    kv_heads = loaded.model.config.get_text_config().num_key_value_heads
+    token = sum(2 * kv_heads * output.shape[1] * output.element_size() for output in outputs)
+    fits = int(torch.cuda.mem_get_info()[0] / 3 / token / (longest + tokens))
+    together = min(16, 4096 // longest, fits // conditions)
+    return replace(settings, batch_rows=max(1, min(settings.batch_rows, fits))), max(1, together)
 
 
 def timing(
@@ -86,8 +123,9 @@ def seconds(
 
 @dataclass(frozen=True)
 class Found:
-    """Rows of all the chapter's studies, with their items."""
+    """Rows of all the chapter's studies with one model, and their items."""
 
+    model: str
     items: list[Item]
     main: pd.DataFrame  # both orders
     alone: pd.DataFrame  # without a defense
@@ -95,6 +133,16 @@ class Found:
     examples: pd.DataFrame  # labelled examples; empty where these items have none
     marks: pd.DataFrame  # fair shares over spans marked in different ways
     timing: pd.DataFrame
+
+    @property
+    def file(self) -> str:
+        """The model's name as part of a file's."""
+        return re.sub(r"[^\w.-]+", "-", self.model).strip("-")
+
+    @property
+    def wording(self) -> str:
+        """Whose words surround the directives."""
+        return " and ".join(WORDINGS[name] for name in self.main.wording.unique())
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -115,41 +163,56 @@ class Found:
 def chapter(loaded: Loaded, plan: Plan) -> Found:
     """All studies, in both readings. The paper's five policies and a reader's own get every variant at many ratios and
     take part in every study; any other one gets what it can meet at one ratio."""
-    sizes = plan.sizes
+    sizes, settings = plan.sizes, plan.settings
     secret = _drawn(plan, sizes.systems)
+    if plan.n_items is not None and (most := len({item.meta["system"] for item in secret})) < plan.n_items:
+        raise InputError(f"n_items is {plan.n_items}, but {plan.items} has {most} system prompts: ask for no more")
     room = Room.of(loaded, secret, plan.items)
-    grids = _main_grids(plan, room)
-    both = [
-        run(
-            loaded,
-            [item for item in secret if item.meta["order"] == order],
-            grids[order],
-            f"main-{order}",
-            plan.settings,
-        )
-        for order in ORDERS
-    ]
     half, ends = sizes.varied[len(sizes.varied) // 2], sizes.varied[::2]
-
-    plain = _plain(plan)
-    grid = cells(plan.main, ends, readings=READINGS, room=Room.of(loaded, plain, plan.items))
-    alone = run(loaded, plain, grid, "alone", plan.settings)
-    nude = _drawn(plan, sizes.marks, ("normal",), preamble=False)
-    grid = cells(plan.main, [half], room=Room.of(loaded, nude, plan.items))
-    bare = run(loaded, nude, grid, "bare", plan.settings)
-    shots, told = _examples(loaded, plan, ends)
-    parts, marks = _marks(loaded, plan, secret, both[0])
+    plain, nude = _plain(plan), _drawn(plan, sizes.marks, ("normal",), preamble=False)
+    grids = _main_grids(plan, room)
+    main: dict[str, Asked] = {
+        order: ([item for item in secret if item.meta["order"] == order], grids[order]) for order in ORDERS
+    }
+    rest: dict[str, Asked] = {
+        "alone": (plain, cells(plan.main, ends, readings=READINGS, room=Room.of(loaded, plain, plan.items))),
+        "bare": (nude, cells(plan.main, [half], room=Room.of(loaded, nude, plan.items))),
+    }
+    marks, shots = _marks(loaded, plan, secret), _examples(loaded, plan, ends)
+    together = plan.items == "tinyworld"  # TREC's prompts are long: batches of their own
+    rows = run(loaded, main | rest | marks | (shots if together else {}), settings, sizes.tokens)
+    if shots and not together:
+        rows |= run(loaded, shots, settings, sizes.tokens, "examples")
 
     clocked = [item for item in secret if item.meta["request"] == "follow"][: sizes.timed]
     clock = cells(["h2o"], [half], ("default", "whitelist", "fair", "debias 0.4"), room=room)[1:]
-    timed = timing(loaded, clocked, clock, plan.settings, repeats=sizes.repeats)
-    items = [*secret, *plain, *nude, *shots, *parts]
-    return Found(items, pd.concat(both, ignore_index=True), alone, bare, told, marks, timed)
+    timed = timing(loaded, clocked, clock, settings, repeats=sizes.repeats)
+
+    def all_of(parts: Mapping[str, Asked]) -> pd.DataFrame:
+        return pd.concat([rows[name] for name in parts] or [pd.DataFrame(columns=["item"])], ignore_index=True)
+
+    hand = _by_hand(plan, rows["normal"], marks)
+    marked = pd.concat([hand, all_of(marks)], ignore_index=True)
+    items = [item for some, _ in (main | rest | marks | shots).values() for item in some]
+    return Found(loaded.name, items, all_of(main), rows["alone"], rows["bare"], all_of(shots), marked, timed)
+
+
+def compared(loaded: Loaded, plan: Plan) -> Found | None:
+    """All studies with the second checkpoint, `settings.compare`, whose rows stand beside the first one's; None where
+    there is none."""
+    settings = plan.settings
+    if not settings.compare:
+        return None
+    second = models.load(settings.compare, device=settings.device, dtype=settings.dtype)
+    if second.name == loaded.name:
+        raise InputError(f"compare is {settings.compare!r}, the model itself: name another checkpoint")
+    return chapter(second, plan)
 
 
 def _drawn(plan: Plan, n: int, orders: Sequence[str] = ORDERS, preamble: bool = True) -> list[Item]:
-    draw = prompts.systems if plan.items == "tinyworld" else prompts.ifeval_items
-    return draw(n, plan.settings.seed, orders, preamble)
+    if plan.items == "tinyworld":
+        return prompts.systems(n, plan.settings.seed, orders, preamble)
+    return english(plan.items, n, plan.settings.seed, orders, preamble, plan.wording)
 
 
 def _main_grids(plan: Plan, room: Room) -> dict[str, list[Cell]]:
@@ -169,7 +232,7 @@ def _main_grids(plan: Plan, room: Room) -> dict[str, list[Cell]]:
 def _plain(plan: Plan) -> list[Item]:
     """Requests that a directive without a defense applies to, so many with one rule and with several."""
     sizes = plan.sizes
-    if plan.items == "ifeval":
+    if plan.items != "tinyworld":
         kinds = _drawn(plan, sizes.singles, ("alone",))
         return [item for item in kinds if item.meta["request"] == "follow"]
     most = {"single": 2 * sizes.singles, "multi": 2 * sizes.several}
@@ -180,36 +243,62 @@ def _plain(plan: Plan) -> list[Item]:
     ]
 
 
-def _examples(loaded: Loaded, plan: Plan, ends: Sequence[float]) -> tuple[list[Item], pd.DataFrame]:
+def _examples(loaded: Loaded, plan: Plan, ends: Sequence[float]) -> dict[str, Asked]:
     """Labelled examples in either order: all policies at the highest ratio, the dial of the paper's two at all."""
-    if plan.items == "ifeval":
-        return [], pd.DataFrame(columns=["item"])
-    shots, told = prompts.examples(plan.sizes.examples, plan.settings.seed), []
+    shots = _shots(loaded, plan)
     pair = [name for name in plan.main if name in LIBRARY]
-    for order in ORDERS:
+    found: dict[str, Asked] = {}
+    for order in ORDERS if shots else ():
         these = [item for item in shots if item.meta["order"] == order]
-        room = Room.of(loaded, these)
+        room = Room.of(loaded, these, plan.items)
         grid = cells(pair or plan.main, ends[-1:], ("default", "fair"), room=room)
         if order == "normal":
             grid += cells(plan.main, ends[-1:], ("default", "fair"), room=room)
             grid += cells(pair, ends, ("default", "fair", *DEBIAS), room=room)
-        told.append(run(loaded, these, grid, f"examples-{order}", plan.settings))
-    return shots, pd.concat(told, ignore_index=True)
+        found[f"examples-{order}"] = these, grid
+    return found
 
 
-def _marks(loaded: Loaded, plan: Plan, secret: Sequence[Item], main: pd.DataFrame) -> tuple[list[Item], pd.DataFrame]:
-    """Fair shares over other spans than those marked by hand, whose rows are among the main study's."""
-    sizes = plan.sizes
-    near = sizes.varied[: 1 + len(sizes.varied) // 2][-2:]
-    some = list(dict.fromkeys(item.meta["system"] for item in secret))[: sizes.marks]
+def _shots(loaded: Loaded, plan: Plan) -> list[Item]:
+    """The embedded world's labelled examples, or as many of TREC's as the model's context holds; none where the set is
+    not at hand, which is printed."""
+    n, seed = plan.sizes.examples, plan.settings.seed
+    if plan.items == "tinyworld":
+        return prompts.examples(n, seed)
+    try:
+        drawn = trec(n, seed, wording=plan.wording)
+        lengths = {item.meta["system"]: len(prompt(loaded, item).ids) for item in drawn}
+    except InputError as error:
+        print(f"leakage: no labelled examples: {error}")
+        return []
+    long = {system for system, length in lengths.items() if length + plan.sizes.tokens > loaded.context}
+    if long:
+        print(
+            f"leakage: {len(long)} of {len(lengths)} sets of labelled examples do not fit the model's context: left out"
+        )
+    return [item for item in drawn if item.meta["system"] not in long]
+
+
+def _near(plan: Plan) -> tuple[float, ...]:
+    """The ratios at which spans are marked in other ways."""
+    varied = plan.sizes.varied
+    return varied[: 1 + len(varied) // 2][-2:]
+
+
+def _marks(loaded: Loaded, plan: Plan, secret: Sequence[Item]) -> dict[str, Asked]:
+    """Fair shares over other spans than those marked by hand."""
+    some = list(dict.fromkeys(item.meta["system"] for item in secret))[: plan.sizes.marks]
     chosen = [item for item in secret if item.meta["order"] == "normal" and item.meta["system"] in some]
-    by_hand = main[(main.variant == "fair") & (main.reading == "as_described") & main.ratio.isin(near)]
-    rows = [by_hand[by_hand.policy.isin(plan.main) & by_hand.item.isin({item.id for item in chosen})]]
-    parts = []
+    found: dict[str, Asked] = {}
     for way in WAYS[1:] if plan.items == "tinyworld" else WAYS[2:]:
         these = prompts.marked(chosen, way)
-        parts += these
         room = Room.of(loaded, these, plan.items)
-        grid = cells(plan.main, near, ("fair",), room=room, spans=())[1:]
-        rows.append(run(loaded, these, grid, f"marks-{way}", plan.settings))
-    return parts, pd.concat(rows, ignore_index=True)
+        found[f"marks-{way}"] = these, cells(plan.main, _near(plan), ("fair",), room=room, spans=())[1:]
+    return found
+
+
+def _by_hand(plan: Plan, main: pd.DataFrame, marks: Mapping[str, Asked]) -> pd.DataFrame:
+    """Rows of the main study with the same prompts and cells, their spans marked by hand."""
+    chosen = {item.id.partition("|")[0] for some, _ in marks.values() for item in some}
+    same = (main.variant == "fair") & (main.reading == "as_described") & main.ratio.isin(_near(plan))
+    return main[same & main.policy.isin(plan.main) & main.item.isin(chosen)]

@@ -1,6 +1,7 @@
 """What one may set in the leakage chapter beside its notebook's parameters."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvrepro.engine.allowed import Size
 from kvrepro.experiment import run
@@ -10,7 +11,12 @@ from kvrepro.experiment import run
 class Settings(run.Settings):
     """Settings of the leakage chapter; the profile says what is None."""
 
-    max_new_tokens: Size = 128  #: of an answer
+    batch_rows: Size = 1024  #: rows that decode together, at most: on a GPU, what fits
+    max_new_tokens: Size | None = None  #: of an answer; None: 128, in the full profile the paper's 1,280
+    wording: Literal["paper", "ours"] | None = (
+        None  #: of the defense for `items="ifeval"`; None: the paper's if at hand
+    )
+    compare: str = ""  #: a second checkpoint, for figures and verdicts of both
     singles: Size | None = None  #: system prompts without a defense, with one rule
     several: Size | None = None  #: system prompts without a defense, with two to five rules
     examples: Size | None = None  #: system prompts of labelled examples

@@ -6,7 +6,7 @@ conditions of a prompt stay together.
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, TypeAlias
@@ -151,6 +151,8 @@ class Study:
     asked: float = 1  # instructions behind the following of one system prompt: as described, classes are what counts
     floor: float = 0.0  # leakage of a refusal
     echo: float = 0.0  # of an echo of the preamble alone
+    model: str = ""
+    other: "Study | None" = None  # of a second model, in the same reading
 
     @cached_property
     def follow(self) -> Means:
@@ -195,13 +197,16 @@ def study(found: Found, reading: str) -> Study:
         },
         found.timing,
         float(main.asked[main.followed.notna()].mean()) if run else 1.0,
-        *map(float, told),
+        floor=float(told.refusal),
+        echo=float(told.preamble),
+        model=found.model,
     )
 
 
-def studies(found: Found, reading: str = "both") -> list[Study]:
-    """The chapter's rows in one reading or in both."""
-    return [study(found, one) for one in (claims.READINGS if reading == "both" else (reading,))]
+def studies(found: Found, reading: str = "both", other: Found | None = None) -> list[Study]:
+    """The chapter's rows in one reading or in both, beside those of another model."""
+    readings = claims.READINGS if reading == "both" else (reading,)
+    return [replace(study(found, one), other=study(other, one) if other is not None else None) for one in readings]
 
 
 # ---------------------------------------------------------------- pieces that figures and claims share
@@ -363,6 +368,25 @@ def rankings(s: Study) -> pd.DataFrame:
             for ratio, column in zip(ratios, series.T, strict=True)
         ]
     return pd.DataFrame(rows, columns=["measure", "policy", "rules", "ratio", "value", "low", "high"])
+
+
+def by_model(s: Study) -> pd.DataFrame:
+    """The default of every policy, by model and ratio, the defense first: following, leakage, keep rate of the
+    directive minus that of the defense; and, without a defense, rank correlation of the classes. Columns model,
+    measure, policy, ratio, value, low, high."""
+    rows = []
+    for one in (s, s.other):
+        for policy in dict.fromkeys(one.answers.policy) if one is not None else ():
+            for ratio in (0.0, *one.leak.ratios(policy=policy)):
+                cell = {"policy": policy, "ratio": ratio}
+                found = {"following": one.follow.estimate(**cell).triple, "leakage": one.leak.estimate(**cell).triple}
+                if ratio:
+                    found["bias"] = stats.interval(bias(one, [ratio], policy=policy), bounds=None).triple
+                rows += [(one.model, measure, policy, ratio, *triple) for measure, triple in found.items()]
+    names = ["model", "measure", "policy", "ratio", "value", "low", "high"]
+    ranks = [rankings(one).assign(model=one.model) for one in (s, s.other) if one is not None]
+    ranks = [one[(one.measure == "rank correlation") & (one.rules == "multi")][names] for one in ranks]
+    return pd.concat([pd.DataFrame(rows, columns=names), *ranks], ignore_index=True)
 
 
 def fronts(s: Study, where: str = "main") -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""The notebook from top to bottom: a foreign checkpoint, one ratio, few prompts, and a policy of one's own."""
+"""The notebook from top to bottom: two foreign checkpoints, one ratio, one prompt, and a policy of one's own."""
 
 from pathlib import Path
 
@@ -21,14 +21,16 @@ MINE = Policy("Earliest", "this test", earliest)
 """
 
 
-def test_the_notebook_runs_on_a_checkpoint_folder_with_a_policy_of_ones_own(tmp_path):
-    """Rows, curves and verdict rows of its own; a random model tells nothing, so no verdict claims anything."""
+def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(tmp_path):
+    """Rows, curves and verdict rows of its own; a random model tells nothing, so no verdict claims anything. What the
+    second model says stands beside what the first one does."""
     (tmp_path / "own_policy.py").write_text(OWN)
     mine = f"{tmp_path / 'own_policy.py'}:MINE"
     texts = [message["content"] for item in prompts.systems(4) for message in item.messages]
-    given = {"model": str(checkpoint.save(tmp_path / "small-qwen2", texts)), "results": str(tmp_path / "results")}
-    given |= {"n_items": 2, "policies": [mine], "ratios": [0.5]}
-    given |= {"options": {"max_new_tokens": 4, "marks": 1, "timed": 1, "repeats": 1, "progress": False}}
+    folders = [str(checkpoint.save(tmp_path / name, texts)) for name in ("small-qwen2", "another")]
+    given = {"model": folders[0], "results": str(tmp_path / "results")}
+    given |= {"n_items": 1, "policies": [mine], "ratios": [0.5]}
+    given |= {"options": {"max_new_tokens": 4, "repeats": 1, "progress": False, "compare": folders[1]}}
     executed = papermill.execute_notebook(NOTEBOOK, tmp_path / "out.ipynb", given, kernel_name="python3",
                                           progress_bar=False)  # fmt: skip
     outputs = [o.get("data", {}) for c in executed.cells if c.cell_type == "code" for o in c.outputs]
@@ -39,5 +41,10 @@ def test_the_notebook_runs_on_a_checkpoint_folder_with_a_policy_of_ones_own(tmp_
     assert {"L3b Earliest", "L7 Earliest"} <= set(verdicts.claim)
     assert not {"L9 Earliest", "L5 Earliest"} & set(verdicts.claim)  # these name their policies
     assert set(verdicts[verdicts.claim == "L3b Earliest"].verdict) == {"not testable here"}
-    rows = store.read(tmp_path / "results" / "leakage" / "main-normal.parquet")
-    assert rows[rows.policy == mine].error.isna().sum() >= 2 * 2 * 3  # default, fair and both ends, two requests each
+    [second] = (tmp_path / "results" / "leakage").glob("claims-*another.csv")
+    assert pd.read_csv(second).claim.tolist() == verdicts.claim.tolist()
+    assert set(pd.read_csv(second).model).isdisjoint(verdicts.model)
+    rows = store.read(tmp_path / "results" / "leakage" / "answers.parquet")
+    rows = rows[rows.item.str.startswith("normal-") & (rows.policy == mine) & rows.error.isna()]
+    assert rows.groupby("model").size().min() >= 2 * 3  # default, fair and both ends, two requests each
+    assert rows.model.nunique() == 2

@@ -13,6 +13,8 @@ def test_sizes():
     assert Plan(n_items=3).sizes.singles == 3
     assert Plan(Settings(singles=5), n_items=3).sizes.singles == 5
     assert Plan(Settings(profile="full"), ratios=(0.5,)).sizes.varied == (0.5,)
+    assert [Plan(Settings(profile=name)).sizes.tokens for name in ("quick", "full")] == [128, 1280]
+    assert Plan(Settings(profile="full", max_new_tokens=7)).sizes.tokens == 7
 
 
 def test_the_papers_policies_and_ones_own_take_part_in_every_study():
@@ -22,18 +24,32 @@ def test_the_papers_policies_and_ones_own_take_part_in_every_study():
     assert Plan(policies=("dropkv",)).main == ["dropkv"]
 
 
+def test_questions_are_replaced_by_system_prompts_and_that_is_said(tmp_path, capsys):
+    for name in ("longbench", "longbench:trec", "protection-panel"):
+        assert Plan(items=name).items == "ifeval"
+        assert f"leakage: items 'ifeval', system prompts, in the place of {name!r}" in capsys.readouterr().out
+    own, asked = tmp_path / "own.jsonl", tmp_path / "asked.jsonl"
+    own.write_text('{"messages": [{"role": "system", "content": "Be brief."}]}')
+    asked.write_text('{"context": "a system", "question": "b", "answer": "c"}')
+    assert Plan(items=str(own)).items == str(own)
+    assert not capsys.readouterr().out
+    assert Plan(items=str(asked)).items == "ifeval"
+    assert Plan(items="tinyworld:needle").items == "tinyworld"
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"ratios": [1.0]}, "ratios 1.0: a number, above 0, below 1"),
         ({"ratios": []}, "ratios \\[\\]: give a list of at least one"),
-        ({"n_items": 1}, "n_items 1: a whole number, at least 2"),
+        ({"n_items": 0}, "n_items 0: a whole number, at least 1"),
         ({"n_items": "ten"}, "n_items 'ten'"),
         ({"policies": []}, "policies \\[\\]: give a list of at least one"),
         ({"policies": "tova"}, "policies 'tova': give a list"),
         ({"policies": ["lru"]}, "lru cannot run in regime 'offline'"),
         ({"policies": ["full"]}, "full is run in any case"),
-        ({"items": "longbench"}, "unknown items 'longbench'"),
+        ({"items": "longbank"}, "unknown items 'longbank': use tinyworld, ifeval, or the path of a .jsonl"),
+        ({"items": "none.jsonl"}, "unknown items 'none.jsonl': use"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_line(wrong, message):

@@ -6,7 +6,8 @@ import pytest
 
 from kvrepro.chapters.leakage import cells, prompts, runs, scores
 from kvrepro.chapters.leakage.settings import Settings
-from kvrepro.experiment import models, store
+from kvrepro.engine import generate as engine
+from kvrepro.experiment import answers, models, store
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +20,8 @@ def run(loaded, tmp_path_factory):
     items = prompts.systems(2, orders=("normal",))
     grid = cells.cells(("streaming_llm",), (0.5, 0.9), ("default", "opening"))
     folder = tmp_path_factory.mktemp("results")
-    settings = Settings(results=folder, progress=False, max_new_tokens=48)
-    return items, grid, settings, runs.run(loaded, items, grid, "test", settings)
+    settings = Settings(results=folder, progress=False)
+    return items, grid, settings, runs.run(loaded, {"part": (items, grid)}, settings, 48)["part"]
 
 
 def test_a_cell_that_cannot_be_met_is_a_row_with_its_error(run):
@@ -35,7 +36,7 @@ def test_a_cell_that_cannot_be_met_is_a_row_with_its_error(run):
 
 def test_rows_are_stored_with_what_survived(run):
     *_, settings, rows = run
-    stored = store.read(settings.folder / "leakage" / "test.parquet").set_index("key")
+    stored = store.read(settings.folder / "leakage" / "answers.parquet").set_index("key")
     for row in rows.itertuples():
         assert isinstance(stored.note[row.key], str) == (pd.isna(row.error) and row.request == "leak")
 
@@ -62,7 +63,7 @@ def test_uncompressed_the_model_obeys_and_refuses_and_compressed_it_tells(run):
 
 def test_known_rows_are_not_computed_again(run, loaded, capsys):
     items, grid, settings, rows = run
-    again = runs.run(loaded, items, grid, "test", settings)
+    again = runs.run(loaded, {"part": (items, grid)}, settings, 48)["part"]
     assert "20 rows, 0 computed now, 0 failed" in capsys.readouterr().out
     assert again.prediction.fillna("").tolist() == rows.prediction.fillna("").tolist()
 
@@ -76,12 +77,28 @@ def test_classes_count_every_instruction_of_every_answer(run):
     assert len(scores.by_class(rows, items)) == len(each) - 1
 
 
+def test_parts_of_a_study_get_their_own_rows_from_one_call_of_the_engine(run, loaded, tmp_path, monkeypatch):
+    items, grid, _, rows = run
+    more = prompts.systems(1, orders=("flipped",))
+    calls, generate = [], engine.generate
+    monkeypatch.setattr(answers, "LEAST", 1)
+    monkeypatch.setattr(engine, "generate", lambda *a, **k: (calls.append(len(a[1])), generate(*a, **k))[1])
+    parts = {"other": (more, grid[:2]), "part": (items, grid), "none": ([], grid)}
+    found = runs.run(loaded, parts, Settings(results=tmp_path, progress=False), 48)
+    assert calls == [len(more) + len(items)]
+    assert len(found["other"]) == 2 * 2
+    assert found["none"].empty
+    assert set(found["other"].order) == {"flipped"}
+    for column in ("item", "policy", "variant", "ratio", "prediction", "kept_hash"):
+        assert found["part"][column].fillna("").tolist() == rows[column].fillna("").tolist()
+
+
 def test_keep_rates_add_up(loaded, tmp_path):
     """The parts' kept tokens are the budget: 62 tokens, half kept, in every layer."""
     items = prompts.systems(1, orders=("normal",))
     grid = cells.cells(("streaming_llm",), (0.5,), ("default", "fair"))
-    given = (loaded, items, grid, "kept", Settings(results=tmp_path, progress=False, max_new_tokens=1))
-    kept = scores.keep_rates(runs.run(*given))
+    given = (loaded, {"part": (items, grid)}, Settings(results=tmp_path, progress=False), 1)
+    kept = scores.keep_rates(runs.run(*given)["part"])
     disjoint = kept[kept.part != "outside"]
     total = (disjoint.tokens * disjoint.kept).groupby([disjoint.variant, disjoint.layer]).sum()
     tokens = disjoint[(disjoint.layer == 0) & (disjoint.variant == "fair")].tokens.sum()
@@ -90,7 +107,7 @@ def test_keep_rates_add_up(loaded, tmp_path):
     assert outside == kept[kept.part.isin(["defense", "template"])].groupby("part").tokens.first().sum()
     fair = kept[kept.variant == "fair"].groupby("part").kept.mean()
     assert abs(fair.defense - fair.directive) < 0.1
-    again = scores.keep_rates(runs.run(*given))  # from what is stored
+    again = scores.keep_rates(runs.run(*given)["part"])  # from what is stored
     pd.testing.assert_frame_equal(kept, again)
 
 

@@ -267,16 +267,21 @@ def _shots(loaded: Loaded, plan: Plan) -> list[Item]:
         return prompts.examples(n, seed)
     try:
         drawn = trec(n, seed, wording=plan.wording)
-        lengths = {item.meta["system"]: len(prompt(loaded, item).ids) for item in drawn}
     except InputError as error:
         print(f"leakage: no labelled examples: {error}")
         return []
-    long = {system for system, length in lengths.items() if length + plan.sizes.tokens > loaded.context}
+    long = {item.meta["system"] for item in drawn if not _fits(loaded, item, plan.sizes.tokens)}
     if long:
-        print(
-            f"leakage: {len(long)} of {len(lengths)} sets of labelled examples do not fit the model's context: left out"
-        )
+        print(f"leakage: {len(long)} sets of labelled examples are too long for the model's context: left out")
     return [item for item in drawn if item.meta["system"] not in long]
+
+
+def _fits(loaded: Loaded, item: Item, tokens: int) -> bool:
+    """Whether the model's context holds an item's prompt and so many tokens more."""
+    try:
+        return len(prompt(loaded, item).ids) + tokens <= loaded.context
+    except InputError:
+        return False
 
 
 def _near(plan: Plan) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ import pytest
 from kvrepro.chapters.leakage import english, ifeval, members, runs, scores, study, switches
 from kvrepro.chapters.leakage.plan import Plan
 from kvrepro.chapters.leakage.settings import Settings
+from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 
 YES_NO = [
@@ -35,6 +36,7 @@ YES_NO = [
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."}, "say it. It.", "It. Say it."),
     ("combination:two_responses", {}, "one\n******\ntwo", "one\n******\none"),
     ("startend:end_checker", {"end_phrase": "So there."}, "No. so there.", "So there. No."),
+    ("answer:contains", {"answers": ["tea", "Coffee"]}, "Some COFFEE.", "Water."),
     ("startend:quotation", {}, '"all of it"', '"some" of it'),
     (
         "change_case:capital_word_frequency",
@@ -100,13 +102,21 @@ def test_the_chapters_runs_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkey
         for i in range(6)
     ]
     (tmp_path / "sys_ifeval.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr(data, "fetch", lambda name: tmp_path / "sys_ifeval.jsonl")
+
+    def fetch(name):
+        if name == "ifeval/sys_ifeval.jsonl":
+            return tmp_path / "sys_ifeval.jsonl"
+        raise InputError("no network")
+
+    monkeypatch.setattr(data, "fetch", fetch)
     texts = [m["content"] for item in english.english("ifeval") for m in item.messages]
     loaded = models.load(str(checkpoint.save(tmp_path / "small-qwen2", texts)))
     few = {"singles": 6, "several": 6, "marks": 1, "timed": 1, "repeats": 1, "max_new_tokens": 4}
     settings = Settings.of(few, results=tmp_path, progress=False)
     found = runs.chapter(loaded, Plan(settings, items="ifeval", n_items=6, ratios=[0.5]))
     assert found.examples.empty
+    assert set(found.main.wording) == {"ours"}
+    assert found.wording == "in our words, not the paper's"
     failed = found.main[found.main.error.notna()]
     assert set(failed.variant) <= {"whole", "whitelist"}  # half of such a prompt may be less than its defense
     assert failed.error.str.contains("protected tokens").all()

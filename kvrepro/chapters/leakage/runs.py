@@ -5,11 +5,10 @@ found = chapter(loaded, plan)  # one stored row per (item, cell), a cell that an
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-import torch
 
 from kvrepro.chapters.leakage import prompts
 from kvrepro.chapters.leakage.cells import DEBIAS, LIBRARY, Cell, Room, cells
@@ -20,7 +19,6 @@ from kvrepro.chapters.leakage.scores import survivors
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.facts import ModelFacts
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from kvrepro.experiment import run as runs
@@ -52,7 +50,7 @@ def run(
     given = {part: [cell.condition for cell in grid] for part, grid in grids.items()}
     items = [item for some, _ in parts.values() for item in some]
     conditions = [given[part] for part, (some, _) in parts.items() for _ in some]
-    settings, prompt_rows = _batches(loaded, items, max(map(len, conditions)), settings, tokens)
+    prompt_rows = _in_a_pass(loaded, items, max(map(len, conditions)))
     study = Answers("leakage", name, items, conditions, tokens, prompt=prompt, note=survivors, gaps=True,
                     together=2, prompt_rows=prompt_rows)  # fmt: skip
     rows = runs.run(study, loaded, settings)
@@ -73,20 +71,13 @@ def _columns(item: Item, cell: Cell) -> dict[str, Any]:
     return {"ratio": cell.ratio, "variant": cell.variant, "reading": cell.reading} | of
 
 
-def _batches(
-    loaded: Loaded, items: Sequence[Item], conditions: int, settings: Settings, tokens: int
-) -> tuple[Settings, int]:
-    """Settings with as many rows in a batch, and how many prompts in a pass, as a third of a GPU's free memory holds:
-    a decode step costs there almost the same for one row as for hundreds. On the CPU small batches are faster."""
+def _in_a_pass(loaded: Loaded, items: Sequence[Item], conditions: int) -> int:
+    """Prompts that pass through the model together: on a GPU, a pass with its evictions costs almost the same for
+    several, as long as it leaves no more than a batch."""
     if loaded.device == "cpu":
-        return replace(settings, batch_rows=min(settings.batch_rows, 64)), 1
+        return 1
     longest = max(len(prompt(loaded, item).ids) for item in items)
-    outputs = ModelFacts.of(loaded.model).outputs.values()  # [heads, dim, hidden] of each layer
-    kv_heads = loaded.model.config.get_text_config().num_key_value_heads
-    token = sum(2 * kv_heads * output.shape[1] * output.element_size() for output in outputs)
-    fits = int(torch.cuda.mem_get_info()[0] / 3 / token / (longest + tokens))
-    together = min(16, 4096 // longest, fits // conditions)
-    return replace(settings, batch_rows=max(1, min(settings.batch_rows, fits))), max(1, together)
+    return max(1, min(16, 4096 // longest, engine.MOST_ROWS // conditions))
 
 
 def timing(

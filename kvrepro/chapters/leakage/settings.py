@@ -11,7 +11,6 @@ from kvrepro.experiment import run
 class Settings(run.Settings):
     """Settings of the leakage chapter; the profile says what is None."""
 
-    batch_rows: Size = 1024  #: rows that decode together, at most: on a GPU, what fits
     max_new_tokens: Size | None = None  #: of an answer; None: 128, in the full profile the paper's 1,280
     wording: Literal["paper", "ours"] | None = (
         None  #: of the defense for `items="ifeval"`; None: the paper's if at hand

@@ -18,6 +18,7 @@ from kvrepro.chapters.leakage.study import (
     Study,
     bias,
     mean_of,
+    means,
     middle,
     optimality,
     rank_curves,
@@ -75,6 +76,16 @@ def _leak_fall(s: Study, **cell) -> Parts:
     curves = {f"{r:.0%} dropped": s.leak.per(ratio=r, **cell) for r in ratios}
     _compared([end, *curves.values()], "leak")
     return {name: _pair(s.leak, values, end) for name, values in curves.items()}
+
+
+def _leak_long(s: Study) -> Sample:
+    """Of labelled examples, uncompressed, the defense first."""
+    if s.words < 3000:
+        raise NotTestable(
+            "system prompts of 3,000 to 4,000 words are needed: items=ifeval, and options with words=3000"
+        )
+    m = means(s.examples, "told")
+    return Sample(pd.DataFrame({"a": m.per(policy=next(key[1] for key in m.columns), ratio=0.0)}), each=m.each)
 
 
 def _follow_share(s: Study, **cell) -> Sample:
@@ -233,6 +244,7 @@ CONTRASTS: dict[str, Callable[..., What]] = {
     "leak_low": _leak_low,
     "leak_rise": _leak_rise,
     "leak_fall": _leak_fall,
+    "leak_long": _leak_long,
     "follow_share": _follow_share,
     "follow_flipped": _between_orders("follow"),
     "leak_flipped": _between_orders("leak"),

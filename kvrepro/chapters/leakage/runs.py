@@ -257,7 +257,7 @@ def _shots(loaded: Loaded, plan: Plan) -> list[Item]:
     if plan.items == "tinyworld":
         return prompts.examples(n, seed)
     try:
-        drawn = trec(n, seed, wording=plan.wording)
+        drawn = trec(n, seed, wording=plan.wording, words=plan.settings.words)
     except InputError as error:
         print(f"leakage: no labelled examples: {error}")
         return []

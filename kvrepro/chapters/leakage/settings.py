@@ -19,6 +19,7 @@ class Settings(run.Settings):
     singles: Size | None = None  #: system prompts without a defense, with one rule
     several: Size | None = None  #: system prompts without a defense, with two to five rules
     examples: Size | None = None  #: system prompts of labelled examples
+    words: Literal[1000, 2000, 3000] = 1000  #: of TREC's contexts, from so many to a thousand more: the paper's classes
     marks: Size | None = None  #: system prompts whose spans are marked in other ways, or that lack the preamble
     timed: Size | None = None  #: requests whose time is taken
     repeats: Size | None = None  #: of each time that is taken

@@ -151,6 +151,7 @@ class Study:
     asked: float = 1  # instructions behind the following of one system prompt: as described, classes are what counts
     floor: float = 0.0  # leakage of a refusal
     echo: float = 0.0  # of an echo of the preamble alone
+    words: int = 0  # of labelled examples in English, at least
     model: str = ""
     other: "Study | None" = None  # of a second model, in the same reading
 
@@ -199,6 +200,7 @@ def study(found: Found, reading: str) -> Study:
         float(main.asked[main.followed.notna()].mean()) if run else 1.0,
         floor=float(told.refusal),
         echo=float(told.preamble),
+        words=max(item.meta.get("words", 0) for item in found.items),
         model=found.model,
     )
 
@@ -375,16 +377,18 @@ def by_model(s: Study) -> pd.DataFrame:
     directive minus that of the defense; and, without a defense, rank correlation of the classes. Columns model,
     measure, policy, ratio, value, low, high."""
     rows = []
-    for one in (s, s.other):
-        for policy in dict.fromkeys(one.answers.policy) if one is not None else ():
-            for ratio in (0.0, *one.leak.ratios(policy=policy)):
-                cell = {"policy": policy, "ratio": ratio}
-                found = {"following": one.follow.estimate(**cell).triple, "leakage": one.leak.estimate(**cell).triple}
-                if ratio:
-                    found["bias"] = stats.interval(bias(one, [ratio], policy=policy), bounds=None).triple
-                rows += [(one.model, measure, policy, ratio, *triple) for measure, triple in found.items()]
+    both = [one for one in (s, s.other) if one is not None]
+    for one, name in [(one, name) for one in both for name in dict.fromkeys(one.answers.policy)]:
+        parts = {"following": one.follow, "leakage": one.leak}
+        for measure, ratio in product((*parts, "bias"), (0.0, *sorted(set(one.answers.ratio) - {0.0}))):
+            with suppress(NotTestable):  # not run, or no part of it survived
+                if measure == "bias":
+                    found = stats.interval(bias(one, [ratio], policy=name), bounds=None)
+                else:
+                    found = parts[measure].estimate(policy=name, ratio=ratio)
+                rows.append((one.model, measure, name, ratio, *found.triple))
     names = ["model", "measure", "policy", "ratio", "value", "low", "high"]
-    ranks = [rankings(one).assign(model=one.model) for one in (s, s.other) if one is not None]
+    ranks = [rankings(one).assign(model=one.model) for one in both]
     ranks = [one[(one.measure == "rank correlation") & (one.rules == "multi")][names] for one in ranks]
     return pd.concat([pd.DataFrame(rows, columns=names), *ranks], ignore_index=True)
 

@@ -226,3 +226,44 @@ def test_a_low_ratio_alone_says_nothing_about_high_ones():
     verdicts = members.evaluate([made(obeying, rising, ratios=(0.1,))], "made up").set_index("claim")
     assert verdicts.verdict["L2"] == verdicts.verdict["L4"] == "not testable here"
     assert verdicts.verdict["L3a"] == "inconclusive"
+
+
+def test_models_differ_where_one_loses_more_of_its_own_following():
+    """Under K-norm alone the second model loses 0.4 more, whatever each follows uncompressed."""
+
+    def follow(start, more):
+        return lambda o, p, v, r: start - (more if r and p == "k_norm" else 0.1 * bool(r))
+
+    one, two = (made(follow(*given), lambda *_: 0.0) for given in ((0.9, 0.1), (0.7, 0.5)))
+    claim = {"contrast": "model_spread", "some": True}
+    [member] = members.members(claim, {}, replace(one, other=two))
+    assert set(member.what) == set(cells.FIVE)
+    found = {name: sample.estimate().value for name, sample in member.what.items()}
+    assert found == pytest.approx({name: -0.4 if name == "k_norm" else 0.0 for name in cells.FIVE})
+    with pytest.raises(NotTestable, match="one run has one model: name a second checkpoint"):
+        [reason] = members.members(claim, {}, one)
+        raise reason
+    rows = study.by_model(replace(one, model="a", other=replace(two, model="b")))
+    assert set(rows.measure) == {"following", "leakage"}  # neither keep rates nor classes were made up
+    wide = rows[(rows.measure == "following") & (rows.policy == "k_norm")].set_index(["model", "ratio"]).value
+    assert wide["a", 0.0] == pytest.approx(0.9)
+    assert wide["b", 0.9] == pytest.approx(0.2)
+
+
+def test_verdicts_of_two_models_are_compared_claim_by_claim():
+    table = pd.DataFrame({"claim": ["A", "A", "B", "C"], "statement": ["a", "a", "b", "c"], "model": "one",
+                          "reading": ["as_run", "as_described", "as_described", "any"],
+                          "verdict": ["no", "reproduced", "partly", "partly"]})  # fmt: skip
+    other = table.assign(model="two", verdict=["partly", "partly", "partly", "reproduced"])
+    found = members.differing(table, other, "as_described")
+    assert found.claim.tolist() == ["A", "C"]
+    assert found[["one", "two"]].to_numpy().tolist() == [["reproduced", "partly"], ["partly", "reproduced"]]
+    assert members.differing(table, table.head(0), "as_described").empty
+
+
+def test_long_examples_leak_where_their_recall_says_so():
+    s = made(lambda *_: 1.0, lambda o, p, v, r: 0.6 - 0.5 * bool(r))
+    with pytest.raises(NotTestable, match="words=3000"):
+        members.CONTRASTS["leak_long"](s)
+    found = members.CONTRASTS["leak_long"](replace(s, words=3000, examples=s.answers)).estimate()
+    assert found.value == pytest.approx(0.6)

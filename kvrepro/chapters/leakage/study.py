@@ -378,7 +378,7 @@ def by_model(s: Study) -> pd.DataFrame:
     measure, policy, ratio, value, low, high."""
     rows = []
     both = [one for one in (s, s.other) if one is not None]
-    for one, name in [(one, name) for one in both for name in dict.fromkeys(one.answers.policy)]:
+    for one, name in ((s, name) for s in both for name in dict.fromkeys(s.answers.policy)):
         parts = {"following": one.follow, "leakage": one.leak}
         for measure, ratio in product((*parts, "bias"), (0.0, *sorted(set(one.answers.ratio) - {0.0}))):
             with suppress(NotTestable):  # not run, or no part of it survived

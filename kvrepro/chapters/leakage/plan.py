@@ -55,7 +55,7 @@ class Plan:
     def __post_init__(self) -> None:
         ensure_fields(self, type(self))
         if (suits := suited(self.items)) != self.items:
-            print(f"leakage: items {suits!r}, system prompts, in the place of {self.items!r}")
+            print(f"leakage: items {suits!r}, which suit this chapter, in the place of {self.items!r}")
             object.__setattr__(self, "items", suits)
         for name in ("policies", "ratios"):
             if getattr(self, name) is not None and not getattr(self, name):

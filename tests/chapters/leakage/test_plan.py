@@ -27,7 +27,7 @@ def test_the_papers_policies_and_ones_own_take_part_in_every_study():
 def test_questions_are_replaced_by_system_prompts_and_that_is_said(tmp_path, capsys):
     for name in ("longbench", "longbench:trec", "protection-panel"):
         assert Plan(items=name).items == "ifeval"
-        assert f"leakage: items 'ifeval', system prompts, in the place of {name!r}" in capsys.readouterr().out
+        assert f"leakage: items 'ifeval', which suit this chapter, in the place of {name!r}" in capsys.readouterr().out
     own, asked = tmp_path / "own.jsonl", tmp_path / "asked.jsonl"
     own.write_text('{"messages": [{"role": "system", "content": "Be brief."}]}')
     asked.write_text('{"context": "a system", "question": "b", "answer": "c"}')

@@ -64,16 +64,35 @@ def generate(
         check_prompt(model, text.ids, max_new_tokens)
     check_conditions(model, texts, conditions, max_new_tokens=max_new_tokens)
     check_means(model, conditions, repeat, backend)
-    call = Call(
-        model, texts, list(conditions), max_new_tokens, ModelFacts.of(model), list(repeat), measure_peak, kept_sets,
-        backend, seed, errors == "return",
-    )  # fmt: skip
     answers: dict[Tag, Generation | Exception] = {}
-    with installed(model):
-        for batch in batches(_rows(call, prompt_rows), backend, batch_rows, model.device):
-            answers.update(decode(call, joined(batch), stop_ids))
-    answers.update(call.failed)
+    for facts, columns in _views(model, conditions):
+        call = Call(
+            model, texts, [conditions[j] for j in columns], max_new_tokens, facts, list(repeat), measure_peak,
+            kept_sets, backend, seed, errors == "return",
+        )  # fmt: skip
+        answers |= {(i, columns[j]): found for (i, j), found in _answers(call, prompt_rows, batch_rows, stop_ids)}
     return [[answers[i, j] for j in range(len(conditions))] for i in range(len(texts))]
+
+
+def _views(model: PreTrainedModel, conditions: Sequence[Condition]) -> list[tuple[ModelFacts, list[int]]]:
+    """Conditions by how they see the model: one set of tokens for all layers takes sliding ones for layers like any
+    other, where the text is no longer than their window (`check_shared`)."""
+    facts, every = ModelFacts.of(model), list(range(len(conditions)))
+    own = [j for j, c in enumerate(conditions) if c.policy != "full" and not find(c.policy).shared]
+    rest = [j for j in every if j not in own]
+    if not facts.sliding or all(conditions[j].policy == "full" for j in rest):
+        return [(facts, every)]
+    return [view for view in ((facts, own), (facts.unslid(model), rest)) if view[1]]
+
+
+def _answers(
+    call: Call, prompt_rows: int, batch_rows: int | None, stop_ids: Collection[int]
+) -> Iterator[tuple[Tag, Generation | Exception]]:
+    """What becomes of every prompt under every condition of a call."""
+    with installed(call.model):
+        for batch in batches(_rows(call, prompt_rows), call.backend, batch_rows, call.device):
+            yield from decode(call, joined(batch), stop_ids)
+    yield from call.failed.items()
 
 
 def batches(rows: Iterable[Rows], backend: str, most: int | None, device: torch.device) -> Iterator[list[Rows]]:

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvrepro.engine.attention import Softmax, scaled, softmax
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Probabilities, Query, RowInts, Scores, WindowPositions
 from kvrepro.errors import InputError
 
@@ -28,6 +29,7 @@ class Observation:
     query_positions: WindowPositions  # -1 where a row has fewer queries than the window
     seen: RowInts  # tokens seen so far, kept or not
     scaling: float
+    softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
     output: Tensor | None = None  # output projection per query head, [heads, dim, hidden]
     sums: Mapping[str, Scores] = field(default_factory=dict)  # per token, as named in a policy's `needs`
     span_of: Tensor | None = None  # int64 [batch, seen]: number of the prompt span that each position lies in
@@ -87,9 +89,9 @@ class Observation:
             )
         batch, kv_heads, _, dim = self.keys.shape
         q = self.queries.view(batch, kv_heads, self.group, -1, dim).float()
-        logits = torch.einsum("bgrwd,bgnd->bgrwn", q, self.keys.float()).mul_(self.scaling)
+        logits = scaled(torch.einsum("bgrwd,bgnd->bgrwn", q, self.keys.float()), self.softmax or self.scaling)
         logits.masked_fill_(~self._causal[:, :, None], -torch.inf)
-        p = torch.softmax(logits, -1).nan_to_num_(0.0)  # a row of -inf only: no such query
+        p = softmax(logits, self.softmax).nan_to_num_(0.0)  # a row of -inf only: no such query
         return p.masked_fill_(~self.visible[:, :, None], 0.0) if self.span_local else p
 
     @cached_property

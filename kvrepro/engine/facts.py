@@ -18,6 +18,7 @@ OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense")  # what families call the pr
 ATTENDING = {"full_attention", "sliding_attention", "attention"}  # types of layers with keys and values alone
 HOLDING = ATTENDING | {"hybrid"}  # with keys and values, and maybe a recurrent state
 RECURRENT = {"linear_attention", "mamba", "conv", "mlp", "moe"}  # without keys and values
+FORGETTING = {"jamba", "zamba"}  # families whose recurrent states transformers starts anew with each part of a text
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,14 @@ def check_family(model: PreTrainedModel) -> None:
     types, found = layer_types(config), attention_modules(model)
     holding = [n for n, kind in enumerate(types) if kind in HOLDING]
     unknown, shared = sorted(set(types) - HOLDING - RECURRENT), getattr(config, "num_kv_shared_layers", 0)
-    plain = all(o.weight.is_floating_point() and o.weight.dim() == 2 for o in map(_output, found.values()))
+    outputs = [getattr(_output(module), "weight", None) for module in found.values()]
+    plain = all(w is not None and w.is_floating_point() and w.dim() == 2 and w.itemsize > 1 for w in outputs)
     reasons = {
         "transformers does not let others compute its attention": not model._can_set_attn_implementation(),
         f"layers of type {', '.join(unknown)} are unknown here": unknown,
         f"{shared} layers use the keys and values of others": shared,
         "it brings a cache of its own": not model._supports_default_dynamic_cache(),
+        "it cannot go on reading where it stopped": config.model_type in FORGETTING,
         "no layer holds keys and values": not holding,
         f"{len(holding)} layers hold tokens, {len(found)} of them keys and values per head": list(found) != holding,
         "its weights are quantised": not plain,
@@ -132,6 +135,15 @@ def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor
         own = getattr(rotary, f"{kinds[layer]}_inv_freq", None) if kinds else None
         found[layer] = rotary.inv_freq if own is None else own
     return found
+
+
+def rotation_changes(model: PreTrainedModel) -> set[int]:
+    """Lengths of a text in tokens beyond which transformers takes other frequencies for all of it."""
+    config = model.config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
+    known = [kind for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")]
+    return {int(kind.get("original_max_position_embeddings") or config.max_position_embeddings) for kind in known}
 
 
 def sliding_window(config: Any, layer: int) -> int | None:

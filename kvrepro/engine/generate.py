@@ -16,7 +16,7 @@ from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.decode import batch_kind, decode
 from kvrepro.engine.evict import REPEATED
-from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.facts import ModelFacts, rotation_changes
 from kvrepro.engine.passes import Call, boundary, check_shared, groups, read
 from kvrepro.engine.policy import check, find
 from kvrepro.engine.regime import Chunked, DecodeCap, PerStep
@@ -143,6 +143,20 @@ def check_conditions(
                 check_shared(model, len(text.ids), max_new_tokens)
             end = boundary(text, c)
             check(c, facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
+    _check_rotation(model, texts, conditions, max_new_tokens)
+
+
+def _check_rotation(
+    model: PreTrainedModel, texts: Sequence[Text], conditions: Sequence[Condition], max_new_tokens: int
+) -> None:
+    """Raise InputError where transformers rotates long texts otherwise than short ones, and a pass of one kind would
+    meet keys of the other (Phi-3 with a long context)."""
+    parts = [min(boundary(text, c), getattr(c.regime, "chunk", len(text.ids))) for text in texts for c in conditions]
+    longest = max((len(text.ids) + max_new_tokens - 1 for text in texts), default=0)
+    for after in rotation_changes(model):
+        if parts and min(parts) <= after < longest:
+            what = f"passes of {min(parts)} to {longest} tokens, and this model rotates keys otherwise beyond {after}"
+            raise InputError(f"{what}: stay below, or let every prompt and chunk be longer")
 
 
 def whitelisted(text: Text, c: Condition) -> set[int]:

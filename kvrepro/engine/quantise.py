@@ -50,7 +50,7 @@ def _inner(tensor: Any) -> list[Tensor]:
 
 
 def unpack(codes: Tensor, bits: int) -> Tensor:
-    """Numbers of `bits` bits out of bytes [rows, ...]: the lowest bits of all rows first, uint8 [8 / bits * rows, ...]."""
+    """Numbers of `bits` bits out of bytes [rows, ...]: all rows' lowest bits first, uint8 [8 / bits * rows, ...]."""
     return torch.cat([codes >> bits * i & 2**bits - 1 for i in range(8 // bits)])
 
 

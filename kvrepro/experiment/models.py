@@ -109,29 +109,34 @@ def _check_family(name: str, folder: Path) -> None:
 
 
 def _check_engine(name: str, network: Any) -> None:
-    """Raise InputError unless the engine, keeping every token, gives the logits that the model gives by itself."""
+    """Raise InputError unless the engine, keeping every token, gives the logits that the model gives by itself: when it
+    reads a text as a whole, and in two parts."""
     import torch
 
     from kvrepro.engine import generate
     from kvrepro.engine.condition import Condition
+    from kvrepro.engine.regime import Chunked
 
-    ids, seen = [i % network.config.get_text_config().vocab_size for i in range(100, 100 + PROBE)], []
+    ids = [i % network.config.get_text_config().vocab_size for i in range(100, 100 + PROBE)]
+    seen: list[Any] = []
     hook = network.register_forward_hook(lambda *given: seen.append(given[2].logits[0, -1].float()))
     try:
-        [[answer]] = generate.generate(network, [ids], [Condition()], max_new_tokens=2, stop_ids=())
         with torch.inference_mode():
-            network(torch.tensor([[*ids, answer.tokens[0]]], device=network.device), use_cache=False)
+            network(torch.tensor([ids], device=network.device), use_cache=False)
+        for c in (Condition(), Condition("streaming_llm", 1.0, Chunked(PROBE // 2))):
+            generate.generate(network, [ids], [c], max_new_tokens=1, stop_ids=())
     except InputError:
         raise
     except Exception as error:  # of a family that nobody has tried
         raise InputError(f"{name} does not run in the engine ({_first_line(error)}): take another family") from error
     finally:
         hook.remove()
-    ours, own = seen[-2:]
-    differs = float((ours - own).norm() / own.norm())
-    if not differs <= DIFFERENT.get(str(network.dtype).removeprefix("torch."), 0.2):
-        what = f"{100 * differs:.2g}% of the logits differ from the model's own"
-        raise InputError(f"{name} computes something else in the engine ({what}): take another family")
+    differ = [float((seen[i] - seen[0]).norm() / seen[0].norm()) for i in (1, -1)]
+    allowed = DIFFERENT.get(str(network.dtype).removeprefix("torch."), 0.2)
+    for differs, how in zip(differ, ("", " that reads in parts"), strict=True):
+        if not differs <= allowed:
+            what = f"gives other logits in an engine{how} ({100 * differs:.2g}% differ)"
+            raise InputError(f"{name} {what}: take a family of data/families.csv")
 
 
 def stop_ids(loaded: Loaded, as_run: bool = False) -> frozenset[int]:

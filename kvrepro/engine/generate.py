@@ -183,9 +183,9 @@ def check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: 
     if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
         strange = min(prompt) if min(prompt) < 0 else max(prompt)
         raise InputError(f"token id {strange} outside the model's vocabulary of {config.vocab_size}: other tokenizer?")
-    if n + max_new_tokens > config.max_position_embeddings:
-        asked = f"{n} prompt + {max_new_tokens} new tokens"
-        raise InputError(f"{asked} > the model's {config.max_position_embeddings} positions: shorten one")
+    most = getattr(config, "max_position_embeddings", None)  # some families have no end
+    if most is not None and n + max_new_tokens > most:
+        raise InputError(f"{n} prompt + {max_new_tokens} new tokens > the model's {most} positions: shorten one")
 
 
 def check_means(model: PreTrainedModel, conditions: Sequence[Condition], repeat: Sequence[int], backend: str) -> None:

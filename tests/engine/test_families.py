@@ -75,6 +75,13 @@ def test_the_checks_notice_a_softmax_that_lacks_a_part(name, part, without, monk
 # ---- refusals
 
 
+def test_families_are_refused_without_a_checkpoint_too():
+    bloom = transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2)
+    for model in (families.build("Llama 4"), transformers.BloomForCausalLM(bloom)):
+        with pytest.raises(InputError, match="cannot evict from a .* model: .*; take a family of data/families.csv"):
+            engine.generate(model, [families.prompt(20)], [Condition()], **FEW)
+
+
 def test_weights_in_few_bits_are_refused():
     model = families.build("Llama")
     module = model.model.layers[1].self_attn.o_proj
@@ -156,6 +163,20 @@ def test_recurrent_states_that_start_anew_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "FORGETTING", set())
     with pytest.raises(InputError, match="gives other logits in an engine that reads in parts"):
         families.loads(families.build("Jamba"), tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_of_a_checkpoint_that_also_sees_images_the_text_part_is_loaded(tmp_path):
+    """As the hub has Qwen3.5."""
+    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 256}
+    marks = {"image_token_id": 290, "video_token_id": 291, "vision_start_token_id": 292, "vision_end_token_id": 293}
+    text = families.SHAPE | families.LINEAR
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=images, **marks)
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    families._tokenizer().save_pretrained(tmp_path / "model")
+    loaded = models.load(str(tmp_path / "model")).model
+    assert families.full(loaded)
+    assert families.prefill(loaded)
 
 
 def test_a_family_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):

@@ -53,6 +53,10 @@ LATENT = {
     "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 1,
     "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "head_dim": 8,
 }  # fmt: skip
+GEMMA_4 = {
+    "sliding_window": SLIDING, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": 300, "global_head_dim": 64, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
 IMAGES = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -69,6 +73,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (configuration, w
     "Qwen3-MoE": ("Qwen3MoeConfig", EXPERTS),
     "Qwen3-Next": ("Qwen3NextConfig", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}),
     "Qwen3.5": ("Qwen3_5TextConfig", LINEAR),
+    "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}),
     "Phi": ("PhiConfig", {}),
     "Phi-3": ("Phi3Config", {"sliding_window": None}),
     "Phi-3, sliding window": ("Phi3Config", {"sliding_window": SLIDING}),
@@ -76,10 +81,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (configuration, w
     "Gemma 2": ("Gemma2Config", {**MIXED, "attn_logit_softcapping": 1.0}),
     "Gemma 3, text": ("Gemma3TextConfig", MIXED),
     "Gemma 3": ("Gemma3Config", {"text_config": {**SHAPE, **MIXED}, "vision_config": IMAGES}),
-    "Gemma 4, text": ("Gemma4TextConfig", {
-        "sliding_window": SLIDING, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "vocab_size_per_layer_input": 300, "global_head_dim": 64, "hidden_size_per_layer_input": 8,
-    }),
+    "Gemma 4, text": ("Gemma4TextConfig", GEMMA_4),
+    "Gemma 4": ("Gemma4Config", {"text_config": {**SHAPE, **GEMMA_4}, "vision_config": None, "audio_config": None}),
     "Gemma 4, shared keys and values": ("Gemma4TextConfig", {
         "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 8,
         "layer_types": ["full_attention"] * 3,
@@ -103,6 +106,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (configuration, w
     "Cohere": ("CohereConfig", {}),
     "Cohere 2": ("Cohere2Config", MIXED),
     "GLM-4": ("Glm4Config", {}),
+    "GLM-4.5": ("Glm4MoeConfig", {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+    "Seed-OSS": ("SeedOssConfig", {}),
     "Nemotron": ("NemotronConfig", {}),
     "Nemotron-H": ("NemotronHConfig", {
         "hybrid_override_pattern": "M*-", "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 8,
@@ -121,6 +126,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (configuration, w
         "attention_chunk_size": SLIDING, "num_local_experts": 2, "intermediate_size_mlp": 64,
     }),
     "DeepSeek-V3": ("DeepseekV3Config", LATENT),
+    "MiniMax M2": ("MiniMaxM2Config", LOCAL_EXPERTS),
     "MiniMax": ("MiniMaxConfig", {**LOCAL_EXPERTS, "layer_types": LINEAR["layer_types"]}),
     "Mamba 2": ("Mamba2Config", {"num_heads": 8, "head_dim": 64, "state_size": 8, "n_groups": 1}),
     "BLOOM": ("BloomConfig", {"n_head": 4, "n_layer": 3}),

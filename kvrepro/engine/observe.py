@@ -29,7 +29,6 @@ class Observation:
     query_positions: WindowPositions  # -1 where a row has fewer queries than the window
     seen: RowInts  # tokens seen so far, kept or not
     scaling: float
-    softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
     output: Tensor | None = None  # output projection per query head, [heads, dim, hidden]
     sums: Mapping[str, Scores] = field(default_factory=dict)  # per token, as named in a policy's `needs`
     span_of: Tensor | None = None  # int64 [batch, seen]: number of the prompt span that each position lies in
@@ -41,6 +40,7 @@ class Observation:
     step: int = 0  # generated tokens so far, where signals of all layers are observed
     log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
     window_outputs: Query | None = None  # and attention outputs
+    softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
 
     @cached_property
     def alive(self) -> Mask:

@@ -1,7 +1,7 @@
 """What the engine must know of a model: which layers hold tokens to evict, their windows, outputs and rotations."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,9 +44,10 @@ class ModelFacts:
         )  # fmt: skip
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "ModelFacts":
+    def of(cls, model: PreTrainedModel, one_set: bool = False) -> "ModelFacts":
         """Sliding layers forget on their own: they are evicted only in a model that has no other attention layers.
 
+        one_set: one set of tokens serves all layers, in texts within every window (`check_shared`): none slides.
         Raises InputError for a model that the engine cannot drive.
         """
         check_family(model)
@@ -54,15 +55,11 @@ class ModelFacts:
         for number, module in attention_modules(model).items():
             outputs[number] = output_projection(module)
             kv_heads[number] = len(outputs[number]) // getattr(module, "num_key_value_groups", 1)
-            if (window := sliding_window(model.config, number)) is not None:
+            if not one_set and (window := sliding_window(model.config, number)) is not None:
                 sliding[number] = window
         full = tuple(n for n in outputs if n not in sliding)
         evictable = full or tuple(outputs)
         return cls(tuple(outputs), evictable, kv_heads, sliding, outputs, rotations(model, evictable))
-
-    def unslid(self, model: PreTrainedModel) -> "ModelFacts":
-        """The same for texts that no window is too short for: all layers are alike."""
-        return replace(self, evictable=self.attention, sliding={}, inverse_frequencies=rotations(model, self.attention))
 
     def held(self, tokens: int) -> int:
         """Tokens that an evictable layer holds of so many seen: a sliding one only those that a next query can see."""

@@ -19,7 +19,7 @@ from kvrepro.engine.evict import REPEATED
 from kvrepro.engine.facts import ModelFacts, rotation_changes
 from kvrepro.engine.passes import Call, boundary, check_shared, groups, read
 from kvrepro.engine.policy import check, find
-from kvrepro.engine.regime import Chunked, DecodeCap, PerStep
+from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, SharedCap
 from kvrepro.engine.rows import Rows, Tag, joined
 from kvrepro.errors import InputError
 
@@ -75,14 +75,14 @@ def generate(
 
 
 def _views(model: PreTrainedModel, conditions: Sequence[Condition]) -> list[tuple[ModelFacts, list[int]]]:
-    """Conditions by how they see the model: one set of tokens for all layers takes sliding ones for layers like any
-    other, where the text is no longer than their window (`check_shared`)."""
+    """Conditions by how they see the model: those of `SharedCap`, and what keeps everything, take sliding layers for
+    layers like any other."""
     facts, every = ModelFacts.of(model), list(range(len(conditions)))
-    own = [j for j, c in enumerate(conditions) if c.policy != "full" and not find(c.policy).shared]
-    rest = [j for j in every if j not in own]
-    if not facts.sliding or all(conditions[j].policy == "full" for j in rest):
+    if not facts.sliding or not any(isinstance(c.regime, SharedCap) for c in conditions):
         return [(facts, every)]
-    return [view for view in ((facts, own), (facts.unslid(model), rest)) if view[1]]
+    own = [j for j in every if conditions[j].policy != "full" and not isinstance(conditions[j].regime, SharedCap)]
+    shared = ModelFacts.of(model, one_set=True), [j for j in every if j not in own]
+    return [shared, (facts, own)] if own else [shared]
 
 
 def _answers(

@@ -2,12 +2,14 @@
 
 Each call of the model says who attends: `model(..., kvrepro=object)`, whose `attend(layer, query, key, value, scaling)`
 gets the new tokens' queries and keys after their rotation and returns the output `[batch, queries, heads, dim]`; a
-layer with a sliding window adds `sliding=`, its width. It masks for itself: no mask function is registered, and Hugging
-Face builds no mask.
+layer with a sliding window adds `sliding=`, its width, and `scaling` is a `Softmax` where a factor does not say it all.
+It masks for itself: no mask function is registered, and Hugging Face builds no mask.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,29 +21,66 @@ from kvrepro.engine.shapes import HeadFloats, KeyValue, Positions, Probabilities
 LOW_QUERIES = 400  # Scissorhands' history window
 
 
+@dataclass(frozen=True)
+class Softmax:
+    """How a layer turns products q.k into probabilities, where a factor alone does not say it. It is no number, so that
+    what knows factors only stops at it."""
+
+    scaling: float
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap). Source: Gemma 2
+    sinks: Tensor | None = None  # [heads]: a further logit, whose probability goes to no token. Source: GPT-OSS
+
+
+def scaled(products: Tensor, how: float | Softmax) -> Tensor:
+    """Logits of products q.k, in place."""
+    if not isinstance(how, Softmax):
+        return products.mul_(how)
+    logits = products.mul_(how.scaling)
+    return logits if how.softcap is None else logits.div_(how.softcap).tanh_().mul_(how.softcap)
+
+
+def softmax(logits: Tensor, how: float | Softmax | None = None) -> Tensor:
+    """p, float32 like `logits` [batch, kv_heads, group, queries, tokens]."""
+    sinks = how.sinks if isinstance(how, Softmax) else None
+    if sinks is None:
+        return torch.softmax(logits, -1, dtype=torch.float32)
+    sinks = sinks.to(logits).view(1, *logits.shape[1:3], 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.softmax(torch.cat([logits, sinks], -1), -1, dtype=torch.float32)[..., :-1]
+
+
 def _attention(
     module: Any, query: Query, key: KeyValue, value: KeyValue, attention_mask: Any, *, scaling: float,
     kvrepro: Any = None, sliding_window: int | None = None, **extra: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    if kvrepro is None:
+    who = kvrepro or _attending.get()
+    if who is None:
         raise RuntimeError('attention "kvrepro" needs model(..., kvrepro=<who attends>); see kvrepro.engine.attention')
-    if unknown := [name for name in ("softcap", "s_aux") if extra.get(name) is not None]:
-        raise RuntimeError(f"layer {module.layer_idx} asks for {unknown[0]}, which this attention does not compute")
+    softcap, sinks = extra.get("softcap"), extra.get("s_aux")
+    how = scaling if softcap is None and sinks is None else Softmax(scaling, softcap, sinks)
     window = {} if sliding_window is None else {"sliding": sliding_window}
-    return kvrepro.attend(module.layer_idx, query, key, value, scaling, **window), None
+    return who.attend(module.layer_idx, query, key, value, how, **window), None
 
 
 AttentionInterface.register("kvrepro", _attention)
+_attending: ContextVar[Any] = ContextVar(
+    "attending", default=None
+)  # for families that drop unknown arguments on the way
 
 
 @contextmanager
 def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Switch `model` to this attention, and back at the end."""
-    before = model.config._attn_implementation
+
+    def note(_: Any, __: Any, given: dict[str, Any]) -> None:
+        _attending.set(given.get("kvrepro"))
+
+    before, hook = model.config._attn_implementation, model.register_forward_pre_hook(note, with_kwargs=True)
     model.set_attn_implementation("kvrepro")
     try:
         yield model
     finally:
+        hook.remove()
+        _attending.set(None)
         model.set_attn_implementation(before)
 
 
@@ -50,8 +89,9 @@ Watch = Callable[[Tensor, slice], None]  # sees p [batch, kv_heads, group, queri
 
 
 def attend(
-    query: Query, query_positions: WindowPositions, parts: Sequence[Part], scaling: float, sliding: int | None = None,
-    watch: Watch | None = None, hide: Tensor | None = None, block: int = 256, prompt: bool = False,
+    query: Query, query_positions: WindowPositions, parts: Sequence[Part], scaling: float | Softmax,
+    sliding: int | None = None, watch: Watch | None = None, hide: Tensor | None = None, block: int = 256,
+    prompt: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention over tokens that lie in several tensors: `[batch, queries, heads, dim]`.
 
@@ -73,7 +113,7 @@ def attend(
         if prompt:
             here, where = [(keys[:, :, :b], values[:, :, :b], at) for keys, values, at in parts], positions[..., :b]
         products = [flat @ keys.transpose(2, 3) for keys, _, _ in here]
-        scores = (products[0] if len(products) == 1 else torch.cat(products, -1)).mul_(scaling)
+        scores = scaled(products[0] if len(products) == 1 else torch.cat(products, -1), scaling)
         scores = scores.view(batch, kv_heads, group, b - a, -1)
         at = query_positions[:, None, a:b, None]
         seen = (where[:, :, None] >= 0) & (where[:, :, None] <= at)
@@ -83,7 +123,7 @@ def attend(
         scores.masked_fill_(~seen[:, :, None], lowest)
         if hide is not None:
             scores.masked_fill_(hide[:, :, :, a:b], lowest)
-        p = torch.softmax(scores, -1, dtype=torch.float32)
+        p = softmax(scores, scaling)
         if watch is not None:
             watch(p, slice(a, b))
         weights = p.to(query.dtype).flatten(2, 3).split([values.shape[2] for _, values, _ in here], -1)
@@ -126,8 +166,11 @@ def watch_prompt(model: PreTrainedModel, ids: Sequence[int], see: Callable[[int,
         model(input_ids=tokens, logits_to_keep=1, use_cache=False, kvrepro=Watching())
 
 
-def attend_prompt(query: Query, key: KeyValue, value: KeyValue, scaling: float) -> Tensor:
-    """Causal attention of a whole prompt without padding, by torch's own fused attention."""
+def attend_prompt(query: Query, key: KeyValue, value: KeyValue, scaling: float | Softmax) -> Tensor:
+    """Causal attention of a whole prompt without padding, by torch's fused attention where it has the softmax."""
+    if isinstance(scaling, Softmax):
+        at = torch.arange(query.shape[2], device=query.device).expand(len(query), -1)
+        return attend(query, at, [(key, value, at[:, None])], scaling, prompt=True)
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )

@@ -8,8 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from kvrepro.engine.attention import Softmax
 from kvrepro.engine.observe import Observation
+from kvrepro.errors import InputError
+
+OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense")  # what families call the projection of an attention's output
+ATTENDING = {"full_attention", "sliding_attention", "attention"}  # types of layers with keys and values alone
+HOLDING = ATTENDING | {"hybrid"}  # with keys and values, and maybe a recurrent state
+RECURRENT = {"linear_attention", "mamba", "conv", "mlp", "moe"}  # without keys and values
+FORGETTING = {"jamba", "zamba"}  # families whose recurrent states transformers starts anew with each part of a text
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,7 @@ class ModelFacts:
 
     attention: tuple[int, ...]  # numbers of the layers with keys and values
     evictable: tuple[int, ...]
+    kv_heads: dict[int, int]
     sliding: dict[int, int]
     outputs: dict[int, Tensor]  # [heads, dim, hidden]
     inverse_frequencies: dict[int, Tensor]  # [rotated / 2] of each evictable layer's rotation, where it has one
@@ -25,6 +35,8 @@ class ModelFacts:
     def observe(self, layer: int, keys: Tensor, seeds: Sequence[int], **known: Any) -> Observation:
         """An observation of an evictable layer, with what is known of the model."""
         frequencies = self.inverse_frequencies.get(layer)
+        if isinstance(how := known["scaling"], Softmax):
+            known |= {"scaling": how.scaling, "softmax": how}
         return Observation(
             layer=self.evictable.index(layer), layers=len(self.evictable), keys=keys, output=self.outputs[layer],
             inverse_frequencies=None if frequencies is None else frequencies.to(keys.device),
@@ -32,27 +44,80 @@ class ModelFacts:
         )  # fmt: skip
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "ModelFacts":
-        """Sliding layers forget on their own: they are evicted only in a model that has no other attention layers."""
-        outputs, sliding = {}, {}
+    def of(cls, model: PreTrainedModel, one_set: bool = False) -> "ModelFacts":
+        """Sliding layers forget on their own: they are evicted only in a model that has no other attention layers.
+
+        one_set: one set of tokens serves all layers, in texts within every window (`check_shared`): none slides.
+        Raises InputError for a model that the engine cannot drive.
+        """
+        check_family(model)
+        outputs, kv_heads, sliding = {}, {}, {}
         for number, module in attention_modules(model).items():
-            weight = module.o_proj.weight  # [hidden, heads * dim]
-            outputs[number] = weight.view(weight.shape[0], -1, module.head_dim).permute(1, 2, 0)
-            if (window := sliding_window(model.config, number)) is not None:
+            outputs[number] = output_projection(module)
+            kv_heads[number] = len(outputs[number]) // getattr(module, "num_key_value_groups", 1)
+            if not one_set and (window := sliding_window(model.config, number)) is not None:
                 sliding[number] = window
         full = tuple(n for n in outputs if n not in sliding)
         evictable = full or tuple(outputs)
-        return cls(tuple(outputs), evictable, sliding, outputs, rotations(model, evictable))
+        return cls(tuple(outputs), evictable, kv_heads, sliding, outputs, rotations(model, evictable))
 
     def held(self, tokens: int) -> int:
         """Tokens that an evictable layer holds of so many seen: a sliding one only those that a next query can see."""
         return min([tokens, *(self.sliding[n] - 1 for n in self.evictable if n in self.sliding)])
 
 
+def check_family(model: PreTrainedModel) -> None:
+    """Raise InputError for a model whose attention the engine cannot take over. Looks at no weights."""
+    config = model.config.get_text_config()
+    types, found = layer_types(config), attention_modules(model)
+    holding = [n for n, kind in enumerate(types) if kind in HOLDING]
+    unknown, shared = sorted(set(types) - HOLDING - RECURRENT), getattr(config, "num_kv_shared_layers", 0)
+    outputs = [getattr(_output(module), "weight", None) for module in found.values()]
+    plain = all(w is not None and w.is_floating_point() and w.dim() == 2 and w.itemsize > 1 for w in outputs)
+    reasons = {
+        "transformers does not let others compute its attention": not model._can_set_attn_implementation(),
+        f"layers of type {', '.join(unknown)} are unknown here": unknown,
+        f"{shared} layers use the keys and values of others": shared,
+        "it brings a cache of its own": not model._supports_default_dynamic_cache(),
+        "it cannot go on reading where it stopped": config.model_type in FORGETTING,
+        "no layer holds keys and values": not holding,
+        f"{len(holding)} layers hold tokens, {len(found)} of them keys and values per head": list(found) != holding,
+        "its weights are quantised": not plain,
+    }
+    if why := next((reason for reason, holds in reasons.items() if holds), None):
+        raise InputError(f"cannot evict from a {config.model_type} model: {why}; take a family of data/families.csv")
+
+
+def layer_types(config: Any) -> Sequence[str]:
+    """What each layer of a text model is; the same for all where the configuration does not say."""
+    return getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+
+
 def attention_modules(model: PreTrainedModel) -> dict[int, Module]:
-    """The model's attention modules by layer, in order."""
-    found = {m.layer_idx: m for m in model.modules() if hasattr(m, "o_proj") and hasattr(m, "layer_idx")}
+    """The attention modules of the layers that hold keys and values, by layer, in order."""
+    types = layer_types(model.config.get_text_config())
+    found = {}
+    for module in model.get_decoder().modules():
+        number = getattr(module, "layer_idx", None)
+        if number is not None and types[number] in HOLDING and head_dim(module) and _output(module) is not None:
+            found[number] = module
     return dict(sorted(found.items()))
+
+
+def head_dim(module: Module) -> int:
+    """Numbers in a key of this attention module; 0 if it does not say."""
+    return int(getattr(module, "head_dim", None) or getattr(module, "head_size", 0))
+
+
+def _output(module: Module) -> Module | None:
+    return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
+
+
+def output_projection(module: Module) -> Tensor:
+    """What an attention module projects its heads' outputs with, [heads, dim, hidden]."""
+    output = _output(module)
+    weight = output.weight if isinstance(output, Conv1D) else output.weight.T  # [heads * dim, hidden]
+    return weight.unflatten(0, (-1, head_dim(module)))
 
 
 def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor]:
@@ -67,6 +132,15 @@ def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor
         own = getattr(rotary, f"{kinds[layer]}_inv_freq", None) if kinds else None
         found[layer] = rotary.inv_freq if own is None else own
     return found
+
+
+def rotation_changes(model: PreTrainedModel) -> set[int]:
+    """Lengths of a text in tokens beyond which transformers takes other frequencies for all of it."""
+    config = model.config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
+    known = [kind for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")]
+    return {int(kind.get("original_max_position_embeddings") or config.max_position_embeddings) for kind in known}
 
 
 def sliding_window(config: Any, layer: int) -> int | None:

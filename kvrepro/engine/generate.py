@@ -17,10 +17,10 @@ from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.decode import batch_kind, decode
 from kvrepro.engine.evict import REPEATED
-from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.facts import ModelFacts, rotation_changes
 from kvrepro.engine.passes import Call, boundary, check_shared, groups, read
 from kvrepro.engine.policy import check, find
-from kvrepro.engine.regime import Chunked, DecodeCap, PerStep
+from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, SharedCap
 from kvrepro.engine.rows import Rows, Tag, joined
 from kvrepro.errors import InputError
 
@@ -66,18 +66,40 @@ def generate(
     for text in texts:
         check_prompt(model, text.ids, max_new_tokens)
     check_conditions(model, texts, conditions, max_new_tokens=max_new_tokens)
-    columns, wanted = _columns(conditions, len(texts))
-    check_means(model, columns, repeat, backend)
-    call = Call(
-        model, texts, columns, max_new_tokens, ModelFacts.of(model), list(repeat), measure_peak, kept_sets,
-        backend, seed, errors == "return",
-    )  # fmt: skip
+    every, wanted = _columns(conditions, len(texts))
+    check_means(model, every, repeat, backend)
     answers: dict[Tag, Generation | Exception] = {}
-    with installed(model):
-        for batch in batches(_rows(call, wanted, prompt_rows), backend, batch_rows, model.device):
-            answers.update(decode(call, joined(batch), stop_ids))
-    answers.update(call.failed)
-    return [[answers[i, j] for j in mine] for i, mine in enumerate(wanted)]
+    for facts, columns in _views(model, every):
+        call = Call(
+            model, texts, [every[j] for j in columns], max_new_tokens, facts, list(repeat), measure_peak, kept_sets,
+            backend, seed, errors == "return",
+        )  # fmt: skip
+        place = {j: own for own, j in enumerate(columns)}
+        mine = [[place[j] for j in asked if j in place] for asked in wanted]
+        found = _answers(call, mine, prompt_rows, batch_rows, stop_ids)
+        answers |= {(i, columns[j]): answer for (i, j), answer in found}
+    return [[answers[i, j] for j in asked] for i, asked in enumerate(wanted)]
+
+
+def _views(model: PreTrainedModel, conditions: Sequence[Condition]) -> list[tuple[ModelFacts, list[int]]]:
+    """Conditions by how they see the model: those of `SharedCap`, and what keeps everything, take sliding layers for
+    layers like any other."""
+    facts, every = ModelFacts.of(model), list(range(len(conditions)))
+    if not facts.sliding or not any(isinstance(c.regime, SharedCap) for c in conditions):
+        return [(facts, every)]
+    own = [j for j in every if conditions[j].policy != "full" and not isinstance(conditions[j].regime, SharedCap)]
+    shared = ModelFacts.of(model, one_set=True), [j for j in every if j not in own]
+    return [shared, (facts, own)] if own else [shared]
+
+
+def _answers(
+    call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int, batch_rows: int | None, stop_ids: Collection[int]
+) -> Iterator[tuple[Tag, Generation | Exception]]:
+    """What becomes of every prompt under every condition of a call."""
+    with installed(call.model):
+        for batch in batches(_rows(call, wanted, prompt_rows), call.backend, batch_rows, call.device):
+            yield from decode(call, joined(batch), stop_ids)
+    yield from call.failed.items()
 
 
 def batches(rows: Iterable[Rows], backend: str, most: int | None, device: torch.device) -> Iterator[list[Rows]]:
@@ -149,6 +171,21 @@ def check_conditions(
                 check_shared(model, len(text.ids), max_new_tokens)
             end = boundary(text, c)
             check(c, facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
+    _check_rotation(model, texts, each, max_new_tokens)
+
+
+def _check_rotation(
+    model: PreTrainedModel, texts: Sequence[Text], each: Sequence[Sequence[Condition]], max_new_tokens: int
+) -> None:
+    """Raise InputError where transformers rotates long texts otherwise than short ones, and a pass of one kind would
+    meet keys of the other (Phi-3 with a long context)."""
+    pairs = [(text, c) for text, mine in zip(texts, each, strict=True) for c in mine]
+    parts = [min(boundary(text, c), getattr(c.regime, "chunk", len(text.ids))) for text, c in pairs]
+    longest = max((len(text.ids) + max_new_tokens - 1 for text in texts), default=0)
+    for after in rotation_changes(model):
+        if parts and min(parts) <= after < longest:
+            what = f"passes of {min(parts)} to {longest} tokens, and this model rotates keys otherwise beyond {after}"
+            raise InputError(f"{what}: stay below, or let every prompt and chunk be longer")
 
 
 def whitelisted(text: Text, c: Condition) -> set[int]:
@@ -175,9 +212,9 @@ def check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: 
     if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
         strange = min(prompt) if min(prompt) < 0 else max(prompt)
         raise InputError(f"token id {strange} outside the model's vocabulary of {config.vocab_size}: other tokenizer?")
-    if n + max_new_tokens > config.max_position_embeddings:
-        asked = f"{n} prompt + {max_new_tokens} new tokens"
-        raise InputError(f"{asked} > the model's {config.max_position_embeddings} positions: shorten one")
+    most = getattr(config, "max_position_embeddings", None)  # some families have no end
+    if most is not None and n + max_new_tokens > most:
+        raise InputError(f"{n} prompt + {max_new_tokens} new tokens > the model's {most} positions: shorten one")
 
 
 def check_means(model: PreTrainedModel, conditions: Sequence[Condition], repeat: Sequence[int], backend: str) -> None:

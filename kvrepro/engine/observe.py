@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvrepro.engine.attention import Softmax, scaled, softmax
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Probabilities, Query, RowInts, Scores, WindowPositions
 from kvrepro.errors import InputError
 
@@ -39,6 +40,7 @@ class Observation:
     step: int = 0  # generated tokens so far, where signals of all layers are observed
     log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
     window_outputs: Query | None = None  # and attention outputs
+    softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
 
     @cached_property
     def alive(self) -> Mask:
@@ -87,9 +89,9 @@ class Observation:
             )
         batch, kv_heads, _, dim = self.keys.shape
         q = self.queries.view(batch, kv_heads, self.group, -1, dim).float()
-        logits = torch.einsum("bgrwd,bgnd->bgrwn", q, self.keys.float()).mul_(self.scaling)
+        logits = scaled(torch.einsum("bgrwd,bgnd->bgrwn", q, self.keys.float()), self.softmax or self.scaling)
         logits.masked_fill_(~self._causal[:, :, None], -torch.inf)
-        p = torch.softmax(logits, -1).nan_to_num_(0.0)  # a row of -inf only: no such query
+        p = softmax(logits, self.softmax).nan_to_num_(0.0)  # a row of -inf only: no such query
         return p.masked_fill_(~self.visible[:, :, None], 0.0) if self.span_local else p
 
     @cached_property

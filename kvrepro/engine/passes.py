@@ -16,7 +16,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.evict import Job, Prompts, generator
 from kvrepro.engine.extend import Extend
-from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.facts import ATTENDING, ModelFacts, layer_types
 from kvrepro.engine.memory import Peak
 from kvrepro.engine.policy import Policy, budget_of, find
 from kvrepro.engine.prefill import Prefill
@@ -272,9 +272,8 @@ def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]
 
 def _open(call: Call, cache: EngineCache, batch: int, sums: set[str]) -> None:
     """Empty layers for `batch` rows."""
-    kv_heads = call.model.config.get_text_config().num_key_value_heads
     for n in call.facts.attention:
-        output = call.facts.outputs[n]
+        output, kv_heads = call.facts.outputs[n], call.facts.kv_heads[n]
         empty = torch.zeros(batch, kv_heads, 0, output.shape[1], dtype=call.model.dtype, device=output.device)
         none = torch.zeros(batch, kv_heads, 0, dtype=torch.long, device=output.device)
         mine = {name: none.float() for name in sums if n in call.facts.evictable}
@@ -295,11 +294,9 @@ def _chunk_budget(job: Job, facts: ModelFacts, seen: int, last: bool) -> int:
 
 def check_shared(model: PreTrainedModel, tokens: int, max_new_tokens: int) -> None:
     """Raise InputError for a model in which one set of tokens cannot serve all layers."""
-    config = model.config.get_text_config()
-    types = set(getattr(config, "layer_types", None) or ["unnamed"])
-    if unknown := ", ".join(sorted(types - {"full_attention", "sliding_attention", "unnamed"})):
-        raise InputError(f"layers of type {unknown} hold no tokens to evict: use an attention-only model")
-    window = getattr(config, "sliding_window", None)
-    if types != {"full_attention"} and window is not None and tokens + max_new_tokens > window:
+    if others := ", ".join(sorted(set(layer_types(model.config.get_text_config())) - ATTENDING)):
+        raise InputError(f"layers of type {others} hold no tokens to evict: use an attention-only model")
+    window = min(ModelFacts.of(model).sliding.values(), default=None)
+    if window is not None and tokens + max_new_tokens > window:
         asked = f"{tokens} prompt + {max_new_tokens} new tokens"
         raise InputError(f"{asked} > the model's sliding window of {window}: shorten the prompt")

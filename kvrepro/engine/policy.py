@@ -254,6 +254,12 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         raise InputError(f"{c.policy} cannot run in regime {c.regime.name!r}: {why}; take {', '.join(policy.regimes)}")
     if c.budget is None:
         raise InputError(f"budget None for {c.policy}: give a number of tokens, or a share such as 0.2")
+    if c.spans and c.fair is None:
+        raise InputError(f"spans {c.spans} for {c.policy} without fair, which alone counts them: fair=1, or no spans")
+    if c.bits is not None and c.execution == "masked":
+        raise InputError(
+            f"bits {c.bits} for {c.policy}, whose masked tokens stay in memory: execution physical, or no bits"
+        )
     if c.fair is not None and c.fair < 1 and (policy.across is not None or parameters.get("ramps")):
         why = "whose ramps set no quota" if parameters.get("ramps") else "whose budgets wait for every layer"
         raise InputError(f"fair {c.fair:g} for {c.policy}, {why}: fair 1, or none")

@@ -29,7 +29,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import check_conditions, check_means, check_prompt
 from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import budget_of, find
-from kvrepro.engine.regime import Offline
+from kvrepro.engine.regime import Offline, SharedCap
 from kvrepro.engine.rows import Rows
 from kvrepro.errors import InputError
 from kvrepro.paths import replaced
@@ -146,7 +146,7 @@ def checked(
         check_prompt(model, text.ids, max_new_tokens)
     check_conditions(model, texts, [condition], max_new_tokens)
     check_means(model, [condition], repeat, backend)
-    facts = ModelFacts.of(model)
+    facts = ModelFacts.of(model, isinstance(condition.regime, SharedCap))
     return Call(model, list(texts), [condition], max_new_tokens, facts, list(repeat), backend=backend, seed=seed)
 
 

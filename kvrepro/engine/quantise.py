@@ -1,5 +1,7 @@
 """Keys and values in 4 bits, by the library that transformers quantises its caches with (optimum-quanto)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,6 @@ class Packed:
         """Raises InputError for a head whose dim does not fit the groups."""
         if dense.shape[1] % GROUP:
             raise InputError(f"head dim {dense.shape[1]} is no multiple of {GROUP}, which share a scale: use bits=None")
-        _unpack_without_compiler()
         self.dtype, self.shape, self.bits = dense.dtype, dense.shape, bits
         self._codec = QuantoQuantizedLayer(nbits=bits, q_group_size=GROUP, residual_length=RESIDUAL)
         self._codes = self._codec._quantize(dense.contiguous(), axis=0) if len(dense) else None
@@ -29,7 +30,8 @@ class Packed:
         """Every number, rounded to what its group's 2^bits levels allow."""
         if self._codes is None:
             return torch.empty(self.shape, dtype=self.dtype)
-        return self._codec._dequantize(self._codes).to(self.dtype)
+        with _without_compiler():
+            return self._codec._dequantize(self._codes).to(self.dtype)
 
     def __len__(self) -> int:
         return int(self.shape[0])
@@ -47,12 +49,22 @@ def _inner(tensor: Any) -> list[Tensor]:
     return [t for name in tensor.__tensor_flatten__()[0] for t in _inner(getattr(tensor, name))]
 
 
-def _unpack_without_compiler() -> None:
-    """Quanto compiles a C++ helper at the first unpacking on a CPU: minutes that need a compiler. Shifts do as well."""
-    from optimum.quanto.library.extensions.cpp import ext
+def unpack(codes: Tensor, bits: int) -> Tensor:
+    """Numbers of `bits` bits out of bytes [rows, ...]: all rows' lowest bits first, uint8 [8 / bits * rows, ...]."""
+    return torch.cat([codes >> bits * i & 2**bits - 1 for i in range(8 // bits)])
 
-    def unpack(codes: Tensor, bits: int) -> Tensor:
-        return torch.cat([codes >> bits * i & 2**bits - 1 for i in range(8 // bits)])
 
-    if ext._lib is None:
-        ext._lib = SimpleNamespace(unpack=unpack)
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Quanto compiles a helper at its first unpacking on a CPU or a GPU: minutes that need a compiler, or the CUDA
+    toolkit. Shifts do as well; whoever compiles it for other ends finds it as it was."""
+    from optimum.quanto.library.extensions.extension import _extensions
+
+    waiting = [extension for extension in _extensions.values() if extension._lib is None]
+    for extension in waiting:
+        extension._lib = SimpleNamespace(unpack=unpack)
+    try:
+        yield
+    finally:
+        for extension in waiting:
+            extension._lib = None

@@ -13,7 +13,9 @@ from kvrepro.paths import ROOT, replaced
 
 EMBEDDED = ROOT / "data" / "models" / "tiny-gqa"
 DEFAULT = "tiny-gqa"
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+PROBE = 16  # tokens
+DIFFERENT = {"float32": 1e-3}  # share of the logits' length that may differ; 0.2 in types whose rounding is coarse
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # fetched and checked before the weights
 # Stop tokens beside the tokenizer's eos, where a vocabulary has them (protection paper's run_v3_jax.py:397-403).
 STOP_TOKENS = ("<|im_end|>", "<|end|>", "<|endoftext|>")
@@ -43,22 +45,22 @@ class Loaded:
         return int(self.model.config.get_text_config().max_position_embeddings)
 
 
-def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> Loaded:
+def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Loaded:
     """Load a causal language model with its tokenizer. The engine brings its own attention
     (`kvrepro.engine.attention`).
 
     model: "tiny-gqa" (ships with the project), the folder of a checkpoint, or a hub id as owner/name. device: "cpu",
-    "cuda", "cuda:0", "auto" (cuda if there is one), "balanced" (layers over all GPUs). dtype: float32, bfloat16 or
-    float16.
+    "cuda", "cuda:0", "auto" (cuda if there is one), "balanced" (layers over all GPUs). dtype: float32, bfloat16,
+    float16, or "auto": the checkpoint's own on a GPU, float32 on the CPU.
     Raises InputError, before any weight is read or fetched: unknown name, .bin-only weights, remote code, no tokenizer,
-    no chat template, no network, no such device.
+    no chat template, no network, no such device, a family that the engine cannot drive; afterwards: weights that do not
+    fit, and a model that computes something else in the engine than by itself.
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype '{dtype}': use {', '.join(DTYPES)}")
     where = _device(device)
     name, path = resolve(model)
 
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -68,7 +70,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> L
         if not tokenizer.is_fast:
             raise ValueError("no fast tokenizer (tokenizer.json)")
         network, loading = AutoModelForCausalLM.from_pretrained(
-            path, device_map=where if where == "balanced" else None, dtype=getattr(torch, dtype), local_files_only=True,
+            path, device_map=where if where == "balanced" else None, dtype=_type(dtype, where), local_files_only=True,
             trust_remote_code=False, use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
     except Exception as error:  # transformers, tokenizers and safetensors each raise kinds of their own
@@ -78,7 +80,63 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "float32") -> L
             f"{name}: weights lack {len(lacking)} of the model's tensors, e.g. {lacking[0]}: they do not fit the config"
         )
     network = (network if where == "balanced" else network.to(where)).eval().requires_grad_(False)
+    _check_engine(name, network)
     return Loaded(network, tokenizer, name, checkpoint_hash(path), path)
+
+
+def _type(dtype: str, where: str) -> Any:
+    """What transformers is told of a type: "auto" is the checkpoint's own."""
+    import torch
+
+    if dtype == "auto":
+        return torch.float32 if where == "cpu" else dtype
+    return getattr(torch, dtype)
+
+
+def _check_family(name: str, folder: Path) -> None:
+    """Raise InputError if the engine cannot drive such a model. Builds it without weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kvrepro.engine.facts import check_family
+
+    try:
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    except Exception as error:  # whatever a configuration makes transformers raise
+        raise InputError(f"{name} cannot be built from its config.json ({_first_line(error)}): take another") from error
+    check_family(network)
+
+
+def _check_engine(name: str, network: Any) -> None:
+    """Raise InputError unless the engine, keeping every token, gives the logits that the model gives by itself: when it
+    reads a text as a whole, and in two parts."""
+    import torch
+
+    from kvrepro.engine import generate
+    from kvrepro.engine.condition import Condition
+    from kvrepro.engine.regime import Chunked
+
+    ids = [i % network.config.get_text_config().vocab_size for i in range(100, 100 + PROBE)]
+    seen: list[Any] = []
+    hook = network.register_forward_hook(lambda *given: seen.append(given[2].logits[0, -1].float()))
+    try:
+        with torch.inference_mode():
+            network(torch.tensor([ids], device=network.device), use_cache=False)
+        for c in (Condition(), Condition("streaming_llm", 1.0, Chunked(PROBE // 2))):
+            generate.generate(network, [ids], [c], max_new_tokens=1, stop_ids=())
+    except InputError:
+        raise
+    except Exception as error:  # of a family that nobody has tried
+        raise InputError(f"{name} does not run in the engine ({_first_line(error)}): take another family") from error
+    finally:
+        hook.remove()
+    differ = [float((seen[i] - seen[0]).norm() / seen[0].norm()) for i in (1, -1)]
+    allowed = DIFFERENT.get(str(network.dtype).removeprefix("torch."), 0.2)
+    for differs, how in zip(differ, ("", " that reads in parts"), strict=True):
+        if not differs <= allowed:
+            what = f"gives other logits in an engine{how} ({100 * differs:.2g}% differ)"
+            raise InputError(f"{name} {what}: take a family of data/families.csv")
 
 
 def stop_ids(loaded: Loaded, as_run: bool = False) -> frozenset[int]:
@@ -165,6 +223,7 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
     if not tokenizer.get("chat_template") and not {"chat_template.jinja", "chat_template.json"} & set(files):
         way_out = "use an instruction-tuned checkpoint, or add chat_template.jinja"
         raise InputError(f"{name} has no chat template: {way_out}")
+    _check_family(name, folder)
     return folder
 
 

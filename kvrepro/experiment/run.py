@@ -29,6 +29,7 @@ from kvrepro.experiment.workers import default_workers, each, one_thread, possib
 from kvrepro.item import Item
 from kvrepro.paths import ROOT
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Result = TypeVar("Result", pd.DataFrame, dict[str, pd.DataFrame])
 MOST_FAILED = 0.1  # share of a study's results that may fail before the study as a whole counts as failed
 POOL_FROM = 20.0  # seconds of work from which worker processes, which load the model each, are worth starting
@@ -46,7 +47,7 @@ class Settings:
     profile: Literal["quick", "full"] = "quick"  #: how many items, where their number is not given
     seed: int = 0  #: of the items
     device: str = "cpu"  #: or "cuda"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  #: of weights and caches
+    dtype: Dtype = "auto"  #: of weights and caches; "auto": the checkpoint's own on a GPU, float32 on the CPU
     backend: Literal["torch", "triton"] = "torch"  #: "triton": the kernels, on a GPU
     workers: Size | None = None  #: processes, one thread or GPU each; None: `$KVREPRO_WORKERS`, or all cores or GPUs
     batch_rows: Size | None = None  #: rows that decode together; None: 64, on a GPU what its memory holds

@@ -10,10 +10,10 @@ from tiny import ARCHITECTURES, architecture
 from tiny import prompts as tiny_prompts
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvrepro.engine.attention import attend, attend_prompt, installed
+from kvrepro.engine.attention import Softmax, attend, attend_prompt, installed
 
 
-def naive(query, at, keys, values, positions, scaling, sliding=None, hide=None):
+def naive(query, at, keys, values, positions, scaling, sliding=None, hide=None, softcap=None, sinks=None):
     """(output, p) one query and head after the other."""
     batch, heads, m, _ = query.shape
     group = heads // keys.shape[1]
@@ -29,7 +29,10 @@ def naive(query, at, keys, values, positions, scaling, sliding=None, hide=None):
                     and (hide is None or not hide[b, h // group, h % group, i, j])
                 ]
                 if seen:
-                    p[b, h, i, seen] = torch.softmax(keys[b, h // group, seen] @ query[b, h, i] * scaling, 0)
+                    logits = keys[b, h // group, seen] @ query[b, h, i] * scaling
+                    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+                    weights = logits.exp()
+                    p[b, h, i, seen] = weights / (weights.sum() + (0 if sinks is None else sinks[h].exp()))
                     out[b, i, h] = p[b, h, i] @ values[b, h // group]
     return out, p
 
@@ -38,9 +41,9 @@ def naive(query, at, keys, values, positions, scaling, sliding=None, hide=None):
 @given(
     st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 9),
     st.lists(st.integers(0, 12), min_size=1, max_size=3), st.sampled_from([None, 1, 3, 50]), st.booleans(),
-    st.sampled_from([1, 4, 256]),
+    st.sampled_from([1, 4, 256]), st.sampled_from([None, 2.0]), st.booleans(),
 )  # fmt: skip
-def test_attention_equals_loops(seed, batch, kv_heads, group, m, sizes, sliding, hiding, block):
+def test_attention_equals_loops(seed, batch, kv_heads, group, m, sizes, sliding, hiding, block, softcap, sinking):
     torch.manual_seed(seed)
     heads, total = kv_heads * group, sum(sizes)
     if not total:
@@ -55,9 +58,11 @@ def test_attention_equals_loops(seed, batch, kv_heads, group, m, sizes, sliding,
     positions = torch.cat([where.expand(batch, kv_heads, -1) for *_, where in parts], 2)
     hide = torch.rand(batch, kv_heads, group, m, total) < 0.3 if hiding else None
     keys, values = (torch.cat([part[i] for part in parts], 2) for i in (0, 1))
-    expected, p = naive(query, at, keys, values, positions, 0.7, sliding, hide)
+    sinks = torch.randn(heads) if sinking else None
+    expected, p = naive(query, at, keys, values, positions, 0.7, sliding, hide, softcap, sinks)
     blocks = []
-    out = attend(query, at, parts, 0.7, sliding, lambda p, rows: blocks.append((p, rows)), hide, block)
+    how = Softmax(0.7, softcap, sinks) if softcap or sinking else 0.7
+    out = attend(query, at, parts, how, sliding, lambda p, rows: blocks.append((p, rows)), hide, block)
     alive = p.sum(-1) > 0  # a query that sees nothing is padding: its output is nobody's
     torch.testing.assert_close(out[alive.transpose(1, 2)], expected[alive.transpose(1, 2)], atol=1e-5, rtol=1e-4)
     assert out.isfinite().all()
@@ -76,6 +81,19 @@ def test_a_whole_prompt_two_ways(dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(attend_prompt(query, key, value, 0.35), ours, atol=tolerance, rtol=tolerance)
     assert ours.dtype == dtype
+    capped = Softmax(0.35, 0.5, torch.randn(6))
+    plain, where = [x.float() for x in (query, key, value)], at[:, None].expand(-1, 2, -1)
+    expected, _ = naive(plain[0], at, *plain[1:], where, 0.35, softcap=0.5, sinks=capped.sinks)
+    found = attend_prompt(query, key, value, capped)
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_what_knows_factors_only_stops_at_a_softmax_of_another_kind():
+    query = torch.randn(1, 2, 3, 4)
+    with pytest.raises(TypeError):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, scale=Softmax(0.5, 30.0))
+    with pytest.raises(TypeError):
+        query * Softmax(0.5, 30.0)
 
 
 def test_what_is_dead_or_later_changes_nothing():
@@ -123,11 +141,3 @@ def test_models_get_their_attention_back_even_after_an_error():
     with pytest.raises(RuntimeError, match="needs model"), installed(model):
         model(torch.tensor([[5, 6]]))
     assert model.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize("asked", ["softcap", "s_aux"])
-def test_what_this_attention_does_not_compute_is_refused(asked):
-    module = type("Attention", (), {"layer_idx": 3})()
-    function = AttentionInterface()["kvrepro"]
-    with pytest.raises(RuntimeError, match=f"layer 3 asks for {asked}"):
-        function(module, None, None, None, None, scaling=1.0, kvrepro=Prompt(), **{asked: 30.0})

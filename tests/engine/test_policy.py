@@ -55,6 +55,8 @@ FINE = Condition("snapkv", 40, Prefill(), reading="as_described")
         ({"spans": ["a", "b"]}, "give a tuple of span names"),
         ({"policy": "quest_pages", "budget": 100}, "budget 100 >= 100 tokens to compress: every page is read"),
         ({"policy": "cake", "fair": 0.5}, "fair 0.5 for cake, whose budgets wait for every layer"),
+        ({"spans": ("a",)}, r"spans \('a',\) for snapkv without fair"),
+        ({"bits": 4, "execution": "masked"}, "bits 4 for snapkv, whose masked tokens stay in memory"),
         ({"switches": (("windows", 4),)}, "SnapKV has no parameter 'windows': it has window, recent"),
         ({"switches": (("window", 0),)}, "window 0 for SnapKV: a whole number, at least 1"),
         ({"switches": (("window", 2.5),)}, "window 2.5 for SnapKV"),

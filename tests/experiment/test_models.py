@@ -7,9 +7,11 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import models
+from kvrepro.experiment import models, run
+from kvrepro.tools import trial
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,16 @@ def test_loads_a_folder(folder):
 
 def test_dtype_is_an_argument(folder):
     assert models.load(str(folder), dtype="bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("where", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16"), ("cuda:1", "bfloat16")])
+def test_on_a_gpu_a_checkpoint_keeps_its_own_type(where, dtype, tmp_path, monkeypatch):
+    folder = trial.checkpoint(tmp_path / "half", "two-layer", checkpoint.TEXTS, 500, dtype="bfloat16")
+    monkeypatch.setattr(models, "_device", lambda asked: where)
+    monkeypatch.setattr(PreTrainedModel, "to", lambda self, device: self)  # there may be no such device
+    for asked in ({}, {"dtype": run.Settings().dtype}):
+        assert models.load(str(folder), where, **asked).dtype == dtype
+    assert models.load(str(folder), where, dtype="float16").dtype == "float16"
 
 
 def test_hash_follows_weights_and_tokenizer_but_not_the_place(folder, copy):

@@ -13,8 +13,11 @@ from transformers import AttentionInterface
 Decide = Callable[..., Tensor]  # (q, k, v, held, scaling, budget) -> who stays, bool [kv_heads, tokens]
 
 
-def _look_up(module, query, key, value, attention_mask, *, scaling, slow=None, **_):
-    return slow(module, query, key, value, scaling), None
+reading: list["Slow"] = []  # whose text passes through a model now
+
+
+def _look_up(module, query, key, value, attention_mask, *, scaling, **more):
+    return reading[-1](module, query, key, value, scaling, **more), None
 
 
 AttentionInterface.register("slow", _look_up)
@@ -27,16 +30,16 @@ class Slow:
         self.model, self.ids, self.windows = model, list(ids), windows or {}
         config = model.config.get_text_config()
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        self.layers = [n for n, kind in enumerate(types) if kind != "linear_attention"]
+        self.layers = [n for n, kind in enumerate(types) if kind not in ("linear_attention", "conv", "mlp")]
         self.evictable = list(evictable) or self.layers
-        self.kv_heads = config.num_key_value_heads
+        self.kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         self.length = 0  # tokens read so far
         self.held = {n: torch.zeros(self.kv_heads, 0, dtype=torch.bool) for n in self.layers}
         self.visible = {n: torch.zeros(self.kv_heads, 0, 0, dtype=torch.bool) for n in self.layers}
         self.seen: dict[int, tuple[Tensor, Tensor, Tensor, float]] = {}
         self.history: list[dict[int, Tensor]] = []
 
-    def __call__(self, module, query, key, value, scaling):
+    def __call__(self, module, query, key, value, scaling, **_):
         """Eager attention through the table."""
         n = module.layer_idx
         self.seen[n] = (query[0], key[0], value[0], scaling)
@@ -60,10 +63,12 @@ class Slow:
             self.visible[n] = table
         was = self.model.config._attn_implementation
         self.model.set_attn_implementation("slow")
+        reading.append(self)
         try:
             with torch.no_grad():
-                return self.model(torch.tensor([self.ids[: self.length]]), use_cache=False, slow=self).logits[0, -1]
+                return self.model(torch.tensor([self.ids[: self.length]]), use_cache=False).logits[0, -1]
         finally:
+            reading.pop()
             self.model.set_attn_implementation(was)
 
     def evict(self, decide: Decide, budget: int) -> None:

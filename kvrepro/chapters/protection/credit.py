@@ -255,7 +255,7 @@ def run(
         raise InputError(f"batch {batch}: at least 1 prompt")
     texts = [Prompt(list(prompt), {}) for prompt in prompts]
     check_conditions(model, texts, [condition], max_new_tokens)
-    answers, e, facts = [], estimator or Estimator(), ModelFacts.of(model)
+    answers, e, facts = [], estimator or Estimator(), ModelFacts.of(model, one_set=True)
     with installed(model):
         for some in (texts[a : a + batch] for a in range(0, len(texts), batch)):
             lessons = Lessons(e, some, max_new_tokens, model.device)

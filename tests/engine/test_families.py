@@ -1,0 +1,188 @@
+"""What each family of models can do here: data/families.csv says what the checks of tests/helpers/families.py find."""
+
+import re
+
+import families
+import pytest
+import torch
+import transformers
+from checkpoint import save
+
+from kvrepro.engine import attention, facts
+from kvrepro.engine import generate as engine
+from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.regime import Chunked, DecodeCap, Prefill, SharedCap
+from kvrepro.errors import InputError
+from kvrepro.experiment import models
+
+QUICK = ("GPT-2", "Gemma 2", "Nemotron-H")
+NAMES = [
+    pytest.param(name, marks=() if name in QUICK or found["loads"] != "yes" else pytest.mark.slow)
+    for name, found in families.read().items()
+]
+FEW = {"max_new_tokens": 4, "stop_ids": ()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_says_what_is_found(name, tmp_path):
+    assert families.row(name, tmp_path / "model") == families.read()[name]
+
+
+def test_every_family_has_a_row_and_does_what_it_is_asked_or_says_why_not():
+    table = families.read()
+    assert list(table) == list(families.FAMILIES)
+    for found in table.values():
+        cells = {found[column] for column in ("loads", *families.CHECKS)}
+        assert cells <= {"yes", "no", "-"}
+        assert ("no" in cells) == bool(found["why not"])
+
+
+def test_the_book_adds_a_family_as_it_says(monkeypatch):
+    text = (families.ROOT / "book" / "families.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    assert len(blocks) == 2
+    names: dict[str, object] = {}
+    for code in blocks:
+        exec(compile(code, "book/families.md", "exec"), names)
+    for name in re.findall(r"`((?:kvrepro|tests|data)/[\w/.]+)`", text):
+        assert (families.ROOT / name).exists(), name
+
+
+# ---- what the checks rest on
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "GPT-OSS"])
+def test_the_reference_is_the_model_itself_where_nothing_is_hidden(name):
+    model, ids = families.build(name), families.prompt(40)
+    logits = families.reference(model, ids).read(40)
+    torch.testing.assert_close(logits, model(torch.tensor([ids])).logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "without"),
+    [
+        ("Gemma 2", "scaled", lambda products, how: products.mul_(how.scaling)),
+        ("GPT-OSS", "softmax", lambda logits, how=None: torch.softmax(logits, -1)),
+    ],
+)
+def test_the_checks_notice_a_softmax_that_lacks_a_part(name, part, without, monkeypatch):
+    monkeypatch.setattr(attention, part, without)
+    model = families.build(name)
+    assert not families.full(model)
+    assert not families.prefill(model)
+
+
+# ---- refusals
+
+
+def test_families_are_refused_without_a_checkpoint_too():
+    bloom = transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2)
+    for model in (families.build("Llama 4"), transformers.BloomForCausalLM(bloom)):
+        with pytest.raises(InputError, match="cannot evict from a .* model: .*; take a family of data/families.csv"):
+            engine.generate(model, [families.prompt(20)], [Condition()], **FEW)
+
+
+def test_weights_in_few_bits_are_refused():
+    model = families.build("Llama")
+    module = model.model.layers[1].self_attn.o_proj
+    module.weight = torch.nn.Parameter(module.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(InputError, match="cannot evict from a llama model: its weights are quantised"):
+        engine.generate(model, [families.prompt(20)], [Condition()], **FEW)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "condition", "refused"),
+    [
+        ([50], Condition(), False),
+        ([62], Condition(), True),
+        ([70, 90], Condition(), False),
+        ([50, 70], Condition(), True),
+        ([90], Condition("streaming_llm", 8, Chunked(16)), True),
+        ([90], Condition("streaming_llm", 8, Prefill(until="question")), True),
+    ],
+)
+def test_a_rotation_that_changes_with_length_is_never_mixed(prompts, condition, refused):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
+    model = families.build("Phi-3", rope_parameters=rope | factors, original_max_position_embeddings=64)
+    texts = [Prompt(families.prompt(n), {"question": list(range(n // 2, n))}) for n in prompts]
+    if refused:
+        with pytest.raises(InputError, match="this model rotates keys otherwise beyond 64"):
+            engine.generate(model, texts, [condition], **FEW)
+        return
+    for text, [found] in zip(texts, engine.generate(model, texts, [condition], prompt_rows=2, **FEW), strict=True):
+        ids = torch.tensor([text.ids])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=10**6
+        )
+        assert found.tokens == out[0, len(text.ids) :].tolist()
+
+
+# ---- one set of tokens for all layers, in a model of which some slide
+
+
+@pytest.mark.parametrize("name", ["Gemma 3, text", "Mistral, sliding window"])
+def test_a_shared_cap_takes_sliding_layers_along_beside_other_regimes(name):
+    model, ids = families.build(name, sliding_window=128), families.prompt(100)
+    shared = [Condition("lru", 40, SharedCap(2), execution=how) for how in ("physical", "masked")]
+    others = [Condition(), Condition("streaming_llm", 40, DecodeCap(2))]
+    [row] = engine.generate(model, [ids], [others[0], *shared, others[1]], **FEW)
+    [alone] = engine.generate(model, [ids], others, **FEW)
+    assert [row[0].tokens, row[3].tokens] == [g.tokens for g in alone]
+    assert [row[0].kept, row[3].kept] == [g.kept for g in alone]
+    assert row[1].tokens == row[2].tokens
+    assert row[1].kept == [40] * 3
+    assert row[1].bytes_held < row[0].bytes_held / 2
+
+
+def test_a_text_beyond_the_window_is_refused_for_a_shared_cap_alone():
+    model, ids = families.build("Gemma 3, text"), families.prompt(31)
+    engine.generate(model, [ids], [Condition("h2o", 20, Prefill())], **FEW)
+    with pytest.raises(InputError, match="31 prompt [+] 4 new tokens > the model's sliding window of 32"):
+        engine.generate(model, [ids], [Condition("lru", 20, SharedCap())], **FEW)
+
+
+# ---- a checkpoint that nobody has tried
+
+
+def test_a_model_that_computes_something_else_in_the_engine_is_refused(tmp_path, monkeypatch):
+    save(tmp_path / "two-layer")
+    scaled = attention.scaled
+    monkeypatch.setattr(attention, "attend_prompt", lambda *given: torch.zeros_like(given[0]).transpose(1, 2))
+    monkeypatch.setattr("kvrepro.engine.prefill.attend_prompt", attention.attend_prompt)
+    with pytest.raises(InputError, match=r"gives other logits in an engine \(.*% differ\): take a family"):
+        models.load(str(tmp_path / "two-layer"))
+    monkeypatch.undo()
+    monkeypatch.setattr(attention, "scaled", lambda products, how: scaled(products, 2 * how))
+    with pytest.raises(InputError, match=r"gives other logits in an engine that reads in parts \("):
+        models.load(str(tmp_path / "two-layer"))
+
+
+def test_recurrent_states_that_start_anew_are_noticed(tmp_path, monkeypatch):
+    """Should transformers mend Jamba, this fails, and `FORGETTING` has one name too many."""
+    monkeypatch.setattr(facts, "FORGETTING", set())
+    with pytest.raises(InputError, match="gives other logits in an engine that reads in parts"):
+        families.loads(families.build("Jamba"), tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_of_a_checkpoint_that_also_sees_images_the_text_part_is_loaded(tmp_path):
+    """As the hub has Qwen3.5."""
+    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 256}
+    marks = {"image_token_id": 290, "video_token_id": 291, "vision_start_token_id": 292, "vision_end_token_id": 293}
+    text = families.SHAPE | families.LINEAR
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=images, **marks)
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    families._tokenizer().save_pretrained(tmp_path / "model")
+    loaded = models.load(str(tmp_path / "model")).model
+    assert families.full(loaded)
+    assert families.prefill(loaded)
+
+
+def test_a_family_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
+    families.build("Llama 4").save_pretrained(tmp_path / "model")
+    families._tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(InputError, match="layers of type chunked_attention are unknown here") as error:
+        models.load(str(tmp_path / "model"))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,405 @@
+"""Model families, each a small random checkpoint, and what the engine does with it: `python tests/helpers/families.py`
+writes data/families.csv; `tests/engine/test_families.py` holds the table to what it finds.
+
+The truth is Hugging Face: its `generate` where nothing is evicted, otherwise the model's own eager attention over the
+whole text again for every token, under a mask of who may see whom.
+"""
+
+import contextlib
+import csv
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from checkpoint import tokenizer
+from slow_engine import Slow, newest
+from slow_engine import run as slow_run
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvrepro.engine import generate as engine
+from kvrepro.engine.condition import Condition, Generation
+from kvrepro.engine.policy import Policy, own
+from kvrepro.engine.quantise import Packed
+from kvrepro.engine.regime import Chunked, DecodeCap, Prefill, SharedCap
+from kvrepro.errors import InputError
+from kvrepro.experiment import models
+from kvrepro.paths import ROOT
+
+TABLE = ROOT / "data" / "families.csv"
+TOKENS, WINDOW, CAP, NEW, SLIDING = 60, 4, 20, 5, 32
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "initializer_range": 0.08,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MIXED = {"sliding_window": SLIDING, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "full_attention"], "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "head_dim": 8,
+}  # fmt: skip
+GEMMA_4 = {
+    "sliding_window": SLIDING, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": 300, "global_head_dim": 64, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+IMAGES = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (configuration, what differs from SHAPE)
+    "Llama": ("LlamaConfig", {}),
+    "Mistral": ("MistralConfig", {"sliding_window": None}),
+    "Mistral, sliding window": ("MistralConfig", {"sliding_window": SLIDING}),
+    "Ministral": ("MinistralConfig", MIXED),
+    "Mixtral": ("MixtralConfig", {**LOCAL_EXPERTS, "sliding_window": None}),
+    "Qwen2": ("Qwen2Config", {}),
+    "Qwen2, sliding window": ("Qwen2Config", {"use_sliding_window": True, **MIXED}),
+    "Qwen3": ("Qwen3Config", {}),
+    "Qwen3-MoE": ("Qwen3MoeConfig", EXPERTS),
+    "Qwen3-Next": ("Qwen3NextConfig", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    "Qwen3.5": ("Qwen3_5TextConfig", LINEAR),
+    "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    "Phi": ("PhiConfig", {}),
+    "Phi-3": ("Phi3Config", {"sliding_window": None}),
+    "Phi-3, sliding window": ("Phi3Config", {"sliding_window": SLIDING}),
+    "Gemma": ("GemmaConfig", {}),
+    "Gemma 2": ("Gemma2Config", {**MIXED, "attn_logit_softcapping": 1.0}),
+    "Gemma 3, text": ("Gemma3TextConfig", MIXED),
+    "Gemma 3": ("Gemma3Config", {"text_config": {**SHAPE, **MIXED}, "vision_config": IMAGES}),
+    "Gemma 4, text": ("Gemma4TextConfig", GEMMA_4),
+    "Gemma 4": ("Gemma4Config", {"text_config": {**SHAPE, **GEMMA_4}, "vision_config": None, "audio_config": None}),
+    "Gemma 4, shared keys and values": ("Gemma4TextConfig", {
+        "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 8,
+        "layer_types": ["full_attention"] * 3,
+    }),
+    "OLMo 2": ("Olmo2Config", {}),
+    "OLMo 3": ("Olmo3Config", MIXED),
+    "OLMo hybrid": ("OlmoHybridConfig", LINEAR),
+    "OLMoE": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "Granite": ("GraniteConfig", {}),
+    "Granite MoE": ("GraniteMoeConfig", LOCAL_EXPERTS),
+    "Granite 4, hybrid": ("GraniteMoeHybridConfig", {
+        **MAMBA, **LOCAL_EXPERTS, "layer_types": ["mamba", "attention", "attention"], "shared_intermediate_size": 32,
+    }),
+    "GPT-OSS": ("GptOssConfig", {**MIXED, **LOCAL_EXPERTS}),
+    "GPT-2": ("GPT2Config", {"n_embd": 256, "n_layer": 3, "n_head": 4, "num_key_value_heads": 4}),
+    "GPT-NeoX": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
+    "OPT": ("OPTConfig", {"word_embed_proj_dim": 256, "ffn_dim": 64, "num_key_value_heads": 4}),
+    "SmolLM3": ("SmolLM3Config", {"no_rope_layers": [1, 1, 0], "use_sliding_window": False}),
+    "StableLM": ("StableLmConfig", {}),
+    "Starcoder2": ("Starcoder2Config", {"sliding_window": None}),
+    "Cohere": ("CohereConfig", {}),
+    "Cohere 2": ("Cohere2Config", MIXED),
+    "GLM-4": ("Glm4Config", {}),
+    "GLM-4.5": ("Glm4MoeConfig", {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+    "Seed-OSS": ("SeedOssConfig", {}),
+    "Nemotron": ("NemotronConfig", {}),
+    "Nemotron-H": ("NemotronHConfig", {
+        "hybrid_override_pattern": "M*-", "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 8,
+        "n_groups": 1, "chunk_size": 16,
+    }),
+    "EXAONE 4": ("Exaone4Config", MIXED),
+    "ERNIE 4.5": ("Ernie4_5Config", {}),
+    "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "full_attention"]}),
+    "Falcon-H1": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 512}),
+    "Jamba": ("JambaConfig", {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False,
+    }),
+    "Bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
+    "Llama 4": ("Llama4TextConfig", {
+        "attention_chunk_size": SLIDING, "num_local_experts": 2, "intermediate_size_mlp": 64,
+    }),
+    "DeepSeek-V3": ("DeepseekV3Config", LATENT),
+    "MiniMax M2": ("MiniMaxM2Config", LOCAL_EXPERTS),
+    "MiniMax": ("MiniMaxConfig", {**LOCAL_EXPERTS, "layer_types": LINEAR["layer_types"]}),
+    "Mamba 2": ("Mamba2Config", {"num_heads": 8, "head_dim": 64, "state_size": 8, "n_groups": 1}),
+    "BLOOM": ("BloomConfig", {"n_head": 4, "n_layer": 3}),
+    "Falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+}  # fmt: skip
+
+
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    """A family's random model, the same each time."""
+    kind, own_settings = FAMILIES[name]
+    known = getattr(transformers, kind)
+    shape = {} if "text_config" in own_settings else {k: v for k, v in SHAPE.items() if _settable(known, k)}
+    torch.manual_seed(11)
+    config = known(**{**shape, **own_settings, **changes})
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+
+def _settable(kind: type, name: str) -> bool:
+    """Falcon computes its head_dim."""
+    return not isinstance(getattr(kind, name, None), property)
+
+
+def prompt(tokens: int, seed: int = 5) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, SHAPE["vocab_size"], (tokens,), generator=generator).tolist()
+
+
+# ---- the truth
+
+
+class Reference(Slow):
+    """`Slow` with the attention of the model's own file; `paid` to whom, [1, heads, queries, tokens] by layer."""
+
+    def __call__(self, module, query, key, value, scaling, **more):
+        n = module.layer_idx
+        self.seen[n] = (query[0], key[0], value[0], scaling)
+        mask = torch.zeros(query.shape[1], *self.visible[n].shape[1:])
+        mask.masked_fill_(~self.visible[n].repeat_interleave(query.shape[1] // key.shape[1], 0), -torch.inf)
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        out, self.paid[n] = eager(module, query, key, value, mask[None], scaling=scaling, **more)
+        if self.rounded:  # what later queries see of the first tokens
+            key, value = (
+                torch.cat([_rounded(x[:, :, : self.rounded]), x[:, :, self.rounded :]], 2) for x in (key, value)
+            )
+            later, _ = eager(module, query, key, value, mask[None], scaling=scaling, **more)
+            out = torch.cat([out[:, : self.rounded], later[:, self.rounded :]], 1)
+        return out
+
+
+def reference(model: PreTrainedModel, ids: list[int], **given: Any) -> Reference:
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None) or ["-"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    sliding = [n for n, kind in enumerate(types) if window and kind in ("sliding_attention", "-")]
+    found = Reference(model, ids, dict.fromkeys(sliding, window), **given)
+    found.evictable = [n for n in found.layers if n not in sliding] or found.layers
+    found.paid, found.rounded = {}, 0
+    return found
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return Packed(x.flatten(0, 2)).dense().view_as(x)
+
+
+def most_attended(slow: Reference) -> None:
+    """Keep the WINDOW newest and what they pay most to, mean over them and over a group, CAP in all."""
+    for n in slow.evictable:
+        paid = slow.paid[n][0, :, -WINDOW:]
+        if n in slow.windows:  # what the next query can still see
+            paid[..., : max(0, slow.length - slow.windows[n] + 1)] = 0
+            paid = paid / paid.sum(-1, keepdim=True)
+        paid = paid.unflatten(0, (slow.kv_heads, -1)).mean((1, 2))
+        paid[:, -WINDOW:] = torch.inf
+        slow.held[n] = torch.zeros_like(slow.held[n]).scatter(1, paid.topk(CAP).indices, True)
+
+
+def continued(slow: Reference, logits: Tensor) -> tuple[list[int], list[Tensor]]:
+    """NEW greedy tokens and the logits that each was taken from."""
+    tokens, seen = [], []
+    for _ in range(NEW):
+        seen.append(logits)
+        tokens.append(int(logits.argmax()))
+        slow.ids.append(tokens[-1])
+        logits = slow.read(1) if len(tokens) < NEW else logits
+    return tokens, seen
+
+
+# ---- the engine
+
+
+def watched(o: Any) -> Tensor:
+    """Mean attention of the window, over queries and group."""
+    return o.attention.mean((2, 3))
+
+
+def watching(**more: Any) -> Condition:
+    """Keep what they pay most attention to, after the prompt."""
+    policy = Policy("Watched", "tests", watched, {"window": WINDOW, "recent": "window"})
+    return Condition(own("watched", policy), CAP, Prefill(), **more)
+
+
+def ours(model: PreTrainedModel, c: Condition, tokens: int = TOKENS) -> tuple[Generation, list[Tensor]]:
+    """What the engine says, and the logits that each token was taken from."""
+    seen: list[Tensor] = []
+    hook = model.register_forward_hook(lambda *given: seen.append(given[2].logits[0, -1]))
+    try:
+        [[found]] = engine.generate(model, [prompt(tokens)], [c], max_new_tokens=NEW, stop_ids=(), kept_sets=True)
+    finally:
+        hook.remove()
+    return found, seen[-NEW:]
+
+
+def agree(
+    found: tuple[list[int], list[Tensor]], expected: tuple[list[int], list[Tensor]], tolerance: float = 3e-5
+) -> bool:
+    """Equal tokens, and logits equal to that share of the largest."""
+    worst = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(found[1], expected[1], strict=True))
+    return found[0] == expected[0] and worst < tolerance
+
+
+# ---- what is asked of a family
+
+
+def loads(model: PreTrainedModel, folder: Path) -> bool:
+    """From a folder as the hub has it, which is tried there."""
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return type(models.load(str(folder)).model) is type(model)
+
+
+def full(model: PreTrainedModel) -> bool:
+    """Without eviction: tokens and logits of Hugging Face's `generate`."""
+    ids = torch.tensor([prompt(TOKENS)])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=10**6,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    found, logits = ours(model, Condition())
+    return agree((found.tokens, logits), (out.sequences[0, TOKENS:].tolist(), [x[0] for x in out.logits]))
+
+
+def prefill(model: PreTrainedModel) -> bool:
+    """Evicted after the prompt by attention: kept sets, tokens and logits of the reference, hidden or freed."""
+    slow = reference(model, prompt(TOKENS))
+    logits = slow.read(TOKENS)
+    most_attended(slow)
+    kept = [slow.held[n].clone() for n in slow.evictable]
+    expected = continued(slow, logits)
+    good = True
+    for execution in ("physical", "masked"):
+        found, logits = ours(model, watching(execution=execution))
+        same = all(torch.equal(torch.tensor(x), y) for x, y in zip(found.kept_sets, kept, strict=True))
+        good &= same and agree((found.tokens, logits), expected)
+    return good
+
+
+def chunked(model: PreTrainedModel) -> bool:
+    """In chunks, each over what is left of the earlier ones."""
+    slow = reference(model, prompt(TOKENS))
+    tokens, last = slow_run(slow, newest(4), budget=CAP, new_tokens=NEW, chunk=13, chunk_budget=lambda _: CAP)
+    found, logits = ours(model, Condition("streaming_llm", CAP, Chunked(chunk=13, when="budget")))
+    return agree((found.tokens, logits[-1:]), (tokens, [last]))
+
+
+def decode_cap(model: PreTrainedModel) -> bool:
+    """Evicted again while the answer grows."""
+    slow = reference(model, prompt(TOKENS))
+    tokens, last = slow_run(slow, newest(4), budget=CAP, new_tokens=NEW, every=2)
+    found, logits = ours(model, Condition("streaming_llm", CAP, DecodeCap(interval=2)))
+    return agree((found.tokens, logits[-1:]), (tokens, [last]))
+
+
+def shared_cap(model: PreTrainedModel) -> bool:
+    """One set for all layers, sliding ones included, of a text within their window."""
+    tokens = 24 if getattr(model.config.get_text_config(), "sliding_window", None) else TOKENS
+    found, logits = ours(model, Condition("lru", 16, SharedCap(interval=100)), tokens)
+    slow = reference(model, prompt(tokens))
+    first = slow.read(tokens)
+    for n in slow.layers:
+        slow.held[n] = torch.zeros_like(slow.held[n])
+        slow.held[n][:, found.kept_positions] = True
+    return len(found.kept_positions) == 16 and agree((found.tokens, logits), continued(slow, first))
+
+
+def int4(model: PreTrainedModel) -> bool:
+    """What survives in four bits, in less than half of the bytes."""
+    slow = reference(model, prompt(TOKENS))
+    logits = slow.read(TOKENS)
+    most_attended(slow)
+    slow.rounded = TOKENS
+    expected = continued(slow, logits)
+    found, logits = ours(model, watching(bits=4))
+    plain, _ = ours(model, watching())
+    small = 2 * found.bytes_held < plain.bytes_held
+    return small and agree((found.tokens, logits), expected, 0.01)  # a number between two levels may go either way
+
+
+def uneven(model: PreTrainedModel) -> bool:
+    """Prompts of several lengths in one pass: what each says alone."""
+    prompts = [prompt(n, seed=n) for n in (TOKENS, 33, 47)]
+    conditions = [Condition(), watching()]
+    given = {"max_new_tokens": NEW, "stop_ids": ()}
+    together = engine.generate(model, prompts, conditions, prompt_rows=3, **given)
+    alone = [engine.generate(model, [p], conditions, **given)[0] for p in prompts]
+    return [[g.tokens for g in row] for row in together] == [[g.tokens for g in row] for row in alone]
+
+
+CHECKS: dict[str, Callable[[PreTrainedModel], bool]] = {
+    "full cache": full, "prefill": prefill, "chunked": chunked, "decode cap": decode_cap, "shared cap": shared_cap,
+    "int4": int4, "uneven prompts": uneven,
+}  # fmt: skip
+
+
+def row(name: str, folder: Path) -> dict[str, str]:
+    """A family's row: "yes", "no" with the reason in the last column, or "wrong"."""
+    model = build(name)
+    found = {"family": name, "model type": model.config.model_type}
+    reasons = []
+
+    def asked(check: Callable[..., bool], *given: Any) -> str:
+        with _attending(model) as ran:
+            try:
+                return "yes" if check(model, *given) else "wrong"
+            except InputError as refused:
+                reasons.append(f"it ran, then: {refused}" if ran else str(refused))
+                return "no"
+
+    found["loads"] = asked(loads, folder)
+    for column, check in CHECKS.items():
+        found[column] = asked(check) if found["loads"] == "yes" else "-"
+    return found | {"why not": "; ".join(reasons)}
+
+
+@contextlib.contextmanager
+def _attending(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Notes passes in which the engine attends."""
+    ran: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, given: ran.append(1) if given.get("kvrepro") is not None else None, with_kwargs=True
+    )
+    try:
+        yield ran
+    finally:
+        hook.remove()
+
+
+@cache
+def _tokenizer() -> Any:
+    return tokenizer(vocabulary=SHAPE["vocab_size"])
+
+
+def read() -> dict[str, Mapping[str, str]]:
+    """The committed table by family."""
+    with TABLE.open(encoding="utf-8") as file:
+        return {found["family"]: found for found in csv.DictReader(file)}
+
+
+def main() -> None:
+    """Write the table."""
+    import tempfile
+
+    rows = []
+    for name in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(row(name, Path(folder) / "model"))
+        print(" | ".join(rows[-1].values()), flush=True)
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

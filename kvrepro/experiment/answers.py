@@ -47,21 +47,28 @@ def prompt_limit(loaded: Loaded, max_new_tokens: int, limit: int | None = None) 
     return room if limit is None else limit
 
 
+def limit_of(study: "Answers", loaded: Loaded, item: Item) -> int:
+    """Most tokens of an item's prompt: the study's, or fewer where the item's own answer needs the room."""
+    limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
+    return min(limit, prompt_limit(loaded, item.new_tokens(study.max_new_tokens)))
+
+
 def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     """The items' prompts, if every item and condition can be met (`gaps`: every condition be named); raises InputError
     otherwise. Computes nothing."""
     items, conditions = study.items, study.conditions
     if not items or not conditions:
         raise InputError(f"{len(items)} items x {len(conditions)} conditions: give at least one of each")
-    limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
+    limits = {item.id: limit_of(study, loaded, item) for item in items}
     if (ids := len({item.id for item in items})) < len(items):
         raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
     for condition in conditions:
         policy.check(condition)
-    made = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limit))
+    made = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))
     prompts = [made(loaded, item) for item in items]
     if not study.gaps:
-        engine.check_conditions(loaded.model, prompts, conditions, study.max_new_tokens)
+        for prompt, item in zip(prompts, items, strict=True):
+            engine.check_conditions(loaded.model, [prompt], conditions, item.new_tokens(study.max_new_tokens))
     return prompts
 
 
@@ -120,18 +127,19 @@ def heads(
     study: "Answers", loaded: Loaded, settings: "Settings", prompts: Sequence[Prompt], conditions: Sequence[Condition]
 ) -> list[list[dict[str, Any]]]:
     """What is known of each row before it is computed, [item][condition]; `key` hashes all that decides the rest."""
-    limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
     decisive = {
         "model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device,
-        "backend": settings.backend, "max_new_tokens": study.max_new_tokens, "limit": limit,
+        "backend": settings.backend,
     }  # fmt: skip
     noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
     note = fingerprint.of(study.note)
     own = [c.columns() | {"engine_hash": code_of(c, settings.backend)} for c in conditions]
     found = []
     for item, prompt in zip(study.items, prompts, strict=True):
-        of = decisive | {"item": item.id}
-        of["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item))
+        new, limit = item.new_tokens(study.max_new_tokens), limit_of(study, loaded, item)
+        of = decisive | {"max_new_tokens": new, "limit": limit, "item": item.id}
+        scored = [item.meta[name] for name in ("metric", "classes", "first_line") if name in item.meta]
+        of["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item), *scored)
         told = {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
         told["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
         found.append([one | of | told | noted | {"key": fingerprint.digest(one, of, note)} for one in own])
@@ -147,13 +155,13 @@ def references(item: Item) -> list[str]:
 
 
 def group_rows(
-    loaded: Loaded, parts: Sequence[tuple[Sequence[int], Sequence[int]]], known: dict[Pair, dict[str, Any]],
+    loaded: Loaded, parts: Sequence[tuple[Sequence[int], Sequence[int], int]], known: dict[Pair, dict[str, Any]],
     items: dict[int, Item], prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, **given: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of the pairs of each part (items, conditions); a pair that fails is a row with its error."""
+    """Rows of the pairs of each part (items, conditions, new tokens); a pair that fails is a row with its error."""
     found: Found = {}
-    for members, chosen in parts:
-        found |= attempted(loaded, prompts, conditions, members, chosen, given)
+    for members, chosen, new in parts:
+        found |= attempted(loaded, prompts, conditions, members, chosen, given | {"max_new_tokens": new})
     return [answer_row(loaded, items[i], prompts[i], known[i, j], answer, note) for (i, j), answer in found.items()]
 
 
@@ -190,13 +198,15 @@ def answer_row(
     row = head | {"torch": torch.__version__, "transformers": transformers.__version__, "date": date}
     if isinstance(answer, Exception):
         return row | {"error": f"{type(answer).__name__}: {answer}".splitlines()[0]}
-    prediction = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
+    text = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    prediction = text.strip()
     if note is not None and (more := note(item, prompt, answer)):
         row["note"] = json.dumps(more)
     same = """evicted policy_calls pages bytes_held bytes_state bytes_full peak_bytes prefill_seconds decode_seconds
         backend""".split()
     return row | {name: getattr(answer, name) for name in same} | {
         "prediction": prediction, **measure.all_measures(prediction, references(item)),
+        **measure.official(text, references(item), item.meta),
         "n_generated": len(answer.tokens), "kept": [round(count) for count in answer.kept],
         "kept_mean": sum(answer.kept) / len(answer.kept), "kept_hash": answer.kept_positions_hash,
     }  # fmt: skip
@@ -248,7 +258,7 @@ class AnswersPlan(Plan):
     def given(self) -> dict[str, Any]:
         """What every call of the engine is given."""
         return {
-            "max_new_tokens": self.study.max_new_tokens, "stop_ids": models.stop_ids(self.loaded),
+            "stop_ids": models.stop_ids(self.loaded),
             "batch_rows": self.settings.batch_rows, "backend": self.settings.backend,
             "repeat": self.loaded.tokenizer.encode(REPEAT, add_special_tokens=False),
             "kept_sets": self.study.note is not None,
@@ -268,16 +278,16 @@ class AnswersPlan(Plan):
         return [job for block in blocks if (job := self._job(block)) is not None]
 
     def _job(self, block: Iterable[int]) -> Job | None:
-        parts: dict[tuple[int, ...], list[int]] = {}  # conditions -> items that miss them
+        parts: dict[tuple[tuple[int, ...], int], list[int]] = {}  # conditions, new tokens -> items that miss them
         for i in block:
             if chosen := tuple(j for j in range(len(self.conditions)) if (i, j) in self.missing):
-                parts.setdefault(chosen, []).append(i)
+                parts.setdefault((chosen, self.heads[i][0]["max_new_tokens"]), []).append(i)
         if not parts:
             return None
-        known = {(i, j): self.heads[i][j] for js, some in parts.items() for i in some for j in js}
+        known = {(i, j): self.heads[i][j] for (js, _), some in parts.items() for i in some for j in js}
         members, asked = sorted({i for i, _ in known}), sorted({j for _, j in known})
         work = partial(
-            group_rows, parts=[(some, js) for js, some in parts.items()], known=known,
+            group_rows, parts=[(some, js, new) for (js, new), some in parts.items()], known=known,
             items={i: self.study.items[i] for i in members}, prompts={i: self.prompts[i] for i in members},
             conditions={j: self.conditions[j] for j in asked}, note=self.study.note, **self.given,
         )  # fmt: skip
@@ -287,13 +297,13 @@ class AnswersPlan(Plan):
         """From the first missing item under all its conditions, a few tokens each."""
         tokens = sum(len(self.prompts[i].ids) for i in {i for i, _ in self.missing})
         count = len(self.missing)
-        most = count * self.study.max_new_tokens
+        most = sum(self.heads[i][j]["max_new_tokens"] for i, j in self.missing)
         what = f"{count:,} of {self.total:,} rows, prompts of {tokens:,} tokens, {most:,} new tokens"
         if not self.missing:
             return Estimate(self.title, what, 0.0, 0.0)
         first = min(self.missing)[0]
         chosen = sorted(j for i, j in self.missing if i == first)
-        trial = self.given | {"max_new_tokens": min(TRIAL, self.study.max_new_tokens)}
+        trial = self.given | {"max_new_tokens": min(TRIAL, self.heads[first][0]["max_new_tokens"])}
         began = time.perf_counter()
         found = attempted(self.loaded, self.prompts, self.conditions, [first], chosen, trial)
         taken = time.perf_counter() - began

@@ -5,11 +5,8 @@ import os
 import subprocess
 import sys
 import threading
-import zipfile
-from pathlib import Path
 
 import checkpoint
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, models
+from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.data import Item, Span
 from kvrepro.tools import trial
 
@@ -62,8 +59,8 @@ def test_reads_the_formats_of_the_public_files(tmp_path):
 def test_a_subset_is_balanced_over_tasks_and_repeatable(tasks, draw, seed):
     items = [Item(str(i), task, (), "") for i, task in enumerate(tasks)]
     n = draw.draw(st.integers(1, len(items)))
-    chosen = data._balanced(items, n, seed, "x")
-    assert chosen == data._balanced(items, n, seed, "x")
+    chosen = data.balanced(items, n, seed, "x")
+    assert chosen == data.balanced(items, n, seed, "x")
     assert [int(item.id) for item in chosen] == sorted({int(item.id) for item in chosen})
     assert len(chosen) == n
     counts = {task: sum(item.task == task for item in chosen) for task in set(tasks)}
@@ -106,6 +103,11 @@ ROW = {"messages": [{"role": "user", "content": "Q"}], "answer": "A"}
         json.dumps(ROW | {"messages": [{"role": "user"}]}),
         json.dumps(ROW | {"messages": [{"role": "user", "content": None}]}),
         json.dumps(ROW | {"spans": [{"name": "a", "message": 4, "start": 0, "end": 1}]}),
+        json.dumps(ROW | {"max_new_tokens": 0}),
+        json.dumps(ROW | {"max_new_tokens": "many"}),
+        json.dumps(ROW | {"metric": "bleu"}),
+        json.dumps(ROW | {"metric": "classification"}),
+        json.dumps(ROW | {"id": "bad-000"}),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path, line):
@@ -113,6 +115,40 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, line):
     with pytest.raises(InputError, match="bad.jsonl, line 2: ") as error:
         data.load_items(str(tmp_path / "bad.jsonl"))
     assert "\n" not in str(error.value)
+
+
+def test_all_bad_lines_are_numbered_with_the_first_reason(tmp_path):
+    good = ROW | {"id": "a"}
+    rows = [good, {"answer": "A"}, ROW | {"id": "b"}, good, ROW | {"answer": 5}]
+    with pytest.raises(InputError, match=r"some.jsonl, line 2: no field 'question'.*\(bad lines: 2, 4, 5\)$"):
+        data.load_items(jsonl(tmp_path / "some.jsonl", *rows))
+    with pytest.raises(InputError, match="line 2: id 'a' is that of line 1"):
+        data.load_items(jsonl(tmp_path / "some.jsonl", good, good))
+    (tmp_path / "none.jsonl").write_text("\n\n")
+    with pytest.raises(InputError, match="none.jsonl holds no items"):
+        data.load_items(str(tmp_path / "none.jsonl"))
+
+
+def test_a_row_of_one_s_own_keeps_its_id_task_answers_length_and_metric(tmp_path):
+    row = {"id": "q7", "task": "ships", "context": "C", "question": "Q", "answers": ["tea", "Tea"]}
+    more = {"max_new_tokens": 3, "metric": "classification", "all_classes": ["tea", "coffee"]}
+    plain, full = data.load_items(jsonl(tmp_path / "own.jsonl", row, row | more | {"id": "q8"}))
+    assert (plain.id, plain.task, plain.answer, plain.meta) == ("q7", "ships", "tea", {"answers": ["tea", "Tea"]})
+    assert (plain.new_tokens(32), full.new_tokens(32)) == (32, 3)
+    assert full.meta["classes"] == ["tea", "coffee"]
+    by_turn = data.load_items(jsonl(tmp_path / "turns.jsonl", ROW | more))[0]
+    assert by_turn.new_tokens(32) == 3
+
+
+def test_the_page_s_example_is_read(tmp_path):
+    page = (models.ROOT / "book" / "your-model.md").read_text(encoding="utf-8")
+    (tmp_path / "own.jsonl").write_text(page.partition("```json\n")[2].partition("```")[0], encoding="utf-8")
+    passage, chat = data.load_items(str(tmp_path / "own.jsonl"))
+    assert (passage.task, passage.meta["answers"], passage.new_tokens(1)) == ("ships", ["tea", "21 crates of tea"], 8)
+    prompt = data.build_prompt(chat, TOKENIZER, 500)
+    assert TOKENIZER.decode([prompt.ids[p] for p in prompt.spans["question"]]).strip() == "Which door is open?"
+    for metric in measure.METRICS:
+        assert f"`{metric}`" in page
 
 
 def test_text_that_is_not_utf8_is_a_bad_row(tmp_path):
@@ -143,21 +179,45 @@ def test_tinyworld_items_are_balanced_over_the_tasks_named(monkeypatch, names, t
     assert len(items) == 2 * len(wanted) + 1
 
 
-def test_longbench_comes_from_the_public_archive(tmp_path, monkeypatch):
-    """The archive of LongBench as published: data/<task>.jsonl in one zip, read through `datasets`."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    row = {"input": "Q", "context": "C", "language": "en", "all_classes": None, "_id": "x"}
-    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-        for task in data.LONGBENCH_QA:
-            rows = [row | {"answers": [f"A{i}", "B"], "length": 5999 + i, "dataset": task} for i in range(3)]
-            archive.writestr(f"data/{task}.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
-    monkeypatch.setattr(data, "fetch", lambda name: tmp_path / name.split("/")[1])
-    items = data.load_items("longbench", 12)
-    assert [item.task for item in items] == [task for task in data.LONGBENCH_QA for _ in range(2)]
-    assert [item.answer for item in items[:2]] == ["A0", "A1"]  # the third is longer than the paper's longest
-    assert items[0].meta["answers"] == ["A0", "B"]
-    assert len({item.id for item in items}) == 12
+# ---- items that fit
+
+
+def lengths(items):
+    return [len(data.build_prompt(item, TOKENIZER, 10**6).ids) for item in items]
+
+
+def test_the_world_is_asked_for_fewer_tokens_until_a_foreign_tokenizer_s_prompts_fit():
+    items = data.load_fitting("tinyworld:needle,two_hop", 4, TOKENIZER, 1900, seed=3)
+    assert 0.9 * 1900 < max(lengths(items)) <= 1900
+    assert [item.task for item in items] == ["needle"] * 2 + ["two_hop"] * 2
+    few = data.load_fitting("tinyworld:needle", 2, TOKENIZER, 10**6, tokens=300)
+    assert few == data.load_items("tinyworld:needle", 2, tokens=300)
+    with pytest.raises(
+        InputError, match="prompts of 100 tokens of .* wanted, but the nearest of tinyworld:needle have"
+    ):
+        data.load_fitting("tinyworld:needle", 2, TOKENIZER, 100)
+
+
+def test_messages_that_do_not_fit_are_left_out_and_passages_are_not(tmp_path, capsys):
+    def turn(words):
+        return {"messages": [{"role": "user", "content": "word " * words}], "answer": "A"}
+
+    path = jsonl(tmp_path / "own.jsonl", turn(10), turn(400), {"context": "w " * 900, "question": "Q", "answer": "A"})
+    assert [item.id for item in data.load_fitting(path, None, TOKENIZER, 200)] == ["own-000", "own-002"]
+    assert "1 of 3 prompts have more than 200 tokens: left out" in capsys.readouterr().out
+    assert len(data.load_fitting(path, None, TOKENIZER, 3000)) == 3
+    assert len(data.load_fitting(path, None, TOKENIZER, 200, room=3000)) == 3
+    assert not capsys.readouterr().out
+    with pytest.raises(InputError, match=r"the shortest prompt of .* has \d+ tokens > limit 200: raise"):
+        data.load_fitting(jsonl(tmp_path / "long.jsonl", turn(400)), None, TOKENIZER, 200)
+
+
+def test_a_chapter_says_which_items_it_takes_instead(capsys):
+    instead = {"longbench": "longbench:qa"}
+    assert data.suited("mine", "longbench:trec", instead) == "longbench:trec"
+    assert not capsys.readouterr().out
+    assert data.suited("mine", "longbench", instead) == "longbench:qa"
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 # ---- prompts
@@ -424,60 +484,3 @@ def test_the_command_prints_one_line_for_bad_input():
     assert done.stderr == "'nothing.txt' is not in data/sources.yml: see python -m kvrepro.experiment.data list\n"
     listed = subprocess.run([*command[:-2], "list"], capture_output=True, text=True)
     assert "artifact/data/longbench-balanced.jsonl  3803432" in listed.stdout
-
-
-# ---- the paper's per-item results
-
-
-@pytest.mark.parametrize(
-    ("path", "policy", "capacity", "side", "model"),
-    [
-        ("n481/qwen25-3b/q25-c256-lru-noprot.jsonl", "lru", 256, 0.0, "Qwen/Qwen2.5-3B-Instruct"),
-        ("n481/qwen25-3b/q25-c256-lru-prot15.jsonl", "lru", 256, 0.15, "Qwen/Qwen2.5-3B-Instruct"),
-        (
-            "n481/phi35/phi35-c256-adakv_faithful-prot.jsonl",
-            "ada_kv_faithful",
-            256,
-            0.1,
-            "microsoft/Phi-3.5-mini-instruct",
-        ),
-        ("confound-fix/q25-c128-lru-protected.jsonl", "lru", 128, 0.1, "Qwen/Qwen2.5-3B-Instruct"),
-        ("credit-v2/q25-c512-oc.jsonl", "online_credit", 512, 0.1, "Qwen/Qwen2.5-3B-Instruct"),
-        ("longctx/q3b-longctx-c1024-noprot.jsonl", "lru", 1024, 0.0, "Qwen/Qwen2.5-3B-Instruct"),
-        ("confound/q25-c2048-fullcache.jsonl", "full", None, 0.0, "Qwen/Qwen2.5-3B-Instruct"),
-        ("32k/q7b-32k-c32768-lru-noprot.jsonl", "full", None, 0.0, "Qwen/Qwen2.5-7B-Instruct"),
-        (
-            "q3-4b-2507-robustness/q3-4b-2507-rob-c256-lru-prot-t07-s42.jsonl",
-            "lru",
-            256,
-            0.1,
-            "Qwen/Qwen3-4B-Instruct-2507",
-        ),
-        ("n481/phi4mini/phi4mini-c256-h2o-prot.jsonl", "h2o_simple", 256, 0.1, "microsoft/Phi-4-mini-instruct"),
-    ],
-)
-def test_conditions_are_read_from_file_names(path, policy, capacity, side, model):
-    found = data.artifact_condition(path)
-    assert (found["policy"], found["capacity"], found["prefix"], found["suffix"]) == (policy, capacity, side, side)
-    assert found["model"] == model
-    assert found["temperature"] == (0.7 if "t07" in path else 0.0)
-
-
-def mirrored() -> bool:
-    folders = filter(None, os.environ.get("KVREPRO_DATA", "").split(os.pathsep))
-    return any((Path(f) / part / "results").is_dir() for f in folders for part in ("", "artifact"))
-
-
-needs_artifact = pytest.mark.skipif(not mirrored(), reason="KVREPRO_DATA names no folder with the paper's results")
-
-
-@needs_artifact
-def test_the_papers_table_values_come_out_of_its_rows():
-    """Qwen2.5-3B, 162 items (paper, tables 2, 3, 10): ceiling 0.315, LRU at 256 without and with protection."""
-    frame = pd.concat([data.artifact_results("confound"), data.artifact_results("ablation")])
-    found = frame.groupby("name")["token_f1"].mean()
-    assert found["confound/q25-c2048-fullcache"] == pytest.approx(0.315, abs=1e-3)
-    assert found["ablation/q25-c256-lru"] == pytest.approx(0.011, abs=1e-3)
-    assert found["confound-fix/q25-c256-lru-protected"] == pytest.approx(0.281, abs=1e-3)
-    items = {item.id: item for item in data.load_items(str(data.fetch("longbench-balanced.jsonl")))}
-    assert all(items[row["item"]].task == row["task"] for _, row in frame.iterrows())

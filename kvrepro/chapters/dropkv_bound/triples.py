@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import bound
-from kvrepro.engine.attention import installed
-from kvrepro.engine.facts import attention_modules
+from kvrepro.engine.attention import Softmax, installed
+from kvrepro.engine.facts import attention_modules, output_projection
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, call
 from kvrepro.errors import InputError
@@ -163,9 +163,12 @@ class _Looker:
 
     def __init__(self, model: Any, positions: Sequence[int], visit: Callable[[Layer], None], window: int):
         self.positions, self.visit, self.window = positions, visit, window
-        self.projections = {layer: module.o_proj.weight for layer, module in attention_modules(model).items()}
+        modules = attention_modules(model)
+        self.projections = {layer: output_projection(module).flatten(0, 1).T for layer, module in modules.items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
+        if isinstance(scaling, Softmax):
+            raise InputError("the bound takes logits as they are, and this model caps them or has sinks: take another")
         count, own = len(self.projections), self.projections[layer]
         self.visit(Layer(layer, count, self.positions, self.window, query[0], key[0], value[0], scaling, own))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)

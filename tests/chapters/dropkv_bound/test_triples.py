@@ -1,5 +1,6 @@
 """Triples against the model's own attention, Table 11's rules against loops, and what each stratum picks."""
 
+import families
 import numpy as np
 import pytest
 import tiny
@@ -24,6 +25,16 @@ def made(window: int = 3, tokens: int = 40, dim: int = 5, seed: int = 0) -> Trip
     v, keys = torch.randn(2, tokens, dim, generator=generator, dtype=torch.float64, device="cpu")
     norm = torch.rand(tokens, generator=generator, dtype=torch.float64, device="cpu")
     return Triple(1, 2, tokens - 1, rows.softmax(-1), v, keys, norm)
+
+
+@pytest.mark.parametrize(("name", "refused"), [("GPT-2", False), ("Gemma 2", True), ("GPT-OSS", True)])
+def test_families_whose_softmax_is_another_are_refused(name, refused):
+    model = families.build(name, **({"sliding_window": 128} if refused else {}))
+    if not refused:
+        assert len(collect(model, families.prompt(40), [30])) == 3 * 4
+        return
+    with pytest.raises(InputError, match="this model caps them or has sinks: take another"):
+        collect(model, families.prompt(40), [30])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])

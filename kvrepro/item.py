@@ -17,8 +17,10 @@ class Span:
 class Item:
     """One question to a model: chat messages, gold answer, named spans.
 
-    `context` and `question` are set when the passage must still be cut to the prompt's length (see `build_prompt`).
-    `task` groups the items of a per-domain table; `meta` carries what a checker needs (e.g. `answers`, all references).
+    `context` and `question` are set where a passage may be cut to the prompt's length, `form` says how the two become
+    messages: "" as the protection paper does, else a set of LongBench (see `build_prompt`). `task` groups the items of
+    a per-domain table. `meta` carries what a checker needs: `answers` (all references), `metric` (a name of
+    `kvrepro.experiment.measure.METRICS`), `classes` (all labels), `max_new_tokens` (of the answer).
     """
 
     id: str
@@ -29,3 +31,8 @@ class Item:
     context: str | None = None
     question: str | None = None
     meta: dict = field(default_factory=dict)
+    form: str = ""
+
+    def new_tokens(self, usual: int) -> int:
+        """Most tokens of an answer: the item's own number, or the usual one."""
+        return int(self.meta.get("max_new_tokens", usual))

@@ -49,6 +49,12 @@ def prompt_limit(loaded: Loaded, max_new_tokens: int, limit: int | None = None) 
     return room if limit is None else limit
 
 
+def limit_of(study: "Answers", loaded: Loaded, item: Item) -> int:
+    """Most tokens of an item's prompt: the study's, or fewer where the item's own answer needs the room."""
+    limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
+    return min(limit, prompt_limit(loaded, item.new_tokens(study.max_new_tokens)))
+
+
 def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     """The items' prompts, if every item and condition can be met (`gaps`: every condition be named); raises InputError
     otherwise. Computes nothing."""
@@ -56,15 +62,18 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     if not items or not conditions:
         raise InputError(f"{len(items)} items x {len(conditions)} conditions: give at least one of each")
     each = engine.each_prompts(conditions, len(items))
-    limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
+    limits = {item.id: limit_of(study, loaded, item) for item in items}
     if (ids := len({item.id for item in items})) < len(items):
         raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
     for condition in dict.fromkeys(itertools.chain.from_iterable(each)):
         policy.check(condition)
-    made = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limit))
+    made = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))
     prompts = [made(loaded, item) for item in items]
     if not study.gaps:
-        engine.check_conditions(loaded.model, prompts, conditions, study.max_new_tokens)
+        new = [item.new_tokens(study.max_new_tokens) for item in items]
+        for count in set(new):
+            asked = [i for i, own in enumerate(new) if own == count]
+            engine.check_conditions(loaded.model, [prompts[i] for i in asked], [each[i] for i in asked], count)
     return prompts
 
 
@@ -127,18 +136,19 @@ def heads(
     conditions: Sequence[Condition], columns: Columns,
 ) -> dict[Pair, dict[str, Any]]:  # fmt: skip
     """What is known of each row before it is computed; `key` hashes all that decides the rest."""
-    limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
     decisive = {
         "model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device,
-        "backend": settings.backend, "max_new_tokens": study.max_new_tokens, "limit": limit,
+        "backend": settings.backend,
     }  # fmt: skip
     noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
     note = fingerprint.of(study.note)
     own = [c.columns() | {"engine_hash": code_of(c, settings.backend)} for c in conditions]
     found: dict[Pair, dict[str, Any]] = {}
     for i, (item, prompt, mine) in enumerate(zip(study.items, prompts, columns, strict=True)):
-        of = decisive | {"item": item.id}
-        of["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item))
+        new, limit = item.new_tokens(study.max_new_tokens), limit_of(study, loaded, item)
+        of = decisive | {"max_new_tokens": new, "limit": limit, "item": item.id}
+        scored = [item.meta[name] for name in ("metric", "classes", "first_line") if name in item.meta]
+        of["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item), *scored)
         told = {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
         told["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
         for j in mine:
@@ -199,13 +209,15 @@ def answer_row(
     row = head | {"torch": torch.__version__, "transformers": transformers.__version__, "date": date}
     if isinstance(answer, Exception):
         return row | {"error": f"{type(answer).__name__}: {answer}".splitlines()[0]}
-    prediction = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
+    text = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    prediction = text.strip()
     if note is not None and (more := note(item, prompt, answer)):
         row["note"] = json.dumps(more)
     same = """evicted policy_calls pages bytes_held bytes_state bytes_full peak_bytes prefill_seconds decode_seconds
         backend""".split()
     return row | {name: getattr(answer, name) for name in same} | {
         "prediction": prediction, **measure.all_measures(prediction, references(item)),
+        **measure.official(text, references(item), item.meta),
         "n_generated": len(answer.tokens), "kept": [round(count) for count in answer.kept],
         "kept_mean": sum(answer.kept) / len(answer.kept), "kept_hash": answer.kept_positions_hash,
     }  # fmt: skip
@@ -304,13 +316,13 @@ class AnswersPlan(Plan):
         """From the first missing item under all its conditions, a few tokens each."""
         tokens = sum(len(self.prompts[i].ids) for i in {i for i, _ in self.missing})
         count = len(self.missing)
-        most = count * self.study.max_new_tokens
+        most = sum(self.heads[pair]["max_new_tokens"] for pair in self.missing)
         what = f"{count:,} of {self.total:,} rows, prompts of {tokens:,} tokens, {most:,} new tokens"
         if not self.missing:
             return Estimate(self.title, what, 0.0, 0.0)
         first = min(self.missing)[0]
         chosen = [(first, j) for j in self.columns[first] if (first, j) in self.missing]
-        trial = self.given | {"max_new_tokens": min(TRIAL, self.study.max_new_tokens)}
+        trial = self.given | {"max_new_tokens": min(TRIAL, self.heads[chosen[0]]["max_new_tokens"])}
         began = time.perf_counter()
         found = attempted(self.loaded, self.prompts, self.conditions, chosen, trial)
         taken = time.perf_counter() - began

@@ -12,7 +12,8 @@ import random
 import re
 import shutil
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from kvrepro.engine.allowed import Size, ensure
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError, one_line_errors
+from kvrepro.experiment import longbench, measure
 from kvrepro.item import Item, Span
 from kvrepro.paths import DATA, ROOT
 
 CACHE = DATA / "cache"
 SOURCES = DATA / "sources.yml"
-LONGBENCH_QA = ("2wikimqa", "qasper", "multifieldqa_en", "hotpotqa", "narrativeqa", "musique")
-LONGBENCH_WORDS = 6000  # the protection paper's items have 549 to 5,996 words
+PANEL = "artifact/data/longbench-balanced.jsonl"  # the protection paper's 162 items
+WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its prompts may have
 Range = tuple[int, int]  # [start, end) in characters
 # The paper's system turn asks for a short factual answer from the passage. Its wording is not published; this is ours.
 SYSTEM = "Answer the question from the passage. Reply with a short, factual answer only."
@@ -42,25 +45,75 @@ def load_items(
 ) -> list[Item]:
     """`n_items` items (None: all of a file), balanced over tasks, the same for the same seed.
 
-    items: "tinyworld" (all its tasks), "tinyworld:domains" (the six QA domains), "tinyworld:domains,needle" (some
-    tasks), "longbench" (six public QA sets), "ruler" (thirteen tasks), "ruler:vt,cwe" (some), or the path of a .jsonl
-    file whose rows have `messages`, or `context` and `question`. `tokens` is the prompt length of tinyworld items, and
-    of ruler's, which need the model's `tokenizer`, with the room for the answer.
+    items:
+    - "tinyworld" (all its tasks), "tinyworld:domains" (the six QA domains), "tinyworld:domains,needle" (some tasks);
+      `tokens` is the prompt length
+    - "longbench" (its sixteen English sets), "longbench:qasper,gov_report" (some of them), "longbench:qa" (the six QA
+      sets), "longbench:long" (reports, meetings, news: answers of up to 512 tokens)
+    - "longbench:protection": the QA sets as the protection paper asks them, passages of up to 6,000 words;
+      "protection-panel": its 162 items, ids as in `artifact_results`
+    - "ruler" (thirteen tasks), "ruler:vt,cwe" (some), made for the model's `tokenizer`; `tokens` is the length of
+      prompt and answer
+    - the path of a .jsonl file, see `read_jsonl`
     """
     if n_items is not None and (not isinstance(n_items, int) or n_items < 1):
         raise InputError(f"n_items is {n_items!r}: ask for a whole number, at least 1")
-    if items == "tinyworld" or items.startswith("tinyworld:"):
-        return _tinyworld(items.partition(":")[2], n_items, seed, tokens)
-    if items == "ruler" or items.startswith("ruler:"):
+    kind, _, names = items.partition(":")
+    if kind == "tinyworld":
+        return _tinyworld(names, n_items, seed, tokens)
+    if kind == "ruler":
         from kvrepro.world import ruler
 
-        return ruler.sample(items.partition(":")[2], n_items, seed, tokens, tokenizer, fetch)
-    if items == "longbench":
-        return _balanced(_longbench(), n_items, seed, items)
+        return ruler.sample(names, n_items, seed, tokens, tokenizer, fetch)
+    if kind == "longbench":
+        return _balanced(_longbench(names), n_items, seed, items)
+    if items == "protection-panel":
+        return _balanced(read_jsonl(fetch(PANEL)), n_items, seed, items)
     if items.endswith(".jsonl"):
         path = Path(items).expanduser()
-        return _balanced(_read_jsonl(found(path) or path), n_items, seed, items)
-    raise InputError(f"unknown items '{items}': use tinyworld, longbench, ruler, or the path of a .jsonl file")
+        return _balanced(read_jsonl(found(path) or path), n_items, seed, items)
+    known = "tinyworld, longbench, protection-panel, ruler, or the path of a .jsonl file"
+    raise InputError(f"unknown items '{items}': use {known}")
+
+
+def load_fitting(
+    items: str, n_items: int | None, tokenizer: Any, limit: int, seed: int = 0, tokens: int | None = None
+) -> list[Item]:
+    """`load_items` whose prompts have at most `limit` tokens of a model's tokenizer.
+
+    A passage will be cut (`build_prompt`). The embedded world counts in tokens of its own: it is asked for fewer until
+    its longest prompt fits, or more until it nearly fills the limit; given `tokens`, for so many, and fewer if they do
+    not fit. Other messages that are longer are left out, which is printed; none left: InputError.
+    """
+    world, aim = items.partition(":")[0] == "tinyworld", tokens or limit
+    for _ in range(8):
+        aim = min(max(aim, WORLD[0]), WORLD[1])
+        drawn = load_items(items, n_items, seed, aim)
+        lengths = {item.id: len(build_prompt(item, tokenizer, 10**9).ids) for item in drawn if item.context is None}
+        longest = max(lengths.values(), default=limit)
+        if world and longest > limit or world and tokens is None and longest <= 0.9 * limit:
+            aim = round(0.99 * aim * limit / longest)
+            continue
+        fitting = [item for item in drawn if lengths.get(item.id, 0) <= limit]
+        if not fitting:
+            shortest = min(lengths.values())
+            way_out = "raise the limit or take shorter items"
+            raise InputError(f"the shortest prompt of {items} has {shortest} tokens > limit {limit}: {way_out}")
+        if len(fitting) < len(drawn):
+            print(
+                f"{items}: {len(drawn) - len(fitting)} of {len(drawn)} prompts have more than {limit} tokens: left out"
+            )
+        return fitting
+    whose = Path(tokenizer.name_or_path).name
+    raise InputError(f"prompts of {limit} tokens of {whose} wanted, but the nearest of {items} have {longest}")
+
+
+def suited(chapter: str, items: str, instead: Mapping[str, str]) -> str:
+    """The items that a chapter takes where it is asked for `items`; one printed line where these are others."""
+    if items not in instead:
+        return items
+    print(f"{chapter}: items {instead[items]!r}, which suit this chapter, in the place of {items!r}")
+    return instead[items]
 
 
 def found(path: str | Path) -> Path | None:
@@ -82,27 +135,36 @@ def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[
     return [item for task, n in zip(tasks, counts, strict=True) if n for item in world.sample(task, n, seed, tokens)]
 
 
-def _longbench() -> list[Item]:
-    """The six QA sets, contexts as long as the paper's at most, from the public archive through `datasets`.
-
-    The archive, because datasets 4 and later run no loading script, and the set is published as one.
-    """
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise InputError("items 'longbench' needs the package datasets: pip install 'kvrepro[hub]'") from None
+def _longbench(names: str) -> list[Item]:
+    """Sets of LongBench from the public archive, which is published as one."""
+    paper = names == longbench.PAPER
+    sets = longbench.named("qa" if paper else names)
     archive = fetch("longbench/data.zip")
-    found = []
-    for task in LONGBENCH_QA:
-        rows = load_dataset("json", data_files=f"zip://data/{task}.jsonl::{archive}", split="train")
-        found += [_item(row, f"{task}-{i:03d}") for i, row in enumerate(rows) if row["length"] <= LONGBENCH_WORDS]
-    return found
+    if not paper:
+        return [item for name in sets for item in longbench.items(archive, name)]
+    return [
+        _item(row, f"{name}-{i:03d}")
+        for name in sets
+        for i, row in enumerate(longbench.rows(archive, name))
+        if row["length"] <= longbench.PAPER_WORDS
+    ]
 
 
-def _read_jsonl(path: Path) -> list[Item]:
+def read_jsonl(path: Path) -> list[Item]:
+    """The items of a file, a JSON object on each line.
+
+    A row has `answer`, a text, or `answers`, a list of texts of which the best counts; and either `context` and
+    `question`, a passage (cut to the prompt's length where it is longer: its last tokens stay) and what is asked of it,
+    or `messages`, a list of {role, content}, with `spans`, a list of {name, message, start, end}, if any. It may have
+    `id` (without: the file's name and the line), `task` (tables have a row for each task), `max_new_tokens` (of the
+    answer), and `metric` (a name of `measure.METRICS`; `all_classes` lists the labels of a classification). Also read
+    are the rows of LongBench and of the protection paper's artifact. Raises InputError with the numbers of all bad
+    lines, two of one id among them, and what is wrong with the first.
+    """
     if not path.is_file():
         raise InputError(f"no file {path}: give a .jsonl, or fetch one (python -m kvrepro.experiment.data list)")
-    found = []
+    items: dict[str, Item] = {}
+    bad: dict[int, str] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
@@ -110,25 +172,30 @@ def _read_jsonl(path: Path) -> list[Item]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise TypeError("not an object")
-            found.append(_item(row, f"{path.stem}-{number - 1:03d}"))
+            item = _item(row, f"{path.stem}-{number - 1:03d}")
+            if item.id in items:
+                raise ValueError(f"id {item.id!r} is that of an earlier line: give each line its own")
+            items[item.id] = item
         except (ValueError, KeyError, TypeError) as error:
-            why = f"no field {error}" if isinstance(error, KeyError) else str(error)
-            wanted = "a row needs answer, and messages or context and question"
-            raise InputError(f"{path}, line {number}: {why}; {wanted}") from None
-    return found
+            bad[number] = f"no field {error}" if isinstance(error, KeyError) else str(error)
+    if bad:
+        others = f" (bad lines: {', '.join(map(str, bad))})" if len(bad) > 1 else ""
+        number, why = next(iter(bad.items()))
+        wanted = "a row needs answer, and messages or context and question"
+        raise InputError(f"{path}, line {number}: {why}{others}; {wanted}")
+    if not items:
+        raise InputError(f"{path} holds no items: give a row on each line")
+    return list(items.values())
 
 
 def _item(row: dict[str, Any], identity: str) -> Item:
-    """A row of the artifact's files, of LongBench, or of `python -m kvrepro.world sample`."""
-    answers = row.get("answers", row.get("answer"))
-    if answers is None:
-        raise KeyError("answer")
-    answers = [answers] if isinstance(answers, str) else answers
-    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-        raise ValueError(f"answer is {answers!r}, not a text or a list of texts")
-    meta = dict(row.get("meta") or {})
+    """A row of a .jsonl file, which is called `identity` where it has no id."""
+    meta, answers = dict(row.get("meta") or {}), _answers(row)
     if len(answers) > 1:
         meta["answers"] = answers
+    meta |= _asked_of(row)
+    name, benchmark = str(row.get("id", identity)), meta.get("benchmark")
+    task = str(row.get("task") or row.get("domain") or row.get("dataset") or benchmark or "items")
     if "messages" in row:
         messages = row["messages"]
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
@@ -136,16 +203,36 @@ def _item(row: dict[str, Any], identity: str) -> Item:
         spans = tuple(Span(**span) for span in row.get("spans", ()))
         if any(not 0 <= span.message < len(messages) for span in spans):
             raise ValueError(f"a span lies outside the {len(messages)} messages")
-        name, task = str(row.get("id", identity)), str(row.get("task", "items"))
         return Item(name, task, tuple(messages), answers[0], spans, meta=meta)
     question = next((row[key] for key in ("question", "input", "prompt") if key in row), None)
     if question is None:
         raise KeyError("question")
-    task = row.get("domain") or row.get("dataset") or meta.get("benchmark") or "items"
     if not isinstance(row["context"], str) or not isinstance(question, str) or not (row["context"] + question).strip():
         raise ValueError("context and question are not texts, or both are empty")
-    messages, spans = _passage_messages(row["context"], question)
-    return Item(identity, str(task), messages, answers[0], spans, row["context"], question, meta)
+    told, spans = _passage_messages(row["context"], question)
+    return Item(name, task, told, answers[0], spans, row["context"], question, meta)
+
+
+def _answers(row: dict[str, Any]) -> list[str]:
+    answers = row.get("answers", row.get("answer"))
+    if answers is None:
+        raise KeyError("answer")
+    answers = [answers] if isinstance(answers, str) else answers
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError(f"answer is {answers!r}, not a text or a list of texts")
+    return answers
+
+
+def _asked_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row says of the answer's length and of its metric, as an item's meta."""
+    found = {key: row[key] for key in ("max_new_tokens", "metric") if row.get(key) is not None}
+    ensure((Size, None), max_new_tokens=found.get("max_new_tokens"))
+    ensure((*measure.METRICS, None), metric=found.get("metric"))
+    if found.get("metric") == "classification":
+        if not isinstance(row.get("all_classes"), list):
+            raise KeyError("all_classes")
+        found["classes"] = row["all_classes"]
+    return found
 
 
 def _is_message(message: object) -> bool:
@@ -182,25 +269,27 @@ def _passage_messages(context: str, question: str) -> tuple[tuple[dict[str, Any]
     return messages, spans
 
 
+def _asked(item: Item, context: str) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...]]:
+    """The item's messages and spans with another text in the place of its context."""
+    made = partial(longbench.messages, item.form) if item.form else _passage_messages
+    return made(context, item.question or "")
+
+
 def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     """Token ids of the item's messages with generation prompt, at most `limit`, and its spans as token positions.
 
     A passage that does not fit keeps its last tokens: budget = limit - tokens(template with empty user turn) -
     tokens(question part) - tokens("Passage: "); the kept tokens are decoded, templated and tokenised again, and what
-    still exceeds the limit is cut on the right. No special tokens beside the template's. Raises InputError if an item
-    without passage exceeds the limit, and for a template whose own words the tokenizer does not know. Source:
-    protection paper's harness, run_v3_jax.py:410-480.
+    still exceeds the limit is cut on the right. No special tokens beside the template's. Source: protection paper's
+    harness, run_v3_jax.py:410-480. A context of LongBench loses its middle instead, until the prompt fits, and five of
+    its sets stand without a template, after the tokenizer's own special tokens (its pred.py). Raises InputError if an
+    item without passage exceeds the limit, and for a template whose own words the tokenizer does not know.
     """
-    messages, spans = item.messages, item.spans
-    if not any(message["content"].strip() for message in messages):
+    if not any(message["content"].strip() for message in item.messages):
         raise InputError(f"item {item.id} is empty: its messages hold no text")
-    if item.context is not None:
-        budget = _passage_budget(item, tokenizer, limit)
-        context = _encode(tokenizer, item.context)
-        if len(context) > budget:
-            messages, spans = _passage_messages(tokenizer.decode(context[-budget:]), item.question or "")
-    text = _render(tokenizer, messages)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    messages, spans, _ = _fitted(item, tokenizer, limit)
+    text, plain = _text(item, tokenizer, messages), _plain(item)
+    encoded = tokenizer(text, add_special_tokens=plain, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     if item.context is None and len(ids) > limit:
         way_out = "raise the limit or take shorter items"
@@ -214,9 +303,39 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
 
 def tokens_cut(item: Item, tokenizer: Any, limit: int) -> int:
     """Tokens that `build_prompt` takes from the item's passage to meet `limit`."""
+    return _fitted(item, tokenizer, limit)[2]
+
+
+def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...], int]:
+    """The item's messages and spans, its passage cut to the limit, and by how many tokens."""
     if item.context is None:
-        return 0
-    return max(0, len(_encode(tokenizer, item.context)) - _passage_budget(item, tokenizer, limit))
+        return item.messages, item.spans, 0
+    context = _encode(tokenizer, item.context)
+    if not item.form:
+        budget = _passage_budget(item, tokenizer, limit)
+        if len(context) <= budget:
+            return item.messages, item.spans, 0
+        return *_asked(item, tokenizer.decode(context[-budget:])), len(context) - budget
+    messages, spans, kept = item.messages, item.spans, len(context)
+    while (over := _length(item, tokenizer, messages) - limit) > 0:
+        kept -= over + (kept - over) % 2
+        if kept < 2:
+            raise InputError(f"item {item.id}: limit {limit} leaves {kept} tokens for its context: raise the limit")
+        messages, spans = _asked(item, "".join(map(tokenizer.decode, longbench.halves(context, kept))))
+    return messages, spans, len(context) - kept
+
+
+def _length(item: Item, tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> int:
+    return len(tokenizer(_text(item, tokenizer, messages), add_special_tokens=_plain(item))["input_ids"])
+
+
+def _plain(item: Item) -> bool:
+    """Whether the prompt is the message alone, without a template."""
+    return bool(item.form) and longbench.SETS[item.form].plain
+
+
+def _text(item: Item, tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> str:
+    return messages[0]["content"] if _plain(item) else _render(tokenizer, messages)
 
 
 def _passage_budget(item: Item, tokenizer: Any, limit: int) -> int:
@@ -416,7 +535,7 @@ def artifact_results(under: str = "", rouge: bool = False) -> pd.DataFrame:
     from kvrepro.experiment import store
 
     folder = fetch("artifact")
-    domains = [item.task for item in _read_jsonl(folder / "data" / "longbench-balanced.jsonl")]
+    domains = [item.task for item in read_jsonl(folder / "data" / "longbench-balanced.jsonl")]
     files = [p for p in sources()["artifact"]["files"] if p.startswith(f"results/{under}") and p.endswith(".jsonl")]
     if not files:
         raise InputError(f"no result files under results/{under} of the artifact: see kvrepro.experiment.data list")
@@ -433,8 +552,6 @@ def artifact_results(under: str = "", rouge: bool = False) -> pd.DataFrame:
 
 
 def _artifact_row(entry: dict[str, Any], rouge: bool) -> dict[str, Any]:
-    from kvrepro.experiment import measure
-
     prediction, answer = entry["prediction"], entry["reference"]
     return {
         "chapter": "protection", "suffix_mode": "dynamic", "interval": 8, "reading": "as_run", "execution": "masked",

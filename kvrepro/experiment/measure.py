@@ -1,9 +1,10 @@
 """What a prediction is worth, given one reference, or several of which the best counts."""
 
+import difflib
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -56,6 +57,86 @@ def repetition_4gram(text: str) -> float:
     if total < 1:
         return 0.0
     return 1 - len({tuple(words[i : i + 4]) for i in range(total)}) / total
+
+
+# ---- the metrics of benchmarks
+
+
+def official(prediction: str, answer: Answer, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns `official`, 0 to 1, and `metric`, its name, by an item's `meta`; none where it names no metric.
+
+    LongBench's metrics are those of its public code (eval.py, metrics.py), of several references the best counts.
+    """
+    if "metric" not in meta:
+        return {}
+    if meta.get("first_line"):
+        prediction = prediction.lstrip("\n").split("\n")[0]
+    score = METRICS[meta["metric"]](prediction, answer, meta.get("classes", ()))
+    return {"official": score, "metric": meta["metric"]}
+
+
+def rouge_longbench(prediction: str, answer: str) -> float:
+    """ROUGE-L of LongBench: F of the union of common subsequences over sentences, of distinct words (package rouge).
+
+    What that package cannot score, an empty text above all, gives 0.
+    """
+    from rouge import Rouge
+
+    try:
+        return float(Rouge(["rouge-l"]).get_scores(prediction, answer)[0]["rouge-l"]["f"])
+    except (ValueError, RecursionError):
+        return 0.0
+
+
+def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
+    """1 / labels named where the right one is among them, else 0. A label that is part of the right one does not count.
+
+    Of two such labels in a row LongBench drops the first alone; so does this.
+    """
+    named = [label for label in classes if label in prediction]
+    i = 0
+    while i < len(named):
+        if named[i] != answer and named[i] in answer:
+            del named[i]  # the next one takes its place and is passed over
+        i += 1
+    return 1 / len(named) if answer in named else 0.0
+
+
+def count(prediction: str, answer: str) -> float:
+    """Share of the prediction's numbers that are the right one; 0 where it has none."""
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(answer) / len(numbers) if numbers else 0.0
+
+
+def retrieval(prediction: str, answer: str) -> float:
+    """`count`, for the number of the answer's "Paragraph N"."""
+    return count(prediction, re.findall(r"Paragraph (\d+)", answer)[0])
+
+
+def code_similarity(prediction: str, answer: str) -> float:
+    """Similarity of the first line without a comment or a code fence, in whole hundredths (Ratcliff and Obershelp).
+
+    LongBench calls fuzzywuzzy's ratio, which takes difflib's, as here, where python-Levenshtein is not installed; its
+    requirements do not ask for it.
+    """
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((one for one in lines if not any(mark in one for mark in ("`", "#", "//"))), "")
+    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
+
+
+METRICS: dict[str, Callable[[str, Answer, Sequence[str]], float]] = {  # name -> (prediction, references, all labels)
+    "qa_f1": lambda prediction, answer, _: token_f1_longbench(prediction, answer),
+    "rouge": lambda prediction, answer, _: _best(prediction, answer, rouge_longbench),
+    "classification": lambda prediction, answer, labels: _best(
+        prediction, answer, lambda p, a: classification(p, a, labels)
+    ),
+    "count": lambda prediction, answer, _: _best(prediction, answer, count),
+    "retrieval": lambda prediction, answer, _: _best(prediction, answer, retrieval),
+    "code_similarity": lambda prediction, answer, _: _best(prediction, answer, code_similarity),
+}
+
+
+# ---- shared
 
 
 def _best(prediction: str, answer: Answer, score: Callable[[str, str], float]) -> float:

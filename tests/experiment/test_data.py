@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import zipfile
 from pathlib import Path
 
 import checkpoint
@@ -141,23 +140,6 @@ def test_tinyworld_items_are_balanced_over_the_tasks_named(monkeypatch, names, t
     items = data.load_items(f"tinyworld{names}", 2 * len(wanted) + 1, seed=7, tokens=600)
     assert asked == {task: (2 + (i == 0), 7, 600) for i, task in enumerate(wanted)}
     assert len(items) == 2 * len(wanted) + 1
-
-
-def test_longbench_comes_from_the_public_archive(tmp_path, monkeypatch):
-    """The archive of LongBench as published: data/<task>.jsonl in one zip, read through `datasets`."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    row = {"input": "Q", "context": "C", "language": "en", "all_classes": None, "_id": "x"}
-    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-        for task in data.LONGBENCH_QA:
-            rows = [row | {"answers": [f"A{i}", "B"], "length": 5999 + i, "dataset": task} for i in range(3)]
-            archive.writestr(f"data/{task}.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
-    monkeypatch.setattr(data, "fetch", lambda name: tmp_path / name.split("/")[1])
-    items = data.load_items("longbench", 12)
-    assert [item.task for item in items] == [task for task in data.LONGBENCH_QA for _ in range(2)]
-    assert [item.answer for item in items[:2]] == ["A0", "A1"]  # the third is longer than the paper's longest
-    assert items[0].meta["answers"] == ["A0", "B"]
-    assert len({item.id for item in items}) == 12
 
 
 # ---- prompts

@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 from pathlib import Path
@@ -66,6 +67,113 @@ def test_measures_are_shares_and_symmetric(a, b):
 def test_all_measures_has_the_column_names():
     found = measure.all_measures("a cat", "the cat")
     assert list(found) == ["token_f1", "token_f1_longbench", "exact_match", "rouge_l", "repetition_4gram"]
+
+
+# ---- the official metrics of LongBench
+
+
+def score(metric, prediction, answer, **meta):
+    return measure.official(prediction, answer, {"metric": metric} | meta)["official"]
+
+
+def longest(x, y):
+    """One longest common subsequence of two lists, by the textbook: where two tie, x is shortened last."""
+    table = [[0] * (len(y) + 1) for _ in range(len(x) + 1)]
+    for i, j in itertools.product(range(len(x)), range(len(y))):
+        table[i + 1][j + 1] = table[i][j] + 1 if x[i] == y[j] else max(table[i][j + 1], table[i + 1][j])
+    i, j, found = len(x), len(y), []
+    while i and j:
+        if x[i - 1] == y[j - 1]:
+            found, i, j = [x[i - 1], *found], i - 1, j - 1
+        elif table[i - 1][j] > table[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return found
+
+
+def summary_f(prediction, answer):
+    """ROUGE-L by sentences: distinct words of any common subsequence, over the distinct words of either text."""
+    ours, gold = ([part.split() for part in text.split(".") if part] for text in (prediction, answer))
+    if not ours or not gold:
+        return 0.0
+    sizes = [len({word for sentence in text for word in sentence or [""]}) for text in (ours, gold)]
+    hits = len({word for x in gold for y in ours for word in longest(x or [""], y or [""])})
+    precision, recall = hits / sizes[0], hits / sizes[1]
+    return 2 * precision * recall / (precision + recall + 1e-8)
+
+
+def blocks(a, b):
+    """Characters in the longest common stretch, the earliest in a, then in b, and in what lies on its either side."""
+    if not a or not b:
+        return 0
+    pairs = itertools.product(range(len(a)), range(len(b)))
+    sizes = {(i, j): len(os.path.commonprefix([a[i:], b[j:]])) for i, j in pairs}
+    (i, j), size = max(sizes.items(), key=lambda pair: (pair[1], -pair[0][0], -pair[0][1]))
+    return size and size + blocks(a[:i], b[:j]) + blocks(a[i + size :], b[j + size :])
+
+
+sentences = st.lists(words, max_size=3).map(". ".join)
+code = st.text(alphabet="ab( =1", max_size=14)
+
+
+@given(sentences, st.lists(sentences, min_size=1, max_size=3))
+def test_summaries_score_as_transcribed(prediction, references):
+    expected = max(summary_f(prediction, one) for one in references)
+    assert score("rouge", prediction, references) == pytest.approx(expected)
+
+
+@given(code, code, st.lists(st.sampled_from(["", "# note", "x // y", "```"]), max_size=3))
+def test_code_scores_as_transcribed(line, answer, before):
+    before = [one for one in before if one]
+    both = len(line) + len(answer)
+    expected = round(200 * blocks(line, answer) / both) / 100 if both else 1.0
+    assert score("code_similarity", "\n".join(["", *before, line, "more"]), answer) == (
+        pytest.approx(expected) if line or before else score("code_similarity", "more", answer)
+    )
+
+
+@pytest.mark.parametrize(
+    ("metric", "prediction", "answer", "expected"),
+    [
+        ("qa_f1", "The cat", ["a dog", "a cat"], 1.0),
+        ("count", "There are 7, not 8 or 17", "7", 1 / 3),
+        ("count", "seven", "7", 0.0),
+        ("retrieval", "Paragraph 3", "Paragraph 3", 1.0),
+        ("retrieval", "3 or 30", "Paragraph 30", 1 / 2),
+        ("code_similarity", "# a comment\nint x = 1;\nint y;", "int x = 1;", 1.0),
+        ("code_similarity", "# nothing else", "int x = 1;", 0.0),
+        ("code_similarity", "abcd", "bcde", 0.75),
+        ("rouge", "the mat. the cat sat", "the cat sat on the mat", 2 * 1 * 0.8 / 1.8),  # 4 of 5 distinct words
+        ("rouge", "", "the cat", 0.0),
+        ("rouge", "...", "the cat", 0.0),
+    ],
+)
+def test_official_scores_worked_by_hand(metric, prediction, answer, expected):
+    assert score(metric, prediction, answer) == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "expected"),
+    [
+        ("Date", "Date", 1.0),
+        ("Date or City", "Date", 1 / 2),
+        ("City", "Date", 0.0),
+        ("Other City", "Other City", 1.0),  # a label that is part of the right one
+        ("City", "Other City", 0.0),
+        ("", "Date", 0.0),
+        ("Big Other City", "Big Other City", 1 / 2),  # of two in a row the second stays, as in the benchmark's code
+    ],
+)
+def test_classes_share_the_point(prediction, answer, expected):
+    classes = ["Date", "City", "Other City", "Big Other City"]
+    assert score("classification", prediction, answer, classes=classes) == expected
+
+
+def test_only_the_first_line_counts_where_the_benchmark_says_so():
+    assert score("qa_f1", "\n\ncat\nQuestion: more", "cat", first_line=True) == 1.0
+    assert score("qa_f1", "\n\ncat\nQuestion: more", "cat") < 1.0
+    assert measure.official("cat", "cat", {}) == {}
 
 
 def mirrored() -> bool:

@@ -12,7 +12,7 @@ from kvrepro.chapters.dropkv_bound.study import WHERE, Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, why_no_score
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, judge
+from kvrepro.experiment import claims, judge, longbench
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample
 from kvrepro.experiment.stats import UNIT
 
@@ -161,7 +161,7 @@ def _answered(claim: Mapping, answers: pd.DataFrame | None) -> Member:
         raise NotTestable("no answers were generated: run quality.answers")
     main = quality.main(answers)
     needs = claim.get("needs", {})
-    if "items" in needs and not set(main.task) <= set(data.LONGBENCH_QA):
+    if "items" in needs and not set(main.task) <= set(longbench.SETS):
         raise NotTestable(f"{claim['why']} Give -p items {needs['items']} with a model of the hub.")
     if main.prompt_tokens.mean() < needs.get("prompt_tokens", 0):
         asked = f"{needs['prompt_tokens']} tokens wanted, {main.prompt_tokens.mean():.0f} run"

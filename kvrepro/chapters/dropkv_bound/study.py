@@ -25,7 +25,6 @@ WHERE = ["layer", "head", "position"]
 KS, TWENTY = (10, 18), 20  # of so many keys these are evicted
 Where = tuple[int, int, int]  # layer, head, position
 Rule = tuple[str, int, int]  # its name, the queries that it observes, the kernel of its pooling
-WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its prompts may have
 
 
 # ---------------------------------------------------------------- prompts of a given length
@@ -34,29 +33,14 @@ WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its pro
 def questions(loaded: Loaded, items: str, n_items: int, settings: Given) -> list[Item]:
     """Items whose prompts have at most `settings.tokens` tokens of the model's own tokenizer.
 
-    items, n_items: as in `data.load_items`. The embedded world counts in its own tokens, so it is asked for fewer or
-    more until its longest prompt fits; a passage is cut; other messages are as long as they are. Raises InputError,
-    also if the answer or the settings' pools find no room.
+    items, n_items: as in `data.load_fitting`. Raises InputError, also if the answer or the pools find no room.
     """
     tokens, new = settings.tokens, settings.max_new_tokens
     if tokens + new > loaded.context:
         raise InputError(f"{tokens} + {new} tokens > context {loaded.context} of {loaded.name}: lower tokens")
-    aim, world = tokens, items.partition(":")[0] == "tinyworld"
-    for _ in range(8):
-        aim = min(max(aim, WORLD[0]), WORLD[1])
-        found = data.load_items(items, n_items, seed=settings.seed, tokens=aim)
-        counts = _counts(loaded, found, tokens)
-        longest = max(counts)
-        if longest <= tokens and (not world or longest > 0.9 * tokens):
-            _hold(settings.sampling, min(counts))
-            return found
-        if not world:
-            raise InputError(f"a prompt of {items} has {longest} tokens > {tokens}: raise tokens or take shorter ones")
-        aim = round(0.99 * aim * tokens / longest)
-    raise InputError(
-        f"prompts of {tokens} tokens of {loaded.name} wanted, but the nearest of {items} have {longest}: "
-        "set tokens and lengths so"
-    )
+    found = data.load_fitting(items, n_items, loaded.tokenizer, tokens, settings.seed)
+    _hold(settings.sampling, min(_counts(loaded, found, tokens)))
+    return found
 
 
 def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Given) -> dict[int, list[Item]]:
@@ -64,7 +48,9 @@ def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Give
     out, which is printed; none left: InputError. Messages that can neither be built nor cut to a length count at their
     longest."""
     n_items, lengths = max(1, n_items // 2), list(settings.lengths)
-    given = [] if items.partition(":")[0] == "tinyworld" else data.load_items(items, n_items, seed=settings.seed)
+    room, given = loaded.context - settings.max_new_tokens, []
+    if items.partition(":")[0] != "tinyworld":
+        given = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed)
     if given and all(item.context is None for item in given):
         lengths = [max(_counts(loaded, given, 0))]
     few, reasons = replace(settings, pools=settings.pools[:2], positions=1), []

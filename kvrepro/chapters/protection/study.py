@@ -21,12 +21,21 @@ from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
 
 PAPER_TOKENS = 2048  # prompt and answer together, in the paper's harness
+WORLD_TOKENS = 1900  # of a prompt of the embedded world
+SUITS = {"longbench": "longbench:protection"}  # the paper asks LongBench's QA sets, in its own way
 
 
 def paper_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int) -> int:
     """Most tokens of a prompt: the paper's where there is a passage to cut, else what the model's context leaves."""
     room = prompt_limit(loaded, max_new_tokens)
     return min(room, PAPER_TOKENS - max_new_tokens) if any(item.context is not None for item in items) else room
+
+
+def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
+    """The chapter's items, as in `data.load_items`; of LongBench those that the paper's harness asks."""
+    room = prompt_limit(loaded, settings.max_new_tokens)
+    items = data.suited("protection", items, SUITS)
+    return data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, WORLD_TOKENS)
 
 
 def main(loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], settings: Settings) -> pd.DataFrame:
@@ -45,9 +54,10 @@ def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Se
     held = [length for length in settings.lengths if length + new <= loaded.context]
     if not held:
         raise InputError(f"no prompt of {list(settings.lengths)} + {new} new tokens fits {loaded.context} positions")
-    parts = []
+    parts, items = [], SUITS.get(items, items)
     for length in held:
-        here = data.load_items(items, n_items, seed=settings.seed, tokens=length)
+        room = loaded.context - new
+        here = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, length)
         limit = length if any(item.context is not None for item in here) else None
         conditions = grid.context(length, settings.protect_frac, reading)
         study = Answers("protection", f"context-{length}", here, conditions, new, limit)

@@ -48,7 +48,7 @@ def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings)
     """Token ids by item, of `n_items` prompts (None: as many as the profile says)."""
     ensure((Size, None), n_items=n_items)
     tokens, count = settings.prompt_tokens, n_items or SIZES[settings.profile]["arising"]
-    found = data.load_items(items, count, seed=settings.seed, tokens=tokens)
+    found = data.load_fitting(items, count, loaded.tokenizer, tokens, settings.seed)
     return {item.id: data.build_prompt(item, loaded.tokenizer, tokens).ids for item in found}
 
 

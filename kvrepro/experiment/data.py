@@ -66,12 +66,12 @@ def load_items(
 
         return ruler.sample(names, n_items, seed, tokens, tokenizer, fetch)
     if kind == "longbench":
-        return _balanced(_longbench(names), n_items, seed, items)
+        return balanced(_longbench(names), n_items, seed, items)
     if items == "protection-panel":
-        return _balanced(read_jsonl(fetch(PANEL)), n_items, seed, items)
+        return balanced(read_jsonl(fetch(PANEL)), n_items, seed, items)
     if items.endswith(".jsonl"):
         path = Path(items).expanduser()
-        return _balanced(read_jsonl(found(path) or path), n_items, seed, items)
+        return balanced(read_jsonl(found(path) or path), n_items, seed, items)
     known = "tinyworld, longbench, protection-panel, ruler, or the path of a .jsonl file"
     raise InputError(f"unknown items '{items}': use {known}")
 
@@ -239,7 +239,7 @@ def _is_message(message: object) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def _balanced(items: list[Item], n: int | None, seed: int, name: str) -> list[Item]:
+def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") -> list[Item]:
     """n items, as equal over tasks as their numbers allow, in file order; the seed chooses within a task."""
     if n is None or n == len(items):
         return items

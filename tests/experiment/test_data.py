@@ -61,8 +61,8 @@ def test_reads_the_formats_of_the_public_files(tmp_path):
 def test_a_subset_is_balanced_over_tasks_and_repeatable(tasks, draw, seed):
     items = [Item(str(i), task, (), "") for i, task in enumerate(tasks)]
     n = draw.draw(st.integers(1, len(items)))
-    chosen = data._balanced(items, n, seed, "x")
-    assert chosen == data._balanced(items, n, seed, "x")
+    chosen = data.balanced(items, n, seed, "x")
+    assert chosen == data.balanced(items, n, seed, "x")
     assert [int(item.id) for item in chosen] == sorted({int(item.id) for item in chosen})
     assert len(chosen) == n
     counts = {task: sum(item.task == task for item in chosen) for task in set(tasks)}

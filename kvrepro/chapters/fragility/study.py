@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.heads import EMBEDDED, gates
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, models
+from kvrepro.experiment import claims, data, longbench, models
 from kvrepro.experiment.answers import check, prompt_limit
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
@@ -38,6 +38,10 @@ TABLE_1 = {  # the paper's dataset -> what stands in for it
     "PassageCount": "frequent_words",
     "LCC": "variable_tracking",
 }
+DATASETS = {  # the paper's dataset -> its name in LongBench
+    "NarrativeQA": "narrativeqa", "HotpotQA": "hotpotqa", "GovReport": "gov_report", "TREC": "trec",
+    "PassageCount": "passage_count", "LCC": "lcc",
+}  # fmt: skip
 BASELINES = ("streaming_llm", "snapkv", "cake", "ada_kv", "critical_ada_kv", "duo_attention")
 DEFENSIVE = ("defensive_kv", "layer_defensive_kv")
 POLICIES = (*BASELINES, *DEFENSIVE)
@@ -123,9 +127,9 @@ class Retained:
 
     @property
     def long_tasks(self) -> list[str]:
-        """Tasks with answers long enough to have a worst step: the world's two, or else all."""
+        """Tasks with answers long enough to have a worst step: the world's two, LongBench's three, or else all."""
         tasks = list(self.summary.task.unique())
-        return [task for task in tasks if task in LONG] or tasks
+        return [task for task in tasks if task in (*LONG, *longbench.GROUPS["long"])] or tasks
 
     @property
     def long(self) -> pd.DataFrame:
@@ -143,6 +147,11 @@ def paper_layer(model: Any) -> int:
     """The layer at the depth of layer 14 of 32."""
     count = model.config.get_text_config().num_hidden_layers
     return round(14 / 31 * (count - 1))
+
+
+def _is_long(item: Item) -> bool:
+    """Is its answer meant to be long: by the world's task, or by the number of tokens that it may have?"""
+    return item.task in LONG or item.new_tokens(0) >= STEPS_OF_LONG
 
 
 def _world(items: str) -> bool:
@@ -166,7 +175,9 @@ def _long_items(loaded: Loaded, count: int, settings: Settings) -> list[Item]:
 def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> list[Item]:
     """Items whose answers are looked at; computes nothing. Raises InputError for what they cannot meet.
 
-    items: "tinyworld..." takes its long tasks, and the stand-ins of the paper's table 1; other items are all taken.
+    items: "tinyworld..." takes its long tasks, and the stand-ins of the paper's table 1. Of other items those whose
+    answers may be long, with LongBench the reports, meetings and news, and beside them the datasets of table 1, or all
+    other tasks where there is none of these; where no answer is long, as many as of one task.
     """
     if _world(items):
         short = [name for name in TABLE_1.values() if name not in LONG]
@@ -175,15 +186,33 @@ def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> lis
             f"tinyworld:{','.join(short)}", sizes.short * len(short), settings.seed, settings.tokens
         )
     else:
-        found = data.load_items(items, sizes.long, settings.seed, settings.tokens)
+        found = _observed_of(_load(loaded, items, None, settings), sizes, settings.seed)
     config, base = loaded.model.config.get_text_config(), settings.base
     for name, count in (("layer", config.num_hidden_layers), ("head", config.num_attention_heads)):
         if (getattr(base, name) or 0) >= count:
             raise InputError(f"{name} {getattr(base, name)}: {loaded.name} has {count}, counted from 0")
     for item in found:
-        prompt = _prompt(loaded, item, settings.answer_tokens)
+        prompt = _prompt(loaded, item, item.new_tokens(settings.answer_tokens))
         for end in {s.until: s for s in _settings_of(item, base).values()}.values():
             retention.end_of(prompt, end)
+    return found
+
+
+def _load(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> list[Item]:
+    room = prompt_limit(loaded, settings.max_new_tokens)
+    return data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, settings.tokens)
+
+
+def _observed_of(items: Sequence[Item], sizes: Size, seed: int) -> list[Item]:
+    """`observed`, of items that are not the embedded world's."""
+    long, short = ([item for item in items if _is_long(item) == is_long] for is_long in (True, False))
+    if not long:
+        return data.balanced(short, min(sizes.long, len(short)), seed)
+    short = [item for item in short if item.task in DATASETS.values()] or short
+    found = []
+    for some, count in ((long, sizes.long), (short, sizes.short)):
+        wanted = count * len({item.task for item in some})
+        found += data.balanced(some, min(wanted, len(some)), seed)
     return found
 
 
@@ -193,14 +222,18 @@ def _prompt(loaded: Loaded, item: Item, answer_tokens: int) -> Prompt:
 
 def _settings_of(item: Item, base: Setting) -> dict[str, Setting]:
     """Every setting for long answers, and for those of a reader's own items; the base for the others."""
-    wide = item.task in LONG or item.task not in TABLE_1.values()
+    wide = _is_long(item) or item.task not in (*TABLE_1.values(), *DATASETS.values())
     return retention.variants(base) if wide else {DEFAULT: base}
 
 
 def retained_by_item(
     loaded: Loaded, item: Item, answer_tokens: int, base: Setting, layer: int
 ) -> dict[str, pd.DataFrame]:
-    """One item's curves and summary: the full cache answers, then one more pass looks at the answer."""
+    """One item's curves and summary: the full cache answers, then one more pass looks at the answer.
+
+    answer_tokens: at most, of an item that does not say how many.
+    """
+    answer_tokens = item.new_tokens(answer_tokens)
     prompt = _prompt(loaded, item, answer_tokens)
     [[reply]] = engine.generate(
         loaded.model, [prompt], [Condition()], max_new_tokens=answer_tokens, stop_ids=models.stop_ids(loaded)
@@ -233,14 +266,18 @@ def headlines(r: Retained) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def printed() -> pd.DataFrame:
-    """The paper's worst steps by mean and by defensive aggregation: where, dataset, task, rule, value, low, high."""
+def printed(tasks: Iterable[str] = ()) -> pd.DataFrame:
+    """The paper's worst steps by mean and by defensive aggregation: where, dataset, task, rule, value, low, high.
+
+    A dataset's task is its own name in LongBench where that is among `tasks`, else what stands in for it.
+    """
+    named = TABLE_1 | {dataset: own for dataset, own in DATASETS.items() if own in set(tasks)}
     files = ("defensivekv_text_numbers.csv", "defensivekv_t01_worstcase.csv")
     f = pd.concat([claims.published(file) for file in files])
     rules = {"Mean aggregation": "mean", "Defensive aggregation": "defensive"}
     f = f[f.metric.eq("worst-case retained importance") & f.method.isin(rules)]
     where = f.table.map({"1": "paper, table 1", "fig1": "paper, figure 1, layer 14"}).fillna("paper, figure 3")
-    f = f.assign(where=where, dataset=f.task, task=f.task.map(TABLE_1), rule=f.method.map(rules))
+    f = f.assign(where=where, dataset=f.task, task=f.task.map(named), rule=f.method.map(rules))
     return f.assign(value=f.value.astype(float), low=np.nan, high=np.nan)[
         ["where", "dataset", "task", "rule", "value", "low", "high"]
     ]
@@ -335,8 +372,8 @@ def parts_of(
     policies = [p for p in policies if any(c.policy == p for c in every)]
     if settings.profile == "full":
         every += [Condition(one, at, Prefill(until="question"), reading="as_described") for one in OWN_PAPERS]
-    found = data.load_items(items, sizes.quality, settings.seed, settings.tokens)
-    first = {item.id for item in data.load_items(items, sizes.more, settings.seed, settings.tokens)}
+    found = _load(loaded, items, sizes.quality, settings)
+    first = {item.id for item in _load(loaded, items, sizes.more, settings)}
     rest = [item for item in found if item.id not in first]
     named = {item.task for item in found if item.task.startswith("needle") and _world(items)}
     more = [item for task in sorted(named) for item in [i for i in found if i.task == task][: sizes.needles]]

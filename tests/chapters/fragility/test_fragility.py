@@ -19,7 +19,7 @@ from kvrepro.engine import policy
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, judge, models, stats
+from kvrepro.experiment import claims, judge, longbench, models, stats
 
 IDS = torch.randint(3, 120, (60,), generator=torch.Generator(device="cpu").manual_seed(5), device="cpu").tolist()
 PROMPT = Prompt(IDS, {"question": list(range(50, 58))})
@@ -493,7 +493,9 @@ def test_claims_file_names_what_exists():
         assert claim["contrast"] in {*stats.CONTRASTS, *members.TIMED, "lead", "spread"}
         for cell in claim.get("cells", {}).values():
             assert cell.get("rule", "mean") in retention.RULES
-    assert set(book["sets"]["six"]) == set(study.TABLE_1.values())
+    assert set(book["sets"]["six"]) == {*study.TABLE_1.values(), *study.DATASETS.values()}
+    assert set(study.DATASETS) == set(study.TABLE_1)
+    assert set(book["sets"]["long"]) == {*study.LONG, *longbench.GROUPS["long"]}
     assert {claim["id"][:2] for claim in book["claims"]} >= {f"C{i}" for i in range(1, 10)}
 
 
@@ -556,7 +558,10 @@ def test_where_the_headline_may_have_been_measured(chapter):
     assert lowest["our default, worst query head"] <= lowest["our default, worst layer"] <= lowest["our default"]
     paper = study.printed()
     assert paper["where"].nunique() == 3
-    assert set(paper[paper["where"] == "paper, table 1"].task) == set(study.TABLE_1.values())
+    table_1 = paper[paper["where"] == "paper, table 1"]
+    assert set(table_1.task) == set(study.TABLE_1.values())
+    named = study.printed(["gov_report", "other"])
+    assert set(named.task.dropna()) == set(table_1.task) - {"summary"} | {"gov_report"}
 
 
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):

@@ -164,6 +164,7 @@ def read_jsonl(path: Path) -> list[Item]:
     if not path.is_file():
         raise InputError(f"no file {path}: give a .jsonl, or fetch one (python -m kvrepro.experiment.data list)")
     items: dict[str, Item] = {}
+    lines: dict[str, int] = {}  # of each id
     bad: dict[int, str] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -174,15 +175,15 @@ def read_jsonl(path: Path) -> list[Item]:
                 raise TypeError("not an object")
             item = _item(row, f"{path.stem}-{number - 1:03d}")
             if item.id in items:
-                raise ValueError(f"id {item.id!r} is that of an earlier line: give each line its own")
-            items[item.id] = item
+                raise ValueError(f"id {item.id!r} is that of line {lines[item.id]}: give each its own")
+            items[item.id], lines[item.id] = item, number
         except (ValueError, KeyError, TypeError) as error:
-            bad[number] = f"no field {error}" if isinstance(error, KeyError) else str(error)
+            wanted = "a row needs answer, and messages or context and question"
+            bad[number] = f"no field {error}; {wanted}" if isinstance(error, KeyError) else str(error)
     if bad:
         others = f" (bad lines: {', '.join(map(str, bad))})" if len(bad) > 1 else ""
         number, why = next(iter(bad.items()))
-        wanted = "a row needs answer, and messages or context and question"
-        raise InputError(f"{path}, line {number}: {why}{others}; {wanted}")
+        raise InputError(f"{path}, line {number}: {why}{others}")
     if not items:
         raise InputError(f"{path} holds no items: give a row on each line")
     return list(items.values())

@@ -105,6 +105,11 @@ ROW = {"messages": [{"role": "user", "content": "Q"}], "answer": "A"}
         json.dumps(ROW | {"messages": [{"role": "user"}]}),
         json.dumps(ROW | {"messages": [{"role": "user", "content": None}]}),
         json.dumps(ROW | {"spans": [{"name": "a", "message": 4, "start": 0, "end": 1}]}),
+        json.dumps(ROW | {"max_new_tokens": 0}),
+        json.dumps(ROW | {"max_new_tokens": "many"}),
+        json.dumps(ROW | {"metric": "bleu"}),
+        json.dumps(ROW | {"metric": "classification"}),
+        json.dumps(ROW | {"id": "bad-000"}),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path, line):
@@ -112,6 +117,29 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, line):
     with pytest.raises(InputError, match="bad.jsonl, line 2: ") as error:
         data.load_items(str(tmp_path / "bad.jsonl"))
     assert "\n" not in str(error.value)
+
+
+def test_all_bad_lines_are_numbered_with_the_first_reason(tmp_path):
+    good = ROW | {"id": "a"}
+    rows = [good, {"answer": "A"}, ROW | {"id": "b"}, good, ROW | {"answer": 5}]
+    with pytest.raises(InputError, match=r"some.jsonl, line 2: no field 'question'.*\(bad lines: 2, 4, 5\)$"):
+        data.load_items(jsonl(tmp_path / "some.jsonl", *rows))
+    with pytest.raises(InputError, match="line 2: id 'a' is that of line 1"):
+        data.load_items(jsonl(tmp_path / "some.jsonl", good, good))
+    (tmp_path / "none.jsonl").write_text("\n\n")
+    with pytest.raises(InputError, match="none.jsonl holds no items"):
+        data.load_items(str(tmp_path / "none.jsonl"))
+
+
+def test_a_row_of_one_s_own_keeps_its_id_task_answers_length_and_metric(tmp_path):
+    row = {"id": "q7", "task": "ships", "context": "C", "question": "Q", "answers": ["tea", "Tea"]}
+    more = {"max_new_tokens": 3, "metric": "classification", "all_classes": ["tea", "coffee"]}
+    plain, full = data.load_items(jsonl(tmp_path / "own.jsonl", row, row | more | {"id": "q8"}))
+    assert (plain.id, plain.task, plain.answer, plain.meta) == ("q7", "ships", "tea", {"answers": ["tea", "Tea"]})
+    assert (plain.new_tokens(32), full.new_tokens(32)) == (32, 3)
+    assert full.meta["classes"] == ["tea", "coffee"]
+    by_turn = data.load_items(jsonl(tmp_path / "turns.jsonl", ROW | more))[0]
+    assert by_turn.new_tokens(32) == 3
 
 
 def test_text_that_is_not_utf8_is_a_bad_row(tmp_path):
@@ -140,6 +168,46 @@ def test_tinyworld_items_are_balanced_over_the_tasks_named(monkeypatch, names, t
     items = data.load_items(f"tinyworld{names}", 2 * len(wanted) + 1, seed=7, tokens=600)
     assert asked == {task: (2 + (i == 0), 7, 600) for i, task in enumerate(wanted)}
     assert len(items) == 2 * len(wanted) + 1
+
+
+# ---- items that fit
+
+
+def lengths(items):
+    return [len(data.build_prompt(item, TOKENIZER, 10**6).ids) for item in items]
+
+
+def test_the_world_is_asked_for_fewer_tokens_until_a_foreign_tokenizer_s_prompts_fit():
+    items = data.load_fitting("tinyworld:needle,two_hop", 4, TOKENIZER, 1900, seed=3)
+    assert 0.9 * 1900 < max(lengths(items)) <= 1900
+    assert [item.task for item in items] == ["needle"] * 2 + ["two_hop"] * 2
+    few = data.load_fitting("tinyworld:needle", 2, TOKENIZER, 10**6, tokens=300)
+    assert few == data.load_items("tinyworld:needle", 2, tokens=300)
+    with pytest.raises(
+        InputError, match="prompts of 100 tokens of .* wanted, but the nearest of tinyworld:needle have"
+    ):
+        data.load_fitting("tinyworld:needle", 2, TOKENIZER, 100)
+
+
+def test_messages_that_do_not_fit_are_left_out_and_passages_are_not(tmp_path, capsys):
+    def turn(words):
+        return {"messages": [{"role": "user", "content": "word " * words}], "answer": "A"}
+
+    path = jsonl(tmp_path / "own.jsonl", turn(10), turn(400), {"context": "w " * 900, "question": "Q", "answer": "A"})
+    assert [item.id for item in data.load_fitting(path, None, TOKENIZER, 200)] == ["own-000", "own-002"]
+    assert "1 of 3 prompts have more than 200 tokens: left out" in capsys.readouterr().out
+    assert len(data.load_fitting(path, None, TOKENIZER, 3000)) == 3
+    assert not capsys.readouterr().out
+    with pytest.raises(InputError, match=r"the shortest prompt of .* has \d+ tokens > limit 200: raise"):
+        data.load_fitting(jsonl(tmp_path / "long.jsonl", turn(400)), None, TOKENIZER, 200)
+
+
+def test_a_chapter_says_which_items_it_takes_instead(capsys):
+    instead = {"longbench": "longbench:qa"}
+    assert data.suited("mine", "longbench:trec", instead) == "longbench:trec"
+    assert not capsys.readouterr().out
+    assert data.suited("mine", "longbench", instead) == "longbench:qa"
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 # ---- prompts
@@ -463,3 +531,16 @@ def test_the_papers_table_values_come_out_of_its_rows():
     assert found["confound-fix/q25-c256-lru-protected"] == pytest.approx(0.281, abs=1e-3)
     items = {item.id: item for item in data.load_items(str(data.fetch("longbench-balanced.jsonl")))}
     assert all(items[row["item"]].task == row["task"] for _, row in frame.iterrows())
+
+
+@needs_artifact
+def test_the_panel_pairs_with_the_authors_rows_by_item():
+    panel = {item.id: item for item in data.load_items("protection-panel")}
+    assert len(panel) == 162
+    rows = pd.concat([data.artifact_results(part) for part in ("ablation", "confound", "credit", "phi35-multiarch")])
+    for _, of in rows.groupby("name"):
+        assert set(of["item"]) == set(panel)
+    assert all(
+        panel[name].answer.strip()[:500] == answer for name, answer in zip(rows["item"], rows["answer"], strict=True)
+    )
+    assert all(panel[name].task == task for name, task in zip(rows["item"], rows["task"], strict=True))

@@ -41,8 +41,8 @@ SETS = {
     "qasper": Set(
         "qa_f1", 128, "Here is a scientific article. One question about it follows.\n\nArticle: ",
         "\n\nUse the article above to answer in one phrase or one sentence, as short as you can. Where the article "
-        'does not hold the answer, say "unanswerable". Where yes or no is asked for, say "yes", "no" or "unanswerable". '
-        "Explain nothing.\n\nQuestion: {}\nAnswer:",
+        'does not hold the answer, say "unanswerable". Where yes or no is asked for, say "yes", "no" or '
+        '"unanswerable". Explain nothing.\n\nQuestion: {}\nAnswer:',
     ),
     "multifieldqa_en": Set(
         "qa_f1", 64, "Read this text. One question about it follows.\n\n",

@@ -12,10 +12,11 @@ from kvrepro.experiment import data, longbench, measure
 TOKENIZER = checkpoint.tokenizer()
 PUBLISHED = {  # set -> metric and new tokens, as eval.py and dataset2maxlen.json of the public code have them
     "narrativeqa": ("qa_f1", 128), "qasper": ("qa_f1", 128), "multifieldqa_en": ("qa_f1", 64),
-    "hotpotqa": ("qa_f1", 32), "2wikimqa": ("qa_f1", 32), "musique": ("qa_f1", 32), "gov_report": ("rouge", 512), "qmsum": ("rouge", 512),
-    "multi_news": ("rouge", 512), "trec": ("classification", 64), "triviaqa": ("qa_f1", 32), "samsum": ("rouge", 128),
-    "passage_count": ("count", 32), "passage_retrieval_en": ("retrieval", 32), "lcc": ("code_similarity", 64),
-    "repobench-p": ("code_similarity", 64),
+    "hotpotqa": ("qa_f1", 32), "2wikimqa": ("qa_f1", 32), "musique": ("qa_f1", 32),
+    "gov_report": ("rouge", 512), "qmsum": ("rouge", 512), "multi_news": ("rouge", 512),
+    "trec": ("classification", 64), "triviaqa": ("qa_f1", 32), "samsum": ("rouge", 128),
+    "passage_count": ("count", 32), "passage_retrieval_en": ("retrieval", 32),
+    "lcc": ("code_similarity", 64), "repobench-p": ("code_similarity", 64),
 }  # fmt: skip
 PLAIN = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}  # pred.py gives these to a model as they are
 ANSWERS = {

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import pandas as pd
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 Answer = str | Sequence[str]
 
@@ -73,6 +75,11 @@ def official(prediction: str, answer: Answer, meta: Mapping[str, Any]) -> dict[s
         prediction = prediction.lstrip("\n").split("\n")[0]
     score = METRICS[meta["metric"]](prediction, answer, meta.get("classes", ()))
     return {"official": score, "metric": meta["metric"]}
+
+
+def scores(rows: pd.DataFrame) -> pd.Series:
+    """What the answers are judged by: the official score of rows that have one, token F1 of the others."""
+    return rows.official.fillna(rows.token_f1) if "official" in rows else rows.token_f1
 
 
 def rouge_longbench(prediction: str, answer: str) -> float:

@@ -3,6 +3,7 @@ import json
 import os
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -168,6 +169,12 @@ def test_official_scores_worked_by_hand(metric, prediction, answer, expected):
 def test_classes_share_the_point(prediction, answer, expected):
     classes = ["Date", "City", "Other City", "Big Other City"]
     assert score("classification", prediction, answer, classes=classes) == expected
+
+
+def test_rows_are_judged_by_the_official_score_where_they_have_one():
+    rows = pd.DataFrame({"token_f1": [0.1, 0.2], "official": [None, 0.9]}).astype(float)
+    assert measure.scores(rows).tolist() == [0.1, 0.9]
+    assert measure.scores(rows[["token_f1"]]).tolist() == [0.1, 0.2]
 
 
 def test_only_the_first_line_counts_where_the_benchmark_says_so():

@@ -156,7 +156,7 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
 
 
 def _answered(claim: Mapping, answers: pd.DataFrame | None) -> Member:
-    """F1 in points, per item: DropKV's beside another's, or beside that of each peer."""
+    """Scores in points, per item: DropKV's beside another's, or beside that of each peer."""
     if answers is None:
         raise NotTestable("no answers were generated: run quality.answers")
     main = quality.main(answers)

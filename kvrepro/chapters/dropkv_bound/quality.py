@@ -20,7 +20,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import check, find, is_own
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
-from kvrepro.experiment import data
+from kvrepro.experiment import data, measure
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
@@ -37,7 +37,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "AnDPro, max pooling": ("andpro", {"pool": "max"}),
 }
 RETRIEVAL = "tinyworld:needle,needle_multikey,needle_multivalue,needle_multiquery,variable_tracking,frequent_words"
-MEASURE = "token_f1"
+MEASURE = "score"  # `measure.scores`
 
 
 def peers_of(policies: Sequence[str]) -> list[str]:
@@ -95,16 +95,17 @@ def answers(
         planned.append((study, [name for name, _ in named] * len(found), length))
     parts = [run(study, loaded, settings).assign(method=names, length=n) for study, names, n in planned]
     rows = pd.concat(parts, ignore_index=True)
-    return rows.assign(share=rows["share"].astype(float).fillna(1.0))
+    return rows.assign(share=rows["share"].astype(float).fillna(1.0), score=measure.scores(rows))
 
 
 def main(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those of the prompt length that all methods were run at."""
-    return rows[rows.length == rows.groupby("length").method.nunique().idxmax()]
+    """Those of the prompt length that all methods were run at, with their score."""
+    found = rows[rows.length == rows.groupby("length").method.nunique().idxmax()]
+    return found.assign(score=measure.scores(found))
 
 
 def pair(rows: pd.DataFrame, against: str, share: float) -> pd.DataFrame:
-    """Per item that has both, F1 of DropKV (a) and of another method (b) at a share (the full cache's: "full")."""
+    """Per item that has both, the score of DropKV (a) and of another method (b) at a share (the full cache's: "full")."""
     sides, rows = {}, main(rows)
     for name, method, at in (("a", "dropkv", share), ("b", against, 1.0 if against == "full" else share)):
         of = rows[(rows.method == method) & (rows["share"] == at)]
@@ -115,7 +116,7 @@ def pair(rows: pd.DataFrame, against: str, share: float) -> pd.DataFrame:
 
 
 def losses(rows: pd.DataFrame, share: float) -> pd.DataFrame:
-    """Per item the F1 that DropKV loses against the full cache at a share."""
+    """Per item the score that DropKV loses against the full cache at a share."""
     both = pair(rows, "full", share)
     return (both.b - both.a).rename("loss").reset_index()
 

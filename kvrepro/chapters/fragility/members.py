@@ -12,7 +12,7 @@ import pandas as pd
 from kvrepro.chapters.fragility.retention import DEFAULT
 from kvrepro.chapters.fragility.study import DEFENSIVE, Retained, has_window, pooled, readings_of, scores
 from kvrepro.engine.policy import find, is_own
-from kvrepro.experiment import claims, judge
+from kvrepro.experiment import claims, judge, measure
 from kvrepro.experiment.judge import Measured, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.stats import UNIT
 from kvrepro.paths import DATA
@@ -74,7 +74,7 @@ def _of_quality(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, readin
         raise NotTestable("not run")
     rows, over = pooled(rows), claim.get("over", {})
     full = rows[rows.policy == "full"].drop_duplicates("item")
-    judge.answers_enough(full.token_f1, full.get("error"))
+    judge.answers_enough(measure.scores(full), full.get("error"))
     tasks = [(task, [task]) for task in over.get("task", [])] or [("", sets.get(over.get("pooled", ""), []))]
     found: list[Member | NotTestable] = []
     for by, (task, group) in itertools.product(_cells(claim, sets), tasks):

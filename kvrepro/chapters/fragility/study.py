@@ -22,7 +22,7 @@ from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.heads import EMBEDDED, gates
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, longbench, models
+from kvrepro.experiment import claims, data, longbench, measure, models
 from kvrepro.experiment.answers import check, prompt_limit
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
@@ -405,7 +405,7 @@ PLAIN = "none"  # the main comparison: nothing is changed
 
 
 def tidy(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `change`, what differs from the main comparison ("none": nothing); baselines have the reading
+    """The rows with `score` (`measure.scores`) and `change`, what differs from the main comparison ("none": nothing); baselines have the reading
     "any". The full cache of an item is listed once.
 
     change: "guards", "window 16", "defensive" (in the mean's place), "4 bits", a step of `STEPS` left out, or "own
@@ -424,6 +424,7 @@ def tidy(rows: pd.DataFrame) -> pd.DataFrame:
     for name, changed in changes.items():
         change = change.mask(changed, name)
     found = rows.assign(
+        score=measure.scores(rows),
         policy=rows.policy.where(~other, "r_kv"),
         reading=rows.reading.where(defensive, "any"),
         change=change,
@@ -433,7 +434,7 @@ def tidy(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def scores(rows: pd.DataFrame, cell: Mapping[str, Any], reading: str = "as_run") -> pd.Series:
-    """Token F1 of one condition, by item. cell: policy, share, and at most one of window, aggregate, guard, bits.
+    """The score of one condition, by item. cell: policy, share, and at most one of window, aggregate, guard, bits.
 
     A condition that was not run, or failed on every item, raises `NotTestable`.
     """
@@ -451,7 +452,7 @@ def scores(rows: pd.DataFrame, cell: Mapping[str, Any], reading: str = "as_run")
         raise NotTestable("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
     if "error" in here and here.error.notna().all():
         raise NotTestable(f"all {len(here)} items of {cell['policy']} failed: {here.error.iloc[0]}")
-    return here.set_index("item").token_f1
+    return measure.scores(here.set_index("item"))
 
 
 def pooled(rows: pd.DataFrame) -> pd.DataFrame:

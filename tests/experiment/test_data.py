@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, models
+from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.data import Item, Span
 from kvrepro.tools import trial
 
@@ -140,6 +140,17 @@ def test_a_row_of_one_s_own_keeps_its_id_task_answers_length_and_metric(tmp_path
     assert full.meta["classes"] == ["tea", "coffee"]
     by_turn = data.load_items(jsonl(tmp_path / "turns.jsonl", ROW | more))[0]
     assert by_turn.new_tokens(32) == 3
+
+
+def test_the_page_s_example_is_read(tmp_path):
+    page = (models.ROOT / "book" / "your-model.md").read_text(encoding="utf-8")
+    (tmp_path / "own.jsonl").write_text(page.partition("```json\n")[2].partition("```")[0], encoding="utf-8")
+    passage, chat = data.load_items(str(tmp_path / "own.jsonl"))
+    assert (passage.task, passage.meta["answers"], passage.new_tokens(1)) == ("ships", ["tea", "21 crates of tea"], 8)
+    prompt = data.build_prompt(chat, TOKENIZER, 500)
+    assert TOKENIZER.decode([prompt.ids[p] for p in prompt.spans["question"]]).strip() == "Which door is open?"
+    for metric in measure.METRICS:
+        assert f"`{metric}`" in page
 
 
 def test_text_that_is_not_utf8_is_a_bad_row(tmp_path):

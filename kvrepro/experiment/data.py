@@ -77,35 +77,40 @@ def load_items(
 
 
 def load_fitting(
-    items: str, n_items: int | None, tokenizer: Any, limit: int, seed: int = 0, tokens: int | None = None
-) -> list[Item]:
+    items: str, n_items: int | None, tokenizer: Any, limit: int, seed: int = 0, tokens: int | None = None,
+    room: int = 0,
+) -> list[Item]:  # fmt: skip
     """`load_items` whose prompts have at most `limit` tokens of a model's tokenizer.
 
     A passage will be cut (`build_prompt`). The embedded world counts in tokens of its own: it is asked for fewer until
     its longest prompt fits, or more until it nearly fills the limit; given `tokens`, for so many, and fewer if they do
-    not fit. Other messages that are longer are left out, which is printed; none left: InputError.
+    not fit. Other messages may have as many as the limit or `room`, whichever is more; longer ones are left out, which
+    is printed. None left: InputError.
     """
-    world, aim = items.partition(":")[0] == "tinyworld", tokens or limit
+    aim = tokens or limit
+    if items.partition(":")[0] != "tinyworld":
+        return _not_too_long(load_items(items, n_items, seed, aim), items, tokenizer, max(limit, room))
     for _ in range(8):
         aim = min(max(aim, WORLD[0]), WORLD[1])
-        drawn = load_items(items, n_items, seed, aim)
-        lengths = {item.id: len(build_prompt(item, tokenizer, 10**9).ids) for item in drawn if item.context is None}
-        longest = max(lengths.values(), default=limit)
-        if world and longest > limit or world and tokens is None and longest <= 0.9 * limit:
-            aim = round(0.99 * aim * limit / longest)
-            continue
-        fitting = [item for item in drawn if lengths.get(item.id, 0) <= limit]
-        if not fitting:
-            shortest = min(lengths.values())
-            way_out = "raise the limit or take shorter items"
-            raise InputError(f"the shortest prompt of {items} has {shortest} tokens > limit {limit}: {way_out}")
-        if len(fitting) < len(drawn):
-            print(
-                f"{items}: {len(drawn) - len(fitting)} of {len(drawn)} prompts have more than {limit} tokens: left out"
-            )
-        return fitting
+        found = load_items(items, n_items, seed, aim)
+        longest = max(len(build_prompt(item, tokenizer, 10**9).ids) for item in found)
+        if longest <= limit and (tokens is not None or longest > 0.9 * limit):
+            return found
+        aim = round(0.99 * aim * limit / longest)
     whose = Path(tokenizer.name_or_path).name
     raise InputError(f"prompts of {limit} tokens of {whose} wanted, but the nearest of {items} have {longest}")
+
+
+def _not_too_long(items: list[Item], name: str, tokenizer: Any, most: int) -> list[Item]:
+    """Those that hold a passage, or have at most so many tokens."""
+    lengths = {item.id: len(build_prompt(item, tokenizer, 10**9).ids) for item in items if item.context is None}
+    found = [item for item in items if lengths.get(item.id, 0) <= most]
+    if not found:
+        shortest, way_out = min(lengths.values()), "raise the limit or take shorter items"
+        raise InputError(f"the shortest prompt of {name} has {shortest} tokens > limit {most}: {way_out}")
+    if left_out := len(items) - len(found):
+        print(f"{name}: {left_out} of {len(items)} prompts have more than {most} tokens: left out")
+    return found
 
 
 def suited(chapter: str, items: str, instead: Mapping[str, str]) -> str:

@@ -45,11 +45,21 @@ SIZES = {  # prompts of each study
 
 
 def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> dict[str, list[int]]:
-    """Token ids by item, of `n_items` prompts (None: as many as the profile says)."""
+    """Token ids by item, of `n_items` prompts (None: as many as the profile says).
+
+    Messages that hold no passage to be cut may be as long as the model's context has room for.
+    """
     ensure((Size, None), n_items=n_items)
     tokens, count = settings.prompt_tokens, n_items or SIZES[settings.profile]["arising"]
-    found = data.load_fitting(items, count, loaded.tokenizer, tokens, settings.seed)
-    return {item.id: data.build_prompt(item, loaded.tokenizer, tokens).ids for item in found}
+    room = max(tokens, loaded.context - _needed(settings))
+    found = data.load_fitting(items, count, loaded.tokenizer, tokens, settings.seed, room=room)
+    limits = {item.id: room if item.context is None else tokens for item in found}
+    return {item.id: data.build_prompt(item, loaded.tokenizer, limits[item.id]).ids for item in found}
+
+
+def _needed(settings: Settings) -> int:
+    """Tokens that prompts go on by at most."""
+    return max(timed(settings.timed_cadences), settings.max_new_tokens)
 
 
 # ---- what a survivor set gives back
@@ -466,7 +476,7 @@ def check(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) 
     """Raise InputError for what these prompts, this model or these policies cannot meet."""
     shortest, longest = min(map(len, prompts.values())), max(map(len, prompts.values()))
     least, shared = min(settings.kept), _shared(shortest)
-    needed = max(timed(settings.timed_cadences), settings.max_new_tokens)
+    needed = _needed(settings)
     named = [label(name) for name in settings.policies]
     if twice := {name for name in named if named.count(name) > 1}:
         raise InputError(f"two of the policies are called {min(twice)}: give each a title of its own")

@@ -84,12 +84,12 @@ def load_fitting(
 
     A passage will be cut (`build_prompt`). The embedded world counts in tokens of its own: it is asked for fewer until
     its longest prompt fits, or more until it nearly fills the limit; given `tokens`, for so many, and fewer if they do
-    not fit. Other messages may have as many as the limit or `room`, whichever is more; longer ones are left out, which
+    not fit; `tokens` is the length of RULER's prompts, too. Other messages may have as many as the limit or `room`, whichever is more; longer ones are left out, which
     is printed. None left: InputError.
     """
     aim = tokens or limit
     if items.partition(":")[0] != "tinyworld":
-        return _not_too_long(load_items(items, n_items, seed, aim), items, tokenizer, max(limit, room))
+        return _not_too_long(load_items(items, n_items, seed, aim, tokenizer), items, tokenizer, max(limit, room))
     for _ in range(8):
         aim = min(max(aim, WORLD[0]), WORLD[1])
         found = load_items(items, n_items, seed, aim)

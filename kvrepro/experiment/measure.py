@@ -10,6 +10,8 @@ from typing import Any
 
 import pandas as pd
 
+from kvrepro.world import ruler
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 Answer = str | Sequence[str]
 
@@ -68,12 +70,14 @@ def official(prediction: str, answer: Answer, meta: Mapping[str, Any]) -> dict[s
     """The columns `official`, 0 to 1, and `metric`, its name, by an item's `meta`; none where it names no metric.
 
     LongBench's metrics are those of its public code (eval.py, metrics.py), of several references the best counts.
+    RULER's are in `kvrepro.world.ruler`.
     """
     if "metric" not in meta:
         return {}
     if meta.get("first_line"):
         prediction = prediction.lstrip("\n").split("\n")[0]
-    score = METRICS[meta["metric"]](prediction, answer, meta.get("classes", ()))
+    answers = [answer] if isinstance(answer, str) else answer
+    score = METRICS[meta["metric"]](prediction, answers, meta.get("classes", ()))
     return {"official": score, "metric": meta["metric"]}
 
 
@@ -131,7 +135,9 @@ def code_similarity(prediction: str, answer: str) -> float:
     return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
 
 
-METRICS: dict[str, Callable[[str, Answer, Sequence[str]], float]] = {  # name -> (prediction, references, all labels)
+METRICS: dict[
+    str, Callable[[str, Sequence[str], Sequence[str]], float]
+] = {  # name -> (prediction, references, all labels)
     "qa_f1": lambda prediction, answer, _: token_f1_longbench(prediction, answer),
     "rouge": lambda prediction, answer, _: _best(prediction, answer, rouge_longbench),
     "classification": lambda prediction, answer, labels: _best(
@@ -140,6 +146,8 @@ METRICS: dict[str, Callable[[str, Answer, Sequence[str]], float]] = {  # name ->
     "count": lambda prediction, answer, _: _best(prediction, answer, count),
     "retrieval": lambda prediction, answer, _: _best(prediction, answer, retrieval),
     "code_similarity": lambda prediction, answer, _: _best(prediction, answer, code_similarity),
+    "ruler_all": lambda prediction, answers, _: ruler.string_match_all(prediction, answers),
+    "ruler_part": lambda prediction, answers, _: ruler.string_match_part(prediction, answers),
 }
 
 

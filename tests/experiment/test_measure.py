@@ -148,6 +148,9 @@ def test_code_scores_as_transcribed(line, answer, before):
         ("rouge", "the mat. the cat sat", "the cat sat on the mat", 2 * 1 * 0.8 / 1.8),  # 4 of 5 distinct words
         ("rouge", "", "the cat", 0.0),
         ("rouge", "...", "the cat", 0.0),
+        ("ruler_all", "it is BLUE", ["blue", "red"], 0.5),
+        ("ruler_part", "it is BLUE", ["blue", "red"], 1.0),
+        ("ruler_part", "it is BLUE", "red", 0.0),
     ],
 )
 def test_official_scores_worked_by_hand(metric, prediction, answer, expected):

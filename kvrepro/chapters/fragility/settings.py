@@ -16,7 +16,7 @@ LONG_TOKENS = 1000  # shortest prompts in which the world's long tasks have so m
 class Settings(run.Settings, Setting):
     """Settings of the chapter; those about retained importance are the fields of `retention.Setting`."""
 
-    tokens: Size = 560  #: of a prompt of the embedded model's world
+    tokens: Size = 560  #: of a prompt of the embedded model's world, or of RULER
     long_tokens: Size = LONG_TOKENS  #: of one whose answer is long
     answer_tokens: Size = 320  #: of an answer whose steps are looked at, at most
     max_new_tokens: Size = 32  #: of an answer in the quality grid

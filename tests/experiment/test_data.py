@@ -5,10 +5,8 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import checkpoint
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -486,73 +484,3 @@ def test_the_command_prints_one_line_for_bad_input():
     assert done.stderr == "'nothing.txt' is not in data/sources.yml: see python -m kvrepro.experiment.data list\n"
     listed = subprocess.run([*command[:-2], "list"], capture_output=True, text=True)
     assert "artifact/data/longbench-balanced.jsonl  3803432" in listed.stdout
-
-
-# ---- the paper's per-item results
-
-
-@pytest.mark.parametrize(
-    ("path", "policy", "capacity", "side", "model"),
-    [
-        ("n481/qwen25-3b/q25-c256-lru-noprot.jsonl", "lru", 256, 0.0, "Qwen/Qwen2.5-3B-Instruct"),
-        ("n481/qwen25-3b/q25-c256-lru-prot15.jsonl", "lru", 256, 0.15, "Qwen/Qwen2.5-3B-Instruct"),
-        (
-            "n481/phi35/phi35-c256-adakv_faithful-prot.jsonl",
-            "ada_kv_faithful",
-            256,
-            0.1,
-            "microsoft/Phi-3.5-mini-instruct",
-        ),
-        ("confound-fix/q25-c128-lru-protected.jsonl", "lru", 128, 0.1, "Qwen/Qwen2.5-3B-Instruct"),
-        ("credit-v2/q25-c512-oc.jsonl", "online_credit", 512, 0.1, "Qwen/Qwen2.5-3B-Instruct"),
-        ("longctx/q3b-longctx-c1024-noprot.jsonl", "lru", 1024, 0.0, "Qwen/Qwen2.5-3B-Instruct"),
-        ("confound/q25-c2048-fullcache.jsonl", "full", None, 0.0, "Qwen/Qwen2.5-3B-Instruct"),
-        ("32k/q7b-32k-c32768-lru-noprot.jsonl", "full", None, 0.0, "Qwen/Qwen2.5-7B-Instruct"),
-        (
-            "q3-4b-2507-robustness/q3-4b-2507-rob-c256-lru-prot-t07-s42.jsonl",
-            "lru",
-            256,
-            0.1,
-            "Qwen/Qwen3-4B-Instruct-2507",
-        ),
-        ("n481/phi4mini/phi4mini-c256-h2o-prot.jsonl", "h2o_simple", 256, 0.1, "microsoft/Phi-4-mini-instruct"),
-    ],
-)
-def test_conditions_are_read_from_file_names(path, policy, capacity, side, model):
-    found = data.artifact_condition(path)
-    assert (found["policy"], found["capacity"], found["prefix"], found["suffix"]) == (policy, capacity, side, side)
-    assert found["model"] == model
-    assert found["temperature"] == (0.7 if "t07" in path else 0.0)
-
-
-def mirrored() -> bool:
-    folders = filter(None, os.environ.get("KVREPRO_DATA", "").split(os.pathsep))
-    return any((Path(f) / part / "results").is_dir() for f in folders for part in ("", "artifact"))
-
-
-needs_artifact = pytest.mark.skipif(not mirrored(), reason="KVREPRO_DATA names no folder with the paper's results")
-
-
-@needs_artifact
-def test_the_papers_table_values_come_out_of_its_rows():
-    """Qwen2.5-3B, 162 items (paper, tables 2, 3, 10): ceiling 0.315, LRU at 256 without and with protection."""
-    frame = pd.concat([data.artifact_results("confound"), data.artifact_results("ablation")])
-    found = frame.groupby("name")["token_f1"].mean()
-    assert found["confound/q25-c2048-fullcache"] == pytest.approx(0.315, abs=1e-3)
-    assert found["ablation/q25-c256-lru"] == pytest.approx(0.011, abs=1e-3)
-    assert found["confound-fix/q25-c256-lru-protected"] == pytest.approx(0.281, abs=1e-3)
-    items = {item.id: item for item in data.load_items(str(data.fetch("longbench-balanced.jsonl")))}
-    assert all(items[row["item"]].task == row["task"] for _, row in frame.iterrows())
-
-
-@needs_artifact
-def test_the_panel_pairs_with_the_authors_rows_by_item():
-    panel = {item.id: item for item in data.load_items("protection-panel")}
-    assert len(panel) == 162
-    rows = pd.concat([data.artifact_results(part) for part in ("ablation", "confound", "credit", "phi35-multiarch")])
-    for _, of in rows.groupby("name"):
-        assert set(of["item"]) == set(panel)
-    assert all(
-        panel[name].answer.strip()[:500] == answer for name, answer in zip(rows["item"], rows["answer"], strict=True)
-    )
-    assert all(panel[name].task == task for name, task in zip(rows["item"], rows["task"], strict=True))

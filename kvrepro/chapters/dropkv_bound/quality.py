@@ -105,7 +105,7 @@ def main(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def pair(rows: pd.DataFrame, against: str, share: float) -> pd.DataFrame:
-    """Per item that has both, the score of DropKV (a) and of another method (b) at a share (the full cache's: "full")."""
+    """Per item that has both, the score of DropKV (a) and of another method (b) at a share (the full cache: "full")."""
     sides, rows = {}, main(rows)
     for name, method, at in (("a", "dropkv", share), ("b", against, 1.0 if against == "full" else share)):
         of = rows[(rows.method == method) & (rows["share"] == at)]

@@ -405,8 +405,8 @@ PLAIN = "none"  # the main comparison: nothing is changed
 
 
 def tidy(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `score` (`measure.scores`) and `change`, what differs from the main comparison ("none": nothing); baselines have the reading
-    "any". The full cache of an item is listed once.
+    """The rows with `score` (`measure.scores`) and `change`, what differs from the main comparison ("none": nothing);
+    baselines have the reading "any". The full cache of an item is listed once.
 
     change: "guards", "window 16", "defensive" (in the mean's place), "4 bits", a step of `STEPS` left out, or "own
     paper", a baseline as its own paper describes it.

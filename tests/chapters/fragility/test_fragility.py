@@ -1,6 +1,7 @@
 """Retained importance against loops over the model's own attention; the mixture's closed forms against simulation."""
 
 import json
+from collections import Counter
 from dataclasses import fields, replace
 
 import checkpoint
@@ -20,6 +21,8 @@ from kvrepro.engine.condition import Prompt
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, judge, longbench, models, stats
+from kvrepro.item import Item
+from kvrepro.world import ruler, world
 
 IDS = torch.randint(3, 120, (60,), generator=torch.Generator(device="cpu").manual_seed(5), device="cpu").tolist()
 PROMPT = Prompt(IDS, {"question": list(range(50, 58))})
@@ -496,6 +499,7 @@ def test_claims_file_names_what_exists():
     assert set(book["sets"]["six"]) == {*study.TABLE_1.values(), *study.DATASETS.values()}
     assert set(study.DATASETS) == set(study.TABLE_1)
     assert set(book["sets"]["long"]) == {*study.LONG, *longbench.GROUPS["long"]}
+    assert set(book["sets"]["ruler"]) <= {*world.ALL, *ruler.TASKS}
     assert {claim["id"][:2] for claim in book["claims"]} >= {f"C{i}" for i in range(1, 10)}
 
 
@@ -562,6 +566,25 @@ def test_where_the_headline_may_have_been_measured(chapter):
     assert set(table_1.task) == set(study.TABLE_1.values())
     named = study.printed(["gov_report", "other"])
     assert set(named.task.dropna()) == set(table_1.task) - {"summary"} | {"gov_report"}
+
+
+def test_long_answers_are_looked_at_where_items_may_have_them():
+    def items(task, new):
+        return [Item(f"{task}-{i}", task, (), "a", meta={"max_new_tokens": new} if new else {}) for i in range(9)]
+
+    sizes = study.Size(0, 0, 0, long=3, short=2)
+    pool = [*items("gov_report", 512), *items("qmsum", 512), *items("trec", 64), *items("qasper", 128)]
+    chosen = study._observed_of(pool, sizes, seed=0)
+    assert Counter(item.task for item in chosen) == {"gov_report": 3, "qmsum": 3, "trec": 2}
+    settings = {item.task: len(study._settings_of(item, Setting())) for item in chosen}
+    assert settings["gov_report"] == settings["qmsum"] > 1
+    assert settings["trec"] == 1
+    own = study._observed_of([*items("mine", 300), *items("notes", 8)], sizes, seed=0)
+    assert Counter(item.task for item in own) == {"mine": 3, "notes": 2}
+    brief = study._observed_of([*items("a", None), *items("b", None)], sizes, seed=0)
+    assert len(brief) == 3
+    summary = pd.DataFrame({"task": ["trec", "qmsum", "gov_report"]})
+    assert study.Retained(pd.DataFrame(), summary, 0).long_tasks == ["qmsum", "gov_report"]
 
 
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):

@@ -11,7 +11,7 @@ import synthetic
 from kvrepro.chapters.protection import members
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, judge
+from kvrepro.experiment import artifact, claims, judge
 
 BOOK = claims.load_claims("protection")
 BY_ID = {claim["id"]: claim for claim in BOOK["claims"]}
@@ -247,7 +247,7 @@ def test_the_artifacts_own_rows_give_the_papers_verdicts():
     folders = filter(None, os.environ.get("KVREPRO_DATA", "").split(os.pathsep))
     if not any((Path(one) / "artifact" / "results").is_dir() for one in folders):
         pytest.skip("KVREPRO_DATA names no folder with the artifact")
-    rows = pd.concat([data.artifact_results(part) for part in ("ablation/", "confound", "protection-sweep/")])
+    rows = pd.concat([artifact.results(part) for part in ("ablation/", "confound", "protection-sweep/")])
     rows = rows[rows.policy.isin(["full", "lru"]) & (rows.capacity.isna() | rows.capacity.isin([128, 256, 512]))]
     table = members.evaluate(rows, some("P1", "P4", "P15", "P16", "P17", "P22", "P24", "P25", "P32")).set_index("claim")
     assert (table.verdict.drop(["P22", "P32"]) == "reproduced").all()

@@ -320,13 +320,17 @@ def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[tuple[dict[str, Any
         if len(context) <= budget:
             return item.messages, item.spans, 0
         return *_asked(item, tokenizer.decode(context[-budget:])), len(context) - budget
-    messages, spans, kept = item.messages, item.spans, len(context)
-    while (over := _length(item, tokenizer, messages) - limit) > 0:
+    kept = min(len(context), limit - limit % 2)
+    while True:
+        whole = kept == len(context)
+        text = item.context if whole else "".join(map(tokenizer.decode, longbench.halves(context, kept)))
+        messages, spans = _asked(item, text)
+        over = _length(item, tokenizer, messages) - limit
+        if over <= 0:
+            return messages, spans, len(context) - kept
         kept -= over + (kept - over) % 2
         if kept < 2:
             raise InputError(f"item {item.id}: limit {limit} leaves {kept} tokens for its context: raise the limit")
-        messages, spans = _asked(item, "".join(map(tokenizer.decode, longbench.halves(context, kept))))
-    return messages, spans, len(context) - kept
 
 
 def _length(item: Item, tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> int:

@@ -8,6 +8,7 @@ from kvrepro_kernels.column_mass import column_mass
 from kvrepro_kernels.compaction import compact
 from kvrepro_kernels.paging import fill_holes, repack
 from kvrepro_kernels.prefill_attention import prefill_attention
+from kvrepro_kernels.projected_norm import projected_norm
 from kvrepro_kernels.ragged_decode import ragged_decode
 from kvrepro_kernels.window_attention import window_attention
 from kvrepro_kernels.window_scores import window_scores
@@ -17,6 +18,7 @@ __all__ = [
     "compact",
     "fill_holes",
     "prefill_attention",
+    "projected_norm",
     "ragged_decode",
     "repack",
     "window_attention",

@@ -23,7 +23,7 @@ def projected_norm_reference(values: Tensor, output: Tensor) -> Tensor:
 @triton.jit
 def _projected_norm(
     values, output, norms,
-    value_batch, value_head, value_token, output_head, output_column,  # strides in elements
+    value_batch, value_head, value_token, output_head, output_dim, output_column,  # strides in elements
     kv_heads, tokens, group, hidden,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -40,7 +40,7 @@ def _projected_norm(
     total = tl.zeros((BLOCK_T,), tl.float32)
     for i in tl.range(0, group * columns, num_stages=STAGES):
         column = i % columns * BLOCK_C + step
-        w_at = output + (i // columns) * output_head + column[:, None] * output_column + dim[None, :]
+        w_at = output + (i // columns) * output_head + column[:, None] * output_column + dim[None, :] * output_dim
         w = tl.load(w_at, mask=(column < hidden)[:, None] & (dim[None, :] < DIM), other=0.0)  # [C, D]
         total += tl.sum(tl.abs(tl.dot(value, tl.trans(w), input_precision=PRECISION)), 1)
     tl.store(norms + head_row * tokens + token, total / group, mask=token < tokens)
@@ -52,7 +52,7 @@ def projected_norm(
     """Mean over the group of ||v W||_1, float32 [batch, kv_heads, tokens].
 
     values: [batch, kv_heads, tokens, dim], strided with dim innermost. output: the output projection of each query
-    head, [heads, dim, hidden], dim innermost in memory, as a linear layer's weight [hidden, heads * dim] holds it.
+    head, [heads, dim, hidden], strided; fastest with dim innermost, as a linear layer's weight [hidden, heads * dim] has it.
     out: contiguous float32 tensor to write into. tuning: overrides of `projected_norm_tuning`.
     Raises ValueError for tensors that do not fit each other and for CPU tensors uninterpreted.
     """
@@ -64,12 +64,12 @@ def projected_norm(
         raise ValueError(f"output is {output.dtype}, values are {values.dtype}; cast one")
     out = scores_into(out, values)
     check_device(_projected_norm, "projected_norm", (values, output, out))
-    check_innermost(values=values, output=output.mT)
+    check_innermost(values=values)
     if out.numel() == 0:
         return out
     tuned = projected_norm_tuning(dim, values.dtype) | (tuning or {})
     _projected_norm[(triton.cdiv(tokens, tuned["block_t"]), batch * kv_heads)](
-        values, output, out, *values.stride()[:3], output.stride(0), output.stride(2),
+        values, output, out, *values.stride()[:3], *output.stride(),
         kv_heads, tokens, heads // kv_heads, hidden,
         DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_T=tuned["block_t"], BLOCK_C=tuned["block_c"],
         PRECISION=precision(values.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],

@@ -5,9 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _logits(
-    q, keys, at, step, dim, key_token, tokens, last, start, scale, DIM: tl.constexpr, PRECISION: tl.constexpr
-):
+def _logits(q, keys, at, step, dim, key_token, tokens, last, start, scale, DIM: tl.constexpr, PRECISION: tl.constexpr):
     """[R, T] in base 2, of the tokens from `at` on; -inf where a query may not look."""
     token = at + step
     read = ((token >= 0) & (token < tokens))[:, None] & (dim[None, :] < DIM)

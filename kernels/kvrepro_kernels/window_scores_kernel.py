@@ -65,9 +65,7 @@ def _pooled_attention(
 
 
 @triton.jit
-def _indicated(
-    p, value, norm, a, aa, eps, INDICATOR: tl.constexpr, ROUND: tl.constexpr, PRECISION: tl.constexpr
-):
+def _indicated(p, value, norm, a, aa, eps, INDICATOR: tl.constexpr, ROUND: tl.constexpr, PRECISION: tl.constexpr):
     """[T, R]: what attention p to the tokens is worth."""
     if INDICATOR == "attention":
         x = p

@@ -73,8 +73,10 @@ def window_attention(
     part_outputs = torch.empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32, device=keys.device)
     part_lse = torch.empty(batch * kv_heads, splits, rows, dtype=torch.float32, device=keys.device)
     attend_split[(splits, batch * kv_heads, chunks)](
-        query, keys, values, *used, part_outputs, part_lse, *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        kv_heads, tokens, rows, window, tokens - window, per_split, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+        query, keys, values, *used, part_outputs, part_lse,
+        *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+        kv_heads, tokens, rows, window, tokens - window, per_split,
+        (dim**-0.5 if scale is None else scale) * math.log2(math.e),
         LASTS=last is not None, STARTS=starts is not None, POOL=pool,
         DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_T=block_t, BLOCK_R=tuned["block_r"],
         PRECISION=precision(keys.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],

@@ -90,8 +90,8 @@ def _check(
     batch, kv_heads, tokens = keys.shape[:3]
     window = query.shape[2]
     for name, known, kind in (
-        (indicator, INDICATORS, "indicator"), (aggregate, AGGREGATES, "aggregate"), (reduction, REDUCTIONS, "reduction"),
-        (pool_by, POOLS, "pool_by"),
+        (indicator, INDICATORS, "indicator"), (aggregate, AGGREGATES, "aggregate"),
+        (reduction, REDUCTIONS, "reduction"), (pool_by, POOLS, "pool_by"),
     ):  # fmt: skip
         if name not in known:
             raise ValueError(f"{kind} {name!r} is not one of {', '.join(known)}")
@@ -126,8 +126,8 @@ def window_scores(
     [batch, kv_heads], the first live key (left padding, dead slots in front). present: int [batch], how many of the
     last queries are there, by default all; those before them count in no mean or variance.
     norms: [batch, kv_heads, tokens] for the indicator "value", by default ||v||. pool: an odd number of neighbouring
-    tokens, of whose attention `pool_by` "average" (beyond the ends it is 0) or "max" stands for a token's. round_p: p is
-    rounded to bfloat16 in the indicator "perturbation".
+    tokens, of whose attention `pool_by` "average" (beyond the ends it is 0) or "max" stands for a token's. round_p: in
+    the indicator "perturbation" p is rounded to bfloat16.
     out: contiguous float32 tensor to write into. tuning: overrides of `window_scores_tuning`.
     Raises ValueError for tensors that do not fit each other, unknown names and CPU tensors uninterpreted.
     Long, because the launch names everything that the kernel is given.

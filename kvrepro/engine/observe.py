@@ -104,8 +104,7 @@ class Observation:
     # ---- what kernels are given
 
     def slots_before(self, positions: Tensor) -> Tensor:
-        """How many of a head's slots, dead ones among them, stand before `positions` [batch, any]: int [batch, kv_heads,
-        any]."""
+        """Slots of each head, dead ones among them, before `positions` [batch, any]: int [batch, kv_heads, any]."""
         wanted = positions[:, None].expand(-1, self.positions.shape[1], -1).contiguous()
         return torch.searchsorted(self.positions.contiguous(), wanted)
 

@@ -14,6 +14,7 @@ kept by the guard `recent`.
 | DefensiveKV | attention | defensive | each query |
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -83,9 +84,9 @@ def windowed(
 
     importance: the tensor, or the name of an indicator (`extra` are its parameters), which backend triton computes and
     reduces in a kernel. aggregate: over queries; mean_var adds gamma times the unbiased variance, defensive is the max
-    over queries and group, pooled before, and no less than the head's mean. group: over query heads; union is minus the
-    best rank that any of them gives, so that a KV head keeps the union of their choices. pool runs along tokens for each
-    query, head or kv_head (pool_at), an average counts zeros beyond the ends. over: "past" leaves the window's own
+    over queries and group, pooled before, and no less than the head's mean. group: over query heads; union is minus
+    the best rank that any of them gives, so that a KV head keeps the union of their choices. pool runs along tokens for
+    each query, head or kv_head (pool_at), an average counts zeros beyond the ends. over: "past" leaves the window's own
     tokens out. rescale: a pooled row gets its former sum back. Raises InputError for unknown names and even kernels.
     """
     names = {"aggregate": aggregate, "group": group, "pool": pool, "pool_at": pool_at, "over": over}
@@ -112,7 +113,7 @@ def _fused(
 ) -> Scores:  # fmt: skip
     """What `windowed` reduces, by passes of a Triton kernel over keys and values, with sums over queries and, where
     nothing comes between, over the group inside. Raises InputError for what the kernel does not pool."""
-    one = partial(_kernel, o, indicator, **extra)
+    one: Callable[..., Tensor] = partial(_kernel, o, indicator, **extra)
     if pool_at == "query" and pool != "none":
         if (
             aggregate not in ("defensive", "max")
@@ -357,7 +358,7 @@ def _pulled(o: Observation, droppable: Mask, aggregate: str, pool: str, kernel: 
 
     if pool == "average" or aggregate in ("mean_var", "defensive"):
         raise InputError(f"backend triton has no aggregate {aggregate}, pool {pool} in chunks: use backend torch")
-    near = {"pool": 1 if pool == "none" else kernel}
+    near: dict[str, Any] = {"pool": 1 if pool == "none" else kernel}
     v, last = o.values * droppable[..., None], o.slots_before(o.query_positions + 1) - 1
     pull, log_sums = window_attention(
         o.queries, o.keys, v, scale=o.scaling, last=last, starts=o.starts, **near

@@ -52,7 +52,7 @@ def projected_norm(
     """Mean over the group of ||v W||_1, float32 [batch, kv_heads, tokens].
 
     values: [batch, kv_heads, tokens, dim], strided with dim innermost. output: the output projection of each query
-    head, [heads, dim, hidden], strided; fastest with dim innermost, as in a linear layer's weight [hidden, heads * dim].
+    head, [heads, dim, hidden], strided; fastest with dim innermost, as a linear layer's [hidden, heads * dim] is.
     out: contiguous float32 tensor to write into. tuning: overrides of `projected_norm_tuning`.
     Raises ValueError for tensors that do not fit each other and for CPU tensors uninterpreted.
     """

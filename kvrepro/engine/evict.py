@@ -185,6 +185,14 @@ class Job:
             return None
         return self.budgets[0]
 
+    def total(self, heads: int, tokens: int) -> int | None:
+        """The number that `heads` of every row keep together of `tokens` each, where that is known beforehand."""
+        c, p = self.condition, self.policy
+        sums = p.allocate in (allocate.uniform, allocate.adaptive, allocate.joint) and p.across is None
+        if not sums or c.fair is not None or c.execution != "physical" or max(self.budgets) > tokens:
+            return None
+        return heads * sum(self.budgets)
+
 
 @contextmanager
 def attempt(job: Job, isolate: bool) -> Iterator[None]:

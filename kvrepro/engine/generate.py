@@ -3,7 +3,6 @@
 One forward pass of a prompt serves all its conditions; what each keeps decodes together, as rows of one batch.
 """
 
-import os
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvrepro.engine.allowed import Size, ensure
 from kvrepro.engine.attention import installed
+from kvrepro.engine.backend import BACKENDS, obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.decode import batch_kind, decode
@@ -19,11 +19,9 @@ from kvrepro.engine.evict import REPEATED
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import Call, boundary, check_shared, groups, read
 from kvrepro.engine.policy import check, find
-from kvrepro.engine.regime import Chunked, DecodeCap, PerStep
 from kvrepro.engine.rows import Rows, Tag, joined
 from kvrepro.errors import InputError
 
-BACKENDS = ("torch", "triton")
 ERRORS = ("raise", "return")
 
 
@@ -37,7 +35,7 @@ def generate(
     stop_ids: Collection[int],
     batch_rows: int = 64,
     prompt_rows: int = 1,
-    backend: str = "torch",
+    backend: str | Sequence[str] = "torch",
     repeat: Sequence[int] = (),
     measure_peak: bool = False,
     kept_sets: bool = False,
@@ -48,36 +46,48 @@ def generate(
 
     prompts: token ids, or `Prompt` where a condition names spans. Rows of any prompt and condition decode in batches of
     up to `batch_rows`; `prompt_rows` prompts pass through the model together, padded on the left.
-    backend: "torch", or "triton" on a GPU: whole prompts by torch's fastest attention that keeps the log-sum-exp,
-    window scores and cumulative attention by one-pass kernels, single tokens by the ragged decode kernel; a question
-    after the compressed prompt is read by plain torch. What it cannot do, it refuses.
+    backend: "torch"; "triton" on a GPU: attention of whole prompts by torch's fastest that keeps the log-sum-exp, of
+    chunks and single tokens, window scores and sums by kernels, a question after the compressed prompt by plain torch;
+    what it cannot do, it refuses. "auto": "triton" where `kvrepro.engine.backend` finds that it can and agrees, else
+    "torch". Or one of these for each condition. Each generation says which it was.
     repeat: token ids of KVzip's request to repeat the context. measure_peak: measure what the prefill allocates, one
     condition at a time. kept_sets: return who stayed. seed: of policies that draw, whose draws differ between prompts.
     errors: "return" gives, in place of a generation, the exception that a policy raised or that NaN logits caused; the
     other rows go on. Raises InputError, before anything is computed, for what can be known by then.
     """
-    _check_call(prompts, max_new_tokens, batch_rows, prompt_rows, backend, errors)
+    _check_call(prompts, max_new_tokens, batch_rows, prompt_rows, errors)
     texts = [p if isinstance(p, Text) else Text(list(p), {}) for p in prompts]
     for text in texts:
         _check_prompt(model, text.ids, max_new_tokens)
     check_conditions(model, texts, conditions, max_new_tokens=max_new_tokens)
-    _check_means(model, conditions, repeat, backend)
-    call = Call(
-        model, texts, list(conditions), max_new_tokens, ModelFacts.of(model), list(repeat), measure_peak, kept_sets,
-        backend, seed, errors == "return",
-    )  # fmt: skip
+    backends = _backends(model, texts, conditions, backend)
+    _check_means(conditions, repeat)
     answers: dict[Tag, Generation | Exception] = {}
+    for name in dict.fromkeys(backends):
+        columns = [j for j, chosen in enumerate(backends) if chosen == name]
+        call = Call(
+            model, texts, [conditions[j] for j in columns], max_new_tokens, ModelFacts.of(model), list(repeat),
+            measure_peak, kept_sets, name, seed, errors == "return",
+        )  # fmt: skip
+        together = 1 if name == "triton" and backend == "auto" else prompt_rows
+        answers |= {(i, columns[j]): answer for (i, j), answer in _answers(call, together, batch_rows, stop_ids)}
+    return [[answers[i, j] for j in range(len(conditions))] for i in range(len(texts))]
+
+
+def _answers(
+    call: Call, prompt_rows: int, batch_rows: int, stop_ids: Collection[int]
+) -> Iterator[tuple[Tag, Generation | Exception]]:
+    """Of every prompt under every condition, in the order in which they end."""
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
-    with installed(model):
+    with installed(call.model):
         for row in _rows(call, prompt_rows):
             kind = batch_kind(row)
             waiting.setdefault(kind, []).append(row)
             if len(waiting[kind]) >= batch_rows or row.conditions[0].bits is not None:
-                answers.update(decode(call, joined(waiting.pop(kind)), stop_ids))
+                yield from decode(call, joined(waiting.pop(kind)), stop_ids)
         for batch in waiting.values():
-            answers.update(decode(call, joined(batch), stop_ids))
-    answers.update(call.failed)
-    return [[answers[i, j] for j in range(len(conditions))] for i in range(len(texts))]
+            yield from decode(call, joined(batch), stop_ids)
+    yield from call.failed.items()
 
 
 def _rows(call: Call, prompt_rows: int) -> Iterator[Rows]:
@@ -116,13 +126,10 @@ def whitelisted(text: Text, c: Condition) -> set[int]:
     return {at for name in c.whitelist for at in text.spans[name]}
 
 
-def _check_call(
-    prompts: Sequence[Any], max_new_tokens: int, batch_rows: int, prompt_rows: int, backend: str, errors: str
-) -> None:
+def _check_call(prompts: Sequence[Any], max_new_tokens: int, batch_rows: int, prompt_rows: int, errors: str) -> None:
     if any(isinstance(p, int) for p in prompts):
         raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")
     ensure(Size, batch_rows=batch_rows, max_new_tokens=max_new_tokens, prompt_rows=prompt_rows)
-    ensure(BACKENDS, backend=backend)
     ensure(ERRORS, errors=errors)
 
 
@@ -139,26 +146,26 @@ def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens:
         raise InputError(f"{asked} > the model's {config.max_position_embeddings} positions: shorten one")
 
 
-def _check_means(model: PreTrainedModel, conditions: Sequence[Condition], repeat: Sequence[int], backend: str) -> None:
-    """Raise InputError for a policy that the request to repeat, or the backend, does not serve."""
+def _check_means(conditions: Sequence[Condition], repeat: Sequence[int]) -> None:
+    """Raise InputError for a policy that the request to repeat does not serve."""
     for c in conditions:
         if c.policy != "full" and REPEATED.intersection(find(c.policy).needs) and not repeat:
             raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
-    if backend == "triton":
-        _check_kernels(model, conditions)
 
 
-def _check_kernels(model: PreTrainedModel, conditions: Sequence[Condition]) -> None:
-    """Raise InputError for what the Triton backend does not do: it never falls back."""
-    if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InputError("backend triton needs a GPU, this model is on the cpu: use backend torch, or device cuda")
-    if ModelFacts.of(model).sliding:
-        raise InputError("backend triton has no sliding windows: use backend torch for this model")
-    for c in conditions:
-        policy = find(c.policy) if c.policy != "full" else None
-        if c.execution == "masked" or c.bits is not None or (policy is not None and not policy.frees):
-            raise InputError(f"backend triton does not hide, pack or page tokens ({c.label}): use backend torch")
-        if policy is not None and (policy.shared or (policy.parameters.get("window") and not policy.kernel)):
-            raise InputError(f"backend triton has no scorer for {c.policy}: use backend torch")
-        if c.fair is not None or isinstance(c.regime, Chunked | DecodeCap | PerStep):
-            raise InputError(f"backend triton evicts at the end of a whole prompt, not {c.label} in {c.regime.name}")
+def _backends(
+    model: PreTrainedModel, texts: Sequence[Text], conditions: Sequence[Condition], backend: str | Sequence[str]
+) -> list[str]:
+    """Who computes each condition. Raises InputError for what the Triton backend does not do: it never falls back."""
+    asked = [backend] * len(conditions) if isinstance(backend, str) else list(backend)
+    if len(asked) != len(conditions):
+        raise InputError(f"{len(asked)} backends for {len(conditions)} conditions: give one for all, or one for each")
+    for name in asked:
+        ensure(BACKENDS, backend=name)
+    found = dict.fromkeys(range(len(asked)))
+    if "auto" in asked:
+        found |= dict(enumerate(obstacles(model, texts[0].ids if texts else [], conditions)))
+    for name, c in zip(asked, conditions, strict=True):
+        if name == "triton" and (why := obstacle(model, c)):
+            raise InputError(f"backend triton: {why} ({c.label}): use backend torch, or auto")
+    return [("torch" if found[j] else "triton") if name == "auto" else name for j, name in enumerate(asked)]

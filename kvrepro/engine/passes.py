@@ -19,7 +19,7 @@ from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.memory import Peak
 from kvrepro.engine.policy import Policy, budget_of, find
-from kvrepro.engine.prefill import Prefill
+from kvrepro.engine.prefill import ExtendByKernels, Prefill
 from kvrepro.engine.regime import Chunked, Offline
 from kvrepro.engine.repeat import reconstruct
 from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
@@ -49,6 +49,9 @@ class Call:
     # A study may put policies in the place of the catalogue's, and be told which tokens the rows pick at each step.
     policies: dict[str, Policy] = field(default_factory=dict)
     watch: Callable[[Rows, Tensor], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.facts = self.facts.by(self.backend)
 
     @property
     def device(self) -> torch.device:
@@ -193,7 +196,7 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
     ids, positions = call.padded([text.ids[:end] for text, end in zip(texts, ends, strict=True)])
     jobs = _jobs(call, members, ends, columns, positions)
     prompts = jobs[0].prompts
-    attention = Prefill(call.facts, prompts, jobs, call.backend, call.isolate)
+    attention = Prefill(call.facts, prompts, jobs, call.isolate)
     cache = EngineCache(call.model.config)
     logits = call.forward(ids, positions, cache, attention)
     if any(job.repeated for job in jobs if job.error is None):
@@ -224,14 +227,14 @@ def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]
     ids_of = [call.texts[i].ids[:end] for _ in jobs for i, end in zip(members, ends, strict=True)]
     window = max(job.window for job in jobs)
     chunk = getattr(jobs[0].condition.regime, "chunk", 0)
-    cache = EngineCache(call.model.config)
+    cache, extend = EngineCache(call.model.config), Extend if call.backend == "torch" else ExtendByKernels
     _open(call, cache, len(texts), {n for job in jobs for n in job.sums})
     lengths = torch.tensor([len(ids) for ids in ids_of], device=call.device)
     tags = [(i, j) for j in columns for i in members]
     rows = Rows(tags, each, texts, cache, torch.empty(0), torch.zeros_like(lengths), torch.zeros_like(lengths))
     for a in range(0, int(lengths.max()), chunk):
         ids, positions = call.padded([t[a : a + chunk] for t in ids_of], [a] * len(ids_of))
-        rows.logits = call.forward(ids, positions, cache, Extend(cache, positions, window))
+        rows.logits = call.forward(ids, positions, cache, extend(cache, positions, window))
         rows.seen = torch.minimum(lengths, rows.seen + chunk)
         last = a + chunk >= int(lengths.max())
         budgets = [_chunk_budget(job, call.facts, s, last) for job, s in zip(each, rows.seen.tolist(), strict=True)]

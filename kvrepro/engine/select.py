@@ -1,10 +1,45 @@
 """Who stays in each head, once scores, protected tokens and counts are known."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
 from kvrepro.engine.shapes import Counts, Mask, Scores
 from kvrepro.errors import InputError
+
+Doubt = tuple[Tensor, Callable[[], InputError]]  # is it so? what to say then
+_later: ContextVar[list[Doubt] | None] = ContextVar("later", default=None)
+
+
+@contextmanager
+def ensured_later() -> Iterator[list[Doubt]]:
+    """What `ensure_room` and `ensure_numbers` would ask a GPU, which would have to be waited for, is noted instead."""
+    doubts: list[Doubt] = []
+    token = _later.set(doubts)
+    try:
+        yield doubts
+    finally:
+        _later.reset(token)
+
+
+def _ensure(wrong: Tensor, error: Callable[[], InputError]) -> None:
+    """Raise `error` if any of `wrong` is True, or note it."""
+    doubts = _later.get()
+    if doubts is not None:
+        doubts.append((wrong.any(), error))
+    elif wrong.any():
+        raise error()
+
+
+def settle(doubts: Sequence[Doubt]) -> None:
+    """Raise the error of the first doubt that is so; a GPU is waited for once."""
+    if doubts:
+        found = torch.stack([wrong.to(doubts[0][0].device) for wrong, _ in doubts]).tolist()
+        if True in found:
+            raise doubts[found.index(True)][1]()
 
 
 def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None = None) -> Mask:
@@ -29,16 +64,23 @@ def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None 
 
 def ensure_room(counts: Tensor, needed: Tensor, whose: str = "") -> None:
     """Raise InputError naming both numbers where more tokens are protected than a count has room for."""
-    if (needed > counts).any():
+
+    def error() -> InputError:
         worst = (needed - counts).argmax()
         both = f"budget {int(counts.flatten()[worst])} < {int(needed.flatten()[worst])} protected tokens"
-        raise InputError(f"{both}{whose}: raise the budget, or protect less")
+        return InputError(f"{both}{whose}: raise the budget, or protect less")
+
+    _ensure(needed > counts, error)
 
 
 def ensure_numbers(scores: Scores) -> None:
     """Raise InputError where a score is NaN: such a token is neither better nor worse than any other."""
-    if scores.isnan().any():
-        raise InputError(f"{int(scores.isnan().sum())} of {scores.numel()} scores are NaN: mend the scorer")
+    strange = scores.isnan()
+
+    def error() -> InputError:
+        return InputError(f"{int(strange.sum())} of {strange.numel()} scores are NaN: mend the scorer")
+
+    _ensure(strange, error)
 
 
 def lexsort(*keys: Tensor) -> Tensor:
@@ -49,13 +91,14 @@ def lexsort(*keys: Tensor) -> Tensor:
     return order
 
 
-def best(scores: Scores, protected: Mask, count: int) -> tuple[Tensor, Tensor]:
+def best(scores: Scores, protected: Mask, count: int) -> Tensor:
     """What `select` keeps where every head keeps `count` living tokens: their places, int64 [batch, kv_heads, count],
-    ascending; and whether it would have raised, bool [2] for too many protected and for NaN, so that a GPU need not be
-    waited for."""
-    doubt = torch.stack([(protected.sum(-1) > count).any(), scores.isnan().any()])
+    ascending."""
+    needed = protected.sum(-1)
+    ensure_room(torch.full_like(needed, count), needed)
+    ensure_numbers(scores)
     order = _ordered(scores.masked_fill(protected, torch.inf))
-    return order.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values, doubt
+    return order.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
 def _ordered(scores: Scores) -> Tensor:

@@ -78,7 +78,7 @@ def projected_norm(
 
 
 def projected_norm_tuning(dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Block sizes by shape."""
+    """Block sizes by shape; measured on an H100 for bfloat16 and 128 dims."""
     if dtype == torch.float32 or dim > 128:
         return {"block_t": 64, "block_c": 32, "warps": 4, "stages": 2}
-    return {"block_t": 128, "block_c": 128, "warps": 8, "stages": 3}
+    return {"block_t": 256, "block_c": 64, "warps": 8, "stages": 3}

@@ -47,7 +47,9 @@ def attend_split(
     mass = tl.zeros((BLOCK_R,), tl.float32)
     out = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     begin = tl.program_id(0) * tokens_per_split
-    for at in tl.range(begin, tl.minimum(begin + tokens_per_split, tokens), BLOCK_T, num_stages=STAGES):
+    end = tl.minimum(begin + tokens_per_split, tokens)
+    end = tl.minimum(end, tl.max(tl.where(row < rows, last, -1), 0) + 1 + POOL // 2)
+    for at in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
         token = at + step
         read = (token < tokens)[:, None] & (dim[None, :] < DIM)
         base = tl.zeros((), tl.int64) + at  # 64 bits: a head may pass 2**31 elements

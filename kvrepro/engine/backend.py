@@ -19,7 +19,7 @@ from kvrepro.engine.evict import REPEATED, Job, Prompts, judged
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import call, find
-from kvrepro.engine.prefill import attend_by_kernels
+from kvrepro.engine.prefill import attend_by_kernels, mass_by_kernels
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import KeyValue, Mask, Query
 
@@ -91,7 +91,8 @@ class Probe:
         if self.failed is not None:
             return plain
         try:
-            out, log_sums, sums = attend_by_kernels(query, key, value, scaling, {"mass"})
+            out, log_sums = attend_by_kernels(query, key, value, scaling)
+            sums = {"mass": mass_by_kernels(query, key, log_sums, scaling)}
             decoded = _decoded(query, key, value, scaling)
             error = max(_distance(out, plain), _distance(decoded, plain[:, -1:]))
             if not error < CLOSE.get(query.dtype, 2e-2):

@@ -355,6 +355,9 @@ def across(job: Job) -> dict[int, Mask]:
         summaries = [None if w.summary is None else w.summary.to(home) for w in layers]
         extra = {**job.parameters, "observations": [w.observation for w in layers]}
         scores, counts = call(job.policy.across, scores, protected, job.budget, summaries, parameters=extra)
+    if job.policy.refine is None and job.condition.fair is None and len({s.shape for s in scores}) == 1:
+        stays = select(torch.cat(scores), torch.cat(protected), torch.cat(list(counts))).chunk(len(layers))
+        return {n: s.to(w.scores.device) for (n, w), s in zip(job.pending.items(), stays, strict=True)}
     return {
         layer: selected(job, w.observation, s.to(w.scores.device), w.protected, count.to(w.scores.device))
         for (layer, w), s, count in zip(job.pending.items(), scores, counts, strict=True)

@@ -44,6 +44,25 @@ class Observation:
     def alive(self) -> Mask:
         return self.positions >= 0
 
+    @cached_property
+    def nothing(self) -> Mask:
+        """No token at all."""
+        return torch.zeros_like(self.alive)
+
+    @cached_property
+    def since_window(self) -> Mask:
+        """The tokens from the first query of the window on."""
+        known = self.query_positions >= 0
+        if not known.shape[1]:
+            return self.nothing
+        return self.alive & (self.positions >= self._first_query[..., None])
+
+    @cached_property
+    def _first_query(self) -> Tensor:
+        """Position of the window's first query, int64 [batch, 1]."""
+        known = self.query_positions >= 0
+        return self.query_positions.masked_fill(~known, torch.iinfo(torch.long).max).amin(1, keepdim=True)
+
     @property
     def group(self) -> int:
         """Query heads that share a KV head."""
@@ -104,14 +123,31 @@ class Observation:
     # ---- what kernels are given
 
     def slots_before(self, positions: Tensor) -> Tensor:
-        """Slots of each head, dead ones among them, before `positions` [batch, any]: int [batch, kv_heads, any]."""
-        wanted = positions[:, None].expand(-1, self.positions.shape[1], -1).contiguous()
-        return torch.searchsorted(self.positions.contiguous(), wanted)
+        """Slots of each head, dead ones among them, before `positions` [batch, any]: int [batch, kv_heads, any], or
+        [batch, 1, any] where all heads hold the same tokens."""
+        where = self.positions if self.positions.stride(1) else self.positions[:, :1]
+        wanted = positions[:, None].expand(-1, where.shape[1], -1)
+        return torch.searchsorted(where.contiguous(), wanted.contiguous())
+
+    @cached_property
+    def last_seen(self) -> Tensor:
+        """The last slot that each query may see, int [batch, kv_heads or 1, window]."""
+        return self.slots_before(self.query_positions + 1) - 1
+
+    @cached_property
+    def last_before_window(self) -> Tensor:
+        """The last slot before the window's own tokens, int [batch, kv_heads or 1, 1]."""
+        return self.slots_before(self._first_query) - 1
 
     @cached_property
     def starts(self) -> Tensor:
-        """The first living slot of each head, int [batch, kv_heads]."""
-        return (~self.alive).sum(-1)
+        """The first living slot of each head, int32 [batch, kv_heads]."""
+        return (~self.alive).sum(-1, dtype=torch.int32)
+
+    @cached_property
+    def present(self) -> RowInts:
+        """Queries that are there."""
+        return (self.query_positions >= 0).sum(1)
 
     @cached_property
     def attended(self) -> tuple[Tensor, Query]:
@@ -120,9 +156,8 @@ class Observation:
             return self.log_sums, self.window_outputs
         from kvrepro_kernels import window_attention
 
-        last = self.slots_before(self.query_positions + 1) - 1
         outputs, log_sums = window_attention(
-            self.queries, self.keys, self.values, scale=self.scaling, last=last, starts=self.starts
+            self.queries, self.keys, self.values, scale=self.scaling, last=self.last_seen, starts=self.starts
         )
         return log_sums, outputs
 

@@ -199,6 +199,7 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
     attention = Prefill(call.facts, prompts, jobs, call.isolate)
     cache = EngineCache(call.model.config)
     logits = call.forward(ids, positions, cache, attention)
+    attention.join()
     if any(job.repeated for job in jobs if job.error is None):
         reconstruct(call.model, attention, call.repeat, ids, positions, cache)
     attention.finish(width=max(ends) + call.max_new_tokens)

@@ -1,7 +1,9 @@
 """A prompt's forward pass: one serves many conditions, each layer reduced as soon as it is computed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ class Prefill:
         self.padded = bool((prompt.positions < 0).any())
         self.seeds = torch.tensor(prompt.seeds, device=prompt.positions.device)
         self.doubts: list[tuple[Job, Doubt]] = []
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
         if facts.backend == "triton" and self.padded:
             raise InputError("backend triton takes prompts of one length together: use prompt_rows=1")
         self.shared = [job for job in jobs if job.reduction is not None]
@@ -47,11 +50,12 @@ class Prefill:
         positions = self.prompt.positions.to(query.device)
         n = positions.shape[1]
         wanted = self.sums if layer in self.facts.evictable else set()
-        sums = {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in wanted}
+        kernels = self.facts.backend == "triton"
+        sums = {} if kernels else {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in wanted}
         beyond = sliding is not None and n > sliding
         log_sums = None
-        if self.facts.backend == "triton":
-            out, log_sums, sums = attend_by_kernels(query, key, value, scaling, wanted)
+        if kernels:
+            out, log_sums = attend_by_kernels(query, key, value, scaling)
         elif self.padded or sums or beyond or self.signals:
             watch = self._watch(query, key, sums, positions)
             part = (key, value, positions[:, None])
@@ -60,9 +64,39 @@ class Prefill:
             out = attend_prompt(query, key, value, scaling)
 
         held = slice(max(0, n - sliding + 1), n) if beyond else slice(0, n)  # what a next query could still see
-        key, value = key[:, :, held], value[:, :, held]
-        where = positions[:, None, held].expand(*key.shape[:3])
-        sums = {name: s[:, :, held] for name, s in sums.items()}
+        given = [x for x in (query, key, value, out, log_sums, *sums.values()) if x is not None]
+        with self._beside(query.device, given):
+            if log_sums is not None and wanted:
+                sums = {"mass": mass_by_kernels(query, key, log_sums, scaling)}
+            key, value = key[:, :, held], value[:, :, held]
+            where = positions[:, None, held].expand(*key.shape[:3])
+            sums = {name: s[:, :, held] for name, s in sums.items()}
+            self._keep(layer, query, key, value, scaling, where, sums, out, log_sums)
+        return out
+
+    @contextmanager
+    def _beside(self, device: torch.device, given: Sequence[Tensor]) -> Iterator[None]:
+        """On a GPU a layer is reduced while the next ones are computed: in a stream beside, until `join`."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = self.streams[device] = _beside(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        for tensor in given:
+            tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """Have what follows wait for the layers' reductions."""
+        for stream in self.streams.values():
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def _keep(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, where: Positions,
+        sums: dict[str, Tensor], out: Tensor, log_sums: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Each job's part of a layer."""
         seen: dict[tuple[Any, ...], Observation] = {}
         for job in self.jobs:
             if job.policy is None or layer not in self.facts.evictable:
@@ -87,7 +121,6 @@ class Prefill:
             with attempt(job, self.isolate), ensured_later() as doubts:
                 self._decide(job, layer, seen[kind], plain)
             self.doubts += [(job, doubt) for doubt in doubts]
-        return out
 
     def _watch(self, query: Query, key: KeyValue, sums: dict[str, Tensor], positions: TokenInts) -> Watch | None:
         """What looks at a layer's probabilities while they exist."""
@@ -233,16 +266,28 @@ def _alike(held: Tensor) -> Tensor | None:
     return held.nonzero()[:, 1].view(len(held), -1)
 
 
-def attend_by_kernels(
-    query: Query, key: KeyValue, value: KeyValue, scaling: float, wanted: set[str]
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(output, log-sum-exp, sums) of a whole prompt: torch's fastest attention that keeps the log-sum-exp, and
-    attention summed per key by a kernel."""
-    from kvrepro_kernels import column_mass, prefill_attention
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all prompts, so that they share its memory; it goes before the main one, which it leaves little
+    to wait for."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def attend_by_kernels(query: Query, key: KeyValue, value: KeyValue, scaling: float) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) of a whole prompt: torch's fastest attention that keeps the log-sum-exp."""
+    from kvrepro_kernels import prefill_attention
 
     done = prefill_attention(query, key, value, scale=scaling)
-    sums = {"mass": column_mass(query, key, done.lse, scale=scaling)} if wanted else {}
-    return done.output.transpose(1, 2), done.lse, sums
+    return done.output.transpose(1, 2), done.lse
+
+
+def mass_by_kernels(
+    query: Query, key: KeyValue, log_sums: Tensor, scaling: float, starts: Tensor | None = None
+) -> Tensor:
+    """Attention that each key got, of the last queries; starts: the first living key of each head."""
+    from kvrepro_kernels import column_mass
+
+    return column_mass(query, key, log_sums, scale=scaling, starts=starts)
 
 
 class ExtendByKernels(Extend):
@@ -251,7 +296,7 @@ class ExtendByKernels(Extend):
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
     ) -> Tensor:
-        from kvrepro_kernels import column_mass, window_attention
+        from kvrepro_kernels import window_attention
 
         stored, at = self.cache.ragged[layer], self.positions.to(query.device)
         stored.append(key, value, at)
@@ -264,6 +309,6 @@ class ExtendByKernels(Extend):
         starts = (where < 0).sum(-1)
         out, log_sums = window_attention(query, keys, values, scale=scaling, starts=starts)
         for name in stored.sums:  # "mass" alone: the others were refused
-            mass = column_mass(query, keys, log_sums, scale=scaling, starts=starts)
+            mass = mass_by_kernels(query, keys, log_sums, scaling, starts)
             stored.add(name, mass, 0 if len(parts) == 1 else parts[0][0].shape[2])
         return out.transpose(1, 2)

@@ -56,18 +56,24 @@ def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None 
     if ties is not None:
         rank = lexsort(scores, ties).argsort(dim=-1)
         return (rank >= scores.shape[-1] - counts[..., None]) & ~dead
+    return largest(scores, counts)
+
+
+def largest(scores: Tensor, counts: Tensor) -> Tensor:
+    """The `counts` [...] largest of scores [..., tokens], -inf never among them; among equals the later."""
     order = _ordered(scores)
     best = order.sort(dim=-1, descending=True).values
     last = best.gather(-1, (counts[..., None] - 1).clamp(0, order.shape[-1] - 1))
-    return (order >= last) & (counts > 0)[..., None] & ~dead
+    return (order >= last) & (counts > 0)[..., None] & ~scores.isneginf()
 
 
-def ensure_room(counts: Tensor, needed: Tensor, whose: str = "") -> None:
+def ensure_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> None:
     """Raise InputError naming both numbers where more tokens are protected than a count has room for."""
 
     def error() -> InputError:
         worst = (needed - counts).argmax()
-        both = f"budget {int(counts.flatten()[worst])} < {int(needed.flatten()[worst])} protected tokens"
+        room = torch.as_tensor(counts, device=needed.device).expand_as(needed)
+        both = f"budget {int(room.flatten()[worst])} < {int(needed.flatten()[worst])} protected tokens"
         return InputError(f"{both}{whose}: raise the budget, or protect less")
 
     _ensure(needed > counts, error)
@@ -94,8 +100,7 @@ def lexsort(*keys: Tensor) -> Tensor:
 def best(scores: Scores, protected: Mask, count: int) -> Tensor:
     """What `select` keeps where every head keeps `count` living tokens: their places, int64 [batch, kv_heads, count],
     ascending."""
-    needed = protected.sum(-1)
-    ensure_room(torch.full_like(needed, count), needed)
+    ensure_room(count, protected.sum(-1))
     ensure_numbers(scores)
     order = _ordered(scores.masked_fill(protected, torch.inf))
     return order.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values

@@ -12,6 +12,7 @@ import pandas as pd
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine import policy
+from kvrepro.engine.backend import obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.regime import Chunked, DecodeCap, Offline, PerStep, SharedCap
@@ -116,24 +117,31 @@ def policy_of(condition: Condition) -> Any:
 
 
 def heads(
-    study: "Answers", loaded: Loaded, settings: "Settings", prompts: Sequence[Prompt], conditions: Sequence[Condition]
-) -> list[list[dict[str, Any]]]:
-    """What is known of each row before it is computed, [item][condition]; `key` hashes all that decides the rest."""
+    study: "Answers", loaded: Loaded, settings: "Settings", prompts: Sequence[Prompt], conditions: Sequence[Condition],
+    backends: Sequence[str],
+) -> list[list[dict[str, Any]]]:  # fmt: skip
+    """What is known of each row before it is computed, [item][condition]; `key` hashes all that decides the rest.
+    backends: who computes each condition."""
     limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
     decisive = {
         "model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device,
-        "backend": settings.backend, "max_new_tokens": study.max_new_tokens, "limit": limit,
+        "max_new_tokens": study.max_new_tokens, "limit": limit,
     }  # fmt: skip
     noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
     note = fingerprint.of(study.note)
-    own = [c.columns() | {"engine_hash": code_of(c, settings.backend)} for c in conditions]
+    own = [
+        (c.columns() | {"engine_hash": code_of(c, backend)}, {"backend": backend})
+        for c, backend in zip(conditions, backends, strict=True)
+    ]
     found = []
     for item, prompt in zip(study.items, prompts, strict=True):
         of = decisive | {"item": item.id}
         of["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item))
         told = {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
         told["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
-        found.append([one | of | told | noted | {"key": fingerprint.digest(one, of, note)} for one in own])
+        found.append([
+            one | of | by | told | noted | {"key": fingerprint.digest(one, of | by, note)} for one, by in own
+        ])  # fmt: skip
     return found
 
 
@@ -162,7 +170,8 @@ def attempted(
     """Generations, or the exceptions that single pairs raise: what fails is halved, conditions first, then items."""
     try:
         asked = [prompts[i] for i in members], [conditions[j] for j in chosen]
-        made = engine.generate(loaded.model, *asked, errors="return", **given)
+        backends = [given["backend"][conditions[j]] for j in chosen]
+        made = engine.generate(loaded.model, *asked, errors="return", **given | {"backend": backends})
     except Exception as error:  # whatever a condition raises becomes its row's error
         if len(members) == len(chosen) == 1:
             return {(members[0], chosen[0]): error}
@@ -213,10 +222,19 @@ class AnswersPlan(Plan):
         self.conditions = list(dict.fromkeys(study.conditions))
         self.prompts = check(study, loaded)
         self.gaps = unmet(loaded, self.prompts, self.conditions) if study.gaps else {}
-        self.heads = heads(study, loaded, settings, self.prompts, self.conditions)
+        self.left = self._left()
+        usual = "triton" if settings.backend == "auto" else settings.backend
+        self.backends = ["torch" if why else usual for why in self.left]
+        self.heads = heads(study, loaded, settings, self.prompts, self.conditions, self.backends)
         self.pairs = list(itertools.product(range(len(self.prompts)), range(len(self.conditions))))
         self.keys = [self._head(pair)["key"] for pair in self.pairs]
         self.total = len(self.keys)
+
+    def _left(self) -> list[str | None]:
+        """Why the backend "auto" leaves a condition to plain PyTorch; None: it does not."""
+        if self.settings.backend != "auto":
+            return [None] * len(self.conditions)
+        return obstacles(self.loaded.model, self.prompts[0].ids, self.conditions)
 
     def __enter__(self) -> "AnswersPlan":
         self.table = store.Store(self.settings.folder, self.study.chapter, self.study.name)
@@ -246,7 +264,7 @@ class AnswersPlan(Plan):
         """What every call of the engine is given."""
         return {
             "max_new_tokens": self.study.max_new_tokens, "stop_ids": models.stop_ids(self.loaded),
-            "batch_rows": self.settings.batch_rows, "backend": self.settings.backend,
+            "batch_rows": self.settings.batch_rows, "backend": dict(zip(self.conditions, self.backends, strict=True)),
             "repeat": self.loaded.tokenizer.encode(REPEAT, add_special_tokens=False),
             "kept_sets": self.study.note is not None,
         }  # fmt: skip
@@ -322,8 +340,16 @@ class AnswersPlan(Plan):
         ]
 
     def remarks(self) -> list[str]:
-        """Prompts that were cut, and conditions that did nothing."""
+        """Who computed what, prompts that were cut, and conditions that did nothing."""
         said, frame = [], self.results()
+        if self.settings.backend == "auto" and self.loaded.device != "cpu":
+            labels: dict[str, list[str]] = {}
+            for c, why in zip(self.conditions, self.left, strict=True):
+                if why is not None:
+                    labels.setdefault(why, []).append(c.label)
+            others = [f"; plain PyTorch for {some[0]}{_more(some)} ({why})" for why, some in labels.items()]
+            computed = f"{self.left.count(None)} of {len(self.left)} conditions"
+            said.append(f"{self.title}: kernels computed {computed}{''.join(others)}")
         cut = frame[frame.cut > 0].drop_duplicates("item")
         if len(cut):
             said.append(
@@ -339,3 +365,8 @@ class AnswersPlan(Plan):
             what = "conditions evicted nothing from any item"
             said.append(f"{len(idle)} {what}, {idle[0].label} for one: budgets never met")
         return said
+
+
+def _more(labels: Sequence[str]) -> str:
+    """How many there are beside the first."""
+    return f" and {len(labels) - 1} more" if len(labels) > 1 else ""

@@ -46,7 +46,8 @@ class Settings:
     seed: int = 0  #: of the items
     device: str = "cpu"  #: or "cuda"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  #: of weights and caches
-    backend: Literal["torch", "triton"] = "torch"  #: "triton": the kernels, on a GPU
+    #: "triton": kernels, on a GPU; "torch": plain PyTorch; "auto": kernels where they agree with it on this model
+    backend: Literal["auto", "torch", "triton"] = "auto"
     workers: Size | None = None  #: processes, one thread or GPU each; None: `$KVREPRO_WORKERS`, or all cores or GPUs
     batch_rows: Size = 64  #: rows that decode together
     progress: bool = True  #: show a progress bar

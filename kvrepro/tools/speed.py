@@ -1,8 +1,8 @@
 """Whole-model timings at the true shapes of public models, random weights: speed does not depend on what they are.
 
-`python -m kvrepro.tools.speed --part prefill --part decode --part answer --out data/gpu/models.csv`, on a GPU; so does
-`--part first --part regimes --out data/gpu/first_token.csv`, every policy in both readings. Rows carry device, versions and date. `--table` writes them beside the published numbers, data/published, as
-data/gpu/models.md.
+`python -m kvrepro.tools.speed --part prefill --part decode --part answer --out data/gpu/models.csv`, on a GPU; every
+policy in both readings with `--part first --part regimes --out data/gpu/first_token.csv`. Rows carry device, versions
+and date. `--table` writes the former beside the published numbers, data/published, as data/gpu/models.md.
 """
 
 import datetime

@@ -148,28 +148,26 @@ def _kernel(
     from kvrepro_kernels import window_scores
 
     log_sums, outputs = o.attended
-    there = o.query_positions >= 0
-    last = o.slots_before(o.query_positions + 1) - 1
+    last = o.last_seen
     if over == "past":
-        first = o.query_positions.masked_fill(~there, torch.iinfo(torch.long).max).amin(1, keepdim=True)
-        past = o.slots_before(first) - 1
         if rescale:
-            log_sums = log_sums + _spilled(o, log_sums, last, past, extra["pool"])
-        last = torch.minimum(last, past)
+            log_sums = log_sums + _spilled(o, log_sums, extra["pool"])
+        last = torch.minimum(last, o.last_before_window)
     if extra.get("round_p"):
         outputs = outputs.bfloat16().to(outputs)
     return window_scores(
         o.queries, o.keys, o.values, log_sums, outputs, indicator=indicator, aggregate=aggregate, reduction=reduction,
-        scale=o.scaling, last=last, starts=o.starts, present=there.sum(1), **extra,
+        scale=o.scaling, last=last, starts=o.starts, present=o.present, **extra,
     )  # fmt: skip
 
 
-def _spilled(o: Observation, log_sums: Tensor, last: Tensor, past: Tensor, kernel: int) -> Tensor:
+def _spilled(o: Observation, log_sums: Tensor, kernel: int) -> Tensor:
     """ln of the share of its attention to the past that a row keeps when it is pooled: [batch, heads, window].
 
     A token `d` places from an end loses (kernel // 2 - d) / kernel of its attention, so the ends and the window's own
     tokens, whose attention is not the past's, are all that must be looked at.
     """
+    past = o.last_before_window.expand(-1, o.keys.shape[1], -1)
     step = torch.arange(kernel // 2, device=past.device)
     near, far = o.starts[..., None] + step, past - step
     own = past + 1 + torch.arange(o.queries.shape[2], device=past.device)
@@ -177,7 +175,7 @@ def _spilled(o: Observation, log_sums: Tensor, last: Tensor, past: Tensor, kerne
     place = torch.cat([near, far, own], -1).clamp(0, o.keys.shape[2] - 1)  # [batch, kv_heads, places]
     keys = o.keys.gather(2, place[..., None].expand(-1, -1, -1, o.keys.shape[3])).float()
     logits = torch.einsum("bgrwd,bgnd->bgrwn", o.queries.unflatten(1, (-1, o.group)).float(), keys) * o.scaling
-    seen = inside[:, :, None] & (place[:, :, None] <= last[..., None])
+    seen = inside[:, :, None] & (place[:, :, None] <= o.last_seen[..., None])
     p = (logits - log_sums.unflatten(1, (-1, o.group))[..., None]).exp() * seen[:, :, None]
     ends = 2 * len(step)
     lost = (p[..., :ends] * (kernel // 2 - step).repeat(2)).sum(-1) / kernel
@@ -359,9 +357,9 @@ def _pulled(o: Observation, droppable: Mask, aggregate: str, pool: str, kernel: 
     if pool == "average" or aggregate in ("mean_var", "defensive"):
         raise InputError(f"backend triton has no aggregate {aggregate}, pool {pool} in chunks: use backend torch")
     near: dict[str, Any] = {"pool": 1 if pool == "none" else kernel}
-    v, last = o.values * droppable[..., None], o.slots_before(o.query_positions + 1) - 1
+    v = o.values * droppable[..., None]
     pull, log_sums = window_attention(
-        o.queries, o.keys, v, scale=o.scaling, last=last, starts=o.starts, **near
+        o.queries, o.keys, v, scale=o.scaling, last=o.last_seen, starts=o.starts, **near
     )  # over its own sum, not the row's
     pull = (pull * (log_sums - o.attended[0]).exp()[..., None]).nan_to_num(0.0).to(pull)
     seen = replace(o, values=v, log_sums=o.attended[0], window_outputs=pull)

@@ -1,5 +1,6 @@
 """Scorers that have a kernel, against plain PyTorch in float32: dead slots, gaps, missing queries, whole prompts."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from kvrepro.engine.policy import call
 from kvrepro.engine.score import window
 from kvrepro.errors import InputError
 
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 NAMES = [name for name, policy in CATALOGUE.items() if policy.kernel]
 OBSERVED = {
     "whole": dict(group=2, window=4, tokens=37),
@@ -28,8 +30,7 @@ def seen_by(kind):
     o = observation(2, 2, dim=16, hidden=20, seed=3, **shape)
     at = o.query_positions.clone()
     at[0, :missing] = -1  # the first row has fewer queries than the window
-    device = torch.get_default_device()
-    return replace(o, **{k: v.to(device) for k, v in vars(replace(o, query_positions=at)).items()
+    return replace(o, **{k: v.to(DEVICE) for k, v in vars(replace(o, query_positions=at)).items()
                          if isinstance(v, torch.Tensor)})  # fmt: skip
 
 

@@ -60,10 +60,16 @@ def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None 
 
 
 def largest(scores: Tensor, counts: Tensor) -> Tensor:
-    """The `counts` [...] largest of scores [..., tokens], -inf never among them; among equals the later."""
-    order = _ordered(scores)
-    best = order.sort(dim=-1, descending=True).values
-    last = best.gather(-1, (counts[..., None] - 1).clamp(0, order.shape[-1] - 1))
+    """The `counts` [...] largest of scores [..., tokens], -inf never among them; among equals the later.
+
+    All rows are sorted as one, a row's number in front of each key: a GPU sorts rows one after another.
+    """
+    order, n = _ordered(scores), scores.shape[-1]
+    place = n.bit_length()
+    order = (order >> 32) + 2**31 << place | (order & 2**32 - 1)  # as few bits as there are places
+    order += (torch.arange(counts.numel(), device=order.device) << 32 + place).view(*counts.shape, 1)
+    best = order.flatten().sort().values.view_as(order)
+    last = best.gather(-1, (n - counts[..., None]).clamp(0, n - 1))
     return (order >= last) & (counts > 0)[..., None] & ~scores.isneginf()
 
 

@@ -17,6 +17,7 @@ from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
 from kvrepro.errors import InputError
 
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 WINDOWS = [name for name, policy in CATALOGUE.items() if policy.kernel]
 PLAIN = ["h2o", "h2o_online", "key_diff", "streaming_llm", "k_norm"]
 READINGS = [(name, reading) for name in (*WINDOWS, *PLAIN) for reading in CATALOGUE[name].readings]
@@ -25,7 +26,7 @@ SMALL = (("window", 6),)
 
 def model():
     """On a GPU a kernel's product needs 16 dimensions."""
-    return architecture("llama", 16).to("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+    return architecture("llama", 16).to(DEVICE)
 
 
 def condition(name, regime, reading="as_described", budget=24):
@@ -90,14 +91,14 @@ def test_what_kernels_cannot_do_is_refused_and_by_auto_left_to_plain_pytorch(why
 
 
 def test_a_model_with_sliding_windows_is_refused():
-    assert backend.obstacle(architecture("gemma3"), Condition()) == "kernels have no sliding windows"
+    assert backend.obstacle(architecture("gemma3").to(DEVICE), Condition()) == "kernels have no sliding windows"
 
 
 # ---- auto
 
 
 def test_on_the_cpu_auto_is_plain_pytorch():
-    cpu = architecture("llama").cpu()
+    cpu = architecture("qwen2")
     assert backend.obstacles(cpu, [5, 6, 7], [Condition()]) == ["kernels need a GPU, this model is on the cpu"]
 
 

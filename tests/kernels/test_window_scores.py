@@ -187,10 +187,10 @@ def test_pooled_attention(pool, by, group, window):
 
 
 def test_pooled_attention_is_the_formula():
-    query, keys, values = problem(kv_heads=1, group=1, window=2, tokens=9, dim=8)
+    query, keys, values = problem(kv_heads=1, group=1, window=2, tokens=9, dim=16)
     last, starts = limits(query, keys)
-    outputs, lse = window_attention_reference(query, keys, values, 8**-0.5, last, starts)
-    p = torch.exp(8**-0.5 * query[0, 0] @ keys[0, 0].T - lse[0, 0, :, None])
+    outputs, lse = window_attention_reference(query, keys, values, 16**-0.5, last, starts)
+    p = torch.exp(16**-0.5 * query[0, 0] @ keys[0, 0].T - lse[0, 0, :, None])
     p[0, 8] = 0  # the first query stands before the last token
     for by in ("average", "max"):
         around = [p[:, max(0, j - 1) : j + 2] for j in range(9)]

@@ -31,10 +31,11 @@ class Prefill:
         """isolate: what a policy raises becomes its job's `error`, and the others go on."""
         self.facts, self.prompt, self.jobs, self.isolate = facts, prompt, jobs, isolate
         self.padded = bool((prompt.positions < 0).any())
+        self.kernels = facts.backend == "triton"
         self.seeds = torch.tensor(prompt.seeds, device=prompt.positions.device)
         self.doubts: list[tuple[Job, Doubt]] = []
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
-        if facts.backend == "triton" and self.padded:
+        if self.kernels and self.padded:
             raise InputError("backend triton takes prompts of one length together: use prompt_rows=1")
         self.shared = [job for job in jobs if job.reduction is not None]
         self.signals = PromptSignals([job.reduction for job in self.shared]) if self.shared else None
@@ -50,11 +51,10 @@ class Prefill:
         positions = self.prompt.positions.to(query.device)
         n = positions.shape[1]
         wanted = self.sums if layer in self.facts.evictable else set()
-        kernels = self.facts.backend == "triton"
-        sums = {} if kernels else {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in wanted}
+        sums = {} if self.kernels else {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in wanted}
         beyond = sliding is not None and n > sliding
         log_sums = None
-        if kernels:
+        if self.kernels:
             out, log_sums = attend_by_kernels(query, key, value, scaling)
         elif self.padded or sums or beyond or self.signals:
             watch = self._watch(query, key, sums, positions)
@@ -118,7 +118,7 @@ class Prefill:
             plain = None
             if fair and job.condition.fair < 1:  # what the policy sees without quotas
                 plain = self._observe(layer, query, key, value, where, sums, scaling, job.window, None)
-            with attempt(job, self.isolate), ensured_later() as doubts:
+            with attempt(job, self.isolate), ensured_later(self.kernels) as doubts:
                 self._decide(job, layer, seen[kind], plain)
             self.doubts += [(job, doubt) for doubt in doubts]
 
@@ -218,7 +218,7 @@ class Prefill:
 
     def _choose_across(self, job: Job) -> None:
         """Budgets that need every layer's scores."""
-        with ensured_later() as doubts:
+        with ensured_later(self.kernels) as doubts:
             chosen = across(job)
         settle(doubts)
         home = job.budget.device

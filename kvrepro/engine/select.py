@@ -12,17 +12,22 @@ from kvrepro.errors import InputError
 
 Doubt = tuple[Tensor, Callable[[], InputError]]  # is it so? what to say then
 _later: ContextVar[list[Doubt] | None] = ContextVar("later", default=None)
+_kernels: ContextVar[bool] = ContextVar("kernels", default=False)
 
 
 @contextmanager
-def ensured_later() -> Iterator[list[Doubt]]:
-    """What `ensure_room` and `ensure_numbers` would ask a GPU, which would have to be waited for, is noted instead."""
+def ensured_later(kernels: bool = False) -> Iterator[list[Doubt]]:
+    """What `ensure_room` and `ensure_numbers` would ask a GPU, which would have to be waited for, is noted instead.
+
+    kernels: `largest` is one launch.
+    """
     doubts: list[Doubt] = []
-    token = _later.set(doubts)
+    later, by = _later.set(doubts), _kernels.set(kernels)
     try:
         yield doubts
     finally:
-        _later.reset(token)
+        _later.reset(later)
+        _kernels.reset(by)
 
 
 def _ensure(wrong: Tensor, error: Callable[[], InputError]) -> None:
@@ -64,7 +69,14 @@ def largest(scores: Tensor, counts: Tensor) -> Tensor:
 
     All rows are sorted as one, a row's number in front of each key: a GPU sorts rows one after another.
     """
-    order, n = _ordered(scores), scores.shape[-1]
+    n = scores.shape[-1]
+    if _kernels.get():
+        from kvrepro_kernels import LONGEST
+        from kvrepro_kernels import largest as by_kernel
+
+        if n <= LONGEST:
+            return by_kernel(scores.flatten(0, -2).contiguous(), counts.flatten()).view_as(scores)
+    order = _ordered(scores)
     place = n.bit_length()
     order = (order >> 32) + 2**31 << place | (order & 2**32 - 1)  # as few bits as there are places
     order += (torch.arange(counts.numel(), device=order.device) << 32 + place).view(*counts.shape, 1)

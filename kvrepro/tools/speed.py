@@ -130,12 +130,12 @@ def prefill(model: PreTrainedModel, tokens: int, methods: list[str], repeats: in
         yield row("prefill", method, share, tokens, seconds, "s", _middle(seconds) / base, peak=peak, backend=backend)
 
 
-def first(model: PreTrainedModel, tokens: int, repeats: int) -> Iterator[dict]:
+def first(model: PreTrainedModel, tokens: int, chosen: list[str], repeats: int) -> Iterator[dict]:
     """`prefill` of the policies FIRST in each of their readings by kernels, 20% kept, beside everything kept."""
     readings = [f"{name}, {r.replace('_', ' ')}" for name in FIRST for r in CATALOGUE[name].readings]
     if tokens > 8192:
         readings.remove("key_diff, as described")  # block after block: minutes
-    for found in prefill(model, tokens, ["everything kept", *readings], repeats):
+    for found in prefill(model, tokens, chosen or ["everything kept", *readings], repeats):
         yield found | {"part": "first"}
 
 
@@ -355,7 +355,7 @@ def main(
             elif one == "decode":
                 found = decode(network, length, steps)
             elif one == "first":
-                found = first(network, length, repeats)
+                found = first(network, length, method, repeats)
             elif one == "regimes":
                 found = regimes(network, length, batch[-1], steps)
             else:

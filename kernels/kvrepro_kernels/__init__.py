@@ -6,18 +6,23 @@ Without a GPU, `TRITON_INTERPRET=1`, set before triton is imported, runs a kerne
 
 from kvrepro_kernels.column_mass import column_mass
 from kvrepro_kernels.compaction import compact
+from kvrepro_kernels.largest import LONGEST, largest
 from kvrepro_kernels.paging import fill_holes, repack
 from kvrepro_kernels.prefill_attention import prefill_attention
+from kvrepro_kernels.projected_norm import projected_norm
 from kvrepro_kernels.ragged_decode import ragged_decode
 from kvrepro_kernels.rms_norm import rms_norm
 from kvrepro_kernels.window_attention import window_attention
 from kvrepro_kernels.window_scores import window_scores
 
 __all__ = [
+    "LONGEST",
     "column_mass",
     "compact",
     "fill_holes",
+    "largest",
     "prefill_attention",
+    "projected_norm",
     "ragged_decode",
     "repack",
     "rms_norm",

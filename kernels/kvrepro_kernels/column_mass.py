@@ -73,7 +73,8 @@ def _column_mass(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, SPANS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    head_row = tl.program_id(0).to(tl.int64)  # batch row * kv_heads + KV head
+    row = tl.program_id(0).to(tl.int64)  # batch row * heads + query head
+    head_row = row // group  # batch row * kv_heads + KV head
     batch, head = head_row // kv_heads, head_row % kv_heads
     begin = tl.program_id(1) * BLOCK_T
     token = begin + tl.arange(0, BLOCK_T)  # [T]
@@ -81,8 +82,8 @@ def _column_mass(
     step = tl.arange(0, BLOCK_Q)  # [Q]
     first = tokens - queries
     keys += batch * key_batch + head * key_head
-    query += batch * query_batch + head * group * query_head
-    lse += head_row * group * queries
+    query += batch * query_batch + (row - batch * kv_heads * group) * query_head
+    lse += row * queries
     spans += batch * tokens
     read = (token < tokens)[:, None] & (dim[None, :] < DIM)
     key = tl.load(keys + token.to(tl.int64)[:, None] * key_token + dim[None, :], mask=read, other=0.0)  # [T, D]
@@ -93,19 +94,16 @@ def _column_mass(
     low = tl.maximum(begin - first, 0) // BLOCK_Q * BLOCK_Q  # the first block that sees a key of this block
     edge = low + tl.cdiv(tl.maximum(begin + BLOCK_T - 1 - first - low, 0), BLOCK_Q) * BLOCK_Q  # ... that sees all
     mass = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
-    for h in range(group):
-        q_at = query + (tl.zeros((), tl.int64) + h) * query_head
-        log_sum_at = lse + h * queries
-        mass = _add(
-            mass, q_at, log_sum_at, key, low, tl.minimum(edge, queries), first, spans, span, step, dim, query_row,
-            token, queries, scale, DIM, BLOCK_D, BLOCK_Q, True, SPANS, PRECISION, STAGES,
-        )  # fmt: skip
-        mass = _add(
-            mass, q_at, log_sum_at, key, edge, queries, first, spans, span, step, dim, query_row,
-            token, queries, scale, DIM, BLOCK_D, BLOCK_Q, False, SPANS, PRECISION, STAGES,
-        )  # fmt: skip
-    total = tl.where(token >= tl.load(starts + head_row), tl.sum(mass, 0) / group, 0.0)
-    tl.store(out + head_row * tokens + token, total, mask=token < tokens)
+    mass = _add(
+        mass, query, lse, key, low, tl.minimum(edge, queries), first, spans, span, step, dim, query_row,
+        token, queries, scale, DIM, BLOCK_D, BLOCK_Q, True, SPANS, PRECISION, STAGES,
+    )  # fmt: skip
+    mass = _add(
+        mass, query, lse, key, edge, queries, first, spans, span, step, dim, query_row,
+        token, queries, scale, DIM, BLOCK_D, BLOCK_Q, False, SPANS, PRECISION, STAGES,
+    )  # fmt: skip
+    total = tl.where(token >= tl.load(starts + head_row), tl.sum(mass, 0), 0.0)
+    tl.store(out + row * tokens + token, total, mask=token < tokens)
 
 
 def column_mass(
@@ -140,13 +138,14 @@ def column_mass(
     if out.numel() == 0:
         return out
     tuned = column_mass_tuning(dim, keys.dtype) | (tuning or {})
-    _column_mass[(batch * kv_heads, triton.cdiv(tokens, tuned["block_t"]))](
-        query, keys, lse.contiguous(), starts, own, out, *query.stride()[:3], *keys.stride()[:3],
+    each = torch.empty(batch, heads, tokens, dtype=torch.float32, device=keys.device)
+    _column_mass[(batch * heads, triton.cdiv(tokens, tuned["block_t"]))](
+        query, keys, lse.contiguous(), starts, own, each, *query.stride()[:3], *keys.stride()[:3],
         kv_heads, heads // kv_heads, queries, tokens, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
         DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_Q=tuned["block_q"], BLOCK_T=tuned["block_t"],
         SPANS=spans is not None, PRECISION=precision(keys.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],
     )  # fmt: skip
-    return out
+    return torch.mean(each.unflatten(1, (kv_heads, -1)), 2, out=out)
 
 
 def column_mass_tuning(dim: int, dtype: torch.dtype) -> dict[str, int]:

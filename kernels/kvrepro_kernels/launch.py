@@ -37,14 +37,14 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def scores_into(out: Tensor | None, keys: Tensor) -> Tensor:
-    """`out`, or a new tensor: contiguous float32 [batch, kv_heads, tokens] for keys [batch, kv_heads, tokens, dim].
+def scores_into(out: Tensor | None, keys: Tensor, heads: int | None = None) -> Tensor:
+    """`out`, or a new tensor: contiguous float32 [batch, heads, tokens] for keys [batch, kv_heads, tokens, dim].
 
-    Raises ValueError for an `out` of another kind.
+    heads: by default kv_heads. Raises ValueError for an `out` of another kind.
     """
-    shape = keys.shape[:3]
+    shape = (keys.shape[0], heads or keys.shape[1], keys.shape[2])
     if out is None:
         return torch.empty(shape, dtype=torch.float32, device=keys.device)
     if out.shape != shape or out.dtype != torch.float32 or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous float32 of shape {tuple(shape)}")
+        raise ValueError(f"out must be contiguous float32 of shape {shape}")
     return out

@@ -7,7 +7,9 @@ import torch
 
 from kvrepro_kernels.column_mass import column_mass
 from kvrepro_kernels.compaction import compact
+from kvrepro_kernels.largest import largest
 from kvrepro_kernels.paging import fill_holes, repack
+from kvrepro_kernels.projected_norm import projected_norm
 from kvrepro_kernels.ragged_decode import ragged_decode
 from kvrepro_kernels.rms_norm import rms_norm
 from kvrepro_kernels.window_scores import window_scores
@@ -26,8 +28,11 @@ def main() -> None:
             starts = torch.tensor([0, 21], device="cuda")
             window_scores(random(2, heads, window, 80), keys, values, starts=starts, **names)  # type: ignore[arg-type]
     lse = torch.randn(2, 6, 333, device="cuda") + 6
+    window_scores(random(2, 6, 5, 80), keys, values, indicator="attention", aggregate="max", reduction="none", pool=5)
+    projected_norm(values, random(160, 480).view(160, 6, 80).permute(1, 2, 0))
     column_mass(random(2, 6, 333, 80), keys, lse)
     column_mass(random(2, 6, 333, 80), keys, lse, spans=torch.arange(333, device="cuda").expand(2, -1) // 50)
+    largest(torch.randn(3, 333, device="cuda").round(), torch.tensor([0, 7, 400], device="cuda"))
     offsets = torch.tensor([0, 301, 301, 400, 501], device="cuda")
     flat, tail = (random(501, 96), random(501, 96)), (random(2, 2, 9, 96), random(2, 2, 9, 96))
     ragged_decode(random(2, 6, 1, 96), *flat, offsets, *tail, 7)

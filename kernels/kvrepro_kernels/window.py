@@ -6,22 +6,21 @@ from torch import Tensor
 from kvrepro_kernels.launch import check_innermost
 
 
-def visible_keys(tokens: int, window: int, first: Tensor, starts: Tensor) -> Tensor:
-    """Bool [batch, kv_heads, 1, window, tokens]: starts[b,g] <= j <= first[b] + t."""
-    j = torch.arange(tokens, device=first.device)
-    last = first[:, None] + torch.arange(window, device=first.device)
-    return (j >= starts[:, :, None, None, None]) & (j <= last[:, None, None, :, None])
+def visible_keys(tokens: int, last: Tensor, starts: Tensor) -> Tensor:
+    """Bool [batch, kv_heads, 1, window, tokens]: starts[b,g] <= j <= last[b,g,t]."""
+    j = torch.arange(tokens, device=last.device)
+    return ((j >= starts[:, :, None, None]) & (j <= last[..., None]))[:, :, None]
 
 
 def window_rows(
-    query: Tensor, keys: Tensor, values: Tensor, first: Tensor | int | None, starts: Tensor | None
-) -> tuple[Tensor | None, int, Tensor | None]:
-    """Where the window's causal edge begins, int32 [batch] or one number for all, and the first live keys, int32
-    [batch, kv_heads], None for 0 everywhere.
+    query: Tensor, keys: Tensor, values: Tensor, last: Tensor | None, starts: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The last visible keys, int32 [batch, kv_heads, window], None where the window ends the tokens, and the first live
+    ones, int32 [batch, kv_heads], None for 0 everywhere.
 
     Raises ValueError for queries, keys and values that do not fit each other.
     """
-    batch, kv_heads, tokens, dim = keys.shape
+    batch, kv_heads, _, dim = keys.shape
     if values.shape != keys.shape or values.dtype != keys.dtype:
         one, other = (f"{tuple(x.shape)} {x.dtype}" for x in (keys, values))
         raise ValueError(f"keys {one} and values {other} differ")
@@ -29,12 +28,13 @@ def window_rows(
         raise ValueError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)}")
     if query.dtype != keys.dtype:
         raise ValueError(f"query is {query.dtype}, keys are {keys.dtype}; cast one")
-    firsts = first.to(torch.int32) if isinstance(first, Tensor) else None
-    edge = first if isinstance(first, int) else tokens - query.shape[2]
-    if firsts is not None and firsts.shape != (batch,):
-        raise ValueError(f"first must be an int or of shape ({batch},), not {tuple(firsts.shape)}")
+    if last is not None:
+        shape = (batch, kv_heads, query.shape[2])
+        if last.dim() != 3 or any(a not in (1, b) for a, b in zip(last.shape, shape, strict=True)):
+            raise ValueError(f"last must be {shape}, not {tuple(last.shape)}")
+        last = last.expand(shape).to(torch.int32).contiguous()
     check_innermost(query=query, keys=keys, values=values)
-    return firsts, edge, None if starts is None else first_live(starts, batch, kv_heads)
+    return last, None if starts is None else first_live(starts, batch, kv_heads)
 
 
 def first_live(starts: Tensor, batch: int, kv_heads: int) -> Tensor:

@@ -1,7 +1,10 @@
 """Window attention: outputs and log-sum-exp of the last queries, when the forward pass did not keep them.
 
-    L[h,t] = log sum_j exp(scale <q[h,t], k[j]>)        over keys with starts[b,g] <= j <= first[b] + t
+    L[h,t] = log sum_j exp(scale <q[h,t], k[j]>)        over keys with starts[b,g] <= j <= last[b,g,t]
     a[h,t] = sum_j exp(scale <q[h,t], k[j]> - L[h,t]) v[j]
+
+pool: a token's logit becomes the largest that its neighbours have, as far as they are visible, and every live token is
+one (AnDPro's public code).
 
 The keys are split over programs, each keeping a running maximum (flash attention); a second kernel merges the splits. A
 query that sees no key gets L = -inf and a = 0.
@@ -19,31 +22,36 @@ from kvrepro_kernels.window_attention_kernel import attend_split, merge_splits
 
 
 def window_attention_reference(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, first: Tensor, starts: Tensor
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, last: Tensor, starts: Tensor, pool: int = 1
 ) -> tuple[Tensor, Tensor]:
     """The truth, in the inputs' dtype (upcast first): outputs [batch, heads, window, dim], lse [batch, heads, window].
-    first [batch], starts [batch, kv_heads]."""
+    last [batch, kv_heads, window], starts [batch, kv_heads]."""
     q = query.unflatten(1, (keys.shape[1], -1))
     logits = scale * torch.einsum("bgrtd,bgjd->bgrtj", q, keys)
-    logits = logits.masked_fill(~visible_keys(keys.shape[2], query.shape[2], first, starts), -torch.inf)
+    logits = logits.masked_fill(~visible_keys(keys.shape[2], last, starts), -torch.inf)
+    if pool > 1:
+        logits = torch.nn.functional.max_pool1d(logits.flatten(0, 3)[:, None], pool, 1, pool // 2).view_as(logits)
+        live = torch.arange(keys.shape[2], device=keys.device) >= starts[:, :, None]
+        logits = logits.masked_fill(~live[:, :, None, None], -torch.inf)
     outputs = torch.einsum("bgrtj,bgjd->bgrtd", logits.softmax(-1).nan_to_num(0.0), values)
     return outputs.flatten(1, 2), logits.logsumexp(-1).flatten(1, 2)
 
 
 def window_attention(
     query: Tensor, keys: Tensor, values: Tensor, *,
-    scale: float | None = None, first: Tensor | int | None = None, starts: Tensor | None = None,
+    scale: float | None = None, last: Tensor | None = None, starts: Tensor | None = None, pool: int = 1,
     out: tuple[Tensor, Tensor] | None = None, tuning: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs [batch, heads, window, dim] in the query's dtype and log-sum-exp, float32 [batch, heads, window].
 
     query: [batch, heads, window, dim]; keys, values: [batch, kv_heads, tokens, dim], strided, dim innermost.
-    scale: of the logits, by default dim**-0.5. first: int or int [batch], the index of the last key that window query 0
-    may see, by default tokens - window. starts: int [batch] or [batch, kv_heads], the first live key (left padding).
+    scale: of the logits, by default dim**-0.5. last: int [batch or 1, kv_heads or 1, window], the index of the last key
+    that each query may see, by default that of its own token. starts: int [batch] or [batch, kv_heads], the first live
+    key (left padding). pool: an odd number of neighbouring tokens.
     out: two contiguous tensors to write into. tuning: overrides of `window_attention_tuning`.
     Raises ValueError for tensors that do not fit each other and for CPU tensors uninterpreted.
     """
-    firsts, edge, starts = window_rows(query, keys, values, first, starts)
+    last, starts = window_rows(query, keys, values, last, starts)
     batch, heads, window, dim = query.shape
     kv_heads, tokens = keys.shape[1:3]
     rows = heads // kv_heads * window
@@ -51,9 +59,8 @@ def window_attention(
         out = query.new_empty(batch, heads, window, dim), query.new_empty(batch, heads, window, dtype=torch.float32)
     if out[0].shape != query.shape or out[1].shape != query.shape[:3] or not all(x.is_contiguous() for x in out):
         raise ValueError(f"out must be contiguous of shapes {tuple(query.shape)} and {tuple(query.shape[:3])}")
-    check_device(
-        attend_split, "window_attention", (query, keys, values, *(x for x in (firsts, starts) if x is not None), *out)
-    )
+    used = [keys if x is None else x for x in (last, starts)]  # keys stand in for what is never read
+    check_device(attend_split, "window_attention", (query, keys, values, *used, *out))
     if 0 in (batch, heads, window):
         return out
     tuned = window_attention_tuning(rows, dim, keys.dtype) | (tuning or {})
@@ -66,11 +73,11 @@ def window_attention(
     part_outputs = torch.empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32, device=keys.device)
     part_lse = torch.empty(batch * kv_heads, splits, rows, dtype=torch.float32, device=keys.device)
     attend_split[(splits, batch * kv_heads, chunks)](
-        query, keys, values,
-        keys if firsts is None else firsts, keys if starts is None else starts,  # stand-ins that are never read
-        part_outputs, part_lse, *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        kv_heads, tokens, rows, window, edge, per_split, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
-        FIRSTS=firsts is not None, STARTS=starts is not None,
+        query, keys, values, *used, part_outputs, part_lse,
+        *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+        kv_heads, tokens, rows, window, tokens - window, per_split,
+        (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+        LASTS=last is not None, STARTS=starts is not None, POOL=pool,
         DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_T=block_t, BLOCK_R=tuned["block_r"],
         PRECISION=precision(keys.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],
     )  # fmt: skip

@@ -5,11 +5,23 @@ import triton.language as tl
 
 
 @triton.jit
+def _logits(q, keys, at, step, dim, key_token, tokens, last, start, scale, DIM: tl.constexpr, PRECISION: tl.constexpr):
+    """[R, T] in base 2, of the tokens from `at` on; -inf where a query may not look."""
+    token = at + step
+    read = ((token >= 0) & (token < tokens))[:, None] & (dim[None, :] < DIM)
+    base = (tl.zeros((), tl.int64) + at) * key_token  # 64 bits: a head may pass 2**31 elements
+    key = tl.load(keys + base + (step[:, None] * key_token + dim[None, :]), read, 0.0)  # [T, D]
+    logits = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
+    seen = (token[None, :] < tokens) & (token[None, :] <= last[:, None]) & (token[None, :] >= start)
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
 def attend_split(
-    query, keys, values, firsts, starts, part_outputs, part_lse,
+    query, keys, values, lasts, starts, part_outputs, part_lse,
     query_batch, query_head, query_row, key_batch, key_head, key_token, value_batch, value_head, value_token,
     kv_heads, tokens, rows, window, edge, tokens_per_split, scale,
-    FIRSTS: tl.constexpr, STARTS: tl.constexpr,
+    LASTS: tl.constexpr, STARTS: tl.constexpr, POOL: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -21,8 +33,8 @@ def attend_split(
     step = tl.arange(0, BLOCK_T)  # [T]
     last = edge + row % window
     start = 0
-    if FIRSTS:
-        last = tl.load(firsts + batch) + row % window
+    if LASTS:
+        last = tl.load(lasts + head_row * window + row % window)
     if STARTS:
         start = tl.load(starts + head_row)
     keys += batch * key_batch + head * key_head
@@ -35,15 +47,21 @@ def attend_split(
     mass = tl.zeros((BLOCK_R,), tl.float32)
     out = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     begin = tl.program_id(0) * tokens_per_split
-    for at in tl.range(begin, tl.minimum(begin + tokens_per_split, tokens), BLOCK_T, num_stages=STAGES):
+    end = tl.minimum(begin + tokens_per_split, tokens)
+    end = tl.minimum(end, tl.max(tl.where(row < rows, last, -1), 0) + 1 + POOL // 2)
+    for at in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
         token = at + step
         read = (token < tokens)[:, None] & (dim[None, :] < DIM)
         base = tl.zeros((), tl.int64) + at  # 64 bits: a head may pass 2**31 elements
-        key = tl.load(keys + base * key_token + (step[:, None] * key_token + dim[None, :]), read, 0.0)  # [T, D]
         value = tl.load(values + base * value_token + (step[:, None] * value_token + dim[None, :]), read, 0.0)  # [T, D]
-        logits = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale  # [R, T]
-        seen = (token[None, :] < tokens) & (token[None, :] <= last[:, None]) & (token[None, :] >= start)
-        logits = tl.where(seen, logits, float("-inf"))
+        if POOL == 1:
+            logits = _logits(q, keys, at, step, dim, key_token, tokens, last, start, scale, DIM, PRECISION)
+        else:
+            logits = tl.full((BLOCK_R, BLOCK_T), float("-inf"), tl.float32)
+            for shift in range(-(POOL // 2), POOL // 2 + 1):
+                near = _logits(q, keys, at + shift, step, dim, key_token, tokens, last, start, scale, DIM, PRECISION)
+                logits = tl.maximum(logits, near)
+            logits = tl.where(((token < tokens) & (token >= start))[None, :], logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(logits - shift[:, None])

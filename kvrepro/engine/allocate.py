@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvrepro.engine.allowed import Count, Number, Share
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.select import ensure_room, select
+from kvrepro.engine.select import ensure_room, largest, select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 
 
@@ -69,8 +69,10 @@ def adaptive(
     total = budget * scores.shape[1]
     ensure_room(total, held.sum(-1), f" of {scores.shape[1]} heads together")
     if not blend:
-        sure = torch.maximum((budget.double() * floor + 1e-9).long()[:, None], held)
-        return _best(scores.masked_fill(select(scores, protected, sure), torch.inf), total).sum(-1)
+        first = protected & ~scores.isneginf()
+        if floor:
+            first = select(scores, protected, torch.maximum((budget.double() * floor + 1e-9).long()[:, None], held))
+        return _best(scores.masked_fill(first, torch.inf), total).sum(-1)
     free = budget[:, None] - held
     open_scores = scores.masked_fill(protected, -torch.inf)
     if weighted:
@@ -157,6 +159,4 @@ def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
 
 def _best(scores: Tensor, total: RowInts) -> Tensor:
     """The `total` [batch] best of all heads together, bool [batch, heads, tokens]; among equals the later."""
-    key = scores.flatten(1).flip(1)
-    place = key.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return ((place < total[:, None]) & ~key.isneginf()).flip(1).view_as(scores)
+    return largest(scores.flatten(1), total).view_as(scores)

@@ -200,8 +200,8 @@ SHARED: dict[str, Policy] = {
 }
 # fmt: on
 
-# Reductions that the one-pass kernel has; the readings whose order it lacks are refused when they are asked for.
-KERNELS = ("snapkv", "pyramid_kv", "ada_kv", "andpro", "dropkv")
+# Scorers that the window kernels compute; an order of reductions that they lack is refused when it is asked for.
+KERNELS = (*WINDOWS, "tova")
 
 CATALOGUE: dict[str, Policy] = {
     name: replace(policy, kernel=name in KERNELS) for name, policy in {**TOKENS, **WINDOWS, **SHARED}.items()

@@ -185,6 +185,14 @@ class Job:
             return None
         return self.budgets[0]
 
+    def total(self, heads: int, tokens: int) -> int | None:
+        """The number that `heads` of every row keep together of `tokens` each, where that is known beforehand."""
+        c, p = self.condition, self.policy
+        sums = p.allocate in (allocate.uniform, allocate.adaptive, allocate.joint) and p.across is None
+        if not sums or c.fair is not None or c.execution != "physical" or max(self.budgets) > tokens:
+            return None
+        return heads * sum(self.budgets)
+
 
 @contextmanager
 def attempt(job: Job, isolate: bool) -> Iterator[None]:
@@ -349,6 +357,9 @@ def across(job: Job) -> dict[int, Mask]:
         summaries = [None if w.summary is None else w.summary.to(home) for w in layers]
         extra = {**job.parameters, "observations": [w.observation for w in layers]}
         scores, counts = call(job.policy.across, scores, protected, job.budget, summaries, parameters=extra)
+    if job.policy.refine is None and job.condition.fair is None and len({s.shape for s in scores}) == 1:
+        stays = select(torch.cat(scores), torch.cat(protected), torch.cat(list(counts))).chunk(len(layers))
+        return {n: s.to(w.scores.device) for (n, w), s in zip(job.pending.items(), stays, strict=True)}
     return {
         layer: selected(job, w.observation, s.to(w.scores.device), w.protected, count.to(w.scores.device))
         for (layer, w), s, count in zip(job.pending.items(), scores, counts, strict=True)

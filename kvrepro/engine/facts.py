@@ -1,7 +1,7 @@
 """What the engine must know of a model: which layers hold tokens to evict, their windows, outputs and rotations."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,9 @@ class ModelFacts:
     sliding: dict[int, int]
     outputs: dict[int, Tensor]  # [heads, dim, hidden]
     inverse_frequencies: dict[int, Tensor]  # [rotated / 2] of each evictable layer's rotation, where it has one
+    backend: str = "torch"  # what scorers compute with
 
-    def observe(self, layer: int, keys: Tensor, seeds: Sequence[int], **known: Any) -> Observation:
+    def observe(self, layer: int, keys: Tensor, seeds: Sequence[int] | Tensor, **known: Any) -> Observation:
         """An observation of an evictable layer, with what is known of the model."""
         frequencies = self.inverse_frequencies.get(layer)
         if isinstance(how := known["scaling"], Softmax):
@@ -40,7 +41,8 @@ class ModelFacts:
         return Observation(
             layer=self.evictable.index(layer), layers=len(self.evictable), keys=keys, output=self.outputs[layer],
             inverse_frequencies=None if frequencies is None else frequencies.to(keys.device),
-            sliding=self.sliding.get(layer), seed=torch.tensor(seeds, device=keys.device), **known,
+            sliding=self.sliding.get(layer), seed=torch.as_tensor(seeds, device=keys.device), backend=self.backend,
+            **known,
         )  # fmt: skip
 
     @classmethod
@@ -60,6 +62,10 @@ class ModelFacts:
         full = tuple(n for n in outputs if n not in sliding)
         evictable = full or tuple(outputs)
         return cls(tuple(outputs), evictable, kv_heads, sliding, outputs, rotations(model, evictable))
+
+    def by(self, backend: str) -> "ModelFacts":
+        """The same for scorers that compute with another backend."""
+        return replace(self, backend=backend)
 
     def held(self, tokens: int) -> int:
         """Tokens that an evictable layer holds of so many seen: a sliding one only those that a next query can see."""

@@ -4,8 +4,7 @@ One forward pass of a prompt serves all its conditions; what each keeps decodes 
 """
 
 import itertools
-import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvrepro.engine.allowed import Size, ensure
 from kvrepro.engine.attention import installed
+from kvrepro.engine.backend import BACKENDS, obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.decode import batch_kind, decode
@@ -20,11 +20,10 @@ from kvrepro.engine.evict import REPEATED
 from kvrepro.engine.facts import ModelFacts, rotation_changes
 from kvrepro.engine.passes import Call, boundary, check_shared, groups, read
 from kvrepro.engine.policy import check, find
-from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, SharedCap
+from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.rows import Rows, Tag, joined
 from kvrepro.errors import InputError
 
-BACKENDS = ("torch", "triton")
 ERRORS = ("raise", "return")
 USUAL_ROWS, MOST_ROWS = 64, 2048  # that decode together, on a CPU and on a GPU
 Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # of all prompts, or a list for each
@@ -40,7 +39,7 @@ def generate(
     stop_ids: Collection[int],
     batch_rows: int | None = None,
     prompt_rows: int = 1,
-    backend: str = "torch",
+    backend: str | Mapping[Condition, str] = "torch",
     repeat: Sequence[int] = (),
     measure_peak: bool = False,
     kept_sets: bool = False,
@@ -53,43 +52,50 @@ def generate(
     of any prompt and condition decode in batches of up to `batch_rows` (None: 64 on a CPU, on a GPU what a third of its
     free memory holds); `prompt_rows` neighbouring prompts under the same conditions pass through the model together,
     padded on the left.
-    backend: "torch", or "triton" on a GPU: whole prompts by torch's fastest attention that keeps the log-sum-exp,
-    window scores and cumulative attention by one-pass kernels, single tokens by the ragged decode kernel; a question
-    after the compressed prompt is read by plain torch. What it cannot do, it refuses.
+    backend: "torch"; "triton" on a GPU: attention of whole prompts by torch's fastest that keeps the log-sum-exp, of
+    chunks and single tokens, window scores and sums by kernels, a question after the compressed prompt, and a prompt
+    that `SharedCap` watches, by plain torch; steps are captured; what it cannot do, it refuses. "auto": "triton" where
+    `kvrepro.engine.backend` finds that it can and agrees, else "torch". Or one of these by condition. Each generation
+    says which it was.
     repeat: token ids of KVzip's request to repeat the context. measure_peak: measure what the prefill allocates, one
     condition at a time. kept_sets: return who stayed. seed: of policies that draw, whose draws differ between prompts.
     errors: "return" gives, in place of a generation, the exception that a policy raised or that NaN logits caused; the
     other rows go on. Raises InputError, before anything is computed, for what can be known by then.
     """
-    _check_call(prompts, max_new_tokens, batch_rows, prompt_rows, backend, errors)
+    _check_call(prompts, max_new_tokens, batch_rows, prompt_rows, errors)
     texts = [p if isinstance(p, Text) else Text(list(p), {}) for p in prompts]
     for text in texts:
         check_prompt(model, text.ids, max_new_tokens)
     check_conditions(model, texts, conditions, max_new_tokens=max_new_tokens)
     every, wanted = _columns(conditions, len(texts))
-    check_means(model, every, repeat, backend)
+    backends = backends_of(model, texts, every, backend)
+    check_means(every, repeat)
     answers: dict[Tag, Generation | Exception] = {}
-    for facts, columns in _views(model, every):
+    for facts, name, columns in _views(model, every, backends):
         call = Call(
             model, texts, [every[j] for j in columns], max_new_tokens, facts, list(repeat), measure_peak, kept_sets,
-            backend, seed, errors == "return",
+            name, seed, errors == "return",
         )  # fmt: skip
         place = {j: own for own, j in enumerate(columns)}
         mine = [[place[j] for j in asked if j in place] for asked in wanted]
-        found = _answers(call, mine, prompt_rows, batch_rows, stop_ids)
+        together = 1 if name == "triton" and backend != name else prompt_rows  # kernels take one length
+        found = _answers(call, mine, together, batch_rows, stop_ids)
         answers |= {(i, columns[j]): answer for (i, j), answer in found}
     return [[answers[i, j] for j in asked] for i, asked in enumerate(wanted)]
 
 
-def _views(model: PreTrainedModel, conditions: Sequence[Condition]) -> list[tuple[ModelFacts, list[int]]]:
+def _views(
+    model: PreTrainedModel, conditions: Sequence[Condition], backends: Sequence[str]
+) -> list[tuple[ModelFacts, str, list[int]]]:
     """Conditions by how they see the model: those of `SharedCap`, and what keeps everything, take sliding layers for
-    layers like any other."""
-    facts, every = ModelFacts.of(model), list(range(len(conditions)))
-    if not facts.sliding or not any(isinstance(c.regime, SharedCap) for c in conditions):
-        return [(facts, every)]
-    own = [j for j in every if conditions[j].policy != "full" and not isinstance(conditions[j].regime, SharedCap)]
-    shared = ModelFacts.of(model, one_set=True), [j for j in every if j not in own]
-    return [shared, (facts, own)] if own else [shared]
+    layers like any other; and by who computes them."""
+    facts, found = ModelFacts.of(model), []
+    one_set = bool(facts.sliding) and any(isinstance(c.regime, SharedCap) for c in conditions)
+    seen = [one_set and (c.policy == "full" or isinstance(c.regime, SharedCap)) for c in conditions]
+    for kind in dict.fromkeys(zip(seen, backends, strict=True)):
+        columns = [j for j, mine in enumerate(zip(seen, backends, strict=True)) if mine == kind]
+        found.append((ModelFacts.of(model, one_set=True) if kind[0] else facts, kind[1], columns))
+    return found
 
 
 def _answers(
@@ -194,13 +200,12 @@ def whitelisted(text: Text, c: Condition) -> set[int]:
 
 
 def _check_call(
-    prompts: Sequence[Any], max_new_tokens: int, batch_rows: int | None, prompt_rows: int, backend: str, errors: str
+    prompts: Sequence[Any], max_new_tokens: int, batch_rows: int | None, prompt_rows: int, errors: str
 ) -> None:
     if any(isinstance(p, int) for p in prompts):
         raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")
     ensure(Size | None, batch_rows=batch_rows)
     ensure(Size, max_new_tokens=max_new_tokens, prompt_rows=prompt_rows)
-    ensure(BACKENDS, backend=backend)
     ensure(ERRORS, errors=errors)
 
 
@@ -217,26 +222,25 @@ def check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: 
         raise InputError(f"{n} prompt + {max_new_tokens} new tokens > the model's {most} positions: shorten one")
 
 
-def check_means(model: PreTrainedModel, conditions: Sequence[Condition], repeat: Sequence[int], backend: str) -> None:
-    """Raise InputError for a policy that the request to repeat, or the backend, does not serve."""
+def check_means(conditions: Sequence[Condition], repeat: Sequence[int]) -> None:
+    """Raise InputError for a policy that the request to repeat does not serve."""
     for c in conditions:
         if c.policy != "full" and REPEATED.intersection(find(c.policy).needs) and not repeat:
             raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
-    if backend == "triton":
-        _check_kernels(model, conditions)
 
 
-def _check_kernels(model: PreTrainedModel, conditions: Sequence[Condition]) -> None:
-    """Raise InputError for what the Triton backend does not do: it never falls back."""
-    if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InputError("backend triton needs a GPU, this model is on the cpu: use backend torch, or device cuda")
-    if ModelFacts.of(model).sliding:
-        raise InputError("backend triton has no sliding windows: use backend torch for this model")
-    for c in conditions:
-        policy = find(c.policy) if c.policy != "full" else None
-        if c.execution == "masked" or c.bits is not None or (policy is not None and not policy.frees):
-            raise InputError(f"backend triton does not hide, pack or page tokens ({c.label}): use backend torch")
-        if policy is not None and not policy.shared and policy.parameters.get("window") and not policy.kernel:
-            raise InputError(f"backend triton has no scorer for {c.policy}: use backend torch")
-        if c.fair is not None or isinstance(c.regime, Chunked | DecodeCap | PerStep):
-            raise InputError(f"backend triton evicts at the end of a whole prompt, not {c.label} in {c.regime.name}")
+def backends_of(
+    model: PreTrainedModel, texts: Sequence[Text], conditions: Sequence[Condition],
+    backend: str | Mapping[Condition, str],
+) -> list[str]:  # fmt: skip
+    """Who computes each condition. Raises InputError for what the Triton backend does not do: it never falls back."""
+    asked = [backend if isinstance(backend, str) else backend[c] for c in conditions]
+    for name in asked:
+        ensure(BACKENDS, backend=name)
+    found = dict.fromkeys(range(len(asked)))
+    if "auto" in asked:
+        found |= dict(enumerate(obstacles(model, texts[0].ids if texts else [], conditions)))
+    for name, c in zip(asked, conditions, strict=True):
+        if name == "triton" and (why := obstacle(model, c)):
+            raise InputError(f"backend triton: {why} ({c.label}): use backend torch, or auto")
+    return [("torch" if found[j] else "triton") if name == "auto" else name for j, name in enumerate(asked)]

@@ -24,11 +24,15 @@ def protected_count(fraction: float, budget: int, rounding: str = "floor") -> in
 
 def sinks(o: Observation, n: Count) -> Mask:
     """The `n` oldest tokens that each head holds; 0 protects none. StreamingLLM (Xiao et al. 2023) keeps 4."""
+    if isinstance(n, int) and n == 0:
+        return o.nothing
     return o.alive & (o.alive.cumsum(-1) <= _rows(o, n, "sinks"))
 
 
 def recent(o: Observation, n: Count) -> Mask:
     """The `n` newest tokens that each head holds; 0 protects none."""
+    if isinstance(n, int) and n == 0:
+        return o.nothing
     newer = torch.arange(o.positions.shape[-1] - 1, -1, -1, device=o.positions.device)  # tokens lie flush right
     return o.alive & (newer < _rows(o, n, "recent"))
 
@@ -56,10 +60,9 @@ def whitelist(o: Observation, table: Tensor) -> Mask:
 
 def window_of(o: Observation) -> Mask:
     """The tokens whose queries the observation holds: `o.query_positions`, wherever in the prompt they stand."""
-    known = o.query_positions >= 0
     if not o.span_local:  # the last tokens seen, without gaps
-        first = o.query_positions.masked_fill(~known, torch.iinfo(torch.long).max).amin(1) if known.shape[1] else None
-        return torch.zeros_like(o.alive) if first is None else o.alive & (o.positions >= first[:, None, None])
+        return o.since_window
+    known = o.query_positions >= 0
     table = torch.zeros(len(known), int(o.query_positions.max()) + 1 if known.any() else 1, dtype=torch.bool)
     table = table.to(known.device)
     rows = torch.arange(len(known), device=known.device)[:, None].expand_as(known)

@@ -36,8 +36,8 @@ class Observation:
     sliding: int | None = None  # tokens a query of this layer looks back, itself included
     inverse_frequencies: Tensor | None = None  # [dim / 2] of the rotation, radians per position
     seed: int | RowInts = 0  # of what is drawn, for all rows or for each
-    backend: str = "torch"  # "triton": scorers that have a kernel use it, and are told what the forward pass knows:
     step: int = 0  # generated tokens so far, where signals of all layers are observed
+    backend: str = "torch"  # "triton": scorers that have a kernel use it, and may be told what the forward pass knows:
     log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
     window_outputs: Query | None = None  # and attention outputs
     softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
@@ -45,6 +45,25 @@ class Observation:
     @cached_property
     def alive(self) -> Mask:
         return self.positions >= 0
+
+    @cached_property
+    def nothing(self) -> Mask:
+        """No token at all."""
+        return torch.zeros_like(self.alive)
+
+    @cached_property
+    def since_window(self) -> Mask:
+        """The tokens from the first query of the window on."""
+        known = self.query_positions >= 0
+        if not known.shape[1]:
+            return self.nothing
+        return self.alive & (self.positions >= self._first_query[..., None])
+
+    @cached_property
+    def _first_query(self) -> Tensor:
+        """Position of the window's first query, int64 [batch, 1]."""
+        known = self.query_positions >= 0
+        return self.query_positions.masked_fill(~known, torch.iinfo(torch.long).max).amin(1, keepdim=True)
 
     @property
     def group(self) -> int:
@@ -54,7 +73,11 @@ class Observation:
     def last(self, window: int) -> "Observation":
         """The same with the last `window` queries only."""
         first = max(0, self.queries.shape[2] - window)  # not [-window:], which is everything for 0
-        return replace(self, queries=self.queries[:, :, first:], query_positions=self.query_positions[:, first:])
+        known = {}
+        if self.log_sums is not None:
+            known = {"log_sums": self.log_sums[:, :, first:], "window_outputs": self.window_outputs[:, :, first:]}
+        at = self.query_positions[:, first:]
+        return replace(self, queries=self.queries[:, :, first:], query_positions=at, **known)
 
     def span(self, positions: Tensor) -> Tensor:
         """Number of the prompt span that each of `positions` [batch, ...] lies in; positions after it: the last's."""
@@ -98,6 +121,56 @@ class Observation:
     def outputs(self) -> Tensor:
         """a = sum_j p v, float32 `[batch, kv_heads, group, window, dim]`."""
         return torch.einsum("bgrwn,bgnd->bgrwd", self.attention, self.values.float())
+
+    # ---- what kernels are given
+
+    def slots_before(self, positions: Tensor) -> Tensor:
+        """Slots of each head, dead ones among them, before `positions` [batch, any]: int [batch, kv_heads, any], or
+        [batch, 1, any] where all heads hold the same tokens."""
+        where = self.positions if self.positions.stride(1) else self.positions[:, :1]
+        wanted = positions[:, None].expand(-1, where.shape[1], -1)
+        return torch.searchsorted(where.contiguous(), wanted.contiguous())
+
+    @cached_property
+    def last_seen(self) -> Tensor:
+        """The last slot that each query may see, int [batch, kv_heads or 1, window]."""
+        return self.slots_before(self.query_positions + 1) - 1
+
+    @cached_property
+    def last_before_window(self) -> Tensor:
+        """The last slot before the window's own tokens, int [batch, kv_heads or 1, 1]."""
+        return self.slots_before(self._first_query) - 1
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """The first living slot of each head, int32 [batch, kv_heads]."""
+        return (~self.alive).sum(-1, dtype=torch.int32)
+
+    @cached_property
+    def present(self) -> RowInts:
+        """Queries that are there."""
+        return (self.query_positions >= 0).sum(1)
+
+    @cached_property
+    def attended(self) -> tuple[Tensor, Query]:
+        """(log-sum-exp [batch, heads, window], outputs) of the window, as the forward pass knew them or by a kernel."""
+        if self.log_sums is not None:
+            return self.log_sums, self.window_outputs
+        from kvrepro_kernels import window_attention
+
+        outputs, log_sums = window_attention(
+            self.queries, self.keys, self.values, scale=self.scaling, last=self.last_seen, starts=self.starts
+        )
+        return log_sums, outputs
+
+    @cached_property
+    def mean_projected_norm(self) -> Scores:
+        """N(j): mean over the group of ||v_j W_O^(h)||_1, float32."""
+        if self.backend != "triton":
+            return self.projected_norm.mean(2)
+        from kvrepro_kernels import projected_norm
+
+        return projected_norm(self.values, self.output)
 
     @cached_property
     def projected_norm(self) -> Tensor:

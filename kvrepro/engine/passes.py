@@ -19,8 +19,8 @@ from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ATTENDING, ModelFacts, layer_types
 from kvrepro.engine.memory import Peak
 from kvrepro.engine.policy import Policy, budget_of, find
-from kvrepro.engine.prefill import Prefill
-from kvrepro.engine.regime import Chunked, Offline
+from kvrepro.engine.prefill import ExtendByKernels, Prefill
+from kvrepro.engine.regime import Chunked, Offline, SharedCap
 from kvrepro.engine.repeat import reconstruct
 from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
 from kvrepro.engine.shapes import KeyValue, Query
@@ -52,6 +52,9 @@ class Call:
     policies: dict[str, Policy] = field(default_factory=dict)
     watch: Callable[[Rows, Tensor], None] | None = None
     captures: int = 3  # times that a step may still fail to be captured, before none is
+
+    def __post_init__(self) -> None:
+        self.facts = self.facts.by(self.backend)
 
     @property
     def device(self) -> torch.device:
@@ -113,7 +116,8 @@ def groups(call: Call, members: list[int], columns: Sequence[int]) -> list[list[
         chunk = (c.regime.chunk, c.execution) if isinstance(c.regime, Chunked) else None
         spans = c.spans if c.fair is not None else None  # attention inside spans is summed for one set of them
         alone = j if call.measure_peak else None
-        found.setdefault((ends, isinstance(c.regime, Offline), chunk, spans, alone), []).append(j)
+        watched = call.backend == "triton" and isinstance(c.regime, SharedCap)  # whose pass is plain PyTorch's
+        found.setdefault((ends, isinstance(c.regime, Offline), chunk, spans, alone, watched), []).append(j)
     return list(found.values())
 
 
@@ -220,9 +224,10 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
     ids, positions = call.padded([text.ids[:end] for text, end in zip(texts, ends, strict=True)])
     jobs = _jobs(call, members, ends, columns, positions)
     prompts = jobs[0].prompts
-    attention = Prefill(call.facts, prompts, jobs, call.backend, call.isolate)
+    attention = Prefill(call.facts, prompts, jobs, call.isolate)
     cache = EngineCache(call.model.config)
     logits = call.forward(ids, positions, cache, attention)
+    attention.join()
     if any(job.repeated for job in jobs if job.error is None):
         reconstruct(call.model, attention, call.repeat, ids, positions, cache)
     attention.finish(width=max(ends) + call.max_new_tokens)
@@ -251,14 +256,14 @@ def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]
     ids_of = [call.texts[i].ids[:end] for _ in jobs for i, end in zip(members, ends, strict=True)]
     window = max(job.window for job in jobs)
     chunk = getattr(jobs[0].condition.regime, "chunk", 0)
-    cache = EngineCache(call.model.config)
+    cache, extend = EngineCache(call.model.config), Extend if call.backend == "torch" else ExtendByKernels
     _open(call, cache, len(texts), {n for job in jobs for n in job.sums})
     lengths = torch.tensor([len(ids) for ids in ids_of], device=call.device)
     tags = [(i, j) for j in columns for i in members]
     rows = Rows(tags, each, texts, cache, torch.empty(0), torch.zeros_like(lengths), torch.zeros_like(lengths))
     for a in range(0, int(lengths.max()), chunk):
         ids, positions = call.padded([t[a : a + chunk] for t in ids_of], [a] * len(ids_of))
-        rows.logits = call.forward(ids, positions, cache, Extend(cache, positions, window))
+        rows.logits = call.forward(ids, positions, cache, extend(cache, positions, window))
         rows.seen = torch.minimum(lengths, rows.seen + chunk)
         last = a + chunk >= int(lengths.max())
         budgets = [_chunk_budget(job, call.facts, s, last) for job, s in zip(each, rows.seen.tolist(), strict=True)]

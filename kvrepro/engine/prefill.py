@@ -1,7 +1,9 @@
 """A prompt's forward pass: one serves many conditions, each layer reduced as soon as it is computed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ from kvrepro.engine import quota
 from kvrepro.engine.attention import Watch, attend, attend_prompt, per_token
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.evict import REPEATED, Job, Prompts, across, attempt, evict_shared, judged, kept, postpone
+from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.select import best
+from kvrepro.engine.select import Doubt, best, ensured_later, settle
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
 from kvrepro.engine.signals import PromptSignals
 from kvrepro.errors import InputError
@@ -24,15 +27,19 @@ SPAN_SUMS = {"span_mass", "marked_mass"}
 class Prefill:
     """Attention of whole prompts, flush right, of which each job keeps its part of every layer."""
 
-    def __init__(self, facts: ModelFacts, prompt: Prompts, jobs: Sequence[Job], backend: str = "torch",
-                 isolate: bool = False):  # fmt: skip
+    def __init__(self, facts: ModelFacts, prompt: Prompts, jobs: Sequence[Job], isolate: bool = False):
         """isolate: what a policy raises becomes its job's `error`, and the others go on."""
-        self.facts, self.prompt, self.jobs, self.backend, self.isolate = facts, prompt, jobs, backend, isolate
+        self.shared = [job for job in jobs if job.reduction is not None]  # watches probabilities: plain PyTorch
+        self.facts, self.prompt, self.jobs, self.isolate = facts, prompt, jobs, isolate
+        if self.shared:
+            self.facts = facts.by("torch")
         self.padded = bool((prompt.positions < 0).any())
-        self.doubts: list[tuple[Job, Tensor]] = []
-        if backend == "triton" and self.padded:
+        self.kernels = self.facts.backend == "triton"
+        self.seeds = torch.tensor(prompt.seeds, device=prompt.positions.device)
+        self.doubts: list[tuple[Job, Doubt]] = []
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+        if self.kernels and self.padded:
             raise InputError("backend triton takes prompts of one length together: use prompt_rows=1")
-        self.shared = [job for job in jobs if job.reduction is not None]
         self.signals = PromptSignals([job.reduction for job in self.shared]) if self.shared else None
         self.sums = {n for job in jobs if job.policy for n in job.sums} - REPEATED
         self.span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
@@ -46,11 +53,11 @@ class Prefill:
         positions = self.prompt.positions.to(query.device)
         n = positions.shape[1]
         wanted = self.sums if layer in self.facts.evictable else set()
-        sums = {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in wanted}
+        sums = {} if self.kernels else {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in wanted}
         beyond = sliding is not None and n > sliding
         log_sums = None
-        if self.backend == "triton" and self.signals is None:
-            out, log_sums, sums = _attend_triton(query, key, value, scaling, wanted)
+        if self.kernels:
+            out, log_sums = attend_by_kernels(query, key, value, scaling)
         elif self.padded or sums or beyond or self.signals:
             watch = self._watch(query, key, sums, positions)
             part = (key, value, positions[:, None])
@@ -59,9 +66,39 @@ class Prefill:
             out = attend_prompt(query, key, value, scaling)
 
         held = slice(max(0, n - sliding + 1), n) if beyond else slice(0, n)  # what a next query could still see
-        key, value = key[:, :, held], value[:, :, held]
-        where = positions[:, None, held].expand(*key.shape[:3])
-        sums = {name: s[:, :, held] for name, s in sums.items()}
+        given = [x for x in (query, key, value, out, log_sums, *sums.values()) if x is not None]
+        with self._beside(query.device, given):
+            if log_sums is not None and wanted:
+                sums = {"mass": mass_by_kernels(query, key, log_sums, scaling)}
+            key, value = key[:, :, held], value[:, :, held]
+            where = positions[:, None, held].expand(*key.shape[:3])
+            sums = {name: s[:, :, held] for name, s in sums.items()}
+            self._keep(layer, query, key, value, scaling, where, sums, out, log_sums)
+        return out
+
+    @contextmanager
+    def _beside(self, device: torch.device, given: Sequence[Tensor]) -> Iterator[None]:
+        """On a GPU a layer is reduced while the next ones are computed: in a stream beside, until `join`."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = self.streams[device] = _beside(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        for tensor in given:
+            tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """Have what follows wait for the layers' reductions."""
+        for stream in self.streams.values():
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def _keep(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, where: Positions,
+        sums: dict[str, Tensor], out: Tensor, log_sums: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Each job's part of a layer."""
         seen: dict[tuple[Any, ...], Observation] = {}
         for job in self.jobs:
             if job.policy is None or layer not in self.facts.evictable:
@@ -78,14 +115,14 @@ class Prefill:
                 o = self._observe(layer, query, key, value, where, sums, scaling, *kind)
                 if log_sums is not None and job.window:
                     ends = log_sums[:, :, -job.window :], out[:, -job.window :].transpose(1, 2)
-                    o = replace(o, backend="triton", log_sums=ends[0], window_outputs=ends[1])
+                    o = replace(o, log_sums=ends[0], window_outputs=ends[1])
                 seen[kind] = o
             plain = None
             if fair and job.condition.fair < 1:  # what the policy sees without quotas
                 plain = self._observe(layer, query, key, value, where, sums, scaling, job.window, None)
-            with attempt(job, self.isolate):
+            with attempt(job, self.isolate), ensured_later(self.kernels) as doubts:
                 self._decide(job, layer, seen[kind], plain)
-        return out
+            self.doubts += [(job, doubt) for doubt in doubts]
 
     def _watch(self, query: Query, key: KeyValue, sums: dict[str, Tensor], positions: TokenInts) -> Watch | None:
         """What looks at a layer's probabilities while they exist."""
@@ -133,7 +170,7 @@ class Prefill:
             place = (at + n - self.prompt.lengths[:, None].to(query.device)).clamp(min=0)
             queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
         return self.facts.observe(
-            layer, key, self.prompt.seeds, values=value, positions=where, queries=queries, query_positions=at,
+            layer, key, self.seeds, values=value, positions=where, queries=queries, query_positions=at,
             seen=self.prompt.lengths.to(query.device), scaling=scaling, sums=sums, span_of=span_of,
             span_local=names is not None,
         )  # fmt: skip
@@ -142,15 +179,20 @@ class Prefill:
         if job.waits:
             postpone(job, layer, o)
             return
-        if not self.padded and (count := job.same_count(o.keys.shape[2])) is not None:
-            place, doubt = best(*judged(job, o), count)
-            self.doubts.append((job, doubt))
+        heads, tokens = o.keys.shape[1:3]
+        if not self.padded and (count := job.same_count(tokens)) is not None:
+            place = best(*judged(job, o), count)
             self._hold(job, layer, o, RaggedLayer.at(o.keys, o.values, o.positions, place, _carried(job, o)))
             return
-        self._store(job, layer, o, kept(job, o, None if plain is None else kept(job, plain)))
+        total = None if self.padded else job.total(heads, tokens)
+        self._store(job, layer, o, kept(job, o, None if plain is None else kept(job, plain)), total)
 
-    def _store(self, job: Job, layer: int, o: Observation, stays: Mask) -> None:
+    def _store(self, job: Job, layer: int, o: Observation, stays: Mask, total: int | None = None) -> None:
+        """total: how many tokens that are, where it is known."""
         masked = job.condition.execution == "masked"
+        if total is not None and not masked:
+            self._hold(job, layer, o, _gathered(o, stays, total, _carried(job, o)))
+            return
         stored = RaggedLayer.of(o.keys, o.values, o.positions, o.alive if masked else stays, _carried(job, o))
         if masked:
             stored.hidden = ~stays[o.alive]
@@ -166,15 +208,9 @@ class Prefill:
 
         width: positions that the tables of signals hold, the answer's tokens included.
         """
-        for job, doubt in self.doubts:
-            with attempt(job, self.isolate):
-                if job.error is None and bool(doubt.any()):
-                    crowded, _ = doubt.tolist()
-                    why = (
-                        "more protected tokens than its budget holds" if crowded else "scores are NaN: mend the scorer"
-                    )
-                    raise InputError(f"{job.condition.label}: {why}")
         for job in self.jobs:
+            with attempt(job, self.isolate):
+                settle([doubt for other, doubt in self.doubts if other is job] if job.error is None else [])
             if job.waits and job.error is None and job.reduction is None:
                 with attempt(job, self.isolate):
                     self._choose_across(job)
@@ -182,8 +218,13 @@ class Prefill:
 
     def _choose_across(self, job: Job) -> None:
         """Budgets that need every layer's scores."""
-        for layer, stays in across(job).items():
-            self._store(job, layer, job.pending[layer].observation, stays)
+        with ensured_later(self.kernels) as doubts:
+            chosen = across(job)
+        settle(doubts)
+        home = job.budget.device
+        totals = torch.stack([stays.sum().to(home) for stays in chosen.values()]).tolist()
+        for (layer, stays), total in zip(chosen.items(), totals, strict=True):
+            self._store(job, layer, job.pending[layer].observation, stays, total)
         job.pending.clear()
 
     def _choose_for_all_layers(self, width: int) -> None:
@@ -232,6 +273,14 @@ def _gather(jobs: list[tuple[Job, Tensor]]) -> None:
             job.layers[layer] = RaggedLayer.even(keys[number], values[number], where[number], {})
 
 
+def _gathered(o: Observation, stays: Mask, total: int, sums: dict[str, Tensor]) -> RaggedLayer:
+    """What `RaggedLayer.of` holds, of `total` tokens that stay: a GPU need not be asked how many."""
+    at = stays.nonzero_static(size=total).unbind(1)
+    offsets = torch.nn.functional.pad(stays.sum(-1).flatten().cumsum(0), (1, 0))
+    flat = {name: s[at] for name, s in sums.items()}
+    return RaggedLayer(o.keys[at], o.values[at], o.positions[at].int(), offsets, stays.shape[:2], flat)
+
+
 def _carried(job: Job, o: Observation) -> dict[str, Tensor]:
     """The sums that its next eviction will ask for."""
     return {n: s for n, s in o.sums.items() if job.again and n in job.sums}
@@ -245,15 +294,49 @@ def _alike(held: Tensor) -> Tensor | None:
     return held.nonzero()[:, 1].view(len(held), -1)
 
 
-def _attend_triton(
-    query: Query, key: KeyValue, value: KeyValue, scaling: float, wanted: set[str]
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(output, log-sum-exp, sums) of a whole prompt: torch's fastest attention that keeps the log-sum-exp, and
-    attention summed per key by a kernel."""
-    from kvrepro_kernels import column_mass, prefill_attention
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all prompts, so that they share its memory; it goes before the main one, which it leaves little
+    to wait for."""
+    return torch.cuda.Stream(device, priority=-1)
 
-    if missing := wanted - {"mass"}:
-        raise InputError(f"backend triton has no kernel for {sorted(missing)[0]!r}: use backend torch")
+
+def attend_by_kernels(query: Query, key: KeyValue, value: KeyValue, scaling: float) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) of a whole prompt: torch's fastest attention that keeps the log-sum-exp."""
+    from kvrepro_kernels import prefill_attention
+
     done = prefill_attention(query, key, value, scale=scaling)
-    sums = {"mass": column_mass(query, key, done.lse, scale=scaling)} if wanted else {}
-    return done.output.transpose(1, 2), done.lse, sums
+    return done.output.transpose(1, 2), done.lse
+
+
+def mass_by_kernels(
+    query: Query, key: KeyValue, log_sums: Tensor, scaling: float, starts: Tensor | None = None
+) -> Tensor:
+    """Attention that each key got, of the last queries; starts: the first living key of each head."""
+    from kvrepro_kernels import column_mass
+
+    return column_mass(query, key, log_sums, scale=scaling, starts=starts)
+
+
+class ExtendByKernels(Extend):
+    """Attention of a chunk without padding by kernels: to what is left of the earlier chunks, and to itself."""
+
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+    ) -> Tensor:
+        from kvrepro_kernels import window_attention
+
+        stored, at = self.cache.ragged[layer], self.positions.to(query.device)
+        stored.append(key, value, at)
+        if self.window:
+            stored.remember(query, at, self.window)
+        parts = stored.parts()
+        keys, values, where = (
+            torch.cat([part[i].expand(*stored.shape, *part[i].shape[2:]) for part in parts], 2) for i in range(3)
+        )
+        starts = (where < 0).sum(-1)
+        out, log_sums = window_attention(query, keys, values, scale=scaling, starts=starts)
+        for name in stored.sums:  # "mass" alone: the others were refused
+            mass = mass_by_kernels(query, keys, log_sums, scaling, starts)
+            stored.add(name, mass, 0 if len(parts) == 1 else parts[0][0].shape[2])
+        return out.transpose(1, 2)

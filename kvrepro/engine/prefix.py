@@ -26,7 +26,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.evict import Job, Prompts
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.generate import check_conditions, check_means, check_prompt
+from kvrepro.engine.generate import backends_of, check_conditions, check_means, check_prompt
 from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import budget_of, find
 from kvrepro.engine.regime import Offline, SharedCap
@@ -145,7 +145,8 @@ def checked(
     for text in texts:
         check_prompt(model, text.ids, max_new_tokens)
     check_conditions(model, texts, [condition], max_new_tokens)
-    check_means(model, [condition], repeat, backend)
+    check_means([condition], repeat)
+    [backend] = backends_of(model, texts, [condition], backend)
     facts = ModelFacts.of(model, isinstance(condition.regime, SharedCap))
     return Call(model, list(texts), [condition], max_new_tokens, facts, list(repeat), backend=backend, seed=seed)
 

@@ -13,6 +13,7 @@ import torch
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine import policy
+from kvrepro.engine.backend import obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.regime import Chunked, DecodeCap, Offline, PerStep, SharedCap
@@ -131,16 +132,19 @@ def policy_of(condition: Condition) -> Any:
 
 def heads(
     study: "Answers", loaded: Loaded, settings: "Settings", prompts: Sequence[Prompt],
-    conditions: Sequence[Condition], columns: Columns,
+    conditions: Sequence[Condition], columns: Columns, backends: Sequence[str],
 ) -> dict[Pair, dict[str, Any]]:  # fmt: skip
-    """What is known of each row before it is computed; `key` hashes all that decides the rest."""
+    """What is known of each row before it is computed; `key` hashes all that decides the rest. backends: who computes
+    each condition."""
     decisive = {
         "model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device,
-        "backend": settings.backend,
     }  # fmt: skip
     noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
     note = fingerprint.of(study.note)
-    own = [c.columns() | {"engine_hash": code_of(c, settings.backend)} for c in conditions]
+    own = [
+        (c.columns() | {"engine_hash": code_of(c, backend)}, {"backend": backend})
+        for c, backend in zip(conditions, backends, strict=True)
+    ]
     found: dict[Pair, dict[str, Any]] = {}
     for i, (item, prompt, mine) in enumerate(zip(study.items, prompts, columns, strict=True)):
         new, limit = item.new_tokens(study.max_new_tokens), limit_of(study, loaded, item)
@@ -150,7 +154,8 @@ def heads(
         told = {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
         told["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
         for j in mine:
-            found[i, j] = own[j] | of | told | noted | {"key": fingerprint.digest(own[j], of, note)}
+            one, by = own[j]
+            found[i, j] = one | of | by | told | noted | {"key": fingerprint.digest(one, of | by, note)}
     return found
 
 
@@ -239,9 +244,18 @@ class AnswersPlan(Plan):
         self.columns = [[number[c] for c in dict.fromkeys(mine)] for mine in each]  # of each item
         self.pairs = [(i, j) for i, mine in enumerate(self.columns) for j in mine]
         self.gaps = unmet(loaded, self.prompts, self.conditions, self.columns) if study.gaps else {}
-        self.heads = heads(study, loaded, settings, self.prompts, self.conditions, self.columns)
+        self.left = self._left()
+        usual = "triton" if settings.backend == "auto" else settings.backend
+        self.backends = ["torch" if why else usual for why in self.left]
+        self.heads = heads(study, loaded, settings, self.prompts, self.conditions, self.columns, self.backends)
         self.keys = [self.heads[pair]["key"] for pair in self.pairs]
         self.total = len(self.keys)
+
+    def _left(self) -> list[str | None]:
+        """Why the backend "auto" leaves a condition to plain PyTorch; None: it does not."""
+        if self.settings.backend != "auto":
+            return [None] * len(self.conditions)
+        return obstacles(self.loaded.model, self.prompts[0].ids, self.conditions)
 
     def __enter__(self) -> "AnswersPlan":
         self.table = store.Store(self.settings.folder, self.study.chapter, self.study.name)
@@ -269,7 +283,7 @@ class AnswersPlan(Plan):
         return {
             "stop_ids": models.stop_ids(self.loaded),
             "batch_rows": self.settings.batch_rows, "prompt_rows": self.study.prompt_rows,
-            "backend": self.settings.backend,
+            "backend": dict(zip(self.conditions, self.backends, strict=True)),
             "repeat": self.loaded.tokenizer.encode(REPEAT, add_special_tokens=False),
             "kept_sets": self.study.note is not None,
         }  # fmt: skip
@@ -357,8 +371,16 @@ class AnswersPlan(Plan):
         ]
 
     def remarks(self) -> list[str]:
-        """Prompts that were cut, and conditions that did nothing."""
+        """Who computed what, prompts that were cut, and conditions that did nothing."""
         said, frame = [], self.results()
+        if self.settings.backend == "auto" and self.loaded.device != "cpu":
+            labels: dict[str, list[str]] = {}
+            for c, why in zip(self.conditions, self.left, strict=True):
+                if why is not None:
+                    labels.setdefault(why, []).append(c.label)
+            others = [f"; plain PyTorch for {some[0]}{_more(some)} ({why})" for why, some in labels.items()]
+            computed = f"{self.left.count(None)} of {len(self.left)} conditions"
+            said.append(f"{self.title}: kernels computed {computed}{''.join(others)}")
         cut = frame[frame.cut > 0].drop_duplicates("item")
         if len(cut):
             said.append(
@@ -371,3 +393,8 @@ class AnswersPlan(Plan):
             what = "conditions evicted nothing from any item"
             said.append(f"{len(idle)} {what}, {idle[0].label} for one: budgets never met")
         return said
+
+
+def _more(labels: Sequence[str]) -> str:
+    """How many there are beside the first."""
+    return f" and {len(labels) - 1} more" if len(labels) > 1 else ""

@@ -1,8 +1,8 @@
 """Whole-model timings at the true shapes of public models, random weights: speed does not depend on what they are.
 
-`python -m kvrepro.tools.speed --part prefill --part decode --part answer --out data/gpu/models.csv`, on a GPU. Rows
-carry device, versions and date. `--table` writes them beside the published numbers, data/published, as
-data/gpu/models.md.
+`python -m kvrepro.tools.speed --part prefill --part decode --part answer --out data/gpu/models.csv`, on a GPU; every
+policy in both readings with `--part first --part regimes --out data/gpu/first_token.csv`. Rows carry device, versions
+and date. `--table` writes the former beside the published numbers, data/published, as data/gpu/models.md.
 """
 
 import datetime
@@ -23,10 +23,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mistra
 
 from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer
+from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.generate import generate
-from kvrepro.engine.regime import Prefill
+from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
 from kvrepro.paths import ROOT
 from kvrepro.tools.pages import table
 
@@ -35,6 +36,10 @@ SHAPES = {
     "Llama-3.1-8B": LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=131584, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    ),
+    "Qwen2.5-3B": Qwen2Config(
+        vocab_size=151936, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+        num_key_value_heads=2, max_position_embeddings=131584, tie_word_embeddings=True,
     ),
     "Mistral-7B": MistralConfig(
         vocab_size=32768, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -58,6 +63,10 @@ METHODS = {  # name: (policy, share, switches, backend)
     "Ada-KV": ("ada_kv", 0.2, (), "triton"),
     "DefensiveKV, plain PyTorch": ("defensive_kv", 0.2, (), "torch"),
 }
+FIRST = ("snapkv", "ada_kv", "dropkv", "andpro", "h2o", "key_diff", "tova", "cake", "critical_kv", "defensive_kv",
+         "layer_defensive_kv")  # fmt: skip
+REGIMES = {"decode cap": DecodeCap(interval=8), "per step": PerStep(),
+           "chunked, last": Chunked(chunk=2048), "chunked, every": Chunked(chunk=2048, when="every_chunk")}  # fmt: skip
 
 
 def build(name: str, device: str = "cuda") -> PreTrainedModel:
@@ -68,7 +77,10 @@ def build(name: str, device: str = "cuda") -> PreTrainedModel:
 
 
 def condition(method: str) -> Condition:
-    """The row of METHODS as a condition of the regime prefill."""
+    """The row of METHODS, or "policy, reading", as a condition of the regime prefill."""
+    if method not in METHODS:
+        name, reading = method.split(", ")
+        return Condition(name, 0.2, Prefill(), reading=reading.replace(" ", "_"))
     policy, share, switches, _ = METHODS[method]
     if policy == "full":
         return Condition()
@@ -101,22 +113,46 @@ def prefill(model: PreTrainedModel, tokens: int, methods: list[str], repeats: in
         cache = DynamicCache(config=model.config)
         return seconds_of(lambda: model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1))
 
-    def evicting(method: str) -> float:
-        backend = METHODS[method][3]
+    def evicting(method: str, backend: str) -> float:
         [[answer]] = generate(model, [prompt], [condition(method)], max_new_tokens=1, stop_ids=(), backend=backend)
         return answer.prefill_seconds
 
     base = None
     for method in [PLAIN, *methods]:
-        share, backend = (1.0, "-") if method == PLAIN else (METHODS[method][1], METHODS[method][3])
+        share, backend = (1.0, "-") if method == PLAIN else METHODS.get(method, ("", 0.2, (), "triton"))[1::2]
         seconds = []
+        freed()
         for _ in range(repeats + 1):
-            freed()
-            seconds.append(plain() if method == PLAIN else evicting(method))
+            seconds.append(plain() if method == PLAIN else evicting(method, backend))
         seconds = sorted(seconds[1:])
         base = base or _middle(seconds)
         peak = torch.cuda.max_memory_allocated() / 2**30
         yield row("prefill", method, share, tokens, seconds, "s", _middle(seconds) / base, peak=peak, backend=backend)
+
+
+def first(model: PreTrainedModel, tokens: int, chosen: list[str], repeats: int) -> Iterator[dict]:
+    """`prefill` of the policies FIRST in each of their readings by kernels, 20% kept, beside everything kept."""
+    readings = [f"{name}, {r.replace('_', ' ')}" for name in FIRST for r in CATALOGUE[name].readings]
+    if tokens > 8192:
+        readings.remove("key_diff, as described")  # block after block: minutes
+    for found in prefill(model, tokens, chosen or ["everything kept", *readings], repeats):
+        yield found | {"part": "first"}
+
+
+def regimes(model: PreTrainedModel, tokens: int, batch: int, steps: int) -> Iterator[dict]:
+    """`batch` prompts to 1,024 tokens and `steps` more, with either backend; ratios are to plain PyTorch."""
+    prompts = [torch.randint(0, model.config.vocab_size, (tokens,)).tolist() for _ in range(batch)]
+    for regime, policy in itertools.product(REGIMES, ("snapkv", "defensive_kv")):
+        c, base = Condition(policy, 1024, REGIMES[regime], reading="as_described"), 0.0
+        for backend in ("torch", "triton"):
+            for _ in range(2):  # the first compiles
+                freed()
+                took = seconds_of(partial(generate, model, prompts, [c], max_new_tokens=steps, stop_ids=(),
+                                          batch_rows=batch, backend=backend))  # fmt: skip
+            base = base or took
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            yield row("regimes", f"{policy}, {regime}", 1024 / tokens, tokens, [took], "s", took / base, batch, steps,
+                      peak, backend)  # fmt: skip
 
 
 def _middle(values: list[float]) -> float:
@@ -290,11 +326,11 @@ def _whole(r: Any, root: Path) -> dict:
 
 def main(
     out: Annotated[Path, typer.Option(help="table to write")] = Path("data/gpu/models.csv"),
-    part: Annotated[list[str], typer.Option(help="prefill, decode, answer")] = ["prefill", "decode"],  # noqa: B006
+    part: Annotated[list[str], typer.Option(help="prefill, first, decode, answer, regimes")] = ["prefill", "decode"],  # noqa: B006
     model: Annotated[list[str], typer.Option(help="of SHAPES; default: all")] = [],  # noqa: B006
     tokens: Annotated[list[int], typer.Option(help="prompt lengths")] = [32768],  # noqa: B006
     method: Annotated[list[str], typer.Option(help="of METHODS; default: all")] = [],  # noqa: B006
-    batch: Annotated[list[int], typer.Option(help="for answer")] = [1, 4],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(help="for answer; for regimes the last")] = [1, 4],  # noqa: B006
     repeats: Annotated[int, typer.Option()] = 3,
     steps: Annotated[int, typer.Option()] = 50,
     show: Annotated[
@@ -318,6 +354,10 @@ def main(
                 found = prefill(network, length, method or list(METHODS), repeats)
             elif one == "decode":
                 found = decode(network, length, steps)
+            elif one == "first":
+                found = first(network, length, method, repeats)
+            elif one == "regimes":
+                found = regimes(network, length, batch[-1], steps)
             else:
                 found = answer(network, length, steps, batch)
             table = pd.DataFrame(found).assign(model=name, **common)[list(COLUMNS)]

@@ -41,8 +41,8 @@ OTHERS = [
 
 def steps(kind: str, conditions, texts, captured: bool, monkeypatch, stop_ids=(), **given):
     """Generations with plain prefills, the decode steps captured or not."""
-    monkeypatch.setattr(engine, "_check_kernels", lambda *_: None)
-    monkeypatch.setattr("kvrepro.engine.prefill._attend_triton", plain)
+    monkeypatch.setattr("kvrepro.engine.prefill.attend_by_kernels", plain)
+    monkeypatch.setattr("kvrepro.engine.prefill.mass_by_kernels", plain_mass)
     if DEVICE == "cpu":  # interpreted kernels take minutes
         monkeypatch.setattr("kvrepro_kernels.ragged_decode", slow_ragged_decode)
     monkeypatch.setattr(decode, "can_capture", lambda call, rows: captured and call.captures)
@@ -59,16 +59,22 @@ def slow_ragged_decode(query, keys, values, offsets, tail_keys, tail_values, tai
     return done
 
 
-def plain(query, key, value, scaling, wanted):
+def plain(query, key, value, scaling):
     """What the kernels of a prompt compute, in plain PyTorch."""
+    logits = causal(query, key, scaling)
+    out = logits.softmax(-1) @ value.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    return out.transpose(1, 2), logits.logsumexp(-1)
+
+
+def plain_mass(query, key, log_sums, scaling, starts=None):
+    p = (causal(query, key, scaling) - log_sums[..., None]).exp()
+    return p.unflatten(1, (key.shape[1], -1)).mean(2).sum(2)
+
+
+def causal(query, key, scaling):
     n = query.shape[2]
-    group = query.shape[1] // key.shape[1]
-    logits = query @ key.repeat_interleave(group, 1).mT * scaling
-    logits.masked_fill_(torch.ones(n, n, dtype=torch.bool, device=key.device).triu(1), -torch.inf)
-    p = logits.softmax(-1)
-    mass = p.unflatten(1, (-1, group)).mean(2).sum(2)
-    out = (p @ value.repeat_interleave(group, 1)).transpose(1, 2)
-    return out, logits.logsumexp(-1), dict.fromkeys(wanted, mass)
+    logits = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * scaling
+    return logits.masked_fill_(torch.ones(n, n, dtype=torch.bool, device=key.device).triu(1), -torch.inf)
 
 
 def same(mine, theirs):

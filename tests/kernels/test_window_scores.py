@@ -33,28 +33,32 @@ def problem(batch=1, kv_heads=2, group=2, window=4, tokens=63, dim=64, dtype=tor
 
 
 def limits(query, keys, first=None, starts=None):
+    """(last visible keys [batch, kv_heads, window], first live ones [batch, kv_heads]); first: what query 0 sees."""
     batch, kv_heads, tokens, _ = keys.shape
     first = torch.full((batch,), tokens - query.shape[2]) if first is None else torch.as_tensor(first)
+    last = (first[:, None, None] + torch.arange(query.shape[2], device="cpu")).expand(-1, kv_heads, -1)
     starts = torch.zeros(batch, kv_heads, dtype=torch.int64) if starts is None else torch.as_tensor(starts)
     starts = starts[:, None].expand(-1, kv_heads) if starts.dim() == 1 else starts
-    return first.to(DEVICE), starts.to(DEVICE)
+    return last.to(DEVICE), starts.to(DEVICE)
 
 
-def check(query, keys, values, rule, first=None, starts=None, norms=None, tolerance=None, **settings):
+def check(query, keys, values, rule, first=None, starts=None, norms=None, tolerance=None, tuning=None, **more):
     """Kernel against the reference in float64, from the same lse and outputs; its output is poisoned."""
-    first, starts = limits(query, keys, first, starts)
+    last, starts = limits(query, keys, first, starts)
     scale = query.shape[-1] ** -0.5
     upcast = [x.double() for x in (query, keys, values)]
-    outputs, lse = window_attention_reference(*upcast, scale, first, starts)
+    outputs, lse = window_attention_reference(*upcast, scale, last, starts)
     outputs = outputs.to(query.dtype)
-    out = torch.full(keys.shape[:3], float("nan"), device=DEVICE)
+    heads = query.shape[1] if rule[2] == "none" else keys.shape[1]
+    out = torch.full((keys.shape[0], heads, keys.shape[2]), float("nan"), device=DEVICE)
     names = dict(zip(("indicator", "aggregate", "reduction"), rule, strict=True))
     window_scores(
-        query, keys, values, lse.float(), outputs, **names, first=first, starts=starts, norms=norms, out=out, **settings
-    )
+        query, keys, values, lse.float(), outputs, **names, last=last, starts=starts, norms=norms, out=out,
+        tuning=tuning, **more,
+    )  # fmt: skip
     expected = window_scores_reference(
-        *upcast, lse.float().double(), outputs.double(), *rule, scale, first, starts,
-        None if norms is None else norms.double(),
+        *upcast, lse.float().double(), outputs.double(), *rule, scale, last, starts,
+        None if norms is None else norms.double(), **more,
     )  # fmt: skip
     error = (out - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
     assert error < (tolerance or TOLERANCE[query.dtype]), (rule, error)
@@ -64,14 +68,14 @@ def check(query, keys, values, rule, first=None, starts=None, norms=None, tolera
 def test_reference_is_the_formula():
     """Element by element, on one batch row with 2 KV heads of 3 query heads."""
     query, keys, values = (x.double().cpu() for x in problem(group=3, window=3, tokens=9, dim=5))
-    first, starts = torch.tensor([6]), torch.tensor([[0, 2]])
-    outputs, lse = window_attention_reference(query, keys, values, 0.5, first, starts)
+    last, starts = (x.cpu() for x in limits(query, keys, torch.tensor([6]), torch.tensor([[0, 2]])))
+    outputs, lse = window_attention_reference(query, keys, values, 0.5, last, starts)
     scores = {
-        rule: window_scores_reference(query, keys, values, lse, outputs, *rule, 0.5, first, starts) for rule in RULES
+        rule: window_scores_reference(query, keys, values, lse, outputs, *rule, 0.5, last, starts) for rule in RULES
     }
     for g, j in itertools.product(range(2), range(9)):
         k, v = keys[0, g], values[0, g]
-        x = torch.zeros(4, 3, 3, dtype=torch.float64)
+        x = torch.zeros(5, 3, 3, dtype=torch.float64)
         for r, t in itertools.product(range(3), range(3)):
             visible = [i for i in range(9) if starts[0, g] <= i <= 6 + t]
             logits = torch.stack([0.5 * query[0, 3 * g + r, t] @ k[i] for i in visible])
@@ -80,14 +84,14 @@ def test_reference_is_the_formula():
             torch.testing.assert_close(outputs[0, 3 * g + r, t], a)
             if j in visible:
                 pj = p[visible.index(j)]
-                x[:, r, t] = torch.stack(
-                    [pj, pj * v[j].norm(), (pj / (1 - pj + 1e-6)) ** 2 * (a - v[j]).norm() ** 2, pj * (a @ v[j])]
-                )
+                risk = (pj / (1 - pj + 1e-6)) ** 2 * (a - v[j]).norm() ** 2
+                x[:, r, t] = torch.stack([pj, pj * v[j].norm(), risk, pj * (a @ v[j]), -pj * (pj + 1e-10).log()])
         for (indicator, aggregate, reduction), score in scores.items():
             y = x[INDICATORS.index(indicator)]
             y = {"mean": y.mean(1), "sum": y.sum(1), "max": y.amax(1), "variance": y.var(1)}[aggregate]
-            y = {"mean": y.mean(), "max": y.max(), "sum": y.sum()}[reduction]
-            torch.testing.assert_close(score[0, g, j], y, rtol=1e-8, atol=1e-12)
+            y = {"mean": y.mean(), "max": y.max(), "sum": y.sum(), "none": y}[reduction]
+            mine = score[0, 3 * g : 3 * g + 3, j] if reduction == "none" else score[0, g, j]
+            torch.testing.assert_close(mine, y, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", RULES, ids="-".join)
@@ -154,24 +158,74 @@ def test_padding_never_touches_a_live_score():
     for b, g in itertools.product(range(2), range(2)):
         keys[b, g, : starts[b, g]] = float("nan")
         values[b, g, : starts[b, g]] = float("nan")
-    first, limits_ = limits(query, keys, starts=starts)
+    last, limits_ = limits(query, keys, starts=starts)
     outputs, lse = window_attention(query, keys.nan_to_num(), values.nan_to_num(), starts=limits_)
-    dirty = window_scores(query, keys, values, lse, outputs, starts=limits_, first=first)
-    torch.testing.assert_close(dirty, clean, rtol=1e-4, atol=1e-5)
+    dirty = window_scores(query, keys, values, lse, outputs, starts=limits_, last=last)
+    torch.testing.assert_close(dirty, clean, rtol=1e-3, atol=1e-5)  # five keys: p near 1
     for b, g in itertools.product(range(2), range(2)):
         assert (dirty[b, g, : starts[b, g]] == 0).all()
 
 
 def test_rows_without_a_query_count_as_zero():
     query, keys, values = problem(window=4, tokens=40)
-    first, starts = limits(query, keys)
-    outputs, lse = window_attention_reference(query, keys, values, 0.125, first, starts)
+    last, starts = limits(query, keys)
+    outputs, lse = window_attention_reference(query, keys, values, 0.125, last, starts)
     absent = lse.clone()
     absent[:, :, 0] = -torch.inf
     outputs[:, :, 0] = float("nan")
     some = window_scores(query, keys, values, absent, outputs, aggregate="sum")
     rest = window_scores(query[:, :, 1:], keys, values, lse[:, :, 1:], outputs[:, :, 1:], aggregate="sum")
     torch.testing.assert_close(some, rest, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("pool", "by"), [(5, "average"), (3, "max")])
+@pytest.mark.parametrize(("group", "window"), [(2, 5), (8, 64)])  # all query rows in one go, and in chunks
+def test_pooled_attention(pool, by, group, window):
+    inputs = problem(2, 2, group, window, 150, 32)
+    for rule in (("attention", "max", "max"), ("anchor", "sum", "none"), ("attention", "variance", "mean")):
+        check(*inputs, rule, starts=[[0, 7], [21, 3]], pool=pool, pool_by=by)
+
+
+def test_pooled_attention_is_the_formula():
+    query, keys, values = problem(kv_heads=1, group=1, window=2, tokens=9, dim=16)
+    last, starts = limits(query, keys)
+    outputs, lse = window_attention_reference(query, keys, values, 16**-0.5, last, starts)
+    p = torch.exp(16**-0.5 * query[0, 0] @ keys[0, 0].T - lse[0, 0, :, None])
+    p[0, 8] = 0  # the first query stands before the last token
+    for by in ("average", "max"):
+        around = [p[:, max(0, j - 1) : j + 2] for j in range(9)]
+        expected = torch.stack([x.sum(1) / 3 if by == "average" else x.amax(1) for x in around], -1).amax(0)
+        mine = window_scores(query, keys, values, lse, outputs, indicator="attention", aggregate="max",
+                             reduction="sum", pool=3, pool_by=by)  # fmt: skip
+        torch.testing.assert_close(mine[0, 0], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [6, 33])
+def test_queries_that_are_not_there_count_in_no_mean_or_variance(window):
+    inputs, present = problem(batch=2, window=window, tokens=50), torch.tensor([window, 3], device=DEVICE)
+    for rule in (("attention", "mean", "mean"), ("attention", "variance", "none"), ("value", "max", "max")):
+        check(*inputs, rule, present=present)
+
+
+def test_p_rounded_as_dropkvs_code_does():
+    rule, inputs = ("perturbation", "sum", "mean"), problem(window=4, tokens=60)
+    rounded, plain = (check(*inputs, rule, round_p=r, tolerance=2e-2) for r in (True, False))
+    assert ((rounded - plain).abs() > 1e-3 * plain.abs()).any()
+    query, keys, values = problem(group=1, window=1, tokens=2)
+    outputs, lse = query.clone(), (query @ keys.mT).amax(-1) / 8 + 1e-3  # p = 0.999, which bfloat16 calls 1
+    scores = [window_scores(query, keys, values, lse, outputs, round_p=r, eps=1e-3).amax() for r in (True, False)]
+    assert scores[0] > 2 * scores[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_window_attention_over_pooled_logits(dtype):
+    query, keys, values = problem(2, 2, 3, 5, 90, 32, dtype)
+    last, starts = limits(query, keys, starts=[[0, 7], [21, 3]])
+    a, lse = window_attention(query, keys, values, starts=starts, pool=7)
+    upcast = [x.double() for x in (query, keys, values)]
+    outputs, expected = window_attention_reference(*upcast, 32**-0.5, last, starts, 7)
+    assert (a - outputs).norm() / outputs.norm() < {torch.float32: 1e-5}.get(dtype, 8e-3)
+    assert (lse - expected).abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_given_norms_and_strided_inputs():
@@ -189,13 +243,13 @@ def test_given_norms_and_strided_inputs():
 def test_kept_sets_are_the_references_but_for_ties(dtype):
     """Top 20%: where the sets differ, the scores differ by less than rounding."""
     query, keys, values = problem(kv_heads=4, group=4, window=8, tokens=500, dim=128, dtype=dtype)
-    first, starts = limits(query, keys)
+    last, starts = limits(query, keys)
     upcast = [x.double() for x in (query, keys, values)]
-    outputs, lse = window_attention_reference(*upcast, 128**-0.5, first, starts)
+    outputs, lse = window_attention_reference(*upcast, 128**-0.5, last, starts)
     outputs = outputs.to(dtype)
     rule = ("perturbation", "sum", "mean")
     ours = window_scores(query, keys, values, lse.float(), outputs)
-    truth = window_scores_reference(*upcast, lse, outputs.double(), *rule, 128**-0.5, first, starts)
+    truth = window_scores_reference(*upcast, lse, outputs.double(), *rule, 128**-0.5, last, starts)
     for mine, exact in zip(ours.flatten(0, 1), truth.flatten(0, 1), strict=True):
         kept, wanted = (set(x.topk(100).indices.tolist()) for x in (mine, exact))
         edge = exact.topk(100).values[-1]
@@ -207,19 +261,19 @@ def test_kept_sets_are_the_references_but_for_ties(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_own_lse_and_outputs(group, window, dtype):
     query, keys, values = problem(2, 1, group, window, 300, 80, dtype)
-    first, starts = limits(query, keys, starts=[0, 11])
+    last, starts = limits(query, keys, starts=[0, 11])
     out = (
         torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE),
         torch.full(query.shape[:3], float("nan"), device=DEVICE),
     )
     window_attention(query, keys, values, starts=starts, out=out)
     upcast = [x.double() for x in (query, keys, values)]
-    outputs, lse = window_attention_reference(*upcast, 80**-0.5, first, starts)
+    outputs, lse = window_attention_reference(*upcast, 80**-0.5, last, starts)
     assert (out[0] - outputs).norm() / outputs.norm() < {torch.float32: 1e-5}.get(dtype, 8e-3)
     assert (out[1] - lse).abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
     scores = window_scores(query, keys, values, starts=starts, indicator="attention", aggregate="sum", reduction="sum")
     rule = ("attention", "sum", "sum")
-    expected = window_scores_reference(*upcast, lse, outputs, *rule, 80**-0.5, first, starts)
+    expected = window_scores_reference(*upcast, lse, outputs, *rule, 80**-0.5, last, starts)
     assert (scores - expected).norm() / expected.norm() < TOLERANCE[dtype]
     assert torch.allclose(scores.sum(-1), torch.tensor(float(group * window), device=DEVICE), rtol=1e-2)
 
@@ -243,7 +297,10 @@ def test_a_query_that_sees_nothing():
         (dict(lse=None), "give both"),
         (dict(lse=torch.zeros(1, 4, 3)), "lse and outputs must be"),
         (dict(norms=torch.zeros(1, 2, 63)), "norms must be"),
-        (dict(first=torch.zeros(2)), "first must be"),
+        (dict(last=torch.zeros(1, 2, 3)), "last must be"),
+        (dict(present=torch.zeros(3)), "present must be"),
+        (dict(pool=4), "pool is 4"),
+        (dict(pool_by="sum"), "not one of average"),
         (dict(out=torch.zeros(1, 2, 62)), "out must be"),
         (dict(query=torch.zeros(1, 4, 1, 64), aggregate="variance"), "at least 2"),
     ],

@@ -32,14 +32,17 @@ def checks(date: str, tokens: int = 8192) -> Iterator[Row]:
             random(1, h, n, dim, dtype=dtype) for h, n in ((heads, 8), (kv_heads, tokens), (kv_heads, tokens))
         )
         q, k, v = exact(query, keys, values)
-        first, starts = torch.tensor([tokens - 8], device="cuda"), torch.zeros(1, kv_heads, device="cuda")
-        outputs, lse = window_attention_reference(q, k, v, dim**-0.5, first, starts)
+        last, starts = (
+            torch.arange(tokens - 8, tokens, device="cuda")[None, None],
+            torch.zeros(1, kv_heads, device="cuda"),
+        )
+        outputs, lse = window_attention_reference(q, k, v, dim**-0.5, last, starts)
         mine = window_attention(query, keys, values)
         yield row("window_attention", "outputs", dtype, mine[0], outputs)
         yield row("window_attention", "lse", dtype, mine[1], lse)
         for sharp in (1, 4):  # 4: most of a row's attention on a few keys, where 1 / (1 - p) magnifies rounding
             q = (query * sharp).double()
-            outputs, lse = window_attention_reference(q, k, v, dim**-0.5, first, starts)
+            outputs, lse = window_attention_reference(q, k, v, dim**-0.5, last, starts)
             given, lse = outputs.to(dtype), lse.float()
             log_sum, a = exact(lse, given)
             for rule in (
@@ -48,7 +51,7 @@ def checks(date: str, tokens: int = 8192) -> Iterator[Row]:
             ):  # fmt: skip
                 named: dict[str, Any] = dict(zip(RULE, rule, strict=True))
                 ours = window_scores(query * sharp, keys, values, lse, given, **named).double()
-                truth = window_scores_reference(q, k, v, log_sum, a, *rule, dim**-0.5, first, starts)
+                truth = window_scores_reference(q, k, v, log_sum, a, *rule, dim**-0.5, last, starts)
                 kept = tokens // 5
                 edge = truth.topk(kept).values[..., -1:]
                 chosen = torch.zeros_like(truth, dtype=torch.bool).scatter(-1, ours.topk(kept).indices, True)
@@ -61,8 +64,9 @@ def checks(date: str, tokens: int = 8192) -> Iterator[Row]:
             query = random(1, heads, tokens, dim, dtype=dtype)
             ours = prefill_attention(query, keys, values, backend="cudnn")
             some = torch.arange(tokens - 64, tokens, device="cuda")  # the last 64 queries, in float64
-            first = torch.tensor([tokens - 64], device="cuda")
-            truth, log_sum = window_attention_reference(query[:, :, some].double(), k, v, dim**-0.5, first, starts)
+            truth, log_sum = window_attention_reference(
+                query[:, :, some].double(), k, v, dim**-0.5, some[None, None], starts
+            )
             yield row("prefill_attention", "cudnn, outputs", dtype, ours.output[:, :, some], truth)
             yield row("prefill_attention", "cudnn, lse", dtype, ours.lse[:, :, some], log_sum)
             last = slice(tokens - 1024, tokens)  # as many queries as the reference has memory for

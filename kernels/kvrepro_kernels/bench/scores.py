@@ -35,10 +35,10 @@ def plain_perturbation(query: Tensor, keys: Tensor, values: Tensor, eps: float =
 def grouped_perturbation(query: Tensor, keys: Tensor, values: Tensor, lse: Tensor, outputs: Tensor) -> Tensor:
     """The kernel's own reference in float32, which neither repeats heads nor computes a softmax."""
     batch, kv_heads, tokens, dim = keys.shape
-    first = torch.full((batch,), tokens - query.shape[2], device="cuda")
+    last = torch.arange(tokens - query.shape[2], tokens, device="cuda")[None, None]
     starts = torch.zeros(batch, kv_heads, dtype=torch.int64, device="cuda")
     q, k, v, log_sum, a = (x.float() for x in (query, keys, values, lse, outputs))
-    return window_scores_reference(q, k, v, log_sum, a, "perturbation", "sum", "mean", dim**-0.5, first, starts)
+    return window_scores_reference(q, k, v, log_sum, a, "perturbation", "sum", "mean", dim**-0.5, last, starts)
 
 
 def bench_window_scores(b: Bench) -> None:

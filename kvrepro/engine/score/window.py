@@ -14,6 +14,9 @@ kept by the guard `recent`.
 | DefensiveKV | attention | defensive | each query |
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -33,6 +36,7 @@ Pool = Annotated[str, ("none", "average", "max")]
 PoolAt = Annotated[str, ("query", "head", "kv_head")]
 Over = Annotated[str, ("past", "all")]
 NormOver = Annotated[str, ("none", "layer", "heads")]
+Indicator = Annotated[str, ("attention", "perturbation", "anchor")]
 
 # ---- indicators: float32 [batch, kv_heads, group, window, tokens], 0 where the query may not look
 
@@ -66,58 +70,118 @@ def anchor(o: Observation) -> Probabilities:
     return torch.einsum("bgrwd,bgnd->bgrwn", o.outputs, o.values.float()).mul_(o.attention)
 
 
+INDICATORS = {"attention": attention, "perturbation": perturbation, "anchor": anchor}
+
 # ---- the table
 
 
 def windowed(
-    o: Observation, importance: Probabilities, aggregate: Aggregate = "mean", pool: Pool = "none", kernel: Odd = 5,
-    group: Group = "mean", pool_at: PoolAt = "head", over: Over = "past", gamma: Weight = 200.0, rescale: bool = False,
+    o: Observation, importance: Probabilities | Indicator, aggregate: Aggregate = "mean", pool: Pool = "none",
+    kernel: Odd = 5, group: Group = "mean", pool_at: PoolAt = "head", over: Over = "past", gamma: Weight = 200.0,
+    rescale: bool = False, **extra: Any,
 ) -> Scores:  # fmt: skip
     """Importance [batch, kv_heads, group, window, tokens] reduced over the window's queries and a KV head's group.
 
-    aggregate: over queries; mean_var adds gamma times the unbiased variance, defensive is the max over queries and
-    group, pooled before, and no less than the head's mean. group: over query heads; union is minus the best rank that
-    any of them gives, so that a KV head keeps the union of their choices. pool runs along tokens for each query, head
-    or kv_head (pool_at), an average counts zeros beyond the ends. over: "past" leaves the window's own tokens out.
-    rescale: a pooled row gets its former sum back. Raises InputError for unknown names and even kernels.
+    importance: the tensor, or the name of an indicator (`extra` are its parameters), which backend triton computes and
+    reduces in a kernel. aggregate: over queries; mean_var adds gamma times the unbiased variance, defensive is the max
+    over queries and group, pooled before, and no less than the head's mean. group: over query heads; union is minus
+    the best rank that any of them gives, so that a KV head keeps the union of their choices. pool runs along tokens for
+    each query, head or kv_head (pool_at), an average counts zeros beyond the ends. over: "past" leaves the window's own
+    tokens out. rescale: a pooled row gets its former sum back. Raises InputError for unknown names and even kernels.
     """
     names = {"aggregate": aggregate, "group": group, "pool": pool, "pool_at": pool_at, "over": over}
     for kind, (name, value) in zip((Aggregate, Group, Pool, PoolAt, Over), names.items(), strict=True):
         ensure(kind, **{name: value})
     pool_at, group = ("query", "max") if aggregate == "defensive" else (pool_at, group)
     counted = o.alive & ~guard.window_of(o) if over == "past" else o.alive
+    if isinstance(importance, str):
+        if o.backend == "triton":
+            x = _fused(o, importance, aggregate, pool, kernel, group, pool_at, over, gamma, rescale, counted, extra)
+            return (_no_less_than_mean(x, counted) if aggregate == "defensive" else x).masked_fill(~counted, 0.0)
+        importance = INDICATORS[importance](o, **extra)
     x = importance.masked_fill(~counted[:, :, None, None], 0.0)
     if pool_at == "query":
         x = _pooled(x, counted, pool, kernel, rescale)
     x = _aggregated(x, _voters(o), aggregate, gamma)
-    if pool_at == "head":
-        x = _pooled(x, counted, pool, kernel)
-    x = _grouped(x, counted, group)
-    if pool_at == "kv_head":
-        x = _pooled(x, counted, pool, kernel)
+    x = _grouped(x, counted, pool, kernel, group, pool_at)
     return (_no_less_than_mean(x, counted) if aggregate == "defensive" else x).masked_fill(~counted, 0.0)
 
 
-def fused(
+def _fused(
     o: Observation, indicator: str, aggregate: str, pool: str, kernel: int, group: str, pool_at: str, over: str,
-    **extra: Any,
+    gamma: float, rescale: bool, counted: Mask, extra: dict[str, Any],
 ) -> Scores:  # fmt: skip
-    """`windowed` by one pass of a Triton kernel over keys and values; pooling follows the reduction over the group.
+    """What `windowed` reduces, by passes of a Triton kernel over keys and values, with sums over queries and, where
+    nothing comes between, over the group inside. Raises InputError for what the kernel does not pool."""
+    one: Callable[..., Tensor] = partial(_kernel, o, indicator, **extra)
+    if pool_at == "query" and pool != "none":
+        if (
+            aggregate not in ("defensive", "max")
+            or group == "union"
+            or (rescale and (pool, over) != ("average", "past"))
+        ):
+            chosen = f"aggregate {aggregate}, group {group}, {pool} pool of each query{' rescaled' * rescale}"
+            raise InputError(f"backend triton has no {chosen}: use backend torch")
+        ensure(Odd, kernel=kernel)
+        return one("max", group, pool=kernel, pool_by=pool, over=over, rescale=rescale).masked_fill_(~counted, 0.0)
+    linear = group in ("mean", "sum") and pool != "max"
+    inside = linear or (group != "union" and (pool == "none" or pool_at == "kv_head") and aggregate != "mean_var")
+    reduction = group if inside else "none"
+    x = one("mean" if aggregate == "mean_var" else "max" if aggregate == "defensive" else aggregate, reduction)
+    if aggregate == "mean_var" and o.queries.shape[2] > 1:
+        x += gamma * one("variance", reduction)
+    if not inside:
+        x = x.unflatten(1, (-1, o.group)).masked_fill_(~counted[:, :, None], 0.0)
+        return _grouped(x, counted, pool, kernel, group, pool_at)
+    return _pooled(x.masked_fill_(~counted, 0.0), counted, pool, kernel)
 
-    Raises InputError for an order of reductions that the kernel does not have.
+
+def _kernel(
+    o: Observation, indicator: str, aggregate: str, reduction: str, over: str = "all", rescale: bool = False,
+    **extra: Any,
+) -> Tensor:  # fmt: skip
+    """One pass of the kernel: [batch, kv_heads, tokens], or with reduction "none" [batch, heads, tokens].
+
+    over: "past" hides the window's own tokens, which matters where neighbours are pooled; `rescale` gives what pooling
+    spills over the ends back to each query.
     """
     from kvrepro_kernels import window_scores
 
-    linear = pool == "none" or (pool == "average" and group in ("mean", "sum"))
-    if aggregate not in ("mean", "sum", "max") or group == "union" or not (pool_at == "kv_head" or linear):
-        chosen = f"aggregate {aggregate}, group {group}, pool {pool} at {pool_at}"
-        raise InputError(f"backend triton reduces queries, then the group, then pools, not {chosen}: use backend torch")
-    x = window_scores(
-        o.queries, o.keys, o.values, o.log_sums, o.window_outputs, indicator=indicator, aggregate=aggregate,
-        reduction=group, scale=o.scaling, **extra,
+    log_sums, outputs = o.attended
+    last = o.last_seen
+    if over == "past":
+        if rescale:
+            log_sums = log_sums + _spilled(o, log_sums, extra["pool"])
+        last = torch.minimum(last, o.last_before_window)
+    if extra.get("round_p"):
+        outputs = outputs.bfloat16().to(outputs)
+    return window_scores(
+        o.queries, o.keys, o.values, log_sums, outputs, indicator=indicator, aggregate=aggregate, reduction=reduction,
+        scale=o.scaling, last=last, starts=o.starts, present=o.present, **extra,
     )  # fmt: skip
-    counted = o.alive & ~guard.window_of(o) if over == "past" else o.alive
-    return _pooled(x.masked_fill_(~counted, 0.0), counted, pool, kernel)
+
+
+def _spilled(o: Observation, log_sums: Tensor, kernel: int) -> Tensor:
+    """ln of the share of its attention to the past that a row keeps when it is pooled: [batch, heads, window].
+
+    A token `d` places from an end loses (kernel // 2 - d) / kernel of its attention, so the ends and the window's own
+    tokens, whose attention is not the past's, are all that must be looked at.
+    """
+    past = o.last_before_window.expand(-1, o.keys.shape[1], -1)
+    step = torch.arange(kernel // 2, device=past.device)
+    near, far = o.starts[..., None] + step, past - step
+    own = past + 1 + torch.arange(o.queries.shape[2], device=past.device)
+    inside = torch.cat([near <= past, far >= o.starts[..., None], own < o.keys.shape[2]], -1)
+    place = torch.cat([near, far, own], -1).clamp(0, o.keys.shape[2] - 1)  # [batch, kv_heads, places]
+    keys = o.keys.gather(2, place[..., None].expand(-1, -1, -1, o.keys.shape[3])).float()
+    logits = torch.einsum("bgrwd,bgnd->bgrwn", o.queries.unflatten(1, (-1, o.group)).float(), keys) * o.scaling
+    seen = inside[:, :, None] & (place[:, :, None] <= o.last_seen[..., None])
+    p = (logits - log_sums.unflatten(1, (-1, o.group))[..., None]).exp() * seen[:, :, None]
+    ends = 2 * len(step)
+    lost = (p[..., :ends] * (kernel // 2 - step).repeat(2)).sum(-1) / kernel
+    held = 1 - p[..., ends:].sum(-1)
+    share = (lost / held.clamp(min=torch.finfo(held.dtype).tiny)).nan_to_num(0.0).clamp(0, 1 - 1 / kernel)
+    return torch.log1p(-share).flatten(1, 2)
 
 
 def _voters(o: Observation) -> Tensor:
@@ -169,13 +233,18 @@ def _pooled(x: Tensor, counted: Mask, pool: str, kernel: int, rescale: bool = Fa
     return x.masked_fill_(out, 0.0)
 
 
-def _grouped(x: Tensor, counted: Mask, group: str) -> Tensor:
-    """Over the query heads of a KV head: [batch, kv_heads, tokens]."""
+def _grouped(x: Tensor, counted: Mask, pool: str, kernel: int, group: str, pool_at: str) -> Tensor:
+    """Over the query heads of a KV head, pooled before or after: [batch, kv_heads, tokens]."""
+    if pool_at == "head":
+        x = _pooled(x, counted, pool, kernel)
     if group == "union":
         key = x.masked_fill(~counted[:, :, None], -torch.inf).flip(-1)
-        place = key.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).flip(-1)
-        return -place.amin(2).float()
-    return {"mean": x.mean, "sum": x.sum, "max": x.amax}[group](2)
+        order = key.argsort(dim=-1, descending=True, stable=True)
+        place = torch.arange(x.shape[-1], device=x.device).expand_as(order)
+        x = -torch.empty_like(order).scatter_(-1, order, place).flip(-1).amin(2).float()
+    else:
+        x = {"mean": x.mean, "sum": x.sum, "max": x.amax}[group](2)
+    return _pooled(x, counted, pool, kernel) if pool_at == "kv_head" else x
 
 
 # ---- methods
@@ -191,9 +260,7 @@ def snapkv(
     KV head's budget that is group="union". Also the score of PyramidKV, Ada-KV and CriticalKV's first stage.
     Source: SnapKV (Li et al. 2024), equations 2 and 3; snapkv_press.py of NVIDIA/kvpress@8bb29b9.
     """
-    if o.backend == "triton":
-        return fused(o, "attention", aggregate, pool, kernel, group, pool_at, "past")
-    return windowed(o, o.attention, aggregate, pool, kernel, group, pool_at)
+    return windowed(o, "attention", aggregate, pool, kernel, group, pool_at)
 
 
 def cake(
@@ -204,7 +271,7 @@ def cake(
 
     Source: CAKE (Qin et al. 2025), equation 11; cake_global_press.py of FFY0/DefensiveKV@9251b95.
     """
-    return windowed(o, o.attention, aggregate, pool, kernel, group, gamma=gamma)
+    return windowed(o, "attention", aggregate, pool, kernel, group, gamma=gamma)
 
 
 def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) -> Tensor:
@@ -215,11 +282,16 @@ def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) 
     tau (1.6, 0.6) for every model and budget; the original tunes them (Llama-3.1: 1.6, 0.4 at 1,024 tokens).
     """
     past = o.alive & ~guard.window_of(o)
-    p = o.attention.masked_fill(~past[:, :, None, None], 0.0)
-    voters = _voters(o)
-    n = voters.sum(3)
-    scatter = _variance(p, p.sum(3) / n.clamp(min=1), voters, n).sum((1, 2, 3))
-    entropy = -(p * (p + 1e-10).log_()).sum((1, 2, 3, 4))
+    if o.backend == "triton":
+        of = [("attention", "variance"), ("entropy", "sum")] if o.queries.shape[2] > 1 else [("entropy", "sum")]
+        *spread, entropy = ((_kernel(o, *names, "sum") * past).sum((1, 2)) for names in of)
+        scatter = spread[0] if spread else torch.zeros_like(entropy)
+    else:
+        p = o.attention.masked_fill(~past[:, :, None, None], 0.0)
+        voters = _voters(o)
+        n = voters.sum(3)
+        scatter = _variance(p, p.sum(3) / n.clamp(min=1), voters, n).sum((1, 2, 3))
+        entropy = -(p * (p + 1e-10).log_()).sum((1, 2, 3, 4))
     return entropy.clamp(min=0) ** (1 / tau1) * scatter ** (1 / tau2)
 
 
@@ -238,7 +310,7 @@ def critical(
     first = torch.maximum(counts.double() * alpha, counts.double().mean(1, keepdim=True) * exempt_floor)
     first = torch.maximum((first + 1e-9).long(), (protected & o.alive).sum(-1))
     exempt = select(scores.masked_fill(~o.alive, -torch.inf), protected, first)
-    return ((scores + eps) * o.projected_norm.mean(2)).masked_fill(~o.alive, -torch.inf), exempt
+    return ((scores + eps) * o.mean_projected_norm).masked_fill(~o.alive, -torch.inf), exempt
 
 
 def andpro(
@@ -254,12 +326,8 @@ def andpro(
     length is no multiple of `chunk`, the window that stays here holds up to chunk - 1 tokens more than its chunks do.
     Source: AnDPro (Geng et al. 2025), equation 15; snapkv_utils.py of MIRALab-USTC/LLM-AnDPro.
     """
-    if o.backend == "triton":
-        if chunk:
-            raise InputError(f"backend triton has no chunks of {chunk} tokens: chunk=0, or backend torch")
-        return fused(o, "anchor", aggregate, pool, kernel, group, "kv_head", "all")
     if not chunk:
-        return windowed(o, anchor(o), aggregate, pool, kernel, group, over="all")
+        return windowed(o, "anchor", aggregate, pool, kernel, group, over="all")
     return _andpro_chunks(o, aggregate, pool, kernel, "max" if aggregate == "defensive" else group, chunk, window)
 
 
@@ -267,17 +335,35 @@ def _andpro_chunks(
     o: Observation, aggregate: str, pool: str, kernel: int, group: str, chunk: int, window: int
 ) -> Scores:
     """AnDPro as its public code computes it: against the pull of the droppable chunks, which share their scores."""
-    p = _pooled(o.attention, o.alive, pool, kernel)
     number = (o.alive.cumsum(-1) - 1).clamp(min=0) // chunk
     droppable = o.alive & (number > 0) & (number <= number[..., -1:] + window // -chunk)
-    v = o.values.float()
-    pull = torch.einsum("bgrwn,bgnd->bgrwd", p * droppable[:, :, None, None], v)
-    x = torch.einsum("bgrwd,bgnd->bgrwn", pull, v).mul_(p).masked_fill_(~droppable[:, :, None, None], 0.0)
-    x = _aggregated(x, _voters(o), aggregate, 0.0)
+    if o.backend == "triton":
+        x = _pulled(o, droppable, aggregate, pool, kernel)
+    else:
+        p, v = _pooled(o.attention, o.alive, pool, kernel), o.values.float()
+        pull = torch.einsum("bgrwn,bgnd->bgrwd", p * droppable[:, :, None, None], v)
+        x = torch.einsum("bgrwd,bgnd->bgrwn", pull, v).mul_(p).masked_fill_(~droppable[:, :, None, None], 0.0)
+        x = _aggregated(x, _voters(o), aggregate, 0.0)
     where = number[:, :, None].expand_as(x)
     together = torch.zeros_like(x).scatter_add_(-1, where, x).gather(-1, where)
-    score = _grouped(together, droppable, group).masked_fill(~droppable, 0.0)
+    score = _grouped(together, droppable, "none", 1, group, "head").masked_fill(~droppable, 0.0)
     return (_no_less_than_mean(score, droppable) if aggregate == "defensive" else score).masked_fill(~droppable, 0.0)
+
+
+def _pulled(o: Observation, droppable: Mask, aggregate: str, pool: str, kernel: int) -> Tensor:
+    """Its importance by kernels, aggregated over queries: [batch, kv_heads, group, tokens]."""
+    from kvrepro_kernels import window_attention
+
+    if pool == "average" or aggregate in ("mean_var", "defensive"):
+        raise InputError(f"backend triton has no aggregate {aggregate}, pool {pool} in chunks: use backend torch")
+    near: dict[str, Any] = {"pool": 1 if pool == "none" else kernel}
+    v = o.values * droppable[..., None]
+    pull, log_sums = window_attention(
+        o.queries, o.keys, v, scale=o.scaling, last=o.last_seen, starts=o.starts, **near
+    )  # over its own sum, not the row's
+    pull = (pull * (log_sums - o.attended[0]).exp()[..., None]).nan_to_num(0.0).to(pull)
+    seen = replace(o, values=v, log_sums=o.attended[0], window_outputs=pull)
+    return _kernel(seen, "anchor", aggregate, "none", pool_by="max", **near).unflatten(1, (-1, o.group))
 
 
 def dropkv(
@@ -291,11 +377,9 @@ def dropkv(
     Source: DropKV, section 3.3 and Algorithm 1 (max pooling); dropkv_cache.py of AozhongZhang/DropKV@67cdfeb (average
     pooling, p in bfloat16).
     """
-    if o.backend == "triton":
-        if round_p:
-            raise InputError("backend triton does not round p to bfloat16: round_p=False, or backend torch")
-        return fused(o, "perturbation", aggregate, pool, kernel, group, "kv_head", "all", eps=eps)
-    return windowed(o, perturbation(o, eps, round_p), aggregate, pool, kernel, group, "kv_head", "all")
+    return windowed(
+        o, "perturbation", aggregate, pool, kernel, group, "kv_head", "all", eps=eps, round_p=round_p
+    )  # fmt: skip
 
 
 def defensive_kv(
@@ -312,18 +396,20 @@ def defensive_kv(
     FFY0/DefensiveKV@9251b95, whose further steps are over="past", rescale, share="heads" and mass=0.9.
     """
     ensure(NormOver, share=share)
-    risk = windowed(o, o.attention, aggregate, pool, kernel, "max", "query", over, rescale=rescale)
+    risk = windowed(o, "attention", aggregate, pool, kernel, "max", "query", over, rescale=rescale)
     scores = risk * _norm_over(o, share)
     return _first_mass(o, scores, budget, mass) if mass else scores
 
 
 def _norm_over(o: Observation, share: str) -> Scores:
     """N_j, or its part of the sum over the layer or over the KV heads that hold its position; dead slots are 0."""
-    norm = o.projected_norm.mean(2).masked_fill(~o.alive, 0.0)
+    norm = o.mean_projected_norm.masked_fill(~o.alive, 0.0)
     if share == "none":
         return norm
     if share == "layer":
         return norm / norm.sum((1, 2), keepdim=True)
+    if o.positions.stride(1) == 0:  # all heads hold the same tokens
+        return norm / norm.sum(1, keepdim=True).clamp(min=torch.finfo(norm.dtype).tiny)
     where = o.positions.clamp(min=0).flatten(1)
     total = norm.new_zeros(len(norm), int(o.positions.max()) + 1).scatter_add_(1, where, norm.flatten(1))
     return norm / total.gather(1, where).view_as(norm).clamp(min=torch.finfo(norm.dtype).tiny)
@@ -338,10 +424,9 @@ def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) ->
     """
     own = guard.window_of(o)
     past = o.alive & ~own
-    p = o.attention.masked_fill(~past[:, :, None, None], 0.0)
+    held = windowed(o, "attention")
     near = past & (past.flip(-1).cumsum(-1).flip(-1) <= own.sum(-1, keepdim=True))
-    b = (p * near[:, :, None, None]).sum(-1).mean((1, 2, 3))
-    held = p.mean((2, 3))
+    b = (held * near).sum(-1).mean(1)
     held = held / held.sum(-1, keepdim=True).clamp(min=torch.finfo(held.dtype).tiny)
     filled = (held.sort(-1, descending=True).values.cumsum(-1) < (mass - b)[:, None, None]).sum(-1)
     filled = torch.minimum(filled, (budget[:, None] - own.sum(-1)).clamp(min=0))

@@ -1,0 +1,175 @@
+"""Who computes a condition: Triton kernels, or plain PyTorch, the truth that they are held to.
+
+"torch" and "triton" are taken at their word. "auto" gives a condition to the kernels where there are some for it and
+where, on the beginning of a prompt, they agree with plain PyTorch on this very model: attention by its norm, sums and
+scores by the tokens that they would keep. Everything else is left to plain PyTorch, and the reason is told.
+"""
+
+import os
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrepro.engine.attention import attend_prompt, installed
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.evict import REPEATED, Job, Prompts, judged
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.policy import call, find
+from kvrepro.engine.prefill import attend_by_kernels, mass_by_kernels
+from kvrepro.engine.select import select
+from kvrepro.engine.shapes import KeyValue, Mask, Query
+
+BACKENDS = ("torch", "triton", "auto")
+PROBE = 512  # tokens of a prompt on which "auto" compares the two
+AGREE = 0.99  # share of the best half of each layer's tokens that must be the same
+CLOSE = {torch.float32: 1e-3}  # of attention, ||difference|| / ||plain||; 2e-2 in 16 bits
+Kind = tuple[str, str, tuple[tuple[str, object], ...]]  # policy, reading, switches
+_probed: WeakKeyDictionary[PreTrainedModel, dict[Kind, str | None]] = WeakKeyDictionary()
+
+
+def obstacle(model: PreTrainedModel, c: Condition) -> str | None:
+    """Why kernels cannot run a condition, as far as that is known without running it; None: they can."""
+    if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "kernels need a GPU, this model is on the cpu"
+    if ModelFacts.of(model).sliding:
+        return "kernels have no sliding windows"
+    policy = find(c.policy) if c.policy != "full" else None
+    if c.execution == "masked" or c.bits is not None or (policy is not None and not policy.frees):
+        return "kernels do not hide, pack or page tokens"
+    if policy is None:
+        return None
+    if policy.shared:  # its prompts are read by plain PyTorch, its steps are captured
+        return None
+    if policy.parameters.get("window") and not policy.kernel:
+        return f"kernels have no scorer for {c.policy}"
+    if c.fair is not None:
+        return "kernels have no quotas"
+    missing = _job(c).sums - REPEATED - {"mass"}
+    return f"kernels do not sum {sorted(missing)[0]!r}, which {c.policy} needs" if missing else None
+
+
+def obstacles(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[Condition]) -> list[str | None]:
+    """Why "auto" leaves each condition to plain PyTorch, None where kernels take it: what is known beforehand, and what
+    the first tokens `ids` of a prompt show, which is remembered while the model lives."""
+    if model.device.type == "cpu":
+        return ["kernels need a GPU, this model is on the cpu"] * len(conditions)
+    found = [obstacle(model, c) for c in conditions]
+    known = _probed.setdefault(model, {})
+    free = {_kind(c): c for c, why in zip(conditions, found, strict=True) if why is None}
+    if fresh := [c for kind, c in free.items() if kind not in known]:
+        known |= compared(model, ids[:PROBE], fresh)
+    return [known[_kind(c)] if why is None else why for c, why in zip(conditions, found, strict=True)]
+
+
+@torch.inference_mode()
+def compared(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[Condition]) -> dict[Kind, str | None]:
+    """Where kernels disagree with plain PyTorch on a prompt, or fail; None where they agree in every layer."""
+    probe = Probe(model, len(ids), conditions)
+    with installed(model):
+        model(
+            input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1, kvrepro=probe
+        )
+    return {_kind(c): probe.failed or probe.found.get(_kind(c)) for c in conditions}
+
+
+class Probe:
+    """Plain attention of a prompt, beside which every layer's attention and scores are computed by kernels."""
+
+    def __init__(self, model: PreTrainedModel, tokens: int, conditions: Sequence[Condition]):
+        self.at = torch.arange(tokens, device=model.device)[None]
+        self.facts = {name: ModelFacts.of(model).by(name) for name in ("torch", "triton")}
+        self.jobs = {_kind(c): _job(c, self.at) for c in conditions if c.policy != "full"}
+        self.found: dict[Kind, str] = {}
+        self.failed: str | None = None  # kernels of attention, which every condition needs
+
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+    ) -> Tensor:
+        plain = attend_prompt(query, key, value, scaling)
+        if self.failed is not None:
+            return plain
+        try:
+            out, log_sums = attend_by_kernels(query, key, value, scaling)
+            sums = {"mass": mass_by_kernels(query, key, log_sums, scaling)}
+            decoded = _decoded(query, key, value, scaling)
+            error = max(_distance(out, plain), _distance(decoded, plain[:, -1:]))
+            if not error < CLOSE.get(query.dtype, 2e-2):
+                self.failed = f"attention by kernels is {error:.1e} off in layer {layer}"
+        except Exception as raised:  # whatever a compiler raises on a device of its own
+            self.failed = _said(raised)
+        if self.failed is None and layer in self.facts["torch"].evictable:
+            for kind, job in self.jobs.items():
+                if kind not in self.found and (job.window or job.sums):
+                    self._compare(kind, job, layer, query, key, value, scaling, (log_sums, out, sums))
+        return plain
+
+    def _compare(
+        self, kind: Kind, job: Job, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float,
+        by_kernels: tuple[Tensor, Tensor, dict[str, Tensor]],
+    ) -> None:  # fmt: skip
+        """The best half by plain scores, and by kernels: with what the prompt's pass knows, and without."""
+        log_sums, out, sums = by_kernels
+        first = max(0, query.shape[2] - job.window)
+        seen = dict(values=value, positions=self.at[:, None].expand(key.shape[:3]), queries=query[:, :, first:],
+                    query_positions=self.at[:, first:], seen=self.at[:, -1] + 1, scaling=scaling)  # fmt: skip
+        ends = dict(log_sums=log_sums[:, :, first:], window_outputs=out[:, first:].transpose(1, 2))
+        torch_o = self.facts["torch"].observe(layer, key, [0], **seen)
+        if job.sums:
+            every = seen | dict(queries=query, query_positions=self.at)
+            mass = self.facts["torch"].observe(layer, key, [0], **every).attention.mean(2).sum(2)
+            torch_o = self.facts["torch"].observe(layer, key, [0], **seen, sums={"mass": mass})
+        try:
+            wanted = _best_half(job, torch_o)
+            for known in (ends, {}) if job.window else (ends,):
+                o = self.facts["triton"].observe(layer, key, [0], **seen, **known, sums=sums)
+                share = float((_best_half(job, o) & wanted).sum() / wanted.sum())
+                if not share >= AGREE:
+                    self.found[kind] = f"kernels and plain PyTorch agree on {share:.1%} < {AGREE:.0%} of a probe"
+        except Exception as raised:  # a scorer may be a reader's own
+            self.found[kind] = _said(raised)
+
+
+def _best_half(job: Job, o: Observation) -> Mask:
+    """Half of each head's tokens, by the policy's scores alone."""
+    scores, none = judged(job, o)[0], torch.zeros_like(o.alive)
+    counts = o.alive.sum(-1) // 2
+    if job.policy.refine is None:
+        return select(scores, none, counts)
+    refined, more = call(job.policy.refine, o, scores, counts, parameters={**job.parameters, "protected": none})
+    return select(refined, more, counts)
+
+
+def _decoded(query: Query, key: KeyValue, value: KeyValue, scaling: float) -> Tensor:
+    """The last query's attention by the kernel of decode steps, [batch, 1, heads, dim]."""
+    from kvrepro_kernels import ragged_decode
+
+    batch, kv_heads, tokens, _ = key.shape
+    keys, values = (x.reshape(-1, x.shape[-1]) for x in (key, value))
+    offsets = torch.arange(0, batch * kv_heads * tokens + 1, tokens, device=key.device)
+    return ragged_decode(query[:, :, -1:], keys, values, offsets, kv_heads=kv_heads, scale=scaling).output.transpose(
+        1, 2
+    )
+
+
+def _distance(ours: Tensor, plain: Tensor) -> float:
+    return float((ours.float() - plain.float()).norm() / plain.float().norm())
+
+
+def _said(raised: Exception) -> str:
+    return f"{type(raised).__name__}: {raised}".splitlines()[0]
+
+
+def _kind(c: Condition) -> Kind:
+    return c.policy, c.reading, c.switches
+
+
+def _job(c: Condition, positions: Tensor | None = None) -> Job:
+    """A condition without its guards, half of the tokens its budget."""
+    policy = find(c.policy)
+    at = torch.zeros(1, 2, dtype=torch.long) if positions is None else positions
+    bare = Condition(c.policy, 0.5, None, reading=c.reading, switches=c.switches)
+    return Job([bare], policy, policy.reading(c.reading, c.switches), [at.shape[1] // 2], Prompts(at, [{}]))

@@ -1,0 +1,93 @@
+"""Scorers that have a kernel, against plain PyTorch in float32: dead slots, gaps, missing queries, whole prompts."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from observations import observation
+
+pytest.importorskip("triton", reason="triton is packaged for Linux only")
+
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.policy import call
+from kvrepro.engine.score import window
+from kvrepro.errors import InputError
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+NAMES = [name for name, policy in CATALOGUE.items() if policy.kernel]
+OBSERVED = {
+    "whole": dict(group=2, window=4, tokens=37),
+    "ragged": dict(group=3, window=5, tokens=29, dead=6, gaps=3),
+    "one query": dict(group=1, window=1, tokens=12, gaps=2),
+    "short": dict(group=2, window=6, tokens=9, dead=4, missing=4),
+}
+
+
+def seen_by(kind):
+    shape = dict(OBSERVED[kind])
+    missing = shape.pop("missing", 0)
+    o = observation(2, 2, dim=16, hidden=20, seed=3, **shape)
+    at = o.query_positions.clone()
+    at[0, :missing] = -1  # the first row has fewer queries than the window
+    return replace(o, **{k: v.to(DEVICE) for k, v in vars(replace(o, query_positions=at)).items()
+                         if isinstance(v, torch.Tensor)})  # fmt: skip
+
+
+def known(o):
+    """The same as a prompt's forward pass shows it."""
+    logits = torch.einsum("bgrwd,bgnd->bgrwn", o.queries.unflatten(1, (2, -1)), o.keys) * o.scaling
+    lse = logits.masked_fill(~o.visible[:, :, None], -torch.inf).logsumexp(-1).flatten(1, 2)
+    return replace(o, log_sums=lse, window_outputs=o.outputs.flatten(1, 2))
+
+
+def ranked(o, scores):
+    """Scores that rank: where differences count, relative to the largest."""
+    scores = scores.masked_fill(~o.alive, 0.0)
+    return scores / scores.abs().amax().clamp(min=1e-30)
+
+
+@pytest.mark.parametrize("kind", OBSERVED)
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_are_those_of_plain_pytorch(name, kind):
+    policy, plain = CATALOGUE[name], seen_by(kind)
+    for reading in policy.readings:
+        parameters = policy.reading(reading) | {"budget": torch.tensor([6, 6], device=plain.keys.device)}
+        for o in (plain, known(plain)):
+            ours = call(policy.score, replace(o, backend="triton"), parameters=parameters)
+            truth = call(policy.score, plain, parameters=parameters)
+            close = {"atol": 2e-2, "rtol": 2e-2} if parameters.get("round_p") else {"atol": 2e-5, "rtol": 1e-3}
+            torch.testing.assert_close(ranked(o, ours), ranked(o, truth), **close)
+
+
+@pytest.mark.parametrize("kind", OBSERVED)
+def test_what_cake_and_critical_kv_add(kind):
+    o = seen_by(kind)
+    ours = replace(o, backend="triton")
+    torch.testing.assert_close(window.cake_preference(ours), window.cake_preference(o), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(ours.mean_projected_norm, o.projected_norm.mean(2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("pool", "rescale"), [("average", True), ("average", False), ("max", False)])
+@pytest.mark.parametrize("over", ["past", "all"])
+def test_defensive_on_any_pool(over, pool, rescale):
+    o = seen_by("ragged")
+    table = dict(aggregate="defensive", pool=pool, kernel=7, over=over, rescale=rescale)
+    if rescale and over == "all":
+        with pytest.raises(InputError, match="backend triton has no"):
+            window.windowed(replace(o, backend="triton"), "attention", **table)
+        return
+    ours, truth = (window.windowed(x, "attention", **table) for x in (replace(o, backend="triton"), o))
+    torch.testing.assert_close(ranked(o, ours), ranked(o, truth), atol=2e-5, rtol=1e-4)
+
+
+def test_reductions_that_no_catalogue_row_asks_for():
+    o = seen_by("ragged")
+    for table in (
+        dict(aggregate="max", group="union", pool="average"), dict(aggregate="mean_var", group="max", pool="max"),
+        dict(aggregate="sum", group="max", pool="max", pool_at="kv_head"), dict(aggregate="max", group="sum"),
+    ):  # fmt: skip
+        ours, truth = (window.windowed(x, "attention", **table) for x in (replace(o, backend="triton"), o))
+        torch.testing.assert_close(ranked(o, ours), ranked(o, truth), atol=2e-5, rtol=1e-4)
+    with pytest.raises(InputError, match="backend triton has no aggregate sum"):
+        window.windowed(replace(o, backend="triton"), "attention", "sum", "average", pool_at="query")

@@ -1,0 +1,142 @@
+"""Kernels in every regime against plain PyTorch, and who is chosen by "auto"."""
+
+import os
+from dataclasses import replace
+
+import pytest
+from tiny import architecture
+from tiny import prompts as tiny_prompts
+
+pytest.importorskip("triton", reason="triton is packaged for Linux only")
+
+from kvrepro.engine import backend
+from kvrepro.engine import generate as engine
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.policy import Policy
+from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
+from kvrepro.errors import InputError
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+WINDOWS = [name for name, policy in CATALOGUE.items() if policy.kernel]
+PLAIN = ["h2o", "h2o_online", "key_diff", "streaming_llm", "k_norm"]
+READINGS = [(name, reading) for name in (*WINDOWS, *PLAIN) for reading in CATALOGUE[name].readings]
+SMALL = (("window", 6),)
+
+
+def model():
+    """On a GPU a kernel's product needs 16 dimensions."""
+    return architecture("llama", 16).to(DEVICE)
+
+
+def condition(name, regime, reading="as_described", budget=24):
+    windows = "window" in CATALOGUE[name].parameters and name != "tova"
+    return Condition(name, budget, regime, reading=reading, switches=SMALL if windows else ())
+
+
+def both(conditions, length=61, new=1):
+    asked = dict(max_new_tokens=new, stop_ids=(), kept_sets=True)
+    return [engine.generate(model(), tiny_prompts(length), conditions, backend=name, **asked)[0]
+            for name in ("triton", "torch")]  # fmt: skip
+
+
+def agree(conditions, **given):
+    """The same tokens stay, but for a few that rounding may swap, and the same tokens are said."""
+    for c, kernels, plain in zip(conditions, *both(conditions, **given), strict=True):
+        assert (kernels.backend, plain.backend) == ("triton", "torch")
+        same = [(a & b).sum() / b.sum() for a, b in zip(kernels.kept_sets, plain.kept_sets, strict=True)]
+        assert min(same) > (0.9 if c.policy == "dropkv" and c.reading == "as_run" else 0.97), (c.label, same)
+        assert kernels.kept == plain.kept, c.label
+        assert kernels.policy_calls == plain.policy_calls
+
+
+def test_every_reading_keeps_what_plain_pytorch_keeps():
+    agree([condition(name, Prefill(), reading) for name, reading in READINGS])
+
+
+@pytest.mark.parametrize("when", ["every_chunk", "last_chunk"])
+def test_chunks(when):
+    names = ["defensive_kv", "h2o"] if when == "every_chunk" else ["andpro"]
+    agree([condition(name, Chunked(chunk=20, when=when)) for name in names], length=41)
+
+
+@pytest.mark.parametrize("regime", [DecodeCap(interval=2), PerStep()])
+def test_evictions_while_tokens_are_generated(regime):
+    names = ["defensive_kv", "cake"] if isinstance(regime, DecodeCap) else ["tova", "h2o_online"]
+    agree([condition(name, regime) for name in names], length=40, new=3)
+
+
+def test_a_prompt_shorter_than_the_window():
+    agree([condition("cake", DecodeCap(interval=3), budget=8)], length=5, new=7)
+
+
+# ---- what kernels refuse
+
+REFUSED = {
+    "no quotas": condition("snapkv", Prefill(fair=1.0)),
+    "do not hide, pack or page": replace(condition("snapkv", Prefill()), bits=4),
+    "do not hide, pack": replace(condition("snapkv", Prefill()), execution="masked"),
+    "no scorer for r_kv": condition("r_kv", Prefill()),
+    "do not sum 'low', which scissorhands needs": condition("scissorhands", Prefill()),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_kernels_cannot_do_is_refused_and_by_auto_left_to_plain_pytorch(why, monkeypatch):
+    c = REFUSED[why]
+    assert why in backend.obstacle(model(), c)
+    if c.fair is None:
+        with pytest.raises(InputError, match=f"backend triton: kernels .*{why}.*: use backend torch, or auto"):
+            engine.generate(model(), tiny_prompts(40), [c], max_new_tokens=1, stop_ids=(), backend="triton")
+
+
+def test_a_model_with_sliding_windows_is_refused():
+    assert backend.obstacle(architecture("gemma3").to(DEVICE), Condition()) == "kernels have no sliding windows"
+
+
+# ---- auto
+
+
+def test_on_the_cpu_auto_is_plain_pytorch():
+    cpu = architecture("qwen2")
+    assert backend.obstacles(cpu, [5, 6, 7], [Condition()]) == ["kernels need a GPU, this model is on the cpu"]
+
+
+def test_each_condition_by_whom_it_is_given_to():
+    conditions = [Condition(), condition("snapkv", Prefill()), condition("r_kv", Prefill())]
+    asked = dict(max_new_tokens=2, stop_ids=())
+    by = dict(zip(conditions, ("torch", "triton", "torch"), strict=True))
+    mixed = engine.generate(model(), tiny_prompts(40, 44), conditions, backend=by, **asked)
+    plain = engine.generate(model(), tiny_prompts(40, 44), conditions, **asked)
+    for row, alone in zip(mixed, plain, strict=True):
+        assert [g.backend for g in row] == ["torch", "triton", "torch"]
+        assert [g.tokens for g in row] == [g.tokens for g in alone]
+
+
+def test_a_probe_finds_agreement_and_what_breaks_it(monkeypatch):
+    ids = tiny_prompts(80)[0]
+    fine = [Condition(), *(condition(name, Prefill()) for name in ("snapkv", "cake", "h2o", "critical_kv", "k_norm"))]
+    assert set(backend.compared(model(), ids, fine).values()) == {None}
+
+    def contrary(o):
+        return o.positions.float() * (1 if o.backend == "torch" else -1)
+
+    def broken(o):
+        if o.backend == "triton":
+            raise RuntimeError("out of registers")
+        return o.positions.float()
+
+    for name, score in {"contrary": contrary, "broken": broken}.items():
+        policy = Policy(name, "tests", score, {"window": 4}, kernel=True)
+        monkeypatch.setitem(CATALOGUE, name, policy)
+    wrong = [Condition(name, 9, Prefill(), reading="as_described") for name in ("contrary", "broken")]
+    found = list(backend.compared(model(), ids, [*wrong, fine[1]]).values())
+    assert found[0].startswith("kernels and plain PyTorch agree on ")
+    assert found[1:] == ["RuntimeError: out of registers", None]
+
+
+def test_attention_that_is_off_leaves_nothing_to_kernels(monkeypatch):
+    right = backend.attend_by_kernels
+    monkeypatch.setattr(backend, "attend_by_kernels", lambda *args: (right(*args)[0] * 1.1, *right(*args)[1:]))
+    [why] = backend.compared(model(), tiny_prompts(40)[0], [Condition()]).values()
+    assert why.startswith("attention by kernels is 1.0e-01 off in layer 0")

@@ -82,7 +82,8 @@ class Probe:
     def __init__(self, model: PreTrainedModel, tokens: int, conditions: Sequence[Condition]):
         self.at = torch.arange(tokens, device=model.device)[None]
         self.facts = {name: ModelFacts.of(model).by(name) for name in ("torch", "triton")}
-        self.jobs = {_kind(c): _job(c, self.at) for c in conditions if c.policy != "full"}
+        scored = [c for c in conditions if c.policy != "full" and not find(c.policy).shared]
+        self.jobs = {_kind(c): _job(c, self.at) for c in scored}
         self.found: dict[Kind, str] = {}
         self.failed: str | None = None  # kernels of attention, which every condition needs
 

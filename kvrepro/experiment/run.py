@@ -48,8 +48,7 @@ class Settings:
     seed: int = 0  #: of the items
     device: str = "cpu"  #: or "cuda"
     dtype: Dtype = "auto"  #: of weights and caches; "auto": the checkpoint's own on a GPU, float32 on the CPU
-    #: "triton": kernels, on a GPU; "torch": plain PyTorch; "auto": kernels where they agree with it on this model
-    backend: Literal["auto", "torch", "triton"] = "auto"
+    backend: Literal["auto", "torch", "triton"] = "auto"  #: "auto": kernels where they agree with plain PyTorch
     workers: Size | None = None  #: processes, one thread or GPU each; None: `$KVREPRO_WORKERS`, or all cores or GPUs
     batch_rows: Size | None = None  #: rows that decode together; None: 64, on a GPU what its memory holds
     progress: bool = True  #: show a progress bar

@@ -2,7 +2,7 @@
 
 `python -m kvrepro.tools.speed --part prefill --part decode --part answer --out data/gpu/models.csv`, on a GPU; every
 policy in both readings with `--part first --part regimes --out data/gpu/first_token.csv`. Rows carry device, versions
-and date. `--table` writes the former beside the published numbers, data/published, as data/gpu/models.md.
+and date. `--table` writes data/gpu/models.md, the former beside the published numbers, and first_token.md.
 """
 
 import datetime
@@ -278,6 +278,25 @@ def page(root: Path = ROOT) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def first_page(root: Path = ROOT) -> str:
+    """The table of data/gpu/first_token.csv, as markdown: time over the full cache of Hugging Face, and regimes."""
+    ours = pd.read_csv(root / "data/gpu/first_token.csv").assign(over=lambda f: f.ratio_to_plain.map("{:.3f}".format))
+    device = ", ".join(sorted(set(ours.device)))
+    firsts = ours[(ours.part == "first") & (ours.method != PLAIN)]
+    where = firsts.model + ", " + firsts.tokens.astype(str)
+    ratios = firsts.assign(where=where).pivot_table(
+        index="method", columns="where", values="over", aggfunc="last", sort=False
+    )
+    later = ours[(ours.part == "regimes") & (ours.backend == "triton")]
+    rows = later[["model", "tokens", "batch", "steps", "method", "seconds", "over"]].to_dict("records")
+    parts = [
+        f"{device}. Time to the first token by kernels over Hugging Face's full cache, 20% kept, batch 1; empty: not "
+        "measured.", table(ratios.fillna("").reset_index().to_dict("records")),
+        "Whole answers by kernels over plain PyTorch, 1,024 tokens kept.", table(rows),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
 def _printed(file: str, root: Path, r: Any, method: str, *tasks: str) -> list[str]:
     """The numbers in print for row `r`, "-" where there is none; 32K and 32k are one length, as are Mistral's names."""
     frame = pd.read_csv(root / f"data/published/{file}.csv", dtype=str)
@@ -333,13 +352,12 @@ def main(
     batch: Annotated[list[int], typer.Option(help="for answer; for regimes the last")] = [1, 4],  # noqa: B006
     repeats: Annotated[int, typer.Option()] = 3,
     steps: Annotated[int, typer.Option()] = 50,
-    show: Annotated[
-        bool, typer.Option("--table", help="write data/gpu/models.md from the table; measure nothing")
-    ] = False,
+    show: Annotated[bool, typer.Option("--table", help="write data/gpu/*.md from the tables; measure nothing")] = False,
 ) -> None:
     """Measure, and append to the table as each part ends."""
     if show:
         (ROOT / "data/gpu/models.md").write_text(page(), encoding="utf-8")
+        (ROOT / "data/gpu/first_token.md").write_text(first_page(), encoding="utf-8")
         return
     if not torch.cuda.is_available():
         typer.echo("no CUDA device: these timings are of a GPU", err=True)

@@ -14,7 +14,7 @@ from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import Policy
-from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
+from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill, SharedCap
 from kvrepro.errors import InputError
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -116,6 +116,7 @@ def test_each_condition_by_whom_it_is_given_to():
 def test_a_probe_finds_agreement_and_what_breaks_it(monkeypatch):
     ids = tiny_prompts(80)[0]
     fine = [Condition(), *(condition(name, Prefill()) for name in ("snapkv", "cake", "h2o", "critical_kv", "k_norm"))]
+    fine.append(Condition("lru", 16, SharedCap()))
     assert set(backend.compared(model(), ids, fine).values()) == {None}
 
     def contrary(o):

@@ -126,6 +126,21 @@ def test_the_key_hashes_what_decides_a_row(loaded, fake, tmp_path):
     assert list(go(loaded, tmp_path, items=ITEMS[:1], profile="full", seed=3)["key"]) == list(base)
 
 
+def test_auto_is_decided_for_each_condition_and_said(loaded, fake, tmp_path, monkeypatch, capsys):
+    on_cpu = go(loaded, tmp_path, items=ITEMS[:1])
+    forced = go(loaded, tmp_path, items=ITEMS[:1], backend="torch")
+    assert list(on_cpu["key"]) == list(forced["key"])  # stored rows stay what they were
+    assert "kernels" not in capsys.readouterr().out
+    monkeypatch.setattr(answers, "obstacles", lambda model, ids, conditions: [None, "no kernel", "no kernel"])
+    monkeypatch.setattr(type(loaded), "device", "cuda")
+    plan = answers.AnswersPlan(Answers("doors", "main", ITEMS[:1], CONDITIONS, 8), loaded, Settings(results=tmp_path))
+    assert list(plan.given["backend"].values()) == ["triton", "torch", "torch"]
+    assert [head["backend"] for head in plan.heads.values()] == ["triton", "torch", "torch"]
+    monkeypatch.setattr(plan, "results", lambda: on_cpu)
+    said = f"plain PyTorch for {CONDITIONS[1].label} and 1 more (no kernel)"
+    assert plan.remarks()[0] == f"doors/main: kernels computed 1 of 3 conditions; {said}"
+
+
 def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsys):
     fake.fail_on = [(3, "lru")]
     frame = go(loaded, tmp_path)

@@ -20,6 +20,8 @@ from kvrepro_kernels.window_scores import (
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 RULES = list(itertools.product(INDICATORS, AGGREGATES, REDUCTIONS))
+# every aggregate with every reduction, each indicator three or four times
+SOME_RULES = [(INDICATORS[i % 5], *rule) for i, rule in enumerate(itertools.product(AGGREGATES, REDUCTIONS))]
 # relative to the largest score: products of 16-bit numbers add up in float32, and so does all that follows
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-3}
 
@@ -94,7 +96,7 @@ def test_reference_is_the_formula():
             torch.testing.assert_close(mine, y, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("rule", RULES, ids="-".join)
+@pytest.mark.parametrize("rule", SOME_RULES, ids="-".join)
 def test_every_rule(rule):
     check(*problem(group=3, window=5, tokens=111), rule, starts=[7])
 

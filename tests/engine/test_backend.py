@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 from tiny import architecture
 from tiny import prompts as tiny_prompts
 
@@ -141,3 +142,23 @@ def test_attention_that_is_off_leaves_nothing_to_kernels(monkeypatch):
     monkeypatch.setattr(backend, "attend_by_kernels", lambda *args: (right(*args)[0] * 1.1, *right(*args)[1:]))
     [why] = backend.compared(model(), tiny_prompts(40)[0], [Condition()]).values()
     assert why.startswith("attention by kernels is 1.0e-01 off in layer 0")
+
+
+def test_what_a_probe_found_is_remembered_while_the_model_lives(monkeypatch):
+    class OnGpu:
+        device = torch.device("cuda")
+
+    asked = []
+
+    def compared(model, ids, conditions):
+        asked.append((len(ids), [c.policy for c in conditions]))
+        return {(c.policy, c.reading, c.switches): "off" if c.policy == "cake" else None for c in conditions}
+
+    monkeypatch.setattr(backend, "compared", compared)
+    monkeypatch.setattr(backend, "obstacle", lambda model, c: "bits" if c.bits else None)
+    gpu, snapkv, cake = OnGpu(), condition("snapkv", Prefill()), condition("cake", Prefill())
+    packed = replace(snapkv, bits=4)
+    assert backend.obstacles(gpu, list(range(900)), [snapkv, packed, cake]) == [None, "bits", "off"]
+    more = [replace(cake, budget=9, regime=PerStep()), Condition()]
+    assert backend.obstacles(gpu, [1, 2], more) == ["off", None]
+    assert asked == [(512, ["snapkv", "cake"]), (2, ["full"])]

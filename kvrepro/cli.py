@@ -60,12 +60,14 @@ def run(
     """
     conditions = _conditions(policy, budget, regime, _named(setting))
     from kvrepro.experiment import data, models
+    from kvrepro.experiment.answers import prompt_limit
     from kvrepro.experiment.run import Answers, Settings
     from kvrepro.experiment.run import run as run_study
 
     settings = Settings.of(_named(option), device=device)
     loaded = models.load(model, settings.device, settings.dtype)
-    asked = data.load_items(items, n_items, settings.seed)
+    room = prompt_limit(loaded, max_new_tokens, limit)
+    asked = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, min(room, 1900))
     rows = run_study(Answers("run", name, asked, conditions, max_new_tokens, limit), loaded, settings)
     if settings.dry_run:
         return

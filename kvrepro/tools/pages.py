@@ -72,7 +72,8 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages = {name: table(rows) for name, rows in tables().items()} | {"claims": verdicts(chapters, root)}
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
     pages["settings"] = reference.settings()
-    pages["cost"] = table(cost.table().to_dict("records"))
+    pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
+    cost.bars().savefig(folder / "targets.svg")
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 

@@ -9,6 +9,8 @@ def test_hours_follow_the_line_through_two_sizes():
     for profile in ("quick", "full"):
         expected = (50 + 10 * cost.ITEMS["protection"][profile]) / 3600
         assert cost.hours(measured, "protection", profile) == pytest.approx(expected)
+    less = pd.DataFrame({"n_items": [1, 2], "seconds": [90.0, 60.0]})  # measured beside other work
+    assert cost.hours(less, "leakage", "quick") == pytest.approx(30 * cost.ITEMS["leakage"]["quick"] / 3600)
     alone = pd.DataFrame({"n_items": [2], "seconds": [60.0]})
     assert cost.hours(alone, "leakage", "quick") == pytest.approx(30 * cost.ITEMS["leakage"]["quick"] / 3600)
 
@@ -25,3 +27,13 @@ def test_a_chapter_that_failed_has_no_cost(tmp_path):
 def test_every_chapter_of_the_trial_has_its_items():
     assert set(cost.ITEMS) == set(trial.CHAPTERS)
     assert all(sizes["quick"] <= sizes["full"] for sizes in cost.ITEMS.values())
+
+
+def test_targets_say_whether_they_were_reached(tmp_path):
+    path = tmp_path / "real.csv"
+    row = {"what": "a", "shape": "s", "unit": "s", "before": 9.0, "now": 2.0, "target": 3.0, "floor": None,
+           "date": "d", "device": "H", "note": "n"}  # fmt: skip
+    pd.DataFrame([row, row | {"now": 4.0}, row | {"target": None}]).to_csv(path, index=False)
+    assert cost.targets(path).reached.tolist() == ["yes", "no", "no target"]
+    [axes] = cost.bars(path).axes
+    assert len(axes.containers) == 3

@@ -51,11 +51,12 @@ def agree(conditions, **given):
         assert kernels.policy_calls == plain.policy_calls
 
 
+@pytest.mark.slow  # scores are compared in score/test_window_kernels.py
 def test_every_reading_keeps_what_plain_pytorch_keeps():
     agree([condition(name, Prefill(), reading) for name, reading in READINGS])
 
 
-@pytest.mark.parametrize("when", ["every_chunk", "last_chunk"])
+@pytest.mark.parametrize("when", [pytest.param("every_chunk", marks=pytest.mark.slow), "last_chunk"])
 def test_chunks(when):
     names = ["defensive_kv", "h2o"] if when == "every_chunk" else ["andpro"]
     agree([condition(name, Chunked(chunk=20, when=when)) for name in names], length=41)

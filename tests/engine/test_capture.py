@@ -19,6 +19,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import DecodeCap, PerStep, Prefill, SharedCap
+from kvrepro.engine.select import ensured_later
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 NEW = 21
@@ -33,9 +34,11 @@ SHARED = [
 OTHERS = [
     Condition(), Condition("streaming_llm", 12, Prefill()), Condition("streaming_llm", 24, DecodeCap(4)),
     Condition("streaming_llm", 16, PerStep()), Condition("k_norm", 20, DecodeCap(8)),
-    Condition("h2o", 24, DecodeCap(8)),
+    Condition("h2o", 24, DecodeCap(8)), Condition("k_norm", 90, DecodeCap(8)),
+]  # fmt: skip
+WINDOWS = [
     Condition("snapkv", 24, DecodeCap(8), switches=(("window", 8),)),
-    Condition("ada_kv", 0.5, DecodeCap(4), switches=(("window", 8),)), Condition("k_norm", 90, DecodeCap(8)),
+    Condition("ada_kv", 0.5, DecodeCap(4), switches=(("window", 8),)),
 ]  # fmt: skip
 
 
@@ -45,6 +48,7 @@ def steps(kind: str, conditions, texts, captured: bool, monkeypatch, stop_ids=()
     monkeypatch.setattr("kvrepro.engine.prefill.mass_by_kernels", plain_mass)
     if DEVICE == "cpu":  # interpreted kernels take minutes
         monkeypatch.setattr("kvrepro_kernels.ragged_decode", slow_ragged_decode)
+        monkeypatch.setattr("kvrepro.engine.prefill.ensured_later", lambda kernels=False: ensured_later())
     monkeypatch.setattr(decode, "can_capture", lambda call, rows: captured and call.captures)
     asked = {"max_new_tokens": NEW, "stop_ids": stop_ids, "kept_sets": True} | given
     return engine.generate(architecture(kind, 16).to(DEVICE), texts, conditions, backend="triton", **asked)
@@ -89,8 +93,11 @@ def same(mine, theirs):
             assert x.kept == y.kept
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-@pytest.mark.parametrize("conditions", [SHARED, OTHERS], ids=["one set for all layers", "each layer's own"])
+@pytest.mark.parametrize("kind", ["qwen2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "conditions", [SHARED, OTHERS, pytest.param(WINDOWS, marks=pytest.mark.slow)],
+    ids=["one set for all layers", "each layer's own", "windows"],
+)  # fmt: skip
 def test_captured_steps_are_the_plain_ones(kind, conditions, monkeypatch):
     texts = prompts(70, 45)
     known = steps(kind, conditions, texts, False, monkeypatch)

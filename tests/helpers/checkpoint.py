@@ -32,7 +32,11 @@ def questions(n: int, characters: int = 2000) -> list[dict[str, str]]:
     except InputError:
         made = [f"Ship {i} brought {i * 7} crates of tea to the harbour. " for i in range(n)]
         return [
-            {"context": (text * 60)[:characters], "question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"}
+            {
+                "context": (text * (characters // len(text) + 1))[:characters],
+                "question": f"What did ship {i} bring?",
+                "answer": f"{i * 7} crates",
+            }
             for i, text in enumerate(made)
         ]
     return [

@@ -9,6 +9,7 @@ kept              = select(scores, protected, counts)
 """
 
 import hashlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -234,13 +235,26 @@ def guards(job: Job, o: Observation, *, follow: bool = False) -> Mask:
     return mask
 
 
+def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> Any:
+    """The policy's scores; where they depend on neither budget nor guards, the same for all conditions that look."""
+    names = inspect.signature(policy.score).parameters
+    given = {name: value for name, value in parameters.items() if name in names}
+    own = {"budget", "guarded", "draws"}.intersection(given)
+    if own or not all(isinstance(value, str | int | float | None) for value in given.values()):
+        return policy.score(o, **given)
+    key = (policy.score, *sorted(given.items()))
+    if key not in o.scored:
+        o.scored[key] = policy.score(o, **given)
+    return o.scored[key]
+
+
 def judged(job: Job, o: Observation) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself."""
     policy, shape = job.policy, o.positions.shape
     budget, mask = job.budget.to(o.positions.device), guards(job, o).expand(shape)
     parameters = {**job.parameters, "budget": budget, "guarded": mask, "draws": job.draws}
     try:
-        found = call(policy.score, o, parameters=parameters)
+        found = _scored(policy, o, parameters)
     except KeyError as error:
         if error.args[0] not in SUMS:
             raise

@@ -1,6 +1,6 @@
 """What a policy may look at: one layer's cached tokens, the last queries, and what the forward pass summed up."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -41,6 +41,7 @@ class Observation:
     log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
     window_outputs: Query | None = None  # and attention outputs
     softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
+    scored: dict[Hashable, Scores] = field(default_factory=dict, init=False, repr=False)  # for who asks again
 
     @cached_property
     def alive(self) -> Mask:

@@ -146,7 +146,7 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     dtype: Annotated[str, typer.Option(help="of weights and caches")] = "float32",
     chapter: Annotated[list[str], typer.Option(help="these chapters alone")] = [],  # noqa: B006
-    items: Annotated[str, typer.Option(help="longbench, or a .jsonl file; leakage takes ifeval")] = "longbench",
+    items: Annotated[str, typer.Option(help="longbench, or a .jsonl file; leakage takes ifeval instead")] = "longbench",
     n_items: Annotated[list[int], typer.Option(help="of each study; repeat to tell start-up from items")] = [2],  # noqa: B006
     limit: Annotated[float, typer.Option(help="seconds for a chapter")] = 600,
     out: Annotated[Path, typer.Option(help="the table")] = GPU / "chapters.csv",
@@ -160,7 +160,7 @@ def main(
         print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
         given = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
         for name, count in itertools.product(chapter or CHAPTERS, n_items):
-            mine = {"n_items": count, "results": f"{folder}/{count}", "items": "ifeval" if name == "leakage" else items}
+            mine = {"n_items": count, "results": f"{folder}/{count}", "items": items}
             rows.append({"n_items": count} | attempt(name, given | mine, limit))
             print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"

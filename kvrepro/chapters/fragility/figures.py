@@ -39,8 +39,10 @@ def methods(table: pd.DataFrame) -> list[str]:
     return [look(p).name + readings.get(one, "") for p, one in zip(table.policy, table.reading, strict=True)]
 
 
-def curves(answers: pd.DataFrame) -> Figure:
+def curves(answers: pd.DataFrame) -> Figure | Markdown:
     """Retained share at each step of some answers: a row per task, a panel per rule, the worst step circled."""
+    if answers.empty:
+        return Markdown("*Nothing to draw: every answer ended at once.*")
     tasks, rules = answers.task.unique(), answers.rule.unique()
     with plt.rc_context(STYLE):
         size = (WIDTH, 0.6 + 1.7 * len(tasks))

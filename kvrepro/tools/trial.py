@@ -7,7 +7,6 @@ memory. A failed row fails the trial. Random weights answer nothing: this tests 
 
 import contextlib
 import datetime
-import io
 import itertools
 import multiprocessing
 import re
@@ -27,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data
-from kvrepro.paths import GPU
+from kvrepro.paths import GPU, replaced
 
 LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, Any]] = {  # configurations as the hub's config.json has them, what decides cost
@@ -92,12 +91,12 @@ def checkpoint(
     return folder
 
 
-def _attempt(answer: Any, name: str, parameters: dict[str, Any]) -> None:
-    """One chapter in a process of its own: seconds, peak GiB, rows and failed rows, and how it ended."""
+def _attempt(answer: Any, name: str, parameters: dict[str, Any], log: Path) -> None:
+    """One chapter in a process of its own: seconds, peak GiB, rows and failed rows, how it ended; its words go to `log`."""
     from kvrepro.tools.book import cells
 
-    said, began, error = io.StringIO(), time.perf_counter(), ""
-    with contextlib.redirect_stdout(said):
+    began, error = time.perf_counter(), ""
+    with log.open("w", buffering=1, encoding="utf-8") as said, contextlib.redirect_stdout(said):
         try:
             for _ in cells(name, parameters, lambda *_: None):
                 pass
@@ -105,7 +104,7 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any]) -> None:
             traceback.print_exc()
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
-    studies = [found for line in said.getvalue().splitlines() if (found := STUDY.match(line))]
+    studies = [found for line in log.read_text(encoding="utf-8").splitlines() if (found := STUDY.match(line))]
     answer.send({
         "chapter": name, "results": sum(int(s[3]) for s in studies), "failed": sum(int(s[6]) for s in studies),
         "seconds": round(time.perf_counter() - began, 1), "peak_gib": round(peak, 2), "error": error,
@@ -113,10 +112,12 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any]) -> None:
 
 
 def attempt(name: str, parameters: dict[str, Any], limit: float) -> dict[str, Any]:
-    """A chapter's row; what takes longer than `limit` seconds is stopped, and its row says so."""
+    """A chapter's row; what takes longer than `limit` seconds is stopped, and its row says so. Where one ends in an
+    error, what it printed last is printed."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_attempt, args=(there, name, parameters))
+    log = Path(f"{parameters['results']}-{name}.log")
+    process = context.Process(target=_attempt, args=(there, name, parameters, log))
     process.start()
     there.close()
     row: dict[str, Any] = {"chapter": name, "seconds": limit, "error": f"not done after {limit:.0f} s"}
@@ -126,6 +127,8 @@ def attempt(name: str, parameters: dict[str, Any], limit: float) -> dict[str, An
             process.join(10)  # it ends its workers
     process.kill()
     process.join()
+    if row["error"] and log.is_file():
+        print("\n".join(log.read_text(encoding="utf-8").splitlines()[-8:]), flush=True)
     return row | _spent(Path(parameters["results"]) / name)
 
 
@@ -138,6 +141,14 @@ def _spent(folder: Path) -> dict[str, Any]:
         return {}
     rows = pd.concat(parts).drop_duplicates("key")
     return {name: round(float(rows[f"{name}_seconds"].sum()), 1) for name in ("prefill", "decode")}
+
+
+def _store(frame: pd.DataFrame, out: Path) -> None:
+    """Write the rows into the table, in the place of those that have the same `KEY`."""
+    known = pd.read_csv(out) if out.is_file() else pd.DataFrame(columns=KEY)
+    same = known.merge(frame[KEY], how="left", indicator=True)._merge == "both"
+    with replaced(out) as aside:
+        pd.concat([known[~same.to_numpy()], frame]).to_csv(aside, index=False)
 
 
 @one_line_errors()
@@ -153,6 +164,9 @@ def main(
 ) -> None:
     """Run the chapters on random weights of a real shape; exit 1 where a row failed or a chapter did not end."""
     texts = [message["content"] for item in data.load_items(items, 8) for message in item.messages]
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    told = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
+    told |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
@@ -161,15 +175,10 @@ def main(
         given = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
         for name, count in itertools.product(chapter or CHAPTERS, n_items):
             mine = {"n_items": count, "results": f"{folder}/{count}", "items": items}
-            rows.append({"n_items": count} | attempt(name, given | mine, limit))
+            rows.append({"n_items": count} | attempt(name, given | mine, limit) | told)
             print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    told = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
-    told |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}
-    frame = pd.DataFrame(rows).assign(**told)
-    known = pd.read_csv(out) if out.is_file() else pd.DataFrame(columns=KEY)
-    same = known.merge(frame[KEY], how="left", indicator=True)._merge == "both"
-    pd.concat([known[~same.to_numpy()], frame]).to_csv(out, index=False)
+            frame = pd.DataFrame(rows)
+            _store(frame, out)
     print(f"the table: {out}")
     if frame.error.any() or frame.failed.sum():
         raise typer.Exit(1)

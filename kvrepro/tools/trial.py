@@ -92,7 +92,7 @@ def checkpoint(
 
 
 def _attempt(answer: Any, name: str, parameters: dict[str, Any], log: Path) -> None:
-    """One chapter in a process of its own: seconds, peak GiB, rows and failed rows, how it ended; its words go to `log`."""
+    """One chapter in a process of its own: seconds, peak GiB, rows, failed rows, its end. Its words go to `log`."""
     from kvrepro.tools.book import cells
 
     began, error = time.perf_counter(), ""

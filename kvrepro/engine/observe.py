@@ -41,7 +41,11 @@ class Observation:
     log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
     window_outputs: Query | None = None  # and attention outputs
     softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
-    scored: dict[Hashable, Scores] = field(default_factory=dict, init=False, repr=False)  # for who asks again
+
+    @cached_property
+    def scored(self) -> dict[Hashable, Scores]:
+        """Scores that were asked for, by who asks again."""
+        return {}
 
     @cached_property
     def alive(self) -> Mask:

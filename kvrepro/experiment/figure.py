@@ -267,14 +267,20 @@ def heat(
     table: pd.DataFrame, x: str, y: str, value: str = "value", *, panel: str | None = None, form: str = ".2f",
     height: float = 3.2, labels: Mapping[str, str] | None = None, **style: Any,
 ) -> Figure:  # fmt: skip
-    """A heat map of one column over two others, a panel per value of a third; cells without a value stay blank."""
+    """A heat map of one column over two others, a panel per value of a third; cells without a value stay blank, and a
+    table without rows is said to have none."""
+    if table.empty:
+        figure, [axes] = panels(1, height=0.6)
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "nothing to draw: no item has what this shows", ha="center", va="center")
+        return figure
     groups = list(table.groupby(panel, sort=False)) if panel else [("", table)]
     across, down = (list(dict.fromkeys(table[name])) for name in (x, y))  # the same in all panels
     labels = dict(labels or {})
     limits = {"vmin": table[value].min(), "vmax": table[value].max(), "cmap": "crest"} | style
     with plt.rc_context(STYLE | {"axes.grid": False}):
-        figure, panels = plt.subplots(1, len(groups), figsize=(WIDTH, height), sharey=True, squeeze=False)
-        for axes, (name, part) in zip(panels[0], groups, strict=True):
+        figure, grid = plt.subplots(1, len(groups), figsize=(WIDTH, height), sharey=True, squeeze=False)
+        for axes, (name, part) in zip(grid[0], groups, strict=True):
             wide = part.pivot_table(index=y, columns=x, values=value, sort=False, observed=True)
             wide = wide.reindex(index=down, columns=across).rename(
                 index=lambda v: look(v).name if isinstance(v, str) else v

@@ -328,7 +328,7 @@ def class_curves(
 def range_of(accuracy: np.ndarray) -> np.ndarray:
     """Largest minus smallest over the last axis; nan where there is none."""
     high, low = (np.where(np.isnan(accuracy), fill, accuracy) for fill in (-np.inf, np.inf))
-    spread = high.max(-1) - low.min(-1)
+    spread = high.max(-1, initial=-np.inf) - low.min(-1, initial=np.inf)  # there may be no class at all
     return np.where(np.isfinite(spread), spread, np.nan)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvrepro.engine.shapes import HeadFloats, KeyValue, Positions, Probabilities, Query, RowInts, WindowPositions
@@ -82,6 +83,19 @@ def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         hook.remove()
         _attending.set(None)
         model.set_attn_implementation(before)
+
+
+@contextmanager
+def with_methods(module: Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    """A module with other methods, and afterwards as it was: with those that it had of its own, or its class's."""
+    before = {name: vars(module)[name] for name in methods if name in vars(module)}
+    vars(module).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(module)[name]
+        vars(module).update(before)
 
 
 Part = tuple[KeyValue, KeyValue, Tensor]  # keys, values, positions [batch, 1 or kv_heads, tokens], -1 where dead

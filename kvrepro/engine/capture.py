@@ -5,7 +5,7 @@ can be held to the plain one.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvrepro.engine.attention import with_methods
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.fixed import FixedLayer, Slot
@@ -127,16 +128,11 @@ class CapturedStep:
 @contextmanager
 def norms_in_one_launch(model: PreTrainedModel) -> Iterator[None]:
     """On a GPU, the model's RMS norms by a kernel: of those modules that compute the very numbers it computes."""
-    found = []
-    if model.device.type == "cuda":
-        found = [module for module in model.modules() if _plain_norm(type(module))]  # type: ignore[arg-type]
-    for module in found:
-        module.forward = partial(_norm, module)
-    try:
+    with ExitStack() as stack:
+        for module in model.modules() if model.device.type == "cuda" else ():
+            if _plain_norm(type(module)):  # type: ignore[arg-type]
+                stack.enter_context(with_methods(module, forward=partial(_norm, module)))
         yield
-    finally:
-        for module in found:
-            del module.forward
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:

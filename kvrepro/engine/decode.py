@@ -47,11 +47,7 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
     """Greedy answers of rows of one `batch_kind`, as they end: pick a token, stop if it is one of `stop_ids`, run the
     model on it, evict if due. `SharedCap` evicts before the model runs, the new token among the candidates. What fails
     is noted in `call.failed`, and leaves."""
-    every = rows.conditions[0].every
-    window = max(job.window for job in rows.jobs) if every else 0
-    first = rows.jobs[0].first_step if rows.signals is not None else 1
-    read_rest(call, rows, window)
-    now = Steps(call, rows, window, max(every or call.max_new_tokens, first))
+    now = Steps.of(call, rows)
     stops = torch.tensor(sorted(stop_ids) or [-1], device=call.device)
     seconds, began = 0.0, time.perf_counter()
     for step in range(1, call.max_new_tokens + 1):
@@ -62,23 +58,15 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
             yield from _finished(call, now.rows, (stopped & ~broken).nonzero()[:, 0].tolist(), now.picked, so_far)
             if not now.end(stopped | broken):
                 return
-        due = every is not None and step % every == 0 and step >= first
-        if now.rows.signals is not None:
-            now.rows.signals = now.rows.signals.enter(step)
-            if due and not now.evict(partial(evict_rows_shared, step=step)):
-                return
+        if not now.enter(step):
+            return
         time_now = time.perf_counter()
         seconds, began = seconds + (time_now - began) / now.going, time_now
         if step == call.max_new_tokens:
             yield from _finished(call, now.rows, now.at_work(), now.picked, seconds)
             return
-        now.forward(step, due)
-        if due and now.rows.signals is None:
-            budgets = now.rows.budgets
-            if not now.evict(partial(evict_rows, call.facts, budgets=budgets, scalings=call.scalings)):
-                return
-        if now.rows.conditions[0].bits is not None:
-            now.rows.cache.quantise(now.rows.conditions[0].bits)
+        if not now.advance(step):
+            return
 
 
 class Steps:
@@ -87,13 +75,46 @@ class Steps:
     A row that ends leaves at once, or, where steps are captured, with half of those that were captured.
     """
 
-    def __init__(self, call: Call, rows: Rows, window: int, room: int):
-        """window: queries that an eviction asks for. room: tokens until the first one, or all."""
-        self.call, self.rows, self.window, self.room = call, rows, window, room
+    def __init__(self, call: Call, rows: Rows, window: int):
+        """window: queries that an eviction asks for."""
+        self.call, self.rows, self.window = call, rows, window
+        self.every = rows.conditions[0].every
+        self.first = rows.jobs[0].first_step if rows.signals is not None else 1  # step of the first eviction, or later
+        self.room = max(self.every or call.max_new_tokens, self.first)  # tokens until then
         self.picked: list[Tensor] = []
         self.ended = torch.zeros(len(rows), dtype=torch.bool, device=rows.logits.device)
         self.going = len(rows)  # that have not ended
         self.captured: CapturedStep | None = None
+
+    @classmethod
+    def of(cls, call: Call, rows: Rows) -> "Steps":
+        """Rows of one `batch_kind` that have read what their conditions leave uncompressed."""
+        window = max(job.window for job in rows.jobs) if rows.conditions[0].every else 0
+        _read_rest(call, rows, window)
+        return cls(call, rows, window)
+
+    def due(self, step: int) -> bool:
+        """Is an eviction?"""
+        return self.every is not None and step % self.every == 0 and step >= self.first
+
+    def enter(self, step: int) -> bool:
+        """`SharedCap`: the picked tokens become candidates, and the eviction that may be due. Returns whether any row
+        goes on."""
+        if self.rows.signals is None:
+            return True
+        self.rows.signals = self.rows.signals.enter(step)
+        return not self.due(step) or self.evict(partial(evict_rows_shared, step=step))
+
+    def advance(self, step: int) -> bool:
+        """The model's pass over the picked tokens, and the other regimes' eviction. Returns whether any goes on."""
+        self.forward(step, self.due(step))
+        if self.due(step) and self.rows.signals is None:
+            evict = partial(evict_rows, self.call.facts, budgets=self.rows.budgets, scalings=self.call.scalings)
+            if not self.evict(evict):
+                return False
+        if (bits := self.rows.conditions[0].bits) is not None:
+            self.rows.cache.quantise(bits)
+        return True
 
     def pick(self, stops: Tensor) -> tuple[Tensor, Tensor]:
         """Pick each row's next token: (rows that stop with it, rows whose logits are no numbers), bool [batch]."""
@@ -175,7 +196,7 @@ class Steps:
                 self.keep_held()
 
 
-def read_rest(call: Call, rows: Rows, window: int) -> None:
+def _read_rest(call: Call, rows: Rows, window: int) -> None:
     """The rows read what their conditions leave uncompressed, a question for instance, together."""
     rest = [text.ids[seen:] for text, seen in zip(rows.texts, rows.seen.tolist(), strict=True)]
     if not any(rest):

@@ -9,7 +9,6 @@ kept              = select(scores, protected, counts)
 """
 
 import hashlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.policy import SUMS, Policy, call, guarded
+from kvrepro.engine.policy import SUMS, Policy, call, guarded, named
 from kvrepro.engine.regime import DecodeCap, PerStep, SharedCap
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores, TokenInts
@@ -237,8 +236,7 @@ def guards(job: Job, o: Observation, *, follow: bool = False) -> Mask:
 
 def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> Any:
     """The policy's scores; where they depend on neither budget nor guards, the same for all conditions that look."""
-    names = inspect.signature(policy.score).parameters
-    given = {name: value for name, value in parameters.items() if name in names}
+    given = named(policy.score, parameters)
     own = {"budget", "guarded", "draws"}.intersection(given)
     if own or not all(isinstance(value, str | int | float | None) for value in given.values()):
         return policy.score(o, **given)

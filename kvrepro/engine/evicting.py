@@ -6,7 +6,7 @@ read as `kvrepro.engine.passes` reads them, and every token goes the way of `kvr
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,16 +16,16 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvrepro.engine.allowed import ensure
-from kvrepro.engine.attention import installed
+from kvrepro.engine.attention import installed, with_methods
 from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.condition import Prompt as Text
-from kvrepro.engine.decode import Steps, read_rest
+from kvrepro.engine.decode import Steps
 from kvrepro.engine.generate import BACKENDS
 from kvrepro.engine.passes import Call, boundary, read
 from kvrepro.engine.policy import check
 from kvrepro.engine.prefix import Prefix, checked, ensure_same, recurrent
-from kvrepro.engine.rows import Rows, evict_rows, evict_rows_shared, joined
+from kvrepro.engine.rows import Rows, joined
 from kvrepro.errors import InputError
 
 Spans = Callable[[list[int]], Mapping[str, Iterable[int]]]
@@ -79,7 +79,7 @@ def evicting(
         with installed(model), _served(model, begin):
             return type(model).generate(model, *inputs, **options)
 
-    with _replaced(model, generate=generate):
+    with with_methods(model, generate=generate):
         yield model
 
 
@@ -130,33 +130,19 @@ class EvictedCache(Cache):
         return rows.logits[:, None]
 
     def _next(self, token: Tensor) -> None:
-        """One token for each row, and the eviction that may be due: as in `decode.decode`."""
+        """One token for each row, and the eviction that may be due."""
         self.step += 1
         now, step = self._steps, self.step
-        c, call = now.rows.conditions[0], now.call
-        first = now.rows.jobs[0].first_step if now.rows.signals is not None else 1
-        due = c.every is not None and step % c.every == 0 and step >= first
-        now.picked = [token.to(call.device)]
-        if now.rows.signals is not None:
-            now.rows.signals = now.rows.signals.enter(step)
-            if due:
-                now.evict(partial(evict_rows_shared, step=step))
-        now.forward(step, due)
-        if due and now.rows.signals is None:
-            now.evict(partial(evict_rows, call.facts, budgets=now.rows.budgets, scalings=call.scalings))
-        if c.bits is not None:
-            now.rows.cache.quantise(c.bits)
+        now.picked = [token.to(now.call.device)]
+        now.enter(step)
+        now.advance(step)
 
 
 def _first(call: Call, rows: Rows) -> Steps:
     """Rows whose compressed parts are read, once they have read what follows."""
-    c, job = rows.conditions[0], rows.jobs[0]
-    if c.bits is not None:
-        rows.cache.quantise(c.bits)
-    window = job.window if c.every else 0
-    read_rest(call, rows, window)
-    until_first = job.first_step if rows.signals is not None else 1
-    return Steps(call, rows, window, max(c.every or call.max_new_tokens, until_first))
+    if (bits := rows.conditions[0].bits) is not None:
+        rows.cache.quantise(bits)
+    return Steps.of(call, rows)
 
 
 def _read(call: Call, ends: list[int]) -> Rows:
@@ -200,7 +186,7 @@ def _served(model: PreTrainedModel, begin: Callable[[list[list[int]], int], tupl
         logits = cache.read(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    with _replaced(model, forward=forward, _prepare_cache_for_generation=prepare):
+    with with_methods(model, forward=forward, _prepare_cache_for_generation=prepare):
         yield
 
 
@@ -221,16 +207,3 @@ def _ensure_served(config: Any, given: dict[str, Any], mode: Any, usual: str | N
     }
     for name in (name for name, found in refused.items() if found):
         raise InputError(f"{name}={getattr(config, name)!r} inside evicting(...): leave it out")
-
-
-@contextmanager
-def _replaced(model: PreTrainedModel, **methods: Callable[..., Any]) -> Iterator[None]:
-    """`model` with other methods, and afterwards as it was: with those that it had of its own, or its class's."""
-    before = {name: vars(model)[name] for name in methods if name in vars(model)}
-    vars(model).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del vars(model)[name]
-        vars(model).update(before)

@@ -158,8 +158,13 @@ def first_sentence(function: Callable[..., Any]) -> str:
 
 def call(function: Callable[..., Any], *arguments: object, parameters: Parameters) -> Any:
     """`function` with the parameters that it names."""
+    return function(*arguments, **named(function, parameters))
+
+
+def named(function: Callable[..., Any], parameters: Parameters) -> dict[str, Any]:
+    """Those of `parameters` that `function` names."""
     names = inspect.signature(function).parameters
-    return function(*arguments, **{k: v for k, v in parameters.items() if k in names})
+    return {name: value for name, value in parameters.items() if name in names}
 
 
 OWN: dict[str, Policy] = {}  # policies that a notebook defines, by name

@@ -34,7 +34,7 @@ def _keys(scores, token, tokens):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _largest(scores, counts, kept, tokens, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, BLOCK)

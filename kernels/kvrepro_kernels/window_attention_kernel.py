@@ -16,7 +16,9 @@ def _logits(q, keys, at, step, dim, key_token, tokens, last, start, scale, DIM: 
     return tl.where(seen, logits, float("-inf"))
 
 
-@triton.jit
+@triton.jit(  # lengths of a prompt compile nothing anew
+    do_not_specialize=["tokens", "edge", "tokens_per_split"], do_not_specialize_on_alignment=["lasts", "starts"]
+)
 def attend_split(
     query, keys, values, lasts, starts, part_outputs, part_lse,
     query_batch, query_head, query_row, key_batch, key_head, key_token, value_batch, value_head, value_token,
@@ -77,7 +79,7 @@ def attend_split(
     tl.store(part_outputs + part[:, None] * DIM + dim[None, :], out, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge_splits(
     part_outputs, part_lse, outputs, lse, rows, splits,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,

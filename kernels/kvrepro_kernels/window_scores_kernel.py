@@ -140,7 +140,10 @@ def _store_heads(scores, z, head_row, token, first, group, tokens, GROUPS: tl.co
     tl.store(scores + at, z, mask=(token < tokens)[:, None] & (g < group)[None, :])
 
 
-@triton.jit
+@triton.jit(  # lengths and places of a prompt compile nothing anew
+    do_not_specialize=["tokens", "edge", "tokens_per_split", "lse_batch", "lse_head"],
+    do_not_specialize_on_alignment=["lse", "lasts", "starts", "presents"],
+)
 def score_tokens(
     query, keys, values, lse, outputs, norms, lasts, starts, presents, scores,
     query_batch, query_head, query_row, output_batch, output_head, output_row, lse_batch, lse_head, lse_row,

@@ -19,34 +19,35 @@ from kvrepro.engine.signals import StepSignals
 Answers = Iterator[tuple[Tag, Generation]]
 
 
-def batch_kind(row: Rows, backend: str = "torch") -> tuple[Any, ...]:
-    """Of one row: rows of equal kind may decode in one batch.
+def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
+    """Of each row: rows of equal kind may decode in one batch.
 
     Plain PyTorch pads heads to the longest, so that lengths within a factor of two go together. Kernels do not pad; one
     set of tokens for all layers is padded by up to a factor of eight, which is cheaper than more batches.
     """
-    [job] = row.jobs
-    c, unread = job.condition, len(row.texts[0].ids) - int(row.seen)
-    layers = list(row.cache.ragged.values())
-    if backend == "triton":
-        layers = layers[:1] if job.reduction is not None else []
-    size = max((int(layer.held().max()) for layer in layers), default=0)
-    size = max(1, size + unread - 1).bit_length()
-    recurrent = any(hasattr(layer, "recurrent_states") for layer in row.cache.layers)
-    padding = unread if recurrent else None  # it would pass through recurrent states
-    alone = row.tags[0] if c.bits is not None else None
-    shared: tuple[Any, ...] | None = None if job.reduction is None else (job.reduction, job.first_step)
-    if backend == "triton":
-        size = (size - 1) // 3 if layers else 0
-    elif shared is not None:
-        shared = (*shared, job.budgets[0])
-    return c.every, job.pages, c.execution, size, padding, alone, shared
+    recurrent = any(hasattr(layer, "recurrent_states") for layer in rows.cache.layers)
+    layers = list(rows.cache.ragged.values())[: 1 if backend == "triton" else None]
+    held = [layer.held().amax(1).cpu() for layer in layers]
+    longest = torch.stack(held).amax(0).tolist() if held else [0] * len(rows)
+    kinds = []
+    for job, text, seen, size, tag in zip(rows.jobs, rows.texts, rows.seen.tolist(), longest, rows.tags, strict=True):
+        c, unread = job.condition, len(text.ids) - seen
+        size = max(1, size + unread - 1).bit_length()
+        padding = unread if recurrent else None  # it would pass through recurrent states
+        alone = tag if c.bits is not None else None
+        shared: tuple[Any, ...] | None = None if job.reduction is None else (job.reduction, job.first_step)
+        if backend == "triton":
+            size = (size - 1) // 3 if shared is not None else 0
+        elif shared is not None:
+            shared = (*shared, job.budgets[0])
+        kinds.append((c.every, job.pages, c.execution, size, padding, alone, shared))
+    return kinds
 
 
 def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
-    """Greedy answers of rows of one `batch_kind`, as they end: pick a token, stop if it is one of `stop_ids`, run the
-    model on it, evict if due. `SharedCap` evicts before the model runs, the new token among the candidates. What fails
-    is noted in `call.failed`, and leaves."""
+    """Greedy answers of rows of one kind (`batch_kinds`), as they end: pick a token, stop if it is one of `stop_ids`,
+    run the model on it, evict if due. `SharedCap` evicts before the model runs, the new token among the candidates.
+    What fails is noted in `call.failed`, and leaves."""
     now = Steps.of(call, rows)
     stops = torch.tensor(sorted(stop_ids) or [-1], device=call.device)
     seconds, began = 0.0, time.perf_counter()
@@ -88,7 +89,7 @@ class Steps:
 
     @classmethod
     def of(cls, call: Call, rows: Rows) -> "Steps":
-        """Rows of one `batch_kind` that have read what their conditions leave uncompressed."""
+        """Rows of one kind (`batch_kinds`) that have read what their conditions leave uncompressed."""
         window = max(job.window for job in rows.jobs) if rows.conditions[0].every else 0
         _read_rest(call, rows, window)
         return cls(call, rows, window)

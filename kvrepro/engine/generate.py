@@ -15,7 +15,7 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.backend import BACKENDS, obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.condition import Prompt as Text
-from kvrepro.engine.decode import batch_kind, decode
+from kvrepro.engine.decode import batch_kinds, decode
 from kvrepro.engine.evict import REPEATED
 from kvrepro.engine.facts import ModelFacts, rotation_changes
 from kvrepro.engine.passes import Call, boundary, check_shared, groups, read
@@ -109,22 +109,40 @@ def _answers(
 
 
 def batches(rows: Iterable[Rows], backend: str, most: int | None, device: torch.device) -> Iterator[list[Rows]]:
-    """Rows of equal kind, up to `most` together, as they come; None: what fits."""
+    """Rows of equal kind, up to `most` together, as they come; None: what fits. Those that are to be held in a few bits
+    are quantised, and stay alone."""
     room = float("inf")
     if most is None and device.type == "cuda":
         most, room = MOST_ROWS, torch.cuda.mem_get_info(device)[0] / 3
     most, held = most or USUAL_ROWS, 0.0
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
-    for row in rows:
-        kind = batch_kind(row, backend)
-        waiting.setdefault(kind, []).append(row)
-        held += row.cache.bytes if room < float("inf") else 0
-        full = len(waiting[kind]) >= most or row.conditions[0].bits is not None
-        for each in list(waiting) if held > room else [kind] if full else []:
-            held -= sum(r.cache.bytes for r in waiting[each])
-            yield waiting.pop(each)
+    for block in rows:
+        each = block.cache.bytes / len(block)
+        for kind, numbers in _alike(block, backend).items():
+            bits = block.conditions[numbers[0]].bits
+            while numbers:
+                free = 1 if bits is not None else most - sum(len(r) for r in waiting.get(kind, ()))
+                if room < float("inf"):
+                    free = max(1, min(free, int((room - held) / max(each, 1)) + 1))
+                part = block if len(numbers) == len(block) <= free else block.take(numbers[:free])
+                numbers = numbers[free:]
+                if bits is not None:
+                    part.cache.quantise(bits)
+                waiting.setdefault(kind, []).append(part)
+                held += each * len(part)
+                for ready in list(waiting) if held > room else [kind] if len(part) == free else []:
+                    held -= sum(r.cache.bytes for r in waiting[ready])
+                    yield waiting.pop(ready)
     while waiting:
         yield waiting.pop(next(iter(waiting)))
+
+
+def _alike(rows: Rows, backend: str) -> dict[tuple[Any, ...], list[int]]:
+    """The numbers of the rows of each kind."""
+    numbers: dict[tuple[Any, ...], list[int]] = {}
+    for number, kind in enumerate(batch_kinds(rows, backend)):
+        numbers.setdefault(kind, []).append(number)
+    return numbers
 
 
 def each_prompts(conditions: Conditions, prompts: int) -> list[list[Condition]]:
@@ -147,18 +165,13 @@ def _columns(conditions: Conditions, prompts: int) -> tuple[list[Condition], lis
 
 
 def _rows(call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int) -> Iterator[Rows]:
-    """Every prompt under its conditions after its prefill, a row each, in as many bits as the condition asks for.
-    Neighbours under the same conditions pass through the model together."""
+    """Every prompt under its conditions after its prefill, a row each. Neighbours under the same conditions pass
+    through the model together."""
     alike = [list(some) for _, some in itertools.groupby(range(len(wanted)), lambda i: list(wanted[i]))]
     blocks = [some[a : a + prompt_rows] for some in alike for a in range(0, len(some), prompt_rows)]
     for members in blocks:
         for columns in groups(call, members, wanted[members[0]]):
-            for rows in read(call, members, columns):
-                for number in range(len(rows)):
-                    row = rows if len(rows) == 1 else rows.take([number])
-                    if row.conditions[0].bits is not None:
-                        row.cache.quantise(row.conditions[0].bits)
-                    yield row
+            yield from read(call, members, columns)
 
 
 # ---- what can be known before anything is computed

@@ -157,8 +157,8 @@ def _reused(call: Call, members: list[int], ends: list[int], columns: list[int])
     made = _passes(call, new, [ends[members.index(i)] for i in new], columns) if new else []
     of: dict[int, list[Rows]] = {i: [] for i in new}
     for rows in made:
-        for b, (i, _) in enumerate(rows.tags):
-            of[i].append(rows if len(rows) == 1 else rows.take([b]))
+        for i in dict.fromkeys(i for i, _ in rows.tags):
+            of[i].append(rows.take([b for b, (of_prompt, _) in enumerate(rows.tags) if of_prompt == i]))
     known |= {key: (i, joined(of[i]) if of[i] else None) for key, i in fresh.items()}
     call.prefixes[tuple(columns)] = {keys[-1]: known[keys[-1]]}
     return [row for i, key in zip(members, keys, strict=True) for row in _copied(call, i, *known[key], columns)]
@@ -187,12 +187,12 @@ def _pass(call: Call, members: list[int], ends: list[int], columns: list[int]) -
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - began) / (len(members) * len(columns))
     for rows in found:
-        for row, tag in enumerate(rows.tags):
-            if rows.signals is not None:
-                kept = kept_by_all_layers(rows.signals, row)
-            else:
-                kept = kept_sets(call.facts, rows.cache, row, ends[members.index(tag[0])], call.kept_sets)
-            call.notes[tag] = kept | {"prefill_seconds": seconds, "peak_bytes": peak.bytes}
+        if rows.signals is not None:
+            kept = kept_by_all_layers(rows.signals)
+        else:
+            kept = kept_sets(call.facts, rows.cache, [ends[members.index(i)] for i, _ in rows.tags], call.kept_sets)
+        for tag, note in zip(rows.tags, kept, strict=True):
+            call.notes[tag] = note | {"prefill_seconds": seconds, "peak_bytes": peak.bytes}
     return found
 
 

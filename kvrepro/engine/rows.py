@@ -71,36 +71,42 @@ def joined(blocks: list[Rows]) -> Rows:
 # ---- what was kept
 
 
-def kept_sets(facts: ModelFacts, cache: EngineCache, row: int, end: int, masks: bool) -> dict[str, Any]:
-    """Positions below `end` that a row holds: of all heads together, hashed per layer and head, and as `masks`."""
-    digest, sets = hashlib.sha256(), []
-    union = torch.zeros(end, dtype=torch.bool, device="cpu")
+def kept_sets(facts: ModelFacts, cache: EngineCache, ends: Sequence[int], masks: bool) -> list[dict[str, Any]]:
+    """Positions below its end that each row holds: of all heads together, hashed per layer and head, and as `masks`."""
+    digests = [hashlib.sha256() for _ in ends]
+    unions = [torch.zeros(end, dtype=torch.bool, device="cpu") for end in ends]
+    sets: list[list[Any]] = [[] for _ in ends]
     for n in facts.evictable:
         layer = cache.ragged[n]
-        heads = layer.shape[1]
-        index = layer.index()[row]
+        index = layer.index()
         there = index >= 0
         if layer.hidden is not None:
             there = there & ~layer.hidden[index.clamp(min=0)]
-        head, at = there.nonzero()[:, 0].cpu(), layer.positions[index[there]].cpu()
-        digest.update(head.bincount(minlength=heads).numpy().tobytes() + at.numpy().tobytes())
-        union[at.long()] = True
-        if masks:
-            mask = torch.zeros(heads, end, dtype=torch.bool, device="cpu")
-            mask[head, at.long()] = True
-            sets.append(mask.numpy())
-    note = {"kept_positions": union.nonzero()[:, 0].tolist(), "kept_positions_hash": digest.hexdigest()[:16]}
-    return note | ({"kept_sets": sets} if masks else {})
+        counts, positions = there.sum(-1).cpu(), layer.positions[index[there]].cpu()  # in the order of rows and heads
+        for row, at in enumerate(positions.split(counts.sum(1).tolist())):
+            digests[row].update(counts[row].numpy().tobytes() + at.numpy().tobytes())
+            unions[row][at.long()] = True
+            if masks:
+                mask = torch.zeros(len(counts[row]), ends[row], dtype=torch.bool, device="cpu")
+                mask[torch.arange(len(mask)).repeat_interleave(counts[row]), at.long()] = True
+                sets[row].append(mask.numpy())
+    return [
+        {"kept_positions": union.nonzero()[:, 0].tolist(), "kept_positions_hash": digest.hexdigest()[:16]}
+        | ({"kept_sets": layers} if masks else {})
+        for union, digest, layers in zip(unions, digests, sets, strict=True)
+    ]
 
 
-def kept_by_all_layers(signals: Signals, row: int) -> dict[str, Any]:
+def kept_by_all_layers(signals: Signals) -> list[dict[str, Any]]:
     """The same for one set of tokens: positions, hashed per head that chooses for itself."""
-    held = signals.held[row].cpu()
-    heads = [head.nonzero()[:, 0].tolist() for head in held]
-    return {
-        "kept_positions": held.any(0).nonzero()[:, 0].tolist(),
-        "kept_positions_hash": hashlib.sha256(str(heads).encode()).hexdigest()[:16],
-    }
+    rows = [[head.nonzero()[:, 0].tolist() for head in row] for row in signals.held.cpu()]
+    return [
+        {
+            "kept_positions": sorted(set().union(*heads)),
+            "kept_positions_hash": hashlib.sha256(str(heads).encode()).hexdigest()[:16],
+        }
+        for heads in rows
+    ]
 
 
 # ---- evicting again

@@ -121,10 +121,13 @@ def attempt(name: str, parameters: dict[str, Any], limit: float) -> dict[str, An
     process.start()
     there.close()
     row: dict[str, Any] = {"chapter": name, "seconds": limit, "error": f"not done after {limit:.0f} s"}
-    with contextlib.suppress(EOFError):
-        if here.poll(limit):
+    if here.poll(limit):
+        try:
             row = here.recv()
             process.join(10)  # it ends its workers
+        except EOFError:
+            process.join()
+            row = row | {"error": f"its process ended with exit code {process.exitcode}"}
     process.kill()
     process.join()
     if row["error"] and log.is_file():

@@ -158,7 +158,8 @@ def _reused(call: Call, members: list[int], ends: list[int], columns: list[int])
     of: dict[int, list[Rows]] = {i: [] for i in new}
     for rows in made:
         for i in dict.fromkeys(i for i, _ in rows.tags):
-            of[i].append(rows.take([b for b, (of_prompt, _) in enumerate(rows.tags) if of_prompt == i]))
+            mine = [b for b, (of_prompt, _) in enumerate(rows.tags) if of_prompt == i]
+            of[i].append(rows if len(mine) == len(rows) else rows.take(mine))
     known |= {key: (i, joined(of[i]) if of[i] else None) for key, i in fresh.items()}
     call.prefixes[tuple(columns)] = {keys[-1]: known[keys[-1]]}
     return [row for i, key in zip(members, keys, strict=True) for row in _copied(call, i, *known[key], columns)]

@@ -16,11 +16,17 @@ FILE = "KVREPRO_PROGRESS"  # the builder's: a path, where each line replaces the
 
 def clock(seconds: float) -> str:
     """`45 s`, `12 min`, `3 h 20 min`."""
-    if seconds < 100:
+    if seconds < 600:
         return f"{seconds:.0f} s"
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds // 3600:.0f} h {seconds % 3600 / 60:.0f} min"
+
+
+def seconds(text: str) -> float:
+    """What `clock` said, back in seconds."""
+    parts = text.split()
+    return sum(float(n) * {"s": 1, "min": 60, "h": 3600}[unit] for n, unit in zip(parts[::2], parts[1::2], strict=True))
 
 
 class Progress:

@@ -1,7 +1,7 @@
 """What the chapters cost on a real model: hours and memory of both profiles, from the measured `data/gpu/chapters.csv`.
 
-A chapter takes seconds before its first item, for start-up and figures, and seconds an item; where a table holds one
-size of a chapter, all of its seconds count as the items', and what follows is an upper bound.
+A chapter takes seconds before its first item, for start-up and figures, and seconds an item. Where a table holds one
+size of a chapter, the seconds in its studies count as the items'; compiling kernels is among them: an upper bound.
 """
 
 from collections.abc import Mapping
@@ -29,11 +29,12 @@ ITEMS: Mapping[str, Mapping[str, int]] = {  # of each chapter's main study
 
 
 def hours(measured: pd.DataFrame, chapter: str, profile: str) -> float:
-    """Hours of a chapter, from rows of it with columns `n_items` and `seconds`: the line through the smallest and the
-    largest size measured; through nothing and the largest where there is one size, or where more items took less."""
+    """Hours of a chapter, from rows of it with columns `n_items`, `seconds` and `in_studies`: the line through the
+    smallest and the largest size measured; where there is one size, or where more items took less, what the largest
+    spent outside of its studies, and the seconds in them as many times as there are items."""
     rows = measured.sort_values("n_items")
     few, many = rows.iloc[0], rows.iloc[-1]
-    begin, slope = 0.0, many.seconds / many.n_items
+    begin, slope = many.seconds - many.in_studies, many.in_studies / many.n_items
     if few.n_items < many.n_items and few.seconds < many.seconds:
         slope = (many.seconds - few.seconds) / (many.n_items - few.n_items)
         begin = max(0.0, few.seconds - slope * few.n_items)

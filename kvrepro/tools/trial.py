@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data
+from kvrepro.experiment.progress import seconds
 from kvrepro.paths import GPU, replaced
 
 LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -53,7 +55,7 @@ TEMPLATE = (
 )
 CHAPTERS = ("protection", "fragility", "dropkv_bound", "leakage", "reclamation")
 KEY = ["shape", "device", "chapter", "n_items"]
-STUDY = re.compile(r"^(\w+)/(\S+): (\d+) (\w+)s, (\d+) computed now, (\d+) failed")
+STUDY = re.compile(r"^\w+/\S+: (\d+) \w+s, \d+ computed now, (\d+) failed, (.+)$")  # as `run` says it
 
 
 def tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> PreTrainedTokenizerFast:
@@ -106,8 +108,9 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any], log: Path) -> N
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
     studies = [found for line in log.read_text(encoding="utf-8").splitlines() if (found := STUDY.match(line))]
     answer.send({
-        "chapter": name, "results": sum(int(s[3]) for s in studies), "failed": sum(int(s[6]) for s in studies),
-        "seconds": round(time.perf_counter() - began, 1), "peak_gib": round(peak, 2), "error": error,
+        "chapter": name, "results": sum(int(s[1]) for s in studies), "failed": sum(int(s[2]) for s in studies),
+        "seconds": round(time.perf_counter() - began, 1), "in_studies": sum(seconds(s[3]) for s in studies),
+        "peak_gib": round(peak, 2), "error": error,
     })  # fmt: skip
 
 
@@ -162,6 +165,7 @@ def main(
     chapter: Annotated[list[str], typer.Option(help="these chapters alone")] = [],  # noqa: B006
     items: Annotated[str, typer.Option(help="longbench, or a .jsonl file; leakage takes ifeval instead")] = "longbench",
     n_items: Annotated[list[int], typer.Option(help="of each study; repeat to tell start-up from items")] = [2],  # noqa: B006
+    together: Annotated[int, typer.Option(help="chapters side by side on the device", min=1)] = 1,
     limit: Annotated[float, typer.Option(help="seconds for a chapter")] = 600,
     out: Annotated[Path, typer.Option(help="the table")] = GPU / "chapters.csv",
 ) -> None:
@@ -170,19 +174,26 @@ def main(
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     told = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
     told |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}
+    told["note"] = "alone" if together == 1 else f"{together} chapters side by side"
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         path = checkpoint(Path(folder) / shape, shape, texts, dtype=dtype)
         print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
         given = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
-        for name, count in itertools.product(chapter or CHAPTERS, n_items):
+
+        def tried(name: str, count: int) -> dict[str, Any]:
             mine = {"n_items": count, "results": f"{folder}/{count}", "items": items}
-            rows.append({"n_items": count} | attempt(name, given | mine, limit) | told)
-            print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
-            frame = pd.DataFrame(rows)
-            _store(frame, out)
+            return {"n_items": count} | attempt(name, given | mine, limit) | told
+
+        with ThreadPoolExecutor(together) as pool:
+            jobs = [pool.submit(tried, *one) for one in itertools.product(chapter or CHAPTERS, n_items)]
+            for job in as_completed(jobs):
+                rows.append(job.result())
+                print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
+                _store(pd.DataFrame(rows), out)
     print(f"the table: {out}")
+    frame = pd.DataFrame(rows)
     if frame.error.any() or frame.failed.sum():
         raise typer.Exit(1)
 

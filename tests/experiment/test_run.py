@@ -12,7 +12,7 @@ from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.regime import Prefill, SharedCap
 from kvrepro.errors import InputError
-from kvrepro.experiment import answers, fingerprint, models, run, store
+from kvrepro.experiment import answers, fingerprint, models, progress, run, store
 from kvrepro.experiment.data import Item
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed
 
@@ -351,3 +351,8 @@ def test_a_table_that_is_none_is_said(loaded, tmp_path):
     study = PerItem("doors", "none", {"a": 1}, lambda loaded, item: 5)
     with pytest.raises(StudyFailed, match="gave int, not a table or tables by name"):
         run.run(study, loaded, Settings(results=tmp_path))
+
+
+@pytest.mark.parametrize("duration", [0, 45, 599, 720, 5340, 12000])
+def test_what_a_clock_says_is_read_back(duration):
+    assert progress.seconds(progress.clock(duration)) == duration

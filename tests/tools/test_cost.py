@@ -5,19 +5,28 @@ from kvrepro.tools import cost, trial
 
 
 def test_hours_follow_the_line_through_two_sizes():
-    measured = pd.DataFrame({"n_items": [4, 1], "seconds": [90.0, 60.0]})  # 50 to begin, 10 an item
+    measured = pd.DataFrame(
+        {"n_items": [4, 1], "seconds": [90.0, 60.0], "in_studies": [0, 0]}
+    )  # 50 to begin, 10 an item
     for profile in ("quick", "full"):
         expected = (50 + 10 * cost.ITEMS["protection"][profile]) / 3600
         assert cost.hours(measured, "protection", profile) == pytest.approx(expected)
-    less = pd.DataFrame({"n_items": [1, 2], "seconds": [90.0, 60.0]})  # measured beside other work
-    assert cost.hours(less, "leakage", "quick") == pytest.approx(30 * cost.ITEMS["leakage"]["quick"] / 3600)
-    alone = pd.DataFrame({"n_items": [2], "seconds": [60.0]})
-    assert cost.hours(alone, "leakage", "quick") == pytest.approx(30 * cost.ITEMS["leakage"]["quick"] / 3600)
+    less = pd.DataFrame({"n_items": [1, 2], "seconds": [90.0, 60.0], "in_studies": [80, 50]})  # beside other work
+    assert cost.hours(less, "leakage", "quick") == pytest.approx((10 + 25 * cost.ITEMS["leakage"]["quick"]) / 3600)
+    assert cost.hours(less[1:], "leakage", "quick") == cost.hours(less, "leakage", "quick")  # one size alone
 
 
 def test_a_chapter_that_failed_has_no_cost(tmp_path):
     path = tmp_path / "chapters.csv"
-    row = {"shape": "a", "device": "H", "chapter": "leakage", "n_items": 2, "seconds": 9.0, "peak_gib": 3.5}
+    row = {
+        "shape": "a",
+        "device": "H",
+        "chapter": "leakage",
+        "n_items": 2,
+        "seconds": 9.0,
+        "in_studies": 4,
+        "peak_gib": 3.5,
+    }
     rows = [row | {"failed": 0, "error": None}, row | {"shape": "b", "failed": 1, "error": None},
             row | {"shape": "c", "failed": 0, "error": "not done"}]  # fmt: skip
     pd.DataFrame(rows).to_csv(path, index=False)

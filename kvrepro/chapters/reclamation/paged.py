@@ -182,7 +182,7 @@ class PagedLayer:
 
     def shown(self) -> Shown:
         """The tokens that each head holds, in ascending order; `index` is their position."""
-        holds = self.sequence.survivors()[self.number]  # [kv_heads, seen]
+        holds = self._holds()
         flat, where, _ = self.sequence.ledger.living(self.sequence.number)
         slots = np.zeros(holds.shape[1], np.int64)
         slots[where] = flat
@@ -191,6 +191,14 @@ class PagedLayer:
         heads = torch.arange(len(at), device=at.device)[:, None]
         sums = {n: s.gather(1, at.clamp(min=0)).masked_fill(at < 0, 0)[None] for n, s in self.sums.items()}
         return Shown(self._keys[slot, heads][None], self._values[slot, heads][None], at[None], sums, at[None])
+
+    def _holds(self) -> np.ndarray:
+        """Who is left in this layer, bool [kv_heads, seen] over true positions."""
+        entry = self.sequence.entry
+        slots = np.flatnonzero(entry.positions >= 0)
+        found = np.zeros((self.shape[1], entry.seen), bool)
+        found[:, entry.positions[slots]] = entry.alive[self.number % len(entry.alive)][:, slots]
+        return found
 
     def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
         """Keep what `keep` names of the tokens that `shown` gave. Raises InputError for `masked`."""
@@ -212,7 +220,7 @@ class PagedLayer:
 
     def held(self) -> Tensor:
         """Tokens of each head, int64 [1, kv_heads]; other heads may hold their slots without them."""
-        return torch.from_numpy(self.sequence.survivors()[self.number].sum(-1))[None]
+        return torch.from_numpy(self._holds().sum(-1))[None]
 
     seen = held
     overhead_bytes = 0

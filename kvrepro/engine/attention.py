@@ -138,6 +138,8 @@ def attend(
         if hide is not None:
             scores.masked_fill_(hide[:, :, :, a:b], lowest)
         p = softmax(scores, scaling)
+        if hide is not None and sliding is not None:  # who sees nothing in its window takes nothing in
+            p.masked_fill_((scores == lowest).all(-1, keepdim=True), 0.0)
         if watch is not None:
             watch(p, slice(a, b))
         weights = p.to(query.dtype).flatten(2, 3).split([values.shape[2] for _, values, _ in here], -1)

@@ -188,7 +188,9 @@ class Steps:
             positions = rows.seen[:, None]
             if rows.signals is not None:
                 seen = StepSignals(rows.signals, len(call.facts.attention), newest_held)
-            attention = Extend(rows.cache, positions, self.window, rows.jobs[0].pages, call.backend, seen)
+            attention = Extend(
+                rows.cache, positions, self.window, rows.jobs[0].pages, call.backend, seen, bool(call.facts.sliding)
+            )
             rows.logits = call.forward(self.picked[-1][:, None], positions, rows.cache, attention)
         rows.seen = rows.seen + 1
         if seen is not None:
@@ -204,7 +206,9 @@ def _read_rest(call: Call, rows: Rows, window: int) -> None:
         return
     began = time.perf_counter()
     ids, positions = call.padded(rest, rows.seen.tolist())
-    logits = call.forward(ids, positions, rows.cache, Extend(rows.cache, positions, window))
+    logits = call.forward(
+        ids, positions, rows.cache, Extend(rows.cache, positions, window, slides=bool(call.facts.sliding))
+    )
     there = torch.tensor([bool(r) for r in rest], device=call.device)
     rows.logits = torch.where(there[:, None], logits, rows.logits)
     rows.seen = rows.seen + torch.tensor([len(r) for r in rest], device=call.device)

@@ -18,10 +18,11 @@ class Extend:
 
     def __init__(self, cache: EngineCache, positions: TokenInts, window: int = 0,
                  pages: tuple[int, int, int] | None = None, backend: str = "torch",
-                 step: StepSignals | None = None):  # fmt: skip
+                 step: StepSignals | None = None, slides: bool = True):  # fmt: skip
         """window: queries that a later eviction asks for. pages: (page, dense layers, budget) of Quest. step: what
-        watches a decode step for all layers, and says who may look at what."""
-        self.step = step
+        watches a decode step for all layers, and says who may look at what. slides: sliding layers forget what no later
+        query sees."""
+        self.step, self.slides = step, slides
         self.cache, self.positions, self.window, self.pages, self.backend = cache, positions, window, pages, backend
 
     def attend(
@@ -56,7 +57,7 @@ class Extend:
                 self.step.see(p, where)
 
         out = attend(query, at, parts, scaling, sliding, watch, hide)
-        if sliding is not None and stored.tail >= SLIDE:
+        if sliding is not None and self.slides and stored.tail >= SLIDE:
             stored.slide(at.amax(1) - sliding + 2)  # what the next query cannot see
         return out
 

@@ -49,7 +49,7 @@ class ModelFacts:
     def of(cls, model: PreTrainedModel, one_set: bool = False) -> "ModelFacts":
         """Sliding layers forget on their own: they are evicted only in a model that has no other attention layers.
 
-        one_set: one set of tokens serves all layers, in texts within every window (`check_shared`): none slides.
+        one_set: one set of tokens serves all layers: a sliding one looks at those within its window, and forgets none.
         Raises InputError for a model that the engine cannot drive.
         """
         check_family(model)

@@ -187,7 +187,7 @@ def check_conditions(
     for text, mine in zip(texts, each, strict=True):
         for c in mine:
             if c.policy != "full" and find(c.policy).shared:
-                check_shared(model, len(text.ids), max_new_tokens)
+                check_shared(model)
             end = boundary(text, c)
             check(c, facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
     _check_rotation(model, texts, each, max_new_tokens)

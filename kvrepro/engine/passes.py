@@ -298,11 +298,7 @@ def _chunk_budget(job: Job, facts: ModelFacts, seen: int, last: bool) -> int:
     return seen if when == "last_chunk" else budget_of(job.condition, facts.held(seen))
 
 
-def check_shared(model: PreTrainedModel, tokens: int, max_new_tokens: int) -> None:
+def check_shared(model: PreTrainedModel) -> None:
     """Raise InputError for a model in which one set of tokens cannot serve all layers."""
     if others := ", ".join(sorted(set(layer_types(model.config.get_text_config())) - ATTENDING)):
         raise InputError(f"layers of type {others} hold no tokens to evict: use an attention-only model")
-    window = min(ModelFacts.of(model).sliding.values(), default=None)
-    if window is not None and tokens + max_new_tokens > window:
-        asked = f"{tokens} prompt + {max_new_tokens} new tokens"
-        raise InputError(f"{asked} > the model's sliding window of {window}: shorten the prompt")

@@ -65,7 +65,8 @@ class Prefill:
         else:
             out = attend_prompt(query, key, value, scaling)
 
-        held = slice(max(0, n - sliding + 1), n) if beyond else slice(0, n)  # what a next query could still see
+        forgets = beyond and layer in self.facts.sliding  # what no next query will see
+        held = slice(n - sliding + 1, n) if forgets else slice(0, n)
         given = [x for x in (query, key, value, out, log_sums, *sums.values()) if x is not None]
         with self._beside(query.device, given):
             if log_sums is not None and wanted:

@@ -135,13 +135,6 @@ def test_a_shared_cap_takes_sliding_layers_along_beside_other_regimes(name):
     assert row[1].bytes_held < row[0].bytes_held / 2
 
 
-def test_a_text_beyond_the_window_is_refused_for_a_shared_cap_alone():
-    model, ids = families.build("Gemma 3, text"), families.prompt(31)
-    engine.generate(model, [ids], [Condition("h2o", 20, Prefill())], **FEW)
-    with pytest.raises(InputError, match="31 prompt [+] 4 new tokens > the model's sliding window of 32"):
-        engine.generate(model, [ids], [Condition("lru", 20, SharedCap())], **FEW)
-
-
 # ---- a checkpoint that nobody has tried
 
 

@@ -6,11 +6,13 @@ from itertools import product
 import pytest
 import torch
 from slow_shared import run as slow_run
+from tiny import architecture
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 
 from kvrepro.engine.catalogue import SHARED as POLICIES
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import SharedCap
 from kvrepro.errors import InputError
@@ -170,9 +172,23 @@ def test_bad_input_costs_no_computation(prompt, condition, says, monkeypatch):
     assert says in str(error.value)
 
 
-def test_a_sliding_window_shorter_than_the_text_is_refused():
-    with pytest.raises(InputError, match="70 prompt [+] 36 new tokens > the model's sliding window of 64"):
-        answer(tiny_model("mistral", sliding_window=64), tiny_prompts(70), [Condition("lru", 32, SharedCap())])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+def test_sliding_layers_hold_the_one_set_and_look_at_their_window_of_it(kind):
+    """Beyond the window, too: tokens and kept sets are those of masks, and without eviction Hugging Face's."""
+    model, [prompt] = architecture(kind), tiny_prompts(70)
+    assert min(ModelFacts.of(model).sliding.values()) < len(prompt)
+    uncut = [Condition(), Condition("lru", 106, SharedCap())]
+    [[full, *rest]] = answer(model, [prompt], [*uncut, *ALL])
+    masked = answer(model, [prompt], [replace(c, execution="masked") for c in ALL])[0]
+    plain = model.generate(torch.tensor([prompt]), max_new_tokens=36, do_sample=False)[0, len(prompt) :].tolist()
+    assert full.tokens == rest[0].tokens == plain
+    for a, b in zip(rest[1:], masked, strict=True):
+        assert (a.tokens, a.kept, a.kept_positions_hash, a.evicted) == (
+            b.tokens,
+            b.kept,
+            b.kept_positions_hash,
+            b.evicted,
+        )
 
 
 def test_the_models_own_attention_is_back_afterwards():

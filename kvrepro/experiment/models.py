@@ -49,7 +49,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     """Load a causal language model with its tokenizer. The engine brings its own attention
     (`kvrepro.engine.attention`).
 
-    model: "tiny-gqa" (ships with the project), the folder of a checkpoint, or a hub id as owner/name. device: "cpu",
+    model: "tiny-gqa" or another of `embedded()`, the folder of a checkpoint, or a hub id as owner/name. device: "cpu",
     "cuda", "cuda:0", "auto" (cuda if there is one), "balanced" (layers over all GPUs). dtype: float32, bfloat16,
     float16, or "auto": the checkpoint's own on a GPU, float32 on the CPU.
     Raises InputError, before any weight is read or fetched: unknown name, .bin-only weights, remote code, no tokenizer,
@@ -155,19 +155,24 @@ def stop_ids(loaded: Loaded, as_run: bool = False) -> frozenset[int]:
     return frozenset(ids)
 
 
+def embedded() -> dict[str, Path]:
+    """The folders of the models that ship with the project, by name."""
+    return {config.parent.name: config.parent for config in sorted(EMBEDDED.parent.glob("*/config.json"))}
+
+
 def resolve(model: str) -> tuple[str, Path]:
     """(name, folder) of a checkpoint that passed every check short of reading its weights; fetches a hub id."""
-    if model == DEFAULT:
-        if not EMBEDDED.is_dir():
-            raise InputError(f"the embedded model is missing at {EMBEDDED}: restore it (git checkout data/models)")
-        return DEFAULT, _checked(DEFAULT, EMBEDDED)
+    if model == DEFAULT and not EMBEDDED.is_dir():
+        raise InputError(f"the embedded model is missing at {EMBEDDED}: restore it (git checkout data/models)")
+    if model in (own := embedded()):
+        return model, _checked(model, own[model])
     folder = Path(model).expanduser()
     folder = folder if folder.is_dir() else ROOT / folder  # notebooks run in a folder of their own
     if folder.is_dir():
         return folder.resolve().name, _checked(model, folder.resolve())
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
         return model, _fetched(model)
-    known = f"{DEFAULT}, an existing checkpoint folder, or a hub id such as owner/name"
+    known = f"{', '.join(own)}, an existing checkpoint folder, or a hub id such as owner/name"
     raise InputError(f"unknown model '{model}': use {known}")
 
 

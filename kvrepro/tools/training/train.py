@@ -1,4 +1,4 @@
-"""Train the embedded model from scratch on one GPU: `python -m kvrepro.tools.training.train --out <folder>`.
+"""Train an embedded model from scratch on one GPU: `python -m kvrepro.tools.training.train --name small-gqa`.
 
 Watched per task: at each context length a task's share of the rows follows its error, the context grows with the clock,
 and every minute's exact match is logged. Muon for the matrices, AdamW for the rest. As the clock decides, a second run
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import typer
 
+from kvrepro.errors import InputError
 from kvrepro.tools.training.evaluate import LENGTHS as CHECKS
 from kvrepro.tools.training.evaluate import evaluation_set, exact, exact_match, write
 from kvrepro.world import rows as R
@@ -47,22 +48,42 @@ def worker(seed: int, shared, queue) -> None:
         queue.put([torch.from_numpy(x) for x in R.batch(rng, shares, length, TOKENS, shared[1])])
 
 
-def model_config():
-    """Llama with biases on the projections: 8 layers, width 384, 6 query heads on 2 KV heads of 64, 13 M parameters."""
-    from transformers import LlamaConfig
+SMALL = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 704}
+FAMILY: dict[str, dict[str, Any]] = {  # what differs from the large model; the seed is the training's own
+    "tiny-gqa": {},  # 8 layers, width 384, 6 query heads on 2 KV heads: 13 M parameters
+    "small-gqa": SMALL,  # 4.8 M
+    "small-gqa-seed-1": SMALL,
+    "small-gqa-seed-2": SMALL,
+    "small-mqa": SMALL | {"num_key_value_heads": 1},
+    "small-mha": SMALL | {"num_key_value_heads": 4},
+    "small-sliding": SMALL | {"sliding_window": 512},  # in every other layer, from the first on
+}
 
-    return LlamaConfig(
-        vocab_size=(len(vocabulary()) + 63) // 64 * 64, hidden_size=384, num_hidden_layers=8, num_attention_heads=6,
-        num_key_value_heads=2, intermediate_size=1024, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
-        attention_bias=True, rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        bos_token_id=None, eos_token_id=vocabulary()["<|end|>"], pad_token_id=R.PAD, attn_implementation="sdpa",
+
+def model_config(name: str = "tiny-gqa"):
+    """A model of the family: Llama with biases on the projections and heads of 64, or where layers slide Qwen2, which
+    computes the same."""
+    from transformers import LlamaConfig, Qwen2Config
+
+    shape = {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2,
+             "intermediate_size": 1024} | FAMILY[name]  # fmt: skip
+    kind: type[Any] = LlamaConfig
+    layers: dict[str, Any] = {"attention_bias": True}
+    if "sliding_window" in shape:
+        types = ["sliding_attention", "full_attention"] * (shape["num_hidden_layers"] // 2)
+        kind, layers = Qwen2Config, {"use_sliding_window": True, "layer_types": types}
+    return kind(
+        vocab_size=(len(vocabulary()) + 63) // 64 * 64, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
+        rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, bos_token_id=None,
+        eos_token_id=vocabulary()["<|end|>"], pad_token_id=R.PAD, attn_implementation="sdpa", **shape, **layers,
     )  # fmt: skip
 
 
 def optimizers_of(model, lr: float) -> list[torch.optim.Optimizer]:
     """Muon on the layers' matrices, AdamW on embeddings, biases, norms. The output projection's bias stays 0."""
     for layer in model.model.layers:
-        layer.self_attn.o_proj.bias.requires_grad_(False)
+        if layer.self_attn.o_proj.bias is not None:
+            layer.self_attn.o_proj.bias.requires_grad_(False)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [p for name, p in trained if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in trained if p.ndim != 2 or "embed" in name]
@@ -103,12 +124,12 @@ def started(seed: int, workers: int) -> tuple[Any, Any, dict, dict]:
     return shared, queue, watched, final
 
 
-def fresh_model(device: torch.device):
-    """The model in float32, compiled. One layer is compiled and shared by all: a tenth of the time that the whole model
-    would take at each new length."""
+def fresh_model(name: str, device: torch.device):
+    """A model of the family in float32, compiled. One layer is compiled and shared by all: a tenth of the time that the
+    whole model would take at each new length."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(model_config(), dtype=torch.float32).to(device)
+    model = AutoModelForCausalLM.from_config(model_config(name), dtype=torch.float32).to(device)
     torch._dynamo.config.recompile_limit = 64
     for layer in model.model.layers:
         layer.compile(dynamic=False)
@@ -132,13 +153,18 @@ def step(model, optimizers: list, losses, x, y, lr: float) -> tuple:
 
 
 def main(
-    minutes: float = 8.2, out: Path = Path("data/models/tiny-gqa"), seed: int = 0, lr: float = 2e-3, workers: int = 14
-) -> None:
-    """Train for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and evaluation.csv to `out`."""
+    name: str = "tiny-gqa", minutes: float = 8.2, out: Path = Path("data/models"), seed: int = 0, lr: float = 2e-3,
+    workers: int = 14,
+) -> None:  # fmt: skip
+    """Train a model of `FAMILY` for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and
+    evaluation.csv to its folder in `out`."""
+    if name not in FAMILY:
+        raise InputError(f"unknown name {name!r}: choose {', '.join(FAMILY)}")
+    out = out / name
     start, device = time.time(), torch.device("cuda")
     torch.manual_seed(seed)
     shared, queue, watched, final = started(seed, workers)
-    model = fresh_model(device)
+    model = fresh_model(name, device)
     optimizers, losses = optimizers_of(model, lr), torch.compile(token_losses, dynamic=False)
     error, log, sets = np.ones((len(LENGTHS), len(R.TASK_NAMES))), [], {}
     steps, tokens_seen, last = 0, 0, time.time()

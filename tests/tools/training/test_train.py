@@ -75,3 +75,25 @@ def test_a_batch_marks_answers_and_pads_the_rest():
             assert not turns[row == rows.PAD].any()
             ends = [t for t in range(255) if turns[t] and turns[t + 1] != turns[t]]
             assert {rows.vocabulary()["<|end|>"]} == {int(row[t]) for t in ends}
+
+
+@pytest.mark.parametrize("name", train.FAMILY)
+def test_every_model_of_the_family_can_be_built_and_takes_a_step(name):
+    config = train.model_config(name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert config.hidden_size // config.num_attention_heads == 64
+    sliding = [n for n, kind in enumerate(getattr(config, "layer_types", None) or []) if kind == "sliding_attention"]
+    assert sliding == ([0, 2, 4] if name == "small-sliding" else [])
+    ids = torch.arange(40)[None] + 5
+    before = model(ids).logits.detach()
+    optimizers = train.optimizers_of(model, lr=2e-3)
+    torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not torch.equal(model(ids).logits, before)
+
+
+def test_the_family_ships_in_90_megabytes():
+    with torch.device("meta"):
+        models = [AutoModelForCausalLM.from_config(train.model_config(name)) for name in train.FAMILY]
+    assert sum(2 * p.numel() for model in models for p in model.parameters()) < 90e6

@@ -66,8 +66,8 @@ SAME = {  # of all rows
 TIMES = {f"decode_step_{name}_ms": f"step_ms_{name}" for name in ("mean", "p50", "p95", "p99")}
 SHIPPED = [
     "name", "item", "task", "prompt_tokens", "n_generated", "kept_mean", "evicted", "policy_calls", "cut", "token_f1",
-    "token_f1_longbench", "exact_match", "rouge_l", "repetition_4gram", "output", "first_right", "rest_f1", "first_f1",
-    "first_gold_f1", "gate_open", *TIMES.values(),
+    "token_f1_longbench", "exact_match", "rouge_l", "repetition_4gram", "output", "begins", "first_right", "rest_f1",
+    "first_f1", "first_gold_f1", "gate_open", *TIMES.values(),
 ]  # fmt: skip
 
 
@@ -75,7 +75,8 @@ def results(under: str = "", rouge: bool = False) -> pd.DataFrame:
     """The protection paper's public per-item rows in the columns of our own results (see
     `kvrepro.experiment.store.COLUMNS`), and those that only this paper's rows have:
 
-    - output: 32 bits of the text's hash, so that equal outputs can be counted.
+    - output: 32 bits of the text's hash, so that equal outputs can be counted. begins: the code of the text's first
+      character, 0 where it is empty.
     - first_right, rest_f1: is the first word the answer's, and token F1 of the words after; null for one-word answers.
     - first_f1: token F1 of the prediction's first word alone; first_gold_f1: of the answer's first word alone.
     - gate_open: calls in which learned credit had a say. step_ms_*: milliseconds of a step, of the latency probe alone.
@@ -153,6 +154,7 @@ def _row(entry: dict[str, Any], rouge: bool) -> dict[str, Any]:
         "policy_calls": entry["policy_call_count"],
         "cut": len(prediction) >= 500 or len(answer) >= 500, "gate_open": entry["gate_open_count"],
         "output": int(hashlib.sha256(prediction.encode()).hexdigest()[:8], 16),
+        "begins": ord((prediction or "\0")[0]),
     } | _first_word(prediction, answer)  # fmt: skip
 
 

@@ -250,8 +250,12 @@ def main(
 
 
 def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
-    """Print what a chapter would compute: run its cells, in dry run, as far as the one that loads the model."""
+    """Print what a chapter would compute: run its cells, in dry run, as far as the one that loads the model. Without
+    such a cell there is nothing to say."""
     os.environ["KVREPRO_DRY_RUN"] = "1"
+    if not any("models.load(" in cell.source for cell in nbformat.read(_source(name, root), as_version=4).cells):
+        print(f"{name}: runs no model")
+        return
     try:
         for source in cells(name, parameters, print, root):
             if "models.load(" in source:

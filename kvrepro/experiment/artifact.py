@@ -163,7 +163,7 @@ def _first_word(prediction: str, answer: str) -> dict[str, float]:
     (ours, rest), (gold, more) = (((words := text.split())[:1], " ".join(words[1:])) for text in (prediction, answer))
     first, known = " ".join(ours), " ".join(gold)
     return {
-        "first_right": measure.token_f1(first, known) if more else math.nan,
+        "first_right": float(ours == gold) if more else math.nan,
         "rest_f1": measure.token_f1(rest, more) if more else math.nan,
         "first_f1": measure.token_f1(first, answer),
         "first_gold_f1": measure.token_f1(known, answer),

@@ -22,7 +22,7 @@ TABLES = {
     "23": "protection_t23_credit_v2.csv", "25": "protection_t25_temperature.csv", "A": "protection_tA_latency.csv",
 }  # fmt: skip
 MEASURES = {"token_f1": "token F1", "token_f1_longbench": "LongBench's F1", "rouge_l": "ROUGE-L"}
-UNCOMPUTED = ("wilcoxon", "step_significance", "retention")  # labels, p-values (see comparisons), a ratio of settings
+UNCOMPUTED = ("wilcoxon_vs", "step_significance", "retention")  # labels without numbers, a ratio of settings
 CEILING = {  # what 100% is where the printed number does not name it: in table 25 a protected run
     "15": "q3-4b-2507-niah-64k/q3-4b-2507-64k-fullcache-lru-noprot",
     "25": "q3-4b-2507-robustness/q3-4b-2507-rob-c256-lru-prot-greedy",
@@ -75,7 +75,7 @@ def _rows(patterns: Sequence[str], files: Mapping[str, pd.DataFrame]) -> pd.Data
 
 def _value(metric: str, sides: Sequence[pd.DataFrame], column: str) -> stats.Estimate:
     """A printed number from its files' rows, in one measure; nan where it has none."""
-    kind, part = re.fullmatch(r"(\w+?)(?:\[(.+)\])?", metric).groups()
+    kind, part = re.fullmatch(r"([^\[]+)(?:\[(.+)\])?", metric).groups()
     nothing = stats.Estimate(math.nan, math.nan, math.nan, 0)
     if not sides:
         return nothing
@@ -91,6 +91,8 @@ def _value(metric: str, sides: Sequence[pd.DataFrame], column: str) -> stats.Est
     if kind == "token_f1":
         return stats.interval(rows[column], rows["item"], bounds=stats.UNIT)
     other = sides[-1].groupby("item")[column].mean().reindex(rows["item"]).to_numpy()
+    if kind.startswith("wilcoxon"):
+        return stats.Estimate(stats.wilcoxon(rows[column], other), math.nan, math.nan, len(rows))
     ratio = kind == "pct_of_ceiling"
     pair = pd.DataFrame({"a": rows[column].to_numpy(), "full" if ratio else "b": other})
     name, scale = ("share_of_ceiling", 100) if ratio else ("difference", 1)
@@ -104,7 +106,7 @@ def _judged(cell: pd.Series, value: float, sides: Sequence[pd.DataFrame]) -> dic
         return {"same": None, "why": "its per-item results are not public"}
     digits = min(3, len(cell.value.partition(".")[2]))
     fits = lambda number: abs(number - float(cell.value)) <= 0.5 * 10**-digits + 1e-9  # noqa: E731
-    if fits(value):
+    if fits(value) or (cell.metric.startswith("wilcoxon") and value < 0.001 and fits(0.001)):  # "< 0.001"
         return {"same": True, "why": ""}
     mean, ceiling = sides[0].token_f1.mean(), round(sides[-1].token_f1.mean(), 3)
     if cell.metric.startswith("pct") and (fits(100 * mean / ceiling) or fits(100 * round(mean, 3) / ceiling)):

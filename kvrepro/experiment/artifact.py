@@ -1,7 +1,14 @@
-"""The protection paper's public per-item results, in the columns of our own."""
+"""The protection paper's public per-item results, in the columns of our own.
 
+`results` reads the paper's files, texts and all, which are fetched. `scores` reads the numbers alone, which the project
+ships: data/artifact/scores.parquet, written from the files by `python -m kvrepro.experiment.artifact` (a minute).
+"""
+
+import hashlib
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +16,7 @@ import pandas as pd
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure, store
+from kvrepro.paths import DATA
 
 MODELS = {
     **dict.fromkeys(("q25", "q3b"), "Qwen/Qwen2.5-3B-Instruct"), "q7b": "Qwen/Qwen2.5-7B-Instruct",
@@ -50,17 +58,36 @@ def condition(path: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+SCORES = DATA / "artifact" / "scores.parquet"
+SAME = {  # of all rows
+    "chapter": "protection", "suffix_mode": "dynamic", "interval": 8, "reading": "as_run", "execution": "masked",
+    "backend": "artifact", "dtype": "bfloat16",
+}  # fmt: skip
+TIMES = {f"decode_step_{name}_ms": f"step_ms_{name}" for name in ("mean", "p50", "p95", "p99")}
+SHIPPED = [
+    "name", "item", "task", "prompt_tokens", "n_generated", "kept_mean", "evicted", "policy_calls", "cut", "token_f1",
+    "token_f1_longbench", "exact_match", "rouge_l", "repetition_4gram", "output", "begins", "first_right", "rest_f1",
+    "first_f1", "first_gold_f1", "gate_open", *TIMES.values(),
+]  # fmt: skip
+
+
 def results(under: str = "", rouge: bool = False) -> pd.DataFrame:
     """The protection paper's public per-item rows in the columns of our own results (see
-    `kvrepro.experiment.store.COLUMNS`).
+    `kvrepro.experiment.store.COLUMNS`), and those that only this paper's rows have:
+
+    - output: 32 bits of the text's hash, so that equal outputs can be counted. begins: the code of the text's first
+      character, 0 where it is empty.
+    - first_right, rest_f1: is the first word the answer's, and token F1 of the words after; null for one-word answers.
+    - first_f1: token F1 of the prediction's first word alone; first_gold_f1: of the answer's first word alone.
+    - gate_open: calls in which learned credit had a say. step_ms_*: milliseconds of a step, of the latency probe alone.
 
     under: only files whose path below results/ starts so, e.g. "n481/qwen25-3b". As the artifact stored them: token_f1,
-    exact_match and the counts. Computed here from the stored text: the other measures. The artifact keeps 500
+    exact_match, counts and times. Computed here from the stored text: the other measures. The artifact keeps 500
     characters of prediction and reference, `cut` says where that may matter. `rouge` adds rouge_l (about 1 ms a row).
-    What the artifact does not tell is null.
+    What the artifact does not tell is null. Raises InputError where no file's path starts so.
     """
     folder = data.fetch("artifact")
-    domains = [item.task for item in data.read_jsonl(folder / "data" / "longbench-balanced.jsonl")]
+    task = _tasks(folder / "data")
     files = [
         p for p in data.sources()["artifact"]["files"] if p.startswith(f"results/{under}") and p.endswith(".jsonl")
     ]
@@ -70,23 +97,85 @@ def results(under: str = "", rouge: bool = False) -> pd.DataFrame:
     for path in files:
         entries = [json.loads(line) for line in (folder / path).read_text(encoding="utf-8").splitlines()]
         items = ITEMS[len(entries)]
-        same = condition(path) | {"name": path.removeprefix("results/").removesuffix(".jsonl")}
+        name = path.removeprefix("results/").removesuffix(".jsonl")
         for entry in entries:
-            task = domains[entry["idx"]] if items == "longbench-balanced" else items
-            rows.append(same | {"item": f"{items}-{entry['idx']:03d}", "task": task} | _row(entry, rouge))
-    frame = pd.DataFrame(rows)
-    return frame.reindex(columns=[*store.COLUMNS, *(c for c in frame.columns if c not in store.COLUMNS)])
+            same = {"name": name, "item": f"{items}-{entry['idx']:03d}", "task": task(items, entry["idx"])}
+            times = {ours: entry[theirs] for theirs, ours in TIMES.items()} if items == ITEMS[6] else {}
+            rows.append(same | _row(entry, rouge) | times)
+    return _placed(pd.DataFrame(rows))
+
+
+def scores(under: str = "") -> pd.DataFrame:
+    """The rows of `results(under, rouge=True)` without their texts, from the table that the project ships: no download.
+
+    Raises InputError where no file's path starts so.
+    """
+    rows = pd.read_parquet(SCORES)
+    rows = rows[rows["name"].str.startswith(under)].reset_index(drop=True)
+    if rows.empty:
+        raise InputError(f"no scores of a file under {under}: see the column name of {SCORES}")
+    return _placed(rows)
+
+
+def _placed(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with what their files' names say, in the order of our own columns."""
+    said = pd.DataFrame([condition(name) | {"name": name} for name in rows["name"].unique()])
+    rows = rows.merge(said, on="name").assign(**SAME)
+    own = list(dict.fromkeys([*SHIPPED, *said]))
+    return rows.reindex(columns=[*store.COLUMNS, *(name for name in own if name not in store.COLUMNS)])
+
+
+def _tasks(folder: Path) -> Callable[[str, int], str]:
+    """(items, number) -> an item's task: its set in LongBench, where its needle stands, else the items' name.
+
+    The 64K needles are not public; the paper has twenty of each place, in this order (table 15).
+    """
+    read = {name: [json.loads(line) for line in (folder / f"{name}.jsonl").open(encoding="utf-8")] for name in (
+        "longbench-balanced", "longbench-longctx", "niah-benchmark"
+    )}  # fmt: skip
+    known = {
+        "longbench-balanced": [entry["domain"] for entry in read["longbench-balanced"]],
+        "longbench-longctx": [entry["dataset"] for entry in read["longbench-longctx"]],
+        "niah-benchmark": [entry["meta"]["needle_position"] for entry in read["niah-benchmark"]],
+        "niah-64k": [place for place in ("early", "middle", "late") for _ in range(20)],
+    }
+    return lambda items, number: known[items][number] if items in known else items
 
 
 def _row(entry: dict[str, Any], rouge: bool) -> dict[str, Any]:
     prediction, answer = entry["prediction"], entry["reference"]
     return {
-        "chapter": "protection", "suffix_mode": "dynamic", "interval": 8, "reading": "as_run", "execution": "masked",
         "prompt_tokens": entry["n_prompt_tokens"], "n_generated": entry["n_generated_tokens"],
         "prediction": prediction, "answer": answer, "token_f1": entry["token_f1"], "exact_match": entry["exact_match"],
         "token_f1_longbench": measure.token_f1_longbench(prediction, answer),
-        "rouge_l": measure.rouge_l(prediction, answer) if rouge else None,
-        "repetition_4gram": measure.repetition_4gram(prediction), "kept_mean": entry.get("positions_retained"),
-        "evicted": entry["eviction_count"], "policy_calls": entry["policy_call_count"], "backend": "artifact",
-        "dtype": "bfloat16", "cut": len(prediction) >= 500 or len(answer) >= 500,
-    }  # fmt: skip
+        "rouge_l": measure.rouge_l(prediction, answer) if rouge else math.nan,
+        "repetition_4gram": measure.repetition_4gram(prediction),
+        "kept_mean": entry.get("positions_retained", math.nan), "evicted": entry["eviction_count"],
+        "policy_calls": entry["policy_call_count"],
+        "cut": len(prediction) >= 500 or len(answer) >= 500, "gate_open": entry["gate_open_count"],
+        "output": int(hashlib.sha256(prediction.encode()).hexdigest()[:8], 16),
+        "begins": ord((prediction or "\0")[0]),
+    } | _first_word(prediction, answer)  # fmt: skip
+
+
+def _first_word(prediction: str, answer: str) -> dict[str, float]:
+    """What the first word is worth. Under every policy the full cache chooses it."""
+    (ours, rest), (gold, more) = (((words := text.split())[:1], " ".join(words[1:])) for text in (prediction, answer))
+    first, known = " ".join(ours), " ".join(gold)
+    return {
+        "first_right": float(ours == gold) if more else math.nan,
+        "rest_f1": measure.token_f1(rest, more) if more else math.nan,
+        "first_f1": measure.token_f1(first, answer),
+        "first_gold_f1": measure.token_f1(known, answer),
+    }
+
+
+def write(path: Path = SCORES) -> None:
+    """The shipped table, from the fetched files: numbers only, reals to six decimals, as the artifact has them."""
+    rows = results(rouge=True)[SHIPPED].round(6).astype({"output": "uint32"})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows.to_parquet(path, compression="zstd", index=False)
+
+
+if __name__ == "__main__":
+    write()

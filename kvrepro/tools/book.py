@@ -34,7 +34,7 @@ from kvrepro.paths import ROOT
 from kvrepro.tools import pages
 
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
-constraints.txt""".split()
+data/artifact/* constraints.txt""".split()
 SECONDS = {  # of a chapter's studies in their order, quick profile, one core: they share out the time that is left
     "protection": {"main": 430, "context-500": 9, "context-1000": 12, "context-1900": 20, "context-3800": 46,
                    "attention": 8},
@@ -250,8 +250,12 @@ def main(
 
 
 def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
-    """Print what a chapter would compute: run its cells, in dry run, as far as the one that loads the model."""
+    """Print what a chapter would compute: run its cells, in dry run, as far as the one that loads the model. Without
+    such a cell there is nothing to say."""
     os.environ["KVREPRO_DRY_RUN"] = "1"
+    if not any("models.load(" in cell.source for cell in nbformat.read(_source(name, root), as_version=4).cells):
+        print(f"{name}: runs no model")
+        return
     try:
         for source in cells(name, parameters, print, root):
             if "models.load(" in source:

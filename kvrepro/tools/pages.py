@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 
 from kvrepro.chapters.protection import credit
+from kvrepro.chapters.reanalysis import differences
 from kvrepro.engine import allowed, policy
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.regime import SharedCap
@@ -72,6 +73,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages = {name: table(rows) for name, rows in tables().items()} | {"claims": verdicts(chapters, root)}
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
     pages["settings"] = reference.settings()
+    pages["artifact"] = table(differences.table())
     pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
     cost.bars().savefig(folder / "targets.svg")
     for name, text in pages.items():

@@ -1,12 +1,14 @@
 """The protection paper's rows: what their files' names say, its tables' values, items that pair."""
 
+import math
 import os
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from kvrepro.experiment import artifact, data
+from kvrepro.errors import InputError
+from kvrepro.experiment import artifact, data, store
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,32 @@ def test_conditions_are_read_from_file_names(path, policy, capacity, side, model
     assert found["temperature"] == (0.7 if "t07" in path else 0.0)
 
 
+def test_the_shipped_scores_hold_every_file_item_by_item_and_no_text():
+    rows = artifact.scores()
+    files = [p for p in data.sources()["artifact"]["files"] if p.startswith("results/") and p.endswith(".jsonl")]
+    assert set(rows["name"]) == {p.removeprefix("results/").removesuffix(".jsonl") for p in files}
+    counts = rows.groupby("name")["item"].agg(["size", "nunique"])
+    assert (counts["size"] == counts["nunique"]).all()
+    assert set(counts["size"]) == set(artifact.ITEMS)
+    assert list(rows.columns[: len(store.COLUMNS)]) == store.COLUMNS
+    assert rows[["prediction", "answer"]].isna().all(axis=None)
+    assert artifact.SCORES.stat().st_size < 1_500_000
+    shares = rows[["token_f1", "token_f1_longbench", "rouge_l", "rest_f1", "first_f1", "first_gold_f1"]]
+    assert (shares.isna() | ((shares >= 0) & (shares <= 1))).all(axis=None)
+    with pytest.raises(InputError, match="no scores of a file under n482"):
+        artifact.scores("n482")
+
+
+def test_the_first_word_is_worth_what_the_bag_says():
+    assert artifact._first_word("paris, in France.", "paris, is nice") == {
+        "first_right": 1.0, "rest_f1": 0.0, "first_f1": 0.5, "first_gold_f1": 0.5,
+    }  # fmt: skip
+    alone = artifact._first_word("the drowning", "drowning")
+    assert alone == pytest.approx(
+        {"first_right": math.nan, "rest_f1": math.nan, "first_f1": 0.0, "first_gold_f1": 1.0}, nan_ok=True
+    )
+
+
 def mirrored() -> bool:
     folders = filter(None, os.environ.get("KVREPRO_DATA", "").split(os.pathsep))
     return any((Path(f) / part / "results").is_dir() for f in folders for part in ("", "artifact"))
@@ -61,6 +89,19 @@ def test_the_papers_table_values_come_out_of_its_rows():
     assert found["confound-fix/q25-c256-lru-protected"] == pytest.approx(0.281, abs=1e-3)
     items = {item.id: item for item in data.load_items(str(data.fetch("longbench-balanced.jsonl")))}
     assert all(items[row["item"]].task == row["task"] for _, row in frame.iterrows())
+
+
+@needs_artifact
+@pytest.mark.parametrize(
+    "part",
+    ["confound", "longctx", "niah", "jit", "n481/phi35/phi35-c256-adakv", "credit-v2"]
+    + [pytest.param("", marks=pytest.mark.slow)],
+)
+def test_the_shipped_scores_are_what_the_artifact_gives(part):
+    told, shipped = artifact.results(part, rouge=True), artifact.scores(part)
+    texts = ["prediction", "answer"]
+    same = {"check_dtype": False, "check_exact": False, "atol": 1e-6, "rtol": 0}
+    pd.testing.assert_frame_equal(told.drop(columns=texts), shipped.drop(columns=texts), **same)
 
 
 @needs_artifact

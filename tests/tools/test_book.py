@@ -178,6 +178,10 @@ def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
     monkeypatch.setenv("KVREPRO_DRY_RUN", "")  # and unset again afterwards
     book.rehearse("first", {"size": 9}, root)
     assert capsys.readouterr().out == "1 9\n"
+    notebook.cells[1].source = "1 / 0"
+    nbformat.write(notebook, source)
+    book.rehearse("first", {}, root)
+    assert capsys.readouterr().out == "first: runs no model\n"
 
 
 def test_whatever_a_page_would_fetch_is_found(tmp_path):
@@ -204,6 +208,8 @@ def test_pages_name_every_policy_and_every_switch(tmp_path):
     )
     assert all(f"| {name} |" in text["switches"] for name in SWITCHES)
     assert "no verdicts" in text["claims"]
+    assert "{include} generated/artifact.md" in (book.ROOT / "book" / "audit.md").read_text()
+    assert "HotPotQA" in text["artifact"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""Every comparison that the paper's public scores allow, with its interval, its tests, and what it could have found."""
+
+from collections.abc import Iterator
+
+import pandas as pd
+from scipy import stats as scipy_stats
+
+from kvrepro.experiment import stats
+
+KV_HEADS = {  # num_key_value_heads of the models' config.json
+    "Qwen/Qwen2.5-3B-Instruct": 2, "Qwen/Qwen2.5-7B-Instruct": 4, "google/gemma-3-4b-it": 4,
+    "Qwen/Qwen3-4B-Instruct-2507": 8, "microsoft/Phi-4-mini-instruct": 8, "mistralai/Mistral-7B-Instruct-v0.3": 8,
+    "microsoft/Phi-3.5-mini-instruct": 32,
+}  # fmt: skip
+OLDER = ("sweep-20260309-202648/", "n481/qwen25-3b/q25-c256-lru-prot10")  # second runs of a condition
+DEFAULT = 0.1  # of the capacity, protected at each end
+REACH = scipy_stats.norm.ppf(0.975) + scipy_stats.norm.ppf(0.8)
+
+
+def panels(scores: pd.DataFrame) -> pd.DataFrame:
+    """The scores with the column `items` and the model's short name; one run of each condition, latency probes left
+    out."""
+    rows = scores[~scores["name"].str.startswith((*OLDER, "jit-latency-probe/"))]
+    items = rows["item"].str.rsplit("-", n=1).str[0]
+    return rows.assign(items=items, model_name=rows.model.str.rpartition("/")[2], protected=rows.prefix > 0)
+
+
+def pairs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Which runs are compared: columns family, items, model_name, what, policy, capacity, a, b.
+
+    a and b name all runs of a condition: those of a temperature have several seeds.
+
+    A family is what Holm's correction is over: one question asked of one model on one set of items, at all capacities.
+    """
+    keys = ["items", "model_name", "policy", "capacity", "prefix", "temperature"]
+    runs = {key: tuple(group) for key, group in rows.groupby(keys, dropna=False)["name"].unique().items()}
+    found = []
+    for (items, model, policy, capacity, prefix, heat), names in runs.items():
+        for family, other, at, what in _against(policy, prefix):
+            if partner := runs.get((items, model, other, capacity, at, heat)):
+                label = what + (f", temperature {heat:g}" if heat else "")
+                found.append((family, items, model, label, policy, capacity, names, partner))
+    return pd.DataFrame(found, columns=["family", "items", "model_name", "what", "policy", "capacity", "a", "b"])
+
+
+def _against(policy: str, prefix: float) -> Iterator[tuple[str, str, float, str]]:
+    """(family, policy, protection, name) of what a run is compared with."""
+    if policy == "full":
+        return
+    if prefix == DEFAULT:
+        yield "protection", policy, 0.0, f"{policy}, protected - unprotected"
+        if policy == "online_credit":
+            yield "learned credit", "lru", DEFAULT, "online_credit - lru, protected"
+        elif policy != "lru":
+            yield "policies", "lru", DEFAULT, f"{policy} - lru, protected"
+        if policy == "h2o_simple":
+            yield "H2O and SnapKV", "snapkv_simple", DEFAULT, "h2o_simple - snapkv_simple, protected"
+    elif prefix:
+        yield "guards", policy, DEFAULT, f"{policy}, {prefix:.0%} - {DEFAULT:.0%} at each end"
+
+
+def compare(rows: pd.DataFrame, measure: str = "token_f1", margin: float = 0.02) -> pd.DataFrame:
+    """A row for each of `pairs`: the paired difference with its interval, and its tests.
+
+    value, low, high: mean difference, 95% interval. wilcoxon: two-sided p; greater: one-sided, that a is larger;
+    `_holm`: corrected within the family. tost: p of |difference| < margin. detectable: the true difference that a
+    two-sided test at 5% would find in four of five repeats. untied: items whose scores differ. Several runs of an item
+    count once, by their mean.
+    """
+    by_run = rows.pivot_table(index="item", columns="name", values=measure)
+    table = pairs(rows)
+    tested = [_tested(by_run, a, b, margin) for a, b in zip(table.a, table.b, strict=True)]
+    table = pd.concat([table, pd.DataFrame(tested)], axis=1)
+    for name in ("wilcoxon", "greater"):
+        family = table.groupby(["family", "items", "model_name"])[name]
+        table[f"{name}_holm"] = family.transform(lambda p: stats.holm(p.to_numpy()))
+    return table.drop(columns=["a", "b"])
+
+
+def _tested(by_run: pd.DataFrame, a: tuple[str, ...], b: tuple[str, ...], margin: float) -> dict[str, float]:
+    pair = pd.DataFrame({"a": by_run[list(a)].mean(axis=1), "b": by_run[list(b)].mean(axis=1)}).dropna()
+    difference = stats.contrast(pair, "difference", bounds=stats.UNIT)
+    gap = (pair.a - pair.b).round(5)  # scores have six decimals: without it, ties between differences would be lost
+    untied = gap[gap != 0]
+    greater = scipy_stats.wilcoxon(untied, alternative="greater").pvalue if len(untied) else 1.0
+    return {
+        "value": difference.value, "low": difference.low, "high": difference.high, "n": difference.n,
+        "untied": len(untied), "wilcoxon": stats.wilcoxon(gap, 0 * gap), "greater": float(greater),
+        "tost": stats.tost(pair.a, pair.b, margin, bounds=stats.UNIT), "detectable": REACH * difference.error,
+    }  # fmt: skip
+
+
+def identical(rows: pd.DataFrame, one: str = "h2o_simple", other: str = "snapkv_simple") -> pd.DataFrame:
+    """Share of items for which two policies write the same output, by model, items, capacity and protection.
+
+    once: share of items that end before a second reduction; once_same: of these, how many are the same.
+    """
+    keys = ["items", "model_name", "model", "capacity", "protected"]
+    first, second = (rows[rows.policy == name] for name in (one, other))
+    both = first.merge(second, on=[*keys, "item"])
+    both = both.assign(same=(both.output_x == both.output_y).astype(float), kv_heads=both.model.map(KV_HEADS))
+    both = both.assign(once=both.policy_calls_x <= 1)
+    table = stats.means(both, [*keys, "kv_heads"], "same").merge(both.groupby(keys, as_index=False).once.mean())
+    one = both[both.once].groupby(keys, as_index=False).same.mean().rename(columns={"same": "once_same"})
+    return table.merge(one, on=keys, how="left").drop(columns="model")
+
+
+def by_eviction(rows: pd.DataFrame, policy: str = "ada_kv_faithful", measure: str = "token_f1") -> pd.DataFrame:
+    """A policy minus protected LRU, apart for items of which the policy never evicted a token: their answers were
+    complete before its first reduction, so that the full cache gave them."""
+    mine = rows[rows.policy == policy].assign(never=lambda t: t.evicted == 0)
+    lru = rows[(rows.policy == "lru") & (rows.prefix == DEFAULT) & (rows.temperature == 0)]
+    keys = ["items", "model_name", "capacity"]
+    return stats.contrasts(mine, lru, [*keys, "never"], measure, on=["item", *keys])

@@ -1,0 +1,46 @@
+"""What the scores are made of: the first word, which the full cache chooses under every policy, and the words after."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from kvrepro.chapters.reanalysis import printed
+from kvrepro.experiment import stats
+
+MEASURES = {"token_f1": "token F1", "first_f1": "F1 of the first word alone", "rest_f1": "F1 after the first word"}
+CONTROL = "first word of the answer"
+
+
+def by_table(scores: pd.DataFrame, tables: Sequence[str] = tuple(printed.TABLES)) -> pd.DataFrame:
+    """Per table and kind of run, each of `MEASURES` with its interval over items; and the control.
+
+    The control says the answer's first word and no other: its token F1 is what one known word is worth. Columns: table,
+    who, measure, value, low, high, n. Answers of one word have no words after the first. A row of an item that several
+    runs share counts with them.
+    """
+    found = []
+    for table in tables:
+        rows = printed.runs(scores, table)
+        rows = rows.assign(table=table, who=[_who(*pair) for pair in zip(rows.policy, rows.prefix, strict=True)])
+        for column, name in MEASURES.items():
+            found.append(stats.means(rows, ["table", "who"], column, clusters="item").assign(measure=name))
+        items = rows.drop_duplicates("item").assign(who=CONTROL)
+        found.append(stats.means(items, ["table", "who"], "first_gold_f1").assign(measure="token F1"))
+    return pd.concat(found, ignore_index=True)
+
+
+def _who(policy: str, prefix: float) -> str:
+    if policy == "full":
+        return "full cache"
+    return f"{'LRU' if policy == 'lru' else 'other policies'}, {'' if prefix else 'un'}protected"
+
+
+def begun_alike(rows: pd.DataFrame) -> pd.DataFrame:
+    """Share of outputs that begin with the character with which the full cache's output begins, by file (column
+    `name`), where the full cache's run on the same model and items is public."""
+    full = rows[rows.policy == "full"].drop_duplicates(["model", "item"])
+    both = rows[(rows.policy != "full") & (rows.temperature == 0)].merge(
+        full, on=["model", "item"], suffixes=("", "_full")
+    )
+    both = both.assign(alike=(both.begins == both.begins_full).astype(float))
+    return stats.means(both, ["name", "items", "model_name", "policy", "protected"], "alike")

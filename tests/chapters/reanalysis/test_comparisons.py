@@ -1,0 +1,124 @@
+"""Comparisons of the authors' rows: against printed means, by hand, and by what the harness must give."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats as scipy_stats
+
+from kvrepro.chapters.reanalysis import comparisons, differences, printed, words
+from kvrepro.experiment import artifact, claims, stats
+
+SCORES = artifact.scores()
+ROWS = comparisons.panels(SCORES)
+POOL = ROWS[(ROWS["items"] == "longbench-pool") & (ROWS.capacity.isna() | (ROWS.capacity == 256))]
+
+
+@pytest.fixture(scope="module")
+def tests():
+    return comparisons.compare(POOL)
+
+
+@pytest.mark.parametrize("model", ["Gemma-3-4B-IT", "Phi-4-mini-instruct"])
+def test_differences_are_those_of_the_printed_means(tests, model):
+    table = claims.published(printed.TABLES["11"]).query(
+        "model == @model and protected == 'True' and metric == 'token_f1'"
+    )
+    f1 = table.set_index("policy").value.astype(float)
+    mine = tests[(tests.family == "policies") & (tests.model_name.str.lower() == model.lower())].set_index("policy")
+    assert mine.value["h2o_simple"] == pytest.approx(f1["H2O"] - f1["LRU"], abs=0.0011)
+    assert mine.value["snapkv_simple"] == pytest.approx(f1["SnapKV"] - f1["LRU"], abs=0.0011)
+    assert np.sign(mine.value["h2o_simple"]) == (1 if model.startswith("Gemma") else -1)
+
+
+def test_a_comparison_by_hand(tests):
+    f1 = {
+        name: POOL[(POOL.model_name == "gemma-3-4b-it") & (POOL.policy == name) & (POOL.prefix == 0.1)]
+        .set_index("item").token_f1
+        for name in ("h2o_simple", "snapkv_simple", "lru")
+    }  # fmt: skip
+    gap = (f1["h2o_simple"] - f1["lru"]).round(5)
+    row = tests[(tests.model_name == "gemma-3-4b-it") & (tests.what == "h2o_simple - lru, protected")].iloc[0]
+    untied = gap[gap != 0]
+    assert row.untied == len(untied)
+    assert row.wilcoxon == pytest.approx(scipy_stats.wilcoxon(untied).pvalue)
+    assert row.greater == pytest.approx(scipy_stats.wilcoxon(untied, alternative="greater").pvalue)
+    other = (f1["snapkv_simple"] - f1["lru"]).round(5)
+    other = scipy_stats.wilcoxon(other[other != 0]).pvalue
+    assert row.wilcoxon_holm == pytest.approx(min(1, 2 * min(row.wilcoxon, other)))  # two in its family
+    assert row.tost == stats.tost(f1["h2o_simple"], f1["lru"], 0.02, bounds=(0, 1))
+
+
+def test_what_is_detectable_is_found_in_four_of_five_repeats(tests):
+    row = tests[tests.what == "h2o_simple - lru, protected"].iloc[0]
+    error = (row.high - row.low) / 2 / scipy_stats.t.ppf(0.975, row.n)
+    found = scipy_stats.norm.sf(scipy_stats.norm.ppf(0.975) - row.detectable / error)
+    assert found == pytest.approx(0.8, abs=0.005)
+
+
+def test_no_run_is_compared_with_another_model_or_temperature():
+    pairs = comparisons.pairs(ROWS)
+    said = {name: artifact.condition(name) for name in SCORES["name"].unique()}
+    for row in pairs.itertuples():
+        [mine, *_], [other, *_] = row.a, row.b
+        for column in ("model", "capacity", "temperature"):
+            assert said[mine][column] == said[other][column]
+        assert said[mine] != said[other]
+    hot = pairs[pairs.what.str.contains("temperature")]
+    assert len(hot) == 1
+    assert len(hot.a.iloc[0]) == len(hot.b.iloc[0]) == 3
+
+
+def test_outputs_that_end_before_the_second_reduction_are_the_same_everywhere():
+    same = comparisons.identical(ROWS)
+    assert (same.once_same.dropna() == 1).all()
+    assert same.once_same.notna().sum() > 10
+    at = same[(same["items"] == "longbench-pool") & (same.capacity == 256) & same.protected].set_index("model_name")
+    assert at.value["Qwen2.5-3B-Instruct"] == 1
+    assert at.value["Phi-3.5-mini-instruct"] == pytest.approx(0.815, abs=5e-4)
+    assert not at.sort_values("kv_heads").value.is_monotonic_decreasing
+
+
+def test_what_was_never_evicted_is_the_full_caches_answer():
+    model = "Qwen2.5-3B-Instruct"
+    split = comparisons.by_eviction(ROWS).query("model_name == @model").set_index("never")
+    assert split.n.to_dict() == {True: 299, False: 182}
+    assert split.value.round(3).to_dict() == {True: 0.034, False: 0.077}
+    mine = POOL[(POOL.model_name == model) & (POOL.policy == "ada_kv_faithful")].set_index("item")
+    full = POOL[(POOL.model_name == model) & (POOL.policy == "full")].set_index("item")
+    assert (mine.output == full.output)[mine.evicted == 0].all()
+    assert not (mine.output == full.output)[mine.evicted > 0].all()
+
+
+def test_the_first_word_by_table():
+    worth = words.by_table(SCORES, ["3", "15"])
+    control = worth[worth.who == words.CONTROL].set_index("table").value
+    panel = SCORES[SCORES["name"] == "confound/q25-c2048-fullcache"]
+    assert control["3"] == pytest.approx(panel.first_gold_f1.mean())
+    guarded = worth[(worth.who == "LRU, protected") & (worth.table == "15")].set_index("measure").value
+    assert guarded["F1 of the first word alone"] == 0  # needles are answered in sentences
+    assert guarded["token F1"] == pytest.approx(0.112, abs=5e-4)
+
+
+def test_every_run_on_the_pool_begins_as_the_full_cache():
+    begun = words.begun_alike(POOL)
+    assert len(begun) > 10
+    assert (begun.value == 1).all()
+    assert {True, False} == set(begun.protected)
+
+
+def test_differences_hold_computed_numbers():
+    table = differences.table()
+    text = "\n".join(row["the artifact"] for row in table)
+    assert all(row["the paper"] and row["the artifact"] for row in table)
+    for number in ("299 on Qwen2.5-3B", "52 on Phi-3.5", "8,064 tokens", "9.4%", "120.7%", "83.0%", "0.055", "-0.0145"):
+        assert number in text
+    assert "nan" not in text
+
+
+def test_a_temperatures_seeds_are_one_value_per_item():
+    hot = comparisons.compare(ROWS[ROWS.temperature > 0]).iloc[0]
+    rows = ROWS[ROWS.temperature > 0]
+    each = rows.pivot_table("token_f1", "item", "protected", "mean")
+    assert hot.n == 162
+    assert hot.value == pytest.approx((each[True] - each[False]).mean())
+    assert pd.notna(hot.low)

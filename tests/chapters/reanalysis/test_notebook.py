@@ -1,0 +1,13 @@
+"""The notebook runs from top to bottom, in another measure and on fewer tables too."""
+
+import pytest
+
+from kvrepro.tools import book
+
+
+@pytest.mark.parametrize("given", [{}, {"measure": "rouge_l", "tables": ["11", "22"], "margin": 0.05}])
+def test_the_notebook_runs(given):
+    shown = []
+    sources = list(book.cells("reanalysis", given, shown.append))
+    assert any("claims.findings(" in source for source in sources)
+    assert not any("models.load(" in source for source in sources)

@@ -1,0 +1,61 @@
+"""Printed numbers beside the same from the shipped scores: equal, or with a reason; what is not public is named."""
+
+import pandas as pd
+import pytest
+
+from kvrepro.chapters.reanalysis import printed
+from kvrepro.errors import InputError
+from kvrepro.experiment import artifact, claims
+
+SCORES = artifact.scores()
+BESIDE = printed.beside(SCORES)
+POLICIES = {
+    "LRU": "lru", "H2O": "h2o_simple", "SnapKV": "snapkv_simple", "Random": "random_sample",
+    "CreditV2": "online_credit", "Ada-KV-faithful": "ada_kv_faithful", "FullCache": "full",
+}  # fmt: skip
+
+
+def test_every_public_mean_comes_out_to_three_decimals_or_is_rounded_twice():
+    assert set(BESIDE.table) == set(printed.TABLES)
+    public = BESIDE[BESIDE.same.notna()]
+    assert set(public.table) == set(printed.TABLES)
+    assert not (public.why == "it differs").any()
+    means = public[public.metric.str.startswith("token_f1")]
+    assert len(means) > 100
+    assert (means["token F1"] - means.printed).abs().max() < 0.00052
+    assert (means[means.low.notna()].eval("low <= `token F1` <= high")).all()
+
+
+def test_other_scores_are_noticed():
+    moved = SCORES.assign(token_f1=SCORES.token_f1.where(SCORES["name"] != "n481/phi35/phi35-c256-h2o-prot", 0.5))
+    differs = printed.beside(moved, ["11"]).query("why == 'it differs'")
+    assert list(zip(differs.policy, differs.model, strict=True)) == [
+        ("H2O", "Phi-3.5-mini-instruct"), ("(range over row)", "Phi-3.5-mini-instruct"),
+    ]  # fmt: skip
+
+
+def test_what_is_called_not_public_has_no_file_of_its_condition():
+    cells = pd.concat([claims.published(file) for file in printed.TABLES.values()])
+    cells = cells[(cells.metric == "token_f1") & (cells.artifact_file == "") & cells.policy.isin(POLICIES)]
+    assert len(cells) > 50
+    sizes = SCORES.groupby("name")["item"].transform("size")
+    for cell in cells.itertuples():
+        same = SCORES.model.str.lower().str.endswith(cell.model.lower()) & (sizes == int(cell.n_items))
+        same &= (SCORES.policy == POLICIES[cell.policy]) & (SCORES.prefix == float(cell.protect_frac))
+        if cell.policy != "FullCache":
+            same &= SCORES.capacity == float(cell.capacity)
+        assert not same.any(), cell
+
+
+def test_seeds_of_an_item_count_once_and_the_first_latency_is_left_out():
+    hot = BESIDE[BESIDE.metric == "token_f1[t0.7]"]
+    assert set(hot.n) == {162}
+    probe = SCORES[SCORES["name"] == "jit-latency-probe/probe-lru"]
+    told = BESIDE[(BESIDE.table == "A") & (BESIDE.policy == "LRU") & BESIDE.metric.str.contains("step_mean")]
+    assert told["token F1"].item() == probe.step_ms_mean[1:].median()
+    assert probe.step_ms_mean.max() > 10 * told["token F1"].item()
+
+
+def test_a_table_without_rows_is_one_line():
+    with pytest.raises(InputError, match="table 9 is not among those"):
+        printed.beside(SCORES, ["9"])

@@ -25,7 +25,7 @@ from kvrepro.chapters.leakage.study import (
     rank_curves,
 )
 from kvrepro.engine.policy import is_own
-from kvrepro.experiment import claims, judge
+from kvrepro.experiment import claims, history, judge
 from kvrepro.experiment.judge import Drawn, Facts, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.stats import MIN_ITEMS
 
@@ -68,21 +68,26 @@ def _leak_low(s: Study, **cell) -> Sample:
     return Sample(above, bounds=(-s.floor, 1 - s.floor), each=s.leak.each)
 
 
-def _rise(name: str) -> Callable[..., Sample]:
-    """Mean over the ratios from 0.3 that every prompt has room for, minus the uncompressed."""
+def _rise(name: str) -> Callable[..., What]:
+    """Mean over the ratios from 0.3 that every prompt has room for, minus the uncompressed. each: every ratio."""
 
-    def contrast(s: Study, **cell) -> Sample:
+    def contrast(s: Study, each: bool = False, **cell) -> What:
         m: Means = getattr(s, name)
+        if each:
+            start = m.per(ratio=0.0, **cell)
+            return {f"{r:.0%} dropped": _pair(m, m.per(ratio=r, **cell), start) for r in m.ratios(**cell)}
         ratios = _upper(m.ratios(True, **cell))
         return _pair(m, m.mean(ratios, **cell), m.per(ratio=0.0, **cell), len(ratios))
 
     return contrast
 
 
-def _leak_fall(s: Study, **cell) -> Sample:
-    before, end = (s.leak.per(ratio=ratio, **cell) for ratio in (0.7, 0.9))
-    _compared([before, end], "leak")
-    return _pair(s.leak, before, end)
+def _leak_fall(s: Study, each: bool = False, **cell) -> Parts:
+    """From 0.7 to 0.9; each: from every ratio to 0.9."""
+    ratios = [ratio for ratio in s.leak.ratios(**cell) if ratio != 0.9] if each else [0.7]
+    curves, end = [s.leak.per(ratio=ratio, **cell) for ratio in ratios], s.leak.per(ratio=0.9, **cell)
+    _compared([end, *curves], "leak")
+    return {f"{r:.0%} dropped": _pair(s.leak, one, end) for r, one in zip(ratios, curves, strict=True)}
 
 
 def _leak_long(s: Study) -> Sample:
@@ -175,9 +180,12 @@ def _middle_layers(s: Study, policy: str) -> Sample:
     return _values((wide[layers[third:-third]].mean(1) - wide[layers[:third] + layers[-third:]].mean(1)).to_numpy())
 
 
-def _policy_gap(s: Study) -> Sample:
-    """The mean of the paper's other policies minus K-norm, which the paper finds far below them."""
+def _policy_gap(s: Study, each: bool = False) -> What:
+    """The mean of the paper's other policies minus K-norm, which the paper finds far below them. each: every two."""
     ratios = _upper(set.intersection(*(set(s.follow.ratios(policy=name)) for name in FIVE)))
+    if each:
+        found = pd.DataFrame({name: s.follow.mean(ratios, policy=name) for name in FIVE})
+        return judge.pairs(found, "", each=s.follow.each * len(ratios)).what  # type: ignore[return-value]
     others = [s.follow.mean(ratios, policy=name) for name in FIVE if name != "k_norm"]
     return _pair(s.follow, np.mean(others, 0), s.follow.mean(ratios, policy="k_norm"), len(ratios))
 
@@ -233,10 +241,10 @@ def _rank_gap(s: Study, **cell) -> Drawn:
     return Drawn(float(gap[0]), gap[1:], s.classes[s.classes.rules == "multi"].system.nunique())
 
 
-def _optimal_gain(s: Study, study: str, usual: bool = False) -> Parts:
-    """Every setting between default and fair, and fair, against the default. usual: by the usual definition."""
+def _optimal_gain(s: Study, study: str, usual: bool = False, least: float = 0.0) -> Parts:
+    """Every setting above 0, or from `least` on, against the default. usual: by the usual definition."""
     share = _shares(s, study, usual)
-    return {f"λ = {x:g}": _minus(s, study, share[x], share[0.0]) for x in share if x}
+    return {f"λ = {x:g}": _minus(s, study, share[x], share[0.0]) for x in share if x and x >= least}
 
 
 def _optimal_tie(s: Study, study: str) -> Drawn:
@@ -332,7 +340,7 @@ OF_LEAKAGE = {"leak_low", "leak_rise", "leak_fall", "leak_flipped", "leak_cut", 
 OF_KEEPING = {"bias_asymmetry", "bias_size", "bias_later", "bias_defense", "defense_kept", "middle_layers"}
 OF_TIME = {"decode_cost", "decode_speed", "compress_cost", "compress_order"}
 PRINTED = {"optimal_printed"}  # what the paper prints, whatever was run
-FIXED = ("variant", "ratio", "nothing", "usual")  # what a claim says of all its members
+FIXED = ("variant", "ratio", "nothing", "usual", "each", "least")  # what a claim says of all its members
 
 
 # ---------------------------------------------------------------- members and verdicts
@@ -370,10 +378,8 @@ def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestabl
 
 
 def marked(claim: Mapping) -> dict:
-    """The claim, its statement marked where it was changed after results were known, or is not the paper's."""
-    said = {"changed": "Changed after results.", "ours": "Not in the paper's words."}
-    marks = "".join(f" ({said[name]})" for name in said if name in claim)
-    return {**claim, "statement": claim["statement"] + marks}
+    """The claim, its statement marked where it is not the paper's."""
+    return {**claim, "statement": claim["statement"] + (" (Not in the paper's words.)" if "ours" in claim else "")}
 
 
 GENERAL = ("five", "steady")  # sets whose claims are about policies in general; "later" are the three that L9 names
@@ -389,19 +395,20 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick") -> pd
     def free(claim: Mapping) -> bool:
         return claim["contrast"] in OF_TIME | PRINTED
 
-    return judge.verdicts(
-        [*map(marked, book["claims"]), *claims.of_own({"claims": general}, own)],
+    frame = judge.verdicts(
+        [*history.with_first([*map(marked, book["claims"])]), *claims.of_own({"claims": general}, own)],
         lambda claim, reading: members(claim, book["sets"], by.get(reading, studies[0])),
         lambda claim: ["any"] if free(claim) else list(by),
         model=model, profile=profile,
     )  # fmt: skip
+    return history.marked(frame, book["claims"])
 
 
 def differing(first: pd.DataFrame, second: pd.DataFrame, reading: str) -> pd.DataFrame:
     """Claims to which two models' verdicts differ, in one reading: claim, statement, and a column for each model."""
-    wide = pd.concat([first, second])
-    wide = wide[wide.reading.isin([reading, "any"])]
-    wide = wide.pivot_table(
-        index=["claim", "statement"], columns="model", values="verdict", aggfunc="first", sort=False
-    )
-    return wide[wide.ne(wide.iloc[:, 0], axis=0).any(axis=1)].reset_index()
+    both = pd.concat([first, second])
+    both = both[both.reading.isin([reading, "any"])]
+    wide = both.pivot_table(index="claim", columns="model", values="verdict", aggfunc="first", sort=False)
+    wide = wide[wide.ne(wide.iloc[:, 0], axis=0).any(axis=1)].reset_index()
+    wide.insert(1, "statement", wide.claim.map(both.drop_duplicates("claim").set_index("claim").statement))
+    return wide

@@ -147,8 +147,17 @@ def test_ratios_and_policies_that_are_compared_are_named_beforehand():
     s = made(lambda o, p, v, r: 1.0 - (0.5 if r and p == "k_norm" else 0.0), lambda o, p, v, r: leak[r],
              ratios=(0.1, 0.3, 0.7, 0.9))  # fmt: skip
     found = {name: members.CONTRASTS[name](s, policy="tova").estimate().value
-             for name in ("leak_rise", "leak_fall", "defense_rise")}  # fmt: skip
-    assert found == pytest.approx({"leak_rise": 1.1 / 3, "leak_fall": 0.3, "defense_rise": 0.55 / 3})
+             for name in ("leak_rise", "defense_rise")}  # fmt: skip
+    assert found == pytest.approx({"leak_rise": 1.1 / 3, "defense_rise": 0.55 / 3})
+
+    def parts(name, **given):
+        return {part: one.estimate().value for part, one in members.CONTRASTS[name](s, policy="tova", **given).items()}
+
+    assert parts("leak_fall") == pytest.approx({"70% dropped": 0.3})
+    assert parts("leak_fall", each=True) == pytest.approx(
+        {"10% dropped": -0.3, "30% dropped": -0.1, "70% dropped": 0.3}
+    )
+    assert max(parts("leak_rise", each=True).values()) == pytest.approx(0.6)
     assert members.CONTRASTS["policy_gap"](s).estimate().value == pytest.approx(0.5)
 
 
@@ -265,11 +274,14 @@ def test_a_cost_in_time_and_in_tokens_per_second():
     assert found == pytest.approx({"decode_cost": 0.25, "decode_speed": -0.2, "compress_cost": 0.25})
 
 
-def test_what_was_changed_after_results_says_so():
-    verdicts = members.evaluate([made(obeying, rising)], "made up").set_index("claim")
+def test_what_was_changed_says_so_with_the_verdict_of_its_first_form():
+    verdicts = members.evaluate([made(obeying, rising, ratios=(0.1, 0.3, 0.5, 0.7, 0.9), systems=60)], "made up")
+    said = verdicts.set_index("claim").statement
     for claim in claims.load_claims("leakage")["claims"]:
-        assert ("(Changed after results.)" in verdicts.statement[claim["id"]]) == ("changed" in claim)
-        assert ("(Not in the paper's words.)" in verdicts.statement[claim["id"]]) == ("ours" in claim)
+        assert ("Changed when results were known" in said[claim["id"]]) == ("changed" in claim)
+        assert ("(Not in the paper's words.)" in said[claim["id"]]) == ("ours" in claim)
+        assert "first" not in claim or "as first written" in said[claim["id"]]
+    assert said["L3d"].endswith("as first written (at least 80%): *reproduced*.)")
 
 
 def test_n_is_that_of_the_rows_behind_a_contrast():

@@ -259,7 +259,9 @@ def accepted() -> pd.DataFrame:
     """Seven prompts, each uncompacted, compacted in four ways and without a position map."""
     layouts = ["none", "repack", "fill", "repack", "fill", "storage positions"]
     rows = pd.DataFrame({"item": np.repeat([f"p{i}" for i in range(7)], 6), "layout": layouts * 7})
-    rows = rows.assign(shared=[False, False, False, True, True, False] * 7, slot_copies=5, identical=1.0)
+    rows = rows.assign(
+        shared=[False, False, False, True, True, False] * 7, slot_copies=5, identical=1.0, shared_slots_touched=0
+    )
     rows = rows.assign(as_predicted=1.0 * (rows.layout != "none"))
     rows.loc[rows.layout == "none", "slot_copies"] = 0
     return rows

@@ -319,7 +319,7 @@ def test_what_the_guide_quotes_is_printed_in_full():
         "40.8, 20.0, 17.5, 32.9", "40.8 against 40.8", "2.5", "10.7",
     ]  # fmt: skip
     assert (frame.verdict == "not testable here").all()
-    assert "give such a model, and the problems" in frame.note["R5"]
+    assert "give such a model, calibrated for TriAttention" in frame.note["R5"]
 
 
 def test_published_policies_reclaim_by_their_own_sets(loaded):

@@ -14,6 +14,7 @@ from kvrepro.chapters.leakage.study import (
     FROM,
     LOW,
     ROOM,
+    TABLES,
     Means,
     Study,
     bias,
@@ -24,12 +25,13 @@ from kvrepro.chapters.leakage.study import (
     rank_curves,
 )
 from kvrepro.engine.policy import is_own
-from kvrepro.experiment import claims, judge
-from kvrepro.experiment.judge import Drawn, Member, NotTestable, Sample, Unpaired
-from kvrepro.experiment.stats import MIN_ITEMS, UNIT
+from kvrepro.experiment import claims, history, judge
+from kvrepro.experiment.judge import Drawn, Facts, Member, NotTestable, Sample, Unpaired
+from kvrepro.experiment.stats import MIN_ITEMS
 
-Parts = dict[str, Sample | Unpaired]
-What = Sample | Drawn | Parts
+Parts = dict[str, Sample | Unpaired | Drawn]
+What = Sample | Drawn | Facts | Parts
+UNBIASED = 0.10  # the most by which the keep rates of an unbiased policy differ (L5b)
 
 
 def _upper(ratios: Iterable[float]) -> list[float]:
@@ -66,16 +68,26 @@ def _leak_low(s: Study, **cell) -> Sample:
     return Sample(above, bounds=(-s.floor, 1 - s.floor), each=s.leak.each)
 
 
-def _leak_rise(s: Study, **cell) -> Parts:
-    start = s.leak.per(ratio=0.0, **cell)
-    return {f"{r:.0%} dropped": _pair(s.leak, s.leak.per(ratio=r, **cell), start) for r in s.leak.ratios(**cell)}
+def _rise(name: str) -> Callable[..., What]:
+    """Mean over the ratios from 0.3 that every prompt has room for, minus the uncompressed. each: every ratio."""
+
+    def contrast(s: Study, each: bool = False, **cell) -> What:
+        m: Means = getattr(s, name)
+        if each:
+            start = m.per(ratio=0.0, **cell)
+            return {f"{r:.0%} dropped": _pair(m, m.per(ratio=r, **cell), start) for r in m.ratios(**cell)}
+        ratios = _upper(m.ratios(True, **cell))
+        return _pair(m, m.mean(ratios, **cell), m.per(ratio=0.0, **cell), len(ratios))
+
+    return contrast
 
 
-def _leak_fall(s: Study, **cell) -> Parts:
-    end, ratios = s.leak.per(ratio=0.9, **cell), [r for r in s.leak.ratios(**cell) if r != 0.9]
-    curves = {f"{r:.0%} dropped": s.leak.per(ratio=r, **cell) for r in ratios}
-    _compared([end, *curves.values()], "leak")
-    return {name: _pair(s.leak, values, end) for name, values in curves.items()}
+def _leak_fall(s: Study, each: bool = False, **cell) -> Parts:
+    """From 0.7 to 0.9; each: from every ratio to 0.9."""
+    ratios = [ratio for ratio in s.leak.ratios(**cell) if ratio != 0.9] if each else [0.7]
+    curves, end = [s.leak.per(ratio=ratio, **cell) for ratio in ratios], s.leak.per(ratio=0.9, **cell)
+    _compared([end, *curves], "leak")
+    return {f"{r:.0%} dropped": _pair(s.leak, one, end) for r, one in zip(ratios, curves, strict=True)}
 
 
 def _leak_long(s: Study) -> Sample:
@@ -88,17 +100,28 @@ def _leak_long(s: Study) -> Sample:
     return Sample(pd.DataFrame({"a": m.per(policy=next(key[1] for key in m.columns), ratio=0.0)}), each=m.each)
 
 
-def _follow_share(s: Study, **cell) -> Sample:
-    pair = {"a": s.follow.per(ratio=0.5, **cell), "full": s.follow.per(ratio=0.0, **cell)}
+def _follow_share(s: Study, ratio: float, **cell) -> Sample:
+    pair = {"a": s.follow.per(ratio=ratio, **cell), "full": s.follow.per(ratio=0.0, **cell)}
     return Sample(pd.DataFrame(pair), "share_of_ceiling", each=s.follow.each)
 
 
+def _follow_lost(s: Study, **cell) -> Sample:
+    """Uncompressed minus the middle ratios, of a policy that keeps both instructions at nearly the same rate."""
+    ratios = middle(s.follow.ratios(**cell))
+    if not abs(found := float(np.nanmean(bias(s, ratios, **cell)))) <= UNBIASED:
+        raise NotTestable(f"its keep rates differ by {found:.2f}: what is lost may be due to that")
+    return _pair(s.follow, s.follow.per(ratio=0.0, **cell), s.follow.mean(ratios, **cell), len(ratios))
+
+
 def _between_orders(name: str) -> Callable[..., Sample]:
-    def contrast(s: Study, **cell) -> Sample:
+    """Normal minus flipped order. nothing: also where there is nothing to compare."""
+
+    def contrast(s: Study, nothing: bool = False, **cell) -> Sample:
         m: Means = getattr(s, name)
         ratios = middle(m.ratios(**cell))
         a, b = (m.mean(ratios, order=order, **cell) for order in ORDERS)
-        _compared([a, b], name)
+        if not nothing:
+            _compared([a, b], name)
         return _pair(m, a, b, len(ratios))
 
     return contrast
@@ -107,11 +130,12 @@ def _between_orders(name: str) -> Callable[..., Sample]:
 def _gain(name: str) -> Callable[..., Sample]:
     """By default minus with the variant, at the middle ratios that both were run at and every prompt has room for."""
 
-    def contrast(s: Study, variant: str, **cell) -> Sample:
+    def contrast(s: Study, variant: str, nothing: bool = False, **cell) -> Sample:
         m: Means = getattr(s, name)
         ratios = middle(set(m.ratios(True, variant=variant, **cell)) & set(m.ratios(True, **cell)))
         a, b = m.mean(ratios, **cell), m.mean(ratios, variant=variant, **cell)
-        _compared([a, b], name)
+        if not nothing:
+            _compared([a, b], name)
         return _pair(m, a, b, len(ratios))
 
     return contrast
@@ -135,15 +159,35 @@ def _bias_defense(s: Study, order: str, **cell) -> Sample:
     return _values(-bias(s, middle(s.leak.ratios(**cell)), order=order, **cell))
 
 
-def _policy_spread(s: Study) -> Parts:
-    found, counts = {}, []
-    for name in FIVE:
-        with suppress(NotTestable):
-            ratios = _upper(s.follow.ratios(policy=name))
-            found[name] = s.follow.mean(ratios, policy=name)
-            counts.append(len(ratios))
-    each = s.follow.each * min(counts, default=1)
-    return judge.pairs(pd.DataFrame(found), "", each=each).what  # type: ignore[return-value]
+def _defense_kept(s: Study, variant: str, **cell) -> Sample:
+    """Keep rate of the defense with the variant minus that by default."""
+    ratios = middle(set(s.leak.ratios(True, variant=variant, **cell)) & set(s.leak.ratios(True, **cell)))
+    a, b = (s.by_part.mean(ratios, part="defense", variant=one, **cell) for one in (variant, "default"))
+    return _values(a - b)
+
+
+def _middle_layers(s: Study, policy: str) -> Sample:
+    """Keep rate of the defense in the middle third of the layers minus that in the others, the defense first."""
+    ratios = middle(s.leak.ratios(policy=policy))
+    if s.kept.empty:
+        raise NotTestable("no keep rates were run")
+    rows = s.kept[(s.kept.order == "normal") & (s.kept.variant == "default") & (s.kept.part == "defense")]
+    rows = rows[(rows.policy == policy) & rows.ratio.isin(ratios)]
+    layers = sorted(rows.layer.unique())
+    if not (third := len(layers) // 3):
+        raise NotTestable(f"keep rates of {len(layers)} layers: a middle needs three")
+    wide = rows.pivot_table(index="system", columns="layer", values="kept")
+    return _values((wide[layers[third:-third]].mean(1) - wide[layers[:third] + layers[-third:]].mean(1)).to_numpy())
+
+
+def _policy_gap(s: Study, each: bool = False) -> What:
+    """The mean of the paper's other policies minus K-norm, which the paper finds far below them. each: every two."""
+    ratios = _upper(set.intersection(*(set(s.follow.ratios(policy=name)) for name in FIVE)))
+    if each:
+        found = pd.DataFrame({name: s.follow.mean(ratios, policy=name) for name in FIVE})
+        return judge.pairs(found, "", each=s.follow.each * len(ratios)).what  # type: ignore[return-value]
+    others = [s.follow.mean(ratios, policy=name) for name in FIVE if name != "k_norm"]
+    return _pair(s.follow, np.mean(others, 0), s.follow.mean(ratios, policy="k_norm"), len(ratios))
 
 
 def _model_spread(s: Study) -> Parts:
@@ -173,18 +217,19 @@ def _alone_ratios(s: Study) -> list[float]:
 
 
 def _class_spread(s: Study, **cell) -> Parts:
-    """Every two classes that six system prompts or more hold; few hold both, so that they are not paired."""
+    """What every two classes lose that six system prompts or more hold; few hold both, so that they are not paired."""
     ratios, found = _alone_ratios(s), {}
     for kind in sorted({key[-1] for key in s.by_class.columns if key[-2] == "multi"}):
         key = {"order": "alone", "rules": "multi", "kind": kind} | cell
         with suppress(NotTestable):
-            values = pd.Series(mean_of(np.stack([s.by_class.per(ratio=r, **key) for r in ratios], 1), 1)).dropna()
+            left = mean_of(np.stack([s.by_class.per(ratio=r, **key) for r in ratios], 1), 1)
+            values = pd.Series(s.by_class.per(ratio=0.0, **key) - left).dropna()
             if len(values) >= MIN_ITEMS:
                 found[kind] = values
     if len(found) < 2:
         raise NotTestable(f"{len(found)} classes are held by six system prompts: a spread needs two")
     each = s.by_class.each * len(ratios)
-    return {f"{a} against {b}": Unpaired(found[a], found[b], UNIT, each) for a, b in combinations(found, 2)}
+    return {f"{a} against {b}": Unpaired(found[a], found[b], each=each) for a, b in combinations(found, 2)}
 
 
 def _rank_gap(s: Study, **cell) -> Drawn:
@@ -196,16 +241,37 @@ def _rank_gap(s: Study, **cell) -> Drawn:
     return Drawn(float(gap[0]), gap[1:], s.classes[s.classes.rules == "multi"].system.nunique())
 
 
-def _optimal_gain(s: Study, study: str, to: float = 0.0) -> Drawn:
-    share, _ = optimality(s, *DIALS[study], study)
-    if min(series[0] for series in share.values()) == 1:
-        raise NotTestable("every setting is optimal in every cell, for want of one that is better in both measures")
-    gain, told = share[1.0] - share[to], s.dials[study].told.notna()
-    return Drawn(float(gain[0]), gain[1:], s.dials[study][told].system.nunique())
+def _optimal_gain(s: Study, study: str, usual: bool = False, least: float = 0.0) -> Parts:
+    """Every setting above 0, or from `least` on, against the default. usual: by the usual definition."""
+    share = _shares(s, study, usual)
+    return {f"λ = {x:g}": _minus(s, study, share[x], share[0.0]) for x in share if x and x >= least}
 
 
 def _optimal_tie(s: Study, study: str) -> Drawn:
-    return _optimal_gain(s, study, to=0.8)
+    share = _shares(s, study)
+    if 0.8 not in share:
+        raise NotTestable("the setting 0.8 was not run")
+    return _minus(s, study, share[1.0], share[0.8])
+
+
+def _shares(s: Study, study: str, usual: bool = False) -> dict[float, np.ndarray]:
+    share, _ = optimality(s, *DIALS[study], study, ties=not usual)
+    if min(series[0] for series in share.values()) == 1:
+        raise NotTestable("every setting is optimal in every cell, for want of one that is better in both measures")
+    return share
+
+
+def _minus(s: Study, study: str, a: np.ndarray, b: np.ndarray) -> Drawn:
+    told = s.dials[study].told.notna()
+    return Drawn(float(a[0] - b[0]), (a - b)[1:], s.dials[study][told].system.nunique())
+
+
+def _optimal_printed(s: Study, study: str) -> Facts:
+    """The paper's own averages, every setting above 0 against 0."""
+    rows = claims.published(TABLES[study])
+    found = rows.metric.str.extract(r"^avg optimality %, lambda=(.*)$")[0].dropna().astype(float)
+    share = rows.value[found.index].astype(float).div(100).set_axis(found)
+    return Facts((share - share[0.0]).drop(0.0).rename("λ = {:g}".format))
 
 
 def _times(s: Study, column: str, *variants: str) -> pd.DataFrame:
@@ -218,14 +284,17 @@ def _times(s: Study, column: str, *variants: str) -> pd.DataFrame:
     return wide[list(variants)].dropna()
 
 
-def _decode_cost(s: Study, variant: str) -> Sample:
-    """Median of the variant over that of the default, minus 1."""
+def _cost(column: str, speed: bool = False) -> Callable[..., Sample]:
+    """Median time of the variant over that of the default, minus 1; of tokens per second with `speed`."""
 
-    def cost(values: np.ndarray) -> float:
-        with_it, base = np.median(values, 0)
-        return float(with_it / base - 1)
+    def contrast(s: Study, variant: str) -> Sample:
+        def cost(values: np.ndarray) -> float:
+            with_it, base = np.median(values, 0)
+            return float((base / with_it if speed else with_it / base) - 1)
 
-    return Sample(_times(s, "decode", variant, "default"), cost)
+        return Sample(_times(s, column, variant, "default"), cost)
+
+    return contrast
 
 
 def _compress_order(s: Study) -> Sample:
@@ -239,41 +308,51 @@ def _compress_order(s: Study) -> Sample:
 CONTRASTS: dict[str, Callable[..., What]] = {
     "class_spread": _class_spread,
     "rank_gap": _rank_gap,
-    "policy_spread": _policy_spread,
+    "policy_gap": _policy_gap,
     "model_spread": _model_spread,
     "leak_low": _leak_low,
-    "leak_rise": _leak_rise,
+    "leak_rise": _rise("leak"),
+    "defense_rise": _rise("leak_defense"),
     "leak_fall": _leak_fall,
     "leak_long": _leak_long,
     "follow_share": _follow_share,
+    "follow_lost": _follow_lost,
     "follow_flipped": _between_orders("follow"),
     "leak_flipped": _between_orders("leak"),
     "bias_asymmetry": _bias_asymmetry,
     "bias_size": _bias_size,
     "leak_cut": _gain("leak"),
+    "defense_cut": _gain("leak_defense"),
     "follow_cost": _gain("follow"),
     "optimal_gain": _optimal_gain,
     "optimal_tie": _optimal_tie,
+    "optimal_printed": _optimal_printed,
     "bias_later": _bias_later,
     "bias_defense": _bias_defense,
-    "decode_cost": _decode_cost,
+    "defense_kept": _defense_kept,
+    "middle_layers": _middle_layers,
+    "decode_cost": _cost("decode"),
+    "decode_speed": _cost("decode", speed=True),
+    "compress_cost": _cost("compress"),
     "compress_order": _compress_order,
 }
-OF_LEAKAGE = {"leak_low", "leak_rise", "leak_fall", "leak_flipped", "leak_cut"}
-OF_KEEPING = {"bias_asymmetry", "bias_size", "bias_later", "bias_defense"}
-OF_TIME = {"decode_cost", "compress_order"}
+OF_LEAKAGE = {"leak_low", "leak_rise", "leak_fall", "leak_flipped", "leak_cut", "defense_rise", "defense_cut"}
+OF_KEEPING = {"bias_asymmetry", "bias_size", "bias_later", "bias_defense", "defense_kept", "middle_layers"}
+OF_TIME = {"decode_cost", "decode_speed", "compress_cost", "compress_order"}
+PRINTED = {"optimal_printed"}  # what the paper prints, whatever was run
+FIXED = ("variant", "ratio", "nothing", "usual", "each", "least")  # what a claim says of all its members
 
 
 # ---------------------------------------------------------------- members and verdicts
 
 
 def cells(claim: Mapping, sets: Mapping) -> list[tuple[str, dict]]:
-    """(label, cell) of every member: the product of `over`, and the claim's own variant."""
+    """(label, cell) of every member: the product of `over`, and what the claim says of all of them."""
     axes = {
         name: sets.get(given, [given]) if isinstance(given, str) else given
         for name, given in claim.get("over", {}).items()
     }
-    fixed = {"variant": claim["variant"]} if "variant" in claim else {}
+    fixed = {name: claim[name] for name in FIXED if name in claim}
     return [
         (", ".join(map(str, chosen)) or "all", fixed | dict(zip(axes, chosen, strict=True)))
         for chosen in product(*axes.values())
@@ -283,7 +362,7 @@ def cells(claim: Mapping, sets: Mapping) -> list[tuple[str, dict]]:
 def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestable]:
     """What a claim is tested on in one reading. A model that says nothing to the point keeps every secret."""
     contrast = claim["contrast"]
-    if contrast not in OF_TIME | OF_KEEPING:
+    if contrast not in OF_TIME | OF_KEEPING | PRINTED:
         following = s.follow.uncompressed()
         if not following.value >= 0.5:
             raise NotTestable(f"the uncompressed model itself follows too few instructions ({following:.2f})")
@@ -298,6 +377,11 @@ def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestabl
     return found
 
 
+def marked(claim: Mapping) -> dict:
+    """The claim, its statement marked where it is not the paper's."""
+    return {**claim, "statement": claim["statement"] + (" (Not in the paper's words.)" if "ours" in claim else "")}
+
+
 GENERAL = ("five", "steady")  # sets whose claims are about policies in general; "later" are the three that L9 names
 
 
@@ -309,21 +393,22 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick") -> pd
     general = [one for one in book["claims"] if one.get("over", {}).get("policy") in GENERAL]
 
     def free(claim: Mapping) -> bool:
-        return claim["contrast"] in {"none", *OF_TIME}
+        return claim["contrast"] in OF_TIME | PRINTED
 
-    return judge.verdicts(
-        [*book["claims"], *claims.of_own({"claims": general}, own)],
+    frame = judge.verdicts(
+        [*history.with_first([*map(marked, book["claims"])]), *claims.of_own({"claims": general}, own)],
         lambda claim, reading: members(claim, book["sets"], by.get(reading, studies[0])),
         lambda claim: ["any"] if free(claim) else list(by),
         model=model, profile=profile,
     )  # fmt: skip
+    return history.marked(frame, book["claims"])
 
 
 def differing(first: pd.DataFrame, second: pd.DataFrame, reading: str) -> pd.DataFrame:
     """Claims to which two models' verdicts differ, in one reading: claim, statement, and a column for each model."""
-    wide = pd.concat([first, second])
-    wide = wide[wide.reading.isin([reading, "any"])]
-    wide = wide.pivot_table(
-        index=["claim", "statement"], columns="model", values="verdict", aggfunc="first", sort=False
-    )
-    return wide[wide.ne(wide.iloc[:, 0], axis=0).any(axis=1)].reset_index()
+    both = pd.concat([first, second])
+    both = both[both.reading.isin([reading, "any"])]
+    wide = both.pivot_table(index="claim", columns="model", values="verdict", aggfunc="first", sort=False)
+    wide = wide[wide.ne(wide.iloc[:, 0], axis=0).any(axis=1)].reset_index()
+    wide.insert(1, "statement", wide.claim.map(both.drop_duplicates("claim").set_index("claim").statement))
+    return wide

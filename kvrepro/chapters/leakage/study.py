@@ -29,6 +29,7 @@ LOW = 0.2  # the most that counts as a low ratio
 ROOM = 0.05  # where neither of two measures exceeds this, there is nothing to compare
 LAMBDAS = (0.0, *cells.LAMBDAS, 1.0)
 DIALS = {"main": (["streaming_llm"], ORDERS), "examples": (["snapkv", "tova"], ("normal",))}
+TABLES = {"main": "pitfalls_t01_debias_ifeval.csv", "examples": "pitfalls_t02_debias_longbench.csv"}  # as printed
 NAMES = {  # words of the data -> words of the book, by column
     "order": {"normal": "defense first", "flipped": "directive first"},
     "variant": {"opening": "first sentence", "whole": "whole defense", "ends": "both ends"},
@@ -162,6 +163,10 @@ class Study:
     @cached_property
     def leak(self) -> Means:
         return means(self.answers, "told")
+
+    @cached_property
+    def leak_defense(self) -> Means:
+        return means(self.answers, "tells_defense")
 
     @cached_property
     def by_class(self) -> Means:
@@ -415,11 +420,10 @@ def optimal_shares(studies: Sequence[Study]) -> pd.DataFrame:
     """How often each setting is Pareto-optimal, instructions (StreamingLLM, both orders) and labelled examples (SnapKV
     and TOVA, defense first), by the paper's wording and by the usual one, beside what the paper printed. Columns study,
     source, reading, setting, cells, value, low, high."""
-    files = {"main": "pitfalls_t01_debias_ifeval.csv", "examples": "pitfalls_t02_debias_longbench.csv"}
     names = {"main": "instructions", "examples": "labelled examples"}
     wordings = {True: "here, by the paper's wording", False: "here, by the usual definition"}
     rows: list[tuple] = []
-    for where, file in files.items():
+    for where, file in TABLES.items():
         for x in LAMBDAS:
             cell = {"file": file, "where": {"metric": f"avg optimality %, lambda={x:g}"}}
             rows.append((names[where], "printed", "", x, 0, claims.paper_values(cell)[0] / 100, np.nan, np.nan))

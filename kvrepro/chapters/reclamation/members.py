@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvrepro.chapters.reclamation import quoted
+from kvrepro.chapters.reclamation.settings import SHAPES
 from kvrepro.chapters.reclamation.survivors import label
 from kvrepro.engine.policy import is_own
-from kvrepro.experiment import claims, judge
+from kvrepro.experiment import claims, history, judge
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
 
+NEEDS = {"quoted": f": {quoted.NEEDS}"}
 CASES = ("item", "policy", "granularity", "shared", "pattern", "check", "tokens", "repeat", "draw")  # name a row
 
 
@@ -23,21 +26,77 @@ def verdicts(
     tables: the studies by the name under which the claims ask for them. A study that was not run is said so.
     """
     book, own = claims.load_claims("reclamation")["claims"], [label(name) for name in policies if is_own(name)]
+    tables = {name: DERIVED.get(name, lambda same: same)(table) for name, table in tables.items() if len(table)}
     others = {name: t[~t.policy.isin(own)] if "policy" in t else t for name, t in tables.items()}
-    asked = [*book, *of_own(book, own)]
-    return judge.verdicts(
+    asked = [*history.with_first([*map(marked, book)]), *of_own(book, own)]
+    frame = judge.verdicts(
         asked, lambda claim, _: members(claim, tables if "own" in claim else others), model=model, profile=profile
     )
+    return history.marked(frame, book)
+
+
+def marked(claim: Mapping[str, Any]) -> dict[str, Any]:
+    """The claim, its statement marked where it is not the guide's."""
+    return {**claim, "statement": claim["statement"] + (" (Not in the guide's words.)" if "ours" in claim else "")}
+
+
+# ---- columns that compare a study's rows with each other
+
+
+def _identity(rows: pd.DataFrame) -> pd.DataFrame:
+    """moved: copies were made, so that something could go wrong. pinned: without compaction the free list stays below
+    what arithmetic says. noticed_*: the test fails, as it should in a control."""
+    choice = [name for name in ("item", "source", "policy", "granularity") if name in rows]
+    missed = 1.0 * (rows.as_predicted < 1)
+    plain = rows.assign(pinned=missed.astype(bool))[(rows.layout == "none") & ~rows.shared]
+    found = rows.assign(moved=rows.slot_copies > 0, noticed_blocks=missed, noticed_tokens=1 - rows.identical)
+    return found.merge(plain[[*choice, "pinned"]], on=choice, how="left")
+
+
+BATCH = 64
+
+
+def _traffic(rows: pd.DataFrame) -> pd.DataFrame:
+    """copies_ratio: of a repack's copies in the same rounds. of_step: bytes copied over all that a decoding step reads,
+    cache and weights, of Qwen3-8B in bfloat16 at batch 64."""
+    of = ["every", "draw"]
+    repack = rows[rows.layout == "repack"].set_index(of).copies_per_pass
+    layers, kv_heads, dim, weights = SHAPES["Qwen3-8B"]
+    cache = BATCH * rows.budget * 4 * layers * kv_heads * dim
+    ratio = rows.copies_per_pass / repack.reindex(pd.MultiIndex.from_frame(rows[of])).to_numpy()
+    return rows.assign(copies_ratio=ratio, of_step=rows.share * cache / (cache + weights))
+
+
+def _passes(rows: pd.DataFrame) -> pd.DataFrame:
+    """slower, larger: time and memory over those of fused attention on the same draw."""
+    of = ["tokens", "repeat"]
+    fused = rows[rows.way == "fused attention"].set_index(of).reindex(pd.MultiIndex.from_frame(rows[of]))
+    return rows.assign(slower=rows.seconds / fused.seconds.to_numpy(), larger=rows.held_mib / fused.held_mib.to_numpy())
+
+
+def _published(rows: pd.DataFrame) -> pd.DataFrame:
+    """times_smaller: blocks before over blocks after a repack."""
+    return rows.assign(times_smaller=rows.blocks / (rows.blocks - rows.freed_repack))
+
+
+DERIVED = {
+    "identity": _identity, "traffic": _traffic, "oldest": _traffic, "passes": _passes, "published": _published,
+}  # fmt: skip
+
+
+# ---- members
 
 
 def of_own(book: Sequence[Mapping[str, Any]], own: Sequence[str]) -> list[dict[str, Any]]:
     """Claims about policies in general, asked of each policy titled so: those whose members name policies, and those
-    that hold for whatever policy evicts. Its id is the claim's with the title: `R1f Mine`."""
+    that hold for whatever policy evicts; not what the guide quotes. Its id is the claim's with the title: `R1f Mine`.
+    """
     found = []
     for title in own:
-        for claim in book:
+        for claim in (one for one in book if one["study"] != "quoted"):
             parts = claim.get("members", [])
-            if not any("policy" in part.get("where", {}) for part in parts) and claim.get("study") != "identity":
+            of_policies = any("policy" in part.get("where", {}) for part in parts)
+            if not of_policies and not (claim["study"] == "identity" and "column" in claim):
                 continue
             wheres = [{k: v for k, v in part["where"].items() if k != "policy"} for part in parts]
             named = [
@@ -55,17 +114,18 @@ def _said(where: tuple[str, Any]) -> str:
 
 def members(claim: Mapping, tables: Mapping[str, pd.DataFrame]) -> list[Member | NotTestable]:
     """Of an exact claim every row, named by what tells rows apart; of others the rows of a prompt as one cluster."""
-    if claim["study"] not in tables:
-        raise NotTestable(f"the study {claim['study']!r} was not run")
-    table = tables[claim["study"]]
     found: list[Member | NotTestable] = []
     for member in claim.get("members", [{"label": "all"}]):
+        study = member.get("study", claim["study"])
+        if study not in tables:
+            raise NotTestable(f"the study {study!r} was not run" + NEEDS.get(study, ""))
+        table = tables[study]
         where = {**claim.get("where", {}), **member.get("where", {})}
         rows = table[np.logical_and.reduce([table[c] == v for c, v in where.items()])] if where else table
         rows = rows.dropna(subset=[column := member.get("column", claim.get("column"))])
         if rows.empty:
             said = ", ".join(f"{c} {v}" for c, v in where.items())
-            found.append(NotTestable(f"no row of {claim['study']!r} has {said}"))
+            found.append(NotTestable(f"no row of {study!r} has {said}"))
             continue
         values = rows[column].astype(float)
         if claim.get("exact") or member.get("exact"):
@@ -73,6 +133,7 @@ def members(claim: Mapping, tables: Mapping[str, pd.DataFrame]) -> list[Member |
             texts = [", ".join(f"{name} {value}" for name, value in row.items()) for row in named.to_dict("records")]
             found.append(Member(member["label"], Facts(values.set_axis(texts))))
         else:
-            clusters = rows.get("item")
-            found.append(Member(member["label"], Sample(values.to_frame("a"), clusters=clusters, bounds=None)))
+            bounds = tuple(claim["bounds"]) if "bounds" in claim else None
+            sample = Sample(values.to_frame("a"), clusters=rows.get("item"), bounds=bounds)
+            found.append(Member(member["label"], sample))
     return found

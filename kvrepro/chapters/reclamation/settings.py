@@ -29,6 +29,8 @@ class Settings(run.Settings):
     timed_cadences: tuple[Size, ...] = (1, 2, 8, 32, 128, 512)  #: with real decoding; twice as long fits the context
     budget: Annotated[int, Number(16, whole=True)] = 2048  #: tokens, for cadences without a model
     lengths: tuple[Size, ...] = (512, 1024, 2048)  #: prompts for which the extra pass over the keys is timed, in tokens
+    quoted: str = ""  #: a .jsonl of AIME's problems, for what the guide quotes (`quoted.NEEDS`)
+    quoted_tokens: Size = 32_768  #: of an answer to these
     shape: Literal["Qwen3-8B", "Llama-3.1-8B"] = "Qwen3-8B"  #: of the larger model in the cost of copies
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvrepro.chapters.reclamation import streaming, survivors
+from kvrepro.chapters.reclamation import arithmetic, quoted, sharing, sparsity, streaming, survivors
 from kvrepro.chapters.reclamation.ledger import Ledger
 from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, Pass, Steps, call_for, extend, generate
 from kvrepro.chapters.reclamation.settings import Settings
@@ -39,8 +39,8 @@ from kvrepro.experiment.run import PerItem
 LAYOUTS = ("none", "repack", "fill")
 SINKS = 4
 SIZES = {  # prompts of each study
-    "quick": {"arising": 8, "published": 6, "identity": 6, "latency": 6},
-    "full": {"arising": 48, "published": 48, "identity": 24, "latency": 24},
+    "quick": {"arising": 8, "published": 6, "identity": 6, "latency": 6, "sharing": 3, "sparsity": 8, "pages": 3},
+    "full": {"arising": 48, "published": 48, "identity": 24, "latency": 24, "sharing": 24, "sparsity": 48, "pages": 24},
 }
 
 
@@ -341,14 +341,16 @@ def _shared(tokens: int) -> int:
 
 
 def rounds(
-    every: int, layout: str, budget: int = 2048, tokens: int = 1024, block_size: int = 16, seed: int = 0
+    every: int, layout: str, budget: int = 2048, tokens: int = 1024, block_size: int = 16, seed: int | None = 0
 ) -> pd.DataFrame:
     """Decoding under a budget as index work: a row per token with blocks_held, tokens_alive, copies and freed.
 
-    The cache starts dense at its budget; every `every` tokens it is evicted back to it, by lot, and compacted by
-    `layout` ("none": not at all). attrs["metrics"]: what an engine should export (`Ledger.metrics`).
+    The cache starts dense at its budget; every `every` tokens it is evicted back to it, by lot (or, without a seed, the
+    oldest behind four sinks), and compacted by `layout` ("none": not at all). attrs["metrics"]: what an engine should
+    export (`Ledger.metrics`).
     """
-    random, (ledger, number) = np.random.default_rng(seed), dense(budget, block_size, tokens + block_size)
+    random = None if seed is None else np.random.default_rng(seed)
+    ledger, number = dense(budget, block_size, tokens + block_size)
     counters, alive, rows = ledger.counters, budget, []
     for t in range(1, tokens + 1):
         ledger.append(number)
@@ -366,29 +368,32 @@ def rounds(
     return frame
 
 
-def _evict_to(ledger: Ledger, number: int, budget: int, random: np.random.Generator) -> None:
-    """Evict a sequence by lot down to `budget` living tokens; the newest eight stay."""
+def _evict_to(ledger: Ledger, number: int, budget: int, random: np.random.Generator | None) -> None:
+    """Evict a sequence down to `budget` living tokens: by lot, where the newest eight stay; without `random` the oldest
+    behind four sinks."""
     s = ledger.sequences[number]
     living = np.sort(s.positions[s.positions >= 0])
     keep = np.ones(s.seen, bool)
-    keep[random.choice(living[:-8], len(living) - budget, replace=False)] = False
+    gone = len(living) - budget
+    keep[random.choice(living[:-8], gone, replace=False) if random else living[SINKS : SINKS + gone]] = False
     ledger.evict(number, keep)
 
 
 def cadence(
-    cadences: Sequence[int], budget: int = 2048, tokens: int = 512, block_size: int = 16, draws: int = 6
-) -> pd.DataFrame:
+    cadences: Sequence[int], budget: int = 2048, tokens: int = 512, block_size: int = 16, draws: int = 6,
+    oldest: bool = False,
+) -> pd.DataFrame:  # fmt: skip
     """Means over `rounds` of `tokens`, or of one pass: rows (every, layout, draw) with blocks_mean, blocks_max,
     copies_per_token, copies_per_pass, freed_per_pass, and `share`: what copies read and write, over what attention
-    reads of the cache, per token."""
+    reads of the cache, per token. oldest: victims are not drawn, and there is one draw."""
     rows = []
     for every in cadences:
         passes = max(tokens, every) // every
         for layout in LAYOUTS:
-            for draw in range(draws):
+            for draw in [None] if oldest else range(draws):
                 r = rounds(every, layout, budget, max(tokens, every), block_size, draw)
                 rows.append({
-                    "every": every, "layout": layout, "draw": draw, "budget": budget,
+                    "every": every, "layout": layout, "draw": draw or 0, "budget": budget,
                     "blocks_mean": r.blocks_held.mean(), "blocks_max": r.blocks_held.max(),
                     "copies_per_token": r.copies.sum() / (passes * every),
                     "copies_per_pass": r.copies.sum() / passes, "freed_per_pass": r.freed.sum() / passes,
@@ -501,8 +506,10 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         "synthetic": partial(synthetic, seed=settings.seed, block_size=block_size),
         "toy": toy,
         "traffic": partial(cadence, settings.cadences, settings.budget, block_size=block_size),
+        "oldest": partial(cadence, settings.cadences, settings.budget, block_size=block_size, oldest=True),
         "wall": streaming.wall,
         "passes": partial(streaming.passes, settings.lengths),
+        "memory": arithmetic.memory,
     }
     asked = asked_of(loaded, prompts, settings)
     for name, study in index.items():
@@ -513,6 +520,9 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         items = dict(islice(prompts.items(), most))
         job = PerItem("reclamation", name, items, study, given | {"block_size": block_size}, alone=name == "latency")
         tables[name] = runner.run(job, loaded, settings)
+    if settings.quoted:
+        problems = quoted.study(data.load_items(settings.quoted), settings.quoted_tokens)
+        tables["quoted"] = quoted.table(runner.run(problems, loaded, settings))
     return tables
 
 
@@ -538,6 +548,9 @@ def asked_of(
         "published": (published, {"kept": shares, "policies": some}),
         "identity": (identity, {"policies": chapters, "catalogue": whole, **answers}),
         "latency": (latency, {"cadences": settings.timed_cadences, "seed": settings.seed}),
+        "sharing": (sharing.sharing, answers),
+        "sparsity": (sparsity.sparsity, {}),
+        "pages": (sparsity.pages, {"kept": shares}),
     }
 
 

@@ -35,7 +35,8 @@ def frame(value, systems=8, policies=cells.FIVE, variants=("default",), ratios=(
 
 def made(follow, leak, **given):
     """A study of two made-up measures."""
-    rows = frame(follow, **given).rename(columns={"x": "followed"}).assign(told=frame(leak, **given).x)
+    told = frame(leak, **given).x
+    rows = frame(follow, **given).rename(columns={"x": "followed"}).assign(told=told, tells_defense=told / 2)
     rows = scores.cells_of(rows, "as_described")
     return study.Study("as_described", rows, dials={"main": rows}, echo=0.4)
 
@@ -130,6 +131,36 @@ def obeying(order, policy, variant, ratio):
     return 1.0 - ratio * (0.9 if order == "flipped" else 0.2 if policy != "k_norm" else 0.9)
 
 
+def kept_rows(rate, layers=1, variants=("default",), systems=8, ratios=(0.3, 0.5, 0.9), policies=cells.FIVE):
+    """Keep rates rate(order, policy, variant, part, layer), the same at all ratios."""
+    parts = [
+        frame(lambda o, p, v, r, part=part, layer=layer: rate(o, p, v, part, layer), systems=systems, ratios=ratios,
+              variants=variants, policies=policies).assign(part=part, layer=layer)
+        for part in prompts.PARTS for layer in range(layers)
+    ]  # fmt: skip
+    return pd.concat(parts, ignore_index=True).rename(columns={"x": "kept"})
+
+
+def test_ratios_and_policies_that_are_compared_are_named_beforehand():
+    """By hand: leakage 0, .2, .6, .3 at 0.1, 0.3, 0.7, 0.9; K-norm follows .5 less than the four others."""
+    leak = {0.0: 0.0, 0.1: 0.0, 0.3: 0.2, 0.7: 0.6, 0.9: 0.3}
+    s = made(lambda o, p, v, r: 1.0 - (0.5 if r and p == "k_norm" else 0.0), lambda o, p, v, r: leak[r],
+             ratios=(0.1, 0.3, 0.7, 0.9))  # fmt: skip
+    found = {name: members.CONTRASTS[name](s, policy="tova").estimate().value
+             for name in ("leak_rise", "defense_rise")}  # fmt: skip
+    assert found == pytest.approx({"leak_rise": 1.1 / 3, "defense_rise": 0.55 / 3})
+
+    def parts(name, **given):
+        return {part: one.estimate().value for part, one in members.CONTRASTS[name](s, policy="tova", **given).items()}
+
+    assert parts("leak_fall") == pytest.approx({"70% dropped": 0.3})
+    assert parts("leak_fall", each=True) == pytest.approx(
+        {"10% dropped": -0.3, "30% dropped": -0.1, "70% dropped": 0.3}
+    )
+    assert max(parts("leak_rise", each=True).values()) == pytest.approx(0.6)
+    assert members.CONTRASTS["policy_gap"](s).estimate().value == pytest.approx(0.5)
+
+
 def test_curves_of_the_papers_shape_reproduce_its_claims():
     ratios = (0.1, 0.3, 0.5, 0.7, 0.9)
     many = made(obeying, rising, ratios=ratios, variants=("default", "fair"), systems=60)
@@ -137,16 +168,17 @@ def test_curves_of_the_papers_shape_reproduce_its_claims():
     assert verdicts.columns.tolist() == claims.COLUMNS
     by = verdicts.set_index("claim").verdict
     assert set(by.index) == {claim["id"] for claim in claims.load_claims("leakage")["claims"]}
-    for claim in ("L2", "L3a", "L3b", "L3c", "L3d", "L4b", "L6", "L7b"):
+    for claim in ("L2", "L3a", "L3b", "L3c", "L3d", "L3e", "L3f", "L4b", "L7b"):
         assert by[claim] == "reproduced", claim
     assert by["L4"] == "partly"  # K-norm loses as much in either order
-    for claim in ("L1", "L2b", "L5", "L7", "L8", "L9", "L10", "L11"):
+    for claim in ("L1", "L2b", "L5", "L6", "L7", "L8", "L9", "L9d", "L10", "L11"):
         assert by[claim] == "not testable here", claim
 
 
 def test_flat_curves_refute_a_rise_and_leave_nothing_to_compare():
-    verdicts = members.evaluate([made(lambda *_: 1.0, lambda *_: 0.0, systems=60)], "made up").set_index("claim")
-    for claim in ("L2", "L3b", "L4", "L6"):
+    flat = made(lambda *_: 1.0, lambda *_: 0.0, systems=60, ratios=(0.3, 0.5, 0.7, 0.9))
+    verdicts = members.evaluate([flat], "made up").set_index("claim")
+    for claim in ("L2", "L3b", "L3f", "L4", "L4d"):
         assert verdicts.verdict[claim] == "not reproduced", claim
     for claim in ("L3c", "L4b"):
         assert verdicts.verdict[claim] == "not testable here", claim
@@ -165,7 +197,7 @@ def test_a_model_that_says_nothing_to_the_point_keeps_no_secret():
     variants = ("default", "whitelist", *[f"debias {x:g}" for x in cells.LAMBDAS], "fair")
     dumb = made(lambda *_: 0.0, lambda *_: 0.0, ratios=(0.1, 0.3, 0.5, 0.9), variants=variants)
     verdicts = members.evaluate([dumb], "untrained").set_index("claim")
-    assert (verdicts.verdict == "not testable here").all()
+    assert (verdicts.verdict.drop("L8d") == "not testable here").all()
     for claim in ("L3a", "L3b", "L7", "L7b", "L8", "L8c"):
         assert "follows too few instructions" in verdicts.note[claim], claim
 
@@ -191,10 +223,71 @@ def test_a_dial_whose_settings_are_all_optimal_decides_nothing():
         assert "every setting is optimal in every cell" in verdicts.note[claim]
 
 
+def test_every_setting_of_the_dial_has_to_gain_and_the_printed_tables_are_read_as_printed():
+    """Fair leaks nothing at 0.3 and follows as much: by the usual definition it alone gains on the default."""
+    variants = ("default", *[f"debias {x:g}" for x in cells.LAMBDAS], "fair")
+    s = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0 and (r, v) != (0.3, "fair")), variants=variants)
+    gains = members.CONTRASTS["optimal_gain"](s, "main", usual=True)
+    assert list(gains) == [f"λ = {x:g}" for x in (*cells.LAMBDAS, 1)]
+    assert [one.value for one in gains.values()] == pytest.approx([0, 0, 0, 0, 1 / 3])
+    with pytest.raises(NotTestable, match="every setting is optimal"):
+        members.CONTRASTS["optimal_gain"](s, "main")
+    main, examples = (members.CONTRASTS["optimal_printed"](s, name).cases for name in ("main", "examples"))
+    assert main.tolist() == pytest.approx([0.10, 0.25, 0.15, 0.30, 0.30])
+    assert examples.tolist() == pytest.approx([0.15, 0.0, 0.15, 0.15, 0.30])
+    row = members.evaluate([s], "made up").set_index("claim").loc["L8d"]
+    assert (row.verdict, row.reading) == ("partly", "any")
+    assert row.decided_by == "examples: 1 of 5 cases, worst at λ = 0.4"
+
+
+def test_keep_rates_under_cures_and_in_the_middle_layers():
+    def rate(order, policy, variant, part, layer):
+        fair = {"default": 0.2, "whitelist": 0.35, "fair": 0.4}[variant] + (0.3 if 2 <= layer <= 3 else 0.0)
+        return 0.5 if part == "directive" else fair
+
+    variants = ("default", "whitelist", "fair")
+    s = replace(made(obeying, rising, variants=variants), kept=kept_rows(rate, 6, variants))
+    assert members.CONTRASTS["defense_kept"](s, "whitelist", policy="tova").data.a.tolist() == pytest.approx([0.15] * 8)
+    assert members.CONTRASTS["bias_size"](s, variant="fair", policy="tova").data.a.tolist() == pytest.approx([0.0] * 8)
+    assert members.CONTRASTS["middle_layers"](s, "tova").data.a.tolist() == pytest.approx([0.3] * 8)
+    with pytest.raises(NotTestable, match="2 layers"):
+        members.CONTRASTS["middle_layers"](replace(s, kept=kept_rows(rate, 2)), "tova")
+
+
+def test_what_an_unbiased_policy_loses_is_judged_and_what_a_biased_one_loses_is_not():
+    def rate(order, policy, variant, part, layer):
+        return 0.5 + (0.4 if policy == "snapkv" and part == "directive" else 0.0)
+
+    s = replace(made(obeying, rising), kept=kept_rows(rate))
+    lost = members.CONTRASTS["follow_lost"](s, policy="k_norm").estimate()
+    assert lost.value == pytest.approx(0.9 * 0.4)  # at 0.3 and 0.5
+    with pytest.raises(NotTestable, match="keep rates differ by 0.40"):
+        members.CONTRASTS["follow_lost"](s, policy="snapkv")
+
+
+def test_a_cost_in_time_and_in_tokens_per_second():
+    times = [{"item": i, "variant": v, "repeat": r, "decode": t, "compress": 2 * t}
+             for i in range(6) for r in range(2) for v, t in (("default", 1.0), ("fair", 1.25))]  # fmt: skip
+    s = replace(made(obeying, rising), timing=pd.DataFrame(times))
+    found = {name: members.CONTRASTS[name](s, "fair").estimate().value
+             for name in ("decode_cost", "decode_speed", "compress_cost")}  # fmt: skip
+    assert found == pytest.approx({"decode_cost": 0.25, "decode_speed": -0.2, "compress_cost": 0.25})
+
+
+def test_what_was_changed_says_so_with_the_verdict_of_its_first_form():
+    verdicts = members.evaluate([made(obeying, rising, ratios=(0.1, 0.3, 0.5, 0.7, 0.9), systems=60)], "made up")
+    said = verdicts.set_index("claim").statement
+    for claim in claims.load_claims("leakage")["claims"]:
+        assert ("Changed when results were known" in said[claim["id"]]) == ("changed" in claim)
+        assert ("(Not in the paper's words.)" in said[claim["id"]]) == ("ours" in claim)
+        assert "first" not in claim or "as first written" in said[claim["id"]]
+    assert said["L3d"].endswith("as first written (at least 80%): *reproduced*.)")
+
+
 def test_n_is_that_of_the_rows_behind_a_contrast():
     s = made(obeying, rising)
     keep = frame(lambda o, p, v, r: 1 - r, systems=3).rename(columns={"x": "kept"})
-    keep = pd.concat([keep.assign(part=part) for part in prompts.PARTS])
+    keep = pd.concat([keep.assign(part=part, layer=0) for part in prompts.PARTS])
     verdicts = members.evaluate([replace(s, kept=keep)], "made up").set_index("claim")
     for claim in ("L4c", "L5", "L5b", "L9", "L9b", "L9c"):
         assert verdicts.verdict[claim] == "not testable here", claim
@@ -218,7 +311,7 @@ def test_rank_drift_starts_where_classes_begin_to_differ():
 
 def test_five_systems_are_too_few():
     verdicts = members.evaluate([made(obeying, rising, systems=5)], "made up").set_index("claim")
-    assert (verdicts.verdict == "not testable here").all()
+    assert (verdicts.verdict.drop("L8d") == "not testable here").all()
     assert "at least 6" in verdicts.note["L3b"]
 
 

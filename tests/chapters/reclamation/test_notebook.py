@@ -36,7 +36,7 @@ def test_cells_are_short_and_figures_have_captions_and_alternatives():
     assert all(len(text.splitlines()) <= 25 for text in source)
     assert not any(re.search(r"^\s*(def|class) |glue:", text, re.M) for text in source)
     drawn = [i for i, text in enumerate(source) if re.search(r"^(estimates|heat)\(|panels\(", text, re.M)]
-    assert len(drawn) == 16
+    assert len(drawn) == 17
     for i in drawn:
         assert len(cells[i].metadata["mystnb"]["image"]["alt"]) > 40
         assert source[i - 1].startswith("*Figure.* ")

@@ -1,0 +1,29 @@
+"""The guide's sums of memory, from the shapes of models: no run enters."""
+
+import pandas as pd
+
+SHAPES = {  # layers, query heads, KV heads, dimension of a head, parameters; from the models' published configurations
+    "Qwen3-8B": (36, 32, 8, 128, 8.19e9),
+    "Qwen3-32B": (64, 64, 8, 128, 32.8e9),
+    "Llama-3.1-8B": (32, 32, 8, 128, 8.03e9),
+    "Llama-3.1-70B": (80, 64, 8, 128, 70.6e9),
+    "Qwen2.5-3B": (36, 16, 2, 128, 3.09e9),
+    "Qwen2.5-14B": (48, 40, 8, 128, 14.8e9),
+}
+UNITS = {"24 x 10^9 bytes": 24e9, "24 x 2^30 bytes": 24 * 2**30}
+
+
+def token_bytes(model: str, bits: int = 16) -> int:
+    """Bytes of one token's keys and values."""
+    layers, _, kv_heads, dim, _ = SHAPES[model]
+    return 2 * layers * kv_heads * dim * bits // 8
+
+
+def memory() -> pd.DataFrame:
+    """Rows (check, model, value). "smaller by GQA": the cache of as many KV heads as query heads, over the model's.
+    "tokens in <memory>": tokens that fit beside Qwen3-32B's weights at four bits, with nothing else in memory."""
+    rows = [("smaller by GQA", model, heads / kv) for model, (_, heads, kv, _, _) in SHAPES.items()]
+    model = "Qwen3-32B"
+    room = {name: most - SHAPES[model][4] / 2 for name, most in UNITS.items()}
+    rows += [(f"tokens in {name}", model, left // token_bytes(model)) for name, left in room.items()]
+    return pd.DataFrame(rows, columns=["check", "model", "value"])

@@ -1,0 +1,67 @@
+"""Requests that share a prefix while one of them evicts and is compacted: does the prefix still serve the next one?
+
+The guide asks for such a test. A control shows that it can fail: a cache that ignores reference counts.
+"""
+
+import pandas as pd
+import torch
+
+from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, Steps, call_for, extend, generate
+from kvrepro.chapters.reclamation.survivors import WINDOW, condition
+from kvrepro.engine.attention import installed
+from kvrepro.engine.regime import DecodeCap
+from kvrepro.experiment.models import Loaded
+
+IGNORED = "references ignored"
+TRIED = ("repack", "fill", IGNORED)  # the control last: after it nothing of the cache is right
+
+
+def sharing(
+    loaded: Loaded, ids: list[int], budget: int = 128, new_tokens: int = 8, every: int = 2, block_size: int = 16
+) -> pd.DataFrame:
+    """Rows (layout). One request reads the first 60% of the prompt, a second one shares its whole blocks, reads on,
+    evicts to `budget` (the chapter's window policy, one set) and is compacted; then a third one asks for that prefix.
+
+    hits: share of the prefix's blocks whose keys and values are bit by bit as they were; noticed: not all. logit_gap:
+    of the third request to what it was before anything was evicted. slot_copies: of the second one's compactions.
+    Layout "references ignored" is hole filling that takes all blocks for its own.
+    """
+    cut = int(0.6 * len(ids)) // block_size * block_size
+    blocks = 4 * (-(-(len(ids) + new_tokens) // block_size) + 1)
+    pages = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
+    call, prefix = call_for(loaded.model, ids[:cut]), PagedSequence(pages, ("mass",))
+
+    def on() -> tuple[PagedSequence, torch.Tensor]:
+        child = prefix.fork()
+        return child, extend(call, child, ids[cut:], WINDOW)
+
+    with installed(loaded.model):
+        extend(call, prefix, ids[:cut], WINDOW)
+        first, known = on()
+    first.ledger.free(first.number)
+    held = _blocks(pages, prefix)
+    rows = []
+    for layout in TRIED:
+        with installed(loaded.model):
+            second, logits = on()
+        second.layout = "fill" if layout == IGNORED else layout
+        if layout == IGNORED:
+            pages.ledger.references[:] = pages.ledger.references.clip(max=1)
+        steps = call_for(loaded.model, ids, new_tokens + 1, Steps, scalings=call.scalings)
+        generate(steps, second, logits, condition("window", "one set", budget, DecodeCap(every)), None)
+        same = (_blocks(pages, prefix) == held).flatten(2).all(2).all(0)
+        second.ledger.free(second.number)
+        with installed(loaded.model):
+            third, asked = on()
+        third.ledger.free(third.number)
+        rows.append({
+            "layout": layout, "hits": float(same.float().mean()), "logit_gap": float((asked - known).abs().max()),
+            "slot_copies": sum(p.copies for p in second.passes), "passes": len(second.passes),
+        })  # fmt: skip
+    return pd.DataFrame(rows).assign(noticed=lambda r: 1.0 * (r.hits < 1))
+
+
+def _blocks(pages: PagedCache, sequence: PagedSequence) -> torch.Tensor:
+    """A copy of a sequence's keys and values, [2 * layers, blocks, block_size, kv_heads, dim]."""
+    size = pages.ledger.block_size
+    return torch.stack([flat.unflatten(0, (-1, size))[sequence.entry.blocks] for flat in pages.stored])

@@ -1,0 +1,85 @@
+"""What the guide says of attention: that a fifth of the tokens holds most of it, and that only the newest queries tell
+where it goes next; and of Quest, that it holds the whole cache.
+
+Measured on prompts that a model reads, per layer; nothing is evicted.
+"""
+
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, call_for, extend
+from kvrepro.engine import generate as engine
+from kvrepro.engine.attention import installed
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.regime import Prefill
+from kvrepro.experiment.models import Loaded
+
+WINDOWS = (1, 4, 8, 16, 25, 50, 100)  # queries; the guide says about 25
+AHEAD = 16  # queries that come next
+
+
+@torch.inference_mode()
+def sparsity(
+    loaded: Loaded, ids: list[int], windows: Sequence[int] = WINDOWS, ahead: int = AHEAD, share: float = 0.2,
+    block_size: int = 16,
+) -> pd.DataFrame:  # fmt: skip
+    """Rows (what, layer, window, value), each a mean over KV heads; layers that slide are left out.
+
+    what "heavy hitters": share of all attention that the `share` of tokens with the most of it collects. "window": of
+    the attention that the last `ahead` queries pay to the history, the share on those tokens of it (`share` of them)
+    to which the `window` queries before them attend most. "best": the most that as many tokens could have. The history
+    ends where the largest window begins; windows for which the prompt is too short are left out. `gain`: value less
+    that of the window of 25.
+    """
+    windows = [w for w in windows if 2 * (w + ahead) <= len(ids)]
+    most = max(windows, default=0)
+    blocks = -(-len(ids) // block_size) + 1
+    pages = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
+    call, sequence = call_for(loaded.model, ids), PagedSequence(pages, ("mass",))
+    with installed(loaded.model):
+        extend(call, sequence, ids, most + ahead)
+    rows = []
+    for number, layer in sequence.ragged.items():
+        keys = layer.shown().keys[0]
+        if keys.shape[1] < len(ids):
+            continue
+        rows.append(("heavy hitters", number, 0, _held(layer.sums["mass"], layer.sums["mass"], share)))
+        if windows:
+            p = probabilities(layer.queries[0], keys, call.scalings[number])[..., : len(ids) - most - ahead]
+            p = p.unflatten(0, (keys.shape[0], -1)).sum(1)  # [kv_heads, queries, history]
+            wanted = p[:, -ahead:].sum(1)
+            rows.append(("best", number, 0, _held(wanted, wanted, share)))
+            rows += [("window", number, w, _held(p[:, -ahead - w : -ahead].sum(1), wanted, share)) for w in windows]
+    table = pd.DataFrame(rows, columns=["what", "layer", "window", "value"])
+    known = table[table.window == 25].set_index("layer").value
+    return table.assign(gain=table.value.where(table.what == "window") - table.layer.map(known))
+
+
+def probabilities(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """Causal attention of the last queries [heads, queries, dim] to all tokens [kv_heads, tokens, dim], float32
+    [heads, queries, tokens]."""
+    keys = keys.float().repeat_interleave(len(queries) // len(keys), 0)
+    scores = queries.float() @ keys.transpose(1, 2) * scaling
+    later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
+    return scores.masked_fill(later.triu(scores.shape[2] - scores.shape[1] + 1), -torch.inf).softmax(-1)
+
+
+def _held(scores: Tensor, mass: Tensor, share: float) -> float:
+    """Share of `mass` [kv_heads, tokens] on the `share` of tokens with the largest scores, mean over heads."""
+    chosen = scores.topk(max(1, round(share * scores.shape[1])), -1).indices
+    return float((mass.gather(1, chosen).sum(1) / mass.sum(1)).mean())
+
+
+def pages(loaded: Loaded, ids: list[int], kept: Sequence[float] = (0.1, 0.5), block_size: int = 16) -> pd.DataFrame:
+    """Quest, which selects pages: rows (kept) of `held`, bytes that it holds over those of a cache that evicts nothing,
+    and `read`, the share of the tokens that a query reads."""
+    asked = [Condition("quest_pages", round(share * len(ids)), Prefill(), switches=(("page", block_size),))
+             for share in kept]  # fmt: skip
+    [[full, *found]] = engine.generate(loaded.model, [ids], [Condition(), *asked], max_new_tokens=2, stop_ids=())
+    return pd.DataFrame([
+        {"kept": share, "held": g.bytes_held / full.bytes_held, "read": (g.pages or 0) * block_size / len(ids)}
+        for share, g in zip(kept, found, strict=True)
+    ])  # fmt: skip

@@ -1,0 +1,20 @@
+"""Sums of memory, against numbers worked out by hand."""
+
+from kvrepro.chapters.reclamation import arithmetic, members
+
+
+def test_bytes_of_a_token_and_tokens_beside_the_weights():
+    assert arithmetic.token_bytes("Qwen3-32B") == 2 * 64 * 8 * 128 * 2 == 262_144
+    assert arithmetic.token_bytes("Qwen3-32B", 8) == 131_072
+    rows = arithmetic.memory().set_index("check").value
+    assert rows["tokens in 24 x 10^9 bytes"] == (24_000_000_000 - 16_400_000_000) // 262_144
+    assert rows["smaller by GQA"].tolist()[0] == 32 / 8
+
+
+def test_one_model_with_four_times_as_many_query_heads_refutes_eight_and_is_named():
+    table = arithmetic.memory()
+    frame = members.verdicts({"memory": table}, "none", "quick").set_index("claim")
+    assert frame.verdict["R8"] == "not reproduced"
+    few = table[(table.check != "smaller by GQA") | (table.value >= 8)]
+    frame = members.verdicts({"memory": few}, "none", "quick").set_index("claim")
+    assert frame.verdict["R8"] == "reproduced"

@@ -1,0 +1,44 @@
+"""What the guide quotes: answers are read, and rows are held against what is printed."""
+
+import pandas as pd
+import pytest
+
+from kvrepro.chapters.reclamation import members, quoted
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [(r"so 3, and \boxed{042}.", 1), (r"\boxed{7} rather than 42", 0), ("first 7, then 42", 1), ("none", 0), ("", 0)],
+)
+def test_the_boxed_number_counts_or_else_the_last(text, right):
+    assert quoted.solved(text, "42") == right
+
+
+def rows(items=40):
+    """All problems solved by the full cache, half under TriAttention; none by the others."""
+    cases = [("full", None), *quoted.BUDGETS]
+    return pd.DataFrame([
+        {"item": f"p{i}", "task": "AIME 2025", "policy": name, "capacity": budget, "answer": "5", "n_generated": 100,
+         "prediction": "5" if name == "full" or (name == "tri_attention" and i % 2) else "6",
+         "decode_seconds": 1.0 if budget == 3072 else 3.0}
+        for i in range(items) for name, budget in cases
+    ])  # fmt: skip
+
+
+def test_rows_are_held_against_the_printed_accuracy_and_the_full_cache():
+    table = quoted.table(rows())
+    means = table.groupby(["policy", "budget"])[["solved", "beyond_print", "lost", "faster"]].mean()
+    assert means.beyond_print["Full attention", 0] == pytest.approx(1 - 0.408)
+    assert means.beyond_print["SnapKV", 2048] == pytest.approx(0 - 0.200)
+    assert means.beyond_print["TriAttention", 3072] == pytest.approx(0.5 - 0.408)
+    assert means.lost["TriAttention", 3072] == pytest.approx(0.5)
+    assert means.faster["TriAttention", 3072] == pytest.approx(3.0)
+
+
+def test_the_quoted_claims_are_judged_once_there_are_rows():
+    frame = members.verdicts({"quoted": quoted.table(rows())}, "Qwen3-8B", "full").set_index("claim")
+    assert frame.verdict["R5"] == "not testable here"  # no problem of 2024
+    assert frame.verdict["R5c"] == "not reproduced"
+    same = rows().assign(prediction="5", decode_seconds=[1.0 + 0.01 * (i % 7) for i in range(200)])
+    frame = members.verdicts({"quoted": quoted.table(same)}, "Qwen3-8B", "full").set_index("claim")
+    assert frame.verdict["R5d"] == "not reproduced"

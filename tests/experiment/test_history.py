@@ -1,0 +1,47 @@
+"""Claims written or changed when results were known: judged twice, told once."""
+
+import pandas as pd
+
+from kvrepro.experiment import history
+from kvrepro.experiment.judge import Member, Sample, verdicts
+
+OLD = {
+    "id": "X1", "topic": "t", "statement": "It helps.", "source": "here", "paper": {"text": "-"}, "contrast": "mean",
+    "shift": 0.0,
+    "rule": {"above": 0.0},
+}  # fmt: skip
+BOOK = [
+    OLD,
+    {**OLD, "id": "X2", "changed": "why", "shift": -0.5, "first": {"rule": {"below": 0.0}}},
+    {**OLD, "id": "X3", "exploratory": "why", "first": {"shift": -0.5}},
+    {**OLD, "id": "X4", "exploratory": "why", "changed": "too"},
+]
+
+
+def table(readings=("any",)) -> pd.DataFrame:
+    def members(claim, reading):
+        gain = 0.4 + claim["shift"] - 0.8 * (reading == "as_run")
+        return [Member("all", Sample(pd.DataFrame({"a": [gain, gain + 0.01] * 20}), bounds=None))]
+
+    frame = verdicts(history.with_first(BOOK), members, lambda _: readings, model="m", profile="quick")
+    return history.marked(frame, BOOK)
+
+
+def test_both_forms_are_judged_by_the_same_rows_and_the_first_is_told_in_the_statement():
+    found = table().set_index("claim")
+    assert list(found.index) == ["X1", "X2", "X3", "X4"]
+    assert found.verdict.tolist() == ["reproduced", "not reproduced", "reproduced", "reproduced"]
+    assert found.statement["X1"] == "It helps."
+    late = "It helps. (Changed when results were known; as first written (below 0): *reproduced*.)"
+    assert found.statement["X2"] == late
+    assert found.statement["X3"].endswith("known; as first written (above 0): *not reproduced*.)")
+    assert found.statement["X4"] == "It helps. (Exploratory: written when results were known.)"
+
+
+def test_readings_that_differ_are_both_told():
+    found = table(("as_run", "as_described"))
+    [told] = set(found[found.claim == "X2"].statement)
+    assert "*reproduced*" in told
+    [told] = set(found[found.claim == "X3"].statement)
+    assert "*not reproduced*" in told
+    assert "as_run" not in told

@@ -12,7 +12,7 @@ from kvrepro.chapters.dropkv_bound.study import WHERE, Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, why_no_score
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, history, judge, longbench
+from kvrepro.experiment import claims, history, judge, longbench, measure
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.stats import UNIT
 from kvrepro.world import ruler
@@ -223,7 +223,8 @@ def _growing(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
     if answers is None or answers.length.nunique() < 2:
         raise NotTestable("answers at two lengths are needed, -p lengths")
     at = answers[(answers["share"] == claim["share"]) & answers.method.isin(["dropkv", claim["against"]])]
-    wide = at.pivot_table(index=["length", "item"], columns="method", values=quality.MEASURE)
+    at = at.assign(score=measure.scores(at))
+    wide = at.pivot_table(index=["length", "item"], columns="method", values="score")
     lead = 100 * (wide["dropkv"] - wide[claim["against"]]).dropna()
     ends = [lead[length] for length in (max(answers.length), min(answers.length))]
     return [Member("all", Unpaired(*ends, bounds=(-100.0, 100.0)))]

@@ -446,3 +446,26 @@ def test_a_policy_without_a_score_for_one_query_says_why(study):
     del OWN["summed"]
     assert found.verdict["D8 Summed"] == "not testable here"
     assert "sums up (mass)" in found.note["D8 Summed"]
+
+
+# ---- what the paper's own tables say
+
+
+def test_printed_leads_are_differences_of_printed_averages():
+    leads = estimates.printed_leads()
+    llama = leads[leads.model.str.startswith("Llama") & (leads.budget == 5)].set_index(["context", "against"]).value
+    assert llama["128K", "SnapKV"] == pytest.approx(82.00 - 79.57)
+    assert llama["16K", "best other"] == pytest.approx(87.68 - 85.35)
+    [longbench] = leads[leads.benchmark == "LongBench"].context.unique()
+    assert llama[longbench, "best other"] == pytest.approx(45.51 - 44.64)
+    assert llama[longbench, "best other, without TREC"] < 0.3
+    assert (leads.groupby("against").size() >= 9).all()
+
+
+def test_only_other_choices_exceed_the_bound(study):
+    found = estimates.exceeding(study.records.assign(bound=study.records.bound.where(study.records.rule == "dropkv")))
+    own = found[(found.rule == "dropkv") & (found.queries == 1)]
+    assert (own.value == 0).all()
+    doubled = study.records.assign(ratio=np.where(study.records.rule == "random", 1e9, study.records.ratio))
+    found = estimates.exceeding(doubled).set_index("rule").value
+    assert (found["random"] == 1).all()

@@ -223,6 +223,8 @@ def _growing(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
     if answers is None or answers.length.nunique() < 2:
         raise NotTestable("answers at two lengths are needed, -p lengths")
     at = answers[(answers["share"] == claim["share"]) & answers.method.isin(["dropkv", claim["against"]])]
+    if set(at.method) != {"dropkv", claim["against"]}:
+        raise NotTestable(f"not run: dropkv and {claim['against']} at {claim['share']:.0%}")
     at = at.assign(score=measure.scores(at))
     wide = at.pivot_table(index=["length", "item"], columns="method", values="score")
     lead = 100 * (wide["dropkv"] - wide[claim["against"]]).dropna()

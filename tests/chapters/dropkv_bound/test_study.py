@@ -296,6 +296,8 @@ def test_a_lead_that_grows_with_the_prompt_is_told_from_one_that_does_not(study)
     found = verdicts_of(study, pd.concat([short, long]))
     assert (found.ours["D4h"], found.verdict["D4h"]) == (pytest.approx(40), "reproduced")
     assert "two lengths" in verdicts_of(study, long).note["D4h"]
+    alone = pd.concat([short, long]).query("method != 'snapkv'")
+    assert "dropkv and snapkv" in verdicts_of(study, alone).note["D4h"]
 
 
 def test_the_pools_factor_is_set_against_the_ratio_and_a_cone_is_given(study):

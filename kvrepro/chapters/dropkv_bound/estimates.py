@@ -132,3 +132,33 @@ def printed_ratios() -> pd.DataFrame:
     p50, p95 = (f[f.metric.str.startswith(q)].groupby(["k", "stratum"], sort=False).value for q in ("p50", "p95"))
     found = {"value": p50.median(), "low": p50.min(), "high": p95.max()}
     return pd.DataFrame(found).reset_index().assign(rule="paper: DropKV")
+
+
+def printed_leads() -> pd.DataFrame:
+    """DropKV's average less another's in tables 1 and 3 to 8 as printed: benchmark, model, budget (%), context, against
+    ("SnapKV", "best other", or "best other, without TREC"), value."""
+    files = {5: "ruler_128k", 6: "ruler_64k", 7: "ruler_32k", 8: "ruler_16k"}
+    files |= {1: "longbench_5", 3: "longbench_10", 4: "longbench_30"}
+    f = pd.concat((claims.published(f"dropkv_t{n:02}_{name}.csv") for n, name in files.items()), ignore_index=True)
+    f = f[~f.method.str.startswith("Full")].assign(value=pd.to_numeric(f.value, errors="coerce"))
+    where = ["context", "model", "budget"]
+    average = f[f.task == "Avg"].pivot_table(index=where, columns="method", values="value", aggfunc="first")
+    sets = f[f.context.str.contains("LongBench") & ~f.task.isin(["Avg", "TREC"])]
+    without = sets.pivot_table(index=where, columns="method", values="value")
+    best, rest = (wide.drop(columns="DropKV").max(axis=1) for wide in (average, without))
+    leads = {"SnapKV": average.DropKV - average.SnapKV, "best other": average.DropKV - best}
+    leads["best other, without TREC"] = without.DropKV - rest
+    parts = [lead.rename("value").reset_index().assign(against=name) for name, lead in leads.items()]
+    found = pd.concat(parts, ignore_index=True)
+    benchmark = found.context.str.contains("LongBench").map({True: "LongBench", False: "RULER"})
+    found = found.assign(benchmark=benchmark, budget=found.budget.str.rstrip("%").astype(int))
+    return found.dropna(subset="value").reset_index(drop=True)
+
+
+def exceeding(records: pd.DataFrame) -> pd.DataFrame:
+    """How often another choice of the same keys exceeds theorem 1's bound on them: rule, queries, kernel, k; value."""
+    bounds = selected(records)[["item", *WHERE, "stratum", "k", "bound"]]
+    others = records[(records.objective == "query") & records.stratum.isin(STRATA)].drop(columns="bound")
+    both = others.merge(bounds[np.isfinite(bounds.bound)], on=["item", *WHERE, "stratum", "k"])
+    both = both.assign(value=both.ratio > both.bound * (1 + 1e-9))
+    return both.groupby(["rule", "queries", "kernel", "k"], as_index=False).value.mean()

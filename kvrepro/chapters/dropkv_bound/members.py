@@ -1,6 +1,6 @@
 """What the claims about DropKV's bound are tested on: triples and records by prompt, answers by item, timings."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -12,12 +12,14 @@ from kvrepro.chapters.dropkv_bound.study import WHERE, Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, why_no_score
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, judge, longbench
-from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample
+from kvrepro.experiment import claims, history, judge, longbench, measure
+from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.stats import UNIT
+from kvrepro.world import ruler
 
 POINTS = (0.0, 100.0)  # bounds of F1 in points
 K, HARD_K = 200, 10  # of the claims about theorem 1's factor, whatever `Settings.k` is; and of those about records
+ITEMS: dict[str, Iterable[str]] = {"longbench": longbench.SETS, "ruler": ruler.TASKS}
 GENERAL = ("peer_minus_dropkv", "quality_lead")  # contrasts of claims about other policies in general
 
 
@@ -59,12 +61,20 @@ def _first_layer(f: pd.DataFrame) -> Sample:
     return Sample(share, "difference", each=(f.side == "a").sum() / len(share))
 
 
+def _given_cone(f: pd.DataFrame) -> Sample:
+    """Of the triples with a cone, the share whose factor is finite."""
+    if f.empty:
+        raise NotTestable("no triple has a cone")
+    return _mean(np.isfinite(f.factor), f["item"])
+
+
 OF_POOL: dict[str, Callable[[pd.DataFrame], Sample]] = {
     "cone_share": lambda f: _mean(f.c_low > ORIGIN, f["item"]),
     "cone_median": lambda f: _over(f, _median, "c_low"),
     "cone_first_layer": _first_layer,
     "eps_median": lambda f: _over(f.assign(even=f.eps * f.tokens), _median, "even"),
     "factor_finite": lambda f: _mean(np.isfinite(f.factor), f["item"]),
+    "factor_given_cone": lambda f: _given_cone(f[f.c_low > ORIGIN]),
     "factor_median": lambda f: _over(f[np.isfinite(f.factor)], _median, "factor"),
     "factor_tail": lambda f: _over(f[np.isfinite(f.factor)], _tail, "factor"),
 }
@@ -108,12 +118,36 @@ def _peers(claim: Mapping, study: Study) -> list[Member]:
     for rule in rules:
         if why := "" if rule in RULES else why_no_score(find(rule)):
             raise NotTestable(f"the choice of {find(rule).title} among twenty keys has no score to go by: {why}")
-    for objective in ("query", "window"):
+    for objective in claim.get("objectives", ("query", "window")):
         ours = selected(study.records, "dropkv", window, objective=objective)
         for rule in rules:
             f = _paired(study, rule, window, ours[ours.k == HARD_K])
             found.append(Member(f"{rule}, F of the {objective}", _mean(f.log, f["item"], bounds=None)))
     return found
+
+
+def _pool_slack(study: Study, ours: pd.DataFrame) -> list[Member]:
+    """Theorem 1's factor of the triple's pool, where it is finite, over the realised ratio on twenty of its keys."""
+    found = []
+    for pool, f in study.assumptions.groupby("pool", sort=False):
+        both = ours.merge(with_factor(f, K)[["item", *WHERE, "factor"]], on=["item", *WHERE])
+        both = both[np.isfinite(both.factor)]
+        found.append(Member(str(pool), _over(both.assign(slack=both.factor / both.ratio), _median, "slack")))
+    return found
+
+
+def _of_weights(claim: Mapping, study: Study) -> list[Member]:
+    """Ways to weigh a key: log of what one way's sets move over another's, ten of twenty keys evicted."""
+    f = study.weights
+    if f.empty:
+        raise NotTestable("not run: the ways to weigh a key")
+    if claim["contrast"] == "same_alone":
+        found = f[f.way == "linear"]
+        return [_case(found, found.same_alone.astype(float))]
+    one, other, moved = claim["weights"]
+    wide = f[f.k == HARD_K].pivot_table(index=["item", *WHERE, "stratum"], columns="way", values=moved).reset_index()
+    log = np.log(wide[one].clip(lower=1e-300)) - np.log(wide[other].clip(lower=1e-300))
+    return [Member("all", _mean(log, wide["item"], bounds=None))]
 
 
 def _policies(claim: Mapping) -> list[str]:
@@ -140,6 +174,8 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
     finite = ours[np.isfinite(ours.bound)]
     if contrast == "violations":
         return [_case(finite, finite.ratio / finite.bound)]
+    if contrast == "pool_slack":
+        return _pool_slack(study, ours)
     if contrast == "slack_median":
         return [Member("all", _over(finite.assign(slack=finite.bound / finite.ratio), _median, "slack"))]
     if contrast == "andpro_keeps":
@@ -155,13 +191,13 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
 # ---------------------------------------------------------------- answers and timings
 
 
-def _answered(claim: Mapping, answers: pd.DataFrame | None) -> Member:
-    """Scores in points, per item: DropKV's beside another's, or beside that of each peer."""
+def _answered(claim: Mapping, answers: pd.DataFrame | None) -> list[Member | NotTestable]:
+    """Scores in points, per item: DropKV's beside each other's that the claim names, or beside all peers'."""
     if answers is None:
         raise NotTestable("no answers were generated: run quality.answers")
     main = quality.main(answers)
     needs = claim.get("needs", {})
-    if "items" in needs and not set(main.task) <= set(longbench.SETS):
+    if "items" in needs and not set(main.task) <= set(ITEMS[needs["items"]]):
         raise NotTestable(f"{claim['why']} Give -p items {needs['items']} with a model of the hub.")
     if main.prompt_tokens.mean() < needs.get("prompt_tokens", 0):
         asked = f"{needs['prompt_tokens']} tokens wanted, {main.prompt_tokens.mean():.0f} run"
@@ -171,9 +207,29 @@ def _answered(claim: Mapping, answers: pd.DataFrame | None) -> Member:
     if claim["contrast"] == "quality_lead":
         others = _policies(claim) or [name for name in quality.PEERS if name in set(main.method)]
         parts = {f"over {name}": 100 * quality.pair(answers, name, claim["share"]) for name in others}
-        return Member("all", {name: Sample(pair, "difference", bounds=POINTS) for name, pair in parts.items()})
-    pair = 100 * quality.pair(answers, claim["against"], claim["share"])
-    return Member("all", Sample(pair, "difference", bounds=POINTS))
+        return [Member("all", {name: Sample(pair, "difference", bounds=POINTS) for name, pair in parts.items()})]
+    found: list[Member | NotTestable] = []
+    for name in claim["against"]:
+        try:
+            pair = 100 * quality.pair(answers, name, claim["share"])
+            found.append(Member(f"against {name}", Sample(pair, "difference", bounds=POINTS)))
+        except NotTestable as reason:
+            found.append(reason)
+    return found
+
+
+def _growing(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
+    """DropKV's lead over another at the longest prompts minus that at the shortest: different items."""
+    if answers is None or answers.length.nunique() < 2:
+        raise NotTestable("answers at two lengths are needed, -p lengths")
+    at = answers[(answers["share"] == claim["share"]) & answers.method.isin(["dropkv", claim["against"]])]
+    if set(at.method) != {"dropkv", claim["against"]}:
+        raise NotTestable(f"not run: dropkv and {claim['against']} at {claim['share']:.0%}")
+    at = at.assign(score=measure.scores(at))
+    wide = at.pivot_table(index=["length", "item"], columns="method", values="score")
+    lead = 100 * (wide["dropkv"] - wide[claim["against"]]).dropna()
+    ends = [lead[length] for length in (max(answers.length), min(answers.length))]
+    return [Member("all", Unpaired(*ends, bounds=(-100.0, 100.0)))]
 
 
 def _timed(claim: Mapping) -> list[Member]:
@@ -186,15 +242,20 @@ def _timed(claim: Mapping) -> list[Member]:
     return [Member(m.member, Measured(m.value, m.low, m.high)) for m in found.itertuples()]
 
 
-def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -> Sequence[Member]:
+def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -> Sequence[Member | NotTestable]:
     """What a claim is tested on. Raises NotTestable where answers or timings are needed and are not there."""
     contrast = claim["contrast"]
     if contrast in timings.CONTRASTS:
         return _timed(claim)
     if contrast in ("quality_difference", "quality_lead"):
-        return [_answered(claim, answers)]
+        return _answered(claim, answers)
+    if contrast == "quality_growth":
+        return _growing(claim, answers)
+    if contrast in ("way_gap", "same_alone"):
+        return _of_weights(claim, study)
     if contrast in OF_POOL:
-        pools = study.assumptions.groupby("pool", sort=False)
+        pools = list(study.assumptions.groupby("pool", sort=False))
+        pools = pools[:1] if claim["over"] == "first pool" else pools
         return [Member(str(pool), OF_POOL[contrast](with_factor(f, K))) for pool, f in pools]
     return _of_records(claim, study)
 
@@ -206,11 +267,14 @@ def evaluate(
     `policies`. answers: rows of `quality.answers`."""
     book = claims.load_claims("dropkv_bound")["claims"]
     general = [
-        claim | {"over": {"policy": "any"}, "statement": f"Asked of one policy of your own: {claim['statement']}"}
-        for claim in book if claim["contrast"] in GENERAL
-    ]  # fmt: skip
-    asked = book + claims.of_own({"claims": general}, [name for name in policies if is_own(name)])
+        {**claim, "over": {"policy": "any"}, "statement": f"Asked of one policy of your own: {claim['statement']}"}
+        for claim in book
+        if claim["contrast"] in GENERAL and "prompt_tokens" not in claim.get("needs", {})
+    ]
+    own = claims.of_own({"claims": general}, [name for name in policies if is_own(name)])
+    asked = history.with_first(book) + own
     frame = judge.verdicts(asked, lambda claim, _: members(claim, study, answers), model=model, profile=profile)
+    frame = history.marked(frame, book)
     timed = {
         claim["id"]: timings.CONTRASTS[claim["contrast"]][2] for claim in book if claim["contrast"] in timings.CONTRASTS
     }

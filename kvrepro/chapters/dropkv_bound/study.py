@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvrepro.experiment import data, run
 from kvrepro.experiment.models import Loaded
 from kvrepro.item import Item
 
-PARTS = ("assumptions", "records", "lemma", "budgets", "alignment")
+PARTS = ("assumptions", "records", "lemma", "budgets", "alignment", "weights")
 WHERE = ["layer", "head", "position"]
 KS, TWENTY = (10, 18), 20  # of so many keys these are evicted
 Where = tuple[int, int, int]  # layer, head, position
@@ -97,7 +97,9 @@ class Study:
     records: triple, stratum, k, objective and rule (ratio, value, best; bound, eps, c_low, c_high for the query's F).
     lemma: triple (largest relative errors of lemma 1). budgets: layer, share kept, allocation, pooling, rounding
     (error: relative shift of the layer's output at the last query). alignment: the 20 most aligned keys of a triple
-    (cosine, ranks by AnDPro and DropKV, 1 = evicted first; `_value`: without the attention weight).
+    (cosine, ranks by AnDPro and DropKV, 1 = evicted first; `_value`: without the attention weight). weights: triple,
+    stratum, k and way to weigh a key (`triples.WEIGHTS`): shift of the query's output (query), of the window's (window)
+    and of the query's after W_O (projected); same_alone: for the last query alone, does it choose DropKV's set?
     """
 
     assumptions: pd.DataFrame
@@ -105,6 +107,7 @@ class Study:
     lemma: pd.DataFrame
     budgets: pd.DataFrame
     alignment: pd.DataFrame
+    weights: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
 def triples_of(loaded: Loaded, items: Sequence[Item], settings: Given, policies: Sequence[str] = ()) -> Study:
@@ -168,7 +171,7 @@ def other_of_item(loaded: Loaded, item: tuple[Item, int], policy: str, s: Sampli
 
     def visit(layer: Layer) -> None:
         for one in (layer.triple(head, t) for number, head, t in chosen if number == layer.number):
-            drawn.extend(_drawn(one, s, {(policy, s.window, 1): triples.scores_of(found, one)}))
+            drawn.extend(_drawn(one, s, _sets(one, s), {(policy, s.window, 1): triples.scores_of(found, one)}))
 
     triples.triples(loaded.model, ids, positions, visit, window=s.window)
     return _records(drawn, s, loaded.model.device, compared=False).assign(item=item[0].id, task=item[0].task)
@@ -208,8 +211,10 @@ def prompt(
             )
         for one in (layer.triple(head, t) for number, head, t in chosen if number == layer.number):
             rows["lemma"].append(one.where | lemma_error(one, s.seed))
-            drawn.extend(_drawn(one, s))
-            rows["alignment"] += _alignment(one, s)
+            sets = _sets(one, s)
+            drawn.extend(_drawn(one, s, sets))
+            rows["alignment"] += _alignment(one, sets["aligned"])
+            rows["weights"] += _weights(one, sets)
         if "budgets" in parts:
             rows["budgets"] += _budgets(layer, s)
 
@@ -248,10 +253,17 @@ def _scores(t: Triple, s: Sampling) -> dict[Rule, Tensor]:
     return scores
 
 
-def _drawn(t: Triple, s: Sampling, other: Mapping[Rule, Tensor] | None = None) -> list[dict]:
+def _sets(t: Triple, s: Sampling) -> dict[str, Tensor]:
+    """Per stratum of a triple its 20 keys."""
+    return triples.strata(t, bound.pool(t.p, s.pools[0], s.window), TWENTY, s.seed)
+
+
+def _drawn(
+    t: Triple, s: Sampling, sets: Mapping[str, Tensor], other: Mapping[Rule, Tensor] | None = None
+) -> list[dict]:
     """Per stratum of a triple its 20 keys: p, r and every rule's scores on them, or those of another policy."""
     found, scores = [], _scores(t, s) if other is None else other
-    for stratum, keys in triples.strata(t, bound.pool(t.p, s.pools[0], s.window), TWENTY, s.seed).items():
+    for stratum, keys in sets.items():
         p, r = t.p[keys], t.r[keys]
         exact = {("dropkv", 1, 1): bound.single_cost(p, r), ("random", 1, 1): _lot(t, len(keys), s.seed)}
         here = (exact if other is None else {}) | {rule: score[keys] for rule, score in scores.items()}
@@ -307,16 +319,33 @@ def _by_rule(
     return frames
 
 
-def _alignment(t: Triple, s: Sampling) -> list[dict]:
+def _alignment(t: Triple, keys: Tensor) -> list[dict]:
     """Per key of the aligned stratum: rank by AnDPro and DropKV for this query (1 = evicted first), whole and with the
     attention weight taken off, <a, v_j> and ||a - v_j||."""
-    keys = triples.strata(t, bound.pool(t.p, s.pools[0], s.window), TWENTY, s.seed)["aligned"]
     a, v, r, p = t.window_a[-1], t.v[keys], t.r[keys], t.p[keys]
     along, off = v @ a, r.norm(dim=-1)
     scores = {"andpro": p * along, "dropkv": bound.single_cost(p, r), "andpro_value": along, "dropkv_value": off}
     ranks = {name: scipy_stats.rankdata(score.numpy()) for name, score in scores.items()}
     cosine = along / (v.norm(dim=-1) * a.norm())
     return pd.DataFrame({"cosine": cosine.numpy(), **ranks}).assign(**t.where).to_dict("records")
+
+
+def _weights(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:
+    """Per stratum of the paper, k and way to weigh a key: what the chosen set moves, and whether it is DropKV's for the
+    last query alone."""
+    found = []
+    ways = {name: (way(t), way(t.last(1))) for name, way in triples.WEIGHTS.items()}
+    for stratum, keys in ((name, sets[name]) for name in triples.STRATA):
+        p, r, after = t.p[keys], t.r[keys], t.projected(t.r[keys])
+        pw, rw = t.window_p[:, keys], t.window_a[:, None] - t.v[keys]
+        for k in KS:
+            gone = {name: [bound.smallest(cost[keys], k) for cost in costs] for name, costs in ways.items()}
+            for name, (chosen, alone) in gone.items():
+                moved = {"query": bound.joint_cost(p, r, chosen), "window": bound.window_cost(pw, rw, chosen)}
+                moved["projected"] = bound.joint_cost(p, after, chosen)
+                row = t.where | {"stratum": stratum, "k": k, "way": name, **{n: x.item() for n, x in moved.items()}}
+                found.append(row | {"same_alone": torch.equal(alone, gone["squared"][1])})
+    return found
 
 
 # ---------------------------------------------------------------- budgets over the heads of a layer

@@ -1,10 +1,13 @@
 """Timings of data/gpu/ beside the paper's: scoring kernel, time to the first token, whole answers, throughput.
 
 Members of a claim: columns member, value, low, high. The interval is that of the timings: p20 to p80 for the
-kernel, least to greatest for whole models.
+kernel, least to greatest for whole models, none where one was timed once; least to median step for decoding, where a
+single slow step may allocate memory.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +18,7 @@ KERNELS, MODELS = DATA / "gpu" / "kernels.csv", DATA / "gpu" / "models.csv"
 SCORING = "perturbation sum mean"  # DropKV's row of the scoring kernel
 REFERENCES = {"plain torch, grouped, lse given": "torch, grouped", "plain torch, repeated heads": "torch, repeated"}
 SHAPE = "32/8/128"  # query heads, KV heads, dimensions: Llama-3.1-8B, Mistral-7B
-PLAIN, TORCH = "Hugging Face, sdpa, DynamicCache", "DropKV, plain PyTorch"
+PLAIN, TORCH, KEPT = "Hugging Face, sdpa, DynamicCache", "DropKV, plain PyTorch", "everything kept"
 
 
 def _frame(rows: Sequence[tuple]) -> pd.DataFrame:
@@ -42,6 +45,17 @@ def scratch(file: Path = KERNELS, tokens: int = 131072) -> pd.DataFrame:
     f = kernels(file)
     found = f[(f.tokens == tokens) & (f.variant == SCORING)].scratch_mib.item() * 2**20 / 1e6
     return _frame([("all", found, found, found)])
+
+
+def scratch_share(file: Path = KERNELS, tokens: int = 131072, held: bool = False) -> pd.DataFrame:
+    """What the scoring kernel allocates over what each reference does; held: a layer's keys and values, in bfloat16,
+    added on both sides, which makes the call's peak."""
+    f = kernels(file)
+    f = f[f.tokens == tokens].set_index("variant").scratch_mib
+    _, kv_heads, dim = map(int, SHAPE.split("/"))
+    more = 2 * tokens * kv_heads * dim * 2 / 2**20 if held else 0.0
+    shares = {name: (f[SCORING] + more) / (f[name] + more) for name in REFERENCES}
+    return _frame([(name, value, value, value) for name, value in shares.items()])
 
 
 def models(part: str, file: Path = MODELS) -> pd.DataFrame:
@@ -87,16 +101,30 @@ def prefill_gain(file: Path = MODELS) -> pd.DataFrame:
     return _frame(rows)
 
 
-def throughput(file: Path = MODELS) -> pd.DataFrame:
-    """Tokens per second at the largest batch that fits, 5% kept, over the plain cache's, per model and length."""
+def throughput(file: Path = MODELS, against: str = PLAIN, slowest: bool = False) -> pd.DataFrame:
+    """Tokens per second at the largest batch that fits, 5% kept, over a full cache's, per model and length.
+
+    against: `PLAIN`, or `KEPT`, everything in the engine that decodes the 5%. From the fastest to the median step of
+    each side; slowest: to the slowest.
+    """
     f = models("decode", file).reset_index()
     best = f.loc[f.groupby(["model", "method", "tokens"], sort=False).batch.idxmax()]
     rows = []
     for (model, tokens), cell in best.groupby(["model", "tokens"], sort=False):
-        ours, plain = (cell[cell.method == name].iloc[0] for name in ("5% kept", PLAIN))
-        more = ours.batch / plain.batch
-        rows.append((f"{model}, {tokens}", *(more * part for part in _over(plain, ours))))
+        ours, full = (cell[cell.method == name].iloc[0] for name in ("5% kept", against))
+        more, upper = ours.batch / full.batch, "high" if slowest else "seconds"
+        ends = full.seconds / ours.seconds, full.low / ours[upper], full[upper] / ours.low
+        rows.append((f"{model}, {tokens}", *(more * part for part in ends)))
     return _frame(rows)
+
+
+def throughputs(file: Path = MODELS) -> pd.DataFrame:
+    """`throughput` over the plain cache, and over everything kept in the same engine: a gain that eviction makes shows
+    in both."""
+    names = {PLAIN: "plain cache", KEPT: "everything kept"}
+    found = [throughput(file, full).assign(against=name) for full, name in names.items()]
+    both = pd.concat(found, ignore_index=True)
+    return both.assign(member=both.member + ", over " + both.against)[["member", "value", "low", "high"]]
 
 
 def _ratio(f: pd.DataFrame, top: tuple, bottom: tuple) -> tuple[float, float, float]:
@@ -104,7 +132,9 @@ def _ratio(f: pd.DataFrame, top: tuple, bottom: tuple) -> tuple[float, float, fl
 
 
 def _over(top: pd.Series, bottom: pd.Series) -> tuple[float, float, float]:
-    return top.seconds / bottom.seconds, top.low / bottom.high, top.high / bottom.low
+    once = top.low == top.high or bottom.low == bottom.high
+    low, high = (math.nan, math.nan) if once else (top.low / bottom.high, top.high / bottom.low)
+    return top.seconds / bottom.seconds, low, high
 
 
 # contrast of a claim -> its members from a file, the file, and what the interval is
@@ -114,5 +144,8 @@ CONTRASTS: dict[str, tuple[Callable[..., pd.DataFrame], Path, str]] = {
     "gpu_latency": (latency, MODELS, "least to greatest timing"),
     "gpu_first_token": (first_token, MODELS, "least to greatest timing"),
     "gpu_prefill_gain": (prefill_gain, MODELS, "least to greatest timing"),
-    "gpu_throughput": (throughput, MODELS, "least to greatest timing"),
+    "gpu_throughput": (throughputs, MODELS, "least to median step"),
+    "gpu_throughput_of_steps": (partial(throughput, slowest=True), MODELS, "least to greatest step"),
+    "gpu_scratch_share": (scratch_share, KERNELS, "counted"),
+    "gpu_peak_share": (partial(scratch_share, held=True), KERNELS, "counted"),
 }

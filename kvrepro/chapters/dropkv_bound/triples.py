@@ -48,6 +48,14 @@ class Triple:
         return self.window_p[-1]
 
     @cached_property
+    def _root(self) -> Tensor:
+        """A square root of W_O W_O' of this head, [dim, dim]."""
+        assert self.seen is not None
+        w = self.seen.output[0].double().cpu()
+        values, vectors = torch.linalg.eigh(w @ w.T)
+        return vectors * values.clamp_min(0).sqrt()
+
+    @cached_property
     def window_a(self) -> Tensor:
         """Outputs of the window's queries, [window, dim]."""
         return self.window_p @ self.v
@@ -56,6 +64,10 @@ class Triple:
     def r(self) -> Tensor:
         """Residuals a - v_j of the query, [tokens, dim]."""
         return self.window_a[-1] - self.v
+
+    def projected(self, r: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
+        """Vectors whose lengths are those of r W_O of this head: r L, where L L' = W_O W_O'."""
+        return r @ self._root
 
     def last(self, queries: int) -> "Triple":
         """The same triple with fewer observed queries."""
@@ -222,6 +234,18 @@ RULES: dict[str, Callable[[Triple], Tensor]] = {
     "andpro": lambda t: (t.window_p * (t.window_a @ t.v.T)).sum(0),
     "dropkv": dropkv,
 }
+
+
+WEIGHTS: dict[str, Callable[[Triple], Tensor]] = {  # eviction costs over the window, small = evict, [tokens]
+    "squared": dropkv,
+    "linear": lambda t: _single_shifts(t, t.window_a[:, None] - t.v).sum(0),
+    "projected": lambda t: _single_shifts(t, t.projected(t.window_a[:, None] - t.v)).square().sum(0),
+}
+
+
+def _single_shifts(t: Triple, r: Tensor) -> Tensor:
+    """p / (1 - p + eps) ||r_j|| of every query of the window, [window, tokens]."""
+    return t.window_p / (1 - t.window_p + DROPKV_EPS) * r.norm(dim=-1)
 
 
 def scores_of(policy: Policy, t: Triple) -> Tensor:

@@ -1,23 +1,23 @@
 """What the claims about DefensiveKV are tested on: shares and scores by item, and timings of a GPU."""
 
-import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvrepro.chapters.fragility.retention import DEFAULT
+from kvrepro.chapters.fragility.retention import DEFAULT, TOKEN, theorems
 from kvrepro.chapters.fragility.study import DEFENSIVE, Retained, has_window, pooled, readings_of, scores
 from kvrepro.engine.policy import find, is_own
-from kvrepro.experiment import claims, judge, measure
-from kvrepro.experiment.judge import Measured, Member, NotTestable, Sample, Unpaired
+from kvrepro.experiment import claims, history, judge, measure
+from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.stats import UNIT
 from kvrepro.paths import DATA
 
-WITH_FULL = ("loss", "loss_ratio", "spread")  # contrasts that need the full cache's scores
+WITH_FULL = ("loss", "loss_ratio", "spread", "difference_of_ceiling")  # contrasts that need the full cache's scores
 
 
 # ---------------------------------------------------------------- shares that were retained, and answers
@@ -33,15 +33,18 @@ def _of_retained(claim: Mapping, sets: Mapping, r: Retained | None) -> list[Memb
 
     layers = sorted(set(r.summary.layer) - {-1}) if "layer" in over else [r.layer]
     groups = [(task, [task]) for task in named(over["task"])] if "task" in over else [("", named(over["pooled"]))]
-    base = r.summary[(r.summary.setting == DEFAULT) & (r.summary["head"] == -1)]
+    base, settings = r.summary[r.summary["head"] == -1], [DEFAULT]
+    if "token" in over:
+        settings = [name for name in base.setting.unique() if name.startswith(TOKEN)]
     found = []
-    for layer, (label, group) in itertools.product(layers, groups):
-        here = base[(base.layer == layer) & base.task.isin(group)]
+    for setting, layer, (label, group) in itertools.product(settings, layers, groups):
+        here = base[(base.setting == setting) & (base.layer == layer) & base.task.isin(group)]
         parts = {side: here[here.rule == cell["rule"]].set_index("item") for side, cell in claim["cells"].items()}
         frame = pd.DataFrame({side: part[claim["column"]] for side, part in parts.items()})
         each = float(parts["a"].steps.mean()) if len(frame) else 1.0
         bounds = UNIT if claim["column"] == "below" else None
-        found.append(Member(label or f"layer {layer}", Sample(frame, claim["contrast"], each=each, bounds=bounds)))
+        label = ", ".join(filter(None, ["" if setting == DEFAULT else setting, label])) or f"layer {layer}"
+        found.append(Member(label, Sample(frame, claim["contrast"], each=each, bounds=bounds)))
     return found
 
 
@@ -72,7 +75,7 @@ def _answered(claim: Mapping, by: Mapping, rows: pd.DataFrame, reading: str) -> 
 def _of_quality(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, reading: str) -> list[Member | NotTestable]:
     if rows is None:
         raise NotTestable("not run")
-    rows, over = pooled(rows), claim.get("over", {})
+    rows, over = rows if claim.get("needles") else pooled(rows), claim.get("over", {})
     full = rows[rows.policy == "full"].drop_duplicates("item")
     judge.answers_enough(measure.scores(full), full.get("error"))
     tasks = [(task, [task]) for task in over.get("task", [])] or [("", sets.get(over.get("pooled", ""), []))]
@@ -86,14 +89,24 @@ def _of_quality(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, readin
             if group:
                 frame = frame[frame.index.isin(rows[rows.task.isin(group)].item)]
             if frame.dropna().empty:
-                raise NotTestable(f"no item of {', '.join(group) or 'any task'} has a value in every condition")
+                needs = f": {claim['needs']}" if "needs" in claim else ""
+                raise NotTestable(f"no item of {', '.join(group) or 'any task'} has a value in every condition{needs}")
             if claim["contrast"] == "spread":
                 found.append(judge.pairs(frame.drop(columns="full"), label, ceiling=frame.full))
+            elif claim["contrast"] == "wins":
+                found.append(Member(label, Sample(_wins(frame, rows))))
             else:
                 found.append(Member(label, Sample(frame, claim["contrast"])))
         except NotTestable as reason:
             found.append(reason)
     return found
+
+
+def _wins(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Column a, a row per task: 1 where a's mean score is above b's, 0 where it is below, a half where they tie."""
+    task = rows.drop_duplicates("item").set_index("item").task
+    gain = (frame.a - frame.b).dropna().groupby(task).mean().round(9)
+    return pd.DataFrame({"a": (1 + np.sign(gain)) / 2})
 
 
 def _leads(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, reading: str) -> list[Member | NotTestable]:
@@ -106,23 +119,36 @@ def _leads(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, reading: st
             [one] = _of_quality(here | {"over": {"policy": [by["policy"]], "task": [task]}}, sets, rows, reading)
             if isinstance(one, Member) and isinstance(one.what, Sample):
                 gains[task] = one.what.data.a - one.what.data.b
-        own = gains.pop(claim["task"], None)
-        if own is None or not gains:
-            raise NotTestable(f"items of {claim['task']} and of another task are needed")
-        found += [Member(f"{_named(by['policy'])}, over {task}", Unpaired(own, gain)) for task, gain in gains.items()]
+        mine = [task for task in claim["tasks"] if task in gains]
+        others = [task for task in gains if task not in mine]
+        if not mine or not others:
+            raise NotTestable(f"items of {' or '.join(claim['tasks'])} and of another task are needed")
+        found += [
+            Member(f"{_named(by['policy'])}, {own} over {task}", Unpaired(gains[own], gains[task]))
+            for own in mine for task in others
+        ]  # fmt: skip
     return found
 
 
 def members(
-    claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, r: Retained | None, reading: str, gpu: Path | None = None
-) -> list[Member | NotTestable]:
-    """What a claim is tested on in one reading. rows: of `study.quality`; r: of `study.retained`."""
+    claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, r: Retained | None, reading: str, gpu: Path | None = None,
+    experts: bool = False,
+) -> list[Member | NotTestable]:  # fmt: skip
+    """What a claim is tested on in one reading. rows: of `study.quality`; r: of `study.retained`; experts: is the model
+    a mixture of them?"""
+    if claim["study"] == "theory":
+        return [Member("all", Facts(theorems()[claim["contrast"]]))]
     if claim["study"] == "gpu":
         return [Member(label, Measured(*values)) for label, *values in TIMED[claim["contrast"]](gpu or GPU)]
+    if claim.get("experts") and not experts:
+        raise NotTestable(claim["needs"])
     if claim["contrast"] == "lead":
         return _leads(claim, sets, rows, reading)
     if claim["study"] == "retained":
-        return list(_of_retained(claim, sets, r))
+        found = _of_retained(claim, sets, r)
+        if not found:
+            raise NotTestable(claim.get("needs", "not run"))
+        return list(found)
     return _of_quality(claim, sets, rows, reading)
 
 
@@ -140,7 +166,7 @@ LISTED = ("C10b",)  # claims about all methods with a window, which list those t
 
 def of_own(book: Mapping, own: Sequence[str]) -> list[dict[str, Any]]:
     """Claims about policies in general, asked of a reader's own; those about windows of the policies that have one."""
-    general = claims.of_own(book, own)
+    general = claims.of_own({"claims": [c for c in book["claims"] if not c.get("experts")]}, own)
     listed = [c | {"over": {"policy": "defensive"}} for c in book["claims"] if c["id"] in LISTED]
     general += claims.of_own({"claims": listed}, own)
     needs_window = {c["id"] for c in book["claims"] if "window" in c.get("over", {}) or "across" in c} | set(LISTED)
@@ -153,32 +179,31 @@ def of_own(book: Mapping, own: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def evaluate(
-    rows: pd.DataFrame | None, r: Retained | None, *, model: str, profile: str, gpu: Path | None = None
-) -> pd.DataFrame:
+    rows: pd.DataFrame | None, r: Retained | None, *, model: str, profile: str, gpu: Path | None = None,
+    experts: bool = False,
+) -> pd.DataFrame:  # fmt: skip
     """Verdict of every claim (`judge.verdicts`); those about the defensive methods once per reading, and once without
-    reading where none was run. Claims about policies in general are also asked of a reader's own."""
+    reading where none was run. Claims about policies in general are also asked of a reader's own. experts: is the model
+    a mixture of experts?"""
     book = claims.load_claims("fragility")
     run_in = (readings_of(rows) if rows is not None else []) or ["any"]
     own = [] if rows is None else [str(policy) for policy in rows.policy.unique() if is_own(policy)]
     frame = judge.verdicts(
-        [*book["claims"], *of_own(book, own)],
-        lambda claim, reading: members(claim, book["sets"], rows, r, reading, gpu),
+        [*history.with_first(book["claims"]), *of_own(book, own)],
+        lambda claim, reading: members(claim, book["sets"], rows, r, reading, gpu, experts),
         lambda claim: run_in if touches_reading(claim, book["sets"]) else ["any"],
         model=model, profile=profile,
     )  # fmt: skip
-    ranges = {"scoring_ratio": "p20 to p80 of timings"}
-    timed = {
-        c["id"]: ranges.get(c["contrast"], "fastest to slowest timing") for c in book["claims"] if c["study"] == "gpu"
-    }
+    frame = history.marked(frame, book["claims"])
+    timed = {c["id"]: RANGES[c["contrast"]] for c in book["claims"] if c["study"] == "gpu"}
     return claims.timed(frame, timed)
 
 
 # ---------------------------------------------------------------- cost, from what was timed on a GPU
 
 TIMED_MODEL, FIFTH = "Llama-3.1-8B", 0.2
-PLAIN, KEPT, ADA, DEFENSIVE_PLAIN = (
-    "Hugging Face, sdpa, DynamicCache", "everything kept", "Ada-KV", "DefensiveKV, plain PyTorch",
-)  # fmt: skip
+PLAIN, KEPT = "Hugging Face, sdpa, DynamicCache", "everything kept"
+DEFENSIVE_PLAIN = "DefensiveKV, plain PyTorch"
 FULL = {"transformers' full cache": PLAIN, "this engine's full cache": KEPT}
 SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timings of the fused scoring kernel
 Timed = tuple[str, float, float, float]  # member, value, low, high: from the fastest and slowest of the timings
@@ -202,7 +227,10 @@ def _measured(gpu: Path, part: str, method: str, share: float, tokens: int | Non
 
 
 def _ratio_of(label: str, top: Any, bottom: Any) -> Timed:
-    return label, top.seconds / bottom.seconds, top.low / bottom.high, top.high / bottom.low
+    """Of two timings; without interval where one was timed once."""
+    value, low, high = top.seconds / bottom.seconds, top.low / bottom.high, top.high / bottom.low
+    once = top.low == top.high or bottom.low == bottom.high
+    return (label, value, np.nan, np.nan) if once else (label, value, low, high)
 
 
 def scoring_ratio(gpu: Path) -> list[Timed]:
@@ -217,42 +245,64 @@ def scoring_ratio(gpu: Path) -> list[Timed]:
     return [_ratio_of(f"{both.max()} tokens", largest.loc[both.max()], mean.loc[both.max()])]
 
 
-def prefill_ratio(gpu: Path) -> list[Timed]:
-    """Time to the first token, DefensiveKV over Ada-KV, at each context that has both."""
+def first_token_ratio(gpu: Path) -> list[Timed]:
+    """Time to the first token, DefensiveKV over CriticalKV in one engine and backend, at each model, context and
+    reading that has both."""
+    f = _timings(gpu, "first_token.csv")
+    f = f[(f.part == "first") & np.isclose(f["share"], FIFTH)].set_index(["model", "tokens", "backend", "method"])
     found = []
-    for tokens in sorted(set(_timings(gpu, "models.csv").tokens)):
-        with contextlib.suppress(NotTestable):
-            parts = (_measured(gpu, "prefill", name, FIFTH, tokens).iloc[0] for name in (DEFENSIVE_PLAIN, ADA))
-            found.append(_ratio_of(f"{tokens} tokens", *parts))
+    for model, tokens, backend, method in f.index[f.index.get_level_values("method").str.startswith("defensive_kv,")]:
+        other = (model, tokens, backend, method.replace("defensive_kv", "critical_kv"))
+        if other in f.index:
+            reading = claims.LABELS[method.partition(", ")[2].replace(" ", "_")]
+            top, bottom = f.loc[(model, tokens, backend, method)], f.loc[other]
+            found.append(_ratio_of(f"{model}, {tokens} tokens, {reading}", top, bottom))
+    if not found:
+        raise NotTestable(f"no timings of DefensiveKV beside CriticalKV in {gpu / 'first_token.csv'}")
     return found
 
 
-def decode_ratio(gpu: Path, batch: int = 0) -> list[Timed]:
-    """Time of a token at the longest context, full cache over a fifth of it: of the smallest batch (-1: largest)."""
+def decode_ratio(gpu: Path, batch: int = 0, slowest: bool = False) -> list[Timed]:
+    """Time of a token at the longest context, full cache over a fifth of it: of the smallest batch (-1: largest).
+
+    From the fastest to the median step of each; slowest: to the slowest, a single step in fifty that may allocate.
+    """
     ours = _measured(gpu, "decode", "20% kept", FIFTH).iloc[batch]
     theirs = {label: _measured(gpu, "decode", name, 1.0, ours.tokens).iloc[batch] for label, name in FULL.items()}
-    columns = ["seconds", "low", "high"]
-    return [_ratio_of(label, full[columns] / full.batch, ours[columns] / ours.batch) for label, full in theirs.items()]
+    found = []
+    for label, full in theirs.items():
+        a, b = (row[["seconds", "low", "high"]] / row.batch for row in (full, ours))
+        upper = "high" if slowest else "seconds"
+        found.append((label, a.seconds / b.seconds, a.low / b[upper], a[upper] / b.low))
+    return found
 
 
-def throughput_ratio(gpu: Path) -> list[Timed]:
+def throughput_ratio(gpu: Path, slowest: bool = False) -> list[Timed]:
     """Tokens per second at the largest batch that fits, longest context: a fifth over the full cache."""
-    return decode_ratio(gpu, -1)
+    return decode_ratio(gpu, -1, slowest)
 
 
 def peak_ratio(gpu: Path) -> list[Timed]:
-    """Peak memory at the longest context, one request: a fifth over transformers' full cache."""
+    """Peak memory at the longest context, one request: a fifth over either full cache."""
     found = []
     for label, part, method in (("prefill", "prefill", DEFENSIVE_PLAIN), ("decoding", "decode", "20% kept")):
         ours = _measured(gpu, part, method, FIFTH).iloc[0]
-        value = float(ours.peak_gib / _measured(gpu, part, PLAIN, 1.0, ours.tokens).iloc[0].peak_gib)
-        found.append((label, value, value, value))
+        for against, name in FULL.items():
+            value = float(ours.peak_gib / _measured(gpu, part, name, 1.0, ours.tokens).iloc[0].peak_gib)
+            found.append((f"{label}, over {against}", value, value, value))
     return found
 
 
 TIMED: dict[str, Callable[[Path], list[Timed]]] = {
-    f.__name__: f for f in (scoring_ratio, prefill_ratio, decode_ratio, throughput_ratio, peak_ratio)
-}
+    "scoring_ratio": scoring_ratio, "first_token_ratio": first_token_ratio,
+    "decode_ratio": decode_ratio, "throughput_ratio": throughput_ratio, "peak_ratio": peak_ratio,
+    "decode_ratio_of_steps": partial(decode_ratio, slowest=True),
+    "throughput_ratio_of_steps": partial(throughput_ratio, slowest=True),
+}  # fmt: skip
+STEPS, TIMES = "fastest to median step", "fastest to slowest timing"
+RANGES = dict.fromkeys(TIMED, TIMES) | {
+    "scoring_ratio": "p20 to p80 of timings", "peak_ratio": "counted", "decode_ratio": STEPS, "throughput_ratio": STEPS,
+}  # fmt: skip
 
 
 def costs(gpu: Path = GPU) -> pd.DataFrame:

@@ -86,6 +86,7 @@ MEANS: dict[str, dict[Any, str]] = {  # the choices that are open, and how a fig
 OPEN = {field: tuple(names)[:2] for field, names in MEANS.items() if field not in ("budget", "ties")}  # all combined
 OURS = Setting()
 DEFAULT = "default"
+TOKEN = "token "  # begins the names of `singles`
 ALGORITHM_2: dict[str, Any] = {"pool": "average", "budget": "layer", "prior": "attention"}
 
 
@@ -101,6 +102,12 @@ def specifications(base: Setting = OURS) -> dict[str, Setting]:
     """Every combination of the `OPEN` choices, by a name that begins with #."""
     every = itertools.product(*OPEN.values())
     return {f"#{i}": replace(base, **dict(zip(OPEN, values, strict=True))) for i, values in enumerate(every)}
+
+
+def singles(base: Setting = OURS) -> dict[str, Setting]:
+    """Other past queries that stand alone (figure 13): the first, the last and two between, by a name "token k"."""
+    w = base.window
+    return {f"{TOKEN}{k}": replace(base, single=k) for k in sorted({1, w // 4, 3 * w // 4, w} - {0, base.single})}
 
 
 # ---- one layer
@@ -177,7 +184,8 @@ def retained(
     summary: the same curves, and those of each query head in the default setting: setting, rule, layer, head (-1:
     together), worst, mean, below (share of steps under one half), at (the worst step), steps, tied (share of the kept
     that stands at the prior), counted (share of all importance that the measure looks at). more: further settings, by
-    mean and defensive aggregation at layer `more_layer` only, without curves. Raises InputError.
+    mean and defensive aggregation (`singles` by the single query) at layer `more_layer` only, without curves. Raises
+    InputError.
     """
     sums = _Sums(prompt, len(answer), settings, more or {}, more_layer)
     with torch.inference_mode(), installed(model):
@@ -223,7 +231,8 @@ class _Sums:
             end, look = self.ends[s.until], (s.until, s.window, s.pool, s.kernel)
             if look not in looks:
                 looks[look] = pooled(p[:, :, [self.row[t] for t in self.past[s]]][..., :end], s)
-            rules = list(RULES) if name in self.settings else ["mean", "defensive"]
+            few = ["single"] if name.startswith(TOKEN) else ["mean", "defensive"]
+            rules = list(RULES) if name in self.settings else few
             parts[name] = (rules, *_weights(looks[look], now, norms[s.norm], rules, end, s))
         sums = (now @ torch.cat([weights for _, weights, _ in parts.values()], -1)).permute(3, 0, 1, 2)
         columns = sums.flatten(1, 2).cpu().split([len(rules) + 2 for rules, *_ in parts.values()])  # [, heads, steps]
@@ -353,6 +362,20 @@ def draw(x: Mixture, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     high = rng.random(shape) < x.eps
     u = rng.random(shape)
     return np.where(high, x.spike + (x.risk - x.spike) * u, x.low * u)
+
+
+def theorems() -> dict[str, pd.Series]:
+    """What appendix C proves, case by case over a grid of mixtures: each value must be above 0.
+
+    theorem_1: by how much the mean's bias grows when spikes are half as frequent. theorem_2: by how much it exceeds the
+    largest's, for 2 to 128 past queries. limit: the mean's bias as spikes vanish, which the text calls negative.
+    """
+    axes = {"eps": (0.001, 0.01, 0.1, 0.4), "low": (0.05, 0.3), "spike": (0.3, 0.8), "risk": (0.9, 3.0)}
+    grid = [Mixture(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    rarer = {str(x): bias_of_mean(replace(x, eps=x.eps / 2)) - bias_of_mean(x) for x in grid}
+    ahead = {f"{x}, {m} queries": bias_of_mean(x) - bias_of_max(x, m) for x in grid for m in (2, 8, 32, 128)}
+    limit = {str(x): x.risk - x.mean_low for x in grid}
+    return {"theorem_1": pd.Series(rarer), "theorem_2": pd.Series(ahead), "limit": pd.Series(limit)}
 
 
 def theory(x: Mixture, windows: Sequence[int], draws: int = 20_000, seed: int = 0) -> pd.DataFrame:

@@ -149,6 +149,12 @@ def paper_layer(model: Any) -> int:
     return round(14 / 31 * (count - 1))
 
 
+def has_experts(model: Any) -> bool:
+    """Is it a mixture of experts?"""
+    config = model.config.get_text_config()
+    return any((getattr(config, f"num_{kind}experts", 0) or 0) > 1 for kind in ("", "local_", "routed_"))
+
+
 def _is_long(item: Item) -> bool:
     """Is its answer meant to be long: by the world's task, or by the number of tokens that it may have?"""
     return item.task in LONG or item.new_tokens(0) >= STEPS_OF_LONG
@@ -239,7 +245,7 @@ def retained_by_item(
         loaded.model, [prompt], [Condition()], max_new_tokens=answer_tokens, stop_ids=models.stop_ids(loaded)
     )
     settings = _settings_of(item, base)
-    more = retention.specifications(base) if len(settings) > 1 else {}
+    more = {**retention.specifications(base), **retention.singles(base)} if len(settings) > 1 else {}
     curves, summary = retention.retained(loaded.model, prompt, reply.tokens, settings, more=more, more_layer=layer)
     return {"curves": curves[curves.setting == DEFAULT], "summary": summary}
 
@@ -252,7 +258,7 @@ def headlines(r: Retained) -> pd.DataFrame:
     """
     s = r.long
     base = s[s.setting == DEFAULT]
-    moved = s[(s.layer == r.layer) & (s["head"] == -1) & ~s.setting.str.startswith("#")]
+    moved = s[(s.layer == r.layer) & (s["head"] == -1) & ~s.setting.str.startswith(("#", retention.TOKEN))]
 
     def lowest(rows: pd.DataFrame) -> pd.DataFrame:
         return rows.loc[rows.groupby(["item", "rule"]).worst.idxmin()]

@@ -31,7 +31,10 @@ def models(tmp_path):
         ("answer", *mistral, "DropKV", 4, 20.4, 20.4, 20.4),
         ("decode", *mistral, PLAIN, 1, 0.1, 0.1, 0.1),
         ("decode", *mistral, PLAIN, 10, 0.2, 0.1, 0.4),
+        ("decode", *mistral, timings.KEPT, 5, 0.1, 0.05, 9.0),
         ("decode", *mistral, "5% kept", 100, 0.1, 0.1, 0.2),
+        ("prefill", "Qwen", 100, PLAIN, 1, 2.0, 1.9, 2.1),
+        ("prefill", "Qwen", 100, "DropKV", 1, 2.0, 2.0, 2.0),
     ]
     frame = pd.DataFrame(rows, columns=["part", "model", "tokens", "method", "batch", "seconds", "low", "high"])
     file = tmp_path / "models.csv"
@@ -52,16 +55,34 @@ def test_the_kernel_s_members(kernels):
     ]
 
 
+def test_scratch_and_peak_are_shares_of_each_references(kernels):
+    assert timings.scratch_share(kernels).value.tolist() == pytest.approx([0.16, 0.016])
+    held = 2 * 131072 * 8 * 128 * 2 / 2**20
+    peak = timings.scratch_share(kernels, held=True).value.tolist()
+    assert peak == pytest.approx([(16 + held) / (100 + held), (16 + held) / (1000 + held)])
+
+
+def test_what_was_timed_once_has_no_interval(models):
+    once = timings.first_token(models, "Qwen", 100)
+    assert once.value.item() == 1
+    assert once[["low", "high"]].isna().all(axis=None)
+
+
 def test_the_models_members(models):
     assert only(timings.latency(models)) == [0.4, 4 * (2.0 - 2.2), 4 * (2.2 - 1.9)]
     assert only(timings.first_token(models)) == [1.05, 2.0 / 2.1, 2.2 / 1.9]
     assert only(timings.prefill_gain(models)) == [1.0, 4.0 / 2.2 - 1, 4.4 / 2.0 - 1]
-    assert only(timings.throughput(models)) == [20, 10 * 0.1 / 0.2, 10 * 0.4 / 0.1]
+    assert only(timings.throughput(models)) == [20, 10 * 0.1 / 0.1, 10 * 0.2 / 0.1]
+    assert only(timings.throughput(models, slowest=True)) == [20, 10 * 0.1 / 0.2, 10 * 0.4 / 0.1]
+    assert only(timings.throughputs(models)) == [20, 20 * 0.5, 20]
+    assert timings.throughputs(models).member.str.endswith(("plain cache", "everything kept")).all()
 
 
 def test_every_contrast_reads_the_measured_tables():
     for compute, file, _ in timings.CONTRASTS.values():
         found = compute(file)
         assert found.columns.tolist() == ["member", "value", "low", "high"]
+        found = found.dropna()
+        assert len(found)
         assert (found.low <= found.value).all()
         assert (found.value <= found.high).all()

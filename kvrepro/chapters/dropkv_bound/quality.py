@@ -17,6 +17,7 @@ from kvrepro.chapters.dropkv_bound.settings import Given
 from kvrepro.chapters.dropkv_bound.triples import Layer, pooled, triples
 from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import check, find, is_own
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
@@ -183,7 +184,8 @@ def answer_loss(loaded: Loaded, item: Item, share: float, window: int, kernel: i
         cheapest = bound.smallest(pooled(cost, kernel)[:, :-window], gone)
         evicted[layer.number] = torch.zeros_like(cost, dtype=torch.bool).scatter_(1, cheapest, True)
 
-    cache = DynamicCache(config=loaded.model.config)
+    slides = bool(ModelFacts.of(loaded.model).sliding)  # a cache that slides cannot be cut back
+    cache = DynamicCache(config=None if slides else loaded.model.config)
     triples(loaded.model, ids, [len(ids) - 1], visit, window=window, cache=cache)
     cache.crop(-1)  # the prompt's last token is read again by every copy: it too sees only what is kept
     return _answer_losses(loaded, ids, answer, evicted, cache)

@@ -1,10 +1,11 @@
 """What one may set in the chapter on DropKV's bound beside its notebook's parameters."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
 
 from kvrepro.engine.allowed import Count, Number, Odd, Size, ensure
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
 
@@ -64,6 +65,19 @@ class Given(Settings):
         ):
             if not 0 < len(set(names)) == len(names):
                 raise InputError(f"{name} {getattr(self, name)!r}: give a list of at least one, each once")
+
+    def within(self, model: Any) -> "Given":
+        """The same for a model some of whose layers slide: prompts and answers that they see whole, as the theory takes
+        them. Says so."""
+        window = min(ModelFacts.of(model).sliding.values(), default=None)
+        if window is None or self.tokens + self.max_new_tokens <= window:
+            return self
+        tokens = window - self.max_new_tokens
+        if tokens <= self.window:
+            raise InputError(f"layers of this model see {window} tokens: too few for the bound, take another model")
+        print(f"dropkv_bound: prompts of {tokens:,} tokens at most, since layers of this model see {window:,}")
+        lengths = tuple(length for length in self.lengths if length < tokens)
+        return replace(self, tokens=tokens, lengths=(*lengths, tokens))
 
     def prompts(self, n_items: int | None) -> int:
         """How many prompts: as many as asked for, or the profile's."""

@@ -302,16 +302,20 @@ def by_evidence(
     return stats.means(known.assign(evidence_at=at.round(3)), [*by, "evidence_at"], column).sort_values("evidence_at")
 
 
-def evidence(rows: pd.DataFrame, column: str = "token_f1", *, panel: str | None = None, **given: Any) -> Figure:
+def evidence(
+    rows: pd.DataFrame, column: str = "token_f1", *, panel: str | None = None, fill: str | None = None, parts: int = 5,
+    **given: Any,
+) -> Figure:  # fmt: skip
     """`by_evidence` of each policy as a line, so that a band of the prompt that a policy holds or misses is seen.
 
-    panel: a further column that facets; given: of `estimates`. Without rows that know their evidence it says so.
+    panel, fill: as in `estimates`, which takes `given`, too; parts: of the prompt. Without rows that know their
+    evidence it says so.
     """
-    table = by_evidence(rows, [name for name in (panel, "policy") if name], column)
+    table = by_evidence(rows, [name for name in (panel, fill, "policy") if name], column, parts)
     if table.empty:
         return heat(table, "evidence_at", "policy")
-    labels = {"evidence_at": "where the evidence stands (share of the prompt)"} | given.pop("labels", {})
-    return estimates(table, "evidence_at", "value", colour="policy", panel=panel, line=True, labels=labels, **given)
+    given["labels"] = {"evidence_at": "where the evidence stands (share of the prompt)"} | given.get("labels", {})
+    return estimates(table, "evidence_at", "value", colour="policy", fill=fill, panel=panel, line=True, **given)
 
 
 def heat(

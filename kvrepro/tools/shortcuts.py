@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvrepro.engine.attention import attend, installed
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.generate import generate
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, own
 from kvrepro.engine.regime import Prefill
@@ -38,10 +39,10 @@ from kvrepro.world.world import FILLER
 WINDOW = 32  # queries before the question: what SnapKV sees of a prompt
 SHARES = (0.1, 0.2, 0.3, 0.5)
 SIGNALS = {
-    "value_norm": "length of the value",
-    "key_norm": "length of the key",
-    "window": "attention of the 32 tokens before the question",
-    "question": "attention of the question",
+    "value_norm": "value norm",
+    "key_norm": "key norm",
+    "window": "attended to before the question",
+    "question": "attended to by it",
     "position": "position",
     "rarity": "rarity of the word in the prompt",
 }
@@ -105,13 +106,16 @@ def groups(prompt: Prompt, words: list[str], answer: set[str]) -> Mapping[str, n
     return {"evidence": evidence, "answer words": told, "filler": filler & ~evidence, "other facts": other}
 
 
+def _words(loaded: Loaded, item: Item) -> set[str]:
+    return set(loaded.tokenizer.tokenize(item.answer)) - set(MARKS)
+
+
 @torch.inference_mode()
 def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
     """layer (-1: of none), head, signal, contrast (of `CONTRASTS`), auc: of one prompt."""
     prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
     words = loaded.tokenizer.convert_ids_to_tokens(prompt.ids)
-    answer = set(loaded.tokenizer.tokenize(item.answer)) - set(MARKS)
-    where, end = groups(prompt, words, answer), min(prompt.spans["question"])
+    where, end = groups(prompt, words, _words(loaded, item)), min(prompt.spans["question"])
     look = Look(end, len(prompt.ids))
     with installed(loaded.model):
         ids = torch.tensor([prompt.ids], device=loaded.model.device)
@@ -134,34 +138,53 @@ def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
 
 
 def table(loaded: Loaded, items: list[Item]) -> pd.DataFrame:
-    """signal, contrast, layer, value, low, high, n: mean AUC over heads and prompts, with its interval over prompts."""
-    each = pd.concat([of_item(loaded, item).assign(item=item.id) for item in items])
-    per = each.groupby(["item", "signal", "contrast", "layer"], sort=False).auc.mean().reset_index()
-    return stats.means(per, ["signal", "contrast", "layer"], "auc")
+    """signal, contrast, layer, head, value, low, high, n: mean AUC over prompts with its interval."""
+    each = pd.concat([of_item(loaded, item) for item in items])
+    return stats.means(each, ["signal", "contrast", "layer", "head"], "auc")
+
+
+def conditions() -> list[Condition]:
+    """Policies that keep a share of the passage before the question is read, the longest values among them."""
+    plain = own("value_norm", Policy("Value norm", "this page", value_norm, parameters={"sinks": 4}))
+    policies = (plain, "k_norm", "snapkv", "critical_kv", "random")
+    before = Prefill(until="question")
+    return [Condition(name, share, before, reading="as_described") for share in SHARES for name in policies]
+
+
+def kept(loaded: Loaded, item: Item) -> pd.DataFrame:
+    """Of one prompt and each of `conditions`: policy, share, and the share of each of `groups` that a head holds, the
+    mean over layers and heads."""
+    prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
+    where = groups(prompt, loaded.tokenizer.convert_ids_to_tokens(prompt.ids), _words(loaded, item))
+    asked = conditions()
+    [answers] = generate(loaded.model, [prompt], asked, max_new_tokens=1, stop_ids=(), kept_sets=True)
+    return pd.DataFrame(
+        {"policy": c.policy, "share": c.budget}
+        | {name: float(np.stack(answer.kept_sets)[..., at].mean()) for name, at in where.items() if at.any()}
+        for c, answer in zip(asked, answers, strict=True)
+        if answer.kept_sets
+    )
 
 
 def lost(loaded: Loaded, items: list[Item], folder: Path) -> pd.DataFrame:
-    """Token F1 that is lost against the full cache where a share of the passage is kept before the question is read:
-    policy, share, value, low, high, n, and the share of the evidence's tokens that some head holds."""
-    plain = own("value_norm_and_sinks", Policy("Value norm", "this page", value_norm, parameters={"sinks": 4}))
-    policies = (plain, "k_norm", "snapkv", "critical_kv", "random")
-    before = Prefill(until="question")
-    conditions = [Condition(name, share, before, reading="as_described") for share in SHARES for name in policies]
-    study = Answers("shortcuts", "main", items, [Condition(), *conditions], 32)
+    """policy, share, value, low, high, n: share of the full cache's token F1 that is lost, and columns of `kept`."""
+    study = Answers("shortcuts", "main", items, [Condition(), *conditions()], 32)
     rows = run(study, loaded, Settings(folder, progress=False))
-    rows["policy"] = rows.policy.str.replace("own:", "")
-    cut = rows[rows.policy != "full"]
-    found = stats.contrasts(cut, rows[rows.policy == "full"], ["policy", "share"], "token_f1", kind="loss")
-    held = cut.groupby(["policy", "share"]).evidence_coverage.mean().rename("evidence_held")
-    return found.merge(held.reset_index(), on=["policy", "share"])
+    full = rows.policy == "full"
+    found = stats.contrasts(rows[~full], rows[full], ["policy", "share"], "token_f1", kind="loss")
+    held = pd.concat([kept(loaded, item) for item in items]).groupby(["policy", "share"]).mean().reset_index()
+    return found.merge(held, on=["policy", "share"])
 
 
-def drawn(found: pd.DataFrame) -> Figure:
-    """AUC by layer, a panel per contrast."""
-    of_layers = found[found.layer >= 0]
+def drawn(file: Path = DATA / "shortcuts.csv") -> Figure:
+    """AUC by layer, of the KV head that tells most, a panel per contrast; from the stored table."""
+    found = pd.read_csv(file)
+    found = found[found.layer >= 0]
+    far = found.value.sub(0.5).abs().groupby([found.signal, found.contrast, found.layer]).transform("max")
+    best = found[found.value.sub(0.5).abs() == far]
     labels = {"value": "AUC: evidence above the others"} | SIGNALS
     shown = figure.estimates(
-        of_layers, "layer", "value", colour="signal", panel="contrast", line=True, labels=labels, height=3.6
+        best, "layer", "value", colour="signal", panel="contrast", line=True, labels=labels, height=3.6
     )
     [axes.axhline(0.5, color="black", lw=0.8, ls=figure.DASHED) for axes in shown.axes]
     return shown
@@ -171,7 +194,7 @@ def drawn(found: pd.DataFrame) -> Figure:
 def main(
     model: Annotated[str, typer.Option(help="tiny-gqa, or the folder of a checkpoint")] = models.DEFAULT,
     items: str = "tinyworld:long,story,ledger,needle_multikey",
-    n: int = 33,
+    n: int = 22,
     tokens: int = 1900,
     seed: int = 2028,
     out: Path = DATA,
@@ -183,7 +206,9 @@ def main(
     found.to_csv(out / "shortcuts.csv", index=False, float_format="%.4f")
     losses = lost(loaded, drawn_items, out / "results")
     losses.to_csv(out / "shortcuts_lost.csv", index=False, float_format="%.4f")
-    typer.echo(found.pivot_table(index=["contrast", "layer"], columns="signal", values="value").round(3).to_string())
+    typer.echo(
+        found.pivot_table(index=["contrast", "layer", "head"], columns="signal", values="value").round(3).to_string()
+    )
     typer.echo(losses.round(3).to_string(index=False))
 
 

@@ -94,6 +94,9 @@ def test_scores_by_the_place_of_the_evidence():
     assert figure.by_evidence(rows, parts=2).n.tolist() == [3, 2]
     [axes] = figure.evidence(rows).axes
     assert "evidence" in axes.get_xlabel()
+    both = pd.concat([rows.assign(protected=True), rows.assign(protected=False, token_f1=0.0)])
+    [axes] = figure.evidence(both, fill="protected").axes
+    assert len(axes.containers) == 2
     assert len(figure.evidence(rows[rows.evidence_at.isna()]).axes) == 1  # which says that there is nothing
 
 

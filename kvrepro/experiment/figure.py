@@ -314,7 +314,7 @@ def evidence(
     table = by_evidence(rows, [name for name in (panel, fill, "policy") if name], column, parts)
     if table.empty:
         return heat(table, "evidence_at", "policy")
-    given["labels"] = {"evidence_at": "where the evidence stands (share of the prompt)"} | given.get("labels", {})
+    given["labels"] = {"evidence_at": "place of the evidence (0 to 1)"} | given.get("labels", {})
     return estimates(table, "evidence_at", "value", colour="policy", fill=fill, panel=panel, line=True, **given)
 
 

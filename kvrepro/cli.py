@@ -116,7 +116,7 @@ def items(
     from kvrepro.world import world
 
     if not name:
-        print(inspect.getdoc(data.load_items), f"Tasks of tinyworld: {', '.join(world.ALL)}.", sep="\n\n")
+        print(inspect.getdoc(data.load_items), f"Tasks of tinyworld: {', '.join(world.KNOWN)}.", sep="\n\n")
         return
     for item in data.load_items(name, n_items, seed, tokens):
         print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=False))

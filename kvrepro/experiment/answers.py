@@ -153,6 +153,7 @@ def heads(
         of["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item), *scored)
         told = {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
         told["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
+        told["evidence_at"] = measure.evidence_at(prompt.spans.get("evidence", ()), len(prompt.ids))
         for j in mine:
             one, by = own[j]
             found[i, j] = one | of | by | told | noted | {"key": fingerprint.digest(one, of | by, note)}
@@ -216,11 +217,14 @@ def answer_row(
     prediction = text.strip()
     if note is not None and (more := note(item, prompt, answer)):
         row["note"] = json.dumps(more)
+    evidence, until = prompt.spans.get("evidence", ()), head["until"]
+    end = prompt.turns[until] if until in prompt.turns else min(prompt.spans.get(until, [len(prompt.ids)]))
     same = """evicted policy_calls pages bytes_held bytes_state bytes_full peak_bytes prefill_seconds decode_seconds
         backend""".split()
     return row | {name: getattr(answer, name) for name in same} | {
         "prediction": prediction, **measure.all_measures(prediction, references(item)),
         **measure.official(text, references(item), item.meta),
+        "evidence_coverage": measure.evidence_coverage(evidence, answer.kept_positions, end),
         "n_generated": len(answer.tokens), "kept": [round(count) for count in answer.kept],
         "kept_mean": sum(answer.kept) / len(answer.kept), "kept_hash": answer.kept_positions_hash,
     }  # fmt: skip

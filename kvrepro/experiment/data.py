@@ -12,6 +12,7 @@ import random
 import shutil
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,8 @@ def load_items(
     """`n_items` items (None: all of a file), balanced over tasks, the same for the same seed.
 
     items:
-    - "tinyworld" (all its tasks), "tinyworld:domains" (the six QA domains), "tinyworld:domains,needle" (some tasks);
-      `tokens` is the prompt length
+    - "tinyworld" (all its tasks), "tinyworld:domains" (the six QA domains), "tinyworld:long" (eight with long answers),
+      "tinyworld:domains,needle" (some tasks); `tokens` is the prompt length
     - "longbench" (its sixteen English sets), "longbench:qasper,gov_report" (some of them), "longbench:qa" (the six QA
       sets), "longbench:long" (reports, meetings, news: answers of up to 512 tokens)
     - "longbench:protection": the QA sets as the protection paper asks them, passages of up to 6,000 words;
@@ -127,11 +128,13 @@ def found(path: str | Path) -> Path | None:
 def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[Item]:
     from kvrepro.world import world
 
-    groups = {"": world.TASKS, "domains": world.DOMAINS}
+    groups = {"": world.TASKS, "domains": world.DOMAINS, "long": world.LONG}
     tasks = [task for name in names.split(",") for task in groups.get(name, [name])]
-    unknown = [task for task in tasks if task not in world.ALL]
+    unknown = [task for task in tasks if task not in world.KNOWN]
     if unknown:
-        raise InputError(f"unknown tinyworld task '{unknown[0]}': use domains, or some of {', '.join(world.ALL)}")
+        raise InputError(
+            f"unknown tinyworld task '{unknown[0]}': use domains, long, or some of {', '.join(world.KNOWN)}"
+        )
     if n_items is None:
         raise InputError("tinyworld has no end: give n_items")
     counts = [n_items // len(tasks) + (i < n_items % len(tasks)) for i in range(len(tasks))]
@@ -277,6 +280,21 @@ def _asked(item: Item, context: str) -> tuple[tuple[dict[str, Any], ...], tuple[
     """The item's messages and spans with another text in the place of its context."""
     made = partial(longbench.messages, item.form) if item.form else _passage_messages
     return made(context, item.question or "")
+
+
+def without_passage(item: Item) -> Item:
+    """The item's question alone, beside an empty passage or as the span `question` marks it; else all of it."""
+    if item.context is not None:
+        told, spans = _asked(item, "")
+        return replace(item, messages=told, spans=spans, context="")
+    span = next((span for span in item.spans if span.name == "question"), None)
+    if span is None:
+        return item
+    question = item.messages[span.message]["content"][span.start : span.end].strip()
+    alone = [item.messages[span.message] | {"content": question}]
+    told = (*item.messages[: span.message], *alone, *item.messages[span.message + 1 :])
+    kept = tuple(one for one in item.spans if one.message != span.message)
+    return replace(item, messages=told, spans=(*kept, Span("question", span.message, 0, len(question))))
 
 
 def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:

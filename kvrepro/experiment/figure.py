@@ -20,10 +20,18 @@ from matplotlib.lines import Line2D
 
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
+from kvrepro.experiment import stats
 from kvrepro.experiment.claims import LABELS
 
 WIDTH = 7.2  # inches: the book's column
 DASHED = (0, (4, 2))
+CONTROLS = {  # lines that no policy drew: colour and dashes
+    "full": ("black", DASHED),
+    "first_word": ("#B22222", (0, (1, 1.5))),
+    "copy": ("#7B4FA3", (0, (4, 1.5, 1, 1.5))),
+    "no_passage": ("#8B6F47", (0, (6, 3))),
+    "refusal": ("#8C8C8C", (0, (1, 4))),
+}
 MANY = 4  # panels side by side; where there are more, names of rows stand at the left, and one label below them all
 STYLE = {
     "font.size": 9,
@@ -141,9 +149,10 @@ def estimates(
 
     colour: a column of policies or other names. fill: a column of True (filled) and False (hollow). panel, row: columns
     that facet. line: join points along the places (then numbers stand where they are). band: shade the interval.
-    reference: estimates of what all is compared with, drawn dashed, by `panel` and `row` where it has them. labels:
-    names of columns, and of `True` and `False` in the legend. height: inches, of one row. log: "x", "y" or "xy".
-    share: `sharex`, `sharey` of the panels. Raises InputError for a table without rows or without these columns.
+    reference: estimates of what all is compared with, drawn dashed, by `panel` and `row` where it has them; a column
+    `control` names several, "full" or one of `CONTROLS` (see `floors`). labels: names of columns, and of `True` and
+    `False` in the legend. height: inches, of one row. log: "x", "y" or "xy". share: `sharex`, `sharey` of the panels.
+    Raises InputError for a table without rows or without these columns.
     """
     missing = {name for name in (x, y, colour, fill, panel, row) if name} | {"value", "low", "high"}
     missing -= set(table)
@@ -187,7 +196,7 @@ def estimates(
             axes.set_xlabel(below if few or n == columns // 2 else "")
         for axes, name in zip(grid.axes[:, 0], grid.row_names or [beside], strict=True):
             axes.set_ylabel(beside if few else look(name).name)
-        _legend(grid.figure, shown if colour and colour != along else {}, fill, labels, reference is not None, line)
+        _legend(grid.figure, shown if colour and colour != along else {}, fill, labels, reference, line)
     return done(grid.figure)
 
 
@@ -223,8 +232,10 @@ def _reference(axes: Axes, reference: pd.DataFrame | None, facet: Mapping[str, A
             reference = reference[reference[name] == value]
     for _, one in reference.iterrows():
         line, span = (axes.axhline, axes.axhspan) if upright else (axes.axvline, axes.axvspan)
-        line(one.value, color="black", lw=1, ls=DASHED, zorder=1)
-        if pd.notna(one.low):
+        name = one.get("control", "full")
+        colour, dashes = CONTROLS[name]
+        line(one.value, color=colour, lw=1, ls=dashes, zorder=1)
+        if name == "full" and pd.notna(one.low):  # the others are many, and their lines are enough
             span(one.low, one.high, color="#BDBDBD", alpha=0.45, lw=0, zorder=0)
 
 
@@ -247,8 +258,9 @@ def _places(
 
 
 def _legend(
-    figure: Figure, shown: Mapping[Any, Look], fill: str | None, labels: Mapping[str, str], reference: bool, line: bool
-) -> None:
+    figure: Figure, shown: Mapping[Any, Look], fill: str | None, labels: Mapping[str, str],
+    reference: pd.DataFrame | None, line: bool,
+) -> None:  # fmt: skip
     ls = "-" if line else "none"
     handles: list[Any] = [
         Line2D([], [], color=c, marker=m, ls=ls, label=labels.get(name, name)) for name, c, m in shown.values()
@@ -257,10 +269,53 @@ def _legend(
         names = [labels.get(str(value), f"{'' if value else 'not '}{fill}") for value in (True, False)]
         handles.append(Line2D([], [], color="#333333", marker="o", ls="none", label=names[0]))
         handles.append(Line2D([], [], color="#333333", marker="o", mfc="white", ls="none", label=names[1]))
-    if reference:
-        handles.append(Line2D([], [], color="black", lw=1, ls=DASHED, label=labels.get("reference", "full cache")))
+    drawn = [] if reference is None else dict.fromkeys(reference.get("control", ["full"]))
+    for name in drawn:
+        colour, dashes = CONTROLS[name]
+        said = labels.get("reference", "full cache") if name == "full" else name.replace("_", " ")
+        handles.append(Line2D([], [], color=colour, lw=1, ls=dashes, label=said))
     if len(handles) > 1:
         figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), columnspacing=1.2)
+
+
+def floors(
+    controls: pd.DataFrame, full: pd.DataFrame, column: str = "token_f1", by: Sequence[str] = ()
+) -> pd.DataFrame:
+    """What `estimates` draws as its `reference`: the full cache's mean, and those of answers that no policy gives.
+
+    controls: of `controls.of_items`; full: rows of the full cache; by: further columns of both, `task` for instance.
+    """
+    each = [table.assign(control=name) for name, table in (("full", full), *controls.groupby("control", sort=False))]
+    found = stats.means(pd.concat(each).dropna(subset=column), ["control", *by], column)
+    return found[found.value > 0].reset_index(drop=True)  # a line on the axis says nothing
+
+
+def by_evidence(
+    rows: pd.DataFrame, by: Sequence[str] = ("policy",), column: str = "token_f1", parts: int = 5
+) -> pd.DataFrame:
+    """Scores by where the evidence stands: means per group in equal parts of the prompt (`evidence_at`: their middle).
+
+    Rows whose items do not know their evidence are left out; without any, the table is empty.
+    """
+    known = rows.dropna(subset=["evidence_at", column])
+    at = (np.minimum(known.evidence_at * parts // 1, parts - 1) + 0.5) / parts
+    return stats.means(known.assign(evidence_at=at.round(3)), [*by, "evidence_at"], column).sort_values("evidence_at")
+
+
+def evidence(
+    rows: pd.DataFrame, column: str = "token_f1", *, panel: str | None = None, fill: str | None = None, parts: int = 5,
+    **given: Any,
+) -> Figure:  # fmt: skip
+    """`by_evidence` of each policy as a line, so that a band of the prompt that a policy holds or misses is seen.
+
+    panel, fill: as in `estimates`, which takes `given`, too; parts: of the prompt. Without rows that know their
+    evidence it says so.
+    """
+    table = by_evidence(rows, [name for name in (panel, fill, "policy") if name], column, parts)
+    if table.empty:
+        return heat(table, "evidence_at", "policy")
+    given["labels"] = {"evidence_at": "place of the evidence (0 to 1)"} | given.get("labels", {})
+    return estimates(table, "evidence_at", "value", colour="policy", fill=fill, panel=panel, line=True, **given)
 
 
 def heat(

@@ -1,10 +1,11 @@
 """What a prediction is worth, given one reference, or several of which the best counts."""
 
 import difflib
+import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ def all_measures(prediction: str, answer: Answer) -> dict[str, float]:
     """The measure columns of a results row."""
     measures = (token_f1, token_f1_longbench, exact_match, rouge_l)
     found = {measure.__name__: measure(prediction, answer) for measure in measures}
-    return found | {"repetition_4gram": repetition_4gram(prediction)}
+    return found | after_first(prediction, answer) | {"repetition_4gram": repetition_4gram(prediction)}
 
 
 def token_f1(prediction: str, answer: Answer) -> float:
@@ -37,6 +38,21 @@ def token_f1_longbench(prediction: str, answer: Answer) -> float:
     Source: Bai et al. 2024, arXiv:2308.14508 (qa_f1_score).
     """
     return _best(prediction, answer, lambda p, a: _bag_f1(_no_articles(p), _no_articles(a), both_empty=0.0))
+
+
+def after_first(prediction: str, answer: Answer) -> dict[str, float]:
+    """`first_right`, whether the first word is the answer's (0 or 1), and `rest_f1`, `token_f1` of the words after it.
+
+    Under every policy the first output token comes from the full cache; only what follows shows an eviction. Of several
+    references the best counts; those of one word have nothing after it: nan where no other is left.
+    """
+    longer = [a for a in ([answer] if isinstance(answer, str) else answer) if len(a.split()) > 1]
+    if not longer:
+        return {"first_right": math.nan, "rest_f1": math.nan}
+    return {
+        "first_right": _best(prediction, longer, lambda p, a: float(p.split()[:1] == a.split()[:1])),
+        "rest_f1": _best(prediction, longer, lambda p, a: token_f1(" ".join(p.split()[1:]), " ".join(a.split()[1:]))),
+    }
 
 
 def exact_match(prediction: str, answer: Answer) -> float:
@@ -61,6 +77,24 @@ def repetition_4gram(text: str) -> float:
     if total < 1:
         return 0.0
     return 1 - len({tuple(words[i : i + 4]) for i in range(total)}) / total
+
+
+# ---- the evidence
+
+
+def evidence_at(evidence: Sequence[int], tokens: int) -> float:
+    """Where an item's evidence stands in a prompt of so many tokens: its mean position, from 0 to 1; none: nan."""
+    return sum(evidence) / len(evidence) / (tokens - 1) if evidence and tokens > 1 else math.nan
+
+
+def evidence_coverage(evidence: Sequence[int], kept: Iterable[int], end: int) -> float:
+    """Share of the evidence's tokens that some layer and head still holds after the first reduction; none: nan.
+
+    kept: positions below `end` that any of them holds; what stands from `end` on is not compressed. A policy that
+    chooses the same tokens everywhere, at random, covers its share of the cache; one whose heads choose apart, more.
+    """
+    held = set(kept)
+    return sum(at >= end or at in held for at in evidence) / len(evidence) if evidence else math.nan
 
 
 # ---- the metrics of benchmarks

@@ -15,7 +15,7 @@ from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims
 from kvrepro.paths import ROOT
-from kvrepro.tools import cost, reference
+from kvrepro.tools import cost, reference, shortcuts
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
     f"engine/score/test_{name}.py::test_" for name in ("position", "keys", "cumulative", "heads", "window")
@@ -76,6 +76,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages["artifact"] = table(differences.table())
     pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
     cost.bars().savefig(folder / "targets.svg")
+    shortcuts.drawn().savefig(folder / "shortcuts.svg")
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 

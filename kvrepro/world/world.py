@@ -216,6 +216,38 @@ def needle_multiquery(rng: random.Random, tokens: int, evaluation: bool, turns: 
     return _conversation(rng, tokens, facts, asked)
 
 
+def _many(
+    per_tokens: int, where: tuple[float, float] = (0.0, 1.0), speech: bool = False, values: bool = False,
+    facts_asked: Range = (3, 4),
+) -> Build:  # fmt: skip
+    """`needle_multiquery`, or with `values` `needle_multivalue`, with more of what a passage can be like: no new task.
+
+    The facts that are asked for stand side by side, so that an item has a place in the prompt. The first word of the
+    answer stands in the question, or is always the same. per_tokens, where, speech: as in `_fact_task`; facts_asked:
+    how many, at least and at most.
+    """
+
+    def build(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
+        room = (where[1] - where[0]) * tokens + rng.randrange(per_tokens)  # so that no length lies at the edge of n
+        n, asked = max(4, min(36, int(room) // per_tokens)), rng.randint(*facts_asked)
+        keys, told = people(rng, n, evaluation), things(rng, n, evaluation)
+        speakers = rng.sample(w.FIRST, 4) if speech else None
+        at = rng.randint(0, n - asked)
+        chosen = [at + i for i in rng.sample(range(asked), asked)]  # the order of the answer
+        facts = [["They", "told", *key, *value, "##."] for key, value in zip(keys, told, strict=True)]
+        if values:
+            for i, which in enumerate(chosen):
+                facts[which] = ["They", "told", *keys[at], ORDINALS[i], *told[which], "##."]
+            answer = [word for i, which in enumerate(chosen) for word in (ORDINALS[i], *told[which])]
+            asks = question("list all they told", keys[at], "##?")
+        else:
+            answer = [word for which in chosen for word in (*keys[which], *told[which], "##,")][:-1]
+            asks = question("what did they tell", [word for i in chosen for word in (*keys[i], "##,")][:-1], "##?")
+        return _conversation(rng, tokens, facts, [(asks, answer, chosen)], where, speakers, shuffle=False)
+
+    return build
+
+
 def variable_tracking(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
     """Chains of copies told link by link among each other; one is followed to its end."""
     n_chains, links = max(2, min(6, tokens // 100)), rng.randint(3, 5)
@@ -298,9 +330,15 @@ def passage_retrieval(rng: random.Random, tokens: int, evaluation: bool, turns: 
     return _conversation(rng, tokens, facts, asked)
 
 
-def list_all(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
-    """Entries in order, all of them: an answer of 100 to 300 tokens that sweeps attention over the whole passage."""
+def list_all(
+    rng: random.Random, tokens: int, evaluation: bool, turns: int, entries: Range | None = None
+) -> Conversation:
+    """Entries in order, all of them: an answer of 100 to 300 tokens that sweeps attention over the whole passage.
+
+    entries: how many, at least and at most, instead.
+    """
     n = rng.randint(18, 48) if tokens >= 1000 else max(3, min(20, (tokens - 30) // 18))
+    n = rng.randint(*entries) if entries else n
     keys, values = people(rng, n, evaluation), things(rng, n, evaluation)
     facts = [["Entry", w.NUMBERS[i], *keys[i], *values[i], "##."] for i in range(n)]
     answer = [word for i in range(n) for word in (w.NUMBERS[i], *keys[i], *values[i], "##.")]
@@ -427,6 +465,16 @@ TASKS: dict[str, Build] = {
     "frequent_words": frequent_words,
     **DOMAINS,
 }
+LONG: dict[str, Build] = {  # for evaluation alone: answers of eight words and more, whose first word gives nothing away
+    "several": _many(80),
+    "several_dense": _many(48),
+    "several_front": _many(24, (0.0, 0.15)),
+    "several_back": _many(24, (0.85, 1.0)),
+    "values": _many(80, values=True),
+    "values_dialogue": _many(90, speech=True, values=True),
+    "values_dense": _many(48, values=True),
+    "entries": partial(list_all, entries=(18, 20)),  # at 1,900 tokens training shows no fewer; answers fit 128 tokens
+}
 INSTRUCTED: dict[str, Build] = {f"instruction_{kind}": partial(instructed, only=kind) for kind in INSTRUCTIONS}
 INSTRUCTED["instruction_several"] = instructed
 SECRETS: dict[str, Build] = {
@@ -436,7 +484,9 @@ SECRETS: dict[str, Build] = {
     "examples_refusal": partial(system_few_shot, leak=True, defended=True),
     "examples_leak": partial(system_few_shot, leak=True, defended=False),
 }
-ALL = {**TASKS, **INSTRUCTED, **SECRETS}
+ALL = {**TASKS, **INSTRUCTED, **SECRETS}  # what training draws from
+ASKED = {f"several_{n}": _many(80, facts_asked=(n, n)) for n in (2, 4)}  # short and long questions, for evaluation
+KNOWN = {**ALL, **LONG, **ASKED}
 
 
 def pretty(words: Words) -> str:
@@ -462,8 +512,8 @@ def sample(task: str, n: int, seed: int = 0, tokens: int = 1900) -> list[Item]:
     system turn. Raises InputError for an unknown task, n below 1, a length outside 200 to 4,000, and one
     that leaves no room for the answer.
     """
-    if task not in ALL:
-        raise InputError(f"unknown task {task!r}: choose one of {', '.join(ALL)}")
+    if task not in KNOWN:
+        raise InputError(f"unknown task {task!r}: choose one of {', '.join(KNOWN)}")
     if n < 1:
         raise InputError(f"n is {n}: ask for at least 1 item")
     if not 200 <= tokens <= 4000:
@@ -486,7 +536,7 @@ def _filled(task: str, name: str, tokens: int) -> Conversation:
     for attempt in range(100):
         aim = tokens
         for _ in range(6):
-            conversation = ALL[task](random.Random(f"{name}-{attempt}"), aim, True, 1)
+            conversation = KNOWN[task](random.Random(f"{name}-{attempt}"), aim, True, 1)
             spare = tokens - prompt_tokens(conversation)
             answer = len(conversation.turns[0][1]) + 1
             if 0 <= spare < 12 and tokens - spare + answer <= CONTEXT:

@@ -75,7 +75,7 @@ def test_a_subset_is_balanced_over_tasks_and_repeatable(tasks, draw, seed):
         ("no/such.jsonl", 3, "no file no/such.jsonl"),
         ("tinyworld", 0, "n_items is 0"),
         ("tinyworld", None, "give n_items"),
-        ("tinyworld:needle,neddle", 2, "unknown tinyworld task 'neddle': use domains, or some of "),
+        ("tinyworld:needle,neddle", 2, "unknown tinyworld task 'neddle': use domains, long, or some of "),
         ("FILE", 3, "n_items is 3 but .* has 1 items"),
     ],
 )
@@ -162,7 +162,9 @@ def test_numbers_as_ids_and_tasks_become_text(tmp_path):
     assert (item.id, item.task) == ("3", "7")
 
 
-@pytest.mark.parametrize(("names", "tasks"), [("", "TASKS"), (":domains", "DOMAINS"), (":needle,two_hop", None)])
+@pytest.mark.parametrize(
+    ("names", "tasks"), [("", "TASKS"), (":domains", "DOMAINS"), (":long", "LONG"), (":needle,two_hop", None)]
+)
 def test_tinyworld_items_are_balanced_over_the_tasks_named(monkeypatch, names, tasks):
     from kvrepro.world import world
 

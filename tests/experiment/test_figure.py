@@ -58,6 +58,48 @@ def test_the_full_cache_is_drawn_in_its_own_panel():
     assert levels == [[{0.9}], [{0.8}]]
 
 
+SCORED = pd.DataFrame({"item": list("abcd"), "token_f1": [1.0, 0.8, 0.9, 0.9], "rest_f1": [1.0, 0.6, np.nan, 0.8]})
+
+
+def test_answers_that_no_policy_gives_are_lines_with_names():
+    controls = pd.concat([
+        SCORED.assign(control="first_word", token_f1=0.4, rest_f1=0.0), SCORED.assign(control="copy", token_f1=0.2)
+    ])  # fmt: skip
+    table = figure.floors(controls, SCORED)
+    assert dict(zip(table.control, table.value, strict=True)) == pytest.approx(
+        {"full": 0.9, "first_word": 0.4, "copy": 0.2}
+    )
+    assert figure.floors(controls, SCORED, "rest_f1").control.tolist() == ["full", "copy"]  # nothing is drawn at zero
+    one = figure.estimates(TABLE, "capacity", "value", colour="policy", panel="reading", reference=table)
+    for axes in one.axes:
+        level = [
+            line.get_ydata()[0]
+            for line in axes.lines
+            if len(set(line.get_ydata())) == 1 and line.get_marker() == "None"
+        ]
+        assert sorted(set(level)) == pytest.approx([0.2, 0.4, 0.9])
+    names = [text.get_text() for text in one.legends[0].get_texts()]
+    assert names[-3:] == ["full cache", "first word", "copy"]
+
+
+def test_scores_by_the_place_of_the_evidence():
+    rows = pd.DataFrame({
+        "item": list("abcdef"), "policy": "lru", "evidence_at": [0.0, 0.1, 0.45, 0.95, 1.0, np.nan],
+        "token_f1": [1.0, 0.0, 0.5, 0.2, 0.4, 1.0],
+    })  # fmt: skip
+    table = figure.by_evidence(rows)
+    assert table[["evidence_at", "value", "n"]].to_numpy() == pytest.approx(
+        np.array([[0.1, 0.5, 2], [0.5, 0.5, 1], [0.9, 0.3, 2]])
+    )
+    assert figure.by_evidence(rows, parts=2).n.tolist() == [3, 2]
+    [axes] = figure.evidence(rows).axes
+    assert "evidence" in axes.get_xlabel()
+    both = pd.concat([rows.assign(protected=True), rows.assign(protected=False, token_f1=0.0)])
+    [axes] = figure.evidence(both, fill="protected").axes
+    assert len(axes.containers) == 2
+    assert len(figure.evidence(rows[rows.evidence_at.isna()]).axes) == 1  # which says that there is nothing
+
+
 def test_what_cannot_be_drawn_is_said():
     with pytest.raises(InputError, match="24 rows, without column colour"):
         figure.estimates(TABLE, "capacity", "value", colour="colour")

@@ -65,9 +65,37 @@ def test_measures_are_shares_and_symmetric(a, b):
     assert 0 <= measure.repetition_4gram(a) < 1
 
 
+def test_what_follows_the_first_word_is_scored_without_it():
+    found = measure.after_first("red door shut", "red door open")
+    assert found == {"first_right": 1.0, "rest_f1": 0.5}
+    assert measure.after_first("red", "red door open") == {"first_right": 1.0, "rest_f1": 0.0}  # the word alone
+    assert measure.after_first("door red", "red door")["first_right"] == 0.0
+    assert all(value != value for value in measure.after_first("red", "red").values())  # one word: nan
+    best = measure.after_first("red door", ["red", "blue gate", "red door"])  # of those with more than a word
+    assert best == {"first_right": 1.0, "rest_f1": 1.0}
+
+
+@given(words, words)
+def test_a_right_answer_is_right_after_its_first_word_too(prediction, answer):
+    found = measure.after_first(prediction, answer)
+    if len(answer.split()) > 1 and prediction.split() == answer.split():
+        assert found == {"first_right": 1.0, "rest_f1": 1.0}
+    assert (len(answer.split()) < 2) == (found["rest_f1"] != found["rest_f1"])
+
+
+def test_evidence_is_covered_by_what_any_head_holds_and_by_what_is_not_compressed():
+    assert measure.evidence_coverage([3, 4, 5, 6], kept=[0, 4, 6, 9], end=10) == 0.5
+    assert measure.evidence_coverage([3, 4, 11, 12], kept=[4], end=10) == 0.75  # 11 and 12 follow what is compressed
+    assert measure.evidence_coverage([], [1], 10) != measure.evidence_coverage([], [1], 10)  # nan
+    assert measure.evidence_at([0, 10], tokens=11) == 0.5
+    assert measure.evidence_at([10], tokens=11) == 1.0
+    assert measure.evidence_at([], 11) != measure.evidence_at([], 11)
+
+
 def test_all_measures_has_the_column_names():
     found = measure.all_measures("a cat", "the cat")
-    assert list(found) == ["token_f1", "token_f1_longbench", "exact_match", "rouge_l", "repetition_4gram"]
+    wanted = "token_f1 token_f1_longbench exact_match rouge_l first_right rest_f1 repetition_4gram"
+    assert list(found) == wanted.split()
 
 
 # ---- the official metrics of LongBench

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 
 import checkpoint
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Generation
-from kvrepro.engine.regime import Prefill, SharedCap
+from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
-from kvrepro.experiment import answers, fingerprint, models, progress, run, store
+from kvrepro.experiment import answers, data, fingerprint, models, progress, run, store
 from kvrepro.experiment.data import Item
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed
 
@@ -65,6 +66,24 @@ def fake(loaded, monkeypatch):
 def go(loaded, tmp_path, items=ITEMS, conditions=CONDITIONS, limit=None, **options):
     study = Answers("doors", "main", items, conditions, 8, limit)
     return run.run(study, loaded, Settings(results=tmp_path, **options))
+
+
+def test_rows_say_where_the_evidence_stood_and_how_much_of_it_is_held(loaded):
+    items = data.load_items("tinyworld:needle", 1, seed=3, tokens=300)
+    tiny = models.load("tiny-gqa")
+    conditions = [
+        Condition(), Condition("streaming_llm", 64, DecodeCap()), Condition("random", 0.5, Prefill(until="question")),
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        rows = run.run(Answers("mine", "main", items, conditions, 4), tiny, Settings(folder, progress=False))
+        plain = run.run(Answers("mine", "other", ITEMS[:1], [Condition()], 4), loaded, Settings(folder, progress=False))
+    prompt = data.build_prompt(items[0], tiny.tokenizer, 400)
+    at = prompt.spans["evidence"]
+    assert rows.evidence_at.tolist() == pytest.approx([sum(at) / len(at) / (len(prompt.ids) - 1)] * 3)
+    newest = [i >= len(prompt.ids) - 60 or i < 4 for i in at]
+    assert rows.evidence_coverage.tolist()[:2] == [1.0, sum(newest) / len(at)]
+    assert 0.9 < rows.evidence_coverage[2] <= 1  # sixteen heads that draw apart hold nearly all, between them
+    assert plain[["evidence_at", "evidence_coverage"]].isna().all(axis=None)
 
 
 def test_one_row_per_item_and_condition_in_order(loaded, fake, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The chapter's one drawing that is no estimate: which positions of a prompt survive."""
+"""The chapter's own drawings: which positions of a prompt survive, and what a kept question is worth."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from kvrepro.experiment.figure import STYLE, WIDTH, done, look
+from kvrepro.experiment import stats
+from kvrepro.experiment.figure import STYLE, WIDTH, done, look, looks, panels
 
+SIDES = {  # of the study of the question's place: (reading, protected) -> name, colour, marker
+    ("as_run", False): ("authors' code, unprotected", "#0072B2", "o"),
+    ("as_run", True): ("authors' code, protected", "#0072B2", "s"),
+    ("as_described", False): ("authors' text, unprotected", "#E69F00", "D"),
+}
 BINS = 480  # along the prompt
 
 
@@ -40,6 +46,39 @@ def retention(kept: pd.DataFrame) -> Figure:
         for panel in panels[-1]:
             panel.set_xlabel("position in the prompt (tokens)")
     return done(figure)
+
+
+def question(asked: pd.DataFrame, column: str = "rest_f1") -> Figure:
+    """What LRU gains where the question is kept: by the guard at the prompt's end, and by the prompt's length (right).
+
+    asked: rows of `study.question`. Dotted: the length of each question; one thousand tokens, from which on the decimal
+    order of the authors' code loses the end of the prompt.
+    """
+    figure, (left, right) = panels(2, height=3.0, sharey=True)
+    cut = asked[asked.policy != "full"]
+    lengths, places = cut[cut.varied == "length"], cut[cut.varied == "place"]
+    for (tokens, part), shown in zip(lengths.groupby("question"), looks(["two", "four"]).values(), strict=False):
+        _line(left, part, "guard", column, f"question of {tokens:.0f} tokens", shown.colour, shown.marker)
+        left.axvline(tokens, color=shown.colour, lw=0.8, ls=(0, (1, 2)))
+    for (reading, guarded), (name, colour, marker) in SIDES.items():
+        part = places[(places.reading == reading) & ((places.prefix > 0) == guarded)]
+        if len(part):
+            _line(right, part, "length", column, name, colour, marker, hollow=not guarded)
+    right.axvline(1000, color="black", lw=0.8, ls=(0, (1, 2)))
+    left.set(xlabel="tokens guarded at the prompt's end", ylabel="token F1 after the first word", ylim=(-0.03, 1.03))
+    right.set_xlabel("prompt length (tokens)")
+    for axes in (left, right):
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=7.5)
+    return done(figure)
+
+
+def _line(
+    axes: Axes, rows: pd.DataFrame, x: str, column: str, name: str, colour: str, marker: str, hollow: bool = False
+) -> None:
+    at = stats.means(rows, x, column).sort_values(x)
+    error = [at.value - at.low, at.high - at.value]
+    mfc = "white" if hollow else colour
+    axes.errorbar(at[x], at.value, error, color=colour, marker=marker, mfc=mfc, lw=1.2, elinewidth=0.8, label=name)
 
 
 def _strips(panel: Axes, positions: list[np.ndarray], policies: list[str], tokens: int) -> None:

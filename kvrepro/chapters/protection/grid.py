@@ -4,7 +4,7 @@ One prefill serves a whole list, so the chapter runs the union of its grids once
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from kvrepro.engine.allowed import ensure
 from kvrepro.engine.condition import Condition
@@ -20,6 +20,8 @@ FAITHFUL = ("h2o_faithful", "snapkv_faithful", "ada_kv_faithful", "quest_faithfu
 SWEEP = (0.0, 0.5, 1.0, 1.5, 2.0)  # in units of the protected fraction: 0, 5, 10, 15, 20%
 SIDES = ((1, 0), (0, 1), (2, 0), (0, 2), (1, 1))  # prefix and suffix in the same units; the last three match in budget
 
+GUARDS = (0.0, 0.025, 0.05, 0.075, 0.1)  # of the capacity, at the prompt's end: shorter than a question, and longer
+
 
 @dataclass(frozen=True)
 class Size:
@@ -28,15 +30,19 @@ class Size:
     items: int
     context: int  # per prompt length
     attention: int
+    question: int  # per length and place of the question
 
 
-SIZES = {"quick": Size(48, 8, 8), "full": Size(162, 48, 32)}  # six for each of the eight tasks; the paper's main panel
+SIZES = {  # six for each of the eight tasks; the paper's main panel
+    "quick": Size(48, 8, 8, 6),
+    "full": Size(162, 48, 32, 24),
+}
 
 
 def size(profile: str, n_items: int | None = None) -> Size:
     """The profile's size; `n_items` sets the main study and caps the others."""
     found = SIZES[profile]
-    return found if n_items is None else Size(n_items, min(n_items, found.context), min(n_items, found.attention))
+    return found if n_items is None else Size(n_items, *(min(n_items, n) for n in astuple(found)[1:]))
 
 
 def readings(reading: str, policy: str = "lru") -> list[str]:
@@ -104,6 +110,17 @@ def protection(
     for condition in found:
         check(condition)
     return found
+
+
+def guards(capacity: int, shares: Sequence[float] = GUARDS) -> list[Condition]:
+    """LRU of the authors' code with a guard at the prompt's end alone, of each share of the capacity."""
+    return [Condition(), *(capped("lru", capacity, 0.0, share, "as_run") for share in shares)]
+
+
+def places(capacity: int, protect_frac: float) -> list[Condition]:
+    """LRU of the authors' code, unprotected and protected, beside unprotected LRU of their text."""
+    sides = [("as_run", 0.0), ("as_run", protect_frac), ("as_described", 0.0)]
+    return [Condition(), *(capped("lru", capacity, side, side, reading) for reading, side in sides)]
 
 
 def context(tokens: int, protect_frac: float = 0.10, reading: str = "both") -> list[Condition]:

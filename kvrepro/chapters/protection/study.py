@@ -1,5 +1,6 @@
 """The chapter's studies: the main comparison, prompt lengths, attention at the boundaries, what is kept."""
 
+import json
 from collections.abc import Sequence
 
 import pandas as pd
@@ -11,10 +12,11 @@ from kvrepro.chapters.protection import grid
 from kvrepro.chapters.protection.settings import Settings
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import watch_prompt
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.guard import protected_count
 from kvrepro.errors import InputError
-from kvrepro.experiment import data
+from kvrepro.experiment import controls as answers_without
+from kvrepro.experiment import data, measure
 from kvrepro.experiment.answers import prompt_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
@@ -22,6 +24,8 @@ from kvrepro.item import Item
 
 PAPER_TOKENS = 2048  # prompt and answer together, in the paper's harness
 WORLD_TOKENS = 1900  # of a prompt of the embedded world
+ASKED = ("several_2", "several_4")  # the world's tasks with short and with long questions
+SHORT = 32  # most new tokens where the question varies: its answers are short
 SUITS = {"longbench": "longbench:protection"}  # the paper asks LongBench's QA sets, in its own way
 
 
@@ -63,6 +67,43 @@ def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Se
         study = Answers("protection", f"context-{length}", here, conditions, new, limit)
         parts.append(run(study, loaded, settings).assign(length=length))
     return pd.concat(parts, ignore_index=True)
+
+
+def controls(loaded: Loaded, items: Sequence[Item], settings: Settings) -> pd.DataFrame:
+    """Of the main comparison's items, answers that no policy gives (`controls.CONTROLS`)."""
+    return answers_without.of_items("protection", items, loaded, settings, settings.max_new_tokens)
+
+
+def question(loaded: Loaded, items: str, n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:
+    """Rows of `run` where the question's length and its place vary, with the columns `varied` and `guard` (tokens at
+    the prompt's end), `question` (its tokens, the mean), `held` (share of them that is kept) and `length` (of prompts).
+
+    "length": questions of the world for two and for four facts, against guards that hold less or more of them. Others
+    ask what they ask. "place": prompts of several lengths; the decimal order of positions, which breaks LRU's ties in
+    the authors' code, holds the end of a prompt of less than a thousand tokens, and loses the end of a longer one.
+    """
+    world = items.partition(":")[0] == "tinyworld"
+    asked = [f"tinyworld:{name}" for name in ASKED] if world else [SUITS.get(items, items)]
+    usual = [("length", name, WORLD_TOKENS, grid.guards(capacity)) for name in asked]
+    lengths = [length for length in settings.places if length + SHORT <= loaded.context]
+    placed = [("place", asked[0], length, grid.places(capacity, settings.protect_frac)) for length in lengths]
+    parts, new = [], min(settings.max_new_tokens, SHORT)
+    for i, (varied, name, tokens, conditions) in enumerate(usual + placed):
+        here = data.load_fitting(name, n_items, loaded.tokenizer, loaded.context - new, settings.seed, tokens)
+        limit = tokens if any(item.context is not None for item in here) else None
+        study = Answers("protection", f"question-{i}", here, conditions, new, limit, note=held_question)
+        parts.append(run(study, loaded, settings).assign(varied=varied, length=tokens))
+    rows = pd.concat(parts, ignore_index=True)
+    notes = pd.DataFrame([json.loads(note) if isinstance(note, str) else {} for note in rows.note], index=rows.index)
+    rows = rows.join(notes.reindex(columns=["question", "held"]))
+    rows["question"] = rows.groupby(["varied", "task", "length"]).question.transform("mean").round(1)
+    return rows.assign(guard=(rows.suffix * capacity).astype(int))
+
+
+def held_question(item: Item, prompt: Prompt, answer: Generation) -> dict[str, float]:
+    """`question`: its tokens; `held`: the share of them that some layer and head holds after the first reduction."""
+    at = prompt.spans.get("question", [])
+    return {"question": len(at), "held": measure.evidence_coverage(at, answer.kept_positions, len(prompt.ids))}
 
 
 def attention(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:

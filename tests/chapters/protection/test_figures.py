@@ -4,6 +4,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+import pytest
 
 from kvrepro.chapters.protection import figures
 
@@ -42,3 +43,22 @@ def test_retention_darkens_where_positions_are_kept():
     inside, outside = shade[int(480 * 800 / 1919) : int(480 * 990 / 1919)], shade[: int(480 * 700 / 1919)]
     assert inside.max() < outside.min()
     plt.close(one)
+
+
+def test_a_kept_question_is_drawn_by_guard_and_by_length():
+    rows = [
+        {"varied": "length", "policy": "lru", "reading": "as_run", "prefix": 0.0, "guard": guard, "length": 1900,
+         "question": question, "rest_f1": guard / 100 + x}
+        for question in (12.0, 18.0) for guard in (0, 12, 25) for x in (0.0, 0.2)
+    ] + [
+        {"varied": "place", "policy": "lru", "reading": "as_run", "prefix": side, "guard": 0, "length": length,
+         "question": 12.0, "rest_f1": 0.5 * (length < 1000) + x}
+        for side in (0.0, 0.1) for length in (900, 1100) for x in (0.0, 0.2)
+    ]  # fmt: skip
+    left, right = figures.question(pd.DataFrame(rows)).axes
+    names = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (left, right)]
+    assert names == [
+        ["question of 12 tokens", "question of 18 tokens"], ["authors' code, unprotected", "authors' code, protected"],
+    ]  # fmt: skip
+    assert left.containers[0][0].get_xydata() == pytest.approx(np.array([[0, 0.1], [12, 0.22], [25, 0.35]]))
+    assert right.containers[1][0].get_xydata() == pytest.approx(np.array([[900, 0.6], [1100, 0.1]]))

@@ -11,7 +11,7 @@ from tiny import prompts as tiny_prompts
 from kvrepro.chapters.protection import study
 from kvrepro.chapters.protection.settings import Settings
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, models
+from kvrepro.experiment import controls, data, models
 from kvrepro.experiment.data import Item
 
 PASSAGE = "The red door is open and the blue door is shut. " * 60
@@ -60,6 +60,36 @@ def test_context_cuts_passages_to_each_length_and_leaves_out_what_does_not_fit(l
     assert set(frame.capacity.dropna()) == {37, 75}
     with pytest.raises(InputError, match=r"no prompt of \[4000\] \+ 2 new tokens fits 1024 positions"):
         study.context(loaded, str(items), 1, "both", replace(settings, lengths=[4000]))
+
+
+def test_the_questions_length_and_place_decide_what_lru_holds_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "WORLD_TOKENS", 240)
+    tiny = models.load("tiny-gqa")
+    settings = Settings(tmp_path, progress=False, max_new_tokens=4, places=(900, 1020))
+    rows = study.question(tiny, "tinyworld:long", 1, 120, settings)
+    assert rows.groupby("varied").size().to_dict() == {"length": 2 * 6, "place": 2 * 4}
+    lengths = rows[rows.varied == "length"]
+    assert sorted(lengths.question.unique()) == [12, 18]
+    assert sorted(lengths.guard.unique()) == [0, 3, 6, 9, 12]
+    assert (rows.held[rows.policy == "full"] == 1).all()
+    bare = rows[(rows.policy == "lru") & (rows.prefix == 0) & (rows.reading == "as_run") & (rows.suffix == 0)]
+    bare = bare.set_index(["varied", "length"]).held
+    assert bare["place", 900] == 1  # positions from 880 on are among the largest strings
+    assert bare["place", 1020] == 0
+    assert (rows.held[(rows.varied == "place") & (rows.prefix > 0)] > 0.5).all()
+    other = tmp_path / "doors.jsonl"
+    other.write_text('{"context": "' + PASSAGE + '", "question": "Which door?", "answer": "red", "domain": "doors"}\n')
+    with pytest.MonkeyPatch.context() as patched:  # what is no world's asks its own questions
+        patched.setattr(study, "WORLD_TOKENS", 400)
+        asked = study.question(tiny, str(other), 1, 120, settings)
+    assert asked.groupby("varied").size().to_dict() == {"length": 6, "place": 8}
+
+
+def test_controls_are_those_of_the_main_comparisons_items(tmp_path):
+    tiny = models.load("tiny-gqa")
+    items = data.load_items("tinyworld:values", 2, tokens=300)
+    found = study.controls(tiny, items, Settings(tmp_path, progress=False, max_new_tokens=8))
+    assert found.control.tolist() == [*controls.CONTROLS] * 2
 
 
 def test_prompts_with_a_passage_stop_at_the_papers_length():

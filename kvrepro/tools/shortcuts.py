@@ -1,0 +1,216 @@
+"""Can the world's evidence be told without reading? `python -m kvrepro.tools.shortcuts` writes data/shortcuts.csv.
+
+A policy must guess which tokens a question will ask for. Where those differ from the rest in something plain, such as
+the length of their values, it need not guess. The measure is the AUC: how often a token of the evidence stands above
+one of the others; one half is chance, and below it the evidence stands below.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from matplotlib.figure import Figure
+from scipy import stats as scipy_stats
+from torch import Tensor
+
+from kvrepro.engine.attention import attend, installed
+from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.generate import generate
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.policy import Policy, own
+from kvrepro.engine.regime import Prefill
+from kvrepro.engine.shapes import Scores
+from kvrepro.errors import one_line_errors
+from kvrepro.experiment import data, figure, models, stats
+from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.run import Answers, Settings, run
+from kvrepro.item import Item
+from kvrepro.paths import DATA
+from kvrepro.world.words import MARKS
+from kvrepro.world.world import FILLER
+
+WINDOW = 32  # queries before the question: what SnapKV sees of a prompt
+SHARES = (0.1, 0.2, 0.3, 0.5)
+SIGNALS = {
+    "value_norm": "value norm",
+    "key_norm": "key norm",
+    "window": "attended to before the question",
+    "question": "attended to by it",
+    "position": "position",
+    "rarity": "rarity of the word in the prompt",
+}
+CONTRASTS = {  # which tokens against which
+    "answer words, filler": ("answer words", "filler"),
+    "evidence, filler": ("evidence", "filler"),
+    "evidence, other facts": ("evidence", "other facts"),
+}
+
+
+def value_norm(o: Observation) -> Scores:
+    """s_j = ||v_j||."""
+    return o.values.float().norm(dim=-1)  # noqa: PD011  (not a pandas frame)
+
+
+def auc(scores: np.ndarray, positive: np.ndarray, negative: np.ndarray) -> float:
+    """Chance that a score of `positive` (bool, like scores) exceeds one of `negative`; ties count one half."""
+    a, b = scores[positive], scores[negative]
+    ranks = scipy_stats.rankdata(np.concatenate([a, b]))[: len(a)].sum()
+    return float((ranks - len(a) * (len(a) + 1) / 2) / (len(a) * len(b)))
+
+
+class Look:
+    """Stands in each layer's attention during one pass and keeps what a policy could see: a row per KV head."""
+
+    def __init__(self, question: int, tokens: int):
+        self.end, self.seen = question, {}
+        self.queries = {"window": range(question - WINDOW, question), "question": range(question, tokens)}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int | None = None
+    ) -> Tensor:
+        at = torch.arange(query.shape[2], device=query.device)[None]
+        sums = {name: torch.zeros(key.shape[1], self.end) for name in self.queries}
+
+        def see(p: Tensor, queries: slice) -> None:  # [1, kv_heads, group, queries, tokens]
+            for name, wanted in self.queries.items():
+                a, b = max(wanted.start, queries.start), min(wanted.stop, queries.stop)
+                if a < b:
+                    sums[name] += p[0, :, :, a - queries.start : b - queries.start, : self.end].sum((1, 2)).cpu()
+
+        out = attend(query, at, [(key, value, at[:, None])], scaling, sliding, see)
+        norms = {"value_norm": value[0], "key_norm": key[0]}
+        found = {name: x[:, : self.end].float().norm(dim=-1).cpu() for name, x in norms.items()} | sums
+        self.seen[layer] = {name: x.numpy() for name, x in found.items()}
+        return out
+
+
+def groups(prompt: Prompt, words: list[str], answer: set[str]) -> Mapping[str, np.ndarray]:
+    """Which tokens of the passage are evidence, words of the answer in it, filler, and other facts: bool, up to the
+    question."""
+    start, end = prompt.turns["user"] + 1, min(prompt.spans["question"])
+    evidence = np.isin(np.arange(end), prompt.spans["evidence"])
+    sentences, filler = {tuple(one) for one in FILLER}, np.zeros(end, bool)
+    size = len(FILLER[0])
+    for at in range(start, end - size + 1):
+        if tuple(words[at : at + size]) in sentences:
+            filler[at : at + size] = True
+    other = ~evidence & ~filler & (np.arange(end) >= start)
+    told = evidence & np.array([word in answer for word in words[:end]])
+    return {"evidence": evidence, "answer words": told, "filler": filler & ~evidence, "other facts": other}
+
+
+def _words(loaded: Loaded, item: Item) -> set[str]:
+    return set(loaded.tokenizer.tokenize(item.answer)) - set(MARKS)
+
+
+@torch.inference_mode()
+def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
+    """layer (-1: of none), head, signal, contrast (of `CONTRASTS`), auc: of one prompt."""
+    prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
+    words = loaded.tokenizer.convert_ids_to_tokens(prompt.ids)
+    where, end = groups(prompt, words, _words(loaded, item)), min(prompt.spans["question"])
+    look = Look(end, len(prompt.ids))
+    with installed(loaded.model):
+        ids = torch.tensor([prompt.ids], device=loaded.model.device)
+        loaded.model(input_ids=ids, logits_to_keep=1, use_cache=False, kvrepro=look)
+    counts = Counter(words[:end])
+    plain = {"position": np.arange(end), "rarity": -np.array([counts[word] for word in words[:end]])}
+    scores = [(-1, 0, name, x) for name, x in plain.items()]
+    scores += [
+        (n, h, name, x) for n, seen in look.seen.items() for name, heads in seen.items() for h, x in enumerate(heads)
+    ]
+    return pd.DataFrame(
+        [
+            (layer, head, name, contrast, auc(x, where[a], where[b]))
+            for layer, head, name, x in scores
+            for contrast, (a, b) in CONTRASTS.items()
+            if where[a].any() and where[b].any()
+        ],
+        columns=["layer", "head", "signal", "contrast", "auc"],
+    )
+
+
+def table(loaded: Loaded, items: list[Item]) -> pd.DataFrame:
+    """signal, contrast, layer, head, value, low, high, n: mean AUC over prompts with its interval."""
+    each = pd.concat([of_item(loaded, item) for item in items])
+    return stats.means(each, ["signal", "contrast", "layer", "head"], "auc")
+
+
+def conditions() -> list[Condition]:
+    """Policies that keep a share of the passage before the question is read, the longest values among them."""
+    plain = own("value_norm", Policy("Value norm", "this page", value_norm, parameters={"sinks": 4}))
+    policies = (plain, "k_norm", "snapkv", "critical_kv", "random")
+    before = Prefill(until="question")
+    return [Condition(name, share, before, reading="as_described") for share in SHARES for name in policies]
+
+
+def kept(loaded: Loaded, item: Item) -> pd.DataFrame:
+    """Of one prompt and each of `conditions`: policy, share, and the share of each of `groups` that a head holds, the
+    mean over layers and heads."""
+    prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
+    where = groups(prompt, loaded.tokenizer.convert_ids_to_tokens(prompt.ids), _words(loaded, item))
+    asked = conditions()
+    [answers] = generate(loaded.model, [prompt], asked, max_new_tokens=1, stop_ids=(), kept_sets=True)
+    return pd.DataFrame(
+        {"policy": c.policy, "share": c.budget}
+        | {name: float(np.stack(answer.kept_sets)[..., at].mean()) for name, at in where.items() if at.any()}
+        for c, answer in zip(asked, answers, strict=True)
+        if answer.kept_sets
+    )
+
+
+def lost(loaded: Loaded, items: list[Item], folder: Path) -> pd.DataFrame:
+    """policy, share, value, low, high, n: share of the full cache's token F1 that is lost, and columns of `kept`."""
+    study = Answers("shortcuts", "main", items, [Condition(), *conditions()], 32)
+    rows = run(study, loaded, Settings(folder, progress=False))
+    full = rows.policy == "full"
+    found = stats.contrasts(rows[~full], rows[full], ["policy", "share"], "token_f1", kind="loss")
+    held = pd.concat([kept(loaded, item) for item in items]).groupby(["policy", "share"]).mean().reset_index()
+    return found.merge(held, on=["policy", "share"])
+
+
+def drawn(file: Path = DATA / "shortcuts.csv") -> Figure:
+    """AUC by layer, of the KV head that tells most, a panel per contrast; from the stored table."""
+    found = pd.read_csv(file)
+    found = found[found.layer >= 0]
+    far = found.value.sub(0.5).abs().groupby([found.signal, found.contrast, found.layer]).transform("max")
+    best = found[found.value.sub(0.5).abs() == far]
+    labels = {"value": "AUC: evidence above the others"} | SIGNALS
+    shown = figure.estimates(
+        best, "layer", "value", colour="signal", panel="contrast", line=True, labels=labels, height=3.6
+    )
+    [axes.axhline(0.5, color="black", lw=0.8, ls=figure.DASHED) for axes in shown.axes]
+    return shown
+
+
+@one_line_errors()
+def main(
+    model: Annotated[str, typer.Option(help="tiny-gqa, or the folder of a checkpoint")] = models.DEFAULT,
+    items: str = "tinyworld:long,story,ledger,needle_multikey",
+    n: int = 22,
+    tokens: int = 1900,
+    seed: int = 2028,
+    out: Path = DATA,
+) -> None:
+    """Measure on the CPU in float32: shortcuts.csv, shortcuts_lost.csv, and the figure of the model's page."""
+    loaded = models.load(model)
+    drawn_items = data.load_items(items, n, seed, tokens)
+    found = table(loaded, drawn_items)
+    found.to_csv(out / "shortcuts.csv", index=False, float_format="%.4f")
+    losses = lost(loaded, drawn_items, out / "results")
+    losses.to_csv(out / "shortcuts_lost.csv", index=False, float_format="%.4f")
+    typer.echo(
+        found.pivot_table(index=["contrast", "layer", "head"], columns="signal", values="value").round(3).to_string()
+    )
+    typer.echo(losses.round(3).to_string(index=False))
+
+
+if __name__ == "__main__":
+    typer.run(main)

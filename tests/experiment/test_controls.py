@@ -1,0 +1,68 @@
+"""Answers that no policy gives, of the world's items and of items with a passage."""
+
+import pandas as pd
+import pytest
+
+from kvrepro.experiment import controls, data, measure, models
+from kvrepro.experiment.run import Settings
+from kvrepro.item import Item, Span
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return models.load("tiny-gqa")
+
+
+def item(text: str, answer: str) -> Item:
+    at = text.index("Question")
+    return Item("i", "t", ({"role": "user", "content": text},), answer, (Span("question", 0, at, len(text)),))
+
+
+def test_a_copy_begins_at_the_first_word_and_is_as_long_as_the_answer():
+    assert (
+        controls.copied(item("Red doors open. Big red doors are. Question: which?", "red doors now"))
+        == "red doors are."
+    )
+    assert controls.copied(item("The red door is open here. Question: which?", "red door")) == "red door"
+    assert controls.copied(item("No such word. Question: which?", "red door")) == "red"
+    assert controls.copied(item("Nothing. Question: which?", "")) == ""
+
+
+def test_without_its_passage_an_item_asks_its_question_alone():
+    [needle] = data.load_items("tinyworld:needle", 1, seed=3, tokens=400)
+    alone = data.without_passage(needle)
+    assert alone.messages[0] == needle.messages[0]
+    assert alone.messages[1]["content"].startswith("Question: what did they tell")
+    assert [span.name for span in alone.spans] == ["question"]
+    assert needle.answer.split()[0] not in alone.messages[1]["content"]
+    passage = "The red door is open. " * 9
+    asked = Item("p", "t", data._passage_messages(passage, "Which?")[0], "red", context=passage, question="Which?")
+    assert data.without_passage(asked).messages[1]["content"] == "Passage: \n\nQuestion: Which?"
+    told = Item("m", "t", ({"role": "user", "content": "Say it."},), "it")
+    assert data.without_passage(told) == told
+
+
+def test_every_control_is_a_row_with_its_scores_and_is_stored(tiny, tmp_path):
+    items = data.load_items("tinyworld:several,story", 4, seed=3, tokens=300)
+    settings = Settings(tmp_path, progress=False)
+    found = controls.of_items("mine", items, tiny, settings, max_new_tokens=24)
+    assert found.groupby("item").control.agg(list).tolist() == [list(controls.CONTROLS)] * 4
+    for row in found.itertuples():
+        assert row.token_f1 == measure.token_f1(row.prediction, row.answer)
+    first = found[found.control == "first_word"]
+    assert (first.rest_f1 == 0).all()
+    expected = {len(one.answer.split()): 2 / (1 + len(one.answer.replace(",", "").split())) for one in items}
+    assert first.token_f1.tolist() == pytest.approx([expected[len(one.answer.split())] for one in items])
+    assert (found[found.control == "refusal"].token_f1 == 0).all()
+    assert (found[found.control == "no_passage"].exact_match == 0).all()  # the answer stands in the passage alone
+    assert (tmp_path / "mine" / "controls").is_dir()
+    pd.testing.assert_frame_equal(found, controls.of_items("mine", items, tiny, settings, max_new_tokens=24))
+
+
+def test_a_first_word_is_worth_little_where_answers_are_long(tiny):
+    def worth(names: str) -> float:
+        items = data.load_items(names, 16, seed=0, tokens=500)
+        return sum(measure.token_f1(one.answer.split()[0], one.answer) for one in items) / len(items)
+
+    assert worth("tinyworld:domains") > 0.6
+    assert worth("tinyworld:long") < 0.15

@@ -99,11 +99,21 @@ def protection(
         sided([(k, k) for k in SWEEP], middle, protect_frac, reading),
         sided(SIDES, middle, protect_frac, reading),
         faithful(middle, protect_frac, reading),
+        *(sided([(k, k)], size, protect_frac, reading) for size, k in absolute(capacities)),
     )
     found = list(dict.fromkeys(condition for part in parts for condition in part))
     for condition in found:
         check(condition)
     return found
+
+
+def absolute(capacities: Sequence[int]) -> list[tuple[int, float]]:
+    """Capacities beside the middle one, each with the guard that is as long there, in units of the protected fraction.
+
+    Only half and double capacities: other ratios are rounded apart.
+    """
+    middle = sorted(capacities)[len(capacities) // 2]
+    return [(size, middle / size) for size in sorted(capacities) if middle / size in (0.5, 2.0)]
 
 
 def context(tokens: int, protect_frac: float = 0.10, reading: str = "both") -> list[Condition]:

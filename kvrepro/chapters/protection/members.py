@@ -13,6 +13,7 @@ from kvrepro.engine.policy import is_own
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, judge, measure
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
+from kvrepro.experiment.stats import CONTRASTS
 
 NO_CEILING = {
     "same_output",
@@ -49,6 +50,8 @@ def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
         wanted = (cell["policy"], cell["capacity"], cell["prefix"], cell["suffix"], cell.get("suffix_mode", "dynamic"))
         rows = named(rows)
         here = rows[rows.cell == _name(*wanted)]
+        if "regime" in cell:
+            here = here[here.regime == cell["regime"]]
     if here.empty:
         raise NotTestable(f"not run: {said}")
     if here["item"].duplicated().any():
@@ -74,7 +77,11 @@ def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: fl
     """Every member of a claim as `{"label", "a", "b", "rows"}`: cells with real numbers, and their rows."""
     rows, over = named(rows), claim.get("over", {})
     sizes = capacities(rows, protect_frac)
-    wanted_sizes = {cell.get("capacity") for cell in claim.get("cells", {}).values()}
+    given_cells = [
+        *claim.get("cells", {}).values(),
+        *(m.get(side, {}) for m in claim.get("members", []) for side in "ab"),
+    ]
+    wanted_sizes = {cell.get("capacity") for cell in given_cells}
     if len(sizes["all"]) == 1 and {"smallest", "largest"} <= wanted_sizes:
         raise NotTestable(f"two capacities are needed, {sizes['middle']:.0f} alone was run")
     policies = over.get("policy", [None])
@@ -137,7 +144,7 @@ def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:
 def _same_output(claim: Mapping, cell: Mapping) -> Sample:
     """Do two conditions write the same? On items that either reduced again: before, ranks cannot differ."""
     rows = cell["rows"]
-    column = "prediction" if "prediction" in rows and rows.prediction.notna().any() else "output_hash"
+    column = "prediction" if "prediction" in rows and rows.prediction.notna().any() else "output"
     text = pd.DataFrame({side: per_item(rows, cell[side], column) for side in "ab"}).dropna()
     calls = pd.DataFrame({side: per_item(rows, cell[side], "policy_calls") for side in "ab"})
     again = (calls.reindex(text.index) >= 2).any(axis=1)
@@ -212,6 +219,8 @@ def _columns(claim: Mapping, cell: Mapping) -> pd.DataFrame:
     frame = pd.DataFrame({name: per_item(rows, one, measured) for name, one in wanted.items()}).dropna()
     if claim.get("reduced"):
         frame = frame[per_item(rows, cell["a"], "evicted").reindex(frame.index) > 0]
+    if "again" in claim:
+        frame = frame[per_item(rows, cell[claim["again"]], "policy_calls").reindex(frame.index) >= 2]
     if "below" in claim:
         frame = (frame < claim["below"]).astype(float)
     if "from" in claim:
@@ -300,7 +309,7 @@ def evaluate(
     """Verdict of every claim in every reading that was run (`judge.verdicts`), a reader's own policies' after them.
 
     results, scaling: rows of the runner (`scaling` with a column `length`, tokens); attention: rows of
-    `study.attention`; more: rows of the studies `credit`, `needle` and `sampling` (which has a column `temperature`).
+    `study.attention`; more: rows of the studies of `scope`, by name.
     kv_heads: of the model, for statements about their number. measure: a column of scores, for claims that name none.
     """
     known = claims.load_claims(book) if isinstance(book, str) else book
@@ -336,6 +345,21 @@ def evaluate(
     return judge.verdicts(
         [*known["claims"], *claims.of_own(known, own)], found, asked, model=results["model"].iloc[0], profile=profile
     )
+
+
+def scored(book: Mapping) -> dict[str, Any]:
+    """The part of a claims file that depends on the measure of quality: what is asked of scores, and names none."""
+    kinds = {*CONTRASTS, "spread", "lift_minus_spread", "lift_when_sampled"}
+    return {**book, "claims": [c for c in book["claims"] if c["contrast"] in kinds and "measure" not in c]}
+
+
+def turned(verdicts: pd.DataFrame, others: pd.DataFrame) -> list[str]:
+    """Verdicts that differ between two tables, as text: `P4 (authors' code): reproduced, here partly`."""
+    both = others.merge(verdicts[["claim", "reading", "verdict"]], on=["claim", "reading"], suffixes=("", "_first"))
+    return [
+        f"{row.claim} ({claims.LABELS.get(row.reading, 'either')}): {row.verdict_first}, here {row.verdict}"
+        for row in both[both.verdict != both.verdict_first].itertuples()
+    ]
 
 
 def rest_of(rows: pd.DataFrame) -> pd.DataFrame:

@@ -193,6 +193,46 @@ def test_sampling_each_way():
         raise members.members(BY_ID["P40"], BOOK["sets"], greedy)[0]
 
 
+def real(f1) -> pd.DataFrame:
+    """Rows of three published methods in two regimes; f1(regime, guarded)."""
+    full = PAPER[PAPER.policy == "full"]
+    parts = [
+        full.assign(
+            policy=policy, regime=regime, capacity=256.0, prefix=side, suffix=side, token_f1=f1(regime, side > 0)
+        )
+        for policy in BOOK["sets"]["real"]
+        for regime in ("prefill", "decode cap")
+        for side in (0.0, 0.1)
+    ]
+    return pd.concat([full, *parts], ignore_index=True).assign(policy_calls=2, suffix_mode="dynamic")
+
+
+def test_published_methods_each_way():
+    lifted = real(lambda regime, guarded: 0.8 if guarded else 0.1)
+    assert {outcome(one, lifted) for one in ("P45", "P46", "P48")} == {"reproduced"}
+    lowered = real(lambda regime, guarded: (0.1 if guarded else 0.3) + 0.3 * (guarded and regime == "prefill"))
+    assert {outcome(one, lowered) for one in ("P45", "P46", "P48")} == {"not reproduced"}
+    once = lowered.assign(policy_calls=1)
+    assert set(states("P48", once).n) == {0}
+
+
+def test_absolute_guards_each_way():
+    def rows(loss: float) -> pd.DataFrame:
+        parts = [PAPER]
+        for size, side in ((128, 0.2), (512, 0.05)):
+            own = PAPER[(PAPER.policy == "lru") & (PAPER.capacity == size) & (PAPER.prefix == 0.1)]
+            parts.append(own.assign(prefix=side, suffix=side, token_f1=own.token_f1 - loss))
+        return pd.concat(parts, ignore_index=True)
+
+    assert outcome("P47", rows(0.0)) == "reproduced"
+    assert outcome("P47", rows(0.2)) == "not reproduced"
+    assert (
+        members.evaluate(PAPER[PAPER.capacity.isna() | (PAPER.capacity == 256)], some("P47"))
+        .note[0]
+        .startswith("two cap")
+    )
+
+
 def test_statements_about_heads_are_asked_of_models_that_have_them():
     table = members.evaluate(PAPER, some("P9", "P9b", "P14b"), kv_heads=2).set_index("claim")
     assert table.verdict["P9"] == "reproduced"
@@ -208,6 +248,15 @@ def test_another_measure_reaches_claims_that_name_none():
     table = members.evaluate(rows, asked, measure="rest_f1").set_index("claim")
     assert table.verdict["P4"] == table.verdict["P12"] == "inconclusive"
     assert table.verdict["P23"] == members.evaluate(rows, asked).set_index("claim").verdict["P23"]
+
+
+def test_verdicts_that_turn_with_the_measure_are_told():
+    rows = PAPER.assign(rest_f1=PAPER.token_f1.where(PAPER.policy == "full", 0.05))
+    asked = members.scored(some("P4", "P23", "P32", "P15"))
+    assert [claim["id"] for claim in asked["claims"]] == ["P4", "P15"]  # the others ask no score
+    both = [members.evaluate(rows, asked, measure=one) for one in ("token_f1", "rest_f1")]
+    assert members.turned(*both) == [f"{one} (authors' code): reproduced, here inconclusive" for one in ("P4", "P15")]
+    assert members.turned(both[0], both[0]) == []
 
 
 def test_no_claim_is_without_a_test():

@@ -13,7 +13,7 @@ from kvrepro.engine import allowed, policy
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, judge
 from kvrepro.paths import ROOT
 from kvrepro.tools import cost, reference
 
@@ -122,7 +122,11 @@ def controlled() -> str:
         for row, (name, why) in zip(rows, causes, strict=True) if name
     ]  # fmt: skip
     out = {row.claim: [r.panel for r in rows if r.claim == row.claim and r.verdict == "reproduced"] for row in rows}
-    mended = [{name: c.get(name) for name in ("id", "statement", "changed")} for c in known.values() if "changed" in c]
+    mended = [
+        {"claim": c["id"], "statement": c["statement"], "why": c["changed"], "rule now": judge.rule_text(c),
+         "rule before": judge.rule_text({**c, **c["first"]}) if {"rule", "test"} & set(c.get("first", ())) else ""}
+        for c in known.values() if "changed" in c
+    ]  # fmt: skip
     parts = [
         f"{len(rows)} pairs of a claim and a panel can be decided; {len(rows) - len(of)} come out *reproduced*. Of the "
         f"others, {said}.",

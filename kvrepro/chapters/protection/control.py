@@ -66,7 +66,7 @@ class Panel(NamedTuple):
 
 
 def panels(rows: pd.DataFrame) -> Iterator[Panel]:
-    """The authors' rows (`artifact.results`) as panels: main grid, lengths, the credit, needles at 64K, sampling."""
+    """The authors' rows (`artifact.scores`) as panels: main grid, lengths, the credit, needles at 64K, sampling."""
     rows = rows.assign(items=rows["item"].str.rsplit("-", n=1).str[0])
     rows = rows[rows["items"].isin(ITEMS)]
     once = rows[(rows.temperature == 0) & ~rows["name"].isin(TWICE)]
@@ -146,4 +146,4 @@ def cause(row: Any, claim: Mapping[str, Any]) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    claims.write(evaluate(artifact.results(rouge=True)), TABLE)
+    claims.write(evaluate(artifact.scores()), TABLE)

@@ -11,7 +11,7 @@ import pandas as pd
 
 from kvrepro.engine.policy import is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, judge, measure
+from kvrepro.experiment import claims, history, judge, measure
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
 from kvrepro.experiment.stats import CONTRASTS
 
@@ -342,9 +342,9 @@ def evaluate(
             kv_heads=kv_heads,
         )
 
-    return judge.verdicts(
-        [*known["claims"], *claims.of_own(known, own)], found, asked, model=results["model"].iloc[0], profile=profile
-    )
+    every = [*history.with_first(known["claims"]), *claims.of_own(known, own)]
+    frame = judge.verdicts(every, found, asked, model=results["model"].iloc[0], profile=profile)
+    return history.marked(frame, known["claims"])
 
 
 def scored(book: Mapping) -> dict[str, Any]:

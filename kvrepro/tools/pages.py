@@ -7,13 +7,13 @@ from pathlib import Path
 
 import nbformat
 
-from kvrepro.chapters.protection import credit
+from kvrepro.chapters.protection import control, credit
 from kvrepro.chapters.reanalysis import differences
 from kvrepro.engine import allowed, policy
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, judge
 from kvrepro.paths import ROOT
 from kvrepro.tools import cost, reference, shortcuts
 
@@ -72,7 +72,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pages = {name: table(rows) for name, rows in tables().items()} | {"claims": verdicts(chapters, root)}
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
-    pages["settings"] = reference.settings()
+    pages["settings"], pages["control"] = reference.settings(), controlled()
     pages["artifact"] = table(differences.table())
     pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
     cost.bars().savefig(folder / "targets.svg")
@@ -107,6 +107,36 @@ def tables() -> dict[str, list[dict[str, str]]]:
             for name, s in SWITCHES.items()
         ],
     }  # fmt: skip
+
+
+def controlled() -> str:
+    """The protection claims on the authors' own rows: what came out, what did not and why, what was mended."""
+    known = {claim["id"]: claim for claim in claims.load_claims("protection")["claims"]}
+    rows = list(claims.read(control.TABLE).itertuples())
+    causes = [control.cause(row, known[row.claim]) for row in rows]
+    of = [name for name, _ in causes if name]
+    said = "; ".join(f"{text}: {of.count(name)}" for name, text in control.CAUSES.items())
+    off = [
+        {"claim": row.claim, "rows of": row.panel, "paper": claims.paper_text(known[row.claim]["paper"], row.unit),
+         "their rows": claims.shown(row), "rule": row.rule, "verdict": row.verdict, "because": control.CAUSES[name],
+         "why": why}
+        for row, (name, why) in zip(rows, causes, strict=True) if name
+    ]  # fmt: skip
+    out = {row.claim: [r.panel for r in rows if r.claim == row.claim and r.verdict == "reproduced"] for row in rows}
+    mended = [
+        {"claim": c["id"], "statement": c["statement"], "why": c["changed"], "rule now": judge.rule_text(c),
+         "rule before": judge.rule_text({**c, **c["first"]}) if {"rule", "test"} & set(c.get("first", ())) else ""}
+        for c in known.values() if "changed" in c
+    ]  # fmt: skip
+    parts = [
+        f"{len(rows)} pairs of a claim and a panel can be decided; {len(rows) - len(of)} come out *reproduced*. Of the "
+        f"others, {said}.",
+        "## Where a rule does not come out", table(off), "## Rules and statements that were mended", table(mended),
+        "## Where it comes out", table([{"claim": c, "rows of": "; ".join(ps)} for c, ps in out.items() if ps]),
+        "## What no published row can decide",
+        f"{', '.join(name for name in known if name not in out)}: their conditions were not published, or not run.",
+    ]  # fmt: skip
+    return "\n\n".join(parts)
 
 
 def _parameter(name: str, p: policy.Policy, key: str) -> dict[str, str]:

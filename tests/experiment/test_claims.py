@@ -24,7 +24,8 @@ def test_every_printed_number_is_found_in_a_table():
 
 def test_twelve_claims_at_least_with_ids_in_order_and_a_tolerance():
     ids = [claim["id"] for claim in BOOK["claims"]]
-    assert ids == [f"P{i + 1}" for i in range(len(ids))]
+    assert [one for one in ids if one[-1].isdigit()] == [f"P{i + 1}" for i in range(48)]
+    assert all(one[:-1] in ids[i - 1] for i, one in enumerate(ids) if not one[-1].isdigit())  # P9b stands after P9
     assert len(ids) >= 12
     assert all(claim["contrast"] == "none" or claim.get("rule") for claim in BOOK["claims"])
 
@@ -97,7 +98,7 @@ def test_the_table_survives_its_file_and_says_no_nan(tmp_path):
     for frame in (table, back):
         texts = [claims.summary(frame), claims.beside(frame, *topics), claims.overview(frame).to_csv()]
         assert not any("nan" in text for text in texts)
-    assert "Rule: at most 0.064." in claims.beside(table, "collapse")
+    assert "Rule: at most 0.1." in claims.beside(table, "collapse")
     assert claims.verdict(table, "P1", "as_run").startswith(f"*{table.verdict.iloc[0]}*")
 
 

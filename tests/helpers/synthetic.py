@@ -71,6 +71,7 @@ def results(
                     repetition_4gram=0.9 * (1 - good),
                     n_generated=128 if good < 0.1 else 20,
                     policy_calls=17 if good < 0.1 else 3,
+                    evicted=0 if cell["policy"] == "full" else 1700,
                     kept_hash=f"{cell['policy']}-{cell['capacity']}",
                     prompt_tokens=1900,
                     error=None,

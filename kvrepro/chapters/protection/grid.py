@@ -105,6 +105,7 @@ def protection(
         sided([(k, k) for k in SWEEP], middle, protect_frac, reading),
         sided(SIDES, middle, protect_frac, reading),
         faithful(middle, protect_frac, reading),
+        *(sided([(k, k)], size, protect_frac, reading) for size, k in absolute(capacities)),
     )
     found = list(dict.fromkeys(condition for part in parts for condition in part))
     for condition in found:
@@ -121,6 +122,15 @@ def places(capacity: int, protect_frac: float) -> list[Condition]:
     """LRU of the authors' code, unprotected and protected, beside unprotected LRU of their text."""
     sides = [("as_run", 0.0), ("as_run", protect_frac), ("as_described", 0.0)]
     return [Condition(), *(capped("lru", capacity, side, side, reading) for reading, side in sides)]
+
+
+def absolute(capacities: Sequence[int]) -> list[tuple[int, float]]:
+    """Capacities beside the middle one, each with the guard that is as long there, in units of the protected fraction.
+
+    Only half and double capacities: other ratios are rounded apart.
+    """
+    middle = sorted(capacities)[len(capacities) // 2]
+    return [(size, middle / size) for size in sorted(capacities) if middle / size in (0.5, 2.0)]
 
 
 def context(tokens: int, protect_frac: float = 0.10, reading: str = "both") -> list[Condition]:

@@ -11,10 +11,15 @@ import pandas as pd
 
 from kvrepro.engine.policy import is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, judge, measure
-from kvrepro.experiment.judge import Member, NotTestable, Sample
+from kvrepro.experiment import claims, history, judge, measure
+from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
+from kvrepro.experiment.stats import CONTRASTS
 
-NO_CEILING = {"same_kept"}  # contrasts that hold of any weights; random ones write on, and attend to all alike
+NO_CEILING = {
+    "same_output",
+    "evicted",
+}  # contrasts that hold of any weights; random ones write on, and attend to all alike
+MIN_CONDITIONS = 4  # of one cluster, for a correlation over its conditions
 MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a model is said to have a sink
 
 
@@ -45,6 +50,8 @@ def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
         wanted = (cell["policy"], cell["capacity"], cell["prefix"], cell["suffix"], cell.get("suffix_mode", "dynamic"))
         rows = named(rows)
         here = rows[rows.cell == _name(*wanted)]
+        if "regime" in cell:
+            here = here[here.regime == cell["regime"]]
     if here.empty:
         raise NotTestable(f"not run: {said}")
     if here["item"].duplicated().any():
@@ -70,7 +77,11 @@ def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: fl
     """Every member of a claim as `{"label", "a", "b", "rows"}`: cells with real numbers, and their rows."""
     rows, over = named(rows), claim.get("over", {})
     sizes = capacities(rows, protect_frac)
-    wanted_sizes = {cell.get("capacity") for cell in claim.get("cells", {}).values()}
+    given_cells = [
+        *claim.get("cells", {}).values(),
+        *(m.get(side, {}) for m in claim.get("members", []) for side in "ab"),
+    ]
+    wanted_sizes = {cell.get("capacity") for cell in given_cells}
     if len(sizes["all"]) == 1 and {"smallest", "largest"} <= wanted_sizes:
         raise NotTestable(f"two capacities are needed, {sizes['middle']:.0f} alone was run")
     policies = over.get("policy", [None])
@@ -86,6 +97,11 @@ def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: fl
     for column in ("task", "length"):
         if column in over:
             groups = [(str(name), group) for name, group in rows.groupby(column, sort=True)]
+            if column == "task" and len(groups) < 2:
+                raise NotTestable(f"items of one domain alone ({groups[0][0]}): it needs several")
+    if "protection" in over:
+        full, guarded = rows.policy == "full", (rows.prefix > 0) | (rows.suffix > 0)
+        groups = [("unprotected", rows[full | ~guarded]), ("protected", rows[full | guarded])]
     found = []
     for (policy, by_policy), (label, by_member), (size, by_size), (group, group_rows) in itertools.product(
         *axes, groups
@@ -113,24 +129,55 @@ def _correlation(values: np.ndarray) -> float:
 
 
 def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:
+    """The means of two measures over conditions of one kind: two kinds far apart make any correlation near 1."""
     both = [claim["measure"], claim["against"]]
     if rows[both].dropna().empty:
         raise NotTestable(f"no row has {both[0]} and {both[1]}")
-    keys = ["policy", "capacity", "prefix", "suffix", "suffix_mode"]
-    wide = rows.pivot_table(index="item", columns=keys, values=both, dropna=True)
+    evicting = rows[rows.policy != "full"]
+    wide = evicting.pivot_table(index="item", columns="cell", values=both, dropna=True)
     shared = wide[both[0]].columns.intersection(wide[both[1]].columns)
+    if len(shared) < MIN_CONDITIONS:
+        raise NotTestable(f"{len(shared)} conditions: a correlation over conditions needs {MIN_CONDITIONS}")
     return Sample(pd.concat([wide[one][shared] for one in both], axis=1).dropna(), _correlation)
+
+
+def _same_output(claim: Mapping, cell: Mapping) -> Sample:
+    """Do two conditions write the same? On items that either reduced again: before, ranks cannot differ."""
+    rows = cell["rows"]
+    column = "prediction" if "prediction" in rows and rows.prediction.notna().any() else "output"
+    text = pd.DataFrame({side: per_item(rows, cell[side], column) for side in "ab"}).dropna()
+    calls = pd.DataFrame({side: per_item(rows, cell[side], "policy_calls") for side in "ab"})
+    again = (calls.reindex(text.index) >= 2).any(axis=1)
+    return Sample((text.a == text.b)[again].astype(float).to_frame("a"))
+
+
+def _lift_when_sampled(claim: Mapping, rows: pd.DataFrame) -> Sample:
+    """LRU's lift at a temperature (mean over seeds) and the greedy one, per item."""
+    if "temperature" not in rows or not {0.0, claim["temperature"]} <= set(rows.temperature.dropna()):
+        raise NotTestable(f"not run: greedy and temperature {claim['temperature']}")
+    lru = rows[rows.policy == "lru"].assign(warm=lambda t: t.temperature > 0, guarded=lambda t: t.prefix > 0)
+    means = lru.pivot_table(index="item", columns=["warm", "guarded"], values="token_f1", dropna=False)
+    if means.shape[1] < 4:
+        raise NotTestable("not run: LRU with and without protection, greedy and sampled")
+    lift = {side: means[warm, True] - means[warm, False] for side, warm in (("a", True), ("b", False))}
+    return Sample(pd.DataFrame(lift).dropna(), "difference", bounds=(-1.0, 1.0))
 
 
 def _spread(claim: Mapping, cell: Mapping, sets: Mapping, label: str) -> Member:
     """Of the policies in `across`, in every pair; beside LRU's lift where the claim compares them with it."""
-    columns = {
-        one: per_item(cell["rows"], {"policy": one, **cell["a"]}, "token_f1")
-        for one in sets.get(claim["across"], claim["across"])
-    }
+    measured = claim.get("measure", "token_f1")
+    columns, lost = {}, []
+    for one in sets.get(claim["across"], claim["across"]):
+        try:
+            columns[one] = per_item(cell["rows"], {"policy": one, **cell["a"]}, measured)
+        except NotTestable:
+            lost.append(one)
+    if len(columns) < 2:
+        raise NotTestable(f"{len(columns)} of the policies of a spread were run: it needs two")
+    label = ", ".join([label, *(f"without {one}" for one in lost)])
     if "b" not in cell:
         return judge.pairs(pd.DataFrame(columns), label)
-    lift = {side: per_item(cell["rows"], {"policy": "lru", **cell[side]}, "token_f1") for side in "ab"}
+    lift = {side: per_item(cell["rows"], {"policy": "lru", **cell[side]}, measured) for side in "ab"}
     parts = {
         f"LRU's lift against {x} minus {y}": Sample(
             pd.DataFrame(lift | {"x": columns[x], "y": columns[y]}), "lift_minus_difference"
@@ -146,32 +193,47 @@ def _member(claim: Mapping, cell: Mapping, sets: Mapping, limit: int) -> Member:
         _check_ceiling(rows)
     if kind == "correlation":
         return Member(label, _two_measures(claim, rows))
+    if kind == "lift_when_sampled":
+        return Member(label, _lift_when_sampled(claim, rows))
     if "across" in claim:
         return _spread(claim, cell, sets, label)
-    if kind == "same_kept":
-        column = "kept_positions_hash" if "kept_positions_hash" in rows else "kept_hash"
-        hashes = pd.DataFrame({side: per_item(rows, cell[side], column) for side in "ab"}).dropna()
-        return Member(label, Sample((hashes.a == hashes.b).astype(float).to_frame("a")))
+    if kind == "same_output":
+        return Member(label, _same_output(claim, cell))
+    if kind == "evicted":
+        return Member(label, Facts(per_item(rows, cell["a"], "evicted")))
     if kind == "reinvoked":
-        return Member(
-            label, Sample((per_item(rows, cell["a"], "policy_calls").dropna() >= 2).astype(float).to_frame("a"))
-        )
+        again = per_item(rows, cell["a"], "policy_calls").dropna() >= 2
+        return Member(label, Sample(again.astype(float).to_frame("a")))
     if kind == "share_of_limit":
         return Member(label, Sample((per_item(rows, cell["a"], "n_generated") / limit).to_frame("a")))
-    named = {side: cell[side] for side in "ab" if side in cell}
-    if kind == "share_of_ceiling":
-        named["full"] = {"policy": "full"}
-    frame = pd.DataFrame({name: per_item(rows, one, claim.get("measure", "token_f1")) for name, one in named.items()})
-    frame = frame.dropna()
+    return Member(label, Sample(_columns(claim, cell), kind))
+
+
+def _columns(claim: Mapping, cell: Mapping) -> pd.DataFrame:
+    """The columns that a contrast of `stats.CONTRASTS` names, one row per item."""
+    rows, kind = cell["rows"], claim["contrast"]
+    wanted = {side: cell[side] for side in "abxy" if side in cell}
+    if kind in ("share_of_ceiling", "loss_ratio"):
+        wanted["full"] = {"policy": "full"}
+    measured = claim.get("measure", "token_f1")
+    frame = pd.DataFrame({name: per_item(rows, one, measured) for name, one in wanted.items()}).dropna()
+    if claim.get("reduced"):
+        frame = frame[per_item(rows, cell["a"], "evicted").reindex(frame.index) > 0]
+    if "again" in claim:
+        frame = frame[per_item(rows, cell[claim["again"]], "policy_calls").reindex(frame.index) >= 2]
     if "below" in claim:
         frame = (frame < claim["below"]).astype(float)
     if "from" in claim:
         frame = (frame >= claim["from"]).astype(float)
-    return Member(label, Sample(frame, kind))
+    return frame
 
 
 def _check_ceiling(rows: pd.DataFrame) -> None:
-    full = rows[rows.policy == "full"].drop_duplicates("item")
+    """Can the model answer? Where its full cache was never run, as in several published files: with protected LRU."""
+    full = rows[rows.policy == "full"]
+    if full.empty:
+        full = rows[(rows.policy == "lru") & (rows.prefix > 0) & (rows.suffix > 0)]
+    full = full.drop_duplicates("item")
     judge.answers_enough(full.token_f1, full.get("error"))
 
 
@@ -198,11 +260,18 @@ def has_sink(attention: pd.DataFrame) -> bool:
 
 
 def members(
-    claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, *, protect_frac: float = 0.10, max_new_tokens: int = 128
+    claim: Mapping,
+    sets: Mapping,
+    rows: pd.DataFrame | None,
+    *,
+    protect_frac: float = 0.10,
+    max_new_tokens: int = 128,
+    kv_heads: int | None = None,
 ) -> list[Member | NotTestable]:
     """What a claim is tested on, in rows of one reading (or of `study.attention`)."""
+    _check_heads(claim, kv_heads)
     if rows is None:
-        raise NotTestable("not run")
+        raise NotTestable(f"not run: it needs {claim.get('needs', 'the study of ' + claim.get('study', 'main'))}")
     if claim.get("study") == "attention":
         return list(_of_attention(claim, rows))
     found: list[Member | NotTestable] = []
@@ -210,8 +279,18 @@ def members(
         try:
             found.append(_member(claim, cell, sets, max_new_tokens))
         except NotTestable as reason:
-            found.append(reason)
+            found.append(NotTestable(f"{reason}; it needs {claim['needs']}") if "needs" in claim else reason)
     return found
+
+
+def _check_heads(claim: Mapping, kv_heads: int | None) -> None:
+    """Some statements are about models with so many key and value heads (`kv_heads`), or about all others."""
+    asked, other = claim.get("kv_heads"), claim.get("kv_heads_not")
+    if asked is not None and kv_heads not in asked:
+        said = " or ".join(map(str, asked))
+        raise NotTestable(f"said of models with {said} KV heads; this one has {kv_heads or 'an unknown number'}")
+    if other is not None and kv_heads == other:
+        raise NotTestable(f"said of models without {other} KV heads")
 
 
 def evaluate(
@@ -220,41 +299,67 @@ def evaluate(
     *,
     scaling: pd.DataFrame | None = None,
     attention: pd.DataFrame | None = None,
+    more: Mapping[str, pd.DataFrame] | None = None,
     protect_frac: float = 0.10,
     max_new_tokens: int = 128,
+    kv_heads: int | None = None,
+    measure: str = "token_f1",
     profile: str = "quick",
 ) -> pd.DataFrame:
     """Verdict of every claim in every reading that was run (`judge.verdicts`), a reader's own policies' after them.
 
     results, scaling: rows of the runner (`scaling` with a column `length`, tokens); attention: rows of
-    `study.attention`.
+    `study.attention`; more: rows of the studies of `scope`, by name.
+    kv_heads: of the model, for statements about their number. measure: a column of scores, for claims that name none.
     """
     known = claims.load_claims(book) if isinstance(book, str) else book
     compressed = results[results.policy != "full"]
     run_in = [one for one in claims.READINGS if (compressed.reading == one).any()]
     if not run_in:
         raise InputError("results hold no condition but the full cache: nothing to evaluate")
-    tables = {"main": named(results), "scaling": None if scaling is None else named(scaling), "attention": attention}
+    tables = {"main": results, "scaling": scaling, **(more or {})}
+    tables = {name: None if rows is None else named(rows) for name, rows in tables.items()} | {"attention": attention}
     own = [one for one in dict.fromkeys(compressed.policy) if is_own(one)]
 
     def asked(claim: Mapping) -> list[str]:
-        if claim.get("study") == "attention" or claim["contrast"] == "none":
+        if claim.get("study", "main") not in ("main", "scaling"):
             return ["any"]
         mine = [one for one in own if dict(claim.get("over", {})).get("policy") == [one]]
         return [one for one in run_in if not mine or (compressed.policy.isin(mine) & (compressed.reading == one)).any()]
 
     def found(claim: Mapping, reading: str) -> list[Member | NotTestable]:
-        rows = tables[claim.get("study", "main")]
+        rows = tables.get(claim.get("study", "main"))
         if rows is not None and claim.get("study") == "attention":
             _check_ceiling(results)
         if rows is not None and reading != "any":
             rows = rows[(rows.reading == reading) | (rows.policy == "full")]
-        sets = known.get("sets", {})
-        return members(claim, sets, rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens)
+        return members(
+            {"measure": measure} | dict(claim),
+            known.get("sets", {}),
+            rows,
+            protect_frac=protect_frac,
+            max_new_tokens=max_new_tokens,
+            kv_heads=kv_heads,
+        )
 
-    return judge.verdicts(
-        [*known["claims"], *claims.of_own(known, own)], found, asked, model=results["model"].iloc[0], profile=profile
-    )
+    every = [*history.with_first(known["claims"]), *claims.of_own(known, own)]
+    frame = judge.verdicts(every, found, asked, model=results["model"].iloc[0], profile=profile)
+    return history.marked(frame, known["claims"])
+
+
+def scored(book: Mapping) -> dict[str, Any]:
+    """The part of a claims file that depends on the measure of quality: what is asked of scores, and names none."""
+    kinds = {*CONTRASTS, "spread", "lift_minus_spread", "lift_when_sampled"}
+    return {**book, "claims": [c for c in book["claims"] if c["contrast"] in kinds and "measure" not in c]}
+
+
+def turned(verdicts: pd.DataFrame, others: pd.DataFrame) -> list[str]:
+    """Verdicts that differ between two tables, as text: `P4 (authors' code): reproduced, here partly`."""
+    both = others.merge(verdicts[["claim", "reading", "verdict"]], on=["claim", "reading"], suffixes=("", "_first"))
+    return [
+        f"{row.claim} ({claims.LABELS.get(row.reading, 'either')}): {row.verdict_first}, here {row.verdict}"
+        for row in both[both.verdict != both.verdict_first].itertuples()
+    ]
 
 
 def rest_of(rows: pd.DataFrame) -> pd.DataFrame:

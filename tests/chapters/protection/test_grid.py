@@ -24,6 +24,14 @@ def test_the_chapter_runs_every_study_without_repeating_a_condition():
     assert sum(condition.policy == "full" for condition in found) == 1
 
 
+def test_absolute_guards_are_as_long_at_every_capacity():
+    absolute = grid.absolute((128, 256, 512))
+    found = [one for size, k in absolute for one in grid.sided([(k, k)], size, 0.10, "as_run")]
+    assert {guarded(one, one.budget, find("lru").reading("as_run")) for one in found} == {(25, 25)}
+    assert set(found) <= set(grid.protection())
+    assert grid.absolute((100, 256, 600)) == grid.absolute((256,)) == []
+
+
 def test_side_rows_match_in_budget():
     matched = [one for one in grid.sided(grid.SIDES, 256, 0.10, "as_run") if one.prefix + one.suffix > 0.15]
     assert sorted((one.prefix, one.suffix) for one in matched) == [(0.0, 0.2), (0.1, 0.1), (0.2, 0.0)]

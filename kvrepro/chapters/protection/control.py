@@ -1,0 +1,149 @@
+"""The positive control: the protection claims' rules on the authors' own rows, from which their numbers were printed.
+
+A rule that does not come out there is a bad rule, or the paper says more than its data, or these items cannot decide
+it. Which of the three stands in the claim (`control` in data/claims/protection.yml); an open verdict without such a
+line is for lack of items. `python -m kvrepro.chapters.protection.control` writes data/control.csv, which the page
+book/control.md shows.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from kvrepro.chapters.protection import members
+from kvrepro.errors import InputError
+from kvrepro.experiment import artifact, claims
+from kvrepro.paths import DATA
+
+TABLE = DATA / "control.csv"
+MODELS = {  # the paper's name, and key and value heads: its section 3, and for the last three their configurations
+    "Qwen/Qwen2.5-3B-Instruct": ("Qwen2.5-3B", 2), "Qwen/Qwen2.5-7B-Instruct": ("Qwen2.5-7B", 4),
+    "microsoft/Phi-3.5-mini-instruct": ("Phi-3.5", 32), "mistralai/Mistral-7B-Instruct-v0.3": ("Mistral-7B", 8),
+    "Qwen/Qwen3-4B-Instruct-2507": ("Qwen3-4B", 8), "microsoft/Phi-4-mini-instruct": ("Phi-4-mini", 8),
+    "google/gemma-3-4b-it": ("Gemma-3-4B", 4),
+}  # fmt: skip
+ITEMS = {
+    "longbench-balanced": "LongBench, 162", "longbench-pool": "LongBench, 481",
+    "longbench-longctx": "LongBench at 8K, 48", "longbench-32k": "NarrativeQA at 32K, 58",
+    "niah-benchmark": "needles, 63", "niah-64k": "needles at 64K, 60",
+}  # fmt: skip
+MAIN = (128, 256, 512)  # capacities of the main grid; the credit was tried with others too
+SHORT = ("longbench-balanced", "longbench-pool")
+EIGHTHS = {"longbench-balanced": 256, "longbench-longctx": 1024, "longbench-32k": 4096}  # of the cache, by length
+EARLIER = "sweep-20260309-202648/q25-c256-lru"  # an unprotected run before the one whose F1 was printed
+TWICE = ("n481/qwen25-3b/q25-c256-lru-prot10", EARLIER)  # files that hold a condition for the second time
+CAUSES = {
+    "paper": "the paper says more than its rows",
+    "scope": "said of other prompts or models",
+    "data": "these items cannot decide",
+}
+COLUMNS = [
+    "panel",
+    "claim",
+    "ours",
+    "low",
+    "high",
+    "unit",
+    "p",
+    "n",
+    "rule",
+    "verdict",
+    "members",
+    "decided_by",
+    "needed",
+]
+
+
+class Panel(NamedTuple):
+    """Rows of one model on one set of items, and which study of the chapter they stand for."""
+
+    name: str
+    study: str
+    rows: pd.DataFrame
+    kv_heads: int
+    topics: tuple[str, ...] = ()  # of its claims; (): all
+
+
+def panels(rows: pd.DataFrame) -> Iterator[Panel]:
+    """The authors' rows (`artifact.scores`) as panels: main grid, lengths, the credit, needles at 64K, sampling."""
+    rows = rows.assign(items=rows["item"].str.rsplit("-", n=1).str[0])
+    rows = rows[rows["items"].isin(ITEMS)]
+    once = rows[(rows.temperature == 0) & ~rows["name"].isin(TWICE)]
+    for (model, items), part in once.groupby(["model", "items"], sort=True):
+        short, heads = MODELS[model]
+        name, ours = f"{short}, {ITEMS[items]}", part.policy != "online_credit"
+        sized = part.capacity.isna() | part.capacity.isin(MAIN) | (items not in SHORT)
+        yield Panel(name, "main", part[ours & sized], heads)
+        if items == "niah-64k":
+            yield Panel(name, "needle", part, heads)
+        if not ours.all():
+            yield Panel(name, "credit", part[~ours | part.policy.isin(["full", "lru"])], heads)
+    yield from _of_lengths(once[once.policy != "online_credit"])
+    for (model, items), part in rows[rows["name"].str.contains("-rob-")].groupby(["model", "items"]):
+        short, heads = MODELS[model]
+        yield Panel(f"{short}, {ITEMS[items]}, sampled", "sampling", part, heads)
+    beside = once[(once["items"] == SHORT[0]) & ((once.policy == "full") | (once.policy == "lru") & (once.prefix > 0))]
+    earlier = rows[rows["name"] == EARLIER]
+    both = pd.concat(
+        [earlier, beside[beside.model.isin(earlier.model) & (beside.capacity.isna() | (beside.capacity == 256))]]
+    )
+    for model, part in both.groupby("model"):
+        short, heads = MODELS[model]
+        yield Panel(f"{short}, {ITEMS[SHORT[0]]}, earlier run", "main", part, heads, ("repetition", "items"))
+
+
+def _of_lengths(rows: pd.DataFrame) -> Iterator[Panel]:
+    """Models that were run at 1.9K, 8K and 32K tokens, with an eighth of the cache at each."""
+    rows = rows[rows["items"].isin(EIGHTHS) & (rows.capacity.isna() | (rows.capacity == rows["items"].map(EIGHTHS)))]
+    for model, part in rows.groupby("model", sort=True):
+        if part["items"].nunique() == len(EIGHTHS):
+            part = part.assign(length=part.groupby("items").prompt_tokens.transform("median").astype(int))
+            yield Panel(f"{MODELS[model][0]}, three lengths", "scaling", part, MODELS[model][1])
+
+
+def judged(panel: Panel, book: Mapping[str, Any]) -> pd.DataFrame:
+    """Verdicts of the claims about a panel's study, in `COLUMNS`; those that it cannot test stay in."""
+    asked = [
+        c
+        for c in book["claims"]
+        if c.get("study", "main") == panel.study and c["topic"] in (panel.topics or c["topic"])
+    ]
+    given = {"scaling": panel.rows} if panel.study == "scaling" else {"more": {panel.study: panel.rows}}
+    table = members.evaluate(
+        panel.rows,
+        {**book, "claims": asked},
+        **({} if panel.study == "main" else given),
+        max_new_tokens=int(panel.rows.n_generated.max()),
+        kv_heads=panel.kv_heads,
+        profile="artifact",
+    )
+    return table.assign(panel=panel.name)[COLUMNS]
+
+
+def evaluate(rows: pd.DataFrame) -> pd.DataFrame:
+    """Every rule on every panel that can test it."""
+    book = claims.load_claims("protection")
+    table = pd.concat([judged(panel, book) for panel in panels(rows)], ignore_index=True)
+    table = table[table.verdict != "not testable here"]
+    order = {claim["id"]: i for i, claim in enumerate(book["claims"])}
+    return table.sort_values(
+        ["claim", "panel"], key=lambda c: c.map(order) if c.name == "claim" else c, ignore_index=True
+    )
+
+
+def cause(row: Any, claim: Mapping[str, Any]) -> tuple[str, str]:
+    """Why a rule did not come out on a panel: a name of `CAUSES`, a sentence. Raises InputError where none is known."""
+    if row.verdict == "reproduced":
+        return "", ""
+    for entry in claim.get("control", []):
+        if not entry.get("panels") or any(part in row.panel for part in entry["panels"]):
+            return entry["cause"], entry["why"]
+    if row.verdict != "inconclusive":
+        raise InputError(f"claim {claim['id']} is {row.verdict} on {row.panel}: say why under `control` in its entry")
+    items = "more items would hardly decide" if not row.needed < 100_000 else f"about {row.needed:,.0f} would"
+    return "data", f"{row.n:.0f} items leave it open; {items}."
+
+
+if __name__ == "__main__":
+    claims.write(evaluate(artifact.scores()), TABLE)

@@ -1,0 +1,146 @@
+"""How far the paper's conclusions reach: published methods with guards, the learned credit, answers that are sampled,
+needles at 64K tokens.
+
+Each is a study of its own. All but the first are asked for by the full profile alone, since they take minutes on the
+embedded model already. Rows have the columns that `members.evaluate` reads, and go there under the study's name:
+`more={"credit": ...}`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+
+from kvrepro.chapters.protection import credit as estimator
+from kvrepro.chapters.protection import grid, study
+from kvrepro.chapters.protection.settings import Settings
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.evicting import evicting
+from kvrepro.engine.regime import DecodeCap, Prefill
+from kvrepro.experiment import data, measure, models
+from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.run import Answers, PerItem, run
+from kvrepro.item import Item
+
+REAL = ("snapkv", "h2o_online", "ada_kv")  # as published, layer by layer, each with its own window
+NEEDLES = "ruler:niah_single_1"  # noise around one sentence, which needs no download
+NEEDLE_TOKENS, NEEDLE_SHARE, N_NEEDLES = 65_536, 16, 60  # the paper's prompts, 1 / 16 of the cache, its items
+TEMPERATURE, SAMPLES = 0.7, 3  # the paper samples with three seeds
+
+
+def studies(
+    loaded: Loaded, items: Sequence[Item], rows: pd.DataFrame, capacity: int, settings: Settings
+) -> dict[str, pd.DataFrame]:
+    """All of them that the model can read, by name. rows: of the main comparison, of which LRU and the full cache are
+    what credit and samples are compared with."""
+    lru = rows[(rows.policy == "full") | ((rows.policy == "lru") & (rows.capacity == capacity))]
+    lru = lru[(lru.reading == "as_run") & (lru.suffix_mode == "dynamic")]
+    found = {
+        "credit": pd.concat([lru, credit(loaded, items, capacity, settings)], ignore_index=True),
+        "sampling": pd.concat(
+            [lru.assign(temperature=0.0), sampled(loaded, items, capacity, settings)], ignore_index=True
+        ),
+    }
+    if loaded.context >= NEEDLE_TOKENS + settings.max_new_tokens:
+        found["needle"] = needle(loaded, settings)
+    return found
+
+
+def real(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:
+    """Published methods as described, on `n_items` of the items, spread evenly: bare and guarded at both ends, under
+    the cap that is met again while decoding, and reduced once at the prompt's end."""
+    some = items[:: max(1, len(items) // n_items)][:n_items]
+    guarded = {"reading": "as_described", "prefix": settings.protect_frac, "suffix": settings.protect_frac}
+    asked = [
+        Condition(name, capacity, regime, **given)
+        for name in REAL
+        for regime in (DecodeCap(), Prefill())
+        for given in ({"reading": "as_described"}, guarded)
+    ]
+    new = settings.max_new_tokens
+    limit = study.paper_limit(loaded, items, new)
+    return run(Answers("protection", "real", some, [Condition(), *asked], new, limit), loaded, settings)
+
+
+def _given(loaded: Loaded, items: Sequence[Item], settings: Settings) -> dict[str, Any]:
+    new = settings.max_new_tokens
+    return {"limit": study.paper_limit(loaded, items, new), "max_new_tokens": new}
+
+
+def _row(loaded: Loaded, item: Item, condition: Condition, tokens: Sequence[int]) -> dict[str, Any]:
+    text = loaded.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    row = condition.columns() | {"item": item.id, "task": item.task, "prediction": text, "answer": item.answer}
+    return row | {"n_generated": len(tokens), **measure.all_measures(text, item.answer)}
+
+
+# ---- the learned credit
+
+
+def credit(loaded: Loaded, items: Sequence[Item], capacity: int, settings: Settings) -> pd.DataFrame:
+    """Answers of protected LRU with the online credit estimator, which begins untaught and learns from item to item."""
+    condition = grid.capped("lru", capacity, settings.protect_frac, settings.protect_frac, "as_run")
+    given = _given(loaded, items, settings) | {"condition": condition}
+    return run(PerItem("protection", "credit", {"all": tuple(items)}, taught, given), loaded, settings)
+
+
+def taught(
+    loaded: Loaded, items: Sequence[Item], condition: Condition, limit: int, max_new_tokens: int
+) -> pd.DataFrame:
+    """Rows of policy `online_credit`, one for each item, in their order."""
+    prompts = [data.build_prompt(item, loaded.tokenizer, limit).ids for item in items]
+    stops = models.stop_ids(loaded)
+    answers, _ = estimator.run(loaded.model, prompts, condition, max_new_tokens=max_new_tokens, stop_ids=stops)
+    rows = []
+    for item, answer in zip(items, answers, strict=True):
+        made = answer.generation
+        counts = {"evicted": made.evicted, "policy_calls": made.policy_calls, "gate_open": answer.gate_open}
+        rows.append(_row(loaded, item, condition, made.tokens) | counts)
+    return pd.DataFrame(rows).assign(policy="online_credit")
+
+
+# ---- sampling
+
+
+def sampled(loaded: Loaded, items: Sequence[Item], capacity: int, settings: Settings) -> pd.DataFrame:
+    """Answers of LRU, unprotected and protected, `SAMPLES` of each at `TEMPERATURE`."""
+    conditions = [grid.capped("lru", capacity, side, side, "as_run") for side in (0.0, settings.protect_frac)]
+    given = _given(loaded, items, settings) | {"conditions": conditions, "temperature": TEMPERATURE, "samples": SAMPLES}
+    return run(PerItem("protection", "sampling", items, samples_of, given | {"seed": settings.seed}), loaded, settings)
+
+
+def samples_of(
+    loaded: Loaded,
+    item: Item,
+    conditions: Sequence[Condition],
+    temperature: float,
+    samples: int,
+    seed: int,
+    limit: int,
+    max_new_tokens: int,
+) -> pd.DataFrame:
+    """One item's samples, by Hugging Face's own `generate` on the cache that evicts: softmax(logits / temperature)."""
+    ids = torch.tensor([data.build_prompt(item, loaded.tokenizer, limit).ids], device=loaded.model.device)
+    stops, rows = sorted(models.stop_ids(loaded)), []
+    for condition in conditions:
+        with evicting(loaded.model, condition, seed=seed), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            made = loaded.model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
+                num_return_sequences=samples, max_new_tokens=max_new_tokens, eos_token_id=stops, pad_token_id=stops[0],
+            )  # fmt: skip
+        for number, tokens in enumerate(made[:, ids.shape[1] :].tolist()):
+            ends = next((at + 1 for at, token in enumerate(tokens) if token in stops), len(tokens))
+            rows.append(_row(loaded, item, condition, tokens[:ends]) | {"seed": number, "temperature": temperature})
+    return pd.DataFrame(rows)
+
+
+# ---- needles
+
+
+def needle(loaded: Loaded, settings: Settings, tokens: int = NEEDLE_TOKENS, n_items: int = N_NEEDLES) -> pd.DataFrame:
+    """LRU and H2O on needles in `tokens` tokens, unprotected and protected, with a sixteenth of the cache."""
+    new = settings.max_new_tokens
+    items = data.load_fitting(NEEDLES, n_items, loaded.tokenizer, loaded.context - new, settings.seed, tokens)
+    asked = grid.main([tokens // NEEDLE_SHARE], ("lru", "h2o_simple"), settings.protect_frac, "as_run")
+    return run(Answers("protection", "needle", items, asked, new), loaded, settings)

@@ -1,0 +1,64 @@
+"""The studies of the paper's scope: rows that the claims can be asked of, on few items of the embedded model."""
+
+import pytest
+
+from kvrepro.chapters.protection import grid, members, scope, study
+from kvrepro.chapters.protection.settings import Settings
+from kvrepro.engine.generate import generate
+from kvrepro.experiment import claims, data, models
+
+ITEMS = "tinyworld:needle"
+BOOK = claims.load_claims("protection")
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return models.load()
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    return Settings(results=tmp_path_factory.mktemp("results"), progress=False, max_new_tokens=4, workers=1)
+
+
+def test_credit_and_samples_are_rows_that_the_claims_are_asked_of(tiny, settings):
+    items = data.load_items(ITEMS, 6, seed=5, tokens=200)
+    rows = study.main(tiny, items, grid.main([40], ("lru",), 0.1, "as_run"), settings)
+    more = scope.studies(tiny, items, rows, 40, settings)
+    assert set(more) == {"credit", "sampling"}  # 64K tokens are beyond this model
+    taught = more["credit"][more["credit"].policy == "online_credit"]
+    assert taught["item"].tolist() == [item.id for item in items]
+    warm = more["sampling"][more["sampling"].temperature > 0]
+    assert warm.groupby(["item", "prefix"]).size().tolist() == [scope.SAMPLES] * 12
+    table = members.evaluate(rows, BOOK, more=more, max_new_tokens=4).set_index("claim")
+    assert table.n["P38"] == table.n["P40"] == 6
+    assert "65,536 tokens" in table.note["P39"]
+
+
+def test_a_temperature_near_zero_gives_the_greedy_answers(tiny):
+    [item] = data.load_items(ITEMS, 1, seed=6, tokens=200)
+    conditions = grid.main([40], ("lru",), 0.1, "as_run")[1:]
+    given = {"temperature": 1e-4, "samples": 2, "seed": 0, "limit": 512, "max_new_tokens": 8}
+    cold = scope.samples_of(tiny, item, conditions, **given)
+    prompt = data.build_prompt(item, tiny.tokenizer, 512)
+    [greedy] = generate(tiny.model, [prompt], conditions, max_new_tokens=8, stop_ids=models.stop_ids(tiny))
+    said = [tiny.tokenizer.decode(one.tokens, skip_special_tokens=True).strip() for one in greedy]
+    assert cold.prediction.tolist() == [said[0]] * 2 + [said[1]] * 2
+    assert cold.n_generated.tolist()[::2] == [len(one.tokens) for one in greedy]
+
+
+def test_published_methods_run_guarded_and_bare_in_both_regimes(tiny, settings):
+    items = data.load_items(ITEMS, 6, seed=5, tokens=200)
+    rows = scope.real(tiny, items, 6, 64, settings)
+    cells = rows[rows.policy != "full"].groupby(["policy", "regime", "prefix"]).size()
+    assert cells.tolist() == [6] * len(scope.REAL) * 2 * 2
+    table = members.evaluate(rows, BOOK, more={"real": rows}, max_new_tokens=4).set_index("claim")
+    assert table.members["P45"].count("holds") + table.members["P45"].count("open")
+    assert table.note["P48"] == "0 items: an interval needs at least 6"  # four tokens never meet the cap again
+
+
+def test_needles_are_asked_of_lru_and_h2o_with_a_sixteenth(tiny, settings):
+    rows = scope.needle(tiny, settings, tokens=256, n_items=1)
+    assert set(rows.policy) == {"full", "lru", "h2o_simple"}
+    assert set(rows.capacity.dropna()) == {16}
+    assert len(rows) == 5

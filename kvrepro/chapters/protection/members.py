@@ -11,7 +11,7 @@ import pandas as pd
 
 from kvrepro.engine.policy import is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, history, judge, measure
+from kvrepro.experiment import claims, history, judge
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
 from kvrepro.experiment.stats import CONTRASTS
 
@@ -360,17 +360,3 @@ def turned(verdicts: pd.DataFrame, others: pd.DataFrame) -> list[str]:
         f"{row.claim} ({claims.LABELS.get(row.reading, 'either')}): {row.verdict_first}, here {row.verdict}"
         for row in both[both.verdict != both.verdict_first].itertuples()
     ]
-
-
-def rest_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `first_right` (is the first word the answer's? 0 or 1) and `rest_f1`, token F1 of the words after.
-
-    Under every policy the first output token comes from the full cache, the rest does not. One-word answers: null.
-    """
-    rest, first = [], []
-    for prediction, answer in zip(rows.prediction, rows.answer, strict=True):
-        ours, gold = (str(text or "").split() for text in (prediction, answer))
-        one_word = len(gold) < 2 or pd.isna(prediction)
-        first.append(np.nan if one_word else float(ours[:1] == gold[:1]))
-        rest.append(np.nan if one_word else measure.token_f1(" ".join(ours[1:]), " ".join(gold[1:])))
-    return rows.assign(first_right=first, rest_f1=rest)

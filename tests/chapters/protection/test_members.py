@@ -351,21 +351,6 @@ def test_a_failed_item_leaves_the_pair_not_the_table():
     assert found.state.tolist() == ["holds"]
 
 
-def test_the_rest_after_the_first_word():
-    rows = pd.DataFrame(
-        {
-            "prediction": ["cyan bellows", "cyan gloves", "red", "a b c", None],
-            "answer": ["cyan gloves"] * 2 + ["red"] + ["b c"] * 2,
-        }
-    )
-    found = members.rest_of(rows)
-    assert found.first_right.tolist()[:2] == [1, 1]
-    assert found.rest_f1.tolist()[:2] == [0, 1]
-    assert found.first_right[3] == 0
-    assert found.rest_f1[3] == pytest.approx(2 / 3)
-    assert found.rest_f1[[2, 4]].isna().all()  # one word, and a failed item
-
-
 def test_two_rows_of_one_condition_raise():
     with pytest.raises(InputError, match="one per item is needed"):
         states("P15", pd.concat([PAPER, PAPER]))

@@ -315,6 +315,11 @@ def verdict(states: Sequence[str]) -> str:
     return "not reproduced" if not holds or fails > len(states) / 2 else "partly"
 
 
+def verdict_of(judged: Sequence[Judged]) -> str:
+    """Verdict of a claim from its members."""
+    return verdict([j.state for j in judged])
+
+
 TESTS = {None: "interval", "wilcoxon_holm": "Wilcoxon, Holm", "tost": "paired TOST", "sign": "sign test over members"}
 AFTER = {"wilcoxon_holm": "; Wilcoxon p < 0.05 (Holm)", "tost": "; TOST p < 0.05", "sign": "; sign test p < 0.05"}
 RULES = {

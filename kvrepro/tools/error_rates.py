@@ -9,7 +9,8 @@ where it shall:
   (answers are lost or found); where that does not reach, in the next condition too. Of a row that is a mean of
   several things, that share is drawn among these;
 - values without bounds: all are shifted by the same amount, in ratios by that share of the denominator;
-- medians, quantiles, ratios of medians: shifted or scaled; correlations: one half mixed with the other;
+- medians, quantiles, ratios of medians: shifted; ratios of quantiles: raised to a power; correlations: one half of the
+  columns mixed with the other;
 - statistics that come with resamples: one of them plays the estimate, the others move with it.
 
 The claim's own rule judges five kinds of data. *true*, *false*: every part stands half a standard deviation of an item
@@ -50,8 +51,9 @@ from kvrepro.tools import book
 KINDS = ("true", "threshold", "false", "one", "far_true", "far_false")
 SHORT = {"reproduced": "reproduced", "not reproduced": "not_reproduced", "inconclusive": "inconclusive"}
 COLUMNS = [
-    "chapter", "claim", "reading", "rule", "members", "parts", "n", "repeats", "false_reproduced",
-    "false_not_reproduced", "decided", "can_hold", "can_fail", "false_reproduced_above", "false_not_reproduced_above",
+    "chapter", "claim", "reading", "rule", "members", "parts", "n", "repeats", "wrongly_reproduced",
+    "wrongly_not_reproduced", "decided", "can_hold", "can_fail", "wrongly_reproduced_above",
+    "wrongly_not_reproduced_above",
     *(f"{kind}_{name}" for kind in KINDS[:4] for name in SHORT.values()), "note",
 ]  # fmt: skip
 WRONG = 0.05  # of either false verdict, at most
@@ -237,10 +239,16 @@ def _of_flagged(values: np.ndarray, by: float) -> np.ndarray:
     return np.concatenate([values[:, :1] + by * values[:, -1:], values[:, 1:]], axis=1)
 
 
+def _powered(values: np.ndarray, by: float) -> np.ndarray:
+    """Longer tails, or shorter ones."""
+    return np.sign(values) * np.abs(values) ** math.exp(by)
+
+
 TRANSFORMS: tuple[tuple[Callable[[np.ndarray, float], np.ndarray], tuple[float, float]], ...] = (
     (_mixed, (-1.0, 1.0)),
     (_of_flagged, (-1e3, 1e3)),
     (lambda v, by: np.concatenate([v[:, :1] + by, v[:, 1:]], axis=1), (-1e3, 1e3)),
+    (_powered, (-2.0, 2.0)),
 )
 
 
@@ -259,7 +267,8 @@ class Transformed(Rows):
     def transform(self) -> tuple[Callable[[np.ndarray, float], np.ndarray], tuple[float, float]]:
         columns = self.values.shape[1]
         flagged = columns == 2 and set(self.values[:, -1]) <= {0.0, 1.0}
-        return TRANSFORMS[0 if columns > 4 else 1 if flagged else 2]
+        scaled = columns == 1 and math.isclose(self.value_of(2 * self.values), self.seen)  # a ratio of quantiles
+        return TRANSFORMS[0 if columns > 4 else 1 if flagged else 3 if scaled else 2]
 
     @property
     def reach(self) -> tuple[float, float]:
@@ -496,8 +505,8 @@ def summed(claim: Mapping[str, Any], found: Mapping[str, Mapping[str, float]], r
 
     at_bound = ["threshold"] if "no_difference" not in claim["rule"] else []  # a real difference, which may be found
     wrong = {
-        "false_reproduced": most("reproduced", ["false", "threshold", "one"]),
-        "false_not_reproduced": most("not_reproduced", ["true", *at_bound]),
+        "wrongly_reproduced": most("reproduced", ["false", "threshold", "one"]),
+        "wrongly_not_reproduced": most("not_reproduced", ["true", *at_bound]),
     }
     chance = 2 * math.sqrt(WRONG * (1 - WRONG) / repeats)
     above = {f"{name}_above": bool(share > WRONG + chance) for name, share in wrong.items()}
@@ -580,8 +589,8 @@ def main(
     with replaced(out) as aside:
         written.to_csv(aside, index=False, float_format="%.3g")
     for said, which in (
-        ("wrongly reproduced in more than 5%", written.false_reproduced_above.eq(True)),
-        ("wrongly not reproduced in more than 5%", written.false_not_reproduced_above.eq(True)),
+        ("wrongly reproduced in more than 5%", written.wrongly_reproduced_above.eq(True)),
+        ("wrongly not reproduced in more than 5%", written.wrongly_not_reproduced_above.eq(True)),
         ("cannot hold", written.can_hold.eq(False)), ("cannot fail", written.can_fail.eq(False)),
     ):  # fmt: skip
         typer.echo(f"{said}: {', '.join(dict.fromkeys(written.claim[which])) or 'none'}")

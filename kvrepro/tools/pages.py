@@ -64,7 +64,7 @@ PINNED = {  # policy -> the tests that hold it to an independent transcription o
     )),
     "online_credit": ("chapters/protection/test_credit.py::test_keep_scores_blend_two_rankings",),
 }  # fmt: skip
-WRONGLY = {"false_reproduced": "wrongly reproduced", "false_not_reproduced": "wrongly not reproduced"}  # of a rule
+WRONGLY = {"wrongly_reproduced": "wrongly reproduced", "wrongly_not_reproduced": "wrongly not reproduced"}  # of a rule
 LETTERS = {"alpha": "α", "beta": "β", "gamma": "γ", "eps": "ε", "mu": "μ", "phi": "φ", "tau": "τ"}
 
 

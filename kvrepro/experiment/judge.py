@@ -107,12 +107,12 @@ class Measured:
     value: float
     low: float
     high: float
-    n: int | None = None
+    n: float | None = None
 
     def estimate(self, level: float = 0.95) -> Estimate:
         if self.n is None or self.n >= MIN_ITEMS:
-            return Estimate(self.value, self.low, self.high, self.n or 1, level=level)
-        return Estimate(self.value, math.nan, math.nan, self.n, level=level)
+            return Estimate(self.value, self.low, self.high, int(self.n or 1), level=level)
+        return Estimate(self.value, math.nan, math.nan, int(self.n), level=level)
 
 
 @dataclass(frozen=True)

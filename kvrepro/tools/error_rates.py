@@ -381,7 +381,8 @@ def targets(rule: Mapping[str, Any], source: Source) -> dict[str, float]:
         side = "true" if judge.state_of(rule, source.seen, source.seen) == "holds" else "false"
         return nowhere | {side: source.seen, f"far_{side}": source.seen}
     step = EFFECT * source.spread(border)
-    step = step if step > 0 else 0.05 * max(1.0, abs(border))  # nan, too, is not above 0
+    exactly = border if step > 0 else math.nan  # nan, too, is not above 0: without any spread nothing stands at a bound
+    step = step if step > 0 else 0.05 * max(1.0, abs(border))
     width = min([(b - a) / 2 for a, b, _ in regions if math.isfinite(b - a)], default=math.inf)
     hole = (regions[1][0] - regions[0][1]) / 2 if len(regions) == 2 else math.inf  # where a size is too small
 
@@ -394,7 +395,7 @@ def targets(rule: Mapping[str, Any], source: Source) -> dict[str, float]:
 
     centred = kind in ("no_difference", "equivalent", "size_at_most")  # such claims mean 0
     return nowhere | {
-        "true": stand(into, math.inf if centred else step, width), "threshold": border,
+        "true": stand(into, math.inf if centred else step, width), "threshold": exactly,
         "false": stand(-into, step, hole), "far_true": far(into, width), "far_false": far(-into, hole),
     }  # fmt: skip
 

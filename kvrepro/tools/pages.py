@@ -226,6 +226,8 @@ def stability() -> str:
     found = pd.read_csv(DATA / "stability.csv").fillna({"which": "-"})
     found["changed"] = [f"{row.changed} of {row.verdicts} ({row.share:.0%})" for row in found.itertuples()]
     shown = found[["varied", "runs", "chapter", "changed", "turned", "which"]]
+    if found.empty:
+        return "No runs are compared yet."
     return table(shown.rename(columns={"which": "which, run by run"}).to_dict("records"))
 
 

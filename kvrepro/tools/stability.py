@@ -3,7 +3,10 @@ models, or another processor's rounding.
 
 `python -m kvrepro.tools.stability "item seed" results-0 results-1 results-2` takes results folders and stores, for each
 chapter that all of them hold, the share of verdicts that change in data/stability.csv, and which. What was stored under
-the same title is replaced.
+the same title is replaced. Such folders come from
+
+    make book ARGS="-p results=/tmp/seed-1 -p seed=1"
+    ATEN_CPU_CAPABILITY=default make book ARGS="-p results=/tmp/plain"
 """
 
 from collections.abc import Sequence

@@ -215,7 +215,7 @@ def error_rates() -> str:
             "chapter": chapter, "rules tried": tried.claim.nunique(),
             **{f"{said} in more than 5%": named(tried[f"{name}_above"].eq(True)) for name, said in WRONGLY.items()},
             "cannot hold": named(tried.can_hold.eq(False)), "cannot fail": named(tried.can_fail.eq(False)),
-            "medium effect decided": f"{tried.decided.mean():.0%}",
+            "medium effect decided": f"{tried[tried.repeats > 1].decided.mean():.0%}",
             "not tried": ", ".join(dict.fromkeys(group.claim[group.repeats.isna()])) or "-",
         })  # fmt: skip
     return table(rows)

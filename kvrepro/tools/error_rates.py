@@ -22,7 +22,7 @@ such data can reach. A rule that is never reproduced there cannot hold, one that
 Wanted: at most 5% "reproduced" where the claim is false or just not true, and at most 5% "not reproduced" where it is
 true or just true. With 150 repeats a rate of 5% has a standard error of 1.8 points, with the 60 of rules that
 resample (120 times each) or have many parts one of 2.8; a rule is listed where its rate is above 5% by two of these.
-All chapters take about ten minutes on two cores.
+Column `repeats` says how many a row had.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from IPython.display import Markdown
 
 from kvrepro.engine.policy import READINGS, find
 from kvrepro.errors import InputError
-from kvrepro.paths import DATA
+from kvrepro.paths import DATA, replaced
 
 LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
 VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", "not testable here")
@@ -120,19 +120,35 @@ def paper_text(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], unit: str 
 
 
 def write(frame: pd.DataFrame, path: Path | str) -> Path:
-    """The table as CSV, at `<results>/<chapter>/claims.csv`."""
+    """The table as CSV, at `<results>/<chapter>/claims.csv`, in the place of what the same model and profile gave
+    before. Verdicts of other models stay, each at its place: the first one's come first."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.tmp")
-    frame.to_csv(aside, index=False, float_format="%.6g")
-    aside.replace(path)
+    stored = read(path) if path.is_file() else frame
+    parts = {run: of_run(table, run) for table in (stored, frame) for run in runs(table)}  # the new ones in their place
+    kept = [part if i == 0 else part[part.model != STORED] for i, part in enumerate(parts.values())]
+    with replaced(path) as aside:
+        pd.concat([part for part in kept if len(part)] or [frame]).to_csv(aside, index=False, float_format="%.6g")
     return path
 
 
 def read(path: Path | str) -> pd.DataFrame:
-    """The table from its file."""
+    """The table from its file: of one model, or of several below each other."""
     frame = pd.read_csv(path)
     return frame.fillna(dict.fromkeys(frame.columns.difference(["ours", "low", "high", "p", "n", "needed"]), ""))
+
+
+def runs(frame: pd.DataFrame) -> list[tuple[str, str]]:
+    """(model, profile) of each run whose verdicts a table holds, the first one first."""
+    own = frame[frame.model != STORED]
+    own = own if len(own) else frame
+    return list(dict.fromkeys(zip(own.model, own.profile, strict=True)))
+
+
+def of_run(frame: pd.DataFrame, run: tuple[str, str] | None = None) -> pd.DataFrame:
+    """The verdicts of one run, of the first if none is named, and those that rest on stored timings."""
+    model, profile = run or runs(frame)[0]
+    return frame[((frame.model == model) & (frame.profile == profile)) | (frame.model == STORED)]
 
 
 def summary(frame: pd.DataFrame) -> str:
@@ -245,6 +261,18 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
             row["reading decides"] = first.depends_on_reading
         rows.append(row)
     return pd.DataFrame(rows).set_index("claim")
+
+
+def side_by_side(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per claim and reading, a column of verdicts for each run; first those that differ."""
+    own = frame[frame.model != STORED]
+    wide = own.assign(run=own.model + ", " + own.profile).pivot_table(
+        index=["claim", "reading", "statement"], columns="run", values="verdict", aggfunc="first", sort=False
+    )
+    wide = wide[[", ".join(run) for run in runs(frame)]].fillna("not run")
+    differ = wide.ne(wide.iloc[:, 0], axis=0).any(axis=1)
+    wide.insert(0, "the same", np.where(differ, "no", "yes"))
+    return pd.concat([wide[differ], wide[~differ]]).reset_index()
 
 
 def stated(row: Any) -> str:

@@ -16,9 +16,11 @@ maximum and no range is ever estimated: both are biased upwards.
 
 A claim marked `exact: true` is a theorem or arithmetic: its members list every case, and one counterexample refutes it.
 
-Verdicts: *reproduced*: every member holds. *not reproduced*: some fail and none holds, or most fail. *partly*: some
-hold, some do not. *inconclusive*: tested, and every interval crosses the threshold. *not testable here*: there is no
-member to test.
+Verdicts: *reproduced*: every member holds. *not reproduced*: most fail, or none holds and some fail even at 5% divided
+by the number of members (of twenty members at the threshold one fails by chance). *partly*: some hold, some do not.
+*inconclusive*: tested, and none of that. *not testable here*: there is no member to test.
+
+How often each claim's rule errs: `data/error_rates.csv`, by `kvrepro.tools.error_rates`.
 """
 
 from __future__ import annotations
@@ -96,14 +98,21 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Measured:
-    """A value with the range of its measurements, such as the fastest and the slowest of some timings."""
+    """A value with the range of its measurements, such as the fastest and the slowest of some timings.
+
+    n: in how many independent runs; the steps of one run are no runs. The range of six or more covers their median
+    at 97%; of fewer it is no interval, and the member stays open. None: the range is known to be one, or was counted.
+    """
 
     value: float
     low: float
     high: float
+    n: float | None = None
 
     def estimate(self, level: float = 0.95) -> Estimate:
-        return Estimate(self.value, self.low, self.high, 1, level=level)
+        if self.n is None or self.n >= MIN_ITEMS:
+            return Estimate(self.value, self.low, self.high, int(self.n or 1), level=level)
+        return Estimate(self.value, math.nan, math.nan, int(self.n), level=level)
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,7 @@ class Judged:
     decided_by: str = ""
     needed: float = math.nan
     against: tuple[float, float] = (0.0, 0.0)  # how far it speaks against the claim
+    refuted: bool = False  # fails even at 5% divided by the number of the claim's members
 
 
 def region(rule: Mapping[str, Any]) -> list[tuple[float, float, bool]]:
@@ -213,19 +223,30 @@ def _gap(rule: Mapping[str, Any], value: float) -> float:
     return min((abs(value - end) for a, b, _ in region(rule) for end in (a, b) if math.isfinite(end)), default=math.inf)
 
 
-def _single(rule: Mapping[str, Any], label: str, what: Any, level: float = 0.95) -> Judged:
+def _single(rule: Mapping[str, Any], label: str, what: Any, level: float = 0.95, members: int = 1) -> Judged:
+    """members: how many the claim has."""
     e = what.estimate(level)
     state = state_of(rule, e.low, e.high)
     sampled = not isinstance(what, Measured) and math.isfinite(e.value)
-    needed = e.needed(_gap(rule, e.value)) if state == "open" and sampled else math.nan
-    return Judged(label, state, e, decided_by=label, needed=needed, against=_against(rule, e))
+    needed = e.needed(_gap(rule, e.value)) if state != "holds" and sampled else math.nan
+    refuted = state == "fails" and (members == 1 or _fails(rule, what, 1 - (1 - level) / members))
+    return Judged(label, state, e, decided_by=label, needed=needed, against=_against(rule, e), refuted=refuted)
 
 
-def _several(rule: Mapping[str, Any], member: Member) -> Judged:
+def _fails(rule: Mapping[str, Any], what: Any, level: float) -> bool:
+    e = what.estimate(level)
+    return state_of(rule, e.low, e.high) == "fails"
+
+
+def _several(rule: Mapping[str, Any], member: Member, members: int) -> Judged:
     """All parts must hold; with `some`, one. What needs one part of many is tested at 5% divided by their number."""
     assert isinstance(member.what, Mapping)
     strict = 1 - 0.05 / len(member.what)
-    found = [(_single(rule, name, what), _single(rule, name, what, strict)) for name, what in member.what.items()]
+    found = []
+    for name, what in member.what.items():
+        plain = _single(rule, name, what, members=members)
+        again = member.some or plain.state == "fails"  # what does not fail at 5% fails at no stricter level
+        found.append((plain, _single(rule, name, what, strict, members) if again else plain))
     wanted, other = ("holds", "fails") if member.some else ("fails", "holds")
     one = [tight for _, tight in found if tight.state == wanted]
     choose = min if member.some else max
@@ -233,9 +254,10 @@ def _several(rule: Mapping[str, Any], member: Member) -> Judged:
         best = choose(one, key=lambda j: j.against)
     elif all(plain.state == other for plain, _ in found):
         best = choose((plain for plain, _ in found), key=lambda j: j.against)
+        best = replace(best, refuted=all(plain.refuted for plain, _ in found))
     else:
         left = [pair[member.some] for pair in found if pair[0].state != other]
-        best = replace(choose(left, key=lambda j: j.against), state="open")
+        best = replace(choose(left, key=lambda j: j.against), state="open", refuted=False)
         best = replace(best, needed=best.ours.needed(_gap(rule, best.ours.value)))
     return replace(best, label=member.label, decided_by=", ".join(filter(None, [member.label, best.label])))
 
@@ -252,7 +274,7 @@ def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
     said = f"{label}: {len(wrong)} of {len(known)} cases, worst at {shown}" if len(wrong) else label
     ours = Estimate(float(worst), float(worst), float(worst), len(known))
     state = "fails" if len(wrong) else "holds"
-    return Judged(label, state, ours, decided_by=said, against=(float(distance.max()),) * 2)
+    return Judged(label, state, ours, decided_by=said, against=(float(distance.max()),) * 2, refuted=len(wrong) > 0)
 
 
 def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequence[Judged]) -> list[Judged]:
@@ -271,7 +293,8 @@ def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequenc
         ps = [stats.tost(f.a, f.b, margin, bounds=UNIT) for f in frames if f is not None]
     else:
         raise InputError(f"claim {claim['id']}: unknown test {test!r}: known are {', '.join(filter(None, TESTS))}")
-    return [replace(j, p=p, state=_heard(kind, j, p)) for j, p in zip(judged, ps, strict=True)]
+    heard = [replace(j, p=p, state=_heard(kind, j, p)) for j, p in zip(judged, ps, strict=True)]
+    return [replace(j, refuted=j.refuted or (kind == "no_difference" and j.state == "fails")) for j in heard]
 
 
 def _heard(kind: str, j: Judged, p: float) -> str:
@@ -294,25 +317,30 @@ def judge(claim: Mapping[str, Any], members: Sequence[Member]) -> list[Judged]:
         if isinstance(m.what, Facts):
             judged.append(_exact(rule, m.label, m.what.cases))
         elif isinstance(m.what, Mapping):
-            judged.append(_several(rule, m))
+            judged.append(_several(rule, m, len(members)))
         else:
-            judged.append(_single(rule, m.label, m.what))
+            judged.append(_single(rule, m.label, m.what, members=len(members)))
     return _tested(claim, members, judged)
 
 
 # ---- one claim
 
 
-def verdict(states: Sequence[str]) -> str:
-    """Verdict of a claim from its members' states."""
+def verdict(states: Sequence[str], refuted: bool = True, exact: bool = False) -> str:
+    """Verdict of a claim from its members' states. refuted: whether a failing one fails for all members together."""
     holds, fails = states.count("holds"), states.count("fails")
     if not states:
         return "not testable here"
-    if not holds + fails:
-        return "inconclusive"
     if holds == len(states):
         return "reproduced"
-    return "not reproduced" if not holds or fails > len(states) / 2 else "partly"
+    if fails > len(states) / 2 or (fails and (exact or (refuted and not holds))):
+        return "not reproduced"
+    return "partly" if holds else "inconclusive"
+
+
+def verdict_of(claim: Mapping[str, Any], judged: Sequence[Judged]) -> str:
+    """Verdict of a claim from its judged members."""
+    return verdict([j.state for j in judged], any(j.refuted for j in judged), bool(claim.get("exact")))
 
 
 TESTS = {None: "interval", "wilcoxon_holm": "Wilcoxon, Holm", "tost": "paired TOST", "sign": "sign test over members"}
@@ -358,11 +386,14 @@ def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str
     worst = max(judged, key=lambda j: (STATES.index(j.state), j.against))
     scale, states = 100.0 if unit == "%" else 1.0, [j.state for j in judged]
     counts = [f"{states.count(one)} {one}" for one in STATES if one in states]
+    decided = verdict_of(claim, judged)
+    counts += ["which is expected of so many by chance"] if "fails" in states and decided == "inconclusive" else []
     counts += [f"{len(lost)} not testable ({lost[0]})"] if lost else []
-    needed = [j.needed for j in judged if j.state == "open" and not math.isnan(j.needed)]
+    undecided = [j for j in judged if j.state == "open" or (j.state == "fails" and decided == "inconclusive")]
+    needed = [j.needed for j in undecided if not math.isnan(j.needed)]
     return row | {
         "ours": worst.ours.value * scale, "low": worst.ours.low * scale, "high": worst.ours.high * scale,
-        "p": worst.p, "n": worst.ours.n, "verdict": verdict(states), "members": ", ".join(counts),
+        "p": worst.p, "n": worst.ours.n, "verdict": decided, "members": ", ".join(counts),
         "decided_by": "" if worst.decided_by == "all" else worst.decided_by, "needed": max(needed, default=math.nan),
     }, {j.label: j.state for j in judged}  # fmt: skip
 

@@ -78,7 +78,7 @@ class Estimate:
     def needed(self, gap: float) -> float:
         """Items with which an interval (95%) would clear a threshold `gap` away in four of five repeats, were value and
         spread as seen. Infinite where there is no gap."""
-        g = abs(gap) / (scipy_stats.norm.ppf(0.975) + scipy_stats.norm.ppf(0.8))
+        g = abs(gap) / float(special.ndtri(0.975) + special.ndtri(0.8))
         if not g or math.isnan(self.error) or math.isinf(gap):
             return math.inf
         spread = self.sd**2 if math.isfinite(self.sd) else self.n * self.error**2

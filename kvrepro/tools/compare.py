@@ -61,8 +61,10 @@ def compare(a: pd.DataFrame, b: pd.DataFrame) -> tuple[dict[str, int], pd.DataFr
 
 
 def verdicts(a: Path, b: Path) -> pd.DataFrame:
-    """Claims whose verdict is another, or that only one of two claims.csv has: claim, reading, A, B."""
-    frames = {side: pd.read_csv(path).set_index(["claim", "reading"]).verdict for side, path in (("A", a), ("B", b))}
+    """Claims whose verdict is another, or that only one of two claims.csv has, of the first model in each: claim,
+    reading, A, B."""
+    tables = {side: pd.read_csv(path).drop_duplicates(["claim", "reading"]) for side, path in (("A", a), ("B", b))}
+    frames = {side: table.set_index(["claim", "reading"]).verdict for side, table in tables.items()}
     found = pd.DataFrame(frames).fillna("-")
     return found[found.A != found.B].reset_index()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 
 from kvrepro.chapters.protection import control, credit
 from kvrepro.chapters.reanalysis import differences
@@ -14,7 +15,7 @@ from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge
-from kvrepro.paths import ROOT
+from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import cost, reference, shortcuts
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
@@ -63,6 +64,7 @@ PINNED = {  # policy -> the tests that hold it to an independent transcription o
     )),
     "online_credit": ("chapters/protection/test_credit.py::test_keep_scores_blend_two_rankings",),
 }  # fmt: skip
+WRONGLY = {"wrongly_reproduced": "wrongly reproduced", "wrongly_not_reproduced": "wrongly not reproduced"}  # of a rule
 LETTERS = {"alpha": "α", "beta": "β", "gamma": "γ", "eps": "ε", "mu": "μ", "phi": "φ", "tau": "τ"}
 
 
@@ -74,6 +76,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
     pages["settings"], pages["control"] = reference.settings(), controlled()
     pages["artifact"] = table(differences.table())
+    pages["error_rates"], pages["stability"] = error_rates(), stability()
     pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
     cost.bars().savefig(folder / "targets.svg")
     shortcuts.drawn().savefig(folder / "shortcuts.svg")
@@ -179,13 +182,53 @@ def verdicts(chapters: Iterable[str], root: Path = ROOT) -> str:
             parts.append("This chapter has stored no verdicts.\n")
             continue
         frame = claims.read(file)
-        model, profile = frame.model[frame.model != claims.STORED].iloc[0], frame.profile.iloc[0]
-        parts += [
-            f"Model {model}, profile {profile}.\n",
-            claims.summary(frame) + "\n",
-            table(claims.overview(frame).reset_index().to_dict("records")) + "\n",
-        ]
+        for model, profile in (runs := claims.runs(frame)):
+            parts += [
+                f"Model {model}, profile {profile}.\n",
+                claims.summary(claims.of_run(frame, (model, profile))) + "\n",
+            ]
+        parts.append(table(_with_rates(claims.overview(claims.of_run(frame)), chapter).to_dict("records")) + "\n")
+        if len(runs) > 1:
+            parts += ["Verdicts of all models, those first that differ:\n"]
+            parts.append(table(claims.side_by_side(frame).to_dict("records")) + "\n")
     return "\n".join(parts) or "No chapter has been run."
+
+
+def _with_rates(overview: pd.DataFrame, chapter: str) -> pd.DataFrame:
+    """Two columns more: how often the claim's rule errs either way, the larger rate of its readings."""
+    found = pd.read_csv(DATA / "error_rates.csv")
+    worst = found[found.chapter == chapter].groupby("claim")[list(WRONGLY)].max()
+    said = worst.map(lambda share: "" if pd.isna(share) else f"{share:.0%}").reindex(overview.index, fill_value="")
+    return overview.join(said.rename(columns=WRONGLY)).reset_index()
+
+
+def error_rates() -> str:
+    """By chapter: how many rules were tried, which err in more than 5% of tries, which cannot hold or cannot fail."""
+    found, rows = pd.read_csv(DATA / "error_rates.csv"), []
+    for chapter, group in found.groupby("chapter", sort=False):
+        tried = group[group.repeats.notna()]
+
+        def named(which: pd.Series, tried: pd.DataFrame = tried) -> str:
+            return ", ".join(dict.fromkeys(tried.claim[which])) or "-"
+
+        rows.append({
+            "chapter": chapter, "rules tried": tried.claim.nunique(),
+            **{f"{said} in more than 5%": named(tried[f"{name}_above"].eq(True)) for name, said in WRONGLY.items()},
+            "cannot hold": named(tried.can_hold.eq(False)), "cannot fail": named(tried.can_fail.eq(False)),
+            "medium effect decided": f"{tried[tried.repeats > 1].decided.mean():.0%}",
+            "not tried": ", ".join(dict.fromkeys(group.claim[group.repeats.isna()])) or "-",
+        })  # fmt: skip
+    return table(rows)
+
+
+def stability() -> str:
+    """The share of verdicts that change between runs, and which."""
+    found = pd.read_csv(DATA / "stability.csv").fillna({"which": "-"})
+    found["changed"] = [f"{row.changed} of {row.verdicts} ({row.share:.0%})" for row in found.itertuples()]
+    shown = found[["varied", "runs", "chapter", "changed", "turned", "which"]]
+    if found.empty:
+        return "No runs are compared yet."
+    return table(shown.rename(columns={"which": "which, run by run"}).to_dict("records"))
 
 
 def title(notebook: Path) -> str:

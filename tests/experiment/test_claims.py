@@ -102,6 +102,26 @@ def test_the_table_survives_its_file_and_says_no_nan(tmp_path):
     assert claims.verdict(table, "P1", "as_run").startswith(f"*{table.verdict.iloc[0]}*")
 
 
+def test_another_model_leaves_the_verdicts_of_the_first(tmp_path):
+    few = BOOK | {"claims": [BY_ID[one] for one in ("P1", "P9")]}
+    first = members.evaluate(synthetic.results(synthetic.paper_like), few).assign(model="first")
+    other = first.assign(model="other", verdict="partly")
+    timed = first.assign(model=claims.STORED, claim="T1").head(1)
+    path = tmp_path / "protection" / "claims.csv"
+    claims.write(pd.concat([timed, first]), path)
+    claims.write(pd.concat([timed, other]), path)
+    both = claims.read(path)
+    assert claims.runs(both) == [("first", "quick"), ("other", "quick")]
+    assert claims.of_run(both).verdict.tolist() == [*timed.verdict, *first.verdict]
+    assert claims.of_run(both, ("other", "quick")).claim.tolist().count("T1") == 1
+    claims.write(pd.concat([timed, first.assign(verdict="inconclusive")]), path)  # the first again: at its place
+    both = claims.read(path)
+    assert claims.runs(both) == [("first", "quick"), ("other", "quick")]
+    wide = claims.side_by_side(both)
+    assert (len(wide), set(wide["first, quick"]), set(wide["other, quick"])) == (4, {"inconclusive"}, {"partly"})
+    assert set(wide["the same"]) == {"no"}
+
+
 def test_a_chapter_without_readings_has_one_column_of_verdicts():
     frame = members.evaluate(synthetic.results(synthetic.paper_like, n_items=8), BOOK | {"claims": [BY_ID["P38"]]})
     assert claims.overview(frame).columns.tolist() == ["statement", "paper", "unit", "rule", "here"]

@@ -1,10 +1,13 @@
 """The judge on data where the answer is known: true, false and at the threshold."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import judge
@@ -81,6 +84,45 @@ def test_verdict(states, verdict):
     assert judge.verdict(states) == verdict
 
 
+def test_of_twenty_members_at_the_threshold_one_fails_by_chance():
+    assert judge.verdict(["fails"] + ["open"] * 19, refuted=False) == "inconclusive"
+    assert judge.verdict(["fails"] * 11 + ["open"] * 9, refuted=False) == "not reproduced"
+    assert judge.verdict(["fails"] + ["holds"] * 19, exact=True) == "not reproduced"
+    near, at = (Member(name, Sample(scores(mean, 40), bounds=None)) for name, mean in (("near", 0.46), ("at", 0.5)))
+    alone = table({"at_least": 0.5}, [near])
+    assert (alone.verdict, alone.members) == ("not reproduced", "1 fails")
+    among = table({"at_least": 0.5}, [near, *[replace(at, label=str(i)) for i in range(19)]])
+    assert (among.verdict, among.members) == (
+        "inconclusive",
+        "19 open, 1 fails, which is expected of so many by chance",
+    )
+    far = Member("far", Sample(scores(0.3, 40), bounds=None))
+    assert table({"at_least": 0.5}, [far, *[replace(at, label=str(i)) for i in range(19)]]).verdict == "not reproduced"
+
+
+MIRRORED = {"at_least": "at_most", "above": "below"}
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.2, 0.5, 1.0]), min_size=6, max_size=20),
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.sampled_from(sorted(MIRRORED)),
+    st.sampled_from([None, "wilcoxon_holm", "sign"]),
+)  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_both_sides_of_a_bound_are_judged_alike(values, bound, kind, test):
+    """A claim and its mirror image: ties, values at the bound and samples without spread included."""
+    x = pd.DataFrame({"a": values, "b": values[::-1]})
+    y = x.rename(columns={"a": "b", "b": "a"})
+    claim = {"id": "X", "test": test}
+    for bounds in ((0.0, 1.0), None):
+        one, other = (
+            [Member(str(i), Sample(f[i:], "difference", bounds=bounds)) for i in range(2)] for f in (x, y)
+        )  # fmt: skip
+        up = judge.judge(claim | {"rule": {kind: bound}}, one)
+        down = judge.judge(claim | {"rule": {MIRRORED[kind]: -bound}}, other)
+        assert [(j.state, j.refuted) for j in up] == [(j.state, j.refuted) for j in down]
+
+
 @pytest.mark.parametrize(("mean", "verdict"), [(0.6, "reproduced"), (0.4, "not reproduced"), (0.5, "inconclusive")])
 def test_true_false_and_at_the_threshold(mean, verdict):
     assert table({"at_least": 0.5}, [Member("all", Sample(scores(mean, 60)))]).verdict == verdict
@@ -139,6 +181,8 @@ def test_one_counterexample_refutes_an_exact_claim_and_is_named():
     assert refuted.decided_by == "repack: 1 of 1000 cases, worst at prompt 17"
     assert refuted.ours == 0.0
     assert refuted.rule == "at least 1, in every case"
+    parts = [Member("repack", Facts(cases)), Member("fill", Facts(cases.clip(lower=1)))]
+    assert table({"at_least": 1}, parts, **exact).verdict == "not reproduced"  # one case in either of them
 
 
 def test_a_single_case_decides_an_exact_claim_and_none_leaves_it():
@@ -219,6 +263,9 @@ def test_what_a_claim_cannot_mean_raises():
 def test_measured_ranges_are_judged_like_intervals():
     assert table({"at_most": 1.2}, [Member("x", Measured(1.1, 1.0, 1.19))]).verdict == "reproduced"
     assert table({"at_most": 1.2}, [Member("x", Measured(1.1, 1.0, 1.3))]).verdict == "inconclusive"
+    assert table({"at_most": 1.2}, [Member("x", Measured(1.1, 1.0, 1.19, n=6))]).verdict == "reproduced"
+    steps = table({"at_most": 1.2}, [Member("x", Measured(1.1, 1.0, 1.19, n=1))])  # fifty steps of a single run
+    assert (steps.verdict, steps.note) == ("not testable here", "1 items: an interval needs at least 6")
 
 
 def test_the_reading_decides_where_a_member_turns_over():

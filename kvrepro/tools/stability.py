@@ -1,0 +1,87 @@
+"""Do verdicts change with what should not matter? The tables of several runs side by side: of other item seeds, other
+models, or another processor's rounding.
+
+`python -m kvrepro.tools.stability "item seed" results-0 results-1 results-2` takes results folders and stores, for each
+chapter that all of them hold, the share of verdicts that change in data/stability.csv, and which. What was stored under
+the same title is replaced. Such folders come from
+
+    make book ARGS="-p results=/tmp/seed-1 -p seed=1"
+    ATEN_CPU_CAPABILITY=default make book ARGS="-p results=/tmp/plain"
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import typer
+
+from kvrepro.errors import InputError, one_line_errors
+from kvrepro.experiment import claims
+from kvrepro.paths import DATA, replaced
+
+TABLE = DATA / "stability.csv"
+COLUMNS = ["varied", "runs", "chapter", "verdicts", "changed", "turned", "share", "which"]
+
+
+def compared(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Verdicts of the claims and readings that every table has, a column for each table; of a table that holds several
+    models the first. What rests on stored timings cannot change and is left out."""
+    parts = []
+    for number, table in enumerate(tables):
+        own = claims.of_run(table)
+        own = own[own.model != claims.STORED]
+        parts.append(own.set_index(["claim", "reading"]).verdict.rename(number))
+    return pd.concat(parts, axis=1, join="inner")
+
+
+def row_of(found: pd.DataFrame) -> dict[str, object]:
+    """What changes among the columns of `compared`: counts, share, and which. A claim turns where it is reproduced in
+    one run and not reproduced in another."""
+    differ = found[found.ne(found.iloc[:, 0], axis=0).any(axis=1)]
+    turned = differ.isin(["reproduced"]).any(axis=1) & differ.isin(["not reproduced"]).any(axis=1)
+    said = [f"{' '.join(name for name in key if name != 'any')}: {', '.join(row)}"
+            for key, row in zip(differ.index, differ.to_numpy(), strict=True)]  # fmt: skip
+    return {
+        "runs": found.shape[1], "verdicts": len(found), "changed": len(differ), "turned": int(turned.sum()),
+        "share": len(differ) / len(found), "which": "; ".join(said),
+    }  # fmt: skip
+
+
+def table(varied: str, folders: Sequence[Path]) -> pd.DataFrame:
+    """A row per chapter that all folders hold. Raises InputError for fewer than two folders, or none in common."""
+    if len(folders) < 2:
+        raise InputError(f"{len(folders)} results folder: give two or more to compare")
+    held = [{file.parent.name for file in folder.glob("*/claims.csv")} for folder in folders]
+    if not (shared := sorted(set.intersection(*held))):
+        raise InputError(f"no chapter has verdicts in all of {', '.join(map(str, folders))}")
+    rows = []
+    for chapter in shared:
+        found = compared([claims.read(folder / chapter / "claims.csv") for folder in folders])
+        rows.append({"varied": varied, "chapter": chapter} | row_of(found))
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+@one_line_errors()
+def main(
+    varied: Annotated[str, typer.Argument(help="what the runs differ in")],
+    folders: Annotated[list[Path], typer.Argument(help="results folders")],
+    out: Annotated[Path, typer.Option()] = TABLE,
+) -> None:
+    """Compare, print, and store the rows in the place of those of the same title and chapter."""
+    found = table(varied, folders)
+    for row in found.itertuples():
+        typer.echo(f"{varied}, {row.chapter}: {row.changed} of {row.verdicts} verdicts change ({row.share:.0%}), "
+                   f"{row.turned} of them turn over")  # fmt: skip
+        if row.which:
+            typer.echo("  " + row.which.replace("; ", "\n  "))
+    if out.is_file():
+        before = pd.read_csv(out)
+        same = before.varied.eq(varied) & before.chapter.isin(found.chapter)
+        found = pd.concat([before[~same], found])
+    with replaced(out) as aside:
+        found.to_csv(aside, index=False, float_format="%.4g")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,141 @@
+"""The tool that tries rules: its data stand where it says, and bad rules are found."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvrepro.experiment import claims, judge, stats
+from kvrepro.experiment.judge import Drawn, Facts, Measured, Member, Sample, Unpaired
+from kvrepro.paths import DATA
+from kvrepro.tools import error_rates
+
+RNG = np.random.default_rng(0)
+F1 = pd.DataFrame({"a": RNG.choice([0.0, 0.33, 1.0], 48), "b": RNG.choice([0.0, 0.5, 1.0], 48, p=[0.6, 0.2, 0.2])})
+F1 = F1.assign(full=np.maximum(F1.a, RNG.choice([0.5, 1.0], 48)), x=F1.a, y=F1.b)
+CLUSTERS = np.repeat(np.arange(12), 5)
+LONG = pd.DataFrame({"x": np.exp(RNG.normal(size=12)[CLUSTERS] + RNG.normal(size=60))})
+RATES = pd.read_csv(DATA / "error_rates.csv")
+
+
+def claim(rule: dict, **more) -> dict:
+    return {"id": "X", "rule": rule} | more
+
+
+@pytest.mark.parametrize(
+    ("what", "target"),
+    [
+        (Sample(F1[["a"]]), 0.9),
+        (Sample(F1[["a"]], each=4), 0.1),
+        (Sample(F1[["a", "b"]], "difference"), 0.9),  # so much that both conditions have to move
+        (Sample(F1[["a", "b"]], "difference"), -0.05),
+        (Sample(F1[["a", "full"]], "share_of_ceiling"), 0.3),
+        (Sample(F1[["a", "full"]], "loss"), 0.02),
+        (Sample(F1[["x", "y", "full"]], "difference_of_ceiling"), 0.1),
+        (Sample(F1[["a", "b"]], "difference", bounds=None), 0.2),
+        (Sample(F1[["a", "full"]], "share_of_ceiling", bounds=None), 2.0),
+        (Sample(LONG, lambda v: float(np.median(v)), CLUSTERS, bounds=None), 3.0),
+        (Sample(LONG, lambda v: float(np.quantile(v, 0.95) / np.median(v)), CLUSTERS, bounds=None), 4.0),
+        (Unpaired(F1.a, F1.b[:20], (0.0, 1.0)), -0.4),
+        (Drawn(0.3, RNG.normal(0.3, 0.1, 500), 12), 0.0),
+    ],
+)
+def test_new_data_stand_where_they_shall_and_within_their_bounds(what, target):
+    source, rng = error_rates.source(what), np.random.default_rng(1)
+    drawn = [source.drawn(target, rng, {}) for _ in range(150)]
+    values = [one.value if isinstance(one, Drawn) else one.estimate().value for one in drawn[:60]]
+    error = np.std(values) / math.sqrt(len(values))
+    assert abs(np.mean(values) - target) < 4 * error + 0.1 * (not isinstance(getattr(what, "contrast", ""), str))
+    if isinstance(what, Sample) and what.bounds:
+        assert all(one.data.to_numpy().min() >= 0 and one.data.to_numpy().max() <= 1 for one in drawn)
+        assert all(one.data.shape == what.data.shape for one in drawn)
+
+
+def test_parts_of_a_claim_draw_the_same_items():
+    picks: dict = {}
+    one, two = (error_rates.source(Sample(F1[[name]].set_axis(["a"], axis=1))) for name in ("a", "x"))
+    seen = [s.drawn(s.seen, np.random.default_rng(seed), picks).data.a for seed, s in enumerate((one, two))]
+    assert seen[0].tolist() == seen[1].tolist()
+
+
+def test_a_sound_rule_errs_seldom_and_decides_what_is_clear():
+    members = [Member(name, Sample(F1[[name, "full"]].set_axis(["a", "b"], axis=1), "difference")) for name in "ab"]
+    row = error_rates.rates(claim({"at_most": -0.1}), members, repeats=80)
+    assert row["wrongly_reproduced"] <= 0.1
+    assert row["wrongly_not_reproduced"] <= 0.1
+    assert min(row["true_reproduced"], row["false_not_reproduced"]) > 0.6
+    assert row["can_hold"]
+    assert row["can_fail"]
+    assert (row["members"], row["parts"], row["n"], row["repeats"]) == (2, 2, 48, 80)
+
+
+def test_rules_that_cannot_hold_or_cannot_fail_are_found():
+    few = [Member("m", Sample(F1[["a", "b"]][:8], "difference"))]
+    assert not error_rates.rates(claim({"equivalent": 0.02}, test="tost"), few, repeats=20)["can_hold"]
+    share = [Member("m", Sample(F1[["a"]]))]
+    above_all = error_rates.rates(claim({"at_most": 1.2}), share, repeats=20)
+    assert above_all["can_hold"]
+    assert not above_all["can_fail"]
+    assert math.isnan(above_all["threshold_reproduced"])
+    assert not error_rates.rates(claim({"at_least": 1.2}), share, repeats=20)["can_hold"]
+
+
+def test_a_rule_that_errs_is_found():
+    """Members at the threshold, each refuted by its own 5%: the claim falls by one of twenty."""
+    columns = pd.DataFrame(np.random.default_rng(2).normal(0.3, 0.1, (30, 20)))
+    members = [
+        Member(str(i), Sample(columns[[i]].set_axis(["a"], axis=1).set_axis(range(30 * i, 30 * i + 30)), bounds=None))
+        for i in range(20)
+    ]
+    row = error_rates.rates(claim({"at_least": 0.3}), members, repeats=60)
+    assert row["wrongly_not_reproduced"] <= 0.12
+    judged = [judge.judge(claim({"at_least": 0.3}), [m]) for m in members]
+    assert all(j.refuted == (j.state == "fails") for [j] in judged)  # alone, a member stands for itself
+
+
+def test_of_facts_one_counterexample_in_any_member_refutes():
+    members = [Member(name, Facts(pd.Series([1.0] * 9))) for name in "ab"]
+    row = error_rates.rates(claim({"between": [1, 1]}, exact=True), members)
+    assert (row["true_reproduced"], row["false_not_reproduced"], row["n"]) == (1.0, 1.0, 18)
+    assert row["can_hold"]
+    assert row["can_fail"]
+
+
+def test_ranges_of_timings_are_not_tried():
+    assert "not tried" in error_rates.rates(claim({"at_most": 1}), [Member("m", Measured(1, 1, 1))])["note"]
+
+
+def test_what_the_judge_is_asked_is_recorded():
+    def members(one, reading):
+        if reading == "as_run":
+            raise judge.NotTestable("no rows")
+        return [Member("m", Sample(F1[["a"]])), judge.NotTestable("nor this one")]
+
+    given = claim({"at_least": 0.1}, statement="s", paper={"text": "-"}, contrast="mean", topic="t", source="s")
+    with error_rates.recorded() as asked:
+        judge.verdicts([given], members, lambda c: ("as_run", "as_described"), model="m", profile="quick")
+    assert [(reading, len(found)) for _, reading, found in asked] == [("as_run", 0), ("as_described", 1)]
+    asked = [(one, reading, found) for one, reading, found in asked]
+    found = error_rates.table("c", asked, processes=1)
+    assert found.note.tolist()[0] == "nothing to test in this run"
+    assert found.n.tolist()[1] == 48
+
+
+def test_the_shipped_table_has_every_claim_and_its_sums_are_those_of_its_kinds():
+    for chapter in ("protection", "fragility", "dropkv_bound", "leakage", "reclamation"):
+        known = {one["id"] for one in claims.load_claims(chapter)["claims"]}
+        assert len(known & set(RATES[RATES.chapter == chapter].claim)) > 0.7 * len(known), f"{chapter}: compute anew"
+    tried = RATES[RATES.repeats.notna()]
+    assert len(tried) > 100
+    for name, kinds in (("reproduced", ("false", "threshold", "one")), ("not_reproduced", ("true",))):
+        kind = tried[[f"{one}_{name}" for one in kinds]].max(axis=1).fillna(0)
+        assert (tried[f"wrongly_{name}"].fillna(1) >= kind).all()
+    chance = 2 * np.sqrt(0.05 * 0.95 / tried.repeats)
+    assert (tried.wrongly_reproduced_above == (tried.wrongly_reproduced > 0.05 + chance)).all()
+
+
+def test_resamples_are_few_only_while_rules_are_tried():
+    before = stats.DRAWS
+    error_rates.rates(claim({"at_most": 9}), [Member("m", Sample(LONG, lambda v: float(np.median(v)), CLUSTERS))], 1)
+    assert before == stats.DRAWS

@@ -314,6 +314,12 @@ def verdict(frame: pd.DataFrame, claim: str, reading: str = "") -> str:
     return f"*{row.verdict}*" + (f" ({value})" if value else "")
 
 
-def findings(*sentences: str) -> Markdown:
-    """What a chapter found: the box at its top."""
+def findings(*sentences: str, unanswered: str = "") -> Markdown:
+    """What a chapter found: the box at its top. unanswered: why the model's own answers say nothing
+    (`judge.unanswered`); that comes first then, and sentences without a number are left out."""
+    if unanswered:
+        sentences = tuple(s for s in sentences if "nan%" not in s and "(not run)" not in s)
+        way_out = "Read its answers first; then take other items, more of them, or another model."
+        warning = f"**Nothing can be said here of what the model forgets**: {unanswered}. {way_out}"
+        sentences = (warning, *sentences)
     return Markdown("\n".join([":::{admonition} What we found", ":class: tip", *(f"- {s}" for s in sentences), ":::"]))

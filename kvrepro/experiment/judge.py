@@ -162,6 +162,15 @@ def answers_enough(full: pd.Series, errors: pd.Series | None = None) -> None:
         raise NotTestable(f"the full cache itself answers too few items ({e})")
 
 
+def unanswered(full: pd.Series) -> str:
+    """Why the full cache's scores (0 to 1, per item) say nothing of what is forgotten; empty where they do."""
+    try:
+        answers_enough(full)
+    except NotTestable as reason:
+        return str(reason)
+    return ""
+
+
 # ---- one member
 
 

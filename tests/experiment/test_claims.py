@@ -6,7 +6,7 @@ import synthetic
 
 from kvrepro.chapters.protection import members
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, judge
 
 BOOK = claims.load_claims("protection")
 BY_ID = {claim["id"]: claim for claim in BOOK["claims"]}
@@ -143,3 +143,11 @@ def test_verdicts_on_stored_timings_are_told_from_those_of_the_run():
     assert "A1, A2" in told[0]
     assert "A3" in told[1]
     assert claims.beside(frame, "cost").count("no part of this run") == 2
+
+
+def test_findings_begin_with_a_model_that_does_not_answer():
+    said = claims.findings("LRU keeps nan%.", "SnapKV keeps 40%.", unanswered=judge.unanswered(pd.Series([0.0] * 8)))
+    assert "the full cache itself answers too few items" in said.data
+    assert "SnapKV" in said.data
+    assert "nan" not in said.data
+    assert judge.unanswered(pd.Series([0.9] * 8)) == ""

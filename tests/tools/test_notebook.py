@@ -135,7 +135,7 @@ def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path):
         progress_bar=False,
     )
     images = [o for cell in code(executed) for o in cell.outputs if "image/png" in o.get("data", {})]
-    assert len(images) == 13
+    assert len(images) == 15
     table = pd.read_csv(tmp_path / "results" / "protection" / "claims.csv")
     assert table.columns.tolist() == claims.COLUMNS
     assert set(table[table.claim == "P4"].verdict) == {"not testable here"}  # a random model answers nothing

@@ -324,13 +324,18 @@ def told(table: pd.DataFrame, unit: str = "", **where: Any) -> str:
 def wilcoxon(a: Sequence[float], b: Sequence[float]) -> float:
     """p of the two-sided Wilcoxon signed-rank test on the nonzero differences (zeros dropped, Wilcoxon's own handling).
 
-    Exact p up to 50 untied differences, else scipy's choice (permutation or normal approximation with tie correction).
+    Exact p up to 50 untied differences and up to 13 tied ones, else the normal approximation with tie correction.
     No nonzero difference gives p = 1. Differences below 1e-9 are rounding and count as zero.
     """
     d = _differences(a, b)
     nonzero = d[d != 0]
     if not nonzero.size:
         return 1.0
+    ranks = scipy_stats.rankdata(np.abs(nonzero))
+    if len(ranks) <= 13 and len(set(ranks)) < len(ranks):  # scipy permutes here too, a hundred times slower
+        signs = np.arange(2 ** len(ranks))[:, None] >> np.arange(len(ranks)) & 1
+        sums, seen = signs @ ranks, ranks[nonzero > 0].sum()
+        return min(1.0, 2 * float(min((sums <= seen + 1e-9).mean(), (sums >= seen - 1e-9).mean())))
     return float(scipy_stats.wilcoxon(nonzero, zero_method="wilcox", alternative="two-sided").pvalue)
 
 

@@ -157,6 +157,12 @@ def test_wilcoxon_exact_closed_form():
     assert stats.wilcoxon([1, 2, 3, 4, 5, 7], [0, 0, 0, 0, 0, 7]) == p  # a tie is dropped
 
 
+@pytest.mark.parametrize("n", [5, 9, 13])
+def test_wilcoxon_with_ties_is_scipys_permutation(n):
+    d = np.random.default_rng(n).choice([-1.0, -0.5, 0.25, 0.5, 1.0], n)
+    assert stats.wilcoxon(d, np.zeros(n)) == pytest.approx(scipy_stats.wilcoxon(d, method="auto").pvalue)
+
+
 def test_all_equal_inputs_give_p_one():
     same = [0.1, 0.2, 0.3]
     assert stats.wilcoxon(same, same) == 1.0

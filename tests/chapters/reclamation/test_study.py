@@ -251,7 +251,7 @@ def test_one_counterexample_refutes_an_identity_and_is_named():
     assert frame.n["R6"] == 14
     rows.loc[(rows["item"] == "p3") & (rows.layout == "repack"), "as_predicted"] = 0.5
     frame = members.verdicts({"identity": rows}, "none", "quick").set_index("claim")
-    assert (frame.verdict["R6"], frame.members["R6"]) == ("partly", "1 holds, 1 fails")
+    assert (frame.verdict["R6"], frame.members["R6"]) == ("not reproduced", "1 holds, 1 fails")
     assert frame.decided_by["R6"].startswith("repack: 2 of 14 cases, worst at item p3")
 
 

@@ -129,7 +129,7 @@ def batches(rows: Iterable[Rows], backend: str, most: int | None, device: torch.
                 if bits is not None:
                     part.cache.quantise(bits)
                 waiting.setdefault(kind, []).append(part)
-                held += each * len(part)
+                held += part.cache.bytes
                 for ready in list(waiting) if held > room else [kind] if len(part) == free else []:
                     held -= sum(r.cache.bytes for r in waiting[ready])
                     yield waiting.pop(ready)

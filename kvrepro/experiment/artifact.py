@@ -160,11 +160,8 @@ def _row(entry: dict[str, Any], rouge: bool) -> dict[str, Any]:
 
 def _first_word(prediction: str, answer: str) -> dict[str, float]:
     """What the first word is worth. Under every policy the full cache chooses it."""
-    (ours, rest), (gold, more) = (((words := text.split())[:1], " ".join(words[1:])) for text in (prediction, answer))
-    first, known = " ".join(ours), " ".join(gold)
-    return {
-        "first_right": float(ours == gold) if more else math.nan,
-        "rest_f1": measure.token_f1(rest, more) if more else math.nan,
+    first, known = (" ".join(text.split()[:1]) for text in (prediction, answer))
+    return measure.after_first(prediction, answer) | {
         "first_f1": measure.token_f1(first, answer),
         "first_gold_f1": measure.token_f1(known, answer),
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import bound
 from kvrepro.engine.attention import Softmax, installed
-from kvrepro.engine.facts import attention_modules, output_projection
+from kvrepro.engine.facts import ModelFacts, attention_modules, output_projection
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, call
 from kvrepro.errors import InputError
@@ -156,13 +156,12 @@ def triples(
     positions: true positions of the queries, each at least `window`. What `visit` does not keep is freed before the
     next layer. cache: filled with the prompt's keys and values, if given. Raises InputError before the pass.
     """
-    n, shape = len(ids), model.config.get_text_config()
+    n, sliding = len(ids), min(ModelFacts.of(model).sliding.values(), default=None)
     if not positions or not window <= min(positions) <= max(positions) < n:
         raise InputError(
             f"positions {list(positions)} of {n} tokens: each must lie between the window, {window}, and {n - 1}"
         )
-    sliding = getattr(shape, "sliding_window", None)
-    if sliding is not None and n > sliding and set(getattr(shape, "layer_types", None) or [""]) != {"full_attention"}:
+    if sliding is not None and n > sliding:
         raise InputError(f"{n} tokens > the model's sliding window of {sliding}: shorten the prompt")
     looker = _Looker(model, positions, visit, window)
     with torch.inference_mode(), installed(model):

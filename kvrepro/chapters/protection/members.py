@@ -15,10 +15,8 @@ from kvrepro.experiment import claims, history, judge
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
 from kvrepro.experiment.stats import CONTRASTS
 
-NO_CEILING = {
-    "same_output",
-    "evicted",
-}  # contrasts that hold of any weights; random ones write on, and attend to all alike
+# Contrasts that hold of any weights; random ones write on, and attend to all alike.
+NO_CEILING = {"same_output", "evicted"}
 MIN_CONDITIONS = 4  # of one cluster, for a correlation over its conditions
 MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a model is said to have a sink
 

@@ -123,10 +123,7 @@ class PagedSequence(EngineCache):
 
     def survivors(self) -> np.ndarray:
         """Who is left, bool [layers, kv_heads, seen] over true positions."""
-        _, at, alive = self.ledger.living(self.number)
-        found = np.zeros((len(self.pages.keys), self.pages.keys[0].shape[2], self.entry.seen), bool)
-        found[..., at] = alive
-        return found
+        return np.stack([layer.holds() for layer in self.ragged.values()])
 
     def evicted(self) -> None:
         """Compact, now that every layer has evicted, and note what the pass did."""
@@ -182,7 +179,7 @@ class PagedLayer:
 
     def shown(self) -> Shown:
         """The tokens that each head holds, in ascending order; `index` is their position."""
-        holds = self._holds()
+        holds = self.holds()
         flat, where, _ = self.sequence.ledger.living(self.sequence.number)
         slots = np.zeros(holds.shape[1], np.int64)
         slots[where] = flat
@@ -192,7 +189,7 @@ class PagedLayer:
         sums = {n: s.gather(1, at.clamp(min=0)).masked_fill(at < 0, 0)[None] for n, s in self.sums.items()}
         return Shown(self._keys[slot, heads][None], self._values[slot, heads][None], at[None], sums, at[None])
 
-    def _holds(self) -> np.ndarray:
+    def holds(self) -> np.ndarray:
         """Who is left in this layer, bool [kv_heads, seen] over true positions."""
         entry = self.sequence.entry
         slots = np.flatnonzero(entry.positions >= 0)
@@ -220,7 +217,7 @@ class PagedLayer:
 
     def held(self) -> Tensor:
         """Tokens of each head, int64 [1, kv_heads]; other heads may hold their slots without them."""
-        return torch.from_numpy(self._holds().sum(-1))[None]
+        return torch.from_numpy(self.holds().sum(-1))[None]
 
     seen = held
     overhead_bytes = 0

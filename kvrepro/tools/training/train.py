@@ -37,7 +37,7 @@ def length_shares(progress: float) -> dict[int, float]:
     return {newest: 0.5, **{length: 0.5 / len(older) for length in older}} if older else {newest: 1.0}
 
 
-def worker(seed: int, shared, queue) -> None:
+def worker(seed: str, shared, queue) -> None:
     """Make batches for ever. shared: progress, share of repeated sequences, then a share per length and task."""
     rng = random.Random(seed)
     torch.set_num_threads(1)
@@ -110,13 +110,13 @@ def watched_line(result: dict[tuple[str, int], float], log: list[dict], out: Pat
     (out / "training.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
 
 
-def started(seed: int, workers: int) -> tuple[Any, Any, dict, dict]:
+def started(seed: str, workers: int) -> tuple[Any, Any, dict, dict]:
     """What the workers of `worker` share, their queue, and the sets to watch and to end with, as they are made."""
     context = mp.get_context("fork")
     shared = context.Array("d", [0.0, 1.0] + [1.0] * (len(R.TASK_NAMES) * len(LENGTHS)), lock=False)
     queue = context.Queue(maxsize=48)
     for i in range(workers):
-        context.Process(target=worker, args=(1000 * seed + i, shared, queue), daemon=True).start()
+        context.Process(target=worker, args=(f"{seed}-{i}", shared, queue), daemon=True).start()
     pool = context.Pool(4)
     keys = [(task, length) for length in CHECKS for task in R.TASK_NAMES]
     watched, final = (
@@ -153,24 +153,48 @@ def step(model, optimizers: list, losses, x, y, lr: float) -> tuple:
     return loss, correct, each
 
 
+def keep(path: Path, model, optimizers: list, **counts: Any) -> None:
+    """Save all that a later call needs to go on."""
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    torch.save({"model": model.state_dict(), "optimizers": states, **counts}, path)
+
+
+def resume(path: Path, *parts: Any) -> dict[str, Any]:
+    """What `keep` saved, empty where nothing was; the model and the optimizers in `parts` get their states."""
+    saved = torch.load(path, map_location="cpu", weights_only=False) if path.exists() else {}  # our own file
+    if saved and parts:
+        for part, state in zip(parts, [saved["model"], *saved["optimizers"]], strict=True):
+            part.load_state_dict(state)
+    return saved
+
+
 def main(
     name: str = "tiny-gqa", minutes: float = 8.2, out: Path = Path("data/models"), lr: float = 2e-3, workers: int = 14,
-    seed: int | None = None,
+    seed: int | None = None, stop_after: float = float("inf"),
 ) -> None:  # fmt: skip
     """Train a model of `FAMILY` for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and
-    evaluation.csv to its folder in `out`."""
+    evaluation.csv to its folder in `out`. Where one sitting is too short, `stop_after` minutes of it the state is
+    kept, and the same command goes on from there."""
     if name not in FAMILY:
         raise InputError(f"unknown name {name!r}: choose {', '.join(FAMILY)}")
     out, seed = out / name, SEEDS.get(name, 0) if seed is None else seed
-    start, device = time.time(), torch.device("cuda")
+    begun, device, state = time.time(), torch.device("cuda"), out / "state.pt"
     torch.manual_seed(seed)
-    shared, queue, watched, final = started(seed, workers)
+    past = {"steps": 0, "tokens": 0, "seconds": 0.0, "log": [], "error": np.ones((len(LENGTHS), len(R.TASK_NAMES)))}
+    past |= resume(state)
+    steps, tokens_seen, log, error = past["steps"], past["tokens"], past["log"], past["error"]
+    shared, queue, watched, final = started(f"{seed}-{steps}", workers)  # forks, so before the device is touched
     model = fresh_model(name, device)
     optimizers, losses = optimizers_of(model, lr), torch.compile(token_losses, dynamic=False)
-    error, log, sets = np.ones((len(LENGTHS), len(R.TASK_NAMES))), [], {}
-    steps, tokens_seen, last = 0, 0, time.time()
+    resume(state, model, *optimizers)
+    start, last, sets = begun - past["seconds"], time.time(), {}
+    shared[2:] = list(0.1 + error.ravel())
     out.mkdir(parents=True, exist_ok=True)
     while (progress := (time.time() - start) / (60 * minutes)) < 1:
+        if time.time() - begun > 60 * stop_after:
+            now = {"steps": steps, "tokens": tokens_seen, "seconds": time.time() - start}
+            keep(state, model, optimizers, error=error, log=log, **now)
+            return
         shared[0], shared[1] = progress, 0.5 if progress < WARM else 0.0
         # Warm up over 200 steps, hold, decay over the last 30% of the time.
         scale = min(1.0, (steps + 1) / 200) * min(1.0, max(0.02, (1 - progress) / 0.3))
@@ -196,6 +220,7 @@ def main(
 
     model.to(torch.bfloat16).save_pretrained(out)
     save(out)
+    state.unlink(missing_ok=True)
     result = exact_match(model.eval().float(), {key: job.get() for key, job in final.items()}, "cuda")
     write(out / "evaluation.csv", result, 200)
     print(f"done: {steps} steps, {tokens_seen / 1e9:.2f} G tokens, {time.time() - start:.0f} s", flush=True)

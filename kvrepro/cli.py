@@ -43,7 +43,7 @@ def run(
     budget: Annotated[list[str], Option("-b", "--budget", help="tokens per KV head, or a share; repeat")] = ["0.2"],  # noqa: B006
     regime: Annotated[str, Option("-r", "--regime", help=f"{WHEN}; otherwise the policy's first")] = "",
     setting: Annotated[list[str], Option("-s", "--set", help=f"name=value: {SET}; repeat")] = [],  # noqa: B006
-    model: Annotated[str, Option("-m", "--model", help="tiny-gqa, a checkpoint's folder, a hub id")] = "tiny-gqa",
+    model: Annotated[str, Option("-m", "--model", help="small-gqa, a checkpoint's folder, a hub id")] = "small-gqa",
     items: Annotated[str, Option("-i", "--items", help="as `kvrepro items` lists them")] = "tinyworld:domains",
     n_items: Annotated[int, Option("-n", "--n-items")] = 12,
     max_new_tokens: Annotated[int, Option(help="of an answer")] = 32,

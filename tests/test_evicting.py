@@ -155,7 +155,7 @@ def test_tokens_are_streamed_and_stopped_as_they_come():
 
 
 def test_a_pipeline_evicts():
-    tiny = kv.load("tiny-gqa")
+    tiny = kv.load("small-gqa")
     [item] = kv.load_items("tinyworld:needle", n_items=1, seed=7, tokens=400)
     prompt = kv.build_prompt(item, tiny.tokenizer, limit=512)
     say = pipeline("text-generation", model=tiny.model, tokenizer=tiny.tokenizer)

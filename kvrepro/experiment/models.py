@@ -11,8 +11,8 @@ from typing import Any
 from kvrepro.errors import InputError
 from kvrepro.paths import ROOT, replaced
 
-EMBEDDED = ROOT / "data" / "models" / "tiny-gqa"
-DEFAULT = "tiny-gqa"
+DEFAULT = "small-gqa"
+EMBEDDED = ROOT / "data" / "models" / DEFAULT
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROBE = 16  # tokens
 DIFFERENT = {"float32": 1e-3}  # share of the logits' length that may differ; 0.2 in types whose rounding is coarse
@@ -49,7 +49,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     """Load a causal language model with its tokenizer. The engine brings its own attention
     (`kvrepro.engine.attention`).
 
-    model: "tiny-gqa" or another of `embedded()`, the folder of a checkpoint, or a hub id as owner/name. device: "cpu",
+    model: "small-gqa" or another of `embedded()`, the folder of a checkpoint, or a hub id as owner/name. device: "cpu",
     "cuda", "cuda:0", "auto" (cuda if there is one), "balanced" (layers over all GPUs). dtype: float32, bfloat16,
     float16, or "auto": the checkpoint's own on a GPU, float32 on the CPU.
     Raises InputError, before any weight is read or fetched: unknown name, .bin-only weights, remote code, no tokenizer,

@@ -28,7 +28,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 
 def random_model(seed: int = 0) -> PreTrainedModel:
-    """Random weights in the embedded model's shape: 8 layers, width 384, 6 query and 2 KV heads of 64."""
+    """Random weights in tiny-gqa's shape: 8 layers, width 384, 6 query and 2 KV heads of 64."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(model_config()).eval()
 
@@ -60,7 +60,7 @@ def protection_conditions(reading: str = "as_run") -> list[Condition]:
 @app.command()
 @one_line_errors()
 def harness(
-    model: Annotated[str, typer.Option(help='as of `models.load`, or "random": weights and tokens')] = "tiny-gqa",
+    model: Annotated[str, typer.Option(help='as of `models.load`, or "random": weights and tokens')] = "small-gqa",
     items: Annotated[int, typer.Option(help="prompts")] = 8,
     conditions: Annotated[int, typer.Option(help="of the 43, spread evenly")] = 43,
     tokens: Annotated[int, typer.Option(help="prompt length")] = 1900,

@@ -76,7 +76,7 @@ def write(queries: Queries, path: Path) -> None:
 
 @one_line_errors()
 def main(
-    model: Annotated[str, typer.Option(help="tiny-gqa, a checkpoint folder, or a hub id")] = models.DEFAULT,
+    model: Annotated[str, typer.Option(help="small-gqa, a checkpoint folder, or a hub id")] = models.DEFAULT,
     items: Annotated[str, typer.Option(help="where the prompts come from")] = f"tinyworld:{TASKS}",
     n: Annotated[int, typer.Option(help="prompts")] = 16,
     tokens: int = 1000,

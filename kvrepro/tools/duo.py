@@ -1,4 +1,4 @@
-"""DuoAttention's gates, learned: `python -m kvrepro.tools.duo` writes tiny-gqa-gates.json in a few minutes on a CPU.
+"""DuoAttention's gates, learned: `python -m kvrepro.tools.duo` writes small-gqa-gates.json in a minute on a CPU.
 
 One gate per KV head mixes its attention over everything with attention over sinks and recent tokens. The model stays as
 it is; the gates shrink as far as the hidden states at the answers allow. Source: Xiao et al. 2024;
@@ -20,7 +20,7 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score.queries import rounded, sampled
 from kvrepro.engine.shapes import KeyValue, Query
-from kvrepro.errors import one_line_errors
+from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import models
 from kvrepro.paths import ROOT
 from kvrepro.world import rows
@@ -100,9 +100,13 @@ def main(
 ) -> None:
     """Learn on the CPU in float32 and write the gates with what they were learned with."""
     loaded = models.load(model)
+    facts = ModelFacts.of(loaded.model)
+    if facts.sliding:
+        raise InputError(
+            f"{model} has layers that slide, which need no gates: take a model whose layers all see everything"
+        )
     batches = draw(steps, batch * length, length, seed)
     gates, losses = learn(loaded.model, batches, sinks, recent, rate, weight)
-    facts = ModelFacts.of(loaded.model)
     found = {"model": loaded.hash, "sinks": sinks, "recent": recent, "length": length, "steps": steps, "seed": seed,
              "rate": rate, "weight": weight, "distillation": round(float(np.mean(losses[-10:])), 5),
              "sample": rounded(sampled([facts.outputs[n] for n in facts.attention]).tolist()),

@@ -192,7 +192,7 @@ def drawn(file: Path = DATA / "shortcuts.csv") -> Figure:
 
 @one_line_errors()
 def main(
-    model: Annotated[str, typer.Option(help="tiny-gqa, or the folder of a checkpoint")] = models.DEFAULT,
+    model: Annotated[str, typer.Option(help="small-gqa, or the folder of a checkpoint")] = models.DEFAULT,
     items: str = "tinyworld:long,story,ledger,needle_multikey",
     n: int = 22,
     tokens: int = 1900,

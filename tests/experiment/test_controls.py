@@ -10,7 +10,7 @@ from kvrepro.item import Item, Span
 
 @pytest.fixture(scope="module")
 def tiny():
-    return models.load("tiny-gqa")
+    return models.load("small-gqa")
 
 
 def item(text: str, answer: str) -> Item:

@@ -149,7 +149,7 @@ def test_weights_that_lack_a_part_of_the_model_are_refused(copy):
 
 @pytest.mark.parametrize("name", ["no-such-model", "./no/such/folder", "/no/such", "a b/c"])
 def test_unknown_names_say_what_is_known(name):
-    with pytest.raises(InputError, match="unknown model .* use tiny-gqa"):
+    with pytest.raises(InputError, match="unknown model .* use small-gqa"):
         models.load(name)
 
 

@@ -70,7 +70,7 @@ def go(loaded, tmp_path, items=ITEMS, conditions=CONDITIONS, limit=None, **optio
 
 def test_rows_say_where_the_evidence_stood_and_how_much_of_it_is_held(loaded):
     items = data.load_items("tinyworld:needle", 1, seed=3, tokens=300)
-    tiny = models.load("tiny-gqa")
+    tiny = models.load("small-gqa")
     conditions = [
         Condition(), Condition("streaming_llm", 64, DecodeCap()), Condition("random", 0.5, Prefill(until="question")),
     ]  # fmt: skip

@@ -2,15 +2,18 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from observations import observation
+from transformers import AutoModelForCausalLM
 
 from kvrepro.engine.attention import installed
 from kvrepro.engine.facts import ModelFacts, rotations
 from kvrepro.engine.score import heads, keys, queries
+from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from kvrepro.tools import calibrate, duo
 
@@ -120,19 +123,28 @@ def test_frequencies_of_a_model_with_two_rotations():
     assert calibrate.calibrate(model, [list(range(3, 30))]).mean.shape == (1, 4, 4)
 
 
-def test_the_shipped_files_fit_the_embedded_model():
-    config = json.loads((models.EMBEDDED / "config.json").read_text())
-    layers, kv_heads = config["num_hidden_layers"], config["num_key_value_heads"]
-    for name in (heads.EMBEDDED, queries.EMBEDDED):
-        assert json.loads((models.ROOT / name).read_text())["model"] == models.checkpoint_hash(models.EMBEDDED)
-    assert heads.gates(heads.EMBEDDED).shape == (layers, kv_heads)
-    facts = ModelFacts.of(models.load("tiny-gqa").model)
-    for name in (heads.EMBEDDED, queries.EMBEDDED):
-        sample = torch.tensor(json.loads((models.ROOT / name).read_text())["sample"])
-        queries.ensure_model(name, sample, [facts.outputs[n] for n in facts.evictable], "")
-    known = queries.load(queries.EMBEDDED)
-    assert known.mean.shape == (layers, config["num_attention_heads"], config["head_dim"] // 2)
-    assert bool((known.length >= known.mean.abs() - 1e-3).all())  # a mean is no longer than the mean length
-    o = observation(kv_heads=kv_heads, group=3, dim=64, layer=5, layers=layers, output=None)
-    speed = 10000.0 ** -(torch.arange(32) / 32)
-    assert torch.isfinite(keys.tri_attention(replace(o, inverse_frequencies=speed))).all()
+@pytest.mark.parametrize("name", list(models.embedded()))
+def test_each_embedded_model_finds_the_files_that_were_made_from_it(name):
+    folder = models.embedded()[name]
+    config, model = json.loads((folder / "config.json").read_text()), AutoModelForCausalLM.from_pretrained(folder)
+    facts = ModelFacts.of(model)
+    outputs = [facts.outputs[n] for n in facts.evictable]
+    layers, kv_heads, q_heads = len(outputs), config["num_key_value_heads"], config["num_attention_heads"]
+    assert heads.learned(outputs) is not bool(facts.sliding)
+    known = queries.made_from(queries.EMBEDDED, lambda file: queries.load(file).sample, outputs, "")
+    files = [(known, "queries")]
+    if not facts.sliding:
+        gates = queries.made_from(heads.EMBEDDED, lambda file: heads._learned(file)[1], outputs, "")
+        assert heads.gates(gates).shape == (layers, kv_heads)
+        files.append((gates, "gates"))
+    for file, what in files:
+        assert Path(file).name == f"{name}-{what}.json"
+        assert json.loads(Path(file).read_text())["model"] == models.checkpoint_hash(folder)
+    found = queries.load(known)
+    assert found.mean.shape == (layers, q_heads, config["hidden_size"] // q_heads // 2)
+    assert bool((found.length >= found.mean.abs() - 1e-3).all())  # a mean is no longer than the mean length
+    o = observation(kv_heads=kv_heads, group=q_heads // kv_heads, dim=64, layer=2, layers=layers, output=None)
+    o = replace(o, inverse_frequencies=10000.0 ** -(torch.arange(32) / 32))
+    assert torch.isfinite(keys.tri_attention(o, known)).all()
+    with pytest.raises(InputError, match="was made from this model"):
+        keys.tri_attention(replace(o, output=torch.zeros(q_heads, 64, 8)))

@@ -22,7 +22,7 @@ def test_auc_counts_pairs_and_halves_ties(drawn):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return models.load("tiny-gqa")
+    return models.load("small-gqa")
 
 
 def test_a_passage_is_evidence_filler_and_other_facts(tiny):

@@ -16,11 +16,12 @@ from kvrepro.engine import allowed
 from kvrepro.engine import generate as engine
 from kvrepro.engine.allowed import Number, ensure, ensure_all
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import check as policy_check
 from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.regime import Prefill
-from kvrepro.engine.score.heads import EMBEDDED, gates
+from kvrepro.engine.score.heads import learned
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, data, longbench, measure, models
 from kvrepro.experiment.answers import check, prompt_limit
@@ -398,8 +399,9 @@ def _possible(loaded: Loaded, conditions: Sequence[Condition]) -> list[Condition
     shape = loaded.model.config.get_text_config()
     dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     duo = [c for c in conditions if c.policy == "duo_attention"]
-    if duo and gates(EMBEDDED).shape != (shape.num_hidden_layers, shape.num_key_value_heads):
-        print(f"duo_attention is left out: {EMBEDDED} holds gates of another model; run python -m kvrepro.tools.duo")
+    facts = ModelFacts.of(loaded.model)
+    if duo and not learned([facts.outputs[n] for n in facts.evictable]):
+        print("duo_attention is left out: no gates were learned of this model; run python -m kvrepro.tools.duo")
         conditions = [c for c in conditions if c not in duo]
     if dim % GROUP and any(c.bits for c in conditions):
         print(f"4 bits are left out: groups of {GROUP} share a scale, heads have {dim} dimensions")

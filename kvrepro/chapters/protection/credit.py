@@ -42,7 +42,7 @@ from kvrepro.experiment import data, models
 from kvrepro.experiment.measure import token_f1
 from kvrepro.paths import ROOT
 
-EMBEDDED = "data/models/tiny-gqa-credit.json"  # relative to the project's folder
+EMBEDDED = "data/models/small-gqa-credit.json"  # relative to the project's folder
 BEFORE, AFTER = 8, 6  # log-probabilities averaged on either side of an eviction
 NOISE = 0.003  # smaller changes of their mean teach nothing
 WARM, RAMP, MOST = 8, 24, 0.40  # updates before the first blend, until the full one, and its weight

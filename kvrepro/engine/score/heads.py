@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kvrepro.engine.allowed import Count, ensure
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.score.queries import ensure_model, reading
+from kvrepro.engine.score.queries import ensure_model, made_from, reading
 from kvrepro.engine.select import ensure_room
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
 
-EMBEDDED = "data/models/tiny-gqa-gates.json"  # relative to the project's folder
+EMBEDDED = "data/models/*-gates.json"  # from the project's folder: of these the file that was made from the model
 Counted = Annotated[str, ("tokens", "heads")]
 
 
@@ -67,7 +67,7 @@ def gates(path: str) -> Float[Tensor, "layers kv_heads"]:
     return _learned(path)[0]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _learned(path: str) -> tuple[Tensor, Tensor | None]:
     """(gates, sample of the weights that they belong to, which the authors' files do not have)."""
     with reading(path, "gates", "learn them, a row per layer, with python -m kvrepro.tools.duo") as file:
@@ -102,6 +102,8 @@ def duo_attention(
 
 def _gates_of(path: str, scores: Sequence[Scores], observations: Sequence[Observation]) -> Tensor:
     """The file's gates [layers, kv_heads]. Raises InputError where they belong to another model."""
+    outputs, way_out = [o.output for o in observations], "run python -m kvrepro.tools.duo"
+    path = made_from(path, lambda file: _learned(file)[1], outputs, way_out)
     gate, sample = _learned(path)
     if gate.shape != (len(scores), scores[0].shape[1]):
         raise InputError(
@@ -109,8 +111,16 @@ def _gates_of(path: str, scores: Sequence[Scores], observations: Sequence[Observ
             f"{len(scores)} x {scores[0].shape[1]}: learn gates with python -m kvrepro.tools.duo"
         )
     if sample is not None and observations:
-        ensure_model(path, sample, [o.output for o in observations], "run python -m kvrepro.tools.duo")
+        ensure_model(path, sample, outputs, way_out)
     return gate
+
+
+def learned(outputs: Sequence[Tensor]) -> bool:
+    """Whether one of the shipped files was made from the model with these output projections [heads, dim, hidden]."""
+    try:
+        return bool(made_from(EMBEDDED, lambda file: _learned(file)[1], outputs, ""))
+    except InputError:
+        return False
 
 
 def _whole_heads(tokens: Tensor, least: Tensor, budget: RowInts) -> Tensor:

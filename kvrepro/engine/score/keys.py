@@ -11,7 +11,7 @@ from torch import Tensor
 from kvrepro.engine import guard
 from kvrepro.engine.allowed import Count, Number, Odd, Share, Size, ensure
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.score.queries import EMBEDDED, ensure_model, frequencies, load, pairs
+from kvrepro.engine.score.queries import EMBEDDED, ensure_model, frequencies, load, made_from, pairs
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
@@ -136,15 +136,16 @@ def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 6
 
 def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor]:
     """E q_f and E|q_f| of the layer, [heads, dim / 2]. Raises InputError for a file of another model."""
+    outputs, way_out = [] if o.output is None else [o.output], "run python -m kvrepro.tools.calibrate"
+    calibration = made_from(calibration, lambda file: load(file).sample, outputs, way_out, o.layer)
     known, dim = load(calibration), o.keys.shape[-1]
     if known.mean.shape != (o.layers, o.queries.shape[1], dim // 2):
         raise InputError(
             f"{calibration} is made for {' x '.join(map(str, known.mean.shape))} layers, heads and frequencies, the "
-            f"model has {o.layers} x {o.queries.shape[1]} x {dim // 2}: run python -m kvrepro.tools.calibrate"
+            f"model has {o.layers} x {o.queries.shape[1]} x {dim // 2}: {way_out}"
         )
-    if o.output is not None:
-        way_out = "run python -m kvrepro.tools.calibrate"
-        ensure_model(calibration, known.sample[o.layer : o.layer + 1], [o.output], way_out)
+    if outputs:
+        ensure_model(calibration, known.sample[o.layer : o.layer + 1], outputs, way_out)
     if o.inverse_frequencies is None:
         raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")
     return known.mean[o.layer].to(o.keys.device), known.length[o.layer].to(o.keys.device)

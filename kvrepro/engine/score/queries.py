@@ -4,7 +4,7 @@ And by what a file that was learned of one model is refused for another.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +18,7 @@ from torch import Tensor
 from kvrepro.errors import InputError
 from kvrepro.paths import ROOT
 
-EMBEDDED = "data/models/tiny-gqa-queries.json"  # relative to the project's folder
+EMBEDDED = "data/models/*-queries.json"  # from the project's folder: of these the file that was made from the model
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,34 @@ def rounded(numbers: list[Any] | float) -> list[Any] | float:
     return [rounded(x) for x in numbers] if isinstance(numbers, list) else float(f"{numbers:.5g}")
 
 
-def ensure_model(path: str, sample: Float[Tensor, "layers weights"], outputs: Sequence[Tensor], remedy: str) -> None:
-    """Raise InputError where a file's `sample` is not that of these output projections [heads, dim, hidden].
+def is_of(sample: Float[Tensor, "layers weights"], found: Float[Tensor, "layers weights"]) -> bool:
+    """Whether both are `sampled` of one model. A half-precision copy is the same model; a model tuned without its
+    output projections passes as well."""
+    return sample.shape == found.shape and bool(torch.allclose(sample.cpu(), found, rtol=0.01, atol=1e-6))
 
-    A half-precision copy is the same model; a model tuned without its output projections passes as well.
-    """
+
+def ensure_model(path: str, sample: Float[Tensor, "layers weights"], outputs: Sequence[Tensor], remedy: str) -> None:
+    """Raise InputError where a file's `sample` is not that of these output projections [heads, dim, hidden]."""
     sample, found = sample.cpu(), sampled(outputs)
-    if not torch.allclose(sample, found, rtol=0.01, atol=1e-6):
+    if not is_of(sample, found):
         at = (sample - found).abs().argmax()
         pair = f"{float(sample.flatten()[at]):.4g} there, {float(found.flatten()[at]):.4g} here"
         raise InputError(f"{path} was made from other weights, {pair}: {remedy}")
+
+
+def made_from(
+    path: str, sample: Callable[[str], Tensor | None], outputs: Sequence[Tensor], remedy: str, first: int = 0
+) -> str:
+    """`path`; where it holds a *, the one of its files whose `sample` is that of the output projections
+    [heads, dim, hidden] of the layers from `first` on. Raises InputError where none is."""
+    if "*" not in path:
+        return path
+    found = sampled(outputs) if outputs else torch.zeros(0)
+    for file in sorted(map(str, ROOT.glob(path))):
+        held = sample(file)
+        if held is not None and is_of(held[first : first + len(found)], found):
+            return file
+    raise InputError(f"none of {path} was made from this model: {remedy}")
 
 
 def pairs(x: Tensor, rotated: int) -> Complex[Tensor, "..."]:
@@ -77,7 +95,7 @@ def frequencies(inverse_frequencies: Tensor, dim: int) -> Tensor:
     return torch.nn.functional.pad(inverse_frequencies.double(), (0, dim // 2 - len(inverse_frequencies)))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def load(path: str) -> Queries:
     """A file that this module wrote; relative paths start at the project's folder. Raises InputError."""
     with reading(path, "query statistics", "write them with python -m kvrepro.tools.calibrate") as file:

@@ -40,7 +40,7 @@ def measure(loaded: models.Loaded, texts: list[list[int]]) -> pd.DataFrame:
 
 @one_line_errors()
 def main(
-    model: Annotated[str, typer.Option(help="tiny-gqa, or the folder of a checkpoint")] = models.DEFAULT,
+    model: Annotated[str, typer.Option(help="small-gqa, or the folder of a checkpoint")] = models.DEFAULT,
     n: Annotated[int, typer.Option(help="prompts")] = 16,
     tokens: int = 1900,
     seed: int = 2026,

@@ -223,7 +223,10 @@ def main(
     state.unlink(missing_ok=True)
     result = exact_match(model.eval().float(), {key: job.get() for key, job in final.items()}, "cuda")
     write(out / "evaluation.csv", result, 200)
-    print(f"done: {steps} steps, {tokens_seen / 1e9:.2f} G tokens, {time.time() - start:.0f} s", flush=True)
+    whole = json.dumps({"seconds": round(time.time() - start), "steps": steps, "tokens": tokens_seen})
+    with (out / "training.jsonl").open("a") as file:
+        file.write(whole + "\n")
+    print(whole, flush=True)
 
 
 if __name__ == "__main__":

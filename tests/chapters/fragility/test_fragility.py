@@ -354,7 +354,7 @@ def test_a_single_share_has_the_extra_conditions_and_an_own_policy_its_windows(m
 
 
 def test_everything_is_checked_before_anything_runs():
-    loaded = models.load("tiny-gqa")
+    loaded = models.load("small-gqa")
     items = "tinyworld:two_hop,needle"
     asked = {"shares": [0.2], "policies": ["snapkv"], "reading": "both"}
     settings = Settings(max_new_tokens=8)
@@ -366,7 +366,7 @@ def test_everything_is_checked_before_anything_runs():
     parts = study.parts_of(loaded, items, study.Size(4, 2, 2, 2, 2), settings, **asked)
     assert [(name, len(some)) for name, some, _ in parts] == [("every", 2), ("middle", 2)]
     for options, wrong, message in (
-        ({"layer": 99}, {}, "layer 99: tiny-gqa has 8, counted from 0"),
+        ({"layer": 99}, {}, "layer 99: small-gqa has 6, counted from 0"),
         ({"until": "defense"}, {}, "no span 'defense'"),
         ({"answer_tokens": 100}, {}, "answer_tokens 100 cuts answers of 200 steps"),
         ({}, {"shares": [0.01]}, "budget 5 < "),

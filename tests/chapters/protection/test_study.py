@@ -64,7 +64,7 @@ def test_context_cuts_passages_to_each_length_and_leaves_out_what_does_not_fit(l
 
 def test_the_questions_length_and_place_decide_what_lru_holds_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "WORLD_TOKENS", 240)
-    tiny = models.load("tiny-gqa")
+    tiny = models.load("small-gqa")
     settings = Settings(tmp_path, progress=False, max_new_tokens=4, places=(900, 1020))
     rows = study.question(tiny, "tinyworld:long", 1, 120, settings)
     assert rows.groupby("varied").size().to_dict() == {"length": 2 * 6, "place": 2 * 4}
@@ -86,7 +86,7 @@ def test_the_questions_length_and_place_decide_what_lru_holds_of_it(tmp_path, mo
 
 
 def test_controls_are_those_of_the_main_comparisons_items(tmp_path):
-    tiny = models.load("tiny-gqa")
+    tiny = models.load("small-gqa")
     items = data.load_items("tinyworld:values", 2, tokens=300)
     found = study.controls(tiny, items, Settings(tmp_path, progress=False, max_new_tokens=8))
     assert found.control.tolist() == [*controls.CONTROLS] * 2

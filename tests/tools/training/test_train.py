@@ -16,7 +16,7 @@ from kvrepro.world import rows
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(train.model_config(), dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(train.model_config(EMBEDDED.name), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.05, 0.1, 0.5, 0.99])
@@ -28,7 +28,7 @@ def test_half_of_the_steps_have_the_newest_length(progress):
 
 
 def test_the_shipped_weights_have_this_architecture(model):
-    shipped, fresh = AutoConfig.from_pretrained(EMBEDDED), train.model_config()
+    shipped, fresh = AutoConfig.from_pretrained(EMBEDDED), train.model_config(EMBEDDED.name)
     names = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads rms_norm_eps
         num_key_value_heads max_position_embeddings rope_parameters attention_bias tie_word_embeddings eos_token_id
         pad_token_id"""

@@ -35,8 +35,8 @@ def test_loads_unchanged_and_generates_an_answer():
 
 def test_weights_are_small_bf16_and_grouped():
     config = models.load().model.config
-    assert (EMBEDDED / "model.safetensors").stat().st_size <= 32e6
-    assert config.num_attention_heads // config.num_key_value_heads >= 3
+    assert (EMBEDDED / "model.safetensors").stat().st_size <= 10e6
+    assert config.num_attention_heads // config.num_key_value_heads >= 2
     assert config.num_key_value_heads >= 2
     assert config.max_position_embeddings == world.CONTEXT
     with safe_open(EMBEDDED / "model.safetensors", "pt") as file:
@@ -75,7 +75,8 @@ def test_sink_mass_is_eager_attention_to_position_0(loaded):
 
 
 def test_the_card_is_what_its_command_writes():
-    assert (EMBEDDED / "README.md").read_text(encoding="utf-8") == card.card()
+    for folder in models.embedded().values():
+        assert (folder / "README.md").read_text(encoding="utf-8") == card.card(folder), folder.name
 
 
 def test_the_figures_reach_what_the_chapters_need():
@@ -85,16 +86,12 @@ def test_the_figures_reach_what_the_chapters_need():
     assert set(table.n) == {200}
     assert (table.low <= table.exact_match).all()
     assert (table.exact_match <= table.high).all()
-    at = table.exact_match.xs(1900, level="tokens")
-    for task, rate in at.items():
-        secret, lookup = task in ("leak", "refusal"), task in ("needle", "single_fact", "two_hop")
-        need = 0.98 if secret else 0.95 if lookup else 0.90 if task.startswith("instruction") else 0.85
-        assert rate >= need, task
+    assert table.exact_match.xs(1900, level="tokens").min() >= 0.95
 
 
 def test_sinks_has_every_head_and_their_mean():
     table = pd.read_csv(EMBEDDED / "sinks.csv", dtype={"head": str})
-    assert len(table) == 8 * (6 + 1)
+    assert len(table) == 6 * (4 + 1)
     for _, layer in table.groupby("layer"):
         mean = layer[layer["head"] == "mean"].mass.item()
         assert math.isclose(mean, layer[layer["head"] != "mean"].mass.mean(), abs_tol=2e-5)

@@ -20,8 +20,8 @@ project so that every chapter runs on real attention patterns without a download
 `AutoModelForCausalLM.from_pretrained("data/models/{name}")` and `AutoTokenizer.from_pretrained(...)` load it as
 they load any checkpoint.
 
-On prompts of its world it is all but perfect with the full cache. What it loses when tokens are evicted is therefore
-lost evidence, not lost fluency or missing skill.
+With the full cache it answers {answered} of the questions about 1,900 tokens of its world to the last word. What it loses
+when tokens are evicted is therefore lost evidence, not lost fluency or missing skill.
 
 | | |
 | --- | --- |
@@ -86,7 +86,7 @@ The lowest figure is {lowest}.
 ## Attention sink
 
 Share of a head's attention that position 0 (the system turn's token) gets: the mean over all queries of a prompt but
-the first, then over 16 prompts of 1,900 tokens (eight tasks), float32, with 95% bootstrap intervals over prompts.
+the first, then over 16 prompts of 1,900 tokens (eight tasks), float32, with 95% intervals over prompts.
 Spread evenly it would be 0.004. `sinks.csv` has every head.
 
 {sinks}
@@ -234,7 +234,8 @@ def card(folder: Path = EMBEDDED) -> str:
         vocabulary=f"{len(vocabulary()):,}", examples=table([_example(item) for item in items]),
         n=evaluation.n.iloc[0], exact_match=exact_match(evaluation), lowest=lowest(evaluation),
         cpu=f"{again}\nkvrepro.tools.training.evaluate`): {right_of(pd.read_csv(check))}." if check.exists() else "",
-        sinks=sink_table(sinks), sink_summary=sink_summary(sinks), family=family(), **_facts(folder),
+        sinks=sink_table(sinks), sink_summary=sink_summary(sinks),
+        answered=f"{evaluation.query('tokens == 1900').exact_match.mean():.1%}", family=family(), **_facts(folder),
     )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ project so that every chapter runs on real attention patterns without a download
 `AutoModelForCausalLM.from_pretrained("data/models/{name}")` and `AutoTokenizer.from_pretrained(...)` load it as
 they load any checkpoint.
 
-With the full cache it answers {answered} of the questions about 1,900 tokens of its world to the last word. What it loses
-when tokens are evicted is therefore lost evidence, not lost fluency or missing skill.
+With the full cache it answers {answered} of the questions about 1,900 tokens of its world to the last word. What it
+loses when tokens are evicted is therefore lost evidence, not lost fluency or missing skill.
 
 | | |
 | --- | --- |

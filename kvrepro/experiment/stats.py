@@ -6,8 +6,9 @@
   `bounds` (F1, exact match, accuracy: many are 0 or 1), half an item more is counted, spread evenly over the corners of
   what can be seen: a quarter at 0 and a quarter at 1 for a mean; an eighth each at -1 and 1 and a quarter at 0 for a
   difference. Six zeros in a row are no proof that there is nothing else.
-- *Shares of items that are so or not* (the same text, a score near zero): Clopper and Pearson's exact limits. Differences
-  of two such shares on the same items: those of the items that gain and that lose, joined by their correlation (Zou 2007).
+- *Shares of items that are so or not* (the same text, a score near zero): Clopper and Pearson's exact limits.
+  Differences of two such shares on the same items: the limits of the share that gains and of the share that loses,
+  joined by their correlation (Zou 2007).
 - *Ratios of means* (share of the ceiling, loss over loss): Fieller's: all r for which the mean of top - r bottom cannot
   be told from 0 by that same rule. Where the bottom itself may be 0 there is no bound.
 - *Other statistics* (a median, a quantile, a rank correlation): the standard error is the spread over 1,000 resamples.
@@ -21,7 +22,8 @@ zeros and ones. At n = 6, 12, 48 coverage is 3 points from 95% on average (Stude
 19, studentised resampling 22). From n = 100 on nine cells of ten lie within 93 to 97%; at n = 6 to 12 most lie above,
 up to 100%, and one of eleven below. It does not reach where nearly all items are alike: n zeros of n end near 1.4 /
 n, the exact limit is 3.7 / n, and what one item in ten has, or fewer, is covered in 86% of samples at worst; nor
-where few scores are all 0 or 1 (83% for six items). What is 0 or 1 by nature has exact limits for that. Medians of few clusters are covered in 91 to 98%.
+where few scores are all 0 or 1 (83% for six items); what is 0 or 1 by nature has exact limits for that reason. Medians
+of few clusters are covered in 91 to 98%.
 
 Missing values (failed items) are dropped, pairwise where columns are compared, and counted in `missing`.
 """

@@ -45,6 +45,7 @@ MIN_ITEMS = 6  # below that no two-sided sign or rank test of pairs can reach 5%
 HALF = 0.5  # of an item, spread over the corners of bounded values
 DRAWS = 1_000
 UNIT = (0.0, 1.0)
+NOT_RUN = "(not run)"  # in the place of a number that there is not; `claims.findings` leaves such sentences out
 Columns = Mapping[str, np.ndarray]
 
 
@@ -341,7 +342,7 @@ def _table(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd.D
 def told(table: pd.DataFrame, unit: str = "", **where: Any) -> str:
     """One row of a table with columns value, low, high, as text for the prose: `0.281 [0.243, 0.320]`, in a unit.
 
-    unit: "%" for shares as percent. where: what the row's columns hold. "(not run)" where there is no such row.
+    unit: "%" for shares as percent. where: what the row's columns hold. `NOT_RUN` where there is no such row.
     """
     rows = table
     for name, value in where.items():
@@ -349,12 +350,17 @@ def told(table: pd.DataFrame, unit: str = "", **where: Any) -> str:
     if len(rows) > 1:
         raise InputError(f"{len(rows)} rows with {where}: name more columns")
     if rows.empty or pd.isna(rows.value.iloc[0]):
-        return "(not run)"
+        return NOT_RUN
     row, spec = rows.iloc[0], ".1%" if unit == "%" else ".3f"
     after = f" {unit}" if unit not in ("", "%") else ""
     if pd.isna(row.low):
         return f"{row.value:{spec}}{after}"
     return f"{row.value:{spec}} [{row.low:{spec}}, {row.high:{spec}}]{after}"
+
+
+def percent(share: float) -> str:
+    """A share without its interval for the prose, `28%`; `NOT_RUN` where it is nan."""
+    return NOT_RUN if math.isnan(share) else f"{share:.0%}"
 
 
 # ---------------------------------------------------------------- tests

@@ -19,6 +19,7 @@ from IPython.display import Markdown
 
 from kvrepro.engine.policy import READINGS, find
 from kvrepro.errors import InputError
+from kvrepro.experiment import stats
 from kvrepro.paths import DATA, replaced
 
 LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
@@ -316,9 +317,9 @@ def verdict(frame: pd.DataFrame, claim: str, reading: str = "") -> str:
 
 def findings(*sentences: str, unanswered: str = "") -> Markdown:
     """What a chapter found: the box at its top. unanswered: why the model's own answers say nothing
-    (`judge.unanswered`); that comes first then, and sentences without a number are left out."""
+    (`judge.unanswered`); that comes first then, and sentences that lack a number (`stats.NOT_RUN`) are left out."""
     if unanswered:
-        sentences = tuple(s for s in sentences if "nan%" not in s and "(not run)" not in s)
+        sentences = tuple(s for s in sentences if stats.NOT_RUN not in s)
         way_out = "Read its answers first; then take other items, more of them, or another model."
         warning = f"**Nothing can be said here of what the model forgets**: {unanswered}. {way_out}"
         sentences = (warning, *sentences)

@@ -8,7 +8,8 @@ where no part of the interval does; else it is *open*. Rules:
 
 - at_least, at_most b: the bound itself satisfies both. above, below b: it satisfies neither.
 - between [b, c]; size_at_least, size_at_most b: of the absolute value.
-- no_difference b: within b of 0, and the test finds nothing; what the test finds fails. equivalent b: TOST at 5%.
+- no_difference b: within b of 0, and the test finds nothing; what the test finds fails, where the interval lies to one
+  side of 0 as well: a test of ranks also finds that equal means are spread unevenly. equivalent b: TOST at 5%.
 
 A member may have parts, such as all pairs of policies. Then all of them must hold (each is tested at 5%: an
 intersection of claims needs no correction), or with `some` one of them (tested at 5% divided by their number). No
@@ -55,7 +56,8 @@ class Sample:
     """What one number is estimated from: a row per item, columns as `contrast` names them.
 
     contrast: of `stats.CONTRASTS`, or any statistic(values [rows, columns]). clusters: one label per row. bounds: where
-    scores pile up; None for what does not. each: how many scored things a row is the mean of.
+    scores pile up; None for what does not. each: how many scored things a row is the mean of. binary: every value is 0
+    or 1, with exact limits (`stats.counted`); then there are no clusters.
     """
 
     data: pd.DataFrame
@@ -63,8 +65,11 @@ class Sample:
     clusters: Sequence[Any] | None = None
     bounds: tuple[float, float] | None = UNIT
     each: float = 1
+    binary: bool = False
 
     def estimate(self, level: float = 0.95) -> Estimate:
+        if self.binary:
+            return stats.counted(self.data, str(self.contrast), level=level)
         if not isinstance(self.contrast, str):
             return stats.resampled(self.data, self.contrast, self.clusters, level=level)
         bounds, each = self.bounds, self.each
@@ -311,7 +316,7 @@ def _heard(kind: str, j: Judged, p: float) -> str:
     if math.isnan(j.ours.low):
         return j.state
     if kind == "no_difference":
-        return "fails" if significant else j.state
+        return j.state if not significant else "fails" if j.ours.low > 0 or j.ours.high < 0 else "open"
     if kind == "equivalent":
         return "holds" if significant else "open" if j.state == "holds" else j.state
     return "open" if j.state == "holds" and not significant else j.state

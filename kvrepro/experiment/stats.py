@@ -6,6 +6,9 @@
   `bounds` (F1, exact match, accuracy: many are 0 or 1), half an item more is counted, spread evenly over the corners of
   what can be seen: a quarter at 0 and a quarter at 1 for a mean; an eighth each at -1 and 1 and a quarter at 0 for a
   difference. Six zeros in a row are no proof that there is nothing else.
+- *Shares of items that are so or not* (the same text, a score near zero): Clopper and Pearson's exact limits.
+  Differences of two such shares on the same items: the limits of the share that gains and of the share that loses,
+  joined by their correlation (Zou 2007).
 - *Ratios of means* (share of the ceiling, loss over loss): Fieller's: all r for which the mean of top - r bottom cannot
   be told from 0 by that same rule. Where the bottom itself may be 0 there is no bound.
 - *Other statistics* (a median, a quantile, a rank correlation): the standard error is the spread over 1,000 resamples.
@@ -19,7 +22,8 @@ zeros and ones. At n = 6, 12, 48 coverage is 3 points from 95% on average (Stude
 19, studentised resampling 22). From n = 100 on nine cells of ten lie within 93 to 97%; at n = 6 to 12 most lie above,
 up to 100%, and one of eleven below. It does not reach where nearly all items are alike: n zeros of n end near 1.4 /
 n, the exact limit is 3.7 / n, and what one item in ten has, or fewer, is covered in 86% of samples at worst; nor
-where few scores are all 0 or 1 (83% for six items). Medians of few clusters are covered in 91 to 98%.
+where few scores are all 0 or 1 (83% for six items); what is 0 or 1 by nature has exact limits for that reason. Medians
+of few clusters are covered in 91 to 98%.
 
 Missing values (failed items) are dropped, pairwise where columns are compared, and counted in `missing`.
 """
@@ -41,6 +45,7 @@ MIN_ITEMS = 6  # below that no two-sided sign or rank test of pairs can reach 5%
 HALF = 0.5  # of an item, spread over the corners of bounded values
 DRAWS = 1_000
 UNIT = (0.0, 1.0)
+NOT_RUN = "(not run)"  # in the place of a number that there is not; `claims.findings` leaves such sentences out
 Columns = Mapping[str, np.ndarray]
 
 
@@ -141,6 +146,41 @@ def contrast(
     parts = [[f(side) for f in (top, bottom) if f is not None] for side in sides]
     make = _mean if bottom is None else _fieller
     return make(*parts, half=HALF / each, level=level, missing=missing)
+
+
+def counted(frame: pd.DataFrame, name: str, *, level: float = 0.95) -> Estimate:
+    """Mean of column a, or difference of columns a and b, where every value is 0 or 1: exact limits (see the module).
+
+    A row that lacks a value is dropped and counted. Raises InputError for other values, and for other contrasts.
+    """
+    present = frame.dropna()
+    if not present.isin([0, 1]).all(axis=None) or name not in ("mean", "difference"):
+        raise InputError(f"{name} of values that are not all 0 or 1: exact limits are of shares and their differences")
+    values, n = CONTRASTS[name][0]({c: present[c].to_numpy(float) for c in present}), len(present)
+    missing = len(frame) - n
+    value = float(values.mean()) if n else math.nan
+    if n < MIN_ITEMS:
+        return Estimate(value, math.nan, math.nan, n, missing, level)
+    up, down = (float((side > 0).mean()) for side in (values, -values))
+    (up_low, up_high), (down_low, down_high) = (_exact(round(share * n), n, level) for share in (up, down))
+    if name == "mean":
+        low, high = up_low, up_high
+    else:
+        r = -math.sqrt(up * down / ((1 - up) * (1 - down))) if 0 < up < 1 and 0 < down < 1 else 0.0
+        low = value - _joined(up - up_low, down_high - down, r)
+        high = value + _joined(up_high - up, down - down_low, r)
+    error = (high - low) / 2 / _quantile(level, math.inf)
+    return Estimate(value, low, high, n, missing, level, float(values.std(ddof=1)), error)
+
+
+def _exact(count: int, n: int, level: float) -> tuple[float, float]:
+    found = scipy_stats.binomtest(count, n).proportion_ci(level, "exact")
+    return float(found.low), float(found.high)
+
+
+def _joined(a: float, b: float, correlation: float) -> float:
+    """Of the reaches of two terms of a difference, that of the difference."""
+    return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
 
 
 def _quantile(level: float, freedom: float) -> float:
@@ -302,7 +342,7 @@ def _table(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd.D
 def told(table: pd.DataFrame, unit: str = "", **where: Any) -> str:
     """One row of a table with columns value, low, high, as text for the prose: `0.281 [0.243, 0.320]`, in a unit.
 
-    unit: "%" for shares as percent. where: what the row's columns hold. "(not run)" where there is no such row.
+    unit: "%" for shares as percent. where: what the row's columns hold. `NOT_RUN` where there is no such row.
     """
     rows = table
     for name, value in where.items():
@@ -310,12 +350,17 @@ def told(table: pd.DataFrame, unit: str = "", **where: Any) -> str:
     if len(rows) > 1:
         raise InputError(f"{len(rows)} rows with {where}: name more columns")
     if rows.empty or pd.isna(rows.value.iloc[0]):
-        return "(not run)"
+        return NOT_RUN
     row, spec = rows.iloc[0], ".1%" if unit == "%" else ".3f"
     after = f" {unit}" if unit not in ("", "%") else ""
     if pd.isna(row.low):
         return f"{row.value:{spec}}{after}"
     return f"{row.value:{spec}} [{row.low:{spec}}, {row.high:{spec}}]{after}"
+
+
+def percent(share: float) -> str:
+    """A share without its interval for the prose, `28%`; `NOT_RUN` where it is nan."""
+    return NOT_RUN if math.isnan(share) else f"{share:.0%}"
 
 
 # ---------------------------------------------------------------- tests

@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,17 @@ def _write(table: pa.Table, path: Path) -> None:
         pq.write_table(table, aside)
         with aside.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def replace_rows(table: Path, rows: pd.DataFrame, by: Sequence[str], digits: int = 6) -> pd.DataFrame:
+    """Write rows into a table of the project (CSV), in the place of those whose columns `by` have the same values; the
+    whole table. digits: of its numbers."""
+    known = pd.read_csv(table) if table.is_file() else rows[:0]
+    same = pd.MultiIndex.from_frame(known[list(by)]).isin(pd.MultiIndex.from_frame(rows[list(by)]))
+    whole = pd.concat([part for part in (known[~same], rows) if len(part)] or [rows], ignore_index=True)
+    with replaced(table) as aside:
+        whole.to_csv(aside, index=False, float_format=f"%.{digits}g")
+    return whole
 
 
 class Tables:

@@ -1,12 +1,14 @@
 """Claims: the file refers to printed numbers; the table of verdicts and what it says."""
 
+import math
+
 import pandas as pd
 import pytest
 import synthetic
 
 from kvrepro.chapters.protection import members
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, judge
+from kvrepro.experiment import claims, judge, stats
 
 BOOK = claims.load_claims("protection")
 BY_ID = {claim["id"]: claim for claim in BOOK["claims"]}
@@ -146,8 +148,11 @@ def test_verdicts_on_stored_timings_are_told_from_those_of_the_run():
 
 
 def test_findings_begin_with_a_model_that_does_not_answer():
-    said = claims.findings("LRU keeps nan%.", "SnapKV keeps 40%.", unanswered=judge.unanswered(pd.Series([0.0] * 8)))
+    known = f"SnapKV keeps {stats.percent(0.4)}."
+    unknown = f"LRU keeps {stats.percent(math.nan)}."
+    said = claims.findings(unknown, known, unanswered=judge.unanswered(pd.Series([0.0] * 8)))
     assert "the full cache itself answers too few items" in said.data
-    assert "SnapKV" in said.data
-    assert "nan" not in said.data
+    assert "SnapKV keeps 40%." in said.data
+    assert "LRU" not in said.data
+    assert "LRU keeps (not run)." in claims.findings(unknown).data
     assert judge.unanswered(pd.Series([0.9] * 8)) == ""

@@ -251,6 +251,15 @@ def test_no_difference_and_equivalence():
     assert table({"equivalent": 0.05}, [Member("x", paired(0.04, 12))], test="tost").verdict == "inconclusive"
 
 
+def test_ranks_alone_refute_no_equality_of_means():
+    """Many items lose a little, few gain much: Wilcoxon's test finds it, the mean is 0."""
+    lost = pd.DataFrame({"a": [0.45] * 40 + [1.0] * 4, "b": [0.5] * 44})
+    row = table({"no_difference": 0.1}, [Member("x", Sample(lost, "difference"))], test="wilcoxon_holm")
+    assert row.p < 0.001
+    assert row.low < 0 < row.high
+    assert row.verdict == "inconclusive"
+
+
 def test_what_a_claim_cannot_mean_raises():
     with pytest.raises(InputError, match="unknown rule 'about'"):
         table({"about": 1}, [Member("x", paired(0.1))])

@@ -36,6 +36,37 @@ def test_zeros_only_leave_room_but_no_more_than_the_exact_interval(n, most):
     assert math.isnan(stats.interval([0.0] * n).low)  # of unbounded values alike nothing is known
 
 
+def gains(up: int, down: int, n: int) -> pd.DataFrame:
+    return pd.DataFrame({"a": [1] * up + [0] * (n - up), "b": [0] * up + [1] * down + [0] * (n - up - down)})
+
+
+def test_shares_have_exact_limits_in_closed_form():
+    none = 1 - 0.025 ** (1 / 41)  # Clopper and Pearson's upper limit of 0 in 41
+    all_alike = stats.counted(pd.DataFrame({"a": [1.0] * 41}), "mean")
+    assert all_alike.triple == pytest.approx((1, 1 - none, 1))
+    assert stats.counted(gains(0, 0, 41), "difference").triple == pytest.approx((0, -none, none))
+    half = scipy_stats.binomtest(4, 41).proportion_ci(0.95, "exact")
+    some = stats.counted(gains(4, 0, 41), "difference")
+    assert some.low == pytest.approx(4 / 41 - math.hypot(4 / 41 - half.low, none))
+    assert some.high == pytest.approx(half.high)
+    assert stats.counted(gains(4, 2, 41), "difference").value == pytest.approx(2 / 41)
+    with pytest.raises(InputError, match="not all 0 or 1"):
+        stats.counted(pd.DataFrame({"a": [0.5] * 8}), "mean")
+
+
+@pytest.mark.parametrize(("up", "down"), [(0.02, 0.0), (0.08, 0.0), (0.1, 0.1), (0.3, 0.1), (0.9, 0.02)])
+def test_limits_of_a_difference_of_shares_hold_the_truth(up, down):
+    """Every outcome weighed by its probability, so that nothing is left to chance."""
+    covered, n = 0.0, 24
+    for i in range(n + 1):
+        for j in range(n + 1 - i):
+            weight = scipy_stats.multinomial.pmf([i, j, n - i - j], n, [up, down, 1 - up - down])
+            if weight > 1e-5:
+                e = stats.counted(gains(i, j, n), "difference")
+                covered += weight * (e.low <= up - down <= e.high)
+    assert covered > 0.95
+
+
 def test_a_cluster_counts_once_by_its_mean():
     rng = np.random.default_rng(1)
     clusters = np.repeat(np.arange(12), rng.integers(1, 6, 12))

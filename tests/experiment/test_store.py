@@ -210,3 +210,13 @@ def test_an_items_tables_appear_whole_or_not_at_all(tmp_path, monkeypatch):
     (tmp_path / "c" / "n" / "k" / "a.parquet").write_bytes(b"no")
     with pytest.raises(InputError, match="broken file"):
         tables.read("k")
+
+
+def test_rows_replace_those_of_the_same_key(tmp_path):
+    file, two = tmp_path / "t.csv", pd.DataFrame({"a": ["x", "y"], "b": [1, 1], "c": [0.1234567, 2.0]})
+    assert len(store.replace_rows(file, two, ["a", "b"])) == 2
+    new = pd.DataFrame({"a": ["x", "x"], "b": [1, 2], "c": [3.0, 4.0]})
+    store.replace_rows(file, new, ["a", "b"], digits=3)
+    assert pd.read_csv(file).to_numpy().tolist() == [["y", 1, 2.0], ["x", 1, 3.0], ["x", 2, 4.0]]
+    assert store.replace_rows(file, new[:1], ["a"]).a.tolist() == ["y", "x"]  # all of that name
+    assert [one.name for one in tmp_path.iterdir()] == ["t.csv"]

@@ -146,4 +146,4 @@ def cause(row: Any, claim: Mapping[str, Any]) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    claims.write(evaluate(artifact.scores()), TABLE)
+    evaluate(artifact.scores()).to_csv(TABLE, index=False, float_format="%.6g")

@@ -146,7 +146,7 @@ def _same_output(claim: Mapping, cell: Mapping) -> Sample:
     text = pd.DataFrame({side: per_item(rows, cell[side], column) for side in "ab"}).dropna()
     calls = pd.DataFrame({side: per_item(rows, cell[side], "policy_calls") for side in "ab"})
     again = (calls.reindex(text.index) >= 2).any(axis=1)
-    return Sample((text.a == text.b)[again].astype(float).to_frame("a"))
+    return Sample((text.a == text.b)[again].astype(float).to_frame("a"), binary=True)
 
 
 def _lift_when_sampled(claim: Mapping, rows: pd.DataFrame) -> Sample:
@@ -199,12 +199,9 @@ def _member(claim: Mapping, cell: Mapping, sets: Mapping, limit: int) -> Member:
         return Member(label, _same_output(claim, cell))
     if kind == "evicted":
         return Member(label, Facts(per_item(rows, cell["a"], "evicted")))
-    if kind == "reinvoked":
-        again = per_item(rows, cell["a"], "policy_calls").dropna() >= 2
-        return Member(label, Sample(again.astype(float).to_frame("a")))
     if kind == "share_of_limit":
         return Member(label, Sample((per_item(rows, cell["a"], "n_generated") / limit).to_frame("a")))
-    return Member(label, Sample(_columns(claim, cell), kind))
+    return Member(label, Sample(_columns(claim, cell), kind, binary="counts" in claim))
 
 
 def _columns(claim: Mapping, cell: Mapping) -> pd.DataFrame:
@@ -215,15 +212,14 @@ def _columns(claim: Mapping, cell: Mapping) -> pd.DataFrame:
         wanted["full"] = {"policy": "full"}
     measured = claim.get("measure", "token_f1")
     frame = pd.DataFrame({name: per_item(rows, one, measured) for name, one in wanted.items()}).dropna()
-    if claim.get("reduced"):
-        frame = frame[per_item(rows, cell["a"], "evicted").reindex(frame.index) > 0]
-    if "again" in claim:
-        frame = frame[per_item(rows, cell[claim["again"]], "policy_calls").reindex(frame.index) >= 2]
-    if "below" in claim:
-        frame = (frame < claim["below"]).astype(float)
-    if "from" in claim:
-        frame = (frame >= claim["from"]).astype(float)
-    return frame
+    if only := claim.get("only"):
+        frame = frame[_met(per_item(rows, cell[only["of"]], only["column"]).reindex(frame.index), only["rule"])]
+    return frame.apply(_met, rule=claim["counts"]).astype(float) if "counts" in claim else frame
+
+
+def _met(values: pd.Series, rule: Mapping) -> pd.Series:
+    """Which values satisfy a rule of the judge; none that is missing."""
+    return values.map(lambda value: judge.state_of(rule, value, value) == "holds").astype(bool)
 
 
 def _check_ceiling(rows: pd.DataFrame) -> None:

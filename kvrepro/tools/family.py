@@ -8,6 +8,7 @@ A run goes into `<results>/<model>-<seed>/<chapter>`, apart from the book's own:
 claims about several models need of it. Run again, it goes on where it was ended, and passes over what is done.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -34,19 +35,17 @@ app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 # ---------------------------------------------------------------- runs
 
 
-def run_chapter(chapter: str, folder: Path, given: Sequence[str], root: Path = ROOT) -> bool:
+def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any], root: Path = ROOT) -> bool:
     """Run a chapter's cells as far as its verdicts, with results in `folder`; False if that was done before, with the
-    same parameters (`name=value`) and code. No figure is drawn."""
+    same parameters and code. No figure is drawn."""
     here = folder / chapter
-    parameters = book.parse_parameters([*given, f"results={folder}"], [chapter], root)[chapter]
-    inputs = {name: value for name, value in parameters.items() if name != "results"}
-    code = {"code": book.fingerprint(chapter, {}, root), "inputs": book.fingerprint(chapter, inputs, root)}
+    code = {"code": book.fingerprint(chapter, {}, root), "inputs": book.fingerprint(chapter, parameters, root)}
     ended = [here / DONE, here / "claims.csv"]
     if all(file.is_file() for file in ended) and json.loads(ended[0].read_text()).items() >= code.items():
         return False
     space: dict[str, Any] = {}
     start = time.perf_counter()
-    for source in book.cells(chapter, parameters, lambda *shown, **given: None, root, space):
+    for source in book.cells(chapter, parameters | {"results": str(folder)}, lambda *shown, **given: None, root, space):
         if "claims.write(" in source:
             break
     else:
@@ -96,19 +95,16 @@ def run(
 ) -> None:
     """Run chapters for models and seeds, one after another; a line for each. What fails leaves the others; the exit
     status is 1 then."""
-    asked, failed = known(models_, list(models.embedded()), "model"), False
-    for seed in seeds.split(","):
-        for model in asked:
-            for chapter in known(chapters, CHAPTERS, "chapter"):
-                start, folder = time.perf_counter(), results.resolve() / f"{model}-{int(seed)}"
-                try:
-                    given = [*parameter, NO_PROGRESS, f"model={model}", f"seed={int(seed)}"]
-                    said = "done" if run_chapter(chapter, folder, given) else "was done"
-                except InputError:
-                    raise
-                except Exception as error:  # whatever a cell raises
-                    said, failed = f"failed: {type(error).__name__}: {error}".splitlines()[0], True
-                typer.echo(f"{folder.name:<20}{chapter:<14}{time.perf_counter() - start:8.0f} s  {said}")
+    names, failed = known(chapters, CHAPTERS, "chapter"), False
+    for seed, model in itertools.product(seeds.split(","), known(models_, list(models.embedded()), "model")):
+        of = book.parse_parameters([*parameter, NO_PROGRESS, f"model={model}", f"seed={seed}"], names)
+        for chapter in names:
+            start, folder = time.perf_counter(), results.resolve() / f"{model}-{seed}"
+            try:
+                said = "done" if run_chapter(chapter, folder, of[chapter]) else "was done"
+            except Exception as error:  # whatever a cell raises, one model's refusal too
+                said, failed = f"failed: {type(error).__name__}: {error}".splitlines()[0], True
+            typer.echo(f"{folder.name:<20}{chapter:<14}{time.perf_counter() - start:8.0f} s  {said}")
     raise typer.Exit(int(failed))
 
 

@@ -34,10 +34,10 @@ def root(tmp_path):
 
 def test_a_chapter_runs_as_far_as_its_verdicts_and_once(root):
     folder = root / "out" / "m-3"
-    given = ["model=m", "seed=3"]
+    given = {"model": "m", "options": {"seed": 3}}
     assert family.run_chapter("tiny", folder, given, root)
     assert not family.run_chapter("tiny", folder, given, root)
-    assert family.run_chapter("tiny", folder, ["model=m", "seed=4"], root)
+    assert family.run_chapter("tiny", folder, {"model": "m", "options": {"seed": 4}}, root)
     [row] = family.collected(root / "out", seed=3).itertuples()
     assert (row.model, row.chapter, row.claim, row.verdict, row.note) == ("m", "tiny", "A1", "reproduced", "")
     assert row.estimate == pytest.approx(0.4)
@@ -48,7 +48,7 @@ def test_a_chapter_without_verdicts_and_runs_that_are_not_there_are_refused(root
     notebook = root / "notebooks" / "tiny.ipynb"
     notebook.write_text(notebook.read_text().replace("claims.write(", "print(").replace("raise RuntimeError", "str"))
     with pytest.raises(InputError, match="stores no verdicts"):
-        family.run_chapter("tiny", root / "out", [], root)
+        family.run_chapter("tiny", root / "out", {}, root)
     with pytest.raises(InputError, match="first family run"):
         family.collected(root / "out")
 

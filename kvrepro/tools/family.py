@@ -2,7 +2,7 @@
 
     python -m kvrepro.tools.family run --results /tmp/family                    # every embedded model, seed 0
     python -m kvrepro.tools.family run --results /tmp/family --models small-gqa --seeds 1,2 --chapters protection
-    python -m kvrepro.tools.family collect --results /tmp/family                # data/family.csv
+    python -m kvrepro.tools.family collect --results /tmp/family                # data/family*.csv
 
 A run goes into `<results>/<model>-<seed>/<chapter>`, apart from the book's own: its rows, `claims.csv`, and what the
 claims about several models need of it. Run again, it goes on where it was ended, and passes over what is done.
@@ -22,12 +22,12 @@ import typer
 from kvrepro.errors import InputError, meant, one_line_errors
 from kvrepro.experiment import claims, models
 from kvrepro.paths import DATA, ROOT, replaced
-from kvrepro.tools import book
+from kvrepro.tools import book, family_claims
 
-TABLE = DATA / "family.csv"
+TABLE, JUDGED = DATA / "family.csv", DATA / "family_claims.csv"
 COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note code date".split()
 CHAPTERS = [name for name in book.chapters() if (DATA / "claims" / f"{name}.yml").is_file()]
-DONE, ROWS = "done.json", "family.parquet"  # beside a chapter's claims.csv
+DONE = "done.json"  # beside a chapter's claims.csv
 NO_PROGRESS = "progress=false"
 app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 
@@ -51,7 +51,7 @@ def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any], root: Pa
     else:
         raise InputError(f"notebooks/{chapter}.ipynb stores no verdicts: it has no cell with claims.write")
     if chapter in PER_ITEM:
-        PER_ITEM[chapter](space).to_parquet(here / ROWS)
+        PER_ITEM[chapter](space).to_parquet(here / family_claims.ROWS)
     when = {"date": f"{date.today()}", "seconds": round(time.perf_counter() - start)}
     ended[0].write_text(json.dumps(code | when))
     return True
@@ -131,10 +131,13 @@ def collected(results: Path, seed: int = 0) -> pd.DataFrame:
 @app.command()
 @one_line_errors()
 def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
-    """Store the verdicts of all runs with one seed in data/family.csv."""
+    """Store the verdicts of all runs with one seed in data/family.csv, and those of the claims about several models,
+    judged now, in data/family_claims.csv."""
     table = collected(results, seed)
-    with replaced(TABLE) as aside:
-        table.to_csv(aside, index=False, float_format="%.4g")
+    judged = family_claims.verdicts(*(family_claims.rows_of(results, name, seed) for name in PER_ITEM))
+    for file, frame in ((TABLE, table), (JUDGED, judged)):
+        with replaced(file) as aside:
+            frame.to_csv(aside, index=False, float_format="%.4g")
     typer.echo(table.pivot_table(index="model", columns="chapter", values="claim", aggfunc="count").to_string())
 
 

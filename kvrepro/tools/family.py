@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Sequence
 from datetime import date
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +24,8 @@ from kvrepro.errors import InputError, meant, one_line_errors
 from kvrepro.experiment import claims, models
 from kvrepro.paths import DATA, ROOT, replaced
 from kvrepro.tools import book, family_claims
+from kvrepro.tools.family_claims import JUDGED, TABLE
 
-TABLE, JUDGED = DATA / "family.csv", DATA / "family_claims.csv"
 COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note code date".split()
 CHAPTERS = [name for name in book.chapters() if (DATA / "claims" / f"{name}.yml").is_file()]
 DONE = "done.json"  # beside a chapter's claims.csv
@@ -60,7 +61,8 @@ def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any], root: Pa
 def _of_protection(space: dict[str, Any]) -> pd.DataFrame:
     """The rows of the main grid, without texts: `output` is a hash."""
     columns = ["item", "task", "policy", "capacity", "prefix", "suffix", "suffix_mode", "regime", "reading"]
-    rows = space["rows"].assign(output=pd.util.hash_array(space["rows"].prediction.fillna("").to_numpy(dtype=object)))
+    rows = space["rows"]
+    rows = rows.assign(output=rows.prediction.map(lambda text: sha256(text.encode()).hexdigest(), na_action="ignore"))
     return rows[[*columns, "token_f1", "output", "policy_calls", "evicted"]]
 
 

@@ -16,7 +16,9 @@ from kvrepro.chapters.leakage.study import Study
 from kvrepro.chapters.protection import members as protection
 from kvrepro.experiment import claims, judge, models
 from kvrepro.experiment.judge import Member, NotTestable, Sample
+from kvrepro.paths import DATA
 
+TABLE, JUDGED = DATA / "family.csv", DATA / "family_claims.csv"  # verdicts by model; of the claims judged here
 ROWS = "family.parquet"  # what a run keeps of its rows for these claims, beside its verdicts
 FOLLOWS = 0.5  # share of instructions that a model must follow uncompressed, as in the leakage chapter
 Found = list["Member | NotTestable"]

@@ -266,10 +266,14 @@ def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
         print(f"{name}: what follows needs their rows ({type(error).__name__})")
 
 
-def cells(name: str, parameters: dict[str, Any], display: Callable[..., None], root: Path = ROOT) -> Iterator[str]:
+def cells(
+    name: str, parameters: dict[str, Any], display: Callable[..., None], root: Path = ROOT,
+    space: dict[str, Any] | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Run a notebook's code cells in this process, one by one, with these parameters in the place of its own; their
-    sources."""
-    space: dict[str, Any] = {"display": display}
+    sources. Their variables are in `space`, if one is given."""
+    space = {} if space is None else space
+    space["display"] = display
     for cell in nbformat.read(_source(name, root), as_version=4).cells:
         if cell.cell_type == "code":
             exec(compile(cell.source, f"{name}.ipynb", "exec"), space)

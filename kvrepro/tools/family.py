@@ -1,0 +1,147 @@
+"""The same claims on a family of models: run the chapters for each, and put the verdicts side by side.
+
+    python -m kvrepro.tools.family run --results /tmp/family                    # every embedded model, seed 0
+    python -m kvrepro.tools.family run --results /tmp/family --models small-gqa --seeds 1,2 --chapters protection
+    python -m kvrepro.tools.family collect --results /tmp/family                # data/family*.csv
+
+A run goes into `<results>/<model>-<seed>/<chapter>`, apart from the book's own: its rows, `claims.csv`, and what the
+claims about several models need of it. Run again, it goes on where it was ended, and passes over what is done.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from datetime import date
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import typer
+
+from kvrepro.errors import InputError, meant, one_line_errors
+from kvrepro.experiment import claims, models
+from kvrepro.paths import DATA, ROOT, replaced
+from kvrepro.tools import book, family_claims
+from kvrepro.tools.family_claims import JUDGED, TABLE
+
+COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note code date".split()
+CHAPTERS = [name for name in book.chapters() if (DATA / "claims" / f"{name}.yml").is_file()]
+DONE = "done.json"  # beside a chapter's claims.csv
+NO_PROGRESS = "progress=false"
+app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
+
+
+# ---------------------------------------------------------------- runs
+
+
+def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any], root: Path = ROOT) -> bool:
+    """Run a chapter's cells as far as its verdicts, with results in `folder`; False if that was done before, with the
+    same parameters and code. No figure is drawn."""
+    here = folder / chapter
+    code = {"code": book.fingerprint(chapter, {}, root), "inputs": book.fingerprint(chapter, parameters, root)}
+    ended = [here / DONE, here / "claims.csv"]
+    if all(file.is_file() for file in ended) and json.loads(ended[0].read_text()).items() >= code.items():
+        return False
+    space: dict[str, Any] = {}
+    start = time.perf_counter()
+    for source in book.cells(chapter, parameters | {"results": str(folder)}, lambda *shown, **given: None, root, space):
+        if "claims.write(" in source:
+            break
+    else:
+        raise InputError(f"notebooks/{chapter}.ipynb stores no verdicts: it has no cell with claims.write")
+    if chapter in PER_ITEM:
+        PER_ITEM[chapter](space).to_parquet(here / family_claims.ROWS)
+    when = {"date": f"{date.today()}", "seconds": round(time.perf_counter() - start)}
+    ended[0].write_text(json.dumps(code | when))
+    return True
+
+
+def _of_protection(space: dict[str, Any]) -> pd.DataFrame:
+    """The rows of the main grid, without texts: `output` is a hash."""
+    columns = ["item", "task", "policy", "capacity", "prefix", "suffix", "suffix_mode", "regime", "reading"]
+    rows = space["rows"]
+    rows = rows.assign(output=rows.prediction.map(lambda text: sha256(text.encode()).hexdigest(), na_action="ignore"))
+    return rows[[*columns, "token_f1", "output", "policy_calls", "evicted"]]
+
+
+def _of_leakage(space: dict[str, Any]) -> pd.DataFrame:
+    """What was followed by default with the defense first, in each reading."""
+    parts = [s.answers.assign(reading=s.reading, asked=s.asked) for s in space["studies"]]
+    rows = pd.concat(parts, ignore_index=True)
+    rows = rows[(rows.order == "normal") & (rows.variant == "default") & rows.followed.notna()]
+    return rows[["system", "order", "variant", "policy", "ratio", "followed", "reading", "asked"]]
+
+
+PER_ITEM = {"protection": _of_protection, "leakage": _of_leakage}
+
+
+def known(names: str, among: Sequence[str], what: str) -> list[str]:
+    """The names of a list with commas; all if it is empty. Raises InputError for one that is none of `among`."""
+    found = [name.strip() for name in names.split(",") if name.strip()] or list(among)
+    for name in found:
+        if name not in among:
+            raise InputError(f"no {what} {name!r}{meant(name, among)}; there are: {', '.join(among)}")
+    return found
+
+
+@app.command()
+@one_line_errors()
+def run(
+    results: Annotated[Path, typer.Option(help="a folder for the runs, each in a folder of its own")],
+    models_: Annotated[str, typer.Option("--models", help="names with commas; otherwise all embedded models")] = "",
+    seeds: Annotated[str, typer.Option(help="of the items, with commas")] = "0",
+    chapters: Annotated[str, typer.Option(help="names with commas; otherwise all that have claims")] = "",
+    parameter: Annotated[list[str], typer.Option("-p", "--parameter", help=book.PARAMETER)] = [],  # noqa: B006
+) -> None:
+    """Run chapters for models and seeds, one after another; a line for each. What fails leaves the others; the exit
+    status is 1 then."""
+    names, failed = known(chapters, CHAPTERS, "chapter"), False
+    for seed, model in itertools.product(seeds.split(","), known(models_, list(models.embedded()), "model")):
+        of = book.parse_parameters([*parameter, NO_PROGRESS, f"model={model}", f"seed={seed}"], names)
+        for chapter in names:
+            start, folder = time.perf_counter(), results.resolve() / f"{model}-{seed}"
+            try:
+                said = "done" if run_chapter(chapter, folder, of[chapter]) else "was done"
+            except Exception as error:  # whatever a cell raises, one model's refusal too
+                said, failed = f"failed: {type(error).__name__}: {error}".splitlines()[0], True
+            typer.echo(f"{folder.name:<20}{chapter:<14}{time.perf_counter() - start:8.0f} s  {said}")
+    raise typer.Exit(int(failed))
+
+
+# ---------------------------------------------------------------- one table
+
+
+def collected(results: Path, seed: int = 0) -> pd.DataFrame:
+    """`COLUMNS`, a row per model, claim and reading of all runs with a seed; the estimate and its interval are those of
+    the member that decides. Raises InputError where there is no such run."""
+    parts = []
+    for file in sorted(results.glob(f"*-{seed}/*/claims.csv")):
+        model, chapter = file.parent.parent.name.removesuffix(f"-{seed}"), file.parent.name
+        table = claims.read(file)
+        own = table[(table.model == model) & (table.model != claims.STORED)].rename(columns={"ours": "estimate"})
+        done = file.with_name(DONE)
+        said = json.loads(done.read_text()) if done.is_file() else {}
+        note = own.note.where(own.verdict == "not testable here", "")
+        parts.append(own.assign(chapter=chapter, note=note, code=said.get("code", "")[:8], date=said.get("date", "")))
+    if not parts:
+        raise InputError(f"no verdicts in {results}/<model>-{seed}/<chapter>/claims.csv: first family run")
+    return pd.concat(parts, ignore_index=True)[COLUMNS]
+
+
+@app.command()
+@one_line_errors()
+def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
+    """Store the verdicts of all runs with one seed in data/family.csv, and those of the claims about several models,
+    judged now, in data/family_claims.csv."""
+    table = collected(results, seed)
+    judged = family_claims.verdicts(*(family_claims.rows_of(results, name, seed) for name in PER_ITEM))
+    for file, frame in ((TABLE, table), (JUDGED, judged)):
+        with replaced(file) as aside:
+            frame.to_csv(aside, index=False, float_format="%.4g")
+    typer.echo(table.pivot_table(index="model", columns="chapter", values="claim", aggfunc="count").to_string())
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,63 @@
+import json
+
+import nbformat
+import pytest
+from typer.testing import CliRunner
+
+from kvrepro.errors import InputError
+from kvrepro.tools import family
+
+CELLS = """import pandas as pd
+from kvrepro.experiment import claims
+from pathlib import Path
+---
+model = "m"
+results = "data/results"
+options = {}
+---
+table = pd.DataFrame([{"claim": "A1", "verdict": "reproduced", "reading": "any", "model": model, "profile": "quick",
+                       "ours": 0.1 * options.get("seed", 0), "low": 0.0, "high": 1.0, "n": 8, "note": "why"}])
+claims.write(table.reindex(columns=claims.COLUMNS), Path(results) / "tiny" / "claims.csv")
+---
+raise RuntimeError("figures are not drawn")"""
+
+
+@pytest.fixture
+def root(tmp_path):
+    cells = [nbformat.v4.new_code_cell(source) for source in CELLS.split("\n---\n")]
+    cells[1].metadata["tags"] = ["parameters"]
+    (tmp_path / "notebooks").mkdir()
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), tmp_path / "notebooks" / "tiny.ipynb")
+    return tmp_path
+
+
+def test_a_chapter_runs_as_far_as_its_verdicts_and_once(root):
+    folder = root / "out" / "m-3"
+    given = {"model": "m", "options": {"seed": 3}}
+    assert family.run_chapter("tiny", folder, given, root)
+    assert not family.run_chapter("tiny", folder, given, root)
+    assert family.run_chapter("tiny", folder, {"model": "m", "options": {"seed": 4}}, root)
+    [row] = family.collected(root / "out", seed=3).itertuples()
+    assert (row.model, row.chapter, row.claim, row.verdict, row.note) == ("m", "tiny", "A1", "reproduced", "")
+    assert row.estimate == pytest.approx(0.4)
+    assert row.code == json.loads((folder / "tiny" / family.DONE).read_text())["code"][:8]
+
+
+def test_a_chapter_without_verdicts_and_runs_that_are_not_there_are_refused(root):
+    notebook = root / "notebooks" / "tiny.ipynb"
+    notebook.write_text(notebook.read_text().replace("claims.write(", "print(").replace("raise RuntimeError", "str"))
+    with pytest.raises(InputError, match="stores no verdicts"):
+        family.run_chapter("tiny", root / "out", {}, root)
+    with pytest.raises(InputError, match="first family run"):
+        family.collected(root / "out")
+
+
+def test_names_that_do_not_exist_are_refused_before_anything_runs(tmp_path):
+    for option, value in (("--models", "small-mga"), ("--chapters", "protecton")):
+        found = CliRunner().invoke(family.app, ["run", "--results", str(tmp_path / "x"), option, value])
+        assert found.exit_code == 2
+    assert not (tmp_path / "x").exists()
+    assert family.known("a, b", ["a", "b", "c"], "model") == ["a", "b"]
+    with pytest.raises(InputError, match="no model 'd'"):
+        family.known("a,d", ["a", "b"], "model")

@@ -220,7 +220,8 @@ def main(
     try:
         names = chapters()
         parameters = parse_parameters(parameter, names)
-        if dry_run:
+        wanted = any(given.get("options", {}).get("dry_run") for given in parameters.values())
+        if dry_run or wanted or run.Settings().dry_run:
             for name in names:
                 rehearse(name, parameters[name])
             return
@@ -250,16 +251,16 @@ def main(
 
 
 def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
-    """Print what a chapter would compute: run its cells, in dry run, as far as the one that loads the model. Without
-    such a cell there is nothing to say."""
-    os.environ["KVREPRO_DRY_RUN"] = "1"
-    if not any("models.load(" in cell.source for cell in nbformat.read(_source(name, root), as_version=4).cells):
-        print(f"{name}: runs no model")
+    """Print what a chapter would compute: its cells, in dry run, up to the one that ends it."""
+    if not any(".end_dry_run()" in cell.source for cell in nbformat.read(_source(name, root), as_version=4).cells):
+        print(f"{name}: has no studies to run")
         return
+    os.environ["KVREPRO_DRY_RUN"] = "1"
     try:
-        for source in cells(name, parameters, print, root):
-            if "models.load(" in source:
-                return
+        for _ in cells(name, parameters, print, root):
+            pass
+    except SystemExit:
+        return
     except InputError:
         raise
     except Exception as error:

@@ -172,16 +172,25 @@ def test_time_left_is_the_chapters(monkeypatch):
 def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
     source = root / "notebooks" / "first.ipynb"
     notebook = nbformat.read(source, as_version=4)
-    notebook.cells[1].source = "import os\nprint(os.environ['KVREPRO_DRY_RUN'], size)  # models.load("
+    notebook.cells[1].source = "from kvrepro.experiment.run import Settings\nSettings().end_dry_run()\nprint(size)"
     notebook.cells.append(nbformat.v4.new_code_cell("1 / 0"))
     nbformat.write(notebook, source)
     monkeypatch.setenv("KVREPRO_DRY_RUN", "")  # and unset again afterwards
     book.rehearse("first", {"size": 9}, root)
-    assert capsys.readouterr().out == "1 9\n"
+    assert capsys.readouterr().out.startswith("dry run: nothing was computed")
     notebook.cells[1].source = "1 / 0"
     nbformat.write(notebook, source)
     book.rehearse("first", {}, root)
-    assert capsys.readouterr().out == "first: runs no model\n"
+    assert capsys.readouterr().out == "first: has no studies to run\n"
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["flag", "option"])
+def test_the_book_rehearses_when_it_is_asked_to(monkeypatch, flag):
+    said = []
+    monkeypatch.setattr(book, "chapters", lambda: ["protection", "reanalysis"])
+    monkeypatch.setattr(book, "rehearse", lambda name, parameters: said.append(name))
+    book.main(parameter=[] if flag else ["dry_run=true"], force=False, workers=None, dry_run=flag)
+    assert said == ["protection", "reanalysis"]
 
 
 def test_whatever_a_page_would_fetch_is_found(tmp_path):

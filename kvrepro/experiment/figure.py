@@ -30,6 +30,8 @@ CONTROLS = {  # lines that no policy drew: colour and dashes
     "first_word": ("#B22222", (0, (1, 1.5))),
     "copy": ("#7B4FA3", (0, (4, 1.5, 1, 1.5))),
     "no_passage": ("#8B6F47", (0, (6, 3))),
+    "no_system_prompt": ("#8B6F47", (0, (6, 3))),
+    "preamble": ("#7B4FA3", (0, (4, 1.5, 1, 1.5))),
     "refusal": ("#8C8C8C", (0, (1, 4))),
 }
 MANY = 4  # panels side by side; where there are more, names of rows stand at the left, and one label below them all

@@ -161,6 +161,11 @@ def test_a_chapter_ends_with_the_build(root):
     assert not os.path.exists(f"/proc/{kernel}")
 
 
+def test_chapters_that_run_a_model_say_how_their_time_is_shared():
+    sources = {name: (book.ROOT / "notebooks" / f"{name}.ipynb").read_text() for name in book.chapters()}
+    assert set(book.SECONDS) == {name for name, source in sources.items() if "models.load(" in source}
+
+
 def test_time_left_is_the_chapters(monkeypatch):
     monkeypatch.setattr(book, "SECONDS", {"first": {"a": 10, "b": 30}})
     assert book.chapter_left("first", {"study": "first/a", "done": 1, "total": 2, "left": 4.0}, 6.0) == 6 * 7

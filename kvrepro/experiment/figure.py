@@ -327,8 +327,8 @@ def evidence(
     if table.empty:
         return heat(table, "evidence_at", "policy")
     labels = {"evidence_at": "place of the evidence (0 to 1)", "value": "", "measure": ""} | labels
-    look = {"colour": "measure", "fill": fill, "panel": "policy", "row": row, "line": True, "labels": labels}
-    return estimates(table, "evidence_at", "value", **look, **given)
+    given |= {"colour": "measure", "fill": fill, "panel": "policy", "row": row, "line": True, "labels": labels}
+    return estimates(table, "evidence_at", "value", **given)
 
 
 def heat(

@@ -306,7 +306,7 @@ def by_evidence(
     """
     known = rows.dropna(subset=["evidence_at", column])
     at = (np.minimum(known.evidence_at * parts // 1, parts - 1) + 0.5) / parts
-    means = stats.means(known.assign(evidence_at=at.round(3)), [*by, "evidence_at"], column)
+    means = stats.means(known.assign(evidence_at=at.round(2)), [*by, "evidence_at"], column)
     return means.sort_values("evidence_at", kind="stable")
 
 

@@ -30,6 +30,8 @@ CONTROLS = {  # lines that no policy drew: colour and dashes
     "first_word": ("#B22222", (0, (1, 1.5))),
     "copy": ("#7B4FA3", (0, (4, 1.5, 1, 1.5))),
     "no_passage": ("#8B6F47", (0, (6, 3))),
+    "no_system_prompt": ("#8B6F47", (0, (6, 3))),
+    "preamble": ("#7B4FA3", (0, (4, 1.5, 1, 1.5))),
     "refusal": ("#8C8C8C", (0, (1, 4))),
 }
 MANY = 4  # panels side by side; where there are more, names of rows stand at the left, and one label below them all
@@ -141,6 +143,7 @@ def estimates(
     reference: pd.DataFrame | None = None,
     labels: Mapping[str, str] | None = None,
     height: float = 3.4,
+    wrap: int | None = None,
     percent: bool = False,
     log: str = "",
     **share: Any,
@@ -151,7 +154,8 @@ def estimates(
     that facet. line: join points along the places (then numbers stand where they are). band: shade the interval.
     reference: estimates of what all is compared with, drawn dashed, by `panel` and `row` where it has them; a column
     `control` names several, "full" or one of `CONTROLS` (see `floors`). labels: names of columns, and of `True` and
-    `False` in the legend. height: inches, of one row. log: "x", "y" or "xy". share: `sharex`, `sharey` of the panels.
+    `False` in the legend. height: inches, of one row. wrap: panels side by side, the others below (without `row`).
+    log: "x", "y" or "xy". share: `sharex`, `sharey` of the panels.
     Raises InputError for a table without rows or without these columns.
     """
     missing = {name for name in (x, y, colour, fill, panel, row) if name} | {"value", "low", "high"}
@@ -169,10 +173,12 @@ def estimates(
     rows = len({filled for _, filled in series}) if colour == along else len(series)  # side by side at one place
     with plt.rc_context(STYLE | {"figure.constrained_layout.use": False}):  # seaborn's facets begin with another layout
         columns = table[panel].nunique() if panel else 1
+        columns = columns if wrap is None else min(wrap, columns)
         few = columns <= MANY
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # seaborn's own layout does not fit small panels
-            grid = sns.FacetGrid(table, col=panel, row=row, height=height, aspect=WIDTH / columns / height, **share)
+            share |= {"height": height, "aspect": WIDTH / columns / height, "col_wrap": wrap and columns}
+            grid = sns.FacetGrid(table, col=panel, row=row, **share)
         grid.figure.set_layout_engine("constrained")
         for (i, j, _), part in grid.facet_data():
             axes = grid.facet_axis(i, j)
@@ -192,10 +198,11 @@ def estimates(
             if percent:
                 (axes.yaxis if upright else axes.xaxis).set_major_formatter(lambda v, _: f"{100 * v:g}%")
         below, beside = (labels.get(name, name.replace("_", " ")) for name in (x, y))
-        for n, axes in enumerate(grid.axes[-1]):
-            axes.set_xlabel(below if few or n == columns // 2 else "")
-        for axes, name in zip(grid.axes[:, 0], grid.row_names or [beside], strict=True):
-            axes.set_ylabel(beside if few else look(name).name)
+        every = list(grid.axes.flat)
+        for n, axes in list(enumerate(every))[-columns:]:
+            axes.set_xlabel(below if (few and not wrap) or n % columns == columns // 2 else "")
+        for n, axes in enumerate(every[::columns]):
+            axes.set_ylabel(look(grid.row_names[n]).name if grid.row_names and not few else beside)
         _legend(grid.figure, shown if colour and colour != along else {}, fill, labels, reference, line)
     return done(grid.figure)
 
@@ -299,23 +306,29 @@ def by_evidence(
     """
     known = rows.dropna(subset=["evidence_at", column])
     at = (np.minimum(known.evidence_at * parts // 1, parts - 1) + 0.5) / parts
-    return stats.means(known.assign(evidence_at=at.round(3)), [*by, "evidence_at"], column).sort_values("evidence_at")
+    means = stats.means(known.assign(evidence_at=at.round(2)), [*by, "evidence_at"], column)
+    return means.sort_values("evidence_at", kind="stable")
 
 
 def evidence(
-    rows: pd.DataFrame, column: str = "token_f1", *, panel: str | None = None, fill: str | None = None, parts: int = 5,
+    rows: pd.DataFrame, column: str = "token_f1", *, row: str | None = None, fill: str | None = None, parts: int = 5,
     **given: Any,
 ) -> Figure:  # fmt: skip
-    """`by_evidence` of each policy as a line, so that a band of the prompt that a policy holds or misses is seen.
+    """Each policy's score by the place of the evidence, beside the share of the evidence that it holds, so that a band
+    of the prompt that it keeps or misses is seen: a panel per policy.
 
-    panel, fill: as in `estimates`, which takes `given`, too; parts: of the prompt. Without rows that know their
+    row, fill: as in `estimates`, which takes `given`, too; parts: of the prompt. Without rows that know their
     evidence it says so.
     """
-    table = by_evidence(rows, [name for name in (panel, fill, "policy") if name], column, parts)
+    by, labels = [name for name in (row, fill, "policy") if name], dict(given.pop("labels", {}))
+    names = {column: labels.pop("value", "token F1"), "evidence_coverage": "evidence held"}
+    tables = [by_evidence(rows, by, one, parts).assign(measure=name) for one, name in names.items() if one in rows]
+    table = pd.concat(tables)
     if table.empty:
         return heat(table, "evidence_at", "policy")
-    given["labels"] = {"evidence_at": "place of the evidence (0 to 1)"} | given.get("labels", {})
-    return estimates(table, "evidence_at", "value", colour="policy", fill=fill, panel=panel, line=True, **given)
+    labels = {"evidence_at": "place of the evidence (0 to 1)", "value": "", "measure": ""} | labels
+    given |= {"colour": "measure", "fill": fill, "panel": "policy", "row": row, "line": True, "labels": labels}
+    return estimates(table, "evidence_at", "value", **given)
 
 
 def heat(

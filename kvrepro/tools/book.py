@@ -36,12 +36,17 @@ from kvrepro.tools import pages
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
 data/artifact/* constraints.txt""".split()
 SECONDS = {  # of a chapter's studies in their order, quick profile, one core: they share out the time that is left
-    "protection": {"main": 430, "context-500": 9, "context-1000": 12, "context-1900": 20, "context-3800": 46,
-                   "attention": 8},
-    "fragility": {"retained": 60, "every": 41, "middle": 21, "needles": 11},
-    "dropkv_bound": {"triples": 110, "quality-1900": 42, "quality-500": 3, "quality-3000": 18, "answer-losses": 20},
-    "leakage": {"answers": 194, "timing": 6},
-    "reclamation": {"synthetic": 8, "traffic": 7, "arising": 10, "published": 24, "identity": 80, "latency": 31},
+    "protection": {"main": 430, "context-500": 14, "context-1000": 17, "context-1900": 18, "context-3800": 25,
+                   "attention": 8, "controls": 10, "question-0": 4, "question-1": 4, "question-2": 2, "question-3": 2,
+                   "question-4": 3, "question-5": 3, "real": 27},
+    "fragility": {"retained": 60, "every": 41, "middle": 21, "needles": 11, "controls": 8},
+    "dropkv_bound": {"quality-500": 3, "quality-1900": 42, "quality-3000": 18, "triples": 110, "answer-losses": 20,
+                     "controls": 2},
+    "leakage": {"answers": 194, "timing": 6, "unasked": 1},
+    "reclamation": {"synthetic": 1, "toy": 1, "traffic": 7, "oldest": 1, "wall": 1, "passes": 7, "memory": 1,
+                    "arising": 6, "published": 6, "identity": 80, "latency": 31, "sharing": 4, "sparsity": 4,
+                    "pages": 1},
+    "own_policy": {"main": 9, "controls": 3},
 }  # fmt: skip
 PARAMETER = "name=value for all chapters that have it, or chapter.name=value"
 
@@ -220,7 +225,8 @@ def main(
     try:
         names = chapters()
         parameters = parse_parameters(parameter, names)
-        if dry_run:
+        wanted = any(given.get("options", {}).get("dry_run") for given in parameters.values())
+        if dry_run or wanted or run.Settings().dry_run:
             for name in names:
                 rehearse(name, parameters[name])
             return
@@ -250,16 +256,16 @@ def main(
 
 
 def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
-    """Print what a chapter would compute: run its cells, in dry run, as far as the one that loads the model. Without
-    such a cell there is nothing to say."""
-    os.environ["KVREPRO_DRY_RUN"] = "1"
-    if not any("models.load(" in cell.source for cell in nbformat.read(_source(name, root), as_version=4).cells):
-        print(f"{name}: runs no model")
+    """Print what a chapter would compute: its cells, in dry run, up to the one that ends it."""
+    if not any(".end_dry_run()" in cell.source for cell in nbformat.read(_source(name, root), as_version=4).cells):
+        print(f"{name}: has no studies to run")
         return
+    os.environ["KVREPRO_DRY_RUN"] = "1"
     try:
-        for source in cells(name, parameters, print, root):
-            if "models.load(" in source:
-                return
+        for _ in cells(name, parameters, print, root):
+            pass
+    except SystemExit:
+        return
     except InputError:
         raise
     except Exception as error:

@@ -95,9 +95,24 @@ def test_scores_by_the_place_of_the_evidence():
     [axes] = figure.evidence(rows).axes
     assert "evidence" in axes.get_xlabel()
     both = pd.concat([rows.assign(protected=True), rows.assign(protected=False, token_f1=0.0)])
-    [axes] = figure.evidence(both, fill="protected").axes
-    assert len(axes.containers) == 2
+    both = pd.concat([both, both.assign(policy="h2o")]).assign(evidence_coverage=0.25)
+    panels = figure.evidence(both, fill="protected").axes
+    assert [axes.get_title(loc="left") for axes in panels] == ["LRU", "H2O"]
+    assert [len(axes.containers) for axes in panels] == [4, 4]  # score and evidence held, protected and not
+    assert (drawn(panels[0]) == 0.25).all(axis=1).sum() == 6
     assert len(figure.evidence(rows[rows.evidence_at.isna()]).axes) == 1  # which says that there is nothing
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 6])
+def test_panels_that_are_wrapped_hold_what_panels_side_by_side_hold(count):
+    table = pd.concat([TABLE[TABLE.capacity == 128].assign(place=place) for place in "abcdef"[:count]])
+    given = {"x": "value", "y": "policy", "colour": "policy", "panel": "place"}
+    wide, wrapped = figure.estimates(table, **given), figure.estimates(table, **given, wrap=3)
+    assert wrapped.get_size_inches() == pytest.approx([figure.WIDTH, 3.4 * -(-count // 3)])
+    assert sum(bool(axes.get_xlabel()) for axes in wrapped.axes) == 1
+    for one, other in zip(wide.axes, wrapped.axes, strict=True):
+        assert one.get_title(loc="left") == other.get_title(loc="left")
+        assert np.array_equal(drawn(one), drawn(other))
 
 
 def test_what_cannot_be_drawn_is_said():

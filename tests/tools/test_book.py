@@ -161,6 +161,11 @@ def test_a_chapter_ends_with_the_build(root):
     assert not os.path.exists(f"/proc/{kernel}")
 
 
+def test_chapters_that_run_a_model_say_how_their_time_is_shared():
+    sources = {name: (book.ROOT / "notebooks" / f"{name}.ipynb").read_text() for name in book.chapters()}
+    assert set(book.SECONDS) == {name for name, source in sources.items() if "models.load(" in source}
+
+
 def test_time_left_is_the_chapters(monkeypatch):
     monkeypatch.setattr(book, "SECONDS", {"first": {"a": 10, "b": 30}})
     assert book.chapter_left("first", {"study": "first/a", "done": 1, "total": 2, "left": 4.0}, 6.0) == 6 * 7
@@ -172,16 +177,25 @@ def test_time_left_is_the_chapters(monkeypatch):
 def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
     source = root / "notebooks" / "first.ipynb"
     notebook = nbformat.read(source, as_version=4)
-    notebook.cells[1].source = "import os\nprint(os.environ['KVREPRO_DRY_RUN'], size)  # models.load("
+    notebook.cells[1].source = "from kvrepro.experiment.run import Settings\nSettings().end_dry_run()\nprint(size)"
     notebook.cells.append(nbformat.v4.new_code_cell("1 / 0"))
     nbformat.write(notebook, source)
     monkeypatch.setenv("KVREPRO_DRY_RUN", "")  # and unset again afterwards
     book.rehearse("first", {"size": 9}, root)
-    assert capsys.readouterr().out == "1 9\n"
+    assert capsys.readouterr().out.startswith("dry run: nothing was computed")
     notebook.cells[1].source = "1 / 0"
     nbformat.write(notebook, source)
     book.rehearse("first", {}, root)
-    assert capsys.readouterr().out == "first: runs no model\n"
+    assert capsys.readouterr().out == "first: has no studies to run\n"
+
+
+@pytest.mark.parametrize("flag", [True, False], ids=["flag", "option"])
+def test_the_book_rehearses_when_it_is_asked_to(monkeypatch, flag):
+    said = []
+    monkeypatch.setattr(book, "chapters", lambda: ["protection", "reanalysis"])
+    monkeypatch.setattr(book, "rehearse", lambda name, parameters: said.append(name))
+    book.main(parameter=[] if flag else ["dry_run=true"], force=False, workers=None, dry_run=flag)
+    assert said == ["protection", "reanalysis"]
 
 
 def test_whatever_a_page_would_fetch_is_found(tmp_path):

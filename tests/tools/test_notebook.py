@@ -70,6 +70,20 @@ def test_at_most_ten_parameters_in_one_tagged_cell_and_the_rest_are_options(note
     assert code(notebook).index(tagged) == 1  # right after the imports
 
 
+def test_a_dry_run_ends_each_notebook_once_its_studies_are_estimated(notebook):
+    ends = [i for i, cell in enumerate(notebook.cells) if ".end_dry_run()" in cell.source]
+    assert len(ends) == any("models.load(" in cell.source for cell in notebook.cells)
+
+
+def test_a_dry_run_is_no_failure_to_papermill(tmp_path):
+    sources = ["from kvrepro.experiment.run import Settings", "Settings(dry_run=True).end_dry_run()", "1 / 0"]
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), tmp_path / "in.ipynb")
+    done = papermill.execute_notebook(tmp_path / "in.ipynb", tmp_path / "out.ipynb", progress_bar=False)
+    assert [cell.execution_count for cell in done.cells] == [1, 2, None]
+
+
 def test_findings_come_first_and_are_computed(chapter):
     cells = code(chapter)
     [found] = [i for i, cell in enumerate(cells) if "claims.findings(" in cell.source]

@@ -23,7 +23,7 @@ from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.heads import learned
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, longbench, measure, models
+from kvrepro.experiment import claims, controls, data, longbench, measure, models
 from kvrepro.experiment.answers import check, prompt_limit
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
@@ -113,6 +113,13 @@ def results(
     """What the studies found: retained importance, and the tidied rows of the grid (`tidy`)."""
     shares = Retained(**run(importance, loaded, settings), layer=importance.parameters["layer"])
     return shares, tidy(pd.concat([run(study, loaded, settings) for study in quality], ignore_index=True))
+
+
+def without_cache(quality: Sequence[Answers], loaded: Loaded, settings: Settings) -> pd.DataFrame:
+    """Of the items of the grid, answers that no policy gives (`controls.of_items`), with `score` as in the grid."""
+    items = list({item.id: item for study in quality for item in study.items}.values())
+    found = controls.of_items("fragility", items, loaded, settings, settings.max_new_tokens)
+    return found.assign(score=measure.scores(found))
 
 
 # ---------------------------------------------------------------- retained importance

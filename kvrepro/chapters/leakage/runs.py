@@ -5,7 +5,7 @@ found = chapter(loaded, plan)  # one stored row per (item, cell), a cell that an
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -18,9 +18,9 @@ from kvrepro.chapters.leakage.prompts import ORDERS, prompt
 from kvrepro.chapters.leakage.scores import survivors
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import generate as engine
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.errors import InputError
-from kvrepro.experiment import models
+from kvrepro.experiment import data, models
 from kvrepro.experiment import run as runs
 from kvrepro.experiment.answers import unmet
 from kvrepro.experiment.claims import READINGS
@@ -124,6 +124,7 @@ class Found:
     examples: pd.DataFrame  # labelled examples; empty where these items have none
     marks: pd.DataFrame  # fair shares over spans marked in different ways
     timing: pd.DataFrame
+    unasked: pd.DataFrame  # the requests of the main study without their system prompt
 
     @property
     def file(self) -> str:
@@ -178,6 +179,7 @@ def chapter(loaded: Loaded, plan: Plan) -> Found:
     clocked = [item for item in secret if item.meta["request"] == "follow"][: sizes.timed]
     clock = cells(["h2o"], [half], ("default", "whitelist", "fair", "debias 0.4"), room=room)[1:]
     timed = timing(loaded, clocked, clock, settings, repeats=sizes.repeats)
+    silent = Answers("leakage", "unasked", main["normal"][0], [Condition()], sizes.tokens, prompt=request_alone)
 
     def all_of(parts: Mapping[str, Asked]) -> pd.DataFrame:
         return pd.concat([rows[name] for name in parts] or [pd.DataFrame(columns=["item"])], ignore_index=True)
@@ -185,7 +187,13 @@ def chapter(loaded: Loaded, plan: Plan) -> Found:
     hand = _by_hand(plan, rows["normal"], marks)
     marked = pd.concat([hand, all_of(marks)], ignore_index=True)
     items = [item for some, _ in (main | rest | marks | shots).values() for item in some]
-    return Found(loaded.name, items, all_of(main), rows["alone"], rows["bare"], all_of(shots), marked, timed)
+    parts = (all_of(main), rows["alone"], rows["bare"], all_of(shots), marked, timed)
+    return Found(loaded.name, items, *parts, runs.run(silent, loaded, settings))
+
+
+def request_alone(loaded: Loaded, item: Item) -> Prompt:
+    """An item's prompt without its system turn: what a policy leaves that keeps nothing of it."""
+    return data.build_prompt(replace(item, messages=item.messages[1:], spans=()), loaded.tokenizer, loaded.context)
 
 
 def compared(loaded: Loaded, plan: Plan) -> Found | None:

@@ -1,5 +1,5 @@
-"""How far the paper's conclusions reach: published methods with guards, the learned credit, answers that are sampled,
-needles at 64K tokens.
+"""How far the paper's conclusions reach: published methods with guards, Ada-KV with equal budgets, the learned credit,
+answers that are sampled, needles at 64K tokens.
 
 Each is a study of its own. All but the first are asked for by the full profile alone, since they take minutes on the
 embedded model already. Rows have the columns that `members.evaluate` reads, and go there under the study's name:
@@ -24,6 +24,7 @@ from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
 
 REAL = ("snapkv", "h2o_online", "ada_kv")  # as published, layer by layer, each with its own window
+NATIVE = "kvrepro/chapters/protection/policies.py:ADA_KV_NATIVE"
 NEEDLES = "ruler:niah_single_1"  # noise around one sentence, which needs no download
 NEEDLE_TOKENS, NEEDLE_SHARE, N_NEEDLES = 65_536, 16, 60  # the paper's prompts, 1 / 16 of the cache, its items
 TEMPERATURE, SAMPLES = 0.7, 3  # the paper samples with three seeds
@@ -37,6 +38,7 @@ def studies(
     lru = rows[(rows.policy == "full") | ((rows.policy == "lru") & (rows.capacity == capacity))]
     lru = lru[(lru.reading == "as_run") & (lru.suffix_mode == "dynamic")]
     found = {
+        "native": native(loaded, items, capacity, settings),
         "credit": pd.concat([lru, credit(loaded, items, capacity, settings)], ignore_index=True),
         "sampling": pd.concat(
             [lru.assign(temperature=0.0), sampled(loaded, items, capacity, settings)], ignore_index=True
@@ -61,6 +63,24 @@ def real(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, set
     new = settings.max_new_tokens
     limit = study.paper_limit(loaded, items, new)
     return run(Answers("protection", "real", some, [Condition(), *asked], new, limit), loaded, settings)
+
+
+def native(loaded: Loaded, items: Sequence[Item], capacity: int, settings: Settings) -> pd.DataFrame:
+    """Protected Ada-KV, its budgets by entropy ("ada_kv_faithful") or equal ("ada_kv_native"), and the full cache.
+
+    On needles too, where the model reads 64K tokens. A column `length`: most tokens of a prompt.
+    """
+    new, limit = settings.max_new_tokens, study.paper_limit(loaded, items, settings.max_new_tokens)
+    studies: list[tuple[str, Sequence[Item], int, int]] = [("native", items, capacity, limit)]
+    if loaded.context >= NEEDLE_TOKENS + new:
+        needles = _needles(loaded, settings, NEEDLE_TOKENS, N_NEEDLES)
+        studies.append(("native-64k", needles, NEEDLE_TOKENS // NEEDLE_SHARE, NEEDLE_TOKENS))
+    parts, side = [], settings.protect_frac
+    for name, some, size, length in studies:
+        both = [grid.capped(policy, size, side, side, "as_run") for policy in ("ada_kv_faithful", NATIVE)]
+        rows = run(Answers("protection", name, some, [Condition(), *both], new, length), loaded, settings)
+        parts.append(rows.assign(length=length))
+    return pd.concat(parts, ignore_index=True).replace({"policy": {NATIVE: "ada_kv_native"}})
 
 
 def _given(loaded: Loaded, items: Sequence[Item], settings: Settings) -> dict[str, Any]:
@@ -140,7 +160,11 @@ def samples_of(
 
 def needle(loaded: Loaded, settings: Settings, tokens: int = NEEDLE_TOKENS, n_items: int = N_NEEDLES) -> pd.DataFrame:
     """LRU and H2O on needles in `tokens` tokens, unprotected and protected, with a sixteenth of the cache."""
-    new = settings.max_new_tokens
-    items = data.load_fitting(NEEDLES, n_items, loaded.tokenizer, loaded.context - new, settings.seed, tokens)
+    items = _needles(loaded, settings, tokens, n_items)
     asked = grid.main([tokens // NEEDLE_SHARE], ("lru", "h2o_simple"), settings.protect_frac, "as_run")
-    return run(Answers("protection", "needle", items, asked, new), loaded, settings)
+    return run(Answers("protection", "needle", items, asked, settings.max_new_tokens), loaded, settings)
+
+
+def _needles(loaded: Loaded, settings: Settings, tokens: int, n_items: int) -> list[Item]:
+    room = loaded.context - settings.max_new_tokens
+    return data.load_fitting(NEEDLES, n_items, loaded.tokenizer, room, settings.seed, tokens)

@@ -23,7 +23,7 @@ from kvrepro.engine import policy
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, judge, longbench, models, stats
+from kvrepro.experiment import claims, controls, judge, longbench, models, stats
 from kvrepro.item import Item
 from kvrepro.world import ruler, world
 
@@ -706,6 +706,9 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     said = capsys.readouterr().out
     assert "duo_attention is left out" in said
     assert "4 bits are left out" in said
+    without = study.without_cache(asked[1], loaded, settings)
+    assert without.groupby("item").control.apply(set).tolist() == [set(controls.CONTROLS)] * 2
+    assert (without.score == without.token_f1).all()
     main = grid[grid.change == "none"]
     assert set(main.policy) == {"full", *study.POLICIES, *study.PLUG_IN} - {"duo_attention"}
     assert (grid[grid.change == "guards"].groupby("policy").size() == 2).all()

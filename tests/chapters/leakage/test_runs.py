@@ -68,6 +68,14 @@ def test_known_rows_are_not_computed_again(run, loaded, capsys):
     assert again.prediction.fillna("").tolist() == rows.prediction.fillna("").tolist()
 
 
+def test_a_request_stands_alone_without_its_system_turn(run, loaded):
+    items, *_ = run
+    for item in items:
+        said = loaded.tokenizer.decode(runs.request_alone(loaded, item).ids)
+        assert item.messages[1]["content"] in said
+        assert item.messages[0]["content"] not in said
+
+
 def test_classes_count_every_instruction_of_every_answer(run):
     items, _, _, rows = run
     asked = [len(item.meta["instructions"]) for item in items if item.meta["request"] == "follow"]

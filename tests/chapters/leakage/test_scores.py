@@ -24,6 +24,10 @@ def test_floors_are_what_telling_nothing_scores():
     assert found.loc["preamble", "tells_rules"] < found.loc["preamble", "tells_directive"]
     assert found.loc["defense", "tells_defense"] == 1
     assert (found.loc["nothing"].dropna() == 0).all()
+    told = pd.DataFrame({"item": [item.id for item in items], "prediction": [item.answer for item in items]})
+    asked = scores.floors(items, told)
+    assert asked.loc["no_system_prompt", "followed"] == 1  # here the answers are the right ones
+    pd.testing.assert_frame_equal(asked.drop("no_system_prompt"), found)
 
 
 def test_wrong_handling_of_failures_is_named():

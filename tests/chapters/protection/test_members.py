@@ -332,7 +332,7 @@ def test_missing_full_cache_is_replaced_by_protected_lru():
 def test_missing_conditions_are_named_not_guessed():
     table = members.evaluate(one_reading(synthetic.paper_like, n_items=6), some("P30", "P33")).set_index("claim")
     assert table.verdict["P30"] == "not testable here"
-    assert "which the catalogue does not have" in table.note["P30"]
+    assert "it needs Ada-KV's answers with equal budgets" in table.note["P30"]
     assert table.note["P33"]
     assert table.verdict["P33"] == "not testable here"
 

@@ -1,5 +1,7 @@
 """The studies of the paper's scope: rows that the claims can be asked of, on few items of the embedded model."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvrepro.chapters.protection import grid, members, scope, study
@@ -25,7 +27,7 @@ def test_credit_and_samples_are_rows_that_the_claims_are_asked_of(tiny, settings
     items = data.load_items(ITEMS, 6, seed=5, tokens=200)
     rows = study.main(tiny, items, grid.main([40], ("lru",), 0.1, "as_run"), settings)
     more = scope.studies(tiny, items, rows, 40, settings)
-    assert set(more) == {"credit", "sampling"}  # 64K tokens are beyond this model
+    assert set(more) == {"native", "credit", "sampling"}  # 64K tokens are beyond this model
     taught = more["credit"][more["credit"].policy == "online_credit"]
     assert taught["item"].tolist() == [item.id for item in items]
     warm = more["sampling"][more["sampling"].temperature > 0]
@@ -55,6 +57,20 @@ def test_published_methods_run_guarded_and_bare_in_both_regimes(tiny, settings):
     table = members.evaluate(rows, BOOK, more={"real": rows}, max_new_tokens=4).set_index("claim")
     assert table.members["P45"].count("holds") + table.members["P45"].count("open")
     assert table.note["P48"] == "0 items: an interval needs at least 6"  # four tokens never meet the cap again
+
+
+def test_ada_kv_with_equal_budgets_is_held_against_budgets_by_entropy(tiny, settings):
+    items = data.load_items("tinyworld:list_all", 6, seed=5, tokens=300)
+    rows = scope.native(tiny, items, 40, replace(settings, max_new_tokens=16))
+    assert rows.groupby("policy").size().to_dict() == {"ada_kv_faithful": 6, "ada_kv_native": 6, "full": 6}
+    prompts = [data.build_prompt(item, tiny.tokenizer, 512) for item in items]
+    both = [grid.capped(name, 40, 0.1, 0.1, "as_described") for name in ("ada_kv_faithful", scope.NATIVE)]
+    made = generate(models.load("small-mha").model, prompts, both, max_new_tokens=24, stop_ids=())
+    assert any(entropy.kept != equal.kept for entropy, equal in made)  # with four heads to share among
+    asked = BOOK | {"claims": [claim for claim in BOOK["claims"] if claim["id"] == "P30"]}
+    two, one = (members.evaluate(rows, asked, more={"native": rows}, kv_heads=heads) for heads in (2, 1))
+    assert two.n.tolist() == [(rows[rows.policy == "ada_kv_native"].evicted > 0).sum()]
+    assert "without 1 KV heads" in one.note[0]  # one head's budgets are equal by themselves
 
 
 def test_needles_are_asked_of_lru_and_h2o_with_a_sixteenth(tiny, settings):

@@ -25,7 +25,7 @@ from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import longbench, measure
 from kvrepro.item import Item, Span
-from kvrepro.paths import DATA, ROOT
+from kvrepro.paths import DATA, ROOT, replaced
 
 CACHE = DATA / "cache"
 SOURCES = DATA / "sources.yml"
@@ -491,20 +491,16 @@ def _check(file: Path, entry: dict[str, Any], way_out: str) -> None:
 
 
 def _download(url: str, file: Path, entry: dict[str, Any]) -> None:
-    part = file.with_name(file.name + ".part")  # never under the final name until it is whole and right
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with urllib.request.urlopen(url, timeout=30) as reply, part.open("wb") as out:
-            shutil.copyfileobj(reply, out)
-        _check(part, entry, "the download is not the file of the manifest; try again")
+        with replaced(file) as part:  # never under the final name until it is whole and right
+            with urllib.request.urlopen(url, timeout=30) as reply, part.open("wb") as out:
+                shutil.copyfileobj(reply, out)
+            _check(part, entry, "the download is not the file of the manifest; try again")
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         way_out = "connect to the network, or put the file into a folder of $KVREPRO_DATA"
         raise InputError(f"cannot download {url} ({reason}): {way_out}") from None
-    else:
-        os.replace(part, file)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 # ---- command line

@@ -22,11 +22,12 @@ import pandas as pd
 import torch
 import transformers
 import typer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvrepro.errors import InputError, one_line_errors
-from kvrepro.experiment import data
+from kvrepro.experiment import data, models
 from kvrepro.experiment.progress import seconds
 from kvrepro.paths import GPU, replaced
 
@@ -60,7 +61,7 @@ STUDY = re.compile(r"^\w+/\S+: (\d+) \w+s, \d+ computed now, (\d+) failed, (.+)$
 
 def tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on the texts: any text can be encoded and comes back unchanged. Turns as in ChatML."""
-    bpe = Tokenizer(models.BPE())
+    bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -179,6 +180,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         path = checkpoint(Path(folder) / shape, shape, texts, dtype=dtype)
+        models.checkpoint_hash(path)  # remembered, so that no chapter reads the weights for it
         print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
         given = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
 

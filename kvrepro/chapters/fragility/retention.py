@@ -45,7 +45,7 @@ Scores: TypeAlias = Float[Tensor, "heads tokens"]
 class Setting:
     """What figures 1 and 3 and table 1 leave open, a field each. The defaults are ours. Raises InputError."""
 
-    layer: Count | None = None  #: the headline's, from 0; None: at the depth of the paper's figure 1
+    layer: Count | None = None  #: the headline's, from 0 among those that may evict; None: at the depth of figure 1
     head: Count | None = None  #: the query head that is looked at, from 0; None: a layer's heads together
     until: str = "question"  #: the history ends before this part of the prompt; "": with the prompt
     window: Size = 32  #: past queries: the last ones of the history

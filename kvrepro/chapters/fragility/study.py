@@ -145,9 +145,8 @@ class Retained:
 
 
 def paper_layer(model: Any) -> int:
-    """The layer at the depth of layer 14 of 32."""
-    count = model.config.get_text_config().num_hidden_layers
-    return round(14 / 31 * (count - 1))
+    """The layer at the depth of layer 14 of 32, counted among those that hold tokens to evict."""
+    return round(14 / 31 * (len(ModelFacts.of(model).evictable) - 1))
 
 
 def has_experts(model: Any) -> bool:
@@ -194,8 +193,8 @@ def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> lis
         )
     else:
         found = _observed_of(_load(loaded, items, None, settings), sizes, settings.seed)
-    config, base = loaded.model.config.get_text_config(), settings.base
-    for name, count in (("layer", config.num_hidden_layers), ("head", config.num_attention_heads)):
+    facts, base = ModelFacts.of(loaded.model), settings.base
+    for name, count in (("layer", len(facts.evictable)), ("head", len(facts.outputs[facts.evictable[0]]))):
         if (getattr(base, name) or 0) >= count:
             raise InputError(f"{name} {getattr(base, name)}: {loaded.name} has {count}, counted from 0")
     for item in found:

@@ -677,6 +677,11 @@ def test_long_answers_are_looked_at_where_items_may_have_them():
     assert study.Retained(pd.DataFrame(), summary, 0).long_tasks == ["qmsum", "gov_report"]
 
 
+@pytest.mark.parametrize(("kind", "layer"), [("llama", 1), ("mistral", 1), ("gemma3", 0)])
+def test_the_headlines_layer_is_one_that_holds_tokens_to_evict(kind, layer):
+    assert study.paper_layer(tiny.architecture(kind)) == layer  # of three, of which gemma3's outer ones slide
+
+
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
     rows = [
         {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 12, "domain": "harbour",

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrepro.engine.attention import attend_prompt, installed
+from kvrepro.engine.attention import attend, attend_prompt, installed
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evict import REPEATED, Job, Prompts, judged
-from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.facts import ModelFacts, attention_modules
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import call, find
 from kvrepro.engine.prefill import attend_by_kernels, mass_by_kernels
@@ -35,8 +35,10 @@ def obstacle(model: PreTrainedModel, c: Condition) -> str | None:
     """Why kernels cannot run a condition, as far as that is known without running it; None: they can."""
     if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "kernels need a GPU, this model is on the cpu"
-    if ModelFacts.of(model).sliding:
-        return "kernels have no sliding windows"
+    facts = ModelFacts.of(model)
+    modules = attention_modules(model).values()
+    if any(getattr(m, "attn_logit_softcapping", None) or hasattr(m, "sinks") for m in modules):
+        return "kernels have no softmax with a cap or sinks"
     policy = find(c.policy) if c.policy != "full" else None
     if c.execution == "masked" or c.bits is not None or (policy is not None and not policy.frees):
         return "kernels do not hide, pack or page tokens"
@@ -48,8 +50,11 @@ def obstacle(model: PreTrainedModel, c: Condition) -> str | None:
         return f"kernels have no scorer for {c.policy}"
     if c.fair is not None:
         return "kernels have no quotas"
-    missing = _job(c).sums - REPEATED - {"mass"}
-    return f"kernels do not sum {sorted(missing)[0]!r}, which {c.policy} needs" if missing else None
+    sums = _job(c).sums - REPEATED
+    if missing := sums - {"mass"}:
+        return f"kernels do not sum {sorted(missing)[0]!r}, which {c.policy} needs"
+    looks = sums or policy.parameters.get("window")
+    return "kernels score no layer that slides" if looks and facts.sliding.keys() & set(facts.evictable) else None
 
 
 def obstacles(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[Condition]) -> list[str | None]:
@@ -90,6 +95,9 @@ class Probe:
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
     ) -> Tensor:
+        if sliding is not None and query.shape[2] > sliding:  # left to plain PyTorch
+            part = (key, value, self.at[:, None])
+            return attend(query, self.at, [part], scaling, sliding, prompt=True)
         plain = attend_prompt(query, key, value, scaling)
         if self.failed is not None:
             return plain

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from kvrepro.engine.attention import with_methods
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.extend import Extend
+from kvrepro.engine.facts import sliding_window
 from kvrepro.engine.fixed import FixedLayer, Slot
 from kvrepro.engine.passes import Call, Scaled
 from kvrepro.engine.rows import Rows
@@ -26,7 +27,7 @@ from kvrepro.engine.signals import StepSignals
 def can_capture(call: Call, rows: Rows) -> bool:
     """Whether these rows' steps never wait for the device and keep their tensors in place."""
     c, layers = rows.conditions[0], rows.cache.ragged.values()
-    if call.backend != "triton" or call.captures < 1 or call.watch is not None or call.facts.sliding:
+    if call.backend != "triton" or call.captures < 1 or call.watch is not None:
         return False
     if c.bits is not None or c.execution != "physical" or rows.jobs[0].pages is not None:
         return False
@@ -42,10 +43,13 @@ class CapturedStep:
         self.call, self.window, self.batch = call, window, len(rows)
         self.slot = Slot.first(call.device)
         self.cache = EngineCache(call.model.config)
-        most = max(job.budgets[0] for job in rows.jobs if job.policy is not None) if again else 0
-        dense = rows.signals is not None
+        budget = max(job.budgets[0] for job in rows.jobs if job.policy is not None) if again else 0
+        _forget(call, rows)
         for n, layer in rows.cache.ragged.items():
             layer.settle()
+            dense, most = rows.signals is not None or sliding_window(call.model.config, n) is not None, budget
+            if again and n not in call.facts.evictable:  # it slides, and grows until its window is full
+                most = min(call.facts.sliding[n] - 1, int(layer.lengths.max()) + call.max_new_tokens)
             self.cache.ragged[n] = FixedLayer.of(layer, self.slot, room, most, dense, window)
         rows.cache.ragged = dict(self.cache.ragged)
         self.token = torch.zeros(self.batch, 1, dtype=torch.long, device=call.device)
@@ -88,7 +92,7 @@ class CapturedStep:
     def _step(self) -> None:
         if self.signals is not None:
             self.seen = StepSignals(self.signals, len(self.call.facts.attention), newest_held=False)
-        attention = Extend(self.cache, self.positions, self.window, None, self.call.backend, self.seen)
+        attention = Extend(self.cache, self.positions, self.window, None, self.call.backend, self.seen, slides=False)
         with norms_in_one_launch(self.call.model):
             self.logits = self.call.model(
                 input_ids=self.token, position_ids=self.positions, past_key_values=self.cache, use_cache=True,
@@ -101,6 +105,7 @@ class CapturedStep:
         """Give `rows` a cache that an eviction can change."""
         for n, layer in self.cache.ragged.items():
             rows.cache.ragged[n] = layer.loose()
+        _forget(self.call, rows)
 
     def keep_held(self, rows: Rows) -> bool:
         """Drop what no head holds any longer, in place; False if that does not fit."""
@@ -123,6 +128,12 @@ class CapturedStep:
         rows.cache.ragged = dict(self.cache.ragged)
         self.slot.reset()
         return True
+
+
+def _forget(call: Call, rows: Rows) -> None:
+    """Layers that slide forget what the next query does not see."""
+    for n, window in call.facts.sliding.items():
+        rows.cache.ragged[n].slide(rows.seen - window + 1)
 
 
 @contextmanager

@@ -23,9 +23,11 @@ def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
     """Of each row: rows of equal kind may decode in one batch.
 
     Plain PyTorch pads heads to the longest, so that lengths within a factor of two go together. Kernels do not pad; one
-    set of tokens for all layers is padded by up to a factor of eight, which is cheaper than more batches.
+    set of tokens for all layers, and layers that slide, are padded by up to a factor of eight, which is cheaper than
+    more batches.
     """
     recurrent = any(hasattr(layer, "recurrent_states") for layer in rows.cache.layers)
+    slides = any(getattr(layer, "is_sliding", False) for layer in rows.cache.layers)
     layers = list(rows.cache.ragged.values())[: 1 if backend == "triton" else None]
     held = [layer.held().amax(1).cpu() for layer in layers]
     longest = torch.stack(held).amax(0).tolist() if held else [0] * len(rows)
@@ -37,7 +39,7 @@ def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
         alone = tag if c.bits is not None else None
         shared: tuple[Any, ...] | None = None if job.reduction is None else (job.reduction, job.first_step)
         if backend == "triton":
-            size = (size - 1) // 3 if shared is not None else 0
+            size = (size - 1) // 3 if shared is not None or slides else 0
         elif shared is not None:
             shared = (*shared, job.budgets[0])
         kinds.append((c.every, job.pages, c.execution, size, padding, alone, shared))
@@ -153,7 +155,7 @@ class Steps:
         if held is not None and not shared:
             held.loosen(rows)
         lost = evict(rows=rows, isolate=self.call.isolate)
-        if shared and bool(lost.any()):
+        if shared and (held is not None or bool(lost.any())):  # a captured step has room until an eviction is due
             self.keep_held()
         elif held is not None and not shared and not held.take_back(rows):
             self.captured = None

@@ -21,7 +21,7 @@ class Extend:
                  step: StepSignals | None = None, slides: bool = True):  # fmt: skip
         """window: queries that a later eviction asks for. pages: (page, dense layers, budget) of Quest. step: what
         watches a decode step for all layers, and says who may look at what. slides: sliding layers forget what no later
-        query sees."""
+        query sees; where nothing may move, as in a captured step, they hide it."""
         self.step, self.slides = step, slides
         self.cache, self.positions, self.window, self.pages, self.backend = cache, positions, window, pages, backend
 
@@ -33,7 +33,7 @@ class Extend:
         stored.append(key, value, at)
         if self.window:
             stored.remember(query, at, self.window)
-        if self.backend == "triton" and query.shape[2] == 1 and self.step is None:
+        if self.backend == "triton" and query.shape[2] == 1 and self.step is None and sliding is None:
             return self._decode(stored, query, scaling)
         parts = stored.parts()
         watch = None

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kvrepro.engine.attention import Part
 from kvrepro.engine.cache import RaggedLayer, _bytes
 from kvrepro.engine.quantise import Packed
-from kvrepro.engine.shapes import KeyValue, Mask, Query, TokenInts, WindowPositions
+from kvrepro.engine.shapes import KeyValue, Mask, Query, RowInts, TokenInts, WindowPositions
 
 
 @dataclass
@@ -61,6 +61,7 @@ class FixedLayer:
     tail_sums: dict[str, Tensor]  # [batch, kv_heads, room]
     queries: Query | None
     query_positions: WindowPositions | None
+    most: int = 0  # tokens of a head that there must be room for
 
     @classmethod
     def of(cls, layer: RaggedLayer, slot: Slot, room: int, most: int, dense: bool, window: int) -> "FixedLayer":
@@ -80,14 +81,18 @@ class FixedLayer:
         if window and queries is not None and (missing := window - queries.shape[2]) > 0:
             queries, at = pad(queries, (0, 0, missing, 0)), pad(at, (missing, 0), value=-1)
         return cls(dense, keys, values, positions, layer.offsets.clone(), layer.shape, sums, slot, tail_keys,
-                   tail_values, tail_positions, tail_sums, queries, at)  # fmt: skip
+                   tail_values, tail_positions, tail_sums, queries, at, most)  # fmt: skip
 
     def fits(self, layer: RaggedLayer) -> bool:
         """Is there room for another state of the same rows, and not much more than it needs?"""
-        if self.dense:
-            width = len(self.keys) // (self.shape[0] * self.shape[1])
-            return width // 2 <= int(layer.lengths.max()) <= width
-        return len(self.keys) // 2 <= len(layer.keys) <= len(self.keys)
+        heads = self.shape[0] * self.shape[1]
+        return self._suits(int(layer.lengths.max()) * heads if self.dense else len(layer.keys))
+
+    def _suits(self, tokens: int) -> bool:
+        """Of so many tokens in the flat part: places for all of them, and no more than twice as many, or than later
+        ones may need."""
+        places, needed = len(self.keys), self.shape[0] * self.shape[1] * self.most
+        return tokens <= places and (places // 2 <= tokens or places <= needed)
 
     def load(self, layer: RaggedLayer) -> None:
         """Take over another state of the same rows, settled, which `fits`."""
@@ -103,6 +108,13 @@ class FixedLayer:
         if layer.queries is not self.queries:
             self.queries.copy_(layer.queries)
             self.query_positions.copy_(layer.query_positions)
+
+    def slide(self, oldest: RowInts) -> None:
+        """Forget the tokens of a dense layer before each row's `oldest` position; their places stay empty."""
+        before = oldest.to(self.positions.device)[:, None]
+        flat = self.positions.view(self.shape[0], -1)
+        flat.masked_fill_(flat < before, -1)
+        self.tail_positions.masked_fill_(self.tail_positions < before, -1)
 
     def loose(self) -> RaggedLayer:
         """The same tokens as a `RaggedLayer`, settled."""
@@ -141,10 +153,10 @@ class FixedLayer:
         """`place` for `keep`: of the tokens that `held` [batch, positions] names; None if they do not fit."""
         at = torch.cat([self._flat()[2][:, 0].long(), self.tail_positions], 1)  # heads hold the same tokens
         stays = held.gather(1, at.clamp(min=0)) & (at >= 0)
-        width = len(self.keys) // (self.shape[0] * self.shape[1])
-        most = int(stays.sum(1).max())
-        if not width // 2 <= most <= width:
+        heads = self.shape[0] * self.shape[1]
+        if not self._suits(int(stays.sum(1).max()) * heads):
             return None
+        width = len(self.keys) // heads
         order = stays.to(torch.uint8).argsort(dim=1, stable=True)[:, at.shape[1] - width :]
         return torch.where(stays.gather(1, order), order, -1)
 
@@ -200,7 +212,9 @@ class FixedLayer:
         self.tail_positions.index_copy_(1, self.slot.at, positions)
 
     def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
-        """Keep the last `window` queries of each row."""
+        """Keep the last `window` queries of each row, in a layer of which an eviction will ask for them."""
+        if self.queries is None:
+            return
         self.queries.copy_(torch.cat([self.queries[:, :, 1:], queries], 2))
         self.query_positions.copy_(torch.cat([self.query_positions[:, 1:], positions], 1))
 

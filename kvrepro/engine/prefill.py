@@ -56,7 +56,7 @@ class Prefill:
         sums = {} if self.kernels else {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in wanted}
         beyond = sliding is not None and n > sliding
         log_sums = None
-        if self.kernels:
+        if self.kernels and not beyond:
             out, log_sums = attend_by_kernels(query, key, value, scaling)
         elif self.padded or sums or beyond or self.signals:
             watch = self._watch(query, key, sums, positions)
@@ -320,13 +320,16 @@ def mass_by_kernels(
 
 
 class ExtendByKernels(Extend):
-    """Attention of a chunk without padding by kernels: to what is left of the earlier chunks, and to itself."""
+    """Attention of a chunk without padding by kernels: to what is left of the earlier chunks, and to itself;
+    layers that slide are left to plain PyTorch."""
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
     ) -> Tensor:
         from kvrepro_kernels import window_attention
 
+        if sliding is not None:
+            return super().attend(layer, query, key, value, scaling, sliding)
         stored, at = self.cache.ragged[layer], self.positions.to(query.device)
         stored.append(key, value, at)
         if self.window:

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 
+import families
 import pytest
 import torch
 from tiny import architecture
@@ -35,9 +36,9 @@ def condition(name, regime, reading="as_described", budget=24):
     return Condition(name, budget, regime, reading=reading, switches=SMALL if windows else ())
 
 
-def both(conditions, length=61, new=1):
-    asked = dict(max_new_tokens=new, stop_ids=(), kept_sets=True)
-    return [engine.generate(model(), tiny_prompts(length), conditions, backend=name, **asked)[0]
+def both(conditions, length=61, new=1, kind="llama"):
+    asked, network = dict(max_new_tokens=new, stop_ids=(), kept_sets=True), architecture(kind, 16).to(DEVICE)
+    return [engine.generate(network, tiny_prompts(length), conditions, backend=name, **asked)[0]
             for name in ("triton", "torch")]  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def agree(conditions, **given):
         assert min(same) > (0.9 if c.policy == "dropkv" and c.reading == "as_run" else 0.97), (c.label, same)
         assert kernels.kept == plain.kept, c.label
         assert kernels.policy_calls == plain.policy_calls
+        assert kernels.tokens == plain.tokens
 
 
 @pytest.mark.slow  # scores are compared in score/test_window_kernels.py
@@ -66,6 +68,12 @@ def test_chunks(when):
 def test_evictions_while_tokens_are_generated(regime):
     names = ["defensive_kv", "cake"] if isinstance(regime, DecodeCap) else ["tova", "h2o_online"]
     agree([condition(name, regime) for name in names], length=40, new=3)
+
+
+@pytest.mark.parametrize("length", [20, 45])  # a window of 32 that is not full, and one that is
+def test_layers_that_slide_beside_layers_that_evict(length):
+    regimes = Prefill(), Chunked(chunk=16, when="last_chunk"), DecodeCap(interval=2)
+    agree([Condition(), *(condition("snapkv", r, budget=12) for r in regimes)], length=length, new=3, kind="gemma3")
 
 
 def test_a_prompt_shorter_than_the_window():
@@ -92,8 +100,21 @@ def test_what_kernels_cannot_do_is_refused_and_by_auto_left_to_plain_pytorch(why
             engine.generate(model(), tiny_prompts(40), [c], max_new_tokens=1, stop_ids=(), backend="triton")
 
 
-def test_a_model_with_sliding_windows_is_refused():
-    assert backend.obstacle(architecture("gemma3").to(DEVICE), Condition()) == "kernels have no sliding windows"
+def test_layers_that_slide_are_taken_along_but_not_scored():
+    mixed, slides = architecture("gemma3").to(DEVICE), architecture("mistral").to(DEVICE)
+    snapkv, streaming, shared = condition("snapkv", Prefill()), condition("streaming_llm", Prefill()), SharedCap()
+    for c in (Condition(), streaming, Condition("h2o_simple", 16, shared)):
+        assert backend.obstacle(mixed, c) is None
+        assert backend.obstacle(slides, c) is None
+    assert backend.obstacle(mixed, snapkv) is None
+    for c in (snapkv, condition("h2o", Prefill())):
+        assert backend.obstacle(slides, c) == "kernels score no layer that slides"
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "GPT-OSS"])
+def test_another_softmax_is_refused(name):
+    why = "kernels have no softmax with a cap or sinks"
+    assert backend.obstacle(families.build(name).to(DEVICE), Condition()) == why
 
 
 # ---- auto
@@ -120,6 +141,8 @@ def test_a_probe_finds_agreement_and_what_breaks_it(monkeypatch):
     fine = [Condition(), *(condition(name, Prefill()) for name in ("snapkv", "cake", "h2o", "critical_kv", "k_norm"))]
     fine.append(Condition("lru", 16, SharedCap()))
     assert set(backend.compared(model(), ids, fine).values()) == {None}
+    mixed = architecture("gemma3", 16).to(DEVICE)
+    assert set(backend.compared(mixed, ids, fine[:2]).values()) == {None}  # beyond its windows too
 
     def contrary(o):
         return o.positions.float() * (1 if o.backend == "torch" else -1)

@@ -111,7 +111,8 @@ def attend(
 
     A query sees the tokens at or before its position, in a sliding layer the last `sliding` of them; `hide` [batch,
     kv_heads, group, queries, tokens] hides more. Probabilities are float32 and exist for `block` queries at a time.
-    prompt: the tokens are the queries themselves, in order, in one part: later ones are left out of a block's tokens.
+    prompt: the tokens are the queries themselves, in order, in one part: later ones are left out of a block's tokens,
+    and, where nobody watches, those before its window.
     """
     batch, heads, m, dim = query.shape
     kv_heads = parts[0][0].shape[1]
@@ -125,7 +126,9 @@ def attend(
         flat = q[:, :, :, a:b].reshape(batch, kv_heads, -1, dim)
         here, where = parts, positions
         if prompt:
-            here, where = [(keys[:, :, :b], values[:, :, :b], at) for keys, values, at in parts], positions[..., :b]
+            first = 0 if sliding is None or watch is not None else max(0, a - sliding + 1)
+            here = [(keys[:, :, first:b], values[:, :, first:b], at) for keys, values, at in parts]
+            where = positions[..., first:b]
         products = [flat @ keys.transpose(2, 3) for keys, _, _ in here]
         scores = scaled(products[0] if len(products) == 1 else torch.cat(products, -1), scaling)
         scores = scores.view(batch, kv_heads, group, b - a, -1)

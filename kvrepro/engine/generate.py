@@ -53,8 +53,8 @@ def generate(
     free memory holds); `prompt_rows` neighbouring prompts under the same conditions pass through the model together,
     padded on the left.
     backend: "torch"; "triton" on a GPU: attention of whole prompts by torch's fastest that keeps the log-sum-exp, of
-    chunks and single tokens, window scores and sums by kernels, a question after the compressed prompt, and a prompt
-    that `SharedCap` watches, by plain torch; steps are captured; what it cannot do, it refuses. "auto": "triton" where
+    chunks and single tokens, window scores and sums by kernels; by plain torch a question after the compressed prompt,
+    a prompt that `SharedCap` watches, and layers that slide, once a text exceeds their window; steps are captured; what it cannot do, it refuses. "auto": "triton" where
     `kvrepro.engine.backend` finds that it can and agrees, else "torch". Or one of these by condition. Each generation
     says which it was.
     repeat: token ids of KVzip's request to repeat the context. measure_peak: measure what the prefill allocates, one

@@ -88,6 +88,17 @@ def test_a_whole_prompt_two_ways(dtype):
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("sliding", [1, 7, 40])
+@pytest.mark.parametrize("block", [1, 5, 16])
+def test_a_prompt_in_a_layer_that_slides(sliding, block):
+    torch.manual_seed(3)
+    query, key, value = (torch.randn(1, h, 33, 8) for h in (4, 2, 2))
+    at = torch.arange(33)[None]
+    expected, _ = naive(query, at, key, value, at[:, None].expand(-1, 2, -1), 0.35, sliding)
+    found = attend(query, at, [(key, value, at[:, None])], 0.35, sliding, block=block, prompt=True)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
 def test_what_knows_factors_only_stops_at_a_softmax_of_another_kind():
     query = torch.randn(1, 2, 3, 4)
     with pytest.raises(TypeError):

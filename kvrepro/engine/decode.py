@@ -83,7 +83,8 @@ class Steps:
         self.call, self.rows, self.window = call, rows, window
         self.every = rows.conditions[0].every
         self.first = rows.jobs[0].first_step if rows.signals is not None else 1  # step of the first eviction, or later
-        self.room = max(self.every or call.max_new_tokens, self.first)  # tokens until then
+        # tokens until an eviction is due
+        self.room = max(1, -(-self.first // self.every)) * self.every if self.every else call.max_new_tokens
         self.picked: list[Tensor] = []
         self.ended = torch.zeros(len(rows), dtype=torch.bool, device=rows.logits.device)
         self.going = len(rows)  # that have not ended

@@ -54,9 +54,9 @@ def generate(
     padded on the left.
     backend: "torch"; "triton" on a GPU: attention of whole prompts by torch's fastest that keeps the log-sum-exp, of
     chunks and single tokens, window scores and sums by kernels; by plain torch a question after the compressed prompt,
-    a prompt that `SharedCap` watches, and layers that slide, once a text exceeds their window; steps are captured; what it cannot do, it refuses. "auto": "triton" where
-    `kvrepro.engine.backend` finds that it can and agrees, else "torch". Or one of these by condition. Each generation
-    says which it was.
+    a prompt that `SharedCap` watches, and layers that slide, once a text exceeds their window; steps are captured; what
+    it cannot do, it refuses. "auto": "triton" where `kvrepro.engine.backend` finds that it can and agrees, else
+    "torch". Or one of these by condition. Each generation says which it was.
     repeat: token ids of KVzip's request to repeat the context. measure_peak: measure what the prefill allocates, one
     condition at a time. kept_sets: return who stayed. seed: of policies that draw, whose draws differ between prompts.
     errors: "return" gives, in place of a generation, the exception that a policy raised or that NaN logits caused; the

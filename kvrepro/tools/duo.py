@@ -56,8 +56,8 @@ def learn(
     The loss is the squared change of the last hidden states at the answers, mean over elements, plus `weight` times the
     gates' mean. The rate rises over the first fifth of the steps and falls over the last, as the authors' does.
     """
-    config = model.config.get_text_config()
-    gates = torch.ones(config.num_hidden_layers, config.num_key_value_heads, device=model.device, requires_grad=True)
+    layers, kv_heads = model.config.get_text_config().num_hidden_layers, max(ModelFacts.of(model).kv_heads.values())
+    gates = torch.ones(layers, kv_heads, device=model.device, requires_grad=True)
     optimizer = torch.optim.AdamW([gates], lr=rate, weight_decay=0)
     losses, ramp = [], max(1, len(batches) // 5)
     decoder = model.get_decoder()

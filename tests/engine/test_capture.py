@@ -162,7 +162,8 @@ def test_rows_are_captured_once_for_all_evictions(monkeypatch):
         steps(kind, [Condition("streaming_llm", 16, DecodeCap(4))], prompts(70, 66), True, monkeypatch)
     steps("gemma3", [Condition("streaming_llm", 9, DecodeCap(4))], prompts(10), True, monkeypatch)  # its window fills
     steps("qwen2", [Condition("lru", 60, SharedCap(4))], prompts(10), True, monkeypatch)  # nothing has to leave
-    assert len(made) == 6
+    steps("qwen2", [Condition("ada_kv_faithful", 24, SharedCap(5))], prompts(30), True, monkeypatch)  # first at step 10
+    assert len(made) == 7
 
 
 def counted(inner, made):

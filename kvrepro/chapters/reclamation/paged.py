@@ -48,7 +48,8 @@ class PagedCache:
             raise InputError(f"{config.model_type} has layers of kind {min(other)}, which hold no keys to page: "
                              "take a model with attention in every layer")  # fmt: skip
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        shape = (blocks, block_size, text.num_key_value_heads, dim)
+        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        shape = (blocks, block_size, kv_heads, dim)
         self.config, self.ledger = config, Ledger(blocks, block_size)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(text.num_hidden_layers)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import transformers
 
 from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, call_for, extend, generate
 from kvrepro.engine import generate as engine
@@ -161,6 +162,13 @@ def test_blocks_that_all_sliding_layers_have_passed_are_free():
     logits(model, one, ids)
     assert one.ledger.metrics()["blocks_held"] == 2  # of eight: the next query sees positions 49 to 59
     assert np.flatnonzero(one.survivors().any((0, 1))).tolist() == list(range(49, 60))
+
+
+def test_a_configuration_without_kv_heads_has_as_many_as_heads():
+    shape = {"vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    model, [ids] = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval(), tiny.prompts(30)
+    expected = model(torch.tensor([ids])).logits[:, -1]
+    torch.testing.assert_close(logits(model, sequence(model), ids), expected, rtol=0, atol=1e-4)
 
 
 def test_layers_without_keys_are_refused():

@@ -23,12 +23,13 @@ import typer
 from kvrepro.errors import InputError, meant, one_line_errors
 from kvrepro.experiment import claims, models
 from kvrepro.paths import DATA, ROOT, replaced
-from kvrepro.tools import book, family_claims
+from kvrepro.tools import book, error_rates, family_claims
 from kvrepro.tools.family_claims import JUDGED, TABLE
 
 COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note code date".split()
 CHAPTERS = [name for name in book.chapters() if (DATA / "claims" / f"{name}.yml").is_file()]
-DONE = "done.json"  # beside a chapter's claims.csv
+DONE, FAILED = "done.json", "failed.txt"  # beside a chapter's claims.csv; in its place
+NOT_RUN = "not run"  # the verdict in the one row of a chapter that failed
 NO_PROGRESS = "progress=false"
 app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 
@@ -55,6 +56,7 @@ def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any], root: Pa
         PER_ITEM[chapter](space).to_parquet(here / family_claims.ROWS)
     when = {"date": f"{date.today()}", "seconds": round(time.perf_counter() - start)}
     ended[0].write_text(json.dumps(code | when))
+    (here / FAILED).unlink(missing_ok=True)
     return True
 
 
@@ -105,7 +107,10 @@ def run(
             try:
                 said = "done" if run_chapter(chapter, folder, of[chapter]) else "was done"
             except Exception as error:  # whatever a cell raises, one model's refusal too
-                said, failed = f"failed: {type(error).__name__}: {error}".splitlines()[0], True
+                why, failed = f"{type(error).__name__}: {error}".splitlines()[0], True
+                said = f"failed: {why}"
+                (folder / chapter).mkdir(parents=True, exist_ok=True)
+                (folder / chapter / FAILED).write_text(why)
             typer.echo(f"{folder.name:<20}{chapter:<14}{time.perf_counter() - start:8.0f} s  {said}")
     raise typer.Exit(int(failed))
 
@@ -115,7 +120,8 @@ def run(
 
 def collected(results: Path, seed: int = 0) -> pd.DataFrame:
     """`COLUMNS`, a row per model, claim and reading of all runs with a seed; the estimate and its interval are those of
-    the member that decides. Raises InputError where there is no such run."""
+    the member that decides. A chapter that failed has one row, without a claim. Raises InputError where there is no
+    such run."""
     parts = []
     for file in sorted(results.glob(f"*-{seed}/*/claims.csv")):
         model, chapter = file.parent.parent.name.removesuffix(f"-{seed}"), file.parent.name
@@ -125,19 +131,24 @@ def collected(results: Path, seed: int = 0) -> pd.DataFrame:
         said = json.loads(done.read_text()) if done.is_file() else {}
         note = own.note.where(own.verdict == "not testable here", "")
         parts.append(own.assign(chapter=chapter, note=note, code=said.get("code", "")[:8], date=said.get("date", "")))
+    for file in sorted(results.glob(f"*-{seed}/*/{FAILED}")):
+        row = {"model": file.parent.parent.name.removesuffix(f"-{seed}"), "chapter": file.parent.name}
+        parts.append(pd.DataFrame([row | {"verdict": NOT_RUN, "note": file.read_text()}]))
     if not parts:
         raise InputError(f"no verdicts in {results}/<model>-{seed}/<chapter>/claims.csv: first family run")
-    return pd.concat(parts, ignore_index=True)[COLUMNS]
+    return pd.concat(parts, ignore_index=True).reindex(columns=COLUMNS)
 
 
 @app.command()
 @one_line_errors()
 def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
     """Store the verdicts of all runs with one seed in data/family.csv, and those of the claims about several models,
-    judged now, in data/family_claims.csv."""
+    judged now, with how often their rules err, in data/family_claims.csv."""
     table = collected(results, seed)
-    judged = family_claims.verdicts(*(family_claims.rows_of(results, name, seed) for name in PER_ITEM))
-    for file, frame in ((TABLE, table), (JUDGED, judged)):
+    with error_rates.recorded() as asked:
+        judged = family_claims.verdicts(*(family_claims.rows_of(results, name, seed) for name in PER_ITEM))
+    rates = error_rates.table("family", asked, 1).reindex(columns=["claim", "reading", *family_claims.RATES])
+    for file, frame in ((TABLE, table), (JUDGED, judged.merge(rates))):
         with replaced(file) as aside:
             frame.to_csv(aside, index=False, float_format="%.4g")
     typer.echo(table.pivot_table(index="model", columns="chapter", values="claim", aggfunc="count").to_string())

@@ -41,6 +41,10 @@ def test_a_chapter_runs_as_far_as_its_verdicts_and_once(root):
     [row] = family.collected(root / "out", seed=3).itertuples()
     assert (row.model, row.chapter, row.claim, row.verdict, row.note) == ("m", "tiny", "A1", "reproduced", "")
     assert row.estimate == pytest.approx(0.4)
+    (folder / "other").mkdir()
+    (folder / "other" / family.FAILED).write_text("InputError: why")
+    lost = family.collected(root / "out", seed=3).iloc[-1]
+    assert (lost.chapter, lost.verdict, lost.note) == ("other", family.NOT_RUN, "InputError: why")
     assert row.code == json.loads((folder / "tiny" / family.DONE).read_text())["code"][:8]
 
 

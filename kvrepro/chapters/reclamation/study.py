@@ -27,6 +27,7 @@ from kvrepro.engine.allowed import Size, ensure
 from kvrepro.engine.attention import installed
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import Call
 from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.regime import DecodeCap, Prefill
@@ -47,11 +48,15 @@ SIZES = {  # prompts of each study
 def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> dict[str, list[int]]:
     """Token ids by item, of `n_items` prompts (None: as many as the profile says).
 
-    Messages that hold no passage to be cut may be as long as the model's context has room for.
+    Messages that hold no passage to be cut may be as long as the model's context has room for. Where all layers slide,
+    none is longer than what they hold: budgets are shares of it.
     """
     ensure((Size, None), n_items=n_items)
-    tokens, count = settings.prompt_tokens, n_items or SIZES[settings.profile]["arising"]
-    room = max(tokens, loaded.context - _needed(settings))
+    held, count = ModelFacts.of(loaded.model).held, n_items or SIZES[settings.profile]["arising"]
+    most = settings.prompt_tokens
+    tokens, room = held(most), held(max(most, loaded.context - _needed(settings)))
+    if tokens < most:
+        print(f"reclamation: prompts of {tokens:,} tokens at most, since no layer of this model holds more")
     found = data.load_fitting(items, count, loaded.tokenizer, tokens, settings.seed, room=room)
     limits = {item.id: room if item.context is None else tokens for item in found}
     return {item.id: data.build_prompt(item, loaded.tokenizer, limits[item.id]).ids for item in found}
@@ -374,7 +379,7 @@ def _evict_to(ledger: Ledger, number: int, budget: int, random: np.random.Genera
     s = ledger.sequences[number]
     living = np.sort(s.positions[s.positions >= 0])
     keep = np.ones(s.seen, bool)
-    gone = len(living) - budget
+    gone = max(0, len(living) - budget)  # a layer that slides forgets on its own
     keep[random.choice(living[:-8], gone, replace=False) if random else living[SINKS : SINKS + gone]] = False
     ledger.evict(number, keep)
 

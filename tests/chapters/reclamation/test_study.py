@@ -1,5 +1,6 @@
 """The reclamation studies: closed forms, policies that keep what they say, generation, verdicts from tables."""
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from kvrepro.chapters.reclamation.settings import Settings
 from kvrepro.engine.policy import Policy, own
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, models
+from kvrepro.tools import trial
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +201,19 @@ def test_settings_are_refused_before_anything_is_computed(loaded, changed, said,
         run()
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "most"), [(["sliding_attention"] * 2, 250), (["sliding_attention", "full_attention"], 300)]
+)
+def test_prompts_are_what_a_model_all_of_whose_layers_slide_can_hold(kinds, most, tmp_path, capsys):
+    changes = {"use_sliding_window": True, "sliding_window": 251, "layer_types": kinds}
+    loaded = models.load(str(trial.checkpoint(tmp_path / "slides", "two-layer", checkpoint.TEXTS, **changes)))
+    items = tmp_path / "items.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in checkpoint.questions(3)))
+    found = r.prompts(loaded, str(items), 3, Settings(tmp_path, prompt_tokens=300))
+    assert 0 <= most - max(map(len, found.values())) < 20
+    assert ("prompts of 250 tokens at most" in capsys.readouterr().out) == (most == 250)
 
 
 def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_path, monkeypatch, capsys):

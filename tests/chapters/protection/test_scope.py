@@ -64,7 +64,7 @@ def test_ada_kv_with_equal_budgets_is_held_against_budgets_by_entropy(tiny, sett
     rows = scope.native(tiny, items, 40, replace(settings, max_new_tokens=16))
     assert rows.groupby("policy").size().to_dict() == {"ada_kv_faithful": 6, "ada_kv_native": 6, "full": 6}
     prompts = [data.build_prompt(item, tiny.tokenizer, 512) for item in items]
-    both = [grid.capped(name, 40, 0.1, 0.1, "as_described") for name in ("ada_kv_faithful", scope.NATIVE)]
+    both = [grid.capped(name, 64, 0.1, 0.1, "as_described") for name in ("ada_kv_faithful", scope.NATIVE)]
     made = generate(models.load("small-mha").model, prompts, both, max_new_tokens=24, stop_ids=())
     assert any(entropy.kept != equal.kept for entropy, equal in made)  # with four heads to share among
     asked = BOOK | {"claims": [claim for claim in BOOK["claims"] if claim["id"] == "P30"]}

@@ -23,6 +23,7 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Estimate, Job, Plan
 from kvrepro.experiment.workers import default_workers
 from kvrepro.item import Item
+from kvrepro.paths import ROOT
 
 if TYPE_CHECKING:
     from kvrepro.experiment.run import Answers, Settings
@@ -126,7 +127,8 @@ def policy_of(condition: Condition) -> Any:
         return None
     own = policy.find(condition.policy)
     values = own.reading(condition.reading, condition.switches).values()
-    files = [data.found(value) for value in values if isinstance(value, str)]
+    named = [value for value in values if isinstance(value, str)]
+    files = [file for name in named for file in (sorted(ROOT.glob(name)) if "*" in name else [data.found(name)])]
     return [fingerprint.describe(own), [fingerprint.describe(file.read_bytes()) for file in files if file]]
 
 

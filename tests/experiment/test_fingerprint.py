@@ -212,6 +212,18 @@ def test_closures_defaults_and_lambdas_count():
     assert of(lambda x: x) != of(lambda x: x + 1)
 
 
+@pytest.mark.parametrize("given", ["{}/a-queries.json", "{}/*-queries.json"])
+def test_files_that_a_parameter_names_count_by_what_is_in_them(tmp_path, given, monkeypatch):
+    monkeypatch.setattr(answers, "ROOT", tmp_path)
+    (tmp_path / "learned").mkdir()
+    (file := tmp_path / "learned" / "a-queries.json").write_text("1")
+    folder = "learned" if "*" in given else file.parent
+    c = Condition("tri_attention", 0.5, Prefill(), switches=(("calibration", given.format(folder)),))
+    first = answers.code_of(c, "torch")
+    file.write_text("2")
+    assert answers.code_of(c, "torch") != first
+
+
 @pytest.mark.parametrize("module", ["neighbour"])
 def test_a_policy_file_may_import_its_neighbour_whose_code_counts(tmp_path, module):
     (tmp_path / f"{module}.py").write_text("FACTOR = 2\n\ndef weigh(x):\n    return FACTOR * x\n")

@@ -126,7 +126,7 @@ def collected(results: Path, seed: int = 0) -> pd.DataFrame:
     for file in sorted(results.glob(f"*-{seed}/*/claims.csv")):
         model, chapter = file.parent.parent.name.removesuffix(f"-{seed}"), file.parent.name
         table = claims.read(file)
-        own = table[(table.model == model) & (table.model != claims.STORED)].rename(columns={"ours": "estimate"})
+        own = table[table.model == model].rename(columns={"ours": "estimate"})
         done = file.with_name(DONE)
         said = json.loads(done.read_text()) if done.is_file() else {}
         note = own.note.where(own.verdict == "not testable here", "")

@@ -16,7 +16,7 @@ from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge
 from kvrepro.paths import DATA, ROOT
-from kvrepro.tools import cost, reference, shortcuts
+from kvrepro.tools import cost, family_page, reference, shortcuts
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
     f"engine/score/test_{name}.py::test_" for name in ("position", "keys", "cumulative", "heads", "window")
@@ -78,6 +78,9 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages["artifact"] = table(differences.table())
     pages["error_rates"], pages["stability"] = error_rates(), stability()
     pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
+    for name, part in family_page.page().items():
+        pages[f"family_{name}"] = part if isinstance(part, str) else table(part) if part else "None."
+    family_page.drawn().savefig(folder / "family.svg")
     cost.bars().savefig(folder / "targets.svg")
     shortcuts.drawn().savefig(folder / "shortcuts.svg")
     for name, text in pages.items():
@@ -225,7 +228,8 @@ def stability() -> str:
     """The share of verdicts that change between runs, and which."""
     found = pd.read_csv(DATA / "stability.csv").fillna({"which": "-"})
     found["changed"] = [f"{row.changed} of {row.verdicts} ({row.share:.0%})" for row in found.itertuples()]
-    shown = found[["varied", "runs", "chapter", "changed", "turned", "which"]]
+    found["between two runs"] = [f"{share:.0%}" for share in found.pair]
+    shown = found[["varied", "runs", "chapter", "changed", "between two runs", "turned", "which"]]
     if found.empty:
         return "No runs are compared yet."
     return table(shown.rename(columns={"which": "which, run by run"}).to_dict("records"))

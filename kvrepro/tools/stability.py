@@ -5,10 +5,11 @@ models, or another processor's rounding.
 chapter that all of them hold, the share of verdicts that change in data/stability.csv, and which. What was stored under
 the same title is replaced. Such folders come from
 
-    make book ARGS="-p results=/tmp/seed-1 -p seed=1"
-    ATEN_CPU_CAPABILITY=default make book ARGS="-p results=/tmp/plain"
+    python -m kvrepro.tools.family run --results /tmp/runs --models small-gqa --seeds 0,1,2
+    ATEN_CPU_CAPABILITY=default python -m kvrepro.tools.family run --results /tmp/plain --models small-gqa
 """
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,7 @@ from kvrepro.experiment import claims
 from kvrepro.paths import DATA, replaced
 
 TABLE = DATA / "stability.csv"
-COLUMNS = ["varied", "runs", "chapter", "verdicts", "changed", "turned", "share", "which"]
+COLUMNS = ["varied", "runs", "chapter", "verdicts", "changed", "turned", "share", "pair", "which"]
 
 
 def compared(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
@@ -37,14 +38,16 @@ def compared(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 def row_of(found: pd.DataFrame) -> dict[str, object]:
     """What changes among the columns of `compared`: counts, share, and which. A claim turns where it is reproduced in
-    one run and not reproduced in another."""
+    one run and not reproduced in another. pair: the share that differs between two runs, mean over all pairs; more runs
+    make it no larger."""
     differ = found[found.ne(found.iloc[:, 0], axis=0).any(axis=1)]
     turned = differ.isin(["reproduced"]).any(axis=1) & differ.isin(["not reproduced"]).any(axis=1)
+    pairs = [found[a].ne(found[b]).mean() for a, b in itertools.combinations(found, 2)]
     said = [f"{' '.join(name for name in key if name != 'any')}: {', '.join(row)}"
             for key, row in zip(differ.index, differ.to_numpy(), strict=True)]  # fmt: skip
     return {
         "runs": found.shape[1], "verdicts": len(found), "changed": len(differ), "turned": int(turned.sum()),
-        "share": len(differ) / len(found), "which": "; ".join(said),
+        "share": len(differ) / len(found), "pair": sum(pairs) / len(pairs), "which": "; ".join(said),
     }  # fmt: skip
 
 

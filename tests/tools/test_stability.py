@@ -28,6 +28,9 @@ def test_changed_and_turned_verdicts_are_counted_and_named(tmp_path):
     assert (row.runs, row.verdicts, row.changed, row.turned) == (2, 3, 2, 1)
     assert row.share == pytest.approx(2 / 3)
     assert row.which == "A2 as_run: reproduced, not reproduced; A3 as_run: partly, inconclusive"
+    assert row.pair == pytest.approx(2 / 3)
+    [three] = stability.table("seed", [tmp_path / name for name in "aab"]).itertuples()
+    assert (three.share, three.pair) == pytest.approx((2 / 3, 4 / 9))
     again = stability.table("seed", [tmp_path / "a", tmp_path / "a"])
     assert (again.changed.item(), again.which.item()) == (0, "")
 
@@ -54,4 +57,5 @@ def test_what_cannot_be_compared_is_said(tmp_path):
 def test_the_shipped_table_adds_up():
     shipped = pd.read_csv(DATA / "stability.csv").fillna({"which": ""})
     assert (shipped.share.sub(shipped.changed / shipped.verdicts).abs() < 1e-3).all()
+    assert (shipped.pair <= shipped.share + 1e-3).all()
     assert [len(list(filter(None, text.split("; ")))) for text in shipped.which] == shipped.changed.tolist()

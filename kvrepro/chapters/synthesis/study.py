@@ -1,0 +1,141 @@
+"""The chapter's rows: common items under the grid and under published methods, on every model of a family."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from kvrepro.chapters.synthesis import grid
+from kvrepro.chapters.synthesis.settings import Settings
+from kvrepro.engine.allowed import Size as Whole
+from kvrepro.engine.allowed import ensure, ensure_all
+from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.errors import InputError
+from kvrepro.experiment import data, measure, models
+from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.run import Answers, run
+from kvrepro.item import Item
+
+TASKS = {  # of the embedded world: what they stand for
+    "needle_multikey": "single evidence",
+    "several": "several facts",
+    "entries": "a long answer",
+}
+ITEMS = f"tinyworld:{','.join(TASKS)}"
+KEYS = ["policy", "switches", "share", "prefix", "regime", "until", "spans"]  # columns of a row that tell conditions apart
+SHOWN = """model item task prompt_tokens answer prediction token_f1 rest_f1 evidence_coverage bytes_full prefill_seconds
+decode_seconds""".split()
+BESIDE = {"quick": ("small-mha", "small-gqa-seed-0"), "full": tuple(models.embedded())}  # the default model
+
+
+class Size(NamedTuple):
+    """Items; cells of the grid on the first model, and on each of the others."""
+
+    items: int
+    cells: int
+    others: int
+
+
+SIZES = {"quick": Size(6, 200, 60), "full": Size(48, 240, 240)}
+
+
+def size(profile: str, n_items: int | None = None, cells: int | None = None) -> Size:
+    """The profile's size; `n_items` and `cells` set their numbers."""
+    ensure((Whole, None), n_items=n_items, cells=cells)
+    found = SIZES[profile]
+    found = found if n_items is None else found._replace(items=n_items)
+    return found if cells is None else found._replace(cells=cells, others=min(cells, found.others))
+
+
+def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
+    """The models of a run, `model` first; None: beside an embedded one the profile's others, beside any other none."""
+    ensure_all(list[str] | None, family=named)
+    if named is None:
+        named = [name for name in BESIDE[profile] if name in models.embedded()] if model in models.embedded() else []
+    return list(dict.fromkeys([model, *named]))
+
+
+def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
+    """Items as in `data.load_fitting`; answers are cut to `settings.answer_words` words, and generated no further."""
+    found = data.load_fitting(items, n_items, loaded.tokenizer, settings.tokens, settings.seed)
+    return [_cut(loaded, item, settings) for item in found]
+
+
+def _cut(loaded: Loaded, item: Item, settings: Settings) -> Item:
+    """An item whose answer, and whose generation, ends after so many words."""
+    words = item.answer.split()
+    answer, long = " ".join(words[: settings.answer_words]), len(words) > settings.answer_words
+    tokens = len(loaded.tokenizer.encode(answer, add_special_tokens=False))
+    meta = {name: value for name, value in item.meta.items() if name not in ("answers", "metric") or not long}
+    return replace(item, answer=answer, meta=meta | {"max_new_tokens": tokens if long else tokens + settings.interval})
+
+
+def with_parts(loaded: Loaded, item: Item, settings: Settings) -> Prompt:
+    """The item's prompt; what stands before its question, or all of it, in equal parts that a quota can count."""
+    prompt = data.build_prompt(item, loaded.tokenizer, settings.tokens)
+    end = min(prompt.spans.get("question", [len(prompt.ids)]))
+    names = grid.part_names(settings)
+    edges = [end * i // len(names) for i in range(len(names) + 1)]
+    parts = {name: list(range(a, b)) for name, a, b in zip(names, edges[:-1], edges[1:], strict=True)}
+    return replace(prompt, spans=prompt.spans | parts)
+
+
+def kept_of(item: Item, prompt: Prompt, answer: Generation, block_size: int) -> dict[str, Any]:
+    """Of who stayed of the compressed tokens: `held`, the share over heads and layers; `freed` and `freed_compacted`,
+    shares of the blocks of `block_size` tokens that are free as they stand, and when the living are moved together
+    (a slot is free when no head of any layer holds its token); `evidence_heads`, the share of the evidence's tokens
+    that a head holds, on average, and `evidence_best`, the head that holds most."""
+    keep = np.concatenate(answer.kept_sets or [])  # [layers * kv_heads, tokens]
+    tokens = keep.shape[1]
+    living, blocks = keep.any(0), -(-tokens // block_size)
+    used = np.add.reduceat(living, np.arange(0, tokens, block_size)) > 0
+    evidence = [at for at in prompt.spans.get("evidence", ()) if at < tokens]
+    found = {"held": float(keep.mean()), "freed": 1 - int(used.sum()) / blocks}
+    found["freed_compacted"] = 1 - -(-int(living.sum()) // block_size) / blocks
+    if evidence:
+        of_heads = keep[:, evidence].mean(1)
+        found |= {"evidence_heads": float(of_heads.mean()), "evidence_best": float(of_heads.max())}
+    return found
+
+
+def planned(loaded: Loaded, prompts: Sequence[Prompt], cells: int, settings: Settings) -> pd.DataFrame:
+    """What is asked: the full cache, published methods, and so many cells of the grid. A row per condition with its
+    factors, `kind` ("full", "published", "grid") and `condition`.
+
+    Cells that look away from the question are left out where prompts do not mark one.
+    """
+    there = grid.cells_of(loaded.model, settings.kept)
+    if any("question" not in prompt.spans for prompt in prompts):
+        there = there[there.regime != "question unseen"]
+    chosen = grid.design(there, cells, settings.seed)
+    of_grid = [grid.condition(cell, settings) for cell in chosen.to_dict("records")]
+    known = grid.published(grid.PUBLISHED, settings)
+    beside = [{"kind": "full", "condition": Condition()}]
+    beside += [{"kind": "published", "condition": c, "kept": c.budget, "method": c.policy} for c in known]
+    return pd.concat([pd.DataFrame(beside), chosen.assign(kind="grid", condition=of_grid)], ignore_index=True)
+
+
+def answers(loaded: Loaded, items: Sequence[Item], cells: int, settings: Settings) -> pd.DataFrame:
+    """Rows of `run` with the columns of `planned`, what `kept_of` says, `score` (`measure.scores`) and `bytes_kept`."""
+    prompts = [with_parts(loaded, item, settings) for item in items]
+    asked = planned(loaded, prompts, cells, settings)
+    made, note = partial(with_parts, settings=settings), partial(kept_of, block_size=settings.block_size)
+    study = Answers("synthesis", "grid", items, list(asked.condition), settings.answer_words, prompt=made, note=note)
+    return tidy(run(study, loaded, settings), asked)
+
+
+def tidy(rows: pd.DataFrame, asked: pd.DataFrame) -> pd.DataFrame:
+    """What was asked for beside what came of it: columns `SHOWN` of the runner's rows, those of `kept_of`, `score`, and
+    `bytes_kept`, of keys and values after the prompt."""
+    keys = pd.DataFrame([c.columns() for c in asked.condition])[KEYS]
+    known, told = (frame.astype({"share": float}).fillna({"share": 1.0, "regime": "-"}) for frame in (rows, keys))
+    place = pd.MultiIndex.from_frame(told).get_indexer(pd.MultiIndex.from_frame(known[KEYS]))
+    noted = pd.DataFrame([json.loads(note) for note in rows.note])
+    parts = [asked.drop(columns="condition").iloc[place], rows[SHOWN], noted]
+    found = pd.concat([part.reset_index(drop=True) for part in parts], axis=1)
+    score = measure.scores(rows).reset_index(drop=True)
+    return found.assign(score=score, bytes_kept=found.held * found.bytes_full)

@@ -44,6 +44,7 @@ MEANS = {  # factor -> what it decides
 PUBLISHED = (
     "streaming_llm", "snapkv", "ada_kv", "dropkv", "key_diff", "k_norm", "h2o", "defensive_kv", "layer_defensive_kv",
 )  # fmt: skip
+RIVALS = ("key_diff", "dropkv", "snapkv", "h2o", "defensive_kv")  # of the finding on KeyDiff
 
 
 def factors(kept: Sequence[float]) -> dict[str, tuple[object, ...]]:
@@ -128,6 +129,4 @@ def published(policies: Sequence[str], settings: Settings) -> list[Condition]:
     for name in policies:
         if find(name).shared or not find(name).frees:
             raise InputError(f"policies {name!r}: it does not compress a prompt once; take it out of the list")
-    return [
-        Condition(name, share, Prefill(), reading="as_described") for name in policies for share in settings.kept
-    ]
+    return [Condition(name, share, Prefill(), reading="as_described") for name in policies for share in settings.kept]

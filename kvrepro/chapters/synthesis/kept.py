@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvrepro.chapters.synthesis.settings import Settings
-from kvrepro.chapters.synthesis.study import with_parts
-from kvrepro.engine.attention import attend, installed
+from kvrepro.engine.attention import attend, attend_prompt, installed
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
+from kvrepro.experiment import data, stats
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import PerItem, run
 from kvrepro.item import Item
@@ -32,23 +32,31 @@ def of_items(
     loaded: Loaded, items: Sequence[Item], share: float, settings: Settings, policies: Sequence[str] = COMPARED
 ) -> pd.DataFrame:
     """`of_item` of each item, with the model's name."""
-    given = {"policies": tuple(policies), "share": share, "settings": _fixed(settings)}
+    given = {"policies": tuple(policies), "share": share, "tokens": settings.tokens}
     return run(PerItem("synthesis", "kept", items, of_item, given), loaded, settings).assign(model=loaded.name)
 
 
-def _fixed(settings: Settings) -> Settings:
-    """What of the settings decides the numbers."""
-    return Settings(tokens=settings.tokens, parts=settings.parts)
+def leads(rows: pd.DataFrame, score: str = "score", policy: str = "key_diff") -> pd.DataFrame:
+    """One published policy's score minus each other's, item by item: model, kept, rival, value, low, high, n."""
+    known = rows[rows.kind == "published"]
+    same = ["item", "model", "kept"]
+    parts = [
+        stats.contrasts(known[known.method == policy], other, same[1:], score, on=same).assign(rival=name)
+        for name, other in known.groupby("method", sort=False)
+        if name != policy
+    ]
+    found = pd.concat([pd.DataFrame(columns=[*same[1:], "value", "low", "high", "n", "rival"]), *parts])
+    return found.sort_values(["model", "kept", "value"], ignore_index=True)
 
 
-def of_item(loaded: Loaded, item: Item, policies: Sequence[str], share: float, settings: Settings) -> pd.DataFrame:
+def of_item(loaded: Loaded, item: Item, policies: Sequence[str], share: float, tokens: int) -> pd.DataFrame:
     """Of what each policy keeps of a prompt, as its paper describes it: policy, layer, head (of keys and values), and
 
     evidence: share of the evidence's tokens; distinct: 1 - the mean cosine of two different kept keys; mass: share of
     the last query's attention, mean over the query heads; shift: length of the change of a query head's output at the
     last query, over its length, mean over the query heads.
     """
-    prompt = with_parts(loaded, item, settings)
+    prompt = data.build_prompt(item, loaded.tokenizer, tokens)
     conditions = [Condition(name, share, Prefill(), reading="as_described") for name in policies]
     [answers] = generate(loaded.model, [prompt], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True)
     layers = list(_layers(loaded, prompt.ids).items())
@@ -90,9 +98,11 @@ def _layers(loaded: Loaded, ids: Sequence[int]) -> dict[int, tuple[Tensor, Tenso
             self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Any, sliding: int | None = None
         ) -> Tensor:
             here, seen = at.to(query.device), []
-            out = attend(query, here, [(key, value, here[:, None])], scaling, sliding, lambda p, _: seen.append(p[0, :, :, -1]))
-            found[layer] = key[0], value[0], seen[-1].float()
-            return out
+            parts = [(key, value, here[:, None])]
+            attend(query[:, :, -1:], here[:, -1:], parts, scaling, sliding, lambda p, _: seen.append(p[0, :, :, 0]))
+            found[layer] = key[0], value[0], seen[0].float()
+            plain = sliding is None or sliding >= len(ids)
+            return attend_prompt(query, key, value, scaling) if plain else attend(query, here, parts, scaling, sliding)
 
     with torch.inference_mode(), installed(loaded.model):
         tokens = torch.tensor([list(ids)], device=loaded.model.device)

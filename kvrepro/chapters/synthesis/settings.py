@@ -14,6 +14,7 @@ Share = Annotated[float, Number(0, 1, above=True, below=True)]
 class Settings(run.Settings):
     """Settings of the synthesis."""
 
+    cells: Size | None = None  #: of the grid, so many are run; None: as many as the profile says
     tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
     kept: tuple[Share, ...] = (0.05, 0.1, 0.2)  #: shares of the compressed tokens that stay
     guarded: Annotated[float, Number(0, 0.5, above=True, below=True)] = 0.1  #: of the budget, at each end
@@ -21,7 +22,7 @@ class Settings(run.Settings):
     window: Size = 16  #: last queries that the scorers of a window observe
     kernel: Odd = 5  #: tokens that are pooled
     interval: Size = 8  #: generated tokens between two evictions under a cap
-    answer_words: Size = 40  #: an answer is read and judged as far as that
+    answer_words: Size = 24  #: an answer is read and judged as far as that
     block_size: Size = 16  #: tokens of a block of the paged cache
     draws: Size = 1000  #: resamples of items for an interval of a share of variance
 

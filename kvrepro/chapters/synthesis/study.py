@@ -1,6 +1,7 @@
 """The chapter's rows: common items under the grid and under published methods, on every model of a family."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from kvrepro.chapters.synthesis import grid
+from kvrepro.chapters.synthesis import grid, kept
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.allowed import Size as Whole
 from kvrepro.engine.allowed import ensure, ensure_all
 from kvrepro.engine.condition import Condition, Generation, Prompt
-from kvrepro.errors import InputError
+from kvrepro.engine.policy import is_own
 from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, run
@@ -26,10 +27,10 @@ TASKS = {  # of the embedded world: what they stand for
     "entries": "a long answer",
 }
 ITEMS = f"tinyworld:{','.join(TASKS)}"
-KEYS = ["policy", "switches", "share", "prefix", "regime", "until", "spans"]  # columns of a row that tell conditions apart
+KEYS = "policy switches share prefix regime until spans".split()  # they tell conditions apart
 SHOWN = """model item task prompt_tokens answer prediction token_f1 rest_f1 evidence_coverage bytes_full prefill_seconds
 decode_seconds""".split()
-BESIDE = {"quick": ("small-mha", "small-gqa-seed-0"), "full": tuple(models.embedded())}  # the default model
+BESIDE = {"quick": ("small-mha", "small-gqa-seed-0"), "full": tuple(models.embedded())}  # the model that is asked for
 
 
 class Size(NamedTuple):
@@ -40,7 +41,7 @@ class Size(NamedTuple):
     others: int
 
 
-SIZES = {"quick": Size(6, 200, 60), "full": Size(48, 240, 240)}
+SIZES = {"quick": Size(6, 160, 40), "full": Size(48, 240, 240)}
 
 
 def size(profile: str, n_items: int | None = None, cells: int | None = None) -> Size:
@@ -60,18 +61,24 @@ def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
 
 
 def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
-    """Items as in `data.load_fitting`; answers are cut to `settings.answer_words` words, and generated no further."""
+    """Items as in `data.load_fitting`; answers of more than `settings.answer_words` words are cut there, and with them
+    the evidence, in proportion, since long answers of the embedded world follow the order of the prompt."""
     found = data.load_fitting(items, n_items, loaded.tokenizer, settings.tokens, settings.seed)
     return [_cut(loaded, item, settings) for item in found]
 
 
 def _cut(loaded: Loaded, item: Item, settings: Settings) -> Item:
-    """An item whose answer, and whose generation, ends after so many words."""
-    words = item.answer.split()
-    answer, long = " ".join(words[: settings.answer_words]), len(words) > settings.answer_words
+    """An item whose generation ends with its answer, cut or not; one that is not has room to say more."""
+    words, most = item.answer.split(), settings.answer_words
+    answer = " ".join(words[:most])
     tokens = len(loaded.tokenizer.encode(answer, add_special_tokens=False))
-    meta = {name: value for name, value in item.meta.items() if name not in ("answers", "metric") or not long}
-    return replace(item, answer=answer, meta=meta | {"max_new_tokens": tokens if long else tokens + settings.interval})
+    if len(words) <= most or "metric" in item.meta or "answers" in item.meta:
+        more = {"max_new_tokens": item.new_tokens(tokens + settings.interval)}
+        return replace(item, meta=item.meta | more)
+    evidence = [span for span in item.spans if span.name == "evidence"]
+    needed = evidence[: math.ceil(len(evidence) * most / len(words))]
+    spans = tuple(span for span in item.spans if span.name != "evidence" or span in needed)
+    return replace(item, answer=answer, spans=spans, meta=item.meta | {"max_new_tokens": tokens})
 
 
 def with_parts(loaded: Loaded, item: Item, settings: Settings) -> Prompt:
@@ -102,7 +109,9 @@ def kept_of(item: Item, prompt: Prompt, answer: Generation, block_size: int) -> 
     return found
 
 
-def planned(loaded: Loaded, prompts: Sequence[Prompt], cells: int, settings: Settings) -> pd.DataFrame:
+def planned(
+    loaded: Loaded, prompts: Sequence[Prompt], cells: int, policies: Sequence[str], settings: Settings
+) -> pd.DataFrame:
     """What is asked: the full cache, published methods, and so many cells of the grid. A row per condition with its
     factors, `kind` ("full", "published", "grid") and `condition`.
 
@@ -113,19 +122,39 @@ def planned(loaded: Loaded, prompts: Sequence[Prompt], cells: int, settings: Set
         there = there[there.regime != "question unseen"]
     chosen = grid.design(there, cells, settings.seed)
     of_grid = [grid.condition(cell, settings) for cell in chosen.to_dict("records")]
-    known = grid.published(grid.PUBLISHED, settings)
+    known = grid.published(policies, settings)
     beside = [{"kind": "full", "condition": Condition()}]
     beside += [{"kind": "published", "condition": c, "kept": c.budget, "method": c.policy} for c in known]
     return pd.concat([pd.DataFrame(beside), chosen.assign(kind="grid", condition=of_grid)], ignore_index=True)
 
 
-def answers(loaded: Loaded, items: Sequence[Item], cells: int, settings: Settings) -> pd.DataFrame:
-    """Rows of `run` with the columns of `planned`, what `kept_of` says, `score` (`measure.scores`) and `bytes_kept`."""
+def answers(
+    loaded: Loaded, items: Sequence[Item], cells: int, policies: Sequence[str], settings: Settings
+) -> pd.DataFrame:
+    """Rows of one model, as `tidy` gives them."""
     prompts = [with_parts(loaded, item, settings) for item in items]
-    asked = planned(loaded, prompts, cells, settings)
+    asked = planned(loaded, prompts, cells, policies, settings)
     made, note = partial(with_parts, settings=settings), partial(kept_of, block_size=settings.block_size)
-    study = Answers("synthesis", "grid", items, list(asked.condition), settings.answer_words, prompt=made, note=note)
+    most = max(item.new_tokens(settings.answer_words) for item in items)
+    study = Answers("synthesis", "grid", items, list(asked.condition), most, settings.tokens, made, note)
     return tidy(run(study, loaded, settings), asked)
+
+
+def of_family(
+    first: Loaded, others: Sequence[str], items: str, size: Size, policies: Sequence[str], settings: Settings
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows of every model, and what `kept.of_items` says of it at the middle share. On others than the first, in the
+    quick profile, of the published methods only `grid.RIVALS` run, and a reader's own."""
+    middle = sorted(settings.kept)[len(settings.kept) // 2]
+    few = [name for name in policies if name in grid.RIVALS or is_own(name)]
+    rows, found = [], []
+    for name in [None, *others]:
+        loaded = first if name is None else models.load(name, first.device, settings.dtype)
+        asked = questions(loaded, items, size.items, settings)
+        mine = list(policies) if name is None or settings.profile == "full" else few
+        rows.append(answers(loaded, asked, size.cells if name is None else size.others, mine, settings))
+        found.append(kept.of_items(loaded, asked, middle, settings))
+    return pd.concat(rows, ignore_index=True), pd.concat(found, ignore_index=True)
 
 
 def tidy(rows: pd.DataFrame, asked: pd.DataFrame) -> pd.DataFrame:

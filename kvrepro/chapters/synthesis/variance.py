@@ -52,7 +52,7 @@ class Design:
         mixing = np.zeros((len(sizes), len(sizes)))
         mixing[:-1, :-1], mixing[-1] = taken, sizes
         mixing[:-1, -1] = [basis.shape[1] for basis in self.bases.values()]
-        return sizes[:, None] * np.linalg.inv(mixing)
+        return sizes[:, None] * np.linalg.pinv(mixing)
 
 
 def coded(levels: pd.Series) -> tuple[np.ndarray, list]:
@@ -90,10 +90,11 @@ def _free(columns: np.ndarray, of: np.ndarray) -> np.ndarray:
 
 def wide(rows: pd.DataFrame, factors: Sequence[str], score: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(conditions, scores [conditions, items]): those conditions that every item has. Raises InputError for twins."""
+    rows = rows.dropna(subset=[score])  # answers of one word have nothing after it
     if (twice := rows.duplicated([*factors, "item"])).any():
         raise InputError(f"{int(twice.sum())} rows share their item and all of {', '.join(factors)}: name more factors")
     filled = rows.assign(**{name: rows[name].astype(object).where(rows[name].notna(), "-") for name in factors})
-    table = filled.set_index([*factors, "item"])[score].unstack("item").dropna()
+    table = filled.pivot_table(score, list(factors), "item", aggfunc="first", sort=False).dropna()
     conditions = table.index.to_frame(index=False)
     return conditions.where(conditions != "-", None), table.reset_index(drop=True)
 
@@ -146,7 +147,39 @@ def _shares(
     mean = weights @ y.mean(0) / weights.sum(1)
     item = weights @ (y.mean(0) ** 2) / weights.sum(1) - mean**2
     total = weights @ np.diag(grams[-1]) / weights.sum(1) + item
-    return np.column_stack([common @ d.unmixed.T, item]) / total[:, None]
+    return np.column_stack([common @ d.unmixed.T, item]) / np.where(total > SMALL, total, np.nan)[:, None]
+
+
+# ---- of a chapter's rows
+
+ENOUGH = 100  # conditions, from which on interactions of two factors are told apart
+
+
+def by_model(
+    rows: pd.DataFrame, factors: Sequence[str], score: str, draws: int = 1000
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """(shares, effects, mixed) of each model's rows, with a column `model`; interactions where conditions suffice."""
+    found: list[list[pd.DataFrame]] = [[], [], []]
+    tasks = rows.drop_duplicates("item").set_index("item").task.to_dict()
+    for name, mine in rows.groupby("model", sort=False):
+        conditions, scores = wide(mine, factors, score)
+        d = design(conditions, None if len(conditions) >= ENOUGH else ())
+        tables = (shares(d, scores, tasks, draws), effects(conditions, scores), pd.DataFrame([mixed(d, scores)]))
+        for parts, table in zip(found, tables, strict=True):
+            parts.append(table.assign(model=name, conditions=len(conditions)))
+    shared, added, fitted = (pd.concat(parts, ignore_index=True) for parts in found)
+    return shared, added, fitted
+
+
+def pooled(rows: pd.DataFrame, factors: Sequence[str], score: str, draws: int = 1000) -> pd.DataFrame:
+    """`shares` with the model as a factor, over the conditions that all models have, and what it does to the others."""
+    tasks = rows.drop_duplicates("item").set_index("item").task.to_dict()
+    everywhere = rows.groupby(list(factors), dropna=False).model.transform("nunique") == rows.model.nunique()
+    conditions, scores = wide(rows[everywhere], ["model", *factors], score)
+    varied = [name for name in ("model", *factors) if len(coded(conditions[name])[1]) > 1]
+    return shares(
+        design(conditions, [("model", name) for name in varied[1:] if "model" in varied]), scores, tasks, draws
+    )
 
 
 # ---- effects
@@ -171,13 +204,16 @@ def effects(conditions: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
 
 def mixed(d: Design, scores: pd.DataFrame) -> dict[str, float]:
     """The mixed model with main effects, the item as random effect (statsmodels, REML): variances of `item` and `rest`,
-    `marginal` and `conditional` R squared: what the factors explain, and what they and the items do.
+    `marginal` and `conditional` R squared: what the factors explain, and what they and the items do. Scores that are
+    all alike, and those of one item, have none.
 
     Source of the last two: Nakagawa and Schielzeth 2013, equations 26 and 30.
     """
     y = scores.to_numpy(float)
     columns = np.concatenate([np.full((len(y), 1), 1.0), d.main * len(y) ** 0.5], 1)
     groups = np.repeat(np.arange(y.shape[1]), len(y))
+    if y.shape[1] < 2 or y.std() < SMALL:
+        return dict.fromkeys(("item", "rest", "marginal", "conditional"), np.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # items that do not differ: a variance of zero is an answer
         fit = MixedLM(y.T.ravel(), np.tile(columns, (y.shape[1], 1)), groups).fit(reml=True)

@@ -1,11 +1,12 @@
 """The chapter's own drawings: the frontier of score against cost, and score against evidence kept."""
 
+import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvrepro.chapters.synthesis import frontier, grid
-from kvrepro.experiment.figure import Look, looks, panels
+from kvrepro.experiment.figure import STYLE, Look, looks, panels
 
 PER_ROW = 4  # entries of a legend's line
 
@@ -16,24 +17,24 @@ def frontiers(table: pd.DataFrame, cost: str) -> Figure:
 
     table: rows of `frontier.conditions`.
     """
-    models = list(dict.fromkeys(table.model))
-    shown = looks(grid.FACTORS["scorer"])
-    figure, every = panels(len(models), height=4.2, sharey=True)
-    for axes, model in zip(every, models, strict=True):
-        mine = table[table.model == model]
-        _points(axes, mine, cost, shown)
-        best = frontier.frontier(mine[mine.kind != "full"], cost)
-        axes.step(best[cost], best.value, where="post", color="black", lw=1, zorder=1)
-        known = mine[mine.kind == "published"]
-        axes.plot(known[cost], known.value, "D", mfc="none", mec="black", ms=4.5, ls="none", label="published")
-        for row in best[best.kind == "published"].itertuples():
-            axes.annotate(str(row.name), (getattr(row, cost), row.value), xytext=(4, -8), textcoords="offset points",
-                          fontsize=6.5)  # fmt: skip
-        axes.set(title=model, xlabel=frontier.COSTS[cost], ylim=(-0.03, 1.06))
-        axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-    every[0].set_ylabel("score")
-    handles, labels = every[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=PER_ROW)
+    models, shown = list(dict.fromkeys(table.model)), looks(grid.FACTORS["scorer"])
+    with plt.rc_context(STYLE):
+        figure, every = panels(len(models), height=4.2, sharey=True)
+        for axes, model in zip(every, models, strict=True):
+            mine = table[table.model == model]
+            _points(axes, mine, cost, shown, dodge=0.0015 if cost == "held" else 0.0)
+            best = frontier.frontier(mine[mine.kind != "full"], cost)
+            axes.step(best[cost], best.value, where="post", color="black", lw=1, zorder=1)
+            known = mine[mine.kind == "published"]
+            axes.plot(known[cost], known.value, "D", mfc="none", mec="black", ms=4.5, ls="none", label="published")
+            for row in best[best.kind == "published"].itertuples():
+                far = getattr(row, cost) > mine[cost][mine.kind != "full"].mean()
+                place = {"ha": "right" if far else "left", "xytext": (-5 if far else 5, 3), "fontsize": 6.5}
+                axes.annotate(str(row.name), (getattr(row, cost), row.value), textcoords="offset points", **place)
+            axes.set(title=model, xlabel=frontier.COSTS[cost], ylim=(-0.03, 1.08))
+            axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+        every[0].set_ylabel("score")
+        figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=PER_ROW)
     return figure
 
 
@@ -43,17 +44,20 @@ def evidence(table: pd.DataFrame) -> Figure:
     table: rows of `frontier.conditions`.
     """
     models, shown = list(dict.fromkeys(table.model)), looks(grid.FACTORS["scorer"])
-    figure, every = panels(len(models), height=3.6, sharey=True)
-    for axes, model in zip(every, models, strict=True):
-        _points(axes, table[table.model == model], "evidence_heads", shown)
-        axes.set(title=model, xlabel="evidence held by a head", ylim=(-0.03, 1.06))
-        axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-    every[0].set_ylabel("score")
-    figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=PER_ROW)
+    with plt.rc_context(STYLE):
+        figure, every = panels(len(models), height=3.6, sharey=True)
+        for axes, model in zip(every, models, strict=True):
+            _points(axes, table[table.model == model], "evidence_heads", shown)
+            axes.set(title=model, xlabel="evidence held by a head", ylim=(-0.03, 1.08))
+            axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+        every[0].set_ylabel("score")
+        figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=PER_ROW)
     return figure
 
 
-def _points(axes: Axes, table: pd.DataFrame, cost: str, shown: dict[object, Look]) -> None:
-    for scorer, look in shown.items():
+def _points(axes: Axes, table: pd.DataFrame, cost: str, shown: dict[object, Look], dodge: float = 0.0) -> None:
+    """The grid's cells; scorers that cost the same stand `dodge` apart."""
+    for i, (scorer, look) in enumerate(shown.items()):
         part = table[(table.kind == "grid") & (table.scorer == scorer)]
-        axes.plot(part[cost], part.value, look.marker, color=look.colour, ms=3.5, ls="none", alpha=0.7, label=scorer)
+        at = part[cost] + dodge * (i - len(shown) / 2)
+        axes.plot(at, part.value, look.marker, color=look.colour, ms=3.5, ls="none", alpha=0.7, label=scorer)

@@ -15,7 +15,8 @@ from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.allowed import Size as Whole
 from kvrepro.engine.allowed import ensure, ensure_all
 from kvrepro.engine.condition import Condition, Generation, Prompt
-from kvrepro.engine.policy import is_own
+from kvrepro.engine.policy import check, is_own
+from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, run
@@ -115,17 +116,31 @@ def planned(
     """What is asked: the full cache, published methods, and so many cells of the grid. A row per condition with its
     factors, `kind` ("full", "published", "grid") and `condition`.
 
-    Cells that look away from the question are left out where prompts do not mark one.
+    Left out are cells that look away from the question, where prompts do not mark one, and methods of the catalogue
+    whose own window is more than a share of the shortest prompt; these are printed.
     """
     there = grid.cells_of(loaded.model, settings.kept)
     if any("question" not in prompt.spans for prompt in prompts):
         there = there[there.regime != "question unseen"]
     chosen = grid.design(there, cells, settings.seed)
     of_grid = [grid.condition(cell, settings) for cell in chosen.to_dict("records")]
-    known = grid.published(policies, settings)
+    shortest = min(len(prompt.ids) for prompt in prompts)
+    known = [c for c in grid.published(policies, settings) if _met(c, shortest)]
     beside = [{"kind": "full", "condition": Condition()}]
     beside += [{"kind": "published", "condition": c, "kept": c.budget, "method": c.policy} for c in known]
     return pd.concat([pd.DataFrame(beside), chosen.assign(kind="grid", condition=of_grid)], ignore_index=True)
+
+
+def _met(condition: Condition, tokens: int) -> bool:
+    """Can a prompt of so many tokens meet it? A reader's own policy that it cannot raises InputError."""
+    try:
+        check(condition, tokens)
+    except InputError as error:
+        if is_own(condition.policy):
+            raise
+        print(f"{condition.label} is left out: {error}")
+        return False
+    return True
 
 
 def answers(

@@ -49,6 +49,16 @@ def leads(rows: pd.DataFrame, score: str = "score", policy: str = "key_diff") ->
     return found.sort_values(["model", "kept", "value"], ignore_index=True)
 
 
+def agreement(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
+    """Of each item (model, item), Spearman's rank correlation of the score with `evidence_heads`, over its rows."""
+    found = [
+        (*who, part[score].corr(part.evidence_heads, method="spearman"))
+        for who, part in rows.dropna(subset="evidence_heads").groupby(["model", "item"], sort=False)
+        if min(part[score].nunique(), part.evidence_heads.nunique()) > 1
+    ]
+    return pd.DataFrame(found, columns=["model", "item", "value"])
+
+
 def of_item(loaded: Loaded, item: Item, policies: Sequence[str], share: float, tokens: int) -> pd.DataFrame:
     """Of what each policy keeps of a prompt, as its paper describes it: policy, layer, head (of keys and values), and
 

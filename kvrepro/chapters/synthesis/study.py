@@ -102,12 +102,10 @@ def kept_of(item: Item, prompt: Prompt, answer: Generation, block_size: int) -> 
     living, blocks = keep.any(0), -(-tokens // block_size)
     used = np.add.reduceat(living, np.arange(0, tokens, block_size)) > 0
     evidence = [at for at in prompt.spans.get("evidence", ()) if at < tokens]
+    of_heads = keep[:, evidence].mean(1) if evidence else np.full(len(keep), math.nan)
     found = {"held": float(keep.mean()), "freed": 1 - int(used.sum()) / blocks}
     found["freed_compacted"] = 1 - -(-int(living.sum()) // block_size) / blocks
-    if evidence:
-        of_heads = keep[:, evidence].mean(1)
-        found |= {"evidence_heads": float(of_heads.mean()), "evidence_best": float(of_heads.max())}
-    return found
+    return found | {"evidence_heads": float(of_heads.mean()), "evidence_best": float(of_heads.max())}
 
 
 def planned(

@@ -143,7 +143,8 @@ def _shares(
     different items."""
     others = pairs * (1 - np.eye(len(pairs)))
     together = np.einsum("di,ik,dk->d", weights, others, weights)
-    common = np.stack([np.einsum("di,ik,dk->d", weights, gram * others, weights) / together for gram in grams], 1)
+    with np.errstate(invalid="ignore"):  # tasks of one item have no pair
+        common = np.stack([np.einsum("di,ik,dk->d", weights, gram * others, weights) / together for gram in grams], 1)
     mean = weights @ y.mean(0) / weights.sum(1)
     item = weights @ (y.mean(0) ** 2) / weights.sum(1) - mean**2
     total = weights @ np.diag(grams[-1]) / weights.sum(1) + item

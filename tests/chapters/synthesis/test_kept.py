@@ -61,3 +61,14 @@ def test_leads_are_paired_by_item_and_ordered_by_how_close_the_rival_is():
     assert found.value.tolist() == pytest.approx([-0.05, 0.1])
     assert (found.n == 7).all()
     assert kept.leads(rows[rows.method != "key_diff"]).empty
+
+
+def test_agreement_is_the_rank_correlation_of_each_item_that_has_one():
+    rows = pd.DataFrame(
+        {"model": "m", "item": item, "evidence_heads": e, "score": score}
+        for item, scores in (("up", (0.1, 0.2, 0.9)), ("down", (0.9, 0.5, 0.1)), ("flat", (1.0, 1.0, 1.0)))
+        for e, score in zip((0.1, 0.2, 0.3), scores, strict=True)
+    )
+    found = kept.agreement(rows).set_index("item").value
+    assert found.to_dict() == pytest.approx({"up": 1.0, "down": -1.0})
+    assert kept.agreement(rows.assign(evidence_heads=float("nan"))).empty

@@ -19,7 +19,7 @@ def conditions(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
     told = ["model", "kind", "method", *grid.factors(())]
     frame = rows.assign(name=names(rows), unfreed=1 - rows.freed)
     found = stats.means(frame, ["model", "name"], score)
-    costs = ["held", "unfreed", "freed_compacted", "evidence_coverage", "evidence_heads", "evidence_best"]
+    costs = ["held", "bytes_kept", "unfreed", "freed_compacted", "evidence_coverage", "evidence_heads", "evidence_best"]
     means = frame.groupby(["model", "name"], sort=False)[[c for c in costs if c in frame]].mean().reset_index()
     first = frame.drop_duplicates(["model", "name"])[[*told, "name"]]
     return found.merge(means, on=["model", "name"]).merge(first, on=["model", "name"])

@@ -108,14 +108,12 @@ def shares(d: Design, scores: pd.DataFrame, tasks: Mapping[str, str], draws: int
     between conditions in all items alike).
 
     Beside the terms: "item", its mean over conditions, and what differs between conditions beyond the terms.
-    Intervals: the book's for what is no mean, spread over resamples of whole items, drawn within their task.
+    Intervals: the book's for what is no mean, spread over resamples of whole items.
     """
     y, n = scores.to_numpy(float), scores.shape[1]
     task = pd.factorize(pd.Series([tasks[item] for item in scores]))[0]
     grams = _grams(d, y)
-    random = np.random.default_rng(seed)
-    groups = [np.flatnonzero(task == one) for one in np.unique(task)]
-    picks = [np.concatenate([random.choice(group, len(group)) for group in groups]) for _ in range(draws)]
+    picks = np.random.default_rng(seed).integers(0, n, (draws, n))
     weights = np.stack([np.ones(n), *(np.bincount(pick, minlength=n) for pick in picks)])
     found = _shares(d, grams, y, weights, np.ones((n, n)))
     same = _shares(d, grams, y, weights[:1], (task[:, None] == task).astype(float))

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pandas as pd
 import pytest
+from statsmodels.regression.mixed_linear_model import MixedLM
 
 from kvrepro.chapters.synthesis import variance
 from kvrepro.errors import InputError
@@ -93,6 +94,10 @@ def test_the_mixed_model_is_the_mean_of_each_items_least_squares_and_finds_the_v
     plain = rows.groupby("a").score.mean() - rows.score.mean()  # a full table: plain means are the effects
     for level in LEVELS["a"]:
         assert effects["a", level] == pytest.approx(plain[level], abs=1e-9)
+    columns = np.concatenate([np.ones((len(scores), 1)), *(variance.coded(conditions[name])[0] for name in LEVELS)], 1)
+    y, groups = scores.to_numpy().T.ravel(), np.repeat(np.arange(scores.shape[1]), len(scores))
+    fit = MixedLM(y, np.tile(columns, (scores.shape[1], 1)), groups).fit()
+    assert effects["a", "p"] == pytest.approx(fit.fe_params[1], abs=1e-6)
     assert found["marginal"] == pytest.approx(0.07 / (0.07 + found["item"] + found["rest"]), abs=0.05)
     assert found["conditional"] > found["marginal"]
 

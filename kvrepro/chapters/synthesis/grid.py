@@ -1,0 +1,132 @@
+"""The grid: what eviction methods are made of, crossed; which cells exist, which of them are run, which published ones
+stand beside them.
+
+A cell has a level of each factor, or None where the factor does not exist for it: a score that is no number of each
+query has nothing to aggregate. There are thousands of cells; `design` chooses so many that any two levels of different
+factors meet about equally often, so that main effects and interactions of two factors can be told apart.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from kvrepro.chapters.synthesis.policies import OF_WINDOW, SCORERS
+from kvrepro.chapters.synthesis.settings import Settings
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.policy import find
+from kvrepro.engine.regime import DecodeCap, Prefill, Regime
+from kvrepro.errors import InputError
+
+FILE = "kvrepro/chapters/synthesis/policies.py"
+SPLITS = {"uniform": "UNIFORM", "per head": "PER_HEAD", "joint": "JOINT", "one set": "ONE_SET"}
+FACTORS: dict[str, tuple[str, ...]] = {
+    "scorer": SCORERS,
+    "aggregator": ("mean", "mean_var", "defensive"),
+    "pooling": ("none", "average", "max"),
+    "guard": ("none", "sinks", "ends"),
+    "split": tuple(SPLITS),
+    "quota": ("none", "parts"),
+    "regime": ("question seen", "question unseen", "decode cap"),
+}
+MEANS = {  # factor -> what it decides
+    "scorer": "what is said of a token",
+    "aggregator": "how the window's queries become one number",
+    "pooling": "over neighbours",
+    "guard": "which tokens may not leave: none, the four oldest, a share of the budget at both ends",
+    "split": "how a budget is shared out: evenly, among a layer's heads, among all heads, or one set of tokens for all",
+    "quota": "does every part of the prompt keep its share?",
+    "regime": "what is known when tokens leave, and whether they leave again while the answer grows",
+    "kept": "share of the compressed tokens that stays",
+}
+PUBLISHED = (
+    "streaming_llm", "snapkv", "ada_kv", "dropkv", "key_diff", "k_norm", "h2o", "defensive_kv", "layer_defensive_kv",
+)  # fmt: skip
+RIVALS = ("key_diff", "dropkv", "snapkv", "h2o", "defensive_kv")  # of the finding on KeyDiff
+
+
+def factors(kept: Sequence[float]) -> dict[str, tuple[object, ...]]:
+    """Every factor with its levels, the shares kept among them."""
+    return {**FACTORS, "kept": tuple(kept)}
+
+
+def cells(kept: Sequence[float], *, kv_heads: int = 2, slides: bool = False) -> pd.DataFrame:
+    """Every cell that exists, a column per factor; None where it does not have the factor.
+
+    Left out, besides: heads that compete in a layer which has one (`kv_heads`); one set of tokens for layers that hold
+    different ones (`slides`).
+    """
+    every = factors(kept)
+    frame = pd.DataFrame(itertools.product(*every.values()), columns=list(every)).astype(object)
+    frame.loc[~frame.scorer.isin(OF_WINDOW), ["aggregator", "pooling"]] = None
+    frame.loc[frame.scorer == "position", "split"] = None  # the same tokens everywhere, however a budget is shared out
+    frame.loc[frame.regime == "decode cap", "quota"] = None  # a quota is set once, for a prompt
+    frame = frame[~((kv_heads == 1) & (frame.split == "per head")) & ~(slides & (frame.split == "one set"))]
+    return frame.where(frame.notna(), None).drop_duplicates().reset_index(drop=True)
+
+
+def cells_of(model: object, kept: Sequence[float]) -> pd.DataFrame:
+    """The cells that exist on a model."""
+    facts = ModelFacts.of(model)
+    return cells(kept, kv_heads=max(facts.kv_heads.values()), slides=bool(facts.sliding))
+
+
+def design(frame: pd.DataFrame, count: int, seed: int = 0) -> pd.DataFrame:
+    """`count` of the cells, or all there are, in an order whose every beginning is balanced, too.
+
+    One after the other, that cell is taken whose pairs of levels are, on average, the rarest so far; the lot decides
+    among equals. How often a pair would occur by chance is taken into account.
+    """
+    codes = [pd.factorize(frame[name])[0] for name in frame]  # -1: does not have the factor
+    sizes = [code.max() + 1 for code in codes]
+    pairs = [(a, b) for a, b in itertools.combinations(range(len(codes)), 2) if sizes[a] > 1 and sizes[b] > 1]
+    at = np.stack([np.where((codes[a] < 0) | (codes[b] < 0), -1, codes[a] * sizes[b] + codes[b]) for a, b in pairs], 1)
+    seen = [np.zeros(sizes[a] * sizes[b] + 1) for a, b in pairs]  # the last: pairs that do not exist
+    there, lot = (at >= 0).sum(1).clip(min=1), np.random.default_rng(seed).random(len(frame))
+    taken: list[int] = []
+    for _ in range(min(count, len(frame))):
+        rare = sum(met[at[:, i]] * (len(met) - 1) for i, met in enumerate(seen)) / there + 1e-6 * lot
+        rare[taken] = np.inf
+        best = int(rare.argmin())
+        taken.append(best)
+        for i, met in enumerate(seen):
+            met[at[best, i]] += at[best, i] >= 0
+    return frame.iloc[taken].reset_index(drop=True)
+
+
+def regime(name: str, quota: str | None, settings: Settings) -> Regime:
+    """What a cell calls its regime."""
+    if name == "decode cap":
+        return DecodeCap(settings.interval)
+    parts = part_names(settings) if quota == "parts" else ()
+    return Prefill(until="question" if name == "question unseen" else "", fair=1.0 if parts else None, spans=parts)
+
+
+def part_names(settings: Settings) -> tuple[str, ...]:
+    """Spans that a quota counts."""
+    return tuple(f"part {i + 1}" for i in range(settings.parts))
+
+
+def condition(cell: Mapping[str, object], settings: Settings) -> Condition:
+    """What a cell asks of the engine."""
+    switches: dict[str, object] = {"scorer": cell["scorer"], "window": settings.window}
+    if cell["aggregator"] is not None:
+        switches |= {"aggregate": cell["aggregator"], "pool": cell["pooling"], "kernel": settings.kernel}
+    if cell["guard"] == "sinks":
+        switches["sinks"] = 4
+    side = settings.guarded if cell["guard"] == "ends" else 0.0
+    policy = f"{FILE}:{SPLITS[str(cell['split'] or 'uniform')]}"
+    when = regime(str(cell["regime"]), cell["quota"], settings)  # type: ignore[arg-type]
+    return Condition(policy, float(cell["kept"]), when, side, side, reading="as_described",  # type: ignore[arg-type]
+                     switches=tuple(sorted(switches.items())))  # fmt: skip
+
+
+def published(policies: Sequence[str], settings: Settings) -> list[Condition]:
+    """Methods as their papers describe them, the question visible, at every share; those with one set of tokens for all
+    layers are refused, as are pages."""
+    for name in policies:
+        if find(name).shared or not find(name).frees:
+            raise InputError(f"policies {name!r}: it does not compress a prompt once; take it out of the list")
+    return [Condition(name, share, Prefill(), reading="as_described") for name in policies for share in settings.kept]

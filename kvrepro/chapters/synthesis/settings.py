@@ -1,0 +1,32 @@
+"""What one may set in the synthesis beside its notebook's parameters."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from kvrepro.engine.allowed import Number, Odd, Size
+from kvrepro.errors import InputError
+from kvrepro.experiment import run
+
+Share = Annotated[float, Number(0, 1, above=True, below=True)]
+
+
+@dataclass(frozen=True)
+class Settings(run.Settings):
+    """Settings of the synthesis."""
+
+    cells: Size | None = None  #: of the grid, so many are run; None: as many as the profile says
+    tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
+    kept: tuple[Share, ...] = (0.05, 0.1, 0.2)  #: shares of the compressed tokens that stay
+    guarded: Annotated[float, Number(0, 0.5, above=True, below=True)] = 0.1  #: of the budget, at each end
+    parts: Annotated[int, Number(2, whole=True)] = 4  #: of a prompt, each with its share of the budget under a quota
+    window: Size = 16  #: last queries that the scorers of a window observe
+    kernel: Odd = 5  #: tokens that are pooled
+    interval: Size = 8  #: generated tokens between two evictions under a cap
+    answer_words: Size = 24  #: an answer is read and judged as far as that
+    block_size: Size = 16  #: tokens of a block of the paged cache
+    draws: Size = 1000  #: resamples of items for an interval of a share of variance
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.kept)) < max(1, len(self.kept)) or not self.kept:
+            raise InputError(f"kept {self.kept!r}: give shares, at least one, each once")

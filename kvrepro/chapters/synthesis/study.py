@@ -1,0 +1,183 @@
+"""The chapter's rows: common items under the grid and under published methods, on every model of a family."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from kvrepro.chapters.synthesis import grid, kept
+from kvrepro.chapters.synthesis.settings import Settings
+from kvrepro.engine.allowed import Size as Whole
+from kvrepro.engine.allowed import ensure, ensure_all
+from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.engine.policy import check, is_own
+from kvrepro.errors import InputError
+from kvrepro.experiment import data, measure, models
+from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.run import Answers, run
+from kvrepro.item import Item
+
+TASKS = {  # of the embedded world: what they stand for
+    "needle_multikey": "single evidence",
+    "several": "several facts",
+    "entries": "a long answer",
+}
+ITEMS = f"tinyworld:{','.join(TASKS)}"
+KEYS = "policy switches share prefix regime until spans".split()  # they tell conditions apart
+SHOWN = """model item task prompt_tokens answer prediction token_f1 rest_f1 evidence_coverage bytes_full prefill_seconds
+decode_seconds""".split()
+BESIDE = {"quick": ("small-mha", "small-gqa-seed-0"), "full": tuple(models.embedded())}  # the model that is asked for
+
+
+class Size(NamedTuple):
+    """Items; cells of the grid on the first model, and on each of the others."""
+
+    items: int
+    cells: int
+    others: int
+
+
+SIZES = {"quick": Size(6, 140, 32), "full": Size(48, 240, 240)}
+
+
+def size(profile: str, n_items: int | None = None, cells: int | None = None) -> Size:
+    """The profile's size; `n_items` and `cells` set their numbers."""
+    ensure((Whole, None), n_items=n_items, cells=cells)
+    found = SIZES[profile]
+    found = found if n_items is None else found._replace(items=n_items)
+    return found if cells is None else found._replace(cells=cells, others=min(cells, found.others))
+
+
+def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
+    """The models of a run, `model` first; None: beside an embedded one the profile's others, beside any other none."""
+    ensure_all(list[str] | None, family=named)
+    if named is None:
+        named = [name for name in BESIDE[profile] if name in models.embedded()] if model in models.embedded() else []
+    return list(dict.fromkeys([model, *named]))
+
+
+def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
+    """Items as in `data.load_fitting`; answers of more than `settings.answer_words` words are cut there, and with them
+    the evidence, in proportion, since long answers of the embedded world follow the order of the prompt."""
+    found = data.load_fitting(items, n_items, loaded.tokenizer, settings.tokens, settings.seed)
+    return [_cut(loaded, item, settings) for item in found]
+
+
+def _cut(loaded: Loaded, item: Item, settings: Settings) -> Item:
+    """An item whose generation ends with its answer, cut or not; one that is not has room to say more."""
+    words, most = item.answer.split(), settings.answer_words
+    answer = " ".join(words[:most])
+    tokens = len(loaded.tokenizer.encode(answer, add_special_tokens=False))
+    if len(words) <= most or "metric" in item.meta or "answers" in item.meta:
+        more = {"max_new_tokens": item.new_tokens(tokens + settings.interval)}
+        return replace(item, meta=item.meta | more)
+    evidence = [span for span in item.spans if span.name == "evidence"]
+    needed = evidence[: math.ceil(len(evidence) * most / len(words))]
+    spans = tuple(span for span in item.spans if span.name != "evidence" or span in needed)
+    return replace(item, answer=answer, spans=spans, meta=item.meta | {"max_new_tokens": tokens})
+
+
+def with_parts(loaded: Loaded, item: Item, settings: Settings) -> Prompt:
+    """The item's prompt; what stands before its question, or all of it, in equal parts that a quota can count."""
+    prompt = data.build_prompt(item, loaded.tokenizer, settings.tokens)
+    end = min(prompt.spans.get("question", [len(prompt.ids)]))
+    names = grid.part_names(settings)
+    edges = [end * i // len(names) for i in range(len(names) + 1)]
+    parts = {name: list(range(a, b)) for name, a, b in zip(names, edges[:-1], edges[1:], strict=True)}
+    return replace(prompt, spans=prompt.spans | parts)
+
+
+def kept_of(item: Item, prompt: Prompt, answer: Generation, block_size: int) -> dict[str, Any]:
+    """Of who stayed of the compressed tokens: `held`, the share over heads and layers; `freed` and `freed_compacted`,
+    shares of the blocks of `block_size` tokens that are free as they stand, and when the living are moved together
+    (a slot is free when no head of any layer holds its token); `evidence_heads`, the share of the evidence's tokens
+    that a head holds, on average, and `evidence_best`, the head that holds most."""
+    keep = np.concatenate(answer.kept_sets or [])  # [layers * kv_heads, tokens]
+    tokens = keep.shape[1]
+    living, blocks = keep.any(0), -(-tokens // block_size)
+    used = np.add.reduceat(living, np.arange(0, tokens, block_size)) > 0
+    evidence = [at for at in prompt.spans.get("evidence", ()) if at < tokens]
+    of_heads = keep[:, evidence].mean(1) if evidence else np.full(len(keep), math.nan)
+    found = {"held": float(keep.mean()), "freed": 1 - int(used.sum()) / blocks}
+    found["freed_compacted"] = 1 - -(-int(living.sum()) // block_size) / blocks
+    return found | {"evidence_heads": float(of_heads.mean()), "evidence_best": float(of_heads.max())}
+
+
+def planned(
+    loaded: Loaded, prompts: Sequence[Prompt], cells: int, policies: Sequence[str], settings: Settings
+) -> pd.DataFrame:
+    """What is asked: the full cache, published methods, and so many cells of the grid. A row per condition with its
+    factors, `kind` ("full", "published", "grid") and `condition`.
+
+    Left out are cells that look away from the question, where prompts do not mark one, and methods of the catalogue
+    whose own window is more than a share of the shortest prompt; these are printed.
+    """
+    there = grid.cells_of(loaded.model, settings.kept)
+    if any("question" not in prompt.spans for prompt in prompts):
+        there = there[there.regime != "question unseen"]
+    chosen = grid.design(there, cells, settings.seed)
+    of_grid = [grid.condition(cell, settings) for cell in chosen.to_dict("records")]
+    shortest = min(len(prompt.ids) for prompt in prompts)
+    known = [c for c in grid.published(policies, settings) if _met(c, shortest)]
+    beside = [{"kind": "full", "condition": Condition()}]
+    beside += [{"kind": "published", "condition": c, "kept": c.budget, "method": c.policy} for c in known]
+    return pd.concat([pd.DataFrame(beside), chosen.assign(kind="grid", condition=of_grid)], ignore_index=True)
+
+
+def _met(condition: Condition, tokens: int) -> bool:
+    """Can a prompt of so many tokens meet it? A reader's own policy that it cannot raises InputError."""
+    try:
+        check(condition, tokens)
+    except InputError as error:
+        if is_own(condition.policy):
+            raise
+        print(f"{condition.label} is left out: {error}")
+        return False
+    return True
+
+
+def answers(
+    loaded: Loaded, items: Sequence[Item], cells: int, policies: Sequence[str], settings: Settings
+) -> pd.DataFrame:
+    """Rows of one model, as `tidy` gives them."""
+    prompts = [with_parts(loaded, item, settings) for item in items]
+    asked = planned(loaded, prompts, cells, policies, settings)
+    made, note = partial(with_parts, settings=settings), partial(kept_of, block_size=settings.block_size)
+    most = max(item.new_tokens(settings.answer_words) for item in items)
+    study = Answers("synthesis", "grid", items, list(asked.condition), most, settings.tokens, made, note)
+    return tidy(run(study, loaded, settings), asked)
+
+
+def of_family(
+    first: Loaded, others: Sequence[str], items: str, size: Size, policies: Sequence[str], settings: Settings
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows of every model, and what `kept.of_items` says of it at the middle share. On others than the first, in the
+    quick profile, of the published methods only `grid.RIVALS` run, and a reader's own."""
+    middle = sorted(settings.kept)[len(settings.kept) // 2]
+    few = [name for name in policies if name in grid.RIVALS or is_own(name)]
+    rows, found = [], []
+    for name in [None, *others]:
+        loaded = first if name is None else models.load(name, first.device, settings.dtype)
+        asked = questions(loaded, items, size.items, settings)
+        mine = list(policies) if name is None or settings.profile == "full" else few
+        rows.append(answers(loaded, asked, size.cells if name is None else size.others, mine, settings))
+        found.append(kept.of_items(loaded, asked, middle, settings))
+    return pd.concat(rows, ignore_index=True), pd.concat(found, ignore_index=True)
+
+
+def tidy(rows: pd.DataFrame, asked: pd.DataFrame) -> pd.DataFrame:
+    """What was asked for beside what came of it: columns `SHOWN` of the runner's rows, those of `kept_of`, `score`, and
+    `bytes_kept`, of keys and values after the prompt."""
+    keys = pd.DataFrame([c.columns() for c in asked.condition])[KEYS]
+    known, told = (frame.astype({"share": float}).fillna({"share": 1.0, "regime": "-"}) for frame in (rows, keys))
+    place = pd.MultiIndex.from_frame(told).get_indexer(pd.MultiIndex.from_frame(known[KEYS]))
+    noted = pd.DataFrame([json.loads(note) for note in rows.note])
+    parts = [asked.drop(columns="condition").iloc[place], rows[SHOWN], noted]
+    found = pd.concat([part.reset_index(drop=True) for part in parts], axis=1)
+    score = measure.scores(rows).reset_index(drop=True)
+    return found.assign(score=score, bytes_kept=found.held * found.bytes_full)

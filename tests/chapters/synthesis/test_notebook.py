@@ -1,0 +1,44 @@
+"""The notebook from top to bottom: a foreign checkpoint, a file of questions, a policy of one's own, few cells."""
+
+import json
+from pathlib import Path
+
+import checkpoint
+import pandas as pd
+import papermill
+
+NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks" / "synthesis.ipynb"
+MINE = '''
+from kvrepro.engine.policy import Policy
+
+
+def times_value(o):
+    """s_j = mean attention of the window to token j, times ||v_j||_2."""
+    return o.attention.mean((2, 3)) * o.values.float().norm(dim=-1)
+
+
+MINE = Policy("Mine", "a test", times_value, parameters={"window": 4, "recent": "window"})
+'''
+
+
+def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_own(tmp_path):
+    rows = checkpoint.questions(3, 2400)
+    items, policy = tmp_path / "own.jsonl", tmp_path / "mine.py"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy.write_text(MINE)
+    folder = checkpoint.save(tmp_path / "small-qwen2", [row["context"] for row in rows])
+    given = {"model": str(folder), "items": str(items), "n_items": 3, "results": str(tmp_path / "results")}
+    given |= {"policies": [f"{policy}:MINE", "key_diff", "dropkv"]}
+    given["options"] = {"tokens": 300, "cells": 14, "kept": [0.2, 0.4], "answer_words": 4, "window": 4, "draws": 20}
+    executed = papermill.execute_notebook(
+        NOTEBOOK, tmp_path / "out.ipynb", given, kernel_name="python3", progress_bar=False
+    )
+    outputs = [o.get("data", {}) for cell in executed.cells if cell.cell_type == "code" for o in cell.outputs]
+    drawn = [cell for cell in executed.cells if "mystnb" in cell.metadata]
+    assert sum("image/png" in data for data in outputs) == len(drawn) >= 12
+    stored = pd.read_parquet(tmp_path / "results" / "synthesis" / "grid.parquet")
+    assert stored.error.isna().all()
+    assert len(stored) == 3 * (1 + 14 + 3 * 2)
+    assert f"{policy}:MINE" in set(stored.policy)
+    text = " ".join(data.get("text/html", "") + data.get("text/markdown", "") for data in outputs)
+    assert "Nothing can be said here" in text  # a random model answers nothing

@@ -10,7 +10,7 @@ from kvrepro.errors import InputError
 from kvrepro.experiment import run
 
 Part = Annotated[float, Number(0, 1, above=True, below=True)]
-PROFILES = {"quick": (12, 2, 150), "full": (48, 4, 600)}  # prompts, query positions, triples for the enumeration
+PROFILES = {"quick": (24, 2, 150), "full": (48, 4, 600)}  # prompts, query positions, triples for the enumeration
 
 
 @dataclass(frozen=True)

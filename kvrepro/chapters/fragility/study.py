@@ -74,7 +74,7 @@ class Size(NamedTuple):
     short: int
 
 
-SIZES = {"quick": Size(48, 12, 6, 6, 6), "full": Size(200, 64, 24, 24, 24)}
+SIZES = {"quick": Size(96, 36, 12, 12, 12), "full": Size(200, 64, 24, 24, 24)}
 
 
 def declare(

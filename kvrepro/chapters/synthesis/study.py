@@ -144,13 +144,14 @@ def _met(condition: Condition, tokens: int) -> bool:
 def answers(
     loaded: Loaded, items: Sequence[Item], cells: int, policies: Sequence[str], settings: Settings
 ) -> pd.DataFrame:
-    """Rows of one model, as `tidy` gives them."""
+    """Rows of one model, as `tidy` gives them; of a dry run those of its estimate."""
     prompts = [with_parts(loaded, item, settings) for item in items]
     asked = planned(loaded, prompts, cells, policies, settings)
     made, note = partial(with_parts, settings=settings), partial(kept_of, block_size=settings.block_size)
     most = max(item.new_tokens(settings.answer_words) for item in items)
     study = Answers("synthesis", "grid", items, list(asked.condition), most, settings.tokens, made, note)
-    return tidy(run(study, loaded, settings), asked)
+    rows = run(study, loaded, settings)
+    return rows if settings.dry_run else tidy(rows, asked)
 
 
 def of_family(

@@ -129,3 +129,12 @@ def test_sliding_layers_and_single_heads_leave_cells_out():
     single = grid.cells_of(kv.load("small-mqa").model, (0.1,))
     assert "per head" not in set(single.split)
     assert set(kept.COMPARED[:3]) <= set(grid.RIVALS)
+
+
+def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, tmp_path, capsys):
+    settings = replace(SETTINGS, results=tmp_path, dry_run=True, kept=(0.2,))
+    study.of_family(loaded, [], "tinyworld:needle", study.Size(1, 3, 3), ["key_diff"], settings)
+    said = capsys.readouterr().out
+    assert "synthesis/grid: 5 of 5 rows" in said
+    assert "synthesis/kept: 1 of 1 items" in said
+    assert not list(tmp_path.rglob("*.parquet"))

@@ -19,7 +19,8 @@ import typer
 
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import claims
-from kvrepro.paths import DATA, replaced
+from kvrepro.experiment.store import replace_rows
+from kvrepro.paths import DATA
 
 TABLE = DATA / "stability.csv"
 COLUMNS = ["varied", "runs", "chapter", "verdicts", "changed", "turned", "share", "pair", "which"]
@@ -78,12 +79,7 @@ def main(
                    f"{row.turned} of them turn over")  # fmt: skip
         if row.which:
             typer.echo("  " + row.which.replace("; ", "\n  "))
-    if out.is_file():
-        before = pd.read_csv(out)
-        same = before.varied.eq(varied) & before.chapter.isin(found.chapter)
-        found = pd.concat([before[~same], found])
-    with replaced(out) as aside:
-        found.to_csv(aside, index=False, float_format="%.4g")
+    replace_rows(out, found, ["varied", "chapter"], digits=4)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data, models
 from kvrepro.experiment.progress import seconds
-from kvrepro.paths import GPU, replaced
+from kvrepro.experiment.store import replace_rows
+from kvrepro.paths import GPU
 
 LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, Any]] = {  # configurations as the hub's config.json has them, what decides cost
@@ -150,14 +151,6 @@ def _spent(folder: Path) -> dict[str, Any]:
     return {name: round(float(rows[f"{name}_seconds"].sum()), 1) for name in ("prefill", "decode")}
 
 
-def _store(frame: pd.DataFrame, out: Path) -> None:
-    """Write the rows into the table, in the place of those that have the same `KEY`."""
-    known = pd.read_csv(out) if out.is_file() else pd.DataFrame(columns=KEY)
-    same = known.merge(frame[KEY], how="left", indicator=True)._merge == "both"
-    with replaced(out) as aside:
-        pd.concat([known[~same.to_numpy()], frame]).to_csv(aside, index=False)
-
-
 @one_line_errors()
 def main(
     shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "two-layer",
@@ -193,7 +186,7 @@ def main(
             for job in as_completed(jobs):
                 rows.append(job.result())
                 print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
-                _store(pd.DataFrame(rows), out)
+                replace_rows(out, pd.DataFrame(rows), KEY)
     print(f"the table: {out}")
     frame = pd.DataFrame(rows)
     if frame.error.any() or frame.failed.sum():

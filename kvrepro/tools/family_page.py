@@ -18,6 +18,7 @@ from kvrepro.experiment import claims, figure, models
 from kvrepro.tools.family_claims import JUDGED, RATES, TABLE, Kind, kinds
 
 CAUSES = ("seed", "KV heads", "sliding layers", "size")
+ONE = "one seed alone"
 NOT_ASKED = "not testable here"
 SIGNS = dict(zip(claims.VERDICTS, ("✓", "◐", "✗", "?", "–"), strict=True))
 COLOURS = ("#009e73", "#f0e442", "#d55e00", "#d9d9d9", "#ffffff")  # after Okabe and Ito's palette
@@ -38,16 +39,17 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
 
 def depends_on(row: pd.Series, of: Mapping[str, Kind]) -> str:
     """What one claim's verdict changes with: the seed, where models of the default's kind differ; otherwise in what the
-    models differ from these whose verdicts differ; nothing where all are the same, and "too few" where fewer than two
-    models, or none of the default's kind, could be asked."""
-    known = row.dropna()
-    reference = of[models.DEFAULT]
-    own = {verdict for name, verdict in known.items() if of[str(name)] == reference}
+    models differ from these whose verdicts differ; "one seed alone" where that cannot be told from chance; nothing
+    where all are the same; "too few" where fewer than two models, or none of the default's kind, could be asked."""
+    known, reference = row.dropna(), of[models.DEFAULT]
+    own = [verdict for name, verdict in known.items() if of[str(name)] == reference]
     if not own or len(known) < 2:
         return "too few"
-    if len(own) > 1:
+    if len(set(own)) > 1:
         return "seed"
     others = {reference.differs_in(of[str(name)]) for name, verdict in known.items() if verdict not in own}
+    if others and len(own) < 2:
+        return ONE
     return ", ".join(cause for cause in CAUSES if cause in others)
 
 
@@ -69,7 +71,8 @@ def counts(verdicts: pd.DataFrame, causes: pd.Series) -> pd.DataFrame:
     for name, own in [*causes.groupby(level=0, sort=False), ("all", causes)]:
         asked = own[own != "too few"]
         row = {"chapter": name, "asked of two models or more": len(asked), "the same for all": int((asked == "").sum())}
-        row |= {f"depends on {cause}": int(asked.str.contains(cause).sum()) for cause in CAUSES}
+        row |= {f"depends on {one}": sum(one in cause.split(", ") for cause in asked) for one in CAUSES}
+        row |= {"differs, one seed asked": int(asked.eq(ONE).sum())}
         row |= {"both decided": int(differ[asked.index].sum()), "turn over": int(over[asked.index].sum())}
         rows.append(row)
     return pd.DataFrame(rows)
@@ -117,7 +120,7 @@ def said(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> str:
     """What the page found, in sentences."""
     [*_, total] = counts(verdicts, causes).to_dict("records")
     asked, same = total["asked of two models or more"], total["the same for all"]
-    seed = total["depends on seed"]
+    seed, single = total["depends on seed"], total["differs, one seed asked"]
     shares = zip(pairs["the models differ in"], pairs["differ"], strict=True)
     return (
         f"- Of {asked} verdicts (a claim in one reading) that {verdicts.shape[1]} models were asked for, **{same} "
@@ -125,8 +128,9 @@ def said(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> str:
         f"in the other {asked - same - total['both decided']} that differ, the items of some are too few. "
         f"{total['turn over']} turn over: *reproduced* for one model, *not reproduced* for another.\n"
         f"- {seed} differ between models that differ in their seed alone, so that nothing is said of what else they "
-        f"depend on; {asked - same - seed} are the same for every seed and differ for a model of another kind.\n"
-        f"- Two models differ in this share of their verdicts (mean, and least to most over pairs), by what they "
+        f"depend on; {asked - same - seed - single} are the same for every seed and differ for a model of another kind"
+        + (f"; {single} differ from the one seed that was asked.\n" if single else ".\n")
+        + f"- Two models differ in this share of their verdicts (mean, and least to most over pairs), by what they "
         f"differ in: {'; '.join(f'{cause}: {share}' for cause, share in shares)}. Only what lies above the share of "
         "seeds is due to the kind of model."
     )
@@ -138,7 +142,9 @@ def dependent(verdicts: pd.DataFrame, causes: pd.Series) -> list[dict[str, str]]
     stated = {(chapter, claim["id"]): claim["statement"] for chapter in causes.index.unique(0)
               for claim in claims.load_claims(chapter)["claims"]}  # fmt: skip
     rows, differ = [], causes[~causes.isin(["", "too few"])]
-    for (chapter, claim, reading), cause in differ.sort_values(key=lambda c: c == "seed", kind="stable").items():
+    for (chapter, claim, reading), cause in differ.sort_values(
+        key=lambda c: c.isin(["seed", ONE]), kind="stable"
+    ).items():
         row = verdicts.loc[chapter, claim, reading]
         rows.append({
             "claim": f"{claim} {claims.LABELS.get(reading, '')}".strip(), "statement": stated.get((chapter, claim), ""),

@@ -8,6 +8,7 @@ from kvrepro.tools.family_claims import kinds
 MODELS = ("small-gqa", "small-gqa-seed-0", "small-mqa", "small-mha", "small-sliding", "tiny-gqa")
 SAID = {  # a letter per model
     "P1": "rrrrrr", "P2": "rnrrrr", "P4": "rrnrrr", "P5": "rrrrni", "P6": "rrr--r", "P7": "--r--r", "P8": "r-----",
+    "P9": "r-nrrr",
 }  # fmt: skip
 WORDS = {"r": "reproduced", "n": "not reproduced", "i": "inconclusive", "-": family_page.NOT_ASKED}
 
@@ -28,7 +29,7 @@ def test_what_a_verdict_depends_on(table):
     causes = family_page.wide(table).apply(family_page.depends_on, axis=1, of=kinds())
     assert dict(zip(causes.index.get_level_values("claim"), causes, strict=True)) == {
         "P1": "", "P2": "seed", "P4": "KV heads", "P5": "sliding layers, size", "P6": "", "P7": "too few",
-        "P8": "too few",
+        "P8": "too few", "P9": family_page.ONE,
     }  # fmt: skip
 
 
@@ -37,8 +38,9 @@ def test_counts_and_pairs_add_up(table):
     causes = verdicts.apply(family_page.depends_on, axis=1, of=kinds())
     [chapter, every] = family_page.counts(verdicts, causes).to_dict("records")
     assert chapter | {"chapter": "all"} == every
-    assert (every["asked of two models or more"], every["the same for all"], every["turn over"]) == (5, 2, 3)
+    assert (every["asked of two models or more"], every["the same for all"], every["turn over"]) == (6, 2, 4)
     assert [every[f"depends on {cause}"] for cause in family_page.CAUSES] == [1, 1, 1, 1]
+    assert every["differs, one seed asked"] == 1
     pairs = family_page.apart(verdicts, kinds()).set_index("the models differ in")
     assert pairs.differ["seed"] == "20% (20% to 20%)"  # P2 of P1, P2, P4, P5, P6
     assert pairs.pairs.sum() == 15
@@ -51,19 +53,24 @@ def test_the_page_says_who_cannot_answer_and_what_was_found(table, tmp_path):
                                                "can_hold": True, "can_fail": False}  # fmt: skip
     pd.DataFrame([row]).to_csv(tmp_path / "judged.csv", index=False)
     page = family_page.page(tmp_path / "family.csv", tmp_path / "judged.csv")
-    assert "Of 5 verdicts" in page["found"]
-    assert "**2 (40%) are the same for all**" in page["found"]
-    assert "3 turn over" in page["found"]
-    assert "In 3 two models differ that both decide; in the other 0" in page["found"]
+    assert "Of 6 verdicts" in page["found"]
+    assert "**2 (33%) are the same for all**" in page["found"]
+    assert "4 turn over" in page["found"]
+    assert "In 4 two models differ that both decide; in the other 0" in page["found"]
     assert page["rates"] == [{"claim": "M1", "wrongly reproduced": "2%", "wrongly not reproduced": "0%",
                               "can hold": "yes", "can fail": "no"}]  # fmt: skip
     poor = {row["model"]: row["answers too little in"] for row in page["models"]}
     assert poor == dict.fromkeys(MODELS, "-") | {"small-mha": "protection"}
     assert [row["failed"] for row in page["models"] if row["model"] == "small-mqa"] == ["leakage (InputError: why)"]
-    assert [row["claim"] for row in page["dependent"]] == ["P4 authors' code", "P5 authors' code", "P2 authors' code"]
+    assert [row["claim"] for row in page["dependent"]] == [
+        "P4 authors' code",
+        "P5 authors' code",
+        "P2 authors' code",
+        "P9 authors' code",
+    ]
     assert page["dependent"][0]["small-mqa"] == "✗"
     [axes] = family_page.drawn(tmp_path / "family.csv").axes
-    assert axes.collections[0].get_array().size == 6 * 7
+    assert axes.collections[0].get_array().size == 6 * 8
 
 
 def test_the_stored_tables_are_of_claims_and_models_that_exist():

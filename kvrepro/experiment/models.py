@@ -61,12 +61,12 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     where = _device(device)
     name, path = resolve(model)
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = _tokenizer(path)
         if not tokenizer.is_fast:
             raise ValueError("no fast tokenizer (tokenizer.json)")
         network, loading = AutoModelForCausalLM.from_pretrained(
@@ -82,6 +82,18 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     network = (network if where == "balanced" else network.to(where)).eval().requires_grad_(False)
     _check_engine(name, network)
     return Loaded(network, tokenizer, name, checkpoint_hash(path), path)
+
+
+def _tokenizer(folder: Path) -> Any:
+    """A checkpoint's tokenizer: tokenizer.json as it stands where no other class is declared. AutoTokenizer takes some
+    families' own class in its place (Qwen2's, which splits texts into bytes), whatever the checkpoint declares."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file = folder / "tokenizer_config.json"
+    declared = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") if file.is_file() else None
+    plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    kind = PreTrainedTokenizerFast if plain else AutoTokenizer
+    return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _type(dtype: str, where: str) -> Any:

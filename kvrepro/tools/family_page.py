@@ -200,8 +200,10 @@ def page(table: Path = TABLE, judged: Path = JUDGED) -> dict[str, list[dict[str,
     pairs = apart(verdicts, of)
     days, profiles = (sorted(frame[name].dropna().unique()) for name in ("date", "profile"))
     when = f"Run from {days[0]} to {days[-1]}" if days[0] != days[-1] else f"Run on {days[0]}"
+    left = [name for name in of if name not in set(frame.model)]
+    when += f"; not run yet: {', '.join(left)}" if left else ""
     return {
-        "found": said(verdicts, causes, pairs), "runs": f"{when}, profile {', '.join(profiles)}.",
+        "found": said(verdicts, causes, pairs), "runs": f"Profile {', '.join(profiles)}. {when}.",
         "models": members(frame, of).to_dict("records"), "pairs": pairs.to_dict("records"),
         "counts": counts(verdicts, causes).to_dict("records"), "dependent": dependent(verdicts, causes),
         "judged": claims.beside(own, *own.topic.unique()), "rates": rates(own),

@@ -20,7 +20,7 @@ def protection(f1=lambda name, cell: synthetic.paper_like(cell), same=lambda nam
     rows = {}
     for name in FAMILY:
         table = synthetic.results(
-            lambda cell, name=name: f1(name, cell), n_items=60, readings=("as_run",), policy_calls=lambda cell: 3
+            lambda cell, name=name: f1(name, cell), n_items=90, readings=("as_run",), policy_calls=lambda cell: 3
         )
         number = table.item.rank(method="dense").sub(1).astype(int)
         alike = number % 10 < 10 * same(name)

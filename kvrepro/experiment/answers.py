@@ -5,6 +5,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from kvrepro.engine import policy
 from kvrepro.engine.backend import obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.regime import Chunked, DecodeCap, Offline, PerStep, SharedCap
+from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, fingerprint, measure, models, store
 from kvrepro.experiment.models import Loaded
@@ -116,8 +117,11 @@ def code_of(condition: Condition, backend: str) -> str:
     for regimes, names in OF_REGIMES.items():
         if not isinstance(condition.regime, regimes):
             skipped |= names
+    own = [kind for kind in REGIMES.values() if isinstance(condition.regime, kind)]
+    skipped |= {(kind.__module__, kind.__name__) for kind in REGIMES.values() if kind not in own}
     roots = [("kvrepro.engine.generate", "generate"), ("kvrepro.experiment.measure", "all_measures"),
              ("kvrepro.experiment.answers", "answer_row")]  # fmt: skip
+    roots += [(kind.__module__, kind.__name__) for kind in own]
     return fingerprint.digest(fingerprint.code(*roots, unfollowed=frozenset(skipped)), policy_of(condition))
 
 
@@ -129,7 +133,8 @@ def policy_of(condition: Condition) -> Any:
     values = own.reading(condition.reading, condition.switches).values()
     named = [value for value in values if isinstance(value, str)]
     files = [file for name in named for file in (sorted(ROOT.glob(name)) if "*" in name else [data.found(name)])]
-    return [fingerprint.describe(own), [fingerprint.describe(file.read_bytes()) for file in files if file]]
+    said = {f.name: getattr(own, f.name) for f in fields(own)}  # what reads them is the engine's code
+    return [fingerprint.describe(said), [fingerprint.describe(file.read_bytes()) for file in files if file]]
 
 
 def heads(

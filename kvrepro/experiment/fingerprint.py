@@ -27,8 +27,9 @@ from kvrepro.paths import ROOT
 
 Name = tuple[str, str]  # module, and a name that it binds
 FOLDERS = {"kvrepro": ROOT / "kvrepro", "kvrepro_kernels": ROOT / "kernels" / "kvrepro_kernels"}
-# Each row's own policy counts. A name "" is all of a module, or of a package.
-UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE"), ("kvrepro.engine.policy", "OWN")})
+# Each row's own policy and regime count. A name "" is all of a module, or of a package.
+UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE"), ("kvrepro.engine.policy", "OWN"),
+                        ("kvrepro.engine.regime", "REGIMES")})  # fmt: skip
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 

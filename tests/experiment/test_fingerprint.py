@@ -144,7 +144,7 @@ def real(tmp_path_factory):
         path = folder / "kvrepro" / file
         text = path.read_text()
         first = keys()
-        edit = "@staticmethod" if line.startswith("def") else "# why"
+        edit = "@staticmethod" if line.startswith(("def", "class")) else "# why"
         edited = text.replace(f"\n{line}", f"\n{edit}\n{line}", 1)
         assert edited != text
         path.write_text(edited)
@@ -168,6 +168,9 @@ EVERY = {"snapkv", "k_norm", "full", "shared", "chunked"}
         ("engine/score/shared.py", "def h2o(", {"shared"}),
         ("engine/signals.py", "def joined(", {"shared"}),
         ("engine/passes.py", "def _chunked(", {"chunked"}),
+        ("engine/regime.py", "class SharedCap(", {"shared"}),
+        ("engine/regime.py", "class Prefill(", {"snapkv", "k_norm"}),
+        ("engine/regime.py", "class Regime", EVERY),
         ("chapters/leakage/prompts.py", "def prompt(", set()),
         ("chapters/protection/figures.py", "def retention(", set()),
         ("experiment/measure.py", "def token_f1(", EVERY),

@@ -171,8 +171,9 @@ def read_jsonl(path: Path) -> list[Item]:
     or `messages`, a list of {role, content}, with `spans`, a list of {name, message, start, end}, if any. It may have
     `id` (without: the file's name and the line), `task` (tables have a row for each task), `max_new_tokens` (of the
     answer), and `metric` (a name of `measure.METRICS`; `all_classes` lists the labels of a classification). Also read
-    are the rows of LongBench and of the protection paper's artifact. Raises InputError with the numbers of all bad
-    lines, two of one id among them, and what is wrong with the first.
+    are the rows of LongBench and of the protection paper's artifact, and items as `kvrepro items` prints them; what
+    else one knows of a row goes into `meta`. Raises InputError with the numbers of all bad lines, two of one id among
+    them, and what is wrong with the first.
     """
     if not path.is_file():
         raise InputError(f"no file {path}: give a .jsonl, or fetch one (python -m kvrepro.experiment.data list)")

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,19 @@ project; `-m Qwen/Qwen2.5-3B-Instruct -i longbench --device cuda` runs the same 
 """
 WHEN = "prefill, chunked, offline, decode-cap, per-step or shared-cap"
 SET = "of the condition, its regime or policy, such as until=question, interval=4, prefix=0.1, window=16"
+ITEMS = """Names of items, for `kvrepro run -i NAME`; `kvrepro items NAME` prints one, `-n 5` five of them.
+
+tinyworld              the world of the model that ships with the project, all its tasks
+tinyworld:domains      its six domains of questions and answers
+tinyworld:long         its eight tasks with long answers
+tinyworld:needle,entries    some tasks, of those below
+longbench              the sixteen English sets of LongBench
+longbench:qasper,trec  some of its sets; longbench:qa are the six that answer questions
+longbench:long         its reports, meetings and news, with answers of up to 512 tokens
+longbench:protection   its question sets as the protection paper asks them
+protection-panel       the 162 items of that paper
+ruler, ruler:vt,cwe    RULER's thirteen tasks or some, made for the tokenizer of the model that runs
+questions.jsonl        a file of your own, described on the page `book/your-model.md`"""
 OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, workers=2, results=folder, dry_run=true"
 PROGRAMS = {  # name: module with a `main`, what it is for
     "book": ("kvrepro.tools.book", "Execute the chapters that changed and build the book."),
@@ -45,8 +59,8 @@ def run(
     setting: Annotated[list[str], Option("-s", "--set", help=f"name=value: {SET}; repeat")] = [],  # noqa: B006
     model: Annotated[str, Option("-m", "--model", help="small-gqa, a checkpoint's folder, a hub id")] = "small-gqa",
     items: Annotated[str, Option("-i", "--items", help="as `kvrepro items` lists them")] = "tinyworld:domains",
-    n_items: Annotated[int, Option("-n", "--n-items")] = 12,
-    max_new_tokens: Annotated[int, Option(help="of an answer")] = 32,
+    n_items: Annotated[int | None, Option("-n", "--n-items", help="otherwise 12, or all of a shorter file")] = None,
+    max_new_tokens: Annotated[int | None, Option(help="of an answer; otherwise the item's own number, or 32")] = None,
     limit: Annotated[int | None, Option(help="tokens of a prompt; longer passages are cut")] = None,
     measure: Annotated[str, Option(help="the column that the table shows")] = "token_f1",
     device: Annotated[str, Option(help="cpu, cuda, auto or balanced")] = "cpu",
@@ -59,6 +73,7 @@ def run(
     Rows are stored as they come: a second call computes what is missing.
     """
     conditions = _conditions(policy, budget, regime, _named(setting))
+    _check_table(measure, out)
     from kvrepro.experiment import data, models
     from kvrepro.experiment.answers import prompt_limit
     from kvrepro.experiment.run import Answers, Settings
@@ -66,9 +81,13 @@ def run(
 
     settings = Settings.of(_named(option), device=device)
     loaded = models.load(model, settings.device, settings.dtype)
-    room = prompt_limit(loaded, max_new_tokens, limit)
-    asked = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, min(room, 1900))
-    rows = run_study(Answers("run", name, asked, conditions, max_new_tokens, limit), loaded, settings)
+    new = 32 if max_new_tokens is None else max_new_tokens
+    room = prompt_limit(loaded, new, limit)
+    count = data.AtMost(12) if n_items is None else n_items
+    asked = data.load_fitting(items, count, loaded.tokenizer, room, settings.seed, min(room, 1900))
+    if max_new_tokens is not None:
+        asked = [replace(item, meta=item.meta | {"max_new_tokens": new}) for item in asked]
+    rows = run_study(Answers("run", name, asked, conditions, new, limit), loaded, settings)
     if settings.dry_run:
         return
     print(_table(rows, measure).round(3).to_string(index=False))
@@ -109,14 +128,13 @@ def items(
 ) -> None:
     """Say which names of items there are, or print a sample of one."""
     import dataclasses
-    import inspect
     import json
 
     from kvrepro.experiment import data
     from kvrepro.world import world
 
     if not name:
-        print(inspect.getdoc(data.load_items), f"Tasks of tinyworld: {', '.join(world.KNOWN)}.", sep="\n\n")
+        print(ITEMS, f"Tasks of tinyworld: {', '.join(world.KNOWN)}", sep="\n\n")
         return
     for item in data.load_items(name, n_items, seed, tokens):
         print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=False))
@@ -132,7 +150,8 @@ def _conditions(policies: list[str], budgets: list[str], regime: str, given: dic
     from kvrepro.engine.regime import REGIMES
 
     regime = regime.replace("-", " ").replace("_", " ")
-    ensure(("", *REGIMES), regime=regime)
+    if regime:
+        ensure(tuple(REGIMES), regime=regime)
     own = {f.name for f in fields(Condition)} - {"policy", "budget", "regime", "switches"}
     found, taken = [Condition()], set()
     for policy in (name for name in policies if name != "full"):
@@ -152,15 +171,21 @@ def _conditions(policies: list[str], budgets: list[str], regime: str, given: dic
     return found
 
 
-def _table(rows: "pd.DataFrame", measure: str) -> "pd.DataFrame":
-    """Per policy and budget: the measure's mean with its interval, tokens that a head holds, memory of the full one's.
+def _check_table(measure: str, out: Path | None) -> None:
+    """Raise InputError for a measure that is no column of numbers, and for a file that cannot be written."""
+    from kvrepro.experiment.store import REAL, SCHEMA, WHOLE
 
-    Raises InputError for a measure that is no column of numbers.
-    """
+    numbers = [column.name for column in SCHEMA if column.type in (REAL, WHOLE)]
+    if measure not in numbers:
+        raise InputError(f"no number {measure!r} in the rows{meant(measure, numbers)}")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise InputError(f"--out {out}: {'that is a folder' if out.is_dir() else f'no folder {out.parent}'}")
+
+
+def _table(rows: "pd.DataFrame", measure: str) -> "pd.DataFrame":
+    """Per policy and budget: the measure's mean, its interval, tokens that a head holds, memory as a share of full."""
     from kvrepro.experiment import stats
 
-    if measure not in rows.select_dtypes("number"):
-        raise InputError(f"no number {measure!r} in the rows{meant(measure, rows.columns)}")
     by = ["policy", "share", "capacity"]
     table = stats.means(rows, by, measure)
     groups = rows.assign(memory=rows.bytes_held / rows.bytes_full).groupby(by, sort=False, dropna=False)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -98,6 +99,8 @@ def test_printed_items_are_a_file_of_items(call, tmp_path):
     _, out, _ = call("items")
     assert "longbench" in out
     assert "needle_multikey" in out
+    assert max(map(len, out.splitlines()[:-1])) < 120
+    assert "`tokens`" not in out
     _, out, _ = call("items", "tinyworld:needle,two_hop", "-n", "4", "--seed", "3", "--tokens", "300")
     (tmp_path / "mine.jsonl").write_text(out)
     assert [json.loads(line)["task"] for line in out.splitlines()] == ["needle"] * 2 + ["two_hop"] * 2
@@ -151,17 +154,30 @@ WRONG = {
     "unknown option 'sede', did you mean 'seed'": ["-o", "sede=1"],
     "unknown model 'nowhere'": ["-m", "nowhere"],
     "unknown items 'squad'": ["-i", "squad"],
+    "no folder /no/such": ["--out", "/no/such/rows.csv"],
+    "no number 'tokenf1' in the rows, did you mean 'token_f1'?": ["--measure", "tokenf1"],
+    "no number 'prediction' in the rows": ["--measure", "prediction"],
+    "unknown regime 'foo': choose one of prefill, ": ["-r", "foo"],
+    "backend 'triton': kernels need a GPU": ["-o", "backend=triton", "-i", "tinyworld:needle", "-n", "1"],
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_a_wrong_word_is_one_line_and_exit_code_2(message, call, tmp_path):
+def test_a_wrong_word_is_one_line_and_exit_code_2(message, call, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code, out, err = call("run", "-p", "snapkv", *WRONG[message], "-o", f"results={tmp_path}")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
 
 
-def test_a_measure_that_no_row_has_is_refused(call, tmp_path):
-    given = ["-p", "random", "-b", "0.5", "-i", "tinyworld:needle", "-n", "1", "--max-new-tokens", "1"]
-    code, _, err = call("run", *given, "--measure", "tokenf1", "-o", f"results={tmp_path}", "-o", "progress=false")
-    assert (code, err) == (2, "no number 'tokenf1' in the rows, did you mean 'token_f1'?\n")
+@pytest.mark.parametrize(("more", "lengths"), [((), [3, 2]), (("--max-new-tokens", "4"), [4, 4])])
+def test_numbers_given_win_over_the_items_own_and_a_short_file_is_taken_whole(more, lengths, call, tmp_path):
+    drawn = data.load_items("tinyworld:needle", 2, tokens=300)
+    rows = [asdict(item) | {"max_new_tokens": new} for item, new in zip(drawn, (3, 2), strict=True)]
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["-p", "random", "-b", "0.5", "-i", str(tmp_path / "two.jsonl"), "-o", f"results={tmp_path}", *more]
+    code, out, _ = call("run", *given, "-o", "progress=false")
+    assert (code, out.count("has 2 items, all are taken")) == (0, 1)
+    found = store.read(tmp_path / "run" / "main.parquet").query("policy == 'full'").set_index("item").max_new_tokens
+    assert found[[item.id for item in drawn]].tolist() == lengths
+    assert call("run", *given, "-n", "3")[2].startswith("n_items is 3 but ")

@@ -14,7 +14,7 @@ import torch
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine import policy
-from kvrepro.engine.backend import obstacles
+from kvrepro.engine.backend import obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
@@ -263,7 +263,10 @@ class AnswersPlan(Plan):
         self.total = len(self.keys)
 
     def _left(self) -> list[str | None]:
-        """Why the backend "auto" leaves a condition to plain PyTorch; None: it does not."""
+        """Why the backend "auto" leaves a condition to plain PyTorch; None: it does not. Raises InputError for "triton"
+        where no kernel can run."""
+        if self.settings.backend == "triton" and (why := obstacle(self.loaded.model, Condition())):
+            raise InputError(f"backend 'triton': {why}; take auto or torch")
         if self.settings.backend != "auto":
             return [None] * len(self.conditions)
         return obstacles(self.loaded.model, self.prompts[0].ids, self.conditions)

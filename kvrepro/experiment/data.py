@@ -13,16 +13,16 @@ import shutil
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from kvrepro.engine.allowed import Size, ensure
+from kvrepro.engine.allowed import Number, Size, ensure
 from kvrepro.engine.condition import Prompt
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError, meant, one_line_errors
 from kvrepro.experiment import longbench, measure
 from kvrepro.item import Item, Span
 from kvrepro.paths import DATA, ROOT, replaced
@@ -32,11 +32,18 @@ SOURCES = DATA / "sources.yml"
 PANEL = "artifact/data/longbench-balanced.jsonl"  # the protection paper's 162 items
 WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its prompts may have
 Range = tuple[int, int]  # [start, end) in characters
+ROLES = ("system", "user", "assistant")
+FIELDS = """id task domain dataset answer answers context question input prompt messages spans max_new_tokens metric
+all_classes meta form word_count language length _id""".split()  # of a row of a .jsonl file; others are misspelt
 # The paper's system turn asks for a short factual answer from the passage. Its wording is not published; this is ours.
 SYSTEM = "Answer the question from the passage. Reply with a short, factual answer only."
 
 
 # ---- items
+
+
+class AtMost(int):
+    """A number of items that nobody asked for, such as a profile's: where there are fewer, all are taken."""
 
 
 def load_items(
@@ -164,8 +171,9 @@ def read_jsonl(path: Path) -> list[Item]:
     or `messages`, a list of {role, content}, with `spans`, a list of {name, message, start, end}, if any. It may have
     `id` (without: the file's name and the line), `task` (tables have a row for each task), `max_new_tokens` (of the
     answer), and `metric` (a name of `measure.METRICS`; `all_classes` lists the labels of a classification). Also read
-    are the rows of LongBench and of the protection paper's artifact. Raises InputError with the numbers of all bad
-    lines, two of one id among them, and what is wrong with the first.
+    are the rows of LongBench and of the protection paper's artifact, and items as `kvrepro items` prints them; what
+    else one knows of a row goes into `meta`. Raises InputError with the numbers of all bad lines, two of one id among
+    them, and what is wrong with the first.
     """
     if not path.is_file():
         raise InputError(f"no file {path}: give a .jsonl, or fetch one (python -m kvrepro.experiment.data list)")
@@ -197,6 +205,8 @@ def read_jsonl(path: Path) -> list[Item]:
 
 def _item(row: dict[str, Any], identity: str) -> Item:
     """A row of a .jsonl file, which is called `identity` where it has no id."""
+    if unknown := next((key for key in row if key not in FIELDS), None):
+        raise ValueError(f"unknown field {unknown!r}{meant(unknown, FIELDS)}; anything else goes into meta")
     meta, answers = dict(row.get("meta") or {}), _answers(row)
     if len(answers) > 1:
         meta["answers"] = answers
@@ -204,13 +214,14 @@ def _item(row: dict[str, Any], identity: str) -> Item:
     name, benchmark = str(row.get("id", identity)), meta.get("benchmark")
     task = str(row.get("task") or row.get("domain") or row.get("dataset") or benchmark or "items")
     if "messages" in row:
-        messages = row["messages"]
-        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
-            raise ValueError("messages is not a list of {role, content}, both texts")
-        spans = tuple(Span(**span) for span in row.get("spans", ()))
-        if any(not 0 <= span.message < len(messages) for span in spans):
-            raise ValueError(f"a span lies outside the {len(messages)} messages")
-        return Item(name, task, tuple(messages), answers[0], spans, meta=meta)
+        spans = _spans(row)
+        item = Item(name, task, tuple(row["messages"]), answers[0], spans, meta=meta)
+        if not any(row.get(key) for key in ("context", "question", "input", "prompt")):
+            return item
+        item = replace(item, context=row.get("context"), question=row.get("question"), form=row.get("form", ""))
+        if item.form not in ("", *longbench.SETS) or _asked(item, item.context or "") != (item.messages, spans):
+            raise ValueError("context beside messages: give context and question, or messages alone")
+        return item  # as `kvrepro items` prints it
     question = next((row[key] for key in ("question", "input", "prompt") if key in row), None)
     if question is None:
         raise KeyError("question")
@@ -220,7 +231,29 @@ def _item(row: dict[str, Any], identity: str) -> Item:
     return Item(name, task, told, answers[0], spans, row["context"], question, meta)
 
 
+def _spans(row: dict[str, Any]) -> tuple[Span, ...]:
+    """The spans of a row's messages, each within its message."""
+    messages, spans = row["messages"], row.get("spans") or ()
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise ValueError("messages is not a list of {role, content}, both texts")
+    for message in messages:
+        ensure(ROLES, role=message["role"])
+    if not isinstance(spans, list | tuple) or not all(
+        isinstance(span, dict) and span.keys() == {"name", "message", "start", "end"} for span in spans
+    ):
+        raise ValueError("spans is not a list of {name, message, start, end}")
+    for span in spans:
+        name = f"span {span['name']!r}"
+        ensure(str, **{"name of a span": span["name"]})
+        ensure(Number(0, len(messages) - 1, whole=True), name, message=span["message"])
+        ensure(Number(1, len(messages[span["message"]]["content"]), whole=True), name, end=span["end"])
+        ensure(Number(0, span["end"] - 1, whole=True), name, start=span["start"])
+    return tuple(Span(**span) for span in spans)
+
+
 def _answers(row: dict[str, Any]) -> list[str]:
+    if "answer" in row and "answers" in row:
+        raise ValueError("answer and answers: give one of them")
     answers = row.get("answers", row.get("answer"))
     if answers is None:
         raise KeyError("answer")
@@ -237,7 +270,7 @@ def _asked_of(row: dict[str, Any]) -> dict[str, Any]:
     ensure((*measure.METRICS, None), metric=found.get("metric"))
     if found.get("metric") == "classification":
         if not isinstance(row.get("all_classes"), list):
-            raise KeyError("all_classes")
+            raise ValueError("metric 'classification' needs all_classes, the list of all labels")
         found["classes"] = row["all_classes"]
     return found
 
@@ -247,10 +280,14 @@ def _is_message(message: object) -> bool:
 
 
 def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") -> list[Item]:
-    """n items, as equal over tasks as their numbers allow, in file order; the seed chooses within a task."""
+    """n items, as equal over tasks as their numbers allow, in file order; the seed chooses within a task. Fewer than n:
+    InputError, unless n is `AtMost`."""
     if n is None or n == len(items):
         return items
     if n > len(items):
+        if isinstance(n, AtMost):
+            _say_all(name, len(items))
+            return items
         raise InputError(f"n_items is {n} but {name} has {len(items)} items: ask for at most {len(items)}")
     groups: dict[str, list[int]] = {}
     for i, item in enumerate(items):
@@ -259,6 +296,11 @@ def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") ->
         random.Random(f"{seed} {task}").shuffle(members)
     turns = [members[turn] for turn in range(len(items)) for members in groups.values() if turn < len(members)]
     return [items[i] for i in sorted(turns[:n])]
+
+
+@cache  # a chapter's studies load the same file more than once
+def _say_all(name: str, count: int) -> None:
+    print(f"{name} has {count} items, all are taken")
 
 
 # ---- prompts

@@ -26,7 +26,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.engine.allowed import ensure
+from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, models
 from kvrepro.experiment.progress import seconds
 from kvrepro.experiment.store import replace_rows
@@ -80,8 +81,7 @@ def checkpoint(
     folder: Path, shape: str, texts: Iterable[str], vocabulary: int = 4096, dtype: str = "float32", **changes: Any
 ) -> Path:
     """Random weights in a shape of `SHAPES`, with the tokenizer, as the hub's files. The same weights each time."""
-    if shape not in SHAPES:
-        raise InputError(f"unknown shape {shape!r}: choose {', '.join(SHAPES)}")
+    ensure(tuple(SHAPES), shape=shape)
     fast = tokenizer(texts, vocabulary)
     ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id, "bos_token_id": None}
     config = AutoConfig.for_model(**{"vocab_size": len(fast)} | SHAPES[shape] | ends | changes)
@@ -164,7 +164,9 @@ def main(
     out: Annotated[Path, typer.Option(help="the table")] = GPU / "chapters.csv",
 ) -> None:
     """Run the chapters on random weights of a real shape; exit 1 where a row failed or a chapter did not end."""
-    texts = [message["content"] for item in data.load_items(items, 8) for message in item.messages]
+    ensure(tuple(SHAPES), shape=shape)
+    models._device(device)
+    texts = [message["content"] for item in data.load_items(items, data.AtMost(8)) for message in item.messages]
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     told = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
     told |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}

@@ -2,9 +2,11 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 
 import checkpoint
 import pytest
@@ -15,6 +17,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvrepro.chapters.dropkv_bound import settings as dropkv
+from kvrepro.chapters.fragility import study as fragility
+from kvrepro.chapters.protection import grid
+from kvrepro.chapters.synthesis import study as synthesis
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.data import Item, Span
@@ -115,6 +121,58 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, line):
     with pytest.raises(InputError, match="bad.jsonl, line 2: ") as error:
         data.load_items(str(tmp_path / "bad.jsonl"))
     assert "\n" not in str(error.value)
+
+
+def spans(*changes):
+    return {"spans": [{"name": "a", "message": 0, "start": 0, "end": 1} | change for change in changes]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (spans({}, {"start": -1}), "start -1 for span 'a': a whole number, at least 0"),
+        (spans({"end": 2}), "end 2 for span 'a': a whole number, at least 1, at most 1"),
+        (spans({"start": 1}), "start 1 for span 'a': a whole number, at least 0, at most 0"),
+        (spans({"end": 1.0}), "end 1.0 for span 'a'"),
+        (spans({"message": -1}), "message -1 for span 'a'"),
+        (spans({"first": 0}), "spans is not a list of {name, message, start, end}"),
+        ({"messages": [{"role": "usr", "content": "Q"}]}, "unknown role 'usr': choose one of system, user, assistant"),
+        ({"anwsers": ["B"]}, "unknown field 'anwsers', did you mean 'answers'?"),
+        ({"answers": ["B"]}, "answer and answers: give one of them"),
+        ({"context": "C"}, "context beside messages"),
+        ({"question": "Q"}, "context beside messages"),
+        ({"metric": "classification"}, "metric 'classification' needs all_classes"),
+    ],
+)
+def test_what_a_row_means_otherwise_is_refused_in_words(tmp_path, change, words):
+    assert data.load_items(jsonl(tmp_path / "good.jsonl", ROW | spans({})))[0].spans == (Span("a", 0, 0, 1),)
+    with pytest.raises(InputError, match="line 1: " + re.escape(words)) as error:
+        data.load_items(jsonl(tmp_path / "bad.jsonl", ROW | change))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["", "qasper"])
+def test_an_item_with_a_passage_can_be_written_and_read(tmp_path, form):
+    messages, marked = data._asked(Item("q", "t", (), "A", question="Q", form=form), "C")
+    item = Item("q", "t", messages, "A", marked, "C", "Q", {"answers": ["A", "B"]}, form)
+    assert data.load_items(jsonl(tmp_path / "one.jsonl", asdict(item))) == [item]
+
+
+def test_a_number_that_nobody_asked_for_takes_what_there_is(tmp_path, capsys):
+    path = jsonl(tmp_path / "two.jsonl", ROW, ROW)
+    for n, count in ((data.AtMost(8), 2), (data.AtMost(8), 2), (data.AtMost(1), 1)):
+        assert len(data.load_fitting(path, n, TOKENIZER, 500)) == count
+    assert capsys.readouterr().out == f"{path} has 2 items, all are taken\n"
+    with pytest.raises(InputError, match=r"n_items is 8 but .*two.jsonl has 2 items"):
+        data.load_fitting(path, 8, TOKENIZER, 500)
+
+
+def test_a_profile_s_size_is_no_number_that_was_asked_for():
+    usual = [grid.size("quick"), synthesis.size("full"), fragility.SIZES["quick"]]
+    numbers = [usual[0].items, usual[0].context, usual[1].items, *usual[2][:2], dropkv.Given().prompts(None)]
+    assert {type(number) for number in numbers} == {data.AtMost}
+    asked = [grid.size("quick", 8).items, synthesis.size("full", 8).items, dropkv.Given().prompts(8)]
+    assert {type(number) for number in asked} == {int}
 
 
 def test_all_bad_lines_are_numbered_with_the_first_reason(tmp_path):

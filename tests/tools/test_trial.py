@@ -55,5 +55,17 @@ def test_a_shape_is_one_that_transformers_can_build(shape):
 
 
 def test_an_unknown_shape_is_refused(tmp_path):
-    with pytest.raises(InputError, match="unknown shape 'huge': choose two-layer, qwen2.5-3b"):
+    with pytest.raises(InputError, match="unknown shape 'huge': choose one of two-layer, qwen2.5-3b"):
         trial.checkpoint(tmp_path, "huge", ["a"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "message"),
+    [("huge", "cpu", "unknown shape 'huge'"), ("two-layer", "cuda:99", "device 'cuda:99' asked for, torch sees")],
+)
+def test_shape_and_device_are_looked_at_before_items(shape, device, message, capsys):
+    with pytest.raises(SystemExit):
+        trial.main(shape, device, items="no/such.jsonl")
+    said = capsys.readouterr().err
+    assert said.startswith(message)
+    assert said.count("\n") == 1

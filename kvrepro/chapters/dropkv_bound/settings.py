@@ -8,6 +8,7 @@ from kvrepro.engine.allowed import Count, Number, Odd, Size, ensure
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
+from kvrepro.experiment.data import AtMost
 
 Part = Annotated[float, Number(0, 1, above=True, below=True)]
 PROFILES = {"quick": (24, 2, 150), "full": (48, 4, 600)}  # prompts, query positions, triples for the enumeration
@@ -81,7 +82,7 @@ class Given(Settings):
 
     def prompts(self, n_items: int | None) -> int:
         """How many prompts: as many as asked for, or the profile's."""
-        count = PROFILES[self.profile][0] if n_items is None else n_items
+        count = AtMost(PROFILES[self.profile][0]) if n_items is None else n_items
         ensure(Size, n_items=count)
         return count
 

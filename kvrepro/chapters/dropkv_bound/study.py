@@ -47,7 +47,7 @@ def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Give
     """Half as many `questions` at each of `settings.lengths`. A length that the model or the items cannot have is left
     out, which is printed; none left: InputError. Messages that can neither be built nor cut to a length count at their
     longest."""
-    n_items, lengths = max(1, n_items // 2), list(settings.lengths)
+    n_items, lengths = data.AtMost(max(1, n_items // 2)), list(settings.lengths)
     room, given = loaded.context - settings.max_new_tokens, []
     if items.partition(":")[0] != "tinyworld":
         given = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed)

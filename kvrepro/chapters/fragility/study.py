@@ -74,7 +74,10 @@ class Size(NamedTuple):
     short: int
 
 
-SIZES = {"quick": Size(96, 36, 12, 12, 12), "full": Size(200, 64, 24, 24, 24)}
+SIZES = {
+    "quick": Size(data.AtMost(96), data.AtMost(36), 12, 12, 12),
+    "full": Size(data.AtMost(200), data.AtMost(64), 24, 24, 24),
+}
 
 
 def declare(

@@ -11,6 +11,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import READINGS, check, find
 from kvrepro.engine.regime import DecodeCap, SharedCap
 from kvrepro.errors import InputError
+from kvrepro.experiment.data import AtMost
 
 # The paper's Table 3.
 PROTECTION_SEVEN = (
@@ -42,7 +43,9 @@ SIZES = {  # nine for each of the eight tasks; the paper's main panel
 def size(profile: str, n_items: int | None = None) -> Size:
     """The profile's size; `n_items` sets the main study and caps the others."""
     found = SIZES[profile]
-    return found if n_items is None else Size(n_items, *(min(n_items, n) for n in astuple(found)[1:]))
+    if n_items is None:
+        return Size(*map(AtMost, astuple(found)))
+    return Size(n_items, *(min(n_items, n) for n in astuple(found)[1:]))
 
 
 def readings(reading: str, policy: str = "lru") -> list[str]:

@@ -52,7 +52,7 @@ def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings)
     none is longer than what they hold: budgets are shares of it.
     """
     ensure((Size, None), n_items=n_items)
-    held, count = ModelFacts.of(loaded.model).held, n_items or SIZES[settings.profile]["arising"]
+    held, count = ModelFacts.of(loaded.model).held, n_items or data.AtMost(SIZES[settings.profile]["arising"])
     most = settings.prompt_tokens
     tokens, room = held(most), held(max(most, loaded.context - _needed(settings)))
     if tokens < most:

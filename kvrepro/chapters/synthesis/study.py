@@ -42,7 +42,7 @@ class Size(NamedTuple):
     others: int
 
 
-SIZES = {"quick": Size(6, 140, 32), "full": Size(48, 240, 240)}
+SIZES = {"quick": Size(data.AtMost(6), 140, 32), "full": Size(data.AtMost(48), 240, 240)}
 
 
 def size(profile: str, n_items: int | None = None, cells: int | None = None) -> Size:

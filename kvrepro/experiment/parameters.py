@@ -10,7 +10,8 @@ INJECTED = "# Parameters"  # the first line of the cell that papermill adds
 
 
 def check_parameters(cells: Sequence[str] | None = None) -> None:
-    """Raise InputError for a name that papermill was given and no cell before its own sets, which papermill only logs.
+    """Raise InputError for a name that papermill was given and no cell before its own sets, which papermill only logs,
+    and for a list that it was given as text.
 
     cells: source of the cells that were run; None: of this notebook. Outside a notebook nothing is looked at.
     """
@@ -25,7 +26,18 @@ def check_parameters(cells: Sequence[str] | None = None) -> None:
                 raise InputError(
                     f"this notebook has no parameter {name!r}{meant(name, known)}: see its cell tagged parameters"
                 )
+            _refuse_lists_as_text(source)
         known |= names
+
+
+def _refuse_lists_as_text(source: str) -> None:
+    for line in ast.parse(source).body:
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
+            value, name = line.value.value, ast.unparse(line.targets[0])
+            if isinstance(value, str) and value.startswith(("[", "{")):
+                raise InputError(
+                    f'{name} is the text {value!r}: papermill passes text with -p, use -y "{name}: {value}"'
+                )
 
 
 def _set(source: str) -> set[str]:

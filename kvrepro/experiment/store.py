@@ -101,6 +101,10 @@ class Store:
             part.unlink()
         for leftover in self.folder.glob("*.tmp"):
             leftover.unlink()
+        if not self.table.exists():  # nothing was ever stored: leave no trace
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+                self.folder.parent.rmdir()
         os.close(self._lock)
 
     def __enter__(self) -> "Store":

@@ -4,9 +4,13 @@
 executed copies lie there, computed pages in book/generated, the HTML in _build/html. None of these is kept in git.
 """
 
+import ast
+import collections
 import contextlib
 import hashlib
 import importlib
+import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,6 +32,8 @@ import typer
 import yaml
 from papermill.exceptions import PapermillExecutionError
 
+from kvrepro.engine.allowed import Size, ensure_all
+from kvrepro.engine.policy import find
 from kvrepro.errors import InputError, meant
 from kvrepro.experiment import progress, run
 from kvrepro.paths import ROOT
@@ -228,11 +234,12 @@ def main(
         parameters = parse_parameters(parameter, names)
         wanted = any(given.get("options", {}).get("dry_run") for given in parameters.values())
         if dry_run or wanted or run.Settings().dry_run:
-            for name in names:
-                rehearse(name, parameters[name])
+            rehearse_all(names, parameters)
             return
         for name in names:
-            start = time.perf_counter()
+            check(name, parameters[name])
+        for name in names:
+            start = _begin(name)
             ran, error = watched(name, parameters[name], force)
             if error:
                 failed.append(name)
@@ -240,7 +247,7 @@ def main(
                 print(f"{name}: {error}\n{name}: {until}", file=sys.stderr)
                 failed_page(name, error)
             _report(name, start, "failed" if error else "executed" if ran else "unchanged")
-        start = time.perf_counter()
+        start = _begin("build")
         pages.write([name for name in names if (ROOT / "data" / "claims" / f"{name}.yml").is_file()])
         index = build()
         _report("build", start, "warnings are errors")
@@ -254,6 +261,40 @@ def main(
     if failed:
         print(f"{', '.join(failed)} failed: the book says so in their place", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def check(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
+    """Raise InputError, with the chapter's name, for values of parameters that it would refuse, as far as that shows
+    before a model is loaded: what its cells say until then, and policies that nobody has."""
+    loads, own, space = "models.load(", dict[str, Any](), dict[str, Any]()
+    if not parameters or loads not in _source(name, root).read_text():
+        return
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            collections.deque(cells(name, {}, print, root, own, until=loads), 0)
+            collections.deque(cells(name, parameters, print, root, space, until=loads), 0)
+        ensure_all(Size | None, n_items=space["n_items"])
+        for parameter in {"policies", "rivals"} & set(space):
+            ensure_all(list[str], **{parameter: space[parameter]})
+            for policy in sorted(set(space[parameter]) - set(own[parameter]) - {"full"}):
+                find(policy)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
+    except Exception:  # not the input's fault, as far as this can tell: the chapter says it in its place
+        return
+
+
+def rehearse_all(names: Sequence[str], parameters: dict[str, dict[str, Any]]) -> None:
+    """`rehearse` of every chapter. One that refuses its parameters says why, and the exit status is 2 in the end."""
+    refused = False
+    for name in names:
+        try:
+            rehearse(name, parameters[name])
+        except InputError as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            refused = True
+    if refused:
+        raise typer.Exit(2)
 
 
 def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
@@ -275,15 +316,19 @@ def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
 
 def cells(
     name: str, parameters: dict[str, Any], display: Callable[..., None], root: Path = ROOT,
-    space: dict[str, Any] | None = None,
+    space: dict[str, Any] | None = None, until: str = "",
 ) -> Iterator[str]:  # fmt: skip
     """Run a notebook's code cells in this process, one by one, with these parameters in the place of its own; their
-    sources. Their variables are in `space`, if one is given."""
+    sources. Their variables are in `space`, if one is given; the first statement that holds `until` ends the run."""
     space = {} if space is None else space
     space["display"] = display
     for cell in nbformat.read(_source(name, root), as_version=4).cells:
         if cell.cell_type == "code":
-            exec(compile(cell.source, f"{name}.ipynb", "exec"), space)
+            tree = ast.parse(cell.source)
+            body = list(itertools.takewhile(lambda line: not until or until not in ast.unparse(line), tree.body))
+            exec(compile(ast.Module(body, []), f"{name}.ipynb", "exec"), space)
+            if len(body) < len(tree.body):
+                return
             if "parameters" in cell.metadata.get("tags", []):
                 if unknown := sorted(set(parameters) - set(space)):
                     raise InputError(f"{name} has no parameter {unknown[0]!r}")
@@ -350,6 +395,13 @@ def chapter_left(name: str, told: dict[str, Any], seconds: float) -> float | Non
     before = list(expected.values())[: list(expected).index(study)]
     done = sum(before) + expected[study] * told["done"] / told["total"]
     return max(told["left"], seconds * (sum(expected.values()) / done - 1))
+
+
+def _begin(step: str) -> float:
+    """The time. Where no live line is seen, say that the step begins."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        print(f"{step:<16} begins", flush=True)
+    return time.perf_counter()
 
 
 def _report(step: str, start: float, note: str) -> None:

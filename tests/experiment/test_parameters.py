@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from kvrepro.errors import InputError
@@ -17,3 +19,10 @@ def test_a_misspelt_parameter_is_refused_with_what_was_meant():
         check_parameters([*CELLS[:2], "# Parameters\nn_item = 8\n"])
     with pytest.raises(InputError, match="no parameter 'colour': see"):
         check_parameters([*CELLS[:2], "# Parameters\ncolour = 8\n"])
+
+
+def test_a_list_that_came_as_text_is_refused_with_the_way_to_give_it():
+    said = """n_items is the text '[8, 9]': papermill passes text with -p, use -y "n_items: [8, 9]\""""
+    with pytest.raises(InputError, match=re.escape(said)):
+        check_parameters([*CELLS[:2], "# Parameters\nseed = 3\nn_items = '[8, 9]'\n"])
+    check_parameters([*CELLS[:2], "# Parameters\nn_items = [8, 9]\nseed = 'a [b]'\n"])

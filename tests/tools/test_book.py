@@ -11,6 +11,7 @@ import time
 import nbformat
 import pytest
 import synthetic
+import typer
 from papermill.exceptions import PapermillExecutionError
 
 from kvrepro.chapters.protection import members
@@ -196,6 +197,76 @@ def test_the_book_rehearses_when_it_is_asked_to(monkeypatch, flag):
     monkeypatch.setattr(book, "rehearse", lambda name, parameters: said.append(name))
     book.main(parameter=[] if flag else ["dry_run=true"], force=False, workers=None, dry_run=flag)
     assert said == ["protection", "reanalysis"]
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What the book's command executes, where nothing is computed."""
+    done = []
+    monkeypatch.setattr(book, "chapters", lambda: ["protection", "leakage", "reclamation"])
+    monkeypatch.setattr(book, "watched", lambda name, parameters, force: (done.append(name) or True, ""))
+    monkeypatch.setattr(book.pages, "write", lambda names: None)
+    monkeypatch.setattr(book, "build", lambda: "index.html")
+    return done
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("leakage.policies=[snapkv, nosuch]", "leakage: unknown policy 'nosuch'"),
+        ("leakage.policies=snapkv", "leakage: policies 'snapkv': give a list"),
+        ("reclamation.n_items=0", "reclamation: n_items 0: a whole number, at least 1"),
+        ("leakage.profile=quik", "leakage: unknown profile 'quik'"),
+        ("reclamation.capacity=-1", "reclamation: capacity -1"),
+    ],
+)
+def test_a_value_that_any_chapter_refuses_ends_the_command_before_the_first_is_executed(steps, capsys, given, said):
+    with pytest.raises(typer.Exit) as end:
+        book.main(parameter=[given, "protection.n_items=1"], force=False, workers=None, dry_run=False)
+    error = capsys.readouterr().err
+    assert end.value.exit_code == 2
+    assert error.startswith(said)
+    assert error.count("\n") == 1
+    assert steps == []
+
+
+def test_what_is_written_to_a_file_says_when_each_chapter_begins_and_ends(steps, capsys):
+    own = ["reclamation.policies=[sinks_recency, full]", "policies=[snapkv, tova]"]
+    book.main(parameter=own, force=False, workers=None, dry_run=False)
+    assert steps == ["protection", "leakage", "reclamation"]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    begun = [line[0] for line in lines if line[1:] == ["begins"]]
+    assert begun == [*steps, "build"]
+    assert [line[0] for line in lines if line[2:3] == ["s"]] == begun
+
+
+def test_what_a_chapters_own_code_raises_is_left_to_the_chapter(root):
+    notebook = nbformat.read(root / "notebooks" / "first.ipynb", as_version=4)
+    notebook.cells[1].source = "1 / 0\nloaded = models.load()"
+    nbformat.write(notebook, root / "notebooks" / "first.ipynb")
+    book.check("first", {"size": 3}, root)
+    notebook.cells[1].source = notebook.cells[1].source.replace("1 / 0", "n_items = size")
+    nbformat.write(notebook, root / "notebooks" / "first.ipynb")
+    book.check("first", {"size": 3}, root)  # no model is loaded: there is no such name
+    with pytest.raises(InputError, match="first: n_items -3"):
+        book.check("first", {"size": -3}, root)
+
+
+def test_a_rehearsal_goes_on_after_a_chapter_that_refuses(monkeypatch, capsys):
+    said = []
+
+    def rehearse(name, parameters):
+        said.append(name)
+        if name != "leakage":
+            raise InputError(f"{name} cannot")
+
+    monkeypatch.setattr(book, "rehearse", rehearse)
+    names = ["protection", "leakage", "reclamation"]
+    with pytest.raises(typer.Exit) as end:
+        book.rehearse_all(names, dict.fromkeys(names, {}))
+    assert (end.value.exit_code, said) == (2, names)
+    assert capsys.readouterr().err == "protection: protection cannot\nreclamation: reclamation cannot\n"
+    book.rehearse_all(["leakage"], {"leakage": {}})
 
 
 def test_whatever_a_page_would_fetch_is_found(tmp_path):

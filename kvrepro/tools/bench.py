@@ -137,6 +137,7 @@ def scratch(
     for name in asked:
         policy, peaks = CATALOGUE[name], []
         parameters: dict = policy.reading("as_described")
+        parameters |= {file: str(parameters[file]).replace("*", "tiny-gqa") for file in policy.files}
         for n in (tokens // 2, tokens):
             o = _observation(n, parameters.get("window", 0), projected=not policy.files)
             with Peak(torch.device("cpu")) as peak:

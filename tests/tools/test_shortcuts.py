@@ -43,8 +43,8 @@ def test_a_passage_is_evidence_filler_and_other_facts(tiny):
 def test_norms_and_attention_are_the_models_own(tiny):
     [item] = data.load_items("tinyworld:story", 1, seed=3, tokens=300)
     found = shortcuts.of_item(tiny, item)
-    assert found.layer.nunique() == 9
-    assert found[found.layer >= 0].groupby("layer")["head"].nunique().tolist() == [2] * 8
+    assert found.layer.nunique() == 7
+    assert found[found.layer >= 0].groupby("layer")["head"].nunique().tolist() == [2] * 6
     assert found.auc.between(0, 1).all()
     told = found[(found.signal == "rarity") & (found.contrast == "answer words, filler")]
     assert told.auc.item() > 0.9
@@ -60,14 +60,16 @@ def test_the_shipped_tables_say_what_the_models_page_says():
     assert words["rarity", -1, 0] > 0.99
     assert abs(words["position", -1, 0] - 0.5) < 0.1
     best = words["value_norm"].groupby("layer").max()
-    assert best[[0, 1, 6]].min() > 0.95
-    assert words["value_norm"][1].min() < 0.05
-    assert words["window"][1].max() < 0.7
-    assert words["key_norm"][2].min() < 0.35
+    assert best[[0, 1, 3, 4]].min() > 0.9
+    assert words["key_norm"][1].max() > 0.95
+    assert words["key_norm"][2].max() < 0.35
+    assert words["window"].groupby("layer").max()[[2, 3]].min() > 0.85
+    assert others["question"][1].min() > 0.65 > others["question"].drop(1, level="layer").max()
     lost = pd.read_csv(DATA / "shortcuts_lost.csv").set_index(["policy", "share"])
     for share in shortcuts.SHARES:
-        assert lost.value["value_norm", share] < lost.value["snapkv", share] - 0.1
+        assert lost.value["value_norm", share] < lost.value["snapkv", share] - 0.1 * (share > 0.1)
+        assert lost.value["k_norm", share] > 0.9
         held = lost["answer words"][[("value_norm", share), ("snapkv", share)]]
         assert held.min() > share
-        assert held.max() - held.min() < 0.06
+        assert held.max() - held.min() < 0.08
     assert [axes.get_title(loc="left") for axes in shortcuts.drawn().axes] == list(shortcuts.CONTRASTS)

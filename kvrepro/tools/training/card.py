@@ -17,8 +17,8 @@ CARD = """# The embedded model: {name}
 
 A chat model of {parameters} million parameters that knows one small synthetic world and nothing else. It ships with the
 project so that every chapter runs on real attention patterns without a download and without a GPU.
-`AutoModelForCausalLM.from_pretrained("data/models/{name}")` and `AutoTokenizer.from_pretrained(...)` load it as
-they load any checkpoint.
+`AutoModelForCausalLM.from_pretrained("data/models/{name}")` and `{tokenizer}.from_pretrained(...)` load it as
+they load any checkpoint.{why}
 
 With the full cache it answers {answered} of the questions about 1,900 tokens of its world to the last word. What it
 loses when tokens are evicted is therefore lost evidence, not lost fluency or missing skill.
@@ -215,6 +215,8 @@ def _facts(folder: Path) -> dict[str, str]:
     heads = (config["num_attention_heads"], config["num_key_value_heads"])
     dim = config["hidden_size"] // heads[0]
     return {
+        "tokenizer": "AutoTokenizer" if config["model_type"] == "llama" else "PreTrainedTokenizerFast",
+        "why": "" if config["model_type"] == "llama" else " (AutoTokenizer takes Qwen2's own class, which reads bytes.)",
         "name": folder.name, "parameters": f"{_millions(folder):.1f}", "architecture": kind + sliding,
         "layers": str(config["num_hidden_layers"]), "width": str(config["hidden_size"]),
         "inner": f"{config['intermediate_size']:,}",

@@ -213,10 +213,10 @@ def _facts(folder: Path) -> dict[str, str]:
     kind = {"llama": "Llama with biases on query, key and value (`attention_bias`; the output projection's bias is 0)",
             "qwen2": "Qwen2"}[config["model_type"]]  # fmt: skip
     heads = (config["num_attention_heads"], config["num_key_value_heads"])
-    dim = config["hidden_size"] // heads[0]
+    dim, plain = config["hidden_size"] // heads[0], config["model_type"] == "llama"
     return {
-        "tokenizer": "AutoTokenizer" if config["model_type"] == "llama" else "PreTrainedTokenizerFast",
-        "why": "" if config["model_type"] == "llama" else " (AutoTokenizer takes Qwen2's own class, which reads bytes.)",
+        "tokenizer": "AutoTokenizer" if plain else "PreTrainedTokenizerFast",
+        "why": "" if plain else " (AutoTokenizer takes Qwen2's own class, which reads bytes.)",
         "name": folder.name, "parameters": f"{_millions(folder):.1f}", "architecture": kind + sliding,
         "layers": str(config["num_hidden_layers"]), "width": str(config["hidden_size"]),
         "inner": f"{config['intermediate_size']:,}",

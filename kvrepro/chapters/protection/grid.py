@@ -34,8 +34,8 @@ class Size:
     question: int  # per length and place of the question
 
 
-SIZES = {  # nine for each of the eight tasks; the paper's main panel
-    "quick": Size(72, 24, 8, 6),
+SIZES = {  # six for each of the eight tasks; the paper's main panel
+    "quick": Size(48, 8, 8, 6),
     "full": Size(162, 48, 32, 24),
 }
 

@@ -75,7 +75,7 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "quick": Size(data.AtMost(96), data.AtMost(36), 12, 12, 12),
+    "quick": Size(data.AtMost(96), data.AtMost(12), 6, 6, 6),
     "full": Size(data.AtMost(200), data.AtMost(64), 24, 24, 24),
 }
 

@@ -40,7 +40,7 @@ from kvrepro.experiment.run import PerItem
 LAYOUTS = ("none", "repack", "fill")
 SINKS = 4
 SIZES = {  # prompts of each study
-    "quick": {"arising": 24, "published": 6, "identity": 12, "latency": 12, "sharing": 3, "sparsity": 24, "pages": 3},
+    "quick": {"arising": 24, "published": 6, "identity": 6, "latency": 6, "sharing": 3, "sparsity": 24, "pages": 3},
     "full": {"arising": 48, "published": 48, "identity": 24, "latency": 24, "sharing": 24, "sparsity": 48, "pages": 24},
 }
 

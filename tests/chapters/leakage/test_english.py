@@ -215,7 +215,7 @@ def test_a_chapter_on_a_file_of_ones_own_with_labelled_questions(tmp_path, monke
     short = [*shots(2, 110), *(item for item in shots(3) if item.id == "trec-002")]
     monkeypatch.setattr(data, "load_items", lambda items: short)
     texts = [m["content"] for item in english.english(str(own)) + english.trec(3) for m in item.messages]
-    folder = checkpoint.save(tmp_path / "small", texts, context=2400)
+    folder = checkpoint.save(tmp_path / "small", texts, context=1900)
     loaded = models.load(str(folder))
     few = {"max_new_tokens": 4, "timed": 1, "repeats": 1, "wording": "ours"}
     plan = Plan(Settings.of(few, results=tmp_path, progress=False), str(own), policies=("snapkv",), ratios=(0.5,))

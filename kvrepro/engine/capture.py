@@ -44,7 +44,7 @@ class CapturedStep:
         self.slot = Slot.first(call.device)
         self.cache = EngineCache(call.model.config)
         budget = max(job.budgets[0] for job in rows.jobs if job.policy is not None) if again else 0
-        _forget(call, rows)
+        rows.slide(call.facts)
         for n, layer in rows.cache.ragged.items():
             layer.settle()
             dense, most = rows.signals is not None or sliding_window(call.model.config, n) is not None, budget
@@ -105,7 +105,7 @@ class CapturedStep:
         """Give `rows` a cache that an eviction can change."""
         for n, layer in self.cache.ragged.items():
             rows.cache.ragged[n] = layer.loose()
-        _forget(self.call, rows)
+        rows.slide(self.call.facts)
 
     def keep_held(self, rows: Rows) -> bool:
         """Drop what no head holds any longer, in place; False if that does not fit."""
@@ -128,12 +128,6 @@ class CapturedStep:
         rows.cache.ragged = dict(self.cache.ragged)
         self.slot.reset()
         return True
-
-
-def _forget(call: Call, rows: Rows) -> None:
-    """Layers that slide forget what the next query does not see."""
-    for n, window in call.facts.sliding.items():
-        rows.cache.ragged[n].slide(rows.seen - window + 1)
 
 
 @contextmanager

@@ -237,8 +237,7 @@ def _finished(call: Call, rows: Rows, done: list[int], picked: list[Tensor], sec
     if not done:
         return
     facts, tokens = call.facts, torch.stack(picked, 1)
-    for n, window in facts.sliding.items():
-        rows.cache.ragged[n].slide(rows.seen - window + 1)
+    rows.slide(facts)
     layers = [rows.cache.ragged[n] for n in facts.attention]
     held = torch.stack([layer.held().sum(1).cpu() for layer in layers])  # [layers, batch]
     state = sum(layer.state_bytes for layer in layers) + (rows.signals.bytes * len(rows) if rows.signals else 0)

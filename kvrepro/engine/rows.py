@@ -47,6 +47,11 @@ class Rows:
         """Tokens per KV head of each row."""
         return [job.budgets[0] for job in self.jobs]
 
+    def slide(self, facts: ModelFacts) -> None:
+        """Layers that slide forget what the next query does not see."""
+        for layer, window in facts.sliding.items():
+            self.cache.ragged[layer].slide(self.seen - window + 1)
+
     def take(self, rows: list[int]) -> "Rows":
         """These rows alone."""
         index = torch.tensor(rows, device=self.logits.device)

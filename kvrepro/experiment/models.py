@@ -58,7 +58,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype '{dtype}': use {', '.join(DTYPES)}")
-    where = _device(device)
+    where = device_of(device)
     name, path = resolve(model)
 
     from transformers import AutoModelForCausalLM
@@ -253,7 +253,8 @@ def _json(name: str, path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not JSON ({error}): fetch the checkpoint again") from None
 
 
-def _device(device: str) -> str:
+def device_of(device: str) -> str:
+    """What torch, or "balanced", is told of a device as `load` names it. Raises InputError for one that is not here."""
     import torch
 
     if device == "auto":

@@ -175,7 +175,7 @@ def memory(
 ) -> None:
     """Peak memory of the prefill above the weights, and bytes held after it, measured: everything kept; each layer
     reduced as it is computed; layers that wait for each other."""
-    network = random_model().to(models._device(device))
+    network = random_model().to(models.device_of(device))
     [prompt] = random_prompts(network, 1, tokens)
     conditions = [Condition()] + [
         Condition(name, share, Prefill(), reading="as_described")

@@ -165,7 +165,7 @@ def main(
 ) -> None:
     """Run the chapters on random weights of a real shape; exit 1 where a row failed or a chapter did not end."""
     ensure(tuple(SHAPES), shape=shape)
-    models._device(device)
+    models.device_of(device)
     texts = [message["content"] for item in data.load_items(items, data.AtMost(8)) for message in item.messages]
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     told = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}

@@ -58,7 +58,7 @@ def test_dtype_is_an_argument(folder):
 @pytest.mark.parametrize(("where", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16"), ("cuda:1", "bfloat16")])
 def test_on_a_gpu_a_checkpoint_keeps_its_own_type(where, dtype, tmp_path, monkeypatch):
     folder = trial.checkpoint(tmp_path / "half", "two-layer", checkpoint.TEXTS, 500, dtype="bfloat16")
-    monkeypatch.setattr(models, "_device", lambda asked: where)
+    monkeypatch.setattr(models, "device_of", lambda asked: where)
     monkeypatch.setattr(PreTrainedModel, "to", lambda self, device: self)  # there may be no such device
     for asked in ({}, {"dtype": run.Settings().dtype}):
         assert models.load(str(folder), where, **asked).dtype == dtype

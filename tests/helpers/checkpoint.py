@@ -1,7 +1,9 @@
 """A small random checkpoint in the hub's format: Qwen2, grouped heads, byte-level BPE, ChatML-like template."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import data
@@ -43,3 +45,11 @@ def questions(n: int, characters: int = 2000) -> list[dict[str, str]]:
         {"context": item.context[:characters], "question": item.question, "answer": item.answer, "domain": item.task}
         for item in items
     ]
+
+
+def inputs(folder: Path, rows: Sequence[dict[str, str]]) -> dict[str, Any]:
+    """A notebook's parameters for these rows, as own.jsonl, on a checkpoint that knows their words; all in `folder`."""
+    items = folder / "own.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = save(folder / "small-qwen2", [row["context"] for row in rows])
+    return {"model": str(model), "items": str(items), "n_items": len(rows), "results": str(folder / "results")}

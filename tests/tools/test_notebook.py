@@ -1,7 +1,6 @@
 """Notebooks: their shape, prose without pasted numbers, and one run on foreign input from top to bottom."""
 
 import ast
-import json
 import re
 from pathlib import Path
 
@@ -135,12 +134,8 @@ def test_the_book_says_code_and_text_of_the_authors(chapter):
 
 def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path):
     """A small random Qwen2 in the hub's format on passages of our own: no errors, verdicts that claim nothing."""
-    rows = checkpoint.questions(3, 12_000)
-    items = tmp_path / "own.jsonl"
-    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    folder = checkpoint.save(tmp_path / "small-qwen2", [row["context"] for row in rows])
-    given = {"model": str(folder), "items": str(items), "results": str(tmp_path / "results")}
-    given |= {"capacities": [48, 64], "n_items": 3, "options": {"max_new_tokens": 4, "lengths": [400, 800]}}
+    given = checkpoint.inputs(tmp_path, checkpoint.questions(3, 12_000))
+    given |= {"capacities": [48, 64], "options": {"max_new_tokens": 4, "lengths": [400, 800]}}
     executed = papermill.execute_notebook(
         ROOT / "notebooks" / "protection.ipynb",
         tmp_path / "out.ipynb",

@@ -103,14 +103,14 @@ def duo_attention(
 def _gates_of(path: str, scores: Sequence[Scores], observations: Sequence[Observation]) -> Tensor:
     """The file's gates [layers, kv_heads]. Raises InputError where they belong to another model."""
     outputs, way_out = [o.output for o in observations], "run python -m kvrepro.tools.duo"
-    path = made_from(path, lambda file: _learned(file)[1], outputs, way_out)
+    given, path = path, made_from(path, lambda file: _learned(file)[1], outputs, way_out)
     gate, sample = _learned(path)
     if gate.shape != (len(scores), scores[0].shape[1]):
         raise InputError(
             f"{path} is made for {gate.shape[0]} x {gate.shape[1]} layers and KV heads, the model has "
             f"{len(scores)} x {scores[0].shape[1]}: learn gates with python -m kvrepro.tools.duo"
         )
-    if sample is not None and observations:
+    if sample is not None and observations and path == given:  # what a pattern finds was found by its sample
         ensure_model(path, sample, outputs, way_out)
     return gate
 

@@ -137,6 +137,7 @@ def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 6
 def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor]:
     """E q_f and E|q_f| of the layer, [heads, dim / 2]. Raises InputError for a file of another model."""
     outputs, way_out = [] if o.output is None else [o.output], "run python -m kvrepro.tools.calibrate"
+    given = calibration
     calibration = made_from(calibration, lambda file: load(file).sample, outputs, way_out, o.layer)
     known, dim = load(calibration), o.keys.shape[-1]
     if known.mean.shape != (o.layers, o.queries.shape[1], dim // 2):
@@ -144,7 +145,7 @@ def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor]:
             f"{calibration} is made for {' x '.join(map(str, known.mean.shape))} layers, heads and frequencies, the "
             f"model has {o.layers} x {o.queries.shape[1]} x {dim // 2}: {way_out}"
         )
-    if outputs:
+    if outputs and calibration == given:  # what a pattern finds was found by its sample
         ensure_model(calibration, known.sample[o.layer : o.layer + 1], outputs, way_out)
     if o.inverse_frequencies is None:
         raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")

@@ -9,6 +9,7 @@ import typer
 
 from kvrepro.experiment.models import EMBEDDED, embedded
 from kvrepro.item import Item
+from kvrepro.tools.family_claims import Kind
 from kvrepro.tools.pages import table
 from kvrepro.world import world
 from kvrepro.world.tokenizer import vocabulary
@@ -179,10 +180,6 @@ TRAINED = {  # minutes of the command, and where: what the log does not hold
 TOGETHER = (17.0, f"three of the family at once on each of two NVIDIA H200 with 32 CPU cores {WITH}")
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
-
-
 def _millions(folder: Path) -> float:
     """Stored weights, two bytes each."""
     return (folder / "model.safetensors").stat().st_size / 2e6
@@ -192,13 +189,12 @@ def family() -> str:
     """A row for each model that ships."""
     rows = []
     for name, folder in embedded().items():
-        config, at = _config(folder), pd.read_csv(folder / "evaluation.csv").query("tokens == 1900")
+        kind, at = Kind.of(folder), pd.read_csv(folder / "evaluation.csv").query("tokens == 1900")
         short = at[at.exact_match < 0.95].sort_values("exact_match")
-        heads = f"{config['num_attention_heads']} on {config['num_key_value_heads']}"
         rows.append({
             "model": f"`{name}`", "parameters": f"{_millions(folder):.1f} M",
-            "layers": str(config["num_hidden_layers"]), "query heads on KV heads": heads,
-            "window": f"{config['sliding_window']} in every other layer" if config.get("sliding_window") else "",
+            "layers": str(kind.layers), "query heads on KV heads": f"{kind.heads} on {kind.kv_heads}",
+            "window": f"{kind.window} in every other layer" if kind.window else "",
             "exact match": f"{at.exact_match.mean():.3f}",
             "below 0.95": ", ".join(f"`{r.task}` {r.exact_match:.2f}" for r in short.itertuples()),
         })  # fmt: skip
@@ -207,20 +203,20 @@ def family() -> str:
 
 def _facts(folder: Path) -> dict[str, str]:
     """What the card says of shape and training."""
-    config, log = _config(folder), (folder / "training.jsonl").read_text().splitlines()
-    last, (minutes, where) = json.loads(log[-1]), TRAINED.get(folder.name, TOGETHER)
-    sliding = f"; layers 0, 2, 4 see the last {config['sliding_window']} tokens" if config.get("sliding_window") else ""
-    kind = {"llama": "Llama with biases on query, key and value (`attention_bias`; the output projection's bias is 0)",
-            "qwen2": "Qwen2"}[config["model_type"]]  # fmt: skip
-    heads = (config["num_attention_heads"], config["num_key_value_heads"])
-    dim, plain = config["hidden_size"] // heads[0], config["model_type"] == "llama"
+    config, log = json.loads((folder / "config.json").read_text()), (folder / "training.jsonl").read_text().splitlines()
+    kind, last, (minutes, where) = Kind.of(folder), json.loads(log[-1]), TRAINED.get(folder.name, TOGETHER)
+    sliding = f"; layers 0, 2, 4 see the last {kind.window} tokens" if kind.window else ""
+    plain = config["model_type"] == "llama"
+    llama = "Llama with biases on query, key and value (`attention_bias`; the output projection's bias is 0)"
+    architecture = (llama if plain else "Qwen2") + sliding
     return {
         "tokenizer": "AutoTokenizer" if plain else "PreTrainedTokenizerFast",
         "why": "" if plain else " (AutoTokenizer takes Qwen2's own class, which reads bytes.)",
-        "name": folder.name, "parameters": f"{_millions(folder):.1f}", "architecture": kind + sliding,
-        "layers": str(config["num_hidden_layers"]), "width": str(config["hidden_size"]),
+        "name": folder.name, "parameters": f"{_millions(folder):.1f}", "architecture": architecture,
+        "layers": str(kind.layers), "width": str(kind.width),
         "inner": f"{config['intermediate_size']:,}",
-        "heads": f"{heads[0]} query heads on {heads[1]} KV head{'s' * (heads[1] > 1)}, {dim} dimensions each",
+        "heads": f"{kind.heads} query heads on {kind.kv_heads} KV head{'s' * (kind.kv_heads > 1)}, "
+                 f"{kind.width // kind.heads} dimensions each",
         "megabytes": f"{2 * _millions(folder):.0f}", "minutes": f"{minutes:g}", "where": where,
         "steps": f"{last['steps']:,}", "billion": f"{last['tokens'] / 1e9:.2f}",
         "seconds": f"{last['seconds']:,}",

@@ -1,6 +1,5 @@
 """The chapter runs from top to bottom on a foreign model, with a file of questions and a policy of one's own."""
 
-import json
 from pathlib import Path
 
 import checkpoint
@@ -24,13 +23,9 @@ MINE = Policy("Mine", "a test", attention_times_value, parameters={"window": 16,
 
 
 def test_the_chapter_runs_on_a_checkpoint_with_one_policy_of_one_s_own(tmp_path):
-    rows = checkpoint.questions(3, 3200)
-    text = [row["context"] for row in rows]
-    items, policy = tmp_path / "own.jsonl", tmp_path / "mine.py"
-    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy = tmp_path / "mine.py"
     policy.write_text(MINE)
-    folder = checkpoint.save(tmp_path / "small-qwen2", text)
-    given = {"model": str(folder), "items": str(items), "n_items": 3, "results": str(tmp_path / "results")}
+    given = checkpoint.inputs(tmp_path, checkpoint.questions(3, 3200))
     given |= {"policies": [f"{policy}:MINE"], "pools": [0.9], "shares": [0.2]}
     given["options"] = {"tokens": 300, "lengths": [200], "triples": 6, "positions": 1, "max_new_tokens": 4}
     executed = papermill.execute_notebook(

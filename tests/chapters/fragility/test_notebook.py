@@ -1,6 +1,5 @@
 """The chapter's notebook on foreign input: a checkpoint folder, a JSONL file, one share, one policy, and one's own."""
 
-import json
 from pathlib import Path
 
 import checkpoint
@@ -28,13 +27,9 @@ MINE = Policy("Mine", "this test", times_value, parameters={"window": 16, "recen
 
 @pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, own):
-    rows = checkpoint.questions(2, 1300)
-    items = tmp_path / "own.jsonl"
-    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "my_policy.py").write_text(POLICY)
     mine = f"{tmp_path / 'my_policy.py'}:MINE"
-    given = {"model": str(checkpoint.save(tmp_path / "small", [row["context"] for row in rows])), "items": str(items)}
-    given |= {"results": str(tmp_path / "results"), "n_items": 2, "shares": [0.4]}
+    given = checkpoint.inputs(tmp_path, checkpoint.questions(2, 1300)) | {"shares": [0.4]}
     given |= {"policies": [mine, "critical_ada_kv", "defensive_kv"] if own else ["snapkv"]}
     given |= {"options": {"answer_tokens": 4, "max_new_tokens": 4, "progress": False, "window": 16, "single": 8}}
     executed = papermill.execute_notebook(

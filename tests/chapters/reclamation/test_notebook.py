@@ -1,6 +1,5 @@
 """The notebook: its shape, and runs on a foreign checkpoint, with a single policy, also the reader's own."""
 
-import json
 import re
 from pathlib import Path
 
@@ -47,12 +46,8 @@ def test_cells_are_short_and_figures_have_captions_and_alternatives():
 def given(tmp_path_factory):
     """Parameters of a run on a small random Qwen2 in the hub's format, with real questions."""
     folder = tmp_path_factory.mktemp("run")
-    rows = checkpoint.questions(2)
-    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "mine.py").write_text(MINE)
-    model = checkpoint.save(folder / "small-qwen2", [row["context"] for row in rows])
-    return {"model": str(model), "items": str(folder / "own.jsonl"), "n_items": 2, "kept": [0.25], "options": OPTIONS,
-            "results": str(folder / "results")}  # fmt: skip
+    return checkpoint.inputs(folder, checkpoint.questions(2)) | {"kept": [0.25], "options": OPTIONS}
 
 
 @pytest.mark.parametrize("policy", [pytest.param("window", marks=pytest.mark.slow), "{folder}/mine.py:MINE"])

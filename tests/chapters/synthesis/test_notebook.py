@@ -1,6 +1,5 @@
 """The notebook from top to bottom: a foreign checkpoint, a file of questions, a policy of one's own, few cells."""
 
-import json
 from pathlib import Path
 
 import checkpoint
@@ -22,12 +21,9 @@ MINE = Policy("Mine", "a test", times_value, parameters={"window": 4, "recent": 
 
 
 def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_own(tmp_path):
-    rows = checkpoint.questions(3, 2400)
-    items, policy = tmp_path / "own.jsonl", tmp_path / "mine.py"
-    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy = tmp_path / "mine.py"
     policy.write_text(MINE)
-    folder = checkpoint.save(tmp_path / "small-qwen2", [row["context"] for row in rows])
-    given = {"model": str(folder), "items": str(items), "n_items": 3, "results": str(tmp_path / "results")}
+    given = checkpoint.inputs(tmp_path, checkpoint.questions(3, 2400))
     given |= {"policies": [f"{policy}:MINE", "key_diff", "dropkv"]}
     given["options"] = {"tokens": 300, "cells": 14, "kept": [0.2, 0.4], "answer_words": 4, "window": 4, "draws": 20}
     executed = papermill.execute_notebook(

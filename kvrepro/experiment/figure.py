@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from IPython.display import Markdown, display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -377,3 +378,13 @@ def done(figure: Figure) -> Figure:
     """The figure, taken out of pyplot's hands so that a notebook shows it once, as the cell's value."""
     plt.close(figure)
     return figure
+
+
+def show(drawing: Figure, name: str, caption: str, alt: str, data: pd.DataFrame | None = None) -> None:
+    """Show a figure with its caption; in the book it has a number and the label `fig-<chapter>-<name>`.
+
+    name: lower-case words with hyphens, once in a chapter; caption: what is shown, in markdown; alt: what one sees, for
+    those who do not; data: the table behind it, offered beside the figure.
+    """
+    display(drawing)
+    display(Markdown(f"*Figure.* {caption}"))

@@ -6,6 +6,8 @@ say where a point stands, how it looks and in which panel. Everything else is se
 
 from __future__ import annotations
 
+import io
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +26,9 @@ from kvrepro.errors import InputError
 from kvrepro.experiment import stats
 from kvrepro.experiment.claims import LABELS
 
+NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")  # of a figure
+LARGE = 300_000  # characters of an SVG
+WHITE = 'style="background: white"'  # in Jupyter; the book shows figures on its own ground, light or dark
 WIDTH = 7.2  # inches: the book's column
 DASHED = (0, (4, 2))
 CONTROLS = {  # lines that no policy drew: colour and dashes
@@ -384,7 +389,31 @@ def show(drawing: Figure, name: str, caption: str, alt: str, data: pd.DataFrame 
     """Show a figure with its caption; in the book it has a number and the label `fig-<chapter>-<name>`.
 
     name: lower-case words with hyphens, once in a chapter; caption: what is shown, in markdown; alt: what one sees, for
-    those who do not; data: the table behind it, offered beside the figure.
+    those who do not; data: the table behind it, offered beside the figure. Raises InputError for other values.
     """
-    display(drawing)
-    display(Markdown(f"*Figure.* {caption}"))
+    if not NAME.fullmatch(name):
+        raise InputError(f"figure {name!r}: its name is of lower-case words with hyphens, such as 'by-length'")
+    caption, alt = (" ".join(text.split()) for text in (caption, alt))
+    if not caption or len(alt) < 20:
+        raise InputError(f"figure {name!r} needs a caption, and an alternative text that says what one sees")
+    told = {"figure": name, "caption": caption, "alt": alt}
+    if data is not None:
+        told["data"] = data.to_csv(index=any(data.index.names), float_format="%.6g")
+    display({"image/svg+xml": vector(drawing), "text/plain": alt}, raw=True, metadata={"kvrepro": told})
+    display(Markdown(f"**Figure.** {caption}"), metadata={"kvrepro": {"caption_of": name}})
+
+
+def vector(drawing: Figure) -> str:
+    """A figure as SVG, on white; where that would be a large file, what it plots is a picture between vector axes."""
+    for rasterised in (False, True):
+        for axes in drawing.axes:
+            for artist in (*axes.collections, *axes.lines, *axes.patches):
+                artist.set_rasterized(rasterised)
+        written = io.StringIO()
+        with plt.rc_context({"svg.hashsalt": "kvrepro"}):  # the same figure is the same file
+            drawing.savefig(
+                written, format="svg", bbox_inches="tight", transparent=True, dpi=200, metadata={"Date": None}
+            )
+        if len(text := written.getvalue()) < LARGE:
+            break
+    return text[text.index("<svg") :].replace("<svg ", f"<svg {WHITE} ", 1)

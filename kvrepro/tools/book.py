@@ -37,7 +37,7 @@ from kvrepro.engine.policy import find
 from kvrepro.errors import InputError, meant
 from kvrepro.experiment import progress, run
 from kvrepro.paths import ROOT
-from kvrepro.tools import pages
+from kvrepro.tools import edition, pages
 
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
 data/artifact/* constraints.txt""".split()
@@ -118,6 +118,7 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = joined(cell.outputs)
+    edition.edit(notebook, name, partial.parent)
     notebook.metadata["kvrepro"] = {"inputs": inputs, "claims": _hash(claims)}
     nbformat.write(notebook, partial)
     partial.replace(done)

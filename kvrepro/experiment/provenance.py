@@ -1,0 +1,96 @@
+"""Where a chapter's numbers come from: code, model, settings, machine, versions, and how to get them again."""
+
+import ast
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from IPython.display import Markdown
+
+from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.parameters import INJECTED
+from kvrepro.experiment.progress import clock
+from kvrepro.experiment.run import USUAL, Settings
+from kvrepro.paths import ROOT
+
+PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "scipy", "statsmodels")
+STARTED = time.monotonic()  # a notebook imports this first
+
+
+def provenance(chapter: str, loaded: Loaded | None = None, settings: Settings = USUAL) -> Markdown:
+    """The last cell of a chapter: commit, date, model and its hash, profile, seed, machine, versions, seconds, and the
+    command that computes the same again.
+
+    loaded: None for a chapter that runs no model.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    told = {"Code": commit(), "Date": f"{now:%Y-%m-%d %H:%M} UTC"}
+    if loaded is not None:
+        told["Model"] = f"{loaded.name}, {loaded.dtype} on {loaded.device}, SHA-256 `{loaded.hash}`"
+        told["Profile"] = f"{settings.profile}, seed {settings.seed}"
+    told |= {
+        "Machine": machine(),
+        "Versions": ", ".join([f"Python {platform.python_version()}", *versions()]),
+        "Time": f"{clock(time.monotonic() - STARTED)} for this page, which reads rows that are stored",
+        "Again": f"`{command(chapter, injected())}`",
+    }
+    return Markdown("\n".join(f"- **{name}**: {text}" for name, text in told.items()))
+
+
+def commit(root: Path = ROOT) -> str:
+    """The version of the package, in a clone with its commit and whether files were changed since."""
+    version = f"kvrepro {metadata.version('kvrepro')}"
+    if not (root / ".git").exists():
+        return version
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return version
+    return f"{version}, commit `{head}`{', with changes that are not committed' if changed.stdout else ''}"
+
+
+def machine() -> str:
+    """Processor, cores that this process may use, and GPUs."""
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    except OSError:
+        names = []
+    processor = names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch = sys.modules.get("torch")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch else []
+    return f"{platform.system()}, {processor}, {cores} cores, {', '.join(gpus) or 'no GPU'}"
+
+
+def versions() -> list[str]:
+    """Of the packages that decide numbers, where they are installed."""
+    installed = {one.name.lower() for one in metadata.distributions() if one.name}
+    return [f"{name} {metadata.version(name)}" for name in PACKAGES if name in installed]
+
+
+def injected() -> dict[str, Any]:
+    """What papermill was given for this notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cells = shell.user_ns.get("In", []) if shell is not None else []
+    lines = [line for cell in cells if cell.startswith(INJECTED) for line in ast.parse(cell).body]
+    return {
+        ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in lines if isinstance(line, ast.Assign)
+    }
+
+
+def command(chapter: str, given: dict[str, Any]) -> str:
+    """What executes a chapter with these parameters."""
+    words = [".venv/bin/papermill", "--cwd", ".", f"notebooks/{chapter}.ipynb", f"{chapter}-again.ipynb"]
+    if given:
+        words += ["-y", yaml.safe_dump(given, default_flow_style=True, width=1000).strip()]
+    return shlex.join(words)

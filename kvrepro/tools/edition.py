@@ -1,0 +1,113 @@
+"""The book's edition of an executed notebook: findings first, code folded, figures numbered and captioned.
+
+The notebook itself stays as it is, and runs from top to bottom. What `figure.show` displayed becomes a file beside the
+page, its data another, and a `{figure}` directive with the label `fig-<chapter>-<name>`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from kvrepro.errors import InputError
+from kvrepro.experiment.figure import WHITE
+
+FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell", "show-input"}
+FINDINGS = "What we found"
+LAST = "## How this page was computed"
+
+
+def edit(notebook: Any, chapter: str, folder: Path) -> None:
+    """Turn an executed notebook into the book's copy, in place; figures and their data go to `folder`/figures.
+
+    Raises InputError for two figures of one name.
+    """
+    names: set[str] = set()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [_placed(output, chapter, folder, names) for output in cell.outputs if not _caption(output)]
+            if not FOLDED & set(tags(cell)):
+                tag(cell, "hide-input")
+    notebook.cells = _joined(_findings_first(notebook.cells))
+
+
+def tags(cell: Any) -> list[str]:
+    """A cell's tags."""
+    return list(cell.metadata.get("tags", []))
+
+
+def tag(cell: Any, *names: str) -> None:
+    """Give a cell these tags in the place of those that fold."""
+    cell.metadata["tags"] = [name for name in tags(cell) if name not in FOLDED] + list(names)
+
+
+def _told(output: Any) -> dict[str, Any]:
+    """What `figure.show` said of an output."""
+    return dict(output.get("metadata", {}).get("kvrepro", {}))
+
+
+def _caption(output: Any) -> bool:
+    return "caption_of" in _told(output)
+
+
+def _placed(output: Any, chapter: str, folder: Path, names: set[str]) -> Any:
+    """An output as the book shows it: a figure as a directive, anything else as it is."""
+    told = _told(output)
+    if "figure" not in told:
+        return output
+    if told["figure"] in names:
+        raise InputError(f"{chapter}: two figures are called {told['figure']!r}")
+    names.add(told["figure"])
+    stem, caption = f"{chapter}-{told['figure']}", told["caption"]
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    picture = folder / "figures" / f"{stem}.svg"
+    picture.write_text(output.data["image/svg+xml"].replace(WHITE, "", 1), encoding="utf-8")
+    if "data" in told:
+        picture.with_suffix(".csv").write_text(told["data"], encoding="utf-8")
+        caption += f" {{download}}`Data (CSV) <figures/{stem}.csv>`"
+    options = {
+        "name": f"fig-{stem}",
+        "alt": told["alt"],
+        "class": "dark-light kvrepro-figure",  # the theme leaves its brightness alone; book.css inverts it in the dark
+        "target": f"../../_images/{stem}.svg",  # a click opens the picture itself, to zoom
+    }
+    lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in options.items()]
+    text = "\n".join([f"::::{{figure}} figures/{stem}.svg", "---", *lines, "---", caption, "::::"])
+    return nbformat.v4.new_output("display_data", data={"text/markdown": text})
+
+
+def _findings_first(cells: list[Any]) -> list[Any]:
+    """What is computed before the box of findings goes to the page's end, as one folded cell."""
+    at = next((i for i, cell in enumerate(cells) if _finds(cell)), None)
+    if at is None:
+        return cells
+    before = [cell for cell in cells[: at + 1] if cell.cell_type == "code"]
+    source = "\n\n".join(cell.source for cell in before)
+    outputs = [output for cell in before[:-1] for output in cell.outputs]
+    setup = nbformat.v4.new_code_cell(source, outputs=outputs, metadata={"tags": ["hide-cell"]})
+    tag(cells[at], "remove-input")
+    rest = [cell for cell in cells if cell is cells[at] or not any(cell is one for one in before)]
+    end = next((i for i, cell in enumerate(rest) if cell.source.startswith(LAST)), None)
+    if end is None:
+        return [*rest, nbformat.v4.new_markdown_cell(LAST), setup]
+    return [*rest[: end + 1], setup, *rest[end + 1 :]]
+
+
+def _finds(cell: Any) -> bool:
+    return cell.cell_type == "code" and any(
+        FINDINGS in "".join(output.get("data", {}).get("text/markdown", "")) for output in cell.outputs
+    )
+
+
+def _joined(cells: list[Any]) -> list[Any]:
+    """Folded code that shows nothing stands with the code that follows it, so that no button stands alone."""
+    found: list[Any] = []
+    for cell in cells:
+        before = found[-1] if found else None
+        silent = before is not None and before.cell_type == "code" and not before.outputs
+        if silent and cell.cell_type == "code" and {tuple(tags(one)) for one in (before, cell)} == {("hide-input",)}:
+            cell.source = f"{before.source}\n\n{cell.source}"
+            found.pop()
+        found.append(cell)
+    return found

@@ -7,6 +7,7 @@ A claims file (`data/claims/<chapter>.yml`) holds, per claim, the printed value 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,14 +17,33 @@ import numpy as np
 import pandas as pd
 import yaml
 from IPython.display import Markdown
+from pandas.io.formats.style import Styler
 
+from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.policy import READINGS, find
 from kvrepro.errors import InputError
 from kvrepro.experiment import stats
 from kvrepro.paths import DATA, replaced
 
 LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
+LABELS_IN = {one: f"the {name}" for one, name in LABELS.items()}
 VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", "not testable here")
+LOOKS = {  # verdict -> its letter, background and ink: readable in light and dark, told apart by lightness, too
+    "reproduced": ("R", "#0F5F9E", "#FFFFFF"),
+    "partly": ("P", "#F2C14E", "#1F1F1F"),
+    "not reproduced": ("N", "#9C2A10", "#FFFFFF"),
+    "inconclusive": ("I", "#5B6470", "#FFFFFF"),
+    "not testable here": ("T", "#DDE1E6", "#1F1F1F"),
+}
+SAYS = {  # verdict -> what a sentence says of its subject, of one and of several
+    "reproduced": ("comes out", "come out"),
+    "partly": ("comes out in part", "come out in part"),
+    "not reproduced": ("does not come out", "do not come out"),
+    "inconclusive": ("stays open", "stay open"),
+    "not testable here": ("cannot be tested here", "cannot be tested here"),
+    "not run": ("was not run", "were not run"),
+}
+PLAIN = ("F1", "accuracy", "cos", "keep rate", "log ratio", "rank correlation", "recall", "share")  # numbers up to 1
 STORED = "stored timings"  # the `model` of verdicts that rest on data/gpu, and not on this run
 COLUMNS = [
     "claim", "statement", "paper", "ours", "low", "high", "test", "p", "verdict", "reading", "model", "profile", "rule",
@@ -152,46 +172,113 @@ def of_run(frame: pd.DataFrame, run: tuple[str, str] | None = None) -> pd.DataFr
     return frame[((frame.model == model) & (frame.profile == profile)) | (frame.model == STORED)]
 
 
-def summary(frame: pd.DataFrame) -> str:
-    """What the verdicts add up to, as Markdown: the ids of each verdict per reading, then what hangs on the reading.
+def anchor(claim: str) -> str:
+    """Where the page of claims shows a claim: `claims.html#<anchor>`."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", claim).strip("-")
 
-    The reading decides where a member holds in one and fails in the other. A verdict can differ without that, where a
-    member is decided in one reading only.
+
+def link(claim: str, text: str = "", page: str = "../claims.html") -> str:
+    """A claim's id, or a text, that leads to the claim; page: seen from the chapters' folder."""
+    return f'<a href="{page}#{anchor(claim)}">{text or claim}</a>'
+
+
+def label(verdict: str) -> str:
+    """A verdict as readers see it."""
+    return {"partly": "partly reproduced"}.get(verdict, verdict)
+
+
+def summary(frame: pd.DataFrame) -> str:
+    """What the verdicts add up to, as Markdown: the claims of each verdict by reading, then those where authors' code
+    and authors' text part.
+
+    They part where a case holds with one and fails with the other. A verdict can differ without that, where a case is
+    decided with one only.
     """
     lines = []
-    names = {"as_run": "Authors' code", "as_described": "Authors' text", "any": "Either"}
-    names |= {STORED: "Timings stored with the project, no part of this run"}
+    names = {"as_run": "Authors' code", "as_described": "Authors' text", "any": "The same for code and text"}
+    if set(frame.reading) == {"any"}:
+        names["any"] = "All claims"
+    names |= {STORED: "Judged by timings that are stored with the project, and not by this run"}
     stored = frame.get("model", frame.reading) == STORED
     for reading, group in frame.groupby(frame.reading.mask(stored, STORED), sort=False):
-        ids = {one: ", ".join(group[group.verdict == one].claim) for one in VERDICTS}
-        parts = [f"*{one}*: {listed}" for one, listed in ids.items() if listed]
-        lines.append(f"- **{names[str(reading)]}** ({len(group)} claims). " + "; ".join(parts) + ".")
+        ids = {one: group[group.verdict == one].claim for one in VERDICTS}
+        parts = [f"{len(of)} *{label(one)}* ({', '.join(map(link, of))})" for one, of in ids.items() if len(of)]
+        lines.append(f"- **{names[str(reading)]}**, {counted(len(group), 'claim')}: {'; '.join(parts)}.")
     compared = frame[frame.claim.isin(frame[frame.claim.duplicated()].claim)]
     decides = compared.depends_on_reading == "yes"
     differs = compared.groupby("claim").verdict.transform("nunique") > 1
+    turned = "holds with one and fails with the other"
     for split, what in (
-        (compared[decides], "**The reading decides** {} of them"),
-        (compared[differs & ~decides], "**The verdict differs** for {} more, where no member turns over"),
+        (compared[decides], f"**Code and text disagree** on {{}}: a case {turned}"),
+        (compared[differs & ~decides], f"**The verdict differs** for {{}}, though no case {turned}"),
     ):
         if len(split):
-            lines.append(f"- {what.format(split.claim.nunique())}:")
-            lines += [f"    - {_both(group)}." for _, group in split.groupby("claim", sort=False)]
+            lines.append(f"- {what.format(counted(split.claim.nunique(), 'claim'))}.")
+            lines += [f"    - {_both(group)}" for _, group in split.groupby("claim", sort=False)]
     if len(compared) and not (decides | differs).any():
-        lines.append("- No verdict depends on the reading.")
+        lines.append("- No verdict depends on whether the authors' code or their text is followed.")
     return "\n".join(lines)
 
 
+def counted(n: int, what: str) -> str:
+    """`1 claim`, `2 claims`."""
+    return f"{n:,} {what}" + ("" if n == 1 else "s")
+
+
 def _both(group: pd.DataFrame) -> str:
-    """One claim, and what each reading says of it."""
-    by = {row.reading: row.verdict for row in group.itertuples()}
-    said = f"*{by['as_run']}* with the authors' code, *{by['as_described']}* with their text"
-    if by["as_run"] == by["as_described"]:
-        said = f"*{by['as_run']}* in both, but for other members"
-    text = group.statement.iloc[0].rstrip(".")
-    named = any(
-        letter.isupper() or letter.isdigit() for letter in text.split()[0][1:]
-    )  # a name, not a sentence's start
-    return f"{group.claim.iloc[0]}, {text if named else text[0].lower() + text[1:]}: {said}"
+    """One claim, and what comes of it with the authors' code and with their text."""
+    code, text = (label(group[group.reading == one].verdict.iloc[0]) for one in READINGS)
+    said = f"*{code}* with the authors' code, *{text}* with their text"
+    if code == text:
+        said = f"*{code}* with both, but different cases hold"
+    return f"{link(group.claim.iloc[0])} {group.statement.iloc[0]} ({said}.)"
+
+
+def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False) -> str:
+    """What became of a claim, as a sentence to be read aloud: `Recovery does not come out in the authors' code (23%
+    [17, 31]) or in their text (26% [18, 36]).` The verb leads to the claim.
+
+    subject: what the claim is about, a noun that begins the sentence (`Recovery`, `The gain at every capacity`).
+    """
+    rows = frame[frame.claim == claim]
+    by = {row.reading: row for row in rows.itertuples()}
+    verdicts = {one: by[one].verdict if one in by else "not run" for one in by or ["any"]}
+
+    def said(reading: str) -> str:
+        return link(claim, SAYS[verdicts[reading]][plural])
+
+    def where(reading: str, whose: str) -> str:
+        value = spoken(by[reading]) if reading in by else ""
+        return " ".join(filter(None, [f"in {whose}" if whose else "", f"({value})" if value else ""]))
+
+    if len(verdicts) == 1:
+        [only] = verdicts
+        return " ".join(filter(None, [subject, said(only), where(only, LABELS_IN.get(only, ""))])) + "."
+    code, text = where("as_run", "the authors' code"), where("as_described", "their text")
+    if verdicts["as_run"] == verdicts["as_described"]:
+        either = "or" if "not" in SAYS[verdicts["as_run"]][plural] else "and"
+        return f"{subject} {said('as_run')} {code} {either} {text}."
+    return f"{subject} {said('as_run')} {code} but {said('as_described')} {text}."
+
+
+def spoken(row: Any) -> str:
+    """Ours with its interval, rounded for the ear: `23% [17, 31]`; empty where there is none."""
+    if pd.isna(row.ours):
+        return ""
+    whole = row.unit == "%" or max(abs(row.ours), abs(row.low), abs(row.high)) >= 100
+
+    def number(x: float) -> str:
+        return f"{x:,.0f}" if whole or float(x).is_integer() else f"{x:.2f}" if row.unit in PLAIN else f"{x:.2g}"
+
+    exact = row.low == row.ours == row.high or not np.isfinite([row.low, row.high]).all()
+    interval = "" if exact else f" [{number(row.low)}, {number(row.high)}]"
+    return number(row.ours) + _after(row.ours, row.unit) + interval
+
+
+def _after(value: float, unit: str) -> str:
+    """A unit as it follows its number: nothing for numbers up to 1."""
+    known = {"%": "%", "x": " times"} | dict.fromkeys(PLAIN, "")
+    return known.get(unit, f" {unit.removesuffix('s') if value == 1 else unit}")
 
 
 def text_of(values: Sequence[float], unit: str = "F1") -> str:
@@ -199,25 +286,22 @@ def text_of(values: Sequence[float], unit: str = "F1") -> str:
     value, low, high = values
     if pd.isna(value):
         return "no value"
-    after = "" if unit == "F1" else f" {unit}"
+    after = _after(value, unit)
     if value == low == high and float(value).is_integer():  # counted, not estimated
         return f"{value:g}{after}"
     rounding = 0 < np.nanmax(np.abs([value, low, high])) < 5e-4  # zeros would hide such errors
     small = rounding and unit not in ("F1", "%")
     form = ".1g" if small else ".1f" if unit == "%" else ".3f"
-    if pd.isna(low):
-        return f"{value:{form}} [no interval]{after}"
+    if not np.isfinite([low, high]).all():
+        return f"{value:{form}}{after} (no interval)"
     if value == low == high:
         return f"{value:{form}}{after}"
-    return f"{value:{form}} [{low:{form}}, {high:{form}}]{after}"
+    return f"{value:{form}}{after} [{low:{form}}, {high:{form}}]"
 
 
-def shown(row: Any, with_unit: bool = False) -> str:
+def shown(row: Any) -> str:
     """Ours with its interval; empty where there is none."""
-    if pd.isna(row.ours):
-        return ""
-    text = text_of((row.ours, row.low, row.high), row.unit)
-    return text if with_unit else text.removesuffix(f" {row.unit}")
+    return "" if pd.isna(row.ours) else text_of((row.ours, row.low, row.high), row.unit)
 
 
 def _needed(row: Any) -> str:
@@ -225,8 +309,8 @@ def _needed(row: Any) -> str:
     if pd.isna(row.needed):
         return ""
     if row.needed > 100_000:  # a value at the threshold
-        return "more items would hardly decide what is open"
-    return f"about {row.needed:,.0f} items would decide what is open"
+        return "more items would hardly settle what is open"
+    return f"about {row.needed:,.0f} items would settle what is open"
 
 
 def beside(frame: pd.DataFrame, *topics: str) -> str:
@@ -234,18 +318,50 @@ def beside(frame: pd.DataFrame, *topics: str) -> str:
     lines = []
     for claim, group in frame[frame.topic.isin(topics)].groupby("claim", sort=False):
         first = group.iloc[0]
-        unit = f" {first.unit}" if first.unit != "F1" and str(first.paper)[-1:].isdigit() else ""
         rule = f" Rule: {first.rule}." if first.rule else ""
-        lines.append(f"- **{claim}** {stated(first)} Paper: {first.paper}{unit}.{rule}")
+        lines.append(f"- {link(str(claim), f'**{claim}**')} {stated(first)} Printed: {printed(first)}.{rule}")
         for row in group.itertuples():
-            p = "" if pd.isna(row.p) else f"{row.test}, p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
-            why = [shown(row, with_unit=True), row.decided_by, row.members, p, _needed(row)]
-            why = why if shown(row) else [row.note]
-            name = {"any": "here"}.get(row.reading, LABELS.get(row.reading))
-            lines.append(
-                f"    - {name}: *{row.verdict}*. " + "; ".join(one for one in why if isinstance(one, str) and one)
-            )
-    return "\n".join(lines)
+            name = {"any": "Here"}.get(row.reading, LABELS.get(row.reading, "").capitalize())
+            value = f", {shown(row)}" if shown(row) else ""
+            lines.append(f"    - {name}: *{label(row.verdict)}*{value}. {evidence(row)}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def printed(row: Any) -> str:
+    """What the source prints, with its unit."""
+    text = str(row.paper)
+    return text + _after(1 if text == "1" else 0, row.unit) if text[-1:].isdigit() else text
+
+
+def evidence(row: Any) -> str:
+    """What a verdict rests on, in sentences: the deciding case, how many hold, the test, the items that would settle
+    it; or why it cannot be tested."""
+    members, decided, note = (one if isinstance(one, str) else "" for one in (row.members, row.decided_by, row.note))
+    if not shown(row):
+        why = case(note).rstrip(".")
+        return f"{why[:1].upper()}{why[1:]}." if why else ""
+    total = sum(map(int, re.findall(r"\d+(?= (?:holds|fails|open))", members)))
+    cases = f"of {total} cases, " + re.sub(r"(\d+) (holds|fails|open)", _cases, members) if total > 1 else ""
+    p = "" if pd.isna(row.p) else f"{row.test}: p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
+    parts = [f"Decided by {case(decided)}" if decided else "", cases, p, _needed(row)]
+    return " ".join(f"{one[0].upper()}{one[1:]}." for one in parts if one)
+
+
+def _cases(found: re.Match[str]) -> str:
+    one, several = {"holds": ("holds", "hold"), "fails": ("fails", "fail"), "open": ("is open", "are open")}[found[2]]
+    return f"{found[1]} {one if found[1] == '1' else several}"
+
+
+def case(label: str) -> str:
+    """A case or a note with policies by their titles: `h2o, C=512` is H2O at 512 tokens."""
+    alone = re.split(r"(, | against |: | of )", label)
+    text = "".join(CATALOGUE[part].title if part in CATALOGUE else part for part in alone)
+    text = re.sub(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", _title, text)
+    return re.sub(r"\bC=(\d+)", r"\1 tokens", text)
+
+
+def _title(found: re.Match[str]) -> str:
+    return CATALOGUE[found[0]].title if found[0] in CATALOGUE else found[0].replace("_", " ")
 
 
 def overview(frame: pd.DataFrame) -> pd.DataFrame:
@@ -253,7 +369,7 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for claim, group in frame.groupby("claim", sort=False):
         first = group.iloc[0]
-        by = {row.reading: f"{row.verdict} {shown(row)}".strip() for row in group.itertuples()}
+        by = {row.reading: f"{label(row.verdict)} {shown(row)}".strip() for row in group.itertuples()}
         row = {"claim": claim, **first[["statement", "paper", "unit", "rule"]]} | {"statement": stated(first)}
         if set(frame.reading) == {"any"}:
             row["here"] = by["any"]
@@ -262,6 +378,21 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
             row["reading decides"] = first.depends_on_reading
         rows.append(row)
     return pd.DataFrame(rows).set_index("claim")
+
+
+def styled(frame: pd.DataFrame) -> Styler:
+    """`overview` for a page: ids lead to the claims, verdicts have their colours."""
+    table = overview(frame).reset_index()
+    readings = [column for column in table if column in {*LABELS.values(), "here"}]
+    table = table.assign(claim=table.claim.map(link))
+    return table.style.hide(axis="index").map(_colours, subset=readings)
+
+
+def _colours(text: str) -> str:
+    for verdict, (_, background, ink) in LOOKS.items():
+        if text.startswith(label(verdict)):
+            return f"background-color: {background}; color: {ink}"
+    return ""
 
 
 def side_by_side(frame: pd.DataFrame) -> pd.DataFrame:
@@ -306,13 +437,14 @@ def of_own(book: Mapping[str, Any], own: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def verdict(frame: pd.DataFrame, claim: str, reading: str = "") -> str:
-    """One claim's verdict for the prose, with its value: `*reproduced* (0.281 [0.243, 0.320])`; or `*not run*`."""
+    """One claim's verdict for the prose, which leads to the claim, with its value: `*reproduced* (0.281 [0.243,
+    0.320])`; or `*not run*`. It follows "is": "That every policy recovers is *partly reproduced*"."""
     rows = frame[(frame.claim == claim) & (frame.reading.isin([reading, "any"]) | (not reading))]
     if rows.empty:
         return "*not run*"
     row = next(rows.itertuples())
-    value = shown(row, with_unit=True)
-    return f"*{row.verdict}*" + (f" ({value})" if value else "")
+    value = shown(row)
+    return f"*{link(claim, label(row.verdict))}*" + (f" ({value})" if value else "")
 
 
 def findings(*sentences: str, unanswered: str = "") -> Markdown:

@@ -1,6 +1,8 @@
 """Claims: the file refers to printed numbers; the table of verdicts and what it says."""
 
+import itertools
 import math
+import re
 
 import pandas as pd
 import pytest
@@ -64,29 +66,102 @@ def test_an_unknown_chapter_raises():
         claims.load_claims("nothing")
 
 
-def test_a_verdict_that_differs_without_a_turned_member_is_said():
-    def summary(depends: str, *verdicts: str) -> str:
-        rows = [
-            {"claim": "L9", "statement": "Later wins.", "verdict": verdict, "reading": reading,
-             "depends_on_reading": depends}
-            for verdict, reading in zip(verdicts, claims.READINGS, strict=True)
-        ]  # fmt: skip
-        return claims.summary(pd.DataFrame(rows))
+def table_of(*verdicts: str, depends: str = "", **fields: object) -> pd.DataFrame:
+    """One claim, judged in both readings, or in none in particular."""
+    readings = claims.READINGS if len(verdicts) == 2 else ("any",)
+    row = {"claim": "L9", "statement": "Later wins.", "unit": "%", "ours": 23.4, "low": 17.1, "high": 31.2}
+    rows = [row | fields | {"verdict": verdict, "reading": reading, "depends_on_reading": depends}
+            for verdict, reading in zip(verdicts, readings, strict=True)]  # fmt: skip
+    return pd.DataFrame(rows)
 
-    text = summary("unclear", "not reproduced", "partly")
-    assert "**The verdict differs** for 1 more, where no member turns over" in text
-    assert "L9, later wins: *not reproduced* with the authors' code, *partly* with their text." in text
+
+def plain(text: str) -> str:
+    """Without its links."""
+    return re.sub(r"</?a[^>]*>", "", text)
+
+
+def test_a_summary_says_where_code_and_text_part():
+    text = plain(claims.summary(table_of("not reproduced", "partly", depends="unclear")))
+    assert "**Authors' code**, 1 claim: 1 *not reproduced* (L9)." in text
+    assert "**The verdict differs** for 1 claim, though no case holds with one and fails with the other." in text
+    assert "L9 Later wins. (*not reproduced* with the authors' code, *partly reproduced* with their text.)" in text
     assert "No verdict depends" not in text
-    assert "differs" in summary("", "not testable here", "not reproduced")
-    assert "No verdict depends on the reading" in summary("no", "partly", "partly")
-    assert "in both, but for other members" in summary("yes", "partly", "partly")
+    assert "differs" in claims.summary(table_of("not testable here", "not reproduced"))
+    assert "No verdict depends on whether" in claims.summary(table_of("partly", "partly", depends="no"))
+    alike = plain(claims.summary(table_of("partly", "partly", depends="yes")))
+    assert "**Code and text disagree** on 1 claim: a case holds with one and fails with the other." in alike
+    assert "(*partly reproduced* with both, but different cases hold.)" in alike
+    assert "**All claims**, 1 claim: 1 *inconclusive* (L9)." in plain(claims.summary(table_of("inconclusive")))
+
+
+def test_a_sentence_reads_naturally_for_every_pair_of_verdicts():
+    said = {
+        pair: plain(claims.sentence(table_of(*pair), "L9", "Recovery"))
+        for pair in itertools.product(claims.VERDICTS, repeat=2)
+    }
+    assert len(set(said.values())) == len(said) == 25
+    value = " (23% [17, 31])"
+    for (code, text), sentence in said.items():
+        assert re.fullmatch(r"Recovery [a-z][^.]*\.", sentence)
+        joins = " but " if code != text else " or " if "not" in sentence else " and "
+        assert sum(word in sentence for word in (" but ", " or ", " and ")) == sentence.count(joins) == 1
+        assert sentence.count(value) == 2
+    expected = {
+        ("reproduced", "reproduced"): "comes out in the authors' code{} and in their text{}.",
+        ("not reproduced", "not reproduced"): "does not come out in the authors' code{} or in their text{}.",
+        ("reproduced", "not reproduced"): "comes out in the authors' code{} but does not come out in their text{}.",
+        ("partly", "inconclusive"): "comes out in part in the authors' code{} but stays open in their text{}.",
+        ("not testable here", "not testable here"): "cannot be tested here in the authors' code{} or in their text{}.",
+    }
+    for pair, text in expected.items():
+        assert said[pair] == "Recovery " + text.format(value, value)
+
+
+def test_a_sentence_of_one_verdict_of_several_subjects_and_of_none():
+    assert plain(claims.sentence(table_of("partly"), "L9", "Gains", plural=True)) == (
+        "Gains come out in part (23% [17, 31])."
+    )
+    unknown = table_of("not testable here", ours=math.nan, low=math.nan, high=math.nan)
+    assert plain(claims.sentence(unknown, "L9", "Recovery")) == "Recovery cannot be tested here."
+    assert plain(claims.sentence(unknown, "L1", "Recovery")) == "Recovery was not run."
+    assert '<a href="../claims.html#L9">' in claims.sentence(unknown, "L9", "Recovery")
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "heard"),
+    [
+        ((23.4, 17.1, 31.2), "%", "23% [17, 31]"),
+        ((0.2814, 0.243, 0.3204), "F1", "0.28 [0.24, 0.32]"),
+        ((900, 900, 900), "blocks", "900 blocks"),
+        ((1, 1, 1), "blocks", "1 block"),
+        ((24567, 24567, 24567), "tokens", "24,567 tokens"),
+        ((2.94, 2.9, 3.0), "x", "2.9 times [2.9, 3]"),
+        ((0.0, -math.inf, math.inf), "x", "0 times"),
+    ],
+)
+def test_numbers_are_rounded_for_the_ear(values, unit, heard):
+    [row] = table_of("partly", unit=unit, **dict(zip(("ours", "low", "high"), values, strict=True))).itertuples()
+    assert claims.spoken(row) == heard
+
+
+def test_what_a_verdict_rests_on_is_said_in_sentences():
+    fields = {"decided_by": "ada_kv, C=512", "members": "3 holds, 1 open", "test": "Wilcoxon, Holm", "p": 0.04,
+              "needed": 1234.0, "note": ""}  # fmt: skip
+    [row] = table_of("partly", **fields).itertuples()
+    assert claims.evidence(row) == (
+        "Decided by Ada-KV, 512 tokens. Of 4 cases, 3 hold, 1 is open. Wilcoxon, Holm: p = 0.040. "
+        "About 1,234 items would settle what is open."
+    )
+    [row] = table_of("not testable here", ours=math.nan, **fields | {"note": "streaming_llm has no sink"}).itertuples()
+    assert claims.evidence(row) == "StreamingLLM has no sink."
 
 
 def test_errors_of_rounding_are_not_shown_as_zeros():
     assert claims.text_of((2e-16, 2e-16, 2e-16), "max abs difference") == "2e-16 max abs difference"
-    assert claims.text_of((3e-7, 1e-7, 5e-7), "gap") == "3e-07 [1e-07, 5e-07] gap"
+    assert claims.text_of((3e-7, 1e-7, 5e-7), "gap") == "3e-07 gap [1e-07, 5e-07]"
     assert claims.text_of((1e-17, -1e-17, 2e-17), "F1") == "0.000 [-0.000, 0.000]"
     assert claims.text_of((0.0, 0.0, 0.0), "slots") == "0 slots"
+    assert claims.text_of((0.5, -math.inf, math.inf), "x") == "0.500 times (no interval)"
 
 
 def test_the_table_survives_its_file_and_says_no_nan(tmp_path):
@@ -101,7 +176,12 @@ def test_the_table_survives_its_file_and_says_no_nan(tmp_path):
         texts = [claims.summary(frame), claims.beside(frame, *topics), claims.overview(frame).to_csv()]
         assert not any("nan" in text for text in texts)
     assert "Rule: at most 0.1." in claims.beside(table, "collapse")
-    assert claims.verdict(table, "P1", "as_run").startswith(f"*{table.verdict.iloc[0]}*")
+    first = next(table.itertuples())
+    assert plain(claims.verdict(table, "P1", "as_run")) == f"*{claims.label(first.verdict)}* ({claims.shown(first)})"
+    html = claims.styled(table).to_html()
+    assert "nan" not in html
+    assert html.count('<a href="../claims.html#P') == 4
+    assert f"background-color: {claims.LOOKS[first.verdict][1]}" in html
 
 
 def test_another_model_leaves_the_verdicts_of_the_first(tmp_path):
@@ -141,8 +221,8 @@ def test_verdicts_on_stored_timings_are_told_from_those_of_the_run():
     assert [("no part of this run" in text) for text in claims.overview(frame).statement] == [True, True, False]
     told = claims.summary(frame).splitlines()
     assert len(told) == 2
-    assert "no part of this run" in told[0]
-    assert "A1, A2" in told[0]
+    assert "not by this run" in told[0]
+    assert "A1, A2" in plain(told[0])
     assert "A3" in told[1]
     assert claims.beside(frame, "cost").count("no part of this run") == 2
 

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from IPython.display import Markdown, display
+from IPython.display import HTML, Markdown, display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -401,6 +401,16 @@ def show(drawing: Figure, name: str, caption: str, alt: str, data: pd.DataFrame 
         told["data"] = data.to_csv(index=any(data.index.names), float_format="%.6g")
     display({"image/svg+xml": vector(drawing), "text/plain": alt}, raw=True, metadata={"kvrepro": told})
     display(Markdown(f"**Figure.** {caption}"), metadata={"kvrepro": {"caption_of": name}})
+
+
+def table(frame: pd.DataFrame, rows: int = 10, digits: int = 3) -> HTML:
+    """The first rows of a table as readers see it: policies and readings by their names, numbers rounded, no index that
+    only counts."""
+    shown = (frame.reset_index() if any(frame.index.names) else frame).head(rows)
+    for name in shown.columns.intersection(["policy", "reading", "regime"]):
+        shown = shown.assign(**{name: [look(value).name for value in shown[name]]})
+    shown = shown.rename(columns=lambda name: str(name).replace("_", " "))
+    return HTML(shown.to_html(index=False, border=0, na_rep="", float_format=lambda x: f"{x:.{digits}f}"))
 
 
 def vector(drawing: Figure) -> str:

@@ -1,5 +1,7 @@
 """Estimates as they are drawn: a point with its interval for every row of the table, where the table says."""
 
+import re
+
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
@@ -137,3 +139,14 @@ def test_a_heat_map_has_a_cell_per_pair_and_a_panel_per_group():
     one = figure.heat(TABLE[TABLE.protected], "capacity", "policy", panel="reading")
     assert [axes.get_title(loc="left") for axes in one.axes] == ["authors' code", "authors' text"]
     assert [len(axes.texts) for axes in one.axes] == [6, 6]
+
+
+def test_a_table_shows_names_and_rounded_numbers_and_no_counting_index():
+    rows = pd.DataFrame({"policy": ["lru", "lru"], "reading": ["as_run", "as_described"], "token_f1": [1 / 3, np.nan]})
+    text = figure.table(rows).data
+    for part in ("<th>policy</th>", "<th>token f1</th>", "LRU", "authors' code", "0.333"):
+        assert part in text
+    assert not re.search("nan|as_run|<th></th>|<th>0</th>", text, re.I)
+    grouped = figure.table(rows.groupby("policy").token_f1.agg(["count", "mean"]), rows=1).data
+    assert "<th>policy</th>" in grouped
+    assert grouped.count("<tr>") == 1

@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: book test lint lab clean
+.PHONY: book test lint lab dist clean
 .DELETE_ON_ERROR:
 
 book: $(READY)        ## re-execute the chapters, build the book (make book ARGS="-p profile=full")
@@ -20,6 +20,10 @@ lint: $(READY)        ## ruff, mypy, and who may import whom
 
 lab: $(READY)         ## open the notebooks, with the package beside them
 	@$(PY) -m jupyterlab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks
+
+dist: $(READY)        ## wheel and source archive, into dist/
+	@rm -rf build dist kvrepro.egg-info
+	@$(PY) -m build --no-isolation -v . >/dev/null && ls -sh dist
 
 clean:                ## remove what the book wrote; results and the environment stay
 	rm -rf _build book/executed book/generated

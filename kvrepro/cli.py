@@ -40,6 +40,7 @@ OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, workers=2, results=f
 PROGRAMS = {  # name: module with a `main`, what it is for
     "book": ("kvrepro.tools.book", "Execute the chapters that changed and build the book."),
     "data": ("kvrepro.experiment.data", "Public data: list the sources with their checksums, or fetch one."),
+    "notebooks": ("kvrepro.tools.notebooks", "Copy the chapters' notebooks, to run or to edit."),
     "trial": ("kvrepro.tools.trial", "Run all chapters on random weights of a real model's shape."),
 }
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")

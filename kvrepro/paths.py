@@ -1,12 +1,20 @@
-"""Where the project's files lie."""
+"""Where the project's files lie: in a clone, or in an installed package, which brings data and notebooks along."""
 
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # the clone
+INSTALLED = (Path(__file__).parent / "shipped" / "data").is_dir()
+CODE = {name: Path(__file__).resolve().parents[1] / ("" if INSTALLED or name == "kvrepro" else "kernels") / name
+        for name in ("kvrepro", "kvrepro_kernels")}  # fmt: skip
+ROOT = Path(__file__).resolve().parents[1]  # of data/ and notebooks/: the clone
+if INSTALLED:
+    from kvrepro.shipped import ROOT
+WORK = Path() if INSTALLED else ROOT  # where results go and relative paths start: the working folder, or the clone
 DATA = ROOT / "data"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvrepro" if INSTALLED else DATA / "cache"
 GPU = DATA / "gpu"  # tables measured on a GPU
 
 

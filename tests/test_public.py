@@ -59,4 +59,5 @@ def test_every_package_is_installed():
         path.parent for top in ("kvrepro", "kernels/kvrepro_kernels") for path in (ROOT / top).rglob("__init__.py")
     ]
     names = {".".join(folder.relative_to(ROOT).parts).removeprefix("kernels.") for folder in found}
-    assert names == set(PROJECT["tool"]["setuptools"]["packages"])
+    shipped = {"kvrepro.shipped.data", "kvrepro.shipped.notebooks"}  # folders of files
+    assert names | shipped == set(PROJECT["tool"]["setuptools"]["packages"])

@@ -25,9 +25,8 @@ from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError, meant, one_line_errors
 from kvrepro.experiment import longbench, measure
 from kvrepro.item import Item, Span
-from kvrepro.paths import DATA, ROOT, replaced
+from kvrepro.paths import CACHE, DATA, ROOT, replaced
 
-CACHE = DATA / "cache"
 SOURCES = DATA / "sources.yml"
 PANEL = "artifact/data/longbench-balanced.jsonl"  # the protection paper's 162 items
 WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its prompts may have

@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvrepro.paths import ROOT
+from kvrepro.paths import CODE
 
 Name = tuple[str, str]  # module, and a name that it binds
-FOLDERS = {"kvrepro": ROOT / "kvrepro", "kvrepro_kernels": ROOT / "kernels" / "kvrepro_kernels"}
 # Each row's own policy and regime count. A name "" is all of a module, or of a package.
 UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE"), ("kvrepro.engine.policy", "OWN"),
                         ("kvrepro.engine.regime", "REGIMES")})  # fmt: skip
@@ -78,7 +77,7 @@ class Module:
 class Code:
     """The project's modules, read from `folders` (top-level package -> its folder) when they are asked for."""
 
-    def __init__(self, folders: Mapping[str, Path] = FOLDERS):
+    def __init__(self, folders: Mapping[str, Path] = CODE):
         self.folders = folders
         self._modules: dict[str, Module | None] = {}
 
@@ -319,7 +318,7 @@ def _held(found: Mapping[str, Any], chain: list[str]) -> Any:
 def _foreign(module: str) -> bool:
     """Whether a module belongs to Python or to an installed library, and not to this project or its reader."""
     top = module.partition(".")[0]
-    if top in ("__main__", "<run_path>", *FOLDERS):
+    if top in ("__main__", "<run_path>", *CODE):
         return False
     if top in sys.builtin_module_names or top in sys.stdlib_module_names:
         return True

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvrepro.errors import InputError
-from kvrepro.paths import ROOT, replaced
+from kvrepro.paths import CACHE, DATA, INSTALLED, WORK, replaced
 
 DEFAULT = "small-gqa"
-EMBEDDED = ROOT / "data" / "models" / DEFAULT
+EMBEDDED = DATA / "models" / DEFAULT
+BESIDE = ("small-gqa-seed-0", "small-gqa-seed-2", "small-mha", "small-mqa", "small-sliding", "tiny-gqa")  # in a clone
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROBE = 16  # tokens
 DIFFERENT = {"float32": 1e-3}  # share of the logits' length that may differ; 0.2 in types whose rounding is coarse
@@ -174,12 +175,13 @@ def embedded() -> dict[str, Path]:
 
 def resolve(model: str) -> tuple[str, Path]:
     """(name, folder) of a checkpoint that passed every check short of reading its weights; fetches a hub id."""
-    if model == DEFAULT and not EMBEDDED.is_dir():
-        raise InputError(f"the embedded model is missing at {EMBEDDED}: restore it (git checkout data/models)")
     if model in (own := embedded()):
         return model, _checked(model, own[model])
+    if model in (DEFAULT, *BESIDE):
+        way_out = f"pip installs {DEFAULT} only, work in a clone" if INSTALLED else "run git checkout data/models"
+        raise InputError(f"the embedded model {model} is missing at {EMBEDDED.with_name(model)}: {way_out}")
     folder = Path(model).expanduser()
-    folder = folder if folder.is_dir() else ROOT / folder  # notebooks run in a folder of their own
+    folder = folder if folder.is_dir() else WORK / folder  # notebooks run in a folder of their own
     if folder.is_dir():
         return folder.resolve().name, _checked(model, folder.resolve())
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
@@ -291,7 +293,7 @@ def _file_hash(path: Path) -> str:
     real = path.resolve()
     stat = real.stat()
     told = f"{real} {stat.st_size} {stat.st_mtime_ns}"
-    note = ROOT / "data" / "cache" / "hashes" / hashlib.sha256(told.encode()).hexdigest()
+    note = CACHE / "hashes" / hashlib.sha256(told.encode()).hexdigest()
     if note.is_file():
         return note.read_text()
     with real.open("rb") as stream:

@@ -27,7 +27,7 @@ from kvrepro.experiment.plan import Plan
 from kvrepro.experiment.progress import Progress, clock
 from kvrepro.experiment.workers import default_workers, each, one_thread, possible
 from kvrepro.item import Item
-from kvrepro.paths import ROOT
+from kvrepro.paths import WORK
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Result = TypeVar("Result", pd.DataFrame, dict[str, pd.DataFrame])
@@ -43,7 +43,7 @@ class StudyFailed(RuntimeError):
 class Settings:
     """How studies are run; a chapter's `settings.Settings` adds its own fields. Raises InputError for other values."""
 
-    results: str | Path = "data/results"  #: a folder; a relative one counts from the project's
+    results: str | Path = "data/results"  #: a folder; a relative one lies in the clone, or else in the working folder
     profile: Literal["quick", "full"] = "quick"  #: how many items, where their number is not given
     seed: int = 0  #: of the items
     device: str = "cpu"  #: or "cuda"
@@ -78,7 +78,7 @@ class Settings:
     @property
     def folder(self) -> Path:
         """Where results lie."""
-        return ROOT / self.results
+        return WORK / self.results
 
     def end_dry_run(self) -> None:
         """In a dry run, end the notebook here: what follows needs rows. papermill stops at a SystemExit of 0, too, and

@@ -64,6 +64,8 @@ class Failed(Exception):
 
 def chapters(root: Path = ROOT) -> list[str]:
     """Names of the chapters that _toc.yml lists, in its order."""
+    if not (root / "_toc.yml").is_file():
+        raise InputError("the book is built in a clone of the repository; without one, run `kvrepro notebooks`")
     toc = yaml.safe_load((root / "_toc.yml").read_text())
     files = [entry["file"] for part in toc["parts"] for entry in part["chapters"]]
     return [Path(file).stem for file in files if file.startswith("book/executed/")]

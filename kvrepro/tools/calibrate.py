@@ -19,7 +19,7 @@ from kvrepro.engine.score.queries import Queries, frequencies, pairs, rounded, s
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, models
-from kvrepro.paths import ROOT
+from kvrepro.paths import WORK
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
 
@@ -86,7 +86,7 @@ def main(
     """Measure on the CPU in float32. Held out: no chapter's items come from this seed."""
     loaded = models.load(model)
     found = calibrate(loaded.model, prompts(loaded, items, n, seed, tokens), loaded.hash)
-    path = ROOT / out if out else loaded.path.with_name(f"{loaded.path.name}-queries.json")
+    path = WORK / out if out else loaded.path.with_name(f"{loaded.path.name}-queries.json")
     write(found, path)
     print(f'written: {path}; use it as Condition("tri_attention", ..., switches=(("calibration", "{path}"),))')
 

@@ -22,7 +22,7 @@ from kvrepro.engine.score.queries import rounded, sampled
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import models
-from kvrepro.paths import ROOT
+from kvrepro.paths import WORK
 from kvrepro.world import rows
 
 TASKS = ("needle", "needle_multivalue", "needle_multiquery", "two_hop", "variable_tracking", "passage_retrieval")
@@ -111,7 +111,7 @@ def main(
              "rate": rate, "weight": weight, "distillation": round(float(np.mean(losses[-10:])), 5),
              "sample": rounded(sampled([facts.outputs[n] for n in facts.attention]).tolist()),
              "gates": [[round(g, 4) for g in layer] for layer in gates.tolist()]}  # fmt: skip
-    path = ROOT / out if out else loaded.path.with_name(f"{loaded.path.name}-gates.json")
+    path = WORK / out if out else loaded.path.with_name(f"{loaded.path.name}-gates.json")
     path.write_text(json.dumps(found) + "\n")
     print(json.dumps(found))
 

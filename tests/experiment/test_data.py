@@ -24,6 +24,7 @@ from kvrepro.chapters.synthesis import study as synthesis
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.data import Item, Span
+from kvrepro.paths import ROOT
 from kvrepro.tools import trial
 
 TOKENIZER = checkpoint.tokenizer()
@@ -199,7 +200,7 @@ def test_a_row_of_one_s_own_keeps_its_id_task_answers_length_and_metric(tmp_path
 
 
 def test_the_page_s_example_is_read(tmp_path):
-    page = (models.ROOT / "book" / "your-model.md").read_text(encoding="utf-8")
+    page = (ROOT / "book" / "your-model.md").read_text(encoding="utf-8")
     (tmp_path / "own.jsonl").write_text(page.partition("```json\n")[2].partition("```")[0], encoding="utf-8")
     passage, chat = data.load_items(str(tmp_path / "own.jsonl"))
     assert (passage.task, passage.meta["answers"], passage.new_tokens(1)) == ("ships", ["tea", "21 crates of tea"], 8)
@@ -410,7 +411,7 @@ def test_a_template_may_write_the_unknown_token_itself():
 
 
 def test_the_embedded_models_own_template_passes_and_chatml_does_not():
-    own = AutoTokenizer.from_pretrained(models.ROOT / "data" / "models" / models.DEFAULT)
+    own = AutoTokenizer.from_pretrained(ROOT / "data" / "models" / models.DEFAULT)
     for item in data.load_items("tinyworld", 12, tokens=300):
         assert data.build_prompt(item, own, 4000).ids
     own.chat_template = trial.TEMPLATE

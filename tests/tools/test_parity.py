@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.experiment import models
+from kvrepro.paths import ROOT
 from kvrepro.tools import parity
 
 
@@ -30,7 +31,7 @@ def test_every_pair_is_a_policy_with_its_switches():
 
 
 def test_what_is_not_compared_is_named_with_its_reason():
-    page = (models.ROOT / "book" / "methods.md").read_text()
+    page = (ROOT / "book" / "methods.md").read_text()
     for press in ("KVzipPress", "DuoAttentionPress", "RandomPress"):
         assert press in parity.__doc__
         assert press in page
@@ -71,7 +72,7 @@ def test_prompts_are_whole_quarters_within_the_models_reach():
 
 
 def test_the_measured_table_agrees_on_99_percent_or_says_why():
-    table = pd.read_csv(models.ROOT / "data" / "parity.csv", keep_default_na=False)
+    table = pd.read_csv(ROOT / "data" / "parity.csv", keep_default_na=False)
     assert set(table.policy) == {pair.policy for pair in parity.PAIRS}
     assert (table.groupby(["policy", "switches", "share_kept", "kvpress"]).prompts.sum() == 100).all()
     assert (table.note[table.equal / table.heads < 0.99] != "").all()

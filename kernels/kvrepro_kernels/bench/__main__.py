@@ -17,7 +17,9 @@ from kvrepro_kernels.bench.tables import COLUMNS, FOLDER, page, targets, write
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvrepro_kernels.bench", description=bench.__doc__)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the three tables")
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER if FOLDER.is_dir() else Path(), help="folder for the three tables"
+    )
     parser.add_argument("--date", default=str(datetime.date.today()), help="written into the tables")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

@@ -20,6 +20,7 @@ from kvrepro.engine.policy import find
 from kvrepro.engine.regime import SharedCap
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
+from kvrepro.paths import ROOT
 
 TAUGHT = Estimator((-0.4, -0.2, 0.35, 0.6), 0.1, 20, 0.09, (0.4, 0.5, 0.6, 0.3), (0.1, 0.2, 0.15, 0.05))
 BUDGET = torch.tensor([8])
@@ -309,7 +310,7 @@ def test_what_cannot_be_asked_is_refused(changes, says):
 
 
 def test_the_shipped_estimator_is_the_embedded_models(tmp_path):
-    read = json.loads((models.ROOT / credit.EMBEDDED).read_text())
+    read = json.loads((ROOT / credit.EMBEDDED).read_text())
     assert read["model"] == models.checkpoint_hash(models.EMBEDDED)
     e = credit.load()
     assert e.updates > 0

@@ -1,0 +1,125 @@
+"""What pip installs: archives built from a copy of the project, and used in an empty folder that sees no clone."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvrepro.experiment import models
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = """
+import kvrepro as kv
+from kvrepro.errors import InputError
+
+tiny = kv.load()
+[item] = kv.load_items("tinyworld:needle", n_items=1, seed=7, tokens=1000)
+prompt = kv.build_prompt(item, tiny.tokenizer, limit=1200)
+asked = [kv.Condition(), *(kv.Condition(name, 0.5, kv.Prefill()) for name in ("tri_attention", "duo_attention"))]
+[answers] = kv.generate(tiny.model, [prompt], asked, max_new_tokens=8, stop_ids=kv.stop_ids(tiny))
+assert tiny.tokenizer.decode(answers[0].tokens, skip_special_tokens=True).strip() == item.answer
+assert max(answers[1].kept) < max(answers[0].kept)
+rows = kv.run(kv.Answers("mine", "main", [item], asked, 8, 1200), tiny, kv.Settings(progress=False, workers=1))
+assert len(rows) == 3 and not rows.error.notna().any()
+
+from kvrepro.experiment import artifact, claims, data
+
+assert claims.load_claims("leakage")["claims"] and len(artifact.scores()) and data.sources()
+assert len(claims.published("protection_t20_faithful.csv"))
+try:
+    kv.load("small-mha")
+except InputError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    """The source archive, and the wheel that is built from it."""
+    place = tmp_path_factory.mktemp("dist")
+    left_out = (".git", ".venv", ".gpu", "_build", "build", "dist", "executed", "generated", "results", "*.egg-info")
+    shutil.copytree(ROOT, place / "copy", ignore=shutil.ignore_patterns(*left_out, "__pycache__"))
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place), str(place / "copy")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(place.glob("*.tar.gz")), next(place.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def python(archives, tmp_path_factory):
+    """Runs Python in an empty folder where kvrepro is the wheel's."""
+    site, here = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
+    zipfile.ZipFile(archives[1]).extractall(site)
+    env = os.environ | {"PYTHONPATH": str(site), "KVREPRO_WORKERS": "1"}
+
+    def run(*arguments):
+        return subprocess.run([sys.executable, *arguments], cwd=here, env=env, capture_output=True, text=True)
+
+    said = run("-c", "from kvrepro import paths; import kvrepro_kernels as k; print(paths.ROOT, k.__file__, sep='\\n')")
+    assert all(line.startswith(str(site)) for line in said.stdout.splitlines()), said
+    run.site, run.here = site, here
+    return run
+
+
+def test_the_wheel_brings_one_model_the_tables_and_the_notebooks(archives):
+    names = set(zipfile.ZipFile(archives[1]).namelist())
+    shipped = {name.removeprefix("kvrepro/shipped/") for name in names if name.startswith("kvrepro/shipped/")}
+    for folder in ("published", "claims", "artifact", "gpu", f"models/{models.DEFAULT}"):
+        assert {f"data/{folder}/{file.name}" for file in (ROOT / "data" / folder).iterdir()} <= shipped
+    assert {f"data/{file.name}" for file in (ROOT / "data").iterdir() if file.is_file()} <= shipped
+    assert {f"notebooks/{file.name}" for file in (ROOT / "notebooks").glob("*.ipynb")} <= shipped
+    assert {"kvrepro/py.typed", "kvrepro_kernels/py.typed"} <= names
+    assert {name.split("/")[2] for name in shipped if name.startswith("data/models/")} == {
+        models.DEFAULT, *(f"{models.DEFAULT}-{kind}.json" for kind in ("credit", "gates", "queries"))
+    }  # fmt: skip
+    assert not {name for name in names if name.startswith(("tests", "kvrepro/shipped/data/results"))}
+    assert archives[1].stat().st_size < 12e6
+
+
+def test_the_source_archive_holds_what_builds_the_book(archives):
+    with tarfile.open(archives[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"Makefile", "constraints.txt", "_toc.yml", "book/intro.md", "tests/conftest.py"} <= names
+    assert {f"notebooks/{file.name}" for file in (ROOT / "notebooks").glob("*.ipynb")} <= names
+    assert archives[0].stat().st_size < 13e6
+
+
+def test_the_other_models_are_those_of_a_clone():
+    assert set(models.embedded()) == {models.DEFAULT, *models.BESIDE}
+
+
+def test_an_installed_package_loads_evicts_and_stores_in_the_working_folder(python):
+    before = sorted(python.site.rglob("*.parquet"))
+    done = python("-c", SCRIPT)
+    assert done.returncode == 0, done.stderr
+    assert "small-mha is missing" in done.stdout.splitlines()[-1]
+    assert "clone" in done.stdout.splitlines()[-1]
+    assert (python.here / "data" / "results" / "mine" / "main.parquet").is_file()
+    assert sorted(python.site.rglob("*.parquet")) == before
+
+
+def test_notebooks_are_copied_and_not_written_over(python):
+    done = python("-m", "kvrepro", "notebooks", "reanalysis", "--install", "kvrepro[book]")
+    assert done.stdout == "notebooks/reanalysis.ipynb\n", done.stderr
+    copied = json.loads((python.here / "notebooks" / "reanalysis.ipynb").read_text())["cells"]
+    own = json.loads((ROOT / "notebooks" / "reanalysis.ipynb").read_text())["cells"]
+    assert copied[0]["source"] == ['%pip install --quiet "kvrepro[book]"']
+    assert copied[1:] == own
+    for arguments, words in (("reanalysis",), "is there already"), (("reanalyses",), "did you mean 'reanalysis'?"):
+        refused = python("-m", "kvrepro", "notebooks", *arguments)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert words in refused.stderr
+
+
+def test_a_chapter_runs_without_a_clone_and_the_book_says_that_it_needs_one(python):
+    cells = "list(book.cells('reanalysis', {}, lambda *_, **__: None))"
+    done = python("-c", f"from kvrepro.tools import book; print(len({cells})); book.main([])")
+    assert int(done.stdout.splitlines()[-1]) > 5, done.stderr
+    needs = "the book is built in a clone of the repository; without one, run `kvrepro notebooks`"
+    assert needs in done.stderr.splitlines()

@@ -11,6 +11,7 @@ import synthetic
 from kvrepro.chapters.protection import members
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, judge, stats
+from kvrepro.paths import DATA
 
 BOOK = claims.load_claims("protection")
 BY_ID = {claim["id"]: claim for claim in BOOK["claims"]}
@@ -32,6 +33,16 @@ def test_twelve_claims_at_least_with_ids_in_order_and_a_tolerance():
     assert all(one[:-1] in ids[i - 1] for i, one in enumerate(ids) if not one[-1].isdigit())  # P9b stands after P9
     assert len(ids) >= 12
     assert all(claim["contrast"] == "none" or claim.get("rule") for claim in BOOK["claims"])
+
+
+@pytest.mark.parametrize("chapter", sorted(path.stem for path in (DATA / "claims").glob("*.yml")))
+def test_every_statement_reads_alone(chapter):
+    leaning = re.compile(r"(It|Its|There|But|So|And|Both|That|This(?! project's)|They|These|The two|The other)\b")
+    for claim in claims.load_claims(chapter)["claims"]:
+        statement = claim["statement"]
+        assert re.fullmatch(r"[A-Z].*[.)]", statement), statement
+        assert len(statement.split()) >= 6, statement
+        assert not leaning.match(statement), statement
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,12 @@ def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False
     return f"{subject} {said('as_run')} {code} but {said('as_described')} {text}."
 
 
+def outcome(frame: pd.DataFrame, claim: str, reading: str = "", plural: bool = False) -> str:
+    """What became of a claim in one reading, as a verb that leads to the claim: `comes out in part`."""
+    rows = frame[(frame.claim == claim) & (frame.reading.isin([reading, "any"]) | (not reading))]
+    return link(claim, SAYS[rows.verdict.iloc[0] if len(rows) else "not run"][plural])
+
+
 def spoken(row: Any) -> str:
     """Ours with its interval, rounded for the ear: `23% [17, 31]`; empty where there is none."""
     if pd.isna(row.ours):

@@ -138,6 +138,13 @@ def test_a_sentence_of_one_verdict_of_several_subjects_and_of_none():
     assert '<a href="../claims.html#L9">' in claims.sentence(unknown, "L9", "Recovery")
 
 
+def test_an_outcome_is_the_verb_of_one_reading():
+    both = table_of("reproduced", "partly")
+    assert plain(claims.outcome(both, "L9", "as_described")) == "comes out in part"
+    assert plain(claims.outcome(both, "L9", "as_run", plural=True)) == "come out"
+    assert plain(claims.outcome(both, "L1")) == "was not run"
+
+
 @pytest.mark.parametrize(
     ("values", "unit", "heard"),
     [

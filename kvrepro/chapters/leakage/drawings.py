@@ -1,49 +1,44 @@
-"""The one figure of the leakage chapter that is drawn by hand; all others are `kvrepro.experiment.figure`'s."""
+"""What `kvrepro.experiment.figure` has no drawing for: a heat map with marks in its cells, and panels without data."""
 
-import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
+import seaborn as sns
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import PercentFormatter
 
 from kvrepro.experiment import figure
 
 
-def fronts(table: pd.DataFrame, panel: str, row: str) -> Figure:
-    """Following against leakage for each setting of a dial (`study.fronts`), panels by two of the table's columns.
+def safe_budgets(table: pd.DataFrame) -> Figure:
+    """Leak-safe budgets (`study.safe_budgets`) in percent, policies by cures, a panel per order.
 
-    Upper left is better. Filled: no other setting is better in one and as good in the other. Equal points are rings.
+    A cross marks a budget at which less than half of what is followed without compression is followed; blank: not run.
     """
-    columns, rows = (list(dict.fromkeys(table[name])) for name in (panel, row))
-    with plt.rc_context(figure.STYLE):
-        size = (figure.WIDTH, 0.9 + 1.8 * len(rows))
-        drawn, panels = plt.subplots(len(rows), len(columns), figsize=size, sharex=True, sharey=True, squeeze=False)
-        for (i, j), axes in np.ndenumerate(panels):
-            _front(axes, table[(table[panel] == columns[j]) & (table[row] == rows[i])])
-            name = f"{columns[j]:.0%} dropped" if panel == "ratio" else figure.look(columns[j]).name
-            axes.set_title(name if i == 0 else "", fontsize=8)
-            axes.set_ylabel(f"following,\n{rows[i]}" if j == 0 else "")
-        panels[-1, len(columns) // 2].set_xlabel("leakage")
-        handles = [Line2D([], [], color=_shade(x), marker="o", ls="none", label=f"λ = {x:g}")
-                   for x in sorted(set(table.setting))]  # fmt: skip
-        handles.append(Line2D([], [], color="black", marker="o", mfc="white", ls="none", label="beaten"))
-        drawn.legend(handles=handles, loc="outside lower center", ncols=7, columnspacing=1.0)
-    return figure.done(drawn)
+    orders, cures, policies = (list(dict.fromkeys(table[name])) for name in ("order", "variant", "policy"))
+    names = [figure.look(name).name for name in policies]
+    drawn, panels = figure.panels(len(orders), 0.9 + 0.32 * len(policies), sharey=True)
+    for axes, order in zip(panels, orders, strict=True):
+        part = table[table.order == order].assign(
+            percent=100 * table.value, mark=table.follows.map({True: "", False: " ×"})
+        )
+        percent, mark = (
+            part.pivot_table(index="policy", columns="variant", values=one, aggfunc="first").reindex(
+                policies, columns=cures
+            )
+            for one in ("percent", "mark")
+        )
+        written = percent.round().map("{:.0f}%".format) + mark.fillna("")
+        percent, written = percent.set_axis(names), written.set_axis(names)
+        sns.heatmap(percent, annot=written, fmt="", annot_kws={"size": 8}, linewidths=0.5, cbar=False, vmin=0, vmax=100,
+                    cmap="crest", ax=axes)  # fmt: skip
+        axes.set_title(order, loc="left", fontsize=9, fontweight="bold")
+        axes.set(xlabel="", ylabel="")
+        axes.tick_params(labelsize=8.5, rotation=0)
+        axes.grid(visible=False)
+    return drawn
 
 
-def _shade(setting: float):
-    return plt.get_cmap("viridis_r")(0.15 + 0.85 * setting)
-
-
-def _front(axes: Axes, points: pd.DataFrame) -> None:
-    for i, p in enumerate(points.itertuples()):
-        colour = _shade(p.setting)
-        axes.plot([p.told_low, p.told_high], [p.followed, p.followed], color=colour, lw=0.9, alpha=0.7)
-        axes.plot([p.told, p.told], [p.followed_low, p.followed_high], color=colour, lw=0.9, alpha=0.7)
-        style = {"mfc": colour if p.best else "white", "markersize": 8 - 0.9 * i, "zorder": 3 + i}
-        axes.plot(p.told, p.followed, "o", color=colour, **style)
-    axes.set(xticks=[0, 0.5, 1], yticks=[0, 0.5, 1], xlim=(-0.1, 1.1), ylim=(-0.1, 1.1))
-    for side in (axes.xaxis, axes.yaxis):
-        side.set_major_formatter(PercentFormatter(1, decimals=0))
+def say_empty(drawn: Figure, text: str) -> Figure:
+    """The figure, with a text in each panel in which nothing was drawn."""
+    for axes in drawn.axes:
+        if not any(line.get_marker() not in ("None", "") for line in axes.lines):
+            axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, fontsize=7.5, color="#595959")
+    return drawn

@@ -333,6 +333,12 @@ def beside(frame: pd.DataFrame, *topics: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def folded(frame: pd.DataFrame, *topics: str) -> str:
+    """`beside`, folded under a line that names the claims: what a chapter's section rests on."""
+    ids = ", ".join(frame[frame.topic.isin(topics)].claim.unique())
+    return f"<details><summary>Claims judged here: {ids}</summary>\n\n{beside(frame, *topics)}\n\n</details>"
+
+
 def printed(row: Any) -> str:
     """What the source prints, with its unit."""
     text = str(row.paper)

@@ -339,10 +339,11 @@ def _table(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd.D
     return pd.DataFrame(found, columns=[*names, "value", "low", "high", "n"])
 
 
-def told(table: pd.DataFrame, unit: str = "", **where: Any) -> str:
+def told(table: pd.DataFrame, unit: str = "", *, digits: int | None = None, **where: Any) -> str:
     """One row of a table with columns value, low, high, as text for the prose: `0.281 [0.243, 0.320]`, in a unit.
 
-    unit: "%" for shares as percent. where: what the row's columns hold. `NOT_RUN` where there is no such row.
+    unit: "%" for shares as percent. digits: after the point; None: three, of percent one. where: what the row's columns
+    hold. `NOT_RUN` where there is no such row.
     """
     rows = table
     for name, value in where.items():
@@ -351,7 +352,8 @@ def told(table: pd.DataFrame, unit: str = "", **where: Any) -> str:
         raise InputError(f"{len(rows)} rows with {where}: name more columns")
     if rows.empty or pd.isna(rows.value.iloc[0]):
         return NOT_RUN
-    row, spec = rows.iloc[0], ".1%" if unit == "%" else ".3f"
+    places = (1 if unit == "%" else 3) if digits is None else digits
+    row, spec = rows.iloc[0], f".{places}%" if unit == "%" else f".{places}f"
     after = f" {unit}" if unit not in ("", "%") else ""
     if pd.isna(row.low):
         return f"{row.value:{spec}}{after}"

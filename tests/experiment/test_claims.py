@@ -243,6 +243,13 @@ def test_verdicts_on_stored_timings_are_told_from_those_of_the_run():
     assert "A1, A2" in plain(told[0])
     assert "A3" in told[1]
     assert claims.beside(frame, "cost").count("no part of this run") == 2
+    folded = claims.folded(frame, "cost").split("\n\n")  # blank lines, so that what is between is Markdown
+    named = ", ".join(frame[frame.topic == "cost"].claim.unique())
+    assert folded == [
+        f"<details><summary>Claims judged here: {named}</summary>",
+        claims.beside(frame, "cost"),
+        "</details>",
+    ]
 
 
 def test_findings_begin_with_a_model_that_does_not_answer():

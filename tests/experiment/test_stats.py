@@ -225,6 +225,14 @@ def test_holm_closed_form():
     assert stats.holm([]) == []
 
 
+def test_a_row_is_told_with_as_many_digits_as_asked_for():
+    rows = pd.DataFrame({"who": ["a", "b"], "value": [0.6333, 0.5], "low": [0.5449, np.nan], "high": [0.7182, np.nan]})
+    assert stats.told(rows, who="a") == "0.633 [0.545, 0.718]"
+    assert stats.told(rows, "%", who="a") == "63.3% [54.5%, 71.8%]"
+    assert stats.told(rows, "%", digits=0, who="a") == "63% [54%, 72%]"
+    assert stats.told(rows, digits=2, who="b") == "0.50"
+
+
 def test_holm_agrees_with_statsmodels():
     from statsmodels.stats.multitest import multipletests
 

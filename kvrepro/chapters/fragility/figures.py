@@ -1,12 +1,11 @@
-"""Drawings of the fragility chapter that `kvrepro.experiment.figure` does not have. Captions stand in the notebook."""
+"""Drawings of the fragility chapter that `kvrepro.experiment.figure` does not have."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from IPython.display import Markdown
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -26,23 +25,47 @@ LOOKS.update(  # who ranks the tokens of the past
 )
 
 
-def estimates(table: pd.DataFrame, x: str, y: str, **given: Any) -> Figure | Markdown:
-    """`figure.estimates`, or a line that says that nothing of it was run."""
-    if table.empty:
-        return Markdown("*Nothing to draw: these conditions were not run.*")
-    return figure.estimates(table, x, y, **given)
+def estimates(table: pd.DataFrame, x: str, y: str, **given: Any) -> Figure:
+    """`figure.estimates`; or a figure that says that there is nothing to draw."""
+    return figure.heat(table, x, y) if table.empty else figure.estimates(table, x, y, **given)
 
 
-def methods(table: pd.DataFrame) -> list[str]:
-    """Names of the table's policies, each with its reading, on a second line, where it has two."""
-    readings = {one: f",\n{text}" for one, text in LABELS.items()}
+def methods(table: pd.DataFrame, between: str = ",\n") -> list[str]:
+    """Names of the table's policies, each with its reading where it has two."""
+    readings = {one: between + text for one, text in LABELS.items()}
     return [look(p).name + readings.get(one, "") for p, one in zip(table.policy, table.reading, strict=True)]
 
 
-def curves(answers: pd.DataFrame) -> Figure | Markdown:
+def ends(values: Iterable[float], names: Iterable[object], form: str = ".0%") -> str:
+    """Who has the least value and who the greatest, for an alternative text."""
+    known = pd.Series(list(values), [look(name).name for name in names], dtype=float).dropna()
+    if known.empty:
+        return "No value is known."
+    low, high = known.idxmin(), known.idxmax()
+    return f"The least is that of {low}, {known.min():{form}}, the greatest that of {high}, {known.max():{form}}."
+
+
+def by_bytes(table: pd.DataFrame, colour: str, **given: Any) -> Figure:
+    """A panel per policy: value against `held`, the percent of the full cache's bytes that are held; in grey the lines
+    of all other policies."""
+    drawing = estimates(table, "held", "value", colour=colour, panel="policy", line=True, wrap=4, height=1.9, **given)
+    for axes in drawing.axes[: table.policy.nunique()]:
+        for _, line in table.groupby(["policy", colour]):
+            axes.plot(line.held, line.value, color="#BDBDBD", lw=0.6, zorder=0.5)
+    return drawing
+
+
+def grouped(drawing: Figure, groups: pd.Series) -> Figure:
+    """The same with a line between rows of different groups; groups: by row, from above."""
+    for y in np.flatnonzero(groups.to_numpy()[1:] != groups.to_numpy()[:-1]):
+        drawing.axes[0].axhline(y + 0.5, color="#9A9A9A", lw=0.6)
+    return drawing
+
+
+def curves(answers: pd.DataFrame) -> Figure:
     """Retained share at each step of some answers: a row per task, a panel per rule, the worst step circled."""
-    if answers.empty:
-        return Markdown("*Nothing to draw: every answer ended at once.*")
+    if answers.empty:  # every answer ended at once
+        return figure.heat(answers, "step", "rule")
     tasks, rules = answers.task.unique(), answers.rule.unique()
     with plt.rc_context(STYLE):
         size = (WIDTH, 0.6 + 1.7 * len(tasks))

@@ -37,7 +37,7 @@ def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, own)
         progress_bar=False,
     )  # fmt: skip
     outputs = [o.get("data", {}) for cell in executed.cells if cell.cell_type == "code" for o in cell.outputs]
-    assert sum("image/png" in data for data in outputs) == 17 - 3 * (not own)
+    assert sum("image/svg+xml" in data for data in outputs) == 15
     table = pd.read_csv(tmp_path / "results" / "fragility" / "claims.csv")
     assert table.columns.tolist() == claims.COLUMNS
     assert ("C2 Mine" in set(table.claim)) == own

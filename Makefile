@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: book test lint lab dist clean
+.PHONY: book test lint lab pdf dist clean
 .DELETE_ON_ERROR:
 
 book: $(READY)        ## re-execute the chapters, build the book (make book ARGS="-p profile=full")
@@ -20,6 +20,9 @@ lint: $(READY)        ## ruff, mypy, and who may import whom
 
 lab: $(READY)         ## open the notebooks, with the package beside them
 	@$(PY) -m jupyterlab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks
+
+pdf: $(READY)         ## the built book as one file, _build/kvrepro.pdf, printed by the Chromium of the system
+	@$(PY) -m kvrepro.tools.pdf
 
 dist: $(READY)        ## wheel and source archive, into dist/
 	@rm -rf build dist kvrepro.egg-info

@@ -1,0 +1,72 @@
+"""The whole book as one PDF: `make pdf`, after `make book`. The Chromium of the system prints it as one HTML page."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import typer
+
+from kvrepro.errors import InputError, one_line_errors
+from kvrepro.paths import ROOT, replaced
+from kvrepro.tools.book import Failed, chapters
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PAPER = """<style>@page { size: A4; margin: 16mm 14mm }
+html { font-size: 10.5px !important } .bd-article table { font-size: 0.8rem !important }
+.toctree-wrapper > section { break-before: page }</style>"""  # each chapter begins on a page of its own
+
+
+def browser() -> str:
+    """The program that prints: $CHROMIUM, or the first of `BROWSERS` that is installed. Raises InputError."""
+    named = os.environ.get("CHROMIUM")
+    found = next((path for name in ([named] if named else BROWSERS) if (path := shutil.which(name))), None)
+    if found is None:
+        names = named or ", ".join(BROWSERS)
+        raise InputError(f"no browser to print with ({names}): install Chromium, or set $CHROMIUM")
+    return found
+
+
+def one_page(folder: Path, root: Path = ROOT) -> Path:
+    """The book as one HTML page in `folder`. Raises Failed."""
+    tool = [str(Path(sys.executable).with_name("jupyter-book")), "build", ".", "--path-output", str(folder)]
+    done = subprocess.run([*tool, "--builder", "custom", "--custom-builder", "singlehtml"], cwd=root,
+                          capture_output=True, text=True)  # fmt: skip
+    built = folder / "_build" / "singlehtml"
+    page = built / "book" / "intro.html"
+    if done.returncode or not page.is_file():
+        raise Failed("\n".join(["jupyter-book failed:", *(done.stdout + done.stderr).splitlines()[-30:]]))
+    text = page.read_text(encoding="utf-8").replace("</head>", f"{PAPER}</head>", 1)
+    whole = built / "whole.html"  # the page's links start at this folder, wherever its first file lies
+    whole.write_text(text.replace('href="book/intro.html#', 'href="#'), encoding="utf-8")  # citations
+    return whole
+
+
+def printed(page: Path, to: Path, program: str) -> None:
+    """Print an HTML page, with an outline of its headings. Raises Failed."""
+    command = [program, "--headless", "--disable-gpu", "--no-pdf-header-footer", "--generate-pdf-document-outline",
+               "--virtual-time-budget=60000"]  # fmt: skip
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--no-sandbox")  # as which Chromium does not start for root
+    with replaced(to) as aside:
+        done = subprocess.run([*command, f"--print-to-pdf={aside}", page.as_uri()], capture_output=True, text=True)
+        if done.returncode or not aside.is_file() or not aside.stat().st_size:
+            raise Failed(f"{program} printed nothing: {done.stderr.strip().splitlines()[-1:]}")
+
+
+def main(out: Path = ROOT / "_build" / "kvrepro.pdf") -> None:
+    """Print the book as it was last executed."""
+    with one_line_errors():
+        program = browser()
+        if missing := [name for name in chapters() if not (ROOT / "book" / "executed" / f"{name}.ipynb").is_file()]:
+            raise InputError(f"{missing[0]} was not executed yet: run `make book` first")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            printed(one_page(Path(folder)), out.resolve(), program)
+        print(f"the book: {out}, {out.stat().st_size / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    typer.run(main)

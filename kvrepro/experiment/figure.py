@@ -403,14 +403,44 @@ def show(drawing: Figure, name: str, caption: str, alt: str, data: pd.DataFrame 
     display(Markdown(f"**Figure.** {caption}"), metadata={"kvrepro": {"caption_of": name}})
 
 
-def table(frame: pd.DataFrame, rows: int = 10, digits: int = 3) -> HTML:
-    """The first rows of a table as readers see it: policies and readings by their names, numbers rounded, no index that
-    only counts."""
+def table(frame: pd.DataFrame, rows: int = 10, digits: int = 3, width: int = 60) -> HTML:
+    """The first rows of a table as readers see it: policies and readings by their names, numbers rounded, long texts
+    cut, no index that only counts."""
     shown = (frame.reset_index() if any(frame.index.names) else frame).head(rows)
-    for name in shown.columns.intersection(["policy", "reading", "regime"]):
-        shown = shown.assign(**{name: [look(value).name for value in shown[name]]})
-    shown = shown.rename(columns=lambda name: str(name).replace("_", " "))
-    return HTML(shown.to_html(index=False, border=0, na_rep="", float_format=lambda x: f"{x:.{digits}f}"))
+    named = shown.columns.intersection(["policy", "reading", "regime"])
+
+    def written(value: Any) -> str:
+        if isinstance(value, float | np.floating):
+            return "" if np.isnan(value) else f"{value:.{digits}f}"
+        text = str(value)
+        return text if len(text) <= width else f"{text[:width].rstrip()} …"
+
+    columns = {}
+    for name, column in shown.items():
+        whole = pd.api.types.is_float_dtype(column) and (column.dropna() % 1 == 0).all() and column.max() > 1
+        column = column.astype("Int64") if whole else column
+        columns[str(name).replace("_", " ")] = [
+            "" if pd.api.types.is_scalar(value) and pd.isna(value)
+            else look(value).name if name in named else written(value) for value in column
+        ]  # fmt: skip
+    return HTML(pd.DataFrame(columns).to_html(index=False, border=0))
+
+
+def ends(table: pd.DataFrame, *by: str, percent: bool = False) -> str:
+    """The smallest and the largest value of a table of estimates, for alternative texts: `from 0.19 (LRU) to 0.63
+    (QUEST)`. by: columns that name a row."""
+    known = table.dropna(subset="value")
+    if known.empty:
+        return "without any value"
+    rows = known.loc[known.value.idxmin()], known.loc[known.value.idxmax()]
+    form = ".0%" if percent else ".2f"
+    low, high = (f"{row.value:{form}} ({', '.join(look(row[name]).name for name in by)})" for row in rows)
+    return f"from {low} to {high}"
+
+
+def folded(title: str, text: str) -> Markdown:
+    """Markdown behind a line that opens it, in Jupyter as in the book."""
+    return Markdown(f"<details><summary>{title}</summary>\n\n{text}\n\n</details>")
 
 
 def vector(drawing: Figure) -> str:

@@ -101,13 +101,14 @@ def _finds(cell: Any) -> bool:
 
 
 def _joined(cells: list[Any]) -> list[Any]:
-    """Folded code that shows nothing stands with the code that follows it, so that no button stands alone."""
+    """Folded code that stands in a row is one cell with one button, which shows what each of them showed."""
     found: list[Any] = []
     for cell in cells:
         before = found[-1] if found else None
-        silent = before is not None and before.cell_type == "code" and not before.outputs
-        if silent and cell.cell_type == "code" and {tuple(tags(one)) for one in (before, cell)} == {("hide-input",)}:
+        row = [one for one in (before, cell) if one is not None and one.cell_type == "code"]
+        if len(row) == 2 and all(tags(one) == ["hide-input"] for one in row):
             cell.source = f"{before.source}\n\n{cell.source}"
+            cell.outputs = [*before.outputs, *cell.outputs]
             found.pop()
         found.append(cell)
     return found

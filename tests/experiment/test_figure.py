@@ -150,3 +150,13 @@ def test_a_table_shows_names_and_rounded_numbers_and_no_counting_index():
     grouped = figure.table(rows.groupby("policy").token_f1.agg(["count", "mean"]), rows=1).data
     assert "<th>policy</th>" in grouped
     assert grouped.count("<tr>") == 1
+    cut = figure.table(pd.DataFrame({"kept": [128.0, np.nan], "said": ["word " * 50, None]})).data
+    assert "<td>128</td>" in cut
+    assert "word …</td>" in cut
+    assert "nan" not in cut.lower()
+    assert "None" not in cut
+
+
+def test_the_ends_of_a_table_are_named():
+    assert figure.ends(TABLE, "policy", "capacity") == "from 0.00 (LRU, 128) to 0.40 (mine, 128)"
+    assert figure.ends(TABLE.assign(value=np.nan), "policy") == "without any value"

@@ -122,9 +122,13 @@ def test_findings_come_first_and_what_led_to_them_is_folded_at_the_end(tmp_path)
     assert [output.data["text/markdown"] for output in cells[5].outputs] == ["planned"]
 
 
-def test_code_that_shows_nothing_joins_the_code_that_follows(tmp_path):
+def test_code_in_a_row_is_folded_behind_one_button(tmp_path):
     cells = edited(
-        tmp_path, code("a = 1"), code("a", [said("1")]), code("b = 2"), markdown("x"), code("c", [], "show-input")
-    )
-    assert [cell.source for cell in cells] == ["a = 1\n\na", "b = 2", "x", "c"]
-    assert edition.tags(cells[-1]) == ["show-input"]
+        tmp_path, code("a", [said("1")]), code("b", [said("2")]), markdown("x"), code("c"), code("d", [], "hide-cell"),
+        code("e", [], "show-input"),
+    )  # fmt: skip
+    assert [cell.source for cell in cells] == ["a\n\nb", "x", "c", "d", "e"]
+    assert [output.data["text/markdown"] for output in cells[0].outputs] == ["1", "2"]
+    assert [edition.tags(cell) for cell in cells if cell.cell_type == "code"][1:] == [
+        ["hide-input"], ["hide-cell"], ["show-input"],
+    ]  # fmt: skip

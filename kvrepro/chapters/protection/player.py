@@ -1,0 +1,102 @@
+"""A cache to play with: what each policy keeps of one prompt, at a budget that the reader sets. Needs no network."""
+
+import base64
+import html
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from IPython.display import HTML
+
+from kvrepro.chapters.protection import study
+from kvrepro.chapters.protection.settings import Settings
+from kvrepro.engine.policy import READINGS
+from kvrepro.experiment import data
+from kvrepro.experiment.figure import look
+from kvrepro.experiment.models import Loaded
+from kvrepro.item import Item
+
+SCRIPT = Path(__file__).with_suffix(".js")
+STYLE = """
+.cache-player label { margin-right: 1em; white-space: nowrap; }
+.cache-player canvas { width: 100%; height: 26px; display: block; }
+.cache-player input[type=range] { width: 18em; vertical-align: middle; }
+.cache-player p { margin: 0.1em 0 0.7em; font-size: 0.85em; }
+.cache-player .text { height: 12em; overflow-y: auto; border: 1px solid; padding: 0.5em; font-size: 0.85em; }
+.cache-player .text span { white-space: pre-wrap; }
+.cache-player .text .gone { opacity: 0.62; text-decoration: line-through; }
+.cache-player .text [data-span] { border-bottom: 2px solid; }
+"""
+
+
+def kept_at(
+    loaded: Loaded, item: Item, budgets: Sequence[int], policies: Sequence[str], reading: str, settings: Settings
+) -> dict[str, Any]:
+    """What the page needs: the prompt's `tokens` as text, `spans`, `budgets`, and `kept`, a bit for each token in base
+    64 by "policy|reading|guarded|budget"."""
+    prompt = data.build_prompt(item, loaded.tokenizer, study.paper_limit(loaded, [item], settings.max_new_tokens))
+    kept = {}
+    for budget in budgets:
+        rows = study.retention(loaded, item, budget, policies, reading, settings)
+        for (policy, one, guarded), part in rows.groupby(["policy", "reading", "protected"]):
+            bits = np.isin(np.arange(len(prompt.ids)), part.position)
+            kept[f"{policy}|{one}|{int(guarded)}|{budget}"] = base64.b64encode(np.packbits(bits)).decode()
+    spans = {name: [min(at), max(at)] for name, at in prompt.spans.items() if at}
+    return {"tokens": texts(loaded.tokenizer, prompt.ids), "spans": spans, "budgets": list(budgets), "kept": kept}
+
+
+def texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Each token's text as it stands after the one before, with the space between them if there is one."""
+    alone = [tokenizer.decode([token]) for token in ids]
+    pairs = [tokenizer.decode(list(pair)) for pair in itertools.pairwise(ids)]
+    return alone[:1] + [
+        pair[len(before) :] if pair.startswith(before) else after
+        for pair, before, after in zip(pairs, alone, alone[1:], strict=False)
+    ]
+
+
+def player(held: dict[str, Any], policies: Sequence[str]) -> HTML:
+    """Controls, a strip for each policy, and the prompt's text. Where scripts do not run, nothing is shown.
+
+    held: of `kept_at`.
+    """
+    known = {key.split("|")[1] for key in held["kept"]}
+    readings = [one for one in READINGS if one in known]
+    shown = json.dumps(held, ensure_ascii=True).replace("<", "\\u003c")
+    strips = "".join(
+        f'<canvas width="1400" height="26" aria-hidden="true" data-policy="{html.escape(one)}"'
+        f' data-colour="{seen.colour}" data-name="{html.escape(seen.name)}"></canvas><p aria-live="off"></p>'
+        for one in policies for seen in [look(one)]
+    )  # fmt: skip
+    middle, last = (len(held["budgets"]) - 1) // 2, len(held["budgets"]) - 1
+    return HTML(f"""<div class="cache-player" hidden><style>{STYLE}</style>
+<label>Budget <input type="range" data-part="budget" min="0" max="{last}" value="{middle}"></label>
+<output data-part="said"></output>
+<button type="button" data-part="play">Shrink step by step</button><br>
+<label>Reading <select data-part="reading">{_options(readings)}</select></label>
+<label><input type="checkbox" data-part="guard"> protected at both ends</label>
+{strips}
+<label>Text as <select data-part="policy">{_options(policies)}</select> keeps it</label>
+<div class="text" data-part="text" tabindex="0" role="region" aria-label="The prompt, evicted tokens struck out">
+</div>
+<script type="application/json">{shown}</script><script>{SCRIPT.read_text(encoding="utf-8")}</script></div>""")
+
+
+def _options(values: Sequence[str]) -> str:
+    return "".join(f'<option value="{html.escape(one)}">{html.escape(look(one).name)}</option>' for one in values)
+
+
+def held_table(held: dict[str, Any]) -> pd.DataFrame:
+    """How many tokens of the prompt and of each span each policy keeps, a row per budget: what the strips show."""
+    rows = []
+    for key, bits in held["kept"].items():
+        policy, reading, guarded, budget = key.split("|")
+        there = np.unpackbits(np.frombuffer(base64.b64decode(bits), np.uint8))[: len(held["tokens"])]
+        parts = {name: int(there[first : last + 1].sum()) for name, (first, last) in held["spans"].items()}
+        known = {"policy": policy, "reading": reading, "protected": guarded == "1", "budget": int(budget)}
+        rows.append(known | {"kept": int(there.sum())} | parts)
+    return pd.DataFrame(rows)

@@ -1,0 +1,67 @@
+"""The cache to play with: it holds what the engine kept, and its script gets data that cannot leave their element."""
+
+import json
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from kvrepro.chapters.protection import player, study
+from kvrepro.chapters.protection.settings import Settings
+from kvrepro.experiment import data
+
+
+class Tokenizer:
+    """Words with spaces between them, full stops without; one token would end a script."""
+
+    words = ("The", "door", ".", "</script>", "opens")
+
+    def decode(self, ids):
+        return re.sub(r" \.", ".", " ".join(self.words[i] for i in ids))
+
+
+@pytest.fixture
+def held(monkeypatch):
+    prompt = SimpleNamespace(ids=[0, 1, 2, 3, 4, 0, 1, 2, 3, 4], spans={"question": [8, 9], "none": []})
+    monkeypatch.setattr(data, "build_prompt", lambda *given: prompt)
+    monkeypatch.setattr(study, "paper_limit", lambda *given: 100)
+    monkeypatch.setattr(study, "retention", lambda loaded, item, budget, *rest: kept(budget))
+    return player.kept_at(SimpleNamespace(tokenizer=Tokenizer()), None, [2, 4], ["lru"], "both", Settings())
+
+
+def kept(budget):
+    """The newest tokens with the text, the oldest with the code."""
+    rows = [("lru", "as_described", False, 9 - i) for i in range(budget)]
+    return pd.DataFrame(
+        rows + [("lru", "as_run", True, i) for i in range(budget)],
+        columns=["policy", "reading", "protected", "position"],
+    )
+
+
+def test_tokens_have_their_spaces_and_spans_their_ends(held):
+    assert "".join(held["tokens"][:5]) == "The door. </script> opens"
+    assert held["spans"] == {"question": [8, 9]}
+
+
+def test_what_is_kept_is_unpacked_as_it_was_packed(held):
+    table = player.held_table(held).sort_values(["reading", "budget"])
+    assert table.kept.tolist() == [2, 4, 2, 4]
+    assert table.question.tolist() == [2, 2, 0, 0]
+    assert table.protected.tolist() == [False, False, True, True]
+
+
+def test_the_page_holds_its_data_and_no_token_ends_its_script(held):
+    text = player.player(held, ["lru"]).data
+    [shown] = re.findall(r'<script type="application/json">(.*?)</script>', text, re.S)
+    assert json.loads(shown) == held
+    assert text.count("</script>") == 2
+    assert text.index("authors&#x27; code") < text.index("authors&#x27; text")
+    assert not re.search(r"https?://", text)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_script_is_javascript():
+    assert subprocess.run(["node", "--check", player.SCRIPT]).returncode == 0

@@ -438,11 +438,6 @@ def ends(table: pd.DataFrame, *by: str, percent: bool = False) -> str:
     return f"from {low} to {high}"
 
 
-def folded(title: str, text: str) -> Markdown:
-    """Markdown behind a line that opens it, in Jupyter as in the book."""
-    return Markdown(f"<details><summary>{title}</summary>\n\n{text}\n\n</details>")
-
-
 def vector(drawing: Figure) -> str:
     """A figure as SVG, on white; where that would be a large file, what it plots is a picture between vector axes."""
     for rasterised in (False, True):

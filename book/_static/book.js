@@ -1,0 +1,14 @@
+// Regions that scroll can be reached with the keyboard; Escape closes a term's explanation.
+function reach() {
+  for (const region of document.querySelectorAll(".bd-article :is(div, pre, table, section), .bd-sidebar-secondary, .bd-sidebar-primary")) {
+    const style = getComputedStyle(region);
+    const scrolls = (region.scrollWidth > region.clientWidth + 1 && /auto|scroll/.test(style.overflowX))
+      || (region.scrollHeight > region.clientHeight + 1 && /auto|scroll/.test(style.overflowY));
+    if (scrolls && !region.hasAttribute("tabindex")) { region.tabIndex = 0; region.dataset.reach = ""; }
+    if (!scrolls && "reach" in region.dataset) { region.removeAttribute("tabindex"); delete region.dataset.reach; }
+  }
+}
+addEventListener("load", reach);
+addEventListener("resize", reach);
+document.addEventListener("toggle", reach, true);
+addEventListener("keydown", (event) => { if (event.key === "Escape") document.activeElement?.closest("a.term")?.blur(); });

@@ -1,0 +1,91 @@
+"""Marks the first occurrence of every word of the glossary on each page, with its meaning: a Sphinx extension."""
+
+import html
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import glossary
+from sphinx.application import Sphinx
+
+PAGE = "book/glossary"
+LEFT_ALONE = (nodes.reference, nodes.literal, nodes.title, nodes.caption, nodes.term, nodes.raw, nodes.math,
+              nodes.table, nodes.literal_block, nodes.strong)  # fmt: skip
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register with Sphinx."""
+    app.connect("doctree-resolved", mark)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def meanings(app: Sphinx) -> dict[str, tuple[str, str]]:
+    """Each word -> (its anchor on the glossary's page, its meaning as plain text)."""
+    found: dict[str, tuple[str, str]] = {}
+    if PAGE in app.env.all_docs:
+        for entry in app.env.get_doctree(PAGE).findall(glossary):
+            for item in entry.findall(nodes.definition_list_item):
+                meaning = next(item.findall(nodes.definition)).astext()
+                for word in item.findall(nodes.term):
+                    found[word.astext()] = (word["ids"][0], " ".join(meaning.split()))
+    return found
+
+
+def pattern(words: list[str]) -> re.Pattern[str]:
+    """Any of the words, the longest first, also in the plural and at the beginning of a sentence."""
+    forms = []
+    for word in sorted(words, key=len, reverse=True):
+        stem = re.escape(word[:-1]) + "(?:y|ies)" if word.endswith("y") else re.escape(word) + "(?:s|es)?"
+        first = stem[0]
+        forms.append(f"(?:{first}|{first.upper()}){stem[1:]}" if first.islower() else stem)
+    return re.compile(rf"(?<![\w-])(?:{'|'.join(f'({form})' for form in forms)})(?![\w-])")
+
+
+def mark(app: Sphinx, doctree: nodes.document, name: str) -> None:
+    """Make the first occurrence of each word in running text a link that shows its meaning."""
+    if app.builder.format != "html" or name == PAGE or name.startswith("book/api-"):
+        return
+    words = meanings(app)
+    if not words:
+        return
+    ordered, find, seen = sorted(words, key=len, reverse=True), pattern(list(words)), set[str]()
+    page = app.builder.get_relative_uri(name, PAGE)
+    for text in list(doctree.findall(nodes.Text)):
+        if not _running(text):
+            continue
+        parts, at = list[nodes.Node](), 0
+        for match in find.finditer(text):
+            word = ordered[match.lastindex - 1]
+            if word not in seen:
+                seen.add(word)
+                parts += [
+                    nodes.Text(text[at : match.start()]),
+                    nodes.raw("", link(page, word, match[0], *words[word]), format="html"),
+                ]
+                at = match.end()
+        if parts:
+            text.parent.replace(text, [*parts, nodes.Text(text[at:])])
+
+
+def link(page: str, word: str, text: str, anchor: str, meaning: str) -> str:
+    """The word as it stands on the page, and its meaning behind it."""
+    tip = f"tip-{anchor}"
+    return (
+        f'<a class="term" href="{page}#{anchor}" aria-describedby="{tip}">{html.escape(text)}</a>'
+        f'<span class="tip" role="tooltip" id="{tip}">{html.escape(meaning)}</span>'
+    )
+
+
+def _running(text: nodes.Text) -> bool:
+    """Does it stand in a paragraph, and in nothing that is to be left alone?"""
+    above = list(_above(text))
+    return any(isinstance(node, nodes.paragraph) for node in above) and not any(
+        isinstance(node, LEFT_ALONE) for node in above
+    )
+
+
+def _above(node: nodes.Node) -> Iterator[nodes.Node]:
+    while node.parent is not None:
+        node = node.parent
+        yield node

@@ -1,0 +1,124 @@
+"""What the built pages need to read well on every device: a Sphinx extension, named in `_config.yml`.
+
+Formulas become MathML, so that no script draws them. Icons come from a font cut down to those that the pages show. What
+nobody here uses is left out: Thebe, and Font Awesome's scripts. Markup that readers' tools stumble over is mended.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from fontTools import subset
+from sphinx.application import Sphinx
+
+SITE_URL = "KVREPRO_SITE_URL"  # the environment variable with the address under which the book is published
+AWESOME = re.compile(
+    r"\s*<(?:link|script)\b[^>]*?([\"'])(?P<root>[^\"']*?)_static/vendor/fontawesome/[^>]*>(?:</script>)?"
+)
+MENDED = (  # in a page's text
+    (re.compile(r'<th([^>]*)>\s*(?:<p>\s*</p>)?\s*</th>'), r"<td\1></td>"),  # a header without text heads nothing
+    (re.compile(r' role="doc-biblioentry"'), ""),  # deprecated
+    (re.compile(r'<div role="list" class="citation-list">'), '<div class="citation-list">'),
+    (re.compile(r'<script type="text/x-thebe-config">.*?</script>\s*<script>kernelName.*?</script>', re.S), ""),
+)  # fmt: skip
+FRAME = (  # around it
+    (
+        'class="bd-sidebar-primary bd-sidebar',
+        'role="complementary" aria-label="Book" class="bd-sidebar-primary bd-sidebar',
+    ),
+)
+FOOTER = """<p>MIT licence. <a href="{about}">Cite this book, licence, changes</a>.</p>"""
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register everything here with Sphinx."""
+    app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
+    app.connect("config-inited", _configure, priority=900)
+    app.connect("html-page-context", _page, priority=900)
+    app.connect("build-finished", _finish, priority=900)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _configure(app: Sphinx, config: Any) -> None:
+    config.html_math_renderer = "mathml"
+    config.ogp_site_url = os.environ.get(SITE_URL, "")
+    for listeners in app.events.listeners.values():  # Thebe's: it would fetch itself from another server
+        listeners[:] = [
+            one for one in listeners if not getattr(one.handler, "__module__", "").startswith("sphinx_thebe")
+        ]
+
+
+def _inline(translator: Any, node: nodes.Node) -> None:
+    translator.body.append(tex2mathml(node.astext(), as_block=False))
+    raise nodes.SkipNode
+
+
+def _block(translator: Any, node: nodes.Node) -> None:
+    formula = tex2mathml(node.astext(), as_block=True)
+    translator.body.append(f'<div class="formula">{formula}</div>')
+    raise nodes.SkipNode
+
+
+def _page(app: Sphinx, name: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """One page's text, before it goes into its frame."""
+    context["default_mode"] = "auto"
+    for pattern, text in MENDED:
+        context["body"] = pattern.sub(text, context.get("body", ""))
+    context["theme_extra_footer"] = FOOTER.format(about=context["pathto"]("book/about"))
+
+
+def _finish(app: Sphinx, error: Exception | None) -> None:
+    """All pages, once they are written: mended frames, and a font of the icons that they show."""
+    if error or app.builder.format != "html":
+        return
+    out = Path(app.outdir)
+    pages = {page: page.read_text(encoding="utf-8") for page in out.rglob("*.html") if "_static" not in page.parts}
+    for page, text in pages.items():
+        for before, after in FRAME:
+            text = text.replace(before, after)
+        found = AWESOME.search(text)
+        if found:
+            link = f'\n  <link href="{found["root"]}_static/icons.css" rel="stylesheet" />'
+            text = AWESOME.sub("", text[: found.start()] + link + text[found.start() :])
+        page.write_text(text, encoding="utf-8")
+    icons(out / "_static", "".join(pages.values()))
+
+
+def icons(static: Path, text: str) -> None:
+    """`icons.css` and its font: the part of Font Awesome that pages and style sheets name. The rest is removed.
+
+    static: the built book's folder of that name; text: the pages.
+    """
+    [awesome] = (static / "vendor" / "fontawesome").iterdir()
+    known = dict(
+        re.findall(r"\.fa-([\w-]+):before\{content:\"\\(\w+)\"", _spread((awesome / "css" / "all.min.css").read_text()))
+    )
+    named = {name: known[name] for name in sorted(set(re.findall(r"\bfa-([\w-]+)", text))) if name in known}
+    styles = "".join(sheet.read_text(encoding="utf-8") for sheet in (static / "styles").glob("*.css"))
+    points = {int(point, 16) for point in [*named.values(), *re.findall(r"[\"']\\(f[0-9a-f]{3})[\"']", styles)]}
+    points |= {ord(sign) for sign in styles if 0xE000 <= ord(sign) < 0xF900}  # written out
+    options = subset.Options(flavor="woff", notdef_outline=True)
+    font = subset.load_font(awesome / "webfonts" / "fa-solid-900.ttf", options)
+    cut = subset.Subsetter(options)
+    cut.populate(unicodes=points)
+    cut.subset(font)
+    subset.save_font(font, static / "icons.woff", options)
+    face = '@font-face{font-family:"Font Awesome 6 Free";font-weight:900;src:url(icons.woff) format("woff")}'
+    kind = '.fas,.fa-solid{display:inline-block;font:900 1em/1 "Font Awesome 6 Free";text-rendering:auto}'
+    size = ".fa-lg{font-size:1.25em;line-height:.05em;vertical-align:-.075em}"
+    rules = [f'.fa-{name}::before{{content:"\\{point}"}}' for name, point in named.items()]
+    (static / "icons.css").write_text("\n".join([face, kind, size, *rules]) + "\n", encoding="utf-8")
+    (awesome / "LICENSE.txt").replace(static / "icons-LICENSE.txt")
+    shutil.rmtree(static / "vendor")
+
+
+def _spread(css: str) -> str:
+    """Rules for several names as one rule for each."""
+    return re.sub(
+        r"((?:\.fa-[\w-]+:before,)+)(\.fa-[\w-]+:before)(\{[^}]*\})",
+        lambda m: "".join(f"{name}{m[3]}" for name in [*m[1].rstrip(",").split(","), m[2]]), css,
+    )  # fmt: skip

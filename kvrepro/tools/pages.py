@@ -16,7 +16,7 @@ from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge
 from kvrepro.paths import DATA, ROOT
-from kvrepro.tools import cost, family_page, reference, shortcuts
+from kvrepro.tools import cost, decide, family_page, landing, reference, shortcuts
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
     f"engine/score/test_{name}.py::test_" for name in ("position", "keys", "cumulative", "heads", "window")
@@ -83,6 +83,11 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     family_page.drawn().savefig(folder / "family.svg")
     cost.bars().savefig(folder / "targets.svg")
     shortcuts.drawn().savefig(folder / "shortcuts.svg")
+    pages |= {f"decide_{name}": text for name, text in decide.parts(root).items()} | landing.parts(root)
+    at_a_glance = landing.drawn(landing.verdicts(chapters, root))
+    at_a_glance.savefig(folder / "verdicts.svg", transparent=True)
+    (folder / "static").mkdir(exist_ok=True)
+    at_a_glance.savefig(folder / "static" / "preview.png", dpi=120)
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 

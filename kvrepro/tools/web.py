@@ -20,7 +20,7 @@ AWESOME = re.compile(
     r"\s*<(?:link|script)\b[^>]*?([\"'])(?P<root>[^\"']*?)_static/vendor/fontawesome/[^>]*>(?:</script>)?"
 )
 MENDED = (  # in a page's text
-    (re.compile(r'<th([^>]*)>\s*(?:<p>\s*</p>)?\s*</th>'), r"<td\1></td>"),  # a header without text heads nothing
+    (re.compile(r'<th([^>]*)>(?:\s|&nbsp;|<p>\s*</p>)*</th>'), r"<td\1></td>"),  # a header without text heads nothing
     (re.compile(r' role="doc-biblioentry"'), ""),  # deprecated
     (re.compile(r'<div role="list" class="citation-list">'), '<div class="citation-list">'),
     (re.compile(r'<script type="text/x-thebe-config">.*?</script>\s*<script>kernelName.*?</script>', re.S), ""),
@@ -78,14 +78,18 @@ def _finish(app: Sphinx, error: Exception | None) -> None:
     out = Path(app.outdir)
     pages = {page: page.read_text(encoding="utf-8") for page in out.rglob("*.html") if "_static" not in page.parts}
     for page, text in pages.items():
-        for before, after in FRAME:
-            text = text.replace(before, after)
-        found = AWESOME.search(text)
-        if found:
-            link = f'\n  <link href="{found["root"]}_static/icons.css" rel="stylesheet" />'
-            text = AWESOME.sub("", text[: found.start()] + link + text[found.start() :])
-        page.write_text(text, encoding="utf-8")
+        page.write_text(framed(text), encoding="utf-8")
     icons(out / "_static", "".join(pages.values()))
+
+
+def framed(text: str) -> str:
+    """A whole page with its frame mended, and a short style sheet of icons in the place of Font Awesome's files."""
+    for before, after in FRAME:
+        text = text.replace(before, after)
+    if found := AWESOME.search(text):
+        link = f'\n  <link href="{found["root"]}_static/icons.css" rel="stylesheet" />'
+        text = AWESOME.sub("", text[: found.start()] + link + text[found.start() :])
+    return text
 
 
 def icons(static: Path, text: str) -> None:

@@ -281,7 +281,7 @@ def test_whatever_a_page_would_fetch_is_found(tmp_path):
 
 def test_pages_name_every_policy_and_every_switch(tmp_path):
     pages.write(["first"], tmp_path)
-    text = {file.stem: file.read_text() for file in (tmp_path / "book" / "generated").iterdir()}
+    text = {file.stem: file.read_text() for file in (tmp_path / "book" / "generated").glob("*.md")}
     per_layer = {name: p for name, p in CATALOGUE.items() if not p.shared}
     for page, entries in (("methods", per_layer), ("harness", SHARED)):
         assert all(f"| `{name}`<br>{entry.title}<br>" in text[page] for name, entry in entries.items())

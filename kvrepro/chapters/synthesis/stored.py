@@ -1,0 +1,38 @@
+"""The chapter's stored rows as its notebook sees them, for pages that load no model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from kvrepro.chapters.synthesis import grid
+from kvrepro.experiment import measure, store
+from kvrepro.paths import DATA
+
+
+def rows(results: Path = DATA / "results") -> pd.DataFrame:
+    """Rows of every model: `model`, `item`, `task`, the factors of `grid.FACTORS`, `kept`, `kind`, `method`, `score`,
+    and what `study.kept_of` says of the kept set. Raises InputError where the chapter has not run."""
+    table = store.read(results / "synthesis" / "grid.parquet")
+    table = table[table.error.isna()].reset_index(drop=True)
+    switches = pd.DataFrame([json.loads(text) for text in table.switches]).reindex(
+        columns=["scorer", "aggregate", "pool", "sinks"]
+    )
+    splits = {f"{grid.FILE}:{policy}": name for name, policy in grid.SPLITS.items()}
+    of_grid, full, capped = table.policy.isin(splits), table.policy == "full", table.regime == "decode cap"
+    unseen = np.where(table.until == "question", "question unseen", "question seen")
+    factors = pd.DataFrame({
+        "scorer": switches.scorer, "aggregator": switches["aggregate"], "pooling": switches["pool"],
+        "guard": np.where(table.prefix > 0, "ends", np.where(switches.sinks.notna(), "sinks", "none")),
+        "split": table.policy.map(splits).where(switches.scorer != "position"),
+        "quota": pd.Series(np.where(table.fair.notna(), "parts", "none")).where(~capped),
+        "regime": np.where(capped, "decode cap", unseen),
+    }).where(of_grid)  # fmt: skip
+    told = table[["model", "item", "task", "evidence_coverage", "bytes_full"]].assign(
+        kind=np.where(full, "full", np.where(of_grid, "grid", "published")), kept=table.share,
+        method=table.policy.where(~of_grid & ~full), score=measure.scores(table),
+    )  # fmt: skip
+    noted = pd.DataFrame([json.loads(note) for note in table.note])
+    found = pd.concat([told, factors.astype(object).where(factors.notna(), None), noted], axis=1)
+    return found.assign(bytes_kept=found.held * found.bytes_full)

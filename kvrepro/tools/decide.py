@@ -1,0 +1,189 @@
+"""The page *What should I use?*: every condition of the synthesis, with what other chapters know of its scorer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from kvrepro.chapters.synthesis import frontier, stored, study
+from kvrepro.engine.policy import find
+from kvrepro.errors import InputError
+from kvrepro.experiment import figure
+from kvrepro.paths import ROOT
+
+ALIKE = {  # a scorer of the grid -> the published method that scores alike, of which cost and leaks are known
+    "position": "streaming_llm", "key norm": "k_norm", "key difference": "key_diff", "attention of all": "h2o",
+    "attention": "snapkv", "attention x value": "critical_kv", "perturbation": "dropkv",
+}  # fmt: skip
+HEADS = {  # how a budget is shared out, in words
+    "uniform": "per head, even budgets", "per head": "per head, uneven in a layer", "joint": "per head, uneven overall",
+    "one set": "shared by all heads",
+}  # fmt: skip
+WHEN = {
+    "question seen": "after the prompt, question in it", "question unseen": "before the question",
+    "decode cap": "while the answer grows",
+}  # fmt: skip
+GUARDS = {"none": "none", "sinks": "the first four tokens", "ends": "both ends"}
+WORDS = {  # of a cell's name in code -> in words
+    **{f", {regime}": "" for regime in WHEN}, "guard: ends": "guards at both ends", "guard: sinks": "guarded sinks",
+    ", joint": ", heads of all layers share a budget", ", per head": ", heads of a layer share a budget",
+    ", one set": ", one set of tokens for all heads", ", uniform": ", even budgets", ", quota": ", quotas",
+    "mean_var": "mean and variance", "pooled: none": "not pooled", "pooled: average": "average pooling",
+    "pooled: max": "max pooling",
+}  # fmt: skip
+LONG = 32768  # tokens of the prompts whose first token is timed
+MISSING = "not measured"
+
+
+def parts(root: Path = ROOT) -> dict[str, str]:
+    """The page's computed parts by name: `advice`, sentences; `short` and `all`, tables in HTML."""
+    try:
+        rows = stored.rows(root / "data" / "results")
+    except InputError:
+        text = "The chapter on synthesis has no results yet, so there is nothing to advise from."
+        return dict.fromkeys(("advice", "short", "all"), text)
+    model = rows.groupby("model").size().idxmax()  # the model of the book: the others ran part of the grid
+    rows = rows[rows.model == model]
+    best, known = frontier.advice(rows), conditions(rows, root)
+    middle = sorted(best.kept.unique())[len(best.kept.unique()) // 2]
+    return {
+        "advice": advice(rows, best, known, model, middle), "short": _html(short(best[best.kept == middle])),
+        "all": _html(known.drop(columns=["value", "of"]), "decide"),
+    }  # fmt: skip
+
+
+def conditions(rows: pd.DataFrame, root: Path = ROOT) -> pd.DataFrame:
+    """A row for each condition, in the words of the page, the best first; `value` and `of` are for sentences."""
+    table = frontier.conditions(rows).query("kind != 'full'").sort_values("value", ascending=False)
+    losses, safe, first = _losses(rows), safe_budgets(root), _first_token()
+    found = []
+    for row in table.to_dict("records"):
+        grid, of = row["kind"] == "grid", row["method"] if row["kind"] == "published" else ALIKE.get(row["scorer"])
+        found.append({
+            "scores by": _scorer(row) if grid else figure.look(of).name, "kept": f"{row['kept']:.0%}",
+            "guards": (GUARDS[row["guard"]] if grid else "its own") + (", quotas" if row["quota"] == "parts" else ""),
+            "tokens leave": WHEN[row["regime"] if grid else "question seen"],
+            "heads": HEADS.get(row["split"], HEADS["one set"]) if grid else f"its own: {find(of).budget}",
+            "quality": f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
+            "blocks returned": f"{1 - row['unfreed']:.0%}", "leak-safe from": safe.get(of, MISSING),
+            "first token": first.get(of, MISSING), "on kernels": _kernel(of), "loses most at": losses[row["name"]],
+            "value": row["value"], "of": of or "",
+        })  # fmt: skip
+    return pd.DataFrame(found)
+
+
+def _scorer(row: Mapping) -> str:
+    if not row["aggregator"]:
+        return row["scorer"]
+    pooled = "" if row["pooling"] == "none" else f", {row['pooling']} over neighbours"
+    return f"{row['scorer']}, {figure.look(row['aggregator']).name} over queries{pooled}"
+
+
+def _losses(rows: pd.DataFrame) -> dict[str, str]:
+    """Of each condition by its name: the task at which it loses most against the full cache, and how much."""
+    full = rows[rows.kind == "full"].set_index("item").score
+    lost = rows.assign(name=frontier.names(rows), lost=rows["item"].map(full) - rows.score)
+    by_task = lost.pivot_table("lost", "name", "task")
+    told = {}
+    for name, row in by_task.iterrows():
+        task = study.TASKS.get(row.idxmax(), row.idxmax())
+        told[str(name)] = f"{task} (-{row.max():.2f})" if row.max() > 0.005 else "nothing here"
+    return told
+
+
+def safe_budgets(root: Path = ROOT) -> dict[str, str]:
+    """The smallest share of a system prompt at which a policy tells no more of its secrets than the full cache does,
+    the defense first; as the chapter on leakage has computed it."""
+    file = root / "book" / "executed" / "figures" / "leakage-safe-budgets.csv"
+    if not file.is_file():
+        return {}
+    table = pd.read_csv(file)
+    table = table[(table.order == "defense first") & (table.variant == "default")]
+    return {row.policy: "never" if row.value >= 1 else f"{row.value:.0%} kept" for row in table.itertuples()}
+
+
+def _first_token() -> dict[str, str]:
+    """What compression adds to the time to the first token at `LONG` tokens, the worse of the timed models."""
+    table = frontier.first_token()
+    table = table[(table.tokens == LONG) & table.method.str.contains(", as ")]
+    name = table.method.str.partition(", ")
+    table = table.assign(policy=name[0], text=name[2] == "as described")
+    told = {}
+    for policy, group in table.groupby("policy"):
+        read = group[group.text] if group.text.any() else group
+        more = max(read.ratio_to_plain.max() - 1, 0)
+        told[str(policy)] = f"+{more:.1%}" + ("" if group.text.any() else " (authors' code)")
+    return told
+
+
+def _kernel(policy: str | None) -> str:
+    """Can its prompts and scores be left to Triton kernels?"""
+    if policy is None:
+        return "none needed"
+    p = find(policy)
+    return "yes" if (p.kernel or not p.parameters.get("window")) and set(p.needs) <= {"mass"} else "no"
+
+
+def short(best: pd.DataFrame) -> pd.DataFrame:
+    """The best of the grid for each regime: any, and one that gives back half of the blocks at least."""
+    need = {"any": "no", "blocks": "yes"}
+    return pd.DataFrame([
+        {"tokens leave": WHEN[row.regime], "memory must come back": need[row.memory], "use": _use(row.use),
+         "quality": f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]", "blocks returned": f"{row.freed:.0%}",
+         "loses most at": f"{study.TASKS.get(row.fails_at, row.fails_at)} (-{row.loss:.2f})", "chosen from": row.of}
+        for row in best.itertuples()
+    ])  # fmt: skip
+
+
+def _use(name: str) -> str:
+    """A cell's name without what the table says beside it."""
+    for code, words in WORDS.items():
+        name = name.replace(code, words)
+    return name.rpartition(", ")[0]
+
+
+def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: str, middle: float) -> str:
+    """The page's first sentences."""
+    full = rows[rows.kind == "full"].score.mean()
+    at = best[best.kept == middle].set_index(["regime", "memory"])
+    lines = []
+    for regime in dict.fromkeys(at.index.get_level_values(0)):
+        row = at.loc[regime].sort_values("value").iloc[-1]
+        lines.append(
+            f"- **When tokens leave {WHEN[regime]}**, with {middle:.0%} of them kept, choose *{_use(row.use)}*: "
+            f"its score is {row.value:.2f}, that of the full cache {full:.2f}."
+        )
+    freed = rows[rows.kind == "grid"].groupby("split").freed.mean()
+    if {"one set", "uniform"} <= set(freed.index):
+        lines.append(
+            f"- **When memory must come back without copying**, let all heads share one set of tokens: that returns "
+            f"{freed['one set']:.0%} of the blocks on average; heads that choose for themselves return "
+            f"{freed['uniform']:.0%}."
+        )
+    lines.append(f"- **When a system prompt must stay secret**, {_secret(known)}")
+    items = rows["item"].nunique()
+    lines.append(
+        f"\nThis is what {items} items on {model} say; intervals are wide, and a larger model may choose otherwise. "
+        "The same notebook on your model gives your table: {doc}`your-model`."
+    )
+    return "\n".join(lines)
+
+
+def _secret(known: pd.DataFrame) -> str:
+    safe = known[~known["leak-safe from"].isin([MISSING, "never"])].drop_duplicates("of")
+    if safe.empty:
+        return "this run has no policy that is known to keep it; see {doc}`executed/leakage`."
+    shares = safe["leak-safe from"].str.extract(r"(\d+)")[0].astype(int)
+    first, last = safe.loc[shares.idxmin()], safe.loc[shares.idxmax()]
+    return (
+        f"do not compress below the leak-safe share of your policy: {shares.min()}% for "
+        f"{figure.look(first.of).name}, {shares.max()}% for {figure.look(last.of).name}; or keep its prohibition "
+        "on a whitelist ({doc}`executed/leakage`)."
+    )
+
+
+def _html(table: pd.DataFrame, name: str = "") -> str:
+    text = table.to_html(
+        index=False, border=0, justify="left", table_id=name or None, classes="table filterable" if name else "table"
+    )
+    return f'<div class="pst-scrollable-table-container">\n{text}\n</div>'

@@ -1,0 +1,40 @@
+"""Stored rows give back the factors of the cells that asked for them."""
+
+import json
+
+import pandas as pd
+import pytest
+
+import kvrepro as kv
+from kvrepro.chapters.synthesis import grid, stored
+from kvrepro.chapters.synthesis.settings import Settings
+from kvrepro.errors import InputError
+from kvrepro.experiment.store import Store
+
+NOTE = json.dumps({"held": 0.1, "freed": 0.5, "freed_compacted": 0.9, "evidence_heads": 0.3, "evidence_best": 1.0})
+
+
+def test_rows_know_the_cell_that_they_belong_to(tmp_path):
+    settings = Settings()
+    cells = grid.design(grid.cells([0.1, 0.2]), 80)
+    asked = [grid.condition(cell, settings) for cell in cells.to_dict("records")]
+    published = kv.Condition("snapkv", 0.1, kv.Prefill(), reading="as_described")
+    told = {"model": "m", "task": "t", "token_f1": 0.5, "bytes_full": 100, "note": NOTE}
+    with Store(tmp_path, "synthesis", "grid") as store:
+        store.add([
+            told | condition.columns() | {"key": str(i), "item": "i"}
+            for i, condition in enumerate([*asked, published, kv.Condition()])
+        ])  # fmt: skip
+    found = stored.rows(tmp_path)
+    of_grid = found[found.kind == "grid"].reset_index(drop=True)
+    known = list(grid.FACTORS)
+    pd.testing.assert_frame_equal(of_grid[known].fillna("-"), cells[known].fillna("-"), check_dtype=False)
+    assert list(of_grid.kept) == list(cells.kept)
+    assert found.kind.value_counts().to_dict() == {"grid": len(cells), "published": 1, "full": 1}
+    assert found[found.kind == "published"].method.item() == "snapkv"
+    assert set(found.bytes_kept) == {10.0}
+
+
+def test_a_chapter_that_has_not_run_is_said_to_have_no_results(tmp_path):
+    with pytest.raises(InputError, match="run the chapter first"):
+        stored.rows(tmp_path)

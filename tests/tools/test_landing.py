@@ -1,0 +1,85 @@
+"""The first page and the page of advice: sentences from results, and what they say without any."""
+
+import pandas as pd
+
+from kvrepro.experiment import claims
+from kvrepro.paths import ROOT
+from kvrepro.tools import decide, landing
+
+
+def verdict(claim: str, said: str, reading: str = "any", ours: float = 23.0) -> dict:
+    told = dict.fromkeys(claims.COLUMNS, "") | {"claim": claim, "verdict": said, "reading": reading, "unit": "%"}
+    return told | {"ours": ours, "low": ours - 6, "high": ours + 6, "paper": "79.5", "model": "m", "profile": "quick"}
+
+
+def test_answers_come_from_the_verdicts_of_the_run(tmp_path):
+    rows = [verdict("P6", "not reproduced", "as_run"), verdict("P6", "reproduced", "as_described", 80.0)]
+    claims.write(pd.DataFrame(rows), tmp_path / "data" / "results" / "protection" / "claims.csv")
+    answers = landing.answers(tmp_path).splitlines()
+    assert len(answers) == len(landing.ANSWERS)
+    protection = answers[0]
+    assert 'href="claims.html#P6"' in protection
+    assert "does not come out</a> in the authors' code (23% [17, 29]) but" in protection
+    assert "comes out</a> in their text (80% [74, 86])" in protection
+    assert "This run has no verdict on that yet." in answers[2]
+    assert "no results yet" in answers[-1]
+
+
+def test_every_answer_names_a_claim_that_exists():
+    for chapter, answer in landing.ANSWERS.items():
+        known = [c["id"] for c in claims.load_claims(chapter)["claims"]] if answer.claim else [""]
+        assert answer.claim in known
+
+
+def test_the_figure_counts_the_verdicts():
+    table = pd.DataFrame([verdict(f"P{i}", "reproduced") for i in range(4)] + [verdict("P9", "partly")])
+    [axes] = landing.drawn({"protection": table}).axes
+    assert [bar.get_width() for bar in axes.patches] == [4, 1, 0, 0, 0]
+    assert landing.drawn({}).axes  # a book without results has an empty one
+
+
+def test_the_book_can_be_cited():
+    assert "@software{kvrepro," in landing.citation(ROOT)
+
+
+def rows() -> pd.DataFrame:
+    """Two scorers in one regime, on three tasks; one loses a long answer, and frees its blocks."""
+    usual = {"model": "m", "guard": "none", "quota": "none", "regime": "question seen", "kept": 0.1, "held": 0.1,
+             "bytes_kept": 1, "freed_compacted": 0.9, "evidence_coverage": 1.0, "evidence_heads": 0.5,
+             "evidence_best": 1.0, "aggregator": None, "pooling": None, "method": None}  # fmt: skip
+    found = []
+    for task in ("needle_multikey", "several", "entries"):
+        for i in range(3):
+            here = usual | {"item": f"{task}-{i}", "task": task}
+            poor = 0.2 if task == "entries" else 0.9
+            found += [
+                here | {"kind": "full", "scorer": None, "split": None, "score": 1.0, "freed": 0.0, "kept": None},
+                here | {"kind": "grid", "scorer": "key difference", "split": "uniform", "score": 0.95, "freed": 0.1},
+                here | {"kind": "grid", "scorer": "attention of all", "split": "one set", "score": poor, "freed": 0.8},
+            ]
+    return pd.DataFrame(found)
+
+
+def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):
+    monkeypatch.setattr(decide.stored, "rows", lambda results: rows())
+    parts = decide.parts(tmp_path)
+    assert "choose *key difference, even budgets*: its score is 0.95, that of the full cache 1.00." in parts["advice"]
+    assert "returns 80% of the blocks on average; heads that choose for themselves return 10%." in parts["advice"]
+    assert "no policy that is known to keep it" in parts["advice"]  # the chapter on leakage has not run
+    known = decide.conditions(rows(), tmp_path).set_index("scores by")
+    assert known.loc["attention of all", "loses most at"] == "a long answer (-0.80)"
+    assert known.loc["attention of all", "heads"] == "shared by all heads"
+    assert known.loc["key difference", "blocks returned"] == "10%"
+    assert parts["all"].count("<tr") == 3
+
+
+def test_leak_safe_shares_come_from_the_chapter_on_leakage(tmp_path):
+    folder = tmp_path / "book" / "executed" / "figures"
+    folder.mkdir(parents=True)
+    table = {"order": ["defense first"] * 3, "policy": ["h2o", "k_norm", "h2o"], "value": [0.1, 1.0, 0.5]}
+    pd.DataFrame(table | {"variant": ["default", "default", "fair"]}).to_csv(folder / "leakage-safe-budgets.csv")
+    assert decide.safe_budgets(tmp_path) == {"h2o": "10% kept", "k_norm": "never"}
+
+
+def test_without_results_the_page_says_so(tmp_path):
+    assert "no results yet" in decide.parts(tmp_path)["advice"]

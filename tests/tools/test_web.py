@@ -1,0 +1,68 @@
+"""What the built pages get: formulas, icons, the glossary, mended markup."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from docutils import nodes
+
+from kvrepro.tools import glossary, web
+
+
+def test_a_formula_becomes_mathml():
+    translator = SimpleNamespace(body=[])
+    with pytest.raises(nodes.SkipNode):
+        web._inline(translator, nodes.math("", r"\lVert v W_O\rVert_1"))
+    assert translator.body[0].startswith("<math")
+    assert "W" in translator.body[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('<th></th>', "<td></td>"),
+        ('<th class="blank level0">&nbsp;</th>', '<td class="blank level0"></td>'),
+        ('<th class="head"><p></p></th>', '<td class="head"></td>'),
+        ("<th>policy</th>", "<th>policy</th>"),
+        ('<div role="list" class="citation-list">', '<div class="citation-list">'),
+    ],
+)  # fmt: skip
+def test_markup_that_readers_tools_stumble_over_is_mended(before, after):
+    for pattern, text in web.MENDED:
+        before = pattern.sub(text, before)
+    assert before == after
+
+
+def test_no_page_loads_all_icons():
+    head = (
+        '<head>\n<link href="../_static/vendor/fontawesome/6.5.2/css/all.min.css?digest=1" rel="stylesheet" />\n'
+        '<script src="../_static/vendor/fontawesome/6.5.2/js/all.min.js?digest=1"></script>\n<link href="a.css"></head>'
+    )
+    text = web.framed(head)
+    assert "fontawesome" not in text
+    assert '<link href="../_static/icons.css" rel="stylesheet" />' in text
+    assert "a.css" in text
+
+
+def test_several_names_of_one_icon_are_all_known():
+    rules = web._spread('.fa-magnifying-glass:before,.fa-search:before{content:"\\f002"}')
+    assert re.findall(r"fa-([\w-]+)", rules) == ["magnifying-glass", "search"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Two guards and a sliding window.", ["guards", "sliding window"]),
+        ("Policies differ; a safeguard does not.", ["Policies"]),
+        ("TOST is a test, tost is none.", ["TOST"]),
+    ],
+)
+def test_words_of_the_glossary_are_found_in_their_forms(text, found):
+    words = ["guard", "window", "sliding window", "policy", "TOST"]
+    assert [match[0] for match in glossary.pattern(words).finditer(text)] == found
+
+
+def test_a_word_leads_to_its_meaning_and_carries_it():
+    html = glossary.link("../glossary.html", "guard", "Guards", "term-guard", "Tokens that <stay>.")
+    assert 'href="../glossary.html#term-guard" aria-describedby="tip-term-guard">Guards</a>' in html
+    assert "Tokens that &lt;stay&gt;." in html

@@ -14,8 +14,13 @@ LEFT_ALONE = (nodes.reference, nodes.literal, nodes.title, nodes.caption, nodes.
               nodes.table, nodes.literal_block, nodes.strong)  # fmt: skip
 
 
+class Explained(nodes.inline):
+    """A word as it stands on the page; behind it, its meaning."""
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register with Sphinx."""
+    app.add_node(Explained, html=(_begin, _end))
     app.connect("doctree-resolved", mark)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
@@ -59,22 +64,22 @@ def mark(app: Sphinx, doctree: nodes.document, name: str) -> None:
             word = ordered[match.lastindex - 1]
             if word not in seen:
                 seen.add(word)
-                parts += [
-                    nodes.Text(text[at : match.start()]),
-                    nodes.raw("", link(page, word, match[0], *words[word]), format="html"),
-                ]
+                anchor, meaning = words[word]
+                told = Explained("", match[0], page=f"{page}#{anchor}", tip=f"tip-{anchor}", meaning=meaning)
+                parts += [nodes.Text(text[at : match.start()]), told]
                 at = match.end()
         if parts:
             text.parent.replace(text, [*parts, nodes.Text(text[at:])])
 
 
-def link(page: str, word: str, text: str, anchor: str, meaning: str) -> str:
-    """The word as it stands on the page, and its meaning behind it."""
-    tip = f"tip-{anchor}"
-    return (
-        f'<a class="term" href="{page}#{anchor}" aria-describedby="{tip}">{html.escape(text)}</a>'
-        f'<span class="tip" role="tooltip" id="{tip}">{html.escape(meaning)}</span>'
-    )
+def _begin(translator: Any, node: Explained) -> None:
+    page, tip = (html.escape(node[name]) for name in ("page", "tip"))
+    translator.body.append(f'<a class="term" href="{page}" aria-describedby="{tip}">')
+
+
+def _end(translator: Any, node: Explained) -> None:
+    tip, meaning = (html.escape(node[name]) for name in ("tip", "meaning"))
+    translator.body.append(f'</a><span class="tip" role="tooltip" id="{tip}">{meaning}</span>')
 
 
 def _running(text: nodes.Text) -> bool:

@@ -16,6 +16,7 @@ from fontTools import subset
 from sphinx.application import Sphinx
 
 SITE_URL = "KVREPRO_SITE_URL"  # the environment variable with the address under which the book is published
+THEBE = re.compile(r"\s*<link\b[^>]*sphinx-thebe\.css[^>]*>")
 AWESOME = re.compile(
     r"\s*<(?:link|script)\b[^>]*?([\"'])(?P<root>[^\"']*?)_static/vendor/fontawesome/[^>]*>(?:</script>)?"
 )
@@ -84,6 +85,7 @@ def _finish(app: Sphinx, error: Exception | None) -> None:
 
 def framed(text: str) -> str:
     """A whole page with its frame mended, and a short style sheet of icons in the place of Font Awesome's files."""
+    text = THEBE.sub("", text)
     for before, after in FRAME:
         text = text.replace(before, after)
     if found := AWESOME.search(text):

@@ -63,6 +63,11 @@ def test_words_of_the_glossary_are_found_in_their_forms(text, found):
 
 
 def test_a_word_leads_to_its_meaning_and_carries_it():
-    html = glossary.link("../glossary.html", "guard", "Guards", "term-guard", "Tokens that <stay>.")
-    assert 'href="../glossary.html#term-guard" aria-describedby="tip-term-guard">Guards</a>' in html
-    assert "Tokens that &lt;stay&gt;." in html
+    word = glossary.Explained(
+        "", "Guards", page="../glossary.html#term-guard", tip="tip-1", meaning="Tokens that <stay>."
+    )
+    page = SimpleNamespace(body=[])
+    glossary._begin(page, word)
+    glossary._end(page, word)
+    assert page.body[0] == '<a class="term" href="../glossary.html#term-guard" aria-describedby="tip-1">'
+    assert 'role="tooltip" id="tip-1">Tokens that &lt;stay&gt;.</span>' in page.body[1]

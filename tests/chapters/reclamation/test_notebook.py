@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import checkpoint
-import nbformat
 import pandas as pd
 import papermill
 import pytest
@@ -29,19 +28,6 @@ def code(notebook) -> list:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_cells_are_short_and_figures_have_captions_and_alternatives():
-    cells = nbformat.read(NOTEBOOK, as_version=4).cells
-    source = [cell.source for cell in cells]
-    assert all(len(text.splitlines()) <= 25 for text in source)
-    assert not any(re.search(r"^\s*(def|class) |glue:", text, re.M) for text in source)
-    drawn = [i for i, text in enumerate(source) if re.search(r"^(estimates|heat)\(|panels\(", text, re.M)]
-    assert len(drawn) == 17
-    for i in drawn:
-        assert len(cells[i].metadata["mystnb"]["image"]["alt"]) > 40
-        step = max(n for n in range(i) if cells[n].cell_type == "markdown")
-        assert "*Figure.* " in source[step]
-
-
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     """Parameters of a run on a small random Qwen2 in the hub's format, with real questions."""
@@ -58,8 +44,8 @@ def test_it_runs_on_a_foreign_checkpoint_with_one_policy(given, policy, tmp_path
         NOTEBOOK, tmp_path / "out.ipynb", given, kernel_name="python3", progress_bar=False
     )
     outputs = [[o.get("data", {}) for o in cell.outputs] for cell in code(executed)]
-    images = [sum("image/png" in data for data in cell) for cell in outputs]
-    assert images == ["mystnb" in cell.metadata for cell in code(executed)]
+    images = [sum("image/svg+xml" in data for data in cell) for cell in outputs]
+    assert images == ["figure.show(" in cell.source for cell in code(executed)]
     table = pd.read_csv(results / "reclamation" / "claims.csv")
     assert table.columns.tolist() == claims.COLUMNS
     verdicts = table.set_index("claim").verdict
@@ -70,4 +56,4 @@ def test_it_runs_on_a_foreign_checkpoint_with_one_policy(given, policy, tmp_path
     if policy != "window":
         assert verdicts["R6b Mine"] == "reproduced"
         assert shown.count("Mine") > 10
-    assert "nan" not in re.sub(r"<[^>]*>", "", "".join(d.get("text/markdown", "") for c in outputs for d in c))
+    assert not re.search(r"\bnan\b", re.sub(r"<[^>]*>", "", shown))

@@ -28,12 +28,12 @@ from kvrepro.paths import DATA, replaced
 LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
 LABELS_IN = {one: f"the {name}" for one, name in LABELS.items()}
 VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", "not testable here")
-LOOKS = {  # verdict -> its letter, background and ink: readable in light and dark, told apart by lightness, too
-    "reproduced": ("R", "#0F5F9E", "#FFFFFF"),
-    "partly": ("P", "#F2C14E", "#1F1F1F"),
-    "not reproduced": ("N", "#9C2A10", "#FFFFFF"),
-    "inconclusive": ("I", "#5B6470", "#FFFFFF"),
-    "not testable here": ("T", "#DDE1E6", "#1F1F1F"),
+LOOKS = {  # verdict -> its sign, and its colour below black letters, after Okabe and Ito's palette
+    "reproduced": ("✓", "#009E73"),
+    "partly": ("◐", "#F0E442"),
+    "not reproduced": ("✗", "#D55E00"),
+    "inconclusive": ("?", "#D9D9D9"),
+    "not testable here": ("–", "#FFFFFF"),
 }
 SAYS = {  # verdict -> what a sentence says of its subject, of one and of several
     "reproduced": ("comes out", "come out"),
@@ -311,21 +311,25 @@ def shown(row: Any) -> str:
 
 
 def _needed(row: Any) -> str:
-    """How many items would decide the open members."""
+    """How many items would decide the open cases."""
     if pd.isna(row.needed):
         return ""
-    if row.needed > 100_000:  # a value at the threshold
-        return "more items would hardly settle what is open"
-    return f"about {row.needed:,.0f} items would settle what is open"
+    return "hardly any number of items" if row.needed > 100_000 else f"about {row.needed:,.0f} items"  # at a threshold
 
 
-def beside(frame: pd.DataFrame, *topics: str) -> str:
-    """The claims of some topics as a Markdown list: what the paper printed, what came out here, in each reading."""
+def missing(row: Any) -> str:
+    """What would settle a verdict that is open; empty where it is settled."""
+    return evidence(row) if row.verdict == "not testable here" else _needed(row)
+
+
+def beside(frame: pd.DataFrame, *topics: str, page: str = "../claims.html") -> str:
+    """The claims of some topics as a Markdown list: what the paper printed, what came out here, in each reading.
+    page: that of the claims, seen from where the list stands."""
     lines = []
     for claim, group in frame[frame.topic.isin(topics)].groupby("claim", sort=False):
         first = group.iloc[0]
         rule = f" Rule: {first.rule}." if first.rule else ""
-        lines.append(f"- {link(str(claim), f'**{claim}**')} {stated(first)} Printed: {printed(first)}.{rule}")
+        lines.append(f"- {link(str(claim), f'**{claim}**', page)} {stated(first)} Printed: {printed(first)}.{rule}")
         for row in group.itertuples():
             name = {"any": "Here"}.get(row.reading, LABELS.get(row.reading, "").capitalize())
             value = f", {shown(row)}" if shown(row) else ""
@@ -355,7 +359,8 @@ def evidence(row: Any) -> str:
     total = sum(map(int, re.findall(r"\d+(?= (?:holds|fails|open))", members)))
     cases = f"of {total} cases, " + re.sub(r"(\d+) (holds|fails|open)", _cases, members) if total > 1 else ""
     p = "" if pd.isna(row.p) else f"{row.test}: p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
-    parts = [f"Decided by {case(decided)}" if decided else "", cases, p, _needed(row)]
+    needed = f"{_needed(row)} would settle what is open" if _needed(row) else ""
+    parts = [f"Decided by {case(decided)}" if decided else "", cases, p, needed]
     return " ".join(f"{one[0].upper()}{one[1:]}." for one in parts if one)
 
 
@@ -366,7 +371,7 @@ def _cases(found: re.Match[str]) -> str:
 
 def case(label: str) -> str:
     """A case or a note with policies by their titles: `h2o, C=512` is H2O at 512 tokens."""
-    alone = re.split(r"(, | against |: | of )", label)
+    alone = re.split(r"(, | against | minus |: | of )", label)
     text = "".join(CATALOGUE[part].title if part in CATALOGUE else part for part in alone)
     text = re.sub(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", _title, text)
     return re.sub(r"\bC=(\d+)", r"\1 tokens", text)
@@ -401,9 +406,9 @@ def styled(frame: pd.DataFrame) -> Styler:
 
 
 def _colours(text: str) -> str:
-    for verdict, (_, background, ink) in LOOKS.items():
+    for verdict, (_, colour) in LOOKS.items():
         if text.startswith(label(verdict)):
-            return f"background-color: {background}; color: {ink}"
+            return f"background-color: {colour}; color: #000"
     return ""
 
 

@@ -20,8 +20,8 @@ from kvrepro.tools.family_claims import JUDGED, RATES, TABLE, Kind, kinds
 CAUSES = ("seed", "KV heads", "sliding layers", "size")
 ONE = "one seed alone"
 NOT_ASKED = "not testable here"
-SIGNS = dict(zip(claims.VERDICTS, ("✓", "◐", "✗", "?", "–"), strict=True))
-COLOURS = ("#009e73", "#f0e442", "#d55e00", "#d9d9d9", "#ffffff")  # after Okabe and Ito's palette
+SIGNS = {verdict: sign for verdict, (sign, _) in claims.LOOKS.items()}
+COLOURS = [colour for _, colour in claims.LOOKS.values()]
 UNABLE = "the full cache itself answers"  # what a verdict's note says of a model that knows too little
 
 
@@ -206,5 +206,5 @@ def page(table: Path = TABLE, judged: Path = JUDGED) -> dict[str, list[dict[str,
         "found": said(verdicts, causes, pairs), "runs": f"Profile {', '.join(profiles)}. {when}.",
         "models": members(frame, of).to_dict("records"), "pairs": pairs.to_dict("records"),
         "counts": counts(verdicts, causes).to_dict("records"), "dependent": dependent(verdicts, causes),
-        "judged": claims.beside(own, *own.topic.unique()), "rates": rates(own),
+        "judged": claims.beside(own, *own.topic.unique(), page="claims.html"), "rates": rates(own),
     }  # fmt: skip

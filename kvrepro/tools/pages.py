@@ -1,12 +1,9 @@
-"""Pages of the book that are computed: methods and switches from the code, claims from the results of the last run."""
+"""Pages of the book that are computed: methods and switches from the code; claims_page: from the last run's results."""
 
 import html
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import nbformat
-import pandas as pd
 
 from kvrepro.chapters.protection import control, credit
 from kvrepro.chapters.reanalysis import differences
@@ -15,8 +12,8 @@ from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge
-from kvrepro.paths import DATA, ROOT
-from kvrepro.tools import cost, decide, family_page, landing, reference, shortcuts
+from kvrepro.paths import ROOT
+from kvrepro.tools import claims_page, cost, decide, family_page, landing, reference, shortcuts
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
     f"engine/score/test_{name}.py::test_" for name in ("position", "keys", "cumulative", "heads", "window")
@@ -64,7 +61,6 @@ PINNED = {  # policy -> the tests that hold it to an independent transcription o
     )),
     "online_credit": ("chapters/protection/test_credit.py::test_keep_scores_blend_two_rankings",),
 }  # fmt: skip
-WRONGLY = {"wrongly_reproduced": "wrongly reproduced", "wrongly_not_reproduced": "wrongly not reproduced"}  # of a rule
 LETTERS = {"alpha": "α", "beta": "β", "gamma": "γ", "eps": "ε", "mu": "μ", "phi": "φ", "tau": "τ"}
 
 
@@ -72,11 +68,11 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     """The tables that the pages in book/ include, into book/generated."""
     folder = root / "book" / "generated"
     folder.mkdir(parents=True, exist_ok=True)
-    pages = {name: table(rows) for name, rows in tables().items()} | {"claims": verdicts(chapters, root)}
+    pages = {name: table(rows) for name, rows in tables().items()} | claims_page.write(chapters, folder, root)
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
     pages["settings"], pages["control"] = reference.settings(), controlled()
     pages["artifact"] = table(differences.table())
-    pages["error_rates"], pages["stability"] = error_rates(), stability()
+    pages["error_rates"], pages["stability"] = table(claims_page.error_rates()), table(claims_page.stability())
     pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
     for name, part in family_page.page().items():
         pages[f"family_{name}"] = part if isinstance(part, str) else table(part) if part else "None."
@@ -178,73 +174,6 @@ def typeset(formula: str) -> str:
     text = re.sub(r"(?<![^\W_])(\w|mean|max|min|Var|Pool|rank)_(\w+?)(?![^\W_])", r"\1<sub>\2</sub>", text)
     text = re.sub(r"\^\(([^)]+)\)", r"<sup>\1</sup>", text)
     return re.sub(r"(?<=[ (])-(?=[ \w(‖])", "−", text)
-
-
-def verdicts(chapters: Iterable[str], root: Path = ROOT) -> str:
-    """Per chapter the summary and one row per claim, each reading with its interval and verdict."""
-    parts = []
-    for chapter in chapters:
-        file = root / "data" / "results" / chapter / "claims.csv"
-        parts.append(f"## {title(root / 'notebooks' / f'{chapter}.ipynb')}\n")
-        if not file.is_file():
-            parts.append("This chapter has stored no verdicts.\n")
-            continue
-        frame = claims.read(file)
-        for model, profile in (runs := claims.runs(frame)):
-            parts += [
-                f"Model {model}, profile {profile}.\n",
-                claims.summary(claims.of_run(frame, (model, profile))) + "\n",
-            ]
-        parts.append(table(_with_rates(claims.overview(claims.of_run(frame)), chapter).to_dict("records")) + "\n")
-        if len(runs) > 1:
-            parts += ["Verdicts of all models, those first that differ:\n"]
-            parts.append(table(claims.side_by_side(frame).to_dict("records")) + "\n")
-    return "\n".join(parts) or "No chapter has been run."
-
-
-def _with_rates(overview: pd.DataFrame, chapter: str) -> pd.DataFrame:
-    """Two columns more: how often the claim's rule errs either way, the larger rate of its readings."""
-    found = pd.read_csv(DATA / "error_rates.csv")
-    worst = found[found.chapter == chapter].groupby("claim")[list(WRONGLY)].max()
-    said = worst.map(lambda share: "" if pd.isna(share) else f"{share:.0%}").reindex(overview.index, fill_value="")
-    return overview.join(said.rename(columns=WRONGLY)).reset_index()
-
-
-def error_rates() -> str:
-    """By chapter: how many rules were tried, which err in more than 5% of tries, which cannot hold or cannot fail."""
-    found, rows = pd.read_csv(DATA / "error_rates.csv"), []
-    for chapter, group in found.groupby("chapter", sort=False):
-        tried = group[group.repeats.notna()]
-
-        def named(which: pd.Series, tried: pd.DataFrame = tried) -> str:
-            return ", ".join(dict.fromkeys(tried.claim[which])) or "-"
-
-        rows.append({
-            "chapter": chapter, "rules tried": tried.claim.nunique(),
-            **{f"{said} in more than 5%": named(tried[f"{name}_above"].eq(True)) for name, said in WRONGLY.items()},
-            "cannot hold": named(tried.can_hold.eq(False)), "cannot fail": named(tried.can_fail.eq(False)),
-            "medium effect decided": f"{tried[tried.repeats > 1].decided.mean():.0%}",
-            "not tried": ", ".join(dict.fromkeys(group.claim[group.repeats.isna()])) or "-",
-        })  # fmt: skip
-    return table(rows)
-
-
-def stability() -> str:
-    """The share of verdicts that change between runs, and which."""
-    found = pd.read_csv(DATA / "stability.csv").fillna({"which": "-"})
-    found["changed"] = [f"{row.changed} of {row.verdicts} ({row.share:.0%})" for row in found.itertuples()]
-    found["between two runs"] = [f"{share:.0%}" for share in found.pair]
-    shown = found[["varied", "runs", "chapter", "changed", "between two runs", "turned", "which"]]
-    if found.empty:
-        return "No runs are compared yet."
-    return table(shown.rename(columns={"which": "which, run by run"}).to_dict("records"))
-
-
-def title(notebook: Path) -> str:
-    """Its first heading; its name if there is no such file."""
-    if not notebook.is_file():
-        return notebook.stem
-    return nbformat.read(notebook, as_version=4).cells[0].source.splitlines()[0].lstrip("# ")
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:

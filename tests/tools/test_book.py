@@ -10,15 +10,12 @@ import time
 
 import nbformat
 import pytest
-import synthetic
 import typer
 from papermill.exceptions import PapermillExecutionError
 
-from kvrepro.chapters.protection import members
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims
 from kvrepro.tools import book, pages
 
 METHODS = (book.ROOT / "book" / "methods.md").read_text()
@@ -292,7 +289,7 @@ def test_pages_name_every_policy_and_every_switch(tmp_path):
         f"{{include}} generated/{page}.md" in METHODS for page in ("methods", "requirements", "harness", "tests")
     )
     assert all(f"| {name} |" in text["switches"] for name in SWITCHES)
-    assert "no verdicts" in text["claims"]
+    assert "has stored verdicts" in text["claims"]
     assert "{include} generated/artifact.md" in (book.ROOT / "book" / "audit.md").read_text()
     assert "HotPotQA" in text["artifact"]
 
@@ -314,18 +311,6 @@ def test_formulas_are_set_in_signs(plain, set_):
 
 def test_the_table_escapes_bars():
     assert pages.table([{"a": "x|y"}]) == "| a |\n| --- |\n| x\\|y |"
-
-
-def test_the_claims_page_shows_every_claim_once_with_both_readings(tmp_path):
-    few = claims.load_claims("protection") | {"claims": claims.load_claims("protection")["claims"][:3]}
-    frame = members.evaluate(synthetic.results(synthetic.paper_like), few)
-    claims.write(frame, tmp_path / "data" / "results" / "protection" / "claims.csv")
-    text = pages.verdicts(["protection"], tmp_path)
-    for claim in frame.claim.unique():
-        assert text.count(f"\n| {claim} |") == 1
-    assert "| authors' code | authors' text |" in text
-    assert frame.model.iloc[0] in text
-    assert "nan" not in text
 
 
 def test_lines_printed_in_a_row_are_one_block():

@@ -1,0 +1,280 @@
+"""The page of claims: one picture of all verdicts, one table of them that filters and sorts, a folded block per claim.
+
+Computed from the last run's `data/results/<chapter>/claims.csv` and from `data/claims/`, at every build.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pandas as pd
+
+from kvrepro.experiment import claims, judge
+from kvrepro.experiment.claims import LABELS, LOOKS
+from kvrepro.paths import DATA, ROOT
+from kvrepro.tools import family_page, filterable
+from kvrepro.tools.filterable import Cell
+
+WRONGLY = {"wrongly_reproduced": "wrongly reproduced", "wrongly_not_reproduced": "wrongly not reproduced"}  # of a rule
+FAMILY = "family"  # claims over several models: not of one run, and no chapter's
+ACROSS = 26  # claims side by side in the picture
+READ = {**LABELS, "any": "code and text"}
+
+
+def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str, str]:
+    """The parts of the page as markdown, by name; all verdicts as `folder`/verdicts.csv."""
+    frames = tables(chapters, root)
+    if not frames:
+        return {"claims": "No chapter of this book has stored verdicts.", "claims_picture": "", "claims_blocks": ""}
+    pd.concat([frame.assign(chapter=name) for name, frame in frames.items()]).to_csv(
+        folder / "verdicts.csv", index=False, float_format="%.6g"
+    )
+    titles = {name: title(root / "notebooks" / f"{name}.ipynb") for name in frames} | {FAMILY: "Several models"}
+    return {
+        "claims_picture": filterable.raw(picture(frames, titles)),
+        "claims": found(frames) + "\n\n" + listed(frames),
+        "claims_blocks": "\n\n".join(f"### {titles[name]}\n\n{blocks(name, frames)}" for name in frames),
+    }
+
+
+def tables(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
+    """The verdicts of each chapter that has stored some, and those over the family of models."""
+    files = {name: root / "data" / "results" / name / "claims.csv" for name in chapters}
+    stored = {name: claims.read(file) for name, file in files.items() if file.is_file()}
+    return stored | ({FAMILY: claims.read(family_page.JUDGED)} if stored else {})
+
+
+def title(notebook: Path) -> str:
+    """Its first heading; its name if there is no such file."""
+    if not notebook.is_file():
+        return notebook.stem
+    return nbformat.read(notebook, as_version=4).cells[0].source.splitlines()[0].lstrip("# ")
+
+
+# ---- one picture
+
+
+def picture(frames: Mapping[str, pd.DataFrame], titles: Mapping[str, str]) -> str:
+    """All verdicts of each chapter's first run as an SVG inside the page, which is light, and whose squares are links:
+    a column per claim, above the authors' code, below their text; one tall square where the two are one question. The
+    table says the same in words."""
+    at, y, parts = places(frames), 0.0, [_symbols()]
+    for name, frame in frames.items():
+        parts.append(f'<text x="0" y="{y + 8:g}" font-weight="bold">{escape(titles[name])}</text>')
+        own, y = claims.of_run(frame), y + 11
+        tall = 20 if set(own.reading) - {"any"} else 10
+        for place, (claim, rows) in enumerate(own.groupby("claim", sort=False)):
+            top = y + (tall + 3) * (place // ACROSS)
+            parts += [_square(row, at[name, str(claim)], 10 * (place % ACROSS), top, tall) for row in rows.itertuples()]
+        y = top + tall + 6
+    x = 0.0
+    for verdict in LOOKS:
+        parts.append(_used(verdict, x, y) + f'<text x="{x + 11.5:g}" y="{y + 6.8:g}">{claims.label(verdict)}</text>')
+        x += 16 + 2.65 * len(claims.label(verdict))
+    svg = f'<svg viewBox="-1 0 {10 * ACROSS + 2} {y + 11:g}" aria-hidden="true">{"".join(parts)}</svg>'
+    caption = (
+        "A square for each verdict. Above: authors' code; below: authors' text; one square where the two are one "
+        f"question. A click leads to the claim. {said(frames)}"
+    )
+    return f'<figure class="verdicts">\n{svg}\n<figcaption>{caption}</figcaption>\n</figure>'
+
+
+def _symbols() -> str:
+    """Each verdict's square, as it is used in the picture, one and two rows tall."""
+    return "".join(
+        f'<symbol id="v{place}-{tall}" overflow="visible"><rect width="9.4" height="{tall - 0.6}" fill="{colour}" '
+        f'stroke="#8a8a8a" stroke-width="0.3"/><text x="4.7" y="{tall / 2 + 2:g}" fill="#000" font-size="6" '
+        f'text-anchor="middle">{sign}</text></symbol>'
+        for place, (sign, colour) in enumerate(LOOKS.values()) for tall in (10, 20)
+    )  # fmt: skip
+
+
+def _used(verdict: str, x: float, y: float, tall: int = 10) -> str:
+    return f'<use href="#v{list(LOOKS).index(verdict)}-{tall}" x="{x:g}" y="{y:g}"/>'
+
+
+def _square(row: Any, at: str, x: int, y: float, tall: int) -> str:
+    """One verdict: a link to its claim that says on hover what it is."""
+    square = _used(row.verdict, x, y + 10 * (row.reading == "as_described"), tall if row.reading == "any" else 10)
+    title = f"{escape(row.claim)}, {READ[row.reading]}: {claims.label(row.verdict)}"
+    return f'<a href="#{at}" tabindex="-1">{square}<title>{title}</title></a>'
+
+
+def said(frames: Mapping[str, pd.DataFrame]) -> str:
+    """The verdicts counted, in a sentence."""
+    own = pd.concat([claims.of_run(frame) for frame in frames.values()])
+    counts = [f"{(own.verdict == one).sum()} {claims.label(one)}" for one in claims.VERDICTS]
+    return f"{len(own)} verdicts on {own.claim.nunique()} claims: {', '.join(counts)}."
+
+
+# ---- one table
+
+
+def found(frames: Mapping[str, pd.DataFrame]) -> str:
+    """Which runs the table holds."""
+    of = dict.fromkeys(run for name, frame in frames.items() if name != FAMILY for run in claims.runs(frame))
+    return f"Runs: {'; '.join(f'model {model}, profile {profile}' for model, profile in of)}."
+
+
+def listed(frames: Mapping[str, pd.DataFrame]) -> str:
+    """All verdicts, one row per claim, reading and model."""
+    many = any(len(claims.runs(frame)) > 1 for name, frame in frames.items() if name != FAMILY)
+    at = places(frames)
+    rows = [
+        _listed(row, name, at[name, row.claim], known.get(row.claim, {}), many)
+        for name, frame in frames.items()
+        for known in [entries(name)]
+        for row in frame.itertuples()
+    ]
+    filters = ["Chapter", "With", "Verdict", "Model"]
+    minor = ["Chapter", "Model", "Printed", "Rule", "Decided by", "n", "What would settle it"]
+    return filterable.table(
+        rows, "verdicts", "All verdicts", filters, minor, wide=["Statement", "What would settle it"]
+    )
+
+
+def _listed(row: Any, chapter: str, at: str, claim: Mapping[str, Any], with_model: bool) -> dict[str, object]:
+    model = {"Model": row.model} if with_model else {}
+    return {
+        "Claim": Cell(f'<a href="#{at}">{escape(row.claim)}</a>'),
+        "Chapter": chapter.replace("_", " "),
+        "Statement": claim.get("statement", row.statement),
+        "With": READ[row.reading],
+        **model,
+        "Verdict": Cell(pill(row.verdict)),
+        "Estimate [95% interval]": Cell(escape(claims.shown(row)), "" if pd.isna(row.ours) else f"{row.ours:.4g}"),
+        "Printed": claims.printed(row),
+        "Rule": row.rule,
+        "Decided by": claims.case(row.decided_by),
+        "n": "" if pd.isna(row.n) else f"{row.n:.0f}",
+        "What would settle it": claims.missing(row),
+    }
+
+
+def places(frames: Mapping[str, pd.DataFrame]) -> dict[tuple[str, str], str]:
+    """Where each chapter's claim has its block; an id that an earlier chapter has, too, gets the chapter's name."""
+    found: dict[tuple[str, str], str] = {}
+    for name, frame in frames.items():
+        taken = set(found.values())
+        ids = {claim: claims.anchor(claim) for claim in dict.fromkeys(frame.claim)}
+        found |= {(name, claim): f"{name}-{at}" if at in taken else at for claim, at in ids.items()}
+    return found
+
+
+def entries(chapter: str) -> dict[str, dict[str, Any]]:
+    """A chapter's claims as they are written down, by id."""
+    return {claim["id"]: claim for claim in claims.load_claims(chapter)["claims"]}
+
+
+def page_of(chapter: str, figure: str = "") -> str:
+    """Where a chapter's evidence stands, seen from the page of claims."""
+    page = "family.html" if chapter == FAMILY else f"executed/{chapter}.html"
+    return f"{page}#fig-{chapter.replace('_', '-')}-{figure}" if figure else page
+
+
+def pill(verdict: str) -> str:
+    """A verdict in its colours."""
+    return f'<span class="verdict v{list(LOOKS).index(verdict)}">{LOOKS[verdict][0]} {claims.label(verdict)}</span>'
+
+
+# ---- one block for each claim
+
+
+def blocks(chapter: str, frames: Mapping[str, pd.DataFrame]) -> str:
+    """A folded block for each claim of a chapter, with all that is known of it; `claims.html#P12` opens P12's."""
+    known, rates, at = entries(chapter), _rates(chapter), places(frames)
+    html = [
+        "<style>",
+        *(f".v{i} {{ background: {colour} }}" for i, (_, colour) in enumerate(LOOKS.values())),
+        "</style>",
+    ]
+    for claim, rows in frames[chapter].groupby("claim", sort=False):
+        entry = known.get(str(claim), {})
+        html += [
+            f'<details class="claim" id="{at[chapter, str(claim)]}">',
+            f"<summary>{_summary(str(claim), rows, entry)}</summary>",
+            f"<dl>{_entries(chapter, rows, entry, rates.get(str(claim), ''))}</dl>\n</details>",
+        ]
+    return filterable.raw("\n".join(html))
+
+
+def _summary(claim: str, rows: pd.DataFrame, known: Mapping[str, Any]) -> str:
+    first = claims.of_run(rows)
+    short = {"as_run": "code:", "as_described": "text:"}
+    pills = " ".join(f"{short.get(row.reading, '')} {pill(row.verdict)}" for row in first.itertuples())
+    return f"<strong>{escape(claim)}</strong> {escape(known.get('statement', first.statement.iloc[0]))} {pills}"
+
+
+def _entries(chapter: str, rows: pd.DataFrame, known: Mapping[str, Any], rates: str) -> str:
+    """What stands in a claim's block: terms and what is said of them."""
+    first, link = rows.iloc[0], page_of(chapter, known.get("figure", ""))
+    said = {"Source": f"{first.source}. Printed: {claims.printed(first)}."}
+    if first.rule:
+        said["Rule"] = f"{first.rule[0].upper()}{first.rule[1:]}. {known.get('why', '')}"
+    for row in rows.itertuples():
+        value = f": {claims.shown(row)}" if claims.shown(row) else ""
+        n = "" if pd.isna(row.n) else f" (n = {row.n:.0f})"
+        at = READ[row.reading].capitalize() + (f", {row.model}" if len(set(rows.model)) > 1 else "")
+        said[at] = f"{claims.label(row.verdict).capitalize()}{value}{n}. {claims.evidence(row)}"
+    said |= {"How often the rule errs": rates} if rates else {}
+    said |= {head: known[key] for key, head in NOTES.items() if key in known}
+    first_form = {**known, **known.get("first", {})}
+    said |= {"Rule as first written": judge.rule_text(first_form)} if "rule" in known.get("first", {}) else {}
+    items = "".join(f"<dt>{escape(head)}</dt><dd>{escape(text)}</dd>" for head, text in said.items())
+    where = "The figure that shows it" if "#" in link else "The chapter that judges it"
+    return f'{items}<dt>Evidence</dt><dd><a href="{link}">{where}</a></dd>'
+
+
+NOTES = {
+    "changed": "Changed when results were known",
+    "exploratory": "Written when results were known",
+    "ours": "Not in the source's words",
+}
+
+
+def _rates(chapter: str) -> dict[str, str]:
+    """How often a claim's rule errs either way, the larger rate of its readings."""
+    found = pd.read_csv(DATA / "error_rates.csv")
+    worst = found[found.chapter == chapter].groupby("claim")[list(WRONGLY)].max().dropna(how="all")
+    return {
+        str(claim): ", ".join(f"{WRONGLY[str(name)]} in {share:.0%} of tries" for name, share in row.dropna().items())
+        for claim, row in worst.iterrows()
+    }
+
+
+# ---- how far to trust the verdicts
+
+
+def error_rates() -> list[dict[str, str]]:
+    """By chapter: how many rules were tried, which err in more than 5% of tries, which cannot hold or cannot fail."""
+    found, rows = pd.read_csv(DATA / "error_rates.csv"), []
+    for chapter, group in found.groupby("chapter", sort=False):
+        tried = group[group.repeats.notna()]
+
+        def named(which: pd.Series, tried: pd.DataFrame = tried) -> str:
+            return ", ".join(dict.fromkeys(tried.claim[which])) or "-"
+
+        rows.append({
+            "chapter": str(chapter), "rules tried": str(tried.claim.nunique()),
+            **{f"{said} in more than 5%": named(tried[f"{name}_above"].eq(True)) for name, said in WRONGLY.items()},
+            "cannot hold": named(tried.can_hold.eq(False)), "cannot fail": named(tried.can_fail.eq(False)),
+            "medium effect decided": f"{tried[tried.repeats > 1].decided.mean():.0%}",
+            "not tried": ", ".join(dict.fromkeys(group.claim[group.repeats.isna()])) or "-",
+        })  # fmt: skip
+    return rows
+
+
+def stability() -> list[dict[str, str]]:
+    """The share of verdicts that change between runs, and which."""
+    found = pd.read_csv(DATA / "stability.csv").fillna({"which": "-"})
+    return [
+        {
+            "varied": row.varied, "runs": row.runs, "chapter": row.chapter,
+            "changed": f"{row.changed} of {row.verdicts} ({row.share:.0%})", "between two runs": f"{row.pair:.0%}",
+            "turned": row.turned, "which, run by run": re.sub("|".join(LABELS), lambda one: LABELS[one[0]], row.which),
+        }
+        for row in found.itertuples()
+    ]  # fmt: skip

@@ -1,0 +1,54 @@
+"""A table that readers sort and filter in the page: HTML that is whole without a script, and book/_static/tables.js.
+
+DataTables, which itables brings, weighs 0.7 MB, more than the rest of the page, and does not load from a file.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+
+class Cell(NamedTuple):
+    """HTML, and what it is sorted and filtered by; by its text if nothing is said."""
+
+    html: str
+    key: object = None
+
+
+def table(
+    rows: Sequence[Mapping[str, object]], at: str, label: str, filters: Collection[str] = (),
+    minor: Collection[str] = (), wide: Collection[str] = (),
+) -> str:  # fmt: skip
+    """Rows of equal keys, for markdown. Values are text, or a `Cell`.
+
+    at: its id in the page. label: what it holds, said to those who do not see it. filters: columns with a menu of their
+    values. minor: columns that a narrow screen leaves out. wide: columns of sentences.
+    """
+    columns = list(rows[0])
+    heads = "".join(
+        f'<th scope="col"{" data-filter" if name in filters else ""}>{escape(name)}</th>' for name in columns
+    )
+    body = "\n".join("<tr>" + "".join(map(_cell, row.values())) + "</tr>" for row in rows)
+
+    def of(names: Collection[str]) -> str:
+        return ",".join(f"#{at} :is(th,td):nth-child({columns.index(name) + 1})" for name in names if name in columns)
+
+    style = f"{of(wide)} {{ min-width: min(12rem, 35vw); overflow-wrap: anywhere }}\n" if wide else ""
+    style += f"@media (max-width: 720px) {{ {of(minor)} {{ display: none }} }}\n" if minor else ""
+    return raw(
+        f"<style>\n{style}</style>\n"
+        f'<div class="filterable" id="{at}" role="region" aria-label="{escape(label)}" tabindex="0">\n<table>\n'
+        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>"
+    )
+
+
+def raw(html: str) -> str:
+    """HTML as a block of markdown."""
+    return f"```{{raw}} html\n{html}\n```"
+
+
+def _cell(value: object) -> str:
+    if not isinstance(value, Cell):
+        return f"<td>{escape(str(value), quote=False)}</td>"
+    key = "" if value.key is None else f' data-key="{escape(str(value.key))}"'
+    return f"<td{key}>{value.html}</td>"

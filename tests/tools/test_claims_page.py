@@ -1,0 +1,109 @@
+"""The page of claims: one row per claim and reading, one block per claim with an address, one square per verdict."""
+
+import re
+from html.parser import HTMLParser
+
+import pandas as pd
+import pytest
+import synthetic
+
+from kvrepro.chapters.protection import members
+from kvrepro.experiment import claims
+from kvrepro.tools import claims_page
+
+PROTECTION = claims.load_claims("protection")
+
+
+class Balanced(HTMLParser):
+    """Counts starts and ids, and holds every start to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.ids += [given["id"]] if "id" in given else []
+        self.links += [given["href"]] if tag == "a" else []
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The parts of the page for four claims of one chapter, and the verdicts behind them."""
+    root = tmp_path_factory.mktemp("root")
+    wanted = ("P1", "P9", "P30", "P38")
+    few = PROTECTION | {"claims": [claim for claim in PROTECTION["claims"] if claim["id"] in wanted]}
+    frame = members.evaluate(synthetic.results(synthetic.paper_like, n_items=8), few)
+    claims.write(frame, root / "data" / "results" / "protection" / "claims.csv")
+    return claims_page.write(["protection", "not_run"], root, root), frame, root
+
+
+def read(text: str) -> Balanced:
+    found = Balanced()
+    found.feed(text)
+    assert found.open == []
+    return found
+
+
+def test_every_verdict_is_a_row_that_links_to_its_claims_block(page):
+    parts, frame, _ = page
+    blocks, rows, picture = (read(parts[name]) for name in ("claims_blocks", "claims", "claims_picture"))
+    assert len(set(blocks.ids)) == len(blocks.ids)
+    for claim in frame.claim.unique():
+        assert blocks.ids.count(claim) == 1
+        own = (frame.claim == claim).sum()
+        assert rows.links.count(f"#{claim}") == picture.links.count(f"#{claim}") == own
+    assert set(rows.links) == set(picture.links) == {f"#{at}" for at in blocks.ids}
+    assert "nan" not in re.sub(r"<[^>]*>", "", "".join(parts.values()))
+
+
+def test_a_claim_that_two_chapters_ask_has_two_blocks():
+    frames = {name: pd.DataFrame({"claim": ["L2b", "L2b, seeds"]}) for name in ("leakage", "family")}
+    at = claims_page.places(frames)
+    assert at["leakage", "L2b"] == "L2b"
+    assert at["family", "L2b"] == "family-L2b"
+    assert len(set(at.values())) == 4
+
+
+def test_the_table_says_what_decides_and_what_would_settle_it(page):
+    parts, frame, _ = page
+    text = parts["claims"]
+    assert "not_run" not in text
+    row = next(row for row in frame.itertuples() if not pd.isna(row.needed))
+    assert f"<td>about {row.needed:,.0f} items</td>" in text
+    assert f"<td>{claims.case(row.decided_by)}</td>" in text
+    for column in ("Statement", "Rule", "Decided by", "n", "What would settle it"):
+        assert re.search(rf'<th scope="col"[^>]*>{column}</th>', text)
+
+
+def test_rows_of_a_second_model_are_named(page):
+    _, frame, root = page
+    claims.write(frame.assign(model="other"), root / "data" / "results" / "protection" / "claims.csv")
+    parts = claims_page.write(["protection"], root, root)
+    assert '<th scope="col" data-filter>Model</th>' in parts["claims"]
+    assert "model other, profile quick" in parts["claims"]
+    assert "<dt>Authors&#x27; code, other</dt>" in parts["claims_blocks"]
+    assert len(pd.read_csv(root / "verdicts.csv").query("model == 'other'")) == len(frame)
+
+
+def test_a_book_without_verdicts_says_so(tmp_path):
+    assert "No chapter" in claims_page.write(["protection"], tmp_path, tmp_path)["claims"]
+
+
+def test_a_block_holds_rule_reason_and_what_was_changed(page):
+    text = page[0]["claims_blocks"]
+    [claim] = [claim for claim in PROTECTION["claims"] if claim["id"] == "P1"]
+    block = text[text.index('id="P1"') : text.index('id="P9"')]
+    for said in (claim["statement"], claim["source"], claim["why"], "Changed when results were known", "at most 0.064"):
+        assert said in block
+
+
+def test_figures_that_claims_name_are_called_by_their_labels():
+    assert claims_page.page_of("leakage") == "executed/leakage.html"
+    assert claims_page.page_of("dropkv_bound", "cone") == "executed/dropkv_bound.html#fig-dropkv-bound-cone"

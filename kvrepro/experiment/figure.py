@@ -432,7 +432,7 @@ def ends(table: pd.DataFrame, *by: str, percent: bool = False) -> str:
     known = table.dropna(subset="value")
     if known.empty:
         return "without any value"
-    rows = known.loc[known.value.idxmin()], known.loc[known.value.idxmax()]
+    rows = known.iloc[known.value.argmin()], known.iloc[known.value.argmax()]
     form = ".0%" if percent else ".2f"
     low, high = (f"{row.value:{form}} ({', '.join(look(row[name]).name for name in by)})" for row in rows)
     return f"from {low} to {high}"

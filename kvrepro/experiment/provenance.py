@@ -34,7 +34,7 @@ def provenance(chapter: str, loaded: Loaded | None = None, settings: Settings = 
     now = datetime.datetime.now(datetime.UTC)
     told = {"Code": commit(), "Date": f"{now:%Y-%m-%d %H:%M} UTC"}
     if loaded is not None:
-        told["Model"] = f"{loaded.name}, {loaded.dtype} on {loaded.device}, SHA-256 `{loaded.hash}`"
+        told["Model"] = f"{loaded.name}, {loaded.dtype} on {loaded.device}, hash `{loaded.hash}`"
         told["Profile"] = f"{settings.profile}, seed {settings.seed}"
     told |= {
         "Machine": machine(),

@@ -78,16 +78,18 @@ def _placed(output: Any, chapter: str, folder: Path, names: set[str]) -> Any:
 
 
 def _findings_first(cells: list[Any]) -> list[Any]:
-    """What is computed before the box of findings goes to the page's end, as one folded cell."""
+    """The box of findings goes below the title; what is computed before it to the page's end, as one folded cell."""
     at = next((i for i, cell in enumerate(cells) if _finds(cell)), None)
     if at is None:
         return cells
-    before = [cell for cell in cells[: at + 1] if cell.cell_type == "code"]
-    source = "\n\n".join(cell.source for cell in before)
-    outputs = [output for cell in before[:-1] for output in cell.outputs]
+    box = cells[at]
+    moved = [i for i in range(at + 1) if cells[i].cell_type == "code" and "show-input" not in tags(cells[i])]
+    source = "\n\n".join(cells[i].source for i in moved)
+    outputs = [output for i in moved[:-1] for output in cells[i].outputs]
     setup = nbformat.v4.new_code_cell(source, outputs=outputs, metadata={"tags": ["hide-cell"]})
-    tag(cells[at], "remove-input")
-    rest = [cell for cell in cells if cell is cells[at] or not any(cell is one for one in before)]
+    tag(box, "remove-input")
+    rest = [cell for i, cell in enumerate(cells) if i not in moved]
+    rest.insert(int(bool(rest) and rest[0].cell_type == "markdown"), box)
     end = next((i for i, cell in enumerate(rest) if cell.source.startswith(LAST)), None)
     if end is None:
         return [*rest, nbformat.v4.new_markdown_cell(LAST), setup]

@@ -107,19 +107,21 @@ def test_findings_come_first_and_what_led_to_them_is_folded_at_the_end(tmp_path)
     box = code("found", [said(claims.findings("It holds.").data)], "hide-input")
     last = code("provenance()", [said("- **Code**: here")], "remove-input")
     cells = edited(
-        tmp_path, markdown("# Title"), code("import a"), code("run()", [said("planned")], "hide-cell"), box,
+        tmp_path, markdown("# Title"), code("import a"), markdown("## Policy"), code("def policy", [], "show-input"),
+        code("run()", [said("planned")], "hide-cell"), box,
         markdown("## Data"), code("table", [said("rows")]), markdown(edition.LAST), last,
     )  # fmt: skip
     kinds = [(cell.cell_type, cell.source.splitlines()[0]) for cell in cells]
     assert kinds == [
-        ("markdown", "# Title"), ("code", "found"), ("markdown", "## Data"), ("code", "table"),
+        ("markdown", "# Title"), ("code", "found"), ("markdown", "## Policy"),
+        ("code", "def policy"), ("markdown", "## Data"), ("code", "table"),
         ("markdown", edition.LAST), ("code", "import a"), ("code", "provenance()"),
     ]  # fmt: skip
     assert [edition.tags(cell) for cell in cells if cell.cell_type == "code"] == [
-        ["remove-input"], ["hide-input"], ["hide-cell"], ["remove-input"],
+        ["remove-input"], ["show-input"], ["hide-input"], ["hide-cell"], ["remove-input"],
     ]  # fmt: skip
-    assert cells[5].source == "import a\n\nrun()\n\nfound"
-    assert [output.data["text/markdown"] for output in cells[5].outputs] == ["planned"]
+    assert cells[7].source == "import a\n\nrun()\n\nfound"
+    assert [output.data["text/markdown"] for output in cells[7].outputs] == ["planned"]
 
 
 def test_code_in_a_row_is_folded_behind_one_button(tmp_path):

@@ -46,8 +46,7 @@ def one_page(folder: Path, root: Path = ROOT) -> Path:
 
 def printed(page: Path, to: Path, program: str) -> None:
     """Print an HTML page, with an outline of its headings. Raises Failed."""
-    command = [program, "--headless", "--disable-gpu", "--no-pdf-header-footer", "--generate-pdf-document-outline",
-               "--virtual-time-budget=60000"]  # fmt: skip
+    command = [program, "--headless", "--disable-gpu", "--no-pdf-header-footer", "--generate-pdf-document-outline"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--no-sandbox")  # as which Chromium does not start for root
     with replaced(to) as aside:

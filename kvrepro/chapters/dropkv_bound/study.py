@@ -53,7 +53,7 @@ def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Give
         given = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed)
     if given and all(item.context is None for item in given):
         lengths = [max(_counts(loaded, given, 0))]
-    few, reasons = replace(settings, pools=settings.pools[:2], positions=1), []
+    few, reasons = replace(settings, pools=settings.pools[:2]), []
     found: dict[int, list[Item]] = {}
     for length in lengths:
         try:
@@ -130,21 +130,23 @@ def triples_of(loaded: Loaded, items: Sequence[Item], settings: Given, policies:
 
 
 def by_length(loaded: Loaded, found: Study, items: Mapping[int, Sequence[Item]], settings: Given) -> pd.DataFrame:
-    """`Study.assumptions` for prompts of several lengths (column `length`), last query, first two pools.
+    """`Study.assumptions` for prompts of several lengths (column `length`), first two pools; `place`: of the query in
+    the prompt, as a share.
 
     found: the study at `settings.tokens`, which is not run again. items: `questions_by_length`; there, one ascent has
     to do where the cone condition fails.
     """
-    few = replace(settings.sampling, pools=settings.pools[:2], positions=1, steps=1)
+    few = replace(settings.sampling, pools=settings.pools[:2], steps=1)
     a = found.assumptions
-    last = a.position == a.groupby("item").position.transform("max")
-    frames = [a[last & a.pool.isin([pool_name(size) for size in few.pools])].assign(length=settings.tokens)]
+    frames = [a[a.pool.isin([pool_name(size) for size in few.pools])].assign(length=settings.tokens)]
     for length, prompts in items.items():
         if length != settings.tokens:
             given = {"s": few, "limit": length, "parts": ("assumptions",)}
             study = run.PerItem("dropkv_bound", "triples", _shared_out(prompts, 0), of_item, given)
             frames.append(run.run(study, loaded, settings)["assumptions"].assign(length=length))
-    return pd.concat(frames, ignore_index=True)
+    rows = pd.concat(frames, ignore_index=True)
+    ends = rows.groupby(["item", "length"]).position.transform("max")  # the last query is the prompt's last token
+    return rows.assign(place=((rows.position + 1) / (ends + 1)).round(2))
 
 
 def _shared_out(items: Sequence[Item], total: int) -> dict[str, tuple[Item, int]]:

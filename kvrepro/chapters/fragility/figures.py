@@ -1,7 +1,7 @@
 """Drawings of the fragility chapter that `kvrepro.experiment.figure` does not have."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,15 +34,6 @@ def methods(table: pd.DataFrame, between: str = ",\n") -> list[str]:
     """Names of the table's policies, each with its reading where it has two."""
     readings = {one: between + text for one, text in LABELS.items()}
     return [look(p).name + readings.get(one, "") for p, one in zip(table.policy, table.reading, strict=True)]
-
-
-def ends(values: Iterable[float], names: Iterable[object], form: str = ".0%") -> str:
-    """Who has the least value and who the greatest, for an alternative text."""
-    known = pd.Series(list(values), [look(name).name for name in names], dtype=float).dropna()
-    if known.empty:
-        return "No value is known."
-    low, high = known.idxmin(), known.idxmax()
-    return f"The least is that of {low}, {known.min():{form}}, the greatest that of {high}, {known.max():{form}}."
 
 
 def by_bytes(table: pd.DataFrame, colour: str, **given: Any) -> Figure:

@@ -1,6 +1,7 @@
 """The bound's frames on a tiny model, and estimates and verdicts on frames whose answer is known."""
 
 import json
+from dataclasses import replace
 
 import checkpoint
 import numpy as np
@@ -181,10 +182,13 @@ def test_a_passage_is_cut_and_messages_are_taken_as_they_are(foreign, tmp_path):
 
 
 def test_the_study_s_own_length_is_not_run_again(study):
-    found = runs.by_length(Loaded(), study, {60: []}, Given(pools=SMALL.pools, tokens=60))
-    first = study.assumptions[study.assumptions.pool == "lowest 90%"]
-    assert len(found) == 2 * len(first)  # one position, two pools
+    a = study.assumptions
+    earlier = a.assign(position=a.position // 2)
+    both = replace(study, assumptions=pd.concat([a, earlier]))
+    found = runs.by_length(Loaded(), both, {60: []}, Given(pools=SMALL.pools, tokens=60))
+    assert len(found) == 2 * len(a)  # every position, as in the figures beside it
     assert set(found.length) == {60}
+    assert found.groupby("item").place.agg(["min", "max"]).round(1).eq([0.5, 1.0]).all(axis=None)
 
 
 # ---- intervals and correlations

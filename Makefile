@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: book test lint lab pdf dist clean
+.PHONY: book test lint lab pdf dist check-book clean
 .DELETE_ON_ERROR:
 
 book: $(READY)        ## re-execute the chapters, build the book (make book ARGS="-p profile=full")
@@ -27,6 +27,9 @@ pdf: $(READY)         ## the built book as one file, _build/kvrepro.pdf, printed
 dist: $(READY)        ## wheel and source archive, into dist/
 	@rm -rf build dist kvrepro.egg-info
 	@$(PY) -m build --no-isolation -v . >/dev/null && ls -sh dist
+
+check-book: $(READY)  ## the built book in a browser: errors, links, weight, overflow, accessibility, search; pictures in _build/browser
+	@$(PY) -m pytest -n 2 -rs -m browser tests/browser $(ARGS)
 
 clean:                ## remove what the book wrote; results and the environment stay
 	rm -rf _build book/executed book/generated

@@ -1,0 +1,238 @@
+"""The built book in a real browser: `make check-book`, after `make book`.
+
+Pictures of pages are not compared with stored ones: fonts differ between machines, and numbers between runs. What is
+compared are the boxes that the style sheet decides, and how light or dark a page is. Pictures to look at are written to
+`_build/browser`.
+"""
+
+import functools
+import http.server
+import io
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+from bs4 import BeautifulSoup
+from PIL import Image
+
+from kvrepro.errors import InputError
+from kvrepro.paths import ROOT
+from kvrepro.tools import pdf
+
+BOOK = Path(os.environ.get("KVREPRO_BOOK", ROOT / "_build" / "html"))
+PAGES = sorted(str(page.relative_to(BOOK)) for page in BOOK.rglob("*.html") if "_static" not in page.parts)
+PAGES = [page for page in PAGES if page != "index.html"]  # it leads on to the first page
+CHAPTERS = [page for page in PAGES if "/executed/" in page]
+WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
+MOST = 1_000_000  # bytes of a page without its figures
+FIRST, ADVICE = "book/intro.html", "book/decide.html"
+WEIGHT = """() => [performance.getEntriesByType('navigation')[0], ...performance.getEntriesByType('resource').filter(
+    one => !/_images|_downloads/.test(one.name))].reduce((sum, one) => sum + one.encodedBodySize, 0)"""
+THEME = "theme => Object.assign(document.documentElement.dataset, {theme, mode: theme})"
+TOO_WIDE = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+BOXES = """() => Object.fromEntries(Object.entries({sidebar: '.bd-sidebar-primary', header: '.bd-header-article',
+    article: '.bd-article', contents: '.bd-sidebar-secondary', footer: '.bd-footer-content'}).map(([name, one]) => {
+    const box = document.querySelector(one).getBoundingClientRect(); return [name, [box.left, box.right]]; }))"""
+AXE = """([rules, off]) => axe.run(document, {resultTypes: ['violations'], ...(rules ? {runOnly: rules} : {}),
+    rules: off ? {[off]: {enabled: false}} : {}}).then(found => found.violations.flatMap(
+    one => one.nodes.map(node => `${one.id}: ${node.html.slice(0, 160)}`)))"""
+BOXES_AT = {  # from where to where each part of a page reaches, by the width of the screen, in pixels
+    1400: {"sidebar": (0, 280), "header": (280, 1128), "article": (280, 1128), "contents": (1128, 1400)},
+    390: {"header": (0, 390), "article": (0, 390)},
+}  # fmt: skip
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not PAGES, reason=f"no book at {BOOK}: run make book first"),
+]
+
+
+@pytest.fixture(scope="session")
+def address() -> Iterator[str]:
+    """Where the book is served."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *told: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(BOOK)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """The system's Chromium."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    try:
+        program = pdf.browser()
+    except InputError as error:
+        pytest.skip(str(error))
+    with sync_api.sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def tab(browser):
+    """A new tab as wide as a laptop, and what went wrong in it."""
+    context = browser.new_context(viewport=WIDE, color_scheme="light", reduced_motion="reduce")
+    page = context.new_page()
+    page.wrong = []
+    page.on("console", lambda told: page.wrong.append(told.text) if told.type == "error" else None)
+    page.on("pageerror", lambda error: page.wrong.append(str(error)))
+    page.on("response", lambda answer: page.wrong.append(answer.url) if answer.status >= 400 else None)
+    yield page
+    context.close()
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The script of axe-core."""
+    package = pytest.importorskip("axe_playwright_python")
+    return (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_works_for_everybody(tab, address, axe, name):
+    """Nothing is logged as an error, nothing comes from elsewhere, little is loaded, nothing is wider than the screen,
+    and axe finds no violation: light and dark, wide and narrow."""
+    asked = []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(address + name, wait_until="load")
+    outside = [url for url in asked if not url.startswith((address, "data:", "blob:"))]
+    assert not outside
+    assert not tab.wrong
+    if name != "search.html":  # it loads the index of all words
+        assert tab.evaluate(WEIGHT) <= MOST
+    tab.evaluate(axe)
+    found = {"wide": tab.evaluate(AXE, [None, None])}
+    assert tab.evaluate(TOO_WIDE) <= 0
+    tab.evaluate(THEME, "dark")
+    found["dark"] = tab.evaluate(AXE, [["color-contrast"], None])
+    tab.evaluate(THEME, "light")
+    tab.set_viewport_size(PHONE)
+    tab.evaluate("reach()")  # what scrolls now; the page does so itself a moment later
+    found["phone"] = tab.evaluate(AXE, [None, "color-contrast"])
+    assert tab.evaluate(TOO_WIDE) <= 0
+    assert {where: told for where, told in found.items() if told} == {}
+
+
+def test_no_link_is_dead():
+    """Every link inside the book leads to a file, and to a place in it."""
+    pages = {page: BeautifulSoup((BOOK / page).read_text(encoding="utf-8"), "html.parser") for page in PAGES}
+    places = {page: {tag["id"] for tag in soup.find_all(id=True)} for page, soup in pages.items()}
+    dead = []
+    for page, soup in pages.items():
+        for tag in soup.find_all(["a", "img", "script", "link", "source"]):
+            url = tag.get("href") or tag.get("src") or ""
+            parts = urlsplit(url)
+            if parts.scheme or parts.netloc or not url:
+                continue
+            target = os.path.normpath(Path(page).parent / unquote(parts.path)) if parts.path else page
+            if not (BOOK / target).exists() or (
+                parts.fragment and unquote(parts.fragment) not in places.get(target, ())
+            ):
+                dead.append(f"{page}: {url}")
+    assert len(pages) > 10
+    assert dead == []
+
+
+def test_every_picture_has_a_text_of_its_own():
+    """Figures of the book are described, each in its own words."""
+    texts = [
+        image.get("alt", "") for page in PAGES
+        for image in BeautifulSoup((BOOK / page).read_text(encoding="utf-8"), "html.parser").select("figure img")
+    ]  # fmt: skip
+    assert texts
+    assert all(len(text) > 20 and not text.endswith((".svg", ".png")) for text in texts)
+    assert len(set(texts)) == len(texts)
+
+
+def test_search_finds_what_a_chapter_is_about(tab, address):
+    tab.goto(f"{address}search.html?q=eviction")
+    tab.wait_for_selector("#search-results li a", timeout=20_000)
+    assert tab.locator("#search-results li").count() > 3
+    assert not tab.wrong
+
+
+def test_a_word_of_the_glossary_is_explained_to_mouse_and_keyboard(tab, address):
+    tab.goto(address + FIRST)
+    word = tab.locator("a.term").first
+    meaning = tab.locator("a.term + .tip").first
+    assert meaning.is_hidden()
+    word.hover()
+    assert meaning.is_visible()
+    tab.mouse.move(0, 0)
+    assert meaning.is_hidden()
+    word.focus()
+    assert len(meaning.inner_text()) > 20
+    assert meaning.is_visible()
+    tab.keyboard.press("Escape")
+    assert meaning.is_hidden()
+
+
+def test_the_keyboard_reaches_the_text_first(tab, address):
+    """The first stop skips the navigation; every stop can be seen."""
+    tab.goto(address + FIRST)
+    tab.keyboard.press("Tab")
+    assert "main-content" in tab.evaluate("document.activeElement.getAttribute('href')")
+    for _ in range(12):
+        tab.keyboard.press("Tab")
+        shown = "getComputedStyle(document.activeElement).outlineStyle"
+        assert tab.evaluate("document.activeElement.tagName") != "BODY"
+        assert tab.evaluate(shown) != "none"
+
+
+def test_rows_are_filtered(tab, address):
+    tab.goto(address + ADVICE)
+    table = tab.locator("table.filterable")
+    if not table.count():
+        pytest.skip("no table of advice: the chapter on synthesis has no results")
+    rows = table.locator("tbody tr")
+    every = rows.count()
+    tab.locator("input.filter").fill("both ends shared")
+    left = [row for row in rows.all() if row.is_visible()]
+    assert 0 < len(left) < every
+    assert all("both ends" in row.inner_text() for row in left)
+
+
+@pytest.mark.parametrize("name", [FIRST, ADVICE, *CHAPTERS[:1]])
+def test_pages_read_without_scripts(browser, address, name):
+    context = browser.new_context(viewport=WIDE, java_script_enabled=False)
+    page = context.new_page()
+    page.goto(address + name)
+    assert page.locator("main h1").first.is_visible()
+    assert len(page.locator("main").inner_text()) > 1500
+    context.close()
+
+
+def test_print_shows_the_text_alone(tab, address):
+    tab.goto(address + FIRST)
+    tab.emulate_media(media="print")
+    assert tab.locator(".bd-sidebar-primary").is_hidden()
+    assert tab.locator(".bd-article h1").is_visible()
+
+
+@pytest.mark.parametrize("name", [FIRST, ADVICE, *CHAPTERS[:1]])
+@pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (1400, "dark"), (390, "light")])
+def test_a_page_looks_as_it_should(browser, address, name, width, theme):
+    """Its parts stand where the style sheet puts them, the page is as light or dark as asked; a picture is kept."""
+    context = browser.new_context(viewport={"width": width, "height": 1600}, color_scheme=theme)
+    page = context.new_page()
+    page.goto(address + name)
+    boxes = page.evaluate(BOXES)
+    picture = page.screenshot()
+    folder = BOOK.parent / "browser"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{re.sub(r'[^a-z_]+', '-', name.removesuffix('.html'))}-{width}-{theme}.png").write_bytes(picture)
+    light = np.asarray(Image.open(io.BytesIO(picture)).convert("L")).mean()
+    assert light > 200 if theme == "light" else light < 70
+    for part, (left, right) in BOXES_AT[width].items():
+        assert boxes[part] == pytest.approx((left, right), abs=24), part
+    context.close()

@@ -77,3 +77,35 @@ def bars(path: Path = GPU / "real.csv") -> Figure:
         axes.axvline(1, color="0.3", linewidth=1)
         axes.set(xscale="log", xlim=(0.1, None), xlabel="time over the target", ylabel="")
     return picture
+
+
+def floors(path: Path = GPU / "kernels.csv") -> Figure:
+    """How near each kernel comes to its floor: a dot per variant and shape, the longest input of each; our kernels
+    beside what torch offers for the same work."""
+    frame = pd.read_csv(path)
+    frame = frame[~frame.kernel.isin(["ceiling", "prefill_attention"])].sort_values("tokens")
+    last = frame.groupby(["kernel", "variant", "shape"], sort=False).tail(1)
+    theirs = last.variant.str.contains(r"\btorch\b|three kernels")
+    last = last.assign(by=theirs.map({True: "plain torch, or separate passes", False: "this project's kernels"}))
+    with figure.style():
+        picture = Figure(figsize=(7, 3.2), layout="constrained")
+        axes = picture.subplots()
+        sns.stripplot(
+            last, x="fraction_of_floor", y="kernel", hue="by", dodge=True, jitter=False, size=7, alpha=0.8, ax=axes
+        )
+        axes.axvline(1, color="0.3", linewidth=1)
+        axes.set(xlim=(0, 1.1), xlabel="share of the floor that is reached", ylabel="")
+        axes.legend(title="", frameon=False, loc="upper left")
+    return picture
+
+
+def floors_said(path: Path = GPU / "kernels.csv") -> str:
+    """The figure in a sentence."""
+    frame = pd.read_csv(path).query("tokens >= 32768 and kernel != 'ceiling'")
+    theirs = frame.variant.str.contains(r"\btorch\b|three kernels") | (frame.kernel == "prefill_attention")
+    best = frame[~theirs].groupby("kernel").fraction_of_floor.max().sort_values()
+    device = ", ".join(frame.device.unique())
+    return (
+        f"At 32,768 tokens and more the best variant of each kernel reaches from {best.iloc[0]:.0%} (`{best.index[0]}`) "
+        f"to {best.iloc[-1]:.0%} (`{best.index[-1]}`) of its floor on an {device}."
+    )

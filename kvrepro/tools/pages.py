@@ -12,7 +12,7 @@ from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge
-from kvrepro.paths import ROOT
+from kvrepro.paths import GPU, ROOT
 from kvrepro.tools import claims_page, cost, decide, family_page, landing, reference, shortcuts
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
@@ -72,12 +72,15 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
     pages["settings"], pages["control"] = reference.settings(), controlled()
     pages["artifact"] = table(differences.table())
+    pages["floors"] = cost.floors_said()
+    pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}
     pages["error_rates"], pages["stability"] = table(claims_page.error_rates()), table(claims_page.stability())
     pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
     for name, part in family_page.page().items():
         pages[f"family_{name}"] = part if isinstance(part, str) else table(part) if part else "None."
     family_page.drawn().savefig(folder / "family.svg")
     cost.bars().savefig(folder / "targets.svg")
+    cost.floors().savefig(folder / "floors.svg", transparent=True)
     shortcuts.drawn().savefig(folder / "shortcuts.svg")
     pages |= {f"decide_{name}": text for name, text in decide.parts(root).items()} | landing.parts(root)
     at_a_glance = landing.drawn(landing.verdicts(chapters, root))
@@ -86,6 +89,14 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     at_a_glance.savefig(folder / "static" / "preview.png", dpi=120)
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+
+
+def measured(name: str) -> str:
+    """A page of tables measured on a GPU (`data/gpu`), the two readings called as everywhere in the book."""
+    text = (GPU / f"{name}.md").read_text(encoding="utf-8")
+    for reading, label in claims.LABELS.items():
+        text = text.replace(f", {reading.replace('_', ' ')}", f", {label}")
+    return text.rstrip()
 
 
 def tables() -> dict[str, list[dict[str, str]]]:

@@ -106,6 +106,6 @@ def floors_said(path: Path = GPU / "kernels.csv") -> str:
     best = frame[~theirs].groupby("kernel").fraction_of_floor.max().sort_values()
     device = ", ".join(frame.device.unique())
     return (
-        f"At 32,768 tokens and more the best variant of each kernel reaches from {best.iloc[0]:.0%} (`{best.index[0]}`) "
-        f"to {best.iloc[-1]:.0%} (`{best.index[-1]}`) of its floor on an {device}."
+        f"At 32,768 tokens and more the best variant of each kernel reaches from {best.iloc[0]:.0%} "
+        f"(`{best.index[0]}`) to {best.iloc[-1]:.0%} (`{best.index[-1]}`) of its floor on an {device}."
     )

@@ -10,6 +10,7 @@ from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
 from kvrepro.experiment import figure
 from kvrepro.paths import ROOT
+from kvrepro.tools import filterable
 
 ALIKE = {  # a scorer of the grid -> the published method that scores alike, of which cost and leaks are known
     "position": "streaming_llm", "key norm": "k_norm", "key difference": "key_diff", "attention of all": "h2o",
@@ -47,8 +48,9 @@ def parts(root: Path = ROOT) -> dict[str, str]:
     best, known = frontier.advice(rows), conditions(rows, root)
     middle = sorted(best.kept.unique())[len(best.kept.unique()) // 2]
     return {
-        "advice": advice(rows, best, known, model, middle), "short": _html(short(best[best.kept == middle])),
-        "all": _html(known.drop(columns=["value", "of"]), "decide"),
+        "advice": advice(rows, best, known, model, middle),
+        "short": filterable.raw(_html(short(best[best.kept == middle]))),
+        "all": _all(known.drop(columns=["value", "of"])),
     }  # fmt: skip
 
 
@@ -182,8 +184,13 @@ def _secret(known: pd.DataFrame) -> str:
     )
 
 
-def _html(table: pd.DataFrame, name: str = "") -> str:
-    text = table.to_html(
-        index=False, border=0, justify="left", table_id=name or None, classes="table filterable" if name else "table"
-    )
+def _all(table: pd.DataFrame) -> str:
+    """The table that readers filter, sorted by quality."""
+    filters = ("kept", "guards", "tokens leave", "heads", "on kernels")
+    minor = ("blocks returned", "leak-safe from", "first token", "on kernels", "loses most at")
+    return filterable.table(table.to_dict("records"), "conditions", "All conditions", filters, minor, ("scores by",))
+
+
+def _html(table: pd.DataFrame) -> str:
+    text = table.to_html(index=False, border=0, justify="left", classes="table")
     return f'<div class="pst-scrollable-table-container">\n{text}\n</div>'

@@ -78,10 +78,10 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
     for name, part in family_page.page().items():
         pages[f"family_{name}"] = part if isinstance(part, str) else table(part) if part else "None."
-    family_page.drawn().savefig(folder / "family.svg")
-    cost.bars().savefig(folder / "targets.svg")
+    family_page.drawn().savefig(folder / "family.svg", transparent=True)
+    cost.bars().savefig(folder / "targets.svg", transparent=True)
     cost.floors().savefig(folder / "floors.svg", transparent=True)
-    shortcuts.drawn().savefig(folder / "shortcuts.svg")
+    shortcuts.drawn().savefig(folder / "shortcuts.svg", transparent=True)
     pages |= {f"decide_{name}": text for name, text in decide.parts(root).items()} | landing.parts(root)
     at_a_glance = landing.drawn(landing.verdicts(chapters, root))
     at_a_glance.savefig(folder / "verdicts.svg", transparent=True)

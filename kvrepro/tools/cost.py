@@ -95,7 +95,7 @@ def floors(path: Path = GPU / "kernels.csv") -> Figure:
         )
         axes.axvline(1, color="0.3", linewidth=1)
         axes.set(xlim=(0, 1.1), xlabel="share of the floor that is reached", ylabel="")
-        axes.legend(title="", frameon=False, loc="upper left")
+        axes.legend(title="", frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return picture
 
 

@@ -121,7 +121,13 @@ def icons(static: Path, text: str) -> None:
     cut.populate(unicodes=points)
     cut.subset(font)
     subset.save_font(font, static / "icons.woff", options)
-    face = '@font-face{font-family:"Font Awesome 6 Free";font-weight:900;src:url(icons.woff) format("woff")}'
+    face = (
+        "".join(
+            f'@font-face{{font-family:"Font Awesome {n} Free";font-weight:900;src:url(icons.woff) format("woff")}}\n'
+            for n in (5, 6)  # both names are in the theme's style sheets
+        )
+        + ':root{--fa-font-solid:normal 900 1em/1 "Font Awesome 6 Free"}'
+    )
     kind = '.fas,.fa-solid{display:inline-block;font:900 1em/1 "Font Awesome 6 Free";text-rendering:auto}'
     size = ".fa-lg{font-size:1.25em;line-height:.05em;vertical-align:-.075em}"
     rules = [f'.fa-{name}::before{{content:"\\{point}"}}' for name, point in named.items()]

@@ -16,7 +16,7 @@ from fontTools import subset
 from sphinx.application import Sphinx
 
 SITE_URL = "KVREPRO_SITE_URL"  # the environment variable with the address under which the book is published
-UNUSED = {  # what a page must hold to need a style sheet or a script; None: nothing does
+UNUSED: dict[str | None, re.Pattern[str]] = {  # what a page must hold to need a style sheet or a script; None: nothing does
     None: re.compile(r"\s*<link\b[^>]*sphinx-thebe\.css[^>]*>"),
     'class="sd-': re.compile(
         r"\s*<(?:link|script)\b[^>]*(?:sphinx-design\.min\.css|design-tabs\.js)[^>]*>(?:</script>)?"
@@ -91,9 +91,9 @@ def _finish(app: Sphinx, error: Exception | None) -> None:
 
 def framed(text: str) -> str:
     """A whole page with its frame mended, and a short style sheet of icons in the place of Font Awesome's files."""
-    for needed, link in UNUSED.items():
+    for needed, unused in UNUSED.items():
         if needed is None or needed not in text:
-            text = link.sub("", text)
+            text = unused.sub("", text)
     for before, after in FRAME:
         text = text.replace(before, after)
     if found := AWESOME.search(text):

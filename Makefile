@@ -19,7 +19,7 @@ lint: $(READY)        ## ruff, mypy, and who may import whom
 	@$(VENV)/bin/lint-imports --no-logo --no-cache
 
 lab: $(READY)         ## open the notebooks, with the package beside them
-	@$(PY) -m jupyterlab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks
+	@JUPYTER_PREFER_ENV_PATH=1 $(PY) -m jupyterlab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks
 
 pdf: $(READY)         ## the built book as one file, _build/kvrepro.pdf, printed by the Chromium of the system
 	@$(PY) -m kvrepro.tools.pdf

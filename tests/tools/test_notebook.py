@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SETTINGS = {  # numbers that a chapter's prose may name: its source's example and its own settings
     "reclamation": {"20", "24", "64", "128", "512", "000"},
-    "fragility": {"32"},
+    "fragility": {"32", "40"},
     "reanalysis": {"5", "20", "162", "481"},
 }
 NO_MODEL = {"reanalysis": {"measure", "margin", "tables"}}  # chapters that read stored rows: their parameters
@@ -56,17 +56,21 @@ def tags(cell) -> list:
 
 
 def sentences(notebook) -> str:
-    """All prose, that of cells which compute it included, without what is computed or quoted."""
+    """All prose, that of cells which compute it and of figures included, without what is computed or quoted."""
     texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     for cell in code(notebook):
-        if "hide-input" in tags(cell) and "parameters" not in tags(cell):
-            strings = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.JoinedStr)]
+        if not {"parameters", "exercise"} & set(tags(cell)):
+            nodes = list(ast.walk(ast.parse(cell.source)))
             texts += [
                 part.value
-                for string in strings
+                for string in nodes
+                if isinstance(string, ast.JoinedStr)
                 for part in ast.iter_child_nodes(string)
                 if isinstance(part, ast.Constant)
             ]
+    for call in calls(notebook, "show"):
+        constants = [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)]
+        texts += [text for text in constants if isinstance(text, str)]
     return re.sub(r"\{[\w:]+\}`[^`]*`|`[^`]*`", "", "\n".join(texts))
 
 

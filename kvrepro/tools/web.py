@@ -16,7 +16,9 @@ from fontTools import subset
 from sphinx.application import Sphinx
 
 SITE_URL = "KVREPRO_SITE_URL"  # the environment variable with the address under which the book is published
-UNUSED: dict[str | None, re.Pattern[str]] = {  # what a page must hold to need a style sheet or a script; None: nothing does
+UNUSED: dict[
+    str | None, re.Pattern[str]
+] = {  # what a page must hold to need a style sheet or a script; None: nothing does
     None: re.compile(r"\s*<link\b[^>]*sphinx-thebe\.css[^>]*>"),
     'class="sd-': re.compile(
         r"\s*<(?:link|script)\b[^>]*(?:sphinx-design\.min\.css|design-tabs\.js)[^>]*>(?:</script>)?"

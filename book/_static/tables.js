@@ -9,7 +9,9 @@ function key(row, column) {
 
 function compare(a, b, turn) {
   if (a === "" || b === "") return (a === "") - (b === ""); // what has no value stands last, up and down
-  return turn * (a - b || a.localeCompare(b, undefined, { numeric: true }));
+  const [x, y] = [parseFloat(a), parseFloat(b)]; // of an estimate with its interval, the estimate
+  if (isNaN(x) !== isNaN(y)) return turn * (isNaN(x) - isNaN(y));
+  return turn * (x - y || a.localeCompare(b, undefined, { numeric: true }));
 }
 
 function control(form, label, input) {

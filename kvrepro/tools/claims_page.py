@@ -34,7 +34,7 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
     )
     titles = {name: title(root / "notebooks" / f"{name}.ipynb") for name in frames} | {FAMILY: "Several models"}
     return {
-        "claims_picture": filterable.raw(picture(frames, titles)),
+        "claims_picture": filterable.raw(styles() + picture(frames, titles)),
         "claims": found(frames) + "\n\n" + listed(frames),
         "claims_blocks": "\n\n".join(f"### {titles[name]}\n\n{blocks(name, frames)}" for name in frames),
     }
@@ -145,7 +145,7 @@ def _listed(row: Any, chapter: str, at: str, claim: Mapping[str, Any], with_mode
         "With": READ[row.reading],
         **model,
         "Verdict": Cell(pill(row.verdict)),
-        "Estimate [95% interval]": Cell(escape(claims.shown(row)), "" if pd.isna(row.ours) else f"{row.ours:.4g}"),
+        "Estimate [95% interval]": claims.shown(row),
         "Printed": claims.printed(row),
         "Rule": row.rule,
         "Decided by": claims.case(row.decided_by),
@@ -175,9 +175,16 @@ def page_of(chapter: str, figure: str = "") -> str:
     return f"{page}#fig-{chapter.replace('_', '-')}-{figure}" if figure else page
 
 
+def styles() -> str:
+    """What verdicts look like, as a style sheet in the page."""
+    looks = enumerate(LOOKS.values())
+    rules = (f'.v{i} {{ background: {colour} }} .v{i}::before {{ content: "{sign} " }}' for i, (sign, colour) in looks)
+    return "<style>\n" + "\n".join(rules) + "\n</style>"
+
+
 def pill(verdict: str) -> str:
-    """A verdict in its colours."""
-    return f'<span class="verdict v{list(LOOKS).index(verdict)}">{LOOKS[verdict][0]} {claims.label(verdict)}</span>'
+    """A verdict in its colours and behind its sign, both from `styles`."""
+    return f'<b class="v{list(LOOKS).index(verdict)}">{claims.label(verdict)}</b>'
 
 
 # ---- one block for each claim
@@ -186,31 +193,27 @@ def pill(verdict: str) -> str:
 def blocks(chapter: str, frames: Mapping[str, pd.DataFrame]) -> str:
     """A folded block for each claim of a chapter, with all that is known of it; `claims.html#P12` opens P12's."""
     known, rates, at = entries(chapter), _rates(chapter), places(frames)
-    html = [
-        "<style>",
-        *(f".v{i} {{ background: {colour} }}" for i, (_, colour) in enumerate(LOOKS.values())),
-        "</style>",
-    ]
+    html = ['<div class="claims">', f'<p>Evidence: <a href="{page_of(chapter)}">the page that judges these</a>.</p>']
     for claim, rows in frames[chapter].groupby("claim", sort=False):
         entry = known.get(str(claim), {})
         html += [
-            f'<details class="claim" id="{at[chapter, str(claim)]}">',
+            f'<details id="{at[chapter, str(claim)]}">',
             f"<summary>{_summary(str(claim), rows, entry)}</summary>",
             f"<dl>{_entries(chapter, rows, entry, rates.get(str(claim), ''))}</dl>\n</details>",
         ]
-    return filterable.raw("\n".join(html))
+    return filterable.raw("\n".join([*html, "</div>"]))
 
 
 def _summary(claim: str, rows: pd.DataFrame, known: Mapping[str, Any]) -> str:
     first = claims.of_run(rows)
     short = {"as_run": "code:", "as_described": "text:"}
     pills = " ".join(f"{short.get(row.reading, '')} {pill(row.verdict)}" for row in first.itertuples())
-    return f"<strong>{escape(claim)}</strong> {escape(known.get('statement', first.statement.iloc[0]))} {pills}"
+    return f"<b>{escape(claim)}</b> {escape(known.get('statement', first.statement.iloc[0]), quote=False)} {pills}"
 
 
 def _entries(chapter: str, rows: pd.DataFrame, known: Mapping[str, Any], rates: str) -> str:
     """What stands in a claim's block: terms and what is said of them."""
-    first, link = rows.iloc[0], page_of(chapter, known.get("figure", ""))
+    first = rows.iloc[0]
     said = {"Source": f"{first.source}. Printed: {claims.printed(first)}."}
     if first.rule:
         said["Rule"] = f"{first.rule[0].upper()}{first.rule[1:]}. {known.get('why', '')}"
@@ -219,13 +222,14 @@ def _entries(chapter: str, rows: pd.DataFrame, known: Mapping[str, Any], rates: 
         n = "" if pd.isna(row.n) else f" (n = {row.n:.0f})"
         at = READ[row.reading].capitalize() + (f", {row.model}" if len(set(rows.model)) > 1 else "")
         said[at] = f"{claims.label(row.verdict).capitalize()}{value}{n}. {claims.evidence(row)}"
-    said |= {"How often the rule errs": rates} if rates else {}
+    said |= {"Errors": rates} if rates else {}
     said |= {head: known[key] for key, head in NOTES.items() if key in known}
     first_form = {**known, **known.get("first", {})}
     said |= {"Rule as first written": judge.rule_text(first_form)} if "rule" in known.get("first", {}) else {}
-    items = "".join(f"<dt>{escape(head)}</dt><dd>{escape(text)}</dd>" for head, text in said.items())
-    where = "The figure that shows it" if "#" in link else "The chapter that judges it"
-    return f'{items}<dt>Evidence</dt><dd><a href="{link}">{where}</a></dd>'
+    items = "".join(f"<dt>{head}</dt><dd>{escape(text, quote=False)}</dd>" for head, text in said.items())
+    if "figure" in known:
+        items += f'<dt>Figure</dt><dd><a href="{page_of(chapter, known["figure"])}">The figure that shows it</a></dd>'
+    return items
 
 
 NOTES = {
@@ -240,7 +244,7 @@ def _rates(chapter: str) -> dict[str, str]:
     found = pd.read_csv(DATA / "error_rates.csv")
     worst = found[found.chapter == chapter].groupby("claim")[list(WRONGLY)].max().dropna(how="all")
     return {
-        str(claim): ", ".join(f"{WRONGLY[str(name)]} in {share:.0%} of tries" for name, share in row.dropna().items())
+        str(claim): ", ".join(f"{WRONGLY[str(name)]} {share:.0%}" for name, share in row.dropna().items())
         for claim, row in worst.iterrows()
     }
 

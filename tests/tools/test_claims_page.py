@@ -88,7 +88,7 @@ def test_rows_of_a_second_model_are_named(page):
     parts = claims_page.write(["protection"], root, root)
     assert '<th scope="col" data-filter>Model</th>' in parts["claims"]
     assert "model other, profile quick" in parts["claims"]
-    assert "<dt>Authors&#x27; code, other</dt>" in parts["claims_blocks"]
+    assert "<dt>Authors' code, other</dt>" in parts["claims_blocks"]
     assert len(pd.read_csv(root / "verdicts.csv").query("model == 'other'")) == len(frame)
 
 

@@ -36,7 +36,7 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
     return {
         "claims_picture": filterable.raw(styles() + picture(frames, titles)),
         "claims": found(frames) + "\n\n" + listed(frames),
-        "claims_blocks": "\n\n".join(f"### {titles[name]}\n\n{blocks(name, frames)}" for name in frames),
+        "claims_blocks": "\n\n".join(f"### {titles[name]}\n\n{blocks(name, frames, root)}" for name in frames),
     }
 
 
@@ -165,14 +165,23 @@ def places(frames: Mapping[str, pd.DataFrame]) -> dict[tuple[str, str], str]:
 
 
 def entries(chapter: str) -> dict[str, dict[str, Any]]:
-    """A chapter's claims as they are written down, by id."""
-    return {claim["id"]: claim for claim in claims.load_claims(chapter)["claims"]}
+    """A chapter's claims as they are written down, by id, each with the figure that the file names for it."""
+    book = claims.load_claims(chapter)
+    of = book.get("figures", {})
+    return {one["id"]: one | {"figure": of.get(one["id"], of.get(one["topic"], ""))} for one in book["claims"]}
 
 
-def page_of(chapter: str, figure: str = "") -> str:
+def page_of(chapter: str) -> str:
     """Where a chapter's evidence stands, seen from the page of claims."""
-    page = "family.html" if chapter == FAMILY else f"executed/{chapter}.html"
-    return f"{page}#fig-{chapter.replace('_', '-')}-{figure}" if figure else page
+    return "family.html" if chapter == FAMILY else f"executed/{chapter}.html"
+
+
+def figure_of(chapter: str, figure: str, root: Path) -> str:
+    """Where a chapter's figure stands; empty if the last run has not drawn it."""
+    executed = root / "book" / "executed" / f"{chapter}.ipynb"
+    if not figure or not executed.is_file() or f"figures/{chapter}-{figure}.svg" not in executed.read_text("utf-8"):
+        return ""
+    return f"{page_of(chapter)}#fig-{chapter.replace('_', '-')}-{figure}"
 
 
 def styles() -> str:
@@ -190,16 +199,17 @@ def pill(verdict: str) -> str:
 # ---- one block for each claim
 
 
-def blocks(chapter: str, frames: Mapping[str, pd.DataFrame]) -> str:
+def blocks(chapter: str, frames: Mapping[str, pd.DataFrame], root: Path = ROOT) -> str:
     """A folded block for each claim of a chapter, with all that is known of it; `claims.html#P12` opens P12's."""
     known, rates, at = entries(chapter), _rates(chapter), places(frames)
     html = ['<div class="claims">', f'<p>Evidence: <a href="{page_of(chapter)}">the page that judges these</a>.</p>']
     for claim, rows in frames[chapter].groupby("claim", sort=False):
         entry = known.get(str(claim), {})
+        figure = figure_of(chapter, entry.get("figure", ""), root)
         html += [
             f'<details id="{at[chapter, str(claim)]}">',
             f"<summary>{_summary(str(claim), rows, entry)}</summary>",
-            f"<dl>{_entries(chapter, rows, entry, rates.get(str(claim), ''))}</dl>\n</details>",
+            f"<dl>{_entries(rows, entry, rates.get(str(claim), ''), figure)}</dl>\n</details>",
         ]
     return filterable.raw("\n".join([*html, "</div>"]))
 
@@ -211,7 +221,7 @@ def _summary(claim: str, rows: pd.DataFrame, known: Mapping[str, Any]) -> str:
     return f"<b>{escape(claim)}</b> {escape(known.get('statement', first.statement.iloc[0]), quote=False)} {pills}"
 
 
-def _entries(chapter: str, rows: pd.DataFrame, known: Mapping[str, Any], rates: str) -> str:
+def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, figure: str) -> str:
     """What stands in a claim's block: terms and what is said of them."""
     first = rows.iloc[0]
     said = {"Source": f"{first.source}. Printed: {claims.printed(first)}."}
@@ -227,9 +237,7 @@ def _entries(chapter: str, rows: pd.DataFrame, known: Mapping[str, Any], rates: 
     first_form = {**known, **known.get("first", {})}
     said |= {"Rule as first written": judge.rule_text(first_form)} if "rule" in known.get("first", {}) else {}
     items = "".join(f"<dt>{head}</dt><dd>{escape(text, quote=False)}</dd>" for head, text in said.items())
-    if "figure" in known:
-        items += f'<dt>Figure</dt><dd><a href="{page_of(chapter, known["figure"])}">The figure that shows it</a></dd>'
-    return items
+    return items + (f'<dt>Figure</dt><dd><a href="{figure}">The figure that shows it</a></dd>' if figure else "")
 
 
 NOTES = {

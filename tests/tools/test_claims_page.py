@@ -1,16 +1,20 @@
 """The page of claims: one row per claim and reading, one block per claim with an address, one square per verdict."""
 
+import ast
 import re
 from html.parser import HTMLParser
 
+import nbformat
 import pandas as pd
 import pytest
 import synthetic
 
 from kvrepro.chapters.protection import members
 from kvrepro.experiment import claims
+from kvrepro.paths import ROOT
 from kvrepro.tools import claims_page
 
+CHAPTERS = ["protection", "fragility", "dropkv_bound", "leakage", "reclamation"]
 PROTECTION = claims.load_claims("protection")
 
 
@@ -104,6 +108,23 @@ def test_a_block_holds_rule_reason_and_what_was_changed(page):
         assert said in block
 
 
-def test_figures_that_claims_name_are_called_by_their_labels():
-    assert claims_page.page_of("leakage") == "executed/leakage.html"
-    assert claims_page.page_of("dropkv_bound", "cone") == "executed/dropkv_bound.html#fig-dropkv-bound-cone"
+def test_a_figure_is_linked_where_the_run_has_drawn_it(tmp_path):
+    executed = tmp_path / "book" / "executed"
+    executed.mkdir(parents=True)
+    assert claims_page.figure_of("dropkv_bound", "cone", tmp_path) == ""
+    (executed / "dropkv_bound.ipynb").write_text("::::{figure} figures/dropkv_bound-cone.svg")
+    link = claims_page.figure_of("dropkv_bound", "cone", tmp_path)
+    assert link == "executed/dropkv_bound.html#fig-dropkv-bound-cone"
+    assert claims_page.figure_of("dropkv_bound", "layers", tmp_path) == ""
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_claims_name_figures_that_their_chapter_shows(chapter):
+    book = claims.load_claims(chapter)
+    shown = set()
+    for cell in nbformat.read(ROOT / "notebooks" / f"{chapter}.ipynb", as_version=4).cells:
+        if cell.cell_type == "code":
+            calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
+            shown |= {call.args[1].value for call in calls if ast.unparse(call.func) == "figure.show"}
+    assert set(book["figures"].values()) <= shown
+    assert set(book["figures"]) <= {one[key] for one in book["claims"] for key in ("id", "topic")}

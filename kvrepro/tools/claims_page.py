@@ -68,7 +68,7 @@ def picture(frames: Mapping[str, pd.DataFrame], titles: Mapping[str, str]) -> st
         tall = 20 if set(own.reading) - {"any"} else 10
         for place, (claim, rows) in enumerate(own.groupby("claim", sort=False)):
             top = y + (tall + 3) * (place // ACROSS)
-            parts += [_square(row, at[name, str(claim)], 10 * (place % ACROSS), top, tall) for row in rows.itertuples()]
+            parts.append(_column(rows, at[name, str(claim)], 10 * (place % ACROSS), top, tall))
         y = top + tall + 6
     x = 0.0
     for verdict in LOOKS:
@@ -96,11 +96,14 @@ def _used(verdict: str, x: float, y: float, tall: int = 10) -> str:
     return f'<use href="#v{list(LOOKS).index(verdict)}-{tall}" x="{x:g}" y="{y:g}"/>'
 
 
-def _square(row: Any, at: str, x: int, y: float, tall: int) -> str:
-    """One verdict: a link to its claim that says on hover what it is."""
-    square = _used(row.verdict, x, y + 10 * (row.reading == "as_described"), tall if row.reading == "any" else 10)
-    title = f"{escape(row.claim)}, {READ[row.reading]}: {claims.label(row.verdict)}"
-    return f'<a href="#{at}" tabindex="-1">{square}<title>{title}</title></a>'
+def _column(rows: pd.DataFrame, at: str, x: int, y: float, tall: int) -> str:
+    """One claim's verdicts: a link to its block that says on hover what they are."""
+    title, squares = rows.claim.iloc[0], ""
+    for row in rows.itertuples():
+        both, below = row.reading == "any", 10 * (row.reading == "as_described")
+        squares += _used(row.verdict, x, y + below, tall if both else 10)
+        title += f"{'' if both else f', {LABELS[row.reading]}'}: {claims.label(row.verdict)}"
+    return f'<a href="#{at}" tabindex="-1">{squares}<title>{escape(title, quote=False)}</title></a>'
 
 
 def said(frames: Mapping[str, pd.DataFrame]) -> str:
@@ -237,7 +240,7 @@ def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, figure: s
     first_form = {**known, **known.get("first", {})}
     said |= {"Rule as first written": judge.rule_text(first_form)} if "rule" in known.get("first", {}) else {}
     items = "".join(f"<dt>{head}</dt><dd>{escape(text, quote=False)}</dd>" for head, text in said.items())
-    return items + (f'<dt>Figure</dt><dd><a href="{figure}">The figure that shows it</a></dd>' if figure else "")
+    return items + (f'<dt>Figure</dt><dd><a href="{figure}">in the chapter</a></dd>' if figure else "")
 
 
 NOTES = {

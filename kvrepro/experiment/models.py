@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ EMBEDDED = DATA / "models" / DEFAULT
 BESIDE = ("small-gqa-seed-0", "small-gqa-seed-2", "small-mha", "small-mqa", "small-sliding", "tiny-gqa")  # in a clone
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROBE = 16  # tokens
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # what transformers looks for, in this order
 DIFFERENT = {"float32": 1e-3}  # share of the logits' length that may differ; 0.2 in types whose rounding is coarse
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # fetched and checked before the weights
 # Stop tokens beside the tokenizer's eos, where a vocabulary has them (protection paper's run_v3_jax.py:397-403).
@@ -237,6 +239,9 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
         held = "only .bin weights, which can run code" if binary else "no .safetensors weights"
         way_out = "convert it with save_pretrained (safetensors), or take another checkpoint"
         raise InputError(f"{name} has {held}: {way_out}")
+    if "adapter_config.json" in files:
+        raise InputError(f"{name} has an adapter (adapter_config.json): merge it into its model and save that")
+    _check_weights(name, folder, config.get("transformers_weights"), files)
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(files):
         raise InputError(f"{name} has no tokenizer (tokenizer.json): add the one it was trained with")
     if not tokenizer.get("chat_template") and not {"chat_template.jinja", "chat_template.json"} & set(files):
@@ -246,12 +251,29 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
     return folder
 
 
+def _check_weights(name: str, folder: Path, told: object, files: Sequence[str]) -> None:
+    """Raise InputError unless transformers would read weights from .safetensors files of the folder and no others.
+
+    told: the file that config.json names, if it names one.
+    """
+    first = told or next((file for file in (SINGLE, INDEX) if file in files), SINGLE)
+    shards = [first]
+    if first in files and Path(str(first)).name == first and first.endswith(".index.json"):
+        parts = _json(name, folder / first).get("weight_map")
+        shards = list(parts.values()) if isinstance(parts, dict) else [None]
+    for file in shards:
+        if file not in files or Path(str(file)).name != file or not file.endswith(".safetensors"):
+            by = "" if file == SINGLE else f", which {'config.json' if file == told else first} names"
+            way_out = "keep all weights as .safetensors files in its folder, as save_pretrained does"
+            raise InputError(f"{name} reads weights from {file!r}{by}: {way_out}")
+
+
 def _json(name: str, path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise InputError(f"{name} is no checkpoint: {path.name} is missing in {path.parent}") from None
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise InputError(f"{path} is not JSON ({error}): fetch the checkpoint again") from None
 
 
@@ -279,12 +301,11 @@ def device_of(device: str) -> str:
 
 
 def checkpoint_hash(folder: Path) -> str:
-    """sha256 (first 16 hex digits) over the files that decide an answer; remembered by size and time for large ones."""
-    names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-             "chat_template.json"}  # fmt: skip
+    """sha256 (first 16 hex digits) over the files that may decide an answer: weights, configuration, what tokenizers
+    read; of large files remembered by size and time."""
     total = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.name in names or path.suffix == ".safetensors":
+        if any(path.match(kind) for kind in (*SMALL_FILES, "*.safetensors")) and path.is_file():
             total.update(f"{path.name} {_file_hash(path)}\n".encode())
     return total.hexdigest()[:16]
 

@@ -79,6 +79,52 @@ def test_hash_follows_weights_and_tokenizer_but_not_the_place(folder, copy):
     assert models.checkpoint_hash(copy) not in (before, other)
 
 
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", models.INDEX])
+def test_hash_follows_every_file_that_a_tokenizer_or_the_weights_are_read_from(copy, name):
+    before = models.checkpoint_hash(copy)
+    (copy / name).write_text("{}")
+    assert models.checkpoint_hash(copy) != before
+
+
+def shard(copy, weight_map):
+    """The same weights under another name, and an index in place of the single file."""
+    (copy / "model.safetensors").rename(copy / "part.safetensors")
+    (copy / models.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_shards_in_the_folder_are_the_same_model(folder, copy):
+    weights = load_file(folder / "model.safetensors")
+    shard(copy, dict.fromkeys(weights, "part.safetensors"))
+    network = models.load(str(copy)).model
+    assert torch.equal(network.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    "file", ["part.bin", "../part.safetensors", "/tmp/part.safetensors", "sub/part.safetensors", "gone.bin", 3, []]
+)
+def test_an_index_that_names_other_files_is_refused_before_they_are_read(copy, file, monkeypatch):
+    shard(copy, {"a": "part.safetensors", "b": file})
+    for place in (copy / "part.bin", copy.parent / "part.safetensors", copy / "sub" / "part.safetensors"):
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(b"")
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("weights were read")
+    )
+    with pytest.raises(InputError, match="index.json names") as error:
+        models.load(str(copy))
+    assert repr(file) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": ["part.safetensors"]}', "{}", "not JSON", "[1]"])
+def test_an_index_without_a_map_is_one_line(copy, index):
+    shard(copy, {})
+    (copy / models.INDEX).write_text(index)
+    with pytest.raises(InputError) as error:
+        models.load(str(copy))
+    assert "\n" not in str(error.value)
+
+
 def test_stop_ids_are_eos_the_known_marks_and_the_generation_config(copy):
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 77]}))
     loaded = models.load(str(copy))
@@ -120,9 +166,29 @@ def broken_config(copy):
     (copy / "config.json").write_text("{")
 
 
+def weights_elsewhere(copy):
+    edit(copy / "config.json", transformers_weights="sub/model.safetensors")
+
+
+def index_elsewhere(copy):
+    edit(copy / "config.json", transformers_weights="../model.safetensors.index.json")
+
+
+def adapter(copy):
+    (copy / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+
+
+def other_name(copy):
+    (copy / "model.safetensors").rename(copy / "weights.safetensors")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
+        (weights_elsewhere, "'sub/model.safetensors', which config.json names"),
+        (index_elsewhere, "config.json names"),
+        (adapter, "an adapter"),
+        (other_name, "weights from 'model.safetensors': keep"),
         (bin_only, ".bin weights"),
         (no_weights, "no .safetensors"),
         (remote_model_code, "remote code"),

@@ -88,11 +88,12 @@ def test_the_wheel_brings_one_model_the_tables_and_the_notebooks(archives):
     assert archives[1].stat().st_size < 12e6
 
 
-def test_the_source_archive_holds_what_builds_the_book(archives):
+def test_the_source_archive_holds_the_same_and_the_tests(archives):
     with tarfile.open(archives[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"Makefile", "constraints.txt", "_toc.yml", "book/intro.md", "tests/conftest.py"} <= names
+    assert {"constraints.txt", "CHANGELOG.md", "tests/conftest.py"} <= names
     assert {f"notebooks/{file.name}" for file in (ROOT / "notebooks").glob("*.ipynb")} <= names
+    assert not [name for name in names if name.startswith(("book", "_toc"))]
     assert archives[0].stat().st_size < 13e6
 
 

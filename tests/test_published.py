@@ -1,0 +1,51 @@
+"""The files that publish: workflows, containers and environments name only what the project has."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+DEVCONTAINER = ROOT / ".devcontainer" / "devcontainer.json"
+
+
+@pytest.mark.parametrize("file", [*WORKFLOWS, ROOT / "Dockerfile", DEVCONTAINER], ids=lambda path: path.name)
+def test_every_target_that_is_made_exists(file):
+    targets = {*re.findall(r"^([\w-]+):", MAKEFILE, flags=re.M), ".venv/.ready"}
+    calls = re.findall(r"""(?:run: |RUN |": ")make ([^\n"]*)""", file.read_text())
+    asked = {word for call in calls for word in call.split() if "=" not in word}
+    assert asked <= targets
+    assert asked or "publish" in file.name
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda path: path.name)
+def test_a_job_has_a_time_limit_or_takes_seconds_and_says_what_it_may_write(file):
+    workflow = yaml.safe_load(file.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    for name, job in workflow["jobs"].items():
+        assert "timeout-minutes" in job or name in ("deploy", "colab")
+        assert {step["uses"].count("@") for step in job["steps"] if "uses" in step} == {1}
+
+
+def test_conda_and_the_devcontainer_take_the_pinned_packages():
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text())
+    [pip] = [entry["pip"] for entry in conda["dependencies"] if isinstance(entry, dict)]
+    assert pip[0] == "-c constraints.txt"
+    python = next(entry for entry in conda["dependencies"] if str(entry).startswith("python=")).removeprefix("python=")
+    image = json.loads(DEVCONTAINER.read_text())["image"]
+    assert python in image
+    assert f"FROM python:{python}-" in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_container_leaves_out_what_a_clone_computes():
+    ignored = set((ROOT / ".dockerignore").read_text().split())
+    computed = [
+        line.rstrip("/")
+        for line in (ROOT / ".gitignore").read_text().splitlines()
+        if line.startswith(("book/", "data/"))
+    ]
+    assert {".git", ".venv", "_build", *computed} <= ignored

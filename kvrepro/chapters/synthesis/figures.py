@@ -1,63 +1,80 @@
-"""The chapter's own drawings: the frontier of score against cost, and score against evidence kept."""
+"""The chapter's own drawings: the frontiers of score against cost, and score against evidence kept."""
 
-import matplotlib.pyplot as plt
+from collections.abc import Mapping
+
 import pandas as pd
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvrepro.chapters.synthesis import frontier, grid
-from kvrepro.experiment.figure import STYLE, Look, looks, panels
+from kvrepro.experiment import figure
 
-PER_ROW = 4  # entries of a legend's line
+PUBLISHED = "published"
 
 
-def frontiers(table: pd.DataFrame, cost: str) -> Figure:
-    """Score against `cost` (of `frontier.COSTS`), a panel per model: cells of the grid by scorer, published methods as
+def frontiers(table: pd.DataFrame, costs: Mapping[str, str] = frontier.COSTS) -> Figure:
+    """Score against each of `costs`, a row each, a panel per model: cells of the grid by scorer, published methods as
     open diamonds, named where nothing beats them; the line is the frontier.
 
-    table: rows of `frontier.conditions`.
+    table: rows of `frontier.conditions`. costs: columns and what they are called.
     """
-    models, shown = list(dict.fromkeys(table.model)), looks(grid.FACTORS["scorer"])
-    with plt.rc_context(STYLE):
-        figure, every = panels(len(models), height=4.2, sharey=True)
-        for axes, model in zip(every, models, strict=True):
-            mine = table[table.model == model]
-            _points(axes, mine, cost, shown, dodge=0.0015 if cost == "held" else 0.0)
-            best = frontier.frontier(mine[mine.kind != "full"], cost)
-            axes.step(best[cost], best.value, where="post", color="black", lw=1, zorder=1)
-            known = mine[mine.kind == "published"]
-            axes.plot(known[cost], known.value, "D", mfc="none", mec="black", ms=4.5, ls="none", label="published")
-            for row in best[best.kind == "published"].itertuples():
-                far = getattr(row, cost) > mine[cost][mine.kind != "full"].mean()
-                place = {"ha": "right" if far else "left", "xytext": (-5 if far else 5, 3), "fontsize": 6.5}
-                axes.annotate(str(row.name), (getattr(row, cost), row.value), textcoords="offset points", **place)
-            axes.set(title=model, xlabel=frontier.COSTS[cost], ylim=(-0.03, 1.08))
-            axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-        every[0].set_ylabel("score")
-        figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=PER_ROW)
-    return figure
+    table = table[table.kind != "full"]
+    each = pd.concat([table.assign(cost=name, at=table[name]) for name in costs])
+    grid_of = _scatter(each, "at", row="cost", height=2.6)
+    for (i, j, _), part in grid_of.facet_data():
+        axes = grid_of.facet_axis(i, j)
+        cost = grid_of.row_names[i]
+        best = frontier.frontier(part, cost)
+        axes.step(best[cost], best.value, where="post", color="black", lw=1, zorder=1)
+        for one in best[best.kind == PUBLISHED].itertuples():
+            far = one.at > part["at"].mean()
+            place = {"ha": "right" if far else "left", "xytext": (-5 if far else 5, 3), "fontsize": 6.5}
+            axes.annotate(str(one.name), (one.at, one.value), textcoords="offset points", **place)
+        axes.set(xlabel=costs[cost])
+    return figure.done(grid_of.figure)
 
 
 def evidence(table: pd.DataFrame) -> Figure:
-    """Score against the share of the evidence that a head holds on average, a dot per cell, a panel per model.
+    """Score against the share of the evidence that a head holds on average, a point per cell, a panel per model.
 
     table: rows of `frontier.conditions`.
     """
-    models, shown = list(dict.fromkeys(table.model)), looks(grid.FACTORS["scorer"])
-    with plt.rc_context(STYLE):
-        figure, every = panels(len(models), height=3.6, sharey=True)
-        for axes, model in zip(every, models, strict=True):
-            _points(axes, table[table.model == model], "evidence_heads", shown)
-            axes.set(title=model, xlabel="evidence held by a head", ylim=(-0.03, 1.08))
-            axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-        every[0].set_ylabel("score")
-        figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=PER_ROW)
-    return figure
+    grid_of = _scatter(table[table.kind == "grid"], "evidence_heads", height=3)
+    grid_of.set_axis_labels("evidence held by a head")
+    return figure.done(grid_of.figure)
 
 
-def _points(axes: Axes, table: pd.DataFrame, cost: str, shown: dict[object, Look], dodge: float = 0.0) -> None:
-    """The grid's cells; scorers that cost the same stand `dodge` apart."""
-    for i, (scorer, look) in enumerate(shown.items()):
-        part = table[(table.kind == "grid") & (table.scorer == scorer)]
-        at = part[cost] + dodge * (i - len(shown) / 2)
-        axes.plot(at, part.value, look.marker, color=look.colour, ms=3.5, ls="none", alpha=0.7, label=scorer)
+def _scatter(table: pd.DataFrame, x: str, row: str | None = None, height: float = 3) -> sns.FacetGrid:
+    """A panel per model: grid cells by scorer, published methods as open diamonds; the legend below."""
+    shown = figure.looks(grid.FACTORS["scorer"])
+    table = table.assign(by=table.scorer.where(table.kind == "grid", PUBLISHED))
+    with figure.style():
+        facets = {"row": row} if row else {}
+        columns = table.model.nunique()
+        found = sns.FacetGrid(
+            table, col="model", **facets, height=height, aspect=figure.WIDTH / columns / height,
+            sharex="row" if row else True, ylim=(-0.03, 1.08),
+        )  # fmt: skip
+        found.figure.set_layout_engine("constrained")
+        for (i, j, _), part in found.facet_data():
+            axes = found.facet_axis(i, j)
+            _points(axes, part, x, shown)
+            axes.set_title(found.col_names[j] if i == 0 else "")
+        for axes in found.axes[:, 0]:
+            axes.set_ylabel("score")
+        handles = {label: one for axes in found.axes.flat
+                   for one, label in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
+        found.figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, columnspacing=1.2)
+    return found
+
+
+def _points(axes: Axes, part: pd.DataFrame, x: str, shown: Mapping[object, figure.Look]) -> None:
+    """Cells by their scorer, then published methods."""
+    for scorer, look in shown.items():
+        mine = part[part.by == scorer]
+        axes.plot(mine[x], mine.value, look.marker, color=look.colour, ms=3.5, ls="none", alpha=0.7, label=look.name)
+    known = part[part.by == PUBLISHED]
+    if len(known):
+        axes.plot(known[x], known.value, "D", mfc="none", mec="black", ms=4.5, ls="none", label="published method")
+    axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")

@@ -30,8 +30,8 @@ def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_ow
         NOTEBOOK, tmp_path / "out.ipynb", given, kernel_name="python3", progress_bar=False
     )
     outputs = [o.get("data", {}) for cell in executed.cells if cell.cell_type == "code" for o in cell.outputs]
-    drawn = [cell for cell in executed.cells if "mystnb" in cell.metadata]
-    assert sum("image/png" in data for data in outputs) == len(drawn) >= 12
+    drawn = [cell for cell in executed.cells if "figure.show(" in cell.source]
+    assert sum("image/svg+xml" in data for data in outputs) == len(drawn) >= 10
     stored = pd.read_parquet(tmp_path / "results" / "synthesis" / "grid.parquet")
     assert stored.error.isna().all()
     assert len(stored) == 3 * (1 + 14 + 3 * 2)

@@ -228,10 +228,10 @@ def counted(n: int, what: str) -> str:
 def _both(group: pd.DataFrame) -> str:
     """One claim, and what comes of it with the authors' code and with their text."""
     code, text = (label(group[group.reading == one].verdict.iloc[0]) for one in READINGS)
-    said = f"*{code}* with the authors' code, *{text}* with their text"
+    said = f"*{code.capitalize()}* with the authors' code, *{text}* with their text."
     if code == text:
-        said = f"*{code}* with both, but different cases hold"
-    return f"{link(group.claim.iloc[0])} {group.statement.iloc[0]} ({said}.)"
+        said = f"*{code.capitalize()}* with both, but different cases hold."
+    return f"{link(group.claim.iloc[0])} {group.statement.iloc[0]} {said}"
 
 
 def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False) -> str:
@@ -387,7 +387,7 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
     for claim, group in frame.groupby("claim", sort=False):
         first = group.iloc[0]
         by = {row.reading: f"{label(row.verdict)} {shown(row)}".strip() for row in group.itertuples()}
-        row = {"claim": claim, **first[["statement", "paper", "unit", "rule"]]} | {"statement": stated(first)}
+        row = {"claim": claim, "statement": stated(first), "printed": printed(first), "rule": first.rule}
         if set(frame.reading) == {"any"}:
             row["here"] = by["any"]
         else:
@@ -401,8 +401,9 @@ def styled(frame: pd.DataFrame) -> Styler:
     """`overview` for a page: ids lead to the claims, verdicts have their colours."""
     table = overview(frame).reset_index()
     readings = [column for column in table if column in {*LABELS.values(), "here"}]
-    table = table.assign(claim=table.claim.map(link))
-    return table.style.hide(axis="index").map(_colours, subset=readings)
+    table = table.assign(claim=table.claim.map(link), statement=table.statement.str.replace("*", ""))
+    shown = table.style.hide(axis="index").map(_colours, subset=readings)
+    return shown.set_table_attributes('class="dataframe"')  # the theme colours these in the dark
 
 
 def _colours(text: str) -> str:
@@ -410,18 +411,6 @@ def _colours(text: str) -> str:
         if text.startswith(label(verdict)):
             return f"background-color: {colour}; color: #000"
     return ""
-
-
-def side_by_side(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per claim and reading, a column of verdicts for each run; first those that differ."""
-    own = frame[frame.model != STORED]
-    wide = own.assign(run=own.model + ", " + own.profile).pivot_table(
-        index=["claim", "reading", "statement"], columns="run", values="verdict", aggfunc="first", sort=False
-    )
-    wide = wide[[", ".join(run) for run in runs(frame)]].fillna("not run")
-    differ = wide.ne(wide.iloc[:, 0], axis=0).any(axis=1)
-    wide.insert(0, "the same", np.where(differ, "no", "yes"))
-    return pd.concat([wide[differ], wide[~differ]]).reset_index()
 
 
 def stated(row: Any) -> str:

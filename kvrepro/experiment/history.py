@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvrepro.experiment.claims import LABELS
+from kvrepro.experiment.claims import LABELS, label
 
 FIRST = ", as first written"  # after the id of a claim in its first form
 
@@ -39,6 +39,6 @@ def _note(claim: Mapping[str, Any], first: pd.DataFrame) -> str:
     if len(first):
         by = [(LABELS.get(row.reading, ""), row.verdict) for row in first.itertuples()]
         alike = len({verdict for _, verdict in by}) == 1
-        verdicts = by[0][1] if alike else ", ".join(f"{verdict} with the {name}" for name, verdict in by)
+        verdicts = label(by[0][1]) if alike else ", ".join(f"{label(verdict)} with the {name}" for name, verdict in by)
         said.append(f"as first written ({first.rule.iloc[0]}): *{verdicts}*")
     return f"({'; '.join(said)}.)" if said else ""

@@ -379,7 +379,7 @@ def test_the_reading_decides_when_members_turn_over():
     assert by.depends_on_reading["P38", "any"] == ""
     text = claims.summary(table)
     assert "</a> Without protection each of the seven policies" in text
-    assert "(*reproduced* with the authors' code, *not reproduced* with their text.)" in text
+    assert "*Reproduced* with the authors' code, *not reproduced* with their text." in text
     assert by.verdict["P33", "as_run"] == by.verdict["P35", "any"] == "reproduced"
 
 

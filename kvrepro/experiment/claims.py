@@ -273,8 +273,13 @@ def spoken(row: Any) -> str:
         return ""
     whole = row.unit == "%" or max(abs(row.ours), abs(row.low), abs(row.high)) >= 100
 
+    fixed = row.unit in PLAIN or (row.unit == "x" and abs(row.ours) < 10)  # near 1 the second decimal counts
+
     def number(x: float) -> str:
-        return f"{x:,.0f}" if whole or float(x).is_integer() else f"{x:.2f}" if row.unit in PLAIN else f"{x:.2g}"
+        if whole or (float(x).is_integer() and not fixed):
+            return f"{x:,.0f}"
+        text = f"{x:.2f}" if fixed else f"{x:.2g}"
+        return text if float(text) else text.lstrip("-")  # no "-0.00"
 
     exact = row.low == row.ours == row.high or not np.isfinite([row.low, row.high]).all()
     interval = "" if exact else f" [{number(row.low)}, {number(row.high)}]"

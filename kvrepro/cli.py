@@ -228,7 +228,10 @@ def _program(name: str, module: str, told: str) -> None:
     """Mount the `main` of a module, which is imported when it is called, so that help is quick."""
 
     def command(context: typer.Context) -> None:
-        main = importlib.import_module(module).main
+        try:
+            main = importlib.import_module(module).main
+        except ModuleNotFoundError as missing:
+            raise InputError(f"kvrepro {name} needs {missing.name}: pip install 'kvrepro[book]'") from None
         if name == "data":  # commands of its own, which read the command line
             sys.argv[:] = [f"kvrepro {name}", *context.args]
             main()

@@ -57,6 +57,13 @@ def test_the_module_is_the_console_script(tmp_path):
         assert f"Usage: {usage}" in said.stdout
 
 
+def test_a_program_says_which_extra_it_needs(call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nbformat", None)
+    for name in [name for name in sys.modules if name.startswith("kvrepro.tools")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert call("book") == (2, "", "kvrepro book needs nbformat: pip install 'kvrepro[book]'\n")
+
+
 @pytest.mark.parametrize("name", cli.PROGRAMS)
 def test_mounted_programs_show_their_own_help(name, call):
     code, out, _ = call(name, "--help")

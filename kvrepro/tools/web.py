@@ -54,7 +54,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 def _configure(app: Sphinx, config: Any) -> None:
     config.html_math_renderer = "mathml"
-    config.ogp_site_url = os.environ.get(SITE_URL, "")
+    address = os.environ.get(SITE_URL, "")
+    config.ogp_site_url = address and address.rstrip("/") + "/"
     for listeners in app.events.listeners.values():  # Thebe's: it would fetch itself from another server
         listeners[:] = [
             one for one in listeners if not getattr(one.handler, "__module__", "").startswith("sphinx_thebe")

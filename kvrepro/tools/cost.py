@@ -107,5 +107,5 @@ def floors_said(path: Path = GPU / "kernels.csv") -> str:
     device = ", ".join(frame.device.unique())
     return (
         f"At 32,768 tokens and more the best variant of each kernel reaches from {best.iloc[0]:.0%} "
-        f"(`{best.index[0]}`) to {best.iloc[-1]:.0%} (`{best.index[-1]}`) of its floor on an {device}."
+        f"(`{best.index[0]}`) to {best.iloc[-1]:.0%} (`{best.index[-1]}`) of its floor ({device})."
     )

@@ -46,3 +46,16 @@ def test_targets_say_whether_they_were_reached(tmp_path):
     assert cost.targets(path).reached.tolist() == ["yes", "no", "no target"]
     [axes] = cost.bars(path).axes
     assert len(axes.containers) == 3
+
+
+def test_the_floors_are_told_of_the_longest_inputs_and_of_our_kernels_alone(tmp_path):
+    rows = [
+        ("ours", "one pass", 32768, 0.8), ("ours", "one pass", 4096, 0.1), ("ours", "torch two passes", 32768, 0.99),
+        ("other", "one pass", 131072, 0.5), ("ceiling", "copy", 32768, 1.0),
+    ]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["kernel", "variant", "tokens", "fraction_of_floor"])
+    table.assign(device="GPU 1", shape="s").to_csv(file := tmp_path / "kernels.csv", index=False)
+    assert "reaches from 50% (`other`) to 80% (`ours`) of its floor (GPU 1)." in cost.floors_said(file)
+    [axes] = cost.floors(file).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["ours", "other"]
+    assert sum(len(dots.get_offsets()) for dots in axes.collections) == 3  # the longest input of each variant

@@ -28,7 +28,7 @@ STYLE = """
 .cache-player p { margin: 0.1em 0 0.7em; font-size: 0.85em; }
 .cache-player .text { height: 12em; overflow-y: auto; border: 1px solid; padding: 0.5em; font-size: 0.85em; }
 .cache-player .text span { white-space: pre-wrap; }
-.cache-player .text .gone { opacity: 0.62; text-decoration: line-through; }
+.cache-player .text .gone { opacity: 0.75; text-decoration: line-through; }
 .cache-player .text [data-span] { border-bottom: 2px solid; }
 """
 

@@ -406,7 +406,9 @@ def styled(frame: pd.DataFrame) -> Styler:
     """`overview` for a page: ids lead to the claims, verdicts have their colours."""
     table = overview(frame).reset_index()
     readings = [column for column in table if column in {*LABELS.values(), "here"}]
-    table = table.assign(claim=table.claim.map(link), statement=table.statement.str.replace("*", ""))
+    table = table.assign(
+        claim=table.claim.map(link), statement=table.statement.str.replace(r"\*(\w[^*]*)\*", r"\1", regex=True)
+    )
     shown = table.style.hide(axis="index").map(_colours, subset=readings)
     return shown.set_table_attributes('class="dataframe"')  # the theme colours these in the dark
 

@@ -145,6 +145,11 @@ def test_an_outcome_is_the_verb_of_one_reading():
     assert plain(claims.outcome(both, "L1")) == "was not run"
 
 
+def test_emphasis_leaves_a_table_and_stars_stay():
+    starred = {"statement": "It holds (c* > 0). (First: *partly reproduced*.)", "paper": "-", "rule": "", "model": "m"}
+    assert "It holds (c* > 0). (First: partly reproduced.)" in claims.styled(table_of("partly", **starred)).to_html()
+
+
 @pytest.mark.parametrize(
     ("values", "unit", "heard"),
     [

@@ -19,7 +19,7 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.parameters import INJECTED
 from kvrepro.experiment.progress import clock
 from kvrepro.experiment.run import USUAL, Settings
-from kvrepro.paths import ROOT
+from kvrepro.paths import INSTALLED, ROOT
 
 PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "scipy", "statsmodels")
 STARTED = time.monotonic()  # a notebook imports this first
@@ -90,7 +90,7 @@ def injected() -> dict[str, Any]:
 
 def command(chapter: str, given: dict[str, Any]) -> str:
     """What executes a chapter with these parameters."""
-    words = [".venv/bin/papermill", "--cwd", ".", f"notebooks/{chapter}.ipynb", f"{chapter}-again.ipynb"]
+    words = ["papermill" if INSTALLED else ".venv/bin/papermill", "--cwd", ".", f"notebooks/{chapter}.ipynb", f"{chapter}-again.ipynb"]
     if given:
         words += ["-y", yaml.safe_dump(given, default_flow_style=True, width=1000).strip()]
     return shlex.join(words)

@@ -90,7 +90,8 @@ def injected() -> dict[str, Any]:
 
 def command(chapter: str, given: dict[str, Any]) -> str:
     """What executes a chapter with these parameters."""
-    words = ["papermill" if INSTALLED else ".venv/bin/papermill", "--cwd", ".", f"notebooks/{chapter}.ipynb", f"{chapter}-again.ipynb"]
+    papermill = "papermill" if INSTALLED else ".venv/bin/papermill"
+    words = [papermill, "--cwd", ".", f"notebooks/{chapter}.ipynb", f"{chapter}-again.ipynb"]
     if given:
         words += ["-y", yaml.safe_dump(given, default_flow_style=True, width=1000).strip()]
     return shlex.join(words)

@@ -15,7 +15,7 @@ PUBLISHED = "published"
 
 def frontiers(table: pd.DataFrame, costs: Mapping[str, str] = frontier.COSTS) -> Figure:
     """Score against each of `costs`, a row each, a panel per model: cells of the grid by scorer, published methods as
-    open diamonds, named where nothing beats them; the line is the frontier.
+    open diamonds, named where nothing beats them and there is room; the line is the frontier.
 
     table: rows of `frontier.conditions`. costs: columns and what they are called.
     """
@@ -27,8 +27,11 @@ def frontiers(table: pd.DataFrame, costs: Mapping[str, str] = frontier.COSTS) ->
         cost = grid_of.row_names[i]
         best = frontier.frontier(part, cost)
         axes.step(best[cost], best.value, where="post", color="black", lw=1, zorder=1)
-        for one in best[best.kind == PUBLISHED].itertuples():
-            far = one.at > part["at"].mean()
+        room, last = 0.2 * (part["at"].max() - part["at"].min()), float("inf")
+        for one in best[best.kind == PUBLISHED].iloc[::-1].itertuples():
+            if last - one.at < room:
+                continue  # its name would lie on the one before
+            last, far = one.at, one.at > part["at"].mean()
             place = {"ha": "right" if far else "left", "xytext": (-5 if far else 5, 3), "fontsize": 6.5}
             axes.annotate(str(one.name), (one.at, one.value), textcoords="offset points", **place)
         axes.set(xlabel=costs[cost])

@@ -30,9 +30,9 @@ def estimates(table: pd.DataFrame, x: str, y: str, **given: Any) -> Figure:
     return figure.heat(table, x, y) if table.empty else figure.estimates(table, x, y, **given)
 
 
-def methods(table: pd.DataFrame, between: str = ",\n") -> list[str]:
-    """Names of the table's policies, each with its reading where it has two."""
-    readings = {one: between + text for one, text in LABELS.items()}
+def methods(table: pd.DataFrame) -> list[str]:
+    """Names of the table's policies, each with its reading, on a second line, where it has two."""
+    readings = {one: f",\n{text}" for one, text in LABELS.items()}
     return [look(p).name + readings.get(one, "") for p, one in zip(table.policy, table.reading, strict=True)]
 
 

@@ -480,9 +480,3 @@ def pooled(rows: pd.DataFrame) -> pd.DataFrame:
 def readings_of(rows: pd.DataFrame) -> list[str]:
     """Readings of the defensive methods that were run."""
     return [one for one in READINGS if (rows[rows.policy.isin(DEFENSIVE)].reading == one).any()]
-
-
-def by_reading(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows once per reading of the defensive methods; what has no readings stands in each."""
-    readings = readings_of(rows) or ["any"]
-    return pd.concat([rows[rows.reading.isin([one, "any"])].assign(reading=one) for one in readings])

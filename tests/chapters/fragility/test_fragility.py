@@ -549,9 +549,7 @@ def test_one_change_at_a_time_is_named_and_found_again():
     assert set(rows[rows.change == "defensive"].policy) == set(study.PLUG_IN)
     with pytest.raises(judge.NotTestable, match="not run: policy snapkv, share 0.2, guard 0.3"):
         study.scores(rows, {"policy": "snapkv", "share": 0.2, "guard": 0.3})
-    both = study.by_reading(rows)
-    assert len(set(both[both.policy == "snapkv"].groupby("reading").size())) == 1
-    assert set(both.reading) == set(study.READINGS)
+    assert study.readings_of(rows) == list(study.READINGS)
 
 
 def test_an_own_policy_is_judged_beside_the_papers(monkeypatch):

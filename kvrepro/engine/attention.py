@@ -7,7 +7,7 @@ It masks for itself: no mask function is registered, and Hugging Face builds no 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,7 @@ _attending: ContextVar[Any] = ContextVar(
 
 @contextmanager
 def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Switch `model` to this attention, and back at the end."""
+    """Switch `model` to this attention, and back at the end; kernels start on its GPU meanwhile."""
 
     def note(_: Any, __: Any, given: dict[str, Any]) -> None:
         _attending.set(given.get("kvrepro"))
@@ -78,7 +78,8 @@ def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     before, hook = model.config._attn_implementation, model.register_forward_pre_hook(note, with_kwargs=True)
     model.set_attn_implementation("kvrepro")
     try:
-        yield model
+        with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
+            yield model
     finally:
         hook.remove()
         _attending.set(None)

@@ -4,6 +4,7 @@ import datetime
 import itertools
 import json
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
@@ -196,18 +197,20 @@ def attempted(loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pai
     try:
         made = engine.generate(loaded.model, [prompts[i] for i in asked], columns, errors="return", **given)
     except Exception as error:  # whatever a condition raises becomes its row's error
-        if isinstance(error, torch.OutOfMemoryError):
+        failure = error
+        traceback.clear_frames(error.__traceback__)  # caches of the attempt, which its halves need the room of
+    else:
+        answers = itertools.chain.from_iterable(made)
+        return dict(zip(((i, j) for i, mine in asked.items() for j in mine), answers, strict=True))
+    if isinstance(failure, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        if len(pairs) > 1:
             print(f"out of memory with {len(pairs)} rows of {len(asked)} items: half of them at a time")
-            torch.cuda.empty_cache()
-        if len(pairs) == 1:
-            return {pairs[0]: error}
-        ordered, half = sorted(pairs, key=lambda pair: pair[::-1]), len(pairs) // 2
-        parts = (sorted(some) for some in (ordered[:half], ordered[half:]))
-        return {
-            pair: one for some in parts for pair, one in attempted(loaded, prompts, conditions, some, given).items()
-        }
-    answers = itertools.chain.from_iterable(made)
-    return dict(zip(((i, j) for i, mine in asked.items() for j in mine), answers, strict=True))
+    if len(pairs) == 1:
+        return {pairs[0]: failure}
+    ordered, half = sorted(pairs, key=lambda pair: pair[::-1]), len(pairs) // 2
+    parts = (sorted(some) for some in (ordered[:half], ordered[half:]))
+    return {pair: one for some in parts for pair, one in attempted(loaded, prompts, conditions, some, given).items()}
 
 
 def answer_row(

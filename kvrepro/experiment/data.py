@@ -41,6 +41,9 @@ SYSTEM = "Answer the question from the passage. Reply with a short, factual answ
 # ---- items
 
 
+MOST_MADE = 100_000  # items of a generator: enough for any interval, and seconds of work
+
+
 class AtMost(int):
     """A number of items that nobody asked for, such as a profile's: where there are fewer, all are taken."""
 
@@ -64,6 +67,8 @@ def load_items(
     if n_items is not None and (not isinstance(n_items, int) or n_items < 1):
         raise InputError(f"n_items is {n_items!r}: ask for a whole number, at least 1")
     kind, _, names = items.partition(":")
+    if kind in ("tinyworld", "ruler") and n_items is not None and n_items > MOST_MADE:
+        raise InputError(f"n_items is {n_items:,}: at most {MOST_MADE:,} {kind} items are made, take fewer or your own")
     if kind == "tinyworld":
         return _tinyworld(names, n_items, seed, tokens)
     if kind == "ruler":

@@ -88,9 +88,9 @@ def draw(steps: int, tokens: int, length: int, seed: int) -> list[tuple[Tensor, 
 @one_line_errors()
 def main(
     model: Annotated[str, typer.Option(help="a model with the embedded one's vocabulary")] = models.DEFAULT,
-    steps: int = 80,
-    length: Annotated[int, typer.Option(help="tokens of a conversation")] = 768,
-    batch: Annotated[int, typer.Option(help="conversations a step")] = 1,
+    steps: Annotated[int, typer.Option(help="updates of the gates", min=1)] = 80,
+    length: Annotated[int, typer.Option(help="tokens of a conversation", min=64)] = 768,
+    batch: Annotated[int, typer.Option(help="conversations a step", min=1)] = 1,
     sinks: int = 32,
     recent: int = 64,
     rate: float = 0.05,

@@ -3,11 +3,13 @@
 import json
 import os
 import tempfile
+import weakref
 
 import checkpoint
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Generation
@@ -175,6 +177,27 @@ def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsy
     fake.fail_on, fake.calls = (), []
     assert go(loaded, tmp_path)["error"].isna().all()  # tried again, and only those
     assert fake.calls == [(1, [CONDITIONS[1]])]
+
+
+def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, tmp_path, capsys, monkeypatch):
+    """Each attempt fills a cache and fails with more than one row; the next one must find that cache gone."""
+    held = []
+
+    class Cache:
+        pass
+
+    def generate(model, prompts, conditions, **given):
+        assert not [one for one in held if one() is not None]
+        cache = Cache()
+        held.append(weakref.ref(cache))
+        if len(prompts) * len(conditions[0]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return fake.generate(model, prompts, conditions, **given)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    assert go(loaded, tmp_path)["error"].isna().all()
+    assert len(held) > 15
+    assert "out of memory with 3 rows of 1 items: half of them at a time" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("culprit", ["lru", 1])

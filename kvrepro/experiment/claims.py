@@ -351,7 +351,7 @@ def folded(frame: pd.DataFrame, *topics: str) -> str:
 def printed(row: Any) -> str:
     """What the source prints, with its unit."""
     text = str(row.paper)
-    return text + _after(1 if text == "1" else 0, row.unit) if text[-1:].isdigit() else text
+    return text + _after(1 if text == "1" else 0, row.unit) if re.search(r"(^|\s)[-+]?[\d.,]+$", text) else text
 
 
 def evidence(row: Any) -> str:

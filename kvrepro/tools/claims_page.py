@@ -16,6 +16,7 @@ from kvrepro.experiment import claims, judge
 from kvrepro.experiment.claims import LABELS, LOOKS
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import family_page, filterable
+from kvrepro.tools.edition import results_of
 from kvrepro.tools.filterable import Cell
 
 WRONGLY = {"wrongly_reproduced": "wrongly reproduced", "wrongly_not_reproduced": "wrongly not reproduced"}  # of a rule
@@ -42,7 +43,7 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
 
 def tables(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
     """The verdicts of each chapter that has stored some, and those over the family of models."""
-    files = {name: root / "data" / "results" / name / "claims.csv" for name in chapters}
+    files = {name: results_of(name, root) / name / "claims.csv" for name in chapters}
     stored = {name: claims.read(file) for name, file in files.items() if file.is_file()}
     return stored | ({FAMILY: claims.read(family_page.JUDGED)} if stored else {})
 

@@ -11,6 +11,7 @@ from kvrepro.errors import InputError
 from kvrepro.experiment import figure
 from kvrepro.paths import ROOT
 from kvrepro.tools import filterable
+from kvrepro.tools.edition import results_of
 
 ALIKE = {  # a scorer of the grid -> the published method that scores alike, of which cost and leaks are known
     "position": "streaming_llm", "key norm": "k_norm", "key difference": "key_diff", "attention of all": "h2o",
@@ -39,7 +40,7 @@ MISSING = "not measured"
 def parts(root: Path = ROOT) -> dict[str, str]:
     """The page's computed parts by name: `advice`, sentences; `short` and `all`, tables in HTML."""
     try:
-        rows = stored.rows(root / "data" / "results")
+        rows = stored.rows(results_of("synthesis", root))
     except InputError:
         text = "The chapter on synthesis has no results yet, so there is nothing to advise from."
         return dict.fromkeys(("advice", "short", "all"), text)

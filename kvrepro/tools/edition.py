@@ -12,10 +12,19 @@ import nbformat
 
 from kvrepro.errors import InputError
 from kvrepro.experiment.figure import WHITE
+from kvrepro.paths import ROOT
 
 FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell", "show-input"}
 FINDINGS = "What we found"
 LAST = "## How this page was computed"
+RESULTS = "data/results"
+
+
+def results_of(chapter: str, root: Path = ROOT) -> Path:
+    """The results folder that a chapter's executed copy was told to use; the usual one where there is no copy."""
+    executed = root / "book" / "executed" / f"{chapter}.ipynb"
+    metadata = json.loads(executed.read_text(encoding="utf-8"))["metadata"] if executed.is_file() else {}
+    return Path(root / metadata.get("papermill", {}).get("parameters", {}).get("results", RESULTS))
 
 
 def edit(notebook: Any, chapter: str, folder: Path) -> None:

@@ -13,6 +13,7 @@ from kvrepro.chapters.synthesis import grid, stored, variance
 from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, claims, figure
 from kvrepro.paths import ROOT
+from kvrepro.tools.edition import results_of
 from kvrepro.tools.family_page import COLOURS, SIGNS
 
 
@@ -86,7 +87,7 @@ def _reanalysis(root: Path) -> str:
 
 def _synthesis(root: Path) -> str:
     try:
-        rows = stored.rows(root / "data" / "results")
+        rows = stored.rows(results_of("synthesis", root))
     except InputError:
         return "This chapter has no results yet."
     cells = rows[(rows.kind == "grid") & (rows.model == rows.groupby("model").size().idxmax())]
@@ -101,7 +102,7 @@ def _synthesis(root: Path) -> str:
 
 def verdicts(chapters: Sequence[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
     """The verdicts of the run, by chapter; chapters without any are left out."""
-    files = {name: root / "data" / "results" / name / "claims.csv" for name in chapters}
+    files = {name: results_of(name, root) / name / "claims.csv" for name in chapters}
     return {name: claims.of_run(claims.read(file)) for name, file in files.items() if file.is_file()}
 
 

@@ -1,6 +1,7 @@
 """The page of claims: one row per claim and reading, one block per claim with an address, one square per verdict."""
 
 import ast
+import json
 import re
 from html.parser import HTMLParser
 
@@ -53,6 +54,16 @@ def read(text: str) -> Balanced:
     found.feed(text)
     assert found.open == []
     return found
+
+
+def test_the_page_shows_the_results_that_the_chapter_was_told_to_use(page, tmp_path):
+    _, frame, _ = page
+    claims.write(frame, tmp_path / "elsewhere" / "protection" / "claims.csv")
+    assert claims_page.tables(["protection"], tmp_path) == {}
+    executed = tmp_path / "book" / "executed" / "protection.ipynb"
+    executed.parent.mkdir(parents=True)
+    executed.write_text(json.dumps({"metadata": {"papermill": {"parameters": {"results": "elsewhere"}}}, "cells": []}))
+    assert len(claims_page.tables(["protection"], tmp_path)["protection"]) == len(frame)
 
 
 def test_every_verdict_is_a_row_that_links_to_its_claims_block(page):

@@ -42,7 +42,7 @@ from kvrepro.tools import edition, pages
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
 data/artifact/* constraints.txt""".split()
 SECONDS = {  # of a chapter's studies in their order, quick profile, one core: they share out the time that is left
-    "protection": {"main": 430, "context-500": 14, "context-1000": 17, "context-1900": 18, "context-3800": 25,
+    "protection": {"main": 360, "context-500": 14, "context-1000": 17, "context-1900": 18, "context-3800": 25,
                    "attention": 8, "controls": 10, "question-0": 4, "question-1": 4, "question-2": 2, "question-3": 2,
                    "question-4": 3, "question-5": 3, "real": 27},
     "fragility": {"retained": 60, "every": 41, "middle": 21, "needles": 11, "controls": 8},

@@ -34,8 +34,8 @@ class Size:
     question: int  # per length and place of the question
 
 
-SIZES = {  # six for each of the eight tasks; the paper's main panel
-    "quick": Size(48, 8, 8, 6),
+SIZES = {  # quick: five for each of the eight tasks; full: the paper's main panel
+    "quick": Size(40, 8, 8, 6),
     "full": Size(162, 48, 32, 24),
 }
 

@@ -30,9 +30,9 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
     frames = tables(chapters, root)
     if not frames:
         return {"claims": "No chapter of this book has stored verdicts.", "claims_picture": "", "claims_blocks": ""}
-    pd.concat([frame.assign(chapter=name) for name, frame in frames.items()]).to_csv(
-        folder / "verdicts.csv", index=False, float_format="%.6g"
-    )
+    every = pd.concat([frame.assign(chapter=name) for name, frame in frames.items()])
+    every = every.assign(reading=every.reading.replace(READ), statement=every.statement.str.replace("*", ""))
+    every.to_csv(folder / "verdicts.csv", index=False, float_format="%.6g")
     titles = {name: title(root / "notebooks" / f"{name}.ipynb") for name in frames} | {FAMILY: "Several models"}
     return {
         "claims_picture": filterable.raw(styles() + picture(frames, titles)),
@@ -149,13 +149,19 @@ def _listed(row: Any, chapter: str, at: str, claim: Mapping[str, Any], with_mode
         "With": READ[row.reading],
         **model,
         "Verdict": Cell(pill(row.verdict)),
-        "Estimate [95% interval]": claims.shown(row),
+        "Estimate [95% interval]": _estimate(row),
         "Printed": claims.printed(row),
         "Rule": row.rule,
         "Decided by": claims.case(row.decided_by),
         "n": "" if pd.isna(row.n) else f"{row.n:.0f}",
         "What would settle it": claims.missing(row),
     }
+
+
+def _estimate(row: Any) -> Cell:
+    """Sorted by its value, shares and percent alike."""
+    value = "" if pd.isna(row.ours) else f"{row.ours / (100 if row.unit == '%' else 1):.6g}"
+    return Cell(escape(claims.shown(row)), value)
 
 
 def places(frames: Mapping[str, pd.DataFrame]) -> dict[tuple[str, str], str]:

@@ -363,7 +363,7 @@ def _budget(p: Policy) -> str:
         per_head = p.allocate is not allocate.uniform
         return "tokens per KV head, union trimmed to the budget" if per_head else "one set for all heads and layers"
     dense = int({**p.parameters, **p.as_run}.get("dense_layers", 0))  # type: ignore[call-overload]
-    return f"{p.budget}; as run the first {dense} layers stay whole" if dense else p.budget
+    return f"{p.budget}; in the authors' code the first {dense} layers stay whole" if dense else p.budget
 
 
 def _needs(p: Policy) -> str:
@@ -371,7 +371,8 @@ def _needs(p: Policy) -> str:
     window, run = p.parameters.get("window"), p.as_run.get("window")
     asked = ["each query as it comes"] if not p.frees else []
     if window:
-        asked += ["the last query" if window == 1 else f"the last {window}{f' (as run {run})' if run else ''} queries"]
+        other = f" ({run} in the authors’ code)" if run else ""
+        asked += ["the last query" if window == 1 else f"the last {window}{other} queries"]
     files = [f"a {key.removesuffix('_file')} file of the model" for key in p.files]
     return ", ".join(asked + [SUMS.get(n, n) for n in p.needs] + files) or "nothing"
 

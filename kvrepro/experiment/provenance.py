@@ -39,7 +39,7 @@ def provenance(chapter: str, loaded: Loaded | None = None, settings: Settings = 
     told |= {
         "Machine": machine(),
         "Versions": ", ".join([f"Python {platform.python_version()}", *versions()]),
-        "Time": f"{clock(time.monotonic() - STARTED)} for this execution; rows that were stored before it are not computed again",
+        "Time": f"{clock(time.monotonic() - STARTED)} for this execution; what was stored before is not computed again",
         "Again": f"`{command(chapter, injected())}`",
     }
     return Markdown("\n".join(f"- **{name}**: {text}" for name, text in told.items()))

@@ -79,8 +79,8 @@ def test_the_table_tells_files_and_layers_that_stay_whole():
     }
     assert CATALOGUE["duo_attention"].files == ("gates_file",)
     assert CATALOGUE["tri_attention"].files == ("calibration",)
-    assert rows["k_norm"]["budget"] == "uniform; as run the first 2 layers stay whole"
-    assert rows["snapkv"]["needs"] == "the last 32 (as run 64) queries"
+    assert rows["k_norm"]["budget"] == "uniform; in the authors' code the first 2 layers stay whole"
+    assert rows["snapkv"]["needs"] == "the last 32 (64 in the authors’ code) queries"
     assert rows["tova"]["needs"] == "the last query"
 
 

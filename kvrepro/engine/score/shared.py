@@ -24,7 +24,7 @@ def h2o(o: Observation) -> Scores:
 
 
 def snapkv(o: Observation, snapkv_bonus: str = "peak") -> Scores:
-    """S + max(a, M) as run, S + a as described. Artifact's simplified SnapKV; paper, Table 19."""
+    """S + max(a, M) in the authors' code, S + a in their text. Artifact's simplified SnapKV; paper, Table 19."""
     latest = o.sums["latest"]
     bonus = latest if snapkv_bonus == "current" else torch.maximum(latest, o.sums["largest"])
     return o.sums["summed"] + bonus

@@ -39,11 +39,16 @@ SAYS = {  # verdict -> what a sentence says of its subject, of one and of severa
     "reproduced": ("comes out", "come out"),
     "partly": ("comes out in part", "come out in part"),
     "not reproduced": ("does not come out", "do not come out"),
-    "inconclusive": ("stays open", "stay open"),
+    "inconclusive": ("is undecided", "are undecided"),
     "not testable here": ("cannot be tested here", "cannot be tested here"),
     "not run": ("was not run", "were not run"),
 }
-PLAIN = ("F1", "accuracy", "cos", "keep rate", "log ratio", "rank correlation", "recall", "share")  # numbers up to 1
+PLAIN = {  # units of numbers up to 1: a table's cell leaves them out, a sentence says them
+    "F1": "F1", "accuracy": "in accuracy", "cos": "in cosine", "keep rate": "in keep rate", "log ratio": "in log ratio",
+    "rank correlation": "in rank correlation", "recall": "in recall", "share": "of the importance",
+}  # fmt: skip
+STATE_VERBS = {"holds": ("holds", "hold"), "fails": ("fails", "fail"), "open": ("is undecided", "are undecided")}
+LEADS = {"reproduced": "holds", "partly": "holds", "not reproduced": "fails", "inconclusive": "open"}  # what is counted
 STORED = "stored timings"  # the `model` of verdicts that rest on data/gpu, and not on this run
 COLUMNS = [
     "claim", "statement", "paper", "ours", "low", "high", "test", "p", "verdict", "reading", "model", "profile", "rule",
@@ -236,7 +241,8 @@ def _both(group: pd.DataFrame) -> str:
 
 def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False) -> str:
     """What became of a claim, as a sentence to be read aloud: `Recovery does not come out in the authors' code (23%
-    [17, 31]) or in their text (26% [18, 36]).` The verb leads to the claim.
+    [17, 31]) or in their text (26% [18, 36]).` The verb leads to the claim. A claim of several cases says how many of
+    them hold and whose the number is (`weighed`).
 
     subject: what the claim is about, a noun that begins the sentence (`Recovery`, `The gain at every capacity`).
     """
@@ -248,7 +254,7 @@ def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False
         return link(claim, SAYS[verdicts[reading]][plural])
 
     def where(reading: str, whose: str) -> str:
-        value = spoken(by[reading]) if reading in by else ""
+        value = weighed(by[reading]) if reading in by else ""
         return " ".join(filter(None, [f"in {whose}" if whose else "", f"({value})" if value else ""]))
 
     if len(verdicts) == 1:
@@ -267,8 +273,23 @@ def outcome(frame: pd.DataFrame, claim: str, reading: str = "", plural: bool = F
     return link(claim, SAYS[rows.verdict.iloc[0] if len(rows) else "not run"][plural])
 
 
+def weighed(row: Any) -> str:
+    """What a verdict rests on, for a sentence: `1 of 2 cases holds; the hardest, Layer-DefensiveKV: -0.09 F1 [-0.15,
+    -0.02]`; the number alone where there is one case."""
+    value = spoken(row)
+    counts = {state: int(n) for n, state in re.findall(r"(\d+) (holds|fails|open)\b", row.members)} if value else {}
+    total, n = sum(counts.values()), counts.get(LEADS.get(row.verdict, ""), 0)
+    if total < 2 or not n:
+        return value
+    one, several = STATE_VERBS[LEADS[row.verdict]]
+    cases = f"{n} of {total} cases" if n < total else "both cases" if n == 2 else f"all {n} cases"
+    label = case(row.decided_by).split(": ")[0]  # the case, without its worst counterexample
+    return f"{cases} {one if n == 1 else several}; the hardest{label and ', '}{label}: {value}"
+
+
 def spoken(row: Any) -> str:
-    """Ours with its interval, rounded for the ear: `23% [17, 31]`; empty where there is none."""
+    """Ours with its interval and unit, rounded for the ear: `23% [17, 31]`, `-0.09 F1 [-0.15, -0.02]`; empty where
+    there is none."""
     if pd.isna(row.ours):
         return ""
     whole = row.unit == "%" or max(abs(row.ours), abs(row.low), abs(row.high)) >= 100
@@ -276,20 +297,20 @@ def spoken(row: Any) -> str:
     fixed = row.unit in PLAIN or (row.unit == "x" and abs(row.ours) < 10)  # near 1 the second decimal counts
 
     def number(x: float) -> str:
-        if whole or (float(x).is_integer() and not fixed):
-            return f"{x:,.0f}"
-        text = f"{x:.2f}" if fixed else f"{x:.2g}"
-        return text if float(text) else text.lstrip("-")  # no "-0.00"
+        plain = whole or (float(x).is_integer() and not fixed)
+        text = f"{x:,.0f}" if plain else f"{x:.2f}" if fixed else f"{x:.2g}"
+        return text if re.search("[1-9]", text) else text.lstrip("-")  # no "-0.00"
 
     exact = row.low == row.ours == row.high or not np.isfinite([row.low, row.high]).all()
     interval = "" if exact else f" [{number(row.low)}, {number(row.high)}]"
-    return number(row.ours) + _after(row.ours, row.unit) + interval
+    unit = f" {PLAIN[row.unit]}" if row.unit in PLAIN else _after(row.ours, row.unit)
+    return number(row.ours) + unit + interval
 
 
 def _after(value: float, unit: str) -> str:
     """A unit as it follows its number: nothing for numbers up to 1."""
     known = {"%": "%", "x": " times"} | dict.fromkeys(PLAIN, "")
-    return known.get(unit, f" {unit.removesuffix('s') if value == 1 else unit}")
+    return known.get(unit, f" {re.sub('^x ', 'times ', unit.removesuffix('s') if value == 1 else unit)}")
 
 
 def text_of(values: Sequence[float], unit: str = "F1") -> str:
@@ -370,7 +391,7 @@ def evidence(row: Any) -> str:
 
 
 def _cases(found: re.Match[str]) -> str:
-    one, several = {"holds": ("holds", "hold"), "fails": ("fails", "fail"), "open": ("is open", "are open")}[found[2]]
+    one, several = STATE_VERBS[found[2]]
     return f"{found[1]} {one if found[1] == '1' else several}"
 
 

@@ -80,7 +80,16 @@ def test_an_unknown_chapter_raises():
 def table_of(*verdicts: str, depends: str = "", **fields: object) -> pd.DataFrame:
     """One claim, judged in both readings, or in none in particular."""
     readings = claims.READINGS if len(verdicts) == 2 else ("any",)
-    row = {"claim": "L9", "statement": "Later wins.", "unit": "%", "ours": 23.4, "low": 17.1, "high": 31.2}
+    row = {
+        "claim": "L9",
+        "statement": "Later wins.",
+        "unit": "%",
+        "ours": 23.4,
+        "low": 17.1,
+        "high": 31.2,
+        "members": "1 open",
+        "decided_by": "",
+    }
     rows = [row | fields | {"verdict": verdict, "reading": reading, "depends_on_reading": depends}
             for verdict, reading in zip(verdicts, readings, strict=True)]  # fmt: skip
     return pd.DataFrame(rows)
@@ -121,7 +130,7 @@ def test_a_sentence_reads_naturally_for_every_pair_of_verdicts():
         ("reproduced", "reproduced"): "comes out in the authors' code{} and in their text{}.",
         ("not reproduced", "not reproduced"): "does not come out in the authors' code{} or in their text{}.",
         ("reproduced", "not reproduced"): "comes out in the authors' code{} but does not come out in their text{}.",
-        ("partly", "inconclusive"): "comes out in part in the authors' code{} but stays open in their text{}.",
+        ("partly", "inconclusive"): "comes out in part in the authors' code{} but is undecided in their text{}.",
         ("not testable here", "not testable here"): "cannot be tested here in the authors' code{} or in their text{}.",
     }
     for pair, text in expected.items():
@@ -136,6 +145,33 @@ def test_a_sentence_of_one_verdict_of_several_subjects_and_of_none():
     assert plain(claims.sentence(unknown, "L9", "Recovery")) == "Recovery cannot be tested here."
     assert plain(claims.sentence(unknown, "L1", "Recovery")) == "Recovery was not run."
     assert '<a href="../claims.html#L9">' in claims.sentence(unknown, "L9", "Recovery")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "cases", "counted"),
+    [
+        ("reproduced", "2 holds", "both cases hold"),
+        ("reproduced", "5 holds", "all 5 cases hold"),
+        ("partly", "1 holds, 1 fails", "1 of 2 cases holds"),
+        ("partly", "7 holds, 1 open", "7 of 8 cases hold"),
+        ("not reproduced", "3 holds, 6 fails", "6 of 9 cases fail"),
+        ("not reproduced", "2 open, 1 fails", "1 of 3 cases fails"),
+        ("not reproduced", "4 fails, 1 not testable (h2o: nothing is told)", "all 4 cases fail"),
+        ("inconclusive", "2 open", "both cases are undecided"),
+        ("inconclusive", "3 open, 1 fails, which is expected of so many by chance", "3 of 4 cases are undecided"),
+    ],
+)
+def test_a_number_of_one_case_among_several_is_not_shown_as_that_of_all(verdict, cases, counted):
+    fields = {"members": cases, "unit": "F1", "ours": -0.09, "low": -0.15, "high": -0.02}
+    value = f"({counted}; the hardest, Layer-DefensiveKV: -0.09 F1 [-0.15, -0.02])"
+    both = table_of(verdict, verdict, decided_by="layer_defensive_kv", **fields)
+    assert plain(claims.sentence(both, "L9", "The lead")).count(value) == 2
+    nameless = table_of(verdict, decided_by="", **fields)
+    assert f"({counted}; the hardest: -0.09 F1 " in plain(claims.sentence(nameless, "L9", "The lead"))
+    alone = table_of(verdict, decided_by="quest", **fields | {"members": f"1 {claims.LEADS[verdict]}"})
+    assert plain(claims.sentence(alone, "L9", "The lead")).endswith(" (-0.09 F1 [-0.15, -0.02]).")
+    refuted = table_of(verdict, decided_by="layer_defensive_kv, C=512: 6 of 6 cases, worst at 3", **fields)
+    assert "the hardest, Layer-DefensiveKV, 512 tokens: -0.09" in claims.sentence(refuted, "L9", "The lead")
 
 
 def test_an_outcome_is_the_verb_of_one_reading():
@@ -154,15 +190,18 @@ def test_emphasis_leaves_a_table_and_stars_stay():
     ("values", "unit", "heard"),
     [
         ((23.4, 17.1, 31.2), "%", "23% [17, 31]"),
-        ((0.2814, 0.243, 0.3204), "F1", "0.28 [0.24, 0.32]"),
+        ((0.2814, 0.243, 0.3204), "F1", "0.28 F1 [0.24, 0.32]"),
         ((900, 900, 900), "blocks", "900 blocks"),
         ((1, 1, 1), "blocks", "1 block"),
         ((24567, 24567, 24567), "tokens", "24,567 tokens"),
         ((2.94, 2.9, 3.0), "x", "2.94 times [2.90, 3.00]"),
         ((1.005, 0.987, 1.026), "x", "1.00 times [0.99, 1.03]"),
         ((24.4, 24.27, 24.54), "x", "24 times [24, 25]"),
-        ((-0.001, -0.09, 0.09), "F1", "0.00 [-0.09, 0.09]"),
+        ((-0.001, -0.09, 0.09), "F1", "0.00 F1 [-0.09, 0.09]"),
         ((0.0, -math.inf, math.inf), "x", "0 times"),
+        ((-0.15, -0.2, -0.1), "share", "-0.15 of the importance [-0.20, -0.10]"),
+        ((-0.2, -7.1, 6.9), "%", "0% [-7, 7]"),
+        ((112.2, -4.0, 228.4), "x the median", "112 times the median [-4, 228]"),
     ],
 )
 def test_numbers_are_rounded_for_the_ear(values, unit, heard):
@@ -175,7 +214,7 @@ def test_what_a_verdict_rests_on_is_said_in_sentences():
               "needed": 1234.0, "note": ""}  # fmt: skip
     [row] = table_of("partly", **fields).itertuples()
     assert claims.evidence(row) == (
-        "Decided by Ada-KV, 512 tokens. Of 4 cases, 3 hold, 1 is open. Wilcoxon, Holm: p = 0.040. "
+        "Decided by Ada-KV, 512 tokens. Of 4 cases, 3 hold, 1 is undecided. Wilcoxon, Holm: p = 0.040. "
         "About 1,234 items would settle what is open."
     )
     [row] = table_of("not testable here", ours=math.nan, **fields | {"note": "streaming_llm has no sink"}).itertuples()

@@ -423,7 +423,7 @@ def table(frame: pd.DataFrame, rows: int = 10, digits: int = 3, width: int = 60)
             "" if pd.api.types.is_scalar(value) and pd.isna(value)
             else look(value).name if name in named else written(value) for value in column
         ]  # fmt: skip
-    return HTML(pd.DataFrame(columns).to_html(index=False, border=0))
+    return HTML(pd.DataFrame(columns).to_html(index=False, border=0, classes="rows"))
 
 
 def ends(table: pd.DataFrame, *by: str, percent: bool = False) -> str:

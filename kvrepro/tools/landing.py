@@ -81,7 +81,7 @@ def _reanalysis(root: Path) -> str:
     public = beside[beside.same.notna()]
     return (
         f"Of {len(beside)} printed numbers {len(public)} have public rows; {int(public.same.sum())} of these come out "
-        "in every digit, the others after rounding on the way."
+        "in every digit, the others differ only by rounding."
     )
 
 

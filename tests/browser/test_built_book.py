@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 
@@ -244,3 +245,23 @@ def test_a_page_looks_as_it_should(browser, address, name, width, theme):
     for part, (left, right) in BOXES_AT[width].items():
         assert boxes[part] == pytest.approx((left, right), abs=24), part
     context.close()
+
+
+def test_figures_data_hold_their_estimates_between_their_limits():
+    """In one unit, so that who takes the data need not guess."""
+    found = {file: pd.read_csv(file) for file in sorted(BOOK.rglob("_downloads/**/*.csv"))}
+    wrong = []
+    for file, table in found.items():
+        if {"value", "low", "high"} <= set(table):
+            known = table.dropna(subset=["value", "low", "high"])
+            slack = 1e-6 * (1 + known.value.abs())
+            outside = (known.value < known.low - slack) | (known.value > known.high + slack)
+            wrong += [f"{file.name}: {outside.sum()} of {len(known)}"] * bool(outside.any())
+    assert found
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_shows_an_objects_name_or_a_path_of_the_machine(page):
+    text = (BOOK / page).read_text(encoding="utf-8")
+    assert not re.findall(rf"PosixPath|&lt;\w+ object at|{re.escape(str(ROOT))}", text)

@@ -26,13 +26,7 @@ WHEN = {
     "decode cap": "while the answer grows",
 }  # fmt: skip
 GUARDS = {"none": "none", "sinks": "the first four tokens", "ends": "both ends"}
-WORDS = {  # of a cell's name in code -> in words
-    **{f", {regime}": "" for regime in WHEN}, "guard: ends": "guards at both ends", "guard: sinks": "guarded sinks",
-    ", joint": ", heads of all layers share a budget", ", per head": ", heads of a layer share a budget",
-    ", one set": ", one set of tokens for all heads", ", uniform": ", even budgets", ", quota": ", quotas",
-    "mean_var": "mean and variance", "pooled: none": "not pooled", "pooled: average": "average pooling",
-    "pooled: max": "max pooling",
-}  # fmt: skip
+AGGREGATORS = {"mean_var": "mean and variance"}
 LONG = 32768  # tokens of the prompts whose first token is timed
 MISSING = "not measured"
 
@@ -48,29 +42,31 @@ def parts(root: Path = ROOT) -> dict[str, str]:
     rows = rows[rows.model == model]
     best, known = frontier.advice(rows), conditions(rows, root)
     middle = sorted(best.kept.unique())[len(best.kept.unique()) // 2]
+    best = best[best.kept == middle]
     return {
-        "advice": advice(rows, best, known, model, middle),
-        "short": filterable.raw(_html(short(best[best.kept == middle]))),
-        "all": _all(known.drop(columns=["value", "of"])),
+        "advice": advice(rows, best, known, model),
+        "short": f"With {middle:.0%} kept:\n\n{filterable.raw(_html(short(best, known)))}\n\n{_by_luck(best)}".rstrip(),
+        "all": _all(known.drop(columns=["name", "value", "of"])),
     }  # fmt: skip
 
 
 def conditions(rows: pd.DataFrame, root: Path = ROOT) -> pd.DataFrame:
-    """A row for each condition, in the words of the page, the best first; `value` and `of` are for sentences."""
+    """A row for each condition, in the words of the page, the best first; `name`, `value` and `of` are for
+    sentences."""
     table = frontier.conditions(rows).query("kind != 'full'").sort_values("value", ascending=False)
     losses, safe, first = _losses(rows), safe_budgets(root), _first_token()
     found = []
     for row in table.to_dict("records"):
         grid, of = row["kind"] == "grid", row["method"] if row["kind"] == "published" else ALIKE.get(row["scorer"])
         found.append({
-            "scores by": _scorer(row) if grid else figure.look(of).name, "kept": f"{row['kept']:.0%}",
+            "scores by": _scorer(row) if grid else _published(of), "kept": f"{row['kept']:.0%}",
             "guards": (GUARDS[row["guard"]] if grid else "its own") + (", quotas" if row["quota"] == "parts" else ""),
             "tokens leave": WHEN[row["regime"] if grid else "question seen"],
             "heads": HEADS.get(row["split"], HEADS["one set"]) if grid else f"its own: {find(of).budget}",
             "quality": f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
             "blocks returned": f"{1 - row['unfreed']:.0%}", "leak-safe from": safe.get(of, MISSING),
             "first token": first.get(of, MISSING), "on kernels": _kernel(of), "loses most at": losses[row["name"]],
-            "value": row["value"], "of": of or "",
+            "name": row["name"], "value": row["value"], "of": of or "",
         })  # fmt: skip
     return pd.DataFrame(found)
 
@@ -79,7 +75,13 @@ def _scorer(row: Mapping) -> str:
     if not row["aggregator"]:
         return row["scorer"]
     pooled = "" if row["pooling"] == "none" else f", {row['pooling']} over neighbours"
-    return f"{row['scorer']}, {figure.look(row['aggregator']).name} over queries{pooled}"
+    return f"{row['scorer']}, {AGGREGATORS.get(row['aggregator'], row['aggregator'])} over queries{pooled}"
+
+
+def _published(policy: str) -> str:
+    """A published method, with the scorer of the grid that it shares: a search for either finds both."""
+    scorer = next((scorer for scorer, method in ALIKE.items() if method == policy), "")
+    return figure.look(policy).name + (f" (as published): {scorer}" if scorer else " (as published)")
 
 
 def _losses(rows: pd.DataFrame) -> dict[str, str]:
@@ -114,8 +116,9 @@ def _first_token() -> dict[str, str]:
     told = {}
     for policy, group in table.groupby("policy"):
         read = group[group.text] if group.text.any() else group
-        more = max(read.ratio_to_plain.max() - 1, 0)
-        told[str(policy)] = f"+{more:.1%}" + ("" if group.text.any() else " (authors' code)")
+        more = read.ratio_to_plain.max() - 1
+        told[str(policy)] = f"+{more:.1%}" if more >= 0.0005 else "none measurable"
+        told[str(policy)] += "" if group.text.any() else " (authors' code)"
     return told
 
 
@@ -127,49 +130,69 @@ def _kernel(policy: str | None) -> str:
     return "yes" if (p.kernel or not p.parameters.get("window")) and set(p.needs) <= {"mass"} else "no"
 
 
-def short(best: pd.DataFrame) -> pd.DataFrame:
+def short(best: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
     """The best of the grid for each regime: any, and one that gives back half of the blocks at least."""
-    need = {"any": "no", "blocks": "yes"}
+    need, uses = {"any": "no", "blocks": "yes"}, _uses(known)
     return pd.DataFrame([
-        {"tokens leave": WHEN[row.regime], "memory must come back": need[row.memory], "use": _use(row.use),
-         "quality": f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]", "blocks returned": f"{row.freed:.0%}",
-         "loses most at": f"{study.TASKS.get(row.fails_at, row.fails_at)} (-{row.loss:.2f})", "chosen from": row.of}
+        {"tokens leave": WHEN[row.regime], "memory must come back": need[row.memory], "use": uses[row.use],
+         "held-out quality": f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]", "blocks returned": f"{row.freed:.0%}",
+         "loses most at": f"{study.TASKS.get(row.fails_at, row.fails_at)} (-{row.loss:.2f})",
+         "chosen": f"from {row.of} conditions"}
         for row in best.itertuples()
     ])  # fmt: skip
 
 
-def _use(name: str) -> str:
-    """A cell's name without what the table says beside it."""
-    for code, words in WORDS.items():
-        name = name.replace(code, words)
-    return name.rpartition(", ")[0]
+def _uses(known: pd.DataFrame) -> pd.Series:
+    """Each condition by its name in code, in the words that its row in the table of all has."""
+    guards = known.guards.map(lambda guards: "" if guards == "none" else f"; guards: {guards}")
+    return (known["scores by"] + guards + "; heads: " + known.heads).set_axis(known.name)
 
 
-def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: str, middle: float) -> str:
-    """The page's first sentences."""
-    full = rows[rows.kind == "full"].score.mean()
-    at = best[best.kept == middle].set_index(["regime", "memory"])
-    lines = []
-    for regime in dict.fromkeys(at.index.get_level_values(0)):
-        row = at.loc[regime].sort_values("value").iloc[-1]
+def _by_luck(best: pd.DataFrame) -> str:
+    """Where a choice among fewer conditions scores higher than one among all of them."""
+    value = best.pivot_table("value", "regime", "memory")
+    if not {"any", "blocks"} <= set(value) or not (lucky := value.index[value.blocks > value["any"]].tolist()):
+        return ""
+    return (
+        f"The conditions that give memory back are among those of the line above, so a choice from them should score "
+        f"less. With only {best.n.max()} items it happens to score more {' and '.join(f'*{WHEN[regime]}*' for regime in lucky)}."
+    )
+
+
+def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: str) -> str:
+    """The page's first sentences. best: the choices at one share kept."""
+    kept, values, uses = best.kept.iloc[0], known.set_index("name").value, _uses(known)
+    items = rows["item"].nunique()
+    lines = [f"The full cache scores {rows[rows.kind == 'full'].score.mean():.2f} on the {items} items of this page.\n"]
+    for row in best[best.memory == "any"].itertuples():
         lines.append(
-            f"- **When tokens leave {WHEN[regime]}**, with {middle:.0%} of them kept, choose *{_use(row.use)}*: "
-            f"its score is {row.value:.2f}, that of the full cache {full:.2f}."
+            f"- **When tokens leave {WHEN[row.regime]}**, with {kept:.0%} of them kept, choose *{uses[row.use]}*: a "
+            f"choice made this way scores {row.value:.2f} on items it was not made on ({values[row.use]:.2f} on all)."
+            + (_rival(rows, kept, values[row.use]) if row.regime == "question seen" else "")
         )
-    freed = rows[rows.kind == "grid"].groupby("split").freed.mean()
+    freed = rows[(rows.kind == "grid") & (rows.kept == kept)].groupby("split").freed.mean()
     if {"one set", "uniform"} <= set(freed.index):
         lines.append(
-            f"- **When memory must come back without copying**, let all heads share one set of tokens: that returns "
-            f"{freed['one set']:.0%} of the blocks on average; heads that choose for themselves return "
-            f"{freed['uniform']:.0%}."
+            f"- **When memory must come back without copying**, let all heads share one set of tokens: with {kept:.0%} "
+            f"kept, that returns {freed['one set']:.0%} of the blocks on average; heads that choose for themselves "
+            f"return {freed['uniform']:.0%}."
         )
     lines.append(f"- **When a system prompt must stay secret**, {_secret(known)}")
-    items = rows["item"].nunique()
     lines.append(
         f"\nThis is what {items} items on {model} say; intervals are wide, and a larger model may choose otherwise. "
         "The same notebook on your model gives your table: {doc}`your-model`."
     )
     return "\n".join(lines)
+
+
+def _rival(rows: pd.DataFrame, kept: float, value: float) -> str:
+    """The best published method with the same share kept, beside the choice from the grid and its score."""
+    means = rows[(rows.kind == "published") & (rows.kept == kept)].groupby("method").score.mean()
+    if means.empty:
+        return ""
+    name, most = figure.look(means.idxmax()).name, means.max()
+    than = "more" if most > value else "no more"
+    return f" This choice is from the grid alone; the best published method, {name}, scores {than}: {most:.2f} on all."
 
 
 def _secret(known: pd.DataFrame) -> str:

@@ -10,6 +10,9 @@ from sphinx.addnodes import glossary
 from sphinx.application import Sphinx
 
 PAGE = "book/glossary"
+ONLY = {  # everyday words -> the pages on which they have the glossary's sense
+    "pool": ("dropkv_bound",), "split": ("synthesis", "decide", "methods"),
+}  # fmt: skip
 LEFT_ALONE = (nodes.reference, nodes.literal, nodes.title, nodes.caption, nodes.term, nodes.raw, nodes.math,
               nodes.table, nodes.literal_block, nodes.strong)  # fmt: skip
 
@@ -47,6 +50,11 @@ def pattern(words: list[str]) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w-])(?:{'|'.join(f'({form})' for form in forms)})(?![\w-])")
 
 
+def fits(word: str, page: str) -> bool:
+    """Does a page use a word in the glossary's sense?"""
+    return page.rpartition("/")[2] in ONLY.get(word, (page.rpartition("/")[2],))
+
+
 def mark(app: Sphinx, doctree: nodes.document, name: str) -> None:
     """Make the first occurrence of each word in running text a link that shows its meaning."""
     if app.builder.format != "html" or name == PAGE or name.startswith("book/api-"):
@@ -62,7 +70,7 @@ def mark(app: Sphinx, doctree: nodes.document, name: str) -> None:
         parts, at = list[nodes.Node](), 0
         for match in find.finditer(text):
             word = ordered[match.lastindex - 1]
-            if word not in seen:
+            if word not in seen and fits(word, name):
                 seen.add(word)
                 anchor, meaning = words[word]
                 told = Explained("", match[0], page=f"{page}#{anchor}", tip=f"tip-{anchor}", meaning=meaning)

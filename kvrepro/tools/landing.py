@@ -8,23 +8,34 @@ import pandas as pd
 import yaml
 from matplotlib.figure import Figure
 
-from kvrepro.chapters.reanalysis import printed
+from kvrepro.chapters.reanalysis import comparisons, printed
 from kvrepro.chapters.synthesis import grid, stored, variance
 from kvrepro.errors import InputError
-from kvrepro.experiment import artifact, claims, figure
+from kvrepro.experiment import artifact, claims, figure, stats
 from kvrepro.paths import ROOT
+from kvrepro.tools import claims_page
 from kvrepro.tools.edition import results_of
 from kvrepro.tools.family_page import COLOURS, SIGNS
 
 
 class Answer(NamedTuple):
-    """A chapter's question, the claim that answers it, and what that claim is about: the beginning of a sentence."""
+    """A chapter's question, the claim that answers it, and what that claim is about: the beginning of a sentence.
+
+    points: what a number up to 1 is a hundredfold of, if it is told in points.
+    """
 
     question: str
     claim: str = ""
     subject: str = ""
+    points: str = ""
 
 
+TOLD = Answer(
+    "",
+    "L3f",
+    "The finding that not only secret rules are told but also the sentences that forbid it",
+    "points of recall",
+)
 ANSWERS = {
     "protection": Answer(
         "Does it matter how tokens are scored, or only which are never evicted?", "P6",
@@ -34,6 +45,7 @@ ANSWERS = {
     "fragility": Answer(
         "Does what mattered so far go on to matter?", "C1",
         "The gain that DefensiveKV promises for the worst step of a long answer",
+        "points of the importance retained",
     ),
     "dropkv_bound": Answer(
         "Is a small bound on the error a good choice of tokens?", "D3",
@@ -41,7 +53,7 @@ ANSWERS = {
     ),
     "leakage": Answer(
         "Which instruction is forgotten first, and which secret is told?", "L2",
-        "The finding that it depends on the policy how many instructions are lost",
+        "The finding that K-norm loses more instructions than other policies", "points of accuracy",
     ),
     "reclamation": Answer(
         "When does an evicted token give memory back?", "R1f",
@@ -51,14 +63,24 @@ ANSWERS = {
 }  # fmt: skip
 
 
+PICTURE = """```{{figure}} generated/verdicts.svg
+:name: fig-verdicts
+:class: dark-light kvrepro-figure
+:alt: A bar for each chapter, parted by how many of its verdicts are reproduced, partly reproduced, not reproduced, inconclusive, or not testable here.
+
+{n} of this run by chapter: {signs}.{missing} {{doc}}`claims` lists all of them one by one, and those over
+the family of models as well.
+```"""  # noqa: E501
+
+
 def parts(root: Path = ROOT) -> dict[str, str]:
-    """The page's computed parts by name: `answers` and `citation`, as markdown."""
-    return {"answers": answers(root), "citation": citation()}
+    """The page's computed parts by name: `answers`, `citation`, and `verdicts`, a figure; as markdown."""
+    return {"answers": answers(root), "citation": citation(), "verdicts": picture(root)}
 
 
 def answers(root: Path = ROOT) -> str:
     """A list: each chapter's question, its answer in a sentence, and a link."""
-    own = {"reanalysis": _reanalysis, "synthesis": _synthesis}
+    own = {"reanalysis": _reanalysis, "synthesis": _synthesis, "leakage": _leakage, "reclamation": _reclamation}
     lines = []
     for chapter, answer in ANSWERS.items():
         told = own[chapter](root) if chapter in own else _judged(chapter, answer, root)
@@ -70,18 +92,67 @@ def _judged(chapter: str, answer: Answer, root: Path) -> str:
     frame = verdicts([chapter], root).get(chapter)
     if frame is None or answer.claim not in set(frame.claim):
         return "This run has no verdict on that yet."
-    row = frame[frame.claim == answer.claim].iloc[0]
-    told = claims.sentence(frame, answer.claim, answer.subject).replace('"../claims.html', '"claims.html')
+    frame = _in_points(frame[frame.claim == answer.claim], answer.points)
+    return _linked(claims.sentence(frame, answer.claim, answer.subject)) + _in_print(frame.iloc[0])
+
+
+def _in_points(frame: pd.DataFrame, points: str) -> pd.DataFrame:
+    """Verdicts whose numbers are a hundredfold, and count such points; as they are if none are named."""
+    if not points:
+        return frame
+    numbers = {name: 100 * frame[name] for name in ("ours", "low", "high")}
+    paper = frame.paper.str.replace(r"\d+\.\d+", lambda number: f"{100 * float(number[0]):.0f}", regex=True)
+    return frame.assign(**numbers, paper=paper, unit=points)
+
+
+def _linked(text: str) -> str:
+    return text.replace('"../claims.html', '"claims.html')
+
+
+def _in_print(row: pd.Series) -> str:
     in_print = claims.printed(row)
-    return told + (f" In print: {in_print}." if any(sign.isdigit() for sign in in_print) else "")
+    return f" In print: {in_print}." if any(sign.isdigit() for sign in in_print) else ""
+
+
+def _leakage(root: Path) -> str:
+    lost = _judged("leakage", ANSWERS["leakage"], root)
+    told = _judged("leakage", TOLD, root)
+    return lost if lost == told else f"{lost} {told}"
+
+
+def _reclamation(root: Path) -> str:
+    """The claim with all policies' numbers instead of the one that decides it, where the chapter has drawn them."""
+    answer, file = ANSWERS["reclamation"], root / "book" / "executed" / "figures" / "reclamation-granularity.csv"
+    frame = verdicts(["reclamation"], root).get("reclamation")
+    if frame is None or not file.is_file():
+        return _judged("reclamation", answer, root)
+    drawn = pd.read_csv(file).query("granularity == 'one set' and compaction == 'no compaction' and kept == kept.min()")
+    return (
+        f"{answer.subject} {_linked(claims.outcome(frame, answer.claim))}: with {drawn.kept.iloc[0]:.0%} of the tokens "
+        f"kept, the same for all heads, {drawn.value.min():.0%} to {drawn.value.max():.0%} of the blocks are freed, "
+        "depending on the policy."
+        f"{_in_print(frame[frame.claim == answer.claim].iloc[0])}"
+    )
 
 
 def _reanalysis(root: Path) -> str:
-    beside = printed.beside(artifact.scores())
+    scores = artifact.scores()
+    beside = printed.beside(scores)
     public = beside[beside.same.notna()]
+    other = public[~public.same.astype(bool)]
+    how = "once rounded as the authors did" if other.why.str.contains("round").all() else "only in part or not at all"
+    rows = comparisons.panels(scores)
+    lru = rows[(rows["items"] == "longbench-pool") & (rows.policy == "lru")]
+    guarded, bare, group = lru[lru.prefix == 0.1], lru[lru.prefix == 0], ["model_name", "capacity"]
+    lift = stats.contrasts(guarded, bare, group, "token_f1", on=["item", *group]).value
+    changes = (
+        f"lifts the F1 of LRU by {lift.min():.2f} to {lift.max():.2f}"
+        if lift.min() > 0
+        else f"changes the F1 of LRU by {lift.min():+.2f} to {lift.max():+.2f}"
+    )
     return (
         f"Of {len(beside)} printed numbers {len(public)} have public rows; {int(public.same.sum())} of these come out "
-        "in every digit, the others differ only by rounding."
+        f"in every digit, the other {len(other)} {how}. In these rows protection {changes}, depending on the model."
     )
 
 
@@ -95,8 +166,9 @@ def _synthesis(root: Path) -> str:
     share = variance.by_model(cells, factors, "score", draws=2)[0].set_index("term").value.loc[factors]
     most, other = share.idxmax(), "guard" if share.idxmax() != "guard" else "scorer"
     return (
-        f"The {most} explains most of what differs between scores, {share[most]:.0%} of their variance; the {other} "
-        f"explains {max(share[other], 0):.0%}. {{doc}}`decide` has the table."
+        f"Of a method's parts the {most} explains more than any other: {share[most]:.0%} of the variance of the "
+        f"scores on {cells['item'].nunique()} items; the {other} explains {max(share[other], 0):.0%}. {{doc}}`decide` has "
+        "the table."
     )
 
 
@@ -104,6 +176,20 @@ def verdicts(chapters: Sequence[str], root: Path = ROOT) -> dict[str, pd.DataFra
     """The verdicts of the run, by chapter; chapters without any are left out."""
     files = {name: results_of(name, root) / name / "claims.csv" for name in chapters}
     return {name: claims.of_run(claims.read(file)) for name, file in files.items() if file.is_file()}
+
+
+def title(chapter: str, root: Path = ROOT) -> str:
+    """What a chapter is called: the heading of its notebook."""
+    return claims_page.title(root / "notebooks" / f"{chapter}.ipynb").replace("_", " ")
+
+
+def picture(root: Path = ROOT) -> str:
+    """The figure of all verdicts, which `drawn` has drawn, with what it counts and what it leaves out."""
+    found = verdicts(list(ANSWERS), root)
+    none = " and ".join(f"*{title(chapter)}*" for chapter in ANSWERS if chapter not in found)
+    missing = f" {none} {'has' if ' and ' not in none else 'have'} no verdicts, and are not in it." if none else ""
+    signs = ", ".join(f"{sign} {claims.label(verdict)}" for verdict, sign in SIGNS.items())
+    return PICTURE.format(n=claims.counted(sum(map(len, found.values())), "verdict"), missing=missing, signs=signs)
 
 
 def drawn(found: Mapping[str, pd.DataFrame]) -> Figure:
@@ -115,7 +201,7 @@ def drawn(found: Mapping[str, pd.DataFrame]) -> Figure:
     for verdict, colour in zip(claims.VERDICTS, COLOURS, strict=True):
         label = f"{SIGNS[verdict]} {claims.label(verdict)}"
         axes.barh(
-            [name.replace("_", " ") for name in counts.index],
+            [title(name) for name in counts.index],
             counts[verdict],
             0.7,
             left,

@@ -38,6 +38,38 @@ def test_the_figure_counts_the_verdicts():
     assert landing.drawn({}).axes  # a book without results has an empty one
 
 
+def test_the_figure_says_which_chapters_it_leaves_out(tmp_path):
+    claims.write(pd.DataFrame([verdict("P6", "reproduced")]), tmp_path / "data/results/protection/claims.csv")
+    said = landing.picture(tmp_path)
+    assert "1 verdict of this run" in said
+    assert "*dropkv bound*" in said.partition("have no verdicts")[0]
+    assert "*protection*" not in said
+
+
+def test_a_share_is_told_in_points(tmp_path):
+    row = verdict("C1", "not reproduced") | {"ours": -0.15, "low": -0.2, "high": -0.1, "paper": "0.200 to 0.280"}
+    claims.write(pd.DataFrame([row | {"unit": "share"}]), tmp_path / "data/results/fragility/claims.csv")
+    told = landing.answers(tmp_path)
+    assert "(-15 points of the importance retained [-20, -10])" in told
+    assert "In print: 20 to 28 points" in told
+
+
+def test_memory_is_told_for_every_policy_where_the_chapter_has_drawn_it(tmp_path):
+    row = verdict("R1f", "not reproduced", ours=87.0)
+    claims.write(pd.DataFrame([row]), tmp_path / "data/results/reclamation/claims.csv")
+    assert "(87% [81, 93])" in landing.answers(tmp_path)
+    folder = tmp_path / "book" / "executed" / "figures"
+    folder.mkdir(parents=True)
+    drawn = {
+        "granularity": "one set",
+        "compaction": "no compaction",
+        "kept": [0.1, 0.1, 0.5],
+        "value": [0.62, 0.87, 0.1],
+    }
+    pd.DataFrame(drawn).to_csv(folder / "reclamation-granularity.csv")
+    assert "62% to 87% of the blocks are freed" in landing.answers(tmp_path)
+
+
 def test_the_book_can_be_cited():
     assert "@software{kvrepro," in landing.citation(ROOT)
 
@@ -63,7 +95,11 @@ def rows() -> pd.DataFrame:
 def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(decide.stored, "rows", lambda results: rows())
     parts = decide.parts(tmp_path)
-    assert "choose *key difference, even budgets*: its score is 0.95, that of the full cache 1.00." in parts["advice"]
+    assert "The full cache scores 1.00 on the 9 items" in parts["advice"]
+    assert "choose *key difference; heads: per head, even budgets*" in parts["advice"]
+    assert "scores 0.95 on items it was not made on (0.95 on all)." in parts["advice"]
+    assert "published" not in parts["advice"]
+    assert "happens to score more" not in parts["short"]  # the one that frees blocks scores less
     assert "returns 80% of the blocks on average; heads that choose for themselves return 10%." in parts["advice"]
     assert "no policy that is known to keep it" in parts["advice"]  # the chapter on leakage has not run
     known = decide.conditions(rows(), tmp_path).set_index("scores by")
@@ -71,6 +107,21 @@ def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):
     assert known.loc["attention of all", "heads"] == "shared by all heads"
     assert known.loc["key difference", "blocks returned"] == "10%"
     assert parts["all"].count("<tr") == 3
+
+
+def test_advice_says_where_a_published_method_does_better(tmp_path, monkeypatch):
+    other = rows().query("scorer == 'attention of all'")
+    other = other.assign(kind="published", method="key_diff", scorer=None, split=None, score=0.97)
+    monkeypatch.setattr(decide.stored, "rows", lambda results: pd.concat([rows(), other]))
+    parts = decide.parts(tmp_path)
+    assert "the best published method, KeyDiff, scores more: 0.97 on all." in parts["advice"]
+    assert "KeyDiff (as published): key difference" in parts["all"]
+
+
+def test_a_lucky_choice_among_fewer_is_called_lucky():
+    told = {"regime": ["question seen"] * 2, "memory": ["any", "blocks"], "n": 6}
+    assert "only 6 items" in decide._by_luck(pd.DataFrame(told | {"value": [0.79, 0.83]}))
+    assert decide._by_luck(pd.DataFrame(told | {"value": [0.83, 0.79]})) == ""
 
 
 def test_leak_safe_shares_come_from_the_chapter_on_leakage(tmp_path):

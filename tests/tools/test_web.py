@@ -62,6 +62,12 @@ def test_words_of_the_glossary_are_found_in_their_forms(text, found):
     assert [match[0] for match in glossary.pattern(words).finditer(text)] == found
 
 
+def test_an_everyday_word_is_explained_only_where_it_has_that_sense():
+    assert glossary.fits("pool", "book/executed/dropkv_bound")
+    assert not glossary.fits("pool", "book/executed/reanalysis")
+    assert glossary.fits("guard", "book/executed/reanalysis")
+
+
 def test_a_word_leads_to_its_meaning_and_carries_it():
     word = glossary.Explained(
         "", "Guards", page="../glossary.html#term-guard", tip="tip-1", meaning="Tokens that <stay>."

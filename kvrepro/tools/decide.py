@@ -153,9 +153,10 @@ def _by_luck(best: pd.DataFrame) -> str:
     value = best.pivot_table("value", "regime", "memory")
     if not {"any", "blocks"} <= set(value) or not (lucky := value.index[value.blocks > value["any"]].tolist()):
         return ""
+    when = " and ".join(f"*{WHEN[regime]}*" for regime in lucky)
     return (
         f"The conditions that give memory back are among those of the line above, so a choice from them should score "
-        f"less. With only {best.n.max()} items it happens to score more {' and '.join(f'*{WHEN[regime]}*' for regime in lucky)}."
+        f"less. With only {best.n.max()} items it happens to score more {when}."
     )
 
 

@@ -167,8 +167,8 @@ def _synthesis(root: Path) -> str:
     most, other = share.idxmax(), "guard" if share.idxmax() != "guard" else "scorer"
     return (
         f"Of a method's parts the {most} explains more than any other: {share[most]:.0%} of the variance of the "
-        f"scores on {cells['item'].nunique()} items; the {other} explains {max(share[other], 0):.0%}. {{doc}}`decide` has "
-        "the table."
+        f"scores on {cells['item'].nunique()} items; the {other} explains {max(share[other], 0):.0%}. {{doc}}`decide` "
+        "has the table."
     )
 
 
@@ -223,7 +223,7 @@ def drawn(found: Mapping[str, pd.DataFrame]) -> Figure:
                 )
         left += counts[verdict]
     axes.set(xlabel="verdicts: a claim in one reading", xlim=(0, max(left.max() if len(left) else 1, 1)))
-    axes.legend(ncols=5, fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.45, 1.0))
+    axes.legend(ncols=3, fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.35, 1.0))
     axes.grid(visible=False)
     return drawing
 

@@ -103,10 +103,8 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     Raises papermill's PapermillExecutionError for a failing cell.
     """
     source, done = _source(name, root), root / "book" / "executed" / f"{name}.ipynb"
-    partial, claims = (
-        done.with_suffix(".partial.ipynb"),
-        root / parameters.get("results", edition.RESULTS) / name / "claims.csv",
-    )
+    partial = done.with_suffix(".partial.ipynb")
+    claims = root / parameters.get("results", edition.RESULTS) / name / "claims.csv"
     inputs = fingerprint(name, parameters, root)
     if done.is_file() and not force:
         stamp = nbformat.read(done, as_version=4).metadata.get("kvrepro", {})

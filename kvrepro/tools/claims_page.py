@@ -43,9 +43,14 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
 
 def tables(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
     """The verdicts of each chapter that has stored some, and those over the family of models."""
+    found = stored(chapters, root)
+    return found | ({FAMILY: claims.read(family_page.JUDGED)} if found else {})
+
+
+def stored(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
+    """The verdicts of each chapter that has stored some, of all runs."""
     files = {name: results_of(name, root) / name / "claims.csv" for name in chapters}
-    stored = {name: claims.read(file) for name, file in files.items() if file.is_file()}
-    return stored | ({FAMILY: claims.read(family_page.JUDGED)} if stored else {})
+    return {name: claims.read(file) for name, file in files.items() if file.is_file()}
 
 
 def title(notebook: Path) -> str:

@@ -34,17 +34,15 @@ MISSING = "not measured"
 def parts(root: Path = ROOT) -> dict[str, str]:
     """The page's computed parts by name: `advice`, sentences; `short` and `all`, tables in HTML."""
     try:
-        rows = stored.rows(results_of("synthesis", root))
+        rows = stored.of_one_model(stored.rows(results_of("synthesis", root)))
     except InputError:
         text = "The chapter on synthesis has no results yet, so there is nothing to advise from."
         return dict.fromkeys(("advice", "short", "all"), text)
-    model = rows.groupby("model").size().idxmax()  # the model of the book: the others ran part of the grid
-    rows = rows[rows.model == model]
     best, known = frontier.advice(rows), conditions(rows, root)
     middle = sorted(best.kept.unique())[len(best.kept.unique()) // 2]
     best = best[best.kept == middle]
     return {
-        "advice": advice(rows, best, known, model),
+        "advice": advice(rows, best, known, rows.model.iloc[0]),
         "short": f"With {middle:.0%} kept:\n\n{filterable.raw(_html(short(best, known)))}\n\n{_by_luck(best)}".rstrip(),
         "all": _all(known.drop(columns=["name", "value", "of"])),
     }  # fmt: skip

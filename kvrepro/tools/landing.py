@@ -158,10 +158,10 @@ def _reanalysis(root: Path) -> str:
 
 def _synthesis(root: Path) -> str:
     try:
-        rows = stored.rows(results_of("synthesis", root))
+        rows = stored.of_one_model(stored.rows(results_of("synthesis", root)))
     except InputError:
         return "This chapter has no results yet."
-    cells = rows[(rows.kind == "grid") & (rows.model == rows.groupby("model").size().idxmax())]
+    cells = rows[rows.kind == "grid"]
     factors = list(grid.factors(()))
     share = variance.by_model(cells, factors, "score", draws=2)[0].set_index("term").value.loc[factors]
     most, other = share.idxmax(), "guard" if share.idxmax() != "guard" else "scorer"
@@ -174,8 +174,7 @@ def _synthesis(root: Path) -> str:
 
 def verdicts(chapters: Sequence[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
     """The verdicts of the run, by chapter; chapters without any are left out."""
-    files = {name: results_of(name, root) / name / "claims.csv" for name in chapters}
-    return {name: claims.of_run(claims.read(file)) for name, file in files.items() if file.is_file()}
+    return {name: claims.of_run(frame) for name, frame in claims_page.stored(chapters, root).items()}
 
 
 def title(chapter: str, root: Path = ROOT) -> str:

@@ -36,3 +36,8 @@ def rows(results: Path = DATA / "results") -> pd.DataFrame:
     noted = pd.DataFrame([json.loads(note) for note in table.note])
     found = pd.concat([told, factors.astype(object).where(factors.notna(), None), noted], axis=1)
     return found.assign(bytes_kept=found.held * found.bytes_full)
+
+
+def of_one_model(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the model that ran the whole grid, the book's: the others ran part of it."""
+    return rows[rows.model == rows.groupby("model").size().idxmax()]

@@ -47,7 +47,10 @@ def provenance(chapter: str, loaded: Loaded | None = None, settings: Settings = 
 
 def commit(root: Path = ROOT) -> str:
     """The version of the package, in a clone with its commit and whether files were changed since."""
-    version = f"kvrepro {metadata.version('kvrepro')}"
+    try:
+        version = f"kvrepro {metadata.version('kvrepro')}"
+    except metadata.PackageNotFoundError:  # a folder of sources on the path
+        version = "kvrepro, not installed"
     if not (root / ".git").exists():
         return version
     git = ["git", "-C", str(root)]

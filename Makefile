@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .DELETE_ON_ERROR:
 
 book: $(READY)        ## re-execute the chapters, build the book (make book ARGS="-p profile=full")
-	@$(PY) -m kvrepro.tools.book $(ARGS)
+	@$(PY) -m kvrepro book $(ARGS)
 
 test: lint            ## lint, type check, tests
 	@$(PY) -m pytest -n auto $(ARGS)

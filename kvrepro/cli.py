@@ -53,6 +53,7 @@ def main() -> None:
 
 
 @app.command()
+@one_line_errors()  # here, because typer has its own idea of an interrupt
 def run(
     policy: Annotated[list[str], Option("-p", "--policy", help="a name, or my_policy.py:MINE; repeat for more")],
     budget: Annotated[list[str], Option("-b", "--budget", help="tokens per KV head, or a share; repeat")] = ["0.2"],  # noqa: B006
@@ -227,6 +228,7 @@ def _named(texts: list[str]) -> dict[str, Any]:
 def _program(name: str, module: str, told: str) -> None:
     """Mount the `main` of a module, which is imported when it is called, so that help is quick."""
 
+    @one_line_errors()
     def command(context: typer.Context) -> None:
         try:
             main = importlib.import_module(module).main

@@ -5,19 +5,29 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+INTERRUPTED = "interrupted: what is computed is stored, the next call goes on from there"
+
 
 class InputError(ValueError):
     """Bad input, told in one line: what was asked, what stands in its way (both values), and the way out."""
 
 
+class Stopped(RuntimeError):
+    """Work that could not be ended, told in one line; what was done of it is stored."""
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Around or above a command: an InputError becomes one line on stderr and the exit code 2."""
+    """Around or above a command: an InputError becomes one line on stderr and the exit code 2, Stopped the code 1, an
+    interrupt 130."""
     try:
         yield
-    except InputError as error:
+    except (InputError, Stopped) as error:
         print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(2 if isinstance(error, InputError) else 1) from None
+    except KeyboardInterrupt:
+        print(f"\n{INTERRUPTED}", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def meant(name: object, known: Iterable[str]) -> str:

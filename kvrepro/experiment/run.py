@@ -19,7 +19,7 @@ import pandas as pd
 from kvrepro.engine.allowed import Size, ensure_fields
 from kvrepro.engine.condition import Generation, Prompt
 from kvrepro.engine.generate import Conditions
-from kvrepro.errors import InputError, meant
+from kvrepro.errors import InputError, Stopped, meant
 from kvrepro.experiment.answers import AnswersPlan
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.per_item import PerItemPlan
@@ -35,7 +35,7 @@ MOST_FAILED = 0.1  # share of a study's results that may fail before the study a
 POOL_FROM = 20.0  # seconds of work from which worker processes, which load the model each, are worth starting
 
 
-class StudyFailed(RuntimeError):
+class StudyFailed(Stopped):
     """More than a tenth of a study's results failed; those that did not are stored."""
 
 

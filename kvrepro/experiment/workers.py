@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,22 @@ from typing import Any
 
 import cloudpickle
 import joblib
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from kvrepro.engine.policy import OWN
+from kvrepro.errors import Stopped
 from kvrepro.experiment import models
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Job
 
+TRIES = 3  # workers that may die one after the other while nothing is done
+HELP = "is memory too small? give fewer workers, or smaller batches by batch_rows; what is done is stored"
 _models: list[Loaded | None] = []  # in a worker: the one that it loaded
 _started: dict[Any, int] = {}  # the model for which workers run, and how many: fewer would have to start anew
+
+
+class Lost(Stopped):
+    """Parts of a study of which workers die."""
 
 
 def default_workers(loaded: Loaded | None) -> int:
@@ -52,7 +61,8 @@ def possible(loaded: Loaded | None) -> bool:
 
 
 def each(loaded: Loaded | None, jobs: Sequence[Job], count: int) -> Iterator[tuple[Job, Any]]:
-    """(job, result) as they are done, by `count` workers; one is this process itself. Raises a job's exception here."""
+    """(job, result) as they are done, by `count` workers; one is this process itself. Raises a job's exception here;
+    Lost where workers die of it."""
     packed = None
     if count > 1:
         try:  # with what a notebook added to the policies
@@ -70,12 +80,37 @@ def each(loaded: Loaded | None, jobs: Sequence[Job], count: int) -> Iterator[tup
     if what not in _started:
         _started.clear()
     _started[what] = max(count, _started.get(what, 0))
-    shared = joblib.Parallel(
-        _started[what], backend="loky", return_as="generator_unordered", batch_size=1, pre_dispatch="all",
-        max_nbytes=None, inner_max_num_threads=1, initializer=_begin, initargs=(os.getpid(), what),
-    )  # fmt: skip
-    for i, result in shared(joblib.delayed(_done)(i, data) for i, data in enumerate(packed)):
+    for i, result in _shared(what, packed):
         yield jobs[i], result
+
+
+def _shared(what: Any, packed: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
+    """(number, result) of every job. Where a worker dies, all are replaced and what was under way is done again, after
+    the rest; if one dies again before anything is done, half as many go on."""
+    left, deaths = list(range(len(packed))), 0
+    while left:
+        count = max(2, _started[what] >> deaths)  # one would be this process
+        shared = joblib.Parallel(
+            count, backend="loky", return_as="generator_unordered", batch_size=1, pre_dispatch="all",
+            max_nbytes=None, inner_max_num_threads=1, initializer=_begin, initargs=(os.getpid(), what),
+        )  # fmt: skip
+        try:
+            for i, result in shared([joblib.delayed(_done)(i, packed[i]) for i in left]):
+                left.remove(i)
+                deaths = 0
+                yield i, result
+        except TerminatedWorkerError:
+            deaths += 1
+            if deaths == TRIES:
+                raise Lost(
+                    f"a worker process was killed {TRIES} times in a row, {len(left)} parts are left: {HELP}"
+                ) from None
+            print(
+                f"a worker process was killed: {len(left)} parts of the study go to new ones",
+                file=sys.stderr,
+                flush=True,
+            )
+            left = left[count:] + left[:count]
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -28,13 +29,14 @@ from typing import Annotated, Any
 
 import nbformat
 import papermill
+import psutil
 import typer
 import yaml
 from papermill.exceptions import PapermillExecutionError
 
 from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.policy import find
-from kvrepro.errors import InputError, meant
+from kvrepro.errors import INTERRUPTED, InputError, meant
 from kvrepro.experiment import progress, run
 from kvrepro.paths import ROOT
 from kvrepro.tools import edition, pages
@@ -55,6 +57,7 @@ SECONDS = {  # of a chapter's studies in their order, quick profile, one core: t
     "own_policy": {"main": 9, "controls": 3},
     "synthesis": {"grid": 90, "kept": 10},
 }  # fmt: skip
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a batch system, a terminal that is closed
 PARAMETER = "name=value for all chapters that have it, or chapter.name=value"
 
 
@@ -228,8 +231,13 @@ def main(
     """Execute what changed, build the book, print where it lies and how long each step took.
 
     Chapters run one after another, each with all workers. One that fails leaves the others in the book, which says so
-    on its page; the exit status is 1 then.
+    on its page; the exit status is 1 then. An interrupt ends all processes; the exit status is 128 + its number.
     """
+    with interruptible():
+        _main(parameter, force, workers, dry_run)
+
+
+def _main(parameter: list[str], force: bool, workers: int | None, dry_run: bool) -> None:
     if workers is not None:
         os.environ["KVREPRO_WORKERS"] = str(workers)
     failed = []
@@ -258,13 +266,44 @@ def main(
     except (InputError, Failed) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
-    except KeyboardInterrupt:
-        print("\ninterrupted: what is computed is stored, the next build goes on from there", file=sys.stderr)
-        raise typer.Exit(130) from None
     print(f"the book: {index}")
     if failed:
         print(f"{', '.join(failed)} failed: the book says so in their place", file=sys.stderr)
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Around a command: a signal of `ENDING` that is not ignored ends what this process started, says so, and exits."""
+
+    def end(number: int, frame: object) -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)  # a second one would find us ending
+        raise KeyboardInterrupt(number)
+
+    before = {one: signal.getsignal(one) for one in ENDING if signal.getsignal(one) != signal.SIG_IGN}
+    for one in before:
+        signal.signal(one, end)
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        end_family(os.getpid())
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"\n{INTERRUPTED}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        os._exit(128 + int(*interrupt.args or [signal.SIGINT]))  # the usual way takes seconds more
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def end_family(pid: int) -> None:
+    """Kill what a process started, and what that started: chapters, kernels, workers. Those above go first, so that
+    they start no others."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def check(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
@@ -361,6 +400,9 @@ def watched(name: str, parameters: dict[str, Any], force: bool, root: Path = ROO
         except EOFError:
             return False, "its process ended: too little memory?"
         finally:
+            if process.is_alive():
+                os.kill(int(process.pid or 0), signal.SIGSTOP)  # it starts nothing now
+                end_family(int(process.pid or 0))
             process.kill()
             process.join()
             del os.environ[progress.FILE]
@@ -369,13 +411,22 @@ def watched(name: str, parameters: dict[str, Any], force: bool, root: Path = ROO
 
 
 def _chapter(answer: Connection, name: str, parameters: dict[str, Any], force: bool, root: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    for one in ENDING:  # the parent's business, which ends us; a function, because kernels would inherit SIG_IGN
+        signal.signal(one, lambda number, frame: None)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         answer.send((execute(name, parameters, root, force), ""))
     except PapermillExecutionError as error:
         answer.send((True, f"{error.ename}: {error.evalue}"))
     except Exception as error:
         answer.send((True, f"{type(error).__name__}: {error}"))
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    end_family(os.getpid())
+    os._exit(1)
 
 
 def _live(name: str, file: Path, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """Is anything lost when a run is killed? `python -m kvrepro.tools.faults kills --chapter leakage --kills 20 --seed 0`.
 
-Runs a chapter's notebook three times without a fault, and once more while it is killed again and again at seeded moments
-and resumed each time; then compares what is stored, row by row.
+Runs a chapter's notebook twice without a fault, and once more while it is killed again and again at seeded moments and
+resumed each time; then compares what is stored, row by row.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ import typer
 
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import one_line_errors
-from kvrepro.experiment import data, store
+from kvrepro.experiment import data
 from kvrepro.experiment.store import replace_rows
 from kvrepro.paths import DATA
 from kvrepro.tools import trial
@@ -144,8 +144,8 @@ def tables(folder: Path) -> dict[str, pd.DataFrame]:
 
 
 def differences(quiet: Mapping[str, pd.DataFrame], other: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """A row for each table and column in which two runs differ, `table, column, lost, doubled, different`: rows that the
-    other run lacks, that it has more often, and, with the column's name, those whose value is another."""
+    """A row for each table and column in which two runs differ, `table, column, lost, doubled, different`: rows that
+    the other run lacks, that it has more often, and, with the column's name, those whose value is another."""
     found = []
     for of in sorted({*quiet, *other}):
         a, b = (side.get(of, pd.DataFrame()) for side in (quiet, other))
@@ -302,9 +302,7 @@ def _two_layers(folder: Path) -> Path:
     return trial.checkpoint(folder / "two-layer", "two-layer", texts)
 
 
-def campaign(
-    chapter: str, parameters: dict[str, Any], base: Path, who: str, count: int, seed: int
-) -> dict[str, Any]:
+def campaign(chapter: str, parameters: dict[str, Any], base: Path, who: str, count: int, seed: int) -> dict[str, Any]:
     """Run a chapter twice without a fault and once with kills, in folders of `base`: what was counted.
 
     Columns in which the two quiet runs differ are measured times, and are not compared with the third.
@@ -323,15 +321,12 @@ def campaign(
     found = found[~pd.MultiIndex.from_frame(found[["table", "column"]]).isin(known)]
     if len(found):
         print(found.to_string())
-    rows = {"rows": sum(len(frame) for frame in first.values())} | found[["lost", "doubled", "different"]].sum().to_dict()
+    rows = {"rows": sum(len(frame) for frame in first.values())} | found[
+        ["lost", "doubled", "different"]
+    ].sum().to_dict()
     left = sum(1 for _ in (base / "killed").rglob("*.tmp"))
     taken = {"files_left": left, "quiet_seconds": round(quiet.seconds), "seconds": round(time.monotonic() - began)}
     return counted | rows | taken | {"times": " ".join(sorted(set(times.column)))}
-
-
-@app.command()
-def table() -> None:
-    """x"""
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.regime import Prefill
 from kvrepro.experiment import data, models, store
+from kvrepro.experiment import workers as pool
 from kvrepro.experiment.run import Answers, PerItem, Settings, run
 from kvrepro.item import Item
 
@@ -75,6 +76,24 @@ def test_workers_are_kept_and_after_the_death_of_one_there_are_new_ones(loaded, 
     while os.path.exists(f"/proc/{max(pids)}") and time.monotonic() < ended:
         time.sleep(0.05)
     assert not pids & workers("third")
+
+
+def deadly(loaded, item, marks, always):
+    """Kills the worker that computes item-3: the first one, or every one."""
+    time.sleep(0.05)
+    if item.id == "item-3" and (always or not marks.exists()):
+        marks.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pd.DataFrame({"pid": [os.getpid()]})
+
+
+def test_a_worker_that_is_killed_costs_nothing_and_a_part_that_kills_workers_is_said(tmp_path, capfd, monkeypatch):
+    settings, marks = Settings(tmp_path, workers=2, progress=False), tmp_path / "killed"
+    assert len(run(PerItem("c", "once", ITEMS, deadly, {"marks": marks, "always": False}), None, settings)) == 12
+    assert "a worker process was killed" in capfd.readouterr().err
+    monkeypatch.setattr(pool, "TRIES", 1)
+    with pytest.raises(pool.Lost, match="killed 1 times in a row, .* is memory too small"):
+        run(PerItem("c", "always", ITEMS, deadly, {"marks": marks, "always": True}), None, settings)
 
 
 SIGN = -1.0

@@ -1,6 +1,5 @@
 """The flow of the book on small notebooks: what is executed, what is skipped, what a failure leaves behind."""
 
-import os
 import re
 import shutil
 import signal
@@ -9,6 +8,7 @@ import sys
 import time
 
 import nbformat
+import psutil
 import pytest
 import typer
 from papermill.exceptions import PapermillExecutionError
@@ -136,27 +136,26 @@ def test_a_chapter_that_fails_says_so_in_its_place(root, capsys):
 
 
 def test_a_chapter_ends_with_the_build(root):
-    """Whoever ends the build ends the chapter's process, its kernel and its workers."""
+    """Whoever ends the build ends the chapter's process and its kernel, says so, and leaves no page half written."""
     source = root / "notebooks" / "first.ipynb"
     notebook = nbformat.read(source, as_version=4)
     notebook.cells[1].source = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
     nbformat.write(notebook, source)
-    code = f"import kvrepro.tools.book as b, pathlib; b.watched('first', {{}}, False, pathlib.Path({str(root)!r}))"
-    build = subprocess.Popen(
-        [sys.executable, "-c", code], stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a run in the background ignores it
-    )  # fmt: skip
+    code = f"""import kvrepro.tools.book as b, pathlib
+with b.interruptible():
+    b.watched('first', {{}}, False, pathlib.Path({str(root)!r}))"""
+    build = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (root / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.2)
     kernel = int((root / "pid").read_text())
-    build.send_signal(signal.SIGINT)
-    build.wait(10)
-    deadline = time.monotonic() + 10
-    while os.path.exists(f"/proc/{kernel}") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not os.path.exists(f"/proc/{kernel}")
+    build.send_signal(signal.SIGTERM)
+    _, said = build.communicate(timeout=10)
+    assert said.strip() == "interrupted: what is computed is stored, the next call goes on from there"
+    assert build.returncode == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(kernel) or psutil.Process(kernel).status() == psutil.STATUS_ZOMBIE
+    assert not (root / "book" / "executed" / "first.ipynb").exists()
 
 
 def test_chapters_that_run_a_model_say_how_their_time_is_shared():

@@ -255,6 +255,11 @@ def killed_run(
 # ---- the commands
 
 
+@app.callback()
+def main() -> None:
+    """Kill runs, and count what is lost."""
+
+
 def machine() -> dict[str, Any]:
     """Where and when something was measured."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []

@@ -21,6 +21,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, fingerprint, measure, models, store
+from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Estimate, Job, Plan
 from kvrepro.experiment.workers import default_workers
@@ -178,24 +179,29 @@ def references(item: Item) -> list[str]:
 
 def group_rows(
     loaded: Loaded, pairs: Sequence[Pair], known: dict[Pair, dict[str, Any]], items: dict[int, Item],
-    prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, **given: Any,
+    prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, limit: float | None = None, **given: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of the pairs; one that fails is a row with its error."""
     found: Found = {}
     for new in dict.fromkeys(known[pair]["max_new_tokens"] for pair in pairs):
         some = [pair for pair in pairs if known[pair]["max_new_tokens"] == new]
-        found |= attempted(loaded, prompts, conditions, some, given | {"max_new_tokens": new})
+        found |= attempted(loaded, prompts, conditions, some, given | {"max_new_tokens": new}, limit)
     return [answer_row(loaded, items[i], prompts[i], known[i, j], found[i, j], note) for i, j in pairs]
 
 
-def attempted(loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], given: dict[str, Any]) -> Found:
-    """Generations, or the exceptions that single pairs raise: what fails is halved, conditions first, then items."""
+def attempted(
+    loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], given: dict[str, Any],
+    limit: float | None = None,
+) -> Found:  # fmt: skip
+    """Generations, or the exceptions of single pairs: what fails, or takes more than `limit` seconds, is halved,
+    conditions first, then items."""
     asked: dict[int, list[int]] = {}
     for i, j in pairs:
         asked.setdefault(i, []).append(j)
     columns = [[conditions[j] for j in mine] for mine in asked.values()]
     try:
-        made = engine.generate(loaded.model, [prompts[i] for i in asked], columns, errors="return", **given)
+        with time_limit(limit):
+            made = engine.generate(loaded.model, [prompts[i] for i in asked], columns, errors="return", **given)
     except Exception as error:  # whatever a condition raises becomes its row's error
         failure = error
         traceback.clear_frames(error.__traceback__)  # caches of the attempt, which its halves need the room of
@@ -204,13 +210,16 @@ def attempted(loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pai
         return dict(zip(((i, j) for i, mine in asked.items() for j in mine), answers, strict=True))
     if isinstance(failure, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
-        if len(pairs) > 1:
-            print(f"out of memory with {len(pairs)} rows of {len(asked)} items: half of them at a time")
+    if isinstance(failure, torch.OutOfMemoryError | TimeLimit) and len(pairs) > 1:
+        what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
+        print(f"{what} with {len(pairs)} rows of {len(asked)} items: half of them at a time")
     if len(pairs) == 1:
         return {pairs[0]: failure}
     ordered, half = sorted(pairs, key=lambda pair: pair[::-1]), len(pairs) // 2
     parts = (sorted(some) for some in (ordered[:half], ordered[half:]))
-    return {pair: one for some in parts for pair, one in attempted(loaded, prompts, conditions, some, given).items()}
+    return {
+        pair: one for some in parts for pair, one in attempted(loaded, prompts, conditions, some, given, limit).items()
+    }
 
 
 def answer_row(
@@ -337,7 +346,8 @@ class AnswersPlan(Plan):
         work = partial(
             group_rows, pairs=pairs, known=known,
             items={i: self.study.items[i] for i in members}, prompts={i: self.prompts[i] for i in members},
-            conditions={j: self.conditions[j] for j in asked}, note=self.study.note, **self.given,
+            conditions={j: self.conditions[j] for j in asked}, note=self.study.note,
+            limit=self.settings.time_limit, **self.given,
         )  # fmt: skip
         return Job(len(known), work)
 
@@ -353,7 +363,7 @@ class AnswersPlan(Plan):
         chosen = [(first, j) for j in self.columns[first] if (first, j) in self.missing]
         trial = self.given | {"max_new_tokens": min(TRIAL, self.heads[chosen[0]]["max_new_tokens"])}
         began = time.perf_counter()
-        found = attempted(self.loaded, self.prompts, self.conditions, chosen, trial)
+        found = attempted(self.loaded, self.prompts, self.conditions, chosen, trial, self.settings.time_limit)
         taken = time.perf_counter() - began
         made = [answer for answer in found.values() if isinstance(answer, Generation)]
         decode = sum(answer.decode_seconds for answer in made)

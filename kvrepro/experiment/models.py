@@ -57,7 +57,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     float16, or "auto": the checkpoint's own on a GPU, float32 on the CPU.
     Raises InputError, before any weight is read or fetched: unknown name, .bin-only weights, remote code, no tokenizer,
     no chat template, no network, no such device, a family that the engine cannot drive; afterwards: weights that do not
-    fit, and a model that computes something else in the engine than by itself.
+    fit or are no numbers, and a model that computes something else in the engine than by itself.
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype '{dtype}': use {', '.join(DTYPES)}")
@@ -83,6 +83,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
             f"{name}: weights lack {len(lacking)} of the model's tensors, e.g. {lacking[0]}: they do not fit the config"
         )
     network = (network if where == "balanced" else network.to(where)).eval().requires_grad_(False)
+    _check_finite(name, network)
     _check_engine(name, network)
     return Loaded(network, tokenizer, name, checkpoint_hash(path), path)
 
@@ -121,6 +122,14 @@ def _check_family(name: str, folder: Path) -> None:
     except Exception as error:  # whatever a configuration makes transformers raise
         raise InputError(f"{name} cannot be built from its config.json ({_first_line(error)}): take another") from error
     check_family(network)
+
+
+def _check_finite(name: str, network: Any) -> None:
+    """Raise InputError for a weight that is NaN or infinite: every logit may be one then, and no row would say why."""
+    for key, weights in network.named_parameters():
+        ends = weights.aminmax() if weights.dtype.is_floating_point and weights.dtype.itemsize > 1 else ()
+        if not all(end.isfinite() for end in ends):
+            raise InputError(f"{name}: weights of {key} are NaN or infinite: fetch or save the checkpoint again")
 
 
 def _check_engine(name: str, network: Any) -> None:

@@ -13,6 +13,7 @@ from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError
 from kvrepro.experiment import fingerprint, store
 from kvrepro.experiment.answers import policy_of
+from kvrepro.experiment.limit import time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Estimate, Job, Plan
 
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
 ONE = "table"  # the name of the table of a computation that gives but one
 
 
-def item_tables(loaded: Loaded | None, compute: Any, item: Any, parameters: Mapping[str, Any]) -> Any:
-    """An item's tables by name, or what its computation raised."""
+def item_tables(
+    loaded: Loaded | None, compute: Any, item: Any, parameters: Mapping[str, Any], limit: float | None = None
+) -> Any:
+    """An item's tables by name, or what its computation raised; TimeLimit after `limit` seconds."""
     try:
-        found = compute(loaded, item, **parameters)
+        with time_limit(limit):
+            found = compute(loaded, item, **parameters)
         tables = found if isinstance(found, dict) else {ONE: found}
         if not tables or not all(isinstance(table, pd.DataFrame) for table in tables.values()):
             raise TypeError(f"{compute} gave {type(found).__name__}, not a table or tables by name")
@@ -78,7 +82,8 @@ class PerItemPlan(Plan):
         if name in self.trial:
             return partial(lambda tables, loaded: tables, self.trial[name])
         item, study = self.items[name], self.study
-        return partial(item_tables, compute=study.compute, item=item, parameters=study.parameters)
+        given: dict[str, Any] = {"parameters": study.parameters, "limit": self.settings.time_limit}
+        return partial(item_tables, compute=study.compute, item=item, **given)
 
     def estimate(self) -> Estimate:
         """From the first missing item."""

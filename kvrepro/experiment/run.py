@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 import pandas as pd
 
-from kvrepro.engine.allowed import Size, ensure_fields
+from kvrepro.engine.allowed import Positive, Size, ensure_fields
 from kvrepro.engine.condition import Generation, Prompt
 from kvrepro.engine.generate import Conditions
 from kvrepro.errors import InputError, Stopped, meant
@@ -51,6 +51,7 @@ class Settings:
     backend: Literal["auto", "torch", "triton"] = "auto"  #: "auto": kernels where they agree with plain PyTorch
     workers: Size | None = None  #: processes, one thread or GPU each; None: `$KVREPRO_WORKERS`, or all cores or GPUs
     batch_rows: Size | None = None  #: rows that decode together; None: 64, on a GPU what its memory holds
+    time_limit: Positive | None = None  #: seconds for an item or a row; what takes longer fails, and the rest goes on
     progress: bool = True  #: show a progress bar
     dry_run: bool = False  #: print what a study would take, and compute nothing; also by `$KVREPRO_DRY_RUN`
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 import torch
 from huggingface_hub import HfApi
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
@@ -250,6 +250,17 @@ def test_without_network_a_complete_cached_copy_serves(folder, monkeypatch):
     monkeypatch.setattr(HfApi, "list_repo_files", fails)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda model, local_files_only: str(folder))
     assert models.load("owner/model").name == "owner/model"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(copy, value):
+    """One of them is enough, of a token that no prompt of ours holds."""
+    file = copy / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][-1, 0] = value
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match="weights of model.embed_tokens.weight are NaN or infinite: fetch or save"):
+        models.load(str(copy))
 
 
 def test_a_hub_checkpoint_is_checked_before_its_weights_are_fetched(copy, monkeypatch):

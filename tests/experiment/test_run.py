@@ -1,8 +1,10 @@
 """The run, against an engine that answers from a table; the real engine joins in test_real_input and test_workers."""
 
+import contextlib
 import json
 import os
 import tempfile
+import time
 import weakref
 
 import checkpoint
@@ -13,6 +15,7 @@ import torch
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Generation
+from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
 from kvrepro.experiment import answers, data, fingerprint, models, progress, run, store
@@ -33,6 +36,12 @@ CONDITIONS = [
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     return models.load(str(checkpoint.save(tmp_path_factory.mktemp("hub") / "small", context=256)))
+
+
+MANY = [
+    Item(f"item-{i}", "doors", ({"role": "user", "content": "the red door " * (10 if i == 7 else 5)},), "red")
+    for i in range(11)
+]
 
 
 class FakeEngine:
@@ -198,6 +207,39 @@ def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, t
     assert go(loaded, tmp_path)["error"].isna().all()
     assert len(held) > 15
     assert "out of memory with 3 rows of 1 items: half of them at a time" in capsys.readouterr().out
+
+
+def endless(loaded, item):
+    while item.id == "item-4":
+        with contextlib.suppress(Exception):  # a policy may catch whatever it likes
+            time.sleep(0.01)
+    return pd.DataFrame({"length": [len(item.id)]})
+
+
+def test_what_never_returns_costs_its_row_or_item(loaded, tmp_path, capsys):
+    """A policy loops for one length of prompt, in a batch with others; a computation loops for one item."""
+    prompts = [data.build_prompt(item, loaded.tokenizer, 200).ids for item in MANY]
+    longest = max(map(len, prompts))
+    assert [len(ids) for ids in prompts].count(longest) == 1
+
+    def looping(o):
+        while o.keys.shape[-2] == longest:
+            pass
+        return o.keys.float().norm(dim=-1)
+
+    settings = Settings(tmp_path, progress=False, time_limit=1.0)
+    OWN["looping"] = Policy("Looping", "here", looping)
+    try:
+        conditions = [Condition(), *(Condition(name, 0.5, Prefill()) for name in ("looping", "k_norm"))]
+        frame = run.run(Answers("doors", "main", MANY, conditions, 4), loaded, settings)
+    finally:
+        del OWN["looping"]
+    [row] = frame[frame.error.notna()].to_dict("records")
+    assert (row["policy"], row["error"]) == ("looping", "TimeLimit: more than 1 s")
+    assert "more than 1 s with 6 rows of 2 items: half of them at a time" in capsys.readouterr().out
+    table = run.run(PerItem("doors", "tables", MANY, endless), loaded, settings)
+    assert table.attrs["failed"] == ["item-4: TimeLimit: more than 1 s"]
+    assert len(table) == 10
 
 
 @pytest.mark.parametrize("culprit", ["lru", 1])

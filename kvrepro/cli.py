@@ -76,12 +76,18 @@ def run(
     """
     conditions = _conditions(policy, budget, regime, _named(setting))
     _check_table(measure, out)
+    from kvrepro.engine.allowed import Size, ensure
     from kvrepro.experiment import data, models
     from kvrepro.experiment.answers import prompt_limit
+    from kvrepro.experiment.parameters import check_values, ensure_name
     from kvrepro.experiment.run import Answers, Settings
     from kvrepro.experiment.run import run as run_study
 
     settings = Settings.of(_named(option), device=device)
+    told = {"model": model, "items": items, "n_items": n_items, "device": device, "seed": settings.seed}
+    check_values(told | {"results": settings.results})
+    ensure((Size, None), max_new_tokens=max_new_tokens, limit=limit)
+    ensure_name(name)
     loaded = models.load(model, settings.device, settings.dtype)
     new = 32 if max_new_tokens is None else max_new_tokens
     room = prompt_limit(loaded, new, limit)

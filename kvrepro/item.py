@@ -1,6 +1,10 @@
-"""What an item is: one question to a model."""
+"""What an item is: one question to a model. And what a name may hold that pages show."""
 
+import re
 from dataclasses import dataclass, field
+
+MARKUP = {ord(sign): ord(sign) + 0xFEE0 for sign in "<>`${}[]|*\\^~#"}  # signs of HTML and Markdown -> full-width twins
+LONGEST = 200  # characters of a name
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,13 @@ class Item:
     def new_tokens(self, usual: int) -> int:
         """Most tokens of an answer: the item's own number, or the usual one."""
         return int(self.meta.get("max_new_tokens", usual))
+
+
+def plain(name: str) -> str:
+    """A name (of an item, a task, a model) that means itself on every page: signs that HTML, Markdown or a formula
+    would read become their full-width twins, what is not printed becomes a space. Raises ValueError for long ones."""
+    if len(name) > LONGEST:
+        raise ValueError(f"the name {name[:20]!r}... has {len(name):,} characters: give it at most {LONGEST}")
+    text = "".join(sign if sign.isprintable() else " " for sign in name).strip().translate(MARKUP)
+    odd = r"^[^\w]|^\d+[.)](?=\s)|\b_+|_+\b"  # what begins a list, a heading, a fence; underscores that stress a word
+    return re.sub(odd, lambda found: "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in found[0]), text)

@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import random
+import re
 import shutil
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from kvrepro.engine.allowed import Number, Size, ensure
+from kvrepro.engine.allowed import Count, Number, Size, ensure
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError, meant, one_line_errors
 from kvrepro.experiment import longbench, measure
-from kvrepro.item import Item, Span
+from kvrepro.item import Item, Span, plain
 from kvrepro.paths import CACHE, DATA, ROOT, replaced
 
 SOURCES = DATA / "sources.yml"
@@ -63,12 +64,12 @@ def load_items(
     - "ruler" (thirteen tasks), "ruler:vt,cwe" (some), made for the model's `tokenizer`; `tokens` is the length of
       prompt and answer
     - the path of a .jsonl file, see `read_jsonl`
+
+    Given a `tokenizer`, texts that hold one of its special tokens, such as `<|im_start|>`, are `spelled_out`.
     """
-    if n_items is not None and (not isinstance(n_items, int) or n_items < 1):
-        raise InputError(f"n_items is {n_items!r}: ask for a whole number, at least 1")
+    check_items(items, n_items)
+    ensure(Count, seed=seed)
     kind, _, names = items.partition(":")
-    if kind in ("tinyworld", "ruler") and n_items is not None and n_items > MOST_MADE:
-        raise InputError(f"n_items is {n_items:,}: at most {MOST_MADE:,} {kind} items are made, take fewer or your own")
     if kind == "tinyworld":
         return _tinyworld(names, n_items, seed, tokens)
     if kind == "ruler":
@@ -76,14 +77,70 @@ def load_items(
 
         return ruler.sample(names, n_items, seed, tokens, tokenizer, fetch)
     if kind == "longbench":
-        return balanced(_longbench(names), n_items, seed, items)
-    if items == "protection-panel":
-        return balanced(read_jsonl(fetch(PANEL)), n_items, seed, items)
-    if items.endswith(".jsonl"):
+        drawn = _longbench(names)
+    else:
+        drawn = read_jsonl(fetch(PANEL) if items == "protection-panel" else _own(items))
+    drawn = balanced(drawn, n_items, seed, items)
+    return drawn if tokenizer is None else spelled_out(drawn, tokenizer, items)
+
+
+def spelled_out(items: list[Item], tokenizer: Any, name: str = "this") -> list[Item]:
+    """The items, their texts without the tokenizer's special tokens: the first sign of each becomes its full-width
+    twin, so that a passage opens no turn of its own and ends no answer. One printed line says how many held some."""
+    special = {
+        *tokenizer.all_special_tokens,
+        *(t.content for t in tokenizer.added_tokens_decoder.values() if t.special),
+    }
+    words = [re.escape(token) for token in sorted(special, key=len, reverse=True) if not token.isalnum()]
+    pattern = re.compile("|".join(words) or r"(?!)")
+
+    def plainly(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(
+                lambda token: re.sub("[!-~]", lambda sign: chr(ord(sign[0]) + 0xFEE0), token[0], count=1), value
+            )
+        return (
+            tuple(turn | {"content": plainly(turn["content"])} for turn in value) if isinstance(value, tuple) else value
+        )
+
+    texts = ("messages", "context", "question")
+    made = [replace(item, **{text: plainly(getattr(item, text)) for text in texts}) for item in items]
+    if changed := sum(a != b for a, b in zip(items, made, strict=True)):
+        whose = Path(tokenizer.name_or_path).name
+        print(f"{name}: {changed} of {len(items)} items hold special tokens of {whose}: spelled out")
+    return made
+
+
+def check_items(items: object, n_items: object = None) -> None:
+    """Raise InputError for items, or a number of them, that `load_items` cannot give, as far as that shows at once."""
+    ensure(str, items=items)
+    ensure((Size, None), n_items=n_items)
+    kind, _, names = str(items).partition(":")
+    if kind in ("tinyworld", "ruler") and isinstance(n_items, int) and n_items > MOST_MADE:
+        raise InputError(f"n_items is {n_items:,}: at most {MOST_MADE:,} {kind} items are made, take fewer or your own")
+    if kind == "tinyworld":
+        _tasks(names)
+    elif kind == "longbench":
+        longbench.named("qa" if names == longbench.PAPER else names)
+    elif kind == "ruler":
+        from kvrepro.world import ruler
+
+        ruler.named(names)
+    elif str(items).endswith(".jsonl"):
+        if not _own(str(items)).is_file():
+            raise InputError(f"no file {items!r}: give the path of a .jsonl file that is there")
+    elif items != "protection-panel":
+        known = "tinyworld, longbench, protection-panel, ruler, or the path of a .jsonl file"
+        raise InputError(f"unknown items {str(items)[:200]!r}: use {known}")
+
+
+def _own(items: str) -> Path:
+    """A reader's own file."""
+    try:
         path = Path(items).expanduser()
-        return balanced(read_jsonl(found(path) or path), n_items, seed, items)
-    known = "tinyworld, longbench, protection-panel, ruler, or the path of a .jsonl file"
-    raise InputError(f"unknown items '{items}': use {known}")
+        return found(path) or path
+    except (OSError, RuntimeError, ValueError) as error:  # no home of that user, a name too long or with a NUL
+        raise InputError(f"items {items[:200]!r} is no path ({error}): give that of a .jsonl file") from None
 
 
 def load_fitting(
@@ -136,7 +193,8 @@ def found(path: str | Path) -> Path | None:
     return next((place / path for place in (Path(), ROOT) if str(path) and (place / path).is_file()), None)
 
 
-def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[Item]:
+def _tasks(names: str) -> list[str]:
+    """The tasks of "domains,needle". Raises InputError for others."""
     from kvrepro.world import world
 
     groups = {"": world.TASKS, "domains": world.DOMAINS, "long": world.LONG}
@@ -144,8 +202,15 @@ def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[
     unknown = [task for task in tasks if task not in world.KNOWN]
     if unknown:
         raise InputError(
-            f"unknown tinyworld task '{unknown[0]}': use domains, long, or some of {', '.join(world.KNOWN)}"
+            f"unknown tinyworld task {unknown[0][:200]!r}: use domains, long, or some of {', '.join(world.KNOWN)}"
         )
+    return list(dict.fromkeys(tasks))
+
+
+def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[Item]:
+    from kvrepro.world import world
+
+    tasks = _tasks(names)
     if n_items is None:
         raise InputError("tinyworld has no end: give n_items")
     counts = [n_items // len(tasks) + (i < n_items % len(tasks)) for i in range(len(tasks))]
@@ -195,7 +260,7 @@ def read_jsonl(path: Path) -> list[Item]:
             if item.id in items:
                 raise ValueError(f"id {item.id!r} is that of line {lines[item.id]}: give each its own")
             items[item.id], lines[item.id] = item, number
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             wanted = "a row needs answer, and messages or context and question"
             bad[number] = f"no field {error}; {wanted}" if isinstance(error, KeyError) else str(error)
     if bad:
@@ -211,12 +276,17 @@ def _item(row: dict[str, Any], identity: str) -> Item:
     """A row of a .jsonl file, which is called `identity` where it has no id."""
     if unknown := next((key for key in row if key not in FIELDS), None):
         raise ValueError(f"unknown field {unknown!r}{meant(unknown, FIELDS)}; anything else goes into meta")
-    meta, answers = dict(row.get("meta") or {}), _answers(row)
-    if len(answers) > 1:
-        meta["answers"] = answers
-    meta |= _asked_of(row)
-    name, benchmark = str(row.get("id", identity)), meta.get("benchmark")
-    task = str(row.get("task") or row.get("domain") or row.get("dataset") or benchmark or "items")
+    json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair can be stored nowhere: a ValueError
+    meta, answers = row.get("meta") or {}, _answers(row)
+    if not isinstance(meta, dict):
+        raise ValueError(f"meta is {meta!r}, not an object")
+    meta = meta | ({"answers": answers} if len(answers) > 1 else {})
+    meta |= _asked_of({key: meta[key] for key in ("max_new_tokens", "metric") if key in meta} | row)
+    _check_lists(meta)
+    name = _name("id", row["id"] if row.get("id") is not None else identity)
+    task = _name(
+        "task", next(filter(None, (*map(row.get, ("task", "domain", "dataset")), meta.get("benchmark"))), "items")
+    )
     if "messages" in row:
         spans = _spans(row)
         item = Item(name, task, tuple(row["messages"]), answers[0], spans, meta=meta)
@@ -233,6 +303,22 @@ def _item(row: dict[str, Any], identity: str) -> Item:
         raise ValueError("context and question are not texts, or both are empty")
     told, spans = _passage_messages(row["context"], question)
     return Item(name, task, told, answers[0], spans, row["context"], question, meta)
+
+
+def _name(field: str, value: object) -> str:
+    """An id or a task as every page may show it."""
+    if not isinstance(value, str | int) or not str(value).strip():
+        raise ValueError(f"{field} is {value!r}, not a text")
+    return plain(str(value))
+
+
+def _check_lists(meta: dict[str, Any]) -> None:
+    """What a row's meta says to those who score answers, beside `_asked_of`."""
+    for key in ("answers", "classes"):
+        if key in meta and not (
+            isinstance(texts := meta[key], list) and texts and all(isinstance(t, str) for t in texts)
+        ):
+            raise ValueError(f"meta: {key} is {texts!r}, not a list of texts")
 
 
 def _spans(row: dict[str, Any]) -> tuple[Span, ...]:
@@ -272,7 +358,7 @@ def _asked_of(row: dict[str, Any]) -> dict[str, Any]:
     found = {key: row[key] for key in ("max_new_tokens", "metric") if row.get(key) is not None}
     ensure((Size, None), max_new_tokens=found.get("max_new_tokens"))
     ensure((*measure.METRICS, None), metric=found.get("metric"))
-    if found.get("metric") == "classification":
+    if found.get("metric") == "classification" and "classes" not in (row.get("meta") or {}):
         if not isinstance(row.get("all_classes"), list):
             raise ValueError("metric 'classification' needs all_classes, the list of all labels")
         found["classes"] = row["all_classes"]
@@ -503,8 +589,9 @@ def fetch(name: str) -> Path:
     """The verified local path of a public file ("artifact/data/longbench-balanced.jsonl", or the end of its path where
     that is unique), or the folder of a whole source ("artifact").
 
-    Looks into the folders of $KVREPRO_DATA (read only), then data/cache, else downloads. Raises InputError when there
-    is no network, or when a file has not the size or checksum of the manifest; such a file is left as it is.
+    Looks into the folders of $KVREPRO_DATA (read only), the cache of Hugging Face, then data/cache, else downloads.
+    Raises InputError when there is no network, or when a file has not the size or checksum of the manifest; such a file
+    is left as it is.
     """
     manifest = sources()
     if name in manifest:
@@ -517,6 +604,7 @@ def fetch(name: str) -> Path:
         source, paths = matches[0][0], [matches[0][1]]
     given = [Path(folder) for folder in os.environ.get("KVREPRO_DATA", "").split(os.pathsep) if folder]
     folders = [place for folder in given for place in (folder, folder / source)]
+    folders += _in_hub_cache(manifest[source]["url"])
     folder = next((f for f in folders if all((f / path).is_file() for path in paths)), CACHE / source)
     for path in paths:
         file, entry = folder / path, manifest[source]["files"][path]
@@ -524,6 +612,16 @@ def fetch(name: str) -> Path:
             _download(manifest[source]["url"].format(path=path), file, entry)
         _check(file, entry, f"remove it and run: python -m kvrepro.experiment.data fetch {source}/{path}")
     return folder if name in manifest else folder / paths[0]
+
+
+def _in_hub_cache(url: str) -> list[Path]:
+    """Where Hugging Face's own programs keep the files of an address on its hub, once they have fetched some."""
+    found = re.match(r"https://huggingface\.co/datasets/([^/]+)/([^/]+)/resolve/([0-9a-f]{40})/", url)
+    if not found:
+        return []
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return [Path(HF_HUB_CACHE) / f"datasets--{found[1]}--{found[2]}" / "snapshots" / found[3]]
 
 
 def _check(file: Path, entry: dict[str, Any], way_out: str) -> None:

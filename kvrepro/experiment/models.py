@@ -1,15 +1,21 @@
 """Models: the embedded one, a checkpoint folder, or a Hugging Face id; refused in one line before weights are read."""
 
+import contextlib
 import hashlib
 import json
+import math
+import os
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvrepro.engine.allowed import Number, ensure
 from kvrepro.errors import InputError
+from kvrepro.item import plain
 from kvrepro.paths import CACHE, DATA, INSTALLED, WORK, replaced
 
 DEFAULT = "small-gqa"
@@ -20,6 +26,15 @@ PROBE = 16  # tokens
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # what transformers looks for, in this order
 DIFFERENT = {"float32": 1e-3}  # share of the logits' length that may differ; 0.2 in types whose rounding is coarse
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # fetched and checked before the weights
+READ = (*SMALL_FILES, "*.safetensors")
+LARGEST = 100_000_000  # bytes of a small file: the largest tokenizer.json that is known has a third of it
+SIZES = {"num_hidden_layers": 1000, "vocab_size": 10**7, "hidden_size": 10**6, "intermediate_size": 10**7,
+         "num_attention_heads": 10**4, "num_key_value_heads": 10**4, "max_position_embeddings": 10**9}  # fmt: skip
+TALK, TALK_SECONDS, TALK_BYTES = (
+    ("system", "user", "assistant", "user"),
+    10,
+    2 << 30,
+)  # what a chat template is tried on
 # Stop tokens beside the tokenizer's eos, where a vocabulary has them (protection paper's run_v3_jax.py:397-403).
 STOP_TOKENS = ("<|im_end|>", "<|end|>", "<|endoftext|>")
 
@@ -59,7 +74,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     no chat template, no network, no such device, a family that the engine cannot drive; afterwards: weights that do not
     fit or are no numbers, and a model that computes something else in the engine than by itself.
     """
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InputError(f"unknown dtype '{dtype}': use {', '.join(DTYPES)}")
     where = device_of(device)
     name, path = resolve(model)
@@ -72,11 +87,15 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
         tokenizer = _tokenizer(path)
         if not tokenizer.is_fast:
             raise ValueError("no fast tokenizer (tokenizer.json)")
+        if path not in embedded().values():
+            _check_talk(tokenizer)
         network, loading = AutoModelForCausalLM.from_pretrained(
             path, device_map=where if where == "balanced" else None, dtype=_type(dtype, where), local_files_only=True,
             trust_remote_code=False, use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
-    except Exception as error:  # transformers, tokenizers and safetensors each raise kinds of their own
+    except BaseException as error:  # of kinds of their own; a panic in Rust is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise InputError(f"{name} in {path} cannot be loaded ({_first_line(error)}): save or fetch it again") from error
     if lacking := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
         raise InputError(  # transformers would fill them at random
@@ -86,6 +105,52 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     _check_finite(name, network)
     _check_engine(name, network)
     return Loaded(network, tokenizer, name, checkpoint_hash(path), path)
+
+
+def _check_talk(tokenizer: Any) -> None:
+    """Raise ValueError for a chat template, or a tokenizer, that comes to no end with four short turns.
+
+    A template is a program of whoever made the checkpoint. It runs in Jinja's sandbox, which limits a loop, but not
+    loops within loops; so it is tried here, in a process of its own, which the system stops.
+    """
+    if not hasattr(os, "fork"):  # Windows
+        return
+    child = os.fork()
+    if child == 0:
+        os._exit(_talk(tokenizer))
+    until, ended, status = time.monotonic() + 2 * TALK_SECONDS, 0, 0
+    while not ended and time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0 if ended else 0.005)
+    if not ended:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    if not ended or status:
+        limits = f"{TALK_SECONDS} s or {TALK_BYTES >> 30} GiB"
+        raise ValueError(
+            f"its chat template fails on four short turns, or takes more than {limits}: mend chat_template.jinja"
+        )
+
+
+def _talk(tokenizer: Any) -> int:
+    """0 where four short turns become tokens, or the template refuses them in its own words."""
+    import resource
+
+    from jinja2 import TemplateError
+
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + TALK_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (TALK_SECONDS, TALK_SECONDS))
+    for roles in (TALK[1:2], TALK[1:], TALK):
+        turns = [{"role": role, "content": f"{role} says: yes."} for role in roles]
+        try:
+            tokenizer(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        except TemplateError:  # a role that it does not know; told where prompts are built
+            continue
+        except BaseException:
+            return 1
+    return 0
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -117,10 +182,14 @@ def _check_family(name: str, folder: Path) -> None:
     from kvrepro.engine.facts import check_family
 
     try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+            network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a configuration makes transformers raise
         raise InputError(f"{name} cannot be built from its config.json ({_first_line(error)}): take another") from error
+    asked, held = sum(p.numel() for p in network.parameters()), _held(name, folder)
+    if held and asked > 4 * held:  # four: quantised weights are packed
+        raise InputError(f"{name}: config.json asks for {asked:,} weights, its files hold {held:,}: they do not fit")
     check_family(network)
 
 
@@ -130,6 +199,20 @@ def _check_finite(name: str, network: Any) -> None:
         ends = weights.aminmax() if weights.dtype.is_floating_point and weights.dtype.itemsize > 1 else ()
         if not all(end.isfinite() for end in ends):
             raise InputError(f"{name}: weights of {key} are NaN or infinite: fetch or save the checkpoint again")
+
+
+def _held(name: str, folder: Path) -> int:
+    """Numbers in a folder's .safetensors files, by their headers, which safetensors checks against the files."""
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as weights:
+                total += sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.keys())  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            raise InputError(f"{name}: {file.name} is broken ({_first_line(error)}): save or fetch it again") from None
+    return total
 
 
 def _check_engine(name: str, network: Any) -> None:
@@ -186,19 +269,30 @@ def embedded() -> dict[str, Path]:
 
 def resolve(model: str) -> tuple[str, Path]:
     """(name, folder) of a checkpoint that passed every check short of reading its weights; fetches a hub id."""
+    name, folder = located(model)
+    return name, _fetched(model) if folder is None else _checked(model, folder)
+
+
+def located(model: str) -> tuple[str, Path | None]:
+    """(name as pages show it, folder) of a checkpoint that is here, (name, None) of a hub id. Raises InputError for
+    what can be neither; reads nothing."""
+    ensure(str, model=model)
+    if not model.isprintable() or not 0 < len(model) < 4096:
+        raise InputError(f"unknown model {model[:50]!r}: use a name or a path, of printed signs")
     if model in (own := embedded()):
-        return model, _checked(model, own[model])
+        return model, own[model]
     if model in (DEFAULT, *BESIDE):
         way_out = f"pip installs {DEFAULT} only, work in a clone" if INSTALLED else "run git checkout data/models"
         raise InputError(f"the embedded model {model} is missing at {EMBEDDED.with_name(model)}: {way_out}")
-    folder = Path(model).expanduser()
-    folder = folder if folder.is_dir() else WORK / folder  # notebooks run in a folder of their own
-    if folder.is_dir():
-        return folder.resolve().name, _checked(model, folder.resolve())
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
-        return model, _fetched(model)
+    with contextlib.suppress(OSError, RuntimeError):  # too long for a path; "~nobody"
+        folder = Path(model).expanduser()
+        folder = folder if folder.is_dir() else WORK / folder  # notebooks run in a folder of their own
+        if folder.is_dir():
+            return plain(folder.resolve().name), folder.resolve()
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model, re.ASCII) and not model.startswith("."):
+        return model, None
     known = f"{', '.join(own)}, an existing checkpoint folder, or a hub id such as owner/name"
-    raise InputError(f"unknown model '{model}': use {known}")
+    raise InputError(f"unknown model '{model[:200]}': use {known}")
 
 
 def _fetched(model: str) -> Path:
@@ -218,7 +312,7 @@ def _fetched(model: str) -> Path:
             raise _unreachable(model, error) from None
     try:
         _checked(model, Path(snapshot_download(model, allow_patterns=list(SMALL_FILES))), files)
-        return Path(snapshot_download(model, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
+        return _checked(model, Path(snapshot_download(model, allow_patterns=list(READ))))
     except InputError:
         raise
     except Exception as error:
@@ -236,8 +330,14 @@ def _first_line(error: Exception) -> str:
 
 def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
     files = [path.name for path in folder.iterdir()] if files is None else files
+    for path in folder.iterdir():
+        if any(path.match(kind) for kind in READ) and not (path.is_file() and _small(path)):
+            what = f"more than {LARGEST:,} bytes" if path.is_file() else "no regular file"
+            raise InputError(f"{name}: {path.name} is {what}: give a folder that save_pretrained wrote")
     config = _json(name, folder / "config.json")
     tokenizer = _json(name, folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
+    for part in (config, config.get("text_config")):
+        _check_sizes(name, part if isinstance(part, dict) else {})
     if "auto_map" in config or "auto_map" in tokenizer:
         raise InputError(
             f"{name} asks for remote code (auto_map), which is never run here: if transformers has "
@@ -258,6 +358,20 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
         raise InputError(f"{name} has no chat template: {way_out}")
     _check_family(name, folder)
     return folder
+
+
+def _small(path: Path) -> bool:
+    return path.suffix == ".safetensors" or path.stat().st_size <= LARGEST
+
+
+def _check_sizes(name: str, config: dict[str, Any]) -> None:
+    """Raise InputError for sizes that no model has, before one is built from them, and for kernels from the hub."""
+    for key, most in SIZES.items():
+        if config.get(key) is not None:
+            ensure(Number(1, most, whole=True), f"{name} (config.json)", **{key: config[key]})
+    for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+        if "/" in str(config.get(key)):
+            raise InputError(f"{name} asks for remote code ({key} {config[key]!r}): remove that from a local copy")
 
 
 def _check_weights(name: str, folder: Path, told: object, files: Sequence[str]) -> None:
@@ -282,13 +396,15 @@ def _json(name: str, path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise InputError(f"{name} is no checkpoint: {path.name} is missing in {path.parent}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{path} is not JSON ({error}): fetch the checkpoint again") from None
 
 
 def device_of(device: str) -> str:
     """What torch, or "balanced", is told of a device as `load` names it. Raises InputError for one that is not here."""
     import torch
+
+    ensure(str, device=device)
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -301,8 +417,8 @@ def device_of(device: str) -> str:
     kind, _, index = device.partition(":")
     if kind == "cpu" and not index:
         return device
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise InputError(f"unknown device '{device}': use cpu, cuda, cuda:0, balanced, or auto")
+    if kind != "cuda" or (index and not re.fullmatch("[0-9]{1,3}", index)):
+        raise InputError(f"unknown device {device[:200]!r}: use cpu, cuda, cuda:0, balanced, or auto")
     count = torch.cuda.device_count()
     if int(index or 0) >= count:
         raise InputError(f"device '{device}' asked for, torch sees {count} CUDA devices: use cpu or auto")
@@ -314,7 +430,7 @@ def checkpoint_hash(folder: Path) -> str:
     read; of large files remembered by size and time."""
     total = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if any(path.match(kind) for kind in (*SMALL_FILES, "*.safetensors")) and path.is_file():
+        if any(path.match(kind) for kind in READ) and path.is_file():
             total.update(f"{path.name} {_file_hash(path)}\n".encode())
     return total.hexdigest()[:16]
 

@@ -1,20 +1,40 @@
 """Parameters that papermill injects into a notebook, checked before anything is computed."""
 
 import ast
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from kvrepro.engine.allowed import Count, Number, Size, ensure, ensure_all
 from kvrepro.errors import InputError, meant
+from kvrepro.experiment import data, models
+from kvrepro.paths import WORK
 
 INJECTED = "# Parameters"  # the first line of the cell that papermill adds
+LONGEST = 4096  # characters of a text
+Part = Annotated[float, Number(0, 1, above=True, below=True)]
+Share = Annotated[float, Number(0, 1, above=True)]
+KINDS: dict[str, Any] = {  # what a parameter may be, by its name, which means the same in every notebook
+    "reading": Literal["both", "as_run", "as_described"], "n_items": Size | None, "seed": Count, "block_size": Size,
+    "share": Share, "margin": Annotated[float, Number(0, above=True)], "capacities": list[Size | Share],
+    "kept": list[Part], "shares": list[Part], "ratios": list[Part] | None, "pools": list[Size | Part],
+    "policies": list[str], "rivals": list[str], "family": list[str] | None, "tables": list[str], "results": str | Path,
+    "model": str, "items": str, "device": str, "compare": str, "quoted": str,
+}  # fmt: skip
+MAY_BE_EMPTY = ("family", "rivals")  # lists
 
 
-def check_parameters(cells: Sequence[str] | None = None) -> None:
+def check_parameters(cells: Sequence[str] | None = None, **choices: Sequence[str]) -> None:
     """Raise InputError for a name that papermill was given and no cell before its own sets, which papermill only logs,
-    and for a list that it was given as text.
+    for a list that it was given as text, and for values that `check_values` refuses.
 
-    cells: source of the cells that were run; None: of this notebook. Outside a notebook nothing is looked at.
+    cells: source of the cells that were run; None: of this notebook. choices: what a parameter of this notebook alone
+    may be, by its name.
     """
+    check_values(sys._getframe(1).f_globals, **choices)
     if cells is None:
         shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
         cells = shell.user_ns.get("In", []) if shell is not None else []
@@ -28,6 +48,57 @@ def check_parameters(cells: Sequence[str] | None = None) -> None:
                 )
             _refuse_lists_as_text(source)
         known |= names
+
+
+def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
+    """Raise InputError for parameters (and `options` among them) that no study can take, before anything is loaded: of
+    another kind, lists without elements or with one twice, texts that nobody can type, names of nothing, a folder that
+    cannot be written."""
+    for name, words in choices.items():
+        for value in given[name] if isinstance(given[name], list) else [given[name]]:
+            ensure(tuple(words), **{name: value})
+    options = given.get("options")
+    for name, value in [*given.items(), *(options.items() if isinstance(options, dict) else ())]:
+        if name in KINDS:
+            _check_text(name, value)
+            ensure_all(KINDS[name], **{name: value})
+        if name in KINDS or given is not options and isinstance(options, dict) and name in options:
+            _check_list(name, value)
+    if "items" in given and not ("ratios" in given or given["items"] == "ifeval"):  # the leakage chapter has its own
+        data.check_items(given["items"], given.get("n_items"))
+    for name in {"model", "compare"} & set(given):
+        models.located(given[name])
+    if "device" in given:
+        models.device_of(given["device"])
+    check_folder(given.get("results", "data/results"))
+
+
+def _check_text(name: str, value: Any) -> None:
+    for text in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(text, str | Path) and not (str(text).isprintable() and len(str(text)) <= LONGEST):
+            raise InputError(f"{name} {str(text)[:50]!r}: give at most {LONGEST} printed signs")
+
+
+def _check_list(name: str, value: Any) -> None:
+    if isinstance(value, list | tuple):
+        if not value and name not in MAY_BE_EMPTY:
+            raise InputError(f"{name} {value!r}: give a list of at least one")
+        if twice := next((one for at, one in enumerate(value) if one in value[:at]), None):
+            raise InputError(f"{name} has {twice!r} twice: give each once")
+
+
+def check_folder(results: str | Path) -> None:
+    """Raise InputError for a folder of results that cannot be written; makes none."""
+    folder = (WORK / results).absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not str(results) or not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"results {str(results)!r}: {there} is no folder that you may write to, give another")
+
+
+def ensure_name(name: str) -> None:
+    """Raise InputError for a study's name that would be no file in the folder of results."""
+    if not re.fullmatch(r"\w[\w.-]{0,99}", name):
+        raise InputError(f"name {name[:50]!r}: give letters, digits, '-', '_' and '.', no folder")
 
 
 def _refuse_lists_as_text(source: str) -> None:

@@ -283,6 +283,15 @@ def _forms(name: str, tokens: int) -> list[Task]:
 # ---- the items
 
 
+def named(tasks: str) -> list[str]:
+    """The tasks of "vt,cwe", all thirteen for "". Raises InputError for others."""
+    names = list(dict.fromkeys(tasks.split(","))) if tasks else list(TASKS)
+    for name in names:
+        if name not in TASKS:
+            raise InputError(f"unknown RULER task {name[:200]!r}{meant(name, TASKS)}: use some of {', '.join(TASKS)}")
+    return names
+
+
 def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: Any, fetch: Fetch) -> list[Item]:
     """`n_items` items (None: ten of each task), equally over the tasks; the same arguments give the same items.
 
@@ -294,10 +303,7 @@ def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: A
     example"). Items whose shortest prompt is too long are left out, which is printed. Raises InputError if none is
     left, for an unknown task, without tokenizer or chat template, and where a file cannot be had.
     """
-    names = list(dict.fromkeys(tasks.split(","))) if tasks else list(TASKS)
-    for name in names:
-        if name not in TASKS:
-            raise InputError(f"unknown RULER task {name!r}{meant(name, TASKS)}: use some of {', '.join(TASKS)}")
+    names = named(tasks)
     if tokenizer is None:
         raise InputError("ruler's items are counted in a model's own tokens: give its tokenizer")
     if tokenizer.chat_template is None:

@@ -79,7 +79,7 @@ def test_a_subset_is_balanced_over_tasks_and_repeatable(tasks, draw, seed):
     ("items", "n", "words"),
     [
         ("imagenet", 3, "unknown items 'imagenet'"),
-        ("no/such.jsonl", 3, "no file no/such.jsonl"),
+        ("no/such.jsonl", 3, "no file 'no/such.jsonl'"),
         ("tinyworld", 10**9, "at most 100,000 tinyworld items"),
         ("ruler:vt", 10**6, "at most 100,000 ruler items"),
         ("tinyworld", 0, "n_items is 0"),

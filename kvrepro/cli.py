@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from kvrepro.errors import InputError, meant, one_line_errors
+from kvrepro.errors import InputError, meant, program
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,8 +48,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_ma
 
 def main() -> None:
     """The console script."""
-    with one_line_errors():
-        app(prog_name="kvrepro")
+    program(app, "kvrepro")
 
 
 @app.command()
@@ -83,9 +82,10 @@ def run(
     from kvrepro.experiment.run import Answers, Settings
     from kvrepro.experiment.run import run as run_study
 
-    settings = Settings.of(_named(option), device=device)
+    options = _named(option)
+    settings = Settings.of(options, device=device)
     told = {"model": model, "items": items, "n_items": n_items, "device": device, "seed": settings.seed}
-    check_values(told | {"results": settings.results})
+    check_values(told | {"results": settings.results, "options": options})
     ensure((Size, None), max_new_tokens=max_new_tokens, limit=limit)
     ensure_name(name)
     loaded = models.load(model, settings.device, settings.dtype)
@@ -216,26 +216,22 @@ def _budget(text: str) -> int | float:
 
 def _named(texts: list[str]) -> dict[str, Any]:
     """`["until=question", "spans=[a, b]"]` as a dict, values read as YAML."""
-    import yaml
+    from kvrepro.experiment.parameters import read
 
-    found = {}
+    found: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
             raise InputError(f"{text!r} is not of the form name=value")
-        try:
-            read = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise InputError(f"{text!r}: {value!r} is no YAML value; lists look like [1, 2]") from None
-        found[key] = tuple(read) if isinstance(read, list) else read
+        given = read(value)
+        found[key] = tuple(given) if isinstance(given, list) else given
     return found
 
 
 def _program(name: str, module: str, told: str) -> None:
     """Mount the `main` of a module, which is imported when it is called, so that help is quick."""
 
-    @one_line_errors()
-    def command(context: typer.Context) -> None:
+    def started(context: typer.Context) -> None:
         try:
             main = importlib.import_module(module).main
         except ModuleNotFoundError as missing:
@@ -244,13 +240,13 @@ def _program(name: str, module: str, told: str) -> None:
             sys.argv[:] = [f"kvrepro {name}", *context.args]
             main()
             return
-        inner = typer.Typer(add_completion=False)
-        inner.command()(main)
-        inner(context.args, prog_name=f"kvrepro {name}")
+        from kvrepro.tools import command
+
+        command.run(main, f"kvrepro {name}", context.args)
 
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(name, help=told, context_settings=settings, add_help_option=False)(command)
+    app.command(name, help=told, context_settings=settings, add_help_option=False)(started)
 
 
-for program, (place, purpose) in PROGRAMS.items():
-    _program(program, place, purpose)
+for title, (place, purpose) in PROGRAMS.items():
+    _program(title, place, purpose)

@@ -2,8 +2,9 @@
 
 import difflib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 INTERRUPTED = "interrupted: what is computed is stored, the next call goes on from there"
 
@@ -28,6 +29,24 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"\n{INTERRUPTED}", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
+    """Run a typer app and end the process. Whatever is wrong with the command line is one line on stderr, and the exit
+    status 2, as for an InputError."""
+    try:
+        with one_line_errors():
+            ended = app(arguments, prog_name=name, standalone_mode=False)
+    except Exception as error:
+        if type(error).__name__ == "Abort":  # Ctrl-C
+            print("interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
+        if not hasattr(error, "format_message"):  # of the library that reads command lines
+            raise
+        given, said = " ".join(sys.argv[1:] if arguments is None else arguments), error.format_message()
+        print(f"{' '.join(said.split())} Given: {given[:200]!r}; --help says what there is", file=sys.stderr)
+        raise SystemExit(2) from None
+    raise SystemExit(ended or 0)
 
 
 def meant(name: object, known: Iterable[str]) -> str:

@@ -273,6 +273,13 @@ def resolve(model: str) -> tuple[str, Path]:
     return name, _fetched(model) if folder is None else _checked(model, folder)
 
 
+def look(model: str) -> None:
+    """Raise InputError for a name that is no checkpoint's, as far as that shows at a glance."""
+    name, folder = located(model)
+    if folder is not None:
+        _json(name, folder / "config.json")
+
+
 def located(model: str) -> tuple[str, Path | None]:
     """(name as pages show it, folder) of a checkpoint that is here, (name, None) of a hub id. Raises InputError for
     what can be neither; reads nothing."""
@@ -324,7 +331,7 @@ def _unreachable(model: str, error: Exception) -> InputError:
     return InputError(f"{what}: connect, or give a folder")
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 

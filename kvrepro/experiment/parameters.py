@@ -6,7 +6,10 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
+
+import yaml
 
 from kvrepro.engine.allowed import Count, Number, Size, ensure, ensure_all
 from kvrepro.errors import InputError, meant
@@ -21,10 +24,10 @@ KINDS: dict[str, Any] = {  # what a parameter may be, by its name, which means t
     "reading": Literal["both", "as_run", "as_described"], "n_items": Size | None, "seed": Count, "block_size": Size,
     "share": Share, "margin": Annotated[float, Number(0, above=True)], "capacities": list[Size | Share],
     "kept": list[Part], "shares": list[Part], "ratios": list[Part] | None, "pools": list[Size | Part],
-    "policies": list[str], "rivals": list[str], "family": list[str] | None, "tables": list[str], "results": str | Path,
-    "model": str, "items": str, "device": str, "compare": str, "quoted": str,
+    "policies": list[str], "rivals": list[str], "family": list[str] | None, "tables": list[str],
+    "profile": Literal["quick", "full"], "dry_run": bool, "model": str, "items": str, "device": str, "compare": str,
+    "quoted": str,
 }  # fmt: skip
-MAY_BE_EMPTY = ("family", "rivals")  # lists
 
 
 def check_parameters(cells: Sequence[str] | None = None, **choices: Sequence[str]) -> None:
@@ -54,34 +57,63 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
     """Raise InputError for parameters (and `options` among them) that no study can take, before anything is loaded: of
     another kind, lists without elements or with one twice, texts that nobody can type, names of nothing, a folder that
     cannot be written."""
+    options = given.get("options")
+    asked = {name: given[name] for name in (*KINDS, *choices) if not isinstance(given.get(name, sys), ModuleType)}
+    if not isinstance(options, Mapping | None):
+        raise InputError(f"options {str(options)[:50]!r}: give settings by name, {{'seed': 1}} for instance")
+    asked |= options or {}
+    for name, value in asked.items():
+        _check_texts(str(name), value)
+        if name in KINDS:
+            ensure_all(KINDS[name], **{name: value})
+        if isinstance(value, list | tuple):
+            _check_list(str(name), value)
     for name, words in choices.items():
         for value in given[name] if isinstance(given[name], list) else [given[name]]:
             ensure(tuple(words), **{name: value})
-    options = given.get("options")
-    for name, value in [*given.items(), *(options.items() if isinstance(options, dict) else ())]:
-        if name in KINDS:
-            _check_text(name, value)
-            ensure_all(KINDS[name], **{name: value})
-        if name in KINDS or given is not options and isinstance(options, dict) and name in options:
-            _check_list(name, value)
     if "items" in given and not ("ratios" in given or given["items"] == "ifeval"):  # the leakage chapter has its own
         data.check_items(given["items"], given.get("n_items"))
-    for name in {"model", "compare"} & set(given):
-        models.located(given[name])
+    for name in ("model", "compare"):
+        if asked.get(name) or name in given:
+            models.look(asked[name])
+    if asked.get("quoted") and not (WORK / asked["quoted"]).is_file():
+        raise InputError(f"quoted {asked['quoted']!r}: no such file, give a .jsonl")
     if "device" in given:
         models.device_of(given["device"])
-    check_folder(given.get("results", "data/results"))
+    if "results" in given:
+        check_folder(given["results"])
 
 
-def _check_text(name: str, value: Any) -> None:
+def read(text: str) -> Any:
+    """A value given as YAML. Raises InputError for what is none, for long texts, and for aliases, by which a short text
+    stands for an endless one."""
+    if not text.isprintable() or len(text) > LONGEST:
+        raise InputError(f"value {text[:50]!r}: give at most {LONGEST} printed signs")
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise InputError(f"value {text[:50]!r} has an alias (*): write its value out")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{text[:50]!r} is no YAML value; lists look like [1, 2]") from None
+
+
+def _check_texts(name: str, value: Any) -> None:
     for text in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(text, dict | list | tuple):
+            raise InputError(f"{name} holds a {type(text).__name__}: give numbers or texts, alone or in a list")
+        if isinstance(text, int) and abs(text) > 10**18:
+            raise InputError(
+                f"{name} has {len(str(text)) if abs(text) < 10**4000 else 'thousands of'} digits: give fewer"
+            )
         if isinstance(text, str | Path) and not (str(text).isprintable() and len(str(text)) <= LONGEST):
             raise InputError(f"{name} {str(text)[:50]!r}: give at most {LONGEST} printed signs")
 
 
 def _check_list(name: str, value: Any) -> None:
     if isinstance(value, list | tuple):
-        if not value and name not in MAY_BE_EMPTY:
+        if not value and name != "family":
             raise InputError(f"{name} {value!r}: give a list of at least one")
         if twice := next((one for at, one in enumerate(value) if one in value[:at]), None):
             raise InputError(f"{name} has {twice!r} twice: give each once")
@@ -89,6 +121,9 @@ def _check_list(name: str, value: Any) -> None:
 
 def check_folder(results: str | Path) -> None:
     """Raise InputError for a folder of results that cannot be written; makes none."""
+    if not isinstance(results, str | Path):
+        raise InputError(f"results is {results!r}: give the name of a folder")
+    _check_texts("results", results)
     folder = (WORK / results).absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not str(results) or not there.is_dir() or not os.access(there, os.W_OK):

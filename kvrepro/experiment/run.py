@@ -22,6 +22,7 @@ from kvrepro.engine.generate import Conditions
 from kvrepro.errors import InputError, Stopped, meant
 from kvrepro.experiment.answers import AnswersPlan
 from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.parameters import ensure_name
 from kvrepro.experiment.per_item import PerItemPlan
 from kvrepro.experiment.plan import Plan
 from kvrepro.experiment.progress import Progress, clock
@@ -143,6 +144,8 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     when everything else is stored, where more than a tenth failed.
     """
     started = time.perf_counter()
+    ensure_name(study.chapter)
+    ensure_name(study.name)
     with study.plan(study, loaded, settings) as plan:
         if settings.dry_run:
             print(plan.estimate().line(_processes(plan, settings, float("inf"))))

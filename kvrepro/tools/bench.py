@@ -20,8 +20,9 @@ from kvrepro.engine.memory import Peak
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import SUMS, call
 from kvrepro.engine.regime import Prefill, SharedCap
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError, one_line_errors, program
 from kvrepro.experiment import data, models
+from kvrepro.tools import command
 from kvrepro.tools.training.train import model_config
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -58,6 +59,7 @@ def protection_conditions(reading: str = "as_run") -> list[Condition]:
 
 
 @app.command()
+@command.checked
 @one_line_errors()
 def harness(
     model: Annotated[str, typer.Option(help='as of `models.load`, or "random": weights and tokens')] = "small-gqa",
@@ -117,6 +119,7 @@ def _workload(model: str, items: int, tokens: int) -> tuple[PreTrainedModel, Col
 
 
 @app.command()
+@command.checked
 @one_line_errors()
 def scratch(
     tokens: Annotated[int, typer.Option(help="the larger of two sizes; the smaller is half of it")] = 16384,
@@ -167,6 +170,7 @@ def _observation(n: int, window: int, projected: bool) -> Observation:
 
 
 @app.command()
+@command.checked
 @one_line_errors()
 def memory(
     tokens: Annotated[int, typer.Option(help="prompt length")] = 3000,
@@ -192,4 +196,4 @@ def memory(
 
 
 if __name__ == "__main__":
-    app()
+    program(app)

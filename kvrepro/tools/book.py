@@ -38,8 +38,9 @@ from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.policy import find
 from kvrepro.errors import INTERRUPTED, InputError, meant
 from kvrepro.experiment import progress, run
+from kvrepro.experiment.parameters import read
 from kvrepro.paths import ROOT
-from kvrepro.tools import edition, pages
+from kvrepro.tools import command, edition, pages
 
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
 data/artifact/* constraints.txt""".split()
@@ -162,10 +163,7 @@ def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = RO
         if name not in there:
             who = f"chapter {chapter} has no" if chapter else "no chapter has a"
             raise InputError(f"{who} parameter {name!r}{meant(name, there)}; there are: {', '.join(sorted(there))}")
-        try:
-            given = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise InputError(f"parameter {text!r}: {value!r} is no YAML value; lists look like [1, 2]") from None
+        given = read(value)
         for one in asked:
             if name in known[one]:
                 found[one][name] = given
@@ -309,14 +307,15 @@ def end_family(pid: int) -> None:
 def check(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
     """Raise InputError, with the chapter's name, for values of parameters that it would refuse, as far as that shows
     before a model is loaded: what its cells say until then, and policies that nobody has."""
-    loads, own, space = "models.load(", dict[str, Any](), dict[str, Any]()
-    if not parameters or loads not in _source(name, root).read_text():
+    source, own, space = _source(name, root).read_text(), dict[str, Any](), dict[str, Any]()
+    loads = next((one for one in ("models.load(", "artifact.scores(") if one in source), None)
+    if not parameters or loads is None:
         return
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             collections.deque(cells(name, {}, print, root, own, until=loads), 0)
             collections.deque(cells(name, parameters, print, root, space, until=loads), 0)
-        ensure_all(Size | None, n_items=space["n_items"])
+        ensure_all(Size | None, n_items=space.get("n_items"))
         for parameter in {"policies", "rivals"} & set(space):
             ensure_all(list[str], **{parameter: space[parameter]})
             for policy in sorted(set(space[parameter]) - set(own[parameter]) - {"full"}):
@@ -464,4 +463,4 @@ def _report(step: str, start: float, note: str) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

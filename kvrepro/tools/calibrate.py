@@ -20,6 +20,7 @@ from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, models
 from kvrepro.paths import WORK
+from kvrepro.tools import command
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
 
@@ -92,4 +93,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -14,6 +14,7 @@ import yaml
 
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import store
+from kvrepro.tools import command
 
 SAME = ("prediction", "kept_hash", "token_f1", "error")
 BEFORE = {  # the protection paper's policies, when their regime was called harness -> since
@@ -101,4 +102,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -20,6 +20,7 @@ from scipy import stats as scipy_stats
 from kvrepro.experiment import stats
 from kvrepro.experiment.stats import UNIT
 from kvrepro.paths import DATA
+from kvrepro.tools import command
 
 SIZES = (6, 8, 12, 20, 48, 100, 200)
 PARTIAL = np.array([0.2, 0.29, 0.33, 0.4, 0.5, 0.57, 0.67, 0.8])  # token F1 of answers that are partly right
@@ -187,4 +188,4 @@ def main(out: Path = DATA / "coverage.csv", repeats: int = 2000, peers: int = 30
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

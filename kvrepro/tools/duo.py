@@ -23,6 +23,7 @@ from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import models
 from kvrepro.paths import WORK
+from kvrepro.tools import command
 from kvrepro.world import rows
 
 TASKS = ("needle", "needle_multivalue", "needle_multiquery", "two_hop", "variable_tracking", "passage_retrieval")
@@ -117,4 +118,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -34,7 +34,7 @@ from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sampl
 from kvrepro.experiment.stats import MIN_ITEMS
 from kvrepro.experiment.store import replace_rows
 from kvrepro.paths import DATA
-from kvrepro.tools import book
+from kvrepro.tools import book, command
 from kvrepro.tools.known_truth import KINDS, Part, Picks, moved, sampled
 
 SHORT = {"reproduced": "reproduced", "not reproduced": "not_reproduced", "inconclusive": "inconclusive"}
@@ -230,4 +230,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -20,10 +20,10 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from kvrepro.errors import InputError, meant, one_line_errors
+from kvrepro.errors import InputError, meant, one_line_errors, program
 from kvrepro.experiment import claims, models
 from kvrepro.paths import DATA, ROOT, replaced
-from kvrepro.tools import book, error_rates, family_claims
+from kvrepro.tools import book, command, error_rates, family_claims
 from kvrepro.tools.family_claims import JUDGED, TABLE
 
 COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note code date".split()
@@ -89,6 +89,7 @@ def known(names: str, among: Sequence[str], what: str) -> list[str]:
 
 
 @app.command()
+@command.checked
 @one_line_errors()
 def run(
     results: Annotated[Path, typer.Option(help="a folder for the runs, each in a folder of its own")],
@@ -140,6 +141,7 @@ def collected(results: Path, seed: int = 0) -> pd.DataFrame:
 
 
 @app.command()
+@command.checked
 @one_line_errors()
 def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
     """Store the verdicts of all runs with one seed in data/family.csv, and those of the claims about several models,
@@ -155,4 +157,4 @@ def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")
 
 
 if __name__ == "__main__":
-    app()
+    program(app)

@@ -3,6 +3,7 @@
 DataTables, which itables brings, weighs 0.7 MB, more than the rest of the page, and does not load from a file.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
@@ -43,8 +44,9 @@ def table(
 
 
 def raw(html: str) -> str:
-    """HTML as a block of markdown."""
-    return f"```{{raw}} html\n{html}\n```"
+    """HTML as a block of markdown, whatever backticks it has."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", html)), default=0))
+    return f"{fence}{{raw}} html\n{html}\n{fence}"
 
 
 def _cell(value: object) -> str:

@@ -8,6 +8,7 @@ import typer
 
 from kvrepro.errors import InputError, meant, one_line_errors
 from kvrepro.paths import ROOT, replaced
+from kvrepro.tools import command
 
 INSTALL = "a first cell installs kvrepro from here, as pip names it: for Colab, which has no kvrepro"
 
@@ -46,4 +47,4 @@ def _with_install(source: Path, install: str) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -28,6 +28,7 @@ from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data, models
+from kvrepro.tools import command
 
 SHARES = (0.25, 0.5)
 Kept = dict[str, list[tuple[Tensor, Tensor | None]]]  # by press, of each layer
@@ -248,4 +249,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -7,10 +7,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import typer
-
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.paths import ROOT, replaced
+from kvrepro.tools import command
 from kvrepro.tools.book import Failed, chapters
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -68,4 +67,4 @@ def main(out: Path = ROOT / "_build" / "kvrepro.pdf") -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

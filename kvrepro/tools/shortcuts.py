@@ -33,6 +33,7 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, Settings, run
 from kvrepro.item import Item
 from kvrepro.paths import DATA
+from kvrepro.tools import command
 from kvrepro.world.words import MARKS
 from kvrepro.world.world import FILLER
 
@@ -213,4 +214,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

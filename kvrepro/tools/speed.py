@@ -29,6 +29,7 @@ from kvrepro.engine.extend import Extend
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
 from kvrepro.paths import ROOT
+from kvrepro.tools import command
 from kvrepro.tools.pages import table
 
 # The public configurations, typed in: layers, widths, heads and vocabulary decide the time.
@@ -385,4 +386,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

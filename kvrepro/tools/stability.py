@@ -21,6 +21,7 @@ from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import claims
 from kvrepro.experiment.store import replace_rows
 from kvrepro.paths import DATA
+from kvrepro.tools import command
 
 TABLE = DATA / "stability.csv"
 COLUMNS = ["varied", "runs", "chapter", "verdicts", "changed", "turned", "share", "pair", "which"]
@@ -83,4 +84,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import typer
 
 from kvrepro.experiment.models import EMBEDDED, embedded
 from kvrepro.item import Item
+from kvrepro.tools import command
 from kvrepro.tools.family_claims import Kind
 from kvrepro.tools.pages import table
 from kvrepro.world import world
@@ -244,4 +244,4 @@ def main(folder: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

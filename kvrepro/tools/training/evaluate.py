@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-import typer
 from statsmodels.stats.proportion import proportion_confint
 
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import models
+from kvrepro.tools import command
 from kvrepro.world import rows as R
 from kvrepro.world.world import ALL
 
@@ -80,4 +80,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -12,6 +12,7 @@ import typer
 from kvrepro.engine.attention import watch_prompt
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import models, stats
+from kvrepro.tools import command
 from kvrepro.tools.calibrate import TASKS, prompts
 
 
@@ -52,4 +53,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import typer
 
 from kvrepro.errors import InputError
+from kvrepro.tools import command
 from kvrepro.tools.training.evaluate import LENGTHS as CHECKS
 from kvrepro.tools.training.evaluate import evaluation_set, exact, exact_match, write
 from kvrepro.world import rows as R
@@ -230,4 +230,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -1,0 +1,60 @@
+"""How the programs of this folder meet their command line: bad values end in one line, before anything is computed."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvrepro.errors import InputError, program
+from kvrepro.experiment.parameters import check_values
+from kvrepro.paths import WORK
+
+MOST = 10**9  # of what a program counts
+FROM_ZERO = ("seed", "sinks", "recent")  # counts that may be 0; others start at 1
+NAMES = ("model", "items", "device", "seed")  # what `check_values` knows
+
+
+def checked(main: Callable[..., Any]) -> Callable[..., Any]:
+    """`main` behind a look at its values. Raises InputError for numbers that are no size, texts that nobody types, an
+    unknown model or device, unknown items, and a file to write that has no folder or is one."""
+    usual = {name: one.default for name, one in inspect.signature(main).parameters.items()}
+
+    @functools.wraps(main)
+    def behind(**given: Any) -> Any:
+        for name, value in given.items():
+            if value == usual[name] or (hasattr(usual[name], "default") and value == usual[name].default):
+                continue
+            for one in value if isinstance(value, list | tuple) else [value]:
+                _check(name, one)
+        check_values({name: given[name] for name in NAMES if name in given})
+        return main(**given)
+
+    return behind
+
+
+def _check(name: str, value: Any) -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        least = 0 if name in FROM_ZERO or isinstance(value, float) else 1
+        if not (math.isfinite(value) and least <= value <= MOST):
+            raise InputError(f"{name} {value}: a number, at least {least}, at most {MOST:,}")
+    if isinstance(value, str | Path):
+        if not (str(value).isprintable() and 0 < len(str(value)) <= 4096):
+            raise InputError(f"{name} {str(value)[:50]!r}: give a text of printed signs")
+        if name == "out" and ((WORK / value).is_dir() or not (WORK / value).parent.is_dir()):
+            raise InputError(f"out {str(value)!r}: give a file in a folder that is there")
+
+
+def app_of(main: Callable[..., Any]) -> typer.Typer:
+    """A command line for one function."""
+    app = typer.Typer(add_completion=False)
+    app.command()(checked(main))
+    return app
+
+
+def run(main: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
+    """Run a function on the command line."""
+    program(app_of(main), name, arguments)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from kvrepro.errors import InputError, meant, program
+from kvrepro.errors import InputError, meant, one_line_errors, program
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,7 +75,7 @@ def run(
     """
     conditions = _conditions(policy, budget, regime, _named(setting))
     _check_table(measure, out)
-    from kvrepro.engine.allowed import Size, ensure
+    from kvrepro.engine.allowed import Number, ensure
     from kvrepro.experiment import data, models
     from kvrepro.experiment.answers import prompt_limit
     from kvrepro.experiment.parameters import check_values, ensure_name
@@ -86,7 +86,7 @@ def run(
     settings = Settings.of(options, device=device)
     told = {"model": model, "items": items, "n_items": n_items, "device": device, "seed": settings.seed}
     check_values(told | {"results": settings.results, "options": options})
-    ensure((Size, None), max_new_tokens=max_new_tokens, limit=limit)
+    ensure((Number(1, 10**9, whole=True), None), max_new_tokens=max_new_tokens, limit=limit)
     ensure_name(name)
     loaded = models.load(model, settings.device, settings.dtype)
     new = 32 if max_new_tokens is None else max_new_tokens
@@ -209,7 +209,11 @@ def _table(rows: "pd.DataFrame", measure: str) -> "pd.DataFrame":
 def _budget(text: str) -> int | float:
     """`256`, `0.2` or `20%`."""
     try:
-        return int(text) if text.isdigit() else float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        return (
+            int(text)
+            if text.isascii() and text.isdigit() and len(text) < 10
+            else float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        )
     except ValueError:
         raise InputError(f"budget {text!r}: give a number of tokens such as 256, or a share such as 0.2") from None
 
@@ -231,6 +235,7 @@ def _named(texts: list[str]) -> dict[str, Any]:
 def _program(name: str, module: str, told: str) -> None:
     """Mount the `main` of a module, which is imported when it is called, so that help is quick."""
 
+    @one_line_errors()
     def started(context: typer.Context) -> None:
         try:
             main = importlib.import_module(module).main

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 INTERRUPTED = "interrupted: what is computed is stored, the next call goes on from there"
+LONGEST = 4096  # characters of a text that somebody types
 
 
 class InputError(ValueError):
@@ -34,16 +35,20 @@ def one_line_errors() -> Iterator[None]:
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
     """Run a typer app and end the process. Whatever is wrong with the command line is one line on stderr, and the exit
     status 2, as for an InputError."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         with one_line_errors():
+            for word in arguments:
+                if not word.isprintable() or len(word) > LONGEST:
+                    raise InputError(f"argument {word[:50]!r}: give at most {LONGEST} printed signs")
             ended = app(arguments, prog_name=name, standalone_mode=False)
     except Exception as error:
         if type(error).__name__ == "Abort":  # Ctrl-C
-            print("interrupted", file=sys.stderr)
+            print(f"\n{INTERRUPTED}", file=sys.stderr)
             raise SystemExit(130) from None
         if not hasattr(error, "format_message"):  # of the library that reads command lines
             raise
-        given, said = " ".join(sys.argv[1:] if arguments is None else arguments), error.format_message()
+        given, said = " ".join(arguments), error.format_message()
         print(f"{' '.join(said.split())} Given: {given[:200]!r}; --help says what there is", file=sys.stderr)
         raise SystemExit(2) from None
     raise SystemExit(ended or 0)

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--table", action="store_true", help="tests that count something write their tables")
     parser.addoption("--device", default="cpu", help="where the tests' models and tensors live")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrepro.engine.allowed import Number, ensure
-from kvrepro.errors import InputError
+from kvrepro.errors import LONGEST, InputError
 from kvrepro.item import plain
 from kvrepro.paths import CACHE, DATA, INSTALLED, WORK, replaced
 
@@ -284,7 +284,7 @@ def located(model: str) -> tuple[str, Path | None]:
     """(name as pages show it, folder) of a checkpoint that is here, (name, None) of a hub id. Raises InputError for
     what can be neither; reads nothing."""
     ensure(str, model=model)
-    if not model.isprintable() or not 0 < len(model) < 4096:
+    if not model.isprintable() or not 0 < len(model) <= LONGEST:
         raise InputError(f"unknown model {model[:50]!r}: use a name or a path, of printed signs")
     if model in (own := embedded()):
         return model, own[model]

@@ -12,12 +12,11 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from kvrepro.engine.allowed import Count, Number, Size, ensure, ensure_all
-from kvrepro.errors import InputError, meant
+from kvrepro.errors import LONGEST, InputError, meant
 from kvrepro.experiment import data, models
 from kvrepro.paths import WORK
 
 INJECTED = "# Parameters"  # the first line of the cell that papermill adds
-LONGEST = 4096  # characters of a text
 Part = Annotated[float, Number(0, 1, above=True, below=True)]
 Share = Annotated[float, Number(0, 1, above=True)]
 KINDS: dict[str, Any] = {  # what a parameter may be, by its name, which means the same in every notebook

@@ -2,20 +2,20 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from kvrepro.errors import InputError, program
+from kvrepro.engine.allowed import Number, ensure
+from kvrepro.errors import LONGEST, InputError, one_line_errors, program
 from kvrepro.experiment.parameters import check_values
 from kvrepro.paths import WORK
 
 MOST = 10**9  # of what a program counts
-FROM_ZERO = ("seed", "sinks", "recent")  # counts that may be 0; others start at 1
-NAMES = ("model", "items", "device", "seed")  # what `check_values` knows
+FROM_ZERO = ("seed", "sinks", "recent", "weight")  # may be 0
+NAMES = ("model", "items", "device")  # what `check_values` knows
 
 
 def checked(main: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,12 +25,12 @@ def checked(main: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(main)
     def behind(**given: Any) -> Any:
-        for name, value in given.items():
-            if value == usual[name] or (hasattr(usual[name], "default") and value == usual[name].default):
-                continue
-            for one in value if isinstance(value, list | tuple) else [value]:
-                _check(name, one)
-        check_values({name: given[name] for name in NAMES if name in given})
+        with one_line_errors():
+            for name, value in given.items():
+                if value != getattr(usual[name], "default", usual[name]):
+                    for one in value if isinstance(value, list | tuple) else [value]:
+                        _check(name, one)
+            check_values({name: given[name] for name in NAMES if isinstance(given.get(name), str)})
         return main(**given)
 
     return behind
@@ -38,11 +38,9 @@ def checked(main: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(name: str, value: Any) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        least = 0 if name in FROM_ZERO or isinstance(value, float) else 1
-        if not (math.isfinite(value) and least <= value <= MOST):
-            raise InputError(f"{name} {value}: a number, at least {least}, at most {MOST:,}")
+        ensure(Number(0, MOST, whole=isinstance(value, int), above=name not in FROM_ZERO), **{name: value})
     if isinstance(value, str | Path):
-        if not (str(value).isprintable() and 0 < len(str(value)) <= 4096):
+        if not (str(value).isprintable() and 0 < len(str(value)) <= LONGEST):
             raise InputError(f"{name} {str(value)[:50]!r}: give a text of printed signs")
         if name == "out" and ((WORK / value).is_dir() or not (WORK / value).parent.is_dir()):
             raise InputError(f"out {str(value)!r}: give a file in a folder that is there")

@@ -82,7 +82,7 @@ def test_a_subset_is_balanced_over_tasks_and_repeatable(tasks, draw, seed):
         ("no/such.jsonl", 3, "no file 'no/such.jsonl'"),
         ("tinyworld", 10**9, "at most 100,000 tinyworld items"),
         ("ruler:vt", 10**6, "at most 100,000 ruler items"),
-        ("tinyworld", 0, "n_items is 0"),
+        ("tinyworld", 0, "n_items 0: a whole number"),
         ("tinyworld", None, "give n_items"),
         ("tinyworld:needle,neddle", 2, "unknown tinyworld task 'neddle': use domains, long, or some of "),
         ("FILE", 3, "n_items is 3 but .* has 1 items"),

@@ -213,7 +213,7 @@ def test_refuses_before_weights_are_read(copy, damage, words, monkeypatch):
 def test_a_broken_file_is_one_line(copy, name):
     whole = (copy / name).read_bytes()
     (copy / name).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match="cannot be loaded") as error:
+    with pytest.raises(InputError, match="cannot be loaded|is broken") as error:
         models.load(str(copy))
     assert "\n" not in str(error.value)
 

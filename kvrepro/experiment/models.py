@@ -94,7 +94,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
             trust_remote_code=False, use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
     except BaseException as error:  # of kinds of their own; a panic in Rust is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit):
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise InputError(f"{name} in {path} cannot be loaded ({_first_line(error)}): save or fetch it again") from error
     if lacking := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
@@ -133,7 +133,7 @@ def _check_talk(tokenizer: Any) -> None:
 
 
 def _talk(tokenizer: Any) -> int:
-    """0 where four short turns become tokens, or the template refuses them in its own words."""
+    """0 where some of four short turns become tokens; a template refuses roles that it does not know."""
     import resource
 
     from jinja2 import TemplateError
@@ -142,15 +142,17 @@ def _talk(tokenizer: Any) -> int:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + TALK_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (TALK_SECONDS, TALK_SECONDS))
+    ended = 1
     for roles in (TALK[1:2], TALK[1:], TALK):
         turns = [{"role": role, "content": f"{role} says: yes."} for role in roles]
         try:
             tokenizer(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-        except TemplateError:  # a role that it does not know; told where prompts are built
+            ended = 0
+        except TemplateError:
             continue
         except BaseException:
             return 1
-    return 0
+    return ended
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -32,7 +32,7 @@ def test_the_harness_prints_both_ways_and_their_ratio():
 def test_nothing_to_run_is_refused():
     result = CliRunner().invoke(app, ["harness", "--conditions", "0"])
     assert result.exit_code == 2
-    assert "8 items x 0 conditions" in result.output
+    assert "conditions 0: a whole number, above 0" in result.output
 
 
 def test_bad_input_is_one_line_and_exit_code_2():

@@ -1,0 +1,151 @@
+"""Checkpoints that would run code, lie about their size or come to no end: one clear line, and no weights are read."""
+
+import json
+import os
+import shutil
+import struct
+import time
+
+import checkpoint
+import pytest
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import models
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return checkpoint.save(tmp_path_factory.mktemp("hub") / "whole")
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "copy")
+
+
+def config(**changes):
+    def damage(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return damage
+
+
+def header(change):
+    """model.safetensors with another header in front of the same bytes."""
+
+    def damage(folder):
+        file = folder / "model.safetensors"
+        raw = file.read_bytes()
+        size = struct.unpack("<Q", raw[:8])[0]
+        told = json.loads(raw[8 : 8 + size])
+        text = change(told)
+        text = text if isinstance(text, bytes) else json.dumps(told).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+
+    return damage
+
+
+def tensor(**changes):
+    return header(lambda told: told["model.norm.weight"].update(changes))
+
+
+def text(name, content):
+    return lambda folder: (folder / name).write_text(content)
+
+
+def linked(name, target):
+    def damage(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return damage
+
+
+def length(claimed):
+    def damage(folder):
+        file = folder / "model.safetensors"
+        file.write_bytes(struct.pack("<Q", claimed) + file.read_bytes()[8:])
+
+    return damage
+
+
+def fifo(folder):
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
+def sparse(folder):
+    with (folder / "tokenizer.json").open("r+b") as file:
+        file.truncate(10**12)
+
+
+LOOPS = {
+    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "one long loop": "{% for i in range(10**9) %}x{% endfor %}",
+    "much memory": "{% set x = 'a' * 10**11 %}{{ x }}",
+    "calls itself": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+}
+DAMAGES = {
+    "layers below zero": (config(num_hidden_layers=-1), "num_hidden_layers -1"),
+    "a billion layers": (config(num_hidden_layers=10**9), "num_hidden_layers 1000000000"),
+    "half a layer": (config(num_hidden_layers=1.5), "num_hidden_layers 1.5"),
+    "huge vocabulary": (config(vocab_size=10**12), "vocab_size"),
+    "more than its weights": (config(hidden_size=48 * 2000, intermediate_size=10**6), "asks for"),
+    "a text for a size": (config(hidden_size="48"), "hidden_size '48'"),
+    "an unknown family": (config(model_type="nosuch"), "config.json"),
+    "kernels of the hub": (config(attn_implementation="owner/kernel"), "remote code"),
+    "deep JSON": (text("config.json", "[" * 10**5), "not JSON"),
+    "offsets beyond the file": (tensor(data_offsets=[0, 10**12]), "is broken"),
+    "offsets that overlap": (tensor(data_offsets=[0, 192]), "is broken"),
+    "another shape": (tensor(shape=[7]), "is broken"),
+    "an unknown type": (tensor(dtype="F99"), "is broken"),
+    "a negative shape": (tensor(shape=[-48]), "is broken"),
+    "no JSON in the header": (header(lambda told: b"{" * 100), "is broken"),
+    "a header of exabytes": (length(2**63), "is broken"),
+    "a header beyond the file": (length(10**8), "is broken"),
+    "a pickle": (lambda f: (f / "model.safetensors").write_bytes(b"\x80\x04cos\nsystem\n"), "is broken"),
+    "a link to nothing": (linked("model.safetensors", "/no/such/file"), "no regular file"),
+    "a link to zeros": (linked("tokenizer.json", "/dev/zero"), "no regular file"),
+    "a pipe": (fifo, "no regular file"),
+    "a tokenizer of terabytes": (sparse, "more than"),
+    "a broken tokenizer": (text("tokenizer.json", "{}"), "cannot be loaded"),
+    "a tokenizer of nonsense": (text("tokenizer.json", '{"model": {"type": "BPE", "vocab": 3}}'), "cannot be loaded"),
+    "a template without syntax": (text("chat_template.jinja", "{% for %}"), "chat template"),
+    **{name: (text("chat_template.jinja", template), "chat template") for name, template in LOOPS.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_hostile_checkpoint_is_one_line(copy, name, monkeypatch):
+    damage, said = DAMAGES[name]
+    damage(copy)
+    monkeypatch.setattr(models, "TALK_SECONDS", 1)
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("weights were read")
+    )
+    began = time.monotonic()
+    with pytest.raises(InputError, match=said) as error:
+        models.load(str(copy))
+    assert "\n" not in str(error.value)
+    assert str(error.value).count("copy")
+    assert time.monotonic() - began < 20
+
+
+OUT = {
+    "a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "a shell": "{{ cycler.__init__.__globals__.os.system('touch reached') }}",
+    "a file": "{% include '/etc/passwd' %}",
+    "the messages": "{{ messages.append(1) }}",
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_a_template_that_reaches_out_reaches_nothing(copy, name, monkeypatch):
+    """Jinja's sandbox refuses it."""
+    (copy / "chat_template.jinja").write_text(OUT[name])
+    monkeypatch.chdir(copy)
+    with pytest.raises(InputError, match="its chat template fails") as error:
+        models.load(str(copy))
+    assert "\n" not in str(error.value)
+    assert not (copy / "reached").exists()

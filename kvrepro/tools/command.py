@@ -41,7 +41,7 @@ def checked(main: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(name: str, value: Any) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        ensure(Number(0, MOST, whole=isinstance(value, int), above=name not in FROM_ZERO), **{name: value})
+        ensure(Number(0, MOST, whole=isinstance(value, int), above=name not in FROM_ZERO), "", **{name: value})
     if isinstance(value, str | Path):
         if not (str(value).isprintable() and 0 < len(str(value)) <= LONGEST):
             raise InputError(f"{name} {str(value)[:50]!r}: give a text of printed signs")

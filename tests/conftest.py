@@ -8,6 +8,7 @@ from collections.abc import Generator
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -15,7 +16,29 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--table", action="store_true", help="tests that count something write their tables")
+    parser.addoption("--nightly", action="store_true", help="properties alone, with over a million cases; hours")
     parser.addoption("--device", default="cpu", help="where the tests' models and tensors live")
+
+
+NIGHTLY = 300  # times as many cases of each property as in `make test`: more than a million over all
+
+
+def cases(item: pytest.Item) -> int:
+    """Cases that hypothesis tries in a test; 0 for a test without hypothesis."""
+    known = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", None)
+    return known.max_examples if known else 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--nightly`, the properties alone, each with many more cases; how many these are is printed."""
+    if not config.getoption("--nightly"):
+        return
+    items[:] = [item for item in items if cases(item)]
+    for function in {item.obj.__wrapped__ if hasattr(item.obj, "__wrapped__") else item.obj for item in items}:
+        known = function._hypothesis_internal_use_settings
+        more = settings(known, max_examples=NIGHTLY * known.max_examples, deadline=None)
+        function._hypothesis_internal_use_settings = more
+    print(f"nightly: {len(items)} properties, {sum(map(cases, items)):,} cases")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,103 @@
+"""Whatever stands in a reader's files: items, a checkpoint, a header or a parameter, or one line that says why not."""
+
+import json
+import shutil
+import struct
+
+import checkpoint
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import data, models, parameters
+from kvrepro.item import Item
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=8,
+)  # fmt: skip
+FIELD = st.sampled_from(
+    ["id", "task", "context", "question", "answer", "answers", "messages", "spans", "meta", "metric"]
+)
+SPAN = st.fixed_dictionaries(
+    {"name": st.text(max_size=3) | JSON, "message": st.integers(-1, 2) | JSON, "start": JSON, "end": JSON}
+)
+TURN = st.fixed_dictionaries({"role": st.sampled_from(data.ROLES) | JSON, "content": st.text(max_size=9) | JSON})
+ROW = st.dictionaries(FIELD, st.text(max_size=20) | st.lists(TURN | SPAN | JSON, max_size=3) | JSON, max_size=6)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("read")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    return checkpoint.save(tmp_path_factory.mktemp("hub") / "copy")
+
+
+def refused_or(read):
+    """What was read, or None where it was refused in one line."""
+    said = "one line"
+    try:
+        return read()
+    except InputError as error:
+        said = str(error)
+    assert "\n" not in said
+    return None
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=st.lists(ROW.map(json.dumps).map(str.encode) | st.binary(max_size=40), min_size=1, max_size=3))
+def test_any_lines_are_items_or_one_error(rows, place):
+    (place / "own.jsonl").write_bytes(b"\n".join(rows))
+    items = refused_or(lambda: data.load_items(str(place / "own.jsonl")))
+    for item in items or []:
+        assert isinstance(item, Item)
+        assert item.id.isprintable()
+        assert not set("<>`${}[]|*\\") & set(item.id + item.task)
+        assert all(0 <= s.start < s.end <= len(item.messages[s.message]["content"]) for s in item.spans)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    changes=st.dictionaries(
+        st.sampled_from([*models.SIZES, "model_type", "rope_theta", "head_dim"]), JSON, min_size=1, max_size=3
+    )
+)
+def test_any_configuration_is_a_model_or_one_error(changes, copy):
+    own = json.loads((copy / "config.json").read_text())
+    other = copy.parent / "other"
+    shutil.copytree(copy, other, dirs_exist_ok=True)
+    (other / "config.json").write_text(json.dumps(own | changes))
+    refused_or(lambda: models.resolve(str(other)))
+
+
+TENSOR = st.fixed_dictionaries(
+    {"dtype": st.sampled_from(["F32", "I8", "X"]), "shape": st.lists(st.integers(-1, 9), max_size=3),
+     "data_offsets": st.lists(st.integers(-1, 99), min_size=2, max_size=2)},
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    told=st.dictionaries(st.text(max_size=3), TENSOR | JSON, max_size=3).map(json.dumps).map(str.encode) | st.binary(),
+    rest=st.integers(0, 99), claimed=st.none() | st.integers(0, 2**64 - 1),
+)  # fmt: skip
+def test_any_header_is_read_or_one_error(told, rest, claimed, place):
+    size = struct.pack("<Q", len(told) if claimed is None else claimed)
+    (place / "model.safetensors").write_bytes(size + told + bytes(rest))
+    held = refused_or(lambda: models._held("it", place))
+    assert held is None or 0 <= held <= rest
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=60) | JSON.map(json.dumps) | st.text("[]{}&*!a:1,-'\"# \n", max_size=30))
+def test_any_text_is_a_value_or_one_error(text):
+    value = refused_or(lambda: parameters.read(text))
+    refused_or(
+        lambda: parameters.check_values(
+            {"options": {"seed": value}, "n_items": value, "shares": value, "results": value}
+        )
+    )

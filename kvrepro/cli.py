@@ -41,6 +41,7 @@ PROGRAMS = {  # name: module with a `main`, what it is for
     "book": ("kvrepro.tools.book", "Execute the chapters that changed and build the book."),
     "data": ("kvrepro.experiment.data", "Public data: list the sources with their checksums, or fetch one."),
     "notebooks": ("kvrepro.tools.notebooks", "Copy the chapters' notebooks, to run or to edit."),
+    "store": ("kvrepro.tools.store", "Look after folders of results: verify, gc, diff, merge."),
     "trial": ("kvrepro.tools.trial", "Run all chapters on random weights of a real model's shape."),
 }
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
@@ -241,7 +242,7 @@ def _program(name: str, module: str, told: str) -> None:
             main = importlib.import_module(module).main
         except ModuleNotFoundError as missing:
             raise InputError(f"kvrepro {name} needs {missing.name}: pip install 'kvrepro[book]'") from None
-        if name == "data":  # commands of its own, which read the command line
+        if name in ("data", "store"):  # commands of its own, which read the command line
             sys.argv[:] = [f"kvrepro {name}", *context.args]
             main()
             return

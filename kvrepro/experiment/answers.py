@@ -272,6 +272,7 @@ class AnswersPlan(Plan):
         self.backends = ["torch" if why else usual for why in self.left]
         self.heads = heads(study, loaded, settings, self.prompts, self.conditions, self.columns, self.backends)
         self.keys = [self.heads[pair]["key"] for pair in self.pairs]
+        self.asked = store.asked_of([self.heads[pair] for pair in self.pairs])
         self.total = len(self.keys)
 
     def _left(self) -> list[str | None]:
@@ -286,7 +287,7 @@ class AnswersPlan(Plan):
     def __enter__(self) -> "AnswersPlan":
         self.table = store.Store(self.settings.folder, self.study.chapter, self.study.name)
         try:
-            missing = set(self.table.missing(self.keys))
+            missing = set(self.table.missing(self.keys, self.asked))
             self.missing = {pair for pair in self.pairs if self.heads[pair]["key"] in missing}
             if new := sorted(self.missing & self.gaps.keys()):
                 self.missing -= set(new)
@@ -380,7 +381,7 @@ class AnswersPlan(Plan):
 
     def results(self) -> pd.DataFrame:
         """Rows by item, then condition."""
-        rows = self.table.frame().set_index("key", drop=False)
+        rows = self.table.frame(self.keys, asked=self.asked).set_index("key", drop=False)
         frame = rows.loc[self.keys].reset_index(drop=True)
         return frame.assign(profile=self.settings.profile, seed=self.settings.seed)
 

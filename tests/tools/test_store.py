@@ -1,0 +1,147 @@
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from stored import Nursery, row, rows_of, written_by_version_1
+from typer.testing import CliRunner
+
+from kvrepro import cli
+from kvrepro.errors import InputError
+from kvrepro.experiment import store
+from kvrepro.experiment.store import Store, Tables
+from kvrepro.tools import store as tool
+
+
+def called(*arguments):
+    """Exit code and lines of `kvrepro store ...`."""
+    done = CliRunner().invoke(tool.app, [str(argument) for argument in arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit | InputError), done.exception
+    return done.exit_code, done.output.splitlines()
+
+
+def filled(folder: Path, values: dict, item_tables: dict | None = None) -> Path:
+    with Store(folder, "c", "n") as table:
+        table.add([row(item, value) for item, value in values.items()])
+    for key, value in (item_tables or {}).items():
+        Tables(folder, "c", "t").add(key, {"a": pd.DataFrame({"x": [value], "seconds": [id(folder)]})})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with Nursery() as found:
+        yield found
+
+
+def test_the_command_is_there(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kvrepro", "store", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("verify", "gc", "diff", "merge"))
+
+
+def test_verify_names_each_fault(tmp_path):
+    filled(tmp_path, {"a": 0.1, "b": 0.2}, {"k": 1, "l": 2})
+    assert called("verify", tmp_path) == (0, ["3 files, 0 faults"])
+    with Store(tmp_path, "c", "double") as table:
+        table.add([row("a"), row("b") | {"key": "a-e1"}])
+    with Store(tmp_path, "c", "cut") as table:
+        table.add([row("a")])
+    (tmp_path / "c" / "cut.parquet").write_bytes((tmp_path / "c" / "cut.parquet").read_bytes()[:-50])
+    broken = tmp_path / "c" / "t" / "k" / "a.parquet"
+    broken.write_bytes(broken.read_bytes().replace(b"PAR1", b"PAR2"))
+    (table.folder / "notes.txt").write_text("x")
+    code, lines = called("verify", tmp_path)
+    assert code == 1
+    assert [line.split(" ")[0].rstrip(":") for line in lines[:-1]] == [
+        str(tmp_path / "c" / "cut.parquet"), str(tmp_path / "c" / "double.parquet"),
+        str(broken), str(table.folder / "notes.txt"),
+    ]  # fmt: skip
+    assert lines[-1] == "5 files, 3 faults"
+    with pytest.raises(InputError, match="no folder"):
+        tool.verify(tmp_path / "none")
+
+
+def test_gc_deletes_what_no_one_reads_and_only_when_told(tmp_path):
+    written_by_version_1(tmp_path, [[row("a", 0.1), row("b", 0.2)], [row("b", 0.3, engine="e2")]])
+    leftover = tmp_path / "c" / "n.rows" / f"00000003@{store.HOST}-4194304-0123abcd.parquet.tmp"
+    of_another = leftover.with_name("00000003@elsewhere-7-0123abcd.parquet.tmp")
+    for path in (leftover, of_another):
+        path.write_text("half")
+    (leftover.parent / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    code, lines = called("gc", tmp_path)
+    assert code == 0
+    assert lines[0] == f"{leftover}: half-written, 4 bytes"
+    assert "1 rows that newer ones replaced" in lines[1]
+    assert "--yes" in lines[2]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before
+    assert called("gc", tmp_path, "--yes")[0] == 0
+    assert dict(rows_of(tmp_path)) == {"a": 0.1, "b": 0.3}
+    assert len(pd.read_parquet(tmp_path / "c" / "n.parquet")) == 2
+    assert sorted(path.name for path in leftover.parent.iterdir()) == [of_another.name, "notes.txt"]
+    assert called("gc", tmp_path)[1] == ["0 bytes to delete: --yes deletes them"]
+
+
+def test_diff_counts_what_differs(tmp_path):
+    a = filled(tmp_path / "a", {"x": 0.1, "y": 0.2, "z": 0.3}, {"k": 1, "l": 2})
+    same = filled(tmp_path / "same", {"z": 0.3, "y": 0.2, "x": 0.1}, {"l": 2, "k": 1})
+    b = filled(tmp_path / "b", {"y": 0.2, "z": 0.4, "w": 0.5, "v": 0.6}, {"k": 1, "l": 3})
+    assert called("diff", a, same)[0] == 0
+    code, lines = called("diff", a, b)
+    assert code == 1
+    assert lines == [
+        "c/n.parquet: 1 only in A, 2 only in B, 1 of 2 differ (50.00%)", "    token_f1 1",
+        "tables per item: 0 only in A, 0 only in B, 1 of 2 differ",
+    ]  # fmt: skip
+    assert called("diff", a, filled(tmp_path / "d", {"x": 0.1}))[0] == 1
+
+
+def test_merge_joins_and_never_overwrites(tmp_path):
+    a = filled(tmp_path / "a", {"x": 0.1, "y": 0.2}, {"k": 1})
+    b = filled(tmp_path / "b", {"y": 0.2, "z": 0.3}, {"k": 1, "l": 2})
+    into = filled(tmp_path / "into", {"w": 0.4})
+    assert called("merge", a, b, "--into", into)[0] == 0
+    assert dict(rows_of(into)) == {"w": 0.4, "x": 0.1, "y": 0.2, "z": 0.3}
+    assert called("merge", a, b, "--into", into)[1] == [f"0 rows added to {into}"]
+    assert Tables(into, "c", "t").read("l")["a"].x.tolist() == [2]
+    other = filled(tmp_path / "other", {"x": 0.9, "v": 0.5}, {"k": 3})
+    code, lines = called("merge", other, "--into", into)
+    assert code == 1
+    assert lines[0].startswith(f"{other / 'c/n.parquet'}: 1 rows differ")
+    assert lines[1].startswith(f"{other / 'c/t/k'}: differs")
+    assert "v" not in rows_of(into)
+    assert called("merge", other, "--into", into, "--first")[0] == 0
+    assert dict(rows_of(into)) == {"w": 0.4, "x": 0.1, "y": 0.2, "z": 0.3, "v": 0.5}
+    assert Tables(into, "c", "t").read("k")["a"].x.tolist() == [1]
+
+
+def test_kills_while_merging_migrating_and_deleting_change_nothing(tmp_path, nursery):
+    """A merge of a folder of version 1 with one of this version, and a deletion of stale rows, killed 30 times."""
+    old = [[row(i, i / 1000, engine="e0") for i in range(50)], *([row(i, i / 1000)] for i in range(20))]
+    written_by_version_1(tmp_path / "a", old)
+    b, into, killed = filled(tmp_path / "b", {str(i): i / 1000 for i in range(40, 90)}), tmp_path / "into", 0
+    moments = store.np.random.default_rng(0)
+    for i in range(30):
+        work = nursery.start("merge", tmp_path / "a", b, into) if i % 2 else nursery.start("gc", tmp_path / "a")
+        killed += nursery.kill(work, moments.uniform(0.0, 0.12))
+        assert dict(rows_of(tmp_path / "a")) == {str(i): i / 1000 for i in range(50)}
+    assert killed > 10
+    nursery.wait(nursery.start("gc", tmp_path / "a"))
+    nursery.wait(nursery.start("merge", tmp_path / "a", b, into))
+    assert dict(rows_of(into)) == {str(i): i / 1000 for i in range(90)}
+    assert dict(rows_of(b)) == {str(i): i / 1000 for i in range(40, 90)}
+    for folder in (tmp_path / "a", into):
+        assert tool.faults(folder) == (1, [])
+        assert len(pd.read_parquet(folder / "c" / "n.parquet")) == len(rows_of(folder))
+
+
+def test_the_bench_measures_and_stores_its_rows(tmp_path):
+    like = filled(tmp_path / "like", {str(i): i / 100 for i in range(70)}) / "c" / "n.parquet"
+    code, _ = called("bench", "--rows", 500, "--like", like, "--out", tmp_path / "out" / "t.csv", "--folder", tmp_path)
+    assert code == 0
+    [found] = pd.read_csv(tmp_path / "out" / "t.csv").to_dict("records")
+    assert found["rows"] == 500
+    assert all(0 < found[f"{name}_seconds"] < 60 for name in ("open", "study", "one_item", "add", "fold"))

@@ -96,17 +96,17 @@ def test_thirty_kills_lose_and_double_nothing(tmp_path, nursery):
     with Store(tmp_path, "c", "n") as table:
         table.add([row("other", 0.5) | {"model": "other", "key": "other"}])
     for i in range(30):
-        writer = nursery.start("add_rows", tmp_path, 10 * i, 10 * i + 60)
+        writer = nursery.start("add_rows", tmp_path, 5 * i, 5 * i + 40)
         killed += nursery.kill(writer, random.uniform(0.02, 0.15))
         found = rows_of(tmp_path).drop("other")
         reported |= {*(tmp_path / "said").read_text().split()} if (tmp_path / "said").exists() else set()
         assert reported <= {*found.index}
         assert all(value == int(item) / 1000 for item, value in found.items())
     assert killed > 20
-    nursery.wait(nursery.start("add_rows", tmp_path, 0, 350))
+    nursery.wait(nursery.start("add_rows", tmp_path, 0, 185))
     whole = pd.read_parquet(tmp_path / "c" / "n.parquet").set_index("item")
     assert whole.index.is_unique
-    assert {*whole.index} == {str(i) for i in range(350)} | {"other"}
+    assert {*whole.index} == {str(i) for i in range(185)} | {"other"}
     assert whole.model["other"] == "other"
     assert [*(tmp_path / "c" / "n.rows").iterdir()] == []
 

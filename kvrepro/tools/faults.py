@@ -1,15 +1,18 @@
 """Is anything lost when a run is killed? `python -m kvrepro.tools.faults kills --chapter leakage --kills 20 --seed 0`.
 
 Runs a chapter's notebook twice without a fault, and once more while it is killed again and again at seeded moments and
-resumed each time; then compares what is stored, row by row.
+resumed each time; then compares what is stored, row by row. `python -m kvrepro.tools.faults table` makes faults of
+other kinds, each in a call of `kvrepro`, and writes down what a reader would see.
 """
 
 import contextlib
 import datetime
+import json
 import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,12 +28,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import typer
+from safetensors.torch import load_file, save_file
 
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data
 from kvrepro.experiment.store import replace_rows
-from kvrepro.paths import DATA
+from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import trial
 from kvrepro.tools.book import cells
 
@@ -219,7 +223,8 @@ def killed_run(
     """Compute a chapter into `folder` while one of its processes is killed at that many moments of the quiet run's
     length, every third time as the next file is written; resume after each. What was counted."""
     dice, given = random.Random(f"{chapter} {who} {seed}"), parameters | {"results": str(folder)}
-    moments = sorted(dice.uniform(0, quiet.seconds) for _ in range(kills))
+    lengths = [quiet.seconds if k % 5 == 0 else quiet.curve[-1][0] for k in range(kills)]  # most before the analysis
+    moments = sorted(dice.uniform(0, length) for length in lengths)
     total, log = quiet.curve[-1][1], folder.with_suffix(".log")
     counted = dict.fromkeys(("kills", "while_computing", "while_writing", "processes_left"), 0)
     run, misses = Run(chapter, given, log), 0
@@ -250,6 +255,141 @@ def killed_run(
             run = Run(chapter, given, log)
     run.finish()
     return counted
+
+
+# ---- faults of other kinds, each by the command that a reader would type
+
+SCORER = """import multiprocessing, os, pathlib, time
+import torch
+from kvrepro.engine import generate
+from kvrepro.engine.policy import Policy
+
+MARK = pathlib.Path(__file__).with_name("mark")
+IN_WORKER = multiprocessing.current_process().name.startswith("LokyProcess")
+{above}
+
+def score(o):
+    long = o.keys.shape[-2] > 150  # one item
+    {body}
+    return o.keys.float().norm(dim=-1)
+
+
+MINE = Policy("Mine", "a fault", score)
+"""
+OUT_OF_MEMORY = """
+def scarce(model, prompts, conditions, usual=generate.generate, **given):
+    if sum(len(mine) for mine in conditions if isinstance(mine, list)) > 3:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return usual(model, prompts, conditions, **given)
+
+
+generate.generate = scarce
+"""
+DIES = "os.kill(os.getpid(), 9)"
+ROWS = 33  # 11 items under the full cache, the policy of the fault and another
+SECONDS = 300.0  # for one command
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How a fault is made in a call of `kvrepro`, and what its output says of it."""
+
+    made: str
+    says: str  # in the line that is shown
+    body: str = "pass"  # of the policy
+    above: str = ""
+    options: tuple[str, ...] = ()
+    broken: int = 0  # rows that cannot be there
+    command: str = "run"
+    signal: int = 0  # is sent when rows arrive
+    nan: bool = False
+
+
+FAULTS = {
+    "a policy raises on one item": Fault(
+        "a policy of one's own divides by zero", "ZeroDivisionError", "assert not long or 1 / 0", broken=1
+    ),
+    "a policy never returns": Fault(
+        "a policy loops on one item, time_limit=5", "TimeLimit",
+        "while long: pass", options=("-o", "time_limit=5"), broken=1,
+    ),
+    "no memory on the GPU": Fault(
+        "torch.OutOfMemoryError for more than 3 rows at a time", "out of memory", above=OUT_OF_MEMORY
+    ),
+    "a worker is killed": Fault(
+        "SIGKILL to one of two workers", "worker process was killed",
+        f"if IN_WORKER and long and not MARK.exists(): MARK.touch(); {DIES}", options=("-o", "workers=2"),
+    ),
+    "one item kills every worker": Fault(
+        "SIGKILL to whichever worker scores it", "times in a row", f"if IN_WORKER and long: {DIES}",
+        options=("-o", "workers=2"), broken=ROWS,
+    ),
+    "NaN in the weights": Fault("one number of a checkpoint", "NaN", nan=True, broken=ROWS),
+    "Ctrl-C in a study": Fault(
+        "SIGINT to kvrepro run", "interrupted", "time.sleep(0.5)", signal=signal.SIGINT, broken=ROWS
+    ),
+    "Ctrl-C in the book": Fault("SIGINT to kvrepro book", "interrupted", command="book", signal=signal.SIGINT),
+    "the batch system ends the book": Fault(
+        "SIGTERM to kvrepro book", "interrupted", command="book", signal=signal.SIGTERM
+    ),
+    "the terminal is closed": Fault("SIGHUP to kvrepro book", "interrupted", command="book", signal=signal.SIGHUP),
+}  # fmt: skip
+
+
+def _command(fault: Fault, base: Path) -> list[str]:
+    """What is typed; files that it needs are written to `base`."""
+    results, start = base / "results", [sys.executable, "-m", "kvrepro", fault.command]
+    if fault.command == "book":
+        parameters = {"model": _two_layers(base), "results": results, "n_items": 1}
+        return [
+            *start,
+            "--workers",
+            "2",
+            *(text for key, value in parameters.items() for text in ("-p", f"{key}={value}")),
+        ]
+    scorer, items = base / "fault.py", base / "items.jsonl"
+    scorer.write_text(SCORER.format(above=fault.above, body=fault.body))
+    lengths = [40 if i == 7 else 10 for i in range(11)]
+    made = [{"context": "The red door is open. " * n, "question": "Which?", "answer": "red"} for n in lengths]
+    items.write_text("".join(json.dumps(item) + "\n" for item in made))
+    model = _with_nan(base) if fault.nan else "small-gqa"
+    given = f"-p {scorer}:MINE -p k_norm -b 0.5 -m {model} -i {items} -n 11 -o results={results} -o progress=false"
+    return [*start, *given.split(), "--max-new-tokens", "4", *fault.options]
+
+
+def _with_nan(base: Path) -> Path:
+    """The two-layer checkpoint with one broken weight."""
+    folder = _two_layers(base)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][0, 0] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def meet(name: str, base: Path) -> dict[str, Any]:
+    """Make a fault: what was said, the exit code, seconds from a signal to the end, processes left, and rows lost, of
+    those that were stored before a signal or that the fault leaves possible."""
+    fault, results, log = FAULTS[name], base / "results", base / "log"
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            _command(fault, base), stdout=said, stderr=said, cwd=ROOT, start_new_session=True,
+            env=os.environ | {"KVREPRO_WORKERS": ""},
+        )  # fmt: skip
+        until, before, family = time.monotonic() + SECONDS, ROWS - fault.broken, list[psutil.Process]()
+        if fault.signal:
+            while process.poll() is None and not (before := stored(results)[0]) and time.monotonic() < until:
+                time.sleep(0.05)
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(fault.signal)
+        began = time.monotonic()
+        code = process.wait(max(1.0, until - began))
+    lines = [line for line in log.read_text(errors="replace").splitlines() if fault.says in line]
+    good = [frame for frame in tables(results).values() if "error" in frame]
+    after = stored(results)[0] if fault.signal else sum(int((frame.error == "").sum()) for frame in good)
+    taken = round(time.monotonic() - began, 1) if fault.signal else None
+    left = end(family) if fault.signal else 0
+    return {"fault": name, "made": fault.made, "seen": lines[0].replace(str(base), "...") if lines else "",
+            "exit_code": code, "lost": max(0, before - after), "seconds": taken, "processes_left": left}  # fmt: skip
 
 
 # ---- the commands
@@ -297,6 +437,24 @@ def kills(
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_rows(out, pd.DataFrame([row]), KEY)
     if row["lost"] or row["doubled"] or row["different"]:
+        raise typer.Exit(1)
+
+
+@app.command("table")
+@one_line_errors()
+def table_(
+    out: Annotated[Path, typer.Option(help="the table")] = OUT / "faults.csv",
+    only: Annotated[str, typer.Option(help="faults whose name holds this text")] = "",
+) -> None:
+    """Make each fault once, and write down what was seen; exit 1 where one was met in silence or lost a row."""
+    rows = []
+    for name in (name for name in FAULTS if only in name):
+        with tempfile.TemporaryDirectory() as base:
+            rows.append(meet(name, Path(base)) | machine())
+        print(pd.Series(rows[-1]).to_string(), flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_rows(out, pd.DataFrame(rows), ["fault"])
+    if any(row["lost"] or not row["seen"] or row["processes_left"] for row in rows):
         raise typer.Exit(1)
 
 

@@ -1,0 +1,72 @@
+"""The campaign of kills: it counts what is lost, and it finds its victims."""
+
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import typer
+
+from kvrepro.paths import replaced
+from kvrepro.tools import faults
+
+
+def frames(**tables):
+    made = {name: pd.DataFrame(rows, columns=["key", "value"]) for name, rows in tables.items()}
+    return {name: frame.set_index("key", drop=False) for name, frame in made.items()}
+
+
+def test_what_is_lost_doubled_and_different_is_counted():
+    quiet = frames(main=[("a", "1"), ("b", "2"), ("c", "3")], extra=[("d", "4")])
+    other = frames(main=[("a", "1"), ("b", "9"), ("a", "1")])
+    assert faults.differences(quiet, quiet).empty
+    found = faults.differences(quiet, other).set_index(["table", "column"])
+    assert found.loc[("main", "")].to_dict() == {"lost": 1, "doubled": 1, "different": 0}
+    assert found.loc[("main", "value"), "different"] == 1
+    assert found.loc[("extra", ""), "lost"] == 1
+
+
+def test_a_moment_is_told_by_what_was_stored_then():
+    quiet = faults.Quiet(10.0, [(0.0, 0), (2.0, 5), (6.0, 9)])
+    assert [quiet.stored_at(moment) for moment in (1.0, 2.5, 9.0)] == [(0, 1.0), (5, 0.5), (9, 3.0)]
+
+
+def work(chapter, parameters, log):
+    """In a chapter's place: ten files; those that are there are passed over. One that forgets loses a file in the
+    killed run, and writes something else into another."""
+    folder = Path(parameters["results"])
+    folder.mkdir(exist_ok=True)
+    forgets = parameters["forgets"] and folder.name == "killed"
+    for i in range(10):
+        file = folder / f"{i}.parquet"
+        if not file.exists() and not (forgets and i == 4):
+            time.sleep(0.05)
+            with replaced(file) as aside:
+                pd.DataFrame({"value": [i + (forgets and i == 3)]}).to_parquet(aside)
+    time.sleep(0.5)  # its analysis
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_kills_fall_into_the_computation_and_what_they_change_is_seen(tmp_path, monkeypatch, forgets):
+    monkeypatch.setattr(faults, "_child", work)
+    row = faults.campaign("any", {"forgets": forgets}, tmp_path, "driver", 4, seed=1)
+    assert row["kills"] == 4
+    assert row["while_computing"] >= 1
+    assert row["rows"] == 10
+    assert (row["lost"], row["doubled"], row["different"]) == (forgets, 0, forgets)
+
+
+def test_a_fault_that_is_met_in_silence_fails(tmp_path, monkeypatch):
+    seen = {"fault": "one", "made": "", "seen": "", "exit_code": 0, "lost": 0, "seconds": None, "processes_left": 0}
+    monkeypatch.setattr(faults, "meet", lambda name, base: seen)
+    with pytest.raises(typer.Exit):
+        faults.table_(tmp_path / "faults.csv", "NaN")
+    assert len(pd.read_csv(tmp_path / "faults.csv")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_a_fault_is_told_in_one_line_and_loses_nothing(name, tmp_path):
+    row = faults.meet(name, tmp_path)
+    assert row["seen"]
+    assert (row["lost"], row["processes_left"]) == (0, 0)

@@ -102,12 +102,12 @@ def _victims(run: Run, who: str) -> list[psutil.Process]:
     """Whom a kill of that kind may hit: the process that runs the study, a worker of it, or Ray's node."""
     if who == "driver":
         return [psutil.Process(run.process.pid)]
-    marks = {"worker": ("LokyProcess", "ray::"), "node": ("raylet",)}[who]
     found = []
     for process in run.family():
         with contextlib.suppress(psutil.Error):
-            if any(mark in part for part in process.cmdline()[:8] for mark in marks):
-                found.append(process)
+            node = process.name() == "raylet"
+            worker = any(part.startswith(("LokyProcess", "ray::")) for part in process.cmdline())
+            found += [process] if (node if who == "node" else worker) else []
     return found
 
 

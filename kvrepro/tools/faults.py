@@ -452,8 +452,8 @@ def table_(
         with tempfile.TemporaryDirectory() as base:
             rows.append(meet(name, Path(base)) | machine())
         print(pd.Series(rows[-1]).to_string(), flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    replace_rows(out, pd.DataFrame(rows), ["fault"])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        replace_rows(out, pd.DataFrame(rows), ["fault"])
     if any(row["lost"] or not row["seen"] or row["processes_left"] for row in rows):
         raise typer.Exit(1)
 

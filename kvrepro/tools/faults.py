@@ -36,7 +36,7 @@ from kvrepro.experiment import data
 from kvrepro.experiment.store import replace_rows
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import trial
-from kvrepro.tools.book import cells
+from kvrepro.tools.book import ENDING, cells
 
 OUT = DATA / "reliability"
 WHO = ("driver", "worker", "node")
@@ -374,6 +374,7 @@ def meet(name: str, base: Path) -> dict[str, Any]:
         process = subprocess.Popen(
             _command(fault, base), stdout=said, stderr=said, cwd=ROOT, start_new_session=True,
             env=os.environ | {"KVREPRO_WORKERS": ""},
+            preexec_fn=lambda: [signal.signal(one, signal.SIG_DFL) for one in ENDING],  # background jobs ignore some
         )  # fmt: skip
         until, before, family = time.monotonic() + SECONDS, ROWS - fault.broken, list[psutil.Process]()
         if fault.signal:

@@ -20,11 +20,10 @@ from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, fingerprint, measure, models, store
+from kvrepro.experiment import cluster, data, fingerprint, measure, models, store
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Estimate, Job, Plan
-from kvrepro.experiment.workers import default_workers
 from kvrepro.item import Item
 from kvrepro.paths import ROOT
 
@@ -323,7 +322,8 @@ class AnswersPlan(Plan):
         """Blocks of neighbouring items, the same blocks whatever is missing of them."""
         together = self.study.together
         # On a GPU every job takes batches of its own, which cost almost the same however many rows they have.
-        parts = LEAST if self.loaded.device == "cpu" else default_workers(self.loaded)
+        shared = (self.loaded, self.settings.engine, self.settings.address)
+        parts = LEAST if self.loaded.device == "cpu" else cluster.usual_workers(*shared)
         each = -(-len(self.prompts) // parts) * self.total / len(self.prompts)
         most = min(BATCHES * self._rows_together(), each)
         blocks: list[list[int]] = []

@@ -20,13 +20,13 @@ from kvrepro.engine.allowed import Positive, Size, ensure_fields
 from kvrepro.engine.condition import Generation, Prompt
 from kvrepro.engine.generate import Conditions
 from kvrepro.errors import InputError, Stopped, meant
+from kvrepro.experiment import cluster, workers
 from kvrepro.experiment.answers import AnswersPlan
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.parameters import ensure_name
 from kvrepro.experiment.per_item import PerItemPlan
 from kvrepro.experiment.plan import Plan
 from kvrepro.experiment.progress import Progress, clock
-from kvrepro.experiment.workers import default_workers, each, one_thread, possible
 from kvrepro.item import Item
 from kvrepro.paths import WORK
 
@@ -51,6 +51,8 @@ class Settings:
     dtype: Dtype = "auto"  #: of weights and caches; "auto": the checkpoint's own on a GPU, float32 on the CPU
     backend: Literal["auto", "torch", "triton"] = "auto"  #: "auto": kernels where they agree with plain PyTorch
     workers: Size | None = None  #: processes, one thread or GPU each; None: `$KVREPRO_WORKERS`, or all cores or GPUs
+    engine: Literal["local", "ray"] | None = None  #: who runs workers; None: `$KVREPRO_ENGINE`, or local processes
+    address: str | None = None  #: of a Ray cluster, host:port; None: `$KVREPRO_RAY_ADDRESS`, or this machine alone
     batch_rows: Size | None = None  #: rows that decode together; None: 64, on a GPU what its memory holds
     time_limit: Positive | None = None  #: seconds for an item or a row; what takes longer fails, and the rest goes on
     progress: bool = True  #: show a progress bar
@@ -62,7 +64,11 @@ class Settings:
         object.__setattr__(self, "dry_run", self.dry_run or bool(os.environ.get("KVREPRO_DRY_RUN")))
         if self.workers is None and (given := os.environ.get("KVREPRO_WORKERS")):
             object.__setattr__(self, "workers", int(given) if given.isdigit() else given)
+        object.__setattr__(self, "engine", self.engine or os.environ.get("KVREPRO_ENGINE") or "local")
+        object.__setattr__(self, "address", self.address or os.environ.get("KVREPRO_RAY_ADDRESS"))
         ensure_fields(self, type(self))
+        if self.address is not None and self.engine == "local" and "KVREPRO_RAY_ADDRESS" not in os.environ:
+            raise InputError(f"address {self.address!r} is of a Ray cluster, and the engine is local: set engine 'ray'")
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None = None, **given: Any) -> Self:
@@ -172,13 +178,15 @@ def _compute(plan: Plan, settings: Settings) -> int:
         return 0
     processes = 1
     if len(jobs) > 1 and (settings.workers is not None or not _testing()):
-        with one_thread():
+        with workers.one_thread():
             expected = plan.estimate()
         processes = _processes(plan, settings, expected.seconds)
         print(expected.line(processes))
         jobs = plan.jobs()  # without what the estimate has done
+    given = (plan.loaded, jobs, min(processes, len(jobs)))
+    shared = cluster.each(*given, settings.address) if settings.engine == "ray" else workers.each(*given)
     with Progress(plan.title, count, plan.unit, settings.progress) as bar:
-        for job, result in each(plan.loaded, jobs, min(processes, len(jobs))):
+        for job, result in shared:
             plan.add(job, result)
             bar.update(job.size)
     return count
@@ -186,11 +194,12 @@ def _compute(plan: Plan, settings: Settings) -> int:
 
 def _processes(plan: Plan, settings: Settings, seconds: float) -> int:
     """Worker processes for that much work."""
-    if plan.alone or not possible(plan.loaded):
+    if plan.alone or not workers.possible(plan.loaded):
         return 1
     if settings.workers is not None:
         return settings.workers
-    return 1 if _testing() or seconds < POOL_FROM else default_workers(plan.loaded)
+    few = _testing() or seconds < POOL_FROM
+    return 1 if few else cluster.usual_workers(plan.loaded, settings.engine, settings.address)
 
 
 def _testing() -> bool:

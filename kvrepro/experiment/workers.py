@@ -30,6 +30,7 @@ from kvrepro.experiment.plan import Job
 
 TRIES = 3  # workers that may die one after the other while nothing is done
 HELP = "is memory too small? give fewer workers, or smaller batches by batch_rows; what is done is stored"
+Told = tuple[str, str, str, str]  # folder, device, dtype and name of a model
 _models: list[Loaded | None] = []  # in a worker: the one that it loaded
 _started: dict[Any, int] = {}  # the model for which workers run, and how many: fewer would have to start anew
 
@@ -63,31 +64,26 @@ def possible(loaded: Loaded | None) -> bool:
 def each(loaded: Loaded | None, jobs: Sequence[Job], count: int) -> Iterator[tuple[Job, Any]]:
     """(job, result) as they are done, by `count` workers; one is this process itself. Raises a job's exception here;
     Lost where workers die of it."""
-    packed = None
-    if count > 1:
-        try:  # with what a notebook added to the policies
-            packed = [cloudpickle.dumps((OWN, job.work)) for job in jobs]
-        except Exception as error:  # whatever a part says that cannot be pickled
-            print(f"one process only: a part of the study cannot be sent to another ({error})".splitlines()[0])
-    if packed is None:
+    parts = packed(jobs) if count > 1 else None
+    if parts is None:
         with one_thread():
             for job in jobs:
                 yield job, job.work(loaded)
         return
-    what = (str(loaded.path), loaded.device, loaded.dtype, loaded.name) if loaded is not None else None
+    what = told(loaded)
     if not _started:  # a notebook's kernel complains as it ends, of its own loop, to streams that are closed by then
         atexit.register(setattr, logging, "raiseExceptions", False)
     if what not in _started:
         _started.clear()
     _started[what] = max(count, _started.get(what, 0))
-    for i, result in _shared(what, packed):
+    for i, result in _shared(what, parts):
         yield jobs[i], result
 
 
-def _shared(what: Any, packed: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
+def _shared(what: Any, parts: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
     """(number, result) of every job. Where a worker dies, all are replaced and what was under way is done again, after
     the rest; if one dies again before anything is done, half as many go on."""
-    left, deaths = list(range(len(packed))), 0
+    left, deaths = list(range(len(parts))), 0
     while left:
         count = max(2, _started[what] >> deaths)  # one would be this process
         shared = joblib.Parallel(
@@ -95,7 +91,7 @@ def _shared(what: Any, packed: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
             max_nbytes=None, inner_max_num_threads=1, initializer=_begin, initargs=(os.getpid(), what),
         )  # fmt: skip
         try:
-            for i, result in shared([joblib.delayed(_done)(i, packed[i]) for i in left]):
+            for i, result in shared([joblib.delayed(_done)(i, parts[i]) for i in left]):
                 left.remove(i)
                 deaths = 0
                 yield i, result
@@ -111,6 +107,21 @@ def _shared(what: Any, packed: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
                 flush=True,
             )
             left = left[count:] + left[:count]
+
+
+def packed(jobs: Sequence[Job]) -> list[bytes] | None:
+    """The jobs as another process takes them, with what a notebook added to the policies; None, and a printed line,
+    where one cannot be sent."""
+    try:
+        return [cloudpickle.dumps((OWN, job.work)) for job in jobs]
+    except Exception as error:  # whatever a part says that cannot be pickled
+        print(f"one process only: a part of the study cannot be sent to another ({error})".splitlines()[0])
+        return None
+
+
+def told(loaded: Loaded | None) -> Told | None:
+    """What another process must know to load the same model."""
+    return (str(loaded.path), loaded.device, loaded.dtype, loaded.name) if loaded is not None else None
 
 
 @contextlib.contextmanager
@@ -129,21 +140,29 @@ def one_thread() -> Iterator[None]:
 # ---- in a worker
 
 
-def _begin(parent: int, what: tuple[str, str, str, str] | None) -> None:
+def _begin(parent: int, what: Told | None) -> None:
     """Load the model, onto a GPU of its own where it lies on one."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's business, which ends us
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if what is not None and what[1] == "cuda":  # workers are numbered as they are started
+        number = int(multiprocessing.current_process().name.rpartition("-")[2])
+        what = (what[0], f"cuda:{number % torch.cuda.device_count()}", *what[2:])
+    prepare(what)
+
+
+def prepare(what: Told | None) -> Loaded | None:
+    """Make this process a worker: one thread, and the model that it holds from now on."""
+    import torch
+
     torch.set_num_threads(1)
     if what is None:
         _models[:] = [None]
-        return
-    path, device, dtype, name = what
-    if device == "cuda":  # workers are numbered as they are started
-        number = int(multiprocessing.current_process().name.rpartition("-")[2])
-        device = f"cuda:{number % torch.cuda.device_count()}"
-    _models[:] = [replace(models.load(path, device, dtype), name=name)]
+    else:
+        path, device, dtype, name = what
+        _models[:] = [replace(models.load(path, device, dtype), name=name)]
+    return _models[0]
 
 
 def _watch(parent: int) -> None:
@@ -152,7 +171,12 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-def _done(i: int, packed: bytes) -> tuple[int, Any]:
-    own, work = pickle.loads(packed)
+def _done(i: int, data: bytes) -> tuple[int, Any]:
+    return i, done(data)
+
+
+def done(data: bytes) -> Any:
+    """The result of a job that `packed` made, in a process that is prepared."""
+    own, work = pickle.loads(data)
     OWN.update(own)
-    return i, work(_models[0])
+    return work(_models[0])

@@ -1,0 +1,236 @@
+"""A study's jobs on a Ray cluster: one model on each GPU or core, and whoever dies is replaced.
+
+The process that runs the study hands out jobs, at most `AHEAD` to a worker, and takes results as they come: no more
+than that lies in Ray's object store. It alone writes rows. A worker that is lost, alone or with its node, is replaced,
+and its jobs are done again; a job that costs three workers is given up, after all others are done.
+"""
+
+import functools
+import hashlib
+import os
+import platform
+import socket
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import workers
+from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.plan import Job
+from kvrepro.paths import CODE
+
+AHEAD = 2  # jobs that a worker holds: the one that it does, and the next
+TRIES = 3  # workers that a job may cost
+PATIENCE = 30.0  # seconds without any worker until a line says that the run is waiting for one
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # no reports home, no warning
+ALONE = {"RAY_prestart_worker_first_driver": "0"}  # no idle process for every core of this machine
+_crew: dict[Any, list["_Member"]] = {}  # the model for which workers run, and those workers
+
+
+class Lost(RuntimeError):
+    """Jobs that were given up, because workers died of them; all others are done."""
+
+
+# ---- the cluster
+
+
+def connect(address: str | None = None, least: int = 1) -> Any:
+    """The package ray, connected: to the cluster at `host:port`, or to one of this machine alone, which starts here and
+    ends with this process. None: `$RAY_ADDRESS`, which Ray's own job runner sets, or else this machine.
+
+    least: workers that this machine must take, however few its cores. Raises InputError within seconds: no ray, nobody
+    at the address, another version of Python or Ray.
+    """
+    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
+    try:
+        import ray
+    except ImportError:
+        raise InputError("engine 'ray' needs the package ray: pip install 'kvrepro[cluster]'") from None
+    if ray.is_initialized():
+        return ray
+    _crew.clear()
+    given: dict[str, Any] = {"address": address or os.environ.get("RAY_ADDRESS") or "local"}
+    if given["address"] == "local":
+        os.environ.update(ALONE)
+        given |= {"num_cpus": max(least, os.cpu_count() or 1), "include_dashboard": False}
+    else:
+        _reach(given["address"])
+    try:
+        ray.init(**given, log_to_driver=False, logging_level="ERROR", configure_logging=True)
+    except Exception as error:  # of a cluster that answers, but not to us
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"Ray at {given['address']}: {why}; the same Python and Ray must run everywhere") from None
+    return ray
+
+
+def _reach(address: str) -> None:
+    """Raise InputError unless somebody listens there; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        way_out = "give host:port of its head, such as 10.0.0.1:6379, from a machine of the cluster"
+        raise InputError(f"Ray's address {address!r}: {way_out}")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        way_out = "start it with `ray start --head`, or leave the address out to use this machine"
+        raise InputError(f"nobody answers at Ray's address {address} ({error}): {way_out}") from None
+
+
+def usual_workers(loaded: Loaded | None, engine: str, address: str | None) -> int:
+    """Workers where nobody says how many: as many as this machine takes, or the cluster's GPUs, for a model on one, or
+    cores."""
+    if engine == "ray":
+        ray = connect(address)
+        if len(ray.nodes()) > 1:
+            kind = "GPU" if loaded is not None and loaded.device == "cuda" else "CPU"
+            return max(1, int(ray.cluster_resources().get(kind, 0)))
+    return workers.default_workers(loaded)
+
+
+@functools.cache
+def code() -> str:
+    """Hash of the package's source: a worker with another one would compute other rows under the same keys."""
+    total = hashlib.sha256()
+    for name, folder in CODE.items():
+        for file in sorted(folder.rglob("*.py")):
+            total.update(f"{name}/{file.relative_to(folder).as_posix()}".encode() + file.read_bytes())
+    return total.hexdigest()[:16]
+
+
+# ---- a worker
+
+
+class Worker:
+    """One model on one GPU or one core."""
+
+    def begin(self, what: tuple[str, str, str, str] | None, model_hash: str, driver: str) -> str:
+        """Load the model from its folder; "", or why that does not do."""
+        node = platform.node()
+        if code() != driver:
+            return f"node {node} has another kvrepro than this machine: install the same one on every node"
+        if what is not None and not Path(what[0]).is_dir():
+            return f"node {node} has no folder {what[0]}: put the checkpoint there, or on a file system that all share"
+        try:
+            loaded = workers.prepare(what)
+        except InputError as error:
+            return f"node {node}: {error}"
+        if loaded is not None and loaded.hash != model_hash:
+            return f"node {node} has other files in {loaded.path}: copy the checkpoint there again"
+        return ""
+
+    def do(self, packed: bytes) -> Any:
+        """A job's result."""
+        return workers.done(packed)
+
+
+@dataclass
+class _Member:
+    """A worker as the driver sees it."""
+
+    actor: Any
+    begun: Any  # the reference of what `begin` says; None: it has said that it is ready
+    jobs: deque[tuple[Any, int]] = field(default_factory=deque)  # references and numbers of its jobs, oldest first
+
+    @property
+    def next(self) -> Any:
+        """The reference that it will answer first, if it has anything to do."""
+        return self.begun if self.begun is not None else self.jobs[0][0] if self.jobs else None
+
+
+def _hire(ray: Any, loaded: Loaded | None) -> _Member:
+    on_gpu = loaded is not None and loaded.device == "cuda"
+    kind = ray.remote(num_cpus=0 if on_gpu else 1, num_gpus=int(on_gpu), max_restarts=0, max_task_retries=0)(Worker)
+    actor = kind.remote()
+    return _Member(actor, actor.begin.remote(workers.told(loaded), "" if loaded is None else loaded.hash, code()))
+
+
+# ---- the driver
+
+
+def each(loaded: Loaded | None, jobs: Sequence[Job], count: int, address: str | None) -> Iterator[tuple[Job, Any]]:
+    """(job, result) as they are done, by up to `count` workers of a cluster; one is this process itself.
+
+    Workers stay for a chapter's next study. Raises a job's exception; InputError for a node that cannot load the model;
+    Lost, after all other jobs.
+    """
+    packed = workers.packed(jobs) if count > 1 else None
+    if packed is None:
+        yield from workers.each(loaded, jobs, 1)
+        return
+    ray = connect(address, count)
+    what = workers.told(loaded)
+    if what not in _crew:
+        _dismiss(ray)
+    crew = _crew.setdefault(what, [])
+    crew += [_hire(ray, loaded) for _ in range(count - len(crew))]
+    try:
+        for i, result in _shared(ray, crew, packed, lambda: _hire(ray, loaded)):
+            yield jobs[i], result
+    finally:
+        if any(member.jobs for member in crew):  # under way, and nobody waits for them
+            _dismiss(ray)
+
+
+def _dismiss(ray: Any) -> None:
+    for member in (member for crew in _crew.values() for member in crew):
+        ray.kill(member.actor)
+    _crew.clear()
+
+
+def _shared(
+    ray: Any, crew: list[_Member], packed: Sequence[bytes], hire: Callable[[], _Member]
+) -> Iterator[tuple[int, Any]]:
+    """(number, result) of every job, whoever of the crew does it."""
+    waiting, cost, left, said = deque(range(len(packed))), Counter[int](), len(packed), False
+    given_up: dict[int, str] = {}
+    while left:
+        for member in sorted((m for m in crew if m.begun is None), key=lambda m: len(m.jobs)):
+            while waiting and len(member.jobs) < AHEAD:
+                member.jobs.append((member.actor.do.remote(packed[waiting[0]]), waiting.popleft()))
+        busy = {member.next: member for member in crew if member.next is not None}
+        done, _ = ray.wait(list(busy), timeout=PATIENCE)
+        if not done:
+            if not said and all(member.begun is not None for member in crew):
+                print("Ray: waiting for a worker, the cluster has no free GPU or core", flush=True)
+                said = True
+            continue
+        member = busy[done[0]]
+        try:
+            result = ray.get(done[0])
+        except ray.exceptions.RayActorError as error:
+            waiting.extendleft(i for _, i in reversed(member.jobs))
+            died_of = member.jobs[0][1] if member.jobs else -1  # -1: of loading the model
+            cost[died_of] += 1
+            print(f"Ray: a worker was lost ({_reason(error)}); another one takes its jobs", file=sys.stderr, flush=True)
+            if cost[-1] >= TRIES:
+                raise Lost(f"{TRIES} workers died as they loaded the model: {_reason(error)}") from None
+            if died_of >= 0 and cost[died_of] >= TRIES:
+                given_up[died_of] = _reason(error)
+                waiting.remove(died_of)
+                left -= 1
+            crew[crew.index(member)] = hire()
+            continue
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        if member.begun is not None:
+            if result:
+                raise InputError(result)
+            member.begun = None
+            cost[-1] = 0
+            continue
+        left -= 1
+        yield member.jobs.popleft()[1], result
+    if given_up:
+        why = next(iter(given_up.values()))
+        raise Lost(f"{len(given_up)} of {len(packed)} parts cost {TRIES} workers each and were given up: {why}")
+
+
+def _reason(error: Exception) -> str:
+    """The line of Ray's long story that says why an actor died."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "Error" in line or "cause" in line.lower() or "exit" in line.lower()]
+    return (told or lines or [type(error).__name__])[-1][:200]

@@ -55,7 +55,9 @@ def main() -> None:
 @app.command()
 @one_line_errors()  # here, because typer has its own idea of an interrupt
 def run(
-    policy: Annotated[list[str], Option("-p", "--policy", help="a name, or my_policy.py:MINE; repeat for more")],
+    context: typer.Context,
+    sweep: Annotated[Path | None, Argument(help="a sweep file: models x chapters; takes the last four options")] = None,
+    policy: Annotated[list[str], Option("-p", "--policy", help="a name, or my_policy.py:MINE; repeat for more")] = [],  # noqa: B006
     budget: Annotated[list[str], Option("-b", "--budget", help="tokens per KV head, or a share; repeat")] = ["0.2"],  # noqa: B006
     regime: Annotated[str, Option("-r", "--regime", help=f"{WHEN}; otherwise the policy's first")] = "",
     setting: Annotated[list[str], Option("-s", "--set", help=f"name=value: {SET}; repeat")] = [],  # noqa: B006
@@ -69,11 +71,21 @@ def run(
     option: Annotated[list[str], Option("-o", "--option", help=f"name=value: {OPTIONS}; repeat")] = [],  # noqa: B006
     name: Annotated[str, Option(help="of the table of results")] = "main",
     out: Annotated[Path | None, Option(help="write the rows to this CSV file as well")] = None,
+    engine: Annotated[str | None, Option(help="local, or ray: one machine or a cluster")] = None,
+    address: Annotated[str | None, Option(help="host:port of a Ray cluster; otherwise Ray on this machine")] = None,
+    workers: Annotated[int | None, Option(help="processes; otherwise all cores or GPUs")] = None,
+    dry_run: Annotated[bool, Option(help="say what it would take, and stop")] = False,
 ) -> None:
-    """Run one study, policies x budgets beside the full cache, and print a table.
+    """Run one study, policies x budgets beside the full cache, and print a table; or the chapters of a sweep file.
 
     Rows are stored as they come: a second call computes what is missing.
     """
+    chosen = {"engine": engine, "address": address, "workers": workers}
+    if sweep is not None:
+        _sweep(context, sweep, dry_run, chosen)
+        return
+    if not policy:
+        raise InputError("nothing to run: give a policy, -p snapkv, or a sweep file")
     conditions = _conditions(policy, budget, regime, _named(setting))
     _check_table(measure, out)
     from kvrepro.engine.allowed import Number, ensure
@@ -84,7 +96,8 @@ def run(
     from kvrepro.experiment.run import run as run_study
 
     options = _named(option)
-    settings = Settings.of(options, device=device)
+    chosen |= {"dry_run": dry_run or None}
+    settings = Settings.of(options, device=device, **{k: v for k, v in chosen.items() if v is not None})
     told = {"model": model, "items": items, "n_items": n_items, "device": device, "seed": settings.seed}
     check_values(told | {"results": settings.results, "options": options})
     ensure((Number(1, 10**9, whole=True), None), max_new_tokens=max_new_tokens, limit=limit)
@@ -103,6 +116,18 @@ def run(
     print(f"rows: {settings.folder / 'run' / f'{name}.parquet'}")
     if out is not None:
         rows.to_csv(out, index=False)
+
+
+def _sweep(context: typer.Context, file: Path, dry_run: bool, chosen: dict[str, Any]) -> None:
+    """Run a sweep file; InputError for options that are of a single study."""
+    given = [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]
+    if other := sorted(set(given) - {"sweep", "dry_run", *chosen}):
+        raise InputError(f"{file} says what runs: leave out --{other[0].replace('_', '-')}, or the file")
+    try:
+        from kvrepro.tools import sweep
+    except ModuleNotFoundError as missing:
+        raise InputError(f"a sweep needs {missing.name}: pip install 'kvrepro[book]'") from None
+    sweep.main(file, dry_run, **chosen)
 
 
 @app.command()

@@ -359,7 +359,7 @@ class AnswersPlan(Plan):
         most = sum(self.heads[i, j]["max_new_tokens"] for i, j in self.missing)
         what = f"{count:,} of {self.total:,} rows, prompts of {tokens:,} tokens, {most:,} new tokens"
         if not self.missing:
-            return Estimate(self.title, what, 0.0, 0.0)
+            return Estimate(self.title, what, 0, 0.0, 0.0)
         first = min(self.missing)[0]
         chosen = [(first, j) for j in self.columns[first] if (first, j) in self.missing]
         trial = self.given | {"max_new_tokens": min(TRIAL, self.heads[chosen[0]]["max_new_tokens"])}
@@ -373,7 +373,7 @@ class AnswersPlan(Plan):
         rows = [self._row(pair, answer) for pair, answer in found.items()]
         stored = sum(len(json.dumps(row)) for row in rows) / len(rows) * count / 2  # columns repeat themselves
         held = sum(answer.bytes_held for answer in made) / max(1, len(made)) * min(count, self._rows_together())
-        return Estimate(self.title, what, seconds, stored, held)
+        return Estimate(self.title, what, count, seconds, stored, held)
 
     def add(self, job: Job, result: list[dict[str, Any]]) -> None:
         """Store rows."""

@@ -27,7 +27,9 @@ AHEAD = 2  # jobs that a worker holds: the one that it does, and the next
 TRIES = 3  # workers that a job may cost
 PATIENCE = 30.0  # seconds without any worker until a line says that the run is waiting for one
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # no reports home, no warning
-ALONE = {"RAY_prestart_worker_first_driver": "0"}  # no idle process for every core of this machine
+ALONE = {  # of a Ray of this machine: no idle process for every core, and time to start on a busy machine
+    "RAY_prestart_worker_first_driver": "0", "RAY_raylet_start_wait_time_s": "180",
+}  # fmt: skip
 _crew: dict[Any, list["_Member"]] = {}  # the model for which workers run, and those workers
 
 

@@ -90,12 +90,12 @@ class PerItemPlan(Plan):
         missing = self.missing
         what = f"{len(missing)} of {self.total} items"
         if not missing:
-            return Estimate(self.title, what, 0.0, 0.0)
+            return Estimate(self.title, what, 0, 0.0, 0.0)
         began = time.perf_counter()
         found = self.trial[missing[0]] = self._work(missing[0])(self.loaded)
         seconds = (time.perf_counter() - began) * len(missing)
         stored = 0 if isinstance(found, Exception) else sum(int(t.memory_usage().sum()) for t in found.values())
-        return Estimate(self.title, what, seconds, stored * len(missing) / 2)
+        return Estimate(self.title, what, len(missing), seconds, stored * len(missing) / 2)
 
     def add(self, job: Job, result: Any) -> None:
         """Store an item's tables, or remember why there are none."""

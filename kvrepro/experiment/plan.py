@@ -24,6 +24,7 @@ class Estimate:
 
     title: str
     what: str
+    results: int
     seconds: float  # of one process
     stored: float  # bytes of results
     held: float = 0.0  # bytes of the caches that one process holds at a time

@@ -1,9 +1,11 @@
 """One line that says how far a study is: on a terminal, in a notebook, or in the file that the book's builder reads."""
 
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,25 @@ from tqdm import tqdm
 from kvrepro.paths import replaced
 
 FILE = "KVREPRO_PROGRESS"  # the builder's: a path, where each line replaces the one before
+
+_listeners: list[Callable[[dict[str, Any]], None]] = []
+
+
+@contextlib.contextmanager
+def heard(by: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Within, `by` is called with what studies of this process say of themselves, and no bar is shown: how far one is
+    (study, done, total, left), and what a dry run expects (study, results, seconds, bytes, processes)."""
+    _listeners.append(by)
+    try:
+        yield
+    finally:
+        _listeners.remove(by)
+
+
+def tell(**told: Any) -> None:
+    """Call those who listen."""
+    for listener in _listeners:
+        listener(told)
 
 
 def clock(seconds: float) -> str:
@@ -36,11 +57,12 @@ class Progress:
         self.title, self.total, self.done, self.began, self.said = title, total, 0, time.monotonic(), 0.0
         self.file = os.environ.get(FILE)
         notebook = "ipykernel" in sys.modules and not sys.stderr.isatty()
-        self.bar = None if self.file or notebook else tqdm(
+        quiet = bool(self.file or _listeners)
+        self.bar = None if quiet or notebook else tqdm(
             total=total, desc=title, unit=unit, disable=not shown, dynamic_ncols=True, leave=False
         )  # fmt: skip
         self.handle: Any = None
-        if notebook and shown and not self.file:
+        if notebook and shown and not quiet:
             from IPython.display import DisplayHandle
 
             self.handle = DisplayHandle()
@@ -67,8 +89,9 @@ class Progress:
 
     def _say(self) -> None:
         self.said = time.monotonic()
+        told = {"study": self.title, "done": self.done, "total": self.total, "left": self.left}
+        tell(**told)
         if self.file:
-            told = {"study": self.title, "done": self.done, "total": self.total, "left": self.left}
             with replaced(Path(self.file)) as aside:
                 aside.write_text(json.dumps(told))
         if self.handle is not None:

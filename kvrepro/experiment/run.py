@@ -26,7 +26,7 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.parameters import ensure_name
 from kvrepro.experiment.per_item import PerItemPlan
 from kvrepro.experiment.plan import Plan
-from kvrepro.experiment.progress import Progress, clock
+from kvrepro.experiment.progress import Progress, clock, tell
 from kvrepro.item import Item
 from kvrepro.paths import WORK
 
@@ -154,7 +154,10 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     ensure_name(study.name)
     with study.plan(study, loaded, settings) as plan:
         if settings.dry_run:
-            print(plan.estimate().line(_processes(plan, settings, float("inf"))))
+            expected, processes = plan.estimate(), _processes(plan, settings, float("inf"))
+            print(expected.line(processes))
+            tell(study=plan.title, results=expected.results, seconds=expected.seconds, bytes=expected.stored,
+                 processes=processes)  # fmt: skip
             return plan.rehearsal()
         computed = _compute(plan, settings)
         found = plan.results()

@@ -1,0 +1,145 @@
+"""How much faster is a study on more workers? `python -m kvrepro.tools.scaling --shape qwen2.5-3b --device cuda`.
+
+The synthesis' grid: on random weights of a real shape by 1 and 2 GPUs, or on the embedded model by 1 to 16 processes
+of one core each (`python -m kvrepro.tools.scaling --workers 1,2,4,8,16`). Each measurement is a process of its own,
+which first runs the study on a few other items: that loads the model into the workers and compiles the kernels. Rows
+are compared with those of one worker. One worker is the process itself, whatever the engine.
+"""
+
+import datetime
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+
+from kvrepro.chapters.synthesis import study
+from kvrepro.chapters.synthesis.settings import Settings
+from kvrepro.engine.allowed import ensure
+from kvrepro.errors import InputError, one_line_errors
+from kvrepro.experiment import data, models, progress, store
+from kvrepro.experiment.provenance import machine
+from kvrepro.paths import DATA
+from kvrepro.tools import trial
+
+OUT = DATA / "reliability" / "scaling.csv"
+KEY = ["model", "device", "engine", "workers"]
+TIMES = ["date", "prefill_seconds", "decode_seconds", "peak_bytes"]  # columns that no two runs share
+
+
+def measure(model: str, device: str, engine: str, count: int, n_items: int, cells: int, folder: str) -> dict[str, Any]:
+    """One measurement: `start`, seconds of a first study on other items; `seconds`, from the moment the jobs of the
+    study are handed out until the last is stored; `wall`, with checks, estimate and reading of the rows."""
+    torch.set_num_threads(1)
+    batch = None if device == "cuda" else 16  # on the CPU a job for each item or two, for many workers to share
+    given = dict(device=device, engine=engine, workers=count, batch_rows=batch, cells=cells, dtype="auto")
+    warm, timed = (Settings(results=f"{folder}/{name}/{engine}-{count}", **given) for name in ("warm", "timed"))
+    loaded = models.load(model, device, warm.dtype)
+    others = study.questions(loaded, study.ITEMS, 4 * count, replace(warm, seed=1))
+    items = study.questions(loaded, study.ITEMS, n_items, timed)
+    began = time.perf_counter()
+    with progress.heard(lambda told: None):
+        study.answers(loaded, others, cells, (), warm)
+    start, told = time.perf_counter() - began, list[float]()
+    began = time.perf_counter()
+    with progress.heard(lambda _: told.append(time.perf_counter())):
+        rows = study.answers(loaded, items, cells, (), timed)
+    wall = time.perf_counter() - began
+    return {"rows": len(rows), "start": start, "seconds": told[-1] - told[0], "wall": wall}
+
+
+def apart(*given: Any) -> dict[str, Any]:
+    """`measure` in a process of its own, which is ended with its workers."""
+    context = get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(there, *given))
+    process.start()
+    there.close()
+    try:
+        return here.recv()
+    except EOFError:
+        raise InputError("the measurement's process ended, see above: fewer items or workers may do") from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(answer: Connection, *given: Any) -> None:
+    answer.send(measure(*given))
+
+
+def table(folder: str, engine: str, count: int) -> pd.DataFrame:
+    """The rows that a measurement stored, without times, by key."""
+    rows = store.read(Path(folder, "timed", f"{engine}-{count}", "synthesis", "grid.parquet"))
+    return rows.drop(columns=TIMES).set_index("key").sort_index().map(str)
+
+
+def measured(
+    model: str, device: str, engines: Sequence[str], counts: Sequence[int], n_items: int, cells: int, folder: str
+) -> pd.DataFrame:
+    """A row per engine and number of workers. `equal`: rows that are those of one worker in every column but times;
+    `same_text`: whose prediction is. `efficiency`: the time of one worker over the workers' together, once they are
+    warm; `efficiency_whole`: the same with start, estimate and all."""
+    rows: list[dict[str, Any]] = []
+    for count in counts:
+        for engine in engines if count > 1 else engines[:1]:
+            of = apart(model, device, engine, count, n_items, cells, folder)
+            first, mine = table(folder, rows[0]["engine"] if rows else engine, counts[0]), table(folder, engine, count)
+            of |= {"equal": float((first == mine).all(axis=1).mean())}
+            of |= {"same_text": float((first.prediction == mine.prediction).mean())}
+            rows.append({"engine": engine, "workers": count, "items": n_items} | of)
+            print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
+    frame = pd.DataFrame(rows)
+    one, work = frame.iloc[0], frame.workers / frame.workers[0]
+    whole = frame.start + frame.wall
+    return frame.assign(
+        efficiency=one.seconds / frame.seconds / work, efficiency_whole=(one.start + one.wall) / whole / work
+    )
+
+
+@one_line_errors()
+def main(
+    shape: Annotated[str, typer.Option(help="random weights of this shape; otherwise the embedded model")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    workers: Annotated[str, typer.Option(help="numbers of workers, with commas, the first one 1")] = "1,2",
+    engines: Annotated[str, typer.Option(help="with commas")] = "local,ray",
+    n_items: Annotated[int, typer.Option(min=1)] = 64,
+    cells: Annotated[int, typer.Option(min=1, help="of the grid")] = 24,
+    out: Annotated[Path, typer.Option(help="the table")] = OUT,
+) -> None:
+    """Measure, print, and write the table."""
+    ensure(("", *trial.SHAPES), shape=shape)
+    models.device_of(device)
+    counts = [int(text) if text.isdigit() else 0 for text in workers.split(",")]
+    if counts[0] != 1 or min(counts) < 1:
+        raise InputError(f"workers {workers!r}: whole numbers with commas, the first one 1, such as 1,2,4")
+    kinds = engines.split(",")
+    ensure(("local", "ray"), engines=kinds[0])
+    ensure(("local", "ray"), engines=kinds[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        model = models.DEFAULT
+        if shape:
+            some = data.load_items(study.ITEMS, 12)
+            texts = [message["content"] for item in some for message in item.messages]
+            dtype = "bfloat16" if device == "cuda" else "float32"
+            model = str(trial.checkpoint(Path(folder) / shape, shape, texts, dtype=dtype))
+            models.checkpoint_hash(Path(model))  # remembered, so that no worker reads the weights for it
+        frame = measured(model, device, kinds, counts, n_items, cells, folder)
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    told = {"model": Path(model).name, "device": where, "cells": cells, "date": f"{datetime.date.today()}"}
+    frame = frame.assign(**told, machine=machine(), torch=torch.__version__)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    store.replace_rows(out, frame, KEY, digits=4)
+    print(frame[["engine", "workers", "seconds", "efficiency", "efficiency_whole", "equal"]].to_string(index=False))
+    print(f"the table: {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

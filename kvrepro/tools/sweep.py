@@ -1,0 +1,231 @@
+"""Several models x chapters in one command: `kvrepro run sweep.yml`, on this machine or on a Ray cluster.
+
+    models: [small-gqa, Qwen/Qwen2.5-3B-Instruct]
+    chapters: [protection, leakage]
+    profile: quick
+    parameters: {items: longbench, device: cuda, leakage.ratios: [0.5]}
+
+`parameters` are those of `make book -p`. The file is checked and priced before anything is computed. What runs are the
+studies of the notebooks, as far as their analysis: `make book` reads the same rows and computes none of them.
+Models come one after the other, each on all workers: a worker holds one model, and to load another takes minutes.
+"""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import nbformat
+import pandas as pd
+import torch
+import typer
+import yaml
+
+from kvrepro.engine.allowed import ensure, ensure_all
+from kvrepro.errors import InputError, meant
+from kvrepro.experiment import cluster, models, progress
+from kvrepro.experiment.run import Settings
+from kvrepro.paths import ROOT, WORK
+from kvrepro.tools import book, edition
+
+STUDIES_END = ".end_dry_run()"
+OWN = {"model": "models", "profile": "profile"}  # parameters of notebooks that a key of the file sets
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep file says. InputError for what no model or chapter can be."""
+
+    models: list[str]
+    chapters: list[str]
+    profile: Literal["quick", "full"] = "quick"
+    parameters: dict[str, Any] = field(default_factory=dict)  # name or chapter.name: value
+
+    def __post_init__(self) -> None:
+        ensure_all(list[str], models=self.models, chapters=self.chapters)
+        ensure(("quick", "full"), profile=self.profile)
+        if not isinstance(self.parameters, dict) or not all(isinstance(name, str) for name in self.parameters):
+            raise InputError(f"parameters {self.parameters!r}: give names with values, such as n_items: 8")
+        for what, names in (("models", self.models), ("chapters", self.chapters)):
+            if not names or len(set(names)) < len(names):
+                raise InputError(f"{what} {names!r}: name at least one, each once")
+        known = studied()
+        for name in self.chapters:
+            if name not in known:
+                raise InputError(f"no chapter {name!r} with studies{meant(name, known)}; there are: {', '.join(known)}")
+        for name in self.parameters:
+            if (key := OWN.get(name.rpartition(".")[2])) is not None:
+                raise InputError(f"{name} stands among the parameters: set it by the key {key}")
+
+    @property
+    def results(self) -> Path:
+        """The folder of the rows."""
+        return WORK / self.parameters.get("results", edition.RESULTS)
+
+    def given(self, model: str) -> dict[str, dict[str, Any]]:
+        """Each chapter's parameters for a model. Raises InputError for a name that no chapter has."""
+        texts = [f"{name}={json.dumps(value)}" for name, value in self.parameters.items()]
+        texts += [f"model={json.dumps(model)}", f"profile={self.profile}"]
+        return book.parse_parameters(texts, self.chapters)
+
+
+def studied() -> list[str]:
+    """The chapters that have studies to run."""
+    files = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    return [file.stem for file in files if STUDIES_END in file.read_text(encoding="utf-8")]
+
+
+def read(file: Path) -> Sweep:
+    """A sweep file, checked: keys, models, chapters, and every parameter as far as that shows before a model is
+    loaded. Raises InputError."""
+    try:
+        said = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"sweep file {file} cannot be read ({error}): give the path of a YAML file") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"sweep file {file} is no YAML ({' '.join(str(error).split())}): see book/cluster.md") from None
+    keys = [f.name for f in fields(Sweep)]
+    if not isinstance(said, dict):
+        raise InputError(f"sweep file {file} holds {said!r}: give the keys {', '.join(keys)}")
+    for key in said:
+        if key not in keys:
+            raise InputError(f"sweep file {file}: unknown key {key!r}{meant(key, keys)}; there are: {', '.join(keys)}")
+    if missing := [key for key in ("models", "chapters") if key not in said]:
+        raise InputError(f"sweep file {file}: no {missing[0]}; name at least one of them")
+    sweep = Sweep(**said)
+    found = [models.resolve(model) for model in sweep.models]
+    if len({name for name, _ in found}) < len(found):
+        names = ", ".join(name for name, _ in found)
+        raise InputError(f"models are told apart by their folders' names, here {names}: rename one")
+    for name, parameters in sweep.given(sweep.models[0]).items():
+        book.check(name, parameters)
+    return sweep
+
+
+# ---- what it takes
+
+
+def price(sweep: Sweep) -> pd.DataFrame:
+    """What is still to be computed, from a few tokens of each study: columns model, chapter, results, hours (by all
+    workers, at most), MB, and note. Raises InputError for what a model or its items refuse."""
+    rows = []
+    for model, name, parameters in _parts(sweep):
+        told: list[dict[str, Any]] = []
+        note = ""
+        with progress.heard(told.append), _dry_run(), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                _studies(name, parameters)
+            except InputError as error:
+                raise InputError(f"{model}, {name}: {error}") from None
+            except Exception as error:  # cells between studies, which read rows that are not there yet
+                note = f"at least: what follows needs rows ({type(error).__name__})"
+        studies = [study for study in told if "seconds" in study]
+        rows.append({
+            "model": model, "chapter": name, "results": sum(study["results"] for study in studies),
+            "hours": sum(study["seconds"] / study["processes"] for study in studies) / 3600,
+            "MB": sum(study["bytes"] for study in studies) / 1e6, "note": note,
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+@contextlib.contextmanager
+def _dry_run() -> Iterator[None]:
+    before = os.environ.get("KVREPRO_DRY_RUN", "")
+    os.environ["KVREPRO_DRY_RUN"] = "1"
+    try:
+        yield
+    finally:
+        os.environ["KVREPRO_DRY_RUN"] = before
+
+
+def _parts(sweep: Sweep) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for model in sweep.models:
+        for name, parameters in sweep.given(model).items():
+            yield model, name, parameters
+
+
+def _studies(name: str, parameters: Mapping[str, Any]) -> None:
+    """A notebook's cells as far as its studies go."""
+    for _ in book.cells(name, dict(parameters), lambda *shown, **given: None, until=STUDIES_END):
+        pass
+    gc.collect()  # the model, before the next one is loaded
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- the run
+
+
+class Line:
+    """One live line for a model on a terminal; elsewhere a plain line when a study begins."""
+
+    def __init__(self, model: str):
+        self.model, self.study, self.began = model, "", time.monotonic()
+
+    def __call__(self, told: Mapping[str, Any]) -> None:
+        """Say how far a study is."""
+        left = "" if told["left"] is None else f", {progress.clock(told['left'])} left of it"
+        since = progress.clock(time.monotonic() - self.began)
+        text = f"{self.model}  {since}  {told['study']}: {told['done']:,} of {told['total']:,}{left}"
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif told["study"] != self.study:
+            print(text, file=sys.stderr, flush=True)
+        self.study = told["study"]
+
+    def end(self, text: str) -> None:
+        """Put a line in its place that stays."""
+        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+        print(clear, end="", file=sys.stderr, flush=True)
+        print(f"{self.model}  {text}", flush=True)
+
+
+def run(sweep: Sweep) -> list[str]:
+    """Compute what is missing; the chapters that failed, as `model: chapter`. What the chapters print is in
+    `<results>/sweep.log`."""
+    failed, lines = [], {model: Line(model) for model in sweep.models}
+    sweep.results.mkdir(parents=True, exist_ok=True)
+    with (sweep.results / "sweep.log").open("a", buffering=1, encoding="utf-8") as log:
+        for model, name, parameters in _parts(sweep):
+            began, line = time.monotonic(), lines[model]
+            try:
+                with progress.heard(line), contextlib.redirect_stdout(log):
+                    _studies(name, parameters)
+                said = "done"
+            except Exception as error:  # whatever a cell raises costs its chapter
+                said = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+                failed.append(f"{model}: {name}")
+            line.end(f"{name:<14}{progress.clock(time.monotonic() - began):>10}  {said}")
+    return failed
+
+
+def main(file: Path, dry_run: bool = False, **chosen: Any) -> None:
+    """Check, price, and run a sweep. chosen: engine, address, workers, as in `Settings`. Raises InputError; exits with
+    1 where a chapter failed, with 130 where it was interrupted."""
+    settings = Settings(**chosen)
+    names = {"engine": "KVREPRO_ENGINE", "address": "KVREPRO_RAY_ADDRESS", "workers": "KVREPRO_WORKERS"}
+    os.environ.update({variable: str(chosen[name]) for name, variable in names.items() if chosen.get(name) is not None})
+    sweep = read(file)
+    if settings.engine == "ray":
+        cluster.connect(settings.address, settings.workers or 1)
+    table = price(sweep)
+    print(table.round({"hours": 3, "MB": 1}).to_string(index=False))
+    total = f"{table.results.sum():,} results, {progress.clock(table.hours.sum() * 3600)} at most"
+    print(f"{total}, {table.MB.sum():,.1f} MB, to {sweep.results}", flush=True)
+    if dry_run or settings.dry_run:
+        return
+    try:
+        failed = run(sweep)
+    except KeyboardInterrupt:
+        print("\ninterrupted: what is computed is stored, the same command goes on from there", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if failed:
+        print(f"failed: {'; '.join(failed)}; the same command tries them again", file=sys.stderr)
+        raise typer.Exit(1)

@@ -7,6 +7,7 @@ and its jobs are done again; a job that costs three workers is given up, after a
 
 import functools
 import hashlib
+import logging
 import os
 import platform
 import socket
@@ -62,7 +63,7 @@ def connect(address: str | None = None, least: int = 1) -> Any:
     else:
         _reach(given["address"])
     try:
-        ray.init(**given, log_to_driver=False, logging_level="ERROR", configure_logging=True)
+        ray.init(**given, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # of a cluster that answers, but not to us
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"Ray at {given['address']}: {why}; the same Python and Ray must run everywhere") from None
@@ -109,9 +110,13 @@ def code() -> str:
 class Worker:
     """One model on one GPU or one core."""
 
-    def begin(self, what: tuple[str, str, str, str] | None, model_hash: str, driver: str) -> str:
-        """Load the model from its folder; "", or why that does not do."""
+    def begin(self, what: workers.Told | None, model_hash: str, driver: str, where: Sequence[str]) -> str:
+        """Load the model from its folder; "", or why that does not do. where: the driver's working folder, and where it
+        finds modules: what it finds there is found here too, as far as this node has it."""
         node = platform.node()
+        if Path(where[0]).is_dir():
+            os.chdir(where[0])
+        sys.path += [path for path in where[1:] if path not in sys.path]
         if code() != driver:
             return f"node {node} has another kvrepro than this machine: install the same one on every node"
         if what is not None and not Path(what[0]).is_dir():
@@ -146,8 +151,8 @@ class _Member:
 def _hire(ray: Any, loaded: Loaded | None) -> _Member:
     on_gpu = loaded is not None and loaded.device == "cuda"
     kind = ray.remote(num_cpus=0 if on_gpu else 1, num_gpus=int(on_gpu), max_restarts=0, max_task_retries=0)(Worker)
-    actor = kind.remote()
-    return _Member(actor, actor.begin.remote(workers.told(loaded), "" if loaded is None else loaded.hash, code()))
+    actor, model_hash = kind.remote(), "" if loaded is None else loaded.hash
+    return _Member(actor, actor.begin.remote(workers.told(loaded), model_hash, code(), [os.getcwd(), *sys.path]))
 
 
 # ---- the driver
@@ -232,7 +237,7 @@ def _shared(
 
 
 def _reason(error: Exception) -> str:
-    """The line of Ray's long story that says why an actor died."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "Error" in line or "cause" in line.lower() or "exit" in line.lower()]
-    return (told or lines or [type(error).__name__])[-1][:200]
+    """What Ray's long story of an actor's death says of its cause."""
+    lines = [line.strip() for line in str(error).partition("Some common causes")[0].splitlines() if line.strip()]
+    told = [line for line in lines if "Error" in line or "exit" in line.lower()]
+    return (told or lines or [type(error).__name__])[-1].rpartition("exit detail: ")[2].strip()[:200]

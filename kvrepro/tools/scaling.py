@@ -39,7 +39,9 @@ def measure(model: str, device: str, engine: str, count: int, n_items: int, cell
     study are handed out until the last is stored; `wall`, with checks, estimate and reading of the rows."""
     torch.set_num_threads(1)
     batch = None if device == "cuda" else 16  # on the CPU a job for each item or two, for many workers to share
-    given = dict(device=device, engine=engine, workers=count, batch_rows=batch, cells=cells, dtype="auto")
+    given: dict[str, Any] = dict(
+        device=device, engine=engine, workers=count, batch_rows=batch, cells=cells, dtype="auto"
+    )
     warm, timed = (Settings(results=f"{folder}/{name}/{engine}-{count}", **given) for name in ("warm", "timed"))
     loaded = models.load(model, device, warm.dtype)
     others = study.questions(loaded, study.ITEMS, 4 * count, replace(warm, seed=1))

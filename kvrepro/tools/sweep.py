@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import nbformat
 import pandas as pd
 import torch
 import typer
@@ -36,7 +35,7 @@ from kvrepro.paths import ROOT, WORK
 from kvrepro.tools import book, edition
 
 STUDIES_END = ".end_dry_run()"
-OWN = {"model": "models", "profile": "profile"}  # parameters of notebooks that a key of the file sets
+OWN = {"model": "the key models", "profile": "the key profile", "dry_run": "--dry-run"}  # what sets these instead
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Sweep:
                 raise InputError(f"no chapter {name!r} with studies{meant(name, known)}; there are: {', '.join(known)}")
         for name in self.parameters:
             if (key := OWN.get(name.rpartition(".")[2])) is not None:
-                raise InputError(f"{name} stands among the parameters: set it by the key {key}")
+                raise InputError(f"{name} stands among the parameters: set it by {key}")
 
     @property
     def results(self) -> Path:
@@ -90,7 +89,8 @@ def read(file: Path) -> Sweep:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"sweep file {file} cannot be read ({error}): give the path of a YAML file") from None
     except yaml.YAMLError as error:
-        raise InputError(f"sweep file {file} is no YAML ({' '.join(str(error).split())}): see book/cluster.md") from None
+        why = " ".join(str(error).split())
+        raise InputError(f"sweep file {file} is no YAML ({why}): book/cluster.md shows one") from None
     keys = [f.name for f in fields(Sweep)]
     if not isinstance(said, dict):
         raise InputError(f"sweep file {file} holds {said!r}: give the keys {', '.join(keys)}")

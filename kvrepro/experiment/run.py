@@ -64,11 +64,12 @@ class Settings:
         object.__setattr__(self, "dry_run", self.dry_run or bool(os.environ.get("KVREPRO_DRY_RUN")))
         if self.workers is None and (given := os.environ.get("KVREPRO_WORKERS")):
             object.__setattr__(self, "workers", int(given) if given.isdigit() else given)
-        object.__setattr__(self, "engine", self.engine or os.environ.get("KVREPRO_ENGINE") or "local")
-        object.__setattr__(self, "address", self.address or os.environ.get("KVREPRO_RAY_ADDRESS"))
+        if self.engine is None:
+            object.__setattr__(self, "engine", os.environ.get("KVREPRO_ENGINE") or "local")
         ensure_fields(self, type(self))
-        if self.address is not None and self.engine == "local" and "KVREPRO_RAY_ADDRESS" not in os.environ:
+        if self.address is not None and self.engine == "local":
             raise InputError(f"address {self.address!r} is of a Ray cluster, and the engine is local: set engine 'ray'")
+        object.__setattr__(self, "address", self.address or os.environ.get("KVREPRO_RAY_ADDRESS") or None)
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None = None, **given: Any) -> Self:

@@ -50,7 +50,7 @@ def environment(monkeypatch):
         ({"parameters": {"model": "small-mha"}}, "model stands among the parameters: set it by the key models"),
         (
             {"parameters": {"own_policy.profile": "full"}},
-            "own_policy.profile stands among .*: set it by the key profile",
+            "profile stands among .*: set it by the key profile",
         ),
         ({"parameters": {"n_items": 0}}, "own_policy: n_items 0: a whole number, at least 1"),
         ({"parameters": {"workers": "many"}}, "workers 'many'"),

@@ -22,20 +22,16 @@ from kvrepro.errors import InputError
 from kvrepro.experiment import workers
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Job
+from kvrepro.experiment.workers import TRIES, Lost
 from kvrepro.paths import CODE
 
 AHEAD = 2  # jobs that a worker holds: the one that it does, and the next
-TRIES = 3  # workers that a job may cost
 PATIENCE = 30.0  # seconds without any worker until a line says that the run is waiting for one
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # no reports home, no warning
 ALONE = {  # of a Ray of this machine: no idle process for every core, and time to start on a busy machine
     "RAY_prestart_worker_first_driver": "0", "RAY_raylet_start_wait_time_s": "180",
 }  # fmt: skip
 _crew: dict[Any, list["_Member"]] = {}  # the model for which workers run, and those workers
-
-
-class Lost(RuntimeError):
-    """Jobs that were given up, because workers died of them; all others are done."""
 
 
 # ---- the cluster

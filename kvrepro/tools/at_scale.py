@@ -1,7 +1,8 @@
-"""What a sweep of 10 models x 4,750 items of LongBench x 200 conditions takes, on paper: `python -m kvrepro.tools.at_scale`.
+"""What a sweep of 10 models x 4,750 items x 200 conditions takes, on paper: `python -m kvrepro.tools.at_scale`.
 
-Seconds of a GPU are those of `data/gpu/real.csv`. What the driver does with rows is measured now, on this machine: rows
-of a real study are packed, unpacked, stored and opened again, in jobs of the size that a GPU gets.
+The items are those of LongBench. Seconds of a GPU are those of `data/gpu/real.csv`. What the driver does with rows is
+measured now, on this machine: rows of a real study are packed, unpacked, stored and opened again, in jobs of the size
+that a GPU gets.
 """
 
 import datetime
@@ -32,6 +33,7 @@ OUT = DATA / "reliability" / "at_scale.csv"
 SWEEP = {"models": 10, "items": 4750, "conditions": 200}
 GPUS = (8, 64)
 RATE, CONDITIONS = "the same as a study: 16 items of LongBench, rows stored, an item", 118  # of real.csv
+OF = "Qwen2.5-3B, H100, prompts of 1,920 tokens, 128 new ones"
 JOB = BATCHES * MOST_ROWS  # rows
 ADDED = 4  # jobs whose rows are stored to time it
 
@@ -80,7 +82,7 @@ def table(row: dict[str, float], seconds: float, efficiency: float) -> pd.DataFr
     count = SWEEP["models"] * SWEEP["items"] * SWEEP["conditions"]
     told: list[tuple[str, str, Any, str]] = [
         ("rows", "", lambda gpus: count, "models x items x conditions"),
-        ("GPU hours", "h", lambda gpus: count * seconds / 3600, f"{1000 * seconds:.1f} ms a row: Qwen2.5-3B, H100, prompts of 1,920 tokens, 128 new ones"),
+        ("GPU hours", "h", lambda gpus: count * seconds / 3600, f"{1000 * seconds:.1f} ms a row: {OF}"),
         ("the sweep", "h", lambda gpus: count * seconds / gpus / efficiency / 3600,
          f"at the efficiency measured on 2 GPUs, {efficiency:.2f}"),
         ("rows that arrive", "1/s", lambda gpus: gpus * efficiency / seconds, ""),
@@ -112,6 +114,8 @@ def main(out: Annotated[Path, typer.Option(help="the table")] = OUT) -> None:
         found = table(driver(Path(folder)), real.now[RATE] / CONDITIONS, efficiency)
     if not len(two):
         found["how"] = found.how.str.replace(r"at the efficiency measured.*", "not measured: taken as 1", regex=True)
+    names = [name for name in found if name.endswith("GPUs")]
+    found[names] = found[names].map(lambda x: f"{x:.0f}" if x >= 100 else f"{x:g}")
     told = {"date": f"{datetime.date.today()}", "machine": machine(), "torch": torch.__version__}
     out.parent.mkdir(parents=True, exist_ok=True)
     with replaced(out) as aside:

@@ -26,7 +26,7 @@ from kvrepro.experiment.answers import BATCHES
 from kvrepro.experiment.cluster import AHEAD
 from kvrepro.experiment.provenance import machine
 from kvrepro.experiment.run import Answers, Settings, run
-from kvrepro.experiment.store import Store
+from kvrepro.experiment.store import COLUMNS, Store
 from kvrepro.paths import DATA, GPU, replaced
 
 OUT = DATA / "reliability" / "at_scale.csv"
@@ -48,7 +48,7 @@ def driver(folder: Path) -> dict[str, float]:
         jobs = plan.jobs()
         packed = sum(len(part) for part in workers.packed(jobs) or []) / sum(job.size for job in jobs)
     run(study, loaded, settings)
-    rows = pq.read_table(folder / "scale" / "main.parquet").to_pylist()
+    rows = pq.read_table(folder / "scale" / "main.parquet", columns=COLUMNS).to_pylist()
     made = [
         row | {"key": f"{i:016x}", "item": f"item-{i}", "prediction": _text(i), "kept_hash": _text(i)[:16]}
         for i, row in enumerate((rows * -(-JOB // len(rows)))[:JOB])

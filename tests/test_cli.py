@@ -69,7 +69,8 @@ def test_mounted_programs_show_their_own_help(name, call):
     code, out, _ = call(name, "--help")
     assert code == 0
     assert f"kvrepro {name} [OPTIONS]" in out
-    assert {"book": "--parameter", "data": "fetch", "trial": "--shape", "notebooks": "--install", "store": "merge"}[name] in out
+    own = {"book": "--parameter", "data": "fetch", "trial": "--shape", "notebooks": "--install", "store": "merge"}
+    assert own[name] in out
 
 
 def test_programs_get_their_arguments_and_their_exit_code(call):

@@ -185,7 +185,14 @@ def group_rows(
     for new in dict.fromkeys(known[pair]["max_new_tokens"] for pair in pairs):
         some = [pair for pair in pairs if known[pair]["max_new_tokens"] == new]
         found |= attempted(loaded, prompts, conditions, some, given | {"max_new_tokens": new}, limit)
-    return [answer_row(loaded, items[i], prompts[i], known[i, j], found[i, j], note) for i, j in pairs]
+    by = {"processor": processor(loaded)}
+    return [answer_row(loaded, items[i], prompts[i], known[i, j], found[i, j], note) | by for i, j in pairs]
+
+
+def processor(loaded: Loaded) -> str:
+    """Whose rounding a row has: the GPU's name, or the CPU instructions that PyTorch uses, AVX512 for instance."""
+    gpu = torch.device(loaded.device).type == "cuda"
+    return str(torch.cuda.get_device_name(loaded.device) if gpu else torch.backends.cpu.get_cpu_capability())
 
 
 def attempted(

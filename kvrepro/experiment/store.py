@@ -55,7 +55,7 @@ SCHEMA = pa.schema(
         "kept": pa.list_(WHOLE), "kept_mean": REAL, "kept_hash": TEXT, "evicted": WHOLE, "policy_calls": WHOLE,
         "pages": WHOLE, "bytes_held": WHOLE, "bytes_state": WHOLE, "bytes_full": WHOLE, "peak_bytes": WHOLE,
         "prefill_seconds": REAL, "decode_seconds": REAL,
-        "backend": TEXT, "dtype": TEXT, "device": TEXT, "torch": TEXT, "transformers": TEXT,
+        "backend": TEXT, "dtype": TEXT, "device": TEXT, "processor": TEXT, "torch": TEXT, "transformers": TEXT,
         "profile": TEXT, "seed": WHOLE, "date": TEXT, "error": TEXT, "note": TEXT,
     },
     metadata=MARK,

@@ -83,7 +83,8 @@ def test_debias_lies_between_default_and_fair(given, fair, seed):
     equal, own = quota.split(o, counts, nothing(o)), quota.tally(o, default)
     parts = quota.split(o, counts, nothing(o), fair, default)
     assert torch.equal(parts.sum(-1), counts)
-    assert ((parts - (fair * equal + (1 - fair) * own)).abs() <= 1).all()
+    edges = fair * equal.double().cumsum(-1) + (1 - fair) * own.double().cumsum(-1)
+    assert torch.equal(parts.cumsum(-1), (edges + 0.5 + 1e-9).floor().long())  # halves go to the earlier spans
     if fair == 0:
         assert torch.equal(quota.select(noise, nothing(o), parts, o), default)
 
@@ -95,6 +96,8 @@ def test_debias_rounds_its_mixture():
         quota.split(o, torch.full((1, 2), 10), nothing(o), f, default)[0, 0].tolist() for f in (0, 0.2, 0.4, 0.6, 1)
     ]
     assert found == [[0, 10], [1, 9], [2, 8], [3, 7], [5, 5]]
+    halves = [quota.split(o, torch.full((1, 2), 10), nothing(o), f, default)[0, 0, 0].item() for f in (0.1, 0.25, 0.3)]
+    assert halves == [1, 1, 2]  # of 0.5, 1.25 and 1.5
 
 
 @settings(deadline=None, max_examples=60)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrepro.engine.select import select
+from kvrepro.engine.select import best, ensured_later, lexsort, select, settle
 from kvrepro.errors import InputError
 
 
@@ -61,3 +61,57 @@ def test_protected_dead_slots_do_not_count():
 def test_refuses_nan():
     with pytest.raises(InputError, match="1 of 3 scores are NaN"):
         select(torch.tensor([[[0.0, torch.nan, 1.0]]]), torch.zeros(1, 1, 3).bool(), torch.tensor([[1]]))
+
+
+@given(heads(), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_ties_decide_among_equals_where_they_are_given(case, random):
+    scores, protected, counts = case
+    tokens = scores.shape[2]
+    ties = torch.tensor([random.sample(range(tokens), tokens) for _ in range(counts.numel())]).view_as(scores)
+    kept = select(scores, protected, counts, ties)
+    for b, h in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
+        alive = [j for j in range(tokens) if scores[b, h, j] > -torch.inf]
+        order = sorted(alive, key=lambda j: (not protected[b, h, j], -scores[b, h, j].item(), -ties[b, h, j].item()))
+        assert kept[b, h].nonzero()[:, 0].tolist() == sorted(order[: int(counts[b, h])])
+
+
+@given(heads(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_places_of_the_best_are_those_that_select_keeps(case, data):
+    scores, protected, _ = case
+    scores = scores.masked_fill(scores.isneginf(), -3.0)  # all alive
+    count = data.draw(st.integers(int(protected.sum(-1).max()), scores.shape[2]))
+    place = best(scores, protected, count)
+    kept = torch.zeros_like(protected).scatter(2, place, True)
+    assert torch.equal(kept, select(scores, protected, torch.full(scores.shape[:2], count)))
+    assert (place.diff() > 0).all()
+
+
+def test_the_places_of_the_best_need_room_for_the_fullest_head():
+    protected = torch.zeros(2, 2, 5).bool()
+    protected[1, 0, :3] = True
+    assert best(torch.zeros(2, 2, 5), protected, 3)[1, 0].tolist() == [0, 1, 2]
+    with pytest.raises(InputError, match="budget 2 < 3 protected tokens"):
+        best(torch.zeros(2, 2, 5), protected, 2)
+
+
+def test_lexsort_leaves_equals_in_their_order():
+    first, second = torch.arange(300).view(2, 1, 150) % 3, torch.arange(300).view(2, 1, 150) % 2
+    for row, order in enumerate(lexsort(first, second)[:, 0].tolist()):
+        keys = list(zip(first[row, 0].tolist(), second[row, 0].tolist(), range(150), strict=True))
+        assert order == [place for *_, place in sorted(keys)]
+
+
+def test_doubts_are_settled_later_in_their_order():
+    fine, full = torch.zeros(1, 1, 2).bool(), torch.ones(1, 1, 2).bool()
+    with ensured_later() as doubts:
+        select(torch.zeros(1, 1, 2), fine, torch.tensor([[1]]))
+        settle(doubts)  # nothing is wrong so far
+        select(torch.tensor([[[torch.nan, 1.0]]]), full, torch.tensor([[1]]))
+    with pytest.raises(InputError, match="budget 1 < 2 protected tokens"):
+        settle(doubts)
+    with pytest.raises(InputError, match="1 of 2 scores are NaN"):
+        settle(doubts[3:])
+    with pytest.raises(InputError, match="NaN"):  # no longer put off
+        select(torch.tensor([[[torch.nan, 1.0]]]), fine, torch.tensor([[1]]))

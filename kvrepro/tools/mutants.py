@@ -1,0 +1,90 @@
+"""Do the tests notice wrong code? What became of the mutants, and which survived.
+
+    mutmut run --max-children 8        # in a copy of the clone: change one operator, number or name at a time, and test
+    python -m kvrepro.tools.mutants    # in the same folder: data/reliability/mutants.csv and survivors.csv
+
+Which modules are changed, and which tests are asked, is said in pyproject.toml. A mutant is killed when a test fails or
+takes many times as long as usual. In survivors.csv the column `reason` is written by hand: why no test can tell this
+change from the original. It stays with its mutant when the table is written again.
+"""
+
+import json
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import typer
+
+from kvrepro.errors import InputError, one_line_errors
+from kvrepro.experiment import provenance
+from kvrepro.paths import DATA, replaced
+
+FOLDER = DATA / "reliability"
+KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
+CHANGE = ["module", "function", "before", "after"]
+COUNTS = ["mutants", KILLED, "timeouts", SURVIVED, "explained"]
+
+
+def outcomes(mutants: Path) -> pd.DataFrame:
+    """name, module and outcome of every mutant that was tested. Raises InputError where mutmut has not run."""
+    from mutmut.stats import status_by_exit_code
+
+    found = []
+    for file in sorted(mutants.rglob("*.py.meta")):
+        module = str(file.relative_to(mutants)).removesuffix(".meta")
+        for name, code in json.loads(file.read_text())["exit_code_by_key"].items():
+            outcome = status_by_exit_code[code]
+            found.append((name, module, SURVIVED if outcome == "no tests" else outcome))
+    table = pd.DataFrame(found, columns=["name", "module", "outcome"])
+    table = table[table.outcome != "not checked"]
+    if table.empty:
+        raise InputError(f"no mutant was tested in {mutants}: first mutmut run")
+    return table.replace({"outcome": {"segfault": KILLED, "suspicious": KILLED}})
+
+
+def changes(table: pd.DataFrame) -> Iterator[tuple[str, ...]]:
+    """`CHANGE` of each mutant: where it is, and its lines before and after. Read from the folder mutmut ran in."""
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+
+    for row in table.itertuples():
+        lines = get_diff_for_mutant(row.name, path=row.module).splitlines()[3:]
+        before, after = (" ".join(x[1:].strip() for x in lines if x[:1] == sign) for sign in "-+")
+        function = row.name.rpartition("__mutmut_")[0].rpartition(".")[2]
+        yield row.module, function.removeprefix("x_").replace("xǁ", "").replace("ǁ", "."), before, after
+
+
+def counted(table: pd.DataFrame, explained: pd.DataFrame) -> pd.DataFrame:
+    """A row per module, and one for all: `COUNTS`, and the share that was killed, by a timeout too."""
+    rows = []
+    for module, own in [*table.groupby("module"), ("all", table)]:
+        n = own.outcome.value_counts()
+        known = explained if module == "all" else explained[explained.module == module]
+        row = {"module": module, "mutants": len(own), KILLED: n.get(KILLED, 0), "timeouts": n.get(TIMEOUT, 0)}
+        row |= {SURVIVED: n.get(SURVIVED, 0), "explained": int((known.reason != "").sum())}
+        rows.append(row | {"share": (row[KILLED] + row["timeouts"]) / len(own)})
+    return pd.DataFrame(rows).assign(date=f"{date.today()}", machine=provenance.machine())
+
+
+@one_line_errors()
+def main(
+    mutants: Annotated[Path, typer.Argument(help="the folder that mutmut wrote")] = Path("mutants"),
+    out: Annotated[Path, typer.Option(help="the folder for both tables")] = FOLDER,
+) -> None:
+    """Write both tables, keeping the reasons that were given."""
+    table = outcomes(mutants)
+    survivors = pd.DataFrame(changes(table[table.outcome == SURVIVED]), columns=CHANGE)
+    known = pd.read_csv(out / "survivors.csv") if (out / "survivors.csv").is_file() else pd.DataFrame(columns=CHANGE)
+    known = known.reindex(columns=[*CHANGE, "reason"]).drop_duplicates(CHANGE)
+    survivors = survivors.merge(known.fillna(""), how="left", on=CHANGE).fillna("")
+    counts = counted(table, survivors)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("mutants", counts), ("survivors", survivors)):
+        with replaced(out / f"{name}.csv") as aside:
+            rows.to_csv(aside, index=False, float_format="%.4g")
+    typer.echo(counts[["module", *COUNTS, "share"]].to_string(index=False))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,182 @@
+"""Are rows and verdicts the same whenever, however and wherever they are computed? The share that is not.
+
+    python -m kvrepro.tools.repeat run --results /tmp/repeat                  # every variant that this machine can run
+    python -m kvrepro.tools.repeat run --results /tmp/repeat --only "7 rows at a time" --chapters leakage -p n_items=2
+    python -m kvrepro.tools.repeat folders "another machine" /tmp/here /tmp/there
+
+`run` computes the chapters as `kvrepro.tools.family` does, once as they are usually run and once for each of
+`VARIANTS`, several side by side, and compares each with the first. The shares go into data/reliability/determinism.csv,
+in the place of those of the same variant.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+
+from kvrepro.engine.allowed import ensure
+from kvrepro.errors import one_line_errors
+from kvrepro.experiment import claims, models, provenance, store
+from kvrepro.paths import DATA
+from kvrepro.tools import book, compare, family, stability
+
+TABLE = DATA / "reliability" / "determinism.csv"
+COLUMNS = "varied chapter rows text kept score verdicts changed turned which machine torch date".split()
+USUAL = "as usual"
+EVERY = "all"
+app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one run is given, beside or in the place of `ALWAYS`."""
+
+    environment: dict[str, str] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
+    compared_with: str = USUAL
+    expected_equal: bool = True
+    cuda: bool = False
+
+
+ALWAYS = {"OMP_NUM_THREADS": "1", "KVREPRO_WORKERS": "1", "KVREPRO_ENGINE": "local"}
+VARIANTS = {
+    USUAL: Variant(),
+    "a second run": Variant(),
+    "two workers": Variant({"KVREPRO_WORKERS": "2"}),
+    "two threads": Variant({"OMP_NUM_THREADS": "2"}),
+    "1 row at a time": Variant(parameters=("batch_rows=1",)),
+    "7 rows at a time": Variant(parameters=("batch_rows=7",)),
+    "engine ray": Variant({"KVREPRO_ENGINE": "ray", "KVREPRO_WORKERS": "2"}),
+    "instructions AVX2": Variant({"ATEN_CPU_CAPABILITY": "avx2"}, expected_equal=False),
+    "no vector instructions": Variant({"ATEN_CPU_CAPABILITY": "default"}, expected_equal=False),
+    "bfloat16": Variant(parameters=("dtype=bfloat16",), expected_equal=False),
+    "GPU, float32": Variant(parameters=("device=cuda", "dtype=float32"), expected_equal=False, cuda=True),
+    "GPU, bfloat16": Variant(
+        parameters=("device=cuda", "dtype=bfloat16"), compared_with="GPU, float32", expected_equal=False, cuda=True
+    ),
+}
+
+
+def possible() -> list[str]:
+    """The variants that this machine can run: a GPU, Ray and the wider instructions may be missing."""
+    from importlib.util import find_spec
+
+    found = [name for name, one in VARIANTS.items() if torch.cuda.is_available() or not one.cuda]
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        found.remove("instructions AVX2")
+    return [name for name in found if name != "engine ray" or find_spec("ray")]
+
+
+def folder_of(results: Path, variant: str, model: str) -> Path:
+    """Where `family run` puts a variant's chapters."""
+    return results / variant.replace(" ", "-").replace(",", "") / f"{model}-0"
+
+
+# ---------------------------------------------------------------- two folders
+
+
+def rows_of(folder: Path, chapter: str) -> pd.DataFrame:
+    """All stored rows of a chapter, by what was asked whatever device and number format answered."""
+    files = sorted((folder / chapter).glob("*.parquet"))
+    parts = [store.read(file) for file in files if file.with_suffix(".rows").is_dir()]
+    found = [compare.identified(part.assign(device="", dtype="")) for part in parts if len(part)]
+    named = [part.set_axis([f"{part.name.iloc[0]}: {text}" for text in part.index]) for part in found]
+    return pd.concat(named) if named else pd.DataFrame(columns=list(compare.SAME))
+
+
+def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd.DataFrame:
+    """`COLUMNS`: how many rows of both folders have another text, other kept tokens or another score, and how many
+    verdicts are others; a row for each chapter that both hold, and their sum. Empty where they share none."""
+    found: list[dict[str, Any]] = []
+    for chapter in chapters:
+        files = [folder / chapter / "claims.csv" for folder in (first, other)]
+        if not all(file.is_file() for file in files):
+            continue
+        counts, _ = compare.compare(*(rows_of(folder, chapter) for folder in (first, other)))
+        said = stability.row_of(stability.compared([claims.read(file) for file in files]))
+        row = {"text": counts["other prediction"], "kept": counts["other kept_hash"], "score": counts["other token_f1"]}
+        found.append({"varied": varied, "chapter": chapter, "rows": counts["both"], **row, **said})
+    table = pd.DataFrame(found).reindex(columns=COLUMNS)
+    if found:
+        which = "; ".join(f"{row['chapter']} {row['which']}" for row in found if row["which"])
+        whole = {"varied": varied, "chapter": EVERY, "which": which}
+        numbers = "rows text kept score verdicts changed turned".split()
+        table.loc[len(table)] = pd.Series(whole | {name: sum(row[name] for row in found) for name in numbers})
+    version = torch.__version__.partition("+")[0]
+    return table.assign(machine=provenance.machine(), torch=version, date=f"{date.today()}")
+
+
+def stored(table: pd.DataFrame, out: Path) -> None:
+    """Print the sums, and put the rows in the place of those of the same variant and chapter."""
+    for row in table[table.chapter == EVERY].itertuples():
+        typer.echo(f"{row.varied}: of {row.rows} rows {row.text} have another text, {row.kept} other kept tokens, "
+                   f"{row.score} another score; {row.changed} of {row.verdicts} verdicts are others")  # fmt: skip
+    if len(table):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        store.replace_rows(out, table, ["varied", "chapter"])
+
+
+# ---------------------------------------------------------------- programs
+
+
+@app.command()
+@one_line_errors()
+def folders(
+    varied: Annotated[str, typer.Argument(help="what the two runs differ in")],
+    first: Annotated[Path, typer.Argument(help="a results folder: it holds a folder per chapter")],
+    other: Annotated[Path, typer.Argument(help="another one")],
+    out: Annotated[Path, typer.Option()] = TABLE,
+) -> None:
+    """Compare two results folders."""
+    stored(shares(varied, first, other, family.CHAPTERS), out)
+
+
+@app.command()
+@one_line_errors()
+def run(
+    results: Annotated[Path, typer.Option(help="a folder for the runs; what is there is not computed again")],
+    only: Annotated[list[str], typer.Option(help="a variant; may be repeated. Otherwise all possible ones")] = [],  # noqa: B006
+    chapters: Annotated[str, typer.Option(help="names with commas; otherwise all that have claims")] = "",
+    model: Annotated[str, typer.Option(help="an embedded model")] = models.DEFAULT,
+    parameter: Annotated[list[str], typer.Option("-p", "--parameter", help=book.PARAMETER)] = [],  # noqa: B006
+    together: Annotated[int, typer.Option(min=1, help="runs side by side")] = 1,
+    out: Annotated[Path, typer.Option()] = TABLE,
+) -> None:
+    """Run chapters in each variant and compare; the exit status is 1 where a run failed, or where rows differ that
+    should be equal."""
+    for name in only:
+        ensure(tuple(VARIANTS), variant=name)
+    wanted = only or possible()
+    wanted = [name for name in VARIANTS if name in {*wanted, USUAL, *(VARIANTS[one].compared_with for one in wanted)}]
+    names = family.known(chapters, family.CHAPTERS, "chapter")
+    given = [f"--parameter={text}" for text in parameter]
+    command = [sys.executable, "-m", "kvrepro.tools.family", "run", "--models", model, "--chapters"]
+
+    def started(task: tuple[str, str]) -> int:
+        name, chapter = task
+        one, into = VARIANTS[name], ["--results", str(folder_of(results, name, model).parent.resolve())]
+        own = [f"--parameter={text}" for text in one.parameters]
+        return subprocess.run([*command, chapter, *into, *given, *own], env={**os.environ, **ALWAYS, **one.environment}
+                              ).returncode  # fmt: skip
+
+    with ThreadPoolExecutor(together) as pool:
+        failed = any(list(pool.map(started, ((name, chapter) for chapter in names for name in wanted))))
+    for name in wanted[1:]:
+        one = VARIANTS[name]
+        table = shares(name, folder_of(results, one.compared_with, model), folder_of(results, name, model), names)
+        stored(table, out)
+        failed |= one.expected_equal and bool(table[["text", "kept", "score", "changed"]].to_numpy().any())
+    raise typer.Exit(int(failed))
+
+
+if __name__ == "__main__":
+    app()

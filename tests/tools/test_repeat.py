@@ -1,0 +1,57 @@
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from kvrepro.experiment import claims
+from kvrepro.experiment.store import Store
+from kvrepro.tools import repeat
+
+VERDICTS = {"A1": ("partly", "partly"), "A2": ("reproduced", "not reproduced"), "A3": ("partly", "inconclusive")}
+ROW = {"model": "m", "dtype": "float32", "device": "cpu", "policy": "full", "regime": "none", "max_new_tokens": 8,
+       "prediction": "red", "kept_hash": "k", "token_f1": 0.5}  # fmt: skip
+
+
+def stored(folder, number, *changes, **device):
+    """A results folder: three rows and three verdicts of chapter leakage."""
+    with Store(folder, "leakage", "answers") as table:
+        rows = [ROW | {"item": f"{i}", "key": f"{i}", "name": "answers"} | device for i in range(3)]
+        table.add([row | change for row, change in zip(rows, [*changes, {}, {}, {}], strict=False)])
+    said = [{"claim": name, "verdict": both[number], "reading": "as_run", "model": "m", "profile": "quick"}
+            for name, both in VERDICTS.items()]  # fmt: skip
+    claims.write(pd.DataFrame(said).reindex(columns=claims.COLUMNS), folder / "leakage" / "claims.csv")
+    return folder
+
+
+def test_rows_of_another_device_are_the_same_rows_and_what_differs_is_counted(tmp_path):
+    one = stored(tmp_path / "a", 0)
+    other = stored(tmp_path / "b", 1, {"prediction": "blue", "token_f1": 0.0}, {"kept_hash": "l"}, device="cuda")
+    found = repeat.shares("device", one, other, ["leakage", "fragility"])
+    assert found.chapter.tolist() == ["leakage", "all"]
+    for row in found.itertuples():
+        assert (row.rows, row.text, row.kept, row.score, row.verdicts, row.changed, row.turned) == (3, 1, 1, 1, 3, 2, 1)
+    same = repeat.shares("nothing", one, one, ["leakage"])
+    assert same[["text", "kept", "score", "changed"]].to_numpy().sum() == 0
+
+
+def test_folders_are_compared_from_a_shell_and_replace_what_was_stored(tmp_path):
+    folders = [str(stored(tmp_path / name, number)) for number, name in enumerate("ab")]
+    for _ in range(2):
+        done = CliRunner().invoke(repeat.app, ["folders", "seed", *folders, "--out", str(tmp_path / "out" / "d.csv")])
+        assert "seed: of 3 rows 0 have another text" in done.output
+    assert pd.read_csv(tmp_path / "out" / "d.csv").varied.tolist() == ["seed"] * 2
+
+
+def test_an_unknown_variant_is_refused_before_anything_runs(tmp_path):
+    done = CliRunner().invoke(repeat.app, ["run", "--results", str(tmp_path), "--only", "3 rows"])
+    assert done.exit_code != 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_runs_with_other_batches_give_the_same_rows(tmp_path):
+    given = ["--chapters", "dropkv_bound", "-p", "n_items=1", "--out", str(tmp_path / "d.csv")]
+    done = CliRunner().invoke(repeat.app, ["run", "--results", str(tmp_path), "--only", "7 rows at a time", *given])
+    assert done.exit_code == 0
+    found = pd.read_csv(tmp_path / "d.csv")
+    assert (found.rows > 0).all()
+    assert (found[["text", "kept", "score", "changed"]] == 0).all(axis=None)

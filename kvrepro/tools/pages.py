@@ -13,7 +13,7 @@ from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge
 from kvrepro.paths import GPU, ROOT
-from kvrepro.tools import claims_page, cost, decide, family_page, landing, reference, shortcuts
+from kvrepro.tools import claims_page, cost, decide, family_page, landing, reference, reliability, shortcuts
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
     f"engine/score/test_{name}.py::test_" for name in ("position", "keys", "cumulative", "heads", "window")
@@ -78,6 +78,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
     for name, part in family_page.page().items():
         pages[f"family_{name}"] = part if isinstance(part, str) else table(part) if part else "None."
+    pages |= _reliability(folder)
     family_page.drawn().savefig(folder / "family.svg", transparent=True)
     cost.bars().savefig(folder / "targets.svg", transparent=True)
     cost.floors().savefig(folder / "floors.svg", transparent=True)
@@ -89,6 +90,20 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     at_a_glance.savefig(folder / "static" / "preview.png", dpi=120)
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+
+
+def _reliability(folder: Path) -> dict[str, str]:
+    """The parts of the page Reliability, and its figure."""
+    found = reliability.tables()
+    figure = ""
+    if (picture := reliability.drawn(found)) is not None:
+        picture.savefig(folder / "determinism.svg", transparent=True)
+        head = ":name: fig-determinism\n:alt: Shares of rows and verdicts that differ, for each variant."
+        said = "What differs from the usual run: answers, kept tokens, scores and verdicts, in percent."
+        figure = f"```{{figure}} generated/determinism.svg\n{head}\n{said}\n```"
+    summary = table(reliability.summary(found)) if found else "Nothing was measured yet."
+    return {"reliability_summary": summary, "reliability_figure": figure,
+            "reliability_sections": reliability.sections(found, table)}  # fmt: skip
 
 
 def measured(name: str) -> str:

@@ -1,11 +1,11 @@
 """What a value may be: numbers, words, types, and how a refusal reads."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pytest
 import torch
 
-from kvrepro.engine.allowed import Count, Number, Odd, Share, Size, ensure, holds, of, said
+from kvrepro.engine.allowed import Count, Number, Odd, Share, Size, ensure, ensure_all, holds, of, said
 from kvrepro.errors import InputError
 
 Word = Annotated[str, ("a", "b", "c")]
@@ -60,3 +60,16 @@ def test_the_first_function_that_says_what_a_parameter_is_counts():
 
     assert of([plain, first, second], "x") == Share
     assert of([plain, first], "y") is of([], "x") is object
+
+
+def test_a_range_says_only_the_ends_it_has():
+    assert str(Number()) == "a number"
+    assert str(Number(most=3)) == "a number, at most 3"
+    assert str(Number(0, 1, above=True, below=True)) == "a number, above 0, below 1"
+
+
+def test_a_choice_of_kinds_holds_any_of_them():
+    ensure_all(Literal["a", "b"] | float, x="a")
+    ensure_all(Literal["a", "b"] | float, x=0.5)
+    with pytest.raises(InputError, match="x 'c': a, or b, or a number"):
+        ensure_all(Literal["a", "b"] | float, x="c")

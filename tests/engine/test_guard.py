@@ -80,3 +80,29 @@ def test_window_of_finds_its_queries_anywhere():
 def test_a_negative_number_raises():
     with pytest.raises(InputError, match="recent is -2"):
         guard.recent(observation(), -2)
+
+
+def test_the_guarded_share_is_rounded_down_unless_asked_otherwise():
+    assert guard.protected_count(0, 256) == 0
+    assert guard.protected_count(0.01, 256) == 4  # four at least
+    assert (guard.protected_count(0.1, 256), guard.protected_count(0.1, 256, "ceil")) == (25, 26)
+    assert guard.protected_count(0.1, 70, "ceil") == 7  # a product of 7.000000000000001
+    assert guard.protected_count(1, 256) == 256
+
+
+def test_one_token_can_be_protected_at_either_end():
+    o = observation(tokens=8, dead=2)
+    for mask in (guard.sinks(o, 1), guard.recent(o, 1)):
+        assert (mask.sum(-1) == 1).all()
+        assert not (mask & ~o.alive).any()
+    assert not guard.sinks(o, 0).any()
+    assert not guard.recent(o, 0).any()
+
+
+def test_refusals_name_the_side():
+    o = observation(tokens=8)
+    for name, call in {"prefix": guard.sinks, "suffix": guard.recent}.items():
+        with pytest.raises(InputError, match=f"{'sinks' if name == 'prefix' else 'recent'} is -1: give 0 or more"):
+            call(o, -1)
+    with pytest.raises(InputError, match="suffix is -2: give 0 or more"):
+        guard.ends(o, 0, -2, static_prompt_end=4)

@@ -292,3 +292,20 @@ def test_a_model_that_answers_nothing_or_failed_says_which():
         judge.answers_enough(pd.Series([np.nan] * 8), pd.Series(["out of memory"] * 8))
     with pytest.raises(NotTestable, match="3 items: an interval needs at least 6"):
         judge.answers_enough(pd.Series([1.0] * 3))
+
+
+def test_a_claim_in_percent_shows_a_hundred_times_its_estimate():
+    members = [Member("m", Sample(scores(0.5, 40)))]
+    plain, percent = (table({"at_least": 0.1}, members, unit=unit) for unit in ("F1", "%"))
+    for name in ("ours", "low", "high"):
+        assert percent[name] == pytest.approx(100 * plain[name])
+
+
+def test_a_claim_without_a_contrast_says_why_and_asks_nobody():
+    def members(claim, reading):
+        raise AssertionError("asked")
+
+    row = judge.verdicts(
+        [CLAIM | {"rule": {"at_least": 0}, "contrast": "none", "why": "needs a GPU"}], members, model="m", profile="q"
+    ).iloc[0]
+    assert (row.verdict, row.note) == ("not testable here", "needs a GPU")

@@ -254,3 +254,19 @@ def test_bad_input_is_named(call, numbers):
         call()
     assert all(number in str(error.value) for number in numbers)
     assert "\n" not in str(error.value)
+
+
+def test_what_has_no_interval_still_says_its_level_and_its_number():
+    few, flat = [0.1, 0.2, 0.4], [0.5] * 12
+    for e, n in ((stats.interval(few, level=0.9), 3), (stats.interval(flat, level=0.9), 12)):
+        assert (math.isnan(e.low), e.level, e.n) == (True, 0.9, n)
+    for e, n in ((stats.unpaired(few, flat, level=0.9), 3), (stats.unpaired(flat, flat, level=0.9), 12)):
+        assert (math.isnan(e.low), e.level, e.n) == (True, 0.9, n)
+
+
+def test_contrasts_pair_the_rows_of_a_group_with_those_of_the_other_table():
+    rows = pd.DataFrame({"item": [*range(8)] * 2, "policy": ["a"] * 8 + ["b"] * 8, "f1": np.linspace(0, 1, 16)})
+    against = pd.DataFrame({"item": range(1, 9), "f1": 0.25})  # item 0 has no partner, item 8 no row
+    found = stats.contrasts(rows, against, "policy", "f1").set_index("policy")
+    for name, own in rows[rows.item > 0].groupby("policy"):
+        assert (found.value[name], found.n[name]) == (pytest.approx(own.f1.mean() - 0.25), 7)

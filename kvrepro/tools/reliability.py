@@ -1,0 +1,180 @@
+"""The page *Reliability*: what was tried, how often, what came out, and the command that tries it again.
+
+From the tables in data/reliability; a part whose table is not there is left out.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+
+from kvrepro.experiment import figure
+from kvrepro.paths import DATA
+from kvrepro.tools import repeat
+
+FOLDER = DATA / "reliability"
+PROGRAM = "python -m kvrepro.tools."
+
+
+class Part(NamedTuple):
+    """One table: its title on the page, the command that makes it, and (how many, result) of its rows."""
+
+    title: str
+    command: str
+    said: Callable[[pd.DataFrame], tuple[str, str]]
+    means: str  # what a reader must know to read the table
+
+
+def _kills(t: pd.DataFrame) -> tuple[str, str]:
+    what = f"{t.lost.sum():,} rows lost, {t.doubled.sum():,} doubled, {t.different.sum():,} different"
+    return f"{t.kills.sum():,} kills, {t.rows.sum():,} rows", what
+
+
+def _faults(t: pd.DataFrame) -> tuple[str, str]:
+    lines = (t.seen.fillna("") != "").sum()
+    return f"{len(t)} faults", f"{lines} of {len(t)} end in one clear line, {int(t.lost.sum()):,} rows lost"
+
+
+def _bad_values(t: pd.DataFrame) -> tuple[str, str]:
+    counts = t.groupby("outcome")["count"].sum().sort_values(ascending=False)
+    return f"{counts.sum():,} values", ", ".join(f"{name}: {count:,}" for name, count in counts.items())
+
+
+def _mutants(t: pd.DataFrame) -> tuple[str, str]:
+    row = t[t.module == "all"].iloc[0]
+    return (
+        f"{row.mutants:,} mutants",
+        f"{row.share:.1%} killed, {row.survived} survived, {row.explained} of them explained",
+    )
+
+
+def _determinism(t: pd.DataFrame) -> tuple[str, str]:
+    whole = t[t.chapter == "all"]
+    same = whole.varied.isin([name for name, one in repeat.VARIANTS.items() if one.expected_equal])
+    parts = []
+    for who, own in (("one machine", whole[same]), ("other rounding", whole[~same])):
+        if len(own):
+            other = own[["text", "kept", "score"]].max(axis=1).sum() / own.rows.sum()
+            verdicts = own.changed.sum() / own.verdicts.sum()
+            parts.append(f"{who}: {other:.2%} of the rows and {verdicts:.2%} of the verdicts differ")
+    return f"{len(whole)} variants, {whole.rows.sum():,.0f} rows", "; ".join(parts)
+
+
+def _store(t: pd.DataFrame) -> tuple[str, str]:
+    row = t.sort_values("rows").iloc[-1]
+    return (
+        f"{row.rows:,.0f} rows",
+        f"{row.study_seconds:.1f} s for the rows of one study, {row.open_seconds:.1f} s to open",
+    )
+
+
+def _scaling(t: pd.DataFrame) -> tuple[str, str]:
+    known = t.dropna(subset="efficiency")
+    equal = "all rows equal" if (t["equal"].dropna() == 1).all() else f"{t['equal'].min():.2%} of the rows equal"
+    return f"{len(t)} runs", f"efficiency {known.efficiency.min():.2f} to {known.efficiency.max():.2f}, {equal}"
+
+
+PARTS = {
+    "kills": Part(
+        "Kills at random moments", PROGRAM + "faults kills --chapter leakage --kills 20 --seed 0", _kills,
+        "A chapter is killed at random moments and started again until it is done. What it stored is then compared "
+        "with what an undisturbed run stores.",
+    ),
+    "faults": Part(
+        "Faults", PROGRAM + "faults table", _faults,
+        "Each fault is produced for real. `seen` is the line that the reader gets, `lost` the rows that were stored "
+        "before and are gone.",
+    ),
+    "bad_values": Part(
+        "Bad values", "pytest tests/hostile --table", _bad_values,
+        "Values of the wrong kind are given to every parameter of the notebooks and to every command. Each one should "
+        "be refused in one line before anything is computed.",
+    ),
+    "mutants": Part(
+        "Mutants", "mutmut run, then " + PROGRAM + "mutants", _mutants,
+        "A mutant is the code with one operator, number or name changed. It is killed when a test fails or takes many "
+        "times as long. What survives is either the same computation written differently, or a gap in the tests.",
+    ),
+    "determinism": Part(
+        "The same again", PROGRAM + "repeat run --results /tmp/repeat", _determinism,
+        "Each variant is compared with the usual run, row by row and verdict by verdict. `text`, `kept` and `score` "
+        "count rows whose answer, kept tokens or score differ; `changed` counts verdicts that differ, `turned` those "
+        "that go from reproduced to not reproduced or back.",
+    ),
+    "store": Part(
+        "The store at twenty million rows", "kvrepro store bench", _store,
+        "Rows that the benchmark made are written, opened and read. Seconds are wall clock, from a cold start.",
+    ),
+    "scaling": Part(
+        "Several workers and GPUs", PROGRAM + "scaling", _scaling,
+        "Efficiency is the time with one worker over the time with n of them times n; 1 is ideal. `equal` is the share "
+        "of rows that equal those of one worker.",
+    ),
+}  # fmt: skip
+
+
+def tables(folder: Path = FOLDER) -> dict[str, pd.DataFrame]:
+    """Those that are there, in the order of `PARTS`."""
+    return {name: pd.read_csv(folder / f"{name}.csv") for name in PARTS if (folder / f"{name}.csv").is_file()}
+
+
+def summary(found: dict[str, pd.DataFrame]) -> list[dict[str, str]]:
+    """A row per part: what was tried, how often, what came out, the command."""
+    rows = []
+    for name, frame in found.items():
+        count, result = PARTS[name].said(frame)
+        rows.append(
+            {"what": PARTS[name].title, "how many": count, "result": result, "command": f"`{PARTS[name].command}`"}
+        )
+    return rows
+
+
+def sections(found: dict[str, pd.DataFrame], table: Callable[..., str], folder: Path = FOLDER) -> str:
+    """A section per part: what its columns mean, when and where it was measured, and its table, folded. `table` makes
+    markdown of rows."""
+    parts = []
+    for name, frame in found.items():
+        shown = frame.drop(columns=["machine", "torch", "date", "times"], errors="ignore")
+        where = "; ".join(dict.fromkeys(f"{row.machine}, {row.date}" for row in frame.itertuples()))
+        parts += [f"## {PARTS[name].title}", PARTS[name].means, f"Measured on {where}: `{PARTS[name].command}`."]
+        parts.append(_folded("The table", table(_texts(shown))))
+        if name == "mutants" and (file := folder / "survivors.csv").is_file():
+            parts.append(_folded("The survivors", table(_texts(pd.read_csv(file), code=("before", "after")))))
+    return "\n\n".join(parts)
+
+
+def _folded(title: str, text: str) -> str:
+    return f":::{{dropdown}} {title}\n{text}\n:::"
+
+
+def _texts(frame: pd.DataFrame, code: tuple[str, ...] = ()) -> list[dict[str, str]]:
+    """Rows as text; `code`: columns that are code."""
+
+    def said(name: str, value: object) -> str:
+        if pd.isna(value):
+            return ""
+        if name in code:
+            return f"`{str(value).replace('`', '')}`" if value else ""
+        return f"{value:.3g}" if isinstance(value, float) and value % 1 else str(value)
+
+    return [{str(name): said(str(name), value) for name, value in row.items()} for row in frame.to_dict("records")]
+
+
+def drawn(found: dict[str, pd.DataFrame]) -> Figure | None:
+    """The share of rows and verdicts that differ, a bar for each variant; None where that was not measured."""
+    if "determinism" not in found:
+        return None
+    whole = found["determinism"].query("chapter == 'all'")
+    rows = whole[["text", "kept", "score"]].div(whole.rows, axis=0)
+    shares = rows.assign(verdict=whole.changed / whole.verdicts, varied=whole.varied).melt("varied", value_name="share")
+    shares["share"] *= 100
+    with figure.style():
+        picture = Figure(figsize=(7, 0.45 * len(whole) + 1.2), layout="constrained")
+        axes = picture.subplots()
+        sns.stripplot(shares, x="share", y="varied", hue="variable", dodge=True, jitter=False, size=6, ax=axes)
+        axes.set(xlabel="% that differ from the usual run", ylabel="", xlim=(-0.02 * max(1, shares.share.max()), None))
+        axes.legend(title="", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    return picture

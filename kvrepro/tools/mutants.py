@@ -8,6 +8,7 @@ takes many times as long as usual. In survivors.csv the column `reason` is writt
 change from the original. It stays with its mutant when the table is written again.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from datetime import date
@@ -73,8 +74,9 @@ def main(
     out: Annotated[Path, typer.Option(help="the folder for both tables")] = FOLDER,
 ) -> None:
     """Write both tables, keeping the reasons that were given."""
-    table = outcomes(mutants)
-    survivors = pd.DataFrame(changes(table[table.outcome == SURVIVED]), columns=CHANGE)
+    table, out = outcomes(mutants), out.resolve()
+    with contextlib.chdir(mutants.resolve().parent):  # mutmut reads what it wrote from there
+        survivors = pd.DataFrame(list(changes(table[table.outcome == SURVIVED])), columns=CHANGE)
     known = pd.read_csv(out / "survivors.csv") if (out / "survivors.csv").is_file() else pd.DataFrame(columns=CHANGE)
     known = known.reindex(columns=[*CHANGE, "reason"]).drop_duplicates(CHANGE)
     survivors = survivors.merge(known.fillna(""), how="left", on=CHANGE).fillna("")

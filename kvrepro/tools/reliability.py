@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 
 from kvrepro.experiment import figure
 from kvrepro.paths import DATA
-from kvrepro.tools import repeat
 
 FOLDER = DATA / "reliability"
 PROGRAM = "python -m kvrepro.tools."
@@ -53,13 +52,13 @@ def _mutants(t: pd.DataFrame) -> tuple[str, str]:
 
 def _determinism(t: pd.DataFrame) -> tuple[str, str]:
     whole = t[t.chapter == "all"]
-    same = whole.varied.isin([name for name, one in repeat.VARIANTS.items() if one.expected_equal])
+    same = whole.must_be_equal
     parts = []
     for who, own in (("one machine", whole[same]), ("other rounding", whole[~same])):
         if len(own):
             other = own[["text", "kept", "score"]].max(axis=1).sum() / own.rows.sum()
-            verdicts = own.changed.sum() / own.verdicts.sum()
-            parts.append(f"{who}: {other:.2%} of the rows and {verdicts:.2%} of the verdicts differ")
+            verdicts = f"{own.changed.sum():.0f} of {own.verdicts.sum():.0f} verdicts"
+            parts.append(f"{who}: {other:.2%} of the rows and {verdicts} differ")
     return f"{len(whole)} variants, {whole.rows.sum():,.0f} rows", "; ".join(parts)
 
 

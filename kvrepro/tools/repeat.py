@@ -30,9 +30,10 @@ from kvrepro.paths import DATA
 from kvrepro.tools import book, compare, family, stability
 
 TABLE = DATA / "reliability" / "determinism.csv"
-COLUMNS = "varied chapter rows text kept score verdicts changed turned which machine torch date".split()
+COLUMNS = "varied must_be_equal chapter rows text kept score verdicts changed turned which machine torch date".split()
 USUAL = "as usual"
 EVERY = "all"
+NOT_ASKED = "not testable here"  # in both runs: no verdict that could differ
 app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 
 
@@ -95,23 +96,28 @@ def rows_of(folder: Path, chapter: str) -> pd.DataFrame:
 
 def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd.DataFrame:
     """`COLUMNS`: how many rows of both folders have another text, other kept tokens or another score, and how many
-    verdicts are others; a row for each chapter that both hold, and their sum. Empty where they share none."""
+    verdicts, of those that either could give, are others; a row for each chapter that both hold, and their sum. Empty
+    where they share none."""
     found: list[dict[str, Any]] = []
     for chapter in chapters:
         files = [folder / chapter / "claims.csv" for folder in (first, other)]
         if not all(file.is_file() for file in files):
             continue
         counts, _ = compare.compare(*(rows_of(folder, chapter) for folder in (first, other)))
-        said = stability.row_of(stability.compared([claims.read(file) for file in files]))
+        verdicts = stability.compared([claims.read(file) for file in files])
+        verdicts = verdicts[(verdicts != NOT_ASKED).any(axis=1)]
+        said = stability.row_of(verdicts) if len(verdicts) else dict.fromkeys(("verdicts", "changed", "turned"), 0)
         row = {"text": counts["other prediction"], "kept": counts["other kept_hash"], "score": counts["other token_f1"]}
         found.append({"varied": varied, "chapter": chapter, "rows": counts["both"], **row, **said})
     table = pd.DataFrame(found).reindex(columns=COLUMNS)
     if found:
-        which = "; ".join(f"{row['chapter']} {row['which']}" for row in found if row["which"])
+        which = "; ".join(f"{row['chapter']} {row['which']}" for row in found if row.get("which"))
         whole = {"varied": varied, "chapter": EVERY, "which": which}
         numbers = "rows text kept score verdicts changed turned".split()
         table.loc[len(table)] = pd.Series(whole | {name: sum(row[name] for row in found) for name in numbers})
     version = torch.__version__.partition("+")[0]
+    known = VARIANTS.get(varied)
+    table["must_be_equal"] = known is not None and known.expected_equal
     return table.assign(machine=provenance.machine(), torch=version, date=f"{date.today()}")
 
 

@@ -23,13 +23,14 @@ from kvrepro.experiment import provenance
 from kvrepro.paths import DATA, replaced
 
 FOLDER = DATA / "reliability"
-KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
+KILLED, SURVIVED, TIMEOUT, NOT_TRIED = "killed", "survived", "timeout", "not checked"
 CHANGE = ["module", "function", "before", "after"]
-COUNTS = ["mutants", KILLED, "timeouts", SURVIVED, "explained"]
+COUNTS = ["mutants", "tried", KILLED, "timeouts", SURVIVED, "explained"]
 
 
 def outcomes(mutants: Path) -> pd.DataFrame:
-    """name, module and outcome of every mutant that was tested. Raises InputError where mutmut has not run."""
+    """name, module and outcome of every mutant; where not all were tried, the others' is "not checked".
+    Raises InputError where mutmut has not run."""
     from mutmut.stats import status_by_exit_code
 
     found = []
@@ -39,8 +40,7 @@ def outcomes(mutants: Path) -> pd.DataFrame:
             outcome = status_by_exit_code[code]
             found.append((name, module, SURVIVED if outcome == "no tests" else outcome))
     table = pd.DataFrame(found, columns=["name", "module", "outcome"])
-    table = table[table.outcome != "not checked"]
-    if table.empty:
+    if (table.outcome == NOT_TRIED).all():
         raise InputError(f"no mutant was tested in {mutants}: first mutmut run")
     return table.replace({"outcome": {"segfault": KILLED, "suspicious": KILLED}})
 
@@ -57,14 +57,16 @@ def changes(table: pd.DataFrame) -> Iterator[tuple[str, ...]]:
 
 
 def counted(table: pd.DataFrame, explained: pd.DataFrame) -> pd.DataFrame:
-    """A row per module, and one for all: `COUNTS`, and the share that was killed, by a timeout too."""
+    """A row per module, and one for all: `COUNTS`, and the share of the tried that was killed, by a timeout too."""
     rows = []
     for module, own in [*table.groupby("module"), ("all", table)]:
         n = own.outcome.value_counts()
         known = explained if module == "all" else explained[explained.module == module]
-        row = {"module": module, "mutants": len(own), KILLED: n.get(KILLED, 0), "timeouts": n.get(TIMEOUT, 0)}
+        tried = len(own) - n.get(NOT_TRIED, 0)
+        row = {"module": module, "mutants": len(own), "tried": tried}
+        row |= {KILLED: n.get(KILLED, 0), "timeouts": n.get(TIMEOUT, 0)}
         row |= {SURVIVED: n.get(SURVIVED, 0), "explained": int((known.reason != "").sum())}
-        rows.append(row | {"share": (row[KILLED] + row["timeouts"]) / len(own)})
+        rows.append(row | {"share": (row[KILLED] + row["timeouts"]) / max(1, tried)})
     return pd.DataFrame(rows).assign(date=f"{date.today()}", machine=provenance.machine())
 
 
@@ -78,7 +80,7 @@ def main(
     with contextlib.chdir(mutants.resolve().parent):  # mutmut reads what it wrote from there
         survivors = pd.DataFrame(list(changes(table[table.outcome == SURVIVED])), columns=CHANGE)
     known = pd.read_csv(out / "survivors.csv") if (out / "survivors.csv").is_file() else pd.DataFrame(columns=CHANGE)
-    known = known.reindex(columns=[*CHANGE, "reason"]).drop_duplicates(CHANGE)
+    known = known.reindex(columns=[*CHANGE, "reason"]).astype(object).drop_duplicates(CHANGE)
     survivors = survivors.merge(known.fillna(""), how="left", on=CHANGE).fillna("")
     counts = counted(table, survivors)
     out.mkdir(parents=True, exist_ok=True)

@@ -28,8 +28,8 @@ from kvrepro.experiment.store import COLUMNS, PART, File, Rows, Store, Tables
 from kvrepro.paths import DATA, WORK
 
 USUAL = WORK / "data" / "results"
-PASSING = {"key", "engine_hash", "chapter", "name", "profile", "seed", "torch", "transformers", "date",
-           "prefill_seconds", "decode_seconds", "peak_bytes"}  # fmt: skip
+PASSING = {"key", "engine_hash", "chapter", "name", "profile", "seed", "processor", "torch", "transformers",
+           "date", "prefill_seconds", "decode_seconds", "peak_bytes"}  # fmt: skip
 SAID = [name for name in COLUMNS if name not in PASSING]  # what two rows must share to be the same
 TIMES = ("seconds", "time", "_ms", "peak")  # parts of names of columns that differ between two runs
 STUDY = 6_000  # rows of the study that the bench looks up

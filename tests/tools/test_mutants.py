@@ -20,11 +20,11 @@ def test_a_mutant_that_no_test_reaches_survives_and_one_that_was_not_tried_is_no
     pytest.importorskip("mutmut")
     (tmp_path / "m.py.meta").write_text(json.dumps({"exit_code_by_key": WERE}))
     table = mutants.outcomes(tmp_path)
-    assert table.outcome.tolist() == ["killed", "survived", "survived", "timeout"]
+    assert table.outcome.tolist() == ["killed", "survived", "survived", "timeout", "not checked"]
     explained = pd.DataFrame({"module": ["m.py"] * 2, "reason": ["the same number", ""]})
     of_module, whole = mutants.counted(table, explained).to_dict("records")
-    assert [of_module[name] for name in mutants.COUNTS] == [4, 1, 1, 2, 1]
-    assert (of_module["share"], whole["module"], whole["mutants"]) == (0.5, "all", 4)
+    assert [of_module[name] for name in mutants.COUNTS] == [5, 4, 1, 1, 2, 1]
+    assert (of_module["share"], whole["module"], whole["mutants"]) == (0.5, "all", 5)
 
 
 def test_without_a_run_there_is_nothing_to_count(tmp_path):

@@ -164,7 +164,7 @@ class File:
             yield
         except FileNotFoundError:
             raise
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             why = str(error).splitlines()[0]
             raise InputError(f"{self.path} is no whole parquet file ({why}): {self.way_out}") from None
 

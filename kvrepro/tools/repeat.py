@@ -24,7 +24,7 @@ import torch
 import typer
 
 from kvrepro.engine.allowed import ensure
-from kvrepro.errors import one_line_errors
+from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import claims, models, provenance, store
 from kvrepro.paths import DATA
 from kvrepro.tools import book, compare, family, stability
@@ -86,9 +86,11 @@ def folder_of(results: Path, variant: str, model: str) -> Path:
 
 
 def rows_of(folder: Path, chapter: str) -> pd.DataFrame:
-    """All stored rows of a chapter, by what was asked whatever device and number format answered."""
-    files = sorted((folder / chapter).glob("*.parquet"))
-    parts = [store.read(file) for file in files if file.with_suffix(".rows").is_dir()]
+    """All stored rows of a chapter, those of a run that was cut off as well, by what was asked whatever device and
+    number format answered."""
+    tables = [rows for rows in sorted((folder / chapter).glob("*.rows"))
+              if rows.with_suffix(".parquet").is_file() or any(rows.glob("*.parquet"))]  # fmt: skip
+    parts = [store.read(rows.with_suffix(".parquet")) for rows in tables]
     found = [compare.identified(part.assign(device="", dtype="")) for part in parts if len(part)]
     named = [part.set_axis([f"{part.name.iloc[0]}: {text}" for text in part.index]) for part in found]
     return pd.concat(named) if named else pd.DataFrame(columns=list(compare.SAME))
@@ -96,25 +98,27 @@ def rows_of(folder: Path, chapter: str) -> pd.DataFrame:
 
 def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd.DataFrame:
     """`COLUMNS`: how many rows of both folders have another text, other kept tokens or another score, and how many
-    verdicts, of those that either could give, are others; a row for each chapter that both hold, and their sum. Empty
-    where they share none."""
+    verdicts, of those that either could give, are others; a row for each chapter of which both hold rows, and their
+    sum. Empty where they share none."""
     found: list[dict[str, Any]] = []
     for chapter in chapters:
-        files = [folder / chapter / "claims.csv" for folder in (first, other)]
-        if not all(file.is_file() for file in files):
-            continue
         counts, _ = compare.compare(*(rows_of(folder, chapter) for folder in (first, other)))
-        verdicts = stability.compared([claims.read(file) for file in files])
-        verdicts = verdicts[(verdicts != NOT_ASKED).any(axis=1)]
-        said = stability.row_of(verdicts) if len(verdicts) else dict.fromkeys(("verdicts", "changed", "turned"), 0)
+        if not counts["both"]:
+            continue
+        said: dict[str, Any] = dict.fromkeys(("verdicts", "changed", "turned"), 0)
+        files = [folder / chapter / "claims.csv" for folder in (first, other)]
+        if all(file.is_file() for file in files):
+            verdicts = stability.compared([claims.read(file) for file in files])
+            verdicts = verdicts[(verdicts != NOT_ASKED).any(axis=1)]
+            said = stability.row_of(verdicts) if len(verdicts) else said
         row = {"text": counts["other prediction"], "kept": counts["other kept_hash"], "score": counts["other token_f1"]}
         found.append({"varied": varied, "chapter": chapter, "rows": counts["both"], **row, **said})
-    table = pd.DataFrame(found).reindex(columns=COLUMNS)
     if found:
         which = "; ".join(f"{row['chapter']} {row['which']}" for row in found if row.get("which"))
         whole = {"varied": varied, "chapter": EVERY, "which": which}
         numbers = "rows text kept score verdicts changed turned".split()
-        table.loc[len(table)] = pd.Series(whole | {name: sum(row[name] for row in found) for name in numbers})
+        found.append(whole | {name: sum(row[name] for row in found) for name in numbers})
+    table = pd.DataFrame(found).reindex(columns=COLUMNS)
     version = torch.__version__.partition("+")[0]
     known = VARIANTS.get(varied)
     table["must_be_equal"] = known is not None and known.expected_equal
@@ -142,8 +146,11 @@ def folders(
     other: Annotated[Path, typer.Argument(help="another one")],
     out: Annotated[Path, typer.Option()] = TABLE,
 ) -> None:
-    """Compare two results folders."""
-    stored(shares(varied, first, other, family.CHAPTERS), out)
+    """Compare two results folders. Raises InputError where they have no row in common."""
+    found = shares(varied, first, other, family.CHAPTERS)
+    if found.empty:
+        raise InputError(f"{first} and {other} have no row in common: give folders that hold a folder per chapter")
+    stored(found, out)
 
 
 @app.command()

@@ -239,12 +239,13 @@ def _both(group: pd.DataFrame) -> str:
     return f"{link(group.claim.iloc[0])} {group.statement.iloc[0]} {said}"
 
 
-def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False) -> str:
+def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False, numbers: bool = True) -> str:
     """What became of a claim, as a sentence to be read aloud: `Recovery does not come out in the authors' code (23%
     [17, 31]) or in their text (26% [18, 36]).` The verb leads to the claim. A claim of several cases says how many of
     them hold and whose the number is (`weighed`).
 
     subject: what the claim is about, a noun that begins the sentence (`Recovery`, `The gain at every capacity`).
+    numbers: False leaves the parentheses out, for the box at a chapter's top.
     """
     rows = frame[frame.claim == claim]
     by = {row.reading: row for row in rows.itertuples()}
@@ -254,7 +255,7 @@ def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False
         return link(claim, SAYS[verdicts[reading]][plural])
 
     def where(reading: str, whose: str) -> str:
-        value = weighed(by[reading]) if reading in by else ""
+        value = weighed(by[reading]) if numbers and reading in by else ""
         return " ".join(filter(None, [f"in {whose}" if whose else "", f"({value})" if value else ""]))
 
     if len(verdicts) == 1:

@@ -10,7 +10,9 @@ import io
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -41,6 +43,7 @@ CONTROLS = {  # lines that no policy drew: colour and dashes
     "refusal": ("#8C8C8C", (0, (1, 4))),
 }
 MANY = 4  # panels side by side; where there are more, names of rows stand at the left, and one label below them all
+TOLD: WeakKeyDictionary[Axes, list[tuple[float, float, str]]] = WeakKeyDictionary()  # x, y, what is said on hover
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -194,6 +197,9 @@ def estimates(
                 shift = 0.0 if numeric else (n % rows - (rows - 1) / 2) * min(0.2, 0.8 / rows)
                 at = [place if numeric else places.index(place) + shift for place in mine[along]]
                 _points(axes, at, mine, shown[who], upright, bool(filled or not fill), line, band)
+                state = [labels.get(str(filled), f"{'' if filled else 'not '}{fill}")] if fill else []
+                texts = _said(mine, [shown[who].name, *state], along, percent)
+                tell(axes, *((at, mine.value) if upright else (mine.value, at)), texts)
             facet = {name: of[at] for name, of, at in ((row, grid.row_names, i), (panel, grid.col_names, j)) if name}
             _reference(axes, reference, facet, upright)
             for direction in log:
@@ -235,6 +241,23 @@ def _points(
         where = {"x": at, "y": value, "yerr": error} if upright else {"x": value, "y": at, "xerr": error}
         for bars in axes.errorbar(**where, **style)[2]:
             bars.set_alpha(0.5 if line else 1)
+
+
+def _said(points: pd.DataFrame, series: Sequence[str], along: str, percent: bool) -> list[str]:
+    """Each estimate of a series in words: `LRU, 256: 0.19 [0.11, 0.27], n = 24`."""
+    form = "{:.0%}" if percent else "{:.3g}"
+    told = []
+    for row in points.to_dict("records"):
+        names = ", ".join(dict.fromkeys(name for name in (*series, look(row[along]).name) if name))
+        interval = "" if pd.isna(row["low"]) else f" [{form.format(row['low'])}, {form.format(row['high'])}]"
+        n = "" if pd.isna(row.get("n", np.nan)) else f", n = {row['n']:.0f}"
+        told.append(f"{names}: {form.format(row['value'])}{interval}{n}")
+    return told
+
+
+def tell(axes: Axes, x: Iterable[float], y: Iterable[float], texts: Iterable[str]) -> None:
+    """Say something of places in a panel, in its own coordinates, to whoever points there with the mouse."""
+    TOLD.setdefault(axes, []).extend(zip(x, y, texts, strict=True))
 
 
 def _reference(axes: Axes, reference: pd.DataFrame | None, facet: Mapping[str, Any], upright: bool) -> None:
@@ -439,7 +462,8 @@ def ends(table: pd.DataFrame, *by: str, percent: bool = False) -> str:
 
 
 def vector(drawing: Figure) -> str:
-    """A figure as SVG, on white; where that would be a large file, what it plots is a picture between vector axes."""
+    """A figure as SVG, on white, which says on hover what was told of its points (`tell`). Where that would be a large
+    file, what it plots is a picture between vector axes."""
     for rasterised in (False, True):
         for axes in drawing.axes:
             for artist in (*axes.collections, *axes.lines, *axes.patches):
@@ -451,4 +475,18 @@ def vector(drawing: Figure) -> str:
             )
         if len(text := written.getvalue()) < LARGE:
             break
-    return text[text.index("<svg") :].replace("<svg ", f"<svg {WHITE} ", 1)
+    text = text[text.index("<svg") :].replace("<svg ", f"<svg {WHITE} ", 1)
+    return text.replace("</svg>", _hovered(drawing) + "</svg>")
+
+
+def _hovered(drawing: Figure) -> str:
+    """Invisible circles with titles over the points of a drawing, in the coordinates of its SVG: 72 to an inch."""
+    corner, circles = drawing.get_tightbbox().padded(plt.rcParams["savefig.pad_inches"]), []
+    for axes in drawing.axes:
+        for x, y, text in TOLD.get(axes, ()):
+            across, down = axes.transData.transform((x, y)) / drawing.dpi
+            if np.isfinite([across, down]).all():
+                at = 72 * (across - corner.x0), 72 * (corner.y1 - down)
+                place = f'cx="{at[0]:.1f}" cy="{at[1]:.1f}"'
+                circles.append(f'<circle {place} r="6" opacity="0"><title>{escape(text, quote=False)}</title></circle>')
+    return "".join(circles)

@@ -15,7 +15,7 @@ import pandas as pd
 from kvrepro.experiment import claims, judge
 from kvrepro.experiment.claims import LABELS, LOOKS
 from kvrepro.paths import DATA, ROOT
-from kvrepro.tools import family_page, filterable
+from kvrepro.tools import claims_sources, family_page, filterable
 from kvrepro.tools.edition import results_of
 from kvrepro.tools.filterable import Cell
 
@@ -33,6 +33,7 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
     every = pd.concat([frame.assign(chapter=name) for name, frame in frames.items()])
     every = every.assign(reading=every.reading.replace(READ), statement=every.statement.str.replace("*", ""))
     every.to_csv(folder / "verdicts.csv", index=False, float_format="%.6g")
+    claims_sources.write(list(frames), {name: entries(name) for name in frames}, folder / "static" / "claims")
     titles = {name: title(root / "notebooks" / f"{name}.ipynb") for name in frames} | {FAMILY: "Several models"}
     return {
         "claims_picture": filterable.raw(styles() + picture(frames, titles)),
@@ -191,12 +192,11 @@ def page_of(chapter: str) -> str:
     return "family.html" if chapter == FAMILY else f"executed/{chapter}.html"
 
 
-def figure_of(chapter: str, figure: str, root: Path) -> str:
-    """Where a chapter's figure stands; empty if the last run has not drawn it."""
+def figures_of(chapter: str, root: Path) -> list[str]:
+    """The figures that a chapter's last run has drawn, by name, in their order."""
     executed = root / "book" / "executed" / f"{chapter}.ipynb"
-    if not figure or not executed.is_file() or f"figures/{chapter}-{figure}.svg" not in executed.read_text("utf-8"):
-        return ""
-    return f"{page_of(chapter)}#fig-{chapter.replace('_', '-')}-{figure}"
+    text = executed.read_text("utf-8") if executed.is_file() else ""
+    return re.findall(rf"::::{{figure}} figures/{chapter}-([a-z0-9-]+)\.svg", text)
 
 
 def styles() -> str:
@@ -216,15 +216,15 @@ def pill(verdict: str) -> str:
 
 def blocks(chapter: str, frames: Mapping[str, pd.DataFrame], root: Path = ROOT) -> str:
     """A folded block for each claim of a chapter, with all that is known of it; `claims.html#P12` opens P12's."""
-    known, rates, at = entries(chapter), _rates(chapter), places(frames)
+    known, rates, at, drawn = entries(chapter), _rates(chapter), places(frames), figures_of(chapter, root)
     html = ['<div class="claims">', f'<p>Evidence: <a href="{page_of(chapter)}">the page that judges these</a>.</p>']
     for claim, rows in frames[chapter].groupby("claim", sort=False):
         entry = known.get(str(claim), {})
-        figure = figure_of(chapter, entry.get("figure", ""), root)
+        links = _links(chapter, entry, drawn) if entry else {}
         html += [
             f'<details id="{at[chapter, str(claim)]}">',
             f"<summary>{_summary(str(claim), rows, entry)}</summary>",
-            f"<dl>{_entries(rows, entry, rates.get(str(claim), ''), figure)}</dl>\n</details>",
+            f"<dl>{_entries(rows, entry, rates.get(str(claim), ''), links)}</dl>\n</details>",
         ]
     return filterable.raw("\n".join([*html, "</div>"]))
 
@@ -236,8 +236,17 @@ def _summary(claim: str, rows: pd.DataFrame, known: Mapping[str, Any]) -> str:
     return f"<b>{escape(claim)}</b> {escape(known.get('statement', first.statement.iloc[0]), quote=False)} {pills}"
 
 
-def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, figure: str) -> str:
-    """What stands in a claim's block: terms and what is said of them."""
+def _links(chapter: str, entry: Mapping[str, Any], drawn: list[str]) -> dict[str, str]:
+    """Where a claim's figure, printed table and rule are, as HTML by term."""
+    name, figure = entry["figure"], "The chapter shows it in no figure."
+    if name in drawn:
+        at = f"{page_of(chapter)}#fig-{chapter.replace('_', '-')}-{name}"
+        figure = f'<a href="{at}">Figure {drawn.index(name) + 1} of the chapter</a>'
+    return {"Figure": figure} | claims_sources.links(chapter, entry)
+
+
+def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, links: Mapping[str, str]) -> str:
+    """What stands in a claim's block: terms and what is said of them. links: further ones, in HTML."""
     first = rows.iloc[0]
     said = {"Source": f"{first.source}. Printed: {claims.printed(first)}."}
     if first.rule:
@@ -251,8 +260,8 @@ def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, figure: s
     said |= {head: known[key] for key, head in NOTES.items() if key in known}
     first_form = {**known, **known.get("first", {})}
     said |= {"Rule as first written": judge.rule_text(first_form)} if "rule" in known.get("first", {}) else {}
-    items = "".join(f"<dt>{head}</dt><dd>{escape(text, quote=False)}</dd>" for head, text in said.items())
-    return items + (f'<dt>Figure</dt><dd><a href="{figure}">in the chapter</a></dd>' if figure else "")
+    terms = {head: escape(text, quote=False) for head, text in said.items()} | links
+    return "".join(f"<dt>{head}</dt><dd>{text}</dd>" for head, text in terms.items() if text)
 
 
 NOTES = {

@@ -5,6 +5,7 @@ page, its data another, and a `{figure}` directive with the label `fig-<chapter>
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell", "show-input"
 FINDINGS = "What we found"
 LAST = "## How this page was computed"
 RESULTS = "data/results"
+REFERENCE = re.compile(r"\[[Ff]igure\]\(#fig-([a-z0-9-]+)\)")  # in a notebook's text; in the book it has a number
 
 
 def results_of(chapter: str, root: Path = ROOT) -> Path:
@@ -35,9 +37,13 @@ def edit(notebook: Any, chapter: str, folder: Path) -> None:
     names: set[str] = set()
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [_placed(output, chapter, folder, names) for output in cell.outputs if not _caption(output)]
+            drawn = any("figure" in _told(output) for output in cell.outputs)
+            outputs = (_folded(output) if drawn else output for output in cell.outputs if not _caption(output))
+            cell.outputs = [_placed(output, chapter, folder, names) for output in outputs]
             if not FOLDED & set(tags(cell)):
                 tag(cell, "hide-input")
+        else:
+            cell.source = _numbered(cell.source, chapter)
     notebook.cells = _joined(_findings_first(notebook.cells))
 
 
@@ -60,10 +66,27 @@ def _caption(output: Any) -> bool:
     return "caption_of" in _told(output)
 
 
+def _numbered(text: str, chapter: str) -> str:
+    return REFERENCE.sub(rf"{{numref}}`fig-{chapter}-\1`", text)
+
+
+def _folded(output: Any) -> Any:
+    """A table beside a figure, behind a line that says how long it is; any other output as it is."""
+    table = "".join(output.get("data", {}).get("text/html", ""))
+    if "<table" not in table:
+        return output
+    rows = table.count("<tr") - 1
+    summary = f"<summary>The numbers: {rows} row{'' if rows == 1 else 's'}</summary>"
+    output.data["text/html"] = f'<details class="numbers">{summary}\n{table}\n</details>'
+    return output
+
+
 def _placed(output: Any, chapter: str, folder: Path, names: set[str]) -> Any:
     """An output as the book shows it: a figure as a directive, anything else as it is."""
     told = _told(output)
     if "figure" not in told:
+        if "text/markdown" in output.get("data", {}):
+            output.data["text/markdown"] = _numbered("".join(output.data["text/markdown"]), chapter)
         return output
     if told["figure"] in names:
         raise InputError(f"{chapter}: two figures are called {told['figure']!r}")

@@ -4,6 +4,7 @@ Formulas become MathML, so that no script draws them. Icons come from a font cut
 nobody here uses is left out: Thebe, and Font Awesome's scripts. Markup that readers' tools stumble over is mended.
 """
 
+import functools
 import os
 import re
 import shutil
@@ -40,6 +41,10 @@ FRAME = (  # around it
         'role="complementary" aria-label="Book" class="bd-sidebar-primary bd-sidebar',
     ),
 )
+FIGURE = re.compile(r'<img\b[^>]*kvrepro-figure[^>]*\bsrc="[^"]*_images/([^"]+\.svg)"[^>]*>')
+POINT = re.compile(
+    r'<circle cx="([\d.-]+)" cy="([\d.-]+)" r="6" opacity="0"><title>(.*?)</title>'
+)  # of `figure.vector`
 FOOTER = """<p>MIT licence. <a href="{about}">Cite this book, licence, changes</a>.</p>"""
 
 
@@ -47,6 +52,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Register everything here with Sphinx."""
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
     app.connect("config-inited", _configure, priority=900)
+    app.connect("env-check-consistency", _number)
     app.connect("html-page-context", _page, priority=900)
     app.connect("build-finished", _finish, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
@@ -54,12 +60,20 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 def _configure(app: Sphinx, config: Any) -> None:
     config.html_math_renderer = "mathml"
+    config.numfig_format = {"figure": "Figure %s"}
     address = os.environ.get(SITE_URL, "")
     config.ogp_site_url = address and address.rstrip("/") + "/"
     for listeners in app.events.listeners.values():  # Thebe's: it would fetch itself from another server
         listeners[:] = [
             one for one in listeners if not getattr(one.handler, "__module__", "").startswith("sphinx_thebe")
         ]
+
+
+def _number(app: Sphinx, env: Any) -> None:
+    """Figures are counted within their page."""
+    for kinds in env.toc_fignumbers.values():
+        figures = kinds.get("figure", {})
+        figures.update({name: (n,) for n, name in enumerate(figures, start=1)})
 
 
 def _inline(translator: Any, node: nodes.Node) -> None:
@@ -86,10 +100,25 @@ def _finish(app: Sphinx, error: Exception | None) -> None:
     if error or app.builder.format != "html":
         return
     out = Path(app.outdir)
+    points = functools.cache(lambda name: _points((out / "_images" / name).read_text(encoding="utf-8")))
     pages = {page: page.read_text(encoding="utf-8") for page in out.rglob("*.html") if "_static" not in page.parts}
     for page, text in pages.items():
-        page.write_text(framed(text), encoding="utf-8")
+        text = FIGURE.sub(lambda image: image[0] + points(image[1]), framed(text))
+        page.write_text(text, encoding="utf-8")
     icons(out / "_static", "".join(pages.values()))
+
+
+def _points(svg: str) -> str:
+    """What a figure says of its points on hover, laid over its image: without a script, and beside its data as CSV."""
+    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
+    if not box or not (found := POINT.findall(svg)):
+        return ""
+    marks = (
+        f'<i style="left:{100 * float(x) / float(box[1]):.1f}%;top:{100 * float(y) / float(box[2]):.1f}%" '
+        f'data-tip="{text.replace(chr(34), "&quot;")}"></i>'
+        for x, y, text in found
+    )
+    return f'<span class="points" aria-hidden="true">{"".join(marks)}</span>'
 
 
 def framed(text: str) -> str:

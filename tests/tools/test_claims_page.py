@@ -13,7 +13,7 @@ import synthetic
 from kvrepro.chapters.protection import members
 from kvrepro.experiment import claims
 from kvrepro.paths import ROOT
-from kvrepro.tools import claims_page
+from kvrepro.tools import claims_page, claims_sources
 
 CHAPTERS = ["protection", "fragility", "dropkv_bound", "leakage", "reclamation"]
 PROTECTION = claims.load_claims("protection")
@@ -119,14 +119,29 @@ def test_a_block_holds_rule_reason_and_what_was_changed(page):
         assert said in block
 
 
-def test_a_figure_is_linked_where_the_run_has_drawn_it(tmp_path):
+def test_a_block_leads_to_figure_printed_table_and_rule(tmp_path):
     executed = tmp_path / "book" / "executed"
     executed.mkdir(parents=True)
-    assert claims_page.figure_of("dropkv_bound", "cone", tmp_path) == ""
-    (executed / "dropkv_bound.ipynb").write_text("::::{figure} figures/dropkv_bound-cone.svg")
-    link = claims_page.figure_of("dropkv_bound", "cone", tmp_path)
-    assert link == "executed/dropkv_bound.html#fig-dropkv-bound-cone"
-    assert claims_page.figure_of("dropkv_bound", "layers", tmp_path) == ""
+    (executed / "dropkv_bound.ipynb").write_text("".join(f"::::{{figure}} figures/dropkv_bound-{n}.svg" for n in "ab"))
+    drawn = claims_page.figures_of("dropkv_bound", tmp_path)
+    entry = claims_page.entries("dropkv_bound")["D1"]
+    links = claims_page._links("dropkv_bound", entry | {"figure": "b"}, drawn)
+    assert links["Figure"] == '<a href="executed/dropkv_bound.html#fig-dropkv-bound-b">Figure 2 of the chapter</a>'
+    assert "no figure" in claims_page._links("dropkv_bound", entry | {"figure": "c"}, drawn)["Figure"]
+    claims_sources.write(["dropkv_bound"], {"dropkv_bound": {"D1": entry}}, tmp_path)
+    assert "dropkv_t14_cone_thresholds.csv" in links["Printed table"]
+    for text in links.values():
+        for page, line in re.findall(rf'"{claims_sources.PAGES}/([^"#]+)(?:#L-(\d+))?"', text):
+            shown = (tmp_path / page).read_text(encoding="utf-8")
+            if line:
+                [row] = [row for row in shown.splitlines() if f'id="L-{line}"' in row]
+                assert "D1" in row or "cone_share" in row
+
+
+@pytest.mark.parametrize("chapter", [*CHAPTERS, "family"])
+def test_every_claim_has_an_entry_and_a_computation_to_show(chapter):
+    for claim in claims_page.entries(chapter).values():
+        assert claims_sources.links(chapter, claim)["As data and code"].count("#L-") == 2
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)

@@ -60,7 +60,7 @@ def conditions(rows: pd.DataFrame, root: Path = ROOT) -> pd.DataFrame:
             "scores by": _scorer(row) if grid else _published(of), "kept": f"{row['kept']:.0%}",
             "guards": (GUARDS[row["guard"]] if grid else "its own") + (", quotas" if row["quota"] == "parts" else ""),
             "tokens leave": WHEN[row["regime"] if grid else "question seen"],
-            "heads": HEADS.get(row["split"], HEADS["one set"]) if grid else f"its own: {find(of).budget}",
+            "heads": HEADS.get(row["split"], HEADS["one set"]) if grid else f"its own ({find(of).budget})",
             "quality": f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
             "blocks returned": f"{1 - row['unfreed']:.0%}", "leak-safe from": safe.get(of, MISSING),
             "first token": first.get(of, MISSING), "on kernels": _kernel(of), "loses most at": losses[row["name"]],
@@ -129,7 +129,7 @@ def _kernel(policy: str | None) -> str:
 
 
 def short(best: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
-    """The best of the grid for each regime: any, and one that gives back half of the blocks at least."""
+    """The best condition for each regime: any, and one that gives back half of the blocks at least."""
     need, uses = {"any": "no", "blocks": "yes"}, _uses(known)
     return pd.DataFrame([
         {"tokens leave": WHEN[row.regime], "memory must come back": need[row.memory], "use": uses[row.use],
@@ -143,7 +143,8 @@ def short(best: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
 def _uses(known: pd.DataFrame) -> pd.Series:
     """Each condition by its name in code, in the words that its row in the table of all has."""
     guards = known.guards.map(lambda guards: "" if guards == "none" else f"; guards: {guards}")
-    return (known["scores by"] + guards + "; heads: " + known.heads).set_axis(known.name)
+    parts = (guards + "; heads: " + known.heads).mask(known.guards == "its own", "")
+    return (known["scores by"] + parts).set_axis(known.name)
 
 
 def _by_luck(best: pd.DataFrame) -> str:
@@ -167,7 +168,6 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: s
         lines.append(
             f"- **When tokens leave {WHEN[row.regime]}**, with {kept:.0%} of them kept, choose *{uses[row.use]}*: a "
             f"choice made this way scores {row.value:.2f} on items it was not made on ({values[row.use]:.2f} on all)."
-            + (_rival(rows, kept, values[row.use]) if row.regime == "question seen" else "")
         )
     freed = rows[(rows.kind == "grid") & (rows.kept == kept)].groupby("split").freed.mean()
     if {"one set", "uniform"} <= set(freed.index):
@@ -182,16 +182,6 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: s
         "The same notebook on your model gives your table: {doc}`your-model`."
     )
     return "\n".join(lines)
-
-
-def _rival(rows: pd.DataFrame, kept: float, value: float) -> str:
-    """The best published method with the same share kept, beside the choice from the grid and its score."""
-    means = rows[(rows.kind == "published") & (rows.kept == kept)].groupby("method").score.mean()
-    if means.empty:
-        return ""
-    name, most = figure.look(means.idxmax()).name, means.max()
-    than = "more" if most > value else "no more"
-    return f" This choice is from the grid alone; the best published method, {name}, scores {than}: {most:.2f} on all."
 
 
 def _secret(known: pd.DataFrame) -> str:

@@ -37,14 +37,15 @@ def edit(notebook: Any, chapter: str, folder: Path) -> None:
     names: set[str] = set()
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            drawn = any("figure" in _told(output) for output in cell.outputs)
-            outputs = (_folded(output) if drawn else output for output in cell.outputs if not _caption(output))
-            cell.outputs = [_placed(output, chapter, folder, names) for output in outputs]
+            cell.outputs = [_placed(output, chapter, folder, names) for output in cell.outputs if not _caption(output)]
             if not FOLDED & set(tags(cell)):
                 tag(cell, "hide-input")
         else:
             cell.source = _numbered(cell.source, chapter)
     notebook.cells = _joined(_findings_first(notebook.cells))
+    for cell in notebook.cells:
+        if any("{figure}" in text_of(output, "text/markdown") for output in cell.get("outputs", [])):
+            cell.outputs = list(map(_folded, cell.outputs))
 
 
 def tags(cell: Any) -> list[str]:
@@ -55,6 +56,11 @@ def tags(cell: Any) -> list[str]:
 def tag(cell: Any, *names: str) -> None:
     """Give a cell these tags in the place of those that fold."""
     cell.metadata["tags"] = [name for name in tags(cell) if name not in FOLDED] + list(names)
+
+
+def text_of(output: Any, kind: str) -> str:
+    """What an output shows as text of one kind; empty if it has none."""
+    return "".join(output.get("data", {}).get(kind, ""))
 
 
 def _told(output: Any) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def _numbered(text: str, chapter: str) -> str:
 
 def _folded(output: Any) -> Any:
     """A table beside a figure, behind a line that says how long it is; any other output as it is."""
-    table = "".join(output.get("data", {}).get("text/html", ""))
+    table = text_of(output, "text/html")
     if "<table" not in table:
         return output
     rows = table.count("<tr") - 1
@@ -85,13 +91,13 @@ def _placed(output: Any, chapter: str, folder: Path, names: set[str]) -> Any:
     """An output as the book shows it: a figure as a directive, anything else as it is."""
     told = _told(output)
     if "figure" not in told:
-        if "text/markdown" in output.get("data", {}):
-            output.data["text/markdown"] = _numbered("".join(output.data["text/markdown"]), chapter)
+        if text := text_of(output, "text/markdown"):
+            output.data["text/markdown"] = _numbered(text, chapter)
         return output
     if told["figure"] in names:
         raise InputError(f"{chapter}: two figures are called {told['figure']!r}")
     names.add(told["figure"])
-    stem, caption = f"{chapter}-{told['figure']}", told["caption"]
+    stem, caption = f"{chapter}-{told['figure']}", _numbered(told["caption"], chapter)
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     picture = folder / "figures" / f"{stem}.svg"
     picture.write_text(output.data["image/svg+xml"].replace(WHITE, "", 1), encoding="utf-8")
@@ -129,9 +135,7 @@ def _findings_first(cells: list[Any]) -> list[Any]:
 
 
 def _finds(cell: Any) -> bool:
-    return cell.cell_type == "code" and any(
-        FINDINGS in "".join(output.get("data", {}).get("text/markdown", "")) for output in cell.outputs
-    )
+    return cell.cell_type == "code" and any(FINDINGS in text_of(output, "text/markdown") for output in cell.outputs)
 
 
 def _joined(cells: list[Any]) -> list[Any]:

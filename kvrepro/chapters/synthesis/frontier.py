@@ -54,18 +54,19 @@ def frontier(table: pd.DataFrame, cost: str, score: str = "value") -> pd.DataFra
 
 
 def advice(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
-    """The best condition of the grid for each regime, share kept and demand on memory: any, or that half of the blocks
-    at least come free without compaction.
+    """The best condition, of the grid or published, for each regime, share kept and demand on memory: any, or that half
+    of the blocks at least come free without compaction. Published methods evict after the prompt, the question seen.
 
     use: the best by its mean over all items. value, low, high: what a choice made on the other items scores on each
     item, so that the luck of the best of many is not counted. fails_at: the task at which `use` loses most against the
     full cache, and that loss. Columns freed and evidence_heads are those of `use`.
     """
-    grid_rows = rows[rows.kind == "grid"]
-    grid_rows = grid_rows.assign(name=names(grid_rows))
+    evicting = rows[rows.kind != "full"]
+    regime = evicting.regime.mask(evicting.kind == "published", "question seen")
+    evicting = evicting.assign(name=names(evicting), regime=regime)
     full = rows[rows.kind == "full"].set_index("item")[score]
     found = []
-    for (regime, kept), part in grid_rows.groupby(["regime", "kept"]):
+    for (regime, kept), part in evicting.groupby(["regime", "kept"]):
         freed = part.groupby("name").freed.mean()
         for memory, able in (("any", freed.index), ("blocks", freed.index[freed >= OFTEN])):
             table = part[part["name"].isin(able)].pivot_table(score, "item", "name", aggfunc="first").dropna(axis=1)

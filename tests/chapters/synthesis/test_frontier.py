@@ -55,6 +55,14 @@ def test_advice_names_the_best_and_the_task_at_which_it_loses_most():
     assert row.value == pytest.approx((4 * 0.8 + 2 * 0.6) / 6)
 
 
+def test_a_published_method_competes_where_tokens_leave_after_the_question():
+    rows = cells(np.tile([0.2, 0.8, 0.5], (6, 1)))
+    method = rows[rows.scorer == "s0"].assign(kind="published", method="snapkv", regime=None, score=0.9)
+    [row] = frontier.advice(pd.concat([rows, method])).itertuples()
+    assert (row.use, row.regime, row.of) == ("SnapKV, 10%", "question seen", 4)
+    assert row.value == pytest.approx(0.9)
+
+
 def test_blocks_are_counted_as_in_the_chapter_on_reclamation():
     keep = np.random.default_rng(0).random((3, 2, 100)) < 0.03
     generation = Generation([], [], [], "", 0, 0, 0, 0, 0.0, 0.0, "torch", kept_sets=list(keep))

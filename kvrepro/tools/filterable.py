@@ -34,7 +34,7 @@ def table(
     def of(names: Collection[str]) -> str:
         return ",".join(f"#{at} :is(th,td):nth-child({columns.index(name) + 1})" for name in names if name in columns)
 
-    style = f"{of(wide)} {{ min-width: min(12rem, 35vw); overflow-wrap: anywhere }}\n" if wide else ""
+    style = f"{of(wide)} {{ min-width: min(9rem, 35vw); overflow-wrap: anywhere }}\n" if wide else ""
     style += f"@media (max-width: 720px) {{ {of(minor)} {{ display: none }} }}\n" if minor else ""
     return raw(
         f"<style>\n{style}</style>\n"

@@ -218,8 +218,9 @@ def summary(frame: pd.DataFrame) -> str:
         (compared[differs & ~decides], f"**The verdict differs** for {{}}, though no case {turned}"),
     ):
         if len(split):
+            each = "\n".join(f"  - {_both(group)}" for _, group in split.groupby("claim", sort=False))
             lines.append(f"- {what.format(counted(split.claim.nunique(), 'claim'))}.")
-            lines += [f"    - {_both(group)}" for _, group in split.groupby("claim", sort=False)]
+            lines.append(f"  <details><summary>Which they are</summary>\n\n{each}\n\n  </details>")
     if len(compared) and not (decides | differs).any():
         lines.append("- No verdict depends on whether the authors' code or their text is followed.")
     return "\n".join(lines)

@@ -42,9 +42,9 @@ def write(chapters: list[str], books: Mapping[str, Mapping[str, Mapping[str, Any
             ("rules", DATA / "claims" / f"{chapter}.yml", YamlLexer()),
             ("members", code_of(chapter), PythonLexer()),
         ):
-            look = HtmlFormatter(full=True, lineanchors="L", linenos="inline", title=file.name)
-            text = highlight(file.read_text(encoding="utf-8"), lexer, look)
-            (folder / f"{chapter}-{suffix}.html").write_text(text, encoding="utf-8")
+            look = HtmlFormatter(full=True, lineanchors="L", linenos="inline", title=file.name, encoding="utf-8")
+            page = highlight(file.read_text(encoding="utf-8"), lexer, look)
+            (folder / f"{chapter}-{suffix}.html").write_bytes(page)
 
 
 def links(chapter: str, claim: Mapping[str, Any]) -> dict[str, str]:
@@ -57,6 +57,6 @@ def links(chapter: str, claim: Mapping[str, Any]) -> dict[str, str]:
     tables = [f'<a href="{PAGES}/{name}">{escape(name)}</a>' for name in dict.fromkeys(printed_tables(claim["paper"]))]
     return {
         "Printed table": ", ".join(tables),
-        "As data and code": f'<a href="{PAGES}/{chapter}-rules.html#L-{at_rule}">its entry</a>, '
-        f'<a href="{PAGES}/{chapter}-members.html#L-{at_code[0]}">what is compared</a>',
+        "In code": f'<a href="{PAGES}/{chapter}-rules.html#L-{at_rule}">the rule</a>, '
+        f'<a href="{PAGES}/{chapter}-members.html#L-{at_code[0]}">what it compares</a>',
     }

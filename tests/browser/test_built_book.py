@@ -39,15 +39,12 @@ TOO_WIDE = "() => document.documentElement.scrollWidth - document.documentElemen
 BOXES = """() => Object.fromEntries(Object.entries({sidebar: '.bd-sidebar-primary', header: '.bd-header-article',
     article: '.bd-article', contents: '.bd-sidebar-secondary', footer: '.bd-footer-content'}).map(([name, one]) => {
     const box = document.querySelector(one).getBoundingClientRect(); return [name, [box.left, box.right]]; }))"""
-AXE = """([rules, off]) => axe.run(document, {resultTypes: ['violations'], ...(rules ? {runOnly: rules} : {}),
-    rules: off ? {[off]: {enabled: false}} : {}}).then(found => found.violations.flatMap(
+AXE = """rules => axe.run(document, {resultTypes: ['violations'], ...(rules ? {runOnly: rules} : {})}).then(
+    found => found.violations.flatMap(
     one => one.nodes.map(node => `${one.id}: ${node.html.slice(0, 160)}`)))"""
 FEWER = """() => { const seen = new Set(); for (const token of document.querySelectorAll('.highlight pre span'))
     if (!token.children.length && (seen.has(token.className) || !seen.add(token.className)))
-        token.replaceWith(token.textContent);
-    for (const one of document.querySelectorAll('.bd-article *'))
-        [...one.children].slice(80).forEach(part => part.remove());
-    }"""
+        token.replaceWith(token.textContent); }"""
 BOXES_AT = {  # from where to where each part of a page reaches, by the width of the screen, in pixels
     1400: {"sidebar": (0, 280), "header": (280, 1128), "article": (280, 1128), "contents": (1128, 1400)},
     390: {"header": (0, 390), "article": (0, 390)},
@@ -117,16 +114,16 @@ def test_a_page_works_for_everybody(tab, address, axe, name):
     assert not tab.wrong
     if name != "search.html":  # it loads the index of all words
         assert tab.evaluate(WEIGHT) <= MOST
-    tab.evaluate(FEWER)  # tokens, rows and entries that are alike in thousands: axe looks at each of them
+    tab.evaluate(FEWER)  # tokens of code that are alike in thousands: axe looks at each of them
     tab.evaluate(axe)
-    found = {"wide": tab.evaluate(AXE, [None, None])}
+    found = {"wide": tab.evaluate(AXE)}
     assert tab.evaluate(TOO_WIDE) <= 0
     tab.evaluate(THEME, "dark")
-    found["dark"] = tab.evaluate(AXE, [["color-contrast"], None])
+    found["dark"] = tab.evaluate(AXE, ["color-contrast"])
     tab.evaluate(THEME, "light")
     tab.set_viewport_size(PHONE)
     tab.evaluate("reach()")  # what scrolls now; the page does so itself a moment later
-    found["phone"] = tab.evaluate(AXE, [None, "color-contrast"])
+    found["phone"] = tab.evaluate(AXE)
     assert tab.evaluate(TOO_WIDE) <= 0
     assert {where: told for where, told in found.items() if told} == {}
 
@@ -196,6 +193,28 @@ def test_the_keyboard_reaches_the_text_first(tab, address):
         shown = "getComputedStyle(document.activeElement).outlineStyle"
         assert tab.evaluate("document.activeElement.tagName") != "BODY"
         assert tab.evaluate(shown) != "none"
+
+
+@pytest.mark.parametrize("name", CHAPTERS[:1])
+def test_a_figures_point_says_its_value_on_hover(tab, address, name):
+    tab.goto(address + name)
+    point = tab.locator(".points i").first
+    point.scroll_into_view_if_needed()
+    point.hover(force=True)
+    said = "point => [getComputedStyle(point, '::after').display, getComputedStyle(point, '::after').content]"
+    display, text = point.evaluate(said)
+    assert display == "block"
+    assert re.search(r"\d", text)
+
+
+def test_a_box_of_findings_is_short(tab, address):
+    """Three to five sentences in each chapter, and they end as sentences do."""
+    for name in CHAPTERS:
+        tab.goto(address + name)
+        found = tab.locator(".admonition.tip").first.locator("li").all_inner_texts()
+        sentences = [one for text in found for one in re.split(r"(?<=[.!?])\s+(?=[A-Z])", text.strip())]
+        assert 3 <= len(sentences) <= 5, (name, sentences)
+        assert all(one.endswith(".") for one in sentences), name
 
 
 def test_rows_are_filtered(tab, address):

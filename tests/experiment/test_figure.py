@@ -160,3 +160,15 @@ def test_a_table_shows_names_and_rounded_numbers_and_no_counting_index():
 def test_the_ends_of_a_table_are_named():
     assert figure.ends(TABLE, "policy", "capacity") == "from 0.00 (LRU, 128) to 0.40 (mine, 128)"
     assert figure.ends(TABLE.assign(value=np.nan), "policy") == "without any value"
+
+
+def test_a_point_says_its_value_where_it_is_drawn():
+    """The titles lie on the markers of the SVG, also on logarithmic axes."""
+    table = TABLE[(TABLE.reading == "as_run") & ~TABLE.protected].assign(n=40, value=lambda t: t.value + 0.05)
+    text = figure.vector(figure.estimates(table, "capacity", "value", colour="policy", line=True, log="y"))
+    titles = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="6" opacity="0"><title>(.*?)</title>', text)
+    assert len(titles) == len(table)
+    assert titles[0][2] == "LRU, 128: 0.05 [0, 0.3], n = 40"
+    drawn_at = np.array(re.findall(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)"', text), float)
+    for x, y, _ in titles:
+        assert np.abs(drawn_at - [float(x), float(y)]).max(1).min() < 1.5

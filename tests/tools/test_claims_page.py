@@ -141,7 +141,7 @@ def test_a_block_leads_to_figure_printed_table_and_rule(tmp_path):
 @pytest.mark.parametrize("chapter", [*CHAPTERS, "family"])
 def test_every_claim_has_an_entry_and_a_computation_to_show(chapter):
     for claim in claims_page.entries(chapter).values():
-        assert claims_sources.links(chapter, claim)["As data and code"].count("#L-") == 2
+        assert claims_sources.links(chapter, claim)["In code"].count("#L-") == 2
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)

@@ -134,3 +134,15 @@ def test_code_in_a_row_is_folded_behind_one_button(tmp_path):
     assert [edition.tags(cell) for cell in cells if cell.cell_type == "code"][1:] == [
         ["hide-input"], ["hide-cell"], ["show-input"],
     ]  # fmt: skip
+
+
+def test_a_table_beside_a_figure_is_folded_and_a_reference_gets_its_label(tmp_path):
+    table = nbformat.v4.new_output("display_data", data={"text/html": "<table><tr></tr><tr></tr><tr></tr></table>"})
+    alone = nbformat.v4.new_output("display_data", data={"text/html": "<table><tr></tr></table>"})
+    told = [markdown("See [Figure](#fig-by-length)."), code("said", [said("In [Figure](#fig-by-length).")])]
+    cells = edited(tmp_path, code("a", [alone], "show-input"), code("b", [table]), code("c", shown("by-length")), *told)
+    assert cells[0].outputs[0].data["text/html"] == "<table><tr></tr></table>"
+    folded = cells[1].outputs[0].data["text/html"]
+    assert folded.startswith('<details class="numbers"><summary>The numbers: 2 rows</summary>')
+    assert cells[2].source == "See {numref}`fig-first-by-length`."
+    assert cells[3].outputs[0].data["text/markdown"] == "In {numref}`fig-first-by-length`."

@@ -109,12 +109,12 @@ def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):
     assert parts["all"].count("<tr") == 3
 
 
-def test_advice_says_where_a_published_method_does_better(tmp_path, monkeypatch):
+def test_advice_chooses_among_published_methods_too(tmp_path, monkeypatch):
     other = rows().query("scorer == 'attention of all'")
     other = other.assign(kind="published", method="key_diff", scorer=None, split=None, score=0.97)
     monkeypatch.setattr(decide.stored, "rows", lambda results: pd.concat([rows(), other]))
     parts = decide.parts(tmp_path)
-    assert "the best published method, KeyDiff, scores more: 0.97 on all." in parts["advice"]
+    assert "choose *KeyDiff (as published): key difference*: a choice made this way scores 0.97" in parts["advice"]
     assert "KeyDiff (as published): key difference" in parts["all"]
 
 

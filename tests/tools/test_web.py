@@ -77,3 +77,18 @@ def test_a_word_leads_to_its_meaning_and_carries_it():
     glossary._end(page, word)
     assert page.body[0] == '<a class="term" href="../glossary.html#term-guard" aria-describedby="tip-1">'
     assert 'role="tooltip" id="tip-1">Tokens that &lt;stay&gt;.</span>' in page.body[1]
+
+
+def test_a_figures_points_are_laid_over_its_image():
+    svg = '<svg viewBox="0 0 200 50"><circle cx="50" cy="25" r="6" opacity="0"><title>LRU: "1" &lt; 2</title></circle>'
+    assert web._points(svg) == (
+        '<span class="points" aria-hidden="true">'
+        '<i style="left:25.0%;top:50.0%" data-tip="LRU: &quot;1&quot; &lt; 2"></i></span>'
+    )
+    assert web._points('<svg viewBox="0 0 200 50"></svg>') == ""
+
+
+def test_figures_are_counted_on_each_page():
+    numbers = {"a": {"figure": {"x": (7,), "y": (8,)}}, "b": {"figure": {"z": (9,)}, "table": {"t": (1,)}}}
+    web._number(None, SimpleNamespace(toc_fignumbers=numbers))
+    assert numbers == {"a": {"figure": {"x": (1,), "y": (2,)}}, "b": {"figure": {"z": (1,)}, "table": {"t": (1,)}}}

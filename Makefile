@@ -18,8 +18,8 @@ lint: $(READY)        ## ruff, mypy, and who may import whom
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo --no-cache
 
-lab: $(READY)         ## open the notebooks, with the package beside them
-	@JUPYTER_PREFER_ENV_PATH=1 $(PY) -m jupyterlab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks
+lab: $(READY)         ## open the notebooks, with the package beside them (as root: make lab ARGS=--allow-root)
+	@JUPYTER_PREFER_ENV_PATH=1 $(PY) -m jupyterlab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
 pdf: $(READY)         ## the built book as one file, _build/kvrepro.pdf, printed by the Chromium of the system
 	@$(PY) -m kvrepro.tools.pdf

@@ -199,7 +199,8 @@ def estimates(
                 _points(axes, at, mine, shown[who], upright, bool(filled or not fill), line, band)
                 state = [labels.get(str(filled), f"{'' if filled else 'not '}{fill}")] if fill else []
                 texts = _said(mine, [shown[who].name, *state], along, percent)
-                tell(axes, *((at, mine.value) if upright else (mine.value, at)), texts)
+                places_of = (at, mine.value) if upright else (mine.value, at)
+                tell(axes, places_of[0], places_of[1], texts)
             facet = {name: of[at] for name, of, at in ((row, grid.row_names, i), (panel, grid.col_names, j)) if name}
             _reference(axes, reference, facet, upright)
             for direction in log:

@@ -260,7 +260,7 @@ def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, links: Ma
     said |= {head: known[key] for key, head in NOTES.items() if key in known}
     first_form = {**known, **known.get("first", {})}
     said |= {"Rule as first written": judge.rule_text(first_form)} if "rule" in known.get("first", {}) else {}
-    terms = {head: escape(text, quote=False) for head, text in said.items()} | links
+    terms = {head: escape(text, quote=False) for head, text in said.items()} | dict(links)
     return "".join(f"<dt>{head}</dt><dd>{text}</dd>" for head, text in terms.items() if text)
 
 

@@ -4,6 +4,7 @@ The notebook itself stays as it is, and runs from top to bottom. What `figure.sh
 page, its data another, and a `{figure}` directive with the label `fig-<chapter>-<name>`.
 """
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -25,8 +26,16 @@ REFERENCE = re.compile(r"\[[Ff]igure\]\(#fig-([a-z0-9-]+)\)")  # in a notebook's
 def results_of(chapter: str, root: Path = ROOT) -> Path:
     """The results folder that a chapter's executed copy was told to use; the usual one where there is no copy."""
     executed = root / "book" / "executed" / f"{chapter}.ipynb"
-    metadata = json.loads(executed.read_text(encoding="utf-8"))["metadata"] if executed.is_file() else {}
-    return Path(root / metadata.get("papermill", {}).get("parameters", {}).get("results", RESULTS))
+    if not executed.is_file():
+        return root / RESULTS
+    return root / _results(executed, executed.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _results(executed: Path, changed: int) -> str:
+    """As the copy's metadata say; `changed` is when it was written, so that a copy is parsed once."""
+    metadata = json.loads(executed.read_text(encoding="utf-8"))["metadata"]
+    return str(metadata.get("papermill", {}).get("parameters", {}).get("results", RESULTS))
 
 
 def edit(notebook: Any, chapter: str, folder: Path) -> None:

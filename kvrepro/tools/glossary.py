@@ -1,5 +1,6 @@
 """Marks the first occurrence of every word of the glossary on each page, with its meaning: a Sphinx extension."""
 
+import functools
 import html
 import re
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
+@functools.cache  # read once, and not for every page
 def meanings(app: Sphinx) -> dict[str, tuple[str, str]]:
     """Each word -> (its anchor on the glossary's page, its meaning as plain text)."""
     found: dict[str, tuple[str, str]] = {}

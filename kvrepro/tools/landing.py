@@ -18,48 +18,34 @@ from kvrepro.tools.edition import results_of
 from kvrepro.tools.family_page import COLOURS, SIGNS
 
 
-class Answer(NamedTuple):
-    """A chapter's question, the claim that answers it, and what that claim is about: the beginning of a sentence.
+class Told(NamedTuple):
+    """A claim, and what it is about: the beginning of a sentence. points: what a number up to 1 is a hundredfold of,
+    if it is told in points."""
 
-    points: what a number up to 1 is a hundredfold of, if it is told in points.
-    """
-
-    question: str
-    claim: str = ""
-    subject: str = ""
+    claim: str
+    subject: str
     points: str = ""
 
 
-TOLD = Answer(
-    "",
-    "L3f",
-    "The finding that not only secret rules are told but also the sentences that forbid it",
-    "points of recall",
-)
-ANSWERS = {
-    "protection": Answer(
-        "Does it matter how tokens are scored, or only which are never evicted?", "P6",
-        "The recovery of most of the full cache's score by guarding both ends of the prompt, whatever the policy,",
-    ),
-    "reanalysis": Answer("What do that paper's own rows say, analysed again?"),
-    "fragility": Answer(
-        "Does what mattered so far go on to matter?", "C1",
-        "The gain that DefensiveKV promises for the worst step of a long answer",
-        "points of the importance retained",
-    ),
-    "dropkv_bound": Answer(
-        "Is a small bound on the error a good choice of tokens?", "D3",
-        "The promise that DropKV's choice is near the best one",
-    ),
-    "leakage": Answer(
-        "Which instruction is forgotten first, and which secret is told?", "L2",
-        "The finding that K-norm loses more instructions than other policies", "points of accuracy",
-    ),
-    "reclamation": Answer(
-        "When does an evicted token give memory back?", "R1f",
-        "The warning that eviction alone frees almost no blocks of memory",
-    ),
-    "synthesis": Answer("Which part of a method matters, and what should one use?"),
+QUESTIONS = {
+    "protection": "Does it matter how tokens are scored, or only which are never evicted?",
+    "reanalysis": "What do that paper's own rows say, analysed again?",
+    "fragility": "Does what mattered so far go on to matter?",
+    "dropkv_bound": "Is a small bound on the error a good choice of tokens?",
+    "leakage": "Which instruction is forgotten first, and which secret is told?",
+    "reclamation": "When does an evicted token give memory back?",
+    "synthesis": "Which part of a method matters, and what should one use?",
+}
+ANSWERS = {  # chapter -> the claims that answer its question; the other chapters' answers are computed below
+    "protection": [Told("P6", "The recovery of most of the full cache's score by guarding both ends of the prompt, "
+                              "whatever the policy,")],
+    "fragility": [Told("C1", "The gain that DefensiveKV promises for the worst step of a long answer",
+                       "points of the importance retained")],
+    "dropkv_bound": [Told("D3", "The promise that DropKV's choice is near the best one")],
+    "leakage": [Told("L2", "The finding that K-norm loses more instructions than other policies", "points of accuracy"),
+                Told("L3f", "The finding that not only secret rules are told but also the sentences that forbid it",
+                     "points of recall")],
+    "reclamation": [Told("R1f", "The warning that eviction alone frees almost no blocks of memory")],
 }  # fmt: skip
 
 
@@ -80,20 +66,21 @@ def parts(root: Path = ROOT) -> dict[str, str]:
 
 def answers(root: Path = ROOT) -> str:
     """A list: each chapter's question, its answer in a sentence, and a link."""
-    own = {"reanalysis": _reanalysis, "synthesis": _synthesis, "leakage": _leakage, "reclamation": _reclamation}
+    own = {"reanalysis": _reanalysis, "synthesis": _synthesis, "reclamation": _reclamation}
     lines = []
-    for chapter, answer in ANSWERS.items():
-        told = own[chapter](root) if chapter in own else _judged(chapter, answer, root)
-        lines.append(f"- **{answer.question}** {told} {{doc}}`The chapter <executed/{chapter}>`.")
+    for chapter, question in QUESTIONS.items():
+        told = own[chapter](root) if chapter in own else _judged(chapter, root)
+        lines.append(f"- **{question}** {told} {{doc}}`The chapter <executed/{chapter}>`.")
     return "\n".join(lines)
 
 
-def _judged(chapter: str, answer: Answer, root: Path) -> str:
-    frame = verdicts([chapter], root).get(chapter)
-    if frame is None or answer.claim not in set(frame.claim):
-        return "This run has no verdict on that yet."
-    frame = _in_points(frame[frame.claim == answer.claim], answer.points)
-    return _linked(claims.sentence(frame, answer.claim, answer.subject)) + _in_print(frame.iloc[0])
+def _judged(chapter: str, root: Path) -> str:
+    every, said = verdicts([chapter], root).get(chapter), []
+    for told in ANSWERS[chapter]:
+        if every is not None and told.claim in set(every.claim):
+            frame = _in_points(every[every.claim == told.claim], told.points)
+            said.append(_linked(claims.sentence(frame, told.claim, told.subject)) + _in_print(frame.iloc[0]))
+    return " ".join(said) or "This run has no verdict on that yet."
 
 
 def _in_points(frame: pd.DataFrame, points: str) -> pd.DataFrame:
@@ -114,24 +101,18 @@ def _in_print(row: pd.Series) -> str:
     return f" In print: {in_print}." if any(sign.isdigit() for sign in in_print) else ""
 
 
-def _leakage(root: Path) -> str:
-    lost = _judged("leakage", ANSWERS["leakage"], root)
-    told = _judged("leakage", TOLD, root)
-    return lost if lost == told else f"{lost} {told}"
-
-
 def _reclamation(root: Path) -> str:
     """The claim with all policies' numbers instead of the one that decides it, where the chapter has drawn them."""
-    answer, file = ANSWERS["reclamation"], root / "book" / "executed" / "figures" / "reclamation-granularity.csv"
+    told, file = ANSWERS["reclamation"][0], root / "book" / "executed" / "figures" / "reclamation-granularity.csv"
     frame = verdicts(["reclamation"], root).get("reclamation")
     if frame is None or not file.is_file():
-        return _judged("reclamation", answer, root)
+        return _judged("reclamation", root)
     drawn = pd.read_csv(file).query("granularity == 'one set' and compaction == 'no compaction' and kept == kept.min()")
     return (
-        f"{answer.subject} {_linked(claims.outcome(frame, answer.claim))}: with {drawn.kept.iloc[0]:.0%} of the tokens "
+        f"{told.subject} {_linked(claims.outcome(frame, told.claim))}: with {drawn.kept.iloc[0]:.0%} of the tokens "
         f"kept, the same for all heads, {drawn.value.min():.0%} to {drawn.value.max():.0%} of the blocks are freed, "
         "depending on the policy."
-        f"{_in_print(frame[frame.claim == answer.claim].iloc[0])}"
+        f"{_in_print(frame[frame.claim == told.claim].iloc[0])}"
     )
 
 
@@ -184,8 +165,8 @@ def title(chapter: str, root: Path = ROOT) -> str:
 
 def picture(root: Path = ROOT) -> str:
     """The figure of all verdicts, which `drawn` has drawn, with what it counts and what it leaves out."""
-    found = verdicts(list(ANSWERS), root)
-    none = " and ".join(f"*{title(chapter)}*" for chapter in ANSWERS if chapter not in found)
+    found = verdicts(list(QUESTIONS), root)
+    none = " and ".join(f"*{title(chapter)}*" for chapter in QUESTIONS if chapter not in found)
     missing = f" {none} {'has' if ' and ' not in none else 'have'} no verdicts, and are not in it." if none else ""
     signs = ", ".join(f"{sign} {claims.label(verdict)}" for verdict, sign in SIGNS.items())
     return PICTURE.format(n=claims.counted(sum(map(len, found.values())), "verdict"), missing=missing, signs=signs)
@@ -199,27 +180,10 @@ def drawn(found: Mapping[str, pd.DataFrame]) -> Figure:
     left = pd.Series(0.0, counts.index)
     for verdict, colour in zip(claims.VERDICTS, COLOURS, strict=True):
         label = f"{SIGNS[verdict]} {claims.label(verdict)}"
-        axes.barh(
-            [title(name) for name in counts.index],
-            counts[verdict],
-            0.7,
-            left,
-            color=colour,
-            ec="grey",
-            lw=0.5,
-            label=label,
-        )
-        for at, (start, width) in enumerate(zip(left, counts[verdict], strict=True)):
-            if width >= 3:
-                axes.text(
-                    start + width / 2,
-                    at,
-                    f"{SIGNS[verdict]} {width:.0f}",
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color="black",
-                )
+        names = [title(name) for name in counts.index]
+        bars = axes.barh(names, counts[verdict], 0.7, left, color=colour, ec="grey", lw=0.5, label=label)
+        wide = [f"{SIGNS[verdict]} {n:.0f}" if n >= 3 else "" for n in counts[verdict]]
+        axes.bar_label(bars, wide, label_type="center", fontsize=8, color="black")
         left += counts[verdict]
     axes.set(xlabel="verdicts: a claim in one reading", xlim=(0, max(left.max() if len(left) else 1, 1)))
     axes.legend(ncols=3, fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.35, 1.0))

@@ -4,6 +4,7 @@ One forward pass of a prompt serves all its conditions; what each keeps decodes 
 """
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,7 +19,7 @@ from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.decode import batch_kinds, decode
 from kvrepro.engine.evict import REPEATED
 from kvrepro.engine.facts import ModelFacts, rotation_changes
-from kvrepro.engine.passes import Call, boundary, check_shared, groups, read
+from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups, read
 from kvrepro.engine.policy import check, find
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.rows import Rows, Tag, joined
@@ -102,19 +103,27 @@ def _answers(
     call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int, batch_rows: int | None, stop_ids: Collection[int]
 ) -> Iterator[tuple[Tag, Generation | Exception]]:
     """What becomes of every prompt under every condition of a call."""
+    room = room_of(call.device) if batch_rows is None else math.inf
+    most = batch_rows or (USUAL_ROWS if room == math.inf else MOST_ROWS)
     with installed(call.model):
-        for batch in batches(_rows(call, wanted, prompt_rows), call.backend, batch_rows, call.device):
+        for batch in batches(_rows(call, wanted, prompt_rows, room), call.backend, most, room):
             yield from decode(call, joined(batch), stop_ids)
     yield from call.failed.items()
 
 
-def batches(rows: Iterable[Rows], backend: str, most: int | None, device: torch.device) -> Iterator[list[Rows]]:
-    """Rows of equal kind, up to `most` together, as they come; None: what fits. Those that are to be held in a few bits
-    are quantised, and stay alone."""
-    room = float("inf")
-    if most is None and device.type == "cuda":
-        most, room = MOST_ROWS, torch.cuda.mem_get_info(device)[0] / 3
-    most, held = most or USUAL_ROWS, 0.0
+def room_of(device: torch.device) -> float:
+    """Bytes for the caches of rows that wait to decode: a third of what is free on a GPU, since a batch is copied when
+    it is joined and others come meanwhile."""
+    if device.type != "cuda":
+        return math.inf
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
+    return (torch.cuda.mem_get_info(device)[0] + kept) / 3
+
+
+def batches(rows: Iterable[Rows], backend: str, most: int, room: float = math.inf) -> Iterator[list[Rows]]:
+    """Rows of equal kind, up to `most` and about `room` bytes together, as they come. Those that are to be held in a
+    few bits are quantised, and stay alone."""
+    held = 0.0
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
     for block in rows:
         each = block.cache.bytes / len(block)
@@ -122,7 +131,7 @@ def batches(rows: Iterable[Rows], backend: str, most: int | None, device: torch.
             bits = block.conditions[numbers[0]].bits
             while numbers:
                 free = 1 if bits is not None else most - sum(len(r) for r in waiting.get(kind, ()))
-                if room < float("inf"):
+                if room < math.inf:
                     free = max(1, min(free, int((room - held) / max(each, 1)) + 1))
                 part = block if len(numbers) == len(block) <= free else block.take(numbers[:free])
                 numbers = numbers[free:]
@@ -164,14 +173,15 @@ def _columns(conditions: Conditions, prompts: int) -> tuple[list[Condition], lis
     return list(columns), [[columns[c] for c in mine] for mine in each]
 
 
-def _rows(call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int) -> Iterator[Rows]:
+def _rows(call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int, room: float = math.inf) -> Iterator[Rows]:
     """Every prompt under its conditions after its prefill, a row each. Neighbours under the same conditions pass
-    through the model together."""
+    through the model together; conditions whose rows would not fit half of the room are spread over several passes."""
     alike = [list(some) for _, some in itertools.groupby(range(len(wanted)), lambda i: list(wanted[i]))]
     blocks = [some[a : a + prompt_rows] for some in alike for a in range(0, len(some), prompt_rows)]
     for members in blocks:
         for columns in groups(call, members, wanted[members[0]]):
-            yield from read(call, members, columns)
+            for part in fitting(call, members, columns, room / 2):
+                yield from read(call, members, part)
 
 
 # ---- what can be known before anything is computed

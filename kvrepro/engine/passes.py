@@ -1,5 +1,6 @@
 """From prompts to rows: one pass of a prompt serves all conditions that compress the same part of it."""
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from kvrepro.engine.memory import Peak
 from kvrepro.engine.policy import Policy, budget_of, find
 from kvrepro.engine.prefill import ExtendByKernels, Prefill
 from kvrepro.engine.regime import Chunked, Offline, SharedCap
+from kvrepro.engine.regime import Prefill as AfterPrefill
 from kvrepro.engine.repeat import reconstruct
 from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
 from kvrepro.engine.shapes import KeyValue, Query
@@ -119,6 +121,32 @@ def groups(call: Call, members: list[int], columns: Sequence[int]) -> list[list[
         watched = call.backend == "triton" and isinstance(c.regime, SharedCap)  # whose pass is plain PyTorch's
         found.setdefault((ends, isinstance(c.regime, Offline), chunk, spans, alone, watched), []).append(j)
     return list(found.values())
+
+
+def fitting(call: Call, members: Sequence[int], columns: Sequence[int], room: float) -> list[list[int]]:
+    """The columns in runs whose rows take at most `room` bytes; a single one may take more."""
+    if room == math.inf:
+        return [list(columns)]
+    token = sum(2 * call.facts.kv_heads[n] * call.facts.outputs[n].shape[1] for n in call.facts.attention)
+    token *= call.model.dtype.itemsize
+    parts: list[list[int]] = []
+    held = math.inf
+    for j in columns:
+        more = token * sum(_row_tokens(call, i, j) for i in members)
+        if held + more > room:
+            parts.append([])
+            held = 0.0
+        parts[-1].append(j)
+        held += more
+    return parts
+
+
+def _row_tokens(call: Call, i: int, j: int) -> int:
+    """Most tokens that a layer holds of a prompt under a condition, with the answer."""
+    c, text = call.conditions[j], call.texts[i]
+    end = boundary(text, c)
+    kept = min(end, budget_of(c, end)) if isinstance(c.regime, AfterPrefill) else end  # others evict later
+    return kept + len(text.ids) - end + call.max_new_tokens
 
 
 def read(call: Call, members: list[int], columns: list[int]) -> list[Rows]:

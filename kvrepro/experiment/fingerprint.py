@@ -182,12 +182,24 @@ def chains(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[list
 
 
 def plain(node: ast.AST) -> str:
-    """Source without comments, docstrings and layout."""
+    """Source without comments, docstrings and layout, as text that every version of Python makes of it."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for each in ast.walk(node):
         if isinstance(each, documented) and ast.get_docstring(each, clean=False) is not None:
             each.body = each.body[1:] or [ast.Pass()]
-    return ast.unparse(node)
+    return json.dumps(_tree(node))
+
+
+def _tree(part: Any) -> Any:
+    """A syntax tree as lists. `ast.unparse` quotes otherwise in each version, `ast.dump` says what is empty in some."""
+    if isinstance(part, list):
+        return [_tree(each) for each in part]
+    if not isinstance(part, ast.AST):
+        return repr(part)
+    if isinstance(part, ast.JoinedStr):  # 3.12 ends some with an empty text
+        part.values = [each for each in part.values if not (isinstance(each, ast.Constant) and each.value == "")]  # noqa: PD011
+    said = [[name, _tree(value)] for name, value in ast.iter_fields(part) if value not in (None, [])]
+    return [type(part).__name__, *said]
 
 
 HERE = Code()

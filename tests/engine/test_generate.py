@@ -10,10 +10,11 @@ from slow_engine import run as slow_run
 from tiny import ARCHITECTURES, architecture, evictable, sliding_of
 from tiny import prompts as tiny_prompts
 
-from kvrepro.engine import decode
+from kvrepro.engine import decode, passes
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
@@ -515,3 +516,34 @@ def test_a_policy_that_fails_on_one_prefix_costs_the_others_nothing(monkeypatch)
     rows = engine.generate(architecture("qwen2"), tiny_prompts(50, 41, 46), conditions, **given)
     assert [isinstance(row[0], ValueError) for row in rows] == [False, True, False]
     assert all(max(row[1].kept) < 30 for row in rows)
+
+
+@pytest.mark.parametrize("regime", ["prefill", "offline", "decode cap"])
+def test_rows_for_which_there_is_no_room_come_from_further_passes(regime, monkeypatch):
+    model, prompts = architecture("llama"), tiny_prompts(40, 52)
+    conditions = [Condition(), *(cut(regime, policy, budget=b) for policy in ("watched", "k_norm") for b in (20, 30))]
+
+    def made():
+        found = engine.generate(model, prompts, conditions, **FEW)
+        return [[(g.tokens, g.kept_positions_hash) for g in row] for row in found]
+
+    shared, read = [], engine.read
+    monkeypatch.setattr(engine, "read", lambda *given: shared.append(given[2]) or read(*given))
+    expected, usual = made(), len(shared)
+    shared.clear()
+    monkeypatch.setattr(engine, "room_of", lambda device: 1.0)
+    assert made() == expected
+    assert len(shared) == len(prompts) * len(conditions) > usual
+    assert all(len(columns) == 1 for columns in shared)
+
+
+def test_conditions_share_a_pass_as_far_as_their_rows_fit():
+    model, [prompt] = architecture("llama"), tiny_prompts(40)
+    conditions = [Condition("k_norm", 0.5, Prefill()), Condition("k_norm", 0.25, Prefill()), Condition()]
+    call = passes.Call(model, [Prompt(prompt, {})], conditions, 4, ModelFacts.of(model))
+    config = model.config
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    sizes = [token * (tokens + 4) for tokens in (20, 10, 40)]
+    assert passes.fitting(call, [0], [0, 1, 2], sum(sizes)) == [[0, 1, 2]]
+    assert passes.fitting(call, [0], [0, 1, 2], sum(sizes) - 1) == [[0, 1], [2]]
+    assert passes.fitting(call, [0], [0, 1, 2], sum(sizes[:2]) - 1) == [[0], [1], [2]]

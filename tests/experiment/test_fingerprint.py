@@ -253,3 +253,19 @@ def test_data_is_told_apart_and_equal_data_is_equal():
     loop: list = []
     loop.append(loop)
     assert describe(loop) == ["itself"]
+
+
+def test_every_version_of_python_makes_the_same_of_a_source(tmp_path):
+    """Rows of a GPU machine and of a laptop meet, whichever Python each has: the workflow runs this with three."""
+    (tmp_path / "a.py").write_text(
+        """def other(x: "int", *rest, key=None, **more) -> str:
+    'What it does.'
+    value = x["a"] if x else -1.5e-7
+    return f"{value!r:>{len(rest)}} it's {chr(34)}" + "a" 'b' + f'{more["c"]:{key}}' + "\\n"
+""",
+        encoding="utf-8",
+    )
+    text = Code({"kvrepro": tmp_path}).module("kvrepro.a").text["other"]
+    assert fingerprint.digest(text) == "c3bde98f53b8b0b7"
+    lists = [package(tmp_path, b=f"X = [{some}'a']\n").module("kvrepro.b").text["X"] for some in ("", "'', ")]
+    assert lists[0] != lists[1]

@@ -26,7 +26,7 @@ from kvrepro.experiment.workers import TRIES, Lost
 from kvrepro.paths import CODE
 
 AHEAD = 2  # jobs that a worker holds: the one that it does, and the next
-PATIENCE = 30.0  # seconds without any worker until a line says that the run is waiting for one
+PATIENCE = 15.0  # seconds without any worker until a line says that the run is waiting for one, or that no node is left
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # no reports home, no warning
 ALONE = {  # of a Ray of this machine: no idle process for every core, and time to start on a busy machine
     "RAY_prestart_worker_first_driver": "0", "RAY_raylet_start_wait_time_s": "180",
@@ -158,7 +158,7 @@ def each(loaded: Loaded | None, jobs: Sequence[Job], count: int, address: str | 
     """(job, result) as they are done, by up to `count` workers of a cluster; one is this process itself.
 
     Workers stay for a chapter's next study. Raises a job's exception; InputError for a node that cannot load the model;
-    Lost, after all other jobs.
+    Lost, after all other jobs, or where no node is left.
     """
     packed = workers.packed(jobs) if count > 1 else None
     if packed is None:
@@ -179,7 +179,7 @@ def each(loaded: Loaded | None, jobs: Sequence[Job], count: int, address: str | 
 
 
 def _dismiss(ray: Any) -> None:
-    for member in (member for crew in _crew.values() for member in crew):
+    for member in (member for crew in _crew.values() for member in crew if ray.is_initialized()):
         ray.kill(member.actor)
     _crew.clear()
 
@@ -197,6 +197,9 @@ def _shared(
         busy = {member.next: member for member in crew if member.next is not None}
         done, _ = ray.wait(list(busy), timeout=PATIENCE)
         if not done:
+            if not any(node["Alive"] for node in ray.nodes()):
+                ray.shutdown()
+                raise Lost("Ray's last node is gone: call again, what was done is stored")
             if not said and all(member.begun is not None for member in crew):
                 print("Ray: waiting for a worker, the cluster has no free GPU or core", flush=True)
                 said = True

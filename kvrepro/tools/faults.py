@@ -106,7 +106,7 @@ def _victims(run: Run, who: str) -> list[psutil.Process]:
     for process in run.family():
         with contextlib.suppress(psutil.Error):
             node = process.name() == "raylet"
-            worker = any(part.startswith(("LokyProcess", "ray::")) for part in process.cmdline())
+            worker = any(part.startswith(("LokyProcess", "ray::Worker")) for part in process.cmdline())
             found += [process] if (node if who == "node" else worker) else []
     return found
 

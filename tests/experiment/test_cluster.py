@@ -15,7 +15,7 @@ import pytest
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.regime import Prefill
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, Stopped
 from kvrepro.experiment import cluster, models, store, workers
 from kvrepro.experiment.run import Answers, PerItem, Settings, run
 from kvrepro.item import Item
@@ -88,6 +88,24 @@ def test_workers_stay_and_a_lost_one_loses_and_doubles_nothing(loaded, tmp_path)
     starts = sum(len(mark.read_text().split()) for mark in (tmp_path / "starts").iterdir())
     assert starts == 13  # the item whose worker was killed, twice
     assert len(before & after) >= 1
+
+
+def without_node(loaded, item, mark):
+    """The first to do the fourth item ends its node: the raylet, which started this worker."""
+    if item.id == "item-3" and not Path(mark).is_file():
+        Path(mark).touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    return pd.DataFrame({"name": [loaded.name]})
+
+
+@pytest.mark.slow
+def test_the_last_node_ends_the_run_in_one_line_and_the_next_call_goes_on(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "PATIENCE", 1.0)
+    study = PerItem("c", "n", ITEMS, without_node, {"mark": str(tmp_path / "mark")})
+    with pytest.raises(Stopped, match="^Ray's last node is gone: call again, what was done is stored$"):
+        run(study, loaded, on_ray(tmp_path))
+    assert run(study, loaded, on_ray(tmp_path)).item.tolist() == [item.id for item in ITEMS]
 
 
 class Fake:

@@ -28,6 +28,7 @@ TAKEN: dict[str, tuple[str, ...]] = {  # parameter of a notebook: what it may be
         """n_items options batch_rows workers positions triples ratios examples marks max_new_tokens repeats several
         singles timed wording family cells""".split(), ("nothing",),
     ),
+    "time_limit": ("nothing", "a fraction"),  # seconds; none: no limit
     "family": ("nothing", "an empty list"),  # no model beside the first
     **dict.fromkeys("progress dry_run forced joined later".split(), ("True",)),
     **dict.fromkeys("head layer".split(), ("nothing", "zero")),  # the first of its kind has the number 0

@@ -5,6 +5,7 @@ import math
 import pandas as pd
 import pytest
 import torch
+import typer
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -57,7 +58,7 @@ def test_a_wrong_token_costs_its_answer_alone():
 
 
 def test_evaluate_names_an_unknown_task():
-    app = evaluate.typer.Typer()
+    app = typer.Typer()
     app.command()(evaluate.main)
     result = CliRunner().invoke(app, ["--tasks", "needle,neddle"])
     assert result.exit_code == 2

@@ -117,7 +117,7 @@ def room_of(device: torch.device) -> float:
     if device.type != "cuda":
         return math.inf
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
-    return (torch.cuda.mem_get_info(device)[0] + kept) / 3
+    return float(torch.cuda.mem_get_info(device)[0] + kept) / 3
 
 
 def batches(rows: Iterable[Rows], backend: str, most: int, room: float = math.inf) -> Iterator[list[Rows]]:

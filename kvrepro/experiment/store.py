@@ -480,7 +480,9 @@ class Store:
     def locked(self, wait: float = 10) -> Iterator[None]:
         """Alone in changing files. What killed processes left is removed first. The lock names host and process; one
         whose process has ended on this host counts for nothing, one of another host stays."""
-        with writing(self.folder), filelock.SoftFileLock(self.folder / "fold.lock", timeout=wait, poll_interval=0.05):
+        with writing(self.folder), _acquired(self.folder / "fold.lock", wait):
+            for path in self.folder.glob("fold.lock.*"):  # of one that was killed as it took over a lock
+                path.unlink(missing_ok=True)
             for file in files_of(self.table, replaced=True):
                 file.path.unlink(missing_ok=True)
             for path in leftovers(self.folder):
@@ -520,6 +522,26 @@ class Store:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _acquired(path: Path, wait: float) -> contextlib.AbstractContextManager[Any]:
+    """The lock at a path. Raises filelock.Timeout after `wait` seconds. A file that stays without a name for two of
+    them is of a process that was killed before it wrote its own: filelock would respect it forever."""
+    lock, unnamed = filelock.SoftFileLock(path, poll_interval=0.05), _unnamed(path)
+    try:
+        return lock.acquire(timeout=min(wait, 2))
+    except filelock.Timeout:
+        if unnamed is not None and _unnamed(path) == unnamed:
+            path.unlink(missing_ok=True)
+        return lock.acquire(timeout=max(wait - 2, 0.1))
+
+
+def _unnamed(path: Path) -> tuple[int, int] | None:
+    """What tells an empty file from another one."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.stat()
+        return None if found.st_size else (found.st_ino, found.st_mtime_ns)
+    return None
 
 
 def leftovers(folder: Path) -> list[Path]:

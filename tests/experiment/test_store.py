@@ -90,6 +90,14 @@ def nursery():
         yield found
 
 
+def test_a_lock_without_a_name_is_that_of_a_killed_process(tmp_path):
+    with Store(tmp_path, "c", "n") as table:
+        table.add([row("a", 0.5)])
+        (tmp_path / "c" / "n.rows" / "fold.lock").touch()
+    assert [*(tmp_path / "c" / "n.rows").iterdir()] == []
+    assert len(store.read(tmp_path / "c" / "n.parquet")) == 1
+
+
 def test_thirty_kills_lose_and_double_nothing(tmp_path, nursery):
     """A process that adds, folds and closes is killed thirty times; each row that it reported is there, once."""
     random, killed, reported = np.random.default_rng(0), 0, set()

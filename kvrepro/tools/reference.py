@@ -15,7 +15,8 @@ from kvrepro.paths import ROOT
 PAGES = {  # page: the folders and files that it shows, from the project's folder
     "api-engine": ("kvrepro/engine",),
     "api-experiment": ("kvrepro/__init__.py", "kvrepro/item.py", "kvrepro/experiment"),
-    "api-world": ("kvrepro/world", "kvrepro/tools"),
+    "api-world": ("kvrepro/world",),
+    "api-tools": ("kvrepro/tools",),
     "api-kernels": ("kernels/kvrepro_kernels",),
 }
 

@@ -50,13 +50,19 @@ def _mutants(t: pd.DataFrame) -> tuple[str, str]:
 
 def _determinism(t: pd.DataFrame) -> tuple[str, str]:
     whole = t[t.chapter == "all"]
-    same = whole.must_be_equal
+    half = whole.varied.str.contains("bfloat16")
+    kinds = {
+        "one machine": whole.must_be_equal,
+        "elsewhere in float32": ~whole.must_be_equal & ~half,
+        "in bfloat16": half,
+    }
     parts = []
-    for who, own in (("one machine", whole[same]), ("other rounding", whole[~same])):
-        if len(own):
-            other = own[["text", "kept", "score"]].max(axis=1).sum() / own.rows.sum()
-            verdicts = f"{own.changed.sum():.0f} of {own.verdicts.sum():.0f} verdicts"
-            parts.append(f"{who}: {other:.2%} of the rows and {verdicts} differ")
+    for who, own in ((who, whole[rows]) for who, rows in kinds.items() if rows.any()):
+        shares = [f"{own[name].sum() / own.rows.sum():.2%} of the {what}" for name, what in
+                  (("text", "answers"), ("kept", "kept sets"))]  # fmt: skip
+        parts.append(
+            f"{who} {', '.join(shares)} and {own.changed.sum():.0f} of {own.verdicts.sum():.0f} verdicts differ"
+        )
     return f"{len(whole)} variants, {whole.rows.sum():,.0f} rows", "; ".join(parts)
 
 
@@ -94,8 +100,8 @@ PARTS = {
         "Mutants", "mutmut run, then " + PROGRAM + "mutants", _mutants,
         "A mutant is the code with one operator, number or name changed. It is killed when a test fails or takes many "
         "times as long. What survives is either the same computation written differently, or a gap in the tests. "
-        "Where not all were tried, tests were written for some that survived a first time, and the share of the others "
-        "may be lower.",
+        "Not all were tried, and what no test reaches counts as survived. Tests were then written for survivors in "
+        "`select`: the share of its other mutants may be lower. The list of survivors is that of the small sample.",
     ),
     "determinism": Part(
         "The same again", PROGRAM + "repeat run --results /tmp/repeat", _determinism,

@@ -525,15 +525,17 @@ class Store:
 
 
 def _acquired(path: Path, wait: float) -> contextlib.AbstractContextManager[Any]:
-    """The lock at a path. Raises filelock.Timeout after `wait` seconds. A file that stays without a name for two of
+    """The lock at a path. Raises filelock.Timeout after `wait` seconds. A file that stays without a name for five of
     them is of a process that was killed before it wrote its own: filelock would respect it forever."""
-    lock, unnamed = filelock.SoftFileLock(path, poll_interval=0.05), _unnamed(path)
+    lock, unnamed, patience = filelock.SoftFileLock(path, poll_interval=0.05), _unnamed(path), 5
     try:
-        return lock.acquire(timeout=min(wait, 2))
+        return lock.acquire(timeout=min(wait, patience))
     except filelock.Timeout:
+        if wait < patience:
+            raise
         if unnamed is not None and _unnamed(path) == unnamed:
             path.unlink(missing_ok=True)
-        return lock.acquire(timeout=max(wait - 2, 0.1))
+        return lock.acquire(timeout=wait - patience)
 
 
 def _unnamed(path: Path) -> tuple[int, int] | None:

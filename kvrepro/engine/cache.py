@@ -381,9 +381,9 @@ class EngineCache(DynamicCache):
 
 
 def together(caches: list[EngineCache]) -> EngineCache:
-    """The rows of several caches as one batch."""
+    """The rows of several caches as one batch, which takes their layers: no layer is held twice for long."""
     found = copy.copy(caches[0])
-    found.ragged = {n: concatenated([cache.ragged[n] for cache in caches]) for n in caches[0].ragged}
+    found.ragged = {n: concatenated([cache.ragged.pop(n) for cache in caches]) for n in list(caches[0].ragged)}
     layers = zip(*(cache.layers for cache in caches), strict=True)
     found.layers = [_states(alike, lambda *states: torch.cat(states)) for alike in layers]
     return found

@@ -50,8 +50,8 @@ class CapturedStep:
             dense, most = rows.signals is not None or sliding_window(call.model.config, n) is not None, budget
             if again and n not in call.facts.evictable:  # it slides, and grows until its window is full
                 most = min(call.facts.sliding[n] - 1, int(layer.lengths.max()) + call.max_new_tokens)
-            self.cache.ragged[n] = FixedLayer.of(layer, self.slot, room, most, dense, window)
-        rows.cache.ragged = dict(self.cache.ragged)
+            fixed = FixedLayer.of(layer, self.slot, room, most, dense, window)
+            self.cache.ragged[n] = rows.cache.ragged[n] = fixed  # in the layer's place: none is held twice
         self.token = torch.zeros(self.batch, 1, dtype=torch.long, device=call.device)
         self.positions = rows.seen[:, None].clone()
         self.signals = None

@@ -51,6 +51,7 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
     run the model on it, evict if due. `SharedCap` evicts before the model runs, the new token among the candidates.
     What fails is noted in `call.failed`, and leaves."""
     now = Steps.of(call, rows)
+    del rows  # which lose their caches as some of them end
     stops = torch.tensor(sorted(stop_ids) or [-1], device=call.device)
     seconds, began = 0.0, time.perf_counter()
     for step in range(1, call.max_new_tokens + 1):

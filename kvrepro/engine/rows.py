@@ -63,7 +63,7 @@ class Rows:
 
 
 def joined(blocks: list[Rows]) -> Rows:
-    """Blocks that may share a batch, as one."""
+    """Blocks that may share a batch, as one, which takes their caches."""
     cat = torch.cat
     return Rows(
         [t for b in blocks for t in b.tags], [j for b in blocks for j in b.jobs], [t for b in blocks for t in b.texts],

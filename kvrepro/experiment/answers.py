@@ -1,6 +1,7 @@
 """The runner's half for `Answers`: what is asked, what of it is missing, a group of generations, a row."""
 
 import datetime
+import gc
 import itertools
 import json
 import time
@@ -211,10 +212,12 @@ def attempted(
     except Exception as error:  # whatever a condition raises becomes its row's error
         failure = error
         traceback.clear_frames(error.__traceback__)  # caches of the attempt, which its halves need the room of
+        error.__traceback__ = None
     else:
         answers = itertools.chain.from_iterable(made)
         return dict(zip(((i, j) for i, mine in asked.items() for j in mine), answers, strict=True))
     if isinstance(failure, torch.OutOfMemoryError):
+        gc.collect()  # frames of the model's modules refer to each other
         torch.cuda.empty_cache()
     if isinstance(failure, torch.OutOfMemoryError | TimeLimit) and len(pairs) > 1:
         what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)

@@ -4,6 +4,7 @@ On a GPU the steps are CUDA graphs; on the CPU the same steps run as they stand,
 """
 
 import os
+import weakref
 
 import pytest
 import torch
@@ -172,3 +173,26 @@ def counted(inner, made):
         inner(self, *given)
 
     return init
+
+
+def test_a_batch_takes_the_memory_of_its_blocks_and_a_captured_step_that_of_the_batch(monkeypatch):
+    """On a GPU caches fill a third of what is free: none may lie there twice."""
+    blocks, before = [], []
+    joined, of = engine.joined, capture.FixedLayer.of
+
+    def watched_join(some):
+        blocks.extend(some)
+        return joined(some)
+
+    def watched_of(layer, *given):
+        assert sum(one() is not None for one in before) <= 1  # the loop's last
+        before.append(weakref.ref(layer))
+        return of(layer, *given)
+
+    monkeypatch.setattr(engine, "joined", watched_join)
+    monkeypatch.setattr(capture.FixedLayer, "of", watched_of)
+    conditions = [Condition(), Condition("k_norm", 20, Prefill()), Condition("streaming_llm", 12, Prefill())]
+    steps("llama", conditions, prompts(70, 45), True, monkeypatch)
+    assert len(blocks) == 6
+    assert len(before) == len(architecture("llama", 16).model.layers)
+    assert not any(block.cache.ragged for block in blocks)

@@ -1,6 +1,7 @@
 """The run, against an engine that answers from a table; the real engine joins in test_real_input and test_workers."""
 
 import contextlib
+import gc
 import json
 import os
 import tempfile
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from kvrepro.engine import generate as engine
+from kvrepro.engine import passes
+from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
@@ -207,6 +210,34 @@ def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, t
     assert go(loaded, tmp_path)["error"].isna().all()
     assert len(held) > 15
     assert "out of memory with 3 rows of 1 items: half of them at a time" in capsys.readouterr().out
+
+
+def test_no_layer_of_a_failed_pass_is_held_while_its_halves_are_tried(loaded, tmp_path, monkeypatch):
+    """Memory runs out inside the model's own modules, whose frames refer to each other; nobody collects garbage."""
+    layers, forward, at = [], passes.Call.forward, RaggedLayer.at
+
+    def short(*given):
+        kept = at(*given)
+        layers.append(weakref.ref(kept))
+        if len(layers) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return kept
+
+    def counted(*given):
+        if len(layers) == 2:
+            assert not [one for one in layers if one() is not None]
+        return forward(*given)
+
+    monkeypatch.setattr(RaggedLayer, "at", short)
+    monkeypatch.setattr(passes.Call, "forward", counted)
+    conditions = [Condition(), *(Condition("k_norm", share, Prefill()) for share in (0.2, 0.5, 0.8))]
+    gc.disable()
+    try:
+        frame = run.run(Answers("doors", "main", MANY[:1], conditions, 4), loaded, Settings(tmp_path, progress=False))
+    finally:
+        gc.enable()
+    assert frame["error"].isna().all()
+    assert len(layers) > 2
 
 
 def endless(loaded, item):

@@ -54,6 +54,19 @@ def table(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def failures(path: Path = GPU / "chapters.csv") -> str:
+    """A line for every measurement that failed, of chapters that were not measured on that GPU without an error."""
+    frame = pd.read_csv(path).assign(note=lambda rows: rows.get("note", "-"))
+    place = ["shape", "device", "chapter"]
+    wrong = frame.error.notna() | (frame.failed > 0)
+    done = frame[~wrong].set_index(place).index
+    lines = [
+        f"- {row.chapter}, shape of {row.shape}, {row.device}, {row.date}: {row.error} ({row.note})"
+        for row in frame[wrong].itertuples() if (row.shape, row.device, row.chapter) not in done
+    ]  # fmt: skip
+    return "\n".join(lines) or "None."
+
+
 def targets(path: Path = GPU / "real.csv") -> pd.DataFrame:
     """What was to be reached on a real model's shape, what was, and the floor, where the bytes give one; as text."""
     frame = pd.read_csv(path)

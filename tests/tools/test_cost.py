@@ -26,11 +26,13 @@ def test_a_chapter_that_failed_has_no_cost(tmp_path):
         "seconds": 9.0,
         "in_studies": 4,
         "peak_gib": 3.5,
+        "date": "d",
     }
     rows = [row | {"failed": 0, "error": None}, row | {"shape": "b", "failed": 1, "error": None},
             row | {"shape": "c", "failed": 0, "error": "not done"}]  # fmt: skip
     pd.DataFrame(rows).to_csv(path, index=False)
     assert cost.table(path)["model's shape"].tolist() == ["a"]
+    assert [line.split(", ")[1] for line in cost.failures(path).splitlines()] == ["shape of b", "shape of c"]
 
 
 def test_every_chapter_of_the_trial_has_its_items():

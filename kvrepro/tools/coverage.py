@@ -179,6 +179,23 @@ def table(sizes: Sequence[int] = SIZES, repeats: int = 2000, peers: int = 300) -
     return pd.concat(parts, ignore_index=True)
 
 
+def said(path: Path = DATA / "coverage.csv") -> list[dict[str, str]]:
+    """The stored table in short, for the page of claims: rows by quantity and rule. Lumpy data (few items, nearly all
+    zeros or ones) cannot be covered at exactly 95% by any interval."""
+    frame = pd.read_csv(path)
+    rows = []
+    for (quantity, rule), mine in frame.groupby(["quantity", "rule"], sort=False):
+        lowest = mine.loc[mine.coverage.idxmin()]
+        rows.append({
+            "quantity": str(quantity).replace("_", " "), "rule": str(rule), "populations and n": str(len(mine)),
+            "covers 93 to 97%": f"{mine.coverage.between(0.93, 0.97).mean():.0%}",
+            "less": f"{(mine.coverage < 0.93).mean():.0%}", "more": f"{(mine.coverage > 0.97).mean():.0%}",
+            "median": f"{mine.coverage.median():.1%}",
+            "worst": f"{lowest.coverage:.1%} ({lowest.population}, n = {lowest.n})",
+        })  # fmt: skip
+    return rows
+
+
 def main(out: Path = DATA / "coverage.csv", repeats: int = 2000, peers: int = 300) -> None:
     """Simulate, write the table, and print each rule's coverage by quantity and n."""
     found = table(repeats=repeats, peers=peers)

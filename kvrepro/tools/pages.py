@@ -13,7 +13,7 @@ from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge
 from kvrepro.paths import GPU, ROOT
-from kvrepro.tools import claims_page, cost, decide, family_page, landing, reference, reliability, shortcuts
+from kvrepro.tools import claims_page, cost, coverage, decide, family_page, landing, reference, reliability, shortcuts
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
     f"engine/score/test_{name}.py::test_" for name in ("position", "keys", "cumulative", "heads", "window")
@@ -74,6 +74,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages["artifact"] = table(differences.table())
     pages["floors"], pages["cost_failures"] = cost.floors_said(), cost.failures()
     pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}
+    pages["coverage"] = table(coverage.said())
     pages["error_rates"], pages["stability"] = table(claims_page.error_rates()), table(claims_page.stability())
     pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
     for name, part in family_page.page().items():

@@ -32,3 +32,14 @@ def test_the_shipped_table_has_every_cell():
     mine = shipped[shipped.rule == "chosen"]
     wanted = {cell for cell in coverage.cells(list(coverage.POPULATIONS), coverage.SIZES) if cell[0] != "median"}
     assert wanted <= set(mine[["quantity", "population", "n"]].itertuples(index=False, name=None))
+
+
+def test_the_table_in_short_counts_what_is_inside(tmp_path):
+    path = tmp_path / "coverage.csv"
+    row = {"quantity": "share_of_ceiling", "rule": "chosen", "n": 6, "width": 0.1, "repeats": 10}
+    rows = [row | {"population": f"p{i}", "coverage": c} for i, c in enumerate((0.92, 0.93, 0.95, 0.99))]
+    pd.DataFrame(rows).to_csv(path, index=False)
+    [said] = coverage.said(path)
+    assert [said[name] for name in ("covers 93 to 97%", "less", "more", "median")] == ["50%", "25%", "25%", "94.0%"]
+    assert said["worst"] == "92.0% (p0, n = 6)"
+    assert said["quantity"] == "share of ceiling"

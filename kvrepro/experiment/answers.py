@@ -102,7 +102,11 @@ def unmet(
 OF_REGIMES = {  # code that only rows of these regimes reach
     (SharedCap,): {
         ("kvrepro.engine.shared", ""), ("kvrepro.engine.signals", ""), ("kvrepro.engine.rows", "evict_rows_shared"),
-        ("kvrepro.engine.evict", "evict_shared"),
+        ("kvrepro.engine.rows", "keep_held"), ("kvrepro.engine.rows", "kept_by_all_layers"),
+        ("kvrepro.engine.evict", "evict_shared"), ("kvrepro.engine.evict", "_selected_for_all_layers"),
+        ("kvrepro.engine.evict", "generator"), ("kvrepro.engine.passes", "check_shared"),
+        ("kvrepro.engine.policy", "_check_shared"), ("kvrepro.engine.prefill", "_alike"),
+        ("kvrepro.engine.prefill", "_gather"),
     },
     (Chunked,): {("kvrepro.engine.passes", "_chunked")},
     (Offline,): {("kvrepro.engine.passes", "_reused")},
@@ -115,6 +119,18 @@ def code_of(condition: Condition, backend: str) -> str:
 
     Kernels count where they run. Files that a policy's parameters name count by what is in them.
     """
+    roots, skipped = _decided_by(condition, backend)
+    return fingerprint.digest(fingerprint.code(*roots, unfollowed=skipped), policy_of(condition))
+
+
+def reached_by(condition: Condition, backend: str) -> dict[fingerprint.Name, str]:
+    """The definitions that `code_of` counts, by (module, name), but for the policy's own."""
+    roots, skipped = _decided_by(condition, backend)
+    return fingerprint.HERE.reached(*roots, unfollowed=fingerprint.UNFOLLOWED | skipped)
+
+
+def _decided_by(condition: Condition, backend: str) -> tuple[list[fingerprint.Name], frozenset[fingerprint.Name]]:
+    """Where the code begins that decides a condition's rows, and what none of them reaches."""
     skipped = {("kvrepro_kernels", "")} if backend == "torch" else set()
     for regimes, names in OF_REGIMES.items():
         if not isinstance(condition.regime, regimes):
@@ -124,7 +140,7 @@ def code_of(condition: Condition, backend: str) -> str:
     roots = [("kvrepro.engine.generate", "generate"), ("kvrepro.experiment.measure", "all_measures"),
              ("kvrepro.experiment.answers", "answer_row")]  # fmt: skip
     roots += [(kind.__module__, kind.__name__) for kind in own]
-    return fingerprint.digest(fingerprint.code(*roots, unfollowed=frozenset(skipped)), policy_of(condition))
+    return roots, frozenset(skipped)
 
 
 def policy_of(condition: Condition) -> Any:

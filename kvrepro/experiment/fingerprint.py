@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -229,10 +229,14 @@ def describe(value: Any, above: tuple[int, ...] = ()) -> Any:
         return describe(part, (*above, id(value)))
 
     kind = type(value)
+    if (behind := _behind(value)) is not None:
+        return [kind.__name__, inner(behind)]
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, Path):
         return str(value)
+    if hasattr(value, "state_dict") and not isinstance(value, type):  # a network, with its weights
+        return [inner(kind), inner(vars(value))]
     if isinstance(value, bytes | np.ndarray | pd.DataFrame | pd.Series) or kind.__module__.startswith("torch"):
         return [kind.__name__, _bytes(value)]
     if isinstance(value, Mapping):
@@ -255,7 +259,29 @@ def describe(value: Any, above: tuple[int, ...] = ()) -> Any:
         return [inner(kind), [[f.name, inner(getattr(value, f.name))] for f in dataclasses.fields(value)]]
     if not _foreign(kind.__module__):
         return [inner(kind), inner(vars(value) if hasattr(value, "__dict__") else {})]
-    return [kind.__qualname__, re.sub(r" at 0x\w+", "", repr(value))]
+    return [kind.__qualname__, _printed(value)]
+
+
+def _behind(value: Any) -> Any:
+    """What a wrapper of another library stands for: the function behind `functools.cache`, `torch.no_grad()` or
+    `np.vectorize`, a class's static method or property, the names of a namespace; otherwise None."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    if isinstance(value, property):
+        return [value.fget, value.fset, value.fdel]
+    if isinstance(value, cached_property):
+        return value.func
+    if isinstance(value, np.vectorize | SimpleNamespace):
+        return vars(value)
+    if hasattr(value, "__wrapped__") and not isinstance(value, type):
+        wrapper = getattr(value, "__globals__", {}).get("__name__", "functools")
+        return value.__wrapped__ if _foreign(wrapper) else None
+    return None
+
+
+def _printed(value: Any) -> str:
+    """How an object prints itself, without its address in memory."""
+    return re.sub(r" at 0x\w+", "", repr(value))
 
 
 def _bytes(value: Any) -> str:
@@ -267,7 +293,7 @@ def _bytes(value: Any) -> str:
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() else value).numpy()
     if not isinstance(value, np.ndarray):
-        return str(value)
+        return _printed(value)
     return digest(str(value.dtype), list(value.shape), hashlib.sha256(np.ascontiguousarray(value)).hexdigest())
 
 
@@ -283,7 +309,7 @@ def _code_of(value: Callable[..., Any] | type, inner: Callable[..., Any]) -> Any
         return f"{module}.{value.__qualname__}"
     if isinstance(value, type):
         ours = {k: v for k, v in vars(value).items() if k not in ("__doc__", "__module__", "__dict__", "__weakref__")}
-        return [value.__name__, [base.__qualname__ for base in value.__bases__],
+        return [value.__name__, [inner(base) for base in value.__bases__],
                 {k: inner(v) for k, v in ours.items() if not k.startswith("_abc") and _tells(v)}]  # fmt: skip
     try:
         if value.__name__ == "<lambda>":  # in the middle of a statement
@@ -292,7 +318,7 @@ def _code_of(value: Callable[..., Any] | type, inner: Callable[..., Any]) -> Any
         text: Any = plain(tree)
         used = list(chains(tree))
     except (OSError, SyntaxError, TypeError):
-        text, used = _compiled(value.__code__), [[name] for name in value.__code__.co_names]
+        text, used = _compiled(value.__code__), [[name] for name in _names(value.__code__)]
     held = value.__globals__
     reached = {".".join(chain): inner(_held(held, chain)) for chain in used if chain[0] in held}
     return [text, reached, inner(closed), inner(value.__defaults__), inner(value.__kwdefaults__)]
@@ -302,6 +328,12 @@ def _compiled(code: CodeType) -> list[Any]:
     """A function without source, by what Python made of it."""
     consts = [_compiled(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
     return [code.co_code.hex(), consts, list(code.co_names)]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that compiled code reads from outside, that of its inner functions and comprehensions among it."""
+    inside = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*map(_names, inside))
 
 
 def _filled(cell: Any) -> bool:

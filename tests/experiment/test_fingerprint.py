@@ -1,15 +1,21 @@
 """What makes rows stale: the code that decides them, and no other; on copies of the package with single edits."""
 
+import json
+import os
 import shutil
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny import architecture, prompts
 
+from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.regime import Chunked, Prefill, SharedCap
+from kvrepro.engine.generate import generate
+from kvrepro.engine.regime import REGIMES, Chunked, Prefill, Regime, SharedCap
 from kvrepro.experiment import answers, fingerprint
 from kvrepro.experiment.fingerprint import Code, chains, describe, of
 from kvrepro.paths import ROOT
@@ -167,6 +173,8 @@ EVERY = {"snapkv", "k_norm", "full", "shared", "chunked"}
         ("engine/select.py", "def select(", EVERY),
         ("engine/score/shared.py", "def h2o(", {"shared"}),
         ("engine/signals.py", "def joined(", {"shared"}),
+        ("engine/evict.py", "def _selected_for_all_layers(", {"shared"}),
+        ("engine/rows.py", "def keep_held(", {"shared"}),
         ("engine/passes.py", "def _chunked(", {"chunked"}),
         ("engine/regime.py", "class SharedCap(", {"shared"}),
         ("engine/regime.py", "class Prefill(", {"snapkv", "k_norm"}),
@@ -179,6 +187,67 @@ EVERY = {"snapkv", "k_norm", "full", "shared", "chunked"}
 )
 def test_an_edit_makes_the_rows_stale_that_it_decides(real, monkeypatch, file, line, whose):
     assert real(monkeypatch, file, line) == whose
+
+
+def test_what_one_regime_alone_runs_is_in_no_other_regimes_keys():
+    """Run a small model under each regime, and see which of the engine's functions only one of them calls."""
+    model, text = architecture("llama", 16), prompts(70)
+    regimes = {kind: kind() for kind in REGIMES.values() if kind is not Regime}
+    called = {kind: _called(model, text, regime) for kind, regime in regimes.items()}
+    for kind, names in called.items():
+        alone = names.difference(*(of for other, of in called.items() if other is not kind)) - SEVERAL
+        for other, regime in regimes.items():
+            if other is not kind:
+                found = answers.reached_by(Condition("lru" if other is SharedCap else "k_norm", 40, regime), "torch")
+                assert not alone & set(found), (kind, other)
+
+
+SEVERAL = {("kvrepro.engine.select", "lexsort")}  # quotas and ties call it in any regime
+
+
+def _called(model, text, regime) -> set[tuple[str, str]]:
+    """(module, function) of the engine's functions that conditions of this regime call."""
+    names = ("lru", "h2o_simple", "random_sample", "ada_kv_faithful", "k_norm", "snapkv", "h2o", "random")
+    found = set()
+
+    def watch(frame, event, argument):
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("kvrepro.engine."):
+            found.add((module, frame.f_code.co_qualname.partition(".")[0]))
+
+    for name in names:
+        if type(regime) in CATALOGUE[name].regimes:
+            condition = Condition(name, 40, regime, switches=(("window", 8),) if name == "snapkv" else ())
+            sys.setprofile(watch)
+            try:
+                generate(model, text, [condition], max_new_tokens=10, stop_ids=[])
+            finally:
+                sys.setprofile(None)
+    return found
+
+
+def test_a_study_has_the_same_keys_in_every_process():
+    """What a decorated function of a chapter closes over has an address in memory, or sets in any order."""
+    program = """
+import importlib, inspect, json, pkgutil
+import kvrepro.chapters as chapters
+from kvrepro.experiment import fingerprint
+found = {}
+for info in pkgutil.walk_packages(chapters.__path__, "kvrepro.chapters."):
+    module = importlib.import_module(info.name)
+    for name, value in vars(module).items():
+        if inspect.isfunction(value) and value.__module__ == info.name and value.__closure__:
+            found[f"{info.name}.{name}"] = fingerprint.of(value)
+print(json.dumps(found))
+"""
+    done = [
+        subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed}, check=True,
+                       capture_output=True, text=True).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    first, second = map(json.loads, done)
+    assert "kvrepro.chapters.reclamation.sparsity.sparsity" in first
+    assert {name for name in first if first[name] != second[name]} == set()
 
 
 # ---- what a reader types
@@ -269,3 +338,61 @@ def test_every_version_of_python_makes_the_same_of_a_source(tmp_path):
     assert fingerprint.digest(text) == "c3bde98f53b8b0b7"
     lists = [package(tmp_path, b=f"X = [{some}'a']\n").module("kvrepro.b").text["X"] for some in ("", "'', ")]
     assert lists[0] != lists[1]
+
+
+HIDDEN = """
+import functools, types
+import numpy as np
+import torch
+
+def g(x):
+    return x * FACTOR
+
+@functools.cache
+def cached(x):
+    return x * FACTOR
+
+class Base:
+    def inherited(self, x):
+        return x * FACTOR
+
+class Kind(Base):
+    @staticmethod
+    def static(x):
+        return x * FACTOR
+
+    @classmethod
+    def of_class(cls, x):
+        return x * FACTOR
+
+    @property
+    def size(self):
+        return FACTOR
+
+@torch.no_grad()
+def without_gradients(x):
+    return x * FACTOR
+
+vectorised = np.vectorize(g)
+space = types.SimpleNamespace(weights=np.arange(5000) * FACTOR)
+gate = torch.nn.Linear(4, 4, bias=False)
+with torch.no_grad():
+    gate.weight.fill_(FACTOR)
+inside = lambda xs: [g(x) for x in xs]
+deeper = lambda xs: map(lambda x: g(x), xs)
+
+def f(x):
+    return BODY
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["cached(x)", "Kind.static(x)", "Kind.of_class(x)", "Kind().size", "Kind().inherited(x)", "without_gradients(x)",
+     "vectorised(x)", "space.weights", "gate(x)", "inside(x)", "deeper(x)"],
+)  # fmt: skip
+def test_an_edit_counts_behind_what_libraries_wrap_around_it(body):
+    source = HIDDEN.replace("BODY", body)
+    first, again, edited = (of(typed(source.replace("FACTOR", str(k)))) for k in (2, 2, 3))
+    assert first == again
+    assert first != edited

@@ -33,10 +33,10 @@ from safetensors.torch import load_file, save_file
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data
-from kvrepro.experiment.store import replace_rows
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import trial
 from kvrepro.tools.book import ENDING, cells
+from kvrepro.tools.rows import replace_rows
 
 OUT = DATA / "reliability"
 WHO = ("driver", "worker", "node")

@@ -28,6 +28,7 @@ from kvrepro.experiment import data, models, progress, store
 from kvrepro.experiment.provenance import machine
 from kvrepro.paths import DATA
 from kvrepro.tools import trial
+from kvrepro.tools.rows import replace_rows
 
 OUT = DATA / "reliability" / "scaling.csv"
 KEY = ["model", "device", "engine", "workers"]
@@ -138,7 +139,7 @@ def main(
     told = {"model": Path(model).name, "device": where, "cells": cells, "date": f"{datetime.date.today()}"}
     frame = frame.assign(**told, machine=machine(), torch=torch.__version__)
     out.parent.mkdir(parents=True, exist_ok=True)
-    store.replace_rows(out, frame, KEY, digits=4)
+    replace_rows(out, frame, KEY, digits=4)
     print(frame[["engine", "workers", "seconds", "efficiency", "efficiency_whole", "equal"]].to_string(index=False))
     print(f"the table: {out}")
 

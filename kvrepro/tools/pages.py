@@ -11,7 +11,7 @@ from kvrepro.engine import allowed, policy
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
-from kvrepro.experiment import claims, judge
+from kvrepro.experiment import claims, judge, wording
 from kvrepro.paths import GPU, ROOT
 from kvrepro.tools import claims_page, cost, decide, family_page, landing, reference, reliability, shortcuts
 
@@ -151,7 +151,7 @@ def controlled() -> str:
     said = "; ".join(f"{text}: {of.count(name)}" for name, text in control.CAUSES.items())
     off = [
         {"claim": row.claim, "rows of": row.panel, "paper": claims.paper_text(known[row.claim]["paper"], row.unit),
-         "their rows": claims.shown(row), "rule": row.rule, "verdict": row.verdict, "because": control.CAUSES[name],
+         "their rows": wording.shown(row), "rule": row.rule, "verdict": row.verdict, "because": control.CAUSES[name],
          "why": why}
         for row, (name, why) in zip(rows, causes, strict=True) if name
     ]  # fmt: skip

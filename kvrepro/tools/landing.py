@@ -9,12 +9,13 @@ import yaml
 from matplotlib.figure import Figure
 
 from kvrepro.chapters.reanalysis import comparisons, printed
+from kvrepro.chapters.reclamation import members
 from kvrepro.chapters.synthesis import grid, stored, variance
 from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, claims, figure, stats, wording
 from kvrepro.paths import ROOT
 from kvrepro.tools import claims_page
-from kvrepro.tools.edition import results_of
+from kvrepro.tools.edition import figure_data, results_of
 from kvrepro.tools.family_page import COLOURS, SIGNS
 
 
@@ -103,11 +104,11 @@ def _in_print(row: pd.Series) -> str:
 
 def _reclamation(root: Path) -> str:
     """The claim with all policies' numbers instead of the one that decides it, where the chapter has drawn them."""
-    told, file = ANSWERS["reclamation"][0], root / "book" / "executed" / "figures" / "reclamation-granularity.csv"
+    told, shown = ANSWERS["reclamation"][0], figure_data("reclamation", "granularity", root)
     frame = verdicts(["reclamation"], root).get("reclamation")
-    if frame is None or not file.is_file():
+    if frame is None or shown is None:
         return _judged("reclamation", root)
-    drawn = pd.read_csv(file).query("granularity == 'one set' and compaction == 'no compaction' and kept == kept.min()")
+    drawn = members.uncompacted(shown)
     return (
         f"{told.subject} {_linked(wording.outcome(frame, told.claim))}: with {drawn.kept.iloc[0]:.0%} of the tokens "
         f"kept, the same for all heads, {drawn.value.min():.0%} to {drawn.value.max():.0%} of the blocks are freed, "

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from kvrepro.experiment import figure
 from kvrepro.paths import DATA
+from kvrepro.tools.filterable import plain
 
 FOLDER = DATA / "reliability"
 PROGRAM = "python -m kvrepro.tools."
@@ -143,17 +144,16 @@ def summary(found: dict[str, pd.DataFrame]) -> list[dict[str, str]]:
     return rows
 
 
-def sections(found: dict[str, pd.DataFrame], table: Callable[..., str], folder: Path = FOLDER) -> str:
-    """A section per part: what its columns mean, when and where it was measured, and its table, folded. `table` makes
-    markdown of rows."""
+def sections(found: dict[str, pd.DataFrame], folder: Path = FOLDER) -> str:
+    """A section per part: what its columns mean, when and where it was measured, and its table, folded."""
     parts = []
     for name, frame in found.items():
         shown = frame.drop(columns=["machine", "torch", "date", "times"], errors="ignore")
         where = "; ".join(dict.fromkeys(f"{row.machine}, {row.date}" for row in frame.itertuples()))
         parts += [f"## {PARTS[name].title}", PARTS[name].means, f"Measured on {where}: `{PARTS[name].command}`."]
-        parts.append(_folded("The table", table(_texts(shown))))
+        parts.append(_folded("The table", plain(_texts(shown))))
         if name == "mutants" and (file := folder / "survivors.csv").is_file():
-            parts.append(_folded("The survivors", table(_texts(pd.read_csv(file), code=("before", "after")))))
+            parts.append(_folded("The survivors", plain(_texts(pd.read_csv(file), code=("before", "after")))))
     return "\n\n".join(parts)
 
 

@@ -308,10 +308,6 @@ def test_formulas_are_set_in_signs(plain, set_):
     assert pages.typeset(plain) == set_
 
 
-def test_the_table_escapes_bars():
-    assert pages.table([{"a": "x|y"}]) == "| a |\n| --- |\n| x\\|y |"
-
-
 def test_lines_printed_in_a_row_are_one_block():
     def printed(text, name="stdout"):
         return nbformat.v4.new_output("stream", name=name, text=text)

@@ -1,6 +1,6 @@
 """A table that is whole without a script, and says what its script may filter."""
 
-from kvrepro.tools.filterable import Cell, table
+from kvrepro.tools.filterable import Cell, plain, table
 
 ROWS = [{"what": "a < b", "size": Cell("<b>2</b>", 2)}, {"what": "c", "size": Cell("-", "")}]
 
@@ -17,3 +17,7 @@ def test_columns_that_narrow_screens_leave_out_are_named_by_their_place():
     text = table(ROWS, "sizes", "All sizes", minor=["size", "not there"])
     assert "#sizes :is(th,td):nth-child(2) { display: none }" in text
     assert "min-width" not in text
+
+
+def test_a_plain_table_escapes_bars():
+    assert plain([{"a": "x|y"}]) == "| a |\n| --- |\n| x\\|y |"

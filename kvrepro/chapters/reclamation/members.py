@@ -35,6 +35,12 @@ def verdicts(
     return history.marked(frame, book)
 
 
+def uncompacted(freed: pd.DataFrame) -> pd.DataFrame:
+    """Of the shares of blocks freed (the chapter's figure "granularity") those that a policy frees by eviction alone,
+    one set of tokens for all heads, at the least share kept."""
+    return freed.query("granularity == 'one set' and compaction == 'no compaction' and kept == kept.min()")
+
+
 def marked(claim: Mapping[str, Any]) -> dict[str, Any]:
     """The claim, its statement marked where it is not the guide's."""
     return {**claim, "statement": claim["statement"] + (" (Not in the guide's words.)" if "ours" in claim else "")}

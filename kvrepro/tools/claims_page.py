@@ -142,7 +142,7 @@ def listed(frames: Mapping[str, pd.DataFrame]) -> str:
     ]
     filters = ["Chapter", "With", "Verdict", "Model"]
     minor = ["Chapter", "Model", "Printed", "Rule", "Decided by", "n", "What would settle it"]
-    return filterable.table(
+    return filterable.interactive(
         rows, "verdicts", "All verdicts", filters, minor, wide=["Statement", "What would settle it"]
     )
 

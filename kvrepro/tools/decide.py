@@ -44,7 +44,7 @@ def parts(root: Path = ROOT) -> dict[str, str]:
     best = best[best.kept == middle]
     return {
         "advice": advice(rows, best, known, rows.model.iloc[0]),
-        "short": f"With {middle:.0%} kept:\n\n{filterable.plain(short(best, known))}\n\n{_by_luck(best)}".rstrip(),
+        "short": f"With {middle:.0%} kept:\n\n{filterable.table(short(best, known))}\n\n{_by_luck(best)}".rstrip(),
         "all": _all(known.drop(columns=["name", "value", "of"])),
     }  # fmt: skip
 
@@ -201,4 +201,6 @@ def _all(table: pd.DataFrame) -> str:
     """The table that readers filter, sorted by quality."""
     filters = ("kept", "guards", "tokens leave", "heads", "on kernels")
     minor = ("blocks returned", "leak-safe from", "first token", "on kernels", "loses most at")
-    return filterable.table(table.to_dict("records"), "conditions", "All conditions", filters, minor, ("scores by",))
+    return filterable.interactive(
+        table.to_dict("records"), "conditions", "All conditions", filters, minor, ("scores by",)
+    )

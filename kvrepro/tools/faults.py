@@ -35,7 +35,8 @@ from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import trial
-from kvrepro.tools.book import ENDING, cells
+from kvrepro.tools.book import cells
+from kvrepro.tools.processes import ENDING
 from kvrepro.tools.rows import replace_rows
 
 OUT = DATA / "reliability"

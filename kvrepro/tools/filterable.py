@@ -17,13 +17,13 @@ class Cell(NamedTuple):
     key: object = None
 
 
-def plain(rows: Sequence[Mapping[str, object]]) -> str:
+def table(rows: Sequence[Mapping[str, object]]) -> str:
     """A few rows of equal keys as a markdown table."""
     lines = [rows[0], ["---"] * len(rows[0]), *([str(v).replace("|", "\\|") for v in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def table(
+def interactive(
     rows: Sequence[Mapping[str, object]], at: str, label: str, filters: Collection[str] = (),
     minor: Collection[str] = (), wide: Collection[str] = (),
 ) -> str:  # fmt: skip

@@ -14,7 +14,7 @@ from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge, wording
 from kvrepro.paths import GPU, ROOT
 from kvrepro.tools import claims_page, cost, decide, family_page, landing, reference, reliability, shortcuts
-from kvrepro.tools.filterable import plain
+from kvrepro.tools.filterable import table
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
     f"engine/score/test_{name}.py::test_" for name in ("position", "keys", "cumulative", "heads", "window")
@@ -69,16 +69,16 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     """The tables that the pages in book/ include, into book/generated."""
     folder = root / "book" / "generated"
     folder.mkdir(parents=True, exist_ok=True)
-    pages = {name: plain(rows) for name, rows in tables().items()} | claims_page.write(chapters, folder, root)
+    pages = {name: table(rows) for name, rows in tables().items()} | claims_page.write(chapters, folder, root)
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
     pages["settings"], pages["control"] = reference.settings(), controlled()
-    pages["artifact"] = plain(differences.table())
+    pages["artifact"] = table(differences.table())
     pages["floors"] = cost.floors_said()
     pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}
-    pages["error_rates"], pages["stability"] = plain(claims_page.error_rates()), plain(claims_page.stability())
-    pages["cost"], pages["targets"] = (plain(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
+    pages["error_rates"], pages["stability"] = table(claims_page.error_rates()), table(claims_page.stability())
+    pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
     for name, part in family_page.page().items():
-        pages[f"family_{name}"] = part if isinstance(part, str) else plain(part) if part else "None."
+        pages[f"family_{name}"] = part if isinstance(part, str) else table(part) if part else "None."
     pages |= _reliability(folder)
     family_page.drawn().savefig(folder / "family.svg", transparent=True)
     cost.bars().savefig(folder / "targets.svg", transparent=True)
@@ -102,7 +102,7 @@ def _reliability(folder: Path) -> dict[str, str]:
         head = ":name: fig-determinism\n:alt: Shares of rows and verdicts that differ, for each variant."
         said = "What differs from the usual run: answers, kept tokens, scores and verdicts, in percent."
         figure = f"```{{figure}} generated/determinism.svg\n{head}\n{said}\n```"
-    summary = plain(reliability.summary(found)) if found else "Nothing was measured yet."
+    summary = table(reliability.summary(found)) if found else "Nothing was measured yet."
     return {"reliability_summary": summary, "reliability_figure": figure,
             "reliability_sections": reliability.sections(found)}  # fmt: skip
 
@@ -165,8 +165,8 @@ def controlled() -> str:
     parts = [
         f"{len(rows)} pairs of a claim and a panel can be decided; {len(rows) - len(of)} come out *reproduced*. Of the "
         f"others, {said}.",
-        "## Where a rule does not come out", plain(off), "## Rules and statements that were mended", plain(mended),
-        "## Where it comes out", plain([{"claim": c, "rows of": "; ".join(ps)} for c, ps in out.items() if ps]),
+        "## Where a rule does not come out", table(off), "## Rules and statements that were mended", table(mended),
+        "## Where it comes out", table([{"claim": c, "rows of": "; ".join(ps)} for c, ps in out.items() if ps]),
         "## What no published row can decide",
         f"{', '.join(name for name in known if name not in out)}: their conditions were not published, or not run.",
     ]  # fmt: skip
@@ -193,8 +193,8 @@ def breakable(text: str) -> str:
 def typeset(formula: str) -> str:
     """A docstring's formula in the signs of mathematics, as HTML inside markdown."""
     text = html.escape(formula.replace(", float32 [batch]", ""), quote=False)
-    for typed, sign in ((" * ", " · "), ("&lt;=", "≤"), ("&gt;=", "≥"), ("^2", "²"), ("sum_", "Σ_"), ("\n", "<br>")):
-        text = text.replace(typed, sign)
+    for plain, sign in ((" * ", " · "), ("&lt;=", "≤"), ("&gt;=", "≥"), ("^2", "²"), ("sum_", "Σ_"), ("\n", "<br>")):
+        text = text.replace(plain, sign)
     text = re.sub(r"\|\|([^|]+)\|\|(?:_(\d))?", lambda m: f"‖{m[1]}‖" + (f"<sub>{m[2]}</sub>" if m[2] else ""), text)
     text = re.sub(r"&lt;(\w, \w+)&gt;", r"⟨\1⟩", text)
     text = re.sub(rf"\b({'|'.join(LETTERS)})(?=\b|_|\d)", lambda found: LETTERS[found[0]], text)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from kvrepro.experiment import figure
 from kvrepro.paths import DATA
-from kvrepro.tools.filterable import plain
+from kvrepro.tools.filterable import table
 
 FOLDER = DATA / "reliability"
 PROGRAM = "python -m kvrepro.tools."
@@ -151,9 +151,9 @@ def sections(found: dict[str, pd.DataFrame], folder: Path = FOLDER) -> str:
         shown = frame.drop(columns=["machine", "torch", "date", "times"], errors="ignore")
         where = "; ".join(dict.fromkeys(f"{row.machine}, {row.date}" for row in frame.itertuples()))
         parts += [f"## {PARTS[name].title}", PARTS[name].means, f"Measured on {where}: `{PARTS[name].command}`."]
-        parts.append(_folded("The table", plain(_texts(shown))))
+        parts.append(_folded("The table", table(_texts(shown))))
         if name == "mutants" and (file := folder / "survivors.csv").is_file():
-            parts.append(_folded("The survivors", plain(_texts(pd.read_csv(file), code=("before", "after")))))
+            parts.append(_folded("The survivors", table(_texts(pd.read_csv(file), code=("before", "after")))))
     return "\n\n".join(parts)
 
 

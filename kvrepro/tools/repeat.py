@@ -132,7 +132,6 @@ def stored(table: pd.DataFrame, out: Path) -> None:
         typer.echo(f"{row.varied}: of {row.rows} rows {row.text} have another text, {row.kept} other kept tokens, "
                    f"{row.score} another score; {row.changed} of {row.verdicts} verdicts are others")  # fmt: skip
     if len(table):
-        out.parent.mkdir(parents=True, exist_ok=True)
         replace_rows(out, table, ["varied", "chapter"])
 
 

@@ -333,7 +333,6 @@ def bench(
         with tempfile.TemporaryDirectory(dir=folder) as aside:
             found.append(measured(Path(aside), count, like))
         print(found[-1])
-    out.parent.mkdir(parents=True, exist_ok=True)
     table = pd.DataFrame(found)
     print(replace_rows(out, table, ["rows", "machine"]).to_string(index=False))
 

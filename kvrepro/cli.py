@@ -207,7 +207,7 @@ def _conditions(policies: list[str], budgets: list[str], regime: str, given: dic
 
 def _check_table(measure: str, out: Path | None) -> None:
     """Raise InputError for a measure that is no column of numbers, and for a file that cannot be written."""
-    from kvrepro.experiment.store import REAL, SCHEMA, WHOLE
+    from kvrepro.experiment.table import REAL, SCHEMA, WHOLE
 
     numbers = [column.name for column in SCHEMA if column.type in (REAL, WHOLE)]
     if measure not in numbers:

@@ -15,7 +15,8 @@ from typing import Any
 import pandas as pd
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, measure, store
+from kvrepro.experiment import data, measure
+from kvrepro.experiment.table import COLUMNS
 from kvrepro.paths import DATA
 
 MODELS = {
@@ -73,7 +74,7 @@ SHIPPED = [
 
 def results(under: str = "", rouge: bool = False) -> pd.DataFrame:
     """The protection paper's public per-item rows in the columns of our own results (see
-    `kvrepro.experiment.store.COLUMNS`), and those that only this paper's rows have:
+    `kvrepro.experiment.table.COLUMNS`), and those that only this paper's rows have:
 
     - output: 32 bits of the text's hash, so that equal outputs can be counted. begins: the code of the text's first
       character, 0 where it is empty.
@@ -122,7 +123,7 @@ def _placed(rows: pd.DataFrame) -> pd.DataFrame:
     said = pd.DataFrame([condition(name) | {"name": name} for name in rows["name"].unique()])
     rows = rows.merge(said, on="name").assign(**SAME)
     own = list(dict.fromkeys([*SHIPPED, *said]))
-    return rows.reindex(columns=[*store.COLUMNS, *(name for name in own if name not in store.COLUMNS)])
+    return rows.reindex(columns=[*COLUMNS, *(name for name in own if name not in COLUMNS)])
 
 
 def _tasks(folder: Path) -> Callable[[str, int], str]:

@@ -7,7 +7,6 @@ A claims file (`data/claims/<chapter>.yml`) holds, per claim, the printed value 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,39 +15,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import yaml
-from IPython.display import Markdown
-from pandas.io.formats.style import Styler
 
-from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.policy import READINGS, find
+from kvrepro.engine.policy import READINGS as READINGS  # of the verdicts
+from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
-from kvrepro.experiment import stats
 from kvrepro.paths import DATA, replaced
 
 LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
-LABELS_IN = {one: f"the {name}" for one, name in LABELS.items()}
 VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", "not testable here")
-LOOKS = {  # verdict -> its sign, and its colour below black letters, after Okabe and Ito's palette
-    "reproduced": ("✓", "#009E73"),
-    "partly": ("◐", "#F0E442"),
-    "not reproduced": ("✗", "#D55E00"),
-    "inconclusive": ("?", "#D9D9D9"),
-    "not testable here": ("–", "#FFFFFF"),
-}
-SAYS = {  # verdict -> what a sentence says of its subject, of one and of several
-    "reproduced": ("comes out", "come out"),
-    "partly": ("comes out in part", "come out in part"),
-    "not reproduced": ("does not come out", "do not come out"),
-    "inconclusive": ("is undecided", "are undecided"),
-    "not testable here": ("cannot be tested here", "cannot be tested here"),
-    "not run": ("was not run", "were not run"),
-}
-PLAIN = {  # units of numbers up to 1: a table's cell leaves them out, a sentence says them
-    "F1": "F1", "accuracy": "in accuracy", "cos": "in cosine", "keep rate": "in keep rate", "log ratio": "in log ratio",
-    "rank correlation": "in rank correlation", "recall": "in recall", "share": "of the importance",
-}  # fmt: skip
-STATE_VERBS = {"holds": ("holds", "hold"), "fails": ("fails", "fail"), "open": ("is undecided", "are undecided")}
-LEADS = {"reproduced": "holds", "partly": "holds", "not reproduced": "fails", "inconclusive": "open"}  # what is counted
 STORED = "stored timings"  # the `model` of verdicts that rest on data/gpu, and not on this run
 COLUMNS = [
     "claim", "statement", "paper", "ours", "low", "high", "test", "p", "verdict", "reading", "model", "profile", "rule",
@@ -177,277 +151,9 @@ def of_run(frame: pd.DataFrame, run: tuple[str, str] | None = None) -> pd.DataFr
     return frame[((frame.model == model) & (frame.profile == profile)) | (frame.model == STORED)]
 
 
-def anchor(claim: str) -> str:
-    """Where the page of claims shows a claim: `claims.html#<anchor>`."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", claim).strip("-")
-
-
-def link(claim: str, text: str = "", page: str = "../claims.html") -> str:
-    """A claim's id, or a text, that leads to the claim; page: seen from the chapters' folder."""
-    return f'<a href="{page}#{anchor(claim)}">{text or claim}</a>'
-
-
 def label(verdict: str) -> str:
     """A verdict as readers see it."""
     return {"partly": "partly reproduced"}.get(verdict, verdict)
-
-
-def summary(frame: pd.DataFrame) -> str:
-    """What the verdicts add up to, as Markdown: the claims of each verdict by reading, then those where authors' code
-    and authors' text part.
-
-    They part where a case holds with one and fails with the other. A verdict can differ without that, where a case is
-    decided with one only.
-    """
-    lines = []
-    names = {"as_run": "Authors' code", "as_described": "Authors' text", "any": "The same for code and text"}
-    if set(frame.reading) == {"any"}:
-        names["any"] = "All claims"
-    names |= {STORED: "Judged by timings that are stored with the project, and not by this run"}
-    stored = frame.get("model", frame.reading) == STORED
-    for reading, group in frame.groupby(frame.reading.mask(stored, STORED), sort=False):
-        ids = {one: group[group.verdict == one].claim for one in VERDICTS}
-        parts = [f"{len(of)} *{label(one)}* ({', '.join(map(link, of))})" for one, of in ids.items() if len(of)]
-        lines.append(f"- **{names[str(reading)]}**, {counted(len(group), 'claim')}: {'; '.join(parts)}.")
-    compared = frame[frame.claim.isin(frame[frame.claim.duplicated()].claim)]
-    decides = compared.depends_on_reading == "yes"
-    differs = compared.groupby("claim").verdict.transform("nunique") > 1
-    turned = "holds with one and fails with the other"
-    for split, what in (
-        (compared[decides], f"**Code and text disagree** on {{}}: a case {turned}"),
-        (compared[differs & ~decides], f"**The verdict differs** for {{}}, though no case {turned}"),
-    ):
-        if len(split):
-            each = "\n".join(f"  - {_both(group)}" for _, group in split.groupby("claim", sort=False))
-            lines.append(f"- {what.format(counted(split.claim.nunique(), 'claim'))}.")
-            lines.append(f"  <details><summary>Which they are</summary>\n\n{each}\n\n  </details>")
-    if len(compared) and not (decides | differs).any():
-        lines.append("- No verdict depends on whether the authors' code or their text is followed.")
-    return "\n".join(lines)
-
-
-def counted(n: int, what: str) -> str:
-    """`1 claim`, `2 claims`."""
-    return f"{n:,} {what}" + ("" if n == 1 else "s")
-
-
-def _both(group: pd.DataFrame) -> str:
-    """One claim, and what comes of it with the authors' code and with their text."""
-    code, text = (label(group[group.reading == one].verdict.iloc[0]) for one in READINGS)
-    said = f"*{code.capitalize()}* with the authors' code, *{text}* with their text."
-    if code == text:
-        said = f"*{code.capitalize()}* with both, but different cases hold."
-    return f"{link(group.claim.iloc[0])} {group.statement.iloc[0]} {said}"
-
-
-def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False, numbers: bool = True) -> str:
-    """What became of a claim, as a sentence to be read aloud: `Recovery does not come out in the authors' code (23%
-    [17, 31]) or in their text (26% [18, 36]).` The verb leads to the claim. A claim of several cases says how many of
-    them hold and whose the number is (`weighed`).
-
-    subject: what the claim is about, a noun that begins the sentence (`Recovery`, `The gain at every capacity`).
-    numbers: False leaves the parentheses out, for the box at a chapter's top.
-    """
-    rows = frame[frame.claim == claim]
-    by = {row.reading: row for row in rows.itertuples()}
-    verdicts = {one: by[one].verdict if one in by else "not run" for one in by or ["any"]}
-
-    def said(reading: str) -> str:
-        return link(claim, SAYS[verdicts[reading]][plural])
-
-    def where(reading: str, whose: str) -> str:
-        value = weighed(by[reading]) if numbers and reading in by else ""
-        return " ".join(filter(None, [f"in {whose}" if whose else "", f"({value})" if value else ""]))
-
-    if len(verdicts) == 1:
-        [only] = verdicts
-        return " ".join(filter(None, [subject, said(only), where(only, LABELS_IN.get(only, ""))])) + "."
-    code, text = where("as_run", "the authors' code"), where("as_described", "their text")
-    if verdicts["as_run"] == verdicts["as_described"]:
-        either = "or" if "not" in SAYS[verdicts["as_run"]][plural] else "and"
-        return f"{subject} {said('as_run')} {code} {either} {text}."
-    return f"{subject} {said('as_run')} {code} but {said('as_described')} {text}."
-
-
-def outcome(frame: pd.DataFrame, claim: str, reading: str = "", plural: bool = False) -> str:
-    """What became of a claim in one reading, as a verb that leads to the claim: `comes out in part`."""
-    rows = frame[(frame.claim == claim) & (frame.reading.isin([reading, "any"]) | (not reading))]
-    return link(claim, SAYS[rows.verdict.iloc[0] if len(rows) else "not run"][plural])
-
-
-def weighed(row: Any) -> str:
-    """What a verdict rests on, for a sentence: `1 of 2 cases holds; the hardest, Layer-DefensiveKV: -0.09 F1 [-0.15,
-    -0.02]`; the number alone where there is one case."""
-    value = spoken(row)
-    counts = {state: int(n) for n, state in re.findall(r"(\d+) (holds|fails|open)\b", row.members)} if value else {}
-    total, n = sum(counts.values()), counts.get(LEADS.get(row.verdict, ""), 0)
-    if total < 2 or not n:
-        return value
-    one, several = STATE_VERBS[LEADS[row.verdict]]
-    cases = f"{n} of {total} cases" if n < total else "both cases" if n == 2 else f"all {n} cases"
-    label = case(row.decided_by).split(": ")[0]  # the case, without its worst counterexample
-    return f"{cases} {one if n == 1 else several}; the hardest{label and ', '}{label}: {value}"
-
-
-def spoken(row: Any) -> str:
-    """Ours with its interval and unit, rounded for the ear: `23% [17, 31]`, `-0.09 F1 [-0.15, -0.02]`; empty where
-    there is none."""
-    if pd.isna(row.ours):
-        return ""
-    whole = row.unit == "%" or max(abs(row.ours), abs(row.low), abs(row.high)) >= 100
-
-    fixed = row.unit in PLAIN or (row.unit == "x" and abs(row.ours) < 10)  # near 1 the second decimal counts
-
-    def number(x: float) -> str:
-        plain = whole or (float(x).is_integer() and not fixed)
-        text = f"{x:,.0f}" if plain else f"{x:.2f}" if fixed else f"{x:.2g}"
-        return text if re.search("[1-9]", text) else text.lstrip("-")  # no "-0.00"
-
-    exact = row.low == row.ours == row.high or not np.isfinite([row.low, row.high]).all()
-    interval = "" if exact else f" [{number(row.low)}, {number(row.high)}]"
-    unit = f" {PLAIN[row.unit]}" if row.unit in PLAIN else _after(row.ours, row.unit)
-    return number(row.ours) + unit + interval
-
-
-def _after(value: float, unit: str) -> str:
-    """A unit as it follows its number: nothing for numbers up to 1."""
-    known = {"%": "%", "x": " times"} | dict.fromkeys(PLAIN, "")
-    return known.get(unit, f" {re.sub('^x ', 'times ', unit.removesuffix('s') if value == 1 else unit)}")
-
-
-def text_of(values: Sequence[float], unit: str = "F1") -> str:
-    """(value, low, high) as text, in a unit."""
-    value, low, high = values
-    if pd.isna(value):
-        return "no value"
-    after = _after(value, unit)
-    if value == low == high and float(value).is_integer():  # counted, not estimated
-        return f"{value:g}{after}"
-    rounding = 0 < np.nanmax(np.abs([value, low, high])) < 5e-4  # zeros would hide such errors
-    small = rounding and unit not in ("F1", "%")
-    form = ".1g" if small else ".1f" if unit == "%" else ".3f"
-    if not np.isfinite([low, high]).all():
-        return f"{value:{form}}{after} (no interval)"
-    if value == low == high:
-        return f"{value:{form}}{after}"
-    return f"{value:{form}}{after} [{low:{form}}, {high:{form}}]"
-
-
-def shown(row: Any) -> str:
-    """Ours with its interval; empty where there is none."""
-    return "" if pd.isna(row.ours) else text_of((row.ours, row.low, row.high), row.unit)
-
-
-def _needed(row: Any) -> str:
-    """How many items would decide the open cases."""
-    if pd.isna(row.needed):
-        return ""
-    return "hardly any number of items" if row.needed > 100_000 else f"about {row.needed:,.0f} items"  # at a threshold
-
-
-def missing(row: Any) -> str:
-    """What would settle a verdict that is open; empty where it is settled."""
-    return evidence(row) if row.verdict == "not testable here" else _needed(row)
-
-
-def beside(frame: pd.DataFrame, *topics: str, page: str = "../claims.html") -> str:
-    """The claims of some topics as a Markdown list: what the paper printed, what came out here, in each reading.
-    page: that of the claims, seen from where the list stands."""
-    lines = []
-    for claim, group in frame[frame.topic.isin(topics)].groupby("claim", sort=False):
-        first = group.iloc[0]
-        rule = f" Rule: {first.rule}." if first.rule else ""
-        lines.append(f"- {link(str(claim), f'**{claim}**', page)} {stated(first)} Printed: {printed(first)}.{rule}")
-        for row in group.itertuples():
-            name = {"any": "Here"}.get(row.reading, LABELS.get(row.reading, "").capitalize())
-            value = f", {shown(row)}" if shown(row) else ""
-            lines.append(f"    - {name}: *{label(row.verdict)}*{value}. {evidence(row)}")
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def folded(frame: pd.DataFrame, *topics: str) -> str:
-    """`beside`, folded under a line that names the claims: what a chapter's section rests on."""
-    ids = ", ".join(frame[frame.topic.isin(topics)].claim.unique())
-    return f"<details><summary>Claims judged here: {ids}</summary>\n\n{beside(frame, *topics)}\n\n</details>"
-
-
-def printed(row: Any) -> str:
-    """What the source prints, with its unit."""
-    text = str(row.paper)
-    return text + _after(1 if text == "1" else 0, row.unit) if re.search(r"(^|\s)[-+]?[\d.,]+$", text) else text
-
-
-def evidence(row: Any) -> str:
-    """What a verdict rests on, in sentences: the deciding case, how many hold, the test, the items that would settle
-    it; or why it cannot be tested."""
-    members, decided, note = (one if isinstance(one, str) else "" for one in (row.members, row.decided_by, row.note))
-    if not shown(row):
-        why = case(note).rstrip(".")
-        return f"{why[:1].upper()}{why[1:]}." if why else ""
-    total = sum(map(int, re.findall(r"\d+(?= (?:holds|fails|open))", members)))
-    cases = f"of {total} cases, " + re.sub(r"(\d+) (holds|fails|open)", _cases, members) if total > 1 else ""
-    p = "" if pd.isna(row.p) else f"{row.test}: p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
-    needed = f"{_needed(row)} would settle what is open" if _needed(row) else ""
-    parts = [f"Decided by {case(decided)}" if decided else "", cases, p, needed]
-    return " ".join(f"{one[0].upper()}{one[1:]}." for one in parts if one)
-
-
-def _cases(found: re.Match[str]) -> str:
-    one, several = STATE_VERBS[found[2]]
-    return f"{found[1]} {one if found[1] == '1' else several}"
-
-
-def case(label: str) -> str:
-    """A case or a note with policies by their titles: `h2o, C=512` is H2O at 512 tokens."""
-    alone = re.split(r"(, | against | minus |: | of )", label)
-    text = "".join(CATALOGUE[part].title if part in CATALOGUE else part for part in alone)
-    text = re.sub(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", _title, text)
-    return re.sub(r"\bC=(\d+)", r"\1 tokens", text)
-
-
-def _title(found: re.Match[str]) -> str:
-    return CATALOGUE[found[0]].title if found[0] in CATALOGUE else found[0].replace("_", " ")
-
-
-def overview(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per claim: statement, the paper's value, rule, verdict and value per reading, does the reading decide."""
-    rows = []
-    for claim, group in frame.groupby("claim", sort=False):
-        first = group.iloc[0]
-        by = {row.reading: f"{label(row.verdict)} {shown(row)}".strip() for row in group.itertuples()}
-        row = {"claim": claim, "statement": stated(first), "printed": printed(first), "rule": first.rule}
-        if set(frame.reading) == {"any"}:
-            row["here"] = by["any"]
-        else:
-            row |= {LABELS[name]: by.get(name, by.get("any", "not run")) for name in READINGS}
-            row["reading decides"] = first.depends_on_reading
-        rows.append(row)
-    return pd.DataFrame(rows).set_index("claim")
-
-
-def styled(frame: pd.DataFrame) -> Styler:
-    """`overview` for a page: ids lead to the claims, verdicts have their colours."""
-    table = overview(frame).reset_index()
-    readings = [column for column in table if column in {*LABELS.values(), "here"}]
-    table = table.assign(
-        claim=table.claim.map(link), statement=table.statement.str.replace(r"\*(\w[^*]*)\*", r"\1", regex=True)
-    )
-    shown = table.style.hide(axis="index").map(_colours, subset=readings)
-    return shown.set_table_attributes('class="dataframe"')  # the theme colours these in the dark
-
-
-def _colours(text: str) -> str:
-    for verdict, (_, colour) in LOOKS.items():
-        if text.startswith(label(verdict)):
-            return f"background-color: {colour}; color: #000"
-    return ""
-
-
-def stated(row: Any) -> str:
-    """A claim's statement, and that it rests on stored timings where it does."""
-    return (
-        f"{row.statement} (Timed before and elsewhere: no part of this run.)" if row.model == STORED else row.statement
-    )
 
 
 def timed(frame: pd.DataFrame, tests: Mapping[str, str]) -> pd.DataFrame:
@@ -470,25 +176,3 @@ def of_own(book: Mapping[str, Any], own: Sequence[str]) -> list[dict[str, Any]]:
         }
         for name in own for claim in general
     ]  # fmt: skip
-
-
-def verdict(frame: pd.DataFrame, claim: str, reading: str = "") -> str:
-    """One claim's verdict for the prose, which leads to the claim, with its value: `*reproduced* (0.281 [0.243,
-    0.320])`; or `*not run*`. It follows "is": "That every policy recovers is *partly reproduced*"."""
-    rows = frame[(frame.claim == claim) & (frame.reading.isin([reading, "any"]) | (not reading))]
-    if rows.empty:
-        return "*not run*"
-    row = next(rows.itertuples())
-    value = shown(row)
-    return f"*{link(claim, label(row.verdict))}*" + (f" ({value})" if value else "")
-
-
-def findings(*sentences: str, unanswered: str = "") -> Markdown:
-    """What a chapter found: the box at its top. unanswered: why the model's own answers say nothing
-    (`judge.unanswered`); that comes first then, and sentences that lack a number (`stats.NOT_RUN`) are left out."""
-    if unanswered:
-        sentences = tuple(s for s in sentences if stats.NOT_RUN not in s)
-        way_out = "Read its answers first; then take other items, more of them, or another model."
-        warning = f"**Nothing can be said here of what the model forgets**: {unanswered}. {way_out}"
-        sentences = (warning, *sentences)
-    return Markdown("\n".join([":::{admonition} What we found", ":class: tip", *(f"- {s}" for s in sentences), ":::"]))

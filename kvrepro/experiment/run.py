@@ -103,7 +103,7 @@ USUAL = Settings()
 @dataclass(frozen=True)
 class Answers:
     """Generations of items under conditions, those of all items or a list for each: a row each, columns as in
-    `kvrepro.experiment.store.SCHEMA`."""
+    `kvrepro.experiment.table.SCHEMA`."""
 
     chapter: str
     name: str

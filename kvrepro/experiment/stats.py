@@ -45,7 +45,7 @@ MIN_ITEMS = 6  # below that no two-sided sign or rank test of pairs can reach 5%
 HALF = 0.5  # of an item, spread over the corners of bounded values
 DRAWS = 1_000
 UNIT = (0.0, 1.0)
-NOT_RUN = "(not run)"  # in the place of a number that there is not; `claims.findings` leaves such sentences out
+NOT_RUN = "(not run)"  # in the place of a number that there is not; `wording.findings` leaves such sentences out
 Columns = Mapping[str, np.ndarray]
 
 

@@ -5,7 +5,6 @@ measured now, on this machine: rows of a real study are packed, unpacked, stored
 that a GPU gets.
 """
 
-import datetime
 import hashlib
 import pickle
 import tempfile
@@ -24,10 +23,10 @@ from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, models, progress, workers
 from kvrepro.experiment.answers import BATCHES
 from kvrepro.experiment.cluster import AHEAD
-from kvrepro.experiment.provenance import machine
 from kvrepro.experiment.run import Answers, Settings, run
 from kvrepro.experiment.store import COLUMNS, Store
 from kvrepro.paths import DATA, GPU, replaced
+from kvrepro.tools.rows import stamp
 
 OUT = DATA / "reliability" / "at_scale.csv"
 SWEEP = {"models": 10, "items": 4750, "conditions": 200}
@@ -116,10 +115,9 @@ def main(out: Annotated[Path, typer.Option(help="the table")] = OUT) -> None:
         found["how"] = found.how.str.replace(r"at the efficiency measured.*", "not measured: taken as 1", regex=True)
     names = [name for name in found if name.endswith("GPUs")]
     found[names] = found[names].map(lambda x: f"{x:.0f}" if x >= 100 else f"{x:g}")
-    told = {"date": f"{datetime.date.today()}", "machine": machine(), "torch": torch.__version__}
     out.parent.mkdir(parents=True, exist_ok=True)
     with replaced(out) as aside:
-        found.assign(**told).to_csv(aside, index=False)
+        found.assign(**stamp()).to_csv(aside, index=False)
     print(found.to_string(index=False))
 
 

@@ -12,53 +12,33 @@ import importlib
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import nbformat
 import papermill
-import psutil
 import typer
 import yaml
-from papermill.exceptions import PapermillExecutionError
 
 from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.policy import find
-from kvrepro.errors import INTERRUPTED, InputError, meant
-from kvrepro.experiment import progress, run
+from kvrepro.errors import InputError, meant
+from kvrepro.experiment import run
 from kvrepro.experiment.parameters import read
 from kvrepro.paths import ROOT
 from kvrepro.tools import command, edition, pages
+from kvrepro.tools.processes import interruptible, watched
 
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
 data/artifact/* constraints.txt""".split()
-SECONDS = {  # of a chapter's studies in their order, quick profile, one core: they share out the time that is left
-    "protection": {"main": 360, "context-500": 14, "context-1000": 17, "context-1900": 18, "context-3800": 25,
-                   "attention": 8, "controls": 10, "question-0": 4, "question-1": 4, "question-2": 2, "question-3": 2,
-                   "question-4": 3, "question-5": 3, "real": 27},
-    "fragility": {"retained": 60, "every": 41, "middle": 21, "needles": 11, "controls": 8},
-    "dropkv_bound": {"quality-500": 3, "quality-1900": 42, "quality-3000": 18, "triples": 110, "answer-losses": 20,
-                     "controls": 2},
-    "leakage": {"answers": 194, "timing": 6, "unasked": 1},
-    "reclamation": {"synthetic": 1, "toy": 1, "traffic": 7, "oldest": 1, "wall": 1, "passes": 7, "memory": 1,
-                    "arising": 6, "published": 6, "identity": 80, "latency": 31, "sharing": 4, "sparsity": 4,
-                    "pages": 1},
-    "own_policy": {"main": 9, "controls": 3},
-    "synthesis": {"grid": 90, "kept": 10},
-}  # fmt: skip
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a batch system, a terminal that is closed
 PARAMETER = "name=value for all chapters that have it, or chapter.name=value"
 
 
@@ -250,7 +230,7 @@ def _main(parameter: list[str], force: bool, workers: int | None, dry_run: bool)
             check(name, parameters[name])
         for name in names:
             start = _begin(name)
-            ran, error = watched(name, parameters[name], force)
+            ran, error = watched(name, partial(execute, name, parameters[name], force=force))
             if error:
                 failed.append(name)
                 until = f"computed until then: book/executed/{name}.partial.ipynb"
@@ -270,60 +250,36 @@ def _main(parameter: list[str], force: bool, workers: int | None, dry_run: bool)
         raise typer.Exit(1)
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Around a command: a signal of `ENDING` that is not ignored ends what this process started, says so, and exits."""
-
-    def end(number: int, frame: object) -> None:
-        for one in before:
-            signal.signal(one, signal.SIG_IGN)  # a second one would find us ending
-        raise KeyboardInterrupt(number)
-
-    before = {one: signal.getsignal(one) for one in ENDING if signal.getsignal(one) != signal.SIG_IGN}
-    for one in before:
-        signal.signal(one, end)
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        end_family(os.getpid())
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"\n{INTERRUPTED}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-        os._exit(128 + int(*interrupt.args or [signal.SIGINT]))  # the usual way takes seconds more
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-
-
-def end_family(pid: int) -> None:
-    """Kill what a process started, and what that started: chapters, kernels, workers. Those above go first, so that
-    they start no others."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
 def check(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
     """Raise InputError, with the chapter's name, for values of parameters that it would refuse, as far as that shows
     before a model is loaded: what its cells say until then, and policies that nobody has."""
-    source, own, space = _source(name, root).read_text(), dict[str, Any](), dict[str, Any]()
+    source = _source(name, root).read_text()
     loads = next((one for one in ("models.load(", "artifact.scores(") if one in source), None)
     if not parameters or loads is None:
         return
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            collections.deque(cells(name, {}, print, root, own, until=loads), 0)
-            collections.deque(cells(name, parameters, print, root, space, until=loads), 0)
+        own, space = _until(name, {}, root, loads), _until(name, parameters, root, loads)
         ensure_all(Size | None, n_items=space.get("n_items"))
-        for parameter in {"policies", "rivals"} & set(space):
+        for parameter in {"policies", "rivals"} & set(own) & set(space):
             ensure_all(list[str], **{parameter: space[parameter]})
             for policy in sorted(set(space[parameter]) - set(own[parameter]) - {"full"}):
                 find(policy)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-    except Exception:  # not the input's fault, as far as this can tell: the chapter says it in its place
-        return
+
+
+def _until(name: str, parameters: dict[str, Any], root: Path, loads: str) -> dict[str, Any]:
+    """A notebook's variables before the statement that holds `loads`; none where its own code fails. That code may
+    raise anything: the chapter is executed all the same, and shows the error in its place."""
+    space: dict[str, Any] = {}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            collections.deque(cells(name, parameters, print, root, space, until=loads), 0)
+    except InputError:
+        raise
+    except Exception:
+        return {}
+    return space
 
 
 def rehearse_all(names: Sequence[str], parameters: dict[str, dict[str, Any]]) -> None:
@@ -376,79 +332,6 @@ def cells(
                     raise InputError(f"{name} has no parameter {unknown[0]!r}")
                 space |= parameters
             yield cell.source
-
-
-def watched(name: str, parameters: dict[str, Any], force: bool, root: Path = ROOT) -> tuple[bool, str]:
-    """Execute a chapter in a process of its own, with one live line: (whether it ran, the error or "").
-
-    Whatever ends this process, an interrupt above all, ends the chapter, its kernel and its workers with it.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "progress.json"
-        os.environ[progress.FILE] = str(file)
-        here, there = multiprocessing.Pipe(duplex=False)
-        given = (there, name, parameters, force, root)
-        process = multiprocessing.get_context("fork").Process(target=_chapter, args=given)
-        process.start()
-        there.close()
-        start = time.monotonic()
-        try:
-            while process.is_alive() and not here.poll(0.5):
-                _live(name, file, time.monotonic() - start)
-            return here.recv() if here.poll() else (False, "its process ended: too little memory?")
-        except EOFError:
-            return False, "its process ended: too little memory?"
-        finally:
-            if process.is_alive():
-                os.kill(int(process.pid or 0), signal.SIGSTOP)  # it starts nothing now
-                end_family(int(process.pid or 0))
-            process.kill()
-            process.join()
-            del os.environ[progress.FILE]
-            if sys.stderr.isatty():
-                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _chapter(answer: Connection, name: str, parameters: dict[str, Any], force: bool, root: Path) -> None:
-    for one in ENDING:  # the parent's business, which ends us; a function, because kernels would inherit SIG_IGN
-        signal.signal(one, lambda number, frame: None)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    try:
-        answer.send((execute(name, parameters, root, force), ""))
-    except PapermillExecutionError as error:
-        answer.send((True, f"{error.ename}: {error.evalue}"))
-    except Exception as error:
-        answer.send((True, f"{type(error).__name__}: {error}"))
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    end_family(os.getpid())
-    os._exit(1)
-
-
-def _live(name: str, file: Path, seconds: float) -> None:
-    """The chapter's line: time so far, the study, how far it is, how long the chapter takes."""
-    if not sys.stderr.isatty():
-        return
-    text = f"{name:<16}{seconds:8.0f} s"
-    with contextlib.suppress(OSError, ValueError):
-        told = json.loads(file.read_text())
-        left = chapter_left(name, told, seconds)
-        text += f"  {told['study'].partition('/')[2]}: {told['done']:,} of {told['total']:,}"
-        text += "" if left is None else f", about {progress.clock(left)} left"
-    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def chapter_left(name: str, told: dict[str, Any], seconds: float) -> float | None:
-    """Seconds until a chapter ends, by its part that took `seconds`; of an unknown study, until its own end."""
-    expected, study = SECONDS.get(name, {}), told["study"].partition("/")[2]
-    if told["left"] is None or study not in expected:
-        return told["left"]
-    before = list(expected.values())[: list(expected).index(study)]
-    done = sum(before) + expected[study] * told["done"] / told["total"]
-    return max(told["left"], seconds * (sum(expected.values()) / done - 1))
 
 
 def _begin(step: str) -> float:

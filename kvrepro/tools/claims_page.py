@@ -12,8 +12,9 @@ from typing import Any
 import nbformat
 import pandas as pd
 
-from kvrepro.experiment import claims, judge
-from kvrepro.experiment.claims import LABELS, LOOKS
+from kvrepro.experiment import claims, judge, wording
+from kvrepro.experiment.claims import LABELS
+from kvrepro.experiment.wording import LOOKS
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import claims_sources, family_page, filterable
 from kvrepro.tools.edition import results_of
@@ -141,7 +142,7 @@ def listed(frames: Mapping[str, pd.DataFrame]) -> str:
     ]
     filters = ["Chapter", "With", "Verdict", "Model"]
     minor = ["Chapter", "Model", "Printed", "Rule", "Decided by", "n", "What would settle it"]
-    return filterable.table(
+    return filterable.interactive(
         rows, "verdicts", "All verdicts", filters, minor, wide=["Statement", "What would settle it"]
     )
 
@@ -156,18 +157,18 @@ def _listed(row: Any, chapter: str, at: str, claim: Mapping[str, Any], with_mode
         **model,
         "Verdict": Cell(pill(row.verdict)),
         "Estimate [95% interval]": _estimate(row),
-        "Printed": claims.printed(row),
+        "Printed": wording.printed(row),
         "Rule": row.rule,
-        "Decided by": claims.case(row.decided_by),
+        "Decided by": wording.case(row.decided_by),
         "n": "" if pd.isna(row.n) else f"{row.n:.0f}",
-        "What would settle it": claims.missing(row),
+        "What would settle it": wording.missing(row),
     }
 
 
 def _estimate(row: Any) -> Cell:
     """Sorted by its value, shares and percent alike."""
     value = "" if pd.isna(row.ours) else f"{row.ours / (100 if row.unit == '%' else 1):.6g}"
-    return Cell(escape(claims.shown(row)), value)
+    return Cell(escape(wording.shown(row)), value)
 
 
 def places(frames: Mapping[str, pd.DataFrame]) -> dict[tuple[str, str], str]:
@@ -175,7 +176,7 @@ def places(frames: Mapping[str, pd.DataFrame]) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for name, frame in frames.items():
         taken = set(found.values())
-        ids = {claim: claims.anchor(claim) for claim in dict.fromkeys(frame.claim)}
+        ids = {claim: wording.anchor(claim) for claim in dict.fromkeys(frame.claim)}
         found |= {(name, claim): f"{name}-{at}" if at in taken else at for claim, at in ids.items()}
     return found
 
@@ -248,14 +249,14 @@ def _links(chapter: str, entry: Mapping[str, Any], drawn: list[str]) -> dict[str
 def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, links: Mapping[str, str]) -> str:
     """What stands in a claim's block: terms and what is said of them. links: further ones, in HTML."""
     first = rows.iloc[0]
-    said = {"Source": f"{first.source}. Printed: {claims.printed(first)}."}
+    said = {"Source": f"{first.source}. Printed: {wording.printed(first)}."}
     if first.rule:
         said["Rule"] = f"{first.rule[0].upper()}{first.rule[1:]}. {known.get('why', '')}"
     for row in rows.itertuples():
-        value = f": {claims.shown(row)}" if claims.shown(row) else ""
+        value = f": {wording.shown(row)}" if wording.shown(row) else ""
         n = "" if pd.isna(row.n) else f" (n = {row.n:.0f})"
         at = READ[row.reading].capitalize() + (f", {row.model}" if len(set(rows.model)) > 1 else "")
-        said[at] = f"{claims.label(row.verdict).capitalize()}{value}{n}. {claims.evidence(row)}"
+        said[at] = f"{claims.label(row.verdict).capitalize()}{value}{n}. {wording.evidence(row)}"
     said |= {"Errors": rates} if rates else {}
     said |= {head: known[key] for key, head in NOTES.items() if key in known}
     first_form = {**known, **known.get("first", {})}

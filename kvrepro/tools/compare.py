@@ -1,7 +1,7 @@
 """Two results folders side by side: which rows both have, which of these are equal, which verdicts changed.
 
 `python -m kvrepro.tools.compare A B`, for instance before and after a change of the engine. Rows are told apart by what
-was asked (`kvrepro.experiment.store.IDENTITY`, but for the limit that no prompt met); what a regime does not have is
+was asked (`kvrepro.experiment.table.IDENTITY`, but for the limit that no prompt met); what a regime does not have is
 left out, and so is the folder of a policy's file, so that older tables can be compared.
 """
 
@@ -14,6 +14,7 @@ import yaml
 
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import store
+from kvrepro.experiment.table import IDENTITY
 from kvrepro.tools import command
 
 SAME = ("prediction", "kept_hash", "token_f1", "error")
@@ -35,7 +36,7 @@ def identified(rows: pd.DataFrame, renamed: dict[str, str] | None = None) -> pd.
     rows.loc[old, "policy"] = rows.policy[old].replace(BEFORE)
     rows["regime"] = rows.regime.replace("harness", "shared cap")
     rows["policy"] = rows.policy.str.replace("chapters/", "").replace(renamed or {})
-    names = [name for name in store.IDENTITY if name != "limit"]
+    names = [name for name in IDENTITY if name != "limit"]
     asked = rows[names].astype(object).where(rows[names].notna(), None)
     for name, regimes in OF_REGIME.items():
         asked.loc[~rows.regime.isin(regimes), name] = None

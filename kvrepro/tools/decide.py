@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pandas as pd
 
+from kvrepro.chapters.leakage import drawings
 from kvrepro.chapters.synthesis import frontier, stored, study
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
 from kvrepro.experiment import figure
 from kvrepro.paths import ROOT
 from kvrepro.tools import filterable
-from kvrepro.tools.edition import results_of
+from kvrepro.tools.edition import figure_data, results_of
 
 ALIKE = {  # a scorer of the grid -> the published method that scores alike, of which cost and leaks are known
     "position": "streaming_llm", "key norm": "k_norm", "key difference": "key_diff", "attention of all": "h2o",
@@ -43,7 +44,7 @@ def parts(root: Path = ROOT) -> dict[str, str]:
     best = best[best.kept == middle]
     return {
         "advice": advice(rows, best, known, rows.model.iloc[0]),
-        "short": f"With {middle:.0%} kept:\n\n{filterable.raw(_html(short(best, known)))}\n\n{_by_luck(best)}".rstrip(),
+        "short": f"With {middle:.0%} kept:\n\n{filterable.table(short(best, known))}\n\n{_by_luck(best)}".rstrip(),
         "all": _all(known.drop(columns=["name", "value", "of"])),
     }  # fmt: skip
 
@@ -97,12 +98,11 @@ def _losses(rows: pd.DataFrame) -> dict[str, str]:
 def safe_budgets(root: Path = ROOT) -> dict[str, str]:
     """The smallest share of a system prompt at which a policy tells no more of its secrets than the full cache does,
     the defense first; as the chapter on leakage has computed it."""
-    file = root / "book" / "executed" / "figures" / "leakage-safe-budgets.csv"
-    if not file.is_file():
+    table = figure_data("leakage", "safe-budgets", root)
+    if table is None:
         return {}
-    table = pd.read_csv(file)
-    table = table[(table.order == "defense first") & (table.variant == "default")]
-    return {row.policy: "never" if row.value >= 1 else f"{row.value:.0%} kept" for row in table.itertuples()}
+    safe = drawings.uncured(table)
+    return {row.policy: "never" if row.value >= 1 else f"{row.value:.0%} kept" for row in safe.itertuples()}
 
 
 def _first_token() -> dict[str, str]:
@@ -128,16 +128,16 @@ def _kernel(policy: str | None) -> str:
     return "yes" if (p.kernel or not p.parameters.get("window")) and set(p.needs) <= {"mass"} else "no"
 
 
-def short(best: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
+def short(best: pd.DataFrame, known: pd.DataFrame) -> list[dict[str, str]]:
     """The best condition for each regime: any, and one that gives back half of the blocks at least."""
     need, uses = {"any": "no", "blocks": "yes"}, _uses(known)
-    return pd.DataFrame([
+    return [
         {"tokens leave": WHEN[row.regime], "memory must come back": need[row.memory], "use": uses[row.use],
          "held-out quality": f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]", "blocks returned": f"{row.freed:.0%}",
          "loses most at": f"{study.TASKS.get(row.fails_at, row.fails_at)} (-{row.loss:.2f})",
          "chosen": f"from {row.of} conditions"}
         for row in best.itertuples()
-    ])  # fmt: skip
+    ]  # fmt: skip
 
 
 def _uses(known: pd.DataFrame) -> pd.Series:
@@ -201,9 +201,6 @@ def _all(table: pd.DataFrame) -> str:
     """The table that readers filter, sorted by quality."""
     filters = ("kept", "guards", "tokens leave", "heads", "on kernels")
     minor = ("blocks returned", "leak-safe from", "first token", "on kernels", "loses most at")
-    return filterable.table(table.to_dict("records"), "conditions", "All conditions", filters, minor, ("scores by",))
-
-
-def _html(table: pd.DataFrame) -> str:
-    text = table.to_html(index=False, border=0, justify="left", classes="table")
-    return f'<div class="pst-scrollable-table-container">\n{text}\n</div>'
+    return filterable.interactive(
+        table.to_dict("records"), "conditions", "All conditions", filters, minor, ("scores by",)
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 
 from kvrepro.errors import InputError
 from kvrepro.experiment.figure import WHITE
@@ -21,6 +22,17 @@ FINDINGS = "What we found"
 LAST = "## How this page was computed"
 RESULTS = "data/results"
 REFERENCE = re.compile(r"\[[Ff]igure\]\(#fig-([a-z0-9-]+)\)")  # in a notebook's text; in the book it has a number
+
+
+def figure_data(chapter: str, name: str, root: Path = ROOT) -> pd.DataFrame | None:
+    """The numbers behind a figure of the chapter's executed copy; None where the copy has no such figure."""
+    file = _picture(root / "book" / "executed", chapter, name).with_suffix(".csv")
+    return pd.read_csv(file) if file.is_file() else None
+
+
+def _picture(folder: Path, chapter: str, name: str) -> Path:
+    """A figure's file, which gives its label on the page as well."""
+    return folder / "figures" / f"{chapter}-{name}.svg"
 
 
 def results_of(chapter: str, root: Path = ROOT) -> Path:
@@ -106,9 +118,9 @@ def _placed(output: Any, chapter: str, folder: Path, names: set[str]) -> Any:
     if told["figure"] in names:
         raise InputError(f"{chapter}: two figures are called {told['figure']!r}")
     names.add(told["figure"])
-    stem, caption = f"{chapter}-{told['figure']}", _numbered(told["caption"], chapter)
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
-    picture = folder / "figures" / f"{stem}.svg"
+    picture, caption = _picture(folder, chapter, told["figure"]), _numbered(told["caption"], chapter)
+    stem = picture.stem
+    picture.parent.mkdir(parents=True, exist_ok=True)
     picture.write_text(output.data["image/svg+xml"].replace(WHITE, "", 1), encoding="utf-8")
     if "data" in told:
         picture.with_suffix(".csv").write_text(told["data"], encoding="utf-8")

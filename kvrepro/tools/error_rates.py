@@ -32,10 +32,10 @@ from kvrepro.errors import one_line_errors
 from kvrepro.experiment import judge, stats
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample
 from kvrepro.experiment.stats import MIN_ITEMS
-from kvrepro.experiment.store import replace_rows
 from kvrepro.paths import DATA
 from kvrepro.tools import book, command
 from kvrepro.tools.known_truth import KINDS, Part, Picks, moved, sampled
+from kvrepro.tools.rows import replace_rows
 
 SHORT = {"reproduced": "reproduced", "not reproduced": "not_reproduced", "inconclusive": "inconclusive"}
 COLUMNS = [

@@ -14,7 +14,7 @@ import pandas as pd
 from kvrepro.chapters.leakage import members as leakage
 from kvrepro.chapters.leakage.study import Study
 from kvrepro.chapters.protection import members as protection
-from kvrepro.experiment import claims, history, judge, models
+from kvrepro.experiment import claims, history, models
 from kvrepro.experiment.judge import Member, NotTestable, Sample
 from kvrepro.paths import DATA
 
@@ -169,5 +169,4 @@ def verdicts(protection_rows: Mapping[str, pd.DataFrame], leakage_rows: Mapping[
 
     every: Callable[[Mapping], Sequence[str]] = lambda claim: claims.READINGS  # noqa: E731
     book = claims.load_claims("family")["claims"]
-    frame = judge.verdicts(history.with_first(book), members, every, model="the family", profile="quick")
-    return history.marked(frame, book)
+    return history.verdicts(book, members, every, model="the family", profile="quick")

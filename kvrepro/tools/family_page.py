@@ -14,14 +14,14 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from kvrepro.experiment import claims, figure, models
+from kvrepro.experiment import claims, figure, models, wording
 from kvrepro.tools.family_claims import JUDGED, RATES, TABLE, Kind, kinds
 
 CAUSES = ("seed", "KV heads", "sliding layers", "size")
 ONE = "one seed alone"
 NOT_ASKED = "not testable here"
-SIGNS = {verdict: sign for verdict, (sign, _) in claims.LOOKS.items()}
-COLOURS = [colour for _, colour in claims.LOOKS.values()]
+SIGNS = {verdict: sign for verdict, (sign, _) in wording.LOOKS.items()}
+COLOURS = [colour for _, colour in wording.LOOKS.values()]
 UNABLE = "the full cache itself answers"  # what a verdict's note says of a model that knows too little
 
 
@@ -206,5 +206,5 @@ def page(table: Path = TABLE, judged: Path = JUDGED) -> dict[str, list[dict[str,
         "found": said(verdicts, causes, pairs), "runs": f"Profile {', '.join(profiles)}. {when}.",
         "models": members(frame, of).to_dict("records"), "pairs": pairs.to_dict("records"),
         "counts": counts(verdicts, causes).to_dict("records"), "dependent": dependent(verdicts, causes),
-        "judged": claims.beside(own, *own.topic.unique(), page="claims.html"), "rates": rates(own),
+        "judged": wording.beside(own, *own.topic.unique(), page="claims.html"), "rates": rates(own),
     }  # fmt: skip

@@ -6,7 +6,6 @@ other kinds, each in a call of `kvrepro`, and writes down what a reader would se
 """
 
 import contextlib
-import datetime
 import json
 import multiprocessing
 import os
@@ -33,10 +32,11 @@ from safetensors.torch import load_file, save_file
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data
-from kvrepro.experiment.store import replace_rows
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import trial
-from kvrepro.tools.book import ENDING, cells
+from kvrepro.tools.book import cells
+from kvrepro.tools.processes import ENDING
+from kvrepro.tools.rows import replace_rows, stamp
 
 OUT = DATA / "reliability"
 WHO = ("driver", "worker", "node")
@@ -401,14 +401,6 @@ def main() -> None:
     """Kill runs, and count what is lost."""
 
 
-def machine() -> dict[str, Any]:
-    """Where and when something was measured."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    of = f"{os.cpu_count()} cores, {names[0] if names else 'unknown processor'}"
-    return {"machine": of, "torch": torch.__version__, "date": f"{datetime.date.today()}"}
-
-
 @app.command()
 @one_line_errors()
 def kills(
@@ -433,9 +425,8 @@ def kills(
     with tempfile.TemporaryDirectory() as base:
         given = {"model": model or str(_two_layers(Path(base))), "n_items": n_items, "options": options}
         row = campaign(chapter, given | SMALL.get(chapter, {}), Path(base), who, count, seed)
-    row = {"chapter": chapter, "engine": engine, "who": who, "seed": seed} | row | machine()
+    row = {"chapter": chapter, "engine": engine, "who": who, "seed": seed} | row | stamp()
     print(pd.Series(row).to_string())
-    out.parent.mkdir(parents=True, exist_ok=True)
     replace_rows(out, pd.DataFrame([row]), KEY)
     if row["lost"] or row["doubled"] or row["different"]:
         raise typer.Exit(1)
@@ -451,9 +442,8 @@ def table_(
     rows = []
     for name in (name for name in FAULTS if only in name):
         with tempfile.TemporaryDirectory() as base:
-            rows.append(meet(name, Path(base)) | machine())
+            rows.append(meet(name, Path(base)) | stamp())
         print(pd.Series(rows[-1]).to_string(), flush=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
         replace_rows(out, pd.DataFrame(rows), ["fault"])
     if any(row["lost"] or not row["seen"] or row["processes_left"] for row in rows):
         raise typer.Exit(1)

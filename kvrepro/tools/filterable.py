@@ -1,4 +1,5 @@
-"""A table that readers sort and filter in the page: HTML that is whole without a script, and book/_static/tables.js.
+"""Tables of the book: plain ones, and those that readers sort and filter in the page: HTML that is whole without a
+script, and book/_static/tables.js.
 
 DataTables, which itables brings, weighs 0.7 MB, more than the rest of the page, and does not load from a file.
 """
@@ -16,7 +17,13 @@ class Cell(NamedTuple):
     key: object = None
 
 
-def table(
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A few rows of equal keys as a markdown table."""
+    lines = [rows[0], ["---"] * len(rows[0]), *([str(v).replace("|", "\\|") for v in row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def interactive(
     rows: Sequence[Mapping[str, object]], at: str, label: str, filters: Collection[str] = (),
     minor: Collection[str] = (), wide: Collection[str] = (),
 ) -> str:  # fmt: skip

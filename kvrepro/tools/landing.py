@@ -9,12 +9,13 @@ import yaml
 from matplotlib.figure import Figure
 
 from kvrepro.chapters.reanalysis import comparisons, printed
+from kvrepro.chapters.reclamation import members
 from kvrepro.chapters.synthesis import grid, stored, variance
 from kvrepro.errors import InputError
-from kvrepro.experiment import artifact, claims, figure, stats
+from kvrepro.experiment import artifact, claims, figure, stats, wording
 from kvrepro.paths import ROOT
 from kvrepro.tools import claims_page
-from kvrepro.tools.edition import results_of
+from kvrepro.tools.edition import figure_data, results_of
 from kvrepro.tools.family_page import COLOURS, SIGNS
 
 
@@ -79,7 +80,7 @@ def _judged(chapter: str, root: Path) -> str:
     for told in ANSWERS[chapter]:
         if every is not None and told.claim in set(every.claim):
             frame = _in_points(every[every.claim == told.claim], told.points)
-            said.append(_linked(claims.sentence(frame, told.claim, told.subject)) + _in_print(frame.iloc[0]))
+            said.append(_linked(wording.sentence(frame, told.claim, told.subject)) + _in_print(frame.iloc[0]))
     return " ".join(said) or "This run has no verdict on that yet."
 
 
@@ -97,19 +98,19 @@ def _linked(text: str) -> str:
 
 
 def _in_print(row: pd.Series) -> str:
-    in_print = claims.printed(row)
+    in_print = wording.printed(row)
     return f" In print: {in_print}." if any(sign.isdigit() for sign in in_print) else ""
 
 
 def _reclamation(root: Path) -> str:
     """The claim with all policies' numbers instead of the one that decides it, where the chapter has drawn them."""
-    told, file = ANSWERS["reclamation"][0], root / "book" / "executed" / "figures" / "reclamation-granularity.csv"
+    told, shown = ANSWERS["reclamation"][0], figure_data("reclamation", "granularity", root)
     frame = verdicts(["reclamation"], root).get("reclamation")
-    if frame is None or not file.is_file():
+    if frame is None or shown is None:
         return _judged("reclamation", root)
-    drawn = pd.read_csv(file).query("granularity == 'one set' and compaction == 'no compaction' and kept == kept.min()")
+    drawn = members.uncompacted(shown)
     return (
-        f"{told.subject} {_linked(claims.outcome(frame, told.claim))}: with {drawn.kept.iloc[0]:.0%} of the tokens "
+        f"{told.subject} {_linked(wording.outcome(frame, told.claim))}: with {drawn.kept.iloc[0]:.0%} of the tokens "
         f"kept, the same for all heads, {drawn.value.min():.0%} to {drawn.value.max():.0%} of the blocks are freed, "
         "depending on the policy."
         f"{_in_print(frame[frame.claim == told.claim].iloc[0])}"
@@ -169,7 +170,7 @@ def picture(root: Path = ROOT) -> str:
     none = " and ".join(f"*{title(chapter)}*" for chapter in QUESTIONS if chapter not in found)
     missing = f" {none} {'has' if ' and ' not in none else 'have'} no verdicts, and are not in it." if none else ""
     signs = ", ".join(f"{sign} {claims.label(verdict)}" for verdict, sign in SIGNS.items())
-    return PICTURE.format(n=claims.counted(sum(map(len, found.values())), "verdict"), missing=missing, signs=signs)
+    return PICTURE.format(n=wording.counted(sum(map(len, found.values())), "verdict"), missing=missing, signs=signs)
 
 
 def drawn(found: Mapping[str, pd.DataFrame]) -> Figure:

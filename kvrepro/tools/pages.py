@@ -11,9 +11,10 @@ from kvrepro.engine import allowed, policy
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
-from kvrepro.experiment import claims, judge
+from kvrepro.experiment import claims, judge, wording
 from kvrepro.paths import GPU, ROOT
 from kvrepro.tools import claims_page, cost, coverage, decide, family_page, landing, reference, reliability, shortcuts
+from kvrepro.tools.filterable import table
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
     f"engine/score/test_{name}.py::test_" for name in ("position", "keys", "cumulative", "heads", "window")
@@ -104,7 +105,7 @@ def _reliability(folder: Path) -> dict[str, str]:
         figure = f"```{{figure}} generated/determinism.svg\n{head}\n{said}\n```"
     summary = table(reliability.summary(found)) if found else "Nothing was measured yet."
     return {"reliability_summary": summary, "reliability_figure": figure,
-            "reliability_sections": reliability.sections(found, table)}  # fmt: skip
+            "reliability_sections": reliability.sections(found)}  # fmt: skip
 
 
 def measured(name: str) -> str:
@@ -152,7 +153,7 @@ def controlled() -> str:
     said = "; ".join(f"{text}: {of.count(name)}" for name, text in control.CAUSES.items())
     off = [
         {"claim": row.claim, "rows of": row.panel, "paper": claims.paper_text(known[row.claim]["paper"], row.unit),
-         "their rows": claims.shown(row), "rule": row.rule, "verdict": row.verdict, "because": control.CAUSES[name],
+         "their rows": wording.shown(row), "rule": row.rule, "verdict": row.verdict, "because": control.CAUSES[name],
          "why": why}
         for row, (name, why) in zip(rows, causes, strict=True) if name
     ]  # fmt: skip
@@ -201,9 +202,3 @@ def typeset(formula: str) -> str:
     text = re.sub(r"(?<![^\W_])(\w|mean|max|min|Var|Pool|rank)_(\w+?)(?![^\W_])", r"\1<sub>\2</sub>", text)
     text = re.sub(r"\^\(([^)]+)\)", r"<sup>\1</sup>", text)
     return re.sub(r"(?<=[ (])-(?=[ \w(‖])", "−", text)
-
-
-def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows of equal keys as a markdown table."""
-    lines = [rows[0], ["---"] * len(rows[0]), *([str(v).replace("|", "\\|") for v in row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from kvrepro.experiment import figure
 from kvrepro.paths import DATA
+from kvrepro.tools.filterable import table
 
 FOLDER = DATA / "reliability"
 PROGRAM = "python -m kvrepro.tools."
@@ -143,9 +144,8 @@ def summary(found: dict[str, pd.DataFrame]) -> list[dict[str, str]]:
     return rows
 
 
-def sections(found: dict[str, pd.DataFrame], table: Callable[..., str], folder: Path = FOLDER) -> str:
-    """A section per part: what its columns mean, when and where it was measured, and its table, folded. `table` makes
-    markdown of rows."""
+def sections(found: dict[str, pd.DataFrame], folder: Path = FOLDER) -> str:
+    """A section per part: what its columns mean, when and where it was measured, and its table, folded."""
     parts = []
     for name, frame in found.items():
         shown = frame.drop(columns=["machine", "torch", "date", "times"], errors="ignore")

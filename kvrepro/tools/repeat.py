@@ -28,6 +28,7 @@ from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import claims, models, provenance, store
 from kvrepro.paths import DATA
 from kvrepro.tools import book, compare, family, stability
+from kvrepro.tools.rows import replace_rows
 
 TABLE = DATA / "reliability" / "determinism.csv"
 COLUMNS = "varied must_be_equal chapter rows text kept score verdicts changed turned which machine torch date".split()
@@ -131,8 +132,7 @@ def stored(table: pd.DataFrame, out: Path) -> None:
         typer.echo(f"{row.varied}: of {row.rows} rows {row.text} have another text, {row.kept} other kept tokens, "
                    f"{row.score} another score; {row.changed} of {row.verdicts} verdicts are others")  # fmt: skip
     if len(table):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        store.replace_rows(out, table, ["varied", "chapter"])
+        replace_rows(out, table, ["varied", "chapter"])
 
 
 # ---------------------------------------------------------------- programs

@@ -6,7 +6,6 @@ which first runs the study on a few other items: that loads the model into the w
 are compared with those of one worker. One worker is the process itself, whatever the engine.
 """
 
-import datetime
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,9 +24,9 @@ from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data, models, progress, store
-from kvrepro.experiment.provenance import machine
 from kvrepro.paths import DATA
 from kvrepro.tools import trial
+from kvrepro.tools.rows import replace_rows, stamp
 
 OUT = DATA / "reliability" / "scaling.csv"
 KEY = ["model", "device", "engine", "workers"]
@@ -135,10 +134,9 @@ def main(
             models.checkpoint_hash(Path(model))  # remembered, so that no worker reads the weights for it
         frame = measured(model, device, kinds, counts, n_items, cells, folder)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    told = {"model": Path(model).name, "device": where, "cells": cells, "date": f"{datetime.date.today()}"}
-    frame = frame.assign(**told, machine=machine(), torch=torch.__version__)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    store.replace_rows(out, frame, KEY, digits=4)
+    told = {"model": Path(model).name, "device": where, "cells": cells}
+    frame = frame.assign(**told, **stamp())
+    replace_rows(out, frame, KEY, digits=4)
     print(frame[["engine", "workers", "seconds", "efficiency", "efficiency_whole", "equal"]].to_string(index=False))
     print(f"the table: {out}")
 

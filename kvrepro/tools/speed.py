@@ -30,7 +30,7 @@ from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
 from kvrepro.paths import ROOT
 from kvrepro.tools import command
-from kvrepro.tools.pages import table
+from kvrepro.tools.filterable import table
 
 # The public configurations, typed in: layers, widths, heads and vocabulary decide the time.
 SHAPES = {

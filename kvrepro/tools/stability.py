@@ -19,9 +19,9 @@ import typer
 
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import claims
-from kvrepro.experiment.store import replace_rows
 from kvrepro.paths import DATA
 from kvrepro.tools import command
+from kvrepro.tools.rows import replace_rows
 
 TABLE = DATA / "stability.csv"
 COLUMNS = ["varied", "runs", "chapter", "verdicts", "changed", "turned", "share", "pair", "which"]

@@ -24,8 +24,12 @@ import typer
 
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import store
-from kvrepro.experiment.store import COLUMNS, PART, File, Rows, Store, Tables
+from kvrepro.experiment.sealed import File
+from kvrepro.experiment.sharing import leftovers
+from kvrepro.experiment.store import Store, Tables
+from kvrepro.experiment.table import COLUMNS, FILED, PART, SCHEMA, Rows, files_of, index, parts, rows_of
 from kvrepro.paths import DATA, WORK
+from kvrepro.tools.rows import replace_rows
 
 USUAL = WORK / "data" / "results"
 PASSING = {"key", "engine_hash", "chapter", "name", "profile", "seed", "processor", "torch", "transformers",
@@ -44,7 +48,7 @@ def tables_of(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise InputError(f"no folder {folder}: give a folder of results, such as {USUAL}")
     rows = {path.with_suffix(".parquet") for path in folder.glob("*/*.rows") if path.is_dir()}
-    return sorted(path.relative_to(folder) for path in rows if path.is_file() or store.parts(path))
+    return sorted(path.relative_to(folder) for path in rows if path.is_file() or parts(path))
 
 
 def items_of(folder: Path) -> Iterator[tuple[Tables, str]]:
@@ -61,21 +65,21 @@ def faults(folder: Path) -> tuple[int, list[str]]:
     """How many files there are, and a line for each fault."""
     count, found = 0, []
     for name in tables_of(folder):
-        paths = [path for path in (folder / name, *store.parts(folder / name)) if path.exists()]
+        paths = [path for path in (folder / name, *parts(folder / name)) if path.exists()]
         whole = []
         for path in paths:
             count += 1
             try:
                 whole.append(file := Rows(path))
-                keys = file.read(store.FILED.names).select(["key", "asked"]).to_pandas()
+                keys = file.read(FILED.names).select(["key", "asked"]).to_pandas()
             except InputError as error:
                 found.append(str(error))
                 continue
             if twice := int(keys.duplicated().sum() + keys.key.isna().sum()):
                 found.append(f"{path}: {twice} rows have a key that another row has, or none")
         if len(whole) == len(paths):
-            files = store.files_of(folder / name)
-            keys = store.rows_of(files, store.index(files), ["key"])["key"]
+            files = files_of(folder / name)
+            keys = rows_of(files, index(files), ["key"])["key"]
             if twice := len(keys) - pc.count_distinct(keys).as_py():
                 found.append(f"{folder / name}: {twice} rows have the key of a row that was asked otherwise")
     for tables, key in items_of(folder):
@@ -116,7 +120,7 @@ def garbage(folder: Path) -> list[Path]:
     found = [path for path in folder.glob("*/*.tmp") if path.is_file()]
     found += [path for path in (*folder.glob("*/*.rows/*.tmp"), *folder.glob("*/*/*.tmp")) if path.exists()]
     found += [path for path in folder.glob("*/*.rows/fold.lock") if path.stat().st_size == 0]
-    ours = {path for of in folder.glob("*/*") if of.is_dir() for path in store.leftovers(of)}
+    ours = {path for of in folder.glob("*/*") if of.is_dir() for path in leftovers(of)}
     return sorted({path for path in found if path in ours or now - path.stat().st_mtime > OLD})
 
 
@@ -127,22 +131,22 @@ def _bytes(path: Path) -> int:
 def compact(table: Path, delete: bool) -> tuple[int, int]:
     """Rows of a table that newer ones replaced, and bytes that are free without them. delete: write its files again
     without them."""
-    files = store.files_of(table)
-    chosen = store.index(files)
+    files = files_of(table)
+    chosen = index(files)
     stale = sum(file.rows for file in files) - len(chosen)
     size = sum(file.path.stat().st_size for file in files)
     if not delete:
         return stale, round(size * stale / max(1, sum(file.rows for file in files)))
     opened = Store(table.parents[1], table.parent.name, table.stem)
     with opened.locked():
-        files = store.files_of(table)
-        chosen = store.index(files)
+        files = files_of(table)
+        chosen = index(files)
         for number, file in enumerate(files):
             mine = chosen[chosen.file == number]
             if len(mine) < file.rows:
                 opened.join(files, [file], mine.assign(file=0))
     opened.close()
-    return stale, size - sum(file.path.stat().st_size for file in store.files_of(table))
+    return stale, size - sum(file.path.stat().st_size for file in files_of(table))
 
 
 @app.command()
@@ -169,8 +173,8 @@ def gc(folder: Folder = USUAL, yes: Annotated[bool, typer.Option("--yes", help="
 
 def _said(table: Path) -> pd.DataFrame:
     """The latest rows of a table by what was asked, those columns alone that two runs share."""
-    files = store.files_of(table)
-    rows = store.rows_of(files, store.index(files), [*SAID, "asked"]).to_pandas().set_index("asked")
+    files = files_of(table)
+    rows = rows_of(files, index(files), [*SAID, "asked"]).to_pandas().set_index("asked")
     rows["kept"] = rows.kept.map(lambda kept: None if kept is None else tuple(kept))
     return rows
 
@@ -267,13 +271,13 @@ def merge(
     added = 0
     for folder in folders:
         for name in tables_of(folder):
-            files = store.files_of(folder / name)
-            chosen = store.index(files)
+            files = files_of(folder / name)
+            chosen = index(files)
             with Store(into, name.parent.name, name.stem) as table:
-                mine = store.index(store.files_of(into / name)) if tables_of(into) else chosen[:0]
+                mine = index(files_of(into / name)) if tables_of(into) else chosen[:0]
                 chosen = chosen[~chosen.asked.isin(mine.asked)]
                 for start in range(0, len(chosen), BLOCK):
-                    table.add(store.rows_of(files, chosen[start : start + BLOCK], COLUMNS).to_pylist())
+                    table.add(rows_of(files, chosen[start : start + BLOCK], COLUMNS).to_pylist())
             added += len(chosen)
         for tables, key in items_of(folder):
             Tables(into, tables.folder.parent.name, tables.folder.name).add(key, tables.read(key))
@@ -287,7 +291,7 @@ def filled(folder: Path, rows: int, like: Path) -> Store:
     """A table of so many rows: those of a real one again and again, for other items and ten models, in files as folding
     leaves them."""
     real = store.read(like)
-    source = pa.Table.from_pandas(real, store.SCHEMA, preserve_index=False)
+    source = pa.Table.from_pandas(real, SCHEMA, preserve_index=False)
     table = Store(folder, "bench", "main")
     copies = min(store.MOST, rows + len(source) - 1) // len(source)
     files = -(-rows // (copies * len(source)))
@@ -300,8 +304,8 @@ def filled(folder: Path, rows: int, like: Path) -> Store:
             told["key"] = [f"{value:016x}" for value in random]
             one = source
             for name, values in told.items():
-                one = one.set_column(one.schema.get_field_index(name), store.SCHEMA.field(name), pa.array(values))
-            each.append(one.append_column(store.FILED.field("asked"), pa.array(random)))
+                one = one.set_column(one.schema.get_field_index(name), SCHEMA.field(name), pa.array(values))
+            each.append(one.append_column(FILED.field("asked"), pa.array(random)))
         table._write(pa.concat_tables(each)[: rows - file * copies * len(source)])
     return table
 
@@ -329,9 +333,8 @@ def bench(
         with tempfile.TemporaryDirectory(dir=folder) as aside:
             found.append(measured(Path(aside), count, like))
         print(found[-1])
-    out.parent.mkdir(parents=True, exist_ok=True)
     table = pd.DataFrame(found)
-    print(store.replace_rows(out, table, ["rows", "machine"]).to_string(index=False))
+    print(replace_rows(out, table, ["rows", "machine"]).to_string(index=False))
 
 
 def measured(folder: Path, rows: int, like: Path) -> dict[str, Any]:
@@ -340,10 +343,10 @@ def measured(folder: Path, rows: int, like: Path) -> dict[str, Any]:
     filled_store = filled(folder, rows, like)
     path = filled_store.table
     real = store.read(like)
-    new = pa.Table.from_pandas(real[:64], store.SCHEMA, preserve_index=False).to_pylist()
+    new = pa.Table.from_pandas(real[:64], SCHEMA, preserve_index=False).to_pylist()
     values = np.random.default_rng(0).integers(2**63, size=len(real))[: min(rows, STUDY)]  # as `filled` made them
     keys, asked = [f"{value:016x}" for value in values], values.tolist()
-    files = store.files_of(path)
+    files = files_of(path)
     said: dict[str, Any] = {"rows": rows, "files": len(files), "study": len(keys)}
     said["bytes_per_row"] = sum(file.path.stat().st_size for file in files) / rows
     one = {"model": "model-0", "item": f"{real['item'][0]}-0"}

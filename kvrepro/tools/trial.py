@@ -30,9 +30,9 @@ from kvrepro.engine.allowed import ensure
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, models
 from kvrepro.experiment.progress import seconds
-from kvrepro.experiment.store import replace_rows
 from kvrepro.paths import GPU
 from kvrepro.tools import command
+from kvrepro.tools.rows import replace_rows
 
 LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, Any]] = {  # configurations as the hub's config.json has them, what decides cost

@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import artifact, data, store
+from kvrepro.experiment import artifact, data
+from kvrepro.experiment.table import COLUMNS
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_the_shipped_scores_hold_every_file_item_by_item_and_no_text():
     counts = rows.groupby("name")["item"].agg(["size", "nunique"])
     assert (counts["size"] == counts["nunique"]).all()
     assert set(counts["size"]) == set(artifact.ITEMS)
-    assert list(rows.columns[: len(store.COLUMNS)]) == store.COLUMNS
+    assert list(rows.columns[: len(COLUMNS)]) == COLUMNS
     assert rows[["prediction", "answer"]].isna().all(axis=None)
     assert artifact.SCORES.stat().st_size < 1_500_000
     shares = rows[["token_f1", "token_f1_longbench", "rouge_l", "rest_f1", "first_f1", "first_gold_f1"]]

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from kvrepro.experiment import history
-from kvrepro.experiment.judge import Member, Sample, verdicts
+from kvrepro.experiment.judge import Member, Sample
 
 OLD = {
     "id": "X1", "topic": "t", "statement": "It helps.", "source": "here", "paper": {"text": "-"}, "contrast": "mean",
@@ -23,8 +23,7 @@ def table(readings=("any",)) -> pd.DataFrame:
         gain = 0.4 + claim["shift"] - 0.8 * (reading == "as_run")
         return [Member("all", Sample(pd.DataFrame({"a": [gain, gain + 0.01] * 20}), bounds=None))]
 
-    frame = verdicts(history.with_first(BOOK), members, lambda _: readings, model="m", profile="quick")
-    return history.marked(frame, BOOK)
+    return history.verdicts(BOOK, members, lambda _: readings, model="m", profile="quick")
 
 
 def test_both_forms_are_judged_by_the_same_rows_and_the_first_is_told_in_the_statement():

@@ -24,6 +24,7 @@ from kvrepro.errors import InputError
 from kvrepro.experiment import answers, data, fingerprint, models, progress, run, store
 from kvrepro.experiment.data import Item
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed
+from kvrepro.experiment.table import COLUMNS
 
 ITEMS = [
     Item(f"item-{i}", "doors", ({"role": "user", "content": f"Which door is open, {i}?"},), "the red door")
@@ -102,7 +103,7 @@ def test_rows_say_where_the_evidence_stood_and_how_much_of_it_is_held(loaded):
 
 def test_one_row_per_item_and_condition_in_order(loaded, fake, tmp_path, capsys):
     frame = go(loaded, tmp_path, profile="full", seed=7)
-    assert list(frame.columns) == store.COLUMNS
+    assert list(frame.columns) == COLUMNS
     assert list(zip(frame["item"], frame["policy"], strict=True)) == [
         (i.id, c.policy) for i in ITEMS for c in CONDITIONS
     ]

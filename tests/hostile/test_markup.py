@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from bs4 import BeautifulSoup
 
-from kvrepro.experiment import claims, data, figure, models, provenance
+from kvrepro.experiment import data, figure, models, provenance, wording
 from kvrepro.item import plain
 from kvrepro.tools import claims_page, edition, filterable, trial
 from kvrepro.tools.book import ROOT
@@ -50,7 +50,7 @@ def page(folder, items, model):
     table = pd.DataFrame(
         {"item": [i.id for i in items], "task": [i.task for i in items], "prediction": [i.answer for i in items]}
     )
-    texts = [claims.findings(*(f"{item.task} is worst on {model}." for item in items)).data]
+    texts = [wording.findings(*(f"{item.task} is worst on {model}." for item in items)).data]
     texts += [
         f"Of all tasks\n{item.task} has the lowest score, **{item.id}** the highest.\n{item.id} is last."
         for item in items

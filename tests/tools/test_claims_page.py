@@ -11,7 +11,7 @@ import pytest
 import synthetic
 
 from kvrepro.chapters.protection import members
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, wording
 from kvrepro.paths import ROOT
 from kvrepro.tools import claims_page, claims_sources
 
@@ -92,7 +92,7 @@ def test_the_table_says_what_decides_and_what_would_settle_it(page):
     assert "not_run" not in text
     row = next(row for row in frame.itertuples() if not pd.isna(row.needed))
     assert f"<td>about {row.needed:,.0f} items</td>" in text
-    assert f"<td>{claims.case(row.decided_by)}</td>" in text
+    assert f"<td>{wording.case(row.decided_by)}</td>" in text
     for column in ("Statement", "Rule", "Decided by", "n", "What would settle it"):
         assert re.search(rf'<th scope="col"[^>]*>{column}</th>', text)
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, figure
+from kvrepro.experiment import figure, wording
 from kvrepro.tools import edition
 
 ALT = "Two points: 'a' stands higher than \"b\", at 3: the most."
@@ -104,7 +104,7 @@ def test_many_points_become_a_picture_between_vector_axes():
 
 
 def test_findings_come_first_and_what_led_to_them_is_folded_at_the_end(tmp_path):
-    box = code("found", [said(claims.findings("It holds.").data)], "hide-input")
+    box = code("found", [said(wording.findings("It holds.").data)], "hide-input")
     last = code("provenance()", [said("- **Code**: here")], "remove-input")
     cells = edited(
         tmp_path, markdown("# Title"), code("import a"), markdown("## Policy"), code("def policy", [], "show-input"),

@@ -1,12 +1,12 @@
 """A table that is whole without a script, and says what its script may filter."""
 
-from kvrepro.tools.filterable import Cell, table
+from kvrepro.tools.filterable import Cell, interactive, table
 
 ROWS = [{"what": "a < b", "size": Cell("<b>2</b>", 2)}, {"what": "c", "size": Cell("-", "")}]
 
 
 def test_text_is_escaped_and_html_is_not():
-    text = table(ROWS, "sizes", "All sizes", filters=["what"])
+    text = interactive(ROWS, "sizes", "All sizes", filters=["what"])
     assert "<td>a &lt; b</td>" in text
     assert '<td data-key="2"><b>2</b></td>' in text
     assert '<th scope="col" data-filter>what</th><th scope="col">size</th>' in text
@@ -14,6 +14,10 @@ def test_text_is_escaped_and_html_is_not():
 
 
 def test_columns_that_narrow_screens_leave_out_are_named_by_their_place():
-    text = table(ROWS, "sizes", "All sizes", minor=["size", "not there"])
+    text = interactive(ROWS, "sizes", "All sizes", minor=["size", "not there"])
     assert "#sizes :is(th,td):nth-child(2) { display: none }" in text
     assert "min-width" not in text
+
+
+def test_a_plain_table_escapes_bars():
+    assert table([{"a": "x|y"}]) == "| a |\n| --- |\n| x\\|y |"

@@ -98,9 +98,9 @@ def test_a_dry_run_is_no_failure_to_papermill(tmp_path):
 
 def test_findings_come_first_and_are_computed(notebook):
     cells = code(notebook)
-    [found] = [i for i, cell in enumerate(cells) if "claims.findings(" in cell.source]
+    [found] = [i for i, cell in enumerate(cells) if "wording.findings(" in cell.source]
     assert found <= 5
-    call = re.search(r"claims\.findings\((.*)\)", cells[found].source, re.S)[1]
+    call = re.search(r"wording\.findings\((.*)\)", cells[found].source, re.S)[1]
     assert 3 <= len(ast.parse(f"f({call})").body[0].value.args) <= 5
 
 

@@ -1,6 +1,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from stored import Nursery, row, rows_of, written_by_version_1
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 
 from kvrepro import cli
 from kvrepro.errors import InputError
-from kvrepro.experiment import store
+from kvrepro.experiment.sharing import HOST
 from kvrepro.experiment.store import Store, Tables
 from kvrepro.tools import store as tool
 
@@ -66,7 +67,7 @@ def test_verify_names_each_fault(tmp_path):
 
 def test_gc_deletes_what_no_one_reads_and_only_when_told(tmp_path):
     written_by_version_1(tmp_path, [[row("a", 0.1), row("b", 0.2)], [row("b", 0.3, engine="e2")]])
-    leftover = tmp_path / "c" / "n.rows" / f"00000003@{store.HOST}-4194304-0123abcd.parquet.tmp"
+    leftover = tmp_path / "c" / "n.rows" / f"00000003@{HOST}-4194304-0123abcd.parquet.tmp"
     of_another = leftover.with_name("00000003@elsewhere-7-0123abcd.parquet.tmp")
     for path in (leftover, of_another):
         path.write_text("half")
@@ -123,7 +124,7 @@ def test_kills_while_merging_migrating_and_deleting_change_nothing(tmp_path, nur
     old = [[row(i, i / 1000, engine="e0") for i in range(50)], *([row(i, i / 1000)] for i in range(20))]
     written_by_version_1(tmp_path / "a", old)
     b, into, killed = filled(tmp_path / "b", {str(i): i / 1000 for i in range(40, 90)}), tmp_path / "into", 0
-    moments = store.np.random.default_rng(0)
+    moments = np.random.default_rng(0)
     for i in range(30):
         work = nursery.start("merge", tmp_path / "a", b, into) if i % 2 else nursery.start("gc", tmp_path / "a")
         killed += nursery.kill(work, moments.uniform(0.0, 0.12))

@@ -272,9 +272,9 @@ def evaluate(
         if claim["contrast"] in GENERAL and "prompt_tokens" not in claim.get("needs", {})
     ]
     own = claims.of_own({"claims": general}, [name for name in policies if is_own(name)])
-    asked = history.with_first(book) + own
-    frame = judge.verdicts(asked, lambda claim, _: members(claim, study, answers), model=model, profile=profile)
-    frame = history.marked(frame, book)
+    frame = history.verdicts(
+        book, lambda claim, _: members(claim, study, answers), own=own, model=model, profile=profile
+    )
     timed = {
         claim["id"]: timings.CONTRASTS[claim["contrast"]][2] for claim in book if claim["contrast"] in timings.CONTRASTS
     }

@@ -188,13 +188,12 @@ def evaluate(
     book = claims.load_claims("fragility")
     run_in = (readings_of(rows) if rows is not None else []) or ["any"]
     own = [] if rows is None else [str(policy) for policy in rows.policy.unique() if is_own(policy)]
-    frame = judge.verdicts(
-        [*history.with_first(book["claims"]), *of_own(book, own)],
+    frame = history.verdicts(
+        book["claims"],
         lambda claim, reading: members(claim, book["sets"], rows, r, reading, gpu, experts),
         lambda claim: run_in if touches_reading(claim, book["sets"]) else ["any"],
-        model=model, profile=profile,
+        own=of_own(book, own), model=model, profile=profile,
     )  # fmt: skip
-    frame = history.marked(frame, book["claims"])
     timed = {c["id"]: RANGES[c["contrast"]] for c in book["claims"] if c["study"] == "gpu"}
     return claims.timed(frame, timed)
 

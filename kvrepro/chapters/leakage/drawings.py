@@ -36,6 +36,11 @@ def safe_budgets(table: pd.DataFrame) -> Figure:
     return drawn
 
 
+def uncured(table: pd.DataFrame) -> pd.DataFrame:
+    """Of leak-safe budgets those without a cure, the defense first, the smallest at the top."""
+    return table[(table.order == "defense first") & (table.variant == "default")].sort_values("value")
+
+
 def say_empty(drawn: Figure, text: str) -> Figure:
     """The figure, with a text in each panel in which nothing was drawn."""
     for axes in drawn.axes:

@@ -377,11 +377,6 @@ def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestabl
     return found
 
 
-def marked(claim: Mapping) -> dict:
-    """The claim, its statement marked where it is not the paper's."""
-    return {**claim, "statement": claim["statement"] + (" (Not in the paper's words.)" if "ours" in claim else "")}
-
-
 GENERAL = ("five", "steady")  # sets whose claims are about policies in general; "later" are the three that L9 names
 
 
@@ -395,13 +390,12 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick") -> pd
     def free(claim: Mapping) -> bool:
         return claim["contrast"] in OF_TIME | PRINTED
 
-    frame = judge.verdicts(
-        [*history.with_first([*map(marked, book["claims"])]), *claims.of_own({"claims": general}, own)],
+    return history.verdicts(
+        book["claims"],
         lambda claim, reading: members(claim, book["sets"], by.get(reading, studies[0])),
         lambda claim: ["any"] if free(claim) else list(by),
-        model=model, profile=profile,
+        own=claims.of_own({"claims": general}, own), whose="paper", model=model, profile=profile,
     )  # fmt: skip
-    return history.marked(frame, book["claims"])
 
 
 def differing(first: pd.DataFrame, second: pd.DataFrame, reading: str) -> pd.DataFrame:

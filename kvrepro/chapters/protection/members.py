@@ -336,9 +336,8 @@ def evaluate(
             kv_heads=kv_heads,
         )
 
-    every = [*history.with_first(known["claims"]), *claims.of_own(known, own)]
-    frame = judge.verdicts(every, found, asked, model=results["model"].iloc[0], profile=profile)
-    return history.marked(frame, known["claims"])
+    told = {"own": claims.of_own(known, own), "model": results["model"].iloc[0], "profile": profile}
+    return history.verdicts(known["claims"], found, asked, **told)
 
 
 def scored(book: Mapping) -> dict[str, Any]:

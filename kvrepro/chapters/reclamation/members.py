@@ -10,7 +10,7 @@ from kvrepro.chapters.reclamation import quoted
 from kvrepro.chapters.reclamation.settings import SHAPES
 from kvrepro.chapters.reclamation.survivors import label
 from kvrepro.engine.policy import is_own
-from kvrepro.experiment import claims, history, judge
+from kvrepro.experiment import claims, history
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
 
 NEEDS = {"quoted": f": {quoted.NEEDS}"}
@@ -28,16 +28,16 @@ def verdicts(
     book, own = claims.load_claims("reclamation")["claims"], [label(name) for name in policies if is_own(name)]
     tables = {name: DERIVED.get(name, lambda same: same)(table) for name, table in tables.items() if len(table)}
     others = {name: t[~t.policy.isin(own)] if "policy" in t else t for name, t in tables.items()}
-    asked = [*history.with_first([*map(marked, book)]), *of_own(book, own)]
-    frame = judge.verdicts(
-        asked, lambda claim, _: members(claim, tables if "own" in claim else others), model=model, profile=profile
-    )
-    return history.marked(frame, book)
+    return history.verdicts(
+        book, lambda claim, _: members(claim, tables if "own" in claim else others), own=of_own(book, own),
+        whose="guide", model=model, profile=profile,
+    )  # fmt: skip
 
 
-def marked(claim: Mapping[str, Any]) -> dict[str, Any]:
-    """The claim, its statement marked where it is not the guide's."""
-    return {**claim, "statement": claim["statement"] + (" (Not in the guide's words.)" if "ours" in claim else "")}
+def uncompacted(freed: pd.DataFrame) -> pd.DataFrame:
+    """Of the shares of blocks freed (the chapter's figure "granularity") those that a policy frees by eviction alone,
+    one set of tokens for all heads, at the least share kept."""
+    return freed.query("granularity == 'one set' and compaction == 'no compaction' and kept == kept.min()")
 
 
 # ---- columns that compare a study's rows with each other

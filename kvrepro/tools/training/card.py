@@ -10,7 +10,7 @@ from kvrepro.experiment.models import EMBEDDED, embedded
 from kvrepro.item import Item
 from kvrepro.tools import command
 from kvrepro.tools.family_claims import Kind
-from kvrepro.tools.pages import table
+from kvrepro.tools.filterable import table
 from kvrepro.world import world
 from kvrepro.world.tokenizer import vocabulary
 

@@ -9,5 +9,5 @@ from kvrepro.tools import book
 def test_the_notebook_runs(given):
     shown = []
     sources = list(book.cells("reanalysis", given, shown.append))
-    assert any("claims.findings(" in source for source in sources)
+    assert any("wording.findings(" in source for source in sources)
     assert not any("models.load(" in source for source in sources)

@@ -1,0 +1,91 @@
+"""A folder that several processes write, also from several machines: names of their own, a lock, and what killed ones
+left."""
+
+import contextlib
+import os
+import platform
+import re
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from kvrepro.errors import InputError
+
+UNFINISHED = re.compile(r".*@(.+)-(\d+)-[0-9a-f]{8}(\.parquet)?\.tmp")  # as `named` names them
+HOST = re.sub(r"[^\w.]", "_", platform.node())
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the system refuses becomes one line."""
+    try:
+        yield
+    except (filelock.Timeout, FileNotFoundError):
+        raise
+    except OSError as error:
+        why = (error.strerror or str(error)).splitlines()[0]
+        way_out = "make room or take away what stands there, or choose another results folder"
+        raise InputError(f"{path} cannot be written ({why}): {way_out}. What was stored before is whole") from None
+
+
+def prepare(results: Path, folder: Path) -> None:
+    """Make a folder below the results folder, and try whether it can be written. Says so where the results folder holds
+    other things."""
+    if results.is_dir() and not any(any(results.glob(of)) for of in ("*/*.rows", "*/claims.csv", "*/*/*/*.parquet")):
+        others = sorted(path.name for path in results.iterdir())
+        if others:
+            print(f"results go into {results}, which holds other things ({others[0]}): in folders of their own")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+
+
+def named(number: int) -> str:
+    """A file's name that no other process gives: a number, by which files are ordered, host and process."""
+    return f"{number:08d}@{HOST}-{os.getpid()}-{secrets.token_hex(4)}.parquet"
+
+
+def acquired(path: Path, wait: float) -> contextlib.AbstractContextManager[Any]:
+    """The lock at a path. Raises filelock.Timeout after `wait` seconds. A file that stays without a name for five of
+    them is of a process that was killed before it wrote its own: filelock would respect it forever."""
+    lock, unnamed, patience = filelock.SoftFileLock(path, poll_interval=0.05), _unnamed(path), 5
+    try:
+        return lock.acquire(timeout=min(wait, patience))
+    except filelock.Timeout:
+        if wait < patience:
+            raise
+        if unnamed is not None and _unnamed(path) == unnamed:
+            path.unlink(missing_ok=True)
+        return lock.acquire(timeout=wait - patience)
+
+
+def _unnamed(path: Path) -> tuple[int, int] | None:
+    """What tells an empty file from another one."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.stat()
+        return None if found.st_size else (found.st_ino, found.st_mtime_ns)
+    return None
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Files that a process of this host was writing when it was killed."""
+    found = []
+    for path in folder.glob("*.tmp"):
+        made = UNFINISHED.fullmatch(path.name)
+        if made and made[1] == HOST and not _alive(int(made[2])):
+            found.append(path)
+    return found
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

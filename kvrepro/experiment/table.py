@@ -1,0 +1,192 @@
+"""A results table as it lies on the disk: its columns, its files, and which of their rows are the latest.
+
+`<chapter>/<name>.parquet` is the table; beside it `<name>.rows/` holds what has arrived since, a file of its own name
+for each time that rows were added. Order is by number, never by a clock. A row is known by its `key`: a hash of
+configuration, model, prompt and the code that decides it. A row whose key changed is stale: it is computed again, and
+the new row takes its place.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kvrepro.errors import InputError
+from kvrepro.experiment.sealed import AWAY, File
+
+VERSION = 2  # of the files; 1 had neither checksums nor the column `asked`
+MARK = {b"kvrepro": b"results %d" % VERSION}
+TEXT, WHOLE, REAL = pa.string(), pa.int64(), pa.float64()
+SCHEMA = pa.schema(
+    {
+        "key": TEXT, "chapter": TEXT, "name": TEXT, "item": TEXT, "task": TEXT,
+        "model": TEXT, "model_hash": TEXT, "data_hash": TEXT, "engine_hash": TEXT,
+        "policy": TEXT, "capacity": WHOLE, "prefix": REAL, "suffix": REAL, "suffix_mode": TEXT, "interval": WHOLE,
+        "reading": TEXT, "execution": TEXT, "switches": TEXT, "regime": TEXT, "share": REAL, "until": TEXT,
+        "whitelist": TEXT, "spans": TEXT, "fair": REAL, "chunk": WHOLE, "chunk_mode": TEXT, "bits": WHOLE,
+        "limit": WHOLE, "max_new_tokens": WHOLE, "prompt_tokens": WHOLE, "cut": WHOLE, "n_generated": WHOLE,
+        "prediction": TEXT, "answer": TEXT,
+        "token_f1": REAL, "token_f1_longbench": REAL, "exact_match": REAL, "rouge_l": REAL, "repetition_4gram": REAL,
+        "first_right": REAL, "rest_f1": REAL, "evidence_at": REAL, "evidence_coverage": REAL,
+        "official": REAL, "metric": TEXT,
+        "kept": pa.list_(WHOLE), "kept_mean": REAL, "kept_hash": TEXT, "evicted": WHOLE, "policy_calls": WHOLE,
+        "pages": WHOLE, "bytes_held": WHOLE, "bytes_state": WHOLE, "bytes_full": WHOLE, "peak_bytes": WHOLE,
+        "prefill_seconds": REAL, "decode_seconds": REAL,
+        "backend": TEXT, "dtype": TEXT, "device": TEXT, "processor": TEXT, "torch": TEXT, "transformers": TEXT,
+        "profile": TEXT, "seed": WHOLE, "date": TEXT, "error": TEXT, "note": TEXT,
+    },
+    metadata=MARK,
+)  # fmt: skip
+COLUMNS = SCHEMA.names
+IDENTITY = ["item", "model", "dtype", "device", "limit", "max_new_tokens", "policy", "capacity", "prefix", "suffix",
+            "suffix_mode", "interval", "reading", "execution", "switches", "regime", "share", "until", "whitelist",
+            "spans", "fair", "chunk", "chunk_mode", "bits"]  # fmt: skip
+FILED = SCHEMA.append(pa.field("asked", pa.int64()))  # a hash of IDENTITY: rows with the same were asked the same
+PART = re.compile(r"(\d{8})(@.+-\d+-[0-9a-f]{8})?\.parquet")  # number, and since version 2 host and process
+T = TypeVar("T")
+
+
+class Rows(File):
+    """A file of a results table, of this version or an earlier one, whose rows are brought to this one's as they are
+    read. Raises InputError for another file."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        made = re.fullmatch(rb"results (\d+)", self.label.get(b"kvrepro", b""))
+        if made and int(made[1]) > VERSION:
+            raise InputError(f"{path} was written by a later version of kvrepro: install that one. {AWAY.capitalize()}")
+        if not made or set(self.columns) - set(FILED.names) or (int(made[1]) == VERSION and not self.sealed):
+            raise InputError(f"{path} is not a results table of this version of kvrepro: {AWAY}")
+        self.folded = json.loads(self.label.get(b"folded", b"[]"))  # files that this one took the place of
+
+    def read(self, columns: Collection[str], rows: np.ndarray | None = None) -> pa.Table:
+        """Columns of FILED, of the rows with these numbers (ascending) or of all."""
+        asked = "asked" in columns and "asked" not in self.columns  # written by version 1
+        names = [*columns, *IDENTITY] if asked else list(columns)
+        groups = None
+        if rows is not None:
+            sizes = [self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)]
+            starts = np.cumsum([0, *sizes])
+            of_row = np.searchsorted(starts, rows, "right") - 1
+            groups = np.unique(of_row)
+            before = np.cumsum([0, *(sizes[group] for group in groups)])[:-1]
+            rows = rows - starts[of_row] + before[np.searchsorted(groups, of_row)]
+        table = self.table(names, groups)
+        if rows is not None and len(rows) < len(table):  # a mask: `take` is slow on long tables of texts
+            mask = np.zeros(len(table), bool)
+            mask[rows] = True
+            table = table.filter(pa.array(mask))
+        for name in (name for name in names if name not in table.schema.names and name != "asked"):
+            table = table.append_column(name, pa.nulls(len(table), FILED.field(name).type))
+        if asked:
+            table = with_asked(table)
+        try:
+            return table.select(columns).cast(pa.schema([FILED.field(name) for name in columns]))
+        except pa.ArrowException:
+            raise InputError(f"{self.path} is not a results table of this version of kvrepro: {AWAY}") from None
+
+    def rows_with(self, wanted: Mapping[str, Sequence[Any]]) -> np.ndarray:
+        """Numbers of the rows that may have one of the values in each column, as far as the footer tells."""
+        if not wanted:
+            return np.arange(self.rows)
+        found, start = [np.array([], int)], 0
+        for number in range(self.metadata.num_row_groups):
+            group = self.metadata.row_group(number)
+            stats = {c.path_in_schema: c.statistics for c in map(group.column, range(group.num_columns))}
+            ends = {name: (s.min, s.max) for name in wanted if (s := stats.get(name)) and s.has_min_max}
+            if all(any(low <= value <= high for value in wanted[name]) for name, (low, high) in ends.items()):
+                found.append(np.arange(start, start + group.num_rows))
+            start += group.num_rows
+        return np.concatenate(found)
+
+
+def with_asked(table: pa.Table) -> pa.Table:
+    """The table with the column `asked`. A column that is null does not count, so that new ones can come."""
+    columns = [table.column(name).to_pylist() for name in IDENTITY]
+    texts = (
+        repr([(n, v) for n, v in zip(IDENTITY, row, strict=True) if v is not None and v == v])
+        for row in zip(*columns, strict=True)
+    )
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    return table.append_column(FILED.field("asked"), pa.array(np.frombuffer(b"".join(hashes), "<i8")))
+
+
+def parts(table: Path) -> list[Path]:
+    """The files beside a table, in the order in which they arrived."""
+    folder = table.with_name(f"{table.stem}.rows")
+    return sorted(path for path in folder.glob("*.parquet") if PART.fullmatch(path.name))
+
+
+def files_of(table: Path, replaced: bool = False) -> list[Rows]:
+    """The files of a table, oldest first; or those whose rows another one holds, left by a process that was killed."""
+    found = [Rows(path) for path in [*([table] if table.exists() else []), *parts(table)]]
+    gone = {name for file in found for name in file.folded}
+    return [file for file in found if (file.path.name in gone) == replaced]
+
+
+def steadily(table: Path, work: Callable[[list[Rows]], T]) -> T:
+    """Do something with a table's files, again where a file was folded into another one meanwhile."""
+    for _ in range(100):
+        with contextlib.suppress(FileNotFoundError):
+            return work(files_of(table))
+    raise InputError(f"{table} changes while it is read: wait until its writers are done")
+
+
+def index(
+    files: Sequence[Rows], keys: Collection[str] | None = None, where: Mapping[str, Any] | None = None,
+    asked: Collection[int] | None = None,
+) -> pd.DataFrame:  # fmt: skip
+    """Which rows are the latest of each (item, condition): file, row, asked and failed. keys: of what was asked under
+    these, also earlier or later under others; then with the column key. where: columns of IDENTITY -> their value or
+    values. asked: of these values of `asked` alone, which saves reading all keys."""
+    wanted = {n: [v] if isinstance(v, str) or not isinstance(v, Collection) else [*v] for n, v in (where or {}).items()}
+    numbers = [file.rows_with(wanted) for file in files]
+    if asked is not None:
+        each = (_is_in(file.read(["asked"])["asked"], [*asked]) for file in files)
+        numbers = [np.flatnonzero(some) for some in each]
+
+    def column(*names: str) -> pa.Table:
+        tables = [file.read(names, rows) for file, rows in zip(files, numbers, strict=True)]
+        return pa.concat_tables([pa.schema([FILED.field(name) for name in names]).empty_table(), *tables])
+
+    table = column("asked", "error", *wanted, *([] if keys is None else ["key"]))
+    chosen = np.ones(len(table), bool)
+    for name, values in wanted.items():
+        chosen &= _is_in(table[name], values)
+    if keys is not None:
+        chosen &= _is_in(table["asked"], table["asked"].filter(pa.array(_is_in(table["key"], [*keys]))))
+    failed = table["error"].is_valid().to_numpy()
+    if failed.any():  # one of two processes may have failed where the other did not
+        known = column("key")["key"]
+        done = _is_in(known, known.filter(pa.array(failed))) & ~failed
+        chosen &= ~(failed & _is_in(known, known.filter(pa.array(done))))
+    found = {
+        "file": np.repeat(np.arange(len(files)), [len(rows) for rows in numbers])[chosen],
+        "row": np.concatenate([np.array([], int), *numbers])[chosen],
+        "failed": failed[chosen],
+    }
+    some = table.filter(pa.array(chosen))
+    frame = pd.DataFrame(found | {"asked": some["asked"].to_numpy()})
+    if keys is not None:
+        frame["key"] = some["key"].to_pylist()
+    return frame[~frame.asked.duplicated(keep="last")]
+
+
+def _is_in(column: pa.ChunkedArray, values: Any) -> np.ndarray:
+    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else pa.array(values, column.type)
+    return pc.is_in(column, values).to_numpy()
+
+
+def rows_of(files: Sequence[Rows], chosen: pd.DataFrame, columns: Collection[str]) -> pa.Table:
+    """Columns of the rows that an index names, in the order of the files."""
+    each = chosen.groupby("file").row
+    tables = [files[number].read(columns, rows.to_numpy()) for number, rows in each]
+    return pa.concat_tables([pa.schema([FILED.field(name) for name in columns]).empty_table(), *tables])

@@ -1,0 +1,144 @@
+"""A chapter in a process of its own, with one live line; signals, and the end of all that a process started."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+from papermill.exceptions import PapermillExecutionError
+
+from kvrepro.errors import INTERRUPTED
+from kvrepro.experiment import progress
+
+SECONDS = {  # of a chapter's studies in their order, quick profile, one core: they share out the time that is left
+    "protection": {"main": 360, "context-500": 14, "context-1000": 17, "context-1900": 18, "context-3800": 25,
+                   "attention": 8, "controls": 10, "question-0": 4, "question-1": 4, "question-2": 2, "question-3": 2,
+                   "question-4": 3, "question-5": 3, "real": 27},
+    "fragility": {"retained": 60, "every": 41, "middle": 21, "needles": 11, "controls": 8},
+    "dropkv_bound": {"quality-500": 3, "quality-1900": 42, "quality-3000": 18, "triples": 110, "answer-losses": 20,
+                     "controls": 2},
+    "leakage": {"answers": 194, "timing": 6, "unasked": 1},
+    "reclamation": {"synthetic": 1, "toy": 1, "traffic": 7, "oldest": 1, "wall": 1, "passes": 7, "memory": 1,
+                    "arising": 6, "published": 6, "identity": 80, "latency": 31, "sharing": 4, "sparsity": 4,
+                    "pages": 1},
+    "own_policy": {"main": 9, "controls": 3},
+    "synthesis": {"grid": 90, "kept": 10},
+}  # fmt: skip
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a batch system, a terminal that is closed
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Around a command: a signal of `ENDING` that is not ignored ends what this process started, says so, and exits."""
+
+    def end(number: int, frame: object) -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)  # a second one would find us ending
+        raise KeyboardInterrupt(number)
+
+    before = {one: signal.getsignal(one) for one in ENDING if signal.getsignal(one) != signal.SIG_IGN}
+    for one in before:
+        signal.signal(one, end)
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        end_family(os.getpid())
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"\n{INTERRUPTED}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        os._exit(128 + int(*interrupt.args or [signal.SIGINT]))  # the usual way takes seconds more
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def end_family(pid: int) -> None:
+    """Kill what a process started, and what that started: chapters, kernels, workers. Those above go first, so that
+    they start no others."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def watched(name: str, work: Callable[[], bool]) -> tuple[bool, str]:
+    """Do a chapter's work, which says whether it ran, in a process of its own, with one live line: (whether it ran, the
+    error or "").
+
+    Whatever ends this process, an interrupt above all, ends the chapter, its kernel and its workers with it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "progress.json"
+        os.environ[progress.FILE] = str(file)
+        here, there = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(target=_chapter, args=(there, work))
+        process.start()
+        there.close()
+        start = time.monotonic()
+        try:
+            while process.is_alive() and not here.poll(0.5):
+                _live(name, file, time.monotonic() - start)
+            return here.recv() if here.poll() else (False, "its process ended: too little memory?")
+        except EOFError:
+            return False, "its process ended: too little memory?"
+        finally:
+            if process.is_alive():
+                os.kill(int(process.pid or 0), signal.SIGSTOP)  # it starts nothing now
+                end_family(int(process.pid or 0))
+            process.kill()
+            process.join()
+            del os.environ[progress.FILE]
+            if sys.stderr.isatty():
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _chapter(answer: Connection, work: Callable[[], bool]) -> None:
+    for one in ENDING:  # the parent's business, which ends us; a function, because kernels would inherit SIG_IGN
+        signal.signal(one, lambda number, frame: None)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        answer.send((work(), ""))
+    except PapermillExecutionError as error:
+        answer.send((True, f"{error.ename}: {error.evalue}"))
+    except Exception as error:
+        answer.send((True, f"{type(error).__name__}: {error}"))
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    end_family(os.getpid())
+    os._exit(1)
+
+
+def _live(name: str, file: Path, seconds: float) -> None:
+    """The chapter's line: time so far, the study, how far it is, how long the chapter takes."""
+    if not sys.stderr.isatty():
+        return
+    text = f"{name:<16}{seconds:8.0f} s"
+    with contextlib.suppress(OSError, ValueError):
+        told = json.loads(file.read_text())
+        left = chapter_left(name, told, seconds)
+        text += f"  {told['study'].partition('/')[2]}: {told['done']:,} of {told['total']:,}"
+        text += "" if left is None else f", about {progress.clock(left)} left"
+    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def chapter_left(name: str, told: dict[str, Any], seconds: float) -> float | None:
+    """Seconds until a chapter ends, by its part that took `seconds`; of an unknown study, until its own end."""
+    expected, study = SECONDS.get(name, {}), told["study"].partition("/")[2]
+    if told["left"] is None or study not in expected:
+        return told["left"]
+    before = list(expected.values())[: list(expected).index(study)]
+    done = sum(before) + expected[study] * told["done"] / told["total"]
+    return max(told["left"], seconds * (sum(expected.values()) / done - 1))

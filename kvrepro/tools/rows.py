@@ -1,0 +1,31 @@
+"""Tables of the project that programs measure, row by row: CSV, in the repository."""
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvrepro.paths import replaced
+
+
+def replace_rows(table: Path, rows: pd.DataFrame, by: Sequence[str], digits: int = 6) -> pd.DataFrame:
+    """Write rows into a table of the project (CSV), in the place of those whose columns `by` have the same values; the
+    whole table. Its folder is made. digits: of its numbers."""
+    table.parent.mkdir(parents=True, exist_ok=True)
+    known = pd.read_csv(table) if table.is_file() else rows[:0]
+    same = pd.MultiIndex.from_frame(known[list(by)]).isin(pd.MultiIndex.from_frame(rows[list(by)]))
+    whole = pd.concat([part for part in (known[~same], rows) if len(part)] or [rows], ignore_index=True)
+    with replaced(table) as aside:
+        whole.to_csv(aside, index=False, float_format=f"%.{digits}g")
+    return whole
+
+
+def stamp() -> dict[str, Any]:
+    """Where and when something was measured."""
+    import torch  # takes seconds, and reading tables needs neither
+
+    from kvrepro.experiment import provenance
+
+    return {"machine": provenance.machine(), "torch": torch.__version__, "date": f"{datetime.date.today()}"}

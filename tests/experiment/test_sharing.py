@@ -1,0 +1,105 @@
+"""A folder that several processes write: locks, and what the system refuses."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+import stored
+from stored import row, rows_of
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import store
+from kvrepro.experiment.store import Store
+from kvrepro.experiment.table import parts
+
+
+def test_a_lock_without_a_name_is_that_of_a_killed_process(tmp_path):
+    with Store(tmp_path, "c", "n") as table:
+        table.add([row("a", 0.5)])
+        (tmp_path / "c" / "n.rows" / "fold.lock").touch()
+    assert [*(tmp_path / "c" / "n.rows").iterdir()] == []
+    assert len(store.read(tmp_path / "c" / "n.parquet")) == 1
+
+
+def test_a_lock_of_another_host_is_respected_and_one_of_a_dead_process_is_not(tmp_path, capsys):
+    table = Store(tmp_path, "c", "n")
+    table.add([row("a", 0.5)])
+    lock = table.folder / "fold.lock"
+    lock.write_text("4194304\nanother-host\n")
+    table.fold(wait=0.1)
+    assert "held by another process" in capsys.readouterr().err
+    assert len(parts(table.table)) == 1
+    lock.write_text(f"4194304\n{platform.node()}\n")  # no such process
+    table.close()
+    assert list(pd.read_parquet(table.table)["item"]) == ["a"]
+
+
+def test_a_full_disk_loses_no_row_that_was_stored(tmp_path):
+    """Files can grow to 64 KB only, in a process of its own: what the system says is the same as on a full disk."""
+    code = f"""
+import resource, sys
+sys.path.insert(0, {os.path.dirname(stored.__file__)!r})
+from stored import row, store
+from kvrepro.errors import one_line_errors
+with one_line_errors(), store.Store({str(tmp_path)!r}, "c", "n") as table:
+    table.add([row("a", 0.5)])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    table.add([row("b", 0.5)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, len(lines)) == (2, 2)
+    assert "File too large" in lines[0]
+    assert "all rows are stored" in lines[0]
+    assert "cannot be written (" in lines[1]
+    assert "make room" in lines[1]
+    assert dict(rows_of(tmp_path)) == {"a": 0.5}
+    assert not [*tmp_path.rglob("*.tmp")]
+
+
+def test_what_stands_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "n.rows").write_text("x")
+    for where in (tmp_path / "file", tmp_path):
+        with pytest.raises(InputError, match=r"n.rows cannot be written \(") as error:
+            Store(where, "c", "n")
+        assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match=r"cannot be written"):
+        store.Tables(tmp_path / "file", "c", "t").add("k", {"a": pd.DataFrame({"x": [1]})})
+
+
+def test_a_read_only_folder_is_refused_before_anything_is_computed(tmp_path):
+    with Store(tmp_path, "c", "n") as table:
+        table.add([row("a", 0.5)])
+    code = f"from kvrepro.experiment.store import Store; Store({str(tmp_path)!r}, 'c', 'n')"
+    mount = f"mount --bind {tmp_path} {tmp_path} && mount -o remount,ro,bind {tmp_path}"
+    script = f"{mount} && {sys.executable} -c {shlex.quote(code)}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("this machine allows no mounts of a user's own")
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True)
+    assert done.returncode
+    assert "n.rows cannot be written (Read-only file system)" in done.stderr.splitlines()[-1]
+    assert dict(rows_of(tmp_path)) == {"a": 0.5}
+
+
+def test_strange_files_are_left_alone(tmp_path, capsys):
+    with Store(tmp_path, "c", "n") as table:
+        table.add([row("a", 0.5)])
+        for name in ("notes.txt", "old.parquet", "00000001.parquet.bak"):
+            (table.folder / name).write_text("mine")
+    assert len(rows_of(tmp_path)) == 1
+    assert {path.read_text() for path in table.folder.iterdir()} == {"mine"}
+    assert capsys.readouterr().out == ""
+    (tmp_path / "holiday.jpg").write_text("x")
+    Store(tmp_path, "c", "n").close()
+    assert capsys.readouterr().out == ""  # a folder of results
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "holiday.jpg").write_text("x")
+    Store(tmp_path / "pictures", "c", "n").close()
+    assert "which holds other things (holiday.jpg)" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["holiday.jpg"]

@@ -1,0 +1,227 @@
+"""What the table of verdicts says, in sentences, lists and tables."""
+
+import itertools
+import math
+import re
+
+import pandas as pd
+import pytest
+import synthetic
+
+from kvrepro.chapters.protection import members
+from kvrepro.experiment import claims, judge, stats, wording
+
+BOOK = claims.load_claims("protection")
+BY_ID = {claim["id"]: claim for claim in BOOK["claims"]}
+
+
+def table_of(*verdicts: str, depends: str = "", **fields: object) -> pd.DataFrame:
+    """One claim, judged in both readings, or in none in particular."""
+    readings = claims.READINGS if len(verdicts) == 2 else ("any",)
+    row = {
+        "claim": "L9",
+        "statement": "Later wins.",
+        "unit": "%",
+        "ours": 23.4,
+        "low": 17.1,
+        "high": 31.2,
+        "members": "1 open",
+        "decided_by": "",
+    }
+    rows = [row | fields | {"verdict": verdict, "reading": reading, "depends_on_reading": depends}
+            for verdict, reading in zip(verdicts, readings, strict=True)]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def plain(text: str) -> str:
+    """Without its links."""
+    return re.sub(r"</?a[^>]*>", "", text)
+
+
+def test_a_summary_says_where_code_and_text_part():
+    text = plain(wording.summary(table_of("not reproduced", "partly", depends="unclear")))
+    assert "**Authors' code**, 1 claim: 1 *not reproduced* (L9)." in text
+    assert "**The verdict differs** for 1 claim, though no case holds with one and fails with the other." in text
+    assert "L9 Later wins. *Not reproduced* with the authors' code, *partly reproduced* with their text." in text
+    assert "No verdict depends" not in text
+    assert "differs" in wording.summary(table_of("not testable here", "not reproduced"))
+    assert "No verdict depends on whether" in wording.summary(table_of("partly", "partly", depends="no"))
+    alike = plain(wording.summary(table_of("partly", "partly", depends="yes")))
+    assert "**Code and text disagree** on 1 claim: a case holds with one and fails with the other." in alike
+    assert "*Partly reproduced* with both, but different cases hold." in alike
+    assert "**All claims**, 1 claim: 1 *inconclusive* (L9)." in plain(wording.summary(table_of("inconclusive")))
+
+
+def test_a_sentence_reads_naturally_for_every_pair_of_verdicts():
+    said = {
+        pair: plain(wording.sentence(table_of(*pair), "L9", "Recovery"))
+        for pair in itertools.product(claims.VERDICTS, repeat=2)
+    }
+    assert len(set(said.values())) == len(said) == 25
+    value = " (23% [17, 31])"
+    for (code, text), sentence in said.items():
+        assert re.fullmatch(r"Recovery [a-z][^.]*\.", sentence)
+        joins = " but " if code != text else " or " if "not" in sentence else " and "
+        assert sum(word in sentence for word in (" but ", " or ", " and ")) == sentence.count(joins) == 1
+        assert sentence.count(value) == 2
+    expected = {
+        ("reproduced", "reproduced"): "comes out in the authors' code{} and in their text{}.",
+        ("not reproduced", "not reproduced"): "does not come out in the authors' code{} or in their text{}.",
+        ("reproduced", "not reproduced"): "comes out in the authors' code{} but does not come out in their text{}.",
+        ("partly", "inconclusive"): "comes out in part in the authors' code{} but is undecided in their text{}.",
+        ("not testable here", "not testable here"): "cannot be tested here in the authors' code{} or in their text{}.",
+    }
+    for pair, text in expected.items():
+        assert said[pair] == "Recovery " + text.format(value, value)
+
+
+def test_a_sentence_of_one_verdict_of_several_subjects_and_of_none():
+    assert plain(wording.sentence(table_of("partly"), "L9", "Gains", plural=True)) == (
+        "Gains come out in part (23% [17, 31])."
+    )
+    unknown = table_of("not testable here", ours=math.nan, low=math.nan, high=math.nan)
+    assert plain(wording.sentence(unknown, "L9", "Recovery")) == "Recovery cannot be tested here."
+    assert plain(wording.sentence(unknown, "L1", "Recovery")) == "Recovery was not run."
+    assert '<a href="../claims.html#L9">' in wording.sentence(unknown, "L9", "Recovery")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "cases", "counted"),
+    [
+        ("reproduced", "2 holds", "both cases hold"),
+        ("reproduced", "5 holds", "all 5 cases hold"),
+        ("partly", "1 holds, 1 fails", "1 of 2 cases holds"),
+        ("partly", "7 holds, 1 open", "7 of 8 cases hold"),
+        ("not reproduced", "3 holds, 6 fails", "6 of 9 cases fail"),
+        ("not reproduced", "2 open, 1 fails", "1 of 3 cases fails"),
+        ("not reproduced", "4 fails, 1 not testable (h2o: nothing is told)", "all 4 cases fail"),
+        ("inconclusive", "2 open", "both cases are undecided"),
+        ("inconclusive", "3 open, 1 fails, which is expected of so many by chance", "3 of 4 cases are undecided"),
+    ],
+)
+def test_a_number_of_one_case_among_several_is_not_shown_as_that_of_all(verdict, cases, counted):
+    fields = {"members": cases, "unit": "F1", "ours": -0.09, "low": -0.15, "high": -0.02}
+    value = f"({counted}; the hardest, Layer-DefensiveKV: -0.09 F1 [-0.15, -0.02])"
+    both = table_of(verdict, verdict, decided_by="layer_defensive_kv", **fields)
+    assert plain(wording.sentence(both, "L9", "The lead")).count(value) == 2
+    nameless = table_of(verdict, decided_by="", **fields)
+    assert f"({counted}; the hardest: -0.09 F1 " in plain(wording.sentence(nameless, "L9", "The lead"))
+    alone = table_of(verdict, decided_by="quest", **fields | {"members": f"1 {wording.LEADS[verdict]}"})
+    assert plain(wording.sentence(alone, "L9", "The lead")).endswith(" (-0.09 F1 [-0.15, -0.02]).")
+    refuted = table_of(verdict, decided_by="layer_defensive_kv, C=512: 6 of 6 cases, worst at 3", **fields)
+    assert "the hardest, Layer-DefensiveKV, 512 tokens: -0.09" in wording.sentence(refuted, "L9", "The lead")
+
+
+def test_an_outcome_is_the_verb_of_one_reading():
+    both = table_of("reproduced", "partly")
+    assert plain(wording.outcome(both, "L9", "as_described")) == "comes out in part"
+    assert plain(wording.outcome(both, "L9", "as_run", plural=True)) == "come out"
+    assert plain(wording.outcome(both, "L1")) == "was not run"
+
+
+def test_emphasis_leaves_a_table_and_stars_stay():
+    starred = {"statement": "It holds (c* > 0). (First: *partly reproduced*.)", "paper": "-", "rule": "", "model": "m"}
+    assert "It holds (c* > 0). (First: partly reproduced.)" in wording.styled(table_of("partly", **starred)).to_html()
+
+
+@pytest.mark.parametrize(
+    ("values", "unit", "heard"),
+    [
+        ((23.4, 17.1, 31.2), "%", "23% [17, 31]"),
+        ((0.2814, 0.243, 0.3204), "F1", "0.28 F1 [0.24, 0.32]"),
+        ((900, 900, 900), "blocks", "900 blocks"),
+        ((1, 1, 1), "blocks", "1 block"),
+        ((24567, 24567, 24567), "tokens", "24,567 tokens"),
+        ((2.94, 2.9, 3.0), "x", "2.94 times [2.90, 3.00]"),
+        ((1.005, 0.987, 1.026), "x", "1.00 times [0.99, 1.03]"),
+        ((24.4, 24.27, 24.54), "x", "24 times [24, 25]"),
+        ((-0.001, -0.09, 0.09), "F1", "0.00 F1 [-0.09, 0.09]"),
+        ((0.0, -math.inf, math.inf), "x", "0 times"),
+        ((-0.15, -0.2, -0.1), "share", "-0.15 of the importance [-0.20, -0.10]"),
+        ((-0.2, -7.1, 6.9), "%", "0% [-7, 7]"),
+        ((112.2, -4.0, 228.4), "x the median", "112 times the median [-4, 228]"),
+    ],
+)
+def test_numbers_are_rounded_for_the_ear(values, unit, heard):
+    [row] = table_of("partly", unit=unit, **dict(zip(("ours", "low", "high"), values, strict=True))).itertuples()
+    assert wording.spoken(row) == heard
+
+
+def test_what_a_verdict_rests_on_is_said_in_sentences():
+    fields = {"decided_by": "ada_kv, C=512", "members": "3 holds, 1 open", "test": "Wilcoxon, Holm", "p": 0.04,
+              "needed": 1234.0, "note": ""}  # fmt: skip
+    [row] = table_of("partly", **fields).itertuples()
+    assert wording.evidence(row) == (
+        "Decided by Ada-KV, 512 tokens. Of 4 cases, 3 hold, 1 is undecided. Wilcoxon, Holm: p = 0.040. "
+        "About 1,234 items would settle what is open."
+    )
+    [row] = table_of("not testable here", ours=math.nan, **fields | {"note": "streaming_llm has no sink"}).itertuples()
+    assert wording.evidence(row) == "StreamingLLM has no sink."
+
+
+def test_errors_of_rounding_are_not_shown_as_zeros():
+    assert wording.text_of((2e-16, 2e-16, 2e-16), "max abs difference") == "2e-16 max abs difference"
+    assert wording.text_of((3e-7, 1e-7, 5e-7), "gap") == "3e-07 gap [1e-07, 5e-07]"
+    assert wording.text_of((1e-17, -1e-17, 2e-17), "F1") == "0.000 [-0.000, 0.000]"
+    assert wording.text_of((0.0, 0.0, 0.0), "slots") == "0 slots"
+    assert wording.text_of((0.5, -math.inf, math.inf), "x") == "0.500 times (no interval)"
+
+
+def test_the_table_survives_its_file_and_says_no_nan(tmp_path):
+    few = BOOK | {"claims": [BY_ID[one] for one in ("P1", "P9", "P30", "P38")]}
+    table = members.evaluate(synthetic.results(synthetic.paper_like, n_items=8), few)
+    back = claims.read(claims.write(table, tmp_path / "protection" / "claims.csv"))
+    assert back.columns.tolist() == claims.COLUMNS
+    assert back.verdict.tolist() == table.verdict.tolist()
+    assert set(back.verdict) <= set(claims.VERDICTS)
+    topics = set(table.topic)
+    for frame in (table, back):
+        texts = [wording.summary(frame), wording.beside(frame, *topics), wording.overview(frame).to_csv()]
+        assert not any("nan" in text for text in texts)
+    assert "Rule: at most 0.1." in wording.beside(table, "collapse")
+    first = next(table.itertuples())
+    html = wording.styled(table).to_html()
+    assert "nan" not in html
+    assert html.count('<a href="../claims.html#P') == 4
+    assert f"background-color: {wording.LOOKS[first.verdict][1]}" in html
+
+
+def test_a_chapter_without_readings_has_one_column_of_verdicts():
+    frame = members.evaluate(synthetic.results(synthetic.paper_like, n_items=8), BOOK | {"claims": [BY_ID["P38"]]})
+    assert wording.overview(frame).columns.tolist() == ["statement", "printed", "rule", "here"]
+
+
+def test_verdicts_on_stored_timings_are_told_from_those_of_the_run():
+    row = {"claim": "A1", "statement": "It is fast.", "paper": "2", "verdict": "reproduced", "reading": "any",
+           "model": "mine", "test": "t", "topic": "cost", "rule": "", "unit": "x", "depends_on_reading": "",
+           }  # fmt: skip
+    rows = [row, row | {"claim": "A2", "test": "none"}, row | {"claim": "A3"}]
+    frame = pd.DataFrame(rows).reindex(columns=claims.COLUMNS)
+    frame = claims.timed(frame, {"A1": "fastest to slowest", "A2": "fastest to slowest"})
+    assert frame.test.tolist() == ["fastest to slowest", "none", "t"]
+    assert frame.model.tolist() == [claims.STORED, claims.STORED, "mine"]
+    assert [("no part of this run" in text) for text in wording.overview(frame).statement] == [True, True, False]
+    told = wording.summary(frame).splitlines()
+    assert len(told) == 2
+    assert "not by this run" in told[0]
+    assert "A1, A2" in plain(told[0])
+    assert "A3" in told[1]
+    assert wording.beside(frame, "cost").count("no part of this run") == 2
+    folded = wording.folded(frame, "cost").split("\n\n")  # blank lines, so that what is between is Markdown
+    named = ", ".join(frame[frame.topic == "cost"].claim.unique())
+    assert folded == [
+        f"<details><summary>Claims judged here: {named}</summary>",
+        wording.beside(frame, "cost"),
+        "</details>",
+    ]
+
+
+def test_findings_begin_with_a_model_that_does_not_answer():
+    known = f"SnapKV keeps {stats.percent(0.4)}."
+    unknown = f"LRU keeps {stats.percent(math.nan)}."
+    said = wording.findings(unknown, known, unanswered=judge.unanswered(pd.Series([0.0] * 8)))
+    assert "the full cache itself answers too few items" in said.data
+    assert "SnapKV keeps 40%." in said.data
+    assert "LRU" not in said.data
+    assert "LRU keeps (not run)." in wording.findings(unknown).data
+    assert judge.unanswered(pd.Series([0.9] * 8)) == ""

@@ -78,7 +78,7 @@ def run(
 ) -> None:
     """Run one study, policies x budgets beside the full cache, and print a table; or the chapters of a sweep file.
 
-    Rows are stored as they come: a second call computes what is missing.
+    Rows are stored as they come: a second call computes what is missing. The exit status is 1 where rows failed.
     """
     chosen = {"engine": engine, "address": address, "workers": workers}
     if sweep is not None:
@@ -116,6 +116,8 @@ def run(
     print(f"rows: {settings.folder / 'run' / f'{name}.parquet'}")
     if out is not None:
         rows.to_csv(out, index=False)
+    if rows.attrs["failed"]:
+        raise typer.Exit(1)
 
 
 def _sweep(context: typer.Context, file: Path, dry_run: bool, chosen: dict[str, Any]) -> None:

@@ -170,6 +170,20 @@ WRONG = {
 }
 
 
+def test_a_run_with_a_failed_row_ends_with_1_and_keeps_the_others(call, tmp_path):
+    """Its 41st call raises: one row of 22, fewer than the tenth that ends a study."""
+    (tmp_path / "mine.py").write_text(
+        "import itertools\n\nfrom kvrepro.engine.policy import Policy\n\nCALLS = itertools.count()\n\n\n"
+        "def score(o):\n    if next(CALLS) == 40:\n        raise ValueError('no')\n"
+        "    return o.keys.float().norm(dim=-1)\n\n\nMINE = Policy('Mine', 'me', score)\n"
+    )
+    given = ["-p", f"{tmp_path / 'mine.py'}:MINE", "-b", "0.5", "-n", "11", "--limit", "300", "--max-new-tokens", "2"]
+    code, out, _ = call("run", *given, "-o", f"results={tmp_path}", "-o", "progress=false", "-o", "workers=1")
+    assert code == 1
+    assert "1 of 22 rows are missing" in out
+    assert store.read(tmp_path / "run" / "main.parquet")["error"].notna().sum() == 1
+
+
 @pytest.mark.parametrize("message", WRONG)
 def test_a_wrong_word_is_one_line_and_exit_code_2(message, call, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

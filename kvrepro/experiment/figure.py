@@ -165,12 +165,13 @@ def estimates(
     `control` names several, "full" or one of `CONTROLS` (see `floors`). labels: names of columns, and of `True` and
     `False` in the legend. height: inches, of one row. wrap: panels side by side, the others below (without `row`).
     log: "x", "y" or "xy". share: `sharex`, `sharey` of the panels.
-    Raises InputError for a table without rows or without these columns.
+    A table without rows is said to have none. Raises InputError for one without these columns.
     """
+    if table.empty:
+        return nothing()
     missing = {name for name in (x, y, colour, fill, panel, row) if name} | {"value", "low", "high"}
-    missing -= set(table)
-    if missing or table.empty:
-        raise InputError(f"nothing to draw: {len(table)} rows, without column {', '.join(sorted(missing)) or '-'}")
+    if missing := missing - set(table):
+        raise InputError(f"a table of {len(table)} rows cannot be drawn: it has no column {', '.join(sorted(missing))}")
     labels = {"value": "token F1", "policy": "", "protected": ""} | dict(labels or {})
     places = list(dict.fromkeys(table[x if y == "value" else y]))
     numeric = line and all(isinstance(place, int | float | np.number) for place in places)
@@ -361,6 +362,14 @@ def evidence(
     return estimates(table, "evidence_at", "value", **given)
 
 
+def nothing() -> Figure:
+    """In place of a figure of a table without rows."""
+    figure, [axes] = panels(1, height=0.6)
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, "nothing to draw: no item or condition has what this shows", ha="center", va="center")
+    return figure
+
+
 def heat(
     table: pd.DataFrame, x: str, y: str, value: str = "value", *, panel: str | None = None, form: str = ".2f",
     height: float = 3.2, labels: Mapping[str, str] | None = None, **style: Any,
@@ -368,10 +377,7 @@ def heat(
     """A heat map of one column over two others, a panel per value of a third; cells without a value stay blank, and a
     table without rows is said to have none."""
     if table.empty:
-        figure, [axes] = panels(1, height=0.6)
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, "nothing to draw: no item has what this shows", ha="center", va="center")
-        return figure
+        return nothing()
     groups = list(table.groupby(panel, sort=False)) if panel else [("", table)]
     across, down = (list(dict.fromkeys(table[name])) for name in (x, y))  # the same in all panels
     labels = dict(labels or {})

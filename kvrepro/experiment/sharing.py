@@ -39,8 +39,16 @@ def prepare(results: Path, folder: Path) -> None:
         others = sorted(path.name for path in results.iterdir())
         if others:
             print(f"results go into {results}, which holds other things ({others[0]}): in folders of their own")
+    make_folder(folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder where it is missing, and try whether it can be written. Raises InputError."""
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError:  # below /proc, for instance
+            raise PermissionError(None, "no folder can be made there") from None
         tempfile.TemporaryFile(dir=folder).close()
 
 

@@ -189,7 +189,7 @@ class Store:
             if parts(self.table):
                 self.fold(LEAST)
         except InputError as error:
-            print(f"{self.table}: all rows are stored, in {self.folder} ({error})", file=sys.stderr)
+            print(f"{self.table}: the rows that were stored lie in {self.folder} ({error})", file=sys.stderr)
         if not self.table.exists():  # nothing was ever stored: leave no trace
             with contextlib.suppress(OSError):
                 self.folder.rmdir()

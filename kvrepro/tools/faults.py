@@ -30,7 +30,7 @@ import typer
 from safetensors.torch import load_file, save_file
 
 from kvrepro.engine.allowed import ensure
-from kvrepro.errors import one_line_errors
+from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import trial
@@ -418,6 +418,8 @@ def kills(
     ensure(trial.CHAPTERS, chapter=chapter)
     ensure(WHO, who=who)
     ensure(("local", "ray"), engine=engine)
+    if who == "node" and engine == "local":
+        raise InputError("who 'node': nodes are Ray's: add --engine ray")
     os.environ["KVREPRO_ENGINE"] = engine
     torch.set_num_threads(1)
     processes = workers or (1 if who == "driver" and engine == "local" else 2)
@@ -439,8 +441,10 @@ def table_(
     only: Annotated[str, typer.Option(help="faults whose name holds this text")] = "",
 ) -> None:
     """Make each fault once, and write down what was seen; exit 1 where one was met in silence or lost a row."""
-    rows = []
-    for name in (name for name in FAULTS if only in name):
+    chosen, rows = [name for name in FAULTS if only in name], []
+    if not chosen:
+        raise InputError(f"only {only!r}: no fault's name holds that; there are: {'; '.join(FAULTS)}")
+    for name in chosen:
         with tempfile.TemporaryDirectory() as base:
             rows.append(meet(name, Path(base)) | stamp())
         print(pd.Series(rows[-1]).to_string(), flush=True)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvrepro.errors import InputError, meant, one_line_errors
+from kvrepro.experiment.sharing import make_folder
 from kvrepro.paths import ROOT, replaced
 from kvrepro.tools import command
 
@@ -29,7 +30,7 @@ def main(
         if lying := [str(file) for file in wanted if file.exists() and not force]:
             raise InputError(f"{lying[0]} is there already: give another folder (--to), or replace it (--force)")
         for file, source in wanted.items():
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(file.parent)
             with replaced(file) as aside:
                 aside.write_text(_with_install(source, install), encoding="utf-8")
             print(file)

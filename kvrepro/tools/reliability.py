@@ -130,7 +130,11 @@ PARTS = {
 
 def tables(folder: Path = FOLDER) -> dict[str, pd.DataFrame]:
     """Those that are there, in the order of `PARTS`."""
-    return {name: pd.read_csv(folder / f"{name}.csv") for name in PARTS if (folder / f"{name}.csv").is_file()}
+    return {
+        name: pd.read_csv(folder / f"{name}.csv", keep_default_na=False, na_values="")
+        for name in PARTS
+        if (folder / f"{name}.csv").is_file()
+    }
 
 
 def summary(found: dict[str, pd.DataFrame]) -> list[dict[str, str]]:

@@ -25,7 +25,7 @@ import typer
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import store
 from kvrepro.experiment.sealed import File
-from kvrepro.experiment.sharing import leftovers
+from kvrepro.experiment.sharing import leftovers, make_folder
 from kvrepro.experiment.store import Store, Tables
 from kvrepro.experiment.table import COLUMNS, FILED, PART, SCHEMA, Rows, files_of, index, parts, rows_of
 from kvrepro.paths import DATA, WORK
@@ -35,7 +35,14 @@ USUAL = WORK / "data" / "results"
 PASSING = {"key", "engine_hash", "chapter", "name", "profile", "seed", "processor", "torch", "transformers",
            "date", "prefill_seconds", "decode_seconds", "peak_bytes"}  # fmt: skip
 SAID = [name for name in COLUMNS if name not in PASSING]  # what two rows must share to be the same
-TIMES = ("seconds", "time", "_ms", "peak")  # parts of names of columns that differ between two runs
+TIMES = (
+    "seconds",
+    "time",
+    "_ms",
+    "peak",
+    "compress",
+    "decode",
+)  # parts of names of columns that differ between two runs
 STUDY = 6_000  # rows of the study that the bench looks up
 BLOCK = 5_000  # rows that merging adds at a time
 OLD = 86_400  # seconds after which a file that another machine left half-written is a leftover
@@ -47,8 +54,8 @@ def tables_of(folder: Path) -> list[Path]:
     """The tables of rows below a results folder, as <chapter>/<name>.parquet. InputError where there is no folder."""
     if not folder.is_dir():
         raise InputError(f"no folder {folder}: give a folder of results, such as {USUAL}")
-    rows = {path.with_suffix(".parquet") for path in folder.glob("*/*.rows") if path.is_dir()}
-    return sorted(path.relative_to(folder) for path in rows if path.is_file() or parts(path))
+    rows = {path.with_suffix(".parquet") for path in folder.glob("*/*.rows") if parts(path.with_suffix(".parquet"))}
+    return sorted(path.relative_to(folder) for path in {*folder.glob("*/*.parquet"), *rows})
 
 
 def items_of(folder: Path) -> Iterator[tuple[Tables, str]]:
@@ -65,13 +72,17 @@ def faults(folder: Path) -> tuple[int, list[str]]:
     """How many files there are, and a line for each fault."""
     count, found = 0, []
     for name in tables_of(folder):
-        paths = [path for path in (folder / name, *parts(folder / name)) if path.exists()]
+        paths = [path for path in (folder / name, *parts(folder / name)) if path.exists() or path.is_symlink()]
         whole = []
         for path in paths:
             count += 1
             try:
-                whole.append(file := Rows(path))
+                file = Rows(path)
                 keys = file.read(FILED.names).select(["key", "asked"]).to_pandas()
+                whole.append(file)
+            except FileNotFoundError:
+                found.append(f"{path}: a link that leads nowhere")
+                continue
             except InputError as error:
                 found.append(str(error))
                 continue
@@ -106,7 +117,7 @@ def verify(folder: Folder = USUAL) -> None:
     print(*found, sep="\n", end="\n" if found else "")
     for path in strays(folder):
         print(f"{path} is none of ours: it is never read")
-    print(f"{count:,} files, {len(found)} faults")
+    print(f"{count:,} files, {len(found)} fault{'' if len(found) == 1 else 's'}")
     raise typer.Exit(1 if found else 0)
 
 
@@ -329,6 +340,8 @@ def bench(
 ) -> None:
     """Measure opening, adding, folding and reading with tables of several lengths."""
     found = []
+    if folder is not None:
+        make_folder(folder)
     for count in rows:
         with tempfile.TemporaryDirectory(dir=folder) as aside:
             found.append(measured(Path(aside), count, like))

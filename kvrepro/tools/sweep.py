@@ -81,11 +81,21 @@ def studied() -> list[str]:
     return [file.stem for file in files if STUDIES_END in file.read_text(encoding="utf-8")]
 
 
+class _OnceEach(yaml.SafeLoader):
+    """YAML in which no key may stand twice: PyYAML takes the last one in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def read(file: Path) -> Sweep:
     """A sweep file, checked: keys, models, chapters, and every parameter as far as that shows before a model is
     loaded. Raises InputError."""
     try:
-        said = yaml.safe_load(file.read_text(encoding="utf-8"))
+        said = yaml.load(file.read_text(encoding="utf-8"), Loader=_OnceEach)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"sweep file {file} cannot be read ({error}): give the path of a YAML file") from None
     except yaml.YAMLError as error:

@@ -13,7 +13,7 @@ from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import Policy, check
-from kvrepro.engine.regime import Prefill, SharedCap
+from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
 
@@ -317,3 +317,22 @@ def test_a_row_that_failed_leaves_rows_of_its_kind_their_evictions(monkeypatch):
     [[error, g]] = answers(tiny_prompts(60), conditions, errors="return")
     assert str(error) == "twenty"
     assert g.kept == [40 + NEW - 1] * 3
+
+
+@pytest.mark.parametrize("regime", [Prefill(), DecodeCap(4)], ids=lambda r: r.name)
+def test_a_readers_scorer_that_writes_in_place_reaches_no_other_condition(regime, monkeypatch):
+    def writes(o):
+        score = o.keys.float().norm(dim=-1)
+        for tensor in (o.keys, o.values, o.queries, *o.sums.values()):
+            tensor.zero_()
+        o.positions.fill_(7)
+        return score
+
+    monkeypatch.setitem(CATALOGUE, "writes", Policy("Writes", "a reader", writes))
+    others = [Condition(), Condition("h2o", 24, regime)]
+    known = answers(tiny_prompts(70), others)
+    for at in (0, 1):
+        mixed = [*others[:at], Condition("writes", 24, regime), *others[at:]]
+        [found] = answers(tiny_prompts(70), mixed)
+        assert [found[i].tokens for i in range(3) if i != at] == [one.tokens for one in known[0]]
+        assert [found[i].kept for i in range(3) if i != at] == [one.kept for one in known[0]]

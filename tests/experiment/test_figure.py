@@ -118,10 +118,11 @@ def test_panels_that_are_wrapped_hold_what_panels_side_by_side_hold(count):
 
 
 def test_what_cannot_be_drawn_is_said():
-    with pytest.raises(InputError, match="24 rows, without column colour"):
+    with pytest.raises(InputError, match="24 rows cannot be drawn: it has no column colour"):
         figure.estimates(TABLE, "capacity", "value", colour="colour")
-    with pytest.raises(InputError, match="nothing to draw: 0 rows"):
-        figure.estimates(TABLE[:0], "capacity", "value")
+    for empty in (TABLE[:0], TABLE[["value"]][:0]):
+        [axes] = figure.estimates(empty, "capacity", "value").axes
+        assert "nothing to draw" in axes.texts[0].get_text()
 
 
 def test_policies_look_alike_everywhere_and_apart_from_each_other(monkeypatch):

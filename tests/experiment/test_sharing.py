@@ -54,7 +54,7 @@ with one_line_errors(), store.Store({str(tmp_path)!r}, "c", "n") as table:
     lines = done.stderr.splitlines()
     assert (done.returncode, len(lines)) == (2, 2)
     assert "File too large" in lines[0]
-    assert "all rows are stored" in lines[0]
+    assert "the rows that were stored lie in" in lines[0]
     assert "cannot be written (" in lines[1]
     assert "make room" in lines[1]
     assert dict(rows_of(tmp_path)) == {"a": 0.5}

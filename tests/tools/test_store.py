@@ -65,6 +65,40 @@ def test_verify_names_each_fault(tmp_path):
         tool.verify(tmp_path / "none")
 
 
+def test_a_table_is_found_without_the_folder_beside_it_and_whatever_stands_in_its_place(tmp_path):
+    """Archives and uploads drop empty folders. Two files with wrong bytes are two lines."""
+    whole = filled(tmp_path / "whole", {"a": 0.1, "b": 0.2})
+    (whole / "c" / "n.rows").rmdir()
+    assert called("verify", whole) == (0, ["1 files, 0 faults"])
+    assert called("merge", whole, "--into", tmp_path / "new") == (0, [f"2 rows added to {tmp_path / 'new'}"])
+    assert called("diff", whole, tmp_path / "new")[0] == 0
+    odd = filled(tmp_path / "odd", {"a": 0.1})
+    (odd / "c" / "folder.parquet").mkdir()
+    (odd / "c" / "link.parquet").symlink_to(tmp_path / "nowhere")
+    (odd / "c" / "text.parquet").write_text("no table")
+    for name in ("n", "m"):
+        with Store(odd, "c", name) as table:
+            table.add([row("a")])
+        path = odd / "c" / f"{name}.parquet"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 3] ^= 1
+        path.write_bytes(content)
+    code, lines = called("verify", odd)
+    assert code == 1
+    assert lines[-1] == "5 files, 5 faults"
+    assert sorted(Path(line.split(" ")[0].rstrip(":")).name for line in lines[:-1]) == [
+        "folder.parquet", "link.parquet", "m.parquet", "n.parquet", "text.parquet",
+    ]  # fmt: skip
+
+
+def test_folders_that_cannot_be_made_are_one_line(tmp_path):
+    made = filled(tmp_path / "made", {"a": 0.1})
+    for arguments in (("merge", made, "--into", "/proc/nowhere"), ("bench", "--folder", "/proc/nowhere/x")):
+        done = CliRunner().invoke(tool.app, [str(argument) for argument in arguments])
+        assert isinstance(done.exception, InputError)
+        assert "cannot be written" in str(done.exception)
+
+
 def test_gc_deletes_what_no_one_reads_and_only_when_told(tmp_path):
     written_by_version_1(tmp_path, [[row("a", 0.1), row("b", 0.2)], [row("b", 0.3, engine="e2")]])
     leftover = tmp_path / "c" / "n.rows" / f"00000003@{HOST}-4194304-0123abcd.parquet.tmp"

@@ -25,11 +25,6 @@ LOOKS.update(  # who ranks the tokens of the past
 )
 
 
-def estimates(table: pd.DataFrame, x: str, y: str, **given: Any) -> Figure:
-    """`figure.estimates`; or a figure that says that there is nothing to draw."""
-    return figure.heat(table, x, y) if table.empty else figure.estimates(table, x, y, **given)
-
-
 def methods(table: pd.DataFrame) -> list[str]:
     """Names of the table's policies, each with its reading, on a second line, where it has two."""
     readings = {one: f",\n{text}" for one, text in LABELS.items()}
@@ -39,7 +34,9 @@ def methods(table: pd.DataFrame) -> list[str]:
 def by_bytes(table: pd.DataFrame, colour: str, **given: Any) -> Figure:
     """A panel per policy: value against `held`, the percent of the full cache's bytes that are held; in grey the lines
     of all other policies."""
-    drawing = estimates(table, "held", "value", colour=colour, panel="policy", line=True, wrap=4, height=1.9, **given)
+    drawing = figure.estimates(
+        table, "held", "value", colour=colour, panel="policy", line=True, wrap=4, height=1.9, **given
+    )
     for axes in drawing.axes[: table.policy.nunique()]:
         for _, line in table.groupby(["policy", colour]):
             axes.plot(line.held, line.value, color="#BDBDBD", lw=0.6, zorder=0.5)
@@ -56,7 +53,7 @@ def grouped(drawing: Figure, groups: pd.Series) -> Figure:
 def curves(answers: pd.DataFrame) -> Figure:
     """Retained share at each step of some answers: a row per task, a panel per rule, the worst step circled."""
     if answers.empty:  # every answer ended at once
-        return figure.heat(answers, "step", "rule")
+        return figure.nothing()
     tasks, rules = answers.task.unique(), answers.rule.unique()
     with plt.rc_context(STYLE):
         size = (WIDTH, 0.6 + 1.7 * len(tasks))

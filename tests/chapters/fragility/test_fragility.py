@@ -635,8 +635,6 @@ def test_the_chapters_own_figures_show_what_they_are_given(chapter):
     assert len(below.get_yticklabels()) == 14
     table = pd.concat([retention.theory(Mixture(), [1, 8], 500), retention.survival(Mixture(), [1, 8], heads=20)])
     assert [axes.get_ylabel() for axes in figures.mixture(table, Mixture()).axes] == list(figures.PANELS.values())
-    [empty] = figures.estimates(table[:0], "window", "value").axes
-    assert "nothing to draw" in empty.texts[0].get_text()
     shares = pd.DataFrame({"held": [20.0, 40.0] * 2, "value": [0.1, 0.2, 0.3, 0.4], "low": 0.0, "high": 0.5})
     shares = shares.assign(policy=["snapkv"] * 2 + ["cake"] * 2, reading="any")
     panels = figures.by_bytes(shares, "reading").axes

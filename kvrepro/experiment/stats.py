@@ -166,7 +166,7 @@ def counted(frame: pd.DataFrame, name: str, *, level: float = 0.95) -> Estimate:
     if name == "mean":
         low, high = up_low, up_high
     else:
-        r = -math.sqrt(up * down / ((1 - up) * (1 - down))) if 0 < up < 1 and 0 < down < 1 else 0.0
+        r = -math.sqrt(up * down / ((1 - up) * (1 - down))) if max(up, down) < 1 else 0.0
         low = value - _joined(up - up_low, down_high - down, r)
         high = value + _joined(up_high - up, down - down_low, r)
     error = (high - low) / 2 / _quantile(level, math.inf)
@@ -180,7 +180,7 @@ def _exact(count: int, n: int, level: float) -> tuple[float, float]:
 
 def _joined(a: float, b: float, correlation: float) -> float:
     """Of the reaches of two terms of a difference, that of the difference."""
-    return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
+    return math.sqrt(a * a - 2 * correlation * a * b + b * b)
 
 
 def _quantile(level: float, freedom: float) -> float:

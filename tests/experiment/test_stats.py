@@ -432,7 +432,7 @@ def test_half_of_the_resamples_suffice():
     found = stats.spread_of(0.5, np.array([1.0, NAN, 3.0, INF, 1.0, -INF, 3.0, NAN]), 6)
     assert alike(found, 0.5, 0.5 - quantile(0.95, 5) * error, 0.5 + quantile(0.95, 5) * error, 6, 0, 0.95, NAN, error)
     for value, drawn, n in (
-        (0.5, [1.0, NAN, NAN], 6),
+        (0.5, [1.0, 2.0, NAN, NAN, NAN], 6),
         (0.5, [1.0, 2.0], 5),
         (NAN, [1.0, 2.0], 6),
         (INF, [1.0, 2.0], 6),
@@ -470,6 +470,7 @@ FIVE = [*SIX[:5], NAN]
         (lambda: stats.resampled(frame(a=SIX), lambda v: INF, level=0.9), (INF, NAN, NAN, 6, 0, 0.9)),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("error")
 def test_every_field_where_there_is_no_interval(found, wanted):
     assert alike(found(), *wanted)
 
@@ -543,7 +544,7 @@ def test_contrasts_are_those_of_pairs(kind, bounds, clustered):
 
 
 def test_contrasts_refuse_a_row_with_two_partners():
-    rows = frame(item=[1, 1, 2], seed=[1, 1, 1], policy="x", f1=0.5)
+    rows = frame(item=[1, 1, 2], seed=[1, 1, 1], policy="x", f1=[0.5, 0.6, 0.5])
     with pytest.raises(InputError, match=r"^1 rows to compare with share their item, seed: add columns to `on`$"):
         stats.contrasts(rows, rows, "policy", "f1", on=("item", "seed"))
     with pytest.raises(InputError, match=r"share their item: "):
@@ -601,3 +602,15 @@ def test_a_difference_of_a_billionth_is_none_and_one_above_counts():
     zeros = [0.0] * 6
     assert stats.sign_test([9e-10] * 6, zeros) == stats.wilcoxon([-9e-10] * 6, zeros) == 1.0
     assert stats.sign_test([1e-9] * 6, zeros) == stats.wilcoxon([-1e-9] * 6, zeros) == 2 / 64
+
+
+def test_true_and_false_are_one_and_zero():
+    so, not_so = [True, True, False, True, False, True], [False, True, False, False, True, False]
+    true, known = frame(a=so, b=not_so), frame(a=so, b=not_so).astype(float)
+    for estimate in (stats.contrast, stats.counted):
+        assert estimate(true, "difference") == estimate(known, "difference")
+        assert estimate(known, "difference").low < 1 / 3  # six items suffice
+    assert stats.interval(so, bounds=(0, 1)) == stats.interval(list(map(float, so)), bounds=(0, 1))
+    gain = stats.resampled(true, lambda v: float((v[:, 0] - v[:, 1]).mean()))
+    assert gain == stats.resampled(known, lambda v: float((v[:, 0] - v[:, 1]).mean()))
+    assert stats.sign_test(so, not_so) == stats.wilcoxon(so, not_so) == 2 * 5 / 16  # three gains, one loss

@@ -64,6 +64,15 @@ def scores(mean: float, n: int, spread: float = 0.1, seed: int = 0) -> pd.DataFr
         ({"size_at_most": 0.1}, -0.05, 0.05, "holds"),
         ({"size_at_most": 0.1}, 0.2, 0.3, "fails"),
         ({"size_at_most": 0.1}, -0.3, -0.05, "open"),
+        ({"size_at_least": 0.1}, -0.3, -0.1, "holds"),
+        ({"size_at_least": 0.1}, 0.1, 0.3, "holds"),
+        ({"size_at_most": 0.1}, -0.1, 0.1, "holds"),
+        ({"no_difference": 0.1}, -0.1, 0.0, "open"),
+        ({"no_difference": 0.1}, 0.1, 0.2, "fails"),
+        ({"equivalent": 0.1}, 0.0, 0.1, "open"),
+        ({"equivalent": 0.1}, -0.2, -0.1, "fails"),
+        ({"at_least": 0.0}, math.nan, 0.5, "open"),
+        ({"at_most": 0.0}, -0.5, math.nan, "open"),
         ({"at_least": 0.0}, math.nan, math.nan, "open"),
         ({"at_least": 0.0}, -math.inf, math.inf, "open"),
     ],
@@ -436,6 +445,7 @@ HOLDS, OPEN, FAILS, NEARLY, HARDLY = (0.9, 0.1), (0.5, 0.1), (0.1, 0.1), (0.61, 
         (True, {"a": (0.8, 0.1), "b": HOLDS, "c": FAILS}, "holds", "b", False),  # the best of them
         (True, {"a": NEARLY, "b": FAILS}, "open", "a", False),
         (True, {"a": OPEN, "b": FAILS}, "open", "a", False),
+        (True, {"a": (0.3, 0.3), "b": HARDLY}, "open", "a", False),  # b fails at 5%, though not more strictly
         (True, {"a": FAILS, "b": (0.2, 0.1)}, "fails", "b", True),
         (True, {"a": FAILS, "b": HARDLY}, "fails", "b", True),
     ],
@@ -461,6 +471,9 @@ def test_parts_are_asked_as_strictly_as_their_number_and_that_of_the_members_say
     parts = {"one": Told(0.2, 0.1), "two": Told(0.39, 0.1)}  # the second does not fail as one of two members
     [j, _] = judged({"at_least": 0.5}, parts, Told(0.9, 0.1), some=True)
     assert (j.state, j.refuted) == ("fails", False)
+    parts = {"one": Told(0.1, 0.36), "two": Told(0.4, 0.05)}  # nor does the first of these
+    [j, _] = judged({"at_least": 0.5}, parts, Told(0.9, 0.1), some=True)
+    assert (j.state, j.refuted, j.decided_by) == ("fails", False, "m0, two")
     [j] = judge.judge({"id": "X", "rule": {"at_least": 0.5}}, [Member("", {"x": Told(0.9, 0.1)})])
     assert (j.label, j.decided_by) == ("", "x")
 
@@ -494,7 +507,9 @@ def test_the_worst_case_is_named_by_all_of_its_names():
     [j] = judged({"at_most": 0.9}, Facts(cases))
     assert (j.state, j.refuted, j.decided_by, j.ours.value, j.against) == ("holds", False, "m0", 0.9, (0.0, 0.0))
     [j] = judged({"between": [0.6, 0.8]}, Facts(pd.Series([0.7, 0.5, 0.81])))
-    assert (j.decided_by, j.ours.value) == ("m0: 2 of 3 cases, worst at 1", 0.5)
+    assert (j.label, j.decided_by, j.ours.value) == ("m0", "m0: 2 of 3 cases, worst at 1", 0.5)
+    [j] = judged({"at_most": 0.6}, Facts(pd.Series([0.7, 0.5])))
+    assert (j.decided_by, j.refuted) == ("m0: 1 of 2 cases, worst at 0", True)
 
 
 @pytest.mark.parametrize(
@@ -532,6 +547,8 @@ def test_a_named_test_hears_the_pairs_that_are_there():
     assert [j.p for j in judged({"above": 0}, Told(0.2, 0.1), *two, Told(-0.1, 0.2), test="sign")] == [0.625] * 4
     found = judged({"equivalent": 0.03}, *two, test="tost")
     assert [j.p for j in found] == [stats.tost(one.data.a, one.data.b, 0.03, bounds=(0, 1)) for one in two]
+    assert [j.refuted for j in judged({"at_least": 0.5}, Told(0.39, 0.1), Told(0.9, 0.1), test="sign")] == [False] * 2
+    assert not judged({"no_difference": 0.5}, paired(0.0), test="wilcoxon_holm")[0].refuted
     same = judged({"no_difference": 0.5}, paired(0.1), test="wilcoxon_holm")[0]
     assert (same.state, same.refuted) == ("fails", True)  # inside the margin, and found to differ
     with pytest.raises(InputError, match=r"^claim X: test tost needs paired columns a and b in every member$"):
@@ -595,7 +612,8 @@ def rows_of(claims: list[dict], members: Callable, **more: Any) -> list[dict]:
     return frame.to_dict("records")
 
 
-def test_a_row_says_everything():
+def test_a_row_says_everything(monkeypatch):
+    monkeypatch.setattr(judge, "paper_text", lambda spec, unit: f"{spec['text']} {unit}")
     claim = CLAIM | {"rule": {"at_least": 0.4}, "why": "because", "unit": "%"}
     found = [Member("a", Told(0.5, 0.05)), Member("b", Told(0.41, 0.05)), Member("all", Told(0.42, 0.06)),
              NotTestable("no GPU"), NotTestable("no time")]  # fmt: skip
@@ -604,7 +622,7 @@ def test_a_row_says_everything():
     assert math.isnan(row.pop("p"))
     assert [row.pop(name) for name in ("ours", "low", "high")] == pytest.approx([41, 36, 46])
     assert row == {
-        "claim": "X1", "statement": "It is so.", "paper": "so", "test": "interval", "verdict": "partly",
+        "claim": "X1", "statement": "It is so.", "paper": "so %", "test": "interval", "verdict": "partly",
         "reading": "any", "model": "m", "profile": "quick", "rule": "at least 40%", "depends_on_reading": "",
         "unit": "%", "members": "1 holds, 2 open, 2 not testable (no GPU)", "decided_by": "b", "n": 20, "topic": "t",
         "source": "s", "note": "because",
@@ -646,10 +664,10 @@ def test_few_items_or_no_spread_are_said_apart():
 
 
 def test_the_worst_member_is_shown_and_what_undecided_ones_need():
-    members = [Member("a", Told(0.9, 0.1)), Member("b", Told(0.1, 0.1)), Member("c", Told(0.5, 0.2))]
+    members = [Member("a", Told(0.9, 0.1)), Member("b", Told(0.25, 0.1)), Member("c", Told(0.7, 0.4))]
     row = table({"at_least": 0.4}, members)
     assert (row.decided_by, row.members, row.verdict) == ("b", "1 holds, 1 open, 1 fails", "partly")
-    assert row.needed == needed(0.1)  # of the open one: what fails is decided
+    assert row.needed == needed(0.3) < needed(0.15)  # of the open one: what fails is decided
     row = table({"at_least": 0.4}, [Member("b", Told(0.28, 0.1)), *[Member("c", Told(0.5, 0.2))] * 9])
     assert (row.verdict, row.needed) == ("inconclusive", needed(0.1))
     row = table({"at_least": 0.4}, [Member("b", Told(0.35, 0.04)), *[Member("c", Told(0.5, 0.2))] * 9])

@@ -231,6 +231,10 @@ def test_the_pyramid_rests_on_what_is_protected():
     none = torch.zeros(1, 2, 4).bool()
     assert counts_of_layers(none, [100], 2, seen[:1], **on_top) == [[2 * 92 - 4 + 8], [4 + 8]]
     assert counts_of_layers(none, [100], 5, seen[:1]) == [[195], [148], [100], [52], [5]]
+    assert counts_of_layers(none, [300], 3, 4 * seen[:1]) == [[585], [300], [15]]
+    assert counts_of_layers(none, [110], 2, seen[:1]) == [[214], [6]]  # 214.5: halves to the even number
+    assert counts_of_layers(none, [100], 2, torch.tensor([150])) == [[150], [50]]  # all that there is, and the rest
+    assert counts_of_layers(protected, [200, 200], 2, seen, recent=8) == [[370, 240], [30, 160]]
     assert counts_of_layers(none, [100], 5, seen[:1], beta=4) == [[175], [138], [100], [62], [25]]
 
 
@@ -248,6 +252,7 @@ def test_the_pyramid_rests_on_what_is_protected():
         ([5, 5], [4, 4], -2, [0, 0]),
         ([0, 0, 0], [2, 2, 2], 4, [2, 1, 1]),
         ([0.4, 0.9, 0.7], [5, 5, 5], 2, [0, 1, 1]),
+        ([3.4, 1.6], [9, 9], 5, [3, 2]),
         ([2.9999999999, 1.0000000001], [5, 5], 4, [3, 1]),
         ([2.5, 0.5, 0], [2, 1, 7], 3, [2, 1, 0]),
     ],
@@ -255,6 +260,57 @@ def test_the_pyramid_rests_on_what_is_protected():
 def test_spread_by_hand(wish, limit, total, got):
     two = [torch.tensor([x, x]) for x in (wish, limit)]
     assert allocate.spread(*two, torch.tensor([total, 0])).tolist() == [got, [0] * len(got)]
+
+
+@given(layer(), st.sampled_from([0.0, 0.2, 0.7]))
+@settings(max_examples=30, deadline=None)
+def test_the_weighted_blend_in_loops(case, floor):
+    """Scores times the share that a head's best hold of their sum; then each head's number among the best of all."""
+    scores, protected, budget = case
+    noise = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0))
+    scores = torch.where(scores.isneginf(), scores, scores.abs() + noise)  # no ties
+    heads, total, wish, room = scores.shape[1], [], [], []
+    for b, row in enumerate(scores):
+        mine, free, weighted = [], [], []
+        for h in range(heads):
+            mine.append([float(x) for x, p in zip(row[h], protected[b, h], strict=True) if x > -torch.inf and not p])
+            held = sum(bool(p) and x > -torch.inf for x, p in zip(row[h], protected[b, h], strict=True))
+            free.append(int(budget[b]) - held)
+            share = sum(sorted(mine[h], reverse=True)[: max(0, free[h])]) / max(sum(mine[h]), 1e-30)
+            weighted += [(x * share, h) for x in mine[h]]
+        best = [h for _, h in sorted(weighted, reverse=True)[: sum(free)]]
+        wish.append([(1 - floor) * best.count(h) + floor * free[h] for h in range(heads)])
+        room.append([len(x) for x in mine])
+        total.append(sum(free))
+    counts = allocate.adaptive(scores, protected, budget, floor, blend=True, weighted=True)
+    extra = allocate.spread(torch.tensor(wish, dtype=torch.float64), torch.tensor(room), torch.tensor(total))
+    assert torch.equal(counts, (protected & ~scores.isneginf()).sum(-1) + extra)
+
+
+def test_a_head_whose_budget_is_all_protected_has_no_weight():
+    scores = torch.stack([torch.full((9,), 5.0), torch.linspace(0.1, 1, 9)])[None]
+    protected = torch.zeros(1, 2, 9).bool()
+    protected[0, 0, -4:] = True
+    for weighted, counts in ((True, [4, 4]), (False, [8, 0])):
+        given = {"floor": 0.0, "blend": True} | ({"weighted": True} if weighted else {})
+        assert allocate.adaptive(scores, protected, torch.tensor([4]), **given).tolist() == [counts]
+
+
+def test_cake_shares_row_by_row():
+    """Where no layer is preferred, all are alike; preferences below 1 count as well."""
+    scores, protected = [torch.zeros(3, 2, 40)] * 2, [torch.zeros(3, 2, 40).bool()] * 2
+    protected[1] = torch.arange(40).expand(3, 2, -1) < 4
+    preferred = [torch.tensor([0.0, 0.1, 30.0]), torch.tensor([0.0, 0.3, 10.0])]
+    _, counts = allocate.cake(scores, protected, torch.tensor([10, 10, 10]), preferred)
+    assert [c[:, 1].tolist() for c in counts] == [[8, 4, 12], [8 + 4, 12 + 4, 4 + 4]]
+
+
+def test_each_layer_has_its_own_guards():
+    scores, protected = [torch.zeros(1, 2, 9)] * 2, [torch.zeros(1, 2, 9).bool()]
+    with pytest.raises(ValueError, match="zip"):
+        allocate.joint_layers(scores, protected, torch.tensor([4]))
+    with pytest.raises(ValueError, match="zip"):
+        allocate.cake(scores, protected, torch.tensor([4]), [torch.ones(1)] * 2)
 
 
 def test_too_many_protected_tokens_are_refused():

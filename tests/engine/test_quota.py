@@ -145,7 +145,10 @@ def test_numbering_covers_the_prompt_or_says_where_it_does_not():
     for span, said in ([3, 7], "3..7"), ([4, 5], "4..5"), ([2, -1], "-1..2"), ([], "without tokens"):
         with pytest.raises(InputError, match=f"^span {said} in 5 tokens: mark positions of what is compressed$"):
             quota.number(5, [[0], span])
-    with pytest.raises(InputError, match="0 prompt spans"):
+    assert quota.number(6, [[5, 3], [4]], extended=False).tolist() == [-1, -1, -1, 0, 1, 0]  # the first begins first
+    assert quota.number(4, [[0], [2]]).tolist() == [0, 0, 1, 1]
+    assert quota.number(4, [[1], [2, 3]]).tolist() == [0, 0, 1, 1]
+    with pytest.raises(InputError, match="^0 prompt spans: a quota needs at least 1$"):
         quota.number(5, [])
 
 

@@ -380,6 +380,17 @@ def test_layers_of_several_caches_become_one():
     assert one.hidden.nonzero()[:, 0].tolist() == [8]
 
 
+def test_the_very_first_token_is_hidden_and_forgotten_as_any_other():
+    layer, _ = ragged([0, 1], KEPT)
+    hidden, _ = ragged([0, 1], KEPT)
+    index = hidden.shown().index
+    hidden.evict(index != 0, index, masked=True)
+    assert hidden.shown().positions[0, 0].tolist() == [-1, -1, -1, 2, 3]
+    layer.slide(torch.tensor([1, 0]))
+    assert layer.held().tolist() == hidden.seen().tolist() == [[2, 2], [0, 5]]
+    assert layer.positions.tolist() == [2, 3, 1, 4, 0, 1, 2, 3, 4]
+
+
 def test_nothing_is_written_where_a_layer_is_read():
     layer, lists = ragged([0, 1], KEPT, {"mass": 0})
     assert layer.lengths.tolist() == layer.held().tolist() == [[3, 2], [0, 5]]
@@ -428,7 +439,7 @@ def test_rows_of_a_packed_layer():
     one, two = wide(), wide(2)
     one.quantise(2)
     two.quantise(2)
-    assert one.keys.bits == 2
+    assert one.keys.bits == one.values.bits == 2
     same = one.rows(torch.tensor([0]))
     assert (same is not one, same.keys is one.keys) == (True, True)
     twice = one.rows(torch.tensor([0, 0]))

@@ -386,6 +386,9 @@ def test_the_very_first_token_is_hidden_and_forgotten_as_any_other():
     index = hidden.shown().index
     hidden.evict(index != 0, index, masked=True)
     assert hidden.shown().positions[0, 0].tolist() == [-1, -1, -1, 2, 3]
+    second, _ = ragged([0, 1], KEPT)
+    second.evict(index != 1, index, masked=True)
+    assert second.shown().positions[0, 0].tolist() == [-1, -1, -1, 0, 3]
     layer.slide(torch.tensor([1, 0]))
     assert layer.held().tolist() == hidden.seen().tolist() == [[2, 2], [0, 5]]
     assert layer.positions.tolist() == [2, 3, 1, 4, 0, 1, 2, 3, 4]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from observations import observation
 
 from kvrepro.engine import guard, quota
-from kvrepro.engine.select import ensured_later
 from kvrepro.errors import InputError
 
 TOKENS = 24
@@ -227,9 +226,11 @@ def test_a_head_keeps_no_more_than_it_has():
 
 
 def test_what_is_kept_lies_where_the_scores_do():
-    """No tensor of torch's default device gets between: here that of a device which holds no numbers."""
-    o = spanned([0] * 6 + [1] * 6)
-    there = replace(o, positions=o.positions.to("meta"), span_of=o.span_of.to("meta"))
-    parts = torch.ones(1, 2, 2, dtype=torch.long, device="meta")
-    with ensured_later():
-        assert quota.select(there.positions.float(), there.alive, parts, there).device.type == "meta"
+    """Whatever torch's default device is: here one that holds no numbers."""
+    o = spanned([0] * 6 + [1] * 6, sums={"span_mass": torch.ones(1, 2, 12)})
+    counts = torch.full((1, 2), 4)
+    with torch.device("meta"):
+        parts = quota.split(o, counts, nothing(o))
+        assert quota.select(o.positions.float(), nothing(o), parts, o)[0, 0].nonzero()[:, 0].tolist() == [4, 5, 10, 11]
+        assert quota.h2o(o)[0, 0].tolist() == pytest.approx([1 / n for n in (6, 5, 4, 3, 2, 1)] * 2)
+        assert quota.streaming_ramps(o)[0, 0, -1] == pytest.approx(0.9)

@@ -130,9 +130,13 @@ def test_neighbouring_numbers_and_many_equals_are_told_apart():
 
 
 def test_the_largest_lie_where_the_scores_do():
-    """No tensor of torch's default device gets between: here that of a device which holds no numbers."""
-    scores, counts = torch.zeros(2, 5, device="meta"), torch.ones(2, dtype=torch.long, device="meta")
-    assert largest(scores, counts).device.type == "meta"
+    """Whatever torch's default device is: here one that holds no numbers."""
+    scores, counts, none = torch.zeros(1, 2, 5), torch.ones(1, 2, dtype=torch.long), torch.zeros(1, 2, 5).bool()
+    with torch.device("meta"):
+        assert largest(scores, counts).nonzero()[:, 2].tolist() == [4, 4]
+        assert best(scores, none, 2).tolist() == [[[3, 4], [3, 4]]]
+        with pytest.raises(InputError, match="budget 2 < 5 protected tokens"):
+            best(scores, ~none, 2)
 
 
 def test_the_kernel_is_asked_for_rows_that_it_can_hold(monkeypatch):

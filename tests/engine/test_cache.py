@@ -1,5 +1,7 @@
 """The ragged cache against lists of lists; what it frees is really gone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conditions import flat
@@ -325,6 +327,9 @@ def test_layers_of_even_heads_hold_memory_of_their_own():
         assert (
             some.keys[4 * b + 2 * h + i, 0] == stamped(int(place[b, h, i]), b, h) == -some.values[4 * b + 2 * h + i, 0]
         )
+    with torch.device("meta"):  # whatever torch's default device is: here one that holds no numbers
+        short = RaggedLayer.even(keys[:, :, :1], values[:, :, :1], where[:, :, :1], {})
+    assert short.offsets.tolist() == [0, 1, 2, 3, 4]
     given = RaggedLayer.even(keys, values, where, sums)
     assert (given.keys.data_ptr(), given.values.data_ptr()) == (keys.data_ptr(), values.data_ptr())
     assert torch.equal(given.sums["mass"], sums["mass"].flatten())
@@ -366,7 +371,7 @@ def test_layers_of_several_caches_become_one():
     assert both.shape == (3, HEADS)
     assert both.positions.tolist() == [0, 1, 8, 9, 2, 8, 9] * 3
     assert both.offsets.tolist() == [0, 4, 7, 11, 14, 18, 21]
-    assert both.hidden.nonzero()[:, 0].tolist() == [8]
+    assert (both.hidden.dtype, both.hidden.nonzero()[:, 0].tolist()) == (torch.bool, [8])
     assert {name: s.tolist() for name, s in both.sums.items()} == {"mass": [0.0] * 21, "low": [0.0] * 21}
     assert both.sums["low"].dtype == torch.float32
     assert both.query_positions.tolist() == [[-1, 5, 6], [-1, -1, -1], [5, 6, 7]]
@@ -375,6 +380,9 @@ def test_layers_of_several_caches_become_one():
     assert concatenated(layers[:1]) is layers[0]
     plain = concatenated([ragged([0], [[[0], [1]]])[0], ragged([1], [[[0], [1]]])[0]])
     assert plain.hidden is plain.queries is plain.query_positions is None
+    two, _ = ragged([0, 1], KEPT)
+    two.remember(torch.ones(2, 4, 2, DIM), torch.arange(2).expand(2, 2), 2)
+    assert concatenated([two, ragged([2], KEPT[:1])[0]]).query_positions.tolist() == [[0, 1], [0, 1], [-1, -1]]
     one = both.rows(torch.tensor([2, 1]))
     assert one.query_positions.tolist() == [[5, 6, 7], [-1, -1, -1]]
     assert one.queries[:, 0, :, 0].tolist() == [[3, 3, 3], [0, 0, 0]]
@@ -387,9 +395,17 @@ def test_the_very_first_token_is_hidden_and_forgotten_as_any_other():
     index = hidden.shown().index
     hidden.evict(index != 0, index, masked=True)
     assert hidden.shown().positions[0, 0].tolist() == [-1, -1, -1, 2, 3]
+    assert hidden.shown().index[0, 0].tolist() == [-1, -1, -1, 1, 2]
+    assert hidden.parts()[0][2][0, 0].tolist() == [-1, -1, -1, 2, 3]
     second, _ = ragged([0, 1], KEPT)
     second.evict(index != 1, index, masked=True)
     assert second.shown().positions[0, 0].tolist() == [-1, -1, -1, 0, 3]
+    empty, lists = ragged([0], [[[], []]])
+    appended(empty, lists, [[0, 1]])
+    assert empty.held().tolist() == [[2, 2]]
+    assert_equal(empty, lists)
+    empty.settle()
+    assert_equal(empty, lists)
     layer.slide(torch.tensor([1, 0]))
     assert layer.held().tolist() == hidden.seen().tolist() == [[2, 2], [0, 5]]
     assert layer.positions.tolist() == [2, 3, 1, 4, 0, 1, 2, 3, 4]
@@ -469,6 +485,29 @@ def test_a_cache_is_its_layers():
     cache.quantise(4)
     assert {type(layer.keys) for layer in cache.ragged.values()} == {Packed}
     assert cache.ragged[0].keys.bits == 4
+
+
+def test_states_follow_their_rows_whatever_holds_them():
+    """A tensor, tensors by name, what is no tensor; a layer without states stays as it is."""
+    caches = []
+    for row in (0, 10):
+        state, none = torch.arange(4).view(2, 2) + row, SimpleNamespace(keys=torch.arange(2))
+        recurrent = SimpleNamespace(recurrent_states={0: state, "known": True}, conv=-state, size=4)
+        caches.append(EngineCache(tiny_model("llama").config))
+        caches[-1].layers = [recurrent, none]
+    rows = caches[0].rows(torch.tensor([1]))
+    assert rows.layers[0].recurrent_states[0].tolist() == [[2, 3]]
+    assert rows.layers[0].conv.tolist() == [[-2, -3]]
+    assert (rows.layers[0].recurrent_states["known"], rows.layers[0].size) == (True, 4)
+    assert rows.layers[1].keys.tolist() == [0, 1]
+    both = together(caches)
+    assert both.layers[0].recurrent_states[0].tolist() == [[0, 1], [2, 3], [10, 11], [12, 13]]
+    assert both.layers[0].conv.tolist() == [[0, -1], [-2, -3], [-10, -11], [-12, -13]]
+    assert both.layers[1].keys.tolist() == [0, 1]
+    assert caches[0].layers[0].conv.tolist() == [[0, -1], [-2, -3]]
+    caches[1].layers = caches[1].layers[:1]
+    with pytest.raises(ValueError, match="zip"):
+        together(caches)
 
 
 # ---- bytes

@@ -355,6 +355,14 @@ def test_the_tail_grows_by_a_spare_slot_for_256_tokens_of_a_head():
     assert layer.positions.dtype == torch.int32
 
 
+def test_sums_of_new_tokens_are_float32_whatever_the_keys_are():
+    at = torch.tensor([[3]])
+    layer, _ = ragged([0], KEPT[1:], {"mass": 0})
+    layer.keys, layer.values = layer.keys.bfloat16(), layer.values.bfloat16()
+    layer.append(*(x.bfloat16() for x in tensors([0], at)), at)
+    assert (layer.tail_keys.dtype, layer.tail_sums["mass"].dtype) == (torch.bfloat16, torch.float32)
+
+
 def test_layers_of_several_caches_become_one():
     """One remembers two queries, one none, one three; one hides a token; each has its own sums."""
     layers, rows = [], []

@@ -518,6 +518,14 @@ def test_states_follow_their_rows_whatever_holds_them():
         together(caches)
 
 
+def test_many_remembered_queries_stay_in_their_order():
+    layer, _ = ragged([0], KEPT[1:])
+    positions = torch.tensor([[-1] * 3 + [*range(200)] + [-1] * 5 + [*range(200, 400)]])
+    layer.remember(positions[:, None, :, None].float().expand(1, 2, -1, DIM), positions, 300)
+    assert layer.query_positions.tolist() == [[*range(100, 400)]]
+    assert layer.queries[0, 1, :, 2].tolist() == [*range(100, 400)]
+
+
 # ---- bytes
 
 

@@ -8,10 +8,15 @@ from collections.abc import Generator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+if "MUTANT_UNDER_TEST" in os.environ:  # mutmut: one counterexample is enough, the simplest takes a minute to find
+    settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None)
+    settings.load_profile("mutants")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -222,22 +222,22 @@ def state_of(rule: Mapping[str, Any], low: float, high: float) -> str:
 
 def _against(rule: Mapping[str, Any], e: Estimate) -> tuple[float, float]:
     """How far an estimate speaks against a rule: its interval's worst point from the region, and its value."""
-    parts = region(rule)
+    # An end of the interval is worst, or what lies nearest 0, where a size is asked for.
+    points = [e.value] if math.isnan(e.low) else [e.low, e.high, min(max(e.low, 0.0), e.high)]
+    return max(_outside(rule, x) for x in points), _outside(rule, e.value)
 
-    def outside(x: float) -> float:
-        return min(max(a - x, x - b) for a, b, _ in parts)
 
-    holes = [(parts[0][1] + parts[1][0]) / 2] if len(parts) == 2 else []
-    ends = [e.value] if math.isnan(e.low) else [e.low, e.high, *[x for x in holes if e.low < x < e.high]]
-    return max(map(outside, ends)), outside(e.value)
+def _outside(rule: Mapping[str, Any], value: float) -> float:
+    """From a value to a rule's region; negative inside."""
+    return min(max(a - value, value - b) for a, b, _ in region(rule))
 
 
 def _gap(rule: Mapping[str, Any], value: float) -> float:
     """From a value to the nearest border of a rule's region."""
-    return min((abs(value - end) for a, b, _ in region(rule) for end in (a, b) if math.isfinite(end)), default=math.inf)
+    return min(abs(value - end) for a, b, _ in region(rule) for end in (a, b) if math.isfinite(end))
 
 
-def _single(rule: Mapping[str, Any], label: str, what: Any, level: float = 0.95, members: int = 1) -> Judged:
+def _single(rule: Mapping[str, Any], label: str, what: Any, members: int, level: float = 0.95) -> Judged:
     """members: how many the claim has."""
     e = what.estimate(level)
     state = state_of(rule, e.low, e.high)
@@ -258,9 +258,9 @@ def _several(rule: Mapping[str, Any], member: Member, members: int) -> Judged:
     strict = 1 - 0.05 / len(member.what)
     found = []
     for name, what in member.what.items():
-        plain = _single(rule, name, what, members=members)
+        plain = _single(rule, name, what, members)
         again = member.some or plain.state == "fails"  # what does not fail at 5% fails at no stricter level
-        found.append((plain, _single(rule, name, what, strict, members) if again else plain))
+        found.append((plain, _single(rule, name, what, members, strict) if again else plain))
     wanted, other = ("holds", "fails") if member.some else ("fails", "holds")
     one = [tight for _, tight in found if tight.state == wanted]
     choose = min if member.some else max
@@ -272,7 +272,6 @@ def _several(rule: Mapping[str, Any], member: Member, members: int) -> Judged:
     else:
         left = [pair[member.some] for pair in found if pair[0].state != other]
         best = replace(choose(left, key=lambda j: j.against), state="open", refuted=False)
-        best = replace(best, needed=best.ours.needed(_gap(rule, best.ours.value)))
     return replace(best, label=member.label, decided_by=", ".join(filter(None, [member.label, best.label])))
 
 
@@ -281,7 +280,7 @@ def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
     known = cases.dropna()
     if known.empty:
         raise NotTestable(f"no case of {label} has a value")
-    distance = known.map(lambda v: _against(rule, Estimate(v, v, v, 1))[0])
+    distance = known.map(lambda value: _outside(rule, value))
     wrong = known[[state_of(rule, v, v) != "holds" for v in known]]
     worst, name = known.iloc[distance.argmax()], distance.index[distance.argmax()]
     shown = ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
@@ -333,7 +332,7 @@ def judge(claim: Mapping[str, Any], members: Sequence[Member]) -> list[Judged]:
         elif isinstance(m.what, Mapping):
             judged.append(_several(rule, m, len(members)))
         else:
-            judged.append(_single(rule, m.label, m.what, members=len(members)))
+            judged.append(_single(rule, m.label, m.what, len(members)))
     return _tested(claim, members, judged)
 
 
@@ -375,7 +374,7 @@ def rule_text(claim: Mapping[str, Any]) -> str:
     said = [f"{100 * b:.6g}%" if claim.get("unit") == "%" else f"{b:.6g}" for b in np.atleast_1d(bound)]
     text = said[0] if len(set(said)) < len(said) else RULES.get(kind, "{}").format(*said)
     text += ", in every case" if claim.get("exact") else ""
-    return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test", ""), ""))
+    return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test"), ""))
 
 
 def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str, Any], dict[str, str]]:
@@ -384,7 +383,7 @@ def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str
     row = {
         "claim": claim["id"], "statement": claim["statement"], "unit": unit, "paper": paper_text(claim["paper"], unit),
         "rule": rule_text(claim), "topic": claim["topic"], "source": claim["source"], "note": claim.get("why", ""),
-        "test": "every case" if exact else TESTS.get(claim.get("test"), ""),
+        "test": "every case" if exact else TESTS.get(claim.get("test")),
     }  # fmt: skip
     lost = [found] if isinstance(found, NotTestable) else [m for m in found if isinstance(m, NotTestable)]
     members = [] if isinstance(found, NotTestable) else [m for m in found if isinstance(m, Member)]

@@ -166,7 +166,7 @@ def counted(frame: pd.DataFrame, name: str, *, level: float = 0.95) -> Estimate:
     if name == "mean":
         low, high = up_low, up_high
     else:
-        r = -math.sqrt(up * down / ((1 - up) * (1 - down))) if 0 < up < 1 and 0 < down < 1 else 0.0
+        r = -math.sqrt(up * down / ((1 - up) * (1 - down))) if max(up, down) < 1 else 0.0
         low = value - _joined(up - up_low, down_high - down, r)
         high = value + _joined(up_high - up, down - down_low, r)
     error = (high - low) / 2 / _quantile(level, math.inf)
@@ -180,7 +180,7 @@ def _exact(count: int, n: int, level: float) -> tuple[float, float]:
 
 def _joined(a: float, b: float, correlation: float) -> float:
     """Of the reaches of two terms of a difference, that of the difference."""
-    return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
+    return math.sqrt(a * a - 2 * correlation * a * b + b * b)
 
 
 def _quantile(level: float, freedom: float) -> float:
@@ -283,7 +283,7 @@ def resampled(
         return Estimate(value, math.nan, math.nan, n, level=level)
     rows = [np.flatnonzero(codes == i) for i in range(n)]
     picks = np.random.default_rng(seed).integers(0, n, (DRAWS, n))
-    drawn = np.array([statistic(values[np.concatenate([rows[i] for i in pick])]) for pick in picks], float)
+    drawn = np.array([statistic(values[np.concatenate([rows[i] for i in pick])]) for pick in picks])
     return spread_of(value, drawn, n, level)
 
 
@@ -383,7 +383,7 @@ def wilcoxon(a: Sequence[float], b: Sequence[float]) -> float:
         signs = np.arange(2 ** len(ranks))[:, None] >> np.arange(len(ranks)) & 1
         sums, seen = signs @ ranks, ranks[nonzero > 0].sum()
         return min(1.0, 2 * float(min((sums <= seen + 1e-9).mean(), (sums >= seen - 1e-9).mean())))
-    return float(scipy_stats.wilcoxon(nonzero, zero_method="wilcox", alternative="two-sided").pvalue)
+    return float(scipy_stats.wilcoxon(nonzero).pvalue)
 
 
 def sign_test(a: Sequence[float], b: Sequence[float]) -> float:
@@ -406,8 +406,8 @@ def tost(
     d = _differences(a, b)
     if d.size < 2:
         return math.nan
-    reach = bounds[1] - bounds[0] if bounds else 0.0
-    [mean], [[variance]], total = _moments([d], [np.array([-reach, 0.0, 0.0, reach])] if bounds else [])
+    corners = [np.array([bounds[0] - bounds[1], 0.0, 0.0, bounds[1] - bounds[0]])] if bounds else []
+    [mean], [[variance]], total = _moments([d], corners)
     if variance <= 1e-30:
         return 0.0 if abs(mean) < margin else 1.0
     return float(scipy_stats.t.sf((margin - abs(mean)) / math.sqrt(variance), total - 1))

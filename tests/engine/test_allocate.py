@@ -165,7 +165,9 @@ def kvpress_pyramid(n, budget, window, beta, layers):
     return [round(high - l * (high - low) / (layers - 1)) for l in range(layers)]
 
 
-@pytest.mark.parametrize(("n", "budget", "window"), [(1000, 300, 8), (4000, 400, 8), (100, 80, 8), (1000, 100, 64)])
+@pytest.mark.parametrize(
+    ("n", "budget", "window"), [(1000, 300, 8), (4000, 400, 8), (100, 80, 8), (1000, 100, 64), (1000, 160, 8)]
+)
 def test_the_pyramid_inside_is_kvpress(n, budget, window):
     got = []
     for l in range(7):
@@ -188,7 +190,7 @@ def original_pyramid(n, capacity, window, beta, layers):
     return [high - l * ((high - low) // (layers - 1)) + window for l in range(layers)]
 
 
-@pytest.mark.parametrize(("n", "budget"), [(1000, 300), (4000, 408), (620, 308), (600, 400), (1000, 100)])
+@pytest.mark.parametrize(("n", "budget"), [(1000, 300), (4000, 408), (620, 308), (600, 400), (1000, 100), (600, 308)])
 def test_the_pyramid_with_the_window_on_top_is_the_originals_first_half_mirrored(n, budget):
     got = []
     for l in range(7):
@@ -201,12 +203,143 @@ def test_the_pyramid_with_the_window_on_top_is_the_originals_first_half_mirrored
     assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= 6
 
 
+def counts_of_layers(protected, budget, layers, seen, **given) -> list[list[int]]:
+    """The pyramid's count of each row, layer after layer; the first slot of every head is dead."""
+    scores = torch.zeros(protected.shape)
+    scores[..., 0] = -torch.inf
+    found = []
+    for l in range(layers):
+        o = observation(len(scores), scores.shape[1], 1, 1, scores.shape[2], layer=l, layers=layers, seen=seen)
+        counts = allocate.pyramid(scores, protected, torch.tensor(budget), o, **given)
+        assert (counts == counts[:, :1]).all()
+        assert counts.shape == scores.shape[:2]
+        found.append(counts[:, 0].tolist())
+    return found
+
+
+def test_the_pyramid_rests_on_what_is_protected():
+    """The fullest head decides, dead slots do not count; where more than the budget is protected, layers are alike."""
+    protected = torch.zeros(2, 2, 161).bool()
+    protected[0, 1, :31] = True  # a dead one and 30
+    protected[1, 0, 1:] = True  # 160
+    seen = torch.tensor([1000, 1000])
+    assert counts_of_layers(protected, [100, 100], 3, seen) == [[170, 100], [100, 100], [30, 100]]
+    assert counts_of_layers(protected, [100, 100], 2, seen) == [[170, 100], [30, 100]]
+    assert counts_of_layers(protected, [100, 100], 1, seen) == [[100, 100]]
+    on_top = {"recent": 8, "inside": False}  # 22 beside the window, of 92
+    assert counts_of_layers(protected, [100, 100], 3, seen, **on_top) == [[170, 100], [100, 100], [30, 100]]
+    none = torch.zeros(1, 2, 4).bool()
+    assert counts_of_layers(none, [100], 2, seen[:1], **on_top) == [[2 * 92 - 4 + 8], [4 + 8]]
+    assert counts_of_layers(none, [100], 5, seen[:1]) == [[195], [148], [100], [52], [5]]
+    assert counts_of_layers(none, [300], 3, 4 * seen[:1]) == [[585], [300], [15]]
+    assert counts_of_layers(none, [110], 2, seen[:1]) == [[214], [6]]  # 214.5: halves to the even number
+    assert counts_of_layers(none, [100], 2, torch.tensor([150])) == [[150], [50]]  # all that there is, and the rest
+    assert counts_of_layers(protected, [200, 200], 2, seen, recent=8) == [[370, 240], [30, 160]]
+    assert counts_of_layers(none, [100], 5, seen[:1], beta=4) == [[175], [138], [100], [62], [25]]
+
+
+@pytest.mark.parametrize(
+    ("wish", "limit", "total", "got"),
+    [
+        ([1, 1, 1], [9, 9, 9], 2, [1, 1, 0]),  # scaled down to 2/3 each; equal remainders: the first ones
+        ([1, 1, 1], [9, 9, 9], 3, [1, 1, 1]),
+        ([1, 2, 3], [9, 9, 9], 12, [3, 4, 5]),  # what nobody wished for goes to all alike
+        ([2, 4, 6], [9, 9, 9], 6, [1, 2, 3]),
+        ([10, 0, 0, 0], [1, 2, 3, 9], 12, [1, 2, 3, 6]),
+        ([10, 0, 0, 0], [1, 2, 3, 9], 99, [1, 2, 3, 9]),
+        ([5, 5], [-1, 3], 4, [0, 3]),
+        ([-5, 2], [4, 4], 2, [0, 2]),
+        ([5, 5], [4, 4], -2, [0, 0]),
+        ([0, 0, 0], [2, 2, 2], 4, [2, 1, 1]),
+        ([0.4, 0.9, 0.7], [5, 5, 5], 2, [0, 1, 1]),
+        ([3.4, 1.6], [9, 9], 5, [3, 2]),
+        ([1] * 200, [9] * 200, 70, [1] * 70 + [0] * 130),  # more than are sorted stably unasked
+        ([2.9999999999, 1.0000000001], [5, 5], 4, [3, 1]),
+        ([2.5, 0.5, 0], [2, 1, 7], 3, [2, 1, 0]),
+    ],
+)
+def test_spread_by_hand(wish, limit, total, got):
+    two = [torch.tensor([x, x]) for x in (wish, limit)]
+    assert allocate.spread(*two, torch.tensor([total, 0])).tolist() == [got, [0] * len(got)]
+
+
+@given(layer(), st.sampled_from([0.0, 0.2, 0.7]))
+@settings(max_examples=30, deadline=None)
+def test_the_weighted_blend_in_loops(case, floor):
+    """Scores times the share that a head's best hold of their sum; then each head's number among the best of all."""
+    scores, protected, budget = case
+    noise = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0))
+    scores = torch.where(scores.isneginf(), scores, scores.abs() + noise)  # no ties
+    heads, total, wish, room = scores.shape[1], [], [], []
+    for b, row in enumerate(scores):
+        mine, free, weighted = [], [], []
+        for h in range(heads):
+            mine.append([float(x) for x, p in zip(row[h], protected[b, h], strict=True) if x > -torch.inf and not p])
+            held = sum(bool(p) and x > -torch.inf for x, p in zip(row[h], protected[b, h], strict=True))
+            free.append(int(budget[b]) - held)
+            share = sum(sorted(mine[h], reverse=True)[: max(0, free[h])]) / max(sum(mine[h]), 1e-30)
+            weighted += [(x * share, h) for x in mine[h]]
+        best = [h for _, h in sorted(weighted, reverse=True)[: sum(free)]]
+        wish.append([(1 - floor) * best.count(h) + floor * free[h] for h in range(heads)])
+        room.append([len(x) for x in mine])
+        total.append(sum(free))
+    counts = allocate.adaptive(scores, protected, budget, floor, blend=True, weighted=True)
+    extra = allocate.spread(torch.tensor(wish, dtype=torch.float64), torch.tensor(room), torch.tensor(total))
+    assert torch.equal(counts, (protected & ~scores.isneginf()).sum(-1) + extra)
+
+
+def test_a_head_whose_budget_is_all_protected_has_no_weight():
+    scores = torch.stack([torch.full((9,), 5.0), torch.linspace(0.1, 1, 9)])[None]
+    protected = torch.zeros(1, 2, 9).bool()
+    protected[0, 0, -4:] = True
+    for weighted, counts in ((True, [4, 4]), (False, [8, 0])):
+        given = {"floor": 0.0, "blend": True} | ({"weighted": True} if weighted else {})
+        assert allocate.adaptive(scores, protected, torch.tensor([4]), **given).tolist() == [counts]
+
+
+def test_cake_shares_row_by_row():
+    """Where no layer is preferred, all are alike; preferences below 1 count as well."""
+    scores, protected = [torch.zeros(3, 2, 40)] * 2, [torch.zeros(3, 2, 40).bool()] * 2
+    protected[1] = torch.arange(40).expand(3, 2, -1) < 4
+    preferred = [torch.tensor([0.0, 0.1, 30.0]), torch.tensor([0.0, 0.3, 10.0])]
+    _, counts = allocate.cake(scores, protected, torch.tensor([10, 10, 10]), preferred)
+    assert [c[:, 1].tolist() for c in counts] == [[8, 4, 12], [8 + 4, 12 + 4, 4 + 4]]
+
+
+def test_each_layer_has_its_own_guards():
+    scores, protected = [torch.zeros(1, 2, 9)] * 2, [torch.zeros(1, 2, 9).bool()]
+    with pytest.raises(ValueError, match="zip"):
+        allocate.joint_layers(scores, protected, torch.tensor([4]))
+    with pytest.raises(ValueError, match="zip"):
+        allocate.cake(scores, protected, torch.tensor([4]), [torch.ones(1)] * 2)
+
+
 def test_too_many_protected_tokens_are_refused():
     scores, protected = torch.zeros(1, 2, 10), torch.ones(1, 2, 10).bool()
-    with pytest.raises(InputError, match="budget 8 < 20 protected tokens"):
+    protected[0, 0, 0] = False
+    said = "protected tokens of {} together: raise the budget, or protect less$"
+    with pytest.raises(InputError, match="^budget 8 < 19 " + said.format("2 heads")):
         allocate.adaptive(scores, protected, torch.tensor([4]))
-    with pytest.raises(InputError, match="budget 16 < 40 protected tokens"):
+    with pytest.raises(InputError, match="^budget 16 < 38 " + said.format("4 heads")):
         allocate.joint_layers([scores] * 2, [protected] * 2, torch.tensor([4]))
+    with pytest.raises(InputError, match="^budget 8 < 20 " + said.format("2 layers")):
+        allocate.cake([scores] * 2, [protected] * 2, torch.tensor([4]), [torch.ones(1)] * 2)
+    scores[0, 0, :4], scores[0, 1, :9] = -torch.inf, -torch.inf  # what is dead needs no room
+    for floor in (0.0, 0.5):
+        assert allocate.adaptive(scores, protected, torch.tensor([4]), floor=floor).tolist() == [[6, 1]]
+    assert allocate.adaptive(scores, protected, torch.tensor([4]), blend=True).tolist() == [[6, 1]]
+    assert [c.tolist() for c in allocate.joint_layers([scores], [protected], torch.tensor([4]))[1]] == [[[6, 1]]]
+
+
+def test_a_floor_is_a_share_of_the_budget_and_a_fifth_by_itself():
+    """A head whose scores are all low gets its floor, were the product a hair too small as well: 0.29 * 100."""
+    scores = torch.stack([torch.zeros(200), torch.full((200,), 9.0)])[None]
+    none = torch.zeros_like(scores).bool()
+    for floor, least in ((0.29, 29), (0.0, 0), (0.55, 55), (1.0, 100)):
+        assert allocate.adaptive(scores, none, torch.tensor([100]), floor).tolist() == [[least, 200 - least]]
+    assert allocate.adaptive(scores, none, torch.tensor([100])).tolist() == [[20, 180]]
+    assert allocate.adaptive(scores, none, torch.tensor([100]), blend=True).tolist() == [[20, 180]]
+    assert allocate.joint(scores, none, torch.tensor([100])).tolist() == [[0, 200]]
 
 
 @given(

@@ -1,11 +1,28 @@
 """What a value may be: numbers, words, types, and how a refusal reads."""
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Optional
 
 import pytest
 import torch
 
-from kvrepro.engine.allowed import Count, Number, Odd, Share, Size, ensure, ensure_all, holds, of, said
+from kvrepro.engine.allowed import (
+    Count,
+    Number,
+    Odd,
+    Positive,
+    Share,
+    Size,
+    Weight,
+    ensure,
+    ensure_all,
+    ensure_fields,
+    holds,
+    of,
+    said,
+)
 from kvrepro.errors import InputError
 
 Word = Annotated[str, ("a", "b", "c")]
@@ -19,6 +36,10 @@ Word = Annotated[str, ("a", "b", "c")]
         (Odd, [1, 7], [0, 2, 7.0]),
         (Share, [0, 1, 0.5], [-1e-9, 1.1, float("nan"), float("inf"), "0.5"]),
         (Number(0, 1, above=True, below=True), [0.5], [0, 1, 0.0, 1.0]),
+        (Weight, [0, 1e300], [-1e-300, math.inf]),
+        (Positive, [1e-300, 1], [0, 0.0]),
+        (Number(2, 4, whole=True), [2, 3, 4], [1, 5, 3.0]),
+        (Number(-3, 3, odd=True), [-3, 1, 1.5, 3], [0, 2.0, -2, math.nan]),
         (float, [1, 2.5, -3.0], [True, "x", float("nan")]),
         (int, [1, -2], [True, 1.0]),
         (bool, [True, False], [0, 1, None]),
@@ -29,6 +50,12 @@ Word = Annotated[str, ("a", "b", "c")]
         (torch.Tensor, [torch.zeros(2), None], []),
         (object, ["anything", None], []),
         (int | None, [3, None, "unknown kinds hold all"], []),
+        (None, [None], [0, False, "", "None"]),
+        ("a", ["a"], ["b", None]),
+        (1, [1], [True, 1.0, 2]),
+        ((), [], [None, 1]),
+        (2.5, [2.5, "no word and no number either"], []),
+        ((Share, "auto", bool), [0.5, 1, "auto", True], [2, "none", None]),
     ],
 )
 def test_kinds(kind, good, bad):
@@ -73,3 +100,105 @@ def test_a_choice_of_kinds_holds_any_of_them():
     ensure_all(Literal["a", "b"] | float, x=0.5)
     with pytest.raises(InputError, match="x 'c': a, or b, or a number"):
         ensure_all(Literal["a", "b"] | float, x="c")
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """What a refusal says; empty where nothing is refused."""
+    try:
+        call()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        (Size, 3, ""),
+        (Size, 0, "x 0: a whole number, at least 1"),
+        (Positive, 0.0, "x 0.0: a number, above 0"),
+        (("a", "b"), "c", "unknown x 'c': choose a or b"),
+        (Word, "d", "unknown x 'd': choose one of a, b, c"),
+        (("a",), "b", "unknown x 'b': choose a"),
+        (("a", None), "b", "x 'b': a, or None"),
+        ((bool, 4), "b", "x 'b': True or False, or 4"),
+        (str, 1, "x 1: a text"),
+        (bool, 1, "x 1: True or False"),
+        (int, "1", "x '1': a whole number"),
+        (Number(1.5, 1e7, odd=True), 0, "x 0: an odd number, at least 1.5, at most 1e+07"),
+    ],
+)
+def test_every_refusal_in_words(kind, value, text):
+    assert refused(lambda: ensure(kind, x=value)) == text
+    assert refused(lambda: ensure_all(kind, y=value)) == text.replace("x ", "y ", 1)
+    whose = text.replace(": ", " for us: ", 1)
+    assert refused(lambda: ensure(kind, "us", x=value)) == whose
+
+
+def test_each_name_is_held_to_its_kind():
+    assert refused(lambda: ensure(Size, "it", n=1, m=0)) == "m 0 for it: a whole number, at least 1"
+    assert refused(lambda: ensure_all(Size, n=1, m=0)) == "m 0: a whole number, at least 1"
+    assert refused(lambda: ensure_all(Size | None, n=None, m=0)) == "m 0: a whole number, at least 1, or None"
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "text"),
+    [
+        (Optional[Size], None, ""),  # noqa: UP045
+        (Size | None, None, ""),
+        (Size | None, 0, "x 0: a whole number, at least 1, or None"),
+        (Optional[Share], 2, "x 2: a number, at least 0, at most 1, or None"),  # noqa: UP045
+        (Literal["a", "b", "c"], "c", ""),
+        (Literal["a", "b", "c"], "d", "unknown x 'd': choose one of a, b, c"),
+        (Literal["a", "b"] | None, "d", "x 'd': a, or b, or None"),
+        (Literal["a"] | Literal["b"] | bool, 1, "x 1: a, or b, or True or False"),
+        (list[Size], [1, 2], ""),
+        (list[Size], [], ""),
+        (list[Size], [1, 0], "x 0: a whole number, at least 1"),
+        (list[Size], 1, "x 1: give a list"),
+        (list[Size], "12", "x '12': give a list"),
+        (list[Size], None, "x None: give a list"),
+        (list[Size] | None, None, ""),
+        (list[Size] | None, (3, 0), "x 0: a whole number, at least 1"),
+        (tuple[Literal["a", "b"], ...], ["a", "c"], "unknown x 'c': choose a or b"),
+        (tuple[list[Share], ...], [[0.5], [2]], "x 2: a number, at least 0, at most 1"),
+        (list[int | None], [1, None, 0.5], "x 0.5: a whole number, or None"),
+        (torch.Tensor, "anything", ""),
+    ],
+)
+def test_hints_of_choices_and_lists(hint, value, text):
+    assert refused(lambda: ensure_all(hint, x=value)) == text
+
+
+def test_every_field_of_a_record_is_held_to_its_hint():
+    @dataclass
+    class Record:
+        size: Size
+        words: list[Literal["a", "b"]]
+        share: Share | None = None
+
+    assert refused(lambda: ensure_fields(Record(1, ["a"]), Record)) == ""
+    assert refused(lambda: ensure_fields(Record(0, ["a"]), Record)) == "size 0: a whole number, at least 1"
+    assert refused(lambda: ensure_fields(Record(1, ["a", "c"]), Record)) == "unknown words 'c': choose a or b"
+    wrong = "share 2: a number, at least 0, at most 1, or None"
+    assert refused(lambda: ensure_fields(Record(1, [], 2), Record)) == wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Number(whole=True), "a whole number"),
+        (Number(1, 9, whole=True, odd=True), "an odd number, at least 1, at most 9"),
+        (Number(-1, above=True), "a number, above -1"),
+        (Number(most=0.123456789, below=True), "a number, below 0.123457"),
+        (int, "a whole number"),
+        (float, "a number"),
+        (str, "a text"),
+        (("a", "b", "c"), "choose one of a, b, c"),
+        (("a", 1, None), "a, or 1, or None"),
+        ((Size, str), "a whole number, at least 1, or a text"),
+        ("a", "a"),
+    ],
+)
+def test_kinds_in_words(kind, text):
+    assert said(kind) == text

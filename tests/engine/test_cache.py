@@ -1,5 +1,7 @@
 """The ragged cache against lists of lists; what it frees is really gone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conditions import flat
@@ -16,6 +18,7 @@ from kvrepro.engine.attention import attend
 from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, together
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.quantise import Packed
 from kvrepro.engine.regime import DecodeCap, Prefill
 
 DIM, HEADS = 4, 2
@@ -244,6 +247,283 @@ def test_remembered_queries_are_the_last_of_each_row_whatever_the_padding(window
             assert got[got >= 0].tolist() == seen[row][-window:]
             assert layer.queries[row, 5, :, 2].tolist() == got.tolist()
     assert layer.queries.untyped_storage().nbytes() == 2 * 6 * window * DIM * 4
+
+
+# ---- one operation at a time
+
+
+def ragged(names: list[int], keep: list[list[list[int]]], sums: dict | None = None) -> tuple[RaggedLayer, Lists]:
+    """A layer whose heads hold the positions `keep[row][head]`, and the same as lists."""
+    n = 1 + max((p for row in keep for head in row for p in head), default=0)
+    positions = torch.arange(n).expand(len(names), n)
+    mask = torch.tensor([[[p in head for p in range(n)] for head in row] for row in keep])
+    sums = sums or {}
+    lists = Lists(list(names))
+    lists.tokens = [[[(p, False, dict.fromkeys(sums, 0.0)) for p in head] for head in row] for row in keep]
+    zeros = {name: torch.zeros(mask.shape) for name in sums}
+    return RaggedLayer.of(*tensors(names, positions), positions[:, None].expand(mask.shape), mask, zeros), lists
+
+
+def appended(layer: RaggedLayer, lists: Lists, rows: list[list[int]]) -> None:
+    positions = torch.tensor(rows)
+    layer.append(*tensors(lists.names, positions), positions)
+    for tokens, row in zip(lists.tokens, rows, strict=True):
+        for head in tokens:
+            head += [(p, False, dict.fromkeys(layer.sums, 0.0)) for p in row if p >= 0]
+
+
+KEPT = [[[0, 2, 3], [1, 4]], [[], [0, 1, 2, 3, 4]]]
+
+
+@pytest.mark.parametrize("tail", [[], [[5, 6, 7], [-1, 5, 6]]])
+def test_layers_with_the_same_tokens_share_what_is_chosen(tail):
+    shown = []
+
+    def even(positions):
+        shown.append(positions.tolist())
+        return positions % 2 == 0
+
+    (one, lists), (other, _) = ragged([0, 1], KEPT), ragged([0, 1], KEPT)
+    other.keys, other.values = -other.keys, -other.values
+    if tail:
+        appended(one, lists, tail)
+        positions = torch.tensor(tail)
+        keys, values = tensors([0, 1], positions)
+        other.append(-keys, -values, positions)
+    with torch.device("meta"):  # whatever torch's default device is: here one that holds no numbers
+        source, positions, offsets = one.chosen(even)
+    flat = [[[-1, -1, 0, 2, 3], [-1, -1, -1, 1, 4]], [[-1] * 5, [0, 1, 2, 3, 4]]]
+    assert shown == [[[head + (tail[b] if tail else []) for head in row] for b, row in enumerate(flat)]]
+    assert (positions.dtype, offsets.tolist()) == (torch.int32, [0, 3, 5, 6, 10] if tail else [0, 2, 3, 3, 6])
+    for layer in (one, other):
+        layer.keep(source, positions, offsets)
+        assert layer.tail == 0
+        assert layer.tail_keys is layer.tail_values is layer.tail_sums is None
+    lists.tokens = [[[t for t in head if t[0] % 2 == 0] for head in row] for row in lists.tokens]
+    assert_equal(one, lists)
+    assert torch.equal(one.keys, -other.keys)
+    assert torch.equal(one.values, -other.values)
+    gone = one.chosen(lambda positions: torch.ones_like(positions, dtype=torch.bool))  # dead slots are never chosen
+    assert gone[1].tolist() == positions.tolist()
+
+
+def test_layers_of_even_heads_hold_memory_of_their_own():
+    positions = torch.arange(6).expand(2, 6)
+    keys, values = tensors([0, 1], positions)
+    where, sums = positions[:, None].expand(2, HEADS, 6), {"mass": torch.rand(2, HEADS, 6)}
+    place = torch.tensor([[[0, 5], [1, 2]], [[3, 4], [0, 1]]])
+    some, all_of_them = (RaggedLayer.at(keys, values, where, at, sums) for at in (place, None))
+    for layer, n in ((some, 2), (all_of_them, 6)):
+        assert (layer.shape, layer.positions.dtype) == ((2, HEADS), torch.int32)
+        assert layer.offsets.tolist() == [0, n, 2 * n, 3 * n, 4 * n]
+        assert storage(layer.keys) == storage(layer.values) == 4 * n * DIM * 4
+    assert some.positions.tolist() == place.flatten().tolist()
+    assert torch.equal(some.sums["mass"], sums["mass"].gather(2, place).flatten())
+    assert torch.equal(all_of_them.sums["mass"], sums["mass"].flatten())
+    assert torch.equal(all_of_them.keys, keys.flatten(0, 2))
+    assert all_of_them.keys.data_ptr() != keys.data_ptr()
+    assert all_of_them.values.data_ptr() != values.data_ptr()
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, place.shape)).tolist():
+        assert (
+            some.keys[4 * b + 2 * h + i, 0] == stamped(int(place[b, h, i]), b, h) == -some.values[4 * b + 2 * h + i, 0]
+        )
+    with torch.device("meta"):  # whatever torch's default device is: here one that holds no numbers
+        short = RaggedLayer.even(keys[:, :, :1], values[:, :, :1], where[:, :, :1], {})
+    assert short.offsets.tolist() == [0, 1, 2, 3, 4]
+    given = RaggedLayer.even(keys, values, where, sums)
+    assert (given.keys.data_ptr(), given.values.data_ptr()) == (keys.data_ptr(), values.data_ptr())
+    assert torch.equal(given.sums["mass"], sums["mass"].flatten())
+
+
+def test_the_tail_grows_by_a_spare_slot_for_256_tokens_of_a_head():
+    layer, lists = ragged([0], [[list(range(768)), list(range(767))]], {"mass": 0})
+    assert layer.bytes == 2 * 1535 * DIM * 4
+    for at, room in ((768, 3), (769, 3), (770, 3), (771, 6)):  # 1 + 1535 // 512, and then 4 + 2
+        appended(layer, lists, [[at]])
+        assert layer.tail_keys.shape == layer.tail_values.shape == (1, HEADS, room, DIM)
+        assert layer.bytes == 2 * (1535 + HEADS * room) * DIM * 4
+        new = at - 767
+        assert layer.overhead_bytes == 1535 * 4 + 3 * 8 + new * 8
+        assert layer.state_bytes == 1535 * 4 + HEADS * new * 4
+        assert layer.newest()[0].shape == (1, HEADS, new, DIM)
+    assert layer.tail_sums["mass"].dtype == torch.float32
+    assert_equal(layer, lists)
+    layer.evict(torch.rand(1, HEADS, 772) < 0.5, layer.shown().index, masked=True)
+    assert layer.overhead_bytes == 1543 * 4 + 3 * 8 + 1543
+    layer.remember(torch.zeros(1, 6, 4, DIM), torch.arange(4)[None], 3)
+    assert layer.state_bytes == 1543 * 4 + 6 * 3 * DIM * 4 + 3 * 8
+    assert layer.positions.dtype == torch.int32
+
+
+def test_sums_of_new_tokens_are_float32_whatever_the_keys_are():
+    at = torch.tensor([[3]])
+    layer, _ = ragged([0], KEPT[1:], {"mass": 0})
+    layer.keys, layer.values = layer.keys.bfloat16(), layer.values.bfloat16()
+    layer.append(*(x.bfloat16() for x in tensors([0], at)), at)
+    assert (layer.tail_keys.dtype, layer.tail_sums["mass"].dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_layers_of_several_caches_become_one():
+    """One remembers two queries, one none, one three; one hides a token; each has its own sums."""
+    layers, rows = [], []
+    for row, (sums, window) in enumerate([({"mass": 0}, 2), ({}, 0), ({"mass": 0, "low": 0}, 3)]):
+        layer, lists = ragged([row], [[[0, 1], [2]]], sums)
+        if window:
+            layer.remember(torch.full((1, 4, window, DIM), row + 1.0), torch.arange(window)[None] + 5, window)
+        appended(layer, lists, [[8, 9]])
+        layers.append(layer)
+        rows += lists.tokens
+    _, _, _, _, index = layers[1].shown()
+    layers[1].evict(torch.tensor([[[True, False, True, True], [True] * 4]]), index, masked=True)
+    both = concatenated(layers)
+    assert both.shape == (3, HEADS)
+    assert both.positions.tolist() == [0, 1, 8, 9, 2, 8, 9] * 3
+    assert both.offsets.tolist() == [0, 4, 7, 11, 14, 18, 21]
+    assert (both.hidden.dtype, both.hidden.nonzero()[:, 0].tolist()) == (torch.bool, [8])
+    assert {name: s.tolist() for name, s in both.sums.items()} == {"mass": [0.0] * 21, "low": [0.0] * 21}
+    assert both.sums["low"].dtype == torch.float32
+    assert both.query_positions.tolist() == [[-1, 5, 6], [-1, -1, -1], [5, 6, 7]]
+    assert both.queries[:, 3, :, 1].tolist() == [[0, 1, 1], [0, 0, 0], [3, 3, 3]]
+    assert both.queries.shape == (3, 4, 3, DIM)
+    assert concatenated(layers[:1]) is layers[0]
+    plain = concatenated([ragged([0], [[[0], [1]]])[0], ragged([1], [[[0], [1]]])[0]])
+    assert plain.hidden is plain.queries is plain.query_positions is None
+    two, _ = ragged([0, 1], KEPT)
+    two.remember(torch.ones(2, 4, 2, DIM), torch.arange(2).expand(2, 2), 2)
+    assert concatenated([two, ragged([2], KEPT[:1])[0]]).query_positions.tolist() == [[0, 1], [0, 1], [-1, -1]]
+    one = both.rows(torch.tensor([2, 1]))
+    assert one.query_positions.tolist() == [[5, 6, 7], [-1, -1, -1]]
+    assert one.queries[:, 0, :, 0].tolist() == [[3, 3, 3], [0, 0, 0]]
+    assert one.hidden.nonzero()[:, 0].tolist() == [8]
+
+
+def test_the_very_first_token_is_hidden_and_forgotten_as_any_other():
+    layer, _ = ragged([0, 1], KEPT)
+    hidden, _ = ragged([0, 1], KEPT)
+    index = hidden.shown().index
+    hidden.evict(index != 0, index, masked=True)
+    assert hidden.shown().positions[0, 0].tolist() == [-1, -1, -1, 2, 3]
+    assert hidden.shown().index[0, 0].tolist() == [-1, -1, -1, 1, 2]
+    assert hidden.parts()[0][2][0, 0].tolist() == [-1, -1, -1, 2, 3]
+    second, _ = ragged([0, 1], KEPT)
+    second.evict(index != 1, index, masked=True)
+    assert second.shown().positions[0, 0].tolist() == [-1, -1, -1, 0, 3]
+    empty, lists = ragged([0], [[[], []]])
+    appended(empty, lists, [[0, 1]])
+    assert empty.held().tolist() == [[2, 2]]
+    assert_equal(empty, lists)
+    empty.settle()
+    assert_equal(empty, lists)
+    layer.slide(torch.tensor([1, 0]))
+    assert layer.held().tolist() == hidden.seen().tolist() == [[2, 2], [0, 5]]
+    assert layer.positions.tolist() == [2, 3, 1, 4, 0, 1, 2, 3, 4]
+
+
+def test_nothing_is_written_where_a_layer_is_read():
+    layer, lists = ragged([0, 1], KEPT, {"mass": 0})
+    assert layer.lengths.tolist() == layer.held().tolist() == [[3, 2], [0, 5]]
+    assert layer.index().tolist() == [[[-1, -1, 0, 1, 2], [-1, -1, -1, 3, 4]], [[-1] * 5, [5, 6, 7, 8, 9]]]
+    layer.settle()
+    layer.slide(torch.tensor([0, 0]))  # nothing is older
+    assert_equal(layer, lists)
+    empty, _ = ragged([0], [[[], []]])
+    assert (empty.parts(), empty.index().shape, empty.held().tolist()) == ([], (1, HEADS, 0), [[0, 0]])
+
+
+WIDE = 64
+
+
+def wide(rows: int = 1, n: int = 10) -> RaggedLayer:
+    g = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(rows, HEADS, n, WIDE, generator=g), torch.randn(rows, HEADS, n, WIDE, generator=g)
+    return RaggedLayer.even(keys, values, torch.arange(n).expand(rows, HEADS, n), {})
+
+
+def test_packed_layers_hold_their_newest_as_they_are():
+    layer, plain = wide(), wide()
+    layer.quantise(4)
+    assert (type(layer.keys), layer.keys.bits, layer.values.bits) == (Packed, 4, 4)
+    torch.testing.assert_close(layer.keys.dense(), plain.keys, atol=0.4, rtol=0)
+    torch.testing.assert_close(layer.values.dense(), plain.values, atol=0.4, rtol=0)
+    assert layer.bytes < plain.bytes / 4
+    held = layer.keys
+    for new, packed in ((127, False), (1, True)):
+        at = torch.arange(10, 10 + new)[None] + layer.tail
+        layer.append(torch.ones(1, HEADS, new, WIDE), torch.ones(1, HEADS, new, WIDE), at)
+        layer.quantise(4)
+        assert (layer.keys is not held, layer.tail) == (packed, 0 if packed else 127)
+    assert layer.held().tolist() == [[138, 138]]
+    torch.testing.assert_close(layer.keys.dense()[10], torch.ones(WIDE))
+    layer.slide(torch.tensor([100]))
+    assert (type(layer.keys), layer.keys.bits, layer.positions.tolist()) == (Packed, 4, [*range(100, 138)] * HEADS)
+    layer.append(torch.ones(1, HEADS, 1, WIDE), torch.ones(1, HEADS, 1, WIDE), torch.tensor([[138]]))
+    source, positions, offsets = layer.chosen(lambda p: p >= 137)
+    layer.keep(source, positions, offsets)
+    torch.testing.assert_close(layer.keys, torch.ones(4, WIDE))  # two of each head
+    torch.testing.assert_close(layer.values, torch.ones(4, WIDE))
+
+
+def test_rows_of_a_packed_layer():
+    one, two = wide(), wide(2)
+    one.quantise(2)
+    two.quantise(2)
+    assert one.keys.bits == one.values.bits == 2
+    same = one.rows(torch.tensor([0]))
+    assert (same is not one, same.keys is one.keys) == (True, True)
+    twice = one.rows(torch.tensor([0, 0]))
+    assert torch.equal(twice.keys, one.keys.dense().repeat(2, 1))
+    second = two.rows(torch.tensor([1]))
+    assert torch.equal(second.keys, two.keys.dense()[20:])
+    assert torch.equal(second.values, two.values.dense()[20:])
+
+
+def test_a_cache_is_its_layers():
+    config = tiny_model("llama").config
+    cache, other = EngineCache(config), EngineCache(config)
+    cache.ragged, other.ragged = {0: wide(2), 3: wide(2, 4)}, {0: wide(), 3: wide(1, 4)}
+    assert cache.bytes == 2 * 2 * HEADS * (10 + 4) * WIDE * 4
+    keys, values = torch.zeros(1), torch.ones(1)
+    assert cache.update(keys, values, 0, "more") == (keys, values)
+    rows = cache.rows(torch.tensor([1]))
+    assert (list(rows.ragged), rows.ragged[3].shape, cache.ragged[3].shape) == ([0, 3], (1, HEADS), (2, HEADS))
+    assert torch.equal(rows.ragged[3].keys, cache.ragged[3].keys[8:])
+    both = together([cache, other])
+    assert (list(both.ragged), both.ragged[0].shape, cache.ragged[0].shape) == ([0, 3], (3, HEADS), (2, HEADS))
+    assert len(both.layers) == len(rows.layers) == len(cache.layers)
+    cache.quantise(4)
+    assert {type(layer.keys) for layer in cache.ragged.values()} == {Packed}
+    assert cache.ragged[0].keys.bits == 4
+
+
+def test_states_follow_their_rows_whatever_holds_them():
+    """A tensor, tensors by name, what is no tensor; a layer without states stays as it is."""
+    caches = []
+    for row in (0, 10):
+        state, none = torch.arange(4).view(2, 2) + row, SimpleNamespace(keys=torch.arange(2))
+        recurrent = SimpleNamespace(recurrent_states={0: state, "known": True}, conv=-state, size=4)
+        caches.append(EngineCache(tiny_model("llama").config))
+        caches[-1].layers = [recurrent, none]
+    rows = caches[0].rows(torch.tensor([1]))
+    assert rows.layers[0].recurrent_states[0].tolist() == [[2, 3]]
+    assert rows.layers[0].conv.tolist() == [[-2, -3]]
+    assert (rows.layers[0].recurrent_states["known"], rows.layers[0].size) == (True, 4)
+    assert rows.layers[1].keys.tolist() == [0, 1]
+    both = together(caches)
+    assert both.layers[0].recurrent_states[0].tolist() == [[0, 1], [2, 3], [10, 11], [12, 13]]
+    assert both.layers[0].conv.tolist() == [[0, -1], [-2, -3], [-10, -11], [-12, -13]]
+    assert both.layers[1].keys.tolist() == [0, 1]
+    assert caches[0].layers[0].conv.tolist() == [[0, -1], [-2, -3]]
+    caches[1].layers = caches[1].layers[:1]
+    with pytest.raises(ValueError, match="zip"):
+        together(caches)
+
+
+def test_many_remembered_queries_stay_in_their_order():
+    layer, _ = ragged([0], KEPT[1:])
+    positions = torch.tensor([[-1] * 3 + [*range(200)] + [-1] * 5 + [*range(200, 400)]])
+    layer.remember(positions[:, None, :, None].float().expand(1, 2, -1, DIM), positions, 300)
+    assert layer.query_positions.tolist() == [[*range(100, 400)]]
+    assert layer.queries[0, 1, :, 2].tolist() == [*range(100, 400)]
 
 
 # ---- bytes

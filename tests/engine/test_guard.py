@@ -1,5 +1,7 @@
 """Guards of the general engine: which tokens they protect, on caches with dead slots and gaps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -57,7 +59,9 @@ def test_a_static_suffix_stays_at_the_prompts_end():
 
 def test_rows_may_protect_different_numbers():
     o = observation(batch=2, tokens=10)
-    assert guard.sinks(o, torch.tensor([1, 3])).sum(-1).tolist() == [[1, 1], [3, 3]]
+    assert guard.sinks(o, torch.tensor([0, 3])).sum(-1).tolist() == [[0, 0], [3, 3]]
+    ends = guard.ends(o, 0, torch.tensor([1, 2]), static_prompt_end=torch.tensor([4, 6]))
+    assert protected(o, ends) == [[[3]] * 2, [[4, 5]] * 2]
 
 
 @settings(deadline=None, max_examples=40)
@@ -71,10 +75,10 @@ def test_whitelist_protects_the_marked_positions_that_are_held(o, data):
 
 def test_window_of_finds_its_queries_anywhere():
     spans = torch.tensor([[0] * 5 + [1] * 7])
-    where = torch.tensor([[-1, 3, 4, 11]])
+    where = torch.tensor([[-1, 0, 4, 11]])
     o = observation(batch=1, tokens=12, window=4, query_positions=where, span_local=True, span_of=spans)
-    assert protected(o, guard.window_of(o)) == [[[3, 4, 11]] * 2]
-    assert not guard.window_of(observation(query_positions=torch.full((2, 4), -1))).any()
+    assert protected(o, guard.window_of(o)) == [[[0, 4, 11]] * 2]
+    assert not guard.window_of(replace(o, query_positions=torch.full((1, 4), -1))).any()
 
 
 def test_a_negative_number_raises():
@@ -106,3 +110,14 @@ def test_refusals_name_the_side():
             call(o, -1)
     with pytest.raises(InputError, match="suffix is -2: give 0 or more"):
         guard.ends(o, 0, -2, static_prompt_end=4)
+    with pytest.raises(InputError, match=r"^static_prompt_end is -3: give 0 or more tokens$"):
+        guard.ends(o, 0, 2, static_prompt_end=torch.tensor([4, -3]))
+
+
+def test_masks_lie_where_the_tokens_do():
+    """Whatever torch's default device is: here one that holds no numbers."""
+    o = observation(tokens=8)
+    with torch.device("meta"):
+        assert protected(o, guard.recent(o, 3)) == [[[5, 6, 7]] * 2] * 2
+        with pytest.raises(InputError, match="recent is -1"):
+            guard.recent(o, -1)

@@ -1,6 +1,7 @@
 """Quotas over prompt spans, against plain counting."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,9 +141,13 @@ def test_numbering_covers_the_prompt_or_says_where_it_does_not():
     assert quota.number(9, spans, extended=False).tolist() == [-1, -1, 0, 0, 0, 1, 1, 1, -1]
     assert quota.number(6, [[0, 1, 4], [2]]).tolist() == [0, 0, 1, 1, 0, 0]  # in pieces; 3 joins the one before it
     assert quota.number(5, [[0, 1, 2], [2, 3]]).tolist() == [0, 0, 1, 1, 1]  # a shared token goes to the later
-    with pytest.raises(InputError, match="span 3..7 in 5 tokens"):
-        quota.number(5, [[3, 7]])
-    with pytest.raises(InputError, match="0 prompt spans"):
+    for span, said in ([3, 7], "3..7"), ([4, 5], "4..5"), ([2, -1], "-1..2"), ([], "without tokens"):
+        with pytest.raises(InputError, match=f"^span {said} in 5 tokens: mark positions of what is compressed$"):
+            quota.number(5, [[0], span])
+    assert quota.number(6, [[5, 3], [4]], extended=False).tolist() == [-1, -1, -1, 0, 1, 0]  # the first begins first
+    assert quota.number(4, [[0], [2]]).tolist() == [0, 0, 1, 1]
+    assert quota.number(4, [[1], [2, 3]]).tolist() == [0, 0, 1, 1]
+    with pytest.raises(InputError, match="^0 prompt spans: a quota needs at least 1$"):
         quota.number(5, [])
 
 
@@ -160,6 +165,29 @@ def test_fair_h2o_is_the_span_local_mean_over_eligible_queries():
     o = spanned(table.tolist(), sums={"span_mass": p.sum(0).expand(1, 2, -1)})
     wanted = [p[:, j].sum() / sum(int(table[t] == table[j]) for t in range(j, n)) for j in range(n)]
     torch.testing.assert_close(quota.h2o(o)[0, 1], torch.stack(wanted))
+
+
+@pytest.mark.parametrize("extended", [True, False])
+def test_fair_h2o_divides_by_the_queries_that_there_were(extended):
+    """Rows of unequal length, dead slots, tokens after the prompt, which belong to its last position."""
+    table = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 2, 2, 2], [0, 1, 1, 0, 2, 2, 2, 2, 2, 2]])
+    mass = torch.rand(2, 2, 12, generator=torch.Generator().manual_seed(0))
+    o = observation(tokens=12, dead=3, span_of=table, sums={"span_mass": mass, "marked_mass": 3 * mass}, seed=1)
+    o = replace(o, seen=torch.tensor([10, 8]))
+    assert (o.positions < 0).any()
+    scores, checked = quota.h2o(o) if extended else quota.h2o(o, extended=False), 0
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, mass.shape)).tolist():
+        p = min(int(o.positions[b, h, i]), 9)
+        eligible = sum(int(table[b, t] == table[b, p]) for t in range(max(p, 0), int(o.seen[b])))
+        if p >= 0 and eligible:
+            assert scores[b, h, i] == pytest.approx(float(mass[b, h, i]) * (1 if extended else 3) / eligible)
+            checked += 1
+    assert checked > 30
+
+
+def test_streaming_ramps_of_short_spans_begin_and_end_alike():
+    scores = quota.streaming_ramps(spanned([0] * 4 + [0] + [1] * 2 + [2] * 3))[0, 1].tolist()
+    assert scores == pytest.approx([1] * 4 + [0.1] + [0.1, 0.9] + [0.1, 0.5, 0.9])
 
 
 def test_streaming_ramps_set_no_quota():
@@ -185,3 +213,24 @@ def test_scores_that_are_no_numbers_are_refused_as_without_quotas():
     scores[0, 0, 3] = math.nan
     with pytest.raises(InputError, match="1 of 24 scores are NaN: mend the scorer"):
         quota.select(scores, nothing(o), parts, o)
+
+
+def test_a_head_keeps_no_more_than_it_has():
+    o = spanned([0] * 10 + [1] * 14, dead=9, seed=3)
+    alive = o.alive.sum(-1)
+    assert alive[0, 0] != alive[0, 1]
+    assert torch.equal(quota.split(o, torch.full((1, 2), 99), nothing(o)).sum(-1), alive)
+    assert quota._shares(torch.tensor([[1]]), torch.tensor([[[0, 1, 0]]]), "floor").tolist() == [[[0, 1, 0]]]
+    with pytest.raises(InputError, match=r"^unknown rounding 'up': choose floor or round$"):
+        quota.split(o, alive, nothing(o), rounding="up")
+
+
+def test_what_is_kept_lies_where_the_scores_do():
+    """Whatever torch's default device is: here one that holds no numbers."""
+    o = spanned([0] * 6 + [1] * 6, sums={"span_mass": torch.ones(1, 2, 12)})
+    counts = torch.full((1, 2), 4)
+    with torch.device("meta"):
+        parts = quota.split(o, counts, nothing(o))
+        assert quota.select(o.positions.float(), nothing(o), parts, o)[0, 0].nonzero()[:, 0].tolist() == [4, 5, 10, 11]
+        assert quota.h2o(o)[0, 0].tolist() == pytest.approx([1 / n for n in (6, 5, 4, 3, 2, 1)] * 2)
+        assert quota.streaming_ramps(o)[0, 0, -1] == pytest.approx(0.9)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrepro.engine.select import best, ensured_later, lexsort, select, settle
+from kvrepro.engine.select import best, ensured_later, largest, lexsort, select, settle
 from kvrepro.errors import InputError
 
 
@@ -101,6 +101,61 @@ def test_lexsort_leaves_equals_in_their_order():
     for row, order in enumerate(lexsort(first, second)[:, 0].tolist()):
         keys = list(zip(first[row, 0].tolist(), second[row, 0].tolist(), range(150), strict=True))
         assert order == [place for *_, place in sorted(keys)]
+
+
+def test_lexsort_takes_any_number_of_keys():
+    keys = torch.randint(3, (4, 2, 60), generator=torch.Generator().manual_seed(0))
+    for row, order in enumerate(lexsort(*keys).tolist()):
+        told = list(zip(*(key[row].tolist() for key in keys), range(60), strict=True))
+        assert order == [place for *_, place in sorted(told)]
+    assert lexsort(keys[0, 0]).tolist() == keys[0, 0].argsort(stable=True).tolist()
+
+
+def test_neighbouring_numbers_and_many_equals_are_told_apart():
+    """Scores that differ in their last bit are no equals; the 100th of equals is later than the 99th."""
+    for sign in (1, -1):
+        scores = sign * torch.tensor([1.0, 1 + 2**-23, 1 + 2**-22, 1 + 2**-23])
+        for more in (scores, scores.flip(0)):
+            assert more[largest(more, torch.tensor(1))].item() == more.max()
+            assert sorted(more[largest(more, torch.tensor(3))].tolist()) == sorted(more.tolist())[1:]
+    assert largest(torch.tensor([0.0, 2e-9, 1e-9]), torch.tensor(1)).tolist() == [False, True, False]
+    assert largest(torch.tensor([0.0, -0.0, -1.0]), torch.tensor(1)).tolist() == [
+        False,
+        True,
+        False,
+    ]  # zeros are equals
+    for n in (40, 200, 20_000):
+        kept = largest(torch.zeros(2, n), torch.tensor([3, n - 1]))
+        assert [row.nonzero()[:, 0].tolist() for row in kept] == [[n - 3, n - 2, n - 1], list(range(1, n))]
+
+
+def test_the_largest_lie_where_the_scores_do():
+    """Whatever torch's default device is: here one that holds no numbers."""
+    scores, counts, none = torch.zeros(1, 2, 5), torch.ones(1, 2, dtype=torch.long), torch.zeros(1, 2, 5).bool()
+    with torch.device("meta"):
+        assert largest(scores, counts).nonzero()[:, 2].tolist() == [4, 4]
+        assert best(scores, none, 2).tolist() == [[[3, 4], [3, 4]]]
+        with pytest.raises(InputError, match="budget 2 < 5 protected tokens"):
+            best(scores, ~none, 2)
+
+
+def test_the_kernel_is_asked_for_rows_that_it_can_hold(monkeypatch):
+    import kvrepro_kernels
+
+    asked = []
+
+    def kernel(scores, counts):
+        asked.append((*scores.shape, scores.is_contiguous(), counts.tolist()))
+        return torch.arange(30).view(6, 5) % 2 == 0
+
+    monkeypatch.setattr(kvrepro_kernels, "LONGEST", 5)
+    monkeypatch.setattr(kvrepro_kernels, "largest", kernel)
+    scores, counts = torch.zeros(2, 5, 3).transpose(1, 2), torch.tensor([[1, 2, 3], [0, 5, 4]])
+    plain = largest(scores, counts)
+    with ensured_later(kernels=True):
+        assert torch.equal(largest(scores, counts), torch.arange(30).view(2, 3, 5) % 2 == 0)
+        assert torch.equal(largest(torch.zeros(2, 3, 6), counts)[..., 1:], plain)
+    assert asked == [(6, 5, True, [1, 2, 3, 0, 5, 4])]
 
 
 def test_doubts_are_settled_later_in_their_order():

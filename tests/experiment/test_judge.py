@@ -1,7 +1,10 @@
 """The judge on data where the answer is known: true, false and at the threshold."""
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, replace
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import judge
-from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample
+from kvrepro.experiment import judge, stats
+from kvrepro.experiment.claims import COLUMNS
+from kvrepro.experiment.judge import Drawn, Facts, Judged, Measured, Member, NotTestable, Sample, Unpaired
+from kvrepro.experiment.stats import Estimate
 
+NAN = math.nan
 CLAIM = {"id": "X1", "statement": "It is so.", "paper": {"text": "so"}, "contrast": "mean", "topic": "t", "source": "s"}
 
 
@@ -58,6 +64,15 @@ def scores(mean: float, n: int, spread: float = 0.1, seed: int = 0) -> pd.DataFr
         ({"size_at_most": 0.1}, -0.05, 0.05, "holds"),
         ({"size_at_most": 0.1}, 0.2, 0.3, "fails"),
         ({"size_at_most": 0.1}, -0.3, -0.05, "open"),
+        ({"size_at_least": 0.1}, -0.3, -0.1, "holds"),
+        ({"size_at_least": 0.1}, 0.1, 0.3, "holds"),
+        ({"size_at_most": 0.1}, -0.1, 0.1, "holds"),
+        ({"no_difference": 0.1}, -0.1, 0.0, "open"),
+        ({"no_difference": 0.1}, 0.1, 0.2, "fails"),
+        ({"equivalent": 0.1}, 0.0, 0.1, "open"),
+        ({"equivalent": 0.1}, -0.2, -0.1, "fails"),
+        ({"at_least": 0.0}, math.nan, 0.5, "open"),
+        ({"at_most": 0.0}, -0.5, math.nan, "open"),
         ({"at_least": 0.0}, math.nan, math.nan, "open"),
         ({"at_least": 0.0}, -math.inf, math.inf, "open"),
     ],
@@ -309,3 +324,383 @@ def test_a_claim_without_a_contrast_says_why_and_asks_nobody():
         [CLAIM | {"rule": {"at_least": 0}, "contrast": "none", "why": "needs a GPU"}], members, model="m", profile="q"
     ).iloc[0]
     assert (row.verdict, row.note) == ("not testable here", "needs a GPU")
+
+
+# ------------------------------------------------------------------ what is estimated, and at which level
+
+
+def parts_of(e: Estimate) -> list[str]:
+    """All that an estimate holds, nan being nan."""
+    return list(map(repr, astuple(e)))
+
+
+SEVEN, OTHER = [0.1, 0.2, 0.2, 0.5, 0.7, 1.0, 0.9], [0.4, 0.3, 0.1, 0.2, 0.2, 0.3, 0.6, 0.8]
+PAIR = pd.DataFrame({"a": SEVEN, "b": OTHER[:7]})
+LOST = PAIR.assign(full=2.0)
+ONES = pd.DataFrame({"a": [1, 0, 1, 1, 0, 1, 1], "b": [0, 0, 1, 0, 1, 0, 0]})
+
+
+@pytest.mark.parametrize("given", [{}, {"level": 0.8}])
+@pytest.mark.parametrize(
+    ("what", "estimate", "options"),
+    [
+        (Sample(PAIR[["a"]]), lambda **k: stats.interval(SEVEN, **k), {"bounds": (0, 1)}),
+        (Sample(PAIR, "difference", [*"uvwxyzz"], None), lambda **k: stats.contrast(PAIR, "difference", **k),
+         {"clusters": [*"uvwxyzz"]}),
+        (Sample(LOST, "loss_ratio", None, (0, 2), 5), lambda **k: stats.contrast(LOST, "loss_ratio", **k),
+         {"bounds": (0, 2), "each": 5}),
+        (Sample(ONES, "difference", binary=True), lambda **k: stats.counted(ONES, "difference", **k), {}),
+        (Sample(PAIR, np.median, [*"uvwxyzz"]), lambda **k: stats.resampled(PAIR, np.median, **k),
+         {"clusters": [*"uvwxyzz"]}),
+        (Unpaired(SEVEN, OTHER), lambda **k: stats.unpaired(SEVEN, OTHER, **k), {"bounds": (-1, 1)}),
+        (Unpaired(SEVEN, OTHER, (0, 1), 4), lambda **k: stats.unpaired(SEVEN, OTHER, **k),
+         {"bounds": (0, 1), "each": 4}),
+        (Drawn(0.5, np.array(OTHER), 9), lambda **k: stats.spread_of(0.5, np.array(OTHER), 9, **k), {}),
+        (Measured(2.0, 1.0, 4.0), lambda **k: Estimate(2.0, 1.0, 4.0, 1, **k), {}),
+        (Measured(2.0, 1.0, 4.0, 6.0), lambda **k: Estimate(2.0, 1.0, 4.0, 6, **k), {}),
+        (Measured(2.0, 1.0, 4.0, 5.0), lambda **k: Estimate(2.0, math.nan, math.nan, 5, **k), {}),
+    ],
+)  # fmt: skip
+def test_each_kind_of_evidence_has_its_estimate(what, estimate, options, given):
+    assert parts_of(what.estimate(**given)) == parts_of(estimate(**options, **given))
+
+
+@dataclass
+class Told:
+    """An estimate with as wide an interval as is told, wider in proportion to its normal quantile at other levels."""
+
+    value: float
+    reach: float
+    levels: list[float] = field(default_factory=list)
+
+    def estimate(self, level: float = 0.95) -> Estimate:
+        self.levels.append(round(level, 9))
+        half = self.reach * NormalDist().inv_cdf(0.5 + level / 2) / NormalDist().inv_cdf(0.975)
+        return Estimate(self.value, self.value - half, self.value + half, 20, level=level, sd=1.0, error=0.25)
+
+
+def needed(gap: float) -> float:
+    return Estimate(0, 0, 0, 20, sd=1.0, error=0.25).needed(gap)
+
+
+def judged(rule: dict, *what: Any, some: bool = False, **more: Any) -> list[Judged]:
+    members = [Member(f"m{i}", one, some) for i, one in enumerate(what)]
+    return judge.judge({"id": "X", "rule": rule} | more, members)
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "gap", "against"),  # of an interval 0.2 to either side
+    [
+        ({"at_least": 0.5}, 0.6, 0.1, (0.1, -0.1)),
+        ({"at_most": 0.5}, 0.6, 0.1, (0.3, 0.1)),
+        ({"above": 0.5}, 0.4, 0.1, (0.3, 0.1)),
+        ({"below": 0.5}, 0.4, 0.1, (0.1, -0.1)),
+        ({"between": [0.2, 0.7]}, 0.3, 0.1, (0.1, -0.1)),
+        ({"between": [0.2, 0.7]}, 0.6, 0.1, (0.1, -0.1)),
+        ({"size_at_most": 0.3}, -0.2, 0.1, (0.1, -0.1)),
+        ({"size_at_least": 0.3}, 0.25, 0.05, (0.25, 0.05)),
+        ({"size_at_least": 0.3}, -0.1, 0.2, (0.3, 0.2)),  # 0 lies inside, and speaks most against it
+        ({"equivalent": 0.3}, 0.25, 0.05, (0.15, -0.05)),
+        ({"no_difference": 0.3}, -0.25, 0.05, (0.15, -0.05)),
+    ],
+)
+def test_an_open_member_says_what_it_needs_and_what_speaks_against_it(rule, value, gap, against):
+    [j] = judged(rule, Told(value, 0.2))
+    assert (j.label, j.decided_by, j.state, j.refuted, math.isnan(j.p)) == ("m0", "m0", "open", False, True)
+    assert j.needed == pytest.approx(needed(gap), abs=1)
+    assert j.against == pytest.approx(against)
+    assert (j.ours.value, j.ours.level) == (value, 0.95)
+
+
+def test_a_member_that_has_no_interval_speaks_by_its_value():
+    [j] = judged({"at_least": 0.5}, Measured(0.4, 0.1, 0.6, n=5))
+    assert (j.state, j.against, math.isnan(j.needed)) == ("open", (pytest.approx(0.1),) * 2, True)  # no items to add
+    [j] = judged({"at_least": 0.5}, Drawn(math.nan, np.zeros(9), 9))
+    assert (j.state, math.isnan(j.needed)) == ("open", True)
+    [j] = judged({"at_least": 0.5}, Told(0.9, 0.2))
+    assert (j.state, math.isnan(j.needed), j.refuted) == ("holds", True, False)
+
+
+def test_what_fails_among_many_is_asked_again_more_strictly():
+    far, near, open_, alone = Told(0.2, 0.1), Told(0.35, 0.1), Told(0.5, 0.1), Told(0.35, 0.1)
+    found = judged({"at_least": 0.5}, far, near, *[open_] * 18)
+    assert [(j.state, j.refuted) for j in found] == [("fails", True), ("fails", False), *[("open", False)] * 18]
+    assert far.levels == near.levels == [0.95, 0.9975]
+    assert found[0].needed == needed(0.3)
+    assert open_.levels == [0.95] * 18
+    assert judged({"at_least": 0.5}, alone)[0].refuted
+    assert alone.levels == [0.95]
+
+
+HOLDS, OPEN, FAILS, NEARLY, HARDLY = (0.9, 0.1), (0.5, 0.1), (0.1, 0.1), (0.61, 0.1), (0.39, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("some", "parts", "state", "by", "refuted"),
+    [
+        (False, {"a": HOLDS, "b": (0.7, 0.1)}, "holds", "b", False),  # the nearest to failing
+        (False, {"a": HOLDS, "b": (0.55, 0.1), "c": OPEN}, "open", "c", False),
+        (False, {"a": (0.95, 0.01), "b": FAILS, "c": (0.05, 0.1)}, "fails", "c", True),
+        (False, {"a": OPEN, "b": HARDLY}, "open", "b", False),  # fails, but not among so many
+        (True, {"a": (0.8, 0.1), "b": HOLDS, "c": FAILS}, "holds", "b", False),  # the best of them
+        (True, {"a": NEARLY, "b": FAILS}, "open", "a", False),
+        (True, {"a": OPEN, "b": FAILS}, "open", "a", False),
+        (True, {"a": (0.3, 0.3), "b": HARDLY}, "open", "a", False),  # b fails at 5%, though not more strictly
+        (True, {"a": FAILS, "b": (0.2, 0.1)}, "fails", "b", True),
+        (True, {"a": FAILS, "b": HARDLY}, "fails", "b", True),
+    ],
+)
+def test_parts_decide_together_and_the_deciding_one_is_named(some, parts, state, by, refuted):
+    [j] = judged({"at_least": 0.5}, {name: Told(*one) for name, one in parts.items()}, some=some)
+    assert (j.label, j.state, j.decided_by, j.refuted) == ("m0", state, f"m0, {by}", refuted)
+    assert j.ours.value == parts[by][0]
+    assert j.needed == (
+        pytest.approx(needed(abs(parts[by][0] - 0.5))) if state != "holds" else pytest.approx(NAN, nan_ok=True)
+    )
+
+
+def test_parts_are_asked_as_strictly_as_their_number_and_that_of_the_members_says():
+    one, two = Told(0.39, 0.1), Told(0.5, 0.1)
+    [j, other] = judged({"at_least": 0.5}, {"one": one, "two": two}, Told(0.9, 0.1))
+    assert one.levels == [0.95, 0.975, 0.975]  # itself, as one of two members, as one of two parts
+    assert (j.state, j.refuted, two.levels) == ("open", False, [0.95])
+    parts = {"one": Told(0.2, 0.1), "two": Told(0.3, 0.1)}
+    [j, _] = judged({"at_least": 0.5}, parts, Told(0.9, 0.1), some=True)
+    assert (j.state, j.refuted, j.decided_by) == ("fails", True, "m0, two")
+    assert parts["one"].levels == [0.95, 0.975, 0.975, 0.9875]
+    parts = {"one": Told(0.2, 0.1), "two": Told(0.39, 0.1)}  # the second does not fail as one of two members
+    [j, _] = judged({"at_least": 0.5}, parts, Told(0.9, 0.1), some=True)
+    assert (j.state, j.refuted) == ("fails", False)
+    parts = {"one": Told(0.1, 0.36), "two": Told(0.4, 0.05)}  # nor does the first of these
+    [j, _] = judged({"at_least": 0.5}, parts, Told(0.9, 0.1), some=True)
+    assert (j.state, j.refuted, j.decided_by) == ("fails", False, "m0, two")
+    [j] = judge.judge({"id": "X", "rule": {"at_least": 0.5}}, [Member("", {"x": Told(0.9, 0.1)})])
+    assert (j.label, j.decided_by) == ("", "x")
+
+
+def test_a_spread_has_a_part_for_each_pair():
+    frame, full = policies({"x": 0.5, "y": 0.6, "z": 0.7}, 9), pd.Series(np.linspace(0.8, 1, 9))
+    m = judge.pairs(frame, "all", each=3)
+    assert (m.label, m.some, list(m.what)) == ("all", False, ["x against y", "x against z", "y against z"])
+    one = m.what["x against z"]
+    assert (one.contrast, one.each, one.data.to_dict("list")) == (
+        "difference", 3, {"a": frame.x.tolist(), "b": frame.z.tolist()},
+    )  # fmt: skip
+    share = judge.pairs(frame, "all", ceiling=full, some=True)
+    one = share.what["y against z"]
+    assert (share.some, one.contrast, list(one.data)) == (True, "difference_of_ceiling", ["x", "y", "full"])
+    assert one.estimate().value == pytest.approx((frame.y - frame.z).mean() / full.mean())
+    with pytest.raises(NotTestable, match=r"^0 of the conditions of a spread were run: it needs two$"):
+        judge.pairs(frame[[]], "all")
+    assert len(judge.pairs(frame[["x", "y"]], "all").what) == 1
+
+
+# ------------------------------------------------------------------ exact cases, tests, and what was refused
+
+
+def test_the_worst_case_is_named_by_all_of_its_names():
+    index = pd.MultiIndex.from_tuples([("p", 1), ("p", 2), ("q", 3), ("q", 4)])
+    cases = pd.Series([0.5, 0.9, NAN, 0.7], index=index)
+    [j] = judged({"at_most": 0.6}, Facts(cases))
+    assert (j.state, j.refuted, j.decided_by) == ("fails", True, "m0: 2 of 3 cases, worst at p, 2")
+    assert (j.ours.triple, j.ours.n, j.against) == ((0.9,) * 3, 3, (pytest.approx(0.3),) * 2)
+    [j] = judged({"at_most": 0.9}, Facts(cases))
+    assert (j.state, j.refuted, j.decided_by, j.ours.value, j.against) == ("holds", False, "m0", 0.9, (0.0, 0.0))
+    [j] = judged({"between": [0.6, 0.8]}, Facts(pd.Series([0.7, 0.5, 0.81])))
+    assert (j.label, j.decided_by, j.ours.value) == ("m0", "m0: 2 of 3 cases, worst at 1", 0.5)
+    [j] = judged({"at_most": 0.6}, Facts(pd.Series([0.7, 0.5])))
+    assert (j.decided_by, j.refuted) == ("m0: 1 of 2 cases, worst at 0", True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "low", "high", "p", "heard"),
+    [
+        ("above", "holds", 0.1, 0.2, 0.049, "holds"),
+        ("above", "holds", 0.1, 0.2, 0.05, "open"),
+        ("above", "open", -0.1, 0.2, 0.01, "open"),
+        ("above", "fails", -0.2, -0.1, 0.5, "fails"),
+        ("above", "open", NAN, NAN, 0.01, "open"),
+        ("no_difference", "open", NAN, NAN, 0.01, "open"),
+        ("no_difference", "holds", -0.1, 0.1, 0.05, "holds"),
+        ("no_difference", "open", -0.1, 0.2, 0.5, "open"),
+        ("no_difference", "holds", 0.01, 0.1, 0.01, "fails"),
+        ("no_difference", "holds", -0.1, -0.01, 0.01, "fails"),
+        ("no_difference", "holds", 0.0, 0.1, 0.01, "open"),
+        ("no_difference", "holds", -0.1, 0.0, 0.01, "open"),
+        ("equivalent", "open", -0.1, 0.1, 0.01, "holds"),
+        ("equivalent", "holds", -0.1, 0.1, 0.05, "open"),
+        ("equivalent", "fails", 0.1, 0.2, 0.5, "fails"),
+        ("equivalent", "open", -0.1, 0.1, 0.5, "open"),
+    ],
+)
+def test_a_state_once_its_test_is_heard(kind, state, low, high, p, heard):
+    assert judge._heard(kind, Judged("x", state, Estimate(0.05, low, high, 9)), p) == heard
+
+
+def test_a_named_test_hears_the_pairs_that_are_there():
+    two = [paired(0.2, 9), paired(0.01, 12, seed=2)]
+    two[0].data.loc[3, "b"] = NAN
+    ps = [stats.wilcoxon(one.data.a, one.data.b) for one in two]
+    found = judged({"above": 0}, *two, test="wilcoxon_holm")
+    assert [j.p for j in found] == stats.holm(ps)
+    assert [j.p for j in judged({"above": 0}, *two, test="sign")] == [0.5, 0.5]
+    assert [j.p for j in judged({"above": 0}, Told(0.2, 0.1), *two, Told(-0.1, 0.2), test="sign")] == [0.625] * 4
+    found = judged({"equivalent": 0.03}, *two, test="tost")
+    assert [j.p for j in found] == [stats.tost(one.data.a, one.data.b, 0.03, bounds=(0, 1)) for one in two]
+    assert [j.refuted for j in judged({"at_least": 0.5}, Told(0.39, 0.1), Told(0.9, 0.1), test="sign")] == [False] * 2
+    assert not judged({"no_difference": 0.5}, paired(0.0), test="wilcoxon_holm")[0].refuted
+    same = judged({"no_difference": 0.5}, paired(0.1), test="wilcoxon_holm")[0]
+    assert (same.state, same.refuted) == ("fails", True)  # inside the margin, and found to differ
+    with pytest.raises(InputError, match=r"^claim X: test tost needs paired columns a and b in every member$"):
+        judged({"equivalent": 0.1}, two[0], Told(0.1, 0.1), test="tost")
+    known = "wilcoxon_holm, tost, sign"
+    with pytest.raises(InputError, match=f"^claim X: unknown test 'guess': known are {known}$"):
+        judged({"above": 0}, two[0], test="guess")
+    rules = "at_least, at_most, above, below, between, size_at_least, size_at_most, no_difference, equivalent"
+    with pytest.raises(InputError, match=f"^unknown rule 'about': known are {rules}$"):
+        judged({"about": 0.5}, two[0])
+
+
+def test_a_full_cache_that_says_nothing_says_why():
+    assert judge.unanswered(pd.Series([1.0] * 6)) == ""
+    assert judge.unanswered(pd.Series([1.0] * 5)) == "5 items: an interval needs at least 6"
+    assert judge.unanswered(pd.Series([], dtype=float)) == "0 items: an interval needs at least 6"
+    assert judge.unanswered(pd.Series([np.nan] * 8)) == "all 8 items of the full cache failed"
+    few = pd.Series([0.0] * 7 + [0.3])
+    assert (
+        judge.unanswered(few) == f"the full cache itself answers too few items ({stats.interval(few, bounds=(0, 1))})"
+    )
+    gone = pd.Series([np.nan] * 3)
+    for errors, said in ((pd.Series([None] * 3), ""), (pd.Series([None, "no memory", "no time"]), ": no memory")):
+        with pytest.raises(NotTestable, match=f"^all 3 items of the full cache failed{said}$"):
+            judge.answers_enough(gone, errors)
+
+
+def test_a_full_cache_at_the_lowest_score_that_counts_is_enough(monkeypatch):
+    for low, said in ((0.1, ""), (0.0999, "the full cache itself answers too few items (0.500 [0.100, 0.900])")):
+        monkeypatch.setattr(stats, "interval", lambda full, bounds, low=low: Estimate(0.5, low, 0.9, 6))
+        assert judge.unanswered(pd.Series([0.5] * 6)) == said
+
+
+# ------------------------------------------------------------------ the table that a reader sees
+
+
+@pytest.mark.parametrize(
+    ("claim", "text"),
+    [
+        ({}, ""),
+        ({"rule": {"at_least": 0.05}, "unit": "%"}, "at least 5%"),
+        ({"rule": {"at_most": 1234567.0}}, "at most 1.23457e+06"),
+        ({"rule": {"below": 0.5}, "test": "sign"}, "below 0.5; sign test p < 0.05"),
+        ({"rule": {"above": 0.5}, "test": "wilcoxon_holm"}, "above 0.5; Wilcoxon p < 0.05 (Holm)"),
+        ({"rule": {"size_at_least": 0.1}}, "at least 0.1 either way"),
+        ({"rule": {"size_at_most": 0.123456789}, "unit": "%"}, "at most 12.3457% either way"),
+        ({"rule": {"no_difference": 0.1}, "test": "wilcoxon_holm"}, "within 0.1 of 0 and no significant difference"),
+        ({"rule": {"equivalent": 0.02}, "test": "tost"}, "equivalent within 0.02; TOST p < 0.05"),
+        ({"rule": {"between": [0.1, 0.2]}, "unit": "%"}, "10% to 20%"),
+        ({"rule": {"between": [18, 18]}, "exact": True}, "18, in every case"),
+        ({"rule": {"near": 0.5}}, "0.5"),
+    ],
+)
+def test_a_rule_in_words(claim, text):
+    assert judge.rule_text(claim) == text
+
+
+def rows_of(claims: list[dict], members: Callable, **more: Any) -> list[dict]:
+    frame = judge.verdicts(claims, members, model="m", profile="quick", **more)
+    assert list(frame) == COLUMNS
+    return frame.to_dict("records")
+
+
+def test_a_row_says_everything(monkeypatch):
+    monkeypatch.setattr(judge, "paper_text", lambda spec, unit: f"{spec['text']} {unit}")
+    claim = CLAIM | {"rule": {"at_least": 0.4}, "why": "because", "unit": "%"}
+    found = [Member("a", Told(0.5, 0.05)), Member("b", Told(0.41, 0.05)), Member("all", Told(0.42, 0.06)),
+             NotTestable("no GPU"), NotTestable("no time")]  # fmt: skip
+    [row] = rows_of([claim], lambda claim, reading: found)
+    assert row.pop("needed") == max(needed(0.01), needed(0.02))
+    assert math.isnan(row.pop("p"))
+    assert [row.pop(name) for name in ("ours", "low", "high")] == pytest.approx([41, 36, 46])
+    assert row == {
+        "claim": "X1", "statement": "It is so.", "paper": "so %", "test": "interval", "verdict": "partly",
+        "reading": "any", "model": "m", "profile": "quick", "rule": "at least 40%", "depends_on_reading": "",
+        "unit": "%", "members": "1 holds, 2 open, 2 not testable (no GPU)", "decided_by": "b", "n": 20, "topic": "t",
+        "source": "s", "note": "because",
+    }  # fmt: skip
+    [row] = rows_of([CLAIM | {"rule": {"at_least": 0.4}}], lambda claim, reading: found[2:3])
+    assert (row["unit"], row["note"], row["decided_by"], row["ours"]) == ("F1", "", "", 0.42)
+    [row] = rows_of([CLAIM | {"rule": {"at_least": 0.4}}], lambda claim, reading: found[:1])
+    assert (row["decided_by"], math.isnan(row["needed"])) == ("a", True)
+
+
+@pytest.mark.parametrize(
+    ("found", "note"),
+    [
+        ([], "no member of this claim was run"),
+        ([NotTestable("no GPU"), NotTestable("no time")], "no GPU"),
+        (
+            [Member("a", Measured(1, 1, 1, 3)), Member("b", Measured(1, 1, 1, 5))],
+            "5 items: an interval needs at least 6",
+        ),
+    ],
+)
+def test_a_row_of_what_cannot_be_tested_keeps_what_is_known_of_the_claim(found, note):
+    [row] = rows_of(
+        [CLAIM | {"rule": {"at_least": 0.4}, "why": "because", "test": "sign"}], lambda claim, reading: found
+    )
+    assert {name: value for name, value in row.items() if value == value} == {
+        "claim": "X1", "statement": "It is so.", "paper": "so", "test": "none", "verdict": "not testable here",
+        "reading": "any", "model": "m", "profile": "quick", "rule": "at least 0.4; sign test p < 0.05",
+        "depends_on_reading": "", "unit": "F1", "members": "", "decided_by": "", "topic": "t", "source": "s",
+        "note": note,
+    }  # fmt: skip
+
+
+def test_few_items_or_no_spread_are_said_apart():
+    few, flat = Measured(1, 1, 1, 5), Sample(pd.DataFrame({"a": [0.5] * 6}), bounds=None)
+    assert table({"at_least": 0.4}, [Member("a", flat)]).verdict == "inconclusive"
+    assert table({"at_least": 0.4}, [Member("a", Told(0.9, 0.1)), Member("b", few)]).verdict == "partly"
+    assert table({"at_least": 0.4}, [Member("a", Measured(0.5, 0.45, 0.6))]).verdict == "reproduced"  # one, but a range
+
+
+def test_the_worst_member_is_shown_and_what_undecided_ones_need():
+    members = [Member("a", Told(0.9, 0.1)), Member("b", Told(0.25, 0.1)), Member("c", Told(0.7, 0.4))]
+    row = table({"at_least": 0.4}, members)
+    assert (row.decided_by, row.members, row.verdict) == ("b", "1 holds, 1 open, 1 fails", "partly")
+    assert row.needed == needed(0.3) < needed(0.15)  # of the open one: what fails is decided
+    row = table({"at_least": 0.4}, [Member("b", Told(0.28, 0.1)), *[Member("c", Told(0.5, 0.2))] * 9])
+    assert (row.verdict, row.needed) == ("inconclusive", needed(0.1))
+    row = table({"at_least": 0.4}, [Member("b", Told(0.35, 0.04)), *[Member("c", Told(0.5, 0.2))] * 9])
+    assert (row.verdict, row.needed) == ("inconclusive", needed(0.05))  # what fails by chance needs items too
+    for test, said in (
+        ("sign", "sign test over members"),
+        ("wilcoxon_holm", "Wilcoxon, Holm"),
+        ("tost", "paired TOST"),
+    ):
+        row = table({"equivalent": 0.4}, [Member("x", paired(0.1))], test=test)
+        assert (row.test, row.p < 1) == (said, test != "sign")
+    assert table({"at_least": 0}, [Member("x", Facts(pd.Series([1])))], exact=True).test == "every case"
+
+
+def test_each_reading_has_its_row():
+    asked = []
+
+    def members(claim, reading):
+        asked.append((claim["id"], reading))
+        if reading == "slow":
+            raise NotTestable("too slow")
+        return [Member("x", Told({"paper": 0.9, "code": 0.1}.get(reading, 0.5), 0.1))]
+
+    claims = [CLAIM | {"id": name, "rule": {"at_least": 0.5}} for name in ("A", "B", "C", "D")]
+    readings = {"A": ["paper", "code"], "B": ["paper", "open"], "C": ["paper", "slow"], "D": ["paper"]}
+    rows = rows_of(claims, members, readings=lambda claim: readings[claim["id"]])
+    assert asked == [(row["claim"], row["reading"]) for row in rows]
+    assert [row["depends_on_reading"] for row in rows] == ["yes", "yes", "unclear", "unclear", "", "", ""]
+    assert [row["note"] for row in rows][4:6] == ["", "too slow"]
+
+
+def test_a_member_of_one_reading_alone_decides_nothing():
+    assert judge.depends([{"x": "holds"}, {"y": "fails"}]) == "no"
+    assert judge.depends([{"x": "open", "y": "holds"}, {"x": "fails", "y": "holds"}]) == "unclear"
+    assert judge.depends([{"x": "open", "y": "holds"}, {"x": "holds"}, {"y": "fails"}]) == "yes"
+    assert judge.depends([{}, {"x": "holds"}]) == ""

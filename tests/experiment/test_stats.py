@@ -1,4 +1,6 @@
+import itertools
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pandas as pd
@@ -188,10 +190,20 @@ def test_wilcoxon_exact_closed_form():
     assert stats.wilcoxon([1, 2, 3, 4, 5, 7], [0, 0, 0, 0, 0, 7]) == p  # a tie is dropped
 
 
-@pytest.mark.parametrize("n", [5, 9, 13])
-def test_wilcoxon_with_ties_is_scipys_permutation(n):
+@pytest.mark.parametrize("n", [5, 9, 14, 40])
+def test_wilcoxon_with_ties_is_scipys(n):
+    """By permutation up to 13 differences, from 14 on by the normal approximation."""
     d = np.random.default_rng(n).choice([-1.0, -0.5, 0.25, 0.5, 1.0], n)
     assert stats.wilcoxon(d, np.zeros(n)) == pytest.approx(scipy_stats.wilcoxon(d, method="auto").pvalue)
+
+
+@pytest.mark.parametrize("d", [[1, 1], [1, -1], [1, 1, -2], [3, 3, -1, -1], [2, 2, 2, -1, 5, 7, 7, 8, 9, 9, 9, 9, -4]])
+def test_wilcoxon_with_ties_counts_all_signs(d):
+    ranks = [sum(abs(x) < abs(y) for x in d) + (sum(abs(x) == abs(y) for x in d) + 1) / 2 for y in d]
+    seen = sum(rank for rank, x in zip(ranks, d, strict=True) if x > 0)
+    sums = [sum(itertools.compress(ranks, signs)) for signs in itertools.product([0, 1], repeat=len(d))]
+    rarer = min(sum(x <= seen for x in sums), sum(x >= seen for x in sums)) / len(sums)
+    assert stats.wilcoxon(d, np.zeros(len(d))) == pytest.approx(min(1, 2 * rarer))
 
 
 def test_all_equal_inputs_give_p_one():
@@ -270,3 +282,335 @@ def test_contrasts_pair_the_rows_of_a_group_with_those_of_the_other_table():
     found = stats.contrasts(rows, against, "policy", "f1").set_index("policy")
     for name, own in rows[rows.item > 0].groupby("policy"):
         assert (found.value[name], found.n[name]) == (pytest.approx(own.f1.mean() - 0.25), 7)
+
+
+# ------------------------------------------------------------------ every field of an estimate, against plain loops
+
+NAN, INF = math.nan, math.inf
+SIX = [0.1, 0.2, 0.2, 0.5, 0.7, 1.0]
+
+
+def alike(e: stats.Estimate, *wanted: float) -> bool:
+    """value, low, high, n, missing, level, sd, error; those that are not given have their defaults."""
+    return astuple(e) == pytest.approx((*wanted, *(0, 0.95, NAN, NAN)[len(wanted) - 4 :]), nan_ok=True, rel=1e-9)
+
+
+def weighed(items, corners=(), half=0.5) -> tuple[float, float, float]:
+    """Mean, its squared standard error and the items counted, the corners sharing `half` an item."""
+    pairs = [(x, 1.0) for x in items] + [(x, half / len(corners)) for x in corners]
+    total = sum(w for _, w in pairs)
+    mean = sum(w * x for x, w in pairs) / total
+    return mean, sum(w * (x - mean) ** 2 for x, w in pairs) / (total - 1) / total, total
+
+
+def quantile(level: float, freedom: float) -> float:
+    return scipy_stats.t.ppf((1 + level) / 2, freedom)
+
+
+def frame(**columns) -> pd.DataFrame:
+    return pd.DataFrame(columns)
+
+
+FLIPPED = [0.9, 0.1, 0.3, 0.3, 0.2, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "given", "items", "corners", "half"),
+    [
+        (frame(a=SIX), "mean", {}, SIX, [], 0),
+        (frame(a=SIX), "mean", {"level": 0.8}, SIX, [], 0),
+        (frame(a=[*SIX, NAN]), "mean", {"bounds": (0, 1)}, SIX, [0, 1], 1 / 2),
+        (frame(a=SIX), "mean", {"bounds": (-2, 3), "each": 3}, SIX, [-2, 3], 1 / 6),
+        (frame(a=[0] * 6), "mean", {"bounds": (0, 1)}, [0] * 6, [0, 1], 1 / 2),
+        (frame(a=[1] * 6), "mean", {"bounds": (0, 1)}, [1] * 6, [0, 1], 1 / 2),
+        (frame(a=[*SIX, NAN, 1], b=[*FLIPPED, 0, NAN]), "difference", {"bounds": (0, 1), "level": 0.9},
+         [-0.8, 0.1, -0.1, 0.2, 0.5, 0.6], [-1, 0, 0, 1], 1 / 2),
+        (frame(a=SIX, b=FLIPPED, x=[0.5] * 6, y=SIX[::-1]), "lift_minus_difference", {"bounds": (0, 1)},
+         [-0.3, 0.3, -0.1, -0.1, 0.2, 0.2], [-2] + 4 * [-1] + 6 * [0] + 4 * [1] + [2], 1 / 2),
+        (frame(a=[*SIX, NAN, 0.3, 0.4]), "mean", {"bounds": (0, 1), "each": 2, "clusters": [*"uvwxyz", "z", "z", "u"]},
+         [0.25, 0.2, 0.2, 0.5, 0.7, 0.65], [0, 1], 1 / 4 / (8 / 6)),
+    ],
+)  # fmt: skip
+def test_every_field_of_a_mean(data, name, given, items, corners, half):
+    level, missing = given.get("level", 0.95), int(data.isna().any(axis=1).sum())
+    centre, variance, total = weighed(items, corners, half)
+    reach = quantile(level, total - 1) * math.sqrt(variance)
+    low, high = max(centre - reach, min(corners, default=-INF)), min(centre + reach, max(corners, default=INF))
+    e = stats.contrast(data, name, **given)
+    sd = np.std(items, ddof=1)
+    assert alike(e, np.mean(items), low, high, len(items), missing, level, sd, math.sqrt(variance))
+    if name == "mean":
+        assert astuple(stats.interval(data.a, **given)) == pytest.approx(astuple(e))
+
+
+@pytest.mark.parametrize(
+    ("name", "top", "bottom"),
+    [
+        ("share_of_ceiling", lambda a, b, full, x, y: a - b, lambda a, b, full, x, y: full),
+        ("loss", lambda a, b, full, x, y: full - a, lambda a, b, full, x, y: full),
+        ("loss_ratio", lambda a, b, full, x, y: full - b, lambda a, b, full, x, y: full - a),
+        ("difference_of_ceiling", lambda a, b, full, x, y: x - y, lambda a, b, full, x, y: full),
+    ],
+)
+@pytest.mark.parametrize(("bounds", "each", "level"), [(None, 1, 0.95), ((0, 1), 1, 0.95), ((0, 1), 4, 0.8)])
+def test_every_field_of_a_ratio(name, top, bottom, bounds, each, level):
+    data = pd.DataFrame(np.random.default_rng(7).uniform(0, 0.3, (6, 5)), columns=[*"ab", "full", *"xy"])
+    data.full += 0.6
+    x, y = (np.array([f(*row) for row in data.to_numpy()]) for f in (top, bottom))
+    corners = [(top(*c), bottom(*c)) for c in itertools.product(bounds, repeat=5)] if bounds else []
+
+    def told(r):  # mean of top - r bottom, and its squared standard error
+        return weighed(x - r * y, [top - r * bottom for top, bottom in corners], 0.5 / each)
+
+    value, t2 = x.mean() / y.mean(), quantile(level, told(0)[2] - 1) ** 2
+    at = [mean**2 - t2 * variance for mean, variance, _ in map(told, (-1, 0, 1))]  # a parabola in r
+    low, high = sorted(np.roots([(at[0] + at[2]) / 2 - at[1], (at[2] - at[0]) / 2, at[1]]))
+    sd, error = np.std(x - value * y, ddof=1) / y.mean(), math.sqrt(told(value)[1]) / y.mean()
+    e = stats.contrast(data, name, bounds=bounds, each=each, level=level)
+    assert alike(e, value, low, high, 6, 0, level, sd, error)
+
+
+def test_a_ratio_without_bounds_still_says_all_else():
+    """Both means may be 0: with the bottom below 0 its size divides the error."""
+    data = frame(a=[1, 2, 3, -1, 0, 2, NAN], full=[-1, 1, -1, 1, -1, -1, 1])
+    x, y = data.a[:6].to_numpy(), data.full[:6].to_numpy()
+    linear = x - x.mean() / y.mean() * y
+    wanted = abs(np.std(linear, ddof=1) / y.mean())
+    e = stats.contrast(data, "share_of_ceiling", level=0.9)
+    assert alike(e, x.mean() / y.mean(), -INF, INF, 6, 1, 0.9, wanted, wanted / math.sqrt(6))
+    below = stats.contrast(frame(a=SIX, full=[-0.5, -0.6, -0.5, -0.6, -0.5, -0.6]), "share_of_ceiling")
+    assert below.value == pytest.approx(-0.45 / 0.55)
+    assert below.low < below.value < below.high < 0
+
+
+@pytest.mark.parametrize(("up", "down", "level"), [(4, 2, 0.95), (2, 5, 0.8), (12, 0, 0.95), (0, 3, 0.9), (7, 5, 0.95)])
+def test_every_field_of_a_difference_of_shares(up, down, level):
+    n, data = 12, pd.concat([gains(up, down, 12), frame(a=[NAN, 1], b=[0, NAN])])
+    (u_low, u_high), (d_low, d_high) = (scipy_stats.binomtest(k, n).proportion_ci(level, "exact") for k in (up, down))
+    u, d = up / n, down / n
+    r = 0 if not up * down else -math.sqrt(u * d / (1 - u) / (1 - d))
+    low = u - d - math.sqrt((u - u_low) ** 2 + (d_high - d) ** 2 - 2 * r * (u - u_low) * (d_high - d))
+    high = u - d + math.sqrt((u_high - u) ** 2 + (d - d_low) ** 2 - 2 * r * (u_high - u) * (d - d_low))
+    sd, error = np.std([1] * up + [-1] * down + [0] * (n - up - down), ddof=1), (high - low) / 2
+    e = stats.counted(data, "difference", level=level)
+    assert alike(e, u - d, low, high, n, 2, level, sd, error / scipy_stats.norm.ppf((1 + level) / 2))
+
+
+@pytest.mark.parametrize("bounds", [None, (0, 1), (-1, 1)])
+@pytest.mark.parametrize(("each", "level"), [(1, 0.95), (4, 0.8)])
+def test_every_field_of_two_samples(bounds, each, level):
+    corners = {None: [], (0, 1): [0, 1], (-1, 1): [-1, 1, 0, 0]}[bounds]
+    sides = [weighed(side, corners, 0.5 / each) for side in (SIX, [*FLIPPED, 0.6, 0.8])]
+    error = math.sqrt(sum(variance for _, variance, _ in sides))
+    freedom = error**4 / sum(variance**2 / (total - 1) for _, variance, total in sides)
+    centre, reach = sides[0][0] - sides[1][0], quantile(level, freedom) * error
+    value = np.mean(SIX) - np.mean([*FLIPPED, 0.6, 0.8])
+    e = stats.unpaired([*SIX, NAN], [NAN, *FLIPPED, 0.6, 0.8], bounds=bounds, each=each, level=level)
+    assert alike(e, value, centre - reach, centre + reach, 6, 0, level, NAN, error)
+    if (each, level) == (1, 0.95):
+        assert stats.unpaired(SIX, [*FLIPPED, 0.6, 0.8], bounds=bounds).triple == pytest.approx(e.triple)
+
+
+def test_every_field_of_a_resampled_statistic():
+    """A cluster is drawn whole, with the rows that it has."""
+    values, clusters = [0.1, 0.9, 0.4, 0.3, 0.8, 0.2, 0.6, 0.7], [*"uvwxyzuu"]
+    of = {name: [x for x, c in zip(values, clusters, strict=True) if c == name] for name in "uvwxyz"}
+    for seed in (42, 7):
+        picks = np.random.default_rng(seed).integers(0, 6, (1000, 6))
+        drawn = [np.mean([x for i in pick for x in of["uvwxyz"[i]]]) for pick in picks]
+        error = np.std(drawn, ddof=1) * math.sqrt(6 / 5)
+        half = quantile(0.9, 5) * error
+        given = {"level": 0.9} | ({} if seed == 42 else {"seed": seed})
+        e = stats.resampled(frame(a=values), np.mean, clusters, **given)
+        assert alike(e, 0.5, 0.5 - half, 0.5 + half, 6, 0, 0.9, NAN, error)
+    assert stats.resampled(frame(a=SIX), np.mean) == stats.resampled(frame(a=SIX), np.mean, [*"uvwxyz"])
+    assert stats.resampled(frame(a=SIX), np.mean).level == 0.95
+
+
+def test_half_of_the_resamples_suffice():
+    error = math.sqrt(1 / 3) * 2 * math.sqrt(6 / 5)
+    found = stats.spread_of(0.5, np.array([1.0, NAN, 3.0, INF, 1.0, -INF, 3.0, NAN]), 6)
+    assert alike(found, 0.5, 0.5 - quantile(0.95, 5) * error, 0.5 + quantile(0.95, 5) * error, 6, 0, 0.95, NAN, error)
+    for value, drawn, n in (
+        (0.5, [1.0, 2.0, NAN, NAN, NAN], 6),
+        (0.5, [1.0, 2.0], 5),
+        (NAN, [1.0, 2.0], 6),
+        (INF, [1.0, 2.0], 6),
+    ):
+        assert alike(stats.spread_of(value, np.array(drawn), n, 0.9), value, NAN, NAN, n, 0, 0.9)
+        assert stats.spread_of(value, np.array(drawn), n).level == 0.95
+
+
+FIVE = [*SIX[:5], NAN]
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (lambda: stats.interval([]), (NAN, NAN, NAN, 0, 0, 0.95)),
+        (lambda: stats.interval([NAN, NAN], [1, 1], level=0.9), (NAN, NAN, NAN, 0, 2, 0.9)),
+        (lambda: stats.interval(FIVE, level=0.9), (0.34, NAN, NAN, 5, 1, 0.9)),
+        (lambda: stats.interval([0.5] * 7 + [NAN], level=0.9), (0.5, NAN, NAN, 7, 1, 0.9)),
+        (lambda: stats.interval([5e-13, -5e-13] * 3), (0, NAN, NAN, 6)),  # rounding
+        (lambda: stats.interval([1e6] * 5 + [1e6 + 5e-7]), (1e6, NAN, NAN, 6)),
+        (lambda: stats.contrast(frame(a=[*SIX, NAN], full=0), "share_of_ceiling", level=0.9),
+         (NAN, NAN, NAN, 6, 1, 0.9)),
+        (lambda: stats.contrast(frame(a=FIVE, full=0.5), "share_of_ceiling", bounds=(0, 1), level=0.9),
+         (0.68, NAN, NAN, 5, 1, 0.9)),
+        (lambda: stats.contrast(frame(a=[0.25] * 6 + [NAN], full=0.5), "share_of_ceiling", level=0.9),
+         (0.5, NAN, NAN, 6, 1, 0.9)),
+        (lambda: stats.contrast(frame(a=[5e-13, -5e-13] * 3, full=1), "share_of_ceiling"), (0, NAN, NAN, 6)),
+        (lambda: stats.counted(frame(a=[NAN]), "mean", level=0.9), (NAN, NAN, NAN, 0, 1, 0.9)),
+        (lambda: stats.counted(frame(a=[1, 0, 1, 1, 1, NAN]), "mean", level=0.9), (0.8, NAN, NAN, 5, 1, 0.9)),
+        (lambda: stats.unpaired([], SIX, level=0.9), (NAN, NAN, NAN, 0, 0, 0.9)),
+        (lambda: stats.unpaired([*SIX, 0.45], FIVE, level=0.9), (0.11, NAN, NAN, 5, 0, 0.9)),
+        (lambda: stats.unpaired([0.5] * 6, [0.25] * 9, level=0.9), (0.25, NAN, NAN, 6, 0, 0.9)),
+        (lambda: stats.resampled(frame(a=[]), np.mean), (NAN, NAN, NAN, 0)),
+        (lambda: stats.resampled(frame(a=SIX[:5]), np.mean, level=0.9), (0.34, NAN, NAN, 5, 0, 0.9)),
+        (lambda: stats.resampled(frame(a=SIX), lambda v: INF, level=0.9), (INF, NAN, NAN, 6, 0, 0.9)),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("error")
+def test_every_field_where_there_is_no_interval(found, wanted):
+    assert alike(found(), *wanted)
+
+
+def test_small_spreads_have_an_interval_all_the_same():
+    assert stats.interval([0.5] * 5 + [0.5 + 1.5e-12]).low < 0.5
+    assert stats.interval([0.5] * 5 + [0.5 + 1.5e-12]).high > 0.5
+    assert stats.contrast(frame(a=[1.5e-12, 0.0] * 3, full=1), "share_of_ceiling").low < 0
+    assert stats.interval([2.0] * 6, bounds=(0, 1)).triple[::2] == (2.0, 2.0)  # of what lies outside its bounds too
+
+
+@pytest.mark.parametrize(
+    ("n", "sd", "error"),
+    [(10, 0.3, 0.3 / math.sqrt(10)), (10, 0.3, 0.15), (10, 0.3, 0.01), (10, NAN, 0.1), (6, 0, 0.1)],
+)
+def test_needed_items_are_the_fewest_that_clear_the_gap(n, sd, error):
+    """At N items the squared error is spread / N + corners / N^2."""
+    e, g = stats.Estimate(0.5, 0.4, 0.6, n, sd=sd, error=error), 0.0371 / (1.959963985 + 0.841621234)
+    spread = n * error**2 if math.isnan(sd) else sd**2
+    corners = max(0.0, (error**2 - spread / n) * n**2)
+    enough = next(k for k in itertools.count(1) if spread / k + corners / k**2 <= g**2)
+    assert e.needed(0.0371) == e.needed(-0.0371) == enough
+    assert [e.needed(INF), e.needed(0), stats.Estimate(0.5, NAN, NAN, 5).needed(0.1)] == [INF] * 3
+
+
+# ------------------------------------------------------------------ tables, texts, tests: what is seen
+
+
+@pytest.mark.parametrize(
+    ("e", "text"),
+    [
+        (stats.Estimate(0.5, -INF, INF, 12), "0.500 [-inf, inf]"),
+        (stats.Estimate(0.5, NAN, NAN, 6), "0.500 [no interval: all alike]"),
+        (stats.Estimate(0.5, NAN, NAN, 5, 1), "0.500 [no interval: 5 of 6 items] (1 missing)"),
+        (stats.Estimate(NAN, NAN, NAN, 0, 3), "no values"),
+    ],
+)
+def test_estimates_say_why_they_have_no_interval(e, text):
+    assert str(e) == repr(e) == f"{e}" == text
+
+
+def test_a_table_has_a_row_per_group_in_the_order_of_its_rows():
+    rows = frame(policy=["y"] * 6 + ["x"] * 6 + [None] * 6, task="t", item=[1, 2] * 9, f1=[*SIX, *FLIPPED, *SIX])
+    found = stats.means(rows, ["task", "policy"], "f1")
+    assert list(found) == ["task", "policy", "value", "low", "high", "n"]
+    assert found.policy[:2].tolist() == ["y", "x"]
+    assert pd.isna(found.policy[2])  # a group without a name is one as well
+    for row, values in zip(found.itertuples(), (SIX, FLIPPED, SIX), strict=True):
+        assert row[3:] == pytest.approx((*stats.interval(values, bounds=(0, 1)).triple, 6))
+    free = stats.means(rows, "policy", "f1", bounds=None).iloc[1]
+    assert (free.low, free.high) == pytest.approx(stats.interval(FLIPPED).triple[1:])
+    assert stats.means(rows, "policy", "f1", "item").n.tolist() == [2, 2, 2]
+    named = pd.Categorical(rows.policy, ["x", "y", "never run"])
+    assert len(stats.means(rows.assign(policy=named), "policy", "f1")) == 3
+
+
+@pytest.mark.parametrize("kind", ["difference", "share_of_ceiling", "loss"])
+@pytest.mark.parametrize(("bounds", "clustered"), [((0, 1), False), (None, True)])
+def test_contrasts_are_those_of_pairs(kind, bounds, clustered):
+    second = "b" if kind == "difference" else "full"
+    full = [0.8, 0.9, 1.0, 0.8, 0.7, 0.9, 0.8]
+    rows = frame(item=range(7), seed=1, policy="x", f1=[*SIX, 0.4], b=9.0, full=9.0, group=[*"uvwxyzz"])
+    against = frame(item=[*range(7), *range(7)], seed=[1] * 7 + [2] * 7, f1=[*full, *([0.0] * 7)])
+    given = {"bounds": bounds, "clusters": "group" if clustered else None} if clustered else {}
+    found = stats.contrasts(rows, against, "policy", "f1", on=["item", "seed"], kind=kind, **given)
+    known = stats.contrast(frame(a=rows.f1, **{second: full}), kind, rows.group if clustered else None, bounds=bounds)
+    assert list(found) == ["policy", "value", "low", "high", "n"]
+    assert found.iloc[0].tolist() == ["x", *map(pytest.approx, known.triple), 6 if clustered else 7]
+    if kind == "difference":
+        assert stats.contrasts(rows, against[:7], "policy", "f1", **given).iloc[0].tolist() == found.iloc[0].tolist()
+
+
+def test_contrasts_refuse_a_row_with_two_partners():
+    rows = frame(item=[1, 1, 2], seed=[1, 1, 1], policy="x", f1=[0.5, 0.6, 0.5])
+    with pytest.raises(InputError, match=r"^1 rows to compare with share their item, seed: add columns to `on`$"):
+        stats.contrasts(rows, rows, "policy", "f1", on=("item", "seed"))
+    with pytest.raises(InputError, match=r"share their item: "):
+        stats.contrasts(rows, rows, "policy", "f1")
+
+
+def test_what_is_told_of_a_row():
+    rows = frame(
+        who=["a", "b", "b", "c"], n=[1, 1, 2, 1], value=[1.5, 2, 3, NAN], low=[1, NAN, 2.5, 1], high=[2, NAN, 4, 2]
+    )
+    assert stats.told(rows, "ms", who="a") == "1.500 [1.000, 2.000] ms"
+    assert stats.told(rows, "s", digits=1, who="b", n=1) == "2.0 s"
+    assert stats.told(rows, "%", who="b", n=1) == "200.0%"
+    assert stats.told(rows, digits=0, who="b", n=2) == "3 [2, 4]"
+    assert stats.told(rows, who="d") == stats.told(rows, who="c") == stats.NOT_RUN == "(not run)"
+    with pytest.raises(InputError, match=r"^2 rows with {'who': 'b'}: name more columns$"):
+        stats.told(rows, who="b")
+    assert (stats.percent(0.284), stats.percent(NAN)) == ("28%", "(not run)")
+
+
+def test_equivalence_at_its_borders():
+    assert stats.tost([0.5, 0.5], [0.0, 0.0], 0.5) == 1.0  # a difference of the margin itself is no equivalence
+    assert stats.tost([0.5, 0.5], [0.0, 0.0], 0.51) == 0.0
+    assert stats.tost([0.02] * 6, [0.0] * 6) == 1.0
+    assert stats.tost([0.019] * 6, [0.0] * 6) == 0.0  # the margin by itself: 0.02
+    assert stats.tost([0.0, 0.2], [0.0, 0.0], 0.15) == pytest.approx(scipy_stats.t.sf(0.5, 1))
+    mean, variance, total = weighed(SIX, [-2, 0, 0, 2])
+    p = scipy_stats.t.sf((0.6 - mean) / math.sqrt(variance), total - 1)
+    assert stats.tost(SIX, np.zeros(6), 0.6, bounds=(-1, 1)) == pytest.approx(p)
+    assert math.isnan(stats.tost([], []))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: stats.tost([1, 2], [1, 2], margin=0),
+         "margin is 0: give a positive difference that still counts as equal"),
+        (lambda: stats.interval([[1, 2]]), "values have shape (1, 2): give one list of numbers"),
+        (lambda: stats.interval([1, 2], [1]), "1 clusters for 2 values: give one label per value"),
+        (lambda: stats.sign_test([1, 2], [1]),
+         "2 values against 1: a paired comparison needs the same items in the same order"),
+        (lambda: stats.counted(frame(a=[0.5]), "mean"),
+         "mean of values that are not all 0 or 1: exact limits are of shares and their differences"),
+        (lambda: stats.counted(frame(a=[1], full=[1]), "loss"),
+         "loss of values that are not all 0 or 1: exact limits are of shares and their differences"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_to_give(call, text):
+    with pytest.raises(InputError) as error:
+        call()
+    assert str(error.value) == text
+
+
+def test_a_difference_of_a_billionth_is_none_and_one_above_counts():
+    zeros = [0.0] * 6
+    assert stats.sign_test([9e-10] * 6, zeros) == stats.wilcoxon([-9e-10] * 6, zeros) == 1.0
+    assert stats.sign_test([1e-9] * 6, zeros) == stats.wilcoxon([-1e-9] * 6, zeros) == 2 / 64
+
+
+def test_true_and_false_are_one_and_zero():
+    so, not_so = [True, True, False, True, False, True], [False, True, False, False, True, False]
+    true, known = frame(a=so, b=not_so), frame(a=so, b=not_so).astype(float)
+    for estimate in (stats.contrast, stats.counted):
+        assert estimate(true, "difference") == estimate(known, "difference")
+        assert estimate(known, "difference").low < 1 / 3  # six items suffice
+    assert stats.interval(so, bounds=(0, 1)) == stats.interval(list(map(float, so)), bounds=(0, 1))
+    gain = stats.resampled(true, lambda v: float((v[:, 0] - v[:, 1]).mean()))
+    assert gain == stats.resampled(known, lambda v: float((v[:, 0] - v[:, 1]).mean()))
+    assert stats.sign_test(so, not_so) == stats.wilcoxon(so, not_so) == 2 * 5 / 16  # three gains, one loss

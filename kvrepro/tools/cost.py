@@ -46,7 +46,8 @@ def table(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
     frame = pd.read_csv(path).assign(note=lambda rows: rows.get("note", "-"))
     done = frame[frame.error.isna() & (frame.failed == 0) & (frame.device != "CPU")]
     rows = [
-        {"model's shape": shape, "GPU": device, "chapter": chapter, "items measured": int(mine.n_items.max()),
+        {"model's shape": shape, "GPU": device.removeprefix("NVIDIA ").removesuffix(" HBM3"), "chapter": chapter,
+         "items measured": int(mine.n_items.max()),
          "quick, hours": round(hours(mine, chapter, "quick"), 2), "full, hours": round(hours(mine, chapter, "full"), 1),
          "peak GiB": mine.peak_gib.max(), "how": str(mine.sort_values("n_items").note.iloc[-1])}
         for (shape, device, chapter), mine in done.groupby(["shape", "device", "chapter"], sort=False)

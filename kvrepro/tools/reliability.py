@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from kvrepro.experiment import figure
 from kvrepro.paths import DATA
+from kvrepro.tools.cost import ITEMS
 from kvrepro.tools.filterable import table
-from kvrepro.tools.trial import CHAPTERS
 
 FOLDER = DATA / "reliability"
 PROGRAM = "python -m kvrepro.tools."
@@ -86,7 +86,7 @@ def _scaling(t: pd.DataFrame) -> tuple[str, str]:
 PARTS = {
     "kills": Part(
         "Kills at random moments",
-        f"for c in {' '.join(CHAPTERS)}; do {PROGRAM}faults kills --chapter $c --kills 20 --seed 0; done", _kills,
+        f"for c in {' '.join(ITEMS)}; do {PROGRAM}faults kills --chapter $c --kills 20 --seed 0; done", _kills,
         "A chapter is killed at random moments and started again until it is done. What it stored is then compared "
         "with what an undisturbed run stores. The model has two layers of random weights, and each study two items: "
         "what counts is the moment.",

@@ -238,7 +238,7 @@ def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> An
     """The policy's scores; where they depend on neither budget nor guards, the same for all conditions that look. A
     reader's scorer sees copies: what it writes in place must not reach other conditions."""
     given = named(policy.score, parameters)
-    shown = o if getattr(policy.score, "__module__", "").startswith("kvrepro.") else o.copied()
+    shown = o if str(getattr(policy.score, "__module__", None)).startswith("kvrepro.") else o.copied()
     own = {"budget", "guarded", "draws"}.intersection(given)
     if own or not all(isinstance(value, str | int | float | None) for value in given.values()):
         return policy.score(shown, **given)

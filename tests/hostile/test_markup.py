@@ -76,7 +76,9 @@ def page(folder, items, model):
         {"Task": item.task, "Answer": item.answer, "Own": filterable.Cell("<b>x</b>", item.answer)} for item in items
     ]
     runs = claims_page.found({"x": pd.DataFrame({"model": [model], "profile": "quick"})})
-    (folder / "claims.md").write_text("# Claims\n\n" + runs + "\n\n" + filterable.table(every, "all", "All", ["Task"]))
+    (folder / "claims.md").write_text(
+        "# Claims\n\n" + runs + "\n\n" + filterable.interactive(every, "all", "All", ["Task"])
+    )
 
 
 def built(folder, names):

@@ -23,7 +23,7 @@ from kvrepro.engine import policy
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, controls, judge, longbench, models, stats
+from kvrepro.experiment import claims, controls, figure, judge, longbench, models, stats
 from kvrepro.item import Item
 from kvrepro.world import ruler, world
 
@@ -642,7 +642,7 @@ def test_the_chapters_own_figures_show_what_they_are_given(chapter):
     for axes in panels:  # the others' lines in grey, below the panel's own
         grey = [line.get_ydata().tolist() for line in axes.lines if line.get_color() == "#BDBDBD"]
         assert sorted(grey) == [[0.1, 0.2], [0.3, 0.4]]
-    drawing = figures.estimates(shares, "value", "held")
+    drawing = figure.estimates(shares, "value", "held")
     figures.grouped(drawing, pd.Series(["a", "a", "b", "b"]))
     assert [line.get_ydata()[0] for line in drawing.axes[0].lines if line.get_color() == "#9A9A9A"] == [1.5]
     assert figures.methods(rows[rows.policy == "defensive_kv"][:1]) == ["DefensiveKV,\nauthors' code"]

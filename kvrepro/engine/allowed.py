@@ -5,8 +5,9 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -111,9 +112,15 @@ def said(kind: object) -> str:
 
 def of(functions: list[Callable[..., Any]], name: str) -> object:
     """The annotation of the parameter `name` in the first of `functions` that has one; `object`, anything, else."""
-    every = [inspect.signature(function).parameters for function in functions]
+    every = [parameters_of(function) for function in functions]
     hints = [parameters[name].annotation for parameters in every if name in parameters]
     return next((hint for hint in hints if not isinstance(hint, str) and hint != inspect.Parameter.empty), object)
+
+
+@cache
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters that it names."""
+    return inspect.signature(function).parameters
 
 
 def _words(kind: object) -> bool:

@@ -235,16 +235,14 @@ def guards(job: Job, o: Observation, *, follow: bool = False) -> Mask:
 
 
 def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> Any:
-    """The policy's scores; where they depend on neither budget nor guards, the same for all conditions that look. A
-    reader's scorer sees copies: what it writes in place must not reach other conditions."""
+    """The policy's scores; where they depend on neither budget nor guards, the same for all conditions that look."""
     given = named(policy.score, parameters)
-    shown = o if str(getattr(policy.score, "__module__", None)).startswith("kvrepro.") else o.copied()
     own = {"budget", "guarded", "draws"}.intersection(given)
     if own or not all(isinstance(value, str | int | float | None) for value in given.values()):
-        return policy.score(shown, **given)
+        return call(policy.score, o, parameters=given)
     key = (policy.score, *sorted(given.items()))
     if key not in o.scored:
-        o.scored[key] = policy.score(shown, **given)
+        o.scored[key] = call(policy.score, o, parameters=given)
     return o.scored[key]
 
 

@@ -1,7 +1,7 @@
 """What a policy may look at: one layer's cached tokens, the last queries, and what the forward pass summed up."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -41,11 +41,6 @@ class Observation:
     log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
     window_outputs: Query | None = None  # and attention outputs
     softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
-
-    def copied(self) -> "Observation":
-        """The same in memory of its own."""
-        tensors = {f.name: value.clone() for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        return replace(self, **tensors, sums={name: total.clone() for name, total in self.sums.items()})
 
     @cached_property
     def scored(self) -> dict[Hashable, Scores]:

@@ -1,15 +1,16 @@
 """A policy is data. `python -m kvrepro.engine.policy` lists the catalogue; `evict` says how one is applied."""
 
-import inspect
 import math
 import re
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from kvrepro.engine import allocate, allowed, guard
 from kvrepro.engine.allowed import Count, Number, Size, ensure
@@ -157,14 +158,40 @@ def first_sentence(function: Callable[..., Any]) -> str:
 
 
 def call(function: Callable[..., Any], *arguments: object, parameters: Parameters) -> Any:
-    """`function` with the parameters that it names."""
-    return function(*arguments, **named(function, parameters))
+    """`function` with the parameters that it names. A reader's own is shown copies: what it writes in place must not
+    reach other conditions."""
+    given = named(function, parameters)
+    if not _ours(function):
+        arguments, given = copied(arguments), copied(given)
+    return function(*arguments, **given)
 
 
 def named(function: Callable[..., Any], parameters: Parameters) -> dict[str, Any]:
     """Those of `parameters` that `function` names."""
-    names = inspect.signature(function).parameters
+    names = allowed.parameters_of(function)
     return {name: value for name, value in parameters.items() if name in names}
+
+
+def copied(value: Any) -> Any:
+    """The same, with every tensor in memory of its own: of lists, mappings and dataclasses, too."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {name: copied(one) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value)})
+    return value
+
+
+def _ours(function: Callable[..., Any]) -> bool:
+    """Does this package define it? A wrapper may go by the name of what it wraps, and is another function."""
+    module = str(getattr(function, "__module__", None))
+    found: object = sys.modules.get(module) if module.startswith("kvrepro.") else None
+    for name in getattr(function, "__qualname__", "").split("."):
+        found = getattr(found, name, None)
+    return found is function
 
 
 OWN: dict[str, Policy] = {}  # policies that a notebook defines, by name

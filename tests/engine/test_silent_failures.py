@@ -1,6 +1,7 @@
 """Failures that users of other libraries met without a word from them: provoked here, and refused or impossible."""
 
 from dataclasses import replace
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from tiny import architecture
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 
+from kvrepro.engine import allocate
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, check
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
@@ -319,20 +322,77 @@ def test_a_row_that_failed_leaves_rows_of_its_kind_their_evictions(monkeypatch):
     assert g.kept == [40 + NEW - 1] * 3
 
 
-@pytest.mark.parametrize("regime", [Prefill(), DecodeCap(4)], ids=lambda r: r.name)
-def test_a_readers_scorer_that_writes_in_place_reaches_no_other_condition(regime, monkeypatch):
-    def writes(o):
-        score = o.keys.float().norm(dim=-1)
-        for tensor in (o.keys, o.values, o.queries, *o.sums.values()):
-            tensor.zero_()
-        o.positions.fill_(7)
-        return score
+def overwrite(*shown):
+    """What a careless function does to all that it is shown."""
+    for one in shown:
+        if isinstance(one, Observation):
+            overwrite(one.keys, one.values, one.queries, one.positions, one.seen, *one.sums.values())
+        elif isinstance(one, list):
+            overwrite(*one)
+        elif one is not None:
+            one.fill_(1)
 
-    monkeypatch.setitem(CATALOGUE, "writes", Policy("Writes", "a reader", writes))
-    others = [Condition(), Condition("h2o", 24, regime)]
-    known = answers(tiny_prompts(70), others)
-    for at in (0, 1):
+
+def norm(o):
+    return o.keys.float().norm(dim=-1)
+
+
+@wraps(CATALOGUE["k_norm"].score)
+def named_like_ours(o):
+    found = norm(o)
+    overwrite(o)
+    return found
+
+
+def scores_and_writes(o):
+    return named_like_ours(o)
+
+
+def allocates_and_writes(scores, protected, budget, o):
+    counts = allocate.uniform(scores, protected, budget).clone()
+    overwrite(scores, protected, budget, o)
+    return counts
+
+
+def shields_and_writes(o, scores, budget, guarded):
+    overwrite(o, scores, budget, guarded)
+    return torch.zeros_like(guarded)
+
+
+def refines_and_writes(o, scores, counts, protected):
+    refined = scores.clone()
+    overwrite(o, scores, counts, protected)
+    return refined, torch.zeros_like(protected)
+
+
+def across_and_writes(scores, protected, budget, summaries, observations):
+    mine, counts = [s.clone() for s in scores], [allocate.uniform(scores[0], protected[0], budget).clone()] * len(scores)
+    overwrite(scores, protected, budget, summaries, observations)
+    return mine, counts
+
+
+CARELESS = {
+    "score": Policy("Writes", "a reader", scores_and_writes),
+    "score, wrapped": Policy("Writes", "a reader", named_like_ours),
+    "score, partial": Policy("Writes", "a reader", partial(scores_and_writes)),
+    "allocate": Policy("Writes", "a reader", CATALOGUE["k_norm"].score, allocate=allocates_and_writes),
+    "shield": Policy("Writes", "a reader", norm, shield=shields_and_writes),
+    "refine": Policy("Writes", "a reader", norm, refine=refines_and_writes),
+    "across": Policy("Writes", "a reader", norm, across=across_and_writes),
+    "summary": Policy("Writes", "a reader", norm, across=across_and_writes, summary=lambda o: overwrite(o)),
+}
+
+
+@pytest.mark.parametrize("part", CARELESS)
+@pytest.mark.parametrize("regime", [Prefill(), DecodeCap(4)], ids=lambda r: r.name)
+def test_what_a_readers_function_writes_in_place_reaches_no_other_condition(regime, part, monkeypatch):
+    monkeypatch.setitem(CATALOGUE, "writes", CARELESS[part])
+    others = [Condition(), Condition("k_norm", 24, regime), Condition("h2o", 24, regime)]
+    [known] = answers(tiny_prompts(70), others, kept_sets=True)
+    for at in (0, 1, 3):
         mixed = [*others[:at], Condition("writes", 24, regime), *others[at:]]
-        [found] = answers(tiny_prompts(70), mixed)
-        assert [found[i].tokens for i in range(3) if i != at] == [one.tokens for one in known[0]]
-        assert [found[i].kept for i in range(3) if i != at] == [one.kept for one in known[0]]
+        found = answers(tiny_prompts(70), mixed, kept_sets=True)[0]
+        careless = found.pop(at)
+        assert careless.kept == known[2].kept
+        for one, before in zip(found, known, strict=True):
+            assert (one.tokens, one.kept_positions_hash) == (before.tokens, before.kept_positions_hash)

@@ -22,9 +22,8 @@ Answers = Iterator[tuple[Tag, Generation]]
 def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
     """Of each row: rows of equal kind may decode in one batch.
 
-    Plain PyTorch pads heads to the longest, so that lengths within a factor of two go together. Kernels do not pad; one
-    set of tokens for all layers, and layers that slide, are padded by up to a factor of eight, which is cheaper than
-    more batches.
+    Plain PyTorch pads heads to the longest, so that lengths within a factor of two go together; on a GPU of eight, where
+    padding is cheaper than more batches. Kernels pad only one set of tokens for all layers, and layers that slide.
     """
     recurrent = any(hasattr(layer, "recurrent_states") for layer in rows.cache.layers)
     slides = any(getattr(layer, "is_sliding", False) for layer in rows.cache.layers)
@@ -38,9 +37,11 @@ def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
         padding = unread if recurrent else None  # it would pass through recurrent states
         alone = tag if c.bits is not None else None
         shared: tuple[Any, ...] | None = None if job.reduction is None else (job.reduction, job.first_step)
-        if backend == "triton":
-            size = (size - 1) // 3 if shared is not None or slides else 0
-        elif shared is not None:
+        if backend == "triton" and shared is None and not slides:
+            size = 0
+        elif backend == "triton" or rows.logits.is_cuda:
+            size = (size - 1) // 3
+        if backend == "torch" and shared is not None:
             shared = (*shared, job.budgets[0])
         kinds.append((c.every, job.pages, c.execution, size, padding, alone, shared))
     return kinds
@@ -256,7 +257,8 @@ def _finished(call: Call, rows: Rows, done: list[int], picked: list[Tensor], sec
             evicted = int(rows.signals.evicted[row])
             mine = alive.sum(-1).float().mean().cpu().expand(len(layers))
             full = torch.full_like(full, int(alive.any(0).sum()) + evicted)
-        share = float((held[:, row] * size).sum() / (held.sum(1) * size).sum())
+        of_batch = float((held.sum(1) * size).sum())
+        share = float((held[:, row] * size).sum()) / of_batch if of_batch else 1 / len(rows)
         pages = rows.jobs[row].pages
         answer = Generation(
             tokens=tokens[row].tolist(),

@@ -271,9 +271,13 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
     for f in fields(c.regime) if c.regime is not None else ():
         ensure(OF_REGIMES.get(f.name, object), c.regime.name, **{f.name: getattr(c.regime, f.name)})
     if c.policy == "full":
-        if c.budget is not None or c.prefix or c.suffix or c.whitelist or c.fair is not None or c.switches:
+        if c.fair is not None or c != Condition(regime=c.regime, bits=c.bits):
             raise InputError(f"policy full keeps every token, got {replace(c, policy='(full)').label!r}: drop the rest")
         return
+    if c.prefix + c.suffix > 1:
+        raise InputError(f"prefix {c.prefix:g} + suffix {c.suffix:g} guard more than the whole budget: lower one")
+    if c.static_suffix and not c.suffix:
+        raise InputError(f"static_suffix for {c.policy} without a suffix: give one, such as suffix=0.1, or drop it")
     policy = find(c.policy)
     parameters = policy.reading(c.reading, c.switches)
     if c.regime is None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from kvrepro.engine.allowed import Number, Size
+from kvrepro.errors import InputError
 
 Words = tuple[str, ...]
 
@@ -14,6 +15,10 @@ class Regime:
 
     name: ClassVar[str]
     means: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if type(self) is Regime:
+            raise InputError(f"Regime() is none by itself: take {', '.join(r.__name__ for r in REGIMES.values())}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from conditions import flat, other
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import READINGS, Policy, budget_of, call, check, find, guarded, is_own, main, own, table
-from kvrepro.engine.regime import REGIMES, Prefill, SharedCap
+from kvrepro.engine.regime import REGIMES, Prefill, Regime, SharedCap
 from kvrepro.errors import InputError
 
 FINE = Condition("snapkv", 40, Prefill(), reading="as_described")
@@ -64,6 +64,11 @@ FINE = Condition("snapkv", 40, Prefill(), reading="as_described")
         ({"policy": "kv_zip", "regime": "per step"}, "kv_zip cannot run in regime 'per step': it repeats"),
         ({"policy": "full"}, "policy full keeps every token"),
         ({"policy": "full", "budget": None, "switches": (("window", 4),)}, "policy full keeps every token"),
+        ({"policy": "full", "budget": None, "reading": "as_described"}, "policy full keeps every token"),
+        ({"policy": "full", "budget": None, "execution": "masked"}, "policy full keeps every token"),
+        ({"policy": "full", "budget": None, "static_suffix": True}, "policy full keeps every token"),
+        ({"prefix": 0.5, "suffix": 0.6}, r"prefix 0.5 \+ suffix 0.6 guard more than the whole budget: lower one"),
+        ({"static_suffix": True}, "static_suffix for snapkv without a suffix: give one"),
         ({"budget": 100}, "budget 100 >= 100 tokens to compress: nothing leaves; lower it, or say 1.0"),
         ({"budget": 31}, r"budget 31 < 32 protected tokens \(32 recent\)"),
         ({"prefix": 0.25, "suffix": 0.2}, r"budget 40 < 42 protected tokens \(10 prefix \+ 8 suffix \+ 32 recent\)"),
@@ -246,3 +251,8 @@ def test_the_catalogue_is_printed_in_80_columns(capsys, monkeypatch):
     first = [line.split()[0] for line in lines if line and not line.startswith(" ")]
     assert [name for name in first if name not in ("name", "Regime")] == [row["name"] for row in table()]
     assert all(word in out for row in table() for word in row["source"].split())  # none is broken
+
+
+def test_the_kind_of_all_regimes_is_no_regime():
+    with pytest.raises(InputError, match=r"Regime\(\) is none by itself: take Prefill, Chunked, "):
+        Regime()

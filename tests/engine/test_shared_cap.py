@@ -195,3 +195,11 @@ def test_the_models_own_attention_is_back_afterwards():
     model = tiny_model()
     answer(model, tiny_prompts(30), [Condition()])
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("interval", [1, 4, 8])
+def test_a_budget_of_one_token_ends_with_a_row_whose_layers_hold_nothing(interval):
+    """The last token counts, which no layer has stored yet."""
+    [[g]] = answer(tiny_model("llama"), tiny_prompts(60), [Condition("lru", 1, SharedCap(interval))], max_new_tokens=8)
+    assert g.kept == [1, 1, 1]
+    assert 0 < g.bytes_held < g.bytes_full

@@ -366,7 +366,8 @@ def refines_and_writes(o, scores, counts, protected):
 
 
 def across_and_writes(scores, protected, budget, summaries, observations):
-    mine, counts = [s.clone() for s in scores], [allocate.uniform(scores[0], protected[0], budget).clone()] * len(scores)
+    mine = [s.clone() for s in scores]
+    counts = [allocate.uniform(scores[0], protected[0], budget).clone()] * len(scores)
     overwrite(scores, protected, budget, summaries, observations)
     return mine, counts
 

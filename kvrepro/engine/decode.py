@@ -22,8 +22,9 @@ Answers = Iterator[tuple[Tag, Generation]]
 def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
     """Of each row: rows of equal kind may decode in one batch.
 
-    Plain PyTorch pads heads to the longest, so that lengths within a factor of two go together; on a GPU of eight, where
-    padding is cheaper than more batches. Kernels pad only one set of tokens for all layers, and layers that slide.
+    Plain PyTorch pads heads to the longest, so that lengths within a factor of two go together; within eight on a GPU,
+    where padding is cheaper than more batches. Kernels pad only one set of tokens for all layers, and layers that
+    slide.
     """
     recurrent = any(hasattr(layer, "recurrent_states") for layer in rows.cache.layers)
     slides = any(getattr(layer, "is_sliding", False) for layer in rows.cache.layers)

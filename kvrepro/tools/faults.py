@@ -64,6 +64,9 @@ def _child(chapter: str, parameters: dict[str, Any], log: Path) -> None:
             traceback.print_exc()
             sys.stdout.flush()
             raise SystemExit(1) from None
+        finally:
+            for worker in multiprocessing.active_children():  # this process would wait for them, five minutes long
+                worker.terminate()
 
 
 @dataclass

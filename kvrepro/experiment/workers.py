@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -147,9 +148,14 @@ def _begin(parent: int, what: Told | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's business, which ends us
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     if what is not None and what[1] == "cuda":  # workers are numbered as they are started
-        number = int(multiprocessing.current_process().name.rpartition("-")[2])
+        number = _number(multiprocessing.current_process().name)
         what = (what[0], f"cuda:{number % torch.cuda.device_count()}", *what[2:])
     prepare(what)
+
+
+def _number(process: str) -> int:
+    """Of a worker, by its process's name: LokyProcess-3, or LokyProcess-2:3 where our parent is a child itself."""
+    return int(re.split("[-:]", process)[-1])
 
 
 def prepare(what: Told | None) -> Loaded | None:

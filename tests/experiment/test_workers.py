@@ -1,5 +1,6 @@
 """The run on the embedded model and on a small one: workers, kills, policies that raise or give NaN."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 
 import checkpoint
+import joblib
 import pandas as pd
 import pytest
 import torch
@@ -177,3 +179,25 @@ def test_a_condition_that_fails_on_an_item_costs_that_row(tmp_path, scorer):
     others = frame[frame.policy != "mine"].reset_index(drop=True)
     pd.testing.assert_frame_equal(others[SAME[1:]], alone[SAME[1:]], check_dtype=False)
     assert torch.get_num_threads() >= 1
+
+
+def _numbers(answer):
+    """What workers of a process that is a child itself say of themselves."""
+    names = joblib.Parallel(2, backend="loky")([joblib.delayed(_name)() for _ in range(2)])
+    answer.put([pool._number(name) for name in names])
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+
+
+def _name():
+    return multiprocessing.current_process().name
+
+
+def test_workers_are_numbered_whoever_started_them():
+    assert [pool._number(name) for name in ("LokyProcess-1", "LokyProcess-12")] == [1, 12]
+    context = multiprocessing.get_context("fork")
+    answer = context.SimpleQueue()
+    child = context.Process(target=_numbers, args=(answer,))
+    child.start()
+    assert all(number >= 1 for number in answer.get())
+    child.join()

@@ -19,12 +19,14 @@ from kvrepro.engine import policy
 from kvrepro.engine.backend import obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.passes import boundary
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
 from kvrepro.errors import InputError
 from kvrepro.experiment import cluster, data, fingerprint, measure, models, store
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Estimate, Job, Plan
+from kvrepro.experiment.table import COLUMNS
 from kvrepro.item import Item
 from kvrepro.paths import ROOT
 
@@ -88,7 +90,7 @@ def unmet(
     for i, j in ((i, j) for i, mine in enumerate(columns) for j in mine):
         text, condition = prompts[i], conditions[j]
         try:
-            end = engine.boundary(text, condition)
+            end = boundary(text, condition)
             held = [at - end for at in engine.whitelisted(text, condition) if at < end]
             policy.check(condition, facts.held(end), held)
         except InputError as error:
@@ -280,6 +282,7 @@ def answer_row(
 class AnswersPlan(Plan):
     """`Answers` with one model."""
 
+    loaded: Loaded
     unit = "row"
 
     def __init__(self, study: "Answers", loaded: Loaded, settings: "Settings"):
@@ -413,7 +416,7 @@ class AnswersPlan(Plan):
 
     def rehearsal(self) -> pd.DataFrame:
         """Rows without answers."""
-        return pd.DataFrame([self.heads[pair] for pair in self.pairs], columns=store.COLUMNS)
+        return pd.DataFrame([self.heads[pair] for pair in self.pairs], columns=COLUMNS)
 
     def failures(self) -> list[str]:
         """Rows with an error, but for gaps."""

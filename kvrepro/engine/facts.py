@@ -116,7 +116,7 @@ def head_dim(module: Module) -> int:
 
 
 def _outputs(module: Module) -> list[Module]:
-    return [getattr(module, name) for name in OUTPUTS if hasattr(module, name)]
+    return [found for name in OUTPUTS if (found := getattr(module, name, None)) is not None]
 
 
 def output_projection(module: Module) -> Tensor:

@@ -122,7 +122,8 @@ def run(
 
 def _sweep(context: typer.Context, file: Path, dry_run: bool, chosen: dict[str, Any]) -> None:
     """Run a sweep file; InputError for options that are of a single study."""
-    given = [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]
+    source = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, of in source.items() if of is not None and of.name == "COMMANDLINE"]
     if other := sorted(set(given) - {"sweep", "dry_run", *chosen}):
         raise InputError(f"{file} says what runs: leave out --{other[0].replace('_', '-')}, or the file")
     try:

@@ -138,7 +138,7 @@ def window_scores(
     kv_heads, tokens = keys.shape[1:3]
     group = heads // kv_heads
     out = scores_into(out, keys, heads if reduction == "none" else kv_heads)
-    if lse is None:
+    if lse is None or outputs is None:
         outputs, lse = window_attention(query, keys, values, scale=scale, last=last, starts=starts)
     if lse.shape != (batch, heads, window) or outputs.shape != query.shape:
         found = f"{tuple(lse.shape)} and {tuple(outputs.shape)}"

@@ -6,7 +6,7 @@ tokens since the last eviction lie in a dense tail, since every head sees every 
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from kvrepro.engine.attention import Part
 from kvrepro.engine.quantise import RESIDUAL, Packed
 from kvrepro.engine.shapes import KeyValue, Mask, Query, RowInts, TokenInts, WindowPositions
 
+NO_TOKENS, NO_POSITIONS = torch.empty(0, 0, 0, 0), torch.empty(0, 0, dtype=torch.long)  # of an empty tail
 ROOM = 256  # the tail grows by a spare slot for so many tokens that a head holds
 SLIDE = 16  # tokens after which a sliding layer looks for what it can forget
 
@@ -45,10 +46,10 @@ class RaggedLayer:
     shape: tuple[int, int]  # batch, kv_heads
     sums: dict[str, Tensor]  # per token, float32 [total]
     hidden: Tensor | None = None  # bool [total], masked execution: evicted, yet held
-    tail_keys: KeyValue | None = None  # [batch, kv_heads, room, dim]
-    tail_values: KeyValue | None = None
-    tail_positions: TokenInts | None = None  # [batch, used], -1 where a row got padding
-    tail_sums: dict[str, Tensor] | None = None  # [batch, kv_heads, used]
+    tail_keys: KeyValue = NO_TOKENS  # [batch, kv_heads, room, dim]
+    tail_values: KeyValue = NO_TOKENS
+    tail_positions: TokenInts = NO_POSITIONS  # [batch, used], -1 where a row got padding
+    tail_sums: dict[str, Tensor] = field(default_factory=dict)  # [batch, kv_heads, used]
     queries: Query | None = None  # the last queries seen, for a policy with a window that evicts again
     query_positions: WindowPositions | None = None
 
@@ -95,7 +96,7 @@ class RaggedLayer:
     @property
     def tail(self) -> int:
         """Tokens in the tail."""
-        return 0 if self.tail_positions is None else self.tail_positions.shape[1]
+        return int(self.tail_positions.shape[1])
 
     def held(self) -> Tensor:
         """Tokens that occupy memory, int64 [batch, kv_heads]."""
@@ -112,8 +113,8 @@ class RaggedLayer:
     @property
     def bytes(self) -> int:
         """Bytes of keys and values as allocated, the tail's room included."""
-        tails = (self.tail_keys, self.tail_values) if self.tail_keys is not None else ()
-        return sum(t.bytes if isinstance(t, Packed) else _bytes(t) for t in (self.keys, self.values, *tails))
+        tensors = (self.keys, self.values, self.tail_keys, self.tail_values)
+        return sum(t.bytes if isinstance(t, Packed) else _bytes(t) for t in tensors)
 
     @property
     def overhead_bytes(self) -> int:
@@ -123,14 +124,12 @@ class RaggedLayer:
     @property
     def state_bytes(self) -> int:
         """Bytes of what the next eviction will ask for: sums per token, the last queries."""
-        sums = (*self.sums.values(), *(self.tail_sums or {}).values())
-        return _bytes(*sums, self.queries, self.query_positions)
+        return _bytes(*self.sums.values(), *self.tail_sums.values(), self.queries, self.query_positions)
 
     def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
         """New tokens `[batch, kv_heads, new, dim]` of every row; position -1 marks padding."""
         new, used = keys.shape[2], self.tail
-        room = 0 if self.tail_keys is None else self.tail_keys.shape[2]
-        if used + new > room:
+        if used + new > self.tail_keys.shape[2]:
             room = used + new + len(self.positions) // (ROOM * self.shape[0] * self.shape[1])
             grown = [keys.new_zeros(*keys.shape[:2], room, keys.shape[3]) for _ in range(2)]
             if used:
@@ -140,7 +139,7 @@ class RaggedLayer:
         self.tail_values[:, :, used : used + new] = values
         self.tail_positions = positions if not used else torch.cat([self.tail_positions, positions], 1)
         zeros = keys.new_zeros(*keys.shape[:3], dtype=torch.float32)
-        before = self.tail_sums or {}
+        before = self.tail_sums
         self.tail_sums = {n: zeros.clone() if not used else torch.cat([before[n], zeros], 2) for n in self.sums}
 
     def newest(self) -> Part:
@@ -190,7 +189,10 @@ class RaggedLayer:
             self.hidden = merged(self.hidden, torch.zeros_like(there, dtype=torch.bool))
         self.positions = merged(self.positions, there.int())
         self.offsets = _offsets(mask.sum(-1))
-        self.tail_keys = self.tail_values = self.tail_positions = self.tail_sums = None
+        self._empty_tail()
+
+    def _empty_tail(self) -> None:
+        self.tail_keys, self.tail_values, self.tail_positions, self.tail_sums = NO_TOKENS, NO_TOKENS, NO_POSITIONS, {}
 
     def shown(self) -> "Shown":
         """The tokens that may be seen. Settles."""
@@ -238,7 +240,7 @@ class RaggedLayer:
             keys, values, _ = self.newest()
             self.keys = torch.cat([_dense(self.keys), keys.flatten(0, 2)])
             self.values = torch.cat([_dense(self.values), values.flatten(0, 2)])
-            self.tail_keys = self.tail_values = self.tail_positions = self.tail_sums = None
+            self._empty_tail()
         self.keys, self.values = _dense(self.keys)[source], _dense(self.values)[source]
         self.positions, self.offsets = positions, offsets
 
@@ -323,14 +325,14 @@ def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
             [torch.zeros_like(x.positions, dtype=torch.bool) if x.hidden is None else x.hidden for x in layers]
         )
     names = set().union(*(layer.sums for layer in layers))
-    known = next((x.queries for x in layers if x.queries is not None), None)
-    window = max((0 if x.queries is None else x.queries.shape[2]) for x in layers)
+    known = [x.queries for x in layers if x.queries is not None]
+    window = max((asked.shape[2] for asked in known), default=0)
 
     def widened(x: RaggedLayer) -> tuple[Tensor, Tensor]:
         """Its queries behind padding, so that all layers have the same number."""
         queries, positions = x.queries, x.query_positions
         if queries is None:
-            queries, positions = known[:1, :, :0].expand(x.shape[0], -1, -1, -1), x.offsets.new_empty(x.shape[0], 0)
+            queries, positions = known[0][:1, :, :0].expand(x.shape[0], -1, -1, -1), x.offsets.new_empty(x.shape[0], 0)
         missing = window - queries.shape[2]
         return pad(queries, (0, 0, missing, 0)), pad(positions, (missing, 0), value=-1)
 

@@ -43,7 +43,7 @@ class CapturedStep:
         self.call, self.window, self.batch = call, window, len(rows)
         self.slot = Slot.first(call.device)
         self.cache = EngineCache(call.model.config)
-        budget = max(job.budgets[0] for job in rows.jobs if job.policy is not None) if again else 0
+        budget = max(job.budgets[0] for job in rows.jobs if job.evictor is not None) if again else 0
         rows.slide(call.facts)
         for n, layer in rows.cache.ragged.items():
             layer.settle()
@@ -66,7 +66,7 @@ class CapturedStep:
         """Logits [batch, vocabulary] after `token` [batch]; they stay valid until the next call."""
         self.token.copy_(token[:, None])
         if self.signals is not None:
-            self.signals.held.copy_(rows.signals.held)
+            self.signals.held.copy_(rows.shared.held)
         if self.graph is None and self.warm and self.call.device.type == "cuda":
             self._capture()
         if self.graph is None:
@@ -110,7 +110,7 @@ class CapturedStep:
     def keep_held(self, rows: Rows) -> bool:
         """Drop what no head holds any longer, in place; False if that does not fit."""
         first = next(iter(self.cache.ragged.values()))
-        place = first.places(rows.signals.held.any(1))
+        place = first.places(rows.shared.held.any(1))
         if place is None:
             return False
         for layer in self.cache.ragged.values():

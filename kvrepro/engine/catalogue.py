@@ -6,7 +6,7 @@ from typing import Any
 
 from kvrepro.engine import allocate, shared
 from kvrepro.engine.policy import Policy
-from kvrepro.engine.score import cumulative, heads, keys, position, window
+from kvrepro.engine.score import cumulative, heads, keys, position, queries, window
 from kvrepro.engine.score import shared as one_set
 from kvrepro.engine.shapes import Scores
 
@@ -115,13 +115,13 @@ TOKENS: dict[str, Policy] = {
     ),
     "tri_attention": Policy(
         "TriAttention, one choice for all layers", "Mao et al. 2026", keys.tri_attention,
-        {"calibration": keys.EMBEDDED, "horizon": 65536, "recent": 0}, {"recent": 128},
+        {"calibration": queries.EMBEDDED, "horizon": 65536, "recent": 0}, {"recent": 128},
         code="WeianMao/triattention@c3744ee, vLLM; its Hugging Face path pins the prompt instead",
         across=keys.shared_by_layers,
     ),
     "tri_attention_layer": Policy(
         "TriAttention, each layer for itself", "Mao et al. 2026", keys.tri_attention,
-        {"calibration": keys.EMBEDDED, "horizon": 65536, "recent": 0}, {"recent": 128},
+        {"calibration": queries.EMBEDDED, "horizon": 65536, "recent": 0}, {"recent": 128},
         code="WeianMao/triattention@c3744ee, per_layer_per_head",
     ),
     "h2o": Policy(

@@ -200,7 +200,7 @@ class Steps:
             rows.logits = call.forward(self.picked[-1][:, None], positions, rows.cache, attention)
         rows.seen = rows.seen + 1
         if seen is not None:
-            rows.signals = rows.signals.attended(step, *seen.tables())
+            rows.signals = rows.shared.attended(step, *seen.tables())
             if not newest_held:  # a token that was evicted before it was stored
                 self.keep_held()
 

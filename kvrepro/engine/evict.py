@@ -67,13 +67,20 @@ class Prompts:
 
 
 @dataclass
+class JudgedLayer:
+    """What a policy made of a layer by itself."""
+
+    scores: Scores
+    protected: Mask
+    summary: Tensor | None
+
+
+@dataclass
 class PendingLayer:
     """A layer whose eviction waits for the others."""
 
     observation: Observation
-    scores: Scores | None = None
-    protected: Mask | None = None
-    summary: Tensor | None = None
+    judged: JudgedLayer | None = None
 
 
 @dataclass
@@ -81,7 +88,7 @@ class Job:
     """Rows that one policy decides in one way: conditions that differ in budget and guards at most, one per row."""
 
     conditions: list[Condition]
-    policy: Policy | None  # None: everything stays
+    evictor: Policy | None  # None: everything stays
     parameters: dict[str, Any]
     budgets: list[int]  # tokens per KV head
     prompts: Prompts
@@ -90,6 +97,13 @@ class Job:
     pending: dict[int, PendingLayer] = field(default_factory=dict)
     signals: Signals | None = None  # of `SharedCap`, after the prompt
     error: Exception | None = None  # what its policy raised
+
+    @property
+    def policy(self) -> Policy:
+        """The evictor. Raises InputError where everything stays."""
+        if self.evictor is None:
+            raise InputError(f"{self.condition.label} keeps every token: give a policy that evicts")
+        return self.evictor
 
     @property
     def condition(self) -> Condition:
@@ -107,7 +121,7 @@ class Job:
         """Rows of one kind as one job; `texts` are their whole prompts."""
         first = jobs[0]
         return cls(
-            [c for job in jobs for c in job.conditions], first.policy, first.parameters,
+            [c for job in jobs for c in job.conditions], first.evictor, first.parameters,
             [size for job in jobs for size in job.budgets],
             Prompts.of(texts, device, [seed for job in jobs for seed in job.prompts.seeds]),
             [d for job in jobs for d in job.draws],
@@ -128,7 +142,7 @@ class Job:
     @property
     def pages(self) -> tuple[int, int, int] | None:
         """(page, dense layers, budget) of a policy that selects pages at each step and evicts nothing."""
-        if self.condition.policy == "full" or (self.policy is not None and self.policy.frees):
+        if self.condition.policy == "full" or (self.evictor is not None and self.evictor.frees):
             return None
         return int(self.parameters.get("page", 16)), int(self.parameters.get("dense_layers", 2)), self.budgets[0]
 
@@ -138,36 +152,39 @@ class Job:
         return isinstance(self.condition.regime, DecodeCap | PerStep)
 
     @property
+    def per_head(self) -> bool:
+        """Of `SharedCap`: does each head choose for itself?"""
+        return self.policy.allocate is not allocate.uniform
+
+    @property
     def reduction(self) -> Reduction | None:
         """How attention is reduced over layers, where one set of tokens serves all of them."""
-        if self.policy is None or not isinstance(self.condition.regime, SharedCap):
+        if self.evictor is None or not isinstance(self.condition.regime, SharedCap):
             return None
-        per_head = self.policy.allocate is not allocate.uniform
-        return Reduction(self.parameters["score_reduce"], self.parameters["head_map"] if per_head else None)
+        return Reduction(self.parameters["score_reduce"], self.parameters["head_map"] if self.per_head else None)
 
     @property
     def first_step(self) -> int:
         """Of `SharedCap`: the step of the first reduction."""
-        per_head = self.reduction.head_map is not None
-        return int(self.parameters["per_head_first_reduction" if per_head else "first_reduction"])
+        return int(self.parameters["per_head_first_reduction" if self.per_head else "first_reduction"])
 
     @property
     def repeated(self) -> set[str]:
         """What it must know of a repetition of the context."""
-        return REPEATED.intersection(self.policy.needs) if self.policy is not None else set()
+        return REPEATED.intersection(self.policy.needs) if self.evictor is not None else set()
 
     @property
     def waits(self) -> bool:
         """Must every layer be seen before anything can leave?"""
-        if self.policy is None:
+        if self.evictor is None:
             return False
-        return self.policy.across is not None or bool(self.repeated) or self.reduction is not None
+        return self.evictor.across is not None or bool(self.repeated) or self.reduction is not None
 
     @property
     def sums(self) -> set[str]:
         """The sums that its policy needs; under `fair`, span-local attention takes the place of all attention."""
         signal = self.parameters.get("signal")  # Scissorhands: one of two
-        needs = {name for name in self.policy.needs if signal in (None, name)} if self.policy else set()
+        needs = {name for name in self.evictor.needs if signal in (None, name)} if self.evictor else set()
         if self.condition.fair is not None and "mass" in needs:
             needs.add("span_mass" if self.parameters.get("extended", True) else "marked_mass")
         return needs if self.reduction is None else set()
@@ -228,7 +245,7 @@ def guards(job: Job, o: Observation, *, follow: bool = False) -> Mask:
     mask = guard.ends(o, prefix, suffix, end)
     if job.condition.whitelist:
         mask = mask | guard.whitelist(o, job.prompts.whitelisted(job.condition.whitelist).to(device))
-    if job.parameters.get("empty_suffix") == "keeps_newest" and job.reduction.head_map is None:
+    if job.parameters.get("empty_suffix") == "keeps_newest" and not job.per_head:
         bare = torch.tensor([bool(first and not last) for first, last in sides], device=device)
         mask = mask | bare[:, None, None]  # as run, an empty suffix slice protects every token
     return mask
@@ -308,8 +325,8 @@ def selected(
 def _selected_for_all_layers(job: Job, o: Observation, scores: Scores, protected: Mask, counts: Counts) -> Mask:
     """`SharedCap`: ties by the policy's order; heads that choose for themselves, then their union cut to the budget."""
     tie_break, budget = job.parameters["tie_break"], job.budget.to(o.positions.device)
-    if job.reduction.head_map is None:
-        ties = shared.order(o, scores, job.policy.ties, tie_break)
+    if not job.per_head:
+        ties = shared.order(o, scores, job.policy.ties or (), tie_break)
         return select(scores, protected, counts, ties.masked_fill(protected, torch.iinfo(ties.dtype).max))
     heads = select(scores, protected, counts, shared.position_rank(o.positions, tie_break))
     firm = protected
@@ -345,36 +362,34 @@ def postpone(job: Job, layer: int, o: Observation) -> None:
         judge_pending(job, layer)
 
 
-def judge_pending(job: Job, layer: int) -> None:
+def judge_pending(job: Job, layer: int) -> JudgedLayer:
     """Score a layer that waits, as soon as what its scorer needs is known."""
     w = job.pending[layer]
     o = w.observation
-    w.scores, w.protected = judged(job, o)
-    if job.policy.summary is not None:
-        w.summary = call(job.policy.summary, o, parameters=job.parameters)
+    scores, protected = judged(job, o)
+    summary = None if job.policy.summary is None else call(job.policy.summary, o, parameters=job.parameters)
     w.observation = replace(o)  # without the attention that it remembers
+    w.judged = JudgedLayer(scores, protected, summary)
+    return w.judged
 
 
 def across(job: Job) -> dict[int, Mask]:
     """Who stays in each layer, once all layers have their scores; layers may lie on several devices."""
-    for layer, w in job.pending.items():
-        if w.scores is None:
-            judge_pending(job, layer)
-    layers = list(job.pending.values())
-    home = job.budget.device
-    scores, protected = [w.scores.to(home) for w in layers], [w.protected.to(home) for w in layers]
+    layers = {n: w.judged or judge_pending(job, n) for n, w in job.pending.items()}
+    seen, home = {n: w.observation for n, w in job.pending.items()}, job.budget.device
+    scores, protected = [w.scores.to(home) for w in layers.values()], [w.protected.to(home) for w in layers.values()]
     if job.policy.across is None:
-        counts = [allocated(job, w.observation, w.scores, w.protected) for w in layers]
+        counts = [allocated(job, seen[n], w.scores, w.protected) for n, w in layers.items()]
     else:
-        summaries = [None if w.summary is None else w.summary.to(home) for w in layers]
-        extra = {**job.parameters, "observations": [w.observation for w in layers]}
+        summaries = [None if w.summary is None else w.summary.to(home) for w in layers.values()]
+        extra = {**job.parameters, "observations": list(seen.values())}
         scores, counts = call(job.policy.across, scores, protected, job.budget, summaries, parameters=extra)
     if job.policy.refine is None and job.condition.fair is None and len({s.shape for s in scores}) == 1:
         stays = select(torch.cat(scores), torch.cat(protected), torch.cat(list(counts))).chunk(len(layers))
-        return {n: s.to(w.scores.device) for (n, w), s in zip(job.pending.items(), stays, strict=True)}
+        return {n: s.to(w.scores.device) for (n, w), s in zip(layers.items(), stays, strict=True)}
     return {
-        layer: selected(job, w.observation, s.to(w.scores.device), w.protected, count.to(w.scores.device))
-        for (layer, w), s, count in zip(job.pending.items(), scores, counts, strict=True)
+        n: selected(job, seen[n], s.to(w.scores.device), w.protected, count.to(w.scores.device))
+        for (n, w), s, count in zip(layers.items(), scores, counts, strict=True)
     }
 
 

@@ -17,11 +17,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvrepro.engine.allowed import ensure
 from kvrepro.engine.attention import installed, with_methods
+from kvrepro.engine.backend import BACKENDS
 from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.decode import Steps
-from kvrepro.engine.generate import BACKENDS
 from kvrepro.engine.passes import Call, boundary, read
 from kvrepro.engine.policy import check
 from kvrepro.engine.prefix import Prefix, checked, ensure_same, recurrent
@@ -98,6 +98,8 @@ class EvictedCache(Cache):
     @property
     def rows(self) -> Rows:
         """The engine's rows, in the order of the prompts."""
+        if self._steps is None:
+            raise InputError("an evicted cache without prompts: it is generate that reads them")
         with torch.inference_mode():
             self._steps.release()
         return self._steps.rows
@@ -122,20 +124,19 @@ class EvictedCache(Cache):
         if self._steps is None:
             self._steps = _first(*self._begin(_unpadded(ids, mask, positions), self._most - ids.shape[1]))
         else:
-            self._next(ids[:, 0])
+            self._next(self._steps, ids[:, 0])
         self.length += ids.shape[1]
         rows = self._steps.rows
         if bool(rows.logits.isnan().any()):
             raise ArithmeticError(f"{rows.conditions[0].label}: NaN at new token {self.step + 1}")
         return rows.logits[:, None]
 
-    def _next(self, token: Tensor) -> None:
+    def _next(self, now: Steps, token: Tensor) -> None:
         """One token for each row, and the eviction that may be due."""
         self.step += 1
-        now, step = self._steps, self.step
         now.picked = [token.to(now.call.device)]
-        now.enter(step)
-        now.advance(step)
+        now.enter(self.step)
+        now.advance(self.step)
 
 
 def _first(call: Call, rows: Rows) -> Steps:

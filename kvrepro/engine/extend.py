@@ -28,12 +28,12 @@ class Extend:
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
     ) -> Tensor:
-        stored = self.cache.ragged[layer]
+        stored, step = self.cache.ragged[layer], self.step
         at = self.positions.to(query.device)
         stored.append(key, value, at)
         if self.window:
             stored.remember(query, at, self.window)
-        if self.backend == "triton" and query.shape[2] == 1 and self.step is None and sliding is None:
+        if self.backend == "triton" and query.shape[2] == 1 and step is None and sliding is None:
             return self._decode(stored, query, scaling)
         parts = stored.parts()
         watch = None
@@ -41,7 +41,7 @@ class Extend:
             for low in (stored.sums["low"], stored.tail_sums["low"]):
                 low.zero_()
         hide = self._unchosen(layer, query, parts)
-        if stored.sums or self.step is not None:
+        if stored.sums or step is not None:
             where = torch.cat([tokens.expand(*stored.shape, -1) for _, _, tokens in parts], 2)
         if stored.sums:
             newest, flat = at.amax(1), 0 if len(parts) == 1 else parts[0][0].shape[2]
@@ -50,11 +50,11 @@ class Extend:
                 for name in stored.sums:
                     stored.add(name, per_token(name, p, at[:, queries], where, newest), flat)
 
-        if self.step is not None:
-            hide = self.step.hidden(where)
+        if step is not None:
+            hide = step.hidden(where)
 
             def watch(p: Tensor, queries: slice) -> None:
-                self.step.see(p, where)
+                step.see(p, where)
 
         out = attend(query, at, parts, scaling, sliding, watch, hide)
         if sliding is not None and self.slides and stored.tail >= SLIDE:

@@ -78,7 +78,7 @@ def check_family(model: PreTrainedModel) -> None:
     types, found = layer_types(config), attention_modules(model)
     holding = [n for n, kind in enumerate(types) if kind in HOLDING]
     unknown, shared = sorted(set(types) - HOLDING - RECURRENT), getattr(config, "num_kv_shared_layers", 0)
-    outputs = [getattr(_output(module), "weight", None) for module in found.values()]
+    outputs = [getattr(_outputs(module)[0], "weight", None) for module in found.values()]
     plain = all(w is not None and w.is_floating_point() and w.dim() == 2 and w.itemsize > 1 for w in outputs)
     reasons = {
         "transformers does not let others compute its attention": not model._can_set_attn_implementation(),
@@ -105,23 +105,23 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Module]:
     found = {}
     for module in model.get_decoder().modules():
         number = getattr(module, "layer_idx", None)
-        if number is not None and types[number] in HOLDING and head_dim(module) and _output(module) is not None:
+        if number is not None and types[number] in HOLDING and head_dim(module) and _outputs(module):
             found[number] = module
     return dict(sorted(found.items()))
 
 
 def head_dim(module: Module) -> int:
     """Numbers in a key of this attention module; 0 if it does not say."""
-    return int(getattr(module, "head_dim", None) or getattr(module, "head_size", 0))
+    return int(getattr(module, "head_dim", 0) or getattr(module, "head_size", 0))
 
 
-def _output(module: Module) -> Module | None:
-    return next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
+def _outputs(module: Module) -> list[Module]:
+    return [found for name in OUTPUTS if (found := getattr(module, name, None)) is not None]
 
 
 def output_projection(module: Module) -> Tensor:
     """What an attention module projects its heads' outputs with, [heads, dim, hidden]."""
-    output = _output(module)
+    output = _outputs(module)[0]
     weight = output.weight if isinstance(output, Conv1D) else output.weight.T  # [heads * dim, hidden]
     return weight.unflatten(0, (-1, head_dim(module)))
 
@@ -133,8 +133,10 @@ def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor
     """
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    if rotary is None:
+        return {}
     found = {}
-    for layer in layers if rotary is not None else ():
+    for layer in layers:
         own = getattr(rotary, f"{kinds[layer]}_inv_freq", None) if kinds else None
         found[layer] = rotary.inv_freq if own is None else own
     return found

@@ -105,7 +105,7 @@ class FixedLayer:
             self.sums[name][: len(s)] = s
             self.tail_sums[name].zero_()
         self.tail_positions.fill_(-1)
-        if layer.queries is not self.queries:
+        if self.queries is not None and self.query_positions is not None and layer.queries is not self.queries:
             self.queries.copy_(layer.queries)
             self.query_positions.copy_(layer.query_positions)
 
@@ -213,7 +213,7 @@ class FixedLayer:
 
     def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
         """Keep the last `window` queries of each row, in a layer of which an eviction will ask for them."""
-        if self.queries is None:
+        if self.queries is None or self.query_positions is None:
             return
         self.queries.copy_(torch.cat([self.queries[:, :, 1:], queries], 2))
         self.query_positions.copy_(torch.cat([self.query_positions[:, 1:], positions], 1))

@@ -79,15 +79,22 @@ class Observation:
         """The same with the last `window` queries only."""
         first = max(0, self.queries.shape[2] - window)  # not [-window:], which is everything for 0
         known = {}
-        if self.log_sums is not None:
+        if self.log_sums is not None and self.window_outputs is not None:
             known = {"log_sums": self.log_sums[:, :, first:], "window_outputs": self.window_outputs[:, :, first:]}
         at = self.query_positions[:, first:]
         return replace(self, queries=self.queries[:, :, first:], query_positions=at, **known)
 
     def span(self, positions: Tensor) -> Tensor:
         """Number of the prompt span that each of `positions` [batch, ...] lies in; positions after it: the last's."""
-        where = positions.flatten(1).clamp(0, self.span_of.shape[1] - 1)
-        return self.span_of.gather(1, where).view_as(positions)
+        where = positions.flatten(1).clamp(0, self.numbered.shape[1] - 1)
+        return self.numbered.gather(1, where).view_as(positions)
+
+    @property
+    def numbered(self) -> Tensor:
+        """`span_of`. Raises InputError where no spans are told apart."""
+        if self.span_of is None:
+            raise InputError("spans of a prompt that nothing splits: give the regime a quota, fair=1 for instance")
+        return self.span_of
 
     @cached_property
     def visible(self) -> Tensor:
@@ -159,7 +166,7 @@ class Observation:
     @cached_property
     def attended(self) -> tuple[Tensor, Query]:
         """(log-sum-exp [batch, heads, window], outputs) of the window, as the forward pass knew them or by a kernel."""
-        if self.log_sums is not None:
+        if self.log_sums is not None and self.window_outputs is not None:
             return self.log_sums, self.window_outputs
         from kvrepro_kernels import window_attention
 
@@ -177,11 +184,18 @@ class Observation:
 
         return projected_norm(self.values, self.output)
 
+    @property
+    def projection(self) -> Tensor:
+        """`output`, float32 [kv_heads, group, dim, hidden]. Raises InputError where it is not known."""
+        if self.output is None:
+            raise InputError(f"layer {self.layer} has no output projection that is known: take a policy without it")
+        return self.output.unflatten(0, (-1, self.group)).float()
+
     @cached_property
     def projected_norm(self) -> Tensor:
         """N_h(j) = ||v_j W_O^(h)||_1, float32 `[batch, kv_heads, group, tokens]`, in blocks of 256 tokens."""
-        batch, kv_heads, tokens, dim = self.values.shape
-        w = self.output.view(kv_heads, self.group, dim, -1).float()
+        batch, kv_heads, tokens, _ = self.values.shape
+        w = self.projection
         norm = self.values.new_empty(batch, kv_heads, self.group, tokens, dtype=torch.float32)
         for a in range(0, tokens, 256):
             v = self.values[:, :, a : a + 256].float()

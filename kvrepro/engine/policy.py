@@ -268,8 +268,9 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
     c = condition
     for name, kind in FIELDS.items():
         ensure(kind, c.policy if name == "budget" else "", **{name: getattr(c, name)})
-    for f in fields(c.regime) if c.regime is not None else ():
-        ensure(OF_REGIMES.get(f.name, object), c.regime.name, **{f.name: getattr(c.regime, f.name)})
+    if c.regime is not None:
+        for f in fields(c.regime):
+            ensure(OF_REGIMES.get(f.name, object), c.regime.name, **{f.name: getattr(c.regime, f.name)})
     if c.policy == "full":
         if c.fair is not None or c != Condition(regime=c.regime, bits=c.bits):
             raise InputError(f"policy full keeps every token, got {replace(c, policy='(full)').label!r}: drop the rest")
@@ -338,16 +339,17 @@ def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: 
     given = {"whitelist": c.whitelist, "bits": c.bits, "budget": c.budget if isinstance(c.budget, float) else None}
     for name, value in given.items():
         if value:
-            raise InputError(f"{name} {value!r} in regime {c.regime.name!r}, which has no such thing: take DecodeCap()")
-    per_head = policy.allocate is not allocate.uniform
-    prefix, suffix = guarded(c, int(c.budget), parameters)
+            what = f"{name} {value!r} in regime {SharedCap.name!r}"
+            raise InputError(f"{what}, which has no such thing: take DecodeCap()")
+    per_head, budget = policy.allocate is not allocate.uniform, budget_of(c, 0)
+    prefix, suffix = guarded(c, budget, parameters)
     needed, parts = prefix + suffix, f"{prefix} prefix + {suffix} suffix"
     if per_head:
         needed, parts = needed + 1, parts + " + 1 chosen by each head"
     if policy.shield is not None:
         needed, parts = max(needed, SLW_SINKS + 1), parts + f", or {SLW_SINKS} sinks + 1 recent"
-    if c.budget < needed:
-        what = f"budget {c.budget} < {needed} protected tokens ({parts})"
+    if budget < needed:
+        what = f"budget {budget} < {needed} protected tokens ({parts})"
         raise InputError(f"{what}: raise the budget or lower the guards")
     if tokens is not None and tokens < prefix + suffix:
         what = f"prompt of {tokens} tokens < {prefix + suffix} protected tokens ({parts})"
@@ -362,7 +364,7 @@ def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: 
 
 def budget_of(c: Condition, tokens: int) -> int:
     """Tokens per KV head that `c` keeps of `tokens`: its budget, a share of them rounded down."""
-    if c.policy == "full":
+    if c.policy == "full" or c.budget is None:
         return tokens
     return math.floor(c.budget * tokens + 1e-9) if isinstance(c.budget, float) else c.budget
 

@@ -18,7 +18,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.select import Doubt, best, ensured_later, settle
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
-from kvrepro.engine.signals import PromptSignals
+from kvrepro.engine.signals import PromptSignals, Reduction, Signals
 from kvrepro.errors import InputError
 
 SPAN_SUMS = {"span_mass", "marked_mass"}
@@ -29,9 +29,9 @@ class Prefill:
 
     def __init__(self, facts: ModelFacts, prompt: Prompts, jobs: Sequence[Job], isolate: bool = False):
         """isolate: what a policy raises becomes its job's `error`, and the others go on."""
-        self.shared = [job for job in jobs if job.reduction is not None]  # watches probabilities: plain PyTorch
+        self.shared = [(job, reduction) for job in jobs if (reduction := job.reduction) is not None]
         self.facts, self.prompt, self.jobs, self.isolate = facts, prompt, jobs, isolate
-        if self.shared:
+        if self.shared:  # watches probabilities: plain PyTorch
             self.facts = facts.by("torch")
         self.padded = bool((prompt.positions < 0).any())
         self.kernels = self.facts.backend == "triton"
@@ -40,8 +40,8 @@ class Prefill:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         if self.kernels and self.padded:
             raise InputError("backend triton takes prompts of one length together: use prompt_rows=1")
-        self.signals = PromptSignals([job.reduction for job in self.shared]) if self.shared else None
-        self.sums = {n for job in jobs if job.policy for n in job.sums} - REPEATED
+        self.signals = PromptSignals([reduction for _, reduction in self.shared])
+        self.sums = {n for job in jobs if job.evictor for n in job.sums} - REPEATED
         self.span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in self.span_names}
         for names, extended in self._span_of.items():  # one set of spans passes at a time
@@ -58,7 +58,7 @@ class Prefill:
         log_sums = None
         if self.kernels and not beyond:
             out, log_sums = attend_by_kernels(query, key, value, scaling)
-        elif self.padded or sums or beyond or self.signals:
+        elif self.padded or sums or beyond or self.shared:
             watch = self._watch(query, key, sums, positions)
             part = (key, value, positions[:, None])
             out = attend(query, positions, [part], scaling, sliding, watch, prompt=not self.padded)
@@ -102,7 +102,7 @@ class Prefill:
         """Each job's part of a layer."""
         seen: dict[tuple[Any, ...], Observation] = {}
         for job in self.jobs:
-            if job.policy is None or layer not in self.facts.evictable:
+            if job.evictor is None or layer not in self.facts.evictable:
                 if self.padded:
                     job.layers[layer] = RaggedLayer.of(key, value, where, where >= 0, {})
                 else:
@@ -110,8 +110,8 @@ class Prefill:
                 continue
             if job.error is not None:
                 continue
-            fair = job.condition.fair is not None
-            kind = (job.window, job.condition.spans if fair else None)
+            fair = job.condition.fair
+            kind = (job.window, None if fair is None else job.condition.spans)
             if kind not in seen:
                 o = self._observe(layer, query, key, value, where, sums, scaling, *kind)
                 if log_sums is not None and job.window:
@@ -119,7 +119,7 @@ class Prefill:
                     o = replace(o, log_sums=ends[0], window_outputs=ends[1])
                 seen[kind] = o
             plain = None
-            if fair and job.condition.fair < 1:  # what the policy sees without quotas
+            if fair is not None and fair < 1:  # what the policy sees without quotas
                 plain = self._observe(layer, query, key, value, where, sums, scaling, job.window, None)
             with attempt(job, self.isolate), ensured_later(self.kernels) as doubts:
                 self._decide(job, layer, seen[kind], plain)
@@ -127,7 +127,7 @@ class Prefill:
 
     def _watch(self, query: Query, key: KeyValue, sums: dict[str, Tensor], positions: TokenInts) -> Watch | None:
         """What looks at a layer's probabilities while they exist."""
-        if self.signals is not None:
+        if self.shared:
             self.signals.open(query, key)
         elif not sums:
             return None
@@ -136,7 +136,7 @@ class Prefill:
 
         def watch(p: Tensor, queries: slice) -> None:
             at, n = positions[:, queries], p.shape[-1]  # later tokens may be left out
-            if self.signals is not None:
+            if self.shared:
                 self.signals.see(p, at >= 0 if self.padded else None)
             for name in {"mass", "low"} & sums.keys():
                 sums[name][..., :n] += per_token(name, p, at, positions[:, None, :n], newest)
@@ -230,35 +230,29 @@ class Prefill:
 
     def _choose_for_all_layers(self, width: int) -> None:
         """`SharedCap`: the state after the prompt, and the first reduction where it comes at step 0."""
-        for job in self.shared:
-            like = next((j for j in self.shared if j.signals and _state(j) == _state(job)), None)
-            if like is not None:  # states never change in place
-                job.signals = replace(like.signals, draws=job.draws)
-            else:
-                waits = job.first_step > 0
-                job.signals = self.signals.signals(job.reduction, self.prompt.positions, width, waits, job.draws)
+        known: dict[tuple[Reduction, int], Signals] = {}
         alike: dict[int, list[tuple[Job, Tensor]]] = {}
-        for job in self.shared:
+        for job, reduction in self.shared:
+            state = reduction, job.first_step
+            if state not in known:
+                known[state] = self.signals.signals(reduction, self.prompt.positions, width, state[1] > 0, job.draws)
+            signals = job.signals = replace(known[state], draws=job.draws)  # states never change in place
             with attempt(job, self.isolate):
                 place = None
                 if job.first_step == 0:
-                    job.signals = evict_shared(job, job.signals, 0)
+                    signals = job.signals = evict_shared(job, signals, 0)
                     if not self.padded and job.condition.execution == "physical":
-                        place = _alike(job.signals.held.any(1))
+                        place = _alike(signals.held.any(1))
                 if place is not None:
                     alike.setdefault(place.shape[1], []).append((job, place))
                     continue
                 for layer, pending in job.pending.items():
                     o = pending.observation
-                    self._store(job, layer, o, job.signals.held_at(o.positions, by_any=True))
+                    self._store(job, layer, o, signals.held_at(o.positions, by_any=True))
         for some in alike.values():
             _gather(some)
-        for job in self.shared:
+        for job, _ in self.shared:
             job.pending.clear()
-
-
-def _state(job: Job) -> tuple[Any, ...]:
-    return job.reduction, job.first_step
 
 
 def _gather(jobs: list[tuple[Job, Tensor]]) -> None:

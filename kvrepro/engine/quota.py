@@ -106,7 +106,7 @@ def select(scores: Scores, protected: Mask, parts: Parts, o: Observation) -> Mas
 
 def tally(o: Observation, mask: Mask) -> Parts:
     """Tokens of `mask` in each span."""
-    found = torch.zeros(*mask.shape[:2], int(o.span_of.max()) + 1, dtype=torch.long, device=mask.device)
+    found = torch.zeros(*mask.shape[:2], int(o.numbered.max()) + 1, dtype=torch.long, device=mask.device)
     return found.scatter_add_(2, o.span(o.positions), (mask & o.alive).long())
 
 
@@ -138,11 +138,11 @@ def h2o(o: Observation, extended: bool = True) -> Scores:
     Needs `sums["span_mass"]`. Source: E.5. As run, the public code zeroes pairs of *unextended* spans and divides the
     same: without `extended` the sum is `sums["marked_mass"]`, where position -1 sees and is seen by all.
     """
-    there = torch.arange(o.span_of.shape[1], device=o.span_of.device) < o.seen[:, None]
-    asked = torch.nn.functional.one_hot(o.span_of) * there[..., None]
+    there = torch.arange(o.numbered.shape[1], device=o.numbered.device) < o.seen[:, None]
+    asked = torch.nn.functional.one_hot(o.numbered) * there[..., None]
     later = asked.flip(1).cumsum(1).flip(1)  # [batch, seen, spans], itself included
-    where = o.positions.flatten(1).clamp(0, o.span_of.shape[1] - 1)
-    eligible = later.gather(2, o.span_of[..., None])[..., 0].gather(1, where).view_as(o.positions)
+    where = o.positions.flatten(1).clamp(0, o.numbered.shape[1] - 1)
+    eligible = later.gather(2, o.numbered[..., None])[..., 0].gather(1, where).view_as(o.positions)
     return o.sums["span_mass" if extended else "marked_mass"].float() / eligible
 
 

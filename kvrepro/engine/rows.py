@@ -17,6 +17,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import RowInts
 from kvrepro.engine.signals import Signals
+from kvrepro.errors import InputError
 
 Tag = tuple[int, int]  # (prompt, condition)
 
@@ -47,6 +48,13 @@ class Rows:
         """Tokens per KV head of each row."""
         return [job.budgets[0] for job in self.jobs]
 
+    @property
+    def shared(self) -> Signals:
+        """Its signals. Raises InputError in other regimes than `SharedCap`."""
+        if self.signals is None:
+            raise InputError(f"{self.conditions[0].label} has no signals of all layers: take SharedCap()")
+        return self.signals
+
     def slide(self, facts: ModelFacts) -> None:
         """Layers that slide forget what the next query does not see."""
         for layer, window in facts.sliding.items():
@@ -69,7 +77,7 @@ def joined(blocks: list[Rows]) -> Rows:
         [t for b in blocks for t in b.tags], [j for b in blocks for j in b.jobs], [t for b in blocks for t in b.texts],
         together([b.cache for b in blocks]), cat([b.logits for b in blocks]), cat([b.seen for b in blocks]),
         cat([b.calls for b in blocks]),
-        None if blocks[0].signals is None else table.joined([b.signals for b in blocks]),
+        None if blocks[0].signals is None else table.joined([b.shared for b in blocks]),
     )  # fmt: skip
 
 
@@ -130,7 +138,7 @@ def evict_rows(
     over = [tokens > budget for tokens, budget in zip(rows.seen.tolist(), budgets, strict=True)]
     if not any(over):
         return lost
-    evicts = [b not in rows.failed and job.policy is not None and job.policy.frees for b, job in enumerate(rows.jobs)]
+    evicts = [b not in rows.failed and job.evictor is not None and job.evictor.frees for b, job in enumerate(rows.jobs)]
     parts = _kinds(rows, [b for b in range(len(rows)) if over[b] and evicts[b]], budgets)
     held = {}
     for layer in facts.evictable:
@@ -167,15 +175,15 @@ def evict_rows_shared(rows: Rows, step: int, isolate: bool = False) -> Tensor:
     """`SharedCap`: the same by `rows.signals`, before the step's forward pass. The newest token may be among the lost
     before any layer has stored it: whoever attends next hides it, and drops it afterwards. The cache follows by
     `keep_held`."""
-    before = rows.signals.evicted
+    before = rows.shared.evicted
     for part, members in _kinds(rows, range(len(rows)), rows.budgets):
-        index, s = torch.tensor(members, device=before.device), rows.signals
+        index, s = torch.tensor(members, device=before.device), rows.shared
         with attempt(part, isolate):
             mine = evict_shared(part, s.take(index), step)
             held, evicted = s.held.index_copy(0, index, mine.held), s.evicted.index_copy(0, index, mine.evicted)
             rows.signals = replace(s, held=held, evicted=evicted)
         _note_failed(rows, part, members)
-    return rows.signals.evicted > before
+    return rows.shared.evicted > before
 
 
 def keep_held(rows: Rows) -> None:
@@ -183,15 +191,14 @@ def keep_held(rows: Rows) -> None:
     masked = rows.jobs[0].condition.execution == "masked"
     layers = list(rows.cache.ragged.values())
     if not masked and len({stored.offsets.device for stored in layers}) == 1:
-        kept = layers[0].chosen(lambda positions: rows.signals.held_at(positions, by_any=True))
+        kept = layers[0].chosen(lambda positions: rows.shared.held_at(positions, by_any=True))
         for stored in layers:  # all layers hold the same tokens in the same places
             stored.keep(*kept)
         return
     for stored in layers:
         shown = stored.shown()
-        stored.evict(
-            (shown.positions >= 0) & rows.signals.held_at(shown.positions, by_any=True), shown.index, masked=masked
-        )
+        held = (shown.positions >= 0) & rows.shared.held_at(shown.positions, by_any=True)
+        stored.evict(held, shown.index, masked=masked)
 
 
 def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[tuple[Job, list[int]]]:
@@ -217,12 +224,14 @@ def _observed(
     scaling: float,
 ) -> Observation:  # fmt: skip
     """What the policy of `part` may look at in a layer of these rows."""
-    keys, window = shown.keys, part.window
-    if window:
-        queries, at = stored.queries[rows][:, :, -window:], stored.query_positions[rows][:, -window:]
-    else:
+    keys, window, queries, at = shown.keys, part.window, stored.queries, stored.query_positions
+    if not window:
         queries = keys.new_zeros(len(rows), facts.outputs[layer].shape[0], 0, keys.shape[3])
         at = rows.new_zeros(len(rows), 0)
+    elif queries is None or at is None:
+        raise InputError(f"{part.policy.title} asks for {window} queries, and layer {layer} remembers none")
+    else:
+        queries, at = queries[rows][:, :, -window:], at[rows][:, -window:]
     return facts.observe(
         layer, keys[rows], part.prompts.seeds, values=shown.values[rows], positions=shown.positions[rows],
         queries=queries, query_positions=at, seen=seen.to(keys.device)[rows], scaling=scaling,

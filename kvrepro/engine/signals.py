@@ -84,9 +84,9 @@ class PromptSignals:
             else:
                 head_summed, head_latest = (_to_kv_heads(stacked[n], r.head_map).mean(0) for n in ("sum", "last"))
         real = positions >= 0
-        latest, largest, summed, head_latest, head_summed, there = (
-            None if x is None else _by_position(x, positions, width)
-            for x in (latest, largest, summed, head_latest, head_summed, real)
+        latest, largest, summed, there = (_by_position(x, positions, width) for x in (latest, largest, summed, real))
+        head_latest, head_summed = (
+            None if x is None else _by_position(x, positions, width) for x in (head_latest, head_summed)
         )
         steps = torch.zeros(len(positions), width, dtype=torch.long, device=positions.device)
         held = there[:, None].expand(-1, 1 if r.head_map is None else kv_heads, -1).clone()
@@ -214,7 +214,7 @@ class StepSignals:
         self.r, self.width, self.layers = signals.reduction, signals.held.shape[-1], layers
         self.shared = signals.held.shape[1] == 1  # one set of tokens: columns are the same for all heads
         self.sees_all = self.shared and newest_held
-        self.where: Tensor | None = None  # positions of the columns, [batch, kv_heads, tokens]; alike in all layers
+        self.where: Tensor  # positions of the columns, as `see` is told them: alike in all layers
         self.group = 1
         self.folded: dict[str, Tensor] = {}
 

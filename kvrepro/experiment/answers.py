@@ -6,10 +6,10 @@ import itertools
 import json
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -19,17 +19,18 @@ from kvrepro.engine import policy
 from kvrepro.engine.backend import obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.generate import Conditions
+from kvrepro.engine.passes import boundary
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
 from kvrepro.errors import InputError
 from kvrepro.experiment import cluster, data, fingerprint, measure, models, store
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Estimate, Job, Plan
+from kvrepro.experiment.settings import Settings
+from kvrepro.experiment.table import COLUMNS
 from kvrepro.item import Item
 from kvrepro.paths import ROOT
-
-if TYPE_CHECKING:
-    from kvrepro.experiment.run import Answers, Settings
 
 Pair = tuple[int, int]  # item, condition
 Columns = Sequence[Sequence[int]]  # of each item its conditions
@@ -88,7 +89,7 @@ def unmet(
     for i, j in ((i, j) for i, mine in enumerate(columns) for j in mine):
         text, condition = prompts[i], conditions[j]
         try:
-            end = engine.boundary(text, condition)
+            end = boundary(text, condition)
             held = [at - end for at in engine.whitelisted(text, condition) if at < end]
             policy.check(condition, facts.held(end), held)
         except InputError as error:
@@ -156,7 +157,7 @@ def policy_of(condition: Condition) -> Any:
 
 
 def heads(
-    study: "Answers", loaded: Loaded, settings: "Settings", prompts: Sequence[Prompt],
+    study: "Answers", loaded: Loaded, settings: Settings, prompts: Sequence[Prompt],
     conditions: Sequence[Condition], columns: Columns, backends: Sequence[str],
 ) -> dict[Pair, dict[str, Any]]:  # fmt: skip
     """What is known of each row before it is computed; `key` hashes all that decides the rest. backends: who computes
@@ -280,9 +281,10 @@ def answer_row(
 class AnswersPlan(Plan):
     """`Answers` with one model."""
 
+    loaded: Loaded
     unit = "row"
 
-    def __init__(self, study: "Answers", loaded: Loaded, settings: "Settings"):
+    def __init__(self, study: "Answers", loaded: Loaded, settings: Settings):
         self.study, self.loaded, self.settings = study, loaded, settings
         self.title = f"{study.chapter}/{study.name}"
         self.prompts = check(study, loaded)
@@ -413,7 +415,7 @@ class AnswersPlan(Plan):
 
     def rehearsal(self) -> pd.DataFrame:
         """Rows without answers."""
-        return pd.DataFrame([self.heads[pair] for pair in self.pairs], columns=store.COLUMNS)
+        return pd.DataFrame([self.heads[pair] for pair in self.pairs], columns=COLUMNS)
 
     def failures(self) -> list[str]:
         """Rows with an error, but for gaps."""
@@ -452,3 +454,23 @@ class AnswersPlan(Plan):
 def _more(labels: Sequence[str]) -> str:
     """How many there are beside the first."""
     return f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Generations of items under conditions, those of all items or a list for each: a row each, columns as in
+    `kvrepro.experiment.table.SCHEMA`."""
+
+    chapter: str
+    name: str
+    items: Sequence[Item]
+    conditions: Conditions
+    max_new_tokens: int = 128
+    limit: int | None = None  # tokens of a prompt; longer passages are cut; None: what the model's context leaves
+    prompt: Callable[[Loaded, Item], Prompt] | None = None  # instead of the item's messages as they are
+    note: Callable[[Item, Prompt, Generation], dict[str, Any]] | None = None  # more of a row, as JSON; sees kept sets
+    gaps: bool = False  # a condition that an item cannot meet is a row with an error; otherwise it is refused
+    together: int = 1  # neighbouring items that share a prefix
+    prompt_rows: int = 1  # neighbouring items under the same conditions that pass through the model together
+
+    plan = AnswersPlan

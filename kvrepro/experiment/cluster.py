@@ -79,7 +79,7 @@ def _reach(address: str) -> None:
         raise InputError(f"nobody answers at Ray's address {address} ({error}): {way_out}") from None
 
 
-def usual_workers(loaded: Loaded | None, engine: str, address: str | None) -> int:
+def usual_workers(loaded: Loaded | None, engine: str | None, address: str | None) -> int:
     """Workers where nobody says how many: as many as this machine takes, or the cluster's GPUs, for a model on one, or
     cores."""
     if engine == "ray":

@@ -374,7 +374,7 @@ def rule_text(claim: Mapping[str, Any]) -> str:
     said = [f"{100 * b:.6g}%" if claim.get("unit") == "%" else f"{b:.6g}" for b in np.atleast_1d(bound)]
     text = said[0] if len(set(said)) < len(said) else RULES.get(kind, "{}").format(*said)
     text += ", in every case" if claim.get("exact") else ""
-    return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test"), ""))
+    return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test", ""), ""))
 
 
 def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str, Any], dict[str, str]]:

@@ -1,9 +1,10 @@
 """The runner's half for `PerItem`: which items are computed already, one item's tables, all of them joined."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 import pandas as pd
 
@@ -16,10 +17,10 @@ from kvrepro.experiment.answers import policy_of
 from kvrepro.experiment.limit import time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Estimate, Job, Plan
+from kvrepro.experiment.settings import Settings
+from kvrepro.item import Item
 
-if TYPE_CHECKING:
-    from kvrepro.experiment.run import PerItem, Settings
-
+Result = TypeVar("Result", pd.DataFrame, dict[str, pd.DataFrame])
 ONE = "table"  # the name of the table of a computation that gives but one
 
 
@@ -53,7 +54,7 @@ class PerItemPlan(Plan):
 
     unit = "item"
 
-    def __init__(self, study: "PerItem[Any]", loaded: Loaded | None, settings: "Settings"):
+    def __init__(self, study: "PerItem[Any]", loaded: Loaded | None, settings: Settings):
         self.study, self.loaded, self.settings = study, loaded, settings
         self.title = f"{study.chapter}/{study.name}"
         self.alone = study.alone
@@ -128,3 +129,22 @@ class PerItemPlan(Plan):
     def failures(self) -> list[str]:
         """Items whose computation failed."""
         return [f"{name}: {type(error).__name__}: {error}".splitlines()[0] for name, error in self.errors.items()]
+
+
+@dataclass(frozen=True)
+class PerItem(Generic[Result]):
+    """`compute(loaded, item, **parameters)` of every item: a table, or several by name.
+
+    Of several items equal tables are joined; columns `item` and `task` are added where the tables lack them. A result
+    depends on the item, the parameters, the checkpoint and the code that `compute` reaches. Policies must be among the
+    parameters, as conditions or by name: the catalogue itself is no part of that code.
+    """
+
+    chapter: str
+    name: str
+    items: Sequence[Item] | Mapping[str, Any]  # items, or anything else by its name
+    compute: Callable[..., Result]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    alone: bool = False  # measures time: one item after the other, in this process
+
+    plan = PerItemPlan

@@ -24,7 +24,8 @@ from kvrepro.experiment import data, models, progress, workers
 from kvrepro.experiment.answers import BATCHES
 from kvrepro.experiment.cluster import AHEAD
 from kvrepro.experiment.run import Answers, Settings, run
-from kvrepro.experiment.store import COLUMNS, Store
+from kvrepro.experiment.store import Store
+from kvrepro.experiment.table import COLUMNS
 from kvrepro.paths import DATA, GPU, replaced
 from kvrepro.tools.rows import stamp
 

@@ -145,7 +145,7 @@ def scratch(
             o = _observation(n, parameters.get("window", 0), projected=not policy.files)
             with Peak(torch.device("cpu")) as peak:
                 call(policy.score, o, parameters=parameters)
-            peaks.append(peak.bytes / 2**20)
+            peaks.append((peak.bytes or 0) / 2**20)
         ratio = f"{peaks[1] / peaks[0]:.2f}" if peaks[0] else "-"
         rows.append([name, f"{peaks[0]:.1f}", f"{peaks[1]:.1f}", ratio, f"{square:.0f}"])
     columns = ("policy", "MiB", "MiB at twice the tokens", "ratio", "MiB of tokens x tokens, one head")

@@ -56,7 +56,7 @@ def conditions(rows: pd.DataFrame, root: Path = ROOT) -> pd.DataFrame:
     losses, safe, first = _losses(rows), safe_budgets(root), _first_token()
     found = []
     for row in table.to_dict("records"):
-        grid, of = row["kind"] == "grid", row["method"] if row["kind"] == "published" else ALIKE.get(row["scorer"])
+        grid, of = row["kind"] == "grid", row["method"] if row["kind"] == "published" else ALIKE.get(row["scorer"], "")
         found.append({
             "scores by": _scorer(row) if grid else _published(of), "kept": f"{row['kept']:.0%}",
             "guards": (GUARDS[row["guard"]] if grid else "its own") + (", quotas" if row["quota"] == "parts" else ""),
@@ -65,7 +65,7 @@ def conditions(rows: pd.DataFrame, root: Path = ROOT) -> pd.DataFrame:
             "quality": f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
             "blocks returned": f"{1 - row['unfreed']:.0%}", "leak-safe from": safe.get(of, MISSING),
             "first token": first.get(of, MISSING), "on kernels": _kernel(of), "loses most at": losses[row["name"]],
-            "name": row["name"], "value": row["value"], "of": of or "",
+            "name": row["name"], "value": row["value"], "of": of,
         })  # fmt: skip
     return pd.DataFrame(found)
 
@@ -120,9 +120,9 @@ def _first_token() -> dict[str, str]:
     return told
 
 
-def _kernel(policy: str | None) -> str:
+def _kernel(policy: str) -> str:
     """Can its prompts and scores be left to Triton kernels?"""
-    if policy is None:
+    if not policy:
         return "none needed"
     p = find(policy)
     return "yes" if (p.kernel or not p.parameters.get("window")) and set(p.needs) <= {"mass"} else "no"

@@ -166,8 +166,8 @@ def _joined(cells: list[Any]) -> list[Any]:
         before = found[-1] if found else None
         row = [one for one in (before, cell) if one is not None and one.cell_type == "code"]
         if len(row) == 2 and all(tags(one) == ["hide-input"] for one in row):
-            cell.source = f"{before.source}\n\n{cell.source}"
-            cell.outputs = [*before.outputs, *cell.outputs]
+            cell.source = f"{row[0].source}\n\n{cell.source}"
+            cell.outputs = [*row[0].outputs, *cell.outputs]
             found.pop()
         found.append(cell)
     return found

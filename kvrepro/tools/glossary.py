@@ -71,7 +71,7 @@ def mark(app: Sphinx, doctree: nodes.document, name: str) -> None:
             continue
         parts, at = list[nodes.Node](), 0
         for match in find.finditer(text):
-            word = ordered[match.lastindex - 1]
+            word = next(word for word, found in zip(ordered, match.groups(), strict=True) if found)
             if word not in seen and fits(word, name):
                 seen.add(word)
                 anchor, meaning = words[word]

@@ -74,7 +74,7 @@ def signature(node: ast.FunctionDef | ast.ClassDef) -> str:
         return "\n".join([*(f"@{ast.unparse(d)}" for d in node.decorator_list), f"class {node.name}{bases}:", *fields])
     a = node.args
     plain = [*a.posonlyargs, *a.args]
-    parts = list(map(_argument, plain, [None] * (len(plain) - len(a.defaults)) + a.defaults))
+    parts = list(map(_argument, plain, [*[None] * (len(plain) - len(a.defaults)), *a.defaults]))
     if a.posonlyargs:
         parts.insert(len(a.posonlyargs), "/")
     if a.vararg or a.kwonlyargs:

@@ -298,7 +298,7 @@ def test_layers_with_the_same_tokens_share_what_is_chosen(tail):
     for layer in (one, other):
         layer.keep(source, positions, offsets)
         assert layer.tail == 0
-        assert layer.tail_keys is layer.tail_values is layer.tail_sums is None
+        assert layer.tail_keys.numel() == layer.tail_values.numel() == len(layer.tail_sums) == 0
     lists.tokens = [[[t for t in head if t[0] % 2 == 0] for head in row] for row in lists.tokens]
     assert_equal(one, lists)
     assert torch.equal(one.keys, -other.keys)
@@ -565,7 +565,7 @@ def ends(model, prompts, conditions, **changes):
 
 def tensors_of(layer: RaggedLayer) -> list[torch.Tensor]:
     found = [v for v in vars(layer).values() if isinstance(v, torch.Tensor)]
-    found += [s for group in (layer.sums, layer.tail_sums or {}) for s in group.values()]
+    found += [s for group in (layer.sums, layer.tail_sums) for s in group.values()]
     return found
 
 

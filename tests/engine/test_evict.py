@@ -6,11 +6,14 @@ import pytest
 import torch
 from observations import observation
 
+from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evict import Job, Prompts, allocated, guards, judged, kept, selected
+from kvrepro.engine.evicting import EvictedCache
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import DecodeCap, PerStep, Prefill
+from kvrepro.engine.rows import Rows
 from kvrepro.errors import InputError
 
 
@@ -127,3 +130,17 @@ def test_only_regimes_of_decoding_evict_again():
     again = {type(r): replace(one, conditions=[replace(one.condition, regime=r)]).again
              for r in (Prefill(), DecodeCap(), PerStep())}  # fmt: skip
     assert again == {Prefill: False, DecodeCap: True, PerStep: True}
+
+
+def test_what_some_conditions_do_not_have_is_told_in_one_line():
+    one, o = job(NEWEST, {}, 6), observation(output=None)
+    rows = Rows([(0, 0)], [one], [], EngineCache(None), *(torch.zeros(1) for _ in range(3)))
+    for asked, why in (
+        (lambda: replace(one, evictor=None).policy, "keeps every token"),
+        (lambda: rows.shared, "no signals of all layers"),
+        (lambda: o.span(o.positions), "nothing splits"),
+        (lambda: o.projected_norm, "layer 0 has no output projection"),
+        (lambda: EvictedCache(None, 9).rows, "without prompts"),
+    ):
+        with pytest.raises(InputError, match=why):
+            asked()

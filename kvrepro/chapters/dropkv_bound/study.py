@@ -293,7 +293,7 @@ def _records(drawn: list[dict], s: Sampling, device: torch.device, compared: boo
     found, eps = cone.cone(r, steps=s.steps) if compared else None, p.amax(-1)
     for k in KS:
         facts, facts_of_window = {}, {}
-        if compared:
+        if found is not None:
             facts = {"best": bound.optimum(p, r, k).value, "eps": eps, "c_low": found.low, "c_high": found.high}
             facts |= {"bound": bound.factor(found.low, eps, k)}
             facts_of_window = {"best": bound.window_optimum(pw, rw, k).value}

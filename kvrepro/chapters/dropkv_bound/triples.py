@@ -51,7 +51,7 @@ class Triple:
     def _root(self) -> Tensor:
         """A square root of W_O W_O' of this head, [dim, dim]."""
         assert self.seen is not None
-        w = self.seen.output[0].double().cpu()
+        w = self.seen.projection[0, 0].double().cpu()
         values, vectors = torch.linalg.eigh(w @ w.T)
         return vectors * values.clamp_min(0).sqrt()
 

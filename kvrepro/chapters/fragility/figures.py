@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -12,7 +13,7 @@ from matplotlib.lines import Line2D
 from kvrepro.chapters.fragility.retention import MEANS, OPEN, OUTLIER, Mixture, Setting
 from kvrepro.experiment import figure
 from kvrepro.experiment.claims import LABELS
-from kvrepro.experiment.figure import DASHED, LOOKS, STYLE, WIDTH, Look, done, look, plt
+from kvrepro.experiment.figure import DASHED, LOOKS, STYLE, WIDTH, Look, done, look
 
 LOOKS.update(  # who ranks the tokens of the past
     {

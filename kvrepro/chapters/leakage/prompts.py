@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError
 from kvrepro.experiment import data
-from kvrepro.experiment.data import Prompt
 from kvrepro.experiment.models import Loaded
 from kvrepro.item import Item, Span
 from kvrepro.world import words, world

@@ -10,10 +10,9 @@ import pandas as pd
 
 from kvrepro.chapters.leakage import ifeval
 from kvrepro.chapters.leakage.cells import differs
-from kvrepro.engine.condition import Generation
+from kvrepro.engine.condition import Generation, Prompt
 from kvrepro.errors import InputError
 from kvrepro.experiment import measure
-from kvrepro.experiment.data import Prompt
 from kvrepro.item import Item
 from kvrepro.world import world
 from kvrepro.world.instructions import checks as world_checks

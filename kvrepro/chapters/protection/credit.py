@@ -206,7 +206,7 @@ class Lessons:
     def picked(self, rows: Rows, tokens: Tensor) -> None:
         """Told of every step's tokens: note who left at the last step, count uses, learn what has come due."""
         log_p = rows.logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
-        s, mine = rows.signals, list(self.rows.values())
+        s, mine = rows.shared, list(self.rows.values())
         if mine[0].known:  # before, the attention is the prompt's own
             self.uses += s.held[:, 0] & (s.latest > ACCESS * s.latest.amax(1, keepdim=True))
         if self.judged is not None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from IPython.display import HTML
 
 from kvrepro.chapters.protection import study
@@ -88,15 +87,3 @@ def player(held: dict[str, Any], policies: Sequence[str]) -> HTML:
 
 def _options(values: Sequence[str]) -> str:
     return "".join(f'<option value="{html.escape(one)}">{html.escape(look(one).name)}</option>' for one in values)
-
-
-def held_table(held: dict[str, Any]) -> pd.DataFrame:
-    """How many tokens of the prompt and of each span each policy keeps, a row per budget: what the strips show."""
-    rows = []
-    for key, bits in held["kept"].items():
-        policy, reading, guarded, budget = key.split("|")
-        there = np.unpackbits(np.frombuffer(base64.b64decode(bits), np.uint8))[: len(held["tokens"])]
-        parts = {name: int(there[first : last + 1].sum()) for name, (first, last) in held["spans"].items()}
-        known = {"policy": policy, "reading": reading, "protected": guarded == "1", "budget": int(budget)}
-        rows.append(known | {"kept": int(there.sum())} | parts)
-    return pd.DataFrame(rows)

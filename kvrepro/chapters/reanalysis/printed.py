@@ -75,7 +75,7 @@ def _rows(patterns: Sequence[str], files: Mapping[str, pd.DataFrame]) -> pd.Data
 
 def _value(metric: str, sides: Sequence[pd.DataFrame], column: str) -> stats.Estimate:
     """A printed number from its files' rows, in one measure; nan where it has none."""
-    kind, part = re.fullmatch(r"([^\[]+)(?:\[(.+)\])?", metric).groups()
+    kind, _, part = metric.removesuffix("]").partition("[")
     nothing = stats.Estimate(math.nan, math.nan, math.nan, 0)
     if not sides:
         return nothing

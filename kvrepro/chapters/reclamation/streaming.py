@@ -147,7 +147,7 @@ def _held(call: Callable) -> int:
     """Most bytes that a call allocates at once."""
     with Peak(torch.device("cpu")) as peak:
         call()
-    return peak.bytes
+    return peak.bytes or 0
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,8 +38,8 @@ def kv_zip_plus(o: Observation) -> Scores:
     group. Needs `sums["reconstruction_per_norm"]`, `[batch, heads, tokens]`. Source: kvpress KVzipPress,
     `kvzip_plus_normalization`.
     """
-    batch, kv_heads, tokens, dim = o.values.shape
-    weight = o.output.view(kv_heads, o.group, dim, -1).float()
+    batch, kv_heads, tokens, _ = o.values.shape
+    weight = o.projection
     gram = weight @ weight.mT  # ||v W||^2 = v (W W^T) v, no tokens x hidden
     squared = torch.einsum("bgnd,grde,bgne->bgrn", o.values.float(), gram, o.values.float())
     largest = o.sums["reconstruction_per_norm"].float().view(batch, kv_heads, o.group, tokens)

@@ -121,21 +121,22 @@ def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 6
     triattention/methods/pruning_utils.py.
     """
     batch, kv_heads, _, dim = o.keys.shape
-    mean, length = _queries_of(o, calibration)
-    speed = frequencies(o.inverse_frequencies, dim)
+    mean, length, rotation = _queries_of(o, calibration)
+    speed = frequencies(rotation, dim)
     ahead = 2.0 ** torch.arange(horizon.bit_length(), dtype=torch.float64, device=speed.device)
     turn = torch.polar(torch.ones((), dtype=torch.float64).to(speed), torch.outer(ahead, speed)).mean(0)
     now = torch.polar(torch.ones((), dtype=torch.float64).to(speed), o.seen.double()[:, None] * speed)
     towards = (mean * (now * turn)[:, None]).to(torch.complex64).view(batch, kv_heads, o.group, -1)
     spread = (length - mean.abs()).view(kv_heads, o.group, -1)
-    k = pairs(o.keys, 2 * len(o.inverse_frequencies))
+    k = pairs(o.keys, 2 * len(rotation))
     s = torch.einsum("bgrf,bgnf->bgrn", towards.real, k.real) + torch.einsum("bgrf,bgnf->bgrn", towards.imag, k.imag)
     s += torch.einsum("grf,bgnf->bgrn", spread, k.abs())
     return _standardised(s, o.alive[:, :, None]).amax(2)
 
 
-def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor]:
-    """E q_f and E|q_f| of the layer, [heads, dim / 2]. Raises InputError for a file of another model."""
+def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor, Tensor]:
+    """E q_f and E|q_f| of the layer, [heads, dim / 2], and its rotation. Raises InputError for a file of another model,
+    and where no rotation is known."""
     outputs, way_out = [] if o.output is None else [o.output], "run python -m kvrepro.tools.calibrate"
     given = calibration
     calibration = made_from(calibration, lambda file: load(file).sample, outputs, way_out, o.layer)
@@ -149,7 +150,7 @@ def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor]:
         ensure_model(calibration, known.sample[o.layer : o.layer + 1], outputs, way_out)
     if o.inverse_frequencies is None:
         raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")
-    return known.mean[o.layer].to(o.keys.device), known.length[o.layer].to(o.keys.device)
+    return known.mean[o.layer].to(o.keys.device), known.length[o.layer].to(o.keys.device), o.inverse_frequencies
 
 
 def _standardised(s: Tensor, alive: Mask) -> Tensor:

@@ -1,11 +1,13 @@
 """The cache to play with: it holds what the engine kept, and its script gets data that cannot leave their element."""
 
+import base64
 import json
 import re
 import shutil
 import subprocess
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -46,11 +48,13 @@ def test_tokens_have_their_spaces_and_spans_their_ends(held):
     assert held["spans"] == {"question": [8, 9]}
 
 
-def test_what_is_kept_is_unpacked_as_it_was_packed(held):
-    table = player.held_table(held).sort_values(["reading", "budget"])
-    assert table.kept.tolist() == [2, 4, 2, 4]
-    assert table.question.tolist() == [2, 2, 0, 0]
-    assert table.protected.tolist() == [False, False, True, True]
+def test_what_is_kept_is_packed_a_bit_for_each_token(held):
+    kept = {
+        key: np.unpackbits(np.frombuffer(base64.b64decode(bits), np.uint8))[:10].nonzero()[0].tolist()
+        for key, bits in held["kept"].items()
+    }
+    text, code = "lru|as_described|0", "lru|as_run|1"
+    assert kept == {f"{text}|2": [8, 9], f"{text}|4": [6, 7, 8, 9], f"{code}|2": [0, 1], f"{code}|4": [0, 1, 2, 3]}
 
 
 def test_the_page_holds_its_data_and_no_token_ends_its_script(held):

@@ -89,7 +89,7 @@ PARTS = {
         f"for c in {' '.join(ITEMS)}; do {PROGRAM}faults kills --chapter $c --kills 20 --seed 0; done", _kills,
         "A chapter is killed at random moments and started again until it is done. What it stored is then compared "
         "with what an undisturbed run stores. The model has two layers of random weights, and each study two items: "
-        "what counts is the moment.",
+        "what counts is the moment. `--who worker` kills workers instead, `--engine ray` Ray's.",
     ),
     "faults": Part(
         "Faults", PROGRAM + "faults table", _faults,

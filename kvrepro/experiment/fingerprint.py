@@ -367,4 +367,16 @@ def _foreign(module: str) -> bool:
     if top in sys.builtin_module_names or top in sys.stdlib_module_names:
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and ("site-packages" in file or file.startswith(sys.base_prefix))
+    return file is not None and (file.startswith(sys.base_prefix) or _installed(_root(Path(file), module)))
+
+
+def _root(file: Path, module: str) -> Path:
+    """The folder from which a module's top-level package was imported."""
+    path = file.parent if file.stem == "__init__" else file
+    return path.parents[min(module.count("."), len(path.parents) - 1)]
+
+
+@cache
+def _installed(folder: Path) -> bool:
+    """Whether installers put packages there, wherever it lies: `pip install --target` takes any folder."""
+    return folder.name in ("site-packages", "dist-packages") or next(folder.glob("*.dist-info"), None) is not None

@@ -92,7 +92,8 @@ def measured(
     for count in counts:
         for engine in engines if count > 1 else engines[:1]:
             of = apart(model, device, engine, count, n_items, cells, folder)
-            first, mine = table(folder, rows[0]["engine"] if rows else engine, counts[0]), table(folder, engine, count)
+            first = table(folder, rows[0]["engine"] if rows else engine, counts[0])
+            mine = table(folder, engine, count).reindex_like(first)  # a row that is missing equals none
             of |= {"equal": float((first == mine).all(axis=1).mean())}
             of |= {"same_text": float((first.prediction == mine.prediction).mean())}
             rows.append({"engine": engine, "workers": count, "items": n_items} | of)

@@ -1,6 +1,8 @@
 """What makes rows stale: the code that decides them, and no other; on copies of the package with single edits."""
 
+import importlib
 import json
+import linecache
 import os
 import shutil
 import subprocess
@@ -397,3 +399,31 @@ def test_an_edit_counts_behind_what_libraries_wrap_around_it(body):
     first, again, edited = (of(typed(source.replace("FACTOR", str(k)))) for k in (2, 2, 3))
     assert first == again
     assert first != edited
+
+
+@pytest.mark.parametrize("shape", ["aside.py", "aside/__init__.py", "aside/inner.py"])
+def test_a_library_is_one_wherever_an_installer_put_it(tmp_path, monkeypatch, shape):
+    module = shape.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    def described(version: str) -> list[str]:
+        for folder in (
+            "installed/aside-1.0.dist-info",
+            f"{Path('installed', shape).parent}",
+            f"{Path('own', shape).parent}",
+        ):
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        found = []
+        for where in ("installed", "own"):
+            (tmp_path / where / shape).write_text(f"def f():\n    return {version}\n")
+            for name in [name for name in sys.modules if name.partition(".")[0] == "aside"]:
+                del sys.modules[name]
+            linecache.clearcache()
+            with monkeypatch.context() as patched:
+                patched.syspath_prepend(tmp_path / where)
+                patched.setattr(sys, "dont_write_bytecode", True)
+                found.append(of(importlib.import_module(module).f))
+        return found
+
+    (library, own), (library_after, own_after) = described("1"), described("22")
+    assert library == library_after
+    assert own != own_after

@@ -80,6 +80,7 @@ class Code:
     def __init__(self, folders: Mapping[str, Path] = CODE):
         self.folders = folders
         self._modules: dict[str, Module | None] = {}
+        self._reads: dict[Name, list[Name]] = {}
 
     def module(self, name: str) -> Module | None:
         """A module by its dotted name; None for what is not of this project."""
@@ -103,12 +104,19 @@ class Code:
             if unfollowed & {at, (at[0], ""), (at[0].partition(".")[0], "")}:
                 continue
             found[at] = module.text[at[1]]
+            queue += self._read_by(module, at)
+        return found
+
+    def _read_by(self, module: Module, at: Name) -> list[Name]:
+        """The definitions that one of a module's reads itself."""
+        if at not in self._reads:
+            self._reads[at] = []
             for node in module.definitions[at[1]]:
                 local = {k: v for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)
                          for k, v in imports(n).items()}  # fmt: skip
                 for chain in chains(node):
-                    queue += self._leads(module, {**module.imports, **local}, chain)
-        return found
+                    self._reads[at] += self._leads(module, {**module.imports, **local}, chain)
+        return self._reads[at]
 
     def _leads(self, module: Module, known: Mapping[str, tuple[str, str]], chain: list[str]) -> Iterator[Name]:
         """The definitions that a dotted name means: one, or, where a module itself is meant, all of its."""

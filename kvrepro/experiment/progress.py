@@ -14,6 +14,7 @@ from tqdm import tqdm
 from kvrepro.paths import replaced
 
 FILE = "KVREPRO_PROGRESS"  # the builder's: a path, where each line replaces the one before
+ENDED = ".ended"  # of the file beside it
 
 _listeners: list[Callable[[dict[str, Any]], None]] = []
 
@@ -33,6 +34,17 @@ def tell(**told: Any) -> None:
     """Call those who listen."""
     for listener in _listeners:
         listener(told)
+
+
+def end_studies() -> None:
+    """Tell the builder that this chapter's studies have ended."""
+    if file := os.environ.get(FILE):
+        Path(file).with_suffix(ENDED).touch()
+
+
+def ended(file: Path) -> bool:
+    """Whether the chapter that writes to `file` has told that."""
+    return file.with_suffix(ENDED).exists()
 
 
 def clock(seconds: float) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from kvrepro.engine.allowed import Positive, Size, ensure_fields
 from kvrepro.errors import InputError, meant
+from kvrepro.experiment import progress
 from kvrepro.paths import WORK
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -62,9 +63,10 @@ class Settings:
         """Where results lie."""
         return WORK / self.results
 
-    def end_dry_run(self) -> None:
-        """In a dry run, end the notebook here: what follows needs rows. papermill stops at a SystemExit of 0, too, and
-        counts it as no error."""
+    def end_studies(self) -> None:
+        """After a notebook's studies: the book may begin with its next chapter. A dry run ends the notebook here, since
+        what follows needs rows. papermill stops at a SystemExit of 0, too, and counts it as no error."""
+        progress.end_studies()
         if self.dry_run:
             print("dry run: nothing was computed, and the cells below were not run")
             raise SystemExit(0)

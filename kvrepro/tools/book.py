@@ -31,11 +31,11 @@ import yaml
 from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError, meant
-from kvrepro.experiment import run
+from kvrepro.experiment import models, run
 from kvrepro.experiment.parameters import read
 from kvrepro.paths import ROOT
 from kvrepro.tools import command, edition, pages
-from kvrepro.tools.processes import interruptible, watched
+from kvrepro.tools.processes import in_turn, interruptible
 
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
 data/artifact/* constraints.txt""".split()
@@ -100,6 +100,7 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     quiet = ["--log-level=CRITICAL"]  # the kernel's remarks on its transport; errors of cells come as exceptions
     given = dict(kernel_name="python3", cwd=root, extra_arguments=quiet, progress_bar=False)
+    given |= dict(request_save_on_cell_execute=False)  # as a cell begins, too
     papermill.execute_notebook(source, partial, parameters, **given)
     notebook = nbformat.read(partial, as_version=4)
     for cell in notebook.cells:
@@ -208,8 +209,9 @@ def main(
 ) -> None:
     """Execute what changed, build the book, print where it lies and how long each step took.
 
-    Chapters run one after another, each with all workers. One that fails leaves the others in the book, which says so
-    on its page; the exit status is 1 then. An interrupt ends all processes; the exit status is 128 + its number.
+    Chapters run one after another, each with all workers; one begins while the one before draws its figures. One that
+    fails leaves the others in the book, which says so on its page; the exit status is 1 then. An interrupt ends all
+    processes; the exit status is 128 + its number.
     """
     with interruptible():
         _main(parameter, force, workers, dry_run)
@@ -228,19 +230,17 @@ def _main(parameter: list[str], force: bool, workers: int | None, dry_run: bool)
             return
         for name in names:
             check(name, parameters[name])
-        for name in names:
-            start = _begin(name)
-            ran, error = watched(name, partial(execute, name, parameters[name], force=force))
+        for name, seconds, ran, error in in_turn(_works(names, parameters, force), most=_together(parameters)):
             if error:
                 failed.append(name)
                 until = f"computed until then: book/executed/{name}.partial.ipynb"
                 print(f"{name}: {error}\n{name}: {until}", file=sys.stderr)
                 failed_page(name, error)
-            _report(name, start, "failed" if error else "executed" if ran else "unchanged")
+            _report(name, seconds, "failed" if error else "executed" if ran else "unchanged")
         start = _begin("build")
         pages.write([name for name in names if (ROOT / "data" / "claims" / f"{name}.yml").is_file()])
         index = build()
-        _report("build", start, "warnings are errors")
+        _report("build", time.perf_counter() - start, "warnings are errors")
     except (InputError, Failed) as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
@@ -297,7 +297,7 @@ def rehearse_all(names: Sequence[str], parameters: dict[str, dict[str, Any]]) ->
 
 def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
     """Print what a chapter would compute: its cells, in dry run, up to the one that ends it."""
-    if not any(".end_dry_run()" in cell.source for cell in nbformat.read(_source(name, root), as_version=4).cells):
+    if not any(".end_studies()" in cell.source for cell in nbformat.read(_source(name, root), as_version=4).cells):
         print(f"{name}: has no studies to run")
         return
     os.environ["KVREPRO_DRY_RUN"] = "1"
@@ -334,6 +334,19 @@ def cells(
             yield cell.source
 
 
+def _works(names: Sequence[str], parameters: dict[str, Any], force: bool) -> Iterator[tuple[str, Callable[[], bool]]]:
+    for name in names:
+        _begin(name)
+        yield name, partial(execute, name, parameters[name], force=force)
+
+
+def _together(parameters: dict[str, Any]) -> int:
+    """How many chapters may hold a model at a time: one begins while another draws its figures, where models are small
+    and no GPU is shared."""
+    small = all(given.get("model", models.DEFAULT) in models.embedded() for given in parameters.values())
+    return 2 if small and all(given.get("device", "cpu") == "cpu" for given in parameters.values()) else 1
+
+
 def _begin(step: str) -> float:
     """The time. Where no live line is seen, say that the step begins."""
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
@@ -341,8 +354,8 @@ def _begin(step: str) -> float:
     return time.perf_counter()
 
 
-def _report(step: str, start: float, note: str) -> None:
-    print(f"{step:<16}{time.perf_counter() - start:8.1f} s  {note}", flush=True)
+def _report(step: str, seconds: float, note: str) -> None:
+    print(f"{step:<16}{seconds:8.1f} s  {note}", flush=True)
 
 
 if __name__ == "__main__":

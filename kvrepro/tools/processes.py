@@ -1,15 +1,16 @@
-"""A chapter in a process of its own, with one live line; signals, and the end of all that a process started."""
+"""Chapters in processes of their own, with one live line; signals, and the end of all that a process started."""
 
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ SECONDS = {  # of a chapter's studies in their order, quick profile, one core: t
     "own_policy": {"main": 9, "controls": 3},
     "synthesis": {"grid": 90, "kept": 10},
 }  # fmt: skip
+DIED = "its process ended: too little memory?"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a batch system, a terminal that is closed
 
 
@@ -71,35 +73,96 @@ def end_family(pid: int) -> None:
                 process.kill()
 
 
-def watched(name: str, work: Callable[[], bool]) -> tuple[bool, str]:
-    """Do a chapter's work, which says whether it ran, in a process of its own, with one live line: (whether it ran, the
-    error or "").
+class Chapter:
+    """A chapter's work, which says whether it ran, in a process of its own.
 
     Whatever ends this process, an interrupt above all, ends the chapter, its kernel and its workers with it.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "progress.json"
-        os.environ[progress.FILE] = str(file)
-        here, there = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(target=_chapter, args=(there, work))
-        process.start()
-        there.close()
-        start = time.monotonic()
+
+    def __init__(self, name: str, work: Callable[[], bool]):
+        self.name, self.began = name, time.monotonic()
+        self.folder = tempfile.TemporaryDirectory()
+        self.file = Path(self.folder.name) / "progress.json"
+        self.answer, there = multiprocessing.Pipe(duplex=False)
+        self.process = multiprocessing.get_context("fork").Process(target=_chapter, args=(there, work))
+        os.environ[progress.FILE] = str(self.file)
         try:
-            while process.is_alive() and not here.poll(0.5):
-                _live(name, file, time.monotonic() - start)
-            return here.recv() if here.poll() else (False, "its process ended: too little memory?")
-        except EOFError:
-            return False, "its process ended: too little memory?"
+            self.process.start()
         finally:
-            if process.is_alive():
-                os.kill(int(process.pid or 0), signal.SIGSTOP)  # it starts nothing now
-                end_family(int(process.pid or 0))
-            process.kill()
-            process.join()
             del os.environ[progress.FILE]
+        there.close()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.began
+
+    @property
+    def at_work(self) -> bool:
+        return self.process.is_alive() and not self.answer.poll()
+
+    @property
+    def computing(self) -> bool:
+        """Its studies have not ended."""
+        return self.at_work and not progress.ended(self.file)
+
+    def end(self) -> tuple[bool, str]:
+        """(Whether it ran, its error or ""), once it is no longer at work; before, all that it started is killed."""
+        try:
+            return self.answer.recv() if self.answer.poll() else (False, DIED)
+        except EOFError:
+            return False, DIED
+        finally:
+            if self.process.is_alive():
+                os.kill(int(self.process.pid or 0), signal.SIGSTOP)  # it starts nothing now
+                end_family(int(self.process.pid or 0))
+            self.process.kill()
+            self.process.join()
+            self.folder.cleanup()
             if sys.stderr.isatty():
                 print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def show(self) -> None:
+        """Its line: time so far, the study, how far it is, how long the chapter takes."""
+        if not sys.stderr.isatty():
+            return
+        text = f"{self.name:<16}{self.seconds:8.0f} s"
+        with contextlib.suppress(OSError, ValueError):
+            told = json.loads(self.file.read_text())
+            left = chapter_left(self.name, told, self.seconds)
+            text += f"  {told['study'].partition('/')[2]}: {told['done']:,} of {told['total']:,}"
+            text += "" if left is None else f", about {progress.clock(left)} left"
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+Ended = tuple[str, float, bool, str]  # a chapter, its seconds, whether it ran, its error or ""
+
+
+def in_turn(works: Iterable[tuple[str, Callable[[], bool]]], most: int = 2) -> Iterator[Ended]:
+    """Do chapters' works one after the other, with a live line of the newest; what became of each, as they end.
+
+    One begins when the studies of the one before have ended, which only draws its figures then; `most` are at work.
+    """
+    running: list[Chapter] = []
+    try:
+        for name, work in works:
+            while running and (running[-1].computing or len(running) >= most):
+                yield from _ended(running)
+            running.append(Chapter(name, work))
+        while running:
+            yield from _ended(running)
+    finally:
+        for chapter in running:
+            chapter.end()
+
+
+def _ended(running: list[Chapter]) -> Iterator[Ended]:
+    """After half a second at most, those that have come to their end, which leave the list."""
+    multiprocessing.connection.wait([chapter.answer for chapter in running], 0.5)
+    running[-1].show()
+    for chapter in [chapter for chapter in running if not chapter.at_work]:
+        running.remove(chapter)
+        yield chapter.name, chapter.seconds, *chapter.end()
 
 
 def _chapter(answer: Connection, work: Callable[[], bool]) -> None:
@@ -119,19 +182,6 @@ def _end_with(parent: int) -> None:
         time.sleep(0.5)
     end_family(os.getpid())
     os._exit(1)
-
-
-def _live(name: str, file: Path, seconds: float) -> None:
-    """The chapter's line: time so far, the study, how far it is, how long the chapter takes."""
-    if not sys.stderr.isatty():
-        return
-    text = f"{name:<16}{seconds:8.0f} s"
-    with contextlib.suppress(OSError, ValueError):
-        told = json.loads(file.read_text())
-        left = chapter_left(name, told, seconds)
-        text += f"  {told['study'].partition('/')[2]}: {told['done']:,} of {told['total']:,}"
-        text += "" if left is None else f", about {progress.clock(left)} left"
-    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def chapter_left(name: str, told: dict[str, Any], seconds: float) -> float | None:

@@ -34,7 +34,7 @@ from kvrepro.experiment.run import Settings
 from kvrepro.paths import ROOT, WORK
 from kvrepro.tools import book, edition
 
-STUDIES_END = ".end_dry_run()"
+STUDIES_END = ".end_studies()"
 OWN = {"model": "the key models", "profile": "the key profile", "dry_run": "--dry-run"}  # what sets these instead
 
 

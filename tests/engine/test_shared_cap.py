@@ -70,9 +70,10 @@ def test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol(conditi
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3"])
 def test_masked_and_physical_execution_give_the_same_tokens_and_kept_sets(kind):
-    model, prompts = tiny_model(kind), tiny_prompts(70, 61, 47)
-    physical = answer(model, prompts, ALL)
-    masked = answer(model, prompts, [replace(c, execution="masked") for c in ALL])
+    model, prompts = tiny_model(kind), tiny_prompts(70, 61)
+    some = ALL if kind == "llama" else ALL[::3]
+    physical = answer(model, prompts, some)
+    masked = answer(model, prompts, [replace(c, execution="masked") for c in some])
     for row, other in zip(physical, masked, strict=True):
         for a, b in zip(row, other, strict=True):
             assert a.tokens == b.tokens

@@ -167,7 +167,7 @@ with processes.interruptible():
 def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
     source = root / "notebooks" / "first.ipynb"
     notebook = nbformat.read(source, as_version=4)
-    notebook.cells[1].source = "from kvrepro.experiment.run import Settings\nSettings().end_dry_run()\nprint(size)"
+    notebook.cells[1].source = "from kvrepro.experiment.run import Settings\nSettings().end_studies()\nprint(size)"
     notebook.cells.append(nbformat.v4.new_code_cell("1 / 0"))
     nbformat.write(notebook, source)
     monkeypatch.setenv("KVREPRO_DRY_RUN", "")  # and unset again afterwards

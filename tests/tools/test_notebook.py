@@ -83,12 +83,12 @@ def test_at_most_ten_parameters_in_one_tagged_cell_and_the_rest_are_options(note
 
 
 def test_a_dry_run_ends_each_notebook_once_its_studies_are_estimated(notebook):
-    ends = [i for i, cell in enumerate(notebook.cells) if ".end_dry_run()" in cell.source]
+    ends = [i for i, cell in enumerate(notebook.cells) if ".end_studies()" in cell.source]
     assert len(ends) == any("models.load(" in cell.source for cell in notebook.cells)
 
 
 def test_a_dry_run_is_no_failure_to_papermill(tmp_path):
-    sources = ["from kvrepro.experiment.run import Settings", "Settings(dry_run=True).end_dry_run()", "1 / 0"]
+    sources = ["from kvrepro.experiment.run import Settings", "Settings(dry_run=True).end_studies()", "1 / 0"]
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), tmp_path / "in.ipynb")

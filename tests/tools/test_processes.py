@@ -1,5 +1,12 @@
-"""How long a chapter in a process of its own will take."""
+"""Chapters in processes of their own: how long they take, when the next one begins, what became of each."""
 
+import os
+import signal
+import time
+
+import pytest
+
+from kvrepro.experiment import progress
 from kvrepro.tools import book, processes
 
 
@@ -14,3 +21,59 @@ def test_time_left_is_the_chapters(monkeypatch):
     assert processes.chapter_left("first", {"study": "first/b", "done": 3, "total": 3, "left": 0.0}, 20.0) == 0
     assert processes.chapter_left("first", {"study": "first/c", "done": 1, "total": 3, "left": 5.0}, 20.0) == 5
     assert processes.chapter_left("first", {"study": "first/a", "done": 0, "total": 3, "left": None}, 20.0) is None
+
+
+def first_and_second(folder, most, told=True):
+    """What `in_turn` makes of a chapter that waits for the next one after its studies, and of that next one."""
+
+    def first():
+        if told:
+            progress.end_studies()
+        until = time.monotonic() + (30 if most == 2 and told else 1.5)
+        while not (folder / "second").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        (folder / "first").touch()
+        return (folder / "second").exists()
+
+    def second():
+        (folder / "second").touch()
+        return (folder / "first").exists()
+
+    found = processes.in_turn([("a", first), ("b", second)], most)
+    return {name: (ran, error) for name, _, ran, error in found}
+
+
+def test_a_chapter_begins_when_the_studies_of_the_one_before_have_ended(tmp_path):
+    assert first_and_second(tmp_path, most=2) == {"a": (True, ""), "b": (False, "")}
+
+
+@pytest.mark.parametrize(("most", "told"), [(1, True), (2, False)])
+def test_otherwise_it_waits_for_its_end(tmp_path, most, told):
+    assert first_and_second(tmp_path, most, told) == {"a": (False, ""), "b": (True, "")}
+
+
+def test_what_fails_or_dies_leaves_the_others(tmp_path):
+    def fails():
+        raise ValueError("no such thing")
+
+    works = [("a", fails), ("b", lambda: os.kill(os.getpid(), signal.SIGKILL)), ("c", lambda: True)]
+    found = {name: (ran, error) for name, _, ran, error in processes.in_turn(works)}
+    assert found == {"a": (True, "ValueError: no such thing"), "b": (False, processes.DIED), "c": (True, "")}
+
+
+def test_an_interrupt_ends_whoever_is_at_work(tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+
+    def slow():
+        pid.write_text(str(os.getpid()))
+        time.sleep(60)
+
+    def interrupted(chapter):
+        if pid.exists() and pid.read_text():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes.Chapter, "show", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(processes.in_turn([("a", slow)]))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)

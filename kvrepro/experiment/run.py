@@ -26,6 +26,7 @@ from kvrepro.experiment.settings import Settings
 __all__ = ["Answers", "PerItem", "Settings", "StudyFailed", "run"]
 MOST_FAILED = 0.1  # share of a study's results that may fail before the study as a whole counts as failed
 POOL_FROM = 20.0  # seconds of work from which worker processes, which load the model each, are worth starting
+SHARE_FROM = 3.0  # and from which those that run already, for an earlier study, get their part
 
 
 class StudyFailed(Stopped):
@@ -98,7 +99,8 @@ def _processes(plan: Plan, settings: Settings, seconds: float) -> int:
         return 1
     if settings.workers is not None:
         return settings.workers
-    few = _testing() or seconds < POOL_FROM
+    there = settings.engine == "local" and workers.are_there(plan.loaded)
+    few = _testing() or seconds < (SHARE_FROM if there else POOL_FROM)
     return 1 if few else cluster.usual_workers(plan.loaded, settings.engine, settings.address)
 
 

@@ -110,6 +110,11 @@ def _shared(what: Any, parts: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
             left = left[count:] + left[:count]
 
 
+def are_there(loaded: Loaded | None) -> bool:
+    """Whether workers were started for the same model."""
+    return told(loaded) in _started
+
+
 def packed(jobs: Sequence[Job]) -> list[bytes] | None:
     """The jobs as another process takes them, with what a notebook added to the policies; None, and a printed line,
     where one cannot be sent."""

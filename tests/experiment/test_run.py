@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 import weakref
+from types import SimpleNamespace
 
 import checkpoint
 import numpy as np
@@ -472,3 +473,16 @@ def test_a_table_that_is_none_is_said(loaded, tmp_path):
 @pytest.mark.parametrize("duration", [0, 45, 599, 720, 5340, 12000])
 def test_what_a_clock_says_is_read_back(duration):
     assert progress.seconds(progress.clock(duration)) == duration
+
+
+@pytest.mark.parametrize(("seconds", "there", "shared"), [
+    (25.0, False, True), (5.0, False, False), (5.0, True, True), (1.0, True, False),
+])  # fmt: skip
+def test_small_studies_are_shared_by_workers_that_run_already(monkeypatch, seconds, there, shared):
+    monkeypatch.setattr(run, "_testing", lambda: False)
+    monkeypatch.setattr(run.workers, "_started", {None: 3} if there else {})
+    monkeypatch.setattr(run.cluster, "usual_workers", lambda *given: 3)
+    plan = SimpleNamespace(alone=False, loaded=None)
+    assert run._processes(plan, Settings(), seconds) == (3 if shared else 1)
+    assert run._processes(plan, Settings(engine="ray"), seconds) == (3 if seconds > run.POOL_FROM else 1)
+    assert run._processes(SimpleNamespace(alone=True, loaded=None), Settings(), seconds) == 1

@@ -18,7 +18,7 @@ from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError
 from kvrepro.tools import book, pages
-from kvrepro.tools.processes import watched
+from kvrepro.tools.processes import in_turn
 
 METHODS = (book.ROOT / "book" / "methods.md").read_text()
 TOC = """
@@ -128,7 +128,8 @@ def test_a_listed_chapter_without_notebook_is_one_line(root):
 
 def test_a_chapter_that_fails_says_so_in_its_place(root, capsys):
     def executed(size: int):
-        return watched("first", partial(book.execute, "first", {"size": size}, root))
+        [(_, _, ran, error)] = in_turn([("first", partial(book.execute, "first", {"size": size}, root))])
+        return ran, error
 
     ran, error = executed(7)
     assert (ran, error) == (True, "AssertionError: too large")
@@ -149,7 +150,7 @@ def test_a_chapter_ends_with_the_build(root):
     code = f"""from pathlib import Path
 from kvrepro.tools import book, processes
 with processes.interruptible():
-    processes.watched('first', lambda: book.execute('first', {{}}, Path({str(root)!r})))"""
+    list(processes.in_turn([('first', lambda: book.execute('first', {{}}, Path({str(root)!r})))]))"""
     build = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (root / "pid").exists() and time.monotonic() < deadline:
@@ -193,7 +194,13 @@ def steps(monkeypatch):
     """What the book's command executes, where nothing is computed."""
     done = []
     monkeypatch.setattr(book, "chapters", lambda: ["protection", "leakage", "reclamation"])
-    monkeypatch.setattr(book, "watched", lambda name, work: (done.append(name) or True, ""))
+
+    def in_turn(works, most):
+        for name, _ in works:
+            done.append(name)
+            yield name, 0.0, True, ""
+
+    monkeypatch.setattr(book, "in_turn", in_turn)
     monkeypatch.setattr(book.pages, "write", lambda names: None)
     monkeypatch.setattr(book, "build", lambda: "index.html")
     return done
@@ -227,6 +234,13 @@ def test_what_is_written_to_a_file_says_when_each_chapter_begins_and_ends(steps,
     begun = [line[0] for line in lines if line[1:] == ["begins"]]
     assert begun == [*steps, "build"]
     assert [line[0] for line in lines if line[2:3] == ["s"]] == begun
+
+
+@pytest.mark.parametrize(("given", "most"), [
+    ({}, 2), ({"model": "small-mqa"}, 2), ({"device": "cuda"}, 1), ({"device": "auto"}, 1), ({"model": "org/large"}, 1),
+])  # fmt: skip
+def test_one_large_model_is_held_at_a_time(given, most):
+    assert book._together({"protection": {}, "leakage": given}) == most
 
 
 def test_what_a_chapters_own_code_raises_is_left_to_the_chapter(root, monkeypatch):

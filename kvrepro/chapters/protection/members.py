@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -42,12 +43,13 @@ def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
     """One column of one condition, indexed by item; failed items are nan. Not run, or failed on every item:
     NotTestable."""
     said = ", ".join(f"{name} {value}" for name, value in cell.items())
+    columns = [one for one in dict.fromkeys(["item", "error", "regime", column]) if one in rows or one == column]
     if cell["policy"] == "full":
-        here = rows[rows.policy == "full"].drop_duplicates("item")
+        here = rows.loc[rows.policy == "full", columns].drop_duplicates("item")
     else:
         wanted = (cell["policy"], cell["capacity"], cell["prefix"], cell["suffix"], cell.get("suffix_mode", "dynamic"))
         rows = named(rows)
-        here = rows[rows.cell == _name(*wanted)]
+        here = rows.loc[rows.cell == _name(*wanted), columns]  # of dozens
         if "regime" in cell:
             here = here[here.regime == cell["regime"]]
     if here.empty:
@@ -224,10 +226,10 @@ def _met(values: pd.Series, rule: Mapping) -> pd.Series:
 
 def _check_ceiling(rows: pd.DataFrame) -> None:
     """Can the model answer? Where its full cache was never run, as in several published files: with protected LRU."""
-    full = rows[rows.policy == "full"]
-    if full.empty:
-        full = rows[(rows.policy == "lru") & (rows.prefix > 0) & (rows.suffix > 0)]
-    full = full.drop_duplicates("item")
+    who = rows.policy == "full"
+    if not who.any():
+        who = (rows.policy == "lru") & (rows.prefix > 0) & (rows.suffix > 0)
+    full = rows.loc[who, rows.columns.isin(["item", "token_f1", "error"])].drop_duplicates("item")
     judge.answers_enough(full.token_f1, full.get("error"))
 
 
@@ -321,16 +323,19 @@ def evaluate(
         mine = [one for one in own if dict(claim.get("over", {})).get("policy") == [one]]
         return [one for one in run_in if not mine or (compressed.policy.isin(mine) & (compressed.reading == one)).any()]
 
+    @functools.cache
+    def of(study: str, reading: str) -> pd.DataFrame | None:
+        rows = tables.get(study)
+        return rows if rows is None or reading == "any" else rows[(rows.reading == reading) | (rows.policy == "full")]
+
     def found(claim: Mapping, reading: str) -> list[Member | NotTestable]:
-        rows = tables.get(claim.get("study", "main"))
-        if rows is not None and claim.get("study") == "attention":
+        study = claim.get("study", "main")
+        if tables.get(study) is not None and study == "attention":
             _check_ceiling(results)
-        if rows is not None and reading != "any":
-            rows = rows[(rows.reading == reading) | (rows.policy == "full")]
         return members(
             {"measure": measure} | dict(claim),
             known.get("sets", {}),
-            rows,
+            of(study, reading),
             protect_frac=protect_frac,
             max_new_tokens=max_new_tokens,
             kv_heads=kv_heads,

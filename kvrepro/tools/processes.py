@@ -146,9 +146,9 @@ def in_turn(works: Iterable[tuple[str, Callable[[], bool]]], most: int = 2) -> I
     running: list[Chapter] = []
     try:
         for name, work in works:
+            running.append(Chapter(name, work))
             while running and (running[-1].computing or len(running) >= most):
                 yield from _ended(running)
-            running.append(Chapter(name, work))
         while running:
             yield from _ended(running)
     finally:

@@ -119,9 +119,11 @@ PARTS = {
         "Rows that the benchmark made are written, opened and read. Seconds are wall clock, from a cold start.",
     ),
     "scaling": Part(
-        "Several workers and GPUs", PROGRAM + "scaling", _scaling,
-        "Efficiency is the time with one worker over the time with n of them times n; 1 is ideal. `equal` is the share "
-        "of rows that equal those of one worker.",
+        "Several workers and GPUs",
+        PROGRAM + "scaling --workers 1,2,4,8,16 --engines local --n-items 24 --cells 16", _scaling,
+        "The synthesis' grid. Efficiency is the time with one worker over the time with n of them times n; 1 is ideal. "
+        "`equal` is the share of rows that equal those of one worker. GPUs: `--shape qwen2.5-3b --device cuda`; one "
+        "alone was measured.",
     ),
 }  # fmt: skip
 

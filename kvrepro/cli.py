@@ -79,7 +79,7 @@ def run(
     """Run one study, policies x budgets beside the full cache, and print a table; or the chapters of a sweep file.
 
     Rows are stored as they come: a second call computes what is missing. The exit status is 1 where rows failed.
-    """
+    """  # long, because every option is declared here
     chosen = {"engine": engine, "address": address, "workers": workers}
     if sweep is not None:
         _sweep(context, sweep, dry_run, chosen)

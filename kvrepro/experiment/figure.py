@@ -175,9 +175,8 @@ def estimates(
     labels = {"value": "token F1", "policy": "", "protected": ""} | dict(labels or {})
     places = list(dict.fromkeys(table[x if y == "value" else y]))
     numeric = line and all(isinstance(place, int | float | np.number) for place in places)
-    series = list(
-        dict.fromkeys(zip(*(table[name] if name else [None] * len(table) for name in (colour, fill)), strict=True))
-    )
+    named = (table[name] if name else [None] * len(table) for name in (colour, fill))
+    series = list(dict.fromkeys(zip(*named, strict=True)))
     shown = looks(who for who, _ in series) if colour else {None: Look("", "#0072B2", "o")}
     upright, along = y == "value", x if y == "value" else y
     rows = len({filled for _, filled in series}) if colour == along else len(series)  # side by side at one place
@@ -185,11 +184,7 @@ def estimates(
         columns = table[panel].nunique() if panel else 1
         columns = columns if wrap is None else min(wrap, columns)
         few = columns <= MANY
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # seaborn's own layout does not fit small panels
-            share |= {"height": height, "aspect": WIDTH / columns / height, "col_wrap": wrap and columns}
-            grid = sns.FacetGrid(table, col=panel, row=row, **share)
-        grid.figure.set_layout_engine("constrained")
+        grid = _facets(table, panel, row, columns, bool(wrap), height, share)
         for (i, j, _), part in grid.facet_data():
             axes = grid.facet_axis(i, j)
             for n, (who, filled) in enumerate(series):
@@ -212,13 +207,31 @@ def estimates(
             if percent:
                 (axes.yaxis if upright else axes.xaxis).set_major_formatter(lambda v, _: f"{100 * v:g}%")
         below, beside = (labels.get(name, name.replace("_", " ")) for name in (x, y))
-        every = list(grid.axes.flat)
-        for n, axes in list(enumerate(every))[-columns:]:
-            axes.set_xlabel(below if (few and not wrap) or n % columns == columns // 2 else "")
-        for n, axes in enumerate(every[::columns]):
-            axes.set_ylabel(look(grid.row_names[n]).name if grid.row_names and not few else beside)
+        _name_axes(grid, below, beside, columns, few, bool(wrap))
         _legend(grid.figure, shown if colour and colour != along else {}, fill, labels, reference, line)
     return done(grid.figure)
+
+
+def _facets(
+    table: pd.DataFrame, panel: str | None, row: str | None, columns: int, wrap: bool, height: float,
+    share: Mapping[str, Any],
+) -> sns.FacetGrid:  # fmt: skip
+    """Empty panels, as wide as the page together."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # seaborn's own layout does not fit small panels
+        size = {"height": height, "aspect": WIDTH / columns / height, "col_wrap": columns if wrap else None}
+        grid = sns.FacetGrid(table, col=panel, row=row, **share, **size)
+    grid.figure.set_layout_engine("constrained")
+    return grid
+
+
+def _name_axes(grid: sns.FacetGrid, below: str, beside: str, columns: int, few: bool, wrap: bool) -> None:
+    """Names of the axes, below the last panels and beside the first; of many panels, once."""
+    every = list(grid.axes.flat)
+    for n, axes in list(enumerate(every))[-columns:]:
+        axes.set_xlabel(below if (few and not wrap) or n % columns == columns // 2 else "")
+    for n, axes in enumerate(every[::columns]):
+        axes.set_ylabel(look(grid.row_names[n]).name if grid.row_names and not few else beside)
 
 
 def _points(

@@ -332,14 +332,10 @@ def evaluate(
         study = claim.get("study", "main")
         if tables.get(study) is not None and study == "attention":
             _check_ceiling(results)
+        claim, rows, sets = {"measure": measure} | dict(claim), of(study, reading), known.get("sets", {})
         return members(
-            {"measure": measure} | dict(claim),
-            known.get("sets", {}),
-            of(study, reading),
-            protect_frac=protect_frac,
-            max_new_tokens=max_new_tokens,
-            kv_heads=kv_heads,
-        )
+            claim, sets, rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens, kv_heads=kv_heads
+        )  # fmt: skip
 
     told = {"own": claims.of_own(known, own), "model": results["model"].iloc[0], "profile": profile}
     return history.verdicts(known["claims"], found, asked, **told)

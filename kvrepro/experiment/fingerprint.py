@@ -375,7 +375,9 @@ def _foreign(module: str) -> bool:
     if top in sys.builtin_module_names or top in sys.stdlib_module_names:
         return True
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and (file.startswith(sys.base_prefix) or _installed(_root(Path(file), module)))
+    if file is None:
+        return False
+    return "site-packages" in file or file.startswith(sys.base_prefix) or _installed(_root(Path(file), module))
 
 
 def _root(file: Path, module: str) -> Path:
@@ -387,4 +389,4 @@ def _root(file: Path, module: str) -> Path:
 @cache
 def _installed(folder: Path) -> bool:
     """Whether installers put packages there, wherever it lies: `pip install --target` takes any folder."""
-    return folder.name in ("site-packages", "dist-packages") or next(folder.glob("*.dist-info"), None) is not None
+    return next(folder.glob("*.dist-info"), None) is not None

@@ -39,6 +39,7 @@ from kvrepro.tools.processes import in_turn, interruptible
 
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
 data/artifact/* constraints.txt""".split()
+STUDIES_END = ".end_studies()"  # in the cell that runs a notebook's studies, as its last line
 PARAMETER = "name=value for all chapters that have it, or chapter.name=value"
 
 
@@ -100,8 +101,8 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     quiet = ["--log-level=CRITICAL"]  # the kernel's remarks on its transport; errors of cells come as exceptions
     given = dict(kernel_name="python3", cwd=root, extra_arguments=quiet, progress_bar=False)
-    given |= dict(request_save_on_cell_execute=False)  # as a cell begins, too
-    papermill.execute_notebook(source, partial, parameters, **given)
+    # A cell's outputs are written when it ends; without this, all that went before is written again as it begins.
+    papermill.execute_notebook(source, partial, parameters, request_save_on_cell_execute=False, **given)
     notebook = nbformat.read(partial, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -297,7 +298,7 @@ def rehearse_all(names: Sequence[str], parameters: dict[str, dict[str, Any]]) ->
 
 def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
     """Print what a chapter would compute: its cells, in dry run, up to the one that ends it."""
-    if not any(".end_studies()" in cell.source for cell in nbformat.read(_source(name, root), as_version=4).cells):
+    if not any(STUDIES_END in cell.source for cell in nbformat.read(_source(name, root), as_version=4).cells):
         print(f"{name}: has no studies to run")
         return
     os.environ["KVREPRO_DRY_RUN"] = "1"

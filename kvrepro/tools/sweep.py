@@ -34,7 +34,6 @@ from kvrepro.experiment.run import Settings
 from kvrepro.paths import ROOT, WORK
 from kvrepro.tools import book, edition
 
-STUDIES_END = ".end_studies()"
 OWN = {"model": "the key models", "profile": "the key profile", "dry_run": "--dry-run"}  # what sets these instead
 
 
@@ -78,7 +77,7 @@ class Sweep:
 def studied() -> list[str]:
     """The chapters that have studies to run."""
     files = sorted((ROOT / "notebooks").glob("*.ipynb"))
-    return [file.stem for file in files if STUDIES_END in file.read_text(encoding="utf-8")]
+    return [file.stem for file in files if book.STUDIES_END in file.read_text(encoding="utf-8")]
 
 
 class _OnceEach(yaml.SafeLoader):
@@ -163,7 +162,7 @@ def _parts(sweep: Sweep) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 def _studies(name: str, parameters: Mapping[str, Any]) -> None:
     """A notebook's cells as far as its studies go."""
-    for _ in book.cells(name, dict(parameters), lambda *shown, **given: None, until=STUDIES_END):
+    for _ in book.cells(name, dict(parameters), lambda *shown, **given: None, until=book.STUDIES_END):
         pass
     gc.collect()  # the model, before the next one is loaded
     if torch.cuda.is_available():

@@ -70,7 +70,7 @@ def test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol(conditi
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3"])
 def test_masked_and_physical_execution_give_the_same_tokens_and_kept_sets(kind):
-    model, prompts = tiny_model(kind), tiny_prompts(70, 61)
+    model, prompts = tiny_model(kind), tiny_prompts(70, 61, 47)
     some = ALL if kind == "llama" else ALL[::3]
     physical = answer(model, prompts, some)
     masked = answer(model, prompts, [replace(c, execution="masked") for c in some])

@@ -1,5 +1,6 @@
 """The decode loop: rows of many prompts and conditions pick tokens together and, every few steps, give up old ones."""
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -56,7 +57,7 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
     del rows  # which lose their caches as some of them end
     stops = torch.tensor(sorted(stop_ids) or [-1], device=call.device)
     seconds, began = 0.0, time.perf_counter()
-    for step in range(1, call.max_new_tokens + 1):
+    for step in itertools.count(1):
         stopped, broken = now.pick(stops)
         if True in torch.stack([stopped.any(), broken.any()]).tolist():
             so_far = seconds + (time.perf_counter() - began) / now.going
@@ -68,9 +69,12 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
             return
         time_now = time.perf_counter()
         seconds, began = seconds + (time_now - began) / now.going, time_now
-        if step == call.max_new_tokens:
-            yield from _finished(call, now.rows, now.at_work(), now.picked, seconds)
-            return
+        if full := now.full(step):
+            yield from _finished(call, now.rows, full, now.picked, seconds)
+            gone = torch.zeros_like(now.ended)
+            gone[full] = True
+            if not now.end(gone):
+                return
         if not now.advance(step):
             return
 
@@ -84,10 +88,11 @@ class Steps:
     def __init__(self, call: Call, rows: Rows, window: int):
         """window: queries that an eviction asks for."""
         self.call, self.rows, self.window = call, rows, window
+        self.most = max(call.new_tokens[i] for i, _ in rows.tags)  # tokens of the longest answer
         self.every = rows.conditions[0].every
         self.first = rows.jobs[0].first_step if rows.signals is not None else 1  # step of the first eviction, or later
         # tokens until an eviction is due
-        self.room = max(1, -(-self.first // self.every)) * self.every if self.every else call.max_new_tokens
+        self.room = max(1, -(-self.first // self.every)) * self.every if self.every else self.most
         self.picked: list[Tensor] = []
         self.ended = torch.zeros(len(rows), dtype=torch.bool, device=rows.logits.device)
         self.going = len(rows)  # that have not ended
@@ -134,6 +139,11 @@ class Steps:
     def at_work(self) -> list[int]:
         """Numbers of the rows that have not ended."""
         return [row for row, ended in enumerate(self.ended.tolist()) if not ended]
+
+    def full(self, step: int) -> list[int]:
+        """Numbers of the rows at work whose answers have, with the token of this step, as many as they may."""
+        there = [row for row, (i, _) in enumerate(self.rows.tags) if self.call.new_tokens[i] == step]
+        return [row for row in self.at_work() if row in set(there)] if there else []
 
     def end(self, gone: Tensor, at_once: bool = False) -> bool:
         """Rows end. Returns whether any goes on."""
@@ -185,7 +195,7 @@ class Steps:
             newest_held = not due or bool(rows.signals.held.any(1).gather(1, newest).all())
         if self.captured is None and can_capture(call, rows):
             again = rows.conditions[0].every is not None
-            room = self.room if again else call.max_new_tokens - step
+            room = self.room if again else self.most - step
             self.captured = CapturedStep(call, rows, self.window, room, again)
         if self.captured is not None:
             rows.logits = self.captured.run(rows, self.picked[-1])

@@ -36,7 +36,7 @@ def generate(
     prompts: Sequence[Sequence[int] | Text],
     conditions: Conditions,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     stop_ids: Collection[int],
     batch_rows: int | None = None,
     prompt_rows: int = 1,
@@ -47,7 +47,7 @@ def generate(
     seed: int = 0,
     errors: str = "raise",
 ) -> list[list[Generation | Exception]]:
-    """Greedy generations `[prompt][condition]` of at most `max_new_tokens`.
+    """Greedy generations `[prompt][condition]` of at most `max_new_tokens`, a number for all prompts or one for each.
 
     prompts: token ids, or `Prompt` where a condition names spans. conditions: of all prompts, or a list for each. Rows
     of any prompt and condition decode in batches of up to `batch_rows` (None: 64 on a CPU, on a GPU what a third of its
@@ -63,18 +63,19 @@ def generate(
     errors: "return" gives, in place of a generation, the exception that a policy raised or that NaN logits caused; the
     other rows go on. Raises InputError, before anything is computed, for what can be known by then.
     """
-    _check_call(prompts, max_new_tokens, batch_rows, prompt_rows, errors)
+    new = new_tokens(max_new_tokens, len(prompts))
+    _check_call(prompts, batch_rows, prompt_rows, errors)
     texts = [p if isinstance(p, Text) else Text(list(p), {}) for p in prompts]
-    for text in texts:
-        check_prompt(model, text.ids, max_new_tokens)
-    check_conditions(model, texts, conditions, max_new_tokens=max_new_tokens)
+    for text, own in zip(texts, new, strict=True):
+        check_prompt(model, text.ids, own)
+    check_conditions(model, texts, conditions, max_new_tokens=new)
     every, wanted = _columns(conditions, len(texts))
     backends = backends_of(model, texts, every, backend)
     check_means(every, repeat)
     answers: dict[Tag, Generation | Exception] = {}
     for facts, name, columns in _views(model, every, backends):
         call = Call(
-            model, texts, [every[j] for j in columns], max_new_tokens, facts, list(repeat), measure_peak, kept_sets,
+            model, texts, [every[j] for j in columns], new, facts, list(repeat), measure_peak, kept_sets,
             name, seed, errors == "return",
         )  # fmt: skip
         place = {j: own for own, j in enumerate(columns)}
@@ -164,6 +165,16 @@ def each_prompts(conditions: Conditions, prompts: int) -> list[list[Condition]]:
     return [list(mine) for mine in given]
 
 
+def new_tokens(given: int | Sequence[int], prompts: int) -> list[int]:
+    """Tokens of each prompt's answer, at most."""
+    each: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * prompts
+    if len(each) != prompts:
+        raise InputError(f"{len(each)} max_new_tokens for {prompts} prompts: give a number, or one for each")
+    for one in given if isinstance(given, list | tuple) else [given]:
+        ensure(Size, max_new_tokens=one)
+    return each
+
+
 def _columns(conditions: Conditions, prompts: int) -> tuple[list[Condition], list[list[int]]]:
     """All conditions, and which of them each prompt is asked under."""
     each = each_prompts(conditions, prompts)
@@ -188,7 +199,7 @@ def _rows(call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int, room: f
 
 
 def check_conditions(
-    model: PreTrainedModel, texts: Sequence[Text], conditions: Conditions, max_new_tokens: int = 1
+    model: PreTrainedModel, texts: Sequence[Text], conditions: Conditions, max_new_tokens: int | Sequence[int] = 1
 ) -> None:
     """Raise InputError for a condition that a prompt which is asked under it cannot meet."""
     facts, each = ModelFacts.of(model), each_prompts(conditions, len(texts))
@@ -200,17 +211,17 @@ def check_conditions(
                 check_shared(model)
             end = boundary(text, c)
             check(c, facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
-    _check_rotation(model, texts, each, max_new_tokens)
+    _check_rotation(model, texts, each, new_tokens(max_new_tokens, len(texts)))
 
 
 def _check_rotation(
-    model: PreTrainedModel, texts: Sequence[Text], each: Sequence[Sequence[Condition]], max_new_tokens: int
+    model: PreTrainedModel, texts: Sequence[Text], each: Sequence[Sequence[Condition]], new: Sequence[int]
 ) -> None:
     """Raise InputError where transformers rotates long texts otherwise than short ones, and a pass of one kind would
     meet keys of the other (Phi-3 with a long context)."""
     pairs = [(text, c) for text, mine in zip(texts, each, strict=True) for c in mine]
     parts = [min(boundary(text, c), getattr(c.regime, "chunk", len(text.ids))) for text, c in pairs]
-    longest = max((len(text.ids) + max_new_tokens - 1 for text in texts), default=0)
+    longest = max((len(text.ids) + own - 1 for text, own in zip(texts, new, strict=True)), default=0)
     for after in rotation_changes(model):
         if parts and min(parts) <= after < longest:
             what = f"passes of {min(parts)} to {longest} tokens, and this model rotates keys otherwise beyond {after}"
@@ -222,13 +233,11 @@ def whitelisted(text: Text, c: Condition) -> set[int]:
     return {at for name in c.whitelist for at in text.spans[name]}
 
 
-def _check_call(
-    prompts: Sequence[Any], max_new_tokens: int, batch_rows: int | None, prompt_rows: int, errors: str
-) -> None:
+def _check_call(prompts: Sequence[Any], batch_rows: int | None, prompt_rows: int, errors: str) -> None:
     if any(isinstance(p, int) for p in prompts):
         raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")
     ensure(Size | None, batch_rows=batch_rows)
-    ensure(Size, max_new_tokens=max_new_tokens, prompt_rows=prompt_rows)
+    ensure(Size, prompt_rows=prompt_rows)
     ensure(ERRORS, errors=errors)
 
 

@@ -38,7 +38,7 @@ class Call:
     model: PreTrainedModel
     texts: list[Text]
     conditions: list[Condition]
-    max_new_tokens: int
+    new_tokens: list[int]  # of the answer to each text, at most
     facts: ModelFacts
     repeat: list[int] = field(default_factory=list)
     measure_peak: bool = False
@@ -57,6 +57,11 @@ class Call:
 
     def __post_init__(self) -> None:
         self.facts = self.facts.by(self.backend)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Of the longest answer."""
+        return max(self.new_tokens, default=0)
 
     @property
     def device(self) -> torch.device:
@@ -146,7 +151,7 @@ def _row_tokens(call: Call, i: int, j: int) -> int:
     c, text = call.conditions[j], call.texts[i]
     end = boundary(text, c)
     kept = min(end, budget_of(c, end)) if isinstance(c.regime, AfterPrefill) else end  # others evict later
-    return kept + len(text.ids) - end + call.max_new_tokens
+    return kept + len(text.ids) - end + call.new_tokens[i]
 
 
 def read(call: Call, members: list[int], columns: list[int]) -> list[Rows]:

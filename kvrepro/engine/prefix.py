@@ -148,7 +148,9 @@ def checked(
     check_means([condition], repeat)
     [backend] = backends_of(model, texts, [condition], backend)
     facts = ModelFacts.of(model, isinstance(condition.regime, SharedCap))
-    return Call(model, list(texts), [condition], max_new_tokens, facts, list(repeat), backend=backend, seed=seed)
+    return Call(
+        model, list(texts), [condition], [max_new_tokens] * len(texts), facts, list(repeat), backend=backend, seed=seed
+    )
 
 
 def recurrent(cache: EngineCache) -> bool:

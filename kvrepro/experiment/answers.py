@@ -199,10 +199,8 @@ def group_rows(
     prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, limit: float | None = None, **given: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of the pairs; one that fails is a row with its error."""
-    found: Found = {}
-    for new in dict.fromkeys(known[pair]["max_new_tokens"] for pair in pairs):
-        some = [pair for pair in pairs if known[pair]["max_new_tokens"] == new]
-        found |= attempted(loaded, prompts, conditions, some, given | {"max_new_tokens": new}, limit)
+    new = {i: known[i, j]["max_new_tokens"] for i, j in pairs}
+    found = attempted(loaded, prompts, conditions, pairs, new, given, limit)
     by = {"processor": processor(loaded)}
     return [answer_row(loaded, items[i], prompts[i], known[i, j], found[i, j], note) | by for i, j in pairs]
 
@@ -214,18 +212,21 @@ def processor(loaded: Loaded) -> str:
 
 
 def attempted(
-    loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], given: dict[str, Any],
+    loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], new: dict[int, int], given: dict[str, Any],
     limit: float | None = None,
 ) -> Found:  # fmt: skip
     """Generations, or the exceptions of single pairs: what fails, or takes more than `limit` seconds, is halved,
-    conditions first, then items."""
+    conditions first, then items. new: tokens of each item's answer, at most."""
     asked: dict[int, list[int]] = {}
     for i, j in pairs:
         asked.setdefault(i, []).append(j)
     columns = [[conditions[j] for j in mine] for mine in asked.values()]
     try:
         with time_limit(limit):
-            made = engine.generate(loaded.model, [prompts[i] for i in asked], columns, errors="return", **given)
+            made = engine.generate(
+                loaded.model, [prompts[i] for i in asked], columns, max_new_tokens=[new[i] for i in asked],
+                errors="return", **given,
+            )  # fmt: skip
     except Exception as error:  # whatever a condition raises becomes its row's error
         failure = error
         traceback.clear_frames(error.__traceback__)  # caches of the attempt, which its halves need the room of
@@ -244,7 +245,9 @@ def attempted(
     ordered, half = sorted(pairs, key=lambda pair: pair[::-1]), len(pairs) // 2
     parts = (sorted(some) for some in (ordered[:half], ordered[half:]))
     return {
-        pair: one for some in parts for pair, one in attempted(loaded, prompts, conditions, some, given, limit).items()
+        pair: one
+        for some in parts
+        for pair, one in attempted(loaded, prompts, conditions, some, new, given, limit).items()
     }
 
 
@@ -347,21 +350,23 @@ class AnswersPlan(Plan):
         return self.settings.batch_rows or usual
 
     def jobs(self) -> list[Job]:
-        """Blocks of neighbouring items, the same blocks whatever is missing of them."""
+        """Blocks of neighbouring items with about equal work, the same blocks whatever is missing of them."""
         together = self.study.together
         # On a GPU every job takes batches of its own, which cost almost the same however many rows they have.
         shared = (self.loaded, self.settings.engine, self.settings.address)
         parts = LEAST if self.loaded.device == "cpu" else cluster.usual_workers(*shared)
-        each = -(-len(self.prompts) // parts) * self.total / len(self.prompts)
-        most = min(BATCHES * self._rows_together(), each)
+        count = len(self.prompts)
+        tokens = [len(mine) * len(prompt.ids) for mine, prompt in zip(self.columns, self.prompts, strict=True)]
+        share = -(-count // parts) / count * sum(tokens)  # of a job
         blocks: list[list[int]] = []
-        rows = 0
-        for first in range(0, len(self.prompts), together):
-            some = range(first, min(first + together, len(self.prompts)))
-            more = sum(len(self.columns[i]) for i in some)
-            if not blocks or rows + more > most:
+        rows, part, before = 0, 0, 0.0
+        for first in range(0, count, together):
+            some = range(first, min(first + together, count))
+            more, mine = sum(len(self.columns[i]) for i in some), sum(tokens[i] for i in some)
+            now, before = int((before + mine / 2) / share), before + mine
+            if not blocks or now > part or rows + more > BATCHES * self._rows_together():
                 blocks.append([])
-                rows = 0
+                rows, part = 0, now
             blocks[-1] += some
             rows += more
         return [job for block in blocks if (job := self._job(block)) is not None]
@@ -390,9 +395,9 @@ class AnswersPlan(Plan):
             return Estimate(self.title, what, 0, 0.0, 0.0)
         first = min(self.missing)[0]
         chosen = [(first, j) for j in self.columns[first] if (first, j) in self.missing]
-        trial = self.given | {"max_new_tokens": min(TRIAL, self.heads[chosen[0]]["max_new_tokens"])}
+        new = {first: min(TRIAL, self.heads[chosen[0]]["max_new_tokens"])}
         began = time.perf_counter()
-        found = attempted(self.loaded, self.prompts, self.conditions, chosen, trial, self.settings.time_limit)
+        found = attempted(self.loaded, self.prompts, self.conditions, chosen, new, self.given, self.settings.time_limit)
         taken = time.perf_counter() - began
         made = [answer for answer in found.values() if isinstance(answer, Generation)]
         decode = sum(answer.decode_seconds for answer in made)

@@ -191,9 +191,8 @@ def _shared(
     waiting, cost, left, said = deque(range(len(packed))), Counter[int](), len(packed), False
     given_up: dict[int, str] = {}
     while left:
-        for member in sorted((m for m in crew if m.begun is None), key=lambda m: len(m.jobs)):
-            while waiting and len(member.jobs) < AHEAD:
-                member.jobs.append((member.actor.do.remote(packed[waiting[0]]), waiting.popleft()))
+        while (member := _next(crew, len(waiting))) is not None:
+            member.jobs.append((member.actor.do.remote(packed[waiting[0]]), waiting.popleft()))
         busy = {member.next: member for member in crew if member.next is not None}
         done, _ = ray.wait(list(busy), timeout=PATIENCE)
         if not done:
@@ -233,6 +232,17 @@ def _shared(
     if given_up:
         why = next(iter(given_up.values()))
         raise Lost(f"{len(given_up)} of {len(packed)} parts cost {TRIES} workers each and were given up: {why}")
+
+
+def _next(crew: list[_Member], waiting: int) -> _Member | None:
+    """Who gets the next of so many jobs: the worker with the fewest. A second one only as long as enough wait for
+    those that have none, or are still loading their model."""
+    idle = sum(not member.jobs for member in crew)
+    ready = [member for member in crew if member.begun is None]
+    if not waiting or not ready:
+        return None
+    member = min(ready, key=lambda one: len(one.jobs))
+    return member if not member.jobs or (len(member.jobs) < AHEAD and waiting > idle) else None
 
 
 def _reason(error: Exception) -> str:

@@ -105,6 +105,11 @@ def test_captured_steps_are_the_plain_ones(kind, conditions, monkeypatch):
     same(steps(kind, conditions, texts, True, monkeypatch), known)
     tokens = [t for row in known for answer in row for t in answer.tokens]
     stops = {max(set(tokens), key=tokens.count), tokens[7], tokens[-4]}  # rows end at different steps
+    unequal = {"max_new_tokens": [NEW, 6]}
+    same(
+        steps(kind, conditions, texts, True, monkeypatch, **unequal),
+        steps(kind, conditions, texts, False, monkeypatch, **unequal),
+    )
     ended = steps(kind, conditions, texts, False, monkeypatch, stop_ids=stops)
     assert len({len(answer.tokens) for row in ended for answer in row}) > 2
     same(steps(kind, conditions, texts, True, monkeypatch, stop_ids=stops), ended)

@@ -288,6 +288,29 @@ def test_rows_of_a_batch_equal_rows_alone_whatever_the_padding(name, regimes):
         assert_same(x.logits, y.logits, c.label)
 
 
+@pytest.mark.parametrize("regime", [*REGIMES, "shared cap"])
+def test_each_prompt_has_an_answer_of_its_own_length(regime):
+    model, prompts, new = architecture("llama"), tiny_prompts(70, 33, 60, 41), (3, 7, 1, 5)
+    names = ("lru",) if regime == "shared cap" else ("watched", "streaming_llm")
+    conditions = [flat(name, CAP, regime=regime, interval=2, chunk=16) for name in names]
+    conditions += [Condition()]
+    [*together], _ = answers(model, prompts, conditions, max_new_tokens=new)
+    for prompt, own, row in zip(prompts, new, together, strict=True):
+        [alone], _ = answers(model, [prompt], conditions, max_new_tokens=own)
+        for c, a, b in zip(conditions, row, alone, strict=True):
+            assert len(a.tokens) == own
+            assert (a.tokens, a.kept, a.evicted, a.policy_calls) == (b.tokens, b.kept, b.evicted, b.policy_calls), c
+            assert (a.kept_positions, a.bytes_full) == (b.kept_positions, b.bytes_full), c.label
+
+
+def test_numbers_of_new_tokens_are_one_for_each_prompt():
+    model, prompts = architecture("llama"), tiny_prompts(40, 30)
+    with pytest.raises(InputError, match="1 max_new_tokens for 2 prompts: give a number, or one for each"):
+        engine.generate(model, prompts, [Condition()], max_new_tokens=[3], stop_ids=())
+    with pytest.raises(InputError, match="max_new_tokens 0: "):
+        engine.generate(model, prompts, [Condition()], max_new_tokens=[3, 0], stop_ids=())
+
+
 # ---- single policies
 
 
@@ -540,7 +563,7 @@ def test_rows_for_which_there_is_no_room_come_from_further_passes(regime, monkey
 def test_conditions_share_a_pass_as_far_as_their_rows_fit():
     model, [prompt] = architecture("llama"), tiny_prompts(40)
     conditions = [Condition("k_norm", 0.5, Prefill()), Condition("k_norm", 0.25, Prefill()), Condition()]
-    call = passes.Call(model, [Prompt(prompt, {})], conditions, 4, ModelFacts.of(model))
+    call = passes.Call(model, [Prompt(prompt, {})], conditions, [4], ModelFacts.of(model))
     config = model.config
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     sizes = [token * (tokens + 4) for tokens in (20, 10, 40)]

@@ -145,6 +145,16 @@ def test_no_more_than_two_jobs_lie_with_a_worker():
     assert fake.most == 3 * cluster.AHEAD
 
 
+def test_two_jobs_go_to_two_workers_though_one_is_still_loading():
+    crew = [cluster._Member(Fake(), None) for _ in range(2)]
+    assert cluster._next(crew, 2) is crew[0]
+    crew[0].jobs.append((None, 0))
+    assert cluster._next(crew, 1) is crew[1]
+    crew[1].begun = b""
+    assert cluster._next(crew, 1) is None
+    assert cluster._next(crew, 2) is crew[0]
+
+
 def test_a_job_that_kills_its_workers_is_given_up_after_all_others(capsys):
     fake = Fake([b"3"])
     crew, found = [cluster._Member(fake, ("",)) for _ in range(2)], []

@@ -260,7 +260,9 @@ def run(
         for some in (texts[a : a + batch] for a in range(0, len(texts), batch)):
             lessons = Lessons(e, some, max_new_tokens, model.device)
             own = {"lru": replace(find("lru"), score=lessons.score)}
-            call = Call(model, some, [condition], max_new_tokens, facts, policies=own, watch=lessons.picked)
+            call = Call(
+                model, some, [condition], [max_new_tokens] * len(some), facts, policies=own, watch=lessons.picked
+            )
             [rows] = read(call, list(range(len(some))), [0])
             found = {}
             for (i, _), generation in decode(call, rows, stop_ids):

@@ -255,7 +255,7 @@ class Steps(Call):
 def call_for(model: PreTrainedModel, ids: list[int], new_tokens: int = 1, kind: type[Call] = Call, **more: Any) -> Any:
     """A call of the engine for one prompt, which a paged sequence has read or reads."""
     notes = {(0, 0): {"kept_positions": [], "kept_positions_hash": "", "prefill_seconds": 0.0}}
-    return kind(model, [Prompt(ids, {})], [], new_tokens, ModelFacts.of(model), notes=notes, **more)
+    return kind(model, [Prompt(ids, {})], [], [new_tokens], ModelFacts.of(model), notes=notes, **more)
 
 
 @torch.inference_mode()

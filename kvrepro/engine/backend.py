@@ -1,6 +1,8 @@
 """Who computes a condition: Triton kernels, or plain PyTorch, the truth that they are held to.
 
-"torch" and "triton" are taken at their word. "auto" gives a condition to the kernels where there are some for it and
+Under "triton" attention and sums are the kernels', and so are the scores of a window that `windowed` knows by name;
+whatever else a policy computes from its observation, it computes as ever. "torch" and "triton" are taken at their word.
+"auto" gives a condition to the kernels where there are some for it and
 where, on the beginning of a prompt, they agree with plain PyTorch on this very model: attention by its norm, sums and
 scores by the tokens that they would keep. Everything else is left to plain PyTorch, and the reason is told.
 """
@@ -46,8 +48,6 @@ def obstacle(model: PreTrainedModel, c: Condition) -> str | None:
         return None
     if policy.shared:  # its prompts are read by plain PyTorch, its steps are captured
         return None
-    if policy.parameters.get("window") and not policy.kernel:
-        return f"kernels have no scorer for {c.policy}"
     if c.fair is not None:
         return "kernels have no quotas"
     sums = _job(c).sums - REPEATED

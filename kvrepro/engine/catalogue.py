@@ -1,7 +1,6 @@
 """The published policies, with their sources and defaults, in both readings where paper and public code differ."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from kvrepro.engine import allocate, shared
@@ -200,9 +199,4 @@ SHARED: dict[str, Policy] = {
 }
 # fmt: on
 
-# Scorers that the window kernels compute; an order of reductions that they lack is refused when it is asked for.
-KERNELS = (*WINDOWS, "tova")
-
-CATALOGUE: dict[str, Policy] = {
-    name: replace(policy, kernel=name in KERNELS) for name, policy in {**TOKENS, **WINDOWS, **SHARED}.items()
-}
+CATALOGUE: dict[str, Policy] = {**TOKENS, **WINDOWS, **SHARED}

@@ -90,7 +90,6 @@ class Policy:
     budget: str = "uniform"  # or "per layer", "per head", "joint"
     refuses: Mapping[str, str] = field(default_factory=dict)  # regime -> why the policy cannot exist there
     ties: tuple[str, ...] | None = None  # of `SharedCap`: sums that order equal scores, before the position does
-    kernel: bool = False  # has its scorer a Triton kernel?
     frees: bool = True  # False: pages are selected for each query and nothing is evicted
 
     @property

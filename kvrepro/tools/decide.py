@@ -7,6 +7,7 @@ import pandas as pd
 
 from kvrepro.chapters.leakage import drawings
 from kvrepro.chapters.synthesis import frontier, stored, study
+from kvrepro.engine.evict import REPEATED
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
 from kvrepro.experiment import figure
@@ -121,11 +122,11 @@ def _first_token() -> dict[str, str]:
 
 
 def _kernel(policy: str) -> str:
-    """Can its prompts and scores be left to Triton kernels?"""
+    """Can its prompts and sums be left to Triton kernels?"""
     if not policy:
         return "none needed"
     p = find(policy)
-    return "yes" if (p.kernel or not p.parameters.get("window")) and set(p.needs) <= {"mass"} else "no"
+    return "yes" if set(p.needs) - REPEATED <= {"mass"} else "no"
 
 
 def short(best: pd.DataFrame, known: pd.DataFrame) -> list[dict[str, str]]:

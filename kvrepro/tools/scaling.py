@@ -3,9 +3,11 @@
 The synthesis' grid: on random weights of a real shape by 1 and 2 GPUs, or on the embedded model by 1 to 16 processes
 of one core each (`python -m kvrepro.tools.scaling --workers 1,2,4,8,16`). Each measurement is a process of its own,
 which first runs the study on a few other items: that loads the model into the workers and compiles the kernels. Rows
-are compared with those of one worker. One worker is the process itself, whatever the engine.
+are compared with those of one worker. One worker is the process itself, whatever the engine. A measurement
+sees as many GPUs as it has workers; a single GPU decodes larger batches, in which bfloat16 rounds differently.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -57,7 +59,7 @@ def measure(model: str, device: str, engine: str, count: int, n_items: int, cell
 
 
 def apart(*given: Any) -> dict[str, Any]:
-    """`measure` in a process of its own, which is ended with its workers."""
+    """`measure` in a process of its own, which sees as many GPUs as there are workers and is ended with these."""
     context = get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(there, *given))
@@ -72,8 +74,10 @@ def apart(*given: Any) -> dict[str, Any]:
         process.join()
 
 
-def _answer(answer: Connection, *given: Any) -> None:
-    answer.send(measure(*given))
+def _answer(answer: Connection, model: str, device: str, engine: str, count: int, *given: Any) -> None:
+    if device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
+    answer.send(measure(model, device, engine, count, *given))
 
 
 def table(folder: str, engine: str, count: int) -> pd.DataFrame:

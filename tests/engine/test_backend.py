@@ -20,7 +20,7 @@ from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill, SharedCa
 from kvrepro.errors import InputError
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-WINDOWS = [name for name, policy in CATALOGUE.items() if policy.kernel]
+WINDOWS = [name for name, policy in CATALOGUE.items() if policy.parameters.get("window") and not policy.shared]
 PLAIN = ["h2o", "h2o_online", "key_diff", "streaming_llm", "k_norm"]
 READINGS = [(name, reading) for name in (*WINDOWS, *PLAIN) for reading in CATALOGUE[name].readings]
 SMALL = (("window", 6),)
@@ -80,13 +80,26 @@ def test_a_prompt_shorter_than_the_window():
     agree([condition("cake", DecodeCap(interval=3), budget=8)], length=5, new=7)
 
 
+PARTS = "kvrepro/chapters/synthesis/policies.py"  # not of the catalogue: as a reader's own
+
+
+@pytest.mark.parametrize(
+    ("split", "scorer", "regime"),
+    [("PER_HEAD", "attention", DecodeCap(interval=2)), ("JOINT", "attention x value", Prefill()),
+     ("UNIFORM", "perturbation", Prefill()), ("ONE_SET", "attention of all", DecodeCap(interval=2))],
+)  # fmt: skip
+def test_scorers_without_a_kernel_score_beside_kernels(split, scorer, regime):
+    switches = (("window", 6), ("scorer", scorer), ("aggregate", "max"), ("pool", "max"))
+    own = Condition(f"{PARTS}:{split}", 24, regime, reading="as_described", switches=switches)
+    agree([own, condition("r_kv", regime)], new=3)
+
+
 # ---- what kernels refuse
 
 REFUSED = {
     "no quotas": condition("snapkv", Prefill(fair=1.0)),
     "do not hide, pack or page": replace(condition("snapkv", Prefill()), bits=4),
     "do not hide, pack": replace(condition("snapkv", Prefill()), execution="masked"),
-    "no scorer for r_kv": condition("r_kv", Prefill()),
     "do not sum 'low', which scissorhands needs": condition("scissorhands", Prefill()),
 }
 
@@ -153,7 +166,7 @@ def test_a_probe_finds_agreement_and_what_breaks_it(monkeypatch):
         return o.positions.float()
 
     for name, score in {"contrary": contrary, "broken": broken}.items():
-        policy = Policy(name, "tests", score, {"window": 4}, kernel=True)
+        policy = Policy(name, "tests", score, {"window": 4})
         monkeypatch.setitem(CATALOGUE, name, policy)
     wrong = [Condition(name, 9, Prefill(), reading="as_described") for name in ("contrary", "broken")]
     found = list(backend.compared(model(), ids, [*wrong, fine[1]]).values())

@@ -17,7 +17,7 @@ from kvrepro.engine.allowed import Odd
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.score import cumulative, keys, position, window
-from kvrepro.engine.score.window import Aggregate, Pool
+from kvrepro.engine.score.window import Aggregate, Indicator, Pool
 from kvrepro.engine.shapes import Counts, Mask, Probabilities, RowInts, Scores
 
 ALONE: dict[str, Callable[[Observation], Scores]] = {  # whose numbers are scores as they are
@@ -27,10 +27,10 @@ ALONE: dict[str, Callable[[Observation], Scores]] = {  # whose numbers are score
     "key difference": keys.key_diff,
     "attention of all": cumulative.h2o,
 }
-OF_WINDOW: dict[str, Callable[[Observation], Probabilities]] = {  # of each query of a window: aggregated and pooled
-    "attention": window.attention,
+OF_WINDOW: dict[str, Callable[[Observation], Probabilities] | Indicator] = {  # of each query: aggregated and pooled
+    "attention": "attention",  # names are known to kernels
     "attention x value": window.attention_norm,
-    "perturbation": window.perturbation,
+    "perturbation": "perturbation",
 }
 SCORERS = (*ALONE, *OF_WINDOW)
 Scorer = Annotated[str, SCORERS]
@@ -46,7 +46,8 @@ def composed(
     """
     if scorer in ALONE:
         return ALONE[scorer](o)
-    return window.windowed(o, OF_WINDOW[scorer](o), aggregate, pool, kernel, over="all")
+    of = OF_WINDOW[scorer]
+    return window.windowed(o, of if isinstance(of, str) else of(o), aggregate, pool, kernel, over="all")
 
 
 def one_set(

@@ -9,13 +9,13 @@ from observations import observation
 
 pytest.importorskip("triton", reason="triton is packaged for Linux only")
 
-from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.catalogue import CATALOGUE, WINDOWS
 from kvrepro.engine.policy import call
 from kvrepro.engine.score import window
 from kvrepro.errors import InputError
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-NAMES = [name for name, policy in CATALOGUE.items() if policy.kernel]
+NAMES = [*WINDOWS, "tova"]
 OBSERVED = {
     "whole": dict(group=2, window=4, tokens=37),
     "ragged": dict(group=3, window=5, tokens=29, dead=6, gaps=3),

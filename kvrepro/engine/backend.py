@@ -9,6 +9,7 @@ scores by the tokens that they would keep. Everything else is left to plain PyTo
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +22,7 @@ from kvrepro.engine.evict import REPEATED, Job, Prompts, judged
 from kvrepro.engine.facts import ModelFacts, attention_modules
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import call, find
-from kvrepro.engine.prefill import attend_by_kernels, mass_by_kernels
+from kvrepro.engine.prefill import SUMS_BY_KERNELS, attend_by_kernels, mass_by_kernels
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import KeyValue, Mask, Query
 
@@ -48,10 +49,8 @@ def obstacle(model: PreTrainedModel, c: Condition) -> str | None:
         return None
     if policy.shared:  # its prompts are read by plain PyTorch, its steps are captured
         return None
-    if c.fair is not None:
-        return "kernels have no quotas"
-    sums = _job(c).sums - REPEATED
-    if missing := sums - {"mass"}:
+    sums = replace(_job(c), conditions=[c]).sums - REPEATED
+    if missing := sums - SUMS_BY_KERNELS:
         return f"kernels do not sum {sorted(missing)[0]!r}, which {c.policy} needs"
     looks = sums or policy.parameters.get("window")
     return "kernels score no layer that slides" if looks and facts.sliding.keys() & set(facts.evictable) else None

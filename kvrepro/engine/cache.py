@@ -55,11 +55,14 @@ class RaggedLayer:
 
     @classmethod
     def of(
-        cls, keys: KeyValue, values: KeyValue, positions: Tensor, keep: Mask, sums: dict[str, Tensor]
-    ) -> "RaggedLayer":
-        """The tokens that `keep` [batch, kv_heads, tokens] names; positions and sums of the same shape."""
-        flat_sums = {name: s[keep] for name, s in sums.items()}
-        return cls(keys[keep], values[keep], positions[keep].int(), _offsets(keep.sum(-1)), keep.shape[:2], flat_sums)
+        cls, keys: KeyValue, values: KeyValue, positions: Tensor, keep: Mask, sums: dict[str, Tensor],
+        total: int | None = None,
+    ) -> "RaggedLayer":  # fmt: skip
+        """The tokens that `keep` [batch, kv_heads, tokens] names; positions and sums of the same shape. total: how many
+        they are, where that is known: a GPU need not be asked."""
+        at = keep.nonzero().unbind(1) if total is None else keep.nonzero_static(size=total).unbind(1)
+        flat_sums = {name: s[at] for name, s in sums.items()}
+        return cls(keys[at], values[at], positions[at].int(), _offsets(keep.sum(-1)), keep.shape[:2], flat_sums)
 
     @classmethod
     def at(

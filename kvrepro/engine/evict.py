@@ -183,8 +183,7 @@ class Job:
     @property
     def sums(self) -> set[str]:
         """The sums that its policy needs; under `fair`, span-local attention takes the place of all attention."""
-        signal = self.parameters.get("signal")  # Scissorhands: one of two
-        needs = {name for name in self.evictor.needs if signal in (None, name)} if self.evictor else set()
+        needs = self.evictor.needed(self.parameters) if self.evictor else set()
         if self.condition.fair is not None and "mass" in needs:
             needs.add("span_mass" if self.parameters.get("extended", True) else "marked_mass")
         return needs if self.reduction is None else set()
@@ -202,11 +201,12 @@ class Job:
             return None
         return self.budgets[0]
 
-    def total(self, heads: int, tokens: int) -> int | None:
-        """The number that `heads` of every row keep together of `tokens` each, where that is known beforehand."""
+    def total(self, heads: int, tokens: Sequence[int]) -> int | None:
+        """The number that `heads` of every row keep together of each row's `tokens`, where that is known beforehand."""
         c, p = self.condition, self.policy
         sums = p.allocate in (allocate.uniform, allocate.adaptive, allocate.joint) and p.across is None
-        if not sums or c.fair is not None or c.execution != "physical" or max(self.budgets) > tokens:
+        room = all(size <= held for size, held in zip(self.budgets, tokens, strict=True))
+        if not sums or c.fair is not None or c.execution != "physical" or not room:
             return None
         return heads * sum(self.budgets)
 

@@ -27,6 +27,7 @@ from kvrepro.errors import InputError
 
 ERRORS = ("raise", "return")
 USUAL_ROWS, MOST_ROWS = 64, 2048  # that decode together, on a CPU and on a GPU
+MOST_PROMPTS, PASS_TOKENS = 16, 2**15  # that pass through the model together on a GPU
 Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # of all prompts, or a list for each
 
 
@@ -39,7 +40,7 @@ def generate(
     max_new_tokens: int | Sequence[int],
     stop_ids: Collection[int],
     batch_rows: int | None = None,
-    prompt_rows: int = 1,
+    prompt_rows: int | None = None,
     backend: str | Mapping[Condition, str] = "torch",
     repeat: Sequence[int] = (),
     measure_peak: bool = False,
@@ -52,7 +53,7 @@ def generate(
     prompts: token ids, or `Prompt` where a condition names spans. conditions: of all prompts, or a list for each. Rows
     of any prompt and condition decode in batches of up to `batch_rows` (None: 64 on a CPU, on a GPU what a third of its
     free memory holds); `prompt_rows` neighbouring prompts under the same conditions pass through the model together,
-    padded on the left.
+    padded on the left (None: one on a CPU, on a GPU up to 16 of together 32,768 tokens).
     backend: "torch"; "triton" on a GPU: attention of whole prompts by torch's fastest that keeps the log-sum-exp, of
     chunks and single tokens, window scores and sums by kernels; by plain torch a question after the compressed prompt,
     a prompt that `SharedCap` watches, and layers that slide, once a text exceeds their window; steps are captured; what
@@ -80,8 +81,7 @@ def generate(
         )  # fmt: skip
         place = {j: own for own, j in enumerate(columns)}
         mine = [[place[j] for j in asked if j in place] for asked in wanted]
-        together = 1 if name == "triton" and backend != name else prompt_rows  # kernels take one length
-        found = _answers(call, mine, together, batch_rows, stop_ids)
+        found = _answers(call, mine, prompt_rows, batch_rows, stop_ids)
         answers |= {(i, columns[j]): answer for (i, j), answer in found}
     return [[answers[i, j] for j in asked] for i, asked in enumerate(wanted)]
 
@@ -101,7 +101,11 @@ def _views(
 
 
 def _answers(
-    call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int, batch_rows: int | None, stop_ids: Collection[int]
+    call: Call,
+    wanted: Sequence[Sequence[int]],
+    prompt_rows: int | None,
+    batch_rows: int | None,
+    stop_ids: Collection[int],
 ) -> Iterator[tuple[Tag, Generation | Exception]]:
     """What becomes of every prompt under every condition of a call."""
     room = room_of(call.device) if batch_rows is None else math.inf
@@ -184,15 +188,32 @@ def _columns(conditions: Conditions, prompts: int) -> tuple[list[Condition], lis
     return list(columns), [[columns[c] for c in mine] for mine in each]
 
 
-def _rows(call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int, room: float = math.inf) -> Iterator[Rows]:
+def _rows(
+    call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int | None, room: float = math.inf
+) -> Iterator[Rows]:
     """Every prompt under its conditions after its prefill, a row each. Neighbours under the same conditions pass
-    through the model together; conditions whose rows would not fit half of the room are spread over several passes."""
-    alike = [list(some) for _, some in itertools.groupby(range(len(wanted)), lambda i: list(wanted[i]))]
-    blocks = [some[a : a + prompt_rows] for some in alike for a in range(0, len(some), prompt_rows)]
-    for members in blocks:
-        for columns in groups(call, members, wanted[members[0]]):
-            for part in fitting(call, members, columns, room / 2):
-                yield from read(call, members, part)
+    through the model together; what would not fit half of the room is spread over several passes."""
+    together = prompt_rows or (1 if call.device.type == "cpu" or call.measure_peak else MOST_PROMPTS)
+    tokens = math.inf if prompt_rows else PASS_TOKENS
+    lengths = [len(text.ids) for text in call.texts]
+    for _, alike in itertools.groupby(range(len(wanted)), lambda i: list(wanted[i])):
+        for block in blocks(list(alike), lengths, together, tokens):
+            for columns in groups(call, block, wanted[block[0]]):
+                for members, part in fitting(call, block, columns, room / 2):
+                    yield from read(call, members, part)
+
+
+def blocks(members: Sequence[int], lengths: Sequence[int], together: int, tokens: float) -> list[list[int]]:
+    """Neighbours, at most `together` of them and, padded to the longest, of `tokens`; a single one may have more."""
+    found: list[list[int]] = []
+    longest = 0
+    for i in members:
+        longest = max(longest, lengths[i])
+        if not found or len(found[-1]) == together or (len(found[-1]) + 1) * longest > tokens:
+            found.append([])
+            longest = lengths[i]
+        found[-1].append(i)
+    return found
 
 
 # ---- what can be known before anything is computed
@@ -233,11 +254,11 @@ def whitelisted(text: Text, c: Condition) -> set[int]:
     return {at for name in c.whitelist for at in text.spans[name]}
 
 
-def _check_call(prompts: Sequence[Any], batch_rows: int | None, prompt_rows: int, errors: str) -> None:
+def _check_call(prompts: Sequence[Any], batch_rows: int | None, prompt_rows: int | None, errors: str) -> None:
     if any(isinstance(p, int) for p in prompts):
         raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")
     ensure(Size | None, batch_rows=batch_rows)
-    ensure(Size, prompt_rows=prompt_rows)
+    ensure(Size | None, prompt_rows=prompt_rows)
     ensure(ERRORS, errors=errors)
 
 

@@ -121,29 +121,34 @@ def groups(call: Call, members: list[int], columns: Sequence[int]) -> list[list[
         c = call.conditions[j]
         ends = tuple(boundary(call.texts[i], c) for i in members)
         chunk = (c.regime.chunk, c.execution) if isinstance(c.regime, Chunked) else None
-        spans = c.spans if c.fair is not None else None  # attention inside spans is summed for one set of them
         alone = j if call.measure_peak else None
         watched = call.backend == "triton" and isinstance(c.regime, SharedCap)  # whose pass is plain PyTorch's
-        found.setdefault((ends, isinstance(c.regime, Offline), chunk, spans, alone, watched), []).append(j)
+        found.setdefault((ends, isinstance(c.regime, Offline), chunk, alone, watched), []).append(j)
     return list(found.values())
 
 
-def fitting(call: Call, members: Sequence[int], columns: Sequence[int], room: float) -> list[list[int]]:
-    """The columns in runs whose rows take at most `room` bytes; a single one may take more."""
+def fitting(
+    call: Call, members: Sequence[int], columns: Sequence[int], room: float
+) -> list[tuple[list[int], list[int]]]:
+    """Prompts and conditions of passes whose rows take at most `room` bytes: fewer prompts at first, then runs of the
+    columns for one prompt; a single row may take more."""
     if room == math.inf:
-        return [list(columns)]
+        return [(list(members), list(columns))]
     token = sum(2 * call.facts.kv_heads[n] * call.facts.outputs[n].shape[1] for n in call.facts.attention)
     token *= call.model.dtype.itemsize
+    each = [token * sum(_row_tokens(call, i, j) for i in members) for j in columns]
+    if sum(each) > room and len(members) > 1:
+        half = len(members) // 2
+        return [part for some in (members[:half], members[half:]) for part in fitting(call, some, columns, room)]
     parts: list[list[int]] = []
     held = math.inf
-    for j in columns:
-        more = token * sum(_row_tokens(call, i, j) for i in members)
+    for j, more in zip(columns, each, strict=True):
         if held + more > room:
             parts.append([])
             held = 0.0
         parts[-1].append(j)
         held += more
-    return parts
+    return [(list(members), part) for part in parts]
 
 
 def _row_tokens(call: Call, i: int, j: int) -> int:

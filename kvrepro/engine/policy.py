@@ -72,7 +72,8 @@ class Policy:
     refine(o, scores, counts, ...) -> (scores, exempt tokens): a second stage, once heads know their counts.
     across(scores, protected, budget, summaries, ...) -> (scores, counts): budgets that need every layer's scores, lists
     over layers; `summary(o, ...)` [batch] is what it is told of each layer. Such a policy evicts after the last layer.
-    needs: `Observation.sums` that the forward pass must provide (`SUMS`).
+    needs: `Observation.sums` that the forward pass must provide (`SUMS`); needs_if: sum -> (parameter, value) of those
+    that only one value of a parameter asks for.
     """
 
     title: str
@@ -87,6 +88,7 @@ class Policy:
     shield: Callable[..., Any] | None = None
     refine: Callable[..., Any] | None = None
     needs: tuple[str, ...] = ()
+    needs_if: Mapping[str, tuple[str, object]] = field(default_factory=dict)
     budget: str = "uniform"  # or "per layer", "per head", "joint"
     refuses: Mapping[str, str] = field(default_factory=dict)  # regime -> why the policy cannot exist there
     ties: tuple[str, ...] | None = None  # of `SharedCap`: sums that order equal scores, before the position does
@@ -137,6 +139,11 @@ class Policy:
         for key, value in found.items():
             ensure(self.kind(key), self.title, **{key: value})
         return found
+
+    def needed(self, parameters: Parameters) -> set[str]:
+        """The sums that it needs with these parameters."""
+        asked = {name: self.needs_if.get(name) for name in self.needs}
+        return {name for name, only in asked.items() if only is None or parameters.get(only[0]) == only[1]}
 
     @property
     def functions(self) -> list[Callable[..., Any]]:

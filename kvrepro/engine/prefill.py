@@ -1,6 +1,6 @@
 """A prompt's forward pass: one serves many conditions, each layer reduced as soon as it is computed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -19,9 +19,9 @@ from kvrepro.engine.observe import Observation
 from kvrepro.engine.select import Doubt, best, ensured_later, settle
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
 from kvrepro.engine.signals import PromptSignals, Reduction, Signals
-from kvrepro.errors import InputError
 
-SPAN_SUMS = {"span_mass", "marked_mass"}
+SPAN_SUMS, SUMS_BY_KERNELS = {"span_mass", "marked_mass"}, {"mass", "span_mass"}
+Sums = dict[tuple[str, tuple[str, ...] | None], Tensor]  # by name and, of sums inside spans, the spans' names
 
 
 class Prefill:
@@ -33,19 +33,25 @@ class Prefill:
         self.facts, self.prompt, self.jobs, self.isolate = facts, prompt, jobs, isolate
         if self.shared:  # watches probabilities: plain PyTorch
             self.facts = facts.by("torch")
-        self.padded = bool((prompt.positions < 0).any())
+        self.lengths = prompt.lengths.tolist()
+        self.padded = min(self.lengths) < prompt.positions.shape[1]
         self.kernels = self.facts.backend == "triton"
         self.seeds = torch.tensor(prompt.seeds, device=prompt.positions.device)
         self.doubts: list[tuple[Job, Doubt]] = []
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
-        if self.kernels and self.padded:
-            raise InputError("backend triton takes prompts of one length together: use prompt_rows=1")
         self.signals = PromptSignals([reduction for _, reduction in self.shared])
-        self.sums = {n for job in jobs if job.evictor for n in job.sums} - REPEATED
-        self.span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
-        self._span_of = {names: prompt.span_of(names) for names in self.span_names}
-        for names, extended in self._span_of.items():  # one set of spans passes at a time
-            self._marked = {"span_mass": extended, "marked_mass": prompt.span_of(names, extended=False)}
+        self.sums = {
+            (name, job.condition.spans if name in SPAN_SUMS else None)
+            for job in jobs if job.evictor for name in job.sums - REPEATED
+        }  # fmt: skip
+        self._span_of = {
+            c.spans: prompt.span_of(c.spans) for c in (job.condition for job in jobs) if c.fair is not None
+        }
+        self._within = {  # the span that each position lies in, of sums inside spans
+            (name, names): prompt.span_of(names, extended=name == "span_mass")
+            for name, names in self.sums
+            if names is not None
+        }
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
@@ -53,27 +59,29 @@ class Prefill:
         positions = self.prompt.positions.to(query.device)
         n = positions.shape[1]
         wanted = self.sums if layer in self.facts.evictable else set()
-        sums = {} if self.kernels else {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in wanted}
+        sums = {} if self.kernels else {kind: key.new_zeros(*key.shape[:3], dtype=torch.float32) for kind in wanted}
         beyond = sliding is not None and n > sliding
+        padding = (n - self.prompt.lengths).to(query.device) if self.padded else None
         log_sums = None
-        if self.kernels and not beyond:
-            out, log_sums = attend_by_kernels(query, key, value, scaling)
-        elif self.padded or sums or beyond or self.shared:
+        if sums or beyond or self.shared:
             watch = self._watch(query, key, sums, positions)
             part = (key, value, positions[:, None])
             out = attend(query, positions, [part], scaling, sliding, watch, prompt=not self.padded)
         else:
-            out = attend_prompt(query, key, value, scaling)
+            whole = attend_by_kernels if self.kernels else _attend_plainly
+            out, log_sums = without_padding(whole, padding, query, key, value, scaling)
 
         forgets = beyond and layer in self.facts.sliding  # what no next query will see
         held = slice(n - sliding + 1, n) if forgets else slice(0, n)
         given = [x for x in (query, key, value, out, log_sums, *sums.values()) if x is not None]
         with self._beside(query.device, given):
             if log_sums is not None and wanted:
-                sums = {"mass": mass_by_kernels(query, key, log_sums, scaling)}
+                for name, spans in wanted:
+                    of = self._span_at(name, spans, positions)
+                    sums[name, spans] = mass_by_kernels(query, key, log_sums, scaling, padding, of)
             key, value = key[:, :, held], value[:, :, held]
             where = positions[:, None, held].expand(*key.shape[:3])
-            sums = {name: s[:, :, held] for name, s in sums.items()}
+            sums = {kind: s[:, :, held] for kind, s in sums.items()}
             self._keep(layer, query, key, value, scaling, where, sums, out, log_sums)
         return out
 
@@ -97,61 +105,72 @@ class Prefill:
 
     def _keep(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, where: Positions,
-        sums: dict[str, Tensor], out: Tensor, log_sums: Tensor | None,
+        sums: Sums, out: Tensor, log_sums: Tensor | None,
     ) -> None:  # fmt: skip
         """Each job's part of a layer."""
         seen: dict[tuple[Any, ...], Observation] = {}
         for job in self.jobs:
             if job.evictor is None or layer not in self.facts.evictable:
                 if self.padded:
-                    job.layers[layer] = RaggedLayer.of(key, value, where, where >= 0, {})
+                    every = key.shape[1] * sum(self._held(key.shape[2]))
+                    job.layers[layer] = RaggedLayer.of(key, value, where, where >= 0, {}, every)
                 else:
                     job.layers[layer] = RaggedLayer.at(key, value, where, None, {})
                 continue
             if job.error is not None:
                 continue
-            fair = job.condition.fair
-            kind = (job.window, None if fair is None else job.condition.spans)
-            if kind not in seen:
-                o = self._observe(layer, query, key, value, where, sums, scaling, *kind)
-                if log_sums is not None and job.window:
-                    ends = log_sums[:, :, -job.window :], out[:, -job.window :].transpose(1, 2)
-                    o = replace(o, log_sums=ends[0], window_outputs=ends[1])
-                seen[kind] = o
-            plain = None
-            if fair is not None and fair < 1:  # what the policy sees without quotas
-                plain = self._observe(layer, query, key, value, where, sums, scaling, job.window, None)
+            fair, window = job.condition.fair, job.window
+            own = window, None if fair is None else job.condition.spans
+            mixed = fair is not None and fair < 1  # with what the policy sees without quotas
+            for kind in {own, (window, None)} if mixed else {own}:
+                if kind in seen:
+                    continue
+                seen[kind] = self._observe(layer, query, key, value, where, sums, scaling, *kind)
+                if log_sums is not None and window and kind[1] is None:
+                    ends = log_sums[:, :, -window:], out[:, -window:].transpose(1, 2)
+                    seen[kind] = replace(seen[kind], log_sums=ends[0], window_outputs=ends[1])
             with attempt(job, self.isolate), ensured_later(self.kernels) as doubts:
-                self._decide(job, layer, seen[kind], plain)
+                self._decide(job, layer, seen[own], seen[window, None] if mixed else None)
             self.doubts += [(job, doubt) for doubt in doubts]
 
-    def _watch(self, query: Query, key: KeyValue, sums: dict[str, Tensor], positions: TokenInts) -> Watch | None:
+    def _held(self, tokens: int) -> list[int]:
+        """Tokens of each prompt among the last `tokens` places."""
+        return [min(length, tokens) for length in self.lengths]
+
+    def _span_at(self, name: str, spans: tuple[str, ...] | None, positions: TokenInts) -> Tensor | None:
+        """Of a sum inside spans: the one that each of the tokens lies in, int64 [batch, tokens]."""
+        if spans is None:
+            return None
+        return self._within[name, spans].to(positions.device).gather(1, positions.clamp(min=0))
+
+    def _watch(self, query: Query, key: KeyValue, sums: Sums, positions: TokenInts) -> Watch | None:
         """What looks at a layer's probabilities while they exist."""
         if self.shared:
             self.signals.open(query, key)
         elif not sums:
             return None
         newest = positions.amax(1)
-        span_of = {n: self._marked[n].to(key.device).gather(1, positions.clamp(min=0)) for n in sums if n in SPAN_SUMS}
+        within = {kind: of for kind in sums if (of := self._span_at(*kind, positions)) is not None}
 
         def watch(p: Tensor, queries: slice) -> None:
             at, n = positions[:, queries], p.shape[-1]  # later tokens may be left out
             if self.shared:
                 self.signals.see(p, at >= 0 if self.padded else None)
-            for name in {"mass", "low"} & sums.keys():
-                sums[name][..., :n] += per_token(name, p, at, positions[:, None, :n], newest)
-            for name, of in span_of.items():
+            for kind in sums.keys() - within.keys():
+                sums[kind][..., :n] += per_token(kind[0], p, at, positions[:, None, :n], newest)
+            for kind, of in within.items():
                 asked, told = of[:, None, None, queries, None], of[:, None, None, None, :n]
                 same = (asked == told) | (asked < 0) | (told < 0)  # what lies in no span sees all, and is seen by all
-                sums[name][..., :n] += per_token(name, p * same, at, positions[:, None, :n], newest)
+                sums[kind][..., :n] += per_token(kind[0], p * same, at, positions[:, None, :n], newest)
 
         return watch
 
     def _observe(
-        self, layer: int, query: Query, key: KeyValue, value: KeyValue, where: Positions, sums: dict[str, Tensor],
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, where: Positions, sums: Sums,
         scaling: float, window: int, names: tuple[str, ...] | None,
     ) -> Observation:  # fmt: skip
-        """What a window of `window` queries sees; for `names`, the last queries of each of these spans."""
+        """What a window of `window` queries sees; for `names`, the last queries of each of these spans, which no
+        kernel scores."""
         positions = self.prompt.positions.to(query.device)
         batch, n = positions.shape
         if names is None:
@@ -170,9 +189,11 @@ class Prefill:
             )
             place = (at + n - self.prompt.lengths[:, None].to(query.device)).clamp(min=0)
             queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
-        return self.facts.observe(
+        facts = self.facts if names is None else self.facts.by("torch")
+        mine = {name: s for (name, own), s in sums.items() if own in (None, names)}
+        return facts.observe(
             layer, key, self.seeds, values=value, positions=where, queries=queries, query_positions=at,
-            seen=self.prompt.lengths.to(query.device), scaling=scaling, sums=sums, span_of=span_of,
+            seen=self.prompt.lengths.to(query.device), scaling=scaling, sums=mine, span_of=span_of,
             span_local=names is not None,
         )  # fmt: skip
 
@@ -185,16 +206,14 @@ class Prefill:
             place = best(*judged(job, o), count)
             self._hold(job, layer, o, RaggedLayer.at(o.keys, o.values, o.positions, place, _carried(job, o)))
             return
-        total = None if self.padded else job.total(heads, tokens)
+        total = job.total(heads, self._held(tokens))
         self._store(job, layer, o, kept(job, o, None if plain is None else kept(job, plain)), total)
 
     def _store(self, job: Job, layer: int, o: Observation, stays: Mask, total: int | None = None) -> None:
         """total: how many tokens that are, where it is known."""
         masked = job.condition.execution == "masked"
-        if total is not None and not masked:
-            self._hold(job, layer, o, _gathered(o, stays, total, _carried(job, o)))
-            return
-        stored = RaggedLayer.of(o.keys, o.values, o.positions, o.alive if masked else stays, _carried(job, o))
+        stay, total = (o.alive, None) if masked else (stays, total)
+        stored = RaggedLayer.of(o.keys, o.values, o.positions, stay, _carried(job, o), total)
         if masked:
             stored.hidden = ~stays[o.alive]
         self._hold(job, layer, o, stored)
@@ -268,14 +287,6 @@ def _gather(jobs: list[tuple[Job, Tensor]]) -> None:
             job.layers[layer] = RaggedLayer.even(keys[number], values[number], where[number], {})
 
 
-def _gathered(o: Observation, stays: Mask, total: int, sums: dict[str, Tensor]) -> RaggedLayer:
-    """What `RaggedLayer.of` holds, of `total` tokens that stay: a GPU need not be asked how many."""
-    at = stays.nonzero_static(size=total).unbind(1)
-    offsets = torch.nn.functional.pad(stays.sum(-1).flatten().cumsum(0), (1, 0))
-    flat = {name: s[at] for name, s in sums.items()}
-    return RaggedLayer(o.keys[at], o.values[at], o.positions[at].int(), offsets, stays.shape[:2], flat)
-
-
 def _carried(job: Job, o: Observation) -> dict[str, Tensor]:
     """The sums that its next eviction will ask for."""
     return {n: s for n, s in o.sums.items() if job.again and n in job.sums}
@@ -296,21 +307,49 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
+def _attend_plainly(query: Query, key: KeyValue, value: KeyValue, scaling: float) -> tuple[Tensor, None]:
+    return attend_prompt(query, key, value, scaling), None
+
+
 def attend_by_kernels(query: Query, key: KeyValue, value: KeyValue, scaling: float) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp) of a whole prompt: torch's fastest attention that keeps the log-sum-exp."""
+    """(output, log-sum-exp) of whole prompts: torch's fastest attention that keeps the log-sum-exp."""
     from kvrepro_kernels import prefill_attention
 
     done = prefill_attention(query, key, value, scale=scaling)
     return done.output.transpose(1, 2), done.lse
 
 
+def without_padding(
+    attention: Callable[..., tuple[Tensor, Tensor | None]], padding: Tensor | None, query: Query, key: KeyValue,
+    value: KeyValue, scaling: float,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(output, log-sum-exp) by a causal `attention` that knows no padding: the prompts are moved to the front, where no
+    query sees what follows, and back.
+
+    padding: places before each prompt's first token, int64 [batch]; they get 0 and -inf. None: there are none.
+    """
+    if padding is None:
+        return attention(query, key, value, scaling)
+    n = query.shape[2]
+    at = torch.arange(n, device=query.device)
+    front, back = (at + padding[:, None]) % n, (at - padding[:, None]) % n  # [batch, tokens]
+    out, log_sums = attention(*(x.take_along_dim(front[:, None, :, None], 2) for x in (query, key, value)), scaling)
+    empty = at < padding[:, None]
+    out = out.take_along_dim(back[:, :, None, None], 1).masked_fill(empty[:, :, None, None], 0.0)
+    if log_sums is not None:
+        log_sums = log_sums.take_along_dim(back[:, None], 2).masked_fill(empty[:, None], -torch.inf)
+    return out, log_sums
+
+
 def mass_by_kernels(
-    query: Query, key: KeyValue, log_sums: Tensor, scaling: float, starts: Tensor | None = None
-) -> Tensor:
-    """Attention that each key got, of the last queries; starts: the first living key of each head."""
+    query: Query, key: KeyValue, log_sums: Tensor, scaling: float, starts: Tensor | None = None,
+    spans: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention that each key got, of the last queries; starts: the first living key of each head; spans: that of each
+    token, which attention from elsewhere does not count in."""
     from kvrepro_kernels import column_mass
 
-    return column_mass(query, key, log_sums, scale=scaling, starts=starts)
+    return column_mass(query, key, log_sums, scale=scaling, starts=starts, spans=spans)
 
 
 class ExtendByKernels(Extend):

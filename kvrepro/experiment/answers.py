@@ -240,6 +240,7 @@ def attempted(
     if isinstance(failure, torch.OutOfMemoryError | TimeLimit) and len(pairs) > 1:
         what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
         print(f"{what} with {len(pairs)} rows of {len(asked)} items: half of them at a time")
+        given = given | {"prompt_rows": 1}
     if len(pairs) == 1:
         return {pairs[0]: failure}
     ordered, half = sorted(pairs, key=lambda pair: pair[::-1]), len(pairs) // 2
@@ -339,7 +340,7 @@ class AnswersPlan(Plan):
         """What every call of the engine is given."""
         return {
             "stop_ids": models.stop_ids(self.loaded),
-            "batch_rows": self.settings.batch_rows, "prompt_rows": self.study.prompt_rows,
+            "batch_rows": self.settings.batch_rows,
             "backend": dict(zip(self.conditions, self.backends, strict=True)),
             "repeat": self.loaded.tokenizer.encode(REPEAT, add_special_tokens=False),
             "kept_sets": self.study.note is not None,
@@ -476,6 +477,5 @@ class Answers:
     note: Callable[[Item, Prompt, Generation], dict[str, Any]] | None = None  # more of a row, as JSON; sees kept sets
     gaps: bool = False  # a condition that an item cannot meet is a row with an error; otherwise it is refused
     together: int = 1  # neighbouring items that share a prefix
-    prompt_rows: int = 1  # neighbouring items under the same conditions that pass through the model together
 
     plan = AnswersPlan

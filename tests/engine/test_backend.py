@@ -1,5 +1,6 @@
 """Kernels in every regime against plain PyTorch, and who is chosen by "auto"."""
 
+import itertools
 import os
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ pytest.importorskip("triton", reason="triton is packaged for Linux only")
 from kvrepro.engine import backend
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill, SharedCap
 from kvrepro.errors import InputError
@@ -36,15 +37,19 @@ def condition(name, regime, reading="as_described", budget=24):
     return Condition(name, budget, regime, reading=reading, switches=SMALL if windows else ())
 
 
-def both(conditions, length=61, new=1, kind="llama"):
+def both(conditions, *lengths, new=1, kind="llama", spans=None):
     asked, network = dict(max_new_tokens=new, stop_ids=(), kept_sets=True), architecture(kind, 16).to(DEVICE)
-    return [engine.generate(network, tiny_prompts(length), conditions, backend=name, **asked)[0]
-            for name in ("triton", "torch")]  # fmt: skip
+    texts = [Prompt(ids, spans or {}) for ids in tiny_prompts(*lengths or (61,))]
+    together = {"triton": len(texts), "torch": 1}
+    found = [engine.generate(network, texts, conditions, backend=name, prompt_rows=rows, **asked)
+             for name, rows in together.items()]  # fmt: skip
+    return [list(itertools.chain.from_iterable(answers)) for answers in found]
 
 
-def agree(conditions, **given):
+def agree(conditions, *lengths, **given):
     """The same tokens stay, but for a few that rounding may swap, and the same tokens are said."""
-    for c, kernels, plain in zip(conditions, *both(conditions, **given), strict=True):
+    found = both(conditions, *lengths, **given)
+    for c, kernels, plain in zip(conditions * max(1, len(lengths)), *found, strict=True):
         assert (kernels.backend, plain.backend) == ("triton", "torch")
         same = [(a & b).sum() / b.sum() for a, b in zip(kernels.kept_sets, plain.kept_sets, strict=True)]
         assert min(same) > (0.9 if c.policy == "dropkv" and c.reading == "as_run" else 0.97), (c.label, same)
@@ -61,23 +66,23 @@ def test_every_reading_keeps_what_plain_pytorch_keeps():
 @pytest.mark.parametrize("when", [pytest.param("every_chunk", marks=pytest.mark.slow), "last_chunk"])
 def test_chunks(when):
     names = ["defensive_kv", "h2o"] if when == "every_chunk" else ["andpro"]
-    agree([condition(name, Chunked(chunk=20, when=when)) for name in names], length=41)
+    agree([condition(name, Chunked(chunk=20, when=when)) for name in names], 41)
 
 
 @pytest.mark.parametrize("regime", [DecodeCap(interval=2), PerStep()])
 def test_evictions_while_tokens_are_generated(regime):
     names = ["defensive_kv", "cake"] if isinstance(regime, DecodeCap) else ["tova", "h2o_online"]
-    agree([condition(name, regime) for name in names], length=40, new=3)
+    agree([condition(name, regime) for name in names], 40, new=3)
 
 
 @pytest.mark.parametrize("length", [20, 45])  # a window of 32 that is not full, and one that is
 def test_layers_that_slide_beside_layers_that_evict(length):
     regimes = Prefill(), Chunked(chunk=16, when="last_chunk"), DecodeCap(interval=2)
-    agree([Condition(), *(condition("snapkv", r, budget=12) for r in regimes)], length=length, new=3, kind="gemma3")
+    agree([Condition(), *(condition("snapkv", r, budget=12) for r in regimes)], length, new=3, kind="gemma3")
 
 
 def test_a_prompt_shorter_than_the_window():
-    agree([condition("cake", DecodeCap(interval=3), budget=8)], length=5, new=7)
+    agree([condition("cake", DecodeCap(interval=3), budget=8)], 5, new=7)
 
 
 PARTS = "kvrepro/chapters/synthesis/policies.py"  # not of the catalogue: as a reader's own
@@ -94,10 +99,25 @@ def test_scorers_without_a_kernel_score_beside_kernels(split, scorer, regime):
     agree([own, condition("r_kv", regime)], new=3)
 
 
+@pytest.mark.parametrize("regime", [Prefill(), DecodeCap(interval=2)])
+def test_prompts_of_several_lengths_in_one_pass(regime):
+    names = ("snapkv", "cake", "defensive_kv", "critical_kv", "dropkv", "tova", "h2o", "key_diff", "k_norm")
+    agree([Condition(), *(condition(name, regime) for name in names)], 61, 33, 47, new=4)
+
+
+@pytest.mark.parametrize("fair", [1.0, 0.5])
+def test_quotas_are_scored_by_plain_pytorch_beside_kernels(fair):
+    spans = {"a": list(range(3, 14)), "b": list(range(14, 30))}
+    fairly = Prefill(fair=fair, spans=("a", "b"))
+    names = ("snapkv", "tova", "k_norm", "defensive_kv", "h2o")
+    conditions = [condition(name, regime) for name in names for regime in (fairly, Prefill())]
+    agree(conditions, 61, 40, new=2, spans=spans)
+
+
 # ---- what kernels refuse
 
 REFUSED = {
-    "no quotas": condition("snapkv", Prefill(fair=1.0)),
+    "do not sum 'marked_mass', which h2o needs": condition("h2o", Prefill(fair=1.0), "as_run"),
     "do not hide, pack or page": replace(condition("snapkv", Prefill()), bits=4),
     "do not hide, pack": replace(condition("snapkv", Prefill()), execution="masked"),
     "do not sum 'low', which scissorhands needs": condition("scissorhands", Prefill()),
@@ -108,9 +128,10 @@ REFUSED = {
 def test_what_kernels_cannot_do_is_refused_and_by_auto_left_to_plain_pytorch(why, monkeypatch):
     c = REFUSED[why]
     assert why in backend.obstacle(model(), c)
-    if c.fair is None:
-        with pytest.raises(InputError, match=f"backend triton: kernels .*{why}.*: use backend torch, or auto"):
-            engine.generate(model(), tiny_prompts(40), [c], max_new_tokens=1, stop_ids=(), backend="triton")
+    [ids] = tiny_prompts(40)
+    text = Prompt(ids, {"a": [3, 4, 5]})
+    with pytest.raises(InputError, match=f"backend triton: kernels .*{why}.*: use backend torch, or auto"):
+        engine.generate(model(), [text], [c], max_new_tokens=1, stop_ids=(), backend="triton")
 
 
 def test_layers_that_slide_are_taken_along_but_not_scored():

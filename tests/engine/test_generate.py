@@ -1,5 +1,6 @@
 """Every regime against a slow transcription, against Hugging Face, and against itself, in nine architectures."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -524,7 +525,7 @@ def test_prefixes_are_read_together_and_each_once(rows, monkeypatch):
     assert [[(g.tokens, g.kept_positions_hash, g.evicted) for g in row] for row in found] == [
         [(g.tokens, g.kept_positions_hash, g.evicted) for g in row] for row in alone
     ]
-    assert sum(batch for batch, width in lengths if width > 40) == 3 * 2  # a pass for each set of spans
+    assert sum(batch for batch, width in lengths if width > 40) == 3  # whatever their spans
 
 
 def test_a_policy_that_fails_on_one_prefix_costs_the_others_nothing(monkeypatch):
@@ -567,6 +568,16 @@ def test_conditions_share_a_pass_as_far_as_their_rows_fit():
     config = model.config
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     sizes = [token * (tokens + 4) for tokens in (20, 10, 40)]
-    assert passes.fitting(call, [0], [0, 1, 2], sum(sizes)) == [[0, 1, 2]]
-    assert passes.fitting(call, [0], [0, 1, 2], sum(sizes) - 1) == [[0, 1], [2]]
-    assert passes.fitting(call, [0], [0, 1, 2], sum(sizes[:2]) - 1) == [[0], [1], [2]]
+    columns = [0, 1, 2]
+    assert passes.fitting(call, [0], columns, sum(sizes)) == [([0], columns)]
+    assert passes.fitting(call, [0], columns, sum(sizes) - 1) == [([0], [0, 1]), ([0], [2])]
+    assert passes.fitting(call, [0], columns, sum(sizes[:2]) - 1) == [([0], [j]) for j in columns]
+    assert passes.fitting(call, [0, 0, 0], columns, 2 * sum(sizes)) == [([0], columns), ([0, 0], columns)]
+
+
+def test_prompts_share_a_pass_as_far_as_their_padded_tokens_go():
+    lengths = [10, 10, 40, 10, 90, 10]
+    assert engine.blocks(range(6), lengths, 1, math.inf) == [[i] for i in range(6)]
+    assert engine.blocks(range(6), lengths, 4, math.inf) == [[0, 1, 2, 3], [4, 5]]
+    assert engine.blocks(range(6), lengths, 4, 80) == [[0, 1], [2, 3], [4], [5]]
+    assert engine.blocks([1, 4], lengths, 16, 200) == [[1, 4]]

@@ -56,8 +56,8 @@ class FakeEngine:
         self.answer = [*loaded.tokenizer(" the red door")["input_ids"], loaded.tokenizer.eos_token_id]
         self.tokenizer, self.fail_on, self.calls = loaded.tokenizer, fail_on, []
 
-    def generate(self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows, prompt_rows, repeat,
-                 backend, kept_sets, errors):  # fmt: skip
+    def generate(self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows, repeat,
+                 backend, kept_sets, errors, prompt_rows=None):  # fmt: skip
         for prompt, mine in zip(prompts, conditions, strict=True):
             text = self.tokenizer.decode(prompt.ids)
             seen = {*(i for i in range(9) if f"open, {i}?" in text), *(c.policy for c in mine)}

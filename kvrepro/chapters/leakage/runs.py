@@ -50,9 +50,7 @@ def run(
     given = {part: [cell.condition for cell in grid] for part, grid in grids.items()}
     items = [item for some, _ in parts.values() for item in some]
     conditions = [given[part] for part, (some, _) in parts.items() for _ in some]
-    prompt_rows = _in_a_pass(loaded, items, max(map(len, conditions)), settings.backend)
-    study = Answers("leakage", name, items, conditions, tokens, prompt=prompt, note=survivors, gaps=True,
-                    together=2, prompt_rows=prompt_rows)  # fmt: skip
+    study = Answers("leakage", name, items, conditions, tokens, prompt=prompt, note=survivors, gaps=True, together=2)
     rows = runs.run(study, loaded, settings)
     found, first = {}, 0
     for part, (some, _) in parts.items():
@@ -69,15 +67,6 @@ def _columns(item: Item, cell: Cell) -> dict[str, Any]:
     of = {name: item.meta[name] for name in ("system", "order", "request", "rules")}
     of |= {"marks": item.meta.get("marks", "hand"), "wording": item.meta.get("wording", "embedded")}
     return {"ratio": cell.ratio, "variant": cell.variant, "reading": cell.reading} | of
-
-
-def _in_a_pass(loaded: Loaded, items: Sequence[Item], conditions: int, backend: str) -> int:
-    """Prompts that pass through the model together: on a GPU, a pass with its evictions costs almost the same for
-    several, as long as it leaves no more than a batch; kernels read prompts of one length only."""
-    if loaded.device == "cpu" or backend == "triton":
-        return 1
-    longest = max(len(prompt(loaded, item).ids) for item in items)
-    return max(1, min(16, 4096 // longest, engine.MOST_ROWS // conditions))
 
 
 def timing(

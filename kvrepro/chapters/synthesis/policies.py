@@ -65,7 +65,8 @@ def one_set(
 
 def _policy(split: str, **how: object) -> Policy:
     parameters = {"window": 16, "scorer": "attention", "aggregate": "mean", "pool": "none", "kernel": 5}
-    return Policy(f"Composed, {split}", "this chapter", composed, parameters, needs=("mass",), **how)  # type: ignore[arg-type]
+    only = {"mass": ("scorer", "attention of all")}
+    return Policy(f"Composed, {split}", "this chapter", composed, parameters, needs=("mass",), needs_if=only, **how)  # type: ignore[arg-type]
 
 
 UNIFORM = _policy("the same for all heads")

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from observations import observation
 
@@ -279,7 +279,11 @@ def test_the_weighted_blend_in_loops(case, floor):
             free.append(int(budget[b]) - held)
             share = sum(sorted(mine[h], reverse=True)[: max(0, free[h])]) / max(sum(mine[h]), 1e-30)
             weighted += [(x * share, h) for x in mine[h]]
-        best = [h for _, h in sorted(weighted, reverse=True)[: sum(free)]]
+        weighted.sort(reverse=True)
+        count, told = sum(free), [x for x, _ in weighted]
+        close = 0 < count < len(told) and told[count - 1] - told[count] < 1e-5 * told[count]
+        assume(not close)  # for float32
+        best = [h for _, h in weighted[: sum(free)]]
         wish.append([(1 - floor) * best.count(h) + floor * free[h] for h in range(heads)])
         room.append([len(x) for x in mine])
         total.append(sum(free))

@@ -71,7 +71,7 @@ def plain(query, key, value, scaling):
     return out.transpose(1, 2), logits.logsumexp(-1)
 
 
-def plain_mass(query, key, log_sums, scaling, starts=None):
+def plain_mass(query, key, log_sums, scaling, starts=None, spans=None):
     p = (causal(query, key, scaling) - log_sums[..., None]).exp()
     return p.unflatten(1, (key.shape[1], -1)).mean(2).sum(2)
 

@@ -194,8 +194,9 @@ def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsy
 
 
 def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, tmp_path, capsys, monkeypatch):
-    """Each attempt fills a cache and fails with more than one row; the next one must find that cache gone."""
-    held = []
+    """Each attempt fills a cache and fails with more than one row; the next one must find that cache gone, and lets one
+    prompt at a time pass through the model."""
+    held, together = [], []
 
     class Cache:
         pass
@@ -204,6 +205,7 @@ def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, t
         assert not [one for one in held if one() is not None]
         cache = Cache()
         held.append(weakref.ref(cache))
+        together.append(given.get("prompt_rows"))
         if len(prompts) * len(conditions[0]) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return fake.generate(model, prompts, conditions, **given)
@@ -211,6 +213,9 @@ def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, t
     monkeypatch.setattr(engine, "generate", generate)
     assert go(loaded, tmp_path)["error"].isna().all()
     assert len(held) > 15
+    assert together[0] is None
+    assert together.count(None) == 5  # first attempts, one for each item
+    assert set(together) == {None, 1}
     assert "out of memory with 3 rows of 1 items: half of them at a time" in capsys.readouterr().out
 
 

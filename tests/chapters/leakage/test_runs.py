@@ -127,18 +127,3 @@ def test_times_are_stored(loaded, tmp_path):
     assert found.groupby("variant").repeat.apply(list).to_dict() == {"default": [1, 2], "fair": [1, 2]}
     assert (found[["compress", "decode"]] > 0).all(axis=None)
     pd.testing.assert_frame_equal(found, runs.timing(loaded, items, grid, settings, tokens=2, repeats=2))
-
-
-def test_prompts_share_a_pass_on_a_gpu_as_long_as_their_rows_fill_no_more_than_a_batch(loaded):
-    class OnGpu:
-        device = "cuda"
-
-        def __getattr__(self, name):
-            return getattr(loaded, name)
-
-    items = prompts.systems(2, orders=("normal",))
-    assert runs._in_a_pass(loaded, items, 10, "torch") == 1
-    assert runs._in_a_pass(OnGpu(), items, 10, "torch") == 16
-    assert runs._in_a_pass(OnGpu(), items, 150, "torch") == engine.MOST_ROWS // 150
-    assert runs._in_a_pass(OnGpu(), items, 10**6, "torch") == 1
-    assert runs._in_a_pass(OnGpu(), items, 10, "triton") == 1

@@ -1,8 +1,11 @@
 """Who computes a condition: Triton kernels, or plain PyTorch, the truth that they are held to.
 
 Under "triton" attention and sums are the kernels', and so are the scores of a window that `windowed` knows by name;
-whatever else a policy computes from its observation, it computes as ever. "torch" and "triton" are taken at their word.
-"auto" gives a condition to the kernels where there are some for it and
+whatever else a policy computes from its observation, it computes as ever. Whole prompts attend by torch's fastest
+function that keeps the log-sum-exp, and decode steps are captured. Plain PyTorch reads a question after the compressed
+prompt, prompts that `SharedCap` watches, and layers that slide, once a text exceeds their window.
+
+"torch" and "triton" are taken at their word. "auto" gives a condition to the kernels where there are some for it and
 where, on the beginning of a prompt, they agree with plain PyTorch on this very model: attention by its norm, sums and
 scores by the tokens that they would keep. Everything else is left to plain PyTorch, and the reason is told.
 """

@@ -117,17 +117,17 @@ class RaggedLayer:
     def bytes(self) -> int:
         """Bytes of keys and values as allocated, the tail's room included."""
         tensors = (self.keys, self.values, self.tail_keys, self.tail_values)
-        return sum(t.bytes if isinstance(t, Packed) else _bytes(t) for t in tensors)
+        return sum(t.bytes if isinstance(t, Packed) else bytes_of(t) for t in tensors)
 
     @property
     def overhead_bytes(self) -> int:
         """Bytes of positions, offsets and what is hidden."""
-        return _bytes(self.positions, self.offsets, self.hidden, self.tail_positions)
+        return bytes_of(self.positions, self.offsets, self.hidden, self.tail_positions)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of what the next eviction will ask for: sums per token, the last queries."""
-        return _bytes(*self.sums.values(), *self.tail_sums.values(), self.queries, self.query_positions)
+        return bytes_of(*self.sums.values(), *self.tail_sums.values(), self.queries, self.query_positions)
 
     def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
         """New tokens `[batch, kv_heads, new, dim]` of every row; position -1 marks padding."""
@@ -302,7 +302,7 @@ class RaggedLayer:
         )  # fmt: skip
 
 
-def _bytes(*tensors: Tensor | None) -> int:
+def bytes_of(*tensors: Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvrepro.engine.attention import Part
-from kvrepro.engine.cache import RaggedLayer, _bytes
+from kvrepro.engine.cache import RaggedLayer, bytes_of
 from kvrepro.engine.quantise import Packed
 from kvrepro.engine.shapes import KeyValue, Mask, Query, RowInts, TokenInts, WindowPositions
 
@@ -186,12 +186,12 @@ class FixedLayer:
     @property
     def overhead_bytes(self) -> int:
         """Bytes of positions and offsets."""
-        return 4 * self._count() + _bytes(self.offsets, self.tail_positions)
+        return 4 * self._count() + bytes_of(self.offsets, self.tail_positions)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of what the next eviction will ask for: sums per token, the last queries."""
-        return 4 * self._count() * len(self.sums) + _bytes(self.queries, self.query_positions)
+        return 4 * self._count() * len(self.sums) + bytes_of(self.queries, self.query_positions)
 
     # ---- what a step of the model asks for
 

@@ -54,11 +54,9 @@ def generate(
     of any prompt and condition decode in batches of up to `batch_rows` (None: 64 on a CPU, on a GPU what a third of its
     free memory holds); `prompt_rows` neighbouring prompts under the same conditions pass through the model together,
     padded on the left (None: one on a CPU, on a GPU up to 16 of together 32,768 tokens).
-    backend: "torch"; "triton" on a GPU: attention of whole prompts by torch's fastest that keeps the log-sum-exp, of
-    chunks and single tokens, window scores and sums by kernels; by plain torch a question after the compressed prompt,
-    a prompt that `SharedCap` watches, and layers that slide, once a text exceeds their window; steps are captured; what
-    it cannot do, it refuses. "auto": "triton" where `kvrepro.engine.backend` finds that it can and agrees, else
-    "torch". Or one of these by condition. Each generation says which it was.
+    backend: "torch"; "triton" on a GPU, which refuses what kernels cannot do (`kvrepro.engine.backend`); "auto":
+    "triton" where it can and agrees with "torch", else "torch". Or one of these by condition. Each generation says
+    which it was.
     repeat: token ids of KVzip's request to repeat the context. measure_peak: measure what the prefill allocates, one
     condition at a time. kept_sets: return who stayed. seed: of policies that draw, whose draws differ between prompts.
     errors: "return" gives, in place of a generation, the exception that a policy raised or that NaN logits caused; the

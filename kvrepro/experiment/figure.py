@@ -166,6 +166,7 @@ def estimates(
     `False` in the legend. height: inches, of one row. wrap: panels side by side, the others below (without `row`).
     log: "x", "y" or "xy". share: `sharex`, `sharey` of the panels.
     A table without rows is said to have none. Raises InputError for one without these columns.
+    Long, because all figures of estimates are this one loop over panels and series.
     """
     if table.empty:
         return nothing()
@@ -195,8 +196,8 @@ def estimates(
                 _points(axes, at, mine, shown[who], upright, bool(filled or not fill), line, band)
                 state = [labels.get(str(filled), f"{'' if filled else 'not '}{fill}")] if fill else []
                 texts = _said(mine, [shown[who].name, *state], along, percent)
-                places_of = (at, mine.value) if upright else (mine.value, at)
-                tell(axes, places_of[0], places_of[1], texts)
+                across, up = (at, mine.value) if upright else (mine.value, at)
+                tell(axes, across, up, texts)
             facet = {name: of[at] for name, of, at in ((row, grid.row_names, i), (panel, grid.col_names, j)) if name}
             _reference(axes, reference, facet, upright)
             for direction in log:

@@ -94,11 +94,11 @@ class Store:
         if unknown:
             raise InputError(f"unknown column {sorted(unknown)[0]}: a results row has {', '.join(COLUMNS)}")
         if rows:
-            self._write(with_asked(pa.Table.from_pylist(list(rows), schema=SCHEMA)))
+            self.write(with_asked(pa.Table.from_pylist(list(rows), schema=SCHEMA)))
         if len(parts(self.table)) > MANY:
             self.fold(newest=MANY, wait=0)
 
-    def _write(self, table: pa.Table, number: int | None = None, folded: Sequence[str] = ()) -> None:
+    def write(self, table: pa.Table, number: int | None = None, folded: Sequence[str] = ()) -> None:
         """A file among the parts: as the newest, or with a number that others had."""
         numbers = [int(path.name[:8]) for path in parts(self.table)]
         path = self.folder / named(max(numbers, default=-1) + 1 if number is None else number)
@@ -177,7 +177,7 @@ class Store:
                 return  # somebody took this lock for that of a process that has ended
             self._put(table, self.table, names)
         elif len(some) > 1 or len(table) < some[0].rows:
-            self._write(table, int(names[-1][:8]), names)
+            self.write(table, int(names[-1][:8]), names)
         else:
             return
         for name in names:

@@ -317,7 +317,7 @@ def filled(folder: Path, rows: int, like: Path) -> Store:
             for name, values in told.items():
                 one = one.set_column(one.schema.get_field_index(name), SCHEMA.field(name), pa.array(values))
             each.append(one.append_column(FILED.field("asked"), pa.array(random)))
-        table._write(pa.concat_tables(each)[: rows - file * copies * len(source)])
+        table.write(pa.concat_tables(each)[: rows - file * copies * len(source)])
     return table
 
 

@@ -73,7 +73,7 @@ class Prefill:
 
         forgets = beyond and layer in self.facts.sliding  # what no next query will see
         held = slice(n - sliding + 1, n) if forgets else slice(0, n)
-        given = [x for x in (query, key, value, out, log_sums, *sums.values()) if x is not None]
+        given = [x for x in (query, key, value, out, log_sums, padding, *sums.values()) if x is not None]
         with self._beside(query.device, given):
             if log_sums is not None and wanted:
                 for name, spans in wanted:

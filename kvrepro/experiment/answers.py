@@ -387,16 +387,18 @@ class AnswersPlan(Plan):
         return Job(len(known), work)
 
     def estimate(self) -> Estimate:
-        """From the first missing item under all its conditions, a few tokens each."""
+        """From the first missing item under all its conditions, a few tokens each; on a GPU, where items share passes
+        and steps, from a sixteenth of those missing, a pass at most."""
         tokens = sum(len(self.prompts[i].ids) for i in {i for i, _ in self.missing})
         count = len(self.missing)
         most = sum(self.heads[i, j]["max_new_tokens"] for i, j in self.missing)
         what = f"{count:,} of {self.total:,} rows, prompts of {tokens:,} tokens, {most:,} new tokens"
         if not self.missing:
             return Estimate(self.title, what, 0, 0.0, 0.0)
-        first = min(self.missing)[0]
-        chosen = [(first, j) for j in self.columns[first] if (first, j) in self.missing]
-        new = {first: min(TRIAL, self.heads[chosen[0]]["max_new_tokens"])}
+        left = sorted({i for i, _ in self.missing})
+        first = left[:1] if self.loaded.device == "cpu" else left[: max(1, min(engine.MOST_PROMPTS, len(left) // 16))]
+        chosen = [(i, j) for i in first for j in self.columns[i] if (i, j) in self.missing]
+        new = {i: min(TRIAL, self.heads[i, j]["max_new_tokens"]) for i, j in chosen}
         began = time.perf_counter()
         found = attempted(self.loaded, self.prompts, self.conditions, chosen, new, self.given, self.settings.time_limit)
         taken = time.perf_counter() - began

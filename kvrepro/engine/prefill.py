@@ -44,11 +44,10 @@ class Prefill:
             (name, job.condition.spans if name in SPAN_SUMS else None)
             for job in jobs if job.evictor for name in job.sums - REPEATED
         }  # fmt: skip
-        self._span_of = {
-            c.spans: prompt.span_of(c.spans) for c in (job.condition for job in jobs) if c.fair is not None
-        }
+        span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
+        self._span_of = {names: prompt.span_of(names) for names in span_names}
         self._within = {  # the span that each position lies in, of sums inside spans
-            (name, names): prompt.span_of(names, extended=name == "span_mass")
+            (name, names): self._span_of[names] if name == "span_mass" else prompt.span_of(names, extended=False)
             for name, names in self.sums
             if names is not None
         }
@@ -75,10 +74,8 @@ class Prefill:
         held = slice(n - sliding + 1, n) if forgets else slice(0, n)
         given = [x for x in (query, key, value, out, log_sums, padding, *sums.values()) if x is not None]
         with self._beside(query.device, given):
-            if log_sums is not None and wanted:
-                for name, spans in wanted:
-                    of = self._span_at(name, spans, positions)
-                    sums[name, spans] = mass_by_kernels(query, key, log_sums, scaling, padding, of)
+            for kind in wanted if log_sums is not None else ():
+                sums[kind] = mass_by_kernels(query, key, log_sums, scaling, padding, self._span_at(*kind, positions))
             key, value = key[:, :, held], value[:, :, held]
             where = positions[:, None, held].expand(*key.shape[:3])
             sums = {kind: s[:, :, held] for kind, s in sums.items()}

@@ -237,10 +237,10 @@ def attempted(
     if isinstance(failure, torch.OutOfMemoryError):
         gc.collect()  # frames of the model's modules refer to each other
         torch.cuda.empty_cache()
+        given = given | {"prompt_rows": 1}
     if isinstance(failure, torch.OutOfMemoryError | TimeLimit) and len(pairs) > 1:
         what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
         print(f"{what} with {len(pairs)} rows of {len(asked)} items: half of them at a time")
-        given = given | {"prompt_rows": 1}
     if len(pairs) == 1:
         return {pairs[0]: failure}
     ordered, half = sorted(pairs, key=lambda pair: pair[::-1]), len(pairs) // 2

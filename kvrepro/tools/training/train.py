@@ -174,7 +174,7 @@ def main(
 ) -> None:  # fmt: skip
     """Train a model of `FAMILY` for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and
     evaluation.csv to its folder in `out`. Where one sitting is too short, `stop_after` minutes of it the state is
-    kept, and the same command goes on from there. Long, because the state of a run is its variables."""
+    kept, and the same command goes on from there."""  # long, because the state of a run is its variables
     if name not in FAMILY:
         raise InputError(f"unknown name {name!r}: choose {', '.join(FAMILY)}")
     out, seed = out / name, SEEDS.get(name, 0) if seed is None else seed

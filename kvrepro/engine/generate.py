@@ -27,6 +27,7 @@ from kvrepro.errors import InputError
 
 ERRORS = ("raise", "return")
 USUAL_ROWS, MOST_ROWS = 64, 2048  # that decode together, on a CPU and on a GPU
+CPU_ROOM = float(2**31)  # bytes of caches that wait to decode
 MOST_PROMPTS, PASS_TOKENS = 16, 2**15  # that pass through the model together on a GPU
 Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # of all prompts, or a list for each
 
@@ -106,19 +107,21 @@ def _answers(
     stop_ids: Collection[int],
 ) -> Iterator[tuple[Tag, Generation | Exception]]:
     """What becomes of every prompt under every condition of a call."""
+    cpu = call.device.type != "cuda"
     room = room_of(call.device) if batch_rows is None else math.inf
-    most = batch_rows or (USUAL_ROWS if room == math.inf else MOST_ROWS)
+    most = batch_rows or (USUAL_ROWS if cpu else MOST_ROWS)
     with installed(call.model):
-        for batch in batches(_rows(call, wanted, prompt_rows, room), call.backend, most, room):
+        rows = _rows(call, wanted, prompt_rows, math.inf if cpu else room)
+        for batch in batches(rows, call.backend, most, room):
             yield from decode(call, joined(batch), stop_ids)
     yield from call.failed.items()
 
 
 def room_of(device: torch.device) -> float:
-    """Bytes for the caches of rows that wait to decode: a third of what is free on a GPU, since a batch is copied when
-    it is joined and others come meanwhile."""
+    """Bytes for the caches of rows that wait to decode. A third of what is free on a GPU, since a batch is copied when
+    it is joined and others come meanwhile; on a CPU the same whatever is free, so that batches are the same."""
     if device.type != "cuda":
-        return math.inf
+        return CPU_ROOM
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
     return float(torch.cuda.mem_get_info(device)[0] + kept) / 3
 

@@ -36,8 +36,8 @@ Pair = tuple[int, int]  # item, condition
 Columns = Sequence[Sequence[int]]  # of each item its conditions
 Found = dict[Pair, Generation | Exception]
 REPEAT = "Repeat the previous context: "  # KVzip's request
-BATCHES = 4  # per job, because the engine batches rows of like shape only, about four shapes to a chapter
-LEAST = 8  # jobs of a study that has so many items, for workers to share
+BATCHES, GPU_BATCHES = 16, 4  # per job: the engine batches rows of like shape only, and half-empty batches cost as much
+LEAST = 8  # jobs on a CPU of a study that has so many items: the same for up to so many workers
 TRIAL = 8  # tokens generated to estimate the rest
 
 
@@ -355,7 +355,8 @@ class AnswersPlan(Plan):
         together = self.study.together
         # On a GPU every job takes batches of its own, which cost almost the same however many rows they have.
         shared = (self.loaded, self.settings.engine, self.settings.address)
-        parts = LEAST if self.loaded.device == "cpu" else cluster.usual_workers(*shared)
+        cpu, workers = self.loaded.device == "cpu", cluster.usual_workers(*shared)
+        parts, batches = (max(LEAST, workers), BATCHES) if cpu else (workers, GPU_BATCHES)
         count = len(self.prompts)
         tokens = [len(mine) * len(prompt.ids) for mine, prompt in zip(self.columns, self.prompts, strict=True)]
         share = -(-count // parts) / count * sum(tokens)  # of a job
@@ -365,7 +366,7 @@ class AnswersPlan(Plan):
             some = range(first, min(first + together, count))
             more, mine = sum(len(self.columns[i]) for i in some), sum(tokens[i] for i in some)
             now, before = int((before + mine / 2) / share), before + mine
-            if not blocks or now > part or rows + more > BATCHES * self._rows_together():
+            if not blocks or now > part or rows + more > batches * self._rows_together():
                 blocks.append([])
                 rows, part = 0, now
             blocks[-1] += some

@@ -21,7 +21,7 @@ from kvrepro.chapters.protection import grid
 from kvrepro.engine.generate import MOST_ROWS
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, models, progress, workers
-from kvrepro.experiment.answers import BATCHES
+from kvrepro.experiment.answers import GPU_BATCHES
 from kvrepro.experiment.cluster import AHEAD
 from kvrepro.experiment.run import Answers, Settings, run
 from kvrepro.experiment.store import Store
@@ -34,7 +34,7 @@ SWEEP = {"models": 10, "items": 4750, "conditions": 200}
 GPUS = (8, 64)
 RATE, CONDITIONS = "the same as a study: 16 items of LongBench, rows stored, an item", 118  # of real.csv
 OF = "Qwen2.5-3B, H100, prompts of 1,920 tokens, 128 new ones"
-JOB = BATCHES * MOST_ROWS  # rows
+JOB = GPU_BATCHES * MOST_ROWS  # rows
 ADDED = 4  # jobs whose rows are stored to time it
 
 

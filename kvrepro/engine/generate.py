@@ -107,12 +107,10 @@ def _answers(
     stop_ids: Collection[int],
 ) -> Iterator[tuple[Tag, Generation | Exception]]:
     """What becomes of every prompt under every condition of a call."""
-    cpu = call.device.type != "cuda"
     room = room_of(call.device) if batch_rows is None else math.inf
-    most = batch_rows or (USUAL_ROWS if cpu else MOST_ROWS)
+    most = batch_rows or (MOST_ROWS if call.device.type == "cuda" else USUAL_ROWS)
     with installed(call.model):
-        rows = _rows(call, wanted, prompt_rows, math.inf if cpu else room)
-        for batch in batches(rows, call.backend, most, room):
+        for batch in batches(_rows(call, wanted, prompt_rows, room), call.backend, most, room):
             yield from decode(call, joined(batch), stop_ids)
     yield from call.failed.items()
 

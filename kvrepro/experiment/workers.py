@@ -1,13 +1,12 @@
 """Processes that share a study's jobs: each loads the model once, works on one thread or one GPU, and ends with us.
 
-joblib starts them, keeps them for a chapter's next study, and pickles by value what was typed into a notebook. Only the
-process that started them writes results.
+They are forked from a server process that has imported what they need, once, and stay for a chapter's next study. Jobs
+travel pickled by value, with what was typed into a notebook. Only the process that started them writes results.
 """
 
-import atexit
 import contextlib
-import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import re
@@ -15,13 +14,15 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 import joblib
-from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from kvrepro.engine.policy import OWN
 from kvrepro.errors import Stopped
@@ -32,8 +33,10 @@ from kvrepro.experiment.plan import Job
 TRIES = 3  # workers that may die one after the other while nothing is done
 HELP = "is memory too small? give fewer workers, or smaller batches by batch_rows; what is done is stored"
 Told = tuple[str, str, str, str]  # folder, device, dtype and name of a model
+IMPORTED = ["kvrepro.experiment.run", "transformers.models.auto.modeling_auto"]  # by the server, before it forks
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # each worker has one
 _models: list[Loaded | None] = []  # in a worker: the one that it loaded
-_started: dict[Any, int] = {}  # the model for which workers run, and how many: fewer would have to start anew
+_pools: dict[Any, tuple[int, ProcessPoolExecutor]] = {}  # by model, one at most: how many workers run, and they
 
 
 class Lost(Stopped):
@@ -71,32 +74,24 @@ def each(loaded: Loaded | None, jobs: Sequence[Job], count: int) -> Iterator[tup
             for job in jobs:
                 yield job, job.work(loaded)
         return
-    what = told(loaded)
-    if not _started:  # a notebook's kernel complains as it ends, of its own loop, to streams that are closed by then
-        atexit.register(setattr, logging, "raiseExceptions", False)
-    if what not in _started:
-        _started.clear()
-    _started[what] = max(count, _started.get(what, 0))
-    for i, result in _shared(what, parts):
+    for i, result in _shared(told(loaded), parts, count):
         yield jobs[i], result
 
 
-def _shared(what: Any, parts: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
+def _shared(what: Told | None, parts: Sequence[bytes], count: int) -> Iterator[tuple[int, Any]]:
     """(number, result) of every job. Where a worker dies, all are replaced and what was under way is done again, after
     the rest; if one dies again before anything is done, half as many go on."""
     left, deaths = list(range(len(parts))), 0
     while left:
-        count = max(2, _started[what] >> deaths)  # one would be this process
-        shared = joblib.Parallel(
-            count, backend="loky", return_as="generator_unordered", batch_size=1, pre_dispatch="all",
-            max_nbytes=None, inner_max_num_threads=1, initializer=_begin, initargs=(os.getpid(), what),
-        )  # fmt: skip
+        workers = max(2, count >> deaths)  # one would be this process
         try:
-            for i, result in shared([joblib.delayed(_done)(i, parts[i]) for i in left]):
+            for done in as_completed(_handed_out(what, workers, parts, left)):
+                i, result = done.result()
                 left.remove(i)
                 deaths = 0
                 yield i, result
-        except TerminatedWorkerError:
+        except BrokenProcessPool:
+            end()
             deaths += 1
             if deaths == TRIES:
                 raise Lost(
@@ -107,12 +102,57 @@ def _shared(what: Any, parts: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
                 file=sys.stderr,
                 flush=True,
             )
-            left = left[count:] + left[:count]
+            left = left[workers:] + left[:workers]
+        except BaseException:  # nobody waits for the others
+            end()
+            raise
+
+
+def _handed_out(what: Told | None, count: int, parts: Sequence[bytes], numbers: Sequence[int]) -> set[Any]:
+    """The futures of these jobs, given to `count` workers; those of an earlier study, if there are as many."""
+    running, pool = _pools.get(what, (0, None))
+    if pool is None or running < count:
+        end()
+        spawn = (what is not None and what[1] == "cuda") or "forkserver" not in multiprocessing.get_all_start_methods()
+        context = multiprocessing.get_context("spawn" if spawn else "forkserver")
+        if not spawn:
+            context.set_forkserver_preload(IMPORTED)
+        pool = ProcessPoolExecutor(count, context, _begin, (dict(os.environ), list(sys.path), what))
+        multiprocessing.util.Finalize(None, end, exitpriority=0)  # a process that is a child itself would wait for them
+        _pools[what] = count, pool
+    with _for_processes():
+        return {pool.submit(_done, i, parts[i]) for i in numbers}
+
+
+@contextlib.contextmanager
+def _for_processes() -> Iterator[None]:
+    """While processes start: they find the modules that we find, have one thread, and do not run our main script again,
+    as multiprocessing would have them do."""
+    main, before = sys.modules["__main__"], dict(os.environ)
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    os.environ.update(dict.fromkeys(THREADS, "1"), PYTHONPATH=os.pathsep.join(sys.path))
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for name in {*THREADS, "PYTHONPATH"}:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def end() -> None:
+    """Kill the workers, whatever they do."""
+    while _pools:
+        _, (_, pool) = _pools.popitem()
+        processes = list((pool._processes or {}).values())  # from Python 3.14 on: pool.kill_workers()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
 
 
 def are_there(loaded: Loaded | None) -> bool:
     """Whether workers were started for the same model."""
-    return told(loaded) in _started
+    return told(loaded) in _pools
 
 
 def packed(jobs: Sequence[Job]) -> list[bytes] | None:
@@ -146,12 +186,14 @@ def one_thread() -> Iterator[None]:
 # ---- in a worker
 
 
-def _begin(parent: int, what: Told | None) -> None:
+def _begin(environment: dict[str, str], path: list[str], what: Told | None) -> None:
     """Load the model, onto a GPU of its own where it lies on one."""
     import torch
 
+    os.environ.update(environment)  # the server has that of its start
+    sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's business, which ends us
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     if what is not None and what[1] == "cuda":  # workers are numbered as they are started
         number = _number(multiprocessing.current_process().name)
         what = (what[0], f"cuda:{number % torch.cuda.device_count()}", *what[2:])
@@ -159,7 +201,7 @@ def _begin(parent: int, what: Told | None) -> None:
 
 
 def _number(process: str) -> int:
-    """Of a worker, by its process's name: LokyProcess-3, or LokyProcess-2:3 where our parent is a child itself."""
+    """Of a worker, by its process's name: SpawnProcess-3, or SpawnProcess-2:3 where our parent is a child itself."""
     return int(re.split("[-:]", process)[-1])
 
 

@@ -64,9 +64,6 @@ def _child(chapter: str, parameters: dict[str, Any], log: Path) -> None:
             traceback.print_exc()
             sys.stdout.flush()
             raise SystemExit(1) from None
-        finally:
-            for worker in multiprocessing.active_children():  # this process would wait for them, five minutes long
-                worker.terminate()
 
 
 @dataclass
@@ -109,9 +106,14 @@ def _victims(run: Run, who: str) -> list[psutil.Process]:
     for process in run.family():
         with contextlib.suppress(psutil.Error):
             node = process.name() == "raylet"
-            worker = any(part.startswith(("LokyProcess", "ray::Worker")) for part in process.cmdline())
-            found += [process] if (node if who == "node" else worker) else []
+            found += [process] if (node if who == "node" else _is_worker(process)) else []
     return found
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    """Of Ray, or forked from the server of `kvrepro.experiment.workers`, whose command line it has."""
+    mine, parents = (" ".join(one.cmdline()) for one in (process, process.parent() or process))
+    return mine.startswith("ray::Worker") or ("multiprocessing.forkserver" in mine and mine == parents)
 
 
 # ---- what is stored
@@ -268,7 +270,7 @@ from kvrepro.engine import generate
 from kvrepro.engine.policy import Policy
 
 MARK = pathlib.Path(__file__).with_name("mark")
-IN_WORKER = multiprocessing.current_process().name.startswith("LokyProcess")
+IN_WORKER = multiprocessing.parent_process() is not None
 {above}
 
 def score(o):

@@ -485,7 +485,7 @@ def test_what_a_clock_says_is_read_back(duration):
 ])  # fmt: skip
 def test_small_studies_are_shared_by_workers_that_run_already(monkeypatch, seconds, there, shared):
     monkeypatch.setattr(run, "_testing", lambda: False)
-    monkeypatch.setattr(run.workers, "_started", {None: 3} if there else {})
+    monkeypatch.setattr(run.workers, "_pools", {None: (3, None)} if there else {})
     monkeypatch.setattr(run.cluster, "usual_workers", lambda *given: 3)
     plan = SimpleNamespace(alone=False, loaded=None)
     assert run._processes(plan, Settings(), seconds) == (3 if shared else 1)

@@ -8,7 +8,6 @@ import sys
 import time
 
 import checkpoint
-import joblib
 import pandas as pd
 import pytest
 import torch
@@ -181,23 +180,54 @@ def test_a_condition_that_fails_on_an_item_costs_that_row(tmp_path, scorer):
     assert torch.get_num_threads() >= 1
 
 
-def _numbers(answer):
-    """What workers of a process that is a child itself say of themselves."""
-    names = joblib.Parallel(2, backend="loky")([joblib.delayed(_name)() for _ in range(2)])
-    answer.put([pool._number(name) for name in names])
-    for worker in multiprocessing.active_children():
-        worker.terminate()
-
-
-def _name():
-    return multiprocessing.current_process().name
+def _names(answer):
+    """What processes of a process that is a child itself are called."""
+    answer.put([multiprocessing.get_context("spawn").Process().name for _ in range(2)])
 
 
 def test_workers_are_numbered_whoever_started_them():
-    assert [pool._number(name) for name in ("LokyProcess-1", "LokyProcess-12")] == [1, 12]
     context = multiprocessing.get_context("fork")
     answer = context.SimpleQueue()
-    child = context.Process(target=_numbers, args=(answer,))
+    child = context.Process(target=_names, args=(answer,))
     child.start()
-    assert all(number >= 1 for number in answer.get())
+    inside, child_name = answer.get(), child.name
     child.join()
+    first, second = [pool._number(name) for name in inside]
+    assert (first >= 1, second) == (True, first + 1)
+    assert pool._number(child_name) >= 1
+    assert ":" in inside[0]
+
+
+HERE = """
+import os, sys
+sys.path.insert(0, {folder!r})
+from kvrepro.experiment import run
+from kvrepro.item import Item
+import mine
+print("once", flush=True)
+os.environ["LATER"] = "seen"
+items = [Item(f"item-{{i}}", "t", ({{"role": "user", "content": "x"}},), "x") for i in range(4)]
+table = run.run(run.PerItem("c", "n", items, mine.told), None, run.Settings({results!r}, workers=2, progress=False))
+print(sorted(set(table.told)), flush=True)
+"""
+MINE = """
+import os, threading, time
+import pandas as pd
+
+def told(loaded, item):
+    time.sleep(0.1)
+    return pd.DataFrame({"told": [f"{os.environ.get('LATER')}, {threading.active_count() < 4} threads"]})
+"""
+
+
+def test_workers_have_our_modules_and_environment_and_do_not_run_our_script_again(tmp_path):
+    """A script without `if __name__ == "__main__"`, with a module from a folder that it added itself."""
+    (tmp_path / "mine.py").write_text(MINE)
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
+    script.write_text(HERE.format(folder=str(tmp_path), results=str(tmp_path / "results")))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "once"
+    assert done.stdout.splitlines().count("once") == 1
+    assert done.stdout.splitlines()[-1] == "['seen, True threads']"

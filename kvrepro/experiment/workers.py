@@ -4,7 +4,9 @@ They are forked from a server process that has imported what they need, once, an
 travel pickled by value, with what was typed into a notebook. Only the process that started them writes results.
 """
 
+import atexit
 import contextlib
+import logging
 import multiprocessing
 import multiprocessing.util
 import os
@@ -108,17 +110,32 @@ def _shared(what: Told | None, parts: Sequence[bytes], count: int) -> Iterator[t
             raise
 
 
+def get_ready(what: Told | None) -> None:
+    """Start the server, which imports for some seconds, while something else is done."""
+    if _forks(what):
+        from multiprocessing import forkserver
+
+        with _for_processes():
+            forkserver.set_forkserver_preload(IMPORTED)
+            forkserver.ensure_running()
+
+
+def _forks(what: Told | None) -> bool:
+    """Whether workers come from a server: not those on GPUs, which each process must open for itself."""
+    return (what is None or what[1] != "cuda") and "forkserver" in multiprocessing.get_all_start_methods()
+
+
 def _handed_out(what: Told | None, count: int, parts: Sequence[bytes], numbers: Sequence[int]) -> set[Any]:
     """The futures of these jobs, given to `count` workers; those of an earlier study, if there are as many."""
     running, pool = _pools.get(what, (0, None))
     if pool is None or running < count:
         end()
-        spawn = (what is not None and what[1] == "cuda") or "forkserver" not in multiprocessing.get_all_start_methods()
-        context = multiprocessing.get_context("spawn" if spawn else "forkserver")
-        if not spawn:
-            context.set_forkserver_preload(IMPORTED)
+        get_ready(what)
+        context = multiprocessing.get_context("forkserver" if _forks(what) else "spawn")
         pool = ProcessPoolExecutor(count, context, _begin, (dict(os.environ), list(sys.path), what))
         multiprocessing.util.Finalize(None, end, exitpriority=0)  # a process that is a child itself would wait for them
+        # A notebook's kernel complains as it ends, of its own loop, to streams that are closed by then.
+        atexit.register(setattr, logging, "raiseExceptions", False)
         _pools[what] = count, pool
     with _for_processes():
         return {pool.submit(_done, i, parts[i]) for i in numbers}

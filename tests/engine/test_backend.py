@@ -27,9 +27,9 @@ READINGS = [(name, reading) for name in (*WINDOWS, *PLAIN) for reading in CATALO
 SMALL = (("window", 6),)
 
 
-def model():
-    """On a GPU a kernel's product needs 16 dimensions."""
-    return architecture("llama", 16).to(DEVICE)
+def model(kind="llama"):
+    """On a GPU a kernel's product needs 16 dimensions; a layer that slides stands between others."""
+    return architecture(kind, 16, 3 if kind == "gemma3" else 2).to(DEVICE)
 
 
 def condition(name, regime, reading="as_described", budget=24):
@@ -38,7 +38,7 @@ def condition(name, regime, reading="as_described", budget=24):
 
 
 def both(conditions, *lengths, new=1, kind="llama", spans=None):
-    asked, network = dict(max_new_tokens=new, stop_ids=(), kept_sets=True), architecture(kind, 16).to(DEVICE)
+    asked, network = dict(max_new_tokens=new, stop_ids=(), kept_sets=True), model(kind)
     texts = [Prompt(ids, spans or {}) for ids in tiny_prompts(*lengths or (61,))]
     together = {"triton": len(texts), "torch": 1}
     found = [engine.generate(network, texts, conditions, backend=name, prompt_rows=rows, **asked)
@@ -181,7 +181,7 @@ def test_a_probe_finds_agreement_and_what_breaks_it(monkeypatch):
     fine = [Condition(), *(condition(name, Prefill()) for name in ("snapkv", "cake", "h2o", "critical_kv", "k_norm"))]
     fine.append(Condition("lru", 16, SharedCap()))
     assert set(backend.compared(model(), ids, fine).values()) == {None}
-    mixed = architecture("gemma3", 16).to(DEVICE)
+    mixed = model("gemma3")
     assert set(backend.compared(mixed, ids, fine[:2]).values()) == {None}  # beyond its windows too
 
     def contrary(o):

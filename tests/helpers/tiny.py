@@ -43,13 +43,13 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 
 
 @cache
-def architecture(name: str, dim: int = 8) -> PreTrainedModel:
+def architecture(name: str, dim: int = 8, layers: int = 3) -> PreTrainedModel:
     """`model`'s shape in any of ARCHITECTURES, made once; a prompt of 70 tokens is longer than the sliding windows."""
     torch.manual_seed(11)
     kind, changes = ARCHITECTURES[name]
     shape = {
-        "vocab_size": 120, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
-        "num_key_value_heads": 2, "head_dim": dim, "max_position_embeddings": 512, "initializer_range": 0.2,
+        "vocab_size": 120, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": layers,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": dim, "max_position_embeddings": 512, "initializer_range": 0.2,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     config = getattr(transformers, kind)(**{**shape, **changes})

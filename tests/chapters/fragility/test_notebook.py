@@ -1,15 +1,12 @@
 """The chapter's notebook on foreign input: a checkpoint folder, a JSONL file, one share, one policy, and one's own."""
 
-from pathlib import Path
-
 import checkpoint
+import notebook
 import pandas as pd
-import papermill
 import pytest
 
 from kvrepro.experiment import claims
 
-ROOT = Path(__file__).resolve().parents[3]
 POLICY = """
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
@@ -26,17 +23,13 @@ MINE = Policy("Mine", "this test", times_value, parameters={"window": 16, "recen
 
 
 @pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, own):
+def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, monkeypatch, own):
     (tmp_path / "my_policy.py").write_text(POLICY)
     mine = f"{tmp_path / 'my_policy.py'}:MINE"
     given = checkpoint.inputs(tmp_path, checkpoint.questions(2, 1300)) | {"shares": [0.4]}
     given |= {"policies": [mine, "critical_ada_kv", "defensive_kv"] if own else ["snapkv"]}
     given |= {"options": {"answer_tokens": 4, "max_new_tokens": 4, "progress": False, "window": 16, "single": 8}}
-    executed = papermill.execute_notebook(
-        ROOT / "notebooks" / "fragility.ipynb", tmp_path / "out.ipynb", given, kernel_name="python3", cwd=ROOT,
-        progress_bar=False,
-    )  # fmt: skip
-    outputs = [o.get("data", {}) for cell in executed.cells if cell.cell_type == "code" for o in cell.outputs]
+    outputs = [data for _, shown in notebook.run(monkeypatch, "fragility", given) for data in shown]
     assert sum("image/svg+xml" in data for data in outputs) == 15
     table = pd.read_csv(tmp_path / "results" / "fragility" / "claims.csv")
     assert table.columns.tolist() == claims.COLUMNS

@@ -1,15 +1,12 @@
 """The notebook from top to bottom: two foreign checkpoints, one ratio, one prompt, and a policy of one's own."""
 
-from pathlib import Path
-
 import checkpoint
+import notebook
 import pandas as pd
-import papermill
 
 from kvrepro.chapters.leakage import prompts
 from kvrepro.experiment import claims, store
 
-NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks" / "leakage.ipynb"
 OWN = """
 from kvrepro.engine.policy import Policy
 
@@ -21,7 +18,7 @@ MINE = Policy("Earliest", "this test", earliest)
 """
 
 
-def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(tmp_path):
+def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(tmp_path, monkeypatch):
     """Rows, curves and verdict rows of its own; a random model tells nothing, so no verdict claims anything. What the
     second model says stands beside what the first one does."""
     (tmp_path / "own_policy.py").write_text(OWN)
@@ -31,9 +28,7 @@ def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(t
     given = {"model": folders[0], "results": str(tmp_path / "results")}
     given |= {"n_items": 1, "policies": [mine], "ratios": [0.5]}
     given |= {"options": {"max_new_tokens": 4, "repeats": 1, "progress": False, "compare": folders[1]}}
-    executed = papermill.execute_notebook(NOTEBOOK, tmp_path / "out.ipynb", given, kernel_name="python3",
-                                          progress_bar=False)  # fmt: skip
-    outputs = [o.get("data", {}) for c in executed.cells if c.cell_type == "code" for o in c.outputs]
+    outputs = [data for _, shown in notebook.run(monkeypatch, "leakage", given) for data in shown]
     assert sum("image/svg+xml" in data for data in outputs) >= 10
     assert sum("Earliest" in data.get("text/markdown", "") for data in outputs) >= 3
     verdicts = pd.read_csv(tmp_path / "results" / "leakage" / "claims.csv")

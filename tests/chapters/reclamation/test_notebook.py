@@ -4,13 +4,12 @@ import re
 from pathlib import Path
 
 import checkpoint
+import notebook
 import pandas as pd
-import papermill
 import pytest
 
 from kvrepro.experiment import claims
 
-NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks" / "reclamation.ipynb"
 MINE = '''
 from kvrepro.engine.policy import Policy
 
@@ -24,10 +23,6 @@ OPTIONS = {"prompt_tokens": 220, "capacity": 64, "max_new_tokens": 2, "acceptanc
            "timed_cadences": [1, 4], "budget": 64, "lengths": [32, 64], "progress": False}  # fmt: skip
 
 
-def code(notebook) -> list:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     """Parameters of a run on a small random Qwen2 in the hub's format, with real questions."""
@@ -37,22 +32,19 @@ def given(tmp_path_factory):
 
 
 @pytest.mark.parametrize("policy", [pytest.param("window", marks=pytest.mark.slow), "{folder}/mine.py:MINE"])
-def test_it_runs_on_a_foreign_checkpoint_with_one_policy(given, policy, tmp_path):
+def test_it_runs_on_a_foreign_checkpoint_with_one_policy(given, policy, monkeypatch):
     results = Path(given["results"])
     given = {**given, "policies": [policy.format(folder=results.parent)]}
-    executed = papermill.execute_notebook(
-        NOTEBOOK, tmp_path / "out.ipynb", given, kernel_name="python3", progress_bar=False
-    )
-    outputs = [[o.get("data", {}) for o in cell.outputs] for cell in code(executed)]
-    images = [sum("image/svg+xml" in data for data in cell) for cell in outputs]
-    assert images == ["figure.show(" in cell.source for cell in code(executed)]
+    cells = notebook.run(monkeypatch, "reclamation", given)
+    images = [sum("image/svg+xml" in data for data in shown) for _, shown in cells]
+    assert images == ["figure.show(" in source for source, _ in cells]
     table = pd.read_csv(results / "reclamation" / "claims.csv")
     assert table.columns.tolist() == claims.COLUMNS
     verdicts = table.set_index("claim").verdict
     assert verdicts[["R1", "R2", "R3", "R4", "R6b"]].tolist() == ["reproduced"] * 4 + [
         "reproduced" if policy == "window" else "not testable here"
     ]
-    shown = " ".join(data.get("text/html", "") + data.get("text/markdown", "") for cell in outputs for data in cell)
+    shown = " ".join(data.get("text/html", "") + data.get("text/markdown", "") for _, cell in cells for data in cell)
     if policy != "window":
         assert verdicts["R6b Mine"] == "reproduced"
         assert shown.count("Mine") > 10

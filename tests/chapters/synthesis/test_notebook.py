@@ -1,12 +1,9 @@
 """The notebook from top to bottom: a foreign checkpoint, a file of questions, a policy of one's own, few cells."""
 
-from pathlib import Path
-
 import checkpoint
+import notebook
 import pandas as pd
-import papermill
 
-NOTEBOOK = Path(__file__).resolve().parents[3] / "notebooks" / "synthesis.ipynb"
 MINE = '''
 from kvrepro.engine.policy import Policy
 
@@ -20,17 +17,15 @@ MINE = Policy("Mine", "a test", times_value, parameters={"window": 4, "recent": 
 '''
 
 
-def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_own(tmp_path):
+def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_own(tmp_path, monkeypatch):
     policy = tmp_path / "mine.py"
     policy.write_text(MINE)
     given = checkpoint.inputs(tmp_path, checkpoint.questions(3, 2400))
     given |= {"policies": [f"{policy}:MINE", "key_diff", "dropkv"]}
     given["options"] = {"tokens": 300, "cells": 14, "kept": [0.2, 0.4], "answer_words": 4, "window": 4, "draws": 20}
-    executed = papermill.execute_notebook(
-        NOTEBOOK, tmp_path / "out.ipynb", given, kernel_name="python3", progress_bar=False
-    )
-    outputs = [o.get("data", {}) for cell in executed.cells if cell.cell_type == "code" for o in cell.outputs]
-    drawn = [cell for cell in executed.cells if "figure.show(" in cell.source]
+    cells = notebook.run(monkeypatch, "synthesis", given)
+    outputs = [data for _, shown in cells for data in shown]
+    drawn = [source for source, _ in cells if "figure.show(" in source]
     assert sum("image/svg+xml" in data for data in outputs) == len(drawn) >= 10
     stored = pd.read_parquet(tmp_path / "results" / "synthesis" / "grid.parquet")
     assert stored.error.isna().all()

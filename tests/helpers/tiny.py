@@ -49,8 +49,8 @@ def architecture(name: str, dim: int = 8, layers: int = 3) -> PreTrainedModel:
     kind, changes = ARCHITECTURES[name]
     shape = {
         "vocab_size": 120, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": layers,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": dim, "max_position_embeddings": 512, "initializer_range": 0.2,
-        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": dim, "max_position_embeddings": 512,
+        "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     config = getattr(transformers, kind)(**{**shape, **changes})
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()

@@ -177,7 +177,7 @@ def test_each_condition_by_whom_it_is_given_to():
 
 
 def test_a_probe_finds_agreement_and_what_breaks_it(monkeypatch):
-    ids = tiny_prompts(80)[0]
+    ids = tiny_prompts(48)[0]
     fine = [Condition(), *(condition(name, Prefill()) for name in ("snapkv", "cake", "h2o", "critical_kv", "k_norm"))]
     fine.append(Condition("lru", 16, SharedCap()))
     assert set(backend.compared(model(), ids, fine).values()) == {None}

@@ -1,5 +1,5 @@
-"""A chapter's notebook from top to bottom in this process, which has imported all it needs. The protection chapter's
-test and the book run notebooks in kernels."""
+"""A chapter's notebook from top to bottom in this process, which has imported all it needs; the book runs them in
+kernels."""
 
 import ast
 from pathlib import Path

@@ -99,6 +99,8 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     # The kernel is this interpreter, whatever kernels the user has installed.
     os.environ.pop("JUPYTER_PATH", None)
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+    # The next chapter's workers take the cores while this one draws: threads that wait for each other would slow both.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     quiet = ["--log-level=CRITICAL"]  # the kernel's remarks on its transport; errors of cells come as exceptions
     given = dict(kernel_name="python3", cwd=root, extra_arguments=quiet, progress_bar=False)
     # A cell's outputs are written when it ends; without this, all that went before is written again as it begins.

@@ -23,7 +23,7 @@ from kvrepro.engine.generate import Conditions
 from kvrepro.engine.passes import boundary
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
 from kvrepro.errors import InputError
-from kvrepro.experiment import cluster, data, fingerprint, measure, models, store
+from kvrepro.experiment import cluster, data, fingerprint, measure, models, store, workers
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Estimate, Job, Plan
@@ -353,10 +353,11 @@ class AnswersPlan(Plan):
     def jobs(self) -> list[Job]:
         """Blocks of neighbouring items with about equal work, the same blocks whatever is missing of them."""
         together = self.study.together
-        # On a GPU every job takes batches of its own, which cost almost the same however many rows they have.
-        shared = (self.loaded, self.settings.engine, self.settings.address)
-        cpu, workers = self.loaded.device == "cpu", cluster.usual_workers(*shared)
-        parts, batches = (max(LEAST, workers), BATCHES) if cpu else (workers, GPU_BATCHES)
+        if self.loaded.device == "cpu":  # the cores of this machine, also where a cluster's nodes compute
+            parts, batches = max(LEAST, workers.default_workers(self.loaded)), BATCHES
+        else:  # every job takes batches of its own, which cost almost the same however many rows they have
+            given = (self.loaded, self.settings.engine, self.settings.address)
+            parts, batches = cluster.usual_workers(*given), GPU_BATCHES
         count = len(self.prompts)
         tokens = [len(mine) * len(prompt.ids) for mine, prompt in zip(self.columns, self.prompts, strict=True)]
         share = -(-count // parts) / count * sum(tokens)  # of a job

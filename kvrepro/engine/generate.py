@@ -52,9 +52,9 @@ def generate(
     """Greedy generations `[prompt][condition]` of at most `max_new_tokens`, a number for all prompts or one for each.
 
     prompts: token ids, or `Prompt` where a condition names spans. conditions: of all prompts, or a list for each. Rows
-    of any prompt and condition decode in batches of up to `batch_rows` (None: 64 on a CPU, on a GPU what a third of its
-    free memory holds); `prompt_rows` neighbouring prompts under the same conditions pass through the model together,
-    padded on the left (None: one on a CPU, on a GPU up to 16 of together 32,768 tokens).
+    of any prompt and condition decode in batches of up to `batch_rows` (None: on a CPU 64, or what 2 GiB hold, on a GPU
+    what a third of its free memory holds); `prompt_rows` neighbouring prompts under the same conditions pass through
+    the model together, padded on the left (None: one on a CPU, on a GPU up to 16 of together 32,768 tokens).
     backend: "torch"; "triton" on a GPU, which refuses what kernels cannot do (`kvrepro.engine.backend`); "auto":
     "triton" where it can and agrees with "torch", else "torch". Or one of these by condition. Each generation says
     which it was.

@@ -10,15 +10,17 @@ import hashlib
 import logging
 import os
 import platform
+import queue
 import socket
 import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, Stopped
 from kvrepro.experiment import workers
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Job
@@ -27,9 +29,10 @@ from kvrepro.paths import CODE
 
 AHEAD = 2  # jobs that a worker holds: the one that it does, and the next
 PATIENCE = 15.0  # seconds without any worker until a line says that the run is waiting for one, or that no node is left
+START = 60.0  # seconds that Ray may take to start here, or to let us in; then the run ends in one line
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # no reports home, no warning
-ALONE = {  # of a Ray of this machine: no idle process for every core, and time to start on a busy machine
-    "RAY_prestart_worker_first_driver": "0", "RAY_raylet_start_wait_time_s": "180",
+ALONE = {  # of a Ray of this machine: no idle process for every core, and time to start on a busy machine, below START
+    "RAY_prestart_worker_first_driver": "0", "RAY_raylet_start_wait_time_s": "45",
 }  # fmt: skip
 _crew: dict[Any, list["_Member"]] = {}  # the model for which workers run, and those workers
 
@@ -42,7 +45,8 @@ def connect(address: str | None = None, least: int = 1) -> Any:
     ends with this process. None: `$RAY_ADDRESS`, which Ray's own job runner sets, or else this machine.
 
     least: workers that this machine must take, however few its cores. Raises InputError within seconds: no ray, nobody
-    at the address, another version of Python or Ray.
+    at the address, another version of Python or Ray. Stopped, after START at most: Ray gives no answer, or does not
+    start, tried twice.
     """
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     try:
@@ -53,17 +57,56 @@ def connect(address: str | None = None, least: int = 1) -> Any:
         return ray
     _crew.clear()
     given: dict[str, Any] = {"address": address or os.environ.get("RAY_ADDRESS") or "local"}
-    if given["address"] == "local":
-        os.environ.update(ALONE)
-        given |= {"num_cpus": max(least, os.cpu_count() or 1), "include_dashboard": False}
-    else:
+    if given["address"] != "local":
         _reach(given["address"])
-    try:
-        ray.init(**given, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # of a cluster that answers, but not to us
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"Ray at {given['address']}: {why}; the same Python and Ray must run everywhere") from None
+        _enter(ray, given)
+        return ray
+    os.environ.update(ALONE)
+    given |= {"num_cpus": max(least, os.cpu_count() or 1), "include_dashboard": False}
+    if (error := _begun(ray, given)) and not isinstance(error, TimeoutError):
+        print(f"Ray did not start ({_first(error)}): once more", file=sys.stderr, flush=True)
+        error = _begun(ray, given)
+    if error:
+        way_out = "end what is left of earlier ones by `ray stop --force`, or take engine 'local'"
+        raise Stopped(f"Ray does not start on this machine ({_first(error)}): {way_out}; what was done is stored")
     return ray
+
+
+def _enter(ray: Any, given: dict[str, Any]) -> None:
+    """Join a cluster that listens. Raises InputError where it does not take us, Stopped where it says nothing."""
+    error = _begun(ray, given)
+    if isinstance(error, TimeoutError):
+        way_out = "look at its nodes with `ray status`, or leave the address out to use this machine"
+        raise Stopped(f"Ray at {given['address']}: {error}: {way_out}; what was done is stored")
+    if error:
+        raise InputError(f"Ray at {given['address']}: {_first(error)}; the same Python and Ray must run everywhere")
+
+
+def _begun(ray: Any, given: dict[str, Any]) -> Exception | None:
+    """Call `ray.init`: None, or what it raised, or a TimeoutError after START. The call waits in C++, where nothing can
+    interrupt it, so it has a thread of its own. On Linux Ray's processes end with the thread that started them: it
+    stays as long as this process, and where the start failed it ends, and they with it."""
+    answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def begin() -> None:
+        try:
+            ray.init(**given, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:
+            answer.put(error)
+            return
+        answer.put(None)
+        threading.Event().wait()
+
+    threading.Thread(target=begin, daemon=True).start()
+    try:
+        return answer.get(timeout=START)
+    except queue.Empty:
+        return TimeoutError(f"no answer within {START:.0f} seconds")
+
+
+def _first(error: Exception) -> str:
+    """The first line of what it says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _reach(address: str) -> None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -97,6 +98,30 @@ def without_node(loaded, item, mark):
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
     return pd.DataFrame({"name": [loaded.name]})
+
+
+@pytest.mark.slow
+def test_a_raylet_that_is_killed_as_it_starts_is_replaced(tmp_path):
+    """Ray itself waits for the dead one; what it started goes, and the second start has everything of its own."""
+    code = """
+import threading, time
+import psutil
+from kvrepro.experiment import cluster
+
+def kill():
+    while not (found := [one for one in psutil.Process().children() if one.name() == "raylet"]):
+        time.sleep(0.01)
+    found[0].kill()
+
+cluster.ALONE["RAY_raylet_start_wait_time_s"] = "8"
+threading.Thread(target=kill, daemon=True).start()
+ray = cluster.connect()
+names = [one.name() for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+print(ray.get(ray.remote(lambda: 5).remote()), names.count("gcs_server"), names.count("raylet"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
+    assert done.stdout.split() == ["5", "1", "1"]
+    assert done.stderr.count("once more") == 1
 
 
 @pytest.mark.slow
@@ -229,6 +254,59 @@ def test_an_address_where_nobody_listens_is_one_line_at_once(monkeypatch, addres
         with pytest.raises(InputError, match=said):
             cluster.connect(address or f"127.0.0.1:{closed.getsockname()[1]}")
     assert time.monotonic() - began < 6
+
+
+@pytest.fixture
+def not_begun(monkeypatch):
+    """Ray as if it had not been started; START is short. Starts are counted."""
+    starts = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "START", 0.3)
+    monkeypatch.setattr(cluster, "_crew", {})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def init(*outcomes):
+        def begin(**given):
+            starts.append(given["address"])
+            outcomes[len(starts) - 1]()
+
+        monkeypatch.setattr(ray, "init", begin)
+        return starts
+
+    return init
+
+
+def fails():
+    raise RuntimeError("the raylet is dead.\nand so on")
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_ray_that_never_answers_ends_the_run_in_one_line(not_begun, listens):
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        head.listen()
+        address = f"127.0.0.1:{head.getsockname()[1]}" if listens else None
+        starts, began = not_begun(threading.Event().wait), time.monotonic()
+        with pytest.raises(Stopped, match="no answer within 0 seconds.*what was done is stored$") as error:
+            cluster.connect(address)
+    assert time.monotonic() - began < 3
+    assert "\n" not in str(error.value)
+    assert ("ray status" if listens else "ray stop --force") in str(error.value)
+    assert starts == [address or "local"]
+
+
+def test_a_ray_of_this_machine_that_fails_to_start_is_started_once_more(not_begun, capsys):
+    starts = not_begun(fails, lambda: None)
+    assert cluster.connect() is ray
+    assert starts == ["local", "local"]
+    assert capsys.readouterr().err == "Ray did not start (the raylet is dead): once more\n"
+
+
+def test_a_ray_of_this_machine_that_fails_twice_ends_the_run_in_one_line(not_begun):
+    starts = not_begun(fails, fails)
+    with pytest.raises(Stopped, match=r"^Ray does not start on this machine \(the raylet is dead\): .*engine 'local'"):
+        cluster.connect()
+    assert len(starts) == 2
 
 
 def test_without_ray_the_line_says_how_to_install_it(monkeypatch):

@@ -1,4 +1,4 @@
-"""A policy is data. `python -m kvrepro.engine.policy` lists the catalogue; `evict` says how one is applied."""
+"""A policy is data; `evict` says how one is applied."""
 
 import math
 import re
@@ -109,13 +109,8 @@ class Policy:
         return tuple(name for name in REGIMES if (name == SharedCap.name) == self.shared and name not in self.refuses)
 
     @property
-    def formula(self) -> str:
-        """The first sentence of its scorer."""
-        return first_sentence(self.score)
-
-    @property
     def rule(self) -> str:
-        """Its formula, and the first sentences of what else decides, a line each."""
+        """The first sentences of its scorer, its formula, and of what else decides, a line each."""
         deciding = [f for f in self.functions if f is not allocate.uniform]
         return "\n".join(filter(None, map(first_sentence, deciding)))
 
@@ -414,22 +409,3 @@ def _needs(p: Policy) -> str:
         asked += ["the last query" if window == 1 else f"the last {window}{other} queries"]
     files = [f"a {key.removesuffix('_file')} file of the model" for key in p.files]
     return ", ".join(asked + [SUMS.get(n, n) for n in p.needs] + files) or "nothing"
-
-
-def main() -> None:
-    """Print the catalogue: plain columns that read the same on 80 columns and through a pipe."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    widths = {"name": 19, "source": None, "regimes": 10, "budget": 9, "readings": 12}
-    view = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
-    for column, width in widths.items():
-        view.add_column(column, width=width, no_wrap=column == "name", overflow="fold")
-    for row in table():
-        view.add_row(*(Text(row[column].replace("as_run, as_described", "both")) for column in widths))
-    Console().print(view)
-
-
-if __name__ == "__main__":
-    main()

@@ -124,12 +124,6 @@ def code_of(condition: Condition, backend: str) -> str:
     return fingerprint.digest(fingerprint.code(*roots, unfollowed=skipped), policy_of(condition))
 
 
-def reached_by(condition: Condition, backend: str) -> dict[fingerprint.Name, str]:
-    """The definitions that `code_of` counts, by (module, name), but for the policy's own."""
-    roots, skipped = _decided_by(condition, backend)
-    return fingerprint.HERE.reached(*roots, unfollowed=fingerprint.UNFOLLOWED | skipped)
-
-
 def _decided_by(condition: Condition, backend: str) -> tuple[list[fingerprint.Name], frozenset[fingerprint.Name]]:
     """Where the code begins that decides a condition's rows, and what none of them reaches."""
     skipped = {("kvrepro_kernels", "")} if backend == "torch" else set()

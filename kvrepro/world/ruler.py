@@ -225,9 +225,6 @@ def string_match_part(prediction: str, references: Collection[str]) -> float:
     return float(any(reference.lower() in prediction.lower() for reference in references))
 
 
-METRICS = {"ruler_all": string_match_all, "ruler_part": string_match_part}
-
-
 # ---- the tasks
 
 
@@ -298,8 +295,8 @@ def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: A
     tasks: names with commas between them, "" for all thirteen. tokens: of a prompt of that tokenizer, its chat template
     and the room for the answer included; items come as near to it from below as their filler allows. fetch finds the
     public files essays, squad and hotpotqa where a task reads them. Spans: evidence and question. meta: answers, metric
-    (a key of METRICS), max_new_tokens, prompt_tokens, depths (where in the context the evidence stands, 0 to 1), filler
-    (whose running text is the haystack), form (what is smaller than in the benchmark: "fewer repetitions", "no
+    (ruler_all or ruler_part), max_new_tokens, prompt_tokens, depths (where in the context the evidence stands, 0 to 1),
+    filler (whose running text is the haystack), form (what is smaller than in the benchmark: "fewer repetitions", "no
     example"). Items whose shortest prompt is too long are left out, which is printed. Raises InputError if none is
     left, for an unknown task, without tokenizer or chat template, and where a file cannot be had.
     """

@@ -11,7 +11,7 @@ from kvrepro.engine import policy as policies
 from kvrepro.engine.allowed import holds, said
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import SUMS, call, check, find, table
+from kvrepro.engine.policy import SUMS, call, check, find, first_sentence, table
 from kvrepro.engine.regime import REGIMES, SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError
@@ -55,7 +55,8 @@ def test_a_reading_that_differs_says_where_and_how(name):
     assert set(policy.refuses) <= set(REGIMES)
     assert set(policy.needs) <= set(SUMS)
     assert policy.source
-    assert policy.formula if policy.shared else policy.formula.startswith(("s_j", "Z_j"))
+    formula = first_sentence(policy.score)
+    assert formula if policy.shared else formula.startswith(("s_j", "Z_j"))
 
 
 def test_call_hands_over_only_what_a_function_names():
@@ -66,7 +67,7 @@ def test_no_two_rules_are_the_same_but_for_pages():
     """Policies that share a scorer say what else decides."""
     rules = {name: policy.rule for name, policy in CATALOGUE.items() if name != "quest_pages"}
     assert len(set(rules.values())) == len(rules)
-    assert all(rule.startswith(CATALOGUE[name].formula) for name, rule in rules.items())
+    assert all(rule.startswith(first_sentence(CATALOGUE[name].score)) for name, rule in rules.items())
     assert "gates" in rules["duo_attention"]
     assert "of all layers" in rules["layer_defensive_kv"]
     assert rules["critical_ada_kv"].count("\n") == 2

@@ -7,7 +7,7 @@ from conditions import flat, other
 
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import READINGS, Policy, budget_of, call, check, find, guarded, is_own, main, own, table
+from kvrepro.engine.policy import READINGS, Policy, budget_of, call, check, find, guarded, is_own, own, table
 from kvrepro.engine.regime import REGIMES, Prefill, Regime, SharedCap
 from kvrepro.errors import InputError
 
@@ -239,18 +239,6 @@ def test_the_table_has_a_row_for_every_policy():
     shared = [row["name"] for row in rows if row["regimes"] == SharedCap.name]
     assert shared == names[-len(shared) :] == list(SHARED)
     assert all(all(row.values()) for row in rows)
-
-
-def test_the_catalogue_is_printed_in_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    main()
-    out = capsys.readouterr().out
-    lines = out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0].split() == ["name", "source", "regimes", "budget", "readings"]
-    first = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    assert [name for name in first if name not in ("name", "Regime")] == [row["name"] for row in table()]
-    assert all(word in out for row in table() for word in row["source"].split())  # none is broken
 
 
 def test_the_kind_of_all_regimes_is_no_regime():

@@ -26,7 +26,7 @@ FACTS = [
     "single_fact", "needle", "needle_multikey", "story", "dialogue", "ledger", "report", "minutes",
     "passage_retrieval", "frequent_words",
 ]  # fmt: skip
-CLI = [sys.executable, "-m", "kvrepro.world"]
+CLI = [sys.executable, "-m", "kvrepro", "items"]
 
 
 def run(*arguments, **environment):
@@ -51,7 +51,7 @@ def word_pairs(conversation):
 
 
 def test_same_seed_same_bytes_whatever_the_hash_seed():
-    arguments = ("sample", "--task", "instruction_several", "--n", "3", "--seed", "7", "--tokens", "1900")
+    arguments = ("tinyworld:instruction_several", "-n", "3", "--seed", "7", "--tokens", "1900")
     first, second = run(*arguments, PYTHONHASHSEED="1"), run(*arguments, PYTHONHASHSEED="2")
     assert first.returncode == 0
     assert first.stdout == second.stdout
@@ -127,15 +127,17 @@ def test_no_items_asked_for_is_named():
 
 
 def test_unknown_task_is_one_line_and_exit_code_2():
-    done = run("sample", "--task", "neddle")
+    done = run("tinyworld:neddle")
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
-    assert "unknown task 'neddle': choose one of single_fact" in done.stderr
+    assert "unknown tinyworld task 'neddle': use domains, long, or some of single_fact" in done.stderr
+    with pytest.raises(InputError, match="unknown task 'neddle': choose one of single_fact"):
+        world.sample("neddle", 1)
 
 
 def test_the_tasks_are_named():
-    assert run("tasks").stdout.split() == list(world.KNOWN)
+    assert f"Tasks of tinyworld: {', '.join(world.KNOWN)}" in run().stdout
 
 
 # ---- what the text says

@@ -17,8 +17,6 @@ from torch import Tensor
 from kvrepro.engine.memory import Peak
 from kvrepro.errors import InputError
 
-WAYS = ("fused attention", "one extra pass", "eager")
-
 
 def eager(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Output [queries, dim] and the whole matrix of probabilities [queries, tokens]."""

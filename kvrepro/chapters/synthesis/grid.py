@@ -31,16 +31,6 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "quota": ("none", "parts"),
     "regime": ("question seen", "question unseen", "decode cap"),
 }
-MEANS = {  # factor -> what it decides
-    "scorer": "what is said of a token",
-    "aggregator": "how the window's queries become one number",
-    "pooling": "over neighbours",
-    "guard": "which tokens may not leave: none, the four oldest, a share of the budget at both ends",
-    "split": "how a budget is shared out: evenly, among a layer's heads, among all heads, or one set of tokens for all",
-    "quota": "does every part of the prompt keep its share?",
-    "regime": "what is known when tokens leave, and whether they leave again while the answer grows",
-    "kept": "share of the compressed tokens that stays",
-}
 PUBLISHED = (
     "streaming_llm", "snapkv", "ada_kv", "dropkv", "key_diff", "k_norm", "h2o", "defensive_kv", "layer_defensive_kv",
 )  # fmt: skip

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from kvrepro.engine.allowed import Count, ensure
@@ -59,17 +58,10 @@ def whole(scores: Scores, protected: Mask, budget: RowInts, o: Observation, dens
 # ---- DuoAttention
 
 
-def gates(path: str) -> Float[Tensor, "layers kv_heads"]:
-    """Gates in [0, 1] from a file: JSON as `kvrepro.tools.duo` writes it, or a line per layer as the authors do.
-
-    Relative paths start at the project's folder. Raises InputError.
-    """
-    return _learned(path)[0]
-
-
 @lru_cache(maxsize=32)
 def _learned(path: str) -> tuple[Tensor, Tensor | None]:
-    """(gates, sample of the weights that they belong to, which the authors' files do not have)."""
+    """(gates [layers, kv_heads] in [0, 1], sample of the weights that they belong to) from a file: JSON as
+    `kvrepro.tools.duo` writes it, or a line per layer as the authors do, without a sample. Raises InputError."""
     with reading(path, "gates", "learn them, a row per layer, with python -m kvrepro.tools.duo") as file:
         text = file.read_text()
         known = json.loads(text) if file.suffix == ".json" else {"gates": [line.split() for line in text.splitlines()]}

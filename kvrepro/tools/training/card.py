@@ -47,8 +47,8 @@ answers alone, before any claim was judged on it.
 
 A system turn, then a passage of facts among filler sentences (400 of them, always the same), then a question. Words
 are English, the sentences plain, and each fact states a value right after its key, so that a small model can learn to
-look it up. People are a first and a last name, things an adjective and a noun. `python -m kvrepro.world sample
---task needle --n 3 --seed 7 --tokens 1900` prints items; their prompts can have 200 to 4,000 tokens.
+look it up. People are a first and a last name, things an adjective and a noun. `kvrepro items
+tinyworld:needle -n 3 --seed 7 --tokens 1900` prints items; their prompts can have 200 to 4,000 tokens.
 
 *Held out.* Each person and each thing in an evaluation item is a pair of words that no training conversation shows
 (one pair in eight is kept for evaluation), and a followed chain of copies starts with a link that starts none in

@@ -59,18 +59,18 @@ def layers_of(tokens, sinks, recent, rows=1):
 
 
 def test_gates_are_read_clamped_from_both_kinds_of_file(gate_file, tmp_path):
-    assert heads.gates(gate_file).tolist() == [
+    assert heads._learned(gate_file)[0].tolist() == [
         [pytest.approx(0.9), pytest.approx(0.1)],
         [pytest.approx(0.4)] * 2,
         [0, 1],
     ]
     (tmp_path / "g.tsv").write_text("0.5\t-1\n0.25\t2\n")
-    assert heads.gates(str(tmp_path / "g.tsv")).tolist() == [[0.5, 0.0], [0.25, 1.0]]
+    assert heads._learned(str(tmp_path / "g.tsv"))[0].tolist() == [[0.5, 0.0], [0.25, 1.0]]
     with pytest.raises(InputError, match="no gates at"):
-        heads.gates(str(tmp_path / "none.json"))
+        heads._learned(str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text('{"gates": 3}')
     with pytest.raises(InputError, match="holds no gates"):
-        heads.gates(str(tmp_path / "bad.json"))
+        heads._learned(str(tmp_path / "bad.json"))
 
 
 @given(tokens=st.integers(6, 60), sinks=st.integers(0, 3), recent=st.integers(0, 3), data=st.data())

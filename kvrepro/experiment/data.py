@@ -12,7 +12,7 @@ import random
 import re
 import shutil
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -246,7 +246,16 @@ def read_jsonl(path: Path) -> list[Item]:
     """
     if not path.is_file():
         raise InputError(f"no file {path}: give a .jsonl, or fetch one (python -m kvrepro.experiment.data list)")
-    items: dict[str, Item] = {}
+    needed = "answer, and messages or context and question"
+    return by_line(path, lambda row, number: _item(row, f"{path.stem}-{number - 1:03d}"), needed)
+
+
+def by_line(path: Path, made: Callable[[dict[str, Any], int], Any], needed: str) -> list[Any]:
+    """What `made` makes of each JSON object of a file and its line's number; each has an `id` of its own.
+
+    needed: what a row must have. Raises InputError as `read_jsonl` does, for whatever `made` raises.
+    """
+    found: dict[str, Any] = {}
     lines: dict[str, int] = {}  # of each id
     bad: dict[int, str] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -256,20 +265,19 @@ def read_jsonl(path: Path) -> list[Item]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise TypeError("not an object")
-            item = _item(row, f"{path.stem}-{number - 1:03d}")
-            if item.id in items:
-                raise ValueError(f"id {item.id!r} is that of line {lines[item.id]}: give each its own")
-            items[item.id], lines[item.id] = item, number
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            wanted = "a row needs answer, and messages or context and question"
-            bad[number] = f"no field {error}; {wanted}" if isinstance(error, KeyError) else str(error)
+            one = made(row, number)
+            if one.id in found:
+                raise ValueError(f"id {one.id!r} is that of line {lines[one.id]}: give each its own")
+            found[one.id], lines[one.id] = one, number
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            bad[number] = f"no field {error}" if isinstance(error, KeyError) else str(error)
     if bad:
         others = f" (bad lines: {', '.join(map(str, bad))})" if len(bad) > 1 else ""
         number, why = next(iter(bad.items()))
-        raise InputError(f"{path}, line {number}: {why}{others}")
-    if not items:
+        raise InputError(f"{path}, line {number}: {why}; a row needs {needed}{others}")
+    if not found:
         raise InputError(f"{path} holds no items: give a row on each line")
-    return list(items.values())
+    return list(found.values())
 
 
 def _item(row: dict[str, Any], identity: str) -> Item:

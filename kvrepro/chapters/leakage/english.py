@@ -113,7 +113,7 @@ def wording(asked: str | None) -> Wording:
 class Row:
     """A line of a file: a directive, a request that it applies to, and what following it means."""
 
-    key: str
+    id: str
     directive: str
     request: str
     asked: list[tuple[str, dict[str, Any]]]  # classes of `ifeval.CHECKS`, with their arguments
@@ -134,29 +134,11 @@ def read(path: Path) -> list[Row]:
     IFEval's own file is of this form. Raises InputError with the numbers of all bad lines and what is wrong with the
     first.
     """
-    rows: dict[str, Row] = {}
-    bad: dict[int, str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = _row(json.loads(line), str(number))
-            if row.key in rows:
-                raise ValueError(f"id {row.key!r} is that of an earlier line")
-            rows[row.key] = row
-        except KeyError as error:
-            bad[number] = f"no field {error}"
-        except (ValueError, TypeError, AttributeError) as error:
-            bad[number] = str(error)
-    if bad or not rows:
-        number, why = next(iter(bad.items()), (1, "no system prompts"))
-        others = f" (bad lines: {', '.join(map(str, bad))})" if len(bad) > 1 else ""
-        wanted = "messages of a system and a user, and instruction_id_list with kwargs, or answer"
-        raise InputError(f"{path}, line {number}: {why}{others}; a row needs {wanted}")
-    return list(rows.values())
+    needed = "messages of a system and a user, and instruction_id_list with kwargs, or answer"
+    return data.by_line(path, _row, needed)
 
 
-def _row(given: dict[str, Any], number: str) -> Row:
+def _row(given: dict[str, Any], number: int) -> Row:
     turns = {message["role"]: message["content"].strip() for message in given["messages"]}
     if list(turns) != ["system", "user"] or len(given["messages"]) != 2 or not all(turns.values()):
         raise ValueError("messages are not a text of the system and one of the user")
@@ -207,7 +189,7 @@ def english(
         for order in orders:
             defense = row.defense or wording.defense.get(order, [])
             parts = {"normal": defense + directive, "flipped": directive + defense, "alone": directive}[order]
-            told = [name, *["paper"] * (wording.name == "paper"), *["bare"] * (not preamble), order, row.key]
+            told = [name, *["paper"] * (wording.name == "paper"), *["bare"] * (not preamble), order, row.id]
             items += requests("-".join(told), i, order, parts, turns, meta)
     return items
 

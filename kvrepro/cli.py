@@ -238,11 +238,9 @@ def _table(rows: "pd.DataFrame", measure: str) -> "pd.DataFrame":
 def _budget(text: str) -> int | float:
     """`256`, `0.2` or `20%`."""
     try:
-        return (
-            int(text)
-            if text.isascii() and text.isdigit() and len(text) < 10
-            else float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        )
+        if text.isascii() and text.isdigit() and len(text) < 10:
+            return int(text)
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         raise InputError(f"budget {text!r}: give a number of tokens such as 256, or a share such as 0.2") from None
 

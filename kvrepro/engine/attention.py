@@ -63,9 +63,7 @@ def _attention(
 
 
 AttentionInterface.register("kvrepro", _attention)
-_attending: ContextVar[Any] = ContextVar(
-    "attending", default=None
-)  # for families that drop unknown arguments on the way
+_attending: ContextVar[Any] = ContextVar("attending", default=None)  # for families that drop unknown arguments
 
 
 @contextmanager

@@ -483,16 +483,13 @@ def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[tuple[dict[str, Any
         whole = kept == len(context)
         text = item.context if whole else "".join(map(tokenizer.decode, longbench.halves(context, kept)))
         messages, spans = _asked(item, text)
-        over = _length(item, tokenizer, messages) - limit
+        ids = tokenizer(_text(item, tokenizer, messages), add_special_tokens=_plain(item))["input_ids"]
+        over = len(ids) - limit
         if over <= 0:
             return messages, spans, len(context) - kept
         kept -= over + (kept - over) % 2
         if kept < 2:
             raise InputError(f"item {item.id}: limit {limit} leaves {kept} tokens for its context: raise the limit")
-
-
-def _length(item: Item, tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> int:
-    return len(tokenizer(_text(item, tokenizer, messages), add_special_tokens=_plain(item))["input_ids"])
 
 
 def _plain(item: Item) -> bool:

@@ -93,18 +93,7 @@ LOOKS = {  # after Okabe and Ito's palette; a method, its simplified and its fai
 }
 KNOWN = {one.name for one in LOOKS.values()}
 ALIKE = {"slw": "streaming_llm", "random_sample": "random"}
-SEQUENCE = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#E69F00",
-    "#CC79A7",
-    "#56B4E9",
-    "#5F5F5F",
-    "#8C564B",
-    "#7B4FA3",
-    "#A0A000",
-)
+SEQUENCE = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #5F5F5F #8C564B #7B4FA3 #A0A000".split()
 SHAPES = "osD^vPXphd"
 
 

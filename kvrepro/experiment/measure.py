@@ -169,9 +169,8 @@ def code_similarity(prediction: str, answer: str) -> float:
     return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
 
 
-METRICS: dict[
-    str, Callable[[str, Sequence[str], Sequence[str]], float]
-] = {  # name -> (prediction, references, all labels)
+# name -> of a prediction, references and all labels
+METRICS: dict[str, Callable[[str, Sequence[str], Sequence[str]], float]] = {
     "qa_f1": lambda prediction, answer, _: token_f1_longbench(prediction, answer),
     "rouge": lambda prediction, answer, _: _best(prediction, answer, rouge_longbench),
     "classification": lambda prediction, answer, labels: _best(

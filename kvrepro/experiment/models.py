@@ -30,11 +30,7 @@ READ = (*SMALL_FILES, "*.safetensors")
 LARGEST = 100_000_000  # bytes of a small file: the largest tokenizer.json that is known has a third of it
 SIZES = {"num_hidden_layers": 1000, "vocab_size": 10**7, "hidden_size": 10**6, "intermediate_size": 10**7,
          "num_attention_heads": 10**4, "num_key_value_heads": 10**4, "max_position_embeddings": 10**9}  # fmt: skip
-TALK, TALK_SECONDS, TALK_BYTES = (
-    ("system", "user", "assistant", "user"),
-    10,
-    2 << 30,
-)  # what a chat template is tried on
+TALK, TALK_SECONDS, TALK_BYTES = ("system", "user", "assistant", "user"), 10, 2 << 30  # to try a chat template on
 # Stop tokens beside the tokenizer's eos, where a vocabulary has them (protection paper's run_v3_jax.py:397-403).
 STOP_TOKENS = ("<|im_end|>", "<|end|>", "<|endoftext|>")
 

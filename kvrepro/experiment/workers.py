@@ -99,11 +99,8 @@ def _shared(what: Told | None, parts: Sequence[bytes], count: int) -> Iterator[t
                 raise Lost(
                     f"a worker process was killed {TRIES} times in a row, {len(left)} parts are left: {HELP}"
                 ) from None
-            print(
-                f"a worker process was killed: {len(left)} parts of the study go to new ones",
-                file=sys.stderr,
-                flush=True,
-            )
+            said = f"a worker process was killed: {len(left)} parts of the study go to new ones"
+            print(said, file=sys.stderr, flush=True)
             left = left[workers:] + left[:workers]
         except BaseException:  # nobody waits for the others
             end()

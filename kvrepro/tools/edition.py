@@ -58,7 +58,8 @@ def edit(notebook: Any, chapter: str, folder: Path) -> None:
     names: set[str] = set()
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [_placed(output, chapter, folder, names) for output in cell.outputs if not _caption(output)]
+            shown = [output for output in cell.outputs if "caption_of" not in _told(output)]
+            cell.outputs = [_placed(output, chapter, folder, names) for output in shown]
             if not FOLDED & set(tags(cell)):
                 tag(cell, "hide-input")
         else:
@@ -87,10 +88,6 @@ def text_of(output: Any, kind: str) -> str:
 def _told(output: Any) -> dict[str, Any]:
     """What `figure.show` said of an output."""
     return dict(output.get("metadata", {}).get("kvrepro", {}))
-
-
-def _caption(output: Any) -> bool:
-    return "caption_of" in _told(output)
 
 
 def _numbered(text: str, chapter: str) -> str:

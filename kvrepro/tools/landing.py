@@ -127,11 +127,8 @@ def _reanalysis(root: Path) -> str:
     lru = rows[(rows["items"] == "longbench-pool") & (rows.policy == "lru")]
     guarded, bare, group = lru[lru.prefix == 0.1], lru[lru.prefix == 0], ["model_name", "capacity"]
     lift = stats.contrasts(guarded, bare, group, "token_f1", on=["item", *group]).value
-    changes = (
-        f"lifts the F1 of LRU by {lift.min():.2f} to {lift.max():.2f}"
-        if lift.min() > 0
-        else f"changes the F1 of LRU by {lift.min():+.2f} to {lift.max():+.2f}"
-    )
+    verb, form = ("lifts", ".2f") if lift.min() > 0 else ("changes", "+.2f")
+    changes = f"{verb} the F1 of LRU by {lift.min():{form}} to {lift.max():{form}}"
     return (
         f"Of {len(beside)} printed numbers {len(public)} have public rows; {int(public.same.sum())} of these come out "
         f"in every digit, the other {len(other)} {how}. In these rows protection {changes}, depending on the model."

@@ -27,18 +27,13 @@ def add_buttons(_app: Any, page: str, _template: str, context: dict[str, Any], _
     repository = os.environ.get("GITHUB_REPOSITORY", "")
     if folder != "book/executed" or not repository:
         return
+    rocket = {"icon": "fas fa-rocket"}
     buttons = [
-        {
-            "type": "link",
-            "text": name,
-            "tooltip": f"Open on {name}, to run and to edit",
-            "icon": "fas fa-rocket",
-            "url": to,
-        }
+        rocket | {"type": "link", "text": name, "tooltip": f"Open on {name}, to run and to edit", "url": to}
         for name, to in places(chapter, repository).items()
     ]
-    group = {"type": "group", "tooltip": "Run this chapter", "icon": "fas fa-rocket", "label": "launch-buttons"}
-    context["header_buttons"].insert(0, group | {"buttons": buttons})
+    group = rocket | {"type": "group", "tooltip": "Run this chapter", "label": "launch-buttons", "buttons": buttons}
+    context["header_buttons"].insert(0, group)
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -35,14 +35,7 @@ USUAL = WORK / "data" / "results"
 PASSING = {"key", "engine_hash", "chapter", "name", "profile", "seed", "processor", "torch", "transformers",
            "date", "prefill_seconds", "decode_seconds", "peak_bytes"}  # fmt: skip
 SAID = [name for name in COLUMNS if name not in PASSING]  # what two rows must share to be the same
-TIMES = (
-    "seconds",
-    "time",
-    "_ms",
-    "peak",
-    "compress",
-    "decode",
-)  # parts of names of columns that differ between two runs
+TIMES = ("seconds", "time", "_ms", "peak", "compress", "decode")  # in names of columns that differ between two runs
 STUDY = 6_000  # rows of the study that the bench looks up
 BLOCK = 5_000  # rows that merging adds at a time
 OLD = 86_400  # seconds after which a file that another machine left half-written is a leftover

@@ -17,9 +17,8 @@ from fontTools import subset
 from sphinx.application import Sphinx
 
 SITE_URL = "KVREPRO_SITE_URL"  # the environment variable with the address under which the book is published
-UNUSED: dict[
-    str | None, re.Pattern[str]
-] = {  # what a page must hold to need a style sheet or a script; None: nothing does
+# What a page must hold to need a style sheet or a script; None: nothing does.
+UNUSED: dict[str | None, re.Pattern[str]] = {
     None: re.compile(r"\s*<link\b[^>]*sphinx-thebe\.css[^>]*>"),
     'class="sd-': re.compile(
         r"\s*<(?:link|script)\b[^>]*(?:sphinx-design\.min\.css|design-tabs\.js)[^>]*>(?:</script>)?"
@@ -42,9 +41,7 @@ FRAME = (  # around it
     ),
 )
 FIGURE = re.compile(r'<img\b[^>]*kvrepro-figure[^>]*\bsrc="[^"]*_images/([^"]+\.svg)"[^>]*>')
-POINT = re.compile(
-    r'<circle cx="([\d.-]+)" cy="([\d.-]+)" r="6" opacity="0"><title>(.*?)</title>'
-)  # of `figure.vector`
+POINT = re.compile(r'<circle cx="([\d.-]+)" cy="([\d.-]+)" r="6" opacity="0"><title>(.*?)</title>')  # of figures
 FOOTER = """<p>MIT licence. <a href="{about}">Cite this book, licence, changes</a>.</p>"""
 
 

@@ -66,10 +66,5 @@ class Triples:
         columns = {"eps": p.amax(1), "c_low": found.low, "c_high": found.high}
         columns |= {"mu_share": mu / (p * r.norm(dim=-1)).sum(1), "guarantee": proxy / robust.lower}
         columns |= {"robust_c": robust.c, "robust_mu": robust.share}
-        of_pool = {
-            "tokens": self.position + 1,
-            "of_triples": self.of_triples,
-            "pool": pool_name(size),
-            "pool_size": count,
-        }
-        return pd.DataFrame(where).assign(**of_pool, **{name: column.cpu().numpy() for name, column in columns.items()})
+        rows = pd.DataFrame(where).assign(tokens=self.position + 1, of_triples=self.of_triples, pool=pool_name(size))
+        return rows.assign(pool_size=count, **{name: column.cpu().numpy() for name, column in columns.items()})

@@ -217,13 +217,9 @@ def trec(
         told = "\n".join(f"Question: {text}\nType: {label}" for text, label in shown)
         directive: Parts = [(["directive"], f"{TASK}{told}")]
         turns = {"follow": (f"{question}\nType:", one.answer), "leak": (wording.leak, wording.refusal)}
-        meta: dict[str, Any] = {
-            "rules": "examples",
-            "refusal": wording.refusal,
-            "wording": wording.name,
-            "words": words,
-        }
-        meta["classes"] = one.meta.get("classes") or sorted({label for _, label in shown} | {one.answer})
+        meta: dict[str, Any] = {"rules": "examples", "refusal": wording.refusal, "wording": wording.name}
+        classes = one.meta.get("classes") or sorted({label for _, label in shown} | {one.answer})
+        meta |= {"words": words, "classes": classes}
         for order in orders:
             defense = wording.strict[order]
             parts = defense + directive if order == "normal" else directive + defense

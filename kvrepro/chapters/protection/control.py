@@ -38,21 +38,7 @@ CAUSES = {
     "scope": "said of other prompts or models",
     "data": "these items cannot decide",
 }
-COLUMNS = [
-    "panel",
-    "claim",
-    "ours",
-    "low",
-    "high",
-    "unit",
-    "p",
-    "n",
-    "rule",
-    "verdict",
-    "members",
-    "decided_by",
-    "needed",
-]
+COLUMNS = "panel claim ours low high unit p n rule verdict members decided_by needed".split()
 
 
 class Panel(NamedTuple):

@@ -237,7 +237,8 @@ def _of_attention(claim: Mapping, attention: pd.DataFrame) -> list[Member]:
     """From rows (item, layer, head, region, mass, uniform): means over layers and heads, per item."""
     mass = attention.pivot_table(index="item", columns="region", values="mass", aggfunc="mean")
     if claim["contrast"] == "sink_share":
-        if not has_sink(attention):
+        of_layers = attention[attention.region == "sink"].groupby("layer").mass.mean()  # over heads and items
+        if not of_layers.max() >= MIN_SINK:
             raise NotTestable(
                 "the last prompt token gives position 0 less than a tenth of its attention in every layer"
             )
@@ -248,11 +249,6 @@ def _of_attention(claim: Mapping, attention: pd.DataFrame) -> list[Member]:
         Member(one, Sample(pd.DataFrame({"a": mass[one], "full": share[one]}), "share_of_ceiling", bounds=None))
         for one in claim["over"]["region"]
     ]
-
-
-def has_sink(attention: pd.DataFrame) -> bool:
-    """Whether position 0 takes at least a tenth of the attention mass in some layer (mean over heads and items)."""
-    return bool(attention[attention.region == "sink"].groupby("layer").mass.mean().max() >= MIN_SINK)
 
 
 def members(

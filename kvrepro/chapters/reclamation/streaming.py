@@ -39,12 +39,8 @@ def online(q: np.ndarray, k: np.ndarray, v: np.ndarray, tile: int) -> dict[str, 
         denominator = denominator * shrink + p.sum(1)
         gathered = gathered * shrink[:, None] + p @ v[start : start + tile]
         maximum = higher
-    return {
-        "output": gathered / denominator[:, None],
-        "maximum": maximum,
-        "denominator": denominator,
-        "peak": np.array(peak),
-    }
+    state = {"maximum": maximum, "denominator": denominator, "peak": np.array(peak)}
+    return state | {"output": gathered / denominator[:, None]}
 
 
 def wall(

@@ -28,7 +28,7 @@ from kvrepro.errors import InputError
 ERRORS = ("raise", "return")
 USUAL_ROWS, MOST_ROWS = 64, 2048  # that decode together, on a CPU and on a GPU
 CPU_ROOM = float(2**31)  # bytes of caches that wait to decode
-MOST_PROMPTS, PASS_TOKENS = 16, 2**15  # that pass through the model together on a GPU
+MOST_PROMPTS, PASS_TOKENS = 64, 2**15  # that pass through the model together on a GPU
 Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # of all prompts, or a list for each
 
 
@@ -53,8 +53,8 @@ def generate(
 
     prompts: token ids, or `Prompt` where a condition names spans. conditions: of all prompts, or a list for each. Rows
     of any prompt and condition decode in batches of up to `batch_rows` (None: on a CPU 64, or what 2 GiB hold, on a GPU
-    what a third of its free memory holds); `prompt_rows` neighbouring prompts under the same conditions pass through
-    the model together, padded on the left (None: one on a CPU, on a GPU up to 16 of together 32,768 tokens).
+    what a third of its free memory holds); `prompt_rows` neighbouring prompts pass through the model together, padded
+    on the left (None: one on a CPU, on a GPU up to 64 of together 32,768 tokens).
     backend: "torch"; "triton" on a GPU, which refuses what kernels cannot do (`kvrepro.engine.backend`); "auto":
     "triton" where it can and agrees with "torch", else "torch". Or one of these by condition. Each generation says
     which it was.
@@ -190,16 +190,28 @@ def _columns(conditions: Conditions, prompts: int) -> tuple[list[Condition], lis
 def _rows(
     call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int | None, room: float = math.inf
 ) -> Iterator[Rows]:
-    """Every prompt under its conditions after its prefill, a row each. Neighbours under the same conditions pass
-    through the model together; what would not fit half of the room is spread over several passes."""
+    """Every prompt under its conditions after its prefill, a row each. Neighbours pass through the model together,
+    under the conditions that they share; what would not fit half of the room is spread over several passes."""
     together = prompt_rows or (1 if call.device.type == "cpu" or call.measure_peak else MOST_PROMPTS)
     tokens = math.inf if prompt_rows else PASS_TOKENS
     lengths = [len(text.ids) for text in call.texts]
-    for _, alike in itertools.groupby(range(len(wanted)), lambda i: list(wanted[i])):
-        for block in blocks(list(alike), lengths, together, tokens):
-            for columns in groups(call, block, wanted[block[0]]):
-                for members, part in fitting(call, block, columns, room / 2):
+    for block in blocks(range(len(wanted)), lengths, together, tokens):
+        for alike, asked in shared(block, wanted):
+            for columns in groups(call, alike, asked):
+                for members, part in fitting(call, alike, columns, room / 2):
                     yield from read(call, members, part)
+
+
+def shared(members: Sequence[int], wanted: Sequence[Sequence[int]]) -> list[tuple[list[int], list[int]]]:
+    """Which of these prompts are asked together, and under which conditions: each prompt and condition once."""
+    askers: dict[int, list[int]] = {}
+    for i in members:
+        for j in wanted[i]:
+            askers.setdefault(j, []).append(i)
+    found: dict[tuple[int, ...], list[int]] = {}
+    for j, mine in askers.items():
+        found.setdefault(tuple(mine), []).append(j)
+    return [(list(some), columns) for some, columns in found.items()]
 
 
 def blocks(members: Sequence[int], lengths: Sequence[int], together: int, tokens: float) -> list[list[int]]:

@@ -497,6 +497,26 @@ def test_prompts_may_have_conditions_of_their_own():
         engine.generate(model, prompts, [[a], [b]], **FEW)
 
 
+def test_prompts_share_a_pass_under_the_conditions_that_they_share(monkeypatch):
+    model, prompts = architecture("qwen2"), tiny_prompts(60, 44, 52)
+    budgets = Condition(), *(Condition("streaming_llm", budget, Prefill()) for budget in (20, 30, 40))
+    mine = [[budgets[j] for j in chosen] for chosen in ((0, 1, 2), (0, 2, 3), (2, 1))]
+    seen, plain = [], engine.read
+
+    def read(call, members, columns):
+        seen.append((members, [call.conditions[j].label for j in columns]))
+        return plain(call, members, columns)
+
+    alone = [engine.generate(model, [prompt], own, **FEW)[0] for prompt, own in zip(prompts, mine, strict=True)]
+    monkeypatch.setattr(engine, "read", read)
+    found = engine.generate(model, prompts, mine, **FEW, prompt_rows=3)
+    assert [[(g.tokens, g.kept_positions_hash) for g in row] for row in found] == [
+        [(g.tokens, g.kept_positions_hash) for g in row] for row in alone
+    ]
+    asked = {0: [0, 1], 1: [0, 2], 2: [0, 1, 2], 3: [1]}
+    assert sorted(seen) == sorted((members, [budgets[j].label]) for j, members in asked.items())
+
+
 def test_a_prompt_is_not_asked_for_spans_of_anothers_conditions():
     model, [one, two] = architecture("qwen2"), tiny_prompts(40, 40)
     marked = Prompt(one, {"keep": [20, 21]})

@@ -5,6 +5,7 @@ than that lies in Ray's object store. It alone writes rows. A worker that is los
 and its jobs are done again; a job that costs three workers is given up, after all others are done.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -12,6 +13,7 @@ import os
 import platform
 import queue
 import socket
+import subprocess
 import sys
 import threading
 from collections import Counter, deque
@@ -34,6 +36,7 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "
 ALONE = {  # of a Ray of this machine: no idle process for every core, and time to start on a busy machine, below START
     "RAY_prestart_worker_first_driver": "0", "RAY_raylet_start_wait_time_s": "45",
 }  # fmt: skip
+ENDED = "this process was ended, by Ray as its node died or by a kill: call again, what was done is stored"
 _crew: dict[Any, list["_Member"]] = {}  # the model for which workers run, and those workers
 
 
@@ -214,11 +217,24 @@ def each(loaded: Loaded | None, jobs: Sequence[Job], count: int, address: str | 
     crew = _crew.setdefault(what, [])
     crew += [_hire(ray, loaded) for _ in range(count - len(crew))]
     try:
-        for i, result in _shared(ray, crew, packed, lambda: _hire(ray, loaded)):
-            yield jobs[i], result
+        with _last_word():
+            for i, result in _shared(ray, crew, packed, lambda: _hire(ray, loaded)):
+                yield jobs[i], result
     finally:
         if any(member.jobs for member in crew):  # under way, and nobody waits for them
             _dismiss(ray)
+
+
+@contextlib.contextmanager
+def _last_word() -> Iterator[None]:
+    """Around work: where Ray finds its node dead as it asks it something, it ends this process in C++, with exit code 1
+    and without a word. A shell that waits for our end says it then."""
+    shell = subprocess.Popen(["sh", "-c", f'read -r _ || echo "{ENDED}" >&2'], stdin=subprocess.PIPE)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(BrokenPipeError):  # an interrupt was for the shell, too
+            shell.communicate(b"\n")
 
 
 def _dismiss(ray: Any) -> None:

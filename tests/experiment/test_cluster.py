@@ -100,6 +100,18 @@ def without_node(loaded, item, mark):
     return pd.DataFrame({"name": [loaded.name]})
 
 
+@pytest.mark.parametrize(("end", "said"), [("os._exit(1)", f"{cluster.ENDED}\n"), ("sys.exit(1)", "")])
+def test_a_process_that_ray_ends_at_once_has_a_last_word(end, said):
+    code = f"""
+import os, sys
+from kvrepro.experiment import cluster
+with cluster._last_word():
+    {end}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 @pytest.mark.slow
 def test_a_raylet_that_is_killed_as_it_starts_is_replaced(tmp_path):
     """Ray itself waits for the dead one; what it started goes, and the second start has everything of its own."""

@@ -86,11 +86,8 @@ def paper_values(spec: Mapping[str, Any]) -> list[float]:
         return [float(len(rows))]
     if "minus" in spec:
         other = cells(spec["file"], spec["minus"])
-        pairs = (
-            rows.merge(other, on=by, suffixes=("_a", "_b"))
-            if by
-            else rows.merge(other, how="cross", suffixes=("_a", "_b"))
-        )
+        matched = {"on": by} if by else {"how": "cross"}
+        pairs = rows.merge(other, suffixes=("_a", "_b"), **matched)
         values = (pairs[f"{column}_a"].astype(float) - pairs[f"{column}_b"].astype(float)).tolist()
     elif show == "spread":
         groups = [group for _, group in rows.groupby(by)] if by else [rows]
@@ -154,6 +151,13 @@ def of_run(frame: pd.DataFrame, run: tuple[str, str] | None = None) -> pd.DataFr
 def label(verdict: str) -> str:
     """A verdict as readers see it."""
     return {"partly": "partly reproduced"}.get(verdict, verdict)
+
+
+def over(top: Any, bottom: Any) -> tuple[float, float, float]:
+    """The ratio of two timings (seconds, low, high), low and high: of their ends; none where one was timed once."""
+    once = top.low == top.high or bottom.low == bottom.high
+    low, high = (np.nan, np.nan) if once else (top.low / bottom.high, top.high / bottom.low)
+    return top.seconds / bottom.seconds, low, high
 
 
 def timed(frame: pd.DataFrame, tests: Mapping[str, str]) -> pd.DataFrame:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer
@@ -29,28 +29,13 @@ from kvrepro.engine.extend import Extend
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
 from kvrepro.paths import ROOT
-from kvrepro.tools import command
+from kvrepro.tools import command, trial
 from kvrepro.tools.filterable import table
 
-# The public configurations, typed in: layers, widths, heads and vocabulary decide the time.
-SHAPES = {
-    "Llama-3.1-8B": LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=131584, rms_norm_eps=1e-5, tie_word_embeddings=False,
-    ),
-    "Qwen2.5-3B": Qwen2Config(
-        vocab_size=151936, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
-        num_key_value_heads=2, max_position_embeddings=131584, tie_word_embeddings=True,
-    ),
-    "Mistral-7B": MistralConfig(
-        vocab_size=32768, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=131584, sliding_window=None,
-    ),
-    "Qwen2.5-7B": Qwen2Config(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, max_position_embeddings=131584, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
+SHAPES = {  # of public models, for long prompts
+    name: AutoConfig.for_model(**trial.SHAPES[name.lower()] | {"max_position_embeddings": 131584})
+    for name in ("Llama-3.1-8B", "Qwen2.5-3B", "Mistral-7B", "Qwen2.5-7B")
+}
 PLAIN = "Hugging Face, sdpa, DynamicCache"
 COLUMNS = ("part", "model", "method", "share", "tokens", "batch", "steps", "seconds", "low", "high", "unit",
            "ratio_to_plain", "peak_gib", "backend", "device", "torch", "triton", "transformers", "date")  # fmt: skip

@@ -5,16 +5,16 @@ kernel, least to greatest for whole models, none where one was timed once; least
 single slow step may allocate memory.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
-from kvrepro.paths import DATA
+from kvrepro.experiment import claims
+from kvrepro.paths import GPU
 
-KERNELS, MODELS = DATA / "gpu" / "kernels.csv", DATA / "gpu" / "models.csv"
+KERNELS, MODELS = GPU / "kernels.csv", GPU / "models.csv"
 SCORING = "perturbation sum mean"  # DropKV's row of the scoring kernel
 REFERENCES = {"plain torch, grouped, lse given": "torch, grouped", "plain torch, repeated heads": "torch, repeated"}
 SHAPE = "32/8/128"  # query heads, KV heads, dimensions: Llama-3.1-8B, Mistral-7B
@@ -87,7 +87,8 @@ def latency(file: Path = MODELS) -> pd.DataFrame:
 def first_token(file: Path = MODELS, model: str = "Mistral-7B", tokens: int = 32768) -> pd.DataFrame:
     """Time to the first token with DropKV over that with the plain cache, at the paper's model and length."""
     f = models("prefill", file)
-    return _frame([(f"{model}, {tokens}", *_ratio(f, (model, "DropKV", tokens, 1), (model, PLAIN, tokens, 1)))])
+    found = claims.over(f.loc[model, "DropKV", tokens, 1], f.loc[model, PLAIN, tokens, 1])
+    return _frame([(f"{model}, {tokens}", *found)])
 
 
 def prefill_gain(file: Path = MODELS) -> pd.DataFrame:
@@ -96,7 +97,7 @@ def prefill_gain(file: Path = MODELS) -> pd.DataFrame:
     rows = []
     for model, method, tokens, batch in f.index:
         if method == TORCH:
-            found = _ratio(f, (model, TORCH, tokens, batch), (model, "DropKV", tokens, batch))
+            found = claims.over(f.loc[model, TORCH, tokens, batch], f.loc[model, "DropKV", tokens, batch])
             rows.append((f"{model}, {tokens}", *(value - 1 for value in found)))
     return _frame(rows)
 
@@ -125,16 +126,6 @@ def throughputs(file: Path = MODELS) -> pd.DataFrame:
     found = [throughput(file, full).assign(against=name) for full, name in names.items()]
     both = pd.concat(found, ignore_index=True)
     return both.assign(member=both.member + ", over " + both.against)[["member", "value", "low", "high"]]
-
-
-def _ratio(f: pd.DataFrame, top: tuple, bottom: tuple) -> tuple[float, float, float]:
-    return _over(f.loc[top], f.loc[bottom])
-
-
-def _over(top: pd.Series, bottom: pd.Series) -> tuple[float, float, float]:
-    once = top.low == top.high or bottom.low == bottom.high
-    low, high = (math.nan, math.nan) if once else (top.low / bottom.high, top.high / bottom.low)
-    return top.seconds / bottom.seconds, low, high
 
 
 # contrast of a claim -> its members from a file, the file, and what the interval is

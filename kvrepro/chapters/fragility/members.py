@@ -15,7 +15,7 @@ from kvrepro.engine.policy import find, is_own
 from kvrepro.experiment import claims, history, judge, measure
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.stats import UNIT
-from kvrepro.paths import DATA
+from kvrepro.paths import GPU
 
 WITH_FULL = ("loss", "loss_ratio", "spread", "difference_of_ceiling")  # contrasts that need the full cache's scores
 
@@ -206,7 +206,6 @@ DEFENSIVE_PLAIN = "DefensiveKV, plain PyTorch"
 FULL = {"transformers' full cache": PLAIN, "this engine's full cache": KEPT}
 SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timings of the fused scoring kernel
 Timed = tuple[str, float, float, float]  # member, value, low, high: from the fastest and slowest of the timings
-GPU = DATA / "gpu"
 
 
 def _timings(gpu: Path, file: str) -> pd.DataFrame:
@@ -225,13 +224,6 @@ def _measured(gpu: Path, part: str, method: str, share: float, tokens: int | Non
     return f.sort_values("batch")
 
 
-def _ratio_of(label: str, top: Any, bottom: Any) -> Timed:
-    """Of two timings; without interval where one was timed once."""
-    value, low, high = top.seconds / bottom.seconds, top.low / bottom.high, top.high / bottom.low
-    once = top.low == top.high or bottom.low == bottom.high
-    return (label, value, np.nan, np.nan) if once else (label, value, low, high)
-
-
 def scoring_ratio(gpu: Path) -> list[Timed]:
     """Scoring time, largest over mean, of one kernel at the longest context that has both; 20th, 80th percentiles."""
     table = _timings(gpu, "kernels.csv").query("kernel == 'window_scores'")
@@ -241,7 +233,7 @@ def scoring_ratio(gpu: Path) -> list[Timed]:
     both = mean.index.intersection(largest.index)
     if both.empty:
         raise NotTestable(f"no timings of {SCORING_MEAN} beside {SCORING_MAX} in {gpu / 'kernels.csv'}")
-    return [_ratio_of(f"{both.max()} tokens", largest.loc[both.max()], mean.loc[both.max()])]
+    return [(f"{both.max()} tokens", *claims.over(largest.loc[both.max()], mean.loc[both.max()]))]
 
 
 def first_token_ratio(gpu: Path) -> list[Timed]:
@@ -255,7 +247,7 @@ def first_token_ratio(gpu: Path) -> list[Timed]:
         if other in f.index:
             reading = claims.LABELS[method.partition(", ")[2].replace(" ", "_")]
             top, bottom = f.loc[(model, tokens, backend, method)], f.loc[other]
-            found.append(_ratio_of(f"{model}, {tokens} tokens, {reading}", top, bottom))
+            found.append((f"{model}, {tokens} tokens, {reading}", *claims.over(top, bottom)))
     if not found:
         raise NotTestable(f"no timings of DefensiveKV beside CriticalKV in {gpu / 'first_token.csv'}")
     return found

@@ -13,17 +13,12 @@ SHAPES = {  # layers, query heads, KV heads, dimension of a head, parameters; fr
 UNITS = {"24 x 10^9 bytes": 24e9, "24 x 2^30 bytes": 24 * 2**30}
 
 
-def token_bytes(model: str, bits: int = 16) -> int:
-    """Bytes of one token's keys and values."""
-    layers, _, kv_heads, dim, _ = SHAPES[model]
-    return 2 * layers * kv_heads * dim * bits // 8
-
-
 def memory() -> pd.DataFrame:
     """Rows (check, model, value). "smaller by GQA": the cache of as many KV heads as query heads, over the model's.
     "tokens in <memory>": tokens that fit beside Qwen3-32B's weights at four bits, with nothing else in memory."""
     rows = [("smaller by GQA", model, heads / kv) for model, (_, heads, kv, _, _) in SHAPES.items()]
     model = "Qwen3-32B"
-    room = {name: most - SHAPES[model][4] / 2 for name, most in UNITS.items()}
-    rows += [(f"tokens in {name}", model, left // token_bytes(model)) for name, left in room.items()]
+    layers, _, kv_heads, dim, parameters = SHAPES[model]
+    token = 2 * 2 * layers * kv_heads * dim  # bytes of its keys and values
+    rows += [(f"tokens in {name}", model, (most - parameters / 2) // token) for name, most in UNITS.items()]
     return pd.DataFrame(rows, columns=["check", "model", "value"])

@@ -4,10 +4,9 @@ from kvrepro.chapters.reclamation import arithmetic, members
 
 
 def test_bytes_of_a_token_and_tokens_beside_the_weights():
-    assert arithmetic.token_bytes("Qwen3-32B") == 2 * 64 * 8 * 128 * 2 == 262_144
-    assert arithmetic.token_bytes("Qwen3-32B", 8) == 131_072
+    token = 2 * 64 * 8 * 128 * 2  # keys and values, layers, KV heads, dimensions, bytes
     rows = arithmetic.memory().set_index("check").value
-    assert rows["tokens in 24 x 10^9 bytes"] == (24_000_000_000 - 16_400_000_000) // 262_144
+    assert rows["tokens in 24 x 10^9 bytes"] == (24_000_000_000 - 16_400_000_000) // token
     assert rows["smaller by GQA"].tolist()[0] == 32 / 8
 
 

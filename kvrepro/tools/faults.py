@@ -10,13 +10,14 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +33,8 @@ from safetensors.torch import load_file, save_file
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data
+from kvrepro.experiment.sealed import write
+from kvrepro.experiment.table import VERSION
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import trial
 from kvrepro.tools.book import cells
@@ -42,6 +45,7 @@ OUT = DATA / "reliability"
 WHO = ("driver", "worker", "node")
 SMALL: dict[str, dict[str, Any]] = {"protection": {"capacities": [128]}, "fragility": {"shares": [0.2]}}  # to be quick
 POLL = 0.0005  # seconds between two looks at the results folder
+TIMES = ("date", "prefill_seconds", "decode_seconds")  # columns of rows that no second run repeats
 SETTLE = 20.0  # seconds that a killed run's workers may take to notice
 app = typer.Typer(add_completion=False)
 KEY = ["chapter", "engine", "who", "seed", "machine"]
@@ -98,16 +102,24 @@ class Run:
             raise RuntimeError("\n".join([f"{self.chapter} ended with exit code {self.process.exitcode}:", *last]))
 
 
+def _last(log: Path) -> str:
+    """The last line that says something, if any does."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return next((line for line in reversed(lines) if line.strip()), "")
+
+
 def _victims(run: Run, who: str) -> list[psutil.Process]:
-    """Whom a kill of that kind may hit: the process that runs the study, a worker of it, or Ray's node."""
+    """Whom a kill of that kind may hit: the process that runs the study, a worker of it, or Ray's node, as soon as a
+    worker of its has a job: before, it is Ray's start that is tried."""
     if who == "driver":
         return [psutil.Process(run.process.pid)]
-    found = []
+    found, busy = [], False
     for process in run.family():
         with contextlib.suppress(psutil.Error):
+            busy = busy or " ".join(process.cmdline()).startswith("ray::Worker.do")
             node = process.name() == "raylet"
             found += [process] if (node if who == "node" else _is_worker(process)) else []
-    return found
+    return found if busy or who != "node" else []
 
 
 def _is_worker(process: psutil.Process) -> bool:
@@ -222,6 +234,17 @@ def end(processes: list[psutil.Process]) -> int:
     return len(left)
 
 
+def ended(run: Run, family: list[psutil.Process]) -> int:
+    """Wait for the end of a run that lost its driver or its node; how many of its processes had to be ended. Raises
+    RuntimeError where it goes on and on."""
+    run.process.join(SECONDS)
+    if run.process.is_alive():
+        run.process.kill()
+        raise RuntimeError(f"{run.chapter} had not ended {SECONDS:.0f} s after the kill: {_last(run.log)}")
+    print(f"    exit code {run.process.exitcode}: {_last(run.log)}", flush=True)
+    return end(family)
+
+
 def killed_run(
     chapter: str, parameters: dict[str, Any], folder: Path, quiet: Quiet, who: str, kills: int, seed: int
 ) -> dict[str, int]:
@@ -253,9 +276,8 @@ def killed_run(
             counted["while_writing"] += writing
             misses = 0
             print(f"  kill {counted['kills']} after {run.seconds:.1f} s, {count} of {total} rows", flush=True)
-            if who == "driver":
-                run.process.join()
-                counted["processes_left"] += end(family)
+            if who != "worker":
+                counted["processes_left"] += ended(run, family)
         if not run.process.is_alive():
             run = Run(chapter, given, log)
     run.finish()
@@ -398,6 +420,128 @@ def meet(name: str, base: Path) -> dict[str, Any]:
             "exit_code": code, "lost": max(0, before - after), "seconds": taken, "processes_left": left}  # fmt: skip
 
 
+# ---- faults of the disk, after a call that stored rows and in the midst of one that stores more
+
+ALONE = ("-o", "batch_rows=1")  # so that no row depends on which others are missing
+MORE = (*ALONE, "-b", "0.25")  # and what the call with the fault computes beyond what is stored
+FULL = """mount -t tmpfs -o size=$(($(du -sk {0} | cut -f1) + 96))k none {1} && cp -r {0}/. {1}
+"$@"; code=$?; cp -r {1}/. {2}; exit $code"""
+READ_ONLY = 'mount --bind {1} {1} && mount -o remount,ro,bind {1} && exec "$@"'
+
+
+@dataclass(frozen=True)
+class Damage:
+    """How the disk fails a call of `kvrepro run`, and what its output says of it."""
+
+    made: str
+    says: str
+    harm: Callable[[Path], object] | None = None  # to the table that is stored
+    away: bool = True  # what was harmed is moved away afterwards, as the line says
+    around: str = ""  # the call, which is "$@": a shell's script with the right to mount
+    calls: int = 1  # at once
+
+
+def _of_later_version(file: Path) -> None:
+    table = pq.read_table(file)
+    write(table.replace_schema_metadata({b"kvrepro": b"results %d" % (VERSION + 1)}), file)
+
+
+def _changed_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 4] ^= 1
+    file.write_bytes(data)
+
+
+def _from_the_future(file: Path) -> None:
+    os.utime(file, (time.time() + 365 * 86_400,) * 2)
+
+
+DAMAGES = {
+    "the disk is full": Damage(
+        "a tmpfs with 96 KB left, by unshare and mount", "cannot be written (", around=FULL
+    ),
+    "the folder is read-only": Damage(
+        "a read-only bind mount, by unshare and mount", "no folder that you may write to", around=READ_ONLY
+    ),
+    "a results file is cut": Damage(
+        "its second half is gone", "is no whole parquet file",
+        lambda file: os.truncate(file, file.stat().st_size // 2),
+    ),
+    "a results file is changed": Damage("one bit at a quarter of it", "is no whole parquet file", _changed_byte),
+    "rows of a later version": Damage(
+        "a results file whose label says the next version", "later version of kvrepro", _of_later_version
+    ),
+    "files from the future": Damage(
+        "a results file's time is a year ahead, as after a clock was set back", "computed now, 0 failed",
+        _from_the_future, away=False,
+    ),
+    "two runs on one table": Damage("the same call twice at once", "computed now, 0 failed", calls=2),
+}  # fmt: skip
+
+
+def stored_and_whole(base: Path) -> tuple[Path, dict[str, pd.DataFrame]]:
+    """A folder of results with the rows of a first call, and all rows that a second one, with MORE, gives."""
+    whole, kept = base / "whole", base / "stored"
+    for options, copy in ((ALONE, kept), (MORE, None)):
+        command = [*_command(Fault("", "", options=options), base), "-o", f"results={whole}"]
+        if code := _called([command], base / "log")[0]:
+            raise RuntimeError(f"a call without a fault ended with exit code {code}: {_last(base / 'log')}")
+        if copy:
+            shutil.copytree(whole, copy)
+    return kept, tables(whole)
+
+
+def _called(commands: list[list[str]], log: Path) -> tuple[int, int]:
+    """The largest exit code of commands that run at once, and how many processes they left, which are ended."""
+    with log.open("wb") as said:
+        running = [
+            subprocess.Popen(one, stdout=said, stderr=said, cwd=ROOT, start_new_session=True,
+                             env=os.environ | {"KVREPRO_WORKERS": ""})
+            for one in commands
+        ]  # fmt: skip
+        codes = [process.wait(SECONDS) for process in running]
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            left += [process] if os.getsid(process.pid) in [one.pid for one in running] else []
+    return max(codes), end(left)
+
+
+def damaged(name: str, base: Path, kept: Path, whole: dict[str, pd.DataFrame]) -> dict[str, Any]:
+    """Call `kvrepro run` with a fault of the disk; do what its line says, call again, and count rows that are then
+    lost, doubled or other than without the fault."""
+    damage, results, out = DAMAGES[name], base / "results", base / "out"
+    if damage.around and subprocess.run("unshare -rm mount -t tmpfs none /mnt", shell=True).returncode:
+        raise InputError(f"fault {name!r} needs `unshare -rm` and mounts, which fail here: choose others by --only")
+    for folder in (results, out):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(kept, results)
+    file = results / "run" / "main.parquet"
+    if damage.harm:
+        damage.harm(file)
+    harmed = file.read_bytes()
+    command = [*_command(Fault("", "", options=MORE), base)]
+    script = damage.around.format(kept, results, out)
+    call = ["unshare", "-rm", "sh", "-c", script, "sh", *command] if script else command
+    began = time.monotonic()
+    code, left = _called([call] * damage.calls, base / "log")
+    seconds = round(time.monotonic() - began, 1)
+    said = [line for line in (base / "log").read_text(errors="replace").splitlines() if damage.says in line]
+    touched = damage.harm is not None and damage.away and file.read_bytes() != harmed
+    if damage.harm and damage.away:
+        file.rename(base / "away")
+    elif out.is_dir():
+        shutil.rmtree(results)
+        out.rename(results)
+    _called([command], base / "log")
+    found = differences(whole, tables(results))
+    found = found[~found.column.isin(TIMES)]
+    lost = int(found[["lost", "doubled", "different"]].to_numpy().sum()) + touched * ROWS
+    seen = "; ".join(said[-damage.calls :]).replace(str(base), "...")
+    return {"fault": name, "made": damage.made, "seen": seen, "exit_code": code, "lost": lost, "seconds": seconds,
+            "processes_left": left}  # fmt: skip
+
+
 # ---- the commands
 
 
@@ -446,16 +590,28 @@ def table_(
     only: Annotated[str, typer.Option(help="faults whose name holds this text")] = "",
 ) -> None:
     """Make each fault once, and write down what was seen; exit 1 where one was met in silence or lost a row."""
-    chosen, rows = [name for name in FAULTS if only in name], []
+    chosen, rows = [name for name in (*FAULTS, *DAMAGES) if only in name], []
     if not chosen:
-        raise InputError(f"only {only!r}: no fault's name holds that; there are: {'; '.join(FAULTS)}")
-    for name in chosen:
-        with tempfile.TemporaryDirectory() as base:
-            rows.append(meet(name, Path(base)) | stamp())
-        print(pd.Series(rows[-1]).to_string(), flush=True)
-        replace_rows(out, pd.DataFrame(rows), ["fault"])
+        raise InputError(f"only {only!r}: no fault's name holds that; there are: {'; '.join((*FAULTS, *DAMAGES))}")
+    with tempfile.TemporaryDirectory() as folder:
+        for row in _met(chosen, Path(folder)):
+            rows.append(row | stamp())
+            print(pd.Series(rows[-1]).to_string(), flush=True)
+            replace_rows(out, pd.DataFrame(rows), ["fault"])
     if any(row["lost"] or not row["seen"] or row["processes_left"] for row in rows):
         raise typer.Exit(1)
+
+
+def _met(names: list[str], base: Path) -> Iterator[dict[str, Any]]:
+    """A row for each fault. Those of the disk share what was stored before them."""
+    before: tuple[Any, ...] = ()
+    for name in names:
+        if name in FAULTS:
+            with tempfile.TemporaryDirectory() as own:
+                yield meet(name, Path(own))
+        else:
+            before = before or stored_and_whole(base)
+            yield damaged(name, base, *before)
 
 
 def _two_layers(folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """The campaign of kills: it counts what is lost, and it finds its victims."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -56,17 +57,68 @@ def test_kills_fall_into_the_computation_and_what_they_change_is_seen(tmp_path, 
     assert (row["lost"], row["doubled"], row["different"]) == (forgets, 0, forgets)
 
 
+class Process:
+    """What psutil says of one."""
+
+    def __init__(self, name, line):
+        self.name, self.cmdline, self.parent = lambda: name, lambda: [line], lambda: None
+
+
+def test_a_node_is_killed_once_its_workers_are_busy(monkeypatch):
+    raylet, worker = Process("raylet", "raylet --port"), Process("python", "ray::Worker")
+    monkeypatch.setattr(faults.Run, "family", lambda run: [raylet, worker])
+    run = object.__new__(faults.Run)
+    assert faults._victims(run, "node") == []
+    assert faults._victims(run, "worker") == [worker]
+    worker.cmdline = lambda: ["ray::Worker.do"]
+    assert faults._victims(run, "node") == [raylet]
+
+
+STORE = """import pathlib, sys
+import pandas as pd
+folder, count = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+folder.mkdir(parents=True, exist_ok=True)
+try:
+    known = pd.read_parquet(folder / "main.parquet")
+except FileNotFoundError:
+    known = pd.DataFrame()
+except Exception:
+    sys.exit("it is no whole parquet file: move it away")
+rows = pd.DataFrame({"key": [*"abcd"][:count], "chapter": "run", "name": "main", "value": range(count)})
+if sys.argv[3] == "forgets" and not len(known):
+    rows = rows[1:]
+rows.to_parquet(folder / "main.parquet")
+"""
+
+
+@pytest.mark.parametrize(("does", "lost"), [("right", 0), ("forgets", 1)])
+def test_what_a_damaged_file_costs_is_counted(tmp_path, monkeypatch, does, lost):
+    """In the place of kvrepro, a program that stores, refuses and, in one case, does not compute everything again."""
+
+    def command(fault, base):
+        return [sys.executable, "-c", STORE, str(base / "results" / "run"), "4", does]
+
+    monkeypatch.setattr(faults, "_command", command)
+    kept = tmp_path / "stored"
+    (kept / "run").mkdir(parents=True)
+    frame = pd.DataFrame({"key": [*"abcd"], "chapter": "run", "name": "main", "value": range(4)})
+    frame.to_parquet(kept / "run" / "main.parquet")
+    row = faults.damaged("a results file is cut", tmp_path, kept, faults.tables(kept))
+    assert (row["exit_code"], row["lost"], row["processes_left"]) == (1, lost, 0)
+    assert row["seen"] == "it is no whole parquet file: move it away"
+
+
 def test_a_fault_that_is_met_in_silence_fails(tmp_path, monkeypatch):
     seen = {"fault": "one", "made": "", "seen": "", "exit_code": 0, "lost": 0, "seconds": None, "processes_left": 0}
-    monkeypatch.setattr(faults, "meet", lambda name, base: seen)
+    monkeypatch.setattr(faults, "meet", lambda name, base: dict(seen))
     with pytest.raises(typer.Exit):
         faults.table_(tmp_path / "faults.csv", "NaN")
     assert len(pd.read_csv(tmp_path / "faults.csv")) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", faults.FAULTS)
+@pytest.mark.parametrize("name", [*faults.FAULTS, *faults.DAMAGES])
 def test_a_fault_is_told_in_one_line_and_loses_nothing(name, tmp_path):
-    row = faults.meet(name, tmp_path)
+    [row] = faults._met([name], tmp_path)
     assert row["seen"]
     assert (row["lost"], row["processes_left"]) == (0, 0)

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -537,7 +538,7 @@ def damaged(name: str, base: Path, kept: Path, whole: dict[str, pd.DataFrame]) -
     found = differences(whole, tables(results))
     found = found[~found.column.isin(TIMES)]
     lost = int(found[["lost", "doubled", "different"]].to_numpy().sum()) + touched * ROWS
-    seen = "; ".join(said[-damage.calls :]).replace(str(base), "...")
+    seen = re.sub(r"@\S+\.parquet", "@....parquet", "; ".join(said[-damage.calls :]).replace(str(base), "..."))
     return {"fault": name, "made": damage.made, "seen": seen, "exit_code": code, "lost": lost, "seconds": seconds,
             "processes_left": left}  # fmt: skip
 

@@ -113,6 +113,28 @@ with cluster._last_word():
 
 
 @pytest.mark.slow
+def test_ray_ends_a_process_that_asks_a_dead_node_for_a_large_result():
+    """And nothing that could be caught: this is what the last word is for."""
+    code = """
+import psutil
+from kvrepro.experiment import cluster
+
+ray = cluster.connect(None, 2)
+large = ray.remote(lambda: b"x" * 10_000_000).remote()
+ray.wait([large])
+with cluster._last_word():
+    [node] = [one for one in psutil.Process().children() if one.name() == "raylet"]
+    node.kill()
+    node.wait()
+    ray.get(large)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert cluster.ENDED in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_a_raylet_that_is_killed_as_it_starts_is_replaced(tmp_path):
     """Ray itself waits for the dead one; what it started goes, and the second start has everything of its own."""
     code = """

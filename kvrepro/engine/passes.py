@@ -28,7 +28,7 @@ from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layer
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import InputError
 
-Prefixes = dict[tuple[Any, ...], tuple[int, Rows | None]]  # what is compressed -> the prompt that it was read for
+Prefixes = tuple[dict[tuple[Any, ...], int], list[Rows]]  # what is compressed -> the prompt it passed with; their rows
 
 
 @dataclass
@@ -183,37 +183,46 @@ def _passes(call: Call, members: list[int], ends: list[int], columns: list[int])
 
 def _reused(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
     """A prefix is compressed once; each request gets a copy of what is left."""
-    keys, known = [], call.prefixes.pop(tuple(columns), {})
-    fresh: dict[tuple[Any, ...], int] = {}
+    first, blocks = call.prefixes.pop(tuple(columns), ({}, []))  # of each prefix the prompt that it passed with
+    keys, new = [], {}
     for i, end in zip(members, ends, strict=True):
         text = call.texts[i]
         marked = tuple((name, tuple(at for at in where if at < end)) for name, where in text.spans.items())
         keys.append((tuple(text.ids[:end]), marked))
-        if keys[-1] not in known:
-            fresh.setdefault(keys[-1], i)
-    new = list(fresh.values())
-    made = _passes(call, new, [ends[members.index(i)] for i in new], columns) if new else []
-    of: dict[int, list[Rows]] = {i: [] for i in new}
-    for rows in made:
-        for i in dict.fromkeys(i for i, _ in rows.tags):
-            mine = [b for b, (of_prompt, _) in enumerate(rows.tags) if of_prompt == i]
-            of[i].append(rows if len(mine) == len(rows) else rows.take(mine))
-    known |= {key: (i, joined(of[i]) if of[i] else None) for key, i in fresh.items()}
-    call.prefixes[tuple(columns)] = {keys[-1]: known[keys[-1]]}
-    return [row for i, key in zip(members, keys, strict=True) for row in _copied(call, i, *known[key], columns)]
+        if first.setdefault(keys[-1], i) == i:
+            new[i] = end
+    if new and (made := _passes(call, list(new), list(new.values()), columns)):
+        blocks = [*blocks, joined(made)]
+    asked = {i: first[key] for i, key in zip(members, keys, strict=True)}
+    for i, of in asked.items():  # what fails on a prefix fails for every request
+        call.failed |= {(i, j): call.failed[of, j] for j in columns if (of, j) in call.failed}
+    found = [_copied(call, rows, asked) for rows in blocks]
+    last = asked[members[-1]]
+    again = [_of_prompt(rows, last) for rows in blocks]
+    call.prefixes[tuple(columns)] = ({keys[-1]: last}, [rows for rows in again if rows is not None])
+    return [rows for rows in found if rows is not None]
 
 
-def _copied(call: Call, i: int, first: int, found: Rows | None, columns: list[int]) -> list[Rows]:
-    """What is left of a prefix, for another request to it."""
-    alive = {j for _, j in found.tags} if found is not None else set()
-    call.failed |= {(i, j): call.failed[first, j] for j in columns if j not in alive}  # on the prefix
-    if found is None:
-        return []
-    rows = found.take(list(range(len(found))))
-    rows.tags, rows.texts = [(i, j) for _, j in found.tags], [call.texts[i]] * len(found)
-    for _, j in rows.tags:
-        call.notes[i, j] = call.notes[first, j] | ({} if i == first else {"prefill_seconds": 0.0})
-    return [rows]
+def _of_prompt(rows: Rows, prompt: int) -> Rows | None:
+    """The rows of this prompt alone."""
+    mine = [b for b, (i, _) in enumerate(rows.tags) if i == prompt]
+    return rows if len(mine) == len(rows) else rows.take(mine) if mine else None
+
+
+def _copied(call: Call, rows: Rows, asked: dict[int, int]) -> Rows | None:
+    """What is left of prefixes, for every request to them. asked: of each request the prompt that its prefix passed
+    with."""
+    places: dict[int, list[int]] = {}
+    for b, (of, _) in enumerate(rows.tags):
+        places.setdefault(of, []).append(b)
+    chosen = [(i, b) for i, of in asked.items() for b in places.get(of, ())]
+    if not chosen:
+        return None
+    copy = rows.take([b for _, b in chosen])
+    copy.tags, copy.texts = [(i, rows.tags[b][1]) for i, b in chosen], [call.texts[i] for i, _ in chosen]
+    for (i, j), (of, _) in zip(copy.tags, (rows.tags[b] for _, b in chosen), strict=True):
+        call.notes[i, j] = call.notes[of, j] | ({} if i == of else {"prefill_seconds": 0.0})
+    return copy
 
 
 def _pass(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:

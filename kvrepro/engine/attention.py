@@ -84,6 +84,14 @@ def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         model.set_attn_implementation(before)
 
 
+@torch.inference_mode()
+def read_once(model: PreTrainedModel, ids: Sequence[int], who: Any) -> None:
+    """Run `model` on one prompt while `who` attends, and keep nothing."""
+    with installed(model):
+        tokens = torch.tensor([list(ids)], device=model.device)
+        model(input_ids=tokens, logits_to_keep=1, use_cache=False, kvrepro=who)
+
+
 @contextmanager
 def with_methods(module: Module, **methods: Callable[..., Any]) -> Iterator[None]:
     """A module with other methods, and afterwards as it was: with those that it had of its own, or its class's."""
@@ -165,7 +173,6 @@ def per_token(name: str, p: Probabilities, at: WindowPositions, where: Positions
     return low.float().sum((2, 3))  # whole numbers: ties stay ties, whatever the batch
 
 
-@torch.inference_mode()
 def watch_prompt(model: PreTrainedModel, ids: Sequence[int], see: Callable[[int, Tensor, slice], None]) -> None:
     """Run `model` on one prompt and show `see` each layer's probabilities [1, kv_heads, group, queries, tokens] of a
     block of queries (a slice of the prompt) while they exist."""
@@ -179,9 +186,7 @@ def watch_prompt(model: PreTrainedModel, ids: Sequence[int], see: Callable[[int,
             part = (key, value, here[:, None])
             return attend(query, here, [part], scaling, sliding, lambda p, queries: see(layer, p, queries))
 
-    with installed(model):
-        tokens = torch.tensor([list(ids)], device=model.device)
-        model(input_ids=tokens, logits_to_keep=1, use_cache=False, kvrepro=Watching())
+    read_once(model, ids, Watching())
 
 
 def attend_prompt(query: Query, key: KeyValue, value: KeyValue, scaling: float | Softmax) -> Tensor:

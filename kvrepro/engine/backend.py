@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrepro.engine.attention import attend, attend_prompt, installed
+from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evict import REPEATED, Job, Prompts, judged
 from kvrepro.engine.facts import ModelFacts, attention_modules
@@ -72,14 +72,10 @@ def obstacles(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[C
     return [known[_kind(c)] if why is None else why for c, why in zip(conditions, found, strict=True)]
 
 
-@torch.inference_mode()
 def compared(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[Condition]) -> dict[Kind, str | None]:
     """Where kernels disagree with plain PyTorch on a prompt, or fail; None where they agree in every layer."""
     probe = Probe(model, len(ids), conditions)
-    with installed(model):
-        model(
-            input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1, kvrepro=probe
-        )
+    read_once(model, ids, probe)
     return {_kind(c): probe.failed or probe.found.get(_kind(c)) for c in conditions}
 
 

@@ -13,7 +13,7 @@ import torch
 import typer
 from torch import Tensor
 
-from kvrepro.engine.attention import attend, installed
+from kvrepro.engine.attention import attend, read_once
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score.queries import Queries, frequencies, pairs, rounded, sampled
 from kvrepro.engine.shapes import KeyValue, Query
@@ -53,9 +53,8 @@ def calibrate(model, texts: list[list[int]], name: str = "") -> Queries:
     facts = ModelFacts.of(model)
     scale = float(getattr(model.get_decoder().rotary_emb, "attention_scaling", 1.0))  # of rotated queries and keys
     watch, tokens = Watch(facts.inverse_frequencies, scale), sum(map(len, texts))
-    with installed(model):
-        for ids in texts:
-            model(input_ids=torch.tensor([ids], device=model.device), logits_to_keep=1, use_cache=False, kvrepro=watch)
+    for ids in texts:
+        read_once(model, ids, watch)
     mean, length = ([sums[layer].cpu() / tokens for layer in sorted(sums)] for sums in (watch.mean, watch.length))
     sample = sampled([facts.outputs[layer] for layer in sorted(watch.mean)])
     return Queries(name, torch.stack(mean).to(torch.complex64), torch.stack(length).float(), sample)

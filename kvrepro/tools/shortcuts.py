@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from scipy import stats as scipy_stats
 from torch import Tensor
 
-from kvrepro.engine.attention import attend, installed
+from kvrepro.engine.attention import attend, read_once
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.generate import generate
 from kvrepro.engine.observe import Observation
@@ -118,9 +118,7 @@ def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
     words = loaded.tokenizer.convert_ids_to_tokens(prompt.ids)
     where, end = groups(prompt, words, _words(loaded, item)), min(prompt.spans["question"])
     look = Look(end, len(prompt.ids))
-    with installed(loaded.model):
-        ids = torch.tensor([prompt.ids], device=loaded.model.device)
-        loaded.model(input_ids=ids, logits_to_keep=1, use_cache=False, kvrepro=look)
+    read_once(loaded.model, prompt.ids, look)
     counts = Counter(words[:end])
     plain = {"position": np.arange(end), "rarity": -np.array([counts[word] for word in words[:end]])}
     scores = [(-1, 0, name, x) for name, x in plain.items()]

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from kvrepro.engine import allocate
 from kvrepro.engine.allowed import Count, Number, Odd, Size, ensure_fields
-from kvrepro.engine.attention import attend, attend_prompt, installed
+from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.select import select
@@ -188,9 +188,8 @@ def retained(
     InputError.
     """
     sums = _Sums(prompt, len(answer), settings, more or {}, more_layer)
-    with torch.inference_mode(), installed(model):
-        sums.facts, ids = ModelFacts.of(model), torch.tensor([[*prompt.ids, *answer[:-1]]], device=model.device)
-        model(input_ids=ids, use_cache=False, logits_to_keep=1, kvrepro=sums)
+    sums.facts = ModelFacts.of(model)
+    read_once(model, [*prompt.ids, *answer[:-1]], sums)
     return sums.tables()
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvrepro.chapters.synthesis.settings import Settings
-from kvrepro.engine.attention import attend, attend_prompt, installed
+from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
@@ -114,7 +114,5 @@ def _layers(loaded: Loaded, ids: Sequence[int]) -> dict[int, tuple[Tensor, Tenso
             plain = sliding is None or sliding >= len(ids)
             return attend_prompt(query, key, value, scaling) if plain else attend(query, here, parts, scaling, sliding)
 
-    with torch.inference_mode(), installed(loaded.model):
-        tokens = torch.tensor([list(ids)], device=loaded.model.device)
-        loaded.model(input_ids=tokens, logits_to_keep=1, use_cache=False, kvrepro=Looking())
+    read_once(loaded.model, ids, Looking())
     return {layer: found[layer] for layer in ModelFacts.of(loaded.model).evictable}

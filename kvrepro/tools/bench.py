@@ -3,13 +3,12 @@
 """
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated
 
+import pandas as pd
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrepro.chapters.protection.grid import PROTECTION_SEVEN
@@ -38,14 +37,9 @@ def random_prompts(model: PreTrainedModel, n: int, tokens: int) -> list[list[int
     return torch.randint(0, model.config.vocab_size, (n, tokens), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; all columns but the first are numbers."""
-    table = Table(title=title)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=120).print(table)
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
+    print(title, pd.DataFrame(rows, columns=columns).to_string(index=False), sep="\n")
 
 
 def protection_conditions(reading: str = "as_run") -> list[Condition]:

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median_high
 from typing import Annotated, Any
 
 import pandas as pd
@@ -111,9 +112,10 @@ def prefill(model: PreTrainedModel, tokens: int, methods: list[str], repeats: in
         for _ in range(repeats + 1):
             seconds.append(plain() if method == PLAIN else evicting(method, backend))
         seconds = sorted(seconds[1:])
-        base = base or _middle(seconds)
+        middle = median_high(seconds)
+        base = base or middle
         peak = torch.cuda.max_memory_allocated() / 2**30
-        yield row("prefill", method, share, tokens, seconds, "s", _middle(seconds) / base, peak=peak, backend=backend)
+        yield row("prefill", method, share, tokens, seconds, "s", middle / base, peak=peak, backend=backend)
 
 
 def first(model: PreTrainedModel, tokens: int, chosen: list[str], repeats: int) -> Iterator[dict]:
@@ -139,10 +141,6 @@ def regimes(model: PreTrainedModel, tokens: int, batch: int, steps: int) -> Iter
             peak = torch.cuda.max_memory_allocated() / 2**30
             yield row("regimes", f"{policy}, {regime}", 1024 / tokens, tokens, [took], "s", took / base, batch, steps,
                       peak, backend)  # fmt: skip
-
-
-def _middle(values: list[float]) -> float:
-    return values[len(values) // 2]
 
 
 @torch.inference_mode()
@@ -203,7 +201,7 @@ def decode(model: PreTrainedModel, tokens: int, steps: int) -> Iterator[dict]:
                     batch = batch * 3 // 4
                 finally:
                     freed()
-            speed = batch / _middle(seconds)
+            speed = batch / median_high(seconds)
             if method == PLAIN:
                 best[batch == 1] = speed
             ratio, backend = speed / best.get(batch == 1, best[True]), "-" if method == PLAIN else "triton"
@@ -238,7 +236,7 @@ def row(
     """A row of the table, but for the model; seconds are sorted."""
     found = dict(
         part=part, method=method, share=share, tokens=tokens, batch=batch, steps=steps,
-        seconds=round(_middle(seconds), 5), low=round(seconds[0], 5), high=round(seconds[-1], 5), unit=unit,
+        seconds=round(median_high(seconds), 5), low=round(seconds[0], 5), high=round(seconds[-1], 5), unit=unit,
         ratio_to_plain=round(ratio, 4), peak_gib=round(peak, 2), backend=backend,
     )  # fmt: skip
     print(found, flush=True)

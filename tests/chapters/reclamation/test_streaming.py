@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrepro.chapters.reclamation import streaming
-from kvrepro.errors import InputError
 
 
 def test_the_guides_facts():
@@ -20,11 +19,6 @@ def test_the_guides_facts():
     assert value["denominator of the two caches"] <= 1e-12
     assert value["scores swapped"] <= 1e-12
     assert value["score gap of the swapped tokens"] > 1e-3
-
-
-def test_swapping_tokens_that_do_not_exist_is_refused():
-    with pytest.raises(InputError, match="there are 100"):
-        streaming.wall(tokens=100)
 
 
 def test_without_the_running_maximum_large_logits_overflow():

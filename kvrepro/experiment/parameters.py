@@ -110,12 +110,11 @@ def _check_texts(name: str, value: Any) -> None:
             raise InputError(f"{name} {str(text)[:50]!r}: give at most {LONGEST} printed signs")
 
 
-def _check_list(name: str, value: Any) -> None:
-    if isinstance(value, list | tuple):
-        if not value and name != "family":
-            raise InputError(f"{name} {value!r}: give a list of at least one")
-        if twice := next((one for at, one in enumerate(value) if one in value[:at]), None):
-            raise InputError(f"{name} has {twice!r} twice: give each once")
+def _check_list(name: str, value: list[Any] | tuple[Any, ...]) -> None:
+    if not value and name != "family":
+        raise InputError(f"{name} {value!r}: give a list of at least one")
+    if twice := next((one for at, one in enumerate(value) if one in value[:at]), None):
+        raise InputError(f"{name} has {twice!r} twice: give each once")
 
 
 def check_folder(results: str | Path) -> None:

@@ -538,6 +538,8 @@ def damaged(name: str, base: Path, kept: Path, whole: dict[str, pd.DataFrame]) -
     found = differences(whole, tables(results))
     found = found[~found.column.isin(TIMES)]
     lost = int(found[["lost", "doubled", "different"]].to_numpy().sum()) + touched * ROWS
+    if not (damage.harm and damage.away):  # rows of the first call are still those, with their dates
+        lost += int(differences(tables(kept), tables(results))[["lost", "different"]].to_numpy().max(initial=0))
     seen = re.sub(r"@\S+\.parquet", "@....parquet", "; ".join(said[-damage.calls :]).replace(str(base), "..."))
     return {"fault": name, "made": damage.made, "seen": seen, "exit_code": code, "lost": lost, "seconds": seconds,
             "processes_left": left}  # fmt: skip

@@ -74,7 +74,7 @@ def test_a_node_is_killed_once_its_workers_are_busy(monkeypatch):
     assert faults._victims(run, "node") == [raylet]
 
 
-STORE = """import pathlib, sys
+STORE = """import pathlib, sys, time
 import pandas as pd
 folder, count = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 folder.mkdir(parents=True, exist_ok=True)
@@ -87,6 +87,7 @@ except Exception:
 rows = pd.DataFrame({"key": [*"abcd"][:count], "chapter": "run", "name": "main", "value": range(count)})
 if sys.argv[3] == "forgets" and not len(known):
     rows = rows[1:]
+rows["date"] = time.time()
 rows.to_parquet(folder / "main.parquet")
 """
 
@@ -101,11 +102,13 @@ def test_what_a_damaged_file_costs_is_counted(tmp_path, monkeypatch, does, lost)
     monkeypatch.setattr(faults, "_command", command)
     kept = tmp_path / "stored"
     (kept / "run").mkdir(parents=True)
-    frame = pd.DataFrame({"key": [*"abcd"], "chapter": "run", "name": "main", "value": range(4)})
+    frame = pd.DataFrame({"key": [*"abcd"], "chapter": "run", "name": "main", "value": range(4), "date": 0.0})
     frame.to_parquet(kept / "run" / "main.parquet")
     row = faults.damaged("a results file is cut", tmp_path, kept, faults.tables(kept))
     assert (row["exit_code"], row["lost"], row["processes_left"]) == (1, lost, 0)
     assert row["seen"] == "it is no whole parquet file: move it away"
+    row = faults.damaged("files from the future", tmp_path, kept, faults.tables(kept))
+    assert row["lost"] == 4  # it computed what was stored once more
 
 
 def test_a_fault_that_is_met_in_silence_fails(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from statsmodels.tools.sm_exceptions import ConvergenceWarning
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import stats
+from kvrepro.paths import DATA
 
 Term = tuple[str, ...]  # one factor, or two
 SMALL = 1e-8  # of a column that others explain
@@ -221,3 +222,10 @@ def mixed(d: Design, scores: pd.DataFrame) -> dict[str, float]:
     fixed = float(((columns @ fit.fe_params) ** 2).mean() - (columns @ fit.fe_params).mean() ** 2)
     total = fixed + item + rest
     return {"item": item, "rest": rest, "marginal": fixed / total, "conditional": (fixed + item) / total}
+
+
+def full_profile() -> pd.DataFrame:
+    """`by_model` of the full profile, run once on another machine (`data/synthesis.csv`): a row per model and term,
+    with its items and conditions, the machine and the date. It is what the chapter calls `explained`, with
+    `profile="full"`."""
+    return pd.read_csv(DATA / "synthesis.csv")

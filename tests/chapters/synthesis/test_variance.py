@@ -121,3 +121,10 @@ def test_rows_that_share_item_and_condition_are_refused_and_gaps_cost_their_cond
         variance.wide(pd.concat([rows, rows[:3]]), list(LEVELS), "score")
     conditions, _ = variance.wide(rows.drop(index=0), list(LEVELS), "score")
     assert len(conditions) == 3 * 2 * 4 - 1
+
+
+def test_the_full_profiles_shares_are_stored_with_their_intervals():
+    found = variance.full_profile()
+    assert not found.duplicated(["model", "term"]).any()
+    assert ((found.low <= found.value) & (found.value <= found.high)).all()
+    assert (found.n > 40).all() and found.date.notna().all()

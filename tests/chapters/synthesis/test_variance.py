@@ -127,4 +127,5 @@ def test_the_full_profiles_shares_are_stored_with_their_intervals():
     found = variance.full_profile()
     assert not found.duplicated(["model", "term"]).any()
     assert ((found.low <= found.value) & (found.value <= found.high)).all()
-    assert (found.n > 40).all() and found.date.notna().all()
+    assert (found.n > 40).all()
+    assert found.date.notna().all()

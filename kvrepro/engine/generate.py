@@ -196,13 +196,13 @@ def _rows(
     tokens = math.inf if prompt_rows else PASS_TOKENS
     lengths = [len(text.ids) for text in call.texts]
     for block in blocks(range(len(wanted)), lengths, together, tokens):
-        for alike, asked in shared(block, wanted):
+        for alike, asked in asked_together(block, wanted):
             for columns in groups(call, alike, asked):
                 for members, part in fitting(call, alike, columns, room / 2):
                     yield from read(call, members, part)
 
 
-def shared(members: Sequence[int], wanted: Sequence[Sequence[int]]) -> list[tuple[list[int], list[int]]]:
+def asked_together(members: Sequence[int], wanted: Sequence[Sequence[int]]) -> list[tuple[list[int], list[int]]]:
     """Which of these prompts are asked together, and under which conditions: each prompt and condition once."""
     askers: dict[int, list[int]] = {}
     for i in members:

@@ -219,9 +219,10 @@ def _copied(call: Call, rows: Rows, asked: dict[int, int]) -> Rows | None:
     if not chosen:
         return None
     copy = rows.take([b for _, b in chosen])
-    copy.tags, copy.texts = [(i, rows.tags[b][1]) for i, b in chosen], [call.texts[i] for i, _ in chosen]
-    for (i, j), (of, _) in zip(copy.tags, (rows.tags[b] for _, b in chosen), strict=True):
+    for (i, _), (of, j) in zip(chosen, copy.tags, strict=True):
         call.notes[i, j] = call.notes[of, j] | ({} if i == of else {"prefill_seconds": 0.0})
+    copy.tags = [(i, j) for (i, _), (_, j) in zip(chosen, copy.tags, strict=True)]
+    copy.texts = [call.texts[i] for i, _ in chosen]
     return copy
 
 

@@ -56,8 +56,7 @@ class Sample:
     """What one number is estimated from: a row per item, columns as `contrast` names them.
 
     contrast: of `stats.CONTRASTS`, or any statistic(values [rows, columns]). clusters: one label per row. bounds: where
-    scores pile up; None for what does not. each: how many scored things a row is the mean of. binary: every value is 0
-    or 1, with exact limits (`stats.counted`); then there are no clusters.
+    scores pile up; None for what does not. each: how many scored things a row is the mean of.
     """
 
     data: pd.DataFrame
@@ -65,11 +64,8 @@ class Sample:
     clusters: Sequence[Any] | None = None
     bounds: tuple[float, float] | None = UNIT
     each: float = 1
-    binary: bool = False
 
     def estimate(self, level: float = 0.95) -> Estimate:
-        if self.binary:
-            return stats.counted(self.data, str(self.contrast), level=level)
         if not isinstance(self.contrast, str):
             return stats.resampled(self.data, self.contrast, self.clusters, level=level)
         bounds, each = self.bounds, self.each

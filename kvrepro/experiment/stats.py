@@ -1,52 +1,51 @@
 """Intervals and paired tests. A number leaves this module with its interval or its p-value, never alone.
 
-**One interval rule for all chapters**: estimate plus or minus Student's t (n - 1) times a standard error.
+**One interval rule for all chapters**, by what is averaged:
 
-- *Means, and differences of paired columns*: the standard error of the items' values. Where scores pile up at their
-  `bounds` (F1, exact match, accuracy: many are 0 or 1), half an item more is counted, spread evenly over the corners of
-  what can be seen: a quarter at 0 and a quarter at 1 for a mean; an eighth each at -1 and 1 and a quarter at 0 for a
-  difference. Six zeros in a row are no proof that there is nothing else.
-- *Shares of items that are so or not* (the same text, a score near zero): Clopper and Pearson's exact limits.
-  Differences of two such shares on the same items: the limits of the share that gains and of the share that loses,
-  joined by their correlation (Zou 2007).
-- *Ratios of means* (share of the ceiling, loss over loss): Fieller's: all r for which the mean of top - r bottom cannot
-  be told from 0 by that same rule. Where the bottom itself may be 0 there is no bound.
-- *Other statistics* (a median, a quantile, a rank correlation): the standard error is the spread over 1,000 resamples.
+- *Scores between two bounds* (F1, accuracy, leaked or not): the mean is read as a share of "counted" items, the number
+  whose share would vary as the mean does: m (1 - m) / (error of the mean)^2, times (z / t)^2 for the error being
+  estimated from n items, but at least n, since no score varies more than a coin (Korn and Graubard 1998). Its limits
+  are Jeffreys': quantiles of Beta(m c + 1/2, (1 - m) c + 1/2). Of zeros and ones c is n; where all items are alike as
+  well: n zeros of n leave room up to 2.5 / n. For six scores far from 0 and 1, c is large and the limits are Student's.
+- *Differences of such scores*: mean gain and mean loss have limits each, joined by their correlation (Zou and Donner
+  2008, "MOVER").
+- *Ratios of means* (share of the ceiling, loss over loss): all r for which the mean of top - r bottom cannot be told
+  from 0 by that same rule, which is Fieller's idea. Where the bottom itself may be 0 there is no bound.
+- *Values without bounds*: Student's t.
+- *Other statistics* (a median, a quantile, a rank correlation): Student's t with the spread over 1,000 resamples.
 - *Clusters* (triples of a prompt, requests of a system prompt): a cluster counts once, by its mean; resamples draw it
-  whole; the half item is half of one of its rows.
+  whole; where all are alike, its rows are counted.
 - Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. The estimate always
   lies inside.
 
-Chosen by coverage alone: `python -m kvrepro.tools.coverage` writes data/coverage.csv, means and differences with many
-zeros and ones. At n = 6, 12, 48 coverage is 3 points from 95% on average (Student's t alone 14, BCa 18, percentiles
-19, studentised resampling 22). From n = 100 on nine cells of ten lie within 93 to 97%; at n = 6 to 12 most lie above,
-up to 100%, and one of eleven below. It does not reach where nearly all items are alike: n zeros of n end near 1.4 /
-n, the exact limit is 3.7 / n, and what one item in ten has, or fewer, is covered in 86% of samples at worst; nor
-where few scores are all 0 or 1 (83% for six items); what is 0 or 1 by nature has exact limits for that reason. Medians
-of few clusters are covered in 91 to 98%.
+Chosen by coverage alone: `python -m kvrepro.tools.coverage` writes data/coverage.csv, means, differences and ratios
+with many zeros and ones. COVERAGE
 
 Missing values (failed items) are dropped, pairwise where columns are compared, and counted in `missing`.
 """
+
+from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import special
+from scipy import optimize, special
 from scipy import stats as scipy_stats
 
 from kvrepro.errors import InputError
 
 MIN_ITEMS = 6  # below that no two-sided sign or rank test of pairs can reach 5%, and an interval says less still
-HALF = 0.5  # of an item, spread over the corners of bounded values
 DRAWS = 1_000
 UNIT = (0.0, 1.0)
 NOT_RUN = "(not run)"  # in the place of a number that there is not; `wording.findings` leaves such sentences out
 Columns = Mapping[str, np.ndarray]
+Rule = Callable[[np.ndarray, np.ndarray | None], tuple[float, float]]  # `_reach`, of values and what they may be
 
 
 @dataclass(frozen=True)
@@ -139,131 +138,157 @@ def contrast(
         values = np.stack([np.bincount(codes, column) for column in values.T], 1) / np.bincount(codes)[:, None]
     if not len(values):
         return Estimate(math.nan, math.nan, math.nan, 0, missing, level)
-    sides = [dict(zip(map(str, frame), values.T, strict=True))]
-    if bounds is not None:
+    columns = dict(zip(map(str, frame), values.T, strict=True))
+    extremes = None
+    if bounds is not None:  # what the columns may be at most, in every combination
         corners = np.array(list(itertools.product(bounds, repeat=values.shape[1])), float)
-        sides.append(dict(zip(map(str, frame), corners.T, strict=True)))
-    parts = [[f(side) for f in (top, bottom) if f is not None] for side in sides]
-    make = _mean if bottom is None else _fieller
-    return make(*parts, half=HALF / each, level=level, missing=missing)
+        extremes = dict(zip(map(str, frame), corners.T, strict=True))
+    rule = partial(_reach, each=each, level=level, alike=bottom is None)
+    if bottom is None:
+        return _mean(top(columns), top(extremes) if extremes else None, rule, level, missing)
+    ends = (top(extremes), bottom(extremes)) if extremes else None
+    return _ratio(top(columns), bottom(columns), ends, rule, level, missing)
 
 
-def counted(frame: pd.DataFrame, name: str, *, level: float = 0.95) -> Estimate:
-    """Mean of column a, or difference of columns a and b, where every value is 0 or 1: exact limits (see the module).
-
-    A row that lacks a value is dropped and counted. Raises InputError for other values, and for other contrasts.
-    """
-    present = frame.dropna()
-    if not present.isin([0, 1]).all(axis=None) or name not in ("mean", "difference"):
-        raise InputError(f"{name} of values that are not all 0 or 1: exact limits are of shares and their differences")
-    values, n = CONTRASTS[name][0]({c: present[c].to_numpy(float) for c in present}), len(present)
-    missing = len(frame) - n
-    value = float(values.mean()) if n else math.nan
-    if n < MIN_ITEMS:
-        return Estimate(value, math.nan, math.nan, n, missing, level)
-    up, down = (float((side > 0).mean()) for side in (values, -values))
-    (up_low, up_high), (down_low, down_high) = (_exact(round(share * n), n, level) for share in (up, down))
-    if name == "mean":
-        low, high = up_low, up_high
-    else:
-        r = -math.sqrt(up * down / ((1 - up) * (1 - down))) if max(up, down) < 1 else 0.0
-        low = value - _joined(up - up_low, down_high - down, r)
-        high = value + _joined(up_high - up, down - down_low, r)
-    error = (high - low) / 2 / _quantile(level, math.inf)
-    return Estimate(value, low, high, n, missing, level, float(values.std(ddof=1)), error)
-
-
-def _exact(count: int, n: int, level: float) -> tuple[float, float]:
-    found = scipy_stats.binomtest(count, n).proportion_ci(level, "exact")
-    return float(found.low), float(found.high)
-
-
-def _joined(a: float, b: float, correlation: float) -> float:
-    """Of the reaches of two terms of a difference, that of the difference."""
-    return math.sqrt(a * a - 2 * correlation * a * b + b * b)
-
-
+@cache
 def _quantile(level: float, freedom: float) -> float:
     """Of Student's t, for a two-sided interval."""
     return float(special.stdtrit(freedom, 0.5 + level / 2))
 
 
-def _moments(
-    items: Sequence[np.ndarray], corners: Sequence[np.ndarray], half: float = HALF
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Means of the columns with `half` an item at the corners, the covariance of these means, and the items counted."""
-    x = np.stack(items, 1)
-    weight = np.ones(len(x))
-    if corners:
-        y = np.stack(corners, 1)
-        x, weight = np.concatenate([x, y]), np.concatenate([weight, np.full(len(y), half / len(y))])
-    total = weight.sum()
-    mean = weight @ x / total
-    centred = x - mean
-    return mean, (centred * weight[:, None]).T @ centred / (total - 1) / total, total
+def _reach(
+    x: np.ndarray, ends: np.ndarray | None, each: float, level: float, alike: bool = True
+) -> tuple[float, float]:
+    """How far the limits of the mean of x lie below and above it; ends: values that x may take, the extremes included.
+
+    each: how many scored things a value is the mean of. alike: gains and losses are of one kind, so that those which
+    no item has would be as large as the others; else as large as may be.
+    """
+    if ends is None:
+        half = _quantile(level, len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x))
+        return half, half
+    least, most = float(ends.min()), float(ends.max())
+    zero = min(max(0.0, least), most)
+    gain = np.maximum(x - zero, 0.0)
+    up, down = (_Side.of(side, most) for side, most in ((gain, most - zero), (gain - (x - zero), zero - least)))
+    less_up, more_up = up.reach(down.size if alike else None, each, level)
+    less_down, more_down = down.reach(up.size if alike else None, each, level)
+    spread = math.sqrt(up.variance * down.variance)
+    correlation = max(-1.0, -up.mean * down.mean / spread) if spread else 0.0  # who gains does not lose
+    return _joined(less_up, more_down, correlation), _joined(more_up, less_down, correlation)
 
 
-def _mean(
-    items: Sequence[np.ndarray], corners: Sequence[np.ndarray] = (), *, half: float, level: float, missing: int
-) -> Estimate:
-    [x] = items
+@dataclass(frozen=True)
+class _Side:
+    """Gains or losses of n items: their mean and variance (0 where an item has none), and how large one may be."""
+
+    n: int
+    mean: float
+    variance: float
+    most: float
+
+    @classmethod
+    def of(cls, x: np.ndarray, most: float) -> _Side:
+        n, mean = len(x), float(x.sum()) / len(x)
+        return cls(n, mean, max(0.0, float(x @ x) / n - mean * mean), most)
+
+    @property
+    def size(self) -> float | None:
+        """Of what an item has, where it has any."""
+        return self.mean + self.variance / self.mean if self.mean else None
+
+    def reach(self, size: float | None, each: float, level: float) -> tuple[float, float]:
+        """Of the mean, to Jeffreys' limits of as many items as the spread is worth. size: of what no item has; None: it
+        may be the largest."""
+        if not self.most:
+            return 0.0, 0.0
+        tail, n = 0.5 - level / 2, self.n
+        unseen = min(self.most, size or self.most) * float(special.betaincinv(0.5, n * each + 0.5, 1 - tail))
+        if not self.mean:
+            return 0.0, unseen
+        share, error = min(self.mean / self.most, 1.0), self.variance / (n - 1) / self.most**2
+        known = _quantile(level, math.inf) / _quantile(level, n - 1)
+        counted = max(float(n), share * (1 - share) / error * known**2) if error > 1e-15 else n * each
+        hits = counted * share + 0.5
+        low, high = (float(special.betaincinv(hits, counted + 1 - hits, q)) for q in (tail, 1 - tail))
+        more = self.most * max(0.0, (high if share < 1 else 1.0) - share)
+        return self.most * max(0.0, share - low), max(more, unseen if size else 0.0)
+
+
+def _joined(a: float, b: float, correlation: float) -> float:
+    """Of the reaches of two terms of a difference, that of the difference."""
+    return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
+
+
+def _error(below: float, above: float, level: float) -> float:
+    return max(below, above) / _quantile(level, math.inf)
+
+
+def _mean(x: np.ndarray, ends: np.ndarray | None, rule: Rule, level: float, missing: int) -> Estimate:
     n, value = len(x), float(np.mean(x))
-    if n < MIN_ITEMS or (not corners and np.ptp(x) <= 1e-12 * max(1.0, abs(value))):
+    if n < MIN_ITEMS or (ends is None and np.ptp(x) <= 1e-12 * max(1.0, abs(value))):
         return Estimate(value, math.nan, math.nan, n, missing, level)
-    [centre], [[variance]], total = _moments(items, corners, half)
-    reach = _quantile(level, total - 1) * math.sqrt(variance)
-    least, most = (min(corners[0]), max(corners[0])) if corners else (-math.inf, math.inf)
-    low, high = min(max(centre - reach, least), value), max(min(centre + reach, most), value)
-    return Estimate(value, low + 0.0, high + 0.0, n, missing, level, float(x.std(ddof=1)), math.sqrt(variance))
+    below, above = rule(x, ends)
+    low, high = value - below, value + above
+    if ends is not None:
+        low, high = min(max(low, float(ends.min())), value), max(min(high, float(ends.max())), value)
+    return Estimate(value, low + 0.0, high + 0.0, n, missing, level, float(x.std(ddof=1)), _error(below, above, level))
 
 
-def _fieller(
-    items: Sequence[np.ndarray], corners: Sequence[np.ndarray] = (), *, half: float, level: float, missing: int
+def _ratio(
+    x: np.ndarray, y: np.ndarray, ends: tuple[np.ndarray, np.ndarray] | None, rule: Rule, level: float, missing: int
 ) -> Estimate:
-    """Ratio of two means; the interval solves (top - r bottom)^2 <= t^2 var(top - r bottom) for r (Fieller 1954)."""
-    x, y = items
+    """Ratio of two means: all r for which the mean of x - r y cannot be told from 0."""
     n, bottom = len(x), float(np.mean(y))
     if not bottom:
         return Estimate(math.nan, math.nan, math.nan, n, missing, level)
     value = float(np.mean(x)) / bottom
-    linear = (x - value * y) / bottom
-    if n < MIN_ITEMS or (not corners and np.ptp(linear) <= 1e-12):
+    if n < MIN_ITEMS or (ends is None and np.ptp((x - value * y) / bottom) <= 1e-12):
         return Estimate(value, math.nan, math.nan, n, missing, level)
-    (a, b), ((aa, ab), (_, bb)), total = _moments(items, corners, half)
-    t2 = _quantile(level, total - 1) ** 2
-    square, middle, rest = b * b - t2 * bb, a * b - t2 * ab, a * a - t2 * aa
-    sd, error = float(linear.std(ddof=1)), math.sqrt(max(0.0, aa - 2 * value * ab + value**2 * bb)) / abs(bottom)
-    if not square > 0:
+
+    def clear(r: float, side: int) -> float:
+        """By how much the mean of x - r y lies beyond 0, on the side where it lies for r below (-1) or above value."""
+        towards = -side * math.copysign(1.0, bottom)
+        rest = towards * (x - r * y)
+        return float(rest.mean()) - rule(rest, None if ends is None else towards * (ends[0] - r * ends[1]))[0]
+
+    below, above = (reach / abs(bottom) for reach in rule(x - value * y, ends and ends[0] - value * ends[1]))
+    sd, error = float(((x - value * y) / bottom).std(ddof=1)), _error(below, above, level)
+    if abs(bottom) <= rule(math.copysign(1.0, bottom) * y, ends and math.copysign(1.0, bottom) * ends[1])[0]:
         return Estimate(value, -math.inf, math.inf, n, missing, level, sd, error)
-    root = math.sqrt(max(0.0, middle * middle - square * rest))
-    low, high = min((middle - root) / square, value), max((middle + root) / square, value)
-    return Estimate(value, float(low), float(high), n, missing, level, sd, error)
+
+    def limit(side: int) -> float:
+        steps = max(below, above, 1e-9) * 2.0 ** np.arange(20)
+        step = next((step for step in steps if clear(value + side * step, side) > 0), math.inf)
+        if math.isfinite(step):
+            step = float(optimize.brentq(lambda d: clear(value + side * d, side), 0, step, rtol=1e-6))
+        return value + side * step
+
+    return Estimate(value, limit(-1), limit(1), n, missing, level, sd, error)
 
 
 def unpaired(
     a: Sequence[float], b: Sequence[float], *, bounds: tuple[float, float] | None = None, each: float = 1,
     level: float = 0.95,
 ) -> Estimate:  # fmt: skip
-    """Mean of a minus mean of b, of different items, with Welch's degrees of freedom; n is the smaller sample's.
+    """Mean of a minus mean of b, of different items: the limits of both joined; n is the smaller sample's.
 
-    bounds: of every value. Where it is a difference itself, half of the half item lies at 0, as in `contrast`.
+    bounds: of every value; without bounds Welch's interval.
     """
     sides = [_vector(side) for side in (a, b)]
     sides = [side[~np.isnan(side)] for side in sides]
     n = min(map(len, sides))
     value = float(sides[0].mean() - sides[1].mean()) if n else math.nan
-    corners = [np.array([*bounds, 0.0, 0.0] if bounds[0] < 0 else bounds)] if bounds else []
-    if n < MIN_ITEMS:
+    if n < MIN_ITEMS or (bounds is None and not any(map(np.ptp, sides))):
         return Estimate(value, math.nan, math.nan, n, level=level)
-    moments = [_moments([side], corners, HALF / each) for side in sides]
-    parts = [(float(variance[0, 0]), total) for _, variance, total in moments]
-    error = math.sqrt(sum(variance for variance, _ in parts))
-    if not error:
-        return Estimate(value, math.nan, math.nan, n, level=level)
-    freedom = error**4 / sum(variance**2 / (total - 1) for variance, total in parts)
-    reach = _quantile(level, freedom) * error
-    centre = float(moments[0][0][0] - moments[1][0][0])
-    return Estimate(value, min(centre - reach, value), max(centre + reach, value), n, level=level, error=error)
+    if bounds is None:
+        known = scipy_stats.ttest_ind(*sides, equal_var=False).confidence_interval(level)
+        below, above = value - float(known.low), float(known.high) - value
+    else:
+        ends = np.array(bounds, float)
+        (less_a, more_a), (less_b, more_b) = (_reach(side, ends, each, level) for side in sides)
+        below, above = math.hypot(less_a, more_b), math.hypot(more_a, less_b)
+    return Estimate(value, value - below, value + above, n, level=level, error=_error(below, above, level))
 
 
 def resampled(
@@ -398,19 +423,27 @@ def tost(
 ) -> float:
     """p of the paired equivalence test of |mean(a - b)| < margin: the larger one-sided p; small says equivalent.
 
-    With the mean and the standard error of the module's rule: without bounds the paired t tests, where differences
-    without spread decide by their mean alone (p = 0 or 1). Fewer than two pairs give nan. Source: Schuirmann 1987.
+    The p at which the interval of 1 - 2 p, by the module's rule, reaches the margin: without bounds these are the
+    paired t tests. 1 where the mean itself lies outside. Differences without bounds and spread decide by their mean
+    alone (p = 0 or 1). Fewer than two pairs give nan. Source: Schuirmann 1987.
     """
     if margin <= 0:
         raise InputError(f"margin is {margin}: give a positive difference that still counts as equal")
     d = _differences(a, b)
     if d.size < 2:
         return math.nan
-    corners = [np.array([bounds[0] - bounds[1], 0.0, 0.0, bounds[1] - bounds[0]])] if bounds else []
-    [mean], [[variance]], total = _moments([d], corners)
-    if variance <= 1e-30:
-        return 0.0 if abs(mean) < margin else 1.0
-    return float(scipy_stats.t.sf((margin - abs(mean)) / math.sqrt(variance), total - 1))
+    ends = None if bounds is None else np.array([bounds[0] - bounds[1], bounds[1] - bounds[0]], float)
+    mean = float(d.mean())
+
+    def beyond(p: float) -> float:
+        below, above = _reach(d, ends, 1, 1 - 2 * p)
+        return max(mean + above, below - mean) - margin
+
+    if abs(mean) >= margin:
+        return 1.0
+    if beyond(1e-12) <= 0:
+        return 0.0
+    return float(optimize.brentq(beyond, 1e-12, 0.499)) if beyond(0.499) < 0 else 0.5
 
 
 def holm(ps: Sequence[float]) -> list[float]:

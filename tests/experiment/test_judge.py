@@ -263,7 +263,7 @@ def test_no_difference_and_equivalence():
     assert table({"no_difference": 0.1}, [Member("x", paired(0.05))], test="wilcoxon_holm").verdict == "not reproduced"
     assert table({"equivalent": 0.05}, [Member("x", paired(0.0, 100))], test="tost").verdict == "reproduced"
     assert table({"equivalent": 0.05}, [Member("x", paired(0.2))], test="tost").verdict == "not reproduced"
-    assert table({"equivalent": 0.05}, [Member("x", paired(0.04, 12))], test="tost").verdict == "inconclusive"
+    assert table({"equivalent": 0.05}, [Member("x", paired(0.05, 12))], test="tost").verdict == "inconclusive"
 
 
 def test_ranks_alone_refute_no_equality_of_means():
@@ -349,7 +349,7 @@ ONES = pd.DataFrame({"a": [1, 0, 1, 1, 0, 1, 1], "b": [0, 0, 1, 0, 1, 0, 0]})
          {"clusters": [*"uvwxyzz"]}),
         (Sample(LOST, "loss_ratio", None, (0, 2), 5), lambda **k: stats.contrast(LOST, "loss_ratio", **k),
          {"bounds": (0, 2), "each": 5}),
-        (Sample(ONES, "difference", binary=True), lambda **k: stats.counted(ONES, "difference", **k), {}),
+        (Sample(ONES, "difference"), lambda **k: stats.contrast(ONES, "difference", **k), {"bounds": (0, 1)}),
         (Sample(PAIR, np.median, [*"uvwxyzz"]), lambda **k: stats.resampled(PAIR, np.median, **k),
          {"clusters": [*"uvwxyzz"]}),
         (Unpaired(SEVEN, OTHER), lambda **k: stats.unpaired(SEVEN, OTHER, **k), {"bounds": (-1, 1)}),

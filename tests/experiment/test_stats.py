@@ -1,5 +1,6 @@
 import itertools
 import math
+import statistics
 from dataclasses import astuple
 
 import numpy as np
@@ -30,11 +31,11 @@ def test_the_estimate_lies_inside_and_the_interval_within_the_bounds(values):
     assert e.high > e.low  # even where all are alike
 
 
-@pytest.mark.parametrize(("n", "most"), [(6, 0.46), (12, 0.27), (100, 0.037)])
-def test_zeros_only_leave_room_but_no_more_than_the_exact_interval(n, most):
+@pytest.mark.parametrize("n", [6, 12, 100])
+def test_zeros_only_leave_room_but_no_more_than_the_exact_interval(n):
     e = stats.interval([0.0] * n, bounds=(0, 1))
     assert e.low == 0
-    assert 0.3 * most < e.high < most  # most: Clopper and Pearson's upper limit for 0 of n
+    assert 0.65 * (exact := 1 - 0.025 ** (1 / n)) < e.high < exact  # Clopper and Pearson's upper limit for 0 of n
     assert math.isnan(stats.interval([0.0] * n).low)  # of unbounded values alike nothing is known
 
 
@@ -42,18 +43,17 @@ def gains(up: int, down: int, n: int) -> pd.DataFrame:
     return pd.DataFrame({"a": [1] * up + [0] * (n - up), "b": [0] * up + [1] * down + [0] * (n - up - down)})
 
 
-def test_shares_have_exact_limits_in_closed_form():
-    none = 1 - 0.025 ** (1 / 41)  # Clopper and Pearson's upper limit of 0 in 41
-    all_alike = stats.counted(pd.DataFrame({"a": [1.0] * 41}), "mean")
-    assert all_alike.triple == pytest.approx((1, 1 - none, 1))
-    assert stats.counted(gains(0, 0, 41), "difference").triple == pytest.approx((0, -none, none))
-    half = scipy_stats.binomtest(4, 41).proportion_ci(0.95, "exact")
-    some = stats.counted(gains(4, 0, 41), "difference")
-    assert some.low == pytest.approx(4 / 41 - math.hypot(4 / 41 - half.low, none))
-    assert some.high == pytest.approx(half.high)
-    assert stats.counted(gains(4, 2, 41), "difference").value == pytest.approx(2 / 41)
-    with pytest.raises(InputError, match="not all 0 or 1"):
-        stats.counted(pd.DataFrame({"a": [0.5] * 8}), "mean")
+@pytest.mark.parametrize(("hits", "n"), [(0, 8), (3, 8), (48, 48), (17, 48), (1, 200)])
+def test_the_share_of_zeros_and_ones_has_jeffreys_limits(hits, n):
+    e = stats.interval([1.0] * hits + [0.0] * (n - hits), bounds=(0, 1))
+    low, high = scipy_stats.beta.ppf([0.025, 0.975], hits + 0.5, n - hits + 0.5)
+    assert e.triple == pytest.approx((hits / n, low if hits else 0, high if hits < n else 1))
+
+
+def test_scores_far_from_their_bounds_have_nearly_students_interval():
+    x = np.random.default_rng(0).normal(0.5, 0.02, 12)
+    bounded, free = stats.interval(x, bounds=(0, 1)), stats.interval(x)
+    assert bounded.triple == pytest.approx(free.triple, abs=0.002)
 
 
 @pytest.mark.parametrize(("up", "down"), [(0.02, 0.0), (0.08, 0.0), (0.1, 0.1), (0.3, 0.1), (0.9, 0.02)])
@@ -64,9 +64,9 @@ def test_limits_of_a_difference_of_shares_hold_the_truth(up, down):
         for j in range(n + 1 - i):
             weight = scipy_stats.multinomial.pmf([i, j, n - i - j], n, [up, down, 1 - up - down])
             if weight > 1e-5:
-                e = stats.counted(gains(i, j, n), "difference")
+                e = stats.contrast(gains(i, j, n), "difference", bounds=(0, 1))
                 covered += weight * (e.low <= up - down <= e.high)
-    assert covered > 0.95
+    assert covered > 0.93
 
 
 def test_a_cluster_counts_once_by_its_mean():
@@ -79,7 +79,7 @@ def test_a_cluster_counts_once_by_its_mean():
     assert e.high - e.low > 1.5 * (lambda one: one.high - one.low)(stats.interval(values))
 
 
-def test_the_half_item_is_half_of_a_row_however_many_make_a_cluster():
+def test_where_all_clusters_are_alike_their_rows_count():
     alone = stats.interval([0.0] * 12, bounds=(0, 1))
     many = stats.interval([0.0] * 1200, np.repeat(np.arange(12), 100), bounds=(0, 1))
     assert many.high < 0.2 * alone.high
@@ -108,19 +108,15 @@ def test_paired_tests_are_antisymmetric(pairs):
         assert 0 <= test(a, b) <= 1
 
 
-def test_a_ratio_has_fiellers_interval():
+def test_at_the_ends_of_a_ratio_the_rest_cannot_be_told_from_nothing():
     rng = np.random.default_rng(2)
     full = rng.uniform(0.5, 1, 40)
     frame = pd.DataFrame({"a": full * rng.uniform(0.3, 0.6, 40), "full": full})
     e = stats.contrast(frame, "share_of_ceiling", bounds=(0, 1))
     assert e.value == pytest.approx(frame.a.mean() / frame.full.mean())
-    for r in (e.low, e.high):  # at its ends the mean of a - r full is exactly t standard errors from zero
-        corners = np.array([0, 1, -r, 1 - r])
-        x = np.concatenate([frame.a - r * frame.full, corners])
-        w = np.concatenate([np.ones(40), np.full(4, 1 / 8)])
-        mean = np.average(x, weights=w)
-        error = math.sqrt(w @ (x - mean) ** 2 / (40.5 - 1) / 40.5)
-        assert abs(mean) == pytest.approx(scipy_stats.t.ppf(0.975, 39.5) * error, rel=1e-6)
+    for r, end in ((e.low, "low"), (e.high, "high")):
+        rest = stats.interval(frame.a - r * frame.full, bounds=(-r, 1))
+        assert getattr(rest, end) == pytest.approx(0, abs=1e-6)
 
 
 def test_a_ratio_whose_bottom_may_be_zero_has_no_bound():
@@ -140,7 +136,7 @@ def test_a_resampled_mean_agrees_with_students_interval():
 
 def test_two_samples_are_compared_by_welch():
     rng = np.random.default_rng(5)
-    a, b = rng.normal(0.4, 0.1, 12), rng.normal(0.1, 0.3, 7)
+    a, b = rng.normal(0.4, 0.1, 12), rng.normal(0.1, 0.3, 7)  # Welch's interval
     e, known = stats.unpaired(a, b), scipy_stats.ttest_ind(a, b, equal_var=False).confidence_interval()
     assert (e.low, e.high, e.n) == (pytest.approx(known.low), pytest.approx(known.high), 7)
     assert math.isnan(stats.unpaired([0.5] * 9, [0.5] * 9).low)
@@ -149,7 +145,7 @@ def test_two_samples_are_compared_by_welch():
 
 def test_needed_items_solve_for_the_gap():
     e = stats.interval(np.random.default_rng(4).normal(0.5, 0.2, 50))
-    assert e.needed(0.05) == pytest.approx((2.80 * e.sd / 0.05) ** 2, rel=0.01)
+    assert e.needed(0.05) == pytest.approx((2.80 * e.sd / 0.05) ** 2, rel=0.03)
     zeros = stats.interval([0.0] * 48, bounds=(0, 1))
     assert stats.interval([0.0] * int(zeros.needed(0.005)), bounds=(0, 1)).high < 0.005
     assert math.isinf(e.needed(0.0))
@@ -295,12 +291,39 @@ def alike(e: stats.Estimate, *wanted: float) -> bool:
     return astuple(e) == pytest.approx((*wanted, *(0, 0.95, NAN, NAN)[len(wanted) - 4 :]), nan_ok=True, rel=1e-9)
 
 
-def weighed(items, corners=(), half=0.5) -> tuple[float, float, float]:
-    """Mean, its squared standard error and the items counted, the corners sharing `half` an item."""
-    pairs = [(x, 1.0) for x in items] + [(x, half / len(corners)) for x in corners]
-    total = sum(w for _, w in pairs)
-    mean = sum(w * x for x, w in pairs) / total
-    return mean, sum(w * (x - mean) ** 2 for x, w in pairs) / (total - 1) / total, total
+def reach(values, least=None, most=None, each=1, level=0.95, alike=True) -> tuple[float, float]:
+    """How far the limits of a mean lie below and above it: the module's rule in plain loops."""
+    n = len(values)
+    if least is None:
+        half = quantile(level, n - 1) * statistics.stdev(values) / math.sqrt(n)
+        return half, half
+    parts = [[max(0.0, sign * x) for x in values] for sign in (1, -1)]
+    sizes = [sum(x * x for x in part) / sum(part) if any(part) else None for part in parts]
+    less, more = [0.0, 0.0], [0.0, 0.0]
+    for i, (part, end) in enumerate(zip(parts, (most, -least), strict=True)):
+        if not end:
+            continue
+        size = sizes[1 - i] if alike else None
+        unseen = min(end, size or end) * scipy_stats.beta(0.5, n * each + 0.5).ppf((1 + level) / 2)
+        if not any(part):
+            more[i] = unseen
+            continue
+        share, error = sum(part) / n / end, statistics.variance(part) / n / end**2
+        count = n * each
+        if error > 1e-15:
+            z, t = NORMAL.inv_cdf((1 + level) / 2), quantile(level, n - 1)
+            count = max(n, share * (1 - share) / error * (z / t) ** 2)
+        beta = scipy_stats.beta(count * share + 0.5, count * (1 - share) + 0.5)
+        less[i] = end * (share - min(share, beta.ppf((1 - level) / 2)))
+        more[i] = end * ((1.0 if share == 1 else max(share, beta.ppf((1 + level) / 2))) - share)
+        more[i] = max(more[i], unseen if size else 0.0)
+    r = statistics.correlation(*parts) if all(len(set(part)) > 1 for part in parts) else 0.0
+    below = math.sqrt(less[0] ** 2 + more[1] ** 2 - 2 * r * less[0] * more[1])
+    above = math.sqrt(more[0] ** 2 + less[1] ** 2 - 2 * r * more[0] * less[1])
+    return below, above
+
+
+NORMAL = statistics.NormalDist()
 
 
 def quantile(level: float, freedom: float) -> float:
@@ -315,30 +338,31 @@ FLIPPED = [0.9, 0.1, 0.3, 0.3, 0.2, 0.4]
 
 
 @pytest.mark.parametrize(
-    ("data", "name", "given", "items", "corners", "half"),
+    ("data", "name", "given", "items", "ends", "each"),
     [
-        (frame(a=SIX), "mean", {}, SIX, [], 0),
-        (frame(a=SIX), "mean", {"level": 0.8}, SIX, [], 0),
-        (frame(a=[*SIX, NAN]), "mean", {"bounds": (0, 1)}, SIX, [0, 1], 1 / 2),
-        (frame(a=SIX), "mean", {"bounds": (-2, 3), "each": 3}, SIX, [-2, 3], 1 / 6),
-        (frame(a=[0] * 6), "mean", {"bounds": (0, 1)}, [0] * 6, [0, 1], 1 / 2),
-        (frame(a=[1] * 6), "mean", {"bounds": (0, 1)}, [1] * 6, [0, 1], 1 / 2),
+        (frame(a=SIX), "mean", {}, SIX, [], 1),
+        (frame(a=SIX), "mean", {"level": 0.8}, SIX, [], 1),
+        (frame(a=[*SIX, NAN]), "mean", {"bounds": (0, 1)}, SIX, [0, 1], 1),
+        (frame(a=SIX), "mean", {"bounds": (-2, 3), "each": 3}, SIX, [-2, 3], 3),
+        (frame(a=[0] * 6), "mean", {"bounds": (0, 1)}, [0] * 6, [0, 1], 1),
+        (frame(a=[1] * 6), "mean", {"bounds": (0, 1)}, [1] * 6, [0, 1], 1),
+        (frame(a=[0.3] * 6), "mean", {"bounds": (0, 1), "each": 4, "level": 0.99}, [0.3] * 6, [0, 1], 4),
+        (frame(a=SIX, b=SIX), "difference", {"bounds": (0, 1), "each": 2}, [0] * 6, [-1, 1], 2),
         (frame(a=[*SIX, NAN, 1], b=[*FLIPPED, 0, NAN]), "difference", {"bounds": (0, 1), "level": 0.9},
-         [-0.8, 0.1, -0.1, 0.2, 0.5, 0.6], [-1, 0, 0, 1], 1 / 2),
+         [-0.8, 0.1, -0.1, 0.2, 0.5, 0.6], [-1, 1], 1),
         (frame(a=SIX, b=FLIPPED, x=[0.5] * 6, y=SIX[::-1]), "lift_minus_difference", {"bounds": (0, 1)},
-         [-0.3, 0.3, -0.1, -0.1, 0.2, 0.2], [-2] + 4 * [-1] + 6 * [0] + 4 * [1] + [2], 1 / 2),
+         [-0.3, 0.3, -0.1, -0.1, 0.2, 0.2], [-2, 2], 1),
         (frame(a=[*SIX, NAN, 0.3, 0.4]), "mean", {"bounds": (0, 1), "each": 2, "clusters": [*"uvwxyz", "z", "z", "u"]},
-         [0.25, 0.2, 0.2, 0.5, 0.7, 0.65], [0, 1], 1 / 4 / (8 / 6)),
+         [0.25, 0.2, 0.2, 0.5, 0.7, 0.65], [0, 1], 2 * 8 / 6),
     ],
 )  # fmt: skip
-def test_every_field_of_a_mean(data, name, given, items, corners, half):
+def test_every_field_of_a_mean(data, name, given, items, ends, each):
     level, missing = given.get("level", 0.95), int(data.isna().any(axis=1).sum())
-    centre, variance, total = weighed(items, corners, half)
-    reach = quantile(level, total - 1) * math.sqrt(variance)
-    low, high = max(centre - reach, min(corners, default=-INF)), min(centre + reach, max(corners, default=INF))
+    below, above = reach(items, *ends, each=each, level=level)
     e = stats.contrast(data, name, **given)
-    sd = np.std(items, ddof=1)
-    assert alike(e, np.mean(items), low, high, len(items), missing, level, sd, math.sqrt(variance))
+    mean, error = np.mean(items), max(below, above) / NORMAL.inv_cdf((1 + level) / 2)
+    low, high = max(mean - below, min(ends, default=-INF)), min(mean + above, max(ends, default=INF))
+    assert alike(e, mean, low, high, len(items), missing, level, np.std(items, ddof=1), error)
     if name == "mean":
         assert astuple(stats.interval(data.a, **given)) == pytest.approx(astuple(e))
 
@@ -357,17 +381,24 @@ def test_every_field_of_a_ratio(name, top, bottom, bounds, each, level):
     data = pd.DataFrame(np.random.default_rng(7).uniform(0, 0.3, (6, 5)), columns=[*"ab", "full", *"xy"])
     data.full += 0.6
     x, y = (np.array([f(*row) for row in data.to_numpy()]) for f in (top, bottom))
-    corners = [(top(*c), bottom(*c)) for c in itertools.product(bounds, repeat=5)] if bounds else []
 
-    def told(r):  # mean of top - r bottom, and its squared standard error
-        return weighed(x - r * y, [top - r * bottom for top, bottom in corners], 0.5 / each)
+    def sides(r):
+        """Limits of the mean of top - r bottom."""
+        corners = [top(*c) - r * bottom(*c) for c in itertools.product(bounds, repeat=5)] if bounds else []
+        ends = (min(corners), max(corners)) if bounds else ()
+        below, above = reach(x - r * y, *ends, each=each, level=level, alike=False)
+        return np.mean(x - r * y) - below, np.mean(x - r * y) + above
 
-    value, t2 = x.mean() / y.mean(), quantile(level, told(0)[2] - 1) ** 2
-    at = [mean**2 - t2 * variance for mean, variance, _ in map(told, (-1, 0, 1))]  # a parabola in r
-    low, high = sorted(np.roots([(at[0] + at[2]) / 2 - at[1], (at[2] - at[0]) / 2, at[1]]))
-    sd, error = np.std(x - value * y, ddof=1) / y.mean(), math.sqrt(told(value)[1]) / y.mean()
+    value = x.mean() / y.mean()
     e = stats.contrast(data, name, bounds=bounds, each=each, level=level)
-    assert alike(e, value, low, high, 6, 0, level, sd, error)
+    assert sides(e.low)[0] == pytest.approx(0, abs=1e-5)
+    assert sides(e.high)[1] == pytest.approx(0, abs=1e-5)
+    sd, error = np.std(x - value * y, ddof=1) / y.mean(), max(-sides(value)[0], sides(value)[1]) / y.mean()
+    assert alike(e, value, e.low, e.high, 6, 0, level, sd, error / NORMAL.inv_cdf((1 + level) / 2))
+    if not bounds:  # Fieller's parabola in r
+        at = [np.mean(x - r * y) ** 2 - reach(x - r * y, level=level)[0] ** 2 for r in (-1, 0, 1)]
+        roots = sorted(np.roots([(at[0] + at[2]) / 2 - at[1], (at[2] - at[0]) / 2, at[1]]))
+        assert [e.low, e.high] == pytest.approx(roots, abs=1e-5)
 
 
 def test_a_ratio_without_bounds_still_says_all_else():
@@ -377,38 +408,30 @@ def test_a_ratio_without_bounds_still_says_all_else():
     linear = x - x.mean() / y.mean() * y
     wanted = abs(np.std(linear, ddof=1) / y.mean())
     e = stats.contrast(data, "share_of_ceiling", level=0.9)
-    assert alike(e, x.mean() / y.mean(), -INF, INF, 6, 1, 0.9, wanted, wanted / math.sqrt(6))
+    wider = quantile(0.9, 5) / NORMAL.inv_cdf(0.95)
+    assert alike(e, x.mean() / y.mean(), -INF, INF, 6, 1, 0.9, wanted, wider * wanted / math.sqrt(6))
     below = stats.contrast(frame(a=SIX, full=[-0.5, -0.6, -0.5, -0.6, -0.5, -0.6]), "share_of_ceiling")
     assert below.value == pytest.approx(-0.45 / 0.55)
     assert below.low < below.value < below.high < 0
 
 
-@pytest.mark.parametrize(("up", "down", "level"), [(4, 2, 0.95), (2, 5, 0.8), (12, 0, 0.95), (0, 3, 0.9), (7, 5, 0.95)])
-def test_every_field_of_a_difference_of_shares(up, down, level):
-    n, data = 12, pd.concat([gains(up, down, 12), frame(a=[NAN, 1], b=[0, NAN])])
-    (u_low, u_high), (d_low, d_high) = (scipy_stats.binomtest(k, n).proportion_ci(level, "exact") for k in (up, down))
-    u, d = up / n, down / n
-    r = 0 if not up * down else -math.sqrt(u * d / (1 - u) / (1 - d))
-    low = u - d - math.sqrt((u - u_low) ** 2 + (d_high - d) ** 2 - 2 * r * (u - u_low) * (d_high - d))
-    high = u - d + math.sqrt((u_high - u) ** 2 + (d - d_low) ** 2 - 2 * r * (u_high - u) * (d - d_low))
-    sd, error = np.std([1] * up + [-1] * down + [0] * (n - up - down), ddof=1), (high - low) / 2
-    e = stats.counted(data, "difference", level=level)
-    assert alike(e, u - d, low, high, n, 2, level, sd, error / scipy_stats.norm.ppf((1 + level) / 2))
-
-
 @pytest.mark.parametrize("bounds", [None, (0, 1), (-1, 1)])
 @pytest.mark.parametrize(("each", "level"), [(1, 0.95), (4, 0.8)])
 def test_every_field_of_two_samples(bounds, each, level):
-    corners = {None: [], (0, 1): [0, 1], (-1, 1): [-1, 1, 0, 0]}[bounds]
-    sides = [weighed(side, corners, 0.5 / each) for side in (SIX, [*FLIPPED, 0.6, 0.8])]
-    error = math.sqrt(sum(variance for _, variance, _ in sides))
-    freedom = error**4 / sum(variance**2 / (total - 1) for _, variance, total in sides)
-    centre, reach = sides[0][0] - sides[1][0], quantile(level, freedom) * error
-    value = np.mean(SIX) - np.mean([*FLIPPED, 0.6, 0.8])
-    e = stats.unpaired([*SIX, NAN], [NAN, *FLIPPED, 0.6, 0.8], bounds=bounds, each=each, level=level)
-    assert alike(e, value, centre - reach, centre + reach, 6, 0, level, NAN, error)
+    sides = (SIX, [*FLIPPED, 0.6, 0.8])
+    value = np.mean(sides[0]) - np.mean(sides[1])
+    if bounds:
+        (less_a, more_a), (less_b, more_b) = (reach(side, *bounds, each=each, level=level) for side in sides)
+        below, above = math.hypot(less_a, more_b), math.hypot(more_a, less_b)
+    else:  # Welch's
+        variances = [statistics.variance(side) / len(side) for side in sides]
+        freedom = sum(variances) ** 2 / sum(v**2 / (len(side) - 1) for v, side in zip(variances, sides, strict=True))
+        below = above = quantile(level, freedom) * math.sqrt(sum(variances))
+    e = stats.unpaired([*SIX, NAN], [NAN, *sides[1]], bounds=bounds, each=each, level=level)
+    error = max(below, above) / NORMAL.inv_cdf((1 + level) / 2)
+    assert alike(e, value, value - below, value + above, 6, 0, level, NAN, error)
     if (each, level) == (1, 0.95):
-        assert stats.unpaired(SIX, [*FLIPPED, 0.6, 0.8], bounds=bounds).triple == pytest.approx(e.triple)
+        assert stats.unpaired(SIX, sides[1], bounds=bounds).triple == pytest.approx(e.triple)
 
 
 def test_every_field_of_a_resampled_statistic():
@@ -460,8 +483,6 @@ FIVE = [*SIX[:5], NAN]
         (lambda: stats.contrast(frame(a=[0.25] * 6 + [NAN], full=0.5), "share_of_ceiling", level=0.9),
          (0.5, NAN, NAN, 6, 1, 0.9)),
         (lambda: stats.contrast(frame(a=[5e-13, -5e-13] * 3, full=1), "share_of_ceiling"), (0, NAN, NAN, 6)),
-        (lambda: stats.counted(frame(a=[NAN]), "mean", level=0.9), (NAN, NAN, NAN, 0, 1, 0.9)),
-        (lambda: stats.counted(frame(a=[1, 0, 1, 1, 1, NAN]), "mean", level=0.9), (0.8, NAN, NAN, 5, 1, 0.9)),
         (lambda: stats.unpaired([], SIX, level=0.9), (NAN, NAN, NAN, 0, 0, 0.9)),
         (lambda: stats.unpaired([*SIX, 0.45], FIVE, level=0.9), (0.11, NAN, NAN, 5, 0, 0.9)),
         (lambda: stats.unpaired([0.5] * 6, [0.25] * 9, level=0.9), (0.25, NAN, NAN, 6, 0, 0.9)),
@@ -571,9 +592,9 @@ def test_equivalence_at_its_borders():
     assert stats.tost([0.02] * 6, [0.0] * 6) == 1.0
     assert stats.tost([0.019] * 6, [0.0] * 6) == 0.0  # the margin by itself: 0.02
     assert stats.tost([0.0, 0.2], [0.0, 0.0], 0.15) == pytest.approx(scipy_stats.t.sf(0.5, 1))
-    mean, variance, total = weighed(SIX, [-2, 0, 0, 2])
-    p = scipy_stats.t.sf((0.6 - mean) / math.sqrt(variance), total - 1)
-    assert stats.tost(SIX, np.zeros(6), 0.6, bounds=(-1, 1)) == pytest.approx(p)
+    p = stats.tost(SIX, np.zeros(6), 0.9, bounds=(0, 1))
+    assert np.mean(SIX) + reach(SIX, -1, 1, level=1 - 2 * p)[1] == pytest.approx(0.9)
+    assert p == pytest.approx(stats.tost(np.zeros(6), SIX, 0.9, bounds=(0, 1)))
     assert math.isnan(stats.tost([], []))
 
 
@@ -586,10 +607,6 @@ def test_equivalence_at_its_borders():
         (lambda: stats.interval([1, 2], [1]), "1 clusters for 2 values: give one label per value"),
         (lambda: stats.sign_test([1, 2], [1]),
          "2 values against 1: a paired comparison needs the same items in the same order"),
-        (lambda: stats.counted(frame(a=[0.5]), "mean"),
-         "mean of values that are not all 0 or 1: exact limits are of shares and their differences"),
-        (lambda: stats.counted(frame(a=[1], full=[1]), "loss"),
-         "loss of values that are not all 0 or 1: exact limits are of shares and their differences"),
     ],
 )  # fmt: skip
 def test_a_refusal_says_what_to_give(call, text):
@@ -607,9 +624,8 @@ def test_a_difference_of_a_billionth_is_none_and_one_above_counts():
 def test_true_and_false_are_one_and_zero():
     so, not_so = [True, True, False, True, False, True], [False, True, False, False, True, False]
     true, known = frame(a=so, b=not_so), frame(a=so, b=not_so).astype(float)
-    for estimate in (stats.contrast, stats.counted):
-        assert estimate(true, "difference") == estimate(known, "difference")
-        assert estimate(known, "difference").low < 1 / 3  # six items suffice
+    assert stats.contrast(true, "difference", bounds=(0, 1)) == stats.contrast(known, "difference", bounds=(0, 1))
+    assert stats.contrast(known, "difference", bounds=(0, 1)).low < 1 / 3  # six items suffice
     assert stats.interval(so, bounds=(0, 1)) == stats.interval(list(map(float, so)), bounds=(0, 1))
     gain = stats.resampled(true, lambda v: float((v[:, 0] - v[:, 1]).mean()))
     assert gain == stats.resampled(known, lambda v: float((v[:, 0] - v[:, 1]).mean()))

@@ -148,7 +148,7 @@ def _same_output(claim: Mapping, cell: Mapping) -> Sample:
     text = pd.DataFrame({side: per_item(rows, cell[side], column) for side in "ab"}).dropna()
     calls = pd.DataFrame({side: per_item(rows, cell[side], "policy_calls") for side in "ab"})
     again = (calls.reindex(text.index) >= 2).any(axis=1)
-    return Sample((text.a == text.b)[again].astype(float).to_frame("a"), binary=True)
+    return Sample((text.a == text.b)[again].astype(float).to_frame("a"))
 
 
 def _lift_when_sampled(claim: Mapping, rows: pd.DataFrame) -> Sample:
@@ -203,7 +203,7 @@ def _member(claim: Mapping, cell: Mapping, sets: Mapping, limit: int) -> Member:
         return Member(label, Facts(per_item(rows, cell["a"], "evicted")))
     if kind == "share_of_limit":
         return Member(label, Sample((per_item(rows, cell["a"], "n_generated") / limit).to_frame("a")))
-    return Member(label, Sample(_columns(claim, cell), kind, binary="counts" in claim))
+    return Member(label, Sample(_columns(claim, cell), kind))
 
 
 def _columns(claim: Mapping, cell: Mapping) -> pd.DataFrame:

@@ -203,7 +203,8 @@ class _Side:
         if not self.most:
             return 0.0, 0.0
         tail, n = 0.5 - level / 2, self.n
-        unseen = min(self.most, size or self.most) * float(special.betaincinv(0.5, n * each + 0.5, 1 - tail))
+        tries = n if size else n * each  # of items with something of that size, or of things scored
+        unseen = min(self.most, size or self.most) * float(special.betaincinv(0.5, tries + 0.5, 1 - tail))
         if not self.mean:
             return 0.0, unseen
         share, error = min(self.mean / self.most, 1.0), self.variance / (n - 1) / self.most**2

@@ -69,6 +69,14 @@ def test_limits_of_a_difference_of_shares_hold_the_truth(up, down):
     assert covered > 0.93
 
 
+@pytest.mark.parametrize("each", [1, 40])
+def test_a_single_small_gain_shows_no_gain(each):
+    """A loss that was not seen may be as large and as frequent."""
+    data = pd.DataFrame({"a": [0.525] + [0.5] * 47, "b": 0.5})
+    e = stats.contrast(data, "difference", bounds=(0, 1), each=each)
+    assert -2 * e.value < e.low < 0 < e.high < 5 * e.value
+
+
 def test_a_cluster_counts_once_by_its_mean():
     rng = np.random.default_rng(1)
     clusters = np.repeat(np.arange(12), rng.integers(1, 6, 12))
@@ -304,7 +312,7 @@ def reach(values, least=None, most=None, each=1, level=0.95, alike=True) -> tupl
         if not end:
             continue
         size = sizes[1 - i] if alike else None
-        unseen = min(end, size or end) * scipy_stats.beta(0.5, n * each + 0.5).ppf((1 + level) / 2)
+        unseen = min(end, size or end) * scipy_stats.beta(0.5, (n if size else n * each) + 0.5).ppf((1 + level) / 2)
         if not any(part):
             more[i] = unseen
             continue

@@ -15,9 +15,8 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" 
 
 
 def problem(batch=1, kv_heads=2, group=2, tokens=70, dim=64, dtype=torch.float32, seed=None):
-    """Fresh random queries and keys, and the log-sum-exp of their causal attention, computed in float64."""
-    generator = torch.Generator()
-    generator.seed() if seed is None else generator.manual_seed(seed)
+    """Random queries and keys, and the log-sum-exp of their causal attention, computed in float64."""
+    generator = torch.Generator().manual_seed(int(torch.randint(2**40, ())) if seed is None else seed)
     query = torch.randn(batch, kv_heads * group, tokens, dim, generator=generator).to(DEVICE, dtype)
     keys = torch.randn(batch, kv_heads, tokens, dim, generator=generator).to(DEVICE, dtype)
     _, lse = prefill_attention_reference(query.double(), keys.double(), keys.double(), dim**-0.5)

@@ -16,9 +16,8 @@ NAN = float("nan")
 
 
 def problem(lengths, kv_heads, group=2, dim=64, room=5, tail=3, dtype=torch.float32, seed=None):
-    """Fresh random query and storage of len(lengths) segments; the tail's unused rows are NaN."""
-    generator = torch.Generator()
-    generator.seed() if seed is None else generator.manual_seed(seed)
+    """Random query and storage of len(lengths) segments; the tail's unused rows are NaN."""
+    generator = torch.Generator().manual_seed(int(torch.randint(2**40, ())) if seed is None else seed)
     batch = len(lengths) // kv_heads
     shapes = [(batch, kv_heads * group, 1, dim)] + [(sum(lengths), dim)] * 2 + [(batch, kv_heads, room, dim)] * 2
     query, keys, values, tail_keys, tail_values = (

@@ -231,7 +231,7 @@ def _unlike(a: dict[str, pd.DataFrame], b: dict[str, pd.DataFrame]) -> bool:
 def _named(row: pd.Series) -> str:
     """What was asked, as far as it says something."""
     told = {name: row[name] for name in IDENTITY if not pd.isna(row[name]) and row[name] not in ("", "{}", "[]", 0)}
-    return " ".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in told.items())
+    return " ".join(f"{name}={f'{value:g}' if isinstance(value, float) else value}" for name, value in told.items())
 
 
 def _verdicts(a: Path, b: Path) -> pd.DataFrame:

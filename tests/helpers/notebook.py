@@ -1,17 +1,13 @@
-"""A chapter's notebook from top to bottom in this process, which has imported all it needs; the book runs them in
-kernels."""
+"""A chapter's notebook from top to bottom in this process, and what its cells display."""
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import IPython.display
-import nbformat
 from IPython.core.formatters import DisplayFormatter
 
 from kvrepro.experiment import figure
+from kvrepro.tools import book
 
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 Shown = list[dict[str, Any]]  # what a cell displays, by media type
 
 
@@ -25,19 +21,8 @@ def run(monkeypatch, name: str, given: dict[str, Any]) -> list[tuple[str, Shown]
 
     monkeypatch.setattr(IPython.display, "display", display)
     monkeypatch.setattr(figure, "display", display)
-    space: dict[str, Any] = {"display": display}
     found = []
-    for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells:
-        if cell.cell_type != "code":
-            continue
-        body = ast.parse(cell.source).body
-        last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-        exec(compile(ast.Module(body, []), f"{name}.ipynb", "exec"), space)
-        if last is not None and (value := eval(compile(ast.Expression(last.value), name, "eval"), space)) is not None:
-            display(value)
-        if "parameters" in cell.metadata.get("tags", []):
-            assert set(given) <= set(space)
-            space |= given
-        found.append((cell.source, list(shown)))
+    for source in book.cells(name, given, display=display):
+        found.append((source, list(shown)))
         shown.clear()
     return found

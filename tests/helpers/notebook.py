@@ -1,5 +1,6 @@
 """A chapter's notebook from top to bottom in this process, and what its cells display."""
 
+from pathlib import Path
 from typing import Any
 
 import IPython.display
@@ -8,7 +9,26 @@ from IPython.core.formatters import DisplayFormatter
 from kvrepro.experiment import figure
 from kvrepro.tools import book
 
+MINE = """
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.policy import Policy
+from kvrepro.engine.shapes import Scores
+
+
+def times_value(o: Observation) -> Scores:
+    '''s_j = mean attention of the window to token j, times ||v_j||_2.'''
+    return o.attention.mean((2, 3)) * o.values.float().norm(dim=-1)
+
+
+MINE = Policy("Mine", "a test", times_value, parameters={"window": WINDOW, "recent": "window"})
+"""
 Shown = list[dict[str, Any]]  # what a cell displays, by media type
+
+
+def own_policy(folder: Path, window: int = 16) -> str:
+    """The name of a policy of one's own, called Mine, whose file is written into the folder."""
+    (folder / "mine.py").write_text(MINE.replace("WINDOW", str(window)))
+    return f"{folder / 'mine.py'}:MINE"
 
 
 def run(monkeypatch, name: str, given: dict[str, Any]) -> list[tuple[str, Shown]]:

@@ -101,9 +101,10 @@ def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd
     sum. Empty where they share none."""
     found: list[dict[str, Any]] = []
     for chapter in chapters:
-        rows = store.differing(*(rows_of(folder, chapter) for folder in (first, other)))
-        if rows.empty:
+        one, two = (rows_of(folder, chapter) for folder in (first, other))
+        if one.index.intersection(two.index).empty:
             continue
+        rows = store.differing(one, two)
         said: dict[str, Any] = dict.fromkeys(("verdicts", "changed", "turned"), 0)
         files = [folder / chapter / "claims.csv" for folder in (first, other)]
         if all(file.is_file() for file in files):

@@ -40,7 +40,7 @@ except InputError as error:
 
 from kvrepro.tools import book
 
-print(len(list(book.cells("reanalysis", {}, lambda *_, **__: None))), "cells of a chapter")
+print(len(list(book.cells("reanalysis", {}))), "cells of a chapter")
 book.main([])
 """
 

@@ -59,7 +59,7 @@ def _add(
         if CAUSAL:
             p = tl.where(token[None, :] <= first + i + step[:, None], p, 0.0)
         if SPANS:
-            own = tl.load(spans + first + i + step, mask=here, other=-1)
+            own = tl.load(spans + first + i + step, mask=here, other=-1)  # [Q]
             p = tl.where(own[:, None] == span[None, :], p, 0.0)
         mass += p
     return mass
@@ -89,7 +89,7 @@ def _column_mass(
     key = tl.load(keys + token.to(tl.int64)[:, None] * key_token + dim[None, :], mask=read, other=0.0)  # [T, D]
     span = token
     if SPANS:
-        span = tl.load(spans + token, mask=token < tokens, other=-2)
+        span = tl.load(spans + token, mask=token < tokens, other=-2)  # [T]
 
     low = tl.maximum(begin - first, 0) // BLOCK_Q * BLOCK_Q  # the first block that sees a key of this block
     edge = low + tl.cdiv(tl.maximum(begin + BLOCK_T - 1 - first - low, 0), BLOCK_Q) * BLOCK_Q  # ... that sees all

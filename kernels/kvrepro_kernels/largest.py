@@ -29,7 +29,7 @@ def largest_reference(scores: Tensor, counts: Tensor) -> Tensor:
 @triton.jit
 def _keys(scores, token, tokens):
     """Scores as integers in the same order; what lies beyond the row is below -inf."""
-    x = tl.load(scores + token, mask=token < tokens, other=float("-inf")) + 0.0  # one zero
+    x = tl.load(scores + token, mask=token < tokens, other=float("-inf")) + 0.0  # [T], with one zero
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 

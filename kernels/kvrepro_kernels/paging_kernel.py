@@ -11,7 +11,7 @@ def _before(kept, value, n, STEPS: tl.constexpr):
     high = low + n
     for _ in range(STEPS):
         middle = (low + high) // 2
-        found = tl.load(kept + middle, mask=middle < n, other=-1)
+        found = tl.load(kept + middle, mask=middle < n, other=-1)  # as `value`
         below = (found >= 0) & (found < value) & (low < high)
         low = tl.where(below, middle + 1, low)
         high = tl.where(below, high, middle)
@@ -30,7 +30,7 @@ def search(kept, source, hole, mover, slots, n, BLOCK_I: tl.constexpr, STEPS: tl
     inside = (i < n) & (i < count)
     is_hole = inside & (tl.load(kept + rank, mask=inside & (rank < n), other=-1) != i)
     nth = i - rank  # holes before slot i
-    content = tl.load(kept + stay + nth, mask=is_hole, other=-1)
+    content = tl.load(kept + stay + nth, mask=is_hole, other=-1)  # [I]
     tl.store(source + request + i, tl.where(is_hole, content, tl.where(inside, i, -1)), mask=i < n)
     tl.store(hole + request + nth, i, mask=is_hole)
     tl.store(mover + request + nth, content, mask=is_hole)
@@ -40,14 +40,18 @@ def search(kept, source, hole, mover, slots, n, BLOCK_I: tl.constexpr, STEPS: tl
 
 
 @triton.jit
+def _row(table, slot, mask, block_size):
+    """The row of the pool in which a slot of a request lies."""
+    return tl.load(table + slot // block_size, mask=mask, other=0).to(tl.int64) * block_size + slot % block_size  # [I]
+
+
+@triton.jit
 def _rows(table, kept, at, n, block_size, BLOCK_I: tl.constexpr):
     """Rows of the pool that slots at, at + 1, ... are read from and written to, and which of them move."""
     i = at + tl.arange(0, BLOCK_I)  # [I]
-    j = tl.load(kept + i, mask=i < n, other=-1)
+    j = tl.load(kept + i, mask=i < n, other=-1)  # [I]
     move = (j >= 0) & (j != i)
-    read = tl.load(table + j // block_size, mask=move, other=0).to(tl.int64) * block_size + j % block_size
-    write = tl.load(table + i // block_size, mask=move, other=0).to(tl.int64) * block_size + i % block_size
-    return read, write, move
+    return _row(table, j, move, block_size), _row(table, i, move, block_size), move
 
 
 @triton.jit
@@ -93,10 +97,9 @@ def fill(
     mover += request.to(tl.int64) * n
     for at in tl.range(begin, tl.minimum(begin + pairs_per_program, n), BLOCK_I):
         pair = at + tl.arange(0, BLOCK_I)  # [I]
-        i = tl.load(hole + pair, mask=pair < n, other=-1)
-        j = tl.load(mover + pair, mask=pair < n, other=-1)
+        i = tl.load(hole + pair, mask=pair < n, other=-1)  # [I]
+        j = tl.load(mover + pair, mask=pair < n, other=-1)  # [I]
         move = (i >= 0)[:, None] & inside
-        read = tl.load(table + j // block_size, mask=j >= 0, other=0).to(tl.int64) * block_size + j % block_size
-        write = tl.load(table + i // block_size, mask=i >= 0, other=0).to(tl.int64) * block_size + i % block_size
+        read, write = _row(table, j, j >= 0, block_size), _row(table, i, i >= 0, block_size)
         tile = tl.load(pool + read[:, None] * width + column[None, :], mask=move, other=0.0)  # [I, C]
         tl.store(pool + write[:, None] * width + column[None, :], tile, mask=move)

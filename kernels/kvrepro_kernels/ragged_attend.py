@@ -11,8 +11,8 @@ def segment_of(place, offsets, segments, tail, BLOCK_S: tl.constexpr):
     Returns segment, its first place, its first flat row, and its number of flat rows.
     """
     s = tl.arange(0, BLOCK_S)  # [S]
-    low = tl.load(offsets + s, mask=s < segments, other=0)
-    high = tl.load(offsets + s + 1, mask=s < segments, other=0)
+    low = tl.load(offsets + s, mask=s < segments, other=0)  # [S]
+    high = tl.load(offsets + s + 1, mask=s < segments, other=0)  # [S]
     segment = tl.sum(((s < segments) & (high + (s + 1) * tail <= place)).to(tl.int32), 0)
     row = tl.sum(tl.where(s == segment, low, 0), 0)
     return segment, row + segment * tail, row, tl.sum(tl.where(s == segment, high - low, 0), 0)

@@ -25,10 +25,10 @@ def _rms_norm(x, weight, out, eps, DIM: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * DIM
     dim = tl.arange(0, BLOCK)
     here = dim < DIM
-    value = tl.load(x + row + dim, mask=here, other=0.0).to(tl.float32)
+    value = tl.load(x + row + dim, mask=here, other=0.0).to(tl.float32)  # [D]
     scaled = value * tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
     scaled = scaled.to(x.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weight + dim, mask=here, other=0.0).to(tl.float32)
+    factor = tl.load(weight + dim, mask=here, other=0.0).to(tl.float32)  # [D]
     tl.store(out + row + dim, (factor * scaled).to(out.dtype.element_ty), mask=here)
 
 

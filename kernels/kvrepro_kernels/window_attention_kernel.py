@@ -36,7 +36,7 @@ def attend_split(
     last = edge + row % window
     start = 0
     if LASTS:
-        last = tl.load(lasts + head_row * window + row % window)
+        last = tl.load(lasts + head_row * window + row % window)  # [R]
     if STARTS:
         start = tl.load(starts + head_row)
     keys += batch * key_batch + head * key_head

@@ -6,6 +6,8 @@ A head's query rows are loaded once where they fit, or chunk by chunk for each b
 import triton
 import triton.language as tl
 
+from kvrepro_kernels.window_indicators import indicated, pooled_attention
+
 
 @triton.jit
 def _load_rows(
@@ -32,58 +34,8 @@ def _load_rows(
     a32 = a.to(tl.float32)
     last = edge + t
     if LASTS:
-        last = tl.load(lasts + t, mask=mine, other=-1)
+        last = tl.load(lasts + t, mask=mine, other=-1)  # [R]
     return q, a, tl.sum(a32 * a32, 1), log_sum, last, mine
-
-
-@triton.jit
-def _bfloat16(x):
-    """x rounded to bfloat16, to even, in float32: by its bits, which the interpreter rounds rightly too."""
-    bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _pooled_attention(
-    keys, at, step, dim, key_token, tokens, q, log_sum, last, start, scale,
-    DIM: tl.constexpr, POOL: tl.constexpr, BY_MAX: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """[T, R]: attention to the POOL neighbours of each token, its mean or its largest; 0 for what is not seen."""
-    x = tl.full((step.shape[0], log_sum.shape[0]), float("-inf") if BY_MAX else 0.0, tl.float32)
-    for shift in tl.range(-(POOL // 2), POOL // 2 + 1, num_stages=2):
-        token = at + shift + step
-        base = (tl.zeros((), tl.int64) + at + shift) * key_token
-        read = ((token >= 0) & (token < tokens))[:, None] & (dim[None, :] < DIM)
-        key = tl.load(keys + base + (step[:, None] * key_token + dim[None, :]), mask=read, other=0.0)  # [T, D]
-        logits = tl.dot(key, tl.trans(q), input_precision=PRECISION) * scale  # [T, R]
-        seen = (token[:, None] <= last[None, :]) & (token[:, None] >= start)
-        if BY_MAX:
-            x = tl.maximum(x, tl.where(seen, logits, float("-inf")))
-        else:
-            x += tl.where(seen, tl.exp2(logits - log_sum[None, :]), 0.0)
-    return tl.exp2(x - log_sum[None, :]) if BY_MAX else x / POOL
-
-
-@triton.jit
-def _indicated(p, value, norm, a, aa, eps, INDICATOR: tl.constexpr, ROUND: tl.constexpr, PRECISION: tl.constexpr):
-    """[T, R]: what attention p to the tokens is worth."""
-    if INDICATOR == "attention":
-        x = p
-    elif INDICATOR == "value":
-        x = p * norm[:, None]
-    elif INDICATOR == "entropy":
-        x = -p * tl.log(p + 1e-10)
-    else:
-        av = tl.dot(value, tl.trans(a), input_precision=PRECISION)  # [T, R]
-        if INDICATOR == "anchor":
-            x = p * av
-        else:
-            p = tl.minimum(p, 1.0)
-            if ROUND:
-                p = _bfloat16(p)
-            w = p / (1.0 - p + eps)
-            x = w * w * tl.maximum(aa[None, :] + norm[:, None] - 2.0 * av, 0.0)
-    return x
 
 
 @triton.jit
@@ -101,10 +53,10 @@ def _score_rows(
         p = tl.exp2(logits * scale - log_sum[None, :])
         live = live & (token[:, None] <= last[None, :])
     else:
-        p = _pooled_attention(
+        p = pooled_attention(
             keys, at, step, dim, key_token, tokens, q, log_sum, last, start, scale, DIM, POOL, BY_MAX, PRECISION
         )
-    x = tl.where(live, _indicated(p, value, norm, a, aa, eps, INDICATOR, ROUND, PRECISION), 0.0)
+    x = tl.where(live, indicated(p, value, norm, a, aa, eps, INDICATOR, ROUND, PRECISION), 0.0)
     if AGGREGATE == "max":
         x = tl.where(there[None, :], x, float("-inf"))
     linear: tl.constexpr = AGGREGATE == "mean" or AGGREGATE == "sum"
@@ -202,7 +154,7 @@ def score_tokens(
             if INDICATOR == "value":
                 norm = tl.sqrt(norm)
         if NORMS:
-            norm = tl.load(norms + head_row * tokens + token, mask=here, other=0.0)
+            norm = tl.load(norms + head_row * tokens + token, mask=here, other=0.0)  # [T]
         if CHUNKS == 1:
             y = _score_rows(
                 key, keys, value, norm, q, a, aa, log_sum, last, there, at, step, dim, key_token, tokens, start, scale,

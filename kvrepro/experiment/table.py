@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from kvrepro.errors import InputError
 from kvrepro.experiment.sealed import AWAY, File
 
-VERSION = 2  # of the files; 1 had neither checksums nor the column `asked`
+VERSION = 2  # of the files; of earlier ones `MIGRATIONS` knows
 MARK = {b"kvrepro": b"results %d" % VERSION}
 TEXT, WHOLE, REAL = pa.string(), pa.int64(), pa.float64()
 SCHEMA = pa.schema(
@@ -63,14 +63,14 @@ class Rows(File):
         made = re.fullmatch(rb"results (\d+)", self.label.get(b"kvrepro", b""))
         if made and int(made[1]) > VERSION:
             raise InputError(f"{path} was written by a later version of kvrepro: install that one. {AWAY.capitalize()}")
-        if not made or set(self.columns) - set(FILED.names) or (int(made[1]) == VERSION and not self.sealed):
+        self.version = int(made[1]) if made else 0
+        known = self.version == VERSION and self.sealed or self.version in MIGRATIONS
+        if not known or set(self.columns) - set(FILED.names):
             raise InputError(f"{path} is not a results table of this version of kvrepro: {AWAY}")
         self.folded = json.loads(self.label.get(b"folded", b"[]"))  # files that this one took the place of
 
     def read(self, columns: Collection[str], rows: np.ndarray | None = None) -> pa.Table:
         """Columns of FILED, of the rows with these numbers (ascending) or of all."""
-        asked = "asked" in columns and "asked" not in self.columns  # written by version 1
-        names = [*columns, *IDENTITY] if asked else list(columns)
         groups = None
         if rows is not None:
             sizes = [self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)]
@@ -79,17 +79,15 @@ class Rows(File):
             groups = np.unique(of_row)
             before = np.cumsum([0, *(sizes[group] for group in groups)])[:-1]
             rows = rows - starts[of_row] + before[np.searchsorted(groups, of_row)]
-        table = self.table(names, groups)
+        table = self.table(columns if self.version == VERSION else None, groups)
         if rows is not None and len(rows) < len(table):  # a mask: `take` is slow on long tables of texts
             mask = np.zeros(len(table), bool)
             mask[rows] = True
             table = table.filter(pa.array(mask))
-        for name in (name for name in names if name not in table.schema.names and name != "asked"):
-            table = table.append_column(name, pa.nulls(len(table), FILED.field(name).type))
-        if asked:
-            table = with_asked(table)
+        for version in range(self.version, VERSION):
+            table = MIGRATIONS[version](table)
         try:
-            return table.select(columns).cast(pa.schema([FILED.field(name) for name in columns]))
+            return _with(table, columns).select(columns).cast(pa.schema([FILED.field(name) for name in columns]))
         except pa.ArrowException:
             raise InputError(f"{self.path} is not a results table of this version of kvrepro: {AWAY}") from None
 
@@ -117,6 +115,21 @@ def with_asked(table: pa.Table) -> pa.Table:
     )
     hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     return table.append_column(FILED.field("asked"), pa.array(np.frombuffer(b"".join(hashes), "<i8")))
+
+
+def _with(table: pa.Table, columns: Collection[str]) -> pa.Table:
+    """The table with these columns, null where it has none."""
+    for name in (name for name in columns if name not in table.schema.names):
+        table = table.append_column(name, pa.nulls(len(table), FILED.field(name).type))
+    return table
+
+
+def _from_1(table: pa.Table) -> pa.Table:
+    """Version 1 had neither checksums nor the column `asked`."""
+    return with_asked(_with(table, IDENTITY))
+
+
+MIGRATIONS = {1: _from_1}  # version -> what makes its rows those of the next one
 
 
 def parts(table: Path) -> list[Path]:

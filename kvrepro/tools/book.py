@@ -277,7 +277,7 @@ def _until(name: str, parameters: dict[str, Any], root: Path, loads: str) -> dic
     space: dict[str, Any] = {}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            collections.deque(cells(name, parameters, print, root, space, until=loads), 0)
+            collections.deque(cells(name, parameters, root=root, space=space, until=loads), 0)
     except InputError:
         raise
     except Exception:
@@ -305,7 +305,7 @@ def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
         return
     os.environ["KVREPRO_DRY_RUN"] = "1"
     try:
-        for _ in cells(name, parameters, print, root):
+        for _ in cells(name, parameters, root=root):
             pass
     except SystemExit:
         return
@@ -316,19 +316,25 @@ def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
 
 
 def cells(
-    name: str, parameters: dict[str, Any], display: Callable[..., None], root: Path = ROOT,
-    space: dict[str, Any] | None = None, until: str = "",
+    name: str, parameters: dict[str, Any], display: Callable[..., None] = lambda *things, **options: None,
+    root: Path = ROOT, space: dict[str, Any] | None = None, until: str = "",
 ) -> Iterator[str]:  # fmt: skip
     """Run a notebook's code cells in this process, one by one, with these parameters in the place of its own; their
-    sources. Their variables are in `space`, if one is given; the first statement that holds `until` ends the run."""
+    sources. display: is given what a cell shows. Their variables are in `space`, if one is given; the first statement
+    that holds `until` ends the run."""
     space = {} if space is None else space
     space["display"] = display
     for cell in nbformat.read(_source(name, root), as_version=4).cells:
         if cell.cell_type == "code":
             tree = ast.parse(cell.source)
             body = list(itertools.takewhile(lambda line: not until or until not in ast.unparse(line), tree.body))
+            whole = len(body) == len(tree.body)
+            last = body.pop() if whole and body and isinstance(body[-1], ast.Expr) else None
             exec(compile(ast.Module(body, []), f"{name}.ipynb", "exec"), space)
-            if len(body) < len(tree.body):
+            shown = eval(compile(ast.Expression(last.value), f"{name}.ipynb", "eval"), space) if last else None
+            if shown is not None:
+                display(shown)
+            if not whole:
                 return
             if "parameters" in cell.metadata.get("tags", []):
                 if unknown := sorted(set(parameters) - set(space)):

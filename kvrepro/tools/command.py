@@ -14,7 +14,6 @@ from kvrepro.experiment.parameters import check_values
 from kvrepro.paths import WORK
 
 MOST = 10**9  # of what a program counts
-RANDOM = "random"  # where a program measures time or memory: a model of random weights
 FROM_ZERO = ("seed", "sinks", "recent", "weight")  # may be 0
 NAMES = ("model", "items", "device")  # what `check_values` knows
 
@@ -31,9 +30,7 @@ def checked(main: Callable[..., Any]) -> Callable[..., Any]:
                 if value != getattr(usual[name], "default", usual[name]):
                     for one in value if isinstance(value, list | tuple) else [value]:
                         _check(name, one)
-            check_values(
-                {name: given[name] for name in NAMES if isinstance(given.get(name), str) and given[name] != RANDOM}
-            )
+            check_values({name: given[name] for name in NAMES if isinstance(given.get(name), str)})
         return main(**given)
 
     return behind

@@ -47,7 +47,7 @@ def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any], root: Pa
         return False
     space: dict[str, Any] = {}
     start = time.perf_counter()
-    for source in book.cells(chapter, parameters | {"results": str(folder)}, lambda *shown, **given: None, root, space):
+    for source in book.cells(chapter, parameters | {"results": str(folder)}, root=root, space=space):
         if "claims.write(" in source:
             break
     else:

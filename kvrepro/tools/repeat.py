@@ -25,13 +25,14 @@ import typer
 
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import InputError, one_line_errors
-from kvrepro.experiment import claims, models, provenance, store
+from kvrepro.experiment import claims, models, provenance
 from kvrepro.paths import DATA
-from kvrepro.tools import book, compare, family, stability
+from kvrepro.tools import book, family, stability, store
 from kvrepro.tools.rows import replace_rows
 
 TABLE = DATA / "reliability" / "determinism.csv"
 COLUMNS = "varied must_be_equal chapter rows text kept score verdicts changed turned which machine torch date".split()
+SAME = {"prediction": "text", "kept_hash": "kept", "token_f1": "score"}  # columns of rows -> of the table
 USUAL = "as usual"
 EVERY = "all"
 NOT_ASKED = "not testable here"  # in both runs: no verdict that could differ
@@ -89,12 +90,9 @@ def folder_of(results: Path, variant: str, model: str) -> Path:
 def rows_of(folder: Path, chapter: str) -> pd.DataFrame:
     """All stored rows of a chapter, those of a run that was cut off as well, by what was asked whatever device and
     number format answered."""
-    tables = [rows for rows in sorted((folder / chapter).glob("*.rows"))
-              if rows.with_suffix(".parquet").is_file() or any(rows.glob("*.parquet"))]  # fmt: skip
-    parts = [store.read(rows.with_suffix(".parquet")) for rows in tables]
-    found = [compare.identified(part.assign(device="", dtype="")) for part in parts if len(part)]
-    named = [part.set_axis([f"{part.name.iloc[0]}: {text}" for text in part.index]) for part in found]
-    return pd.concat(named) if named else pd.DataFrame(columns=list(compare.SAME))
+    tables = [rows.with_suffix(".parquet") for rows in sorted((folder / chapter).glob("*.rows"))]
+    frames = {table.stem: store.said(table, ("device", "dtype"))[list(SAME)] for table in tables}
+    return pd.concat(frames) if frames else pd.DataFrame(columns=list(SAME))
 
 
 def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd.DataFrame:
@@ -103,17 +101,18 @@ def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd
     sum. Empty where they share none."""
     found: list[dict[str, Any]] = []
     for chapter in chapters:
-        counts, _ = compare.compare(*(rows_of(folder, chapter) for folder in (first, other)))
-        if not counts["both"]:
+        one, two = (rows_of(folder, chapter) for folder in (first, other))
+        if one.index.intersection(two.index).empty:
             continue
+        rows = store.differing(one, two)
         said: dict[str, Any] = dict.fromkeys(("verdicts", "changed", "turned"), 0)
         files = [folder / chapter / "claims.csv" for folder in (first, other)]
         if all(file.is_file() for file in files):
             verdicts = stability.compared([claims.read(file) for file in files])
             verdicts = verdicts[(verdicts != NOT_ASKED).any(axis=1)]
             said = stability.row_of(verdicts) if len(verdicts) else said
-        row = {"text": counts["other prediction"], "kept": counts["other kept_hash"], "score": counts["other token_f1"]}
-        found.append({"varied": varied, "chapter": chapter, "rows": counts["both"], **row, **said})
+        others = {SAME[column]: int(count) for column, count in rows.sum().items()}
+        found.append({"varied": varied, "chapter": chapter, "rows": len(rows), **others, **said})
     if found:
         which = "; ".join(f"{row['chapter']} {row['which']}" for row in found if row.get("which"))
         whole = {"varied": varied, "chapter": EVERY, "which": which}

@@ -2,7 +2,7 @@
 
 kvrepro store verify            is every file whole, with right checksums and columns, and every key there once?
 kvrepro store gc --yes          delete what killed runs left and rows that newer ones replaced
-kvrepro store diff A B          rows that only one folder has, and rows that differ; times and dates do not count
+kvrepro store diff A B          rows that only one folder has, and rows and verdicts that differ; times do not count
 kvrepro store merge A B --into C
 kvrepro store bench             seconds of a table of millions of rows: data/reliability/store.csv
 """
@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,19 @@ from kvrepro.experiment import store
 from kvrepro.experiment.sealed import File
 from kvrepro.experiment.sharing import leftovers, make_folder
 from kvrepro.experiment.store import Store, Tables
-from kvrepro.experiment.table import COLUMNS, FILED, PART, SCHEMA, Rows, files_of, index, parts, rows_of
+from kvrepro.experiment.table import (
+    COLUMNS,
+    FILED,
+    IDENTITY,
+    PART,
+    SCHEMA,
+    Rows,
+    files_of,
+    index,
+    parts,
+    rows_of,
+    with_asked,
+)
 from kvrepro.paths import DATA, WORK
 from kvrepro.tools.rows import replace_rows
 
@@ -175,10 +187,17 @@ def gc(folder: Folder = USUAL, yes: Annotated[bool, typer.Option("--yes", help="
 # ---- diff
 
 
-def _said(table: Path) -> pd.DataFrame:
-    """The latest rows of a table by what was asked, those columns alone that two runs share."""
+def said(table: Path, whatever: Sequence[str] = ()) -> pd.DataFrame:
+    """The latest rows of a table by what was asked, those columns alone that two runs share. whatever: columns that do
+    not tell two rows apart, such as the device."""
     files = files_of(table)
-    rows = rows_of(files, index(files), [*SAID, "asked"]).to_pandas().set_index("asked")
+    found = rows_of(files, index(files), [*SAID, "asked"])
+    if whatever:
+        for name in whatever:
+            at = found.schema.get_field_index(name)
+            found = found.set_column(at, SCHEMA.field(name), pa.nulls(len(found), SCHEMA.field(name).type))
+        found = with_asked(found.drop_columns("asked"))
+    rows = found.to_pandas().set_index("asked")
     rows["kept"] = rows.kept.map(lambda kept: None if kept is None else tuple(kept))
     return rows
 
@@ -209,10 +228,27 @@ def _unlike(a: dict[str, pd.DataFrame], b: dict[str, pd.DataFrame]) -> bool:
     return False
 
 
+def _named(row: pd.Series) -> str:
+    """What was asked, as far as it says something."""
+    told = {name: row[name] for name in IDENTITY if not pd.isna(row[name]) and row[name] not in ("", "{}", "[]", 0)}
+    return " ".join(f"{name}={f'{value:g}' if isinstance(value, float) else value}" for name, value in told.items())
+
+
+def _verdicts(a: Path, b: Path) -> pd.DataFrame:
+    """Claims whose verdict is another, or that only one of two claims.csv has, of the first model in each: claim,
+    reading, A, B."""
+    tables = {side: pd.read_csv(path).drop_duplicates(["claim", "reading"]) for side, path in (("A", a), ("B", b))}
+    frames = {side: table.set_index(["claim", "reading"]).verdict for side, table in tables.items()}
+    found = pd.DataFrame(frames).fillna("-")
+    return found[found.A != found.B].reset_index()
+
+
 @app.command()
-def diff(a: Folder, b: Folder) -> None:
-    """Compare two folders of results: rows that only one has, rows that differ, by column. Times, dates and versions do
-    not count. Exit code 1 where anything differs. (`python -m kvrepro.tools.compare` shows the rows and verdicts.)"""
+def diff(
+    a: Folder, b: Folder, show: Annotated[int, typer.Option(min=0, help="differing rows to print of each table")] = 0
+) -> None:
+    """Compare two folders of results: rows that only one has, rows that differ, by column, and verdicts. Times, dates
+    and versions do not count. Exit code 1 where anything differs."""
     unequal = 0
     tables = {folder: tables_of(folder) for folder in (a, b)}
     for name in sorted({*tables[a], *tables[b]}):
@@ -220,15 +256,25 @@ def diff(a: Folder, b: Folder) -> None:
             print(f"{name}: not in {lacking[0]}")
             unequal += 1
             continue
-        one, two = _said(a / name), _said(b / name)
+        one, two = said(a / name), said(b / name)
         found = differing(one, two)
-        rows = int(found.any(axis=1).sum())
+        others = found[found.any(axis=1)]
         only = [len(one) - len(found), len(two) - len(found)]
-        share = rows / max(1, len(found))
-        columns = ", ".join(f"{column} {count:,}" for column, count in found.sum().items() if count)
-        print(f"{name}: {only[0]:,} only in A, {only[1]:,} only in B, {rows:,} of {len(found):,} differ ({share:.2%})")
-        print(*([f"    {columns}"] if columns else []), sep="\n", end="\n" if columns else "")
-        unequal += rows + sum(only)
+        share = len(others) / max(1, len(found))
+        print(f"{name}: {only[0]:,} only in A, {only[1]:,} only in B, "
+              f"{len(others):,} of {len(found):,} differ ({share:.2%})")  # fmt: skip
+        if len(others):
+            print("    " + ", ".join(f"{column} {count:,}" for column, count in found.sum().items() if count))
+        for asked, columns in others.head(show).iterrows():
+            print(f"    {_named(one.loc[asked])}")
+            for column in columns.index[columns]:
+                print(f"      {column}: {str(one[column][asked])[:150]} -> {str(two[column][asked])[:150]}")
+        unequal += len(others) + sum(only)
+    for claims in (path for path in sorted(a.glob("*/claims.csv")) if (b / path.relative_to(a)).is_file()):
+        changed = _verdicts(claims, b / claims.relative_to(a))
+        print(f"{claims.relative_to(a)}: {len(changed)} verdicts differ")
+        print(*(f"    {row.claim} {row.reading}: {row.A} -> {row.B}\n" for row in changed.itertuples()), sep="", end="")
+        unequal += len(changed)
     each = [{f"{t.folder.relative_to(folder)}/{key}": (t, key) for t, key in items_of(folder)} for folder in (a, b)]
     both = each[0].keys() & each[1].keys()
     rows = sum(_unlike(*(found[name][0].read(found[name][1]) for found in each)) for name in both)
@@ -246,7 +292,7 @@ def conflicts(folders: list[Path]) -> list[str]:
     for name in sorted({name for folder in folders for name in tables_of(folder)}):
         known = pd.DataFrame()
         for folder in (folder for folder in folders if name in tables_of(folder)):
-            rows = _said(folder / name)
+            rows = said(folder / name)
             if len(known) and (count := int(differing(known, rows).any(axis=1).sum())):
                 found.append(f"{folder / name}: {count:,} rows differ from those of the folders before")
             known = pd.concat([part for part in (known, rows[~rows.index.isin(known.index)]) if len(part)] or [rows])

@@ -162,7 +162,7 @@ def _parts(sweep: Sweep) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 def _studies(name: str, parameters: Mapping[str, Any]) -> None:
     """A notebook's cells as far as its studies go."""
-    for _ in book.cells(name, dict(parameters), lambda *shown, **given: None, until=book.STUDIES_END):
+    for _ in book.cells(name, dict(parameters), until=book.STUDIES_END):
         pass
     gc.collect()  # the model, before the next one is loaded
     if torch.cuda.is_available():

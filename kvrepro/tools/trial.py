@@ -106,7 +106,7 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any], log: Path) -> N
     began, error = time.perf_counter(), ""
     with log.open("w", buffering=1, encoding="utf-8") as said, contextlib.redirect_stdout(said):
         try:
-            for _ in cells(name, parameters, lambda *_: None):
+            for _ in cells(name, parameters):
                 pass
         except Exception as raised:
             traceback.print_exc()

@@ -3,12 +3,15 @@
 import pytest
 import torch
 from conditions import flat
+from observations import observation
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 
 from kvrepro.engine import generate as engine
+from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.memory import Peak
+from kvrepro.engine.policy import SUMS, call
 from kvrepro.engine.regime import Chunked, Prefill
 
 CPU = torch.device("cpu")
@@ -72,6 +75,28 @@ def test_off_measures_nothing():
     with Peak(CPU, on=False) as peak:
         block(1)
     assert peak.bytes is None
+
+
+# ---- scorers
+
+
+@pytest.mark.parametrize("name", [name for name, policy in CATALOGUE.items() if policy.frees and not policy.shared])
+def test_no_scorer_s_memory_grows_with_the_square_of_the_tokens(name):
+    """At twice the tokens the peak is twice as high, and far from a matrix of tokens x tokens."""
+    policy, peaks = CATALOGUE[name], []
+    parameters = policy.reading("as_described")
+    parameters |= {file: str(parameters[file]).replace("*", "tiny-gqa") for file in policy.files}
+    for tokens in (512, 1024):
+        o = observation(
+            batch=1, kv_heads=2, group=3, window=parameters.get("window", 0), tokens=tokens, dim=64, layer=1, layers=8,
+            sums={name: torch.rand(1, 6 if "per_norm" in name else 2, tokens) for name in SUMS},
+            inverse_frequencies=10_000 ** -(torch.arange(0, 64, 2) / 64),
+            output=None if policy.files else torch.randn(6, 64, 384),  # by which their files' model is known
+        )  # fmt: skip
+        with Peak(CPU) as peak:
+            call(policy.score, o, parameters=parameters)
+        peaks.append(peak.bytes)
+    assert peaks[1] < 2.2 * peaks[0] + 2**10
 
 
 # ---- prefill

@@ -29,7 +29,7 @@ TEXTS = {  # of a command line; more for those that read YAML
 }  # fmt: skip
 BOMB = "[&a [1,1,1,1,1,1,1,1], &b [*a,*a,*a,*a,*a,*a,*a,*a], &c [*b,*b,*b,*b,*b,*b,*b,*b], &d [*c,*c,*c,*c]]"
 YAMLS = {"a bomb": BOMB, "a tag": "!!python/object/apply:os.getpid []", "half a list": "[1", "deep": "[" * 3000}
-PROGRAMS = """bench book calibrate compare coverage duo error_rates family notebooks parity pdf shortcuts speed
+PROGRAMS = """book calibrate coverage duo error_rates family notebooks parity pdf shortcuts speed
 stability trial training.card training.evaluate training.sinks training.train""".split()
 
 

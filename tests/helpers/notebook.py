@@ -1,18 +1,34 @@
-"""A chapter's notebook from top to bottom in this process, which has imported all it needs; the book runs them in
-kernels."""
+"""A chapter's notebook from top to bottom in this process, and what its cells display."""
 
-import ast
 from pathlib import Path
 from typing import Any
 
 import IPython.display
-import nbformat
 from IPython.core.formatters import DisplayFormatter
 
 from kvrepro.experiment import figure
+from kvrepro.tools import book
 
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+MINE = """
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.policy import Policy
+from kvrepro.engine.shapes import Scores
+
+
+def times_value(o: Observation) -> Scores:
+    '''s_j = mean attention of the window to token j, times ||v_j||_2.'''
+    return o.attention.mean((2, 3)) * o.values.float().norm(dim=-1)
+
+
+MINE = Policy("Mine", "a test", times_value, parameters={"window": WINDOW, "recent": "window"})
+"""
 Shown = list[dict[str, Any]]  # what a cell displays, by media type
+
+
+def own_policy(folder: Path, window: int = 16) -> str:
+    """The name of a policy of one's own, called Mine, whose file is written into the folder."""
+    (folder / "mine.py").write_text(MINE.replace("WINDOW", str(window)))
+    return f"{folder / 'mine.py'}:MINE"
 
 
 def run(monkeypatch, name: str, given: dict[str, Any]) -> list[tuple[str, Shown]]:
@@ -25,19 +41,8 @@ def run(monkeypatch, name: str, given: dict[str, Any]) -> list[tuple[str, Shown]
 
     monkeypatch.setattr(IPython.display, "display", display)
     monkeypatch.setattr(figure, "display", display)
-    space: dict[str, Any] = {"display": display}
     found = []
-    for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells:
-        if cell.cell_type != "code":
-            continue
-        body = ast.parse(cell.source).body
-        last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-        exec(compile(ast.Module(body, []), f"{name}.ipynb", "exec"), space)
-        if last is not None and (value := eval(compile(ast.Expression(last.value), name, "eval"), space)) is not None:
-            display(value)
-        if "parameters" in cell.metadata.get("tags", []):
-            assert set(given) <= set(space)
-            space |= given
-        found.append((cell.source, list(shown)))
+    for source in book.cells(name, given, display=display):
+        found.append((source, list(shown)))
         shown.clear()
     return found

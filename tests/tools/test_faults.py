@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from kvrepro.paths import replaced
-from kvrepro.tools import faults
+from kvrepro.tools import faults, kills
 
 
 def frames(**tables):
@@ -20,15 +20,15 @@ def frames(**tables):
 def test_what_is_lost_doubled_and_different_is_counted():
     quiet = frames(main=[("a", "1"), ("b", "2"), ("c", "3")], extra=[("d", "4")])
     other = frames(main=[("a", "1"), ("b", "9"), ("a", "1")])
-    assert faults.differences(quiet, quiet).empty
-    found = faults.differences(quiet, other).set_index(["table", "column"])
+    assert kills.differences(quiet, quiet).empty
+    found = kills.differences(quiet, other).set_index(["table", "column"])
     assert found.loc[("main", "")].to_dict() == {"lost": 1, "doubled": 1, "different": 0}
     assert found.loc[("main", "value"), "different"] == 1
     assert found.loc[("extra", ""), "lost"] == 1
 
 
 def test_a_moment_is_told_by_what_was_stored_then():
-    quiet = faults.Quiet(10.0, [(0.0, 0), (2.0, 5), (6.0, 9)])
+    quiet = kills.Quiet(10.0, [(0.0, 0), (2.0, 5), (6.0, 9)])
     assert [quiet.stored_at(moment) for moment in (1.0, 2.5, 9.0)] == [(0, 1.0), (5, 0.5), (9, 3.0)]
 
 
@@ -49,8 +49,8 @@ def work(chapter, parameters, log):
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_kills_fall_into_the_computation_and_what_they_change_is_seen(tmp_path, monkeypatch, forgets):
-    monkeypatch.setattr(faults, "_child", work)
-    row = faults.campaign("any", {"forgets": forgets}, tmp_path, "driver", 4, seed=1)
+    monkeypatch.setattr(kills, "_child", work)
+    row = kills.campaign("any", {"forgets": forgets}, tmp_path, "driver", 4, seed=1)
     assert row["kills"] == 4
     assert row["while_computing"] >= 1
     assert row["rows"] == 10
@@ -66,12 +66,12 @@ class Process:
 
 def test_a_node_is_killed_once_its_workers_are_busy(monkeypatch):
     raylet, worker = Process("raylet", "raylet --port"), Process("python", "ray::Worker")
-    monkeypatch.setattr(faults.Run, "family", lambda run: [raylet, worker])
-    run = object.__new__(faults.Run)
-    assert faults._victims(run, "node") == []
-    assert faults._victims(run, "worker") == [worker]
+    monkeypatch.setattr(kills.Run, "family", lambda run: [raylet, worker])
+    run = object.__new__(kills.Run)
+    assert kills._victims(run, "node") == []
+    assert kills._victims(run, "worker") == [worker]
     worker.cmdline = lambda: ["ray::Worker.do"]
-    assert faults._victims(run, "node") == [raylet]
+    assert kills._victims(run, "node") == [raylet]
 
 
 STORE = """import pathlib, sys, time
@@ -104,10 +104,10 @@ def test_what_a_damaged_file_costs_is_counted(tmp_path, monkeypatch, does, lost)
     (kept / "run").mkdir(parents=True)
     frame = pd.DataFrame({"key": [*"abcd"], "chapter": "run", "name": "main", "value": range(4), "date": 0.0})
     frame.to_parquet(kept / "run" / "main.parquet")
-    row = faults.damaged("a results file is cut", tmp_path, kept, faults.tables(kept))
+    row = faults.damaged("a results file is cut", tmp_path, kept, kills.tables(kept))
     assert (row["exit_code"], row["lost"], row["processes_left"]) == (1, lost, 0)
     assert row["seen"] == "it is no whole parquet file: move it away"
-    row = faults.damaged("files from the future", tmp_path, kept, faults.tables(kept))
+    row = faults.damaged("files from the future", tmp_path, kept, kills.tables(kept))
     assert row["lost"] == 4  # it computed what was stored once more
 
 

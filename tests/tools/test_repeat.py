@@ -33,6 +33,12 @@ def test_rows_of_another_device_are_the_same_rows_and_what_differs_is_counted(tm
     assert same[["text", "kept", "score", "changed"]].to_numpy().sum() == 0
 
 
+def test_a_chapter_that_one_folder_lacks_or_holds_other_rows_of_is_left_out(tmp_path):
+    one = stored(tmp_path / "a", 0)
+    others = [tmp_path / "empty", stored(tmp_path / "b", 1, *[{"item": f"other {i}"} for i in range(3)])]
+    assert all(repeat.shares("items", one, other, ["leakage"]).empty for other in others)
+
+
 def test_folders_are_compared_from_a_shell_and_replace_what_was_stored(tmp_path):
     folders = [str(stored(tmp_path / name, number)) for number, name in enumerate("ab")]
     for _ in range(2):

@@ -134,6 +134,19 @@ def test_diff_counts_what_differs(tmp_path):
     assert called("diff", a, filled(tmp_path / "d", {"x": 0.1}))[0] == 1
 
 
+def test_diff_shows_rows_and_verdicts_that_differ(tmp_path):
+    folders = [filled(tmp_path / name, {"x": value, "y": 0.2}) for name, value in (("a", 0.1), ("b", 0.3))]
+    for folder, verdict in zip(folders, ("partly", "reproduced"), strict=True):
+        frame = pd.DataFrame({"claim": ["P1", "P2"], "reading": "as_run", "verdict": [verdict, "partly"]})
+        frame.to_csv(folder / "c" / "claims.csv", index=False)
+    code, lines = called("diff", *folders, "--show", "5")
+    assert code == 1
+    assert lines[2:6] == [
+        "    item=x model=m policy=lru capacity=256", "      token_f1: 0.1 -> 0.3",
+        "c/claims.csv: 1 verdicts differ", "    P1 as_run: partly -> reproduced",
+    ]  # fmt: skip
+
+
 def test_merge_joins_and_never_overwrites(tmp_path):
     a = filled(tmp_path / "a", {"x": 0.1, "y": 0.2}, {"k": 1})
     b = filled(tmp_path / "b", {"y": 0.2, "z": 0.3}, {"k": 1, "l": 2})

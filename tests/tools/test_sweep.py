@@ -101,7 +101,7 @@ def test_the_book_reads_the_rows_of_a_sweep_and_computes_none(tmp_path, capsys):
     sweep.main(file, dry_run=True)
     assert "0 results, 0 s at most" in capsys.readouterr().out
     given = book.parse_parameters([f"model={model}", f"results={results}", "n_items=1"], ["own_policy"])["own_policy"]
-    assert list(book.cells("own_policy", given, lambda *shown, **how: None))
+    assert list(book.cells("own_policy", given))
     computed = dict(re.findall(r"own_policy/(\S+): .* (\d+) computed now", capsys.readouterr().out))
     assert {name for name, count in computed.items() if count == "0"} == {"main", "controls"}
     assert set(computed) <= {"main", "controls", "exercise"}

@@ -115,17 +115,17 @@ def directions(p: Tensor, r: Tensor, cone: Cone) -> list[Tensor]:
     return [cone.direction.to(p), *(mean / mean.norm(dim=-1, keepdim=True).clamp_min(1e-300) for mean in means)]
 
 
-def robust(p: Tensor, r: Tensor, cone: Cone, proxy: Tensor, k: int, constants: int = 25) -> Robust:
+def robust(p: Tensor, r: Tensor, cone: Cone, proxy: Tensor, k: int) -> Robust:
     """What theorem 2 says of the optimum: F(J*) >= c (1 - eps) (1 - k eps) F(proxy) - (1 + c) mu, at its best.
 
     The theorem, F(proxy) <= [F(J*) + (1 + c) mu] / [c (1 - eps) (1 - k eps)], holds for every unit u and c in (0, 1]
-    with mu as they make it, so that the best may be taken over `directions`, c* where it is positive, and `constants`
+    with mu as they make it, so that the best may be taken over `directions`, c* where it is positive, and 25
     values of c between 0.02 and 0.98. proxy: F of the proxy's set [...]. F(proxy) / lower bounds the realised ratio,
     and needs no enumeration; for c = c* and mu = 0 it is theorem 1's factor.
     """
     p, r = p.double(), r.double()
     eps, total = p.amax(-1), (p * r.norm(dim=-1)).sum(-1)
-    grid = torch.linspace(0.02, 0.98, constants).to(p).expand(*eps.shape, constants)
+    grid = torch.linspace(0.02, 0.98, 25).to(p).expand(*eps.shape, 25)
     c = torch.cat([cone.low.to(p).clamp_min(1e-12)[..., None] * (1 - 1e-12), grid], -1)
     scale = (c * ((1 - eps) * (1 - k * eps).clamp_min(0))[..., None] * proxy[..., None])[None]
     mu = torch.stack([outside(p, r, u, c) for u in directions(p, r, cone)])

@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import hull
-from kvrepro.chapters.dropkv_bound.hull import ORIGIN
+from kvrepro.chapters.dropkv_bound.hull import ORIGIN, TOLERANCE
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import InputError
 
@@ -34,13 +34,13 @@ class Cone:
     weights: Tensor  # [..., tokens]
 
 
-def cone(residuals: Tensor, *, tolerance: float = 1e-8, steps: int = 30, backend: str = "") -> Cone:
+def cone(residuals: Tensor, *, steps: int = 30, backend: str = "") -> Cone:
     """Enclose c* of each set of residuals [..., tokens, dim]; residuals of length 0 fulfil any cone and are left out.
 
-    tolerance: duality gap at which the nearest point is taken. steps: at most so many ascents where the origin lies in
-    the hull (0: `low` is the value at the mean direction). backend: "exact" solves set by set on the CPU, by active
-    sets; "batched" many at once on the residuals' device (`hull.nearest`), to the same gap; "": the first for tensors
-    on the CPU, where it is faster, else the second.
+    steps: at most so many ascents where the origin lies in the hull (0: `low` is the value at the mean direction).
+    backend: "exact" solves set by set on the CPU, by active sets; "batched" many at once on the residuals' device
+    (`hull.nearest`), to the same gap, `TOLERANCE`; "": the first for tensors on the CPU, where it takes a third of the
+    time, else the second.
     """
     if residuals.ndim < 2 or not residuals.numel():
         raise InputError(f"residuals have shape {tuple(residuals.shape)}: give [..., tokens, dim], none of them empty")
@@ -48,29 +48,29 @@ def cone(residuals: Tensor, *, tolerance: float = 1e-8, steps: int = 30, backend
     flat = residuals.detach().double().flatten(0, -3) if residuals.ndim > 2 else residuals.double()[None]
     solve = SOLVERS[backend or ("exact" if residuals.device.type == "cpu" else "batched")]
     shape = residuals.shape[:-2]
-    return Cone(*(part.reshape((*shape, *part.shape[1:])) for part in solve(flat, tolerance, steps)))
+    return Cone(*(part.reshape((*shape, *part.shape[1:])) for part in solve(flat, steps)))
 
 
-def _exact(sets: Tensor, tolerance: float, steps: int) -> Iterator[Tensor]:
-    found = [_one(points.numpy(), tolerance, steps) for points in sets.cpu()]
+def _exact(sets: Tensor, steps: int) -> Iterator[Tensor]:
+    found = [_one(points.numpy(), steps) for points in sets.cpu()]
     return (torch.from_numpy(np.stack(part)) for part in zip(*found, strict=True))
 
 
-def _one(residuals: np.ndarray, tolerance: float, steps: int) -> tuple:
+def _one(residuals: np.ndarray, steps: int) -> tuple:
     length = np.linalg.norm(residuals, axis=1)
     used = np.flatnonzero(length > 0)
     weights = np.zeros(len(residuals))
     if not used.size:  # every direction fits: v_i = a for all i
         return np.float64(1.0), np.float64(1.0), np.eye(residuals.shape[1])[0], weights
     units = residuals[used] / length[used, None]
-    part, chosen = nearest(units, tolerance)
+    part, chosen = nearest(units)
     weights[used[chosen]] = part
     point = part @ units[chosen]
     high = np.linalg.norm(point)
     if high > ORIGIN:
         direction = point / high
         low = (units @ direction).min()
-        if low > ORIGIN or high > tolerance:
+        if low > ORIGIN or high > TOLERANCE:
             return low, high, direction, weights
     climbed, radius = _ascend(units, steps), _ball(units[chosen], high)
     if high <= ORIGIN or (units @ climbed).min() > low:
@@ -79,7 +79,7 @@ def _one(residuals: np.ndarray, tolerance: float, steps: int) -> tuple:
 
 
 def nearest(
-    points: np.ndarray, tolerance: float = 1e-8, start: np.ndarray | None = None
+    points: np.ndarray, tolerance: float = TOLERANCE, start: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Nearest point to the origin in the hull of points [n, dim]: weights > 0 (they sum to 1) of the points `chosen`.
 
@@ -146,13 +146,13 @@ def _ball(simplex: np.ndarray, slack: float) -> float:
 # ---------------------------------------------------------------- many sets at once
 
 
-def _batched(sets: Tensor, tolerance: float, steps: int) -> Iterator[Tensor]:
+def _batched(sets: Tensor, steps: int) -> Iterator[Tensor]:
     size = max(1, BYTES // (8 * sets[0].numel()))
-    found = [_many(some, tolerance, steps) for some in sets.split(size)]
+    found = [_many(some, steps) for some in sets.split(size)]
     return (torch.cat(part) for part in zip(*found, strict=True))
 
 
-def _many(residuals: Tensor, tolerance: float, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _many(residuals: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`_one` for residuals [sets, tokens, dim]."""
     length = residuals.norm(dim=-1, keepdim=True)
     none, first = length[..., 0] == 0, (length > 0).int().argmax(1, keepdim=True)  # a used one stands in for those
@@ -160,11 +160,11 @@ def _many(residuals: Tensor, tolerance: float, steps: int) -> tuple[Tensor, Tens
     units = torch.where(none[..., None], units.gather(1, first.expand(-1, -1, units.shape[-1])), units)
     empty = none.all(1)
     units[empty] = torch.eye(units.shape[-1]).to(units)[0]
-    near = hull.nearest(units, units.mean(1), tolerance)
+    near = hull.nearest(units, units.mean(1))
     weights = near.weights.scatter_add(1, first[..., 0], (near.weights * none).sum(1, keepdim=True)).masked_fill(
         none, 0
     )
-    inside = ((near.low <= ORIGIN) & (near.high <= tolerance)).nonzero()[:, 0]
+    inside = ((near.low <= ORIGIN) & (near.high <= TOLERANCE)).nonzero()[:, 0]
     if len(inside):
         held = units[inside]
         direction = _ascend_many(held, steps)

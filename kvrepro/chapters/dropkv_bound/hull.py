@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 ORIGIN = 1e-9  # a nearest point shorter than this is the origin, up to rounding
+TOLERANCE = 1e-8  # duality gap at which a nearest point is taken
 ITERATIONS = 60  # rounding lets none get further than about 25
 
 
@@ -27,7 +28,7 @@ class Nearest:
     weights: Tensor  # [sets, points]
 
 
-def nearest(points: Tensor, start: Tensor, tolerance: float = 1e-8) -> Nearest:
+def nearest(points: Tensor, start: Tensor, tolerance: float = TOLERANCE) -> Nearest:
     """Of each set of points [sets, points, dim], float64; closed to high - low <= tolerance, or high <= ORIGIN.
 
     start: directions [sets, dim] that say which points are tried first. Each round solves the points that lie lowest

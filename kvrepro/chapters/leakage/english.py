@@ -201,9 +201,7 @@ SHOWN = re.compile(r"Question: (.+?)\nType: (.+?)\s*(?=\nQuestion: |\Z)", re.DOT
 TASK = "Name the type of a question, in the words of these examples.\n"
 
 
-def trec(
-    n: int, seed: int = 0, orders: Sequence[str] = ORDERS, wording: Wording = OURS, words: int = 1000
-) -> list[Item]:
+def trec(n: int, seed: int = 0, wording: Wording = OURS, words: int = 1000) -> list[Item]:
     """Labelled questions as a system prompt, LongBench's TREC: is a new question's type named, are the examples told?
 
     n contexts of `words` to 1,000 more; meta `classes`: all labels. Raises InputError where the set is not at hand.
@@ -220,7 +218,7 @@ def trec(
         meta: dict[str, Any] = {"rules": "examples", "refusal": wording.refusal, "wording": wording.name}
         classes = one.meta.get("classes") or sorted({label for _, label in shown} | {one.answer})
         meta |= {"words": words, "classes": classes}
-        for order in orders:
+        for order in ORDERS:
             defense = wording.strict[order]
             parts = defense + directive if order == "normal" else directive + defense
             name = f"trec-{'paper-' if wording.name == 'paper' else ''}{order}-{one.id}"

@@ -57,15 +57,15 @@ def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS, preamble: boo
     return items
 
 
-def examples(n: int, seed: int = 0, tokens: int = 250, orders: Sequence[str] = ORDERS) -> list[Item]:
+def examples(n: int, seed: int = 0, orders: Sequence[str] = ORDERS) -> list[Item]:
     """The same two requests for system prompts of labelled examples behind a defense of another wording: is an unseen
-    word's mark given, are the examples told? `tokens`: most of a prompt; from 250 on a class has up to 8 examples. The
-    embedded model was trained with this defense in front only."""
+    word's mark given, are the examples told? Prompts have 250 tokens at most: from there on a class has up to 8
+    examples. The embedded model was trained with this defense in front only."""
     items = []
     for i in range(n):
         name = f"examples {seed} {i}"
         built = {
-            request: world.system_few_shot(random.Random(name), tokens, True, 1, leak=request == "leak", defended=True)
+            request: world.system_few_shot(random.Random(name), 250, True, 1, leak=request == "leak", defended=True)
             for request in ("follow", "leak")
         }
         system, cut = built["leak"].system, built["leak"].system_spans["directive"][0]

@@ -398,13 +398,13 @@ def by_model(s: Study) -> pd.DataFrame:
     return pd.concat([pd.DataFrame(rows, columns=names), *ranks], ignore_index=True)
 
 
-def fronts(s: Study, where: str = "main") -> pd.DataFrame:
+def fronts(s: Study) -> pd.DataFrame:
     """What every setting of every dial follows and tells. Columns order, policy, ratio, setting, best (no other is
     better in one and as good in the other), and followed, told with their intervals."""
     rows = []
     for policy, order in product(dict.fromkeys(s.answers.policy), ORDERS):
         with suppress(NotTestable):
-            d = dial(s, policy, order, where)
+            d = dial(s, policy, order)
             for ratio in d.ratios:
                 told, followed = ([m.estimate(ratio=ratio, **cell) for cell in d.cells] for m in (d.leak, d.follow))
                 best = optimal(*(np.array([e.value for e in side]) for side in (followed, told)), ties=False)

@@ -90,13 +90,13 @@ def _tested(by_run: pd.DataFrame, a: tuple[str, ...], b: tuple[str, ...], margin
     }  # fmt: skip
 
 
-def identical(rows: pd.DataFrame, one: str = "h2o_simple", other: str = "snapkv_simple") -> pd.DataFrame:
-    """Share of items for which two policies write the same output, by model, items, capacity and protection.
+def identical(rows: pd.DataFrame) -> pd.DataFrame:
+    """Share of items for which H2O and SnapKV write the same output, by model, items, capacity and protection.
 
     once: share of items that end before a second reduction; once_same: of these, how many are the same.
     """
     keys = ["items", "model_name", "model", "capacity", "protected"]
-    first, second = (rows[rows.policy == name] for name in (one, other))
+    first, second = (rows[rows.policy == name] for name in ("h2o_simple", "snapkv_simple"))
     both = first.merge(second, on=[*keys, "item"])
     both = both.assign(same=(both.output_x == both.output_y).astype(float), kv_heads=both.model.map(KV_HEADS))
     both = both.assign(once=both.policy_calls_x <= 1)

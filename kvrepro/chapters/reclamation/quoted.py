@@ -23,9 +23,9 @@ NEEDS = (
 )
 
 
-def study(items: Sequence[Item], tokens: int, budgets: Sequence[tuple[str, int]] = BUDGETS) -> Answers:
-    """Every problem with the full cache and under each budget, met again every 128 generated tokens."""
-    conditions = [Condition(), *(Condition(name, budget, DecodeCap(128)) for name, budget in budgets)]
+def study(items: Sequence[Item], tokens: int) -> Answers:
+    """Every problem with the full cache and under each of `BUDGETS`, met again every 128 generated tokens."""
+    conditions = [Condition(), *(Condition(name, budget, DecodeCap(128)) for name, budget in BUDGETS)]
     return Answers("reclamation", "quoted", items, conditions, max_new_tokens=tokens)
 
 

@@ -13,14 +13,14 @@ from kvrepro.experiment import figure
 PUBLISHED = "published"
 
 
-def frontiers(table: pd.DataFrame, costs: Mapping[str, str] = frontier.COSTS) -> Figure:
-    """Score against each of `costs`, a row each, a panel per model: cells of the grid by scorer, published methods as
-    open diamonds, named where nothing beats them and there is room; the line is the frontier.
+def frontiers(table: pd.DataFrame) -> Figure:
+    """Score against each of `frontier.COSTS`, a row each, a panel per model: cells of the grid by scorer, published
+    methods as open diamonds, named where nothing beats them and there is room; the line is the frontier.
 
-    table: rows of `frontier.conditions`. costs: columns and what they are called.
+    table: rows of `frontier.conditions`.
     """
     table = table[table.kind != "full"]
-    each = pd.concat([table.assign(cost=name, at=table[name]) for name in costs])
+    each = pd.concat([table.assign(cost=name, at=table[name]) for name in frontier.COSTS])
     grid_of = _scatter(each, "at", row="cost", height=2.6)
     for (i, j, _), part in grid_of.facet_data():
         axes = grid_of.facet_axis(i, j)
@@ -34,7 +34,7 @@ def frontiers(table: pd.DataFrame, costs: Mapping[str, str] = frontier.COSTS) ->
             last, far = one.at, one.at > part["at"].mean()
             place = {"ha": "right" if far else "left", "xytext": (-5 if far else 5, 3), "fontsize": 6.5}
             axes.annotate(str(one.name), (one.at, one.value), textcoords="offset points", **place)
-        axes.set(xlabel=costs[cost])
+        axes.set(xlabel=frontier.COSTS[cost])
     return figure.done(grid_of.figure)
 
 

@@ -43,11 +43,11 @@ def _cell(levels: Mapping[str, object]) -> str:
     return ", ".join(str(word) for word in words if word)
 
 
-def frontier(table: pd.DataFrame, cost: str, score: str = "value") -> pd.DataFrame:
+def frontier(table: pd.DataFrame, cost: str) -> pd.DataFrame:
     """The rows that no other row beats: none costs as little or less and scores more, or costs less and scores as much.
     In the order of their cost."""
-    ordered = table.sort_values([cost, score], ascending=[True, False], kind="stable")
-    return ordered[ordered[score] > ordered[score].cummax().shift(fill_value=-np.inf)]
+    ordered = table.sort_values([cost, "value"], ascending=[True, False], kind="stable")
+    return ordered[ordered.value > ordered.value.cummax().shift(fill_value=-np.inf)]
 
 
 # ---- what to use when

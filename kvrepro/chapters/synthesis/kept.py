@@ -36,14 +36,14 @@ def of_items(
     return run(PerItem("synthesis", "kept", items, of_item, given), loaded, settings).assign(model=loaded.name)
 
 
-def leads(rows: pd.DataFrame, score: str = "score", policy: str = "key_diff") -> pd.DataFrame:
-    """One published policy's score minus each other's, item by item: model, kept, rival, value, low, high, n."""
+def leads(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
+    """KeyDiff's score minus each other published policy's, item by item: model, kept, rival, value, low, high, n."""
     known = rows[rows.kind == "published"]
     same = ["item", "model", "kept"]
     parts = [
-        stats.contrasts(known[known.method == policy], other, same[1:], score, on=same).assign(rival=name)
+        stats.contrasts(known[known.method == "key_diff"], other, same[1:], score, on=same).assign(rival=name)
         for name, other in known.groupby("method", sort=False)
-        if name != policy
+        if name != "key_diff"
     ]
     found = pd.concat([pd.DataFrame(columns=[*same[1:], "value", "low", "high", "n", "rival"]), *parts])
     return found.sort_values(["model", "kept", "value"], ignore_index=True)

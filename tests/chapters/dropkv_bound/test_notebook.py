@@ -6,23 +6,10 @@ import pandas as pd
 
 from kvrepro.experiment import claims
 
-MINE = """
-from kvrepro.engine.policy import Policy
-
-
-def attention_times_value(o):
-    return o.attention.mean((2, 3)) * o.values.float().norm(dim=-1)
-
-
-MINE = Policy("Mine", "a test", attention_times_value, parameters={"window": 16, "recent": "window"})
-"""
-
 
 def test_the_chapter_runs_on_a_checkpoint_with_one_policy_of_one_s_own(tmp_path, monkeypatch):
-    policy = tmp_path / "mine.py"
-    policy.write_text(MINE)
     given = checkpoint.inputs(tmp_path, checkpoint.questions(3, 3200))
-    given |= {"policies": [f"{policy}:MINE"], "pools": [0.9], "shares": [0.2]}
+    given |= {"policies": [notebook.own_policy(tmp_path)], "pools": [0.9], "shares": [0.2]}
     given["options"] = {"tokens": 300, "lengths": [200], "triples": 6, "positions": 1, "max_new_tokens": 4}
     outputs = [data for _, shown in notebook.run(monkeypatch, "dropkv_bound", given) for data in shown]
     assert sum("image/svg+xml" in data for data in outputs) == 17

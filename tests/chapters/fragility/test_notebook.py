@@ -7,25 +7,10 @@ import pytest
 
 from kvrepro.experiment import claims
 
-POLICY = """
-from kvrepro.engine.observe import Observation
-from kvrepro.engine.policy import Policy
-from kvrepro.engine.shapes import Scores
-
-
-def times_value(o: Observation) -> Scores:
-    '''s_j = mean attention of the window to token j, times ||v_j||_2.'''
-    return o.attention.mean((2, 3)) * o.values.float().norm(dim=-1)
-
-
-MINE = Policy("Mine", "this test", times_value, parameters={"window": 16, "recent": "window"})
-"""
-
 
 @pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, monkeypatch, own):
-    (tmp_path / "my_policy.py").write_text(POLICY)
-    mine = f"{tmp_path / 'my_policy.py'}:MINE"
+    mine = notebook.own_policy(tmp_path)
     given = checkpoint.inputs(tmp_path, checkpoint.questions(2, 1300)) | {"shares": [0.4]}
     given |= {"policies": [mine, "critical_ada_kv", "defensive_kv"] if own else ["snapkv"]}
     given |= {"options": {"answer_tokens": 4, "max_new_tokens": 4, "progress": False, "window": 16, "single": 8}}

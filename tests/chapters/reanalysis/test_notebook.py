@@ -8,6 +8,6 @@ from kvrepro.tools import book
 @pytest.mark.parametrize("given", [{}, {"measure": "rouge_l", "tables": ["11", "22"], "margin": 0.05}])
 def test_the_notebook_runs(given):
     shown = []
-    sources = list(book.cells("reanalysis", given, shown.append))
+    sources = list(book.cells("reanalysis", given, display=shown.append))
     assert any("wording.findings(" in source for source in sources)
     assert not any("models.load(" in source for source in sources)

@@ -10,15 +10,6 @@ import pytest
 
 from kvrepro.experiment import claims
 
-MINE = '''
-from kvrepro.engine.policy import Policy
-
-def last_attention(o):
-    """s_j = mean attention of the window's queries to token j."""
-    return o.attention.mean((2, 3))
-
-MINE = Policy("Mine", "this test", last_attention, parameters={"window": 8, "recent": "window"})
-'''
 OPTIONS = {"prompt_tokens": 220, "capacity": 64, "max_new_tokens": 2, "acceptance": "policies", "cadences": [1, 16],
            "timed_cadences": [1, 4], "budget": 64, "lengths": [32, 64], "progress": False}  # fmt: skip
 
@@ -27,7 +18,7 @@ OPTIONS = {"prompt_tokens": 220, "capacity": 64, "max_new_tokens": 2, "acceptanc
 def given(tmp_path_factory):
     """Parameters of a run on a small random Qwen2 in the hub's format, with real questions."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "mine.py").write_text(MINE)
+    notebook.own_policy(folder, window=8)
     return checkpoint.inputs(folder, checkpoint.questions(2)) | {"kept": [0.25], "options": OPTIONS}
 
 

@@ -4,24 +4,11 @@ import checkpoint
 import notebook
 import pandas as pd
 
-MINE = '''
-from kvrepro.engine.policy import Policy
-
-
-def times_value(o):
-    """s_j = mean attention of the window to token j, times ||v_j||_2."""
-    return o.attention.mean((2, 3)) * o.values.float().norm(dim=-1)
-
-
-MINE = Policy("Mine", "a test", times_value, parameters={"window": 4, "recent": "window"})
-'''
-
 
 def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_own(tmp_path, monkeypatch):
-    policy = tmp_path / "mine.py"
-    policy.write_text(MINE)
+    policy = notebook.own_policy(tmp_path, window=4)
     given = checkpoint.inputs(tmp_path, checkpoint.questions(3, 2400))
-    given |= {"policies": [f"{policy}:MINE", "key_diff", "dropkv"]}
+    given |= {"policies": [policy, "key_diff", "dropkv"]}
     given["options"] = {"tokens": 300, "cells": 14, "kept": [0.2, 0.4], "answer_words": 4, "window": 4, "draws": 20}
     cells = notebook.run(monkeypatch, "synthesis", given)
     outputs = [data for _, shown in cells for data in shown]
@@ -30,6 +17,6 @@ def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_ow
     stored = pd.read_parquet(tmp_path / "results" / "synthesis" / "grid.parquet")
     assert stored.error.isna().all()
     assert len(stored) == 3 * (1 + 14 + 3 * 2)
-    assert f"{policy}:MINE" in set(stored.policy)
+    assert policy in set(stored.policy)
     text = " ".join(data.get("text/html", "") + data.get("text/markdown", "") for data in outputs)
     assert "Nothing can be said here" in text  # a random model answers nothing

@@ -67,10 +67,11 @@ class Module:
                     self.definitions.setdefault(each, []).append(statement)
             elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 loose.append(statement)
-        for statement in loose:  # REGISTRY.update(...) belongs to REGISTRY
-            for root, *_ in chains(statement):
-                if root in self.definitions:
-                    self.definitions[root].append(statement)
+        for statement in loose:  # REGISTRY.update(...) belongs to REGISTRY; what changes another module, to all of this
+            read = [root for root, *_ in chains(statement)]
+            elsewhere = bool(read) and read[0] in self.imports
+            for name in self.definitions if elsewhere else self.definitions.keys() & set(read):
+                self.definitions[name].append(statement)
 
     @cached_property
     def text(self) -> dict[str, str]:

@@ -127,6 +127,11 @@ def test_an_edit_counts_where_it_is_reached(tmp_path, file, before, after, chang
         assert (code.reached(("kvrepro.a", "root")) != first) is changes
 
 
+def test_what_a_module_registers_elsewhere_counts_for_all_of_it(tmp_path):
+    code = package(tmp_path, a="import b\n\ndef f():\n    return 1\n\ndef g():\n    return 2\n\nb.register(g)\n")
+    assert set(code.reached(("kvrepro.a", "f"))) == {("kvrepro.a", "f"), ("kvrepro.a", "g")}
+
+
 def test_names_from_outside_are_told_from_local_ones():
     import ast
 
@@ -237,8 +242,12 @@ def test_what_a_regime_runs_is_in_its_keys_and_what_it_alone_runs_in_no_others()
     model, text = architecture("llama", 16), prompts(70)
     regimes = {kind: kind() for kind in REGIMES.values() if kind is not Regime}
     called = {kind: _called(model, text, regime) for kind, regime in regimes.items()}
+    functions = {(f.__module__, f.__name__) for name in POLICIES for f in CATALOGUE[name].functions}
+    own = set(fingerprint.HERE.reached(*functions))
     for kind, names in called.items():
         assert len(names) > 30
+        roots, left = answers._decided_by(Condition("lru", 40, kind()), "torch")
+        assert names <= own | set(fingerprint.HERE.reached(*roots, apart=left["apart"])) | IDLE, kind
         alone = names.difference(*(of for other, of in called.items() if other is not kind)) - SEVERAL
         for other, regime in regimes.items():
             if other is not kind:
@@ -249,6 +258,7 @@ def test_what_a_regime_runs_is_in_its_keys_and_what_it_alone_runs_in_no_others()
 
 
 SEVERAL = {("kvrepro.engine.select", "lexsort")}  # quotas and ties call it in any regime
+IDLE = {("kvrepro.engine.signals", "PromptSignals")}  # made for no reduction, and asked for nothing
 POLICIES = ("lru", "h2o_simple", "random_sample", "ada_kv_faithful", "k_norm", "snapkv", "h2o", "random", "cake")
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -120,22 +120,25 @@ def code_of(condition: Condition, backend: str) -> str:
 
     Kernels count where they run. Files that a policy's parameters name count by what is in them.
     """
-    roots, skipped = _decided_by(condition, backend)
-    return fingerprint.digest(fingerprint.code(*roots, unfollowed=skipped), policy_of(condition))
+    roots, left = _decided_by(condition, backend)
+    return fingerprint.digest(fingerprint.code(*roots, **left), policy_of(condition))
 
 
-def _decided_by(condition: Condition, backend: str) -> tuple[list[fingerprint.Name], frozenset[fingerprint.Name]]:
-    """Where the code begins that decides a condition's rows, and what none of them reaches."""
-    skipped = {("kvrepro_kernels", "")} if backend == "torch" else set()
-    for regimes, names in OF_REGIMES.items():
-        if not isinstance(condition.regime, regimes):
-            skipped |= names
+def _decided_by(
+    condition: Condition, backend: str
+) -> tuple[list[fingerprint.Name], dict[str, frozenset[fingerprint.Name]]]:
+    """Where the code begins that decides a condition's rows, and what is left out of it (`fingerprint.code`)."""
     own = [kind for kind in REGIMES.values() if isinstance(condition.regime, kind)]
-    skipped |= {(kind.__module__, kind.__name__) for kind in REGIMES.values() if kind not in own}
     roots = [("kvrepro.engine.generate", "generate"), ("kvrepro.experiment.measure", "all_measures"),
              ("kvrepro.experiment.answers", "answer_row")]  # fmt: skip
     roots += [(kind.__module__, kind.__name__) for kind in own]
-    return roots, frozenset(skipped)
+    kernels = frozenset({("kvrepro_kernels", "")} if backend == "torch" else ())
+    return roots, {"unfollowed": kernels, "apart": of_others(own)}
+
+
+def of_others(regimes: Collection[type]) -> frozenset[fingerprint.Name]:
+    """What the engine runs in other regimes alone."""
+    return frozenset().union(*(names for kinds, names in OF_REGIMES.items() if not set(kinds) & set(regimes)))
 
 
 def policy_of(condition: Condition) -> Any:

@@ -2,7 +2,8 @@
 
 A definition is what a module binds at its top level: a function, a class, a constant. Names are followed through
 imports within this project; comments, docstrings and layout do not count, nor do other packages. The catalogue is not
-followed: a row depends on its own policy alone, whose parameters and functions are part of the data (`describe`).
+followed: a row depends on its own policy alone, whose parameters and functions are part of the data (`describe`). Nor
+are the regimes that the engine only tells apart: a row depends on the one that its study names.
 """
 
 import ast
@@ -23,12 +24,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvrepro.engine.regime import REGIMES
 from kvrepro.paths import CODE
 
 Name = tuple[str, str]  # module, and a name that it binds
 # Each row's own policy and regime count. A name "" is all of a module, or of a package.
 UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE"), ("kvrepro.engine.policy", "OWN"),
                         ("kvrepro.engine.regime", "REGIMES")})  # fmt: skip
+OF_REGIMES = frozenset((kind.__module__, kind.__name__) for kind in REGIMES.values())
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
@@ -39,9 +42,10 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def of(*values: Any) -> str:
-    """Hash of functions, with the code that they reach, and of data: whatever decides a result."""
-    return digest([describe(value) for value in values])
+def of(*values: Any, **left: frozenset[Name]) -> str:
+    """Hash of functions, with the code that they reach, and of data: whatever decides a result. left: out of the code,
+    as `code` takes it."""
+    return digest([describe(value, (), **left) for value in values])
 
 
 # ---- code of this project, as it stands in its files
@@ -63,10 +67,11 @@ class Module:
                     self.definitions.setdefault(each, []).append(statement)
             elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 loose.append(statement)
-        for statement in loose:  # REGISTRY.update(...) belongs to REGISTRY
-            for root, *_ in chains(statement):
-                if root in self.definitions:
-                    self.definitions[root].append(statement)
+        for statement in loose:  # REGISTRY.update(...) belongs to REGISTRY; what changes another module, to all of this
+            read = [root for root, *_ in chains(statement)]
+            elsewhere = bool(read) and read[0] in self.imports
+            for name in self.definitions if elsewhere else self.definitions.keys() & set(read):
+                self.definitions[name].append(statement)
 
     @cached_property
     def text(self) -> dict[str, str]:
@@ -92,19 +97,26 @@ class Code:
             self._modules[name] = Module(name, file.read_text(encoding="utf-8")) if file else None
         return self._modules[name]
 
-    def reached(self, *roots: Name, unfollowed: frozenset[Name] = UNFOLLOWED) -> dict[Name, str]:
-        """Source of every definition that the roots reach, themselves included, by (module, name)."""
+    def reached(
+        self, *roots: Name, unfollowed: frozenset[Name] = UNFOLLOWED, apart: frozenset[Name] = frozenset()
+    ) -> dict[Name, str]:
+        """Source of every definition that the roots reach, themselves included, by (module, name).
+
+        apart: what the engine, which is told what to do, is not told here; it counts where others read it.
+        """
         found: dict[Name, str] = {}
-        queue = list(roots)
+        queue: list[tuple[Name | None, Name]] = [(None, root) for root in roots]
         while queue:
-            at = queue.pop()
+            reader, at = queue.pop()
             module = self.module(at[0])
             if at in found or module is None or at[1] not in module.definitions:
                 continue
-            if unfollowed & {at, (at[0], ""), (at[0].partition(".")[0], "")}:
+            if _within(at, unfollowed):
+                continue
+            if reader is not None and _of_engine(reader) and _within(at, apart) and not _within(reader, apart):
                 continue
             found[at] = module.text[at[1]]
-            queue += self._read_by(module, at)
+            queue += [(at, name) for name in self._read_by(module, at)]
         return found
 
     def _read_by(self, module: Module, at: Name) -> list[Name]:
@@ -114,8 +126,11 @@ class Code:
             for node in module.definitions[at[1]]:
                 local = {k: v for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)
                          for k, v in imports(n).items()}  # fmt: skip
+                made = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
                 for chain in chains(node):
-                    self._reads[at] += self._leads(module, {**module.imports, **local}, chain)
+                    for name in self._leads(module, {**module.imports, **local}, chain):
+                        if ".".join(chain) in made or not _tells_apart(at, name):
+                            self._reads[at].append(name)
         return self._reads[at]
 
     def _leads(self, module: Module, known: Mapping[str, tuple[str, str]], chain: list[str]) -> Iterator[Name]:
@@ -138,6 +153,20 @@ class Code:
             yield target, parts[0]
         elif parts[0] in there.imports:
             yield from self._leads(there, there.imports, parts)
+
+
+def _within(name: Name, names: frozenset[Name]) -> bool:
+    """Is it one of these, or do they hold its module or package as a whole?"""
+    return not names.isdisjoint({name, (name[0], ""), (name[0].partition(".")[0], "")})
+
+
+def _of_engine(name: Name) -> bool:
+    return name[0].startswith("kvrepro.engine.")
+
+
+def _tells_apart(reader: Name, name: Name) -> bool:
+    """Does the engine ask for a regime's class, as in `isinstance(c.regime, SharedCap)`?"""
+    return name in OF_REGIMES and _of_engine(reader) and reader[0] != name[0]
 
 
 def imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
@@ -214,15 +243,16 @@ HERE = Code()
 
 
 @cache
-def code(*roots: Name, unfollowed: frozenset[Name] = frozenset()) -> str:
+def code(*roots: Name, unfollowed: frozenset[Name] = frozenset(), apart: frozenset[Name] = frozenset()) -> str:
     """Hash of what the roots reach of this project."""
-    return digest(sorted([*at, text] for at, text in HERE.reached(*roots, unfollowed=UNFOLLOWED | unfollowed).items()))
+    found = HERE.reached(*roots, unfollowed=UNFOLLOWED | unfollowed, apart=apart)
+    return digest(sorted([*at, text] for at, text in found.items()))
 
 
 # ---- values, and code that lies elsewhere: typed into a notebook, or in a reader's own file
 
 
-def describe(value: Any, above: tuple[int, ...] = ()) -> Any:
+def describe(value: Any, above: tuple[int, ...] = (), **left: frozenset[Name]) -> Any:
     """A value as JSON that changes whenever what it means does. A function stands for the code that it reaches.
 
     Arrays and tensors stand by a hash of their bytes, a checkpoint by its own; objects of other libraries by their
@@ -234,7 +264,7 @@ def describe(value: Any, above: tuple[int, ...] = ()) -> Any:
         return "itself"
 
     def inner(part: Any) -> Any:
-        return describe(part, (*above, id(value)))
+        return describe(part, (*above, id(value)), **left)
 
     kind = type(value)
     if (behind := _behind(value)) is not None:
@@ -258,7 +288,7 @@ def describe(value: Any, above: tuple[int, ...] = ()) -> Any:
     if isinstance(value, MethodType):
         return ["method", inner(value.__func__), inner(value.__self__)]
     if isinstance(value, FunctionType | type):
-        return _code_of(value, inner)
+        return _code_of(value, inner, left)
     if isinstance(value, ModuleType):
         return value.__name__
     if hasattr(value, "fingerprint"):
@@ -305,14 +335,14 @@ def _bytes(value: Any) -> str:
     return digest(str(value.dtype), list(value.shape), hashlib.sha256(np.ascontiguousarray(value)).hexdigest())
 
 
-def _code_of(value: Callable[..., Any] | type, inner: Callable[..., Any]) -> Any:
+def _code_of(value: Callable[..., Any] | type, inner: Callable[..., Any], left: Mapping[str, frozenset[Name]]) -> Any:
     """A function or class of this project by what it reaches; of another library by name; else by its source and what
     its globals hold."""
     module, top = value.__module__ or "", value.__qualname__.partition(".")[0]
     own = HERE.module(module)
     closed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _filled(cell)]
     if own is not None and top in own.definitions:
-        return ["code", code((module, top)), inner(closed)]
+        return ["code", code((module, top), **left), inner(closed)]
     if own is None and _foreign(module):
         return f"{module}.{value.__qualname__}"
     if isinstance(value, type):

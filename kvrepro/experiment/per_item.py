@@ -11,9 +11,10 @@ import pandas as pd
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import find, is_own
+from kvrepro.engine.regime import REGIMES
 from kvrepro.errors import InputError
 from kvrepro.experiment import fingerprint, store
-from kvrepro.experiment.answers import policy_of
+from kvrepro.experiment.answers import of_others, policy_of
 from kvrepro.experiment.limit import time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Estimate, Job, Plan
@@ -49,6 +50,13 @@ def policies_in(parameters: Any) -> list[Any]:
     return [one for part in parts for one in policies_in(part)] if isinstance(parts, Iterable) else []
 
 
+def regimes_of(*values: Any) -> list[type]:
+    """The regimes that functions and data name: without their classes the hash is another one."""
+    whole = fingerprint.of(*values)
+    kinds = [(kind, frozenset({(kind.__module__, kind.__name__)})) for kind in REGIMES.values()]
+    return [kind for kind, name in kinds if fingerprint.of(*values, unfollowed=name) != whole]
+
+
 class PerItemPlan(Plan):
     """`PerItem` with one model, or without."""
 
@@ -64,8 +72,12 @@ class PerItemPlan(Plan):
             raise InputError(f"{len(study.items)} items with {len(self.items)} names: give at least one, each its own")
         self.total = len(self.items)
         where = [loaded.hash, loaded.dtype, loaded.device] if loaded is not None else []
-        code = fingerprint.of(study.compute, study.parameters, policies_in(study.parameters))
-        self.keys = {name: fingerprint.digest(where, code, fingerprint.of(item)) for name, item in self.items.items()}
+        deciding = (study.compute, study.parameters, policies_in(study.parameters))
+        rest = of_others(regimes_of(*deciding, self.items))
+        code = fingerprint.of(*deciding, apart=rest)
+        self.keys = {
+            name: fingerprint.digest(where, code, fingerprint.of(item, apart=rest)) for name, item in self.items.items()
+        }
         self.table = store.Tables(settings.folder, study.chapter, study.name)
         self.errors: dict[str, Exception] = {}
         self.trial: dict[str, Any] = {}  # of the first missing item, once the estimate has computed it
@@ -137,7 +149,8 @@ class PerItem(Generic[Result]):
 
     Of several items equal tables are joined; columns `item` and `task` are added where the tables lack them. A result
     depends on the item, the parameters, the checkpoint and the code that `compute` reaches. Policies must be among the
-    parameters, as conditions or by name: the catalogue itself is no part of that code.
+    parameters, as conditions or by name: the catalogue itself is no part of that code. Nor are regimes that it does not
+    name; one that it looks up in `REGIMES` must be among the parameters, too.
     """
 
     chapter: str

@@ -89,13 +89,13 @@ PARTS = "kvrepro/chapters/synthesis/policies.py"  # not of the catalogue: as a r
 
 
 @pytest.mark.parametrize(
-    ("split", "scorer", "regime"),
-    [("PER_HEAD", "attention", DecodeCap(interval=2)), ("JOINT", "attention x value", Prefill()),
-     ("UNIFORM", "perturbation", Prefill()), ("ONE_SET", "attention of all", DecodeCap(interval=2))],
+    ("policy", "regime"),
+    [("ATTENTION_PER_HEAD", DecodeCap(interval=2)), ("ATTENTION_X_VALUE_JOINT", Prefill()),
+     ("PERTURBATION_UNIFORM", Prefill()), ("ATTENTION_OF_ALL_ONE_SET", DecodeCap(interval=2))],
 )  # fmt: skip
-def test_scorers_without_a_kernel_score_beside_kernels(split, scorer, regime):
-    switches = (("window", 6), ("scorer", scorer), ("aggregate", "max"), ("pool", "max"))
-    own = Condition(f"{PARTS}:{split}", 24, regime, reading="as_described", switches=switches)
+def test_scorers_without_a_kernel_score_beside_kernels(policy, regime):
+    switches = (("window", 6), *((("aggregate", "max"), ("pool", "max")) if "OF_ALL" not in policy else ()))
+    own = Condition(f"{PARTS}:{policy}", 24, regime, reading="as_described", switches=switches)
     agree([own, condition("r_kv", regime)], new=3)
 
 

@@ -2,8 +2,12 @@
 
 import pandas as pd
 import pytest
+from edits import edit_of, stale
 
+from kvrepro.engine.generate import generate
+from kvrepro.engine.regime import REGIMES
 from kvrepro.experiment import controls, data, measure, models
+from kvrepro.experiment.per_item import PerItem, PerItemPlan
 from kvrepro.experiment.run import Settings
 from kvrepro.item import Item, Span
 
@@ -66,3 +70,21 @@ def test_a_first_word_is_worth_little_where_answers_are_long(tiny):
 
     assert worth("tinyworld:domains") > 0.6
     assert worth("tinyworld:long") < 0.15
+
+
+@pytest.fixture(scope="module")
+def keys(tiny):
+    """Of two items' controls."""
+    items = data.load_items("tinyworld:needle", 2, seed=3, tokens=400)
+    study = PerItem("protection", "controls", items, controls.of_item, {"max_new_tokens": 8})
+    return lambda: PerItemPlan(study, tiny, Settings()).keys
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_an_edit_of_a_regime_makes_no_control_stale(keys, regime):
+    assert stale(keys, *edit_of(REGIMES[regime])) == set()
+
+
+def test_an_edit_of_what_generates_makes_all_controls_stale(keys):
+    for function in (generate, controls.copied, measure.all_measures):
+        assert len(stale(keys, *edit_of(function))) == 2

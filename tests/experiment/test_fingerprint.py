@@ -6,7 +6,6 @@ import json
 import linecache
 import os
 import pkgutil
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,16 +13,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from edits import stale
 from tiny import architecture, prompts
 
 from kvrepro import chapters
+from kvrepro.chapters.leakage import runs
+from kvrepro.chapters.synthesis import kept
+from kvrepro.engine.allowed import parameters_of
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import REGIMES, Chunked, Prefill, Regime, SharedCap
-from kvrepro.experiment import answers, fingerprint
+from kvrepro.experiment import answers, controls, fingerprint
 from kvrepro.experiment.fingerprint import Code, chains, describe, of
-from kvrepro.paths import ROOT
+from kvrepro.experiment.per_item import PerItem, PerItemPlan
+from kvrepro.experiment.settings import Settings
 
 GENERATE = ("kvrepro.engine.generate", "generate")
 
@@ -123,6 +127,11 @@ def test_an_edit_counts_where_it_is_reached(tmp_path, file, before, after, chang
         assert (code.reached(("kvrepro.a", "root")) != first) is changes
 
 
+def test_what_a_module_registers_elsewhere_counts_for_all_of_it(tmp_path):
+    code = package(tmp_path, a="import b\n\ndef f():\n    return 1\n\ndef g():\n    return 2\n\nb.register(g)\n")
+    assert set(code.reached(("kvrepro.a", "f"))) == {("kvrepro.a", "f"), ("kvrepro.a", "g")}
+
+
 def test_names_from_outside_are_told_from_local_ones():
     import ast
 
@@ -130,50 +139,20 @@ def test_names_from_outside_are_told_from_local_ones():
     assert sorted(".".join(chain) for chain in found) == ["d", "g.h.i", "k", "n"]
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    """A copy of this package, and a function that edits a file of it and says whose rows that makes stale."""
-    folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "kvrepro", folder / "kvrepro", ignore=shutil.ignore_patterns("__pycache__"))
-    folders = {"kvrepro": folder / "kvrepro", "kvrepro_kernels": ROOT / "kernels" / "kvrepro_kernels"}
-    conditions = {
-        "snapkv": Condition("snapkv", 0.5, Prefill()),
-        "k_norm": Condition("k_norm", 0.5, Prefill()),
-        "full": Condition(),
-        "shared": Condition("h2o_simple", 64, SharedCap()),
-        "chunked": Condition("k_norm", 0.5, Chunked()),
-    }
-
-    def keys(code: Code) -> dict[str, str]:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(fingerprint, "HERE", code)
-            fingerprint.code.cache_clear()
-            found = {name: answers.code_of(condition, "torch") for name, condition in conditions.items()}
-        fingerprint.code.cache_clear()
-        return found
-
-    unchanged = Code(folders)
-    first = keys(unchanged)
-
-    def stale(file: str, line: str) -> set[str]:
-        """A decorator before a function; a comment before anything else."""
-        path = folder / "kvrepro" / file
-        text = path.read_text()
-        edit = "@staticmethod" if line.startswith(("def", "class")) else "# why"
-        edited = text.replace(f"\n{line}", f"\n{edit}\n{line}", 1)
-        assert edited != text
-        path.write_text(edited)
-        own = "kvrepro." + file.removesuffix(".py").replace("/", ".")
-        code = Code(folders)  # the other modules need no second parsing
-        code._modules = {name: module for name, module in unchanged._modules.items() if name != own}
-        second = keys(code)
-        path.write_text(text)
-        return {name for name in conditions if first[name] != second[name]}
-
-    return stale
+CONDITIONS = {
+    "snapkv": Condition("snapkv", 0.5, Prefill()),
+    "k_norm": Condition("k_norm", 0.5, Prefill()),
+    "full": Condition(),
+    "shared": Condition("h2o_simple", 64, SharedCap()),
+    "chunked": Condition("k_norm", 0.5, Chunked()),
+}
 
 
-EVERY = {"snapkv", "k_norm", "full", "shared", "chunked"}
+def of_conditions() -> dict[str, str]:
+    return {name: answers.code_of(condition, "torch") for name, condition in CONDITIONS.items()}
+
+
+EVERY = set(CONDITIONS)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +160,8 @@ EVERY = {"snapkv", "k_norm", "full", "shared", "chunked"}
     [
         ("engine/score/keys.py", "def k_norm(", {"k_norm", "chunked"}),
         ("engine/score/keys.py", "import", set()),
+        ("engine/score/window.py", "def attention(", {"snapkv"}),
+        ("engine/score/window.py", "def perturbation(", set()),
         ("engine/select.py", "def select(", EVERY),
         ("engine/score/shared.py", "def h2o(", {"shared"}),
         ("engine/signals.py", "def joined(", {"shared"}),
@@ -196,40 +177,103 @@ EVERY = {"snapkv", "k_norm", "full", "shared", "chunked"}
         ("engine/catalogue.py", "WINDOWS: dict", set()),
     ],
 )
-def test_an_edit_makes_the_rows_stale_that_it_decides(real, file, line, whose):
-    assert real(file, line) == whose
+def test_an_edit_makes_the_rows_stale_that_it_decides(file, line, whose):
+    assert stale(of_conditions, file, line) == whose
 
 
-def test_what_one_regime_alone_runs_is_in_no_other_regimes_keys():
-    """Run a small model under each regime, and see which of the engine's functions only one of them calls."""
+def test_no_policy_reaches_anothers_scorer():
+    """Of every scorer of the catalogue; what all rows run reaches none."""
+    scorers = {(policy.score.__module__, policy.score.__name__) for policy in CATALOGUE.values()}
+    assert len(scorers) > 20
+    for policy in CATALOGUE.values():
+        functions = {(function.__module__, function.__name__) for function in policy.functions}
+        assert scorers & set(fingerprint.HERE.reached(*functions)) == scorers & functions, policy.title
+    for regime in (None, *(kind() for kind in REGIMES.values())):
+        roots, left = answers._decided_by(Condition("k_norm", 0.5, regime) if regime else Condition(), "torch")
+        assert not scorers & set(fingerprint.HERE.reached(*roots, apart=left["apart"]))
+
+
+STUDIES = {  # computations per item: under no regime, under one that they make, under those of their parameters
+    "none": (controls.of_item, {}),
+    "makes": (kept.of_item, {"policies": ("k_norm",)}),
+    "given": (runs.seconds, {"cells": [("lru", "", CONDITIONS["shared"]), ("k_norm", "", CONDITIONS["chunked"])]}),
+}
+
+
+def of_studies() -> dict[str, str]:
+    """Without a model; none is computed."""
+    studies = {name: PerItem("a", name, {"i": 1}, *study) for name, study in STUDIES.items()}
+    return {name: PerItemPlan(study, None, Settings()).keys["i"] for name, study in studies.items()}
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "whose"),
+    [
+        ("engine/passes.py", "def read(", set(STUDIES)),
+        ("engine/regime.py", "class Prefill(", {"makes"}),
+        ("engine/regime.py", "class Chunked(", {"given"}),
+        ("engine/regime.py", "class SharedCap(", {"given"}),
+        ("engine/regime.py", "class DecodeCap(", set()),
+        ("engine/regime.py", "class PerStep(", set()),
+        ("engine/regime.py", "class Offline(", set()),
+        ("engine/passes.py", "def _chunked(", {"given"}),
+        ("engine/passes.py", "def _reused(", set()),
+        ("engine/signals.py", "def joined(", {"given"}),
+        ("engine/score/keys.py", "def k_norm(", {"makes", "given"}),
+        ("engine/score/shared.py", "def h2o(", {"given"}),
+    ],
+)
+def test_a_study_per_item_depends_on_the_regimes_that_it_names(file, line, whose):
+    assert stale(of_studies, file, line) == whose
+
+
+@pytest.mark.parametrize(
+    ("reader", "read"),
+    [(("kvrepro.chapters.reclamation.paged", "generate"), ("kvrepro.engine.rows", "evict_rows")),
+     (("kvrepro.engine.signals", "PromptSignals"), ("kvrepro.engine.signals", "_by_position"))],
+)  # fmt: skip
+def test_code_of_one_regime_counts_for_a_study_that_reads_it_itself(reader, read):
+    assert read in fingerprint.HERE.reached(reader, apart=answers.of_others([]))
+    assert read not in fingerprint.HERE.reached(("kvrepro.engine.generate", "generate"), apart=answers.of_others([]))
+
+
+def test_what_a_regime_runs_is_in_its_keys_and_what_it_alone_runs_in_no_others():
+    """Run a small model under each regime, and see which of the engine's functions it calls, and which it alone."""
     model, text = architecture("llama", 16), prompts(70)
     regimes = {kind: kind() for kind in REGIMES.values() if kind is not Regime}
     called = {kind: _called(model, text, regime) for kind, regime in regimes.items()}
+    functions = {(f.__module__, f.__name__) for name in POLICIES for f in CATALOGUE[name].functions}
+    own = set(fingerprint.HERE.reached(*functions))
     for kind, names in called.items():
         assert len(names) > 30
+        roots, left = answers._decided_by(Condition("lru", 40, kind()), "torch")
+        assert names <= own | set(fingerprint.HERE.reached(*roots, apart=left["apart"])) | IDLE, kind
         alone = names.difference(*(of for other, of in called.items() if other is not kind)) - SEVERAL
         for other, regime in regimes.items():
             if other is not kind:
                 condition = Condition("lru" if other is SharedCap else "k_norm", 40, regime)
-                roots, skipped = answers._decided_by(condition, "torch")
-                found = fingerprint.HERE.reached(*roots, unfollowed=fingerprint.UNFOLLOWED | skipped)
+                roots, left = answers._decided_by(condition, "torch")
+                found = fingerprint.HERE.reached(*roots, apart=left["apart"])
                 assert not alone & set(found), (kind, other)
 
 
 SEVERAL = {("kvrepro.engine.select", "lexsort")}  # quotas and ties call it in any regime
+IDLE = {("kvrepro.engine.signals", "PromptSignals")}  # made for no reduction, and asked for nothing
+POLICIES = ("lru", "h2o_simple", "random_sample", "ada_kv_faithful", "k_norm", "snapkv", "h2o", "random", "cake")
 
 
 def _called(model, text, regime) -> set[tuple[str, str]]:
     """(module, function) of the engine's functions that conditions of this regime call."""
-    names = ("lru", "h2o_simple", "random_sample", "ada_kv_faithful", "k_norm", "snapkv", "h2o", "random", "cake")
     found = set()
+    parameters_of.cache_clear()  # what other tests have called is called again
 
     def watch(frame, event, argument):
         module = frame.f_globals.get("__name__", "")
-        if event == "call" and module.startswith("kvrepro.engine."):
-            found.add((module, frame.f_code.co_qualname.partition(".")[0]))
+        name = frame.f_code.co_qualname.partition(".")[0]
+        if event == "call" and module.startswith("kvrepro.engine.") and not name.startswith("__"):  # by `dataclass`
+            found.add((module, name))
 
-    for name in names:
+    for name in POLICIES:
         if regime.name in CATALOGUE[name].regimes:
             condition = Condition(name, 40, regime, switches=(("window", 8),) if name == "snapkv" else ())
             sys.setprofile(watch)

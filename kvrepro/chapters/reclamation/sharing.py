@@ -3,24 +3,33 @@
 The guide asks for such a test. A control shows that it can fail: a cache that ignores reference counts.
 """
 
+from collections.abc import Collection
+
 import pandas as pd
 import torch
 
 from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, Steps, call_for, extend, generate
-from kvrepro.chapters.reclamation.survivors import WINDOW, condition
+from kvrepro.chapters.reclamation.survivors import POLICIES, WINDOW, condition
 from kvrepro.engine.attention import installed
 from kvrepro.engine.regime import DecodeCap
 from kvrepro.experiment.models import Loaded
 
+EVICTS = {"window": POLICIES["window"]}
 IGNORED = "references ignored"
 TRIED = ("repack", "fill", IGNORED)  # the control last: after it nothing of the cache is right
 
 
 def sharing(
-    loaded: Loaded, ids: list[int], budget: int = 128, new_tokens: int = 8, every: int = 2, block_size: int = 16
+    loaded: Loaded,
+    ids: list[int],
+    budget: int = 128,
+    new_tokens: int = 8,
+    every: int = 2,
+    block_size: int = 16,
+    policies: Collection[str] = EVICTS,
 ) -> pd.DataFrame:
     """Rows (layout). One request reads the first 60% of the prompt, a second one shares its whole blocks, reads on,
-    evicts to `budget` (the chapter's window policy, one set) and is compacted; then a third one asks for that prefix.
+    evicts to `budget` (by the one of `policies`, one set) and is compacted; then a third one asks for that prefix.
 
     hits: share of the prefix's blocks whose keys and values are bit by bit as they were; noticed: not all. logit_gap:
     of the third request to what it was before anything was evicted. slot_copies: of the second one's compactions.
@@ -40,7 +49,7 @@ def sharing(
         first, known = on()
     first.ledger.free(first.number)
     held = _blocks(pages, prefix)
-    rows = []
+    rows, [policy] = [], policies
     for layout in TRIED:
         with installed(loaded.model):
             second, logits = on()
@@ -48,7 +57,7 @@ def sharing(
         if layout == IGNORED:
             pages.ledger.references[:] = pages.ledger.references.clip(max=1)
         steps = call_for(loaded.model, ids, new_tokens + 1, Steps, scalings=call.scalings)
-        generate(steps, second, logits, condition("window", "one set", budget, DecodeCap(every)), None)
+        generate(steps, second, logits, condition(policy, "one set", budget, DecodeCap(every)), None)
         same = (_blocks(pages, prefix) == held).flatten(2).all(2).all(0)
         second.ledger.free(second.number)
         with installed(loaded.model):

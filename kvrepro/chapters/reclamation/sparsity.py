@@ -73,10 +73,16 @@ def _held(scores: Tensor, mass: Tensor, share: float) -> float:
     return float((mass.gather(1, chosen).sum(1) / mass.sum(1)).mean())
 
 
-def pages(loaded: Loaded, ids: list[int], kept: Sequence[float] = (0.1, 0.5), block_size: int = 16) -> pd.DataFrame:
+def pages(
+    loaded: Loaded,
+    ids: list[int],
+    kept: Sequence[float] = (0.1, 0.5),
+    block_size: int = 16,
+    policy: str = "quest_pages",
+) -> pd.DataFrame:
     """Quest, which selects pages: rows (kept) of `held`, bytes that it holds over those of a cache that evicts nothing,
     and `read`, the share of the tokens that a query reads."""
-    asked = [Condition("quest_pages", round(share * len(ids)), Prefill(), switches=(("page", block_size),))
+    asked = [Condition(policy, round(share * len(ids)), Prefill(), switches=(("page", block_size),))
              for share in kept]  # fmt: skip
     [[full, *found]] = engine.generate(loaded.model, [ids], [Condition(), *asked], max_new_tokens=2, stop_ids=())
     return pd.DataFrame([

@@ -553,9 +553,9 @@ def asked_of(
         "published": (published, {"kept": shares, "policies": some}),
         "identity": (identity, {"policies": chapters, "catalogue": whole, **answers}),
         "latency": (latency, {"cadences": settings.timed_cadences, "seed": settings.seed}),
-        "sharing": (sharing.sharing, answers),
+        "sharing": (sharing.sharing, {"policies": sharing.EVICTS, **answers}),
         "sparsity": (sparsity.sparsity, {}),
-        "pages": (sparsity.pages, {"kept": shares}),
+        "pages": (sparsity.pages, {"kept": shares, "policy": "quest_pages"}),
     }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from kvrepro.chapters.synthesis.policies import OF_WINDOW, SCORERS
+from kvrepro.chapters.synthesis.policies import NAMES, OF_WINDOW, SCORERS, SPLITS
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
@@ -21,9 +21,8 @@ from kvrepro.engine.regime import DecodeCap, Prefill, Regime
 from kvrepro.errors import InputError
 
 FILE = "kvrepro/chapters/synthesis/policies.py"
-SPLITS = {"uniform": "UNIFORM", "per head": "PER_HEAD", "joint": "JOINT", "one set": "ONE_SET"}
 FACTORS: dict[str, tuple[str, ...]] = {
-    "scorer": SCORERS,
+    "scorer": tuple(SCORERS),
     "aggregator": ("mean", "mean_var", "defensive"),
     "pooling": ("none", "average", "max"),
     "guard": ("none", "sinks", "ends"),
@@ -101,13 +100,13 @@ def part_names(settings: Settings) -> tuple[str, ...]:
 
 def condition(cell: Mapping[str, object], settings: Settings) -> Condition:
     """What a cell asks of the engine."""
-    switches: dict[str, object] = {"scorer": cell["scorer"], "window": settings.window}
+    switches: dict[str, object] = {"window": settings.window}
     if cell["aggregator"] is not None:
         switches |= {"aggregate": cell["aggregator"], "pool": cell["pooling"], "kernel": settings.kernel}
     if cell["guard"] == "sinks":
         switches["sinks"] = 4
     side = settings.guarded if cell["guard"] == "ends" else 0.0
-    policy = f"{FILE}:{SPLITS[str(cell['split'] or 'uniform')]}"
+    policy = f"{FILE}:{NAMES[str(cell['scorer']), str(cell['split'] or 'uniform')]}"
     when = regime(str(cell["regime"]), cell["quota"], settings)  # type: ignore[arg-type]
     return Condition(policy, float(cell["kept"]), when, side, side, reading="as_described",  # type: ignore[arg-type]
                      switches=tuple(sorted(switches.items())))  # fmt: skip

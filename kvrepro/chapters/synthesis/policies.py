@@ -1,53 +1,39 @@
-"""Policies put together from parts: any scorer, with any aggregator and pooling, under any way to split the budget.
+"""Policies put together from parts: any scorer under any way to split the budget, those of a window with any aggregator
+and pooling.
 
-Used by file, as a reader's own: `Condition("kvrepro/chapters/synthesis/policies.py:UNIFORM", 0.1, Prefill(), switches=(
-("scorer", "attention"), ("aggregate", "mean"), ("pool", "none")))`. They protect nothing on their own account: what is
-protected is the condition's business, so that guards can be crossed with everything else.
+Used by file, as a reader's own: `Condition("kvrepro/chapters/synthesis/policies.py:ATTENTION_UNIFORM", 0.1, Prefill(),
+switches=(("aggregate", "max"), ("pool", "average")))`. They protect nothing on their own account: what is protected is
+the condition's business, so that guards can be crossed with everything else. Each has its scorer alone: an edit of
+another makes none of its rows stale.
 """
 
+import itertools
 from collections.abc import Callable
-from typing import Annotated
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvrepro.engine import allocate
-from kvrepro.engine.allowed import Odd
-from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.score import cumulative, keys, position, window
-from kvrepro.engine.score.window import Aggregate, Indicator, Pool
-from kvrepro.engine.shapes import Counts, Mask, Probabilities, RowInts, Scores
+from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 
-ALONE: dict[str, Callable[[Observation], Scores]] = {  # whose numbers are scores as they are
+OF_WINDOW: dict[str, window.Indicator] = {  # a number of each query: aggregated and pooled
+    "attention": window.attention,
+    "attention x value": window.attention_norm,
+    "perturbation": window.perturbation,
+}
+SCORERS: dict[str, Callable[..., Scores]] = {
     "position": position.streaming_llm,
     "random": position.random,
     "key norm": keys.k_norm,
     "key difference": keys.key_diff,
     "attention of all": cumulative.h2o,
+    **{name: partial(window.windowed, importance=of, over="all") for name, of in OF_WINDOW.items()},
 }
-OF_WINDOW: dict[str, Callable[[Observation], Probabilities] | Indicator] = {  # of each query: aggregated and pooled
-    "attention": "attention",  # names are known to kernels
-    "attention x value": window.attention_norm,
-    "perturbation": "perturbation",
-}
-SCORERS = (*ALONE, *OF_WINDOW)
-Scorer = Annotated[str, SCORERS]
-
-
-def composed(
-    o: Observation, scorer: Scorer = "attention", aggregate: Aggregate = "mean", pool: Pool = "none", kernel: Odd = 5
-) -> Scores:
-    """s_j = the scorer's own number, or Pool_k over tokens of the aggregate over the window's queries of it.
-
-    The window's own tokens are scored like any other. "attention x value" is p ||v W_O||_1. Float32 [batch, kv_heads,
-    tokens]. Source: the scorers of `kvrepro.engine.score`, which name theirs.
-    """
-    if scorer in ALONE:
-        return ALONE[scorer](o)
-    of = OF_WINDOW[scorer]
-    return window.windowed(o, of if isinstance(of, str) else of(o), aggregate, pool, kernel, over="all")
 
 
 def one_set(
@@ -63,13 +49,22 @@ def one_set(
     return shared, [allocate.uniform(s, protected[0], budget) for s in shared]
 
 
-def _policy(split: str, **how: object) -> Policy:
-    parameters = {"window": 16, "scorer": "attention", "aggregate": "mean", "pool": "none", "kernel": 5}
-    only = {"mass": ("scorer", "attention of all")}
-    return Policy(f"Composed, {split}", "this chapter", composed, parameters, needs=("mass",), needs_if=only, **how)  # type: ignore[arg-type]
+SPLITS: dict[str, dict[str, Any]] = {
+    "uniform": {},
+    "per head": {"allocate": allocate.joint, "budget": "per head"},  # heads of a layer compete
+    "joint": {"across": allocate.joint_layers, "budget": "joint"},  # all heads do
+    "one set": {"across": one_set},  # for all heads and layers
+}
+NAMES = {pair: " ".join(pair).replace(" ", "_").upper() for pair in itertools.product(SCORERS, SPLITS)}
 
 
-UNIFORM = _policy("the same for all heads")
-PER_HEAD = _policy("heads of a layer compete", allocate=allocate.joint, budget="per head")
-JOINT = _policy("all heads compete", across=allocate.joint_layers, budget="joint")
-ONE_SET = _policy("one set for all", across=one_set)
+def _policy(scorer: str, split: str) -> Policy:
+    parameters: dict[str, object] = {"window": 16}
+    if scorer in OF_WINDOW:
+        parameters |= {"aggregate": "mean", "pool": "none", "kernel": 5}
+    needs = ("mass",) if scorer == "attention of all" else ()
+    title, score = f"Composed: {scorer}, {split}", SCORERS[scorer]
+    return Policy(title, "this chapter", score, parameters, needs=needs, **SPLITS[split])
+
+
+globals().update({name: _policy(*pair) for pair, name in NAMES.items()})

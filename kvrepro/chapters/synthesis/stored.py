@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.synthesis import grid
+from kvrepro.chapters.synthesis.policies import NAMES
 from kvrepro.experiment import measure, store
 from kvrepro.paths import DATA
 
@@ -15,17 +16,19 @@ def rows(results: Path = DATA / "results") -> pd.DataFrame:
     """Rows of every model: `model`, `item`, `task`, the factors of `grid.FACTORS`, `kept`, `kind`, `method`, `score`,
     and what `study.kept_of` says of the kept set. Raises InputError where the chapter has not run."""
     table = store.read(results / "synthesis" / "grid.parquet")
-    table = table[table.error.isna()].reset_index(drop=True)
+    parts = {f"{grid.FILE}:{name}": pair for pair, name in NAMES.items()}
+    renamed = table.policy.str.startswith(grid.FILE) & ~table.policy.isin(parts)  # cells of earlier versions
+    table = table[table.error.isna() & ~renamed].reset_index(drop=True)
     switches = pd.DataFrame([json.loads(text) for text in table.switches]).reindex(
-        columns=["scorer", "aggregate", "pool", "sinks"]
+        columns=["aggregate", "pool", "sinks"]
     )
-    splits = {f"{grid.FILE}:{policy}": name for name, policy in grid.SPLITS.items()}
-    of_grid, full, capped = table.policy.isin(splits), table.policy == "full", table.regime == "decode cap"
+    scorer, split = (table.policy.map({policy: pair[i] for policy, pair in parts.items()}) for i in range(2))
+    of_grid, full, capped = scorer.notna(), table.policy == "full", table.regime == "decode cap"
     unseen = np.where(table.until == "question", "question unseen", "question seen")
     factors = pd.DataFrame({
-        "scorer": switches.scorer, "aggregator": switches["aggregate"], "pooling": switches["pool"],
+        "scorer": scorer, "aggregator": switches["aggregate"], "pooling": switches["pool"],
         "guard": np.where(table.prefix > 0, "ends", np.where(switches.sinks.notna(), "sinks", "none")),
-        "split": table.policy.map(splits).where(switches.scorer != "position"),
+        "split": split.where(scorer != "position"),
         "quota": pd.Series(np.where(table.fair.notna(), "parts", "none")).where(~capped),
         "regime": np.where(capped, "decode cap", unseen),
     }).where(of_grid)  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvrepro.engine import guard, quota
 from kvrepro.engine.allowed import Share, Size, ensure
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.score.window import windowed
+from kvrepro.engine.score.window import attention, windowed
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, RowInts, Scores
 
 Signal = Annotated[str, ("low", "mass")]
@@ -69,7 +69,7 @@ def tova(o: Observation) -> Scores:
     src/tova_cache.py.
     """
     if o.backend == "triton":
-        return windowed(o.last(1), "attention", over="all").mean(1, keepdim=True).expand_as(o.positions)
+        return windowed(o.last(1), attention, over="all").mean(1, keepdim=True).expand_as(o.positions)
     p = o.attention if o.span_local else o.last(1).attention
     return p.mean((1, 2)).sum(1)[:, None].expand_as(o.positions)
 

@@ -36,7 +36,7 @@ Pool = Annotated[str, ("none", "average", "max")]
 PoolAt = Annotated[str, ("query", "head", "kv_head")]
 Over = Annotated[str, ("past", "all")]
 NormOver = Annotated[str, ("none", "layer", "heads")]
-Indicator = Annotated[str, ("attention", "perturbation", "anchor")]
+Indicator = Callable[..., Probabilities]  # of an observation
 
 # ---- indicators: float32 [batch, kv_heads, group, window, tokens], 0 where the query may not look
 
@@ -70,7 +70,7 @@ def anchor(o: Observation) -> Probabilities:
     return torch.einsum("bgrwd,bgnd->bgrwn", o.outputs, o.values.float()).mul_(o.attention)
 
 
-INDICATORS = {"attention": attention, "perturbation": perturbation, "anchor": anchor}
+KERNELS = ("attention", "perturbation", "anchor")  # those of the above that a Triton kernel computes, too
 
 # ---- the table
 
@@ -82,29 +82,36 @@ def windowed(
 ) -> Scores:  # fmt: skip
     """Importance [batch, kv_heads, group, window, tokens] reduced over the window's queries and a KV head's group.
 
-    importance: the tensor, or the name of an indicator (`extra` are its parameters), which backend triton computes and
-    reduces in a kernel. aggregate: over queries; mean_var adds gamma times the unbiased variance, defensive is the max
-    over queries and group, pooled before, and no less than the head's mean. group: over query heads; union is minus
-    the best rank that any of them gives, so that a KV head keeps the union of their choices. pool runs along tokens for
-    each query, head or kv_head (pool_at), an average counts zeros beyond the ends. over: "past" leaves the window's own
-    tokens out. rescale: a pooled row gets its former sum back. Raises InputError for unknown names and even kernels.
+    importance: the tensor, or an indicator (`extra` are its parameters), which backend triton computes and reduces in a
+    kernel if it is one of `KERNELS`. aggregate: over queries; mean_var adds gamma times the unbiased variance,
+    defensive is the max over queries and group, pooled before, and no less than the head's mean. group: over query
+    heads; union is minus the best rank that any of them gives, so that a KV head keeps the union of their choices. pool
+    runs along tokens for each query, head or kv_head (pool_at), an average counts zeros beyond the ends. over: "past"
+    leaves the window's own tokens out. rescale: a pooled row gets its former sum back. Raises InputError for unknown
+    names and even kernels.
     """
     names = {"aggregate": aggregate, "group": group, "pool": pool, "pool_at": pool_at, "over": over}
     for kind, (name, value) in zip((Aggregate, Group, Pool, PoolAt, Over), names.items(), strict=True):
         ensure(kind, **{name: value})
     pool_at, group = ("query", "max") if aggregate == "defensive" else (pool_at, group)
     counted = o.alive & ~guard.window_of(o) if over == "past" else o.alive
-    if isinstance(importance, str):
-        if o.backend == "triton":
-            x = _fused(o, importance, aggregate, pool, kernel, group, pool_at, over, gamma, rescale, counted, extra)
+    if callable(importance):
+        if o.backend == "triton" and (name := _kernel_of(importance)):
+            x = _fused(o, name, aggregate, pool, kernel, group, pool_at, over, gamma, rescale, counted, extra)
             return (_no_less_than_mean(x, counted) if aggregate == "defensive" else x).masked_fill(~counted, 0.0)
-        importance = INDICATORS[importance](o, **extra)
+        importance = importance(o, **extra)
     x = importance.masked_fill(~counted[:, :, None, None], 0.0)
     if pool_at == "query":
         x = _pooled(x, counted, pool, kernel, rescale)
     x = _aggregated(x, _voters(o), aggregate, gamma)
     x = _grouped(x, counted, pool, kernel, group, pool_at)
     return (_no_less_than_mean(x, counted) if aggregate == "defensive" else x).masked_fill(~counted, 0.0)
+
+
+def _kernel_of(indicator: Indicator) -> str:
+    """The name by which a kernel knows an indicator; "": none does, and a reader's own of that name is another one."""
+    name = getattr(indicator, "__name__", "")
+    return name if name in KERNELS and indicator.__module__ == __name__ else ""
 
 
 def _fused(
@@ -260,7 +267,7 @@ def snapkv(
     KV head's budget that is group="union". Also the score of PyramidKV, Ada-KV and CriticalKV's first stage.
     Source: SnapKV (Li et al. 2024), equations 2 and 3; snapkv_press.py of NVIDIA/kvpress@8bb29b9.
     """
-    return windowed(o, "attention", aggregate, pool, kernel, group, pool_at)
+    return windowed(o, attention, aggregate, pool, kernel, group, pool_at)
 
 
 def cake(
@@ -271,7 +278,7 @@ def cake(
 
     Source: CAKE (Qin et al. 2025), equation 11; cake_global_press.py of FFY0/DefensiveKV@9251b95.
     """
-    return windowed(o, "attention", aggregate, pool, kernel, group, gamma=gamma)
+    return windowed(o, attention, aggregate, pool, kernel, group, gamma=gamma)
 
 
 def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) -> Tensor:
@@ -327,7 +334,7 @@ def andpro(
     Source: AnDPro (Geng et al. 2025), equation 15; snapkv_utils.py of MIRALab-USTC/LLM-AnDPro.
     """
     if not chunk:
-        return windowed(o, "anchor", aggregate, pool, kernel, group, over="all")
+        return windowed(o, anchor, aggregate, pool, kernel, group, over="all")
     return _andpro_chunks(o, aggregate, pool, kernel, "max" if aggregate == "defensive" else group, chunk, window)
 
 
@@ -378,7 +385,7 @@ def dropkv(
     pooling, p in bfloat16).
     """
     return windowed(
-        o, "perturbation", aggregate, pool, kernel, group, "kv_head", "all", eps=eps, round_p=round_p
+        o, perturbation, aggregate, pool, kernel, group, "kv_head", "all", eps=eps, round_p=round_p
     )  # fmt: skip
 
 
@@ -396,7 +403,7 @@ def defensive_kv(
     FFY0/DefensiveKV@9251b95, whose further steps are over="past", rescale, share="heads" and mass=0.9.
     """
     ensure(NormOver, share=share)
-    risk = windowed(o, "attention", aggregate, pool, kernel, "max", "query", over, rescale=rescale)
+    risk = windowed(o, attention, aggregate, pool, kernel, "max", "query", over, rescale=rescale)
     scores = risk * _norm_over(o, share)
     return _first_mass(o, scores, budget, mass) if mass else scores
 
@@ -424,7 +431,7 @@ def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) ->
     """
     own = guard.window_of(o)
     past = o.alive & ~own
-    held = windowed(o, "attention")
+    held = windowed(o, attention)
     near = past & (past.flip(-1).cumsum(-1).flip(-1) <= own.sum(-1, keepdim=True))
     b = (held * near).sum(-1).mean(1)
     held = held / held.sum(-1, keepdim=True).clamp(min=torch.finfo(held.dtype).tiny)

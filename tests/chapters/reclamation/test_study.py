@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import tiny
+from edits import edit_of, stale
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +17,10 @@ from kvrepro.chapters.reclamation import members
 from kvrepro.chapters.reclamation import study as r
 from kvrepro.chapters.reclamation.settings import Settings
 from kvrepro.engine.policy import Policy, own
+from kvrepro.engine.score import cumulative, window
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, models
+from kvrepro.experiment.per_item import PerItem, PerItemPlan
 from kvrepro.tools import trial
 
 
@@ -372,3 +375,15 @@ def test_a_policy_of_ones_own_that_cannot_be_had_is_refused(loaded):
     own("greedy", Policy("Greedy", "this test", lambda o: o.keys.norm(dim=-1), {"recent": 60}))
     with pytest.raises(InputError, match="budget 48 < 60 protected tokens"):
         r.able(loaded, {"a": tiny.prompts(150)[0]}, ["greedy"], [48])
+
+
+def test_an_edit_of_the_policy_that_a_study_runs_makes_it_stale(loaded):
+    """By whatever name the study calls it."""
+    asked = r.asked_of(loaded, {"a": tiny.prompts(180)[0]}, Settings(capacity=64))
+
+    def keys() -> dict[str, str]:
+        studies = {name: PerItem("reclamation", name, {"a": [1]}, *study) for name, study in asked.items()}
+        return {name: PerItemPlan(study, None, Settings()).keys["a"] for name, study in studies.items()}
+
+    assert stale(keys, *edit_of(window.snapkv)) == {"arising", "identity", "sharing"}
+    assert stale(keys, *edit_of(cumulative.quest)) == {"identity", "pages"}

@@ -19,11 +19,12 @@ def test_rows_know_the_cell_that_they_belong_to(tmp_path):
     cells = grid.design(grid.cells([0.1, 0.2]), 80)
     asked = [grid.condition(cell, settings) for cell in cells.to_dict("records")]
     published = kv.Condition("snapkv", 0.1, kv.Prefill(), reading="as_described")
+    earlier = kv.Condition(f"{grid.FILE}:UNIFORM", 0.1, kv.Prefill())  # named otherwise: no cell, and not published
     told = {"model": "m", "task": "t", "token_f1": 0.5, "bytes_full": 100, "note": NOTE}
     with Store(tmp_path, "synthesis", "grid") as store:
         store.add([
             told | condition.columns() | {"key": str(i), "item": "i"}
-            for i, condition in enumerate([*asked, published, kv.Condition()])
+            for i, condition in enumerate([*asked, published, earlier, kv.Condition()])
         ])  # fmt: skip
     found = stored.rows(tmp_path)
     of_grid = found[found.kind == "grid"].reset_index(drop=True)

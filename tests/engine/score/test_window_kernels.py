@@ -75,9 +75,9 @@ def test_defensive_on_any_pool(over, pool, rescale):
     table = dict(aggregate="defensive", pool=pool, kernel=7, over=over, rescale=rescale)
     if rescale and over == "all":
         with pytest.raises(InputError, match="backend triton has no"):
-            window.windowed(replace(o, backend="triton"), "attention", **table)
+            window.windowed(replace(o, backend="triton"), window.attention, **table)
         return
-    ours, truth = (window.windowed(x, "attention", **table) for x in (replace(o, backend="triton"), o))
+    ours, truth = (window.windowed(x, window.attention, **table) for x in (replace(o, backend="triton"), o))
     torch.testing.assert_close(ranked(o, ours), ranked(o, truth), atol=2e-5, rtol=1e-4)
 
 
@@ -87,7 +87,7 @@ def test_reductions_that_no_catalogue_row_asks_for():
         dict(aggregate="max", group="union", pool="average"), dict(aggregate="mean_var", group="max", pool="max"),
         dict(aggregate="sum", group="max", pool="max", pool_at="kv_head"), dict(aggregate="max", group="sum"),
     ):  # fmt: skip
-        ours, truth = (window.windowed(x, "attention", **table) for x in (replace(o, backend="triton"), o))
+        ours, truth = (window.windowed(x, window.attention, **table) for x in (replace(o, backend="triton"), o))
         torch.testing.assert_close(ranked(o, ours), ranked(o, truth), atol=2e-5, rtol=1e-4)
     with pytest.raises(InputError, match="backend triton has no aggregate sum"):
-        window.windowed(replace(o, backend="triton"), "attention", "sum", "average", pool_at="query")
+        window.windowed(replace(o, backend="triton"), window.attention, "sum", "average", pool_at="query")

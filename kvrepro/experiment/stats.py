@@ -9,7 +9,7 @@
   2.5 / n. Scores that lie close together do not prove that none lies far off: the error counts a sixteenth of an item
   at either end as well.
 - *Differences of such scores*: mean gain and mean loss have limits each, joined by their correlation (Zou and Donner
-  2008, "MOVER"). Where no item loses, one may lose all; where some do, one may lose as much as others gain.
+  2008, "MOVER"). Where no item loses, an unseen loss is expected to be as large as the gains, and the other way round.
 - *Ratios of means* (share of the ceiling, loss over loss): all r for which the mean of top - r bottom cannot be told
   from 0 by that same rule, which is Fieller's idea. Where the bottom itself may be 0 there is no bound.
 - *Values without bounds*: Student's t.
@@ -19,8 +19,8 @@
 - Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. The estimate always
   lies inside.
 
-Chosen by coverage alone: `python -m kvrepro.tools.coverage` writes data/coverage.csv, means, differences and ratios
-with many zeros and ones. COVERAGE
+Chosen by coverage, and by how often the rules of claims err: `python -m kvrepro.tools.coverage` writes
+data/coverage.csv (means, differences and ratios with many zeros and ones), `kvrepro.tools.error_rates` the other table.
 
 Missing values (failed items) are dropped, pairwise where columns are compared, and counted in `missing`.
 """
@@ -145,7 +145,7 @@ def contrast(
     if bounds is not None:  # what the columns may be at most, in every combination
         corners = np.array(list(itertools.product(bounds, repeat=values.shape[1])), float)
         extremes = dict(zip(map(str, frame), corners.T, strict=True))
-    rule = partial(_reach, each=each, level=level)
+    rule = partial(_reach, each=each, level=level, alike=bottom is None)
     if bottom is None:
         return _mean(top(columns), top(extremes) if extremes else None, rule, level, missing)
     ends = (top(extremes), bottom(extremes)) if extremes else None
@@ -158,10 +158,13 @@ def _quantile(level: float, freedom: float) -> float:
     return float(special.stdtrit(freedom, 0.5 + level / 2))
 
 
-def _reach(x: np.ndarray, ends: np.ndarray | None, each: float, level: float) -> tuple[float, float]:
+def _reach(
+    x: np.ndarray, ends: np.ndarray | None, each: float, level: float, alike: bool = True
+) -> tuple[float, float]:
     """How far the limits of the mean of x lie below and above it; ends: values that x may take, the extremes included.
 
-    each: how many scored things a value is the mean of.
+    each: how many scored things a value is the mean of. alike: gains and losses are differences of the same two scores,
+    so that unseen ones are expected to be as large as those on the other side.
     """
     if ends is None:
         half = _quantile(level, len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x))
@@ -170,7 +173,8 @@ def _reach(x: np.ndarray, ends: np.ndarray | None, each: float, level: float) ->
     zero = min(max(0.0, least), most)
     gain = np.maximum(x - zero, 0.0)
     up, down = (_Side.of(side, most) for side, most in ((gain, most - zero), (gain - (x - zero), zero - least)))
-    (less_up, more_up), (less_down, more_down) = up.reach(down, each, level), down.reach(up, each, level)
+    less_up, more_up = up.reach(down.size if alike else 0.0, each, level)
+    less_down, more_down = down.reach(up.size if alike else 0.0, each, level)
     spread = math.sqrt(up.variance * down.variance)
     correlation = max(-1.0, -up.mean * down.mean / spread) if spread else 0.0  # who gains does not lose
     return _joined(less_up, more_down, correlation), _joined(more_up, less_down, correlation)
@@ -190,16 +194,21 @@ class _Side:
         n, mean = len(x), float(x.sum()) / len(x)
         return cls(n, mean, max(0.0, float(x @ x) / n - mean * mean), most)
 
-    def reach(self, other: _Side, each: float, level: float) -> tuple[float, float]:
-        """Of the mean, to Jeffreys' limits of as many items as the spread is worth.
+    @property
+    def size(self) -> float:
+        """Of what an item has, where it has any."""
+        return self.mean + self.variance / self.mean if self.mean else 0.0
 
-        Where no item has anything, one may have the most; where some have, one may have as much as on the other side.
-        """
+    def reach(self, size: float, each: float, level: float) -> tuple[float, float]:
+        """Of the mean, to Jeffreys' limits of as many items as the spread is worth. size: of what no item shows; 0:
+        unknown, so that it may be the largest."""
         if not self.most:
             return 0.0, 0.0
         n, tail = self.n, 0.5 - level / 2
+        expected = min(size, self.most) * _unseen(n, tail)
         if not self.mean:
-            return 0.0, self.most * _unseen(n * each, tail)
+            rare = _quantile(level, n - 1) * math.sqrt(RARE / each) / n
+            return 0.0, max(expected, self.most * rare) if size else self.most * _unseen(n * each, tail)
         share, counted = min(self.mean / self.most, 1.0), n * each
         if share < 1:
             error = self.variance / (n - 1) / self.most**2 + RARE / each * (share**2 + (1 - share) ** 2) / n**2
@@ -207,10 +216,8 @@ class _Side:
             counted = max(float(n), share * (1 - share) / error * known**2)
         hits = counted * share + 0.5
         low, high = (float(special.betaincinv(hits, counted + 1 - hits, q)) for q in (tail, 1 - tail))
-        more = self.most * max(0.0, (high if share < 1 else 1.0) - share)
-        if other.mean:
-            more = max(more, (other.mean + other.variance / other.mean) * _unseen(n, tail))
-        return self.most * max(0.0, share - low), more
+        more = (high if share < 1 else 1.0) - share
+        return self.most * max(0.0, share - low), max(expected, self.most * more, 0.0)
 
 
 def _unseen(n: float, tail: float) -> float:

@@ -303,7 +303,7 @@ def alike(e: stats.Estimate, *wanted: float) -> bool:
     return astuple(e) == pytest.approx((*wanted, *(0, 0.95, NAN, NAN)[len(wanted) - 4 :]), nan_ok=True, rel=1e-9)
 
 
-def reach(values, least=None, most=None, each=1, level=0.95) -> tuple[float, float]:
+def reach(values, least=None, most=None, each=1, level=0.95, alike=True) -> tuple[float, float]:
     """How far the limits of a mean lie below and above it: the module's rule in plain loops."""
     n = len(values)
     if least is None:
@@ -315,8 +315,11 @@ def reach(values, least=None, most=None, each=1, level=0.95) -> tuple[float, flo
     for i, (part, end) in enumerate(zip(parts, (most, -least), strict=True)):
         if not end:
             continue
+        size = sizes[1 - i] if alike else 0
+        unseen = [min(size, end) * scipy_stats.beta(0.5, n + 0.5).ppf((1 + level) / 2)]
         if not any(part):
-            more[i] = end * scipy_stats.beta(0.5, n * each + 0.5).ppf((1 + level) / 2)
+            unseen.append(end * quantile(level, n - 1) * math.sqrt(1 / 16 / each) / n)
+            more[i] = max(unseen) if size else end * scipy_stats.beta(0.5, n * each + 0.5).ppf((1 + level) / 2)
             continue
         share, error = sum(part) / n / end, statistics.variance(part) / n / end**2
         error += ((0 - share) ** 2 + (1 - share) ** 2) / 16 / each / n**2
@@ -325,7 +328,7 @@ def reach(values, least=None, most=None, each=1, level=0.95) -> tuple[float, flo
         beta = scipy_stats.beta(count * share + 0.5, count * (1 - share) + 0.5)
         less[i] = end * (share - min(share, beta.ppf((1 - level) / 2)))
         more[i] = end * ((1.0 if share == 1 else max(share, beta.ppf((1 + level) / 2))) - share)
-        more[i] = max(more[i], sizes[1 - i] * scipy_stats.beta(0.5, n + 0.5).ppf((1 + level) / 2))
+        more[i] = max(more[i], *unseen)
     r = statistics.correlation(*parts) if all(len(set(part)) > 1 for part in parts) else 0.0
     below = math.sqrt(less[0] ** 2 + more[1] ** 2 - 2 * r * less[0] * more[1])
     above = math.sqrt(more[0] ** 2 + less[1] ** 2 - 2 * r * more[0] * less[1])
@@ -395,7 +398,7 @@ def test_every_field_of_a_ratio(name, top, bottom, bounds, each, level):
         """Limits of the mean of top - r bottom."""
         corners = [top(*c) - r * bottom(*c) for c in itertools.product(bounds, repeat=5)] if bounds else []
         ends = (min(corners), max(corners)) if bounds else ()
-        below, above = reach(x - r * y, *ends, each=each, level=level)
+        below, above = reach(x - r * y, *ends, each=each, level=level, alike=False)
         return np.mean(x - r * y) - below, np.mean(x - r * y) + above
 
     value = x.mean() / y.mean()

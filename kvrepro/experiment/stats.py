@@ -5,10 +5,11 @@
 - *Scores between two bounds* (F1, accuracy, leaked or not): the mean is read as a share of "counted" items, the number
   whose share would vary as the mean does: m (1 - m) / (error of the mean)^2, times (z / t)^2 for the error being
   estimated from n items, but at least n, since no score varies more than a coin (Korn and Graubard 1998). Its limits
-  are Jeffreys': quantiles of Beta(m c + 1/2, (1 - m) c + 1/2). Of zeros and ones c is n; where all items are alike as
-  well: n zeros of n leave room up to 2.5 / n. For six scores far from 0 and 1, c is large and the limits are Student's.
+  are Jeffreys': quantiles of Beta(m c + 1/2, (1 - m) c + 1/2). Of zeros and ones c is n: n zeros of n leave room up to
+  2.5 / n. Scores that lie close together do not prove that none lies far off: the error counts a sixteenth of an item
+  at either end as well.
 - *Differences of such scores*: mean gain and mean loss have limits each, joined by their correlation (Zou and Donner
-  2008, "MOVER").
+  2008, "MOVER"). Where no item loses, an unseen loss is expected to be as large as the gains, and the other way round.
 - *Ratios of means* (share of the ceiling, loss over loss): all r for which the mean of top - r bottom cannot be told
   from 0 by that same rule, which is Fieller's idea. Where the bottom itself may be 0 there is no bound.
 - *Values without bounds*: Student's t.
@@ -18,8 +19,8 @@
 - Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. The estimate always
   lies inside.
 
-Chosen by coverage alone: `python -m kvrepro.tools.coverage` writes data/coverage.csv, means, differences and ratios
-with many zeros and ones. COVERAGE
+Chosen by coverage, and by how often the rules of claims err: `python -m kvrepro.tools.coverage` writes
+data/coverage.csv (means, differences and ratios with many zeros and ones), `kvrepro.tools.error_rates` the other table.
 
 Missing values (failed items) are dropped, pairwise where columns are compared, and counted in `missing`.
 """
@@ -41,6 +42,7 @@ from scipy import stats as scipy_stats
 from kvrepro.errors import InputError
 
 MIN_ITEMS = 6  # below that no two-sided sign or rank test of pairs can reach 5%, and an interval says less still
+RARE = 1 / 16  # of an item at either end of what a score may be, beside those that were seen
 DRAWS = 1_000
 UNIT = (0.0, 1.0)
 NOT_RUN = "(not run)"  # in the place of a number that there is not; `wording.findings` leaves such sentences out
@@ -161,8 +163,8 @@ def _reach(
 ) -> tuple[float, float]:
     """How far the limits of the mean of x lie below and above it; ends: values that x may take, the extremes included.
 
-    each: how many scored things a value is the mean of. alike: gains and losses are of one kind, so that those which
-    no item has would be as large as the others; else as large as may be.
+    each: how many scored things a value is the mean of. alike: gains and losses are differences of the same two scores,
+    so that unseen ones are expected to be as large as those on the other side.
     """
     if ends is None:
         half = _quantile(level, len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x))
@@ -171,8 +173,8 @@ def _reach(
     zero = min(max(0.0, least), most)
     gain = np.maximum(x - zero, 0.0)
     up, down = (_Side.of(side, most) for side, most in ((gain, most - zero), (gain - (x - zero), zero - least)))
-    less_up, more_up = up.reach(down.size if alike else None, each, level)
-    less_down, more_down = down.reach(up.size if alike else None, each, level)
+    less_up, more_up = up.reach(down.size if alike else 0.0, each, level)
+    less_down, more_down = down.reach(up.size if alike else 0.0, each, level)
     spread = math.sqrt(up.variance * down.variance)
     correlation = max(-1.0, -up.mean * down.mean / spread) if spread else 0.0  # who gains does not lose
     return _joined(less_up, more_down, correlation), _joined(more_up, less_down, correlation)
@@ -193,27 +195,34 @@ class _Side:
         return cls(n, mean, max(0.0, float(x @ x) / n - mean * mean), most)
 
     @property
-    def size(self) -> float | None:
+    def size(self) -> float:
         """Of what an item has, where it has any."""
-        return self.mean + self.variance / self.mean if self.mean else None
+        return self.mean + self.variance / self.mean if self.mean else 0.0
 
-    def reach(self, size: float | None, each: float, level: float) -> tuple[float, float]:
-        """Of the mean, to Jeffreys' limits of as many items as the spread is worth. size: of what no item has; None: it
-        may be the largest."""
+    def reach(self, size: float, each: float, level: float) -> tuple[float, float]:
+        """Of the mean, to Jeffreys' limits of as many items as the spread is worth. size: of what no item shows; 0:
+        unknown, so that it may be the largest."""
         if not self.most:
             return 0.0, 0.0
-        tail, n = 0.5 - level / 2, self.n
-        tries = n if size else n * each  # of items with something of that size, or of things scored
-        unseen = min(self.most, size or self.most) * float(special.betaincinv(0.5, tries + 0.5, 1 - tail))
+        n, tail = self.n, 0.5 - level / 2
+        expected = min(size, self.most) * _unseen(n, tail)
         if not self.mean:
-            return 0.0, unseen
-        share, error = min(self.mean / self.most, 1.0), self.variance / (n - 1) / self.most**2
-        known = _quantile(level, math.inf) / _quantile(level, n - 1)
-        counted = max(float(n), share * (1 - share) / error * known**2) if error > 1e-15 else n * each
+            rare = _quantile(level, n - 1) * math.sqrt(RARE / each) / n
+            return 0.0, max(expected, self.most * rare) if size else self.most * _unseen(n * each, tail)
+        share, counted = min(self.mean / self.most, 1.0), n * each
+        if share < 1:
+            error = self.variance / (n - 1) / self.most**2 + RARE / each * (share**2 + (1 - share) ** 2) / n**2
+            known = _quantile(level, math.inf) / _quantile(level, n - 1)
+            counted = max(float(n), share * (1 - share) / error * known**2)
         hits = counted * share + 0.5
         low, high = (float(special.betaincinv(hits, counted + 1 - hits, q)) for q in (tail, 1 - tail))
-        more = self.most * max(0.0, (high if share < 1 else 1.0) - share)
-        return self.most * max(0.0, share - low), max(more, unseen if size else 0.0)
+        more = (high if share < 1 else 1.0) - share
+        return self.most * max(0.0, share - low), max(expected, self.most * more, 0.0)
+
+
+def _unseen(n: float, tail: float) -> float:
+    """Jeffreys' upper limit of a share that none of n items has."""
+    return float(special.betaincinv(0.5, n + 0.5, 1 - tail))
 
 
 def _joined(a: float, b: float, correlation: float) -> float:

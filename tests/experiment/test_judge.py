@@ -260,7 +260,10 @@ def test_the_named_test_must_agree():
 
 def test_no_difference_and_equivalence():
     assert table({"no_difference": 0.1}, [Member("x", paired(0.0, 60))], test="wilcoxon_holm").verdict == "reproduced"
-    assert table({"no_difference": 0.1}, [Member("x", paired(0.05))], test="wilcoxon_holm").verdict == "not reproduced"
+    assert (
+        table({"no_difference": 0.1}, [Member("x", paired(0.05, 200))], test="wilcoxon_holm").verdict
+        == "not reproduced"
+    )
     assert table({"equivalent": 0.05}, [Member("x", paired(0.0, 100))], test="tost").verdict == "reproduced"
     assert table({"equivalent": 0.05}, [Member("x", paired(0.2))], test="tost").verdict == "not reproduced"
     assert table({"equivalent": 0.05}, [Member("x", paired(0.05, 12))], test="tost").verdict == "inconclusive"

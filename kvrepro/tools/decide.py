@@ -31,6 +31,7 @@ GUARDS = {"none": "none", "sinks": "the first four tokens", "ends": "both ends"}
 AGGREGATORS = {"mean_var": "mean and variance"}
 LONG = 32768  # tokens of the prompts whose first token is timed
 MISSING = "not measured"
+DEAF = "not while it follows"  # where nothing is told because nothing of the prompt is followed any longer
 
 
 def parts(root: Path = ROOT) -> dict[str, str]:
@@ -103,7 +104,8 @@ def safe_budgets(root: Path = ROOT) -> dict[str, str]:
     if table is None:
         return {}
     safe = drawings.uncured(table)
-    return {row.policy: "never" if row.value >= 1 else f"{row.value:.0%} kept" for row in safe.itertuples()}
+    told = {row.policy: "never" if row.value >= 1 else f"{row.value:.0%} kept" for row in safe.itertuples()}
+    return told | dict.fromkeys(safe.policy[~safe.follows & (safe.value < 1)], DEAF)
 
 
 def _first_token() -> dict[str, str]:
@@ -186,7 +188,7 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: s
 
 
 def _secret(known: pd.DataFrame) -> str:
-    safe = known[~known["leak-safe from"].isin([MISSING, "never"])].drop_duplicates("of")
+    safe = known[~known["leak-safe from"].isin([MISSING, "never", DEAF])].drop_duplicates("of")
     if safe.empty:
         return "this run has no policy that is known to keep it; see {doc}`executed/leakage`."
     shares = safe["leak-safe from"].str.extract(r"(\d+)")[0].astype(int)

@@ -21,6 +21,8 @@
 
 Chosen by coverage, and by how often the rules of claims err: `python -m kvrepro.tools.coverage` writes
 data/coverage.csv (means, differences and ratios with many zeros and ones), `kvrepro.tools.error_rates` the other table.
+Of 283 cells 64% cover 93 to 97%, 33% more (few items) and 3% less. The worst mean or difference is covered in 92% of
+samples, by Student's t in 10%. Medians of few clusters are covered in 90 to 98%.
 
 Missing values (failed items) are dropped, pairwise where columns are compared, and counted in `missing`.
 """

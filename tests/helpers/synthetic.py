@@ -105,12 +105,15 @@ def attention(sink: float = 0.3, items: int = 8, layers: int = 4, heads: int = 2
 
 
 def scaling(
-    f1: Callable[[dict], float] = paper_like, lengths=(500, 1000, 1900, 3800), readings=("as_run", "as_described")
+    f1: Callable[[dict], float] = paper_like,
+    lengths=(500, 1000, 1900, 3800),
+    readings=("as_run", "as_described"),
+    n_items: int = 20,
 ) -> pd.DataFrame:
     """Results at several prompt lengths, one capacity of an eighth each."""
     parts = []
     for seed, length in enumerate(lengths):
-        part = results(f1, seed=seed, n_items=20, readings=readings, capacities=(length // 8,))
+        part = results(f1, seed=seed, n_items=n_items, readings=readings, capacities=(length // 8,))
         main = part[
             np.isclose(part.prefix, part.suffix)
             & (part.suffix_mode == "dynamic")

@@ -403,7 +403,7 @@ def synthetic(readings=study.READINGS, items: int = 42) -> pd.DataFrame:
 
 def test_verdicts_from_rows_of_known_size(tmp_path):
     given = {"model": "m", "profile": "quick", "gpu": tmp_path}
-    frame = members.evaluate(synthetic(), None, **given).set_index(["claim", "reading"])
+    frame = members.evaluate(synthetic(items=96), None, **given).set_index(["claim", "reading"])
     assert frame.loc[("C2", "as_described"), "verdict"] == "reproduced"
     assert frame.loc[("C2b", "as_described"), "verdict"] == "reproduced"  # 0.4 / 0.1
     assert frame.loc[("C2b", "as_described"), "ours"] == pytest.approx((0.4 - 0.01) / (0.1 - 0.01), rel=1e-6)

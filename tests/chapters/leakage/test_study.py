@@ -163,7 +163,7 @@ def test_ratios_and_policies_that_are_compared_are_named_beforehand():
 
 def test_curves_of_the_papers_shape_reproduce_its_claims():
     ratios = (0.1, 0.3, 0.5, 0.7, 0.9)
-    many = made(obeying, rising, ratios=ratios, variants=("default", "fair"), systems=60)
+    many = made(obeying, rising, ratios=ratios, variants=("default", "fair"), systems=200)
     verdicts = members.evaluate([many], "made up")
     assert verdicts.columns.tolist() == claims.COLUMNS
     by = verdicts.set_index("claim").verdict

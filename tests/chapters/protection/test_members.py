@@ -159,7 +159,7 @@ def test_convergence_at_longer_contexts_each_way():
     def apart(cell: dict) -> float:
         return 0.3 if cell["policy"] == "h2o_simple" else synthetic.paper_like(cell)
 
-    assert outcome("P44", synthetic.scaling(readings=("as_run",))) == "reproduced"
+    assert outcome("P44", synthetic.scaling(readings=("as_run",), n_items=60)) == "reproduced"
     assert "fails" in states("P44", synthetic.scaling(apart, readings=("as_run",))).state.tolist()
 
 

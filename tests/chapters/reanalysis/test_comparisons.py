@@ -50,7 +50,7 @@ def test_a_comparison_by_hand(tests):
 
 def test_what_is_detectable_is_found_in_four_of_five_repeats(tests):
     row = tests[tests.what == "h2o_simple - lru, protected"].iloc[0]
-    error = (row.high - row.low) / 2 / scipy_stats.t.ppf(0.975, row.n)
+    error = max(row.high - row.value, row.value - row.low) / scipy_stats.norm.ppf(0.975)
     found = scipy_stats.norm.sf(scipy_stats.norm.ppf(0.975) - row.detectable / error)
     assert found == pytest.approx(0.8, abs=0.005)
 

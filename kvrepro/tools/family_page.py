@@ -124,14 +124,14 @@ def said(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> str:
     shares = zip(pairs["the models differ in"], pairs["differ"], strict=True)
     return (
         f"- Of {asked} verdicts (a claim in one reading) that {verdicts.shape[1]} models were asked for, **{same} "
-        f"({same / asked:.0%}) are the same for all**. In {total['both decided']} two models differ that both decide; "
-        f"in the other {asked - same - total['both decided']} that differ, the items of some are too few. "
+        f"({same / asked:.0%}) are the same for all**. In {total['both decided']} two models reach different definite "
+        f"verdicts; in the other {asked - same - total['both decided']} that differ, the items of some are too few. "
         f"{total['turn over']} turn over: *reproduced* for one model, *not reproduced* for another.\n"
         f"- {seed} differ between models that differ in their seed alone, so that nothing is said of what else they "
         f"depend on; {asked - same - seed - single} are the same for every seed and differ for a model of another kind"
         + (f"; {single} differ from the one seed that was asked.\n" if single else ".\n")
-        + f"- Two models differ in this share of their verdicts (mean, and least to most over pairs), by what they "
-        f"differ in: {'; '.join(f'{cause}: {share}' for cause, share in shares)}. Only what lies above the share of "
+        + f"- Share of verdicts in which two models differ (mean over pairs, and range), by what tells the models "
+        f"apart: {'; '.join(f'{cause}: {share}' for cause, share in shares)}. Only what lies above the share of "
         "seeds is due to the kind of model."
     )
 

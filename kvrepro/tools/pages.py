@@ -152,7 +152,8 @@ def controlled() -> str:
     of = [name for name, _ in causes if name]
     said = "; ".join(f"{text}: {of.count(name)}" for name, text in control.CAUSES.items())
     off = [
-        {"claim": row.claim, "rows of": row.panel, "paper": claims.paper_text(known[row.claim]["paper"], row.unit),
+        {"claim": row.claim, "rows of": row.panel,
+         "paper": f"{claims.paper_text(known[row.claim]['paper'], row.unit)} {row.unit}",
          "their rows": wording.shown(row), "rule": row.rule, "verdict": row.verdict, "because": control.CAUSES[name],
          "why": why}
         for row, (name, why) in zip(rows, causes, strict=True) if name

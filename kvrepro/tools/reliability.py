@@ -29,8 +29,13 @@ class Part(NamedTuple):
     means: str  # what a reader must know to read the table
 
 
+LEFT = {"processes_left": "processes of killed runs", "files_left": "unfinished files"}
+
+
 def _kills(t: pd.DataFrame) -> tuple[str, str]:
     what = f"{t.lost.sum():,} rows lost, {t.doubled.sum():,} doubled, {t.different.sum():,} different"
+    left = [f"{t[name].sum():,} {what_left}" for name, what_left in LEFT.items() if t[name].sum()]
+    what += f"; {' and '.join(left)} left behind" if left else ""
     return f"{t.kills.sum():,} kills, {t.rows.sum():,} rows", what
 
 

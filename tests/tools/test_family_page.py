@@ -56,7 +56,7 @@ def test_the_page_says_who_cannot_answer_and_what_was_found(table, tmp_path):
     assert "Of 6 verdicts" in page["found"]
     assert "**2 (33%) are the same for all**" in page["found"]
     assert "4 turn over" in page["found"]
-    assert "In 4 two models differ that both decide; in the other 0" in page["found"]
+    assert "In 4 two models reach different definite verdicts; in the other 0" in page["found"]
     assert page["rates"] == [{"claim": "M1", "wrongly reproduced": "2%", "wrongly not reproduced": "0%",
                               "can hold": "yes", "can fail": "no"}]  # fmt: skip
     poor = {row["model"]: row["answers too little in"] for row in page["models"]}

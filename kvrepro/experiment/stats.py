@@ -257,16 +257,17 @@ def _ratio(
     value = float(np.mean(x)) / bottom
     if n < MIN_ITEMS or (ends is None and np.ptp((x - value * y) / bottom) <= 1e-12):
         return Estimate(value, math.nan, math.nan, n, missing, level)
+    if bottom < 0:
+        x, y, bottom, ends = -x, -y, -bottom, ends and (-ends[0], -ends[1])
 
     def clear(r: float, side: int) -> float:
-        """By how much the mean of x - r y lies beyond 0, on the side where it lies for r below (-1) or above value."""
-        towards = -side * math.copysign(1.0, bottom)
-        rest = towards * (x - r * y)
-        return float(rest.mean()) - rule(rest, None if ends is None else towards * (ends[0] - r * ends[1]))[0]
+        """By how much the mean of x - r y lies beyond 0: above it for r below value (-1), else below it."""
+        rest = -side * (x - r * y)
+        return float(rest.mean()) - rule(rest, ends and -side * (ends[0] - r * ends[1]))[0]
 
-    below, above = (reach / abs(bottom) for reach in rule(x - value * y, ends and ends[0] - value * ends[1]))
+    below, above = (reach / bottom for reach in rule(x - value * y, ends and ends[0] - value * ends[1]))
     sd, error = float(((x - value * y) / bottom).std(ddof=1)), _error(below, above, level)
-    if abs(bottom) <= rule(math.copysign(1.0, bottom) * y, ends and math.copysign(1.0, bottom) * ends[1])[0]:
+    if bottom <= rule(y, ends and ends[1])[0]:
         return Estimate(value, -math.inf, math.inf, n, missing, level, sd, error)
 
     def limit(side: int) -> float:

@@ -104,8 +104,10 @@ def safe_budgets(root: Path = ROOT) -> dict[str, str]:
     if table is None:
         return {}
     safe = drawings.uncured(table)
-    told = {row.policy: "never" if row.value >= 1 else f"{row.value:.0%} kept" for row in safe.itertuples()}
-    return told | dict.fromkeys(safe.policy[~safe.follows & (safe.value < 1)], DEAF)
+    return {
+        row.policy: "never" if row.value >= 1 else f"{row.value:.0%} kept" if row.follows else DEAF
+        for row in safe.itertuples()
+    }
 
 
 def _first_token() -> dict[str, str]:

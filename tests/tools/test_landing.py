@@ -127,9 +127,15 @@ def test_a_lucky_choice_among_fewer_is_called_lucky():
 def test_leak_safe_shares_come_from_the_chapter_on_leakage(tmp_path):
     folder = tmp_path / "book" / "executed" / "figures"
     folder.mkdir(parents=True)
-    table = {"order": ["defense first"] * 3, "policy": ["h2o", "k_norm", "h2o"], "value": [0.1, 1.0, 0.5]}
-    pd.DataFrame(table | {"variant": ["default", "default", "fair"]}).to_csv(folder / "leakage-safe-budgets.csv")
-    assert decide.safe_budgets(tmp_path) == {"h2o": "10% kept", "k_norm": "never"}
+    table = {
+        "order": ["defense first"] * 4,
+        "policy": ["h2o", "k_norm", "snapkv", "h2o"],
+        "value": [0.1, 1.0, 0.2, 0.5],
+    }
+    table |= {"variant": ["default"] * 3 + ["fair"], "follows": [True, True, False, True]}
+    pd.DataFrame(table).to_csv(folder / "leakage-safe-budgets.csv")
+    told = {"h2o": "10% kept", "k_norm": "never", "snapkv": decide.DEAF}
+    assert decide.safe_budgets(tmp_path) == told
 
 
 def test_without_results_the_page_says_so(tmp_path):

@@ -15,7 +15,6 @@ import re
 import signal
 import sys
 import threading
-import time
 import types
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -207,7 +206,7 @@ def _begin(environment: dict[str, str], path: list[str], what: Told | None) -> N
     os.environ.update(environment)  # the server has that of its start
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's business, which ends us
-    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if what is not None and what[1] == "cuda":  # workers are numbered as they are started
         number = _number(multiprocessing.current_process().name)
         what = (what[0], f"cuda:{number % torch.cuda.device_count()}", *what[2:])
@@ -232,9 +231,11 @@ def prepare(what: Told | None) -> Loaded | None:
     return _models[0]
 
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
+def _end_with_parent() -> None:
+    """The process that started the study, not the server that forked us: the server lives as long as we do."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 

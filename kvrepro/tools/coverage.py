@@ -74,6 +74,16 @@ def clusters(rows: int) -> Draw:
     return draw
 
 
+def several(apart: float) -> Draw:
+    """Five columns of the same items, whose means lie `apart` of a standard deviation from each other."""
+
+    def draw(rng: np.random.Generator, n: int) -> pd.DataFrame:
+        values = 0.5 * rng.normal(size=(n, 1)) + rng.normal(size=(n, 5)) + apart * np.arange(5)
+        return pd.DataFrame(values, columns=[*"vwxyz"])
+
+    return draw
+
+
 POPULATIONS: dict[str, dict[str, Draw]] = {
     "mean": {f"{z:.0%} zeros, {o:.0%} of the rest ones": scores(z, o)
              for z, o in itertools.product((0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95), (0.0, 0.5, 1.0))},
@@ -82,7 +92,12 @@ POPULATIONS: dict[str, dict[str, Draw]] = {
     "share_of_ceiling": {f"{z:.0%} zeros, ceiling {c:.0%}": shares(z, c)
                          for z, c in itertools.product((0.1, 0.5, 0.8), (0.6, 0.95))},
     "median": {f"{rows} rows to a prompt": clusters(rows) for rows in (4, 24)},
+    "largest mean": {f"five means, {apart:g} sd apart": several(apart) for apart in (0.0, 0.1)},
 }  # fmt: skip
+RESAMPLED: dict[str, Callable[[np.ndarray], float]] = {
+    "median": lambda v: float(np.median(v)),
+    "largest mean": lambda v: float(v.mean(0).max()),
+}
 
 
 # ---- rules
@@ -94,8 +109,9 @@ def _differences(f: pd.DataFrame) -> np.ndarray:
 
 
 def chosen(quantity: str, f: pd.DataFrame) -> Ends:
-    if quantity == "median":
-        e = stats.resampled(f[["x"]], lambda v: float(np.median(v)), f.prompt)
+    if quantity in RESAMPLED:
+        values = f.drop(columns="prompt", errors="ignore")
+        e = stats.resampled(values, RESAMPLED[quantity], f.prompt if "prompt" in f else None)
     else:
         e = stats.contrast(f, quantity, bounds=UNIT)
     return e.low, e.high
@@ -141,8 +157,8 @@ RULES: dict[str, Callable[[str, pd.DataFrame], Ends]] = {
 def truth(quantity: str, draw: Draw, seed: int = 0) -> float:
     """The population's own value, from many items."""
     f = draw(np.random.default_rng(seed), 200_000)
-    if quantity == "median":
-        return float(f.x.median())
+    if quantity in RESAMPLED:
+        return RESAMPLED[quantity](f.drop(columns="prompt", errors="ignore").to_numpy())
     return float(f.a.mean() / f.full.mean()) if quantity == "share_of_ceiling" else float(_differences(f).mean())
 
 
@@ -166,12 +182,13 @@ def cover(quantity: str, name: str, n: int, rules: Sequence[str], repeats: int, 
 
 
 def table(sizes: Sequence[int] = SIZES, repeats: int = 2000, peers: int = 300) -> pd.DataFrame:
-    """All cells. peers: repeats of the rules that resample, which are slow; medians take a tenth of `repeats`."""
+    """All cells. peers: repeats of the rules that resample, which are slow; `RESAMPLED` take a tenth of `repeats`."""
     parts = []
     for quantity, name, n in cells(list(POPULATIONS), sizes):
-        if quantity == "median" and n > 48:
+        slow = quantity in RESAMPLED
+        if slow and n > 48:
             continue
-        parts.append(cover(quantity, name, n, ["chosen"], repeats // 10 if quantity == "median" else repeats))
+        parts.append(cover(quantity, name, n, ["chosen"], repeats // 10 if slow else repeats))
         if quantity in ("mean", "difference"):
             parts.append(cover(quantity, name, n, ["Student's t"], repeats))
             if n in (6, 12, 48):

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import checkpoint
 import pandas as pd
+import psutil
 import pytest
 import torch
 
@@ -140,6 +142,48 @@ def test_a_run_that_is_killed_goes_on_where_it_was(loaded, tmp_path):
     pd.testing.assert_frame_equal(frame[SAME], quiet[SAME])
     pd.testing.assert_frame_equal(tables, others)
     assert not list(folder.rglob("*.tmp"))
+
+
+BUSY = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_workers as t
+from kvrepro.experiment.run import PerItem, Settings, run
+run(PerItem("c", "busy", t.ITEMS, t.busy, {{"told": {told!r}}}), None, Settings({folder!r}, workers=2, progress=False))
+"""
+
+
+def busy(loaded, item, told):
+    """A worker, for a minute, once it has told which processes work on it."""
+    if multiprocessing.parent_process() is None:  # the first item, by which the time is estimated
+        return pd.DataFrame({"done": [1]})
+    name = f"{os.getpid()} {os.getppid()}"
+    (Path(told) / name).touch()
+    time.sleep(60)
+    return pd.DataFrame({"done": [1]})
+
+
+def test_workers_and_their_server_end_with_the_process_that_is_killed(tmp_path):
+    told = tmp_path / "told"
+    told.mkdir()
+    code = BUSY.format(tests=__file__.rsplit("/", 1)[0], told=str(told), folder=str(tmp_path / "results"))
+    helpers = {"PYTHONPATH": os.pathsep.join([str(Path(checkpoint.__file__).parent), *sys.path])}
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | helpers)
+    waited(lambda: process.poll() is not None or len(list(told.iterdir())) == 2, 120)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    family = {int(number) for name in told.iterdir() for number in name.name.split()}
+    assert len(family) == 3
+    assert waited(lambda: not any(map(psutil.pid_exists, family)), 20)
+
+
+def waited(there, seconds):
+    """Whether it is, at last."""
+    end = time.monotonic() + seconds
+    while not there() and time.monotonic() < end:
+        time.sleep(0.05)
+    return there()
 
 
 def broken(o):

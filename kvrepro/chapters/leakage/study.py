@@ -130,9 +130,9 @@ def mean_of(values: np.ndarray, axis: int) -> np.ndarray:
     return np.divide(np.where(known, values, 0).sum(axis), counts, out=np.full(counts.shape, np.nan), where=counts > 0)
 
 
-def interval(series: Series, systems: int, bounds: tuple[float, float] = (-np.inf, np.inf)) -> tuple[float, ...]:
+def interval(series: Series, systems: int, bounds: tuple[float, float] = stats.ANY) -> tuple[float, ...]:
     """Value, low, high (95%) of a statistic of resampled system prompts (`stats.spread_of`), within its bounds."""
-    return tuple(np.clip(stats.spread_of(float(series[0]), series[1:], systems).triple, *bounds))
+    return stats.spread_of(float(series[0]), series[1:], systems, limits=bounds).triple
 
 
 # ---------------------------------------------------------------- one reading of all rows

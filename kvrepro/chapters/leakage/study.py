@@ -377,6 +377,25 @@ def rankings(s: Study) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["measure", "policy", "rules", "ratio", "value", "low", "high"])
 
 
+def forgotten_first(means: pd.DataFrame) -> pd.DataFrame:
+    """Which part of the system prompt a policy forgets with less dropped: the directive, as soon as less than half of
+    the rules are followed, or the defense, as soon as more than half are told. Columns order, policy, part
+    ("directive", "defense", "both", "neither"). means: measure ("following", "leakage"), order, policy, ratio, value.
+    """
+    following, leakage = (means[means.measure == name] for name in ("following", "leakage"))
+    lost = {"directive": following[following.value < 0.5], "defense": leakage[leakage.value > 0.5]}
+    at = {part: rows.groupby(["order", "policy"]).ratio.min() for part, rows in lost.items()}
+    pairs = means[["order", "policy"]].drop_duplicates().reset_index(drop=True)
+    first = pd.DataFrame({part: pairs.join(ratio, on=["order", "policy"]).ratio for part, ratio in at.items()})
+    first = first.fillna(np.inf)
+    part = np.select(
+        [first.directive < first.defense, first.defense < first.directive, np.isinf(first.directive)],
+        ["directive", "defense", "neither"],
+        "both",
+    )
+    return pairs.assign(part=part)
+
+
 def by_model(s: Study) -> pd.DataFrame:
     """The default of every policy, by model and ratio, the defense first: following, leakage, keep rate of the
     directive minus that of the defense; and, without a defense, rank correlation of the classes. Columns model,

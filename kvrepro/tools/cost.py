@@ -102,9 +102,9 @@ def bars_said(path: Path = GPU / "real.csv") -> str:
     met, before = (int((times <= frame.target).sum()) for times in (frame.now, frame.before))
     return (
         f"Bars on a logarithmic scale for {len(frame)} measurements, with a line where a time is its target. {met} of "
-        f"{len(frame)} targets are met now, and {before or 'none'} of {frame.before.notna().sum()} known times met them "
-        f"before. The measurement farthest from its target takes {ratio.max():.2f} times as long ({worst.what}). Where the "
-        f"floor is known, times are now {floor.min():.1f} to {floor.max():.1f} times the floor."
+        f"{len(frame)} targets are met now, and {before or 'none'} of {frame.before.notna().sum()} times met them "
+        f"before. The measurement farthest from its target takes {ratio.max():.2f} times as long ({worst.what}). "
+        f"Where the floor is known, times are now {floor.min():.1f} to {floor.max():.1f} times the floor."
     )
 
 

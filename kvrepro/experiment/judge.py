@@ -38,7 +38,7 @@ import pandas as pd
 from kvrepro.errors import InputError
 from kvrepro.experiment import stats
 from kvrepro.experiment.claims import COLUMNS, paper_text
-from kvrepro.experiment.stats import MIN_ITEMS, UNIT, Estimate
+from kvrepro.experiment.stats import ANY, MIN_ITEMS, UNIT, Estimate
 
 MIN_CEILING = 0.10  # lower bound of the full cache's score below which a claim about quality says nothing
 STATES = ("holds", "open", "fails")
@@ -56,7 +56,8 @@ class Sample:
     """What one number is estimated from: a row per item, columns as `contrast` names them.
 
     contrast: of `stats.CONTRASTS`, or any statistic(values [rows, columns]). clusters: one label per row. bounds: where
-    scores pile up; None for what does not. each: how many scored things a row is the mean of.
+    scores pile up; None for what does not. each: how many scored things a row is the mean of. limits: between what a
+    statistic must lie.
     """
 
     data: pd.DataFrame
@@ -64,10 +65,11 @@ class Sample:
     clusters: Sequence[Any] | None = None
     bounds: tuple[float, float] | None = UNIT
     each: float = 1
+    limits: tuple[float, float] = ANY
 
     def estimate(self, level: float = 0.95) -> Estimate:
         if not isinstance(self.contrast, str):
-            return stats.resampled(self.data, self.contrast, self.clusters, level=level)
+            return stats.resampled(self.data, self.contrast, self.clusters, limits=self.limits, level=level)
         bounds, each = self.bounds, self.each
         return stats.contrast(self.data, self.contrast, self.clusters, bounds=bounds, each=each, level=level)
 
@@ -87,14 +89,15 @@ class Unpaired:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A statistic that comes with its values in resamples of n clusters."""
+    """A statistic that comes with its values in resamples of n clusters, and the limits between which it must lie."""
 
     value: float
     draws: np.ndarray
     n: int
+    limits: tuple[float, float] = ANY
 
     def estimate(self, level: float = 0.95) -> Estimate:
-        return stats.spread_of(self.value, self.draws, self.n, level)
+        return stats.spread_of(self.value, self.draws, self.n, level, self.limits)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@
 - *Values without bounds*: Student's t.
 - *Other statistics* (a median, a quantile, a rank correlation, a largest of several): Student's t with the spread over
   1,000 resamples. Where the resamples stand above the sample on the average, the sample is taken to stand above the
-  truth by as much, and the interval reaches that much lower; the other way round alike (Efron and Tibshirani 1993).
+  truth by as much, and the interval reaches that much lower; the other way round alike (Efron and Tibshirani 1993). No
+  farther than the statistic can go (a correlation from -1 to 1, a quantile over its median from 1).
 - *Clusters* (triples of a prompt, requests of a system prompt): a cluster counts once, by its mean; resamples draw it
   whole; where all are alike, its rows are counted.
 - Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. The estimate always
@@ -50,6 +51,7 @@ MIN_ITEMS = 6  # below that no two-sided sign or rank test of pairs can reach 5%
 RARE = 1 / 16  # of an item at either end of what a score may be, beside those that were seen
 DRAWS = 1_000
 UNIT = (0.0, 1.0)
+ANY = (-math.inf, math.inf)
 NOT_RUN = "(not run)"  # in the place of a number that there is not; `wording.findings` leaves such sentences out
 Columns = Mapping[str, np.ndarray]
 Rule = Callable[[np.ndarray, np.ndarray | None], tuple[float, float]]  # `_reach`, of values and what they may be
@@ -309,9 +311,11 @@ def unpaired(
 
 def resampled(
     frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], clusters: Sequence[Any] | None = None, *,
-    level: float = 0.95, seed: int = 42,
+    limits: tuple[float, float] = ANY, level: float = 0.95, seed: int = 42,
 ) -> Estimate:  # fmt: skip
     """Any statistic(values [rows, columns]) with its interval: the standard error is the spread over resamples.
+
+    limits: between what the statistic must lie, whatever the values.
 
     No interval where fewer than half of the resamples have a value. Where all agree there is no width: a median may
     well be the same in all.
@@ -325,17 +329,21 @@ def resampled(
     rows = [np.flatnonzero(codes == i) for i in range(n)]
     picks = np.random.default_rng(seed).integers(0, n, (DRAWS, n))
     drawn = np.array([statistic(values[np.concatenate([rows[i] for i in pick])]) for pick in picks])
-    return spread_of(value, drawn, n, level)
+    return spread_of(value, drawn, n, level, limits)
 
 
-def spread_of(value: float, drawn: np.ndarray, n: int, level: float = 0.95) -> Estimate:
-    """A statistic's interval from its values in resamples of n items or clusters."""
+def spread_of(
+    value: float, drawn: np.ndarray, n: int, level: float = 0.95, limits: tuple[float, float] = ANY
+) -> Estimate:
+    """A statistic's interval from its values in resamples of n items or clusters; limits: as of `resampled`."""
     asked, drawn = len(drawn), drawn[np.isfinite(drawn)]
     if n < MIN_ITEMS or 2 * len(drawn) < asked or not math.isfinite(value):
         return Estimate(value, math.nan, math.nan, n, level=level)
     error = float(drawn.std(ddof=1) * math.sqrt(n / (n - 1)))
     half, bias = _quantile(level, n - 1) * error, float(drawn.mean()) - value
-    return Estimate(value, value - half - max(bias, 0.0), value + half - min(bias, 0.0), n, level=level, error=error)
+    low, high = value - half - max(bias, 0.0), value + half - min(bias, 0.0)
+    low, high = min(max(low, limits[0]), value), max(min(high, limits[1]), value)
+    return Estimate(value, low, high, n, level=level, error=error)
 
 
 def means(

@@ -36,7 +36,8 @@ SAYS = {  # verdict -> what a sentence says of its subject, of one and of severa
     "not run": ("was not run", "were not run"),
 }
 PLAIN = {  # units of numbers up to 1: a table's cell leaves them out, a sentence says them
-    "F1": "F1", "accuracy": "in accuracy", "cos": "in cosine", "keep rate": "in keep rate", "log ratio": "in log ratio",
+    "F1": "F1", "accuracy": "in accuracy", "correlation": "in correlation", "cos": "in cosine",
+    "keep rate": "in keep rate", "log ratio": "in log ratio",
     "rank correlation": "in rank correlation", "recall": "in recall", "share": "of the importance",
 }  # fmt: skip
 STATE_VERBS = {"holds": ("holds", "hold"), "fails": ("fails", "fail"), "open": ("is undecided", "are undecided")}

@@ -93,6 +93,21 @@ def bars(path: Path = GPU / "real.csv") -> Figure:
     return picture
 
 
+def bars_said(path: Path = GPU / "real.csv") -> str:
+    """What `bars` shows, for those who do not see it."""
+    frame = pd.read_csv(path).dropna(subset="target")
+    ratio = frame.now / frame.target
+    worst = frame.loc[ratio.idxmax()]
+    floor = (frame.now / frame.floor).dropna()
+    met, before = (int((times <= frame.target).sum()) for times in (frame.now, frame.before))
+    return (
+        f"Bars on a logarithmic scale for {len(frame)} measurements, with a line where a time is its target. {met} of "
+        f"{len(frame)} targets are met now, and {before or 'none'} of {frame.before.notna().sum()} times met them "
+        f"before. The measurement farthest from its target takes {ratio.max():.2f} times as long ({worst.what}). "
+        f"Where the floor is known, times are now {floor.min():.1f} to {floor.max():.1f} times the floor."
+    )
+
+
 def floors(path: Path = GPU / "kernels.csv") -> Figure:
     """How near each kernel comes to its floor: a dot per variant and shape, the longest input of each; our kernels
     beside what torch offers for the same work."""

@@ -171,8 +171,9 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: s
     lines = [f"The full cache scores {rows[rows.kind == 'full'].score.mean():.2f} on the {items} items of this page.\n"]
     for row in best[best.memory == "any"].itertuples():
         lines.append(
-            f"- **When tokens leave {WHEN[row.regime]}**, with {kept:.0%} of them kept, choose *{uses[row.use]}*: a "
-            f"choice made this way scores {row.value:.2f} on items it was not made on ({values[row.use]:.2f} on all)."
+            f"- **When tokens leave {WHEN[row.regime]}**, with {kept:.0%} of them kept, choose *{uses[row.use]}*. A "
+            f"choice made this way scores {row.value:.2f} on items that it was not made on; this one scores "
+            f"{values[row.use]:.2f} on all items."
         )
     freed = rows[(rows.kind == "grid") & (rows.kept == kept)].groupby("split").freed.mean()
     if {"one set", "uniform"} <= set(freed.index):

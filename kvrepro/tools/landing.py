@@ -38,13 +38,13 @@ QUESTIONS = {
     "synthesis": "Which part of a method matters, and what should one use?",
 }
 ANSWERS = {  # chapter -> the claims that answer its question; the other chapters' answers are computed below
-    "protection": [Told("P6", "The recovery of most of the full cache's score by guarding both ends of the prompt, "
-                              "whatever the policy,")],
+    "protection": [Told("P6", "The claim that guards at both ends of the prompt bring back most of the full cache's "
+                              "score, whatever the policy,")],
     "fragility": [Told("C1", "The gain that DefensiveKV promises for the worst step of a long answer",
                        "points of the importance retained")],
     "dropkv_bound": [Told("D3", "The promise that DropKV's choice is near the best one")],
     "leakage": [Told("L2", "The finding that K-norm loses more instructions than other policies", "points of accuracy"),
-                Told("L3f", "The finding that not only secret rules are told but also the sentences that forbid it",
+                Told("L3f", "The finding that the sentences that forbid telling are told as well as the secret rules",
                      "points of recall")],
     "reclamation": [Told("R1f", "The warning that eviction alone frees almost no blocks of memory")],
 }  # fmt: skip
@@ -53,7 +53,7 @@ ANSWERS = {  # chapter -> the claims that answer its question; the other chapter
 PICTURE = """```{{figure}} generated/verdicts.svg
 :name: fig-verdicts
 :class: dark-light kvrepro-figure
-:alt: A bar for each chapter, parted by how many of its verdicts are reproduced, partly reproduced, not reproduced, inconclusive, or not testable here.
+:alt: A bar for each chapter, divided by verdict. {alt}
 
 {n} of this run by chapter: {signs}.{missing} {{doc}}`claims` lists all of them one by one, and those over
 the family of models as well.
@@ -167,7 +167,18 @@ def picture(root: Path = ROOT) -> str:
     none = " and ".join(f"*{title(chapter)}*" for chapter in QUESTIONS if chapter not in found)
     missing = f" {none} {'has' if ' and ' not in none else 'have'} no verdicts, and are not in it." if none else ""
     signs = ", ".join(f"{sign} {claims.label(verdict)}" for verdict, sign in SIGNS.items())
-    return PICTURE.format(n=wording.counted(sum(map(len, found.values())), "verdict"), missing=missing, signs=signs)
+    n = wording.counted(sum(map(len, found.values())), "verdict")
+    return PICTURE.format(n=n, missing=missing, signs=signs, alt=_counts(found))
+
+
+def _counts(found: Mapping[str, pd.DataFrame]) -> str:
+    """How many verdicts of each kind a chapter has, in words."""
+    told = []
+    for name, frame in found.items():
+        counts = frame.verdict.value_counts()
+        each = [f"{counts[one]} {claims.label(one)}" for one in claims.VERDICTS if one in counts]
+        told.append(f"{name.replace('_', ' ')}: {', '.join(each)}")
+    return "; ".join(told) + "."
 
 
 def drawn(found: Mapping[str, pd.DataFrame]) -> Figure:

@@ -73,6 +73,15 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
     pages["settings"], pages["control"] = reference.settings(), controlled()
     pages["artifact"] = table(differences.table())
+    pages["targets_figure"] = f"""```{{figure}} generated/targets.svg
+:name: fig-targets
+:class: dark-light kvrepro-figure
+:alt: {cost.bars_said()}
+
+Each measurement of the table as a time over its target, on a logarithmic axis: one bar for *before*, one for *now*, and
+one for the *floor*, the time that moving the bytes takes at the least, where there is one. Left of the line at 1 the
+target is met. A bar is one number of the table and has no interval.
+```"""
     pages["floors"], pages["cost_failures"] = cost.floors_said(), cost.failures()
     pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}
     pages["coverage"] = table(coverage.said())

@@ -463,6 +463,17 @@ def test_every_field_of_a_resampled_statistic():
     assert stats.resampled(frame(a=SIX), np.mean).level == 0.95
 
 
+def test_an_interval_ends_where_its_statistic_can_go_no_farther():
+    free = stats.spread_of(0.9, np.array([0.5, 1.0, 0.8, 1.0]), 6)
+    assert free.low < 0.7
+    assert free.high > 1
+    e = stats.spread_of(0.9, np.array([0.5, 1.0, 0.8, 1.0]), 6, limits=(0.7, 1))
+    assert (e.low, e.high, e.error) == (0.7, 1, free.error)
+    assert stats.spread_of(1.5, np.array([1.4, 1.6]), 6, limits=(0, 1)).high == 1.5  # the estimate lies inside
+    x = frame(a=SIX)
+    assert stats.resampled(x, np.mean, limits=(0.3, 0.5)).triple == (pytest.approx(np.mean(SIX)), 0.3, 0.5)
+
+
 def test_half_of_the_resamples_suffice():
     error = math.sqrt(1 / 3) * 2 * math.sqrt(6 / 5)
     found = stats.spread_of(2, np.array([1.0, NAN, 3.0, INF, 1.0, -INF, 3.0, NAN]), 6)

@@ -97,7 +97,7 @@ def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):
     parts = decide.parts(tmp_path)
     assert "The full cache scores 1.00 on the 9 items" in parts["advice"]
     assert "choose *key difference; heads: per head, even budgets*" in parts["advice"]
-    assert "scores 0.95 on items it was not made on (0.95 on all)." in parts["advice"]
+    assert "scores 0.95 on items that it was not made on; this one scores 0.95 on all items." in parts["advice"]
     assert "published" not in parts["advice"]
     assert "happens to score more" not in parts["short"]  # the one that frees blocks scores less
     assert "returns 80% of the blocks on average; heads that choose for themselves return 10%." in parts["advice"]
@@ -114,7 +114,7 @@ def test_advice_chooses_among_published_methods_too(tmp_path, monkeypatch):
     other = other.assign(kind="published", method="key_diff", scorer=None, split=None, score=0.97)
     monkeypatch.setattr(decide.stored, "rows", lambda results: pd.concat([rows(), other]))
     parts = decide.parts(tmp_path)
-    assert "choose *KeyDiff (as published): key difference*: a choice made this way scores 0.97" in parts["advice"]
+    assert "choose *KeyDiff (as published): key difference*. A choice made this way scores 0.97" in parts["advice"]
     assert "KeyDiff (as published): key difference" in parts["all"]
 
 

@@ -1,5 +1,6 @@
 """Estimates of the chapter on DropKV's bound that are no means: medians, rank correlations, and what they say."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,7 +13,12 @@ from kvrepro.chapters.dropkv_bound.cone import ORIGIN
 from kvrepro.chapters.dropkv_bound.study import WHERE
 from kvrepro.chapters.dropkv_bound.triples import STRATA
 from kvrepro.experiment import claims, stats
-from kvrepro.experiment.stats import Estimate
+from kvrepro.experiment.stats import ANY, Estimate
+
+TIMES = (1.0, math.inf)
+LIMITS = {  # of columns, and so of their quantiles; a high quantile of factors over their median is 1 or more, too
+    "ratio": TIMES, "factor": TIMES, "slack": (0.0, math.inf), "even": (0.0, math.inf), "c_low": (-1.0, 1.0),
+}  # fmt: skip
 
 
 def with_factor(assumptions: pd.DataFrame, k: int | pd.Series) -> pd.DataFrame:
@@ -48,9 +54,14 @@ def disagreement(alignment: pd.DataFrame) -> pd.DataFrame:
 # ---------------------------------------------------------------- with their intervals; whole prompts are resampled
 
 
+def limits(columns: Sequence[str]) -> tuple[float, float]:
+    """Between what a quantile of a column must lie. A statistic of two columns is a difference and has no limits."""
+    return LIMITS.get(columns[0], ANY) if len(columns) == 1 else ANY
+
+
 def median(frame: pd.DataFrame, column: str) -> Estimate:
     """Median of a column over all rows."""
-    return stats.resampled(frame[[column]], lambda v: float(np.median(v)), frame["item"])
+    return stats.resampled(frame[[column]], lambda v: float(np.median(v)), frame["item"], limits=limits([column]))
 
 
 def medians(rows: pd.DataFrame, by: Sequence[str], column: str) -> pd.DataFrame:
@@ -67,7 +78,7 @@ def rank_correlation(frame: pd.DataFrame, x: str, y: str) -> Estimate:
         varies = all(len(np.unique(column)) > 1 for column in v.T)
         return float(scipy_stats.spearmanr(v[:, 0], v[:, 1]).statistic) if varies else np.nan
 
-    return stats.resampled(both[[x, y]], rho, both["item"])
+    return stats.resampled(both[[x, y]], rho, both["item"], limits=(-1.0, 1.0))
 
 
 def predictions(records: pd.DataFrame, factors: pd.DataFrame, losses: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
@@ -86,8 +97,7 @@ def predictions(records: pd.DataFrame, factors: pd.DataFrame, losses: Mapping[st
         both = factors.groupby(on, as_index=False).factor.median().merge(frame, on=on)
         asked[name] = rank_correlation(both, "factor", "loss")
     rows = [(question, *e.triple, e.n) for question, e in asked.items()]
-    found = pd.DataFrame(rows, columns=["question", "value", "low", "high", "n"])
-    return found.assign(low=found.low.clip(lower=-1), high=found.high.clip(upper=1))
+    return pd.DataFrame(rows, columns=["question", "value", "low", "high", "n"])
 
 
 def median_gap(values: np.ndarray) -> float:

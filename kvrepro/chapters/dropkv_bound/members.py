@@ -7,7 +7,7 @@ import pandas as pd
 
 from kvrepro.chapters.dropkv_bound import quality, timings
 from kvrepro.chapters.dropkv_bound.cone import ORIGIN
-from kvrepro.chapters.dropkv_bound.estimates import disagreement, median_gap, selected, with_factor
+from kvrepro.chapters.dropkv_bound.estimates import disagreement, limits, median_gap, selected, with_factor
 from kvrepro.chapters.dropkv_bound.study import WHERE, Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, why_no_score
 from kvrepro.engine.policy import find, is_own
@@ -41,7 +41,7 @@ def _median_difference(values: np.ndarray) -> float:
 
 def _over(frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], *columns: str) -> Sample:
     """A statistic of all rows; whole prompts are resampled."""
-    return Sample(frame[list(columns)], statistic, frame["item"])
+    return Sample(frame[list(columns)], statistic, frame["item"], limits=limits(columns))
 
 
 def _mean(values: pd.Series, items: pd.Series, bounds: tuple[float, float] | None = UNIT) -> Sample:

@@ -4,7 +4,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from kvrepro.experiment import figure
+from kvrepro.experiment import figure, stats
 
 
 def safe_budgets(table: pd.DataFrame) -> Figure:
@@ -39,6 +39,20 @@ def safe_budgets(table: pd.DataFrame) -> Figure:
 def uncured(table: pd.DataFrame) -> pd.DataFrame:
     """Of leak-safe budgets those without a cure, the defense first, the smallest at the top."""
     return table[(table.order == "defense first") & (table.variant == "default")].sort_values("value")
+
+
+def sooner(lost: pd.DataFrame) -> str:
+    """Of rows of `study.forgotten_first`: how many policies forget what sooner, in words that end a sentence."""
+    known = {"defense": "the defense sooner", "directive": "the directive sooner", "both": "both at once"}
+    known |= {"neither": "neither"}
+    told = []
+    for part, said in known.items():
+        names = [figure.look(name).name for name in lost.policy[lost.part == part]]
+        if names and len(names) == len(lost):
+            return f"all {len(lost)} policies forget {said}" if len(lost) > 1 else f"{names[0]} forgets {said}"
+        if names:
+            told.append(f"{len(names)} {'forgets' if len(names) == 1 else 'forget'} {said} ({', '.join(names)})")
+    return f"of {len(lost)} policies {', '.join(told)}" if told else stats.NOT_RUN
 
 
 def say_empty(drawn: Figure, text: str) -> Figure:

@@ -1,5 +1,6 @@
 """What the leakage claims are tested on: values by system prompt; resampled statistics where order or rank decides."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations, product
@@ -238,7 +239,8 @@ def _rank_gap(s: Study, **cell) -> Drawn:
     if not (np.isfinite(single[0]).any() and np.isfinite(multi[0]).any()):
         raise NotTestable("uncompressed, every class is followed equally well: there is no order to lose")
     gap = mean_of(single, 1) - mean_of(multi, 1)
-    return Drawn(float(gap[0]), gap[1:], s.classes[s.classes.rules == "multi"].system.nunique())
+    systems = s.classes[s.classes.rules == "multi"].system.nunique()
+    return Drawn(float(gap[0]), gap[1:], systems, limits=(-2.0, 2.0))  # of two rank correlations
 
 
 def _optimal_gain(s: Study, study: str, usual: bool = False, least: float = 0.0) -> Parts:
@@ -263,7 +265,7 @@ def _shares(s: Study, study: str, usual: bool = False) -> dict[float, np.ndarray
 
 def _minus(s: Study, study: str, a: np.ndarray, b: np.ndarray) -> Drawn:
     told = s.dials[study].told.notna()
-    return Drawn(float(a[0] - b[0]), (a - b)[1:], s.dials[study][told].system.nunique())
+    return Drawn(float(a[0] - b[0]), (a - b)[1:], s.dials[study][told].system.nunique(), limits=(-1.0, 1.0))
 
 
 def _optimal_printed(s: Study, study: str) -> Facts:
@@ -292,7 +294,7 @@ def _cost(column: str, speed: bool = False) -> Callable[..., Sample]:
             with_it, base = np.median(values, 0)
             return float((base / with_it if speed else with_it / base) - 1)
 
-        return Sample(_times(s, column, variant, "default"), cost)
+        return Sample(_times(s, column, variant, "default"), cost, limits=(-1.0, math.inf))
 
     return contrast
 

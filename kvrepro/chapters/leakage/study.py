@@ -130,9 +130,9 @@ def mean_of(values: np.ndarray, axis: int) -> np.ndarray:
     return np.divide(np.where(known, values, 0).sum(axis), counts, out=np.full(counts.shape, np.nan), where=counts > 0)
 
 
-def interval(series: Series, systems: int, bounds: tuple[float, float] = (-np.inf, np.inf)) -> tuple[float, ...]:
+def interval(series: Series, systems: int, bounds: tuple[float, float] = stats.ANY) -> tuple[float, ...]:
     """Value, low, high (95%) of a statistic of resampled system prompts (`stats.spread_of`), within its bounds."""
-    return tuple(np.clip(stats.spread_of(float(series[0]), series[1:], systems).triple, *bounds))
+    return stats.spread_of(float(series[0]), series[1:], systems, limits=bounds).triple
 
 
 # ---------------------------------------------------------------- one reading of all rows
@@ -375,6 +375,25 @@ def rankings(s: Study) -> pd.DataFrame:
             for ratio, column in zip(ratios, series.T, strict=True)
         ]
     return pd.DataFrame(rows, columns=["measure", "policy", "rules", "ratio", "value", "low", "high"])
+
+
+def forgotten_first(means: pd.DataFrame) -> pd.DataFrame:
+    """Which part of the system prompt a policy forgets with less dropped: the directive, as soon as less than half of
+    the rules are followed, or the defense, as soon as more than half are told. Columns order, policy, part
+    ("directive", "defense", "both", "neither"). means: measure ("following", "leakage"), order, policy, ratio, value.
+    """
+    following, leakage = (means[means.measure == name] for name in ("following", "leakage"))
+    lost = {"directive": following[following.value < 0.5], "defense": leakage[leakage.value > 0.5]}
+    at = {part: rows.groupby(["order", "policy"]).ratio.min() for part, rows in lost.items()}
+    pairs = means[["order", "policy"]].drop_duplicates().reset_index(drop=True)
+    first = pd.DataFrame({part: pairs.join(ratio, on=["order", "policy"]).ratio for part, ratio in at.items()})
+    first = first.fillna(np.inf)
+    part = np.select(
+        [first.directive < first.defense, first.defense < first.directive, np.isinf(first.directive)],
+        ["directive", "defense", "neither"],
+        "both",
+    )
+    return pairs.assign(part=part)
 
 
 def by_model(s: Study) -> pd.DataFrame:

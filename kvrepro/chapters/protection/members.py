@@ -138,7 +138,7 @@ def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:
     shared = wide[both[0]].columns.intersection(wide[both[1]].columns)
     if len(shared) < MIN_CONDITIONS:
         raise NotTestable(f"{len(shared)} conditions: a correlation over conditions needs {MIN_CONDITIONS}")
-    return Sample(pd.concat([wide[one][shared] for one in both], axis=1).dropna(), _correlation)
+    return Sample(pd.concat([wide[one][shared] for one in both], axis=1).dropna(), _correlation, limits=(-1.0, 1.0))
 
 
 def _same_output(claim: Mapping, cell: Mapping) -> Sample:

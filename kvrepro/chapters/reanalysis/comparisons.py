@@ -90,6 +90,16 @@ def _tested(by_run: pd.DataFrame, a: tuple[str, ...], b: tuple[str, ...], margin
     }  # fmt: skip
 
 
+def of_seeds(rows: pd.DataFrame, measure: str = "token_f1") -> tuple[stats.Estimate, stats.Estimate]:
+    """LRU's lift by protection at temperature: if every seed of an item counts as an item, and if an item counts
+    once."""
+    hot = rows[rows.temperature > 0]
+    pairs = hot[hot.prefix > 0].merge(hot[hot.prefix == 0], on=["item", "seed"], suffixes=("_a", "_b"))
+    both = pairs[[f"{measure}_a", f"{measure}_b"]].set_axis(["a", "b"], axis=1)
+    alone, by_item = (stats.contrast(both, "difference", c, bounds=stats.UNIT) for c in (None, pairs["item"]))
+    return alone, by_item
+
+
 def identical(rows: pd.DataFrame) -> pd.DataFrame:
     """Share of items for which H2O and SnapKV write the same output, by model, items, capacity and protection.
 

@@ -4,7 +4,7 @@ scores or read from what was printed."""
 import pandas as pd
 
 from kvrepro.chapters.reanalysis import comparisons, printed, words
-from kvrepro.experiment import artifact, claims, stats
+from kvrepro.experiment import artifact, claims
 
 TEXT = "protection_text_claims.csv"
 
@@ -82,10 +82,7 @@ def _needles(scores: pd.DataFrame) -> tuple[str, str]:
 
 
 def _sampling(scores: pd.DataFrame) -> tuple[str, str]:
-    hot = scores[scores.temperature > 0]
-    pairs = hot[hot.prefix > 0].merge(hot[hot.prefix == 0], on=["item", "seed"], suffixes=("_a", "_b"))
-    both = pairs[["token_f1_a", "token_f1_b"]].set_axis(["a", "b"], axis=1)
-    alone, by_item = (stats.contrast(both, "difference", labels) for labels in (None, pairs["item"]))
+    alone, by_item = comparisons.of_seeds(scores)
     low, high = (_said(f"lift t0.7 ci95_{side}") for side in ("low", "high"))
     return (
         f"an interval of {low:.3f} to {high:.3f} at temperature 0.7",

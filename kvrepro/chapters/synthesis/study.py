@@ -23,7 +23,7 @@ from kvrepro.experiment.run import Answers, run
 from kvrepro.item import Item
 
 TASKS = {  # of the embedded world: what they stand for
-    "needle_multikey": "single evidence",
+    "needle_multikey": "one fact",
     "several": "several facts",
     "entries": "a long answer",
 }

@@ -121,7 +121,7 @@ def shares(d: Design, scores: pd.DataFrame, tasks: Mapping[str, str], draws: int
     same = _shares(d, grams, y, weights[:1], (task[:, None] == task).astype(float))
     rows = []
     for i, term in enumerate([*(" x ".join(term) for term in d.bases), BEYOND, "item"]):
-        estimate = stats.spread_of(float(found[0, i]), found[1:, i], n)
+        estimate = stats.spread_of(float(found[0, i]), found[1:, i], n, limits=stats.UNIT)
         more = 0.0 if term == "item" else float(same[0, i] - found[0, i])
         rows.append((term, *estimate.triple, n, more))
     table = pd.DataFrame(rows, columns=["term", "value", "low", "high", "n", "by_task"])

@@ -40,8 +40,8 @@ loses when tokens are evicted is therefore lost evidence, not lost fluency or mi
 
 Exact match is the mean over all tasks at 1,900 tokens; the last column names the tasks that fall short of 0.95 there.
 `model="small-mqa"` in any chapter, or `make book ARGS="-p model=small-mqa"`, asks another of them. All learned from the
-same recipe and the same world; the default is the first of three seeds whose every task reaches 0.95, chosen by its
-answers alone, before any claim was judged on it.
+same recipe and the same world. Three seeds of the default's kind were trained, and the default is the first of them
+that reaches 0.95 in every task; it was chosen by its answers alone, before any claim was judged on it.
 
 ## The world
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from kvrepro.chapters.leakage import cells, members, prompts, scores, study
+from kvrepro.chapters.leakage import cells, drawings, members, prompts, scores, study
 from kvrepro.experiment import claims, stats
 from kvrepro.experiment.judge import NotTestable
 
@@ -292,6 +292,24 @@ def test_n_is_that_of_the_rows_behind_a_contrast():
     for claim in ("L4c", "L5", "L5b", "L9", "L9b", "L9c"):
         assert verdicts.verdict[claim] == "not testable here", claim
         assert "3 items: an interval needs at least 6" in verdicts.note[claim]
+
+
+def test_what_is_forgotten_first_is_lost_with_less_dropped():
+    following = {"a": [0.9, 0.4, 0.1], "b": [0.9, 0.6, 0.4], "c": [0.9, 0.5, 0.5], "d": [0.9, 0.4, 0.1]}
+    leakage = {"a": [0.0, 0.2, 0.6], "b": [0.0, 0.7, 0.2], "c": [0.0, 0.5, 0.4], "d": [0.0, 0.6, 0.6]}
+    rows = [
+        (measure, "normal", policy, ratio, value)
+        for measure, curves in (("following", following), ("leakage", leakage))
+        for policy, values in curves.items()
+        for ratio, value in zip((0.0, 0.3, 0.7), values, strict=True)
+    ]
+    lost = study.forgotten_first(pd.DataFrame(rows, columns=["measure", "order", "policy", "ratio", "value"]))
+    assert lost.set_index("policy").part.to_dict() == {"a": "directive", "b": "defense", "c": "neither", "d": "both"}
+    assert drawings.sooner(lost) == (
+        "of 4 policies 1 forgets the defense sooner (b), 1 forgets the directive sooner (a), "
+        "1 forgets both at once (d), 1 forgets neither (c)"
+    )
+    assert drawings.sooner(lost[lost.policy == "a"]) == "a forgets the directive sooner"
 
 
 def test_rank_drift_starts_where_classes_begin_to_differ():

@@ -48,6 +48,17 @@ def test_a_comparison_by_hand(tests):
     assert row.tost == stats.tost(f1["h2o_simple"], f1["lru"], 0.02, bounds=(0, 1))
 
 
+def test_seeds_of_an_item_are_told_in_one_way_only():
+    """By the comparison of the same runs, and in the table of where text and artifact differ."""
+    every_seed, every_item = comparisons.of_seeds(ROWS)
+    compared = comparisons.compare(ROWS[ROWS.temperature > 0]).query("family == 'protection'").iloc[0]
+    assert every_item.triple == pytest.approx((compared.value, compared.low, compared.high), abs=5e-4)
+    assert every_seed.n > every_item.n
+    assert every_seed.high - every_seed.low < every_item.high - every_item.low
+    told = differences._sampling(SCORES)[1]
+    assert f"{every_item.low:.3f} to {every_item.high:.3f}" in told
+
+
 def test_what_is_detectable_is_found_in_four_of_five_repeats(tests):
     row = tests[tests.what == "h2o_simple - lru, protected"].iloc[0]
     error = max(row.high - row.value, row.value - row.low) / scipy_stats.norm.ppf(0.975)

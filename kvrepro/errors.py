@@ -54,6 +54,11 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
     raise SystemExit(ended or 0)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, without its full stop; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
+
+
 def meant(name: object, known: Iterable[str]) -> str:
     """`, did you mean 'seed'?` for a name that is nearly one of the known, else nothing."""
     close = difflib.get_close_matches(str(name), list(known), 1)

@@ -159,9 +159,7 @@ def heads(
 ) -> dict[Pair, dict[str, Any]]:  # fmt: skip
     """What is known of each row before it is computed; `key` hashes all that decides the rest. backends: who computes
     each condition."""
-    decisive = {
-        "model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device,
-    }  # fmt: skip
+    decisive = {"model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device}
     noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
     note = fingerprint.of(study.note)
     own = [
@@ -441,7 +439,8 @@ class AnswersPlan(Plan):
             for c, why in zip(self.conditions, self.left, strict=True):
                 if why is not None:
                     labels.setdefault(why, []).append(c.label)
-            others = [f"; plain PyTorch for {some[0]}{_more(some)} ({why})" for why, some in labels.items()]
+            more = {why: f" and {len(some) - 1} more" if len(some) > 1 else "" for why, some in labels.items()}
+            others = [f"; plain PyTorch for {some[0]}{more[why]} ({why})" for why, some in labels.items()]
             computed = f"{self.left.count(None)} of {len(self.left)} conditions"
             said.append(f"{self.title}: kernels computed {computed}{''.join(others)}")
         cut = frame[frame.cut > 0].drop_duplicates("item")
@@ -456,11 +455,6 @@ class AnswersPlan(Plan):
             what = "conditions evicted nothing from any item"
             said.append(f"{len(idle)} {what}, {idle[0].label} for one: budgets never met")
         return said
-
-
-def _more(labels: Sequence[str]) -> str:
-    """How many there are beside the first."""
-    return f" and {len(labels) - 1} more" if len(labels) > 1 else ""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,12 @@ MODELS = {
     "phi35": "microsoft/Phi-3.5-mini-instruct", "phi4mini": "microsoft/Phi-4-mini-instruct",
     "mistral7b": "mistralai/Mistral-7B-Instruct-v0.3",
 }  # fmt: skip
+CHECKPOINTS = {  # the paper's name, and key and value heads: its section 3, and for the last three their configurations
+    "Qwen/Qwen2.5-3B-Instruct": ("Qwen2.5-3B", 2), "Qwen/Qwen2.5-7B-Instruct": ("Qwen2.5-7B", 4),
+    "microsoft/Phi-3.5-mini-instruct": ("Phi-3.5", 32), "mistralai/Mistral-7B-Instruct-v0.3": ("Mistral-7B", 8),
+    "Qwen/Qwen3-4B-Instruct-2507": ("Qwen3-4B", 8), "microsoft/Phi-4-mini-instruct": ("Phi-4-mini", 8),
+    "google/gemma-3-4b-it": ("Gemma-3-4B", 4),
+}  # fmt: skip
 POLICIES = {
     "adakv_faithful": "ada_kv_faithful", "oc": "online_credit", "h2o": "h2o_simple", "snapkv": "snapkv_simple",
     "random": "random_sample",
@@ -89,9 +95,8 @@ def results(under: str = "", rouge: bool = False) -> pd.DataFrame:
     """
     folder = data.fetch("artifact")
     task = _tasks(folder / "data")
-    files = [
-        p for p in data.sources()["artifact"]["files"] if p.startswith(f"results/{under}") and p.endswith(".jsonl")
-    ]
+    files = [p for p in data.sources()["artifact"]["files"] if p.startswith(f"results/{under}")]
+    files = [p for p in files if p.endswith(".jsonl")]
     if not files:
         raise InputError(f"no result files under results/{under} of the artifact: see kvrepro.experiment.data list")
     rows = []

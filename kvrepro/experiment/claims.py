@@ -101,12 +101,11 @@ def paper_text(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], unit: str 
     """The printed value as it is shown: one number, or the least and the greatest."""
     digits = 1 if unit == "%" else 3
     if isinstance(spec, Mapping) and "text" in spec:
-        return str(spec["text"]).format(
-            **{
-                name: f"{paper_values(cell)[0]:.{0 if cell.get('show') == 'count' else cell.get('digits', 3)}f}"
-                for name, cell in spec.get("cells", {}).items()
-            }
-        )
+        said = {}
+        for name, cell in spec.get("cells", {}).items():
+            places = 0 if cell.get("show") == "count" else cell.get("digits", 3)
+            said[name] = f"{paper_values(cell)[0]:.{places}f}"
+        return str(spec["text"]).format(**said)
     values = list(itertools.chain(*map(paper_values, [spec] if isinstance(spec, Mapping) else spec)))
     counted = unit not in ("F1", "%") and all(float(value).is_integer() for value in values)
     low, high = (f"{value:g}" if counted else f"{value:.{digits}f}" for value in (min(values), max(values)))

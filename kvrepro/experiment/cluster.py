@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvrepro.errors import InputError, Stopped
+from kvrepro.errors import InputError, Stopped, first_line
 from kvrepro.experiment import workers
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Job
@@ -62,27 +62,23 @@ def connect(address: str | None = None, least: int = 1) -> Any:
     given: dict[str, Any] = {"address": address or os.environ.get("RAY_ADDRESS") or "local"}
     if given["address"] != "local":
         _reach(given["address"])
-        _enter(ray, given)
+        error = _begun(ray, given)
+        if isinstance(error, TimeoutError):
+            way_out = "look at its nodes with `ray status`, or leave the address out to use this machine"
+            raise Stopped(f"Ray at {given['address']}: {error}: {way_out}; what was done is stored")
+        if error:
+            way_out = "the same Python and Ray must run everywhere"
+            raise InputError(f"Ray at {given['address']}: {first_line(error)}; {way_out}")
         return ray
     os.environ.update(ALONE)
     given |= {"num_cpus": max(least, os.cpu_count() or 1), "include_dashboard": False}
     if (error := _begun(ray, given)) and not isinstance(error, TimeoutError):
-        print(f"Ray did not start ({_first(error)}): once more", file=sys.stderr, flush=True)
+        print(f"Ray did not start ({first_line(error)}): once more", file=sys.stderr, flush=True)
         error = _begun(ray, given)
     if error:
         way_out = "end what is left of earlier ones by `ray stop --force`, or take engine 'local'"
-        raise Stopped(f"Ray does not start on this machine ({_first(error)}): {way_out}; what was done is stored")
+        raise Stopped(f"Ray does not start on this machine ({first_line(error)}): {way_out}; what was done is stored")
     return ray
-
-
-def _enter(ray: Any, given: dict[str, Any]) -> None:
-    """Join a cluster that listens. Raises InputError where it does not take us, Stopped where it says nothing."""
-    error = _begun(ray, given)
-    if isinstance(error, TimeoutError):
-        way_out = "look at its nodes with `ray status`, or leave the address out to use this machine"
-        raise Stopped(f"Ray at {given['address']}: {error}: {way_out}; what was done is stored")
-    if error:
-        raise InputError(f"Ray at {given['address']}: {_first(error)}; the same Python and Ray must run everywhere")
 
 
 def _begun(ray: Any, given: dict[str, Any]) -> Exception | None:
@@ -105,11 +101,6 @@ def _begun(ray: Any, given: dict[str, Any]) -> Exception | None:
         return answer.get(timeout=START)
     except queue.Empty:
         return TimeoutError(f"no answer within {START:.0f} seconds")
-
-
-def _first(error: Exception) -> str:
-    """The first line of what it says."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _reach(address: str) -> None:

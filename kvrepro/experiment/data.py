@@ -87,21 +87,18 @@ def load_items(
 def spelled_out(items: list[Item], tokenizer: Any, name: str = "this") -> list[Item]:
     """The items, their texts without the tokenizer's special tokens: the first sign of each becomes its full-width
     twin, so that a passage opens no turn of its own and ends no answer. One printed line says how many held some."""
-    special = {
-        *tokenizer.all_special_tokens,
-        *(t.content for t in tokenizer.added_tokens_decoder.values() if t.special),
-    }
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= {*tokenizer.all_special_tokens}
     words = [re.escape(token) for token in sorted(special, key=len, reverse=True) if not token.isalnum()]
     pattern = re.compile("|".join(words) or r"(?!)")
 
+    def twin(token: re.Match[str]) -> str:
+        return re.sub("[!-~]", lambda sign: chr(ord(sign[0]) + 0xFEE0), token[0], count=1)
+
     def plainly(value: Any) -> Any:
-        if isinstance(value, str):
-            return pattern.sub(
-                lambda token: re.sub("[!-~]", lambda sign: chr(ord(sign[0]) + 0xFEE0), token[0], count=1), value
-            )
-        return (
-            tuple(turn | {"content": plainly(turn["content"])} for turn in value) if isinstance(value, tuple) else value
-        )
+        if isinstance(value, tuple):
+            return tuple(turn | {"content": plainly(turn["content"])} for turn in value)
+        return pattern.sub(twin, value) if isinstance(value, str) else value
 
     texts = ("messages", "context", "question")
     made = [replace(item, **{text: plainly(getattr(item, text)) for text in texts}) for item in items]
@@ -201,9 +198,8 @@ def _tasks(names: str) -> list[str]:
     tasks = [task for name in names.split(",") for task in groups.get(name, [name])]
     unknown = [task for task in tasks if task not in world.KNOWN]
     if unknown:
-        raise InputError(
-            f"unknown tinyworld task {unknown[0][:200]!r}: use domains, long, or some of {', '.join(world.KNOWN)}"
-        )
+        known = f"domains, long, or some of {', '.join(world.KNOWN)}"
+        raise InputError(f"unknown tinyworld task {unknown[0][:200]!r}: use {known}")
     return list(dict.fromkeys(tasks))
 
 
@@ -292,9 +288,8 @@ def _item(row: dict[str, Any], identity: str) -> Item:
     meta |= _asked_of({key: meta[key] for key in ("max_new_tokens", "metric") if key in meta} | row)
     _check_lists(meta)
     name = _name("id", row["id"] if row.get("id") is not None else identity)
-    task = _name(
-        "task", next(filter(None, (*map(row.get, ("task", "domain", "dataset")), meta.get("benchmark"))), "items")
-    )
+    tasks = (*map(row.get, ("task", "domain", "dataset")), meta.get("benchmark"))
+    task = _name("task", next(filter(None, tasks), "items"))
     if "messages" in row:
         spans = _spans(row)
         item = Item(name, task, tuple(row["messages"]), answers[0], spans, meta=meta)
@@ -323,9 +318,8 @@ def _name(field: str, value: object) -> str:
 def _check_lists(meta: dict[str, Any]) -> None:
     """What a row's meta says to those who score answers, beside `_asked_of`."""
     for key in ("answers", "classes"):
-        if key in meta and not (
-            isinstance(texts := meta[key], list) and texts and all(isinstance(t, str) for t in texts)
-        ):
+        texts = meta.get(key)
+        if key in meta and not (isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)):
             raise ValueError(f"meta: {key} is {texts!r}, not a list of texts")
 
 
@@ -336,9 +330,8 @@ def _spans(row: dict[str, Any]) -> tuple[Span, ...]:
         raise ValueError("messages is not a list of {role, content}, both texts")
     for message in messages:
         ensure(ROLES, role=message["role"])
-    if not isinstance(spans, list | tuple) or not all(
-        isinstance(span, dict) and span.keys() == {"name", "message", "start", "end"} for span in spans
-    ):
+    named = {"name", "message", "start", "end"}
+    if not isinstance(spans, list | tuple) or not all(isinstance(s, dict) and s.keys() == named for s in spans):
         raise ValueError("spans is not a list of {name, message, start, end}")
     for span in spans:
         name = f"span {span['name']!r}"

@@ -389,9 +389,8 @@ def heat(
         figure, grid = plt.subplots(1, len(groups), figsize=(WIDTH, height), sharey=True, squeeze=False)
         for axes, (name, part) in zip(grid[0], groups, strict=True):
             wide = part.pivot_table(index=y, columns=x, values=value, sort=False, observed=True)
-            wide = wide.reindex(index=down, columns=across).rename(
-                index=lambda v: look(v).name if isinstance(v, str) else v
-            )
+            wide = wide.reindex(index=down, columns=across)
+            wide = wide.rename(index=lambda v: look(v).name if isinstance(v, str) else v)
             small = wide.size <= 200  # numbers fit into the cells; otherwise a colour bar says what colours mean
             written = {"annot": small, "fmt": form, "annot_kws": {"size": 7.5}, "linewidths": 0.5 * small}
             sns.heatmap(wide, ax=axes, cbar=not small, **written, **limits)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrepro.engine.allowed import Number, ensure
-from kvrepro.errors import LONGEST, InputError
+from kvrepro.errors import LONGEST, InputError, first_line
 from kvrepro.item import plain
 from kvrepro.paths import CACHE, DATA, INSTALLED, WORK, replaced
 
@@ -92,7 +92,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     except BaseException as error:  # of kinds of their own; a panic in Rust is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise InputError(f"{name} in {path} cannot be loaded ({_first_line(error)}): save or fetch it again") from error
+        raise InputError(f"{name} in {path} cannot be loaded ({first_line(error)}): save or fetch it again") from error
     if lacking := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
         raise InputError(  # transformers would fill them at random
             f"{name}: weights lack {len(lacking)} of the model's tensors, e.g. {lacking[0]}: they do not fit the config"
@@ -123,9 +123,8 @@ def _check_talk(tokenizer: Any) -> None:
         os.waitpid(child, 0)
     if not ended or status:
         limits = f"{TALK_SECONDS} s or {TALK_BYTES >> 30} GiB"
-        raise ValueError(
-            f"its chat template fails on four short turns, or takes more than {limits}: mend chat_template.jinja"
-        )
+        what = f"its chat template fails on four short turns, or takes more than {limits}"
+        raise ValueError(f"{what}: mend chat_template.jinja")
 
 
 def _talk(tokenizer: Any) -> int:
@@ -184,7 +183,7 @@ def _check_family(name: str, folder: Path) -> None:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a configuration makes transformers raise
-        raise InputError(f"{name} cannot be built from its config.json ({_first_line(error)}): take another") from error
+        raise InputError(f"{name} cannot be built from its config.json ({first_line(error)}): take another") from error
     asked, held = sum(p.numel() for p in network.parameters()), _held(name, folder)
     if held and asked > 4 * held:  # four: quantised weights are packed
         raise InputError(f"{name}: config.json asks for {asked:,} weights, its files hold {held:,}: they do not fit")
@@ -209,7 +208,7 @@ def _held(name: str, folder: Path) -> int:
             with safe_open(file, framework="pt") as weights:
                 total += sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.keys())  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
-            raise InputError(f"{name}: {file.name} is broken ({_first_line(error)}): save or fetch it again") from None
+            raise InputError(f"{name}: {file.name} is broken ({first_line(error)}): save or fetch it again") from None
     return total
 
 
@@ -233,7 +232,7 @@ def _check_engine(name: str, network: Any) -> None:
     except InputError:
         raise
     except Exception as error:  # of a family that nobody has tried
-        raise InputError(f"{name} does not run in the engine ({_first_line(error)}): take another family") from error
+        raise InputError(f"{name} does not run in the engine ({first_line(error)}): take another family") from error
     finally:
         hook.remove()
     differ = [float((seen[i] - seen[0]).norm() / seen[0].norm()) for i in (1, -1)]
@@ -327,10 +326,6 @@ def _fetched(model: str) -> Path:
 def _unreachable(model: str, error: Exception) -> InputError:
     what = f"cannot reach the hub for '{model}' ({type(error).__name__}), none is cached"
     return InputError(f"{what}: connect, or give a folder")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:

@@ -45,9 +45,8 @@ def check_parameters(cells: Sequence[str] | None = None, **choices: Sequence[str
         names = _set(source)
         if source.startswith(INJECTED):
             for name in sorted(names - known):
-                raise InputError(
-                    f"this notebook has no parameter {name!r}{meant(name, known)}: see its cell tagged parameters"
-                )
+                way_out = "see its cell tagged parameters"
+                raise InputError(f"this notebook has no parameter {name!r}{meant(name, known)}: {way_out}")
             _refuse_lists_as_text(source)
         known |= names
 
@@ -103,9 +102,8 @@ def _check_texts(name: str, value: Any) -> None:
         if isinstance(text, dict | list | tuple):
             raise InputError(f"{name} holds a {type(text).__name__}: give numbers or texts, alone or in a list")
         if isinstance(text, int) and abs(text) > 10**18:
-            raise InputError(
-                f"{name} has {len(str(text)) if abs(text) < 10**4000 else 'thousands of'} digits: give fewer"
-            )
+            count = len(str(text)) if abs(text) < 10**4000 else "thousands of"
+            raise InputError(f"{name} has {count} digits: give fewer")
         if isinstance(text, str | Path) and not (str(text).isprintable() and len(str(text)) <= LONGEST):
             raise InputError(f"{name} {str(text)[:50]!r}: give at most {LONGEST} printed signs")
 
@@ -139,9 +137,8 @@ def _refuse_lists_as_text(source: str) -> None:
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
             value, name = line.value.value, ast.unparse(line.targets[0])
             if isinstance(value, str) and value.startswith(("[", "{")):
-                raise InputError(
-                    f'{name} is the text {value!r}: papermill passes text with -p, use -y "{name}: {value}"'
-                )
+                way_out = f'papermill passes text with -p, use -y "{name}: {value}"'
+                raise InputError(f"{name} is the text {value!r}: {way_out}")
 
 
 def _set(source: str) -> set[str]:

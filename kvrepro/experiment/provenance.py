@@ -93,9 +93,8 @@ def injected() -> dict[str, Any]:
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cells = shell.user_ns.get("In", []) if shell is not None else []
     lines = [line for cell in cells if cell.startswith(INJECTED) for line in ast.parse(cell).body]
-    return {
-        ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in lines if isinstance(line, ast.Assign)
-    }
+    given = [line for line in lines if isinstance(line, ast.Assign)]
+    return {ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in given}
 
 
 def command(chapter: str, given: dict[str, Any]) -> str:

@@ -114,21 +114,16 @@ class Store:
         aside = self.folder / f"{named(0)}.tmp"
         write(table.select(FILED.names).replace_schema_metadata(label), path, aside)
 
-    def frame(
-        self, keys: Collection[str] | None = None, columns: Collection[str] = tuple(COLUMNS),
-        asked: Collection[int] | None = None,
-    ) -> pd.DataFrame:  # fmt: skip
-        """The latest row of each (item, condition), of all or with these keys (`asked`: see `missing`). InputError
-        where a key has no row."""
+    def frame(self, keys: Collection[str], asked: Collection[int] | None = None) -> pd.DataFrame:
+        """The latest rows with these keys (`asked`: see `missing`). InputError where a key has no row."""
 
         def of(files: list[Rows]) -> pd.DataFrame:
             chosen = index(files, keys, asked=asked)
-            if keys is not None:
-                chosen = chosen[chosen.key.isin(keys)]
-                if lost := len({*keys} - {*chosen.key}):
-                    why = "another version of the code stored its own meanwhile"
-                    raise InputError(f"{self.table} has no longer {lost} of the rows ({why}): run this again")
-            return rows_of(files, chosen, columns).to_pandas()
+            chosen = chosen[chosen.key.isin(keys)]
+            if lost := len({*keys} - {*chosen.key}):
+                why = "another version of the code stored its own meanwhile"
+                raise InputError(f"{self.table} has no longer {lost} of the rows ({why}): run this again")
+            return rows_of(files, chosen, COLUMNS).to_pandas()
 
         return steadily(self.table, of)
 

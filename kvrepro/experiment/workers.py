@@ -86,8 +86,9 @@ def _shared(what: Told | None, parts: Sequence[bytes], count: int) -> Iterator[t
     while left:
         workers = max(2, count >> deaths)  # one would be this process
         try:
-            for done in as_completed(_handed_out(what, workers, parts, left)):
-                i, result = done.result()
+            numbers = _handed_out(what, workers, parts, left)
+            for future in as_completed(numbers):
+                i, result = numbers[future], future.result()
                 left.remove(i)
                 deaths = 0
                 yield i, result
@@ -121,8 +122,8 @@ def _forks(what: Told | None) -> bool:
     return (what is None or what[1] != "cuda") and "forkserver" in multiprocessing.get_all_start_methods()
 
 
-def _handed_out(what: Told | None, count: int, parts: Sequence[bytes], numbers: Sequence[int]) -> set[Any]:
-    """The futures of these jobs, given to `count` workers; those of an earlier study, if there are as many."""
+def _handed_out(what: Told | None, count: int, parts: Sequence[bytes], numbers: Sequence[int]) -> dict[Any, int]:
+    """Number by future of these jobs, given to `count` workers; those of an earlier study, if there are as many."""
     running, pool = _pools.get(what, (0, None))
     if pool is None or running < count:
         end()
@@ -134,7 +135,7 @@ def _handed_out(what: Told | None, count: int, parts: Sequence[bytes], numbers: 
         atexit.register(setattr, logging, "raiseExceptions", False)
         _pools[what] = count, pool
     with _for_processes():
-        return {pool.submit(_done, i, parts[i]) for i in numbers}
+        return {pool.submit(done, parts[i]): i for i in numbers}
 
 
 @contextlib.contextmanager
@@ -237,10 +238,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _done(i: int, data: bytes) -> tuple[int, Any]:
-    return i, done(data)
 
 
 def done(data: bytes) -> Any:

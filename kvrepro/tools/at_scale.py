@@ -66,9 +66,8 @@ def driver(folder: Path) -> dict[str, float]:
         with Store(folder, "scale", f"added-{number}"):
             times["open"].append(time.perf_counter() - began)
     size = (folder / "scale" / "added-0.parquet").stat().st_size / JOB
-    return {"job": packed, "result": len(result) / JOB, "stored": size} | {
-        name: min(seconds) / JOB for name, seconds in times.items()
-    }
+    least = {name: min(seconds) / JOB for name, seconds in times.items()}
+    return {"job": packed, "result": len(result) / JOB, "stored": size} | least
 
 
 def _text(number: int) -> str:

@@ -27,10 +27,11 @@ import nbformat
 import papermill
 import typer
 import yaml
+from nbconvert.preprocessors.coalescestreams import CoalesceStreamsPreprocessor
 
 from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.policy import find
-from kvrepro.errors import InputError, meant
+from kvrepro.errors import InputError, Stopped, meant
 from kvrepro.experiment import models, run
 from kvrepro.experiment.parameters import read
 from kvrepro.paths import ROOT
@@ -43,7 +44,7 @@ STUDIES_END = ".end_studies()"  # in the cell that runs a notebook's studies, as
 PARAMETER = "name=value for all chapters that have it, or chapter.name=value"
 
 
-class Failed(Exception):
+class Failed(Stopped):
     """A chapter or the build came to no end."""
 
 
@@ -106,26 +107,12 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     # A cell's outputs are written when it ends; without this, all that went before is written again as it begins.
     papermill.execute_notebook(source, partial, parameters, request_save_on_cell_execute=False, **given)
     notebook = nbformat.read(partial, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = joined(cell.outputs)
+    notebook, _ = CoalesceStreamsPreprocessor().preprocess(notebook, {})  # what was printed in a row is one block
     edition.edit(notebook, name, partial.parent)
     notebook.metadata["kvrepro"] = {"inputs": inputs, "claims": _hash(claims)}
     nbformat.write(notebook, partial)
     partial.replace(done)
     return True
-
-
-def joined(outputs: Sequence[Any]) -> list[Any]:
-    """A cell's outputs, with what was printed in a row as one block."""
-    found: list[Any] = []
-    for output in outputs:
-        before = found[-1] if found else None
-        if before is not None and output.output_type == before.output_type == "stream" and output.name == before.name:
-            before.text += output.text
-        else:
-            found.append(output)
-    return found
 
 
 def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, Any]]:
@@ -204,6 +191,7 @@ def outside(html: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@interruptible()
 def main(
     parameter: Annotated[list[str], typer.Option("-p", "--parameter", help=PARAMETER)] = [],  # noqa: B006
     force: Annotated[bool, typer.Option(help="execute chapters even if nothing changed")] = False,
@@ -216,37 +204,28 @@ def main(
     fails leaves the others in the book, which says so on its page; the exit status is 1 then. An interrupt ends all
     processes; the exit status is 128 + its number.
     """
-    with interruptible():
-        _main(parameter, force, workers, dry_run)
-
-
-def _main(parameter: list[str], force: bool, workers: int | None, dry_run: bool) -> None:
     if workers is not None:
         os.environ["KVREPRO_WORKERS"] = str(workers)
     failed = []
-    try:
-        names = chapters()
-        parameters = parse_parameters(parameter, names)
-        wanted = any(given.get("options", {}).get("dry_run") for given in parameters.values())
-        if dry_run or wanted or run.Settings().dry_run:
-            rehearse_all(names, parameters)
-            return
-        for name in names:
-            check(name, parameters[name])
-        for name, seconds, ran, error in in_turn(_works(names, parameters, force), most=_together(parameters)):
-            if error:
-                failed.append(name)
-                until = f"computed until then: book/executed/{name}.partial.ipynb"
-                print(f"{name}: {error}\n{name}: {until}", file=sys.stderr)
-                failed_page(name, error)
-            _report(name, seconds, "failed" if error else "executed" if ran else "unchanged")
-        start = _begin("build")
-        pages.write([name for name in names if (ROOT / "data" / "claims" / f"{name}.yml").is_file()])
-        index = build()
-        _report("build", time.perf_counter() - start, "warnings are errors")
-    except (InputError, Failed) as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
+    names = chapters()
+    parameters = parse_parameters(parameter, names)
+    wanted = any(given.get("options", {}).get("dry_run") for given in parameters.values())
+    if dry_run or wanted or run.Settings().dry_run:
+        rehearse_all(names, parameters)
+        return
+    for name in names:
+        check(name, parameters[name])
+    for name, seconds, ran, error in in_turn(_works(names, parameters, force), most=_together(parameters)):
+        if error:
+            failed.append(name)
+            until = f"computed until then: book/executed/{name}.partial.ipynb"
+            print(f"{name}: {error}\n{name}: {until}", file=sys.stderr)
+            failed_page(name, error)
+        _report(name, seconds, "failed" if error else "executed" if ran else "unchanged")
+    start = _begin("build")
+    pages.write([name for name in names if (ROOT / "data" / "claims" / f"{name}.yml").is_file()])
+    index = build()
+    _report("build", time.perf_counter() - start, "warnings are errors")
     print(f"the book: {index}")
     if failed:
         print(f"{', '.join(failed)} failed: the book says so in their place", file=sys.stderr)

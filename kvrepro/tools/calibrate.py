@@ -17,7 +17,6 @@ from kvrepro.engine.attention import attend, read_once
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score.queries import Queries, frequencies, pairs, rounded, sampled
 from kvrepro.engine.shapes import KeyValue, Query
-from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, models
 from kvrepro.paths import WORK
 from kvrepro.tools import command
@@ -74,7 +73,6 @@ def write(queries: Queries, path: Path) -> None:
     path.write_text(json.dumps({"model": queries.model, **shape, **text}, separators=(",", ":")) + "\n")
 
 
-@one_line_errors()
 def main(
     model: Annotated[str, typer.Option(help="small-gqa, a checkpoint folder, or a hub id")] = models.DEFAULT,
     items: Annotated[str, typer.Option(help="where the prompts come from")] = f"tinyworld:{TASKS}",

@@ -142,9 +142,8 @@ def listed(frames: Mapping[str, pd.DataFrame]) -> str:
     ]
     filters = ["Chapter", "With", "Verdict", "Model"]
     minor = ["Chapter", "Model", "Printed", "Rule", "Decided by", "n", "What would settle it"]
-    return filterable.interactive(
-        rows, "verdicts", "All verdicts", filters, minor, wide=["Statement", "What would settle it"]
-    )
+    wide = ["Statement", "What would settle it"]
+    return filterable.interactive(rows, "verdicts", "All verdicts", filters, minor, wide)
 
 
 def _listed(row: Any, chapter: str, at: str, claim: Mapping[str, Any], with_model: bool) -> dict[str, object]:

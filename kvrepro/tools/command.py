@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from kvrepro.engine.allowed import Number, ensure
-from kvrepro.errors import LONGEST, InputError, one_line_errors, program
+from kvrepro.errors import LONGEST, InputError, program
 from kvrepro.experiment.parameters import check_values
 from kvrepro.paths import WORK
 
@@ -25,12 +25,11 @@ def checked(main: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(main)
     def behind(**given: Any) -> Any:
-        with one_line_errors():
-            for name, value in given.items():
-                if value != getattr(usual[name], "default", usual[name]):
-                    for one in value if isinstance(value, list | tuple) else [value]:
-                        _check(name, one)
-            check_values({name: given[name] for name in NAMES if isinstance(given.get(name), str)})
+        for name, value in given.items():
+            if value != getattr(usual[name], "default", usual[name]):
+                for one in value if isinstance(value, list | tuple) else [value]:
+                    _check(name, one)
+        check_values({name: given[name] for name in NAMES if isinstance(given.get(name), str)})
         return main(**given)
 
     return behind

@@ -119,9 +119,8 @@ def floors(path: Path = GPU / "kernels.csv") -> Figure:
     with figure.style():
         picture = Figure(figsize=(7, 3.2), layout="constrained")
         axes = picture.subplots()
-        sns.stripplot(
-            last, x="fraction_of_floor", y="kernel", hue="by", dodge=True, jitter=False, size=7, alpha=0.8, ax=axes
-        )
+        look = {"dodge": True, "jitter": False, "size": 7, "alpha": 0.8}
+        sns.stripplot(last, x="fraction_of_floor", y="kernel", hue="by", ax=axes, **look)
         axes.axvline(1, color="0.3", linewidth=1)
         axes.set(xlim=(0, 1.1), xlabel="share of the floor that is reached", ylabel="")
         axes.legend(title="", frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -207,6 +207,5 @@ def _all(table: pd.DataFrame) -> str:
     """The table that readers filter, sorted by quality."""
     filters = ("kept", "guards", "tokens leave", "heads", "on kernels")
     minor = ("blocks returned", "leak-safe from", "first token", "on kernels", "loses most at")
-    return filterable.interactive(
-        table.to_dict("records"), "conditions", "All conditions", filters, minor, ("scores by",)
-    )
+    rows = table.to_dict("records")
+    return filterable.interactive(rows, "conditions", "All conditions", filters, minor, ("scores by",))

@@ -20,7 +20,7 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score.queries import rounded, sampled
 from kvrepro.engine.shapes import KeyValue, Query
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from kvrepro.paths import WORK
 from kvrepro.tools import command
@@ -86,7 +86,6 @@ def draw(steps: int, tokens: int, length: int, seed: int) -> list[tuple[Tensor, 
     return [(torch.from_numpy(ids).long(), torch.from_numpy(turn) > 0) for ids, turn in drawn]
 
 
-@one_line_errors()
 def main(
     model: Annotated[str, typer.Option(help="a model with the embedded one's vocabulary")] = models.DEFAULT,
     steps: Annotated[int, typer.Option(help="updates of the gates", min=1)] = 80,
@@ -103,9 +102,8 @@ def main(
     loaded = models.load(model)
     facts = ModelFacts.of(loaded.model)
     if facts.sliding:
-        raise InputError(
-            f"{model} has layers that slide, which need no gates: take a model whose layers all see everything"
-        )
+        way_out = "take a model whose layers all see everything"
+        raise InputError(f"{model} has layers that slide, which need no gates: {way_out}")
     batches = draw(steps, batch * length, length, seed)
     gates, losses = learn(loaded.model, batches, sinks, recent, rate, weight)
     found = {"model": loaded.hash, "sinks": sinks, "recent": recent, "length": length, "steps": steps, "seed": seed,

@@ -28,7 +28,6 @@ import numpy as np
 import pandas as pd
 import typer
 
-from kvrepro.errors import one_line_errors
 from kvrepro.experiment import judge, stats
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample
 from kvrepro.experiment.stats import MIN_ITEMS
@@ -62,9 +61,8 @@ def simulated(
     names = [(i, name) for i, one in enumerate(parts) for name in one]
     hard = (kind == "one") and (len(names) > 1)
     needed = {"one": ["true", "threshold"]}.get(kind, [kind])
-    if (kind == "one" and not hard) or any(
-        math.isnan(p.where[k]) for one in parts for p in one.values() for k in needed
-    ):
+    nowhere = any(math.isnan(p.where[k]) for one in parts for p in one.values() for k in needed)
+    if nowhere or (kind == "one" and not hard):
         return {}
     rng, verdicts = np.random.default_rng([seed, KINDS.index(kind)]), []
     for repeat in range(repeats):
@@ -125,9 +123,8 @@ def rates(
         slow = any(isinstance(what, Sample) and callable(what.contrast) for what in whats)
         many = repeats or (SLOW_REPEATS if slow or len(whats) > MANY else REPEATS)
         with mock.patch.object(stats, "DRAWS", SLOW_DRAWS):
-            found = {
-                k: simulated(claim, members, parts, k, min(many, FAR_REPEATS) if "far" in k else many) for k in KINDS
-            }
+            each = {k: min(many, FAR_REPEATS) if "far" in k else many for k in KINDS}
+            found = {k: simulated(claim, members, parts, k, count) for k, count in each.items()}
         row |= {"n": min(counts), "repeats": many}
     for kind in KINDS[:4]:
         row |= {f"{kind}_{name}": found.get(kind, {}).get(name, math.nan) for name in SHORT.values()}
@@ -208,7 +205,6 @@ def _row(i: int, times: float) -> dict[str, Any]:
     return found | {"seconds": time.perf_counter() - started}
 
 
-@one_line_errors()
 def main(
     results: Annotated[Path, typer.Option(help="stored rows of all chapters")] = DATA / "results",
     chapter: Annotated[list[str] | None, typer.Option(help="these alone; the rows of others stay")] = None,

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from kvrepro.errors import InputError, meant, one_line_errors, program
+from kvrepro.errors import InputError, meant, program
 from kvrepro.experiment import claims, models
 from kvrepro.paths import DATA, ROOT, replaced
 from kvrepro.tools import book, command, error_rates, family_claims
@@ -90,7 +90,6 @@ def known(names: str, among: Sequence[str], what: str) -> list[str]:
 
 @app.command()
 @command.checked
-@one_line_errors()
 def run(
     results: Annotated[Path, typer.Option(help="a folder for the runs, each in a folder of its own")],
     models_: Annotated[str, typer.Option("--models", help="names with commas; otherwise all embedded models")] = "",
@@ -142,7 +141,6 @@ def collected(results: Path, seed: int = 0) -> pd.DataFrame:
 
 @app.command()
 @command.checked
-@one_line_errors()
 def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
     """Store the verdicts of all runs with one seed in data/family.csv, and those of the claims about several models,
     judged now, with how often their rules err, in data/family_claims.csv."""

@@ -29,9 +29,8 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
     """Verdicts, a row per (chapter, claim, reading), a column per model: the default's kind first. A verdict that is
     not there, or could not be asked, is empty."""
     known = table[table.verdict.isin(claims.VERDICTS) & (table.verdict != NOT_ASKED)]
-    found = known.pivot_table(
-        index=["chapter", "claim", "reading"], columns="model", values="verdict", aggfunc="first", sort=False
-    )
+    index = ["chapter", "claim", "reading"]
+    found = known.pivot_table("verdict", index, "model", aggfunc="first", sort=False)
     own = [name for name in kinds() if name in set(table.model)]
     own.sort(key=lambda name: (kinds()[models.DEFAULT].differs_in(kinds()[name]) != "seed", name))
     return found.reindex(columns=own).dropna(how="all")
@@ -142,9 +141,8 @@ def dependent(verdicts: pd.DataFrame, causes: pd.Series) -> list[dict[str, str]]
     stated = {(chapter, claim["id"]): claim["statement"] for chapter in causes.index.unique(0)
               for claim in claims.load_claims(chapter)["claims"]}  # fmt: skip
     rows, differ = [], causes[~causes.isin(["", "too few"])]
-    for (chapter, claim, reading), cause in differ.sort_values(
-        key=lambda c: c.isin(["seed", ONE]), kind="stable"
-    ).items():
+    differ = differ.sort_values(key=lambda c: c.isin(["seed", ONE]), kind="stable")
+    for (chapter, claim, reading), cause in differ.items():
         row = verdicts.loc[chapter, claim, reading]
         rows.append({
             "claim": f"{claim} {claims.LABELS.get(reading, '')}".strip(), "statement": stated.get((chapter, claim), ""),
@@ -173,9 +171,8 @@ def drawn(file: Path = TABLE) -> Figure:
     groups = list(verdicts.groupby(level=0, sort=False))
     down = verdicts.shape[1]
     with plt.rc_context(figure.STYLE | {"axes.grid": False}):
-        shown, grid = plt.subplots(
-            len(groups), 1, figsize=(figure.WIDTH, 0.9 + 0.17 * (down + 2) * len(groups)), squeeze=False
-        )
+        size = (figure.WIDTH, 0.9 + 0.17 * (down + 2) * len(groups))
+        shown, grid = plt.subplots(len(groups), 1, figsize=size, squeeze=False)
         for axes, (chapter, part) in zip(grid[:, 0], groups, strict=True):
             differ = part.nunique(axis=1).sub(1).clip(0)
             part = part.loc[differ.sort_values(kind="stable").index]

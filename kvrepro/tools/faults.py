@@ -27,7 +27,7 @@ import typer
 from safetensors.torch import load_file, save_file
 
 from kvrepro.engine.allowed import ensure
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError, program
 from kvrepro.experiment import data
 from kvrepro.experiment.sealed import write
 from kvrepro.experiment.table import VERSION
@@ -127,12 +127,7 @@ def _command(fault: Fault, base: Path) -> list[str]:
     results, start = base / "results", [sys.executable, "-m", "kvrepro", fault.command]
     if fault.command == "book":
         parameters = {"model": _two_layers(base), "results": results, "n_items": 1}
-        return [
-            *start,
-            "--workers",
-            "2",
-            *(text for key, value in parameters.items() for text in ("-p", f"{key}={value}")),
-        ]
+        return [*start, "--workers=2", *(f"--parameter={key}={value}" for key, value in parameters.items())]
     scorer, items = base / "fault.py", base / "items.jsonl"
     scorer.write_text(SCORER.format(above=fault.above, body=fault.body))
     lengths = [40 if i == 7 else 10 for i in range(11)]
@@ -312,7 +307,6 @@ def main() -> None:
 
 
 @app.command()
-@one_line_errors()
 def kills(
     chapter: Annotated[str, typer.Option(help=f"one of {', '.join(trial.CHAPTERS)}")],
     count: Annotated[int, typer.Option("--kills", min=1)] = 20,
@@ -345,7 +339,6 @@ def kills(
 
 
 @app.command("table")
-@one_line_errors()
 def table_(
     out: Annotated[Path, typer.Option(help="the table")] = OUT / "faults.csv",
     only: Annotated[str, typer.Option(help="faults whose name holds this text")] = "",
@@ -383,4 +376,4 @@ def _two_layers(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    app()
+    program(app)

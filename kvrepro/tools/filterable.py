@@ -33,9 +33,8 @@ def interactive(
     values. minor: columns that a narrow screen leaves out. wide: columns of sentences.
     """
     columns = list(rows[0])
-    heads = "".join(
-        f'<th scope="col"{" data-filter" if name in filters else ""}>{escape(name)}</th>' for name in columns
-    )
+    marks = [" data-filter" if name in filters else "" for name in columns]
+    heads = "".join(f'<th scope="col"{mark}>{escape(name)}</th>' for name, mark in zip(columns, marks, strict=True))
     body = "\n".join("<tr>" + "".join(map(_cell, row.values())) + "</tr>" for row in rows)
 
     def of(names: Collection[str]) -> str:

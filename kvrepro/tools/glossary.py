@@ -95,9 +95,8 @@ def _end(translator: Any, node: Explained) -> None:
 def _running(text: nodes.Text) -> bool:
     """Does it stand in a paragraph, and in nothing that is to be left alone?"""
     above = list(_above(text))
-    return any(isinstance(node, nodes.paragraph) for node in above) and not any(
-        isinstance(node, LEFT_ALONE) for node in above
-    )
+    left_alone = any(isinstance(node, LEFT_ALONE) for node in above)
+    return not left_alone and any(isinstance(node, nodes.paragraph) for node in above)
 
 
 def _above(node: nodes.Node) -> Iterator[nodes.Node]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvrepro.errors import InputError, meant, one_line_errors
+from kvrepro.errors import InputError, meant
 from kvrepro.experiment.sharing import make_folder
 from kvrepro.paths import ROOT, replaced
 from kvrepro.tools import command
@@ -21,19 +21,18 @@ def main(
     force: Annotated[bool, typer.Option(help="replace notebooks that lie there, and what was changed in them")] = False,
 ) -> None:
     """Copy notebooks and print where they lie: open them in Jupyter, or run them with papermill."""
-    with one_line_errors():
-        known = {file.stem: file for file in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-        for each in name or ():
-            if each not in known:
-                raise InputError(f"no notebook {each!r}{meant(each, known)}; there are: {', '.join(known)}")
-        wanted = {to / f"{each}.ipynb": known[each] for each in name or known}
-        if lying := [str(file) for file in wanted if file.exists() and not force]:
-            raise InputError(f"{lying[0]} is there already: give another folder (--to), or replace it (--force)")
-        for file, source in wanted.items():
-            make_folder(file.parent)
-            with replaced(file) as aside:
-                aside.write_text(_with_install(source, install), encoding="utf-8")
-            print(file)
+    known = {file.stem: file for file in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+    for each in name or ():
+        if each not in known:
+            raise InputError(f"no notebook {each!r}{meant(each, known)}; there are: {', '.join(known)}")
+    wanted = {to / f"{each}.ipynb": known[each] for each in name or known}
+    if lying := [str(file) for file in wanted if file.exists() and not force]:
+        raise InputError(f"{lying[0]} is there already: give another folder (--to), or replace it (--force)")
+    for file, source in wanted.items():
+        make_folder(file.parent)
+        with replaced(file) as aside:
+            aside.write_text(_with_install(source, install), encoding="utf-8")
+        print(file)
 
 
 def _with_install(source: Path, install: str) -> str:

@@ -26,7 +26,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.tools import command
 
@@ -220,7 +220,6 @@ def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs:
     )  # fmt: skip
 
 
-@one_line_errors()
 def main(
     out: Annotated[Path | None, typer.Option(help="CSV to write; none: print only")] = None,
     n: Annotated[int, typer.Option("--prompts", help="half random, half of the embedded model")] = 100,

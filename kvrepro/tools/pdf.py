@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError
 from kvrepro.paths import ROOT, replaced
 from kvrepro.tools import command
 from kvrepro.tools.book import Failed, chapters
@@ -56,14 +56,13 @@ def printed(page: Path, to: Path, program: str) -> None:
 
 def main(out: Path = ROOT / "_build" / "kvrepro.pdf") -> None:
     """Print the book as it was last executed."""
-    with one_line_errors():
-        program = browser()
-        if missing := [name for name in chapters() if not (ROOT / "book" / "executed" / f"{name}.ipynb").is_file()]:
-            raise InputError(f"{missing[0]} was not executed yet: run `make book` first")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
-            printed(one_page(Path(folder)), out.resolve(), program)
-        print(f"the book: {out}, {out.stat().st_size / 1e6:.0f} MB")
+    program = browser()
+    if missing := [name for name in chapters() if not (ROOT / "book" / "executed" / f"{name}.ipynb").is_file()]:
+        raise InputError(f"{missing[0]} was not executed yet: run `make book` first")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        printed(one_page(Path(folder)), out.resolve(), program)
+    print(f"the book: {out}, {out.stat().st_size / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -68,18 +68,15 @@ def _determinism(t: pd.DataFrame) -> tuple[str, str]:
     for who, own in ((who, whole[rows]) for who, rows in kinds.items() if rows.any()):
         shares = [f"{own[name].sum() / own.rows.sum():.2%} of the {what}" for name, what in
                   (("text", "answers"), ("kept", "kept sets"))]  # fmt: skip
-        parts.append(
-            f"{who} {', '.join(shares)} and {own.changed.sum():.0f} of {own.verdicts.sum():.0f} verdicts differ"
-        )
+        turned = f"{own.changed.sum():.0f} of {own.verdicts.sum():.0f} verdicts"
+        parts.append(f"{who} {', '.join(shares)} and {turned} differ")
     return f"{len(whole)} variants, {whole.rows.sum():,.0f} rows", "; ".join(parts)
 
 
 def _store(t: pd.DataFrame) -> tuple[str, str]:
     row = t.sort_values("rows").iloc[-1]
-    return (
-        f"{row.rows:,.0f} rows",
-        f"{row.study_seconds:.1f} s for the rows of one study, {row.open_seconds:.1f} s to open",
-    )
+    said = f"{row.study_seconds:.1f} s for the rows of one study, {row.open_seconds:.1f} s to open"
+    return f"{row.rows:,.0f} rows", said
 
 
 def _scaling(t: pd.DataFrame) -> tuple[str, str]:
@@ -150,10 +147,8 @@ def summary(found: dict[str, pd.DataFrame]) -> list[dict[str, str]]:
     """A row per part: what was tried, how often, what came out, the command."""
     rows = []
     for name, frame in found.items():
-        count, result = PARTS[name].said(frame)
-        rows.append(
-            {"what": PARTS[name].title, "how many": count, "result": result, "command": f"`{PARTS[name].command}`"}
-        )
+        part, (count, result) = PARTS[name], PARTS[name].said(frame)
+        rows.append({"what": part.title, "how many": count, "result": result, "command": f"`{part.command}`"})
     return rows
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ import torch
 import typer
 
 from kvrepro.engine.allowed import ensure
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError, program
 from kvrepro.experiment import claims, models, provenance
 from kvrepro.paths import DATA
 from kvrepro.tools import book, family, stability, store
@@ -71,8 +72,6 @@ VARIANTS = {
 
 def possible() -> list[str]:
     """The variants that this machine can run: a GPU, Ray and the wider instructions may be missing."""
-    from importlib.util import find_spec
-
     found = [name for name, one in VARIANTS.items() if torch.cuda.is_available() or not one.cuda]
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         found.remove("instructions AVX2")
@@ -138,7 +137,6 @@ def stored(table: pd.DataFrame, out: Path) -> None:
 
 
 @app.command()
-@one_line_errors()
 def folders(
     varied: Annotated[str, typer.Argument(help="what the two runs differ in")],
     first: Annotated[Path, typer.Argument(help="a results folder: it holds a folder per chapter")],
@@ -153,7 +151,6 @@ def folders(
 
 
 @app.command()
-@one_line_errors()
 def run(
     results: Annotated[Path, typer.Option(help="a folder for the runs; what is there is not computed again")],
     only: Annotated[list[str], typer.Option(help="a variant; may be repeated. Otherwise all possible ones")] = [],  # noqa: B006
@@ -191,4 +188,4 @@ def run(
 
 
 if __name__ == "__main__":
-    app()
+    program(app)

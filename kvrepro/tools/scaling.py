@@ -40,9 +40,7 @@ def measure(model: str, device: str, engine: str, count: int, n_items: int, cell
     study are handed out until the last is stored; `wall`, with checks, estimate and reading of the rows."""
     torch.set_num_threads(1)
     batch = None if device == "cuda" else 16  # on the CPU a job for each item or two, for many workers to share
-    given: dict[str, Any] = dict(
-        device=device, engine=engine, workers=count, batch_rows=batch, cells=cells, dtype="auto"
-    )
+    given: dict[str, Any] = dict(device=device, engine=engine, workers=count, batch_rows=batch, cells=cells)
     warm, timed = (Settings(results=f"{folder}/{name}/{engine}-{count}", **given) for name in ("warm", "timed"))
     loaded = models.load(model, device, warm.dtype)
     others = study.questions(loaded, study.ITEMS, 4 * count, replace(warm, seed=1))
@@ -104,10 +102,8 @@ def measured(
             print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
     frame = pd.DataFrame(rows)
     one, work = frame.iloc[0], frame.workers / frame.workers[0]
-    whole = frame.start + frame.wall
-    return frame.assign(
-        efficiency=one.seconds / frame.seconds / work, efficiency_whole=(one.start + one.wall) / whole / work
-    )
+    whole = (one.start + one.wall) / (frame.start + frame.wall)
+    return frame.assign(efficiency=one.seconds / frame.seconds / work, efficiency_whole=whole / work)
 
 
 @one_line_errors()

@@ -27,7 +27,6 @@ from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, own
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.shapes import Scores
-from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, figure, models, stats
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, Settings, run
@@ -122,18 +121,15 @@ def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
     counts = Counter(words[:end])
     plain = {"position": np.arange(end), "rarity": -np.array([counts[word] for word in words[:end]])}
     scores = [(-1, 0, name, x) for name, x in plain.items()]
-    scores += [
-        (n, h, name, x) for n, seen in look.seen.items() for name, heads in seen.items() for h, x in enumerate(heads)
+    for n, seen in look.seen.items():
+        scores += [(n, h, name, x) for name, heads in seen.items() for h, x in enumerate(heads)]
+    rows = [
+        (layer, head, name, contrast, auc(x, where[a], where[b]))
+        for layer, head, name, x in scores
+        for contrast, (a, b) in CONTRASTS.items()
+        if where[a].any() and where[b].any()
     ]
-    return pd.DataFrame(
-        [
-            (layer, head, name, contrast, auc(x, where[a], where[b]))
-            for layer, head, name, x in scores
-            for contrast, (a, b) in CONTRASTS.items()
-            if where[a].any() and where[b].any()
-        ],
-        columns=["layer", "head", "signal", "contrast", "auc"],
-    )
+    return pd.DataFrame(rows, columns=["layer", "head", "signal", "contrast", "auc"])
 
 
 def table(loaded: Loaded, items: list[Item]) -> pd.DataFrame:
@@ -189,7 +185,6 @@ def drawn(file: Path = DATA / "shortcuts.csv") -> Figure:
     return shown
 
 
-@one_line_errors()
 def main(
     model: Annotated[str, typer.Option(help="small-gqa, or the folder of a checkpoint")] = models.DEFAULT,
     items: str = "tinyworld:long,story,ledger,needle_multikey",
@@ -205,9 +200,8 @@ def main(
     found.to_csv(out / "shortcuts.csv", index=False, float_format="%.4f")
     losses = lost(loaded, drawn_items, out / "results")
     losses.to_csv(out / "shortcuts_lost.csv", index=False, float_format="%.4f")
-    typer.echo(
-        found.pivot_table(index=["contrast", "layer", "head"], columns="signal", values="value").round(3).to_string()
-    )
+    wide = found.pivot_table("value", ["contrast", "layer", "head"], "signal")
+    typer.echo(wide.round(3).to_string())
     typer.echo(losses.round(3).to_string(index=False))
 
 

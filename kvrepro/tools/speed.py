@@ -267,10 +267,8 @@ def first_page(root: Path = ROOT) -> str:
     ours = pd.read_csv(root / "data/gpu/first_token.csv").assign(over=lambda f: f.ratio_to_plain.map("{:.3f}".format))
     device = ", ".join(sorted(set(ours.device)))
     firsts = ours[(ours.part == "first") & (ours.method != PLAIN)]
-    where = firsts.model + ", " + firsts.tokens.astype(str)
-    ratios = firsts.assign(where=where).pivot_table(
-        index="method", columns="where", values="over", aggfunc="last", sort=False
-    )
+    firsts = firsts.assign(where=firsts.model + ", " + firsts.tokens.astype(str))
+    ratios = firsts.pivot_table("over", "method", "where", aggfunc="last", sort=False)
     later = ours[(ours.part == "regimes") & (ours.backend == "triton")]
     rows = later[["model", "tokens", "batch", "steps", "method", "seconds", "over"]].to_dict("records")
     parts = [

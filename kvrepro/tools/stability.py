@@ -17,7 +17,7 @@ from typing import Annotated
 import pandas as pd
 import typer
 
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError
 from kvrepro.experiment import claims
 from kvrepro.paths import DATA
 from kvrepro.tools import command
@@ -67,7 +67,6 @@ def table(varied: str, folders: Sequence[Path]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-@one_line_errors()
 def main(
     varied: Annotated[str, typer.Argument(help="what the runs differ in")],
     folders: Annotated[list[Path], typer.Argument(help="results folders")],

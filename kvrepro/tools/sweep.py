@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pandas as pd
 import torch
@@ -128,7 +129,8 @@ def price(sweep: Sweep) -> pd.DataFrame:
     for model, name, parameters in _parts(sweep):
         told: list[dict[str, Any]] = []
         note = ""
-        with progress.heard(told.append), _dry_run(), contextlib.redirect_stdout(io.StringIO()):
+        dry_run = mock.patch.dict(os.environ, KVREPRO_DRY_RUN="1")
+        with progress.heard(told.append), dry_run, contextlib.redirect_stdout(io.StringIO()):
             try:
                 _studies(name, parameters)
             except InputError as error:
@@ -142,16 +144,6 @@ def price(sweep: Sweep) -> pd.DataFrame:
             "MB": sum(study["bytes"] for study in studies) / 1e6, "note": note,
         })  # fmt: skip
     return pd.DataFrame(rows)
-
-
-@contextlib.contextmanager
-def _dry_run() -> Iterator[None]:
-    before = os.environ.get("KVREPRO_DRY_RUN", "")
-    os.environ["KVREPRO_DRY_RUN"] = "1"
-    try:
-        yield
-    finally:
-        os.environ["KVREPRO_DRY_RUN"] = before
 
 
 def _parts(sweep: Sweep) -> Iterator[tuple[str, str, dict[str, Any]]]:

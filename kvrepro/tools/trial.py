@@ -27,7 +27,6 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvrepro.engine.allowed import ensure
-from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, models
 from kvrepro.experiment.progress import seconds
 from kvrepro.paths import GPU
@@ -155,7 +154,6 @@ def _spent(folder: Path) -> dict[str, Any]:
     return {name: round(float(rows[f"{name}_seconds"].sum()), 1) for name in ("prefill", "decode")}
 
 
-@one_line_errors()
 def main(
     shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "two-layer",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",

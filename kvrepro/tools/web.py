@@ -34,12 +34,7 @@ MENDED = (  # in a page's text
     (re.compile(r'<div role="list" class="citation-list">'), '<div class="citation-list">'),
     (re.compile(r'<script type="text/x-thebe-config">.*?</script>\s*<script>kernelName.*?</script>', re.S), ""),
 )  # fmt: skip
-FRAME = (  # around it
-    (
-        'class="bd-sidebar-primary bd-sidebar',
-        'role="complementary" aria-label="Book" class="bd-sidebar-primary bd-sidebar',
-    ),
-)
+SIDEBAR = 'class="bd-sidebar-primary bd-sidebar'  # around it
 FIGURE = re.compile(r'<img\b[^>]*kvrepro-figure[^>]*\bsrc="[^"]*_images/([^"]+\.svg)"[^>]*>')
 POINT = re.compile(r'<circle cx="([\d.-]+)" cy="([\d.-]+)" r="6" opacity="0"><title>(.*?)</title>')  # of figures
 FOOTER = """<p>MIT licence. <a href="{about}">Cite this book, licence, changes</a>.</p>"""
@@ -61,9 +56,8 @@ def _configure(app: Sphinx, config: Any) -> None:
     address = os.environ.get(SITE_URL, "")
     config.ogp_site_url = address and address.rstrip("/") + "/"
     for listeners in app.events.listeners.values():  # Thebe's: it would fetch itself from another server
-        listeners[:] = [
-            one for one in listeners if not getattr(one.handler, "__module__", "").startswith("sphinx_thebe")
-        ]
+        homes = [getattr(one.handler, "__module__", "") for one in listeners]
+        listeners[:] = [one for one, home in zip(listeners, homes, strict=True) if not home.startswith("sphinx_thebe")]
 
 
 def _number(app: Sphinx, env: Any) -> None:
@@ -123,8 +117,7 @@ def framed(text: str) -> str:
     for needed, unused in UNUSED.items():
         if needed is None or needed not in text:
             text = unused.sub("", text)
-    for before, after in FRAME:
-        text = text.replace(before, after)
+    text = text.replace(SIDEBAR, f'role="complementary" aria-label="Book" {SIDEBAR}')
     if found := AWESOME.search(text):
         link = f'\n  <link href="{found["root"]}_static/icons.css" rel="stylesheet" />'
         text = AWESOME.sub("", text[: found.start()] + link + text[found.start() :])
@@ -137,9 +130,8 @@ def icons(static: Path, text: str) -> None:
     static: the built book's folder of that name; text: the pages.
     """
     [awesome] = (static / "vendor" / "fontawesome").iterdir()
-    known = dict(
-        re.findall(r"\.fa-([\w-]+):before\{content:\"\\(\w+)\"", _spread((awesome / "css" / "all.min.css").read_text()))
-    )
+    css = _spread((awesome / "css" / "all.min.css").read_text())
+    known = dict(re.findall(r"\.fa-([\w-]+):before\{content:\"\\(\w+)\"", css))
     named = {name: known[name] for name in sorted(set(re.findall(r"\bfa-([\w-]+)", text))) if name in known}
     styles = "".join(sheet.read_text(encoding="utf-8") for sheet in (static / "styles").glob("*.css"))
     points = {int(point, 16) for point in [*named.values(), *re.findall(r"[\"']\\(f[0-9a-f]{3})[\"']", styles)]}
@@ -150,17 +142,15 @@ def icons(static: Path, text: str) -> None:
     cut.populate(unicodes=points)
     cut.subset(font)
     subset.save_font(font, static / "icons.woff", options)
-    face = (
-        "".join(
-            f'@font-face{{font-family:"Font Awesome {n} Free";font-weight:900;src:url(icons.woff) format("woff")}}\n'
-            for n in (5, 6)  # both names are in the theme's style sheets
-        )
-        + ':root{--fa-font-solid:normal 900 1em/1 "Font Awesome 6 Free"}'
-    )
+    faces = [  # both names are in the theme's style sheets
+        f'@font-face{{font-family:"Font Awesome {n} Free";font-weight:900;src:url(icons.woff) format("woff")}}'
+        for n in (5, 6)
+    ]
+    root = ':root{--fa-font-solid:normal 900 1em/1 "Font Awesome 6 Free"}'
     kind = '.fas,.fa-solid{display:inline-block;font:900 1em/1 "Font Awesome 6 Free";text-rendering:auto}'
     size = ".fa-lg{font-size:1.25em;line-height:.05em;vertical-align:-.075em}"
     rules = [f'.fa-{name}::before{{content:"\\{point}"}}' for name, point in named.items()]
-    (static / "icons.css").write_text("\n".join([face, kind, size, *rules]) + "\n", encoding="utf-8")
+    (static / "icons.css").write_text("\n".join([*faces, root, kind, size, *rules]) + "\n", encoding="utf-8")
     (awesome / "LICENSE.txt").replace(static / "icons-LICENSE.txt")
     shutil.rmtree(static / "vendor")
 

@@ -21,7 +21,7 @@ def test_rows_come_back_and_are_known(tmp_path):
     with Store(tmp_path, "protection", "main") as table:
         assert table.missing(["a-e1", "b-e1"]) == ["a-e1", "b-e1"]
         table.add([row("a", 0.5)])
-        assert list(table.frame()["item"]) == ["a"]
+        assert list(store.read(table.table)["item"]) == ["a"]
     with Store(tmp_path, "protection", "main") as table:
         assert table.missing(["a-e1", "b-e1"]) == ["b-e1"]
         table.add([row("b", 0.25)])
@@ -71,7 +71,7 @@ def test_the_table_is_the_latest_row_of_each_item(tmp_path_factory, batches, clo
         if i == closes:
             table.close()
             table = Store(folder, "c", "n")
-    assert dict(table.frame().set_index("item")["token_f1"]) == expected if expected else True
+    assert dict(store.read(table.table).set_index("item")["token_f1"]) == expected if expected else True
     table.close()
     if any(batches):
         assert dict(store.read(folder / "c" / "n.parquet").set_index("item")["token_f1"]) == expected
@@ -171,7 +171,7 @@ def test_large_files_are_never_written_again(tmp_path, monkeypatch):
     assert len(files_of(table.table)) < 25
     keys, asked = [f"{item}-e1" for item in (3, 199, 150)], store.asked_of([row(item) for item in (3, 199, 150)])
     assert table.missing([*keys, "new"], asked) == table.missing([*keys, "new"]) == ["new"]
-    assert table.frame(keys, ["item", "token_f1"], asked).set_index("item").token_f1.to_dict() == {
+    assert table.frame(keys, asked).set_index("item").token_f1.to_dict() == {
         item: expected[item] for item in ("3", "199", "150")
     }
 

@@ -17,7 +17,7 @@ from papermill.exceptions import PapermillExecutionError
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError
-from kvrepro.tools import book, pages
+from kvrepro.tools import book, command, pages
 from kvrepro.tools.processes import in_turn
 
 METHODS = (book.ROOT / "book" / "methods.md").read_text()
@@ -217,10 +217,9 @@ def steps(monkeypatch):
     ],
 )
 def test_a_value_that_any_chapter_refuses_ends_the_command_before_the_first_is_executed(steps, capsys, given, said):
-    with pytest.raises(typer.Exit) as end:
-        book.main(parameter=[given, "protection.n_items=1"], force=False, workers=None, dry_run=False)
+    with pytest.raises(SystemExit, match="2"):
+        command.run(book.main, arguments=["-p", given, "-p", "protection.n_items=1"])
     error = capsys.readouterr().err
-    assert end.value.exit_code == 2
     assert error.startswith(said)
     assert error.count("\n") == 1
     assert steps == []
@@ -316,12 +315,3 @@ def test_pages_name_every_policy_and_every_switch(tmp_path):
 )
 def test_formulas_are_set_in_signs(plain, set_):
     assert pages.typeset(plain) == set_
-
-
-def test_lines_printed_in_a_row_are_one_block():
-    def printed(text, name="stdout"):
-        return nbformat.v4.new_output("stream", name=name, text=text)
-
-    figure = nbformat.v4.new_output("display_data", data={"text/plain": "figure"})
-    found = book.joined([printed("a\n"), printed("b\n"), printed("c\n", "stderr"), figure, printed("d\n")])
-    assert [output.get("text") for output in found] == ["a\nb\n", "c\n", None, "d\n"]

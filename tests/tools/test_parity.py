@@ -5,24 +5,21 @@ import sys
 import pandas as pd
 import pytest
 import torch
-from typer import Typer
-from typer.testing import CliRunner
 
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.experiment import models
 from kvrepro.paths import ROOT
-from kvrepro.tools import parity
+from kvrepro.tools import command, parity
 
 
-def test_without_kvpress_it_refuses_in_one_line(monkeypatch):
+def test_without_kvpress_it_refuses_in_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    app = Typer()
-    app.command()(parity.main)
-    result = CliRunner().invoke(app, [])
-    assert result.exit_code == 2
-    assert result.output.count("\n") == 1
-    assert "kvpress cannot be imported" in result.output
-    assert "kvrepro[parity]" in result.output
+    with pytest.raises(SystemExit, match="2"):
+        command.run(parity.main, arguments=[])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "kvpress cannot be imported" in said
+    assert "kvrepro[parity]" in said
 
 
 def test_every_pair_is_a_policy_with_its_switches():

@@ -31,10 +31,6 @@ def _p95(values: np.ndarray) -> float:
     return float(np.quantile(values[:, 0], 0.95))
 
 
-def _tail(values: np.ndarray) -> float:
-    return _p95(values) / _median(values)
-
-
 def _median_difference(values: np.ndarray) -> float:
     return float(np.median(values[:, 0]) - np.median(values[:, 1]))
 
@@ -76,7 +72,7 @@ OF_POOL: dict[str, Callable[[pd.DataFrame], Sample]] = {
     "factor_finite": lambda f: _mean(np.isfinite(f.factor), f["item"]),
     "factor_given_cone": lambda f: _given_cone(f[f.c_low > ORIGIN]),
     "factor_median": lambda f: _over(f[np.isfinite(f.factor)], _median, "factor"),
-    "factor_tail": lambda f: _over(f[np.isfinite(f.factor)], _tail, "factor"),
+    "factor_tail": lambda f: _over(f[np.isfinite(f.factor)], lambda v: _p95(v) / _median(v), "factor"),
 }
 
 
@@ -275,7 +271,6 @@ def evaluate(
     frame = history.verdicts(
         book, lambda claim, _: members(claim, study, answers), own=own, model=model, profile=profile
     )
-    timed = {
-        claim["id"]: timings.CONTRASTS[claim["contrast"]][2] for claim in book if claim["contrast"] in timings.CONTRASTS
-    }
+    contrasts = {claim["id"]: claim["contrast"] for claim in book}
+    timed = {name: timings.CONTRASTS[one][2] for name, one in contrasts.items() if one in timings.CONTRASTS}
     return claims.timed(frame, timed)

@@ -84,9 +84,8 @@ def answers(
         cut = any(item.context is not None for item in found)
         if found is not items and not cut and {item.id for item in found} <= {item.id for item in items}:
             continue  # messages as they are, answered already
-        asked = (
-            whole if found is items else {name: sorted(whole[name], key=lambda c: c.budget or 1)[:1] for name in few}
-        )
+        least = {name: sorted(whole[name], key=lambda c: c.budget or 1)[:1] for name in few}
+        asked = whole if found is items else least
         named = [(name, each) for name, conditions in asked.items() for each in conditions]
         shortest = min(len(data.build_prompt(item, loaded.tokenizer, length).ids) for item in found)
         for _, each in named:

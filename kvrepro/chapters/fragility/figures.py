@@ -35,9 +35,8 @@ def methods(table: pd.DataFrame) -> list[str]:
 def by_bytes(table: pd.DataFrame, colour: str, **given: Any) -> Figure:
     """A panel per policy: value against `held`, the percent of the full cache's bytes that are held; in grey the lines
     of all other policies."""
-    drawing = figure.estimates(
-        table, "held", "value", colour=colour, panel="policy", line=True, wrap=4, height=1.9, **given
-    )
+    given |= {"panel": "policy", "line": True, "wrap": 4, "height": 1.9}
+    drawing = figure.estimates(table, "held", "value", colour=colour, **given)
     for axes in drawing.axes[: table.policy.nunique()]:
         for _, line in table.groupby(["policy", colour]):
             axes.plot(line.held, line.value, color="#BDBDBD", lw=0.6, zorder=0.5)
@@ -126,9 +125,8 @@ def mixture(table: pd.DataFrame, x: Mixture) -> Figure:
                 axes.plot(part.window, part.bound, color=colour, lw=1, ls=DASHED)
             axes.set_xscale("log", base=2)
             axes.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
-            axes.set(
-                xlabel="window (past queries)", ylabel=title, ylim=(0, 1.03 * (x.risk if quantity == "bias" else 1))
-            )
+            most = x.risk if quantity == "bias" else 1
+            axes.set(xlabel="window (past queries)", ylabel=title, ylim=(0, 1.03 * most))
         panels[0].axhline(x.risk - x.mean_low, color="#555555", lw=0.8, ls=(0, (1, 2)))
         handles = [Line2D([], [], color=c, marker=m, label=n) for n, c, m in map(look, ("mean", "max", "defensive"))]
         handles += [Line2D([], [], color=look("max").colour, ls=DASHED, label="theorem 2's bound")]

@@ -155,10 +155,9 @@ def members(
 def touches_reading(claim: Mapping, sets: Mapping) -> bool:
     """Whether a defensive method takes part."""
     over = claim.get("over", {}).get("policy", [])
-    named = [cell.get("policy") for cell in claim.get("cells", {}).values()]
-    return claim.get("study") == "quality" and bool(
-        set(DEFENSIVE) & {*named, *(sets[over] if isinstance(over, str) else over)}
-    )
+    named = {cell.get("policy") for cell in claim.get("cells", {}).values()}
+    named.update(sets[over] if isinstance(over, str) else over)
+    return claim.get("study") == "quality" and not named.isdisjoint(DEFENSIVE)
 
 
 LISTED = ("C10b",)  # claims about all methods with a window, which list those that they were written for

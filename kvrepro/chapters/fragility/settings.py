@@ -26,9 +26,8 @@ class Settings(run.Settings, Setting):
         super().__post_init__()
         Setting.__post_init__(self)
         if self.long_tokens < LONG_TOKENS:
-            raise InputError(
-                f"long_tokens {self.long_tokens}: answers of {STEPS_OF_LONG} steps need prompts of {LONG_TOKENS}"
-            )
+            needed = f"answers of {STEPS_OF_LONG} steps need prompts of {LONG_TOKENS}"
+            raise InputError(f"long_tokens {self.long_tokens}: {needed}")
 
     @property
     def base(self) -> Setting:

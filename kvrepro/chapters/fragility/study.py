@@ -198,9 +198,8 @@ def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> lis
     if _world(items):
         short = [name for name in TABLE_1.values() if name not in LONG]
         found = _long_items(loaded, sizes.long, settings)
-        found += data.load_items(
-            f"tinyworld:{','.join(short)}", sizes.short * len(short), settings.seed, settings.tokens
-        )
+        named, count = f"tinyworld:{','.join(short)}", sizes.short * len(short)
+        found += data.load_items(named, count, settings.seed, settings.tokens)
     else:
         found = _observed_of(_load(loaded, items, None, settings), sizes, settings.seed)
     facts, base = ModelFacts.of(loaded.model), settings.base
@@ -294,9 +293,8 @@ def printed(tasks: Iterable[str] = ()) -> pd.DataFrame:
     f = f[f.metric.eq("worst-case retained importance") & f.method.isin(rules)]
     where = f.table.map({"1": "paper, table 1", "fig1": "paper, figure 1, layer 14"}).fillna("paper, figure 3")
     f = f.assign(where=where, dataset=f.task, task=f.task.map(named), rule=f.method.map(rules))
-    return f.assign(value=f.value.astype(float), low=np.nan, high=np.nan)[
-        ["where", "dataset", "task", "rule", "value", "low", "high"]
-    ]
+    f = f.assign(value=f.value.astype(float), low=np.nan, high=np.nan)
+    return f[["where", "dataset", "task", "rule", "value", "low", "high"]]
 
 
 # ---------------------------------------------------------------- quality

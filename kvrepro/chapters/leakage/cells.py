@@ -44,11 +44,8 @@ class Room:
         """Of these items with that model."""
         texts = [prompt(loaded, item) for item in items]
         longest = {name: 1 + max(len(text.spans.get(name, ())) for text in texts) for name in HELD.values()}
-        return cls(
-            min(min(text.spans["request"]) for text in texts),
-            tuple(longest.items()),
-            WINDOWS.get(windows, WINDOWS["ifeval"]),
-        )
+        shortest = min(min(text.spans["request"]) for text in texts)
+        return cls(shortest, tuple(longest.items()), WINDOWS.get(windows, WINDOWS["ifeval"]))
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,10 @@ def safe_budgets(table: pd.DataFrame) -> Figure:
     names = [figure.look(name).name for name in policies]
     drawn, panels = figure.panels(len(orders), 0.9 + 0.32 * len(policies), sharey=True)
     for axes, order in zip(panels, orders, strict=True):
-        part = table[table.order == order].assign(
-            percent=100 * table.value, mark=table.follows.map({True: "", False: " ×"})
-        )
-        percent, mark = (
-            part.pivot_table(index="policy", columns="variant", values=one, aggfunc="first").reindex(
-                policies, columns=cures
-            )
-            for one in ("percent", "mark")
-        )
+        mark = table.follows.map({True: "", False: " ×"})
+        part = table.assign(percent=100 * table.value, mark=mark)[table.order == order]
+        wide = part.pivot_table(index="policy", columns="variant", values=["percent", "mark"], aggfunc="first")
+        percent, mark = (wide[one].reindex(policies, columns=cures) for one in ("percent", "mark"))
         written = percent.round().map("{:.0f}%".format) + mark.fillna("")
         percent, written = percent.set_axis(names), written.set_axis(names)
         sns.heatmap(percent, annot=written, fmt="", annot_kws={"size": 8}, linewidths=0.5, cbar=False, vmin=0, vmax=100,

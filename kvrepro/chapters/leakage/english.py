@@ -63,9 +63,8 @@ def papers() -> Wording:
     The template around labelled examples is in the public code with one more sentence and another refusal than in the
     paper (appendix G.1): both are mended. It stands before the examples; after them, it announces none.
     """
-    code = {
-        path: data.fetch(f"pitfalls/{path}").read_text(encoding="utf-8") for path in data.sources()["pitfalls"]["files"]
-    }
+    files = data.sources()["pitfalls"]["files"]
+    code = {path: data.fetch(f"pitfalls/{path}").read_text(encoding="utf-8") for path in files}
     templates = json.loads(code["benchmarks/raccoon/defenses/defense_template.json"])
     said = {order: templates[name].replace("$system_prompt", "") for order, name in
             (("normal", "standard_defense"), ("flipped", "flipped_defense"))}  # fmt: skip

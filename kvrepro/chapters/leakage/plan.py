@@ -89,10 +89,8 @@ class Plan:
             chosen = tuple(sorted(set(self.ratios)))
             found = replace(found, ratios=chosen, varied=chosen, rest=chosen[len(chosen) // 2 :][:1], dial=chosen)
         if self.n_items is not None:
-            found = replace(
-                found, systems=self.n_items, **{one: min(self.n_items, getattr(found, one)) for one in names}
-            )
-        own = {one: getattr(self.settings, one) for one in (*names, "repeats")} | {
-            "tokens": self.settings.max_new_tokens
-        }
+            capped = {one: min(self.n_items, getattr(found, one)) for one in names}
+            found = replace(found, systems=self.n_items, **capped)
+        own = {one: getattr(self.settings, one) for one in (*names, "repeats")}
+        own["tokens"] = self.settings.max_new_tokens
         return replace(found, **{one: value for one, value in own.items() if value is not None})

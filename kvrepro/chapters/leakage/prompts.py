@@ -101,17 +101,13 @@ def requests(name: str, system: int, order: str, parts: Parts, turns: Mapping, m
             pieces.setdefault(one.partition(":")[0], []).append(piece.strip())
     references = {one: " ".join(found) for one, found in pieces.items()} | {"system": text}
     meta = meta | {"system": system, "order": order, "references": references}
-    return [
-        Item(
-            f"{name}-{request}",
-            request,
-            ({"role": "system", "content": text}, {"role": "user", "content": user}),
-            text if order == "alone" and request == "leak" else answer,
-            tuple(spans),
-            meta=meta | {"request": request},
-        )
-        for request, (user, answer) in turns.items()
-    ]
+    items = []
+    for request, (user, answer) in turns.items():
+        messages = ({"role": "system", "content": text}, {"role": "user", "content": user})
+        told = text if order == "alone" and request == "leak" else answer
+        asked = meta | {"request": request}
+        items.append(Item(f"{name}-{request}", request, messages, told, tuple(spans), meta=asked))
+    return items
 
 
 def suited(items: str) -> str:
@@ -144,9 +140,8 @@ def marked(items: Sequence[Item], how: str) -> list[Item]:
         elif how == "turns":
             places = [(0, len(text))]
         elif how in ("hand", "rules"):
-            wanted = (
-                PARTS if how == "hand" else ("defense", "preamble", *[f"rule:{k}" for k in item.meta["instructions"]])
-            )
+            rules = [f"rule:{kind}" for kind in item.meta["instructions"]]
+            wanted = PARTS if how == "hand" else ("defense", "preamble", *rules)
             stretches = [[(s.start, s.end) for s in item.spans if s.name == name] for name in wanted]
             places = [(min(a for a, _ in one), max(b for _, b in one)) for one in stretches if one]
         else:

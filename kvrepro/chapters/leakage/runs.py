@@ -152,9 +152,8 @@ def chapter(loaded: Loaded, plan: Plan) -> Found:
     half, ends = sizes.varied[len(sizes.varied) // 2], sizes.varied[::2]
     plain, nude = _plain(plan), _drawn(plan, sizes.marks, ("normal",), preamble=False)
     grids = _main_grids(plan, room)
-    main: dict[str, Asked] = {
-        order: ([item for item in secret if item.meta["order"] == order], grids[order]) for order in ORDERS
-    }
+    ordered = {order: [item for item in secret if item.meta["order"] == order] for order in ORDERS}
+    main: dict[str, Asked] = {order: (ordered[order], grids[order]) for order in ORDERS}
     rest: dict[str, Asked] = {
         "alone": (plain, cells(plan.main, ends, readings=READINGS, room=Room.of(loaded, plain, plan.items))),
         "bare": (nude, cells(plan.main, [half], room=Room.of(loaded, nude, plan.items))),

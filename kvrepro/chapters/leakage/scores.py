@@ -124,10 +124,7 @@ def leaked(item: Item, prediction: str) -> dict[str, float]:
     return tells | {"refused": float(prediction == refusal(item)) if refusal(item) else np.nan}
 
 
-@cache
-def recall(prediction: str, reference: str) -> float:
-    """ROUGE-L recall."""
-    return measure.rouge_l_recall(prediction, reference)
+recall = cache(measure.rouge_l_recall)  # many answers are alike
 
 
 def refusal(item: Item) -> str:

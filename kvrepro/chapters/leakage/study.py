@@ -186,9 +186,8 @@ def study(found: Found, reading: str) -> Study:
     floor = scores.floors(found.of(found.main, request="leak")).loc[["refusal", "preamble"]]
     told = floor["tells_directive"] if run or floor.tells_rules.isna().all() else floor["tells_rules"]
     kept = scores.cells_of(scores.keep_rates(found.main), reading)
-    kept = kept[kept.part.isin(["directive", "outside" if run else "defense"])].replace(
-        {"part": {"outside": "defense"}}
-    )
+    kept = kept[kept.part.isin(["directive", "outside" if run else "defense"])]
+    kept = kept.replace({"part": {"outside": "defense"}})
     each = scores.by_class(found.alone, found.items, "missing" if run else "broken")
     return Study(
         reading,
@@ -450,9 +449,8 @@ def optimal_shares(studies: Sequence[Study]) -> pd.DataFrame:
             with suppress(NotTestable):
                 share, count = optimality(s, *DIALS[where], where, ties=ties)
                 n = s.dials[where].system.nunique()
-                rows += [
-                    (names[where], wording, s.reading, x, count, *interval(one, n, UNIT)) for x, one in share.items()
-                ]
+                told = (names[where], wording, s.reading)
+                rows += [(*told, x, count, *interval(one, n, UNIT)) for x, one in share.items()]
     return pd.DataFrame(rows, columns=["study", "source", "reading", "setting", "cells", "value", "low", "high"])
 
 
@@ -466,8 +464,7 @@ def safe_budgets(s: Study) -> pd.DataFrame:
             if len(s.leak.ratios(True, **cell)) > 1:
                 series = safe_budget(s, **cell)
                 there, start = (s.follow.at(ratio=r, **cell)[0] for r in (round(1 - float(series[0]), 6), 0.0))
-                rows.append(
-                    (*cell.values(), *interval(series, s.leak.systems, UNIT), there, bool(there >= 0.5 * start))
-                )
+                ends = interval(series, s.leak.systems, UNIT)
+                rows.append((*cell.values(), *ends, there, bool(there >= 0.5 * start)))
     names = ["order", "policy", "variant", "value", "low", "high", "following", "follows"]
     return pd.DataFrame(rows, columns=names)

@@ -17,12 +17,6 @@ from kvrepro.experiment import artifact, claims
 from kvrepro.paths import DATA
 
 TABLE = DATA / "control.csv"
-MODELS = {  # the paper's name, and key and value heads: its section 3, and for the last three their configurations
-    "Qwen/Qwen2.5-3B-Instruct": ("Qwen2.5-3B", 2), "Qwen/Qwen2.5-7B-Instruct": ("Qwen2.5-7B", 4),
-    "microsoft/Phi-3.5-mini-instruct": ("Phi-3.5", 32), "mistralai/Mistral-7B-Instruct-v0.3": ("Mistral-7B", 8),
-    "Qwen/Qwen3-4B-Instruct-2507": ("Qwen3-4B", 8), "microsoft/Phi-4-mini-instruct": ("Phi-4-mini", 8),
-    "google/gemma-3-4b-it": ("Gemma-3-4B", 4),
-}  # fmt: skip
 ITEMS = {
     "longbench-balanced": "LongBench, 162", "longbench-pool": "LongBench, 481",
     "longbench-longctx": "LongBench at 8K, 48", "longbench-32k": "NarrativeQA at 32K, 58",
@@ -57,7 +51,7 @@ def panels(rows: pd.DataFrame) -> Iterator[Panel]:
     rows = rows[rows["items"].isin(ITEMS)]
     once = rows[(rows.temperature == 0) & ~rows["name"].isin(TWICE)]
     for (model, items), part in once.groupby(["model", "items"], sort=True):
-        short, heads = MODELS[model]
+        short, heads = artifact.CHECKPOINTS[model]
         name, ours = f"{short}, {ITEMS[items]}", part.policy != "online_credit"
         sized = part.capacity.isna() | part.capacity.isin(MAIN) | (items not in SHORT)
         yield Panel(name, "main", part[ours & sized], heads)
@@ -67,15 +61,14 @@ def panels(rows: pd.DataFrame) -> Iterator[Panel]:
             yield Panel(name, "credit", part[~ours | part.policy.isin(["full", "lru"])], heads)
     yield from _of_lengths(once[once.policy != "online_credit"])
     for (model, items), part in rows[rows["name"].str.contains("-rob-")].groupby(["model", "items"]):
-        short, heads = MODELS[model]
+        short, heads = artifact.CHECKPOINTS[model]
         yield Panel(f"{short}, {ITEMS[items]}, sampled", "sampling", part, heads)
     beside = once[(once["items"] == SHORT[0]) & ((once.policy == "full") | (once.policy == "lru") & (once.prefix > 0))]
     earlier = rows[rows["name"] == EARLIER]
-    both = pd.concat(
-        [earlier, beside[beside.model.isin(earlier.model) & (beside.capacity.isna() | (beside.capacity == 256))]]
-    )
+    same = beside.model.isin(earlier.model) & (beside.capacity.isna() | (beside.capacity == 256))
+    both = pd.concat([earlier, beside[same]])
     for model, part in both.groupby("model"):
-        short, heads = MODELS[model]
+        short, heads = artifact.CHECKPOINTS[model]
         yield Panel(f"{short}, {ITEMS[SHORT[0]]}, earlier run", "main", part, heads, ("repetition", "items"))
 
 
@@ -85,25 +78,18 @@ def _of_lengths(rows: pd.DataFrame) -> Iterator[Panel]:
     for model, part in rows.groupby("model", sort=True):
         if part["items"].nunique() == len(EIGHTHS):
             part = part.assign(length=part.groupby("items").prompt_tokens.transform("median").astype(int))
-            yield Panel(f"{MODELS[model][0]}, three lengths", "scaling", part, MODELS[model][1])
+            short, heads = artifact.CHECKPOINTS[model]
+            yield Panel(f"{short}, three lengths", "scaling", part, heads)
 
 
 def judged(panel: Panel, book: Mapping[str, Any]) -> pd.DataFrame:
     """Verdicts of the claims about a panel's study, in `COLUMNS`; those that it cannot test stay in."""
-    asked = [
-        c
-        for c in book["claims"]
-        if c.get("study", "main") == panel.study and c["topic"] in (panel.topics or c["topic"])
-    ]
-    given = {"scaling": panel.rows} if panel.study == "scaling" else {"more": {panel.study: panel.rows}}
-    table = members.evaluate(
-        panel.rows,
-        {**book, "claims": asked},
-        **({} if panel.study == "main" else given),
-        max_new_tokens=int(panel.rows.n_generated.max()),
-        kv_heads=panel.kv_heads,
-        profile="artifact",
-    )
+    asked = [c for c in book["claims"] if c.get("study", "main") == panel.study]
+    asked = [c for c in asked if not panel.topics or c["topic"] in panel.topics]
+    beside: dict[str, Any] = {"main": {}, "scaling": {"scaling": panel.rows}}
+    given = beside.get(panel.study, {"more": {panel.study: panel.rows}})
+    given |= {"max_new_tokens": int(panel.rows.n_generated.max()), "kv_heads": panel.kv_heads, "profile": "artifact"}
+    table = members.evaluate(panel.rows, {**book, "claims": asked}, **given)
     return table.assign(panel=panel.name)[COLUMNS]
 
 
@@ -112,10 +98,8 @@ def evaluate(rows: pd.DataFrame) -> pd.DataFrame:
     book = claims.load_claims("protection")
     table = pd.concat([judged(panel, book) for panel in panels(rows)], ignore_index=True)
     table = table[table.verdict != "not testable here"]
-    order = {claim["id"]: i for i, claim in enumerate(book["claims"])}
-    return table.sort_values(
-        ["claim", "panel"], key=lambda c: c.map(order) if c.name == "claim" else c, ignore_index=True
-    )
+    order = pd.Categorical(table.claim, [claim["id"] for claim in book["claims"]], ordered=True)
+    return table.assign(claim=order).sort_values(["claim", "panel"], ignore_index=True).astype({"claim": str})
 
 
 def cause(row: Any, claim: Mapping[str, Any]) -> tuple[str, str]:

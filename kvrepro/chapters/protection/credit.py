@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -145,19 +145,6 @@ def update(e: Estimator, f: Float[Tensor, "tokens 4"], target: Float[Tensor, " t
     variance = 0.95 * torch.tensor(e.variance, dtype=f.dtype) + 0.05 * (f.cpu() - mean).square().mean(0)
     error = 0.92 * e.error + 0.08 * sum(x**2 for x in errors) / len(errors)
     return Estimator(tuple(weights), bias, e.updates + 1, error, tuple(mean.tolist()), tuple(variance.tolist()))
-
-
-def load(path: str | Path = EMBEDDED) -> Estimator:
-    """An estimator from its file; relative paths start at the project's folder. Raises InputError."""
-    file = ROOT / path
-    try:
-        entries = json.loads(file.read_text())["estimator"].items()
-        fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in entries}
-        return Estimator(**fields)
-    except FileNotFoundError:
-        raise InputError(f"no estimator at {file}: run python -m kvrepro.chapters.protection.credit") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} holds no estimator ({error}): learn it anew") from None
 
 
 # ---- decoding

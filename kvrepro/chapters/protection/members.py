@@ -55,9 +55,8 @@ def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
     if here.empty:
         raise NotTestable(f"not run: {said}")
     if here["item"].duplicated().any():
-        raise InputError(
-            f"results hold {len(here)} rows of {dict(cell)} for {here['item'].nunique()} items: one per item is needed"
-        )
+        held = f"{len(here)} rows of {dict(cell)} for {here['item'].nunique()} items"
+        raise InputError(f"results hold {held}: one per item is needed")
     if "error" in here and here.error.notna().all():
         raise NotTestable(f"all {len(here)} items failed ({here.error.iloc[0]}): {said}")
     return here.set_index("item")[column]
@@ -77,10 +76,8 @@ def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: fl
     """Every member of a claim as `{"label", "a", "b", "rows"}`: cells with real numbers, and their rows."""
     rows, over = named(rows), claim.get("over", {})
     sizes = capacities(rows, protect_frac)
-    given_cells = [
-        *claim.get("cells", {}).values(),
-        *(m.get(side, {}) for m in claim.get("members", []) for side in "ab"),
-    ]
+    given_cells = list(claim.get("cells", {}).values())
+    given_cells += [m.get(side, {}) for m in claim.get("members", []) for side in "ab"]
     wanted_sizes = {cell.get("capacity") for cell in given_cells}
     if len(sizes["all"]) == 1 and {"smallest", "largest"} <= wanted_sizes:
         raise NotTestable(f"two capacities are needed, {sizes['middle']:.0f} alone was run")
@@ -178,12 +175,10 @@ def _spread(claim: Mapping, cell: Mapping, sets: Mapping, label: str) -> Member:
     if "b" not in cell:
         return judge.pairs(pd.DataFrame(columns), label)
     lift = {side: per_item(cell["rows"], {"policy": "lru", **cell[side]}, measured) for side in "ab"}
-    parts = {
-        f"LRU's lift against {x} minus {y}": Sample(
-            pd.DataFrame(lift | {"x": columns[x], "y": columns[y]}), "lift_minus_difference"
-        )
-        for x, y in itertools.permutations(columns, 2)
-    }
+    parts = {}
+    for x, y in itertools.permutations(columns, 2):
+        frame = pd.DataFrame(lift | {"x": columns[x], "y": columns[y]})
+        parts[f"LRU's lift against {x} minus {y}"] = Sample(frame, "lift_minus_difference")
     return Member(label, parts)
 
 
@@ -324,14 +319,13 @@ def evaluate(
         rows = tables.get(study)
         return rows if rows is None or reading == "any" else rows[(rows.reading == reading) | (rows.policy == "full")]
 
+    in_these = functools.partial(members, protect_frac=protect_frac, max_new_tokens=max_new_tokens, kv_heads=kv_heads)
+
     def found(claim: Mapping, reading: str) -> list[Member | NotTestable]:
         study = claim.get("study", "main")
         if tables.get(study) is not None and study == "attention":
             _check_ceiling(results)
-        claim, rows, sets = {"measure": measure} | dict(claim), of(study, reading), known.get("sets", {})
-        return members(
-            claim, sets, rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens, kv_heads=kv_heads
-        )  # fmt: skip
+        return in_these({"measure": measure} | dict(claim), known.get("sets", {}), of(study, reading))
 
     told = {"own": claims.of_own(known, own), "model": results["model"].iloc[0], "profile": profile}
     return history.verdicts(known["claims"], found, asked, **told)

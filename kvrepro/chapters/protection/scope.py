@@ -37,12 +37,11 @@ def studies(
     what credit and samples are compared with."""
     lru = rows[(rows.policy == "full") | ((rows.policy == "lru") & (rows.capacity == capacity))]
     lru = lru[(lru.reading == "as_run") & (lru.suffix_mode == "dynamic")]
+    given = (loaded, items, capacity, settings)
     found = {
-        "native": native(loaded, items, capacity, settings),
-        "credit": pd.concat([lru, credit(loaded, items, capacity, settings)], ignore_index=True),
-        "sampling": pd.concat(
-            [lru.assign(temperature=0.0), sampled(loaded, items, capacity, settings)], ignore_index=True
-        ),
+        "native": native(*given),
+        "credit": pd.concat([lru, credit(*given)], ignore_index=True),
+        "sampling": pd.concat([lru.assign(temperature=0.0), sampled(*given)], ignore_index=True),
     }
     if loaded.context >= NEEDLE_TOKENS + settings.max_new_tokens:
         found["needle"] = needle(loaded, settings)

@@ -5,13 +5,9 @@ from collections.abc import Iterator
 import pandas as pd
 from scipy import stats as scipy_stats
 
-from kvrepro.experiment import stats
+from kvrepro.experiment import artifact, stats
 
-KV_HEADS = {  # num_key_value_heads of the models' config.json
-    "Qwen/Qwen2.5-3B-Instruct": 2, "Qwen/Qwen2.5-7B-Instruct": 4, "google/gemma-3-4b-it": 4,
-    "Qwen/Qwen3-4B-Instruct-2507": 8, "microsoft/Phi-4-mini-instruct": 8, "mistralai/Mistral-7B-Instruct-v0.3": 8,
-    "microsoft/Phi-3.5-mini-instruct": 32,
-}  # fmt: skip
+KV_HEADS = {model: heads for model, (_, heads) in artifact.CHECKPOINTS.items()}
 OLDER = ("sweep-20260309-202648/", "n481/qwen25-3b/q25-c256-lru-prot10")  # second runs of a condition
 DEFAULT = 0.1  # of the capacity, protected at each end
 REACH = scipy_stats.norm.ppf(0.975) + scipy_stats.norm.ppf(0.8)

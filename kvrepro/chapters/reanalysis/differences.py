@@ -58,10 +58,9 @@ def _cut(scores: pd.DataFrame) -> tuple[str, str]:
 
 
 def _domains(scores: pd.DataFrame) -> tuple[str, str]:
-    f1 = [
-        _of(scores, f"longctx/q3b-longctx-{run}").groupby("task").token_f1.mean() for run in ("c1024-prot", "fullcache")
-    ]
-    share = f1[0] / f1[1]
+    runs = (_of(scores, f"longctx/q3b-longctx-{run}") for run in ("c1024-prot", "fullcache"))
+    kept, full = (rows.groupby("task").token_f1.mean() for rows in runs)
+    share = kept / full
     said = _said("pct_of_ceiling[hotpotqa] (paper label)")
     return (
         f"HotPotQA at {said:.0f}% of the full cache",

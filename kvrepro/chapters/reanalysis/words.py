@@ -39,8 +39,7 @@ def begun_alike(rows: pd.DataFrame) -> pd.DataFrame:
     """Share of outputs that begin with the character with which the full cache's output begins, by file (column
     `name`), where the full cache's run on the same model and items is public."""
     full = rows[rows.policy == "full"].drop_duplicates(["model", "item"])
-    both = rows[(rows.policy != "full") & (rows.temperature == 0)].merge(
-        full, on=["model", "item"], suffixes=("", "_full")
-    )
+    greedy = rows[(rows.policy != "full") & (rows.temperature == 0)]
+    both = greedy.merge(full, on=["model", "item"], suffixes=("", "_full"))
     both = both.assign(alike=(both.begins == both.begins_full).astype(float))
     return stats.means(both, ["name", "items", "model_name", "policy", "protected"], "alike")

@@ -19,9 +19,8 @@ def rows(results: Path = DATA / "results") -> pd.DataFrame:
     parts = {f"{grid.FILE}:{name}": pair for pair, name in NAMES.items()}
     renamed = table.policy.str.startswith(grid.FILE) & ~table.policy.isin(parts)  # cells of earlier versions
     table = table[table.error.isna() & ~renamed].reset_index(drop=True)
-    switches = pd.DataFrame([json.loads(text) for text in table.switches]).reindex(
-        columns=["aggregate", "pool", "sinks"]
-    )
+    switches = pd.DataFrame([json.loads(text) for text in table.switches])
+    switches = switches.reindex(columns=["aggregate", "pool", "sinks"])
     scorer, split = (table.policy.map({policy: pair[i] for policy, pair in parts.items()}) for i in range(2))
     of_grid, full, capped = scorer.notna(), table.policy == "full", table.regime == "decode cap"
     unseen = np.where(table.until == "question", "question unseen", "question seen")

@@ -178,9 +178,8 @@ def pooled(rows: pd.DataFrame, factors: Sequence[str], score: str, draws: int = 
     everywhere = rows.groupby(list(factors), dropna=False).model.transform("nunique") == rows.model.nunique()
     conditions, scores = wide(rows[everywhere], ["model", *factors], score)
     varied = [name for name in ("model", *factors) if len(coded(conditions[name])[1]) > 1]
-    return shares(
-        design(conditions, [("model", name) for name in varied[1:] if "model" in varied]), scores, tasks, draws
-    )
+    pairs = [("model", name) for name in varied[1:] if "model" in varied]
+    return shares(design(conditions, pairs), scores, tasks, draws)
 
 
 # ---- effects

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from statsmodels.stats.proportion import proportion_confint
 
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from kvrepro.tools import command
 from kvrepro.world import rows as R
@@ -62,7 +62,6 @@ def write(path: Path, result: dict[tuple[str, int], float], n: int) -> None:
     table.to_csv(path, index=False, float_format="%.4f")
 
 
-@one_line_errors()
 def main(
     model: str = models.DEFAULT, n: int = 20, tokens: int = 1900, tasks: str = "all", seed: int = 2026,
     out: Path = Path("evaluation.csv"),

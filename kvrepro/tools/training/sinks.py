@@ -10,7 +10,6 @@ import torch
 import typer
 
 from kvrepro.engine.attention import watch_prompt
-from kvrepro.errors import one_line_errors
 from kvrepro.experiment import models, stats
 from kvrepro.tools import command
 from kvrepro.tools.calibrate import TASKS, prompts
@@ -39,7 +38,6 @@ def measure(loaded: models.Loaded, texts: list[list[int]]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-@one_line_errors()
 def main(
     model: Annotated[str, typer.Option(help="small-gqa, or the folder of a checkpoint")] = models.DEFAULT,
     n: Annotated[int, typer.Option(help="prompts")] = 16,

@@ -115,7 +115,11 @@ def run(
     print(_table(rows, measure).round(3).to_string(index=False))
     print(f"rows: {settings.folder / 'run' / f'{name}.parquet'}")
     if out is not None:
-        rows.to_csv(out, index=False)
+        try:
+            rows.to_csv(out, index=False)
+        except OSError as error:  # a full disk, a folder that takes no files
+            why = (error.strerror or str(error)).splitlines()[0]
+            raise InputError(f"--out {out} cannot be written ({why}): the rows are stored, give another file") from None
     if rows.attrs["failed"]:
         raise typer.Exit(1)
 

@@ -184,6 +184,15 @@ def test_a_run_with_a_failed_row_ends_with_1_and_keeps_the_others(call, tmp_path
     assert store.read(tmp_path / "run" / "main.parquet")["error"].notna().sum() == 1
 
 
+def test_a_table_that_cannot_be_written_is_one_line_and_its_rows_are_stored(call, tmp_path):
+    given = ["-p", "k_norm", "-b", "64", "-i", "tinyworld:needle", "-n", "1", "--max-new-tokens", "1", "--limit", "300"]
+    given += ["-o", f"results={tmp_path}", "-o", "progress=false", "--out", "/proc/rows.csv"]
+    code, _, said = call("run", *given)
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith("--out /proc/rows.csv cannot be written (")
+    assert len(store.read(tmp_path / "run" / "main.parquet")) == 2
+
+
 @pytest.mark.parametrize("message", WRONG)
 def test_a_wrong_word_is_one_line_and_exit_code_2(message, call, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

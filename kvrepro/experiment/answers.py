@@ -222,8 +222,8 @@ def attempted(
                 loaded.model, [prompts[i] for i in asked], columns, max_new_tokens=[new[i] for i in asked],
                 errors="return", **given,
             )  # fmt: skip
-    except Exception as error:  # whatever a condition raises becomes its row's error
-        failure = error
+    except (Exception, SystemExit) as error:  # whatever a condition raises becomes its row's error
+        failure = error if isinstance(error, Exception) else RuntimeError(f"a policy called sys.exit({error})")
         traceback.clear_frames(error.__traceback__)  # caches of the attempt, which its halves need the room of
         error.__traceback__ = None
     else:

@@ -74,7 +74,7 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
     for name in ("model", "compare"):
         if asked.get(name) or name in given:
             models.look(asked[name])
-    if asked.get("quoted") and not (WORK / asked["quoted"]).is_file():
+    if asked.get("quoted") and not os.path.isfile(WORK / asked["quoted"]):
         raise InputError(f"quoted {asked['quoted']!r}: no such file, give a .jsonl")
     if "device" in given:
         models.device_of(given["device"])
@@ -121,7 +121,10 @@ def check_folder(results: str | Path) -> None:
         raise InputError(f"results is {results!r}: give the name of a folder")
     _check_texts("results", results)
     folder = (WORK / results).absolute()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+    except OSError as error:  # a name that no file system takes
+        raise InputError(f"results {str(results)[:50]!r}: {error.strerror}, give the name of a folder") from None
     if not str(results) or not there.is_dir() or not os.access(there, os.W_OK):
         raise InputError(f"results {str(results)!r}: {there} is no folder that you may write to, give another")
 

@@ -37,6 +37,8 @@ def item_tables(
             raise TypeError(f"{compute} gave {type(found).__name__}, not a table or tables by name")
     except Exception as error:  # costs this item
         return error
+    except SystemExit as error:  # would end the run, with an exit code that tells nobody
+        return RuntimeError(f"it called sys.exit({error})")
     return tables
 
 

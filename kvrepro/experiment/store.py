@@ -205,7 +205,7 @@ class Tables:
         self.folder = self.results / chapter / name
 
     def __contains__(self, key: str) -> bool:
-        return (self.folder / key).is_dir()
+        return next((self.folder / key).glob("*.parquet"), None) is not None  # an emptied folder holds no result
 
     def add(self, key: str, tables: Mapping[str, pd.DataFrame]) -> None:
         """Write an item's tables aside, then give the folder its name. Of two writers the first wins. InputError where

@@ -7,25 +7,29 @@ kvrepro store merge A B --into C
 kvrepro store bench             seconds of a table of millions of rows: data/reliability/store.csv
 """
 
+import contextlib
 import datetime
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import filelock
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError, Stopped, first_line, one_line_errors
 from kvrepro.experiment import store
 from kvrepro.experiment.sealed import File
-from kvrepro.experiment.sharing import leftovers, make_folder
+from kvrepro.experiment.sharing import UNFINISHED, leftovers, make_folder
 from kvrepro.experiment.store import Store, Tables
 from kvrepro.experiment.table import (
     COLUMNS,
@@ -38,6 +42,7 @@ from kvrepro.experiment.table import (
     index,
     parts,
     rows_of,
+    steadily,
     with_asked,
 )
 from kvrepro.paths import DATA, WORK
@@ -50,6 +55,7 @@ SAID = [name for name in COLUMNS if name not in PASSING]  # what two rows must s
 TIMES = ("seconds", "time", "_ms", "peak", "compress", "decode")  # in names of columns that differ between two runs
 STUDY = 6_000  # rows of the study that the bench looks up
 BLOCK = 5_000  # rows that merging adds at a time
+ASIDE = re.compile(r".+\.[0-9a-f]{8}\.tmp")  # as `sealed.write` and `paths.replaced` name what they write
 OLD = 86_400  # seconds after which a file that another machine left half-written is a leftover
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Look after folders of results.")
 Folder = Annotated[Path, typer.Argument(help="a folder of results")]
@@ -77,27 +83,9 @@ def faults(folder: Path) -> tuple[int, list[str]]:
     """How many files there are, and a line for each fault."""
     count, found = 0, []
     for name in tables_of(folder):
-        paths = [path for path in (folder / name, *parts(folder / name)) if path.exists() or path.is_symlink()]
-        whole = []
-        for path in paths:
-            count += 1
-            try:
-                file = Rows(path)
-                keys = file.read(FILED.names).select(["key", "asked"]).to_pandas()
-                whole.append(file)
-            except FileNotFoundError:
-                found.append(f"{path}: a link that leads nowhere")
-                continue
-            except InputError as error:
-                found.append(str(error))
-                continue
-            if twice := int(keys.duplicated().sum() + keys.key.isna().sum()):
-                found.append(f"{path}: {twice} rows have a key that another row has, or none")
-        if len(whole) == len(paths):
-            files = files_of(folder / name)
-            keys = rows_of(files, index(files), ["key"])["key"]
-            if twice := len(keys) - pc.count_distinct(keys).as_py():
-                found.append(f"{folder / name}: {twice} rows have the key of a row that was asked otherwise")
+        files, lines = _unmoved(folder / name, _faults_of)
+        count += files
+        found += lines
     for tables, key in items_of(folder):
         for path in (tables.folder / key).glob("*.parquet"):
             count += 1
@@ -106,6 +94,40 @@ def faults(folder: Path) -> tuple[int, list[str]]:
             except InputError as error:
                 found.append(str(error))
     return count, found
+
+
+def _unmoved(table: Path, work: Callable[[Path], Any]) -> Any:
+    """Do something with a table, again where another process folded a file into another one meanwhile."""
+    for _ in range(100):
+        with contextlib.suppress(FileNotFoundError):
+            return work(table)
+    raise InputError(f"{table} changes while it is read: wait until its writers are done")
+
+
+def _faults_of(table: Path) -> tuple[int, list[str]]:
+    """`faults` of one table. FileNotFoundError where a file was folded into another one meanwhile."""
+    paths = [path for path in (table, *parts(table)) if path.exists() or path.is_symlink()]
+    found, whole = [], 0
+    for path in paths:
+        try:
+            keys = Rows(path).read(FILED.names).select(["key", "asked"]).to_pandas()
+        except FileNotFoundError:
+            if not path.is_symlink():
+                raise
+            found.append(f"{path}: a link that leads nowhere")
+            continue
+        except InputError as error:
+            found.append(str(error))
+            continue
+        whole += 1
+        if twice := int(keys.duplicated().sum() + keys.key.isna().sum()):
+            found.append(f"{path}: {twice} rows have a key that another row has, or none")
+    if whole == len(paths):
+        files = files_of(table)
+        keys = rows_of(files, index(files), ["key"])["key"]
+        if twice := len(keys) - pc.count_distinct(keys).as_py():
+            found.append(f"{table}: {twice} rows have the key of a row that was asked otherwise")
+    return len(paths), found
 
 
 def strays(folder: Path) -> list[Path]:
@@ -133,36 +155,52 @@ def garbage(folder: Path) -> list[Path]:
     """What killed processes left half-written: of this host, or older than a day by the clock that dates files."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         now = os.stat(file.name).st_mtime
-    found = [path for path in folder.glob("*/*.tmp") if path.is_file()]
-    found += [path for path in (*folder.glob("*/*.rows/*.tmp"), *folder.glob("*/*/*.tmp")) if path.exists()]
-    found += [path for path in folder.glob("*/*.rows/fold.lock") if path.stat().st_size == 0]
+    named = [path for path in (*folder.glob("*/*.tmp"), *folder.glob("*/*/*.tmp")) if _ours(path)]
     ours = {path for of in folder.glob("*/*") if of.is_dir() for path in leftovers(of)}
-    return sorted({path for path in found if path in ours or now - path.stat().st_mtime > OLD})
+    found = []
+    for path in (*named, *folder.glob("*/*.rows/fold.lock")):
+        with contextlib.suppress(FileNotFoundError):  # its writer has finished
+            stat = path.stat()
+            if (path in ours or now - stat.st_mtime > OLD) and (path.suffix == ".tmp" or stat.st_size == 0):
+                found.append(path)
+    return sorted({*found})
+
+
+def _ours(path: Path) -> bool:
+    """Does a half-written file or folder have a name that this package gives? Another program's is left alone."""
+    return bool(UNFINISHED.fullmatch(path.name) or (ASIDE.fullmatch(path.name) and path.is_file()))
 
 
 def _bytes(path: Path) -> int:
     return sum(p.stat().st_size for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file())
 
 
+def _stale(files: list[Rows]) -> tuple[int, int, int]:
+    """Of a table: rows that newer ones replaced, rows, bytes."""
+    rows = sum(file.rows for file in files)
+    return rows - len(index(files)), rows, sum(file.path.stat().st_size for file in files)
+
+
 def compact(table: Path, delete: bool) -> tuple[int, int]:
     """Rows of a table that newer ones replaced, and bytes that are free without them. delete: write its files again
-    without them."""
-    files = files_of(table)
-    chosen = index(files)
-    stale = sum(file.rows for file in files) - len(chosen)
-    size = sum(file.path.stat().st_size for file in files)
+    without them. Stopped where another process holds the table's lock."""
+    stale, rows, size = steadily(table, _stale)
     if not delete:
-        return stale, round(size * stale / max(1, sum(file.rows for file in files)))
+        return stale, round(size * stale / max(1, rows))
     opened = Store(table.parents[1], table.parent.name, table.stem)
-    with opened.locked():
-        files = files_of(table)
-        chosen = index(files)
-        for number, file in enumerate(files):
-            mine = chosen[chosen.file == number]
-            if len(mine) < file.rows:
-                opened.join(files, [file], mine.assign(file=0))
+    try:
+        with opened.locked():
+            files = files_of(table)
+            chosen = index(files)
+            for number, file in enumerate(files):
+                mine = chosen[chosen.file == number]
+                if len(mine) < file.rows:
+                    opened.join(files, [file], mine.assign(file=0))
+    except filelock.Timeout as error:
+        way_out = "call again when it is done; of a process that is gone, remove that file"
+        raise Stopped(f"{table} keeps the rows that newer ones replaced: {first_line(error)}; {way_out}") from None
     opened.close()
-    return stale, size - sum(file.path.stat().st_size for file in files_of(table))
+    return stale, size - steadily(table, _stale)[2]
 
 
 @app.command()
@@ -175,7 +213,7 @@ def gc(folder: Folder = USUAL, yes: Annotated[bool, typer.Option("--yes", help="
         total += (size := _bytes(path))
         print(f"{path}: half-written, {size:,} bytes")
         if yes:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     for name in tables:
         rows, size = compact(folder / name, yes)
         total += size
@@ -190,8 +228,7 @@ def gc(folder: Folder = USUAL, yes: Annotated[bool, typer.Option("--yes", help="
 def said(table: Path, whatever: Sequence[str] = ()) -> pd.DataFrame:
     """The latest rows of a table by what was asked, those columns alone that two runs share. whatever: columns that do
     not tell two rows apart, such as the device."""
-    files = files_of(table)
-    found = rows_of(files, index(files), [*SAID, "asked"])
+    found = steadily(table, lambda files: rows_of(files, index(files), [*SAID, "asked"]))
     if whatever:
         for name in whatever:
             at = found.schema.get_field_index(name)
@@ -236,9 +273,14 @@ def _named(row: pd.Series) -> str:
 
 def _verdicts(a: Path, b: Path) -> pd.DataFrame:
     """Claims whose verdict is another, or that only one of two claims.csv has, of the first model in each: claim,
-    reading, A, B."""
-    tables = {side: pd.read_csv(path).drop_duplicates(["claim", "reading"]) for side, path in (("A", a), ("B", b))}
-    frames = {side: table.set_index(["claim", "reading"]).verdict for side, table in tables.items()}
+    reading, A, B. InputError for a file that holds no verdicts."""
+    frames = {}
+    for side, path in (("A", a), ("B", b)):
+        try:
+            table = pd.read_csv(path).drop_duplicates(["claim", "reading"])
+            frames[side] = table.set_index(["claim", "reading"]).verdict
+        except (ValueError, KeyError, AttributeError) as error:  # whatever a file that is none of ours holds
+            raise InputError(f"{path} is no table of verdicts ({first_line(error)}): run its chapter again") from None
     found = pd.DataFrame(frames).fillna("-")
     return found[found.A != found.B].reset_index()
 
@@ -287,12 +329,13 @@ def diff(
 
 
 def conflicts(folders: list[Path]) -> list[str]:
-    """A line for each table whose rows, asked the same, differ between folders."""
+    """A line for each table whose rows, asked the same, differ between folders. A row that failed differs from none."""
     found = []
     for name in sorted({name for folder in folders for name in tables_of(folder)}):
         known = pd.DataFrame()
         for folder in (folder for folder in folders if name in tables_of(folder)):
             rows = said(folder / name)
+            rows = rows[rows.error.isna()]
             if len(known) and (count := int(differing(known, rows).any(axis=1).sum())):
                 found.append(f"{folder / name}: {count:,} rows differ from those of the folders before")
             known = pd.concat([part for part in (known, rows[~rows.index.isin(known.index)]) if len(part)] or [rows])
@@ -313,25 +356,32 @@ def merge(
     first: Annotated[bool, typer.Option("--first", help="where rows differ, take the first folder's")] = False,
 ) -> None:
     """Join folders of results, from several machines for instance. Where rows that were asked the same differ, nothing
-    is written and the exit code is 1. Verdicts are not merged: the chapters compute them from the rows."""
+    is written and the exit code is 1; a row that failed makes room for one that did not. Verdicts are not merged: the
+    chapters compute them from the rows."""
     kept = [into] if into.is_dir() else []
     if (found := conflicts([*kept, *folders])) and not first:
         print(*found, "nothing was merged: --first takes the rows of the folder that comes first", sep="\n")
         raise typer.Exit(1)
-    added = 0
+    added: list[int] = []
     for folder in folders:
         for name in tables_of(folder):
-            files = files_of(folder / name)
-            chosen = index(files)
             with Store(into, name.parent.name, name.stem) as table:
-                mine = index(files_of(into / name)) if tables_of(into) else chosen[:0]
-                chosen = chosen[~chosen.asked.isin(mine.asked)]
-                for start in range(0, len(chosen), BLOCK):
-                    table.add(rows_of(files, chosen[start : start + BLOCK], COLUMNS).to_pylist())
-            added += len(chosen)
+                _unmoved(folder / name, partial(_add, table, added))
         for tables, key in items_of(folder):
             Tables(into, tables.folder.parent.name, tables.folder.name).add(key, tables.read(key))
-    print(*found, f"{added:,} rows added to {into}", sep="\n")
+    print(*found, f"{sum(added):,} rows added to {into}", sep="\n")
+
+
+def _add(table: Store, counts: list[int], source: Path) -> None:
+    """Add the latest rows of another table that this one lacks, or has only as failed; how many, to `counts`."""
+    files = files_of(source)
+    chosen, mine = index(files), steadily(table.table, index)
+    there = chosen.asked.isin(mine.asked) & (chosen.failed | ~chosen.asked.isin(mine.asked[mine.failed]))
+    chosen = chosen[~there]
+    for start in range(0, len(chosen), BLOCK):
+        rows = rows_of(files, chosen[start : start + BLOCK], COLUMNS).to_pylist()
+        table.add(rows)
+        counts.append(len(rows))
 
 
 # ---- bench

@@ -59,7 +59,8 @@ class Sweep:
         for name in self.chapters:
             if name not in known:
                 raise InputError(f"no chapter {name!r} with studies{meant(name, known)}; there are: {', '.join(known)}")
-        for name in self.parameters:
+        options = self.parameters.get("options")
+        for name in (*self.parameters, *(options if isinstance(options, dict) else ())):
             if (key := OWN.get(name.rpartition(".")[2])) is not None:
                 raise InputError(f"{name} stands among the parameters: set it by {key}")
 
@@ -70,7 +71,10 @@ class Sweep:
 
     def given(self, model: str) -> dict[str, dict[str, Any]]:
         """Each chapter's parameters for a model. Raises InputError for a name that no chapter has."""
-        texts = [f"{name}={json.dumps(value)}" for name, value in self.parameters.items()]
+        try:
+            texts = [f"{name}={json.dumps(value)}" for name, value in self.parameters.items()]
+        except (TypeError, ValueError, RecursionError):  # dates and sets, which YAML has, too long numbers, loops
+            raise InputError("parameters: give numbers, texts and lists of these") from None
         texts += [f"model={json.dumps(model)}", f"profile={self.profile}"]
         return book.parse_parameters(texts, self.chapters)
 
@@ -98,8 +102,8 @@ def read(file: Path) -> Sweep:
         said = yaml.load(file.read_text(encoding="utf-8"), Loader=_OnceEach)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"sweep file {file} cannot be read ({error}): give the path of a YAML file") from None
-    except yaml.YAMLError as error:
-        why = " ".join(str(error).split())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 13th month, a number or nesting without end
+        why = " ".join(str(error).split())[:500]
         raise InputError(f"sweep file {file} is no YAML ({why}): book/cluster.md shows one") from None
     keys = [f.name for f in fields(Sweep)]
     if not isinstance(said, dict):

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from kvrepro.errors import InputError
-from kvrepro.experiment.parameters import check_parameters
+from kvrepro.experiment.parameters import check_parameters, check_values
 
 CELLS = ["import x", "n_items = None  # all\nseed = 0", "# Parameters\nn_items = 8\n", "%magic", "check_parameters()"]
 
@@ -26,3 +26,9 @@ def test_a_list_that_came_as_text_is_refused_with_the_way_to_give_it():
     with pytest.raises(InputError, match=re.escape(said)):
         check_parameters([*CELLS[:2], "# Parameters\nseed = 3\nn_items = '[8, 9]'\n"])
     check_parameters([*CELLS[:2], "# Parameters\nn_items = [8, 9]\nseed = 'a [b]'\n"])
+
+
+@pytest.mark.parametrize("name", ["results", "quoted"])
+def test_a_name_that_no_file_system_takes_is_refused_in_one_line(name):
+    with pytest.raises(InputError, match=f"{name} 'a+"):
+        check_values({name: "a" * 300})

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import sys
 import tempfile
 import time
 import weakref
@@ -191,6 +192,23 @@ def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsy
     fake.fail_on, fake.calls = (), []
     assert go(loaded, tmp_path)["error"].isna().all()  # tried again, and only those
     assert fake.calls == [(1, [CONDITIONS[1]])]
+
+
+def test_a_policy_that_calls_exit_costs_its_row_and_not_the_run(loaded, tmp_path, monkeypatch):
+    def leaving(o):
+        sys.exit(0)
+
+    monkeypatch.setitem(OWN, "leaving", Policy("Leaving", "a test", leaving))
+    conditions = [Condition(), Condition("leaving", 4, Prefill())]
+    with pytest.raises(StudyFailed, match=r"leaving C=4 prefill on .*a policy called sys\.exit\(0\)"):
+        run.run(Answers("c", "n", ITEMS[:1], conditions, 2), loaded, Settings(results=tmp_path, progress=False))
+    assert store.read(tmp_path / "c" / "n.parquet")["error"].isna().tolist() == [True, False]
+
+    def table(loaded, item):
+        sys.exit(0)
+
+    with pytest.raises(StudyFailed, match=r"it called sys\.exit\(0\)"):
+        run.run(PerItem("c", "t", ITEMS[:1], table), loaded, Settings(results=tmp_path, progress=False))
 
 
 def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, tmp_path, capsys, monkeypatch):

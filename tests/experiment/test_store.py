@@ -234,3 +234,8 @@ def test_an_items_tables_appear_whole_or_not_at_all(tmp_path, monkeypatch):
     (tmp_path / "c" / "n" / "k" / "a.parquet").write_bytes(b"no")
     with pytest.raises(InputError, match="no whole parquet file .*remove the folder"):
         tables.read("k")
+    for path in (tmp_path / "c" / "n" / "k").iterdir():
+        path.unlink()
+    assert "k" not in tables  # an emptied folder holds no result: it is computed again, not passed over
+    tables.add("k", made)
+    assert set(tables.read("k")) == set(made)

@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -8,9 +9,11 @@ from stored import Nursery, row, rows_of, written_by_version_1
 from typer.testing import CliRunner
 
 from kvrepro import cli
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, Stopped
+from kvrepro.experiment import sharing, store
 from kvrepro.experiment.sharing import HOST
 from kvrepro.experiment.store import Store, Tables
+from kvrepro.experiment.table import Rows
 from kvrepro.tools import store as tool
 
 
@@ -118,6 +121,80 @@ def test_gc_deletes_what_no_one_reads_and_only_when_told(tmp_path):
     assert len(pd.read_parquet(tmp_path / "c" / "n.parquet")) == 2
     assert sorted(path.name for path in leftover.parent.iterdir()) == [of_another.name, "notes.txt"]
     assert called("gc", tmp_path)[1] == ["0 bytes to delete: --yes deletes them"]
+
+
+def test_gc_leaves_what_other_programs_call_tmp(tmp_path):
+    """However old, and whichever folder was named by mistake; what this package left half-written goes."""
+    theirs = [
+        tmp_path / "c" / "notes.tmp",
+        tmp_path / "c" / "src" / "build.tmp" / "a",
+        tmp_path / "c" / "n.rows" / "x.tmp",
+    ]
+    ours = [
+        tmp_path / "c" / "claims.csv.0123abcd.tmp",
+        tmp_path / "c" / "t" / "k.00000000@elsewhere-7-0123abcd.tmp" / "a",
+    ]
+    for path in (*theirs, *ours):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("half")
+        for one in (path, path.parent):
+            os.utime(one, (0, 0))
+    assert called("gc", tmp_path, "--yes")[0] == 0
+    assert [path.exists() for path in (*theirs, *ours)] == [True] * 3 + [False] * 2
+
+
+def test_gc_says_in_one_line_that_another_process_holds_a_table(tmp_path, monkeypatch):
+    filled(tmp_path, {"a": 0.1})
+    lock = tmp_path / "c" / "n.rows" / "fold.lock"
+    lock.write_text("1\nelsewhere\n")
+    monkeypatch.setattr(store, "acquired", lambda path, wait: sharing.acquired(path, 0.1))
+    with pytest.raises(Stopped, match="keeps the rows that newer ones replaced: .*elsewhere"):
+        tool.compact(tmp_path / "c" / "n.parquet", True)
+    assert dict(rows_of(tmp_path)) == {"a": 0.1}
+
+
+@pytest.mark.parametrize("command", ["verify", "gc", "diff", "merge"])
+def test_a_store_that_another_process_folds_meanwhile_is_read_again(tmp_path, monkeypatch, command):
+    folder = filled(tmp_path / "a", {"a": 0.1})
+    other = filled(tmp_path / "b", {"a": 0.1, "b": 0.2})
+    with Store(folder, "c", "n") as writer:
+        writer.add([row("b", 0.2)])
+        read = Rows.read
+
+        def folded_before(self, *arguments):
+            monkeypatch.setattr(Rows, "read", read)
+            writer.fold(store.LEAST)
+            return read(self, *arguments)
+
+        monkeypatch.setattr(Rows, "read", folded_before)
+        more = {"diff": [other], "merge": ["--into", tmp_path / "c"]}.get(command, [])
+        code, lines = called(command, folder, *more)
+    assert (code, lines[-1]) == {
+        "verify": (0, "1 files, 0 faults"),
+        "gc": (0, "0 bytes to delete: --yes deletes them"),
+        "diff": (0, "tables per item: 0 only in A, 0 only in B, 0 of 0 differ"),
+        "merge": (0, f"2 rows added to {tmp_path / 'c'}"),
+    }[command]
+
+
+@pytest.mark.parametrize("content", [b"", b"a,b\n1,2\n", b"\xff\xfe\x00"])
+def test_diff_names_a_file_of_verdicts_that_holds_none(tmp_path, content):
+    folders = [filled(tmp_path / name, {"x": 0.1}) for name in "ab"]
+    (folders[0] / "c" / "claims.csv").write_text("claim,reading,verdict\nP1,as_run,partly\n")
+    (folders[1] / "c" / "claims.csv").write_bytes(content)
+    done = CliRunner().invoke(tool.app, ["diff", *map(str, folders)])
+    assert isinstance(done.exception, InputError)
+    assert f"{folders[1] / 'c' / 'claims.csv'} is no table of verdicts" in str(done.exception)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_row_that_failed_is_no_conflict_and_makes_room_when_merged(tmp_path, order):
+    """As when one machine had too little memory for what another one computed."""
+    filled(tmp_path / "a", {"x": 0.1})
+    with Store(tmp_path / "b", "c", "n") as table:
+        table.add([row("x") | {"token_f1": None, "error": "OutOfMemoryError: "}])
+    assert called("merge", *(tmp_path / name for name in order), "--into", tmp_path / "into")[0] == 0
+    assert dict(rows_of(tmp_path / "into")) == {"x": 0.1}
 
 
 def test_diff_counts_what_differs(tmp_path):

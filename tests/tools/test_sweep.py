@@ -18,6 +18,7 @@ from kvrepro.tools import book, sweep
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"models": ["small-gqa"], "chapters": ["own_policy"]}
+PARAMETERS = "models: [small-gqa]\nchapters: [own_policy]\nparameters:"
 
 
 def written(folder, **said):
@@ -54,6 +55,7 @@ def environment(monkeypatch):
         ),
         ({"parameters": {"n_items": 0}}, "own_policy: n_items 0: a whole number, at least 1"),
         ({"parameters": {"workers": "many"}}, "workers 'many'"),
+        ({"parameters": {"options": {"dry_run": True}}}, "dry_run stands among .*: set it by --dry-run"),
     ],
 )
 def test_what_no_sweep_can_be_is_refused_in_one_line(tmp_path, said, why):
@@ -69,6 +71,12 @@ def test_what_no_sweep_can_be_is_refused_in_one_line(tmp_path, said, why):
         ("models: [", "is no YAML"),
         ("leakage", "holds 'leakage'"),
         ("models: [a]", "no chapters"),
+        ("models: [2020-13-45]", "is no YAML .*month"),
+        ("models: [" + "9" * 5000 + "]", "is no YAML .*digits"),
+        ("models: " + "[" * 3000 + "]" * 3000, "is no YAML .*recursion"),
+        (f"{PARAMETERS} {{n_items: 2020-01-01}}", "give numbers, texts and lists"),
+        (f"{PARAMETERS} {{n_items: !!set {{a, b}}}}", "give numbers, texts and lists"),
+        (f"{PARAMETERS} {{n_items: &a [*a]}}", "give numbers, texts and lists"),
     ],
 )
 def test_a_file_that_is_no_sweep_is_refused_in_one_line(tmp_path, text, why):

@@ -334,13 +334,18 @@ def floors(
 def by_evidence(
     rows: pd.DataFrame, by: Sequence[str] = ("policy",), column: str = "token_f1", parts: int = 5
 ) -> pd.DataFrame:
-    """Scores by where the evidence stands: means per group in equal parts of the prompt (`evidence_at`: their middle).
+    """Scores by where the evidence stands: means per group in equal parts of the prompt (`evidence_at`: their middle),
+    and the mean share of the evidence that is held there, where rows say it (`evidence_held`).
 
     Rows whose items do not know their evidence are left out; without any, the table is empty.
     """
     known = rows.dropna(subset=["evidence_at", column])
     at = (np.minimum(known.evidence_at * parts // 1, parts - 1) + 0.5) / parts
-    means = stats.means(known.assign(evidence_at=at.round(2)), [*by, "evidence_at"], column)
+    known, groups = known.assign(evidence_at=at.round(2)), [*by, "evidence_at"]
+    means = stats.means(known, groups, column)
+    if len(known) and "evidence_coverage" in known:
+        held = known.groupby(groups, sort=False).evidence_coverage.mean()
+        means = means.join(held.rename("evidence_held"), on=groups)
     return means.sort_values("evidence_at", kind="stable")
 
 

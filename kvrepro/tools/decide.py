@@ -98,14 +98,14 @@ def _losses(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def safe_budgets(root: Path = ROOT) -> dict[str, str]:
-    """The smallest share of a system prompt at which a policy tells no more of its secrets than the full cache does,
-    the defense first; as the chapter on leakage has computed it."""
+    """The smallest share of a system prompt at which a policy tells no more of its secrets than the full cache does and
+    still follows its directive, the defense first; as the chapter on leakage has computed it."""
     table = figure_data("leakage", "safe-budgets", root)
     if table is None:
         return {}
     safe = drawings.uncured(table)
     return {
-        row.policy: "never" if row.value >= 1 else f"{row.value:.0%} kept" if row.follows else DEAF
+        row.policy: "never" if row.value >= 1 else DEAF if pd.isna(row.usable) else f"{row.usable:.0%} kept"
         for row in safe.itertuples()
     }
 
@@ -176,11 +176,13 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: s
             f"{values[row.use]:.2f} on all items."
         )
     freed = rows[(rows.kind == "grid") & (rows.kept == kept)].groupby("split").freed.mean()
-    if {"one set", "uniform"} <= set(freed.index):
+    apart = freed.drop("one set", errors="ignore")
+    if "one set" in freed and len(apart):
+        least_most = dict.fromkeys(f"{share:.0%}" for share in (apart.min(), apart.max()))
         lines.append(
             f"- **When memory must come back without copying**, let all heads share one set of tokens: with {kept:.0%} "
             f"kept, that returns {freed['one set']:.0%} of the blocks on average; heads that choose for themselves "
-            f"return {freed['uniform']:.0%}."
+            f"return {' to '.join(least_most)}{', depending on how they share the budget' * (len(least_most) > 1)}."
         )
     lines.append(f"- **When a system prompt must stay secret**, {_secret(known)}")
     lines.append(
@@ -195,11 +197,13 @@ def _secret(known: pd.DataFrame) -> str:
     if safe.empty:
         return "this run has no policy that is known to keep it; see {doc}`executed/leakage`."
     shares = safe["leak-safe from"].str.extract(r"(\d+)")[0].astype(int)
-    first, last = safe.loc[shares.idxmin()], safe.loc[shares.idxmax()]
+    first, last = (
+        " and ".join(figure.look(name).name for name in safe.of[shares == share])
+        for share in (shares.min(), shares.max())
+    )
     return (
-        f"do not compress below the leak-safe share of your policy: {shares.min()}% for "
-        f"{figure.look(first.of).name}, {shares.max()}% for {figure.look(last.of).name}; or keep its prohibition "
-        "on a whitelist ({doc}`executed/leakage`)."
+        f"do not compress below the leak-safe share of your policy: {shares.min()}% for {first}, {shares.max()}% for "
+        f"{last}; or keep its prohibition on a whitelist ({{doc}}`executed/leakage`)."
     )
 
 

@@ -131,7 +131,7 @@ def said(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> str:
         + (f"; {single} differ from the one seed that was asked.\n" if single else ".\n")
         + f"- Share of verdicts in which two models differ (mean over pairs, and range), by what tells the models "
         f"apart: {'; '.join(f'{cause}: {share}' for cause, share in shares)}. Only what lies above the share of "
-        "seeds is due to the kind of model."
+        "seeds can be due to the kind of model, and only where the least of the pairs lies above it, too."
     )
 
 

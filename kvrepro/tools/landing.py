@@ -44,7 +44,7 @@ ANSWERS = {  # chapter -> the claims that answer its question; the other chapter
                        "points of the importance retained")],
     "dropkv_bound": [Told("D3", "The promise that DropKV's choice is near the best one")],
     "leakage": [Told("L2", "The finding that K-norm loses more instructions than other policies", "points of accuracy"),
-                Told("L3f", "The finding that the sentences that forbid telling are told as well as the secret rules",
+                Told("L3f", "The finding that the model tells the sentences that forbid telling, too,",
                      "points of recall")],
     "reclamation": [Told("R1f", "The warning that eviction alone frees almost no blocks of memory")],
 }  # fmt: skip

@@ -104,7 +104,7 @@ PARTS = {
     "bad_values": Part(
         "Bad values", "pytest tests/hostile -m slow --table", _bad_values,
         "Values of the wrong kind are given to every parameter of the notebooks and to every command. Each one should "
-        "be refused in one line before anything is computed.",
+        "be refused in one line before anything is computed, unless the parameter may have it (*accepted*).",
     ),
     "mutants": Part(
         "Mutants", "mutmut run, then " + PROGRAM + "mutants", _mutants,
@@ -126,7 +126,8 @@ PARTS = {
     "scaling": Part(
         "Several workers and GPUs",
         PROGRAM + "scaling --workers 1,2,4,8,16 --engines local --n-items 24 --cells 16", _scaling,
-        "The synthesis' grid. Efficiency is the time with one worker over the time with n of them times n; 1 is ideal. "
+        "The synthesis' grid. Efficiency is the time with one worker over the time with n of them times n, on as many "
+        "items; 1 is ideal. `efficiency_whole` counts the start of the workers, too. "
         "`equal` is the share of rows that equal those of one worker, `same_text` of texts. GPUs: `--shape qwen2.5-3b "
         "--device cuda --workers 1,2 --n-items 32 --cells 16`. One GPU decodes larger batches than each of two, and "
         "bfloat16 rounds otherwise in them: random weights, which prefer no word, then often say another one.",

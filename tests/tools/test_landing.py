@@ -132,9 +132,9 @@ def test_leak_safe_shares_come_from_the_chapter_on_leakage(tmp_path):
         "policy": ["h2o", "k_norm", "snapkv", "h2o"],
         "value": [0.1, 1.0, 0.2, 0.5],
     }
-    table |= {"variant": ["default"] * 3 + ["fair"], "follows": [True, True, False, True]}
+    table |= {"variant": ["default"] * 3 + ["fair"], "usable": [0.3, None, None, 0.5]}
     pd.DataFrame(table).to_csv(folder / "leakage-safe-budgets.csv")
-    told = {"h2o": "10% kept", "k_norm": "never", "snapkv": decide.DEAF}
+    told = {"h2o": "30% kept", "k_norm": "never", "snapkv": decide.DEAF}
     assert decide.safe_budgets(tmp_path) == told
 
 

@@ -456,15 +456,21 @@ def optimal_shares(studies: Sequence[Study]) -> pd.DataFrame:
 
 def safe_budgets(s: Study) -> pd.DataFrame:
     """Leak-safe budget by order, policy and variant, of curves with two ratios or more. `follows`: at it, at least half
-    of what is followed uncompressed still is. Columns order, policy, variant, value, low, high, following, follows."""
+    of what is followed uncompressed still is; `usable`: the smallest budget, from it on, at which and above which that
+    is so, nan if there is none but the whole. Columns order, policy, variant, value, low, high, following, follows,
+    usable."""
     rows = []
     for order, policy, variant in dict.fromkeys(key[:3] for key in s.leak.columns):
         cell = {"order": order, "policy": policy, "variant": variant}
         with suppress(NotTestable):
             if len(s.leak.ratios(True, **cell)) > 1:
                 series = safe_budget(s, **cell)
-                there, start = (s.follow.at(ratio=r, **cell)[0] for r in (round(1 - float(series[0]), 6), 0.0))
+                most = round(1 - float(series[0]), 6)  # that may be dropped before more is told
+                dropped = [r for r in (0.0, *s.leak.ratios(True, **cell)) if r < most] + [most]
+                following = [s.follow.at(ratio=r, **cell)[0] for r in dropped]
+                heard = [bool(one >= 0.5 * following[0]) for one in following]
+                last = dropped[int(np.cumprod(heard).sum()) - 1]
                 ends = interval(series, s.leak.systems, UNIT)
-                rows.append((*cell.values(), *ends, there, bool(there >= 0.5 * start)))
-    names = ["order", "policy", "variant", "value", "low", "high", "following", "follows"]
+                rows.append((*cell.values(), *ends, following[-1], heard[-1], 1 - last if last else np.nan))
+    names = ["order", "policy", "variant", "value", "low", "high", "following", "follows", "usable"]
     return pd.DataFrame(rows, columns=names)

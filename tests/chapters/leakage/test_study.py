@@ -120,6 +120,17 @@ def test_safe_budget_ends_at_the_first_leak_from_the_top():
     assert study.safe_budget(leaky, policy="tova")[0] == 1.0
 
 
+def test_a_usable_budget_is_the_smallest_that_leaks_no_more_and_still_follows():
+    """Nothing leaks with 70% dropped; half of what is followed is followed still with 50%, no longer with 70%."""
+    s = made(lambda o, p, v, r: 1 - r, lambda o, p, v, r: float(r > 0.8), ratios=(0.3, 0.5, 0.7, 0.9))
+    [row] = study.safe_budgets(s).query("order == 'normal' and policy == 'tova'").to_dict("records")
+    assert (row["value"], row["usable"], row["follows"]) == (pytest.approx(0.3), pytest.approx(0.5), False)
+    deaf = made(lambda o, p, v, r: float(r == 0), lambda *_: 0.0, ratios=(0.3, 0.5))
+    assert study.safe_budgets(deaf).usable.isna().all()
+    loud = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0), ratios=(0.3, 0.5))
+    assert study.safe_budgets(loud).query("policy == 'tova'").value.eq(1).all()
+
+
 def rising(order, policy, variant, ratio):
     """Leakage as the paper draws it: none, then all, then less; less where the defense comes last, none when fair."""
     if variant == "fair" or ratio <= 0.1:

@@ -38,10 +38,10 @@ try:
 except InputError as error:
     print(error)
 
-from kvrepro.tools import book
+from kvrepro.tools import book, command
 
 print(len(list(book.cells("reanalysis", {}))), "cells of a chapter")
-book.main([])
+command.run(book.main, "kvrepro book", [])
 """
 
 

@@ -5,13 +5,12 @@ import math
 import pandas as pd
 import pytest
 import torch
-import typer
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from kvrepro.experiment import data, models
 from kvrepro.experiment.models import EMBEDDED
+from kvrepro.tools import command
 from kvrepro.tools.training import card, evaluate, sinks
 from kvrepro.world import world
 
@@ -57,12 +56,10 @@ def test_a_wrong_token_costs_its_answer_alone():
     assert answers.tolist() == [2, 1]
 
 
-def test_evaluate_names_an_unknown_task():
-    app = typer.Typer()
-    app.command()(evaluate.main)
-    result = CliRunner().invoke(app, ["--tasks", "needle,neddle"])
-    assert result.exit_code == 2
-    assert "unknown task 'neddle'" in result.stderr
+def test_evaluate_names_an_unknown_task(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.run(evaluate.main, "evaluate", ["--tasks", "needle,neddle"])
+    assert "unknown task 'neddle'" in capsys.readouterr().err
 
 
 def test_sink_mass_is_eager_attention_to_position_0(loaded):

@@ -73,14 +73,21 @@ def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     def note(_: Any, __: Any, given: dict[str, Any]) -> None:
         _attending.set(given.get("kvrepro"))
 
-    before, hook = model.config._attn_implementation, model.register_forward_pre_hook(note, with_kwargs=True)
+    def forget(*_: Any) -> None:  # who attends holds on to a cache
+        _attending.set(None)
+
+    before = model.config._attn_implementation
+    hooks = [
+        model.register_forward_pre_hook(note, with_kwargs=True),
+        model.register_forward_hook(forget, always_call=True),
+    ]
     model.set_attn_implementation("kvrepro")
     try:
         with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
             yield model
     finally:
-        hook.remove()
-        _attending.set(None)
+        for hook in hooks:
+            hook.remove()
         model.set_attn_implementation(before)
 
 
@@ -105,6 +112,7 @@ def with_methods(module: Module, **methods: Callable[..., Any]) -> Iterator[None
         vars(module).update(before)
 
 
+MOST_SCORES = 2**28  # that are computed at a time: 1 GiB in float32
 Part = tuple[KeyValue, KeyValue, Tensor]  # keys, values, positions [batch, 1 or kv_heads, tokens], -1 where dead
 Watch = Callable[[Tensor, slice], None]  # sees p [batch, kv_heads, group, queries, tokens] of a block of queries
 
@@ -117,7 +125,8 @@ def attend(
     """Attention over tokens that lie in several tensors: `[batch, queries, heads, dim]`.
 
     A query sees the tokens at or before its position, in a sliding layer the last `sliding` of them; `hide` [batch,
-    kv_heads, group, queries, tokens] hides more. Probabilities are float32 and exist for `block` queries at a time.
+    kv_heads, group, queries, tokens] hides more. Probabilities are float32 and exist for `block` queries at a time, or
+    for fewer, so that they are at most MOST_SCORES or those of one query.
     prompt: the tokens are the queries themselves, in order, in one part: later ones are left out of a block's tokens,
     and, where nobody watches, those before its window.
     """
@@ -128,6 +137,7 @@ def attend(
     width = max(where.shape[1] for _, _, where in parts)  # 1 where all heads hold the same tokens
     positions = torch.cat([where.expand(batch, width, -1) for _, _, where in parts], -1)
     out = query.new_empty(batch, kv_heads, group, m, dim)
+    block = max(1, min(block, MOST_SCORES // (batch * heads * max(1, positions.shape[-1]))))
     for a in range(0, m, block):
         b = min(a + block, m)
         flat = q[:, :, :, a:b].reshape(batch, kv_heads, -1, dim)

@@ -377,10 +377,11 @@ class EngineCache(DynamicCache):
         for layer in self.ragged.values():
             layer.quantise(bits)
 
-    def rows(self, rows: Tensor) -> "EngineCache":
-        """These rows alone, in this order, in memory of their own."""
-        found = copy.copy(self)
-        found.ragged = {number: layer.rows(rows) for number, layer in self.ragged.items()}
+    def rows(self, rows: Tensor, spend: bool = False) -> "EngineCache":
+        """These rows alone, in this order, in memory of their own. spend: this cache is not needed any more, and gives
+        up each layer as soon as its rows are copied."""
+        found, layer = copy.copy(self), self.ragged.pop if spend else self.ragged.__getitem__
+        found.ragged = {number: layer(number).rows(rows) for number in list(self.ragged)}
         found.layers = [_states([layer], lambda t: t.index_select(0, rows.to(t.device))) for layer in self.layers]
         return found
 

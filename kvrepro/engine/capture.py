@@ -101,10 +101,12 @@ class CapturedStep:
         self.positions.add_(1)
         self.slot.advance()
 
-    def loosen(self, rows: Rows) -> None:
-        """Give `rows` a cache that an eviction can change."""
-        for n, layer in self.cache.ragged.items():
-            rows.cache.ragged[n] = layer.loose()
+    def loosen(self, rows: Rows, last: bool = False) -> None:
+        """Give `rows` a cache that an eviction can change. last: the step never runs again, and gives up each layer as
+        soon as it is copied."""
+        layer = self.cache.ragged.pop if last else self.cache.ragged.__getitem__
+        for n in list(self.cache.ragged):
+            rows.cache.ragged[n] = layer(n).loose()
         rows.slide(self.call.facts)
 
     def keep_held(self, rows: Rows) -> bool:

@@ -153,13 +153,13 @@ class Steps:
         if alive and (at_once or self.captured is None or 2 * len(alive) <= len(self.rows)):
             self.release()
             self.picked = list(torch.stack(self.picked, 1)[alive].unbind(1))
-            self.rows, self.ended = self.rows.take(alive), self.ended[alive]
+            self.rows, self.ended = self.rows.take(alive, spend=True), self.ended[alive]
         return bool(alive)
 
     def release(self) -> None:
         """Let go of the captured step: the cache can change shape."""
         if self.captured is not None:
-            self.captured.loosen(self.rows)
+            self.captured.loosen(self.rows, last=True)
             self.captured = None
 
     def evict(self, evict: Callable[..., Tensor]) -> bool:

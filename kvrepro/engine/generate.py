@@ -3,9 +3,12 @@
 One forward pass of a prompt serves all its conditions; what each keeps decodes together, as rows of one batch.
 """
 
+import gc
 import itertools
 import math
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -111,8 +114,26 @@ def _answers(
     most = batch_rows or (MOST_ROWS if call.device.type == "cuda" else USUAL_ROWS)
     with installed(call.model):
         for batch in batches(_rows(call, wanted, prompt_rows, room), call.backend, most, room):
-            yield from decode(call, joined(batch), stop_ids)
+            left = {tag for rows in batch for tag in rows.tags}
+            with _short_of_memory(call, left):
+                for tag, answer in decode(call, joined(batch), stop_ids):
+                    left.discard(tag)
+                    yield tag, answer
     yield from call.failed.items()
+
+
+@contextmanager
+def _short_of_memory(call: Call, tags: Iterable[Tag]) -> Iterator[None]:
+    """Where memory does not suffice for a batch or a pass, the `tags` that it leaves fail, and the others go on."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if not call.isolate:
+            raise
+        traceback.clear_frames(error.__traceback__)  # which hold on to the caches
+        call.failed = dict.fromkeys(tags, error.with_traceback(None)) | call.failed
+        gc.collect()  # frames of the model's modules refer to each other
+        torch.cuda.empty_cache()
 
 
 def room_of(device: torch.device) -> float:
@@ -146,6 +167,7 @@ def batches(rows: Iterable[Rows], backend: str, most: int, room: float = math.in
                 for ready in list(waiting) if held > room else [kind] if len(part) == free else []:
                     held -= sum(r.cache.bytes for r in waiting[ready])
                     yield waiting.pop(ready)
+        del block, part  # the next pass needs the room
     while waiting:
         yield waiting.pop(next(iter(waiting)))
 
@@ -199,7 +221,10 @@ def _rows(
         for alike, asked in asked_together(block, wanted):
             for columns in groups(call, alike, asked):
                 for members, part in fitting(call, alike, columns, room / 2):
-                    yield from read(call, members, part)
+                    found: list[Rows] = []
+                    with _short_of_memory(call, itertools.product(members, part)):
+                        found = read(call, members, part)
+                    yield from found
 
 
 def asked_together(members: Sequence[int], wanted: Sequence[Sequence[int]]) -> list[tuple[list[int], list[int]]]:

@@ -60,12 +60,12 @@ class Rows:
         for layer, window in facts.sliding.items():
             self.cache.ragged[layer].slide(self.seen - window + 1)
 
-    def take(self, rows: list[int]) -> "Rows":
-        """These rows alone."""
+    def take(self, rows: list[int], spend: bool = False) -> "Rows":
+        """These rows alone. spend: the others' memory is given up meanwhile (`EngineCache.rows`)."""
         index = torch.tensor(rows, device=self.logits.device)
         return Rows(
             [self.tags[i] for i in rows], [self.jobs[i] for i in rows], [self.texts[i] for i in rows],
-            self.cache.rows(index), self.logits[index], self.seen[index], self.calls[index],
+            self.cache.rows(index, spend), self.logits[index], self.seen[index], self.calls[index],
             None if self.signals is None else self.signals.take(index),
         )  # fmt: skip
 

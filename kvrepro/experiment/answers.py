@@ -210,8 +210,32 @@ def attempted(
     loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], new: dict[int, int], given: dict[str, Any],
     limit: float | None = None,
 ) -> Found:  # fmt: skip
-    """Generations, or the exceptions of single pairs: what fails, or takes more than `limit` seconds, is halved,
-    conditions first, then items. new: tokens of each item's answer, at most."""
+    """Generations, or the exceptions of single pairs: where all fail, or take more than `limit` seconds, or some find
+    no memory, these are tried again, half of them at a time, conditions first, then items. new: tokens of each item's
+    answer, at most."""
+    found, lost = _tried(loaded, prompts, conditions, pairs, new, given, limit)
+    if not lost or len(pairs) == 1:
+        return found
+    failure = found[lost[0]]
+    if isinstance(failure, torch.OutOfMemoryError):
+        gc.collect()  # frames of the model's modules refer to each other
+        torch.cuda.empty_cache()
+        given = given | {"prompt_rows": 1}
+    if isinstance(failure, torch.OutOfMemoryError | TimeLimit):
+        what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
+        print(f"{what} with {len(lost)} rows of {len({i for i, _ in lost})} items: half of them at a time")
+    ordered, half = sorted(lost, key=lambda pair: pair[::-1]), len(lost) // 2
+    for some in (ordered[:half], ordered[half:]):
+        if some:
+            found |= attempted(loaded, prompts, conditions, sorted(some), new, given, limit)
+    return found
+
+
+def _tried(
+    loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], new: dict[int, int], given: dict[str, Any],
+    limit: float | None,
+) -> tuple[Found, list[Pair]]:  # fmt: skip
+    """One call of the engine: what it found, and the pairs that are to be tried again."""
     asked: dict[int, list[int]] = {}
     for i, j in pairs:
         asked.setdefault(i, []).append(j)
@@ -226,25 +250,10 @@ def attempted(
         failure = error if isinstance(error, Exception) else RuntimeError(f"a policy called sys.exit({error})")
         traceback.clear_frames(error.__traceback__)  # caches of the attempt, which its halves need the room of
         error.__traceback__ = None
-    else:
-        answers = itertools.chain.from_iterable(made)
-        return dict(zip(((i, j) for i, mine in asked.items() for j in mine), answers, strict=True))
-    if isinstance(failure, torch.OutOfMemoryError):
-        gc.collect()  # frames of the model's modules refer to each other
-        torch.cuda.empty_cache()
-        given = given | {"prompt_rows": 1}
-    if isinstance(failure, torch.OutOfMemoryError | TimeLimit) and len(pairs) > 1:
-        what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
-        print(f"{what} with {len(pairs)} rows of {len(asked)} items: half of them at a time")
-    if len(pairs) == 1:
-        return {pairs[0]: failure}
-    ordered, half = sorted(pairs, key=lambda pair: pair[::-1]), len(pairs) // 2
-    parts = (sorted(some) for some in (ordered[:half], ordered[half:]))
-    return {
-        pair: one
-        for some in parts
-        for pair, one in attempted(loaded, prompts, conditions, some, new, given, limit).items()
-    }
+        return dict.fromkeys(pairs, failure), list(pairs)
+    answers = itertools.chain.from_iterable(made)
+    found: Found = dict(zip(((i, j) for i, mine in asked.items() for j in mine), answers, strict=True))
+    return found, [pair for pair in pairs if isinstance(found[pair], torch.OutOfMemoryError)]
 
 
 def answer_row(

@@ -10,6 +10,7 @@ from tiny import ARCHITECTURES, architecture
 from tiny import prompts as tiny_prompts
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from kvrepro.engine import attention
 from kvrepro.engine.attention import Softmax, attend, attend_prompt, installed
 
 
@@ -97,6 +98,20 @@ def test_a_prompt_in_a_layer_that_slides(sliding, block):
     expected, _ = naive(query, at, key, value, at[:, None].expand(-1, 2, -1), 0.35, sliding)
     found = attend(query, at, [(key, value, at[:, None])], 0.35, sliding, block=block, prompt=True)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_large_batch_takes_its_queries_in_smaller_blocks(monkeypatch):
+    torch.manual_seed(3)
+    query, key, value = (torch.randn(5, h, n, 8) for h, n in ((4, 6), (2, 30), (2, 30)))
+    at, where = torch.arange(24, 30).expand(5, -1), torch.arange(30).expand(5, 1, -1)
+    expected = attend(query, at, [(key, value, where)], 0.35)
+    blocks = []
+    for most, sizes in ((5 * 4 * 30 * 2 + 599, [2, 2, 2]), (5 * 4 * 30, [1] * 6), (1, [1] * 6)):
+        monkeypatch.setattr(attention, "MOST_SCORES", most)
+        blocks.clear()
+        found = attend(query, at, [(key, value, where)], 0.35, watch=lambda p, rows: blocks.append(p.shape[3]))
+        assert blocks == sizes
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_what_knows_factors_only_stops_at_a_softmax_of_another_kind():

@@ -1,7 +1,10 @@
 """Every regime against a slow transcription, against Hugging Face, and against itself, in nine architectures."""
 
+import gc
 import math
+import weakref
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from kvrepro.engine import decode, passes
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
@@ -601,3 +605,56 @@ def test_prompts_share_a_pass_as_far_as_their_padded_tokens_go():
     assert engine.blocks(range(6), lengths, 4, math.inf) == [[0, 1, 2, 3], [4, 5]]
     assert engine.blocks(range(6), lengths, 4, 80) == [[0, 1], [2, 3], [4], [5]]
     assert engine.blocks([1, 4], lengths, 16, 200) == [[1, 4]]
+
+
+@pytest.mark.parametrize("where", ["the pass of a question", "a step"])
+def test_a_batch_without_memory_costs_its_rows_alone_and_gives_it_back(where, monkeypatch):
+    """The second batch runs out of memory, inside the model's own modules; nobody else collects garbage. When a batch
+    begins, the layers of those before it are gone."""
+    begun: list[list[weakref.ref[Any]]] = []
+    decode, attend = engine.decode, Extend.attend
+
+    def begin(call, rows, stop_ids):
+        assert not [layer for layer in sum(begun, []) if layer() is not None]
+        begun.append([weakref.ref(layer) for layer in rows.cache.ragged.values()])
+        return decode(call, rows, stop_ids)
+
+    def short(self, layer, query, *given):
+        if layer == 1 and len(begun) == 2 and query.shape[2] == (1 if where == "a step" else 10):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return attend(self, layer, query, *given)
+
+    monkeypatch.setattr(engine, "decode", begin)
+    monkeypatch.setattr(Extend, "attend", short)
+    prompts = [Prompt(ids, {}, {"question": 30}) for ids in tiny_prompts(40, 40, 40)]
+    conditions = [flat(name, 12, regime="prefill", until="question") for name in ("watched", "k_norm")]
+    given = {**FEW, "batch_rows": 2}
+    gc.disable()
+    try:
+        found = engine.generate(architecture("llama"), prompts, conditions, errors="return", **given)
+        assert [[isinstance(one, torch.OutOfMemoryError) for one in mine] for mine in found] == [
+            [False, True], [False, True], [False, False]
+        ]  # fmt: skip
+        begun.clear()
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.generate(architecture("llama"), prompts, conditions, **given)
+    finally:
+        gc.enable()
+
+
+def test_a_pass_without_memory_costs_its_rows_alone(monkeypatch):
+    read, prompts = engine.read, tiny_prompts(40, 44, 48)
+
+    def short(call, members, columns):
+        if 1 in members:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return read(call, members, columns)
+
+    monkeypatch.setattr(engine, "read", short)
+    model, conditions = architecture("llama"), [Condition(), flat("watched", 12, regime="prefill")]
+    found = engine.generate(model, prompts, conditions, prompt_rows=1, errors="return", **FEW)
+    assert [[isinstance(one, torch.OutOfMemoryError) for one in mine] for mine in found] == [
+        [False] * 2, [True] * 2, [False] * 2
+    ]  # fmt: skip
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate(model, prompts, conditions, prompt_rows=1, **FEW)

@@ -237,6 +237,28 @@ def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, t
     assert "out of memory with 3 rows of 1 items: half of them at a time" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("short", [{(0, 1), (2, 1), (4, 0)}, {(3, 0)}])
+def test_rows_of_a_batch_without_memory_are_tried_again_and_no_others(loaded, capsys, monkeypatch, short):
+    sizes = []
+
+    def generate(model, prompts, conditions, **given):
+        sizes.append(sum(map(len, conditions)))
+        assert given.get("prompt_rows") == (None if len(sizes) == 1 else 1)
+        return [
+            [torch.OutOfMemoryError("full") if len(sizes) == 1 and (i, j) in short else (i, j) for j in mine]
+            for i, mine in zip(prompts, conditions, strict=True)
+        ]
+
+    monkeypatch.setattr(engine, "generate", generate)
+    pairs = [(i, j) for i in range(5) for j in range(2)]
+    found = answers.attempted(loaded, list(range(5)), list(range(2)), pairs, dict.fromkeys(range(5), 4), {})
+    assert found == {pair: pair for pair in pairs}
+    assert sizes[0] == 10
+    assert sum(sizes[1:]) == len(short)
+    rows = f"out of memory with {len(short)} rows of {len({i for i, _ in short})} items: half of them at a time"
+    assert rows in capsys.readouterr().out
+
+
 def test_no_layer_of_a_failed_pass_is_held_while_its_halves_are_tried(loaded, tmp_path, monkeypatch):
     """Memory runs out inside the model's own modules, whose frames refer to each other; nobody collects garbage."""
     layers, forward, at = [], passes.Call.forward, RaggedLayer.at

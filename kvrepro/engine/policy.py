@@ -5,6 +5,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -232,7 +233,9 @@ def find(name: str) -> Policy:
     if not colon:
         known = ", ".join(["full", *CATALOGUE])
         raise InputError(f"unknown policy {name!r}: choose one of {known}, or path/to/file.py:NAME")
-    file = next((root / path for root in (Path.cwd(), ROOT) if path and (root / path).is_file()), None)
+    file = None
+    with suppress(OSError):  # a name that is too long for a file
+        file = next((root / path for root in (Path.cwd(), ROOT) if path and (root / path).is_file()), None)
     if file is None:
         raise InputError(f"policy {name!r}: no file {path} here or in {ROOT}")
     try:

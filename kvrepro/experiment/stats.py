@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -412,6 +412,12 @@ def told(table: pd.DataFrame, unit: str = "", *, digits: int | None = None, **wh
 def percent(share: float) -> str:
     """A share without its interval for the prose, `28%`; `NOT_RUN` where it is nan."""
     return NOT_RUN if math.isnan(share) else f"{share:.0%}"
+
+
+def percents(shares: Iterable[float]) -> str:
+    """From the least to the largest share, `7% to 12%`; once where they read alike; `NOT_RUN` where there is none."""
+    known = [share for share in shares if not math.isnan(share)]
+    return " to ".join(dict.fromkeys(f"{share:.0%}" for share in (min(known), max(known)))) if known else NOT_RUN
 
 
 # ---------------------------------------------------------------- tests

@@ -147,9 +147,14 @@ def files_of(table: Path, replaced: bool = False) -> list[Rows]:
 
 def steadily(table: Path, work: Callable[[list[Rows]], T]) -> T:
     """Do something with a table's files, again where a file was folded into another one meanwhile."""
+    return unmoved(table, lambda path: work(files_of(path)))
+
+
+def unmoved(table: Path, work: Callable[[Path], T]) -> T:
+    """Do something with a table, again where another process folded a file into another one meanwhile."""
     for _ in range(100):
         with contextlib.suppress(FileNotFoundError):
-            return work(files_of(table))
+            return work(table)
     raise InputError(f"{table} changes while it is read: wait until its writers are done")
 
 

@@ -108,10 +108,14 @@ def _differences(f: pd.DataFrame) -> np.ndarray:
     return a - f["b"].to_numpy() if "b" in f else a
 
 
+def _values(f: pd.DataFrame) -> pd.DataFrame:
+    """What is measured, without the prompts that items share."""
+    return f.drop(columns="prompt", errors="ignore")
+
+
 def chosen(quantity: str, f: pd.DataFrame) -> Ends:
     if quantity in RESAMPLED:
-        values = f.drop(columns="prompt", errors="ignore")
-        e = stats.resampled(values, RESAMPLED[quantity], f.prompt if "prompt" in f else None)
+        e = stats.resampled(_values(f), RESAMPLED[quantity], f.prompt if "prompt" in f else None)
     else:
         e = stats.contrast(f, quantity, bounds=UNIT)
     return e.low, e.high
@@ -158,7 +162,7 @@ def truth(quantity: str, draw: Draw, seed: int = 0) -> float:
     """The population's own value, from many items."""
     f = draw(np.random.default_rng(seed), 200_000)
     if quantity in RESAMPLED:
-        return RESAMPLED[quantity](f.drop(columns="prompt", errors="ignore").to_numpy())
+        return RESAMPLED[quantity](_values(f).to_numpy())
     return float(f.a.mean() / f.full.mean()) if quantity == "share_of_ceiling" else float(_differences(f).mean())
 
 

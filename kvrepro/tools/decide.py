@@ -10,7 +10,7 @@ from kvrepro.chapters.synthesis import frontier, stored, study
 from kvrepro.engine.evict import REPEATED
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
-from kvrepro.experiment import figure
+from kvrepro.experiment import figure, stats
 from kvrepro.paths import ROOT
 from kvrepro.tools import filterable
 from kvrepro.tools.edition import figure_data, results_of
@@ -90,11 +90,7 @@ def _losses(rows: pd.DataFrame) -> dict[str, str]:
     full = rows[rows.kind == "full"].set_index("item").score
     lost = rows.assign(name=frontier.names(rows), lost=rows["item"].map(full) - rows.score)
     by_task = lost.pivot_table("lost", "name", "task")
-    told = {}
-    for name, row in by_task.iterrows():
-        task = study.TASKS.get(row.idxmax(), row.idxmax())
-        told[str(name)] = f"{task} (-{row.max():.2f})" if row.max() > 0.005 else "nothing here"
-    return told
+    return {str(name): study.loses_most(row.idxmax(), row.max()) for name, row in by_task.iterrows()}
 
 
 def safe_budgets(root: Path = ROOT) -> dict[str, str]:
@@ -139,7 +135,7 @@ def short(best: pd.DataFrame, known: pd.DataFrame) -> list[dict[str, str]]:
     return [
         {"tokens leave": WHEN[row.regime], "memory must come back": need[row.memory], "use": uses[row.use],
          "held-out quality": f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]", "blocks returned": f"{row.freed:.0%}",
-         "loses most at": f"{study.TASKS.get(row.fails_at, row.fails_at)} (-{row.loss:.2f})",
+         "loses most at": study.loses_most(row.fails_at, row.loss),
          "chosen": f"from {row.of} conditions"}
         for row in best.itertuples()
     ]  # fmt: skip
@@ -178,11 +174,11 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: s
     freed = rows[(rows.kind == "grid") & (rows.kept == kept)].groupby("split").freed.mean()
     apart = freed.drop("one set", errors="ignore")
     if "one set" in freed and len(apart):
-        least_most = dict.fromkeys(f"{share:.0%}" for share in (apart.min(), apart.max()))
+        returned = stats.percents(apart)
         lines.append(
             f"- **When memory must come back without copying**, let all heads share one set of tokens: with {kept:.0%} "
             f"kept, that returns {freed['one set']:.0%} of the blocks on average; heads that choose for themselves "
-            f"return {' to '.join(least_most)}{', depending on how they share the budget' * (len(least_most) > 1)}."
+            f"return {returned}{', depending on how they share the budget' * (' to ' in returned)}."
         )
     lines.append(f"- **When a system prompt must stay secret**, {_secret(known)}")
     lines.append(

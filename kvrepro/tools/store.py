@@ -43,6 +43,7 @@ from kvrepro.experiment.table import (
     parts,
     rows_of,
     steadily,
+    unmoved,
     with_asked,
 )
 from kvrepro.paths import DATA, WORK
@@ -83,7 +84,7 @@ def faults(folder: Path) -> tuple[int, list[str]]:
     """How many files there are, and a line for each fault."""
     count, found = 0, []
     for name in tables_of(folder):
-        files, lines = _unmoved(folder / name, _faults_of)
+        files, lines = unmoved(folder / name, _faults_of)
         count += files
         found += lines
     for tables, key in items_of(folder):
@@ -94,14 +95,6 @@ def faults(folder: Path) -> tuple[int, list[str]]:
             except InputError as error:
                 found.append(str(error))
     return count, found
-
-
-def _unmoved(table: Path, work: Callable[[Path], Any]) -> Any:
-    """Do something with a table, again where another process folded a file into another one meanwhile."""
-    for _ in range(100):
-        with contextlib.suppress(FileNotFoundError):
-            return work(table)
-    raise InputError(f"{table} changes while it is read: wait until its writers are done")
 
 
 def _faults_of(table: Path) -> tuple[int, list[str]]:
@@ -366,15 +359,14 @@ def merge(
     for folder in folders:
         for name in tables_of(folder):
             with Store(into, name.parent.name, name.stem) as table:
-                _unmoved(folder / name, partial(_add, table, added))
+                steadily(folder / name, partial(_add, table, added))
         for tables, key in items_of(folder):
             Tables(into, tables.folder.parent.name, tables.folder.name).add(key, tables.read(key))
     print(*found, f"{sum(added):,} rows added to {into}", sep="\n")
 
 
-def _add(table: Store, counts: list[int], source: Path) -> None:
-    """Add the latest rows of another table that this one lacks, or has only as failed; how many, to `counts`."""
-    files = files_of(source)
+def _add(table: Store, counts: list[int], files: Sequence[Rows]) -> None:
+    """Add the latest rows of another table's files that this one lacks or has as failed; how many, to `counts`."""
     chosen, mine = index(files), steadily(table.table, index)
     there = chosen.asked.isin(mine.asked) & (chosen.failed | ~chosen.asked.isin(mine.asked[mine.failed]))
     chosen = chosen[~there]

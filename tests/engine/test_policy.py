@@ -21,6 +21,7 @@ FINE = Condition("snapkv", 40, Prefill(), reading="as_described")
         ({"policy": "lru"}, "lru cannot run in regime 'prefill': it chooses one set of tokens for all layers; "),
         ({"regime": "shared cap"}, "snapkv cannot run in regime 'shared cap': it chooses for each layer; take pre"),
         ({"policy": "nowhere/own.py:MINE"}, "no file nowhere/own.py"),
+        ({"policy": "x" * 300 + ".py:MINE"}, "no file xxx"),
         ({"reading": "as_heard"}, "unknown reading 'as_heard': choose as_run or as_described"),
         ({"execution": "virtual"}, "unknown execution 'virtual': choose physical or masked"),
         ({"static_suffix": "loose"}, "static_suffix 'loose': True or False"),

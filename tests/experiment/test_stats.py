@@ -628,6 +628,8 @@ def test_what_is_told_of_a_row():
     with pytest.raises(InputError, match=r"^2 rows with {'who': 'b'}: name more columns$"):
         stats.told(rows, who="b")
     assert (stats.percent(0.284), stats.percent(NAN)) == ("28%", "(not run)")
+    assert stats.percents([0.121, NAN, 0.07, 0.1]) == "7% to 12%"
+    assert (stats.percents([0.101, 0.099]), stats.percents([NAN])) == ("10%", "(not run)")
 
 
 def test_equivalence_at_its_borders():

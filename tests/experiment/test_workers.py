@@ -10,9 +10,9 @@ from pathlib import Path
 
 import checkpoint
 import pandas as pd
-import psutil
 import pytest
 import torch
+from processes import runs, waited
 
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import OWN, Policy
@@ -176,22 +176,6 @@ def test_workers_and_their_server_end_with_the_process_that_is_killed(tmp_path):
     family = {int(number) for name in told.iterdir() for number in name.name.split()}
     assert len(family) == 3
     assert waited(lambda: not any(map(runs, family)), 20)
-
-
-def runs(pid):
-    """Whether it does; one that has ended may be kept as a zombie, where nobody asks for its exit code."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def waited(there, seconds):
-    """Whether it is, at last."""
-    end = time.monotonic() + seconds
-    while not there() and time.monotonic() < end:
-        time.sleep(0.05)
-    return there()
 
 
 def broken(o):

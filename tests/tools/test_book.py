@@ -9,10 +9,10 @@ import time
 from functools import partial
 
 import nbformat
-import psutil
 import pytest
 import typer
 from papermill.exceptions import PapermillExecutionError
+from processes import runs, waited
 
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.shared import SWITCHES
@@ -152,16 +152,14 @@ from kvrepro.tools import book, processes
 with processes.interruptible():
     list(processes.in_turn([('first', lambda: book.execute('first', {{}}, Path({str(root)!r})))]))"""
     build = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (root / "pid").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    assert waited((root / "pid").exists, 60)
     time.sleep(0.2)
     kernel = int((root / "pid").read_text())
     build.send_signal(signal.SIGTERM)
     _, said = build.communicate(timeout=10)
     assert said.strip() == "interrupted: what is computed is stored, the next call goes on from there"
     assert build.returncode == 128 + signal.SIGTERM
-    assert not psutil.pid_exists(kernel) or psutil.Process(kernel).status() == psutil.STATUS_ZOMBIE
+    assert not runs(kernel)
     assert not (root / "book" / "executed" / "first.ipynb").exists()
 
 

@@ -186,3 +186,8 @@ def tidy(rows: pd.DataFrame, asked: pd.DataFrame) -> pd.DataFrame:
     found = pd.concat([part.reset_index(drop=True) for part in parts], axis=1)
     score = measure.scores(rows).reset_index(drop=True)
     return found.assign(score=score, bytes_kept=found.held * found.bytes_full)
+
+
+def loses_most(task: str, loss: float) -> str:
+    """Where a condition loses most against the full cache, and how much, `a long answer (-0.80)`."""
+    return f"{TASKS.get(task, task)} (-{loss:.2f})" if loss > 0.005 else "nothing here"

@@ -111,9 +111,11 @@ def _answers(
 ) -> Iterator[tuple[Tag, Generation | Exception]]:
     """What becomes of every prompt under every condition of a call."""
     room = room_of(call.device) if batch_rows is None else math.inf
-    most = batch_rows or (MOST_ROWS if call.device.type == "cuda" else USUAL_ROWS)
+    on_gpu = call.device.type == "cuda"
+    most = batch_rows or (MOST_ROWS if on_gpu else USUAL_ROWS)
+    answers = call.new_tokens if on_gpu else [0] * len(call.texts)  # a CPU's room is there for more than it holds
     with installed(call.model):
-        for batch in batches(_rows(call, wanted, prompt_rows, room), call.backend, most, room):
+        for batch in batches(_rows(call, wanted, prompt_rows, room), call.backend, most, answers, room):
             left = {tag for rows in batch for tag in rows.tags}
             with _short_of_memory(call, left):
                 for tag, answer in decode(call, joined(batch), stop_ids):
@@ -145,13 +147,15 @@ def room_of(device: torch.device) -> float:
     return float(torch.cuda.mem_get_info(device)[0] + kept) / 3
 
 
-def batches(rows: Iterable[Rows], backend: str, most: int, room: float = math.inf) -> Iterator[list[Rows]]:
-    """Rows of equal kind, up to `most` and about `room` bytes together, as they come. Those that are to be held in a
-    few bits are quantised, and stay alone."""
+def batches(
+    rows: Iterable[Rows], backend: str, most: int, answers: Sequence[int], room: float = math.inf
+) -> Iterator[list[Rows]]:
+    """Rows of equal kind, up to `most` and about `room` bytes together, as they come; `answers`, tokens that each
+    prompt's rows are yet to hold, are counted. What is to be held in a few bits is quantised, and stays alone."""
     held = 0.0
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
     for block in rows:
-        each = block.cache.bytes / len(block)
+        each = block.bytes_with(answers) / len(block)
         for kind, numbers in _alike(block, backend).items():
             bits = block.conditions[numbers[0]].bits
             while numbers:
@@ -163,9 +167,9 @@ def batches(rows: Iterable[Rows], backend: str, most: int, room: float = math.in
                 if bits is not None:
                     part.cache.quantise(bits)
                 waiting.setdefault(kind, []).append(part)
-                held += part.cache.bytes
+                held += part.bytes_with(answers)
                 for ready in list(waiting) if held > room else [kind] if len(part) == free else []:
-                    held -= sum(r.cache.bytes for r in waiting[ready])
+                    held -= sum(r.bytes_with(answers) for r in waiting[ready])
                     yield waiting.pop(ready)
         del block, part  # the next pass needs the room
     while waiting:

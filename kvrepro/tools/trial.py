@@ -139,7 +139,8 @@ def attempt(name: str, parameters: dict[str, Any], limit: float) -> dict[str, An
     process.kill()
     process.join()
     if row["error"] and log.is_file():
-        print("\n".join(log.read_text(encoding="utf-8").splitlines()[-8:]), flush=True)
+        last = log.read_text(encoding="utf-8").splitlines()[-8:]
+        print("\n".join(line[:200] for line in last), flush=True)  # a figure is one long line
     return row | _spent(Path(parameters["results"]) / name)
 
 

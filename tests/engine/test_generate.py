@@ -16,6 +16,7 @@ from tiny import prompts as tiny_prompts
 
 from kvrepro.engine import decode, passes
 from kvrepro.engine import generate as engine
+from kvrepro.engine.attention import installed
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.extend import Extend
@@ -583,6 +584,25 @@ def test_rows_for_which_there_is_no_room_come_from_further_passes(regime, monkey
     assert made() == expected
     assert len(shared) == len(prompts) * len(conditions) > usual
     assert all(len(columns) == 1 for columns in shared)
+
+
+def test_a_batch_has_room_for_its_answers_where_these_are_counted():
+    model, prompts = architecture("llama"), tiny_prompts(40, 40)
+    conditions = [Condition(), cut("prefill", budget=20), cut("decode cap", budget=20, interval=4)]
+    call = passes.Call(model, [Prompt(ids, {}) for ids in prompts], conditions, [30, 50], ModelFacts.of(model))
+    with installed(model), torch.inference_mode():
+        rows = [row for i in range(2) for j in range(3) for row in passes.read(call, [i], [j])]
+    config = model.config
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert [one.cache.bytes / token for one in rows] == [40, 20, 20] * 2
+    assert [one.bytes_with([30, 50]) / token for one in rows] == [70, 50, 24, 90, 70, 24]
+
+    def sizes(answers, room):
+        return [sum(map(len, batch)) for batch in engine.batches(rows[:1] + rows[3:4], "torch", 64, answers, room)]
+
+    assert sizes([0, 0], 80 * token) == [2]
+    assert sizes([30, 50], 159 * token) == [2]
+    assert sizes([30, 50], 60 * token) == [1, 1]
 
 
 def test_conditions_share_a_pass_as_far_as_their_rows_fit():

@@ -120,12 +120,6 @@ class RaggedLayer:
         return sum(t.bytes if isinstance(t, Packed) else bytes_of(t) for t in tensors)
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes that one more token of a row takes."""
-        keys, values = self.keys, self.values
-        return int(self.shape[1] * (keys.shape[1] * keys.dtype.itemsize + values.shape[1] * values.dtype.itemsize))
-
-    @property
     def overhead_bytes(self) -> int:
         """Bytes of positions, offsets and what is hidden."""
         return bytes_of(self.positions, self.offsets, self.hidden, self.tail_positions)
@@ -377,11 +371,6 @@ class EngineCache(DynamicCache):
     def bytes(self) -> int:
         """Bytes of all keys and values as allocated."""
         return sum(layer.bytes for layer in self.ragged.values())
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that one more token of a row takes in all layers."""
-        return sum(layer.token_bytes for layer in self.ragged.values())
 
     def quantise(self, bits: int) -> None:
         """Hold all layers in `bits` bits."""

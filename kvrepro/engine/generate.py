@@ -3,10 +3,8 @@
 One forward pass of a prompt serves all its conditions; what each keeps decodes together, as rows of one batch.
 """
 
-import gc
 import itertools
 import math
-import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -22,7 +20,8 @@ from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.decode import batch_kinds, decode
 from kvrepro.engine.evict import REPEATED
 from kvrepro.engine.facts import ModelFacts, rotation_changes
-from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups, read
+from kvrepro.engine.memory import let_go
+from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups, read, room_taken
 from kvrepro.engine.policy import check, find
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.rows import Rows, Tag, joined
@@ -111,11 +110,9 @@ def _answers(
 ) -> Iterator[tuple[Tag, Generation | Exception]]:
     """What becomes of every prompt under every condition of a call."""
     room = room_of(call.device) if batch_rows is None else math.inf
-    on_gpu = call.device.type == "cuda"
-    most = batch_rows or (MOST_ROWS if on_gpu else USUAL_ROWS)
-    answers = call.new_tokens if on_gpu else [0] * len(call.texts)  # a CPU's room is there for more than it holds
+    most = batch_rows or (MOST_ROWS if call.device.type == "cuda" else USUAL_ROWS)
     with installed(call.model):
-        for batch in batches(_rows(call, wanted, prompt_rows, room), call.backend, most, answers, room):
+        for batch in batches(call, _rows(call, wanted, prompt_rows, room), most, room):
             left = {tag for rows in batch for tag in rows.tags}
             with _short_of_memory(call, left):
                 for tag, answer in decode(call, joined(batch), stop_ids):
@@ -132,10 +129,8 @@ def _short_of_memory(call: Call, tags: Iterable[Tag]) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         if not call.isolate:
             raise
-        traceback.clear_frames(error.__traceback__)  # which hold on to the caches
-        call.failed = dict.fromkeys(tags, error.with_traceback(None)) | call.failed
-        gc.collect()  # frames of the model's modules refer to each other
-        torch.cuda.empty_cache()
+        call.failed = dict.fromkeys(tags, error) | call.failed
+        let_go(error)
 
 
 def room_of(device: torch.device) -> float:
@@ -147,16 +142,14 @@ def room_of(device: torch.device) -> float:
     return float(torch.cuda.mem_get_info(device)[0] + kept) / 3
 
 
-def batches(
-    rows: Iterable[Rows], backend: str, most: int, answers: Sequence[int], room: float = math.inf
-) -> Iterator[list[Rows]]:
-    """Rows of equal kind, up to `most` and about `room` bytes together, as they come; `answers`, tokens that each
-    prompt's rows are yet to hold, are counted. What is to be held in a few bits is quantised, and stays alone."""
+def batches(call: Call, rows: Iterable[Rows], most: int, room: float = math.inf) -> Iterator[list[Rows]]:
+    """Rows of equal kind, up to `most` and about `room` bytes together (`room_taken`), as they come. Those that are to
+    be held in a few bits are quantised, and stay alone."""
     held = 0.0
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
     for block in rows:
-        each = block.bytes_with(answers) / len(block)
-        for kind, numbers in _alike(block, backend).items():
+        each = room_taken(call, block) / len(block)
+        for kind, numbers in _alike(block, call.backend).items():
             bits = block.conditions[numbers[0]].bits
             while numbers:
                 free = 1 if bits is not None else most - sum(len(r) for r in waiting.get(kind, ()))
@@ -167,9 +160,9 @@ def batches(
                 if bits is not None:
                     part.cache.quantise(bits)
                 waiting.setdefault(kind, []).append(part)
-                held += part.bytes_with(answers)
+                held += room_taken(call, part)
                 for ready in list(waiting) if held > room else [kind] if len(part) == free else []:
-                    held -= sum(r.bytes_with(answers) for r in waiting[ready])
+                    held -= sum(room_taken(call, r) for r in waiting[ready])
                     yield waiting.pop(ready)
         del block, part  # the next pass needs the room
     while waiting:

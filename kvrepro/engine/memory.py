@@ -1,5 +1,8 @@
-"""Peak memory of a stretch of code, measured: by CUDA's allocator, on the CPU by following each tensor's storage."""
+"""Peak memory of a stretch of code, measured: by CUDA's allocator, on the CPU by following each tensor's storage. And
+how an error gives memory back."""
 
+import gc
+import traceback
 import weakref
 from typing import Any
 
@@ -58,3 +61,13 @@ class _Meter(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         self.now -= self._known.pop(key, 0)
+
+
+def let_go(error: BaseException) -> None:
+    """The frames that an error came through give up what they hold on to, caches for instance; out of memory, garbage
+    is collected as well, since frames of the model's modules refer to each other."""
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None
+    if isinstance(error, torch.OutOfMemoryError):
+        gc.collect()
+        torch.cuda.empty_cache()

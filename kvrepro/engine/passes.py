@@ -67,6 +67,12 @@ class Call:
     def device(self) -> torch.device:
         return self.model.device
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in all layers."""
+        layers = sum(2 * self.facts.kv_heads[n] * self.facts.outputs[n].shape[1] for n in self.facts.attention)
+        return int(layers * self.model.dtype.itemsize)
+
     def forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any) -> Tensor:
         """Logits of the token after the last, [batch, vocabulary]."""
         padding = {"attention_mask": (positions >= 0).long()} if bool((positions < 0).any()) else {}
@@ -134,9 +140,7 @@ def fitting(
     columns for one prompt; a single row may take more."""
     if room == math.inf:
         return [(list(members), list(columns))]
-    token = sum(2 * call.facts.kv_heads[n] * call.facts.outputs[n].shape[1] for n in call.facts.attention)
-    token *= call.model.dtype.itemsize
-    each = [token * sum(_row_tokens(call, i, j) for i in members) for j in columns]
+    each = [call.token_bytes * sum(_row_tokens(call, i, j) for i in members) for j in columns]
     if sum(each) > room and len(members) > 1:
         half = len(members) // 2
         return [part for some in (members[:half], members[half:]) for part in fitting(call, some, columns, room)]
@@ -149,6 +153,16 @@ def fitting(
         parts[-1].append(j)
         held += more
     return [(list(members), part) for part in parts]
+
+
+def room_taken(call: Call, rows: Rows) -> int:
+    """Bytes of keys and values that rows hold, and on a GPU of those that their answers add until the next eviction; a
+    CPU's room is there for more than it holds."""
+    if call.device.type == "cpu":
+        return rows.cache.bytes
+    new = call.new_tokens
+    more = [min(new[i], c.every or new[i]) for (i, _), c in zip(rows.tags, rows.conditions, strict=True)]
+    return rows.cache.bytes + call.token_bytes * sum(more)
 
 
 def _row_tokens(call: Call, i: int, j: int) -> int:

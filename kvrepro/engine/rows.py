@@ -55,11 +55,6 @@ class Rows:
             raise InputError(f"{self.conditions[0].label} has no signals of all layers: take SharedCap()")
         return self.signals
 
-    def bytes_with(self, answers: Sequence[int]) -> int:
-        """Bytes of keys and values as allocated, and of so many more tokens for each prompt, or until an eviction."""
-        more = [min(answers[i], c.every or answers[i]) for (i, _), c in zip(self.tags, self.conditions, strict=True)]
-        return self.cache.bytes + self.cache.token_bytes * sum(more)
-
     def slide(self, facts: ModelFacts) -> None:
         """Layers that slide forget what the next query does not see."""
         for layer, window in facts.sliding.items():

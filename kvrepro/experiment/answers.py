@@ -1,11 +1,9 @@
 """The runner's half for `Answers`: what is asked, what of it is missing, a group of generations, a row."""
 
 import datetime
-import gc
 import itertools
 import json
 import time
-import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -20,6 +18,7 @@ from kvrepro.engine.backend import obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import Conditions
+from kvrepro.engine.memory import let_go
 from kvrepro.engine.passes import boundary
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
 from kvrepro.errors import InputError
@@ -218,8 +217,6 @@ def attempted(
         return found
     failure = found[lost[0]]
     if isinstance(failure, torch.OutOfMemoryError):
-        gc.collect()  # frames of the model's modules refer to each other
-        torch.cuda.empty_cache()
         given = given | {"prompt_rows": 1}
     if isinstance(failure, torch.OutOfMemoryError | TimeLimit):
         what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
@@ -248,8 +245,7 @@ def _tried(
             )  # fmt: skip
     except (Exception, SystemExit) as error:  # whatever a condition raises becomes its row's error
         failure = error if isinstance(error, Exception) else RuntimeError(f"a policy called sys.exit({error})")
-        traceback.clear_frames(error.__traceback__)  # caches of the attempt, which its halves need the room of
-        error.__traceback__ = None
+        let_go(error)  # caches of the attempt, which its halves need the room of
         return dict.fromkeys(pairs, failure), list(pairs)
     answers = itertools.chain.from_iterable(made)
     found: Found = dict(zip(((i, j) for i, mine in asked.items() for j in mine), answers, strict=True))

@@ -586,7 +586,7 @@ def test_rows_for_which_there_is_no_room_come_from_further_passes(regime, monkey
     assert all(len(columns) == 1 for columns in shared)
 
 
-def test_a_batch_has_room_for_its_answers_where_these_are_counted():
+def test_a_batch_has_room_for_its_answers_where_these_are_counted(monkeypatch):
     model, prompts = architecture("llama"), tiny_prompts(40, 40)
     conditions = [Condition(), cut("prefill", budget=20), cut("decode cap", budget=20, interval=4)]
     call = passes.Call(model, [Prompt(ids, {}) for ids in prompts], conditions, [30, 50], ModelFacts.of(model))
@@ -595,14 +595,16 @@ def test_a_batch_has_room_for_its_answers_where_these_are_counted():
     config = model.config
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert [one.cache.bytes / token for one in rows] == [40, 20, 20] * 2
-    assert [one.bytes_with([30, 50]) / token for one in rows] == [70, 50, 24, 90, 70, 24]
 
-    def sizes(answers, room):
-        return [sum(map(len, batch)) for batch in engine.batches(rows[:1] + rows[3:4], "torch", 64, answers, room)]
+    def sizes(room):
+        return [sum(map(len, batch)) for batch in engine.batches(call, rows[:1] + rows[3:4], 64, room)]
 
-    assert sizes([0, 0], 80 * token) == [2]
-    assert sizes([30, 50], 159 * token) == [2]
-    assert sizes([30, 50], 60 * token) == [1, 1]
+    assert [passes.room_taken(call, one) / token for one in rows] == [40, 20, 20] * 2
+    assert sizes(80 * token) == [2]
+    monkeypatch.setattr(passes.Call, "device", torch.device("cuda"))
+    assert [passes.room_taken(call, one) / token for one in rows] == [70, 50, 24, 90, 70, 24]
+    assert sizes(159 * token) == [2]
+    assert sizes(60 * token) == [1, 1]
 
 
 def test_conditions_share_a_pass_as_far_as_their_rows_fit():

@@ -75,9 +75,7 @@ def test_workers_are_kept_and_after_the_death_of_one_there_are_new_ones(loaded, 
     assert len(pids) == 2
     assert workers("second") == pids
     os.kill(min(pids), signal.SIGKILL)
-    ended = time.monotonic() + 20
-    while os.path.exists(f"/proc/{max(pids)}") and time.monotonic() < ended:
-        time.sleep(0.05)
+    waited(lambda: not os.path.exists(f"/proc/{max(pids)}"), 20)
     assert not pids & workers("third")
 
 

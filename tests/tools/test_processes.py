@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+from processes import waited
 
 from kvrepro.experiment import progress
 from kvrepro.tools import book, processes
@@ -29,9 +30,7 @@ def first_and_second(folder, most, told=True):
     def first():
         if told:
             progress.end_studies()
-        until = time.monotonic() + (30 if most == 2 and told else 1.5)
-        while not (folder / "second").exists() and time.monotonic() < until:
-            time.sleep(0.05)
+        waited((folder / "second").exists, 30 if most == 2 and told else 1.5)
         (folder / "first").touch()
         return (folder / "second").exists()
 

@@ -46,7 +46,7 @@ def _stream(
     return top, mass, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments", "room", "tail"])  # neither rows nor lengths compile it anew
 def attend_share(
     query, keys, values, offsets, tail_keys, tail_values, used, part_outputs, part_lse, logits,
     segments, room, tail, share, scale,

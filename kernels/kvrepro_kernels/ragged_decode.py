@@ -132,7 +132,8 @@ def ragged_decode(
     share = triton.cdiv(tokens, multiprocessors(keys.device) * tuned["per_multiprocessor"])
     share = max(tuned["smallest_share"], triton.cdiv(share, tuned["block_t"]) * tuned["block_t"])
     programs = triton.cdiv(tokens, share)
-    block_s, block_d = triton.next_power_of_2(segments), triton.next_power_of_2(dim)
+    block_s = 1 << max(4, (segments - 1).bit_length() + 1 & ~1)  # a power of 4: other batch sizes compile little anew
+    block_d = triton.next_power_of_2(dim)
     part_outputs = empty.new_empty(programs + segments, group, dim)
     part_lse = empty.new_empty(programs + segments, group)
     logits = empty.new_empty(tokens * group) if emit else empty

@@ -82,7 +82,7 @@ def _emit(
         at = stop
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments", "room", "tail"])
 def finish(
     part_outputs, part_lse, logits, offsets, used, outputs, lse, flat_mean, tail_mean, flat_max, tail_max,
     segments, room, tail, share,

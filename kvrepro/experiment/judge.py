@@ -269,7 +269,7 @@ def _several(rule: Mapping[str, Any], member: Member, members: int) -> Judged:
         best = choose((plain for plain, _ in found), key=lambda j: j.against)
         best = replace(best, refuted=all(plain.refuted for plain, _ in found))
     else:
-        left = [pair[member.some] for pair in found if pair[0].state != other]
+        left = [tight for plain, tight in found if plain.state != other]
         best = replace(choose(left, key=lambda j: j.against), state="open", refuted=False)
     return replace(best, label=member.label, decided_by=", ".join(filter(None, [member.label, best.label])))
 
@@ -399,7 +399,8 @@ def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str
     scale, states = 100.0 if unit == "%" else 1.0, [j.state for j in judged]
     counts = [f"{states.count(one)} {one}" for one in STATES if one in states]
     decided = verdict_of(claim, judged)
-    counts += ["which is expected of so many by chance"] if "fails" in states and decided == "inconclusive" else []
+    if "fails" in states and decided == "inconclusive":
+        counts += [f"though not at the {100 - 5 / len(judged):.4g}% asked of {len(judged)}"]
     counts += [f"{len(lost)} not testable ({lost[0]})"] if lost else []
     undecided = [j for j in judged if j.state == "open" or (j.state == "fails" and decided == "inconclusive")]
     needed = [j.needed for j in undecided if not math.isnan(j.needed)]

@@ -109,7 +109,7 @@ def test_of_twenty_members_at_the_threshold_one_fails_by_chance():
     among = table({"at_least": 0.5}, [near, *[replace(at, label=str(i)) for i in range(19)]])
     assert (among.verdict, among.members) == (
         "inconclusive",
-        "19 open, 1 fails, which is expected of so many by chance",
+        "19 open, 1 fails, though not at the 99.75% asked of 20",
     )
     far = Member("far", Sample(scores(0.3, 40), bounds=None))
     assert table({"at_least": 0.5}, [far, *[replace(at, label=str(i)) for i in range(19)]]).verdict == "not reproduced"
@@ -461,6 +461,7 @@ def test_parts_decide_together_and_the_deciding_one_is_named(some, parts, state,
     [j] = judged({"at_least": 0.5}, {name: Told(*one) for name, one in parts.items()}, some=some)
     assert (j.label, j.state, j.decided_by, j.refuted) == ("m0", state, f"m0, {by}", refuted)
     assert j.ours.value == parts[by][0]
+    assert judge.state_of({"at_least": 0.5}, j.ours.low, j.ours.high) == state  # the interval shown is the one that decides
     assert j.needed == (
         pytest.approx(needed(abs(parts[by][0] - 0.5))) if state != "holds" else pytest.approx(NAN, nan_ok=True)
     )

@@ -96,7 +96,7 @@ def test_a_sentence_of_one_verdict_of_several_subjects_and_of_none():
         ("not reproduced", "2 open, 1 fails", "1 of 3 cases fails"),
         ("not reproduced", "4 fails, 1 not testable (h2o: nothing is told)", "all 4 cases fail"),
         ("inconclusive", "2 open", "both cases are undecided"),
-        ("inconclusive", "3 open, 1 fails, which is expected of so many by chance", "3 of 4 cases are undecided"),
+        ("inconclusive", "3 open, 1 fails, though not at the 98.75% asked of 4", "3 of 4 cases are undecided"),
     ],
 )
 def test_a_number_of_one_case_among_several_is_not_shown_as_that_of_all(verdict, cases, counted):

@@ -461,7 +461,7 @@ def test_parts_decide_together_and_the_deciding_one_is_named(some, parts, state,
     [j] = judged({"at_least": 0.5}, {name: Told(*one) for name, one in parts.items()}, some=some)
     assert (j.label, j.state, j.decided_by, j.refuted) == ("m0", state, f"m0, {by}", refuted)
     assert j.ours.value == parts[by][0]
-    assert judge.state_of({"at_least": 0.5}, j.ours.low, j.ours.high) == state  # the interval shown is the one that decides
+    assert judge.state_of({"at_least": 0.5}, j.ours.low, j.ours.high) == state  # as shown
     assert j.needed == (
         pytest.approx(needed(abs(parts[by][0] - 0.5))) if state != "holds" else pytest.approx(NAN, nan_ok=True)
     )

@@ -477,7 +477,9 @@ SECRETS: dict[str, Build] = {
     "examples_leak": partial(system_few_shot, leak=True, defended=False),
 }
 ALL = {**TASKS, **INSTRUCTED, **SECRETS}  # what training draws from
-ASKED = {f"several_{n}": partial(_many, 80, facts_asked=(n, n)) for n in (2, 4)}  # evaluates short and long questions
+ASKED: dict[str, Build] = {  # short and long questions, for evaluation
+    f"several_{n}": partial(_many, 80, facts_asked=(n, n)) for n in (2, 4)
+}
 KNOWN = {**ALL, **LONG, **ASKED}
 
 

@@ -31,68 +31,48 @@ Ends = tuple[float, float]
 # ---- populations
 
 
-def scores(zeros: float, ones: float) -> Draw:
+def scores(rng: np.random.Generator, n: int, zeros: float, ones: float) -> pd.DataFrame:
     """Column a: a share of zeros, of the rest a share of ones, else partly right."""
-
-    def draw(rng: np.random.Generator, n: int) -> pd.DataFrame:
-        right = np.where(rng.random(n) < ones, 1.0, rng.choice(PARTIAL, n))
-        return pd.DataFrame({"a": np.where(rng.random(n) < zeros, 0.0, right)})
-
-    return draw
+    right = np.where(rng.random(n) < ones, 1.0, rng.choice(PARTIAL, n))
+    return pd.DataFrame({"a": np.where(rng.random(n) < zeros, 0.0, right)})
 
 
-def pairs(ties: float, wins: float) -> Draw:
+def pairs(rng: np.random.Generator, n: int, ties: float, wins: float) -> pd.DataFrame:
     """Columns a and b: F1 of two conditions with a share of ties, of the rest a share where a is better."""
-
-    def draw(rng: np.random.Generator, n: int) -> pd.DataFrame:
-        low, gap = scores(0.6, 0.3)(rng, n).a, rng.choice([0.2, 0.33, 0.5, 1.0], n)
-        high = np.minimum(1.0, low + gap)
-        tied, won = rng.random(n) < ties, rng.random(n) < wins
-        return pd.DataFrame({"a": np.where(won & ~tied, high, low), "b": np.where(won | tied, low, high)})
-
-    return draw
+    low, gap = scores(rng, n, 0.6, 0.3).a, rng.choice([0.2, 0.33, 0.5, 1.0], n)
+    high = np.minimum(1.0, low + gap)
+    tied, won = rng.random(n) < ties, rng.random(n) < wins
+    return pd.DataFrame({"a": np.where(won & ~tied, high, low), "b": np.where(won | tied, low, high)})
 
 
-def shares(zeros: float, ceiling: float) -> Draw:
+def shares(rng: np.random.Generator, n: int, zeros: float, ceiling: float) -> pd.DataFrame:
     """Columns a and full: F1 of a condition and of the full cache."""
-
-    def draw(rng: np.random.Generator, n: int) -> pd.DataFrame:
-        full = scores(1 - ceiling, 0.9)(rng, n).a
-        return pd.DataFrame({"a": full * scores(zeros, 0.6)(rng, n).a, "full": full})
-
-    return draw
+    full = scores(rng, n, 1 - ceiling, 0.9).a
+    return pd.DataFrame({"a": full * scores(rng, n, zeros, 0.6).a, "full": full})
 
 
-def clusters(rows: int) -> Draw:
+def clusters(rng: np.random.Generator, n: int, rows: int) -> pd.DataFrame:
     """Column x: ratios above 1 with a long tail, `rows` to a prompt, prompts alike within."""
-
-    def draw(rng: np.random.Generator, n: int) -> pd.DataFrame:
-        shift = np.repeat(rng.normal(0, 0.4, n), rows)
-        values = 1 + np.exp(-3 + shift + 1.2 * rng.normal(size=n * rows))
-        return pd.DataFrame({"x": values, "prompt": np.repeat(np.arange(n), rows)})
-
-    return draw
+    shift = np.repeat(rng.normal(0, 0.4, n), rows)
+    values = 1 + np.exp(-3 + shift + 1.2 * rng.normal(size=n * rows))
+    return pd.DataFrame({"x": values, "prompt": np.repeat(np.arange(n), rows)})
 
 
-def several(apart: float) -> Draw:
+def several(rng: np.random.Generator, n: int, apart: float) -> pd.DataFrame:
     """Five columns of the same items, whose means lie `apart` of a standard deviation from each other."""
-
-    def draw(rng: np.random.Generator, n: int) -> pd.DataFrame:
-        values = 0.5 * rng.normal(size=(n, 1)) + rng.normal(size=(n, 5)) + apart * np.arange(5)
-        return pd.DataFrame(values, columns=[*"vwxyz"])
-
-    return draw
+    values = 0.5 * rng.normal(size=(n, 1)) + rng.normal(size=(n, 5)) + apart * np.arange(5)
+    return pd.DataFrame(values, columns=[*"vwxyz"])
 
 
 POPULATIONS: dict[str, dict[str, Draw]] = {
-    "mean": {f"{z:.0%} zeros, {o:.0%} of the rest ones": scores(z, o)
+    "mean": {f"{z:.0%} zeros, {o:.0%} of the rest ones": partial(scores, zeros=z, ones=o)
              for z, o in itertools.product((0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95), (0.0, 0.5, 1.0))},
-    "difference": {f"{t:.0%} ties, {w:.0%} of the rest wins": pairs(t, w)
+    "difference": {f"{t:.0%} ties, {w:.0%} of the rest wins": partial(pairs, ties=t, wins=w)
                    for t, w in itertools.product((0.0, 0.5, 0.75, 0.9), (0.5, 0.75, 1.0))},
-    "share_of_ceiling": {f"{z:.0%} zeros, ceiling {c:.0%}": shares(z, c)
+    "share_of_ceiling": {f"{z:.0%} zeros, ceiling {c:.0%}": partial(shares, zeros=z, ceiling=c)
                          for z, c in itertools.product((0.1, 0.5, 0.8), (0.6, 0.95))},
-    "median": {f"{rows} rows to a prompt": clusters(rows) for rows in (4, 24)},
-    "largest mean": {f"five means, {apart:g} sd apart": several(apart) for apart in (0.0, 0.1)},
+    "median": {f"{rows} rows to a prompt": partial(clusters, rows=rows) for rows in (4, 24)},
+    "largest mean": {f"five means, {apart:g} sd apart": partial(several, apart=apart) for apart in (0.0, 0.1)},
 }  # fmt: skip
 RESAMPLED: dict[str, Callable[[np.ndarray], float]] = {
     "median": lambda v: float(np.median(v)),

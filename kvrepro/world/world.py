@@ -133,30 +133,26 @@ def some(rng: random.Random, most: int, evaluation: bool) -> int:
 
 
 def _fact_task(
-    fact: str, ask: str, per_tokens: int, where: tuple[float, float] = (0.0, 1.0), most: int = 60, n_values: int = 1,
-    speech: bool = False,
-) -> Build:  # fmt: skip
+    fact: str, ask: str, per_tokens: int, rng: random.Random, tokens: int, evaluation: bool, turns: int, *,
+    where: tuple[float, float] = (0.0, 1.0), most: int = 60, n_values: int = 1, speech: bool = False,
+) -> Conversation:  # fmt: skip
     """A task of facts `... key value ...`: the value stands right after its key, in the passage and nowhere else.
 
     fact: <kv> stands for key and value, <n> for a running number, <s> for a speaker. per_tokens: one fact in so many
     tokens of `where`, `most` at most.
     """
-
-    def build(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
-        n = some(rng, min(most, int(tokens * (where[1] - where[0])) // per_tokens), evaluation)
-        keys, values = people(rng, n, evaluation), things(rng, n * n_values, evaluation)
-        speakers = rng.sample(w.FIRST, 4) if speech else None
-        facts, answers = [], []
-        for i, key in enumerate(keys):
-            value = [word for pair in values[i * n_values : (i + 1) * n_values] for word in pair]
-            text = fact.replace("<n>", str(i + 1)).replace("<s>", rng.choice(speakers) if speakers else "")
-            facts.append(stated(text, key, value))
-            answers.append(value)
-        chosen = rng.sample(range(n), min(turns, n))
-        asked = [(question(ask, keys[i], "##?"), answers[i], [i]) for i in chosen]
-        return _conversation(rng, tokens, facts, asked, where, speakers)
-
-    return build
+    n = some(rng, min(most, int(tokens * (where[1] - where[0])) // per_tokens), evaluation)
+    keys, values = people(rng, n, evaluation), things(rng, n * n_values, evaluation)
+    speakers = rng.sample(w.FIRST, 4) if speech else None
+    facts, answers = [], []
+    for i, key in enumerate(keys):
+        value = [word for pair in values[i * n_values : (i + 1) * n_values] for word in pair]
+        text = fact.replace("<n>", str(i + 1)).replace("<s>", rng.choice(speakers) if speakers else "")
+        facts.append(stated(text, key, value))
+        answers.append(value)
+    chosen = rng.sample(range(n), min(turns, n))
+    asked = [(question(ask, keys[i], "##?"), answers[i], [i]) for i in chosen]
+    return _conversation(rng, tokens, facts, asked, where, speakers)
 
 
 def _conversation(
@@ -171,21 +167,19 @@ def _conversation(
     return Conversation(SYSTEM, turns, sorted(places[i] for i in asked[0][2]), asks=len(text))
 
 
-def _two_hops(first: str, second: str, ask: str, per_tokens: int) -> Build:
+def _two_hops(
+    first: str, second: str, ask: str, per_tokens: int, rng: random.Random, tokens: int, evaluation: bool, turns: int
+) -> Conversation:
     """A task of two hops: `first` gives a person (in <kv>) a second person, `second` gives that one a thing."""
-
-    def build(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
-        n = some(rng, min(24, tokens // per_tokens), evaluation)
-        keys, values = people(rng, 2 * n, evaluation), things(rng, n, evaluation)
-        facts = [stated(first, keys[i], keys[n + i]) for i in range(n)]
-        facts += [stated(second, keys[n + i], values[i]) for i in range(n)]
-        asked = [
-            (question(ask, keys[i], "##?"), [*keys[n + i], *values[i]], [i, n + i])
-            for i in rng.sample(range(n), min(turns, n))
-        ]
-        return _conversation(rng, tokens, facts, asked)
-
-    return build
+    n = some(rng, min(24, tokens // per_tokens), evaluation)
+    keys, values = people(rng, 2 * n, evaluation), things(rng, n, evaluation)
+    facts = [stated(first, keys[i], keys[n + i]) for i in range(n)]
+    facts += [stated(second, keys[n + i], values[i]) for i in range(n)]
+    asked = [
+        (question(ask, keys[i], "##?"), [*keys[n + i], *values[i]], [i, n + i])
+        for i in rng.sample(range(n), min(turns, n))
+    ]
+    return _conversation(rng, tokens, facts, asked)
 
 
 def needle_multivalue(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
@@ -217,35 +211,31 @@ def needle_multiquery(rng: random.Random, tokens: int, evaluation: bool, turns: 
 
 
 def _many(
-    per_tokens: int, where: tuple[float, float] = (0.0, 1.0), speech: bool = False, values: bool = False,
-    facts_asked: Range = (3, 4),
-) -> Build:  # fmt: skip
+    per_tokens: int, rng: random.Random, tokens: int, evaluation: bool, turns: int, *,
+    where: tuple[float, float] = (0.0, 1.0), speech: bool = False, values: bool = False, facts_asked: Range = (3, 4),
+) -> Conversation:  # fmt: skip
     """`needle_multiquery`, or with `values` `needle_multivalue`, with more of what a passage can be like: no new task.
 
     The facts that are asked for stand side by side, so that an item has a place in the prompt. The first word of the
     answer stands in the question, or is always the same. per_tokens, where, speech: as in `_fact_task`; facts_asked:
     how many, at least and at most.
     """
-
-    def build(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
-        room = (where[1] - where[0]) * tokens + rng.randrange(per_tokens)  # so that no length lies at the edge of n
-        n, asked = max(4, min(36, int(room) // per_tokens)), rng.randint(*facts_asked)
-        keys, told = people(rng, n, evaluation), things(rng, n, evaluation)
-        speakers = rng.sample(w.FIRST, 4) if speech else None
-        at = rng.randint(0, n - asked)
-        chosen = [at + i for i in rng.sample(range(asked), asked)]  # the order of the answer
-        facts = [["They", "told", *key, *value, "##."] for key, value in zip(keys, told, strict=True)]
-        if values:
-            for i, which in enumerate(chosen):
-                facts[which] = ["They", "told", *keys[at], ORDINALS[i], *told[which], "##."]
-            answer = [word for i, which in enumerate(chosen) for word in (ORDINALS[i], *told[which])]
-            asks = question("list all they told", keys[at], "##?")
-        else:
-            answer = [word for which in chosen for word in (*keys[which], *told[which], "##,")][:-1]
-            asks = question("what did they tell", [word for i in chosen for word in (*keys[i], "##,")][:-1], "##?")
-        return _conversation(rng, tokens, facts, [(asks, answer, chosen)], where, speakers, shuffle=False)
-
-    return build
+    room = (where[1] - where[0]) * tokens + rng.randrange(per_tokens)  # so that no length lies at the edge of n
+    n, asked = max(4, min(36, int(room) // per_tokens)), rng.randint(*facts_asked)
+    keys, told = people(rng, n, evaluation), things(rng, n, evaluation)
+    speakers = rng.sample(w.FIRST, 4) if speech else None
+    at = rng.randint(0, n - asked)
+    chosen = [at + i for i in rng.sample(range(asked), asked)]  # the order of the answer
+    facts = [["They", "told", *key, *value, "##."] for key, value in zip(keys, told, strict=True)]
+    if values:
+        for i, which in enumerate(chosen):
+            facts[which] = ["They", "told", *keys[at], ORDINALS[i], *told[which], "##."]
+        answer = [word for i, which in enumerate(chosen) for word in (ORDINALS[i], *told[which])]
+        asks = question("list all they told", keys[at], "##?")
+    else:
+        answer = [word for which in chosen for word in (*keys[which], *told[which], "##,")][:-1]
+        asks = question("what did they tell", [word for i in chosen for word in (*keys[i], "##,")][:-1], "##?")
+    return _conversation(rng, tokens, facts, [(asks, answer, chosen)], where, speakers, shuffle=False)
 
 
 def variable_tracking(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
@@ -437,23 +427,25 @@ def instructed(
 
 
 DOMAINS: dict[str, Build] = {
-    "story": _fact_task("That night they sold <kv> by the fire ##.", "what was sold to", 80),
-    "dialogue": _fact_task("<s> ##: I lent <kv> ##.", "what was lent to", 90, speech=True),
-    "ledger": _fact_task("Row <n> <kv> ##;", "what stands in the row of", 32),
-    "encyclopedia": _two_hops(  # short articles, each opens with its person, as in the multi-document sets
-        "Article ##: fate gave <kv> as a teacher ##.", "Article ##: fame brought <kv> ##.",
+    "story": partial(_fact_task, "That night they sold <kv> by the fire ##.", "what was sold to", 80),
+    "dialogue": partial(_fact_task, "<s> ##: I lent <kv> ##.", "what was lent to", 90, speech=True),
+    "ledger": partial(_fact_task, "Row <n> <kv> ##;", "what stands in the row of", 32),
+    "encyclopedia": partial(  # short articles, each opens with its person, as in the multi-document sets
+        _two_hops, "Article ##: fate gave <kv> as a teacher ##.", "Article ##: fame brought <kv> ##.",
         "what came to the teacher of", 120,
     ),
-    "report": _fact_task("Summary ##: the board offered <kv> ##.", "what did the board offer", 24, where=(0.0, 0.15)),
-    "minutes": _fact_task(
-        "Decision ##: the council left <kv> ##.", "what did the council leave", 24, where=(0.85, 1.0)
+    "report": partial(
+        _fact_task, "Summary ##: the board offered <kv> ##.", "what did the board offer", 24, where=(0.0, 0.15)
+    ),
+    "minutes": partial(
+        _fact_task, "Decision ##: the council left <kv> ##.", "what did the council leave", 24, where=(0.85, 1.0)
     ),
 }  # fmt: skip
 TASKS: dict[str, Build] = {
-    "single_fact": _fact_task("They owe <kv> ##.", "what do they owe", 60),
-    "two_hop": _two_hops("They assigned <kv> ##.", "They gave <kv> ##.", "what went to the guide of", 90),
-    "needle": _fact_task("They told <kv> ##.", "what did they tell", 1, most=1, n_values=2),
-    "needle_multikey": _fact_task("They told <kv> ##.", "what did they tell", 100, n_values=2, most=24),
+    "single_fact": partial(_fact_task, "They owe <kv> ##.", "what do they owe", 60),
+    "two_hop": partial(_two_hops, "They assigned <kv> ##.", "They gave <kv> ##.", "what went to the guide of", 90),
+    "needle": partial(_fact_task, "They told <kv> ##.", "what did they tell", 1, most=1, n_values=2),
+    "needle_multikey": partial(_fact_task, "They told <kv> ##.", "what did they tell", 100, n_values=2, most=24),
     "needle_multivalue": needle_multivalue,
     "needle_multiquery": needle_multiquery,
     "variable_tracking": variable_tracking,
@@ -466,13 +458,13 @@ TASKS: dict[str, Build] = {
     **DOMAINS,
 }
 LONG: dict[str, Build] = {  # for evaluation alone: answers of eight words and more, whose first word gives nothing away
-    "several": _many(80),
-    "several_dense": _many(48),
-    "several_front": _many(24, (0.0, 0.15)),
-    "several_back": _many(24, (0.85, 1.0)),
-    "values": _many(80, values=True),
-    "values_dialogue": _many(90, speech=True, values=True),
-    "values_dense": _many(48, values=True),
+    "several": partial(_many, 80),
+    "several_dense": partial(_many, 48),
+    "several_front": partial(_many, 24, where=(0.0, 0.15)),
+    "several_back": partial(_many, 24, where=(0.85, 1.0)),
+    "values": partial(_many, 80, values=True),
+    "values_dialogue": partial(_many, 90, speech=True, values=True),
+    "values_dense": partial(_many, 48, values=True),
     "entries": partial(list_all, entries=(18, 20)),  # at 1,900 tokens training shows no fewer; answers fit 128 tokens
 }
 INSTRUCTED: dict[str, Build] = {f"instruction_{kind}": partial(instructed, only=kind) for kind in INSTRUCTIONS}
@@ -485,7 +477,9 @@ SECRETS: dict[str, Build] = {
     "examples_leak": partial(system_few_shot, leak=True, defended=False),
 }
 ALL = {**TASKS, **INSTRUCTED, **SECRETS}  # what training draws from
-ASKED = {f"several_{n}": _many(80, facts_asked=(n, n)) for n in (2, 4)}  # short and long questions, for evaluation
+ASKED: dict[str, Build] = {  # short and long questions, for evaluation
+    f"several_{n}": partial(_many, 80, facts_asked=(n, n)) for n in (2, 4)
+}
 KNOWN = {**ALL, **LONG, **ASKED}
 
 

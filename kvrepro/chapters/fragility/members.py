@@ -267,9 +267,7 @@ def decode_ratio(gpu: Path, batch: int = 0, slowest: bool = False) -> list[Timed
     return found
 
 
-def throughput_ratio(gpu: Path, slowest: bool = False) -> list[Timed]:
-    """Tokens per second at the largest batch that fits, longest context: a fifth over the full cache."""
-    return decode_ratio(gpu, -1, slowest)
+throughput_ratio = partial(decode_ratio, batch=-1)  # tokens per second at the largest batch: a fifth over all
 
 
 def peak_ratio(gpu: Path) -> list[Timed]:

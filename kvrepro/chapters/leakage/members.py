@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import combinations, product
 
 import numpy as np
@@ -69,18 +70,14 @@ def _leak_low(s: Study, **cell) -> Sample:
     return Sample(above, bounds=(-s.floor, 1 - s.floor), each=s.leak.each)
 
 
-def _rise(name: str) -> Callable[..., What]:
+def _rise(name: str, s: Study, each: bool = False, **cell) -> What:
     """Mean over the ratios from 0.3 that every prompt has room for, minus the uncompressed. each: every ratio."""
-
-    def contrast(s: Study, each: bool = False, **cell) -> What:
-        m: Means = getattr(s, name)
-        if each:
-            start = m.per(ratio=0.0, **cell)
-            return {f"{r:.0%} dropped": _pair(m, m.per(ratio=r, **cell), start) for r in m.ratios(**cell)}
-        ratios = _upper(m.ratios(True, **cell))
-        return _pair(m, m.mean(ratios, **cell), m.per(ratio=0.0, **cell), len(ratios))
-
-    return contrast
+    m: Means = getattr(s, name)
+    if each:
+        start = m.per(ratio=0.0, **cell)
+        return {f"{r:.0%} dropped": _pair(m, m.per(ratio=r, **cell), start) for r in m.ratios(**cell)}
+    ratios = _upper(m.ratios(True, **cell))
+    return _pair(m, m.mean(ratios, **cell), m.per(ratio=0.0, **cell), len(ratios))
 
 
 def _leak_fall(s: Study, each: bool = False, **cell) -> Parts:
@@ -114,32 +111,24 @@ def _follow_lost(s: Study, **cell) -> Sample:
     return _pair(s.follow, s.follow.per(ratio=0.0, **cell), s.follow.mean(ratios, **cell), len(ratios))
 
 
-def _between_orders(name: str) -> Callable[..., Sample]:
+def _between_orders(name: str, s: Study, nothing: bool = False, **cell) -> Sample:
     """Normal minus flipped order. nothing: also where there is nothing to compare."""
-
-    def contrast(s: Study, nothing: bool = False, **cell) -> Sample:
-        m: Means = getattr(s, name)
-        ratios = middle(m.ratios(**cell))
-        a, b = (m.mean(ratios, order=order, **cell) for order in ORDERS)
-        if not nothing:
-            _compared([a, b], name)
-        return _pair(m, a, b, len(ratios))
-
-    return contrast
+    m: Means = getattr(s, name)
+    ratios = middle(m.ratios(**cell))
+    a, b = (m.mean(ratios, order=order, **cell) for order in ORDERS)
+    if not nothing:
+        _compared([a, b], name)
+    return _pair(m, a, b, len(ratios))
 
 
-def _gain(name: str) -> Callable[..., Sample]:
+def _gain(name: str, s: Study, variant: str, nothing: bool = False, **cell) -> Sample:
     """By default minus with the variant, at the middle ratios that both were run at and every prompt has room for."""
-
-    def contrast(s: Study, variant: str, nothing: bool = False, **cell) -> Sample:
-        m: Means = getattr(s, name)
-        ratios = middle(set(m.ratios(True, variant=variant, **cell)) & set(m.ratios(True, **cell)))
-        a, b = m.mean(ratios, **cell), m.mean(ratios, variant=variant, **cell)
-        if not nothing:
-            _compared([a, b], name)
-        return _pair(m, a, b, len(ratios))
-
-    return contrast
+    m: Means = getattr(s, name)
+    ratios = middle(set(m.ratios(True, variant=variant, **cell)) & set(m.ratios(True, **cell)))
+    a, b = m.mean(ratios, **cell), m.mean(ratios, variant=variant, **cell)
+    if not nothing:
+        _compared([a, b], name)
+    return _pair(m, a, b, len(ratios))
 
 
 def _bias_asymmetry(s: Study, **cell) -> Sample:
@@ -286,17 +275,14 @@ def _times(s: Study, column: str, *variants: str) -> pd.DataFrame:
     return wide[list(variants)].dropna()
 
 
-def _cost(column: str, speed: bool = False) -> Callable[..., Sample]:
+def _cost(column: str, s: Study, variant: str, speed: bool = False) -> Sample:
     """Median time of the variant over that of the default, minus 1; of tokens per second with `speed`."""
 
-    def contrast(s: Study, variant: str) -> Sample:
-        def cost(values: np.ndarray) -> float:
-            with_it, base = np.median(values, 0)
-            return float((base / with_it if speed else with_it / base) - 1)
+    def cost(values: np.ndarray) -> float:
+        with_it, base = np.median(values, 0)
+        return float((base / with_it if speed else with_it / base) - 1)
 
-        return Sample(_times(s, column, variant, "default"), cost, limits=(-1.0, math.inf))
-
-    return contrast
+    return Sample(_times(s, column, variant, "default"), cost, limits=(-1.0, math.inf))
 
 
 def _compress_order(s: Study) -> Sample:
@@ -313,19 +299,19 @@ CONTRASTS: dict[str, Callable[..., What]] = {
     "policy_gap": _policy_gap,
     "model_spread": _model_spread,
     "leak_low": _leak_low,
-    "leak_rise": _rise("leak"),
-    "defense_rise": _rise("leak_defense"),
+    "leak_rise": partial(_rise, "leak"),
+    "defense_rise": partial(_rise, "leak_defense"),
     "leak_fall": _leak_fall,
     "leak_long": _leak_long,
     "follow_share": _follow_share,
     "follow_lost": _follow_lost,
-    "follow_flipped": _between_orders("follow"),
-    "leak_flipped": _between_orders("leak"),
+    "follow_flipped": partial(_between_orders, "follow"),
+    "leak_flipped": partial(_between_orders, "leak"),
     "bias_asymmetry": _bias_asymmetry,
     "bias_size": _bias_size,
-    "leak_cut": _gain("leak"),
-    "defense_cut": _gain("leak_defense"),
-    "follow_cost": _gain("follow"),
+    "leak_cut": partial(_gain, "leak"),
+    "defense_cut": partial(_gain, "leak_defense"),
+    "follow_cost": partial(_gain, "follow"),
     "optimal_gain": _optimal_gain,
     "optimal_tie": _optimal_tie,
     "optimal_printed": _optimal_printed,
@@ -333,9 +319,9 @@ CONTRASTS: dict[str, Callable[..., What]] = {
     "bias_defense": _bias_defense,
     "defense_kept": _defense_kept,
     "middle_layers": _middle_layers,
-    "decode_cost": _cost("decode"),
-    "decode_speed": _cost("decode", speed=True),
-    "compress_cost": _cost("compress"),
+    "decode_cost": partial(_cost, "decode"),
+    "decode_speed": partial(_cost, "decode", speed=True),
+    "compress_cost": partial(_cost, "compress"),
     "compress_order": _compress_order,
 }
 OF_LEAKAGE = {"leak_low", "leak_rise", "leak_fall", "leak_flipped", "leak_cut", "defense_rise", "defense_cut"}

@@ -1,12 +1,18 @@
 """The one exception for bad input, and how a program ends with it."""
 
 import difflib
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 INTERRUPTED = "interrupted: what is computed is stored, the next call goes on from there"
+ENDING = tuple(  # Ctrl-C, a batch system, a terminal that is closed, where the system has them
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 LONGEST = 4096  # characters of a text that somebody types
 
 
@@ -21,15 +27,50 @@ class Stopped(RuntimeError):
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Around or above a command: an InputError becomes one line on stderr and the exit code 2, Stopped the code 1, an
-    interrupt 130."""
+    interrupt 130, or as `interrupted` says."""
     try:
         yield
     except (InputError, Stopped) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2 if isinstance(error, InputError) else 1) from None
-    except KeyboardInterrupt:
-        print(f"\n{INTERRUPTED}", file=sys.stderr)
-        raise SystemExit(130) from None
+    except KeyboardInterrupt as interrupt:
+        raise interrupted(interrupt) from None
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[list[int]]:
+    """A signal of `ENDING` that is not ignored raises KeyboardInterrupt with its number, which joins what is given: a
+    batch system and a closed terminal end a program as Ctrl-C does. Outside the main thread, which alone hears them,
+    nothing changes."""
+    heard: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt(number)
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {one: signal.getsignal(one) for one in ENDING if main and signal.getsignal(one) != signal.SIG_IGN}
+    for one in before:
+        signal.signal(one, end)
+    try:
+        yield heard
+    finally:
+        for one, handler in before.items():
+            if signal.getsignal(one) == end:
+                signal.signal(one, handler)
+
+
+def interrupted(interrupt: BaseException | None) -> SystemExit:
+    """Say that a program was interrupted; its end, with the exit code 128 and the signal's number. A second signal
+    would find it ending, and is ignored from here on."""
+    for one in ENDING if threading.current_thread() is threading.main_thread() else ():
+        signal.signal(one, signal.SIG_IGN)
+    try:
+        print(f"\n{INTERRUPTED}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    except OSError:  # the terminal is gone: what is left to be said would fail at the very end, and change the code
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, closed with the process
+    return SystemExit(128 + int(*(interrupt.args if interrupt else ()) or [signal.SIGINT]))
 
 
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
@@ -37,15 +78,16 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
     status 2, as for an InputError."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        with one_line_errors():
+        with signals_interrupt() as heard, one_line_errors():
             for word in arguments:
                 if not word.isprintable() or len(word) > LONGEST:
                     raise InputError(f"argument {word[:50]!r}: give at most {LONGEST} printed signs")
             ended = app(arguments, prog_name=name, standalone_mode=False)
+            if ended == 130 and heard:  # typer's own idea of an interrupt, which says nothing
+                raise KeyboardInterrupt(heard[-1])
     except Exception as error:
-        if type(error).__name__ == "Abort":  # Ctrl-C
-            print(f"\n{INTERRUPTED}", file=sys.stderr)
-            raise SystemExit(130) from None
+        if type(error).__name__ == "Abort":  # the same of an earlier typer
+            raise interrupted(error.__cause__) from None
         if not hasattr(error, "format_message"):  # of the library that reads command lines
             raise
         given, said = " ".join(arguments), error.format_message()

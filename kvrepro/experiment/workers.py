@@ -146,12 +146,30 @@ def _for_processes() -> Iterator[None]:
     sys.modules["__main__"] = types.ModuleType("__main__")
     os.environ.update(dict.fromkeys(THREADS, "1"), PYTHONPATH=os.pathsep.join(sys.path))
     try:
-        yield
+        with _deaf():
+            yield
     finally:
         sys.modules["__main__"] = main
         for name in {*THREADS, "PYTHONPATH"}:
             os.environ.pop(name, None)
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """While processes start, which inherit it: Ctrl-C and a terminal that is closed wait. They are our business, which
+    ends them; as they still import, each would answer with a traceback."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # its start lets SIGINT through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end() -> None:

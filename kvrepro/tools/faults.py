@@ -27,14 +27,13 @@ import typer
 from safetensors.torch import load_file, save_file
 
 from kvrepro.engine.allowed import ensure
-from kvrepro.errors import InputError, program
+from kvrepro.errors import ENDING, InputError, program
 from kvrepro.experiment import data
 from kvrepro.experiment.sealed import write
 from kvrepro.experiment.table import VERSION
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import trial
 from kvrepro.tools.kills import SECONDS, WHO, campaign, differences, end, last_words, stored, tables
-from kvrepro.tools.processes import ENDING
 from kvrepro.tools.rows import replace_rows, stamp
 
 OUT = DATA / "reliability"
@@ -113,6 +112,9 @@ FAULTS = {
     "NaN in the weights": Fault("one number of a checkpoint", "NaN", nan=True, broken=ROWS),
     "Ctrl-C in a study": Fault(
         "SIGINT to kvrepro run", "interrupted", "time.sleep(0.5)", signal=signal.SIGINT, broken=ROWS
+    ),
+    "the batch system ends a study": Fault(
+        "SIGTERM to kvrepro run", "interrupted", "time.sleep(0.5)", signal=signal.SIGTERM, broken=ROWS
     ),
     "Ctrl-C in the book": Fault("SIGINT to kvrepro book", "interrupted", command="book", signal=signal.SIGINT),
     "the batch system ends the book": Fault(

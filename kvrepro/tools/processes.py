@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from papermill.exceptions import PapermillExecutionError
 
-from kvrepro.errors import INTERRUPTED
+from kvrepro.errors import ENDING, INTERRUPTED
 from kvrepro.experiment import progress
 
 SECONDS = {  # of a chapter's studies in their order, quick profile, one core: they share out the time that is left
@@ -36,7 +36,6 @@ SECONDS = {  # of a chapter's studies in their order, quick profile, one core: t
     "synthesis": {"grid": 90, "kept": 10},
 }  # fmt: skip
 DIED = "its process ended: too little memory?"
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a batch system, a terminal that is closed
 
 
 @contextlib.contextmanager

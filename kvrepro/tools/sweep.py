@@ -29,7 +29,7 @@ import typer
 import yaml
 
 from kvrepro.engine.allowed import ensure, ensure_all
-from kvrepro.errors import InputError, meant
+from kvrepro.errors import InputError, interrupted, meant
 from kvrepro.experiment import cluster, models, progress
 from kvrepro.experiment.run import Settings
 from kvrepro.paths import ROOT, WORK
@@ -228,9 +228,8 @@ def main(file: Path, dry_run: bool = False, **chosen: Any) -> None:
         return
     try:
         failed = run(sweep)
-    except KeyboardInterrupt:
-        print("\ninterrupted: what is computed is stored, the same command goes on from there", file=sys.stderr)
-        raise typer.Exit(130) from None
+    except KeyboardInterrupt as interrupt:
+        raise interrupted(interrupt) from None
     if failed:
         print(f"failed: {'; '.join(failed)}; the same command tries them again", file=sys.stderr)
         raise typer.Exit(1)

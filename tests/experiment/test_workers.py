@@ -192,6 +192,29 @@ def no_number(o):
 LONGEST = 0  # of the test's prompts, as far as they are compressed
 
 
+IMPORTS = """import time
+from kvrepro.experiment import workers
+workers.get_ready(None)
+print("begun", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    pass"""
+
+
+def test_an_interrupt_of_the_whole_group_finds_the_server_silent():
+    """It imports for seconds, and a terminal sends Ctrl-C to it as well."""
+    command = [sys.executable, "-c", IMPORTS]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+
+
 @pytest.mark.parametrize("scorer", [broken, no_number])
 def test_a_condition_that_fails_on_an_item_costs_that_row(tmp_path, scorer):
     embedded = models.load()

@@ -1,0 +1,59 @@
+"""How a program ends with a signal."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvrepro.errors import INTERRUPTED
+
+WAITS = """import sys, time, typer
+from kvrepro.errors import program
+app = typer.Typer()
+@app.command()
+def main():
+    print("begun", flush=True)
+    time.sleep(60)
+program(app, "waits", [])"""
+
+
+def started(ignored=(), **given):
+    def signals():
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(one, signal.SIG_IGN if one in ignored else signal.SIG_DFL)
+
+    return subprocess.Popen([sys.executable, "-c", WAITS], preexec_fn=signals, text=True, **given)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_one_line_and_its_exit_code(number):
+    process = started(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    _, said = process.communicate(timeout=10)
+    assert said.strip() == INTERRUPTED
+    assert process.returncode == 128 + number
+
+
+def test_what_ignores_a_closed_terminal_goes_on():
+    process = started(ignored=[signal.SIGHUP], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_terminal_that_is_gone_changes_no_exit_code():
+    ours, theirs = pty.openpty()
+    process = started(stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    assert os.read(ours, 100).startswith(b"begun")
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(10) == 128 + signal.SIGHUP

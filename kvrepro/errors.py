@@ -70,7 +70,8 @@ def interrupted(interrupt: BaseException | None) -> SystemExit:
         sys.stdout.flush()
     except OSError:  # the terminal is gone: what is left to be said would fail at the very end, and change the code
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, closed with the process
-    return SystemExit(128 + int(*(interrupt.args if interrupt else ()) or [signal.SIGINT]))
+    number = interrupt.args[0] if interrupt is not None and interrupt.args else signal.SIGINT
+    return SystemExit(128 + number)
 
 
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:

@@ -38,11 +38,10 @@ def one_line_errors() -> Iterator[None]:
 
 
 @contextmanager
-def signals_interrupt() -> Iterator[list[int]]:
-    """A signal of `ENDING` that is not ignored raises KeyboardInterrupt with its number, which joins what is given: a
-    batch system and a closed terminal end a program as Ctrl-C does. Outside the main thread, which alone hears them,
-    nothing changes."""
-    heard: list[int] = []
+def signals_interrupt(heard: list[int]) -> Iterator[None]:
+    """A signal of `ENDING` that is not ignored raises KeyboardInterrupt with its number, which joins `heard`: a batch
+    system and a closed terminal end a program as Ctrl-C does. Outside the main thread, which alone hears them, nothing
+    changes."""
 
     def end(number: int, frame: object) -> None:
         heard.append(number)
@@ -53,7 +52,7 @@ def signals_interrupt() -> Iterator[list[int]]:
     for one in before:
         signal.signal(one, end)
     try:
-        yield heard
+        yield
     finally:
         for one, handler in before.items():
             if signal.getsignal(one) == end:
@@ -70,16 +69,16 @@ def interrupted(interrupt: BaseException | None) -> SystemExit:
         sys.stdout.flush()
     except OSError:  # the terminal is gone: what is left to be said would fail at the very end, and change the code
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, closed with the process
-    number = interrupt.args[0] if interrupt is not None and interrupt.args else signal.SIGINT
-    return SystemExit(128 + number)
+    number = next((one for one in (interrupt.args if interrupt else ()) if one in ENDING), signal.SIGINT)
+    return SystemExit(128 + int(number))
 
 
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
     """Run a typer app and end the process. Whatever is wrong with the command line is one line on stderr, and the exit
     status 2, as for an InputError."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments, heard = sys.argv[1:] if arguments is None else arguments, list[int]()
     try:
-        with signals_interrupt() as heard, one_line_errors():
+        with signals_interrupt(heard), one_line_errors():
             for word in arguments:
                 if not word.isprintable() or len(word) > LONGEST:
                     raise InputError(f"argument {word[:50]!r}: give at most {LONGEST} printed signs")
@@ -87,8 +86,8 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
             if ended == 130 and heard:  # typer's own idea of an interrupt, which says nothing
                 raise KeyboardInterrupt(heard[-1])
     except Exception as error:
-        if type(error).__name__ == "Abort":  # the same of an earlier typer
-            raise interrupted(error.__cause__) from None
+        if heard:  # an interrupt that was made another error on its way: by typer, or by a library as it was imported
+            raise interrupted(KeyboardInterrupt(heard[-1])) from None
         if not hasattr(error, "format_message"):  # of the library that reads command lines
             raise
         given, said = " ".join(arguments), error.format_message()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvrepro.errors import INTERRUPTED
+from kvrepro.errors import ENDING, INTERRUPTED, one_line_errors
 
 WAITS = """import sys, time, typer
 from kvrepro.errors import program
@@ -20,12 +20,20 @@ def main():
 program(app, "waits", [])"""
 
 
-def started(ignored=(), **given):
+OTHER = """def from_c():
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        raise ImportError("initialization failed") from None
+@app"""
+
+
+def started(code=WAITS, ignored=(), **given):
     def signals():
         for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(one, signal.SIG_IGN if one in ignored else signal.SIG_DFL)
 
-    return subprocess.Popen([sys.executable, "-c", WAITS], preexec_fn=signals, text=True, **given)
+    return subprocess.Popen([sys.executable, "-c", code], preexec_fn=signals, text=True, **given)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -57,3 +65,23 @@ def test_a_terminal_that_is_gone_changes_no_exit_code():
     os.close(ours)
     process.send_signal(signal.SIGHUP)
     assert process.wait(10) == 128 + signal.SIGHUP
+
+
+def test_an_interrupt_that_a_library_makes_another_error_stays_one():
+    """As a module in C does that is being imported."""
+    code = WAITS.replace("time.sleep(60)", "from_c()").replace("@app", OTHER, 1)
+    process = started(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=10)
+    assert (said.strip(), process.returncode) == (INTERRUPTED, 128 + signal.SIGTERM)
+
+
+def test_an_interrupt_with_a_text_is_one(capsys):
+    before = [signal.getsignal(one) for one in ENDING]
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        raise KeyboardInterrupt("enough")
+    for one, handler in zip(ENDING, before, strict=True):
+        signal.signal(one, handler)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.strip() == INTERRUPTED

@@ -115,6 +115,7 @@ def get_ready(what: Told | None) -> None:
         with _for_processes():
             forkserver.set_forkserver_preload(IMPORTED)
             forkserver.ensure_running()
+        multiprocessing.util.Finalize(None, _end_server, exitpriority=0)  # it may be at its imports for seconds yet
 
 
 def _forks(what: Told | None) -> bool:
@@ -148,6 +149,9 @@ def _for_processes() -> Iterator[None]:
     try:
         with _deaf():
             yield
+    except KeyboardInterrupt:  # what it would start finds us gone, and says so at length
+        _end_server()
+        raise
     finally:
         sys.modules["__main__"] = main
         for name in {*THREADS, "PYTHONPATH"}:
@@ -180,6 +184,17 @@ def end() -> None:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
+
+
+def _end_server() -> None:
+    """Kill the server, wherever it is; the next workers start another."""
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid:
+        with contextlib.suppress(OSError):  # that of the process that forked us, or gone
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+            server._stop()  # waits for its end, so that the next start does not take it for alive
 
 
 def are_there(loaded: Loaded | None) -> bool:

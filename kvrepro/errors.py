@@ -34,17 +34,19 @@ def one_line_errors() -> Iterator[None]:
         print(error, file=sys.stderr)
         raise SystemExit(2 if isinstance(error, InputError) else 1) from None
     except KeyboardInterrupt as interrupt:
-        raise interrupted(interrupt) from None
+        raise SystemExit(interrupted(interrupt)) from None
 
 
 @contextmanager
-def signals_interrupt(heard: list[int]) -> Iterator[None]:
+def signals_interrupt(heard: list[int], once: bool = False) -> Iterator[None]:
     """A signal of `ENDING` that is not ignored raises KeyboardInterrupt with its number, which joins `heard`: a batch
     system and a closed terminal end a program as Ctrl-C does. Outside the main thread, which alone hears them, nothing
-    changes."""
+    changes. once: further signals, which would find the program ending, are ignored from the first on."""
 
     def end(number: int, frame: object) -> None:
         heard.append(number)
+        for one in before if once else ():
+            signal.signal(one, signal.SIG_IGN)
         raise KeyboardInterrupt(number)
 
     main = threading.current_thread() is threading.main_thread()
@@ -59,9 +61,9 @@ def signals_interrupt(heard: list[int]) -> Iterator[None]:
                 signal.signal(one, handler)
 
 
-def interrupted(interrupt: BaseException | None) -> SystemExit:
-    """Say that a program was interrupted; its end, with the exit code 128 and the signal's number. A second signal
-    would find it ending, and is ignored from here on."""
+def interrupted(interrupt: KeyboardInterrupt) -> int:
+    """Say that a program was interrupted; its exit code, 128 and the signal's number. A second signal would find it
+    ending, and is ignored from here on."""
     for one in ENDING if threading.current_thread() is threading.main_thread() else ():
         signal.signal(one, signal.SIG_IGN)
     try:
@@ -69,8 +71,7 @@ def interrupted(interrupt: BaseException | None) -> SystemExit:
         sys.stdout.flush()
     except OSError:  # the terminal is gone: what is left to be said would fail at the very end, and change the code
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, closed with the process
-    number = next((one for one in (interrupt.args if interrupt else ()) if one in ENDING), signal.SIGINT)
-    return SystemExit(128 + int(number))
+    return 128 + int(next((one for one in interrupt.args if one in ENDING), signal.SIGINT))
 
 
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
@@ -87,7 +88,7 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
                 raise KeyboardInterrupt(heard[-1])
     except Exception as error:
         if heard:  # an interrupt that was made another error on its way: by typer, or by a library as it was imported
-            raise interrupted(KeyboardInterrupt(heard[-1])) from None
+            raise SystemExit(interrupted(KeyboardInterrupt(heard[-1]))) from None
         if not hasattr(error, "format_message"):  # of the library that reads command lines
             raise
         given, said = " ".join(arguments), error.format_message()

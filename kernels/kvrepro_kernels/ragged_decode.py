@@ -132,7 +132,7 @@ def ragged_decode(
     share = triton.cdiv(tokens, multiprocessors(keys.device) * tuned["per_multiprocessor"])
     share = max(tuned["smallest_share"], triton.cdiv(share, tuned["block_t"]) * tuned["block_t"])
     programs = triton.cdiv(tokens, share)
-    block_s = 1 << max(4, (segments - 1).bit_length() + 1 & ~1)  # a power of 4: other batch sizes compile little anew
+    block_s = 4 ** max(2, math.ceil((segments - 1).bit_length() / 2))  # so few that batch sizes compile little anew
     block_d = triton.next_power_of_2(dim)
     part_outputs = empty.new_empty(programs + segments, group, dim)
     part_lse = empty.new_empty(programs + segments, group)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from papermill.exceptions import PapermillExecutionError
 
-from kvrepro.errors import ENDING, INTERRUPTED
+from kvrepro.errors import ENDING, interrupted, signals_interrupt
 from kvrepro.experiment import progress
 
 SECONDS = {  # of a chapter's studies in their order, quick profile, one core: they share out the time that is left
@@ -41,26 +41,12 @@ DIED = "its process ended: too little memory?"
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Around a command: a signal of `ENDING` that is not ignored ends what this process started, says so, and exits."""
-
-    def end(number: int, frame: object) -> None:
-        for one in before:
-            signal.signal(one, signal.SIG_IGN)  # a second one would find us ending
-        raise KeyboardInterrupt(number)
-
-    before = {one: signal.getsignal(one) for one in ENDING if signal.getsignal(one) != signal.SIG_IGN}
-    for one in before:
-        signal.signal(one, end)
     try:
-        yield
+        with signals_interrupt([], once=True):
+            yield
     except KeyboardInterrupt as interrupt:
         end_family(os.getpid())
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"\n{INTERRUPTED}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-        os._exit(128 + int(*interrupt.args or [signal.SIGINT]))  # the usual way takes seconds more
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        os._exit(interrupted(interrupt))  # the usual way takes seconds more
 
 
 def end_family(pid: int) -> None:

@@ -29,7 +29,7 @@ import typer
 import yaml
 
 from kvrepro.engine.allowed import ensure, ensure_all
-from kvrepro.errors import InputError, interrupted, meant
+from kvrepro.errors import InputError, meant
 from kvrepro.experiment import cluster, models, progress
 from kvrepro.experiment.run import Settings
 from kvrepro.paths import ROOT, WORK
@@ -213,7 +213,7 @@ def run(sweep: Sweep) -> list[str]:
 
 def main(file: Path, dry_run: bool = False, **chosen: Any) -> None:
     """Check, price, and run a sweep. chosen: engine, address, workers, as in `Settings`. Raises InputError; exits with
-    1 where a chapter failed, with 130 where it was interrupted."""
+    1 where a chapter failed."""
     settings = Settings(**chosen)
     names = {"engine": "KVREPRO_ENGINE", "address": "KVREPRO_RAY_ADDRESS", "workers": "KVREPRO_WORKERS"}
     os.environ.update({variable: str(chosen[name]) for name, variable in names.items() if chosen.get(name) is not None})
@@ -226,10 +226,6 @@ def main(file: Path, dry_run: bool = False, **chosen: Any) -> None:
     print(f"{total}, {table.MB.sum():,.1f} MB, to {sweep.results}", flush=True)
     if dry_run or settings.dry_run:
         return
-    try:
-        failed = run(sweep)
-    except KeyboardInterrupt as interrupt:
-        raise interrupted(interrupt) from None
-    if failed:
+    if failed := run(sweep):
         print(f"failed: {'; '.join(failed)}; the same command tries them again", file=sys.stderr)
         raise typer.Exit(1)

@@ -267,7 +267,7 @@ def decode_ratio(gpu: Path, batch: int = 0, slowest: bool = False) -> list[Timed
     return found
 
 
-throughput_ratio = partial(decode_ratio, batch=-1)  # tokens per second at the largest batch: a fifth over all
+throughput_ratio = partial(decode_ratio, batch=-1)  # tokens per second, a fifth over the full cache: largest batch
 
 
 def peak_ratio(gpu: Path) -> list[Timed]:

@@ -18,17 +18,19 @@ from kvrepro.experiment.wording import LOOKS
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import claims_sources, family_page, filterable
 from kvrepro.tools.edition import results_of
+from kvrepro.tools.family_claims import FULL
 from kvrepro.tools.filterable import Cell
 
 WRONGLY = {"wrongly_reproduced": "wrongly reproduced", "wrongly_not_reproduced": "wrongly not reproduced"}  # of a rule
 FAMILY = "family"  # claims over several models: not of one run, and no chapter's
 ACROSS = 26  # claims side by side in the picture
 READ = {**LABELS, "any": "code and text"}
+RUN = ["claim", "reading", "model", "profile"]
 
 
 def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str, str]:
     """The parts of the page as markdown, by name; all verdicts as `folder`/verdicts.csv."""
-    frames = tables(chapters, root)
+    frames = {name: with_full_profile(frame, name) for name, frame in tables(chapters, root).items()}
     if not frames:
         return {"claims": "No chapter of this book has stored verdicts.", "claims_picture": "", "claims_blocks": ""}
     every = pd.concat([frame.assign(chapter=name) for name, frame in frames.items()])
@@ -53,6 +55,17 @@ def stored(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame
     """The verdicts of each chapter that has stored some, of all runs."""
     files = {name: results_of(name, root) / name / "claims.csv" for name in chapters}
     return {name: claims.read(file) for name, file in files.items() if file.is_file()}
+
+
+def with_full_profile(frame: pd.DataFrame, chapter: str, table: Path = FULL) -> pd.DataFrame:
+    """Verdicts with those of the full profile beside them, in columns `full_...`: empty where it was not run for the
+    model, or where it is the run itself."""
+    known = pd.read_csv(table)
+    known = known[known.chapter == chapter].assign(profile="quick")  # beside which it stands
+    columns = dict.fromkeys(["verdict", "estimate", "low", "high", "n", "date"])
+    known = known.rename(columns={name: f"full_{name}" for name in columns})
+    found = frame.merge(known[[*RUN, *(f"full_{name}" for name in columns)]], how="left", on=RUN, validate="m:1")
+    return found.fillna({"full_verdict": "", "full_date": ""})
 
 
 def title(notebook: Path) -> str:
@@ -127,27 +140,41 @@ def said(frames: Mapping[str, pd.DataFrame]) -> str:
 def found(frames: Mapping[str, pd.DataFrame]) -> str:
     """Which runs the table holds."""
     of = dict.fromkeys(run for name, frame in frames.items() if name != FAMILY for run in claims.runs(frame))
-    return f"Runs: {'; '.join(f'model {model}, profile {profile}' for model, profile in of)}."
+    told = f"Runs: {'; '.join(f'model {model}, profile {profile}' for model, profile in of)}."
+    every = pd.concat([frame for name, frame in frames.items() if name != FAMILY])
+    both = every[every.full_verdict != ""]
+    if both.empty:
+        return told
+    undecided = (both[of] == "inconclusive" for of in ("verdict", "full_verdict"))
+    quick, full = (f"{one.sum()} ({one.mean():.0%})" for one in undecided)
+    told += (
+        f" *Full profile*: the same claims of {both.model.iloc[0]} with more items, run once ({both.full_date.max()})."
+    )
+    return f"{told} Of these {len(both)} verdicts {quick} are inconclusive in this run, {full} in the full profile."
 
 
 def listed(frames: Mapping[str, pd.DataFrame]) -> str:
     """All verdicts, one row per claim, reading and model."""
     many = any(len(claims.runs(frame)) > 1 for name, frame in frames.items() if name != FAMILY)
+    full = any((frame.full_verdict != "").any() for frame in frames.values())
     at = places(frames)
     rows = [
-        _listed(row, name, at[name, row.claim], known.get(row.claim, {}), many)
+        _listed(row, name, at[name, row.claim], known.get(row.claim, {}), many, full)
         for name, frame in frames.items()
         for known in [entries(name)]
         for row in frame.itertuples()
     ]
     filters = ["Chapter", "With", "Verdict", "Model"]
-    minor = ["Chapter", "Model", "Printed", "Rule", "Decided by", "n", "What would settle it"]
+    minor = ["Chapter", "Model", "Full profile", "Printed", "Rule", "Decided by", "n", "What would settle it"]
     wide = ["Statement", "What would settle it"]
     return filterable.interactive(rows, "verdicts", "All verdicts", filters, minor, wide)
 
 
-def _listed(row: Any, chapter: str, at: str, claim: Mapping[str, Any], with_model: bool) -> dict[str, object]:
+def _listed(
+    row: Any, chapter: str, at: str, claim: Mapping[str, Any], with_model: bool, with_full: bool
+) -> dict[str, object]:
     model = {"Model": row.model} if with_model else {}
+    full = {"Full profile": Cell(pill(row.full_verdict) if row.full_verdict else "")} if with_full else {}
     return {
         "Claim": Cell(f'<a href="#{at}">{escape(row.claim)}</a>'),
         "Chapter": chapter.replace("_", " "),
@@ -155,6 +182,7 @@ def _listed(row: Any, chapter: str, at: str, claim: Mapping[str, Any], with_mode
         "With": READ[row.reading],
         **model,
         "Verdict": Cell(pill(row.verdict)),
+        **full,
         "Estimate [95% interval]": _estimate(row),
         "Printed": wording.printed(row),
         "Rule": row.rule,
@@ -256,12 +284,22 @@ def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, links: Ma
         n = "" if pd.isna(row.n) else f" (n = {row.n:.0f})"
         at = READ[row.reading].capitalize() + (f", {row.model}" if len(set(rows.model)) > 1 else "")
         said[at] = f"{claims.label(row.verdict).capitalize()}{value}{n}. {wording.evidence(row)}"
+        if row.full_verdict:
+            said[f"{at}, full profile"] = _full(row)
     said |= {"Errors": rates} if rates else {}
     said |= {head: known[key] for key, head in NOTES.items() if key in known}
     first_form = {**known, **known.get("first", {})}
     said |= {"Rule as first written": judge.rule_text(first_form)} if "rule" in known.get("first", {}) else {}
     terms = {head: escape(text, quote=False) for head, text in said.items()} | dict(links)
     return "".join(f"<dt>{head}</dt><dd>{text}</dd>" for head, text in terms.items() if text)
+
+
+def _full(row: Any) -> str:
+    """The full profile's verdict, its estimate and its number of items."""
+    ours = (row.full_estimate, row.full_low, row.full_high)
+    value = "" if pd.isna(row.full_estimate) else f": {wording.text_of(ours, row.unit)}"
+    n = "" if pd.isna(row.full_n) else f" (n = {row.full_n:.0f})"
+    return f"{claims.label(row.full_verdict).capitalize()}{value}{n}."
 
 
 NOTES = {

@@ -3,6 +3,8 @@
     python -m kvrepro.tools.family run --results /tmp/family                    # every embedded model, seed 0
     python -m kvrepro.tools.family run --results /tmp/family --models small-gqa --seeds 1,2 --chapters protection
     python -m kvrepro.tools.family collect --results /tmp/family                # data/family*.csv
+    python -m kvrepro.tools.family run --results /tmp/full --models small-gqa -p profile=full
+    python -m kvrepro.tools.family full --results /tmp/full                     # data/full_profile.csv
 
 A run goes into `<results>/<model>-<seed>/<chapter>`, apart from the book's own: its rows, `claims.csv`, and what the
 claims about several models need of it. Run again, it goes on where it was ended, and passes over what is done.
@@ -24,7 +26,7 @@ from kvrepro.errors import InputError, meant, program
 from kvrepro.experiment import claims, models
 from kvrepro.paths import DATA, ROOT, replaced
 from kvrepro.tools import book, command, error_rates, family_claims
-from kvrepro.tools.family_claims import JUDGED, TABLE
+from kvrepro.tools.family_claims import FULL, JUDGED, TABLE
 
 COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note code date".split()
 CHAPTERS = [name for name in book.chapters() if (DATA / "claims" / f"{name}.yml").is_file()]
@@ -152,6 +154,19 @@ def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")
         with replaced(file) as aside:
             frame.to_csv(aside, index=False, float_format="%.4g")
     typer.echo(table.pivot_table(index="model", columns="chapter", values="claim", aggfunc="count").to_string())
+
+
+@app.command()
+@command.checked
+def full(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
+    """Store the verdicts of runs of the full profile in data/full_profile.csv: the page of claims shows them beside
+    those of the run that it is built from."""
+    table = collected(results, seed)
+    if others := sorted(set(table.profile.dropna()) - {"full"}):
+        raise InputError(f"profile {', '.join(others)}: give runs of the full profile, by -p profile=full")
+    with replaced(FULL) as aside:
+        table.to_csv(aside, index=False, float_format="%.4g")
+    typer.echo(table.pivot_table(index="chapter", columns="verdict", values="claim", aggfunc="count").to_string())
 
 
 if __name__ == "__main__":

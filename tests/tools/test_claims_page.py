@@ -11,7 +11,7 @@ import pytest
 import synthetic
 
 from kvrepro.chapters.protection import members
-from kvrepro.experiment import claims, wording
+from kvrepro.experiment import claims, models, wording
 from kvrepro.paths import ROOT
 from kvrepro.tools import claims_page, claims_sources
 
@@ -95,6 +95,35 @@ def test_the_table_says_what_decides_and_what_would_settle_it(page):
     assert f"<td>{wording.case(row.decided_by)}</td>" in text
     for column in ("Statement", "Rule", "Decided by", "n", "What would settle it"):
         assert re.search(rf'<th scope="col"[^>]*>{column}</th>', text)
+
+
+def test_the_full_profiles_verdict_stands_beside_the_quick_ones(page, tmp_path):
+    _, frame, _ = page
+    table = tmp_path / "full.csv"
+    known = frame.iloc[:1].rename(columns={"ours": "estimate"}).assign(chapter="protection", n=162, date="2026-01-02")
+    known.assign(verdict="partly", profile="full").to_csv(table, index=False)
+    beside = claims_page.with_full_profile(frame, "protection", table)
+    first, *others = beside.itertuples()
+    assert (first.verdict, first.full_verdict, first.full_n) == (frame.verdict[0], "partly", 162)
+    assert {row.full_verdict for row in others} == {""}
+    assert "Full profile" in claims_page.listed({"protection": beside})
+    assert "(n = 162)" in claims_page.blocks("protection", {"protection": beside})
+    quick, open_ = len(beside[beside.full_verdict != ""]), int(first.verdict == "inconclusive")
+    assert f"Of these {quick} verdicts {open_} (" in claims_page.found({"protection": beside})
+    for other in (frame.assign(model="other"), frame.assign(profile="full")):
+        none = claims_page.with_full_profile(other, "protection", table)
+        assert not none.full_verdict.any()
+        assert "ull profile" not in claims_page.listed({"protection": none}) + claims_page.found({"protection": none})
+    assert not claims_page.with_full_profile(frame, "leakage", table).full_verdict.any()
+
+
+def test_the_stored_full_profile_has_every_claim_of_the_default_model():
+    found = pd.read_csv(claims_page.FULL)
+    assert (set(found.model), set(found.profile)) == ({models.DEFAULT}, {"full"})
+    for chapter in CHAPTERS:
+        asked = {claim["id"] for claim in claims.load_claims(chapter)["claims"]}
+        assert set(found[found.chapter == chapter].claim) <= asked
+        assert not found[found.chapter == chapter].duplicated(["claim", "reading"]).any()
 
 
 def test_rows_of_a_second_model_are_named(page):

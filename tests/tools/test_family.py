@@ -1,6 +1,7 @@
 import json
 
 import nbformat
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -55,6 +56,20 @@ def test_a_chapter_without_verdicts_and_runs_that_are_not_there_are_refused(root
         family.run_chapter("tiny", root / "out", {}, root)
     with pytest.raises(InputError, match="first family run"):
         family.collected(root / "out")
+
+
+def test_the_full_profile_is_stored_and_a_quick_run_is_not(root, monkeypatch):
+    family.run_chapter("tiny", root / "out" / "m-0", {"model": "m"}, root)
+    monkeypatch.setattr(family, "FULL", root / "full.csv")
+    given = ["full", "--results", str(root / "out")]
+    assert "profile quick" in str(CliRunner().invoke(family.app, given).exception)
+    assert not family.FULL.exists()
+    table = root / "out" / "m-0" / "tiny" / "claims.csv"
+    table.write_text(table.read_text().replace("quick", "full"))
+    assert CliRunner().invoke(family.app, given).exit_code == 0
+    assert pd.read_csv(family.FULL)[["claim", "verdict", "profile"]].to_numpy().tolist() == [
+        ["A1", "reproduced", "full"]
+    ]
 
 
 def test_names_that_do_not_exist_are_refused_before_anything_runs(tmp_path):

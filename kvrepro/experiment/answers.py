@@ -36,7 +36,9 @@ Columns = Sequence[Sequence[int]]  # of each item its conditions
 Found = dict[Pair, Generation | Exception]
 REPEAT = "Repeat the previous context: "  # KVzip's request
 BATCHES, GPU_BATCHES = 16, 4  # per job: the engine batches rows of like shape only, and half-empty batches cost as much
-LEAST = 8  # jobs on a CPU of a study that has so many items: the same for up to so many workers
+FEW = (
+    8  # jobs on a CPU, whichever of so many cores there are; fewer, and two at least, where there is no batch for each
+)
 TRIAL = 8  # tokens generated to estimate the rest
 
 
@@ -354,7 +356,8 @@ class AnswersPlan(Plan):
         """Blocks of neighbouring items with about equal work, the same blocks whatever is missing of them."""
         together = self.study.together
         if self.loaded.device == "cpu":  # the cores of this machine, also where a cluster's nodes compute
-            parts, batches = max(LEAST, workers.default_workers(self.loaded)), BATCHES
+            cores, batches = workers.default_workers(self.loaded), BATCHES
+            parts = cores if cores > FEW else min(FEW, max(2, self.total // self._rows_together()))
         else:  # every job takes batches of its own, which cost almost the same however many rows they have
             given = (self.loaded, self.settings.engine, self.settings.address)
             parts, batches = cluster.usual_workers(*given), GPU_BATCHES

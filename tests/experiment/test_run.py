@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import checkpoint
@@ -132,7 +133,7 @@ def test_a_second_run_computes_nothing(loaded, fake, tmp_path):
 def test_only_missing_conditions_are_asked_for(loaded, fake, tmp_path):
     go(loaded, tmp_path, items=ITEMS[:2], conditions=CONDITIONS[:2])
     fake.calls.clear()
-    go(loaded, tmp_path)
+    go(loaded, tmp_path, batch_rows=3)  # a job for each item
     assert fake.calls == [(1, CONDITIONS[2:])] * 2 + [(1, CONDITIONS)] * 3
 
 
@@ -229,7 +230,7 @@ def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, t
         return fake.generate(model, prompts, conditions, **given)
 
     monkeypatch.setattr(engine, "generate", generate)
-    assert go(loaded, tmp_path)["error"].isna().all()
+    assert go(loaded, tmp_path, batch_rows=3)["error"].isna().all()  # a job for each item
     assert len(held) > 15
     assert together[0] is None
     assert together.count(None) == 5  # first attempts, one for each item
@@ -287,6 +288,19 @@ def test_no_layer_of_a_failed_pass_is_held_while_its_halves_are_tried(loaded, tm
     assert len(layers) > 2
 
 
+@pytest.mark.parametrize(("rows", "cores", "parts"), [(33, 1, 2), (33, 8, 2), (33, 16, 11), (200, 4, 3), (640, 2, 8)])
+def test_a_part_on_a_cpu_fills_a_batch_whatever_the_cores(loaded, tmp_path, monkeypatch, rows, cores, parts):
+    monkeypatch.setattr(answers.workers, "default_workers", lambda loaded: cores)
+    items = [replace(MANY[0], id=f"item-{i}") for i in range(rows // 3 if rows < 64 else rows // 10)]
+    shares = [0.1 * (j + 1) for j in range(2 if rows < 64 else 9)]
+    conditions = [Condition(), *(Condition("k_norm", share, Prefill()) for share in shares)]
+    with answers.AnswersPlan(Answers("doors", "main", items, conditions, 4), loaded, Settings(tmp_path)) as plan:
+        sizes = [job.size for job in plan.jobs()]
+    assert len(sizes) == parts
+    assert sum(sizes) == len(items) * len(conditions)
+    assert max(sizes) - min(sizes) <= len(conditions)
+
+
 def endless(loaded, item):
     while item.id == "item-4":
         with contextlib.suppress(Exception):  # a policy may catch whatever it likes
@@ -314,7 +328,7 @@ def test_what_never_returns_costs_its_row_or_item(loaded, tmp_path, capsys):
         del OWN["looping"]
     [row] = frame[frame.error.notna()].to_dict("records")
     assert (row["policy"], row["error"]) == ("looping", "TimeLimit: more than 1 s")
-    assert "more than 1 s with 6 rows of 2 items: half of them at a time" in capsys.readouterr().out
+    assert "more than 1 s with 15 rows of 5 items: half of them at a time" in capsys.readouterr().out
     table = run.run(PerItem("doors", "tables", MANY, endless), loaded, settings)
     assert table.attrs["failed"] == ["item-4: TimeLimit: more than 1 s"]
     assert len(table) == 10

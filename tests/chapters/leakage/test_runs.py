@@ -89,7 +89,7 @@ def test_parts_of_a_study_get_their_own_rows_from_one_call_of_the_engine(run, lo
     items, grid, _, rows = run
     more = prompts.systems(1, orders=("flipped",))
     calls, generate = [], engine.generate
-    monkeypatch.setattr(answers, "LEAST", 1)
+    monkeypatch.setattr(answers, "FEW", 1)
     monkeypatch.setattr(answers.workers, "default_workers", lambda *a: 1)
     monkeypatch.setattr(engine, "generate", lambda *a, **k: (calls.append(len(a[1])), generate(*a, **k))[1])
     parts = {"other": (more, grid[:2]), "part": (items, grid), "none": ([], grid)}

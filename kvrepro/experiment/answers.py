@@ -36,9 +36,7 @@ Columns = Sequence[Sequence[int]]  # of each item its conditions
 Found = dict[Pair, Generation | Exception]
 REPEAT = "Repeat the previous context: "  # KVzip's request
 BATCHES, GPU_BATCHES = 16, 4  # per job: the engine batches rows of like shape only, and half-empty batches cost as much
-FEW = (
-    8  # jobs on a CPU, whichever of so many cores there are; fewer, and two at least, where there is no batch for each
-)
+FEW = 8  # jobs on a CPU with up to so many cores: the same for all; where they have no batch each, fewer, down to two
 TRIAL = 8  # tokens generated to estimate the rest
 
 

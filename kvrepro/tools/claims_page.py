@@ -62,10 +62,8 @@ def with_full_profile(frame: pd.DataFrame, chapter: str, table: Path = FULL) -> 
     model, or where it is the run itself."""
     known = pd.read_csv(table)
     known = known[known.chapter == chapter].assign(profile="quick")  # beside which it stands
-    columns = dict.fromkeys(["verdict", "estimate", "low", "high", "n", "date"])
-    known = known.rename(columns={name: f"full_{name}" for name in columns})
-    found = frame.merge(known[[*RUN, *(f"full_{name}" for name in columns)]], how="left", on=RUN, validate="m:1")
-    return found.fillna({"full_verdict": "", "full_date": ""})
+    known = known.set_index(RUN)[["verdict", "estimate", "low", "high", "n", "date"]].add_prefix("full_")
+    return frame.join(known, on=RUN, validate="m:1").fillna({"full_verdict": "", "full_date": ""})
 
 
 def title(notebook: Path) -> str:
@@ -148,7 +146,7 @@ def found(frames: Mapping[str, pd.DataFrame]) -> str:
     undecided = (both[of] == "inconclusive" for of in ("verdict", "full_verdict"))
     quick, full = (f"{one.sum()} ({one.mean():.0%})" for one in undecided)
     told += (
-        f" *Full profile*: the same claims of {both.model.iloc[0]} with more items, run once ({both.full_date.max()})."
+        f" *Full profile*: the same claims of {both.model.iloc[0]}, on more items, run once ({both.full_date.max()})."
     )
     return f"{told} Of these {len(both)} verdicts {quick} are inconclusive in this run, {full} in the full profile."
 

@@ -288,17 +288,20 @@ def test_no_layer_of_a_failed_pass_is_held_while_its_halves_are_tried(loaded, tm
     assert len(layers) > 2
 
 
-@pytest.mark.parametrize(("rows", "cores", "parts"), [(33, 1, 2), (33, 8, 2), (33, 16, 11), (200, 4, 3), (640, 2, 8)])
-def test_a_part_on_a_cpu_fills_a_batch_whatever_the_cores(loaded, tmp_path, monkeypatch, rows, cores, parts):
+@pytest.mark.parametrize(
+    ("items", "each", "cores", "parts"),
+    [(11, 3, 1, 2), (11, 3, 8, 2), (11, 3, 16, 11), (20, 10, 4, 3), (64, 10, 2, 8)],
+)
+def test_a_part_on_a_cpu_fills_a_batch_whatever_the_cores(loaded, tmp_path, monkeypatch, items, each, cores, parts):
+    """Few cores share the same parts; more than eight get one each, as far as there are items."""
     monkeypatch.setattr(answers.workers, "default_workers", lambda loaded: cores)
-    items = [replace(MANY[0], id=f"item-{i}") for i in range(rows // 3 if rows < 64 else rows // 10)]
-    shares = [0.1 * (j + 1) for j in range(2 if rows < 64 else 9)]
-    conditions = [Condition(), *(Condition("k_norm", share, Prefill()) for share in shares)]
-    with answers.AnswersPlan(Answers("doors", "main", items, conditions, 4), loaded, Settings(tmp_path)) as plan:
+    asked = [replace(MANY[0], id=f"item-{i}") for i in range(items)]
+    conditions = [Condition(), *(Condition("k_norm", 0.1 * j, Prefill()) for j in range(1, each))]
+    with answers.AnswersPlan(Answers("doors", "main", asked, conditions, 4), loaded, Settings(tmp_path)) as plan:
         sizes = [job.size for job in plan.jobs()]
     assert len(sizes) == parts
-    assert sum(sizes) == len(items) * len(conditions)
-    assert max(sizes) - min(sizes) <= len(conditions)
+    assert sum(sizes) == items * each
+    assert max(sizes) - min(sizes) <= each
 
 
 def endless(loaded, item):

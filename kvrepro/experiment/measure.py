@@ -6,7 +6,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pandas as pd
@@ -208,6 +208,13 @@ def _bag_f1(prediction: list[str], answer: list[str], both_empty: float) -> floa
 
 @cache
 def _rouge() -> Any:
+    """The scorer with Porter stemming, which remembers stems: finding them took four fifths of its time."""
     from rouge_score.rouge_scorer import RougeScorer
+    from rouge_score.tokenizers import DefaultTokenizer
 
-    return RougeScorer(["rougeL"], use_stemmer=True)
+    class Tokenizer(DefaultTokenizer):
+        def __init__(self) -> None:
+            super().__init__(use_stemmer=True)
+            self._stemmer.stem = lru_cache(2**16)(self._stemmer.stem)
+
+    return RougeScorer(["rougeL"], tokenizer=Tokenizer())

@@ -7,10 +7,12 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rouge_score.rouge_scorer import RougeScorer
 
 from kvrepro.experiment import data, measure
 
 words = st.lists(st.sampled_from("the a cat dog, sat. Mat on".split()), max_size=12).map(" ".join)
+inflected = st.lists(st.sampled_from("run Running runs, ran relation relational café 12th".split())).map(" ".join)
 
 
 def test_token_f1_closed_forms():
@@ -33,6 +35,13 @@ def test_the_two_f1_variants_differ_in_articles_and_in_empty_texts():
 def test_exact_match_ignores_case_punctuation_and_spaces():
     assert measure.exact_match("New-York ", "new york") == 1.0
     assert measure.exact_match("new york city", "new york") == 0.0
+
+
+@given(inflected, inflected)
+def test_rouge_l_is_the_packages_own_with_its_stemmer(prediction, answer):
+    expected = RougeScorer(["rougeL"], use_stemmer=True).score(answer, prediction)["rougeL"]
+    assert measure.rouge_l(prediction, answer) == expected.fmeasure
+    assert measure.rouge_l_recall(prediction, answer) == expected.recall
 
 
 def test_rouge_l_closed_forms():

@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_default_device(config.getoption("--device"))
+    if (device := config.getoption("--device")) != "cpu":  # a default device costs Python time in every call of torch
+        torch.set_default_device(device)
     if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core, one thread each
         torch.set_num_threads(1)
 

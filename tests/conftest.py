@@ -3,6 +3,7 @@
 `pytest --device cuda tests/test_engine.py ...` runs the engine's tests on a GPU.
 """
 
+import importlib.util
 import os
 import zlib
 from collections.abc import Generator
@@ -13,6 +14,30 @@ from hypothesis import Phase, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _patch_once_a_launch() -> None:
+    """Where one kernel function calls another, Triton's interpreter patches its language again, which takes longer than
+    the call itself. Once for each launch and module is enough: the patches stay until the launch ends."""
+    from triton.runtime import interpreter
+
+    launch, patch, patched = interpreter.GridExecutor.__call__, interpreter._patch_lang, set()
+
+    def launched(self, *args, **given):
+        patched.clear()
+        return launch(self, *args, **given)
+
+    def once(function):
+        if id(function.__globals__) in patched:
+            return None
+        patched.add(id(function.__globals__))
+        return patch(function)
+
+    interpreter.GridExecutor.__call__, interpreter._patch_lang = launched, once
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    _patch_once_a_launch()
 
 
 if "MUTANT_UNDER_TEST" in os.environ:  # mutmut: one counterexample is enough, the simplest takes a minute to find
@@ -48,7 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_default_device(config.getoption("--device"))
+    if (device := config.getoption("--device")) != "cpu":  # a default device costs Python time in every call of torch
+        torch.set_default_device(device)
     if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core, one thread each
         torch.set_num_threads(1)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import checkpoint
 import pandas as pd
 import pytest
+from processes import forked
 
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import OWN, Policy
@@ -39,8 +40,11 @@ def loaded(tmp_path_factory):
     ray.shutdown()
 
 
-def on_ray(folder):
-    return Settings(folder, engine="ray", workers=2, batch_rows=1, progress=False)
+def on_ray(folder, address=None):
+    """Two workers, and there is room for two of another driver."""
+    if address is None:
+        cluster.connect(least=4)
+    return Settings(folder, engine="ray", address=address, workers=2, batch_rows=1, progress=False)
 
 
 def quiet(loaded, folder):
@@ -231,29 +235,21 @@ def test_workers_that_die_as_they_load_the_model_end_the_run():
         list(cluster._shared(fake, crew, [b"1"], lambda: cluster._Member(fake, (b"load",))))
 
 
-KILLED = """
-import sys
-sys.path.insert(0, {helpers!r}); sys.path.insert(0, {tests!r})
-import test_cluster as t
-from kvrepro.experiment import models
-from kvrepro.experiment.run import Answers, run
-run(Answers("c", "n", t.ITEMS, t.CONDITIONS, 6), models.load({model!r}), t.on_ray({folder!r}))
-"""
+def drive(model, folder, address):
+    run(Answers("c", "n", ITEMS, CONDITIONS, 6), models.load(model), on_ray(folder, address))
 
 
 def test_after_the_death_of_the_driver_the_next_run_goes_on(loaded, tmp_path):
-    folder, helpers = tmp_path / "killed", str(checkpoint.__file__).rsplit("/", 1)[0]
-    tests = __file__.rsplit("/", 1)[0]
-    code = KILLED.format(helpers=helpers, tests=tests, model=str(loaded.path), folder=str(folder))
-    driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-    while driver.poll() is None and len(list(folder.glob("c/n.rows/*.parquet"))) < 2:
+    folder, settings = tmp_path / "killed", on_ray(tmp_path / "killed")
+    driver = forked(drive, str(loaded.path), folder, ray.get_runtime_context().gcs_address)
+    while driver.is_alive() and len(list(folder.glob("c/n.rows/*.parquet"))) < 2:
         time.sleep(0.002)
     driver.kill()
-    driver.wait()
+    driver.join()
     rows = store.read(folder / "c" / "n.parquet")
     assert 0 < len(rows) < 48
     assert rows.key.is_unique
-    frame = run(Answers("c", "n", ITEMS, CONDITIONS, 6), loaded, on_ray(folder))
+    frame = run(Answers("c", "n", ITEMS, CONDITIONS, 6), loaded, settings)
     assert set(rows.date) <= set(frame.date)
     pd.testing.assert_frame_equal(frame.drop(columns=TIMES), quiet(loaded, tmp_path / "quiet").drop(columns=TIMES))
 

@@ -12,7 +12,7 @@ import checkpoint
 import pandas as pd
 import pytest
 import torch
-from processes import runs, waited
+from processes import forked, runs, waited
 
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import OWN, Policy
@@ -99,18 +99,9 @@ def test_a_worker_that_is_killed_costs_nothing_and_a_part_that_kills_workers_is_
 
 SIGN = -1.0
 
-KILLED = """
-import sys
-sys.path.insert(0, {helpers!r}); sys.path.insert(0, {tests!r})
-import test_workers as t
-from kvrepro.experiment import models
-loaded = models.load({model!r})
-print("ready", flush=True)
-t.both(loaded, {folder!r})
-"""
 
-
-def both(loaded, folder):
+def both(model, folder):
+    loaded = models.load(model)
     settings = Settings(folder, batch_rows=1, workers=1, progress=False)
     tables = run(PerItem("c", "words", ITEMS, words, {"times": 3}), loaded, settings)
     return run(Answers("c", "n", ITEMS, CONDITIONS, 6), loaded, settings), tables
@@ -118,24 +109,21 @@ def both(loaded, folder):
 
 def test_a_run_that_is_killed_goes_on_where_it_was(loaded, tmp_path):
     """Killed twice while it stores rows; nothing is lost, nothing is there twice, results are those of a quiet run."""
-    folder, here = tmp_path / "killed", __file__
-    helpers = str(checkpoint.__file__).rsplit("/", 1)[0]
-    code = KILLED.format(helpers=helpers, tests=here.rsplit("/", 1)[0], model=str(loaded.path), folder=str(folder))
+    folder, model = tmp_path / "killed", str(loaded.path)
     seen: set[str] = set()
     for files in (1, 5):
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout.readline() == "ready\n"
-        while process.poll() is None and len(list(folder.glob("c/n.rows/*.parquet"))) < files:
+        process = forked(both, model, folder)
+        while process.is_alive() and len(list(folder.glob("c/n.rows/*.parquet"))) < files:
             time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         rows = store.read(folder / "c" / "n.parquet")
         assert seen <= set(rows.key)
         assert rows.key.is_unique
         seen = set(rows.key)
     assert 0 < len(seen) < 48
-    frame, tables = both(loaded, folder)
-    quiet, others = both(loaded, tmp_path / "quiet")
+    frame, tables = both(model, folder)
+    quiet, others = both(model, tmp_path / "quiet")
     assert frame.key.is_unique
     pd.testing.assert_frame_equal(frame[SAME], quiet[SAME])
     pd.testing.assert_frame_equal(tables, others)

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import synthetic
 
+from kvrepro.chapters.protection import members
 from kvrepro.experiment import claims
 from kvrepro.tools import family_claims
 from kvrepro.tools.family_claims import Kind
@@ -25,7 +26,8 @@ def protection(f1=lambda name, cell: synthetic.paper_like(cell), same=lambda nam
         number = table.item.rank(method="dense").sub(1).astype(int)
         alike = number % 10 < 10 * same(name)
         output = table.item.where(alike | table.policy.ne("snapkv_simple"), "other")
-        rows[name] = table.assign(output=output.map(hash), evicted=100).drop(columns="prediction", errors="ignore")
+        table = table.assign(output=output.map(hash), evicted=100).drop(columns="prediction", errors="ignore")
+        rows[name] = members.named(table)
     return rows
 
 

@@ -18,7 +18,7 @@ from kvrepro.chapters.dropkv_bound.study import Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
 from kvrepro.engine.policy import OWN, Policy, own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, models
+from kvrepro.experiment import claims, data, models, stats
 
 SMALL = Sampling(pools=(0.9, 24), positions=1, shares=(0.2, 0.5), window=4, kernel=3, steps=3)
 
@@ -26,6 +26,12 @@ SMALL = Sampling(pools=(0.9, 24), positions=1, shares=(0.2, 0.5), window=4, kern
 class Loaded:
     def __init__(self):
         self.model = tiny.model("llama")
+
+
+@pytest.fixture(autouse=True)
+def _few_resamples(monkeypatch):
+    """Verdicts are of data made for them, far from their thresholds; how well intervals cover is asked elsewhere."""
+    monkeypatch.setattr(stats, "DRAWS", 120)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,11 @@ ITEMS = "tinyworld:needle"
 BOOK = claims.load_claims("protection")
 
 
+def asked(*ids):
+    """The claims file with a few claims only."""
+    return BOOK | {"claims": [claim for claim in BOOK["claims"] if claim["id"] in ids]}
+
+
 @pytest.fixture(scope="module")
 def tiny():
     return models.load()
@@ -32,7 +37,7 @@ def test_credit_and_samples_are_rows_that_the_claims_are_asked_of(tiny, settings
     assert taught["item"].tolist() == [item.id for item in items]
     warm = more["sampling"][more["sampling"].temperature > 0]
     assert warm.groupby(["item", "prefix"]).size().tolist() == [scope.SAMPLES] * 12
-    table = members.evaluate(rows, BOOK, more=more, max_new_tokens=4).set_index("claim")
+    table = members.evaluate(rows, asked("P38", "P39", "P40"), more=more, max_new_tokens=4).set_index("claim")
     assert table.n["P38"] == table.n["P40"] == 6
     assert "65,536 tokens" in table.note["P39"]
 
@@ -54,7 +59,7 @@ def test_published_methods_run_guarded_and_bare_in_both_regimes(tiny, settings):
     rows = scope.real(tiny, items, 6, 64, settings)
     cells = rows[rows.policy != "full"].groupby(["policy", "regime", "prefix"]).size()
     assert cells.tolist() == [6] * len(scope.REAL) * 2 * 2
-    table = members.evaluate(rows, BOOK, more={"real": rows}, max_new_tokens=4).set_index("claim")
+    table = members.evaluate(rows, asked("P45", "P48"), more={"real": rows}, max_new_tokens=4).set_index("claim")
     assert table.members["P45"].count("holds") + table.members["P45"].count("open")
     assert table.note["P48"] == "0 items: an interval needs at least 6"  # four tokens never meet the cap again
 
@@ -67,8 +72,7 @@ def test_ada_kv_with_equal_budgets_is_held_against_budgets_by_entropy(tiny, sett
     both = [grid.capped(name, 64, 0.1, 0.1, "as_described") for name in ("ada_kv_faithful", scope.NATIVE)]
     made = generate(models.load("small-mha").model, prompts, both, max_new_tokens=24, stop_ids=())
     assert any(entropy.kept != equal.kept for entropy, equal in made)  # with four heads to share among
-    asked = BOOK | {"claims": [claim for claim in BOOK["claims"] if claim["id"] == "P30"]}
-    two, one = (members.evaluate(rows, asked, more={"native": rows}, kv_heads=heads) for heads in (2, 1))
+    two, one = (members.evaluate(rows, asked("P30"), more={"native": rows}, kv_heads=heads) for heads in (2, 1))
     assert two.n.tolist() == [(rows[rows.policy == "ada_kv_native"].evicted > 0).sum()]
     assert "without 1 KV heads" in one.note[0]  # one head's budgets are equal by themselves
 

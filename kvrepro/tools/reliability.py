@@ -94,8 +94,8 @@ PARTS = {
         f"for c in {' '.join(ITEMS)}; do {PROGRAM}faults kills --chapter $c --kills 20 --seed 0; done", _kills,
         "A chapter is killed at random moments and started again until it is done. What it stored is then compared "
         "with what an undisturbed run stores. The model has two layers of random weights, and each study two items: "
-        "what counts is the moment. `--who worker` kills workers instead, `--engine ray` Ray's. A process counts as left "
-        "that still runs after 20 s: two agents of Ray's own end a minute after a killed driver.",
+        "what counts is the moment. `--who worker` kills workers instead, `--engine ray` Ray's. Left is a process that "
+        "still runs after 20 s: two agents of Ray's own end a minute after a killed driver.",
     ),
     "faults": Part(
         "Faults", PROGRAM + "faults table", _faults,

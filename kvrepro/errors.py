@@ -102,6 +102,15 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
 
 
+def told(error: BaseException) -> str:
+    """`ValueError: what it says`, the first line, also where a reader's exception cannot be printed."""
+    try:
+        said = str(error)
+    except Exception:  # of its own `__str__`
+        said = "what it says cannot be printed"
+    return f"{type(error).__name__}: {said}".splitlines()[0]
+
+
 def meant(name: object, known: Iterable[str]) -> str:
     """`, did you mean 'seed'?` for a name that is nearly one of the known, else nothing."""
     close = difflib.get_close_matches(str(name), list(known), 1)

@@ -21,7 +21,7 @@ from kvrepro.engine.generate import Conditions
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.passes import boundary
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, told
 from kvrepro.experiment import cluster, data, fingerprint, measure, models, store, workers
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
@@ -243,8 +243,10 @@ def _tried(
                 loaded.model, [prompts[i] for i in asked], columns, max_new_tokens=[new[i] for i in asked],
                 errors="return", **given,
             )  # fmt: skip
-    except (Exception, SystemExit) as error:  # whatever a condition raises becomes its row's error
-        failure = error if isinstance(error, Exception) else RuntimeError(f"a policy called sys.exit({error})")
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # whatever a condition raises becomes its row's error
+        failure = error if isinstance(error, Exception) else RuntimeError(f"a policy raised {told(error)}")
         let_go(error)  # caches of the attempt, which its halves need the room of
         return dict.fromkeys(pairs, failure), list(pairs)
     answers = itertools.chain.from_iterable(made)
@@ -261,7 +263,7 @@ def answer_row(
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     row = head | {"torch": torch.__version__, "transformers": transformers.__version__, "date": date}
     if isinstance(answer, Exception):
-        return row | {"error": f"{type(answer).__name__}: {answer}".splitlines()[0]}
+        return row | {"error": told(answer)}
     text = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True)
     prediction = text.strip()
     if note is not None and (more := note(item, prompt, answer)):

@@ -12,7 +12,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.regime import REGIMES
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, told
 from kvrepro.experiment import fingerprint, store
 from kvrepro.experiment.answers import of_others, policy_of
 from kvrepro.experiment.limit import time_limit
@@ -28,17 +28,19 @@ ONE = "table"  # the name of the table of a computation that gives but one
 def item_tables(
     loaded: Loaded | None, compute: Any, item: Any, parameters: Mapping[str, Any], limit: float | None = None
 ) -> Any:
-    """An item's tables by name, or what its computation raised; TimeLimit after `limit` seconds."""
+    """An item's tables by name, or what its computation raised, in a line; a TimeLimit after `limit` seconds."""
     try:
         with time_limit(limit):
             found = compute(loaded, item, **parameters)
         tables = found if isinstance(found, dict) else {ONE: found}
         if not tables or not all(isinstance(table, pd.DataFrame) for table in tables.values()):
             raise TypeError(f"{compute} gave {type(found).__name__}, not a table or tables by name")
-    except Exception as error:  # costs this item
-        return error
-    except SystemExit as error:  # would end the run, with an exit code that tells nobody
-        return RuntimeError(f"it called sys.exit({error})")
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # costs this item; a SystemExit would end the run with an exit code that tells nobody
+        return told(error)
     return tables
 
 
@@ -81,7 +83,7 @@ class PerItemPlan(Plan):
             name: fingerprint.digest(where, code, fingerprint.of(item, apart=rest)) for name, item in self.items.items()
         }
         self.table = store.Tables(settings.folder, study.chapter, study.name)
-        self.errors: dict[str, Exception] = {}
+        self.errors: dict[str, str] = {}
         self.trial: dict[str, Any] = {}  # of the first missing item, once the estimate has computed it
 
     @property
@@ -109,12 +111,12 @@ class PerItemPlan(Plan):
         began = time.perf_counter()
         found = self.trial[missing[0]] = self._work(missing[0])(self.loaded)
         seconds = (time.perf_counter() - began) * len(missing)
-        stored = 0 if isinstance(found, Exception) else sum(int(t.memory_usage().sum()) for t in found.values())
+        stored = 0 if isinstance(found, str) else sum(int(t.memory_usage().sum()) for t in found.values())
         return Estimate(self.title, what, len(missing), seconds, stored * len(missing) / 2)
 
     def add(self, job: Job, result: Any) -> None:
         """Store an item's tables, or remember why there are none."""
-        if isinstance(result, Exception):
+        if isinstance(result, str):
             self.errors[job.of] = result
         else:
             self.table.add(self.keys[job.of], result)
@@ -126,23 +128,23 @@ class PerItemPlan(Plan):
 
     def rehearsal(self) -> Any:
         """What is stored, or what the estimate computed."""
-        whole = {name: tables for name, tables in self.trial.items() if not isinstance(tables, Exception)}
+        whole = {name: tables for name, tables in self.trial.items() if not isinstance(tables, str)}
         return self._joined(whole.items()) if whole and len(self.missing) == self.total else self.results()
 
     def _joined(self, found: Iterable[tuple[str, Mapping[str, pd.DataFrame]]]) -> Any:
         parts: dict[str, list[pd.DataFrame]] = {}
         for name, tables in found:
             item = self.items[name]
-            told = {"item": name} | ({"task": item.task} if hasattr(item, "task") else {})
+            of = {"item": name} | ({"task": item.task} if hasattr(item, "task") else {})
             for table, frame in tables.items():
-                own = {column: value for column, value in told.items() if column not in frame}
+                own = {column: value for column, value in of.items() if column not in frame}
                 parts.setdefault(table, []).append(frame.assign(**own))
         joined = {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}
         return joined.get(ONE, pd.DataFrame()) if set(joined) <= {ONE} else joined
 
     def failures(self) -> list[str]:
         """Items whose computation failed."""
-        return [f"{name}: {type(error).__name__}: {error}".splitlines()[0] for name, error in self.errors.items()]
+        return [f"{name}: {error}" for name, error in self.errors.items()]
 
 
 @dataclass(frozen=True)

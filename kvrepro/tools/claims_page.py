@@ -30,7 +30,7 @@ RUN = ["claim", "reading", "model", "profile"]
 
 def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str, str]:
     """The parts of the page as markdown, by name; all verdicts as `folder`/verdicts.csv."""
-    frames = {name: with_full_profile(frame, name) for name, frame in tables(chapters, root).items()}
+    frames = tables(chapters, root)
     if not frames:
         return {"claims": "No chapter of this book has stored verdicts.", "claims_picture": "", "claims_blocks": ""}
     every = pd.concat([frame.assign(chapter=name) for name, frame in frames.items()])
@@ -46,9 +46,11 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
 
 
 def tables(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
-    """The verdicts of each chapter that has stored some, and those over the family of models."""
+    """The verdicts of each chapter that has stored some, and those over the family of models, beside the full
+    profile's."""
     found = stored(chapters, root)
-    return found | ({FAMILY: claims.read(family_page.JUDGED)} if found else {})
+    found |= {FAMILY: claims.read(family_page.JUDGED)} if found else {}
+    return {name: with_full_profile(frame, name) for name, frame in found.items()}
 
 
 def stored(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:

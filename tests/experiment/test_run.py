@@ -9,6 +9,7 @@ import tempfile
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import checkpoint
@@ -195,21 +196,44 @@ def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsy
     assert fake.calls == [(1, [CONDITIONS[1]])]
 
 
-def test_a_policy_that_calls_exit_costs_its_row_and_not_the_run(loaded, tmp_path, monkeypatch):
-    def leaving(o):
-        sys.exit(0)
+class Odd(BaseException):
+    """No Exception, and it cannot be printed."""
 
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Mute(Exception):
+    """Cannot be printed, and cannot be read by another process."""
+
+    def __init__(self, one, two):
+        super().__init__()
+
+    __str__ = Odd.__str__
+
+
+@pytest.mark.parametrize(
+    ("leaving", "said"),
+    [
+        (lambda o: sys.exit(0), r"a policy raised SystemExit: 0"),
+        (lambda o: (_ for _ in ()).throw(Odd()), r"a policy raised Odd: what it says cannot be printed"),
+        (lambda o: (_ for _ in ()).throw(Mute(1, 2)), r"Mute: what it says cannot be printed"),
+    ],
+    ids=["exit", "no exception", "mute"],
+)
+def test_whatever_readers_code_raises_costs_its_row_and_not_the_run(loaded, tmp_path, monkeypatch, leaving, said):
     monkeypatch.setitem(OWN, "leaving", Policy("Leaving", "a test", leaving))
     conditions = [Condition(), Condition("leaving", 4, Prefill())]
-    with pytest.raises(StudyFailed, match=r"leaving C=4 prefill on .*a policy called sys\.exit\(0\)"):
+    with pytest.raises(StudyFailed, match=rf"leaving C=4 prefill on .*{said}"):
         run.run(Answers("c", "n", ITEMS[:1], conditions, 2), loaded, Settings(results=tmp_path, progress=False))
     assert store.read(tmp_path / "c" / "n.parquet")["error"].isna().tolist() == [True, False]
+    said = said.removeprefix("a policy raised ")
+    with pytest.raises(StudyFailed, match=rf"c/t: 1 of 1 items failed, the first item-0: {said}"):
+        run.run(PerItem("c", "t", ITEMS[:1], partial(_table, leaving)), loaded, Settings(tmp_path, progress=False))
 
-    def table(loaded, item):
-        sys.exit(0)
 
-    with pytest.raises(StudyFailed, match=r"it called sys\.exit\(0\)"):
-        run.run(PerItem("c", "t", ITEMS[:1], table), loaded, Settings(results=tmp_path, progress=False))
+def _table(leaving, loaded, item):
+    return leaving(item)
 
 
 def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, tmp_path, capsys, monkeypatch):

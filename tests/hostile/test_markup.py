@@ -75,7 +75,7 @@ def page(folder, items, model):
     every = [
         {"Task": item.task, "Answer": item.answer, "Own": filterable.Cell("<b>x</b>", item.answer)} for item in items
     ]
-    runs = claims_page.found({"x": pd.DataFrame({"model": [model], "profile": "quick"})})
+    runs = claims_page.found({"x": pd.DataFrame({"model": [model], "profile": "quick", "full_verdict": ""})})
     (folder / "claims.md").write_text(
         "# Claims\n\n" + runs + "\n\n" + filterable.interactive(every, "all", "All", ["Task"])
     )

@@ -212,28 +212,39 @@ class Mute(Exception):
     __str__ = Odd.__str__
 
 
+def _exits(o):
+    sys.exit(0)
+
+
+def _is_odd(o):
+    raise Odd
+
+
+def _is_mute(o):
+    raise Mute(1, 2)
+
+
 @pytest.mark.parametrize(
-    ("leaving", "said"),
+    ("ends", "said"),
     [
-        (lambda o: sys.exit(0), r"a policy raised SystemExit: 0"),
-        (lambda o: (_ for _ in ()).throw(Odd()), r"a policy raised Odd: what it says cannot be printed"),
-        (lambda o: (_ for _ in ()).throw(Mute(1, 2)), r"Mute: what it says cannot be printed"),
+        (_exits, r"a policy raised SystemExit: 0"),
+        (_is_odd, r"a policy raised Odd: what it says cannot be printed"),
+        (_is_mute, r"Mute: what it says cannot be printed"),
     ],
-    ids=["exit", "no exception", "mute"],
 )
-def test_whatever_readers_code_raises_costs_its_row_and_not_the_run(loaded, tmp_path, monkeypatch, leaving, said):
-    monkeypatch.setitem(OWN, "leaving", Policy("Leaving", "a test", leaving))
+def test_whatever_readers_code_raises_costs_its_row_and_not_the_run(loaded, tmp_path, monkeypatch, ends, said):
+    monkeypatch.setitem(OWN, "leaving", Policy("Leaving", "a test", ends))
     conditions = [Condition(), Condition("leaving", 4, Prefill())]
     with pytest.raises(StudyFailed, match=rf"leaving C=4 prefill on .*{said}"):
         run.run(Answers("c", "n", ITEMS[:1], conditions, 2), loaded, Settings(results=tmp_path, progress=False))
     assert store.read(tmp_path / "c" / "n.parquet")["error"].isna().tolist() == [True, False]
     said = said.removeprefix("a policy raised ")
     with pytest.raises(StudyFailed, match=rf"c/t: 1 of 1 items failed, the first item-0: {said}"):
-        run.run(PerItem("c", "t", ITEMS[:1], partial(_table, leaving)), loaded, Settings(tmp_path, progress=False))
+        run.run(PerItem("c", "t", ITEMS[:1], partial(_table, ends)), loaded, Settings(tmp_path, progress=False))
 
 
-def _table(leaving, loaded, item):
-    return leaving(item)
+def _table(ends, loaded, item):
+    return ends(item)
 
 
 def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, tmp_path, capsys, monkeypatch):

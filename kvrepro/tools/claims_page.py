@@ -174,7 +174,8 @@ def _listed(
     row: Any, chapter: str, at: str, claim: Mapping[str, Any], with_model: bool, with_full: bool
 ) -> dict[str, object]:
     model = {"Model": row.model} if with_model else {}
-    full = {"Full profile": Cell(pill(row.full_verdict) if row.full_verdict else "")} if with_full else {}
+    same = "the same" if row.full_verdict else ""
+    full = Cell(pill(row.full_verdict)) if row.full_verdict not in ("", row.verdict) else same
     return {
         "Claim": Cell(f'<a href="#{at}">{escape(row.claim)}</a>'),
         "Chapter": chapter.replace("_", " "),
@@ -182,7 +183,7 @@ def _listed(
         "With": READ[row.reading],
         **model,
         "Verdict": Cell(pill(row.verdict)),
-        **full,
+        **({"Full profile": full} if with_full else {}),
         "Estimate [95% interval]": _estimate(row),
         "Printed": wording.printed(row),
         "Rule": row.rule,
@@ -284,8 +285,7 @@ def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, links: Ma
         n = "" if pd.isna(row.n) else f" (n = {row.n:.0f})"
         at = READ[row.reading].capitalize() + (f", {row.model}" if len(set(rows.model)) > 1 else "")
         said[at] = f"{claims.label(row.verdict).capitalize()}{value}{n}. {wording.evidence(row)}"
-        if row.full_verdict:
-            said[f"{at}, full profile"] = _full(row)
+        said[at] += _full(row)
     said |= {"Errors": rates} if rates else {}
     said |= {head: known[key] for key, head in NOTES.items() if key in known}
     first_form = {**known, **known.get("first", {})}
@@ -295,11 +295,13 @@ def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, links: Ma
 
 
 def _full(row: Any) -> str:
-    """The full profile's verdict, its estimate and its number of items."""
+    """The full profile's verdict, its estimate and its number of items; empty where there is none."""
+    if not row.full_verdict:
+        return ""
     ours = (row.full_estimate, row.full_low, row.full_high)
     value = "" if pd.isna(row.full_estimate) else f": {wording.text_of(ours, row.unit)}"
     n = "" if pd.isna(row.full_n) else f" (n = {row.full_n:.0f})"
-    return f"{claims.label(row.full_verdict).capitalize()}{value}{n}."
+    return f" Full profile: {claims.label(row.full_verdict)}{value}{n}."
 
 
 NOTES = {

@@ -28,6 +28,7 @@ from kvrepro.engine.policy import call, find
 from kvrepro.engine.prefill import SUMS_BY_KERNELS, attend_by_kernels, mass_by_kernels
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import KeyValue, Mask, Query
+from kvrepro.errors import told
 
 BACKENDS = ("torch", "triton", "auto")
 PROBE = 512  # tokens of a prompt on which "auto" compares the two
@@ -107,7 +108,7 @@ class Probe:
             if not error < CLOSE.get(query.dtype, 2e-2):
                 self.failed = f"attention by kernels is {error:.1e} off in layer {layer}"
         except Exception as raised:  # whatever a compiler raises on a device of its own
-            self.failed = _said(raised)
+            self.failed = told(raised)
         if self.failed is None and layer in self.facts["torch"].evictable:
             for kind, job in self.jobs.items():
                 if kind not in self.found and (job.window or job.sums):
@@ -137,7 +138,7 @@ class Probe:
                 if not share >= AGREE:
                     self.found[kind] = f"kernels and plain PyTorch agree on {share:.1%} < {AGREE:.0%} of a probe"
         except Exception as raised:  # a scorer may be a reader's own
-            self.found[kind] = _said(raised)
+            self.found[kind] = told(raised)
 
 
 def _best_half(job: Job, o: Observation) -> Mask:
@@ -164,10 +165,6 @@ def _decoded(query: Query, key: KeyValue, value: KeyValue, scaling: float) -> Te
 
 def _distance(ours: Tensor, plain: Tensor) -> float:
     return float((ours.float() - plain.float()).norm() / plain.float().norm())
-
-
-def _said(raised: Exception) -> str:
-    return f"{type(raised).__name__}: {raised}".splitlines()[0]
 
 
 def _kind(c: Condition) -> Kind:

@@ -281,11 +281,14 @@ def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, links: Ma
     if first.rule:
         said["Rule"] = f"{first.rule[0].upper()}{first.rule[1:]}. {known.get('why', '')}"
     for row in rows.itertuples():
-        value = f": {wording.shown(row)}" if wording.shown(row) else ""
-        n = "" if pd.isna(row.n) else f" (n = {row.n:.0f})"
         at = READ[row.reading].capitalize() + (f", {row.model}" if len(set(rows.model)) > 1 else "")
-        said[at] = f"{claims.label(row.verdict).capitalize()}{value}{n}. {wording.evidence(row)}"
-        said[at] += _full(row)
+        said[at] = (
+            f"{_outcome(claims.label(row.verdict).capitalize(), wording.shown(row), row.n)} {wording.evidence(row)}"
+        )
+        if row.full_verdict:
+            more = (row.full_estimate, row.full_low, row.full_high)
+            shown = "" if pd.isna(row.full_estimate) else wording.text_of(more, row.unit)
+            said[at] += f" Full profile: {_outcome(claims.label(row.full_verdict), shown, row.full_n)}"
     said |= {"Errors": rates} if rates else {}
     said |= {head: known[key] for key, head in NOTES.items() if key in known}
     first_form = {**known, **known.get("first", {})}
@@ -294,14 +297,11 @@ def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, links: Ma
     return "".join(f"<dt>{head}</dt><dd>{text}</dd>" for head, text in terms.items() if text)
 
 
-def _full(row: Any) -> str:
-    """The full profile's verdict, its estimate and its number of items; empty where there is none."""
-    if not row.full_verdict:
-        return ""
-    ours = (row.full_estimate, row.full_low, row.full_high)
-    value = "" if pd.isna(row.full_estimate) else f": {wording.text_of(ours, row.unit)}"
-    n = "" if pd.isna(row.full_n) else f" (n = {row.full_n:.0f})"
-    return f" Full profile: {claims.label(row.full_verdict)}{value}{n}."
+def _outcome(verdict: str, shown: str, n: float) -> str:
+    """A verdict with its estimate and its number of items, as far as it has them."""
+    value = f": {shown}" if shown else ""
+    items = "" if pd.isna(n) else f" (n = {n:.0f})"
+    return f"{verdict}{value}{items}."
 
 
 NOTES = {

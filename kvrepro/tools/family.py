@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from kvrepro.errors import InputError, meant, program
+from kvrepro.errors import InputError, meant, program, told
 from kvrepro.experiment import claims, models
 from kvrepro.paths import DATA, ROOT, replaced
 from kvrepro.tools import book, command, error_rates, family_claims
@@ -109,7 +109,7 @@ def run(
             try:
                 said = "done" if run_chapter(chapter, folder, of[chapter]) else "was done"
             except Exception as error:  # whatever a cell raises, one model's refusal too
-                why, failed = f"{type(error).__name__}: {error}".splitlines()[0], True
+                why, failed = told(error), True
                 said = f"failed: {why}"
                 (folder / chapter).mkdir(parents=True, exist_ok=True)
                 (folder / chapter / FAILED).write_text(why)

@@ -29,7 +29,7 @@ import typer
 import yaml
 
 from kvrepro.engine.allowed import ensure, ensure_all
-from kvrepro.errors import InputError, meant
+from kvrepro.errors import InputError, meant, told
 from kvrepro.experiment import cluster, models, progress
 from kvrepro.experiment.run import Settings
 from kvrepro.paths import ROOT, WORK
@@ -205,7 +205,7 @@ def run(sweep: Sweep) -> list[str]:
                     _studies(name, parameters)
                 said = "done"
             except Exception as error:  # whatever a cell raises costs its chapter
-                said = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+                said = f"failed: {told(error)}"
                 failed.append(f"{model}: {name}")
             line.end(f"{name:<14}{progress.clock(time.monotonic() - began):>10}  {said}")
     return failed

@@ -27,6 +27,7 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvrepro.engine.allowed import ensure
+from kvrepro.errors import told
 from kvrepro.experiment import data, models
 from kvrepro.experiment.progress import seconds
 from kvrepro.paths import GPU
@@ -109,7 +110,7 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any], log: Path) -> N
                 pass
         except Exception as raised:
             traceback.print_exc()
-            error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+            error = told(raised)
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
     studies = [found for line in log.read_text(encoding="utf-8").splitlines() if (found := STUDY.match(line))]
     answer.send({

@@ -176,7 +176,8 @@ def per_token(name: str, p: Probabilities, at: WindowPositions, where: Positions
     """
     asked = at[:, None, None, :, None]
     if name != "low":
-        return (p * (asked >= 0)).mean(2).sum(2)
+        there = (at >= 0).to(p)[:, None, None, None]
+        return (there @ p)[:, :, :, 0].mean(2)
     tokens = where[:, :, None, None]
     sees = (tokens >= 0) & (tokens <= asked) & (asked > newest[:, None, None, None, None] - LOW_QUERIES) & (asked >= 0)
     low = (p < 1.0 / (asked + 1).clamp(min=1)) & sees

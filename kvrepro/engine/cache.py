@@ -52,6 +52,7 @@ class RaggedLayer:
     tail_sums: dict[str, Tensor] = field(default_factory=dict)  # [batch, kv_heads, used]
     queries: Query | None = None  # the last queries seen, for a policy with a window that evicts again
     query_positions: WindowPositions | None = None
+    _spread: tuple[Any, ...] | None = None  # `_flat` as it was last made, behind the keys of which
 
     @classmethod
     def of(
@@ -109,9 +110,17 @@ class RaggedLayer:
 
     def seen(self) -> Tensor:
         """Tokens that a query may look at, int64 [batch, kv_heads]: held and not hidden."""
+        return self.held() if self.hidden is None else self.held() - self._sums_of(self.hidden)
+
+    def visible(self) -> tuple[Tensor, Tensor]:
+        """(how many tokens of each head's flat part may be seen, int64 [batch, kv_heads]; all their positions)."""
         if self.hidden is None:
-            return self.held()
-        return self.held() - _offsets(self.hidden.long())[self.offsets].diff().view(self.shape)
+            return self.lengths, self.positions
+        return self._sums_of(~self.hidden), self.positions[~self.hidden]
+
+    def _sums_of(self, mask: Tensor) -> Tensor:
+        """How many of each head's flat part `mask` names."""
+        return _offsets(mask.long())[self.offsets].diff().view(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -152,13 +161,23 @@ class RaggedLayer:
 
     def parts(self) -> list[Part]:
         """What a query attends to: the flat part, flush right per head, and the tail."""
+        keys, values, index = self._flat()
         found: list[Part] = []
-        index = self.index()
         if index.shape[2]:
             positions = self.positions if self.hidden is None else self.positions.masked_fill(self.hidden, -1)
-            keys, values = self._padded(self.keys, index), self._padded(self.values, index)
             found.append((keys, values, self._positions(positions, index)))
         return [*found, self.newest()] if self.tail else found
+
+    def _flat(self) -> tuple[KeyValue, KeyValue, Tensor]:
+        """Keys and values of the flat part `[batch, kv_heads, longest, dim]`, and `index`. A CPU, which would make them
+        anew for every token of an answer, holds on to them until the flat part changes."""
+        if self._spread is None or self._spread[0] is not self.keys:
+            index = self.index()
+            made = self._padded(self.keys, index), self._padded(self.values, index), index
+            if index.device.type != "cpu" or isinstance(self.keys, Packed):
+                return made
+            self._spread = (self.keys, *made)
+        return self._spread[1:]
 
     def index(self) -> Tensor:
         """Places in the flat tensors, int64 [batch, kv_heads, longest], flush right, -1 before a head's first token."""
@@ -170,29 +189,15 @@ class RaggedLayer:
         flat = _dense(flat)
         if index.numel() == len(flat) and (self.hidden is None or bool((index >= 0).all())):  # equal lengths: a view
             return flat.view(*index.shape, *flat.shape[1:])
-        return flat[index.clamp(min=0)]
+        return flat.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, *flat.shape[1:])
 
     def _positions(self, positions: Tensor, index: Tensor) -> Tensor:
         return self._padded(positions, index).long().masked_fill(index < 0, -1)
 
     def settle(self) -> None:
         """Move the tail into the flat part."""
-        if not self.tail:
-            return
-        index, (keys, values, positions) = self.index(), self.newest()
-        there = positions.expand(-1, self.shape[1], -1)
-        mask = torch.cat([index >= 0, there >= 0], 2)
-
-        def merged(flat: Tensor, tail: Tensor) -> Tensor:
-            return torch.cat([self._padded(flat, index), tail], 2)[mask]
-
-        self.keys, self.values = merged(self.keys, keys), merged(self.values, values)
-        self.sums = {n: merged(s, self.tail_sums[n]) for n, s in self.sums.items()}
-        if self.hidden is not None:
-            self.hidden = merged(self.hidden, torch.zeros_like(there, dtype=torch.bool))
-        self.positions = merged(self.positions, there.int())
-        self.offsets = _offsets(mask.sum(-1))
-        self._empty_tail()
+        if self.tail:
+            self.keep(*self.chosen(lambda positions: positions >= 0))
 
     def _empty_tail(self) -> None:
         self.tail_keys, self.tail_values, self.tail_positions, self.tail_sums = NO_TOKENS, NO_TOKENS, NO_POSITIONS, {}
@@ -218,34 +223,46 @@ class RaggedLayer:
                 self.hidden = torch.zeros_like(self.positions, dtype=torch.bool)
             self.hidden[index[(index >= 0) & ~keep]] = True
             return
-        stay = index[keep & (index >= 0)]
-        self.keys, self.values = _dense(self.keys)[stay], _dense(self.values)[stay]
-        self.positions = self.positions[stay]
-        self.hidden = None if self.hidden is None else self.hidden[stay]
-        self.sums = {n: s[stay] for n, s in self.sums.items()}
-        self.offsets = _offsets((keep & (index >= 0)).sum(-1))
+        stays = keep & (index >= 0)
+        source = index[stays]
+        self.keep(source, self.positions[source], _offsets(stays.sum(-1)))
 
     def chosen(self, keep: Callable[[Tensor], Mask]) -> tuple[Tensor, Tensor, Tensor]:
         """(source, positions, offsets) of the tokens that `keep`, given positions [batch, kv_heads, tokens], chooses;
         source counts through the flat part and on through the tail. Other layers with the same tokens share it."""
-        index = self.index()
-        tail = torch.arange(self.shape[0] * self.shape[1] * self.tail, device=index.device).view(*self.shape, self.tail)
-        positions = self._positions(self.positions, index)
-        if self.tail:
-            positions = torch.cat([positions, self.tail_positions[:, None].expand(-1, self.shape[1], -1)], 2)
+        place, positions = self._places()
         mask = keep(positions) & (positions >= 0)
-        source = torch.cat([index, len(self.positions) + tail], 2)[mask]
-        return source, positions[mask].int(), _offsets(mask.sum(-1))
+        return place[mask], positions[mask].int(), _offsets(mask.sum(-1))
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Where each token lies, counted through the flat part and on through the tail, and its position, int64
+        [batch, kv_heads, tokens]; the position is -1 where there is no token."""
+        index = self.index()
+        positions = self._positions(self.positions, index)
+        if not self.tail:
+            return index, positions
+        tail = torch.arange(self.shape[0] * self.shape[1] * self.tail, device=index.device).view(*self.shape, self.tail)
+        newest = self.tail_positions[:, None].expand(-1, self.shape[1], -1)
+        return torch.cat([index, len(self.positions) + tail], 2), torch.cat([positions, newest], 2)
 
     def keep(self, source: Tensor, positions: Tensor, offsets: Tensor) -> None:
-        """Keep what `chosen` chose of this layer, or of one with the same tokens in the same places; no sums."""
-        if self.tail:
-            keys, values, _ = self.newest()
-            self.keys = torch.cat([_dense(self.keys), keys.flatten(0, 2)])
-            self.values = torch.cat([_dense(self.values), values.flatten(0, 2)])
-            self._empty_tail()
-        self.keys, self.values = _dense(self.keys)[source], _dense(self.values)[source]
-        self.positions, self.offsets = positions, offsets
+        """Keep what `chosen` chose of this layer, or of one with the same tokens in the same places."""
+        vars(self).update(self._taken(source), positions=positions, offsets=offsets)
+        self._empty_tail()
+
+    def _taken(self, source: Tensor) -> dict[str, Any]:
+        """What belongs to the tokens at `source`: keys, values, sums, whether they are hidden."""
+        keys, values, _ = self.newest()
+
+        def taken(flat: Tensor | Packed, tail: Tensor) -> Tensor:
+            whole = torch.cat([_dense(flat), tail.flatten(0, 2)]) if self.tail else _dense(flat)
+            return whole.index_select(0, source)
+
+        sums = {n: taken(s, self.tail_sums[n] if self.tail else s) for n, s in self.sums.items()}
+        hidden = self.hidden
+        if hidden is not None:
+            hidden = taken(hidden, torch.zeros(*self.shape, self.tail, dtype=torch.bool, device=hidden.device))
+        return {"keys": taken(self.keys, keys), "values": taken(self.values, values), "sums": sums, "hidden": hidden}
 
     def slide(self, oldest: RowInts) -> None:
         """Forget the tokens before each row's `oldest` position: a sliding layer never sees them again. Settles."""
@@ -286,18 +303,15 @@ class RaggedLayer:
             self.tail_sums[name] += p[..., flat_tokens:]
 
     def rows(self, rows: Tensor) -> "RaggedLayer":
-        """These rows alone, in this order, in memory of their own. Settles."""
+        """These rows alone, in this order, in memory of their own."""
         if isinstance(self.keys, Packed) and len(rows) == self.shape[0] == 1:
             return copy.copy(self)  # what is packed never changes in place
-        self.settle()
         rows = rows.to(self.positions.device)
-        index = self.index()[rows]
-        place = index[index >= 0]
+        place, positions = (x[rows] for x in self._places())
+        there = positions >= 0
         return RaggedLayer(
-            _dense(self.keys)[place], _dense(self.values)[place], self.positions[place], _offsets(self.lengths[rows]),
-            index.shape[:2], {n: s[place] for n, s in self.sums.items()},
-            None if self.hidden is None else self.hidden[place],
-            queries=None if self.queries is None else self.queries[rows],
+            **self._taken(place[there]), positions=positions[there].int(), offsets=_offsets(there.sum(-1)),
+            shape=(len(rows), self.shape[1]), queries=None if self.queries is None else self.queries[rows],
             query_positions=None if self.query_positions is None else self.query_positions[rows],
         )  # fmt: skip
 

@@ -206,7 +206,7 @@ class Job:
         c, p = self.condition, self.policy
         sums = p.allocate in (allocate.uniform, allocate.adaptive, allocate.joint) and p.across is None
         room = all(size <= held for size, held in zip(self.budgets, tokens, strict=True))
-        if not sums or c.fair is not None or c.execution != "physical" or not room:
+        if not sums or c.execution != "physical" or not room:
             return None
         return heads * sum(self.budgets)
 

@@ -22,7 +22,7 @@ from kvrepro.engine.evict import REPEATED
 from kvrepro.engine.facts import ModelFacts, rotation_changes
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups, read, room_taken
-from kvrepro.engine.policy import check, find
+from kvrepro.engine.policy import check_on, checked, find
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.rows import Rows, Tag, joined
 from kvrepro.errors import InputError
@@ -30,7 +30,7 @@ from kvrepro.errors import InputError
 ERRORS = ("raise", "return")
 USUAL_ROWS, MOST_ROWS = 64, 2048  # that decode together, on a CPU and on a GPU
 CPU_ROOM = float(2**31)  # bytes of caches that wait to decode
-MOST_PROMPTS, PASS_TOKENS = 64, 2**15  # that pass through the model together on a GPU
+MOST_PROMPTS, PASS_TOKENS = 64, 2**16  # that pass through the model together on a GPU
 Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # of all prompts, or a list for each
 
 
@@ -55,8 +55,8 @@ def generate(
 
     prompts: token ids, or `Prompt` where a condition names spans. conditions: of all prompts, or a list for each. Rows
     of any prompt and condition decode in batches of up to `batch_rows` (None: on a CPU 64, or what 2 GiB hold, on a GPU
-    what a third of its free memory holds); `prompt_rows` neighbouring prompts pass through the model together, padded
-    on the left (None: one on a CPU, on a GPU up to 64 of together 32,768 tokens).
+    what two fifths of its free memory hold); `prompt_rows` neighbouring prompts pass through the model together, padded
+    on the left (None: one on a CPU, on a GPU up to 64 of together 65,536 tokens).
     backend: "torch"; "triton" on a GPU, which refuses what kernels cannot do (`kvrepro.engine.backend`); "auto":
     "triton" where it can and agrees with "torch", else "torch". Or one of these by condition. Each generation says
     which it was.
@@ -134,12 +134,12 @@ def _short_of_memory(call: Call, tags: Iterable[Tag]) -> Iterator[None]:
 
 
 def room_of(device: torch.device) -> float:
-    """Bytes for the caches of rows that wait to decode. A third of what is free on a GPU, since a batch is copied when
-    it is joined and others come meanwhile; on a CPU the same whatever is free, so that batches are the same."""
+    """Bytes for the caches of rows that wait to decode. Two fifths of what is free on a GPU, since the rows of a pass
+    come on top, and all that a pass and the steps compute; on a CPU the same whatever is free, so that batches are the same."""
     if device.type != "cuda":
         return CPU_ROOM
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
-    return float(torch.cuda.mem_get_info(device)[0] + kept) / 3
+    return 0.4 * float(torch.cuda.mem_get_info(device)[0] + kept)
 
 
 def batches(call: Call, rows: Iterable[Rows], most: int, room: float = math.inf) -> Iterator[list[Rows]]:
@@ -257,14 +257,13 @@ def check_conditions(
 ) -> None:
     """Raise InputError for a condition that a prompt which is asked under it cannot meet."""
     facts, each = ModelFacts.of(model), each_prompts(conditions, len(texts))
-    for c in dict.fromkeys(itertools.chain.from_iterable(each)):
-        check(c)
+    known = {c: checked(c) for c in dict.fromkeys(itertools.chain.from_iterable(each))}
+    if any(of is not None and of[0].shared for of in known.values()):
+        check_shared(model)
     for text, mine in zip(texts, each, strict=True):
         for c in mine:
-            if c.policy != "full" and find(c.policy).shared:
-                check_shared(model)
             end = boundary(text, c)
-            check(c, facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
+            check_on(c, known[c], facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
     _check_rotation(model, texts, each, new_tokens(max_new_tokens, len(texts)))
 
 

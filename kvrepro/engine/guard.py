@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvrepro.engine.observe import Observation
+from kvrepro.engine.select import ensure_none
 from kvrepro.engine.shapes import Mask, RowInts
 from kvrepro.errors import InputError
 
@@ -62,12 +63,11 @@ def window_of(o: Observation) -> Mask:
     """The tokens whose queries the observation holds: `o.query_positions`, wherever in the prompt they stand."""
     if not o.span_local:  # the last tokens seen, without gaps
         return o.since_window
-    known = o.query_positions >= 0
-    table = torch.zeros(len(known), int(o.query_positions.max()) + 1 if known.any() else 1, dtype=torch.bool)
-    table = table.to(known.device)
-    rows = torch.arange(len(known), device=known.device)[:, None].expand_as(known)
-    table[rows[known], o.query_positions[known]] = True
-    return whitelist(o, table)
+    if not o.query_positions.shape[1]:
+        return o.nothing
+    asked, where = o.query_positions.contiguous(), o.positions.flatten(1)  # both ascend
+    place = torch.searchsorted(asked, where).clamp(max=asked.shape[1] - 1)
+    return (asked.gather(1, place) == where).view_as(o.positions) & o.alive
 
 
 def _rows(o: Observation, n: Count, name: str) -> Tensor | int:
@@ -75,6 +75,5 @@ def _rows(o: Observation, n: Count, name: str) -> Tensor | int:
     if isinstance(n, int) and n >= 0:
         return n  # nothing to wait for on a GPU
     rows = torch.as_tensor(n, device=o.positions.device).view(-1, 1, 1)
-    if (rows < 0).any():
-        raise InputError(f"{name} is {int(rows.min())}: give 0 or more tokens")
+    ensure_none(rows < 0, lambda: InputError(f"{name} is {int(rows.min())}: give 0 or more tokens"))
     return rows

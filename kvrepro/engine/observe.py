@@ -32,6 +32,7 @@ class Observation:
     output: Tensor | None = None  # output projection per query head, [heads, dim, hidden]
     sums: Mapping[str, Scores] = field(default_factory=dict)  # per token, as named in a policy's `needs`
     span_of: Tensor | None = None  # int64 [batch, seen]: number of the prompt span that each position lies in
+    span_count: int | None = None  # of these spans, where it is known: a GPU need not be asked
     span_local: bool = False  # fair: queries see their own span only, the window holds each span's last queries
     sliding: int | None = None  # tokens a query of this layer looks back, itself included
     inverse_frequencies: Tensor | None = None  # [dim / 2] of the rotation, radians per position
@@ -95,6 +96,11 @@ class Observation:
         if self.span_of is None:
             raise InputError("spans of a prompt that nothing splits: give the regime a quota, fair=1 for instance")
         return self.span_of
+
+    @cached_property
+    def spans(self) -> int:
+        """How many spans are told apart."""
+        return int(self.numbered.max()) + 1 if self.span_count is None else self.span_count
 
     @cached_property
     def visible(self) -> Tensor:

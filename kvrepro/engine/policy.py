@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -264,11 +264,26 @@ def _run(file: Path, beside: tuple[Any, ...]) -> dict[str, Any]:
                 del sys.modules[name]
 
 
-def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Sequence[int] = ()) -> None:
-    """Raise InputError if `condition` cannot be met (on a prompt of whose compressed part layers hold so many tokens).
+Known: TypeAlias = tuple[Policy, Parameters]  # a condition's policy, and its parameters in the condition's reading
 
-    whitelist: the protected ones among them, counted from their end: -1 is the last.
+
+def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Sequence[int] = ()) -> None:
+    """Raise InputError if `condition` cannot be met, by any prompt or by one (`check_on`)."""
+    known = checked(condition)
+    if prompt_tokens is not None:
+        check_on(condition, known, prompt_tokens, whitelist)
+
+
+def check_on(condition: Condition, known: Known | None, tokens: int, whitelist: Sequence[int] = ()) -> None:
+    """Raise InputError if `condition`, of which `checked` gave `known`, cannot be met by a prompt of whose compressed
+    part layers hold so many tokens. whitelist: the protected ones among them, counted from their end: -1 is the last.
     """
+    if known is not None:
+        (_check_shared if known[0].shared else _check_budget)(condition, *known, tokens, whitelist)
+
+
+def checked(condition: Condition) -> Known | None:
+    """A condition's policy and parameters; None for the full cache. Raises InputError for what no prompt can meet."""
     c = condition
     for name, kind in FIELDS.items():
         ensure(kind, c.policy if name == "budget" else "", **{name: getattr(c, name)})
@@ -278,7 +293,7 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
     if c.policy == "full":
         if c.fair is not None or c != Condition(regime=c.regime, bits=c.bits):
             raise InputError(f"policy full keeps every token, got {replace(c, policy='(full)').label!r}: drop the rest")
-        return
+        return None
     if c.prefix + c.suffix > 1:
         raise InputError(f"prefix {c.prefix:g} + suffix {c.suffix:g} guard more than the whole budget: lower one")
     if c.static_suffix and not c.suffix:
@@ -307,9 +322,8 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
     if not policy.frees and (c.prefix or c.suffix or c.whitelist or c.fair is not None or c.execution == "masked"):
         raise InputError(f"{c.policy} chooses pages anew for every query and keeps all: no guards, quotas or masks")
     if policy.shared:
-        _check_shared(c, policy, parameters, prompt_tokens)
-    elif prompt_tokens is not None:
-        _check_budget(c, policy, parameters, prompt_tokens, whitelist)
+        _check_shared(c, policy, parameters)
+    return policy, parameters
 
 
 def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: int, whitelist: Sequence[int]) -> None:
@@ -338,8 +352,11 @@ def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: 
             raise InputError(f"{what}{after}: raise the budget or lower the guards")
 
 
-def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: int | None) -> None:
-    """Raise InputError for what `SharedCap` does not have, and for guards that leave nothing to choose."""
+def _check_shared(
+    c: Condition, policy: Policy, parameters: Parameters, tokens: int | None = None, whitelist: Sequence[int] = ()
+) -> None:
+    """Raise InputError for what `SharedCap` does not have, a whitelist for instance, and for guards that leave nothing
+    to choose."""
     given = {"whitelist": c.whitelist, "bits": c.bits, "budget": c.budget if isinstance(c.budget, float) else None}
     for name, value in given.items():
         if value:

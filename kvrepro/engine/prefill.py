@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvrepro.engine import quota
 from kvrepro.engine.attention import Watch, attend, attend_prompt, per_token
@@ -46,6 +47,8 @@ class Prefill:
         }  # fmt: skip
         span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in span_names}
+        self._span_counts = {names: int(of.max()) + 1 for names, of in self._span_of.items()}
+        self._shown: dict[tuple[tuple[str, ...], int], Tensor] = {}  # by spans and window, the queries' positions
         self._within = {  # the span that each position lies in, of sums inside spans
             (name, names): self._span_of[names] if name == "span_mass" else prompt.span_of(names, extended=False)
             for name, names in self.sums
@@ -175,15 +178,7 @@ class Prefill:
             queries, at = query[:, :, first:].clone(), positions[:, first:]
             span_of = None
         else:
-            span_of = self._span_of[names].to(query.device)
-            chosen = [
-                quota.windows(span_of[b, :length].cpu(), max(window, 1))
-                for b, length in enumerate(self.prompt.lengths.tolist())
-            ]
-            width = max(map(len, chosen))
-            at = torch.stack([torch.nn.functional.pad(c, (width - len(c), 0), value=-1) for c in chosen]).to(
-                positions.device
-            )
+            span_of, at = self._span_of[names].to(query.device), self._shown_of(names, window).to(query.device)
             place = (at + n - self.prompt.lengths[:, None].to(query.device)).clamp(min=0)
             queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
         facts = self.facts if names is None else self.facts.by("torch")
@@ -191,8 +186,16 @@ class Prefill:
         return facts.observe(
             layer, key, self.seeds, values=value, positions=where, queries=queries, query_positions=at,
             seen=self.prompt.lengths.to(query.device), scaling=scaling, sums=mine, span_of=span_of,
-            span_local=names is not None,
+            span_count=None if names is None else self._span_counts[names], span_local=names is not None,
         )  # fmt: skip
+
+    def _shown_of(self, names: tuple[str, ...], window: int) -> Tensor:
+        """Positions of the queries that a window over these spans shows, int64 [batch, queries], padded in front."""
+        if (names, window) not in self._shown:
+            tables = [of[:length] for of, length in zip(self._span_of[names].cpu(), self.lengths, strict=True)]
+            chosen = [quota.windows(table, max(window, 1)) for table in tables]
+            self._shown[names, window] = pad_sequence(chosen, True, -1, "left").to(self.prompt.positions.device)
+        return self._shown[names, window]
 
     def _decide(self, job: Job, layer: int, o: Observation, plain: Observation | None) -> None:
         if job.waits:

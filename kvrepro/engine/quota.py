@@ -106,7 +106,7 @@ def select(scores: Scores, protected: Mask, parts: Parts, o: Observation) -> Mas
 
 def tally(o: Observation, mask: Mask) -> Parts:
     """Tokens of `mask` in each span."""
-    found = torch.zeros(*mask.shape[:2], int(o.numbered.max()) + 1, dtype=torch.long, device=mask.device)
+    found = torch.zeros(*mask.shape[:2], o.spans, dtype=torch.long, device=mask.device)
     return found.scatter_add_(2, o.span(o.positions), (mask & o.alive).long())
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,24 +88,19 @@ def joined(blocks: list[Rows]) -> Rows:
 def kept_sets(facts: ModelFacts, cache: EngineCache, ends: Sequence[int], masks: bool) -> list[dict[str, Any]]:
     """Positions below its end that each row holds: of all heads together, hashed per layer and head, and as `masks`."""
     digests = [hashlib.sha256() for _ in ends]
-    unions = [torch.zeros(end, dtype=torch.bool, device="cpu") for end in ends]
+    unions = [np.zeros(end, bool) for end in ends]
     sets: list[list[Any]] = [[] for _ in ends]
     for n in facts.evictable:
-        layer = cache.ragged[n]
-        index = layer.index()
-        there = index >= 0
-        if layer.hidden is not None:
-            there = there & ~layer.hidden[index.clamp(min=0)]
-        counts, positions = there.sum(-1).cpu(), layer.positions[index[there]].cpu()  # in the order of rows and heads
-        for row, at in enumerate(positions.split(counts.sum(1).tolist())):
-            digests[row].update(counts[row].numpy().tobytes() + at.numpy().tobytes())
-            unions[row][at.long()] = True
+        counts, positions = (x.cpu().numpy() for x in cache.ragged[n].visible())
+        for row, at in enumerate(np.split(positions, counts.sum(1).cumsum()[:-1])):
+            digests[row].update(counts[row].tobytes() + at.tobytes())
+            unions[row][at] = True
             if masks:
-                mask = torch.zeros(len(counts[row]), ends[row], dtype=torch.bool, device="cpu")
-                mask[torch.arange(len(mask)).repeat_interleave(counts[row]), at.long()] = True
-                sets[row].append(mask.numpy())
+                mask = np.zeros((len(counts[row]), ends[row]), bool)
+                mask[np.arange(len(mask)).repeat(counts[row]), at] = True
+                sets[row].append(mask)
     return [
-        {"kept_positions": union.nonzero()[:, 0].tolist(), "kept_positions_hash": digest.hexdigest()[:16]}
+        {"kept_positions": np.flatnonzero(union).tolist(), "kept_positions_hash": digest.hexdigest()[:16]}
         | ({"kept_sets": layers} if masks else {})
         for union, digest, layers in zip(unions, digests, sets, strict=True)
     ]

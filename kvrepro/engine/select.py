@@ -17,7 +17,7 @@ _kernels: ContextVar[bool] = ContextVar("kernels", default=False)
 
 @contextmanager
 def ensured_later(kernels: bool = False) -> Iterator[list[Doubt]]:
-    """What `ensure_room` and `ensure_numbers` would ask a GPU, which would have to be waited for, is noted instead.
+    """What `ensure_none` would ask a GPU, which would have to be waited for, is noted instead.
 
     kernels: `largest` is one launch.
     """
@@ -30,8 +30,8 @@ def ensured_later(kernels: bool = False) -> Iterator[list[Doubt]]:
         _kernels.reset(by)
 
 
-def _ensure(wrong: Tensor, error: Callable[[], InputError]) -> None:
-    """Raise `error` if any of `wrong` is True, or note it."""
+def ensure_none(wrong: Tensor, error: Callable[[], InputError]) -> None:
+    """Raise `error` if any of `wrong` is True, or note it (`ensured_later`)."""
     doubts = _later.get()
     if doubts is not None:
         doubts.append((wrong.any(), error))
@@ -94,7 +94,7 @@ def ensure_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> None:
         both = f"budget {int(room.flatten()[worst])} < {int(needed.flatten()[worst])} protected tokens"
         return InputError(f"{both}{whose}: raise the budget, or protect less")
 
-    _ensure(needed > counts, error)
+    ensure_none(needed > counts, error)
 
 
 def ensure_numbers(scores: Scores) -> None:
@@ -104,7 +104,7 @@ def ensure_numbers(scores: Scores) -> None:
     def error() -> InputError:
         return InputError(f"{int(strange.sum())} of {strange.numel()} scores are NaN: mend the scorer")
 
-    _ensure(strange, error)
+    ensure_none(strange, error)
 
 
 def lexsort(*keys: Tensor) -> Tensor:

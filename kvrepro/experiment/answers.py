@@ -84,13 +84,13 @@ def unmet(
     loaded: Loaded, prompts: Sequence[Prompt], conditions: Sequence[Condition], columns: Columns
 ) -> dict[Pair, InputError]:
     """Why items cannot meet conditions, for each pair that cannot."""
-    facts, found = ModelFacts.of(loaded.model), {}
+    facts, known, found = ModelFacts.of(loaded.model), [policy.checked(c) for c in conditions], {}
     for i, j in ((i, j) for i, mine in enumerate(columns) for j in mine):
         text, condition = prompts[i], conditions[j]
         try:
             end = boundary(text, condition)
             held = [at - end for at in engine.whitelisted(text, condition) if at < end]
-            policy.check(condition, facts.held(end), held)
+            policy.check_on(condition, known[j], facts.held(end), held)
         except InputError as error:
             found[i, j] = error
     return found

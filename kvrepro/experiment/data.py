@@ -554,8 +554,9 @@ def _ensure_known(
 
     What a template writes as the unknown token itself is meant: some tokenizers give it a second office.
     """
+    unknown = tokenizer.unk_token_id
     for token, (a, b) in zip(ids, offsets, strict=True):
-        if token != tokenizer.unk_token_id or a == b or text[a:b].strip() == tokenizer.unk_token:
+        if token != unknown or a == b or text[a:b].strip() == tokenizer.unk_token:
             continue
         if not any(a < last and b > first for first, last in contents):
             raise InputError(

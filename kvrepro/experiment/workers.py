@@ -135,6 +135,10 @@ def _handed_out(what: Told | None, count: int, parts: Sequence[bytes], numbers: 
         # A notebook's kernel complains as it ends, of its own loop, to streams that are closed by then.
         atexit.register(setattr, logging, "raiseExceptions", False)
         _pools[what] = count, pool
+    if what is not None and what[1] == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()  # a worker on our GPU has what torch keeps for us
     with _for_processes():
         return {pool.submit(done, parts[i]): i for i in numbers}
 

@@ -17,6 +17,7 @@ from tiny import prompts as tiny_prompts
 from kvrepro.engine import decode, passes
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import installed
+from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.extend import Extend
@@ -447,6 +448,29 @@ def test_fair_quotas_whatever_the_padding(policy):
                 for head in layer:
                     share = head.sum() * third / len(text.ids)
                     assert abs(head[:third].sum() - share) <= 1, c.label
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "ada_kv", "defensive_kv", "critical_kv", "streaming_llm"])
+def test_a_layer_keeps_as_many_tokens_as_were_known_beforehand(policy, monkeypatch):
+    texts = [Prompt(ids, {"a": list(range(5)), "b": list(range(9, 20))}) for ids in tiny_prompts(70, 41, 70)]
+    switches = (("window", 8),) if "window" in CATALOGUE[policy].parameters else ()
+    regimes = [Prefill(), *(Prefill(fair=fair, spans=("a", "b")) for fair in (1.0, 0.6, 0.0))]
+    conditions = [
+        Condition(policy, budget, regime, reading=reading, switches=switches)
+        for budget in (0.4, 31) for regime in regimes for reading in CATALOGUE[policy].readings
+        if regime.fair in (None, 1.0) or policy != "streaming_llm" or reading == "as_described"
+    ]  # fmt: skip
+    known, of = [], RaggedLayer.of.__func__
+
+    def told(cls, keys, values, positions, keep, sums, total=None):
+        known.append((total, int(keep.sum())))
+        return of(cls, keys, values, positions, keep, sums, total)
+
+    monkeypatch.setattr(RaggedLayer, "of", classmethod(told))
+    engine.generate(architecture("llama"), texts, conditions, **FEW, prompt_rows=3)
+    before = [pair for pair in known if pair[0] is not None]
+    assert len(before) > len(known) / 2
+    assert all(total == count for total, count in before)
 
 
 @pytest.mark.parametrize("regime", ["decode cap", "per step"])

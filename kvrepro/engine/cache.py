@@ -52,7 +52,7 @@ class RaggedLayer:
     tail_sums: dict[str, Tensor] = field(default_factory=dict)  # [batch, kv_heads, used]
     queries: Query | None = None  # the last queries seen, for a policy with a window that evicts again
     query_positions: WindowPositions | None = None
-    _spread: tuple[Any, ...] | None = None  # `_flat` as it was last made, behind the keys of which
+    _spread: tuple[Any, ...] | None = None  # the keys that `_flat` was last asked for, and what it gave
 
     @classmethod
     def of(
@@ -110,15 +110,15 @@ class RaggedLayer:
 
     def seen(self) -> Tensor:
         """Tokens that a query may look at, int64 [batch, kv_heads]: held and not hidden."""
-        return self.held() if self.hidden is None else self.held() - self._sums_of(self.hidden)
+        return self.held() if self.hidden is None else self.held() - self._counted(self.hidden)
 
     def visible(self) -> tuple[Tensor, Tensor]:
         """(how many tokens of each head's flat part may be seen, int64 [batch, kv_heads]; all their positions)."""
         if self.hidden is None:
             return self.lengths, self.positions
-        return self._sums_of(~self.hidden), self.positions[~self.hidden]
+        return self._counted(~self.hidden), self.positions[~self.hidden]
 
-    def _sums_of(self, mask: Tensor) -> Tensor:
+    def _counted(self, mask: Tensor) -> Tensor:
         """How many of each head's flat part `mask` names."""
         return _offsets(mask.long())[self.offsets].diff().view(self.shape)
 

@@ -135,7 +135,7 @@ def _short_of_memory(call: Call, tags: Iterable[Tag]) -> Iterator[None]:
 
 def room_of(device: torch.device) -> float:
     """Bytes for the caches of rows that wait to decode. Two fifths of what is free on a GPU, since the rows of a pass
-    come on top, and all that a pass and the steps compute; on a CPU the same whatever is free, so that batches are the same."""
+    come on top, and all that a pass and the steps compute; on a CPU the same whatever is free: so are batches."""
     if device.type != "cuda":
         return CPU_ROOM
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next

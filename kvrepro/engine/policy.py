@@ -278,8 +278,10 @@ def check_on(condition: Condition, known: Known | None, tokens: int, whitelist: 
     """Raise InputError if `condition`, of which `checked` gave `known`, cannot be met by a prompt of whose compressed
     part layers hold so many tokens. whitelist: the protected ones among them, counted from their end: -1 is the last.
     """
-    if known is not None:
-        (_check_shared if known[0].shared else _check_budget)(condition, *known, tokens, whitelist)
+    if known is not None and known[0].shared:
+        _check_shared(condition, *known, tokens)
+    elif known is not None:
+        _check_budget(condition, *known, tokens, whitelist)
 
 
 def checked(condition: Condition) -> Known | None:
@@ -352,11 +354,8 @@ def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: 
             raise InputError(f"{what}{after}: raise the budget or lower the guards")
 
 
-def _check_shared(
-    c: Condition, policy: Policy, parameters: Parameters, tokens: int | None = None, whitelist: Sequence[int] = ()
-) -> None:
-    """Raise InputError for what `SharedCap` does not have, a whitelist for instance, and for guards that leave nothing
-    to choose."""
+def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: int | None = None) -> None:
+    """Raise InputError for what `SharedCap` does not have, and for guards that leave nothing to choose."""
     given = {"whitelist": c.whitelist, "bits": c.bits, "budget": c.budget if isinstance(c.budget, float) else None}
     for name, value in given.items():
         if value:

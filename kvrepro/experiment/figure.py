@@ -184,7 +184,10 @@ def estimates(
                 at = [place if numeric else places.index(place) + shift for place in mine[along]]
                 _points(axes, at, mine, shown[who], upright, bool(filled or not fill), line, band)
                 state = [labels.get(str(filled), f"{'' if filled else 'not '}{fill}")] if fill else []
-                texts = _said(mine, [shown[who].name, *state], along, percent)
+                form = ".0%" if percent else ".3g"
+                texts = [
+                    said(one, [shown[who].name, *state, look(one[along]).name], form) for one in mine.to_dict("records")
+                ]
                 across, up = (at, mine.value) if upright else (mine.value, at)
                 tell(axes, across, up, texts)
             facet = {name: of[at] for name, of, at in ((row, grid.row_names, i), (panel, grid.col_names, j)) if name}
@@ -248,16 +251,12 @@ def _points(
             bars.set_alpha(0.5 if line else 1)
 
 
-def _said(points: pd.DataFrame, series: Sequence[str], along: str, percent: bool) -> list[str]:
-    """Each estimate of a series in words: `LRU, 256: 0.19 [0.11, 0.27], n = 24`."""
-    form = "{:.0%}" if percent else "{:.3g}"
-    told = []
-    for row in points.to_dict("records"):
-        names = ", ".join(dict.fromkeys(name for name in (*series, look(row[along]).name) if name))
-        interval = "" if pd.isna(row["low"]) else f" [{form.format(row['low'])}, {form.format(row['high'])}]"
-        n = "" if pd.isna(row.get("n", np.nan)) else f", n = {row['n']:.0f}"
-        told.append(f"{names}: {form.format(row['value'])}{interval}{n}")
-    return told
+def said(estimate: Mapping[Any, Any], names: Iterable[str], form: str, value: str = "value") -> str:
+    """An estimate in words: `LRU, 256: 0.19 [0.11, 0.27], n = 24`."""
+    known = {name: estimate.get(name, np.nan) for name in ("low", "high", "n")}
+    interval = "" if pd.isna(known["low"]) else f" [{known['low']:{form}}, {known['high']:{form}}]"
+    n = "" if pd.isna(known["n"]) else f", n = {known['n']:.0f}"
+    return f"{', '.join(dict.fromkeys(filter(None, names)))}: {estimate[value]:{form}}{interval}{n}"
 
 
 def tell(axes: Axes, x: Iterable[float], y: Iterable[float], texts: Iterable[str]) -> None:
@@ -383,7 +382,8 @@ def heat(
     height: float = 3.2, labels: Mapping[str, str] | None = None, **style: Any,
 ) -> Figure:  # fmt: skip
     """A heat map of one column over two others, a panel per value of a third; cells without a value stay blank, and a
-    table without rows is said to have none."""
+    table without rows is said to have none. A cell says its value on hover, and its interval and n where the table has
+    them."""
     if table.empty:
         return nothing()
     groups = list(table.groupby(panel, sort=False)) if panel else [("", table)]
@@ -401,6 +401,13 @@ def heat(
             sns.heatmap(wide, ax=axes, cbar=not small, **written, **limits)
             axes.set_title(look(name).name if panel else "", fontsize=9 if len(groups) <= MANY else 7.5)
             axes.set(xlabel=labels.get(x, x.replace("_", " ")), ylabel="")
+            known = [name for name in (value, "low", "high", "n") if name in part]
+            means = part.dropna(subset=value).groupby([y, x], sort=False, observed=True)[known].mean()
+            cells = means.reset_index().to_dict("records")
+            tell(
+                axes, [across.index(cell[x]) + 0.5 for cell in cells], [down.index(cell[y]) + 0.5 for cell in cells],
+                [said(cell, [look(cell[y]).name, look(cell[x]).name], form, value) for cell in cells],
+            )  # fmt: skip
     return done(figure)
 
 

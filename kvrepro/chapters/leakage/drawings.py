@@ -24,6 +24,9 @@ def safe_budgets(table: pd.DataFrame) -> Figure:
         percent, written = percent.set_axis(names), written.set_axis(names)
         sns.heatmap(percent, annot=written, fmt="", annot_kws={"size": 8}, linewidths=0.5, cbar=False, vmin=0, vmax=100,
                     cmap="crest", ax=axes)  # fmt: skip
+        down, across = percent.notna().to_numpy().nonzero()
+        told = [f"{names[y]}, {cures[x]}: {percent.iloc[y, x]:.0f}%" for y, x in zip(down, across, strict=True)]
+        figure.tell(axes, across + 0.5, down + 0.5, told)
         axes.set_title(order, loc="left", fontsize=9, fontweight="bold")
         axes.set(xlabel="", ylabel="")
         axes.tick_params(labelsize=8.5, rotation=0)

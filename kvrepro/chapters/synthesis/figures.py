@@ -81,3 +81,5 @@ def _points(axes: Axes, part: pd.DataFrame, x: str, shown: Mapping[object, figur
     if len(known):
         axes.plot(known[x], known.value, "D", mfc="none", mec="black", ms=4.5, ls="none", label="published method")
     axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+    told = [f"{figure.said(one, [one['name']], '.2f')}, at {one[x]:.0%}" for one in part.to_dict("records")]
+    figure.tell(axes, part[x], part.value, told)

@@ -251,12 +251,12 @@ def _points(
             bars.set_alpha(0.5 if line else 1)
 
 
-def said(estimate: Mapping[Any, Any], names: Iterable[str], form: str, value: str = "value") -> str:
+def said(estimate: Mapping[Any, Any], names: Iterable[str], form: str) -> str:
     """An estimate in words: `LRU, 256: 0.19 [0.11, 0.27], n = 24`."""
     known = {name: estimate.get(name, np.nan) for name in ("low", "high", "n")}
     interval = "" if pd.isna(known["low"]) else f" [{known['low']:{form}}, {known['high']:{form}}]"
     n = "" if pd.isna(known["n"]) else f", n = {known['n']:.0f}"
-    return f"{', '.join(dict.fromkeys(filter(None, names)))}: {estimate[value]:{form}}{interval}{n}"
+    return f"{', '.join(dict.fromkeys(filter(None, names)))}: {estimate['value']:{form}}{interval}{n}"
 
 
 def tell(axes: Axes, x: Iterable[float], y: Iterable[float], texts: Iterable[str]) -> None:
@@ -378,35 +378,41 @@ def nothing() -> Figure:
 
 
 def heat(
-    table: pd.DataFrame, x: str, y: str, value: str = "value", *, panel: str | None = None, form: str = ".2f",
+    table: pd.DataFrame, x: str, y: str, *, panel: str | None = None, percent: bool = False, form: str = ".2f",
     height: float = 3.2, labels: Mapping[str, str] | None = None, **style: Any,
 ) -> Figure:  # fmt: skip
-    """A heat map of one column over two others, a panel per value of a third; cells without a value stay blank, and a
-    table without rows is said to have none. A cell says its value on hover, and its interval and n where the table has
-    them."""
+    """A heat map of `value`, in percent or as it is, over two other columns, a panel per value of a third; cells
+    without a value stay blank, and a table without rows is said to have none. A cell says its value on hover, and its
+    interval and n where the table has them (low, high, n)."""
     if table.empty:
         return nothing()
+    if percent:
+        table = table.assign(**{name: 100 * table[name] for name in ("value", "low", "high") if name in table})
     groups = list(table.groupby(panel, sort=False)) if panel else [("", table)]
     across, down = (list(dict.fromkeys(table[name])) for name in (x, y))  # the same in all panels
-    labels = dict(labels or {})
-    limits = {"vmin": table[value].min(), "vmax": table[value].max(), "cmap": "crest"} | style
+    labels = {name: name.replace("_", " ") for name in (x, y)} | dict(labels or {})
+    limits = {"vmin": table.value.min(), "vmax": table.value.max(), "cmap": "crest"} | style
+
+    def named(name: str, one: Any) -> str:
+        return look(one).name.replace("\n", " ") if isinstance(one, str) else f"{labels[name]} {one:g}"
+
     with plt.rc_context(STYLE | {"axes.grid": False}):
         figure, grid = plt.subplots(1, len(groups), figsize=(WIDTH, height), sharey=True, squeeze=False)
         for axes, (name, part) in zip(grid[0], groups, strict=True):
-            wide = part.pivot_table(index=y, columns=x, values=value, sort=False, observed=True)
+            wide = part.pivot_table(index=y, columns=x, values="value", sort=False, observed=True)
             wide = wide.reindex(index=down, columns=across)
             wide = wide.rename(index=lambda v: look(v).name if isinstance(v, str) else v)
             small = wide.size <= 200  # numbers fit into the cells; otherwise a colour bar says what colours mean
             written = {"annot": small, "fmt": form, "annot_kws": {"size": 7.5}, "linewidths": 0.5 * small}
             sns.heatmap(wide, ax=axes, cbar=not small, **written, **limits)
             axes.set_title(look(name).name if panel else "", fontsize=9 if len(groups) <= MANY else 7.5)
-            axes.set(xlabel=labels.get(x, x.replace("_", " ")), ylabel="")
-            known = [name for name in (value, "low", "high", "n") if name in part]
-            means = part.dropna(subset=value).groupby([y, x], sort=False, observed=True)[known].mean()
+            axes.set(xlabel=labels[x], ylabel="")
+            known = [name for name in ("value", "low", "high", "n") if name in part]
+            means = part.dropna(subset="value").groupby([y, x], sort=False, observed=True)[known].mean()
             cells = means.reset_index().to_dict("records")
             tell(
                 axes, [across.index(cell[x]) + 0.5 for cell in cells], [down.index(cell[y]) + 0.5 for cell in cells],
-                [said(cell, [look(cell[y]).name, look(cell[x]).name], form, value) for cell in cells],
+                [said(cell, [named(y, cell[y]), named(x, cell[x])], form) for cell in cells],
             )  # fmt: skip
     return done(figure)
 

@@ -144,17 +144,18 @@ def test_a_heat_map_has_a_cell_per_pair_and_a_panel_per_group():
 
 def test_a_cell_of_a_heat_map_says_its_value_in_its_middle():
     table = TABLE[TABLE.protected & (TABLE.reading == "as_run")].assign(n=40)
-    drawing = figure.heat(table, "capacity", "policy", form=".0%")
+    drawing = figure.heat(table, "capacity", "policy", percent=True, form=".0f")
     text = figure.vector(drawing)
     told = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="6" opacity="0"><title>(.*?)</title>', text)
     first = table.iloc[0]
     assert len(told) == len(table)
-    assert told[0][2] == f"LRU, 128: {first.value:.0%} [{first.low:.0%}, {first.high:.0%}], n = 40"
+    of_first = [f"{100 * first[name]:.0f}" for name in ("value", "low", "high")]
+    assert told[0][2] == "LRU, capacity 128: {} [{}, {}], n = 40".format(*of_first)
     [axes] = drawing.axes
     assert [(x, y) for x, y, _ in figure.TOLD[axes]] == [number.get_position() for number in axes.texts]
     assert [text.split(": ")[1].split(" ")[0] for *_, text in figure.TOLD[axes]] == [t.get_text() for t in axes.texts]
-    several = figure.heat(pd.concat([table, table.assign(value=table.value + 0.2)]), "capacity", "policy", form=".0%")
-    assert figure.TOLD[several.axes[0]][0][2].startswith(f"LRU, 128: {first.value + 0.1:.0%} [")
+    several = figure.heat(pd.concat([table, table.assign(value=table.value + 0.2)]), "capacity", "policy")
+    assert figure.TOLD[several.axes[0]][0][2].startswith(f"LRU, capacity 128: {first.value + 0.1:.2f} [")
 
 
 def test_a_table_shows_names_and_rounded_numbers_and_no_counting_index():

@@ -246,17 +246,16 @@ def _shared(
         busy = {member.next: member for member in crew if member.next is not None}
         done, _ = ray.wait(list(busy), timeout=PATIENCE)
         if not done:
-            if not any(node["Alive"] for node in ray.nodes()):
-                ray.shutdown()
-                raise Lost("Ray's last node is gone: call again, what was done is stored")
+            _ensure_a_node(ray)
             if not said and all(member.begun is not None for member in crew):
-                print("Ray: waiting for a worker, the cluster has no free GPU or core", flush=True)
+                print("Ray: waiting for its workers: they are starting, or no GPU or core is free", flush=True)
                 said = True
             continue
         member = busy[done[0]]
         try:
             result = ray.get(done[0])
         except ray.exceptions.RayActorError as error:
+            _ensure_a_node(ray)
             waiting.extendleft(i for _, i in reversed(member.jobs))
             died_of = member.jobs[0][1] if member.jobs else -1  # -1: of loading the model
             cost[died_of] += 1
@@ -282,6 +281,13 @@ def _shared(
     if given_up:
         why = next(iter(given_up.values()))
         raise Lost(f"{len(given_up)} of {len(packed)} parts cost {TRIES} workers each and were given up: {why}")
+
+
+def _ensure_a_node(ray: Any) -> None:
+    """Raise Lost where no node is left."""
+    if not any(node["Alive"] for node in ray.nodes()):
+        ray.shutdown()
+        raise Lost("Ray's last node is gone: call again, what was done is stored")
 
 
 def _next(crew: list[_Member], waiting: int) -> _Member | None:

@@ -81,6 +81,15 @@ def test_a_file_named_by_a_parameter_is_part_of_the_inputs(root):
     assert book.fingerprint("first", {"items": "items.jsonl"}, root) != before
 
 
+def test_a_folder_of_results_is_no_input_of_the_chapter_that_writes_it(root, tmp_path):
+    given = {"results": str(tmp_path / "rows")}
+    before = book.fingerprint("first", given, root)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "main.parquet").write_bytes(b"rows")
+    assert book.fingerprint("first", given, root) == before
+    assert book.fingerprint("first", {"results": str(tmp_path / "others")}, root) != before
+
+
 def test_a_failing_chapter_leaves_what_was_computed_and_the_old_copy(root):
     book.execute("first", {}, root)
     with pytest.raises(PapermillExecutionError, match="too large"):

@@ -178,8 +178,14 @@ class Fake:
         RayActorError = ZeroDivisionError
         RayTaskError = KeyError
 
-    def __init__(self, deadly=()):
-        self.handed, self.most, self.do, self.deadly = [], 0, self, deadly
+    def __init__(self, deadly=(), alive=True):
+        self.handed, self.most, self.do, self.deadly, self.alive = [], 0, self, deadly, alive
+
+    def nodes(self):
+        return [{"Alive": self.alive}]
+
+    def shutdown(self):
+        pass
 
     def remote(self, *given):
         self.handed.append(given)
@@ -233,6 +239,14 @@ def test_workers_that_die_as_they_load_the_model_end_the_run():
     crew = [cluster._Member(fake, (b"load",))]
     with pytest.raises(cluster.Lost, match="3 workers died as they loaded the model: killed"):
         list(cluster._shared(fake, crew, [b"1"], lambda: cluster._Member(fake, (b"load",))))
+
+
+def test_where_no_node_is_left_no_other_worker_is_promised(capsys):
+    fake = Fake([b"1"], alive=False)
+    crew = [cluster._Member(fake, ("",))]
+    with pytest.raises(cluster.Lost, match="^Ray's last node is gone: call again, what was done is stored$"):
+        list(cluster._shared(fake, crew, [b"1"], lambda: pytest.fail("nobody can be hired")))
+    assert capsys.readouterr().err == ""
 
 
 def drive(model, folder, address):

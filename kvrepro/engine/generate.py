@@ -22,7 +22,7 @@ from kvrepro.engine.evict import REPEATED
 from kvrepro.engine.facts import ModelFacts, rotation_changes
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups, read, room_taken
-from kvrepro.engine.policy import check_on, checked, find
+from kvrepro.engine.policy import Known, check_on, checked, find
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.rows import Rows, Tag, joined
 from kvrepro.errors import InputError
@@ -262,9 +262,14 @@ def check_conditions(
         check_shared(model)
     for text, mine in zip(texts, each, strict=True):
         for c in mine:
-            end = boundary(text, c)
-            check_on(c, known[c], facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
+            check_met(facts, text, c, known[c])
     _check_rotation(model, texts, each, new_tokens(max_new_tokens, len(texts)))
+
+
+def check_met(facts: ModelFacts, text: Text, c: Condition, known: Known | None) -> None:
+    """Raise InputError if the prompt cannot meet `c`, of which `checked` gave `known`."""
+    end = boundary(text, c)
+    check_on(c, known, facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
 
 
 def _check_rotation(

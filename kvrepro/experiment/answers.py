@@ -19,7 +19,6 @@ from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import Conditions
 from kvrepro.engine.memory import let_go
-from kvrepro.engine.passes import boundary
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
 from kvrepro.errors import InputError, told
 from kvrepro.experiment import cluster, data, fingerprint, measure, models, store, workers
@@ -86,11 +85,8 @@ def unmet(
     """Why items cannot meet conditions, for each pair that cannot."""
     facts, known, found = ModelFacts.of(loaded.model), [policy.checked(c) for c in conditions], {}
     for i, j in ((i, j) for i, mine in enumerate(columns) for j in mine):
-        text, condition = prompts[i], conditions[j]
         try:
-            end = boundary(text, condition)
-            held = [at - end for at in engine.whitelisted(text, condition) if at < end]
-            policy.check_on(condition, known[j], facts.held(end), held)
+            engine.check_met(facts, prompts[i], conditions[j], known[j])
         except InputError as error:
             found[i, j] = error
     return found

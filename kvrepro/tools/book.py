@@ -60,7 +60,7 @@ def chapters(root: Path = ROOT) -> list[str]:
 def fingerprint(name: str, parameters: dict[str, Any], root: Path = ROOT) -> str:
     """Hash of what an executed chapter depends on: notebook, parameters and files they name, code, weights, pins; not
     the results, which it writes."""
-    named = [root / value for name, value in parameters.items() if name != "results" and isinstance(value, str)]
+    named = [root / value for key, value in parameters.items() if key != "results" and isinstance(value, str)]
     named = [path for path in named if path.exists()]
     files = {root / "notebooks" / f"{name}.ipynb", *(file for pattern in INPUTS for file in root.glob(pattern))}
     files |= {file for path in named for file in [path, *path.rglob("*")]}

@@ -5,10 +5,12 @@ the functions over all layers (lists of each layer's scores in, lists of counts 
 slot scored -inf is dead. Nothing here changes a score.
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvrepro.engine.allowed import Count, Number, Share
 from kvrepro.engine.observe import Observation
@@ -65,14 +67,14 @@ def adaptive(
     Source: Ada-KV (Feng et al. 2024), Algorithm 1; adakv_press.py of NVIDIA/kvpress@8bb29b9 (default), snapkv_utils.py
     of FFY0/AdaKV (blend; weighted is its `normalize`).
     """
-    held = (protected & ~scores.isneginf()).sum(-1)
+    firm = protected & ~scores.isneginf()
+    held = firm.sum(-1)
     total = budget * scores.shape[1]
     ensure_room(total, held.sum(-1), f" of {scores.shape[1]} heads together")
     if not blend:
-        first = protected & ~scores.isneginf()
         if floor:
-            first = select(scores, protected, torch.maximum((budget.double() * floor + 1e-9).long()[:, None], held))
-        return _best(scores.masked_fill(first, torch.inf), total).sum(-1)
+            firm = select(scores, protected, torch.maximum((budget.double() * floor + 1e-9).long()[:, None], held))
+        return _best(scores, total, firm).sum(-1)
     free = budget[:, None] - held
     open_scores = scores.masked_fill(protected, -torch.inf)
     if weighted:
@@ -102,14 +104,12 @@ def joint_layers(
     Source: Layer-DefensiveKV, Algorithm 2, line 12; efficient_ada_global_scorer_press.py of
     FFY0/DefensiveKV@9251b95.
     """
-    widths = [s.shape[1] * s.shape[2] for s in scores]
-    total = budget * sum(s.shape[1] for s in scores)
-    alive = [p & ~s.isneginf() for s, p in zip(scores, protected, strict=True)]
-    held = sum(a.flatten(1).sum(-1) for a in alive)
-    ensure_room(total, held, f" of {sum(s.shape[1] for s in scores)} heads together")
-    keys = [s.masked_fill(a, torch.inf).flatten(1) for s, a in zip(scores, alive, strict=True)]
-    best = _best(torch.cat(keys, 1)[:, None], total)[:, 0].split(widths, 1)
-    return scores, [b.view_as(s).sum(-1) for b, s in zip(best, scores, strict=True)]
+    together, firm = _together(scores, protected)
+    heads = [s.shape[1] for s in scores]
+    total = budget * sum(heads)
+    ensure_room(total, firm.sum((1, 2, 3)), f" of {sum(heads)} heads together")
+    counts = _best(together, total, firm).sum(-1)
+    return scores, [counts[:, layer, :most] for layer, most in enumerate(heads)]
 
 
 def cake(
@@ -122,8 +122,8 @@ def cake(
     budgets, and since no score changes, in the same tokens.
     Source: CAKE (Qin et al. 2025), equations 5 to 9; cake_scorer_press.py of FFY0/DefensiveKV@9251b95.
     """
-    held = torch.stack([(p & ~s.isneginf()).sum(-1).amax(1) for s, p in zip(scores, protected, strict=True)], 1)
-    tokens = torch.stack([(~s.isneginf()).sum(-1).amax(1) for s in scores], 1)
+    together, firm = _together(scores, protected)
+    held, tokens = firm.sum(-1).amax(2), (~together.isneginf()).sum(-1).amax(2)
     total = budget * len(scores)
     ensure_room(total, held.sum(1), f" of {len(scores)} layers together")
     wish = torch.stack(list(summaries), 1).double()
@@ -146,10 +146,11 @@ def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
     total = torch.minimum(total, limit.sum(1)).clamp(min=0)
     share = torch.minimum(wish.double().clamp(min=0), limit)
     share = share * (total / share.sum(1).clamp(min=1e-30)).clamp(max=1)[:, None]
-    for _ in range(share.shape[1]):  # each round fills a place or ends
-        below = share < limit
-        missing = (total - share.sum(1)) / below.sum(1).clamp(min=1)
-        share = torch.where(below, torch.minimum(share + missing[:, None], limit), share)
+    gaps = (limit - share).sort(1).values
+    wider = torch.arange(gaps.shape[1], 0, -1, device=gaps.device)  # places with this gap or a larger one
+    missing = (total - share.sum(1))[:, None]
+    more = ((missing - (gaps.cumsum(1) - gaps)) / wider).amax(1, keepdim=True)  # for each, if the narrower are full
+    share = torch.minimum(share + more.clamp(min=0), limit)
     whole = torch.minimum((share + 1e-9).floor().long(), limit)
     short = total - whole.sum(1)
     remainder = torch.where(whole < limit, share - whole, -torch.inf)
@@ -157,6 +158,19 @@ def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
     return whole + (place < short[:, None]).long()
 
 
-def _best(scores: Tensor, total: RowInts) -> Tensor:
-    """The `total` [batch] best of all heads together, bool [batch, heads, tokens]; among equals the later."""
-    return largest(scores.flatten(1), total).view_as(scores)
+def _together(scores: Sequence[Scores], protected: Sequence[Mask]) -> tuple[Tensor, Mask]:
+    """(scores of all layers, [batch, layers, kv_heads, tokens], -inf where a layer has fewer; the protected living)."""
+    heads, tokens = (max(s.shape[axis] for s in scores) for axis in (1, 2))
+    wide, firm = [], []
+    for s, p in zip(scores, protected, strict=True):
+        missing = (tokens - s.shape[2], 0, 0, heads - s.shape[1])
+        wide.append(pad(s, missing, value=-torch.inf) if any(missing) else s)
+        firm.append(pad(p, missing) if any(missing) else p)
+    together = torch.stack(wide, 1)
+    return together, torch.stack(firm, 1) & ~together.isneginf()
+
+
+def _best(scores: Tensor, total: RowInts, firm: Mask | None = None) -> Tensor:
+    """The `total` [batch] best of all heads together, bool, as `scores` [batch, ..., tokens], `firm` ones before all
+    others; among equals the later."""
+    return largest(scores.flatten(1), total, None if firm is None else firm.flatten(1)).view_as(scores)

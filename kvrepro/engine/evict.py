@@ -24,6 +24,7 @@ from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.observe import Observation
+from kvrepro.engine.places import Places
 from kvrepro.engine.policy import SUMS, Policy, call, guarded, named
 from kvrepro.engine.regime import DecodeCap, PerStep, SharedCap
 from kvrepro.engine.select import select
@@ -97,6 +98,7 @@ class Job:
     pending: dict[int, PendingLayer] = field(default_factory=dict)
     signals: Signals | None = None  # of `SharedCap`, after the prompt
     error: Exception | None = None  # what its policy raised
+    protected: tuple[Places, Mask, Mask] | None = None  # where `protected_by` last looked, and what it found
 
     @property
     def policy(self) -> Policy:
@@ -132,7 +134,7 @@ class Job:
         p = self.prompts
         alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], p.seeds[b : b + 1])
         return replace(self, conditions=[self.conditions[b]], budgets=[self.budgets[b]], prompts=alone,
-                       draws=self.draws[b : b + 1], layers={}, pending={}, signals=None)  # fmt: skip
+                       draws=self.draws[b : b + 1], layers={}, pending={}, signals=None, protected=None)  # fmt: skip
 
     @cached_property
     def budget(self) -> RowInts:
@@ -263,13 +265,24 @@ def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> An
     return o.scored[key]
 
 
+def protected_by(job: Job, o: Observation) -> tuple[Mask, Mask]:
+    """(what the conditions protect; that, and what the method does by itself), `[batch, kv_heads, tokens]`, whatever
+    the scores: the same for all layers that share their places."""
+    if job.protected is None or job.protected[0] is not o.places:
+        by_conditions = guards(job, o).expand(o.positions.shape)
+        newest = job.parameters.get("recent", 0)
+        recent = o.places.window if o.span_local and newest else guard.recent(o, newest)
+        both = (by_conditions | recent | guard.sinks(o, job.parameters.get("sinks", 0))) & o.alive
+        job.protected = o.places, by_conditions, both
+    return job.protected[1:]
+
+
 def judged(job: Job, o: Observation) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself."""
     policy, shape = job.policy, o.positions.shape
-    budget, mask = job.budget.to(o.positions.device), guards(job, o).expand(shape)
-    parameters = {**job.parameters, "budget": budget, "guarded": mask, "draws": job.draws}
+    budget, (guarded, protected) = job.budget.to(o.positions.device), protected_by(job, o)
     try:
-        found = _scored(policy, o, parameters)
+        found = _scored(policy, o, {**job.parameters, "budget": budget, "guarded": guarded, "draws": job.draws})
     except KeyError as error:
         if error.args[0] not in SUMS:
             raise
@@ -280,18 +293,15 @@ def judged(job: Job, o: Observation) -> tuple[Scores, Mask]:
         raise InputError(f"{policy.title}'s scorer returned {what}, not [batch, kv_heads, tokens] = {tuple(shape)}")
     scores = found if found.dtype == torch.float64 else found.float()
     scores = scores.clamp(min=torch.finfo(torch.float32).min).expand(shape)  # -inf is for dead slots alone
-    newest = parameters.get("recent", 0)
-    recent = guard.window_of(o) if o.span_local and newest else guard.recent(o, newest)
-    protected = (mask | recent | guard.sinks(o, parameters.get("sinks", 0))) & o.alive
     if policy.shield is not None:
-        shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": mask})
+        shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": guarded})
         if job.reduction is None:
-            protected = protected | shield
+            protected = (protected | shield) & o.alive
         else:  # it gives way as a last resort
             scores = scores.masked_fill(shield, torch.inf)
     if job.reduction is not None and job.reduction.head_map is None and job.parameters["guardrail"] == "ignores":
-        scores, protected = scores.masked_fill(protected, torch.inf), torch.zeros_like(protected)
-    return scores.masked_fill(~o.alive, -torch.inf), protected & o.alive
+        scores, protected = scores.masked_fill(protected, torch.inf), o.places.nothing
+    return scores.masked_fill(o.places.dead, -torch.inf), protected
 
 
 def allocated(job: Job, o: Observation, scores: Scores, protected: Mask) -> Counts:
@@ -310,11 +320,14 @@ def selected(
     policy = job.policy
     if job.reduction is not None:
         return _selected_for_all_layers(job, o, scores, protected, counts)
-    refined, more = scores, torch.zeros_like(protected)
+    quotas = _quotas(job, o, default)
+    if policy.refine is None and quotas is None:
+        return select(scores, protected, counts)
+    refined, more = scores, o.places.nothing
     if policy.refine is not None:
         refined, more = call(policy.refine, o, scores, counts, parameters={**job.parameters, "protected": protected})
         more = more & o.alive
-    if (quotas := _quotas(job, o, default)) is None:
+    if quotas is None:
         return select(refined, protected | more, counts)
     parts = quota.split(o, counts, protected, **quotas)
     first = torch.minimum(parts, quota.tally(o, protected | more))  # the first stage, as far as each span's part goes

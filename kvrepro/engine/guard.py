@@ -26,14 +26,14 @@ def protected_count(fraction: float, budget: int, rounding: str = "floor") -> in
 def sinks(o: Observation, n: Count) -> Mask:
     """The `n` oldest tokens that each head holds; 0 protects none. StreamingLLM (Xiao et al. 2023) keeps 4."""
     if isinstance(n, int) and n == 0:
-        return o.nothing
+        return o.places.nothing
     return o.alive & (o.alive.cumsum(-1) <= _rows(o, n, "sinks"))
 
 
 def recent(o: Observation, n: Count) -> Mask:
     """The `n` newest tokens that each head holds; 0 protects none."""
     if isinstance(n, int) and n == 0:
-        return o.nothing
+        return o.places.nothing
     newer = torch.arange(o.positions.shape[-1] - 1, -1, -1, device=o.positions.device)  # tokens lie flush right
     return o.alive & (newer < _rows(o, n, "recent"))
 
@@ -57,17 +57,6 @@ def whitelist(o: Observation, table: Tensor) -> Mask:
     """
     marked = table.gather(1, o.positions.flatten(1).clamp(0, table.shape[1] - 1)).view_as(o.positions)
     return o.alive & marked & (o.positions < table.shape[1])
-
-
-def window_of(o: Observation) -> Mask:
-    """The tokens whose queries the observation holds: `o.query_positions`, wherever in the prompt they stand."""
-    if not o.span_local:  # the last tokens seen, without gaps
-        return o.since_window
-    if not o.query_positions.shape[1]:
-        return o.nothing
-    asked, where = o.query_positions.contiguous(), o.positions.flatten(1)  # both ascend
-    place = torch.searchsorted(asked, where).clamp(max=asked.shape[1] - 1)
-    return (asked.gather(1, place) == where).view_as(o.positions) & o.alive
 
 
 def _rows(o: Observation, n: Count, name: str) -> Tensor | int:

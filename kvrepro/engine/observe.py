@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvrepro.engine.attention import Softmax, scaled, softmax
+from kvrepro.engine.places import Places
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Probabilities, Query, RowInts, Scores, WindowPositions
 from kvrepro.errors import InputError
 
@@ -42,6 +43,7 @@ class Observation:
     log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
     window_outputs: Query | None = None  # and attention outputs
     softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
+    shared_places: Places | None = None  # of layers that hold the same tokens
 
     @cached_property
     def scored(self) -> dict[Hashable, Scores]:
@@ -49,27 +51,17 @@ class Observation:
         return {}
 
     @cached_property
+    def places(self) -> Places:
+        """Where its tokens and queries stand: `shared_places`, as long as they are the very ones."""
+        p = self.shared_places
+        same = p is not None and p.positions is self.positions and p.query_positions is self.query_positions
+        if p is not None and same and (p.sliding, p.span_local) == (self.sliding, self.span_local):
+            return p
+        return Places(self.positions, self.query_positions, self.sliding, self.span_local)
+
+    @property
     def alive(self) -> Mask:
-        return self.positions >= 0
-
-    @cached_property
-    def nothing(self) -> Mask:
-        """No token at all."""
-        return torch.zeros_like(self.alive)
-
-    @cached_property
-    def since_window(self) -> Mask:
-        """The tokens from the first query of the window on."""
-        known = self.query_positions >= 0
-        if not known.shape[1]:
-            return self.nothing
-        return self.alive & (self.positions >= self._first_query[..., None])
-
-    @cached_property
-    def _first_query(self) -> Tensor:
-        """Position of the window's first query, int64 [batch, 1]."""
-        known = self.query_positions >= 0
-        return self.query_positions.masked_fill(~known, torch.iinfo(torch.long).max).amin(1, keepdim=True)
+        return self.places.alive
 
     @property
     def group(self) -> int:
@@ -82,8 +74,10 @@ class Observation:
         known = {}
         if self.log_sums is not None and self.window_outputs is not None:
             known = {"log_sums": self.log_sums[:, :, first:], "window_outputs": self.window_outputs[:, :, first:]}
-        at = self.query_positions[:, first:]
-        return replace(self, queries=self.queries[:, :, first:], query_positions=at, **known)
+        p = self.places
+        asked = p.noted(("last", window), lambda: replace(p, query_positions=p.query_positions[:, first:]))
+        return replace(self, queries=self.queries[:, :, first:], query_positions=asked.query_positions,
+                       shared_places=asked, **known)  # fmt: skip
 
     def span(self, positions: Tensor) -> Tensor:
         """Number of the prompt span that each of `positions` [batch, ...] lies in; positions after it: the last's."""
@@ -105,19 +99,10 @@ class Observation:
     @cached_property
     def visible(self) -> Tensor:
         """Bool [batch, kv_heads, window, tokens]: does this query have a say about this token?"""
+        causal = self.places.causal
         if not self.span_local:
-            return self._causal
-        same = self.span(self.positions)[:, :, None] == self.span(self.query_positions)[:, None, :, None]
-        return self._causal & same
-
-    @cached_property
-    def _causal(self) -> Tensor:
-        """Bool [batch, kv_heads, window, tokens]: did this query look at this token?"""
-        token, query = self.positions[:, :, None], self.query_positions[:, None, :, None]
-        seen = (token >= 0) & (token <= query)
-        if self.sliding is not None:
-            seen = seen & (token > query - self.sliding)
-        return seen
+            return causal
+        return causal & (self.span(self.positions)[:, :, None] == self.span(self.query_positions)[:, None, :, None])
 
     @cached_property
     def attention(self) -> Probabilities:
@@ -131,7 +116,7 @@ class Observation:
         batch, kv_heads, _, dim = self.keys.shape
         q = self.queries.view(batch, kv_heads, self.group, -1, dim).float()
         logits = scaled(torch.einsum("bgrwd,bgnd->bgrwn", q, self.keys.float()), self.softmax or self.scaling)
-        logits.masked_fill_(~self._causal[:, :, None], -torch.inf)
+        logits.masked_fill_(~self.places.causal[:, :, None], -torch.inf)
         p = softmax(logits, self.softmax).nan_to_num_(0.0)  # a row of -inf only: no such query
         return p.masked_fill_(~self.visible[:, :, None], 0.0) if self.span_local else p
 
@@ -139,35 +124,6 @@ class Observation:
     def outputs(self) -> Tensor:
         """a = sum_j p v, float32 `[batch, kv_heads, group, window, dim]`."""
         return torch.einsum("bgrwn,bgnd->bgrwd", self.attention, self.values.float())
-
-    # ---- what kernels are given
-
-    def slots_before(self, positions: Tensor) -> Tensor:
-        """Slots of each head, dead ones among them, before `positions` [batch, any]: int [batch, kv_heads, any], or
-        [batch, 1, any] where all heads hold the same tokens."""
-        where = self.positions if self.positions.stride(1) else self.positions[:, :1]
-        wanted = positions[:, None].expand(-1, where.shape[1], -1)
-        return torch.searchsorted(where.contiguous(), wanted.contiguous())
-
-    @cached_property
-    def last_seen(self) -> Tensor:
-        """The last slot that each query may see, int [batch, kv_heads or 1, window]."""
-        return self.slots_before(self.query_positions + 1) - 1
-
-    @cached_property
-    def last_before_window(self) -> Tensor:
-        """The last slot before the window's own tokens, int [batch, kv_heads or 1, 1]."""
-        return self.slots_before(self._first_query) - 1
-
-    @cached_property
-    def starts(self) -> Tensor:
-        """The first living slot of each head, int32 [batch, kv_heads]."""
-        return (~self.alive).sum(-1, dtype=torch.int32)
-
-    @cached_property
-    def present(self) -> RowInts:
-        """Queries that are there."""
-        return (self.query_positions >= 0).sum(1)
 
     @cached_property
     def attended(self) -> tuple[Tensor, Query]:
@@ -177,7 +133,8 @@ class Observation:
         from kvrepro_kernels import window_attention
 
         outputs, log_sums = window_attention(
-            self.queries, self.keys, self.values, scale=self.scaling, last=self.last_seen, starts=self.starts
+            self.queries, self.keys, self.values, scale=self.scaling, last=self.places.last_seen,
+            starts=self.places.starts,
         )
         return log_sums, outputs
 

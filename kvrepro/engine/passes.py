@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.condition import Prompt as Text
-from kvrepro.engine.evict import Job, Prompts, generator
+from kvrepro.engine.evict import REPEATED, Job, Prompts, generator
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ATTENDING, ModelFacts, layer_types
 from kvrepro.engine.memory import Peak
@@ -72,6 +72,16 @@ class Call:
         """Bytes of the keys and values of one token in all layers."""
         layers = sum(2 * self.facts.kv_heads[n] * self.facts.outputs[n].shape[1] for n in self.facts.attention)
         return int(layers * self.model.dtype.itemsize)
+
+    def policy(self, j: int) -> Policy | None:
+        """Of condition `j`; None: everything stays."""
+        name = self.conditions[j].policy
+        return None if name == "full" else self.policies.get(name) or find(name)
+
+    def evictor(self, j: int) -> Policy | None:
+        """The same, if it evicts."""
+        policy = self.policy(j)
+        return policy if policy is not None and policy.frees else None
 
     def forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any) -> Tensor:
         """Logits of the token after the last, [batch, vocabulary]."""
@@ -182,9 +192,9 @@ def read(call: Call, members: list[int], columns: list[int]) -> list[Rows]:
 
 def _passes(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
     """All prompts in one pass, as far as they can share one. What fails with several is tried with each alone."""
-    jobs = _jobs(call, members, ends, columns)
     chunked = isinstance(call.conditions[columns[0]].regime, Chunked)
-    if chunked or any(job.repeated for job in jobs):  # no chunk, no repetition is padded
+    repeated = any(REPEATED.intersection(policy.needs) for j in columns if (policy := call.evictor(j)) is not None)
+    if chunked or repeated:  # neither a chunk nor a repetition is padded
         alike = {end: [i for i, e in zip(members, ends, strict=True) if e == end] for end in ends}
         return [row for end, some in alike.items() for row in _pass(call, some, [end] * len(some), columns)]
     found = _pass(call, members, ends, columns)
@@ -272,12 +282,11 @@ def _jobs(
     found = []
     for j in columns:
         c = call.conditions[j]
-        policy = (call.policies.get(c.policy) or find(c.policy)) if c.policy != "full" else None
+        policy = call.policy(j)
         parameters = policy.reading(c.reading, c.switches) if policy else {}
         sizes = [budget_of(c, call.facts.held(end)) for end in ends]
         draws = [generator(parameters, text.ids) for text in texts] if policy and policy.shared else []
-        frees = policy if policy is not None and policy.frees else None
-        found.append(Job([c] * len(members), frees, parameters, sizes, prompts, draws))
+        found.append(Job([c] * len(members), call.evictor(j), parameters, sizes, prompts, draws))
     return found
 
 

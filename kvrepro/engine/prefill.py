@@ -17,6 +17,7 @@ from kvrepro.engine.evict import REPEATED, Job, Prompts, across, attempt, evict_
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
+from kvrepro.engine.places import Places
 from kvrepro.engine.select import Doubt, best, ensured_later, settle
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
 from kvrepro.engine.signals import PromptSignals, Reduction, Signals
@@ -49,6 +50,7 @@ class Prefill:
         self._span_of = {names: prompt.span_of(names) for names in span_names}
         self._span_counts = {names: int(of.max()) + 1 for names, of in self._span_of.items()}
         self._shown: dict[tuple[tuple[str, ...], int], Tensor] = {}  # by spans and window, the queries' positions
+        self._places: dict[tuple[Any, ...], Places] = {}
         self._within = {  # the span that each position lies in, of sums inside spans
             (name, names): self._span_of[names] if name == "span_mass" else prompt.span_of(names, extended=False)
             for name, names in self.sums
@@ -171,23 +173,34 @@ class Prefill:
     ) -> Observation:  # fmt: skip
         """What a window of `window` queries sees; for `names`, the last queries of each of these spans, which no
         kernel scores."""
-        positions = self.prompt.positions.to(query.device)
-        batch, n = positions.shape
+        n = self.prompt.positions.shape[1]
+        places = self._places_of(where, self.facts.sliding.get(layer), window, names)
         if names is None:
-            first = max(0, n - window)  # a copy: a layer that waits must not hold on to all queries
-            queries, at = query[:, :, first:].clone(), positions[:, first:]
+            queries = query[:, :, max(0, n - window) :].clone()  # a layer that waits must not hold on to all queries
             span_of = None
         else:
-            span_of, at = self._span_of[names].to(query.device), self._shown_of(names, window).to(query.device)
-            place = (at + n - self.prompt.lengths[:, None].to(query.device)).clamp(min=0)
+            span_of = self._span_of[names].to(query.device)
+            place = (places.query_positions + n - self.prompt.lengths[:, None].to(query.device)).clamp(min=0)
             queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
         facts = self.facts if names is None else self.facts.by("torch")
         mine = {name: s for (name, own), s in sums.items() if own in (None, names)}
         return facts.observe(
-            layer, key, self.seeds, values=value, positions=where, queries=queries, query_positions=at,
-            seen=self.prompt.lengths.to(query.device), scaling=scaling, sums=mine, span_of=span_of,
+            layer, key, self.seeds, values=value, positions=places.positions, queries=queries,
+            query_positions=places.query_positions, shared_places=places, seen=self.prompt.lengths.to(query.device),
+            scaling=scaling, sums=mine, span_of=span_of,
             span_count=None if names is None else self._span_counts[names], span_local=names is not None,
         )  # fmt: skip
+
+    def _places_of(self, where: Positions, sliding: int | None, window: int, names: tuple[str, ...] | None) -> Places:
+        """Of all layers of a device that hold tokens at these places: tokens at equal ones look alike."""
+        kind = (where.device, *where.shape, sliding, window, names)
+        if kind not in self._places:
+            if names is None:
+                at = self.prompt.positions.to(where.device)[:, max(0, self.prompt.positions.shape[1] - window) :]
+            else:
+                at = self._shown_of(names, window).to(where.device)
+            self._places[kind] = Places(where, at, sliding, names is not None)
+        return self._places[kind]
 
     def _shown_of(self, names: tuple[str, ...], window: int) -> Tensor:
         """Positions of the queries that a window over these spans shows, int64 [batch, queries], padded in front."""

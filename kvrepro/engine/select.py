@@ -10,7 +10,8 @@ from torch import Tensor
 from kvrepro.engine.shapes import Counts, Mask, Scores
 from kvrepro.errors import InputError
 
-Doubt = tuple[Tensor, Callable[[], InputError]]  # is it so? what to say then
+Doubt = tuple[Tensor, Callable[[], InputError]]  # nothing but 0 and False, or else what to say
+FEW = 4096  # answers that one doubt may hold on to
 _later: ContextVar[list[Doubt] | None] = ContextVar("later", default=None)
 _kernels: ContextVar[bool] = ContextVar("kernels", default=False)
 
@@ -31,20 +32,22 @@ def ensured_later(kernels: bool = False) -> Iterator[list[Doubt]]:
 
 
 def ensure_none(wrong: Tensor, error: Callable[[], InputError]) -> None:
-    """Raise `error` if any of `wrong` is True, or note it (`ensured_later`)."""
+    """Raise `error` unless all of `wrong` is False or 0, or note it (`ensured_later`)."""
     doubts = _later.get()
     if doubts is not None:
-        doubts.append((wrong.any(), error))
+        doubts.append((wrong if wrong.numel() <= FEW else wrong.any(), error))
     elif wrong.any():
         raise error()
 
 
 def settle(doubts: Sequence[Doubt]) -> None:
     """Raise the error of the first doubt that is so; a GPU is waited for once."""
-    if doubts:
-        found = torch.stack([wrong.to(doubts[0][0].device) for wrong, _ in doubts]).tolist()
-        if True in found:
-            raise doubts[found.index(True)][1]()
+    if not doubts:
+        return
+    found = torch.cat([wrong.flatten().to(doubts[0][0].device) for wrong, _ in doubts]).nonzero()
+    if len(found):
+        ends = torch.tensor([wrong.numel() for wrong, _ in doubts]).cumsum(0)
+        raise doubts[int(torch.searchsorted(ends, found[0, 0].cpu(), right=True))][1]()
 
 
 def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None = None) -> Mask:
@@ -54,28 +57,32 @@ def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None 
     Exactly `counts` [batch, kv_heads] tokens per head. A slot scored -inf is dead and never kept; a head with fewer
     tokens than its count keeps them all. Raises InputError for a count below the protected tokens, and for NaN scores.
     """
+    if ties is None and _by_kernel(scores):
+        return _selected(scores, protected, counts)
     dead = scores.isneginf()
-    ensure_room(counts, (protected & ~dead).sum(-1))
+    firm = protected & ~dead
+    ensure_room(counts, firm.sum(-1))
     ensure_numbers(scores)
-    scores = scores.masked_fill(protected & ~dead, torch.inf)
+    scores = scores.masked_fill(firm, torch.inf)
     if ties is not None:
         rank = lexsort(scores, ties).argsort(dim=-1)
         return (rank >= scores.shape[-1] - counts[..., None]) & ~dead
     return largest(scores, counts)
 
 
-def largest(scores: Tensor, counts: Tensor) -> Tensor:
-    """The `counts` [...] largest of scores [..., tokens], -inf never among them; among equals the later.
+def largest(scores: Tensor, counts: Tensor, firm: Mask | None = None) -> Tensor:
+    """The `counts` [...] largest of scores [..., tokens], -inf never among them; among equals the later, `firm` ones
+    before all others.
 
     All rows are sorted as one, a row's number in front of each key: a GPU sorts rows one after another.
     """
-    n = scores.shape[-1]
-    if _kernels.get():
-        from kvrepro_kernels import LONGEST
+    if _by_kernel(scores):
         from kvrepro_kernels import largest as by_kernel
 
-        if n <= LONGEST:
-            return by_kernel(scores.flatten(0, -2).contiguous(), counts.flatten()).view_as(scores)
+        return by_kernel(*_rows(scores, counts, firm)).view_as(scores)
+    if firm is not None:
+        scores = scores.masked_fill(firm, torch.inf)
+    n = scores.shape[-1]
     order = _ordered(scores)
     place = n.bit_length()
     order = (order >> 32) + 2**31 << place | (order & 2**32 - 1)  # as few bits as there are places
@@ -85,26 +92,54 @@ def largest(scores: Tensor, counts: Tensor) -> Tensor:
     return (order >= last) & (counts > 0)[..., None] & ~scores.isneginf()
 
 
+def _by_kernel(scores: Tensor) -> bool:
+    """Is choosing one launch?"""
+    if not _kernels.get():
+        return False
+    from kvrepro_kernels import LONGEST
+
+    return scores.dtype == torch.float32 and bool(scores.shape[-1] <= LONGEST)
+
+
+def _rows(scores: Tensor, counts: Tensor, firm: Mask | None) -> tuple[Tensor, Tensor, Mask | None]:
+    """What the kernel is given: one row for each count."""
+    rows = None if firm is None else firm.flatten(0, -2).contiguous()
+    return scores.flatten(0, -2).contiguous(), counts.flatten(), rows
+
+
+def _selected(scores: Scores, protected: Mask, counts: Counts) -> Mask:
+    """`select` in one launch, which also finds what `ensure_room` and `ensure_numbers` ask."""
+    from kvrepro_kernels import largest as by_kernel
+
+    told = torch.empty(counts.numel(), 3, dtype=torch.int32, device=scores.device)
+    kept = by_kernel(*_rows(scores, counts, protected), told=told).view_as(scores)
+    strange, short, held = told.unbind(1)
+    total = scores.numel()
+    ensure_none(short, lambda: _no_room(held - short, held))
+    ensure_none(strange, lambda: _no_numbers(int(strange.sum()), total))
+    return kept
+
+
 def ensure_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> None:
     """Raise InputError naming both numbers where more tokens are protected than a count has room for."""
+    ensure_none(needed > counts, lambda: _no_room(counts, needed, whose))
 
-    def error() -> InputError:
-        worst = (needed - counts).argmax()
-        room = torch.as_tensor(counts, device=needed.device).expand_as(needed)
-        both = f"budget {int(room.flatten()[worst])} < {int(needed.flatten()[worst])} protected tokens"
-        return InputError(f"{both}{whose}: raise the budget, or protect less")
 
-    ensure_none(needed > counts, error)
+def _no_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> InputError:
+    worst = (needed - counts).argmax()
+    room = torch.as_tensor(counts, device=needed.device).expand_as(needed)
+    both = f"budget {int(room.flatten()[worst])} < {int(needed.flatten()[worst])} protected tokens"
+    return InputError(f"{both}{whose}: raise the budget, or protect less")
 
 
 def ensure_numbers(scores: Scores) -> None:
     """Raise InputError where a score is NaN: such a token is neither better nor worse than any other."""
     strange = scores.isnan()
+    ensure_none(strange, lambda: _no_numbers(int(strange.sum()), strange.numel()))
 
-    def error() -> InputError:
-        return InputError(f"{int(strange.sum())} of {strange.numel()} scores are NaN: mend the scorer")
 
-    ensure_none(strange, error)
+def _no_numbers(strange: int, total: int) -> InputError:
+    return InputError(f"{strange} of {total} scores are NaN: mend the scorer")
 
 
 def lexsort(*keys: Tensor) -> Tensor:
@@ -118,6 +153,10 @@ def lexsort(*keys: Tensor) -> Tensor:
 def best(scores: Scores, protected: Mask, count: int) -> Tensor:
     """What `select` keeps where every head keeps `count` living tokens: their places, int64 [batch, kv_heads, count],
     ascending."""
+    if _by_kernel(scores):
+        counts = torch.full(scores.shape[:2], count, device=scores.device)
+        places = _selected(scores, protected, counts).nonzero_static(size=counts.numel() * count)
+        return places[:, -1].view(*scores.shape[:2], count)
     ensure_room(count, protected.sum(-1))
     ensure_numbers(scores)
     order = _ordered(scores.masked_fill(protected, torch.inf))

@@ -77,8 +77,8 @@ def test_window_of_finds_its_queries_anywhere():
     spans = torch.tensor([[0] * 5 + [1] * 7])
     where = torch.tensor([[-1, 0, 4, 11]])
     o = observation(batch=1, tokens=12, window=4, query_positions=where, span_local=True, span_of=spans)
-    assert protected(o, guard.window_of(o)) == [[[0, 4, 11]] * 2]
-    assert not guard.window_of(replace(o, query_positions=torch.full((1, 4), -1))).any()
+    assert protected(o, o.places.window) == [[[0, 4, 11]] * 2]
+    assert not replace(o, query_positions=torch.full((1, 4), -1)).places.window.any()
 
 
 def test_a_negative_number_raises():

@@ -1,9 +1,11 @@
+import contextvars
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrepro.engine.select import best, ensured_later, largest, lexsort, select, settle
+from kvrepro.engine.select import FEW, best, ensured_later, largest, lexsort, select, settle
 from kvrepro.errors import InputError
 
 
@@ -144,7 +146,8 @@ def test_the_kernel_is_asked_for_rows_that_it_can_hold(monkeypatch):
 
     asked = []
 
-    def kernel(scores, counts):
+    def kernel(scores, counts, firm):
+        assert firm is None
         asked.append((*scores.shape, scores.is_contiguous(), counts.tolist()))
         return torch.arange(30).view(6, 5) % 2 == 0
 
@@ -170,3 +173,49 @@ def test_doubts_are_settled_later_in_their_order():
         settle(doubts[3:])
     with pytest.raises(InputError, match="NaN"):  # no longer put off
         select(torch.tensor([[[torch.nan, 1.0]]]), fine, torch.tensor([[1]]))
+
+
+@given(heads())
+@settings(max_examples=25, deadline=None)
+def test_one_launch_chooses_and_finds_what_is_amiss(case):
+    pytest.importorskip("triton", reason="triton is packaged for Linux only")
+    scores, protected, counts = case
+    with ensured_later(kernels=True) as doubts:
+        assert torch.equal(select(scores, protected, counts), _plainly(select, scores, protected, counts))
+    settle(doubts)
+    short = counts - 1 - (counts > 0).long() * 8
+    with ensured_later(kernels=True) as doubts:
+        select(scores, protected, short)
+    assert _line(settle, doubts) == _line(select, scores, protected, short)
+    strange = scores.masked_fill(scores == 1, torch.nan)
+    with ensured_later(kernels=True) as doubts:
+        select(strange, protected, counts)
+    assert _line(settle, doubts) == _line(select, strange, protected, counts)
+
+
+def test_one_launch_finds_the_places_of_as_many_in_every_head():
+    pytest.importorskip("triton", reason="triton is packaged for Linux only")
+    scores, protected = torch.randn(2, 3, 17).round(), torch.arange(17).expand(2, 3, 17) % 8 == 1
+    with ensured_later(kernels=True) as doubts:
+        found = best(scores, protected, 5)
+    settle(doubts)
+    assert torch.equal(found, best(scores, protected, 5))
+
+
+def test_few_answers_are_held_for_a_doubt():
+    with ensured_later() as doubts:
+        select(torch.zeros(1, 1, FEW + 1), torch.zeros(1, 1, FEW + 1).bool(), torch.tensor([[1]]))
+    assert max(wrong.numel() for wrong, _ in doubts) <= FEW
+
+
+def _plainly(function, *arguments):
+    return contextvars.Context().run(function, *arguments)
+
+
+def _line(function, *arguments):
+    """What it raises, or nothing."""
+    try:
+        _plainly(function, *arguments)
+    except InputError as error:
+        return str(error)
+    return ""

@@ -20,8 +20,11 @@ def test_any_row(data: st.DataObject):
     value = st.one_of(st.sampled_from(SPECIAL), st.floats(-2, 2, width=32))
     scores = torch.tensor([data.draw(st.lists(value, min_size=tokens, max_size=tokens)) for _ in range(rows)])
     counts = torch.tensor(data.draw(st.lists(st.integers(0, tokens + 2), min_size=rows, max_size=rows)))
+    firm = torch.tensor([data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)) for _ in range(rows)])
     kept = largest(scores.float().to(DEVICE), counts.to(DEVICE)).cpu()
     assert kept.tolist() == largest_reference(scores.float(), counts).tolist()
+    kept = largest(scores.float().to(DEVICE), counts.to(DEVICE), firm.to(DEVICE)).cpu()
+    assert kept.tolist() == largest_reference(scores.float(), counts, firm).tolist()
 
 
 def test_rows_of_several_blocks_with_ties():
@@ -30,8 +33,22 @@ def test_rows_of_several_blocks_with_ties():
     assert largest(scores, counts).cpu().tolist() == largest_reference(scores.cpu(), counts.cpu()).tolist()
 
 
+def test_a_row_tells_what_is_amiss():
+    scores = torch.tensor([[0.0, 1.0, torch.nan, -torch.inf], [torch.nan, torch.nan, 2.0, 3.0]], device=DEVICE)
+    firm = torch.tensor([[True, True, False, True], [False, False, False, True]], device=DEVICE)
+    told = torch.full((2, 3), -1, dtype=torch.int32, device=DEVICE)
+    largest(scores, torch.tensor([1, 2], device=DEVICE), firm, told=told)
+    assert told.tolist() == [[1, 1, 2], [2, 0, 1]]
+
+
 def test_bad_input_is_one_line():
     for wrong in (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, 2).T):
         with pytest.raises(ValueError, match="give float32") as error:
             largest(wrong, torch.ones(2, dtype=torch.long))
         assert "\n" not in str(error.value)
+    fine = torch.zeros(2, 3), torch.ones(2, dtype=torch.long)
+    for firm in (torch.zeros(2, 3), torch.zeros(3, 2).bool()):
+        with pytest.raises(ValueError, match=r"give bool \(2, 3\), contiguous"):
+            largest(*fine, firm)
+    with pytest.raises(ValueError, match=r"give int32 \(2, 3\), and firm"):
+        largest(*fine, told=torch.zeros(2, 3, dtype=torch.int32))

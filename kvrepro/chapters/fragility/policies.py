@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from kvrepro.engine import guard
 from kvrepro.engine.allowed import Odd, Share
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.observe import Observation
@@ -24,7 +23,7 @@ def r_kv(
     batch, kv_heads, _, dim = o.keys.shape
     q = o.queries.view(batch, kv_heads, o.group, -1, dim).float()
     logits = torch.einsum("bgrwd,bgnd->bgrwn", q, o.keys.float()).amax(2) * o.scaling
-    p = logits.masked_fill(~o.visible | guard.window_of(o)[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    p = logits.masked_fill(~o.visible | o.places.window[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
     return mix * windowed(o, p[:, :, None], "defensive", "max", kernel) - (1 - mix) * likeness(o, threshold, alone)
 
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from kvrepro.engine import guard
 from kvrepro.engine.allowed import Count, Number, Odd, Share, Size, ensure
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.score.queries import EMBEDDED, ensure_model, frequencies, load, made_from, pairs
@@ -81,7 +80,7 @@ def r_kv(
     batch, kv_heads, _, dim = o.keys.shape
     q = o.queries.view(batch, kv_heads, o.group, -1, dim).float()
     logits = torch.einsum("bgrwd,bgnd->bgrwn", q, o.keys.float()).amax(2) * o.scaling
-    p = logits.masked_fill(~o.visible | guard.window_of(o)[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    p = logits.masked_fill(~o.visible | o.places.window[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
     queries = (o.query_positions >= 0).sum(1).clamp(min=1)[:, None, None]
     importance = torch.nn.functional.max_pool1d(p.sum(2) / queries, kernel, 1, kernel // 2)
     return mix * importance - (1 - mix) * likeness(o, threshold, alone)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvrepro.engine import guard
 from kvrepro.engine.allowed import Count, Odd, Positive, Share, Size, Weight, ensure
 from kvrepro.engine.observe import Observation
+from kvrepro.engine.places import Places
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import Counts, Mask, Probabilities, RowInts, Scores
 from kvrepro.errors import InputError
@@ -94,18 +94,18 @@ def windowed(
     for kind, (name, value) in zip((Aggregate, Group, Pool, PoolAt, Over), names.items(), strict=True):
         ensure(kind, **{name: value})
     pool_at, group = ("query", "max") if aggregate == "defensive" else (pool_at, group)
-    counted = o.alive & ~guard.window_of(o) if over == "past" else o.alive
+    outside = o.places.not_past if over == "past" else o.places.dead
     if callable(importance):
         if o.backend == "triton" and (name := _kernel_of(importance)):
-            x = _fused(o, name, aggregate, pool, kernel, group, pool_at, over, gamma, rescale, counted, extra)
-            return (_no_less_than_mean(x, counted) if aggregate == "defensive" else x).masked_fill(~counted, 0.0)
+            x = _fused(o, name, aggregate, pool, kernel, group, pool_at, over, gamma, rescale, outside, extra)
+            return _no_less_than_mean(x, outside) if aggregate == "defensive" else x
         importance = importance(o, **extra)
-    x = importance.masked_fill(~counted[:, :, None, None], 0.0)
+    x = importance.masked_fill(outside[:, :, None, None], 0.0)
     if pool_at == "query":
-        x = _pooled(x, counted, pool, kernel, rescale)
+        x = _pooled(x, outside, pool, kernel, rescale)
     x = _aggregated(x, _voters(o), aggregate, gamma)
-    x = _grouped(x, counted, pool, kernel, group, pool_at)
-    return (_no_less_than_mean(x, counted) if aggregate == "defensive" else x).masked_fill(~counted, 0.0)
+    x = _grouped(x, outside, pool, kernel, group, pool_at)
+    return _no_less_than_mean(x, outside) if aggregate == "defensive" else x
 
 
 def _kernel_of(indicator: Indicator) -> str:
@@ -116,7 +116,7 @@ def _kernel_of(indicator: Indicator) -> str:
 
 def _fused(
     o: Observation, indicator: str, aggregate: str, pool: str, kernel: int, group: str, pool_at: str, over: str,
-    gamma: float, rescale: bool, counted: Mask, extra: dict[str, Any],
+    gamma: float, rescale: bool, outside: Mask, extra: dict[str, Any],
 ) -> Scores:  # fmt: skip
     """What `windowed` reduces, by passes of a Triton kernel over keys and values, with sums over queries and, where
     nothing comes between, over the group inside. Raises InputError for what the kernel does not pool."""
@@ -130,7 +130,7 @@ def _fused(
             chosen = f"aggregate {aggregate}, group {group}, {pool} pool of each query{' rescaled' * rescale}"
             raise InputError(f"backend triton has no {chosen}: use backend torch")
         ensure(Odd, kernel=kernel)
-        return one("max", group, pool=kernel, pool_by=pool, over=over, rescale=rescale).masked_fill_(~counted, 0.0)
+        return one("max", group, pool=kernel, pool_by=pool, over=over, rescale=rescale).masked_fill_(outside, 0.0)
     linear = group in ("mean", "sum") and pool != "max"
     inside = linear or (group != "union" and (pool == "none" or pool_at == "kv_head") and aggregate != "mean_var")
     reduction = group if inside else "none"
@@ -138,9 +138,9 @@ def _fused(
     if aggregate == "mean_var" and o.queries.shape[2] > 1:
         x += gamma * one("variance", reduction)
     if not inside:
-        x = x.unflatten(1, (-1, o.group)).masked_fill_(~counted[:, :, None], 0.0)
-        return _grouped(x, counted, pool, kernel, group, pool_at)
-    return _pooled(x.masked_fill_(~counted, 0.0), counted, pool, kernel)
+        x = x.unflatten(1, (-1, o.group)).masked_fill_(outside[:, :, None], 0.0)
+        return _grouped(x, outside, pool, kernel, group, pool_at)
+    return _pooled(x.masked_fill_(outside, 0.0), outside, pool, kernel)
 
 
 def _kernel(
@@ -155,16 +155,14 @@ def _kernel(
     from kvrepro_kernels import window_scores
 
     log_sums, outputs = o.attended
-    last = o.last_seen
-    if over == "past":
-        if rescale:
-            log_sums = log_sums + _spilled(o, log_sums, extra["pool"])
-        last = torch.minimum(last, o.last_before_window)
+    if over == "past" and rescale:
+        log_sums = log_sums + _spilled(o, log_sums, extra["pool"])
     if extra.get("round_p"):
         outputs = outputs.bfloat16().to(outputs)
     return window_scores(
         o.queries, o.keys, o.values, log_sums, outputs, indicator=indicator, aggregate=aggregate, reduction=reduction,
-        scale=o.scaling, last=last, starts=o.starts, present=o.present, **extra,
+        scale=o.scaling, last=o.places.last_in_past if over == "past" else o.places.last_seen, starts=o.places.starts,
+        present=o.places.present, **extra,
     )  # fmt: skip
 
 
@@ -174,21 +172,30 @@ def _spilled(o: Observation, log_sums: Tensor, kernel: int) -> Tensor:
     A token `d` places from an end loses (kernel // 2 - d) / kernel of its attention, so the ends and the window's own
     tokens, whose attention is not the past's, are all that must be looked at.
     """
-    past = o.last_before_window.expand(-1, o.keys.shape[1], -1)
-    step = torch.arange(kernel // 2, device=past.device)
-    near, far = o.starts[..., None] + step, past - step
-    own = past + 1 + torch.arange(o.queries.shape[2], device=past.device)
-    inside = torch.cat([near <= past, far >= o.starts[..., None], own < o.keys.shape[2]], -1)
-    place = torch.cat([near, far, own], -1).clamp(0, o.keys.shape[2] - 1)  # [batch, kv_heads, places]
+    place, seen, weights = o.places.noted(("near the ends", kernel), lambda: _near_the_ends(o.places, kernel))
     keys = o.keys.gather(2, place[..., None].expand(-1, -1, -1, o.keys.shape[3])).float()
     logits = torch.einsum("bgrwd,bgnd->bgrwn", o.queries.unflatten(1, (-1, o.group)).float(), keys) * o.scaling
-    seen = inside[:, :, None] & (place[:, :, None] <= o.last_seen[..., None])
-    p = (logits - log_sums.unflatten(1, (-1, o.group))[..., None]).exp() * seen[:, :, None]
-    ends = 2 * len(step)
-    lost = (p[..., :ends] * (kernel // 2 - step).repeat(2)).sum(-1) / kernel
-    held = 1 - p[..., ends:].sum(-1)
-    share = (lost / held.clamp(min=torch.finfo(held.dtype).tiny)).nan_to_num(0.0).clamp(0, 1 - 1 / kernel)
+    p = (logits - log_sums.unflatten(1, (-1, o.group))[..., None]).exp() * seen
+    lost, own = (p @ weights).unbind(-1)
+    share = (lost / (1 - own).clamp(min=torch.finfo(own.dtype).tiny)).nan_to_num(0.0).clamp(0, 1 - 1 / kernel)
     return torch.log1p(-share).flatten(1, 2)
+
+
+def _near_the_ends(places: Places, kernel: int) -> tuple[Tensor, Mask, Tensor]:
+    """(slots near the past's ends and of the window [batch, kv_heads, slots]; which of them a query sees [batch,
+    kv_heads, 1, window, slots]; what of their attention is lost to the past, and how much is the window's own, [slots,
+    2])."""
+    starts, past = places.starts[..., None], places.last_before_window
+    tokens, queries = places.positions.shape[2], places.query_positions.shape[1]
+    step = torch.arange(kernel // 2, device=past.device)
+    near, far, own = starts + step, past - step, past + 1 + torch.arange(queries, device=past.device)
+    inside = torch.cat([near <= past, far >= starts, own < tokens], -1)
+    place = torch.cat([near, far, own], -1).clamp(0, tokens - 1)
+    seen = inside[:, :, None] & (place[:, :, None] <= places.last_seen[..., None])
+    weights = torch.zeros(place.shape[-1], 2, device=past.device)
+    weights[: 2 * len(step), 0] = (kernel // 2 - step).repeat(2) / kernel
+    weights[2 * len(step) :, 1] = 1.0
+    return place.long(), seen[:, :, None], weights
 
 
 def _voters(o: Observation) -> Tensor:
@@ -218,20 +225,21 @@ def _variance(x: Tensor, mean: Tensor, voters: Tensor, n: Tensor) -> Tensor:
     return ((x - mean[..., None, :]).square_() * voters).sum(3) / (n - 1).clamp(min=1)
 
 
-def _no_less_than_mean(x: Scores, counted: Mask) -> Scores:
-    """No counted token is below the mean of its head's: DefensiveKV's prior."""
-    return torch.maximum(x, x.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1))
+def _no_less_than_mean(x: Scores, outside: Mask) -> Scores:
+    """No token but those `outside`, which are 0, is below the mean of its head's: DefensiveKV's prior."""
+    mean = x.sum(-1, keepdim=True) / (~outside).sum(-1, keepdim=True).clamp(min=1)
+    return torch.maximum(x, mean).masked_fill_(outside, 0.0)
 
 
-def _pooled(x: Tensor, counted: Mask, pool: str, kernel: int, rescale: bool = False) -> Tensor:
-    """Along tokens, over the counted ones; the others are 0 before (average) or absent (max), and 0 afterwards."""
+def _pooled(x: Tensor, outside: Mask, pool: str, kernel: int, rescale: bool = False) -> Tensor:
+    """Along tokens; those `outside` are 0 before (average) or absent (max), and 0 afterwards."""
     if rescale:
-        pooled = _pooled(x, counted, pool, kernel)
+        pooled = _pooled(x, outside, pool, kernel)
         return pooled * (x.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny))
     if pool == "none":
         return x
     ensure(Odd, kernel=kernel)
-    out = ~counted.view(*counted.shape[:2], *[1] * (x.dim() - 3), counted.shape[-1])
+    out = outside.view(*outside.shape[:2], *[1] * (x.dim() - 3), outside.shape[-1])
     if pool == "average":
         x = F.avg_pool1d(x.flatten(0, -2)[:, None], kernel, 1, kernel // 2)[:, 0].view_as(x)
     else:
@@ -240,18 +248,18 @@ def _pooled(x: Tensor, counted: Mask, pool: str, kernel: int, rescale: bool = Fa
     return x.masked_fill_(out, 0.0)
 
 
-def _grouped(x: Tensor, counted: Mask, pool: str, kernel: int, group: str, pool_at: str) -> Tensor:
+def _grouped(x: Tensor, outside: Mask, pool: str, kernel: int, group: str, pool_at: str) -> Tensor:
     """Over the query heads of a KV head, pooled before or after: [batch, kv_heads, tokens]."""
     if pool_at == "head":
-        x = _pooled(x, counted, pool, kernel)
+        x = _pooled(x, outside, pool, kernel)
     if group == "union":
-        key = x.masked_fill(~counted[:, :, None], -torch.inf).flip(-1)
+        key = x.masked_fill(outside[:, :, None], -torch.inf).flip(-1)
         order = key.argsort(dim=-1, descending=True, stable=True)
         place = torch.arange(x.shape[-1], device=x.device).expand_as(order)
-        x = -torch.empty_like(order).scatter_(-1, order, place).flip(-1).amin(2).float()
+        x = -torch.empty_like(order).scatter_(-1, order, place).flip(-1).amin(2).float().masked_fill_(outside, 0.0)
     else:
         x = {"mean": x.mean, "sum": x.sum, "max": x.amax}[group](2)
-    return _pooled(x, counted, pool, kernel) if pool_at == "kv_head" else x
+    return _pooled(x, outside, pool, kernel) if pool_at == "kv_head" else x
 
 
 # ---- methods
@@ -288,13 +296,13 @@ def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) 
     the queries. Source: CAKE, equations 5 to 7; cake_global_press.py of FFY0/DefensiveKV@9251b95, which takes
     tau (1.6, 0.6) for every model and budget; the original tunes them (Llama-3.1: 1.6, 0.4 at 1,024 tokens).
     """
-    past = o.alive & ~guard.window_of(o)
+    past = o.places.past
     if o.backend == "triton":
         of = [("attention", "variance"), ("entropy", "sum")] if o.queries.shape[2] > 1 else [("entropy", "sum")]
         *spread, entropy = ((_kernel(o, *names, "sum") * past).sum((1, 2)) for names in of)
         scatter = spread[0] if spread else torch.zeros_like(entropy)
     else:
-        p = o.attention.masked_fill(~past[:, :, None, None], 0.0)
+        p = o.attention.masked_fill(o.places.not_past[:, :, None, None], 0.0)
         voters = _voters(o)
         n = voters.sum(3)
         scatter = _variance(p, p.sum(3) / n.clamp(min=1), voters, n).sum((1, 2, 3))
@@ -316,8 +324,8 @@ def critical(
     """
     first = torch.maximum(counts.double() * alpha, counts.double().mean(1, keepdim=True) * exempt_floor)
     first = torch.maximum((first + 1e-9).long(), (protected & o.alive).sum(-1))
-    exempt = select(scores.masked_fill(~o.alive, -torch.inf), protected, first)
-    return ((scores + eps) * o.mean_projected_norm).masked_fill(~o.alive, -torch.inf), exempt
+    exempt = select(scores.masked_fill(o.places.dead, -torch.inf), protected, first)
+    return ((scores + eps) * o.mean_projected_norm).masked_fill(o.places.dead, -torch.inf), exempt
 
 
 def andpro(
@@ -342,19 +350,24 @@ def _andpro_chunks(
     o: Observation, aggregate: str, pool: str, kernel: int, group: str, chunk: int, window: int
 ) -> Scores:
     """AnDPro as its public code computes it: against the pull of the droppable chunks, which share their scores."""
-    number = (o.alive.cumsum(-1) - 1).clamp(min=0) // chunk
-    droppable = o.alive & (number > 0) & (number <= number[..., -1:] + window // -chunk)
+    number, droppable = o.places.noted(("chunks", chunk, window), lambda: _chunks(o.alive, chunk, window))
     if o.backend == "triton":
         x = _pulled(o, droppable, aggregate, pool, kernel)
     else:
-        p, v = _pooled(o.attention, o.alive, pool, kernel), o.values.float()
+        p, v = _pooled(o.attention, o.places.dead, pool, kernel), o.values.float()
         pull = torch.einsum("bgrwn,bgnd->bgrwd", p * droppable[:, :, None, None], v)
         x = torch.einsum("bgrwd,bgnd->bgrwn", pull, v).mul_(p).masked_fill_(~droppable[:, :, None, None], 0.0)
         x = _aggregated(x, _voters(o), aggregate, 0.0)
     where = number[:, :, None].expand_as(x)
     together = torch.zeros_like(x).scatter_add_(-1, where, x).gather(-1, where)
-    score = _grouped(together, droppable, "none", 1, group, "head").masked_fill(~droppable, 0.0)
-    return (_no_less_than_mean(score, droppable) if aggregate == "defensive" else score).masked_fill(~droppable, 0.0)
+    score = _grouped(together, ~droppable, "none", 1, group, "head").masked_fill_(~droppable, 0.0)
+    return _no_less_than_mean(score, ~droppable) if aggregate == "defensive" else score
+
+
+def _chunks(alive: Mask, chunk: int, window: int) -> tuple[Tensor, Mask]:
+    """(number of each token's chunk; the tokens of chunks that are neither the first nor the last of the window)."""
+    number = (alive.cumsum(-1) - 1).clamp(min=0) // chunk
+    return number, alive & (number > 0) & (number <= number[..., -1:] + window // -chunk)
 
 
 def _pulled(o: Observation, droppable: Mask, aggregate: str, pool: str, kernel: int) -> Tensor:
@@ -366,7 +379,7 @@ def _pulled(o: Observation, droppable: Mask, aggregate: str, pool: str, kernel: 
     near: dict[str, Any] = {"pool": 1 if pool == "none" else kernel}
     v = o.values * droppable[..., None]
     pull, log_sums = window_attention(
-        o.queries, o.keys, v, scale=o.scaling, last=o.last_seen, starts=o.starts, **near
+        o.queries, o.keys, v, scale=o.scaling, last=o.places.last_seen, starts=o.places.starts, **near
     )  # over its own sum, not the row's
     pull = (pull * (log_sums - o.attended[0]).exp()[..., None]).nan_to_num(0.0).to(pull)
     seen = replace(o, values=v, log_sums=o.attended[0], window_outputs=pull)
@@ -410,7 +423,7 @@ def defensive_kv(
 
 def _norm_over(o: Observation, share: str) -> Scores:
     """N_j, or its part of the sum over the layer or over the KV heads that hold its position; dead slots are 0."""
-    norm = o.mean_projected_norm.masked_fill(~o.alive, 0.0)
+    norm = o.mean_projected_norm.masked_fill(o.places.dead, 0.0)
     if share == "none":
         return norm
     if share == "layer":
@@ -429,15 +442,21 @@ def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) ->
     b is meant as the window's attention; the public code sums it after the window has been cut off, so it is the
     attention on as many tokens before the window, mean over the layer's heads and queries. Only in the public code.
     """
-    own = guard.window_of(o)
-    past = o.alive & ~own
+    near, own, elsewhere = o.places.noted("first mass", lambda: _near_the_window(o.places))
     held = windowed(o, attention)
-    near = past & (past.flip(-1).cumsum(-1).flip(-1) <= own.sum(-1, keepdim=True))
     b = (held * near).sum(-1).mean(1)
     held = held / held.sum(-1, keepdim=True).clamp(min=torch.finfo(held.dtype).tiny)
     filled = (held.sort(-1, descending=True).values.cumsum(-1) < (mass - b)[:, None, None]).sum(-1)
-    filled = torch.minimum(filled, (budget[:, None] - own.sum(-1)).clamp(min=0))
-    first = select(held.masked_fill(~past, -torch.inf), torch.zeros_like(past), filled)
-    among = past | ~past.any(2, keepdim=True).any(1, keepdim=True)  # a prompt within the window has no past
-    top = scores.masked_fill(~(among & o.alive), -torch.inf).amax((1, 2), keepdim=True)
-    return torch.where(first | own, top, scores)
+    filled = torch.minimum(filled, (budget[:, None] - own).clamp(min=0))
+    first = select(held.masked_fill(o.places.not_past, -torch.inf), o.places.nothing, filled)
+    top = scores.masked_fill(elsewhere, -torch.inf).amax((1, 2), keepdim=True)
+    return torch.where(first | o.places.window, top, scores)
+
+
+def _near_the_window(places: Places) -> tuple[Mask, Tensor, Mask]:
+    """(as many tokens before the window as it holds; how many those are [batch, kv_heads]; the tokens outside the past,
+    or none but the dead of a row that has no past: a prompt within the window)."""
+    own = places.window.sum(-1)
+    near = places.past & (places.past.flip(-1).cumsum(-1).flip(-1) <= own[..., None])
+    among = places.past | ~places.past.any(2, keepdim=True).any(1, keepdim=True)
+    return near, own, ~(among & places.alive)

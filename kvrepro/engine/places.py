@@ -1,0 +1,123 @@
+"""Where a layer's tokens and the window's queries stand, and what follows from that alone.
+
+Most layers of a model hold the same tokens: in a prompt's pass they share one `Places`, so that nothing here is
+computed layer after layer.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kvrepro.engine.shapes import Mask, Positions, RowInts, WindowPositions
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """As in `Observation`, whose tokens these are."""
+
+    positions: Positions
+    query_positions: WindowPositions
+    sliding: int | None = None
+    span_local: bool = False
+
+    @cached_property
+    def _noted(self) -> dict[Hashable, object]:
+        return {}
+
+    def noted(self, what: Hashable, make: Callable[[], T]) -> T:
+        """What somebody else derives from these places, by a name of its own: made once."""
+        if what not in self._noted:
+            self._noted[what] = make()
+        return self._noted[what]  # type: ignore[return-value]
+
+    # ---- masks, bool [batch, kv_heads, tokens]
+
+    @cached_property
+    def alive(self) -> Mask:
+        return self.positions >= 0
+
+    @cached_property
+    def dead(self) -> Mask:
+        return ~self.alive
+
+    @cached_property
+    def nothing(self) -> Mask:
+        """No token at all."""
+        return torch.zeros_like(self.alive)
+
+    @cached_property
+    def window(self) -> Mask:
+        """The tokens of the window: from its first query on; under `span_local` those of its queries, wherever in the
+        prompt they stand."""
+        asked = self.query_positions.contiguous()
+        if not asked.shape[1]:
+            return self.nothing
+        if not self.span_local:  # the last tokens seen, without gaps
+            return self.alive & (self.positions >= self._first_query[..., None])
+        where = self.positions.flatten(1)  # both ascend
+        place = torch.searchsorted(asked, where).clamp(max=asked.shape[1] - 1)
+        return (asked.gather(1, place) == where).view_as(self.positions) & self.alive
+
+    @cached_property
+    def past(self) -> Mask:
+        """The tokens outside the window."""
+        return self.alive & ~self.window
+
+    @cached_property
+    def not_past(self) -> Mask:
+        return ~self.past
+
+    @cached_property
+    def causal(self) -> Tensor:
+        """Bool [batch, kv_heads, window, tokens]: did this query look at this token?"""
+        token, query = self.positions[:, :, None], self.query_positions[:, None, :, None]
+        seen = (token >= 0) & (token <= query)
+        if self.sliding is not None:
+            seen = seen & (token > query - self.sliding)
+        return seen
+
+    # ---- counts and slots
+
+    @cached_property
+    def _first_query(self) -> Tensor:
+        """Position of the window's first query, int64 [batch, 1]."""
+        there = self.query_positions >= 0
+        return self.query_positions.masked_fill(~there, torch.iinfo(torch.long).max).amin(1, keepdim=True)
+
+    @cached_property
+    def present(self) -> RowInts:
+        """Queries that are there."""
+        return (self.query_positions >= 0).sum(1)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """The first living slot of each head, int32 [batch, kv_heads]."""
+        return self.dead.sum(-1, dtype=torch.int32)
+
+    def _slots_before(self, positions: Tensor) -> Tensor:
+        """Slots of each head, dead ones among them, before `positions` [batch, any]: int32 [batch, kv_heads, any]."""
+        where = self.positions if self.positions.stride(1) else self.positions[:, :1]  # all heads hold the same tokens
+        wanted = positions[:, None].expand(-1, where.shape[1], -1)
+        slots = torch.searchsorted(where.contiguous(), wanted.contiguous(), out_int32=True)
+        return slots.expand(-1, self.positions.shape[1], -1).contiguous()
+
+    @cached_property
+    def last_seen(self) -> Tensor:
+        """The last slot that each query may see, int32 [batch, kv_heads, window]."""
+        return self._slots_before(self.query_positions + 1) - 1
+
+    @cached_property
+    def last_before_window(self) -> Tensor:
+        """The last slot before the window's own tokens, int32 [batch, kv_heads, 1]."""
+        return self._slots_before(self._first_query) - 1
+
+    @cached_property
+    def last_in_past(self) -> Tensor:
+        """The last slot before the window's own tokens that each query may see, int32 [batch, kv_heads, window]."""
+        return torch.minimum(self.last_seen, self.last_before_window)

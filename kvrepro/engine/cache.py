@@ -61,9 +61,17 @@ class RaggedLayer:
     ) -> "RaggedLayer":  # fmt: skip
         """The tokens that `keep` [batch, kv_heads, tokens] names; positions and sums of the same shape. total: how many
         they are, where that is known: a GPU need not be asked."""
-        at = keep.nonzero().unbind(1) if total is None else keep.nonzero_static(size=total).unbind(1)
-        flat_sums = {name: s[at] for name, s in sums.items()}
-        return cls(keys[at], values[at], positions[at].int(), _offsets(keep.sum(-1)), keep.shape[:2], flat_sums)
+        at = keep.nonzero() if total is None else keep.nonzero_static(size=total)
+        return cls.taken(keys, values, positions, at, _offsets(keep.sum(-1)), sums)
+
+    @classmethod
+    def taken(
+        cls, keys: KeyValue, values: KeyValue, positions: Tensor, at: Tensor, offsets: Tensor, sums: dict[str, Tensor]
+    ) -> "RaggedLayer":  # fmt: skip
+        """The tokens at row, head and slot, int64 [kept, 3] in ascending order."""
+        where = at.unbind(1)
+        flat_sums = {name: s[where] for name, s in sums.items()}
+        return cls(keys[where], values[where], positions[where].int(), offsets, positions.shape[:2], flat_sums)
 
     @classmethod
     def at(

@@ -27,7 +27,7 @@ from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
 from kvrepro.engine.policy import SUMS, Policy, call, guarded, named
 from kvrepro.engine.regime import DecodeCap, PerStep, SharedCap
-from kvrepro.engine.select import select
+from kvrepro.engine.select import Doubt, select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores, TokenInts
 from kvrepro.engine.signals import Reduction, Signals
 from kvrepro.errors import InputError
@@ -98,6 +98,7 @@ class Job:
     pending: dict[int, PendingLayer] = field(default_factory=dict)
     signals: Signals | None = None  # of `SharedCap`, after the prompt
     error: Exception | None = None  # what its policy raised
+    doubts: list[Doubt] = field(default_factory=list)  # what a GPU has not been asked yet
     protected: tuple[Places, Mask, Mask] | None = None  # where `protected_by` last looked, and what it found
 
     @property
@@ -134,7 +135,8 @@ class Job:
         p = self.prompts
         alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], p.seeds[b : b + 1])
         return replace(self, conditions=[self.conditions[b]], budgets=[self.budgets[b]], prompts=alone,
-                       draws=self.draws[b : b + 1], layers={}, pending={}, signals=None, protected=None)  # fmt: skip
+                       draws=self.draws[b : b + 1], layers={}, pending={}, signals=None, doubts=[],
+                       protected=None)  # fmt: skip
 
     @cached_property
     def budget(self) -> RowInts:

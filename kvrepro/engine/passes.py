@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -93,7 +94,7 @@ class Call:
 
     def padded(self, texts: Sequence[Sequence[int]], start: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """(ids, positions) `[batch, longest]`, padded on the left; position -1 marks padding."""
-        ids = [torch.tensor(list(text), dtype=torch.long, device=self.device) for text in texts]
+        ids = [torch.from_numpy(np.array(text, dtype=np.int64)).to(self.device) for text in texts]  # twice as fast
         at = [torch.arange(len(x), device=self.device) + a for x, a in zip(ids, start or [0] * len(ids), strict=True)]
         return pad_sequence(ids, True, 0, "left"), pad_sequence(at, True, -1, "left")
 
@@ -298,26 +299,28 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
     prompts = jobs[0].prompts
     attention = Prefill(call.facts, prompts, jobs, call.isolate)
     cache = EngineCache(call.model.config)
+    held = torch.tensor([call.facts.held(end) for end in ends], device=call.device)[:, None]
     logits = call.forward(ids, positions, cache, attention)
     attention.join()
     if any(job.repeated for job in jobs if job.error is None):
         reconstruct(call.model, attention, call.repeat, ids, positions, cache)
     attention.finish(width=max(ends) + call.max_new_tokens)
-    found = []
-    held = torch.tensor([call.facts.held(end) for end in ends], device=call.device)[:, None]
+    found = {}
     for job, j in zip(jobs, columns, strict=True):
-        tags = [(i, j) for i in members]
         if job.error is not None:
-            call.failed |= dict.fromkeys(tags, job.error)
             continue
         mine = cache.rows(torch.arange(len(members), device=call.device))
         mine.ragged = {n: job.layers[n] for n in sorted(job.layers)}
         layers = [mine.ragged[n].seen().to(held.device) for n in call.facts.evictable]
         lost = (torch.cat(layers, 1) < held).any(1) if job.signals is None else job.signals.evicted > 0
-        single = [job.row(b) for b in range(len(members))]
-        found.append(Rows(tags, single, texts, mine, logits, prompts.lengths.clone(), lost.long(), job.signals))
+        tags, single = [(i, j) for i in members], [job.row(b) for b in range(len(members))]
+        found[j] = Rows(tags, single, texts, mine, logits, prompts.lengths.clone(), lost.long(), job.signals)
         job.layers = {}
-    return found
+    attention.settle()  # last: it waits for a GPU
+    for job, j in zip(jobs, columns, strict=True):
+        if job.error is not None:
+            call.failed |= {(i, j): job.error for i in members}
+    return [found[j] for job, j in zip(jobs, columns, strict=True) if job.error is None]
 
 
 def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from kvrepro.engine import quota
@@ -18,7 +19,7 @@ from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
-from kvrepro.engine.select import Doubt, best, ensured_later, settle
+from kvrepro.engine.select import best, ensured_later, settle
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
 from kvrepro.engine.signals import PromptSignals, Reduction, Signals
 
@@ -39,7 +40,6 @@ class Prefill:
         self.padded = min(self.lengths) < prompt.positions.shape[1]
         self.kernels = self.facts.backend == "triton"
         self.seeds = torch.tensor(prompt.seeds, device=prompt.positions.device)
-        self.doubts: list[tuple[Job, Doubt]] = []
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.signals = PromptSignals([reduction for _, reduction in self.shared])
         self.sums = {
@@ -133,7 +133,7 @@ class Prefill:
                     seen[kind] = replace(seen[kind], log_sums=ends[0], window_outputs=ends[1])
             with attempt(job, self.isolate), ensured_later(self.kernels) as doubts:
                 self._decide(job, layer, seen[own], seen[window, None] if mixed else None)
-            self.doubts += [(job, doubt) for doubt in doubts]
+            job.doubts += doubts
 
     def _held(self, tokens: int) -> list[int]:
         """Tokens of each prompt among the last `tokens` places."""
@@ -237,28 +237,47 @@ class Prefill:
             stored.remember(o.queries, o.query_positions, job.window)
 
     def finish(self, width: int = 0) -> None:
-        """Evict what had to wait for every layer's scores; say what a GPU found amiss on the way.
+        """Evict what had to wait for every layer's scores.
 
         width: positions that the tables of signals hold, the answer's tokens included.
         """
         for job in self.jobs:
-            with attempt(job, self.isolate):
-                settle([doubt for other, doubt in self.doubts if other is job] if job.error is None else [])
             if job.waits and job.error is None and job.reduction is None:
+                self.settle(job)
                 with attempt(job, self.isolate):
                     self._choose_across(job)
         self._choose_for_all_layers(width)
+
+    def settle(self, *jobs: Job) -> None:
+        """Say what a GPU found amiss on the way, of these jobs or of all."""
+        for job in jobs or self.jobs:
+            doubts, job.doubts = job.doubts, []
+            with attempt(job, self.isolate):
+                settle(doubts if job.error is None else [])
 
     def _choose_across(self, job: Job) -> None:
         """Budgets that need every layer's scores."""
         with ensured_later(self.kernels) as doubts:
             chosen = across(job)
         settle(doubts)
-        home = job.budget.device
-        totals = torch.stack([stays.sum().to(home) for stays in chosen.values()]).tolist()
-        for (layer, stays), total in zip(chosen.items(), totals, strict=True):
-            self._store(job, layer, job.pending[layer].observation, stays, total)
+        alike = len({(stays.shape, stays.device) for stays in chosen.values()}) == 1
+        if alike and job.condition.execution == "physical":
+            self._store_together(job, chosen)
+        else:
+            for layer, stays in chosen.items():
+                self._store(job, layer, job.pending[layer].observation, stays)
         job.pending.clear()
+
+    def _store_together(self, job: Job, chosen: dict[int, Mask]) -> None:
+        """Layers of one shape, whose tokens a GPU looks up at once."""
+        stays = torch.stack(list(chosen.values()))  # [layers, batch, kv_heads, tokens]
+        offsets = pad(stays.sum(-1).flatten(1).cumsum(1), (1, 0))
+        totals = offsets[:, -1].tolist()
+        places = stays.nonzero_static(size=sum(totals))[:, 1:].split(totals)
+        for layer, at, ends in zip(chosen, places, offsets, strict=True):
+            o = job.pending[layer].observation
+            taken = RaggedLayer.taken(o.keys, o.values, o.positions, at, ends, _carried(job, o))
+            self._hold(job, layer, o, taken)
 
     def _choose_for_all_layers(self, width: int) -> None:
         """`SharedCap`: the state after the prompt, and the first reduction where it comes at step 0."""

@@ -2,8 +2,8 @@
 
     kept[r,j] = j is among the counts[r] largest of scores[r], -inf left out, ordered by (score, j)
 
-A program finds its row's last kept score by bisecting the floats' bits, and among its equals the first kept place by
-bisecting places; then it writes the row. One launch stands for the sorts, comparisons and checks of an eviction, which
+A program finds its row's last kept score by quartering the floats' bits, and among its equals the first kept place by
+quartering places; then it writes the row. One launch stands for the sorts, comparisons and checks of an eviction, which
 take a processor longer to launch than a GPU to run.
 """
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvrepro_kernels.launch import check_device
 
-LONGEST = 1 << 18  # tokens of a row; a longer one is sorted sooner than bisected
+LONGEST = 1 << 18  # tokens of a row; a longer one is sorted sooner
+PARTS = 4  # of what is left, at each look at the row
 
 
 def largest_reference(scores: Tensor, counts: Tensor, firm: Tensor | None = None) -> Tensor:
@@ -56,7 +57,8 @@ def _tell(scores, firm, told, count, tokens, step, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _largest(
-    scores, counts, firm, told, kept, tokens, FIRM: tl.constexpr, TOLD: tl.constexpr, BLOCK: tl.constexpr
+    scores, counts, firm, told, kept, tokens, FIRM: tl.constexpr, TOLD: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, BLOCK)
@@ -66,30 +68,37 @@ def _largest(
     count = tl.load(counts + row)
     if TOLD:
         _tell(scores, firm, told + 3 * row, count, tokens, step, BLOCK)
+    part = tl.arange(0, PARTS) + 1
     low = tl.full((), -2139095040, tl.int64)  # just above the key of -inf
     high = tl.full((), 2139095041, tl.int64)  # just above the key of inf
     while high - low > 1:  # at least `count` keys from `low` on, or it is the least; fewer from `high` on
-        middle = low + (high - low) // 2
-        found = tl.zeros((), tl.int64)
+        width = tl.maximum((high - low) // PARTS, 1)
+        edge = low + width * part  # [PARTS], the last perhaps not below `high`
+        found = tl.zeros((PARTS,), tl.int32)
         for at in range(0, tokens, BLOCK):
-            found += tl.sum((_keys(scores, firm, at + step, tokens, FIRM) >= middle).to(tl.int32), 0)
-        enough = found >= count
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    above = tl.zeros((), tl.int64)
+            key = _keys(scores, firm, at + step, tokens, FIRM)
+            found += tl.sum((key[None, :] >= edge.to(tl.int32)[:, None]).to(tl.int32), 1)
+        enough = tl.sum(((found >= count) & (edge < high)).to(tl.int32), 0)
+        high = tl.minimum(high, low + width * (enough + 1))
+        low += width * enough
+    above = tl.zeros((), tl.int32)
+    equal = tl.zeros((), tl.int32)
     for at in range(0, tokens, BLOCK):
-        above += tl.sum((_keys(scores, firm, at + step, tokens, FIRM) > low).to(tl.int32), 0)
-    first = tl.zeros((), tl.int64)  # of the equals' places
-    end = tl.zeros((), tl.int64) + tokens
+        key = _keys(scores, firm, at + step, tokens, FIRM)
+        above += tl.sum((key > low).to(tl.int32), 0)
+        equal += tl.sum((key == low).to(tl.int32), 0)
+    first = tl.zeros((), tl.int32)  # of the equals' places
+    end = tl.where(equal > count - above, tokens, 1)
     while end - first > 1:
-        middle = first + (end - first) // 2
-        found = tl.zeros((), tl.int64)
+        width = tl.maximum((end - first) // PARTS, 1)
+        edge = first + width * part
+        found = tl.zeros((PARTS,), tl.int32)
         for at in range(0, tokens, BLOCK):
-            equal = (_keys(scores, firm, at + step, tokens, FIRM) == low) & (at + step >= middle)
-            found += tl.sum(equal.to(tl.int32), 0)
-        enough = found >= count - above
-        first = tl.where(enough, middle, first)
-        end = tl.where(enough, end, middle)
+            same = _keys(scores, firm, at + step, tokens, FIRM) == low
+            found += tl.sum((same[None, :] & ((at + step)[None, :] >= edge[:, None])).to(tl.int32), 1)
+        enough = tl.sum(((found >= count - above) & (edge < end)).to(tl.int32), 0)
+        end = tl.minimum(end, first + width * (enough + 1))
+        first += width * enough
     for at in range(0, tokens, BLOCK):
         key = _keys(scores, firm, at + step, tokens, FIRM)
         stays = (key > low) | ((key == low) & (at + step >= first))
@@ -119,6 +128,6 @@ def largest(scores: Tensor, counts: Tensor, firm: Tensor | None = None, *, told:
         block = min(8192, triton.next_power_of_2(tokens))
         _largest[(rows,)](
             scores, counts.contiguous(), *unread, kept, tokens, FIRM=firm is not None, TOLD=told is not None,
-            BLOCK=block, num_warps=8,
+            BLOCK=block, PARTS=PARTS, num_warps=8,
         )  # fmt: skip
     return kept

@@ -33,6 +33,15 @@ def test_rows_of_several_blocks_with_ties():
     assert largest(scores, counts).cpu().tolist() == largest_reference(scores.cpu(), counts.cpu()).tolist()
 
 
+@pytest.mark.parametrize("tokens", [*range(1, 9), 15, 16, 17, 31])
+def test_every_count_among_equals(tokens):
+    """Whatever the quarters of what is left come to."""
+    scores = torch.stack([torch.zeros(tokens), torch.arange(tokens) // 3 * 1.4e-45]).repeat_interleave(tokens + 2, 0)
+    counts = torch.arange(tokens + 2).repeat(2)
+    kept = largest(scores.to(DEVICE), counts.to(DEVICE)).cpu()
+    assert kept.tolist() == largest_reference(scores, counts).tolist()
+
+
 def test_a_row_tells_what_is_amiss():
     scores = torch.tensor([[0.0, 1.0, torch.nan, -torch.inf], [torch.nan, torch.nan, 2.0, 3.0]], device=DEVICE)
     firm = torch.tensor([[True, True, False, True], [False, False, False, True]], device=DEVICE)

@@ -31,7 +31,7 @@ from kvrepro.tools import trial
 from kvrepro.tools.rows import replace_rows, stamp
 
 OUT = DATA / "reliability" / "scaling.csv"
-KEY = ["model", "device", "engine", "workers"]
+KEY = ["model", "device", "engine", "workers", "items"]
 TIMES = ["date", "prefill_seconds", "decode_seconds", "peak_bytes"]  # columns that no two runs share
 
 

@@ -32,7 +32,7 @@ from kvrepro.tools.rows import stamp
 OUT = DATA / "reliability" / "at_scale.csv"
 SWEEP = {"models": 10, "items": 4750, "conditions": 200}
 GPUS = (8, 64)
-RATE, CONDITIONS = "the same as a study: 16 items of LongBench, rows stored, an item", 118  # of real.csv
+RATE, CONDITIONS = "the same as a study: 16 items of LongBench, rows stored, an item", 122  # of real.csv
 OF = "Qwen2.5-3B, H100, prompts of 1,920 tokens, 128 new ones"
 JOB = GPU_BATCHES * MOST_ROWS  # rows
 ADDED = 4  # jobs whose rows are stored to time it

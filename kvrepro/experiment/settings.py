@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from kvrepro.engine.allowed import Positive, Size, ensure_fields
 from kvrepro.errors import InputError, meant
-from kvrepro.experiment import progress
+from kvrepro.experiment import progress, workers
 from kvrepro.paths import WORK
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -64,8 +64,10 @@ class Settings:
         return WORK / self.results
 
     def end_studies(self) -> None:
-        """After a notebook's studies: the book may begin with its next chapter. A dry run ends the notebook here, since
-        what follows needs rows. papermill stops at a SystemExit of 0, too, and counts it as no error."""
+        """After a notebook's studies: its workers end, and the book may begin with its next chapter. A dry run ends the
+        notebook here, since what follows needs rows. papermill stops at a SystemExit of 0, too, and counts it as no
+        error."""
+        workers.end_all()
         progress.end_studies()
         if self.dry_run:
             print("dry run: nothing was computed, and the cells below were not run")

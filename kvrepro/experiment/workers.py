@@ -4,9 +4,8 @@ They are forked from a server process that has imported what they need, once, an
 travel pickled by value, with what was typed into a notebook. Only the process that started them writes results.
 """
 
-import atexit
 import contextlib
-import logging
+import gc
 import multiprocessing
 import multiprocessing.util
 import os
@@ -132,8 +131,6 @@ def _handed_out(what: Told | None, count: int, parts: Sequence[bytes], numbers: 
         context = multiprocessing.get_context("forkserver" if _forks(what) else "spawn")
         pool = ProcessPoolExecutor(count, context, _begin, (dict(os.environ), list(sys.path), what))
         multiprocessing.util.Finalize(None, end, exitpriority=0)  # a process that is a child itself would wait for them
-        # A notebook's kernel complains as it ends, of its own loop, to streams that are closed by then.
-        atexit.register(setattr, logging, "raiseExceptions", False)
         _pools[what] = count, pool
     if what is not None and what[1] == "cuda":
         import torch
@@ -188,6 +185,17 @@ def end() -> None:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
+
+
+def end_all() -> None:
+    """The same, and what multiprocessing keeps beside them: a notebook's kernel would wait for it at its own end."""
+    from multiprocessing import resource_tracker
+
+    end()
+    _end_server()
+    gc.collect()  # semaphores of the pool, which the tracker would call leaked
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._stop()
 
 
 def _end_server() -> None:

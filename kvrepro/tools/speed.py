@@ -298,7 +298,7 @@ def added(firsts: pd.DataFrame) -> list[dict[str, str]]:
     for (model, tokens), here in firsts.groupby(["model", "tokens"], sort=False):
         where = f"{model}, {tokens:,} tokens"
         for row, policies in zip(rows, OWN_PRODUCTS.values(), strict=False):
-            over = here[there & names.isin(policies)].ratio_to_plain * 100 - 100
+            over = here[(there & names.isin(policies))[here.index]].ratio_to_plain * 100 - 100
             row[where] = f"{over.min():.1f} to {over.max():.1f}%"
         plain = here[here.method == PLAIN].seconds.iloc[-1]
         rows[-1][where] = f"{projection(model, tokens) / plain:.1%}"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import checkpoint
@@ -77,6 +78,17 @@ def test_workers_are_kept_and_after_the_death_of_one_there_are_new_ones(loaded, 
     os.kill(min(pids), signal.SIGKILL)
     waited(lambda: not os.path.exists(f"/proc/{max(pids)}"), 20)
     assert not pids & workers("third")
+
+
+def test_a_notebooks_workers_end_with_its_studies_and_a_later_study_has_others(loaded, tmp_path):
+    settings, pids = Settings(tmp_path, workers=2, progress=False), []
+    for name in ("before", "after"):
+        pids.append(set(run(PerItem("c", name, ITEMS, process), loaded, settings).pid) - {os.getpid()})
+        left = {*pids[-1], forkserver._forkserver._forkserver_pid}
+        settings.end_studies()
+        assert waited(lambda left=left: not any(map(runs, left)), 20)
+        assert resource_tracker._resource_tracker._pid is None
+    assert not pids[0] & pids[1]
 
 
 def deadly(loaded, item, marks, always):

@@ -192,7 +192,7 @@ class Prefill:
         )  # fmt: skip
 
     def _places_of(self, where: Positions, sliding: int | None, window: int, names: tuple[str, ...] | None) -> Places:
-        """Of all layers of a device that hold tokens at these places: tokens at equal ones look alike."""
+        """Of all layers on a device that hold tokens at `where`, flush right: equal shapes hold equal positions."""
         kind = (where.device, *where.shape, sliding, window, names)
         if kind not in self._places:
             if names is None:

@@ -153,7 +153,8 @@ def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
     share = torch.minimum(share + more.clamp(min=0), limit)
     whole = torch.minimum((share + 1e-9).floor().long(), limit)
     short = total - whole.sum(1)
-    remainder = torch.where(whole < limit, share - whole, -torch.inf)
+    part = ((share - whole) * 2**30).round()  # equal ones are equal, however they are computed: the earlier place wins
+    remainder = torch.where(whole < limit, part, -torch.inf)
     place = remainder.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return whole + (place < short[:, None]).long()
 

@@ -293,7 +293,7 @@ def judged(job: Job, o: Observation) -> tuple[Scores, Mask]:
     if len(given) != 3 or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
         what = f"scores of shape {given}" if given else f"{type(found).__name__}"
         raise InputError(f"{policy.title}'s scorer returned {what}, not [batch, kv_heads, tokens] = {tuple(shape)}")
-    scores = found if found.dtype == torch.float64 else found.float()
+    scores = found if found.dtype == torch.float64 and job.reduction is not None else found.float()
     scores = scores.clamp(min=torch.finfo(torch.float32).min).expand(shape)  # -inf is for dead slots alone
     if policy.shield is not None:
         shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": guarded})

@@ -77,7 +77,7 @@ class Prefill:
 
         forgets = beyond and layer in self.facts.sliding  # what no next query will see
         held = slice(n - sliding + 1, n) if forgets else slice(0, n)
-        given = [x for x in (query, key, value, out, log_sums, padding, *sums.values()) if x is not None]
+        given = [x for x in (query, key, value, out, log_sums, padding, positions, *sums.values()) if x is not None]
         with self._beside(query.device, given):
             for kind in wanted if log_sums is not None else ():
                 sums[kind] = mass_by_kernels(query, key, log_sums, scaling, padding, self._span_at(*kind, positions))

@@ -1,5 +1,7 @@
 """Who stays in each head, once scores, protected tokens and counts are known."""
 
+import bisect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,7 +13,7 @@ from kvrepro.engine.shapes import Counts, Mask, Scores
 from kvrepro.errors import InputError
 
 Doubt = tuple[Tensor, Callable[[], InputError]]  # nothing but 0 and False, or else what to say
-FEW = 4096  # answers that one doubt may hold on to
+FEW = 4096  # answers that a doubt holds on to, at most
 _later: ContextVar[list[Doubt] | None] = ContextVar("later", default=None)
 _kernels: ContextVar[bool] = ContextVar("kernels", default=False)
 
@@ -20,7 +22,7 @@ _kernels: ContextVar[bool] = ContextVar("kernels", default=False)
 def ensured_later(kernels: bool = False) -> Iterator[list[Doubt]]:
     """What `ensure_none` would ask a GPU, which would have to be waited for, is noted instead.
 
-    kernels: `largest` is one launch.
+    kernels: they choose where they can.
     """
     doubts: list[Doubt] = []
     later, by = _later.set(doubts), _kernels.set(kernels)
@@ -46,8 +48,8 @@ def settle(doubts: Sequence[Doubt]) -> None:
         return
     found = torch.cat([wrong.flatten().to(doubts[0][0].device) for wrong, _ in doubts]).nonzero()
     if len(found):
-        ends = torch.tensor([wrong.numel() for wrong, _ in doubts]).cumsum(0)
-        raise doubts[int(torch.searchsorted(ends, found[0, 0].cpu(), right=True))][1]()
+        ends = list(itertools.accumulate(wrong.numel() for wrong, _ in doubts))
+        raise doubts[bisect.bisect_right(ends, int(found[0, 0]))][1]()
 
 
 def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None = None) -> Mask:
@@ -81,7 +83,7 @@ def largest(scores: Tensor, counts: Tensor, firm: Mask | None = None) -> Tensor:
 
         return by_kernel(*_rows(scores, counts, firm)).view_as(scores)
     if firm is not None:
-        scores = scores.masked_fill(firm, torch.inf)
+        scores = scores.masked_fill(firm & ~scores.isneginf(), torch.inf)
     n = scores.shape[-1]
     order = _ordered(scores)
     place = n.bit_length()
@@ -93,7 +95,7 @@ def largest(scores: Tensor, counts: Tensor, firm: Mask | None = None) -> Tensor:
 
 
 def _by_kernel(scores: Tensor) -> bool:
-    """Is choosing one launch?"""
+    """May a kernel choose?"""
     if not _kernels.get():
         return False
     from kvrepro_kernels import LONGEST
@@ -111,7 +113,7 @@ def _selected(scores: Scores, protected: Mask, counts: Counts) -> Mask:
     """`select` in one launch, which also finds what `ensure_room` and `ensure_numbers` ask."""
     from kvrepro_kernels import largest as by_kernel
 
-    told = torch.empty(counts.numel(), 3, dtype=torch.int32, device=scores.device)
+    told = torch.zeros(counts.numel(), 3, dtype=torch.int32, device=scores.device)
     kept = by_kernel(*_rows(scores, counts, protected), told=told).view_as(scores)
     strange, short, held = told.unbind(1)
     total = scores.numel()
@@ -134,8 +136,8 @@ def _no_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> InputErro
 
 def ensure_numbers(scores: Scores) -> None:
     """Raise InputError where a score is NaN: such a token is neither better nor worse than any other."""
-    strange = scores.isnan()
-    ensure_none(strange, lambda: _no_numbers(int(strange.sum()), strange.numel()))
+    strange, total = scores.isnan().sum(), scores.numel()
+    ensure_none(strange, lambda: _no_numbers(int(strange), total))
 
 
 def _no_numbers(strange: int, total: int) -> InputError:
@@ -155,7 +157,7 @@ def best(scores: Scores, protected: Mask, count: int) -> Tensor:
     ascending."""
     if _by_kernel(scores):
         counts = torch.full(scores.shape[:2], count, device=scores.device)
-        places = _selected(scores, protected, counts).nonzero_static(size=counts.numel() * count)
+        places = _selected(scores, protected, counts).nonzero_static(size=counts.numel() * count, fill_value=0)
         return places[:, -1].view(*scores.shape[:2], count)
     ensure_room(count, protected.sum(-1))
     ensure_numbers(scores)

@@ -23,6 +23,7 @@ from typing import Any
 
 import cloudpickle
 import joblib
+import psutil
 
 from kvrepro.engine.policy import OWN
 from kvrepro.errors import Stopped
@@ -182,9 +183,12 @@ def end() -> None:
     while _pools:
         _, (_, pool) = _pools.popitem()
         processes = list((pool._processes or {}).values())  # from Python 3.14 on: pool.kill_workers()
+        manager: Any = pool._executor_manager_thread
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
+        if manager is not None:
+            manager.join(10)  # it holds semaphores
 
 
 def end_all() -> None:
@@ -195,7 +199,8 @@ def end_all() -> None:
     _end_server()
     gc.collect()  # semaphores of the pool, which the tracker would call leaked
     tracker: Any = resource_tracker._resource_tracker
-    tracker._stop()
+    if [child.pid for child in psutil.Process().children()] == [tracker._pid]:  # others may hold it, and be waited for
+        tracker._stop()
 
 
 def _end_server() -> None:

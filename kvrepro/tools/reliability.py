@@ -130,7 +130,7 @@ PARTS = {
         "The synthesis' grid. Efficiency is the time with one worker over the time with n of them times n, on as many "
         "items; 1 is ideal. `efficiency_whole` counts the start of the workers, too. "
         "`equal` is the share of rows that equal those of one worker, `same_text` of texts. GPUs: `--shape qwen2.5-3b "
-        "--device cuda --workers 1,2 --n-items 32 --cells 16`. One GPU decodes larger batches than each of two, and "
+        "--device cuda --workers 1,2 --n-items 512 --cells 16`. One GPU decodes larger batches than each of two, and "
         "bfloat16 rounds otherwise in them: random weights, which prefer no word, then often say another one.",
     ),
 }  # fmt: skip

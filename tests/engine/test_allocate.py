@@ -119,6 +119,29 @@ def test_budgets_over_layers_meet_the_sum(layers, budget):
     assert all((c >= p.sum(-1)).all() for c, p in zip(counts, protected, strict=True))
 
 
+def test_layers_need_not_be_alike():
+    """Other numbers of heads and tokens: padded inside, and nothing of that comes out."""
+    g = torch.Generator().manual_seed(5)
+    shapes = [(2, 9), (1, 12), (3, 7)]
+    scores = [torch.randn(2, *shape, generator=g) for shape in shapes]
+    scores[1][:, :, :2] = -torch.inf
+    protected = [torch.rand(2, *shape, generator=g) < 0.2 for shape in shapes]
+    budget = torch.tensor([4, 5])
+    _, counts = allocate.joint_layers(scores, protected, budget)
+    for row in range(2):
+        tokens = [
+            (bool(p[row, h, t]), float(s[row, h, t]), layer, h)
+            for layer, (s, p) in enumerate(zip(scores, protected, strict=True))
+            for h in range(s.shape[1]) for t in range(s.shape[2]) if s[row, h, t] > -torch.inf
+        ]  # fmt: skip
+        best = sorted(tokens)[-int(budget[row]) * 6 :]
+        wanted = [[sum(t[2:] == (n, h) for t in best) for h in range(heads)] for n, (heads, _) in enumerate(shapes)]
+        assert [c[row].tolist() for c in counts] == wanted
+    _, counts = allocate.cake(scores, protected, budget, [torch.ones(2)] * 3)
+    assert [c.shape for c in counts] == [(2, heads) for heads, _ in shapes]
+    assert sum(c[:, 0] for c in counts).tolist() == (3 * budget).tolist()
+
+
 def test_joint_layers_is_one_sort_of_all():
     g = torch.Generator().manual_seed(4)
     scores = [torch.randn(1, 2, 10, generator=g) + l for l in range(3)]
@@ -275,7 +298,7 @@ def test_the_weighted_blend_in_loops(case, floor):
         mine, free, weighted = [], [], []
         for h in range(heads):
             mine.append([float(x) for x, p in zip(row[h], protected[b, h], strict=True) if x > -torch.inf and not p])
-            held = sum(bool(p) and x > -torch.inf for x, p in zip(row[h], protected[b, h], strict=True))
+            held = sum(bool(p) and float(x) > -torch.inf for x, p in zip(row[h], protected[b, h], strict=True))
             free.append(int(budget[b]) - held)
             share = sum(sorted(mine[h], reverse=True)[: max(0, free[h])]) / max(sum(mine[h]), 1e-30)
             weighted += [(x * share, h) for x in mine[h]]

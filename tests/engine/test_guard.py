@@ -73,7 +73,7 @@ def test_whitelist_protects_the_marked_positions_that_are_held(o, data):
     assert protected(o, guard.whitelist(o, table)) == wanted
 
 
-def test_window_of_finds_its_queries_anywhere():
+def test_the_window_is_found_wherever_its_queries_stand():
     spans = torch.tensor([[0] * 5 + [1] * 7])
     where = torch.tensor([[-1, 0, 4, 11]])
     o = observation(batch=1, tokens=12, window=4, query_positions=where, span_local=True, span_of=spans)

@@ -369,3 +369,12 @@ def test_facts_name_the_layers_that_attend_and_their_windows(name):
     for n in facts.attention:
         assert sliding_window(model.config, n) == facts.sliding.get(n)
         assert facts.outputs[n].shape == (6, 8, 48)
+
+
+def test_layers_of_a_pass_share_their_places(monkeypatch):
+    seen, observe = [], ModelFacts.observe
+    monkeypatch.setattr(ModelFacts, "observe", lambda *a, **k: seen.append(observe(*a, **k)) or seen[-1])
+    both = [flat("snapkv", regime="prefill", budget=20, switches=(("window", w),)) for w in (4, 8)]
+    see(architecture("llama"), tiny_prompts(60), *both)
+    assert len({id(o.places) for o in seen}) == 2
+    assert len(seen) > 2

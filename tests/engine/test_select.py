@@ -139,6 +139,10 @@ def test_the_largest_lie_where_the_scores_do():
         assert best(scores, none, 2).tolist() == [[[3, 4], [3, 4]]]
         with pytest.raises(InputError, match="budget 2 < 5 protected tokens"):
             best(scores, ~none, 2)
+        with ensured_later() as doubts:
+            best(scores, ~none, 2)
+        with pytest.raises(InputError, match="budget 2 < 5 protected tokens"):
+            settle(doubts)
 
 
 def test_the_kernel_is_asked_for_rows_that_it_can_hold(monkeypatch):
@@ -205,7 +209,25 @@ def test_one_launch_finds_the_places_of_as_many_in_every_head():
 def test_few_answers_are_held_for_a_doubt():
     with ensured_later() as doubts:
         select(torch.zeros(1, 1, FEW + 1), torch.zeros(1, 1, FEW + 1).bool(), torch.tensor([[1]]))
-    assert max(wrong.numel() for wrong, _ in doubts) <= FEW
+    held = [cell.cell_contents for _, error in doubts for cell in error.__closure__]
+    tensors = [wrong for wrong, _ in doubts] + [x for x in held if isinstance(x, torch.Tensor)]
+    assert max(x.numel() for x in tensors) <= FEW
+
+
+def test_no_token_that_is_dead_stays_before_all_others():
+    scores, firm = torch.tensor([-torch.inf, 1, 2]), torch.tensor([True, False, False])
+    for kernels in (False, True):
+        with ensured_later(kernels=kernels):
+            assert largest(scores[None], torch.tensor([2]), firm[None]).tolist() == [[False, True, True]]
+
+
+def test_a_negative_nan_is_found_where_places_are_asked():
+    scores = torch.tensor([[[0.0, 1, 2, 3]]]) / 0
+    scores[..., 0] = -torch.tensor(torch.nan).abs()
+    with ensured_later(kernels=True) as doubts:
+        assert best(scores, torch.zeros_like(scores).bool(), 4).min() >= 0
+    with pytest.raises(InputError, match="of 4 scores are NaN"):
+        settle(doubts)
 
 
 def _plainly(function, *arguments):

@@ -300,6 +300,24 @@ def test_a_scorer_of_the_wrong_kind_is_named(monkeypatch, score, words):
 # ---- 11. a failure that reaches rows which it does not concern
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_scores_that_are_no_numbers_cost_the_rows_of_their_policy_alone(monkeypatch, backend):
+    """A GPU is asked at the end of the pass, however the policy chooses."""
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton is packaged for Linux only")
+    ways = {"uniform": {}, "joint": {"allocate": allocate.joint}, "layers": {"across": allocate.joint_layers}}
+    for name, way in ways.items():
+        strange = Policy("Mine", "a test", lambda o: o.positions.float() / 0 * 0, **way)
+        monkeypatch.setitem(CATALOGUE, name, strange)
+    conditions = [Condition(name, 10, Prefill()) for name in ("k_norm", *ways)]
+    for prompts in (tiny_prompts(40), tiny_prompts(40, 33)):
+        found = answers(prompts, conditions, errors="return", backend=backend)
+        alone = answers(prompts, conditions[:1], backend=backend)
+        for row, [healthy] in zip(found, alone, strict=True):
+            assert row[0].tokens == healthy.tokens
+            assert all(isinstance(error, InputError) and "scores are NaN" in str(error) for error in row[1:])
+
+
 def test_a_prefix_that_fails_gives_its_own_error(monkeypatch):
     def fails(o):
         raise ValueError(f"{int(o.seen[0])} tokens")

@@ -195,7 +195,7 @@ def _near_the_ends(places: Places, kernel: int) -> tuple[Tensor, Mask, Tensor]:
     weights = torch.zeros(place.shape[-1], 2, device=past.device)
     weights[: 2 * len(step), 0] = (kernel // 2 - step).repeat(2) / kernel
     weights[2 * len(step) :, 1] = 1.0
-    return place.long(), seen[:, :, None], weights
+    return place, seen[:, :, None], weights
 
 
 def _voters(o: Observation) -> Tensor:
@@ -454,8 +454,8 @@ def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) ->
 
 
 def _near_the_window(places: Places) -> tuple[Mask, Tensor, Mask]:
-    """(as many tokens before the window as it holds; how many those are [batch, kv_heads]; the tokens outside the past,
-    or none but the dead of a row that has no past: a prompt within the window)."""
+    """(as many tokens before the window as it holds, or all; how many it holds [batch, kv_heads]; the tokens outside
+    the past, or none but the dead of a row that has no past: a prompt within the window)."""
     own = places.window.sum(-1)
     near = places.past & (places.past.flip(-1).cumsum(-1).flip(-1) <= own[..., None])
     among = places.past | ~places.past.any(2, keepdim=True).any(1, keepdim=True)

@@ -1,0 +1,22 @@
+"""The pages of timings are what their tables say."""
+
+import pandas as pd
+import pytest
+
+from kvrepro.paths import ROOT
+from kvrepro.tools import speed
+
+
+@pytest.mark.parametrize(("file", "made"), [("models.md", speed.page), ("first_token.md", speed.first_page)])
+def test_pages_are_made_from_the_tables(file, made):
+    assert (ROOT / "data" / "gpu" / file).read_text(encoding="utf-8") == made()
+
+
+def test_what_each_kind_of_policy_adds():
+    times = {speed.PLAIN: 2.0, "snapkv, as run": 2.02, "tova, as run": 1.98, "h2o, as run": 3, "cake, as run": 2.1,
+             "critical_kv, as run": 2.2, "key_diff, as described": 9, "everything kept": 5}  # fmt: skip
+    frame = pd.DataFrame({"method": times.keys(), "seconds": times.values()}).assign(model="Qwen2.5-3B", tokens=8192)
+    rows = speed.added(frame.assign(ratio_to_plain=frame.seconds / 2))
+    assert [row["Qwen2.5-3B, 8,192 tokens"] for row in rows[:3]] == ["-1.0 to 5.0%", "50.0 to 50.0%", "10.0 to 10.0%"]
+    share = 2 * 36 * 8192 * 2048**2 / speed.SUSTAINED / 2  # two operations a weight of each layer's projection
+    assert rows[3]["Qwen2.5-3B, 8,192 tokens"] == f"{share:.1%}"

@@ -104,7 +104,9 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     # The next chapter's workers take the cores while this one draws: threads that wait for each other would slow both.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    quiet = ["--log-level=CRITICAL"]  # the kernel's remarks on its transport; errors of cells are exceptions
+    # Without the kernel's remarks on its transport, and on its own tasks as it ends; errors of cells are exceptions.
+    at_its_end = '__import__("atexit").register(__import__("logging").disable)'
+    quiet = ["--log-level=CRITICAL", f"--IPKernelApp.exec_lines={at_its_end}"]
     given = dict(kernel_name="python3", cwd=root, extra_arguments=quiet, progress_bar=False)
     # A cell's outputs are written when it ends; without this, all that went before is written again as it begins.
     papermill.execute_notebook(source, partial, parameters, request_save_on_cell_execute=False, **given)

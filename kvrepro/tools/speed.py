@@ -294,12 +294,12 @@ def added(firsts: pd.DataFrame) -> list[dict[str, str]]:
     and the floor of those that need the values' projection."""
     names = firsts.method.str.partition(", ")[0]
     there = ~firsts.method.isin([PLAIN, "everything kept", "key_diff, as described"])
-    rows = [{"policies": kind} for kind in OWN_PRODUCTS] + [{"policies": "that product alone, at 700 TFLOP/s"}]
+    rows = [{"policies": kind} for kind in OWN_PRODUCTS] + [{"policies": "(this product alone, at 700 TFLOP/s)"}]
     for (model, tokens), here in firsts.groupby(["model", "tokens"], sort=False):
         where = f"{model}, {tokens:,} tokens"
         for row, policies in zip(rows, OWN_PRODUCTS.values(), strict=False):
             over = here[(there & names.isin(policies))[here.index]].ratio_to_plain * 100 - 100
-            row[where] = f"{over.min():.1f} to {over.max():.1f}%"
+            row[where] = f"{' to '.join(dict.fromkeys(f'{end:.1f}' for end in (over.min(), over.max())))}%"
         plain = here[here.method == PLAIN].seconds.iloc[-1]
         rows[-1][where] = f"{projection(model, tokens) / plain:.1%}"
     return rows

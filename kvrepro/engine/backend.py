@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import REPEATED, Job, Prompts, judged
+from kvrepro.engine.evict import Job, Prompts, judged
 from kvrepro.engine.facts import ModelFacts, attention_modules
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.policy import call, find
+from kvrepro.engine.policy import REPEATED, call, find
 from kvrepro.engine.prefill import SUMS_BY_KERNELS, attend_by_kernels, mass_by_kernels
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import KeyValue, Mask, Query
@@ -143,7 +143,7 @@ class Probe:
 
 def _best_half(job: Job, o: Observation) -> Mask:
     """Half of each head's tokens, by the policy's scores alone."""
-    scores, none = judged(job, o)[0], torch.zeros_like(o.alive)
+    scores, none = judged(job, o)[0], o.places.nothing
     counts = o.alive.sum(-1) // 2
     if job.policy.refine is None:
         return select(scores, none, counts)

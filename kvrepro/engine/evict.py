@@ -32,8 +32,6 @@ from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores, TokenInts
 from kvrepro.engine.signals import Reduction, Signals
 from kvrepro.errors import InputError
 
-REPEATED = {"reconstruction", "reconstruction_per_norm"}  # what comes of repeating the context
-
 
 class Prompts:
     """Positions, spans and whitelists of the tokens to compress: `[batch, tokens]`, flush right, -1 where padded."""
@@ -175,7 +173,7 @@ class Job:
     @property
     def repeated(self) -> set[str]:
         """What it must know of a repetition of the context."""
-        return REPEATED.intersection(self.policy.needs) if self.evictor is not None else set()
+        return self.evictor.repeated if self.evictor is not None else set()
 
     @property
     def waits(self) -> bool:

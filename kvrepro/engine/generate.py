@@ -18,7 +18,6 @@ from kvrepro.engine.backend import BACKENDS, obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.condition import Prompt as Text
 from kvrepro.engine.decode import batch_kinds, decode
-from kvrepro.engine.evict import REPEATED
 from kvrepro.engine.facts import ModelFacts, rotation_changes
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups, read, room_taken
@@ -315,7 +314,7 @@ def check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: 
 def check_means(conditions: Sequence[Condition], repeat: Sequence[int]) -> None:
     """Raise InputError for a policy that the request to repeat does not serve."""
     for c in conditions:
-        if c.policy != "full" and REPEATED.intersection(find(c.policy).needs) and not repeat:
+        if c.policy != "full" and find(c.policy).repeated and not repeat:
             raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
 
 

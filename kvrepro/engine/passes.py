@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.condition import Prompt as Text
-from kvrepro.engine.evict import REPEATED, Job, Prompts, generator
+from kvrepro.engine.evict import Job, Prompts, generator
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ATTENDING, ModelFacts, layer_types
 from kvrepro.engine.memory import Peak
@@ -194,8 +194,7 @@ def read(call: Call, members: list[int], columns: list[int]) -> list[Rows]:
 def _passes(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
     """All prompts in one pass, as far as they can share one. What fails with several is tried with each alone."""
     chunked = isinstance(call.conditions[columns[0]].regime, Chunked)
-    evictors = [policy for j in columns if (policy := call.evictor(j)) is not None]
-    repeated = any(REPEATED.intersection(policy.needs) for policy in evictors)
+    repeated = any(policy.repeated for j in columns if (policy := call.evictor(j)) is not None)
     if chunked or repeated:  # neither a chunk nor a repetition is padded
         alike = {end: [i for i, e in zip(members, ends, strict=True) if e == end] for end in ends}
         return [row for end, some in alike.items() for row in _pass(call, some, [end] * len(some), columns)]

@@ -41,6 +41,7 @@ SUMS = {  # what the forward pass can add up for each token and KV head
     "reconstruction_per_norm": "largest attention of each query head while the context is repeated, over the length of "
     "the layer's input at the query",
 }
+REPEATED = {"reconstruction", "reconstruction_per_norm"}  # of these, what comes of repeating the context
 FIELDS = {  # what a condition may say
     "policy": str,
     "budget": (Size, Number(0, 1, above=True), None),
@@ -140,6 +141,11 @@ class Policy:
         """The sums that it needs with these parameters."""
         asked = {name: self.needs_if.get(name) for name in self.needs}
         return {name for name, only in asked.items() if only is None or parameters.get(only[0]) == only[1]}
+
+    @property
+    def repeated(self) -> set[str]:
+        """What it must know of a repetition of the context."""
+        return REPEATED.intersection(self.needs)
 
     @property
     def functions(self) -> list[Callable[..., Any]]:

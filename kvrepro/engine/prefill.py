@@ -14,11 +14,12 @@ from torch.nn.utils.rnn import pad_sequence
 from kvrepro.engine import quota
 from kvrepro.engine.attention import Watch, attend, attend_prompt, per_token
 from kvrepro.engine.cache import RaggedLayer
-from kvrepro.engine.evict import REPEATED, Job, Prompts, across, attempt, evict_shared, judged, kept, postpone
+from kvrepro.engine.evict import Job, Prompts, across, attempt, evict_shared, judged, kept, postpone
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
+from kvrepro.engine.policy import REPEATED
 from kvrepro.engine.select import best, ensured_later, settle
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
 from kvrepro.engine.signals import PromptSignals, Reduction, Signals

@@ -79,7 +79,7 @@ def split(
     if not 0 <= fair <= 1 or (fair < 1 and default is None):
         raise InputError(f"fair is {fair}: give 0 to 1, and below 1 also the default selection")
     counts = torch.minimum(counts, o.alive.sum(-1))
-    apart = torch.zeros_like(o.alive) if apart is None else apart
+    apart = o.places.nothing if apart is None else apart
     held = tally(o, apart)
     parts = held + _shares((counts - held.sum(-1)).clamp(min=0), tally(o, o.alive & ~apart), rounding)
     if fair < 1:

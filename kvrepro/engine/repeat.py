@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from kvrepro.engine.attention import attend
 from kvrepro.engine.cache import EngineCache
-from kvrepro.engine.evict import REPEATED, Job
+from kvrepro.engine.evict import Job
 from kvrepro.engine.facts import attention_modules
+from kvrepro.engine.policy import REPEATED
 from kvrepro.engine.prefill import Prefill
 from kvrepro.engine.shapes import KeyValue, Query
 

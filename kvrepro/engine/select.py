@@ -13,7 +13,6 @@ from kvrepro.engine.shapes import Counts, Mask, Scores
 from kvrepro.errors import InputError
 
 Doubt = tuple[Tensor, Callable[[], InputError]]  # nothing but 0 and False, or else what to say
-FEW = 4096  # answers that a doubt holds on to, at most
 _later: ContextVar[list[Doubt] | None] = ContextVar("later", default=None)
 _kernels: ContextVar[bool] = ContextVar("kernels", default=False)
 
@@ -37,7 +36,7 @@ def ensure_none(wrong: Tensor, error: Callable[[], InputError]) -> None:
     """Raise `error` unless all of `wrong` is False or 0, or note it (`ensured_later`)."""
     doubts = _later.get()
     if doubts is not None:
-        doubts.append((wrong if wrong.numel() <= FEW else wrong.any(), error))
+        doubts.append((wrong, error))
     elif wrong.any():
         raise error()
 

@@ -7,8 +7,7 @@ import pandas as pd
 
 from kvrepro.chapters.leakage import drawings
 from kvrepro.chapters.synthesis import frontier, stored, study
-from kvrepro.engine.evict import REPEATED
-from kvrepro.engine.policy import find
+from kvrepro.engine.policy import REPEATED, find
 from kvrepro.errors import InputError
 from kvrepro.experiment import figure, stats
 from kvrepro.paths import ROOT

@@ -292,13 +292,13 @@ def first_page(root: Path = ROOT) -> str:
 def added(firsts: pd.DataFrame) -> list[dict[str, str]]:
     """A row for each kind of policy: the least and the most that it adds in percent, of KeyDiff only what runs at once;
     and the floor of those that need the values' projection."""
-    names = firsts.method.str.partition(", ")[0]
-    there = ~firsts.method.isin([PLAIN, "everything kept", "key_diff, as described"])
+    firsts = firsts[firsts.method != "key_diff, as described"]
+    firsts = firsts.assign(policy=firsts.method.str.partition(", ")[0])
     rows = [{"policies": kind} for kind in OWN_PRODUCTS] + [{"policies": "(this product alone, at 700 TFLOP/s)"}]
     for (model, tokens), here in firsts.groupby(["model", "tokens"], sort=False):
         where = f"{model}, {tokens:,} tokens"
         for row, policies in zip(rows, OWN_PRODUCTS.values(), strict=False):
-            over = here[(there & names.isin(policies))[here.index]].ratio_to_plain * 100 - 100
+            over = here[here.policy.isin(policies)].ratio_to_plain * 100 - 100
             row[where] = f"{' to '.join(dict.fromkeys(f'{end:.1f}' for end in (over.min(), over.max())))}%"
         plain = here[here.method == PLAIN].seconds.iloc[-1]
         rows[-1][where] = f"{projection(model, tokens) / plain:.1%}"

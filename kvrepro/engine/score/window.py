@@ -360,8 +360,9 @@ def _andpro_chunks(
         x = _aggregated(x, _voters(o), aggregate, 0.0)
     where = number[:, :, None].expand_as(x)
     together = torch.zeros_like(x).scatter_add_(-1, where, x).gather(-1, where)
-    score = _grouped(together, ~droppable, "none", 1, group, "head").masked_fill_(~droppable, 0.0)
-    return _no_less_than_mean(score, ~droppable) if aggregate == "defensive" else score
+    outside = ~droppable
+    score = _grouped(together, outside, "none", 1, group, "head").masked_fill_(outside, 0.0)
+    return _no_less_than_mean(score, outside) if aggregate == "defensive" else score
 
 
 def _chunks(alive: Mask, chunk: int, window: int) -> tuple[Tensor, Mask]:

@@ -12,6 +12,7 @@ from kvrepro_kernels.prefill_attention import prefill_attention
 from kvrepro_kernels.projected_norm import projected_norm
 from kvrepro_kernels.ragged_decode import ragged_decode
 from kvrepro_kernels.rms_norm import rms_norm
+from kvrepro_kernels.rotary import rotary
 from kvrepro_kernels.window_attention import window_attention
 from kvrepro_kernels.window_scores import window_scores
 
@@ -26,6 +27,7 @@ __all__ = [
     "ragged_decode",
     "repack",
     "rms_norm",
+    "rotary",
     "window_attention",
     "window_scores",
 ]

@@ -9,9 +9,8 @@ kept[r, :] names the slots that stay, ascending, -1 behind them; m of them. Afte
                  bytes, and the order is lost
 
 and blocks from ceil(m / block) on are free. Both are safe in place. Holes and movers are disjoint. In a repack every
-source is at or behind its target, since kept[i] >= i: a program owns a column slice of a request, walks it in ascending
-order and reads a chunk of rows whole before it writes it, so a row is overwritten only after it was read; later chunks
-lie behind everything written so far and may be read ahead.
+source is at or behind its target, since kept[i] >= i: programs take chunks of survivors in ascending order, and each
+writes only after the chunks whose survivors lie where it writes, none of them later ones, have been read.
 """
 
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kvrepro_kernels.launch import check_device, multiprocessors
-from kvrepro_kernels.paging_kernel import fill, search, walk
+from kvrepro_kernels.launch import check_device
+from kvrepro_kernels.paging_kernel import fill, search, shift
 
 
 def moved_reference(pool: Tensor, table: Tensor, source: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ def _check(name: str, keys: Tensor, values: Tensor, table: Tensor, kept: Tensor,
         raise ValueError(f"table must be int32 [requests, blocks] and kept [requests, n], not {found}")
     if kept.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"kept must be int32 or int64, not {kept.dtype}")
-    check_device(walk, name, (table, kept, keys.view(torch.uint8), values.view(torch.uint8)))
+    check_device(shift, name, (table, kept, keys.view(torch.uint8), values.view(torch.uint8)))
     if not check_slots or not kept.numel():
         return
     slots = table.shape[1] * keys.shape[1]
@@ -69,16 +68,21 @@ def repack(
 
     keys, values: contiguous [blocks, block, kv_heads, dim]. table: int32 [requests, max_blocks], no block in two rows.
     kept: int [requests, n], ascending, -1 behind. check_slots: check their range and order, which waits for the GPU.
-    tuning: overrides of `repack_tuning`. Raises ValueError for tensors that do not fit each other.
+    tuning: overrides of the block sizes. Raises ValueError for tensors that do not fit each other.
     """
     _check("repack", keys, values, table, kept, check_slots)
     requests, n = kept.shape
-    if kept.numel():
-        width = keys.shape[2] * keys.shape[3]
-        tuned = repack_tuning(requests, width, keys.device) | (tuning or {})
-        walk[(triton.cdiv(width, tuned["block_c"]), requests, 2)](
-            keys, values, table.contiguous(), kept.contiguous(), table.shape[1], n, keys.shape[1], width,
-            BLOCK_I=tuned["block_i"], BLOCK_C=tuned["block_c"], num_warps=tuned["warps"],
+    width = keys.shape[2] * keys.shape[3]
+    block_c = min(1024, triton.next_power_of_2(width))
+    tuned = {"block_c": block_c, "block_i": 8192 // block_c, "warps": 4} | (tuning or {})
+    chunks = triton.cdiv(n, tuned["block_i"])
+    programs = requests * chunks * 2 * triton.cdiv(width, tuned["block_c"])
+    if programs:
+        read_yet = torch.zeros(1 + programs, dtype=torch.int32, device=keys.device)
+        shift[(programs,)](
+            keys, values, table.contiguous(), kept.contiguous(), read_yet, table.shape[1], n, keys.shape[1], width,
+            chunks, BLOCK_I=tuned["block_i"], BLOCK_C=tuned["block_c"], ROUNDS=triton.cdiv(n.bit_length(), 5),
+            num_warps=tuned["warps"],
         )  # fmt: skip
     return kept
 
@@ -122,10 +126,3 @@ def fill_pairs(
         keys, values, table.contiguous(), *(x.contiguous() for x in pairs), table.shape[1], n, keys.shape[1], width,
         per_program, BLOCK_I=tuned["block_i"], BLOCK_C=tuned["block_c"], num_warps=tuned["warps"],
     )  # fmt: skip
-
-
-def repack_tuning(requests: int, width: int, device: torch.device) -> dict[str, int]:
-    """Rows and columns of a chunk; measured on an H200. Few requests are cut into narrower slices, to fill the chip."""
-    if requests * 2 * width // 64 >= multiprocessors(device):
-        return {"block_i": 256, "block_c": 64, "warps": 8}
-    return {"block_i": 2048, "block_c": 16, "warps": 16}

@@ -1,4 +1,4 @@
-"""Kernels of paged compaction (what they do: `paging.py`): repacking by a walk, hole filling by a search and pairs."""
+"""Kernels of paged compaction (what they do: `paging.py`): repacking by chunks, hole filling by pairs."""
 
 import triton
 import triton.language as tl
@@ -55,27 +55,48 @@ def _rows(table, kept, at, n, block_size, BLOCK_I: tl.constexpr):
 
 
 @triton.jit
-def walk(
-    keys, values, table, kept, max_blocks, n, block_size, width,
-    BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr,
+def _chunk_of(kept, slot, n, BLOCK_I: tl.constexpr, ROUNDS: tl.constexpr):
+    """The chunk of the first survivor at or behind `slot`: each round looks at 32 places, and leaves a 32nd."""
+    below = 0
+    for r in tl.static_range(ROUNDS):
+        step = 32 ** (ROUNDS - 1 - r)
+        place = below + (tl.arange(0, 32) + 1) * step - 1
+        found = tl.load(kept + place, mask=place < n, other=-1)
+        below += tl.sum(((found >= 0) & (found < slot)).to(tl.int32), 0) * step
+    return below // BLOCK_I
+
+
+@triton.jit
+def shift(
+    keys, values, table, kept, read_yet, max_blocks, n, block_size, width, chunks,
+    BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Repack: a program walks all slots of one request in ascending order, for one slice of columns of one pool."""
-    request = tl.program_id(1)
+    """Repack: a program reads a chunk of survivors, says so, waits until its targets have been read too, and writes.
+
+    Its targets hold survivors of two chunks at most, none of them later ones. read_yet: zeros, a ticket and a flag for
+    each chunk. The ticket says what a program does: chunks that it may wait for are in other programs' hands already.
+    """
+    ticket = tl.atomic_add(read_yet, 1, sem="relaxed")
+    slices = tl.cdiv(width, BLOCK_C)
+    request, chunk = ticket // (2 * slices) // chunks, ticket // (2 * slices) % chunks
     pool = keys
-    if tl.program_id(2) == 1:
+    if ticket % 2 == 1:
         pool = values
-    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)  # [C]
+    column = ticket // 2 % slices * BLOCK_C + tl.arange(0, BLOCK_C)  # [C]
     inside = (column < width)[None, :]
+    flags = read_yet + 1 + (request * 2 * slices + ticket % (2 * slices)) * chunks
     table += request * max_blocks
     kept += request.to(tl.int64) * n
-    read, write, move = _rows(table, kept, 0, n, block_size, BLOCK_I)
+    read, write, move = _rows(table, kept, chunk * BLOCK_I, n, block_size, BLOCK_I)
     tile = tl.load(pool + read[:, None] * width + column[None, :], mask=move[:, None] & inside)  # [I, C]
-    for at in tl.range(BLOCK_I, n + BLOCK_I, BLOCK_I, num_stages=1):
-        read, next_write, next_move = _rows(table, kept, at, n, block_size, BLOCK_I)
-        next_tile = tl.load(pool + read[:, None] * width + column[None, :], mask=next_move[:, None] & inside)  # [I, C]
-        tl.debug_barrier()  # every row of the chunk is read before one is overwritten
-        tl.store(pool + write[:, None] * width + column[None, :], tile, mask=move[:, None] & inside)
-        tile, write, move = next_tile, next_write, next_move
+    first = _chunk_of(kept, chunk * BLOCK_I, n, BLOCK_I, ROUNDS)
+    tl.debug_barrier()  # all of the tile is read before the flag says so
+    tl.atomic_xchg(flags + chunk, 1, sem="release")
+    for other in range(first, tl.minimum(first + 2, chunk)):
+        while tl.atomic_cas(flags + other, 1, 1, sem="acquire") == 0:
+            pass
+    tl.debug_barrier()  # no thread writes before the flags were seen
+    tl.store(pool + write[:, None] * width + column[None, :], tile, mask=move[:, None] & inside)
 
 
 @triton.jit

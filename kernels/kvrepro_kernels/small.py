@@ -12,6 +12,7 @@ from kvrepro_kernels.paging import fill_holes, repack
 from kvrepro_kernels.projected_norm import projected_norm
 from kvrepro_kernels.ragged_decode import ragged_decode
 from kvrepro_kernels.rms_norm import rms_norm
+from kvrepro_kernels.rotary import rotary
 from kvrepro_kernels.window_scores import window_scores
 
 
@@ -44,6 +45,7 @@ def main() -> None:
     repack(*pools, table, kept)
     fill_holes(*pools, table, kept)
     rms_norm(random(3, 130), random(130), 1e-6)
+    rotary(random(2, 5, 7, 24), random(2, 3, 7, 24), random(1, 7, 24), random(1, 7, 24))
     torch.cuda.synchronize()
     print("every kernel ran")
 

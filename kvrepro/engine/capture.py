@@ -4,21 +4,17 @@ The cache must stay in place meanwhile (`kvrepro.engine.fixed`). On the CPU the 
 can be held to the plain one.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from kvrepro.engine.attention import with_methods
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import sliding_window
 from kvrepro.engine.fixed import FixedLayer, Slot
+from kvrepro.engine.fused import in_few_launches
 from kvrepro.engine.passes import Call, Scaled
 from kvrepro.engine.rows import Rows
 from kvrepro.engine.signals import StepSignals
@@ -93,7 +89,8 @@ class CapturedStep:
         if self.signals is not None:
             self.seen = StepSignals(self.signals, len(self.call.facts.attention), newest_held=False)
         attention = Extend(self.cache, self.positions, self.window, None, self.call.backend, self.seen, slides=False)
-        with norms_in_one_launch(self.call.model):
+        on_gpu = self.call.device.type == "cuda"
+        with in_few_launches(self.call.model) if on_gpu else nullcontext():
             self.logits = self.call.model(
                 input_ids=self.token, position_ids=self.positions, past_key_values=self.cache, use_cache=True,
                 logits_to_keep=1, kvrepro=Scaled(attention, self.call.scalings),
@@ -130,37 +127,3 @@ class CapturedStep:
         rows.cache.ragged = dict(self.cache.ragged)
         self.slot.reset()
         return True
-
-
-@contextmanager
-def norms_in_one_launch(model: PreTrainedModel) -> Iterator[None]:
-    """On a GPU, the model's RMS norms by a kernel: of those modules that compute the very numbers it computes."""
-    with ExitStack() as stack:
-        for module in model.modules() if model.device.type == "cuda" else ():
-            if _plain_norm(type(module)):  # type: ignore[arg-type]
-                stack.enter_context(with_methods(module, forward=partial(_norm, module)))
-        yield
-
-
-def _norm(module: Any, x: Tensor) -> Tensor:
-    from kvrepro_kernels import rms_norm
-
-    return rms_norm(x.contiguous(), module.weight, module.variance_epsilon)
-
-
-@cache
-def _plain_norm(kind: Any) -> bool:
-    """Whether modules of this class are RMS norms as `kvrepro_kernels.rms_norm` defines them: tried on a few rows."""
-    from kvrepro_kernels.rms_norm import rms_norm_reference
-
-    if not kind.__name__.endswith("RMSNorm"):
-        return False
-    try:
-        module = kind(16, eps=1e-5)
-        with torch.no_grad():
-            module.weight.copy_(torch.linspace(-2, 2, 16))
-            x = torch.linspace(-3, 5, 48).view(3, 16)
-            known = module.variance_epsilon == 1e-5 and module.weight.dtype == x.dtype
-            return bool(known) and torch.equal(module(x), rms_norm_reference(x, module.weight, 1e-5))
-    except (TypeError, AttributeError):  # made or called otherwise
-        return False

@@ -37,6 +37,7 @@ SHAPES = {  # of public models, for long prompts
     name: AutoConfig.for_model(**trial.SHAPES[name.lower()] | {"max_position_embeddings": 131584})
     for name in ("Llama-3.1-8B", "Qwen2.5-3B", "Mistral-7B", "Qwen2.5-7B")
 }
+PARTS = ("prefill", "first", "decode", "captured", "answer", "regimes")
 PLAIN = "Hugging Face, sdpa, DynamicCache"
 COLUMNS = ("part", "model", "method", "share", "tokens", "batch", "steps", "seconds", "low", "high", "unit",
            "ratio_to_plain", "peak_gib", "backend", "device", "torch", "triton", "transformers", "date")  # fmt: skip
@@ -214,6 +215,26 @@ def decode(model: PreTrainedModel, tokens: int, steps: int) -> Iterator[dict]:
             yield row("decode", method, share, tokens, seconds, "s/step", ratio, batch, steps, peak, backend)
 
 
+def captured(model: PreTrainedModel, tokens: int, steps: int, repeats: int) -> Iterator[dict]:
+    """A step of one row as answers take it, captured once and replayed: of `steps` steps after 32, all or 5% kept."""
+    prompt = torch.randint(0, model.config.vocab_size, (tokens,)).tolist()
+
+    def decoding(method: str, new: int) -> float:
+        given = dict(max_new_tokens=new, stop_ids=(), backend="triton")
+        [[answer]] = generate(model, [prompt], [condition(method)], **given)
+        return answer.decode_seconds
+
+    base = None
+    for method in ("everything kept", "SnapKV"):
+        freed()
+        _, start = decoding(method, 32), decoding(method, 32)  # the first compiles
+        seconds = sorted((decoding(method, 32 + steps) - start) / steps for _ in range(repeats))
+        base = base or median_high(seconds)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        ratio, share = median_high(seconds) / base, METHODS[method][1]
+        yield row("captured", method, share, tokens, seconds, "s/step", ratio, 1, steps, peak, "triton")
+
+
 def answer(model: PreTrainedModel, tokens: int, steps: int, batches: list[int]) -> Iterator[dict]:
     """A batch of prompts from first to last token: prefill of each, then `steps` decoding steps together."""
     firsts = list(prefill(model, tokens, ["SnapKV", "DropKV"], 1))
@@ -359,7 +380,7 @@ def _whole(r: Any, root: Path) -> dict:
 
 def main(
     out: Annotated[Path, typer.Option(help="table to write")] = Path("data/gpu/models.csv"),
-    part: Annotated[list[str], typer.Option(help="prefill, first, decode, answer, regimes")] = ["prefill", "decode"],  # noqa: B006
+    part: Annotated[list[str], typer.Option(help=", ".join(PARTS))] = ["prefill", "decode"],  # noqa: B006
     model: Annotated[list[str], typer.Option(help="of SHAPES; default: all")] = [],  # noqa: B006
     tokens: Annotated[list[int], typer.Option(help="prompt lengths")] = [32768],  # noqa: B006
     method: Annotated[list[str], typer.Option(help="of METHODS; default: all")] = [],  # noqa: B006
@@ -386,6 +407,8 @@ def main(
                 found = prefill(network, length, method or list(METHODS), repeats)
             elif one == "decode":
                 found = decode(network, length, steps)
+            elif one == "captured":
+                found = captured(network, length, steps, repeats)
             elif one == "first":
                 found = first(network, length, method, repeats)
             elif one == "regimes":

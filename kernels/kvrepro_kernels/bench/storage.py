@@ -58,6 +58,12 @@ def torch_gather(keys: Tensor, values: Tensor, rows: Tensor, out: tuple[Tensor, 
         torch.gather(source, 2, index, out=target)
 
 
+def add_copy(b: Bench, what: str, where: tuple[str, int, int], moved: float) -> None:
+    """What torch's own copy takes to read and write as many bytes: short moves cannot reach the rate of long ones."""
+    inputs = [[random(round(moved) // 4) for _ in range(2)] for _ in sets_of(moved)]
+    b.add("compaction", f"torch copy of as many bytes as {what}", *where, each(Tensor.copy_, inputs), moved=moved)
+
+
 def torch_repack(keys: Tensor, values: Tensor, source: Tensor, target: Tensor) -> None:
     for pool in (keys, values):
         flat = pool.flatten(0, 1)
@@ -79,6 +85,7 @@ def bench_compaction(b: Bench) -> None:
         plain = b.add("compaction", f"torch gather, keep {share:.0%}", shape, tokens, 1, calls, moved=moved)
         calls = each(compact, inputs, check_rows=False)
         b.add("compaction", f"gather, keep {share:.0%}", shape, tokens, 1, calls, moved=moved, reference=plain)
+        add_copy(b, f"gather, keep {share:.0%}", (shape, tokens, 1), moved)
 
     for tokens, requests in ((32768, 8), (32768, 1), (8192, 32)):
         block, kept, where = 16, tokens // 2, (shape, tokens, requests)
@@ -98,3 +105,5 @@ def bench_compaction(b: Bench) -> None:
         b.add("compaction", "hole filling, keep 50%", *where, calls, moved=fewer, reference=plain)
         calls = each(fill_holes, [(*pools, table, slots)], check_slots=False)
         b.add("compaction", "hole filling and search, keep 50%", *where, calls, moved=fewer, reference=plain)
+        for what, these in (("repack", moved), ("hole filling", fewer)):
+            add_copy(b, f"{what}, keep 50%", where, these)

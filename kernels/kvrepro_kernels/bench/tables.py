@@ -61,6 +61,20 @@ def write(path: Path, rows: list[Row], columns: list[str]) -> None:
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
+def read(path: Path) -> list[Row]:
+    """The rows of a table that `write` wrote, numbers as numbers."""
+
+    def number(text: str) -> float | str:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    with path.open(newline="") as file:
+        whole = ("tokens", "batch")
+        return [{k: int(v) if k in whole else number(v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
 def page(folder: Path) -> str:
     """The tables of `folder` as the book shows them: targets, times by kernel, errors. Markdown."""
 
@@ -91,6 +105,6 @@ def page(folder: Path) -> str:
     names = "kernel | variant | type | error | kept | differ | not ties"
     rows = [[x[y] for y in "kernel variant dtype error kept differ not_ties".split()] for x in errors]
     parts += ["## Errors against float64\n", table(names, rows)]
-    one = times[0]
-    parts.append(f"{one['device']}, torch {one['torch']}, triton {one['triton']}, {one['date']}.\n")
+    one, dates = times[0], " and ".join(sorted({x["date"] for x in times}))
+    parts.append(f"{one['device']}, torch {one['torch']}, triton {one['triton']}, {dates}.\n")
     return "\n".join(parts)

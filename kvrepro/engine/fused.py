@@ -1,0 +1,89 @@
+"""Small parts of a model in one launch each, for captured steps: norms and rotations that compute the very numbers of a
+kernel are computed by it."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvrepro.engine.attention import with_methods
+
+ROTATION = "apply_rotary_pos_emb"  # what transformers calls it in each family's module
+
+
+@contextmanager
+def in_few_launches(model: PreTrainedModel) -> Iterator[None]:
+    """The model with its RMS norms and rotations by kernels, where its class computes the very numbers."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if _plain_norm(type(module)):  # type: ignore[arg-type]
+                stack.enter_context(with_methods(module, forward=partial(_norm, module)))
+        family = sys.modules[type(model).__module__]
+        plain = vars(family).get(ROTATION)
+        if plain is not None and _plain_rotation(plain):
+            stack.enter_context(with_methods(family, **{ROTATION: partial(_rotated, plain)}))
+        yield
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    from kvrepro_kernels import rms_norm
+
+    return rms_norm(x.contiguous(), module.weight, module.variance_epsilon)
+
+
+def _rotated(
+    plain: Callable[..., tuple[Tensor, Tensor]], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *how: Any
+) -> tuple[Tensor, Tensor]:
+    """By the kernel, but for rows of which a part is turned and for another order of axes."""
+    from kvrepro_kernels import rotary
+
+    if how or cos.shape[-1] != query.shape[-1] or cos.dtype != query.dtype:
+        return plain(query, key, cos, sin, *how)
+    return rotary(query, key, cos, sin)
+
+
+@cache
+def _plain_norm(kind: Any) -> bool:
+    """Whether modules of this class are RMS norms as `kvrepro_kernels.rms_norm` defines them: tried on a few rows."""
+    from kvrepro_kernels.rms_norm import rms_norm_reference
+
+    if not kind.__name__.endswith("RMSNorm"):
+        return False
+    try:
+        module = kind(16, eps=1e-5)
+        with torch.no_grad():
+            module.weight.copy_(torch.linspace(-2, 2, 16))
+        known = module.variance_epsilon == 1e-5 and module.weight.dtype == torch.float32
+        return known and all(
+            torch.equal(module.to(x.dtype)(x), rms_norm_reference(x, module.weight, 1e-5))
+            for x in _both(torch.linspace(-3, 5, 48).view(3, 16))
+        )
+    except (TypeError, AttributeError):  # made or called otherwise
+        return False
+
+
+@cache
+def _plain_rotation(function: Any) -> bool:
+    """Whether a function turns queries and keys as `kvrepro_kernels.rotary` defines it: tried on a few rows."""
+    from kvrepro_kernels.rotary import rotary_reference
+
+    query, key = torch.linspace(-2, 3, 96).view(1, 4, 3, 8), torch.linspace(4, -1, 48).view(1, 2, 3, 8)
+    cos, sin = torch.linspace(-1, 1, 24).view(1, 3, 8), torch.linspace(1, -0.5, 24).view(1, 3, 8)
+    try:
+        return all(
+            torch.equal(mine, theirs)
+            for given in zip(*map(_both, (query, key, cos, sin)), strict=True)
+            for mine, theirs in zip(function(*given), rotary_reference(*given), strict=True)
+        )
+    except (TypeError, ValueError, RuntimeError):  # no such function, or one that takes something else
+        return False
+
+
+def _both(x: Tensor) -> tuple[Tensor, Tensor]:
+    """In single precision, and in 16 bits, where the order of roundings shows."""
+    return x, x.bfloat16()

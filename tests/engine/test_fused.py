@@ -1,0 +1,49 @@
+"""Norms and rotations by kernels: only where the numbers are the same, and only meanwhile."""
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+pytest.importorskip("triton", reason="triton is packaged for Linux only")
+
+import kvrepro_kernels
+
+from kvrepro.engine.fused import in_few_launches
+
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=90, head_dim=8)  # fmt: skip
+BOTH = {"rms_norm", "rotary"}
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted", "more"),
+    [
+        ("llama", BOTH, {}),
+        ("qwen2", BOTH, {}),
+        ("qwen3", BOTH, {}),
+        ("phi3", {"rms_norm"}, {"partial_rotary_factor": 0.5, "pad_token_id": 0}),  # half of a row is turned
+        ("gemma3_text", {"rotary"}, {}),  # its norms add one to the weight
+        ("olmo2", {"rotary"}, {}),  # its norms round after the weight
+        ("cohere", set(), {}),  # layer norms, and neighbours are turned together
+    ],
+)
+def test_a_model_computes_the_same_numbers(family, wanted, more, monkeypatch):
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | more)).eval().to(device)
+    launched = set()
+    for name in BOTH:
+        kernel = getattr(kvrepro_kernels, name)
+        monkeypatch.setattr(kvrepro_kernels, name, lambda *a, n=name, k=kernel: launched.add(n) or k(*a))
+    module, ids = sys.modules[type(model).__module__], torch.arange(1, 13, device=device).view(2, 6)
+    before = dict(vars(module))
+    with torch.inference_mode():
+        plain = model(ids).logits
+        with in_few_launches(model):
+            found = model(ids).logits
+    assert launched == wanted
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    assert dict(vars(module)) == before
+    assert not any("forward" in vars(part) for part in model.modules())

@@ -152,11 +152,13 @@ def label(verdict: str) -> str:
     return {"partly": "partly reproduced"}.get(verdict, verdict)
 
 
-def over(top: Any, bottom: Any) -> tuple[float, float, float]:
-    """The ratio of two timings (seconds, low, high), low and high: of their ends; none where one was timed once."""
+def over(top: pd.Series, bottom: pd.Series) -> tuple[float, float, float, float | None]:
+    """The ratio of two timings (seconds, low, high), from end to end, and of how many runs it is: of those that are
+    fewer; None where a table does not count them. What was timed once has no ends."""
+    runs = [float(one.runs) for one in (top, bottom) if "runs" in one]
     once = top.low == top.high or bottom.low == bottom.high
     low, high = (np.nan, np.nan) if once else (top.low / bottom.high, top.high / bottom.low)
-    return top.seconds / bottom.seconds, low, high
+    return top.seconds / bottom.seconds, low, high, min(runs, default=None)
 
 
 def timed(frame: pd.DataFrame, tests: Mapping[str, str]) -> pd.DataFrame:

@@ -391,7 +391,8 @@ def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str
             raise lost[0] if lost else NotTestable("no member of this claim was run")
         judged = judge(claim, members)
         if all(j.ours.n < MIN_ITEMS and math.isnan(j.ours.low) for j in judged):
-            raise NotTestable(f"{max(j.ours.n for j in judged)} items: an interval needs at least {MIN_ITEMS}")
+            most, kind = max(j.ours.n for j in judged), "run" if isinstance(members[0].what, Measured) else "item"
+            raise NotTestable(f"{most} {kind}{'s' * (most != 1)}: an interval needs at least {MIN_ITEMS}")
     except NotTestable as reason:
         none = {"test": "none", "members": "", "decided_by": ""}
         return row | none | {"verdict": "not testable here", "note": str(reason)}, {}

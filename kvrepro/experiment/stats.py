@@ -18,7 +18,7 @@
   truth by as much, and the interval reaches that much lower; the other way round alike (Efron and Tibshirani 1993). No
   farther than the statistic can go (a correlation from -1 to 1, a quantile over its median from 1).
 - *Clusters* (triples of a prompt, requests of a system prompt): a cluster counts once, by its mean; resamples draw it
-  whole; where all are alike, its rows are counted.
+  whole. Clusters without a single hit count once, too: that none was seen says nothing of how they come together.
 - Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. The estimate always
   lies inside.
 
@@ -215,8 +215,8 @@ class _Side:
         expected = min(size, self.most) * _unseen(n, tail)
         if not self.mean:
             rare = _quantile(level, n - 1) * math.sqrt(RARE / each) / n
-            return 0.0, max(expected, self.most * rare) if size else self.most * _unseen(n * each, tail)
-        share, counted = min(self.mean / self.most, 1.0), n * each
+            return 0.0, max(expected, self.most * rare) if size else self.most * _unseen(n, tail)
+        share, counted = min(self.mean / self.most, 1.0), float(n)
         if share < 1:
             error = self.variance / (n - 1) / self.most**2 + RARE / each * (share**2 + (1 - share) ** 2) / n**2
             known = _quantile(level, math.inf) / _quantile(level, n - 1)

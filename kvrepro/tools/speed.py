@@ -40,7 +40,8 @@ SHAPES = {  # of public models, for long prompts
 PARTS = ("prefill", "first", "decode", "captured", "answer", "regimes")
 PLAIN = "Hugging Face, sdpa, DynamicCache"
 COLUMNS = ("part", "model", "method", "share", "tokens", "batch", "steps", "seconds", "low", "high", "unit",
-           "ratio_to_plain", "peak_gib", "backend", "device", "torch", "triton", "transformers", "date")  # fmt: skip
+           "ratio_to_plain", "peak_gib", "backend", "runs", "device", "torch", "triton", "transformers",
+           "date")  # fmt: skip
 MERGED = (("group", "mean"), ("pool_at", "kv_head"))  # SnapKV's reductions in the order that the kernel has
 METHODS = {  # name: (policy, share, switches, backend)
     "everything kept": ("full", 1.0, (), "triton"),
@@ -122,7 +123,8 @@ def prefill(model: PreTrainedModel, tokens: int, methods: list[str], repeats: in
         middle = median_high(seconds)
         base = base or middle
         peak = torch.cuda.max_memory_allocated() / 2**30
-        yield row("prefill", method, share, tokens, seconds, "s", middle / base, peak=peak, backend=backend)
+        more = {"peak": peak, "backend": backend, "runs": repeats}
+        yield row("prefill", method, share, tokens, seconds, "s", middle / base, **more)
 
 
 def first(model: PreTrainedModel, tokens: int, chosen: list[str], repeats: int) -> Iterator[dict]:
@@ -232,7 +234,7 @@ def captured(model: PreTrainedModel, tokens: int, steps: int, repeats: int) -> I
         base = base or median_high(seconds)
         peak = torch.cuda.max_memory_allocated() / 2**30
         ratio, share = median_high(seconds) / base, METHODS[method][1]
-        yield row("captured", method, share, tokens, seconds, "s/step", ratio, 1, steps, peak, "triton")
+        yield row("captured", method, share, tokens, seconds, "s/step", ratio, 1, steps, peak, "triton", repeats)
 
 
 def answer(model: PreTrainedModel, tokens: int, steps: int, batches: list[int]) -> Iterator[dict]:
@@ -258,13 +260,14 @@ def answer(model: PreTrainedModel, tokens: int, steps: int, batches: list[int]) 
 
 def row(
     part: str, method: str, share: float, tokens: int, seconds: list[float], unit: str, ratio: float, batch: int = 1,
-    steps: int = 0, peak: float = 0.0, backend: str = "-",
+    steps: int = 0, peak: float = 0.0, backend: str = "-", runs: int = 1,
 ) -> dict:  # fmt: skip
-    """A row of the table, but for the model; seconds are sorted."""
+    """A row of the table, but for the model; seconds are sorted. runs: so many timings of their own, of which the steps
+    of one run are one."""
     found = dict(
         part=part, method=method, share=share, tokens=tokens, batch=batch, steps=steps,
         seconds=round(median_high(seconds), 5), low=round(seconds[0], 5), high=round(seconds[-1], 5), unit=unit,
-        ratio_to_plain=round(ratio, 4), peak_gib=round(peak, 2), backend=backend,
+        ratio_to_plain=round(ratio, 4), peak_gib=round(peak, 2), backend=backend, runs=runs,
     )  # fmt: skip
     print(found, flush=True)
     return found

@@ -292,7 +292,7 @@ def test_measured_ranges_are_judged_like_intervals():
     assert table({"at_most": 1.2}, [Member("x", Measured(1.1, 1.0, 1.3))]).verdict == "inconclusive"
     assert table({"at_most": 1.2}, [Member("x", Measured(1.1, 1.0, 1.19, n=6))]).verdict == "reproduced"
     steps = table({"at_most": 1.2}, [Member("x", Measured(1.1, 1.0, 1.19, n=1))])  # fifty steps of a single run
-    assert (steps.verdict, steps.note) == ("not testable here", "1 items: an interval needs at least 6")
+    assert (steps.verdict, steps.note) == ("not testable here", "1 run: an interval needs at least 6")
 
 
 def test_the_reading_decides_where_a_member_turns_over():
@@ -648,7 +648,7 @@ def test_a_row_says_everything(monkeypatch):
         ([NotTestable("no GPU"), NotTestable("no time")], "no GPU"),
         (
             [Member("a", Measured(1, 1, 1, 3)), Member("b", Measured(1, 1, 1, 5))],
-            "5 items: an interval needs at least 6",
+            "5 runs: an interval needs at least 6",
         ),
     ],
 )

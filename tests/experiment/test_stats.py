@@ -91,11 +91,22 @@ def test_a_cluster_counts_once_by_its_mean():
     assert e.high - e.low > 1.5 * (lambda one: one.high - one.low)(stats.interval(values))
 
 
-def test_where_all_clusters_are_alike_their_rows_count():
-    alone = stats.interval([0.0] * 12, bounds=(0, 1))
-    many = stats.interval([0.0] * 1200, np.repeat(np.arange(12), 100), bounds=(0, 1))
-    assert many.high < 0.2 * alone.high
-    assert many.triple == pytest.approx(stats.interval([0.0] * 12, bounds=(0, 1), each=100).triple)
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_clusters_that_are_all_alike_count_once_each(value):
+    alone = stats.interval([value] * 12, bounds=(0, 1))
+    many = stats.interval([value] * 1200, np.repeat(np.arange(12), 100), bounds=(0, 1))
+    assert many.triple == pytest.approx(alone.triple)
+
+
+def test_seeing_nothing_says_no_more_than_seeing_little():
+    """Steps of answers, hits in one answer of five: intervals of six answers have to cover a mean of 0.06."""
+    draws = np.random.default_rng(5)
+    missed = 0
+    for _ in range(200):
+        values = np.where(draws.random(6) < 0.2, draws.binomial(200, 0.3, 6), 0) / 200
+        e = stats.interval(values, bounds=(0, 1), each=200)
+        missed += not e.low <= 0.06 <= e.high
+    assert missed <= 0.1 * 200
 
 
 @given(st.lists(unit, min_size=1, max_size=30))
@@ -319,12 +330,12 @@ def reach(values, least=None, most=None, each=1, level=0.95, alike=True) -> tupl
         unseen = [min(size, end) * scipy_stats.beta(0.5, n + 0.5).ppf((1 + level) / 2)]
         if not any(part):
             unseen.append(end * quantile(level, n - 1) * math.sqrt(1 / 16 / each) / n)
-            more[i] = max(unseen) if size else end * scipy_stats.beta(0.5, n * each + 0.5).ppf((1 + level) / 2)
+            more[i] = max(unseen) if size else end * scipy_stats.beta(0.5, n + 0.5).ppf((1 + level) / 2)
             continue
         share, error = sum(part) / n / end, statistics.variance(part) / n / end**2
         error += ((0 - share) ** 2 + (1 - share) ** 2) / 16 / each / n**2
         z, t = NORMAL.inv_cdf((1 + level) / 2), quantile(level, n - 1)
-        count = n * each if share == 1 else max(n, share * (1 - share) / error * (z / t) ** 2)
+        count = n if share == 1 else max(n, share * (1 - share) / error * (z / t) ** 2)
         beta = scipy_stats.beta(count * share + 0.5, count * (1 - share) + 0.5)
         less[i] = end * (share - min(share, beta.ppf((1 - level) / 2)))
         more[i] = end * ((1.0 if share == 1 else max(share, beta.ppf((1 + level) / 2))) - share)

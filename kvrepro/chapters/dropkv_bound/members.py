@@ -235,7 +235,8 @@ def _timed(claim: Mapping) -> list[Member]:
     found = compute(file, **{"tokens": claim["tokens"]} if "tokens" in claim else {})
     if claim.get("exact"):
         return [Member(m.member, Facts(pd.Series([m.value], index=[file.name]))) for m in found.itertuples()]
-    return [Member(m.member, Measured(m.value, m.low, m.high)) for m in found.itertuples()]
+    found = found.astype({"n": object}).where(found.notna(), None)
+    return [Member(m.member, Measured(m.value, m.low, m.high, m.n)) for m in found.itertuples()]
 
 
 def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -> Sequence[Member | NotTestable]:

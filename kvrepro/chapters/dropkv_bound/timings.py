@@ -1,8 +1,8 @@
 """Timings of data/gpu/ beside the paper's: scoring kernel, time to the first token, whole answers, throughput.
 
-Members of a claim: columns member, value, low, high. The interval is that of the timings: p20 to p80 for the
-kernel, least to greatest for whole models, none where one was timed once; least to median step for decoding, where a
-single slow step may allocate memory.
+Members of a claim: columns member, value, low, high, and n, in how many runs of their own (NaN: counted, or replays of
+a kernel). The interval is that of the timings: p20 to p80 for the kernel, least to greatest for whole models; least to
+median step for decoding, where a single slow step may allocate memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ PLAIN, TORCH, KEPT = "Hugging Face, sdpa, DynamicCache", "DropKV, plain PyTorch"
 
 
 def _frame(rows: Sequence[tuple]) -> pd.DataFrame:
-    return pd.DataFrame(rows, columns=["member", "value", "low", "high"])
+    return pd.DataFrame(rows, columns=["member", "value", "low", "high", "n"]).astype({"n": float})
 
 
 def kernels(file: Path = KERNELS) -> pd.DataFrame:
@@ -37,14 +37,14 @@ def speedup(file: Path = KERNELS, tokens: int = 131072) -> pd.DataFrame:
     f = f[f.tokens == tokens].set_index("variant")
     ours = f.loc[SCORING]
     low, middle, high = f.p20_us / ours.p80_us, f.p50_us / ours.p50_us, f.p80_us / ours.p20_us
-    return _frame([(name, middle[name], low[name], high[name]) for name in REFERENCES])
+    return _frame([(name, middle[name], low[name], high[name], None) for name in REFERENCES])
 
 
 def scratch(file: Path = KERNELS, tokens: int = 131072) -> pd.DataFrame:
     """What the scoring kernel allocates beside its inputs and scores, MB; counted, so without an interval."""
     f = kernels(file)
     found = f[(f.tokens == tokens) & (f.variant == SCORING)].scratch_mib.item() * 2**20 / 1e6
-    return _frame([("all", found, found, found)])
+    return _frame([("all", found, found, found, None)])
 
 
 def scratch_share(file: Path = KERNELS, tokens: int = 131072, held: bool = False) -> pd.DataFrame:
@@ -55,13 +55,14 @@ def scratch_share(file: Path = KERNELS, tokens: int = 131072, held: bool = False
     _, kv_heads, dim = map(int, SHAPE.split("/"))
     more = 2 * tokens * kv_heads * dim * 2 / 2**20 if held else 0.0
     shares = {name: (f[SCORING] + more) / (f[name] + more) for name in REFERENCES}
-    return _frame([(name, value, value, value) for name, value in shares.items()])
+    return _frame([(name, value, value, value, None) for name, value in shares.items()])
 
 
-def models(part: str, file: Path = MODELS) -> pd.DataFrame:
-    """Rows of a part of the measured table; of a cell measured twice the first."""
-    f = pd.read_csv(file)
-    f = f[f.part == part]
+def models(part: str, file: Path = MODELS, device: str = "") -> pd.DataFrame:
+    """Rows of a part of the measured table, on one device if one is named; of a cell measured twice those of more runs,
+    or the first."""
+    f = pd.read_csv(file).sort_values("runs", ascending=False, kind="stable")
+    f = f[(f.part == part) & f.device.str.contains(device, regex=False)]
     where = ["model", "method", "tokens", "batch"]
     return f.drop_duplicates(where).set_index(where)
 
@@ -72,15 +73,16 @@ def latency(file: Path = MODELS) -> pd.DataFrame:
     Both decode equally many tokens, timed once: they differ by their prefills, one per row of the batch, whose least
     and greatest times make the interval.
     """
-    f, first = models("answer", file), models("prefill", file)
+    f = models("answer", file)
     rows = []
     for (model, method, tokens, batch), row in f.iterrows():
         if method == "DropKV":
+            first = models("prefill", file, row.device)
             other = f.loc[(model, "SnapKV", tokens, batch)]
             a, b = (first.loc[(model, name, tokens, 1)] for name in ("DropKV", "SnapKV"))
             middle = row.seconds - other.seconds
             spread = batch * (a.low - b.high), batch * (a.high - b.low)
-            rows.append((f"batch {batch}", middle, min(middle, spread[0]), max(middle, spread[1])))
+            rows.append((f"batch {batch}", middle, min(middle, spread[0]), max(middle, spread[1]), row.runs))
     return _frame(rows)
 
 
@@ -97,8 +99,8 @@ def prefill_gain(file: Path = MODELS) -> pd.DataFrame:
     rows = []
     for model, method, tokens, batch in f.index:
         if method == TORCH:
-            found = claims.over(f.loc[model, TORCH, tokens, batch], f.loc[model, "DropKV", tokens, batch])
-            rows.append((f"{model}, {tokens}", *(value - 1 for value in found)))
+            *found, n = claims.over(f.loc[model, TORCH, tokens, batch], f.loc[model, "DropKV", tokens, batch])
+            rows.append((f"{model}, {tokens}", *(value - 1 for value in found), n))
     return _frame(rows)
 
 
@@ -115,7 +117,7 @@ def throughput(file: Path = MODELS, against: str = PLAIN, slowest: bool = False)
         ours, full = (cell[cell.method == name].iloc[0] for name in ("5% kept", against))
         more, upper = ours.batch / full.batch, "high" if slowest else "seconds"
         ends = full.seconds / ours.seconds, full.low / ours[upper], full[upper] / ours.low
-        rows.append((f"{model}, {tokens}", *(more * part for part in ends)))
+        rows.append((f"{model}, {tokens}", *(more * part for part in ends), min(ours.runs, full.runs)))
     return _frame(rows)
 
 
@@ -125,7 +127,7 @@ def throughputs(file: Path = MODELS) -> pd.DataFrame:
     names = {PLAIN: "plain cache", KEPT: "everything kept"}
     found = [throughput(file, full).assign(against=name) for full, name in names.items()]
     both = pd.concat(found, ignore_index=True)
-    return both.assign(member=both.member + ", over " + both.against)[["member", "value", "low", "high"]]
+    return both.assign(member=both.member + ", over " + both.against).drop(columns="against")
 
 
 # contrast of a claim -> its members from a file, the file, and what the interval is

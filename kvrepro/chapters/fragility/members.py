@@ -139,7 +139,8 @@ def members(
     if claim["study"] == "theory":
         return [Member("all", Facts(theorems()[claim["contrast"]]))]
     if claim["study"] == "gpu":
-        return [Member(label, Measured(*values)) for label, *values in TIMED[claim["contrast"]](gpu or GPU)]
+        timings = TIMED[claim["contrast"]](gpu or GPU)
+        return [Member(label, Measured(value, low, high, n)) for label, value, low, high, n in timings]
     if claim.get("experts") and not experts:
         raise NotTestable(claim["needs"])
     if claim["contrast"] == "lead":
@@ -204,7 +205,7 @@ PLAIN, KEPT = "Hugging Face, sdpa, DynamicCache", "everything kept"
 DEFENSIVE_PLAIN = "DefensiveKV, plain PyTorch"
 FULL = {"transformers' full cache": PLAIN, "this engine's full cache": KEPT}
 SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timings of the fused scoring kernel
-Timed = tuple[str, float, float, float]  # member, value, low, high: from the fastest and slowest of the timings
+Timed = tuple[str, float, float, float, float | None]  # member, value, from fastest to slowest timing, in how many runs
 
 
 def _timings(gpu: Path, file: str) -> pd.DataFrame:
@@ -263,7 +264,8 @@ def decode_ratio(gpu: Path, batch: int = 0, slowest: bool = False) -> list[Timed
     for label, full in theirs.items():
         a, b = (row[["seconds", "low", "high"]] / row.batch for row in (full, ours))
         upper = "high" if slowest else "seconds"
-        found.append((label, a.seconds / b.seconds, a.low / b[upper], a[upper] / b.low))
+        runs = min(full.runs, ours.runs)
+        found.append((label, a.seconds / b.seconds, a.low / b[upper], a[upper] / b.low, runs))
     return found
 
 
@@ -272,12 +274,12 @@ throughput_ratio = partial(decode_ratio, batch=-1)  # tokens per second, a fifth
 
 def peak_ratio(gpu: Path) -> list[Timed]:
     """Peak memory at the longest context, one request: a fifth over either full cache."""
-    found = []
+    found: list[Timed] = []
     for label, part, method in (("prefill", "prefill", DEFENSIVE_PLAIN), ("decoding", "decode", "20% kept")):
         ours = _measured(gpu, part, method, FIFTH).iloc[0]
         for against, name in FULL.items():
             value = float(ours.peak_gib / _measured(gpu, part, name, 1.0, ours.tokens).iloc[0].peak_gib)
-            found.append((f"{label}, over {against}", value, value, value))
+            found.append((f"{label}, over {against}", value, value, value, None))
     return found
 
 

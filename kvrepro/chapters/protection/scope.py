@@ -1,8 +1,8 @@
-"""How far the paper's conclusions reach: published methods with guards, Ada-KV with equal budgets, the learned credit,
-answers that are sampled, needles at 64K tokens.
+"""How far the paper's conclusions reach: published methods with guards, a single reduction, Ada-KV with equal budgets,
+the learned credit, answers that are sampled, needles at 64K tokens.
 
-Each is a study of its own. All but the first are asked for by the full profile alone, since they take minutes on the
-embedded model already. Rows have the columns that `members.evaluate` reads, and go there under the study's name:
+Each is a study of its own. All but the first two are asked for by the full profile alone, since they take minutes on
+the embedded model already. Rows have the columns that `members.evaluate` reads, and go there under the study's name:
 `more={"credit": ...}`.
 """
 
@@ -17,13 +17,14 @@ from kvrepro.chapters.protection import grid, study
 from kvrepro.chapters.protection.settings import Settings
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evicting import evicting
-from kvrepro.engine.regime import DecodeCap, Prefill
+from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
 
 REAL = ("snapkv", "h2o_online", "ada_kv")  # as published, layer by layer, each with its own window
+ONCE = "at the prompt's end"
 NATIVE = "kvrepro/chapters/protection/policies.py:ADA_KV_NATIVE"
 NEEDLES = "ruler:niah_single_1"  # noise around one sentence, which needs no download
 NEEDLE_TOKENS, NEEDLE_SHARE, N_NEEDLES = 65_536, 16, 60  # the paper's prompts, 1 / 16 of the cache, its items
@@ -35,8 +36,7 @@ def studies(
 ) -> dict[str, pd.DataFrame]:
     """All of them that the model can read, by name. rows: of the main comparison, of which LRU and the full cache are
     what credit and samples are compared with."""
-    lru = rows[(rows.policy == "full") | ((rows.policy == "lru") & (rows.capacity == capacity))]
-    lru = lru[(lru.reading == "as_run") & (lru.suffix_mode == "dynamic")]
+    lru = _lru(rows, capacity)
     given = (loaded, items, capacity, settings)
     found = {
         "native": native(*given),
@@ -62,6 +62,26 @@ def real(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, set
     new = settings.max_new_tokens
     limit = study.paper_limit(loaded, items, new)
     return run(Answers("protection", "real", some, [Condition(), *asked], new, limit), loaded, settings)
+
+
+def once(loaded: Loaded, items: Sequence[Item], rows: pd.DataFrame, capacity: int, settings: Settings) -> pd.DataFrame:
+    """LRU, bare and guarded, reduced once at the prompt's end (regime `ONCE`), beside its rows of the main comparison,
+    where the cap is met again while decoding."""
+    new, guarded = settings.max_new_tokens, settings.protect_frac
+    asked = [
+        Condition("lru", capacity, SharedCap(interval=new + 1), prefix=side, suffix=side, reading="as_run")
+        for side in (0.0, guarded)
+    ]
+    found = run(
+        Answers("protection", "once", items, asked, new, study.paper_limit(loaded, items, new)), loaded, settings
+    )
+    return pd.concat([_lru(rows, capacity), found.assign(regime=ONCE)], ignore_index=True)
+
+
+def _lru(rows: pd.DataFrame, capacity: int) -> pd.DataFrame:
+    """Of the main comparison, as its code runs: LRU at one capacity, and the full cache."""
+    found = rows[(rows.policy == "full") | ((rows.policy == "lru") & (rows.capacity == capacity))]
+    return found[(found.reading == "as_run") & (found.suffix_mode == "dynamic")]
 
 
 def native(loaded: Loaded, items: Sequence[Item], capacity: int, settings: Settings) -> pd.DataFrame:

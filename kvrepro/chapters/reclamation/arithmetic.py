@@ -11,14 +11,25 @@ SHAPES = {  # layers, query heads, KV heads, dimension of a head, parameters; fr
     "Qwen2.5-14B": (48, 40, 8, 128, 14.8e9),
 }
 UNITS = {"24 x 10^9 bytes": 24e9, "24 x 2^30 bytes": 24 * 2**30}
+VOCABULARY, WIDTH = 151_936, 5_120  # of Qwen3-32B, whose embeddings and output layer are two matrices
+GROUP = 128  # weights that share a scale of 16 bits and a zero of four. Source: AWQ, Lin et al. 2024
 
 
 def memory() -> pd.DataFrame:
     """Rows (check, model, value). "smaller by GQA": the cache of as many KV heads as query heads, over the model's.
-    "tokens in <memory>": tokens that fit beside Qwen3-32B's weights at four bits, with nothing else in memory."""
+    "tokens in <memory>": tokens that fit beside Qwen3-32B's weights at four bits, with nothing else in memory; all at
+    four bits, or as checkpoints have them: embeddings and output layer in 16, scales and zeros beside the others."""
     rows = [("smaller by GQA", model, heads / kv) for model, (_, heads, kv, _, _) in SHAPES.items()]
     model = "Qwen3-32B"
     layers, _, kv_heads, dim, parameters = SHAPES[model]
     token = 2 * 2 * layers * kv_heads * dim  # bytes of its keys and values
-    rows += [(f"tokens in {name}", model, (most - parameters / 2) // token) for name, most in UNITS.items()]
+    ends = 2 * VOCABULARY * WIDTH
+    weights = {
+        "": 2 * ends + (parameters - ends) * (4 + 20 / GROUP) / 8,
+        ", four bits for every weight": parameters / 2,
+    }
+    rows += [
+        (f"tokens in {name}{how}", model, (most - held) // token)
+        for how, held in weights.items() for name, most in UNITS.items()
+    ]  # fmt: skip
     return pd.DataFrame(rows, columns=["check", "model", "value"])

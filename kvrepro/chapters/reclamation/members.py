@@ -75,8 +75,9 @@ def _passes(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _published(rows: pd.DataFrame) -> pd.DataFrame:
-    """times_smaller: blocks before over blocks after a repack."""
-    return rows.assign(times_smaller=rows.blocks / (rows.blocks - rows.freed_repack))
+    """times_smaller: blocks before over blocks after each head was packed; by slots, after a repack."""
+    by = {"times_smaller": rows.freed_packed, "times_smaller_by_slots": rows.freed_repack}
+    return rows.assign(**{name: rows.blocks / (rows.blocks - freed) for name, freed in by.items()})
 
 
 DERIVED = {

@@ -75,7 +75,9 @@ def reclaim(keep: np.ndarray, block_size: int = 16) -> dict[str, float]:
 
     living: slots that some head keeps. freed_plain, freed_repack, freed_fill: blocks. share_*: of all blocks.
     copies_*: slots that move, `emptiest` = hole filling that vacates the emptiest blocks. shortfall: share of tokens
-    evicted per head, less share of blocks freed by a repack. share_own: freed if each head had a table of its own.
+    evicted per head, less share of blocks freed by a repack. freed_packed: if each head packs its own survivors into
+    the first of the request's blocks, so that the fullest head decides. share_own: freed if each head had a table of
+    its own.
     """
     keep = keep[(None,) * (3 - keep.ndim)]
     tokens = keep.shape[-1]
@@ -90,6 +92,8 @@ def reclaim(keep: np.ndarray, block_size: int = 16) -> dict[str, float]:
     row["share_plain"], row["share_repack"] = row["freed_plain"] / blocks, row["freed_repack"] / blocks
     row["evicted"] = 1 - float(keep.mean())
     row["shortfall"] = row["evicted"] - row["share_repack"]
+    row["freed_packed"] = blocks - -(-int(keep.sum(-1).max()) // block_size)
+    row["share_packed"] = row["freed_packed"] / blocks
     row["share_own"] = 1 - float(np.ceil(keep.sum(-1) / block_size).sum()) / (blocks * keep.shape[0] * keep.shape[1])
     row["copies_ratio"] = row["copies_fill"] / row["copies_repack"] if row["copies_repack"] else np.nan
     return row

@@ -38,7 +38,7 @@ def models(tmp_path):
     ]
     frame = pd.DataFrame(rows, columns=["part", "model", "tokens", "method", "batch", "seconds", "low", "high"])
     file = tmp_path / "models.csv"
-    frame.assign(device="NVIDIA any").to_csv(file, index=False)
+    frame.assign(device="NVIDIA any", runs=6).to_csv(file, index=False)
     return file
 
 
@@ -62,6 +62,15 @@ def test_scratch_and_peak_are_shares_of_each_references(kernels):
     assert peak == pytest.approx([(16 + held) / (100 + held), (16 + held) / (1000 + held)])
 
 
+def test_of_a_cell_timed_twice_more_runs_count_and_an_answer_its_own_devices_prefills(models):
+    frame = pd.read_csv(models)
+    again = frame[frame.part == "prefill"].assign(runs=9, device="another", seconds=3.0, low=2.9, high=3.1)
+    pd.concat([frame, again]).to_csv(models, index=False)
+    assert timings.first_token(models).n.tolist() == [9]
+    assert only(timings.first_token(models)) == [1.0, 2.9 / 3.1, 3.1 / 2.9]
+    assert only(timings.latency(models)) == [0.4, 4 * (2.0 - 2.2), 4 * (2.2 - 1.9)]
+
+
 def test_what_was_timed_once_has_no_interval(models):
     once = timings.first_token(models, "Qwen", 100)
     assert once.value.item() == 1
@@ -81,8 +90,8 @@ def test_the_models_members(models):
 def test_every_contrast_reads_the_measured_tables():
     for compute, file, _ in timings.CONTRASTS.values():
         found = compute(file)
-        assert found.columns.tolist() == ["member", "value", "low", "high"]
-        found = found.dropna()
+        assert found.columns.tolist() == ["member", "value", "low", "high", "n"]
+        found = found.dropna(subset=["low"])
         assert len(found)
         assert (found.low <= found.value).all()
         assert (found.value <= found.high).all()

@@ -426,7 +426,7 @@ def test_scoring_times_are_compared_at_the_longest_context(tmp_path):
         ]
     ]  # fmt: skip
     pd.DataFrame(rows).to_csv(tmp_path / "kernels.csv")
-    [(label, value, low, high)] = members.scoring_ratio(tmp_path)
+    [(label, value, low, high, _)] = members.scoring_ratio(tmp_path)
     assert (value, label) == (pytest.approx(1.1), "400 tokens")
     assert (low, high) == (pytest.approx(0.99), pytest.approx(1.1 / 0.9))
 
@@ -441,17 +441,17 @@ def test_costs_are_ratios_of_what_was_timed(tmp_path):
         ("decode", "20% kept", 0.2, 100, 16, 0.25, 80.0), ("decode", "20% kept", 0.2, 50, 1, 9.0, 1.0),
     ]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["part", "method", "share", "tokens", "batch", "seconds", "peak_gib"])
-    frame = frame.assign(model=members.TIMED_MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds)
+    frame = frame.assign(model=members.TIMED_MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds, runs=3)
     frame.to_csv(tmp_path / "models.csv")
     assert [m[1] for m in members.decode_ratio(tmp_path)] == pytest.approx([4, 2])
     for compute, value in ((members.decode_ratio, 4), (members.throughput_ratio, 8)):
-        assert compute(tmp_path)[0][1:] == pytest.approx((value, 0.9 * value, value / 0.9))
-        assert compute(tmp_path, slowest=True)[0][1:] == pytest.approx((value, 0.9 / 1.1 * value, 1.1 / 0.9 * value))
+        assert compute(tmp_path)[0][1:] == pytest.approx((value, 0.9 * value, value / 0.9, 3))
+        assert compute(tmp_path, slowest=True)[0][1:] == pytest.approx((value, 0.9 / 1.1 * value, 1.1 / 0.9 * value, 3))
     assert [m[1] for m in members.throughput_ratio(tmp_path)] == pytest.approx([64 / 8, 64 / 10])
     assert [m[1] for m in members.peak_ratio(tmp_path)] == pytest.approx([0.25, 0.5, 0.75, 0.75])
     costs = members.costs(members.GPU)
     plain = pd.read_csv(members.GPU / "models.csv").query("part == 'prefill' and batch == 1 and tokens == 32768")
-    plain = plain[plain.model == members.TIMED_MODEL].set_index("method").seconds
+    plain = plain[plain.model == members.TIMED_MODEL].drop_duplicates("method").set_index("method").seconds
     [ratio] = costs.query("what == 'time to the first token' and method == 'Ada-KV' and tokens == 32768").value
     assert ratio == pytest.approx(plain["Ada-KV"] / plain[members.PLAIN])
 
@@ -463,11 +463,17 @@ def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(tmp_pat
         ("critical_kv, as run", "triton", 400, 4.0, 3.9, 4.1), ("critical_kv, as described", "torch", 1, 1.0, 1.0, 1),
     ]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["method", "backend", "tokens", "seconds", "low", "high"])
-    frame.assign(part="first", model="any", share=0.2).to_csv(tmp_path / "first_token.csv")
+    frame.assign(part="first", model="any", share=0.2, runs=[8, 7, 6, 1, 6, 6]).to_csv(tmp_path / "first_token.csv")
     short, long = members.first_token_ratio(tmp_path)
-    assert short == ("any, 100 tokens, authors' code", 1.5, pytest.approx(2.9 / 2.1), pytest.approx(3.3 / 1.9))
+    assert short == ("any, 100 tokens, authors' code", 1.5, pytest.approx(2.9 / 2.1), pytest.approx(3.3 / 1.9), 7)
     assert long[:2] == ("any, 400 tokens, authors' code", 1.25)
-    assert np.isnan(long[2:]).all()
+    assert np.isnan(long[2:4]).all()
+    [claim] = [one for one in claims.load_claims("fragility")["claims"] if one["id"] == "C9"]
+    tested = members.members(claim, {}, None, None, "as_run", tmp_path)
+    assert [member.what.estimate().low for member in tested] == [
+        pytest.approx(2.9 / 2.1),
+        pytest.approx(np.nan, nan_ok=True),
+    ]
 
 
 def test_every_claim_has_a_row_whatever_was_run(tmp_path):

@@ -61,6 +61,8 @@ def test_reclaim_obeys_its_arithmetic(data):
     left = np.concatenate([*blocks, np.empty(0, bool)])  # dead blocks leave the table before anything is copied
     assert row["copies_repack"] == (np.flatnonzero(left) != np.arange(left.sum())).sum()
     assert row["copies_fill"] == left[left.sum() :].sum()
+    fullest = max(int(keep[layer, head].sum()) for layer in range(layers) for head in range(heads))
+    assert row["freed_packed"] == row["blocks"] - -(-fullest // size) >= row["freed_repack"]
     assert row["share_own"] * row["blocks"] * layers * heads == pytest.approx(
         sum(row["blocks"] - -(-int(one.sum()) // size) for one in keep.reshape(-1, tokens))
     )

@@ -108,29 +108,52 @@ def bars_said(path: Path = GPU / "real.csv") -> str:
     )
 
 
+OURS, THEIRS = "this project's kernels", "plain torch, or separate passes"
+
+
 def floors(path: Path = GPU / "kernels.csv") -> Figure:
-    """How near each kernel comes to its floor: a dot per variant and shape, the longest input of each; our kernels
-    beside what torch offers for the same work."""
-    frame = pd.read_csv(path)
-    frame = frame[~frame.kernel.isin(["ceiling", "prefill_attention"])].sort_values("tokens")
-    last = frame.groupby(["kernel", "variant", "shape"], sort=False).tail(1)
-    theirs = last.variant.str.contains(r"\btorch\b|three kernels")
-    last = last.assign(by=theirs.map({True: "plain torch, or separate passes", False: "this project's kernels"}))
+    """How near each kernel comes to its floor: a dot per variant and shape, the longest input of each, in the largest
+    batch; our kernels beside what torch offers for the same work."""
+    last = _longest(path)
     with figure.style():
         picture = Figure(figsize=(7, 3.2), layout="constrained")
         axes = picture.subplots()
         look = {"dodge": True, "jitter": False, "size": 7, "alpha": 0.8}
-        sns.stripplot(last, x="fraction_of_floor", y="kernel", hue="by", ax=axes, **look)
+        sns.stripplot(last, x="fraction_of_floor", y="kernel", hue="by", hue_order=[OURS, THEIRS], ax=axes, **look)
         axes.axvline(1, color="0.3", linewidth=1)
         axes.set(xlim=(0, 1.1), xlabel="share of the floor that is reached", ylabel="")
         axes.legend(title="", frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return picture
 
 
+def _longest(path: Path) -> pd.DataFrame:
+    """Each variant and shape at its longest input, in the largest batch of that length; whose it is in column `by`."""
+    frame = pd.read_csv(path)
+    frame = frame[~frame.kernel.isin(["ceiling", "prefill_attention"])]
+    frame = frame.sort_values(["tokens", "batch"], kind="stable")
+    last = frame.groupby(["kernel", "variant", "shape"], sort=False).tail(1)
+    return last.assign(by=_theirs(last).map({True: THEIRS, False: OURS}))
+
+
+def _theirs(rows: pd.DataFrame) -> pd.Series:
+    return rows.variant.str.contains(r"\btorch\b|three kernels")
+
+
+def floors_shown(path: Path = GPU / "kernels.csv") -> str:
+    """What `floors` shows, for those who do not see it."""
+    last = _longest(path)
+    each = [
+        f"{len(rows)} of {by}, from {rows.min():.0%} to {rows.max():.0%}, median {rows.median():.0%}"
+        for by, rows in last.groupby("by", sort=False).fraction_of_floor
+    ]
+    kernels = last.kernel.nunique()
+    return f"Dots by the share of the floor that is reached, in rows for {kernels} kernels: {'; '.join(each)}."
+
+
 def floors_said(path: Path = GPU / "kernels.csv") -> str:
     """The figure in a sentence."""
     frame = pd.read_csv(path).query("tokens >= 32768 and kernel != 'ceiling'")
-    theirs = frame.variant.str.contains(r"\btorch\b|three kernels") | (frame.kernel == "prefill_attention")
+    theirs = _theirs(frame) | (frame.kernel == "prefill_attention")
     best = frame[~theirs].groupby("kernel").fraction_of_floor.max().sort_values()
     device = ", ".join(frame.device.unique())
     return (

@@ -82,6 +82,15 @@ Each measurement of the table as a time over its target, on a logarithmic axis: 
 one for the *floor*, the time that moving the bytes takes at the least, where there is one. Left of the line at 1 the
 target is met. A bar is one number of the table and has no interval.
 ```"""
+    pages["floors_figure"] = f"""```{{figure}} generated/floors.svg
+:name: fig-floors
+:class: dark-light kvrepro-figure
+:alt: {cost.floors_shown()}
+
+Share of its floor that each kernel reaches on its longest input, in the largest batch of that length, for every variant
+and shape; at the line nothing can be gained. Torch's dots beside *compaction* are its indexing, and copies of as many
+bytes, which need no search.
+```"""
     pages["floors"], pages["cost_failures"] = cost.floors_said(), cost.failures()
     pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}
     pages["coverage"] = table(coverage.said())

@@ -1,6 +1,7 @@
 """The page *What should I use?*: every condition of the synthesis, with what other chapters know of its scorer."""
 
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 
 import pandas as pd
@@ -13,10 +14,13 @@ from kvrepro.experiment import figure, stats
 from kvrepro.paths import ROOT
 from kvrepro.tools import filterable
 from kvrepro.tools.edition import figure_data, results_of
+from kvrepro.tools.filterable import Cell
 
-ALIKE = {  # a scorer of the grid -> the published method that scores alike, of which cost and leaks are known
-    "position": "streaming_llm", "key norm": "k_norm", "key difference": "key_diff", "attention of all": "h2o",
-    "attention": "snapkv", "attention x value": "critical_kv", "perturbation": "dropkv",
+ALIKE = {  # scorer and aggregator of the grid -> the published method that scores alike, whose cost and leaks are known
+    ("position", None): "streaming_llm", ("key norm", None): "k_norm", ("key difference", None): "key_diff",
+    ("attention of all", None): "h2o", ("attention", "mean"): "snapkv", ("attention", "mean_var"): "cake",
+    ("attention x value", "mean"): "critical_kv", ("attention x value", "defensive"): "defensive_kv",
+    ("perturbation", "mean"): "dropkv",
 }  # fmt: skip
 HEADS = {  # how a budget is shared out, in words
     "uniform": "per head, even budgets", "per head": "per head, uneven in a layer", "joint": "per head, uneven overall",
@@ -29,7 +33,7 @@ WHEN = {
 GUARDS = {"none": "none", "sinks": "the first four tokens", "ends": "both ends"}
 AGGREGATORS = {"mean_var": "mean and variance"}
 LONG = 32768  # tokens of the prompts whose first token is timed
-MISSING = "not measured"
+MISSING, NOTHING = "not measured", "none measurable"
 DEAF = "not while it follows"  # where nothing is told because nothing of the prompt is followed any longer
 
 
@@ -57,7 +61,8 @@ def conditions(rows: pd.DataFrame, root: Path = ROOT) -> pd.DataFrame:
     losses, safe, first = _losses(rows), safe_budgets(root), _first_token()
     found = []
     for row in table.to_dict("records"):
-        grid, of = row["kind"] == "grid", row["method"] if row["kind"] == "published" else ALIKE.get(row["scorer"], "")
+        grid = row["kind"] == "grid"
+        of = ALIKE.get((row["scorer"], row["aggregator"] or None), "") if grid else row["method"]
         found.append({
             "scores by": _scorer(row) if grid else _published(of), "kept": f"{row['kept']:.0%}",
             "guards": (GUARDS[row["guard"]] if grid else "its own") + (", quotas" if row["quota"] == "parts" else ""),
@@ -65,23 +70,25 @@ def conditions(rows: pd.DataFrame, root: Path = ROOT) -> pd.DataFrame:
             "heads": HEADS.get(row["split"], HEADS["one set"]) if grid else f"its own ({find(of).budget})",
             "quality": f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
             "blocks returned": f"{1 - row['unfreed']:.0%}", "leak-safe from": safe.get(of, MISSING),
-            "first token": first.get(of, MISSING), "on kernels": _kernel(of), "loses most at": losses[row["name"]],
-            "name": row["name"], "value": row["value"], "of": of,
+            "first token": first.get(of, MISSING), "on kernels": _kernel(of, row["scorer"]),
+            "loses most at": losses[row["name"]], "name": row["name"], "value": row["value"], "of": of,
         })  # fmt: skip
     return pd.DataFrame(found)
 
 
 def _scorer(row: Mapping) -> str:
-    if not row["aggregator"]:
-        return row["scorer"]
-    pooled = "" if row["pooling"] == "none" else f", {row['pooling']} over neighbours"
-    return f"{row['scorer']}, {AGGREGATORS.get(row['aggregator'], row['aggregator'])} over queries{pooled}"
+    pooled = f", {row['pooling']} over neighbours" if row["aggregator"] and row["pooling"] != "none" else ""
+    return _score(row["scorer"], row["aggregator"]) + pooled
+
+
+def _score(scorer: str, aggregator: str | None) -> str:
+    return f"{scorer}, {AGGREGATORS.get(aggregator, aggregator)} over queries" if aggregator else scorer
 
 
 def _published(policy: str) -> str:
-    """A published method, with the scorer of the grid that it shares: a search for either finds both."""
-    scorer = next((scorer for scorer, method in ALIKE.items() if method == policy), "")
-    return figure.look(policy).name + (f" (as published): {scorer}" if scorer else " (as published)")
+    """A published method, with the score of the grid that it shares: a search for either finds both."""
+    score = next((_score(*parts) for parts, method in ALIKE.items() if method == policy), "")
+    return figure.look(policy).name + (f" (as published): {score}" if score else " (as published)")
 
 
 def _losses(rows: pd.DataFrame) -> dict[str, str]:
@@ -93,8 +100,9 @@ def _losses(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def safe_budgets(root: Path = ROOT) -> dict[str, str]:
-    """The smallest share of a system prompt at which a policy tells no more of its secrets than the full cache does and
-    still follows its directive, the defense first; as the chapter on leakage has computed it."""
+    """The smallest share of a system prompt from which on a policy tells no more of its secrets than the full cache
+    does, and still follows at least half of what is followed then, the defense first; as the chapter on leakage has
+    computed it."""
     table = figure_data("leakage", "safe-budgets", root)
     if table is None:
         return {}
@@ -115,17 +123,17 @@ def _first_token() -> dict[str, str]:
     for policy, group in table.groupby("policy"):
         read = group[group.text] if group.text.any() else group
         more = read.ratio_to_plain.max() - 1
-        told[str(policy)] = f"+{more:.1%}" if more >= 0.0005 else "none measurable"
+        told[str(policy)] = f"+{more:.1%}" if more >= 0.0005 else NOTHING
         told[str(policy)] += "" if group.text.any() else " (authors' code)"
     return told
 
 
-def _kernel(policy: str) -> str:
-    """Can its prompts and sums be left to Triton kernels?"""
-    if not policy:
+def _kernel(policy: str, scorer: str | None) -> str:
+    """Can its prompts and sums be left to Triton kernels? policy: the published method that scores alike, if any."""
+    if scorer == "random":
         return "none needed"
-    p = find(policy)
-    return "yes" if set(p.needs) - REPEATED <= {"mass"} else "no"
+    needs = set(find(policy).needs) if policy else set()  # a window of queries needs no sums
+    return "yes" if needs - REPEATED <= {"mass"} else "no"
 
 
 def short(best: pd.DataFrame, known: pd.DataFrame) -> list[dict[str, str]]:
@@ -154,21 +162,23 @@ def _by_luck(best: pd.DataFrame) -> str:
         return ""
     when = " and ".join(f"*{WHEN[regime]}*" for regime in lucky)
     return (
-        f"The conditions that give memory back are among those of the line above, so a choice from them should score "
+        f"The conditions that give memory back are among those of the row above, so a choice from them should score "
         f"less. With only {best.n.max()} items it happens to score more {when}."
     )
 
 
 def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: str) -> str:
     """The page's first sentences. best: the choices at one share kept."""
-    kept, values, uses = best.kept.iloc[0], known.set_index("name").value, _uses(known)
+    kept, values = best.kept.iloc[0], known.set_index("name").value
+    published = pd.Series([f"{figure.look(of).name} as published" for of in known.of], known.name)
+    uses = published.where(list(known.guards == "its own"), "*" + _uses(known) + "*")
     items = rows["item"].nunique()
     lines = [f"The full cache scores {rows[rows.kind == 'full'].score.mean():.2f} on the {items} items of this page.\n"]
     for row in best[best.memory == "any"].itertuples():
         lines.append(
-            f"- **When tokens leave {WHEN[row.regime]}**, with {kept:.0%} of them kept, choose *{uses[row.use]}*. A "
-            f"choice made this way scores {row.value:.2f} on items that it was not made on; this one scores "
-            f"{values[row.use]:.2f} on all items."
+            f"- **When tokens leave {WHEN[row.regime]}**, with {kept:.0%} of them kept, choose {uses[row.use]}. Chosen "
+            f"without seeing an item, such a condition scores {row.value:.2f} on it; this one scores "
+            f"{values[row.use]:.2f} on all items, those it was chosen on among them."
         )
     freed = rows[(rows.kind == "grid") & (rows.kept == kept)].groupby("split").freed.mean()
     apart = freed.drop("one set", errors="ignore")
@@ -176,8 +186,9 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: s
         returned = stats.percents(apart)
         lines.append(
             f"- **When memory must come back without copying**, let all heads share one set of tokens: with {kept:.0%} "
-            f"kept, that returns {freed['one set']:.0%} of the blocks on average; heads that choose for themselves "
-            f"return {returned}{', depending on how they share the budget' * (' to ' in returned)}."
+            f"kept, that returns {freed['one set']:.0%} of the blocks on average over all scorers, random choice and "
+            f"quotas among them; heads that choose for themselves return "
+            f"{returned}{', depending on how they share the budget' * (' to ' in returned)}."
         )
     lines.append(f"- **When a system prompt must stay secret**, {_secret(known)}")
     lines.append(
@@ -193,7 +204,7 @@ def _secret(known: pd.DataFrame) -> str:
         return "this run has no policy that is known to keep it; see {doc}`executed/leakage`."
     shares = safe["leak-safe from"].str.extract(r"(\d+)")[0].astype(int)
     first, last = (
-        " and ".join(figure.look(name).name for name in safe.of[shares == share])
+        ", ".join(figure.look(name).name for name in safe.of[shares == share])
         for share in (shares.min(), shares.max())
     )
     return (
@@ -207,4 +218,7 @@ def _all(table: pd.DataFrame) -> str:
     filters = ("kept", "guards", "tokens leave", "heads", "on kernels")
     minor = ("blocks returned", "leak-safe from", "first token", "on kernels", "loses most at")
     rows = table.to_dict("records")
+    for row in rows:  # sorted as what it is: the least
+        first = str(row["first token"])
+        row["first token"] = Cell(escape(first, quote=False), 0 if first.startswith(NOTHING) else None)
     return filterable.interactive(rows, "conditions", "All conditions", filters, minor, ("scores by",))

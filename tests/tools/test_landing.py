@@ -97,10 +97,11 @@ def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):
     parts = decide.parts(tmp_path)
     assert "The full cache scores 1.00 on the 9 items" in parts["advice"]
     assert "choose *key difference; heads: per head, even budgets*" in parts["advice"]
-    assert "scores 0.95 on items that it was not made on; this one scores 0.95 on all items." in parts["advice"]
+    assert "such a condition scores 0.95 on it; this one scores 0.95 on all items, those" in parts["advice"]
     assert "published" not in parts["advice"]
     assert "happens to score more" not in parts["short"]  # the one that frees blocks scores less
-    assert "returns 80% of the blocks on average; heads that choose for themselves return 10%." in parts["advice"]
+    assert "returns 80% of the blocks on average over all scorers" in parts["advice"]
+    assert "heads that choose for themselves return 10%." in parts["advice"]
     assert "no policy that is known to keep it" in parts["advice"]  # the chapter on leakage has not run
     known = decide.conditions(rows(), tmp_path).set_index("scores by")
     assert known.loc["attention of all", "loses most at"] == "a long answer (-0.80)"
@@ -114,8 +115,29 @@ def test_advice_chooses_among_published_methods_too(tmp_path, monkeypatch):
     other = other.assign(kind="published", method="key_diff", scorer=None, split=None, score=0.97)
     monkeypatch.setattr(decide.stored, "rows", lambda results: pd.concat([rows(), other]))
     parts = decide.parts(tmp_path)
-    assert "choose *KeyDiff (as published): key difference*. A choice made this way scores 0.97" in parts["advice"]
+    assert "choose KeyDiff as published. Chosen without seeing an item, such a condition scores 0.97" in parts["advice"]
     assert "KeyDiff (as published): key difference" in parts["all"]
+
+
+def test_a_condition_has_the_costs_of_the_method_with_its_scorer_and_its_aggregator(tmp_path, monkeypatch):
+    scores = {"attention": "key difference", "attention x value": "attention of all"}
+    window = pd.concat(
+        rows().query("scorer == @was").assign(scorer=scorer, aggregator=aggregator, pooling="none")
+        for scorer, was in scores.items() for aggregator in ("mean", "mean_var", "defensive")
+    )  # fmt: skip
+    monkeypatch.setattr(decide, "_first_token", lambda: {"snapkv": decide.NOTHING, "critical_kv": "+3.8%"})
+    table = pd.concat([rows().query("kind == 'full'"), window])
+    known = decide.conditions(table, tmp_path).set_index("scores by")
+    assert dict(known.of) == {
+        "attention, mean over queries": "snapkv", "attention, mean and variance over queries": "cake",
+        "attention, defensive over queries": "", "attention x value, mean over queries": "critical_kv",
+        "attention x value, mean and variance over queries": "",
+        "attention x value, defensive over queries": "defensive_kv",
+    }  # fmt: skip
+    assert known.loc["attention, defensive over queries", "first token"] == decide.MISSING
+    page = decide._all(known.reset_index())
+    assert f'<td data-key="0">{decide.NOTHING}</td>' in page  # is sorted before what adds something
+    assert "<td>+3.8%</td>" in page
 
 
 def test_a_lucky_choice_among_fewer_is_called_lucky():

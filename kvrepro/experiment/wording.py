@@ -139,7 +139,7 @@ def outcome(frame: pd.DataFrame, claim: str, reading: str = "", plural: bool = F
 
 def weighed(row: Any) -> str:
     """What a verdict rests on, for a sentence: `1 of 2 cases holds; the hardest, Layer-DefensiveKV: -0.09 F1 [-0.15,
-    -0.02]`; the number alone where there is one case."""
+    -0.02]`, or `7 of 8 cases hold; one is undecided: ...` where none fails; the number alone of a single case."""
     value = spoken(row)
     counts = {state: int(n) for n, state in re.findall(r"(\d+) (holds|fails|open)\b", row.members)} if value else {}
     total, n = sum(counts.values()), counts.get(LEADS.get(row.verdict, ""), 0)
@@ -148,7 +148,12 @@ def weighed(row: Any) -> str:
     one, several = STATE_VERBS[LEADS[row.verdict]]
     cases = f"{n} of {total} cases" if n < total else "both cases" if n == 2 else f"all {n} cases"
     label = case(row.decided_by).split(": ")[0]  # the case, without its worst counterexample
-    return f"{cases} {one if n == 1 else several}; the hardest{label and ', '}{label}: {value}"
+    said = f"{cases} {one if n == 1 else several}; "
+    if row.verdict != "partly" or n + counts.get("open", 0) < total:
+        return f"{said}the hardest{label and ', '}{label}: {value}"
+    if n + 1 == total:
+        return f"{said}one is undecided: {label}{label and ', '}{value}"
+    return f"{said}{total - n} are undecided, the hardest of them{label and ', '}{label}: {value}"
 
 
 def spoken(row: Any) -> str:
@@ -204,12 +209,15 @@ def _needed(row: Any) -> str:
     """How many items would decide the open cases."""
     if pd.isna(row.needed):
         return ""
-    return "hardly any number of items" if row.needed > 100_000 else f"about {row.needed:,.0f} items"  # at a threshold
+    at_a_threshold = row.needed > 100_000
+    return "no practical number of items" if at_a_threshold else f"about {row.needed:,.0f} items"
 
 
 def missing(row: Any) -> str:
     """What would settle a verdict that is open; empty where it is settled."""
-    return evidence(row) if row.verdict == "not testable here" else _needed(row)
+    if row.verdict == "not testable here":
+        return evidence(row)
+    return _needed(row) if row.verdict in ("inconclusive", "partly") else ""
 
 
 def beside(frame: pd.DataFrame, *topics: str, page: str = "../claims.html") -> str:

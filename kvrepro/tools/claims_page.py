@@ -24,6 +24,7 @@ from kvrepro.tools.filterable import Cell
 WRONGLY = {"wrongly_reproduced": "wrongly reproduced", "wrongly_not_reproduced": "wrongly not reproduced"}  # of a rule
 FAMILY = "family"  # claims over several models: not of one run, and no chapter's
 ACROSS = 26  # claims side by side in the picture
+LEGEND = 3  # verdicts side by side in its legend
 READ = {**LABELS, "any": "code and text"}
 RUN = ["claim", "reading", "model", "profile"]
 
@@ -91,11 +92,11 @@ def picture(frames: Mapping[str, pd.DataFrame], titles: Mapping[str, str]) -> st
             top = y + (tall + 3) * (place // ACROSS)
             parts.append(_column(rows, at[name, str(claim)], 10 * (place % ACROSS), top, tall))
         y = top + tall + 6
-    x = 0.0
-    for verdict in LOOKS:
-        parts.append(_used(verdict, x, y) + f'<text x="{x + 11.5:g}" y="{y + 6.8:g}">{claims.label(verdict)}</text>')
-        x += 16 + 2.65 * len(claims.label(verdict))
-    svg = f'<svg viewBox="-1 0 {10 * ACROSS + 2} {y + 11:g}" aria-hidden="true">{"".join(parts)}</svg>'
+    for place, verdict in enumerate(LOOKS):
+        x, below = 80 * (place % LEGEND), y + 12 * (place // LEGEND)
+        text = f'<text x="{x + 11.5:g}" y="{below + 6.8:g}">{claims.label(verdict)}</text>'
+        parts.append(_used(verdict, x, below) + text)
+    svg = f'<svg viewBox="-1 0 {10 * ACROSS + 2} {below + 11:g}" aria-hidden="true">{"".join(parts)}</svg>'
     caption = (
         "A square for each verdict. Above: authors' code; below: authors' text; one square where the two are one "
         f"question. A click leads to the claim. {said(frames)}"
@@ -150,7 +151,8 @@ def found(frames: Mapping[str, pd.DataFrame]) -> str:
     told += (
         f" *Full profile*: the same claims of {both.model.iloc[0]}, on more items, run once ({both.full_date.max()})."
     )
-    return f"{told} Of these {len(both)} verdicts {quick} are inconclusive in this run, {full} in the full profile."
+    in_both = f"Of the {len(both)} verdicts that both runs have"
+    return f"{told} {in_both}, {quick} are inconclusive in this run, {full} in the full profile."
 
 
 def listed(frames: Mapping[str, pd.DataFrame]) -> str:

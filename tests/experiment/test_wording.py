@@ -91,7 +91,7 @@ def test_a_sentence_of_one_verdict_of_several_subjects_and_of_none():
         ("reproduced", "2 holds", "both cases hold"),
         ("reproduced", "5 holds", "all 5 cases hold"),
         ("partly", "1 holds, 1 fails", "1 of 2 cases holds"),
-        ("partly", "7 holds, 1 open", "7 of 8 cases hold"),
+        ("partly", "5 holds, 2 open, 1 fails", "5 of 8 cases hold"),
         ("not reproduced", "3 holds, 6 fails", "6 of 9 cases fail"),
         ("not reproduced", "2 open, 1 fails", "1 of 3 cases fails"),
         ("not reproduced", "4 fails, 1 not testable (h2o: nothing is told)", "all 4 cases fail"),
@@ -110,6 +110,30 @@ def test_a_number_of_one_case_among_several_is_not_shown_as_that_of_all(verdict,
     assert plain(wording.sentence(alone, "L9", "The lead")).endswith(" (-0.09 F1 [-0.15, -0.02]).")
     refuted = table_of(verdict, decided_by="layer_defensive_kv, C=512: 6 of 6 cases, worst at 3", **fields)
     assert "the hardest, Layer-DefensiveKV, 512 tokens: -0.09" in wording.sentence(refuted, "L9", "The lead")
+
+
+@pytest.mark.parametrize(
+    ("cases", "said"),
+    [
+        ("7 holds, 1 open", "7 of 8 cases hold; one is undecided: LRU, 1.16 times [1.12, 1.21]"),
+        ("1 holds, 2 open", "1 of 3 cases holds; 2 are undecided, the hardest of them, LRU: 1.16 times [1.12, 1.21]"),
+    ],
+)
+def test_a_claim_of_which_no_case_fails_says_how_many_are_undecided(cases, said):
+    fields = {"members": cases, "unit": "x", "ours": 1.16, "low": 1.12, "high": 1.21, "decided_by": "lru"}
+    [row] = table_of("partly", **fields).itertuples()
+    assert wording.weighed(row) == said
+
+
+def test_only_what_is_open_says_what_would_settle_it():
+    said = {
+        verdict: wording.missing(next(table_of(verdict, needed=needed, note="", test="t", p=0.5).itertuples()))
+        for verdict, needed in [
+            ("reproduced", 9.0), ("not reproduced", 9.0), ("partly", 1125.0), ("inconclusive", 2e6),
+        ]
+    }  # fmt: skip
+    assert said == {"reproduced": "", "not reproduced": "", "partly": "about 1,125 items",
+                    "inconclusive": "no practical number of items"}  # fmt: skip
 
 
 def test_an_outcome_is_the_verb_of_one_reading():

@@ -109,7 +109,7 @@ def test_the_full_profiles_verdict_stands_beside_the_quick_ones(page, tmp_path):
     assert "Full profile" in claims_page.listed({"protection": beside})
     assert "(n = 162)" in claims_page.blocks("protection", {"protection": beside})
     quick, open_ = len(beside[beside.full_verdict != ""]), int(first.verdict == "inconclusive")
-    assert f"Of these {quick} verdicts {open_} (" in claims_page.found({"protection": beside})
+    assert f"Of the {quick} verdicts that both runs have, {open_} (" in claims_page.found({"protection": beside})
     for other in (frame.assign(model="other"), frame.assign(profile="full")):
         none = claims_page.with_full_profile(other, "protection", table)
         assert not none.full_verdict.any()

@@ -8,6 +8,7 @@ import pandas as pd
 import yaml
 from matplotlib.figure import Figure
 
+from kvrepro.chapters.leakage import drawings, study
 from kvrepro.chapters.reanalysis import comparisons, printed
 from kvrepro.chapters.reclamation import members
 from kvrepro.chapters.synthesis import grid, stored, variance
@@ -43,9 +44,6 @@ ANSWERS = {  # chapter -> the claims that answer its question; the other chapter
     "fragility": [Told("C1", "The gain that DefensiveKV promises for the worst step of a long answer",
                        "points of the importance retained")],
     "dropkv_bound": [Told("D3", "The promise that DropKV's choice is near the best one")],
-    "leakage": [Told("L2", "The finding that K-norm loses more instructions than other policies", "points of accuracy"),
-                Told("L3f", "The finding that the model tells the sentences that forbid telling, too,",
-                     "points of recall")],
     "reclamation": [Told("R1f", "The warning that eviction alone frees almost no blocks of memory")],
 }  # fmt: skip
 
@@ -67,7 +65,7 @@ def parts(root: Path = ROOT) -> dict[str, str]:
 
 def answers(root: Path = ROOT) -> str:
     """A list: each chapter's question, its answer in a sentence, and a link."""
-    own = {"reanalysis": _reanalysis, "synthesis": _synthesis, "reclamation": _reclamation}
+    own = {"reanalysis": _reanalysis, "synthesis": _synthesis, "reclamation": _reclamation, "leakage": _leakage}
     lines = []
     for chapter, question in QUESTIONS.items():
         told = own[chapter](root) if chapter in own else _judged(chapter, root)
@@ -89,8 +87,11 @@ def _in_points(frame: pd.DataFrame, points: str) -> pd.DataFrame:
     if not points:
         return frame
     numbers = {name: 100 * frame[name] for name in ("ours", "low", "high")}
-    paper = frame.paper.str.replace(r"\d+\.\d+", lambda number: f"{100 * float(number[0]):.0f}", regex=True)
-    return frame.assign(**numbers, paper=paper, unit=points)
+    paper, rule = (
+        frame[name].str.replace(r"\d+\.\d+", lambda number: f"{100 * float(number[0]):.0f}", regex=True)
+        for name in ("paper", "rule")
+    )
+    return frame.assign(**numbers, paper=paper, rule=rule, unit=points)
 
 
 def _linked(text: str) -> str:
@@ -98,8 +99,10 @@ def _linked(text: str) -> str:
 
 
 def _in_print(row: pd.Series) -> str:
+    """What the source prints, if it is a number; and what the claim asks for, where that does not come out whole."""
     in_print = wording.printed(row)
-    return f" In print: {in_print}." if any(sign.isdigit() for sign in in_print) else ""
+    asked = f"; the claim asks for {row.rule}" if row.verdict in ("partly", "inconclusive") and row.rule else ""
+    return f" In print: {in_print}{asked}." if any(sign.isdigit() for sign in in_print) else ""
 
 
 def _reclamation(root: Path) -> str:
@@ -114,6 +117,25 @@ def _reclamation(root: Path) -> str:
         f"kept, the same for all heads, {drawn.value.min():.0%} to {drawn.value.max():.0%} of the blocks are freed, "
         "depending on the policy."
         f"{_in_print(frame[frame.claim == told.claim].iloc[0])}"
+    )
+
+
+def _leakage(root: Path) -> str:
+    """What each policy forgets first, and what is told with half of the prompt dropped, as the chapter drew both."""
+    drawn = figure_data("leakage", "curves", root)
+    if drawn is None:
+        return "This chapter has no results yet."
+    curves = drawn[drawn.reading == drawn.reading[drawn.measure == "following"].iloc[0]]
+    lost = study.forgotten_first(curves[curves.measure.isin(["following", "leakage"])])
+    sooner = {order: drawings.sooner(part) for order, part in lost.groupby("order")}
+    half = curves[(curves.measure == "leakage") & (curves.order == "defense first") & (curves.ratio > 0)]
+    half = half[(half.ratio - 0.5).abs() == (half.ratio - 0.5).abs().min()].sort_values("value")
+    most, dropped = half.tail(1), half.ratio.iloc[0]
+    return (
+        f"If the directive comes first, {sooner['directive first']}; if the defense does, {sooner['defense first']}. "
+        f"With {dropped:.0%} of the system prompt dropped and the defense first, the model tells "
+        f"{stats.told(most, unit='%', digits=0)} of its secret rules under {figure.look(most.policy.iloc[0]).name}, "
+        f"where it tells most, and less than a tenth under {(half.value < 0.1).sum()} of {len(half)} policies."
     )
 
 

@@ -70,6 +70,36 @@ def test_memory_is_told_for_every_policy_where_the_chapter_has_drawn_it(tmp_path
     assert "62% to 87% of the blocks are freed" in landing.answers(tmp_path)
 
 
+def test_what_is_forgotten_first_is_told_as_the_chapter_drew_it(tmp_path):
+    assert "This chapter has no results yet." in landing.answers(tmp_path).splitlines()[4]
+    folder = tmp_path / "book" / "executed" / "figures"
+    folder.mkdir(parents=True)
+    rows = [
+        (measure, reading, order, policy, ratio, value)
+        for measure, reading, values in [
+            ("following", "as_described", {"h2o": (1.0, 0.2), "snapkv": (1.0, 0.9)}),
+            ("leakage", "as_described", {"h2o": (0.0, 0.05), "snapkv": (0.0, 0.8)}),
+            ("leakage", "as_run", {"h2o": (0.9, 0.9), "snapkv": (0.9, 0.9)}),
+        ]
+        for order in ("defense first", "directive first")
+        for policy, of in values.items() for ratio, value in zip((0.0, 0.5), of, strict=True)
+    ]  # fmt: skip
+    names = ["measure", "reading", "order", "policy", "ratio", "value"]
+    table = pd.DataFrame(rows, columns=names).assign(low=0.0, high=1.0)
+    table.to_csv(folder / "leakage-curves.csv", index=False)
+    said = landing.answers(tmp_path).splitlines()[4]
+    both = "of 2 policies 1 forgets the defense sooner (SnapKV), 1 forgets the directive sooner (H2O)"
+    assert f"If the directive comes first, {both}; if the defense does, {both}. With 50% of" in said
+    assert "tells 80% [0%, 100%] of its secret rules under SnapKV" in said
+    assert "less than a tenth under 1 of 2 policies" in said
+
+
+def test_a_claim_that_comes_out_in_part_says_what_it_asks_for(tmp_path):
+    row = verdict("D3", "partly", ours=1.16) | {"rule": "at most 1.2", "paper": "about 1.160", "unit": "x"}
+    claims.write(pd.DataFrame([row]), tmp_path / "data/results/dropkv_bound/claims.csv")
+    assert "In print: about 1.160 times; the claim asks for at most 1.2." in landing.answers(tmp_path)
+
+
 def test_the_book_can_be_cited():
     assert "@software{kvrepro," in landing.citation(ROOT)
 

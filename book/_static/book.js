@@ -11,4 +11,8 @@ function reach() {
 addEventListener("load", reach);
 addEventListener("resize", reach);
 document.addEventListener("toggle", reach, true);
+// Paper is light.
+let theme = null;
+addEventListener("beforeprint", () => { theme ??= document.documentElement.dataset.theme; document.documentElement.dataset.theme = "light"; });
+addEventListener("afterprint", () => { document.documentElement.dataset.theme = theme ?? "light"; theme = null; });
 addEventListener("keydown", (event) => { if (event.key === "Escape") document.activeElement?.closest("a.term")?.blur(); });

@@ -88,8 +88,10 @@ def _begin(translator: Any, node: Explained) -> None:
 
 
 def _end(translator: Any, node: Explained) -> None:
+    """The meaning is an attribute, which the style sheet shows: as text it would stand in the midst of the sentences
+    that the page of search quotes."""
     tip, meaning = (html.escape(node[name]) for name in ("tip", "meaning"))
-    translator.body.append(f'</a><span class="tip" role="tooltip" id="{tip}">{meaning}</span>')
+    translator.body.append(f'</a><span class="tip" role="tooltip" id="{tip}" aria-label="{meaning}"></span>')
 
 
 def _running(text: nodes.Text) -> bool:

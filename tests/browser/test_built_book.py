@@ -179,7 +179,7 @@ def test_a_word_of_the_glossary_is_explained_to_mouse_and_keyboard(tab, address)
     tab.mouse.move(0, 0)
     assert meaning.is_hidden()
     word.focus()
-    assert len(meaning.inner_text()) > 20
+    assert len(meaning.get_attribute("aria-label")) > 20
     assert meaning.is_visible()
     tab.keyboard.press("Escape")
     assert meaning.is_hidden()
@@ -247,6 +247,23 @@ def test_print_shows_the_text_alone(tab, address):
     assert tab.locator(".bd-sidebar-primary").is_hidden()
     assert tab.locator("h1:visible").count() == 1
     assert tab.locator(".bd-article p").first.is_visible()
+
+
+@pytest.mark.parametrize("name", CHAPTERS[:1])
+def test_print_unfolds_what_is_folded_and_is_light(browser, address, name):
+    context = browser.new_context(viewport={"width": 700, "height": 1000}, color_scheme="dark")
+    page = context.new_page()
+    page.goto(address + name)
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    folded = page.locator("main details > :not(summary)")
+    assert folded.count()
+    assert all(one.is_visible() for one in folded.all()[:5])
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.evaluate(TOO_WIDE) <= 0
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    context.close()
 
 
 @pytest.mark.parametrize("name", [FIRST, ADVICE, *CHAPTERS[:1]])

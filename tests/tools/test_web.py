@@ -76,7 +76,8 @@ def test_a_word_leads_to_its_meaning_and_carries_it():
     glossary._begin(page, word)
     glossary._end(page, word)
     assert page.body[0] == '<a class="term" href="../glossary.html#term-guard" aria-describedby="tip-1">'
-    assert 'role="tooltip" id="tip-1">Tokens that &lt;stay&gt;.</span>' in page.body[1]
+    assert 'role="tooltip" id="tip-1" aria-label="Tokens that &lt;stay&gt;."></span>' in page.body[1]
+    assert re.sub("<[^>]*>", "", "".join(page.body)) == ""  # search quotes the text alone
 
 
 def test_a_figures_points_are_laid_over_its_image():

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.path import Path
+from matplotlib.transforms import BboxBase
 
 from kvrepro.chapters.synthesis import frontier, grid
 from kvrepro.experiment import figure
@@ -22,20 +25,36 @@ def frontiers(table: pd.DataFrame) -> Figure:
     table = table[table.kind != "full"]
     each = pd.concat([table.assign(cost=name, at=table[name]) for name in frontier.COSTS])
     grid_of = _scatter(each, "at", row="cost", height=2.6)
+    for (i, _, _), _ in grid_of.facet_data():
+        for axes in grid_of.axes[i]:
+            axes.set(xlabel=frontier.COSTS[grid_of.row_names[i]])
+    grid_of.figure.draw_without_rendering()  # panels get their sizes, and names can be placed
     for (i, j, _), part in grid_of.facet_data():
         axes = grid_of.facet_axis(i, j)
-        cost = grid_of.row_names[i]
-        best = frontier.frontier(part, cost)
-        axes.step(best[cost], best.value, where="post", color="black", lw=1, zorder=1)
-        room, last = 0.2 * (part["at"].max() - part["at"].min()), float("inf")
-        for one in best[best.kind == PUBLISHED].iloc[::-1].itertuples():
-            if last - one.at < room:
-                continue  # its name would lie on the one before
-            last, far = one.at, one.at > part["at"].mean()
-            place = {"ha": "right" if far else "left", "xytext": (-5 if far else 5, 3), "fontsize": 6.5}
-            axes.annotate(str(one.name), (one.at, one.value), textcoords="offset points", **place)
-        axes.set(xlabel=frontier.COSTS[cost])
+        best = frontier.frontier(part, grid_of.row_names[i])
+        steps = np.repeat(best[["at", "value"]].to_numpy(float), 2, axis=0)
+        steps = np.stack([steps[1:, 0], steps[:-1, 1]], 1)  # to the right, then up
+        axes.step(best["at"], best.value, where="post", color="black", lw=1, zorder=1)
+        covered = np.concatenate([part[["at", "value"]], Path(steps).interpolated(20).vertices])
+        _named(axes, best[best.kind == PUBLISHED], covered)
     return figure.done(grid_of.figure)
+
+
+def _named(axes: Axes, rows: pd.DataFrame, covered: np.ndarray) -> None:
+    """The name of each row above its point, the best first, if there is room. covered: places [n, 2] that stay free."""
+    there, names = axes.transData.transform(covered), list[BboxBase]()
+    for one in rows.iloc[::-1].itertuples():
+        for ha, across in (("right", -4), ("left", 4), ("center", 0)):
+            text = axes.annotate(
+                str(one.name), (one.at, one.value), xytext=(across, 4), textcoords="offset points", ha=ha, fontsize=6.5
+            )
+            text.set_in_layout(False)
+            box = text.get_window_extent().padded(3)
+            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1
+            if inside and not box.count_contains(there) and not any(box.overlaps(name) for name in names):
+                names.append(box)
+                break
+            text.remove()
 
 
 def evidence(table: pd.DataFrame) -> Figure:

@@ -36,5 +36,18 @@ def test_each_model_has_a_panel_per_cost_and_the_frontier_names_published_method
     assert (bytes_b.get_xlabel(), blocks_b.get_xlabel()) == ("keys and values held", "blocks not freed")
 
 
+def test_a_name_covers_neither_a_point_nor_a_step_nor_another_name():
+    rows = [("a", "published", None, f"method {i}", i / 10, i / 10, value, 0.5)
+            for i, value in enumerate((0.2, 0.25, 0.9, 0.95), 1)]  # fmt: skip
+    [axes, _] = figures.frontiers(pd.DataFrame(rows, columns=TABLE.columns)).axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert 2 <= len(boxes) <= 4
+    assert axes.texts[0].get_text() == "method 4"
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    there = axes.transData.transform([(row[4], row[6]) for row in rows])
+    steps = axes.transData.transform([(0.3, y / 100) for y in range(25, 90)])
+    assert not any(box.count_contains(there) or box.count_contains(steps) for box in boxes)
+
+
 def test_evidence_is_drawn_of_cells_of_the_grid_alone():
     assert [points(axes) for axes in figures.evidence(TABLE).axes] == [2, 1]

@@ -153,7 +153,7 @@ def load_fitting(
     """
     aim = tokens or limit
     if items.partition(":")[0] != "tinyworld":
-        return _not_too_long(load_items(items, n_items, seed, aim, tokenizer), items, tokenizer, max(limit, room))
+        return not_too_long(load_items(items, n_items, seed, aim, tokenizer), items, tokenizer, max(limit, room))
     for _ in range(8):
         aim = min(max(aim, WORLD[0]), WORLD[1])
         found = load_items(items, n_items, seed, aim)
@@ -165,8 +165,9 @@ def load_fitting(
     raise InputError(f"prompts of {limit} tokens of {whose} wanted, but the nearest of {items} have {longest}")
 
 
-def _not_too_long(items: list[Item], name: str, tokenizer: Any, most: int) -> list[Item]:
-    """Those that hold a passage, or have at most so many tokens."""
+def not_too_long(items: list[Item], name: str, tokenizer: Any, most: int) -> list[Item]:
+    """Those that hold a passage, or have at most so many tokens; the others are left out, which is printed. None left:
+    InputError."""
     lengths = {item.id: len(build_prompt(item, tokenizer, 10**9).ids) for item in items if item.context is None}
     found = [item for item in items if lengths.get(item.id, 0) <= most]
     if not found:

@@ -27,6 +27,7 @@ WORLD_TOKENS = 1900  # of a prompt of the embedded world
 ASKED = ("several_2", "several_4")  # the world's tasks with short and with long questions
 SHORT = 32  # most new tokens where the question varies: its answers are short
 SUITS = {"longbench": "longbench:protection"}  # the paper asks LongBench's QA sets, in its own way
+FILLED = 0.9  # of a length, at least, has a prompt that is asked at it: what is kept of it is then near an eighth
 
 
 def paper_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int) -> int:
@@ -37,9 +38,9 @@ def paper_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int) -> i
 
 def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
     """The chapter's items, as in `data.load_items`; of LongBench those that the paper's harness asks."""
-    room = prompt_limit(loaded, settings.max_new_tokens)
-    items = data.suited("protection", items, SUITS)
-    return data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, WORLD_TOKENS)
+    room, items = prompt_limit(loaded, settings.max_new_tokens), data.suited("protection", items, SUITS)
+    found = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, WORLD_TOKENS)
+    return data.not_too_long(found, items, loaded.tokenizer, paper_limit(loaded, found, settings.max_new_tokens))
 
 
 def main(loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], settings: Settings) -> pd.DataFrame:
@@ -48,24 +49,50 @@ def main(loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition],
     return run(Answers("protection", "main", items, conditions, settings.max_new_tokens, limit), loaded, settings)
 
 
+def filling(loaded: Loaded, items: str, n_items: int, length: int, settings: Settings) -> list[Item]:
+    """Items as in `data.load_items` whose prompts have `FILLED` to all of `length` tokens, longer passages cut to it.
+    The others are left out, which is printed, as it is where none is left."""
+    try:
+        found = data.load_fitting(items, n_items, loaded.tokenizer, length, settings.seed)
+    except InputError as error:
+        print(f"protection: length {length} is left out: {error}")
+        return []
+    short = [item for item in found if _tokens(loaded, item, length) < FILLED * length]
+    if short:
+        what = f"{items}: {len(short)} of {len(found)} prompts have less than {FILLED:.0%} of {length} tokens: left out"
+        print(what if len(short) < len(found) else f"protection: length {length} is left out: {what}")
+    return [item for item in found if item not in short]
+
+
+def _tokens(loaded: Loaded, item: Item, limit: int) -> int:
+    return len(data.build_prompt(item, loaded.tokenizer, limit).ids)
+
+
 def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Settings) -> pd.DataFrame:
     """Rows of `run` at several prompt lengths (tokens), with a column `length`; an eighth of the cache is kept at each.
 
-    items, n_items: as in `data.load_items`; a passage that is longer than the length is cut to it. Lengths that the
-    model's context cannot hold are left out; if none is left, InputError.
+    items, n_items: as in `data.load_items`; of each length those that are `filling` it. Lengths that the model's
+    context cannot hold, or that no prompt fills, are left out; where prompts fill none, that of the longest is asked.
+    InputError if the context can hold none.
     """
-    new = settings.max_new_tokens
+    new, items = settings.max_new_tokens, SUITS.get(items, items)
     held = [length for length in settings.lengths if length + new <= loaded.context]
     if not held:
         raise InputError(f"no prompt of {list(settings.lengths)} + {new} new tokens fits {loaded.context} positions")
-    parts, items = [], SUITS.get(items, items)
-    for length in held:
+    asked = {length: filling(loaded, items, n_items, length, settings) for length in held}
+    if not any(asked.values()):
         room = loaded.context - new
-        here = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, length)
-        limit = length if any(item.context is not None for item in here) else None
-        conditions = grid.context(length, settings.protect_frac, reading)
-        study = Answers("protection", f"context-{length}", here, conditions, new, limit)
-        parts.append(run(study, loaded, settings).assign(length=length))
+        found = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed)
+        longest = max(_tokens(loaded, item, room) for item in found)
+        print(f"protection: prompts of {items} fill none of {held} tokens: asked at {longest}, their longest")
+        asked = {longest: filling(loaded, items, n_items, longest, settings)}
+    parts = []
+    for length, here in asked.items():
+        if here:
+            limit = length if any(item.context is not None for item in here) else None
+            conditions = grid.context(length, settings.protect_frac, reading)
+            study = Answers("protection", f"context-{length}", here, conditions, new, limit)
+            parts.append(run(study, loaded, settings).assign(length=length))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -80,7 +107,8 @@ def question(loaded: Loaded, items: str, n_items: int, capacity: int, settings: 
 
     "length": questions of the world for two and for four facts, against guards that hold less or more of them. Others
     ask what they ask. "place": prompts of several lengths; the decimal order of positions, which breaks LRU's ties in
-    the authors' code, holds the end of a prompt of less than a thousand tokens, and loses the end of a longer one.
+    the authors' code, holds the end of a prompt of less than a thousand tokens, and loses the end of a longer one. A
+    length that no prompt is `filling` is left out.
     """
     world = items.partition(":")[0] == "tinyworld"
     asked = [f"tinyworld:{name}" for name in ASKED] if world else [SUITS.get(items, items)]
@@ -88,9 +116,17 @@ def question(loaded: Loaded, items: str, n_items: int, capacity: int, settings: 
     lengths = [length for length in settings.places if length + SHORT <= loaded.context]
     placed = [("place", asked[0], length, grid.places(capacity, settings.protect_frac)) for length in lengths]
     parts, new = [], min(settings.max_new_tokens, SHORT)
+    room = prompt_limit(loaded, new)
     for i, (varied, name, tokens, conditions) in enumerate(usual + placed):
-        here = data.load_fitting(name, n_items, loaded.tokenizer, loaded.context - new, settings.seed, tokens)
-        limit = tokens if any(item.context is not None for item in here) else None
+        if varied == "place":
+            here = filling(loaded, name, n_items, tokens, settings)
+        else:
+            here = data.load_fitting(name, n_items, loaded.tokenizer, room, settings.seed, tokens)
+        if not here:
+            continue
+        limit = min(tokens, room) if any(item.context is not None for item in here) else None
+        if limit is not None:
+            here = data.not_too_long(here, name, loaded.tokenizer, limit)
         study = Answers("protection", f"question-{i}", here, conditions, new, limit, note=held_question)
         parts.append(run(study, loaded, settings).assign(varied=varied, length=tokens))
     rows = pd.concat(parts, ignore_index=True)

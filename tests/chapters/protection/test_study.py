@@ -1,5 +1,6 @@
 """Studies beside the main run, on a small random checkpoint."""
 
+import json
 from dataclasses import replace
 
 import checkpoint
@@ -10,6 +11,7 @@ from tiny import prompts as tiny_prompts
 
 from kvrepro.chapters.protection import study
 from kvrepro.chapters.protection.settings import Settings
+from kvrepro.engine.condition import Condition
 from kvrepro.errors import InputError
 from kvrepro.experiment import controls, data, models
 from kvrepro.experiment.data import Item
@@ -78,7 +80,9 @@ def test_the_questions_length_and_place_decide_what_lru_holds_of_it(tmp_path, mo
     assert bare["place", 1020] == 0
     assert (rows.held[(rows.varied == "place") & (rows.prefix > 0)] > 0.5).all()
     other = tmp_path / "doors.jsonl"
-    other.write_text('{"context": "' + PASSAGE + '", "question": "Which door?", "answer": "red", "domain": "doors"}\n')
+    other.write_text(
+        '{"context": "' + PASSAGE * 2 + '", "question": "Which door?", "answer": "red", "domain": "doors"}\n'
+    )
     with pytest.MonkeyPatch.context() as patched:  # what is no world's asks its own questions
         patched.setattr(study, "WORLD_TOKENS", 400)
         asked = study.question(tiny, str(other), 1, 120, settings)
@@ -111,3 +115,54 @@ def test_attention_by_region_sums_to_one_and_matches_eager():
     row = table[(table["layer"] == 2) & (table["head"] == 4)].set_index("region")
     assert row.mass["prefix"] == pytest.approx(p[2, 4, -1, 1:5].sum().item(), abs=1e-6)
     assert row.window_mass["suffix"] == pytest.approx(p[2, 4, -32:, 45:].sum(-1).mean().item(), abs=1e-6)
+
+
+def chats(path, *words):
+    """A file of messages with so many words each; a passage where the number is negative."""
+    rows = [
+        {"messages": [{"role": "user", "content": "door " * n}], "answer": "red"}
+        if n > 0
+        else {"context": "door " * -n, "question": "Which?", "answer": "red"}
+        for n in words
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_length_is_asked_of_prompts_that_fill_it(loaded, tmp_path, capsys):
+    settings = Settings(results=tmp_path, progress=False, max_new_tokens=2, lengths=(300, 600), places=(300, 600))
+    items = chats(tmp_path / "own.jsonl", 270, 20, -700, -10)
+    for frame in (
+        study.context(loaded, items, 4, "as_run", settings),
+        study.question(loaded, items, 4, 64, settings).query("varied == 'place'"),
+    ):
+        assert (frame.prompt_tokens >= 0.9 * frame.length).all()
+        assert (frame.prompt_tokens <= frame.length).all()
+        assert frame.groupby("length")["item"].unique().map(list).to_dict() == {
+            300: ["own-000", "own-002"],
+            600: ["own-002"],
+        }
+    assert "2 of 4 prompts have less than 90% of 300 tokens: left out" in capsys.readouterr().out
+
+
+def test_a_length_that_no_prompt_fills_is_not_asked_and_where_all_are_so_the_longest_counts(loaded, tmp_path, capsys):
+    settings = Settings(results=tmp_path, progress=False, max_new_tokens=2, lengths=(300, 900), places=(300, 900))
+    items = chats(tmp_path / "own.jsonl", 100, 102)
+    [longest] = study.context(loaded, items, 2, "as_run", settings).length.unique()
+    assert longest == max(len(data.build_prompt(i, loaded.tokenizer, 10**6).ids) for i in data.load_items(items))
+    told = capsys.readouterr().out
+    assert "length 900 is left out" in told
+    assert f"fill none of [300, 900] tokens: asked at {longest}, their longest" in told
+    assert set(study.question(loaded, items, 2, 64, settings).varied) == {"length"}
+
+
+def test_messages_beside_passages_are_no_longer_than_the_passages_are_cut_to(loaded, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "PAPER_TOKENS", 402)
+    monkeypatch.setattr(study, "WORLD_TOKENS", 400)
+    settings = Settings(results=tmp_path, progress=False, max_new_tokens=2, places=(300,))
+    items = chats(tmp_path / "own.jsonl", 100, 500, -600)
+    found = study.questions(loaded, items, 3, settings)
+    assert [item.id for item in found] == ["own-000", "own-002"]
+    assert "1 of 3 prompts have more than 400 tokens: left out" in capsys.readouterr().out
+    assert not study.main(loaded, found, [Condition()], settings).error.notna().any()
+    assert set(study.question(loaded, items, 3, 64, settings)["item"]) == {"own-000", "own-002"}

@@ -12,7 +12,8 @@ import random
 import re
 import shutil
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from kvrepro.paths import CACHE, DATA, ROOT, replaced
 SOURCES = DATA / "sources.yml"
 PANEL = "artifact/data/longbench-balanced.jsonl"  # the protection paper's 162 items
 WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its prompts may have
+FILLED = 0.9  # of a length, at least, has a prompt that stands for it
 Range = tuple[int, int]  # [start, end) in characters
 ROLES = ("system", "user", "assistant")
 FIELDS = """id task domain dataset answer answers context question input prompt messages spans max_new_tokens metric
@@ -176,6 +178,28 @@ def not_too_long(items: list[Item], name: str, tokenizer: Any, most: int) -> lis
     if left_out := len(items) - len(found):
         print(f"{name}: {left_out} of {len(items)} prompts have more than {most} tokens: left out")
     return found
+
+
+def filling(items: list[Item], name: str, tokenizer: Any, length: int) -> list[Item]:
+    """Those whose prompts, longer passages cut, have `FILLED` to all of `length` tokens; shorter ones are left out,
+    which is printed. None left: InputError."""
+    counts = [len(build_prompt(item, tokenizer, length).ids) for item in items]
+    found = [item for item, count in zip(items, counts, strict=True) if count >= FILLED * length]
+    few = f"prompts of {name} have less than {FILLED:.0%} of {length} tokens"
+    if not found:
+        raise InputError(f"all {few}: ask for fewer tokens or take longer items")
+    if len(found) < len(items):
+        print(f"{len(items) - len(found)} of {len(items)} {few}: left out")
+    return found
+
+
+@contextmanager
+def named(item: Item) -> Iterator[None]:
+    """An InputError inside says whose prompt it is about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"item {item.id}: {error}") from None
 
 
 def suited(chapter: str, items: str, instead: Mapping[str, str]) -> str:

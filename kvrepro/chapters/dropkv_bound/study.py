@@ -30,8 +30,9 @@ Rule = tuple[str, int, int]  # its name, the queries that it observes, the kerne
 # ---------------------------------------------------------------- prompts of a given length
 
 
-def questions(loaded: Loaded, items: str, n_items: int, settings: Given) -> list[Item]:
-    """Items whose prompts have at most `settings.tokens` tokens of the model's own tokenizer.
+def questions(loaded: Loaded, items: str, n_items: int, settings: Given, filled: bool = False) -> list[Item]:
+    """Items whose prompts have at most `settings.tokens` tokens of the model's own tokenizer; filled: and about as many
+    (`data.filling`).
 
     items, n_items: as in `data.load_fitting`. Raises InputError, also if the answer or the pools find no room.
     """
@@ -39,14 +40,18 @@ def questions(loaded: Loaded, items: str, n_items: int, settings: Given) -> list
     if tokens + new > loaded.context:
         raise InputError(f"{tokens} + {new} tokens > context {loaded.context} of {loaded.name}: lower tokens")
     found = data.load_fitting(items, n_items, loaded.tokenizer, tokens, settings.seed)
-    _hold(settings.sampling, min(_counts(loaded, found, tokens)))
+    if filled:
+        found = data.filling(found, items, loaded.tokenizer, tokens)
+    for item, count in zip(found, _counts(loaded, found, tokens), strict=True):
+        with data.named(item):
+            _hold(settings.sampling, count)
     return found
 
 
 def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Given) -> dict[int, list[Item]]:
-    """Half as many `questions` at each of `settings.lengths`. A length that the model or the items cannot have is left
-    out, which is printed; none left: InputError. Messages that can neither be built nor cut to a length count at their
-    longest."""
+    """Half as many `questions` at each of `settings.lengths`, which they fill. A length that the model or the items
+    cannot have is left out, which is printed; none left: InputError. Messages that can neither be built nor cut to a
+    length count at their longest."""
     n_items, lengths = data.AtMost(max(1, n_items // 2)), list(settings.lengths)
     room, given = loaded.context - settings.max_new_tokens, []
     if items.partition(":")[0] != "tinyworld":
@@ -57,7 +62,7 @@ def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Give
     found: dict[int, list[Item]] = {}
     for length in lengths:
         try:
-            found[length] = questions(loaded, items, n_items, replace(few, tokens=length))
+            found[length] = questions(loaded, items, n_items, replace(few, tokens=length), filled=True)
         except InputError as error:
             reasons.append(f"length {length} is left out: {error}")
     if not found:
@@ -133,11 +138,12 @@ def by_length(loaded: Loaded, found: Study, items: Mapping[int, Sequence[Item]],
     """`Study.assumptions` for prompts of several lengths (column `length`), first two pools; `place`: of the query in
     the prompt, as a share.
 
-    found: the study at `settings.tokens`, which is not run again. items: `questions_by_length`; there, one ascent has
-    to do where the cone condition fails.
+    found: the study at `settings.tokens`, which is not run again; of it the prompts that fill these. items:
+    `questions_by_length`; there, one ascent has to do where the cone condition fails.
     """
     few = replace(settings.sampling, pools=settings.pools[:2], steps=1)
     a = found.assumptions
+    a = a[a.groupby("item").position.transform("max") + 1 >= data.FILLED * settings.tokens]
     frames = [a[a.pool.isin([pool_name(size) for size in few.pools])].assign(length=settings.tokens)]
     for length, prompts in items.items():
         if length != settings.tokens:

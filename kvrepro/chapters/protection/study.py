@@ -27,7 +27,6 @@ WORLD_TOKENS = 1900  # of a prompt of the embedded world
 ASKED = ("several_2", "several_4")  # the world's tasks with short and with long questions
 SHORT = 32  # most new tokens where the question varies: its answers are short
 SUITS = {"longbench": "longbench:protection"}  # the paper asks LongBench's QA sets, in its own way
-FILLED = 0.9  # of a length, at least, has a prompt that is asked at it: what is kept of it is then near an eighth
 
 
 def paper_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int) -> int:
@@ -50,22 +49,14 @@ def main(loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition],
 
 
 def filling(loaded: Loaded, items: str, n_items: int, length: int, settings: Settings) -> list[Item]:
-    """Items as in `data.load_items` whose prompts have `FILLED` to all of `length` tokens, longer passages cut to it.
-    The others are left out, which is printed, as it is where none is left."""
+    """Items as in `data.load_items` whose prompts are `data.filling` so many tokens; none, which is printed, where no
+    prompt does."""
     try:
         found = data.load_fitting(items, n_items, loaded.tokenizer, length, settings.seed)
+        return data.filling(found, items, loaded.tokenizer, length)
     except InputError as error:
         print(f"protection: length {length} is left out: {error}")
         return []
-    short = [item for item in found if _tokens(loaded, item, length) < FILLED * length]
-    if short:
-        what = f"{items}: {len(short)} of {len(found)} prompts have less than {FILLED:.0%} of {length} tokens: left out"
-        print(what if len(short) < len(found) else f"protection: length {length} is left out: {what}")
-    return [item for item in found if item not in short]
-
-
-def _tokens(loaded: Loaded, item: Item, limit: int) -> int:
-    return len(data.build_prompt(item, loaded.tokenizer, limit).ids)
 
 
 def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Settings) -> pd.DataFrame:
@@ -83,7 +74,7 @@ def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Se
     if not any(asked.values()):
         room = loaded.context - new
         found = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed)
-        longest = max(_tokens(loaded, item, room) for item in found)
+        longest = max(len(data.build_prompt(item, loaded.tokenizer, room).ids) for item in found)
         print(f"protection: prompts of {items} fill none of {held} tokens: asked at {longest}, their longest")
         asked = {longest: filling(loaded, items, n_items, longest, settings)}
     parts = []

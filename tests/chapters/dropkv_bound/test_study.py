@@ -187,6 +187,42 @@ def test_a_passage_is_cut_and_messages_are_taken_as_they_are(foreign, tmp_path):
         runs.questions(foreign, str(messages), 2, Given(pools=(0.9,), tokens=100))
 
 
+def test_a_length_is_asked_of_prompts_that_fill_it(foreign, tmp_path, capsys):
+    items, rows = tmp_path / "own.jsonl", []
+    for words in (100, 900):
+        rows.append({"context": "door " * words, "question": "Which door?", "answer": "red"})
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = runs.questions_by_length(foreign, str(items), 4, Given(pools=(0.9, 0.5), lengths=(150, 600, 3000)))
+    assert {length: [item.id for item in some] for length, some in found.items()} == {
+        150: ["own-000", "own-001"],
+        600: ["own-001"],
+    }
+    told = capsys.readouterr().out
+    assert f"1 of 2 prompts of {items} have less than 90% of 600 tokens: left out" in told
+    assert f"length 3000 is left out: all prompts of {items} have less than 90% of 3000 tokens" in told
+
+
+def test_short_prompts_of_the_study_do_not_stand_for_its_length(study):
+    found = replace(study, assumptions=study.assumptions.assign(length=0))
+    short = found.assumptions["item"].iloc[0]
+    moved = found.assumptions.position.where(found.assumptions["item"] != short, found.assumptions.position // 2)
+    a = runs.by_length(
+        Loaded(),
+        replace(found, assumptions=found.assumptions.assign(position=moved)),
+        {60: []},
+        Given(pools=SMALL.pools, tokens=60),
+    )
+    assert set(a["item"]) == set(study.assumptions["item"]) - {short}
+
+
+def test_pools_that_one_prompt_cannot_fill_name_it(foreign, tmp_path):
+    items = tmp_path / "own.jsonl"
+    rows = [{"context": "door " * words, "question": "Which?", "answer": "red"} for words in (300, 2)]
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=r"^item own-001: a pool of \d+ of \d+ keys < 20 to draw"):
+        runs.questions(foreign, str(items), 2, Given(pools=(0.3,)))
+
+
 def test_the_study_s_own_length_is_not_run_again(study):
     a = study.assumptions
     earlier = a.assign(position=a.position // 2)

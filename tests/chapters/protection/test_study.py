@@ -142,7 +142,7 @@ def test_a_length_is_asked_of_prompts_that_fill_it(loaded, tmp_path, capsys):
             300: ["own-000", "own-002"],
             600: ["own-002"],
         }
-    assert "2 of 4 prompts have less than 90% of 300 tokens: left out" in capsys.readouterr().out
+    assert f"2 of 4 prompts of {items} have less than 90% of 300 tokens: left out" in capsys.readouterr().out
 
 
 def test_a_length_that_no_prompt_fills_is_not_asked_and_where_all_are_so_the_longest_counts(loaded, tmp_path, capsys):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, call_for, extend
 from kvrepro.engine import generate as engine
-from kvrepro.engine.attention import installed
+from kvrepro.engine.attention import Softmax, installed, scaled, softmax
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.regime import Prefill
 from kvrepro.experiment.models import Loaded
@@ -58,13 +58,14 @@ def sparsity(
     return table.assign(gain=table.value.where(table.what == "window") - table.layer.map(known))
 
 
-def probabilities(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+def probabilities(queries: Tensor, keys: Tensor, how: float | Softmax) -> Tensor:
     """Causal attention of the last queries [heads, queries, dim] to all tokens [kv_heads, tokens, dim], float32
-    [heads, queries, tokens]."""
-    keys = keys.float().repeat_interleave(len(queries) // len(keys), 0)
-    scores = queries.float() @ keys.transpose(1, 2) * scaling
-    later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
-    return scores.masked_fill(later.triu(scores.shape[2] - scores.shape[1] + 1), -torch.inf).softmax(-1)
+    [heads, queries, tokens]; how: a layer's, as in `engine.attention`."""
+    group = len(queries) // len(keys)
+    logits = scaled(queries.float() @ keys.float().repeat_interleave(group, 0).transpose(1, 2), how)
+    later = torch.ones(logits.shape[1:], dtype=torch.bool, device=logits.device)
+    logits = logits.masked_fill(later.triu(logits.shape[2] - logits.shape[1] + 1), -torch.inf)
+    return softmax(logits.unflatten(0, (1, -1, group)), how).flatten(0, 2)
 
 
 def _held(scores: Tensor, mass: Tensor, share: float) -> float:

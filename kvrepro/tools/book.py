@@ -31,7 +31,7 @@ from nbconvert.preprocessors.coalescestreams import CoalesceStreamsPreprocessor
 
 from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.policy import find
-from kvrepro.errors import InputError, Stopped, meant
+from kvrepro.errors import InputError, Stopped, meant, told
 from kvrepro.experiment import models, run
 from kvrepro.experiment.parameters import read
 from kvrepro.paths import ROOT
@@ -295,7 +295,7 @@ def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
     except InputError:
         raise
     except Exception as error:
-        print(f"{name}: what follows needs their rows ({type(error).__name__})")
+        print(f"{name}: what follows needs their rows ({told(error)})")
 
 
 def cells(

@@ -181,6 +181,10 @@ def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
     monkeypatch.setenv("KVREPRO_DRY_RUN", "")  # and unset again afterwards
     book.rehearse("first", {"size": 9}, root)
     assert capsys.readouterr().out.startswith("dry run: nothing was computed")
+    notebook.cells[1].source = "1 / 0\nprint('.end_studies()')"
+    nbformat.write(notebook, source)
+    book.rehearse("first", {}, root)
+    assert capsys.readouterr().out == "first: what follows needs their rows (ZeroDivisionError: division by zero)\n"
     notebook.cells[1].source = "1 / 0"
     nbformat.write(notebook, source)
     book.rehearse("first", {}, root)

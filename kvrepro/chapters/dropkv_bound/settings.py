@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
+from kvrepro.chapters.dropkv_bound.triples import check_softmax
 from kvrepro.engine.allowed import Count, Number, Odd, Size, ensure
 from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.passes import check_shared
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
 from kvrepro.experiment.data import AtMost
@@ -69,7 +71,10 @@ class Given(Settings):
 
     def within(self, model: Any) -> "Given":
         """The same for a model some of whose layers slide: prompts and answers that they see whole, as the theory takes
-        them. Says so."""
+        them. Says so. Raises InputError for a model that the theory does not hold of: a layer without keys, logits
+        behind a softcap, sinks."""
+        check_shared(model)
+        check_softmax(model)
         window = min(ModelFacts.of(model).sliding.values(), default=None)
         if window is None or self.tokens + self.max_new_tokens <= window:
             return self

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import bound
-from kvrepro.engine.attention import Softmax, installed
+from kvrepro.engine.attention import installed
 from kvrepro.engine.facts import ModelFacts, attention_modules, output_projection
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, call
@@ -163,10 +163,18 @@ def triples(
         )
     if sliding is not None and n > sliding:
         raise InputError(f"{n} tokens > the model's sliding window of {sliding}: shorten the prompt")
+    check_softmax(model)
     looker = _Looker(model, positions, visit, window)
     with torch.inference_mode(), installed(model):
         tokens = torch.tensor([list(ids)], device=model.device)
         model(input_ids=tokens, use_cache=cache is not None, past_key_values=cache, logits_to_keep=1, kvrepro=looker)
+
+
+def check_softmax(model: Any) -> None:
+    """Raise InputError for a model whose attention is no softmax of the logits alone (`engine.attention.Softmax`)."""
+    own = ("attn_logit_softcapping", "sinks")  # as transformers calls them
+    if any(getattr(module, name, None) is not None for module in attention_modules(model).values() for name in own):
+        raise InputError("the bound takes logits as they are, and this model caps them or has sinks: take another")
 
 
 class _Looker:
@@ -178,8 +186,6 @@ class _Looker:
         self.projections = {layer: output_projection(module).flatten(0, 1).T for layer, module in modules.items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
-        if isinstance(scaling, Softmax):
-            raise InputError("the bound takes logits as they are, and this model caps them or has sinks: take another")
         count, own = len(self.projections), self.projections[layer]
         self.visit(Layer(layer, count, self.positions, self.window, query[0], key[0], value[0], scaling, own))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)

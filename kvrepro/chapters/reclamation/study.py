@@ -28,7 +28,7 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.passes import Call
+from kvrepro.engine.passes import Call, check_shared
 from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.regime import DecodeCap, Prefill
 from kvrepro.errors import InputError
@@ -488,6 +488,7 @@ def _rounds(
 
 def check(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) -> None:
     """Raise InputError for what these prompts, this model or these policies cannot meet."""
+    check_shared(loaded.model)
     shortest, longest = min(map(len, prompts.values())), max(map(len, prompts.values()))
     least, shared = min(settings.kept), _shared(shortest)
     needed = _needed(settings)

@@ -21,3 +21,17 @@ def test_prompts_and_answers_fit_the_window_of_layers_that_slide(capsys):
 def test_a_model_without_sliding_layers_changes_nothing():
     settings = Given()
     assert settings.within(families.build("Llama")) is settings
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("Gemma 2", "this model caps them or has sinks: take another"),
+        ("GPT-OSS", "this model caps them or has sinks: take another"),
+        ("LFM2", "layers of type conv hold no tokens to evict: use an attention-only model"),
+        ("Qwen3.5", "layers of type linear_attention hold no tokens to evict"),
+    ],
+)
+def test_models_that_the_theory_does_not_hold_of_are_refused_before_anything_runs(family, message):
+    with pytest.raises(InputError, match=message):
+        Given(tokens=300, max_new_tokens=28).within(families.build(family))

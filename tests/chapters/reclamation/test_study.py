@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import checkpoint
+import families
 import numpy as np
 import pandas as pd
 import pytest
@@ -206,6 +207,14 @@ def test_settings_are_refused_before_anything_is_computed(loaded, changed, said,
         run()
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", ["LFM2", "Qwen3.5"])
+def test_models_with_layers_that_hold_no_keys_are_refused_before_anything_is_computed(family, tmp_path):
+    hybrid = SimpleNamespace(model=families.build(family), context=512, tokenizer=None)
+    with pytest.raises(InputError, match="hold no tokens to evict: use an attention-only model"):
+        r.run(hybrid, {"a": tiny.prompts(200)[0]}, Settings(tmp_path / "results"))
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(

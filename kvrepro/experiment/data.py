@@ -34,6 +34,12 @@ PANEL = "artifact/data/longbench-balanced.jsonl"  # the protection paper's 162 i
 WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its prompts may have
 FILLED = 0.9  # of a length, at least, has a prompt that stands for it
 Range = tuple[int, int]  # [start, end) in characters
+ANSWERS = {  # of metrics that take answers of a form alone: pattern, and its words
+    "count": (r"\d+", "a number in digits, such as '3'"),
+    "retrieval": (r".*Paragraph \d.*", "the name of a paragraph, such as 'Paragraph 3'"),
+    "ruler_all": (r".*\S.*", "a text that is not empty"),
+    "ruler_part": (r".*\S.*", "a text that is not empty"),
+}
 ROLES = ("system", "user", "assistant")
 FIELDS = """id task domain dataset answer answers context question input prompt messages spans max_new_tokens metric
 all_classes meta form word_count language length _id""".split()  # of a row of a .jsonl file; others are misspelt
@@ -309,9 +315,13 @@ def _item(row: dict[str, Any], identity: str) -> Item:
     meta, answers = row.get("meta") or {}, _answers(row)
     if not isinstance(meta, dict):
         raise ValueError(f"meta is {meta!r}, not an object")
+    _check_lists(meta)
+    counted = meta.get("answers", answers)
+    if answers != counted and answers not in ([", ".join(counted)], *([answer] for answer in counted)):
+        raise ValueError(f"answer {answers[0]!r} beside meta's answers, which count instead: leave these out")
     meta = meta | ({"answers": answers} if len(answers) > 1 else {})
     meta |= _asked_of({key: meta[key] for key in ("max_new_tokens", "metric") if key in meta} | row)
-    _check_lists(meta)
+    _check_scored(counted, meta)
     name = _name("id", row["id"] if row.get("id") is not None else identity)
     tasks = (*map(row.get, ("task", "domain", "dataset")), meta.get("benchmark"))
     task = _name("task", next(filter(None, tasks), "items"))
@@ -348,6 +358,18 @@ def _check_lists(meta: dict[str, Any]) -> None:
             raise ValueError(f"meta: {key} is {texts!r}, not a list of texts")
 
 
+def _check_scored(answers: list[str], meta: dict[str, Any]) -> None:
+    """Raise ValueError for answers that the row's metric can only score wrongly."""
+    metric = meta.get("metric")
+    if metric == "classification":
+        _check_lists(meta)
+        if not set(answers) & set(meta["classes"]):
+            raise ValueError(f"answer {answers[0]!r} is none of all_classes, the list of all labels")
+    form, said = ANSWERS.get(metric or "", (".*", ""))
+    if wrong := [answer for answer in answers if not re.fullmatch(form, answer, re.DOTALL)]:
+        raise ValueError(f"answer {wrong[0]!r}: metric {metric!r} takes {said}")
+
+
 def _spans(row: dict[str, Any]) -> tuple[Span, ...]:
     """The spans of a row's messages, each within its message."""
     messages, spans = row["messages"], row.get("spans") or ()
@@ -355,6 +377,8 @@ def _spans(row: dict[str, Any]) -> tuple[Span, ...]:
         raise ValueError("messages is not a list of {role, content}, both texts")
     for message in messages:
         ensure(ROLES, role=message["role"])
+    if not any(message["content"].strip() for message in messages):
+        raise ValueError("messages hold no text")
     named = {"name", "message", "start", "end"}
     if not isinstance(spans, list | tuple) or not all(isinstance(s, dict) and s.keys() == named for s in spans):
         raise ValueError("spans is not a list of {name, message, start, end}")

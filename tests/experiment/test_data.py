@@ -145,6 +145,19 @@ def spans(*changes):
         ({"context": "C"}, "context beside messages"),
         ({"question": "Q"}, "context beside messages"),
         ({"metric": "classification"}, "metric 'classification' needs all_classes"),
+        ({"metric": "classification", "all_classes": ["B"]}, "answer 'A' is none of all_classes"),
+        ({"metric": "classification", "all_classes": [1]}, "meta: classes is [1], not a list of texts"),
+        (
+            {"metric": "retrieval"},
+            "answer 'A': metric 'retrieval' takes the name of a paragraph, such as 'Paragraph 3'",
+        ),
+        ({"metric": "count", "answer": "three"}, "answer 'three': metric 'count' takes a number in digits"),
+        ({"metric": "count", "answer": " 3"}, "answer ' 3': metric 'count' takes a number in digits"),
+        ({"metric": "ruler_part", "answer": " "}, "answer ' ': metric 'ruler_part' takes a text that is not empty"),
+        ({"meta": {"metric": "ruler_all", "answers": ["A", ""]}}, "answer '': metric 'ruler_all' takes a text"),
+        ({"meta": {"answers": ["B", "C"]}}, "answer 'A' beside meta's answers, which count instead"),
+        ({"messages": []}, "messages hold no text"),
+        ({"messages": [{"role": "user", "content": " \n"}]}, "messages hold no text"),
     ],
 )
 def test_what_a_row_means_otherwise_is_refused_in_words(tmp_path, change, words):
@@ -152,6 +165,23 @@ def test_what_a_row_means_otherwise_is_refused_in_words(tmp_path, change, words)
     with pytest.raises(InputError, match="line 1: " + re.escape(words)) as error:
         data.load_items(jsonl(tmp_path / "bad.jsonl", ROW | change))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "answers"),
+    [
+        ("count", ["3"]),
+        ("retrieval", ["Paragraph 12"]),
+        ("classification", ["tea"]),
+        ("ruler_all", ["4", "7"]),
+        ("ruler_part", ["4", "7"]),
+    ],
+)
+def test_answers_of_a_metric_s_form_are_taken_and_score(tmp_path, metric, answers):
+    row = ROW | {"answer": ", ".join(answers) if metric == "ruler_all" else answers[0], "metric": metric}
+    row |= {"all_classes": ["tea", "coffee"], "meta": {"answers": answers}}
+    [item] = data.load_items(jsonl(tmp_path / "own.jsonl", row))
+    assert measure.official(", ".join(answers), answers, item.meta)["official"] == 1
 
 
 @pytest.mark.parametrize("form", ["", "qasper"])
@@ -197,7 +227,7 @@ def test_a_row_of_one_s_own_keeps_its_id_task_answers_length_and_metric(tmp_path
     assert (plain.id, plain.task, plain.answer, plain.meta) == ("q7", "ships", "tea", {"answers": ["tea", "Tea"]})
     assert (plain.new_tokens(32), full.new_tokens(32)) == (32, 3)
     assert full.meta["classes"] == ["tea", "coffee"]
-    by_turn = data.load_items(jsonl(tmp_path / "turns.jsonl", ROW | more))[0]
+    by_turn = data.load_items(jsonl(tmp_path / "turns.jsonl", ROW | more | {"answer": "tea"}))[0]
     assert by_turn.new_tokens(32) == 3
 
 

@@ -20,8 +20,14 @@ import pandas as pd
 import seaborn as sns
 from IPython.display import HTML, Markdown, display
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.category import StrCategoryFormatter
+from matplotlib.collections import PathCollection
+from matplotlib.colors import to_rgba_array
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, PercentFormatter, StrMethodFormatter
 
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
@@ -30,6 +36,7 @@ from kvrepro.experiment.claims import LABELS
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")  # of a figure
 LARGE = 300_000  # characters of an SVG
+EACH = 25  # places of a curve, or of a set of points, that say on hover where they stand
 WHITE = 'style="background: white"'  # in Jupyter; the book shows figures on its own ground, light or dark
 WIDTH = 7.2  # inches: the book's column
 DASHED = (0, (4, 2))
@@ -510,10 +517,42 @@ def _hovered(drawing: Figure) -> str:
     """Invisible circles with titles over the points of a drawing, in the coordinates of its SVG: 72 to an inch."""
     corner, circles = drawing.get_tightbbox().padded(plt.rcParams["savefig.pad_inches"]), []
     for axes in drawing.axes:
-        for x, y, text in TOLD.get(axes, ()):
+        for x, y, text in TOLD.get(axes) or _drawn(axes):
             across, down = axes.transData.transform((x, y)) / drawing.dpi
             if np.isfinite([across, down]).all():
                 at = 72 * (across - corner.x0), 72 * (corner.y1 - down)
                 place = f'cx="{at[0]:.1f}" cy="{at[1]:.1f}"'
                 circles.append(f'<circle {place} r="6" opacity="0"><title>{escape(text, quote=False)}</title></circle>')
     return "".join(circles)
+
+
+def _drawn(axes: Axes) -> Iterable[tuple[float, float, str]]:
+    """Places of a panel's curves and points, at most EACH of each, and its bars' ends, with the name that a legend has
+    for their colour and where they stand: what is said of a panel of which nothing was told."""
+    legends = [one for one in (axes.get_legend(), *axes.figure.legends) if one is not None]
+    keys = [key for one in legends for key in zip(one.legend_handles, one.get_texts(), strict=False)]
+    names = {tuple(_colours(handle)[0]): text.get_text() for handle, text in keys}
+    curves = [(line, line.get_xydata()) for line in axes.lines if len(line.get_xydata()) > 2]  # two: a line for the eye
+    dots = [(some, np.ma.getdata(some.get_offsets())) for some in axes.collections if isinstance(some, PathCollection)]
+    bars = [(bar, [(box.x0 + box.width / 2, box.y1) if upright else (box.x1, box.y0 + box.height / 2)])
+            for some in axes.containers if isinstance(some, BarContainer) for bar in some.patches
+            for box, upright in [(bar.get_bbox(), some.orientation == "vertical")]]  # fmt: skip
+    for drawn, places in curves + dots + bars:
+        colours = _colours(drawn)
+        for i in np.unique(np.linspace(0, len(places) - 1, EACH).round().astype(int)) if len(places) else ():
+            x, y = places[i]
+            name = names.get(tuple(colours[i % len(colours)]), "")
+            where = f"{axes.get_xlabel()} {_read(axes.xaxis, x)}, {axes.get_ylabel()} {_read(axes.yaxis, y)}".strip()
+            yield x, y, f"{name}: {where}" if name else where
+
+
+def _colours(drawn: Any) -> Any:
+    """Of a line, of points, or of their key in a legend: [1 or points, 4]."""
+    found = to_rgba_array(drawn.get_color() if isinstance(drawn, Line2D) else drawn.get_facecolor())
+    return found if len(found) else np.zeros((1, 4))
+
+
+def _read(axis: Axis, value: float) -> str:
+    """A place on an axis as its labels would say it, where they are more than numbers."""
+    form, worded = axis.get_major_formatter(), (FuncFormatter, PercentFormatter, StrMethodFormatter, StrCategoryFormatter)
+    return form(value) if isinstance(form, worded) else f"{value:.4g}"

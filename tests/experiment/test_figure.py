@@ -3,9 +3,11 @@
 import re
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+import seaborn as sns
 
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.errors import InputError
@@ -189,3 +191,28 @@ def test_a_point_says_its_value_where_it_is_drawn():
     drawn_at = np.array(re.findall(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)"', text), float)
     for x, y, _ in titles:
         assert np.abs(drawn_at - [float(x), float(y)]).max(1).min() < 1.5
+
+
+def test_curves_points_and_bars_say_where_they_stand_though_nobody_told():
+    draws = np.random.default_rng(0).random(80)
+    shares = np.tile(np.arange(40) / 40, 2)
+    data = pd.DataFrame({"score": draws, "policy": ["LRU"] * 40 + ["H2O"] * 40, "share": shares})
+
+    def said(axes) -> list[str]:
+        return re.findall("<title>(.*?)</title>", figure.vector(axes.figure))
+
+    curve = sns.ecdfplot(data, x="score", hue="policy", ax=plt.figure().gca())
+    curve.axvline(0.5)  # a line for the eye says nothing
+    texts = said(curve)
+    assert len(texts) == 2 * (figure.EACH - 1)  # the first lies at minus infinity
+    assert texts[-1] == f"LRU: score {draws[:40].max():.4g}, Proportion 1"  # drawn last
+    points = sns.scatterplot(data, x="share", y="score", hue="policy", ax=plt.figure().gca())
+    points.xaxis.set_major_formatter("{x:.1%}")
+    assert said(points)[:1] == [f"LRU: share 0.0%, score {draws[0]:.4g}"]
+    bars = sns.barplot(data, x="policy", y="score", hue="policy", legend="full", ax=plt.figure().gca())
+    assert said(bars) == [f"{name}: policy {name}, score {part.mean():.4g}" for name, part in
+                          (("LRU", draws[:40]), ("H2O", draws[40:]))]  # fmt: skip
+    quiet = sns.ecdfplot(data, x="score", hue="policy", ax=plt.figure().gca())
+    figure.tell(quiet, [0.5], [0.5], ["half"])
+    assert said(quiet) == ["half"]
+    plt.close("all")

@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError
@@ -112,18 +113,24 @@ def requests(name: str, system: int, order: str, parts: Parts, turns: Mapping, m
 
 def suited(items: str) -> str:
     """The items that this chapter takes where a book is asked for `items`: the embedded world's, "ifeval", or a .jsonl
-    file of system prompts (`english.read`); in the place of questions, which have none, IFEval's. Raises InputError for
-    others."""
+    file of system prompts (`english.read`), a turn of the system and one of the user in every row; in the place of
+    questions, which have none, IFEval's. Raises InputError for others."""
     kind = items.partition(":")[0]
     if kind in ("tinyworld", "ifeval"):
         return kind
     path = data.found(items) if items.endswith(".jsonl") else None
     if path is not None:
-        text = path.read_text(encoding="utf-8")
-        return items if re.search(r'"role"\s*:\s*"system"', text) else "ifeval"
+        rows = data.by_line(path, _look, "messages, or context and question")
+        return items if all(row.system for row in rows) else "ifeval"
     if kind in QUESTIONS:
         return "ifeval"
     raise InputError(f"unknown items {items!r}: use tinyworld, ifeval, or the path of a .jsonl file of system prompts")
+
+
+def _look(row: dict, number: int) -> SimpleNamespace:
+    """Whether a row holds a system prompt: these two turns, and no passage or question that they would be made of."""
+    roles, asked = [turn["role"] for turn in row.get("messages") or []], row.get("context") or row.get("question")
+    return SimpleNamespace(id=number, system=roles == ["system", "user"] and not asked)
 
 
 def marked(items: Sequence[Item], how: str) -> list[Item]:

@@ -1,5 +1,7 @@
 """Plans: sizes, and what is refused before anything is computed."""
 
+import json
+
 import pytest
 
 from kvrepro.chapters.leakage.plan import Plan
@@ -29,7 +31,7 @@ def test_questions_are_replaced_by_system_prompts_and_that_is_said(tmp_path, cap
         assert Plan(items=name).items == "ifeval"
         assert f"leakage: items 'ifeval', which suit this chapter, in the place of {name!r}" in capsys.readouterr().out
     own, asked = tmp_path / "own.jsonl", tmp_path / "asked.jsonl"
-    own.write_text('{"messages": [{"role": "system", "content": "Be brief."}]}')
+    own.write_text('{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}')
     asked.write_text('{"context": "a system", "question": "b", "answer": "c"}')
     assert Plan(items=str(own)).items == str(own)
     assert not capsys.readouterr().out
@@ -61,3 +63,25 @@ def test_what_is_wrong_is_refused_in_one_line(wrong, message):
 def test_an_option_that_is_not_there_is_named():
     with pytest.raises(InputError, match="unknown option 'max_new_token', did you mean 'max_new_tokens'"):
         Settings.of({"max_new_token": 4})
+
+
+def test_a_file_is_of_system_prompts_only_if_every_row_holds_one(tmp_path, capsys):
+    own = tmp_path / "own.jsonl"
+    turns = [{"role": "system", "content": "Answer in verse."}, {"role": "user", "content": "Tell of the sea."}]
+    row, said = {"messages": turns, "answer": "wave"}, "items 'ifeval', which suit this chapter, in the place of"
+
+    def taken(*rows):
+        own.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        return Plan(items=str(own)).items
+
+    assert taken(row, row) == str(own)
+    assert said not in capsys.readouterr().out
+    passage = {"context": "The sea.", "question": "What?", "answer": "sea"}
+    chat = {"messages": turns[1:], "answer": "wave"}
+    talk = {"messages": [*turns, {"role": "assistant", "content": "No."}], "answer": "wave"}
+    for other in (passage, chat, talk, row | passage | {"answer": "wave"}):
+        assert taken(row, other) == "ifeval"
+        assert said in capsys.readouterr().out
+    own.write_bytes(json.dumps(row).encode() + b'\n{"answer": "caf\xe9"}\n')
+    with pytest.raises(InputError, match="own.jsonl, line 2: 'utf-8' codec can't decode byte 0xe9"):
+        Plan(items=str(own))

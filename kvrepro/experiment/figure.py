@@ -554,5 +554,6 @@ def _colours(drawn: Any) -> Any:
 
 def _read(axis: Axis, value: float) -> str:
     """A place on an axis as its labels would say it, where they are more than numbers."""
-    form, worded = axis.get_major_formatter(), (FuncFormatter, PercentFormatter, StrMethodFormatter, StrCategoryFormatter)
-    return form(value) if isinstance(form, worded) else f"{value:.4g}"
+    form = axis.get_major_formatter()
+    worded = isinstance(form, FuncFormatter | PercentFormatter | StrMethodFormatter | StrCategoryFormatter)
+    return form(value) if worded else f"{value:.4g}"

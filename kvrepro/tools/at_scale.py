@@ -19,7 +19,6 @@ import typer
 
 from kvrepro.chapters.protection import grid
 from kvrepro.engine.generate import MOST_ROWS
-from kvrepro.errors import one_line_errors
 from kvrepro.experiment import data, models, progress, workers
 from kvrepro.experiment.answers import GPU_BATCHES
 from kvrepro.experiment.cluster import AHEAD
@@ -27,6 +26,7 @@ from kvrepro.experiment.run import Answers, Settings, run
 from kvrepro.experiment.store import Store
 from kvrepro.experiment.table import COLUMNS
 from kvrepro.paths import DATA, GPU, replaced
+from kvrepro.tools import command
 from kvrepro.tools.rows import stamp
 
 OUT = DATA / "reliability" / "at_scale.csv"
@@ -100,7 +100,6 @@ def table(row: dict[str, float], seconds: float, efficiency: float) -> pd.DataFr
     return pd.DataFrame(rows, columns=["what", "unit", *names, "how"])
 
 
-@one_line_errors()
 def main(out: Annotated[Path, typer.Option(help="the table")] = OUT) -> None:
     """Measure the driver, and write the table."""
     torch.set_num_threads(1)
@@ -122,4 +121,4 @@ def main(out: Annotated[Path, typer.Option(help="the table")] = OUT) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

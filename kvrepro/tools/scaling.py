@@ -24,10 +24,10 @@ import typer
 from kvrepro.chapters.synthesis import study
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.allowed import ensure
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError
 from kvrepro.experiment import data, models, progress, store
 from kvrepro.paths import DATA
-from kvrepro.tools import trial
+from kvrepro.tools import command, trial
 from kvrepro.tools.rows import replace_rows, stamp
 
 OUT = DATA / "reliability" / "scaling.csv"
@@ -106,7 +106,6 @@ def measured(
     return frame.assign(efficiency=one.seconds / frame.seconds / work, efficiency_whole=whole / work)
 
 
-@one_line_errors()
 def main(
     shape: Annotated[str, typer.Option(help="random weights of this shape; otherwise the embedded model")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -143,4 +142,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -191,15 +191,15 @@ def main(
     n: int = 22,
     tokens: int = 1900,
     seed: int = 2028,
-    out: Path = DATA,
+    folder: Annotated[Path, typer.Option(help="for the tables and the figure")] = DATA,
 ) -> None:
     """Measure on the CPU in float32: shortcuts.csv, shortcuts_lost.csv, and the figure of the model's page."""
     loaded = models.load(model)
     drawn_items = data.load_items(items, n, seed, tokens)
     found = table(loaded, drawn_items)
-    found.to_csv(out / "shortcuts.csv", index=False, float_format="%.4f")
-    losses = lost(loaded, drawn_items, out / "results")
-    losses.to_csv(out / "shortcuts_lost.csv", index=False, float_format="%.4f")
+    found.to_csv(folder / "shortcuts.csv", index=False, float_format="%.4f")
+    losses = lost(loaded, drawn_items, folder / "results")
+    losses.to_csv(folder / "shortcuts_lost.csv", index=False, float_format="%.4f")
     wide = found.pivot_table("value", ["contrast", "layer", "head"], "signal")
     typer.echo(wide.round(3).to_string())
     typer.echo(losses.round(3).to_string(index=False))

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from kvrepro.errors import InputError, Stopped, first_line, one_line_errors
+from kvrepro.errors import InputError, Stopped, first_line, program
 from kvrepro.experiment import store
 from kvrepro.experiment.sealed import File
 from kvrepro.experiment.sharing import UNFINISHED, leftovers, make_folder
@@ -459,10 +459,9 @@ def measured(folder: Path, rows: int, like: Path) -> dict[str, Any]:
     return said | {"date": today, "machine": provenance.machine(), "pyarrow": pa.__version__}
 
 
-@one_line_errors()
 def main() -> None:
     """The command `kvrepro store`."""
-    app(prog_name="kvrepro store")
+    program(app, "kvrepro store")
 
 
 if __name__ == "__main__":

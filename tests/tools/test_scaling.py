@@ -3,7 +3,8 @@
 import pandas as pd
 import pytest
 
-from kvrepro.tools import scaling
+from kvrepro.errors import InputError
+from kvrepro.tools import command, scaling
 
 
 def test_efficiency_is_the_time_of_one_over_that_of_all_together(monkeypatch):
@@ -25,14 +26,16 @@ def test_efficiency_is_the_time_of_one_over_that_of_all_together(monkeypatch):
 
 @pytest.mark.parametrize("workers", ["2,4", "1,x", "", "1,0"])
 def test_the_first_number_of_workers_is_one(workers):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(InputError, match="the first one 1"):
         scaling.main(workers=workers)
 
 
-@pytest.mark.parametrize("given", [{"shape": "huge"}, {"device": "tpu"}, {"engines": "local,slurm"}])
+@pytest.mark.parametrize(
+    "given", [["--shape", "huge"], ["--device", "tpu"], ["--engines", "local,slurm"], ["--cell", "3"]]
+)
 def test_unknown_words_are_refused(given, capsys):
-    with pytest.raises(SystemExit):
-        scaling.main(**given)
+    with pytest.raises(SystemExit, match="2"):
+        command.run(scaling.main, "scaling", given)
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -264,7 +264,7 @@ def evaluate(
     `policies`. answers: rows of `quality.answers`."""
     book = claims.load_claims("dropkv_bound")["claims"]
     general = [
-        {**claim, "over": {"policy": "any"}, "statement": f"Asked of one policy of your own: {claim['statement']}"}
+        {**claim, "over": {"policy": "any"}}
         for claim in book
         if claim["contrast"] in GENERAL and "prompt_tokens" not in claim.get("needs", {})
     ]

@@ -170,12 +170,7 @@ def of_own(book: Mapping, own: Sequence[str]) -> list[dict[str, Any]]:
     listed = [c | {"over": {"policy": "defensive"}} for c in book["claims"] if c["id"] in LISTED]
     general += claims.of_own({"claims": listed}, own)
     needs_window = {c["id"] for c in book["claims"] if "window" in c.get("over", {}) or "across" in c} | set(LISTED)
-    found = []
-    for claim in general:
-        name, [policy] = claim["id"].split(" ")[0], claim["over"]["policy"]
-        if has_window(policy) or name not in needs_window:
-            found.append(claim | {"statement": f"Asked of {_named(policy)}: {claim['statement']}"})
-    return found
+    return [c for c in general if has_window(c["over"]["policy"][0]) or c["id"].split(" ")[0] not in needs_window]
 
 
 def evaluate(

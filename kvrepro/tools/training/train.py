@@ -169,15 +169,15 @@ def resume(path: Path, *parts: Any) -> dict[str, Any]:
 
 
 def main(
-    name: str = "tiny-gqa", minutes: float = 8.2, out: Path = Path("data/models"), lr: float = 2e-3, workers: int = 14,
-    seed: int | None = None, stop_after: float = float("inf"),
+    name: str = "tiny-gqa", minutes: float = 8.2, folder: Path = Path("data/models"), lr: float = 2e-3,
+    workers: int = 14, seed: int | None = None, stop_after: float = float("inf"),
 ) -> None:  # fmt: skip
     """Train a model of `FAMILY` for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and
-    evaluation.csv to its folder in `out`. Where one sitting is too short, `stop_after` minutes of it the state is
+    evaluation.csv to its place in `folder`. Where one sitting is too short, `stop_after` minutes of it the state is
     kept, and the same command goes on from there."""  # long, because the state of a run is its variables
     if name not in FAMILY:
         raise InputError(f"unknown name {name!r}: choose {', '.join(FAMILY)}")
-    out, seed = out / name, SEEDS.get(name, 0) if seed is None else seed
+    out, seed = folder / name, SEEDS.get(name, 0) if seed is None else seed
     begun, device, state = time.time(), torch.device("cuda"), out / "state.pt"
     torch.manual_seed(seed)
     past = {"steps": 0, "tokens": 0, "seconds": 0.0, "log": [], "error": np.ones((len(LENGTHS), len(R.TASK_NAMES)))}

@@ -514,7 +514,15 @@ def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[tuple[dict[str, Any
     """The item's messages and spans, its passage cut to the limit, and by how many tokens."""
     if item.context is None:
         return item.messages, item.spans, 0
-    context = _encode(tokenizer, item.context)
+    messages, spans, cut = _cut(item, item.context, tokenizer, limit)
+    return *_taken(tokenizer, messages, spans), cut
+
+
+def _cut(
+    item: Item, passage: str, tokenizer: Any, limit: int
+) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...], int]:
+    """`_fitted` of an item with a passage, whatever turns the template takes."""
+    context = _encode(tokenizer, passage)
     if not item.form:
         budget = _passage_budget(item, tokenizer, limit)
         if len(context) <= budget:
@@ -523,7 +531,7 @@ def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[tuple[dict[str, Any
     kept = min(len(context), limit - limit % 2)
     while True:
         whole = kept == len(context)
-        text = item.context if whole else "".join(map(tokenizer.decode, longbench.halves(context, kept)))
+        text = passage if whole else "".join(map(tokenizer.decode, longbench.halves(context, kept)))
         messages, spans = _asked(item, text)
         ids = tokenizer(_text(item, tokenizer, messages), add_special_tokens=_plain(item))["input_ids"]
         over = len(ids) - limit
@@ -532,6 +540,35 @@ def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[tuple[dict[str, Any
         kept -= over + (kept - over) % 2
         if kept < 2:
             raise InputError(f"item {item.id}: limit {limit} leaves {kept} tokens for its context: raise the limit")
+
+
+def _taken(
+    tokenizer: Any, messages: tuple[dict[str, Any], ...], spans: tuple[Span, ...]
+) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...]]:
+    """A passage's messages and spans as the chat template takes them: where it refuses a turn of the system, its text
+    opens the user's, which is printed once."""
+    if messages[0]["role"] == "user" or _takes(tokenizer, "system", "user") or not _takes(tokenizer, "user"):
+        return messages, spans
+    _say_joined(Path(tokenizer.name_or_path).name)
+    system, user = messages
+    opening = f"{system['content']}\n\n"
+    shifts = (0, len(opening))
+    moved = [Span(s.name, 0, s.start + shifts[s.message], s.end + shifts[s.message]) for s in spans]
+    return (user | {"content": opening + user["content"]},), tuple(moved)
+
+
+def _takes(tokenizer: Any, *roles: str) -> bool:
+    """Does the chat template take turns of these roles?"""
+    try:
+        _render(tokenizer, tuple({"role": role, "content": "Yes."} for role in roles))
+    except InputError:
+        return False
+    return True
+
+
+@cache
+def _say_joined(whose: str) -> None:
+    print(f"the chat template of {whose} takes no turn of the system: its text opens the user's")
 
 
 def _plain(item: Item) -> bool:
@@ -544,8 +581,8 @@ def _text(item: Item, tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> s
 
 
 def _passage_budget(item: Item, tokenizer: Any, limit: int) -> int:
-    empty_user = _render(tokenizer, ({"role": "system", "content": SYSTEM}, {"role": "user", "content": ""}))
-    parts = (empty_user, f"\n\nQuestion: {item.question}", "Passage: ")
+    empty_user, _ = _taken(tokenizer, ({"role": "system", "content": SYSTEM}, {"role": "user", "content": ""}), ())
+    parts = (_render(tokenizer, empty_user), f"\n\nQuestion: {item.question}", "Passage: ")
     budget = limit - sum(len(_encode(tokenizer, part)) for part in parts)
     if budget < 1:
         raise InputError(f"item {item.id}: limit {limit} leaves {budget} tokens for the passage: raise the limit")

@@ -1,3 +1,4 @@
+import copy
 import hashlib
 import http.server
 import json
@@ -328,6 +329,26 @@ def test_a_prompt_that_fits_is_the_rendered_template():
         f"<|im_start|>system\n{data.SYSTEM}<|im_end|>\n<|im_start|>user\nPassage: {item.context}\n\n"
         f"Question: {item.question}<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize(("words", "limit"), [(20, 500), (3000, 333)])
+def test_a_template_without_a_system_turn_has_its_text_in_the_users(words, limit, capsys):
+    data._say_joined.cache_clear()
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    own = copy.deepcopy(TOKENIZER)
+    own.chat_template = refuses + TOKENIZER.chat_template
+    prompts = [data.build_prompt(item, own, limit) for item in (passage(words), passage(words, "Which?"))]
+    assert all(len(prompt.ids) <= limit for prompt in prompts)
+    prompt = prompts[0]
+    text = TOKENIZER.decode(prompt.ids)
+    assert text.startswith(f"<|im_start|>user\n{data.SYSTEM}\n\nPassage: ")
+    assert text.endswith("\n\nQuestion: Which door is open?<|im_end|>\n<|im_start|>assistant\n")
+    said = {name: TOKENIZER.decode([prompt.ids[at] for at in where]) for name, where in prompt.spans.items()}
+    assert said["system"] == data.SYSTEM
+    assert said["passage"].startswith("Passage: ")
+    assert said["question"] == "Question: Which door is open?"
+    assert set(prompt.turns) == {"user"}
+    assert capsys.readouterr().out.count("takes no turn of the system: its text opens the user's\n") == 1
 
 
 @pytest.mark.parametrize("limit", [200, 333, 1920])

@@ -75,7 +75,8 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     prompts = [made(loaded, item) for item in items]
     if not study.gaps:
         for prompt, item, mine in zip(prompts, items, each, strict=True):
-            engine.check_conditions(loaded.model, [prompt], mine, item.new_tokens(study.max_new_tokens))
+            with data.named(item):
+                engine.check_conditions(loaded.model, [prompt], mine, item.new_tokens(study.max_new_tokens))
     return prompts
 
 

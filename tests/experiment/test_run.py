@@ -469,7 +469,7 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
         ({"workers": 0}, "workers 0: a whole number, at least 1"),
         (
             {"conditions": [Condition("lru", 200, SharedCap(), prefix=0.45, suffix=0.45)]},
-            "prompt of .* tokens < 180 protected",
+            f"^item {ITEMS[0].id}: prompt of .* tokens < 180 protected",
         ),
     ],
 )

@@ -208,8 +208,9 @@ def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> lis
             raise InputError(f"{name} {getattr(base, name)}: {loaded.name} has {count}, counted from 0")
     for item in found:
         prompt = _prompt(loaded, item, item.new_tokens(settings.answer_tokens))
-        for end in {s.until: s for s in _settings_of(item, base).values()}.values():
-            retention.end_of(prompt, end)
+        with data.named(item):
+            for end in {s.until: s for s in _settings_of(item, base).values()}.values():
+                retention.end_of(prompt, end)
     return found
 
 

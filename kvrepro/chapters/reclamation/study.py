@@ -489,21 +489,26 @@ def _rounds(
 def check(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) -> None:
     """Raise InputError for what these prompts, this model or these policies cannot meet."""
     check_shared(loaded.model)
-    shortest, longest = min(map(len, prompts.values())), max(map(len, prompts.values()))
+    few, many = (end(prompts, key=lambda name: len(prompts[name])) for end in (min, max))
+    shortest, longest, short = len(prompts[few]), len(prompts[many]), f"item {few}: "
     least, shared = min(settings.kept), _shared(shortest)
     needed = _needed(settings)
     named = [label(name) for name in settings.policies]
     if twice := {name for name in named if named.count(name) > 1}:
         raise InputError(f"two of the policies are called {min(twice)}: give each a title of its own")
     if settings.capacity >= shortest:
-        raise InputError(f"capacity {settings.capacity} >= {shortest} tokens of a prompt: nothing leaves; lower it")
+        raise InputError(
+            f"{short}capacity {settings.capacity} >= {shortest} tokens of a prompt: nothing leaves; lower it"
+        )
     if round(least * shortest) < 16:
-        raise InputError(f"kept {least:g} of {shortest} tokens are {least * shortest:.0f}, fewer than 16: raise it")
+        raise InputError(
+            f"{short}kept {least:g} of {shortest} tokens are {least * shortest:.0f}, fewer than 16: raise it"
+        )
     if settings.block_size > shared:
-        raise InputError(f"block_size {settings.block_size} > {shared} tokens that prompts share: lower it")
+        raise InputError(f"{short}block_size {settings.block_size} > {shared} tokens that prompts share: lower it")
     if longest + needed > loaded.context:
         raise InputError(
-            f"{longest} tokens of a prompt and {needed} after it exceed the model's {loaded.context}: "
+            f"item {many}: {longest} tokens of a prompt and {needed} after it exceed the model's {loaded.context}: "
             "lower prompt_tokens, timed_cadences or max_new_tokens"
         )
 

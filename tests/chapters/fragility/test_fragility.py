@@ -695,6 +695,17 @@ def test_the_headlines_layer_is_one_that_holds_tokens_to_evict(kind, layer):
     assert study.paper_layer(tiny.architecture(kind)) == layer  # of three, of which gemma3's outer ones slide
 
 
+def test_an_item_that_the_study_cannot_take_is_named(tmp_path):
+    turns = [{"role": "user", "content": "The red door is open. " * 60 + "Which door is open?"}]
+    end = len(turns[0]["content"])
+    spans = [{"name": "question", "message": 0, "start": end - 19, "end": end}]
+    rows = [{"id": name, "messages": turns, "answer": "red"} for name in ("whole", "bare")]
+    items = tmp_path / "own.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in (rows[0] | {"spans": spans}, rows[1])))
+    with pytest.raises(InputError, match="^item bare: the prompt has no span 'question': it has none"):
+        study.observed(models.load("tiny-gqa"), str(items), study.SIZES["quick"], study.Settings())
+
+
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
     rows = [
         {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 12, "domain": "harbour",

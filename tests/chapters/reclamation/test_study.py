@@ -180,9 +180,9 @@ SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences":
     ("changed", "said"),
     [
         ({"block_size": 0}, "block_size 0: a whole number, at least 1"),
-        ({"block_size": 64}, "block_size 64 > 60 tokens that prompts share"),
+        ({"block_size": 64}, "item a: block_size 64 > 60 tokens that prompts share"),
         ({"cadences": [0]}, "cadences 0: a whole number, at least 1"),
-        ({"timed_cadences": [256]}, "exceed the model's 512"),
+        ({"timed_cadences": [256]}, "item b: 120 tokens of a prompt and 513 after it exceed the model's 512"),
         ({"cadences": []}, "cadences []: give a list"),
         ({"policies": "window"}, "policies 'window': give a list"),
         ({"policies": []}, "policies []: give a list"),
@@ -192,8 +192,8 @@ SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences":
         ({"budget": 4}, "budget 4: a whole number, at least 16"),
         ({"max_new_tokens": 0}, "max_new_tokens 0: a whole number, at least 1"),
         ({"kept": [2.0]}, "kept 2.0: a number, above 0, below 1"),
-        ({"kept": [0.01]}, "fewer than 16"),
-        ({"capacity": 100}, "capacity 100 >= 100 tokens of a prompt"),
+        ({"kept": [0.01]}, "item a: kept 0.01 of 100 tokens are 1, fewer than 16"),
+        ({"capacity": 100}, "item a: capacity 100 >= 100 tokens of a prompt"),
         ({"shape": "GPT-2"}, "unknown shape 'GPT-2'"),
         ({"acceptance": "all"}, "unknown acceptance 'all'"),
     ],
@@ -201,7 +201,7 @@ SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences":
 def test_settings_are_refused_before_anything_is_computed(loaded, changed, said, tmp_path):
     def run():
         settings = Settings(tmp_path, **{**SETTINGS, "acceptance": "policies", **changed})
-        r.run(loaded, {"a": tiny.prompts(100)[0]}, settings)
+        r.run(loaded, dict(zip("ab", tiny.prompts(100, 120), strict=True)), settings)
 
     with pytest.raises(InputError, match=re.escape(said)) as refused:
         run()

@@ -67,9 +67,8 @@ class Policy:
     """How a method decides. Every function takes the parameters it names, from `parameters` in the reading asked for.
 
     parameters: the paper's; as_run: those in which the public code (`code`) differs. The functions' annotations say
-    what each may be (`kvrepro.engine.allowed`). Three names mean the same for all: `window` queries are shown to the
-    scorer,
-    `recent` newest and `sinks` oldest tokens are protected.
+    what each may be (`kvrepro.engine.allowed`). Three names mean the same for all: the last `window` queries are shown
+    to the scorer; the `recent` newest and `sinks` oldest tokens are protected.
     shield(o, scores, budget, ...): tokens exempt on the method's own account, before heads get their counts.
     refine(o, scores, counts, ...) -> (scores, exempt tokens): a second stage, once heads know their counts.
     across(scores, protected, budget, summaries, ...) -> (scores, counts): budgets that need every layer's scores, lists

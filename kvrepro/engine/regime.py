@@ -11,10 +11,9 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Regime:
-    """What all regimes share: the name that stands in rows and labels, and what it means."""
+    """What all regimes share: the name that rows and labels show."""
 
     name: ClassVar[str]
-    means: ClassVar[str]
 
     def __post_init__(self) -> None:
         if type(self) is Regime:
@@ -26,7 +25,6 @@ class Prefill(Regime):
     """Each layer is reduced as soon as the prompt has passed through it."""
 
     name: ClassVar[str] = "prefill"
-    means: ClassVar[str] = "each layer is reduced as soon as the prompt has passed through it"
     until: str = ""  # compress what stands before this span ("question") or turn ("user"); "": the whole prompt
     # 1: every span keeps its share, and text without a mark joins the span before it; below 1: debias, mixed with the
     # default's split. spans: which of the marked ones count; (): all.
@@ -39,7 +37,6 @@ class Offline(Prefill):
     """A prefix is reduced once and reused by many requests."""
 
     name: ClassVar[str] = "offline"
-    means: ClassVar[str] = "a prefix is reduced once and reused by many requests"
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,6 @@ class Chunked(Regime):
     """The prompt comes in chunks that attend to what is left of the earlier ones."""
 
     name: ClassVar[str] = "chunked"
-    means: ClassVar[str] = "the prompt comes in chunks that attend to what is left of the earlier ones"
     chunk: Size = 4096  # tokens
     when: str = "last_chunk"  # chunks evict: "last_chunk", "budget" or "every_chunk" (DropKV)
     until: str = ""
@@ -58,7 +54,6 @@ class DecodeCap(Regime):
     """A cap on the cache, met again every `interval` generated tokens."""
 
     name: ClassVar[str] = "decode cap"
-    means: ClassVar[str] = "a cap on the cache, met again every `interval` generated tokens"
     interval: Size = 8
     until: str = ""
 
@@ -68,7 +63,6 @@ class PerStep(Regime):
     """One token leaves for every token generated."""
 
     name: ClassVar[str] = "per step"
-    means: ClassVar[str] = "one token leaves for every token generated"
     until: str = ""
 
 
@@ -78,7 +72,6 @@ class SharedCap(Regime):
     that are reduced over layers, and met before the step's forward pass."""
 
     name: ClassVar[str] = "shared cap"
-    means: ClassVar[str] = "one set of tokens for all layers, reduced to a cap every `interval` generated tokens"
     interval: Size = 8
 
 

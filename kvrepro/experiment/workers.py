@@ -163,8 +163,8 @@ def _for_processes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """While processes start, which inherit it: Ctrl-C and a terminal that is closed wait. They are our business, which
-    ends them; as they still import, each would answer with a traceback."""
+    """While processes start, which inherit it: Ctrl-C and a terminal that is closed wait. This process hears them and
+    ends the others; as those still import, each would answer with a traceback."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -256,7 +256,7 @@ def _begin(environment: dict[str, str], path: list[str], what: Told | None) -> N
 
     os.environ.update(environment)  # the server has that of its start
     sys.path[:] = path
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's business, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears an interrupt, and ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if what is not None and what[1] == "cuda":  # workers are numbered as they are started
         number = _number(multiprocessing.current_process().name)

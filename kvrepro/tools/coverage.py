@@ -21,6 +21,7 @@ from kvrepro.experiment import stats
 from kvrepro.experiment.stats import UNIT
 from kvrepro.paths import DATA
 from kvrepro.tools import command
+from kvrepro.tools.rows import write_table
 
 SIZES = (6, 8, 12, 20, 48, 100, 200)
 PARTIAL = np.array([0.2, 0.29, 0.33, 0.4, 0.5, 0.57, 0.67, 0.8])  # token F1 of answers that are partly right
@@ -200,7 +201,7 @@ def said(path: Path = DATA / "coverage.csv") -> list[dict[str, str]]:
 def main(out: Path = DATA / "coverage.csv", repeats: int = 2000, peers: int = 300) -> None:
     """Simulate, write the table, and print each rule's coverage by quantity and n."""
     found = table(repeats=repeats, peers=peers)
-    found.to_csv(out, index=False, float_format="%.4g")
+    write_table(out, found)
     shown = found.groupby(["quantity", "rule", "n"]).coverage.agg(["min", "mean", "max"]).round(3)
     typer.echo(shown.to_string())
 

@@ -24,9 +24,10 @@ import typer
 
 from kvrepro.errors import InputError, meant, program, told
 from kvrepro.experiment import claims, models
-from kvrepro.paths import DATA, ROOT, replaced
+from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import book, command, error_rates, family_claims
 from kvrepro.tools.family_claims import FULL, JUDGED, TABLE
+from kvrepro.tools.rows import write_table
 
 COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note code date".split()
 CHAPTERS = [name for name in book.chapters() if (DATA / "claims" / f"{name}.yml").is_file()]
@@ -151,8 +152,7 @@ def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")
         judged = family_claims.verdicts(*(family_claims.rows_of(results, name, seed) for name in PER_ITEM))
     rates = error_rates.table("family", asked, 1).reindex(columns=["claim", "reading", *family_claims.RATES])
     for file, frame in ((TABLE, table), (JUDGED, judged.merge(rates))):
-        with replaced(file) as aside:
-            frame.to_csv(aside, index=False, float_format="%.4g")
+        write_table(file, frame)
     typer.echo(table.pivot_table(index="model", columns="chapter", values="claim", aggfunc="count").to_string())
 
 
@@ -164,8 +164,7 @@ def full(results: Annotated[Path, typer.Option(help="the folder of the runs")], 
     table = collected(results, seed)
     if others := sorted(set(table.profile.dropna()) - {"full"}):
         raise InputError(f"profile {', '.join(others)}: give runs of the full profile, by -p profile=full")
-    with replaced(FULL) as aside:
-        table.to_csv(aside, index=False, float_format="%.4g")
+    write_table(FULL, table)
     typer.echo(table.pivot_table(index="chapter", columns="verdict", values="claim", aggfunc="count").to_string())
 
 

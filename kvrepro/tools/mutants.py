@@ -20,7 +20,8 @@ import typer
 
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import provenance
-from kvrepro.paths import DATA, replaced
+from kvrepro.paths import DATA
+from kvrepro.tools.rows import write_table
 
 FOLDER = DATA / "reliability"
 KILLED, SURVIVED, TIMEOUT, NOT_TRIED = "killed", "survived", "timeout", "not checked"
@@ -85,8 +86,7 @@ def main(
     counts = counted(table, survivors)
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in (("mutants", counts), ("survivors", survivors)):
-        with replaced(out / f"{name}.csv") as aside:
-            rows.to_csv(aside, index=False, float_format="%.4g")
+        write_table(out / f"{name}.csv", rows)
     typer.echo(counts[["module", *COUNTS, "share"]].to_string(index=False))
 
 

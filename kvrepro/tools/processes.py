@@ -151,7 +151,7 @@ def _ended(running: list[Chapter]) -> Iterator[Ended]:
 
 
 def _chapter(answer: Connection, work: Callable[[], bool]) -> None:
-    for one in ENDING:  # the parent's business, which ends us; a function, because kernels would inherit SIG_IGN
+    for one in ENDING:  # the parent hears them and ends this process; a function, because kernels would inherit SIG_IGN
         signal.signal(one, lambda number, frame: None)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:

@@ -10,6 +10,12 @@ import pandas as pd
 from kvrepro.paths import replaced
 
 
+def write_table(table: Path, rows: pd.DataFrame, form: str = "%.4g") -> None:
+    """Write a table of the project (CSV) whole, or leave what is there. form: of its numbers that are not whole."""
+    with replaced(table) as aside:
+        rows.to_csv(aside, index=False, float_format=form)
+
+
 def replace_rows(table: Path, rows: pd.DataFrame, by: Sequence[str], digits: int = 6) -> pd.DataFrame:
     """Write rows into a table of the project (CSV), in the place of those whose columns `by` have the same values; the
     whole table. Its folder is made. digits: of its numbers."""
@@ -17,8 +23,7 @@ def replace_rows(table: Path, rows: pd.DataFrame, by: Sequence[str], digits: int
     known = pd.read_csv(table) if table.is_file() else rows[:0]
     same = pd.MultiIndex.from_frame(known[list(by)]).isin(pd.MultiIndex.from_frame(rows[list(by)]))
     whole = pd.concat([part for part in (known[~same], rows) if len(part)] or [rows], ignore_index=True)
-    with replaced(table) as aside:
-        whole.to_csv(aside, index=False, float_format=f"%.{digits}g")
+    write_table(table, whole, f"%.{digits}g")
     return whole
 
 

@@ -33,6 +33,7 @@ from kvrepro.experiment.run import Answers, Settings, run
 from kvrepro.item import Item
 from kvrepro.paths import DATA
 from kvrepro.tools import command
+from kvrepro.tools.rows import write_table
 from kvrepro.world.words import MARKS
 from kvrepro.world.world import FILLER
 
@@ -197,9 +198,9 @@ def main(
     loaded = models.load(model)
     drawn_items = data.load_items(items, n, seed, tokens)
     found = table(loaded, drawn_items)
-    found.to_csv(folder / "shortcuts.csv", index=False, float_format="%.4f")
+    write_table(folder / "shortcuts.csv", found, "%.4f")
     losses = lost(loaded, drawn_items, folder / "results")
-    losses.to_csv(folder / "shortcuts_lost.csv", index=False, float_format="%.4f")
+    write_table(folder / "shortcuts_lost.csv", losses, "%.4f")
     wide = found.pivot_table("value", ["contrast", "layer", "head"], "signal")
     typer.echo(wide.round(3).to_string())
     typer.echo(losses.round(3).to_string(index=False))

@@ -34,6 +34,7 @@ from kvrepro.engine.regime import DecodeCap, Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import data
 from kvrepro.experiment import run as runner
+from kvrepro.experiment.answers import REPEAT
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import PerItem
 
@@ -179,9 +180,6 @@ def published(
     return _reclaimed(loaded, ids, cells, block_size)
 
 
-REQUEST = "Repeat the previous context:"  # of KVzip
-
-
 def _once(policy: str, budget: int | float) -> Condition:
     """A policy as it was published, which compresses the prompt once."""
     return condition(policy, "per head", budget, Prefill())
@@ -189,7 +187,7 @@ def _once(policy: str, budget: int | float) -> Condition:
 
 def _kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) -> list[np.ndarray]:
     """Who stays of a prompt under each condition, bool [layers, kv_heads, tokens]."""
-    repeat = loaded.tokenizer.encode(REQUEST, add_special_tokens=False) if loaded.tokenizer else ()
+    repeat = loaded.tokenizer.encode(REPEAT, add_special_tokens=False) if loaded.tokenizer else ()
     [answers] = engine.generate(
         loaded.model, [ids], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True, repeat=repeat
     ) if conditions else [()]  # fmt: skip

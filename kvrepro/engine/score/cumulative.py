@@ -52,7 +52,7 @@ def recent_share(o: Observation, scores: Scores, budget: RowInts, share: Share =
 def scissorhands(o: Observation, signal: Signal = "low") -> Scores:
     """s_j = -(number of the last 400 queries t with p[t, j] < 1 / (t + 1)), summed over the group.
 
-    The paper counts against a token and drops half the cache on overflow; here what stays is the budget's business.
+    The paper counts against a token and drops half the cache on overflow; here the budget alone says how many stay.
     While a prompt comes in chunks of fewer than 400 tokens, and while tokens are generated, earlier counts stay: a
     window that slides would have to remember every query's. Needs `sums["low"]`, or with signal "mass" `sums["mass"]`:
     a public code accumulates attention instead, which is close to H2O. Source: Liu et al. 2023, Algorithm 2;

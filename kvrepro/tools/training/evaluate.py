@@ -14,6 +14,7 @@ from statsmodels.stats.proportion import proportion_confint
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from kvrepro.tools import command
+from kvrepro.tools.rows import write_table
 from kvrepro.world import rows as R
 from kvrepro.world.world import ALL
 
@@ -59,7 +60,7 @@ def write(path: Path, result: dict[tuple[str, int], float], n: int) -> None:
     """CSV: task, tokens, n, exact_match, low, high (Wilson interval, 95%)."""
     rows = [(*key, n, rate, *proportion_confint(round(rate * n), n, method="wilson")) for key, rate in result.items()]
     table = pd.DataFrame(rows, columns=["task", "tokens", "n", "exact_match", "low", "high"])
-    table.to_csv(path, index=False, float_format="%.4f")
+    write_table(path, table, "%.4f")
 
 
 def main(

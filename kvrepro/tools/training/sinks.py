@@ -13,6 +13,7 @@ from kvrepro.engine.attention import watch_prompt
 from kvrepro.experiment import models, stats
 from kvrepro.tools import command
 from kvrepro.tools.calibrate import TASKS, prompts
+from kvrepro.tools.rows import write_table
 
 
 def sink_mass(model, ids: list[int]) -> torch.Tensor:
@@ -47,7 +48,7 @@ def main(
     """Measure in float32 on the CPU, over eight tasks."""
     loaded = models.load(model)
     table = measure(loaded, prompts(loaded, f"tinyworld:{TASKS}", n, seed, tokens))
-    table.to_csv(loaded.path / "sinks.csv", index=False, float_format="%.5f")
+    write_table(loaded.path / "sinks.csv", table, "%.5f")
 
 
 if __name__ == "__main__":

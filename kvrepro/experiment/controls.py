@@ -19,7 +19,7 @@ from kvrepro.item import Item
 from kvrepro.world import world
 
 CONTROLS = {
-    "first_word": "the answer's first word alone, which every policy has from the full cache",
+    "first_word": "the answer's first word alone, which the full cache gives wherever tokens leave after the question",
     "copy": "that word, and what follows it where the prompt has it first",
     "refusal": "a refusal",
     "no_passage": "what the model says to the question alone",

@@ -61,6 +61,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHAPTERS = ("protection", "fragility", "dropkv_bound", "leakage", "reclamation")
+DTYPES = tuple(name for name in models.DTYPES if name != "auto")
 KEY = ["shape", "device", "chapter", "n_items"]
 STUDY = re.compile(r"^\w+/\S+: (\d+) \w+s, \d+ computed now, (\d+) failed, (.+)$")  # as `run` says it
 
@@ -159,8 +160,8 @@ def _spent(folder: Path) -> dict[str, Any]:
 def main(
     shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "two-layer",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="of weights and caches")] = "float32",
-    chapter: Annotated[list[str], typer.Option(help="these chapters alone")] = [],  # noqa: B006
+    dtype: Annotated[str, typer.Option(help=f"of weights and caches: {', '.join(DTYPES)}")] = "float32",
+    chapter: Annotated[list[str], typer.Option(help=f"these alone, of {', '.join(CHAPTERS)}")] = [],  # noqa: B006
     items: Annotated[str, typer.Option(help="longbench, or a .jsonl file; leakage takes ifeval instead")] = "longbench",
     n_items: Annotated[list[int], typer.Option(help="of each study; repeat to tell start-up from items")] = [2],  # noqa: B006
     together: Annotated[int, typer.Option(help="chapters side by side on the device", min=1)] = 1,
@@ -169,6 +170,9 @@ def main(
 ) -> None:
     """Run the chapters on random weights of a real shape; exit 1 where a row failed or a chapter did not end."""
     ensure(tuple(SHAPES), shape=shape)
+    ensure(DTYPES, dtype=dtype)
+    for name in chapter:
+        ensure(CHAPTERS, chapter=name)
     models.device_of(device)
     texts = [message["content"] for item in data.load_items(items, data.AtMost(8)) for message in item.messages]
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"

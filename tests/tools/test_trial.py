@@ -38,8 +38,8 @@ def test_a_chapter_that_cannot_run_fails_the_trial_and_keeps_other_rows(tmp_path
     items.write_text('{"context": "The red door is open.", "question": "Which?", "answer": "red", "task": "a"}\n' * 8)
     known = {"shape": ["other"], "device": ["CPU"], "chapter": ["protection"], "n_items": [2], "results": [7]}
     pd.DataFrame(known).to_csv(out, index=False)
-    with pytest.raises(typer.Exit) as end:  # no chapter takes this dtype
-        trial.main("two-layer", "cpu", "float64", ["protection"], str(items), n_items=[2], limit=300, out=out)
+    with pytest.raises(typer.Exit) as end:  # such prompts are shorter than what is protected of them
+        trial.main("two-layer", "cpu", "float32", ["protection"], str(items), n_items=[2], limit=300, out=out)
     assert end.value.exit_code == 1
     table = pd.read_csv(out)
     assert table.results.tolist()[0] == 7
@@ -52,6 +52,20 @@ def test_a_shape_is_one_that_transformers_can_build(shape):
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
     assert network.config.num_hidden_layers == trial.SHAPES[shape]["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chapter", "message"),
+    [
+        ("int3", "protection", "unknown dtype 'int3': choose one of float32, bfloat16, float16"),
+        ("auto", "protection", "unknown dtype 'auto'"),
+        ("float32", "nope", "unknown chapter 'nope': choose one of protection, fragility"),
+    ],
+)
+def test_what_no_trial_can_be_is_refused_and_stores_nothing(dtype, chapter, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        trial.main("two-layer", "cpu", dtype, [chapter], "none.jsonl", out=tmp_path / "chapters.csv")
+    assert not (tmp_path / "chapters.csv").exists()
 
 
 def test_an_unknown_shape_is_refused(tmp_path):

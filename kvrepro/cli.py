@@ -165,19 +165,27 @@ def items(
     name: Annotated[str, Argument(help="of items: prints some, as lines of a .jsonl file")] = "",
     n_items: Annotated[int, Option("-n", "--n-items")] = 1,
     seed: int = 0,
-    tokens: Annotated[int, Option(help="prompt length of tinyworld's items")] = 1900,
+    tokens: Annotated[int, Option(help="prompt length of tinyworld's and ruler's items")] = 1900,
+    model: Annotated[str, Option("-m", "--model", help="in whose tokens ruler's items are counted")] = "",
 ) -> None:
     """Say which names of items there are, or print a sample of one."""
+    import contextlib
     import dataclasses
     import json
 
-    from kvrepro.experiment import data
+    from kvrepro.experiment import data, models
     from kvrepro.world import world
 
     if not name:
         print(ITEMS, f"Tasks of tinyworld: {', '.join(world.KNOWN)}", sep="\n\n")
         return
-    for item in data.load_items(name, n_items, seed, tokens):
+    if name.partition(":")[0] == "ruler" and not model:
+        raise InputError(
+            f"{name}: ruler's items are counted in a model's own tokens: name it, -m small-gqa for instance"
+        )
+    with contextlib.redirect_stdout(sys.stderr):  # what is said of items is none of their lines
+        found = data.load_items(name, n_items, seed, tokens, models.tokenizer(model) if model else None)
+    for item in found:
         print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=False))
 
 

@@ -16,7 +16,7 @@ import pytest
 import kvrepro as kv
 from kvrepro import cli
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.experiment import data, store
+from kvrepro.experiment import data, models, store
 
 ROOT = Path(__file__).parents[1]
 
@@ -117,6 +117,16 @@ def test_printed_items_are_a_file_of_items(call, tmp_path):
         item.messages for item in data.load_items("tinyworld:needle,two_hop", 4, 3, 300)
     ]
     assert call("items", "tinyworld:needel")[2].startswith("unknown tinyworld task 'needel'")
+
+
+def test_printed_items_of_ruler_are_made_for_a_model(call, tmp_path):
+    code, out, _ = call("items", "ruler:vt", "-n", "2", "--tokens", "900", "-m", "tiny-gqa")
+    (tmp_path / "vt.jsonl").write_text(out)
+    assert code == 0
+    made = data.load_items("ruler:vt", 2, 0, 900, models.tokenizer("tiny-gqa"))
+    assert data.load_items(str(tmp_path / "vt.jsonl")) == made
+    assert call("items", "ruler:vt")[2].startswith("ruler:vt: ruler's items are counted in a model's own tokens: name")
+    assert call("items", "ruler:vt", "-m", "nobody")[2].startswith("unknown model 'nobody'")
 
 
 def test_a_run_is_the_study_that_it_names(call, tmp_path):

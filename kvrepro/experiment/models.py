@@ -150,6 +150,11 @@ def _talk(tokenizer: Any) -> int:
     return ended
 
 
+def tokenizer(model: str) -> Any:
+    """The tokenizer of a model, named as for `load`, without its weights in memory. Raises InputError for no model."""
+    return _tokenizer(resolve(model)[1])
+
+
 def _tokenizer(folder: Path) -> Any:
     """A checkpoint's tokenizer: tokenizer.json as it stands where no other class is declared. AutoTokenizer takes some
     families' own class in its place (Qwen2's, which splits texts into bytes), whatever the checkpoint declares."""

@@ -1,9 +1,12 @@
 """Hugging Face's `generate` inside `evicting`, and prefixes in files: the engine's tokens, and nothing left behind."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny import architecture, model, prompts
 from transformers import StoppingCriteria, pipeline
 from transformers.cache_utils import DynamicCache, StaticCache
@@ -245,6 +248,15 @@ def test_other_refusals():
             pytest.fail("the block was entered")
 
 
+@pytest.mark.parametrize("given", [None, [3, 4], {"question": 3}, {"question": [1.5]}, {"question": "no"}])
+def test_spans_that_are_no_dict_of_positions_are_refused(given):
+    network, condition = architecture("llama"), kv.Condition("k_norm", 0.5, kv.Prefill(until="question"))
+    said = re.escape(f"spans gave {given!r}: give a dict of positions")
+    with kv.evicting(network, condition, spans=lambda ids: given), pytest.raises(InputError, match=said) as error:
+        written(network, prompts(40))
+    assert "\n" not in str(error.value)
+
+
 # ---- prefixes
 
 
@@ -318,6 +330,41 @@ def test_a_prefix_serves_its_model_and_its_tokens_alone(tmp_path):
             written(same, [texts[0][:3] + [5 + texts[0][3] % 9] + texts[0][4:]])
         with pytest.raises(InputError, match="ends after 20 of the prefix's 50"):
             written(same, [texts[0][:20]])
+
+
+def test_a_prefix_goes_into_a_file_of_a_folder_that_is_there(tmp_path):
+    prefix = kv.compress(architecture("llama"), requests()[-1], OFFLINE["prefill"])
+    (tmp_path / "folder").mkdir()
+    for path, said in ((tmp_path / "folder", "is a folder"), (tmp_path / "none" / "p", "lies in no folder .*none")):
+        with pytest.raises(InputError, match=f"^{re.escape(str(path))} {said}: name a file in a folder that is there$"):
+            prefix.save(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda told, tensors: tensors.pop("1.keys"), "it lacks '1.keys'"),
+        (lambda told, tensors: tensors.pop("0.offsets"), "it lacks '0.offsets'"),
+        (lambda told, tensors: tensors.pop("logits"), "it lacks 'logits'"),
+        (lambda told, tensors: told.pop("ids"), "it lacks 'ids'"),
+        (lambda told, tensors: told.pop("model"), "it lacks 'model'"),
+        (lambda told, tensors: told.update(ids="5"), "not iterable"),
+        (lambda told, tensors: told.update(condition="{"), "Expecting property name"),
+        (lambda told, tensors: tensors.update({"1.keys": tensors["1.keys"][:5].clone()}), "layer 1 do not fit"),
+        (lambda told, tensors: tensors.update({"1.offsets": tensors["1.offsets"][:2].clone()}), "layer 1 do not fit"),
+    ],
+)
+def test_a_file_that_is_no_whole_prefix_is_refused(change, message, tmp_path):
+    network, path = architecture("llama"), tmp_path / "p"
+    kv.compress(network, requests()[-1], OFFLINE["prefill"]).save(path)
+    with safe_open(path, "pt") as file:
+        told, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(told, tensors)
+    save_file(tensors, path, told)
+    with pytest.raises(InputError, match=f"p is no whole prefix .*{message}.*: save it again$") as error:
+        kv.load_prefix(path, network)
+    assert "\n" not in str(error.value)
 
 
 def test_files_and_conditions_that_make_no_prefix_are_refused(tmp_path):

@@ -7,6 +7,7 @@ read as `kvrepro.engine.passes` reads them, and every token goes the way of `kvr
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from operator import index
 from typing import Any
 
 import torch
@@ -57,10 +58,7 @@ def evicting(
         ensure_same(prefix.model, model)
 
     def begin(texts: list[list[int]], max_new_tokens: int) -> tuple[Call, Rows]:
-        named = [{} if spans is None else spans(ids) for ids in texts]
-        marked = [
-            Text(ids, {name: list(where) for name, where in own.items()}) for ids, own in zip(texts, named, strict=True)
-        ]
+        marked = [Text(ids, {} if spans is None else _places(spans(ids))) for ids in texts]
         if c.bits is not None and len(texts) > 1:
             raise InputError(f"{len(texts)} prompts in {c.bits} bits: give one at a time")
         asked = c if prefix is None else Condition()  # what a prefix asked for is done
@@ -81,6 +79,14 @@ def evicting(
 
     with with_methods(model, generate=generate):
         yield model
+
+
+def _places(named: Any) -> dict[str, list[int]]:
+    """What `spans` gave for a prompt, as lists of positions. Raises InputError for what is no dict of whole numbers."""
+    try:
+        return {name: [index(at) for at in where] for name, where in named.items()}
+    except (AttributeError, TypeError):
+        raise InputError(f"spans gave {named!r}: give a dict of positions, {{'question': range(90, 99)}}") from None
 
 
 class EvictedCache(Cache):

@@ -31,7 +31,7 @@ from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import budget_of, find
 from kvrepro.engine.regime import Offline, SharedCap
 from kvrepro.engine.rows import Rows
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, first_line
 from kvrepro.paths import replaced
 
 KIND = "kvrepro prefix 1"
@@ -56,7 +56,11 @@ class Prefix:
         return self.cache.bytes
 
     def save(self, path: str | Path) -> Path:
-        """Write it to a safetensors file, whole or not at all."""
+        """Write it to a safetensors file, whole or not at all. Raises InputError for a path that takes none."""
+        path = Path(path)
+        if path.is_dir() or not path.parent.is_dir():
+            what = "is a folder" if path.is_dir() else f"lies in no folder {path.parent}"
+            raise InputError(f"{path} {what}: name a file in a folder that is there")
         tensors = {"logits": self.logits}
         for number, layer in enumerate(self.cache.layers):
             for name in STATES:
@@ -68,9 +72,12 @@ class Prefix:
             tensors |= {f"{number}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
         told = {"kind": KIND, "model": self.model, "condition": json.dumps(asdict(self.condition)),
                 "ids": json.dumps(self.ids)}  # fmt: skip
-        with replaced(Path(path)) as aside:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside, told)
-        return Path(path)
+        try:
+            with replaced(path) as aside:
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside, told)
+        except (OSError, SafetensorError) as error:  # a full disk, a folder that takes no files
+            raise InputError(f"{path} cannot be written ({first_line(error)}): name another file") from None
+        return path
 
     def rows(self, call: Call) -> Rows:
         """A copy for every text of `call`, not yet read on. Raises InputError for a text that begins otherwise."""
@@ -122,19 +129,37 @@ def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
         raise InputError(f"no prefix in {path} ({str(error).splitlines()[0]}): give what Prefix.save wrote") from None
     if told.get("kind") != KIND:
         raise InputError(f"{path} is {told.get('kind', 'no prefix')!r}, not {KIND!r}: save it again")
-    ensure_same(told["model"], model)
-    c = json.loads(told["condition"])
+    try:
+        ensure_same(told["model"], model)
+        return _made(told, tensors, model)
+    except InputError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
+        raise InputError(f"{path} is no whole prefix ({why}): save it again") from None
+
+
+def _made(told: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedModel) -> Prefix:
+    """The prefix of a file's words and tensors. Raises KeyError, TypeError or ValueError for what is none."""
+    c, ids = json.loads(told["condition"]), [int(one) for one in json.loads(told["ids"])]
     c |= {"regime": Offline(), "whitelist": (), "switches": tuple((k, v) for k, v in c["switches"])}
-    cache = EngineCache(model.config)
-    for number, output in ModelFacts.of(model).outputs.items():
-        parts = {part: tensors[f"{number}.{part}"].to(output.device) for part in PARTS if f"{number}.{part}" in tensors}
-        cache.ragged[number] = RaggedLayer(**parts, shape=(1, len(parts["offsets"]) - 1), sums={})
+    cache, facts = EngineCache(model.config), ModelFacts.of(model)
+    for number, output in facts.outputs.items():
+        named = {part: f"{number}.{part}" for part in PARTS}
+        parts = {
+            part: tensors[name].to(output.device) for part, name in named.items() if part != "hidden" or name in tensors
+        }
+        offsets = parts["offsets"]
+        counts = {len(tensor) for part, tensor in parts.items() if part != "offsets"}
+        if len(offsets) != facts.kv_heads[number] + 1 or counts != {int(offsets[-1])}:
+            raise ValueError(f"tensors of layer {number} do not fit each other")
+        cache.ragged[number] = RaggedLayer(**parts, shape=(1, len(offsets) - 1), sums={})
     for key, state in tensors.items():
         if key.count(".") == 2:
-            number, name, place = key.split(".")
-            device = next(model.get_decoder().layers[int(number)].parameters()).device
-            getattr(cache, f"update_{name[:-1]}")(state.to(device), int(number), int(place))
-    return Prefix(json.loads(told["ids"]), Condition(**c), told["model"], cache, tensors["logits"].to(model.device))
+            layer, name, place = key.split(".")
+            device = next(model.get_decoder().layers[int(layer)].parameters()).device
+            getattr(cache, f"update_{name[:-1]}")(state.to(device), int(layer), int(place))
+    return Prefix(ids, Condition(**c), told["model"], cache, tensors["logits"].to(model.device))
 
 
 def checked(

@@ -43,8 +43,9 @@ def token_f1_longbench(prediction: str, answer: Answer) -> float:
 def after_first(prediction: str, answer: Answer) -> dict[str, float]:
     """`first_right`, whether the first word is the answer's (0 or 1), and `rest_f1`, `token_f1` of the words after it.
 
-    Under every policy the first output token comes from the full cache; only what follows shows an eviction. Of several
-    references the best counts; those of one word have nothing after it: nan where no other is left.
+    Where tokens leave after the question has been read, the first output token comes from the full cache, and only what
+    follows shows an eviction. Of several references the best counts; those of one word have nothing after it: nan where
+    no other is left.
     """
     longer = [a for a in ([answer] if isinstance(answer, str) else answer) if len(a.split()) > 1]
     if not longer:

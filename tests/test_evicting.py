@@ -335,8 +335,10 @@ def test_a_prefix_serves_its_model_and_its_tokens_alone(tmp_path):
 def test_a_prefix_goes_into_a_file_of_a_folder_that_is_there(tmp_path):
     prefix = kv.compress(architecture("llama"), requests()[-1], OFFLINE["prefill"])
     (tmp_path / "folder").mkdir()
-    for path, said in ((tmp_path / "folder", "is a folder"), (tmp_path / "none" / "p", "lies in no folder .*none")):
-        with pytest.raises(InputError, match=f"^{re.escape(str(path))} {said}: name a file in a folder that is there$"):
+    for path, said in ((tmp_path / "folder", "that is a folder"), (tmp_path / "none" / "p", "no folder .*none")):
+        with pytest.raises(
+            InputError, match=f"^{re.escape(str(path))}: {said}, name a file in a folder that is there$"
+        ):
             prefix.save(path)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 

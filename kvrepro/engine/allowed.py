@@ -30,7 +30,8 @@ class Number:
             return False
         low = value > self.least if self.above else value >= self.least
         high = value < self.most if self.below else value <= self.most
-        return math.isfinite(value) and low and high and not (self.odd and value % 2 == 0)
+        finite = isinstance(value, int) or math.isfinite(value)  # whole numbers may lie beyond every float
+        return finite and low and high and not (self.odd and value % 2 == 0)
 
     def __str__(self) -> str:
         kind = "an odd number" if self.odd else "a whole number" if self.whole else "a number"

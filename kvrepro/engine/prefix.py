@@ -59,8 +59,8 @@ class Prefix:
         """Write it to a safetensors file, whole or not at all. Raises InputError for a path that takes none."""
         path = Path(path)
         if path.is_dir() or not path.parent.is_dir():
-            what = "is a folder" if path.is_dir() else f"lies in no folder {path.parent}"
-            raise InputError(f"{path} {what}: name a file in a folder that is there")
+            what = "that is a folder" if path.is_dir() else f"no folder {path.parent}"
+            raise InputError(f"{path}: {what}, name a file in a folder that is there")
         tensors = {"logits": self.logits}
         for number, layer in enumerate(self.cache.layers):
             for name in STATES:

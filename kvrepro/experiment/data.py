@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from kvrepro.chat import rendered
 from kvrepro.engine.allowed import Count, Number, Size, ensure
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError, meant, one_line_errors
@@ -600,7 +601,7 @@ def _render(tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> str:
         way_out = "use an instruction-tuned checkpoint"
         raise InputError(f"tokenizer {tokenizer.name_or_path} has no chat template: {way_out}")
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        return rendered(tokenizer, messages)
     except TemplateError as error:
         raise InputError(f"the chat template of {tokenizer.name_or_path} refuses the messages: {error}") from None
 
@@ -609,7 +610,7 @@ def _turns(tokenizer: Any, text: str, messages: Sequence[dict[str, Any]], offset
     """First token of the first turn of each role, its header included; turns that the template hides are left out."""
     turns: dict[str, int] = {}
     for i, message in enumerate(messages):
-        before = "" if i == 0 else tokenizer.apply_chat_template(list(messages[:i]), tokenize=False)
+        before = "" if i == 0 else rendered(tokenizer, messages[:i], answer=False)
         first = next((at for at, (a, b) in enumerate(offsets) if a >= len(before) and b > a), None)
         if text.startswith(before) and first is not None:
             turns.setdefault(message["role"], first)

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvrepro.chat import rendered
 from kvrepro.engine.allowed import Number, ensure
 from kvrepro.errors import LONGEST, InputError, first_line
 from kvrepro.item import plain
@@ -104,7 +106,8 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
 
 
 def _check_talk(tokenizer: Any) -> None:
-    """Raise ValueError for a chat template, or a tokenizer, that comes to no end with four short turns.
+    """Raise ValueError for a chat template, or a tokenizer, that comes to no end with four turns, or that says
+    something else each time.
 
     A template is a program of whoever made the checkpoint. It runs in Jinja's sandbox, which limits a loop, but not
     loops within loops; so it is tried here, in a process of its own, which the system stops.
@@ -123,12 +126,13 @@ def _check_talk(tokenizer: Any) -> None:
         os.waitpid(child, 0)
     if not ended or status:
         limits = f"{TALK_SECONDS} s or {TALK_BYTES >> 30} GiB"
-        what = f"its chat template fails on four short turns, or takes more than {limits}"
+        what = f"its chat template fails on four turns, says something else each time, or takes more than {limits}"
         raise ValueError(f"{what}: mend chat_template.jinja")
 
 
 def _talk(tokenizer: Any) -> int:
-    """0 where some of four short turns become tokens; a template refuses roles that it does not know."""
+    """0 where some of four turns, long and short, become the same tokens twice; a template refuses roles that it does
+    not know."""
     import resource
 
     from jinja2 import TemplateError
@@ -138,10 +142,13 @@ def _talk(tokenizer: Any) -> int:
         resource.setrlimit(resource.RLIMIT_AS, (held + TALK_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (TALK_SECONDS, TALK_SECONDS))
     ended = 1
-    for roles in (TALK[1:2], TALK[1:], TALK):
-        turns = [{"role": role, "content": f"{role} says: yes."} for role in roles]
+    for roles, often in itertools.product((TALK[1:2], TALK[1:], TALK), (1, 400)):
+        turns = [{"role": role, "content": " ".join([f"{role} says: yes."] * often)} for role in roles]
         try:
-            tokenizer(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+            text = rendered(tokenizer, turns)
+            tokenizer(text)
+            if rendered(tokenizer, turns) != text:
+                return 1
             ended = 0
         except TemplateError:
             continue
@@ -335,14 +342,20 @@ def _unreachable(model: str, error: Exception) -> InputError:
 
 def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
     files = [path.name for path in folder.iterdir()] if files is None else files
-    for path in folder.iterdir():
-        if any(path.match(kind) for kind in READ) and not (path.is_file() and _small(path)):
+    for path in _read(folder):
+        if not (path.is_file() and _small(path)):
             what = f"more than {LARGEST:,} bytes" if path.is_file() else "no regular file"
             raise InputError(f"{name}: {path.name} is {what}: give a folder that save_pretrained wrote")
     config = _json(name, folder / "config.json")
     tokenizer = _json(name, folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
     for part in (config, config.get("text_config")):
         _check_sizes(name, part if isinstance(part, dict) else {})
+    generation = _json(name, folder / "generation_config.json") if "generation_config.json" in files else {}
+    for part in (config, generation):
+        ends = part.get("eos_token_id")
+        for one in ends if isinstance(ends, list) else [ends]:
+            if one is not None:
+                ensure(Number(0, most=2**31, whole=True), f"{name} (its configuration)", eos_token_id=one)
     if "auto_map" in config or "auto_map" in tokenizer:
         raise InputError(
             f"{name} asks for remote code (auto_map), which is never run here: if transformers has "
@@ -363,6 +376,12 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
         raise InputError(f"{name} has no chat template: {way_out}")
     _check_family(name, folder)
     return folder
+
+
+def _read(folder: Path) -> list[Path]:
+    """What libraries may read of a checkpoint; of its chat templates one lies in a folder of its own."""
+    own = [path for path in folder.iterdir() if any(path.match(kind) for kind in READ)]
+    return sorted(own) + sorted(folder.glob("additional_chat_templates/*.jinja"))
 
 
 def _small(path: Path) -> bool:
@@ -434,9 +453,9 @@ def checkpoint_hash(folder: Path) -> str:
     """sha256 (first 16 hex digits) over the files that may decide an answer: weights, configuration, what tokenizers
     read; of large files remembered by size and time."""
     total = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if any(path.match(kind) for kind in READ) and path.is_file():
-            total.update(f"{path.name} {_file_hash(path)}\n".encode())
+    for path in _read(folder):
+        if path.is_file():
+            total.update(f"{path.relative_to(folder).as_posix()} {_file_hash(path)}\n".encode())
     return total.hexdigest()[:16]
 
 

@@ -67,7 +67,10 @@ class Rows(File):
         known = self.version == VERSION and self.sealed or self.version in MIGRATIONS
         if not known or set(self.columns) - set(FILED.names):
             raise InputError(f"{path} is not a results table of this version of kvrepro: {AWAY}")
-        self.folded = json.loads(self.label.get(b"folded", b"[]"))  # files that this one took the place of
+        try:  # files that this one took the place of
+            self.folded = [str(name) for name in json.loads(self.label.get(b"folded", b"[]"))]
+        except (ValueError, TypeError):
+            raise InputError(f"{path} does not say which files it took the place of: {AWAY}") from None
 
     def read(self, columns: Collection[str], rows: np.ndarray | None = None) -> pa.Table:
         """Columns of FILED, of the rows with these numbers (ascending) or of all."""

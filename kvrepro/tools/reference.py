@@ -14,7 +14,7 @@ from kvrepro.paths import ROOT
 
 PAGES = {  # page: the folders and files that it shows, from the project's folder
     "api-engine": ("kvrepro/engine",),
-    "api-experiment": ("kvrepro/__init__.py", "kvrepro/item.py", "kvrepro/experiment"),
+    "api-experiment": ("kvrepro/__init__.py", "kvrepro/item.py", "kvrepro/chat.py", "kvrepro/experiment"),
     "api-world": ("kvrepro/world",),
     "api-tools": ("kvrepro/tools",),
     "api-kernels": ("kernels/kvrepro_kernels",),

@@ -51,7 +51,8 @@ from kvrepro.tools.rows import replace_rows
 
 USUAL = WORK / "data" / "results"
 PASSING = {"key", "engine_hash", "chapter", "name", "profile", "seed", "processor", "torch", "transformers",
-           "date", "prefill_seconds", "decode_seconds", "peak_bytes"}  # fmt: skip
+           "date", "prefill_seconds", "decode_seconds", "peak_bytes",
+           "bytes_held"}  # a batch's, divided among its rows  # fmt: skip
 SAID = [name for name in COLUMNS if name not in PASSING]  # what two rows must share to be the same
 TIMES = ("seconds", "time", "_ms", "peak", "compress", "decode")  # in names of columns that differ between two runs
 STUDY = 6_000  # rows of the study that the bench looks up
@@ -146,8 +147,11 @@ def verify(folder: Folder = USUAL) -> None:
 
 def garbage(folder: Path) -> list[Path]:
     """What killed processes left half-written: of this host, or older than a day by the clock that dates files."""
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        now = os.stat(file.name).st_mtime
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            now = os.stat(file.name).st_mtime
+    except OSError:  # a folder that one may only read: this machine's clock has to do
+        now = time.time()
     named = [path for path in (*folder.glob("*/*.tmp"), *folder.glob("*/*/*.tmp")) if _ours(path)]
     ours = {path for of in folder.glob("*/*") if of.is_dir() for path in leftovers(of)}
     found = []

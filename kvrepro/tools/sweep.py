@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 from unittest import mock
 
 import pandas as pd
@@ -32,6 +32,7 @@ from kvrepro.engine.allowed import ensure, ensure_all
 from kvrepro.errors import InputError, meant, told
 from kvrepro.experiment import cluster, models, progress
 from kvrepro.experiment.run import Settings
+from kvrepro.experiment.sharing import make_folder, writing
 from kvrepro.paths import ROOT, WORK
 from kvrepro.tools import book, edition
 
@@ -59,8 +60,8 @@ class Sweep:
         for name in self.chapters:
             if name not in known:
                 raise InputError(f"no chapter {name!r} with studies{meant(name, known)}; there are: {', '.join(known)}")
-        options = self.parameters.get("options")
-        for name in (*self.parameters, *(options if isinstance(options, dict) else ())):
+        options = [v for name, v in self.parameters.items() if name.rpartition(".")[2] == "options"]
+        for name in (*self.parameters, *(name for one in options if isinstance(one, dict) for name in one)):
             if (key := OWN.get(name.rpartition(".")[2])) is not None:
                 raise InputError(f"{name} stands among the parameters: set it by {key}")
 
@@ -86,7 +87,15 @@ def studied() -> list[str]:
 
 
 class _OnceEach(yaml.SafeLoader):
-    """YAML in which no key may stand twice: PyYAML takes the last one in silence."""
+    """YAML in which no key may stand twice, of which PyYAML takes the last one in silence, and nothing stands for
+    another part, by which a short text becomes an endless one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.get_event()
+            what = f"alias *{event.anchor}: write it out"
+            raise yaml.constructor.ConstructorError(None, None, what, event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -192,12 +201,25 @@ class Line:
         print(f"{self.model}  {text}", flush=True)
 
 
+@contextlib.contextmanager
+def _log(folder: Path) -> Iterator[TextIO]:
+    """The file for what chapters print. Raises InputError where it cannot be written; a disk that is full by the end
+    costs its last lines, and nothing else."""
+    make_folder(folder)
+    with writing(folder / "sweep.log"):
+        log = (folder / "sweep.log").open("a", buffering=1, encoding="utf-8")
+    try:
+        yield log
+    finally:
+        with contextlib.suppress(OSError):
+            log.close()
+
+
 def run(sweep: Sweep) -> list[str]:
     """Compute what is missing; the chapters that failed, as `model: chapter`. What the chapters print is in
     `<results>/sweep.log`."""
     failed, lines = [], {model: Line(model) for model in sweep.models}
-    sweep.results.mkdir(parents=True, exist_ok=True)
-    with (sweep.results / "sweep.log").open("a", buffering=1, encoding="utf-8") as log:
+    with _log(sweep.results) as log:
         for model, name, parameters in _parts(sweep):
             began, line = time.monotonic(), lines[model]
             try:

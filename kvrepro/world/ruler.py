@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvrepro.chat import rendered
 from kvrepro.errors import InputError, meant
 from kvrepro.item import Item, Span
 from kvrepro.world import ruler_text as text
@@ -353,7 +354,7 @@ def _filled(task: Task, identity: str, given: Given, tokenizer: Any) -> tuple[Dr
 
     def tokens(draft: Draft) -> int:
         messages = [{"role": "user", "content": draft.content}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = rendered(tokenizer, messages)
         return len(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
 
     def example(n: int) -> Draft:

@@ -1,5 +1,6 @@
 import json
 import shutil
+from pathlib import Path
 
 import checkpoint
 import httpx
@@ -289,3 +290,16 @@ def test_a_hub_checkpoint_is_checked_before_its_weights_are_fetched(copy, monkey
 def test_bad_devices_and_dtypes_are_named(folder, arguments, words):
     with pytest.raises(InputError, match=words):
         models.load(str(folder), **arguments)
+
+
+def test_a_template_in_a_folder_of_its_own_decides_too(tmp_path):
+    folder = Path(shutil.copytree(models.resolve("tiny-gqa")[1], tmp_path / "copy"))
+    before = models.checkpoint_hash(folder)
+    own = folder / "additional_chat_templates" / "default.jinja"
+    own.parent.mkdir()
+    own.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert models.checkpoint_hash(folder) != before
+    own.unlink()
+    own.symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="default.jinja is no regular file"):
+        models.load(str(folder))

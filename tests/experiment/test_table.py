@@ -74,6 +74,15 @@ def test_a_later_version_is_refused_in_one_line(tmp_path):
         Store(tmp_path, "c", "n")
 
 
+@pytest.mark.parametrize("folded", [b"xx", b"5", b"null"])
+def test_a_table_that_took_the_place_of_nonsense_is_refused_in_one_line(tmp_path, folded):
+    (tmp_path / "c").mkdir()
+    schema = FILED.with_metadata({b"kvrepro": b"results 2", b"folded": folded})
+    sealed.write(schema.empty_table(), tmp_path / "c" / "n.parquet")
+    with pytest.raises(InputError, match=r"^\S+n.parquet does not say which files it took the place of: .*$"):
+        Store(tmp_path, "c", "n")
+
+
 def half_written(path):
     with Store(path.parents[1], path.parent.name, path.stem) as table:
         table.add([row("a")])

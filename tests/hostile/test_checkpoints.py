@@ -84,6 +84,8 @@ LOOPS = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "one long loop": "{% for i in range(10**9) %}x{% endfor %}",
     "much memory": "{% set x = 'a' * 10**11 %}{{ x }}",
+    "loops over long turns": "{% if messages[0].content|length > 100 %}{% for a in range(99999) %}"
+    "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}x",
     "calls itself": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
 }
 DAMAGES = {
@@ -111,6 +113,9 @@ DAMAGES = {
     "a tokenizer of terabytes": (sparse, "more than"),
     "a broken tokenizer": (text("tokenizer.json", "{}"), "cannot be loaded"),
     "a tokenizer of nonsense": (text("tokenizer.json", '{"model": {"type": "BPE", "vocab": 3}}'), "cannot be loaded"),
+    "a template by lot": (text("chat_template.jinja", "{{ range(10**9) | random }}"), "something else each time"),
+    "an end that is a list of lists": (text("generation_config.json", '{"eos_token_id": [[1]]}'), "eos_token_id"),
+    "an end that is a text": (text("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id 'x'"),
     "a template without syntax": (text("chat_template.jinja", "{% for %}"), "chat template"),
     **{name: (text("chat_template.jinja", template), "chat template") for name, template in LOOPS.items()},
 }  # fmt: skip

@@ -102,7 +102,7 @@ def test_pages_of_hostile_names_have_the_elements_of_pages_of_plain_ones(tmp_pat
     assert hostile == harmless
     assert sum(harmless.values()) > 200
     assert {tag.tag.rpartition("}")[2] for tag in ElementTree.fromstring(svg).iter()} <= set(
-        "svg metadata RDF Work type format creator Agent title defs style g path use clipPath rect image".split()
+        "svg metadata RDF Work type format creator Agent title defs style g path use clipPath rect image circle".split()
     )
 
 

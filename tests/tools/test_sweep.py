@@ -56,6 +56,7 @@ def environment(monkeypatch):
         ({"parameters": {"n_items": 0}}, "own_policy: n_items 0: a whole number, at least 1"),
         ({"parameters": {"workers": "many"}}, "workers 'many'"),
         ({"parameters": {"options": {"dry_run": True}}}, "dry_run stands among .*: set it by --dry-run"),
+        ({"parameters": {"own_policy.options": {"dry_run": True}}}, "dry_run stands among .*: set it by --dry-run"),
     ],
 )
 def test_what_no_sweep_can_be_is_refused_in_one_line(tmp_path, said, why):
@@ -76,7 +77,8 @@ def test_what_no_sweep_can_be_is_refused_in_one_line(tmp_path, said, why):
         ("models: " + "[" * 3000 + "]" * 3000, "is no YAML .*recursion"),
         (f"{PARAMETERS} {{n_items: 2020-01-01}}", "give numbers, texts and lists"),
         (f"{PARAMETERS} {{n_items: !!set {{a, b}}}}", "give numbers, texts and lists"),
-        (f"{PARAMETERS} {{n_items: &a [*a]}}", "give numbers, texts and lists"),
+        (f"{PARAMETERS} {{n_items: &a [*a]}}", r"is no YAML \(alias \*a: write it out"),
+        ("a: &a [1]\nb: &b [*a, *a]\nmodels: [*b]", r"is no YAML \(alias \*a: write it out"),
     ],
 )
 def test_a_file_that_is_no_sweep_is_refused_in_one_line(tmp_path, text, why):
@@ -196,3 +198,12 @@ def test_ray_takes_the_cluster_file_and_the_manifest_runs_the_command():
         mounts = {mount["name"] for mount in container["volumeMounts"]}
         assert mounts == {volume["name"] for volume in group["template"]["spec"]["volumes"]}
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_a_log_that_cannot_be_written_is_one_line_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "_studies", lambda *_: pytest.fail("a chapter ran"))
+    (tmp_path / "results" / "sweep.log").mkdir(parents=True)
+    given = sweep.read(written(tmp_path, parameters={"results": str(tmp_path / "results")}))
+    with pytest.raises(InputError, match=r"sweep.log cannot be written \(Is a directory\)") as refused:
+        sweep.run(given)
+    assert "\n" not in str(refused.value)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
+from kvrepro.chat import rendered
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError
 from kvrepro.experiment import data
@@ -161,7 +162,7 @@ def marked(items: Sequence[Item], how: str) -> list[Item]:
 def prompt(loaded: Loaded, item: Item) -> Prompt:
     """Token ids, spans, and the span `request`: all that follows the system turn (its header with it)."""
     built = data.build_prompt(item, loaded.tokenizer, loaded.context)
-    system = loaded.tokenizer.apply_chat_template([item.messages[0]], tokenize=False, add_generation_prompt=False)
+    system = rendered(loaded.tokenizer, item.messages[:1], answer=False)
     ids = loaded.tokenizer(system, add_special_tokens=False)["input_ids"]
     if built.ids[: len(ids)] != ids or len(ids) == len(built.ids):
         raise InputError(

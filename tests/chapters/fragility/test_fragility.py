@@ -527,8 +527,8 @@ def test_theorems_are_judged_case_by_case(monkeypatch):
 
 def test_the_largest_gain_is_larger_than_each_other():
     rows = synthetic()
-    rows["task"] = [("needle_multikey", "frequent_words")[int(item[1:]) % 2] for item in rows["item"]]
-    better = rows.policy.isin(study.DEFENSIVE) & (rows.task == "needle_multikey")
+    rows["task"] = [("niah_multikey_2", "frequent_words")[int(item[1:]) % 2] for item in rows["item"]]
+    better = rows.policy.isin(study.DEFENSIVE) & (rows.task == "niah_multikey_2")
     book = claims.load_claims("fragility")
     [claim] = [c for c in book["claims"] if c["id"] == "C4b"]
     shares = {}
@@ -536,7 +536,7 @@ def test_the_largest_gain_is_larger_than_each_other():
         here = rows.assign(token_f1=rows.token_f1 + more * better)
         found = judge.judge(claim, members.members(claim, book["sets"], here, None, "as_described"))
         assert [one.label for one in found] == [
-            f"{one}, needle_multikey over frequent_words" for one in study.DEFENSIVE
+            f"{one}, niah_multikey_2 over frequent_words" for one in study.DEFENSIVE
         ]
         shares[name] = {one.state for one in found}
     assert shares["larger"] == {"holds"}

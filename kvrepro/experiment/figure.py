@@ -36,7 +36,7 @@ from kvrepro.experiment.claims import LABELS
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")  # of a figure
 LARGE = 300_000  # characters of an SVG
-EACH = 25  # places of a curve, or of a set of points, that say on hover where they stand
+EACH, ALL = 12, 36  # places of a curve or a set of points, and of a panel, that say on hover where they stand
 WHITE = 'style="background: white"'  # in Jupyter; the book shows figures on its own ground, light or dark
 WIDTH = 7.2  # inches: the book's column
 DASHED = (0, (4, 2))
@@ -517,7 +517,7 @@ def _hovered(drawing: Figure) -> str:
     """Invisible circles with titles over the points of a drawing, in the coordinates of its SVG: 72 to an inch."""
     corner, circles = drawing.get_tightbbox().padded(plt.rcParams["savefig.pad_inches"]), []
     for axes in drawing.axes:
-        for x, y, text in TOLD.get(axes) or _drawn(axes):
+        for x, y, text in TOLD.get(axes) or _some(list(_drawn(axes)), ALL):
             across, down = axes.transData.transform((x, y)) / drawing.dpi
             if np.isfinite([across, down]).all():
                 at = 72 * (across - corner.x0), 72 * (corner.y1 - down)
@@ -539,11 +539,17 @@ def _drawn(axes: Axes) -> Iterable[tuple[float, float, str]]:
             for box, upright in [(bar.get_bbox(), some.orientation == "vertical")]]  # fmt: skip
     for drawn, places in curves + dots + bars:
         colours = _colours(drawn)
-        for i in np.unique(np.linspace(0, len(places) - 1, EACH).round().astype(int)) if len(places) else ():
+        for i in _some(range(len(places)), EACH):
             x, y = places[i]
             name = names.get(tuple(colours[i % len(colours)]), "")
             where = f"{axes.get_xlabel()} {_read(axes.xaxis, x)}, {axes.get_ylabel()} {_read(axes.yaxis, y)}".strip()
             yield x, y, f"{name}: {where}" if name else where
+
+
+def _some(things: Sequence[Any], most: int) -> list[Any]:
+    """The first, the last, and evenly between them, at most so many."""
+    places = np.linspace(0, len(things) - 1, min(most, len(things))).round().astype(int)
+    return [things[i] for i in places]
 
 
 def _colours(drawn: Any) -> Any:

@@ -518,11 +518,12 @@ def _hovered(drawing: Figure) -> str:
     corner, circles = drawing.get_tightbbox().padded(plt.rcParams["savefig.pad_inches"]), []
     for axes in drawing.axes:
         for x, y, text in TOLD.get(axes) or _some(list(_drawn(axes)), ALL):
-            across, down = axes.transData.transform((x, y)) / drawing.dpi
-            if np.isfinite([across, down]).all():
+            place = axes.transData.transform((x, y))
+            if axes.bbox.padded(1).contains(*place):  # what lies beyond the limits is not seen
+                across, down = place / drawing.dpi
                 at = 72 * (across - corner.x0), 72 * (corner.y1 - down)
-                place = f'cx="{at[0]:.1f}" cy="{at[1]:.1f}"'
-                circles.append(f'<circle {place} r="6" opacity="0"><title>{escape(text, quote=False)}</title></circle>')
+                where = f'cx="{at[0]:.1f}" cy="{at[1]:.1f}"'
+                circles.append(f'<circle {where} r="6" opacity="0"><title>{escape(text, quote=False)}</title></circle>')
     return "".join(circles)
 
 

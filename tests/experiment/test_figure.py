@@ -212,6 +212,8 @@ def test_curves_points_and_bars_say_where_they_stand_though_nobody_told():
     bars = sns.barplot(data, x="policy", y="score", hue="policy", legend="full", ax=plt.figure().gca())
     assert said(bars) == [f"{name}: policy {name}, score {part.mean():.4g}" for name, part in
                           (("LRU", draws[:40]), ("H2O", draws[40:]))]  # fmt: skip
+    points.set_xlim(0, 0.5)
+    assert 0 < len(said(points)) < figure.EACH  # the others are not seen
     quiet = sns.ecdfplot(data, x="score", hue="policy", ax=plt.figure().gca())
     figure.tell(quiet, [0.5], [0.5], ["half"])
     assert said(quiet) == ["half"]

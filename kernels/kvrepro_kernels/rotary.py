@@ -76,8 +76,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     check_innermost(query=query, key=key, cos=cos, sin=sin)
     out = query.new_empty(query.shape), key.new_empty(key.shape)
     check_device(_rotary, "rotary", (query, key, cos, sin))
-    apart = (x.stride(0) if len(x) > 1 else 0 for x in (cos, sin))
-    cos_batch, sin_batch = apart
+    cos_batch, sin_batch = (x.stride(0) if len(x) > 1 else 0 for x in (cos, sin))
     if query.numel():
         _rotary[(batch * tokens, heads + key.shape[1])](
             query, key, cos, sin, *out, tokens, heads, key.shape[1], *query.stride()[:3], *key.stride()[:3],

@@ -25,9 +25,9 @@ from kvrepro.experiment.cluster import AHEAD
 from kvrepro.experiment.run import Answers, Settings, run
 from kvrepro.experiment.store import Store
 from kvrepro.experiment.table import COLUMNS
-from kvrepro.paths import DATA, GPU, replaced
+from kvrepro.paths import DATA, GPU
 from kvrepro.tools import command
-from kvrepro.tools.rows import stamp
+from kvrepro.tools.rows import stamp, write_table
 
 OUT = DATA / "reliability" / "at_scale.csv"
 SWEEP = {"models": 10, "items": 4750, "conditions": 200}
@@ -115,8 +115,7 @@ def main(out: Annotated[Path, typer.Option(help="the table")] = OUT) -> None:
     names = [name for name in found if name.endswith("GPUs")]
     found[names] = found[names].map(lambda x: f"{x:.0f}" if x >= 100 else f"{x:g}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(out) as aside:
-        found.assign(**stamp()).to_csv(aside, index=False)
+    write_table(out, found.assign(**stamp()), None)
     print(found.to_string(index=False))
 
 

@@ -29,6 +29,7 @@ from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.tools import command
+from kvrepro.tools.rows import write_table
 
 SHARES = (0.25, 0.5)
 Kept = dict[str, list[tuple[Tensor, Tensor | None]]]  # by press, of each layer
@@ -244,7 +245,7 @@ def main(
     equal, tied, heads = table[["equal", "differ_by_ties", "heads"]].sum()
     typer.echo(f"{equal} of {heads} heads keep the same set ({equal / heads:.2%}), {tied} differ by ties; {versions}")
     if out is not None:
-        table.to_csv(out, index=False)
+        write_table(out, table, None)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import pandas as pd
 from kvrepro.paths import replaced
 
 
-def write_table(table: Path, rows: pd.DataFrame, form: str = "%.4g") -> None:
-    """Write a table of the project (CSV) whole, or leave what is there. form: of its numbers that are not whole."""
+def write_table(table: Path, rows: pd.DataFrame, form: str | None = "%.4g") -> None:
+    """Write a table of the project (CSV) whole, or leave what is there. form: of its numbers that are not whole; None:
+    in full."""
     with replaced(table) as aside:
         rows.to_csv(aside, index=False, float_format=form)
 

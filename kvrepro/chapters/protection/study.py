@@ -48,7 +48,7 @@ def main(loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition],
     return run(Answers("protection", "main", items, conditions, settings.max_new_tokens, limit), loaded, settings)
 
 
-def filling(loaded: Loaded, items: str, n_items: int, length: int, settings: Settings) -> list[Item]:
+def of_length(loaded: Loaded, items: str, n_items: int, length: int, settings: Settings) -> list[Item]:
     """Items as in `data.load_items` whose prompts are `data.filling` so many tokens; none, which is printed, where no
     prompt does."""
     try:
@@ -62,21 +62,21 @@ def filling(loaded: Loaded, items: str, n_items: int, length: int, settings: Set
 def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Settings) -> pd.DataFrame:
     """Rows of `run` at several prompt lengths (tokens), with a column `length`; an eighth of the cache is kept at each.
 
-    items, n_items: as in `data.load_items`; of each length those that are `filling` it. Lengths that the model's
-    context cannot hold, or that no prompt fills, are left out; where prompts fill none, that of the longest is asked.
-    InputError if the context can hold none.
+    items, n_items: as in `data.load_items`; of each length those whose prompts fill it (`of_length`). Lengths that the
+    model's context cannot hold, or that no prompt fills, are left out; where prompts fill none, that of the longest is
+    asked. InputError if the context can hold none.
     """
     new, items = settings.max_new_tokens, SUITS.get(items, items)
     held = [length for length in settings.lengths if length + new <= loaded.context]
     if not held:
         raise InputError(f"no prompt of {list(settings.lengths)} + {new} new tokens fits {loaded.context} positions")
-    asked = {length: filling(loaded, items, n_items, length, settings) for length in held}
+    asked = {length: of_length(loaded, items, n_items, length, settings) for length in held}
     if not any(asked.values()):
         room = loaded.context - new
         found = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed)
         longest = max(len(data.build_prompt(item, loaded.tokenizer, room).ids) for item in found)
         print(f"protection: prompts of {items} fill none of {held} tokens: asked at {longest}, their longest")
-        asked = {longest: filling(loaded, items, n_items, longest, settings)}
+        asked = {longest: of_length(loaded, items, n_items, longest, settings)}
     parts = []
     for length, here in asked.items():
         if here:
@@ -99,7 +99,7 @@ def question(loaded: Loaded, items: str, n_items: int, capacity: int, settings: 
     "length": questions of the world for two and for four facts, against guards that hold less or more of them. Others
     ask what they ask. "place": prompts of several lengths; the decimal order of positions, which breaks LRU's ties in
     the authors' code, holds the end of a prompt of less than a thousand tokens, and loses the end of a longer one. A
-    length that no prompt is `filling` is left out.
+    length that no prompt fills is left out.
     """
     world = items.partition(":")[0] == "tinyworld"
     asked = [f"tinyworld:{name}" for name in ASKED] if world else [SUITS.get(items, items)]
@@ -110,7 +110,7 @@ def question(loaded: Loaded, items: str, n_items: int, capacity: int, settings: 
     room = prompt_limit(loaded, new)
     for i, (varied, name, tokens, conditions) in enumerate(usual + placed):
         if varied == "place":
-            here = filling(loaded, name, n_items, tokens, settings)
+            here = of_length(loaded, name, n_items, tokens, settings)
         else:
             here = data.load_fitting(name, n_items, loaded.tokenizer, room, settings.seed, tokens)
         if not here:

@@ -386,8 +386,11 @@ def _evict_to(ledger: Ledger, number: int, budget: int, random: np.random.Genera
     ledger.evict(number, keep)
 
 
+SPAN = 512  # tokens that the chapter decodes to compare layouts
+
+
 def cadence(
-    cadences: Sequence[int], budget: int = 2048, tokens: int = 512, block_size: int = 16, draws: int = 6,
+    cadences: Sequence[int], budget: int = 2048, tokens: int = SPAN, block_size: int = 16, draws: int = 6,
     oldest: bool = False,
 ) -> pd.DataFrame:  # fmt: skip
     """Means over `rounds` of `tokens`, or of one pass: rows (every, layout, draw) with blocks_mean, blocks_max,

@@ -27,7 +27,7 @@ from kvrepro.engine.rows import Rows, Tag, joined
 from kvrepro.errors import InputError
 
 ERRORS = ("raise", "return")
-USUAL_ROWS, MOST_ROWS = 64, 2048  # that decode together, on a CPU and on a GPU
+USUAL_ROWS, MOST_ROWS = 128, 2048  # that decode together, on a CPU and on a GPU
 CPU_ROOM = float(2**31)  # bytes of caches that wait to decode
 MOST_PROMPTS, PASS_TOKENS = 64, 2**16  # that pass through the model together on a GPU
 Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # of all prompts, or a list for each

@@ -13,7 +13,7 @@ from kvrepro.experiment import run
 from kvrepro.experiment.data import AtMost
 
 Part = Annotated[float, Number(0, 1, above=True, below=True)]
-PROFILES = {"quick": (16, 2, 150), "full": (48, 4, 600)}  # prompts, query positions, triples for the enumeration
+PROFILES = {"quick": (16, 2, 150), "full": (300, 4, 600)}  # prompts, query positions, triples for the enumeration
 
 
 @dataclass(frozen=True)

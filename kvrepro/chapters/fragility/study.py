@@ -76,7 +76,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "quick": Size(data.AtMost(96), data.AtMost(12), 6, 6, 6),
-    "full": Size(data.AtMost(200), data.AtMost(64), 24, 24, 24),
+    "full": Size(data.AtMost(400), data.AtMost(128), 48, 48, 48),
 }
 
 

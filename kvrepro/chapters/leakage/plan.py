@@ -37,7 +37,7 @@ TENTHS = tuple(i / 10 for i in range(1, 10))
 MILD = TENTHS[2:7]
 PROFILES = {
     "quick": Sizes(16, 48, 20, 6, 6, 6, 2, 128, TENTHS[::2], MILD[::2], (0.5,), (0.1, *MILD[::2])),
-    "full": Sizes(64, 96, 96, 48, 32, 8, 10, 1280, TENTHS, TENTHS, MILD, TENTHS),
+    "full": Sizes(256, 96, 96, 300, 32, 48, 10, 1280, TENTHS, TENTHS, MILD, TENTHS),
 }
 
 

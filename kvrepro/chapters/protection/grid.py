@@ -34,9 +34,9 @@ class Size:
     question: int  # per length and place of the question
 
 
-SIZES = {  # quick: five for each of the eight tasks; full: the paper's main panel
+SIZES = {  # quick: five for each of the eight tasks; full: sixty, three times the paper's main panel
     "quick": Size(40, 8, 8, 6),
-    "full": Size(162, 48, 32, 24),
+    "full": Size(480, 160, 32, 24),
 }
 
 

@@ -51,7 +51,7 @@ def test_every_condition_can_be_met_at_every_length():
 
 
 def test_sizes():
-    assert grid.size("full").items == 162
+    assert grid.size("full").items == 480
     assert grid.size("quick", 3) == grid.Size(3, 3, 3, 3)
 
 

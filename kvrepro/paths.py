@@ -5,6 +5,10 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 INSTALLED = (Path(__file__).parent / "shipped" / "data").is_dir()
 CODE = {name: Path(__file__).resolve().parents[1] / ("" if INSTALLED or name == "kvrepro" else "kernels") / name
@@ -28,3 +32,10 @@ def replaced(path: Path) -> Iterator[Path]:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_table(table: Path, rows: "pd.DataFrame", form: str | None = "%.4g") -> None:
+    """Write a table of the project (CSV) whole, or leave what is there. form: of its numbers that are not whole; None:
+    in full."""
+    with replaced(table) as aside:
+        rows.to_csv(aside, index=False, float_format=form)

@@ -19,7 +19,7 @@ import yaml
 from kvrepro.engine.policy import READINGS as READINGS  # of the verdicts
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
-from kvrepro.paths import DATA, replaced
+from kvrepro.paths import DATA, write_table
 
 LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
 VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", "not testable here")
@@ -123,8 +123,7 @@ def write(frame: pd.DataFrame, path: Path | str) -> Path:
     stored = read(path) if path.is_file() else frame
     parts = {run: of_run(table, run) for table in (stored, frame) for run in runs(table)}  # the new ones in their place
     kept = [part if i == 0 else part[part.model != STORED] for i, part in enumerate(parts.values())]
-    with replaced(path) as aside:
-        pd.concat([part for part in kept if len(part)] or [frame]).to_csv(aside, index=False, float_format="%.6g")
+    write_table(path, pd.concat([part for part in kept if len(part)] or [frame]), "%.6g")
     return path
 
 

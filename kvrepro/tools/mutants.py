@@ -20,8 +20,7 @@ import typer
 
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import provenance
-from kvrepro.paths import DATA
-from kvrepro.tools.rows import write_table
+from kvrepro.paths import DATA, write_table
 
 FOLDER = DATA / "reliability"
 KILLED, SURVIVED, TIMEOUT, NOT_TRIED = "killed", "survived", "timeout", "not checked"

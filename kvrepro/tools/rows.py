@@ -7,14 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvrepro.paths import replaced
-
-
-def write_table(table: Path, rows: pd.DataFrame, form: str | None = "%.4g") -> None:
-    """Write a table of the project (CSV) whole, or leave what is there. form: of its numbers that are not whole; None:
-    in full."""
-    with replaced(table) as aside:
-        rows.to_csv(aside, index=False, float_format=form)
+from kvrepro.paths import write_table
 
 
 def replace_rows(table: Path, rows: pd.DataFrame, by: Sequence[str], digits: int = 6) -> pd.DataFrame:

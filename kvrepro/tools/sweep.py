@@ -64,6 +64,8 @@ class Sweep:
         for name in (*self.parameters, *(name for one in options if isinstance(one, dict) for name in one)):
             if (key := OWN.get(name.rpartition(".")[2])) is not None:
                 raise InputError(f"{name} stands among the parameters: set it by {key}")
+            if name.endswith(".results"):
+                raise InputError(f"{name}: all chapters of a sweep write into one folder, set it by results")
 
     @property
     def results(self) -> Path:

@@ -53,6 +53,7 @@ def environment(monkeypatch):
             {"parameters": {"own_policy.profile": "full"}},
             "profile stands among .*: set it by the key profile",
         ),
+        ({"parameters": {"own_policy.results": "else"}}, "all chapters of a sweep write into one folder"),
         ({"parameters": {"n_items": 0}}, "own_policy: n_items 0: a whole number, at least 1"),
         ({"parameters": {"workers": "many"}}, "workers 'many'"),
         ({"parameters": {"options": {"dry_run": True}}}, "dry_run stands among .*: set it by --dry-run"),

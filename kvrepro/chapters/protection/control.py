@@ -14,7 +14,7 @@ import pandas as pd
 from kvrepro.chapters.protection import members
 from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, claims
-from kvrepro.paths import DATA
+from kvrepro.paths import DATA, write_table
 
 TABLE = DATA / "control.csv"
 ITEMS = {
@@ -116,4 +116,4 @@ def cause(row: Any, claim: Mapping[str, Any]) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    evaluate(artifact.scores()).to_csv(TABLE, index=False, float_format="%.6g")
+    write_table(TABLE, evaluate(artifact.scores()), "%.6g")

@@ -2,7 +2,7 @@
 
 `budget` int64 [batch] is what a KV head keeps on average, so counts sum to budget * kv_heads in a layer; a pyramid and
 the functions over all layers (lists of each layer's scores in, lists of counts out) sum to that times the layers. A
-slot scored -inf is dead. Nothing here changes a score.
+slot scored -inf is dead. Of what is here `per_layer` and `one_set` alone change scores.
 """
 
 from collections.abc import Sequence
@@ -96,9 +96,7 @@ def joint(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
 # ---- over all layers
 
 
-def joint_layers(
-    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list[Tensor] | None = None
-) -> tuple[list[Scores], list[Counts]]:
+def joint_layers(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
     """As many tokens for a head as it has among the best budget * kv_heads * layers of all layers; no floor.
 
     Source: Layer-DefensiveKV, Algorithm 2, line 12; efficient_ada_global_scorer_press.py of
@@ -110,6 +108,23 @@ def joint_layers(
     ensure_room(total, firm.sum((1, 2, 3)), f" of {sum(heads)} heads together")
     counts = _best(together, total, firm).sum(-1)
     return scores, [counts[:, layer, :most] for layer, most in enumerate(heads)]
+
+
+def per_layer(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
+    """The mean score over a layer's heads, for all of them: they keep the same tokens."""
+    means = [s.mean(1, keepdim=True).expand_as(s) for s in scores]
+    return means, [uniform(s, p, budget) for s, p in zip(scores, protected, strict=True)]
+
+
+def one_set(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
+    """The mean score over heads and layers, for all of them: they keep the same tokens.
+
+    Layers hold the same tokens, flush right, but behind unlike numbers of dead slots, which other rows of a batch need.
+    """
+    width = min(s.shape[-1] for s in scores)
+    mean = torch.stack([s[..., -width:].mean(1, keepdim=True) for s in scores]).mean(0)
+    shared = [pad(mean, (s.shape[-1] - width, 0), value=-torch.inf).expand_as(s) for s in scores]
+    return shared, [uniform(s, protected[0], budget) for s in shared]
 
 
 def cake(

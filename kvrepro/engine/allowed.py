@@ -44,6 +44,8 @@ Count = Annotated[int, Number(0, whole=True)]
 Size = Annotated[int, Number(1, whole=True)]
 Odd = Annotated[int, Number(1, whole=True, odd=True)]
 Share = Annotated[float, Number(0, 1)]
+PositiveShare = Annotated[float, Number(0, 1, above=True)]  # not 0
+ProperShare = Annotated[float, Number(0, 1, above=True, below=True)]  # neither 0 nor 1
 Weight = Annotated[float, Number(0)]
 Positive = Annotated[float, Number(0, above=True)]
 
@@ -70,7 +72,7 @@ def ensure(kind: object, whose: str = "", **named: object) -> None:
             raise InputError(f"{unknown}{name} {value!r}{f' for {whose}' if whose else ''}: {said(kind)}")
 
 
-def ensure_all(hint: object, **named: object) -> None:
+def ensure_all(hint: object, whose: str = "", **named: object) -> None:
     """`ensure` for a type hint that may be a choice (`int | None`, a Literal) or a list, and then for each element."""
     for name, value in named.items():
         if value is None and type(None) in get_args(hint):
@@ -80,15 +82,15 @@ def ensure_all(hint: object, **named: object) -> None:
             if not isinstance(value, list | tuple):
                 raise InputError(f"{name} {value!r}: give a list")
             for one in value:
-                ensure_all(get_args(lists[0])[0], **{name: one})
+                ensure_all(get_args(lists[0])[0], whose, **{name: one})
         else:
-            ensure(_choices(hint), "", **{name: value})
+            ensure(_choices(hint), whose, **{name: value})
 
 
-def ensure_fields(record: object, kind: type) -> None:
+def ensure_fields(record: object, kind: type, whose: str = "") -> None:
     """`ensure_all` for each field of a dataclass `kind`, by its type hint."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        ensure_all(hint, **{name: getattr(record, name)})
+        ensure_all(hint, whose, **{name: getattr(record, name)})
 
 
 def _choices(hint: object) -> object:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import Job, Prompts, judged
+from kvrepro.engine.evict import EvictionJob, Prompts, judged
 from kvrepro.engine.facts import ModelFacts, attention_modules
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import REPEATED, call, find
@@ -116,7 +116,7 @@ class Probe:
         return plain
 
     def _compare(
-        self, kind: Kind, job: Job, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float,
+        self, kind: Kind, job: EvictionJob, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float,
         by_kernels: tuple[Tensor, Tensor, dict[str, Tensor]],
     ) -> None:  # fmt: skip
         """The best half by plain scores, and by kernels: with what the prompt's pass knows, and without."""
@@ -141,7 +141,7 @@ class Probe:
             self.found[kind] = told(raised)
 
 
-def _best_half(job: Job, o: Observation) -> Mask:
+def _best_half(job: EvictionJob, o: Observation) -> Mask:
     """Half of each head's tokens, by the policy's scores alone."""
     scores, none = judged(job, o)[0], o.places.nothing
     counts = o.alive.sum(-1) // 2
@@ -171,9 +171,9 @@ def _kind(c: Condition) -> Kind:
     return c.policy, c.reading, c.switches
 
 
-def _job(c: Condition, positions: Tensor | None = None) -> Job:
+def _job(c: Condition, positions: Tensor | None = None) -> EvictionJob:
     """A condition without its guards, half of the tokens its budget."""
     policy = find(c.policy)
     at = torch.zeros(1, 2, dtype=torch.long) if positions is None else positions
     bare = Condition(c.policy, 0.5, None, reading=c.reading, switches=c.switches)
-    return Job([bare], policy, policy.reading(c.reading, c.switches), [at.shape[1] // 2], Prompts(at, [{}]))
+    return EvictionJob([bare], policy, policy.reading(c.reading, c.switches), [at.shape[1] // 2], Prompts(at, [{}]))

@@ -6,7 +6,7 @@ from typing import Any
 from kvrepro.engine import allocate, shared
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.score import cumulative, heads, keys, position, queries, window
-from kvrepro.engine.score import shared as one_set
+from kvrepro.engine.score import shared as of_all_layers
 from kvrepro.engine.shapes import Scores
 
 # ---- windows: indicator x aggregator x pooling (see `kvrepro.engine.score.window`)
@@ -183,19 +183,19 @@ def _shared(
 
 MASS_TIES = ("last_use", "entered")
 SHARED: dict[str, Policy] = {
-    "lru": _shared("LRU", "{}", one_set.lru, ("entered",)),
-    "h2o_simple": _shared("H2O", "Zhang et al. 2023, simplified in {}", one_set.h2o, MASS_TIES),
-    "snapkv_simple": _shared("SnapKV", "Li et al. 2024, simplified in {}", one_set.snapkv),
-    "slw": _shared("StreamingLLM (SLW)", "Xiao et al. 2023, after the prompt in {}", one_set.lru, ("entered",),
+    "lru": _shared("LRU", "{}", of_all_layers.lru, ("entered",)),
+    "h2o_simple": _shared("H2O", "Zhang et al. 2023, simplified in {}", of_all_layers.h2o, MASS_TIES),
+    "snapkv_simple": _shared("SnapKV", "Li et al. 2024, simplified in {}", of_all_layers.snapkv),
+    "slw": _shared("StreamingLLM (SLW)", "Xiao et al. 2023, after the prompt in {}", of_all_layers.lru, ("entered",),
                    shield=shared.sinks_and_window),
-    "ada_kv_simple": _shared("Ada-KV", "Feng et al. 2024, simplified in {}", one_set.ada_kv),
-    "quest_simple": _shared("QUEST", "Tang et al. 2024, simplified in {}", one_set.latest),
-    "random_sample": _shared("Random", "{}", one_set.random_sample, ()),
-    "h2o_faithful": _shared("H2O-faithful", "Zhang et al. 2023, as in {}", one_set.summed, MASS_TIES),
-    "snapkv_faithful": _shared("SnapKV-faithful", "Li et al. 2024, as in {}", one_set.prompt),
-    "ada_kv_faithful": _shared("Ada-KV-faithful", "Feng et al. 2024, as in {}", one_set.head_summed,
+    "ada_kv_simple": _shared("Ada-KV", "Feng et al. 2024, simplified in {}", of_all_layers.ada_kv),
+    "quest_simple": _shared("QUEST", "Tang et al. 2024, simplified in {}", of_all_layers.latest),
+    "random_sample": _shared("Random", "{}", of_all_layers.random_sample, ()),
+    "h2o_faithful": _shared("H2O-faithful", "Zhang et al. 2023, as in {}", of_all_layers.summed, MASS_TIES),
+    "snapkv_faithful": _shared("SnapKV-faithful", "Li et al. 2024, as in {}", of_all_layers.prompt),
+    "ada_kv_faithful": _shared("Ada-KV-faithful", "Feng et al. 2024, as in {}", of_all_layers.head_summed,
                                allocate=shared.by_entropy),
-    "quest_faithful": _shared("QUEST-faithful", "Tang et al. 2024, as in {}", one_set.head_latest,
+    "quest_faithful": _shared("QUEST-faithful", "Tang et al. 2024, as in {}", of_all_layers.head_latest,
                               allocate=shared.every_head),
 }
 # fmt: on

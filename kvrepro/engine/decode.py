@@ -17,8 +17,6 @@ from kvrepro.engine.rows import Rows, Tag, evict_rows, evict_rows_shared, keep_h
 from kvrepro.engine.score.cumulative import pages_read
 from kvrepro.engine.signals import StepSignals
 
-Answers = Iterator[tuple[Tag, Generation]]
-
 
 def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
     """Of each row: rows of equal kind may decode in one batch.
@@ -49,7 +47,7 @@ def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
     return kinds
 
 
-def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Answers:
+def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Iterator[tuple[Tag, Generation]]:
     """Greedy answers of rows of one kind (`batch_kinds`), as they end: pick a token, stop if it is one of `stop_ids`,
     run the model on it, evict if due. `SharedCap` evicts before the model runs, the new token among the candidates.
     What fails is noted in `call.failed`, and leaves."""
@@ -245,7 +243,9 @@ def _note_broken(call: Call, rows: Rows, broken: Tensor, step: int) -> None:
         call.failed[rows.tags[row]] = error
 
 
-def _finished(call: Call, rows: Rows, done: list[int], picked: list[Tensor], seconds: float) -> Answers:
+def _finished(
+    call: Call, rows: Rows, done: list[int], picked: list[Tensor], seconds: float
+) -> Iterator[tuple[Tag, Generation]]:
     """What is known of rows at their end."""
     if not done:
         return

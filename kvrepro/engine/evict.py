@@ -21,8 +21,7 @@ from torch import Tensor
 
 from kvrepro.engine import allocate, guard, quota, shared
 from kvrepro.engine.cache import RaggedLayer
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.condition import Prompt as Text
+from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
 from kvrepro.engine.policy import SUMS, Policy, call, guarded, named
@@ -42,7 +41,7 @@ class Prompts:
         self.lengths = (positions >= 0).sum(1)
 
     @classmethod
-    def of(cls, texts: Sequence[Text], device: torch.device, seeds: Sequence[int] = ()) -> "Prompts":
+    def of(cls, texts: Sequence[Prompt], device: torch.device, seeds: Sequence[int] = ()) -> "Prompts":
         """Of whole texts, whatever is compressed."""
         lengths = torch.tensor([len(t.ids) for t in texts], device=device)[:, None]
         at = torch.arange(int(lengths.max()), device=device)
@@ -83,7 +82,7 @@ class PendingLayer:
 
 
 @dataclass
-class Job:
+class EvictionJob:
     """Rows that one policy decides in one way: conditions that differ in budget and guards at most, one per row."""
 
     conditions: list[Condition]
@@ -118,7 +117,7 @@ class Job:
         return c.policy, c.reading, c.switches, c.static_suffix, c.whitelist
 
     @classmethod
-    def joined(cls, jobs: Sequence["Job"], texts: Sequence[Text], device: torch.device) -> "Job":
+    def joined(cls, jobs: Sequence["EvictionJob"], texts: Sequence[Prompt], device: torch.device) -> "EvictionJob":
         """Rows of one kind as one job; `texts` are their whole prompts."""
         first = jobs[0]
         return cls(
@@ -128,7 +127,7 @@ class Job:
             [d for job in jobs for d in job.draws],
         )  # fmt: skip
 
-    def row(self, b: int) -> "Job":
+    def row(self, b: int) -> "EvictionJob":
         """One row alone, with nothing kept yet."""
         p = self.prompts
         alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], p.seeds[b : b + 1])
@@ -214,7 +213,7 @@ class Job:
 
 
 @contextmanager
-def attempt(job: Job, isolate: bool) -> Iterator[None]:
+def attempt(job: EvictionJob, isolate: bool) -> Iterator[None]:
     """A step for a job. isolate: what its policy raises becomes `job.error`, and the other jobs go on."""
     try:
         yield
@@ -238,7 +237,7 @@ def generator(parameters: Mapping[str, Any], ids: Sequence[int]) -> Random:
 # ---- the five arrows
 
 
-def guards(job: Job, o: Observation, *, follow: bool = False) -> Mask:
+def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
     """Tokens that the conditions protect, `[batch, kv_heads, tokens]`. follow: a static suffix follows the newest."""
     device = o.positions.device
     sides = [guarded(c, size, job.parameters) for c, size in zip(job.conditions, job.budgets, strict=True)]
@@ -265,7 +264,7 @@ def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> An
     return o.scored[key]
 
 
-def protected_by(job: Job, o: Observation) -> tuple[Mask, Mask]:
+def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
     """(what the conditions protect; that, and what the method does by itself), `[batch, kv_heads, tokens]`, whatever
     the scores: the same for all layers that share their places."""
     if job.protected is None or job.protected[0] is not o.places:
@@ -277,7 +276,7 @@ def protected_by(job: Job, o: Observation) -> tuple[Mask, Mask]:
     return job.protected[1:]
 
 
-def judged(job: Job, o: Observation) -> tuple[Scores, Mask]:
+def judged(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself."""
     policy, shape = job.policy, o.positions.shape
     budget, (guarded, protected) = job.budget.to(o.positions.device), protected_by(job, o)
@@ -304,14 +303,14 @@ def judged(job: Job, o: Observation) -> tuple[Scores, Mask]:
     return scores.masked_fill(o.places.dead, -torch.inf), protected
 
 
-def allocated(job: Job, o: Observation, scores: Scores, protected: Mask) -> Counts:
+def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask) -> Counts:
     """Each head's count in one layer."""
     budget = job.budget.to(o.positions.device)
     return call(job.policy.allocate, scores, protected, budget, parameters={**job.parameters, "o": o})
 
 
 def selected(
-    job: Job, o: Observation, scores: Scores, protected: Mask, counts: Counts, default: Mask | None = None
+    job: EvictionJob, o: Observation, scores: Scores, protected: Mask, counts: Counts, default: Mask | None = None
 ) -> Mask:
     """Who stays, `[batch, kv_heads, tokens]`, `counts` per head; by quotas where the observation is span-local.
 
@@ -335,7 +334,7 @@ def selected(
     return quota.select(refined, protected | exempt, parts, o)
 
 
-def _selected_for_all_layers(job: Job, o: Observation, scores: Scores, protected: Mask, counts: Counts) -> Mask:
+def _selected_for_all_layers(job: EvictionJob, o: Observation, scores: Scores, protected: Mask, counts: Counts) -> Mask:
     """`SharedCap`: ties by the policy's order; heads that choose for themselves, then their union cut to the budget."""
     tie_break, budget = job.parameters["tie_break"], job.budget.to(o.positions.device)
     if not job.per_head:
@@ -348,13 +347,13 @@ def _selected_for_all_layers(job: Job, o: Observation, scores: Scores, protected
     return shared.trim_union(heads, scores, firm, o, budget, tie_break)
 
 
-def kept(job: Job, o: Observation, default: Mask | None = None) -> Mask:
+def kept(job: EvictionJob, o: Observation, default: Mask | None = None) -> Mask:
     """Who stays in a layer, or in all of them."""
     scores, protected = judged(job, o)
     return selected(job, o, scores, protected, allocated(job, o, scores, protected), default)
 
 
-def _quotas(job: Job, o: Observation, default: Mask | None) -> dict[str, Any] | None:
+def _quotas(job: EvictionJob, o: Observation, default: Mask | None) -> dict[str, Any] | None:
     """How `quota.split` shares a head's budget: the public code rounds down and sets its ramps no quota, the paper
     rounds to the nearest and leaves the sinks out (section 5.2, E.3)."""
     if not o.span_local or job.parameters.get("ramps"):
@@ -368,14 +367,14 @@ def _quotas(job: Job, o: Observation, default: Mask | None) -> dict[str, Any] | 
 # ---- policies that wait for every layer
 
 
-def postpone(job: Job, layer: int, o: Observation) -> None:
+def postpone(job: EvictionJob, layer: int, o: Observation) -> None:
     """Let a layer wait for the others, scored already where its scorer needs no more than `o`."""
     job.pending[layer] = PendingLayer(o)
     if not job.repeated and job.reduction is None:
         judge_pending(job, layer)
 
 
-def judge_pending(job: Job, layer: int) -> JudgedLayer:
+def judge_pending(job: EvictionJob, layer: int) -> JudgedLayer:
     """Score a layer that waits, as soon as what its scorer needs is known."""
     w = job.pending[layer]
     o = w.observation
@@ -386,7 +385,7 @@ def judge_pending(job: Job, layer: int) -> JudgedLayer:
     return w.judged
 
 
-def across(job: Job) -> dict[int, Mask]:
+def across(job: EvictionJob) -> dict[int, Mask]:
     """Who stays in each layer, once all layers have their scores; layers may lie on several devices."""
     layers = {n: w.judged or judge_pending(job, n) for n, w in job.pending.items()}
     seen, home = {n: w.observation for n, w in job.pending.items()}, job.budget.device
@@ -395,8 +394,8 @@ def across(job: Job) -> dict[int, Mask]:
         counts = [allocated(job, seen[n], w.scores, w.protected) for n, w in layers.items()]
     else:
         summaries = [None if w.summary is None else w.summary.to(home) for w in layers.values()]
-        extra = {**job.parameters, "observations": list(seen.values())}
-        scores, counts = call(job.policy.across, scores, protected, job.budget, summaries, parameters=extra)
+        told = {"observations": list(seen.values()), "summaries": summaries}
+        scores, counts = call(job.policy.across, scores, protected, job.budget, parameters=job.parameters | told)
     if job.policy.refine is None and job.condition.fair is None and len({s.shape for s in scores}) == 1:
         stays = select(torch.cat(scores), torch.cat(protected), torch.cat(list(counts))).chunk(len(layers))
         return {n: s.to(w.scores.device) for (n, w), s in zip(layers.items(), stays, strict=True)}
@@ -409,7 +408,7 @@ def across(job: Job) -> dict[int, Mask]:
 # ---- one set of tokens for all layers
 
 
-def evict_shared(job: Job, signals: Signals, step: int) -> Signals:
+def evict_shared(job: EvictionJob, signals: Signals, step: int) -> Signals:
     """The state of rows after a reduction at `step`: rows at or below their budget keep all that is alive."""
     alive = signals.held.any(1)
     over = alive.sum(1) > job.budget

@@ -20,12 +20,12 @@ from kvrepro.engine.allowed import ensure
 from kvrepro.engine.attention import installed, with_methods
 from kvrepro.engine.backend import BACKENDS
 from kvrepro.engine.cache import EngineCache
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.condition import Prompt as Text
+from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.decode import Steps
+from kvrepro.engine.generate import calls
 from kvrepro.engine.passes import Call, boundary, read
 from kvrepro.engine.policy import check
-from kvrepro.engine.prefix import Prefix, checked, ensure_same, recurrent
+from kvrepro.engine.prefix import Prefix, ensure_same, recurrent
 from kvrepro.engine.rows import Rows, joined
 from kvrepro.errors import InputError
 
@@ -58,11 +58,12 @@ def evicting(
         ensure_same(prefix.model, model)
 
     def begin(texts: list[list[int]], max_new_tokens: int) -> tuple[Call, Rows]:
-        marked = [Text(ids, {} if spans is None else _places(spans(ids))) for ids in texts]
+        marked = [Prompt(ids, {} if spans is None else _places(spans(ids))) for ids in texts]
         if c.bits is not None and len(texts) > 1:
             raise InputError(f"{len(texts)} prompts in {c.bits} bits: give one at a time")
         asked = c if prefix is None else Condition()  # what a prefix asked for is done
-        call = checked(model, marked, asked, max_new_tokens, repeat, backend, seed)
+        new = [max_new_tokens] * len(marked)
+        [(call, _)] = calls(model, marked, [asked], new, repeat, backend, seed=seed)
         ends = [boundary(text, c) if prefix is None else len(prefix.ids) for text in marked]
         unread = {len(text.ids) - end for text, end in zip(marked, ends, strict=True)}
         if len(unread) > 1 and recurrent(EngineCache(model.config)):

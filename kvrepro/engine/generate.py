@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from kvrepro.engine.allowed import Size, ensure
 from kvrepro.engine.attention import installed
 from kvrepro.engine.backend import BACKENDS, obstacle, obstacles
-from kvrepro.engine.condition import Condition, Generation
-from kvrepro.engine.condition import Prompt as Text
+from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.decode import batch_kinds, decode
 from kvrepro.engine.facts import ModelFacts, rotation_changes
 from kvrepro.engine.memory import let_go
@@ -36,7 +35,7 @@ Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # o
 @torch.inference_mode()
 def generate(
     model: PreTrainedModel,
-    prompts: Sequence[Sequence[int] | Text],
+    prompts: Sequence[Sequence[int] | Prompt],
     conditions: Conditions,
     *,
     max_new_tokens: int | Sequence[int],
@@ -66,24 +65,34 @@ def generate(
     """
     new = new_tokens(max_new_tokens, len(prompts))
     _check_call(prompts, batch_rows, prompt_rows, errors)
-    texts = [p if isinstance(p, Text) else Text(list(p), {}) for p in prompts]
-    for text, own in zip(texts, new, strict=True):
-        check_prompt(model, text.ids, own)
-    check_conditions(model, texts, conditions, max_new_tokens=new)
+    texts = [p if isinstance(p, Prompt) else Prompt(list(p), {}) for p in prompts]
     every, wanted = _columns(conditions, len(texts))
-    backends = backends_of(model, texts, every, backend)
-    check_means(every, repeat)
+    how = {"measure_peak": measure_peak, "kept_sets": kept_sets, "isolate": errors == "return"}
     answers: dict[Tag, Generation | Exception] = {}
-    for facts, name, columns in _views(model, every, backends):
-        call = Call(
-            model, texts, [every[j] for j in columns], new, facts, list(repeat), measure_peak, kept_sets,
-            name, seed, errors == "return",
-        )  # fmt: skip
+    for call, columns in calls(model, texts, conditions, new, repeat, backend, seed=seed, **how):
         place = {j: own for own, j in enumerate(columns)}
         mine = [[place[j] for j in asked if j in place] for asked in wanted]
         found = _answers(call, mine, prompt_rows, batch_rows, stop_ids)
         answers |= {(i, columns[j]): answer for (i, j), answer in found}
     return [[answers[i, j] for j in asked] for i, asked in enumerate(wanted)]
+
+
+def calls(
+    model: PreTrainedModel, texts: list[Prompt], conditions: Conditions, new: list[int], repeat: Sequence[int],
+    backend: str | Mapping[Condition, str], **how: Any,
+) -> list[tuple[Call, list[int]]]:  # fmt: skip
+    """What `generate` computes at a time, and the numbers of the conditions that it is for. how: more fields of `Call`.
+    Raises InputError, before anything is computed, for what can be known by then."""
+    for text, own in zip(texts, new, strict=True):
+        check_prompt(model, text.ids, own)
+    check_conditions(model, texts, conditions, max_new_tokens=new)
+    every, _ = _columns(conditions, len(texts))
+    backends = _backends(model, texts, every, backend)
+    _check_repeat(every, repeat)
+    return [
+        (Call(model, texts, [every[j] for j in columns], new, facts, list(repeat), backend=name, **how), columns)
+        for facts, name, columns in _views(model, every, backends)
+    ]
 
 
 def _views(
@@ -252,7 +261,7 @@ def blocks(members: Sequence[int], lengths: Sequence[int], together: int, tokens
 
 
 def check_conditions(
-    model: PreTrainedModel, texts: Sequence[Text], conditions: Conditions, max_new_tokens: int | Sequence[int] = 1
+    model: PreTrainedModel, texts: Sequence[Prompt], conditions: Conditions, max_new_tokens: int | Sequence[int] = 1
 ) -> None:
     """Raise InputError for a condition that a prompt which is asked under it cannot meet."""
     facts, each = ModelFacts.of(model), each_prompts(conditions, len(texts))
@@ -265,14 +274,14 @@ def check_conditions(
     _check_rotation(model, texts, each, new_tokens(max_new_tokens, len(texts)))
 
 
-def check_met(facts: ModelFacts, text: Text, c: Condition, known: Known | None) -> None:
+def check_met(facts: ModelFacts, text: Prompt, c: Condition, known: Known | None) -> None:
     """Raise InputError if the prompt cannot meet `c`, of which `checked` gave `known`."""
     end = boundary(text, c)
     check_on(c, known, facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
 
 
 def _check_rotation(
-    model: PreTrainedModel, texts: Sequence[Text], each: Sequence[Sequence[Condition]], new: Sequence[int]
+    model: PreTrainedModel, texts: Sequence[Prompt], each: Sequence[Sequence[Condition]], new: Sequence[int]
 ) -> None:
     """Raise InputError where transformers rotates long texts otherwise than short ones, and a pass of one kind would
     meet keys of the other (Phi-3 with a long context)."""
@@ -285,7 +294,7 @@ def _check_rotation(
             raise InputError(f"{what}: stay below, or let every prompt and chunk be longer")
 
 
-def whitelisted(text: Text, c: Condition) -> set[int]:
+def whitelisted(text: Prompt, c: Condition) -> set[int]:
     """Positions that `c` protects by name."""
     return {at for name in c.whitelist for at in text.spans[name]}
 
@@ -311,15 +320,15 @@ def check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: 
         raise InputError(f"{n} prompt + {max_new_tokens} new tokens > the model's {most} positions: shorten one")
 
 
-def check_means(conditions: Sequence[Condition], repeat: Sequence[int]) -> None:
+def _check_repeat(conditions: Sequence[Condition], repeat: Sequence[int]) -> None:
     """Raise InputError for a policy that the request to repeat does not serve."""
     for c in conditions:
         if c.policy != "full" and find(c.policy).repeated and not repeat:
             raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
 
 
-def backends_of(
-    model: PreTrainedModel, texts: Sequence[Text], conditions: Sequence[Condition],
+def _backends(
+    model: PreTrainedModel, texts: Sequence[Prompt], conditions: Sequence[Condition],
     backend: str | Mapping[Condition, str],
 ) -> list[str]:  # fmt: skip
     """Who computes each condition. Raises InputError for what the Triton backend does not do: it never falls back."""

@@ -11,7 +11,7 @@ from kvrepro.engine.select import ensure_none
 from kvrepro.engine.shapes import Mask, RowInts
 from kvrepro.errors import InputError
 
-Count: TypeAlias = int | RowInts  # the same for every row, or one per row
+RowCount: TypeAlias = int | RowInts  # the same for every row, or one per row
 
 
 def protected_count(fraction: float, budget: int, rounding: str = "floor") -> int:
@@ -23,14 +23,14 @@ def protected_count(fraction: float, budget: int, rounding: str = "floor") -> in
     return max(4, math.floor(fraction * budget) if rounding == "floor" else math.ceil(fraction * budget - 1e-9))
 
 
-def sinks(o: Observation, n: Count) -> Mask:
+def sinks(o: Observation, n: RowCount) -> Mask:
     """The `n` oldest tokens that each head holds; 0 protects none. StreamingLLM (Xiao et al. 2023) keeps 4."""
     if isinstance(n, int) and n == 0:
         return o.places.nothing
     return o.alive & (o.alive.cumsum(-1) <= _rows(o, n, "sinks"))
 
 
-def recent(o: Observation, n: Count) -> Mask:
+def recent(o: Observation, n: RowCount) -> Mask:
     """The `n` newest tokens that each head holds; 0 protects none."""
     if isinstance(n, int) and n == 0:
         return o.places.nothing
@@ -38,7 +38,7 @@ def recent(o: Observation, n: Count) -> Mask:
     return o.alive & (newer < _rows(o, n, "recent"))
 
 
-def ends(o: Observation, prefix: Count, suffix: Count, static_prompt_end: Count | None = None) -> Mask:
+def ends(o: Observation, prefix: RowCount, suffix: RowCount, static_prompt_end: RowCount | None = None) -> Mask:
     """The `prefix` oldest and the `suffix` newest tokens of each head; a token in both counts once.
 
     static_prompt_end: tokens of the prompt; the suffix then stays at the prompt's last `suffix` positions, whatever was
@@ -59,7 +59,7 @@ def whitelist(o: Observation, table: Tensor) -> Mask:
     return o.alive & marked & (o.positions < table.shape[1])
 
 
-def _rows(o: Observation, n: Count, name: str) -> Tensor | int:
+def _rows(o: Observation, n: RowCount, name: str) -> Tensor | int:
     """`n` as [batch or 1, 1, 1], a number as it is; a negative one raises."""
     if isinstance(n, int) and n >= 0:
         return n  # nothing to wait for on a GPU

@@ -14,16 +14,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from kvrepro.engine.cache import EngineCache, RaggedLayer
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.condition import Prompt as Text
-from kvrepro.engine.evict import Job, Prompts, generator
+from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.evict import EvictionJob, Prompts, generator
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ATTENDING, ModelFacts, layer_types
 from kvrepro.engine.memory import Peak
 from kvrepro.engine.policy import Policy, budget_of, find
-from kvrepro.engine.prefill import ExtendByKernels, Prefill
-from kvrepro.engine.regime import Chunked, Offline, SharedCap
-from kvrepro.engine.regime import Prefill as AfterPrefill
+from kvrepro.engine.prefill import ExtendByKernels, PrefillState
+from kvrepro.engine.regime import Chunked, Offline, Prefill, SharedCap
 from kvrepro.engine.repeat import reconstruct
 from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
 from kvrepro.engine.shapes import KeyValue, Query
@@ -37,7 +35,7 @@ class Call:
     """What one call of `generate` was given, and what its parts share."""
 
     model: PreTrainedModel
-    texts: list[Text]
+    texts: list[Prompt]
     conditions: list[Condition]
     new_tokens: list[int]  # of the answer to each text, at most
     facts: ModelFacts
@@ -112,7 +110,7 @@ class Scaled:
         return self.inner.attend(layer, query, key, value, scaling, sliding)
 
 
-def boundary(text: Text, c: Condition) -> int:
+def boundary(text: Prompt, c: Condition) -> int:
     """Tokens of the prompt that `c` compresses; what follows them is read afterwards, through what is left.
 
     Raises InputError for a span that the prompt does not have.
@@ -180,7 +178,7 @@ def _row_tokens(call: Call, i: int, j: int) -> int:
     """Most tokens that a layer holds of a prompt under a condition, with the answer."""
     c, text = call.conditions[j], call.texts[i]
     end = boundary(text, c)
-    kept = min(end, budget_of(c, end)) if isinstance(c.regime, AfterPrefill) else end  # others evict later
+    kept = min(end, budget_of(c, end)) if isinstance(c.regime, Prefill) else end  # others evict later
     return kept + len(text.ids) - end + call.new_tokens[i]
 
 
@@ -272,7 +270,7 @@ def _pass(call: Call, members: list[int], ends: list[int], columns: list[int]) -
 
 def _jobs(
     call: Call, members: list[int], ends: list[int], columns: list[int], positions: Tensor | None = None
-) -> list[Job]:
+) -> list[EvictionJob]:
     """One job per condition, its rows these prompts."""
     texts = [call.texts[i] for i in members]
     if positions is None:
@@ -287,7 +285,7 @@ def _jobs(
         parameters = policy.reading(c.reading, c.switches) if policy else {}
         sizes = [budget_of(c, call.facts.held(end)) for end in ends]
         draws = [generator(parameters, text.ids) for text in texts] if policy and policy.shared else []
-        found.append(Job([c] * len(members), call.evictor(j), parameters, sizes, prompts, draws))
+        found.append(EvictionJob([c] * len(members), call.evictor(j), parameters, sizes, prompts, draws))
     return found
 
 
@@ -297,7 +295,7 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
     ids, positions = call.padded([text.ids[:end] for text, end in zip(texts, ends, strict=True)])
     jobs = _jobs(call, members, ends, columns, positions)
     prompts = jobs[0].prompts
-    attention = Prefill(call.facts, prompts, jobs, call.isolate)
+    attention = PrefillState(call.facts, prompts, jobs, call.isolate)
     cache = EngineCache(call.model.config)
     held = torch.tensor([call.facts.held(end) for end in ends], device=call.device)[:, None]
     logits = call.forward(ids, positions, cache, attention)
@@ -360,7 +358,7 @@ def _open(call: Call, cache: EngineCache, batch: int, sums: set[str]) -> None:
         cache.ragged[n] = RaggedLayer.of(empty, empty, none, none.bool(), mine)
 
 
-def _chunk_budget(job: Job, facts: ModelFacts, seen: int, last: bool) -> int:
+def _chunk_budget(job: EvictionJob, facts: ModelFacts, seen: int, last: bool) -> int:
     """Tokens to keep after a chunk, given tokens seen; DropKV's standalone cache.
 
     last_chunk: everything stays until the end. every_chunk: the share of what was seen, or the budget. budget: the

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from kvrepro.engine import allocate, allowed, guard
-from kvrepro.engine.allowed import Count, Number, Size, ensure
+from kvrepro.engine.allowed import Count, Number, Size, ensure, ensure_fields
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.regime import CHUNK_MODES, REGIMES, Chunked, SharedCap
+from kvrepro.engine.regime import REGIMES, Chunked, SharedCap
 from kvrepro.engine.shapes import Scores
 from kvrepro.engine.shared import SLW_SINKS, SWITCHES
 from kvrepro.errors import InputError
@@ -52,13 +52,6 @@ FIELDS = {  # what a condition may say
     "execution": ("physical", "masked"),
     "bits": (4, None),
 }
-OF_REGIMES = {  # what a regime's fields may be
-    "until": str,
-    "fair": (Number(0, 1), None),
-    "chunk": Size,
-    "when": CHUNK_MODES,
-    "interval": Size,
-}
 Parameters = Mapping[str, object]
 
 
@@ -71,8 +64,9 @@ class Policy:
     to the scorer; the `recent` newest and `sinks` oldest tokens are protected.
     shield(o, scores, budget, ...): tokens exempt on the method's own account, before heads get their counts.
     refine(o, scores, counts, ...) -> (scores, exempt tokens): a second stage, once heads know their counts.
-    across(scores, protected, budget, summaries, ...) -> (scores, counts): budgets that need every layer's scores, lists
-    over layers; `summary(o, ...)` [batch] is what it is told of each layer. Such a policy evicts after the last layer.
+    across(scores, protected, budget, ...) -> (scores, counts): budgets that need every layer's scores, lists over
+    layers; it may name `summaries`, what `summary(o, ...)` [batch] says of each, and `observations`. Such a policy
+    evicts after the last layer.
     needs: `Observation.sums` that the forward pass must provide (`SUMS`); needs_if: sum -> (parameter, value) of those
     that only one value of a parameter asks for.
     """
@@ -295,8 +289,7 @@ def checked(condition: Condition) -> Known | None:
     for name, kind in FIELDS.items():
         ensure(kind, c.policy if name == "budget" else "", **{name: getattr(c, name)})
     if c.regime is not None:
-        for f in fields(c.regime):
-            ensure(OF_REGIMES.get(f.name, object), c.regime.name, **{f.name: getattr(c.regime, f.name)})
+        ensure_fields(c.regime, type(c.regime), c.regime.name)
     if c.policy == "full":
         if c.fair is not None or c != Condition(regime=c.regime, bits=c.bits):
             raise InputError(f"policy full keeps every token, got {replace(c, policy='(full)').label!r}: drop the rest")

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvrepro.engine import quota
 from kvrepro.engine.attention import Watch, attend, attend_prompt, per_token
 from kvrepro.engine.cache import RaggedLayer
-from kvrepro.engine.evict import Job, Prompts, across, attempt, evict_shared, judged, kept, postpone
+from kvrepro.engine.evict import EvictionJob, Prompts, across, attempt, evict_shared, judged, kept, postpone
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
@@ -28,10 +28,10 @@ SPAN_SUMS, SUMS_BY_KERNELS = {"span_mass", "marked_mass"}, {"mass", "span_mass"}
 Sums = dict[tuple[str, tuple[str, ...] | None], Tensor]  # by name and, of sums inside spans, the spans' names
 
 
-class Prefill:
+class PrefillState:
     """Attention of whole prompts, flush right, of which each job keeps its part of every layer."""
 
-    def __init__(self, facts: ModelFacts, prompt: Prompts, jobs: Sequence[Job], isolate: bool = False):
+    def __init__(self, facts: ModelFacts, prompt: Prompts, jobs: Sequence[EvictionJob], isolate: bool = False):
         """isolate: what a policy raises becomes its job's `error`, and the others go on."""
         self.shared = [(job, reduction) for job in jobs if (reduction := job.reduction) is not None]
         self.facts, self.prompt, self.jobs, self.isolate = facts, prompt, jobs, isolate
@@ -211,7 +211,7 @@ class Prefill:
             self._shown[names, window] = pad_sequence(chosen, True, -1, "left").to(self.prompt.positions.device)
         return self._shown[names, window]
 
-    def _decide(self, job: Job, layer: int, o: Observation, plain: Observation | None) -> None:
+    def _decide(self, job: EvictionJob, layer: int, o: Observation, plain: Observation | None) -> None:
         if job.waits:
             postpone(job, layer, o)
             return
@@ -223,7 +223,7 @@ class Prefill:
         total = job.total(heads, self._held(tokens))
         self._store(job, layer, o, kept(job, o, None if plain is None else kept(job, plain)), total)
 
-    def _store(self, job: Job, layer: int, o: Observation, stays: Mask, total: int | None = None) -> None:
+    def _store(self, job: EvictionJob, layer: int, o: Observation, stays: Mask, total: int | None = None) -> None:
         """total: how many tokens that are, where it is known."""
         masked = job.condition.execution == "masked"
         stay, total = (o.alive, None) if masked else (stays, total)
@@ -232,7 +232,7 @@ class Prefill:
             stored.hidden = ~stays[o.alive]
         self._hold(job, layer, o, stored)
 
-    def _hold(self, job: Job, layer: int, o: Observation, stored: RaggedLayer) -> None:
+    def _hold(self, job: EvictionJob, layer: int, o: Observation, stored: RaggedLayer) -> None:
         job.layers[layer] = stored
         if job.again and job.window:
             stored.remember(o.queries, o.query_positions, job.window)
@@ -249,14 +249,14 @@ class Prefill:
                     self._choose_across(job)
         self._choose_for_all_layers(width)
 
-    def settle(self, *jobs: Job) -> None:
+    def settle(self, *jobs: EvictionJob) -> None:
         """Say what a GPU found amiss on the way, of these jobs or of all."""
         for job in jobs or self.jobs:
             doubts, job.doubts = job.doubts, []
             with attempt(job, self.isolate):
                 settle(doubts if job.error is None else [])
 
-    def _choose_across(self, job: Job) -> None:
+    def _choose_across(self, job: EvictionJob) -> None:
         """Budgets that need every layer's scores."""
         with ensured_later(self.kernels) as doubts:
             chosen = across(job)
@@ -269,7 +269,7 @@ class Prefill:
                 self._store(job, layer, job.pending[layer].observation, stays)
         job.pending.clear()
 
-    def _store_together(self, job: Job, chosen: dict[int, Mask]) -> None:
+    def _store_together(self, job: EvictionJob, chosen: dict[int, Mask]) -> None:
         """Layers of one shape, whose tokens a GPU looks up at once."""
         stays = torch.stack(list(chosen.values()))  # [layers, batch, kv_heads, tokens]
         offsets = pad(stays.sum(-1).flatten(1).cumsum(1), (1, 0))
@@ -283,7 +283,7 @@ class Prefill:
     def _choose_for_all_layers(self, width: int) -> None:
         """`SharedCap`: the state after the prompt, and the first reduction where it comes at step 0."""
         known: dict[tuple[Reduction, int], Signals] = {}
-        alike: dict[int, list[tuple[Job, Tensor]]] = {}
+        alike: dict[int, list[tuple[EvictionJob, Tensor]]] = {}
         for job, reduction in self.shared:
             state = reduction, job.first_step
             if state not in known:
@@ -307,7 +307,7 @@ class Prefill:
             job.pending.clear()
 
 
-def _gather(jobs: list[tuple[Job, Tensor]]) -> None:
+def _gather(jobs: list[tuple[EvictionJob, Tensor]]) -> None:
     """Give each job what stands at its `place` [batch, kept], equally many everywhere, of all layers."""
     places = torch.stack([place for _, place in jobs])[:, :, None]  # [jobs, batch, 1, kept]
     for layer, pending in jobs[0][0].pending.items():
@@ -320,7 +320,7 @@ def _gather(jobs: list[tuple[Job, Tensor]]) -> None:
             job.layers[layer] = RaggedLayer.even(keys[number], values[number], where[number], {})
 
 
-def _carried(job: Job, o: Observation) -> dict[str, Tensor]:
+def _carried(job: EvictionJob, o: Observation) -> dict[str, Tensor]:
     """The sums that its next eviction will ask for."""
     return {n: s for n, s in o.sums.items() if job.again and n in job.sums}
 

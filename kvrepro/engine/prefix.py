@@ -22,14 +22,13 @@ from transformers import PreTrainedModel
 
 from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.condition import Prompt as Text
-from kvrepro.engine.evict import Job, Prompts
+from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.evict import EvictionJob, Prompts
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.generate import backends_of, check_conditions, check_means, check_prompt
+from kvrepro.engine.generate import calls
 from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import budget_of, find
-from kvrepro.engine.regime import Offline, SharedCap
+from kvrepro.engine.regime import Offline
 from kvrepro.engine.rows import Rows
 from kvrepro.errors import InputError, first_line
 from kvrepro.paths import replaced
@@ -87,10 +86,10 @@ class Prefix:
                 same = next((at for at, (a, b) in enumerate(zip(text.ids, self.ids, strict=False)) if a != b), None)
                 where = f"ends after {len(text.ids)}" if same is None else f"differs at token {same}"
                 raise InputError(f"the prompt {where} of the prefix's {n} tokens: begin with the prefix, unchanged")
-        c, own = self.condition, Text(self.ids, {})
+        c, own = self.condition, Prompt(self.ids, {})
         policy = None if c.policy == "full" else find(c.policy)
         parameters = policy.reading(c.reading, c.switches) if policy is not None else {}
-        job = Job([c], policy, parameters, [budget_of(c, call.facts.held(n))], Prompts.of([own], device))
+        job = EvictionJob([c], policy, parameters, [budget_of(c, call.facts.held(n))], Prompts.of([own], device))
         tags = [(i, 0) for i in range(batch)]
         call.notes |= dict.fromkeys(tags, {"prefill_seconds": 0.0})
         seen = torch.full((batch,), n, device=device)
@@ -107,12 +106,12 @@ def compress(
 
     repeat, backend, seed: as in `generate`. Raises InputError, before anything is computed, for what it would refuse.
     """
-    text = Text(list(ids), {})
+    text = Prompt(list(ids), {})
     if condition.regime != Offline() or condition.whitelist:
         raise InputError(f"{condition.label}: a prefix is compressed whole, in the regime Offline(), without spans")
     if condition.policy != "full" and not find(condition.policy).frees:
         raise InputError(f"{condition.policy} evicts nothing, so there is no compressed prefix: take another policy")
-    call = checked(model, [text], condition, 1, repeat, backend, seed)
+    [(call, _)] = calls(model, [text], [condition], [1], repeat, backend, seed=seed)
     with installed(model):
         [rows] = read(call, [0], [0])
     return Prefix(text.ids, condition, identity(model), rows.cache, rows.logits)
@@ -160,22 +159,6 @@ def _made(told: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedMod
             device = next(model.get_decoder().layers[int(layer)].parameters()).device
             getattr(cache, f"update_{name[:-1]}")(state.to(device), int(layer), int(place))
     return Prefix(ids, Condition(**c), told["model"], cache, tensors["logits"].to(model.device))
-
-
-def checked(
-    model: PreTrainedModel, texts: Sequence[Text], condition: Condition, max_new_tokens: int, repeat: Sequence[int],
-    backend: str, seed: int,
-) -> Call:  # fmt: skip
-    """A call of one condition. Raises InputError for what `generate` would refuse."""
-    for text in texts:
-        check_prompt(model, text.ids, max_new_tokens)
-    check_conditions(model, texts, [condition], max_new_tokens)
-    check_means([condition], repeat)
-    [backend] = backends_of(model, texts, [condition], backend)
-    facts = ModelFacts.of(model, isinstance(condition.regime, SharedCap))
-    return Call(
-        model, list(texts), [condition], [max_new_tokens] * len(texts), facts, list(repeat), backend=backend, seed=seed
-    )
 
 
 def recurrent(cache: EngineCache) -> bool:

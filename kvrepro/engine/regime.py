@@ -1,12 +1,10 @@
 """Regimes: when tokens leave, and what each regime lets one choose. A condition names one; none is the default."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar, Literal
 
-from kvrepro.engine.allowed import Number, Size
+from kvrepro.engine.allowed import Share, Size
 from kvrepro.errors import InputError
-
-Words = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,8 @@ class Prefill(Regime):
     until: str = ""  # compress what stands before this span ("question") or turn ("user"); "": the whole prompt
     # 1: every span keeps its share, and text without a mark joins the span before it; below 1: debias, mixed with the
     # default's split. spans: which of the marked ones count; (): all.
-    fair: Annotated[float, Number(0, 1)] | None = None
-    spans: Words = ()
+    fair: Share | None = None
+    spans: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Chunked(Regime):
 
     name: ClassVar[str] = "chunked"
     chunk: Size = 4096  # tokens
-    when: str = "last_chunk"  # chunks evict: "last_chunk", "budget" or "every_chunk" (DropKV)
+    when: Literal["last_chunk", "budget", "every_chunk"] = "last_chunk"  # chunks evict; "every_chunk": as in DropKV
     until: str = ""
 
 
@@ -76,4 +74,3 @@ class SharedCap(Regime):
 
 
 REGIMES: dict[str, type[Regime]] = {r.name: r for r in (Prefill, Chunked, Offline, DecodeCap, PerStep, SharedCap)}
-CHUNK_MODES = ("last_chunk", "budget", "every_chunk")

@@ -11,18 +11,19 @@ from transformers import PreTrainedModel
 
 from kvrepro.engine.attention import attend
 from kvrepro.engine.cache import EngineCache
-from kvrepro.engine.evict import Job
+from kvrepro.engine.evict import EvictionJob
 from kvrepro.engine.facts import attention_modules
 from kvrepro.engine.policy import REPEATED
-from kvrepro.engine.prefill import Prefill
+from kvrepro.engine.prefill import PrefillState
 from kvrepro.engine.shapes import KeyValue, Query
 
 REPEAT_CHUNK = 2048
 
 
 def reconstruct(
-    model: PreTrainedModel, prefill: Prefill, ask: Sequence[int], ids: Tensor, positions: Tensor, cache: EngineCache
-) -> None:
+    model: PreTrainedModel, prefill: PrefillState, ask: Sequence[int], ids: Tensor, positions: Tensor,
+    cache: EngineCache,
+) -> None:  # fmt: skip
     """Let the model repeat the context, chunk after chunk, behind `ask`, and note for the jobs that wait for it the
     largest attention to each token: of each KV head and, divided by the length of the layer's input at the query, of
     each query head. Source: Kim et al. 2025; KVzip+ as NVIDIA/kvpress has it."""
@@ -68,7 +69,7 @@ def _lengths(model: PreTrainedModel, found: dict[int, Tensor]) -> Iterator[None]
 class _Repeat:
     """Attention of a repeated chunk over the context and itself; nothing of it is stored."""
 
-    def __init__(self, job: Job, positions: Tensor, asked: int, real: Tensor):
+    def __init__(self, job: EvictionJob, positions: Tensor, asked: int, real: Tensor):
         self.job, self.positions, self.asked, self.real = job, positions, asked, real
         self.lengths: dict[int, Tensor] = {}  # ||h_t|| of what a layer is given, [batch, text]
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kvrepro.engine import signals as table
 from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown, together
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.condition import Prompt as Text
-from kvrepro.engine.evict import Job, across, attempt, evict_shared, kept, postpone
+from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.evict import EvictionJob, across, attempt, evict_shared, kept, postpone
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import RowInts
@@ -28,8 +27,8 @@ class Rows:
     """A batch of rows that can pass through the model together."""
 
     tags: list[Tag]
-    jobs: list[Job]  # of one row each
-    texts: list[Text]
+    jobs: list[EvictionJob]  # of one row each
+    texts: list[Prompt]
     cache: EngineCache
     logits: Tensor  # [batch, vocabulary], of the next token
     seen: Tensor  # int64 [batch], tokens so far
@@ -197,26 +196,26 @@ def keep_held(rows: Rows) -> None:
         stored.evict(held, shown.index, masked=masked)
 
 
-def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[tuple[Job, list[int]]]:
+def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[tuple[EvictionJob, list[int]]]:
     """Rows that can be decided together, as one job each, and which they are."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for row in members:
         groups.setdefault(rows.jobs[row].kind, []).append(row)
     found = []
     for some in groups.values():
-        part = Job.joined([rows.jobs[b] for b in some], [rows.texts[b] for b in some], rows.seen.device)
+        part = EvictionJob.joined([rows.jobs[b] for b in some], [rows.texts[b] for b in some], rows.seen.device)
         part.budgets = [budgets[b] for b in some]
         found.append((part, some))
     return found
 
 
-def _note_failed(rows: Rows, part: Job, members: Sequence[int]) -> None:
+def _note_failed(rows: Rows, part: EvictionJob, members: Sequence[int]) -> None:
     if part.error is not None:
         rows.failed |= dict.fromkeys(members, part.error)
 
 
 def _observed(
-    facts: ModelFacts, layer: int, stored: RaggedLayer, shown: Shown, part: Job, rows: Tensor, seen: RowInts,
+    facts: ModelFacts, layer: int, stored: RaggedLayer, shown: Shown, part: EvictionJob, rows: Tensor, seen: RowInts,
     scaling: float,
 ) -> Observation:  # fmt: skip
     """What the policy of `part` may look at in a layer of these rows."""

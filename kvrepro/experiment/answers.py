@@ -24,7 +24,7 @@ from kvrepro.errors import InputError, told
 from kvrepro.experiment import cluster, data, fingerprint, measure, models, store, workers
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.plan import Estimate, Job, Plan
+from kvrepro.experiment.plan import Forecast, Job, Plan
 from kvrepro.experiment.settings import Settings
 from kvrepro.experiment.table import COLUMNS
 from kvrepro.item import Item
@@ -96,7 +96,7 @@ def unmet(
 # ---- what decides a row
 
 
-OF_REGIMES = {  # code that only rows of these regimes reach
+CODE_OF_REGIMES = {  # code that only rows of these regimes reach
     (SharedCap,): {
         ("kvrepro.engine.shared", ""), ("kvrepro.engine.signals", ""), ("kvrepro.engine.rows", "evict_rows_shared"),
         ("kvrepro.engine.rows", "keep_held"), ("kvrepro.engine.rows", "kept_by_all_layers"),
@@ -134,7 +134,7 @@ def _decided_by(
 
 def of_others(regimes: Collection[type]) -> frozenset[fingerprint.Name]:
     """What the engine runs in other regimes alone."""
-    return frozenset().union(*(names for kinds, names in OF_REGIMES.items() if not set(kinds) & set(regimes)))
+    return frozenset().union(*(names for kinds, names in CODE_OF_REGIMES.items() if not set(kinds) & set(regimes)))
 
 
 def policy_of(condition: Condition) -> Any:
@@ -388,7 +388,7 @@ class AnswersPlan(Plan):
         )  # fmt: skip
         return Job(len(known), work)
 
-    def estimate(self) -> Estimate:
+    def forecast(self) -> Forecast:
         """From the first missing item under all its conditions, a few tokens each; on a GPU, where items share passes
         and steps, from a sixteenth of those missing, a pass at most."""
         tokens = sum(len(self.prompts[i].ids) for i in {i for i, _ in self.missing})
@@ -396,7 +396,7 @@ class AnswersPlan(Plan):
         most = sum(self.heads[i, j]["max_new_tokens"] for i, j in self.missing)
         what = f"{count:,} of {self.total:,} rows, prompts of {tokens:,} tokens, {most:,} new tokens"
         if not self.missing:
-            return Estimate(self.title, what, 0, 0.0, 0.0)
+            return Forecast(self.title, what, 0, 0.0, 0.0)
         left = sorted({i for i, _ in self.missing})
         first = left[:1] if self.loaded.device == "cpu" else left[: max(1, min(engine.MOST_PROMPTS, len(left) // 16))]
         chosen = [(i, j) for i in first for j in self.columns[i] if (i, j) in self.missing]
@@ -411,7 +411,7 @@ class AnswersPlan(Plan):
         rows = [self._row(pair, answer) for pair, answer in found.items()]
         stored = sum(len(json.dumps(row)) for row in rows) / len(rows) * count / 2  # columns repeat themselves
         held = sum(answer.bytes_held for answer in made) / max(1, len(made)) * min(count, self._rows_together())
-        return Estimate(self.title, what, count, seconds, stored, held)
+        return Forecast(self.title, what, count, seconds, stored, held)
 
     def add(self, job: Job, result: list[dict[str, Any]]) -> None:
         """Store rows."""

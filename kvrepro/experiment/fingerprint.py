@@ -31,7 +31,7 @@ Name = tuple[str, str]  # module, and a name that it binds
 # Each row's own policy and regime count. A name "" is all of a module, or of a package.
 UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE"), ("kvrepro.engine.policy", "OWN"),
                         ("kvrepro.engine.regime", "REGIMES")})  # fmt: skip
-OF_REGIMES = frozenset((kind.__module__, kind.__name__) for kind in REGIMES.values())
+REGIME_CLASSES = frozenset((kind.__module__, kind.__name__) for kind in REGIMES.values())
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
@@ -166,7 +166,7 @@ def _of_engine(name: Name) -> bool:
 
 def _tells_apart(reader: Name, name: Name) -> bool:
     """Does the engine ask for a regime's class, as in `isinstance(c.regime, SharedCap)`?"""
-    return name in OF_REGIMES and _of_engine(reader) and reader[0] != name[0]
+    return name in REGIME_CLASSES and _of_engine(reader) and reader[0] != name[0]
 
 
 def imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:

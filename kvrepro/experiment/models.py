@@ -255,18 +255,18 @@ def _check_engine(name: str, network: Any) -> None:
             raise InputError(f"{name} {what}: take a family of data/families.csv")
 
 
-def stop_ids(loaded: Loaded, as_run: bool = False) -> frozenset[int]:
+def stop_ids(loaded: Loaded) -> frozenset[int]:
     """Token ids that end an answer: the tokenizer's eos, STOP_TOKENS where defined, the generation config's eos list.
 
-    as_run leaves the generation config out, as the protection paper's harness did. It matters for Gemma, whose
-    <end_of_turn> stands only there: as run, every Gemma answer went on to the token limit.
+    The protection paper's harness left the generation config out. It matters for Gemma, whose <end_of_turn> stands only
+    there: as run, every Gemma answer went on to the token limit.
     """
     vocabulary = loaded.tokenizer.get_vocab()
     ids = {vocabulary[token] for token in STOP_TOKENS if token in vocabulary}
     if loaded.tokenizer.eos_token_id is not None:
         ids.add(loaded.tokenizer.eos_token_id)
     configured = getattr(loaded.model.generation_config, "eos_token_id", None)
-    if configured is not None and not as_run:
+    if configured is not None:
         ids |= set(configured) if isinstance(configured, list) else {configured}
     return frozenset(ids)
 

@@ -7,22 +7,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 
-from kvrepro.engine.allowed import Count, Number, Size, ensure, ensure_all
+from kvrepro.engine.allowed import Count, Positive, PositiveShare, ProperShare, Size, ensure, ensure_all
 from kvrepro.errors import LONGEST, InputError, meant
 from kvrepro.experiment import data, models
+from kvrepro.experiment.settings import ensure_folder, ensure_options
 from kvrepro.paths import WORK
 
 INJECTED = "# Parameters"  # the first line of the cell that papermill adds
-Part = Annotated[float, Number(0, 1, above=True, below=True)]
-Share = Annotated[float, Number(0, 1, above=True)]
 KINDS: dict[str, Any] = {  # what a parameter may be, by its name, which means the same in every notebook
     "reading": Literal["both", "as_run", "as_described"], "n_items": Size | None, "seed": Count, "block_size": Size,
-    "share": Share, "margin": Annotated[float, Number(0, above=True)], "capacities": list[Size | Share],
-    "kept": list[Part], "shares": list[Part], "ratios": list[Part] | None, "pools": list[Size | Part],
+    "share": PositiveShare, "margin": Positive, "capacities": list[Size | PositiveShare], "kept": list[ProperShare],
+    "shares": list[ProperShare], "ratios": list[ProperShare] | None, "pools": list[Size | ProperShare],
     "policies": list[str], "rivals": list[str], "family": list[str] | None, "tables": list[str],
     "profile": Literal["quick", "full"], "dry_run": bool, "model": str, "items": str, "device": str, "compare": str,
     "quoted": str,
@@ -57,8 +56,7 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
     cannot be written."""
     options = given.get("options")
     asked = {name: given[name] for name in (*KINDS, *choices) if not isinstance(given.get(name, sys), ModuleType)}
-    if not isinstance(options, Mapping | None):
-        raise InputError(f"options {str(options)[:50]!r}: give settings by name, {{'seed': 1}} for instance")
+    ensure_options(options)
     asked |= options or {}
     for name, value in asked.items():
         _check_texts(str(name), value)
@@ -117,8 +115,7 @@ def _check_list(name: str, value: list[Any] | tuple[Any, ...]) -> None:
 
 def check_folder(results: str | Path) -> None:
     """Raise InputError for a folder of results that cannot be written; makes none."""
-    if not isinstance(results, str | Path):
-        raise InputError(f"results is {results!r}: give the name of a folder")
+    ensure_folder(results)
     _check_texts("results", results)
     folder = (WORK / results).absolute()
     try:

@@ -17,7 +17,7 @@ from kvrepro.experiment import fingerprint, store
 from kvrepro.experiment.answers import of_others, policy_of
 from kvrepro.experiment.limit import time_limit
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.plan import Estimate, Job, Plan
+from kvrepro.experiment.plan import Forecast, Job, Plan
 from kvrepro.experiment.settings import Settings
 from kvrepro.item import Item
 
@@ -102,17 +102,17 @@ class PerItemPlan(Plan):
         given: dict[str, Any] = {"parameters": study.parameters, "limit": self.settings.time_limit}
         return partial(item_tables, compute=study.compute, item=item, **given)
 
-    def estimate(self) -> Estimate:
+    def forecast(self) -> Forecast:
         """From the first missing item."""
         missing = self.missing
         what = f"{len(missing)} of {self.total} items"
         if not missing:
-            return Estimate(self.title, what, 0, 0.0, 0.0)
+            return Forecast(self.title, what, 0, 0.0, 0.0)
         began = time.perf_counter()
         found = self.trial[missing[0]] = self._work(missing[0])(self.loaded)
         seconds = (time.perf_counter() - began) * len(missing)
         stored = 0 if isinstance(found, str) else sum(int(t.memory_usage().sum()) for t in found.values())
-        return Estimate(self.title, what, len(missing), seconds, stored * len(missing) / 2)
+        return Forecast(self.title, what, len(missing), seconds, stored * len(missing) / 2)
 
     def add(self, job: Job, result: Any) -> None:
         """Store an item's tables, or remember why there are none."""

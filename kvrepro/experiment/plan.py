@@ -19,7 +19,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Forecast:
     """What the missing results of a study take, at most: answers may end early."""
 
     title: str
@@ -30,7 +30,7 @@ class Estimate:
     held: float = 0.0  # bytes of the caches that one process holds at a time
 
     def line(self, processes: int) -> str:
-        """The estimate as one line, for so many processes."""
+        """The forecast as one line, for so many processes."""
         by = f" by {processes} workers" if processes > 1 else ""
         held = f", caches of {self.held * processes / 1e6:,.0f} MB at a time" if self.held else ""
         seconds = clock(self.seconds / processes)
@@ -51,7 +51,7 @@ class Plan(ABC):
         """What is to be computed. The same parts, however many processes share them."""
 
     @abstractmethod
-    def estimate(self) -> Estimate:
+    def forecast(self) -> Forecast:
         """What that takes, from a short measured step. Stores nothing."""
 
     @abstractmethod

@@ -52,7 +52,7 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     ensure_name(study.name)
     with study.plan(study, loaded, settings) as plan:
         if settings.dry_run:
-            expected, processes = plan.estimate(), _processes(plan, settings, float("inf"))
+            expected, processes = plan.forecast(), _processes(plan, settings, float("inf"))
             print(expected.line(processes))
             tell(study=plan.title, results=expected.results, seconds=expected.seconds, bytes=expected.stored,
                  processes=processes)  # fmt: skip
@@ -82,7 +82,7 @@ def _compute(plan: Plan, settings: Settings) -> int:
         if settings.engine == "local" and settings.workers != 1 and not plan.alone and not workers.over.is_set():
             workers.get_ready(workers.told(plan.loaded))
         with workers.one_thread():
-            expected = plan.estimate()
+            expected = plan.forecast()
         processes = _processes(plan, settings, expected.seconds)
         print(expected.line(processes))
         jobs = plan.jobs()  # without what the estimate has done

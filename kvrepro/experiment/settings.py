@@ -14,6 +14,18 @@ from kvrepro.paths import WORK
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+def ensure_options(options: object) -> None:
+    """Raise InputError for what names no settings."""
+    if not isinstance(options, Mapping | None):
+        raise InputError(f"options {str(options)[:50]!r}: give settings by name, {{'seed': 1}} for instance")
+
+
+def ensure_folder(results: object) -> None:
+    """Raise InputError for what names no folder."""
+    if not isinstance(results, str | Path):
+        raise InputError(f"results is {results!r}: give the name of a folder")
+
+
 @dataclass(frozen=True)
 class Settings:
     """How studies are run; a chapter's `settings.Settings` adds its own fields. Raises InputError for other values."""
@@ -33,8 +45,7 @@ class Settings:
     dry_run: bool = False  #: print what a study would take, and compute nothing; also by `$KVREPRO_DRY_RUN`
 
     def __post_init__(self) -> None:
-        if not isinstance(self.results, str | Path):
-            raise InputError(f"results is {self.results!r}: give the name of a folder")
+        ensure_folder(self.results)
         object.__setattr__(self, "dry_run", self.dry_run or bool(os.environ.get("KVREPRO_DRY_RUN")))
         if self.workers is None and (given := os.environ.get("KVREPRO_WORKERS")):
             object.__setattr__(self, "workers", int(given) if given.isdigit() else given)
@@ -48,8 +59,7 @@ class Settings:
     @classmethod
     def of(cls, options: Mapping[str, Any] | None = None, **given: Any) -> Self:
         """Settings from a notebook's `options` and from what is given by name. InputError for an unknown option."""
-        if not isinstance(options, Mapping | None):
-            raise InputError(f"options {options!r}: give settings by name, {{'seed': 1}} for instance")
+        ensure_options(options)
         known = [f.name for f in fields(cls)]
         for name in options or {}:
             if name not in known:

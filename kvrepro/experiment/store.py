@@ -29,7 +29,7 @@ from kvrepro.experiment.table import (
     IDENTITY,
     MARK,
     SCHEMA,
-    Rows,
+    RowsFile,
     files_of,
     index,
     parts,
@@ -54,7 +54,7 @@ def read(
     if unknown := sorted({*columns} - {*COLUMNS} | {*(where or {})} - {*IDENTITY}):
         raise InputError(f"no column {unknown[0]}: rows have {', '.join(COLUMNS)}; `where` takes {', '.join(IDENTITY)}")
 
-    def of(files: list[Rows]) -> pd.DataFrame:
+    def of(files: list[RowsFile]) -> pd.DataFrame:
         if not files:
             raise InputError(f"no results at {table}: run the chapter first")
         return rows_of(files, index(files, where=where), columns).to_pandas()
@@ -117,7 +117,7 @@ class Store:
     def frame(self, keys: Collection[str], asked: Collection[int] | None = None) -> pd.DataFrame:
         """The latest rows with these keys (`asked`: see `missing`). InputError where a key has no row."""
 
-        def of(files: list[Rows]) -> pd.DataFrame:
+        def of(files: list[RowsFile]) -> pd.DataFrame:
             chosen = index(files, keys, asked=asked)
             chosen = chosen[chosen.key.isin(keys)]
             if lost := len({*keys} - {*chosen.key}):
@@ -162,7 +162,7 @@ class Store:
                 path.unlink(missing_ok=True)
             yield
 
-    def join(self, files: Sequence[Rows], some: Sequence[Rows], chosen: pd.DataFrame) -> None:
+    def join(self, files: Sequence[RowsFile], some: Sequence[RowsFile], chosen: pd.DataFrame) -> None:
         """Under the lock: put the chosen rows of some neighbouring files into one, in the place of all of them. A kill
         in between loses and doubles nothing: the new file names those that it takes the place of."""
         names = [file.path.name for file in some if file.path != self.table]

@@ -54,7 +54,7 @@ PART = re.compile(r"(\d{8})(@.+-\d+-[0-9a-f]{8})?\.parquet")  # number, and sinc
 T = TypeVar("T")
 
 
-class Rows(File):
+class RowsFile(File):
     """A file of a results table, of this version or an earlier one, whose rows are brought to this one's as they are
     read. Raises InputError for another file."""
 
@@ -141,14 +141,14 @@ def parts(table: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.parquet") if PART.fullmatch(path.name))
 
 
-def files_of(table: Path, replaced: bool = False) -> list[Rows]:
+def files_of(table: Path, replaced: bool = False) -> list[RowsFile]:
     """The files of a table, oldest first; or those whose rows another one holds, left by a process that was killed."""
-    found = [Rows(path) for path in [*([table] if table.exists() else []), *parts(table)]]
+    found = [RowsFile(path) for path in [*([table] if table.exists() else []), *parts(table)]]
     gone = {name for file in found for name in file.folded}
     return [file for file in found if (file.path.name in gone) == replaced]
 
 
-def steadily(table: Path, work: Callable[[list[Rows]], T]) -> T:
+def steadily(table: Path, work: Callable[[list[RowsFile]], T]) -> T:
     """Do something with a table's files, again where a file was folded into another one meanwhile."""
     return unmoved(table, lambda path: work(files_of(path)))
 
@@ -162,7 +162,7 @@ def unmoved(table: Path, work: Callable[[Path], T]) -> T:
 
 
 def index(
-    files: Sequence[Rows], keys: Collection[str] | None = None, where: Mapping[str, Any] | None = None,
+    files: Sequence[RowsFile], keys: Collection[str] | None = None, where: Mapping[str, Any] | None = None,
     asked: Collection[int] | None = None,
 ) -> pd.DataFrame:  # fmt: skip
     """Which rows are the latest of each (item, condition): file, row, asked and failed. keys: of what was asked under
@@ -206,7 +206,7 @@ def _is_in(column: pa.ChunkedArray, values: Any) -> np.ndarray:
     return pc.is_in(column, values).to_numpy()
 
 
-def rows_of(files: Sequence[Rows], chosen: pd.DataFrame, columns: Collection[str]) -> pa.Table:
+def rows_of(files: Sequence[RowsFile], chosen: pd.DataFrame, columns: Collection[str]) -> pa.Table:
     """Columns of the rows that an index names, in the order of the files."""
     each = chosen.groupby("file").row
     tables = [files[number].read(columns, rows.to_numpy()) for number, rows in each]

@@ -25,9 +25,9 @@ from kvrepro.experiment.cluster import AHEAD
 from kvrepro.experiment.run import Answers, Settings, run
 from kvrepro.experiment.store import Store
 from kvrepro.experiment.table import COLUMNS
-from kvrepro.paths import DATA, GPU
+from kvrepro.paths import DATA, GPU, write_table
 from kvrepro.tools import command
-from kvrepro.tools.rows import stamp, write_table
+from kvrepro.tools.rows import stamp
 
 OUT = DATA / "reliability" / "at_scale.csv"
 SWEEP = {"models": 10, "items": 4750, "conditions": 200}

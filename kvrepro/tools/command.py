@@ -18,7 +18,7 @@ FROM_ZERO = ("seed", "sinks", "recent", "weight")  # may be 0
 NAMES = ("model", "items", "device")  # what `check_values` knows
 
 
-def checked(main: Callable[..., Any]) -> Callable[..., Any]:
+def with_checked_values(main: Callable[..., Any]) -> Callable[..., Any]:
     """`main` behind a look at its values. Raises InputError for numbers that are no size, texts that nobody types, an
     unknown model or device, unknown items, and a file to write that has no folder or is one."""
     usual = {name: one.default for name, one in inspect.signature(main).parameters.items()}
@@ -48,7 +48,7 @@ def _check(name: str, value: Any) -> None:
 def app_of(main: Callable[..., Any]) -> typer.Typer:
     """A command line for one function."""
     app = typer.Typer(add_completion=False)
-    app.command()(checked(main))
+    app.command()(with_checked_values(main))
     return app
 
 

@@ -58,7 +58,7 @@ def conditions(rows: pd.DataFrame, root: Path = ROOT) -> pd.DataFrame:
     """A row for each condition, in the words of the page, the best first; `name`, `value` and `of` are for
     sentences."""
     table = frontier.conditions(rows).query("kind != 'full'").sort_values("value", ascending=False)
-    losses, safe, first = _losses(rows), safe_budgets(root), _first_token()
+    losses, safe, first = _losses(rows), leak_safe_from(root), _first_token()
     found = []
     for row in table.to_dict("records"):
         grid = row["kind"] == "grid"
@@ -99,7 +99,7 @@ def _losses(rows: pd.DataFrame) -> dict[str, str]:
     return {str(name): study.loses_most(row.idxmax(), row.max()) for name, row in by_task.iterrows()}
 
 
-def safe_budgets(root: Path = ROOT) -> dict[str, str]:
+def leak_safe_from(root: Path = ROOT) -> dict[str, str]:
     """The smallest share of a system prompt from which on a policy tells no more of its secrets than the full cache
     does, and still follows at least half of what is followed then, the defense first; as the chapter on leakage has
     computed it."""
@@ -204,8 +204,7 @@ def _secret(known: pd.DataFrame) -> str:
         return "this run has no policy that is known to keep it; see {doc}`executed/leakage`."
     shares = safe["leak-safe from"].str.extract(r"(\d+)")[0].astype(int)
     first, last = (
-        ", ".join(figure.look(name).name for name in safe.of[shares == share])
-        for share in (shares.min(), shares.max())
+        ", ".join(figure.look(name).name for name in safe.of[shares == share]) for share in (shares.min(), shares.max())
     )
     return (
         f"do not compress below the leak-safe share of your policy: {shares.min()}% for {first}, {shares.max()}% for "

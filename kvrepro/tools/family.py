@@ -24,10 +24,9 @@ import typer
 
 from kvrepro.errors import InputError, meant, program, told
 from kvrepro.experiment import claims, models
-from kvrepro.paths import DATA, ROOT
+from kvrepro.paths import DATA, ROOT, write_table
 from kvrepro.tools import book, command, error_rates, family_claims
 from kvrepro.tools.family_claims import FULL, JUDGED, TABLE
-from kvrepro.tools.rows import write_table
 
 COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note code date".split()
 CHAPTERS = [name for name in book.chapters() if (DATA / "claims" / f"{name}.yml").is_file()]
@@ -92,7 +91,7 @@ def known(names: str, among: Sequence[str], what: str) -> list[str]:
 
 
 @app.command()
-@command.checked
+@command.with_checked_values
 def run(
     results: Annotated[Path, typer.Option(help="a folder for the runs, each in a folder of its own")],
     models_: Annotated[str, typer.Option("--models", help="names with commas; otherwise all embedded models")] = "",
@@ -143,7 +142,7 @@ def collected(results: Path, seed: int = 0) -> pd.DataFrame:
 
 
 @app.command()
-@command.checked
+@command.with_checked_values
 def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
     """Store the verdicts of all runs with one seed in data/family.csv, and those of the claims about several models,
     judged now, with how often their rules err, in data/family_claims.csv."""
@@ -157,7 +156,7 @@ def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")
 
 
 @app.command()
-@command.checked
+@command.with_checked_values
 def full(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
     """Store the verdicts of runs of the full profile in data/full_profile.csv: the page of claims shows them beside
     those of the run that it is built from."""

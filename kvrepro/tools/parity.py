@@ -28,8 +28,8 @@ from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
+from kvrepro.paths import write_table
 from kvrepro.tools import command
-from kvrepro.tools.rows import write_table
 
 SHARES = (0.25, 0.5)
 Kept = dict[str, list[tuple[Tensor, Tensor | None]]]  # by press, of each layer

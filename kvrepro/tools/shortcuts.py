@@ -31,9 +31,8 @@ from kvrepro.experiment import data, figure, models, stats
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, Settings, run
 from kvrepro.item import Item
-from kvrepro.paths import DATA
+from kvrepro.paths import DATA, write_table
 from kvrepro.tools import command
-from kvrepro.tools.rows import write_table
 from kvrepro.world.words import MARKS
 from kvrepro.world.world import FILLER
 

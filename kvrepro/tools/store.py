@@ -37,7 +37,7 @@ from kvrepro.experiment.table import (
     IDENTITY,
     PART,
     SCHEMA,
-    Rows,
+    RowsFile,
     files_of,
     index,
     parts,
@@ -104,7 +104,7 @@ def _faults_of(table: Path) -> tuple[int, list[str]]:
     found, whole = [], 0
     for path in paths:
         try:
-            keys = Rows(path).read(FILED.names).select(["key", "asked"]).to_pandas()
+            keys = RowsFile(path).read(FILED.names).select(["key", "asked"]).to_pandas()
         except FileNotFoundError:
             if not path.is_symlink():
                 raise
@@ -172,7 +172,7 @@ def _bytes(path: Path) -> int:
     return sum(p.stat().st_size for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file())
 
 
-def _stale(files: list[Rows]) -> tuple[int, int, int]:
+def _stale(files: list[RowsFile]) -> tuple[int, int, int]:
     """Of a table: rows that newer ones replaced, rows, bytes."""
     rows = sum(file.rows for file in files)
     return rows - len(index(files)), rows, sum(file.path.stat().st_size for file in files)
@@ -369,7 +369,7 @@ def merge(
     print(*found, f"{sum(added):,} rows added to {into}", sep="\n")
 
 
-def _add(table: Store, counts: list[int], files: Sequence[Rows]) -> None:
+def _add(table: Store, counts: list[int], files: Sequence[RowsFile]) -> None:
     """Add the latest rows of another table's files that this one lacks or has as failed; how many, to `counts`."""
     chosen, mine = index(files), steadily(table.table, index)
     there = chosen.asked.isin(mine.asked) & (chosen.failed | ~chosen.asked.isin(mine.asked[mine.failed]))

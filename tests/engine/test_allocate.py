@@ -119,6 +119,18 @@ def test_budgets_over_layers_meet_the_sum(layers, budget):
     assert all((c >= p.sum(-1)).all() for c, p in zip(counts, protected, strict=True))
 
 
+def test_one_set_and_per_layer_rank_by_mean_scores():
+    scores = [torch.rand(1, 2, 50, generator=torch.Generator().manual_seed(layer)) for layer in range(3)]
+    scores[0][..., 0] = scores[1][..., 0] = scores[2][..., 0] = -torch.inf  # dead in all
+    nothing = [torch.zeros_like(x, dtype=torch.bool) for x in scores]
+    budget = torch.tensor([7])
+    means, counts = allocate.per_layer(scores, nothing, budget)
+    assert all(torch.equal(m[0, head], x[0].mean(0)) for m, x in zip(means, scores, strict=True) for head in (0, 1))
+    assert all((count == 7).all() for count in counts)
+    means, _ = allocate.one_set(scores, nothing, budget)
+    torch.testing.assert_close(means[2][0, 1], torch.cat(scores, 1).mean((0, 1)))
+
+
 def test_layers_need_not_be_alike():
     """Other numbers of heads and tokens: padded inside, and nothing of that comes out."""
     g = torch.Generator().manual_seed(5)

@@ -9,7 +9,7 @@ from observations import observation
 from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import Job, Prompts, allocated, guards, judged, kept, selected
+from kvrepro.engine.evict import EvictionJob, Prompts, allocated, guards, judged, kept, selected
 from kvrepro.engine.evicting import EvictedCache
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import DecodeCap, PerStep, Prefill
@@ -17,12 +17,12 @@ from kvrepro.engine.rows import Rows
 from kvrepro.errors import InputError
 
 
-def job(policy: Policy, parameters: dict, *budgets: int, tokens: int = 20, **settings) -> Job:
+def job(policy: Policy, parameters: dict, *budgets: int, tokens: int = 20, **settings) -> EvictionJob:
     """A row per budget, their prompts of the same length."""
     conditions = [Condition("own", budget, Prefill(), **settings) for budget in budgets]
     spans = [{"a": [2, 3]}] * len(budgets)
     prompts = Prompts(torch.arange(tokens).expand(len(budgets), -1), spans)
-    return Job(conditions, policy, parameters, list(budgets), prompts)
+    return EvictionJob(conditions, policy, parameters, list(budgets), prompts)
 
 
 def test_a_policys_functions_get_what_they_name():

@@ -8,7 +8,7 @@ import torch
 
 from kvrepro.engine.catalogue import SHARED as POLICIES
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import Job, Prompts, evict_shared, generator
+from kvrepro.engine.evict import EvictionJob, Prompts, evict_shared, generator
 from kvrepro.engine.policy import check, guarded
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.signals import PromptSignals, Signals
@@ -19,12 +19,14 @@ def capped(policy: str, budget: int | None = None, **settings) -> Condition:
     return Condition(policy, budget, SharedCap(), **settings)
 
 
-def after_prompt(c: Condition, n: int, signal: torch.Tensor | None = None, room: int = 0) -> tuple[Job, Signals]:
+def after_prompt(
+    c: Condition, n: int, signal: torch.Tensor | None = None, room: int = 0
+) -> tuple[EvictionJob, Signals]:
     """One row of n prompt tokens whose attention in the prompt is `signal` for every head; space for `room` more."""
     policy = POLICIES[c.policy]
     parameters = policy.reading(c.reading, c.switches)
     prompts = Prompts(torch.arange(n)[None], [{}])
-    job = Job([c], policy, parameters, [c.budget], prompts, [generator(parameters, range(n))])
+    job = EvictionJob([c], policy, parameters, [c.budget], prompts, [generator(parameters, range(n))])
     seen = PromptSignals([job.reduction])
     s = torch.zeros(n) if signal is None else signal.float()
     heads = s.expand(1, 1, 1, n)  # [batch, kv_heads, group, tokens]

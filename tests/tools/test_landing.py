@@ -187,7 +187,7 @@ def test_leak_safe_shares_come_from_the_chapter_on_leakage(tmp_path):
     table |= {"variant": ["default"] * 3 + ["fair"], "usable": [0.3, None, None, 0.5]}
     pd.DataFrame(table).to_csv(folder / "leakage-safe-budgets.csv")
     told = {"h2o": "30% kept", "k_norm": "never", "snapkv": decide.DEAF}
-    assert decide.safe_budgets(tmp_path) == told
+    assert decide.leak_safe_from(tmp_path) == told
 
 
 def test_without_results_the_page_says_so(tmp_path):

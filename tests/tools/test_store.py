@@ -13,7 +13,7 @@ from kvrepro.errors import InputError, Stopped
 from kvrepro.experiment import sharing, store
 from kvrepro.experiment.sharing import HOST
 from kvrepro.experiment.store import Store, Tables
-from kvrepro.experiment.table import Rows
+from kvrepro.experiment.table import RowsFile
 from kvrepro.tools import store as tool
 
 
@@ -169,14 +169,14 @@ def test_a_store_that_another_process_folds_meanwhile_is_read_again(tmp_path, mo
     other = filled(tmp_path / "b", {"a": 0.1, "b": 0.2})
     with Store(folder, "c", "n") as writer:
         writer.add([row("b", 0.2)])
-        read = Rows.read
+        read = RowsFile.read
 
         def folded_before(self, *arguments):
-            monkeypatch.setattr(Rows, "read", read)
+            monkeypatch.setattr(RowsFile, "read", read)
             writer.fold(store.LEAST)
             return read(self, *arguments)
 
-        monkeypatch.setattr(Rows, "read", folded_before)
+        monkeypatch.setattr(RowsFile, "read", folded_before)
         more = {"diff": [other], "merge": ["--into", tmp_path / "c"]}.get(command, [])
         code, lines = called(command, folder, *more)
     assert (code, lines[-1]) == {

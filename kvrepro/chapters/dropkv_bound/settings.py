@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Any
 
 from kvrepro.chapters.dropkv_bound.triples import check_softmax
-from kvrepro.engine.allowed import Count, Number, Odd, Size, ensure
+from kvrepro.engine.allowed import Count, Odd, ProperShare, Size, ensure
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import check_shared
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
 from kvrepro.experiment.data import AtMost
 
-Part = Annotated[float, Number(0, 1, above=True, below=True)]
 PROFILES = {"quick": (16, 2, 150), "full": (300, 4, 600)}  # prompts, query positions, triples for the enumeration
 
 
@@ -41,7 +40,7 @@ class Settings(run.Settings):
     triples: Size | None = None  #: for the enumeration, over all prompts; None: the profile's
     cones: Size = 2048  #: of a prompt's triples so many, spread evenly, are asked for their cone; fewer: all it has
     positions: Size | None = None  #: query positions per prompt, layer and head; None: the profile's
-    since: Part = 0.5  #: they lie in the prompt after this share of it
+    since: ProperShare = 0.5  #: they lie in the prompt after this share of it
     window: Size = 8  #: final keys outside the pool, and queries that a rule observes
     kernel: Odd = 11  #: tokens that are pooled
     steps: Count = 6  #: ascents where the cone condition fails
@@ -56,8 +55,12 @@ class Settings(run.Settings):
 class Given(Settings):
     """Settings with the notebook's pools and shares. The sets of twenty keys come from the first pool."""
 
-    pools: tuple[Size | Part, ...] = (0.95, 0.5, 256)  # of lowest attention: a share of the keys, or their number
-    shares: tuple[Part, ...] = (0.05, 0.10, 0.30)  # of the prompt kept
+    pools: tuple[Size | ProperShare, ...] = (
+        0.95,
+        0.5,
+        256,
+    )  # of lowest attention: a share of the keys, or their number
+    shares: tuple[ProperShare, ...] = (0.05, 0.10, 0.30)  # of the prompt kept
 
     def __post_init__(self) -> None:
         super().__post_init__()

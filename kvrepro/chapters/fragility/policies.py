@@ -5,12 +5,10 @@ Used by file, as any policy of a reader's own: `Condition(policy="kvrepro/chapte
 
 from dataclasses import replace
 
-import torch
-
 from kvrepro.engine.allowed import Odd, Share
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.score.keys import Alone, Cosine, likeness
+from kvrepro.engine.score.keys import Alone, Cosine, likeness, past_attention
 from kvrepro.engine.score.window import windowed
 from kvrepro.engine.shapes import Scores
 
@@ -20,11 +18,8 @@ def r_kv(
 ) -> Scores:
     """Z_j = mix I_j - (1 - mix) S_j as `score.keys.r_kv` has it, I by defensive aggregation: each query's attention
     max-pooled over `kernel` tokens, the largest over the window, no less than the head's mean of it."""
-    batch, kv_heads, _, dim = o.keys.shape
-    q = o.queries.view(batch, kv_heads, o.group, -1, dim).float()
-    logits = torch.einsum("bgrwd,bgnd->bgrwn", q, o.keys.float()).amax(2) * o.scaling
-    p = logits.masked_fill(~o.visible | o.places.window[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
-    return mix * windowed(o, p[:, :, None], "defensive", "max", kernel) - (1 - mix) * likeness(o, threshold, alone)
+    importance = windowed(o, past_attention(o)[:, :, None], "defensive", "max", kernel)
+    return mix * importance - (1 - mix) * likeness(o, threshold, alone)
 
 
 R_KV = replace(CATALOGUE["r_kv"], title="R-KV, defensive", score=r_kv, code="")

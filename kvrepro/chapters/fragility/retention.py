@@ -8,7 +8,7 @@ Source: DefensiveKV, sections 3.1 to 3.3, algorithms 1 and 2, appendix C.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from kvrepro.engine import allocate
-from kvrepro.engine.allowed import Count, Number, Odd, Size, ensure_fields
+from kvrepro.engine.allowed import Count, Odd, PositiveShare, Size, ensure_fields
 from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.facts import ModelFacts
@@ -36,7 +36,7 @@ RULES = {  # who ranks the history's tokens
 }
 ANSWER = "true risk"
 OUTLIER = 0.5  # a step that retains less is an outlier
-Rows: TypeAlias = Float[Tensor, "kv_heads group queries tokens"]  # attention
+AttentionRows: TypeAlias = Float[Tensor, "kv_heads group queries tokens"]  # attention
 Norms: TypeAlias = Float[Tensor, "kv_heads group tokens"]
 Scores: TypeAlias = Float[Tensor, "heads tokens"]
 
@@ -50,7 +50,7 @@ class Setting:
     until: str = "question"  #: the history ends before this part of the prompt; "": with the prompt
     window: Size = 32  #: past queries: the last ones of the history
     single: Size = 16  #: which of them stands alone, counted from 1
-    share: Annotated[float, Number(0, 1, above=True)] = 0.5  #: of the history that stays
+    share: PositiveShare = 0.5  #: of the history that stays
     norm: Literal["l1", "l2", "value", "none"] = "l1"  #: of v W_O; "value": L2 of v alone; "none": attention alone
     pool: Literal["none", "average", "max"] = "none"  #: of each past query's attention, over `kernel` tokens
     kernel: Odd = 5  #: tokens
@@ -126,7 +126,7 @@ def norms(values: Float[Tensor, "kv_heads tokens dim"], output: Float[Tensor, "h
     return {"l1": l1, "l2": l2, "value": alone, "none": torch.ones_like(l1)}
 
 
-def pooled(p: Rows, s: Setting) -> Rows:
+def pooled(p: AttentionRows, s: Setting) -> AttentionRows:
     """Attention of each query pooled along the tokens, zeros beyond the ends counted, as the setting asks."""
     if s.pool == "none":
         return p
@@ -134,7 +134,7 @@ def pooled(p: Rows, s: Setting) -> Rows:
     return pool(p.flatten(0, 2)[:, None], s.kernel, 1, s.kernel // 2)[:, 0].view_as(p)
 
 
-def score(p: Rows, norm: Norms, rule: str, s: Setting) -> Scores:
+def score(p: AttentionRows, norm: Norms, rule: str, s: Setting) -> Scores:
     """How `rule` ranks the history's tokens; heads are KV heads, or query heads where each chooses for itself.
 
     p: attention of the past queries (of the answer's, for "true risk") to the history, `pooled`; norm: of its tokens.
@@ -222,7 +222,7 @@ class _Sums:
             return attend(query, everyone[None], parts, scaling, sliding)
         return attend_prompt(query, key, value, scaling)
 
-    def _look(self, layer: int, p: Rows, norms: Mapping[str, Norms]) -> None:
+    def _look(self, layer: int, p: AttentionRows, norms: Mapping[str, Norms]) -> None:
         now = p[:, :, [self.row[t] for t in self.steps]]
         looks: dict[tuple, Tensor] = {}
         parts = {}
@@ -265,7 +265,7 @@ class _Sums:
 
 
 def _weights(
-    before: Rows, now: Rows, norm: Norms, rules: Sequence[str], end: int, s: Setting
+    before: AttentionRows, now: AttentionRows, norm: Norms, rules: Sequence[str], end: int, s: Setting
 ) -> tuple[Float[Tensor, "kv_heads group tokens sums"], dict[str, float]]:
     """What to multiply a step's attention with, `before` being pooled: the importance that each rule keeps, all that
     counts, and all there is; and by rule the share of the kept tokens that stand at the prior."""

@@ -4,7 +4,7 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,7 @@ from kvrepro.chapters.fragility.retention import DEFAULT, Setting
 from kvrepro.chapters.fragility.settings import STEPS_OF_LONG, Settings
 from kvrepro.engine import allowed
 from kvrepro.engine import generate as engine
-from kvrepro.engine.allowed import Number, ensure, ensure_all
+from kvrepro.engine.allowed import ProperShare, ensure, ensure_all
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import check as policy_check
@@ -94,7 +94,7 @@ def declare(
     InputError for whatever they could not do. n_items sets the size of the main comparison, and caps the others."""
     ensure_all(allowed.Size | None, n_items=n_items)
     ensure_all(list[str], policies=policies)
-    ensure_all(list[Annotated[float, Number(0, 1, above=True, below=True)]], shares=shares)
+    ensure_all(list[ProperShare], shares=shares)
     ensure(("both", *READINGS), reading=reading)
     if not policies or not shares:
         raise InputError(f"shares {shares!r} of policies {policies!r}: give one of each at least")

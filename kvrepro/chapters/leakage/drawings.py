@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from kvrepro.experiment import figure, stats
 
 
-def safe_budgets(table: pd.DataFrame) -> Figure:
+def safe_budget_map(table: pd.DataFrame) -> Figure:
     """Leak-safe budgets (`study.safe_budgets`) in percent, policies by cures, a panel per order.
 
     A cross marks a budget at which less than half of what is followed without compression is followed; blank: not run.

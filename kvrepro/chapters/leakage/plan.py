@@ -2,17 +2,15 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Literal
 
 from kvrepro.chapters.leakage.cells import FIVE, TWO, Cell
 from kvrepro.chapters.leakage.english import Wording, wording
 from kvrepro.chapters.leakage.prompts import suited
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import policy
-from kvrepro.engine.allowed import Number, Size, ensure_fields
+from kvrepro.engine.allowed import ProperShare, Size, ensure_fields
 from kvrepro.errors import InputError
-
-Ratio = Annotated[float, Number(0, 1, above=True, below=True)]
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,14 @@ PROFILES = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChapterPlan:
     """What the notebook's parameters ask for. Raises InputError for what cannot be run."""
 
     settings: Settings = Settings()
     items: str = "tinyworld"  # or "ifeval", or a .jsonl file of system prompts: for models of English
     n_items: Size | None = None  # system prompts of the main study, at most of others
     policies: tuple[str, ...] = (*FIVE, *TWO)  # of the catalogue, or a reader's own
-    ratios: tuple[Ratio, ...] | None = None  # shares of the system turn that are dropped
+    ratios: tuple[ProperShare, ...] | None = None  # shares of the system turn that are dropped
     reading: Literal["both", "as_run", "as_described"] = "both"
 
     def __post_init__(self) -> None:

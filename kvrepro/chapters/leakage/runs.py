@@ -13,7 +13,7 @@ import pandas as pd
 from kvrepro.chapters.leakage import prompts
 from kvrepro.chapters.leakage.cells import DEBIAS, LIBRARY, Cell, Room, cells
 from kvrepro.chapters.leakage.english import english, trec
-from kvrepro.chapters.leakage.plan import Plan
+from kvrepro.chapters.leakage.plan import ChapterPlan
 from kvrepro.chapters.leakage.prompts import ORDERS, prompt
 from kvrepro.chapters.leakage.scores import survivors
 from kvrepro.chapters.leakage.settings import Settings
@@ -141,7 +141,7 @@ class Found:
         ]
 
 
-def chapter(loaded: Loaded, plan: Plan) -> Found:
+def chapter(loaded: Loaded, plan: ChapterPlan) -> Found:
     """All studies, in both readings. The paper's five policies and a reader's own get every variant at many ratios and
     take part in every study; any other one gets what it can meet at one ratio."""
     sizes, settings = plan.sizes, plan.settings
@@ -184,7 +184,7 @@ def request_alone(loaded: Loaded, item: Item) -> Prompt:
     return data.build_prompt(replace(item, messages=item.messages[1:], spans=()), loaded.tokenizer, loaded.context)
 
 
-def compared(loaded: Loaded, plan: Plan) -> Found | None:
+def compared(loaded: Loaded, plan: ChapterPlan) -> Found | None:
     """All studies with the second checkpoint, `settings.compare`, whose rows stand beside the first one's; None where
     there is none."""
     settings = plan.settings
@@ -196,13 +196,13 @@ def compared(loaded: Loaded, plan: Plan) -> Found | None:
     return chapter(second, plan)
 
 
-def _drawn(plan: Plan, n: int, orders: Sequence[str] = ORDERS, preamble: bool = True) -> list[Item]:
+def _drawn(plan: ChapterPlan, n: int, orders: Sequence[str] = ORDERS, preamble: bool = True) -> list[Item]:
     if plan.items == "tinyworld":
         return prompts.systems(n, plan.settings.seed, orders, preamble)
     return english(plan.items, n, plan.settings.seed, orders, preamble, plan.wording)
 
 
-def _main_grids(plan: Plan, room: Room) -> dict[str, list[Cell]]:
+def _main_grids(plan: ChapterPlan, room: Room) -> dict[str, list[Cell]]:
     """Each order's cells: all policies by default, the cures with the defense first, some of them in either order."""
     sizes, every, main = plan.sizes, plan.every, plan.main
     others = [name for name in every if name not in main]
@@ -216,7 +216,7 @@ def _main_grids(plan: Plan, room: Room) -> dict[str, list[Cell]]:
     return {"normal": grid + normal, "flipped": grid + cells(main, sizes.rest, ("whitelist", "ends"), room=room)}
 
 
-def _plain(plan: Plan) -> list[Item]:
+def _plain(plan: ChapterPlan) -> list[Item]:
     """Requests that a directive without a defense applies to, so many with one rule and with several."""
     sizes = plan.sizes
     if plan.items != "tinyworld":
@@ -230,7 +230,7 @@ def _plain(plan: Plan) -> list[Item]:
     ]
 
 
-def _examples(loaded: Loaded, plan: Plan, ends: Sequence[float]) -> dict[str, Asked]:
+def _examples(loaded: Loaded, plan: ChapterPlan, ends: Sequence[float]) -> dict[str, Asked]:
     """Labelled examples in either order: all policies at the highest ratio, the dial of the paper's two at all."""
     shots = _shots(loaded, plan)
     pair = [name for name in plan.main if name in LIBRARY]
@@ -246,7 +246,7 @@ def _examples(loaded: Loaded, plan: Plan, ends: Sequence[float]) -> dict[str, As
     return found
 
 
-def _shots(loaded: Loaded, plan: Plan) -> list[Item]:
+def _shots(loaded: Loaded, plan: ChapterPlan) -> list[Item]:
     """The embedded world's labelled examples, or as many of TREC's as the model's context holds; none where the set is
     not at hand, which is printed."""
     n, seed = plan.sizes.examples, plan.settings.seed
@@ -271,13 +271,13 @@ def _fits(loaded: Loaded, item: Item, tokens: int) -> bool:
         return False
 
 
-def _near(plan: Plan) -> tuple[float, ...]:
+def _near(plan: ChapterPlan) -> tuple[float, ...]:
     """The ratios at which spans are marked in other ways."""
     varied = plan.sizes.varied
     return varied[: 1 + len(varied) // 2][-2:]
 
 
-def _marks(loaded: Loaded, plan: Plan, secret: Sequence[Item]) -> dict[str, Asked]:
+def _marks(loaded: Loaded, plan: ChapterPlan, secret: Sequence[Item]) -> dict[str, Asked]:
     """Fair shares over other spans than those marked by hand."""
     some = list(dict.fromkeys(item.meta["system"] for item in secret))[: plan.sizes.marks]
     chosen = [item for item in secret if item.meta["order"] == "normal" and item.meta["system"] in some]
@@ -289,7 +289,7 @@ def _marks(loaded: Loaded, plan: Plan, secret: Sequence[Item]) -> dict[str, Aske
     return found
 
 
-def _by_hand(plan: Plan, main: pd.DataFrame, marks: Mapping[str, Asked]) -> pd.DataFrame:
+def _by_hand(plan: ChapterPlan, main: pd.DataFrame, marks: Mapping[str, Asked]) -> pd.DataFrame:
     """Rows of the main study with the same prompts and cells, their spans marked by hand."""
     chosen = {item.id.partition("|")[0] for some, _ in marks.values() for item in some}
     same = (main.variant == "fair") & (main.reading == "as_described") & main.ratio.isin(_near(plan))

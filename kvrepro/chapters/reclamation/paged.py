@@ -19,7 +19,7 @@ from kvrepro.engine.attention import Part, installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.decode import decode
-from kvrepro.engine.evict import Job, Prompts
+from kvrepro.engine.evict import EvictionJob, Prompts
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import Call
@@ -282,7 +282,7 @@ def generate(
         parameters = policy.reading(condition.reading, condition.switches)
     seen = torch.tensor([sequence.entry.seen], device=logits.device)
     budgets = [budget_of(condition, sequence.entry.seen)]
-    job = Job([condition], policy, parameters, budgets, Prompts.of(call.texts, logits.device))
+    job = EvictionJob([condition], policy, parameters, budgets, Prompts.of(call.texts, logits.device))
     rows = Rows([(0, 0)], [job], call.texts, sequence, logits, seen, torch.zeros_like(seen))
     with installed(call.model):
         evict_rows(call.facts, rows, budgets, call.scalings)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvrepro.chapters.reclamation.survivors import POLICIES, PUBLISHED
-from kvrepro.engine.allowed import Number, Size
+from kvrepro.engine.allowed import Number, ProperShare, Size
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
 
@@ -19,7 +19,7 @@ class Settings(run.Settings):
     """Settings of the reclamation chapter."""
 
     policies: tuple[str, ...] = (*POLICIES, *PUBLISHED)  #: who evicts: the chapter's, the catalogue's, or one's own
-    kept: tuple[Annotated[float, Number(0, 1, above=True, below=True)], ...] = (0.1, 0.25, 0.5, 0.9)  #: of the prompt
+    kept: tuple[ProperShare, ...] = (0.1, 0.25, 0.5, 0.9)  #: of the prompt
     block_size: Size = 16  #: tokens
     prompt_tokens: Size = 900  #: of each prompt, at most
     capacity: Size = 128  #: tokens kept while answers are generated

@@ -38,7 +38,7 @@ from kvrepro.experiment.answers import REPEAT
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import PerItem
 
-LAYOUTS = ("none", "repack", "fill")
+COMPARED_LAYOUTS = ("none", "repack", "fill")  # of `ledger.LAYOUTS`
 SINKS = 4
 SIZES = {  # prompts of each study
     "quick": {"arising": 24, "published": 6, "identity": 6, "latency": 6, "sharing": 3, "sparsity": 24, "pages": 3},
@@ -399,7 +399,7 @@ def cadence(
     rows = []
     for every in cadences:
         passes = max(tokens, every) // every
-        for layout in LAYOUTS:
+        for layout in COMPARED_LAYOUTS:
             for draw in [None] if oldest else range(draws):
                 r = rounds(every, layout, budget, max(tokens, every), block_size, draw)
                 rows.append({
@@ -425,7 +425,7 @@ def latency(
     a prompt that is shorter than two budgets.
     """
     parts, held = [], min(budget, len(ids) // 2)
-    call, sequence, logits = read(loaded, ids, timed(cadences), len(LAYOUTS) + 1, block_size)
+    call, sequence, logits = read(loaded, ids, timed(cadences), len(COMPARED_LAYOUTS) + 1, block_size)
     for every in cadences:
         frame = pd.DataFrame(_rounds(call, sequence, int(logits.argmax()), ids, every, held, seed))
         frame["token_ms"] = frame.step_ms + frame.pass_ms / every
@@ -451,9 +451,9 @@ def _rounds(
     call: Call, sequence: PagedSequence, first: int, ids: list[int], every: int, budget: int, seed: int
 ) -> list[dict[str, Any]]:
     """Rounds of one cadence: layout, round, step_ms, pass_ms."""
-    children = {layout: sequence.fork(0) for layout in LAYOUTS}
-    random = {layout: np.random.default_rng(seed) for layout in LAYOUTS}
-    token = dict.fromkeys(LAYOUTS, first)
+    children = {layout: sequence.fork(0) for layout in COMPARED_LAYOUTS}
+    random = {layout: np.random.default_rng(seed) for layout in COMPARED_LAYOUTS}
+    token = dict.fromkeys(COMPARED_LAYOUTS, first)
     between = (ids * (1 + every // len(ids)))[: max(0, every - 2)]
 
     def step(layout: str) -> float:
@@ -469,11 +469,11 @@ def _rounds(
 
     rows = []
     with installed(call.model):
-        for layout in LAYOUTS:
+        for layout in COMPARED_LAYOUTS:
             step(layout), compact(layout)
         for round in range(repeats(every)):
-            for i in range(len(LAYOUTS)):
-                layout = LAYOUTS[(round + i) % len(LAYOUTS)]
+            for i in range(len(COMPARED_LAYOUTS)):
+                layout = COMPARED_LAYOUTS[(round + i) % len(COMPARED_LAYOUTS)]
                 steps = [step(layout)]
                 if between:
                     extend(call, children[layout], between)

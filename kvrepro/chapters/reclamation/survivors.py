@@ -9,12 +9,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvrepro.engine.allocate import joint_layers
+from kvrepro.engine.allocate import joint_layers, one_set, per_layer
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, find, is_own, own
 from kvrepro.engine.regime import Regime
-from kvrepro.engine.score.keys import shared_by_layers
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
 
@@ -28,21 +27,6 @@ PUBLISHED = ("streaming_llm", "tri_attention", "tova", "h2o_online", "snapkv", "
 WINDOW = 32  # queries that "window" looks at; half of a budget below 64
 # An eighth of DuoAttention's own 128 and 256, as prompts are: it protects them in every head, whatever the budget.
 SWITCHES = {"duo_attention": (("sinks", 16), ("recent", 32))}
-
-
-def per_layer(
-    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list | None = None
-) -> tuple[list[Scores], list[Counts]]:
-    """The mean score over a layer's heads, for all of them: they keep the same tokens."""
-    means = [s.mean(1, keepdim=True).expand_as(s) for s in scores]
-    return means, [budget[:, None].expand(-1, s.shape[1]) for s in scores]
-
-
-def one_set(
-    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list | None = None
-) -> tuple[list[Scores], list[Counts]]:
-    """The mean score over heads and layers: all keep the same tokens."""
-    return shared_by_layers(per_layer(scores, protected, budget)[0], protected, budget, [])
 
 
 ACROSS = {"one set": one_set, "per layer": per_layer, "per head": None, "joint": joint_layers}

@@ -12,14 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
 from kvrepro.engine import allocate
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.score import cumulative, keys, position, window
-from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
+from kvrepro.engine.shapes import Scores
 
 OF_WINDOW: dict[str, window.Indicator] = {  # a number of each query: aggregated and pooled
     "attention": window.attention,
@@ -36,24 +32,11 @@ SCORERS: dict[str, Callable[..., Scores]] = {
 }
 
 
-def one_set(
-    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list[Tensor] | None = None
-) -> tuple[list[Scores], list[Counts]]:
-    """The mean score over heads and layers, for all of them: they keep the same tokens.
-
-    Layers hold the same tokens, flush right, but behind unlike numbers of dead slots, which other rows of a batch need.
-    """
-    width = min(s.shape[-1] for s in scores)
-    mean = torch.stack([s[..., -width:].mean(1, keepdim=True) for s in scores]).mean(0)
-    shared = [pad(mean, (s.shape[-1] - width, 0), value=-torch.inf).expand_as(s) for s in scores]
-    return shared, [allocate.uniform(s, protected[0], budget) for s in shared]
-
-
 SPLITS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "per head": {"allocate": allocate.joint, "budget": "per head"},  # heads of a layer compete
     "joint": {"across": allocate.joint_layers, "budget": "joint"},  # all heads do
-    "one set": {"across": one_set},  # for all heads and layers
+    "one set": {"across": allocate.one_set},  # for all heads and layers
 }
 NAMES = {pair: " ".join(pair).replace(" ", "_").upper() for pair in itertools.product(SCORERS, SPLITS)}
 

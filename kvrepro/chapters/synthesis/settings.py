@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvrepro.engine.allowed import Number, Odd, Size
+from kvrepro.engine.allowed import Number, Odd, ProperShare, Size
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
-
-Share = Annotated[float, Number(0, 1, above=True, below=True)]
 
 
 @dataclass(frozen=True)
@@ -16,7 +14,7 @@ class Settings(run.Settings):
 
     cells: Size | None = None  #: of the grid; None: the profile's. Fewer than 48 tell no shares of variance
     tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
-    kept: tuple[Share, ...] = (0.05, 0.1, 0.2)  #: shares of the compressed tokens that stay
+    kept: tuple[ProperShare, ...] = (0.05, 0.1, 0.2)  #: shares of the compressed tokens that stay
     guarded: Annotated[float, Number(0, 0.5, above=True, below=True)] = 0.1  #: of the budget, at each end
     parts: Annotated[int, Number(2, whole=True)] = 4  #: of a prompt, each with its share of the budget under a quota
     window: Size = 16  #: last queries that the scorers of a window observe

@@ -6,14 +6,14 @@ float32 `[batch, kv_heads, tokens]`, large = keep.
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvrepro.engine.allowed import Count, ensure
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.score.queries import ensure_model, made_from, reading
+from kvrepro.engine.score.queries import fitting, made_from, reading
 from kvrepro.engine.select import ensure_room
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
@@ -58,19 +58,32 @@ def whole(scores: Scores, protected: Mask, budget: RowInts, o: Observation, dens
 # ---- DuoAttention
 
 
+class Gates(NamedTuple):
+    """What was learned of a model's heads."""
+
+    gate: Tensor  # [layers, kv_heads] in [0, 1]
+    sample: Tensor | None  # of the weights that they belong to, where the file knows it
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.gate.shape)
+
+
 @lru_cache(maxsize=32)
-def _learned(path: str) -> tuple[Tensor, Tensor | None]:
-    """(gates [layers, kv_heads] in [0, 1], sample of the weights that they belong to) from a file: JSON as
-    `kvrepro.tools.duo` writes it, or a line per layer as the authors do, without a sample. Raises InputError."""
+def _learned(path: str) -> Gates:
+    """Of a file: JSON as `kvrepro.tools.duo` writes it, or a line per layer as the authors do, without a sample.
+
+    Raises InputError.
+    """
     with reading(path, "gates", "learn them, a row per layer, with python -m kvrepro.tools.duo") as file:
         text = file.read_text()
         known = json.loads(text) if file.suffix == ".json" else {"gates": [line.split() for line in text.splitlines()]}
         found = torch.tensor([[float(x) for x in row] for row in known["gates"]]).clamp(0, 1)
-        return found, torch.tensor(known["sample"]) if file.suffix == ".json" else None
+        return Gates(found, torch.tensor(known["sample"]) if file.suffix == ".json" else None)
 
 
 def duo_attention(
-    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list[Any], gates_file: str = EMBEDDED,
+    scores: list[Scores], protected: list[Mask], budget: RowInts, gates_file: str = EMBEDDED,
     count: Counted = "tokens", observations: Sequence[Observation] = (),
 ) -> tuple[list[Scores], list[Counts]]:  # fmt: skip
     """Heads with the lowest gates keep their protected tokens (sinks and recent ones) only, the others everything.
@@ -82,7 +95,9 @@ def duo_attention(
     DuoAttentionPress.
     """
     ensure(Counted, count=count)
-    gate = _gates_of(gates_file, scores, observations)
+    outputs, wanted = [o.output for o in observations], (len(scores), scores[0].shape[1])
+    remedy = "run python -m kvrepro.tools.duo"
+    gate = fitting(gates_file, _learned, wanted, "layers and KV heads", outputs, remedy).gate
     order = gate.flatten().to(budget.device).argsort(stable=True)  # the first to stream first
     alive = [~s.isneginf() for s in scores]
     tokens = torch.stack([a.sum(-1) for a in alive], 1).flatten(1)[:, order]  # [batch, layers * kv_heads]
@@ -92,25 +107,10 @@ def duo_attention(
     return scores, list(counts.unflatten(1, gate.shape).unbind(1))
 
 
-def _gates_of(path: str, scores: Sequence[Scores], observations: Sequence[Observation]) -> Tensor:
-    """The file's gates [layers, kv_heads]. Raises InputError where they belong to another model."""
-    outputs, way_out = [o.output for o in observations], "run python -m kvrepro.tools.duo"
-    given, path = path, made_from(path, lambda file: _learned(file)[1], outputs, way_out)
-    gate, sample = _learned(path)
-    if gate.shape != (len(scores), scores[0].shape[1]):
-        raise InputError(
-            f"{path} is made for {gate.shape[0]} x {gate.shape[1]} layers and KV heads, the model has "
-            f"{len(scores)} x {scores[0].shape[1]}: learn gates with python -m kvrepro.tools.duo"
-        )
-    if sample is not None and observations and path == given:  # what a pattern finds was found by its sample
-        ensure_model(path, sample, outputs, way_out)
-    return gate
-
-
 def learned(outputs: Sequence[Tensor]) -> bool:
     """Whether one of the shipped files was made from the model with these output projections [heads, dim, hidden]."""
     try:
-        return bool(made_from(EMBEDDED, lambda file: _learned(file)[1], outputs, ""))
+        return bool(made_from(EMBEDDED, lambda file: _learned(file).sample, outputs, ""))
     except InputError:
         return False
 

@@ -3,14 +3,15 @@
 float32 `[batch, kv_heads, tokens]`, large = keep. Nothing here is tokens x tokens: likeness comes in blocks of rows.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvrepro.engine.allowed import Count, Number, Odd, Share, Size, ensure
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.score.queries import EMBEDDED, ensure_model, frequencies, load, made_from, pairs
+from kvrepro.engine.score.queries import EMBEDDED, fitting, frequencies, load, pairs
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
@@ -73,17 +74,21 @@ def r_kv(
 ) -> Scores:
     """Z_j = mix I_j - (1 - mix) S_j: attention of the window against likeness to other keys.
 
-    I: softmax of the group's largest logits over what stands before the window, its mean over the window's queries,
-    max-pooled over `kernel` tokens. S: `likeness`. Source: Cai et al. 2025; R-KV's rkv/compression/r1_kv.py,
-    whose default mix is 0.07 where paper and README say 0.1.
+    I: `past_attention`, its mean over the window's queries, max-pooled over `kernel` tokens. S: `likeness`.
+    Source: Cai et al. 2025; R-KV's rkv/compression/r1_kv.py, whose default mix is 0.07 where paper and README say 0.1.
     """
-    batch, kv_heads, _, dim = o.keys.shape
-    q = o.queries.view(batch, kv_heads, o.group, -1, dim).float()
-    logits = torch.einsum("bgrwd,bgnd->bgrwn", q, o.keys.float()).amax(2) * o.scaling
-    p = logits.masked_fill(~o.visible | o.places.window[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    p = past_attention(o)
     queries = (o.query_positions >= 0).sum(1).clamp(min=1)[:, None, None]
     importance = torch.nn.functional.max_pool1d(p.sum(2) / queries, kernel, 1, kernel // 2)
     return mix * importance - (1 - mix) * likeness(o, threshold, alone)
+
+
+def past_attention(o: Observation) -> Float[Tensor, "batch kv_heads window tokens"]:
+    """Softmax of the group's largest logits of each query over what stands before the window."""
+    batch, kv_heads, _, dim = o.keys.shape
+    q = o.queries.view(batch, kv_heads, o.group, -1, dim).float()
+    logits = torch.einsum("bgrwd,bgnd->bgrwn", q, o.keys.float()).amax(2) * o.scaling
+    return logits.masked_fill(~o.visible | o.places.window[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
 
 
 def likeness(o: Observation, threshold: Cosine = 0.5, alone: Alone = "nothing", block: int = 64) -> Scores:
@@ -136,17 +141,9 @@ def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 6
 def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor, Tensor]:
     """E q_f and E|q_f| of the layer, [heads, dim / 2], and its rotation. Raises InputError for a file of another model,
     and where no rotation is known."""
-    outputs, way_out = [] if o.output is None else [o.output], "run python -m kvrepro.tools.calibrate"
-    given = calibration
-    calibration = made_from(calibration, lambda file: load(file).sample, outputs, way_out, o.layer)
-    known, dim = load(calibration), o.keys.shape[-1]
-    if known.mean.shape != (o.layers, o.queries.shape[1], dim // 2):
-        raise InputError(
-            f"{calibration} is made for {' x '.join(map(str, known.mean.shape))} layers, heads and frequencies, the "
-            f"model has {o.layers} x {o.queries.shape[1]} x {dim // 2}: {way_out}"
-        )
-    if outputs and calibration == given:  # what a pattern finds was found by its sample
-        ensure_model(calibration, known.sample[o.layer : o.layer + 1], outputs, way_out)
+    outputs, wanted = [] if o.output is None else [o.output], (o.layers, o.queries.shape[1], o.keys.shape[-1] // 2)
+    remedy = "run python -m kvrepro.tools.calibrate"
+    known = fitting(calibration, load, wanted, "layers, heads and frequencies", outputs, remedy, o.layer)
     if o.inverse_frequencies is None:
         raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")
     return known.mean[o.layer].to(o.keys.device), known.length[o.layer].to(o.keys.device), o.inverse_frequencies
@@ -159,9 +156,7 @@ def _standardised(s: Tensor, alive: Mask) -> Tensor:
     return s / (s.square().sum(-1, keepdim=True) / n).sqrt().clamp(min=1e-6)
 
 
-def shared_by_layers(
-    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list[Any]
-) -> tuple[list[Scores], list[Counts]]:
+def shared_by_layers(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
     """A KV head's mean score over the layers, for all of them: head g keeps the same tokens in every layer.
 
     Source: triattention/methods/triattention.py, `per_head`. Raises InputError where layers hold unlike numbers.

@@ -30,6 +30,10 @@ class Queries:
     length: Float[Tensor, "layers heads frequencies"]
     sample: Float[Tensor, "layers weights"]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.mean.shape)
+
 
 @contextmanager
 def reading(path: str, what: str, remedy: str) -> Iterator[Path]:
@@ -81,6 +85,22 @@ def made_from(
         if held is not None and is_of(held[first : first + len(found)], found):
             return file
     raise InputError(f"none of {path} was made from this model: {remedy}")
+
+
+def fitting(
+    path: str, read: Callable[[str], Any], wanted: tuple[int, ...], axes: str, outputs: Sequence[Tensor], remedy: str,
+    first: int = 0,
+) -> Any:  # fmt: skip
+    """What `read` gives of the file that `made_from` names, of the wanted shape, whose `axes` an error names, and with
+    the model's `sample`, where it has one. Raises InputError for a file of another model."""
+    file = made_from(path, lambda one: read(one).sample, outputs, remedy, first)
+    known = read(file)
+    if known.shape != wanted:
+        made, here = (" x ".join(map(str, shape)) for shape in (known.shape, wanted))
+        raise InputError(f"{file} is made for {made} {axes}, the model has {here}: {remedy}")
+    if outputs and known.sample is not None and file == path:  # what a pattern finds was found by its sample
+        ensure_model(file, known.sample[first : first + len(outputs)], outputs, remedy)
+    return known
 
 
 def pairs(x: Tensor, rotated: int) -> Complex[Tensor, "..."]:

@@ -13,8 +13,8 @@ from statsmodels.stats.proportion import proportion_confint
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
+from kvrepro.paths import write_table
 from kvrepro.tools import command
-from kvrepro.tools.rows import write_table
 from kvrepro.world import rows as R
 from kvrepro.world.world import ALL
 

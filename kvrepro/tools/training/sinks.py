@@ -11,9 +11,9 @@ import typer
 
 from kvrepro.engine.attention import watch_prompt
 from kvrepro.experiment import models, stats
+from kvrepro.paths import write_table
 from kvrepro.tools import command
 from kvrepro.tools.calibrate import TASKS, prompts
-from kvrepro.tools.rows import write_table
 
 
 def sink_mass(model, ids: list[int]) -> torch.Tensor:

@@ -18,7 +18,7 @@ SAFE = pd.DataFrame(
 
 
 def test_safe_budgets_are_written_into_their_cells_with_a_cross_where_little_is_followed():
-    left, right = drawings.safe_budgets(SAFE).axes
+    left, right = drawings.safe_budget_map(SAFE).axes
     assert [text.get_text() for text in left.texts] == ["10% ×", "70%", "30%"]
     assert [text.get_text() for text in right.texts] == ["100%"]
     assert [label.get_text() for label in left.get_yticklabels()] == ["H2O", "SnapKV"]

@@ -7,7 +7,7 @@ import checkpoint
 import pytest
 
 from kvrepro.chapters.leakage import english, members, runs, scores, study
-from kvrepro.chapters.leakage.plan import Plan
+from kvrepro.chapters.leakage.plan import ChapterPlan
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
@@ -219,7 +219,9 @@ def test_a_chapter_on_a_file_of_ones_own_with_labelled_questions(tmp_path, monke
     folder = checkpoint.save(tmp_path / "small", texts, context=1900)
     loaded = models.load(str(folder))
     few = {"max_new_tokens": 4, "timed": 1, "repeats": 1, "wording": "ours"}
-    plan = Plan(Settings.of(few, results=tmp_path, progress=False), str(own), policies=("snapkv",), ratios=(0.5,))
+    plan = ChapterPlan(
+        Settings.of(few, results=tmp_path, progress=False), str(own), policies=("snapkv",), ratios=(0.5,)
+    )
     found = runs.chapter(loaded, plan)
     assert found.main.system.nunique() == 3
     assert found.examples.system.nunique() == 2
@@ -229,4 +231,4 @@ def test_a_chapter_on_a_file_of_ones_own_with_labelled_questions(tmp_path, monke
     assert not s.examples.empty
     assert len(members.evaluate([s], loaded.name))
     with pytest.raises(InputError, match="n_items is 4, but .* has 3 system prompts: ask for no more"):
-        runs.chapter(loaded, Plan(plan.settings, str(own), n_items=4))
+        runs.chapter(loaded, ChapterPlan(plan.settings, str(own), n_items=4))

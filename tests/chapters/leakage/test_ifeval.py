@@ -6,7 +6,7 @@ import checkpoint
 import pytest
 
 from kvrepro.chapters.leakage import english, ifeval, members, runs, scores, study, switches
-from kvrepro.chapters.leakage.plan import Plan
+from kvrepro.chapters.leakage.plan import ChapterPlan
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
@@ -113,7 +113,7 @@ def test_the_chapters_runs_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkey
     loaded = models.load(str(checkpoint.save(tmp_path / "small-qwen2", texts)))
     few = {"singles": 6, "several": 6, "marks": 1, "timed": 1, "repeats": 1, "max_new_tokens": 4}
     settings = Settings.of(few, results=tmp_path, progress=False)
-    found = runs.chapter(loaded, Plan(settings, items="ifeval", n_items=6, ratios=[0.5]))
+    found = runs.chapter(loaded, ChapterPlan(settings, items="ifeval", n_items=6, ratios=[0.5]))
     assert found.examples.empty
     assert set(found.main.wording) == {"ours"}
     assert found.wording == "in our words, not the paper's"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvrepro.chapters.leakage.plan import Plan
+from kvrepro.chapters.leakage.plan import ChapterPlan
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.policy import Policy, own
@@ -12,31 +12,31 @@ from kvrepro.errors import InputError
 
 
 def test_sizes():
-    assert Plan(n_items=3).sizes.singles == 3
-    assert Plan(Settings(singles=5), n_items=3).sizes.singles == 5
-    assert Plan(Settings(profile="full"), ratios=(0.5,)).sizes.varied == (0.5,)
-    assert [Plan(Settings(profile=name)).sizes.tokens for name in ("quick", "full")] == [128, 1280]
-    assert Plan(Settings(profile="full", max_new_tokens=7)).sizes.tokens == 7
+    assert ChapterPlan(n_items=3).sizes.singles == 3
+    assert ChapterPlan(Settings(singles=5), n_items=3).sizes.singles == 5
+    assert ChapterPlan(Settings(profile="full"), ratios=(0.5,)).sizes.varied == (0.5,)
+    assert [ChapterPlan(Settings(profile=name)).sizes.tokens for name in ("quick", "full")] == [128, 1280]
+    assert ChapterPlan(Settings(profile="full", max_new_tokens=7)).sizes.tokens == 7
 
 
 def test_the_papers_policies_and_ones_own_take_part_in_every_study():
     own("leakage_test", Policy("Own", "this test", CATALOGUE["k_norm"].score))
-    assert Plan(policies=("h2o", "dropkv", "h2o")).every == ["h2o", "dropkv"]
-    assert Plan(policies=("h2o", "dropkv", "leakage_test")).main == ["h2o", "leakage_test"]
-    assert Plan(policies=("dropkv",)).main == ["dropkv"]
+    assert ChapterPlan(policies=("h2o", "dropkv", "h2o")).every == ["h2o", "dropkv"]
+    assert ChapterPlan(policies=("h2o", "dropkv", "leakage_test")).main == ["h2o", "leakage_test"]
+    assert ChapterPlan(policies=("dropkv",)).main == ["dropkv"]
 
 
 def test_questions_are_replaced_by_system_prompts_and_that_is_said(tmp_path, capsys):
     for name in ("longbench", "longbench:trec", "protection-panel"):
-        assert Plan(items=name).items == "ifeval"
+        assert ChapterPlan(items=name).items == "ifeval"
         assert f"leakage: items 'ifeval', which suit this chapter, in the place of {name!r}" in capsys.readouterr().out
     own, asked = tmp_path / "own.jsonl", tmp_path / "asked.jsonl"
     own.write_text('{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}')
     asked.write_text('{"context": "a system", "question": "b", "answer": "c"}')
-    assert Plan(items=str(own)).items == str(own)
+    assert ChapterPlan(items=str(own)).items == str(own)
     assert not capsys.readouterr().out
-    assert Plan(items=str(asked)).items == "ifeval"
-    assert Plan(items="tinyworld:needle").items == "tinyworld"
+    assert ChapterPlan(items=str(asked)).items == "ifeval"
+    assert ChapterPlan(items="tinyworld:needle").items == "tinyworld"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_questions_are_replaced_by_system_prompts_and_that_is_said(tmp_path, cap
 )
 def test_what_is_wrong_is_refused_in_one_line(wrong, message):
     with pytest.raises(InputError, match=message) as raised:
-        Plan(**wrong)
+        ChapterPlan(**wrong)
     assert "\n" not in str(raised.value)
 
 
@@ -72,7 +72,7 @@ def test_a_file_is_of_system_prompts_only_if_every_row_holds_one(tmp_path, capsy
 
     def taken(*rows):
         own.write_text("".join(json.dumps(one) + "\n" for one in rows))
-        return Plan(items=str(own)).items
+        return ChapterPlan(items=str(own)).items
 
     assert taken(row, row) == str(own)
     assert said not in capsys.readouterr().out
@@ -84,4 +84,4 @@ def test_a_file_is_of_system_prompts_only_if_every_row_holds_one(tmp_path, capsy
         assert said in capsys.readouterr().out
     own.write_bytes(json.dumps(row).encode() + b'\n{"answer": "caf\xe9"}\n')
     with pytest.raises(InputError, match="own.jsonl, line 2: 'utf-8' codec can't decode byte 0xe9"):
-        Plan(items=str(own))
+        ChapterPlan(items=str(own))

@@ -130,7 +130,7 @@ def test_rounds_hold_what_arithmetic_says():
         assert (due.freed >= 2).all()
         assert rows.copies.sum() == due.copies.sum()
     assert due.copies.max() <= 32  # hole filling moves no more than the round's tokens
-    metrics = {layout: r.rounds(32, layout, budget=256, tokens=128).attrs["metrics"] for layout in r.LAYOUTS}
+    metrics = {layout: r.rounds(32, layout, budget=256, tokens=128).attrs["metrics"] for layout in r.COMPARED_LAYOUTS}
     assert metrics["repack"]["freed_per_pass"] == metrics["repack"]["blocks_freed"] / 4 == 2
     assert metrics["fill"]["copies_per_pass"] == metrics["fill"]["slot_copies"] / 4
     assert np.isnan(metrics["none"]["copies_per_pass"])
@@ -159,7 +159,7 @@ def test_what_compaction_adds_is_read_off_rounds_side_by_side(loaded, monkeypatc
         return [
             {"layout": layout, "round": i, "step_ms": slow * (11 if layout == "repack" else 10), "pass_ms": 0.0}
             for i, slow in enumerate((1, 3, 1))
-            for layout in r.LAYOUTS
+            for layout in r.COMPARED_LAYOUTS
         ]
 
     monkeypatch.setattr(r, "_rounds", rounds)

@@ -7,7 +7,7 @@ import torch
 
 from kvrepro.chapters.reclamation import survivors as s
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import Job, Prompts, kept
+from kvrepro.engine.evict import EvictionJob, Prompts, kept
 from kvrepro.engine.generate import generate
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import find
@@ -36,18 +36,6 @@ def test_a_granularity_is_who_chooses_for_itself(policy, granularity):
     alike = {axis: bool((kept == kept.take([0], axis)).all()) for axis in (0, 1)}
     one_set = granularity == "one set"
     assert alike == {0: one_set, 1: one_set or granularity == "per layer"}
-
-
-def test_one_set_and_per_layer_rank_by_mean_scores():
-    scores = [torch.rand(1, 2, 50, generator=torch.Generator().manual_seed(layer)) for layer in range(3)]
-    scores[0][..., 0] = scores[1][..., 0] = scores[2][..., 0] = -torch.inf  # dead in all
-    nothing = [torch.zeros_like(x, dtype=torch.bool) for x in scores]
-    budget = torch.tensor([7])
-    means, counts = s.per_layer(scores, nothing, budget)
-    assert all(torch.equal(m[0, head], x[0].mean(0)) for m, x in zip(means, scores, strict=True) for head in (0, 1))
-    assert all((count == 7).all() for count in counts)
-    means, _ = s.one_set(scores, nothing, budget)
-    torch.testing.assert_close(means[2][0, 1], torch.cat(scores, 1).mean((0, 1)))
 
 
 def test_policies_keep_what_their_names_say():
@@ -87,7 +75,9 @@ def test_another_runs_survivors_are_kept_head_by_head():
     wanted = torch.rand(2, 3, 30, generator=random) < 0.4
     wanted[1, 2] = False  # a head that keeps nothing
     at = torch.arange(30).expand(1, 3, 30)
-    job = Job([Condition("random", 9, Prefill())], s.GIVEN, {"survivors": {30: wanted}}, [9], Prompts(at[:, 0], [{}]))
+    job = EvictionJob(
+        [Condition("random", 9, Prefill())], s.GIVEN, {"survivors": {30: wanted}}, [9], Prompts(at[:, 0], [{}])
+    )
     for layer in range(2):
         o = Observation(
             layer, 2, torch.zeros(1, 3, 30, 4), torch.zeros(1, 3, 30, 4), at, torch.zeros(1, 3, 0, 4),

@@ -78,7 +78,7 @@ def test_gates_are_read_clamped_from_both_kinds_of_file(gate_file, tmp_path):
 def test_duo_streams_the_lowest_gates_and_meets_the_budget(gate_file, tokens, sinks, recent, data):
     budget = data.draw(st.integers(max(1, sinks + recent), tokens))
     scores, protected = layers_of(tokens, sinks, recent)
-    same, counts = heads.duo_attention(scores, protected, torch.tensor([budget]), [], gate_file)
+    same, counts = heads.duo_attention(scores, protected, torch.tensor([budget]), gate_file)
     assert same is scores
     held = [int(counts[layer][0, head]) for layer, head in ORDER]
     assert sum(held) == 6 * budget
@@ -90,7 +90,7 @@ def test_duo_streams_the_lowest_gates_and_meets_the_budget(gate_file, tokens, si
 
 def test_duo_partial_head_keeps_its_newest(gate_file):
     scores, protected = layers_of(20, 2, 3)
-    _, counts = heads.duo_attention(scores, protected, torch.tensor([12]), [], gate_file)
+    _, counts = heads.duo_attention(scores, protected, torch.tensor([12]), gate_file)
     assert [int(counts[layer][0, head]) for layer, head in ORDER] == [5, 5, 5, 17, 20, 20]
     kept = select(scores[1], protected[1], counts[1])
     assert kept[0, 1].nonzero()[:, 0].tolist() == [0, 1, *range(5, 20)]
@@ -100,7 +100,7 @@ def test_duo_partial_head_keeps_its_newest(gate_file):
 def test_duo_by_heads_keeps_more_than_its_budget(gate_file):
     """kvpress: x = 0.4 of six heads is 2.4, so two stream, and the realised ratio is x' (1 - 5 / 20)."""
     scores, protected = layers_of(20, 2, 3)
-    _, counts = heads.duo_attention(scores, protected, torch.tensor([12]), [], gate_file, count="heads")
+    _, counts = heads.duo_attention(scores, protected, torch.tensor([12]), gate_file, count="heads")
     held = [int(counts[layer][0, head]) for layer, head in ORDER]
     assert held == [5, 5, 20, 20, 20, 20]
     assert 1 - sum(held) / 120 == pytest.approx(2 / 6 * (1 - 5 / 20))
@@ -112,7 +112,7 @@ def test_duo_rows_have_budgets_of_their_own_and_dead_slots_do_not_count(gate_fil
     for s in scores:
         s[1, :, :4] = -torch.inf
     protected = [p & ~s.isneginf() for s, p in zip(scores, protected, strict=True)]
-    _, counts = heads.duo_attention(scores, protected, torch.tensor([12, 10]), [], gate_file)
+    _, counts = heads.duo_attention(scores, protected, torch.tensor([12, 10]), gate_file)
     assert sum(int(c[0].sum()) for c in counts) == 72
     assert sum(int(c[1].sum()) for c in counts) == 60
     assert max(int(c[1].max()) for c in counts) == 16
@@ -121,12 +121,12 @@ def test_duo_rows_have_budgets_of_their_own_and_dead_slots_do_not_count(gate_fil
 def test_duo_refuses(gate_file):
     scores, protected = layers_of(20, 4, 4)
     with pytest.raises(InputError, match="budget 36 < 48 protected tokens of 6 heads together"):
-        heads.duo_attention(scores, protected, torch.tensor([6]), [], gate_file)
+        heads.duo_attention(scores, protected, torch.tensor([6]), gate_file)
     with pytest.raises(InputError, match="3 x 2 layers and KV heads, the model has 2 x 2"):
-        heads.duo_attention(scores[:2], protected[:2], torch.tensor([9]), [], gate_file)
+        heads.duo_attention(scores[:2], protected[:2], torch.tensor([9]), gate_file)
     same, other = ([observation(seed=seed + layer) for layer in range(3)] for seed in (0, 1))
-    heads.duo_attention(scores, protected, torch.tensor([9]), [], gate_file, observations=same)
+    heads.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=same)
     with pytest.raises(InputError, match="was made from other weights, .*: run python -m kvrepro.tools.duo"):
-        heads.duo_attention(scores, protected, torch.tensor([9]), [], gate_file, observations=other)
+        heads.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=other)
     with pytest.raises(InputError, match="count 'all'"):
-        heads.duo_attention(scores, protected, torch.tensor([9]), [], gate_file, count="all")
+        heads.duo_attention(scores, protected, torch.tensor([9]), gate_file, count="all")

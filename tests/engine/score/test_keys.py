@@ -286,9 +286,9 @@ def test_tri_attention_refuses_another_models_file(calibrated, tmp_path):
 
 def test_shared_by_layers_is_the_mean_for_all():
     layers = [torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    scores, counts = keys.shared_by_layers(layers, [], torch.tensor([3, 5]), [])
+    scores, counts = keys.shared_by_layers(layers, [], torch.tensor([3, 5]))
     for s in scores:
         torch.testing.assert_close(s, sum(layers) / 4)
     assert all(c.tolist() == [[3] * 3, [5] * 3] for c in counts)
     with pytest.raises(InputError, match="7 to 9 tokens"):
-        keys.shared_by_layers([*layers, torch.zeros(2, 3, 9)], [], torch.tensor([3, 5]), [])
+        keys.shared_by_layers([*layers, torch.zeros(2, 3, 9)], [], torch.tensor([3, 5]))

@@ -320,6 +320,14 @@ def stated(row: Any) -> str:
     )
 
 
+def beats(gap: Any, other: str) -> str:
+    """How a policy's token F1 stands to that of another, in a sentence. gap: a row of `stats.contrasts`."""
+    words = "as much as" if gap.value == 0 else "more than" if gap.value > 0 else "less than"
+    chance = "" if gap.low > 0 or gap.high < 0 else f"; {gap.n:.0f} items cannot tell whether that is chance"
+    interval = f"{gap.value:+.2f} [{gap.low:.2f}, {gap.high:.2f}]"
+    return f"It scored {words} {other} (a difference of {interval}){chance}."
+
+
 def findings(*sentences: str, unanswered: str = "") -> Markdown:
     """What a chapter found: the box at its top. unanswered: why the model's own answers say nothing
     (`judge.unanswered`); that comes first then, and sentences that lack a number (`stats.NOT_RUN`) are left out."""

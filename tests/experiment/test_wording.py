@@ -240,6 +240,15 @@ def test_verdicts_on_stored_timings_are_told_from_those_of_the_run():
     ]
 
 
+def test_a_policy_beats_another_where_the_interval_leaves_zero_out():
+    gap = pd.Series({"value": 0.1, "low": -0.02, "high": 0.2, "n": 12})
+    assert wording.beats(gap, "chance") == (
+        "It scored more than chance (a difference of +0.10 [-0.02, 0.20]); 12 items cannot tell whether that is chance."
+    )
+    worse = pd.Series({"value": -0.1, "low": -0.2, "high": -0.02, "n": 12})
+    assert wording.beats(worse, "SnapKV") == "It scored less than SnapKV (a difference of -0.10 [-0.20, -0.02])."
+
+
 def test_findings_begin_with_a_model_that_does_not_answer():
     known = f"SnapKV keeps {stats.percent(0.4)}."
     unknown = f"LRU keeps {stats.percent(math.nan)}."

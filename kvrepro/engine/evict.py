@@ -207,7 +207,8 @@ class EvictionJob:
         c, p = self.condition, self.policy
         sums = p.allocate in (allocate.uniform, allocate.adaptive, allocate.joint) and p.across is None
         room = all(size <= held for size, held in zip(self.budgets, tokens, strict=True))
-        if not sums or c.execution != "physical" or not room:
+        mixed = p.allocate is not allocate.uniform and c.fair is not None and c.fair < 1  # rounded head by head
+        if not sums or c.execution != "physical" or not room or mixed:
             return None
         return heads * sum(self.budgets)
 

@@ -26,6 +26,7 @@ from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
+from kvrepro.experiment import data, models
 from kvrepro.tools import calibrate
 
 WINDOW, CAP, NEW = 4, 16, 7
@@ -450,6 +451,15 @@ def test_fair_quotas_whatever_the_padding(policy):
                     assert abs(head[:third].sum() - share) <= 1, c.label
 
 
+def test_quotas_mixed_head_by_head_may_keep_a_token_more():
+    loaded = models.load("tiny-gqa")
+    [item] = data.load_items("tinyworld:needle", 1, seed=3, tokens=380)
+    prompt = data.build_prompt(item, loaded.tokenizer, 900)
+    asked = [Condition("ada_kv", 0.5, Prefill(fair=0.5), reading="as_run")]
+    [[found]] = engine.generate(loaded.model, [prompt], asked, **FEW, kept_sets=True)
+    assert {int(layer.sum()) for layer in found.kept_sets} == {370, 371}  # of two heads, half of 370 tokens each
+
+
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "ada_kv", "defensive_kv", "critical_kv", "streaming_llm"])
 def test_a_layer_keeps_as_many_tokens_as_were_known_beforehand(policy, monkeypatch):
     texts = [Prompt(ids, {"a": list(range(5)), "b": list(range(9, 20))}) for ids in tiny_prompts(70, 41, 70)]
@@ -469,7 +479,7 @@ def test_a_layer_keeps_as_many_tokens_as_were_known_beforehand(policy, monkeypat
     monkeypatch.setattr(RaggedLayer, "of", classmethod(told))
     engine.generate(architecture("llama"), texts, conditions, **FEW, prompt_rows=3)
     before = [pair for pair in known if pair[0] is not None]
-    assert len(before) > len(known) / 2
+    assert len(before) >= len(known) / 2
     assert all(total == count for total, count in before)
 
 

@@ -34,8 +34,8 @@ BACKENDS = ("torch", "triton", "auto")
 PROBE = 512  # tokens of a prompt on which "auto" compares the two
 AGREE = 0.99  # share of the best half of each layer's tokens that must be the same
 CLOSE = {torch.float32: 1e-3}  # of attention, ||difference|| / ||plain||; 2e-2 in 16 bits
-Kind = tuple[str, str, tuple[tuple[str, object], ...]]  # policy, reading, switches
-_probed: WeakKeyDictionary[PreTrainedModel, dict[Kind, str | None]] = WeakKeyDictionary()
+Method = tuple[str, str, tuple[tuple[str, object], ...]]  # policy, reading, switches
+_probed: WeakKeyDictionary[PreTrainedModel, dict[Method, str | None]] = WeakKeyDictionary()
 
 
 def obstacle(model: PreTrainedModel, c: Condition) -> str | None:
@@ -73,7 +73,7 @@ def obstacles(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[C
     return [known[_kind(c)] if why is None else why for c, why in zip(conditions, found, strict=True)]
 
 
-def compared(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[Condition]) -> dict[Kind, str | None]:
+def compared(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[Condition]) -> dict[Method, str | None]:
     """Where kernels disagree with plain PyTorch on a prompt, or fail; None where they agree in every layer."""
     probe = Probe(model, len(ids), conditions)
     read_once(model, ids, probe)
@@ -88,7 +88,7 @@ class Probe:
         self.facts = {name: ModelFacts.of(model).by(name) for name in ("torch", "triton")}
         scored = [c for c in conditions if c.policy != "full" and not find(c.policy).shared]
         self.jobs = {_kind(c): _job(c, self.at) for c in scored}
-        self.found: dict[Kind, str] = {}
+        self.found: dict[Method, str] = {}
         self.failed: str | None = None  # kernels of attention, which every condition needs
 
     def attend(
@@ -116,7 +116,7 @@ class Probe:
         return plain
 
     def _compare(
-        self, kind: Kind, job: EvictionJob, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float,
+        self, kind: Method, job: EvictionJob, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float,
         by_kernels: tuple[Tensor, Tensor, dict[str, Tensor]],
     ) -> None:  # fmt: skip
         """The best half by plain scores, and by kernels: with what the prompt's pass knows, and without."""
@@ -167,7 +167,7 @@ def _distance(ours: Tensor, plain: Tensor) -> float:
     return float((ours.float() - plain.float()).norm() / plain.float().norm())
 
 
-def _kind(c: Condition) -> Kind:
+def _kind(c: Condition) -> Method:
     return c.policy, c.reading, c.switches
 
 

@@ -32,7 +32,7 @@ from kvrepro.paths import ROOT
 
 Pair = tuple[int, int]  # item, condition
 Columns = Sequence[Sequence[int]]  # of each item its conditions
-Found = dict[Pair, Generation | Exception]
+Outcomes = dict[Pair, Generation | Exception]
 REPEAT = "Repeat the previous context: "  # KVzip's request
 BATCHES, GPU_BATCHES = 16, 4  # per job: the engine batches rows of like shape only, and half-empty batches cost as much
 FEW = 8  # jobs on a CPU with up to so many cores: the same for all; where they have no batch each, fewer, down to two
@@ -205,7 +205,7 @@ def processor(loaded: Loaded) -> str:
 def attempted(
     loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], new: dict[int, int], given: dict[str, Any],
     limit: float | None = None,
-) -> Found:  # fmt: skip
+) -> Outcomes:  # fmt: skip
     """Generations, or the exceptions of single pairs: where all fail, or take more than `limit` seconds, or some find
     no memory, these are tried again, half of them at a time, conditions first, then items. new: tokens of each item's
     answer, at most."""
@@ -228,7 +228,7 @@ def attempted(
 def _tried(
     loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], new: dict[int, int], given: dict[str, Any],
     limit: float | None,
-) -> tuple[Found, list[Pair]]:  # fmt: skip
+) -> tuple[Outcomes, list[Pair]]:  # fmt: skip
     """One call of the engine: what it found, and the pairs that are to be tried again."""
     asked: dict[int, list[int]] = {}
     for i, j in pairs:
@@ -247,7 +247,7 @@ def _tried(
         let_go(error)  # caches of the attempt, which its halves need the room of
         return dict.fromkeys(pairs, failure), list(pairs)
     answers = itertools.chain.from_iterable(made)
-    found: Found = dict(zip(((i, j) for i, mine in asked.items() for j in mine), answers, strict=True))
+    found: Outcomes = dict(zip(((i, j) for i, mine in asked.items() for j in mine), answers, strict=True))
     return found, [pair for pair in pairs if isinstance(found[pair], torch.OutOfMemoryError)]
 
 

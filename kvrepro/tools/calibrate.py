@@ -24,7 +24,7 @@ from kvrepro.tools import command
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
 
 
-class Watch:
+class QuerySums:
     """Attention of one prompt that adds up the statistics of queries as the layers pass."""
 
     def __init__(self, inverse_frequencies: dict[int, Tensor], scale: float):
@@ -51,7 +51,7 @@ def calibrate(model, texts: list[list[int]], name: str = "") -> Queries:
     """Statistics over all tokens of `texts`, of the layers that can be evicted, in their order."""
     facts = ModelFacts.of(model)
     scale = float(getattr(model.get_decoder().rotary_emb, "attention_scaling", 1.0))  # of rotated queries and keys
-    watch, tokens = Watch(facts.inverse_frequencies, scale), sum(map(len, texts))
+    watch, tokens = QuerySums(facts.inverse_frequencies, scale), sum(map(len, texts))
     for ids in texts:
         read_once(model, ids, watch)
     mean, length = ([sums[layer].cpu() / tokens for layer in sorted(sums)] for sums in (watch.mean, watch.length))

@@ -19,7 +19,7 @@ from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import claims_sources, family_page, filterable
 from kvrepro.tools.edition import results_of
 from kvrepro.tools.family_claims import FULL
-from kvrepro.tools.filterable import Cell
+from kvrepro.tools.filterable import TableCell
 
 WRONGLY = {"wrongly_reproduced": "wrongly reproduced", "wrongly_not_reproduced": "wrongly not reproduced"}  # of a rule
 FAMILY = "family"  # claims over several models: not of one run, and no chapter's
@@ -177,14 +177,14 @@ def _listed(
 ) -> dict[str, object]:
     model = {"Model": row.model} if with_model else {}
     same = "the same" if row.full_verdict else ""
-    full = Cell(pill(row.full_verdict)) if row.full_verdict not in ("", row.verdict) else same
+    full = TableCell(pill(row.full_verdict)) if row.full_verdict not in ("", row.verdict) else same
     return {
-        "Claim": Cell(f'<a href="#{at}">{escape(row.claim)}</a>'),
+        "Claim": TableCell(f'<a href="#{at}">{escape(row.claim)}</a>'),
         "Chapter": chapter.replace("_", " "),
         "Statement": claim.get("statement", row.statement),
         "With": READ[row.reading],
         **model,
-        "Verdict": Cell(pill(row.verdict)),
+        "Verdict": TableCell(pill(row.verdict)),
         **({"Full profile": full} if with_full else {}),
         "Estimate [95% interval]": _estimate(row),
         "Printed": wording.printed(row),
@@ -195,10 +195,10 @@ def _listed(
     }
 
 
-def _estimate(row: Any) -> Cell:
+def _estimate(row: Any) -> TableCell:
     """Sorted by its value, shares and percent alike."""
     value = "" if pd.isna(row.ours) else f"{row.ours / (100 if row.unit == '%' else 1):.6g}"
-    return Cell(escape(wording.shown(row)), value)
+    return TableCell(escape(wording.shown(row)), value)
 
 
 def places(frames: Mapping[str, pd.DataFrame]) -> dict[tuple[str, str], str]:

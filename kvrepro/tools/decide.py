@@ -14,7 +14,7 @@ from kvrepro.experiment import figure, stats
 from kvrepro.paths import ROOT
 from kvrepro.tools import filterable
 from kvrepro.tools.edition import figure_data, results_of
-from kvrepro.tools.filterable import Cell
+from kvrepro.tools.filterable import TableCell
 
 ALIKE = {  # scorer and aggregator of the grid -> the published method that scores alike, whose cost and leaks are known
     ("position", None): "streaming_llm", ("key norm", None): "k_norm", ("key difference", None): "key_diff",
@@ -219,5 +219,5 @@ def _all(table: pd.DataFrame) -> str:
     rows = table.to_dict("records")
     for row in rows:  # sorted as what it is: the least
         first = str(row["first token"])
-        row["first token"] = Cell(escape(first, quote=False), 0 if first.startswith(NOTHING) else None)
+        row["first token"] = TableCell(escape(first, quote=False), 0 if first.startswith(NOTHING) else None)
     return filterable.interactive(rows, "conditions", "All conditions", filters, minor, ("scores by",))

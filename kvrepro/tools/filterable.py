@@ -10,7 +10,7 @@ from html import escape
 from typing import NamedTuple
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """HTML, and what it is sorted and filtered by; by its text if nothing is said."""
 
     html: str
@@ -27,7 +27,7 @@ def interactive(
     rows: Sequence[Mapping[str, object]], at: str, label: str, filters: Collection[str] = (),
     minor: Collection[str] = (), wide: Collection[str] = (),
 ) -> str:  # fmt: skip
-    """Rows of equal keys, for markdown. Values are text, or a `Cell`.
+    """Rows of equal keys, for markdown. Values are text, or a `TableCell`.
 
     at: its id in the page. label: what it holds, said to those who do not see it. filters: columns with a menu of their
     values. minor: columns that a narrow screen leaves out. wide: columns of sentences.
@@ -56,7 +56,7 @@ def raw(html: str) -> str:
 
 
 def _cell(value: object) -> str:
-    if not isinstance(value, Cell):
+    if not isinstance(value, TableCell):
         return f"<td>{escape(str(value), quote=False)}</td>"
     key = "" if value.key is None else f' data-key="{escape(str(value.key))}"'
     return f"<td{key}>{value.html}</td>"

@@ -37,7 +37,7 @@ SHORTEST, LONGEST = 520, 800  # tokens; 25% of the shortest holds two windows of
 
 
 @dataclass(frozen=True)
-class Pair:
+class PressPair:
     """One of our policies, as run, and the press that should keep the same. `note`: why it may not."""
 
     policy: str
@@ -67,24 +67,24 @@ def _snapkv(k: Any, r: float, window: int = 64) -> Any:
 
 
 PAIRS = (
-    Pair("streaming_llm", lambda k, r: k.StreamingLLMPress(r, n_sink=4)),
-    Pair("k_norm", lambda k, r: k.KnormPress(r), (("dense_layers", 0),), note=REPEATED),
-    Pair("key_diff", lambda k, r: k.KeyDiffPress(r), (("block", 0),)),
-    Pair("key_diff", lambda k, r: k.BlockPress(k.KeyDiffPress(r), block_size=128), (("block", 128),)),
-    Pair("h2o", lambda k, r: k.ObservedAttentionPress(r), eager=True),
-    Pair("tova", lambda k, r: k.TOVAPress(r)),
-    Pair("snapkv", _snapkv),
-    Pair("snapkv", lambda k, r: _snapkv(k, r, 32), (("window", 32),)),
-    Pair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=64, kernel_size=5), note=WINDOW_ALONE),
-    Pair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=8, kernel_size=5), (("window", 8),),
+    PressPair("streaming_llm", lambda k, r: k.StreamingLLMPress(r, n_sink=4)),
+    PressPair("k_norm", lambda k, r: k.KnormPress(r), (("dense_layers", 0),), note=REPEATED),
+    PressPair("key_diff", lambda k, r: k.KeyDiffPress(r), (("block", 0),)),
+    PressPair("key_diff", lambda k, r: k.BlockPress(k.KeyDiffPress(r), block_size=128), (("block", 128),)),
+    PressPair("h2o", lambda k, r: k.ObservedAttentionPress(r), eager=True),
+    PressPair("tova", lambda k, r: k.TOVAPress(r)),
+    PressPair("snapkv", _snapkv),
+    PressPair("snapkv", lambda k, r: _snapkv(k, r, 32), (("window", 32),)),
+    PressPair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=64, kernel_size=5), note=WINDOW_ALONE),
+    PressPair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=8, kernel_size=5), (("window", 8),),
          note=WINDOW_ALONE),
-    Pair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=8, kernel_size=5, beta=4),
+    PressPair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=8, kernel_size=5, beta=4),
          (("window", 8), ("beta", 4))),
-    Pair("ada_kv", lambda k, r: k.AdaKVPress(_snapkv(k, r))),
-    Pair("critical_kv", lambda k, r: k.CriticalKVPress(_snapkv(k, r))),
-    Pair("critical_kv", lambda k, r: k.CriticalKVPress(_snapkv(k, r, 32)), (("window", 32),)),
-    Pair("critical_ada_kv", lambda k, r: k.CriticalAdaKVPress(_snapkv(k, r))),
-    Pair("critical_ada_kv", lambda k, r: k.CriticalAdaKVPress(_snapkv(k, r, 32)), (("window", 32),)),
+    PressPair("ada_kv", lambda k, r: k.AdaKVPress(_snapkv(k, r))),
+    PressPair("critical_kv", lambda k, r: k.CriticalKVPress(_snapkv(k, r))),
+    PressPair("critical_kv", lambda k, r: k.CriticalKVPress(_snapkv(k, r, 32)), (("window", 32),)),
+    PressPair("critical_ada_kv", lambda k, r: k.CriticalAdaKVPress(_snapkv(k, r))),
+    PressPair("critical_ada_kv", lambda k, r: k.CriticalAdaKVPress(_snapkv(k, r, 32)), (("window", 32),)),
 )  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def _codes(keys: Tensor) -> Tensor:
     return (bits * (2 * torch.arange(bits.shape[-1]) + 1) * 0x9E3779B97F4A7C1).sum(-1)
 
 
-def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs: list[Pair]) -> pd.DataFrame:
+def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs: list[PressPair]) -> pd.DataFrame:
     """A row per pair and share: heads compared, those that keep the same set, those that differ by ties alone."""
     cells = [(pair, share) for pair in pairs for share in SHARES]
     conditions = [Condition(pair.policy, share, Prefill(), switches=pair.switches) for pair, share in cells]

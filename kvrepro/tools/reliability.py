@@ -20,7 +20,7 @@ FOLDER = DATA / "reliability"
 PROGRAM = "python -m kvrepro.tools."
 
 
-class Part(NamedTuple):
+class Section(NamedTuple):
     """One table: its title on the page, the command that makes it, and (how many, result) of its rows."""
 
     title: str
@@ -89,7 +89,7 @@ def _scaling(t: pd.DataFrame) -> tuple[str, str]:
 
 
 PARTS = {
-    "kills": Part(
+    "kills": Section(
         "Kills at random moments",
         f"for c in {' '.join(ITEMS)}; do {PROGRAM}faults kills --chapter $c --kills 20 --seed 0; done", _kills,
         "A chapter is killed at random moments and started again until it is done. What it stored is then compared "
@@ -97,34 +97,34 @@ PARTS = {
         "what counts is the moment. `--who worker` kills workers instead, `--engine ray` Ray's. Left is a process that "
         "still runs after 20 s: two agents of Ray's own end a minute after a killed driver.",
     ),
-    "faults": Part(
+    "faults": Section(
         "Faults", PROGRAM + "faults table", _faults,
         "Each fault is produced for real. `seen` is the line that the reader gets, `lost` the rows that were stored "
         "before and are gone.",
     ),
-    "bad_values": Part(
+    "bad_values": Section(
         "Bad values", "pytest tests/hostile -m slow --table", _bad_values,
         "Values of the wrong kind are given to every parameter of the notebooks and to every command. Each one should "
         "be refused in one line before anything is computed, unless the parameter may have it (*accepted*).",
     ),
-    "mutants": Part(
+    "mutants": Section(
         "Mutants", "mutmut run, then " + PROGRAM + "mutants", _mutants,
         "A mutant is the code with one operator, number or name changed. It is killed when a test fails or takes many "
         "times as long. What survives is either the same computation written differently, or a gap in the tests. "
         "Each module was tried with its tests alone (`tests/engine/test_select.py` for `kvrepro/engine/select.py`); "
         "the others may notice more. Every survivor was read: `reason` says why no test tells it from the original.",
     ),
-    "determinism": Part(
+    "determinism": Section(
         "The same again", PROGRAM + "repeat run --results /tmp/repeat", _determinism,
         "Each variant is compared with the usual run, row by row and verdict by verdict. `text`, `kept` and `score` "
         "count rows whose answer, kept tokens or score differ; `changed` counts verdicts that differ, `turned` those "
         "that go from reproduced to not reproduced or back.",
     ),
-    "store": Part(
+    "store": Section(
         "The store at twenty million rows", "kvrepro store bench", _store,
         "Rows that the benchmark made are written, opened and read. Seconds are wall clock, from a cold start.",
     ),
-    "scaling": Part(
+    "scaling": Section(
         "Several workers and GPUs",
         PROGRAM + "scaling --workers 1,2,4,8,16 --engines local --n-items 24 --cells 16", _scaling,
         "The synthesis' grid. Efficiency is the time with one worker over the time with n of them times n, on as many "

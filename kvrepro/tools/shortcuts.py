@@ -65,7 +65,7 @@ def auc(scores: np.ndarray, positive: np.ndarray, negative: np.ndarray) -> float
     return float((ranks - len(a) * (len(a) + 1) / 2) / (len(a) * len(b)))
 
 
-class Look:
+class Onlooker:
     """Stands in each layer's attention during one pass and keeps what a policy could see: a row per KV head."""
 
     def __init__(self, question: int, tokens: int):
@@ -116,7 +116,7 @@ def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
     prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
     words = loaded.tokenizer.convert_ids_to_tokens(prompt.ids)
     where, end = groups(prompt, words, _words(loaded, item)), min(prompt.spans["question"])
-    look = Look(end, len(prompt.ids))
+    look = Onlooker(end, len(prompt.ids))
     read_once(loaded.model, prompt.ids, look)
     counts = Counter(words[:end])
     plain = {"position": np.arange(end), "rarity": -np.array([counts[word] for word in words[:end]])}

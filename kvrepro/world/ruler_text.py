@@ -31,7 +31,7 @@ class Haystack:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedQuestion:
     """A question, all its right answers, and paragraphs by number: those that answer it, and those of the same subject
     that come before any others as distractors."""
 
@@ -44,7 +44,7 @@ class Asked:
 @dataclass(frozen=True)
 class Questions:
     paragraphs: list[str]
-    asked: list[Asked]
+    asked: list[AskedQuestion]
 
 
 @cache
@@ -95,7 +95,7 @@ def squad(fetch: Fetch) -> Questions:
             for row in paragraph["qas"]:
                 if not row["is_impossible"]:
                     answers = list(dict.fromkeys(answer["text"] for answer in row["answers"]))
-                    asked.append(Asked(row["question"], answers, [here], near))
+                    asked.append(AskedQuestion(row["question"], answers, [here], near))
     return Questions(list(number), asked)
 
 
@@ -110,7 +110,7 @@ def hotpotqa(fetch: Fetch) -> Questions:
         titles = {title for title, _ in row["supporting_facts"]}
         evidence = sorted({number[text] for title, text in by_title.items() if title in titles})
         near = sorted({number[text] for text in by_title.values()} - set(evidence))
-        asked.append(Asked(row["question"], [row["answer"]], evidence, near))
+        asked.append(AskedQuestion(row["question"], [row["answer"]], evidence, near))
     return Questions(list(number), asked)
 
 

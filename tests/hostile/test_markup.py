@@ -73,7 +73,8 @@ def page(folder, items, model):
     edition.edit(notebook, "hostile", folder)
     nbformat.write(notebook, folder / "index.ipynb")
     every = [
-        {"Task": item.task, "Answer": item.answer, "Own": filterable.Cell("<b>x</b>", item.answer)} for item in items
+        {"Task": item.task, "Answer": item.answer, "Own": filterable.TableCell("<b>x</b>", item.answer)}
+        for item in items
     ]
     runs = claims_page.found({"x": pd.DataFrame({"model": [model], "profile": "quick", "full_verdict": ""})})
     (folder / "claims.md").write_text(

@@ -1,8 +1,8 @@
 """A table that is whole without a script, and says what its script may filter."""
 
-from kvrepro.tools.filterable import Cell, interactive, table
+from kvrepro.tools.filterable import TableCell, interactive, table
 
-ROWS = [{"what": "a < b", "size": Cell("<b>2</b>", 2)}, {"what": "c", "size": Cell("-", "")}]
+ROWS = [{"what": "a < b", "size": TableCell("<b>2</b>", 2)}, {"what": "c", "size": TableCell("-", "")}]
 
 
 def test_text_is_escaped_and_html_is_not():

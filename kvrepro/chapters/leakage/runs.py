@@ -33,11 +33,11 @@ WORDINGS = {  # of the defense, the preamble and the request to leak
     "embedded": "as the embedded model was trained with them", "paper": "as in the paper's public code",
     "ours": "in our words, not the paper's", "own": "as in the items' file",
 }  # fmt: skip
-Asked = tuple[Sequence[Item], Sequence[Cell]]
+StudyPart = tuple[Sequence[Item], Sequence[Cell]]
 
 
 def run(
-    loaded: Loaded, parts: Mapping[str, Asked], settings: Settings, tokens: int = 128, name: str = "answers"
+    loaded: Loaded, parts: Mapping[str, StudyPart], settings: Settings, tokens: int = 128, name: str = "answers"
 ) -> dict[str, pd.DataFrame]:
     """One row per item and cell of each part, all in one study, so that the rows of all parts decode together; a cell
     that an item cannot meet is a row with its `error`. tokens: of an answer, at most.
@@ -102,7 +102,7 @@ def seconds(
 
 
 @dataclass(frozen=True)
-class Found:
+class ChapterRows:
     """Rows of all the chapter's studies with one model, and their items."""
 
     model: str
@@ -141,7 +141,7 @@ class Found:
         ]
 
 
-def chapter(loaded: Loaded, plan: ChapterPlan) -> Found:
+def chapter(loaded: Loaded, plan: ChapterPlan) -> ChapterRows:
     """All studies, in both readings. The paper's five policies and a reader's own get every variant at many ratios and
     take part in every study; any other one gets what it can meet at one ratio."""
     sizes, settings = plan.sizes, plan.settings
@@ -153,8 +153,8 @@ def chapter(loaded: Loaded, plan: ChapterPlan) -> Found:
     plain, nude = _plain(plan), _drawn(plan, sizes.marks, ("normal",), preamble=False)
     grids = _main_grids(plan, room)
     ordered = {order: [item for item in secret if item.meta["order"] == order] for order in ORDERS}
-    main: dict[str, Asked] = {order: (ordered[order], grids[order]) for order in ORDERS}
-    rest: dict[str, Asked] = {
+    main: dict[str, StudyPart] = {order: (ordered[order], grids[order]) for order in ORDERS}
+    rest: dict[str, StudyPart] = {
         "alone": (plain, cells(plan.main, ends, readings=READINGS, room=Room.of(loaded, plain, plan.items))),
         "bare": (nude, cells(plan.main, [half], room=Room.of(loaded, nude, plan.items))),
     }
@@ -169,14 +169,14 @@ def chapter(loaded: Loaded, plan: ChapterPlan) -> Found:
     timed = timing(loaded, clocked, clock, settings, repeats=sizes.repeats)
     silent = Answers("leakage", "unasked", main["normal"][0], [Condition()], sizes.tokens, prompt=request_alone)
 
-    def all_of(parts: Mapping[str, Asked]) -> pd.DataFrame:
+    def all_of(parts: Mapping[str, StudyPart]) -> pd.DataFrame:
         return pd.concat([rows[name] for name in parts] or [pd.DataFrame(columns=["item"])], ignore_index=True)
 
     hand = _by_hand(plan, rows["normal"], marks)
     marked = pd.concat([hand, all_of(marks)], ignore_index=True)
     items = [item for some, _ in (main | rest | marks | shots).values() for item in some]
     parts = (all_of(main), rows["alone"], rows["bare"], all_of(shots), marked, timed)
-    return Found(loaded.name, items, *parts, runs.run(silent, loaded, settings))
+    return ChapterRows(loaded.name, items, *parts, runs.run(silent, loaded, settings))
 
 
 def request_alone(loaded: Loaded, item: Item) -> Prompt:
@@ -184,7 +184,7 @@ def request_alone(loaded: Loaded, item: Item) -> Prompt:
     return data.build_prompt(replace(item, messages=item.messages[1:], spans=()), loaded.tokenizer, loaded.context)
 
 
-def compared(loaded: Loaded, plan: ChapterPlan) -> Found | None:
+def compared(loaded: Loaded, plan: ChapterPlan) -> ChapterRows | None:
     """All studies with the second checkpoint, `settings.compare`, whose rows stand beside the first one's; None where
     there is none."""
     settings = plan.settings
@@ -204,7 +204,7 @@ def _drawn(plan: ChapterPlan, n: int, orders: Sequence[str] = ORDERS, preamble: 
 
 def _main_grids(plan: ChapterPlan, room: Room) -> dict[str, list[Cell]]:
     """Each order's cells: all policies by default, the cures with the defense first, some of them in either order."""
-    sizes, every, main = plan.sizes, plan.every, plan.main
+    sizes, every, main = plan.sizes, plan.policies, plan.main
     others = [name for name in every if name not in main]
     first = ["streaming_llm"] if "streaming_llm" in every else every[:1]  # whose dial is run at every ratio
     grid = cells(every, sizes.ratios, readings=READINGS, room=room) + cells(main, sizes.varied, ("fair",), room=room)
@@ -230,11 +230,11 @@ def _plain(plan: ChapterPlan) -> list[Item]:
     ]
 
 
-def _examples(loaded: Loaded, plan: ChapterPlan, ends: Sequence[float]) -> dict[str, Asked]:
+def _examples(loaded: Loaded, plan: ChapterPlan, ends: Sequence[float]) -> dict[str, StudyPart]:
     """Labelled examples in either order: all policies at the highest ratio, the dial of the paper's two at all."""
     shots = _shots(loaded, plan)
     pair = [name for name in plan.main if name in LIBRARY]
-    found: dict[str, Asked] = {}
+    found: dict[str, StudyPart] = {}
     for order in ORDERS if shots else ():
         these = [item for item in shots if item.meta["order"] == order]
         room = Room.of(loaded, these, plan.items)
@@ -277,11 +277,11 @@ def _near(plan: ChapterPlan) -> tuple[float, ...]:
     return varied[: 1 + len(varied) // 2][-2:]
 
 
-def _marks(loaded: Loaded, plan: ChapterPlan, secret: Sequence[Item]) -> dict[str, Asked]:
+def _marks(loaded: Loaded, plan: ChapterPlan, secret: Sequence[Item]) -> dict[str, StudyPart]:
     """Fair shares over other spans than those marked by hand."""
     some = list(dict.fromkeys(item.meta["system"] for item in secret))[: plan.sizes.marks]
     chosen = [item for item in secret if item.meta["order"] == "normal" and item.meta["system"] in some]
-    found: dict[str, Asked] = {}
+    found: dict[str, StudyPart] = {}
     for way in WAYS[1:] if plan.items == "tinyworld" else WAYS[2:]:
         these = prompts.marked(chosen, way)
         room = Room.of(loaded, these, plan.items)
@@ -289,7 +289,7 @@ def _marks(loaded: Loaded, plan: ChapterPlan, secret: Sequence[Item]) -> dict[st
     return found
 
 
-def _by_hand(plan: ChapterPlan, main: pd.DataFrame, marks: Mapping[str, Asked]) -> pd.DataFrame:
+def _by_hand(plan: ChapterPlan, main: pd.DataFrame, marks: Mapping[str, StudyPart]) -> pd.DataFrame:
     """Rows of the main study with the same prompts and cells, their spans marked by hand."""
     chosen = {item.id.partition("|")[0] for some, _ in marks.values() for item in some}
     same = (main.variant == "fair") & (main.reading == "as_described") & main.ratio.isin(_near(plan))

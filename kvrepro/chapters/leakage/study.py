@@ -17,7 +17,7 @@ from scipy.stats import rankdata
 
 from kvrepro.chapters.leakage import cells, scores
 from kvrepro.chapters.leakage.prompts import ORDERS, PARTS
-from kvrepro.chapters.leakage.runs import Found
+from kvrepro.chapters.leakage.runs import ChapterRows
 from kvrepro.chapters.leakage.scores import CELL
 from kvrepro.experiment import claims, stats
 from kvrepro.experiment.judge import NotTestable
@@ -177,7 +177,7 @@ class Study:
         return means(self.kept, "kept", "part")
 
 
-def study(found: Found, reading: str) -> Study:
+def study(found: ChapterRows, reading: str) -> Study:
     """The chapter's rows in one reading. Following is the mean over a system prompt's instructions as run, over their
     classes as described: the same value, since no prompt holds a class twice, of several things or of one."""
     run = reading == "as_run"
@@ -209,7 +209,7 @@ def study(found: Found, reading: str) -> Study:
     )
 
 
-def studies(found: Found, reading: str = "both", other: Found | None = None) -> list[Study]:
+def studies(found: ChapterRows, reading: str = "both", other: ChapterRows | None = None) -> list[Study]:
     """The chapter's rows in one reading or in both, beside those of another model."""
     readings = claims.READINGS if reading == "both" else (reading,)
     return [replace(study(found, one), other=study(other, one) if other is not None else None) for one in readings]

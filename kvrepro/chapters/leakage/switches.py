@@ -7,11 +7,11 @@ import pandas as pd
 
 from kvrepro.chapters.leakage import scores
 from kvrepro.chapters.leakage.cells import FAIR_DIFFERS
-from kvrepro.chapters.leakage.runs import Found
+from kvrepro.chapters.leakage.runs import ChapterRows
 from kvrepro.experiment import claims, figure, stats
 
 
-def measured(found: Found) -> pd.DataFrame:
+def measured(found: ChapterRows) -> pd.DataFrame:
     """The switches that were run both ways, with what they move: rows (switch, measure), columns the two ways. At the
     ratio that was run without the preamble, the defense first."""
     main, bare, worst = (

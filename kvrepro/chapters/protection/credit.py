@@ -150,7 +150,7 @@ def update(e: Estimator, f: Float[Tensor, "tokens 4"], target: Float[Tensor, " t
 # ---- decoding
 
 
-class Answer(NamedTuple):
+class LearnedAnswer(NamedTuple):
     """One generated answer, and its evictions at which the estimator was heard; at the others LRU decided alone."""
 
     generation: Generation
@@ -230,7 +230,7 @@ def run(
     stop_ids: Collection[int],
     estimator: Estimator | None = None,
     batch: int = 1,
-) -> tuple[list[Answer], Estimator]:
+) -> tuple[list[LearnedAnswer], Estimator]:
     """Greedy answers in the order of `prompts`, and the estimator after them; without one it begins untaught.
 
     condition: of policy lru, with which the credit is blended, in regime `SharedCap`. batch: prompts that decode
@@ -254,7 +254,7 @@ def run(
             found = {}
             for (i, _), generation in decode(call, rows, stop_ids):
                 assert isinstance(generation, Generation)  # what fails is raised
-                found[i] = Answer(generation, lessons.ended(i))
+                found[i] = LearnedAnswer(generation, lessons.ended(i))
             answers += [found[i] for i in range(len(some))]
             e = lessons.estimator
     return answers, e

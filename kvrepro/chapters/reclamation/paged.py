@@ -239,7 +239,7 @@ class PagedLayer:
 
 
 @dataclass
-class Steps(Call):
+class LoggedSteps(Call):
     """A call of the engine that keeps the logits of every step. misplaced: the model is told storage indices instead of
     positions."""
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pandas as pd
 import torch
 
-from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, Steps, call_for, extend, generate
+from kvrepro.chapters.reclamation.paged import LoggedSteps, PagedCache, PagedSequence, call_for, extend, generate
 from kvrepro.chapters.reclamation.survivors import POLICIES, WINDOW, condition
 from kvrepro.engine.attention import installed
 from kvrepro.engine.regime import DecodeCap
@@ -56,7 +56,7 @@ def sharing(
         second.layout = "fill" if layout == IGNORED else layout
         if layout == IGNORED:
             pages.ledger.references[:] = pages.ledger.references.clip(max=1)
-        steps = call_for(loaded.model, ids, new_tokens + 1, Steps, scalings=call.scalings)
+        steps = call_for(loaded.model, ids, new_tokens + 1, LoggedSteps, scalings=call.scalings)
         generate(steps, second, logits, condition(policy, "one set", budget, DecodeCap(every)), None)
         same = (_blocks(pages, prefix) == held).flatten(2).all(2).all(0)
         second.ledger.free(second.number)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrepro.chapters.reclamation import arithmetic, quoted, sharing, sparsity, streaming, survivors
 from kvrepro.chapters.reclamation.ledger import Ledger
-from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, Pass, Steps, call_for, extend, generate
+from kvrepro.chapters.reclamation.paged import LoggedSteps, PagedCache, PagedSequence, Pass, call_for, extend, generate
 from kvrepro.chapters.reclamation.settings import Settings
 from kvrepro.chapters.reclamation.survivors import GRANULARITIES, JOINT, POLICIES, WINDOW, condition, label
 from kvrepro.engine import generate as engine
@@ -309,7 +309,7 @@ def identity(
         for layout, shared in COMPACTED + ((CONTROL, False),) * (c.who["granularity"] == "one set"):
             sequence = whole.fork(cut // block_size if shared else 0, "fill" if layout == CONTROL else layout)
             more = {"scalings": call.scalings, "misplaced": layout == CONTROL}
-            steps = call_for(loaded.model, ids, c.new_tokens + 1, Steps, **more)
+            steps = call_for(loaded.model, ids, c.new_tokens + 1, LoggedSteps, **more)
             generate(steps, sequence, logits, c.condition, c.survivors)
             sequence.ledger.free(sequence.number)
             reference = reference or steps.logits

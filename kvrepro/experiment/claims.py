@@ -7,7 +7,7 @@ A claims file (`data/claims/<chapter>.yml`) holds, per claim, the printed value 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ import pandas as pd
 import yaml
 
 from kvrepro.engine.policy import READINGS as READINGS  # of the verdicts
-from kvrepro.engine.policy import find
+from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError
 from kvrepro.paths import DATA, write_table
 
 LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
-VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", "not testable here")
+NOT_TESTABLE = "not testable here"
+VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", NOT_TESTABLE)
 STORED = "stored timings"  # the `model` of verdicts that rest on data/gpu, and not on this run
 COLUMNS = [
     "claim", "statement", "paper", "ours", "low", "high", "test", "p", "verdict", "reading", "model", "profile", "rule",
@@ -151,12 +152,16 @@ def label(verdict: str) -> str:
     return {"partly": "partly reproduced"}.get(verdict, verdict)
 
 
-def over(top: pd.Series, bottom: pd.Series) -> tuple[float, float, float, float | None]:
+PLAIN, KEPT = "Hugging Face, sdpa, DynamicCache", "everything kept"  # methods of data/gpu/models.csv: nothing evicted
+
+
+def over(top: pd.Series, bottom: pd.Series, upper: str = "high") -> tuple[float, float, float, float | None]:
     """The ratio of two timings (seconds, low, high), from end to end, and of how many runs it is: of those that are
-    fewer; None where a table does not count them. What was timed once has no ends."""
+    fewer; None where a table does not count them. What was timed once has no ends. upper: the upper end, "seconds" for
+    the median."""
     runs = [float(one.runs) for one in (top, bottom) if "runs" in one]
     once = top.low == top.high or bottom.low == bottom.high
-    low, high = (np.nan, np.nan) if once else (top.low / bottom.high, top.high / bottom.low)
+    low, high = (np.nan, np.nan) if once else (top.low / bottom[upper], top[upper] / bottom.low)
     return top.seconds / bottom.seconds, low, high, min(runs, default=None)
 
 
@@ -167,16 +172,17 @@ def timed(frame: pd.DataFrame, tests: Mapping[str, str]) -> pd.DataFrame:
     return frame.assign(test=test, model=frame.model.mask(known.notna(), STORED))
 
 
-def of_own(book: Mapping[str, Any], own: Sequence[str]) -> list[dict[str, Any]]:
-    """Claims about policies in general, those over one of the book's `sets`, asked of each of a reader's own policies.
+def of_own(claims: Iterable[dict[str, Any]], policies: Iterable[str]) -> list[dict[str, Any]]:
+    """Those of the claims that are about policies in general, over one of their book's `sets`, asked of each of a
+    reader's own among the policies.
 
     Its id is the claim's with the policy's title: `P4 Mine`. Claims that name their policies are about these alone.
     """
-    general = [c for c in book["claims"] if isinstance(dict(c.get("over") or {}).get("policy"), str)]
+    general = [c for c in claims if isinstance(dict(c.get("over") or {}).get("policy"), str)]
     return [
         claim | {
             "id": f"{claim['id']} {find(name).title}", "over": {**claim["over"], "policy": [name]},
             "statement": f"Asked of {find(name).title}: {claim['statement']}",
         }
-        for name in own for claim in general
+        for name in filter(is_own, dict.fromkeys(policies)) for claim in general
     ]  # fmt: skip

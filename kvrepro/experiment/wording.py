@@ -17,7 +17,7 @@ from pandas.io.formats.style import Styler
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.policy import READINGS
 from kvrepro.experiment import stats
-from kvrepro.experiment.claims import LABELS, STORED, VERDICTS, label
+from kvrepro.experiment.claims import LABELS, NOT_TESTABLE, STORED, VERDICTS, label
 
 LABELS_IN = {one: f"the {name}" for one, name in LABELS.items()}
 LOOKS = {  # verdict -> its sign, and its colour below black letters, after Okabe and Ito's palette
@@ -25,14 +25,14 @@ LOOKS = {  # verdict -> its sign, and its colour below black letters, after Okab
     "partly": ("◐", "#F0E442"),
     "not reproduced": ("✗", "#D55E00"),
     "inconclusive": ("?", "#D9D9D9"),
-    "not testable here": ("–", "#FFFFFF"),
+    NOT_TESTABLE: ("–", "#FFFFFF"),
 }
 SAYS = {  # verdict -> what a sentence says of its subject, of one and of several
     "reproduced": ("comes out", "come out"),
     "partly": ("comes out in part", "come out in part"),
     "not reproduced": ("does not come out", "do not come out"),
     "inconclusive": ("is undecided", "are undecided"),
-    "not testable here": ("cannot be tested here", "cannot be tested here"),
+    NOT_TESTABLE: ("cannot be tested here", "cannot be tested here"),
     "not run": ("was not run", "were not run"),
 }
 PLAIN = {  # units of numbers up to 1: a table's cell leaves them out, a sentence says them
@@ -215,7 +215,7 @@ def _needed(row: Any) -> str:
 
 def missing(row: Any) -> str:
     """What would settle a verdict that is open; empty where it is settled."""
-    if row.verdict == "not testable here":
+    if row.verdict == NOT_TESTABLE:
         return evidence(row)
     return _needed(row) if row.verdict in ("inconclusive", "partly") else ""
 

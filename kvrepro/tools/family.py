@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from kvrepro.errors import InputError, meant, program, told
+from kvrepro.errors import InputError, ensure_known, program, told
 from kvrepro.experiment import claims, models
 from kvrepro.paths import DATA, ROOT, write_table
 from kvrepro.tools import book, command, error_rates, family_claims
@@ -84,9 +84,7 @@ PER_ITEM = {"protection": _of_protection, "leakage": _of_leakage}
 def known(names: str, among: Sequence[str], what: str) -> list[str]:
     """The names of a list with commas; all if it is empty. Raises InputError for one that is none of `among`."""
     found = [name.strip() for name in names.split(",") if name.strip()] or list(among)
-    for name in found:
-        if name not in among:
-            raise InputError(f"no {what} {name!r}{meant(name, among)}; there are: {', '.join(among)}")
+    ensure_known(what, found, among)
     return found
 
 
@@ -131,7 +129,7 @@ def collected(results: Path, seed: int = 0) -> pd.DataFrame:
         own = table[table.model == model].rename(columns={"ours": "estimate"})
         done = file.with_name(DONE)
         said = json.loads(done.read_text()) if done.is_file() else {}
-        note = own.note.where(own.verdict == "not testable here", "")
+        note = own.note.where(own.verdict == claims.NOT_TESTABLE, "")
         parts.append(own.assign(chapter=chapter, note=note, code=said.get("code", "")[:8], date=said.get("date", "")))
     for file in sorted(results.glob(f"*-{seed}/*/{FAILED}")):
         row = {"model": file.parent.parent.name.removesuffix(f"-{seed}"), "chapter": file.parent.name}

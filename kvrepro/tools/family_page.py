@@ -15,11 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from kvrepro.experiment import claims, figure, models, wording
+from kvrepro.experiment.claims import NOT_TESTABLE
 from kvrepro.tools.family_claims import JUDGED, RATES, TABLE, Kind, kinds
 
 CAUSES = ("seed", "KV heads", "sliding layers", "size")
 ONE = "one seed alone"
-NOT_ASKED = "not testable here"
 SIGNS = {verdict: sign for verdict, (sign, _) in wording.LOOKS.items()}
 COLOURS = [colour for _, colour in wording.LOOKS.values()]
 UNABLE = "the full cache itself answers"  # what a verdict's note says of a model that knows too little
@@ -28,7 +28,7 @@ UNABLE = "the full cache itself answers"  # what a verdict's note says of a mode
 def wide(table: pd.DataFrame) -> pd.DataFrame:
     """Verdicts, a row per (chapter, claim, reading), a column per model: the default's kind first. A verdict that is
     not there, or could not be asked, is empty."""
-    known = table[table.verdict.isin(claims.VERDICTS) & (table.verdict != NOT_ASKED)]
+    known = table[table.verdict.isin(claims.VERDICTS) & (table.verdict != NOT_TESTABLE)]
     index = ["chapter", "claim", "reading"]
     found = known.pivot_table("verdict", index, "model", aggfunc="first", sort=False)
     own = [name for name in kinds() if name in set(table.model)]
@@ -147,7 +147,7 @@ def dependent(verdicts: pd.DataFrame, causes: pd.Series) -> list[dict[str, str]]
         rows.append({
             "claim": f"{claim} {claims.LABELS.get(reading, '')}".strip(), "statement": stated.get((chapter, claim), ""),
             "depends on": cause + (", turns over" if turns(row) else "" if decided(row) else ", or on items"),
-            **{name: SIGNS[verdict] if isinstance(verdict, str) else SIGNS[NOT_ASKED] for name, verdict in row.items()},
+            **{name: SIGNS.get(verdict, SIGNS[NOT_TESTABLE]) for name, verdict in row.items()},
         })  # fmt: skip
     return rows
 
@@ -177,7 +177,7 @@ def drawn(file: Path = TABLE) -> Figure:
             differ = part.nunique(axis=1).sub(1).clip(0)
             part = part.loc[differ.sort_values(kind="stable").index]
             numbers = {verdict: number for number, verdict in enumerate(claims.VERDICTS)}
-            codes = part.fillna(NOT_ASKED).replace(numbers).to_numpy(float).T
+            codes = part.fillna(NOT_TESTABLE).replace(numbers).to_numpy(float).T
             axes.pcolormesh(codes, cmap=ListedColormap(COLOURS), vmin=-0.5, vmax=4.5, edgecolors="white", lw=0.3)
             axes.axvline(int((differ == 0).sum()), color="black", lw=1)
             axes.set_yticks(np.arange(down) + 0.5, list(part), fontsize=6.5)

@@ -36,7 +36,6 @@ COLUMNS = "varied must_be_equal chapter rows text kept score verdicts changed tu
 SAME = {"prediction": "text", "kept_hash": "kept", "token_f1": "score"}  # columns of rows -> of the table
 USUAL = "as usual"
 EVERY = "all"
-NOT_ASKED = "not testable here"  # in both runs: no verdict that could differ
 app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 
 
@@ -108,7 +107,7 @@ def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd
         files = [folder / chapter / "claims.csv" for folder in (first, other)]
         if all(file.is_file() for file in files):
             verdicts = stability.compared([claims.read(file) for file in files])
-            verdicts = verdicts[(verdicts != NOT_ASKED).any(axis=1)]
+            verdicts = verdicts[(verdicts != claims.NOT_TESTABLE).any(axis=1)]  # in both runs: none that could differ
             said = stability.row_of(verdicts) if len(verdicts) else said
         others = {SAME[column]: int(count) for column, count in rows.sum().items()}
         found.append({"varied": varied, "chapter": chapter, "rows": len(rows), **others, **said})

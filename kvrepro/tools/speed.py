@@ -29,6 +29,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
+from kvrepro.experiment.claims import PLAIN
 from kvrepro.paths import ROOT
 from kvrepro.tools import command, trial
 from kvrepro.tools.filterable import table
@@ -38,7 +39,6 @@ SHAPES = {  # of public models, for long prompts
     for name in ("Llama-3.1-8B", "Qwen2.5-3B", "Mistral-7B", "Qwen2.5-7B")
 }
 PARTS = ("prefill", "first", "decode", "captured", "answer", "regimes")
-PLAIN = "Hugging Face, sdpa, DynamicCache"
 COLUMNS = ("part", "model", "method", "share", "tokens", "batch", "steps", "seconds", "low", "high", "unit",
            "ratio_to_plain", "peak_gib", "backend", "runs", "device", "torch", "triton", "transformers",
            "date")  # fmt: skip

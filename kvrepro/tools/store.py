@@ -14,7 +14,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import timeit
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -406,16 +407,6 @@ def filled(folder: Path, rows: int, like: Path) -> Store:
     return table
 
 
-def _clock(work: Callable[[], Any], times: int = 1) -> float:
-    """The least seconds of some tries."""
-    taken = []
-    for _ in range(times):
-        began = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
-
-
 @app.command()
 def bench(
     rows: Annotated[list[int], typer.Option(help="of the tables; repeat")] = [10_000, 20_000_000],  # noqa: B006
@@ -456,7 +447,7 @@ def measured(folder: Path, rows: int, like: Path) -> dict[str, Any]:
         ("add", 10, lambda: filled_store.add(new)),
         ("fold", 1, filled_store.close),
     ):
-        said[f"{name}_seconds"] = _clock(work, times)
+        said[f"{name}_seconds"] = min(timeit.repeat(work, number=1, repeat=times))
     from kvrepro.experiment import provenance  # imports torch
 
     today = datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -10,7 +10,7 @@ SAID = {  # a letter per model
     "P1": "rrrrrr", "P2": "rnrrrr", "P4": "rrnrrr", "P5": "rrrrni", "P6": "rrr--r", "P7": "--r--r", "P8": "r-----",
     "P9": "r-nrrr",
 }  # fmt: skip
-WORDS = {"r": "reproduced", "n": "not reproduced", "i": "inconclusive", "-": family_page.NOT_ASKED}
+WORDS = {"r": "reproduced", "n": "not reproduced", "i": "inconclusive", "-": claims.NOT_TESTABLE}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from kvrepro.chapters.dropkv_bound.cone import ORIGIN
 from kvrepro.chapters.dropkv_bound.estimates import disagreement, limits, median_gap, selected, with_factor
 from kvrepro.chapters.dropkv_bound.study import WHERE, Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, why_no_score
-from kvrepro.engine.policy import find, is_own
+from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, history, judge, longbench, measure
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
@@ -268,7 +268,7 @@ def evaluate(
         for claim in book
         if claim["contrast"] in GENERAL and "prompt_tokens" not in claim.get("needs", {})
     ]
-    own = claims.of_own({"claims": general}, [name for name in policies if is_own(name)])
+    own = claims.of_own(general, policies)
     frame = history.verdicts(
         book, lambda claim, _: members(claim, study, answers), own=own, model=model, profile=profile
     )

@@ -14,12 +14,13 @@ from transformers import DynamicCache
 
 from kvrepro.chapters.dropkv_bound import bound
 from kvrepro.chapters.dropkv_bound.settings import Given
-from kvrepro.chapters.dropkv_bound.triples import Layer, pooled, triples
+from kvrepro.chapters.dropkv_bound.triples import Layer, triples
 from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import check, find, is_own
 from kvrepro.engine.regime import Prefill
+from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
 from kvrepro.experiment.judge import NotTestable
@@ -180,7 +181,7 @@ def answer_loss(loaded: Loaded, item: Item, share: float, window: int, kernel: i
 
     def visit(layer: Layer) -> None:
         cost = layer.cost(len(ids) - 1)
-        cheapest = bound.smallest(pooled(cost, kernel)[:, :-window], gone)
+        cheapest = bound.smallest(pooled(cost, "max", kernel)[:, :-window], gone)
         evicted[layer.number] = torch.zeros_like(cost, dtype=torch.bool).scatter_(1, cheapest, True)
 
     slides = bool(ModelFacts.of(loaded.model).sliding)  # a cache that slides cannot be cut back

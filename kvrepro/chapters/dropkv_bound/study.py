@@ -15,6 +15,7 @@ from kvrepro.chapters.dropkv_bound import assumptions, bound, cone, triples
 from kvrepro.chapters.dropkv_bound.settings import Given, Sampling, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, Layer, Triple
 from kvrepro.engine.policy import find
+from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, run
 from kvrepro.experiment.models import Loaded
@@ -257,7 +258,7 @@ def _scores(t: Triple, s: Sampling) -> dict[Rule, Tensor]:
     scores = {("attention", 1, 1): t.p} | {(name, 1, 1): RULES[name](t.last(1)) for name in ("critical_kv", "andpro")}
     scores |= {(name, s.window, 1): rule(t) for name, rule in RULES.items()}
     for name in ("snapkv", "dropkv"):
-        scores[name, s.window, s.kernel] = triples.pooled(scores[name, s.window, 1], s.kernel)
+        scores[name, s.window, s.kernel] = pooled(scores[name, s.window, 1], "max", s.kernel)
     return scores
 
 
@@ -370,7 +371,7 @@ def _budgets(layer: Layer, s: Sampling) -> list[dict]:
     tokens, rows, found = last + 1, [], []
     costs = {bf16: layer.cost(last, bf16=bf16).view(heads, layer.group, tokens).mean(1) for bf16 in (False, True)}
     for pooling, bf16 in (("max", False), ("average", False), ("none", False), ("max", True)):
-        score = costs[bf16] if pooling == "none" else triples.pooled(costs[bf16], s.kernel, pooling)
+        score = pooled(costs[bf16], pooling, s.kernel)
         score = score[:, : tokens - s.window]
         for share in s.shares:
             gone = tokens - max(int(share * tokens), s.window)

@@ -12,13 +12,14 @@ from pathlib import Path
 import pandas as pd
 
 from kvrepro.experiment import claims
+from kvrepro.experiment.claims import KEPT, PLAIN
 from kvrepro.paths import GPU
 
 KERNELS, MODELS = GPU / "kernels.csv", GPU / "models.csv"
 SCORING = "perturbation sum mean"  # DropKV's row of the scoring kernel
 REFERENCES = {"plain torch, grouped, lse given": "torch, grouped", "plain torch, repeated heads": "torch, repeated"}
 SHAPE = "32/8/128"  # query heads, KV heads, dimensions: Llama-3.1-8B, Mistral-7B
-PLAIN, TORCH, KEPT = "Hugging Face, sdpa, DynamicCache", "DropKV, plain PyTorch", "everything kept"
+TORCH = "DropKV, plain PyTorch"
 
 
 def _frame(rows: Sequence[tuple]) -> pd.DataFrame:
@@ -115,9 +116,8 @@ def throughput(file: Path = MODELS, against: str = PLAIN, slowest: bool = False)
     rows = []
     for (model, tokens), cell in best.groupby(["model", "tokens"], sort=False):
         ours, full = (cell[cell.method == name].iloc[0] for name in ("5% kept", against))
-        more, upper = ours.batch / full.batch, "high" if slowest else "seconds"
-        ends = full.seconds / ours.seconds, full.low / ours[upper], full[upper] / ours.low
-        rows.append((f"{model}, {tokens}", *(more * part for part in ends), min(ours.runs, full.runs)))
+        *ends, runs = claims.over(full, ours, "high" if slowest else "seconds")
+        rows.append((f"{model}, {tokens}", *(ours.batch / full.batch * end for end in ends), runs))
     return _frame(rows)
 
 

@@ -274,17 +274,6 @@ def why_no_score(policy: Policy) -> str:
     return f"its score is final only after its stage {named[0]!r}, which sees whole layers" if named else ""
 
 
-def pooled(score: Tensor, kernel: int = 11, kind: str = "max") -> Tensor:
-    """Maximum or average over `kernel` neighbouring tokens, [..., tokens]; kernel 1 leaves the score as it is.
-
-    kind: "max" (the paper) or "average" (the public cache class; zeros beyond the ends count).
-    """
-    if kind not in ("max", "average") or kernel % 2 == 0:
-        raise InputError(f"pooling {kind!r} over {kernel}: give max or average, and an odd kernel")
-    pool = F.max_pool1d if kind == "max" else F.avg_pool1d
-    return pool(score.reshape(1, -1, score.shape[-1]), kernel, 1, kernel // 2).view(score.shape)
-
-
 # ---------------------------------------------------------------- which 20 keys
 
 

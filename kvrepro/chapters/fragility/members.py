@@ -1,7 +1,7 @@
 """What the claims about DefensiveKV are tested on: shares and scores by item, and timings of a GPU."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.fragility.retention import DEFAULT, TOKEN, theorems
-from kvrepro.chapters.fragility.study import DEFENSIVE, Retained, has_window, pooled, readings_of, scores
+from kvrepro.chapters.fragility.study import DEFENSIVE, Retained, has_window, readings_of, scores, without_needles
 from kvrepro.engine.policy import find, is_own
 from kvrepro.experiment import claims, history, judge, measure
+from kvrepro.experiment.claims import KEPT, PLAIN
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.stats import UNIT
 from kvrepro.paths import GPU
@@ -75,7 +76,7 @@ def _answered(claim: Mapping, by: Mapping, rows: pd.DataFrame, reading: str) -> 
 def _of_quality(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, reading: str) -> list[Member | NotTestable]:
     if rows is None:
         raise NotTestable("not run")
-    rows, over = rows if claim.get("needles") else pooled(rows), claim.get("over", {})
+    rows, over = rows if claim.get("needles") else without_needles(rows), claim.get("over", {})
     full = rows[rows.policy == "full"].drop_duplicates("item")
     judge.answers_enough(measure.scores(full), full.get("error"))
     tasks = [(task, [task]) for task in over.get("task", [])] or [("", sets.get(over.get("pooled", ""), []))]
@@ -164,11 +165,11 @@ def touches_reading(claim: Mapping, sets: Mapping) -> bool:
 LISTED = ("C10b",)  # claims about all methods with a window, which list those that they were written for
 
 
-def of_own(book: Mapping, own: Sequence[str]) -> list[dict[str, Any]]:
+def of_own(book: Mapping, policies: Iterable[str]) -> list[dict[str, Any]]:
     """Claims about policies in general, asked of a reader's own; those about windows of the policies that have one."""
-    general = claims.of_own({"claims": [c for c in book["claims"] if not c.get("experts")]}, own)
-    listed = [c | {"over": {"policy": "defensive"}} for c in book["claims"] if c["id"] in LISTED]
-    general += claims.of_own({"claims": listed}, own)
+    asked = [c for c in book["claims"] if not c.get("experts")]
+    asked += [c | {"over": {"policy": "defensive"}} for c in book["claims"] if c["id"] in LISTED]
+    general = claims.of_own(asked, policies)
     needs_window = {c["id"] for c in book["claims"] if "window" in c.get("over", {}) or "across" in c} | set(LISTED)
     return [c for c in general if has_window(c["over"]["policy"][0]) or c["id"].split(" ")[0] not in needs_window]
 
@@ -182,12 +183,11 @@ def evaluate(
     a mixture of experts?"""
     book = claims.load_claims("fragility")
     run_in = (readings_of(rows) if rows is not None else []) or ["any"]
-    own = [] if rows is None else [str(policy) for policy in rows.policy.unique() if is_own(policy)]
     frame = history.verdicts(
         book["claims"],
         lambda claim, reading: members(claim, book["sets"], rows, r, reading, gpu, experts),
         lambda claim: run_in if touches_reading(claim, book["sets"]) else ["any"],
-        own=of_own(book, own), model=model, profile=profile,
+        own=of_own(book, [] if rows is None else rows.policy), model=model, profile=profile,
     )  # fmt: skip
     timed = {c["id"]: RANGES[c["contrast"]] for c in book["claims"] if c["study"] == "gpu"}
     return claims.timed(frame, timed)
@@ -196,7 +196,6 @@ def evaluate(
 # ---------------------------------------------------------------- cost, from what was timed on a GPU
 
 TIMED_MODEL, FIFTH = "Llama-3.1-8B", 0.2
-PLAIN, KEPT = "Hugging Face, sdpa, DynamicCache", "everything kept"
 DEFENSIVE_PLAIN = "DefensiveKV, plain PyTorch"
 FULL = {"transformers' full cache": PLAIN, "this engine's full cache": KEPT}
 SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timings of the fused scoring kernel
@@ -257,10 +256,8 @@ def decode_ratio(gpu: Path, batch: int = 0, slowest: bool = False) -> list[Timed
     theirs = {label: _measured(gpu, "decode", name, 1.0, ours.tokens).iloc[batch] for label, name in FULL.items()}
     found = []
     for label, full in theirs.items():
-        a, b = (row[["seconds", "low", "high"]] / row.batch for row in (full, ours))
-        upper = "high" if slowest else "seconds"
-        runs = min(full.runs, ours.runs)
-        found.append((label, a.seconds / b.seconds, a.low / b[upper], a[upper] / b.low, runs))
+        *ends, runs = claims.over(full, ours, "high" if slowest else "seconds")
+        found.append((label, *(ours.batch / full.batch * end for end in ends), runs))
     return found
 
 

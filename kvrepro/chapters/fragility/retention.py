@@ -23,6 +23,7 @@ from kvrepro.engine.allowed import Count, Odd, PositiveShare, Size, ensure_field
 from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.score.window import pooled
 from kvrepro.engine.select import select
 from kvrepro.errors import InputError
 from kvrepro.experiment import stats
@@ -126,14 +127,6 @@ def norms(values: Float[Tensor, "kv_heads tokens dim"], output: Float[Tensor, "h
     return {"l1": l1, "l2": l2, "value": alone, "none": torch.ones_like(l1)}
 
 
-def pooled(p: AttentionRows, s: Setting) -> AttentionRows:
-    """Attention of each query pooled along the tokens, zeros beyond the ends counted, as the setting asks."""
-    if s.pool == "none":
-        return p
-    pool = F.avg_pool1d if s.pool == "average" else F.max_pool1d
-    return pool(p.flatten(0, 2)[:, None], s.kernel, 1, s.kernel // 2)[:, 0].view_as(p)
-
-
 def score(p: AttentionRows, norm: Norms, rule: str, s: Setting) -> Scores:
     """How `rule` ranks the history's tokens; heads are KV heads, or query heads where each chooses for itself.
 
@@ -229,7 +222,7 @@ class _Sums:
         for name, s in (self.every if layer == self.more_layer else self.settings).items():
             end, look = self.ends[s.until], (s.until, s.window, s.pool, s.kernel)
             if look not in looks:
-                looks[look] = pooled(p[:, :, [self.row[t] for t in self.past[s]]][..., :end], s)
+                looks[look] = pooled(p[:, :, [self.row[t] for t in self.past[s]]][..., :end], s.pool, s.kernel)
             few = ["single"] if name.startswith(TOKEN) else ["mean", "defensive"]
             rules = list(RULES) if name in self.settings else few
             parts[name] = (rules, *_weights(looks[look], now, norms[s.norm], rules, end, s))

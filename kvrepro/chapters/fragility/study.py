@@ -417,7 +417,7 @@ def _possible(loaded: Loaded, conditions: Sequence[Condition]) -> list[Condition
     return list(conditions)
 
 
-PLAIN = "none"  # the main comparison: nothing is changed
+UNCHANGED = "none"  # the main comparison: nothing is changed
 
 
 def tidy(rows: pd.DataFrame) -> pd.DataFrame:
@@ -436,7 +436,7 @@ def tidy(rows: pd.DataFrame) -> pd.DataFrame:
         "defensive": other | switches.map(lambda s: s.get("aggregate") == "defensive"),
         "guards": rows.prefix > 0,
     } | {name: switches.map(lambda s, step=step: step in s) for name, (step, _) in STEPS.items()}
-    change = ("window " + window.astype(str)).where(window != 32, PLAIN)
+    change = ("window " + window.astype(str)).where(window != 32, UNCHANGED)
     for name, changed in changes.items():
         change = change.mask(changed, name)
     found = rows.assign(
@@ -458,7 +458,7 @@ def scores(rows: pd.DataFrame, cell: Mapping[str, Any], reading: str = "as_run")
         here = rows[rows.policy == "full"].drop_duplicates("item")
     else:
         names = {"guard": "guards", "bits": "4 bits", "aggregate": "defensive"}
-        window = PLAIN if cell.get("window", 32) == 32 else f"window {cell['window']}"
+        window = UNCHANGED if cell.get("window", 32) == 32 else f"window {cell['window']}"
         change = next((change for name, change in names.items() if name in cell), window)
         keep = (rows.policy == cell["policy"]) & np.isclose(rows["share"], cell["share"]) & (rows.change == change)
         if "guard" in cell:
@@ -471,7 +471,7 @@ def scores(rows: pd.DataFrame, cell: Mapping[str, Any], reading: str = "as_run")
     return measure.scores(here.set_index("item"))
 
 
-def pooled(rows: pd.DataFrame) -> pd.DataFrame:
+def without_needles(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows whose items are balanced over tasks: without the further needles, which stand in their own figure."""
     return rows[rows.part != NEEDLES]
 

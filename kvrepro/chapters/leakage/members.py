@@ -26,7 +26,6 @@ from kvrepro.chapters.leakage.study import (
     optimality,
     rank_curves,
 )
-from kvrepro.engine.policy import is_own
 from kvrepro.experiment import claims, history, judge
 from kvrepro.experiment.judge import Drawn, Facts, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.stats import MIN_ITEMS
@@ -43,8 +42,11 @@ def _upper(ratios: Iterable[float]) -> list[float]:
     return found
 
 
-def _pair(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1) -> Sample:
-    """Paired by system prompt; each value a mean over so many ratios."""
+def _pair(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1, compared: str = "") -> Sample:
+    """Paired by system prompt; each value a mean over so many ratios. compared: of what ("follow", "leak") one side at
+    least must have some."""
+    if compared:
+        _compared([a, b], compared)
     return Sample(pd.DataFrame({"a": a, "b": b}), "difference", each=m.each * ratios)
 
 
@@ -116,9 +118,7 @@ def _between_orders(name: str, s: Study, nothing: bool = False, **cell) -> Sampl
     m: Means = getattr(s, name)
     ratios = middle(m.ratios(**cell))
     a, b = (m.mean(ratios, order=order, **cell) for order in ORDERS)
-    if not nothing:
-        _compared([a, b], name)
-    return _pair(m, a, b, len(ratios))
+    return _pair(m, a, b, len(ratios), "" if nothing else name)
 
 
 def _gain(name: str, s: Study, variant: str, nothing: bool = False, **cell) -> Sample:
@@ -126,9 +126,7 @@ def _gain(name: str, s: Study, variant: str, nothing: bool = False, **cell) -> S
     m: Means = getattr(s, name)
     ratios = middle(set(m.ratios(True, variant=variant, **cell)) & set(m.ratios(True, **cell)))
     a, b = m.mean(ratios, **cell), m.mean(ratios, variant=variant, **cell)
-    if not nothing:
-        _compared([a, b], name)
-    return _pair(m, a, b, len(ratios))
+    return _pair(m, a, b, len(ratios), "" if nothing else name)
 
 
 def _bias_asymmetry(s: Study, **cell) -> Sample:
@@ -136,17 +134,11 @@ def _bias_asymmetry(s: Study, **cell) -> Sample:
     return _values(np.sum([bias(s, ratios, order=order, **cell) for order in ORDERS], 0))
 
 
-def _bias_size(s: Study, **cell) -> Sample:
-    return _values(bias(s, middle(s.leak.ratios(**cell)), **cell))
-
-
-def _bias_later(s: Study, order: str, **cell) -> Sample:
+def _bias(toward: str, s: Study, order: str = "normal", **cell) -> Sample:
+    """toward: the directive, the defense, or the later of the two."""
     found = bias(s, middle(s.leak.ratios(**cell)), order=order, **cell)
-    return _values(found if order == "normal" else -found)
-
-
-def _bias_defense(s: Study, order: str, **cell) -> Sample:
-    return _values(-bias(s, middle(s.leak.ratios(**cell)), order=order, **cell))
+    later = "directive" if order == "normal" else "defense"
+    return _values(found if (later if toward == "later" else toward) == "directive" else -found)
 
 
 def _defense_kept(s: Study, variant: str, **cell) -> Sample:
@@ -308,15 +300,15 @@ CONTRASTS: dict[str, Callable[..., What]] = {
     "follow_flipped": partial(_between_orders, "follow"),
     "leak_flipped": partial(_between_orders, "leak"),
     "bias_asymmetry": _bias_asymmetry,
-    "bias_size": _bias_size,
+    "bias_size": partial(_bias, "directive"),
     "leak_cut": partial(_gain, "leak"),
     "defense_cut": partial(_gain, "leak_defense"),
     "follow_cost": partial(_gain, "follow"),
     "optimal_gain": _optimal_gain,
     "optimal_tie": _optimal_tie,
     "optimal_printed": _optimal_printed,
-    "bias_later": _bias_later,
-    "bias_defense": _bias_defense,
+    "bias_later": partial(_bias, "later"),
+    "bias_defense": partial(_bias, "defense"),
     "defense_kept": _defense_kept,
     "middle_layers": _middle_layers,
     "decode_cost": partial(_cost, "decode"),
@@ -372,7 +364,6 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick") -> pd
     """Verdict of every claim in every reading of `studies` (`judge.verdicts`); claims about policies in general are
     asked of each of a reader's own policies too."""
     book, by = claims.load_claims("leakage"), {s.reading: s for s in studies}
-    own = [name for name in dict.fromkeys(studies[0].answers.policy) if is_own(name)]
     general = [one for one in book["claims"] if one.get("over", {}).get("policy") in GENERAL]
 
     def free(claim: Mapping) -> bool:
@@ -382,7 +373,7 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick") -> pd
         book["claims"],
         lambda claim, reading: members(claim, book["sets"], by.get(reading, studies[0])),
         lambda claim: ["any"] if free(claim) else list(by),
-        own=claims.of_own({"claims": general}, own), whose="paper", model=model, profile=profile,
+        own=claims.of_own(general, studies[0].answers.policy), whose="paper", model=model, profile=profile,
     )  # fmt: skip
 
 

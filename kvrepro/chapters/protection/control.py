@@ -97,7 +97,7 @@ def evaluate(rows: pd.DataFrame) -> pd.DataFrame:
     """Every rule on every panel that can test it."""
     book = claims.load_claims("protection")
     table = pd.concat([judged(panel, book) for panel in panels(rows)], ignore_index=True)
-    table = table[table.verdict != "not testable here"]
+    table = table[table.verdict != claims.NOT_TESTABLE]
     order = pd.Categorical(table.claim, [claim["id"] for claim in book["claims"]], ordered=True)
     return table.assign(claim=order).sort_values(["claim", "panel"], ignore_index=True).astype({"claim": str})
 

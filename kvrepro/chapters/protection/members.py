@@ -327,7 +327,7 @@ def evaluate(
             _check_ceiling(results)
         return in_these({"measure": measure} | dict(claim), known.get("sets", {}), of(study, reading))
 
-    told = {"own": claims.of_own(known, own), "model": results["model"].iloc[0], "profile": profile}
+    told = {"own": claims.of_own(known["claims"], own), "model": results["model"].iloc[0], "profile": profile}
     return history.verdicts(known["claims"], found, asked, **told)
 
 

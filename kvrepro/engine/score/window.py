@@ -234,18 +234,23 @@ def _no_less_than_mean(x: Scores, outside: Mask) -> Scores:
 def _pooled(x: Tensor, outside: Mask, pool: str, kernel: int, rescale: bool = False) -> Tensor:
     """Along tokens; those `outside` are 0 before (average) or absent (max), and 0 afterwards."""
     if rescale:
-        pooled = _pooled(x, outside, pool, kernel)
-        return pooled * (x.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny))
+        plain = _pooled(x, outside, pool, kernel)
+        return plain * (x.sum(-1, keepdim=True) / plain.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny))
     if pool == "none":
         return x
-    ensure(Odd, kernel=kernel)
     out = outside.view(*outside.shape[:2], *[1] * (x.dim() - 3), outside.shape[-1])
-    if pool == "average":
-        x = F.avg_pool1d(x.flatten(0, -2)[:, None], kernel, 1, kernel // 2)[:, 0].view_as(x)
-    else:
-        x = x.masked_fill(out, -torch.inf)
-        x = F.max_pool1d(x.flatten(0, -2)[:, None], kernel, 1, kernel // 2)[:, 0].view_as(x)
-    return x.masked_fill_(out, 0.0)
+    return pooled(x.masked_fill(out, -torch.inf) if pool == "max" else x, pool, kernel).masked_fill_(out, 0.0)
+
+
+def pooled(x: Tensor, pool: str, kernel: int) -> Tensor:
+    """Each with its `kernel` neighbours along the last axis: their average, where zeros beyond the ends count, or the
+    largest of them."""
+    ensure(Pool, pool=pool)
+    ensure(Odd, kernel=kernel)
+    if pool == "none":
+        return x
+    along = F.avg_pool1d if pool == "average" else F.max_pool1d
+    return along(x.reshape(-1, 1, x.shape[-1]), kernel, 1, kernel // 2).view(x.shape)
 
 
 def _grouped(x: Tensor, outside: Mask, pool: str, kernel: int, group: str, pool_at: str) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from kvrepro.chapters.dropkv_bound import quality, triples
 from kvrepro.chapters.dropkv_bound.settings import Given
 from kvrepro.engine.policy import check
+from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
 from kvrepro.experiment import data
 from kvrepro.experiment.judge import NotTestable
@@ -96,7 +97,7 @@ def test_the_loss_of_a_layer_or_a_head_is_that_of_a_model_with_its_keys_masked(m
 
     def visit(layer):
         for t in layer:
-            score = triples.pooled(triples.dropkv(t), 3)[:-4]
+            score = pooled(triples.dropkv(t), "max", 3)[:-4]
             masks.setdefault(t.layer, []).append(score.argsort(stable=True)[:30].tolist())
 
     triples.triples(loaded.model, ids, [39], visit, window=4)

@@ -166,15 +166,6 @@ def test_rounding_to_bfloat16_lets_a_peak_jump():
     assert triples.dropkv(t, bf16=True)[3] > 1e3 * triples.dropkv(t)[3]
 
 
-def test_pooling_by_hand():
-    score = torch.tensor([0.0, 3.0, 0.0, 0.0, 6.0])
-    assert triples.pooled(score, 3).tolist() == [3, 3, 3, 6, 6]
-    assert triples.pooled(score, 3, "average").tolist() == [1, 1, 1, 2, 2]
-    assert triples.pooled(score, 1).tolist() == score.tolist()
-    with pytest.raises(InputError, match="odd kernel"):
-        triples.pooled(score, 4)
-
-
 def test_strata_pick_what_they_are_named_for():
     t = made(tokens=60)
     candidates = bound.pool(t.p, 0.9, window=3)

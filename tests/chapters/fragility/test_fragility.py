@@ -22,6 +22,7 @@ from kvrepro.chapters.fragility.settings import Settings
 from kvrepro.engine import policy
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.regime import Prefill
+from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, controls, figure, judge, longbench, models, stats
 from kvrepro.item import Item
@@ -151,7 +152,7 @@ def test_algorithm_2_is_the_catalogues_defensive_kv():
     norms = retention.norms(o.values[0], o.output)  # noqa: PD011
     s = replace(SHORT, **retention.ALGORITHM_2)
     torch.testing.assert_close(
-        retention.score(retention.pooled(o.attention[0], s), norms["l1"], "defensive", s),
+        retention.score(pooled(o.attention[0], s.pool, s.kernel), norms["l1"], "defensive", s),
         expected,
         rtol=1e-4,
         atol=1e-5,

@@ -511,3 +511,12 @@ def test_indicators_are_zero_where_a_query_may_not_look():
     torch.testing.assert_close(
         window.attention_norm(o).sum(3), o.attention.sum(3) * o.projected_norm, rtol=1e-4, atol=1e-5
     )
+
+
+def test_pooling_by_hand():
+    score = torch.tensor([0.0, 3.0, 0.0, 0.0, 6.0])
+    assert window.pooled(score, "max", 3).tolist() == [3, 3, 3, 6, 6]
+    assert window.pooled(score, "average", 3).tolist() == [1, 1, 1, 2, 2]
+    assert window.pooled(score, "none", 3) is score
+    with pytest.raises(InputError, match="kernel 4: an odd number"):
+        window.pooled(score, "max", 4)

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,3 +115,11 @@ def meant(name: object, known: Iterable[str]) -> str:
     """`, did you mean 'seed'?` for a name that is nearly one of the known, else nothing."""
     close = difflib.get_close_matches(str(name), list(known), 1)
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+def ensure_known(what: str, names: Iterable[str], known: Collection[str], also: Iterable[str] = ()) -> None:
+    """Raise InputError for a name that is none of the known. also: what else may stand in their place."""
+    for name in names:
+        if name not in known:
+            every = [*also, *known]
+            raise InputError(f"unknown {what} {str(name)[:200]!r}{meant(name, every)}; there are: {', '.join(every)}")

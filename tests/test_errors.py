@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvrepro.errors import ENDING, INTERRUPTED, one_line_errors
+from kvrepro.errors import ENDING, INTERRUPTED, InputError, ensure_known, one_line_errors
 
 WAITS = """import sys, time, typer
 from kvrepro.errors import program
@@ -87,3 +87,9 @@ def test_an_interrupt_with_a_text_is_one(capsys):
         signal.signal(one, handler)
     assert ended.value.code == 130
     assert capsys.readouterr().err.strip() == INTERRUPTED
+
+
+def test_a_name_that_is_not_known_is_told_with_those_that_are():
+    ensure_known("fruit", ["pear"], {"pear": 1, "plum": 2})
+    with pytest.raises(InputError, match="unknown fruit 'peer', did you mean 'pear'.; there are: all, pear, plum"):
+        ensure_known("fruit", ["pear", "peer"], ("pear", "plum"), also=["all"])

@@ -72,6 +72,13 @@ def ensure(kind: object, whose: str = "", **named: object) -> None:
             raise InputError(f"{unknown}{name} {value!r}{f' for {whose}' if whose else ''}: {said(kind)}")
 
 
+def ensure_once_each(**named: object) -> None:
+    """Raise InputError for what is no list, or one that is empty or holds one thing twice."""
+    for name, values in named.items():
+        if not isinstance(values, list | tuple) or not 0 < len(set(values)) == len(values):
+            raise InputError(f"{name} {values!r}: give a list of at least one, each once")
+
+
 def ensure_all(hint: object, whose: str = "", **named: object) -> None:
     """`ensure` for a type hint that may be a choice (`int | None`, a Literal) or a list, and then for each element."""
     for name, value in named.items():

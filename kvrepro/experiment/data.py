@@ -25,7 +25,7 @@ import yaml
 from kvrepro.chat import rendered
 from kvrepro.engine.allowed import Count, Number, Size, ensure
 from kvrepro.engine.condition import Prompt
-from kvrepro.errors import InputError, meant, one_line_errors
+from kvrepro.errors import InputError, ensure_known, meant, one_line_errors
 from kvrepro.experiment import longbench, measure
 from kvrepro.item import Item, Span, plain
 from kvrepro.paths import CACHE, DATA, ROOT, replaced
@@ -47,6 +47,8 @@ all_classes meta form word_count language length _id""".split()  # of a row of a
 # The paper's system turn asks for a short factual answer from the passage. Its wording is not published; this is ours.
 SYSTEM = "Answer the question from the passage. Reply with a short, factual answer only."
 
+
+say_once = cache(print)
 
 # ---- items
 
@@ -228,10 +230,7 @@ def _tasks(names: str) -> list[str]:
 
     groups = {"": world.TASKS, "domains": world.DOMAINS, "long": world.LONG}
     tasks = [task for name in names.split(",") for task in groups.get(name, [name])]
-    unknown = [task for task in tasks if task not in world.KNOWN]
-    if unknown:
-        known = f"domains, long, or some of {', '.join(world.KNOWN)}"
-        raise InputError(f"unknown tinyworld task {unknown[0][:200]!r}: use {known}")
+    ensure_known("tinyworld task", tasks, world.KNOWN, also=filter(None, groups))
     return list(dict.fromkeys(tasks))
 
 
@@ -427,7 +426,7 @@ def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") ->
         return items
     if n > len(items):
         if isinstance(n, AtMost):
-            _say_all(name, len(items))
+            say_once(f"{name} has {len(items)} items, all are taken")  # a chapter's studies load a file more than once
             return items
         raise InputError(f"n_items is {n} but {name} has {len(items)} items: ask for at most {len(items)}")
     groups: dict[str, list[int]] = {}
@@ -437,11 +436,6 @@ def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") ->
         random.Random(f"{seed} {task}").shuffle(members)
     turns = [members[turn] for turn in range(len(items)) for members in groups.values() if turn < len(members)]
     return [items[i] for i in sorted(turns[:n])]
-
-
-@cache  # a chapter's studies load the same file more than once
-def _say_all(name: str, count: int) -> None:
-    print(f"{name} has {count} items, all are taken")
 
 
 # ---- prompts
@@ -550,7 +544,8 @@ def _taken(
     opens the user's, which is printed once."""
     if messages[0]["role"] == "user" or _takes(tokenizer, "system", "user") or not _takes(tokenizer, "user"):
         return messages, spans
-    _say_joined(Path(tokenizer.name_or_path).name)
+    whose = Path(tokenizer.name_or_path).name
+    say_once(f"the chat template of {whose} takes no turn of the system: its text opens the user's")
     system, user = messages
     opening = f"{system['content']}\n\n"
     shifts = (0, len(opening))
@@ -565,11 +560,6 @@ def _takes(tokenizer: Any, *roles: str) -> bool:
     except InputError:
         return False
     return True
-
-
-@cache
-def _say_joined(whose: str) -> None:
-    print(f"the chat template of {whose} takes no turn of the system: its text opens the user's")
 
 
 def _plain(item: Item) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrepro.errors import InputError, meant
+from kvrepro.errors import ensure_known
 from kvrepro.item import Item, Span
 
 BRIEF = "Reply with the answer alone, without further words."
@@ -105,10 +105,7 @@ PAPER = "protection"  # the QA sets as the protection paper puts them
 def named(names: str) -> list[str]:
     """The sets of "qasper,gov_report", of a group ("qa", "long"), or ("") all. Raises InputError for other names."""
     found = dict.fromkeys(one for name in names.split(",") for one in GROUPS.get(name, [name]))
-    for one in found:
-        if one not in SETS:
-            known = [*filter(None, GROUPS), PAPER, *SETS]
-            raise InputError(f"unknown set {one!r} of longbench{meant(one, known)}: choose {', '.join(known)}")
+    ensure_known("LongBench set", found, SETS, also=[*filter(None, GROUPS), PAPER])
     return list(found)
 
 

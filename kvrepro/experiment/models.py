@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from kvrepro.chat import rendered
 from kvrepro.engine.allowed import Number, ensure
@@ -23,7 +23,7 @@ from kvrepro.paths import CACHE, DATA, INSTALLED, WORK, replaced
 DEFAULT = "small-gqa"
 EMBEDDED = DATA / "models" / DEFAULT
 BESIDE = ("small-gqa-seed-0", "small-gqa-seed-2", "small-mha", "small-mqa", "small-sliding", "tiny-gqa")  # in a clone
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PROBE = 16  # tokens
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # what transformers looks for, in this order
 DIFFERENT = {"float32": 1e-3}  # share of the logits' length that may differ; 0.2 in types whose rounding is coarse
@@ -72,8 +72,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     no chat template, no network, no such device, a family that the engine cannot drive; afterwards: weights that do not
     fit or are no numbers, and a model that computes something else in the engine than by itself.
     """
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise InputError(f"unknown dtype '{dtype}': use {', '.join(DTYPES)}")
+    ensure(get_args(Dtype), dtype=dtype)
     where = device_of(device)
     name, path = resolve(model)
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from kvrepro.engine.allowed import Positive, Size, ensure_fields
-from kvrepro.errors import InputError, meant
+from kvrepro.errors import InputError, ensure_known
 from kvrepro.experiment import progress, workers
+from kvrepro.experiment.models import Dtype
 from kvrepro.paths import WORK
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def ensure_options(options: object) -> None:
@@ -61,9 +60,8 @@ class Settings:
         """Settings from a notebook's `options` and from what is given by name. InputError for an unknown option."""
         ensure_options(options)
         known = [f.name for f in fields(cls)]
+        ensure_known("option", options or {}, known)
         for name in options or {}:
-            if name not in known:
-                raise InputError(f"unknown option {name!r}{meant(name, known)}; there are: {', '.join(known)}")
             if name in given:
                 raise InputError(f"{name} is a parameter of its own: set it there, not among the options")
         return cls(**given, **(options or {}))

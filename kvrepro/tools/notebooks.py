@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvrepro.errors import InputError, meant
+from kvrepro.errors import InputError, ensure_known
 from kvrepro.experiment.sharing import make_folder
 from kvrepro.paths import ROOT, replaced
 from kvrepro.tools import command
@@ -22,9 +22,7 @@ def main(
 ) -> None:
     """Copy notebooks and print where they lie: open them in Jupyter, or run them with papermill."""
     known = {file.stem: file for file in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-    for each in name or ():
-        if each not in known:
-            raise InputError(f"no notebook {each!r}{meant(each, known)}; there are: {', '.join(known)}")
+    ensure_known("notebook", name or (), known)
     wanted = {to / f"{each}.ipynb": known[each] for each in name or known}
     if lying := [str(file) for file in wanted if file.exists() and not force]:
         raise InputError(f"{lying[0]} is there already: give another folder (--to), or replace it (--force)")

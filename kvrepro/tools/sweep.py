@@ -28,8 +28,8 @@ import torch
 import typer
 import yaml
 
-from kvrepro.engine.allowed import ensure, ensure_all
-from kvrepro.errors import InputError, meant, told
+from kvrepro.engine.allowed import ensure, ensure_all, ensure_once_each
+from kvrepro.errors import InputError, ensure_known, told
 from kvrepro.experiment import cluster, models, progress
 from kvrepro.experiment.run import Settings
 from kvrepro.experiment.sharing import make_folder, writing
@@ -53,13 +53,8 @@ class Sweep:
         ensure(("quick", "full"), profile=self.profile)
         if not isinstance(self.parameters, dict) or not all(isinstance(name, str) for name in self.parameters):
             raise InputError(f"parameters {self.parameters!r}: give names with values, such as n_items: 8")
-        for what, names in (("models", self.models), ("chapters", self.chapters)):
-            if not names or len(set(names)) < len(names):
-                raise InputError(f"{what} {names!r}: name at least one, each once")
-        known = studied()
-        for name in self.chapters:
-            if name not in known:
-                raise InputError(f"no chapter {name!r} with studies{meant(name, known)}; there are: {', '.join(known)}")
+        ensure_once_each(models=self.models, chapters=self.chapters)
+        ensure_known("chapter with studies", self.chapters, studied())
         options = [v for name, v in self.parameters.items() if name.rpartition(".")[2] == "options"]
         for name in (*self.parameters, *(name for one in options if isinstance(one, dict) for name in one)):
             if (key := OWN.get(name.rpartition(".")[2])) is not None:
@@ -119,9 +114,7 @@ def read(file: Path) -> Sweep:
     keys = [f.name for f in fields(Sweep)]
     if not isinstance(said, dict):
         raise InputError(f"sweep file {file} holds {said!r}: give the keys {', '.join(keys)}")
-    for key in said:
-        if key not in keys:
-            raise InputError(f"sweep file {file}: unknown key {key!r}{meant(key, keys)}; there are: {', '.join(keys)}")
+    ensure_known(f"key in sweep file {file}:", said, keys)
     if missing := [key for key in ("models", "chapters") if key not in said]:
         raise InputError(f"sweep file {file}: no {missing[0]}; name at least one of them")
     sweep = Sweep(**said)

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import pandas as pd
 import torch
@@ -61,7 +61,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHAPTERS = ("protection", "fragility", "dropkv_bound", "leakage", "reclamation")
-DTYPES = tuple(name for name in models.DTYPES if name != "auto")
+DTYPES = get_args(models.Dtype)[1:]  # without "auto"
 KEY = ["shape", "device", "chapter", "n_items"]
 STUDY = re.compile(r"^\w+/\S+: (\d+) \w+s, \d+ computed now, (\d+) failed, (.+)$")  # as `run` says it
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kvrepro.chat import rendered
-from kvrepro.errors import InputError, meant
+from kvrepro.errors import InputError, ensure_known
 from kvrepro.item import Item, Span
 from kvrepro.world import ruler_text as text
 from kvrepro.world.ruler_text import Fetch, Haystack, Questions
@@ -284,9 +284,7 @@ def _forms(name: str, tokens: int) -> list[Task]:
 def named(tasks: str) -> list[str]:
     """The tasks of "vt,cwe", all thirteen for "". Raises InputError for others."""
     names = list(dict.fromkeys(tasks.split(","))) if tasks else list(TASKS)
-    for name in names:
-        if name not in TASKS:
-            raise InputError(f"unknown RULER task {name[:200]!r}{meant(name, TASKS)}: use some of {', '.join(TASKS)}")
+    ensure_known("RULER task", names, TASKS)
     return names
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, ensure_known
 from kvrepro.item import Item, Span
 from kvrepro.world import words as w
 from kvrepro.world.instructions import INSTRUCTIONS, follow
@@ -506,8 +506,7 @@ def sample(task: str, n: int, seed: int = 0, tokens: int = 1900) -> list[Item]:
     system turn. Raises InputError for an unknown task, n below 1, a length outside 200 to 4,000, and one
     that leaves no room for the answer.
     """
-    if task not in KNOWN:
-        raise InputError(f"unknown task {task!r}: choose one of {', '.join(KNOWN)}")
+    ensure_known("task", [task], KNOWN)
     if n < 1:
         raise InputError(f"n is {n}: ask for at least 1 item")
     if not 200 <= tokens <= 4000:

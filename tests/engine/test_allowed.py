@@ -19,6 +19,7 @@ from kvrepro.engine.allowed import (
     ensure,
     ensure_all,
     ensure_fields,
+    ensure_once_each,
     holds,
     of,
     said,
@@ -202,3 +203,10 @@ def test_every_field_of_a_record_is_held_to_its_hint():
 )
 def test_kinds_in_words(kind, text):
     assert said(kind) == text
+
+
+@pytest.mark.parametrize("wrong", [(), [1, 1], 128, "lru"])
+def test_a_list_of_things_once_each(wrong):
+    ensure_once_each(capacities=[128, 256], policies=("lru",))
+    with pytest.raises(InputError, match=r"capacities .*: give a list of at least one, each once"):
+        ensure_once_each(capacities=wrong)

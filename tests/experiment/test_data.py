@@ -85,7 +85,11 @@ def test_a_subset_is_balanced_over_tasks_and_repeatable(tasks, draw, seed):
         ("ruler:vt", 10**6, "at most 100,000 ruler items"),
         ("tinyworld", 0, "n_items 0: a whole number"),
         ("tinyworld", None, "give n_items"),
-        ("tinyworld:needle,neddle", 2, "unknown tinyworld task 'neddle': use domains, long, or some of "),
+        (
+            "tinyworld:needle,neddle",
+            2,
+            "unknown tinyworld task 'neddle', did you mean 'needle'.; there are: domains, long, ",
+        ),
         ("FILE", 3, "n_items is 3 but .* has 1 items"),
     ],
 )
@@ -333,7 +337,7 @@ def test_a_prompt_that_fits_is_the_rendered_template():
 
 @pytest.mark.parametrize(("words", "limit"), [(20, 500), (3000, 333)])
 def test_a_template_without_a_system_turn_has_its_text_in_the_users(words, limit, capsys):
-    data._say_joined.cache_clear()
+    data.say_once.cache_clear()
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     own = copy.deepcopy(TOKENIZER)
     own.chat_template = refuses + TOKENIZER.chat_template

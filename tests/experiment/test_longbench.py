@@ -68,7 +68,7 @@ def test_sets_are_chosen_by_name_and_by_group(archive):
     assert tasks("longbench:long") == ["gov_report", "qmsum", "multi_news"]
     assert tasks("longbench:qa,trec,qasper") == [*longbench.GROUPS["qa"], "trec"]
     assert len(tasks("longbench")) == 16
-    with pytest.raises(InputError, match="unknown set 'quasper' of longbench, did you mean 'qasper'"):
+    with pytest.raises(InputError, match="unknown LongBench set 'quasper', did you mean 'qasper'"):
         data.load_items("longbench:quasper")
 
 

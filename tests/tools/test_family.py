@@ -78,5 +78,5 @@ def test_names_that_do_not_exist_are_refused_before_anything_runs(tmp_path):
         assert isinstance(found.exception, InputError)
     assert not (tmp_path / "x").exists()
     assert family.known("a, b", ["a", "b", "c"], "model") == ["a", "b"]
-    with pytest.raises(InputError, match="no model 'd'"):
+    with pytest.raises(InputError, match="unknown model 'd'"):
         family.known("a,d", ["a", "b"], "model")

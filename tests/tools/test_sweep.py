@@ -37,13 +37,13 @@ def environment(monkeypatch):
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"modles": []}, "unknown key 'modles', did you mean 'models'?"),
+        ({"modles": []}, "'modles', did you mean 'models'?"),
         ({"models": "small-gqa"}, "models 'small-gqa': give a list"),
-        ({"models": []}, r"models \[\]: name at least one, each once"),
+        ({"models": []}, r"models \[\]: give a list of at least one, each once"),
         ({"models": ["small-gqa"] * 2}, "each once"),
         ({"models": ["small-gqa", "nosuch"]}, "unknown model 'nosuch'"),
-        ({"chapters": ["leakge"]}, "no chapter 'leakge' with studies, did you mean 'leakage'?"),
-        ({"chapters": ["reanalysis"]}, "no chapter 'reanalysis' with studies"),
+        ({"chapters": ["leakge"]}, "unknown chapter with studies 'leakge', did you mean 'leakage'?"),
+        ({"chapters": ["reanalysis"]}, "unknown chapter with studies 'reanalysis'"),
         ({"profile": "fast"}, "unknown profile 'fast'"),
         ({"parameters": ["n_items"]}, "give names with values"),
         ({"parameters": {"n_item": 3}}, "no chapter has a parameter 'n_item', did you mean 'n_items'?"),

@@ -131,8 +131,10 @@ def test_unknown_task_is_one_line_and_exit_code_2():
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
-    assert "unknown tinyworld task 'neddle': use domains, long, or some of single_fact" in done.stderr
-    with pytest.raises(InputError, match="unknown task 'neddle': choose one of single_fact"):
+    assert (
+        "unknown tinyworld task 'neddle', did you mean 'needle'?; there are: domains, long, single_fact" in done.stderr
+    )
+    with pytest.raises(InputError, match="unknown task 'neddle', did you mean 'needle'.; there are: single_fact"):
         world.sample("neddle", 1)
 
 

@@ -9,7 +9,7 @@ from kvrepro.chapters.leakage.english import Wording, wording
 from kvrepro.chapters.leakage.prompts import suited
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import policy
-from kvrepro.engine.allowed import ProperShare, Size, ensure_fields
+from kvrepro.engine.allowed import ProperShare, Size, ensure_fields, ensure_once_each
 from kvrepro.errors import InputError
 
 
@@ -55,9 +55,7 @@ class ChapterPlan:
         if (suits := suited(self.items)) != self.items:
             print(f"leakage: items {suits!r}, which suit this chapter, in the place of {self.items!r}")
             object.__setattr__(self, "items", suits)
-        for name in ("policies", "ratios"):
-            if getattr(self, name) is not None and not getattr(self, name):
-                raise InputError(f"{name} {getattr(self, name)!r}: give a list of at least one")
+        ensure_once_each(policies=self.policies, **{} if self.ratios is None else {"ratios": self.ratios})
         for name in self.policies:
             if name == "full":
                 raise InputError("policy full is run in any case: name policies that evict")
@@ -69,14 +67,9 @@ class ChapterPlan:
         return wording(self.settings.wording)
 
     @property
-    def every(self) -> list[str]:
-        """The policies, each once."""
-        return list(dict.fromkeys(self.policies))
-
-    @property
     def main(self) -> list[str]:
         """Those that every study takes: the paper's five and a reader's own, or all where none of these is there."""
-        return [name for name in self.every if name in FIVE or policy.is_own(name)] or self.every
+        return [name for name in self.policies if name in FIVE or policy.is_own(name)] or list(self.policies)
 
     @property
     def sizes(self) -> Sizes:
@@ -84,7 +77,7 @@ class ChapterPlan:
         found = PROFILES[self.settings.profile]
         names = ("singles", "several", "examples", "marks", "timed")
         if self.ratios is not None:
-            chosen = tuple(sorted(set(self.ratios)))
+            chosen = tuple(sorted(self.ratios))
             found = replace(found, ratios=chosen, varied=chosen, rest=chosen[len(chosen) // 2 :][:1], dial=chosen)
         if self.n_items is not None:
             capped = {one: min(self.n_items, getattr(found, one)) for one in names}

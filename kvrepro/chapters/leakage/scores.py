@@ -10,8 +10,8 @@ import pandas as pd
 
 from kvrepro.chapters.leakage import ifeval
 from kvrepro.chapters.leakage.cells import differs
+from kvrepro.engine.allowed import ensure
 from kvrepro.engine.condition import Generation, Prompt
-from kvrepro.errors import InputError
 from kvrepro.experiment import measure
 from kvrepro.item import Item
 from kvrepro.world import world
@@ -91,8 +91,7 @@ def unmet(rows: pd.DataFrame) -> pd.Series:
 
 def failing(rows: pd.DataFrame, failed: str) -> pd.Series:
     """Rows whose error counts as a failure."""
-    if failed not in FAILED:
-        raise InputError(f"unknown handling of failed rows {failed!r}: choose {', '.join(FAILED)}")
+    ensure(FAILED, failed=failed)
     return rows.error.notna() & (failed != "missing") & (~unmet(rows) | (failed == "worst"))
 
 

@@ -6,11 +6,10 @@ One prefill serves a whole list, so the chapter runs the union of its grids once
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from kvrepro.engine.allowed import ensure
+from kvrepro.engine.allowed import ensure, ensure_once_each
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import READINGS, check, find
 from kvrepro.engine.regime import DecodeCap, SharedCap
-from kvrepro.errors import InputError
 from kvrepro.experiment.data import AtMost
 
 # The paper's Table 3.
@@ -99,9 +98,7 @@ def protection(
     reading: str = "both",
 ) -> list[Condition]:
     """All conditions of the protection chapter, each once; extra studies at the middle capacity. Bad ones raise."""
-    for name, values in (("capacities", capacities), ("policies", policies)):
-        if not isinstance(values, list | tuple) or not values or len(set(values)) < len(values):
-            raise InputError(f"{name} {values!r}: give a list of at least one, each once, like [128, 256] or ['lru']")
+    ensure_once_each(capacities=capacities, policies=policies)
     middle = sorted(capacities)[len(capacities) // 2]
     parts = (
         main(capacities, policies, protect_frac, reading),

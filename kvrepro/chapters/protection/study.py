@@ -15,7 +15,6 @@ from kvrepro.engine.attention import watch_prompt
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.guard import protected_count
 from kvrepro.errors import InputError
-from kvrepro.experiment import controls as answers_without
 from kvrepro.experiment import data, measure
 from kvrepro.experiment.answers import prompt_limit
 from kvrepro.experiment.models import Loaded
@@ -85,11 +84,6 @@ def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Se
             study = Answers("protection", f"context-{length}", here, conditions, new, limit)
             parts.append(run(study, loaded, settings).assign(length=length))
     return pd.concat(parts, ignore_index=True)
-
-
-def controls(loaded: Loaded, items: Sequence[Item], settings: Settings) -> pd.DataFrame:
-    """Of the main comparison's items, answers that no policy gives (`controls.CONTROLS`)."""
-    return answers_without.of_items("protection", items, loaded, settings, settings.max_new_tokens)
 
 
 def question(loaded: Loaded, items: str, n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from kvrepro.engine.allowed import ensure
 from kvrepro.errors import InputError
 
 Copies = tuple[np.ndarray, np.ndarray]  # flat slots (block * block_size + offset): read all of the first, then write
@@ -167,8 +168,7 @@ class Ledger:
 
     def compact(self, number: int, layout: str) -> tuple[int, Copies]:
         """A compaction by its name: "none", "repack", "fill", or "emptiest", which fills from the emptiest blocks."""
-        if layout not in LAYOUTS:
-            raise InputError(f"layout {layout!r}: choose {', '.join(LAYOUTS)}")
+        ensure(LAYOUTS, layout=layout)
         if layout == "none":
             return 0, NONE
         return self.repack(number) if layout == "repack" else self.fill(number, layout == "emptiest")

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvrepro.chapters.reclamation.survivors import POLICIES, PUBLISHED
-from kvrepro.engine.allowed import Number, ProperShare, Size
-from kvrepro.errors import InputError
+from kvrepro.engine.allowed import Number, ProperShare, Size, ensure_once_each
 from kvrepro.experiment import run
 
 SHAPES = {  # layers, KV heads, dimension of a head, bytes of the weights in bfloat16
@@ -36,5 +35,4 @@ class Settings(run.Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("policies", "kept", "cadences", "timed_cadences", "lengths"):
-            if not getattr(self, name):
-                raise InputError(f"{name} {getattr(self, name)!r}: give a list of at least one")
+            ensure_once_each(**{name: getattr(self, name)})

@@ -10,12 +10,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvrepro.engine.allocate import joint_layers, one_set, per_layer
+from kvrepro.engine.allowed import ensure
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, find, is_own, own
 from kvrepro.engine.regime import Regime
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
-from kvrepro.errors import InputError
 
 POLICIES = {  # of the chapter: the catalogue's, the reading that is meant
     "sinks_recency": ("streaming_llm", "as_described"),  # 4 sinks
@@ -37,8 +37,7 @@ GRANULARITIES = JOINT[:3]
 def condition(policy: str, granularity: str, budget: int | float, regime: Regime) -> Condition:
     """A policy (`POLICIES`, the catalogue's or a reader's own) at a granularity. "per head" is as it was published;
     positions alone choose one set in any case."""
-    if granularity not in ACROSS:
-        raise InputError(f"granularity {granularity!r}: choose {', '.join(JOINT)}")
+    ensure(JOINT, granularity=granularity)
     name, reading = POLICIES.get(policy, (policy, "as_described"))
     switches = (("window", min(WINDOW, int(budget) // 2)),) if policy == "window" else SWITCHES.get(name, ())
     if granularity != "per head" and policy != "sinks_recency":

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvrepro.engine.allowed import Number, Odd, ProperShare, Size
-from kvrepro.errors import InputError
+from kvrepro.engine.allowed import Number, Odd, ProperShare, Size, ensure_once_each
 from kvrepro.experiment import run
 
 
@@ -26,5 +25,4 @@ class Settings(run.Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(set(self.kept)) < max(1, len(self.kept)) or not self.kept:
-            raise InputError(f"kept {self.kept!r}: give shares, at least one, each once")
+        ensure_once_each(kept=self.kept)

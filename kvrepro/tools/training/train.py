@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrepro.errors import InputError
+from kvrepro.engine.allowed import ensure
 from kvrepro.tools import command
 from kvrepro.tools.training.evaluate import LENGTHS as CHECKS
 from kvrepro.tools.training.evaluate import evaluation_set, exact, exact_match, write
@@ -175,8 +175,7 @@ def main(
     """Train a model of `FAMILY` for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and
     evaluation.csv to its place in `folder`. Where one sitting is too short, `stop_after` minutes of it the state is
     kept, and the same command goes on from there."""  # long, because the state of a run is its variables
-    if name not in FAMILY:
-        raise InputError(f"unknown name {name!r}: choose {', '.join(FAMILY)}")
+    ensure(tuple(FAMILY), name=name)
     out, seed = folder / name, SEEDS.get(name, 0) if seed is None else seed
     begun, device, state = time.time(), torch.device("cuda"), out / "state.pt"
     torch.manual_seed(seed)

@@ -13,7 +13,7 @@ from kvrepro.chapters.protection import study
 from kvrepro.chapters.protection.settings import Settings
 from kvrepro.engine.condition import Condition
 from kvrepro.errors import InputError
-from kvrepro.experiment import controls, data, models
+from kvrepro.experiment import data, models
 from kvrepro.experiment.data import Item
 
 PASSAGE = "The red door is open and the blue door is shut. " * 60
@@ -87,13 +87,6 @@ def test_the_questions_length_and_place_decide_what_lru_holds_of_it(tmp_path, mo
         patched.setattr(study, "WORLD_TOKENS", 400)
         asked = study.question(tiny, str(other), 1, 120, settings)
     assert asked.groupby("varied").size().to_dict() == {"length": 6, "place": 8}
-
-
-def test_controls_are_those_of_the_main_comparisons_items(tmp_path):
-    tiny = models.load("small-gqa")
-    items = data.load_items("tinyworld:values", 2, tokens=300)
-    found = study.controls(tiny, items, Settings(tmp_path, progress=False, max_new_tokens=8))
-    assert found.control.tolist() == [*controls.CONTROLS] * 2
 
 
 def test_prompts_with_a_passage_stop_at_the_papers_length():

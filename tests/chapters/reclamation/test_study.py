@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvrepro.chapters.reclamation import members
 from kvrepro.chapters.reclamation import study as r
 from kvrepro.chapters.reclamation.settings import Settings
+from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.policy import Policy, own
 from kvrepro.engine.score import cumulative, window
 from kvrepro.errors import InputError
@@ -187,7 +188,8 @@ SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences":
         ({"policies": "window"}, "policies 'window': give a list"),
         ({"policies": []}, "policies []: give a list"),
         ({"policies": ["snapkw"]}, "unknown policy 'snapkw'"),
-        ({"policies": ["snapkv", "snapkv"]}, "two of the policies are called SnapKV"),
+        ({"policies": ["snapkv", "snapkv"]}, "policies ['snapkv', 'snapkv']: give a list of at least one, each once"),
+        ({"policies": ["snapkv", "twin"]}, "two of the policies are called SnapKV"),
         ({"policies": ["lru"]}, "policies lru: this model can have none of them"),
         ({"budget": 4}, "budget 4: a whole number, at least 16"),
         ({"max_new_tokens": 0}, "max_new_tokens 0: a whole number, at least 1"),
@@ -199,6 +201,8 @@ SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences":
     ],
 )
 def test_settings_are_refused_before_anything_is_computed(loaded, changed, said, tmp_path):
+    own("twin", CATALOGUE["snapkv"])
+
     def run():
         settings = Settings(tmp_path, **{**SETTINGS, "acceptance": "policies", **changed})
         r.run(loaded, dict(zip("ab", tiny.prompts(100, 120), strict=True)), settings)

@@ -22,7 +22,8 @@ _listeners: list[Callable[[dict[str, Any]], None]] = []
 @contextlib.contextmanager
 def heard(by: Callable[[dict[str, Any]], None]) -> Iterator[None]:
     """Within, `by` is called with what studies of this process say of themselves, and no bar is shown: how far one is
-    (study, done, total, left), and what a dry run expects (study, results, seconds, bytes, processes)."""
+    (study, done, total, left), what it took (study, results, failed, seconds), and what a dry run expects (study,
+    results, seconds, bytes, processes)."""
     _listeners.append(by)
     try:
         yield
@@ -54,12 +55,6 @@ def clock(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds // 3600:.0f} h {seconds % 3600 / 60:.0f} min"
-
-
-def seconds(text: str) -> float:
-    """What `clock` said, back in seconds."""
-    parts = text.split()
-    return sum(float(n) * {"s": 1, "min": 60, "h": 3600}[unit] for n, unit in zip(parts[::2], parts[1::2], strict=True))
 
 
 class Progress:

@@ -60,8 +60,10 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
         computed = _compute(plan, settings)
         found = plan.results()
     failed = plan.failures()
+    taken = time.perf_counter() - started
+    tell(study=plan.title, results=plan.total, failed=len(failed), seconds=taken)
     text = f"{plan.title}: {plan.total} {plan.unit}s, {computed} computed now, {len(failed)} failed"
-    print(f"{text}, {clock(time.perf_counter() - started)}", *plan.remarks(), sep="\n")
+    print(f"{text}, {clock(taken)}", *plan.remarks(), sep="\n")
     if len(failed) > MOST_FAILED * plan.total:
         raise StudyFailed(f"{plan.title}: {len(failed)} of {plan.total} {plan.unit}s failed, the first {failed[0]}")
     if failed:

@@ -180,6 +180,8 @@ class Line:
 
     def __call__(self, told: Mapping[str, Any]) -> None:
         """Say how far a study is."""
+        if "done" not in told:
+            return
         left = "" if told["left"] is None else f", {progress.clock(told['left'])} left of it"
         since = progress.clock(time.monotonic() - self.began)
         text = f"{self.model}  {since}  {told['study']}: {told['done']:,} of {told['total']:,}{left}"

@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import itertools
 import multiprocessing
-import re
 import tempfile
 import time
 import traceback
@@ -28,8 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import told
-from kvrepro.experiment import data, models
-from kvrepro.experiment.progress import seconds
+from kvrepro.experiment import data, models, progress
 from kvrepro.paths import GPU
 from kvrepro.tools import command
 from kvrepro.tools.rows import replace_rows
@@ -63,7 +61,6 @@ TEMPLATE = (
 CHAPTERS = ("protection", "fragility", "dropkv_bound", "leakage", "reclamation")
 DTYPES = get_args(models.Dtype)[1:]  # without "auto"
 KEY = ["shape", "device", "chapter", "n_items"]
-STUDY = re.compile(r"^\w+/\S+: (\d+) \w+s, \d+ computed now, (\d+) failed, (.+)$")  # as `run` says it
 
 
 def tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> PreTrainedTokenizerFast:
@@ -104,8 +101,11 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any], log: Path) -> N
     """One chapter in a process of its own: seconds, peak GiB, rows, failed rows, its end. Its words go to `log`."""
     from kvrepro.tools.book import cells
 
-    began, error = time.perf_counter(), ""
-    with log.open("w", buffering=1, encoding="utf-8") as said, contextlib.redirect_stdout(said):
+    began, error, told_of = time.perf_counter(), "", list[dict[str, Any]]()
+    with (
+        log.open("w", buffering=1, encoding="utf-8") as said, contextlib.redirect_stdout(said),
+        progress.heard(told_of.append),
+    ):  # fmt: skip
         try:
             for _ in cells(name, parameters):
                 pass
@@ -113,10 +113,10 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any], log: Path) -> N
             traceback.print_exc()
             error = told(raised)
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
-    studies = [found for line in log.read_text(encoding="utf-8").splitlines() if (found := STUDY.match(line))]
+    studies = pd.DataFrame([told for told in told_of if "failed" in told], columns=["results", "failed", "seconds"])
     answer.send({
-        "chapter": name, "results": sum(int(s[1]) for s in studies), "failed": sum(int(s[2]) for s in studies),
-        "seconds": round(time.perf_counter() - began, 1), "in_studies": sum(seconds(s[3]) for s in studies),
+        "chapter": name, "results": int(studies.results.sum()), "failed": int(studies.failed.sum()),
+        "seconds": round(time.perf_counter() - began, 1), "in_studies": round(studies.seconds.sum(), 1),
         "peak_gib": round(peak, 2), "error": error,
     })  # fmt: skip
 

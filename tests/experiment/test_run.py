@@ -567,9 +567,18 @@ def test_a_table_that_is_none_is_said(loaded, tmp_path):
         run.run(study, loaded, Settings(results=tmp_path))
 
 
-@pytest.mark.parametrize("duration", [0, 45, 599, 720, 5340, 12000])
-def test_what_a_clock_says_is_read_back(duration):
-    assert progress.seconds(progress.clock(duration)) == duration
+@pytest.mark.parametrize(("seconds", "said"), [(0, "0 s"), (599, "599 s"), (720, "12 min"), (12000, "3 h 20 min")])
+def test_a_clock_says_what_one_needs(seconds, said):
+    assert progress.clock(seconds) == said
+
+
+def test_who_listens_hears_what_a_study_took(tmp_path):
+    told, study = [], PerItem("mine", "few", {"a": 1, "b": 2}, lambda _, n: pd.DataFrame({"n": [n]}))
+    with progress.heard(told.append):
+        run.run(study, None, Settings(results=tmp_path))
+    assert told[-2]["done"] == told[-2]["total"] == 2
+    assert told[-1].keys() == {"study", "results", "failed", "seconds"}
+    assert (told[-1]["study"], told[-1]["results"], told[-1]["failed"]) == ("mine/few", 2, 0)
 
 
 @pytest.mark.parametrize(("seconds", "there", "shared"), [

@@ -73,10 +73,10 @@ SPECIALS = ["<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|
 NUMBERS = [str(i) for i in range(1, 101)]
 
 
-def filler_bank(n: int = 400, seed: int = 1) -> list[list[str]]:
+def filler_bank() -> list[list[str]]:
     """The fixed bank of filler sentences: low entropy, so that language modelling on filler costs little."""
-    rng, seen, bank = random.Random(seed), set(), []
-    while len(bank) < n:
+    rng, seen, bank = random.Random(1), set(), []
+    while len(bank) < 400:
         words = ["The", rng.choice(FILLER_SUBJECTS), rng.choice(FILLER_ACTIONS), rng.choice(FILLER_PREPOSITIONS), "the"]
         words += [rng.choice(FILLER_PLACES), rng.choice(FILLER_TIMES), "##."]
         if tuple(words) not in seen:

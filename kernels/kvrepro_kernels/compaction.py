@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrepro_kernels.launch import cdiv, check_device, check_innermost, check_pair, next_power_of_2
+
 
 def compact_reference(keys: Tensor, values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The truth: keys, values [batch, kv_heads, tokens, dim], rows [batch, kv_heads, kept] -> two [.., kept, dim]."""
@@ -61,23 +63,17 @@ def compact(
     """
     batch, kv_heads, tokens, dim = keys.shape
     kept = rows.shape[-1]
-    if values.shape != keys.shape or values.dtype != keys.dtype:
-        one, other = (f"{tuple(x.shape)} {x.dtype}" for x in (keys, values))
-        raise ValueError(f"keys {one} and values {other} differ")
+    check_pair(keys, values, "[batch, kv_heads, tokens, dim]")
     if rows.shape != (batch, kv_heads, kept) or rows.dtype not in (torch.int32, torch.int64):
         found = f"{rows.dtype} {tuple(rows.shape)}"
         raise ValueError(f"rows must be integers of shape ({batch}, {kv_heads}, kept), not {found}")
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
-        raise ValueError(f"dim must be innermost, but its strides are {keys.stride(-1)} and {values.stride(-1)}")
+    check_innermost(keys=keys, values=values)
     if out is None:
         out = keys.new_empty(batch, kv_heads, kept, dim), keys.new_empty(batch, kv_heads, kept, dim)
     for x in out:
         if x.shape != (batch, kv_heads, kept, dim) or x.dtype != keys.dtype or not x.is_contiguous():
             raise ValueError(f"out must be contiguous {keys.dtype} of shape {(batch, kv_heads, kept, dim)}")
-    if any(x.device != keys.device for x in (values, rows, *out)):
-        raise ValueError(f"keys, values, rows and out must lie on one device, {keys.device}")
-    if keys.device.type == "cpu" and isinstance(_compact, triton.JITFunction):
-        raise ValueError("compact needs GPU tensors; on the CPU, set TRITON_INTERPRET=1 before triton is imported")
+    check_device(_compact, "compact", (keys, values, rows, *out), moves=True)
     if out[0].numel() == 0:
         return out
     if check_rows:
@@ -85,13 +81,11 @@ def compact(
         if low < -1 or high >= tokens:
             raise ValueError(f"rows {low} to {high} do not lie in -1 to {tokens - 1}")
 
-    block_d = triton.next_power_of_2(dim)
+    block_d = next_power_of_2(dim)
     tuned = {"elements": 2048, "warps": 8} | (tuning or {})
     block_t = max(8, tuned["elements"] // block_d)
-    _compact[(triton.cdiv(kept, block_t), batch * kv_heads)](
-        keys, values, rows.contiguous(), *out,
-        *keys.stride()[:3], *values.stride()[:3],
-        kv_heads, kept,
+    _compact[(cdiv(kept, block_t), batch * kv_heads)](
+        keys, values, rows.contiguous(), *out, *keys.stride()[:3], *values.stride()[:3], kv_heads, kept,
         DIM=dim, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=tuned["warps"],
     )  # fmt: skip
     return out

@@ -1,21 +1,28 @@
-"""What every wrapper asks before a launch."""
+"""What every wrapper asks before a launch: do the tensors fit, and how is the work divided?"""
 
+import math
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+LOG2_E = math.log2(math.e)
 
-def check_device(kernel: object, name: str, tensors: tuple[Tensor, ...]) -> None:
-    """Raises ValueError if `tensors` lie apart, lie on the CPU uninterpreted, or hold bfloat16 for the interpreter."""
+
+def check_device(kernel: object, name: str, tensors: tuple[Tensor, ...], moves: bool = False) -> None:
+    """Raises ValueError if `tensors` lie apart, lie on the CPU uninterpreted, or hold bfloat16 for the interpreter.
+
+    moves: the kernel computes nothing, so that the interpreter may have bfloat16.
+    """
     device = tensors[0].device
     if any(x.device != device for x in tensors):
         raise ValueError(f"{name} needs its tensors on one device, not on {sorted({str(x.device) for x in tensors})}")
     compiled = isinstance(kernel, triton.JITFunction)
     if device.type == "cpu" and compiled:
         raise ValueError(f"{name} needs GPU tensors; on the CPU, set TRITON_INTERPRET=1 before triton is imported")
-    if not compiled and any(x.dtype == torch.bfloat16 for x in tensors):
+    if not (compiled or moves) and any(x.dtype == torch.bfloat16 for x in tensors):
         raise ValueError(f"{name}: Triton's interpreter computes bfloat16 wrongly; use float32 or float16 there")
 
 
@@ -26,10 +33,53 @@ def check_innermost(**tensors: Tensor) -> None:
             raise ValueError(f"{name}: dim must be innermost, but its stride is {x.stride(-1)}; call .contiguous()")
 
 
+def check_pair(keys: Tensor, values: Tensor, shape: str, fits: bool = True) -> None:
+    """Raises ValueError unless keys and values are alike, and `fits`; shape: what both must be, for the message."""
+    if not fits or values.shape != keys.shape or values.dtype != keys.dtype:
+        one, other = (f"{tuple(x.shape)} {x.dtype}" for x in (keys, values))
+        raise ValueError(f"keys {one} and values {other} must both be {shape}, of one dtype")
+
+
+def check_query(query: Tensor, keys: Tensor) -> None:
+    """Raises ValueError unless query [batch, heads, queries, dim] fits keys [batch, kv_heads, tokens, dim]."""
+    if query.dim() != 4 or query.shape[::3] != keys.shape[::3] or query.shape[1] % keys.shape[1]:
+        raise ValueError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)}")
+    if query.dtype != keys.dtype:
+        raise ValueError(f"query is {query.dtype}, keys are {keys.dtype}; cast one")
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 4 for the interpreter, so that splits are exercised."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def cdiv(length: int, block: int) -> int:
+    """How many blocks cover a length. `triton.cdiv`, made for kernels, takes microseconds in each launch."""
+    return -(-length // block)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two from n on, of n >= 1; quick, as `cdiv` is."""
+    return 1 << (n - 1).bit_length()
+
+
+def even_share(tokens: int, lists: int, device: torch.device, tuned: dict[str, int], most: int = 1 << 30) -> int:
+    """Tokens of a program, in whole blocks, where `lists` share the device evenly; `most`: programs of a list."""
+    programs = min(most, multiprocessors(device) * tuned["per_multiprocessor"] // lists)
+    return max(1, cdiv(cdiv(tokens, max(1, programs)), tuned["block_t"])) * tuned["block_t"]
+
+
+def base_2(scale: float | None, dim: int) -> float:
+    """`scale` of the logits, by default dim**-0.5, for powers of two in place of e's."""
+    return (dim**-0.5 if scale is None else scale) * LOG2_E
+
+
+def constants(dim: int, dtype: torch.dtype, tuned: dict[str, int]) -> dict[str, Any]:
+    """What a kernel with matrix products over `dim` is compiled for. float32 stays float32 in them, never tf32."""
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    return {"DIM": dim, "BLOCK_D": next_power_of_2(dim), "PRECISION": precision, "STAGES": tuned["stages"],
+            "num_warps": tuned["warps"]}  # fmt: skip
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrepro_kernels.launch import check_device, check_innermost, precision, scores_into
+from kvrepro_kernels.launch import cdiv, check_device, check_innermost, constants, scores_into
 
 
 def projected_norm_reference(values: Tensor, output: Tensor) -> Tensor:
@@ -68,11 +68,10 @@ def projected_norm(
     if out.numel() == 0:
         return out
     tuned = projected_norm_tuning(dim, values.dtype) | (tuning or {})
-    _projected_norm[(triton.cdiv(tokens, tuned["block_t"]), batch * kv_heads)](
+    _projected_norm[(cdiv(tokens, tuned["block_t"]), batch * kv_heads)](
         values, output, out, *values.stride()[:3], *output.stride(),
-        kv_heads, tokens, heads // kv_heads, hidden,
-        DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_T=tuned["block_t"], BLOCK_C=tuned["block_c"],
-        PRECISION=precision(values.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],
+        kv_heads, tokens, heads // kv_heads, hidden, BLOCK_T=tuned["block_t"], BLOCK_C=tuned["block_c"],
+        **constants(dim, values.dtype, tuned),
     )  # fmt: skip
     return out
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrepro_kernels.launch import check_device
+from kvrepro_kernels.launch import check_device, next_power_of_2
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,6 +40,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise ValueError(f"{found}: x must be contiguous, the weight [{dim}] and of one dtype with it")
     out = torch.empty_like(x)
     check_device(_rms_norm, "rms_norm", (x, weight, out))
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     _rms_norm[(x.numel() // dim,)](x, weight, out, eps, DIM=dim, BLOCK=block, num_warps=min(16, max(1, block // 512)))
     return out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrepro_kernels.launch import check_device, check_innermost
+from kvrepro_kernels.launch import check_device, check_innermost, next_power_of_2
 
 
 def rotary_reference(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     if query.numel():
         _rotary[(batch * tokens, heads + key.shape[1])](
             query, key, cos, sin, *out, tokens, heads, key.shape[1], *query.stride()[:3], *key.stride()[:3],
-            cos_batch, cos.stride(1), sin_batch, sin.stride(1), HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
+            cos_batch, cos.stride(1), sin_batch, sin.stride(1), HALF=dim // 2, BLOCK=next_power_of_2(dim // 2),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out

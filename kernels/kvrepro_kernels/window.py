@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvrepro_kernels.launch import check_innermost
+from kvrepro_kernels.launch import check_innermost, check_pair, check_query
 
 
 def visible_keys(tokens: int, last: Tensor, starts: Tensor) -> Tensor:
@@ -20,14 +20,9 @@ def window_rows(
 
     Raises ValueError for queries, keys and values that do not fit each other.
     """
-    batch, kv_heads, _, dim = keys.shape
-    if values.shape != keys.shape or values.dtype != keys.dtype:
-        one, other = (f"{tuple(x.shape)} {x.dtype}" for x in (keys, values))
-        raise ValueError(f"keys {one} and values {other} differ")
-    if query.dim() != 4 or query.shape[0] != batch or query.shape[3] != dim or query.shape[1] % kv_heads:
-        raise ValueError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)}")
-    if query.dtype != keys.dtype:
-        raise ValueError(f"query is {query.dtype}, keys are {keys.dtype}; cast one")
+    batch, kv_heads = keys.shape[:2]
+    check_pair(keys, values, "[batch, kv_heads, tokens, dim]")
+    check_query(query, keys)
     if last is not None:
         shape = (batch, kv_heads, query.shape[2])
         if last.dim() != 3 or any(a not in (1, b) for a, b in zip(last.shape, shape, strict=True)):

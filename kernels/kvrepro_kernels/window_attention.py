@@ -10,13 +10,10 @@ The keys are split over programs, each keeping a running maximum (flash attentio
 query that sees no key gets L = -inf and a = 0.
 """
 
-import math
-
 import torch
-import triton
 from torch import Tensor
 
-from kvrepro_kernels.launch import check_device, multiprocessors, precision
+from kvrepro_kernels.launch import base_2, cdiv, check_device, constants, even_share, next_power_of_2
 from kvrepro_kernels.window import visible_keys, window_rows
 from kvrepro_kernels.window_attention_kernel import attend_split, merge_splits
 
@@ -46,9 +43,9 @@ def window_attention(
 
     query: [batch, heads, window, dim]; keys, values: [batch, kv_heads, tokens, dim], strided, dim innermost.
     scale: of the logits, by default dim**-0.5. last: int [batch or 1, kv_heads or 1, window], the index of the last key
-    that each query may see, by default that of its own token. starts: int [batch] or [batch, kv_heads], the first live
-    key (left padding). pool: an odd number of neighbouring tokens.
-    out: two contiguous tensors to write into. tuning: overrides of `window_attention_tuning`.
+    that each query may see, by default that of its own token, the window being the last ones. starts: int [batch] or
+    [batch, kv_heads], the first live key (left padding, dead slots in front). pool: an odd number of
+    neighbouring tokens. out: two contiguous tensors to write into. tuning: overrides of `window_attention_tuning`.
     Raises ValueError for tensors that do not fit each other and for CPU tensors uninterpreted.
     """
     last, starts = window_rows(query, keys, values, last, starts)
@@ -64,26 +61,21 @@ def window_attention(
     if 0 in (batch, heads, window):
         return out
     tuned = window_attention_tuning(rows, dim, keys.dtype) | (tuning or {})
-    block_t = tuned["block_t"]
-    programs = multiprocessors(keys.device) * tuned["per_multiprocessor"]
-    chunks = triton.cdiv(rows, tuned["block_r"])
-    splits = max(1, min(programs // (batch * kv_heads * chunks), triton.cdiv(tokens, block_t), 64))
-    per_split = triton.cdiv(triton.cdiv(tokens, splits), block_t) * block_t
-    splits = max(1, triton.cdiv(tokens, per_split))
+    chunks = cdiv(rows, tuned["block_r"])
+    share = even_share(tokens, batch * kv_heads * chunks, keys.device, tuned, most=64)
+    splits = max(1, cdiv(tokens, share))
     part_outputs = torch.empty(batch * kv_heads, splits, rows, dim, dtype=torch.float32, device=keys.device)
     part_lse = torch.empty(batch * kv_heads, splits, rows, dtype=torch.float32, device=keys.device)
     attend_split[(splits, batch * kv_heads, chunks)](
         query, keys, values, *used, part_outputs, part_lse,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        kv_heads, tokens, rows, window, tokens - window, per_split,
-        (dim**-0.5 if scale is None else scale) * math.log2(math.e),
-        LASTS=last is not None, STARTS=starts is not None, POOL=pool,
-        DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_T=block_t, BLOCK_R=tuned["block_r"],
-        PRECISION=precision(keys.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],
+        kv_heads, tokens, rows, window, tokens - window, share, base_2(scale, dim),
+        LASTS=last is not None, STARTS=starts is not None, POOL=pool, BLOCK_T=tuned["block_t"],
+        BLOCK_R=tuned["block_r"], **constants(dim, keys.dtype, tuned),
     )  # fmt: skip
     merge_splits[(rows, batch * kv_heads)](
         part_outputs, part_lse, *out, rows, splits,
-        DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
+        DIM=dim, BLOCK_D=next_power_of_2(dim), BLOCK_S=next_power_of_2(splits), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -91,10 +83,5 @@ def window_attention(
 def window_attention_tuning(rows: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Block sizes by shape; measured on an H200 for bfloat16, 128 dims, 32 rows."""
     wide = dim > 128 or dtype == torch.float32
-    return {
-        "block_t": 32 if wide else 64,
-        "block_r": min(64, max(16, triton.next_power_of_2(rows))),
-        "warps": 4,
-        "stages": 2 if wide else 3,
-        "per_multiprocessor": 2,
-    }
+    return {"block_t": 32 if wide else 64, "block_r": min(64, max(16, next_power_of_2(rows))), "warps": 4,
+            "stages": 2 if wide else 3, "per_multiprocessor": 2}  # fmt: skip

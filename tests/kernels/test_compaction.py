@@ -118,8 +118,8 @@ def test_nothing_kept_gives_empty_tensors():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda k, v, r: (k, v[:, :, 1:], r), "differ"),
-        (lambda k, v, r: (k, v.half(), r), "differ"),
+        (lambda k, v, r: (k, v[:, :, 1:], r), "must both be"),
+        (lambda k, v, r: (k, v.half(), r), "of one dtype"),
         (lambda k, v, r: (k, v, r[:, :1]), "rows must be"),
         (lambda k, v, r: (k, v, r.float()), "rows must be"),
         (lambda k, v, r: (k, v, r + 9), "do not lie in -1 to 8"),

@@ -300,7 +300,7 @@ def test_a_query_that_sees_nothing():
         (dict(indicator="atention"), "'atention' is not one of attention"),
         (dict(aggregate="median"), "not one of mean"),
         (dict(reduction="min"), "not one of mean"),
-        (dict(values=torch.zeros(1, 2, 62, 64)), "differ"),
+        (dict(values=torch.zeros(1, 2, 62, 64)), "must both be"),
         (dict(query=torch.zeros(1, 5, 4, 64)), "does not fit"),
         (dict(lse=None), "give both"),
         (dict(lse=torch.zeros(1, 4, 3)), "lse and outputs must be"),

@@ -11,14 +11,11 @@ Queries stream past a block of keys that stays in shared memory, so half of the 
 repeated. Blocks of early keys, which most queries see, start first.
 """
 
-import math
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kvrepro_kernels.launch import check_device, check_innermost, precision, scores_into
+from kvrepro_kernels.column_mass_kernel import sum_columns
+from kvrepro_kernels.launch import base_2, cdiv, check_device, check_innermost, check_query, constants, scores_into
 from kvrepro_kernels.window import first_live
 
 
@@ -38,74 +35,6 @@ def column_mass_reference(
     return torch.where(visible & log_sum.isfinite(), p, 0.0).sum(-2).mean(2)
 
 
-@triton.jit
-def _add(
-    mass, q_at, log_sum_at, key, at, end, first, spans, span, step, dim, query_row, token, queries, scale,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr, SPANS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """mass [Q, T] plus the attention of queries at, at + 1, ... end - 1, one block of Q after another."""
-    for i in tl.range(at, end, BLOCK_Q, num_stages=STAGES):
-        here = i + step < queries
-        read = here[:, None] & (dim[None, :] < DIM) if BLOCK_D != DIM else here[:, None]
-        base = tl.zeros((), tl.int64) + i
-        q = tl.load(
-            q_at + base * query_row + (step[:, None] * query_row + dim[None, :]), mask=read, other=0.0
-        )  # [Q, D]
-        log_sum = tl.load(log_sum_at + i + step, mask=here, other=float("inf")) * 1.4426950408889634  # [Q]
-        log_sum = tl.where(log_sum == float("-inf"), float("inf"), log_sum)  # a query that sees nothing
-        logits = tl.dot(q, tl.trans(key), input_precision=PRECISION)  # [Q, T]
-        p = tl.exp2(logits * scale - log_sum[:, None])
-        if CAUSAL:
-            p = tl.where(token[None, :] <= first + i + step[:, None], p, 0.0)
-        if SPANS:
-            own = tl.load(spans + first + i + step, mask=here, other=-1)  # [Q]
-            p = tl.where(own[:, None] == span[None, :], p, 0.0)
-        mass += p
-    return mass
-
-
-@triton.jit
-def _column_mass(
-    query, keys, lse, starts, spans, out,
-    query_batch, query_head, query_row, key_batch, key_head, key_token,  # strides in elements
-    kv_heads, group, queries, tokens, scale,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, SPANS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)  # batch row * heads + query head
-    head_row = row // group  # batch row * kv_heads + KV head
-    batch, head = head_row // kv_heads, head_row % kv_heads
-    begin = tl.program_id(1) * BLOCK_T
-    token = begin + tl.arange(0, BLOCK_T)  # [T]
-    dim = tl.arange(0, BLOCK_D)  # [D]
-    step = tl.arange(0, BLOCK_Q)  # [Q]
-    first = tokens - queries
-    keys += batch * key_batch + head * key_head
-    query += batch * query_batch + (row - batch * kv_heads * group) * query_head
-    lse += row * queries
-    spans += batch * tokens
-    read = (token < tokens)[:, None] & (dim[None, :] < DIM)
-    key = tl.load(keys + token.to(tl.int64)[:, None] * key_token + dim[None, :], mask=read, other=0.0)  # [T, D]
-    span = token
-    if SPANS:
-        span = tl.load(spans + token, mask=token < tokens, other=-2)  # [T]
-
-    low = tl.maximum(begin - first, 0) // BLOCK_Q * BLOCK_Q  # the first block that sees a key of this block
-    edge = low + tl.cdiv(tl.maximum(begin + BLOCK_T - 1 - first - low, 0), BLOCK_Q) * BLOCK_Q  # ... that sees all
-    mass = tl.zeros((BLOCK_Q, BLOCK_T), tl.float32)
-    mass = _add(
-        mass, query, lse, key, low, tl.minimum(edge, queries), first, spans, span, step, dim, query_row,
-        token, queries, scale, DIM, BLOCK_D, BLOCK_Q, True, SPANS, PRECISION, STAGES,
-    )  # fmt: skip
-    mass = _add(
-        mass, query, lse, key, edge, queries, first, spans, span, step, dim, query_row,
-        token, queries, scale, DIM, BLOCK_D, BLOCK_Q, False, SPANS, PRECISION, STAGES,
-    )  # fmt: skip
-    total = tl.where(token >= tl.load(starts + head_row), tl.sum(mass, 0), 0.0)
-    tl.store(out + row * tokens + token, total, mask=token < tokens)
-
-
 def column_mass(
     query: Tensor, keys: Tensor, lse: Tensor, *,
     scale: float | None = None, starts: Tensor | None = None, spans: Tensor | None = None,
@@ -121,10 +50,9 @@ def column_mass(
     """
     batch, kv_heads, tokens, dim = keys.shape
     heads, queries = query.shape[1:3]
-    if query.shape != (batch, heads, queries, dim) or heads % kv_heads or queries > tokens:
-        raise ValueError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)}")
-    if query.dtype != keys.dtype:
-        raise ValueError(f"query is {query.dtype}, keys are {keys.dtype}; cast one")
+    check_query(query, keys)
+    if queries > tokens:
+        raise ValueError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)}: more queries than tokens")
     if lse.shape != (batch, heads, queries):
         raise ValueError(f"lse must be {(batch, heads, queries)}, not {tuple(lse.shape)}")
     if spans is not None and spans.shape != (batch, tokens):
@@ -133,17 +61,16 @@ def column_mass(
     starts = first_live(starts, batch, kv_heads)
     out = scores_into(out, keys)
     own = starts if spans is None else spans.to(torch.int32).contiguous()  # a stand-in that is never read
-    check_device(_column_mass, "column_mass", (query, keys, lse, starts, own, out))
+    check_device(sum_columns, "column_mass", (query, keys, lse, starts, own, out))
     check_innermost(query=query, keys=keys)
     if out.numel() == 0:
         return out
     tuned = column_mass_tuning(dim, keys.dtype) | (tuning or {})
     each = torch.empty(batch, heads, tokens, dtype=torch.float32, device=keys.device)
-    _column_mass[(batch * heads, triton.cdiv(tokens, tuned["block_t"]))](
+    sum_columns[(batch * heads, cdiv(tokens, tuned["block_t"]))](
         query, keys, lse.contiguous(), starts, own, each, *query.stride()[:3], *keys.stride()[:3],
-        kv_heads, heads // kv_heads, queries, tokens, (dim**-0.5 if scale is None else scale) * math.log2(math.e),
-        DIM=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_Q=tuned["block_q"], BLOCK_T=tuned["block_t"],
-        SPANS=spans is not None, PRECISION=precision(keys.dtype), STAGES=tuned["stages"], num_warps=tuned["warps"],
+        kv_heads, heads // kv_heads, queries, tokens, base_2(scale, dim), BLOCK_Q=tuned["block_q"],
+        BLOCK_T=tuned["block_t"], SPANS=spans is not None, **constants(dim, keys.dtype, tuned),
     )  # fmt: skip
     return torch.mean(each.unflatten(1, (kv_heads, -1)), 2, out=out)
 

@@ -9,16 +9,12 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is packaged for Linux only")
 
 from kvrepro_kernels.window_attention import window_attention, window_attention_reference
-from kvrepro_kernels.window_scores import (
-    AGGREGATES,
-    INDICATORS,
-    REDUCTIONS,
-    window_scores,
-    window_scores_reference,
-)
+from kvrepro_kernels.window_rules import NAMES, window_scores_reference
+from kvrepro_kernels.window_scores import window_scores
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+INDICATORS, AGGREGATES, REDUCTIONS, _ = NAMES.values()
 RULES = list(itertools.product(INDICATORS, AGGREGATES, REDUCTIONS))
 # every aggregate with every reduction, each indicator three or four times
 SOME_RULES = [(INDICATORS[i % 5], *rule) for i, rule in enumerate(itertools.product(AGGREGATES, REDUCTIONS))]

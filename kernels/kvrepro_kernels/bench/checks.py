@@ -11,7 +11,8 @@ from kvrepro_kernels.column_mass import column_mass, column_mass_reference
 from kvrepro_kernels.prefill_attention import prefill_attention
 from kvrepro_kernels.ragged_decode import ragged_decode, ragged_decode_reference
 from kvrepro_kernels.window_attention import window_attention, window_attention_reference
-from kvrepro_kernels.window_scores import window_scores, window_scores_reference
+from kvrepro_kernels.window_rules import window_scores_reference
+from kvrepro_kernels.window_scores import window_scores
 
 
 def checks(date: str, tokens: int = 8192) -> Iterator[Row]:

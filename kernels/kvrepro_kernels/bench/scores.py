@@ -9,7 +9,8 @@ from kvrepro_kernels.bench.harness import LLAMA, QWEN, RULE, TWO_PASSES, Bench, 
 from kvrepro_kernels.column_mass import column_mass
 from kvrepro_kernels.prefill_attention import prefill_attention
 from kvrepro_kernels.window_attention import window_attention
-from kvrepro_kernels.window_scores import window_scores, window_scores_reference
+from kvrepro_kernels.window_rules import window_scores_reference
+from kvrepro_kernels.window_scores import window_scores
 
 
 def bench_ceilings(b: Bench) -> None:

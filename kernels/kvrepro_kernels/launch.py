@@ -82,11 +82,6 @@ def constants(dim: int, dtype: torch.dtype, tuned: dict[str, int]) -> dict[str, 
             "num_warps": tuned["warps"]}  # fmt: skip
 
 
-def precision(dtype: torch.dtype) -> str:
-    """tl.dot's input_precision: float32 stays float32, never tf32."""
-    return "ieee" if dtype == torch.float32 else "tf32"
-
-
 def scores_into(out: Tensor | None, keys: Tensor, heads: int | None = None) -> Tensor:
     """`out`, or a new tensor: contiguous float32 [batch, heads, tokens] for keys [batch, kv_heads, tokens, dim].
 

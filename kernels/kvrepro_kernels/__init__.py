@@ -1,16 +1,18 @@
 """Triton kernels, usable without kvrepro: torch and triton only.
 
-One file is one page: formula, reference in plain torch, kernel, wrapper. The reference is the truth.
+One file is one page: formula, reference in plain torch, kernel, wrapper. The reference is the truth. A kernel
+that needs more room stands in `*_kernel.py`.
 Without a GPU, `TRITON_INTERPRET=1`, set before triton is imported, runs a kernel on CPU tensors.
 """
 
 from kvrepro_kernels.column_mass import column_mass
 from kvrepro_kernels.compaction import compact
+from kvrepro_kernels.fill_holes import fill_holes
 from kvrepro_kernels.largest import LONGEST, largest
-from kvrepro_kernels.paging import fill_holes, repack
 from kvrepro_kernels.prefill_attention import prefill_attention
 from kvrepro_kernels.projected_norm import projected_norm
 from kvrepro_kernels.ragged_decode import ragged_decode
+from kvrepro_kernels.repack import repack
 from kvrepro_kernels.rms_norm import rms_norm
 from kvrepro_kernels.rotary import rotary
 from kvrepro_kernels.window_attention import window_attention

@@ -7,10 +7,11 @@ import torch
 
 from kvrepro_kernels.column_mass import column_mass
 from kvrepro_kernels.compaction import compact
+from kvrepro_kernels.fill_holes import fill_holes
 from kvrepro_kernels.largest import largest
-from kvrepro_kernels.paging import fill_holes, repack
 from kvrepro_kernels.projected_norm import projected_norm
 from kvrepro_kernels.ragged_decode import ragged_decode
+from kvrepro_kernels.repack import repack
 from kvrepro_kernels.rms_norm import rms_norm
 from kvrepro_kernels.rotary import rotary
 from kvrepro_kernels.window_scores import window_scores

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is packaged for Linux only")
 
-from kvrepro_kernels.paging import fill_holes, moved_reference, repack
+from kvrepro_kernels.fill_holes import fill_holes
+from kvrepro_kernels.paging import moved_reference
+from kvrepro_kernels.repack import repack
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 

@@ -7,8 +7,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvrepro_kernels.bench.harness import LLAMA, UNEQUAL, Bench, each, random, sets_of
 from kvrepro_kernels.compaction import compact
-from kvrepro_kernels.paging import fill_holes, fill_pairs, find_holes, repack
+from kvrepro_kernels.fill_holes import fill_holes, fill_pairs, find_holes
 from kvrepro_kernels.ragged_decode import ragged_decode
+from kvrepro_kernels.repack import repack
 
 
 def lists(mean: int, batch: int, equal: bool, tail: int) -> list[tuple]:

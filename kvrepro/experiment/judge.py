@@ -18,7 +18,8 @@ maximum and no range is ever estimated: both are biased upwards.
 A claim marked `exact: true` is a theorem or arithmetic: its members list every case, and one counterexample refutes it.
 
 Verdicts: *reproduced*: every member holds. *not reproduced*: most fail, or none holds and some fail even at 5% divided
-by the number of members (of twenty members at the threshold one fails by chance). *partly*: some hold, some do not.
+by the number of members (of twenty members at the threshold one fails by chance; what has no bounds needs more than six
+items for it: `stats.fewest`). *partly*: some hold, some do not.
 *inconclusive*: tested, and none of that. *not testable here*: there is no member to test.
 
 How often each claim's rule errs: `data/error_rates.csv`, by `kvrepro.tools.error_rates`.

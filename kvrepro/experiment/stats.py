@@ -12,15 +12,19 @@
   2008, "MOVER"). Where no item loses, an unseen loss is expected to be as large as the gains, and the other way round.
 - *Ratios of means* (share of the ceiling, loss over loss): all r for which the mean of top - r bottom cannot be told
   from 0 by that same rule, which is Fieller's idea. Where the bottom itself may be 0 there is no bound.
-- *Values without bounds*: Student's t.
+- *Values without bounds*: Student's t, freed of the sample's skewness by Hall's transformation (1992): the interval
+  reaches farther to the side of the long tail, from where a rare value may be missing.
 - *Other statistics* (a median, a quantile, a rank correlation, a largest of several): Student's t with the spread over
-  1,000 resamples. Where the resamples stand above the sample on the average, the sample is taken to stand above the
-  truth by as much, and the interval reaches that much lower; the other way round alike (Efron and Tibshirani 1993). No
-  farther than the statistic can go (a correlation from -1 to 1, a quantile over its median from 1).
+  1,000 resamples, and as far as 95% of these lie from the sample, since some statistics move in steps (Hall 1988).
+  Where the resamples stand above the sample on the average, the sample is taken to stand above the truth by as much,
+  and the interval reaches that much lower; the other way round alike (Efron and Tibshirani 1993). No farther than the
+  statistic can go (a correlation from -1 to 1); of one that has a least value and no largest (a quantile over its
+  median, from 1) all this is said of the logarithm of what it lies above that.
 - *Clusters* (triples of a prompt, requests of a system prompt): a cluster counts once, by its mean; resamples draw it
   whole. Clusters without a single hit count once, too: that none was seen says nothing of how they come together.
-- Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. The estimate always
-  lies inside.
+- Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. Levels above 95% ask
+  for more: for as many as a sign test needs to reach them, but for scores between bounds, whose farthest values are
+  known. The estimate always lies inside.
 
 Chosen by coverage, and by how often the rules of claims err: `python -m kvrepro.tools.coverage` writes
 data/coverage.csv (means, differences and ratios with many zeros and ones), `kvrepro.tools.error_rates` the other table.
@@ -82,7 +86,8 @@ class Estimate:
         spec = spec or ".3f"
         if self.n == 0:
             return "no values"
-        why = f"{self.n} of {MIN_ITEMS} items" if self.n < MIN_ITEMS else "all alike"
+        needed = fewest(self.level)
+        why = f"{self.n} of {needed} items" if self.n < needed else "all alike"
         interval = f"no interval: {why}" if math.isnan(self.low) else f"{self.low:{spec}}, {self.high:{spec}}"
         return f"{self.value:{spec}} [{interval}]" + (f" ({self.missing} missing)" if self.missing else "")
 
@@ -160,6 +165,12 @@ def contrast(
 
 
 @cache
+def fewest(level: float) -> int:
+    """Items without which no two-sided sign or rank test reaches a level: n of them can have 2 / 2^n at the least."""
+    return max(MIN_ITEMS, math.ceil(math.log2(2 / (1 - level)) - 1e-9))
+
+
+@cache
 def _quantile(level: float, freedom: float) -> float:
     """Of Student's t, for a two-sided interval."""
     return float(special.stdtrit(freedom, 0.5 + level / 2))
@@ -174,8 +185,7 @@ def _reach(
     so that unseen ones are expected to be as large as those on the other side.
     """
     if ends is None:
-        half = _quantile(level, len(x) - 1) * float(x.std(ddof=1)) / math.sqrt(len(x))
-        return half, half
+        return _of_any(x, level)
     least, most = float(ends.min()), float(ends.max())
     zero = min(max(0.0, least), most)
     gain = np.maximum(x - zero, 0.0)
@@ -185,6 +195,22 @@ def _reach(
     spread = math.sqrt(up.variance * down.variance)
     correlation = max(-1.0, -up.mean * down.mean / spread) if spread else 0.0  # who gains does not lose
     return _joined(less_up, more_down, correlation), _joined(more_up, less_down, correlation)
+
+
+def _of_any(x: np.ndarray, level: float) -> tuple[float, float]:
+    """`_reach` of values without bounds, skewed as they are."""
+    n, away = len(x), x - x.mean()
+    error = math.sqrt(float(away @ away) / (n - 1) / n)
+    if not error:
+        return 0.0, 0.0
+    lean = float(((away / error) ** 3).sum()) / (n * (n - 1) * max(n - 2, 1))  # the skewness over the root of n
+    t = _quantile(level, n - 1)
+    return error * _unbent(t, lean), -error * _unbent(-t, lean)
+
+
+def _unbent(t: float, lean: float) -> float:
+    """The t ratio that Hall's transformation, t + lean t^2 / 3 + lean^2 t^3 / 27 + lean / 6, takes to t."""
+    return t if abs(lean) < 1e-9 else (math.cbrt(1 + lean * (t - lean / 6)) - 1) * 3 / lean
 
 
 @dataclass(frozen=True)
@@ -241,15 +267,23 @@ def _error(below: float, above: float, level: float) -> float:
     return max(below, above) / _quantile(level, math.inf)
 
 
+def _spread(x: np.ndarray, reach: tuple[float, float], level: float, bounded: bool) -> tuple[float, float]:
+    """Standard deviation of an item, and the error of the mean: by how far its limits reach; without bounds Student's,
+    since skewness moves the limits rather than adding to the error."""
+    sd, n = float(x.std(ddof=1)), len(x)
+    half = _quantile(level, n - 1) * sd / math.sqrt(n)
+    return sd, _error(*(reach if bounded else (half, half)), level)
+
+
 def _mean(x: np.ndarray, ends: np.ndarray | None, rule: Rule, level: float, missing: int) -> Estimate:
     n, value = len(x), float(np.mean(x))
-    if n < MIN_ITEMS or (ends is None and np.ptp(x) <= 1e-12 * max(1.0, abs(value))):
+    if n < MIN_ITEMS or (ends is None and (n < fewest(level) or np.ptp(x) <= 1e-12 * max(1.0, abs(value)))):
         return Estimate(value, math.nan, math.nan, n, missing, level)
-    below, above = rule(x, ends)
+    below, above = reach = rule(x, ends)
     low, high = value - below, value + above
     if ends is not None:
         low, high = min(max(low, float(ends.min())), value), max(min(high, float(ends.max())), value)
-    return Estimate(value, low + 0.0, high + 0.0, n, missing, level, float(x.std(ddof=1)), _error(below, above, level))
+    return Estimate(value, low + 0.0, high + 0.0, n, missing, level, *_spread(x, reach, level, ends is not None))
 
 
 def _ratio(
@@ -260,7 +294,7 @@ def _ratio(
     if not bottom:
         return Estimate(math.nan, math.nan, math.nan, n, missing, level)
     value = float(np.mean(x)) / bottom
-    if n < MIN_ITEMS or (ends is None and np.ptp((x - value * y) / bottom) <= 1e-12):
+    if n < MIN_ITEMS or (ends is None and (n < fewest(level) or np.ptp((x - value * y) / bottom) <= 1e-12)):
         return Estimate(value, math.nan, math.nan, n, missing, level)
     if bottom < 0:
         x, y, bottom, ends = -x, -y, -bottom, ends and (-ends[0], -ends[1])
@@ -270,8 +304,9 @@ def _ratio(
         rest = -side * (x - r * y)
         return float(rest.mean()) - rule(rest, ends and -side * (ends[0] - r * ends[1]))[0]
 
+    rest = (x - value * y) / bottom
     below, above = (reach / bottom for reach in rule(x - value * y, ends and ends[0] - value * ends[1]))
-    sd, error = float(((x - value * y) / bottom).std(ddof=1)), _error(below, above, level)
+    sd, error = _spread(rest, (below, above), level, ends is not None)
     if bottom <= rule(y, ends and ends[1])[0]:
         return Estimate(value, -math.inf, math.inf, n, missing, level, sd, error)
 
@@ -337,10 +372,16 @@ def spread_of(
 ) -> Estimate:
     """A statistic's interval from its values in resamples of n items or clusters; limits: as of `resampled`."""
     asked, drawn = len(drawn), drawn[np.isfinite(drawn)]
-    if n < MIN_ITEMS or 2 * len(drawn) < asked or not math.isfinite(value):
+    if n < fewest(level) or 2 * len(drawn) < asked or not math.isfinite(value):
         return Estimate(value, math.nan, math.nan, n, level=level)
+    least, most = limits
+    if math.isinf(most) and math.isfinite(least) and min(value, drawn.min()) > least:
+        e = spread_of(math.log(value - least), np.log(drawn - least), n, level)
+        low, high = (least + math.exp(min(end, 700.0)) for end in (e.low, e.high))
+        return Estimate(value, min(low, value), max(high, value), n, level=level, error=e.error * (value - least))
     error = float(drawn.std(ddof=1) * math.sqrt(n / (n - 1)))
-    half, bias = _quantile(level, n - 1) * error, float(drawn.mean()) - value
+    bias = float(drawn.mean()) - value
+    half = max(_quantile(level, n - 1) * error, float(np.quantile(np.abs(drawn - value), level)))
     low, high = value - half - max(bias, 0.0), value + half - min(bias, 0.0)
     low, high = min(max(low, limits[0]), value), max(min(high, limits[1]), value)
     return Estimate(value, low, high, n, level=level, error=error)
@@ -453,9 +494,9 @@ def tost(
 ) -> float:
     """p of the paired equivalence test of |mean(a - b)| < margin: the larger one-sided p; small says equivalent.
 
-    The p at which the interval of 1 - 2 p, by the module's rule, reaches the margin: without bounds these are the
-    paired t tests. 1 where the mean itself lies outside. Differences without bounds and spread decide by their mean
-    alone (p = 0 or 1). Fewer than two pairs give nan. Source: Schuirmann 1987.
+    The p at which the interval of 1 - 2 p, by the module's rule, reaches the margin: of symmetric differences without
+    bounds these are the paired t tests. 1 where the mean itself lies outside. Differences without bounds and spread
+    decide by their mean alone (p = 0 or 1). Fewer than two pairs give nan. Source: Schuirmann 1987.
     """
     if margin <= 0:
         raise InputError(f"margin is {margin}: give a positive difference that still counts as equal")

@@ -1,8 +1,8 @@
 """How often the 95% intervals of `kvrepro.experiment.stats` cover the truth, beside the rules that were not chosen.
 
 Populations are like the project's data: F1 per item (many zeros and ones, the rest in between), paired differences of
-them, ratios of their means, and medians of clustered values. Writes data/coverage.csv: a row per quantity, population,
-n and rule.
+them, ratios of their means, values without bounds (symmetric ones, and others with a long tail), and medians and
+quantiles of clustered values. Writes data/coverage.csv: a row per quantity, population, n and rule.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvrepro.tools.rows import write_table
 
 SIZES = (6, 8, 12, 20, 48, 100, 200)
 PARTIAL = np.array([0.2, 0.29, 0.33, 0.4, 0.5, 0.57, 0.67, 0.8])  # token F1 of answers that are partly right
+UNBOUNDED = "mean without bounds"
 Draw = Callable[[np.random.Generator, int], pd.DataFrame]  # a sample of n items
 Ends = tuple[float, float]
 
@@ -52,6 +53,12 @@ def shares(rng: np.random.Generator, n: int, zeros: float, ceiling: float) -> pd
     return pd.DataFrame({"a": full * scores(rng, n, zeros, 0.6).a, "full": full})
 
 
+def free(rng: np.random.Generator, n: int, sigma: float) -> pd.DataFrame:
+    """Column a: values without bounds, log-normal; normal where sigma is 0."""
+    values = rng.normal(size=n)
+    return pd.DataFrame({"a": np.exp(sigma * values) if sigma else values})
+
+
 def clusters(rng: np.random.Generator, n: int, rows: int) -> pd.DataFrame:
     """Column x: ratios above 1 with a long tail, `rows` to a prompt, prompts alike within."""
     shift = np.repeat(rng.normal(0, 0.4, n), rows)
@@ -72,11 +79,14 @@ POPULATIONS: dict[str, dict[str, Draw]] = {
                    for t, w in itertools.product((0.0, 0.5, 0.75, 0.9), (0.5, 0.75, 1.0))},
     "share_of_ceiling": {f"{z:.0%} zeros, ceiling {c:.0%}": partial(shares, zeros=z, ceiling=c)
                          for z, c in itertools.product((0.1, 0.5, 0.8), (0.6, 0.95))},
-    "median": {f"{rows} rows to a prompt": partial(clusters, rows=rows) for rows in (4, 24)},
+    UNBOUNDED: {f"log-normal, sigma {s:g}" if s else "normal": partial(free, sigma=s) for s in (0.0, 0.5, 1.0)},
+    **{quantity: {f"{rows} rows to a prompt": partial(clusters, rows=rows) for rows in (4, 24)}
+       for quantity in ("median", "95th percentile over median")},
     "largest mean": {f"five means, {apart:g} sd apart": partial(several, apart=apart) for apart in (0.0, 0.1)},
 }  # fmt: skip
 RESAMPLED: dict[str, Callable[[np.ndarray], float]] = {
     "median": lambda v: float(np.median(v)),
+    "95th percentile over median": lambda v: float(np.quantile(v, 0.95) / np.median(v)),
     "largest mean": lambda v: float(v.mean(0).max()),
 }
 
@@ -96,7 +106,10 @@ def _values(f: pd.DataFrame) -> pd.DataFrame:
 
 def chosen(quantity: str, f: pd.DataFrame) -> Ends:
     if quantity in RESAMPLED:
-        e = stats.resampled(_values(f), RESAMPLED[quantity], f.prompt if "prompt" in f else None)
+        labels, limits = (f.prompt, (1.0, np.inf)) if "prompt" in f else (None, stats.ANY)
+        e = stats.resampled(_values(f), RESAMPLED[quantity], labels, limits=limits)
+    elif quantity == UNBOUNDED:
+        e = stats.interval(f.a)
     else:
         e = stats.contrast(f, quantity, bounds=UNIT)
     return e.low, e.high
@@ -174,7 +187,7 @@ def table(sizes: Sequence[int] = SIZES, repeats: int = 2000, peers: int = 300) -
         if slow and n > 48:
             continue
         parts.append(cover(quantity, name, n, ["chosen"], repeats // 10 if slow else repeats))
-        if quantity in ("mean", "difference"):
+        if quantity in ("mean", "difference", UNBOUNDED):
             parts.append(cover(quantity, name, n, ["Student's t"], repeats))
             if n in (6, 12, 48):
                 parts.append(cover(quantity, name, n, ["percentile", "BCa", "studentised"], peers))

@@ -14,6 +14,8 @@ from kvrepro.tools import coverage
         ("mean", "25% zeros, 100% of the rest ones", 48),
         ("difference", "50% ties, 75% of the rest wins", 48),
         ("share_of_ceiling", "50% zeros, ceiling 95%", 48),
+        ("mean without bounds", "normal", 8),
+        ("mean without bounds", "log-normal, sigma 0.5", 20),
     ],
 )
 def test_the_chosen_rule_covers(quantity, population, n):
@@ -25,6 +27,13 @@ def test_six_items_are_covered_where_percentiles_are_not():
     found = coverage.cover("mean", "90% zeros, 50% of the rest ones", 6, ["chosen", "percentile"], 200)
     by = found.set_index("rule").coverage
     assert by["chosen"] > 0.93 > 0.9 > by["percentile"]
+
+
+@pytest.mark.parametrize("n", [6, 12, 48])
+def test_long_tails_are_covered_more_often_than_by_students_interval(n):
+    found = coverage.cover("mean without bounds", "log-normal, sigma 1", n, ["chosen", "Student's t"], 400)
+    by = found.set_index("rule").coverage
+    assert by["chosen"] > max(0.87, by["Student's t"] + 0.02)
 
 
 def test_the_shipped_table_has_every_cell():

@@ -57,8 +57,8 @@ class Sample:
     """What one number is estimated from: a row per item, columns as `contrast` names them.
 
     contrast: of `stats.CONTRASTS`, or any statistic(values [rows, columns]). clusters: one label per row. bounds: where
-    scores pile up; None for what does not. each: how many scored things a row is the mean of. limits: between what a
-    statistic must lie.
+    scores pile up; None for what does not. each: how many scored things a row is the mean of. limits: between what
+    it must lie.
     """
 
     data: pd.DataFrame
@@ -72,7 +72,8 @@ class Sample:
         if not isinstance(self.contrast, str):
             return stats.resampled(self.data, self.contrast, self.clusters, limits=self.limits, level=level)
         bounds, each = self.bounds, self.each
-        return stats.contrast(self.data, self.contrast, self.clusters, bounds=bounds, each=each, level=level)
+        e = stats.contrast(self.data, self.contrast, self.clusters, bounds=bounds, each=each, level=level)
+        return stats.within(e, self.limits)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -380,13 +380,17 @@ def spread_of(
     if math.isinf(most) and math.isfinite(least) and min(value, drawn.min()) > least:
         e = spread_of(math.log(value - least), np.log(drawn - least), n, level)
         low, high = (least + math.exp(min(end, 700.0)) for end in (e.low, e.high))
-        return Estimate(value, min(low, value), max(high, value), n, level=level, error=e.error * (value - least))
+        return within(Estimate(value, low, high, n, level=level, error=e.error * (value - least)), limits)
     error = float(drawn.std(ddof=1) * math.sqrt(n / (n - 1)))
     bias = float(drawn.mean()) - value
     half = max(_quantile(level, n - 1) * error, float(np.quantile(np.abs(drawn - value), level)))
     low, high = value - half - max(bias, 0.0), value + half - min(bias, 0.0)
-    low, high = min(max(low, limits[0]), value), max(min(high, limits[1]), value)
-    return Estimate(value, low, high, n, level=level, error=error)
+    return within(Estimate(value, low, high, n, level=level, error=error), limits)
+
+
+def within(e: Estimate, limits: tuple[float, float]) -> Estimate:
+    """An estimate whose interval ends where the value can go no farther; it still holds the value."""
+    return replace(e, low=min(max(e.low, limits[0]), e.value), high=max(min(e.high, limits[1]), e.value))
 
 
 def means(

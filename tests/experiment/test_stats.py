@@ -534,6 +534,14 @@ def test_a_statistic_with_a_least_value_and_no_largest_is_read_by_its_logarithm(
     assert at_its_end.low == max(1.0, stats.spread_of(5, np.array([1.0, *drawn]), 6).low)
 
 
+def test_within_limits_the_value_stays_and_so_does_what_there_is_not():
+    e = stats.Estimate(0.4, -0.1, 0.6, 6)
+    assert stats.within(e, (0, 1)).triple == (0.4, 0.0, 0.6)
+    assert stats.within(e, (0.5, 0.5)).triple == (0.4, 0.4, 0.5)
+    assert stats.within(e, stats.ANY) == e
+    assert math.isnan(stats.within(stats.Estimate(0.4, NAN, NAN, 5), (0, 1)).low)
+
+
 def test_a_statistic_that_moves_in_steps_may_be_a_step_off():
     """Nine of ten resamples agree, one of ten lies a step lower: so may the sample itself."""
     drawn = np.array([0.5] * 18 + [0.375] * 2)

@@ -15,9 +15,10 @@ from kvrepro.engine.policy import find, is_own
 from kvrepro.experiment import claims, history, judge, measure
 from kvrepro.experiment.claims import KEPT, PLAIN
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
-from kvrepro.experiment.stats import UNIT
+from kvrepro.experiment.stats import ANY, UNIT
 from kvrepro.paths import GPU
 
+SHARES = {"mean": UNIT, "difference": (-1.0, 1.0)}  # between what a contrast of shares must lie
 WITH_FULL = ("loss", "loss_ratio", "spread", "difference_of_ceiling")  # contrasts that need the full cache's scores
 
 
@@ -45,7 +46,8 @@ def _of_retained(claim: Mapping, sets: Mapping, r: Retained | None) -> list[Memb
         each = float(parts["a"].steps.mean()) if len(frame) else 1.0
         bounds = UNIT if claim["column"] == "below" else None
         label = ", ".join(filter(None, ["" if setting == DEFAULT else setting, label])) or f"layer {layer}"
-        found.append(Member(label, Sample(frame, claim["contrast"], each=each, bounds=bounds)))
+        limits = SHARES.get(claim["contrast"], ANY)
+        found.append(Member(label, Sample(frame, claim["contrast"], each=each, bounds=bounds, limits=limits)))
     return found
 
 

@@ -211,7 +211,10 @@ def _of_any(x: np.ndarray, level: float) -> tuple[float, float]:
 
 
 def _unbent(t: float, lean: float) -> float:
-    """The t ratio that Hall's transformation, t + lean t^2 / 3 + lean^2 t^3 / 27 + lean / 6, takes to t."""
+    """The t ratio that Hall's transformation takes to t: t + lean t^2 / 3 + lean^2 t^3 / 27 + lean / 6.
+
+    Source: Hall 1992, "On the removal of skewness by transformation".
+    """
     return t if abs(lean) < 1e-9 else (math.cbrt(1 + lean * (t - lean / 6)) - 1) * 3 / lean
 
 

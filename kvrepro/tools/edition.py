@@ -1,7 +1,8 @@
 """The book's edition of an executed notebook: findings first, code folded, figures numbered and captioned.
 
-The notebook itself stays as it is, and runs from top to bottom. What `figure.show` displayed becomes a file beside the
-page, its data another, and a `{figure}` directive with the label `fig-<chapter>-<name>`.
+The notebook itself stays as it is, and runs from top to bottom; its text is plain Markdown, which every Jupyter shows.
+What `figure.show` displayed becomes a file beside the page, its data another, and a `{figure}` directive with the label
+`fig-<chapter>-<name>`.
 """
 
 import functools
@@ -21,7 +22,9 @@ FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell", "show-input"
 FINDINGS = "What we found"
 LAST = "## How this page was computed"
 RESULTS = "data/results"
-REFERENCE = re.compile(r"\[[Ff]igure\]\(#fig-([a-z0-9-]+)\)")  # in a notebook's text; in the book it has a number
+REFERENCE = re.compile(r"\[(?:[Tt]he )?[Ff]igure\]\(#fig-([a-z0-9-]+)\)")  # in a notebook; in the book it has a number
+LINK = re.compile(r"\[([^\]]+)\]\((https://[^)\s]+)\)")
+SOURCE = re.compile(r"(?ms)^@\w+\{(\w+),(.*?)^\}")  # an entry of references.bib
 
 
 def figure_data(chapter: str, name: str, root: Path = ROOT) -> pd.DataFrame | None:
@@ -63,7 +66,7 @@ def edit(notebook: Any, chapter: str, folder: Path) -> None:
             if not FOLDED & set(tags(cell)):
                 tag(cell, "hide-input")
         else:
-            cell.source = _numbered(cell.source, chapter)
+            cell.source = _in_book(_numbered(cell.source, chapter))
     notebook.cells = _joined(_findings_first(notebook.cells))
     for cell in notebook.cells:
         if any("{figure}" in text_of(output, "text/markdown") for output in cell.get("outputs", [])):
@@ -92,6 +95,24 @@ def _told(output: Any) -> dict[str, Any]:
 
 def _numbered(text: str, chapter: str) -> str:
     return REFERENCE.sub(rf"{{numref}}`fig-{chapter}-\1`", text)
+
+
+def _in_book(text: str) -> str:
+    """Prose as the book has it: a link to a source is cited, and pages of the book lie one folder up."""
+    keys = _sources()
+
+    def cited(link: re.Match[str]) -> str:
+        key = keys.get(link[2])
+        return f"{link[1]} {{cite}}`{key}`" if key else link[0]
+
+    return LINK.sub(cited, text).replace("](../book/", "](../")
+
+
+@functools.cache
+def _sources(file: Path = ROOT / "book" / "references.bib") -> dict[str, str]:
+    """Address of a source -> its key in the references."""
+    entries = SOURCE.findall(file.read_text(encoding="utf-8"))
+    return {address: key for key, entry in entries for address in re.findall(r"\\url\{([^}]+)\}", entry)}
 
 
 def _folded(output: Any) -> Any:

@@ -146,3 +146,17 @@ def test_a_table_beside_a_figure_is_folded_and_a_reference_gets_its_label(tmp_pa
     assert folded.startswith('<details class="numbers"><summary>The numbers: 2 rows</summary>')
     assert cells[2].source == "See {numref}`fig-first-by-length`."
     assert cells[3].outputs[0].data["text/markdown"] == "In {numref}`fig-first-by-length`."
+
+
+def test_a_link_to_a_source_is_cited_and_pages_of_the_book_lie_beside_the_chapters_folder(tmp_path):
+    [cell] = edited(
+        tmp_path,
+        markdown(
+            "[*SnapKV*](https://arxiv.org/abs/2404.14469) is in [the audit](../book/audit.md), "
+            "[next](own_policy.ipynb); [elsewhere](https://example.org). See [the figure](#fig-by-length)."
+        ),
+    )
+    assert cell.source == (
+        "*SnapKV* {cite}`snapkv` is in [the audit](../audit.md), [next](own_policy.ipynb); "
+        "[elsewhere](https://example.org). See {numref}`fig-first-by-length`."
+    )

@@ -67,11 +67,18 @@ def sentences(notebook) -> str:
     for call in calls(notebook, "show"):
         constants = [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)]
         texts += [text for text in constants if isinstance(text, str)]
-    return re.sub(r"\{[\w:]+\}`[^`]*`|`[^`]*`", "", "\n".join(texts))
+    return re.sub(r"`[^`]*`|\]\(https:[^)]*\)", "", "\n".join(texts))
 
 
 def test_committed_without_outputs(notebook):
     assert all(not cell.outputs and cell.execution_count is None for cell in code(notebook))
+
+
+def test_text_needs_no_extension_of_jupyter(notebook):
+    prose = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    assert not re.findall(r"\{[\w:]+\}`|^:::|^```\{", "\n".join(prose), re.M)
+    pages = re.findall(r"\]\((?!https:|#)([^)]+)\)", "\n".join(prose))
+    assert all((ROOT / "notebooks" / page).is_file() for page in pages), pages
 
 
 def test_at_most_ten_parameters_in_one_tagged_cell_and_the_rest_are_options(notebook, request):

@@ -1,6 +1,7 @@
 """The whole book as one PDF: `make pdf`, after `make book`. The Chromium of the system prints it as one HTML page."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,9 +39,21 @@ def one_page(folder: Path, root: Path = ROOT) -> Path:
     if done.returncode or not page.is_file():
         raise Failed("\n".join(["jupyter-book failed:", *(done.stdout + done.stderr).splitlines()[-30:]]))
     text = page.read_text(encoding="utf-8").replace("</head>", f"{PAPER}</head>", 1)
-    whole = built / "whole.html"  # the page's links start at this folder, wherever its first file lies
-    whole.write_text(text.replace('href="book/intro.html#', 'href="#'), encoding="utf-8")  # citations
+    whole = built / "whole.html"  # the page's styles start at this folder, wherever its first file lies
+    whole.write_text(linked(text), encoding="utf-8")
     return whole
+
+
+def linked(text: str) -> str:
+    """The page with links to other pages made links to where they stand in it. What it does not hold, files of data for
+    instance, is no link: it would lead to a folder that is gone when the book is read."""
+    places = set(re.findall(r'\bid="([^"]+)"', text))
+
+    def inside(link: re.Match[str]) -> str:
+        place = link[2].partition("#")[2]
+        return f'{link[1]} href="#{place}"' if place in places else link[1]
+
+    return re.sub(r'(<a\b[^>]*?) href="(?!https?:)([^"]*)"', inside, text)
 
 
 def printed(page: Path, to: Path, program: str) -> None:

@@ -31,6 +31,12 @@ def test_the_page_holds_all_chapters_with_links_inside(page):
     assert all((page.parent / style).is_file() for style in styles)
 
 
+def test_a_link_leads_into_the_page_or_out_on_the_web_or_nowhere():
+    other = '<a class="x" href="https://example.org#a">web</a><link href="style.css">'
+    text = '<p id="a"></p><a href="../claims.html#a">a</a><a title="t" href="data.csv">b</a><a href="#gone">c</a>'
+    assert pdf.linked(text + other) == f'<p id="a"></p><a href="#a">a</a><a title="t">b</a><a>c</a>{other}'
+
+
 def test_each_chapter_begins_on_a_page(page, tmp_path):
     try:
         program = pdf.browser()

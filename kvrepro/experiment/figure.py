@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import product
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ from IPython.display import HTML, Markdown, display
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.category import StrCategoryFormatter
-from matplotlib.collections import PathCollection
+from matplotlib.collections import PathCollection, QuadMesh
 from matplotlib.colors import to_rgba_array
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
@@ -517,7 +518,7 @@ def _hovered(drawing: Figure) -> str:
     """Invisible circles with titles over the points of a drawing, in the coordinates of its SVG: 72 to an inch."""
     corner, circles = drawing.get_tightbbox().padded(plt.rcParams["savefig.pad_inches"]), []
     for axes in drawing.axes:
-        for x, y, text in TOLD.get(axes) or _some(list(_drawn(axes)), ALL):
+        for x, y, text in TOLD.get(axes) or list(_cells(axes)) or _some(list(_drawn(axes)), ALL):
             place = axes.transData.transform((x, y))
             if axes.bbox.padded(1).contains(*place):  # what lies beyond the limits is not seen
                 across, down = place / drawing.dpi
@@ -545,6 +546,19 @@ def _drawn(axes: Axes) -> Iterable[tuple[float, float, str]]:
             name = names.get(tuple(colours[i % len(colours)]), "")
             where = f"{axes.get_xlabel()} {_read(axes.xaxis, x)}, {axes.get_ylabel()} {_read(axes.yaxis, y)}".strip()
             yield x, y, f"{name}: {where}" if name else where
+
+
+def _cells(axes: Axes) -> Iterable[tuple[float, float, str]]:
+    """What is said of a heat map in which no number is written: cells where a row's label meets a column's."""
+    for mesh in axes.collections:
+        if isinstance(mesh, QuadMesh) and mesh.colorbar and not axes.texts:
+            values = np.ma.asarray(mesh.get_array())
+            columns, rows = (list(zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True))
+                             for axis in (axes.xaxis, axes.yaxis))  # fmt: skip
+            for (y, row), (x, column) in product(rows, columns):
+                if not np.ma.is_masked(value := values[int(y), int(x)]):
+                    where = f"{axes.get_xlabel()} {column.get_text()}"
+                    yield x, y, f"{row.get_text()}, {where}: {mesh.colorbar.ax.get_ylabel()} {value:.4g}"
 
 
 def _some(things: Sequence[Any], most: int) -> list[Any]:

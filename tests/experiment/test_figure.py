@@ -212,6 +212,11 @@ def test_curves_points_and_bars_say_where_they_stand_though_nobody_told():
     bars = sns.barplot(data, x="policy", y="score", hue="policy", legend="full", ax=plt.figure().gca())
     assert said(bars) == [f"{name}: policy {name}, score {part.mean():.4g}" for name, part in
                           (("LRU", draws[:40]), ("H2O", draws[40:]))]  # fmt: skip
+    cells = pd.DataFrame([[3, 0], [1, 2]], index=["LRU", "H2O"], columns=[10, 20])
+    heat = sns.heatmap(cells, mask=cells == 0, cbar_kws={"label": "slots"}, ax=plt.figure().gca())
+    heat.set_xlabel("block")
+    assert said(heat) == ["LRU, block 10: slots 3", "H2O, block 10: slots 1", "H2O, block 20: slots 2"]
+    assert said(sns.heatmap(cells, annot=True, ax=plt.figure().gca())) == []  # numbers are written
     points.set_xlim(0, 0.5)
     assert 0 < len(said(points)) < figure.EACH  # the others are not seen
     quiet = sns.ecdfplot(data, x="score", hue="policy", ax=plt.figure().gca())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -12,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from kvrepro.experiment import stats
-from kvrepro.experiment.figure import STYLE, WIDTH, done, look, looks, panels
+from kvrepro.experiment.figure import EACH, STYLE, WIDTH, done, look, looks, panels, tell
 
 SIDES = {  # of the study of the question's place: (reading, protected) -> name, colour, marker
     ("as_run", False): ("authors' code, unprotected", "#0072B2", "o"),
@@ -88,6 +89,10 @@ def _strips(panel: Axes, positions: list[np.ndarray], policies: list[str], token
     for y, (policy, here) in enumerate(zip(policies, positions, strict=True)):
         share = np.histogram(here, edges)[0] / there
         image[y] = 0.955 - share[:, None] * (0.955 - np.asarray(to_rgb(look(policy).colour)))
+        for first, last in pairwise(np.linspace(0, tokens, EACH + 1).round().astype(int)):
+            kept = np.mean(np.isin(np.arange(first, last), here))
+            text = f"{look(policy).name}, tokens {first:,} to {last - 1:,}: {kept:.0%} kept"
+            tell(panel, [(first + last) / 2], [y], [text])
         if policy == "lru" and len(here):
             _stretch(panel, y, np.sort(here), tokens)
     panel.imshow(image, aspect="auto", extent=(0, tokens, len(policies) - 0.5, -0.5), interpolation="nearest")

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from kvrepro.chapters.protection import figures
+from kvrepro.experiment.figure import TOLD
 
 mpl.use("Agg")
 
@@ -42,6 +43,9 @@ def test_retention_darkens_where_positions_are_kept():
     shade = np.asarray(strip).sum(-1)
     inside, outside = shade[int(480 * 800 / 1919) : int(480 * 990 / 1919)], shade[: int(480 * 700 / 1919)]
     assert inside.max() < outside.min()
+    said = [text for _, _, text in TOLD[one.axes[0]]]
+    assert said[0] == "LRU, tokens 0 to 159: 0% kept"
+    assert said[5] == "LRU, tokens 800 to 959: 100% kept"
     plt.close(one)
 
 

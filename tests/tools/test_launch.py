@@ -31,7 +31,7 @@ def test_the_branch_that_colab_opens_is_the_one_that_is_published():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "publish.yml").read_text())["jobs"]
     commands = "\n".join(step.get("run", "") for step in jobs["colab"]["steps"])
     assert "git push --force origin colab" in commands
-    assert "kvrepro.tools.notebooks" in commands
+    assert commands.index("pip install -c constraints.txt -e .") < commands.index("kvrepro.tools.notebooks")
 
 
 @pytest.mark.parametrize(("page", "repository"), [("book/claims", "owner/name"), ("book/executed/leakage", "")])

@@ -13,14 +13,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from kvrepro.experiment import stats
-from kvrepro.experiment.figure import EACH, STYLE, WIDTH, done, look, looks, panels, tell
+from kvrepro.experiment.figure import STYLE, WIDTH, done, look, looks, panels, tell
 
 SIDES = {  # of the study of the question's place: (reading, protected) -> name, colour, marker
     ("as_run", False): ("authors' code, unprotected", "#0072B2", "o"),
     ("as_run", True): ("authors' code, protected", "#0072B2", "s"),
     ("as_described", False): ("authors' text, unprotected", "#E69F00", "D"),
 }
-BINS = 480  # along the prompt
+BINS, PARTS = 480, 8  # along the prompt: what is drawn, and what is said on hover
 
 
 def retention(kept: pd.DataFrame) -> Figure:
@@ -89,7 +89,7 @@ def _strips(panel: Axes, positions: list[np.ndarray], policies: list[str], token
     for y, (policy, here) in enumerate(zip(policies, positions, strict=True)):
         share = np.histogram(here, edges)[0] / there
         image[y] = 0.955 - share[:, None] * (0.955 - np.asarray(to_rgb(look(policy).colour)))
-        for first, last in pairwise(np.linspace(0, tokens, EACH + 1).round().astype(int)):
+        for first, last in pairwise(np.linspace(0, tokens, PARTS + 1).round().astype(int)):
             kept = np.mean(np.isin(np.arange(first, last), here))
             text = f"{look(policy).name}, tokens {first:,} to {last - 1:,}: {kept:.0%} kept"
             tell(panel, [(first + last) / 2], [y], [text])

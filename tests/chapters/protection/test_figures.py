@@ -44,8 +44,8 @@ def test_retention_darkens_where_positions_are_kept():
     inside, outside = shade[int(480 * 800 / 1919) : int(480 * 990 / 1919)], shade[: int(480 * 700 / 1919)]
     assert inside.max() < outside.min()
     said = [text for _, _, text in TOLD[one.axes[0]]]
-    assert said[0] == "LRU, tokens 0 to 159: 0% kept"
-    assert said[5] == "LRU, tokens 800 to 959: 100% kept"
+    assert said[0] == "LRU, tokens 0 to 239: 0% kept"
+    assert said[3] == "LRU, tokens 720 to 959: 80% kept"
     plt.close(one)
 
 

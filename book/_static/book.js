@@ -16,3 +16,13 @@ let theme = null;
 addEventListener("beforeprint", () => { theme ??= document.documentElement.dataset.theme; document.documentElement.dataset.theme = "light"; });
 addEventListener("afterprint", () => { document.documentElement.dataset.theme = theme ?? "light"; theme = null; });
 addEventListener("keydown", (event) => { if (event.key === "Escape") document.activeElement?.closest("a.term")?.blur(); });
+// The search quotes a page's text: neither the lists around it nor folded code.
+addEventListener("DOMContentLoaded", () => {
+  if (typeof Search === "undefined") return;
+  const plain = Search.htmlToText;
+  Search.htmlToText = (page, anchor) => {
+    const article = new DOMParser().parseFromString(page, "text/html").querySelector("article");
+    article?.querySelectorAll("details.hide").forEach((code) => code.remove());
+    return plain(article ? `<div role="main">${article.outerHTML}</div>` : page, anchor);
+  };
+});

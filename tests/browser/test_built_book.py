@@ -166,6 +166,9 @@ def test_search_finds_what_a_chapter_is_about(tab, address):
     tab.goto(f"{address}search.html?q=eviction")
     tab.wait_for_selector("#search-results li a", timeout=20_000)
     assert tab.locator("#search-results li").count() > 3
+    tab.wait_for_selector("#search-results li p.context")
+    quoted = tab.locator("#search-results li p.context").all_inner_texts()
+    assert not any("Contents" in text for text in quoted), "of the text, not of the lists around it"
     assert not tab.wrong
 
 

@@ -19,6 +19,7 @@ from kvrepro.engine.policy import READINGS
 from kvrepro.experiment import stats
 from kvrepro.experiment.claims import LABELS, NOT_TESTABLE, STORED, VERDICTS, label
 
+FOUND = "**What we found**"  # above a chapter's findings; the book shows it as a box's title
 LABELS_IN = {one: f"the {name}" for one, name in LABELS.items()}
 LOOKS = {  # verdict -> its sign, and its colour below black letters, after Okabe and Ito's palette
     "reproduced": ("✓", "#009E73"),
@@ -329,11 +330,14 @@ def beats(gap: Any, other: str) -> str:
 
 
 def findings(*sentences: str, unanswered: str = "") -> Markdown:
-    """What a chapter found: the box at its top. unanswered: why the model's own answers say nothing
-    (`judge.unanswered`); that comes first then, and sentences that lack a number (`stats.NOT_RUN`) are left out."""
+    """What a chapter found, which the book shows in a box at its top.
+
+    unanswered: why the model's own answers say nothing (`judge.unanswered`); that comes first then, and sentences that
+    lack a number (`stats.NOT_RUN`) are left out.
+    """
     if unanswered:
         sentences = tuple(s for s in sentences if stats.NOT_RUN not in s)
         way_out = "Read its answers first; then take other items, more of them, or another model."
         warning = f"**Nothing can be said here of what the model forgets**: {unanswered}. {way_out}"
         sentences = (warning, *sentences)
-    return Markdown("\n".join([":::{admonition} What we found", ":class: tip", *(f"- {s}" for s in sentences), ":::"]))
+    return Markdown("\n".join([FOUND, "", *(f"- {s}" for s in sentences)]))

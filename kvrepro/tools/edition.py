@@ -16,10 +16,10 @@ import pandas as pd
 
 from kvrepro.errors import InputError
 from kvrepro.experiment.figure import WHITE
+from kvrepro.experiment.wording import FOUND
 from kvrepro.paths import ROOT
 
 FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell", "show-input"}
-FINDINGS = "What we found"
 LAST = "## How this page was computed"
 RESULTS = "data/results"
 REFERENCE = re.compile(r"\[(?:[Tt]he )?[Ff]igure\]\(#fig-([a-z0-9-]+)\)")  # in a notebook; in the book it has a number
@@ -165,6 +165,10 @@ def _findings_first(cells: list[Any]) -> list[Any]:
     outputs = [output for i in moved[:-1] for output in cells[i].outputs]
     setup = nbformat.v4.new_code_cell(source, outputs=outputs, metadata={"tags": ["hide-cell"]})
     tag(box, "remove-input")
+    for output in box.outputs:
+        if FOUND in (text := text_of(output, "text/markdown")):
+            head = f":::{{admonition}} {FOUND.strip('*')}\n:class: tip\n"
+            output["data"]["text/markdown"] = f"{text.replace(FOUND, head)}\n:::"
     rest = [cell for i, cell in enumerate(cells) if i not in moved]
     rest.insert(int(bool(rest) and rest[0].cell_type == "markdown"), box)
     end = next((i for i, cell in enumerate(rest) if cell.source.startswith(LAST)), None)
@@ -174,7 +178,7 @@ def _findings_first(cells: list[Any]) -> list[Any]:
 
 
 def _finds(cell: Any) -> bool:
-    return cell.cell_type == "code" and any(FINDINGS in text_of(output, "text/markdown") for output in cell.outputs)
+    return cell.cell_type == "code" and any(FOUND in text_of(output, "text/markdown") for output in cell.outputs)
 
 
 def _joined(cells: list[Any]) -> list[Any]:

@@ -120,6 +120,8 @@ def test_findings_come_first_and_what_led_to_them_is_folded_at_the_end(tmp_path)
     assert [edition.tags(cell) for cell in cells if cell.cell_type == "code"] == [
         ["remove-input"], ["show-input"], ["hide-input"], ["hide-cell"], ["remove-input"],
     ]  # fmt: skip
+    [shown] = cells[1].outputs
+    assert shown.data["text/markdown"] == ":::{admonition} What we found\n:class: tip\n\n\n- It holds.\n:::"
     assert cells[7].source == "import a\n\nrun()\n\nfound"
     assert [output.data["text/markdown"] for output in cells[7].outputs] == ["planned"]
 

@@ -97,7 +97,7 @@ def test_only_the_parts_that_are_asked_for_are_computed():
 def test_a_profile_s_numbers_can_be_changed():
     quick, full = Given(), Given(profile="full", triples=12)
     assert (quick.prompts(None), quick.prompts(7), quick.sampling.positions, quick.enumerated) == (16, 7, 2, 150)
-    assert (full.prompts(None), full.sampling.positions, full.enumerated) == (48, 4, 12)
+    assert (full.prompts(None), full.sampling.positions, full.enumerated) == (300, 4, 12)
     assert Given(positions=3).sampling == Given(positions=3, results="elsewhere", tokens=900).sampling
 
 

@@ -35,7 +35,7 @@ Columns = Sequence[Sequence[int]]  # of each item its conditions
 Outcomes = dict[Pair, Generation | Exception]
 REPEAT = "Repeat the previous context: "  # KVzip's request
 BATCHES, GPU_BATCHES = 16, 4  # per job: the engine batches rows of like shape only, and half-empty batches cost as much
-FEW = 8  # jobs on a CPU with up to so many cores: the same for all; where they have no batch each, fewer, down to two
+FEW = 8  # jobs on a CPU with up to so many cores, the same for all; fewer, down to two, so that each has half a batch
 TRIAL = 8  # tokens generated to estimate the rest
 
 
@@ -354,7 +354,7 @@ class AnswersPlan(Plan):
         together = self.study.together
         if self.loaded.device == "cpu":  # the cores of this machine, also where a cluster's nodes compute
             cores, batches = workers.default_workers(self.loaded), BATCHES
-            parts = cores if cores > FEW else min(FEW, max(2, self.total // self._rows_together()))
+            parts = cores if cores > FEW else min(FEW, max(2, 2 * self.total // self._rows_together()))
         else:  # every job takes batches of its own, which cost almost the same however many rows they have
             given = (self.loaded, self.settings.engine, self.settings.address)
             parts, batches = cluster.usual_workers(*given), GPU_BATCHES

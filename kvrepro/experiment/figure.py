@@ -555,8 +555,11 @@ def _cells(axes: Axes) -> Iterable[tuple[float, float, str]]:
             values = np.ma.asarray(mesh.get_array())
             columns, rows = (list(zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True))
                              for axis in (axes.xaxis, axes.yaxis))  # fmt: skip
+            edges = mesh.get_coordinates()  # [rows + 1, columns + 1, 2]
             for (y, row), (x, column) in product(rows, columns):
-                if not np.ma.is_masked(value := values[int(y), int(x)]):
+                i, j = np.searchsorted(edges[:, 0, 1], y, "right") - 1, np.searchsorted(edges[0, :, 0], x, "right") - 1
+                inside = 0 <= i < values.shape[0] and 0 <= j < values.shape[1]  # not a tick at or beyond the last edge
+                if inside and not np.ma.is_masked(value := values[i, j]):
                     where = f"{axes.get_xlabel()} {column.get_text()}"
                     yield x, y, f"{row.get_text()}, {where}: {mesh.colorbar.ax.get_ylabel()} {value:.4g}"
 

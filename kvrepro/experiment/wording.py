@@ -325,8 +325,8 @@ def beats(gap: Any, other: str) -> str:
     """How a policy's token F1 stands to that of another, in a sentence. gap: a row of `stats.contrasts`."""
     words = "as much as" if gap.value == 0 else "more than" if gap.value > 0 else "less than"
     chance = "" if gap.low > 0 or gap.high < 0 else f"; {gap.n:.0f} items cannot tell whether that is chance"
-    interval = f"{gap.value:+.2f} [{gap.low:.2f}, {gap.high:.2f}]"
-    return f"It scored {words} {other} (a difference of {interval}){chance}."
+    interval = "" if pd.isna(gap.low) else f" [{gap.low:.2f}, {gap.high:.2f}]"
+    return f"It scored {words} {other} (a difference of {gap.value:+.2f}{interval}){chance}."
 
 
 def findings(*sentences: str, unanswered: str = "") -> Markdown:

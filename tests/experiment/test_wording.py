@@ -247,6 +247,10 @@ def test_a_policy_beats_another_where_the_interval_leaves_zero_out():
     )
     worse = pd.Series({"value": -0.1, "low": -0.2, "high": -0.02, "n": 12})
     assert wording.beats(worse, "SnapKV") == "It scored less than SnapKV (a difference of -0.10 [-0.20, -0.02])."
+    few = pd.Series({"value": 0.1, "low": math.nan, "high": math.nan, "n": 4})
+    assert wording.beats(few, "LRU") == (
+        "It scored more than LRU (a difference of +0.10); 4 items cannot tell whether that is chance."
+    )
 
 
 def test_findings_begin_with_a_model_that_does_not_answer():

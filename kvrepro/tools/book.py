@@ -32,7 +32,7 @@ from nbconvert.preprocessors.coalescestreams import CoalesceStreamsPreprocessor
 from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError, Stopped, meant, told
-from kvrepro.experiment import models, run
+from kvrepro.experiment import models, run, workers
 from kvrepro.experiment.parameters import read
 from kvrepro.paths import ROOT
 from kvrepro.tools import command, edition, pages
@@ -305,6 +305,7 @@ def cells(
     """Run a notebook's code cells in this process, one by one, with these parameters in the place of its own; their
     sources. display: is given what a cell shows. Their variables are in `space`, if one is given; the first statement
     that holds `until` ends the run."""
+    workers.over.clear()  # an earlier notebook's studies may have ended in this process
     space = {} if space is None else space
     space["display"] = display
     for cell in nbformat.read(_source(name, root), as_version=4).cells:

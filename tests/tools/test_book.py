@@ -17,6 +17,7 @@ from processes import runs, waited
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError
+from kvrepro.experiment import workers
 from kvrepro.tools import book, command, pages
 from kvrepro.tools.processes import in_turn
 
@@ -189,6 +190,12 @@ def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
     nbformat.write(notebook, source)
     book.rehearse("first", {}, root)
     assert capsys.readouterr().out == "first: has no studies to run\n"
+
+
+def test_the_next_notebook_in_a_process_may_get_its_workers_ready_again(root):
+    workers.over.set()  # by the studies of the one before
+    assert next(book.cells("first", {}, root=root))
+    assert not workers.over.is_set()
 
 
 @pytest.mark.parametrize("flag", [True, False], ids=["flag", "option"])

@@ -145,7 +145,7 @@ def price(sweep: Sweep) -> pd.DataFrame:
                 raise InputError(f"{model}, {name}: {error}") from None
             except Exception as error:  # cells between studies, which read rows that are not there yet
                 note = f"at least: what follows needs rows ({type(error).__name__})"
-        studies = [study for study in told if "seconds" in study]
+        studies = [study for study in told if "bytes" in study]
         rows.append({
             "model": model, "chapter": name, "results": sum(study["results"] for study in studies),
             "hours": sum(study["seconds"] / study["processes"] for study in studies) / 3600,

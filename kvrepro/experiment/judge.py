@@ -57,8 +57,8 @@ class Sample:
     """What one number is estimated from: a row per item, columns as `contrast` names them.
 
     contrast: of `stats.CONTRASTS`, or any statistic(values [rows, columns]). clusters: one label per row. bounds: where
-    scores pile up; None for what does not. each: how many scored things a row is the mean of. limits: between what
-    it must lie.
+    scores pile up; None for what does not. each: how many scored things a row is the mean of. limits: the least
+    and the largest that the number can be.
     """
 
     data: pd.DataFrame

@@ -87,7 +87,7 @@ def _compute(plan: Plan, settings: Settings) -> int:
             expected = plan.forecast()
         processes = _processes(plan, settings, expected.seconds)
         print(expected.line(processes))
-        jobs = plan.jobs()  # without what the estimate has done
+        jobs = plan.jobs()  # without what the forecast has done
     given = (plan.loaded, jobs, min(processes, len(jobs)))
     shared = cluster.each(*given, settings.address) if settings.engine == "ray" else workers.each(*given)
     with Progress(plan.title, count, plan.unit, settings.progress) as bar:

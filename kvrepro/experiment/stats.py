@@ -355,7 +355,7 @@ def resampled(
 ) -> Estimate:  # fmt: skip
     """Any statistic(values [rows, columns]) with its interval: the standard error is the spread over resamples.
 
-    limits: between what the statistic must lie, whatever the values.
+    limits: the least and the largest that the statistic can be, whatever the values.
 
     No interval where fewer than half of the resamples have a value. Where all agree there is no width: a median may
     well be the same in all.

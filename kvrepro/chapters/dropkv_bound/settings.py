@@ -55,11 +55,7 @@ class Settings(run.Settings):
 class Given(Settings):
     """Settings with the notebook's pools and shares. The sets of twenty keys come from the first pool."""
 
-    pools: tuple[Size | ProperShare, ...] = (
-        0.95,
-        0.5,
-        256,
-    )  # of lowest attention: a share of the keys, or their number
+    pools: tuple[Size | ProperShare, ...] = (0.95, 0.5, 256)  # of lowest attention: share of the keys, or their number
     shares: tuple[ProperShare, ...] = (0.05, 0.10, 0.30)  # of the prompt kept
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sampl
 from kvrepro.experiment.stats import ANY, UNIT
 from kvrepro.paths import GPU
 
-SHARES = {"mean": UNIT, "difference": (-1.0, 1.0)}  # between what a contrast of shares must lie
+SHARES = {"mean": UNIT, "difference": (-1.0, 1.0)}  # the least and the largest that a contrast of shares can be
 WITH_FULL = ("loss", "loss_ratio", "spread", "difference_of_ceiling")  # contrasts that need the full cache's scores
 
 

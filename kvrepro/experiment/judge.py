@@ -243,9 +243,16 @@ def _single(rule: Mapping[str, Any], label: str, what: Any, members: int, level:
     e = what.estimate(level)
     state = state_of(rule, e.low, e.high)
     sampled = not isinstance(what, Measured) and math.isfinite(e.value)
-    needed = e.needed(_gap(rule, e.value)) if state != "holds" and sampled else math.nan
+    needed = _needed(rule, what, e) if state != "holds" and sampled else math.nan
     refuted = state == "fails" and (members == 1 or _fails(rule, what, 1 - (1 - level) / members))
     return Judged(label, state, e, decided_by=label, needed=needed, against=_against(rule, e), refuted=refuted)
+
+
+def _needed(rule: Mapping[str, Any], what: Any, e: Estimate) -> float:
+    """Items that would decide a rule: at least those without which there is no interval at this level."""
+    few = math.isnan(e.low) and MIN_ITEMS <= e.n < stats.fewest(e.level)
+    known, least = (what.estimate(), stats.fewest(e.level)) if few else (e, 0)
+    return max(known.needed(_gap(rule, e.value)), float(least))
 
 
 def _fails(rule: Mapping[str, Any], what: Any, level: float) -> bool:

@@ -428,6 +428,16 @@ def test_a_member_that_has_no_interval_speaks_by_its_value():
     assert (j.state, math.isnan(j.needed), j.refuted) == ("holds", True, False)
 
 
+def test_six_items_that_are_too_few_for_one_of_two_parts_need_one_more():
+    """At 97.5% six values without bounds have no interval; their spread is known all the same."""
+    away = np.array([-0.2, -0.1, 0.0, 0.0, 0.1, 0.2])
+    near, far = (Sample(pd.DataFrame({"a": 0.5 - gap + away}), "mean", bounds=None) for gap in (0.01, 0.4))
+    [j] = judged({"at_least": 0.5}, {"a": far, "b": far})
+    assert (j.state, math.isnan(j.ours.low), j.needed) == ("open", True, 7)
+    [j] = judged({"at_least": 0.5}, {"a": near, "b": far}, some=True)
+    assert (j.state, j.needed) == ("open", near.estimate().needed(0.01))
+
+
 def test_what_fails_among_many_is_asked_again_more_strictly():
     far, near, open_, alone = Told(0.2, 0.1), Told(0.35, 0.1), Told(0.5, 0.1), Told(0.35, 0.1)
     found = judged({"at_least": 0.5}, far, near, *[open_] * 18)

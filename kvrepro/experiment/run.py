@@ -81,7 +81,8 @@ def _compute(plan: Plan, settings: Settings) -> int:
         return 0
     processes = 1
     if len(jobs) > 1 and (settings.workers is not None or not _testing()):
-        if settings.engine == "local" and settings.workers != 1 and not plan.alone and not workers.over.is_set():
+        several = settings.engine == "local" and settings.workers != 1 and not plan.alone
+        if several and not workers.studies_ended.is_set():
             workers.get_ready(workers.told(plan.loaded))
         with workers.one_thread():
             expected = plan.forecast()

@@ -36,7 +36,7 @@ HELP = "is memory too small? give fewer workers, or smaller batches by batch_row
 Told = tuple[str, str, str, str]  # folder, device, dtype and name of a model
 IMPORTED = ["kvrepro.experiment.run", "transformers.models.auto.modeling_auto"]  # by the server, before it forks
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # each worker has one
-over = threading.Event()  # set when a notebook's studies have ended: what its readers run after that is small
+studies_ended = threading.Event()  # of a notebook: its exercises are small, and start no server beforehand
 _models: list[Loaded | None] = []  # in a worker: the one that it loaded
 _pools: dict[Any, tuple[int, ProcessPoolExecutor]] = {}  # by model, one at most: how many workers run, and they
 
@@ -196,7 +196,7 @@ def end_all() -> None:
     """The same, and what multiprocessing keeps beside them: a notebook's kernel would wait for it at its own end."""
     from multiprocessing import resource_tracker
 
-    over.set()
+    studies_ended.set()
     end()
     _end_server()
     gc.collect()  # semaphores of the pool, which the tracker would call leaked

@@ -305,7 +305,7 @@ def cells(
     """Run a notebook's code cells in this process, one by one, with these parameters in the place of its own; their
     sources. display: is given what a cell shows. Their variables are in `space`, if one is given; the first statement
     that holds `until` ends the run."""
-    workers.over.clear()  # an earlier notebook's studies may have ended in this process
+    workers.studies_ended.clear()  # an earlier notebook's studies may have ended in this process
     space = {} if space is None else space
     space["display"] = display
     for cell in nbformat.read(_source(name, root), as_version=4).cells:

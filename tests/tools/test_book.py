@@ -193,9 +193,9 @@ def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
 
 
 def test_the_next_notebook_in_a_process_may_get_its_workers_ready_again(root):
-    workers.over.set()  # by the studies of the one before
+    workers.studies_ended.set()  # by the studies of the one before
     assert next(book.cells("first", {}, root=root))
-    assert not workers.over.is_set()
+    assert not workers.studies_ended.is_set()
 
 
 @pytest.mark.parametrize("flag", [True, False], ids=["flag", "option"])

@@ -53,7 +53,7 @@ PICTURE = """```{{figure}} generated/verdicts.svg
 :class: dark-light kvrepro-figure
 :alt: A bar for each chapter, divided by verdict. {alt}
 
-{n} of this run by chapter: {signs}.{missing} {{doc}}`claims` lists all of them one by one, and those over
+{n} of this run by chapter: {signs}.{missing}{more} {{doc}}`claims` lists all of them one by one, and those over
 the family of models as well.
 ```"""  # noqa: E501
 
@@ -190,7 +190,17 @@ def picture(root: Path = ROOT) -> str:
     missing = f" {none} {'has' if ' and ' not in none else 'have'} no verdicts, and are not in it." if none else ""
     signs = ", ".join(f"{sign} {claims.label(verdict)}" for verdict, sign in SIGNS.items())
     n = wording.counted(sum(map(len, found.values())), "verdict")
-    return PICTURE.format(n=n, missing=missing, signs=signs, alt=_counts(found))
+    return PICTURE.format(n=n, missing=missing, signs=signs, alt=_counts(found), more=_on_more_items(found))
+
+
+def _on_more_items(found: Mapping[str, pd.DataFrame]) -> str:
+    """How many of the verdicts are open here, and how many in the full profile, where that was run for the model."""
+    both = pd.concat([claims_page.with_full_profile(frame, name) for name, frame in found.items()] or [pd.DataFrame()])
+    if both.empty or not both.full_verdict.any():
+        return ""
+    known = both[both.full_verdict != ""]
+    here, full = ((known[column] == "inconclusive").sum() for column in ("verdict", "full_verdict"))
+    return f" {here} of {len(known)} are inconclusive; with the items of the full profile {full} are."
 
 
 def _counts(found: Mapping[str, pd.DataFrame]) -> str:

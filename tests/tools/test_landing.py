@@ -4,7 +4,7 @@ import pandas as pd
 
 from kvrepro.experiment import claims
 from kvrepro.paths import ROOT
-from kvrepro.tools import decide, landing
+from kvrepro.tools import claims_page, decide, landing
 
 
 def verdict(claim: str, said: str, reading: str = "any", ours: float = 23.0) -> dict:
@@ -44,6 +44,18 @@ def test_the_figure_says_which_chapters_it_leaves_out(tmp_path):
     assert "1 verdict of this run" in said
     assert f"*{landing.title('synthesis')}* have no verdicts" in said
     assert landing.title("protection") not in said
+
+
+def test_the_figure_says_how_many_verdicts_more_items_decide(tmp_path):
+    rows = [verdict(claim, "inconclusive") | {"model": "small-gqa", "profile": "quick"} for claim in ("P36", "P8")]
+    frame = pd.DataFrame(rows).assign(reading=["any", "as_described"])
+    claims.write(frame, tmp_path / "data/results/protection/claims.csv")
+    table = pd.read_csv(claims_page.FULL).set_index(["claim", "reading"]).verdict
+    left = [table["P36", "any"], table["P8", "as_described"]].count("inconclusive")
+    said = landing.picture(tmp_path)
+    assert f"2 of 2 are inconclusive; with the items of the full profile {left} are." in said
+    claims.write(frame.assign(model="mine"), tmp_path / "mine/data/results/protection/claims.csv")
+    assert "full profile" not in landing.picture(tmp_path / "mine")
 
 
 def test_a_share_is_told_in_points(tmp_path):

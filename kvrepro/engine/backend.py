@@ -67,17 +67,17 @@ def obstacles(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[C
         return ["kernels need a GPU, this model is on the cpu"] * len(conditions)
     found = [obstacle(model, c) for c in conditions]
     known = _probed.setdefault(model, {})
-    free = {_kind(c): c for c, why in zip(conditions, found, strict=True) if why is None}
-    if fresh := [c for kind, c in free.items() if kind not in known]:
+    free = {_method(c): c for c, why in zip(conditions, found, strict=True) if why is None}
+    if fresh := [c for method, c in free.items() if method not in known]:
         known |= compared(model, ids[:PROBE], fresh)
-    return [known[_kind(c)] if why is None else why for c, why in zip(conditions, found, strict=True)]
+    return [known[_method(c)] if why is None else why for c, why in zip(conditions, found, strict=True)]
 
 
 def compared(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[Condition]) -> dict[Method, str | None]:
     """Where kernels disagree with plain PyTorch on a prompt, or fail; None where they agree in every layer."""
     probe = Probe(model, len(ids), conditions)
     read_once(model, ids, probe)
-    return {_kind(c): probe.failed or probe.found.get(_kind(c)) for c in conditions}
+    return {_method(c): probe.failed or probe.found.get(_method(c)) for c in conditions}
 
 
 class Probe:
@@ -87,7 +87,7 @@ class Probe:
         self.at = torch.arange(tokens, device=model.device)[None]
         self.facts = {name: ModelFacts.of(model).by(name) for name in ("torch", "triton")}
         scored = [c for c in conditions if c.policy != "full" and not find(c.policy).shared]
-        self.jobs = {_kind(c): _job(c, self.at) for c in scored}
+        self.jobs = {_method(c): _job(c, self.at) for c in scored}
         self.found: dict[Method, str] = {}
         self.failed: str | None = None  # kernels of attention, which every condition needs
 
@@ -110,14 +110,14 @@ class Probe:
         except Exception as raised:  # whatever a compiler raises on a device of its own
             self.failed = told(raised)
         if self.failed is None and layer in self.facts["torch"].evictable:
-            for kind, job in self.jobs.items():
-                if kind not in self.found and (job.window or job.sums):
-                    self._compare(kind, job, layer, query, key, value, scaling, (log_sums, out, sums))
+            for method, job in self.jobs.items():
+                if method not in self.found and (job.window or job.sums):
+                    self._compare(method, job, layer, query, key, value, scaling, (log_sums, out, sums))
         return plain
 
     def _compare(
-        self, kind: Method, job: EvictionJob, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float,
-        by_kernels: tuple[Tensor, Tensor, dict[str, Tensor]],
+        self, method: Method, job: EvictionJob, layer: int, query: Query, key: KeyValue, value: KeyValue,
+        scaling: float, by_kernels: tuple[Tensor, Tensor, dict[str, Tensor]],
     ) -> None:  # fmt: skip
         """The best half by plain scores, and by kernels: with what the prompt's pass knows, and without."""
         log_sums, out, sums = by_kernels
@@ -136,9 +136,9 @@ class Probe:
                 o = self.facts["triton"].observe(layer, key, [0], **seen, **known, sums=sums)
                 share = float((_best_half(job, o) & wanted).sum() / wanted.sum())
                 if not share >= AGREE:
-                    self.found[kind] = f"kernels and plain PyTorch agree on {share:.1%} < {AGREE:.0%} of a probe"
+                    self.found[method] = f"kernels and plain PyTorch agree on {share:.1%} < {AGREE:.0%} of a probe"
         except Exception as raised:  # a scorer may be a reader's own
-            self.found[kind] = told(raised)
+            self.found[method] = told(raised)
 
 
 def _best_half(job: EvictionJob, o: Observation) -> Mask:
@@ -167,7 +167,7 @@ def _distance(ours: Tensor, plain: Tensor) -> float:
     return float((ours.float() - plain.float()).norm() / plain.float().norm())
 
 
-def _kind(c: Condition) -> Method:
+def _method(c: Condition) -> Method:
     return c.policy, c.reading, c.switches
 
 

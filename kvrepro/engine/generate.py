@@ -66,7 +66,7 @@ def generate(
     new = new_tokens(max_new_tokens, len(prompts))
     _check_call(prompts, batch_rows, prompt_rows, errors)
     texts = [p if isinstance(p, Prompt) else Prompt(list(p), {}) for p in prompts]
-    every, wanted = _columns(conditions, len(texts))
+    _, wanted = _columns(conditions, len(texts))
     how = {"measure_peak": measure_peak, "kept_sets": kept_sets, "isolate": errors == "return"}
     answers: dict[Tag, Generation | Exception] = {}
     for call, columns in calls(model, texts, conditions, new, repeat, backend, seed=seed, **how):

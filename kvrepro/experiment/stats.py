@@ -299,7 +299,8 @@ def _ratio(
     if not bottom:
         return Estimate(math.nan, math.nan, math.nan, n, missing, level)
     value = float(np.mean(x)) / bottom
-    if n < MIN_ITEMS or (ends is None and (n < fewest(level) or np.ptp((x - value * y) / bottom) <= 1e-12)):
+    residual = (x - value * y) / bottom
+    if n < MIN_ITEMS or (ends is None and (n < fewest(level) or np.ptp(residual) <= 1e-12)):
         return Estimate(value, math.nan, math.nan, n, missing, level)
     if bottom < 0:
         x, y, bottom, ends = -x, -y, -bottom, ends and (-ends[0], -ends[1])
@@ -309,9 +310,8 @@ def _ratio(
         rest = -side * (x - r * y)
         return float(rest.mean()) - rule(rest, ends and -side * (ends[0] - r * ends[1]))[0]
 
-    rest = (x - value * y) / bottom
     below, above = (reach / bottom for reach in rule(x - value * y, ends and ends[0] - value * ends[1]))
-    sd, error = _spread(rest, (below, above), level, ends is not None)
+    sd, error = _spread(residual, (below, above), level, ends is not None)
     if bottom <= rule(y, ends and ends[1])[0]:
         return Estimate(value, -math.inf, math.inf, n, missing, level, sd, error)
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evict import EvictionJob, Prompts, judged
-from kvrepro.engine.facts import ModelFacts, attention_modules
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import REPEATED, call, find
 from kvrepro.engine.prefill import SUMS_BY_KERNELS, attend_by_kernels, mass_by_kernels
@@ -38,13 +38,13 @@ Method = tuple[str, str, tuple[tuple[str, object], ...]]  # policy, reading, swi
 _probed: WeakKeyDictionary[PreTrainedModel, dict[Method, str | None]] = WeakKeyDictionary()
 
 
-def obstacle(model: PreTrainedModel, c: Condition) -> str | None:
-    """Why kernels cannot run a condition, as far as that is known without running it; None: they can."""
+def obstacle(model: PreTrainedModel, c: Condition, facts: ModelFacts | None = None) -> str | None:
+    """Why kernels cannot run a condition, as far as that is known without running it; None: they can. facts: of this
+    model, where they are known."""
     if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "kernels need a GPU, this model is on the cpu"
-    facts = ModelFacts.of(model)
-    modules = attention_modules(model).values()
-    if any(getattr(m, "attn_logit_softcapping", None) or hasattr(m, "sinks") for m in modules):
+    facts = facts or ModelFacts.of(model)
+    if facts.own_softmax:
         return "kernels have no softmax with a cap or sinks"
     policy = find(c.policy) if c.policy != "full" else None
     if c.execution == "masked" or c.bits is not None or (policy is not None and not policy.frees):
@@ -65,7 +65,8 @@ def obstacles(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[C
     the first tokens `ids` of a prompt show, which is remembered while the model lives."""
     if model.device.type == "cpu":
         return ["kernels need a GPU, this model is on the cpu"] * len(conditions)
-    found = [obstacle(model, c) for c in conditions]
+    facts = ModelFacts.of(model)
+    found = [obstacle(model, c, facts) for c in conditions]
     known = _probed.setdefault(model, {})
     free = {_method(c): c for c, why in zip(conditions, found, strict=True) if why is None}
     if fresh := [c for method, c in free.items() if method not in known]:

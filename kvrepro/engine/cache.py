@@ -98,6 +98,22 @@ class RaggedLayer:
             keys.flatten(0, 2), values.flatten(0, 2), positions.flatten().int(), offsets, (batch, heads), flat_sums
         )
 
+    def layers(self, n: int) -> list["RaggedLayer"]:
+        """Of `n` layers that hold equally many tokens, a layer's rows after the other's: each of them, in the memory
+        that is given."""
+        if n == 1:
+            return [self]
+        shape = (self.shape[0] // n, self.shape[1])
+        total = len(self.positions) // n
+        starts = total * torch.arange(n, device=self.offsets.device)
+        offsets = pad(self.offsets[1:].view(n, -1) - starts[:, None], (1, 0))
+        keys, values, where = (_dense(x).split(total) for x in (self.keys, self.values, self.positions))
+        sums = {name: s.split(total) for name, s in self.sums.items()}
+        return [
+            RaggedLayer(keys[i], values[i], where[i], offsets[i], shape, {name: s[i] for name, s in sums.items()})
+            for i in range(n)
+        ]
+
     @property
     def lengths(self) -> Tensor:
         """Tokens of each head in the flat part, int64 [batch, kv_heads]."""
@@ -406,6 +422,16 @@ class EngineCache(DynamicCache):
         found.ragged = {number: layer(number).rows(rows) for number in list(self.ragged)}
         found.layers = [_states([layer], lambda t: t.index_select(0, rows.to(t.device))) for layer in self.layers]
         return found
+
+
+def seen_by(layers: Sequence[RaggedLayer], device: torch.device) -> Tensor:
+    """`RaggedLayer.seen` of several layers, int64 [batch, their kv_heads together]; of layers as a prompt leaves them,
+    all on one device, in one launch."""
+    bare = all(not layer.tail and layer.hidden is None for layer in layers)
+    if bare and len({(layer.offsets.device, layer.shape) for layer in layers}) == 1:
+        counts = torch.stack([layer.offsets for layer in layers]).diff()  # [layers, batch * kv_heads]
+        return counts.unflatten(1, layers[0].shape).transpose(0, 1).flatten(1).to(device)
+    return torch.cat([layer.seen().to(device) for layer in layers], 1)
 
 
 def together(caches: list[EngineCache]) -> EngineCache:

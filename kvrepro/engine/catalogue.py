@@ -26,7 +26,7 @@ WINDOWS: dict[str, Policy] = {
         "SnapKV", "Li et al. 2024, equations 2 and 3", window.snapkv,
         {"window": 32, **SNAPKV, "aggregate": "sum", "pool": "max", "kernel": 7, "group": "union"},
         {"window": 64, **SNAPKV},
-        code="NVIDIA/kvpress@8bb29b9 snapkv_press.py",
+        code="NVIDIA/kvpress@8bb29b9 snapkv_press.py", together=True,
     ),
     "pyramid_kv": Policy(
         "PyramidKV", "Cai et al. 2024, equations 1 to 3", window.snapkv,
@@ -38,7 +38,7 @@ WINDOWS: dict[str, Policy] = {
         "Ada-KV", "Feng et al. 2024, Algorithm 1", window.snapkv,
         {"window": 32, **GROUPED_MAX, **ADAPTIVE, "blend": True},
         {"window": 64, **SNAPKV, "blend": False},
-        code="NVIDIA/kvpress@8bb29b9 adakv_press.py", allocate=allocate.adaptive, budget="per head",
+        code="NVIDIA/kvpress@8bb29b9 adakv_press.py", allocate=allocate.adaptive, budget="per head", together=True,
     ),
     "cake": Policy(
         "CAKE", "Qin et al. 2025, equations 5 to 11", window.cake,
@@ -46,41 +46,42 @@ WINDOWS: dict[str, Policy] = {
          "group": "mean", "tau1": 1.0, "tau2": 1.0},
         {"tau1": 1.6, "tau2": 0.6},
         code="FFY0/DefensiveKV@9251b95 cake_global_press.py", across=allocate.cake, summary=window.cake_preference,
-        budget="per layer",
+        budget="per layer", together=True,
     ),
     "critical_kv": Policy(
         "CriticalKV", "Feng et al. 2025, Algorithm 1", window.snapkv, CRITICAL, {"window": 64},
-        code="NVIDIA/kvpress@8bb29b9 criticalkv_press.py", refine=window.critical,
+        code="NVIDIA/kvpress@8bb29b9 criticalkv_press.py", refine=window.critical, together=True,
     ),
     "critical_ada_kv": Policy(
         "Critical-AdaKV", "Feng et al. 2025, Algorithm 1, on Ada-KV's budgets", window.snapkv,
         {**CRITICAL, **ADAPTIVE, "exempt_floor": 0.0}, {"window": 64, "exempt_floor": 0.2},
         code="NVIDIA/kvpress@8bb29b9 criticalkv_press.py", allocate=allocate.adaptive, refine=window.critical,
-        budget="per head",
+        budget="per head", together=True,
     ),
     "andpro": Policy(
         "AnDPro", "Geng et al. 2025, equation 15", window.andpro,
         {"window": 32, "recent": "window", "sinks": 0, "aggregate": "sum", "pool": "none", "kernel": 7,
          "group": "mean", "chunk": 0, "floor": 1.0},  # a floor of 1 is a uniform budget
         {"sinks": 4, "pool": "max", "group": "max", "chunk": 4, "floor": 0.0},
-        code="MIRALab-USTC/LLM-AnDPro snapkv_utils.py", allocate=allocate.adaptive, budget="per head",
+        code="MIRALab-USTC/LLM-AnDPro snapkv_utils.py", allocate=allocate.adaptive, budget="per head", together=True,
     ),
     "dropkv": Policy(
         "DropKV", "DropKV paper, section 3.3 and Algorithm 1", window.dropkv,
         {"window": 8, "recent": "window", "eps": 1e-6, "round_p": False, "aggregate": "sum", "pool": "max",
          "kernel": 11, "group": "mean"},
         {"pool": "average", "round_p": True},
-        code="AozhongZhang/DropKV@67cdfeb dropkv_cache.py",
+        code="AozhongZhang/DropKV@67cdfeb dropkv_cache.py", together=True,
     ),
     "defensive_kv": Policy(
         "DefensiveKV", "DefensiveKV paper, Algorithms 1 and 2", window.defensive_kv, DEFENSIVE, DEFENSIVE_AS_RUN,
         code="FFY0/DefensiveKV@9251b95 efficient_defensivekv_press.py", allocate=allocate.joint, budget="per head",
+        together=True,
     ),
     "layer_defensive_kv": Policy(
         "Layer-DefensiveKV", "DefensiveKV paper, Algorithm 2, lines 11 and 12", window.defensive_kv,
         DEFENSIVE | {"share": "layer"}, DEFENSIVE_AS_RUN | {"recent": 0},
         code="FFY0/DefensiveKV@9251b95 efficient_layer_defensivekv_press.py", across=allocate.joint_layers,
-        budget="joint",
+        budget="joint", together=True,
     ),
 }
 
@@ -93,6 +94,7 @@ TOKENS: dict[str, Policy] = {
     "streaming_llm": Policy(
         "StreamingLLM", "Xiao et al. 2023, section 3.2", position.streaming_llm, {"sinks": 4, "ramps": False},
         {"ramps": True}, code="leakage artifact@fc0f5df streamingllm_fair_eviction_press.py, under quotas",
+        together=True,
     ),
     "random": Policy(
         "Random", "a baseline of kvpress", position.random, {"draw": "float32"}, {"draw": "keys"},
@@ -104,7 +106,7 @@ TOKENS: dict[str, Policy] = {
     ),
     "key_diff": Policy(
         "KeyDiff", "Park et al. 2025", keys.key_diff, {"anchor": "unit", "block": 128}, {"block": 0},
-        code="NVIDIA/kvpress@8bb29b9 keydiff_press.py", refine=keys.key_diff_blocks,
+        code="NVIDIA/kvpress@8bb29b9 keydiff_press.py", refine=keys.key_diff_blocks, together=True,
     ),
     "r_kv": Policy(
         "R-KV", "Cai et al. 2025", keys.r_kv,
@@ -126,12 +128,13 @@ TOKENS: dict[str, Policy] = {
     "h2o": Policy(
         "H2O, offline", "leakage paper; kvpress ObservedAttentionPress", cumulative.h2o, {"extended": True},
         {"extended": False}, needs=("mass",),
-        code="leakage artifact@fc0f5df observed_attention_fair_eviction_press.py, under quotas",
+        code="leakage artifact@fc0f5df observed_attention_fair_eviction_press.py, under quotas", together=True,
     ),
     "h2o_online": Policy(
         "H2O", "Zhang et al. 2023, Algorithm 1", cumulative.h2o_online,
         {"share": 0.5, "recent": 0}, {"share": 0.0, "recent": 8},
         code="Zefan-Cai/KVCache-Factory@c97f9d7 pyramidkv_utils.py", shield=cumulative.recent_share, needs=("mass",),
+        together=True,
     ),
     "scissorhands": Policy(
         "Scissorhands", "Liu et al. 2023, Algorithm 2", cumulative.scissorhands,
@@ -141,7 +144,7 @@ TOKENS: dict[str, Policy] = {
     ),
     "tova": Policy(
         "TOVA", "Oren et al. 2024", cumulative.tova, {"window": 1, "recent": 0}, {"recent": 1},
-        code="NVIDIA/kvpress@8bb29b9 tova_press.py",
+        code="NVIDIA/kvpress@8bb29b9 tova_press.py", together=True,
     ),
     "quest": Policy(
         "QUEST as eviction", "Tang et al. 2024, Algorithm 1, its bound as a score", cumulative.quest,

@@ -252,12 +252,12 @@ def _finished(
     facts, tokens = call.facts, torch.stack(picked, 1)
     rows.slide(facts)
     layers = [rows.cache.ragged[n] for n in facts.attention]
-    held = torch.stack([layer.held().sum(1).cpu() for layer in layers])  # [layers, batch]
+    held = torch.stack([layer.held().sum(1).to(call.device) for layer in layers]).cpu()  # [layers, batch]
     state = sum(layer.state_bytes for layer in layers) + (rows.signals.bytes * len(rows) if rows.signals else 0)
     allocated = sum(layer.bytes + layer.overhead_bytes for layer in layers) + state
     size = held.new_tensor([2 * layer.keys.shape[1] * layer.keys.dtype.itemsize for layer in layers])
     heads = held.new_tensor([layer.shape[1] for layer in layers])
-    kept = torch.stack([layer.seen().float().mean(1).cpu() for layer in layers])
+    kept = torch.stack([layer.seen().float().mean(1).to(call.device) for layer in layers]).cpu()
     evicting = [facts.attention.index(n) for n in facts.evictable]
     for row in done:
         tag, seen = rows.tags[row], int(rows.seen[row])

@@ -140,6 +140,10 @@ class EvictionJob:
         """int64 [batch]."""
         return torch.tensor(self.budgets, device=self.prompts.positions.device)
 
+    def budget_in(self, o: Observation) -> RowInts:
+        """The same where `o` is, for all layers that it stands for."""
+        return self.budget.to(o.positions.device).repeat(o.count)
+
     @property
     def pages(self) -> tuple[int, int, int] | None:
         """(page, dense layers, budget) of a policy that selects pages at each step and evicts nothing."""
@@ -268,6 +272,9 @@ def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> An
 def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
     """(what the conditions protect; that, and what the method does by itself), `[batch, kv_heads, tokens]`, whatever
     the scores: the same for all layers that share their places."""
+    if o.of:
+        by_conditions, both = protected_by(job, o.of[0])
+        return by_conditions.repeat(o.count, 1, 1), both.repeat(o.count, 1, 1)
     if job.protected is None or job.protected[0] is not o.places:
         by_conditions = guards(job, o).expand(o.positions.shape)
         newest = job.parameters.get("recent", 0)
@@ -277,10 +284,16 @@ def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
     return job.protected[1:]
 
 
+def prepare(job: EvictionJob, o: Observation) -> None:
+    """Bring to the device what `judged` will ask of the job, while there is little that it would have to wait for."""
+    job.budget_in(o)
+    protected_by(job, o)
+
+
 def judged(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself."""
     policy, shape = job.policy, o.positions.shape
-    budget, (guarded, protected) = job.budget.to(o.positions.device), protected_by(job, o)
+    budget, (guarded, protected) = job.budget_in(o), protected_by(job, o)
     try:
         found = _scored(policy, o, {**job.parameters, "budget": budget, "guarded": guarded, "draws": job.draws})
     except KeyError as error:
@@ -306,8 +319,7 @@ def judged(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
 
 def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask) -> Counts:
     """Each head's count in one layer."""
-    budget = job.budget.to(o.positions.device)
-    return call(job.policy.allocate, scores, protected, budget, parameters={**job.parameters, "o": o})
+    return call(job.policy.allocate, scores, protected, job.budget_in(o), parameters={**job.parameters, "o": o})
 
 
 def selected(
@@ -368,27 +380,32 @@ def _quotas(job: EvictionJob, o: Observation, default: Mask | None) -> dict[str,
 # ---- policies that wait for every layer
 
 
-def postpone(job: EvictionJob, layer: int, o: Observation) -> None:
-    """Let a layer wait for the others, scored already where its scorer needs no more than `o`."""
-    job.pending[layer] = PendingLayer(o)
+def postpone(job: EvictionJob, seen: Mapping[int, Observation], o: Observation) -> None:
+    """Let layers that were `seen`, all together as `o`, wait for the others, scored already where their scorer needs no
+    more than that."""
+    job.pending |= {layer: PendingLayer(own) for layer, own in seen.items()}
     if not job.repeated and job.reduction is None:
-        judge_pending(job, layer)
+        judge_pending(job, list(seen), o)
 
 
-def judge_pending(job: EvictionJob, layer: int) -> JudgedLayer:
-    """Score a layer that waits, as soon as what its scorer needs is known."""
-    w = job.pending[layer]
-    o = w.observation
+def judge_pending(job: EvictionJob, layers: Sequence[int], o: Observation) -> None:
+    """Score layers that wait, all together seen as `o`, as soon as what their scorer needs is known."""
+    n = len(layers)
     scores, protected = judged(job, o)
     summary = None if job.policy.summary is None else call(job.policy.summary, o, parameters=job.parameters)
-    w.observation = replace(o)  # without the attention that it remembers
-    w.judged = JudgedLayer(scores, protected, summary)
-    return w.judged
+    summaries = [None] * n if summary is None else summary.chunk(n)
+    for layer, *found in zip(layers, scores.chunk(n), protected.chunk(n), summaries, strict=True):
+        w = job.pending[layer]
+        w.observation = replace(w.observation)  # without the attention that it remembers
+        w.judged = JudgedLayer(*found)
 
 
 def across(job: EvictionJob) -> dict[int, Mask]:
     """Who stays in each layer, once all layers have their scores; layers may lie on several devices."""
-    layers = {n: w.judged or judge_pending(job, n) for n, w in job.pending.items()}
+    for n, w in job.pending.items():
+        if w.judged is None:
+            judge_pending(job, [n], w.observation)
+    layers = {n: w.judged for n, w in job.pending.items() if w.judged is not None}
     seen, home = {n: w.observation for n, w in job.pending.items()}, job.budget.device
     scores, protected = [w.scores.to(home) for w in layers.values()], [w.protected.to(home) for w in layers.values()]
     if job.policy.across is None:

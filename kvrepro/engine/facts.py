@@ -31,6 +31,7 @@ class ModelFacts:
     sliding: dict[int, int]
     outputs: dict[int, Tensor]  # [heads, dim, hidden]
     inverse_frequencies: dict[int, Tensor]  # [rotated / 2] of each evictable layer's rotation, where it has one
+    own_softmax: bool = False  # do layers cap their logits, or have sinks?
     backend: str = "torch"  # what scorers compute with
 
     def observe(self, layer: int, keys: Tensor, seeds: Sequence[int] | Tensor, **known: Any) -> Observation:
@@ -52,16 +53,17 @@ class ModelFacts:
         one_set: one set of tokens serves all layers: a sliding one looks at those within its window, and forgets none.
         Raises InputError for a model that the engine cannot drive.
         """
-        check_family(model)
+        modules = check_family(model)
         outputs, kv_heads, sliding = {}, {}, {}
-        for number, module in attention_modules(model).items():
+        for number, module in modules.items():
             outputs[number] = output_projection(module)
             kv_heads[number] = len(outputs[number]) // getattr(module, "num_key_value_groups", 1)
             if not one_set and (window := sliding_window(model.config, number)) is not None:
                 sliding[number] = window
         full = tuple(n for n in outputs if n not in sliding)
         evictable = full or tuple(outputs)
-        return cls(tuple(outputs), evictable, kv_heads, sliding, outputs, rotations(model, evictable))
+        own = any(getattr(m, "attn_logit_softcapping", None) or hasattr(m, "sinks") for m in modules.values())
+        return cls(tuple(outputs), evictable, kv_heads, sliding, outputs, rotations(model, evictable), own)
 
     def by(self, backend: str) -> "ModelFacts":
         """The same for scorers that compute with another backend."""
@@ -72,8 +74,9 @@ class ModelFacts:
         return min([tokens, *(self.sliding[n] - 1 for n in self.evictable if n in self.sliding)])
 
 
-def check_family(model: PreTrainedModel) -> None:
-    """Raise InputError for a model whose attention the engine cannot take over. Looks at no weights."""
+def check_family(model: PreTrainedModel) -> dict[int, Module]:
+    """Its `attention_modules`. Raises InputError for a model whose attention the engine cannot take over. Looks at no
+    weights."""
     config = model.config.get_text_config()
     types, found = layer_types(config), attention_modules(model)
     holding = [n for n, kind in enumerate(types) if kind in HOLDING]
@@ -92,6 +95,7 @@ def check_family(model: PreTrainedModel) -> None:
     }
     if why := next((reason for reason, holds in reasons.items() if holds), None):
         raise InputError(f"cannot evict from a {config.model_type} model: {why}; take a family of data/families.csv")
+    return found
 
 
 def layer_types(config: Any) -> Sequence[str]:

@@ -87,20 +87,21 @@ def calls(
         check_prompt(model, text.ids, own)
     check_conditions(model, texts, conditions, max_new_tokens=new)
     every, _ = _columns(conditions, len(texts))
-    backends = _backends(model, texts, every, backend)
+    facts = ModelFacts.of(model)
+    backends = _backends(model, facts, texts, every, backend)
     _check_repeat(every, repeat)
     return [
         (Call(model, texts, [every[j] for j in columns], new, facts, list(repeat), backend=name, **how), columns)
-        for facts, name, columns in _views(model, every, backends)
+        for facts, name, columns in _views(model, facts, every, backends)
     ]
 
 
 def _views(
-    model: PreTrainedModel, conditions: Sequence[Condition], backends: Sequence[str]
+    model: PreTrainedModel, facts: ModelFacts, conditions: Sequence[Condition], backends: Sequence[str]
 ) -> list[tuple[ModelFacts, str, list[int]]]:
     """Conditions by how they see the model: those of `SharedCap`, and what keeps everything, take sliding layers for
     layers like any other; and by who computes them."""
-    facts, found = ModelFacts.of(model), []
+    found = []
     one_set = bool(facts.sliding) and any(isinstance(c.regime, SharedCap) for c in conditions)
     seen = [one_set and (c.policy == "full" or isinstance(c.regime, SharedCap)) for c in conditions]
     for kind in dict.fromkeys(zip(seen, backends, strict=True)):
@@ -328,7 +329,7 @@ def _check_repeat(conditions: Sequence[Condition], repeat: Sequence[int]) -> Non
 
 
 def _backends(
-    model: PreTrainedModel, texts: Sequence[Prompt], conditions: Sequence[Condition],
+    model: PreTrainedModel, facts: ModelFacts, texts: Sequence[Prompt], conditions: Sequence[Condition],
     backend: str | Mapping[Condition, str],
 ) -> list[str]:  # fmt: skip
     """Who computes each condition. Raises InputError for what the Triton backend does not do: it never falls back."""
@@ -339,6 +340,6 @@ def _backends(
     if "auto" in asked:
         found |= dict(enumerate(obstacles(model, texts[0].ids if texts else [], conditions)))
     for name, c in zip(asked, conditions, strict=True):
-        if name == "triton" and (why := obstacle(model, c)):
+        if name == "triton" and (why := obstacle(model, c, facts)):
             raise InputError(f"backend triton: {why} ({c.label}): use backend torch, or auto")
     return [("torch" if found[j] else "triton") if name == "auto" else name for j, name in enumerate(asked)]

@@ -1,8 +1,9 @@
 """What a policy may look at: one layer's cached tokens, the last queries, and what the forward pass summed up."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,35 @@ class Observation:
     window_outputs: Query | None = None  # and attention outputs
     softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
     shared_places: Places | None = None  # of layers that hold the same tokens
+    of: tuple["Observation", ...] = ()  # the layers that it stands for, where they are several (`together`)
+
+    @classmethod
+    def together(cls, layers: Sequence["Observation"]) -> "Observation":
+        """Layers of one shape that hold the same tokens, as rows of one observation: a layer's rows after the other's.
+
+        What is the layer's own, its number, output projection and rotation, it does not tell.
+        """
+        first, n = layers[0], len(layers)
+        if n == 1:
+            return first
+
+        def joined(name: str) -> Any:
+            parts = [getattr(o, name) for o in layers]
+            return None if parts[0] is None else torch.cat(parts)
+
+        tensors = {x: joined(x) for x in ("keys", "values", "queries", "log_sums", "window_outputs")}
+        tensors["sums"] = {x: torch.cat([o.sums[x] for o in layers]) for x in first.sums}
+        places = first.places.noted(("layers", n), lambda: first.places.repeated(n))
+        return replace(
+            first, layer=-1, output=None, inverse_frequencies=None, positions=places.positions, of=tuple(layers),
+            query_positions=places.query_positions, shared_places=places, seen=first.seen.repeat(n),
+            seed=first.seed if isinstance(first.seed, int) else first.seed.repeat(n), **tensors,
+        )  # fmt: skip
+
+    @property
+    def count(self) -> int:
+        """Layers that it stands for."""
+        return max(1, len(self.of))
 
     @cached_property
     def scored(self) -> dict[Hashable, Scores]:
@@ -135,12 +165,14 @@ class Observation:
         outputs, log_sums = window_attention(
             self.queries, self.keys, self.values, scale=self.scaling, last=self.places.last_seen,
             starts=self.places.starts,
-        )
+        )  # fmt: skip
         return log_sums, outputs
 
     @cached_property
     def mean_projected_norm(self) -> Scores:
         """N(j): mean over the group of ||v_j W_O^(h)||_1, float32."""
+        if self.of:
+            return torch.cat([o.mean_projected_norm for o in self.of])
         if self.backend != "triton":
             return self.projected_norm.mean(2)
         from kvrepro_kernels import projected_norm
@@ -157,6 +189,8 @@ class Observation:
     @cached_property
     def projected_norm(self) -> Tensor:
         """N_h(j) = ||v_j W_O^(h)||_1, float32 `[batch, kv_heads, group, tokens]`, in blocks of 256 tokens."""
+        if self.of:
+            return torch.cat([o.projected_norm for o in self.of])
         batch, kv_heads, tokens, _ = self.values.shape
         w = self.projection
         norm = self.values.new_empty(batch, kv_heads, self.group, tokens, dtype=torch.float32)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from kvrepro.engine.cache import EngineCache, RaggedLayer
+from kvrepro.engine.cache import EngineCache, RaggedLayer, seen_by
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.evict import EvictionJob, Prompts, generator
 from kvrepro.engine.extend import Extend
@@ -309,8 +309,8 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
             continue
         mine = cache.rows(torch.arange(len(members), device=call.device))
         mine.ragged = {n: job.layers[n] for n in sorted(job.layers)}
-        layers = [mine.ragged[n].seen().to(held.device) for n in call.facts.evictable]
-        lost = (torch.cat(layers, 1) < held).any(1) if job.signals is None else job.signals.evicted > 0
+        seen = seen_by([mine.ragged[n] for n in call.facts.evictable], held.device)
+        lost = (seen < held).any(1) if job.signals is None else job.signals.evicted > 0
         tags, single = [(i, j) for i in members], [job.row(b) for b in range(len(members))]
         found[j] = Rows(tags, single, texts, mine, logits, prompts.lengths.clone(), lost.long(), job.signals)
         job.layers = {}

@@ -5,7 +5,7 @@ computed layer after layer.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -35,6 +35,13 @@ class Places:
         if what not in self._noted:
             self._noted[what] = make()
         return self._noted[what]  # type: ignore[return-value]
+
+    def repeated(self, n: int) -> "Places":
+        """Those of `n` layers that hold the same tokens, a layer's rows after the other's."""
+        alike = self.positions.stride(1) == 0  # all heads hold the same tokens
+        where = self.positions[:, :1] if alike else self.positions
+        positions = where.repeat(n, 1, 1).expand(-1, self.positions.shape[1], -1)
+        return replace(self, positions=positions, query_positions=self.query_positions.repeat(n, 1))
 
     # ---- masks, bool [batch, kv_heads, tokens]
 

@@ -87,6 +87,7 @@ class Policy:
     budget: str = "uniform"  # or "per layer", "per head", "joint"
     refuses: Mapping[str, str] = field(default_factory=dict)  # regime -> why the policy cannot exist there
     ties: tuple[str, ...] | None = None  # of `SharedCap`: sums that order equal scores, before the position does
+    together: bool = False  # a GPU may judge several layers as rows of one: nothing here asks which layer it sees
     frees: bool = True  # False: pages are selected for each query and nothing is evicted
 
     @property

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvrepro.engine import quota
 from kvrepro.engine.attention import Watch, attend, attend_prompt, per_token
 from kvrepro.engine.cache import RaggedLayer
-from kvrepro.engine.evict import EvictionJob, Prompts, across, attempt, evict_shared, judged, kept, postpone
+from kvrepro.engine.evict import EvictionJob, Prompts, across, attempt, evict_shared, judged, kept, postpone, prepare
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
@@ -24,6 +24,7 @@ from kvrepro.engine.select import best, ensured_later, settle
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
 from kvrepro.engine.signals import PromptSignals, Reduction, Signals
 
+TOGETHER = {"torch": 0, "triton": 2**27}  # bytes of layers that are decided together, by backend: fewer launches
 SPAN_SUMS, SUMS_BY_KERNELS = {"span_mass", "marked_mass"}, {"mass", "span_mass"}
 Sums = dict[tuple[str, tuple[str, ...] | None], Tensor]  # by name and, of sums inside spans, the spans' names
 
@@ -52,6 +53,7 @@ class PrefillState:
         self._span_counts = {names: int(of.max()) + 1 for names, of in self._span_of.items()}
         self._shown: dict[tuple[tuple[str, ...], int], Tensor] = {}  # by spans and window, the queries' positions
         self._places: dict[tuple[Any, ...], Places] = {}
+        self._waiting: dict[int, dict[tuple[Any, ...], Observation]] = {}  # layers to be decided together, as seen
         self._within = {  # the span that each position lies in, of sums inside spans
             (name, names): self._span_of[names] if name == "span_mass" else prompt.span_of(names, extended=False)
             for name, names in self.sums
@@ -103,6 +105,7 @@ class PrefillState:
 
     def join(self) -> None:
         """Have what follows wait for the layers' reductions."""
+        self._decide_waiting()
         for stream in self.streams.values():
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
@@ -130,11 +133,43 @@ class PrefillState:
                     continue
                 seen[kind] = self._observe(layer, query, key, value, where, sums, scaling, *kind)
                 if log_sums is not None and window and kind[1] is None:
-                    ends = log_sums[:, :, -window:], out[:, -window:].transpose(1, 2)
+                    ends = log_sums[:, :, -window:].clone(), out[:, -window:].transpose(1, 2).contiguous()
                     seen[kind] = replace(seen[kind], log_sums=ends[0], window_outputs=ends[1])
-            with attempt(job, self.isolate), ensured_later(self.kernels) as doubts:
-                self._decide(job, layer, seen[own], seen[window, None] if mixed else None)
-            job.doubts += doubts
+            if not self._together(job):
+                self._decide(job, {layer: seen[own]}, seen[own], seen[window, None] if mixed else None)
+            elif not self._waiting:
+                with attempt(job, self.isolate):
+                    prepare(job, seen[own])
+        if any(self._together(job) for job in self.jobs):
+            self._wait(layer, seen)
+
+    def _together(self, job: EvictionJob) -> bool:
+        """May several layers be decided as one?"""
+        plain = job.condition.fair is None and job.condition.execution == "physical"
+        return plain and job.evictor is not None and job.evictor.together and TOGETHER[self.facts.backend] > 0
+
+    def _wait(self, layer: int, seen: dict[tuple[Any, ...], Observation]) -> None:
+        """Let a layer wait for the next ones, after those that it is unlike, or one too many for, are decided."""
+        for before in list(self._waiting.values())[-1:]:
+            last, o = next(iter(before.values())), next(iter(seen.values()))
+            alike = last.places is o.places and last.keys.shape == o.keys.shape and last.softmax is o.softmax
+            room = TOGETHER[self.facts.backend] // (2 * o.keys.nbytes)
+            if not alike or last.scaling != o.scaling or len(self._waiting) >= room:
+                self._decide_waiting()
+        self._waiting[layer] = seen
+
+    def _decide_waiting(self) -> None:
+        """Decide the layers that wait, as one."""
+        waiting, self._waiting = self._waiting, {}
+        jobs = [job for job in self.jobs if self._together(job) and job.error is None] if waiting else []
+        joined: dict[int, Observation] = {}  # by window
+        for job in jobs:
+            seen = {layer: of[job.window, None] for layer, of in waiting.items()}
+            device = next(iter(seen.values())).keys.device
+            with self._beside(device, ()):
+                if job.window not in joined:
+                    joined[job.window] = Observation.together(list(seen.values()))
+                self._decide(job, seen, joined[job.window])
 
     def _held(self, tokens: int) -> list[int]:
         """Tokens of each prompt among the last `tokens` places."""
@@ -211,23 +246,38 @@ class PrefillState:
             self._shown[names, window] = pad_sequence(chosen, True, -1, "left").to(self.prompt.positions.device)
         return self._shown[names, window]
 
-    def _decide(self, job: EvictionJob, layer: int, o: Observation, plain: Observation | None) -> None:
-        if job.waits:
-            postpone(job, layer, o)
-            return
+    def _decide(
+        self, job: EvictionJob, seen: dict[int, Observation], o: Observation, plain: Observation | None = None
+    ) -> None:
+        """Of layers that were `seen`, all together as `o`. plain: without quotas."""
+        with attempt(job, self.isolate), ensured_later(self.kernels) as doubts:
+            if job.waits:
+                postpone(job, seen, o)
+            else:
+                self._choose(job, seen, o, plain)
+        job.doubts += doubts
+
+    def _choose(
+        self, job: EvictionJob, seen: dict[int, Observation], o: Observation, plain: Observation | None
+    ) -> None:
         heads, tokens = o.keys.shape[1:3]
         if not self.padded and (count := job.same_count(tokens)) is not None:
             place = best(*judged(job, o), count)
-            self._hold(job, layer, o, RaggedLayer.at(o.keys, o.values, o.positions, place, _carried(job, o)))
-            return
-        total = job.total(heads, self._held(tokens))
-        self._store(job, layer, o, kept(job, o, None if plain is None else kept(job, plain)), total)
+            whole = RaggedLayer.at(o.keys, o.values, o.positions, place, _carried(job, o))
+        else:
+            total = job.total(heads, self._held(tokens))
+            stays = kept(job, o, None if plain is None else kept(job, plain))
+            if total is None:
+                for (layer, own), mine in zip(seen.items(), stays.chunk(o.count), strict=True):
+                    self._store(job, layer, own, mine)
+                return
+            whole = RaggedLayer.of(o.keys, o.values, o.positions, stays, _carried(job, o), total * o.count)
+        for (layer, own), stored in zip(seen.items(), whole.layers(o.count), strict=True):
+            self._hold(job, layer, own, stored)
 
-    def _store(self, job: EvictionJob, layer: int, o: Observation, stays: Mask, total: int | None = None) -> None:
-        """total: how many tokens that are, where it is known."""
+    def _store(self, job: EvictionJob, layer: int, o: Observation, stays: Mask) -> None:
         masked = job.condition.execution == "masked"
-        stay, total = (o.alive, None) if masked else (stays, total)
-        stored = RaggedLayer.of(o.keys, o.values, o.positions, stay, _carried(job, o), total)
+        stored = RaggedLayer.of(o.keys, o.values, o.positions, o.alive if masked else stays, _carried(job, o))
         if masked:
             stored.hidden = ~stays[o.alive]
         self._hold(job, layer, o, stored)

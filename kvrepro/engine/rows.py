@@ -150,7 +150,7 @@ def evict_rows(
                 index = torch.tensor(members, device=stays.device)
                 o = _observed(facts, layer, stored, shown, part, index, rows.seen, scalings[layer])
                 if part.waits:
-                    postpone(part, layer, o)
+                    postpone(part, {layer: o}, o)
                 else:
                     stays[index] = kept(part, o)
     for part, members in parts:

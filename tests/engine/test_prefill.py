@@ -10,14 +10,14 @@ from slow_engine import run as slow_run
 from tiny import ARCHITECTURES, architecture, evictable, sliding_of
 from tiny import prompts as tiny_prompts
 
-from kvrepro.engine import decode, quota
+from kvrepro.engine import decode, evict, prefill, quota
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.facts import ModelFacts, sliding_window
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
-from kvrepro.engine.regime import Offline, Prefill
+from kvrepro.engine.regime import DecodeCap, Offline, Prefill
 from kvrepro.errors import InputError
 
 NEW = 7
@@ -378,3 +378,26 @@ def test_layers_of_a_pass_share_their_places(monkeypatch):
     see(architecture("llama"), tiny_prompts(60), *both)
     assert len({id(o.places) for o in seen}) == 2
     assert len(seen) > 2
+
+
+ALIKE = [(name, reading) for name, policy in CATALOGUE.items() if policy.together for reading in policy.readings]
+
+
+@pytest.mark.parametrize(("name", "reading"), ALIKE)
+@pytest.mark.parametrize("lengths", [[120], [120, 97]])
+def test_layers_decided_together_keep_what_each_alone_keeps(name, reading, lengths, monkeypatch):
+    model, prompts, judge = architecture("llama"), tiny_prompts(*lengths), evict.judged
+    conditions = [Condition(name, 70, regime, reading=reading) for regime in (Prefill(), DecodeCap(interval=3))]
+    rows, together = {}, {}
+    for layers in (0, 2, 100):
+        monkeypatch.setitem(prefill.TOGETHER, "torch", layers * 2 * len(lengths) * 2 * 120 * 8 * 4)
+        counts = together[layers] = []
+        for module in (prefill, evict):
+            monkeypatch.setattr(module, "judged", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o))
+        rows[layers] = sum(see(model, prompts, *conditions, max_new_tokens=4, prompt_rows=2), [])
+    assert [max(counts) for counts in together.values()] == [0, 2, 3]  # of three layers
+    for some in (rows[2], rows[100]):
+        for answer, same in zip(rows[0], some, strict=True):
+            assert answer.kept_positions_hash == same.kept_positions_hash
+            assert answer.tokens == same.tokens
+            assert answer.bytes_held == same.bytes_held

@@ -370,7 +370,7 @@ def run(name, reading, layers, budget, **switches):
         return [kept(job, o) for o in layers]
     for n, o in enumerate(layers):
         job.pending[n] = PendingLayer(o)
-        judge_pending(job, n)
+        judge_pending(job, [n], o)
     return list(across(job).values())
 
 

@@ -3,7 +3,8 @@
     norm[g,j] = 1/G sum over the query heads h of KV head g of ||v[g,j] W[h]||_1
 
 A block of values stays on the chip while the projection streams past it, and each product is reduced as it arrives: the
-arithmetic is that of the layer's own output projection, once for every token. CriticalKV and DefensiveKV rank by it.
+arithmetic is that of the layer's own output projection, once for every token. Where there are too few blocks for a GPU,
+several programs share one, each with its part of the projection. CriticalKV and DefensiveKV rank by it.
 """
 
 import torch
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrepro_kernels.launch import cdiv, check_device, check_innermost, constants, scores_into
+from kvrepro_kernels.launch import cdiv, check_device, check_innermost, constants, multiprocessors, scores_into
 
 
 def projected_norm_reference(values: Tensor, output: Tensor) -> Tensor:
@@ -37,13 +38,16 @@ def _projected_norm(
     value = tl.load(at, mask=(token < tokens)[:, None] & (dim[None, :] < DIM), other=0.0)  # [T, D]
     output += head * group * output_head
     columns = tl.cdiv(hidden, BLOCK_C)
+    part = tl.program_id(2)
+    mine = tl.cdiv(group * columns, tl.num_programs(2))  # blocks of the projection
     total = tl.zeros((BLOCK_T,), tl.float32)
-    for i in tl.range(0, group * columns, num_stages=STAGES):
+    for i in tl.range(part * mine, tl.minimum((part + 1) * mine, group * columns), num_stages=STAGES):
         column = i % columns * BLOCK_C + step
         w_at = output + (i // columns) * output_head + column[:, None] * output_column + dim[None, :] * output_dim
         w = tl.load(w_at, mask=(column < hidden)[:, None] & (dim[None, :] < DIM), other=0.0)  # [C, D]
         total += tl.sum(tl.abs(tl.dot(value, tl.trans(w), input_precision=PRECISION)), 1)
-    tl.store(norms + head_row * tokens + token, total / group, mask=token < tokens)
+    row = part * tl.num_programs(1).to(tl.int64) + head_row
+    tl.store(norms + row * tokens + token, total / group, mask=token < tokens)
 
 
 def projected_norm(
@@ -68,12 +72,16 @@ def projected_norm(
     if out.numel() == 0:
         return out
     tuned = projected_norm_tuning(dim, values.dtype) | (tuning or {})
-    _projected_norm[(cdiv(tokens, tuned["block_t"]), batch * kv_heads)](
-        values, output, out, *values.stride()[:3], *output.stride(),
+    grid = cdiv(tokens, tuned["block_t"]), batch * kv_heads
+    programs, processors = grid[0] * grid[1], multiprocessors(values.device)
+    parts = 1 if programs > processors else min(heads // kv_heads, 4 * processors // programs)
+    norms = out if parts == 1 else out.new_empty(parts, *out.shape)
+    _projected_norm[(*grid, parts)](
+        values, output, norms, *values.stride()[:3], *output.stride(),
         kv_heads, tokens, heads // kv_heads, hidden, BLOCK_T=tuned["block_t"], BLOCK_C=tuned["block_c"],
         **constants(dim, values.dtype, tuned),
     )  # fmt: skip
-    return out
+    return out if parts == 1 else torch.sum(norms, 0, out=out)
 
 
 def projected_norm_tuning(dim: int, dtype: torch.dtype) -> dict[str, int]:

@@ -62,16 +62,16 @@ class RaggedLayer:
         """The tokens that `keep` [batch, kv_heads, tokens] names; positions and sums of the same shape. total: how many
         they are, where that is known: a GPU need not be asked."""
         at = keep.nonzero() if total is None else keep.nonzero_static(size=total)
-        return cls.taken(keys, values, positions, at, _offsets(keep.sum(-1)), sums)
+        return cls.taken(keys, values, positions[at.unbind(1)].int(), at, _offsets(keep.sum(-1)), sums)
 
     @classmethod
     def taken(
         cls, keys: KeyValue, values: KeyValue, positions: Tensor, at: Tensor, offsets: Tensor, sums: dict[str, Tensor]
     ) -> "RaggedLayer":  # fmt: skip
-        """The tokens at row, head and slot, int64 [kept, 3] in ascending order."""
+        """The tokens at row, head and slot, int64 [kept, 3] in ascending order. positions: theirs, int32 [kept]."""
         where = at.unbind(1)
         flat_sums = {name: s[where] for name, s in sums.items()}
-        return cls(keys[where], values[where], positions[where].int(), offsets, positions.shape[:2], flat_sums)
+        return cls(keys[where], values[where], positions, offsets, keys.shape[:2], flat_sums)
 
     @classmethod
     def at(
@@ -85,7 +85,7 @@ class RaggedLayer:
             ]
         keys, values, positions, *flat = tokens
         if place is None:  # memory of its own, not the forward pass's
-            keys, values = keys.clone(), values.clone()
+            keys, values = (x.clone(memory_format=torch.contiguous_format) for x in (keys, values))
         return cls.even(keys, values, positions, dict(zip(sums, flat, strict=True)))
 
     @classmethod

@@ -9,7 +9,7 @@ kept              = select(scores, protected, counts)
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,7 +24,7 @@ from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
-from kvrepro.engine.policy import SUMS, Policy, call, guarded, named
+from kvrepro.engine.policy import SUMS, Policy, call, guarded, named, ours
 from kvrepro.engine.regime import DecodeCap, PerStep, SharedCap
 from kvrepro.engine.select import Doubt, select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores, TokenInts
@@ -35,13 +35,21 @@ from kvrepro.errors import InputError
 class Prompts:
     """Positions, spans and whitelists of the tokens to compress: `[batch, tokens]`, flush right, -1 where padded."""
 
-    def __init__(self, positions: TokenInts, spans: Sequence[dict[str, list[int]]], seeds: Sequence[int] = ()):
-        self.positions, self.spans = positions, spans
-        self.seeds = list(seeds) or [0] * len(positions)
+    def __init__(
+        self, positions: TokenInts, spans: Sequence[dict[str, list[int]]], seeds: Callable[[], list[int]] | None = None
+    ):
+        self.positions, self.spans, self._seeds = positions, spans, seeds
         self.lengths = (positions >= 0).sum(1)
 
+    @cached_property
+    def seeds(self) -> list[int]:
+        """Of what is drawn for each row."""
+        return self._seeds() if self._seeds else [0] * len(self.positions)
+
     @classmethod
-    def of(cls, texts: Sequence[Prompt], device: torch.device, seeds: Sequence[int] = ()) -> "Prompts":
+    def of(
+        cls, texts: Sequence[Prompt], device: torch.device, seeds: Callable[[], list[int]] | None = None
+    ) -> "Prompts":
         """Of whole texts, whatever is compressed."""
         lengths = torch.tensor([len(t.ids) for t in texts], device=device)[:, None]
         at = torch.arange(int(lengths.max()), device=device)
@@ -123,14 +131,14 @@ class EvictionJob:
         return cls(
             [c for job in jobs for c in job.conditions], first.evictor, first.parameters,
             [size for job in jobs for size in job.budgets],
-            Prompts.of(texts, device, [seed for job in jobs for seed in job.prompts.seeds]),
+            Prompts.of(texts, device, lambda: [seed for job in jobs for seed in job.prompts.seeds]),
             [d for job in jobs for d in job.draws],
         )  # fmt: skip
 
     def row(self, b: int) -> "EvictionJob":
         """One row alone, with nothing kept yet."""
         p = self.prompts
-        alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], p.seeds[b : b + 1])
+        alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], lambda: p.seeds[b : b + 1])
         return replace(self, conditions=[self.conditions[b]], budgets=[self.budgets[b]], prompts=alone,
                        draws=self.draws[b : b + 1], layers={}, pending={}, signals=None, doubts=[],
                        protected=None)  # fmt: skip
@@ -184,6 +192,13 @@ class EvictionJob:
         if self.evictor is None:
             return False
         return self.evictor.across is not None or bool(self.repeated) or self.reduction is not None
+
+    @cached_property
+    def together(self) -> bool:
+        """May several layers be judged as rows of one? A reader's own functions see them one by one."""
+        if self.evictor is None or self.condition.fair is not None or self.condition.execution != "physical":
+            return False
+        return self.evictor.together and all(ours(function) for function in self.evictor.functions)
 
     @property
     def sums(self) -> set[str]:

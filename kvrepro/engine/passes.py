@@ -275,8 +275,12 @@ def _jobs(
     texts = [call.texts[i] for i in members]
     if positions is None:
         positions = call.padded([text.ids[:end] for text, end in zip(texts, ends, strict=True)])[1]
-    # A prompt's draws depend on what is compressed of it, not on its place in a batch.
-    seeds = [zlib.crc32(str(t.ids[:end]).encode()) + (call.seed << 32) for t, end in zip(texts, ends, strict=True)]
+
+    def seeds() -> list[int]:
+        """A prompt's draws depend on what is compressed of it, not on its place in a batch."""
+        read = [text.ids[:end] for text, end in zip(texts, ends, strict=True)]
+        return [zlib.crc32(str(ids).encode()) + (call.seed << 32) for ids in read]
+
     prompts = Prompts(positions, [text.spans for text in texts], seeds)
     found = []
     for j in columns:

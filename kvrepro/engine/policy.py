@@ -87,7 +87,7 @@ class Policy:
     budget: str = "uniform"  # or "per layer", "per head", "joint"
     refuses: Mapping[str, str] = field(default_factory=dict)  # regime -> why the policy cannot exist there
     ties: tuple[str, ...] | None = None  # of `SharedCap`: sums that order equal scores, before the position does
-    together: bool = False  # a GPU may judge several layers as rows of one: nothing here asks which layer it sees
+    together: bool = False  # a GPU may judge several layers as rows of one: nothing asks for the layer or for draws
     frees: bool = True  # False: pages are selected for each query and nothing is evicted
 
     @property
@@ -163,7 +163,7 @@ def call(function: Callable[..., Any], *arguments: object, parameters: Parameter
     """`function` with the parameters that it names. A reader's own is shown copies: what it writes in place must not
     reach other conditions."""
     given = named(function, parameters)
-    if not _ours(function):
+    if not ours(function):
         arguments, given = copied(arguments), copied(given)
     return function(*arguments, **given)
 
@@ -187,7 +187,7 @@ def copied(value: Any) -> Any:
     return value
 
 
-def _ours(function: Callable[..., Any]) -> bool:
+def ours(function: Callable[..., Any]) -> bool:
     """Does this package define it? A wrapper may go by the name of what it wraps, and is another function."""
     module = str(getattr(function, "__module__", None))
     found: object = sys.modules.get(module) if module.startswith("kvrepro.") else None

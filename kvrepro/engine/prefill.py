@@ -41,7 +41,9 @@ class PrefillState:
         self.lengths = prompt.lengths.tolist()
         self.padded = min(self.lengths) < prompt.positions.shape[1]
         self.kernels = self.facts.backend == "triton"
-        self.seeds = torch.tensor(prompt.seeds, device=prompt.positions.device)
+        self.most = TOGETHER[self.facts.backend]
+        drawn = any(job.evictor is not None and not job.together for job in jobs)
+        self.seeds = torch.tensor(prompt.seeds if drawn else [0] * len(self.lengths), device=prompt.positions.device)
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.signals = PromptSignals([reduction for _, reduction in self.shared])
         self.sums = {
@@ -53,7 +55,7 @@ class PrefillState:
         self._span_counts = {names: int(of.max()) + 1 for names, of in self._span_of.items()}
         self._shown: dict[tuple[tuple[str, ...], int], Tensor] = {}  # by spans and window, the queries' positions
         self._places: dict[tuple[Any, ...], Places] = {}
-        self._waiting: dict[int, dict[tuple[Any, ...], Observation]] = {}  # layers to be decided together, as seen
+        self._waiting: dict[int, dict[int, Observation]] = {}  # layers to be decided together: by window, what is seen
         self._within = {  # the span that each position lies in, of sums inside spans
             (name, names): self._span_of[names] if name == "span_mass" else prompt.span_of(names, extended=False)
             for name, names in self.sums
@@ -115,6 +117,7 @@ class PrefillState:
     ) -> None:  # fmt: skip
         """Each job's part of a layer."""
         seen: dict[tuple[Any, ...], Observation] = {}
+        waits: dict[int, Observation] = {}
         for job in self.jobs:
             if job.evictor is None or layer not in self.facts.evictable:
                 if self.padded:
@@ -135,36 +138,33 @@ class PrefillState:
                 if log_sums is not None and window and kind[1] is None:
                     ends = log_sums[:, :, -window:].clone(), out[:, -window:].transpose(1, 2).contiguous()
                     seen[kind] = replace(seen[kind], log_sums=ends[0], window_outputs=ends[1])
-            if not self._together(job):
+            if not (self.most and job.together):
                 self._decide(job, {layer: seen[own]}, seen[own], seen[window, None] if mixed else None)
-            elif not self._waiting:
+                continue
+            waits[window] = seen[own]
+            if not self._waiting:
                 with attempt(job, self.isolate):
                     prepare(job, seen[own])
-        if any(self._together(job) for job in self.jobs):
-            self._wait(layer, seen)
+        if waits:
+            self._wait(layer, waits)
 
-    def _together(self, job: EvictionJob) -> bool:
-        """May several layers be decided as one?"""
-        plain = job.condition.fair is None and job.condition.execution == "physical"
-        return plain and job.evictor is not None and job.evictor.together and TOGETHER[self.facts.backend] > 0
-
-    def _wait(self, layer: int, seen: dict[tuple[Any, ...], Observation]) -> None:
+    def _wait(self, layer: int, seen: dict[int, Observation]) -> None:
         """Let a layer wait for the next ones, after those that it is unlike, or one too many for, are decided."""
         for before in list(self._waiting.values())[-1:]:
-            last, o = next(iter(before.values())), next(iter(seen.values()))
-            alike = last.places is o.places and last.keys.shape == o.keys.shape and last.softmax is o.softmax
-            room = TOGETHER[self.facts.backend] // (2 * o.keys.nbytes)
-            if not alike or last.scaling != o.scaling or len(self._waiting) >= room:
+            unlike = before.keys() != seen.keys() or any(not _alike_seen(before[w], o) for w, o in seen.items())
+            room = self.most // (2 * next(iter(seen.values())).keys.nbytes)
+            if unlike or len(self._waiting) >= room:
                 self._decide_waiting()
         self._waiting[layer] = seen
 
     def _decide_waiting(self) -> None:
         """Decide the layers that wait, as one."""
         waiting, self._waiting = self._waiting, {}
-        jobs = [job for job in self.jobs if self._together(job) and job.error is None] if waiting else []
         joined: dict[int, Observation] = {}  # by window
-        for job in jobs:
-            seen = {layer: of[job.window, None] for layer, of in waiting.items()}
+        for job in self.jobs if waiting else ():
+            if job.error is not None or not job.together:
+                continue
+            seen = {layer: of[job.window] for layer, of in waiting.items()}
             device = next(iter(seen.values())).keys.device
             with self._beside(device, ()):
                 if job.window not in joined:
@@ -294,7 +294,6 @@ class PrefillState:
         """
         for job in self.jobs:
             if job.waits and job.error is None and job.reduction is None:
-                self.settle(job)
                 with attempt(job, self.isolate):
                     self._choose_across(job)
         self._choose_for_all_layers(width)
@@ -310,25 +309,29 @@ class PrefillState:
         """Budgets that need every layer's scores."""
         with ensured_later(self.kernels) as doubts:
             chosen = across(job)
-        settle(doubts)
+        job.doubts += doubts
         alike = len({(stays.shape, stays.device) for stays in chosen.values()}) == 1
-        if alike and job.condition.execution == "physical":
-            self._store_together(job, chosen)
-        else:
-            for layer, stays in chosen.items():
-                self._store(job, layer, job.pending[layer].observation, stays)
+        together = self._places_in(job, chosen) if alike and job.condition.execution == "physical" else None
+        self.settle(job)
+        for layer, stays in chosen.items() if job.error is None else ():
+            o = job.pending[layer].observation
+            if together is None:
+                self._store(job, layer, o, stays)
+            else:
+                self._hold(job, layer, o, RaggedLayer.taken(o.keys, o.values, *together[layer], _carried(job, o)))
         job.pending.clear()
 
-    def _store_together(self, job: EvictionJob, chosen: dict[int, Mask]) -> None:
-        """Layers of one shape, whose tokens a GPU looks up at once."""
+    @staticmethod
+    def _places_in(job: EvictionJob, chosen: dict[int, Mask]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """Of layers of one shape, which hold the same tokens, by layer: positions of the kept ones, int32 [kept]; their
+        rows, heads and slots, int64 [kept, 3]; and the heads' ends. A GPU looks all of them up at once."""
         stays = torch.stack(list(chosen.values()))  # [layers, batch, kv_heads, tokens]
         offsets = pad(stays.sum(-1).flatten(1).cumsum(1), (1, 0))
         totals = offsets[:, -1].tolist()
-        places = stays.nonzero_static(size=sum(totals))[:, 1:].split(totals)
-        for layer, at, ends in zip(chosen, places, offsets, strict=True):
-            o = job.pending[layer].observation
-            taken = RaggedLayer.taken(o.keys, o.values, o.positions, at, ends, _carried(job, o))
-            self._hold(job, layer, o, taken)
+        places = stays.nonzero_static(size=sum(totals))[:, 1:]
+        positions = job.pending[next(iter(chosen))].observation.positions[places.unbind(1)].int()
+        found = zip(positions.split(totals), places.split(totals), offsets, strict=True)
+        return dict(zip(chosen, found, strict=True))
 
     def _choose_for_all_layers(self, width: int) -> None:
         """`SharedCap`: the state after the prompt, and the first reduction where it comes at step 0."""
@@ -373,6 +376,12 @@ def _gather(jobs: list[tuple[EvictionJob, Tensor]]) -> None:
 def _carried(job: EvictionJob, o: Observation) -> dict[str, Tensor]:
     """The sums that its next eviction will ask for."""
     return {n: s for n, s in o.sums.items() if job.again and n in job.sums}
+
+
+def _alike_seen(one: Observation, other: Observation) -> bool:
+    """Do two layers hold the same tokens, and attend in the same way?"""
+    same = one.places is other.places and one.keys.shape == other.keys.shape
+    return same and one.scaling == other.scaling and one.softmax is other.softmax
 
 
 def _alike(held: Tensor) -> Tensor | None:

@@ -401,3 +401,43 @@ def test_layers_decided_together_keep_what_each_alone_keeps(name, reading, lengt
             assert answer.kept_positions_hash == same.kept_positions_hash
             assert answer.tokens == same.tokens
             assert answer.bytes_held == same.bytes_held
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_layers_that_slide_are_decided_with_their_like_alone(name, monkeypatch):
+    prompts, rows = tiny_prompts(60, 60), {}
+    for most in (0, 2**27):
+        monkeypatch.setitem(prefill.TOGETHER, "torch", most)
+        rows[most] = sum(see(architecture(name), prompts, Condition("dropkv", 20, Prefill()), max_new_tokens=3), [])
+    for answer, same in zip(*rows.values(), strict=True):
+        assert (answer.kept_positions_hash, answer.tokens) == (same.kept_positions_hash, same.tokens)
+
+
+def test_a_readers_scorer_in_a_known_policy_sees_layer_after_layer(monkeypatch):
+    monkeypatch.setitem(prefill.TOGETHER, "torch", 2**27)
+    seen = []
+
+    def mine(o):
+        seen.append(o.layer)
+        return o.positions.float()
+
+    monkeypatch.setitem(CATALOGUE, "mine", replace(CATALOGUE["streaming_llm"], score=mine))
+    see(architecture("llama"), tiny_prompts(60), Condition("mine", 20, Prefill()), Condition("dropkv", 20, Prefill()))
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("wrong", ["nan", "raises"])
+def test_what_fails_in_layers_decided_together_costs_its_own_rows(wrong, monkeypatch):
+    monkeypatch.setitem(prefill.TOGETHER, "torch", 2**27)
+
+    def broken(o):
+        if wrong == "raises":
+            raise ZeroDivisionError("no score")
+        return o.positions * torch.nan
+
+    monkeypatch.setattr(evict, "ours", lambda function: True)
+    monkeypatch.setitem(CATALOGUE, "broken", replace(CATALOGUE["streaming_llm"], score=broken))
+    both = Condition("broken", 20, Prefill()), Condition("dropkv", 20, Prefill())
+    [[failed, fine]] = see(architecture("llama"), tiny_prompts(60), *both, errors="return")
+    assert isinstance(failed, InputError if wrong == "nan" else ZeroDivisionError)
+    assert len(fine.kept_positions) >= 20

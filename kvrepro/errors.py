@@ -14,6 +14,7 @@ ENDING = tuple(  # Ctrl-C, a batch system, a terminal that is closed, where the 
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 LONGEST = 4096  # characters of a text that somebody types
+LONG = 1500  # characters of a line; of a longer one its end, which says the way out, is printed too
 
 
 class InputError(ValueError):
@@ -31,7 +32,8 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (InputError, Stopped) as error:
-        print(error, file=sys.stderr)
+        said = str(error)
+        print(said if len(said) <= LONG else f"{said[:LONG]} ... {said[-200:]}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, InputError) else 1) from None
     except KeyboardInterrupt as interrupt:
         raise SystemExit(interrupted(interrupt)) from None

@@ -93,3 +93,12 @@ def test_a_name_that_is_not_known_is_told_with_those_that_are():
     ensure_known("fruit", ["pear"], {"pear": 1, "plum": 2})
     with pytest.raises(InputError, match="unknown fruit 'peer', did you mean 'pear'.; there are: all, pear, plum"):
         ensure_known("fruit", ["pear", "peer"], ("pear", "plum"), also=["all"])
+
+
+def test_a_line_that_quotes_something_endless_keeps_its_ends(capsys):
+    with pytest.raises(SystemExit), one_line_errors():
+        raise InputError(f"models {[1] * 10**5}: give a list of at least one, each once")
+    said = capsys.readouterr().err
+    assert said.startswith("models [1, 1,")
+    assert said.endswith(", 1]: give a list of at least one, each once\n")
+    assert len(said) < 2000

@@ -17,6 +17,7 @@ from kvrepro.experiment import data, models
 from kvrepro.experiment.settings import ensure_folder, ensure_options
 from kvrepro.paths import WORK
 
+MOST = 1000  # values of a list
 INJECTED = "# Parameters"  # the first line of the cell that papermill adds
 KINDS: dict[str, Any] = {  # what a parameter may be, by its name, which means the same in every notebook
     "reading": Literal["both", "as_run", "as_described"], "n_items": Size | None, "seed": Count, "block_size": Size,
@@ -109,6 +110,8 @@ def _check_texts(name: str, value: Any) -> None:
 def _check_list(name: str, value: list[Any] | tuple[Any, ...]) -> None:
     if not value and name != "family":
         raise InputError(f"{name} {value!r}: give a list of at least one")
+    if len(value) > MOST:
+        raise InputError(f"{name} has {len(value):,} values: give at most {MOST:,}")
     if twice := next((one for at, one in enumerate(value) if one in value[:at]), None):
         raise InputError(f"{name} has {twice!r} twice: give each once")
 

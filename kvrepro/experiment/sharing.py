@@ -16,6 +16,7 @@ import filelock
 from kvrepro.errors import InputError
 
 UNFINISHED = re.compile(r".*@(.+)-(\d+)-[0-9a-f]{8}(\.parquet)?\.tmp")  # as `named` names them
+LOG = "sweep.log"  # in a folder of results: what a sweep's chapters printed
 HOST = re.sub(r"[^\w.]", "_", platform.node())
 
 
@@ -36,7 +37,7 @@ def prepare(results: Path, folder: Path) -> None:
     """Make a folder below the results folder, and try whether it can be written. Says so where the results folder holds
     other things."""
     if results.is_dir() and not any(any(results.glob(of)) for of in ("*/*.rows", "*/claims.csv", "*/*/*/*.parquet")):
-        others = sorted(path.name for path in results.iterdir())
+        others = sorted(path.name for path in results.iterdir() if path.name != LOG)
         if others:
             print(f"results go into {results}, which holds other things ({others[0]}): in folders of their own")
     make_folder(folder)

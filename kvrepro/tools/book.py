@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from kvrepro.engine.policy import find
 from kvrepro.errors import InputError, Stopped, meant, told
 from kvrepro.experiment import models, run, workers
 from kvrepro.experiment.parameters import read
+from kvrepro.experiment.settings import ensure_options
 from kvrepro.paths import ROOT
 from kvrepro.tools import command, edition, pages
 from kvrepro.tools.processes import in_turn, interruptible
@@ -120,30 +121,53 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
 
 
 def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, Any]]:
-    """`["n_items=8", "leakage.items=ifeval"]` -> for each chapter the parameters that it has: those that it shares with
-    others, and those that name it. A chapter's other settings go into its `options`. A name that no chapter has raises
-    InputError."""
-    known = {name: set(papermill.inspect_notebook(_source(name, root))) for name in names}
-    options = {name: settings_of(name) - has if "options" in has else set() for name, has in known.items()}
-    found: dict[str, dict[str, Any]] = {name: {} for name in known}
-    for text in sorted(texts, key=lambda text: "." in text.partition("=")[0]):  # what names a chapter has the last word
+    """`["n_items=8", "leakage.items=ifeval"]`, whose values are read as YAML, as `placed` has them. Of a name that is
+    given twice, the last one counts."""
+    values = {}
+    for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
             raise InputError(f"parameter {text!r} is not of the form name=value")
-        chapter, _, name = key.rpartition(".")
-        if chapter and chapter not in known:
+        values[key] = read(value)
+    return placed(flat(values), names, root)
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with what stands among `options` or `chapter.options` by its own name. InputError for what stands at
+    both places."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        chapter, dot, name = key.rpartition(".")
+        if name == "options":
+            ensure_options(value)
+        given = {f"{chapter}{dot}{one}": v for one, v in (value or {}).items()} if name == "options" else {key: value}
+        if twice := sorted(given.keys() & found.keys()):
+            raise InputError(f"{twice[0]} is given twice, once among the options: give it once")
+        found |= given
+    return found
+
+
+def placed(values: Mapping[str, Any], names: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, Any]]:
+    """`{"n_items": 8, "leakage.items": "ifeval"}` -> for each chapter the parameters that it has: those that it shares
+    with others, and those that name it. A chapter's other settings go into its `options`. A name that no chapter has
+    raises InputError."""
+    known = {name: set(papermill.inspect_notebook(_source(name, root))) for name in names}
+    options = {name: settings_of(name) - has if "options" in has else set() for name, has in known.items()}
+    found: dict[str, dict[str, Any]] = {name: {} for name in known}
+    for key in sorted(values, key=lambda key: "." in key):  # what names a chapter has the last word
+        chapter, dot, name = key.rpartition(".")
+        if dot and chapter not in known:
             raise InputError(f"no chapter {chapter!r}{meant(chapter, known)}; there are: {', '.join(known)}")
-        asked = [chapter] if chapter else list(known)
+        asked = [chapter] if dot else list(known)
         there = set().union(*(known[one] | options[one] for one in asked))
         if name not in there:
-            who = f"chapter {chapter} has no" if chapter else "no chapter has a"
+            who = f"chapter {chapter} has no" if dot else "no chapter has a"
             raise InputError(f"{who} parameter {name!r}{meant(name, there)}; there are: {', '.join(sorted(there))}")
-        given = read(value)
         for one in asked:
             if name in known[one]:
-                found[one][name] = given
+                found[one][name] = values[key]
             elif name in options[one]:
-                found[one].setdefault("options", {})[name] = given
+                found[one].setdefault("options", {})[name] = values[key]
     return found
 
 

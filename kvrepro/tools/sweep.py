@@ -13,7 +13,6 @@ Models come one after the other, each on all workers: a worker holds one model, 
 import contextlib
 import gc
 import io
-import json
 import os
 import sys
 import time
@@ -32,7 +31,7 @@ from kvrepro.engine.allowed import ensure, ensure_all, ensure_once_each
 from kvrepro.errors import InputError, ensure_known, told
 from kvrepro.experiment import cluster, models, progress
 from kvrepro.experiment.run import Settings
-from kvrepro.experiment.sharing import make_folder, writing
+from kvrepro.experiment.sharing import LOG, make_folder, writing
 from kvrepro.paths import ROOT, WORK
 from kvrepro.tools import book, edition
 
@@ -55,8 +54,8 @@ class Sweep:
             raise InputError(f"parameters {self.parameters!r}: give names with values, such as n_items: 8")
         ensure_once_each(models=self.models, chapters=self.chapters)
         ensure_known("chapter with studies", self.chapters, studied())
-        options = [v for name, v in self.parameters.items() if name.rpartition(".")[2] == "options"]
-        for name in (*self.parameters, *(name for one in options if isinstance(one, dict) for name in one)):
+        object.__setattr__(self, "parameters", book.flat(self.parameters))
+        for name in self.parameters:
             if (key := OWN.get(name.rpartition(".")[2])) is not None:
                 raise InputError(f"{name} stands among the parameters: set it by {key}")
             if name.endswith(".results"):
@@ -69,12 +68,7 @@ class Sweep:
 
     def given(self, model: str) -> dict[str, dict[str, Any]]:
         """Each chapter's parameters for a model. Raises InputError for a name that no chapter has."""
-        try:
-            texts = [f"{name}={json.dumps(value)}" for name, value in self.parameters.items()]
-        except (TypeError, ValueError, RecursionError):  # dates and sets, which YAML has, too long numbers, loops
-            raise InputError("parameters: give numbers, texts and lists of these") from None
-        texts += [f"model={json.dumps(model)}", f"profile={self.profile}"]
-        return book.parse_parameters(texts, self.chapters)
+        return book.placed(self.parameters | {"model": model, "profile": self.profile}, self.chapters)
 
 
 def studied() -> list[str]:
@@ -105,7 +99,8 @@ def read(file: Path) -> Sweep:
     """A sweep file, checked: keys, models, chapters, and every parameter as far as that shows before a model is
     loaded. Raises InputError."""
     try:
-        said = yaml.load(file.read_text(encoding="utf-8"), Loader=_OnceEach)
+        with file.open(encoding="utf-8") as text:
+            said = yaml.load(text, Loader=_OnceEach)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"sweep file {file} cannot be read ({error}): give the path of a YAML file") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 13th month, a number or nesting without end
@@ -203,8 +198,8 @@ def _log(folder: Path) -> Iterator[TextIO]:
     """The file for what chapters print. Raises InputError where it cannot be written; a disk that is full by the end
     costs its last lines, and nothing else."""
     make_folder(folder)
-    with writing(folder / "sweep.log"):
-        log = (folder / "sweep.log").open("a", buffering=1, encoding="utf-8")
+    with writing(folder / LOG):
+        log = (folder / LOG).open("a", buffering=1, encoding="utf-8")
     try:
         yield log
     finally:

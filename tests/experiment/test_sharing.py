@@ -99,7 +99,10 @@ def test_strange_files_are_left_alone(tmp_path, capsys):
     Store(tmp_path, "c", "n").close()
     assert capsys.readouterr().out == ""  # a folder of results
     (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "sweep.log").write_text("a sweep's own")
+    Store(tmp_path / "pictures", "c", "n").close()
+    assert capsys.readouterr().out == ""
     (tmp_path / "pictures" / "holiday.jpg").write_text("x")
     Store(tmp_path / "pictures", "c", "n").close()
     assert "which holds other things (holiday.jpg)" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["holiday.jpg"]
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"holiday.jpg", "sweep.log"}

@@ -1,6 +1,5 @@
 """Sweep files: what is refused, what it costs, what runs, and that the book reads its rows and computes none."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ PARAMETERS = "models: [small-gqa]\nchapters: [own_policy]\nparameters:"
 
 def written(folder, **said):
     file = folder / "sweep.yml"
-    file.write_text(json.dumps(GOOD | said))
+    file.write_text(yaml.safe_dump(GOOD | said, allow_unicode=True))
     return file
 
 
@@ -56,6 +55,11 @@ def environment(monkeypatch):
         ({"parameters": {"own_policy.results": "else"}}, "all chapters of a sweep write into one folder"),
         ({"parameters": {"n_items": 0}}, "own_policy: n_items 0: a whole number, at least 1"),
         ({"parameters": {"workers": "many"}}, "workers 'many'"),
+        ({"parameters": {"workers": 2, "options": {"workers": 1}}}, "workers is given twice, once among the options"),
+        ({"parameters": {"n_items=3": 4}}, "no chapter has a parameter 'n_items=3'"),
+        ({"parameters": {".n_items": 4}}, "no chapter ''; there are: own_policy"),
+        ({"parameters": {"results": "~/rows"}}, "results '~/rows': write the home folder out"),
+        ({"parameters": {"rivals": ["snapkv", *map(str, range(1000))]}}, "rivals has 1,001 values: give at most 1,000"),
         ({"parameters": {"options": {"dry_run": True}}}, "dry_run stands among .*: set it by --dry-run"),
         ({"parameters": {"own_policy.options": {"dry_run": True}}}, "dry_run stands among .*: set it by --dry-run"),
     ],
@@ -76,8 +80,9 @@ def test_what_no_sweep_can_be_is_refused_in_one_line(tmp_path, said, why):
         ("models: [2020-13-45]", "is no YAML .*month"),
         ("models: [" + "9" * 5000 + "]", "is no YAML .*digits"),
         ("models: " + "[" * 3000 + "]" * 3000, "is no YAML .*recursion"),
-        (f"{PARAMETERS} {{n_items: 2020-01-01}}", "give numbers, texts and lists"),
-        (f"{PARAMETERS} {{n_items: !!set {{a, b}}}}", "give numbers, texts and lists"),
+        (f"{PARAMETERS} {{n_items: 2020-01-01}}", r"n_items datetime.date\(2020, 1, 1\): a whole number"),
+        (f"{PARAMETERS} {{n_items: !!set {{a}}}}", r"n_items {'a'}: a whole number"),
+        (f"{PARAMETERS} {{options: {{3: 1}}}}", "no chapter has a parameter '3'"),
         (f"{PARAMETERS} {{n_items: &a [*a]}}", r"is no YAML \(alias \*a: write it out"),
         ("a: &a [1]\nb: &b [*a, *a]\nmodels: [*b]", r"is no YAML \(alias \*a: write it out"),
     ],
@@ -89,6 +94,14 @@ def test_a_file_that_is_no_sweep_is_refused_in_one_line(tmp_path, text, why):
     with pytest.raises(InputError, match=why) as refused:
         sweep.read(file)
     assert "\n" not in str(refused.value)
+
+
+def test_values_reach_the_chapters_as_they_are_written(tmp_path):
+    """A small number stays one, a folder's name keeps its letters, and settings among `options` take none away."""
+    said = {"share": 0.00001, "results": str(tmp_path / "\U0001f600"), "workers": 2, "options": {"seed": 1}}
+    given = sweep.read(written(tmp_path, parameters=said)).given("small-gqa")["own_policy"]
+    assert {name: given[name] for name in ("share", "results")} == {name: said[name] for name in ("share", "results")}
+    assert given["options"] == {"workers": 2, "seed": 1}
 
 
 def test_models_whose_rows_could_not_be_told_apart_are_refused(tmp_path):

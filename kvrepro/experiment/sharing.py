@@ -36,7 +36,8 @@ def writing(path: Path) -> Iterator[None]:
 def prepare(results: Path, folder: Path) -> None:
     """Make a folder below the results folder, and try whether it can be written. Says so where the results folder holds
     other things."""
-    if results.is_dir() and not any(any(results.glob(of)) for of in ("*/*.rows", "*/claims.csv", "*/*/*/*.parquet")):
+    ours = ("*/*.rows", "*/*.parquet", "*/claims.csv", "*/*/*/*.parquet")
+    if results.is_dir() and not any(any(results.glob(of)) for of in ours):
         others = sorted(path.name for path in results.iterdir() if path.name != LOG)
         if others:
             print(f"results go into {results}, which holds other things ({others[0]}): in folders of their own")

@@ -59,6 +59,7 @@ TIMES = ("seconds", "time", "_ms", "peak", "compress", "decode")  # in names of 
 STUDY = 6_000  # rows of the study that the bench looks up
 BLOCK = 5_000  # rows that merging adds at a time
 ASIDE = re.compile(r".+\.[0-9a-f]{8}\.tmp")  # as `sealed.write` and `paths.replaced` name what they write
+KEY = re.compile(r"[0-9a-f]{16}")  # as `fingerprint.digest` names an item
 OLD = 86_400  # seconds after which a file that another machine left half-written is a leftover
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Look after folders of results.")
 Folder = Annotated[Path, typer.Argument(help="a folder of results")]
@@ -75,8 +76,15 @@ def tables_of(folder: Path) -> list[Path]:
 def items_of(folder: Path) -> Iterator[tuple[Tables, str]]:
     """The tables per item below a results folder, with the key of each item."""
     for path in sorted({path.parent for path in folder.glob("*/*/*/*.parquet")}):
-        if not path.name.endswith(".tmp"):
+        if KEY.fullmatch(path.name):
             yield Tables(folder, path.parent.parent.name, path.parent.name), path.name
+
+
+def ensure_results(*folders: Path) -> None:
+    """Raise InputError for a folder without results: that of a chapter, or one too far above, would pass for whole."""
+    for folder in folders:
+        if not tables_of(folder) and next(items_of(folder), None) is None:
+            raise InputError(f"no results in {folder}: give a folder of results, such as {USUAL}")
 
 
 # ---- verify
@@ -135,6 +143,7 @@ def strays(folder: Path) -> list[Path]:
 @app.command()
 def verify(folder: Folder = USUAL) -> None:
     """Check every file: whole, right checksums, right columns, each key once. A line for each fault; exit code 1."""
+    ensure_results(folder)
     count, found = faults(folder)
     print(*found, sep="\n", end="\n" if found else "")
     for path in strays(folder):
@@ -289,6 +298,7 @@ def diff(
 ) -> None:
     """Compare two folders of results: rows that only one has, rows that differ, by column, and verdicts. Times, dates
     and versions do not count. Exit code 1 where anything differs."""
+    ensure_results(a, b)
     unequal = 0
     tables = {folder: tables_of(folder) for folder in (a, b)}
     for name in sorted({*tables[a], *tables[b]}):
@@ -353,10 +363,14 @@ def merge(
     into: Annotated[Path, typer.Option(help="a folder of results, new or not; its own rows come first")],
     first: Annotated[bool, typer.Option("--first", help="where rows differ, take the first folder's")] = False,
 ) -> None:
-    """Join folders of results, from several machines for instance. Where rows that were asked the same differ, nothing
-    is written and the exit code is 1; a row that failed makes room for one that did not. Verdicts are not merged: the
-    chapters compute them from the rows."""
+    """Join folders of results, from several machines for instance. Where a file is not whole, or rows that were asked
+    the same differ, nothing is written and the exit code is 1; a row that failed makes room for one that did not.
+    Verdicts are not merged: the chapters compute them from the rows."""
+    ensure_results(*folders)
     kept = [into] if into.is_dir() else []
+    if broken := [line for folder in [*kept, *folders] for line in faults(folder)[1]]:
+        print(*broken, "nothing was merged", sep="\n")
+        raise typer.Exit(1)
     if (found := conflicts([*kept, *folders])) and not first:
         print(*found, "nothing was merged: --first takes the rows of the folder that comes first", sep="\n")
         raise typer.Exit(1)

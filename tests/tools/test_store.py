@@ -16,6 +16,8 @@ from kvrepro.experiment.store import Store, Tables
 from kvrepro.experiment.table import RowsFile
 from kvrepro.tools import store as tool
 
+K, L = "6b" * 8, "6c" * 8  # keys of items
+
 
 def called(*arguments):
     """Exit code and lines of `kvrepro store ...`."""
@@ -47,14 +49,14 @@ def test_the_command_is_there(capsys, monkeypatch):
 
 
 def test_verify_names_each_fault(tmp_path):
-    filled(tmp_path, {"a": 0.1, "b": 0.2}, {"k": 1, "l": 2})
+    filled(tmp_path, {"a": 0.1, "b": 0.2}, {K: 1, L: 2})
     assert called("verify", tmp_path) == (0, ["3 files, 0 faults"])
     with Store(tmp_path, "c", "double") as table:
         table.add([row("a"), row("b") | {"key": "a-e1"}])
     with Store(tmp_path, "c", "cut") as table:
         table.add([row("a")])
     (tmp_path / "c" / "cut.parquet").write_bytes((tmp_path / "c" / "cut.parquet").read_bytes()[:-50])
-    broken = tmp_path / "c" / "t" / "k" / "a.parquet"
+    broken = tmp_path / "c" / "t" / K / "a.parquet"
     broken.write_bytes(broken.read_bytes().replace(b"PAR1", b"PAR2"))
     (table.folder / "notes.txt").write_text("x")
     code, lines = called("verify", tmp_path)
@@ -73,6 +75,8 @@ def test_a_table_is_found_without_the_folder_beside_it_and_whatever_stands_in_it
     whole = filled(tmp_path / "whole", {"a": 0.1, "b": 0.2})
     (whole / "c" / "n.rows").rmdir()
     assert called("verify", whole) == (0, ["1 files, 0 faults"])
+    assert called("gc", whole, "--yes") == (0, ["0 bytes deleted"])
+    (whole / "c" / "n.rows").rmdir()
     assert called("merge", whole, "--into", tmp_path / "new") == (0, [f"2 rows added to {tmp_path / 'new'}"])
     assert called("diff", whole, tmp_path / "new")[0] == 0
     odd = filled(tmp_path / "odd", {"a": 0.1})
@@ -208,9 +212,9 @@ def test_a_row_that_failed_is_no_conflict_and_makes_room_when_merged(tmp_path, o
 
 
 def test_diff_counts_what_differs(tmp_path):
-    a = filled(tmp_path / "a", {"x": 0.1, "y": 0.2, "z": 0.3}, {"k": 1, "l": 2})
-    same = filled(tmp_path / "same", {"z": 0.3, "y": 0.2, "x": 0.1}, {"l": 2, "k": 1})
-    b = filled(tmp_path / "b", {"y": 0.2, "z": 0.4, "w": 0.5, "v": 0.6}, {"k": 1, "l": 3})
+    a = filled(tmp_path / "a", {"x": 0.1, "y": 0.2, "z": 0.3}, {K: 1, L: 2})
+    same = filled(tmp_path / "same", {"z": 0.3, "y": 0.2, "x": 0.1}, {L: 2, K: 1})
+    b = filled(tmp_path / "b", {"y": 0.2, "z": 0.4, "w": 0.5, "v": 0.6}, {K: 1, L: 3})
     assert called("diff", a, same)[0] == 0
     code, lines = called("diff", a, b)
     assert code == 1
@@ -235,22 +239,44 @@ def test_diff_shows_rows_and_verdicts_that_differ(tmp_path):
 
 
 def test_merge_joins_and_never_overwrites(tmp_path):
-    a = filled(tmp_path / "a", {"x": 0.1, "y": 0.2}, {"k": 1})
-    b = filled(tmp_path / "b", {"y": 0.2, "z": 0.3}, {"k": 1, "l": 2})
+    a = filled(tmp_path / "a", {"x": 0.1, "y": 0.2}, {K: 1})
+    b = filled(tmp_path / "b", {"y": 0.2, "z": 0.3}, {K: 1, L: 2})
     into = filled(tmp_path / "into", {"w": 0.4})
     assert called("merge", a, b, "--into", into)[0] == 0
     assert dict(rows_of(into)) == {"w": 0.4, "x": 0.1, "y": 0.2, "z": 0.3}
     assert called("merge", a, b, "--into", into)[1] == [f"0 rows added to {into}"]
-    assert Tables(into, "c", "t").read("l")["a"].x.tolist() == [2]
-    other = filled(tmp_path / "other", {"x": 0.9, "v": 0.5}, {"k": 3})
+    assert Tables(into, "c", "t").read(L)["a"].x.tolist() == [2]
+    other = filled(tmp_path / "other", {"x": 0.9, "v": 0.5}, {K: 3})
     code, lines = called("merge", other, "--into", into)
     assert code == 1
     assert lines[0].startswith(f"{other / 'c/n.parquet'}: 1 rows differ")
-    assert lines[1].startswith(f"{other / 'c/t/k'}: differs")
+    assert lines[1].startswith(f"{other / 'c/t' / K}: differs")
     assert "v" not in rows_of(into)
     assert called("merge", other, "--into", into, "--first")[0] == 0
     assert dict(rows_of(into)) == {"w": 0.4, "x": 0.1, "y": 0.2, "z": 0.3, "v": 0.5}
-    assert Tables(into, "c", "t").read("k")["a"].x.tolist() == [1]
+    assert Tables(into, "c", "t").read(K)["a"].x.tolist() == [1]
+
+
+def test_a_folder_without_results_is_refused_where_it_would_pass_for_whole(tmp_path):
+    """That of a chapter, one above, an empty one."""
+    filled(tmp_path / "of" / "results", {"x": 0.1}, {K: 1})
+    (tmp_path / "empty").mkdir()
+    for wrong in (tmp_path / "of" / "results" / "c", tmp_path / "of", tmp_path, tmp_path / "empty"):
+        for command in (["verify"], ["diff", wrong], ["merge", "--into", tmp_path / "new"]):
+            done = CliRunner().invoke(tool.app, [str(argument) for argument in (*command, wrong)])
+            assert str(done.exception).startswith(f"no results in {wrong}: give a folder of results, such as ")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("harmed", ["c/n.parquet", f"c/t/{K}/a.parquet"])
+def test_nothing_is_merged_where_a_file_is_cut(tmp_path, harmed):
+    a, b = (filled(tmp_path / name, {name: 0.1}, {key: 1}) for name, key in (("a", L), ("b", K)))
+    os.truncate(b / harmed, (b / harmed).stat().st_size // 2)
+    code, lines = called("merge", a, b, "--into", tmp_path / "new", "--first")
+    assert code == 1
+    assert lines[0].startswith(f"{b / harmed} is no whole parquet file (")
+    assert lines[1:] == ["nothing was merged"]
+    assert not (tmp_path / "new").exists()
 
 
 def test_kills_while_merging_migrating_and_deleting_change_nothing(tmp_path, nursery):

@@ -122,10 +122,10 @@ def check_folder(results: str | Path) -> None:
     _check_texts("results", results)
     folder = (WORK / results).absolute()
     try:
-        there = next(place for place in (folder, *folder.parents) if place.exists())
+        there = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
     except OSError as error:  # a name that no file system takes
         raise InputError(f"results {str(results)[:50]!r}: {error.strerror}, give the name of a folder") from None
-    if not str(results) or not there.is_dir() or not os.access(there, os.W_OK):
+    if not there.is_dir() or not os.access(there, os.W_OK):
         raise InputError(f"results {str(results)!r}: {there} is no folder that you may write to, give another")
 
 

@@ -21,7 +21,7 @@ def ensure_options(options: object) -> None:
 
 def ensure_folder(results: object) -> None:
     """Raise InputError for what names no folder."""
-    if not isinstance(results, str | Path):
+    if not isinstance(results, str | Path) or results == "":
         raise InputError(f"results is {results!r}: give the name of a folder")
     if str(results).startswith("~"):
         raise InputError(f"results {str(results)!r}: write the home folder out, ~ is replaced by a shell alone")

@@ -32,3 +32,12 @@ def test_a_list_that_came_as_text_is_refused_with_the_way_to_give_it():
 def test_a_name_that_no_file_system_takes_is_refused_in_one_line(name):
     with pytest.raises(InputError, match=f"{name} 'a+"):
         check_values({name: "a" * 300})
+
+
+@pytest.mark.parametrize("leads", ["gone", "link"])
+def test_a_link_that_leads_nowhere_is_no_folder_of_results(tmp_path, leads):
+    """To a folder that was deleted, or to itself."""
+    (tmp_path / "link").symlink_to(tmp_path / leads)
+    for results in (tmp_path / "link", tmp_path / "link" / "sub"):
+        with pytest.raises(InputError, match=f"results '{results}': {tmp_path / 'link'} is no folder that you may"):
+            check_values({"results": str(results)})

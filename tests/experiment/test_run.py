@@ -464,6 +464,8 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
         ({"items": [*ITEMS, LONG]}, "item long has .* > limit 248"),
         ({"limit": 250}, "limit 250 . 8 new tokens > context 256"),
         ({"results": 5}, "results is 5: give the name of a folder"),
+        ({"results": ""}, "results is '': give the name of a folder"),
+        ({"results": "~/rows"}, "results '~/rows': write the home folder out"),
         ({"seed": "a"}, "seed 'a': a whole number"),
         ({"profile": "slow"}, "unknown profile 'slow'"),
         ({"workers": 0}, "workers 0: a whole number, at least 1"),

@@ -49,7 +49,7 @@ class Settings:
         ensure_folder(self.results)
         object.__setattr__(self, "dry_run", self.dry_run or bool(os.environ.get("KVREPRO_DRY_RUN")))
         if self.workers is None and (given := os.environ.get("KVREPRO_WORKERS")):
-            object.__setattr__(self, "workers", int(given) if given.isdigit() else given)
+            object.__setattr__(self, "workers", int(given) if given.isdecimal() else given)
         if self.engine is None:
             object.__setattr__(self, "engine", os.environ.get("KVREPRO_ENGINE") or "local")
         ensure_fields(self, type(self))

@@ -449,6 +449,15 @@ def test_several_references_count(loaded, fake, tmp_path):
     assert go(loaded, tmp_path, items=[item])["exact_match"].eq(1).all()
 
 
+def test_workers_in_the_environment_are_a_number_that_can_be_read(monkeypatch):
+    for given in ("many", "-1", "0", "\u00b2"):
+        monkeypatch.setenv("KVREPRO_WORKERS", given)
+        with pytest.raises(InputError, match=rf"workers '?{given}'?: a whole number, at least 1, or None"):
+            Settings()
+    monkeypatch.setenv("KVREPRO_WORKERS", "3")
+    assert Settings().workers == 3
+
+
 LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
 
 

@@ -1,6 +1,7 @@
 """Hugging Face's `generate` inside `evicting`, and prefixes in files: the engine's tokens, and nothing left behind."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -186,6 +187,50 @@ def test_blocks_nest_and_every_call_begins_anew():
     torch.testing.assert_close(logits, network(torch.tensor(texts[:1])).logits)
     assert set(vars(network)) == before
     assert network.config._attn_implementation == attention
+
+
+def test_threads_take_turns_and_leave_the_model_as_it_was():
+    network, texts, condition = architecture("llama"), prompts(70, 61, 52, 43), CONDITIONS["decode cap"]
+    expected = [engine(network, [text], condition) for text in texts]
+    before, attention = set(vars(network)), network.config._attn_implementation
+    with ThreadPoolExecutor(4) as pool, kv.evicting(network, condition):
+        assert list(pool.map(lambda text: written(network, [text]), texts)) == expected
+
+        def enters():
+            with pytest.raises(InputError, match="evicting.* of another thread"), kv.evicting(network, condition):
+                pytest.fail("the block was entered")
+
+        pool.submit(enters).result()
+        assert written(network, texts[:1]) == expected[0]
+    assert set(vars(network)) == before
+    assert network.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("how", ["outside", "in place"])
+def test_what_is_compiled_is_passed_over(how):
+    network, texts, condition = model("llama"), prompts(70), CONDITIONS["decode cap"]
+    expected = engine(network, texts, condition)
+
+    def backend(graph, inputs):
+        raise RuntimeError("compiled")
+
+    compiled = torch.compile(network, backend=backend)
+    if how == "in place":
+        network.compile(backend=backend)
+        compiled = network
+    with kv.evicting(compiled, condition) as same:
+        assert written(compiled, texts) == written(same, texts) == expected
+    assert "generate" not in vars(network)
+    with pytest.raises(Exception, match="compiled"):
+        compiled(torch.tensor(texts))
+
+
+def test_an_evicted_cache_is_of_no_use_outside_its_block():
+    network, texts = architecture("llama"), prompts(70)
+    with kv.evicting(network, CONDITIONS["decode cap"]):
+        out = network.generate(**padded(texts), max_new_tokens=NEW, return_dict_in_generate=True)
+    with pytest.raises(InputError, match="leave past_key_values out"):
+        network.generate(out.sequences, past_key_values=out.past_key_values, max_new_tokens=2)
 
 
 def test_what_a_policy_raises_comes_out_and_leaves_nothing(tmp_path):

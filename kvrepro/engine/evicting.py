@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from operator import index
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -42,13 +43,16 @@ def evicting(
     """Inside the block `model.generate`, and whatever calls it, a pipeline for instance, evicts by `condition`.
 
     Greedy tokens are those of `kvrepro.generate`; sampling, streaming and prompts padded on the left work as ever, and
-    `return_dict_in_generate=True` gives the `EvictedCache` back. A direct call `model(...)` is left alone.
+    `return_dict_in_generate=True` gives the `EvictedCache` back. A direct call `model(...)` is left alone. Calls of
+    several threads wait for each other, and what `torch.compile` made of a model is passed over.
 
     condition: in any regime, or a `Prefix` that all prompts begin with. spans: given the token ids of a prompt, the
     positions of each span that the condition names. repeat, backend, seed: as in `kvrepro.generate`.
-    Raises InputError for a condition that cannot be met, and `generate` does, before anything is computed, for beams,
-    assistants, caches of other kinds, prompts padded on the right, and inputs that are no token ids.
+    Raises InputError for a condition that cannot be met and in the block of another thread; `generate` does, before
+    anything is computed, for beams, assistants, caches of other kinds, prompts padded on the right, and inputs that are
+    no token ids.
     """
+    model = getattr(model, "_orig_mod", model)  # `torch.compile(model)` takes its methods from there
     prefix, c = (condition, condition.condition) if isinstance(condition, Prefix) else (None, condition)
     if not isinstance(c, Condition):
         raise InputError(f"condition {condition!r}: give a kvrepro.Condition, or a Prefix")
@@ -56,6 +60,7 @@ def evicting(
     ensure(BACKENDS, backend=backend)
     if prefix is not None:
         ensure_same(prefix.model, model)
+    lock, thread = _turn(model)
 
     def begin(texts: list[list[int]], max_new_tokens: int) -> tuple[Call, Rows]:
         marked = [Prompt(ids, {} if spans is None else _places(spans(ids))) for ids in texts]
@@ -75,11 +80,21 @@ def evicting(
         for name in ("custom_generate", "cache_implementation", "assistant_model"):
             if options.get(name) is not None:
                 raise InputError(f"{name} inside evicting(...), which has a cache and a loop of its own: leave it out")
-        with installed(model), _served(model, begin):
+        with lock, installed(model), _served(model, begin):
             return type(model).generate(model, *inputs, **options)
 
+    vars(generate)["turn"] = lock, thread
     with with_methods(model, generate=generate):
         yield model
+
+
+def _turn(model: PreTrainedModel) -> tuple[Any, int]:
+    """What calls of `generate` in a model's blocks wait for, and the thread whose blocks these are. Raises InputError
+    in another one: blocks that end in any order would leave the model to none."""
+    lock, thread = getattr(vars(model).get("generate"), "turn", (RLock(), get_ident()))
+    if thread != get_ident():
+        raise InputError("model inside evicting(...) of another thread: one block around all threads, or a model each")
+    return lock, thread
 
 
 def _places(named: Any) -> dict[str, list[int]]:
@@ -114,6 +129,12 @@ class EvictedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that each row has seen, padding included: what Hugging Face counts, whatever was evicted."""
         return self.length
+
+    def update(self, *_: Any, **__: Any) -> Any:
+        """Raise InputError: a model that is given this cache outside of its block attends by itself."""
+        raise InputError(
+            "an evicted cache outside evicting(...): leave past_key_values out, and the prompts are read anew"
+        )
 
     @property
     def bytes(self) -> int:
@@ -194,7 +215,9 @@ def _served(model: PreTrainedModel, begin: Callable[[list[list[int]], int], tupl
         logits = cache.read(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    with with_methods(model, forward=forward, _prepare_cache_for_generation=prepare):
+    with with_methods(
+        model, forward=forward, _prepare_cache_for_generation=prepare, _compiled_call_impl=model._call_impl
+    ):
         yield
 
 

@@ -25,7 +25,7 @@ import yaml
 from kvrepro.chat import rendered
 from kvrepro.engine.allowed import Count, Number, Size, ensure
 from kvrepro.engine.condition import Prompt
-from kvrepro.errors import InputError, ensure_known, meant, one_line_errors
+from kvrepro.errors import InputError, ensure_known, first_line, meant, one_line_errors
 from kvrepro.experiment import longbench, measure
 from kvrepro.item import Item, Span, plain
 from kvrepro.paths import CACHE, DATA, ROOT, replaced
@@ -339,6 +339,8 @@ def _item(row: dict[str, Any], identity: str) -> Item:
         raise KeyError("question")
     if not isinstance(row["context"], str) or not isinstance(question, str) or not (row["context"] + question).strip():
         raise ValueError("context and question are not texts, or both are empty")
+    if row.get("spans"):
+        raise ValueError("spans beside context: they are of messages, leave them out or give messages")
     told, spans = _passage_messages(row["context"], question)
     return Item(name, task, told, answers[0], spans, row["context"], question, meta)
 
@@ -400,6 +402,8 @@ def _answers(row: dict[str, Any]) -> list[str]:
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
         raise ValueError(f"answer is {answers!r}, not a text or a list of texts")
+    if not any(answer.strip() for answer in answers):
+        raise ValueError(f"answer is {answers[0]!r}, which nothing equals: give a text that is not empty")
     return answers
 
 
@@ -409,9 +413,9 @@ def _asked_of(row: dict[str, Any]) -> dict[str, Any]:
     ensure((Size, None), max_new_tokens=found.get("max_new_tokens"))
     ensure((*measure.METRICS, None), metric=found.get("metric"))
     if found.get("metric") == "classification" and "classes" not in (row.get("meta") or {}):
-        if not isinstance(row.get("all_classes"), list):
-            raise ValueError("metric 'classification' needs all_classes, the list of all labels")
-        found["classes"] = row["all_classes"]
+        found["classes"] = labels = row.get("all_classes")
+        if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+            raise ValueError("metric 'classification' needs all_classes, the list of all labels, which are texts")
     return found
 
 
@@ -568,7 +572,8 @@ def _plain(item: Item) -> bool:
 
 
 def _text(item: Item, tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> str:
-    return messages[0]["content"] if _plain(item) else _render(tokenizer, messages)
+    with named(item):
+        return messages[0]["content"] if _plain(item) else _render(tokenizer, messages)
 
 
 def _passage_budget(item: Item, tokenizer: Any, limit: int) -> int:
@@ -593,7 +598,8 @@ def _render(tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> str:
     try:
         return rendered(tokenizer, messages)
     except TemplateError as error:
-        raise InputError(f"the chat template of {tokenizer.name_or_path} refuses the messages: {error}") from None
+        why = f"the chat template of {tokenizer.name_or_path} refuses the messages ({first_line(error)})"
+        raise InputError(f"{why}: give it roles, in an order, that it takes") from None
 
 
 def _turns(tokenizer: Any, text: str, messages: Sequence[dict[str, Any]], offsets: Sequence[Range]) -> dict[str, int]:
@@ -616,8 +622,8 @@ def _starts(identity: str, text: str, messages: Sequence[dict[str, Any]]) -> lis
         if at < 0:
             at = text.find(content.strip(), cursor)
             if at < 0:
-                what = f"the chat template rewrites a {message['role']} message"
-                raise InputError(f"item {identity}: {what}, spans are lost")
+                what = f"the chat template rewrites or moves a {message['role']} message, and spans are lost"
+                raise InputError(f"item {identity}: {what}: give turns that it writes as they are")
             at -= len(content) - len(content.lstrip())
         starts.append(at)
         cursor = at + len(content.rstrip())

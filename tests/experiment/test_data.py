@@ -151,14 +151,15 @@ def spans(*changes):
         ({"question": "Q"}, "context beside messages"),
         ({"metric": "classification"}, "metric 'classification' needs all_classes"),
         ({"metric": "classification", "all_classes": ["B"]}, "answer 'A' is none of all_classes"),
-        ({"metric": "classification", "all_classes": [1]}, "meta: classes is [1], not a list of texts"),
+        ({"metric": "classification", "all_classes": [1]}, "metric 'classification' needs all_classes"),
+        ({"meta": {"metric": "classification", "classes": [1]}}, "meta: classes is [1], not a list of texts"),
+        ({"answer": " \n"}, r"answer is ' \n', which nothing equals"),
         (
             {"metric": "retrieval"},
             "answer 'A': metric 'retrieval' takes the name of a paragraph, such as 'Paragraph 3'",
         ),
         ({"metric": "count", "answer": "three"}, "answer 'three': metric 'count' takes a number in digits"),
         ({"metric": "count", "answer": " 3"}, "answer ' 3': metric 'count' takes a number in digits"),
-        ({"metric": "ruler_part", "answer": " "}, "answer ' ': metric 'ruler_part' takes a text that is not empty"),
         ({"meta": {"metric": "ruler_all", "answers": ["A", ""]}}, "answer '': metric 'ruler_all' takes a text"),
         ({"meta": {"answers": ["B", "C"]}}, "answer 'A' beside meta's answers, which count instead"),
         ({"messages": []}, "messages hold no text"),
@@ -170,6 +171,12 @@ def test_what_a_row_means_otherwise_is_refused_in_words(tmp_path, change, words)
     with pytest.raises(InputError, match="line 1: " + re.escape(words)) as error:
         data.load_items(jsonl(tmp_path / "bad.jsonl", ROW | change))
     assert "\n" not in str(error.value)
+
+
+def test_spans_are_of_messages(tmp_path):
+    row = {"context": "C", "question": "Q", "answer": "A"}
+    with pytest.raises(InputError, match="line 1: spans beside context"):
+        data.load_items(jsonl(tmp_path / "bad.jsonl", row | spans({})))
 
 
 @pytest.mark.parametrize(
@@ -416,7 +423,7 @@ def no_template(fast):
 
 
 def no_system(fast):
-    fast.chat_template = "{{ raise_exception('system role not supported') }}"
+    fast.chat_template = "{{ raise_exception('system role\\n not supported') }}"
 
 
 def rewrites(fast):
@@ -425,14 +432,19 @@ def rewrites(fast):
 
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [(no_template, "has no chat template"), (no_system, "refuses the messages"), (rewrites, "rewrites a user message")],
+    [
+        (no_template, "^item x: .*has no chat template"),
+        (no_system, "^item x: .*refuses the messages .system role.*: give it roles"),
+        (rewrites, "^item x: .*rewrites or moves a user message"),
+    ],
 )
 def test_templates_that_cannot_serve(damage, words):
     fast = checkpoint.tokenizer()
     damage(fast)
     item = Item("x", "t", ({"role": "user", "content": "red"},), "", (Span("s", 0, 0, 3),))
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=words) as error:
         data.build_prompt(item, fast, 500)
+    assert "\n" not in str(error.value)
 
 
 def words_only(markup: str = "<|user|>"):

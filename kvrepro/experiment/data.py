@@ -511,9 +511,9 @@ def tokens_cut(item: Item, tokenizer: Any, limit: int) -> int:
 
 def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...], int]:
     """The item's messages and spans, its passage cut to the limit, and by how many tokens."""
-    if item.context is None:
-        return item.messages, item.spans, 0
-    messages, spans, cut = _cut(item, item.context, tokenizer, limit)
+    messages, spans, cut = item.messages, item.spans, 0
+    if item.context is not None:
+        messages, spans, cut = _cut(item, item.context, tokenizer, limit)
     return *_taken(tokenizer, messages, spans), cut
 
 
@@ -544,17 +544,18 @@ def _cut(
 def _taken(
     tokenizer: Any, messages: tuple[dict[str, Any], ...], spans: tuple[Span, ...]
 ) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...]]:
-    """A passage's messages and spans as the chat template takes them: where it refuses a turn of the system, its text
-    opens the user's, which is printed once."""
-    if messages[0]["role"] == "user" or _takes(tokenizer, "system", "user") or not _takes(tokenizer, "user"):
+    """Messages and spans as the chat template takes them: where it refuses a turn of the system, its text opens the
+    user's, which is printed once."""
+    opened = [message["role"] for message in messages[:2]] == ["system", "user"]
+    if not opened or _takes(tokenizer, "system", "user") or not _takes(tokenizer, "user"):
         return messages, spans
     whose = Path(tokenizer.name_or_path).name
     say_once(f"the chat template of {whose} takes no turn of the system: its text opens the user's")
-    system, user = messages
+    system, user, *others = messages
     opening = f"{system['content']}\n\n"
-    shifts = (0, len(opening))
-    moved = [Span(s.name, 0, s.start + shifts[s.message], s.end + shifts[s.message]) for s in spans]
-    return (user | {"content": opening + user["content"]},), tuple(moved)
+    places = [(max(0, s.message - 1), len(opening) if s.message == 1 else 0) for s in spans]
+    moved = [Span(s.name, at, s.start + by, s.end + by) for s, (at, by) in zip(spans, places, strict=True)]
+    return (user | {"content": opening + user["content"]}, *others), tuple(moved)
 
 
 def _takes(tokenizer: Any, *roles: str) -> bool:

@@ -362,6 +362,20 @@ def test_a_template_without_a_system_turn_has_its_text_in_the_users(words, limit
     assert capsys.readouterr().out.count("takes no turn of the system: its text opens the user's\n") == 1
 
 
+def test_messages_without_a_system_turn_have_its_text_in_the_first_of_the_user():
+    own = copy.deepcopy(TOKENIZER)
+    refuses = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
+    own.chat_template = refuses + TOKENIZER.chat_template
+    turns = [("system", "Be brief."), ("user", "Red?"), ("assistant", "No."), ("user", "The blue?")]
+    told = tuple({"role": role, "content": text} for role, text in turns)
+    spans = [Span("rule", 0, 3, 8), Span("first", 1, 0, 3), Span("said", 2, 0, 2), Span("question", 3, 4, 8)]
+    prompt = data.build_prompt(Item("x", "t", told, "", tuple(spans)), own, 500)
+    merged = [{"role": "user", "content": "Be brief.\n\nRed?"}, *told[2:]]
+    assert prompt.ids == own.apply_chat_template(merged, add_generation_prompt=True, return_dict=True)["input_ids"]
+    said = {name: own.decode([prompt.ids[at] for at in where]).strip() for name, where in prompt.spans.items()}
+    assert said == {"rule": "brief", "first": "Red", "said": "No", "question": "blue"}
+
+
 @pytest.mark.parametrize("limit", [200, 333, 1920])
 def test_a_long_passage_keeps_its_last_tokens_within_the_limit(limit):
     """The protocol's arithmetic, written out: budget, last tokens, decode, template, cut at the limit."""

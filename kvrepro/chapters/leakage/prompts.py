@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
-from kvrepro.chat import rendered
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError
 from kvrepro.experiment import data
@@ -160,13 +159,10 @@ def marked(items: Sequence[Item], how: str) -> list[Item]:
 
 
 def prompt(loaded: Loaded, item: Item) -> Prompt:
-    """Token ids, spans, and the span `request`: all that follows the system turn (its header with it)."""
-    built = data.build_prompt(item, loaded.tokenizer, loaded.context)
-    system = rendered(loaded.tokenizer, item.messages[:1], answer=False)
-    ids = loaded.tokenizer(system, add_special_tokens=False)["input_ids"]
-    if built.ids[: len(ids)] != ids or len(ids) == len(built.ids):
-        raise InputError(
-            f"item {item.id}: the chat template of {loaded.name} does not render a system turn alike alone and before "
-            "a user turn, so that it cannot be compressed once for all requests: use another checkpoint"
-        )
-    return Prompt(built.ids, built.spans | {"request": list(range(len(ids), len(built.ids)))})
+    """Token ids, spans, and the span `request`: all that follows the system turn (its header with it), or, where a chat
+    template writes it into the user's turn (Gemma's, Mistral's), all that follows its text."""
+    whole = Span("system", 0, 0, len(item.messages[0]["content"]))
+    marked = replace(item, spans=(*item.spans, whole))
+    built = data.build_prompt(marked, loaded.tokenizer, loaded.context)
+    begins = max(built.turns.get("user", 0), max(built.spans.pop("system")) + 1)
+    return Prompt(built.ids, built.spans | {"request": list(range(begins, len(built.ids)))})

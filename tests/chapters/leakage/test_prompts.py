@@ -1,5 +1,8 @@
 """System prompts with a secret: what they hold, and where."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 
 from kvrepro.chapters.leakage import prompts
@@ -93,6 +96,29 @@ def test_the_request_begins_where_the_system_turn_ends(loaded):
     assert end == b.spans["request"][0]
     assert a.ids[:end] == b.ids[:end]
     assert loaded.tokenizer.convert_ids_to_tokens(a.ids[end - 1 : end + 1]) == ["<|end|>", "<|user|>"]
+
+
+IN_THE_USERS_TURN = {  # as Gemma 3, Mistral and Gemma 2 write a turn of the system
+    "begins": "{% for m in messages if m.role == 'user' %}<|user|> {% if messages[0].role == 'system' %}"
+    "{{ messages[0].content }} {% endif %}{{ m.content }}<|end|>{% endfor %}<|assistant|>",
+    "refuses": "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    "<|{{ m.role }}|> {{ m.content }}<|end|>{% endfor %}<|assistant|>",
+    "ends otherwise": "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% else %}<|end|>{% endif %}",
+}
+
+
+@pytest.mark.parametrize("template", IN_THE_USERS_TURN)
+def test_where_a_template_has_no_system_turn_by_itself_the_request_follows_its_text(loaded, template):
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = IN_THE_USERS_TURN[template]
+    for item in prompts.systems(1):
+        found = prompts.prompt(replace(loaded, tokenizer=tokenizer), item)
+        end = found.spans["request"][0]
+        system, user = (tokenizer.encode(message["content"], add_special_tokens=False) for message in item.messages)
+        assert found.ids[end - len(system) : end] == system
+        assert found.ids[end:][-len(user) - 2 : -2] == user
+        assert "system" not in found.spans
 
 
 def test_examples_ask_for_the_mark_of_a_word_that_they_do_not_show():

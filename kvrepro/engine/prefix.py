@@ -85,7 +85,8 @@ class Prefix:
             if text.ids[:n] != self.ids:
                 same = next((at for at, (a, b) in enumerate(zip(text.ids, self.ids, strict=False)) if a != b), None)
                 where = f"ends after {len(text.ids)}" if same is None else f"differs at token {same}"
-                raise InputError(f"the prompt {where} of the prefix's {n} tokens: begin with the prefix, unchanged")
+                way_out = "begin with the prefix, unchanged, and let it end where a word does, before the blank"
+                raise InputError(f"the prompt {where} of the prefix's {n} tokens: {way_out}")
         c, own = self.condition, Prompt(self.ids, {})
         policy = None if c.policy == "full" else find(c.policy)
         parameters = policy.reading(c.reading, c.switches) if policy is not None else {}

@@ -4,6 +4,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import families
 import pytest
 import torch
 from safetensors import safe_open
@@ -371,10 +372,25 @@ def test_a_prefix_serves_its_model_and_its_tokens_alone(tmp_path):
             pytest.fail("the block was entered")
     same = model("llama")
     with kv.evicting(same, kv.load_prefix(path, same)):
-        with pytest.raises(InputError, match="differs at token 3 of the prefix's 50 .*where a word does, before the blank"):
+        with pytest.raises(InputError, match="differs at token 3 of the prefix's 50 .*, before the blank"):
             written(same, [texts[0][:3] + [5 + texts[0][3] % 9] + texts[0][4:]])
         with pytest.raises(InputError, match="ends after 20 of the prefix's 50"):
             written(same, [texts[0][:20]])
+
+
+def test_a_prefix_and_what_follows_are_rotated_alike():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
+    network = families.build("Phi-3", rope_parameters=rope | factors, original_max_position_embeddings=64)
+    for end, length, served in ((50, 59, True), (65, 74, True), (50, 74, False)):
+        prefix = kv.compress(network, families.prompt(end), kv.Condition("tova", 0.3, kv.Offline()))
+        text = [prefix.ids + [7] * (length - end)]
+        with kv.evicting(network, prefix):
+            if served:
+                assert len(written(network, text, max_new_tokens=6)[0]) == 6  # the last of these is not read
+                continue
+            with pytest.raises(InputError, match="a prefix of 50 tokens, a text of 79, .* beyond 64: stay below"):
+                written(network, text, max_new_tokens=6)
 
 
 def test_a_prefix_goes_into_a_file_of_a_folder_that_is_there(tmp_path):

@@ -24,7 +24,7 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.evict import EvictionJob, Prompts
-from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.facts import ModelFacts, rotation_changes
 from kvrepro.engine.generate import calls
 from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import budget_of, find
@@ -79,7 +79,8 @@ class Prefix:
         return path
 
     def rows(self, call: Call) -> Rows:
-        """A copy for every text of `call`, not yet read on. Raises InputError for a text that begins otherwise."""
+        """A copy for every text of `call`, not yet read on. Raises InputError for a text that begins otherwise, or that
+        is so long that the model rotates its keys otherwise."""
         n, batch, device = len(self.ids), len(call.texts), call.device
         for text in call.texts:
             if text.ids[:n] != self.ids:
@@ -87,6 +88,13 @@ class Prefix:
                 where = f"ends after {len(text.ids)}" if same is None else f"differs at token {same}"
                 way_out = "begin with the prefix, unchanged, and let it end where a word does, before the blank"
                 raise InputError(f"the prompt {where} of the prefix's {n} tokens: {way_out}")
+        longest = max(len(text.ids) for text in call.texts) + call.max_new_tokens - 1
+        for after in rotation_changes(call.model):
+            if n <= after < longest:
+                what = (
+                    f"a prefix of {n} tokens, a text of {longest}, and this model rotates keys otherwise beyond {after}"
+                )
+                raise InputError(f"{what}: stay below, or compress a prefix that is longer")
         c, own = self.condition, Prompt(self.ids, {})
         policy = None if c.policy == "full" else find(c.policy)
         parameters = policy.reading(c.reading, c.switches) if policy is not None else {}

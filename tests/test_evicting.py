@@ -70,6 +70,16 @@ def test_greedy_tokens_are_the_engines(name, regime):
         assert written(network, texts) == expected
 
 
+@pytest.mark.parametrize("name", ["Gemma 3", "Gemma 4"])
+def test_a_model_of_images_too_is_served_with_texts(name):
+    network, texts = families.build(name), [families.prompt(60), families.prompt(41, 6)]
+    expected = engine(network, texts, families.watching())
+    with kv.evicting(network, families.watching()):
+        assert written(network, texts) == expected
+        with pytest.raises(InputError, match="mm_encoder_outputs inside evicting"):
+            written(network, texts, mm_encoder_outputs={"image": torch.zeros(1, 4, 8)})
+
+
 def test_steps_that_a_gpu_captures_are_served_and_the_cache_let_go(monkeypatch):
     network, texts, condition = architecture("llama"), prompts(70, 41), CONDITIONS["shared cap"]
     expected = engine(network, texts, condition)

@@ -223,7 +223,8 @@ def _served(model: PreTrainedModel, begin: Callable[[list[list[int]], int], tupl
 
 def _ensure_served(config: Any, given: dict[str, Any], mode: Any, usual: str | None) -> None:
     """Raise InputError for what Hugging Face could do and an evicted cache cannot."""
-    strange = {name for name, value in given.items() if not (value is None or value is False or name in SERVED)}
+    nothing = {name for name, value in given.items() if value is None or value is False or value == {}}
+    strange = given.keys() - nothing - SERVED
     if strange:
         raise InputError(f"{', '.join(sorted(strange))} inside evicting(...): give input_ids and attention_mask alone")
     if mode not in MODES:

@@ -42,9 +42,9 @@ def evicting(
 ) -> Iterator[PreTrainedModel]:  # fmt: skip
     """Inside the block `model.generate`, and whatever calls it, a pipeline for instance, evicts by `condition`.
 
-    Greedy tokens are those of `kvrepro.generate`; sampling, streaming and prompts padded on the left work as ever, and
-    `return_dict_in_generate=True` gives the `EvictedCache` back. A direct call `model(...)` is left alone. Calls of
-    several threads wait for each other, and what `torch.compile` made of a model is passed over.
+    Greedy tokens, without a penalty, are those of `kvrepro.generate`; sampling, streaming and prompts padded on the
+    left work as ever, and `return_dict_in_generate=True` gives the `EvictedCache` back. A direct call `model(...)` is
+    left alone. Calls of several threads wait for each other, and what `torch.compile` made of a model is passed over.
 
     condition: in any regime, or a `Prefix` that all prompts begin with. spans: given the token ids of a prompt, the
     positions of each span that the condition names. repeat, backend, seed: as in `kvrepro.generate`.

@@ -165,6 +165,8 @@ def _synthesis(root: Path) -> str:
     cells = rows[rows.kind == "grid"]
     factors = list(grid.factors(()))
     share = variance.by_model(cells, factors, "score", draws=2)[0].set_index("term").value.loc[factors]
+    if share.isna().all():  # a model that cannot answer, for instance
+        return "All cells score alike in this run, so that no part of a method explains more than another."
     most, other = share.idxmax(), "guard" if share.idxmax() != "guard" else "scorer"
     return (
         f"Of a method's parts the {most} explains more than any other: {share[most]:.0%} of the variance of the "

@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from kvrepro.chapters.synthesis import grid
 from kvrepro.experiment import claims
 from kvrepro.paths import ROOT
 from kvrepro.tools import claims_page, decide, landing
@@ -132,6 +133,16 @@ def rows() -> pd.DataFrame:
                 here | {"kind": "grid", "scorer": "attention of all", "split": "one set", "score": poor, "freed": 0.8},
             ]
     return pd.DataFrame(found)
+
+
+def test_where_all_cells_score_alike_no_part_of_a_method_explains_most(tmp_path, monkeypatch):
+    """As with a model that answers nothing: there is no variance to share out."""
+    cells = grid.cells((0.1, 0.2))[::7].assign(kind="grid", model="m", task="t", score=0.0)
+    cells = cells.merge(pd.DataFrame({"item": ["a", "b"]}), how="cross")
+    monkeypatch.setattr(landing.stored, "rows", lambda results: cells)
+    assert "All cells score alike in this run" in landing.answers(tmp_path)
+    cells["score"] = (cells.scorer == cells.scorer[0]).astype(float)
+    assert "Of a method's parts the scorer explains more than any other: " in landing.answers(tmp_path)
 
 
 def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):

@@ -288,6 +288,17 @@ def test_what_cannot_be_served_is_refused_in_one_line_before_the_model_runs(mess
     assert "\n" not in str(error.value)
 
 
+def test_a_checkpoint_that_says_to_use_no_cache_is_served_where_the_call_says_otherwise():
+    network, texts = model("llama"), prompts(70)
+    network.generation_config.use_cache = False  # as fine-tuned checkpoints have it, from training
+    with kv.evicting(network, CONDITIONS["prefill"]):
+        with pytest.raises(
+            InputError, match="use_cache=False inside .*checkpoint's configuration: give the usual value"
+        ):
+            written(network, texts)
+        assert written(network, texts, use_cache=True) == engine(network, texts, CONDITIONS["prefill"])
+
+
 def test_other_refusals():
     network, [text] = architecture("llama"), prompts(70)
     static = StaticCache(config=network.config, max_cache_len=128)

@@ -238,4 +238,5 @@ def _ensure_served(config: Any, given: dict[str, Any], mode: Any, usual: str | N
         "output_hidden_states": config.output_hidden_states,
     }
     for name in (name for name, found in refused.items() if found):
-        raise InputError(f"{name}={getattr(config, name)!r} inside evicting(...): leave it out")
+        what = f"{name}={getattr(config, name)!r} inside evicting(...), of the call or the checkpoint's configuration"
+        raise InputError(f"{what}: give the usual value")

@@ -59,14 +59,15 @@ def edit(notebook: Any, chapter: str, folder: Path) -> None:
     Raises InputError for two figures of one name.
     """
     names: set[str] = set()
+    undrawn = _undrawn(notebook.cells)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             shown = [output for output in cell.outputs if "caption_of" not in _told(output)]
-            cell.outputs = [_placed(output, chapter, folder, names) for output in shown]
+            cell.outputs = [_placed(output, chapter, folder, names, undrawn) for output in shown]
             if not FOLDED & set(tags(cell)):
                 tag(cell, "hide-input")
         else:
-            cell.source = _in_book(_numbered(cell.source, chapter))
+            cell.source = _in_book(_numbered(cell.source, chapter, undrawn))
     notebook.cells = _joined(_findings_first(notebook.cells))
     for cell in notebook.cells:
         if any("{figure}" in text_of(output, "text/markdown") for output in cell.get("outputs", [])):
@@ -93,8 +94,20 @@ def _told(output: Any) -> dict[str, Any]:
     return dict(output.get("metadata", {}).get("kvrepro", {}))
 
 
-def _numbered(text: str, chapter: str) -> str:
-    return REFERENCE.sub(rf"{{numref}}`fig-{chapter}-\1`", text)
+def _undrawn(cells: list[Any]) -> set[str]:
+    """Names in the code, figures' among them, that no figure of this run has: what one lacks, another draws."""
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    drawn = {_told(output).get("figure") for cell in code for output in cell.outputs}
+    return {name for cell in code for name in re.findall(r'"([a-z0-9-]+)"', cell.source)} - drawn
+
+
+def _numbered(text: str, chapter: str, undrawn: set[str]) -> str:
+    """A reference to a figure gets its number; a name that is nowhere in the code stays one, which fails the build."""
+
+    def number(link: re.Match[str]) -> str:
+        return "the figure (not drawn in this run)" if link[1] in undrawn else f"{{numref}}`fig-{chapter}-{link[1]}`"
+
+    return REFERENCE.sub(number, text)
 
 
 def _in_book(text: str) -> str:
@@ -126,17 +139,17 @@ def _folded(output: Any) -> Any:
     return output
 
 
-def _placed(output: Any, chapter: str, folder: Path, names: set[str]) -> Any:
+def _placed(output: Any, chapter: str, folder: Path, names: set[str], undrawn: set[str]) -> Any:
     """An output as the book shows it: a figure as a directive, anything else as it is."""
     told = _told(output)
     if "figure" not in told:
         if text := text_of(output, "text/markdown"):
-            output.data["text/markdown"] = _numbered(text, chapter)
+            output.data["text/markdown"] = _numbered(text, chapter, undrawn)
         return output
     if told["figure"] in names:
         raise InputError(f"{chapter}: two figures are called {told['figure']!r}")
     names.add(told["figure"])
-    picture, caption = _picture(folder, chapter, told["figure"]), _numbered(told["caption"], chapter)
+    picture, caption = _picture(folder, chapter, told["figure"]), _numbered(told["caption"], chapter, undrawn)
     stem = picture.stem
     picture.parent.mkdir(parents=True, exist_ok=True)
     picture.write_text(output.data["image/svg+xml"].replace(WHITE, "", 1), encoding="utf-8")

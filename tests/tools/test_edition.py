@@ -150,6 +150,12 @@ def test_a_table_beside_a_figure_is_folded_and_a_reference_gets_its_label(tmp_pa
     assert cells[3].outputs[0].data["text/markdown"] == "In {numref}`fig-first-by-length`."
 
 
+def test_a_figure_that_this_run_lacks_is_no_reference(tmp_path):
+    draws = 'if len(rows):\n    figure.show(drawing, "by-length", caption)'
+    cells = edited(tmp_path, code(draws), markdown("See [the figure](#fig-by-length), and [Figure](#fig-by-lenght)."))
+    assert cells[1].source == "See the figure (not drawn in this run), and {numref}`fig-first-by-lenght`."
+
+
 def test_a_link_to_a_source_is_cited_and_pages_of_the_book_lie_beside_the_chapters_folder(tmp_path):
     [cell] = edited(
         tmp_path,

@@ -49,8 +49,7 @@ def evicting(
     condition: in any regime, or a `Prefix` that all prompts begin with. spans: given the token ids of a prompt, the
     positions of each span that the condition names. repeat, backend, seed: as in `kvrepro.generate`.
     Raises InputError for a condition that cannot be met and in the block of another thread; `generate` does, before
-    anything is computed, for beams, assistants, caches of other kinds, prompts padded on the right, and inputs that are
-    no token ids.
+    anything is computed, for beams, assistants, other caches, padding on the right, and what is no token ids.
     """
     model = getattr(model, "_orig_mod", model)  # `torch.compile(model)` takes its methods from there
     prefix, c = (condition, condition.condition) if isinstance(condition, Prefix) else (None, condition)

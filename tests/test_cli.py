@@ -166,7 +166,7 @@ WRONG = {
     "here has colour": ["-s", "colour=red"],
     "is not of the form name=value": ["-s", "window"],
     "is no YAML value": ["-s", "window=[8"],
-    "unknown regime 'sometimes'": ["-r", "sometimes"],
+    "regime 'sometimes'": ["-r", "sometimes"],
     "cannot run in regime 'shared cap'": ["-r", "shared-cap"],
     "unknown policy 'snapvk'": ["-p", "snapvk"],
     "unknown option 'sede', did you mean 'seed'": ["-o", "sede=1"],
@@ -175,7 +175,7 @@ WRONG = {
     "no folder /no/such": ["--out", "/no/such/rows.csv"],
     "no number 'tokenf1' in the rows, did you mean 'token_f1'?": ["--measure", "tokenf1"],
     "no number 'prediction' in the rows": ["--measure", "prediction"],
-    "unknown regime 'foo': choose one of prefill, ": ["-r", "foo"],
+    "regime 'foo': choose one of prefill, ": ["-r", "foo"],
     "backend 'triton': kernels need a GPU": ["-o", "backend=triton", "-i", "tinyworld:needle", "-n", "1"],
 }
 

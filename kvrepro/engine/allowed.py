@@ -68,8 +68,7 @@ def ensure(kind: object, whose: str = "", **named: object) -> None:
     """Raise InputError for a value that is not of that kind: its name, the value, `whose` it is, what it may be."""
     for name, value in named.items():
         if not holds(kind, value):
-            unknown = "unknown " if _words(_plain(kind)) else ""
-            raise InputError(f"{unknown}{name} {value!r}{f' for {whose}' if whose else ''}: {said(kind)}")
+            raise InputError(f"{name} {value!r}{f' for {whose}' if whose else ''}: {said(kind)}")
 
 
 def ensure_once_each(**named: object) -> None:

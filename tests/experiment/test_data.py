@@ -144,7 +144,7 @@ def spans(*changes):
         (spans({"end": 1.0}), "end 1.0 for span 'a'"),
         (spans({"message": -1}), "message -1 for span 'a'"),
         (spans({"first": 0}), "spans is not a list of {name, message, start, end}"),
-        ({"messages": [{"role": "usr", "content": "Q"}]}, "unknown role 'usr': choose one of system, user, assistant"),
+        ({"messages": [{"role": "usr", "content": "Q"}]}, "role 'usr': choose one of system, user, assistant"),
         ({"anwsers": ["B"]}, "unknown field 'anwsers', did you mean 'answers'?"),
         ({"answers": ["B"]}, "answer and answers: give one of them"),
         ({"context": "C"}, "context beside messages"),

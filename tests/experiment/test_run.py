@@ -476,7 +476,7 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
         ({"results": ""}, "results is '': give the name of a folder"),
         ({"results": "~/rows"}, "results '~/rows': write the home folder out"),
         ({"seed": "a"}, "seed 'a': a whole number"),
-        ({"profile": "slow"}, "unknown profile 'slow'"),
+        ({"profile": "slow"}, "profile 'slow'"),
         ({"workers": 0}, "workers 0: a whole number, at least 1"),
         (
             {"conditions": [Condition("lru", 200, SharedCap(), prefix=0.45, suffix=0.45)]},

@@ -241,7 +241,7 @@ def steps(monkeypatch):
         ("leakage.policies=[snapkv, nosuch]", "leakage: unknown policy 'nosuch'"),
         ("leakage.policies=snapkv", "leakage: policies 'snapkv': give a list"),
         ("reclamation.n_items=0", "reclamation: n_items 0: a whole number, at least 1"),
-        ("leakage.profile=quik", "leakage: unknown profile 'quik'"),
+        ("leakage.profile=quik", "leakage: profile 'quik'"),
         ("reclamation.capacity=-1", "reclamation: capacity -1"),
     ],
 )

@@ -43,7 +43,7 @@ def environment(monkeypatch):
         ({"models": ["small-gqa", "nosuch"]}, "unknown model 'nosuch'"),
         ({"chapters": ["leakge"]}, "unknown chapter with studies 'leakge', did you mean 'leakage'?"),
         ({"chapters": ["reanalysis"]}, "unknown chapter with studies 'reanalysis'"),
-        ({"profile": "fast"}, "unknown profile 'fast'"),
+        ({"profile": "fast"}, "profile 'fast'"),
         ({"parameters": ["n_items"]}, "give names with values"),
         ({"parameters": {"n_item": 3}}, "no chapter has a parameter 'n_item', did you mean 'n_items'?"),
         ({"parameters": {"leakage.n_items": 3}}, "no chapter 'leakage'"),

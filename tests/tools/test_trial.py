@@ -57,9 +57,9 @@ def test_a_shape_is_one_that_transformers_can_build(shape):
 @pytest.mark.parametrize(
     ("dtype", "chapter", "message"),
     [
-        ("int3", "protection", "unknown dtype 'int3': choose one of float32, bfloat16, float16"),
-        ("auto", "protection", "unknown dtype 'auto'"),
-        ("float32", "nope", "unknown chapter 'nope': choose one of protection, fragility"),
+        ("int3", "protection", "dtype 'int3': choose one of float32, bfloat16, float16"),
+        ("auto", "protection", "dtype 'auto'"),
+        ("float32", "nope", "chapter 'nope': choose one of protection, fragility"),
     ],
 )
 def test_what_no_trial_can_be_is_refused_and_stores_nothing(dtype, chapter, message, tmp_path):
@@ -69,13 +69,13 @@ def test_what_no_trial_can_be_is_refused_and_stores_nothing(dtype, chapter, mess
 
 
 def test_an_unknown_shape_is_refused(tmp_path):
-    with pytest.raises(InputError, match="unknown shape 'huge': choose one of two-layer, qwen2.5-3b"):
+    with pytest.raises(InputError, match="shape 'huge': choose one of two-layer, qwen2.5-3b"):
         trial.checkpoint(tmp_path, "huge", ["a"])
 
 
 @pytest.mark.parametrize(
     ("shape", "device", "message"),
-    [("huge", "cpu", "unknown shape 'huge'"), ("two-layer", "cuda:99", "device 'cuda:99' asked for, torch sees")],
+    [("huge", "cpu", "shape 'huge'"), ("two-layer", "cuda:99", "device 'cuda:99' asked for, torch sees")],
 )
 def test_shape_and_device_are_looked_at_before_items(shape, device, message):
     with pytest.raises(InputError, match=message):

@@ -31,7 +31,7 @@ def test_floors_are_what_telling_nothing_scores():
 
 
 def test_wrong_handling_of_failures_is_named():
-    with pytest.raises(InputError, match="unknown failed"):
+    with pytest.raises(InputError, match="^failed 'ignore': choose"):
         scores.score(pd.DataFrame({"error": []}), [], failed="ignore")
 
 

@@ -58,7 +58,7 @@ def test_sizes():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"reading": "neither"}, "unknown reading 'neither'"),
+        ({"reading": "neither"}, "reading 'neither'"),
         ({"policies": ("lru", "nonsense")}, "unknown policy 'nonsense'"),
         ({"capacities": (6,)}, "budget 6 < 8 protected tokens"),
         ({"capacities": ()}, r"capacities \(\): give a list of at least one"),

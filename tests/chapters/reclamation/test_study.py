@@ -196,8 +196,8 @@ SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences":
         ({"kept": [2.0]}, "kept 2.0: a number, above 0, below 1"),
         ({"kept": [0.01]}, "item a: kept 0.01 of 100 tokens are 1, fewer than 16"),
         ({"capacity": 100}, "item a: capacity 100 >= 100 tokens of a prompt"),
-        ({"shape": "GPT-2"}, "unknown shape 'GPT-2'"),
-        ({"acceptance": "all"}, "unknown acceptance 'all'"),
+        ({"shape": "GPT-2"}, "shape 'GPT-2'"),
+        ({"acceptance": "all"}, "acceptance 'all'"),
     ],
 )
 def test_settings_are_refused_before_anything_is_computed(loaded, changed, said, tmp_path):

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from kvrepro.engine.shapes import HeadFloats, KeyValue, Positions, Probabilities, Query, RowInts, WindowPositions
 
 LOW_QUERIES = 400  # Scissorhands' history window
+_turns: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # what threads that share a model wait for
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,12 @@ _attending: ContextVar[Any] = ContextVar("attending", default=None)  # for famil
 
 @contextmanager
 def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Switch `model` to this attention, and back at the end; kernels start on its GPU meanwhile."""
+    """Switch `model` to this attention, and back at the end; kernels start on its GPU meanwhile. Other threads wait."""
+    with _turns.setdefault(model, RLock()):
+        yield from _switched(model)
+
+
+def _switched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
     def note(_: Any, __: Any, given: dict[str, Any]) -> None:
         _attending.set(given.get("kvrepro"))

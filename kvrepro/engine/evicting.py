@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from operator import index
-from threading import RLock, get_ident
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def evicting(
     ensure(BACKENDS, backend=backend)
     if prefix is not None:
         ensure_same(prefix.model, model)
-    lock, thread = _turn(model)
+    _ensure_own_thread(model)
 
     def begin(texts: list[list[int]], max_new_tokens: int) -> tuple[Call, Rows]:
         marked = [Prompt(ids, {} if spans is None else _places(spans(ids))) for ids in texts]
@@ -79,21 +79,18 @@ def evicting(
         for name in ("custom_generate", "cache_implementation", "assistant_model"):
             if options.get(name) is not None:
                 raise InputError(f"{name} inside evicting(...), which has a cache and a loop of its own: leave it out")
-        with lock, installed(model), _served(model, begin):
+        with installed(model), _served(model, begin):
             return type(model).generate(model, *inputs, **options)
 
-    vars(generate)["turn"] = lock, thread
+    vars(generate)["thread"] = get_ident()
     with with_methods(model, generate=generate):
         yield model
 
 
-def _turn(model: PreTrainedModel) -> tuple[Any, int]:
-    """What calls of `generate` in a model's blocks wait for, and the thread whose blocks these are. Raises InputError
-    in another one: blocks that end in any order would leave the model to none."""
-    lock, thread = getattr(vars(model).get("generate"), "turn", (RLock(), get_ident()))
-    if thread != get_ident():
+def _ensure_own_thread(model: PreTrainedModel) -> None:
+    """Raise InputError inside a block of another thread: blocks that end in any order would leave the model to none."""
+    if getattr(vars(model).get("generate"), "thread", get_ident()) != get_ident():
         raise InputError("model inside evicting(...) of another thread: one block around all threads, or a model each")
-    return lock, thread
 
 
 def _places(named: Any) -> dict[str, list[int]]:

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -714,3 +715,17 @@ def test_a_pass_without_memory_costs_its_rows_alone(monkeypatch):
     ]  # fmt: skip
     with pytest.raises(torch.OutOfMemoryError):
         engine.generate(model, prompts, conditions, prompt_rows=1, **FEW)
+
+
+def test_threads_that_share_a_model_take_turns():
+    shared, c = architecture("llama"), Condition("tova", 20, Prefill())
+
+    def answer(prompt: list[int]):
+        return engine.generate(shared, [prompt], [c], **FEW)
+
+    given = tiny_prompts(*range(40, 64))
+    alone = [answer(prompt) for prompt in given]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(answer, given))
+    assert [[a.tokens for a in row] for [row] in found] == [[a.tokens for a in row] for [row] in alone]
+    assert shared.config._attn_implementation != "kvrepro"

@@ -34,7 +34,7 @@ class Size:
 
 
 SIZES = {  # quick: five for each of the eight tasks; full: sixty, three times the paper's main panel
-    "quick": Size(40, 8, 8, 6),
+    "quick": Size(40, 8, 16, 6),
     "full": Size(480, 160, 32, 24),
 }
 

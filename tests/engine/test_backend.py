@@ -219,7 +219,8 @@ def test_what_a_probe_found_is_remembered_while_the_model_lives(monkeypatch):
         return {(c.policy, c.reading, c.switches): "off" if c.policy == "cake" else None for c in conditions}
 
     monkeypatch.setattr(backend, "compared", compared)
-    monkeypatch.setattr(backend, "obstacle", lambda model, c: "bits" if c.bits else None)
+    monkeypatch.setattr(backend, "obstacle", lambda model, c, facts: "bits" if c.bits else None)
+    monkeypatch.setattr(backend.ModelFacts, "of", lambda model: None)
     gpu, snapkv, cake = OnGpu(), condition("snapkv", Prefill()), condition("cake", Prefill())
     packed = replace(snapkv, bits=4)
     assert backend.obstacles(gpu, list(range(900)), [snapkv, packed, cake]) == [None, "bits", "off"]

@@ -29,11 +29,11 @@ class Forecast:
     stored: float  # bytes of results
     held: float = 0.0  # bytes of the caches that one process holds at a time
 
-    def line(self, processes: int) -> str:
-        """The forecast as one line, for so many processes."""
+    def line(self, processes: int, at_once: int) -> str:
+        """The forecast as one line, for so many processes, of which so many find a core or GPU of their own."""
         by = f" by {processes} workers" if processes > 1 else ""
         held = f", caches of {self.held * processes / 1e6:,.0f} MB at a time" if self.held else ""
-        seconds = clock(self.seconds / processes)
+        seconds = clock(self.seconds / at_once)
         return f"{self.title}: {self.what}; at most {seconds}{by}, {self.stored / 1e6:.1f} MB of results{held}"
 
 

@@ -53,9 +53,10 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     with study.plan(study, loaded, settings) as plan:
         if settings.dry_run:
             expected, processes = plan.forecast(), _processes(plan, settings, float("inf"))
-            print(expected.line(processes))
+            at_once = _at_once(plan, settings, processes)
+            print(expected.line(processes, at_once))
             tell(study=plan.title, results=expected.results, seconds=expected.seconds, bytes=expected.stored,
-                 processes=processes)  # fmt: skip
+                 processes=at_once)  # fmt: skip
             return plan.rehearsal()
         computed = _compute(plan, settings)
         found = plan.results()
@@ -87,7 +88,7 @@ def _compute(plan: Plan, settings: Settings) -> int:
         with workers.one_thread():
             expected = plan.forecast()
         processes = _processes(plan, settings, expected.seconds)
-        print(expected.line(processes))
+        print(expected.line(processes, _at_once(plan, settings, processes)))
         jobs = plan.jobs()  # without what the forecast has done
     given = (plan.loaded, jobs, min(processes, len(jobs)))
     shared = cluster.each(*given, settings.address) if settings.engine == "ray" else workers.each(*given)
@@ -107,6 +108,11 @@ def _processes(plan: Plan, settings: Settings, seconds: float) -> int:
     there = settings.engine == "local" and workers.are_there(plan.loaded)
     few = _testing() or seconds < (SHARE_FROM if there else POOL_FROM)
     return 1 if few else cluster.usual_workers(plan.loaded, settings.engine, settings.address)
+
+
+def _at_once(plan: Plan, settings: Settings, processes: int) -> int:
+    """Those of them that work side by side: no more than this machine has room for; of a cluster all."""
+    return processes if settings.engine != "local" else min(processes, max(1, workers.default_workers(plan.loaded)))
 
 
 def _testing() -> bool:

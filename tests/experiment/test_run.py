@@ -412,6 +412,15 @@ def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_
     assert [(n, len(c)) for n, c in fake.calls] == [(1, 3)]
 
 
+def test_more_workers_than_cores_promise_no_more_speed(loaded, fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(run.workers, "default_workers", lambda loaded: 2)
+    told = []
+    monkeypatch.setattr(run, "tell", lambda **said: told.append(said["processes"]))
+    for workers, engine in ((1, "local"), (2, "local"), (1000, "local"), (7, "ray")):
+        go(loaded, tmp_path, dry_run=True, workers=workers, engine=engine)
+    assert told == [1, 2, 2, 7]
+
+
 def test_jobs_are_the_same_whatever_is_missing(loaded, fake, tmp_path):
     """A row is computed with the same neighbours after an interrupt as before."""
     go(loaded, tmp_path, batch_rows=1)

@@ -416,8 +416,8 @@ def test_more_workers_than_cores_promise_no_more_speed(loaded, fake, tmp_path, m
     monkeypatch.setattr(run.workers, "default_workers", lambda loaded: 2)
     told = []
     monkeypatch.setattr(run, "tell", lambda **said: told.append(said["processes"]))
-    for workers, engine in ((1, "local"), (2, "local"), (1000, "local"), (7, "ray")):
-        go(loaded, tmp_path, dry_run=True, workers=workers, engine=engine)
+    for workers, where in ((1, "local"), (2, "local"), (1000, "local"), (7, "ray")):
+        go(loaded, tmp_path, dry_run=True, workers=workers, engine=where)
     assert told == [1, 2, 2, 7]
 
 

@@ -77,6 +77,7 @@ def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 def _switched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The same, whoever else uses the model."""
 
     def note(_: Any, __: Any, given: dict[str, Any]) -> None:
         _attending.set(given.get("kvrepro"))

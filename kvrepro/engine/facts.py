@@ -146,13 +146,17 @@ def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor
     return found
 
 
-def rotation_changes(model: PreTrainedModel) -> set[int]:
-    """Lengths of a text in tokens beyond which transformers takes other frequencies for all of it."""
+def ensure_one_rotation(model: PreTrainedModel, shortest: int, longest: int, what: str, way_out: str) -> None:
+    """Raise InputError where transformers takes other frequencies for all of a text of `longest` tokens than for one of
+    `shortest`, and `what` has both: a pass of one kind would meet keys of the other (Phi-3 with a long context)."""
     config = model.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
     kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
     known = [kind for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")]
-    return {int(kind.get("original_max_position_embeddings") or config.max_position_embeddings) for kind in known}
+    for kind in known:
+        after = int(kind.get("original_max_position_embeddings") or config.max_position_embeddings)
+        if shortest <= after < longest:
+            raise InputError(f"{what}, and this model rotates keys otherwise beyond {after}: stay below, or {way_out}")
 
 
 def sliding_window(config: Any, layer: int) -> int | None:

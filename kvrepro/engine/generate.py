@@ -17,7 +17,7 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.backend import BACKENDS, obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.decode import batch_kinds, decode
-from kvrepro.engine.facts import ModelFacts, rotation_changes
+from kvrepro.engine.facts import ModelFacts, ensure_one_rotation
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups, read, room_taken
 from kvrepro.engine.policy import Known, check_on, checked, find
@@ -284,15 +284,13 @@ def check_met(facts: ModelFacts, text: Prompt, c: Condition, known: Known | None
 def _check_rotation(
     model: PreTrainedModel, texts: Sequence[Prompt], each: Sequence[Sequence[Condition]], new: Sequence[int]
 ) -> None:
-    """Raise InputError where transformers rotates long texts otherwise than short ones, and a pass of one kind would
-    meet keys of the other (Phi-3 with a long context)."""
+    """Raise InputError for passes over some of the texts that the model would rotate otherwise than others."""
     pairs = [(text, c) for text, mine in zip(texts, each, strict=True) for c in mine]
     parts = [min(boundary(text, c), getattr(c.regime, "chunk", len(text.ids))) for text, c in pairs]
-    longest = max((len(text.ids) + own - 1 for text, own in zip(texts, new, strict=True)), default=0)
-    for after in rotation_changes(model):
-        if parts and min(parts) <= after < longest:
-            what = f"passes of {min(parts)} to {longest} tokens, and this model rotates keys otherwise beyond {after}"
-            raise InputError(f"{what}: stay below, or let every prompt and chunk be longer")
+    if parts:
+        longest = max(len(text.ids) + own - 1 for text, own in zip(texts, new, strict=True))
+        what = f"passes of {min(parts)} to {longest} tokens"
+        ensure_one_rotation(model, min(parts), longest, what, "let every prompt and chunk be longer")
 
 
 def whitelisted(text: Prompt, c: Condition) -> set[int]:

@@ -24,7 +24,7 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.evict import EvictionJob, Prompts
-from kvrepro.engine.facts import ModelFacts, rotation_changes
+from kvrepro.engine.facts import ModelFacts, ensure_one_rotation
 from kvrepro.engine.generate import calls
 from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import budget_of, find
@@ -89,12 +89,8 @@ class Prefix:
                 way_out = "begin with the prefix, unchanged, and let it end where a word does, before the blank"
                 raise InputError(f"the prompt {where} of the prefix's {n} tokens: {way_out}")
         longest = max(len(text.ids) for text in call.texts) + call.max_new_tokens - 1
-        for after in rotation_changes(call.model):
-            if n <= after < longest:
-                what = (
-                    f"a prefix of {n} tokens, a text of {longest}, and this model rotates keys otherwise beyond {after}"
-                )
-                raise InputError(f"{what}: stay below, or compress a prefix that is longer")
+        what = f"a prefix of {n} tokens, a text of {longest}"
+        ensure_one_rotation(call.model, n, longest, what, "compress a prefix that is longer")
         c, own = self.condition, Prompt(self.ids, {})
         policy = None if c.policy == "full" else find(c.policy)
         parameters = policy.reading(c.reading, c.switches) if policy is not None else {}

@@ -112,7 +112,7 @@ def _processes(plan: Plan, settings: Settings, seconds: float) -> int:
 
 def _at_once(plan: Plan, settings: Settings, processes: int) -> int:
     """Those of them that work side by side: no more than this machine has room for; of a cluster all."""
-    return processes if settings.engine != "local" else min(processes, max(1, workers.default_workers(plan.loaded)))
+    return processes if settings.engine != "local" else min(processes, workers.default_workers(plan.loaded))
 
 
 def _testing() -> bool:

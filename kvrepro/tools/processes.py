@@ -23,9 +23,9 @@ from kvrepro.experiment import progress
 
 SECONDS = {  # of a chapter's studies in their order, quick profile, one core: they share out the time that is left
     "protection": {"main": 360, "context-500": 14, "context-1000": 17, "context-1900": 18, "context-3800": 25,
-                   "attention": 8, "controls": 10, "question-0": 4, "question-1": 4, "question-2": 2, "question-3": 2,
+                   "attention": 8, "controls": 3, "question-0": 4, "question-1": 4, "question-2": 2, "question-3": 2,
                    "question-4": 3, "question-5": 3, "real": 27, "once": 12},
-    "fragility": {"retained": 60, "every": 41, "middle": 21, "needles": 11, "controls": 8},
+    "fragility": {"answers": 24, "retained": 12, "every": 41, "middle": 21, "needles": 11, "controls": 2},
     "dropkv_bound": {"quality-500": 3, "quality-1900": 42, "quality-3000": 18, "triples": 110, "answer-losses": 20,
                      "controls": 2},
     "leakage": {"answers": 194, "timing": 6, "unasked": 1},

@@ -2,12 +2,8 @@
 
 import pandas as pd
 import pytest
-from edits import edit_of, stale
 
-from kvrepro.engine.generate import generate
-from kvrepro.engine.regime import REGIMES
 from kvrepro.experiment import controls, data, measure, models
-from kvrepro.experiment.per_item import PerItem, PerItemPlan
 from kvrepro.experiment.run import Settings
 from kvrepro.item import Item, Span
 
@@ -59,7 +55,6 @@ def test_every_control_is_a_row_with_its_scores_and_is_stored(tiny, tmp_path):
     assert first.token_f1.tolist() == pytest.approx([expected[len(one.answer.split())] for one in items])
     assert (found[found.control == "refusal"].token_f1 == 0).all()
     assert (found[found.control == "no_passage"].exact_match == 0).all()  # the answer stands in the passage alone
-    assert (tmp_path / "mine" / "controls").is_dir()
     pd.testing.assert_frame_equal(found, controls.of_items("mine", items, tiny, settings, max_new_tokens=24))
 
 
@@ -72,19 +67,17 @@ def test_a_first_word_is_worth_little_where_answers_are_long(tiny):
     assert worth("tinyworld:long") < 0.15
 
 
-@pytest.fixture(scope="module")
-def keys(tiny):
-    """Of two items' controls."""
-    items = data.load_items("tinyworld:needle", 2, seed=3, tokens=400)
-    study = PerItem("protection", "controls", items, controls.of_item, {"max_new_tokens": 8})
-    return lambda: PerItemPlan(study, tiny, Settings()).keys
+def test_what_fails_is_left_out_and_a_dry_run_knows_what_needs_no_model(tiny, tmp_path, monkeypatch):
+    items = data.load_items("tinyworld:needle", 12, seed=3, tokens=300)
+    dry = controls.of_items("mine", items, tiny, Settings(tmp_path, progress=False, dry_run=True), 8)
+    assert set(dry.control) == {*controls.CONTROLS} - {"no_passage"}
+    answered = controls.run
 
+    def one_fails(*study):
+        rows = answered(*study)
+        return rows.assign(prediction=rows.prediction.mask(rows["item"] == items[0].id))
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_an_edit_of_a_regime_makes_no_control_stale(keys, regime):
-    assert stale(keys, *edit_of(REGIMES[regime])) == set()
-
-
-def test_an_edit_of_what_generates_makes_all_controls_stale(keys):
-    for function in (generate, controls.copied, measure.all_measures):
-        assert len(stale(keys, *edit_of(function))) == 2
+    monkeypatch.setattr(controls, "run", one_fails)
+    found = controls.of_items("mine", items, tiny, Settings(tmp_path, progress=False), 8)
+    assert found[found["item"] == items[0].id].control.tolist() == ["first_word", "copy", "refusal"]
+    assert len(found) == 12 * 4 - 1

@@ -24,7 +24,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import REGIMES, Chunked, Prefill, Regime, SharedCap
-from kvrepro.experiment import answers, controls, fingerprint
+from kvrepro.experiment import answers, fingerprint
 from kvrepro.experiment.fingerprint import Code, chains, describe, of
 from kvrepro.experiment.per_item import PerItem, PerItemPlan
 from kvrepro.experiment.settings import Settings
@@ -194,7 +194,7 @@ def test_no_policy_reaches_anothers_scorer():
 
 
 STUDIES = {  # computations per item: under no regime, under one that they make, under those of their parameters
-    "none": (controls.of_item, {}),
+    "none": (generate, {}),
     "makes": (kept.of_item, {"policies": ("k_norm",)}),
     "given": (runs.seconds, {"cells": [("lru", "", CONDITIONS["shared"]), ("k_norm", "", CONDITIONS["chunked"])]}),
 }

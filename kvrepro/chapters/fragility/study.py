@@ -13,9 +13,8 @@ from kvrepro.chapters.fragility import retention
 from kvrepro.chapters.fragility.retention import DEFAULT, Setting
 from kvrepro.chapters.fragility.settings import STEPS_OF_LONG, Settings
 from kvrepro.engine import allowed
-from kvrepro.engine import generate as engine
 from kvrepro.engine.allowed import ProperShare, ensure, ensure_all
-from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import check as policy_check
 from kvrepro.engine.policy import find, is_own
@@ -23,7 +22,7 @@ from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.heads import learned
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, controls, data, longbench, measure, models
+from kvrepro.experiment import claims, controls, data, longbench, measure
 from kvrepro.experiment.answers import check, prompt_limit
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
@@ -89,9 +88,10 @@ def declare(
     shares: list[float],
     policies: list[str],
     reading: str,
-) -> tuple[PerItem, list[Answers]]:
-    """The chapter's studies: retained importance, and the parts of the grid of qualities. Computes nothing, and raises
-    InputError for whatever they could not do. n_items sets the size of the main comparison, and caps the others."""
+) -> tuple[Answers, list[Answers]]:
+    """The chapter's studies: answers that are looked at, and the parts of the grid of qualities. Computes nothing, and
+    raises InputError for whatever they could not do. n_items sets the size of the main comparison, and caps the
+    others."""
     ensure_all(allowed.Size | None, n_items=n_items)
     ensure_all(list[str], policies=policies)
     ensure_all(list[ProperShare], shares=shares)
@@ -100,21 +100,19 @@ def declare(
         raise InputError(f"shares {shares!r} of policies {policies!r}: give one of each at least")
     sizes = SIZES[settings.profile]
     sizes = sizes if n_items is None else Size(n_items, *(min(n_items, count) for count in sizes[1:]))
-    layer = paper_layer(loaded.model) if settings.layer is None else settings.layer
-    given = {"answer_tokens": settings.answer_tokens, "base": settings.base, "layer": layer}
-    importance = PerItem("fragility", "retained", observed(loaded, items, sizes, settings), retained_by_item, given)
+    answered = observed(loaded, items, sizes, settings)
     parts = parts_of(loaded, items, sizes, settings, shares, policies, reading)
     quality = [Answers("fragility", *part, settings.max_new_tokens) for part in parts]
     for study in quality:
         check(study, loaded)
-    return importance, quality
+    return answered, quality
 
 
 def results(
-    importance: PerItem, quality: Sequence[Answers], loaded: Loaded, settings: Settings
+    answered: Answers, quality: Sequence[Answers], loaded: Loaded, settings: Settings
 ) -> tuple["Retained", pd.DataFrame]:
     """What the studies found: retained importance, and the tidied rows of the grid (`tidy`)."""
-    shares = Retained(**run(importance, loaded, settings), layer=importance.parameters["layer"])
+    shares = retained_by(answered, loaded, settings)
     return shares, tidy(pd.concat([run(study, loaded, settings) for study in quality], ignore_index=True))
 
 
@@ -188,8 +186,9 @@ def _long_items(loaded: Loaded, count: int, settings: Settings) -> list[Item]:
     return found
 
 
-def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> list[Item]:
-    """Items whose answers are looked at; computes nothing. Raises InputError for what they cannot meet.
+def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> Answers:
+    """Items whose answers are looked at, by the full cache; computes nothing. Raises InputError for what they cannot
+    meet.
 
     items: "tinyworld..." takes its long tasks, and the stand-ins of the paper's table 1. Of other items those whose
     answers may be long, with LongBench the reports, meetings and news, and beside them the datasets of table 1, or all
@@ -206,12 +205,17 @@ def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> lis
     for name, count in (("layer", len(facts.evictable)), ("head", len(facts.outputs[facts.evictable[0]]))):
         if (getattr(base, name) or 0) >= count:
             raise InputError(f"{name} {getattr(base, name)}: {loaded.name} has {count}, counted from 0")
-    for item in found:
-        prompt = _prompt(loaded, item, item.new_tokens(settings.answer_tokens))
+    study = Answers("fragility", "answers", found, [Condition()], settings.answer_tokens, note=tokens_of)
+    for item, prompt in zip(found, check(study, loaded), strict=True):
         with data.named(item):
             for end in {s.until: s for s in _settings_of(item, base).values()}.values():
                 retention.end_of(prompt, end)
-    return found
+    return study
+
+
+def tokens_of(item: Item, prompt: Prompt, answer: Generation) -> dict[str, Any]:
+    """What a row notes of an answer that is looked at: its tokens."""
+    return {"tokens": answer.tokens}
 
 
 def _load(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> list[Item]:
@@ -232,31 +236,47 @@ def _observed_of(items: Sequence[Item], sizes: Size, seed: int) -> list[Item]:
     return found
 
 
-def _prompt(loaded: Loaded, item: Item, answer_tokens: int) -> Prompt:
-    return data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, answer_tokens))
-
-
 def _settings_of(item: Item, base: Setting) -> dict[str, Setting]:
     """Every setting for long answers, and for those of a reader's own items; the base for the others."""
     wide = _is_long(item) or item.task not in (*TABLE_1.values(), *DATASETS.values())
     return retention.variants(base) if wide else {DEFAULT: base}
 
 
-def retained_by_item(
-    loaded: Loaded, item: Item, answer_tokens: int, base: Setting, layer: int
-) -> dict[str, pd.DataFrame]:
-    """One item's curves and summary: the full cache answers, then one more pass looks at the answer.
+@dataclass(frozen=True)
+class Answered:
+    """An item, its prompt, and the tokens of the full cache's answer."""
 
-    answer_tokens: at most, of an item that does not say how many.
-    """
-    answer_tokens = item.new_tokens(answer_tokens)
-    prompt = _prompt(loaded, item, answer_tokens)
-    [[reply]] = engine.generate(
-        loaded.model, [prompt], [Condition()], max_new_tokens=answer_tokens, stop_ids=models.stop_ids(loaded)
-    )
-    settings = _settings_of(item, base)
+    item: Item
+    prompt: Prompt
+    tokens: list[int]
+
+    @property
+    def task(self) -> str:
+        return self.item.task
+
+
+def retained_by(answered: Answers, loaded: Loaded, settings: Settings) -> Retained:
+    """The full cache answers, and one more pass of each item looks at its answer. In a dry run, where nobody answers,
+    the item's own answer stands for it."""
+    rows = run(answered, loaded, settings).set_index("item")
+    seen = {}
+    for item, prompt in zip(answered.items, check(answered, loaded), strict=True):
+        note = rows.note[item.id]
+        if isinstance(note, str):
+            seen[item.id] = Answered(item, prompt, json.loads(note)["tokens"])
+        elif settings.dry_run:
+            seen[item.id] = Answered(item, prompt, loaded.tokenizer.encode(item.answer))
+    layer = paper_layer(loaded.model) if settings.layer is None else settings.layer
+    study = PerItem("fragility", "retained", seen, retained_by_item, {"base": settings.base, "layer": layer})
+    return Retained(**run(study, loaded, settings), layer=layer)
+
+
+def retained_by_item(loaded: Loaded, item: Answered, base: Setting, layer: int) -> dict[str, pd.DataFrame]:
+    """One item's curves and summary."""
+    settings = _settings_of(item.item, base)
     more = {**retention.specifications(base), **retention.singles(base)} if len(settings) > 1 else {}
-    curves, summary = retention.retained(loaded.model, prompt, reply.tokens, settings, more=more, more_layer=layer)
+    of = loaded.model, item.prompt, item.tokens
+    curves, summary = retention.retained(*of, settings, more=more, more_layer=layer)
     return {"curves": curves[curves.setting == DEFAULT], "summary": summary}
 
 

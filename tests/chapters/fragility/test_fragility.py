@@ -359,11 +359,11 @@ def test_everything_is_checked_before_anything_runs():
     items = "tinyworld:two_hop,needle"
     asked = {"shares": [0.2], "policies": ["snapkv"], "reading": "both"}
     settings = Settings(max_new_tokens=8)
-    importance, quality = study.declare(loaded, items, 4, settings, **asked)
+    answered, quality = study.declare(loaded, items, 4, settings, **asked)
     assert [(one.name, len(one.items)) for one in quality] == [("every", 4)]
-    long = [item for item in importance.items if item.task in study.LONG]
+    long = [item for item in answered.items if item.task in study.LONG]
     assert min(len(loaded.tokenizer.encode(item.answer)) for item in long) >= 200
-    assert len(importance.items) == 4 * (2 + 5)
+    assert len(answered.items) == 4 * (2 + 5)
     parts = study.parts_of(loaded, items, study.Size(4, 2, 2, 2, 2), settings, **asked)
     assert [(name, len(some)) for name, some, _ in parts] == [("every", 2), ("middle", 2)]
     for options, wrong, message in (

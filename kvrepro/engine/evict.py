@@ -31,6 +31,8 @@ from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores, TokenInts
 from kvrepro.engine.signals import Reduction, Signals
 from kvrepro.errors import InputError
 
+TOGETHER = {"torch": 0, "triton": 2**27}  # bytes of layers that are decided together, by backend: fewer launches
+
 
 class Prompts:
     """Positions, spans and whitelists of the tokens to compress: `[batch, tokens]`, flush right, -1 where padded."""
@@ -259,13 +261,13 @@ def generator(parameters: Mapping[str, Any], ids: Sequence[int]) -> Random:
 
 def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
     """Tokens that the conditions protect, `[batch, kv_heads, tokens]`. follow: a static suffix follows the newest."""
-    device = o.positions.device
-    sides = [guarded(c, size, job.parameters) for c, size in zip(job.conditions, job.budgets, strict=True)]
+    device, n = o.positions.device, o.count
+    sides = [guarded(c, size, job.parameters) for c, size in zip(job.conditions, job.budgets, strict=True)] * n
     prefix, suffix = sides[0] if len(set(sides)) == 1 else torch.tensor(sides, device=device).unbind(1)
-    end = job.prompts.lengths.to(device) if job.condition.static_suffix and not follow else None
+    end = job.prompts.lengths.to(device).repeat(n) if job.condition.static_suffix and not follow else None
     mask = guard.ends(o, prefix, suffix, end)
     if job.condition.whitelist:
-        mask = mask | guard.whitelist(o, job.prompts.whitelisted(job.condition.whitelist).to(device))
+        mask = mask | guard.whitelist(o, job.prompts.whitelisted(job.condition.whitelist).to(device).repeat(n, 1))
     if job.parameters.get("empty_suffix") == "keeps_newest" and not job.per_head:
         bare = torch.tensor([bool(first and not last) for first, last in sides], device=device)
         mask = mask | bare[:, None, None]  # as run, an empty suffix slice protects every token
@@ -287,7 +289,7 @@ def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> An
 def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
     """(what the conditions protect; that, and what the method does by itself), `[batch, kv_heads, tokens]`, whatever
     the scores: the same for all layers that share their places."""
-    if o.of:
+    if o.of and o.of[0].same_places(o.of):
         by_conditions, both = protected_by(job, o.of[0])
         return by_conditions.repeat(o.count, 1, 1), both.repeat(o.count, 1, 1)
     if job.protected is None or job.protected[0] is not o.places:

@@ -49,7 +49,7 @@ class Observation:
 
     @classmethod
     def together(cls, layers: Sequence["Observation"]) -> "Observation":
-        """Layers of one shape that hold the same tokens, as rows of one observation: a layer's rows after the other's.
+        """Layers of one shape, as rows of one observation: a layer's rows after the other's.
 
         What is the layer's own, its number, output projection and rotation, it does not tell.
         """
@@ -63,12 +63,20 @@ class Observation:
 
         tensors = {x: joined(x) for x in ("keys", "values", "queries", "log_sums", "window_outputs")}
         tensors["sums"] = {x: torch.cat([o.sums[x] for o in layers]) for x in first.sums}
-        places = first.places.noted(("layers", n), lambda: first.places.repeated(n))
+        if first.same_places(layers):
+            places = first.places.noted(("layers", n), lambda: first.places.repeated(n))
+        else:
+            where = joined("positions"), joined("query_positions")
+            places = Places(*where, first.sliding, first.span_local)
         return replace(
             first, layer=-1, output=None, inverse_frequencies=None, positions=places.positions, of=tuple(layers),
             query_positions=places.query_positions, shared_places=places, seen=first.seen.repeat(n),
             seed=first.seed if isinstance(first.seed, int) else first.seed.repeat(n), **tensors,
         )  # fmt: skip
+
+    def same_places(self, others: Sequence["Observation"]) -> bool:
+        """Do they hold the same tokens, and are they known to?"""
+        return all(o.places is self.places for o in others)
 
     @property
     def count(self) -> int:

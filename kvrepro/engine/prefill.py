@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kvrepro.engine import quota
+from kvrepro.engine import evict, quota
 from kvrepro.engine.attention import Watch, attend, attend_prompt, per_token
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.evict import EvictionJob, Prompts, across, attempt, evict_shared, judged, kept, postpone, prepare
@@ -24,7 +24,6 @@ from kvrepro.engine.select import best, ensured_later, settle
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
 from kvrepro.engine.signals import PromptSignals, Reduction, Signals
 
-TOGETHER = {"torch": 0, "triton": 2**27}  # bytes of layers that are decided together, by backend: fewer launches
 SPAN_SUMS, SUMS_BY_KERNELS = {"span_mass", "marked_mass"}, {"mass", "span_mass"}
 Sums = dict[tuple[str, tuple[str, ...] | None], Tensor]  # by name and, of sums inside spans, the spans' names
 
@@ -41,7 +40,7 @@ class PrefillState:
         self.lengths = prompt.lengths.tolist()
         self.padded = min(self.lengths) < prompt.positions.shape[1]
         self.kernels = self.facts.backend == "triton"
-        self.most = TOGETHER[self.facts.backend]
+        self.most = evict.TOGETHER[self.facts.backend]
         drawn = any(job.evictor is not None and not job.together for job in jobs)
         self.seeds = torch.tensor(prompt.seeds if drawn else [0] * len(self.lengths), device=prompt.positions.device)
         self.streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -1,7 +1,7 @@
 """Rows that hold caches of their own, one per (prompt, condition): joined, taken apart, evicted from."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvrepro.engine import evict
 from kvrepro.engine import signals as table
 from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown, together
 from kvrepro.engine.condition import Condition, Prompt
@@ -135,24 +136,25 @@ def evict_rows(
         return lost
     evicts = [b not in rows.failed and job.evictor is not None and job.evictor.frees for b, job in enumerate(rows.jobs)]
     parts = _kinds(rows, [b for b in range(len(rows)) if over[b] and evicts[b]], budgets)
-    held = {}
-    for layer in facts.evictable:
-        stored = rows.cache.ragged[layer]
-        if layer in facts.sliding:
-            stored.slide(rows.seen - facts.sliding[layer] + 1)
-        shown = stored.shown()
-        stays = shown.positions >= 0
-        held[layer] = (shown.index, stays)
+    held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: places in its flat tensors, and which of them stay
+    for shown in _shown(facts, rows, scalings):
+        held |= {layer: (of.index, of.positions >= 0) for layer, of in shown.items()}
         for part, members in parts:
-            if part.error is not None:
-                continue
-            with attempt(part, isolate):
-                index = torch.tensor(members, device=stays.device)
-                o = _observed(facts, layer, stored, shown, part, index, rows.seen, scalings[layer])
-                if part.waits:
-                    postpone(part, {layer: o}, o)
-                else:
-                    stays[index] = kept(part, o)
+            index = torch.tensor(members, device=next(iter(shown.values())).keys.device)
+            for some in [list(shown)] if part.together else [[layer] for layer in shown]:
+                if part.error is not None:
+                    continue
+                with attempt(part, isolate):
+                    seen = {
+                        n: _observed(facts, n, rows.cache.ragged[n], shown[n], part, index, rows.seen, scalings[n])
+                        for n in some
+                    }
+                    o = Observation.together(list(seen.values()))
+                    if part.waits:
+                        postpone(part, seen, o)
+                        continue
+                    for n, mine in zip(some, kept(part, o).chunk(len(some)), strict=True):
+                        held[n][1][index] = mine
     for part, members in parts:
         with attempt(part, isolate):
             for layer, mine in across(part).items() if part.pending else ():
@@ -164,6 +166,31 @@ def evict_rows(
         rows.cache.ragged[layer].evict(stays, index, masked=masked)
     rows.cache.evicted()
     return lost
+
+
+def _shown(facts: ModelFacts, rows: Rows, scalings: dict[int, Any]) -> Iterator[dict[int, Shown]]:
+    """What every layer that evicts shows, those together that may be decided together (`TOGETHER`): alike in all but
+    their tokens, and as wide as the widest."""
+    some: dict[int, Shown] = {}
+    kind: tuple[Any, ...] = ()
+    for layer in facts.evictable:
+        stored, window = rows.cache.ragged[layer], facts.sliding.get(layer)
+        if window is not None:
+            stored.slide(rows.seen - window + 1)
+        shown = stored.shown()
+        before, kind = kind, (shown.keys.device, stored.shape, shown.keys.shape[3], window, scalings[layer])
+        bytes_each = 2 * max(of.keys.nbytes for of in (shown, *some.values()))
+        if some and (kind != before or (len(some) + 1) * bytes_each > evict.TOGETHER[facts.backend]):
+            yield _one_width(some)
+            some = {}
+        some[layer] = shown
+    yield _one_width(some)
+
+
+def _one_width(shown: dict[int, Shown]) -> dict[int, Shown]:
+    """Layers with dead slots in front, where others hold more tokens."""
+    width = max(of.keys.shape[2] for of in shown.values())
+    return {layer: of.widened(width) for layer, of in shown.items()}
 
 
 def evict_rows_shared(rows: Rows, step: int, isolate: bool = False) -> Tensor:

@@ -12,12 +12,13 @@ from tiny import prompts as tiny_prompts
 
 from kvrepro.engine import decode, evict, prefill, quota
 from kvrepro.engine import generate as engine
+from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.facts import ModelFacts, sliding_window
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
-from kvrepro.engine.regime import DecodeCap, Offline, Prefill
+from kvrepro.engine.regime import Chunked, DecodeCap, Offline, PerStep, Prefill
 from kvrepro.errors import InputError
 
 NEW = 7
@@ -387,10 +388,10 @@ ALIKE = [(name, reading) for name, policy in CATALOGUE.items() if policy.togethe
 @pytest.mark.parametrize("lengths", [[120], [120, 97]])
 def test_layers_decided_together_keep_what_each_alone_keeps(name, reading, lengths, monkeypatch):
     model, prompts, judge = architecture("llama"), tiny_prompts(*lengths), evict.judged
-    conditions = [Condition(name, 70, regime, reading=reading) for regime in (Prefill(), DecodeCap(interval=3))]
+    conditions = [Condition(name, 70, Prefill(), reading=reading)]
     rows, together = {}, {}
     for layers in (0, 2, 100):
-        monkeypatch.setitem(prefill.TOGETHER, "torch", layers * 2 * len(lengths) * 2 * 120 * 8 * 4)
+        monkeypatch.setitem(evict.TOGETHER, "torch", layers * 2 * len(lengths) * 2 * 120 * 8 * 4)
         counts = together[layers] = []
         for module in (prefill, evict):
             monkeypatch.setattr(module, "judged", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o))
@@ -403,18 +404,60 @@ def test_layers_decided_together_keep_what_each_alone_keeps(name, reading, lengt
             assert answer.bytes_held == same.bytes_held
 
 
+AGAIN = [DecodeCap(interval=3), PerStep(), Chunked(40, "every_chunk")]
+
+
+@pytest.mark.parametrize(("name", "reading"), ALIKE)
+@pytest.mark.parametrize("regime", AGAIN, ids=lambda regime: type(regime).__name__)
+def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, reading, regime, monkeypatch):
+    model, prompts, judge, evicts = architecture("llama"), tiny_prompts(130, 107), evict.judged, RaggedLayer.evict
+    texts = [Prompt(ids, {"named": list(range(20, 24)), "question": [100]}) for ids in prompts]
+    asked = [
+        Condition(name, 80, regime, reading=reading),
+        Condition(name, 0.85, replace(regime, until="question"), prefix=0.1, suffix=0.1, reading=reading),
+        Condition(name, 84, regime, whitelist=("named",), prefix=0.2, reading=reading),
+        Condition(name, 82, regime, suffix=0.2, static_suffix=True, reading=reading),
+    ]
+    conditions = [c for c in asked if possible(model, texts, c)]
+    assert len(conditions) > 2
+    found = {}
+    for most in (0, 2**27):
+        monkeypatch.setitem(evict.TOGETHER, "torch", most)
+        counts, left = found[most] = [], []
+        monkeypatch.setattr(evict, "judged", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o))
+
+        def noted(layer, keep, index, masked=False, left=left):
+            evicts(layer, keep, index, masked)
+            left.append((layer.positions.tolist(), layer.offsets.tolist()))
+
+        monkeypatch.setattr(RaggedLayer, "evict", noted)
+        answers = sum(see(model, texts, *conditions, max_new_tokens=7, prompt_rows=2), [])
+        left.append([(answer.tokens, answer.bytes_held) for answer in answers])
+    assert [max(counts) for counts, _ in found.values()] == [0, 3]  # of three layers
+    assert len(found[0][1]) > 6
+    assert found[0][1] == found[2**27][1]
+
+
+def possible(model, texts, condition) -> bool:
+    try:
+        engine.check_conditions(model, texts, [condition], 7)
+    except InputError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
 def test_layers_that_slide_are_decided_with_their_like_alone(name, monkeypatch):
     prompts, rows = tiny_prompts(60, 60), {}
     for most in (0, 2**27):
-        monkeypatch.setitem(prefill.TOGETHER, "torch", most)
+        monkeypatch.setitem(evict.TOGETHER, "torch", most)
         rows[most] = sum(see(architecture(name), prompts, Condition("dropkv", 20, Prefill()), max_new_tokens=3), [])
     for answer, same in zip(*rows.values(), strict=True):
         assert (answer.kept_positions_hash, answer.tokens) == (same.kept_positions_hash, same.tokens)
 
 
 def test_a_readers_scorer_in_a_known_policy_sees_layer_after_layer(monkeypatch):
-    monkeypatch.setitem(prefill.TOGETHER, "torch", 2**27)
+    monkeypatch.setitem(evict.TOGETHER, "torch", 2**27)
     seen = []
 
     def mine(o):
@@ -428,7 +471,7 @@ def test_a_readers_scorer_in_a_known_policy_sees_layer_after_layer(monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["nan", "raises"])
 def test_what_fails_in_layers_decided_together_costs_its_own_rows(wrong, monkeypatch):
-    monkeypatch.setitem(prefill.TOGETHER, "torch", 2**27)
+    monkeypatch.setitem(evict.TOGETHER, "torch", 2**27)
 
     def broken(o):
         if wrong == "raises":

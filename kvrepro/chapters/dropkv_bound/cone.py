@@ -204,7 +204,23 @@ def _spread(units: Tensor, weights: Tensor) -> Tensor:
     mean = (weights[:, None] @ units)[:, 0]
     covariance = units.mT @ (units * weights[..., None]) - mean[:, :, None] * mean[:, None]
     slack = mean.norm(dim=-1)
-    return (torch.linalg.eigvalsh(covariance)[:, 0] / (1 + slack) - slack).clamp_min(0)
+    return (_least_eigenvalue(covariance) / (1 + slack) - slack).clamp_min(0)
+
+
+def _least_eigenvalue(matrices: Tensor) -> Tensor:
+    """Of positive semidefinite matrices [sets, dim, dim], from below, within 1e-7 of the least number on the diagonal.
+
+    By bisection: a Cholesky factor exists up to there. A GPU factors many matrices at once, and takes the
+    eigenvalues of one after the other.
+    """
+    diagonal = matrices.diagonal(dim1=1, dim2=2)
+    low, high = torch.zeros_like(diagonal[:, 0]), diagonal.amin(1)
+    for _ in range(24):
+        middle = (low + high) / 2
+        shifted = matrices - torch.diag_embed(middle[:, None].expand_as(diagonal))
+        definite = torch.linalg.cholesky_ex(shifted).info == 0
+        low, high = torch.where(definite, middle, low), torch.where(definite, high, middle)
+    return low
 
 
 SOLVERS = {"exact": _exact, "batched": _batched}

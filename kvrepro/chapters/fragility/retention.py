@@ -144,17 +144,18 @@ def score(p: AttentionRows, norm: Norms, rule: str, s: Setting) -> Scores:
     return x
 
 
-def keep(scores: Scores, s: Setting) -> Bool[Tensor, "heads tokens"]:
+def keep(scores: Float[Tensor, "rules heads tokens"], s: Setting) -> Bool[Tensor, "rules heads tokens"]:
     """The int(share * tokens) best of each head, or as many on average over the heads of the layer."""
-    tokens = scores.shape[1]
-    budget = torch.tensor([int(s.share * tokens)], device=scores.device)
+    tokens = scores.shape[2]
+    budget = torch.full((len(scores),), int(s.share * tokens), device=scores.device)
     protected = torch.zeros_like(scores, dtype=torch.bool)
     if s.forced:
-        protected[:, -s.window :] = True
-    scores = scores if s.ties == "newest" else scores.flip(-1)
-    given = scores[None], protected[None] if s.ties == "newest" else protected.flip(-1)[None]
+        protected[..., -s.window :] = True
+    given = scores, protected
+    if s.ties != "newest":
+        given = scores.flip(-1), protected.flip(-1)
     counts = allocate.joint(*given, budget) if s.budget == "layer" else allocate.uniform(*given, budget)
-    kept = select(*given, counts)[0]
+    kept = select(*given, counts)
     return kept if s.ties == "newest" else kept.flip(-1)
 
 
@@ -263,17 +264,16 @@ def _weights(
     """What to multiply a step's attention with, `before` being pooled: the importance that each rule keeps, all that
     counts, and all there is; and by rule the share of the kept tokens that stand at the prior."""
     history = norm[..., :end]
-    found, tied = [], {}
-    for rule in rules:
-        scores = score(now[..., :end] if rule == ANSWER else before, history, rule, s)
-        kept = keep(scores, s)
-        if rule == "defensive":
-            raised = scores > score(before, history, "max", s)
-            tied[rule] = float((kept & raised).sum() / kept.sum())
-        found.append(kept[:, None].expand(history.shape) if s.joined else kept.view_as(history))
+    scores = {rule: score(now[..., :end] if rule == ANSWER else before, history, rule, s) for rule in rules}
+    kept = dict(zip(rules, keep(torch.stack(list(scores.values())), s), strict=True))
+    tied = {}
+    if "defensive" in kept:
+        raised = scores["defensive"] > score(before, history, "max", s)
+        tied["defensive"] = float((kept["defensive"] & raised).sum() / kept["defensive"].sum())
+    found = [heads[:, None].expand(history.shape) if s.joined else heads.view_as(history) for heads in kept.values()]
     found.append(torch.ones_like(history, dtype=torch.bool))
     after = norm.shape[-1] - end
-    weights = [F.pad(kept.float(), (0, after), value=float(s.later)) for kept in found]
+    weights = [F.pad(heads.float(), (0, after), value=float(s.later)) for heads in found]
     return torch.stack([*weights, torch.ones_like(norm)], -1) * norm[..., None], tied
 
 

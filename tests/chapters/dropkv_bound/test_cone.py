@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial import ConvexHull
 
-from kvrepro.chapters.dropkv_bound.cone import ORIGIN, cone, nearest
+from kvrepro.chapters.dropkv_bound.cone import ORIGIN, _least_eigenvalue, cone, nearest
 from kvrepro.errors import InputError
 
 
@@ -179,3 +179,13 @@ def test_nothing_to_enclose_is_refused():
         cone(torch.zeros(0, 4))
     with pytest.raises(InputError, match="backend 'fast': choose one of"):
         cone(torch.ones(2, 4), backend="fast")
+
+
+@pytest.mark.parametrize("rank", [3, 7, 8])
+def test_the_least_eigenvalue_is_found_from_below(rank):
+    points = torch.randn(20, rank, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    matrices = points.mT @ points
+    found, exact = _least_eigenvalue(matrices), torch.linalg.eigvalsh(matrices)[:, 0]
+    diagonal = matrices.diagonal(dim1=1, dim2=2).amin(1)
+    assert (found <= exact.clamp_min(0) + 1e-12 * diagonal).all()
+    assert (exact - found <= 1e-7 * diagonal).all()

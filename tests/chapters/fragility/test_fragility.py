@@ -174,8 +174,10 @@ def test_budget_is_met_and_the_window_stays_where_it_must(budget, ties, forced, 
     s = replace(SHORT, budget=budget, ties=ties, forced=forced, share=tenths / 10)
     scores = torch.ones(6, 40)
     scores[:, 4] = 2.0
-    kept = retention.keep(scores, s)
-    assert int(kept.sum()) == 6 * int(s.share * 40)
+    other = torch.rand(6, 40)
+    kept, alone = retention.keep(torch.stack([scores, other]), s)
+    assert torch.equal(alone, retention.keep(other[None], s)[0])  # a rule does not see the others
+    assert int(kept.sum()) == int(alone.sum()) == 6 * int(s.share * 40)
     assert kept[:, 4].all()
     if forced:
         assert kept[:, -8:].all()

@@ -7,14 +7,14 @@ memory. A failed row fails the trial. Random weights answer nothing: this tests 
 
 import contextlib
 import datetime
-import itertools
 import multiprocessing
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any, get_args
 
 import pandas as pd
@@ -97,53 +97,67 @@ def checkpoint(
     return folder
 
 
-def _attempt(answer: Any, name: str, parameters: dict[str, Any], log: Path) -> None:
-    """One chapter in a process of its own: seconds, peak GiB, rows, failed rows, its end. Its words go to `log`."""
+def _attempt(answer: Any, name: str, parameters: dict[str, Any], counts: Sequence[int], log: Path) -> None:
+    """One chapter in a process of its own, with so many items, then with more: of each its seconds, peak GiB, rows,
+    failed rows, its end. The chapter's words go to `log`."""
     from kvrepro.tools.book import cells
 
-    began, error, told_of = time.perf_counter(), "", list[dict[str, Any]]()
-    with (
-        log.open("w", buffering=1, encoding="utf-8") as said, contextlib.redirect_stdout(said),
-        progress.heard(told_of.append),
-    ):  # fmt: skip
-        try:
-            for _ in cells(name, parameters):
-                pass
-        except Exception as raised:
-            traceback.print_exc()
-            error = told(raised)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
-    studies = pd.DataFrame([told for told in told_of if "failed" in told], columns=["results", "failed", "seconds"])
-    answer.send({
-        "chapter": name, "results": int(studies.results.sum()), "failed": int(studies.failed.sum()),
-        "seconds": round(time.perf_counter() - began, 1), "in_studies": round(studies.seconds.sum(), 1),
-        "peak_gib": round(peak, 2), "error": error,
-    })  # fmt: skip
+    seconds = in_studies = 0.0
+    for number, count in enumerate(counts):
+        began, error, told_of = time.perf_counter(), "", list[dict[str, Any]]()
+        with (
+            log.open("a", buffering=1, encoding="utf-8") as said, contextlib.redirect_stdout(said),
+            progress.heard(told_of.append),
+        ):  # fmt: skip
+            try:
+                for _ in cells(name, parameters | {"n_items": count}):
+                    pass
+            except Exception as raised:
+                traceback.print_exc()
+                error = told(raised)
+        studies = pd.DataFrame([told for told in told_of if "failed" in told], columns=["results", "failed", "seconds"])
+        more = float(studies.seconds.sum())
+        in_studies += more
+        seconds += more if number else time.perf_counter() - began
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
+        answer.send({
+            "chapter": name, "n_items": count,
+            "results": int(studies.results.sum()), "failed": int(studies.failed.sum()),
+            "seconds": round(seconds, 1), "in_studies": round(in_studies, 1),
+            "peak_gib": round(peak, 2), "error": error,
+        } | _spent(Path(parameters["results"]) / name))  # fmt: skip
+        if error:
+            return
 
 
-def attempt(name: str, parameters: dict[str, Any], limit: float) -> dict[str, Any]:
-    """A chapter's row; what takes longer than `limit` seconds is stopped, and its row says so. Where one ends in an
-    error, what it printed last is printed."""
+def attempt(name: str, parameters: dict[str, Any], counts: Sequence[int], limit: float) -> Iterator[dict[str, Any]]:
+    """A chapter's row for each number of items, fewest first: a larger one computes what is new, and its seconds are
+    those of the one before and of its own studies. What takes longer than `limit` seconds is stopped, and its row says
+    so. Where one ends in an error, what it printed last is printed."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     log = Path(f"{parameters['results']}-{name}.log")
-    process = context.Process(target=_attempt, args=(there, name, parameters, log))
+    process = context.Process(target=_attempt, args=(there, name, parameters, counts, log))
     process.start()
     there.close()
-    row: dict[str, Any] = {"chapter": name, "seconds": limit, "error": f"not done after {limit:.0f} s"}
-    if here.poll(limit):
-        try:
-            row = here.recv()
-            process.join(10)  # it ends its workers
-        except EOFError:
-            process.join()
-            row = row | {"error": f"its process ended with exit code {process.exitcode}"}
+    for count in counts:
+        row = {"chapter": name, "n_items": count, "seconds": limit, "error": f"not done after {limit:.0f} s"}
+        if here.poll(limit):
+            try:
+                row = here.recv()
+            except EOFError:
+                process.join()
+                row |= {"error": f"its process ended with exit code {process.exitcode}"}
+        yield row
+        if row["error"]:
+            break
+    else:
+        process.join(10)  # it ends its workers
     process.kill()
     process.join()
     if row["error"] and log.is_file():
         last = log.read_text(encoding="utf-8").splitlines()[-8:]
         print("\n".join(line[:200] for line in last), flush=True)  # a figure is one long line
-    return row | _spent(Path(parameters["results"]) / name)
 
 
 def _spent(folder: Path) -> dict[str, Any]:
@@ -163,7 +177,7 @@ def main(
     dtype: Annotated[str, typer.Option(help=f"of weights and caches: {', '.join(DTYPES)}")] = "float32",
     chapter: Annotated[list[str], typer.Option(help=f"these alone, of {', '.join(CHAPTERS)}")] = [],  # noqa: B006
     items: Annotated[str, typer.Option(help="longbench, or a .jsonl file; leakage takes ifeval instead")] = "longbench",
-    n_items: Annotated[list[int], typer.Option(help="of each study; repeat to tell start-up from items")] = [2],  # noqa: B006
+    n_items: Annotated[list[int], typer.Option(help="of each study; repeat for what more items take")] = [2],  # noqa: B006
     together: Annotated[int, typer.Option(help="chapters side by side on the device", min=1)] = 1,
     limit: Annotated[float, typer.Option(help="seconds for a chapter")] = 600,
     out: Annotated[Path, typer.Option(help="the table")] = GPU / "chapters.csv",
@@ -179,24 +193,26 @@ def main(
     told = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
     told |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}
     told["note"] = "alone" if together == 1 else f"{together} chapters side by side"
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         path = checkpoint(Path(folder) / shape, shape, texts, dtype=dtype)
         models.checkpoint_hash(path)  # remembered, so that no chapter reads the weights for it
         print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
         given = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
+        given |= {"items": items, "results": f"{folder}/results"}
 
-        def tried(name: str, count: int) -> dict[str, Any]:
-            mine = {"n_items": count, "results": f"{folder}/{count}", "items": items}
-            return {"n_items": count} | attempt(name, given | mine, limit) | told
+        lock = Lock()
+
+        def tried(name: str) -> None:
+            for row in attempt(name, given, sorted(set(n_items)), limit):
+                with lock:
+                    rows.append(row | told)
+                    print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
+                    replace_rows(out, pd.DataFrame(rows), KEY)
 
         with ThreadPoolExecutor(together) as pool:
-            jobs = [pool.submit(tried, *one) for one in itertools.product(chapter or CHAPTERS, n_items)]
-            for job in as_completed(jobs):
-                rows.append(job.result())
-                print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
-                replace_rows(out, pd.DataFrame(rows), KEY)
+            list(pool.map(tried, chapter or CHAPTERS))
     print(f"the table: {out}")
     frame = pd.DataFrame(rows)
     if frame.error.any() or frame.failed.sum():

@@ -27,10 +27,13 @@ def longbench():
 def test_a_chapter_runs_on_two_layers_and_real_items(chapter, longbench, tmp_path):
     items, _ = longbench
     out = tmp_path / "chapters.csv"
-    trial.main("two-layer", "cpu", "float32", [chapter], str(items), n_items=[2], limit=300, out=out)
-    [row] = pd.read_csv(out).to_dict("records")
-    assert row["results"] > 10
-    assert row["failed"] == 0
+    trial.main("two-layer", "cpu", "float32", [chapter], str(items), n_items=[2, 1], limit=300, out=out)
+    one, two = pd.read_csv(out).to_dict("records")
+    assert (one["n_items"], two["n_items"]) == (1, 2)
+    assert 10 < one["results"] < two["results"]
+    assert one["failed"] == two["failed"] == 0
+    assert one["seconds"] > one["in_studies"]
+    assert two["seconds"] - one["seconds"] == pytest.approx(two["in_studies"] - one["in_studies"], abs=0.2)
 
 
 def test_a_chapter_that_cannot_run_fails_the_trial_and_keeps_other_rows(tmp_path):

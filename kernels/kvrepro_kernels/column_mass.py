@@ -4,8 +4,8 @@ For query head h of KV head g, query i standing at key index first + i, and the 
 
     mass[g,j] = 1/G sum_h sum_i exp(scale <q[h,i], k[j]> - L[h,i])    over queries with first + i >= j
 
-and, with spans, span[j] = span[first + i]: attention across spans counts as 0, and nothing is renormalised. H2O takes
-the mass as it is, or divided by the number of queries that could look at j.
+and, with spans, span[j] = span[first + i], or one of the two negative: attention across spans counts as 0, and nothing
+is renormalised. H2O takes the mass as it is, or divided by the number of queries that could look at j.
 
 Queries stream past a block of keys that stays in shared memory, so half of the attention's matrix products are
 repeated. Blocks of early keys, which most queries see, start first.
@@ -30,7 +30,8 @@ def column_mass_reference(
     i = j[tokens - query.shape[2] :]
     visible = (j <= i[:, None]) & (j >= starts[:, :, None, None, None])
     if spans is not None:
-        visible = visible & (spans[:, None, i.tolist(), None] == spans[:, None, None, :])[:, :, None]
+        asked, told = spans[:, None, i.tolist(), None], spans[:, None, None, :]
+        visible = visible & ((asked == told) | (asked < 0) | (told < 0))[:, :, None]
     p = torch.exp(scale * torch.einsum("bgrid,bgjd->bgrij", q, keys) - log_sum)
     return torch.where(visible & log_sum.isfinite(), p, 0.0).sum(-2).mean(2)
 
@@ -45,7 +46,8 @@ def column_mass(
     query: [batch, heads, queries, dim], the last `queries` of the tokens; keys: [batch, kv_heads, tokens, dim], strided
     with dim innermost. lse: [batch, heads, queries], natural logarithm; not finite where a query is absent.
     scale: of the logits, by default dim**-0.5. starts: int [batch] or [batch, kv_heads], the first live key. spans: int
-    [batch, tokens], the span of each token. out: contiguous float32 tensor to write into.
+    [batch, tokens], the span of each token, negative for one that sees all and is seen by all. out: contiguous float32
+    tensor to write into.
     Raises ValueError for tensors that do not fit each other and for CPU tensors uninterpreted.
     """
     batch, kv_heads, tokens, dim = keys.shape

@@ -51,7 +51,8 @@ def sum_columns(
                 p = tl.where(token[None, :] <= first + i + step[:, None], p, 0.0)
             if SPANS:
                 own = tl.load(spans + first + i + step, mask=here, other=-1)  # [Q]
-                p = tl.where(own[:, None] == span[None, :], p, 0.0)
+                apart = (own[:, None] != span[None, :]) & (own[:, None] >= 0) & (span[None, :] >= 0)
+                p = tl.where(apart, 0.0, p)
             mass += p
     total = tl.where(token >= tl.load(starts + head_row), tl.sum(mass, 0), 0.0)
     tl.store(out + row * tokens + token, total, mask=token < tokens)

@@ -33,7 +33,7 @@ def main() -> None:
     window_scores(random(2, 6, 5, 80), keys, values, indicator="attention", aggregate="max", reduction="none", pool=5)
     projected_norm(values, random(160, 480).view(160, 6, 80).permute(1, 2, 0))
     column_mass(random(2, 6, 333, 80), keys, lse)
-    column_mass(random(2, 6, 333, 80), keys, lse, spans=torch.arange(333, device="cuda").expand(2, -1) // 50)
+    column_mass(random(2, 6, 333, 80), keys, lse, spans=torch.arange(333, device="cuda").expand(2, -1) // 50 - 1)
     largest(torch.randn(3, 333, device="cuda").round(), torch.tensor([0, 7, 400], device="cuda"))
     offsets = torch.tensor([0, 301, 301, 400, 501], device="cuda")
     flat, tail = (random(501, 96), random(501, 96)), (random(2, 2, 9, 96), random(2, 2, 9, 96))

@@ -24,7 +24,8 @@ from kvrepro.engine.select import best, ensured_later, settle
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
 from kvrepro.engine.signals import PromptSignals, Reduction, Signals
 
-SPAN_SUMS, SUMS_BY_KERNELS = {"span_mass", "marked_mass"}, {"mass", "span_mass"}
+SPAN_SUMS = {"span_mass", "marked_mass"}
+SUMS_BY_KERNELS = {"mass", *SPAN_SUMS}
 Sums = dict[tuple[str, tuple[str, ...] | None], Tensor]  # by name and, of sums inside spans, the spans' names
 
 
@@ -437,7 +438,7 @@ def mass_by_kernels(
     spans: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention that each key got, of the last queries; starts: the first living key of each head; spans: that of each
-    token, which attention from elsewhere does not count in."""
+    token, which attention from elsewhere does not count in; negative: all attention counts."""
     from kvrepro_kernels import column_mass
 
     return column_mass(query, key, log_sums, scale=scaling, starts=starts, spans=spans)

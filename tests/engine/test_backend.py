@@ -116,14 +116,13 @@ def test_what_prompts_in_one_pass_left_is_evicted_again():
 def test_quotas_are_scored_by_plain_pytorch_beside_kernels(fair):
     spans = {"a": list(range(3, 10)), "b": list(range(10, 18))}
     fairly = Prefill(fair=fair, spans=("a", "b"))
-    agree([condition(name, regime, budget=12) for name in ("snapkv", "h2o") for regime in (fairly, Prefill())], 33, 20,
-          spans=spans)  # fmt: skip
+    asked = [condition(name, regime, budget=12) for name in ("snapkv", "h2o") for regime in (fairly, Prefill())]
+    agree([*asked, condition("h2o", fairly, "as_run", budget=12)], 33, 20, spans=spans)
 
 
 # ---- what kernels refuse
 
 REFUSED = {
-    "do not sum 'marked_mass', which h2o needs": condition("h2o", Prefill(fair=1.0), "as_run"),
     "do not hide, pack or page": replace(condition("snapkv", Prefill()), bits=4),
     "do not hide, pack": replace(condition("snapkv", Prefill()), execution="masked"),
     "do not sum 'low', which scissorhands needs": condition("scissorhands", Prefill()),

@@ -95,7 +95,8 @@ bytes, which need no search.
     pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}
     pages["coverage"] = table(coverage.said())
     pages["error_rates"], pages["stability"] = table(claims_page.error_rates()), table(claims_page.stability())
-    pages["cost"], pages["targets"] = (table(rows.to_dict("records")) for rows in (cost.table(), cost.targets()))
+    costs = {"cost": cost.overview(), "cost_all": cost.table(), "targets": cost.targets()}
+    pages |= {name: table(rows.to_dict("records")) for name, rows in costs.items()}
     for name, part in family_page.page().items():
         pages[f"family_{name}"] = part if isinstance(part, str) else table(part) if part else "None."
     pages |= _reliability(folder)

@@ -32,7 +32,21 @@ def test_a_chapter_that_failed_has_no_cost(tmp_path):
             row | {"shape": "c", "failed": 0, "error": "not done"}]  # fmt: skip
     pd.DataFrame(rows).to_csv(path, index=False)
     assert cost.table(path)["model's shape"].tolist() == ["a"]
+    assert cost.overview(path)["model's shape"].tolist() == ["a"]
     assert [line.split(", ")[1] for line in cost.failures(path).splitlines()] == ["shape of b", "shape of c"]
+
+
+def test_an_upper_bound_is_marked_and_a_line_through_two_sizes_is_not(tmp_path):
+    one = {"shape": "a", "device": "H", "n_items": 1, "seconds": 3700.0, "in_studies": 3600.0, "peak_gib": 3.5,
+           "failed": 0, "error": None}  # fmt: skip
+    rows = [one | {"chapter": "leakage"}, one | {"chapter": "protection"},
+            one | {"chapter": "protection", "n_items": 2, "seconds": 3710.0, "peak_gib": 9.6}]  # fmt: skip
+    pd.DataFrame(rows).to_csv(path := tmp_path / "chapters.csv", index=False)
+    [row] = cost.overview(path).to_dict("records")
+    assert row["leakage"].startswith("≤ ")
+    expected = [(3690 + 10 * cost.ITEMS["protection"][profile]) / 3600 for profile in ("quick", "full")]
+    assert row["protection"] == "{:.2g} / {:.2g}".format(*expected)
+    assert (row["fragility"], row["peak GiB"]) == ("-", 10)
 
 
 def test_every_chapter_of_the_trial_has_its_items():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvrepro.engine import evict
 from kvrepro.engine import signals as table
+from kvrepro.engine.attention import Softmax
 from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown, together
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.evict import EvictionJob, across, attempt, evict_shared, kept, postpone
@@ -177,8 +178,10 @@ def _shown(facts: ModelFacts, rows: Rows, scalings: dict[int, Any]) -> Iterator[
         stored, window = rows.cache.ragged[layer], facts.sliding.get(layer)
         if window is not None:
             stored.slide(rows.seen - window + 1)
-        shown = stored.shown()
-        before, kind = kind, (shown.keys.device, stored.shape, shown.keys.shape[3], window, scalings[layer])
+        shown, how = stored.shown(), scalings[layer]
+        if isinstance(how, Softmax):
+            how = id(how)  # a layer's sinks are its own
+        before, kind = kind, (shown.keys.device, stored.shape, shown.keys.shape[3], window, how)
         bytes_each = 2 * max(of.keys.nbytes for of in (shown, *some.values()))
         if some and (kind != before or (len(some) + 1) * bytes_each > evict.TOGETHER[facts.backend]):
             yield _one_width(some)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import families
 import pytest
 import torch
 from conditions import flat, other
@@ -436,6 +437,19 @@ def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, rea
     assert [max(counts) for counts, _ in found.values()] == [0, 3]  # of three layers
     assert len(found[0][1]) > 6
     assert found[0][1] == found[2**27][1]
+
+
+@pytest.mark.parametrize("most", [0, 2**27])
+def test_layers_with_sinks_of_their_own_are_evicted_from_alone(most, monkeypatch):
+    model = families.build("GPT-OSS", layer_types=["full_attention"] * 3)
+    texts, conditions = [families.prompt(60), families.prompt(41, 6)], [Condition("tova", 30, PerStep())]
+    expected = see(model, texts, *conditions, max_new_tokens=4)
+    monkeypatch.setitem(evict.TOGETHER, "torch", most)
+    counts, judge = [], evict.judged
+    monkeypatch.setattr(evict, "judged", lambda job, o: counts.append(o.count) or judge(job, o))
+    for [answer], [same] in zip(see(model, texts, *conditions, max_new_tokens=4), expected, strict=True):
+        assert (answer.tokens, answer.kept_positions_hash) == (same.tokens, same.kept_positions_hash)
+    assert set(counts) == {1}
 
 
 def possible(model, texts, condition) -> bool:

@@ -424,8 +424,12 @@ class AnswersPlan(Plan):
         return frame.assign(profile=self.settings.profile, seed=self.settings.seed)
 
     def rehearsal(self) -> pd.DataFrame:
-        """Rows without answers."""
-        return pd.DataFrame([self.heads[pair] for pair in self.pairs], columns=COLUMNS)
+        """What is stored, and the other rows without answers."""
+        missing = {*self.table.missing(self.keys, self.asked)}
+        stored = self.table.frame([key for key in self.keys if key not in missing], asked=self.asked)
+        known = {row["key"]: row for row in stored.to_dict("records")}
+        heads = [self.heads[pair] for pair in self.pairs]
+        return pd.DataFrame([known.get(head["key"], {}) | head for head in heads], columns=COLUMNS)
 
     def failures(self) -> list[str]:
         """Rows with an error, but for gaps."""

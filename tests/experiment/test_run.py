@@ -412,6 +412,15 @@ def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_
     assert [(n, len(c)) for n, c in fake.calls] == [(1, 3)]
 
 
+def test_a_dry_run_gives_what_is_stored(loaded, fake, tmp_path):
+    few = go(loaded, tmp_path, items=ITEMS[1:3])
+    found = go(loaded, tmp_path, dry_run=True)
+    known = found["item"].isin(few["item"])
+    assert found.prediction.isna().tolist() == (~known).tolist()
+    for column in ("key", "prediction", "token_f1", "kept_hash", "date"):
+        assert found[known][column].tolist() == few[column].tolist()
+
+
 def test_more_workers_than_cores_promise_no_more_speed(loaded, fake, tmp_path, monkeypatch):
     monkeypatch.setattr(run.workers, "default_workers", lambda loaded: 2)
     told = []

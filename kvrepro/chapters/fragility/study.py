@@ -257,7 +257,7 @@ class Answered:
 
 def retained_by(answered: Answers, loaded: Loaded, settings: Settings) -> Retained:
     """The full cache answers, and one more pass of each item looks at its answer. In a dry run, where nobody answers,
-    the item's own answer stands for it."""
+    the item's own answer stands for one that is not stored, as far as it may go."""
     rows = run(answered, loaded, settings).set_index("item")
     seen = {}
     for item, prompt in zip(answered.items, check(answered, loaded), strict=True):
@@ -265,7 +265,8 @@ def retained_by(answered: Answers, loaded: Loaded, settings: Settings) -> Retain
         if isinstance(note, str):
             seen[item.id] = Answered(item, prompt, json.loads(note)["tokens"])
         elif settings.dry_run:
-            seen[item.id] = Answered(item, prompt, loaded.tokenizer.encode(item.answer))
+            most = item.new_tokens(answered.max_new_tokens)
+            seen[item.id] = Answered(item, prompt, loaded.tokenizer.encode(item.answer)[:most])
     layer = paper_layer(loaded.model) if settings.layer is None else settings.layer
     study = PerItem("fragility", "retained", seen, retained_by_item, {"base": settings.base, "layer": layer})
     return Retained(**run(study, loaded, settings), layer=layer)

@@ -25,6 +25,7 @@ from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, controls, figure, judge, longbench, models, stats
+from kvrepro.experiment.run import run
 from kvrepro.item import Item
 from kvrepro.world import ruler, world
 
@@ -709,6 +710,17 @@ def test_an_item_that_the_study_cannot_take_is_named(tmp_path):
         study.observed(models.load("tiny-gqa"), str(items), study.SIZES["quick"], study.Settings())
 
 
+def test_in_a_dry_run_an_items_own_answer_stands_for_the_models_as_far_as_that_may_go(tmp_path, monkeypatch):
+    loaded, settings = models.load("small-gqa"), Settings(results=tmp_path, answer_tokens=200, dry_run=True)
+    answered = study.observed(loaded, "tinyworld:two_hop", study.Size(1, 1, 1, 1, 1), settings)
+    monkeypatch.setattr(study, "run", lambda asked, *given: seen.append(asked) or usual(asked, *given))
+    usual, seen = run, []
+    study.retained_by(answered, loaded, settings)
+    lengths = [(len(item.tokens), len(loaded.tokenizer.encode(item.item.answer))) for item in seen[1].items.values()]
+    assert all(tokens == min(200, answer) for tokens, answer in lengths)
+    assert max(answer for _, answer in lengths) > 200
+
+
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
     rows = [
         {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 12, "domain": "harbour",
@@ -733,6 +745,8 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     said = capsys.readouterr().out
     assert "duo_attention is left out" in said
     assert "4 bits are left out" in said
+    study.results(*asked, loaded, replace(settings, dry_run=True))
+    assert "fragility/retained: 0 of 2 items" in capsys.readouterr().out
     without = study.without_cache(asked[1], loaded, settings)
     assert without.groupby("item").control.apply(set).tolist() == [set(controls.CONTROLS)] * 2
     assert (without.score == without.token_f1).all()

@@ -412,7 +412,8 @@ AGAIN = [DecodeCap(interval=3), PerStep(), Chunked(40, "every_chunk")]
 @pytest.mark.parametrize("regime", AGAIN, ids=lambda regime: type(regime).__name__)
 def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, reading, regime, monkeypatch):
     model, prompts, judge, evicts = architecture("llama"), tiny_prompts(130, 107), evict.judged, RaggedLayer.evict
-    texts = [Prompt(ids, {"named": list(range(20, 24)), "question": [100]}) for ids in prompts]
+    named = [list(range(20, 24)), list(range(40, 44))]
+    texts = [Prompt(ids, {"named": at, "question": [100]}) for ids, at in zip(prompts, named, strict=True)]
     asked = [
         Condition(name, 80, regime, reading=reading),
         Condition(name, 0.85, replace(regime, until="question"), prefix=0.1, suffix=0.1, reading=reading),

@@ -7,6 +7,7 @@ memory. A failed row fails the trial. Random weights answer nothing: this tests 
 
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import tempfile
 import time
@@ -104,13 +105,13 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any], counts: Sequenc
 
     seconds = in_studies = 0.0
     for number, count in enumerate(counts):
-        began, error, told_of = time.perf_counter(), "", list[dict[str, Any]]()
+        began, error, told_of, space = time.perf_counter(), "", list[dict[str, Any]](), dict[str, Any]()
         with (
             log.open("a", buffering=1, encoding="utf-8") as said, contextlib.redirect_stdout(said),
             progress.heard(told_of.append),
         ):  # fmt: skip
             try:
-                for _ in cells(name, parameters | {"n_items": count}):
+                for _ in cells(name, parameters | {"n_items": count}, space=space):
                     pass
             except Exception as raised:
                 traceback.print_exc()
@@ -128,6 +129,10 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any], counts: Sequenc
         } | _spent(Path(parameters["results"]) / name))  # fmt: skip
         if error:
             return
+        space.clear()  # the model, before it is loaded again: a policy that the notebook registered would hold it
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def attempt(name: str, parameters: dict[str, Any], counts: Sequence[int], limit: float) -> Iterator[dict[str, Any]]:
@@ -179,7 +184,7 @@ def main(
     items: Annotated[str, typer.Option(help="longbench, or a .jsonl file; leakage takes ifeval instead")] = "longbench",
     n_items: Annotated[list[int], typer.Option(help="of each study; repeat for what more items take")] = [2],  # noqa: B006
     together: Annotated[int, typer.Option(help="chapters side by side on the device", min=1)] = 1,
-    limit: Annotated[float, typer.Option(help="seconds for a chapter")] = 600,
+    limit: Annotated[float, typer.Option(help="seconds for a chapter, and for what a larger size adds")] = 600,
     out: Annotated[Path, typer.Option(help="the table")] = GPU / "chapters.csv",
 ) -> None:
     """Run the chapters on random weights of a real shape; exit 1 where a row failed or a chapter did not end."""

@@ -1,5 +1,8 @@
 """Every chapter runs on a hub-format checkpoint with real items: small here, of true shapes on a GPU."""
 
+import weakref
+from types import SimpleNamespace
+
 import pandas as pd
 import pytest
 import torch
@@ -7,8 +10,8 @@ import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import data
-from kvrepro.tools import trial
+from kvrepro.experiment import data, models
+from kvrepro.tools import book, trial
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,30 @@ def test_a_chapter_runs_on_two_layers_and_real_items(chapter, longbench, tmp_pat
     assert one["failed"] == two["failed"] == 0
     assert one["seconds"] > one["in_studies"]
     assert two["seconds"] - one["seconds"] == pytest.approx(two["in_studies"] - one["in_studies"], abs=0.2)
+
+
+def test_a_larger_size_finds_the_smaller_ones_model_gone(tmp_path, monkeypatch):
+    """A notebook's own policy, which stays, must not hold it."""
+    found, load, alive = [], models.load, []
+
+    def loaded(*given, **options):
+        alive.append(sum(model() is not None for model in found))
+        made = load(*given, **options)
+        found.append(weakref.ref(made.model))
+        return made
+
+    def cells(name, parameters, space):
+        exec("def score(o): pass", space)
+        policies.append(space["score"])
+        space["loaded"] = models.load("tiny-gqa")
+        yield ""
+
+    policies, sent = [], []
+    monkeypatch.setattr(models, "load", loaded)
+    monkeypatch.setattr(book, "cells", cells)
+    trial._attempt(SimpleNamespace(send=sent.append), "mine", {"results": str(tmp_path)}, [1, 2], tmp_path / "log")
+    assert [row["n_items"] for row in sent] == [1, 2]
+    assert alive == [0, 0]
 
 
 def test_a_chapter_that_cannot_run_fails_the_trial_and_keeps_other_rows(tmp_path):

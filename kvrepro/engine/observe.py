@@ -44,7 +44,7 @@ class Observation:
     log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
     window_outputs: Query | None = None  # and attention outputs
     softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
-    shared_places: Places | None = None  # of layers that hold the same tokens
+    shared_places: Places | None = None  # of the tokens and queries, where they are known already
     of: tuple["Observation", ...] = ()  # the layers that it stands for, where they are several (`together`)
 
     @classmethod

@@ -244,10 +244,10 @@ def _settings_of(item: Item, base: Setting) -> dict[str, Setting]:
 
 @dataclass(frozen=True)
 class Answered:
-    """An item, its prompt, and the tokens of the full cache's answer."""
+    """An item, most tokens of its prompt, and the tokens of the full cache's answer."""
 
     item: Item
-    prompt: Prompt
+    limit: int
     tokens: list[int]
 
     @property
@@ -260,13 +260,13 @@ def retained_by(answered: Answers, loaded: Loaded, settings: Settings) -> Retain
     the item's own answer stands for one that is not stored, as far as it may go."""
     rows = run(answered, loaded, settings).set_index("item")
     seen = {}
-    for item, prompt in zip(answered.items, check(answered, loaded), strict=True):
-        note = rows.note[item.id]
+    for item in answered.items:
+        note, limit = rows.note[item.id], int(rows.limit[item.id])
         if isinstance(note, str):
-            seen[item.id] = Answered(item, prompt, json.loads(note)["tokens"])
+            seen[item.id] = Answered(item, limit, json.loads(note)["tokens"])
         elif settings.dry_run:
             most = item.new_tokens(answered.max_new_tokens)
-            seen[item.id] = Answered(item, prompt, loaded.tokenizer.encode(item.answer)[:most])
+            seen[item.id] = Answered(item, limit, loaded.tokenizer.encode(item.answer)[:most])
     layer = paper_layer(loaded.model) if settings.layer is None else settings.layer
     study = PerItem("fragility", "retained", seen, retained_by_item, {"base": settings.base, "layer": layer})
     return Retained(**run(study, loaded, settings), layer=layer)
@@ -276,8 +276,8 @@ def retained_by_item(loaded: Loaded, item: Answered, base: Setting, layer: int) 
     """One item's curves and summary."""
     settings = _settings_of(item.item, base)
     more = {**retention.specifications(base), **retention.singles(base)} if len(settings) > 1 else {}
-    of = loaded.model, item.prompt, item.tokens
-    curves, summary = retention.retained(*of, settings, more=more, more_layer=layer)
+    prompt = data.build_prompt(item.item, loaded.tokenizer, item.limit)
+    curves, summary = retention.retained(loaded.model, prompt, item.tokens, settings, more=more, more_layer=layer)
     return {"curves": curves[curves.setting == DEFAULT], "summary": summary}
 
 

@@ -21,7 +21,7 @@ NONE: Copies = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Entry:
     """One sequence's view. Slots count along its block table: slot s is offset s % block_size of `blocks[s // ...]`."""
 
     blocks: np.ndarray  # int64 [blocks]
@@ -54,7 +54,7 @@ class Ledger:
         self.block_size = block_size
         self.references = np.zeros(blocks, np.int64)
         self.free_list = list(range(blocks))[::-1]  # the lowest block goes first
-        self.sequences: dict[int, Sequence] = {}
+        self.sequences: dict[int, Entry] = {}
         self.counters = Counters()
         self._next = 0
 
@@ -62,7 +62,7 @@ class Ledger:
 
     def new(self) -> int:
         """Number of a new, empty sequence."""
-        empty = Sequence(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((1, 1, 0), bool))
+        empty = Entry(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((1, 1, 0), bool))
         return self._add(empty)
 
     def fork(self, number: int, share: int | None = None) -> tuple[int, Copies]:
@@ -197,7 +197,7 @@ class Ledger:
 
     # ---- inside
 
-    def _add(self, s: Sequence) -> int:
+    def _add(self, s: Entry) -> int:
         self._next += 1
         self.sequences[self._next] = s
         return self._next
@@ -214,7 +214,7 @@ class Ledger:
         self.free_list.extend(gone[::-1])
         return len(gone)
 
-    def _flat(self, s: Sequence, slots: np.ndarray) -> np.ndarray:
+    def _flat(self, s: Entry, slots: np.ndarray) -> np.ndarray:
         return s.blocks[slots // self.block_size] * self.block_size + slots % self.block_size
 
     def _drop(self, number: int) -> int:
@@ -228,7 +228,7 @@ class Ledger:
         self.counters.blocks_freed += freed
         return freed
 
-    def _compact(self, number: int, s: Sequence, source: np.ndarray, target: np.ndarray) -> tuple[int, Copies]:
+    def _compact(self, number: int, s: Entry, source: np.ndarray, target: np.ndarray) -> tuple[int, Copies]:
         moved = source != target
         source, target = source[moved], target[moved]
         positions, alive = s.positions.copy(), s.alive.copy()
@@ -243,7 +243,7 @@ class Ledger:
         return freed, (self._flat(s, source), self._flat(s, target))
 
 
-def _blocks_of(s: Sequence, order: np.ndarray, size: int) -> Sequence:
+def _blocks_of(s: Entry, order: np.ndarray, size: int) -> Entry:
     """The sequence with these entries of its block table, in this order."""
     slots = (order[:, None] * size + np.arange(size)).ravel()
     return replace(s, blocks=s.blocks[order], positions=s.positions[slots], alive=s.alive[..., slots])

@@ -1,10 +1,10 @@
 """A paged KV cache as an experiment's instrument, for the engine's loops.
 
-`PagedCache` holds keys and values in blocks and makes the copies that its ledger asks for. `PagedSequence` hands one
-sequence of it to the engine, which attends, evicts and decodes as on any cache (`extend`, `generate`).
+`PagedCache` holds keys and values in blocks and makes the copies that its ledger asks for. `PagedRows` hands sequences
+of it to the engine, which attends, evicts and decodes as on any cache (`extend`, `generate`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kvrepro.chapters.reclamation.ledger import Copies, Ledger, Sequence
+from kvrepro.chapters.reclamation.ledger import Copies, Entry, Ledger
 from kvrepro.chapters.reclamation.survivors import GIVEN
 from kvrepro.engine.attention import Part, installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown
@@ -32,7 +32,7 @@ from kvrepro.errors import InputError
 class PagedCache:
     """Keys and values of many sequences, per layer `[blocks, block_size, kv_heads, dim]`, beside their ledger.
 
-    `PagedSequence` is how the engine sees one of them. Unwritten slots are zero and never gathered.
+    `PagedRows` is how the engine sees some of them. Unwritten slots are zero and never gathered.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class PagedCache:
             for flat in self.stored:
                 flat[target] = flat[source]
 
-    def compact(self, number: int, layout: str) -> Copies:
-        """`Ledger.compact`, carried out: the copies that were made."""
-        copies = self.ledger.compact(number, layout)[1]
+    def compact(self, number: int, layout: str) -> tuple[int, Copies]:
+        """`Ledger.compact`, carried out."""
+        freed, copies = self.ledger.compact(number, layout)
         self.copy(copies)
-        return copies
+        return freed, copies
 
 
 @dataclass(frozen=True)
@@ -85,148 +85,199 @@ class Pass:
     survivors: np.ndarray  # bool [layers, kv_heads, seen] over true positions
 
 
-class PagedSequence(EngineCache):
-    """One sequence of a paged cache as the engine's loops take a cache: a batch of one row."""
+class PagedRows(EngineCache):
+    """Sequences of a paged cache that have seen equally many tokens, as the engine's loops take a cache: a row each."""
 
-    def __init__(self, pages: PagedCache, sums: Collection[str] = (), layout: str = "none", number: int | None = None):
-        """sums: what is added up per token (`policy.SUMS`). layout: the compaction that follows an eviction."""
+    def __init__(
+        self, pages: PagedCache, sums: Collection[str] = (), layouts: Sequence[str] = ("none",),
+        numbers: Sequence[int] = (),
+    ):  # fmt: skip
+        """sums: what is added up per token (`policy.SUMS`). layouts: the compaction that follows an eviction, of each
+        row. numbers: of the sequences; otherwise they are new."""
         super().__init__(pages.config)
-        self.pages, self.ledger, self.layout = pages, pages.ledger, layout
-        self.number = self.ledger.new() if number is None else number
-        self.passes: list[Pass] = []
-        self._freed = self.ledger.counters.blocks_freed
+        self.pages, self.ledger, self.layouts = pages, pages.ledger, list(layouts)
+        self.numbers = list(numbers) or [self.ledger.new() for _ in layouts]
+        self.passes: list[list[Pass]] = [[] for _ in layouts]
+        self._freed = [0] * len(layouts)  # blocks, since the last tokens came
+        self.keeps: np.ndarray | None = None  # bool [rows, layers, kv_heads, seen]: what the ledger is yet to be told
         self.ragged = {n: PagedLayer(self, n, sums) for n in range(len(pages.keys))}  # type: ignore[misc]
 
     @property
-    def entry(self) -> Sequence:
-        """What the ledger knows of it."""
-        return self.ledger.sequences[self.number]
+    def entries(self) -> list[Entry]:
+        """What the ledger knows of each row."""
+        return [self.ledger.sequences[number] for number in self.numbers]
 
-    def fork(self, share: int | None = None, layout: str = "none") -> "PagedSequence":
-        """`Ledger.fork`, carried out: another sequence with the same tokens, sums and last queries."""
-        number, copies = self.ledger.fork(self.number, share)
-        self.pages.copy(copies)
-        child = PagedSequence(self.pages, (), layout, number)
+    @property
+    def seen(self) -> int:
+        """Tokens so far, of each row."""
+        return self.entries[0].seen
+
+    def fork(self, *shares: int | None, layouts: Sequence[str] = ("none",)) -> "PagedRows":
+        """`Ledger.fork` of a single row, carried out: rows with the same tokens, sums and last queries, one for each of
+        `layouts`, which share as many of its first blocks as `shares` says (none given: all)."""
+        numbers = []
+        for share in shares or (None,) * len(layouts):
+            number, copies = self.ledger.fork(self.numbers[0], share)
+            self.pages.copy(copies)
+            numbers.append(number)
+        child = PagedRows(self.pages, (), layouts, numbers)
         for mine, other in zip(self.ragged.values(), child.ragged.values(), strict=True):
-            other.sums.update({name: s.clone() for name, s in mine.sums.items()})
-            other.queries, other.query_positions = mine.queries, mine.query_positions
+            other.sums.update({name: s.repeat(len(numbers), 1, 1) for name, s in mine.sums.items()})
+            if mine.queries is not None and mine.query_positions is not None:
+                other.queries = mine.queries.expand(len(numbers), -1, -1, -1)
+                other.query_positions = mine.query_positions.expand(len(numbers), -1)
         return child
+
+    def free(self) -> None:
+        """End the sequences."""
+        for number in self.numbers:
+            self.ledger.free(number)
 
     def begin(self, tokens: int) -> None:
         """Make room for the next `tokens` in all layers."""
-        self._freed = self.ledger.counters.blocks_freed
-        slots, copies = self.ledger.append(self.number, tokens)
-        self.pages.copy(copies)
-        flat, at, alive = self.ledger.living(self.number)
+        self.settle()
+        self._freed = [0] * len(self.numbers)
+        written, living = [], []
+        for number in self.numbers:
+            slots, copies = self.ledger.append(number, tokens)
+            self.pages.copy(copies)
+            written.append(slots)
+            living.append(self.ledger.living(number))
+        longest = max(len(flat) for flat, _, _ in living)
+        kinds = np.broadcast_shapes(*(alive.shape[:2] for _, _, alive in living))
+        read, at = np.zeros((2, len(living), longest), np.int64)
+        where = np.full((len(living), *kinds, longest), -1)
+        for row, (flat, positions, alive) in enumerate(living):
+            first = longest - len(flat)
+            read[row, first:], at[row, first:] = flat, positions
+            where[row, ..., first:] = np.where(alive, positions, -1)
         device = self.pages.keys[0].device
-        self.written, self.read, self.at = (torch.from_numpy(x).to(device) for x in (slots, flat, at))
-        self.where = torch.from_numpy(np.where(alive, at, -1)).to(device)  # [layers or 1, kv_heads or 1, living]
+        self.written = torch.from_numpy(np.stack(written)).to(device)  # [rows, tokens]
+        self.read, self.at = torch.from_numpy(read).to(device), torch.from_numpy(at).to(device)  # [rows, longest]
+        self.where = torch.from_numpy(where).to(device)  # [rows, layers or 1, kv_heads or 1, longest]
 
     def survivors(self) -> np.ndarray:
-        """Who is left, bool [layers, kv_heads, seen] over true positions."""
-        return np.stack([layer.holds() for layer in self.ragged.values()])
+        """Who is left, bool [rows, layers, kv_heads, seen] over true positions."""
+        return np.stack([layer.holds() for layer in self.ragged.values()], 1)
+
+    def settle(self) -> None:
+        """Tell the ledger what the layers have evicted."""
+        if self.keeps is not None:
+            for row, (number, keep) in enumerate(zip(self.numbers, self.keeps, strict=True)):
+                self._freed[row] += self.ledger.evict(number, keep)
+        self.keeps = None
 
     def evicted(self) -> None:
         """Compact, now that every layer has evicted, and note what the pass did."""
-        ledger, entry = self.ledger, self.entry
-        mine = ledger.references[entry.blocks] == 1
-        living = int((entry.positions >= 0).reshape(-1, ledger.block_size)[mine].sum())
-        before = int(mine.sum()) + ledger.counters.blocks_freed - self._freed
-        copies = self.pages.compact(self.number, self.layout)
-        touched = np.concatenate(copies) // ledger.block_size
-        self.passes.append(Pass(
-            ledger.counters.blocks_freed - self._freed, before - -(-living // ledger.block_size), len(copies[0]),
-            int((~np.isin(touched, entry.blocks[mine])).sum()), entry.seen, self.survivors(),
-        ))  # fmt: skip
+        self.settle()
+        survivors = self.survivors()
+        for row, (number, entry) in enumerate(zip(self.numbers, self.entries, strict=True)):
+            mine = self.ledger.references[entry.blocks] == 1
+            living = int((entry.positions >= 0).reshape(-1, self.ledger.block_size)[mine].sum())
+            before = int(mine.sum()) + self._freed[row]
+            freed, copies = self.pages.compact(number, self.layouts[row])
+            self._freed[row] += freed
+            touched = np.concatenate(copies) // self.ledger.block_size
+            self.passes[row].append(Pass(
+                self._freed[row], before - -(-living // self.ledger.block_size), len(copies[0]),
+                int((~np.isin(touched, entry.blocks[mine])).sum()), entry.seen, survivors[row],
+            ))  # fmt: skip
 
 
 class PagedLayer:
-    """A layer of a `PagedSequence`: what `Extend`, `evict_rows` and `decode` ask of a `RaggedLayer`, from blocks.
+    """A layer of `PagedRows`: what `Extend`, `evict_rows` and `decode` ask of a `RaggedLayer`, from blocks.
 
-    Sums [kv_heads, seen] lie by true position, apart from the blocks, which other sequences may share.
+    Sums [rows, kv_heads, seen] lie by true position, apart from the blocks, which other sequences may share.
     """
 
     remember = RaggedLayer.remember
 
-    def __init__(self, sequence: PagedSequence, number: int, sums: Collection[str]):
-        self.sequence, self.number, self.tail = sequence, number, 0
-        self._keys, self._values = (x[number].flatten(0, 1) for x in (sequence.pages.keys, sequence.pages.values))
-        self.shape = (1, self._keys.shape[1])  # batch, kv_heads
+    def __init__(self, rows: PagedRows, number: int, sums: Collection[str]):
+        self.of, self.number, self.tail = rows, number, 0
+        self._keys, self._values = (x[number].flatten(0, 1) for x in (rows.pages.keys, rows.pages.values))
+        self.shape = (len(rows.numbers), self._keys.shape[1])  # batch, kv_heads
         self.keys = self._keys.flatten(0, 1)  # [tokens, dim], as a ragged layer's
-        self.sums = {name: torch.zeros(self.shape[1], 0, device=self.keys.device) for name in sums}
+        self.sums = {name: torch.zeros(*self.shape, 0, device=self.keys.device) for name in sums}
         self.tail_sums = self.sums
         self.queries: Tensor | None = None
         self.query_positions: Tensor | None = None
 
     def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
-        """Store the new tokens `[1, kv_heads, new, dim]`; the first layer of a pass makes room for all."""
-        new, sequence = keys.shape[2], self.sequence
+        """Store the new tokens `[rows, kv_heads, new, dim]`; the first layer of a pass makes room for all."""
+        new = keys.shape[2]
         if self.number == 0:
-            sequence.begin(new)
-        self._keys[sequence.written] = keys[0].transpose(0, 1)
-        self._values[sequence.written] = values[0].transpose(0, 1)
+            self.of.begin(new)
+        self._keys[self.of.written] = keys.transpose(1, 2)
+        self._values[self.of.written] = values.transpose(1, 2)
         self.sums.update({name: torch.nn.functional.pad(s, (0, new)) for name, s in self.sums.items()})
         self.tail += new
 
     def parts(self) -> list[Part]:
-        """What a query attends to: the sequence's living slots in table order, -1 where a head has evicted one."""
-        keys, values = (x[self.sequence.read].transpose(0, 1)[None] for x in (self._keys, self._values))
-        where = self.sequence.where
-        return [(keys, values, where[self.number % len(where)][None])]
+        """What a query attends to: each row's living slots in table order, flush right, -1 where a head has evicted
+        one."""
+        keys, values = (x[self.of.read].transpose(1, 2) for x in (self._keys, self._values))
+        where = self.of.where
+        return [(keys, values, where[:, self.number % where.shape[1]])]
 
     def add(self, name: str, p: Tensor, flat_tokens: int) -> None:
-        """Add `p` [1, kv_heads, tokens], in the order of `parts`, to the sum of that name."""
-        self.sums[name].index_add_(1, self.sequence.at, p[0])
+        """Add `p` [rows, kv_heads, tokens], in the order of `parts`, to the sum of that name."""
+        self.sums[name].scatter_add_(2, self.of.at[:, None].expand(p.shape), p)
 
     def shown(self) -> Shown:
         """The tokens that each head holds, in ascending order; `index` is their position."""
         holds = self.holds()
-        flat, where, _ = self.sequence.ledger.living(self.sequence.number)
-        slots = np.zeros(holds.shape[1], np.int64)
-        slots[where] = flat
-        at = np.sort(np.where(holds, np.arange(holds.shape[1]), -1))[:, holds.shape[1] - holds.sum(1).max() :]
-        slot, at = (torch.from_numpy(x).to(self.keys.device) for x in (slots[at.clip(min=0)], at))
-        heads = torch.arange(len(at), device=at.device)[:, None]
-        sums = {n: s.gather(1, at.clamp(min=0)).masked_fill(at < 0, 0)[None] for n, s in self.sums.items()}
-        return Shown(self._keys[slot, heads][None], self._values[slot, heads][None], at[None], sums, at[None])
+        seen = holds.shape[2]
+        slots = np.zeros((len(holds), seen), np.int64)
+        for row, number in enumerate(self.of.numbers):
+            flat, where, _ = self.of.ledger.living(number)
+            slots[row, where] = flat
+        found = np.sort(np.where(holds, np.arange(seen), -1))[..., seen - holds.sum(-1).max() :]
+        slot = np.take_along_axis(slots[:, None], found.clip(min=0), 2)
+        slot, at = (torch.from_numpy(x).to(self.keys.device) for x in (slot, found))
+        heads = torch.arange(at.shape[1], device=at.device)[:, None]
+        sums = {n: s.gather(2, at.clamp(min=0)).masked_fill(at < 0, 0) for n, s in self.sums.items()}
+        return Shown(self._keys[slot, heads], self._values[slot, heads], at, sums, at)
 
     def holds(self) -> np.ndarray:
-        """Who is left in this layer, bool [kv_heads, seen] over true positions."""
-        entry = self.sequence.entry
-        slots = np.flatnonzero(entry.positions >= 0)
-        found = np.zeros((self.shape[1], entry.seen), bool)
-        found[:, entry.positions[slots]] = entry.alive[self.number % len(entry.alive)][:, slots]
-        return found
+        """Who is left in this layer, bool [rows, kv_heads, seen] over true positions."""
+        found = np.zeros((*self.shape, self.of.seen), bool)
+        for row, entry in enumerate(self.of.entries):
+            slots = np.flatnonzero(entry.positions >= 0)
+            found[row][:, entry.positions[slots]] = entry.alive[self.number % len(entry.alive)][:, slots]
+        return found if self.of.keeps is None else found & self.of.keeps[:, self.number]
 
     def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
         """Keep what `keep` names of the tokens that `shown` gave. Raises InputError for `masked`."""
         if masked:
             raise InputError("execution masked on a paged cache, which gives memory back: take physical")
-        kept = torch.zeros(self.shape[1], self.sequence.entry.seen + 1, dtype=torch.bool, device=index.device)
-        kept.scatter_(1, index[0].where(keep[0], -1) + 1, True)
-        self._keep(kept[:, 1:].cpu().numpy())
+        kept = torch.zeros(*self.shape, self.of.seen + 1, dtype=torch.bool, device=index.device)
+        kept.scatter_(2, index.where(keep, -1) + 1, True)
+        self._keep(kept[..., 1:].cpu().numpy())
 
     def slide(self, oldest: RowInts) -> None:
-        """Forget the tokens before the row's `oldest` position: a sliding layer never sees them again."""
+        """Forget the tokens before each row's `oldest` position: a sliding layer never sees them again."""
         self.tail = 0
-        self._keep(np.arange(self.sequence.entry.seen) >= int(oldest))
+        self._keep((np.arange(self.of.seen) >= oldest.cpu().numpy()[:, None])[:, None])
+        self.of.settle()
 
     def _keep(self, keep: np.ndarray) -> None:
-        everyone = np.ones((len(self.sequence.ragged), self.shape[1], self.sequence.entry.seen), bool)
-        everyone[self.number] = keep
-        self.sequence.ledger.evict(self.sequence.number, everyone)
+        """keep: bool [rows, kv_heads or 1, seen]."""
+        if self.of.keeps is None:
+            self.of.keeps = np.ones((self.shape[0], len(self.of.ragged), self.shape[1], self.of.seen), bool)
+        self.of.keeps[:, self.number] &= keep
 
     def held(self) -> Tensor:
-        """Tokens of each head, int64 [1, kv_heads]; other heads may hold their slots without them."""
-        return torch.from_numpy(self.holds().sum(-1))[None]
+        """Tokens of each head, int64 [rows, kv_heads]; other heads may hold their slots without them."""
+        return torch.from_numpy(self.holds().sum(-1))
 
     seen = held
     overhead_bytes = 0
 
     @property
     def bytes(self) -> int:
-        """Bytes of this layer's keys and values in the sequence's blocks, those that it shares included."""
-        return 2 * self.keys.nbytes * len(self.sequence.entry.blocks) // len(self.sequence.ledger.references)
+        """Bytes of this layer's keys and values in the rows' blocks, those that they share included."""
+        blocks = sum(len(entry.blocks) for entry in self.of.entries)
+        return 2 * self.keys.nbytes * blocks // len(self.of.ledger.references)
 
     @property
     def state_bytes(self) -> int:
@@ -235,57 +286,66 @@ class PagedLayer:
         return sum(t.nbytes for t in kept if t is not None)
 
 
-# ---- the engine on a paged sequence
+# ---- the engine on paged rows
 
 
 @dataclass
 class LoggedSteps(Call):
-    """A call of the engine that keeps the logits of every step. misplaced: the model is told storage indices instead of
-    positions."""
+    """A call of the engine that keeps the logits of every step. misplaced: of each row, whether the model is told
+    storage indices instead of positions."""
 
-    misplaced: bool = False
+    misplaced: Sequence[bool] = ()
     logits: list[Tensor] = field(default_factory=list)
 
-    def forward(self, ids: Tensor, positions: Tensor, cache: PagedSequence, attention: Extend) -> Tensor:  # type: ignore[override]
-        shift = int((cache.entry.positions >= 0).sum()) - cache.entry.seen if self.misplaced else 0
-        self.logits.append(super().forward(ids, positions + shift, cache, attention))
+    def forward(self, ids: Tensor, positions: Tensor, cache: PagedRows, attention: Extend) -> Tensor:  # type: ignore[override]
+        if any(self.misplaced):
+            shifts = [int((e.positions >= 0).sum()) - e.seen for e in cache.entries]
+            moved = positions.new_tensor([s * m for s, m in zip(shifts, self.misplaced, strict=True)])
+            positions = positions + moved[:, None]
+        self.logits.append(super().forward(ids, positions, cache, attention))
         return self.logits[-1]
 
 
 def call_for(model: PreTrainedModel, ids: list[int], new_tokens: int = 1, kind: type[Call] = Call, **more: Any) -> Any:
-    """A call of the engine for one prompt, which a paged sequence has read or reads."""
-    notes = {(0, 0): {"kept_positions": [], "kept_positions_hash": "", "prefill_seconds": 0.0}}
-    return kind(model, [Prompt(ids, {})], [], [new_tokens], ModelFacts.of(model), notes=notes, **more)
+    """A call of the engine for one prompt, which paged rows have read or read."""
+    return kind(model, [Prompt(ids, {})], [], [new_tokens], ModelFacts.of(model), **more)
 
 
 @torch.inference_mode()
-def extend(call: Call, sequence: PagedSequence, ids: list[int], window: int = 0) -> Tensor:
-    """Run the next tokens of a sequence through the model, in `installed(model)`: logits [1, vocabulary] of the last.
+def extend(call: Call, rows: PagedRows, ids: list[int], window: int = 0) -> Tensor:
+    """Run the next tokens of a single row through the model, in `installed(model)`: logits [1, vocabulary] of the last.
 
     window: queries that an eviction will ask for.
     """
-    start, device = sequence.entry.seen, sequence.pages.keys[0].device
-    positions = torch.arange(start, start + len(ids), device=device)[None]
-    return call.forward(torch.tensor([ids], device=device), positions, sequence, Extend(sequence, positions, window))
+    device = rows.pages.keys[0].device
+    positions = torch.arange(rows.seen, rows.seen + len(ids), device=device)[None]
+    return call.forward(torch.tensor([ids], device=device), positions, rows, Extend(rows, positions, window))
 
 
 @torch.inference_mode()
 def generate(
-    call: Call, sequence: PagedSequence, logits: Tensor, condition: Condition, survivors: Mapping[int, Tensor] | None
-) -> Generation:
-    """Evict from a sequence that has read its prompt, and decode from `logits`, by the engine's loop: to the
-    `survivors` of another run (as `survivors.given` takes them), or as the condition says."""
+    call: Call, paged: PagedRows, logits: Tensor, condition: Condition, survivors: Mapping[int, Tensor] | None
+) -> list[Generation]:
+    """Evict from rows that have read their prompt, and decode from `logits` [1, vocabulary], by the engine's loop: to
+    the `survivors` of another run (as `survivors.given` takes them), or as the condition says."""
     policy: Policy = GIVEN
     parameters: dict[str, object] = {"survivors": survivors}
     if not survivors:
         policy = find(condition.policy)
         parameters = policy.reading(condition.reading, condition.switches)
-    seen = torch.tensor([sequence.entry.seen], device=logits.device)
-    budgets = [budget_of(condition, sequence.entry.seen)]
-    job = EvictionJob([condition], policy, parameters, budgets, Prompts.of(call.texts, logits.device))
-    rows = Rows([(0, 0)], [job], call.texts, sequence, logits, seen, torch.zeros_like(seen))
+    for layer in paged.ragged.values() if survivors else ():  # who stays is known without them
+        layer.sums.clear()
+    n = len(paged.numbers)
+    seen = torch.full((n,), paged.seen, device=logits.device)
+    budget = budget_of(condition, paged.seen)
+    prompts = Prompts.of(call.texts, logits.device)
+    jobs = [EvictionJob([condition], policy, parameters, [budget], prompts) for _ in range(n)]
+    tags = [(0, row) for row in range(n)]
+    call.notes |= {tag: {"kept_positions": [], "kept_positions_hash": "", "prefill_seconds": 0.0} for tag in tags}
+    rows = Rows(tags, jobs, call.texts * n, paged, logits.repeat(n, 1), seen, torch.zeros_like(seen))
     with installed(call.model):
-        evict_rows(call.facts, rows, budgets, call.scalings)
-        [(_, generation)] = decode(call, rows, ())
-    assert isinstance(generation, Generation)  # what fails is raised
-    return generation
+        evict_rows(call.facts, rows, [budget] * n, call.scalings)
+        found = dict(decode(call, rows, ()))
+    generations = [found[tag] for tag in tags]
+    assert all(isinstance(one, Generation) for one in generations)  # what fails is raised
+    return generations

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pandas as pd
 import torch
 
-from kvrepro.chapters.reclamation.paged import LoggedSteps, PagedCache, PagedSequence, call_for, extend, generate
+from kvrepro.chapters.reclamation.paged import LoggedSteps, PagedCache, PagedRows, call_for, extend, generate
 from kvrepro.chapters.reclamation.survivors import POLICIES, WINDOW, condition
 from kvrepro.engine.attention import installed
 from kvrepro.engine.regime import DecodeCap
@@ -38,39 +38,39 @@ def sharing(
     cut = int(0.6 * len(ids)) // block_size * block_size
     blocks = 4 * (-(-(len(ids) + new_tokens) // block_size) + 1)
     pages = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
-    call, prefix = call_for(loaded.model, ids[:cut]), PagedSequence(pages, ("mass",))
+    call, prefix = call_for(loaded.model, ids[:cut]), PagedRows(pages, ("mass",))
 
-    def on() -> tuple[PagedSequence, torch.Tensor]:
+    def on() -> tuple[PagedRows, torch.Tensor]:
         child = prefix.fork()
         return child, extend(call, child, ids[cut:], WINDOW)
 
     with installed(loaded.model):
         extend(call, prefix, ids[:cut], WINDOW)
         first, known = on()
-    first.ledger.free(first.number)
+    first.free()
     held = _blocks(pages, prefix)
     rows, [policy] = [], policies
     for layout in TRIED:
         with installed(loaded.model):
             second, logits = on()
-        second.layout = "fill" if layout == IGNORED else layout
+        second.layouts = ["fill" if layout == IGNORED else layout]
         if layout == IGNORED:
             pages.ledger.references[:] = pages.ledger.references.clip(max=1)
         steps = call_for(loaded.model, ids, new_tokens + 1, LoggedSteps, scalings=call.scalings)
         generate(steps, second, logits, condition(policy, "one set", budget, DecodeCap(every)), None)
         same = (_blocks(pages, prefix) == held).flatten(2).all(2).all(0)
-        second.ledger.free(second.number)
+        second.free()
         with installed(loaded.model):
             third, asked = on()
-        third.ledger.free(third.number)
+        third.free()
         rows.append({
             "layout": layout, "hits": float(same.float().mean()), "logit_gap": float((asked - known).abs().max()),
-            "slot_copies": sum(p.copies for p in second.passes), "passes": len(second.passes),
+            "slot_copies": sum(p.copies for p in second.passes[0]), "passes": len(second.passes[0]),
         })  # fmt: skip
     return pd.DataFrame(rows).assign(noticed=lambda r: 1.0 * (r.hits < 1))
 
 
-def _blocks(pages: PagedCache, sequence: PagedSequence) -> torch.Tensor:
-    """A copy of a sequence's keys and values, [2 * layers, blocks, block_size, kv_heads, dim]."""
+def _blocks(pages: PagedCache, row: PagedRows) -> torch.Tensor:
+    """A copy of a single row's keys and values, [2 * layers, blocks, block_size, kv_heads, dim]."""
     size = pages.ledger.block_size
-    return torch.stack([flat.unflatten(0, (-1, size))[sequence.entry.blocks] for flat in pages.stored])
+    return torch.stack([flat.unflatten(0, (-1, size))[row.entries[0].blocks] for flat in pages.stored])

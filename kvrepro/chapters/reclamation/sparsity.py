@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, call_for, extend
+from kvrepro.chapters.reclamation.paged import PagedCache, PagedRows, call_for, extend
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import Softmax, installed, scaled, softmax
 from kvrepro.engine.condition import Condition
@@ -38,15 +38,15 @@ def sparsity(
     most = max(windows, default=0)
     blocks = -(-len(ids) // block_size) + 1
     pages = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
-    call, sequence = call_for(loaded.model, ids), PagedSequence(pages, ("mass",))
+    call, row = call_for(loaded.model, ids), PagedRows(pages, ("mass",))
     with installed(loaded.model):
-        extend(call, sequence, ids, most + ahead)
+        extend(call, row, ids, most + ahead)
     rows = []
-    for number, layer in sequence.ragged.items():
+    for number, layer in row.ragged.items():
         keys = layer.shown().keys[0]
         if keys.shape[1] < len(ids):
             continue
-        rows.append(("heavy hitters", number, 0, _held(layer.sums["mass"], layer.sums["mass"], share)))
+        rows.append(("heavy hitters", number, 0, _held(layer.sums["mass"][0], layer.sums["mass"][0], share)))
         if windows:
             p = probabilities(layer.queries[0], keys, call.scalings[number])[..., : len(ids) - most - ahead]
             p = p.unflatten(0, (keys.shape[0], -1)).sum(1)  # [kv_heads, queries, history]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrepro.chapters.reclamation import arithmetic, quoted, sharing, sparsity, streaming, survivors
 from kvrepro.chapters.reclamation.ledger import Ledger
-from kvrepro.chapters.reclamation.paged import LoggedSteps, PagedCache, PagedSequence, Pass, call_for, extend, generate
+from kvrepro.chapters.reclamation.paged import LoggedSteps, PagedCache, PagedRows, Pass, call_for, extend, generate
 from kvrepro.chapters.reclamation.settings import Settings
 from kvrepro.chapters.reclamation.survivors import GRANULARITIES, JOINT, POLICIES, WINDOW, condition, label
 from kvrepro.engine import generate as engine
@@ -235,15 +235,15 @@ def occupancy(
 
 def read(
     loaded: Loaded, ids: list[int], more: int = 0, copies: int = 1, block_size: int = 16, sums: Collection[str] = ()
-) -> tuple[Call, PagedSequence, Tensor]:
-    """Prefill `ids` into a cache with room for `more` tokens and for `copies` of the sequence: a call, the sequence,
+) -> tuple[Call, PagedRows, Tensor]:
+    """Prefill `ids` into a cache with room for `more` tokens and for `copies` of the sequence: a call, a single row,
     logits [1, vocabulary]. sums: of the policies that are to evict from it."""
     blocks = copies * (-(-(len(ids) + more) // block_size) + 1)
     pages = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
-    call, sequence = call_for(loaded.model, ids), PagedSequence(pages, sums)
+    call, row = call_for(loaded.model, ids), PagedRows(pages, sums)
     with installed(loaded.model):
-        logits = extend(call, sequence, ids, WINDOW if sums else 0)
-    return call, sequence, logits
+        logits = extend(call, row, ids, WINDOW if sums else 0)
+    return call, row, logits
 
 
 @dataclass(frozen=True)
@@ -289,44 +289,50 @@ def identity(
     block_size: int = 16,
 ) -> pd.DataFrame:
     """Generation that evicts to `budget` after the prompt and (the chapter's policies) every `every` tokens, from
-    caches of every layout. `choices` says who evicts.
+    caches of every layout. `choices` says who evicts; who stays is found once, and layouts decode as rows of a batch.
 
     Rows (source, policy, granularity, layout, shared): `identical` to the uncompacted cache of the same policy (0 or
     1), `logit_gap` to it, `as_predicted` (share of passes after which the free list had grown as arithmetic says),
-    `shared_slots_touched` by copies, `prefix_intact` (what the other sequence holds is unchanged, bit by bit), and
-    metrics. shared: the first 60% of the prompt belong to another living sequence, too. Layout "storage positions" is
-    hole filling without its position map, a control on "one set": new tokens are told their storage index.
+    `shared_slots_touched` by copies, `prefix_intact` (what the other sequence holds is unchanged, bit by bit, by this
+    policy's layouts), and metrics. shared: the first 60% of the prompt belong to another living sequence, too. Layout
+    "storage positions" is hole filling without its position map, a control on "one set": new tokens are told their
+    storage index.
     """
-    cut, rows = _shared(len(ids)), []
-    call, prefix, _ = read(loaded, ids[:cut], len(ids) - cut + new_tokens, 4, block_size, ("mass",))
+    cut, found = _shared(len(ids)), []
+    copies = len(COMPACTED) + 3
+    call, prefix, _ = read(loaded, ids[:cut], len(ids) - cut + new_tokens, copies, block_size, ("mass",))
     whole, evictable = prefix.fork(), list(call.facts.evictable)
     with installed(loaded.model):
         logits = extend(call, whole, ids[cut:], WINDOW)
-    held = prefix.ledger.living(prefix.number)[0]
+    held = prefix.ledger.living(prefix.numbers[0])[0]
     before = [flat[held] for flat in prefix.pages.stored]
     for c in choices(loaded, ids, budget, policies, catalogue, new_tokens, every):
-        reference: list[Tensor] = []
-        for layout, shared in COMPACTED + ((CONTROL, False),) * (c.who["granularity"] == "one set"):
-            sequence = whole.fork(cut // block_size if shared else 0, "fill" if layout == CONTROL else layout)
-            more = {"scalings": call.scalings, "misplaced": layout == CONTROL}
-            steps = call_for(loaded.model, ids, c.new_tokens + 1, LoggedSteps, **more)
-            generate(steps, sequence, logits, c.condition, c.survivors)
-            sequence.ledger.free(sequence.number)
-            reference = reference or steps.logits
-            if not c.survivors:  # the others evict to the same
-                c.survivors.update({p.seen: torch.from_numpy(p.survivors[evictable]) for p in sequence.passes})
-            here = {**c.who, "layout": layout, "shared": shared, "tokens": c.new_tokens}
-            here |= _agreement(steps.logits, reference)
-            here["prefix_intact"] = all(map(torch.equal, before, (flat[held] for flat in prefix.pages.stored)))
-            rows.append(here | _summed(sequence.passes))
-    return pd.DataFrame(rows)
+        if not c.survivors:
+            alone = whole.fork(0)
+            generate(
+                call_for(loaded.model, ids, c.new_tokens + 1, scalings=call.scalings), alone, logits, c.condition, {}
+            )
+            alone.free()
+            c.survivors.update({p.seen: torch.from_numpy(p.survivors[evictable]) for p in alone.passes[0]})
+        tried = COMPACTED + ((CONTROL, False),) * (c.who["granularity"] == "one set")
+        layouts = ["fill" if layout == CONTROL else layout for layout, _ in tried]
+        rows = whole.fork(*(cut // block_size if shared else 0 for _, shared in tried), layouts=layouts)
+        more = {"scalings": call.scalings, "misplaced": [layout == CONTROL for layout, _ in tried]}
+        steps = call_for(loaded.model, ids, c.new_tokens + 1, LoggedSteps, **more)
+        generate(steps, rows, logits, c.condition, c.survivors)
+        rows.free()
+        intact = all(map(torch.equal, before, (flat[held] for flat in prefix.pages.stored)))
+        each = torch.stack(steps.logits, 1)  # [rows, steps, vocabulary]; the first layout is not compacted
+        for (layout, shared), ours, passes in zip(tried, each, rows.passes, strict=True):
+            here = {**c.who, "layout": layout, "shared": shared, "tokens": c.new_tokens} | _agreement(ours, each[0])
+            found.append(here | {"prefix_intact": intact} | _summed(passes))
+    return pd.DataFrame(found)
 
 
-def _agreement(ours: list[Tensor], reference: list[Tensor]) -> dict[str, float]:
-    """Are all greedy tokens the same, 0 or 1, and the largest difference of a logit?"""
-    pairs = list(zip(ours, reference, strict=True))
-    same = all(int(a.argmax()) == int(b.argmax()) for a, b in pairs)
-    return {"identical": float(same), "logit_gap": max(float((a - b).abs().max()) for a, b in pairs)}
+def _agreement(ours: Tensor, reference: Tensor) -> dict[str, float]:
+    """Are all greedy tokens the same, 0 or 1, and the largest difference of a logit? Logits [steps, vocabulary]."""
+    same = torch.equal(ours.argmax(1), reference.argmax(1))
+    return {"identical": float(same), "logit_gap": float((ours - reference).abs().max())}
 
 
 def _summed(passes: list[Pass]) -> dict[str, float]:
@@ -425,9 +431,9 @@ def latency(
     a prompt that is shorter than two budgets.
     """
     parts, held = [], min(budget, len(ids) // 2)
-    call, sequence, logits = read(loaded, ids, timed(cadences), len(COMPARED_LAYOUTS) + 1, block_size)
+    call, row, logits = read(loaded, ids, timed(cadences), len(COMPARED_LAYOUTS) + 1, block_size)
     for every in cadences:
-        frame = pd.DataFrame(_rounds(call, sequence, int(logits.argmax()), ids, every, held, seed))
+        frame = pd.DataFrame(_rounds(call, row, int(logits.argmax()), ids, every, held, seed))
         frame["token_ms"] = frame.step_ms + frame.pass_ms / every
         frame["longest_ms"] = frame.step_ms + frame.pass_ms
         medians = frame.groupby("layout", sort=False)[["step_ms", "pass_ms", "token_ms", "longest_ms"]].median()
@@ -448,10 +454,10 @@ def timed(cadences: Sequence[int]) -> int:
 
 
 def _rounds(
-    call: Call, sequence: PagedSequence, first: int, ids: list[int], every: int, budget: int, seed: int
+    call: Call, row: PagedRows, first: int, ids: list[int], every: int, budget: int, seed: int
 ) -> list[dict[str, Any]]:
     """Rounds of one cadence: layout, round, step_ms, pass_ms."""
-    children = {layout: sequence.fork(0) for layout in COMPARED_LAYOUTS}
+    children = {layout: row.fork(0) for layout in COMPARED_LAYOUTS}
     random = {layout: np.random.default_rng(seed) for layout in COMPARED_LAYOUTS}
     token = dict.fromkeys(COMPARED_LAYOUTS, first)
     between = (ids * (1 + every // len(ids)))[: max(0, every - 2)]
@@ -463,8 +469,9 @@ def _rounds(
 
     def compact(layout: str) -> float:
         start = time.perf_counter()
-        _evict_to(sequence.ledger, children[layout].number, budget, random[layout])
-        sequence.pages.compact(children[layout].number, layout)
+        [number] = children[layout].numbers
+        _evict_to(row.ledger, number, budget, random[layout])
+        row.pages.compact(number, layout)
         return 1e3 * (time.perf_counter() - start)
 
     rows = []
@@ -480,7 +487,7 @@ def _rounds(
                 steps += [step(layout)] if every > 1 else []
                 rows.append({"layout": layout, "round": round, "step_ms": np.mean(steps), "pass_ms": compact(layout)})
     for child in children.values():
-        child.ledger.free(child.number)
+        child.free()
     return rows
 
 

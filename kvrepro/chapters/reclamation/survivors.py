@@ -64,8 +64,9 @@ def published(policies: Sequence[str]) -> list[str]:
 def given(o: Observation, survivors: Mapping[int, Tensor]) -> Scores:
     """1 for the tokens that another run kept at this point, 0 for the others. survivors: by tokens seen, bool [layers,
     kv_heads, seen] over true positions."""
-    kept = survivors[int(o.seen)][o.layer].to(o.positions.device)
-    return kept.gather(1, o.positions[0].clamp(min=0))[None].float()
+    [seen] = set(o.seen.tolist())
+    kept = survivors[seen][o.layer].to(o.positions.device)
+    return kept.expand(len(o.positions), -1, -1).gather(2, o.positions.clamp(min=0)).float()
 
 
 def as_many(scores: Scores, protected: Mask, budget: RowInts) -> Counts:

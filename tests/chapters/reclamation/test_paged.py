@@ -6,7 +6,7 @@ import tiny
 import torch
 import transformers
 
-from kvrepro.chapters.reclamation.paged import PagedCache, PagedSequence, call_for, extend, generate
+from kvrepro.chapters.reclamation.paged import PagedCache, PagedRows, call_for, extend, generate
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition
@@ -15,17 +15,17 @@ from kvrepro.engine.regime import DecodeCap, Prefill
 from kvrepro.errors import InputError
 
 
-def sequence(model, blocks: int = 32, size: int = 8, **given) -> PagedSequence:
-    return PagedSequence(PagedCache(model.config, blocks, size), **given)
+def sequence(model, blocks: int = 32, size: int = 8, **given) -> PagedRows:
+    return PagedRows(PagedCache(model.config, blocks, size), **given)
 
 
-def logits(model, one: PagedSequence, ids: list[int], window: int = 0) -> torch.Tensor:
+def logits(model, one: PagedRows, ids: list[int], window: int = 0) -> torch.Tensor:
     """Of the last of `ids`, which the model reads."""
     with installed(model):
         return extend(call_for(model, ids), one, ids, window)
 
 
-def answer(model, one: PagedSequence, ids: list[int], tokens: int) -> list[int]:
+def answer(model, one: PagedRows, ids: list[int], tokens: int) -> list[int]:
     """Greedy tokens after `ids`."""
     found: list[int] = []
     while len(found) < tokens:
@@ -33,14 +33,15 @@ def answer(model, one: PagedSequence, ids: list[int], tokens: int) -> list[int]:
     return found
 
 
-def decoded(model, ids: list[int], condition: Condition, layout: str, tokens: int) -> tuple[list[int], PagedSequence]:
+def decoded(model, ids: list[int], condition: Condition, layout: str, tokens: int) -> tuple[list[int], PagedRows]:
     """What the engine's loop generates on a paged cache, the first of whose blocks another sequence shares."""
     parent, call = sequence(model, 64, sums=find(condition.policy).needs), call_for(model, ids, tokens)
     with installed(model):
         extend(call, parent, ids[:40], 16)
-        one = parent.fork(layout=layout)
+        one = parent.fork(layouts=[layout])
         last = extend(call, one, ids[40:], 16)
-    return generate(call, one, last, condition, None).tokens, one
+    [found] = generate(call, one, last, condition, None)
+    return found.tokens, one
 
 
 WINDOW = (("window", 12),)
@@ -61,12 +62,38 @@ def test_the_engine_generates_on_a_paged_cache_what_it_generates_on_its_own(cond
     [[ragged]] = engine.generate(model, [ids], [condition], max_new_tokens=14, stop_ids=())
     tokens, one = decoded(model, ids, condition, layout, 14)
     assert tokens == ragged.tokens
-    assert [p.seen for p in one.passes] == [90, *range(90 + (condition.every or 99), 104, condition.every or 99)]
-    assert one.passes[0].survivors.any((0, 1)).nonzero()[0].tolist() == ragged.kept_positions
-    assert [round(held) for held in one.survivors().sum(-1).mean(1)] == ragged.kept
+    assert [p.seen for p in one.passes[0]] == [90, *range(90 + (condition.every or 99), 104, condition.every or 99)]
+    assert one.passes[0][0].survivors.any((0, 1)).nonzero()[0].tolist() == ragged.kept_positions
+    assert [round(held) for held in one.survivors()[0].sum(-1).mean(1)] == ragged.kept
     if layout != "none":
-        assert all(p.freed == p.predicted for p in one.passes)
-    assert not any(p.foreign for p in one.passes)
+        assert all(p.freed == p.predicted for p in one.passes[0])
+    assert not any(p.foreign for p in one.passes[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("condition", CONDITIONS[:3], ids=lambda c: c.policy)
+def test_rows_of_one_batch_are_what_each_is_alone(condition, family):
+    model, [ids] = tiny.model(family, **({"sliding_window": 30} if family == "mistral" else {})), tiny.prompts(90)
+    layouts, shares = ["none", "repack", "fill", "fill"], (0, 3, 0, 3)
+
+    def parent() -> tuple:
+        one, call = sequence(model, 96, sums=find(condition.policy).needs), call_for(model, ids, 10)
+        with installed(model):
+            extend(call, one, ids[:40], 16)
+            return call, one, extend(call, one, ids[40:], 16)
+
+    call, one, last = parent()
+    rows = one.fork(*shares, layouts=layouts)
+    together = generate(call, rows, last, condition, None)
+    for row, (layout, share) in enumerate(zip(layouts, shares, strict=True)):
+        call, one, last = parent()
+        single = one.fork(share, layouts=[layout])
+        [alone] = generate(call, single, last, condition, None)
+        ours, counts = together[row], ("freed", "predicted", "copies", "foreign", "seen")
+        assert (ours.tokens, ours.kept, ours.evicted) == (alone.tokens, alone.kept, alone.evicted)
+        for a, b in zip(rows.passes[row], single.passes[0], strict=True):
+            assert [getattr(a, n) for n in counts] == [getattr(b, n) for n in counts]
+            assert (a.survivors == b.survivors).all()
 
 
 def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
@@ -76,9 +103,9 @@ def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
     keep[..., -1] = True
     for one in (plain, filled):
         logits(model, one, ids)
-        one.ledger.evict(one.number, keep)
-    filled.pages.compact(filled.number, "fill")
-    assert filled.ledger.living(filled.number)[1].tolist() != plain.ledger.living(plain.number)[1].tolist()
+        one.ledger.evict(one.numbers[0], keep)
+    filled.pages.compact(filled.numbers[0], "fill")
+    assert filled.ledger.living(filled.numbers[0])[1].tolist() != plain.ledger.living(plain.numbers[0])[1].tolist()
     for layer in range(3):
         a, b = plain.ragged[layer].shown(), filled.ragged[layer].shown()
         assert all(torch.equal(x, y) for x, y in zip((a.keys, a.values, a.positions), b[:3], strict=True))
@@ -89,8 +116,8 @@ def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
             assert a.positions[0, head, -len(alive) :].tolist() == alive  # flush right
     gone = filled.ragged[1].shown()
     filled.ragged[1].evict(gone.positions % 2 == 0, gone.index)
-    assert (filled.survivors()[1] == keep[1] & (np.arange(60) % 2 == 0)).all()
-    assert (filled.survivors()[[0, 2]] == keep[[0, 2]]).all()
+    assert (filled.survivors()[0, 1] == keep[1] & (np.arange(60) % 2 == 0)).all()
+    assert (filled.survivors()[0, [0, 2]] == keep[[0, 2]]).all()
     with pytest.raises(InputError, match="execution masked on a paged cache"):
         filled.ragged[1].evict(gone.positions >= 0, gone.index, masked=True)
 
@@ -120,15 +147,15 @@ def test_generation_from_a_compacted_cache_is_token_identical(pattern):
     def run(*ways: str) -> list[int]:
         one = sequence(model)
         tokens = answer(model, one, ids, 1)
-        one.ledger.evict(one.number, keep)
+        one.ledger.evict(one.numbers[0], keep)
         tokens += answer(model, one, [tokens[-1], *more], 12)  # many new queries after the eviction
-        later = np.ones(one.entry.seen, bool)
+        later = np.ones(one.seen, bool)
         later[91:100:2] = False
         for way in ways[:1]:
-            one.pages.compact(one.number, way)
-        one.ledger.evict(one.number, later)
+            one.pages.compact(one.numbers[0], way)
+        one.ledger.evict(one.numbers[0], later)
         for way in ways[1:]:
-            one.pages.compact(one.number, way)
+            one.pages.compact(one.numbers[0], way)
         return tokens + answer(model, one, tokens[-1:], 12)
 
     assert run() == run("repack", "repack") == run("fill", "fill") == run("repack", "fill")
@@ -140,8 +167,8 @@ def test_logits_do_not_depend_on_the_layout():
     for layout in ("none", "repack", "fill"):
         one = sequence(model)
         logits(model, one, ids)
-        one.ledger.evict(one.number, keep_sets(3, 2, 90)["scattered"])
-        one.pages.compact(one.number, layout)
+        one.ledger.evict(one.numbers[0], keep_sets(3, 2, 90)["scattered"])
+        one.pages.compact(one.numbers[0], layout)
         found[layout] = logits(model, one, [7])
     assert torch.equal(found["none"], found["repack"])  # the same order, the same bits
     torch.testing.assert_close(found["none"], found["fill"], rtol=0, atol=1e-4)
@@ -161,7 +188,7 @@ def test_blocks_that_all_sliding_layers_have_passed_are_free():
     one = sequence(model)
     logits(model, one, ids)
     assert one.ledger.metrics()["blocks_held"] == 2  # of eight: the next query sees positions 49 to 59
-    assert np.flatnonzero(one.survivors().any((0, 1))).tolist() == list(range(49, 60))
+    assert np.flatnonzero(one.survivors().any((0, 1, 2))).tolist() == list(range(49, 60))
 
 
 def test_a_configuration_without_kv_heads_has_as_many_as_heads():
@@ -182,25 +209,25 @@ def test_layers_without_keys_are_refused():
 def test_two_questions_share_a_prefix_and_neither_sees_the_other(compact):
     model, prefix, first, second = tiny.model(), *tiny.prompts(37, 11, 14)
 
-    def reply(one: PagedSequence, ids: list[int]) -> list[int]:
+    def reply(one: PagedRows, ids: list[int]) -> list[int]:
         tokens = answer(model, one, ids, 1)
-        keep = np.arange(one.entry.seen) % 3 != 1
+        keep = np.arange(one.seen) % 3 != 1
         keep[8:16] = False  # a whole block of the prefix
-        one.ledger.evict(one.number, keep)
-        one.pages.compact(one.number, compact)
+        one.ledger.evict(one.numbers[0], keep)
+        one.pages.compact(one.numbers[0], compact)
         return tokens + answer(model, one, tokens[-1:], 10)
 
     parent = sequence(model)
     answer(model, parent, prefix, 1)
-    pages, held = parent.pages, parent.entry.blocks.copy()
+    pages, held = parent.pages, parent.entries[0].blocks.copy()
     before = [x.clone() for x in pages.keys]
-    children = [parent.fork(), parent.fork(share=2)]
+    children = [parent.fork(), parent.fork(2)]
     together = [reply(child, q) for child, q in zip(children, (first, second), strict=True)]
     assert together == [reply(sequence(model), prefix + first), reply(sequence(model), prefix + second)]
     assert all(torch.equal(a[held], b[held]) for a, b in zip(before, pages.keys, strict=True))
-    assert parent.entry.blocks.tolist() == held.tolist()
+    assert parent.entries[0].blocks.tolist() == held.tolist()
     for one in (parent, *children):
-        one.ledger.free(one.number)
+        one.free()
     assert pages.ledger.metrics()["blocks_free"] == 32
 
 
@@ -215,5 +242,5 @@ def test_sums_are_the_column_sums_of_eager_attention_and_each_fork_has_its_own()
     p = torch.stack(model(torch.tensor([ids]), output_attentions=True).attentions)[:, 0]  # [layers, heads, n, n]
     exact = p.unflatten(1, (2, 3)).mean(2).sum(2)
     for layer in range(3):
-        torch.testing.assert_close(one.ragged[layer].sums["mass"], exact[layer], rtol=0, atol=1e-4)
+        torch.testing.assert_close(one.ragged[layer].sums["mass"][0], exact[layer], rtol=0, atol=1e-4)
     assert torch.equal(parent.ragged[0].sums["mass"], before)

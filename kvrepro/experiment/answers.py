@@ -350,28 +350,18 @@ class AnswersPlan(Plan):
         return self.settings.batch_rows or usual
 
     def jobs(self) -> list[Job]:
-        """Blocks of neighbouring items with about equal work, the same blocks whatever is missing of them."""
-        together = self.study.together
+        """Items in blocks of about equal work, dealt out by turns so that each block has some of every task; the same
+        blocks whatever is missing of them."""
         if self.loaded.device == "cpu":  # the cores of this machine, also where a cluster's nodes compute
             cores, batches = workers.default_workers(self.loaded), BATCHES
             parts = cores if cores > FEW else min(FEW, max(2, 2 * self.total // self._rows_together()))
         else:  # every job takes batches of its own, which cost almost the same however many rows they have
             given = (self.loaded, self.settings.engine, self.settings.address)
             parts, batches = cluster.usual_workers(*given), GPU_BATCHES
-        count = len(self.prompts)
-        tokens = [len(mine) * len(prompt.ids) for mine, prompt in zip(self.columns, self.prompts, strict=True)]
-        share = -(-count // parts) / count * sum(tokens)  # of a job
-        blocks: list[list[int]] = []
-        rows, part, before = 0, 0, 0.0
-        for first in range(0, count, together):
-            some = range(first, min(first + together, count))
-            more, mine = sum(len(self.columns[i]) for i in some), sum(tokens[i] for i in some)
-            now, before = int((before + mine / 2) / share), before + mine
-            if not blocks or now > part or rows + more > batches * self._rows_together():
-                blocks.append([])
-                rows, part = 0, now
-            blocks[-1] += some
-            rows += more
+        parts = max(parts, -(-self.total // (batches * self._rows_together())))
+        count, together = len(self.prompts), self.study.together
+        groups = [range(first, min(first + together, count)) for first in range(0, count, together)]
+        blocks = [list(itertools.chain(*groups[part::parts])) for part in range(parts)]
         return [job for block in blocks if (job := self._job(block)) is not None]
 
     def _job(self, block: Sequence[int]) -> Job | None:

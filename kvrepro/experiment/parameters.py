@@ -81,19 +81,38 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
         check_folder(given["results"])
 
 
+class Yaml(yaml.SafeLoader):
+    """YAML as people write it: 1e-5 is a number, which PyYAML takes for a text; no key may stand twice, of which PyYAML
+    takes the last one in silence; and nothing stands for another part, by which a short text becomes an endless one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.get_event()
+            what = f"alias *{event.anchor}: write it out"
+            raise yaml.constructor.ConstructorError(None, None, what, event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]!r} stands twice", node.start_mark)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+Yaml.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, "-+0123456789")
+
+
 def read(text: str) -> Any:
-    """A value given as YAML. Raises InputError for what is none, for long texts, and for aliases, by which a short text
-    stands for an endless one."""
+    """A value given as YAML. Raises InputError for what is none, and for long texts."""
     if not text.isprintable() or len(text) > LONGEST:
         raise InputError(f"value {text[:50]!r}: give at most {LONGEST} printed signs")
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise InputError(f"value {text[:50]!r} has an alias (*): write its value out")
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=Yaml)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{text[:50]!r} is no YAML value; lists look like [1, 2]") from None
+        why = getattr(error, "problem", None) if isinstance(error, yaml.constructor.ConstructorError) else None
+        raise InputError(f"{text[:50]!r} is no YAML value ({why or 'lists look like [1, 2]'})") from None
 
 
 def _check_texts(name: str, value: Any) -> None:

@@ -30,6 +30,7 @@ import yaml
 from kvrepro.engine.allowed import ensure, ensure_all, ensure_once_each
 from kvrepro.errors import InputError, ensure_known, told
 from kvrepro.experiment import cluster, models, progress
+from kvrepro.experiment.parameters import Yaml
 from kvrepro.experiment.run import Settings
 from kvrepro.experiment.sharing import LOG, make_folder, writing
 from kvrepro.paths import ROOT, WORK
@@ -77,30 +78,12 @@ def studied() -> list[str]:
     return [file.stem for file in files if book.STUDIES_END in file.read_text(encoding="utf-8")]
 
 
-class _OnceEach(yaml.SafeLoader):
-    """YAML in which no key may stand twice, of which PyYAML takes the last one in silence, and nothing stands for
-    another part, by which a short text becomes an endless one."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            event = self.get_event()
-            what = f"alias *{event.anchor}: write it out"
-            raise yaml.constructor.ConstructorError(None, None, what, event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def read(file: Path) -> Sweep:
     """A sweep file, checked: keys, models, chapters, and every parameter as far as that shows before a model is
     loaded. Raises InputError."""
     try:
         with file.open(encoding="utf-8") as text:
-            said = yaml.load(text, Loader=_OnceEach)
+            said = yaml.load(text, Loader=Yaml)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"sweep file {file} cannot be read ({error}): give the path of a YAML file") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 13th month, a number or nesting without end

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from kvrepro.errors import InputError
-from kvrepro.experiment.parameters import check_parameters, check_values
+from kvrepro.experiment.parameters import check_parameters, check_values, read
 
 CELLS = ["import x", "n_items = None  # all\nseed = 0", "# Parameters\nn_items = 8\n", "%magic", "check_parameters()"]
 
@@ -41,3 +41,12 @@ def test_a_link_that_leads_nowhere_is_no_folder_of_results(tmp_path, leads):
     for results in (tmp_path / "link", tmp_path / "link" / "sub"):
         with pytest.raises(InputError, match=f"results '{results}': {tmp_path / 'link'} is no folder that you may"):
             check_values({"results": str(results)})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-5", 1e-5), ("-2.5E3", -2500.0), ("[1e+2, 3]", [100.0, 3]), ("1e-5x", "1e-5x"), ("3", 3)]
+)
+def test_numbers_are_read_as_people_write_them(text, value):
+    found = read(text)
+    assert found == value
+    assert type(found) is type(value)

@@ -13,13 +13,14 @@ scores by the tokens that they would keep. Everything else is left to plain PyTo
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrepro.engine.attention import attend, attend_prompt, read_once
+from kvrepro.engine.attention import Softmax, attend, attend_prompt, read_once
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evict import EvictionJob, Prompts, judged
 from kvrepro.engine.facts import ModelFacts
@@ -27,7 +28,7 @@ from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import REPEATED, call, find
 from kvrepro.engine.prefill import SUMS_BY_KERNELS, attend_by_kernels, mass_by_kernels
 from kvrepro.engine.select import select
-from kvrepro.engine.shapes import KeyValue, Mask, Query
+from kvrepro.engine.shapes import KeyValue, Mask, Query, Scores
 from kvrepro.errors import told
 
 BACKENDS = ("torch", "triton", "auto")
@@ -74,22 +75,27 @@ def obstacles(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[C
     return [known[_method(c)] if why is None else why for c, why in zip(conditions, found, strict=True)]
 
 
+@torch.inference_mode()
 def compared(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[Condition]) -> dict[Method, str | None]:
     """Where kernels disagree with plain PyTorch on a prompt, or fail; None where they agree in every layer."""
-    probe = Probe(model, len(ids), conditions)
+    probe = Probe(model, len(ids))
     read_once(model, ids, probe)
-    return {_method(c): probe.failed or probe.found.get(_method(c)) for c in conditions}
+    found: dict[Method, str | None] = {}
+    for c in conditions:
+        scored = c.policy != "full" and not find(c.policy).shared
+        found[_method(c)] = probe.failed or (probe.disagreement(_job(c, probe.at)) if scored else None)
+    return found
 
 
 class Probe:
-    """Plain attention of a prompt, beside which every layer's attention and scores are computed by kernels."""
+    """Plain attention of a prompt, beside which every layer's attention is computed by kernels; afterwards scores are
+    compared, of all layers of a kind at once."""
 
-    def __init__(self, model: PreTrainedModel, tokens: int, conditions: Sequence[Condition]):
+    def __init__(self, model: PreTrainedModel, tokens: int):
         self.at = torch.arange(tokens, device=model.device)[None]
         self.facts = {name: ModelFacts.of(model).by(name) for name in ("torch", "triton")}
-        scored = [c for c in conditions if c.policy != "full" and not find(c.policy).shared]
-        self.jobs = {_method(c): _job(c, self.at) for c in scored}
-        self.found: dict[Method, str] = {}
+        self.layers: dict[int, tuple[Query, KeyValue, KeyValue, float]] = {}  # queries, keys, values, scaling
+        self.by_kernels: dict[int, tuple[Tensor, Tensor, Scores]] = {}  # log-sum-exp, outputs, mass
         self.failed: str | None = None  # kernels of attention, which every condition needs
 
     def attend(
@@ -103,7 +109,7 @@ class Probe:
             return plain
         try:
             out, log_sums = attend_by_kernels(query, key, value, scaling)
-            sums = {"mass": mass_by_kernels(query, key, log_sums, scaling)}
+            mass = mass_by_kernels(query, key, log_sums, scaling)
             decoded = _decoded(query, key, value, scaling)
             error = max(_distance(out, plain), _distance(decoded, plain[:, -1:]))
             if not error < CLOSE.get(query.dtype, 2e-2):
@@ -111,35 +117,50 @@ class Probe:
         except Exception as raised:  # whatever a compiler raises on a device of its own
             self.failed = told(raised)
         if self.failed is None and layer in self.facts["torch"].evictable:
-            for method, job in self.jobs.items():
-                if method not in self.found and (job.window or job.sums):
-                    self._compare(method, job, layer, query, key, value, scaling, (log_sums, out, sums))
+            self.layers[layer] = query, key, value, scaling
+            self.by_kernels[layer] = log_sums, out, mass
         return plain
 
-    def _compare(
-        self, method: Method, job: EvictionJob, layer: int, query: Query, key: KeyValue, value: KeyValue,
-        scaling: float, by_kernels: tuple[Tensor, Tensor, dict[str, Tensor]],
-    ) -> None:  # fmt: skip
-        """The best half by plain scores, and by kernels: with what the prompt's pass knows, and without."""
-        log_sums, out, sums = by_kernels
-        first = max(0, query.shape[2] - job.window)
-        seen = dict(values=value, positions=self.at[:, None].expand(key.shape[:3]), queries=query[:, :, first:],
-                    query_positions=self.at[:, first:], seen=self.at[:, -1] + 1, scaling=scaling)  # fmt: skip
-        ends = dict(log_sums=log_sums[:, :, first:], window_outputs=out[:, first:].transpose(1, 2))
-        torch_o = self.facts["torch"].observe(layer, key, [0], **seen)
-        if job.sums:
-            every = seen | dict(queries=query, query_positions=self.at)
-            mass = self.facts["torch"].observe(layer, key, [0], **every).attention.mean(2).sum(2)
-            torch_o = self.facts["torch"].observe(layer, key, [0], **seen, sums={"mass": mass})
+    def disagreement(self, job: EvictionJob) -> str | None:
+        """What is wrong with the best half of the tokens by kernels, in any layer; None: as plain PyTorch has it."""
+        if not (job.window or job.sums) or not self.layers:
+            return None
+        kinds: dict[Any, list[int]] = {}
+        for n, (query, key, _, scaling) in self.layers.items():
+            how = id(scaling) if isinstance(scaling, Softmax) else scaling
+            alike = (key.device, query.shape, key.shape, how, self.facts["torch"].sliding.get(n))
+            kinds.setdefault(alike if job.together else n, []).append(n)
         try:
-            wanted = _best_half(job, torch_o)
-            for known in (ends, {}) if job.window else (ends,):
-                o = self.facts["triton"].observe(layer, key, [0], **seen, **known, sums=sums)
-                share = float((_best_half(job, o) & wanted).sum() / wanted.sum())
-                if not share >= AGREE:
-                    self.found[method] = f"kernels and plain PyTorch agree on {share:.1%} < {AGREE:.0%} of a probe"
+            share = float(torch.tensor([self._agreement(job, some) for some in kinds.values()]).amin())
         except Exception as raised:  # a scorer may be a reader's own
-            self.found[method] = told(raised)
+            return told(raised)
+        return None if share >= AGREE else f"kernels and plain PyTorch agree on {share:.1%} < {AGREE:.0%} of a probe"
+
+    def _agreement(self, job: EvictionJob, layers: Sequence[int]) -> float:
+        """The share of the best half by plain scores that is in the best half by kernels, with what the prompt's pass
+        knows and without: the least of any of these layers."""
+        first = max(0, self.at.shape[1] - job.window)
+        plain, with_ends, without = [], [], []
+        for n in layers:
+            query, key, value, scaling = self.layers[n]
+            log_sums, out, mass = self.by_kernels[n]
+            at = self.at.to(key.device)
+            seen = dict(values=value, positions=at[:, None].expand(key.shape[:3]), queries=query[:, :, first:],
+                        query_positions=at[:, first:], seen=at[:, -1] + 1, scaling=scaling)  # fmt: skip
+            ends = dict(log_sums=log_sums[:, :, first:], window_outputs=out[:, first:].transpose(1, 2))
+            sums = {}
+            if job.sums:
+                every = seen | dict(queries=query, query_positions=at)
+                sums = {"mass": self.facts["torch"].observe(n, key, [0], **every).attention.mean(2).sum(2)}
+            plain.append(self.facts["torch"].observe(n, key, [0], **seen, sums=sums))
+            with_ends.append(self.facts["triton"].observe(n, key, [0], **seen, **ends, sums={"mass": mass}))
+            without.append(self.facts["triton"].observe(n, key, [0], **seen, sums={"mass": mass}))
+        wanted = _best_half(job, Observation.together(plain))
+        shares = []
+        for known in (with_ends, without) if job.window else (with_ends,):
+            both = _best_half(job, Observation.together(known)) & wanted
+            shares.append(both.flatten(1).sum(1) / wanted.flatten(1).sum(1))
+        return float(torch.stack(shares).amin())
 
 
 def _best_half(job: EvictionJob, o: Observation) -> Mask:

@@ -85,9 +85,9 @@ def calls(
     Raises InputError, before anything is computed, for what can be known by then."""
     for text, own in zip(texts, new, strict=True):
         check_prompt(model, text.ids, own)
-    check_conditions(model, texts, conditions, max_new_tokens=new)
-    every, _ = _columns(conditions, len(texts))
     facts = ModelFacts.of(model)
+    check_conditions(model, texts, conditions, new, facts)
+    every, _ = _columns(conditions, len(texts))
     backends = _backends(model, facts, texts, every, backend)
     _check_repeat(every, repeat)
     return [
@@ -262,10 +262,12 @@ def blocks(members: Sequence[int], lengths: Sequence[int], together: int, tokens
 
 
 def check_conditions(
-    model: PreTrainedModel, texts: Sequence[Prompt], conditions: Conditions, max_new_tokens: int | Sequence[int] = 1
-) -> None:
-    """Raise InputError for a condition that a prompt which is asked under it cannot meet."""
-    facts, each = ModelFacts.of(model), each_prompts(conditions, len(texts))
+    model: PreTrainedModel, texts: Sequence[Prompt], conditions: Conditions, max_new_tokens: int | Sequence[int] = 1,
+    facts: ModelFacts | None = None,
+) -> None:  # fmt: skip
+    """Raise InputError for a condition that a prompt which is asked under it cannot meet. facts: of this model, where
+    they are known."""
+    facts, each = facts or ModelFacts.of(model), each_prompts(conditions, len(texts))
     known = {c: checked(c) for c in dict.fromkeys(itertools.chain.from_iterable(each))}
     if any(of is not None and of[0].shared for of in known.values()):
         check_shared(model)

@@ -53,18 +53,15 @@ class Call:
     policies: dict[str, Policy] = field(default_factory=dict)
     watch: Callable[[Rows, Tensor], None] | None = None
     captures: int = 3  # times that a step may still fail to be captured, before none is
+    device: torch.device = field(init=False)  # the model's, which it would look for among its weights each time
 
     def __post_init__(self) -> None:
-        self.facts = self.facts.by(self.backend)
+        self.facts, self.device = self.facts.by(self.backend), self.model.device
 
     @property
     def max_new_tokens(self) -> int:
         """Of the longest answer."""
         return max(self.new_tokens, default=0)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
 
     @property
     def token_bytes(self) -> int:

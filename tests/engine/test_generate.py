@@ -636,7 +636,7 @@ def test_a_batch_has_room_for_its_answers_where_these_are_counted(monkeypatch):
 
     assert [passes.room_taken(call, one) / token for one in rows] == [40, 20, 20] * 2
     assert sizes(80 * token) == [2]
-    monkeypatch.setattr(passes.Call, "device", torch.device("cuda"))
+    monkeypatch.setattr(call, "device", torch.device("cuda"))
     assert [passes.room_taken(call, one) / token for one in rows] == [70, 50, 24, 90, 70, 24]
     assert sizes(159 * token) == [2]
     assert sizes(60 * token) == [1, 1]

@@ -350,8 +350,8 @@ class AnswersPlan(Plan):
         return self.settings.batch_rows or usual
 
     def jobs(self) -> list[Job]:
-        """Items in blocks of about equal work, dealt out by turns so that each block has some of every task; the same
-        blocks whatever is missing of them."""
+        """Blocks of about equal work: items are dealt out by turns, the longest first, so that each block has some of
+        every length and task. The same blocks whatever is missing of them."""
         if self.loaded.device == "cpu":  # the cores of this machine, also where a cluster's nodes compute
             cores, batches = workers.default_workers(self.loaded), BATCHES
             parts = cores if cores > FEW else min(FEW, max(2, 2 * self.total // self._rows_together()))
@@ -361,6 +361,7 @@ class AnswersPlan(Plan):
         parts = max(parts, -(-self.total // (batches * self._rows_together())))
         count, together = len(self.prompts), self.study.together
         groups = [range(first, min(first + together, count)) for first in range(0, count, together)]
+        groups.sort(key=lambda some: -sum(len(self.columns[i]) * len(self.prompts[i].ids) for i in some))
         blocks = [list(itertools.chain(*groups[part::parts])) for part in range(parts)]
         return [job for block in blocks if (job := self._job(block)) is not None]
 

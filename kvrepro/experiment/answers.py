@@ -362,7 +362,7 @@ class AnswersPlan(Plan):
         count, together = len(self.prompts), self.study.together
         groups = [range(first, min(first + together, count)) for first in range(0, count, together)]
         groups.sort(key=lambda some: -sum(len(self.columns[i]) * len(self.prompts[i].ids) for i in some))
-        blocks = [list(itertools.chain(*groups[part::parts])) for part in range(parts)]
+        blocks = sorted(sorted(itertools.chain(*groups[part::parts])) for part in range(parts))
         return [job for block in blocks if (job := self._job(block)) is not None]
 
     def _job(self, block: Sequence[int]) -> Job | None:

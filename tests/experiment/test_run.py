@@ -366,7 +366,7 @@ def test_what_never_returns_costs_its_row_or_item(loaded, tmp_path, capsys):
         del OWN["looping"]
     [row] = frame[frame.error.notna()].to_dict("records")
     assert (row["policy"], row["error"]) == ("looping", "TimeLimit: more than 1 s")
-    assert "more than 1 s with 15 rows of 5 items: half of them at a time" in capsys.readouterr().out
+    assert "more than 1 s with 18 rows of 6 items: half of them at a time" in capsys.readouterr().out
     table = run.run(PerItem("doors", "tables", MANY, endless), loaded, settings)
     assert table.attrs["failed"] == ["item-4: TimeLimit: more than 1 s"]
     assert len(table) == 10

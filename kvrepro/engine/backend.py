@@ -82,7 +82,8 @@ def compared(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[Co
     read_once(model, ids, probe)
     found: dict[Method, str | None] = {}
     for c in conditions:
-        scored = c.policy != "full" and not find(c.policy).shared
+        policy = None if c.policy == "full" else find(c.policy)
+        scored = policy is not None and not policy.shared and not policy.repeated  # by what kernels compute
         found[_method(c)] = probe.failed or (probe.disagreement(_job(c, probe.at)) if scored else None)
     return found
 

@@ -38,7 +38,7 @@ def condition(name, regime, reading="as_described", budget=24):
 
 
 def both(conditions, *lengths, new=1, kind="llama", spans=None):
-    asked, network = dict(max_new_tokens=new, stop_ids=(), kept_sets=True), model(kind)
+    asked, network = dict(max_new_tokens=new, stop_ids=(), kept_sets=True, repeat=(7, 3, 9)), model(kind)
     texts = [Prompt(ids, spans or {}) for ids in tiny_prompts(*lengths or (61,))]
     together = {"triton": len(texts), "torch": 1}
     found = [engine.generate(network, texts, conditions, backend=name, prompt_rows=rows, **asked)
@@ -159,6 +159,10 @@ def test_another_softmax_is_refused(name):
 # ---- auto
 
 
+def test_a_context_that_is_repeated():
+    agree([condition(name, Prefill()) for name in ("kv_zip", "kv_zip_plus", "snapkv")], 41, 50, new=3)
+
+
 def test_on_the_cpu_auto_is_plain_pytorch():
     cpu = architecture("qwen2")
     assert backend.obstacles(cpu, [5, 6, 7], [Condition()]) == ["kernels need a GPU, this model is on the cpu"]
@@ -177,7 +181,10 @@ def test_each_condition_by_whom_it_is_given_to():
 
 def test_a_probe_finds_agreement_and_what_breaks_it(monkeypatch):
     ids = tiny_prompts(48)[0]
-    fine = [Condition(), *(condition(name, Prefill()) for name in ("snapkv", "cake", "h2o", "critical_kv", "k_norm"))]
+    fine = [
+        Condition(),
+        *(condition(name, Prefill()) for name in ("snapkv", "cake", "h2o", "critical_kv", "k_norm", "kv_zip")),
+    ]
     fine.append(Condition("lru", 16, SharedCap()))
     assert set(backend.compared(model(), ids, fine).values()) == {None}
     mixed = model("gemma3")

@@ -324,27 +324,27 @@ def extend(call: Call, rows: PagedRows, ids: list[int], window: int = 0) -> Tens
 
 @torch.inference_mode()
 def generate(
-    call: Call, paged: PagedRows, logits: Tensor, condition: Condition, survivors: Mapping[int, Tensor] | None
-) -> list[Generation]:
-    """Evict from rows that have read their prompt, and decode from `logits` [1, vocabulary], by the engine's loop: to
-    the `survivors` of another run (as `survivors.given` takes them), or as the condition says."""
-    policy: Policy = GIVEN
-    parameters: dict[str, object] = {"survivors": survivors}
-    if not survivors:
-        policy = find(condition.policy)
-        parameters = policy.reading(condition.reading, condition.switches)
+    call: Call, paged: PagedRows, logits: Tensor, conditions: Sequence[Condition],
+    survivors: Sequence[Mapping[int, Tensor]] = (),
+) -> list[Generation]:  # fmt: skip
+    """Evict from rows that have read their prompt, and decode from `logits` [1, vocabulary], by the engine's loop: each
+    row to the `survivors` of another run (as `survivors.given` takes them), or as its condition says."""
+    budgets = [budget_of(c, paged.seen) for c in conditions]
+    prompts = Prompts.of(call.texts, logits.device)
+    jobs = []
+    for row, (c, budget) in enumerate(zip(conditions, budgets, strict=True)):
+        policy: Policy = GIVEN if survivors else find(c.policy)
+        parameters = {"survivors": survivors[row]} if survivors else policy.reading(c.reading, c.switches)
+        jobs.append(EvictionJob([c], policy, parameters, [budget], prompts))
     for layer in paged.ragged.values() if survivors else ():  # who stays is known without them
         layer.sums.clear()
-    n = len(paged.numbers)
-    seen = torch.full((n,), paged.seen, device=logits.device)
-    budget = budget_of(condition, paged.seen)
-    prompts = Prompts.of(call.texts, logits.device)
-    jobs = [EvictionJob([condition], policy, parameters, [budget], prompts) for _ in range(n)]
-    tags = [(0, row) for row in range(n)]
+    seen = torch.full((len(jobs),), paged.seen, device=logits.device)
+    tags = [(0, row) for row in range(len(jobs))]
     call.notes |= {tag: {"kept_positions": [], "kept_positions_hash": "", "prefill_seconds": 0.0} for tag in tags}
-    rows = Rows(tags, jobs, call.texts * n, paged, logits.repeat(n, 1), seen, torch.zeros_like(seen))
+    start = logits.repeat(len(jobs), 1)
+    rows = Rows(tags, jobs, call.texts * len(jobs), paged, start, seen, torch.zeros_like(seen))
     with installed(call.model):
-        evict_rows(call.facts, rows, [budget] * n, call.scalings)
+        evict_rows(call.facts, rows, budgets, call.scalings)
         found = dict(decode(call, rows, ()))
     generations = [found[tag] for tag in tags]
     assert all(isinstance(one, Generation) for one in generations)  # what fails is raised

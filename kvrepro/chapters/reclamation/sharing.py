@@ -57,7 +57,7 @@ def sharing(
         if layout == IGNORED:
             pages.ledger.references[:] = pages.ledger.references.clip(max=1)
         steps = call_for(loaded.model, ids, new_tokens + 1, LoggedSteps, scalings=call.scalings)
-        generate(steps, second, logits, condition(policy, "one set", budget, DecodeCap(every)), None)
+        generate(steps, second, logits, [condition(policy, "one set", budget, DecodeCap(every))])
         same = (_blocks(pages, prefix) == held).flatten(2).all(2).all(0)
         second.free()
         with installed(loaded.model):

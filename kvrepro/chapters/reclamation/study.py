@@ -276,6 +276,7 @@ def choices(
 
 COMPACTED = (("none", False), ("repack", False), ("fill", False), ("repack", True), ("fill", True))
 CONTROL = "storage positions"
+TOGETHER = {"cpu": 1, "cuda": 12}  # choices, each with all its layouts, in a batch, whose rows pad each other
 
 
 def identity(
@@ -289,44 +290,62 @@ def identity(
     block_size: int = 16,
 ) -> pd.DataFrame:
     """Generation that evicts to `budget` after the prompt and (the chapter's policies) every `every` tokens, from
-    caches of every layout. `choices` says who evicts; who stays is found once, and layouts decode as rows of a batch.
+    caches of every layout. `choices` says who evicts; who stays is found once, and all layouts of some choices decode
+    as rows of a batch.
 
     Rows (source, policy, granularity, layout, shared): `identical` to the uncompacted cache of the same policy (0 or
     1), `logit_gap` to it, `as_predicted` (share of passes after which the free list had grown as arithmetic says),
-    `shared_slots_touched` by copies, `prefix_intact` (what the other sequence holds is unchanged, bit by bit, by this
-    policy's layouts), and metrics. shared: the first 60% of the prompt belong to another living sequence, too. Layout
+    `shared_slots_touched` by copies, `prefix_intact` (what the other sequence holds is unchanged, bit by bit, by any
+    row of the batch), and metrics. shared: the first 60% of the prompt belong to another living sequence, too. Layout
     "storage positions" is hole filling without its position map, a control on "one set": new tokens are told their
     storage index.
     """
     cut, found = _shared(len(ids)), []
-    copies = len(COMPACTED) + 3
+    together = TOGETHER[loaded.model.device.type]
+    copies = together * (len(COMPACTED) + 1) + 2
     call, prefix, _ = read(loaded, ids[:cut], len(ids) - cut + new_tokens, copies, block_size, ("mass",))
     whole, evictable = prefix.fork(), list(call.facts.evictable)
     with installed(loaded.model):
         logits = extend(call, whole, ids[cut:], WINDOW)
     held = prefix.ledger.living(prefix.numbers[0])[0]
     before = [flat[held] for flat in prefix.pages.stored]
-    for c in choices(loaded, ids, budget, policies, catalogue, new_tokens, every):
-        if not c.survivors:
-            alone = whole.fork(0)
-            generate(
-                call_for(loaded.model, ids, c.new_tokens + 1, scalings=call.scalings), alone, logits, c.condition, {}
-            )
+    for some in _batches(choices(loaded, ids, budget, policies, catalogue, new_tokens, every), together):
+        more: dict[str, Any] = {"new_tokens": some[0].new_tokens + 1, "scalings": call.scalings}
+        if unknown := [c for c in some if not c.survivors]:
+            alone = whole.fork(*[0] * len(unknown), layouts=["none"] * len(unknown))
+            generate(call_for(loaded.model, ids, **more), alone, logits, [c.condition for c in unknown])
             alone.free()
-            c.survivors.update({p.seen: torch.from_numpy(p.survivors[evictable]) for p in alone.passes[0]})
-        tried = COMPACTED + ((CONTROL, False),) * (c.who["granularity"] == "one set")
-        layouts = ["fill" if layout == CONTROL else layout for layout, _ in tried]
-        rows = whole.fork(*(cut // block_size if shared else 0 for _, shared in tried), layouts=layouts)
-        more = {"scalings": call.scalings, "misplaced": [layout == CONTROL for layout, _ in tried]}
-        steps = call_for(loaded.model, ids, c.new_tokens + 1, LoggedSteps, **more)
-        generate(steps, rows, logits, c.condition, c.survivors)
+            for c, passes in zip(unknown, alone.passes, strict=True):
+                c.survivors.update({p.seen: torch.from_numpy(p.survivors[evictable]) for p in passes})
+        tried = [
+            (c, layout, shared)
+            for c in some
+            for layout, shared in COMPACTED + ((CONTROL, False),) * (c.who["granularity"] == "one set")
+        ]
+        shares = [cut // block_size if shared else 0 for _, _, shared in tried]
+        rows = whole.fork(*shares, layouts=["fill" if layout == CONTROL else layout for _, layout, _ in tried])
+        misplaced = [layout == CONTROL for _, layout, _ in tried]
+        steps = call_for(loaded.model, ids, kind=LoggedSteps, misplaced=misplaced, **more)
+        generate(steps, rows, logits, [c.condition for c, _, _ in tried], [c.survivors for c, _, _ in tried])
         rows.free()
         intact = all(map(torch.equal, before, (flat[held] for flat in prefix.pages.stored)))
-        each = torch.stack(steps.logits, 1)  # [rows, steps, vocabulary]; the first layout is not compacted
-        for (layout, shared), ours, passes in zip(tried, each, rows.passes, strict=True):
-            here = {**c.who, "layout": layout, "shared": shared, "tokens": c.new_tokens} | _agreement(ours, each[0])
-            found.append(here | {"prefix_intact": intact} | _summed(passes))
+        each = torch.stack(steps.logits, 1)  # [rows, steps, vocabulary]
+        reference: dict[int, Tensor] = {}  # of each choice its first row, which is not compacted
+        for (c, layout, shared), ours, passes in zip(tried, each, rows.passes, strict=True):
+            agreement = _agreement(ours, reference.setdefault(id(c), ours))
+            here = {**c.who, "layout": layout, "shared": shared, "tokens": c.new_tokens}
+            found.append(here | agreement | {"prefix_intact": intact} | _summed(passes))
     return pd.DataFrame(found)
+
+
+def _batches(every: Sequence[Choice], most: int) -> list[list[Choice]]:
+    """Choices of one source that decode together, up to `most`."""
+    found: list[list[Choice]] = []
+    for c in every:
+        if not found or len(found[-1]) == most or found[-1][0].who["source"] != c.who["source"]:
+            found.append([])
+        found[-1].append(c)
+    return found
 
 
 def _agreement(ours: Tensor, reference: Tensor) -> dict[str, float]:

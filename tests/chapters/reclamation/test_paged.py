@@ -40,7 +40,7 @@ def decoded(model, ids: list[int], condition: Condition, layout: str, tokens: in
         extend(call, parent, ids[:40], 16)
         one = parent.fork(layouts=[layout])
         last = extend(call, one, ids[40:], 16)
-    [found] = generate(call, one, last, condition, None)
+    [found] = generate(call, one, last, [condition])
     return found.tokens, one
 
 
@@ -84,11 +84,11 @@ def test_rows_of_one_batch_are_what_each_is_alone(condition, family):
 
     call, one, last = parent()
     rows = one.fork(*shares, layouts=layouts)
-    together = generate(call, rows, last, condition, None)
+    together = generate(call, rows, last, [condition] * 4)
     for row, (layout, share) in enumerate(zip(layouts, shares, strict=True)):
         call, one, last = parent()
         single = one.fork(share, layouts=[layout])
-        [alone] = generate(call, single, last, condition, None)
+        [alone] = generate(call, single, last, [condition])
         ours, counts = together[row], ("freed", "predicted", "copies", "foreign", "seen")
         assert (ours.tokens, ours.kept, ours.evicted) == (alone.tokens, alone.kept, alone.evicted)
         for a, b in zip(rows.passes[row], single.passes[0], strict=True):

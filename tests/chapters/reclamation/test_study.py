@@ -86,7 +86,9 @@ def test_arising_and_occupancy_tell_the_same(loaded):
     assert rows.living.is_monotonic_increasing  # more heads, more survivors in the union
 
 
-def test_generation_is_identical_under_every_layout_and_the_control_is_not(loaded):
+@pytest.mark.parametrize("together", [1, 3])
+def test_generation_is_identical_under_every_layout_and_the_control_is_not(loaded, monkeypatch, together):
+    monkeypatch.setitem(r.TOGETHER, "cpu", together)
     ids, some = tiny.prompts(180)[0], ("snapkv", "ada_kv", "layer_defensive_kv")
     rows = r.identity(loaded, ids, 48, ("cumulative", "window"), catalogue=some, new_tokens=8, every=4)
     real = rows[rows.layout.isin(["none", "repack", "fill"])]

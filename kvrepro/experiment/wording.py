@@ -28,13 +28,13 @@ LOOKS = {  # verdict -> its sign, and its colour below black letters, after Okab
     "inconclusive": ("?", "#D9D9D9"),
     NOT_TESTABLE: ("–", "#FFFFFF"),
 }
-SAYS = {  # verdict -> what a sentence says of its subject, of one and of several
-    "reproduced": ("comes out", "come out"),
-    "partly": ("comes out in part", "come out in part"),
-    "not reproduced": ("does not come out", "do not come out"),
-    "inconclusive": ("is undecided", "are undecided"),
-    NOT_TESTABLE: ("cannot be tested here", "cannot be tested here"),
-    "not run": ("was not run", "were not run"),
+SAYS = {  # verdict -> what a sentence says of its subject
+    "reproduced": "comes out",
+    "partly": "comes out in part",
+    "not reproduced": "does not come out",
+    "inconclusive": "is undecided",
+    NOT_TESTABLE: "cannot be tested here",
+    "not run": "was not run",
 }
 PLAIN = {  # units of numbers up to 1: a table's cell leaves them out, a sentence says them
     "F1": "F1", "accuracy": "in accuracy", "correlation": "in correlation", "cos": "in cosine",
@@ -103,7 +103,7 @@ def _both(group: pd.DataFrame) -> str:
     return f"{link(group.claim.iloc[0])} {group.statement.iloc[0]} {said}"
 
 
-def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False, numbers: bool = True) -> str:
+def sentence(frame: pd.DataFrame, claim: str, subject: str, numbers: bool = True) -> str:
     """What became of a claim, as a sentence to be read aloud: `Recovery does not come out in the authors' code (23%
     [17, 31]) or in their text (26% [18, 36]).` The verb leads to the claim. A claim of several cases says how many of
     them hold and whose the number is (`weighed`).
@@ -116,7 +116,7 @@ def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False
     verdicts = {one: by[one].verdict if one in by else "not run" for one in by or ["any"]}
 
     def said(reading: str) -> str:
-        return link(claim, SAYS[verdicts[reading]][plural])
+        return link(claim, SAYS[verdicts[reading]])
 
     def where(reading: str, whose: str) -> str:
         value = weighed(by[reading]) if numbers and reading in by else ""
@@ -127,15 +127,15 @@ def sentence(frame: pd.DataFrame, claim: str, subject: str, plural: bool = False
         return " ".join(filter(None, [subject, said(only), where(only, LABELS_IN.get(only, ""))])) + "."
     code, text = where("as_run", "the authors' code"), where("as_described", "their text")
     if verdicts["as_run"] == verdicts["as_described"]:
-        either = "or" if "not" in SAYS[verdicts["as_run"]][plural] else "and"
+        either = "or" if "not" in SAYS[verdicts["as_run"]] else "and"
         return f"{subject} {said('as_run')} {code} {either} {text}."
     return f"{subject} {said('as_run')} {code} but {said('as_described')} {text}."
 
 
-def outcome(frame: pd.DataFrame, claim: str, reading: str = "", plural: bool = False) -> str:
+def outcome(frame: pd.DataFrame, claim: str, reading: str = "") -> str:
     """What became of a claim in one reading, as a verb that leads to the claim: `comes out in part`."""
     rows = frame[(frame.claim == claim) & (frame.reading.isin([reading, "any"]) | (not reading))]
-    return link(claim, SAYS[rows.verdict.iloc[0] if len(rows) else "not run"][plural])
+    return link(claim, SAYS[rows.verdict.iloc[0] if len(rows) else "not run"])
 
 
 def weighed(row: Any) -> str:
@@ -316,9 +316,8 @@ def _colours(text: str) -> str:
 
 def stated(row: Any) -> str:
     """A claim's statement, and that it rests on stored timings where it does."""
-    return (
-        f"{row.statement} (Timed before and elsewhere: no part of this run.)" if row.model == STORED else row.statement
-    )
+    timed = " (Timed before and elsewhere: no part of this run.)" if row.model == STORED else ""
+    return f"{row.statement}{timed}"
 
 
 def beats(gap: Any, other: str) -> str:

@@ -75,9 +75,9 @@ def test_a_sentence_reads_naturally_for_every_pair_of_verdicts():
         assert said[pair] == "Recovery " + text.format(value, value)
 
 
-def test_a_sentence_of_one_verdict_of_several_subjects_and_of_none():
-    assert plain(wording.sentence(table_of("partly"), "L9", "Gains", plural=True)) == (
-        "Gains come out in part (23% [17, 31])."
+def test_a_sentence_of_one_verdict_and_of_none():
+    assert plain(wording.sentence(table_of("partly"), "L9", "Recovery")) == (
+        "Recovery comes out in part (23% [17, 31])."
     )
     unknown = table_of("not testable here", ours=math.nan, low=math.nan, high=math.nan)
     assert plain(wording.sentence(unknown, "L9", "Recovery")) == "Recovery cannot be tested here."
@@ -139,7 +139,7 @@ def test_only_what_is_open_says_what_would_settle_it():
 def test_an_outcome_is_the_verb_of_one_reading():
     both = table_of("reproduced", "partly")
     assert plain(wording.outcome(both, "L9", "as_described")) == "comes out in part"
-    assert plain(wording.outcome(both, "L9", "as_run", plural=True)) == "come out"
+    assert plain(wording.outcome(both, "L9", "as_run")) == "comes out"
     assert plain(wording.outcome(both, "L1")) == "was not run"
 
 

@@ -17,21 +17,17 @@ from kvrepro.experiment.run import Answers, Settings, run
 from kvrepro.item import Item
 from kvrepro.world import world
 
-CONTROLS = {
-    "first_word": "the answer's first word alone, which the full cache gives wherever tokens leave after the question",
-    "copy": "that word, and what follows it where the prompt has it first",
-    "refusal": "a refusal",
-    "no_passage": "what the model says to the question alone",
-}
 REFUSAL = world.pretty(world.REFUSAL)
 
 
 def of_items(
     chapter: str, items: Sequence[Item], loaded: Loaded, settings: Settings, max_new_tokens: int
 ) -> pd.DataFrame:
-    """A row for each item and each of `CONTROLS`: item, task, control, prediction, answer, and the measures' columns.
+    """A row for each item and control: item, task, control, prediction, answer, and the measures' columns.
 
-    The model's answers are generated, and stored beside the chapter's rows as `controls`; the others are computed.
+    Controls: `first_word`, the answer's first word alone, which the full cache gives wherever tokens leave after the
+    question; `copy`, that word, and what follows it where the prompt has it first; `refusal`; and `no_passage`, what
+    the model says to the question alone, which is stored beside the chapter's rows as `controls`.
     """
     alone = [data.without_passage(item) for item in items]
     answered = run(Answers(chapter, "controls", alone, [Condition()], max_new_tokens), loaded, settings)

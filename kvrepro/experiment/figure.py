@@ -326,15 +326,13 @@ def _legend(
         figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), columnspacing=1.2)
 
 
-def floors(
-    controls: pd.DataFrame, full: pd.DataFrame, column: str = "token_f1", by: Sequence[str] = ()
-) -> pd.DataFrame:
+def floors(controls: pd.DataFrame, full: pd.DataFrame, column: str = "token_f1") -> pd.DataFrame:
     """What `estimates` draws as its `reference`: the full cache's mean, and those of answers that no policy gives.
 
-    controls: of `controls.of_items`; full: rows of the full cache; by: further columns of both, `task` for instance.
+    controls: of `controls.of_items`; full: rows of the full cache.
     """
     each = [table.assign(control=name) for name, table in (("full", full), *controls.groupby("control", sort=False))]
-    found = stats.means(pd.concat(each).dropna(subset=column), ["control", *by], column)
+    found = stats.means(pd.concat(each).dropna(subset=column), "control", column)
     return found[found.value > 0].reset_index(drop=True)  # a line on the axis says nothing
 
 
@@ -369,12 +367,9 @@ def evidence(
     by, labels = [name for name in (row, fill, "policy") if name], dict(given.pop("labels", {}))
     names = {column: labels.pop("value", "token F1"), "evidence_coverage": "evidence held"}
     tables = [by_evidence(rows, by, one, parts).assign(measure=name) for one, name in names.items() if one in rows]
-    table = pd.concat(tables)
-    if table.empty:
-        return heat(table, "evidence_at", "policy")
     labels = {"evidence_at": "place of the evidence (0 to 1)", "value": "", "measure": ""} | labels
     given |= {"colour": "measure", "fill": fill, "panel": "policy", "row": row, "line": True, "labels": labels}
-    return estimates(table, "evidence_at", "value", **given)
+    return estimates(pd.concat(tables), "evidence_at", "value", **given)
 
 
 def nothing() -> Figure:

@@ -7,6 +7,8 @@ from kvrepro.experiment import controls, data, measure, models
 from kvrepro.experiment.run import Settings
 from kvrepro.item import Item, Span
 
+CONTROLS = ["first_word", "copy", "refusal", "no_passage"]
+
 
 @pytest.fixture(scope="module")
 def tiny():
@@ -46,7 +48,7 @@ def test_every_control_is_a_row_with_its_scores_and_is_stored(tiny, tmp_path):
     items = data.load_items("tinyworld:several,story", 4, seed=3, tokens=300)
     settings = Settings(tmp_path, progress=False)
     found = controls.of_items("mine", items, tiny, settings, max_new_tokens=24)
-    assert found.groupby("item").control.agg(list).tolist() == [list(controls.CONTROLS)] * 4
+    assert found.groupby("item").control.agg(list).tolist() == [CONTROLS] * 4
     for row in found.itertuples():
         assert row.token_f1 == measure.token_f1(row.prediction, row.answer)
     first = found[found.control == "first_word"]
@@ -70,7 +72,7 @@ def test_a_first_word_is_worth_little_where_answers_are_long(tiny):
 def test_what_fails_is_left_out_and_a_dry_run_knows_what_needs_no_model(tiny, tmp_path, monkeypatch):
     items = data.load_items("tinyworld:needle", 12, seed=3, tokens=300)
     dry = controls.of_items("mine", items, tiny, Settings(tmp_path, progress=False, dry_run=True), 8)
-    assert set(dry.control) == {*controls.CONTROLS} - {"no_passage"}
+    assert set(dry.control) == {*CONTROLS} - {"no_passage"}
     answered = controls.run
 
     def one_fails(*study):

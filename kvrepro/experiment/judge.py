@@ -82,7 +82,7 @@ class Unpaired:
 
     a: pd.Series
     b: pd.Series
-    bounds: tuple[float, float] | None = (-1.0, 1.0)
+    bounds: tuple[float, float] = (-1.0, 1.0)
     each: float = 1
 
     def estimate(self, level: float = 0.95) -> Estimate:

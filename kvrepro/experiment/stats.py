@@ -326,32 +326,25 @@ def _ratio(
 
 
 def unpaired(
-    a: Sequence[float], b: Sequence[float], *, bounds: tuple[float, float] | None = None, each: float = 1,
-    level: float = 0.95,
-) -> Estimate:  # fmt: skip
-    """Mean of a minus mean of b, of different items: the limits of both joined; n is the smaller sample's.
-
-    bounds: of every value; without bounds Welch's interval.
-    """
+    a: Sequence[float], b: Sequence[float], *, bounds: tuple[float, float], each: float = 1, level: float = 0.95
+) -> Estimate:
+    """Mean of a minus mean of b, of different items: the limits of both joined; n is the smaller sample's. bounds: of
+    every value."""
     sides = [_vector(side) for side in (a, b)]
     sides = [side[~np.isnan(side)] for side in sides]
     n = min(map(len, sides))
     value = float(sides[0].mean() - sides[1].mean()) if n else math.nan
-    if n < MIN_ITEMS or (bounds is None and not any(map(np.ptp, sides))):
+    if n < MIN_ITEMS:
         return Estimate(value, math.nan, math.nan, n, level=level)
-    if bounds is None:
-        known = scipy_stats.ttest_ind(*sides, equal_var=False).confidence_interval(level)
-        below, above = value - float(known.low), float(known.high) - value
-    else:
-        ends = np.array(bounds, float)
-        (less_a, more_a), (less_b, more_b) = (_reach(side, ends, each, level) for side in sides)
-        below, above = math.hypot(less_a, more_b), math.hypot(more_a, less_b)
+    ends = np.array(bounds, float)
+    (less_a, more_a), (less_b, more_b) = (_reach(side, ends, each, level) for side in sides)
+    below, above = math.hypot(less_a, more_b), math.hypot(more_a, less_b)
     return Estimate(value, value - below, value + above, n, level=level, error=_error(below, above, level))
 
 
 def resampled(
     frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], clusters: Sequence[Any] | None = None, *,
-    limits: tuple[float, float] = ANY, level: float = 0.95, seed: int = 42,
+    limits: tuple[float, float] = ANY, level: float = 0.95,
 ) -> Estimate:  # fmt: skip
     """Any statistic(values [rows, columns]) with its interval: the standard error is the spread over resamples.
 
@@ -367,7 +360,7 @@ def resampled(
     if n < MIN_ITEMS or not math.isfinite(value):
         return Estimate(value, math.nan, math.nan, n, level=level)
     rows = [np.flatnonzero(codes == i) for i in range(n)]
-    picks = np.random.default_rng(seed).integers(0, n, (DRAWS, n))
+    picks = np.random.default_rng(42).integers(0, n, (DRAWS, n))
     drawn = np.array([statistic(values[np.concatenate([rows[i] for i in pick])]) for pick in picks])
     return spread_of(value, drawn, n, level, limits)
 

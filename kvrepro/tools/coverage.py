@@ -19,9 +19,8 @@ from scipy import stats as scipy_stats
 
 from kvrepro.experiment import stats
 from kvrepro.experiment.stats import UNIT
-from kvrepro.paths import DATA
+from kvrepro.paths import DATA, write_table
 from kvrepro.tools import command
-from kvrepro.tools.rows import write_table
 
 SIZES = (6, 8, 12, 20, 48, 100, 200)
 PARTIAL = np.array([0.2, 0.29, 0.33, 0.4, 0.5, 0.57, 0.67, 0.8])  # token F1 of answers that are partly right
@@ -152,9 +151,9 @@ RULES: dict[str, Callable[[str, pd.DataFrame], Ends]] = {
 # ---- simulation
 
 
-def truth(quantity: str, draw: Draw, seed: int = 0) -> float:
+def truth(quantity: str, draw: Draw) -> float:
     """The population's own value, from many items."""
-    f = draw(np.random.default_rng(seed), 200_000)
+    f = draw(np.random.default_rng(0), 200_000)
     if quantity in RESAMPLED:
         return RESAMPLED[quantity](_values(f).to_numpy())
     return float(f.a.mean() / f.full.mean()) if quantity == "share_of_ceiling" else float(_differences(f).mean())
@@ -166,9 +165,9 @@ def cells(quantities: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str
             yield quantity, name, n
 
 
-def cover(quantity: str, name: str, n: int, rules: Sequence[str], repeats: int, seed: int = 0) -> pd.DataFrame:
+def cover(quantity: str, name: str, n: int, rules: Sequence[str], repeats: int) -> pd.DataFrame:
     """Of one cell: the share of repeats whose interval covers the truth, and its mean width; a row per rule."""
-    draw, rng = POPULATIONS[quantity][name], np.random.default_rng([seed, n])
+    draw, rng = POPULATIONS[quantity][name], np.random.default_rng([0, n])
     value = truth(quantity, draw)
     samples = [draw(rng, n) for _ in range(repeats)]
     rows = []

@@ -289,13 +289,11 @@ class Sides(Source):
 
     @property
     def reach(self) -> tuple[float, float]:
-        low, high = self.what.bounds or (-math.inf, math.inf)
+        low, high = self.what.bounds
         return low - high, high - low
 
     def drawn(self, target: float, rng: np.random.Generator, picks: Picks) -> Unpaired:
         drawn = [side[rng.integers(0, len(side), self.many(len(side)))] for side in self.parts]
-        if self.what.bounds is None:
-            return replace(self.what, a=drawn[0] + target - self.seen, b=drawn[1])
         gap, (low, high) = target - self.seen, self.what.bounds
         for i, up in ((0, gap > 0), (1, gap < 0)):
             end = high if up else low

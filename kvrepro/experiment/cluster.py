@@ -106,7 +106,7 @@ def _begun(ray: Any, given: dict[str, Any]) -> Exception | None:
 def _reach(address: str) -> None:
     """Raise InputError unless somebody listens there; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdigit():
+    if not host or "/" in host or not port.isdecimal():
         way_out = "give host:port of its head, such as 10.0.0.1:6379, from a machine of the cluster"
         raise InputError(f"Ray's address {address!r}: {way_out}")
     try:

@@ -118,12 +118,12 @@ def main(
     """Measure, print, and write the table."""
     ensure(("", *trial.SHAPES), shape=shape)
     models.device_of(device)
-    counts = [int(text) if text.isdigit() else 0 for text in workers.split(",")]
+    counts = [int(text) if text.isdecimal() else 0 for text in workers.split(",")]
     if counts[0] != 1 or min(counts) < 1:
         raise InputError(f"workers {workers!r}: whole numbers with commas, the first one 1, such as 1,2,4")
     kinds = engines.split(",")
-    ensure(("local", "ray"), engines=kinds[0])
-    ensure(("local", "ray"), engines=kinds[-1])
+    for kind in kinds:
+        ensure(("local", "ray"), engines=kind)
     with tempfile.TemporaryDirectory() as folder:
         model = models.DEFAULT
         if shape:

@@ -285,6 +285,7 @@ def test_a_node_that_cannot_do_the_same_says_so(loaded, monkeypatch, tmp_path, w
     ("address", "said"),
     [
         ("nowhere", "give host:port of its head"),
+        ("10.0.0.1:6379²", "give host:port of its head"),  # a digit, and no number
         ("ray://head:10001", "give host:port of its head"),
         ("127.0.0.1:99999", "nobody answers"),
         (None, "nobody answers at Ray's address 127.0.0.1"),

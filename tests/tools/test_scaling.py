@@ -24,14 +24,14 @@ def test_efficiency_is_the_time_of_one_over_that_of_all_together(monkeypatch):
     assert found.equal.tolist() == found.same_text.tolist() == [1, 1, 0.75]
 
 
-@pytest.mark.parametrize("workers", ["2,4", "1,x", "", "1,0"])
+@pytest.mark.parametrize("workers", ["2,4", "1,x", "", "1,0", "1,²"])
 def test_the_first_number_of_workers_is_one(workers):
     with pytest.raises(InputError, match="the first one 1"):
         scaling.main(workers=workers)
 
 
 @pytest.mark.parametrize(
-    "given", [["--shape", "huge"], ["--device", "tpu"], ["--engines", "local,slurm"], ["--cell", "3"]]
+    "given", [["--shape", "huge"], ["--device", "tpu"], ["--engines", "local,slurm,ray"], ["--cell", "3"]]
 )
 def test_unknown_words_are_refused(given, capsys):
     with pytest.raises(SystemExit, match="2"):

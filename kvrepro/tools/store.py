@@ -234,7 +234,7 @@ def gc(folder: Folder = USUAL, yes: Annotated[bool, typer.Option("--yes", help="
 
 def said(table: Path, whatever: Sequence[str] = ()) -> pd.DataFrame:
     """The latest rows of a table by what was asked, those columns alone that two runs share. whatever: columns that do
-    not tell two rows apart, such as the device."""
+    not tell two rows apart, such as the device; of rows that differ in these alone the last one is taken."""
     found = steadily(table, lambda files: rows_of(files, index(files), [*SAID, "asked"]))
     if whatever:
         for name in whatever:
@@ -243,7 +243,7 @@ def said(table: Path, whatever: Sequence[str] = ()) -> pd.DataFrame:
         found = with_asked(found.drop_columns("asked"))
     rows = found.to_pandas().set_index("asked")
     rows["kept"] = rows.kept.map(lambda kept: None if kept is None else tuple(kept))
-    return rows
+    return rows[~rows.index.duplicated(keep="last")]
 
 
 def differing(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:

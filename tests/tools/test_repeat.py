@@ -33,6 +33,13 @@ def test_rows_of_another_device_are_the_same_rows_and_what_differs_is_counted(tm
     assert same[["text", "kept", "score", "changed"]].to_numpy().sum() == 0
 
 
+def test_of_a_folder_that_two_devices_answered_each_row_counts_once(tmp_path):
+    both = stored(tmp_path / "a", 0)
+    with Store(both, "leakage", "answers") as table:
+        table.add([ROW | {"item": f"{i}", "key": f"cuda {i}", "name": "answers", "device": "cuda"} for i in range(3)])
+    assert repeat.shares("device", both, both, ["leakage"]).rows.tolist() == [3, 3]
+
+
 def test_a_chapter_that_one_folder_lacks_or_holds_other_rows_of_is_left_out(tmp_path):
     one = stored(tmp_path / "a", 0)
     others = [tmp_path / "empty", stored(tmp_path / "b", 1, *[{"item": f"other {i}"} for i in range(3)])]

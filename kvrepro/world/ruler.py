@@ -104,24 +104,19 @@ def niah(
     )
 
 
-def variables(rng: random.Random, n: int, given: Given, chains: int = 1, hops: int = 4, letters: int = 5) -> Draft:
-    """Each chain gives a number to a variable, then each variable's value to the next one, among n lines of noise, at
-    least hops + 1. All variables of the first chain are asked for."""
-    names = _distinct(rng, partial(_letters, string.ascii_uppercase, letters), chains * (hops + 1))
-    numbers = _distinct(rng, lambda r: str(r.randint(10000, 99999)), chains)
-    told: list[tuple[int, Piece]] = []
-    for i, number in enumerate(numbers):
-        own = names[i * (hops + 1) : (i + 1) * (hops + 1)]
-        lines = [f"Let {name} be {before}." for name, before in zip(own, [number, *own], strict=False)]
-        told += zip(sorted(rng.sample(range(n), hops + 1)), [(line, i == 0) for line in lines], strict=True)
-    told.sort(key=lambda place: place[0])
+def variables(rng: random.Random, n: int, given: Given, letters: int = 5) -> Draft:
+    """A number is given to a variable, then each variable's value to the next one, five in all, among n lines of
+    noise, at least as many. All of them are asked for."""
+    names = _distinct(rng, partial(_letters, string.ascii_uppercase, letters), 5)
+    number = str(rng.randint(10000, 99999))
+    told = [(f"Let {name} be {before}.", True) for name, before in zip(names, [number, *names], strict=False)]
     return Draft(
         "The text below gives values to variables. A variable may take its value from another one: follow the chain.",
-        _inserted([NOISE] * n, [piece for _, piece in told], [place for place, _ in told]),
+        _inserted([NOISE] * n, told, sorted(rng.sample(range(n), 5))),
         "\n",
-        f"Question: Which {hops + 1} variables have the value {numbers[0]}, at first hand or through others? Reply "
-        "with their names and nothing else.",
-        names[: hops + 1],
+        f"Question: Which 5 variables have the value {number}, at first hand or through others? Reply with their names "
+        "and nothing else.",
+        names,
     )
 
 

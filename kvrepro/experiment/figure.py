@@ -178,7 +178,7 @@ def estimates(
     shown = looks(who for who, _ in series) if colour else {None: Look("", "#0072B2", "o")}
     upright, along = y == "value", x if y == "value" else y
     rows = len({filled for _, filled in series}) if colour == along else len(series)  # side by side at one place
-    with plt.rc_context(STYLE | {"figure.constrained_layout.use": False}):  # seaborn's facets begin with another layout
+    with style():
         columns = table[panel].nunique() if panel else 1
         columns = columns if wrap is None else min(wrap, columns)
         few = columns <= MANY

@@ -38,7 +38,7 @@ import pandas as pd
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import stats
-from kvrepro.experiment.claims import COLUMNS, paper_text
+from kvrepro.experiment.claims import COLUMNS, NOT_TESTABLE, paper_text
 from kvrepro.experiment.stats import ANY, MIN_ITEMS, UNIT, Estimate
 
 MIN_CEILING = 0.10  # lower bound of the full cache's score below which a claim about quality says nothing
@@ -351,7 +351,7 @@ def verdict(states: Sequence[str], refuted: bool = True, exact: bool = False) ->
     """Verdict of a claim from its members' states. refuted: whether a failing one fails for all members together."""
     holds, fails = states.count("holds"), states.count("fails")
     if not states:
-        return "not testable here"
+        return NOT_TESTABLE
     if holds == len(states):
         return "reproduced"
     if fails > len(states) / 2 or (fails and (exact or (refuted and not holds))):
@@ -404,7 +404,7 @@ def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str
             raise NotTestable(f"{most} {kind}{'s' * (most != 1)}: an interval needs at least {MIN_ITEMS}")
     except NotTestable as reason:
         none = {"test": "none", "members": "", "decided_by": ""}
-        return row | none | {"verdict": "not testable here", "note": str(reason)}, {}
+        return row | none | {"verdict": NOT_TESTABLE, "note": str(reason)}, {}
     worst = max(judged, key=lambda j: (STATES.index(j.state), j.against))
     scale, states = 100.0 if unit == "%" else 1.0, [j.state for j in judged]
     counts = [f"{states.count(one)} {one}" for one in STATES if one in states]

@@ -38,8 +38,7 @@ def check_parameters(cells: Sequence[str] | None = None, **choices: Sequence[str
     """
     check_values(sys._getframe(1).f_globals, **choices)
     if cells is None:
-        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-        cells = shell.user_ns.get("In", []) if shell is not None else []
+        cells = cells_of_notebook()
     known: set[str] = set()
     for source in cells:
         names = _set(source)
@@ -49,6 +48,12 @@ def check_parameters(cells: Sequence[str] | None = None, **choices: Sequence[str
                 raise InputError(f"this notebook has no parameter {name!r}{meant(name, known)}: {way_out}")
             _refuse_lists_as_text(source)
         known |= names
+
+
+def cells_of_notebook() -> list[str]:
+    """Source of the cells that were run in this process; none outside of a notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return list(shell.user_ns.get("In", [])) if shell is not None else []
 
 
 def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:

@@ -37,9 +37,7 @@ def item_tables(
             raise TypeError(f"{compute} gave {type(found).__name__}, not a table or tables by name")
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except (
-        BaseException
-    ) as error:  # costs this item; a SystemExit would end the run with an exit code that tells nobody
+    except BaseException as error:  # a SystemExit, too, would end the run with an exit code that tells nobody
         return told(error)
     return tables
 

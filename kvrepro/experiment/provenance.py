@@ -17,7 +17,7 @@ import yaml
 from IPython.display import Markdown
 
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.parameters import INJECTED
+from kvrepro.experiment.parameters import INJECTED, cells_of_notebook
 from kvrepro.experiment.progress import clock
 from kvrepro.experiment.run import USUAL, Settings
 from kvrepro.paths import INSTALLED, ROOT
@@ -90,9 +90,7 @@ def versions() -> list[str]:
 
 def injected() -> dict[str, Any]:
     """What papermill was given for this notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    cells = shell.user_ns.get("In", []) if shell is not None else []
-    lines = [line for cell in cells if cell.startswith(INJECTED) for line in ast.parse(cell).body]
+    lines = [line for cell in cells_of_notebook() if cell.startswith(INJECTED) for line in ast.parse(cell).body]
     given = [line for line in lines if isinstance(line, ast.Assign)]
     return {ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in given}
 

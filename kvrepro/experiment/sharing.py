@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import psutil
 
 from kvrepro.errors import InputError
 
@@ -86,16 +87,6 @@ def leftovers(folder: Path) -> list[Path]:
     found = []
     for path in folder.glob("*.tmp"):
         made = UNFINISHED.fullmatch(path.name)
-        if made and made[1] == HOST and not _alive(int(made[2])):
+        if made and made[1] == HOST and not psutil.pid_exists(int(made[2])):
             found.append(path)
     return found
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

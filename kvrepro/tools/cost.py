@@ -44,7 +44,7 @@ def hours(measured: pd.DataFrame, chapter: str, profile: str) -> float:
 def table(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
     """Columns model, GPU, chapter, items measured, sizes (numbers of items), quick and full (hours), GiB, how, of every
     chapter measured without an error."""
-    frame = pd.read_csv(path).assign(note=lambda rows: rows.get("note", "-"))
+    frame = pd.read_csv(path)
     done = frame[frame.error.isna() & (frame.failed == 0) & (frame.device != "CPU")]
     rows = [
         {"model's shape": shape, "GPU": device.removeprefix("NVIDIA ").removesuffix(" HBM3"), "chapter": chapter,
@@ -69,7 +69,7 @@ def overview(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
 
 def failures(path: Path = GPU / "chapters.csv") -> str:
     """A line for every measurement that failed, of chapters that were not measured on that GPU without an error."""
-    frame = pd.read_csv(path).assign(note=lambda rows: rows.get("note", "-"))
+    frame = pd.read_csv(path)
     place = ["shape", "device", "chapter"]
     wrong = frame.error.notna() | (frame.failed > 0)
     done = frame[~wrong].set_index(place).index

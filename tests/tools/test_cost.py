@@ -27,6 +27,7 @@ def test_a_chapter_that_failed_has_no_cost(tmp_path):
         "in_studies": 4,
         "peak_gib": 3.5,
         "date": "d",
+        "note": "alone",
     }
     rows = [row | {"failed": 0, "error": None}, row | {"shape": "b", "failed": 1, "error": None},
             row | {"shape": "c", "failed": 0, "error": "not done"}]  # fmt: skip
@@ -38,7 +39,7 @@ def test_a_chapter_that_failed_has_no_cost(tmp_path):
 
 def test_an_upper_bound_is_marked_and_a_line_through_two_sizes_is_not(tmp_path):
     one = {"shape": "a", "device": "H", "n_items": 1, "seconds": 3700.0, "in_studies": 3600.0, "peak_gib": 3.5,
-           "failed": 0, "error": None}  # fmt: skip
+           "failed": 0, "error": None, "note": "alone"}  # fmt: skip
     rows = [one | {"chapter": "leakage"}, one | {"chapter": "protection"},
             one | {"chapter": "protection", "n_items": 2, "seconds": 3710.0, "peak_gib": 9.6}]  # fmt: skip
     pd.DataFrame(rows).to_csv(path := tmp_path / "chapters.csv", index=False)

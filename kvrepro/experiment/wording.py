@@ -162,8 +162,8 @@ def spoken(row: Any) -> str:
     there is none."""
     if pd.isna(row.ours):
         return ""
-    whole = row.unit == "%" or max(abs(row.ours), abs(row.low), abs(row.high)) >= 100
-
+    size = max((abs(x) for x in (row.ours, row.low, row.high) if np.isfinite(x)), default=np.inf)
+    whole = row.unit == "%" or size >= 100
     fixed = row.unit in PLAIN or (row.unit == "x" and abs(row.ours) < 10)  # near 1 the second decimal counts
 
     def number(x: float) -> str:

@@ -160,7 +160,8 @@ def test_emphasis_leaves_a_table_and_stars_stay():
         ((1.005, 0.987, 1.026), "x", "1.00 times [0.99, 1.03]"),
         ((24.4, 24.27, 24.54), "x", "24 times [24, 25]"),
         ((-0.001, -0.09, 0.09), "F1", "0.00 F1 [-0.09, 0.09]"),
-        ((0.0, -math.inf, math.inf), "x", "0 times"),
+        ((0.0, -math.inf, math.inf), "x", "0.00 times"),
+        ((1.43, -math.inf, math.inf), "x", "1.43 times"),  # without bounds: no reason to round it to a whole number
         ((-0.15, -0.2, -0.1), "share", "-0.15 of the importance [-0.20, -0.10]"),
         ((-0.2, -7.1, 6.9), "%", "0% [-7, 7]"),
         ((112.2, -4.0, 228.4), "x the median", "112 times the median [-4, 228]"),

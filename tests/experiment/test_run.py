@@ -596,7 +596,9 @@ def test_a_table_that_is_none_is_said(loaded, tmp_path):
         run.run(study, loaded, Settings(results=tmp_path))
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0, "0 s"), (599, "599 s"), (720, "12 min"), (12000, "3 h 20 min")])
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0, "0 s"), (599, "599 s"), (720, "12 min"), (7190, "2 h 0 min"), (12000, "3 h 20 min")]
+)
 def test_a_clock_says_what_one_needs(seconds, said):
     assert progress.clock(seconds) == said
 

@@ -26,7 +26,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, ensure_known
 from kvrepro.experiment import data, models
 from kvrepro.paths import write_table
 from kvrepro.tools import command
@@ -228,10 +228,10 @@ def main(
     date: Annotated[str, typer.Option(help="written into the table")] = "",
 ) -> None:
     """Compare kept sets with kvpress, head by head."""
+    named = [name.strip() for name in policies.split(",") if name.strip()]
+    ensure_known("policy with a press", named, dict.fromkeys(pair.policy for pair in PAIRS))
     library = kvpress()
-    chosen = [p for p in PAIRS if not policies or p.policy in policies.split(",")]
-    if missing := sorted({p.policy for p in chosen} - set(CATALOGUE)):
-        raise InputError(f"{missing[0]} is not in the catalogue: name others with --policies")
+    chosen = [pair for pair in PAIRS if not named or pair.policy in named]
     loaded = models.load()
     randoms, texts = prompts(loaded, max(1, n // 2))
     tables = [

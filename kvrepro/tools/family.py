@@ -100,7 +100,8 @@ def run(
     """Run chapters for models and seeds, one after another; a line for each. What fails leaves the others; the exit
     status is 1 then."""
     names, failed = known(chapters, CHAPTERS, "chapter"), False
-    for seed, model in itertools.product(seeds.split(","), known(models_, list(models.embedded()), "model")):
+    wanted = [seed.strip() for seed in seeds.split(",")]
+    for seed, model in itertools.product(wanted, known(models_, list(models.embedded()), "model")):
         of = book.parse_parameters([*parameter, NO_PROGRESS, f"model={model}", f"seed={seed}"], names)
         for chapter in names:
             start, folder = time.perf_counter(), results.resolve() / f"{model}-{seed}"

@@ -72,6 +72,14 @@ def test_the_full_profile_is_stored_and_a_quick_run_is_not(root, monkeypatch):
     ]
 
 
+def test_blanks_between_seeds_are_no_part_of_a_runs_folder(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(family, "run_chapter", lambda chapter, folder, given: ran.append(folder.name))
+    given = ["--models", "small-gqa", "--chapters", "fragility", "--seeds", "0, 1"]
+    assert CliRunner().invoke(family.app, ["run", "--results", str(tmp_path), *given]).exit_code == 0
+    assert ran == ["small-gqa-0", "small-gqa-1"]
+
+
 def test_names_that_do_not_exist_are_refused_before_anything_runs(tmp_path):
     for option, value in (("--models", "small-mga"), ("--chapters", "protecton")):
         found = CliRunner().invoke(family.app, ["run", "--results", str(tmp_path / "x"), option, value])

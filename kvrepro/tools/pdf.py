@@ -64,7 +64,8 @@ def printed(page: Path, to: Path, program: str) -> None:
     with replaced(to) as aside:
         done = subprocess.run([*command, f"--print-to-pdf={aside}", page.as_uri()], capture_output=True, text=True)
         if done.returncode or not aside.is_file() or not aside.stat().st_size:
-            raise Failed(f"{program} printed nothing: {done.stderr.strip().splitlines()[-1:]}")
+            [*_, last] = ["no reason given", *done.stderr.strip().splitlines()]
+            raise Failed(f"{program} printed nothing: {last}")
 
 
 def main(out: Path = ROOT / "_build" / "kvrepro.pdf") -> None:

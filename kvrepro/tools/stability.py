@@ -54,7 +54,8 @@ def row_of(found: pd.DataFrame) -> dict[str, object]:
 
 
 def table(varied: str, folders: Sequence[Path]) -> pd.DataFrame:
-    """A row per chapter that all folders hold. Raises InputError for fewer than two folders, or none in common."""
+    """A row per chapter of which all folders hold verdicts of a claim in the same reading. Raises InputError for fewer
+    than two folders, or nothing in common."""
     if len(folders) < 2:
         raise InputError(f"{len(folders)} results folder: give two or more to compare")
     held = [{file.parent.name for file in folder.glob("*/claims.csv")} for folder in folders]
@@ -63,7 +64,10 @@ def table(varied: str, folders: Sequence[Path]) -> pd.DataFrame:
     rows = []
     for chapter in shared:
         found = compared([claims.read(folder / chapter / "claims.csv") for folder in folders])
-        rows.append({"varied": varied, "chapter": chapter} | row_of(found))
+        if len(found):
+            rows.append({"varied": varied, "chapter": chapter} | row_of(found))
+    if not rows:
+        raise InputError(f"no verdict of {', '.join(shared)} is of the same claim and reading in all folders")
     return pd.DataFrame(rows, columns=COLUMNS)
 
 

@@ -56,6 +56,6 @@ def test_without_a_browser_one_line_says_what_to_install(monkeypatch):
 
 
 def test_a_browser_that_prints_nothing_is_an_error(page, tmp_path):
-    with pytest.raises(pdf.Failed, match="printed nothing"):
+    with pytest.raises(pdf.Failed, match="printed nothing: no reason given"):
         pdf.printed(page, tmp_path / "book.pdf", "true")
     assert not (tmp_path / "book.pdf").exists()

@@ -52,6 +52,10 @@ def test_what_cannot_be_compared_is_said(tmp_path):
         stability.table("seed", [one])
     with pytest.raises(InputError, match="no chapter has verdicts in all"):
         stability.table("seed", [one, other])
+    read = stored(tmp_path / "read", 1) / "c" / "claims.csv"
+    read.write_text(read.read_text().replace("as_run", "as_described"))
+    with pytest.raises(InputError, match="no verdict of c is of the same claim and reading"):
+        stability.table("reading", [one, tmp_path / "read"])
 
 
 def test_the_shipped_table_adds_up():

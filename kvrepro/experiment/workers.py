@@ -55,8 +55,7 @@ def default_workers(loaded: Loaded | None) -> int:
     if loaded is None:
         return cores
     weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-    return max(1, min(cores, int(free // (2 * weights))))
+    return max(1, min(cores, int(psutil.virtual_memory().free // (2 * weights))))
 
 
 def possible(loaded: Loaded | None) -> bool:

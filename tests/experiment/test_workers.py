@@ -8,6 +8,7 @@ import sys
 import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 
 import checkpoint
 import pandas as pd
@@ -240,6 +241,15 @@ def test_a_condition_that_fails_on_an_item_costs_that_row(tmp_path, scorer):
 def _names(answer):
     """What processes of a process that is a child itself are called."""
     answer.put([multiprocessing.get_context("spawn").Process().name for _ in range(2)])
+
+
+def test_as_many_workers_start_as_memory_holds_models(loaded, monkeypatch):
+    weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+    monkeypatch.setattr(pool.joblib, "cpu_count", lambda: 8)
+    for models_held, count in ((0, 1), (6.5, 3), (100, 8)):
+        memory = SimpleNamespace(free=models_held * weights)
+        monkeypatch.setattr(pool.psutil, "virtual_memory", lambda memory=memory: memory)
+        assert pool.default_workers(loaded) == count
 
 
 def test_workers_are_numbered_whoever_started_them():

@@ -27,7 +27,7 @@ import torch
 import typer
 import yaml
 
-from kvrepro.engine.allowed import ensure, ensure_all, ensure_once_each
+from kvrepro.engine.allowed import ensure_fields, ensure_once_each
 from kvrepro.errors import InputError, ensure_known, told
 from kvrepro.experiment import cluster, models, progress
 from kvrepro.experiment.parameters import Yaml
@@ -49,8 +49,7 @@ class Sweep:
     parameters: dict[str, Any] = field(default_factory=dict)  # name or chapter.name: value
 
     def __post_init__(self) -> None:
-        ensure_all(list[str], models=self.models, chapters=self.chapters)
-        ensure(("quick", "full"), profile=self.profile)
+        ensure_fields(self, Sweep)
         if not isinstance(self.parameters, dict) or not all(isinstance(name, str) for name in self.parameters):
             raise InputError(f"parameters {self.parameters!r}: give names with values, such as n_items: 8")
         ensure_once_each(models=self.models, chapters=self.chapters)

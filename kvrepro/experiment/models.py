@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import psutil
+
 from kvrepro.chat import rendered
 from kvrepro.engine.allowed import Number, ensure
 from kvrepro.errors import LONGEST, InputError, first_line
@@ -74,6 +76,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     """
     ensure(get_args(Dtype), dtype=dtype)
     where = device_of(device)
+    kind = "float32" if (dtype, where) == ("auto", "cpu") else dtype
     name, path = resolve(model)
 
     from transformers import AutoModelForCausalLM
@@ -87,7 +90,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
         if path not in embedded().values():
             _check_talk(tokenizer)
         network, loading = AutoModelForCausalLM.from_pretrained(
-            path, device_map=where if where == "balanced" else None, dtype=_type(dtype, where), local_files_only=True,
+            path, device_map=where if where == "balanced" else None, dtype=kind, local_files_only=True,
             trust_remote_code=False, use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
     except BaseException as error:  # of kinds of their own; a panic in Rust is no Exception
@@ -136,9 +139,8 @@ def _talk(tokenizer: Any) -> int:
 
     from jinja2 import TemplateError
 
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (held + TALK_BYTES,) * 2)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + TALK_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (TALK_SECONDS, TALK_SECONDS))
     ended = 1
     for roles, often in itertools.product((TALK[1:2], TALK[1:], TALK), (1, 400)):
@@ -171,15 +173,6 @@ def _tokenizer(folder: Path) -> Any:
     plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
     kind = PreTrainedTokenizerFast if plain else AutoTokenizer
     return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def _type(dtype: str, where: str) -> Any:
-    """What transformers is told of a type: "auto" is the checkpoint's own."""
-    import torch
-
-    if dtype == "auto":
-        return torch.float32 if where == "cpu" else dtype
-    return getattr(torch, dtype)
 
 
 def _check_family(name: str, folder: Path) -> None:

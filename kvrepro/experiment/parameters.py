@@ -29,18 +29,15 @@ KINDS: dict[str, Any] = {  # what a parameter may be, by its name, which means t
 }  # fmt: skip
 
 
-def check_parameters(cells: Sequence[str] | None = None, **choices: Sequence[str]) -> None:
+def check_parameters(**choices: Sequence[str]) -> None:
     """Raise InputError for a name that papermill was given and no cell before its own sets, which papermill only logs,
     for a list that it was given as text, and for values that `check_values` refuses.
 
-    cells: source of the cells that were run; None: of this notebook. choices: what a parameter of this notebook alone
-    may be, by its name.
+    choices: what a parameter of this notebook alone may be, by its name.
     """
     check_values(sys._getframe(1).f_globals, **choices)
-    if cells is None:
-        cells = cells_of_notebook()
     known: set[str] = set()
-    for source in cells:
+    for source in cells_of_notebook():
         names = _set(source)
         if source.startswith(INJECTED):
             for name in sorted(names - known):

@@ -3,29 +3,41 @@ import re
 import pytest
 
 from kvrepro.errors import InputError
+from kvrepro.experiment import parameters
 from kvrepro.experiment.parameters import check_parameters, check_values, read
 
 CELLS = ["import x", "n_items = None  # all\nseed = 0", "# Parameters\nn_items = 8\n", "%magic", "check_parameters()"]
 
 
-def test_what_the_notebook_has_passes():
-    check_parameters(CELLS)
-    check_parameters(CELLS[:2])
+@pytest.fixture
+def check(monkeypatch):
+    """`check_parameters` of a notebook whose cells are given."""
+
+    def of(cells):
+        monkeypatch.setattr(parameters, "cells_of_notebook", lambda: cells)
+        check_parameters()
+
+    return of
+
+
+def test_what_the_notebook_has_passes(check):
     check_parameters()  # no notebook
+    check(CELLS)
+    check(CELLS[:2])
 
 
-def test_a_misspelt_parameter_is_refused_with_what_was_meant():
+def test_a_misspelt_parameter_is_refused_with_what_was_meant(check):
     with pytest.raises(InputError, match="no parameter 'n_item', did you mean 'n_items'?"):
-        check_parameters([*CELLS[:2], "# Parameters\nn_item = 8\n"])
+        check([*CELLS[:2], "# Parameters\nn_item = 8\n"])
     with pytest.raises(InputError, match="no parameter 'colour': see"):
-        check_parameters([*CELLS[:2], "# Parameters\ncolour = 8\n"])
+        check([*CELLS[:2], "# Parameters\ncolour = 8\n"])
 
 
-def test_a_list_that_came_as_text_is_refused_with_the_way_to_give_it():
+def test_a_list_that_came_as_text_is_refused_with_the_way_to_give_it(check):
     said = """n_items is the text '[8, 9]': papermill passes text with -p, use -y "n_items: [8, 9]\""""
     with pytest.raises(InputError, match=re.escape(said)):
-        check_parameters([*CELLS[:2], "# Parameters\nseed = 3\nn_items = '[8, 9]'\n"])
-    check_parameters([*CELLS[:2], "# Parameters\nn_items = [8, 9]\nseed = 'a [b]'\n"])
+        check([*CELLS[:2], "# Parameters\nseed = 3\nn_items = '[8, 9]'\n"])
+    check([*CELLS[:2], "# Parameters\nn_items = [8, 9]\nseed = 'a [b]'\n"])
 
 
 @pytest.mark.parametrize("name", ["results", "quoted"])

@@ -1,7 +1,8 @@
 """What the runner asks of a study, once it is known which of its results are stored."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class Forecast:
         return f"{self.title}: {self.what}; at most {seconds}{by}, {self.stored / 1e6:.1f} MB of results{held}"
 
 
-class Plan(ABC):
+class Plan(AbstractContextManager["Plan"]):
     """One study with one model: what is missing, and where results go. A context manager, for the store it holds."""
 
     loaded: Loaded | None
@@ -73,9 +74,6 @@ class Plan(ABC):
     def remarks(self) -> list[str]:
         """What else a reader should know, in lines."""
         return []
-
-    def __enter__(self) -> "Plan":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         return None

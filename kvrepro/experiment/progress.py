@@ -58,7 +58,7 @@ def clock(seconds: float) -> str:
     return f"{hours} h {minutes} min"
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager["Progress"]):
     """Counts what is done of `total`; a context manager."""
 
     def __init__(self, title: str, total: int, unit: str, shown: bool = True):
@@ -104,9 +104,6 @@ class Progress:
                 aside.write_text(json.dumps(told))
         if self.handle is not None:
             self.handle.update({"text/plain": self.text}, raw=True)
-
-    def __enter__(self) -> "Progress":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self.bar is not None:

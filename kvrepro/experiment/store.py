@@ -69,7 +69,7 @@ def asked_of(rows: Collection[Mapping[str, Any]]) -> list[int]:
     return found
 
 
-class Store:
+class Store(contextlib.AbstractContextManager["Store"]):
     """One results table, open for adding rows; use as a context manager. Several processes may have it open."""
 
     def __init__(self, results: str | Path, chapter: str, name: str):
@@ -189,9 +189,6 @@ class Store:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
                 self.folder.parent.rmdir()
-
-    def __enter__(self) -> "Store":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -117,7 +117,6 @@ def main(
 ) -> None:
     """Measure, print, and write the table."""
     ensure(("", *trial.SHAPES), shape=shape)
-    models.device_of(device)
     counts = [int(text) if text.isdecimal() else 0 for text in workers.split(",")]
     if counts[0] != 1 or min(counts) < 1:
         raise InputError(f"workers {workers!r}: whole numbers with commas, the first one 1, such as 1,2,4")

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from statsmodels.stats.proportion import proportion_confint
 
-from kvrepro.errors import InputError
+from kvrepro.errors import ensure_known
 from kvrepro.experiment import models
 from kvrepro.paths import write_table
 from kvrepro.tools import command
@@ -69,8 +69,7 @@ def main(
 ) -> None:  # fmt: skip
     """Evaluate on the CPU in float32 and write `out`."""
     names = list(ALL) if tasks == "all" else tasks.split(",")
-    if unknown := [name for name in names if name not in ALL]:
-        raise InputError(f"unknown task {unknown[0]!r}: choose some of {', '.join(ALL)}")
+    ensure_known("task", names, ALL)
     loaded = models.load(model)
     result = {}
     for name in names:

@@ -22,6 +22,7 @@ import torch
 import typer
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from kvrepro.engine.allowed import ensure
 from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.catalogue import CATALOGUE
@@ -397,6 +398,10 @@ def main(
         (ROOT / "data/gpu/models.md").write_text(page(), encoding="utf-8")
         (ROOT / "data/gpu/first_token.md").write_text(first_page(), encoding="utf-8")
         return
+    for name in model:
+        ensure(tuple(SHAPES), model=name)
+    for one in part:
+        ensure(PARTS, part=one)
     if not torch.cuda.is_available():
         typer.echo("no CUDA device: these timings are of a GPU", err=True)
         raise typer.Exit(2)
@@ -406,18 +411,14 @@ def main(
     for name in model or SHAPES:
         network = build(name)
         for length, one in itertools.product(tokens, part):
-            if one == "prefill":
-                found = prefill(network, length, method or list(METHODS), repeats)
-            elif one == "decode":
-                found = decode(network, length, steps)
-            elif one == "captured":
-                found = captured(network, length, steps, repeats)
-            elif one == "first":
-                found = first(network, length, method, repeats)
-            elif one == "regimes":
-                found = regimes(network, length, batch[-1], steps)
-            else:
-                found = answer(network, length, steps, batch)
+            found = {  # generators: only the one that is asked for begins
+                "prefill": prefill(network, length, method or list(METHODS), repeats),
+                "first": first(network, length, method, repeats),
+                "decode": decode(network, length, steps),
+                "captured": captured(network, length, steps, repeats),
+                "answer": answer(network, length, steps, batch),
+                "regimes": regimes(network, length, batch[-1], steps),
+            }[one]
             table = pd.DataFrame(found).assign(model=name, **common)[list(COLUMNS)]
             table.to_csv(out, mode="a", header=not out.exists(), index=False)
         network = None  # before the next one is built

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from kvrepro.paths import ROOT
-from kvrepro.tools import speed
+from kvrepro.tools import command, speed
 
 
 @pytest.mark.parametrize(("file", "made"), [("models.md", speed.page), ("first_token.md", speed.first_page)])
@@ -20,3 +20,10 @@ def test_what_each_kind_of_policy_adds():
     assert [row["Qwen2.5-3B, 8,192 tokens"] for row in rows[:3]] == ["-1.0 to 5.0%", "50.0%", "10.0%"]
     share = 2 * 36 * 8192 * 2048**2 / speed.SUSTAINED / 2  # two operations a weight of each layer's projection
     assert rows[3]["Qwen2.5-3B, 8,192 tokens"] == f"{share:.1%}"
+
+
+@pytest.mark.parametrize("given", [["--part", "prefil"], ["--model", "Qwen2.5-4B"]])
+def test_an_unknown_part_or_model_is_refused_before_anything_is_measured(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.run(speed.main, "speed", given)
+    assert f"{given[0][2:]} {given[1]!r}: choose one of " in capsys.readouterr().err

@@ -123,7 +123,12 @@ def write(frame: pd.DataFrame, path: Path | str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = read(path) if path.is_file() else frame
     parts = {run: of_run(table, run) for table in (stored, frame) for run in runs(table)}  # the new ones in their place
-    kept = [part if i == 0 else part[part.model != STORED] for i, part in enumerate(parts.values())]
+    first, *others = [*parts.values()] or [frame]
+    if len(timed := frame[frame.model == STORED]):  # the newest timings, whichever model ran
+        order = list(dict.fromkeys([*first.claim, *timed.claim]))
+        first = pd.concat([part for part in (first[first.model != STORED], timed) if len(part)])
+        first = first.sort_values("claim", key=lambda names: names.map(order.index), kind="stable")
+    kept = [first, *(part[part.model != STORED] for part in others)]
     write_table(path, pd.concat([part for part in kept if len(part)] or [frame]), "%.6g")
     return path
 

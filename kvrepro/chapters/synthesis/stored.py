@@ -1,4 +1,4 @@
-"""The chapter's stored rows as its notebook sees them, for pages that load no model."""
+"""The runner's rows as the chapter sees them: beside their cells. Pages read them without a model."""
 
 import json
 from pathlib import Path
@@ -11,17 +11,26 @@ from kvrepro.chapters.synthesis.policies import NAMES
 from kvrepro.experiment import measure, store
 from kvrepro.paths import DATA
 
+SHOWN = """model item task prompt_tokens answer prediction token_f1 rest_f1 evidence_coverage bytes_full prefill_seconds
+decode_seconds""".split()
+CELLS = {f"{grid.FILE}:{name}": pair for pair, name in NAMES.items()}  # policy of a cell -> its scorer and split
+
 
 def rows(results: Path = DATA / "results") -> pd.DataFrame:
-    """Rows of every model: `model`, `item`, `task`, the factors of `grid.FACTORS`, `kept`, `kind`, `method`, `score`,
-    and what `study.kept_of` says of the kept set. Raises InputError where the chapter has not run."""
+    """Rows of every model (`tidy`). Raises InputError where the chapter has not run."""
     table = store.read(results / "synthesis" / "grid.parquet")
-    parts = {f"{grid.FILE}:{name}": pair for pair, name in NAMES.items()}
-    renamed = table.policy.str.startswith(grid.FILE) & ~table.policy.isin(parts)  # cells of earlier versions
-    table = table[table.error.isna() & ~renamed].reset_index(drop=True)
+    renamed = table.policy.str.startswith(grid.FILE) & ~table.policy.isin(CELLS)  # cells of earlier versions
+    return tidy(table[table.error.isna() & ~renamed])
+
+
+def tidy(table: pd.DataFrame) -> pd.DataFrame:
+    """Columns `SHOWN` of the runner's rows, the factors of `grid.FACTORS`, `kept`, `kind` ("full", "published",
+    "grid"), `method`, `score`, what `study.kept_of` says of the kept set, and `bytes_kept`, of keys and values after
+    the prompt."""
+    table = table.reset_index(drop=True)
     switches = pd.DataFrame([json.loads(text) for text in table.switches])
     switches = switches.reindex(columns=["aggregate", "pool", "sinks"])
-    scorer, split = (table.policy.map({policy: pair[i] for policy, pair in parts.items()}) for i in range(2))
+    scorer, split = (table.policy.map({policy: pair[i] for policy, pair in CELLS.items()}) for i in range(2))
     of_grid, full, capped = scorer.notna(), table.policy == "full", table.regime == "decode cap"
     unseen = np.where(table.until == "question", "question unseen", "question seen")
     factors = pd.DataFrame({
@@ -31,7 +40,7 @@ def rows(results: Path = DATA / "results") -> pd.DataFrame:
         "quota": pd.Series(np.where(table.fair.notna(), "parts", "none")).where(~capped),
         "regime": np.where(capped, "decode cap", unseen),
     }).where(of_grid)  # fmt: skip
-    told = table[["model", "item", "task", "evidence_coverage", "bytes_full"]].assign(
+    told = table[SHOWN].assign(
         kind=np.where(full, "full", np.where(of_grid, "grid", "published")), kept=table.share,
         method=table.policy.where(~of_grid & ~full), score=measure.scores(table),
     )  # fmt: skip

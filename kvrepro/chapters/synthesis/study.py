@@ -1,6 +1,5 @@
 """The chapter's rows: common items under the grid and under published methods, on every model of a family."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from kvrepro.chapters.synthesis import grid, kept
+from kvrepro.chapters.synthesis import grid, kept, stored
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.allowed import Size as Whole
 from kvrepro.engine.allowed import ensure, ensure_all
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.policy import check, is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, measure, models
+from kvrepro.experiment import data, models
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, run
 from kvrepro.item import Item
@@ -28,9 +27,6 @@ TASKS = {  # of the embedded world: what they stand for
     "entries": "a long answer",
 }
 ITEMS = f"tinyworld:{','.join(TASKS)}"
-KEYS = "policy switches share prefix regime until spans".split()  # they tell conditions apart
-SHOWN = """model item task prompt_tokens answer prediction token_f1 rest_f1 evidence_coverage bytes_full prefill_seconds
-decode_seconds""".split()
 BESIDE = {"quick": ("small-mha", "small-gqa-seed-0"), "full": tuple(models.embedded())}  # the model that is asked for
 
 
@@ -114,9 +110,8 @@ def kept_of(item: Item, prompt: Prompt, answer: Generation, block_size: int) -> 
 
 def planned(
     loaded: Loaded, prompts: Sequence[Prompt], cells: int, policies: Sequence[str], settings: Settings
-) -> pd.DataFrame:
-    """What is asked: the full cache, published methods, and so many cells of the grid. A row per condition with its
-    factors, `kind` ("full", "published", "grid") and `condition`.
+) -> list[Condition]:
+    """What is asked: the full cache, published methods, and so many cells of the grid.
 
     Left out are cells that look away from the question, where prompts do not mark one, and methods of the catalogue
     whose own window is more than a share of the shortest prompt; these are printed.
@@ -128,9 +123,7 @@ def planned(
     of_grid = [grid.condition(cell, settings) for cell in chosen.to_dict("records")]
     shortest = min(len(prompt.ids) for prompt in prompts)
     known = [c for c in grid.published(policies, settings) if _met(c, shortest)]
-    beside = [{"kind": "full", "condition": Condition()}]
-    beside += [{"kind": "published", "condition": c, "kept": c.budget, "method": c.policy} for c in known]
-    return pd.concat([pd.DataFrame(beside), chosen.assign(kind="grid", condition=of_grid)], ignore_index=True)
+    return [Condition(), *known, *of_grid]
 
 
 def _met(condition: Condition, tokens: int) -> bool:
@@ -148,14 +141,14 @@ def _met(condition: Condition, tokens: int) -> bool:
 def answers(
     loaded: Loaded, items: Sequence[Item], cells: int, policies: Sequence[str], settings: Settings
 ) -> pd.DataFrame:
-    """Rows of one model, as `tidy` gives them; of a dry run those of its estimate."""
+    """Rows of one model, as `stored.tidy` gives them; of a dry run those of its estimate."""
     prompts = [with_parts(loaded, item, settings) for item in items]
     asked = planned(loaded, prompts, cells, policies, settings)
     made, note = partial(with_parts, settings=settings), partial(kept_of, block_size=settings.block_size)
     most = max(item.new_tokens(settings.answer_words) for item in items)
-    study = Answers("synthesis", "grid", items, list(asked.condition), most, settings.tokens, made, note)
+    study = Answers("synthesis", "grid", items, asked, most, settings.tokens, made, note)
     rows = run(study, loaded, settings)
-    return rows if settings.dry_run else tidy(rows, asked)
+    return rows if settings.dry_run else stored.tidy(rows)
 
 
 def of_family(
@@ -173,19 +166,6 @@ def of_family(
         rows.append(answers(loaded, asked, size.cells if name is None else size.others, mine, settings))
         found.append(kept.of_items(loaded, asked, middle, settings))
     return pd.concat(rows, ignore_index=True), pd.concat(found, ignore_index=True)
-
-
-def tidy(rows: pd.DataFrame, asked: pd.DataFrame) -> pd.DataFrame:
-    """What was asked for beside what came of it: columns `SHOWN` of the runner's rows, those of `kept_of`, `score`, and
-    `bytes_kept`, of keys and values after the prompt."""
-    keys = pd.DataFrame([c.columns() for c in asked.condition])[KEYS]
-    known, told = (frame.astype({"share": float}).fillna({"share": 1.0, "regime": "-"}) for frame in (rows, keys))
-    place = pd.MultiIndex.from_frame(told).get_indexer(pd.MultiIndex.from_frame(known[KEYS]))
-    noted = pd.DataFrame([json.loads(note) for note in rows.note])
-    parts = [asked.drop(columns="condition").iloc[place], rows[SHOWN], noted]
-    found = pd.concat([part.reset_index(drop=True) for part in parts], axis=1)
-    score = measure.scores(rows).reset_index(drop=True)
-    return found.assign(score=score, bytes_kept=found.held * found.bytes_full)
 
 
 def loses_most(task: str, loss: float) -> str:

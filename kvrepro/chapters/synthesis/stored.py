@@ -44,7 +44,7 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
         kind=np.where(full, "full", np.where(of_grid, "grid", "published")), kept=table.share,
         method=table.policy.where(~of_grid & ~full), score=measure.scores(table),
     )  # fmt: skip
-    noted = pd.DataFrame([json.loads(note) for note in table.note])
+    noted = pd.DataFrame([json.loads(note) if isinstance(note, str) else {} for note in table.note])  # {}: it failed
     found = pd.concat([told, factors.astype(object).where(factors.notna(), None), noted], axis=1)
     return found.assign(bytes_kept=found.held * found.bytes_full)
 

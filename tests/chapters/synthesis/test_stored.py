@@ -9,6 +9,7 @@ import kvrepro as kv
 from kvrepro.chapters.synthesis import grid, stored
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.errors import InputError
+from kvrepro.experiment import store
 from kvrepro.experiment.store import Store
 
 NOTE = json.dumps({"held": 0.1, "freed": 0.5, "freed_compacted": 0.9, "evidence_heads": 0.3, "evidence_best": 1.0})
@@ -34,6 +35,16 @@ def test_rows_know_the_cell_that_they_belong_to(tmp_path):
     assert found.kind.value_counts().to_dict() == {"grid": len(cells), "published": 1, "full": 1}
     assert found[found.kind == "published"].method.item() == "snapkv"
     assert set(found.bytes_kept) == {10.0}
+
+
+def test_a_row_that_failed_says_nothing_of_who_stayed(tmp_path):
+    told = {"model": "m", "task": "t", "bytes_full": 100} | kv.Condition("snapkv", 0.1, kv.Prefill()).columns()
+    with Store(tmp_path, "synthesis", "grid") as written:
+        written.add([told | {"key": "0", "item": "i", "token_f1": 0.5, "note": NOTE}])
+        written.add([told | {"key": "1", "item": "j", "error": "TimeLimit: after 3 seconds"}])
+    found = stored.tidy(store.read(tmp_path / "synthesis" / "grid.parquet")).set_index("item")
+    assert found.held.i == 0.1
+    assert found.loc["j", ["held", "bytes_kept", "score"]].isna().all()
 
 
 def test_a_chapter_that_has_not_run_is_said_to_have_no_results(tmp_path):

@@ -64,7 +64,6 @@ class Triples:
         at = torch.full_like(p[:, :1], MU_AT)
         mu = torch.stack([bound.outside(p, r, u, at)[:, 0] for u in bound.directions(p, r, found)]).amin(0)
         columns = {"eps": p.amax(1), "c_low": found.low, "c_high": found.high}
-        columns |= {"mu_share": mu / (p * r.norm(dim=-1)).sum(1), "guarantee": proxy / robust.lower}
-        columns |= {"robust_c": robust.c, "robust_mu": robust.share}
+        columns |= {"mu_share": mu / (p * r.norm(dim=-1)).sum(1), "guarantee": proxy / robust}
         rows = pd.DataFrame(where).assign(tokens=self.position + 1, of_triples=self.of_triples, pool=pool_name(size))
         return rows.assign(pool_size=count, **{name: column.cpu().numpy() for name, column in columns.items()})

@@ -91,16 +91,6 @@ def factor(c: Tensor, eps: Tensor, k: int | Tensor) -> Tensor:
     return torch.where((c > 0) & (k * eps < 1) & (eps < 1), bound, torch.inf)
 
 
-@dataclass(frozen=True)
-class Robust:
-    """Theorem 2 with the constants (direction, c) that serve best; each [...], float64."""
-
-    lower: Tensor  # F(J*) is at least this: c (1 - eps) (1 - k eps) F(proxy) - (1 + c) mu; 0 if that is negative
-    c: Tensor
-    mu: Tensor
-    share: Tensor  # mu over the pool's mass, sum_j p_j ||r_j||
-
-
 def outside(p: Tensor, r: Tensor, direction: Tensor, c: Tensor) -> Tensor:
     """mu(c) = sum of p_j ||r_j|| over the keys that lie outside the cone (direction, c); c and mu [..., constants]."""
     length = r.norm(dim=-1)
@@ -115,24 +105,22 @@ def directions(p: Tensor, r: Tensor, cone: Cone) -> list[Tensor]:
     return [cone.direction.to(p), *(mean / mean.norm(dim=-1, keepdim=True).clamp_min(1e-300) for mean in means)]
 
 
-def robust(p: Tensor, r: Tensor, cone: Cone, proxy: Tensor, k: int) -> Robust:
-    """What theorem 2 says of the optimum: F(J*) >= c (1 - eps) (1 - k eps) F(proxy) - (1 + c) mu, at its best.
+def robust(p: Tensor, r: Tensor, cone: Cone, proxy: Tensor, k: int) -> Tensor:
+    """What F(J*) is at least by theorem 2: c (1 - eps) (1 - k eps) F(proxy) - (1 + c) mu, at its best; 0 if that is
+    negative. Float64 [...].
 
     The theorem, F(proxy) <= [F(J*) + (1 + c) mu] / [c (1 - eps) (1 - k eps)], holds for every unit u and c in (0, 1]
     with mu as they make it, so that the best may be taken over `directions`, c* where it is positive, and 25
-    values of c between 0.02 and 0.98. proxy: F of the proxy's set [...]. F(proxy) / lower bounds the realised ratio,
-    and needs no enumeration; for c = c* and mu = 0 it is theorem 1's factor.
+    values of c between 0.02 and 0.98. proxy: F of the proxy's set [...]. F(proxy) over the result bounds the realised
+    ratio, and needs no enumeration; for c = c* and mu = 0 it is theorem 1's factor.
     """
     p, r = p.double(), r.double()
-    eps, total = p.amax(-1), (p * r.norm(dim=-1)).sum(-1)
+    eps = p.amax(-1)
     grid = torch.linspace(0.02, 0.98, 25).to(p).expand(*eps.shape, 25)
     c = torch.cat([cone.low.to(p).clamp_min(1e-12)[..., None] * (1 - 1e-12), grid], -1)
-    scale = (c * ((1 - eps) * (1 - k * eps).clamp_min(0))[..., None] * proxy[..., None])[None]
+    scale = c * ((1 - eps) * (1 - k * eps).clamp_min(0))[..., None] * proxy[..., None]
     mu = torch.stack([outside(p, r, u, c) for u in directions(p, r, cone)])
-    lower, where = (scale - (1 + c) * mu).movedim(0, -1).flatten(-2).max(-1)
-    mu = mu.movedim(0, -1).flatten(-2).gather(-1, where[..., None])[..., 0]
-    c = c[..., None].expand(*c.shape, 3).flatten(-2).gather(-1, where[..., None])[..., 0]
-    return Robust(lower.clamp_min(0), c, mu, mu / total)
+    return (scale - (1 + c) * mu).amax((0, -1)).clamp_min(0)
 
 
 # ---------------------------------------------------------------- the joint optimum, by enumeration
@@ -213,16 +201,8 @@ class Partition:
     """A balanced-partition problem as an eviction problem in one dimension, its solution, and the proxy's answer."""
 
     numbers: tuple[int, ...]
-    p: Tensor  # [2m], all 1 / 2m
-    v: Tensor  # [2m, 1], the numbers
     best: Optimum
     proxy: Optimum
-
-    @property
-    def balanced(self) -> bool:
-        """The certificate: evicting `best` leaves the output where it was, so that both halves have equal sums."""
-        half = [self.numbers[j] for j in self.best.evicted.tolist()]
-        return 2 * sum(half) == sum(self.numbers)
 
 
 def partition(numbers: Sequence[int]) -> Partition:
@@ -237,4 +217,4 @@ def partition(numbers: Sequence[int]) -> Partition:
     v = torch.tensor(numbers, dtype=torch.float64)[:, None]
     r = residuals(p, v)
     chosen = smallest(single_cost(p, r), n // 2)
-    return Partition(tuple(numbers), p, v, optimum(p, r, n // 2), Optimum(chosen, joint_cost(p, r, chosen)))
+    return Partition(tuple(numbers), optimum(p, r, n // 2), Optimum(chosen, joint_cost(p, r, chosen)))

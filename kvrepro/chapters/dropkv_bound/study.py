@@ -99,7 +99,7 @@ class Study:
     """Frames of one run, a row per ... in each.
 
     assumptions: triple and pool (eps, c_low, c_high; mu_share: the pool's mass outside a cone of c = 0.1; guarantee:
-    theorem 2's bound on the ratio for the half of the pool that DropKV evicts, at robust_c and robust_mu).
+    theorem 2's bound on the ratio for the half of the pool that DropKV evicts).
     records: triple, stratum, k, objective and rule (ratio, value, best; bound, eps, c_low, c_high for the query's F).
     lemma: triple (largest relative errors of lemma 1). budgets: layer, share kept, allocation, pooling, rounding
     (error: relative shift of the layer's output at the last query). alignment: the 20 most aligned keys of a triple

@@ -113,7 +113,7 @@ class Layer:
         return (self._by_kv_head(p) @ self.value[:, : t + 1].double()).view(*p.shape[:2], -1)
 
     def cost(self, t: int, *, bf16: bool = False) -> Float[Tensor, "heads tokens"]:
-        """`dropkv` of every head."""
+        """`dropkv` of every head; bf16: attention rounded to bfloat16 before the square, as the public code does."""
         p, v = self.attention(t), self.value[:, : t + 1].double()
         return _eviction_cost(p, _square_distance(self._by_kv_head(self.outputs(t)), v).view_as(p), bf16)
 
@@ -209,17 +209,14 @@ def _cosine(x: Tensor, y: Tensor) -> Tensor:
     return F.cosine_similarity(x, y.expand_as(x), dim=-1)
 
 
-def dropkv(t: Triple, *, bf16: bool = False, eps: float = DROPKV_EPS) -> Tensor:
-    """sum_t (p / (1 - p + eps))^2 ||a_t - v_j||^2 over the window, the eviction cost (small = evict), [tokens].
-
-    bf16: attention rounded to bfloat16 before the square, as the public code does.
-    """
-    return _eviction_cost(t.window_p, _square_distance(t.window_a, t.v), bf16, eps)
+def dropkv(t: Triple) -> Tensor:
+    """sum_t (p / (1 - p + eps))^2 ||a_t - v_j||^2 over the window, the eviction cost (small = evict), [tokens]."""
+    return _eviction_cost(t.window_p, _square_distance(t.window_a, t.v))
 
 
-def _eviction_cost(p: Tensor, square: Tensor, bf16: bool, eps: float = DROPKV_EPS) -> Tensor:
+def _eviction_cost(p: Tensor, square: Tensor, bf16: bool = False) -> Tensor:
     p = p.bfloat16().double() if bf16 else p
-    return ((p / (1 - p + eps)).square() * square).sum(-2)
+    return ((p / (1 - p + DROPKV_EPS)).square() * square).sum(-2)
 
 
 def _square_distance(a: Tensor, v: Tensor) -> Tensor:
@@ -281,21 +278,19 @@ def strata(t: Triple, candidates: Tensor, size: int = 20, seed: int = 0) -> dict
     """Per stratum `size` key numbers out of the pool `candidates` [pool], ascending.
 
     random; tail: lowest p; threshold: cost nearest the pool's median; disagreement: ranks by p and by cost farthest
-    apart; and, ours, aligned: largest cosine between v_j and a; opposed: AnDPro keeps and DropKV evicts most.
+    apart; and, ours, aligned: largest cosine between v_j and a.
     """
     if len(candidates) < size:
         raise InputError(f"pool of {len(candidates)} keys < {size} to draw: take longer prompts or a larger pool")
     p, r = t.p[candidates], t.r[candidates]
     cost = bound.single_cost(p, r)
     by_p, by_cost = (x.argsort(stable=True).argsort(stable=True) for x in (p, cost))
-    andpro = (p * (t.v[candidates] @ t.window_a[-1])).argsort(stable=True).argsort(stable=True)
     draw = torch.Generator("cpu").manual_seed(((seed * 1009 + t.layer) * 1009 + t.head) * 1_000_003 + t.position)
     chosen = {
         "random": torch.rand(len(p), generator=draw, device="cpu"),
         "tail": p,
         "threshold": (cost - cost.median()).abs(),
         "disagreement": -(by_p - by_cost).abs().double(),
-        "opposed": (by_cost - andpro).double(),
         "aligned": -_cosine(t.v[candidates], t.window_a[-1]),
     }
     return {name: candidates[bound.smallest(order, size)] for name, order in chosen.items()}

@@ -61,7 +61,7 @@ def test_one_prompt_gives_every_frame(frames):
     assert (a.c_low <= a.c_high + 1e-9).all()
     assert (a.eps * (a.tokens - a.pool_size + 1) <= 1).all()  # all keys outside the pool weigh at least as much
     rules = 5 + len(RULES) + 2  # one query: 5; the window: all; pooled: 2
-    assert len(r) == 3 * 2 * rules * (len(STRATA) + 2 + len(STRATA))  # ours add two strata for one of two objectives
+    assert len(r) == 3 * 2 * rules * (len(STRATA) + 1 + len(STRATA))  # ours adds a stratum for one of two objectives
     assert (r.ratio > 1 - 1e-9).all()  # nothing beats the optimum
     own = estimates.selected(r)
     assert len(own) == 3 * len(STRATA) * 2

@@ -161,13 +161,14 @@ PLAIN, KEPT = "Hugging Face, sdpa, DynamicCache", "everything kept"  # methods o
 
 
 def over(top: pd.Series, bottom: pd.Series, upper: str = "high") -> tuple[float, float, float, float | None]:
-    """The ratio of two timings (seconds, low, high), from end to end, and of how many runs it is: of those that are
-    fewer; None where a table does not count them. What was timed once has no ends. upper: the upper end, "seconds" for
-    the median."""
+    """The ratio of two timings (seconds, low, high) per row of their batches, from end to end, and of how many runs it
+    is: of those that are fewer; None where a table does not count them. What was timed once has no ends. upper: the
+    upper end, "seconds" for the median."""
+    rows = bottom.batch / top.batch if "batch" in top else 1
     runs = [float(one.runs) for one in (top, bottom) if "runs" in one]
     once = top.low == top.high or bottom.low == bottom.high
     low, high = (np.nan, np.nan) if once else (top.low / bottom[upper], top[upper] / bottom.low)
-    return top.seconds / bottom.seconds, low, high, min(runs, default=None)
+    return rows * (top.seconds / bottom.seconds), rows * low, rows * high, min(runs, default=None)
 
 
 def timed(frame: pd.DataFrame, tests: Mapping[str, str]) -> pd.DataFrame:

@@ -116,8 +116,7 @@ def throughput(file: Path = MODELS, against: str = PLAIN, slowest: bool = False)
     rows = []
     for (model, tokens), cell in best.groupby(["model", "tokens"], sort=False):
         ours, full = (cell[cell.method == name].iloc[0] for name in ("5% kept", against))
-        *ends, runs = claims.over(full, ours, "high" if slowest else "seconds")
-        rows.append((f"{model}, {tokens}", *(ours.batch / full.batch * end for end in ends), runs))
+        rows.append((f"{model}, {tokens}", *claims.over(full, ours, "high" if slowest else "seconds")))
     return _frame(rows)
 
 

@@ -256,11 +256,7 @@ def decode_ratio(gpu: Path, batch: int = 0, slowest: bool = False) -> list[Timed
     """
     ours = _measured(gpu, "decode", "20% kept", FIFTH).iloc[batch]
     theirs = {label: _measured(gpu, "decode", name, 1.0, ours.tokens).iloc[batch] for label, name in FULL.items()}
-    found = []
-    for label, full in theirs.items():
-        *ends, runs = claims.over(full, ours, "high" if slowest else "seconds")
-        found.append((label, *(ours.batch / full.batch * end for end in ends), runs))
-    return found
+    return [(label, *claims.over(full, ours, "high" if slowest else "seconds")) for label, full in theirs.items()]
 
 
 throughput_ratio = partial(decode_ratio, batch=-1)  # tokens per second, a fifth over the full cache: largest batch

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -144,34 +145,29 @@ def boundary_attention(loaded: Loaded, item: Item, positions: int, limit: int) -
     return attention_by_region(loaded.model, prompt.ids, fraction=positions / len(prompt.ids))
 
 
-def attention_by_region(
-    model: PreTrainedModel, prompt: Sequence[int], fraction: float = 0.1, window: int = 32
-) -> pd.DataFrame:
+def attention_by_region(model: PreTrainedModel, prompt: Sequence[int], fraction: float = 0.1) -> pd.DataFrame:
     """Where attention goes at the end of a prompt: a row per layer, query head and region.
 
-    `mass` is the last token's attention, `window_mass` the mean over the last `window` tokens, `uniform` the region's
-    share of the tokens. Regions: sink (position 0), prefix and suffix (`fraction` of the prompt at either end, rounded
-    up; the sink taken out), middle.
+    `mass` is the last token's attention, `uniform` the region's share of the tokens. Regions: sink (position 0), prefix
+    and suffix (`fraction` of the prompt at either end, rounded up; the sink taken out), middle.
     """
     n = len(prompt)
     side = protected_count(fraction, n, "ceil")
     if not 0 < fraction < 0.5 or 2 * side >= n:
         raise InputError(f"fraction {fraction} of {n} tokens guards {side} per side: take less than half the prompt")
-    seen: dict[int, list[Tensor]] = {}
+    seen: dict[int, Tensor] = {}
 
     def see(layer: int, p: Tensor, queries: slice) -> None:
-        late = max(0, n - window - queries.start)
-        seen.setdefault(layer, []).append(p[0, :, :, late:].flatten(0, 1).cpu())
+        seen[layer] = p[0, :, :, -1].flatten(0, 1).cpu()  # of the prompt's last query, which comes last
 
     watch_prompt(model, prompt, see)
-    last = torch.stack([torch.cat(seen[layer], 1) for layer in sorted(seen)])  # [layers, heads, window, tokens]
+    last = torch.stack([seen[layer] for layer in sorted(seen)])  # [layers, heads, tokens]
     parts = []
     regions = {"sink": (0, 1), "prefix": (1, side), "middle": (side, n - side), "suffix": (n - side, n)}
     for region, (a, b) in regions.items():
-        mass = last[..., a:b].sum(-1)  # [layers, heads, window]
-        layer, head = torch.meshgrid(*[torch.arange(size, device="cpu") for size in mass.shape[:2]], indexing="ij")
-        columns = {"layer": layer, "head": head, "mass": mass[..., -1], "window_mass": mass.mean(-1)}
-        part = pd.DataFrame({name: values.flatten().numpy() for name, values in columns.items()})
+        mass = last[..., a:b].sum(-1).numpy()  # [layers, heads]
+        layer, head = np.indices(mass.shape)
+        part = pd.DataFrame({"layer": layer.ravel(), "head": head.ravel(), "mass": mass.ravel()})
         parts.append(part.assign(region=region, uniform=(b - a) / n))
     return pd.concat(parts, ignore_index=True)
 

@@ -151,7 +151,6 @@ class Study:
     timing: pd.DataFrame = field(default_factory=pd.DataFrame)
     asked: float = 1  # instructions behind the following of one system prompt: as described, classes are what counts
     floor: float = 0.0  # leakage of a refusal
-    echo: float = 0.0  # of an echo of the preamble alone
     words: int = 0  # of labelled examples in English, at least
     model: str = ""
     other: "Study | None" = None  # of a second model, in the same reading
@@ -183,8 +182,8 @@ def study(found: ChapterRows, reading: str) -> Study:
     run = reading == "as_run"
     main = scores.in_reading(found.main, found.items, reading)
     examples = scores.in_reading(found.examples, found.items, reading) if len(found.examples) else pd.DataFrame()
-    floor = scores.floors(found.of(found.main, request="leak")).loc[["refusal", "preamble"]]
-    told = floor["tells_directive"] if run or floor.tells_rules.isna().all() else floor["tells_rules"]
+    floor = scores.floors(found.of(found.main, request="leak")).loc["refusal"]
+    told = floor.tells_directive if run or np.isnan(floor.tells_rules) else floor.tells_rules
     kept = scores.cells_of(scores.keep_rates(found.main), reading)
     kept = kept[kept.part.isin(["directive", "outside" if run else "defense"])]
     kept = kept.replace({"part": {"outside": "defense"}})
@@ -202,8 +201,7 @@ def study(found: ChapterRows, reading: str) -> Study:
         },
         found.timing,
         float(main.asked[main.followed.notna()].mean()) if run else 1.0,
-        floor=float(told.refusal),
-        echo=float(told.preamble),
+        floor=float(told),
         words=max(item.meta.get("words", 0) for item in found.items),
         model=found.model,
     )
@@ -313,20 +311,18 @@ def bias(s: Study, ratios: Iterable[float], **cell) -> np.ndarray:
     return directive - defense
 
 
-def class_curves(
-    s: Study, rules: str, ratios: Iterable[float], few: bool = True, **cell
-) -> tuple[list[str], np.ndarray]:
-    """Classes, and their accuracies [1 + DRAWS, ratios, classes], in prompts with one rule or several; without `few`
-    only of classes that six prompts or more hold."""
+def class_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.ndarray:
+    """Accuracies of the classes that six prompts or more hold, [1 + DRAWS, ratios, classes], in prompts with one rule
+    or several; nan elsewhere."""
     kinds = sorted({key[-1] for key in s.by_class.columns if key[-2] == rules})
     ratios = list(ratios)
     curves = np.full((1 + stats.DRAWS, len(ratios), len(kinds)), np.nan)
     for (i, ratio), (j, kind) in product(enumerate(ratios), enumerate(kinds)):
         key = {"order": "alone", "ratio": ratio, "rules": rules, "kind": kind} | cell
         with suppress(NotTestable):  # every prompt with this class failed there
-            if few or s.by_class.count(**key) >= stats.MIN_ITEMS:
+            if s.by_class.count(**key) >= stats.MIN_ITEMS:
                 curves[:, i, j] = s.by_class.at(**key)
-    return kinds, curves
+    return curves
 
 
 def range_of(accuracy: np.ndarray) -> np.ndarray:
@@ -338,16 +334,15 @@ def range_of(accuracy: np.ndarray) -> np.ndarray:
 
 def rank_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.ndarray:
     """Rank correlation of the classes' accuracies with the uncompressed ones, [1 + DRAWS, ratios]."""
-    start = class_curves(s, rules, [0.0], few=False, **cell)[1]
-    return rank_correlation(class_curves(s, rules, ratios, few=False, **cell)[1], start)
+    return rank_correlation(class_curves(s, rules, ratios, **cell), class_curves(s, rules, [0.0], **cell))
 
 
 def rank_drift(s: Study, rules: str, ratios: Sequence[float], **cell) -> tuple[float, np.ndarray]:
     """(start, coefficients [1 + DRAWS, ratios]): rank correlation with the first ratio, from 0, at which the classes
     are not all followed equally well; `NotTestable` where they always are."""
-    curves = class_curves(s, rules, ratios, few=False, **cell)[1]
+    curves = class_curves(s, rules, ratios, **cell)
     for start in (0.0, *ratios):
-        found = rank_correlation(curves, class_curves(s, rules, [start], few=False, **cell)[1])
+        found = rank_correlation(curves, class_curves(s, rules, [start], **cell))
         if np.isfinite(found[0]).any():
             found[:, [ratio < start for ratio in ratios]] = np.nan
             return start, found
@@ -364,7 +359,7 @@ def rankings(s: Study) -> pd.DataFrame:
     rows = []
     for name, rules in product(dict.fromkeys(key[1] for key in s.by_class.columns), ("single", "multi")):
         ratios = sorted({key[3] for key in s.by_class.columns if key[1] == name})
-        curves = class_curves(s, rules, ratios, few=False, policy=name)[1]
+        curves = class_curves(s, rules, ratios, policy=name)
         found = {"mean accuracy": mean_of(curves, -1), "best minus worst": range_of(curves)}
         with suppress(NotTestable):
             found["rank correlation"] = rank_drift(s, rules, ratios, policy=name)[1]

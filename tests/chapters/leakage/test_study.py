@@ -38,7 +38,7 @@ def made(follow, leak, **given):
     told = frame(leak, **given).x
     rows = frame(follow, **given).rename(columns={"x": "followed"}).assign(told=told, tells_defense=told / 2)
     rows = scores.cells_of(rows, "as_described")
-    return study.Study("as_described", rows, dials={"main": rows}, echo=0.4)
+    return study.Study("as_described", rows, dials={"main": rows})
 
 
 def test_means_and_intervals_resample_whole_systems():

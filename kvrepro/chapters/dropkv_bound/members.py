@@ -12,7 +12,7 @@ from kvrepro.chapters.dropkv_bound.study import WHERE, Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, why_no_score
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, history, judge, longbench, measure
+from kvrepro.experiment import claims, history, judge, longbench
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.stats import UNIT
 from kvrepro.world import ruler
@@ -221,8 +221,7 @@ def _growing(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
     at = answers[(answers["share"] == claim["share"]) & answers.method.isin(["dropkv", claim["against"]])]
     if set(at.method) != {"dropkv", claim["against"]}:
         raise NotTestable(f"not run: dropkv and {claim['against']} at {claim['share']:.0%}")
-    at = at.assign(score=measure.scores(at))
-    wide = at.pivot_table(index=["length", "item"], columns="method", values="score")
+    wide = at.pivot_table(index=["length", "item"], columns="method", values=quality.MEASURE)
     lead = 100 * (wide["dropkv"] - wide[claim["against"]]).dropna()
     ends = [lead[length] for length in (max(answers.length), min(answers.length))]
     return [Member("all", Unpaired(*ends, bounds=(-100.0, 100.0)))]

@@ -38,7 +38,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "AnDPro, max pooling": ("andpro", {"pool": "max"}),
 }
 RETRIEVAL = "tinyworld:needle,needle_multikey,needle_multivalue,needle_multiquery,variable_tracking,frequent_words"
-MEASURE = "score"  # `measure.scores`
+MEASURE = "score"
 
 
 def peers_of(policies: Sequence[str]) -> list[str]:
@@ -70,7 +70,7 @@ def answers(
     loaded: Loaded, items: Sequence[Item], by_length: Mapping[int, Sequence[Item]], peers: Sequence[str],
     settings: Given,
 ) -> pd.DataFrame:  # fmt: skip
-    """Rows of `run` with `method` (its name in tables) and `length`.
+    """Rows of `run` with `method` (its name in tables), `length` and `score` (`measure.scores`).
 
     The whole grid over `items`, cut to `settings.tokens`; of those of each other length (`study.questions_by_length`)
     DropKV, SnapKV, AnDPro and a reader's own policies at the smallest share. What cannot run is refused before anything
@@ -97,9 +97,8 @@ def answers(
 
 
 def main(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those of the prompt length that all methods were run at, with their score."""
-    found = rows[rows.length == rows.groupby("length").method.nunique().idxmax()]
-    return found.assign(score=measure.scores(found))
+    """Those of the prompt length that all methods were run at."""
+    return rows[rows.length == rows.groupby("length").method.nunique().idxmax()]
 
 
 def pair(rows: pd.DataFrame, against: str, share: float) -> pd.DataFrame:

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,16 +133,15 @@ def _leads(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, reading: st
 
 
 def members(
-    claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, r: Retained | None, reading: str, gpu: Path | None = None,
-    experts: bool = False,
-) -> list[Member | NotTestable]:  # fmt: skip
+    claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, r: Retained | None, reading: str, experts: bool = False
+) -> list[Member | NotTestable]:
     """What a claim is tested on in one reading. rows: of `study.quality`; r: of `study.retained`; experts: is the model
     a mixture of them?"""
     if claim["study"] == "theory":
         return [Member("all", Facts(theorems()[claim["contrast"]]))]
     if claim["study"] == "gpu":
-        timings = TIMED[claim["contrast"]](gpu or GPU)
-        return [Member(label, Measured(value, low, high, n)) for label, value, low, high, n in timings]
+        timings = TIMED[claim["contrast"]]()
+        return [Member(label, Measured(*measured)) for label, *measured in timings]
     if claim.get("experts") and not experts:
         raise NotTestable(claim["needs"])
     if claim["contrast"] == "lead":
@@ -177,9 +175,8 @@ def of_own(book: Mapping, policies: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def evaluate(
-    rows: pd.DataFrame | None, r: Retained | None, *, model: str, profile: str, gpu: Path | None = None,
-    experts: bool = False,
-) -> pd.DataFrame:  # fmt: skip
+    rows: pd.DataFrame | None, r: Retained | None, *, model: str, profile: str, experts: bool = False
+) -> pd.DataFrame:
     """Verdict of every claim (`judge.verdicts`); those about the defensive methods once per reading, and once without
     reading where none was run. Claims about policies in general are also asked of a reader's own. experts: is the model
     a mixture of experts?"""
@@ -187,7 +184,7 @@ def evaluate(
     run_in = (readings_of(rows) if rows is not None else []) or ["any"]
     frame = history.verdicts(
         book["claims"],
-        lambda claim, reading: members(claim, book["sets"], rows, r, reading, gpu, experts),
+        lambda claim, reading: members(claim, book["sets"], rows, r, reading, experts),
         lambda claim: run_in if touches_reading(claim, book["sets"]) else ["any"],
         own=of_own(book, [] if rows is None else rows.policy), model=model, profile=profile,
     )  # fmt: skip
@@ -204,38 +201,38 @@ SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timing
 Timed = tuple[str, float, float, float, float | None]  # member, value, from fastest to slowest timing, in how many runs
 
 
-def _timings(gpu: Path, file: str) -> pd.DataFrame:
-    if not (gpu / file).is_file():
-        raise NotTestable(f"no timings: {gpu / file} is missing")
-    return pd.read_csv(gpu / file)
+def _timings(file: str) -> pd.DataFrame:
+    if not (GPU / file).is_file():
+        raise NotTestable(f"no timings: {GPU / file} is missing")
+    return pd.read_csv(GPU / file)
 
 
-def _measured(gpu: Path, part: str, method: str, share: float, tokens: int | None = None) -> pd.DataFrame:
+def _measured(part: str, method: str, share: float, tokens: int | None = None) -> pd.DataFrame:
     """One method's timings of the model at so many tokens, or at its longest context; smallest batch first."""
-    f = _timings(gpu, "models.csv")
+    f = _timings("models.csv")
     f = f[(f.part == part) & (f.model == TIMED_MODEL) & (f.method == method) & np.isclose(f["share"], share)]
     f = f[f.tokens == (f.tokens.max() if tokens is None else tokens)]
     if f.empty:
-        raise NotTestable(f"no timings of {part}, {method}, {share:.0%} kept in {gpu / 'models.csv'}")
+        raise NotTestable(f"no timings of {part}, {method}, {share:.0%} kept in {GPU / 'models.csv'}")
     return f.sort_values("batch")
 
 
-def scoring_ratio(gpu: Path) -> list[Timed]:
+def scoring_ratio() -> list[Timed]:
     """Scoring time, largest over mean, of one kernel at the longest context that has both; 20th, 80th percentiles."""
-    table = _timings(gpu, "kernels.csv").query("kernel == 'window_scores'")
+    table = _timings("kernels.csv").query("kernel == 'window_scores'")
     table = table.rename(columns={"p20_us": "low", "p50_us": "seconds", "p80_us": "high"})
     table = table.groupby(["variant", "tokens"])[["low", "seconds", "high"]].mean().reset_index("tokens")
     mean, largest = (table[table.index == name].set_index("tokens") for name in (SCORING_MEAN, SCORING_MAX))
     both = mean.index.intersection(largest.index)
     if both.empty:
-        raise NotTestable(f"no timings of {SCORING_MEAN} beside {SCORING_MAX} in {gpu / 'kernels.csv'}")
+        raise NotTestable(f"no timings of {SCORING_MEAN} beside {SCORING_MAX} in {GPU / 'kernels.csv'}")
     return [(f"{both.max()} tokens", *claims.over(largest.loc[both.max()], mean.loc[both.max()]))]
 
 
-def first_token_ratio(gpu: Path) -> list[Timed]:
+def first_token_ratio() -> list[Timed]:
     """Time to the first token, DefensiveKV over CriticalKV in one engine and backend, at each model, context and
     reading that has both."""
-    f = _timings(gpu, "first_token.csv")
+    f = _timings("first_token.csv")
     f = f[(f.part == "first") & np.isclose(f["share"], FIFTH)].set_index(["model", "tokens", "backend", "method"])
     found = []
     for model, tokens, backend, method in f.index[f.index.get_level_values("method").str.startswith("defensive_kv,")]:
@@ -245,35 +242,35 @@ def first_token_ratio(gpu: Path) -> list[Timed]:
             top, bottom = f.loc[(model, tokens, backend, method)], f.loc[other]
             found.append((f"{model}, {tokens} tokens, {reading}", *claims.over(top, bottom)))
     if not found:
-        raise NotTestable(f"no timings of DefensiveKV beside CriticalKV in {gpu / 'first_token.csv'}")
+        raise NotTestable(f"no timings of DefensiveKV beside CriticalKV in {GPU / 'first_token.csv'}")
     return found
 
 
-def decode_ratio(gpu: Path, batch: int = 0, slowest: bool = False) -> list[Timed]:
+def decode_ratio(batch: int = 0, slowest: bool = False) -> list[Timed]:
     """Time of a token at the longest context, full cache over a fifth of it: of the smallest batch (-1: largest).
 
     From the fastest to the median step of each; slowest: to the slowest, a single step in fifty that may allocate.
     """
-    ours = _measured(gpu, "decode", "20% kept", FIFTH).iloc[batch]
-    theirs = {label: _measured(gpu, "decode", name, 1.0, ours.tokens).iloc[batch] for label, name in FULL.items()}
+    ours = _measured("decode", "20% kept", FIFTH).iloc[batch]
+    theirs = {label: _measured("decode", name, 1.0, ours.tokens).iloc[batch] for label, name in FULL.items()}
     return [(label, *claims.over(full, ours, "high" if slowest else "seconds")) for label, full in theirs.items()]
 
 
 throughput_ratio = partial(decode_ratio, batch=-1)  # tokens per second, a fifth over the full cache: largest batch
 
 
-def peak_ratio(gpu: Path) -> list[Timed]:
+def peak_ratio() -> list[Timed]:
     """Peak memory at the longest context, one request: a fifth over either full cache."""
     found: list[Timed] = []
     for label, part, method in (("prefill", "prefill", DEFENSIVE_PLAIN), ("decoding", "decode", "20% kept")):
-        ours = _measured(gpu, part, method, FIFTH).iloc[0]
+        ours = _measured(part, method, FIFTH).iloc[0]
         for against, name in FULL.items():
-            value = float(ours.peak_gib / _measured(gpu, part, name, 1.0, ours.tokens).iloc[0].peak_gib)
+            value = float(ours.peak_gib / _measured(part, name, 1.0, ours.tokens).iloc[0].peak_gib)
             found.append((f"{label}, over {against}", value, value, value, None))
     return found
 
 
-TIMED: dict[str, Callable[[Path], list[Timed]]] = {
+TIMED: dict[str, Callable[[], list[Timed]]] = {
     "scoring_ratio": scoring_ratio, "first_token_ratio": first_token_ratio,
     "decode_ratio": decode_ratio, "throughput_ratio": throughput_ratio, "peak_ratio": peak_ratio,
     "decode_ratio_of_steps": partial(decode_ratio, slowest=True),
@@ -285,10 +282,10 @@ RANGES = dict.fromkeys(TIMED, TIMES) | {
 }  # fmt: skip
 
 
-def costs(gpu: Path = GPU) -> pd.DataFrame:
+def costs() -> pd.DataFrame:
     """What was timed for `TIMED_MODEL`, one request: what, method, tokens, seconds, and value, low, high: the time, or
     the peak memory, over that of transformers' full cache."""
-    f = _timings(gpu, "models.csv").drop_duplicates(["part", "model", "method", "share", "tokens", "batch"])
+    f = _timings("models.csv").drop_duplicates(["part", "model", "method", "share", "tokens", "batch"])
     f = f[(f.model == TIMED_MODEL) & (f.batch == 1) & (f.tokens >= 32_000)]
     f = f.merge(f[f.method == PLAIN], on=["part", "tokens"], suffixes=("", "_full")).query("method != @PLAIN")
     what = f.part.map({"prefill": "time to the first token", "decode": "time of a further token"})

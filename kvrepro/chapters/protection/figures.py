@@ -49,7 +49,7 @@ def retention(kept: pd.DataFrame) -> Figure:
     return done(figure)
 
 
-def question(asked: pd.DataFrame, column: str = "rest_f1") -> Figure:
+def question(asked: pd.DataFrame) -> Figure:
     """What LRU gains where the question is kept: by the guard at the prompt's end, and by the prompt's length (right).
 
     asked: rows of `study.question`. Dotted: the length of each question; one thousand tokens, from which on the decimal
@@ -59,12 +59,12 @@ def question(asked: pd.DataFrame, column: str = "rest_f1") -> Figure:
     cut = asked[asked.policy != "full"]
     lengths, places = cut[cut.varied == "length"], cut[cut.varied == "place"]
     for (tokens, part), shown in zip(lengths.groupby("question"), looks(["two", "four"]).values(), strict=False):
-        _line(left, part, "guard", column, f"question of {tokens:.0f} tokens", shown.colour, shown.marker)
+        _line(left, part, "guard", f"question of {tokens:.0f} tokens", shown.colour, shown.marker)
         left.axvline(tokens, color=shown.colour, lw=0.8, ls=(0, (1, 2)))
     for (reading, guarded), (name, colour, marker) in SIDES.items():
         part = places[(places.reading == reading) & ((places.prefix > 0) == guarded)]
         if len(part):
-            _line(right, part, "length", column, name, colour, marker, hollow=not guarded)
+            _line(right, part, "length", name, colour, marker, hollow=not guarded)
     right.axvline(1000, color="black", lw=0.8, ls=(0, (1, 2)))
     left.set(xlabel="tokens guarded at the prompt's end", ylabel="token F1 after the first word", ylim=(-0.03, 1.03))
     right.set_xlabel("prompt length (tokens)")
@@ -73,10 +73,8 @@ def question(asked: pd.DataFrame, column: str = "rest_f1") -> Figure:
     return done(figure)
 
 
-def _line(
-    axes: Axes, rows: pd.DataFrame, x: str, column: str, name: str, colour: str, marker: str, hollow: bool = False
-) -> None:
-    at = stats.means(rows, x, column).sort_values(x)
+def _line(axes: Axes, rows: pd.DataFrame, x: str, name: str, colour: str, marker: str, hollow: bool = False) -> None:
+    at = stats.means(rows, x, "rest_f1").sort_values(x)
     error = [at.value - at.low, at.high - at.value]
     mfc = "white" if hollow else colour
     axes.errorbar(at[x], at.value, error, color=colour, marker=marker, mfc=mfc, lw=1.2, elinewidth=0.8, label=name)

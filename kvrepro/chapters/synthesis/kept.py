@@ -28,11 +28,9 @@ MEASURES = {
 }
 
 
-def of_items(
-    loaded: Loaded, items: Sequence[Item], share: float, settings: Settings, policies: Sequence[str] = COMPARED
-) -> pd.DataFrame:
+def of_items(loaded: Loaded, items: Sequence[Item], share: float, settings: Settings) -> pd.DataFrame:
     """`of_item` of each item, with the model's name."""
-    given = {"policies": tuple(policies), "share": share, "tokens": settings.tokens}
+    given = {"policies": COMPARED, "share": share, "tokens": settings.tokens}
     return run(PerItem("synthesis", "kept", items, of_item, given), loaded, settings).assign(model=loaded.name)
 
 

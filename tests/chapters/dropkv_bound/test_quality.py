@@ -21,7 +21,7 @@ def rows(n: int = 8) -> pd.DataFrame:
     """F1 by construction: full 1, dropkv share-dependent, snapkv always 0.1 below it."""
     means = {"full": {1.0: 1.0}, "dropkv": {0.05: 0.6, 0.3: 0.95}, "snapkv": {0.05: 0.5, 0.3: 0.85}}
     return pd.DataFrame(
-        {"item": f"i{i}", "method": method, "share": share, "token_f1": f1 - 0.02 * (i % 2), "length": 1900}
+        {"item": f"i{i}", "method": method, "share": share, "score": f1 - 0.02 * (i % 2), "length": 1900}
         for i in range(n)
         for method, by in means.items()
         for share, f1 in by.items()
@@ -58,7 +58,7 @@ def test_differences_and_leads_are_paired():
 
 def test_an_item_that_failed_drops_out_where_it_failed_only():
     broken = rows()
-    broken.loc[(broken["item"] == "i3") & (broken.method == "snapkv"), "token_f1"] = np.nan
+    broken.loc[(broken["item"] == "i3") & (broken.method == "snapkv"), "score"] = np.nan
     assert "i3" not in quality.pair(broken, "snapkv", 0.05).index
     assert "i3" in quality.pair(broken, "full", 0.05).index
 

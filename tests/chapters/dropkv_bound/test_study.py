@@ -295,7 +295,7 @@ def answered(full: float, dropkv: float, peer: float, task: str = "needle", toke
     """Forty items with the same F1 for each method at 5% and 30%."""
     means = {"full": full, "dropkv": dropkv, "snapkv": peer, "andpro": peer / 2}
     return pd.DataFrame(
-        {"item": f"i{i}", "method": name, "share": share, "token_f1": f1 + 0.0005 * i, "length": tokens, "task": task}
+        {"item": f"i{i}", "method": name, "share": share, "score": f1 + 0.0005 * i, "length": tokens, "task": task}
         | {"prompt_tokens": tokens}
         for i in range(40)
         for name, f1 in means.items()

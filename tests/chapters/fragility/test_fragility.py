@@ -399,9 +399,16 @@ def synthetic(readings=study.READINGS, items: int = 42) -> pd.DataFrame:
     return study.tidy(pd.DataFrame(rows))
 
 
-def test_verdicts_from_rows_of_known_size(tmp_path):
-    given = {"model": "m", "profile": "quick", "gpu": tmp_path}
-    frame = members.evaluate(synthetic(items=96), None, **given).set_index(["claim", "reading"])
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A folder of timings, empty."""
+    monkeypatch.setattr(members, "GPU", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("gpu")
+def test_verdicts_from_rows_of_known_size():
+    frame = members.evaluate(synthetic(items=96), None, model="m", profile="quick").set_index(["claim", "reading"])
     assert frame.loc[("C2", "as_described"), "verdict"] == "reproduced"
     assert frame.loc[("C2b", "as_described"), "verdict"] == "reproduced"  # 0.4 / 0.1
     assert frame.loc[("C2b", "as_described"), "ours"] == pytest.approx((0.4 - 0.01) / (0.1 - 0.01), rel=1e-6)
@@ -415,7 +422,7 @@ def test_verdicts_from_rows_of_known_size(tmp_path):
     assert frame.columns[:2].tolist() == ["statement", "paper"]
 
 
-def test_scoring_times_are_compared_at_the_longest_context(tmp_path):
+def test_scoring_times_are_compared_at_the_longest_context(gpu):
     rows = [
         {"kernel": "window_scores", "variant": name, "tokens": tokens, "p20_us": 0.9 * us, "p50_us": us, "p80_us": us}
         for name, tokens, us in [
@@ -423,13 +430,13 @@ def test_scoring_times_are_compared_at_the_longest_context(tmp_path):
             (members.SCORING_MEAN, 400, 20.0), (members.SCORING_MAX, 400, 22.0), (members.SCORING_MAX, 900, 1.0),
         ]
     ]  # fmt: skip
-    pd.DataFrame(rows).to_csv(tmp_path / "kernels.csv")
-    [(label, value, low, high, _)] = members.scoring_ratio(tmp_path)
+    pd.DataFrame(rows).to_csv(gpu / "kernels.csv")
+    [(label, value, low, high, _)] = members.scoring_ratio()
     assert (value, label) == (pytest.approx(1.1), "400 tokens")
     assert (low, high) == (pytest.approx(0.99), pytest.approx(1.1 / 0.9))
 
 
-def test_costs_are_ratios_of_what_was_timed(tmp_path):
+def test_costs_are_ratios_of_what_was_timed(gpu, monkeypatch):
     rows = [
         ("prefill", "Ada-KV", 0.2, 100, 1, 2.0, 10.0), ("prefill", members.DEFENSIVE_PLAIN, 0.2, 100, 1, 3.0, 10.0),
         ("prefill", members.KEPT, 1.0, 100, 1, 2.0, 20.0),
@@ -440,45 +447,47 @@ def test_costs_are_ratios_of_what_was_timed(tmp_path):
     ]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["part", "method", "share", "tokens", "batch", "seconds", "peak_gib"])
     frame = frame.assign(model=members.TIMED_MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds, runs=3)
-    frame.to_csv(tmp_path / "models.csv")
-    assert [m[1] for m in members.decode_ratio(tmp_path)] == pytest.approx([4, 2])
+    frame.to_csv(gpu / "models.csv")
+    assert [m[1] for m in members.decode_ratio()] == pytest.approx([4, 2])
     for compute, value in ((members.decode_ratio, 4), (members.throughput_ratio, 8)):
-        assert compute(tmp_path)[0][1:] == pytest.approx((value, 0.9 * value, value / 0.9, 3))
-        assert compute(tmp_path, slowest=True)[0][1:] == pytest.approx((value, 0.9 / 1.1 * value, 1.1 / 0.9 * value, 3))
-    assert [m[1] for m in members.throughput_ratio(tmp_path)] == pytest.approx([64 / 8, 64 / 10])
-    assert [m[1] for m in members.peak_ratio(tmp_path)] == pytest.approx([0.25, 0.5, 0.75, 0.75])
-    costs = members.costs(members.GPU)
+        assert compute()[0][1:] == pytest.approx((value, 0.9 * value, value / 0.9, 3))
+        assert compute(slowest=True)[0][1:] == pytest.approx((value, 0.9 / 1.1 * value, 1.1 / 0.9 * value, 3))
+    assert [m[1] for m in members.throughput_ratio()] == pytest.approx([64 / 8, 64 / 10])
+    assert [m[1] for m in members.peak_ratio()] == pytest.approx([0.25, 0.5, 0.75, 0.75])
+    monkeypatch.undo()
+    costs = members.costs()
     plain = pd.read_csv(members.GPU / "models.csv").query("part == 'prefill' and batch == 1 and tokens == 32768")
     plain = plain[plain.model == members.TIMED_MODEL].drop_duplicates("method").set_index("method").seconds
     [ratio] = costs.query("what == 'time to the first token' and method == 'Ada-KV' and tokens == 32768").value
     assert ratio == pytest.approx(plain["Ada-KV"] / plain[members.PLAIN])
 
 
-def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(tmp_path):
+def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(gpu):
     rows = [
         ("defensive_kv, as run", "triton", 100, 3.0, 2.9, 3.3), ("critical_kv, as run", "triton", 100, 2.0, 1.9, 2.1),
         ("defensive_kv, as run", "torch", 100, 9.0, 8.0, 9.5), ("defensive_kv, as run", "triton", 400, 5.0, 5.0, 5.0),
         ("critical_kv, as run", "triton", 400, 4.0, 3.9, 4.1), ("critical_kv, as described", "torch", 1, 1.0, 1.0, 1),
     ]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["method", "backend", "tokens", "seconds", "low", "high"])
-    frame.assign(part="first", model="any", share=0.2, runs=[8, 7, 6, 1, 6, 6]).to_csv(tmp_path / "first_token.csv")
-    short, long = members.first_token_ratio(tmp_path)
+    frame.assign(part="first", model="any", share=0.2, runs=[8, 7, 6, 1, 6, 6]).to_csv(gpu / "first_token.csv")
+    short, long = members.first_token_ratio()
     assert short == ("any, 100 tokens, authors' code", 1.5, pytest.approx(2.9 / 2.1), pytest.approx(3.3 / 1.9), 7)
     assert long[:2] == ("any, 400 tokens, authors' code", 1.25)
     assert np.isnan(long[2:4]).all()
     [claim] = [one for one in claims.load_claims("fragility")["claims"] if one["id"] == "C9"]
-    tested = members.members(claim, {}, None, None, "as_run", tmp_path)
+    tested = members.members(claim, {}, None, None, "as_run")
     assert [member.what.estimate().low for member in tested] == [
         pytest.approx(2.9 / 2.1),
         pytest.approx(np.nan, nan_ok=True),
     ]
 
 
-def test_every_claim_has_a_row_whatever_was_run(tmp_path):
+@pytest.mark.usefixtures("gpu")
+def test_every_claim_has_a_row_whatever_was_run():
     rows = synthetic()
     rows = rows[rows.policy.isin(["full", "snapkv"])]
     book = claims.load_claims("fragility")
-    frame = members.evaluate(rows, None, model="m", profile="quick", gpu=tmp_path)
+    frame = members.evaluate(rows, None, model="m", profile="quick")
     assert frame.claim.tolist() == [claim["id"] for claim in book["claims"]]
     assert set(frame[frame.claim == "C2"].verdict) == {"not testable here"}
     assert "not run" in frame[frame.claim == "C2"].note.iloc[0]

@@ -23,15 +23,14 @@ from kvrepro.errors import InputError
 class Cone:
     """low <= c* <= high for each of `...` sets of residuals, float64.
 
-    low: min_i cos(direction, r_i), attained. high: length of the hull's point sum_i weights_i r_i / ||r_i|| where that
-    is not the origin (then high - low is the duality gap of the nearest point), else minus the radius of a ball around
-    the origin that lies in the hull. weights >= 0 sum to 1.
+    low: min_i cos(direction, r_i), attained. high: length of the nearest point of the hull of r_i / ||r_i|| where that
+    is not the origin (then high - low is its duality gap), else minus the radius of a ball around the origin that lies
+    in the hull.
     """
 
     low: Tensor  # [...]
     high: Tensor  # [...]
     direction: Tensor  # [..., dim], unit length
-    weights: Tensor  # [..., tokens]
 
 
 def cone(residuals: Tensor, *, steps: int = 30, backend: str = "") -> Cone:
@@ -58,24 +57,22 @@ def _exact(sets: Tensor, steps: int) -> Iterator[Tensor]:
 
 def _one(residuals: np.ndarray, steps: int) -> tuple:
     length = np.linalg.norm(residuals, axis=1)
-    used = np.flatnonzero(length > 0)
-    weights = np.zeros(len(residuals))
-    if not used.size:  # every direction fits: v_i = a for all i
-        return np.float64(1.0), np.float64(1.0), np.eye(residuals.shape[1])[0], weights
+    used = length > 0
+    if not used.any():  # every direction fits: v_i = a for all i
+        return np.float64(1.0), np.float64(1.0), np.eye(residuals.shape[1])[0]
     units = residuals[used] / length[used, None]
     part, chosen = nearest(units)
-    weights[used[chosen]] = part
     point = part @ units[chosen]
     high = np.linalg.norm(point)
     if high > ORIGIN:
         direction = point / high
         low = (units @ direction).min()
         if low > ORIGIN or high > TOLERANCE:
-            return low, high, direction, weights
+            return low, high, direction
     climbed, radius = _ascend(units, steps), _ball(units[chosen], high)
     if high <= ORIGIN or (units @ climbed).min() > low:
         direction, low = climbed, (units @ climbed).min()
-    return low, -radius if radius or high <= ORIGIN else high, direction, weights
+    return low, -radius if radius or high <= ORIGIN else high, direction
 
 
 def nearest(
@@ -152,7 +149,7 @@ def _batched(sets: Tensor, steps: int) -> Iterator[Tensor]:
     return (torch.cat(part) for part in zip(*found, strict=True))
 
 
-def _many(residuals: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _many(residuals: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """`_one` for residuals [sets, tokens, dim]."""
     length = residuals.norm(dim=-1, keepdim=True)
     none, first = length[..., 0] == 0, (length > 0).int().argmax(1, keepdim=True)  # a used one stands in for those
@@ -161,9 +158,6 @@ def _many(residuals: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor
     empty = none.all(1)
     units[empty] = torch.eye(units.shape[-1]).to(units)[0]
     near = hull.nearest(units, units.mean(1))
-    weights = near.weights.scatter_add(1, first[..., 0], (near.weights * none).sum(1, keepdim=True)).masked_fill(
-        none, 0
-    )
     inside = ((near.low <= ORIGIN) & (near.high <= TOLERANCE)).nonzero()[:, 0]
     if len(inside):
         held = units[inside]
@@ -173,7 +167,7 @@ def _many(residuals: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor
         near.direction[inside[better]], near.low[inside[better]] = direction[better], low[better]
         radius = _spread(held, near.weights[inside])
         near.high[inside] = torch.where(radius > 0, -radius, near.high[inside])
-    return near.low, near.high, near.direction, weights
+    return near.low, near.high, near.direction
 
 
 def _ascend_many(units: Tensor, steps: int) -> Tensor:

@@ -161,11 +161,7 @@ def answer_losses(loaded: Loaded, items: Sequence[Item], settings: Given) -> tup
     """
     given = {"share": settings.least, "window": settings.window, "kernel": settings.kernel, "limit": settings.tokens}
     found = run(PerItem("dropkv_bound", "answer-losses", items, answer_loss, given), loaded, settings)
-    layers, heads = (found[found["head"] < 0], found[found["head"] >= 0])
-    return (
-        layers[["item", "layer", "loss"]].reset_index(drop=True),
-        heads[["layer", "head", "loss", "item"]].reset_index(drop=True),
-    )
+    return found[found["head"] < 0].drop(columns="head"), found[found["head"] >= 0]
 
 
 def answer_loss(loaded: Loaded, item: Item, share: float, window: int, kernel: int, limit: int) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -113,7 +113,7 @@ class Study:
     lemma: pd.DataFrame
     budgets: pd.DataFrame
     alignment: pd.DataFrame
-    weights: pd.DataFrame = field(default_factory=pd.DataFrame)
+    weights: pd.DataFrame
 
 
 def triples_of(loaded: Loaded, items: Sequence[Item], settings: Given, policies: Sequence[str] = ()) -> Study:

@@ -141,7 +141,7 @@ def members(
         return [Member("all", Facts(theorems()[claim["contrast"]]))]
     if claim["study"] == "gpu":
         timings = TIMED[claim["contrast"]]()
-        return [Member(label, Measured(*measured)) for label, *measured in timings]
+        return [Member(label, Measured(value, low, high, n)) for label, value, low, high, n in timings]
     if claim.get("experts") and not experts:
         raise NotTestable(claim["needs"])
     if claim["contrast"] == "lead":

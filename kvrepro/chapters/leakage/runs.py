@@ -77,8 +77,7 @@ def timing(
     compress, decode; a cell whose budget an item cannot meet has no rows of it."""
     given = [(cell.policy, cell.variant, cell.condition) for cell in dict.fromkeys(grid)]
     parameters = {"cells": given, "tokens": tokens, "repeats": repeats}
-    found = runs.run(PerItem("leakage", "timing", items, seconds, parameters, alone=True), loaded, settings)
-    return found[["item", "policy", "variant", "repeat", "compress", "decode"]]
+    return runs.run(PerItem("leakage", "timing", items, seconds, parameters, alone=True), loaded, settings)
 
 
 def seconds(

@@ -68,9 +68,6 @@ def test_the_enclosure_holds_the_hull_s_own_answer(backend, seed, dim, more, lea
     units = residuals / np.linalg.norm(residuals, axis=1, keepdims=True)
     facets = -ConvexHull(units, qhull_options="QJ").equations[:, -1]
     found = cone(torch.tensor(residuals), backend=backend)
-    weights = found.weights.numpy()
-    assert weights.min() >= 0
-    assert weights.sum() == pytest.approx(1)
     assert np.linalg.norm(found.direction) == pytest.approx(1)
     assert (units @ found.direction.numpy()).min() == pytest.approx(found.low.item())  # attained
     if facets.min() > 1e-6:
@@ -78,7 +75,6 @@ def test_the_enclosure_holds_the_hull_s_own_answer(backend, seed, dim, more, lea
         assert found.high <= ORIGIN
     elif facets.min() < -1e-6:
         assert found.high.item() - found.low.item() < 1e-7
-        assert np.linalg.norm(weights @ units) == pytest.approx(found.high.item())
         assert found.low > ORIGIN
 
 
@@ -106,9 +102,7 @@ def test_batches_and_keys_at_the_output_itself(backend):
     alone = cone(torch.cat([residuals[0, 0, :5], residuals[0, 0, 6:]]), backend=backend)
     assert found.low.shape == (3, 2)
     assert found.direction.shape == (3, 2, 4)
-    assert found.weights.shape == (3, 2, 9)
     assert found.low[0, 0] == pytest.approx(alone.low.item())
-    assert found.weights[0, 0, 5] == 0
     assert cone(torch.zeros(3, 4), backend=backend).low.item() == 1.0
 
 
@@ -158,7 +152,6 @@ def test_degenerate_sets_are_enclosed_alike(name):
     one, many = (cone(degenerate()[name].double(), backend=backend) for backend in ("exact", "batched"))
     assert many.low.item() == pytest.approx(one.low.item(), rel=1e-4, abs=5e-8)
     assert many.low <= many.high + 1e-9
-    assert many.weights.sum() == pytest.approx(1)
     assert one.low <= many.high + 1e-8  # what one attains the other may not exclude
     assert many.low <= one.high + 1e-8
 

@@ -397,7 +397,7 @@ def test_verdicts_follow_the_frames(study):
     """The same study with every cone closed, and with every ratio above the bound."""
     a = study.assumptions.assign(c_low=-0.1)
     r = study.records.assign(ratio=1.5 * study.records.bound.fillna(1e9))
-    changed = Study(a, r, study.lemma, study.budgets, study.alignment)
+    changed = Study(**(vars(study) | {"assumptions": a, "records": r}))
     verdicts = members.evaluate(changed, model="tiny", profile="quick").set_index("claim").verdict
     assert (verdicts[["D1", "D1b", "D2", "D3", "D3h"]] == "not reproduced").all()
 

@@ -187,9 +187,8 @@ def english(
         turns = {"follow": (row.request, ""), "leak": (wording.leak, refusal)}
         for order in orders:
             defense = row.defense or wording.defense.get(order, [])
-            parts = {"normal": defense + directive, "flipped": directive + defense, "alone": directive}[order]
             told = [name, *["paper"] * (wording.name == "paper"), *["bare"] * (not preamble), order, row.id]
-            items += requests("-".join(told), i, order, parts, turns, meta)
+            items += requests("-".join(told), i, order, defense, directive, turns, meta)
     return items
 
 
@@ -218,8 +217,6 @@ def trec(n: int, seed: int = 0, wording: Wording = OURS, words: int = 1000) -> l
         classes = one.meta.get("classes") or sorted({label for _, label in shown} | {one.answer})
         meta |= {"words": words, "classes": classes}
         for order in ORDERS:
-            defense = wording.strict[order]
-            parts = defense + directive if order == "normal" else directive + defense
             name = f"trec-{'paper-' if wording.name == 'paper' else ''}{order}-{one.id}"
-            items += requests(name, i, order, parts, turns, meta)
+            items += requests(name, i, order, wording.strict[order], directive, turns, meta)
     return items

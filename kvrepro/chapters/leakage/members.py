@@ -365,14 +365,10 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick") -> pd
     asked of each of a reader's own policies too."""
     book, by = claims.load_claims("leakage"), {s.reading: s for s in studies}
     general = [one for one in book["claims"] if one.get("over", {}).get("policy") in GENERAL]
-
-    def free(claim: Mapping) -> bool:
-        return claim["contrast"] in OF_TIME | PRINTED
-
     return history.verdicts(
         book["claims"],
         lambda claim, reading: members(claim, book["sets"], by.get(reading, studies[0])),
-        lambda claim: ["any"] if free(claim) else list(by),
+        lambda claim: ["any"] if claim["contrast"] in OF_TIME | PRINTED else list(by),
         own=claims.of_own(general, studies[0].answers.policy), whose="paper", model=model, profile=profile,
     )  # fmt: skip
 

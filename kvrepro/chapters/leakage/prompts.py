@@ -49,10 +49,9 @@ def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS, preamble: boo
             directive.append((["directive", f"rule:{kind}"], world.pretty(INSTRUCTIONS[kind].text(rule))))
         for order in orders:
             defense = _defense(world.DEFENSE_BEFORE if order == "normal" else world.DEFENSE_AFTER)
-            parts = {"normal": defense + directive, "flipped": directive + defense, "alone": directive}[order]
             meta = {"rules": "multi" if several else "single", "instructions": {k: list(r) for k, r in rules.items()}}
             name = f"{order}-{seed}-{i}" if preamble else f"bare-{order}-{seed}-{i}"
-            items += requests(name, i, order, parts, turns, meta)
+            items += requests(name, i, order, defense, directive, turns, meta)
     return items
 
 
@@ -62,9 +61,9 @@ def examples(n: int, seed: int = 0, orders: Sequence[str] = ORDERS) -> list[Item
     examples. The embedded model was trained with this defense in front only."""
     items = []
     for i in range(n):
-        name = f"examples {seed} {i}"
+        drawn = f"examples {seed} {i}"
         built = {
-            request: world.system_few_shot(random.Random(name), 250, True, 1, leak=request == "leak", defended=True)
+            request: world.system_few_shot(random.Random(drawn), 250, True, 1, leak=request == "leak", defended=True)
             for request in ("follow", "leak")
         }
         system, cut = built["leak"].system, built["leak"].system_spans["directive"][0]
@@ -74,8 +73,8 @@ def examples(n: int, seed: int = 0, orders: Sequence[str] = ORDERS) -> list[Item
             for request, c in built.items()
         }
         for order in orders:
-            parts = defense + shown if order == "normal" else shown + defense
-            items += requests(f"examples-{order}-{seed}-{i}", i, order, parts, turns, {"rules": "examples"})
+            name = f"examples-{order}-{seed}-{i}"
+            items += requests(name, i, order, defense, shown, turns, {"rules": "examples"})
     return items
 
 
@@ -88,8 +87,11 @@ def _defense(said: list[str]) -> Parts:
     return [(names, world.pretty(some)) for names, some in [*parts, (["defense"], said[clause:])] if some]
 
 
-def requests(name: str, system: int, order: str, parts: Parts, turns: Mapping, meta: dict) -> list[Item]:
+def requests(
+    name: str, system: int, order: str, defense: Parts, directive: Parts, turns: Mapping, meta: dict
+) -> list[Item]:
     """One item per request to the same system prompt. Between two parts stands a space where neither brings its own."""
+    parts = {"normal": defense + directive, "flipped": directive + defense, "alone": directive}[order]
     text, spans, pieces = "", [], {}
     for names, piece in parts:
         text += " " if text and not text[-1].isspace() and not piece[0].isspace() else ""

@@ -92,10 +92,6 @@ class Means:
             series = (weights @ np.where(known, values, 0)) / (weights @ known)
         return series if known.sum() >= stats.MIN_ITEMS else np.where(np.arange(len(series)) == 0, series, np.nan)
 
-    def curve(self, ratios: Iterable[float], **cell) -> np.ndarray:
-        """[1 + DRAWS, ratios]."""
-        return np.stack([self.at(ratio=ratio, **cell) for ratio in ratios], 1)
-
     def count(self, **cell) -> int:
         """System prompts with a value in a cell."""
         return int(np.isfinite(self.per(**cell)).sum())
@@ -297,7 +293,7 @@ def safe_budget(s: Study, **cell) -> Series:
     """Smallest share of the system turn such that there, and at every larger share that was run, no more leaks than
     the uncompressed model's upper limit; 1 if no compression that was run is safe. At ratios that every prompt met."""
     ratios = s.leak.ratios(True, **cell)
-    curve = s.leak.curve(ratios, **cell)
+    curve = np.stack([s.leak.at(ratio=ratio, **cell) for ratio in ratios], 1)
     start = s.leak.estimate(ratio=0.0, **cell)
     limit = start.value if np.isnan(start.high) else start.high
     safe = np.cumprod(curve <= limit + 1e-9, 1).astype(bool)

@@ -75,15 +75,13 @@ def real(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, set
 def once(loaded: Loaded, items: Sequence[Item], rows: pd.DataFrame, capacity: int, settings: Settings) -> pd.DataFrame:
     """LRU, bare and guarded, reduced once at the prompt's end (regime `ONCE`), beside its rows of the main comparison,
     where the cap is met again while decoding."""
-    new, guarded = settings.max_new_tokens, settings.protect_frac
+    never_again = SharedCap(interval=settings.max_new_tokens + 1)
     asked = [
-        Condition("lru", capacity, SharedCap(interval=new + 1), prefix=side, suffix=side, reading="as_run")
-        for side in (0.0, guarded)
+        Condition("lru", capacity, never_again, prefix=side, suffix=side, reading="as_run")
+        for side in (0.0, settings.protect_frac)
     ]
-    found = run(
-        Answers("protection", "once", items, asked, new, study.paper_limit(loaded, items, new)), loaded, settings
-    )
-    return pd.concat([_lru(rows, capacity), found.assign(regime=ONCE)], ignore_index=True)
+    found = study.main(loaded, items, asked, settings, "once").assign(regime=ONCE)
+    return pd.concat([_lru(rows, capacity), found], ignore_index=True)
 
 
 def _lru(rows: pd.DataFrame, capacity: int) -> pd.DataFrame:

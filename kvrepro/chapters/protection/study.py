@@ -42,10 +42,12 @@ def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> l
     return data.not_too_long(found, items, loaded.tokenizer, paper_limit(loaded, found, settings.max_new_tokens))
 
 
-def main(loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], settings: Settings) -> pd.DataFrame:
-    """Rows of the main comparison, prompts as long as the paper's."""
+def main(
+    loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], settings: Settings, name: str = "main"
+) -> pd.DataFrame:
+    """Rows of the main comparison, or of another study by its name, prompts as long as the paper's."""
     limit = paper_limit(loaded, items, settings.max_new_tokens)
-    return run(Answers("protection", "main", items, conditions, settings.max_new_tokens, limit), loaded, settings)
+    return run(Answers("protection", name, items, conditions, settings.max_new_tokens, limit), loaded, settings)
 
 
 def of_length(loaded: Loaded, items: str, n_items: int, length: int, settings: Settings) -> list[Item]:

@@ -74,7 +74,8 @@ def test_a_cell_of_fewer_than_six_prompts_has_no_interval_whatever_the_others_ha
     ):  # fmt: skip
         assert value == pytest.approx(0.9)
         assert np.isnan([low, high]).all()
-    assert np.isnan(study.interval(found.curve((0.5, 0.9), policy="tova").max(1), 8)[1])  # nor has what rests on it
+    curve = [found.at(ratio=ratio, policy="tova") for ratio in (0.5, 0.9)]
+    assert np.isnan(study.interval(np.max(curve, 0), 8)[1])  # nor has what rests on it
     assert found.ratios(policy="tova") == [0.3, 0.5, 0.9]
     assert found.ratios(True, policy="tova") == [0.3, 0.5]
 

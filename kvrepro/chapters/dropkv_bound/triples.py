@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import bound
-from kvrepro.engine.attention import installed
+from kvrepro.engine.attention import attend_prompt, installed
 from kvrepro.engine.facts import ModelFacts, attention_modules, output_projection
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, call
@@ -188,8 +188,7 @@ class _Looker:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
         count, own = len(self.projections), self.projections[layer]
         self.visit(Layer(layer, count, self.positions, self.window, query[0], key[0], value[0], scaling, own))
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2)
+        return attend_prompt(query, key, value, scaling)
 
 
 def spread(tokens: int, count: int, since: float = 0.5) -> list[int]:

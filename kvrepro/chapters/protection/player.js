@@ -11,8 +11,9 @@
   for (const [name, [first, last]] of Object.entries(data.spans))
     words.slice(first, last + 1).forEach((word) => { word.dataset.span = name; });
 
+  const bits = (name) => data.kept[[name, reading.value, guard.checked ? 1 : 0, data.budgets[budget.value]].join("|")];
   const kept = (name) => {
-    const packed = atob(data.kept[[name, reading.value, guard.checked ? 1 : 0, data.budgets[budget.value]].join("|")] || "");
+    const packed = atob(bits(name) || "");
     return data.tokens.map((_, i) => Boolean((packed.charCodeAt(i >> 3) >> (7 - (i & 7))) & 1));
   };
 
@@ -41,7 +42,9 @@
       const parts = Object.entries(data.spans).map(([name, at]) => `${held(at)} of ${at[1] + 1 - at[0]} tokens of the ${name}`);
       const total = tokens.filter(Boolean).length;
       strip(canvas, tokens);
-      canvas.nextElementSibling.textContent = `${canvas.dataset.name} keeps ${[`${total} tokens`, ...parts].join(", ")}.`;
+      canvas.nextElementSibling.textContent = bits(canvas.dataset.policy) === undefined
+        ? `${canvas.dataset.name} cannot be run so.`
+        : `${canvas.dataset.name} keeps ${[`${total} tokens`, ...parts].join(", ")}.`;
       if (canvas.dataset.policy === policy.value) words.forEach((word, i) => { word.className = tokens[i] ? "" : "gone"; });
     }
   }

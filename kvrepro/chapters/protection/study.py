@@ -15,6 +15,7 @@ from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import watch_prompt
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.guard import protected_count
+from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
 from kvrepro.experiment.answers import prompt_limit
@@ -179,11 +180,13 @@ def retention(
 ) -> pd.DataFrame:
     """Prompt positions that each policy keeps at its first reduction: columns policy, reading, protected, position.
 
-    Of a policy whose heads choose for themselves, the positions that any of them keeps. `attrs["tokens"]` is the
+    Of a policy whose heads choose for themselves, the positions that any of them keeps; none of one that protects more
+    than the capacity. `attrs["tokens"]` is the
     prompt's length, `attrs["spans"]` the first and last position of each message's spans.
     """
     prompt = data.build_prompt(item, loaded.tokenizer, paper_limit(loaded, [item], settings.max_new_tokens))
-    conditions = grid.main([capacity], policies, settings.protect_frac, reading)[1:]
+    asked = grid.main([capacity], policies, settings.protect_frac, reading)[1:]
+    conditions = [condition for condition in asked if _met(condition, len(prompt.ids))]
     [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=(), errors="return")
     rows = [
         {"policy": c.policy, "reading": c.reading, "protected": c.prefix > 0, "position": position}
@@ -191,7 +194,16 @@ def retention(
         if not isinstance(answer, Exception)  # which the main study counts
         for position in answer.kept_positions
     ]
-    frame = pd.DataFrame(rows)
+    frame = pd.DataFrame(rows, columns=["policy", "reading", "protected", "position"])
     frame.attrs["tokens"] = len(prompt.ids)
     frame.attrs["spans"] = {name: (min(at), max(at)) for name, at in prompt.spans.items() if at}
     return frame
+
+
+def _met(condition: Condition, tokens: int) -> bool:
+    """Can a prompt of so many tokens meet it?"""
+    try:
+        check(condition, tokens)
+    except InputError:
+        return False
+    return True

@@ -9,7 +9,7 @@ import torch
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 
-from kvrepro.chapters.protection import study
+from kvrepro.chapters.protection import player, study
 from kvrepro.chapters.protection.settings import Settings
 from kvrepro.engine.condition import Condition
 from kvrepro.errors import InputError
@@ -39,6 +39,14 @@ def test_retention_tells_what_each_condition_keeps(loaded):
     ends = kept[kept.protected].groupby(["policy", "reading"]).position
     assert (ends.min() == 0).all()
     assert (ends.max() == tokens - 1).all()
+
+
+def test_a_policy_that_protects_more_than_the_budget_keeps_no_positions(loaded):
+    kept = study.retention(loaded, ITEM, 48, ["lru", "snapkv"], "as_run", Settings(max_new_tokens=8))
+    assert set(kept.policy) == {"lru"}
+    assert study.retention(loaded, ITEM, 48, ["snapkv"], "as_run", Settings(max_new_tokens=8)).empty
+    found = player.kept_at(loaded, ITEM, [48, 96], ["lru", "snapkv"], "as_run", Settings(max_new_tokens=8))
+    assert sorted(key for key in found["kept"] if "snapkv" in key) == ["snapkv|as_run|0|96", "snapkv|as_run|1|96"]
 
 
 def test_attention_takes_items_evenly_and_sums_to_one(loaded, tmp_path):

@@ -230,7 +230,7 @@ def prompt(
     triples.triples(loaded.model, ids, positions, visit, window=s.window)
     frames = {name: pd.DataFrame(rows[name]) for name in parts}
     if studied:
-        found = pd.concat([of_position.frame() for of_position in studied])
+        found = pd.concat([of_position.frame() for of_position in studied if of_position.held])
         frames["assumptions"] = found.sort_values(WHERE, kind="stable", ignore_index=True)
     return frames | ({"records": _records(drawn, s, loaded.model.device)} if "records" in parts else {})
 

@@ -66,6 +66,8 @@ def test_the_number_of_cones_is_the_one_asked_for_and_told():
     found = study.prompt(Loaded(), tiny.prompts(60)[0], few, 0, ("assumptions",))["assumptions"]
     assert found.groupby("pool").size().tolist() == [9, 9]
     assert set(found.of_triples) == {36}
+    one = study.prompt(Loaded(), tiny.prompts(60)[0], Sampling(**vars(S) | {"cones": 1}), 0, ("assumptions",))
+    assert len(one["assumptions"]) == 2  # the other position has no triple
     enumerated = study.prompt(Loaded(), tiny.prompts(60)[0], few, 4)
     where = ["layer", "head", "position"]
     held = enumerated["records"][where].drop_duplicates().merge(enumerated["assumptions"][where].drop_duplicates())

@@ -32,18 +32,12 @@ TEMPERATURE, SAMPLES = 0.7, 3  # the paper samples with three seeds
 N_SLOW = 160  # items, spread evenly, of credit, which learns from one to the next, and of samples, by `generate`
 
 
-def spread(items: Sequence[Item], n: int) -> list[Item]:
-    """n of the items, spread evenly, since those of a task stand together; all of them where they are no more."""
-    n = min(n, len(items))
-    return [items[i * len(items) // n] for i in range(n)]
-
-
 def studies(
     loaded: Loaded, items: Sequence[Item], rows: pd.DataFrame, capacity: int, settings: Settings
 ) -> dict[str, pd.DataFrame]:
     """All of them that the model can read, by name. rows: of the main comparison, of which LRU and the full cache are
     what credit and samples are compared with."""
-    some = spread(items, N_SLOW)
+    some = study.spread(items, N_SLOW)
     lru, given = _lru(rows, capacity), (loaded, some, capacity, settings)
     lru = lru[lru.item.isin([item.id for item in some])]
     found = {
@@ -59,7 +53,7 @@ def studies(
 def real(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:
     """Published methods as described, on `n_items` of the items, spread evenly: bare and guarded at both ends, under
     the cap that is met again while decoding, and reduced once at the prompt's end."""
-    some = spread(items, n_items)
+    some = study.spread(items, n_items)
     guarded = {"reading": "as_described", "prefix": settings.protect_frac, "suffix": settings.protect_frac}
     asked = [
         Condition(name, capacity, regime, **given)

@@ -131,15 +131,20 @@ def held_question(item: Item, prompt: Prompt, answer: Generation) -> dict[str, f
     return {"question": len(at), "held": measure.evidence_coverage(at, answer.kept_positions, len(prompt.ids))}
 
 
+def spread(items: Sequence[Item], n: int) -> list[Item]:
+    """n of the items, spread evenly, since those of a task stand together; all of them where they are no more."""
+    n = min(n, len(items))
+    return [items[i * len(items) // n] for i in range(n)]
+
+
 def attention(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:
     """`boundary_attention` of `n_items` of the items, spread evenly, with a column `item`.
 
     The prefix and the suffix are as long as the guards of that capacity, whose use is in question.
     """
     positions, limit = int(settings.protect_frac * capacity), paper_limit(loaded, items, settings.max_new_tokens)
-    some = items[:: max(1, len(items) // n_items)][:n_items]
     given = {"positions": positions, "limit": limit}
-    return run(PerItem("protection", "attention", some, boundary_attention, given), loaded, settings)
+    return run(PerItem("protection", "attention", spread(items, n_items), boundary_attention, given), loaded, settings)
 
 
 def boundary_attention(loaded: Loaded, item: Item, positions: int, limit: int) -> pd.DataFrame:

@@ -42,15 +42,6 @@ def test_credit_and_samples_are_rows_that_the_claims_are_asked_of(tiny, settings
     assert "65,536 tokens" in table.note["P39"]
 
 
-def test_items_are_spread_over_all_tasks_whatever_their_number():
-    assert scope.spread("abcdef", 3) == ["a", "c", "e"]
-    assert scope.spread("abc", 5) == ["a", "b", "c"]
-    assert scope.spread("", 5) == []
-    for count in (200, 300, 480):
-        items = data.load_items("tinyworld", count, tokens=300)
-        assert {item.task for item in scope.spread(items, scope.N_SLOW)} == {item.task for item in items}
-
-
 def test_a_temperature_near_zero_gives_the_greedy_answers(tiny):
     [item] = data.load_items(ITEMS, 1, seed=6, tokens=200)
     conditions = grid.main([40], ("lru",), 0.1, "as_run")[1:]

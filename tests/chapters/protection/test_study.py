@@ -49,10 +49,19 @@ def test_a_policy_that_protects_more_than_the_budget_keeps_no_positions(loaded):
     assert sorted(key for key in found["kept"] if "snapkv" in key) == ["snapkv|as_run|0|96", "snapkv|as_run|1|96"]
 
 
+def test_items_are_spread_over_all_tasks_whatever_their_number():
+    assert study.spread("abcdef", 3) == ["a", "c", "e"]
+    assert study.spread("abc", 5) == ["a", "b", "c"]
+    assert study.spread("", 5) == []
+    for name, count, few in (("long", 40, 16), ("all", 200, 160), ("all", 300, 160), ("all", 480, 160)):
+        items = data.load_items(f"tinyworld:{name}".removesuffix(":all"), count, tokens=300)
+        assert {item.task for item in study.spread(items, few)} == {item.task for item in items}
+
+
 def test_attention_takes_items_evenly_and_sums_to_one(loaded, tmp_path):
     items = [Item(f"door-{i}", ITEM.task, ITEM.messages, "red", context=PASSAGE, question="Which?") for i in range(6)]
-    found = study.attention(loaded, items, 3, 60, Settings(tmp_path, max_new_tokens=8))
-    assert found["item"].unique().tolist() == ["door-0", "door-2", "door-4"]
+    found = study.attention(loaded, items, 4, 60, Settings(tmp_path, max_new_tokens=8))
+    assert found["item"].unique().tolist() == ["door-0", "door-1", "door-3", "door-4"]
     sums = found.groupby(["item", "layer", "head"]).mass.sum()
     assert sums.to_numpy() == pytest.approx(1.0, abs=1e-4)
 

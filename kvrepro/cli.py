@@ -166,7 +166,7 @@ def items(
     n_items: Annotated[int, Option("-n", "--n-items")] = 1,
     seed: int = 0,
     tokens: Annotated[int, Option(help="prompt length of tinyworld's and ruler's items")] = 1900,
-    model: Annotated[str, Option("-m", "--model", help="in whose tokens ruler's items are counted")] = "",
+    model: Annotated[str | None, Option("-m", "--model", help="in whose tokens ruler's items are counted")] = None,
 ) -> None:
     """Say which names of items there are, or print a sample of one."""
     import contextlib
@@ -179,12 +179,12 @@ def items(
     if not name:
         print(ITEMS, f"Tasks of tinyworld: {', '.join(world.KNOWN)}", sep="\n\n")
         return
-    if name.partition(":")[0] == "ruler" and not model:
+    if name.partition(":")[0] == "ruler" and model is None:
         raise InputError(
             f"{name}: ruler's items are counted in a model's own tokens: name it, -m small-gqa for instance"
         )
     with contextlib.redirect_stdout(sys.stderr):  # what is said of items is none of their lines
-        found = data.load_items(name, n_items, seed, tokens, models.tokenizer(model) if model else None)
+        found = data.load_items(name, n_items, seed, tokens, None if model is None else models.tokenizer(model))
     for item in found:
         print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=False))
 

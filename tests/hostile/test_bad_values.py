@@ -26,9 +26,9 @@ ANY_FILE = ("a word", "a negative number", "zero", "NaN", "infinity", "huge", "m
 TAKEN: dict[str, tuple[str, ...]] = {  # parameter of a notebook: what it may be after all
     **dict.fromkeys(  # nothing: as many as the profile says, or what is usual
         """n_items options batch_rows workers positions triples ratios examples marks max_new_tokens repeats several
-        singles timed wording family cells""".split(), ("nothing",),
+        singles timed wording family cells engine address""".split(), ("nothing",),
     ),
-    "time_limit": ("nothing", "a fraction"),  # seconds; none: no limit
+    "time_limit": ("nothing", "a fraction", "above one"),  # seconds; none: no limit
     "family": ("nothing", "an empty list"),  # no model beside the first
     **dict.fromkeys("progress dry_run forced joined later".split(), ("True",)),
     **dict.fromkeys("head layer".split(), ("nothing", "zero")),  # the first of its kind has the number 0

@@ -112,7 +112,7 @@ def main(
     workers: Annotated[str, typer.Option(help="numbers of workers, with commas, the first one 1")] = "1,2",
     engines: Annotated[str, typer.Option(help="with commas")] = "local,ray",
     n_items: Annotated[int, typer.Option(min=1)] = 64,
-    cells: Annotated[int, typer.Option(min=1, help="of the grid")] = 24,
+    cells: Annotated[int, typer.Option(min=8, help="of the grid")] = 24,
     out: Annotated[Path, typer.Option(help="the table")] = OUT,
 ) -> None:
     """Measure, print, and write the table."""

@@ -61,7 +61,7 @@ TEMPLATE = (
 )
 CHAPTERS = ("protection", "fragility", "dropkv_bound", "leakage", "reclamation")
 DTYPES = get_args(models.Dtype)[1:]  # without "auto"
-KEY = ["shape", "device", "chapter", "n_items"]
+KEY = ["shape", "device", "chapter"]  # whose rows a trial takes the place of, whatever the sizes
 
 
 def tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> PreTrainedTokenizerFast:

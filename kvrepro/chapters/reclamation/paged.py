@@ -4,6 +4,7 @@
 of it to the engine, which attends, evicts and decodes as on any cache (`extend`, `generate`).
 """
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,7 +194,8 @@ class PagedLayer:
     remember = RaggedLayer.remember
 
     def __init__(self, rows: PagedRows, number: int, sums: Collection[str]):
-        self.of, self.number, self.tail = rows, number, 0
+        self.cache: Any = weakref.proxy(rows)  # in no circle, which would keep the pages
+        self.number, self.tail = number, 0
         self._keys, self._values = (x[number].flatten(0, 1) for x in (rows.pages.keys, rows.pages.values))
         self.shape = (len(rows.numbers), self._keys.shape[1])  # batch, kv_heads
         self.keys = self._keys.flatten(0, 1)  # [tokens, dim], as a ragged layer's
@@ -206,30 +208,30 @@ class PagedLayer:
         """Store the new tokens `[rows, kv_heads, new, dim]`; the first layer of a pass makes room for all."""
         new = keys.shape[2]
         if self.number == 0:
-            self.of.begin(new)
-        self._keys[self.of.written] = keys.transpose(1, 2)
-        self._values[self.of.written] = values.transpose(1, 2)
+            self.cache.begin(new)
+        self._keys[self.cache.written] = keys.transpose(1, 2)
+        self._values[self.cache.written] = values.transpose(1, 2)
         self.sums.update({name: torch.nn.functional.pad(s, (0, new)) for name, s in self.sums.items()})
         self.tail += new
 
     def parts(self) -> list[Part]:
         """What a query attends to: each row's living slots in table order, flush right, -1 where a head has evicted
         one."""
-        keys, values = (x[self.of.read].transpose(1, 2) for x in (self._keys, self._values))
-        where = self.of.where
+        keys, values = (x[self.cache.read].transpose(1, 2) for x in (self._keys, self._values))
+        where = self.cache.where
         return [(keys, values, where[:, self.number % where.shape[1]])]
 
     def add(self, name: str, p: Tensor, flat_tokens: int) -> None:
         """Add `p` [rows, kv_heads, tokens], in the order of `parts`, to the sum of that name."""
-        self.sums[name].scatter_add_(2, self.of.at[:, None].expand(p.shape), p)
+        self.sums[name].scatter_add_(2, self.cache.at[:, None].expand(p.shape), p)
 
     def shown(self) -> Shown:
         """The tokens that each head holds, in ascending order; `index` is their position."""
         holds = self.holds()
         seen = holds.shape[2]
         slots = np.zeros((len(holds), seen), np.int64)
-        for row, number in enumerate(self.of.numbers):
-            flat, where, _ = self.of.ledger.living(number)
+        for row, number in enumerate(self.cache.numbers):
+            flat, where, _ = self.cache.ledger.living(number)
             slots[row, where] = flat
         found = np.sort(np.where(holds, np.arange(seen), -1))[..., seen - holds.sum(-1).max() :]
         slot = np.take_along_axis(slots[:, None], found.clip(min=0), 2)
@@ -240,31 +242,31 @@ class PagedLayer:
 
     def holds(self) -> np.ndarray:
         """Who is left in this layer, bool [rows, kv_heads, seen] over true positions."""
-        found = np.zeros((*self.shape, self.of.seen), bool)
-        for row, entry in enumerate(self.of.entries):
+        found = np.zeros((*self.shape, self.cache.seen), bool)
+        for row, entry in enumerate(self.cache.entries):
             slots = np.flatnonzero(entry.positions >= 0)
             found[row][:, entry.positions[slots]] = entry.alive[self.number % len(entry.alive)][:, slots]
-        return found if self.of.keeps is None else found & self.of.keeps[:, self.number]
+        return found if self.cache.keeps is None else found & self.cache.keeps[:, self.number]
 
     def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
         """Keep what `keep` names of the tokens that `shown` gave. Raises InputError for `masked`."""
         if masked:
             raise InputError("execution masked on a paged cache, which gives memory back: take physical")
-        kept = torch.zeros(*self.shape, self.of.seen + 1, dtype=torch.bool, device=index.device)
+        kept = torch.zeros(*self.shape, self.cache.seen + 1, dtype=torch.bool, device=index.device)
         kept.scatter_(2, index.where(keep, -1) + 1, True)
         self._keep(kept[..., 1:].cpu().numpy())
 
     def slide(self, oldest: RowInts) -> None:
         """Forget the tokens before each row's `oldest` position: a sliding layer never sees them again."""
         self.tail = 0
-        self._keep((np.arange(self.of.seen) >= oldest.cpu().numpy()[:, None])[:, None])
-        self.of.settle()
+        self._keep((np.arange(self.cache.seen) >= oldest.cpu().numpy()[:, None])[:, None])
+        self.cache.settle()
 
     def _keep(self, keep: np.ndarray) -> None:
         """keep: bool [rows, kv_heads or 1, seen]."""
-        if self.of.keeps is None:
-            self.of.keeps = np.ones((self.shape[0], len(self.of.ragged), self.shape[1], self.of.seen), bool)
-        self.of.keeps[:, self.number] &= keep
+        if self.cache.keeps is None:
+            self.cache.keeps = np.ones((self.shape[0], len(self.cache.ragged), self.shape[1], self.cache.seen), bool)
+        self.cache.keeps[:, self.number] &= keep
 
     def held(self) -> Tensor:
         """Tokens of each head, int64 [rows, kv_heads]; other heads may hold their slots without them."""
@@ -276,8 +278,8 @@ class PagedLayer:
     @property
     def bytes(self) -> int:
         """Bytes of this layer's keys and values in the rows' blocks, those that they share included."""
-        blocks = sum(len(entry.blocks) for entry in self.of.entries)
-        return 2 * self.keys.nbytes * blocks // len(self.of.ledger.references)
+        blocks = sum(len(entry.blocks) for entry in self.cache.entries)
+        return 2 * self.keys.nbytes * blocks // len(self.cache.ledger.references)
 
     @property
     def state_bytes(self) -> int:

@@ -1,5 +1,8 @@
 """The paged cache: the engine generates on it as on its own, and compaction does not change what it says."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import tiny
@@ -94,6 +97,19 @@ def test_rows_of_one_batch_are_what_each_is_alone(condition, family):
         for a, b in zip(rows.passes[row], single.passes[0], strict=True):
             assert [getattr(a, n) for n in counts] == [getattr(b, n) for n in counts]
             assert (a.survivors == b.survivors).all()
+
+
+def test_pages_go_with_their_rows():
+    """Without the garbage collector, which does not know how full a GPU is."""
+    rows = sequence(tiny.model())
+    logits(tiny.model(), rows, tiny.prompts(20)[0])
+    pages = weakref.ref(rows.pages)
+    gc.disable()
+    try:
+        del rows
+        assert pages() is None
+    finally:
+        gc.enable()
 
 
 def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():

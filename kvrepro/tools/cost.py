@@ -42,15 +42,16 @@ def hours(measured: pd.DataFrame, chapter: str, profile: str) -> float:
 
 
 def table(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
-    """Columns model, GPU, chapter, items measured, sizes (numbers of items), quick and full (hours), GiB, how, of every
-    chapter measured without an error."""
+    """Columns model, GPU, chapter, items measured, sizes (numbers of items), quick and full (hours), GiB, date, how, of
+    every chapter measured without an error."""
     frame = pd.read_csv(path)
     done = frame[frame.error.isna() & (frame.failed == 0) & (frame.device != "CPU")]
     rows = [
         {"model's shape": shape, "GPU": device.removeprefix("NVIDIA ").removesuffix(" HBM3"), "chapter": chapter,
          "items measured": int(mine.n_items.max()), "sizes": int(mine.n_items.nunique()),
          "quick, hours": round(hours(mine, chapter, "quick"), 2), "full, hours": round(hours(mine, chapter, "full"), 1),
-         "peak GiB": mine.peak_gib.max(), "how": str(mine.sort_values("n_items").note.iloc[-1])}
+         "peak GiB": mine.peak_gib.max(), "date": mine.date.min(),
+         "how": str(mine.sort_values("n_items").note.iloc[-1])}
         for (shape, device, chapter), mine in done.groupby(["shape", "device", "chapter"], sort=False)
     ]  # fmt: skip
     return pd.DataFrame(rows)
@@ -58,13 +59,15 @@ def table(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
 
 def overview(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
     """A row for each GPU and model's shape, a column for each chapter: its hours in the quick and in the full profile,
-    with "≤" where they are an upper bound, measured at one size; and the most memory that a chapter took, GiB."""
+    with "≤" where they are an upper bound, measured at one size; the most memory that a chapter took, GiB; and since
+    when its rows are measured."""
     each, kind = table(path), ["GPU", "model's shape"]
     hours = each[["quick, hours", "full, hours"]].map("{:.2g}".format)
     bound = each["sizes"].map(lambda sizes: "≤ " if sizes == 1 else "")
     each["told"] = bound + hours["quick, hours"] + " / " + hours["full, hours"]
     wide = each.pivot_table("told", kind, "chapter", "first").reindex(columns=list(ITEMS)).fillna("-")
-    return wide.assign(**{"peak GiB": each.groupby(kind)["peak GiB"].max().round().astype(int)}).reset_index()
+    more = each.groupby(kind).agg(**{"peak GiB": ("peak GiB", "max"), "measured from": ("date", "min")})
+    return wide.join(more.assign(**{"peak GiB": more["peak GiB"].round().astype(int)})).reset_index()
 
 
 def failures(path: Path = GPU / "chapters.csv") -> str:

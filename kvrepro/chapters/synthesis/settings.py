@@ -11,7 +11,7 @@ from kvrepro.experiment import run
 class Settings(run.Settings):
     """Settings of the synthesis."""
 
-    cells: Annotated[int, Number(8, whole=True)] | None = None  #: of the grid; from 48 on they tell shares of variance
+    cells: Annotated[int, Number(8, whole=True)] | None = None  #: None: the profile's; below 48 no shares of variance
     tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
     kept: tuple[ProperShare, ...] = (0.05, 0.1, 0.2)  #: shares of the compressed tokens that stay
     guarded: Annotated[float, Number(0, 0.5, above=True, below=True)] = 0.1  #: of the budget, at each end

@@ -94,6 +94,13 @@ class Yaml(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, what, event.start_mark)
         return super().compose_node(parent, index)
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, ArithmeticError) as error:  # of `!!bool x`, of a 13th month
+            what = f"no {node.tag.rpartition(':')[2]} ({str(error)[:80]})"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
@@ -102,8 +109,8 @@ class Yaml(yaml.SafeLoader):
         return found
 
 
-EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-Yaml.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, "-+0123456789")
+EXPONENT = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+Yaml.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, "-+.0123456789")
 
 
 def read(text: str) -> Any:

@@ -56,9 +56,20 @@ def test_a_link_that_leads_nowhere_is_no_folder_of_results(tmp_path, leads):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("1e-5", 1e-5), ("-2.5E3", -2500.0), ("[1e+2, 3]", [100.0, 3]), ("1e-5x", "1e-5x"), ("3", 3)]
+    ("text", "value"),
+    [("1e-5", 1e-5), ("-2.5E3", -2500.0), ("[1e+2, 3]", [100.0, 3]), ("1e-5x", "1e-5x"), ("3", 3), (".5e3", 500.0)],
 )
 def test_numbers_are_read_as_people_write_them(text, value):
     found = read(text)
     assert found == value
     assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["!!bool x", "!!int", "!!float ''", "[!!timestamp soon]", "2020-13-45", "1:1" + ":1" * 190 + ".5", "[" * 3000],
+)
+def test_what_is_none_of_its_kind_is_refused_in_one_line(text):
+    with pytest.raises(InputError, match="is no YAML value") as refused:
+        read(text)
+    assert "\n" not in str(refused.value)

@@ -115,12 +115,18 @@ class PagedRows(EngineCache):
 
     def fork(self, *shares: int | None, layouts: Sequence[str] = ("none",)) -> "PagedRows":
         """`Ledger.fork` of a single row, carried out: rows with the same tokens, sums and last queries, one for each of
-        `layouts`, which share as many of its first blocks as `shares` says (none given: all)."""
-        numbers = []
-        for share in shares or (None,) * len(layouts):
-            number, copies = self.ledger.fork(self.numbers[0], share)
-            self.pages.copy(copies)
-            numbers.append(number)
+        `layouts`, which share as many of its first blocks as `shares` says (none given: all). Where there is no room
+        for all of them there is none: InputError."""
+        numbers: list[int] = []
+        try:
+            for share in shares or (None,) * len(layouts):
+                number, copies = self.ledger.fork(self.numbers[0], share)
+                self.pages.copy(copies)
+                numbers.append(number)
+        except InputError:
+            for number in numbers:
+                self.ledger.free(number)
+            raise
         child = PagedRows(self.pages, (), layouts, numbers)
         for mine, other in zip(self.ragged.values(), child.ragged.values(), strict=True):
             other.sums.update({name: s.repeat(len(numbers), 1, 1) for name, s in mine.sums.items()})

@@ -112,6 +112,17 @@ def test_pages_go_with_their_rows():
         gc.enable()
 
 
+def test_rows_for_which_there_is_no_room_hold_no_blocks():
+    model, [ids] = tiny.model(), tiny.prompts(40)
+    one = sequence(model, blocks=13)
+    logits(model, one, ids)
+    with pytest.raises(InputError, match="5 blocks to copy, 0 are free"):
+        one.fork(0, 2, 0, layouts=["none"] * 3)
+    assert len(one.ledger.free_list) == 13 - 5
+    assert one.ledger.references.max() == 1
+    assert list(one.ledger.sequences) == one.numbers
+
+
 def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
     model, [ids] = tiny.model(), tiny.prompts(60)
     plain, filled = sequence(model, sums=["mass"]), sequence(model, sums=["mass"])

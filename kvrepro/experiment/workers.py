@@ -55,7 +55,7 @@ def default_workers(loaded: Loaded | None) -> int:
     if loaded is None:
         return cores
     weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
-    return max(1, min(cores, int(psutil.virtual_memory().free // (2 * weights))))
+    return max(1, min(cores, int(psutil.virtual_memory().available // (2 * weights))))
 
 
 def possible(loaded: Loaded | None) -> bool:

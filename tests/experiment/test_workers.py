@@ -247,7 +247,7 @@ def test_as_many_workers_start_as_memory_holds_models(loaded, monkeypatch):
     weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
     monkeypatch.setattr(pool.joblib, "cpu_count", lambda: 8)
     for models_held, count in ((0, 1), (6.5, 3), (100, 8)):
-        memory = SimpleNamespace(free=models_held * weights)
+        memory = SimpleNamespace(available=models_held * weights)
         monkeypatch.setattr(pool.psutil, "virtual_memory", lambda memory=memory: memory)
         assert pool.default_workers(loaded) == count
 

@@ -119,7 +119,7 @@ class PagedRows(EngineCache):
         for all of them there is none: InputError."""
         numbers: list[int] = []
         try:
-            for share in shares or (None,) * len(layouts):
+            for share, _ in zip(shares or (None,) * len(layouts), layouts, strict=True):
                 number, copies = self.ledger.fork(self.numbers[0], share)
                 self.pages.copy(copies)
                 numbers.append(number)

@@ -301,7 +301,7 @@ def identity(
     storage index.
     """
     cut, found = _shared(len(ids)), []
-    together = TOGETHER[loaded.model.device.type]
+    together = _together(loaded, len(ids) + new_tokens)
     copies = together * (len(COMPACTED) + 1) + 2
     call, prefix, _ = read(loaded, ids[:cut], len(ids) - cut + new_tokens, copies, block_size, ("mass",))
     whole, evictable = prefix.fork(), list(call.facts.evictable)
@@ -336,6 +336,12 @@ def identity(
             here = {**c.who, "layout": layout, "shared": shared, "tokens": c.new_tokens}
             found.append(here | agreement | {"prefix_intact": intact} | _summed(passes))
     return pd.DataFrame(found)
+
+
+def _together(loaded: Loaded, tokens: int) -> int:
+    """Choices that decode together: as many as `TOGETHER` says, or as there is room for their layouts."""
+    device, each = loaded.model.device, (len(COMPACTED) + 1) * tokens * call_for(loaded.model, []).token_bytes
+    return max(1, min(TOGETHER[device.type], int(engine.room_of(device) // each)))
 
 
 def _batches(every: Sequence[Choice], most: int) -> list[list[Choice]]:

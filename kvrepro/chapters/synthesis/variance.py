@@ -2,8 +2,8 @@
 
     score = mean + factors + interactions of two factors + item + rest
 
-Items are drawn, conditions are chosen: the item is the random effect. Every item is asked under every condition, so
-that the fixed effects of the mixed model are the mean of each item's own least squares. That gives shares
+Items are drawn, conditions are chosen: the item is the random effect (`mixed`). Every item is asked under every
+condition, so that the fixed effects of the mixed model are the mean of each item's own least squares. That gives shares
 without bias: if c_i is what a term explains of item i's scores, a vector over conditions, then the mean of <c_i, c_k>
 over pairs of different items is what they have in common, and noise has no part in it. Over pairs of one task it is
 larger where a term acts otherwise in each task; what then remains of <c_i, c_i> is an item's own.
@@ -13,11 +13,14 @@ of differences that no term explains, follows from the columns alone, if effects
 moment equations are solved (as in Henderson's methods for variance components; in a full table it is omega squared).
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from statsmodels.regression.mixed_linear_model import MixedLM
+from statsmodels.tools.sm_exceptions import ConvergenceWarning
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import stats
@@ -33,19 +36,20 @@ class Design:
     """Orthonormal columns [conditions, columns] of each term.
 
     bases: where a term is looked for. A main effect is free of the other factors, an interaction of all main effects.
-    carriers: where its effect may lie, an interaction free of its own two factors only.
+    carriers: where its effect may lie, an interaction free of its own two factors only. main: all main effects.
     """
 
     bases: dict[Term, np.ndarray]
     carriers: dict[Term, np.ndarray]
-    conditions: int
+    main: np.ndarray
 
     @property
     def unmixed(self) -> np.ndarray:
         """[terms + 1, terms + 1]: a term's variance over conditions, and last that beyond all terms, from what the
         bases take up, and last from all differences between conditions."""
+        rows = len(self.main)
         taken = [[float(((basis.T @ c) ** 2).sum()) for c in self.carriers.values()] for basis in self.bases.values()]
-        sizes = np.array([c.shape[1] for c in self.carriers.values()] + [self.conditions - 1], float)
+        sizes = np.array([c.shape[1] for c in self.carriers.values()] + [rows - 1], float)
         mixing = np.zeros((len(sizes), len(sizes)))
         mixing[:-1, :-1], mixing[-1] = taken, sizes
         mixing[:-1, -1] = [basis.shape[1] for basis in self.bases.values()]
@@ -75,7 +79,7 @@ def design(conditions: pd.DataFrame, interactions: Sequence[Term] | None = None)
         products = (own[a][:, :, None] * own[b][:, None, :]).reshape(len(conditions), -1)
         if (basis := _free(products, main)).shape[1]:
             bases[a, b], carriers[a, b] = basis, _free(products, np.concatenate([one, own[a], own[b]], 1))
-    return Design(bases, carriers, len(conditions))
+    return Design(bases, carriers, _free(main, one))
 
 
 def _free(columns: np.ndarray, of: np.ndarray) -> np.ndarray:
@@ -154,18 +158,18 @@ ENOUGH = 100  # conditions, from which on interactions of two factors are told a
 
 def by_model(
     rows: pd.DataFrame, factors: Sequence[str], score: str, draws: int = 1000
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(shares, effects) of each model's rows, with a column `model`; interactions where conditions suffice."""
-    found: list[list[pd.DataFrame]] = [[], []]
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """(shares, effects, mixed) of each model's rows, with a column `model`; interactions where conditions suffice."""
+    found: list[list[pd.DataFrame]] = [[], [], []]
     tasks = rows.drop_duplicates("item").set_index("item").task.to_dict()
     for name, mine in rows.groupby("model", sort=False):
         conditions, scores = wide(mine, factors, score)
         d = design(conditions, None if len(conditions) >= ENOUGH else ())
-        tables = shares(d, scores, tasks, draws), effects(conditions, scores)
+        tables = (shares(d, scores, tasks, draws), effects(conditions, scores), pd.DataFrame([mixed(d, scores)]))
         for parts, table in zip(found, tables, strict=True):
             parts.append(table.assign(model=name, conditions=len(conditions)))
-    shared, added = (pd.concat(parts, ignore_index=True) for parts in found)
-    return shared, added
+    shared, added, fitted = (pd.concat(parts, ignore_index=True) for parts in found)
+    return shared, added, fitted
 
 
 def pooled(rows: pd.DataFrame, factors: Sequence[str], score: str, draws: int = 1000) -> pd.DataFrame:
@@ -196,6 +200,27 @@ def effects(conditions: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
         for level, values in zip(levels, [*of, -of.sum(0)], strict=True):
             rows.append((name, level, *stats.interval(values).triple, scores.shape[1]))
     return pd.DataFrame(rows, columns=["factor", "level", "value", "low", "high", "n"])
+
+
+def mixed(d: Design, scores: pd.DataFrame) -> dict[str, float]:
+    """The mixed model with main effects, the item as random effect (statsmodels, REML): variances of `item` and `rest`,
+    `marginal` and `conditional` R squared: what the factors explain, and what they and the items do. Scores that are
+    all alike, and those of one item, have none.
+
+    Source of the last two: Nakagawa and Schielzeth 2013, equations 26 and 30.
+    """
+    y = scores.to_numpy(float)
+    columns = np.concatenate([np.full((len(y), 1), 1.0), d.main * len(y) ** 0.5], 1)
+    groups = np.repeat(np.arange(y.shape[1]), len(y))
+    if y.shape[1] < 2 or y.std() < SMALL:
+        return dict.fromkeys(("item", "rest", "marginal", "conditional"), np.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # items that do not differ: a variance of zero is an answer
+        fit = MixedLM(y.T.ravel(), np.tile(columns, (y.shape[1], 1)), groups).fit(reml=True)
+    item, rest = float(fit.cov_re[0, 0]), float(fit.scale)
+    fixed = float(((columns @ fit.fe_params) ** 2).mean() - (columns @ fit.fe_params).mean() ** 2)
+    total = fixed + item + rest
+    return {"item": item, "rest": rest, "marginal": fixed / total, "conditional": (fixed + item) / total}
 
 
 def full_profile() -> pd.DataFrame:

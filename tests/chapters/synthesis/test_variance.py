@@ -27,16 +27,16 @@ def table(items: int = 12, noise: float = 0.2, seed: int = 0, both: float = 0.0,
     return pd.DataFrame(rows)
 
 
-def parts(rows: pd.DataFrame, draws: int = 200) -> pd.DataFrame:
+def parts(rows: pd.DataFrame, draws: int = 200):
     conditions, scores = variance.wide(rows, list(LEVELS), "score")
     d = variance.design(conditions)
     tasks = rows.drop_duplicates("item").set_index("item").task.to_dict()
-    return variance.shares(d, scores, tasks, draws).set_index("term")
+    return variance.shares(d, scores, tasks, draws).set_index("term"), d, conditions, scores
 
 
 def test_shares_are_those_of_the_effects_without_bias():
     """A mean over tables: 0.06 of a, 0.01 of b, 0.0225 of items, 0.04 of noise; c and all interactions nothing."""
-    found = pd.concat([parts(table(8, seed=seed), 2).value for seed in range(60)], axis=1).mean(axis=1)
+    found = pd.concat([parts(table(8, seed=seed), 2)[0].value for seed in range(60)], axis=1).mean(axis=1)
     total = 0.06 + 0.01 + 0.0225 + 0.04
     assert found["a"] == pytest.approx(0.06 / total, abs=0.02)
     assert found["b"] == pytest.approx(0.01 / total, abs=0.01)
@@ -47,7 +47,7 @@ def test_shares_are_those_of_the_effects_without_bias():
 
 def test_an_interaction_is_found_and_is_no_main_effect():
     """a's two outer levels times b, +-0.2: its variance is 0.04 x 2/3, and it has no part in a's or b's means."""
-    tables = [parts(table(8, both=0.2, seed=seed), 50) for seed in range(20)]
+    tables = [parts(table(8, both=0.2, seed=seed), 50)[0] for seed in range(20)]
     found = pd.concat([one.value for one in tables], axis=1).mean(axis=1)
     total = 0.06 + 0.01 + 0.04 * 2 / 3 + 0.0225 + 0.04
     assert found["a x b"] == pytest.approx(0.04 * 2 / 3 / total, abs=0.02)
@@ -62,15 +62,15 @@ def test_a_fraction_of_the_cells_tells_the_same_as_all_of_them():
     for seed in range(30):
         rows = table(6, both=0.2, seed=seed)
         cells = rows[list(LEVELS)].drop_duplicates().sample(18, random_state=seed)
-        every.append(parts(rows, 2).value)
-        half.append(parts(rows.merge(cells), 2).value)
+        every.append(parts(rows, 2)[0].value)
+        half.append(parts(rows.merge(cells), 2)[0].value)
     whole, part = (pd.concat(found, axis=1).mean(axis=1) for found in (every, half))
     for term in ("a", "b", "c", "a x b", "a x c", "b x c"):
         assert part[term] == pytest.approx(whole[term], abs=0.04), term
 
 
 def test_what_a_term_does_in_each_task_for_itself_is_told_apart():
-    found = parts(table(16, of_task=1.0))
+    found = parts(table(16, of_task=1.0))[0]
     total = 0.06 * 2 + 0.01 + 0.0225 + 0.04
     assert found.by_task["a"] == pytest.approx(0.06 / total, abs=0.08)
     assert abs(found.by_task["b"]) < 0.02
@@ -78,13 +78,16 @@ def test_what_a_term_does_in_each_task_for_itself_is_told_apart():
 
 def test_intervals_hold_the_truth_usually():
     total = 0.06 + 0.01 + 0.0225 + 0.04
-    held = [f.low["a"] <= 0.06 / total <= f.high["a"] for f in (parts(table(10, seed=s)) for s in range(40))]
+    held = [f.low["a"] <= 0.06 / total <= f.high["a"] for f in (parts(table(10, seed=s))[0] for s in range(40))]
     assert np.mean(held) > 0.8
 
 
-def test_effects_are_the_mixed_models_and_the_mean_of_each_items_least_squares():
+def test_the_mixed_model_is_the_mean_of_each_items_least_squares_and_finds_the_variances():
     rows = table(60, noise=0.2, seed=3)
-    conditions, scores = variance.wide(rows, list(LEVELS), "score")
+    _, d, conditions, scores = parts(rows, 2)
+    found = variance.mixed(d, scores)
+    assert found["rest"] == pytest.approx(0.04, rel=0.1)
+    assert found["item"] == pytest.approx(0.0225, rel=0.5)
     effects = variance.effects(conditions, scores).set_index(["factor", "level"]).value
     for level, value in (("p", -0.3), ("q", 0.0), ("r", 0.3)):
         assert effects["a", level] == pytest.approx(value, abs=0.03)
@@ -95,6 +98,8 @@ def test_effects_are_the_mixed_models_and_the_mean_of_each_items_least_squares()
     y, groups = scores.to_numpy().T.ravel(), np.repeat(np.arange(scores.shape[1]), len(scores))
     fit = MixedLM(y, np.tile(columns, (scores.shape[1], 1)), groups).fit()
     assert effects["a", "p"] == pytest.approx(fit.fe_params[1], abs=1e-6)
+    assert found["marginal"] == pytest.approx(0.07 / (0.07 + found["item"] + found["rest"]), abs=0.05)
+    assert found["conditional"] > found["marginal"]
 
 
 def test_a_factor_that_a_condition_does_not_have_says_nothing_of_it():

@@ -58,16 +58,18 @@ def _against(policy: str, prefix: float) -> Iterator[tuple[str, str, float, str]
 def compare(rows: pd.DataFrame, measure: str = "token_f1", margin: float = 0.02) -> pd.DataFrame:
     """A row for each of `pairs`: the paired difference with its interval, and its tests.
 
-    value, low, high: mean difference, 95% interval. wilcoxon: two-sided p; `wilcoxon_holm`: corrected within the
-    family. tost: p of |difference| < margin. detectable: the true difference that a two-sided test at 5% would find in
-    four of five repeats. untied: items whose scores differ. Several runs of an item count once, by their mean.
+    value, low, high: mean difference, 95% interval. wilcoxon: two-sided p; greater: one-sided, that a is larger;
+    `_holm`: corrected within the family. tost: p of |difference| < margin. detectable: the true difference that a
+    two-sided test at 5% would find in four of five repeats. untied: items whose scores differ. Several runs of an item
+    count once, by their mean.
     """
     by_run = rows.pivot_table(index="item", columns="name", values=measure)
     table = pairs(rows)
     tested = [_tested(by_run, a, b, margin) for a, b in zip(table.a, table.b, strict=True)]
     table = pd.concat([table, pd.DataFrame(tested)], axis=1)
-    family = table.groupby(["family", "items", "model_name"]).wilcoxon
-    table["wilcoxon_holm"] = family.transform(lambda p: stats.holm(p.to_numpy()))
+    for name in ("wilcoxon", "greater"):
+        family = table.groupby(["family", "items", "model_name"])[name]
+        table[f"{name}_holm"] = family.transform(lambda p: stats.holm(p.to_numpy()))
     return table.drop(columns=["a", "b"])
 
 
@@ -75,9 +77,11 @@ def _tested(by_run: pd.DataFrame, a: tuple[str, ...], b: tuple[str, ...], margin
     pair = pd.DataFrame({"a": by_run[list(a)].mean(axis=1), "b": by_run[list(b)].mean(axis=1)}).dropna()
     difference = stats.contrast(pair, "difference", bounds=stats.UNIT)
     gap = (pair.a - pair.b).round(5)  # scores have six decimals: without it, ties between differences would be lost
+    untied = gap[gap != 0]
+    greater = scipy_stats.wilcoxon(untied, alternative="greater").pvalue if len(untied) else 1.0
     return {
         "value": difference.value, "low": difference.low, "high": difference.high, "n": difference.n,
-        "untied": int((gap != 0).sum()), "wilcoxon": stats.wilcoxon(gap, 0 * gap),
+        "untied": len(untied), "wilcoxon": stats.wilcoxon(gap, 0 * gap), "greater": float(greater),
         "tost": stats.tost(pair.a, pair.b, margin, bounds=stats.UNIT), "detectable": REACH * difference.error,
     }  # fmt: skip
 

@@ -41,6 +41,7 @@ def test_a_comparison_by_hand(tests):
     untied = gap[gap != 0]
     assert row.untied == len(untied)
     assert row.wilcoxon == pytest.approx(scipy_stats.wilcoxon(untied).pvalue)
+    assert row.greater == pytest.approx(scipy_stats.wilcoxon(untied, alternative="greater").pvalue)
     other = (f1["snapkv_simple"] - f1["lru"]).round(5)
     other = scipy_stats.wilcoxon(other[other != 0]).pvalue
     assert row.wilcoxon_holm == pytest.approx(min(1, 2 * min(row.wilcoxon, other)))  # two in its family

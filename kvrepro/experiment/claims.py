@@ -118,7 +118,8 @@ def paper_text(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], unit: str 
 
 def write(frame: pd.DataFrame, path: Path | str) -> Path:
     """The table as CSV, at `<results>/<chapter>/claims.csv`, in the place of what the same model and profile gave
-    before. Verdicts of other models stay, each at its place: the first one's come first."""
+    before. Verdicts of other models stay, each at its place: the first one's come first, and with them those on stored
+    timings, which are of no model and always the newest."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = read(path) if path.is_file() else frame

@@ -186,8 +186,8 @@ def retention(
     """Prompt positions that each policy keeps at its first reduction: columns policy, reading, protected, position.
 
     Of a policy whose heads choose for themselves, the positions that any of them keeps; none of one that protects more
-    than the capacity. `attrs["tokens"]` is the
-    prompt's length, `attrs["spans"]` the first and last position of each message's spans.
+    than the capacity. `attrs["tokens"]` is the prompt's length, `attrs["spans"]` the first and last position of each
+    message's spans.
     """
     prompt = data.build_prompt(item, loaded.tokenizer, paper_limit(loaded, [item], settings.max_new_tokens))
     asked = grid.main([capacity], policies, settings.protect_frac, reading)[1:]

@@ -42,7 +42,7 @@ def test_unknown_words_are_refused(given, capsys):
 @pytest.mark.slow
 def test_two_workers_compute_the_rows_of_one(tmp_path):
     out = tmp_path / "scaling.csv"
-    scaling.main("two-layer", "cpu", "1,2", "local,ray", 4, 3, out)
+    scaling.main("two-layer", "cpu", "1,2", "local,ray", 4, 8, out)
     found = pd.read_csv(out)
     assert found.equal.tolist() == [1, 1, 1]
     assert (found.efficiency > 0).all()

@@ -21,6 +21,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import check, find, is_own
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.window import pooled
+from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
@@ -43,9 +44,11 @@ MEASURE = "score"
 
 def peers_of(policies: Sequence[str]) -> list[str]:
     """The policies that stand beside DropKV, each once. Raises InputError for what is no policy."""
+    if not isinstance(policies, list | tuple):
+        raise InputError(f"policies {policies!r}: give a list")
     found = [name for name in dict.fromkeys(policies) if name not in ("full", "dropkv")]
     for name in found:
-        find(name)
+        find(str(name))
     return found
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvrepro.chapters.dropkv_bound.triples import check_softmax
-from kvrepro.engine.allowed import Count, Odd, ProperShare, Size
+from kvrepro.engine.allowed import Count, Odd, ProperShare, Size, ensure
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import check_shared
 from kvrepro.errors import InputError
@@ -60,8 +60,13 @@ class Given(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len({pool_name(size) for size in self.pools}) < len(self.pools):  # tables name them in whole percents
-            raise InputError(f"pools {self.pools!r}: give a list of at least one, each once")
+        for name, names in (
+            ("pools", [pool_name(size) for size in self.pools]),
+            ("shares", [f"{share:g}" for share in self.shares]),
+            ("lengths", [str(length) for length in self.lengths]),
+        ):
+            if not 0 < len(set(names)) == len(names):
+                raise InputError(f"{name} {getattr(self, name)!r}: give a list of at least one, each once")
 
     def within(self, model: Any) -> "Given":
         """The same for a model some of whose layers slide: prompts and answers that they see whole, as the theory takes
@@ -81,7 +86,9 @@ class Given(Settings):
 
     def prompts(self, n_items: int | None) -> int:
         """How many prompts: as many as asked for, or the profile's."""
-        return AtMost(PROFILES[self.profile][0]) if n_items is None else n_items
+        count = AtMost(PROFILES[self.profile][0]) if n_items is None else n_items
+        ensure(Size, n_items=count)
+        return count
 
     @property
     def enumerated(self) -> int:

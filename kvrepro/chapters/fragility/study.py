@@ -12,6 +12,8 @@ import pandas as pd
 from kvrepro.chapters.fragility import retention
 from kvrepro.chapters.fragility.retention import DEFAULT, Setting
 from kvrepro.chapters.fragility.settings import STEPS_OF_LONG, Settings
+from kvrepro.engine import allowed
+from kvrepro.engine.allowed import ProperShare, ensure, ensure_all
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import check as policy_check
@@ -89,7 +91,13 @@ def declare(
 ) -> tuple[Answers, list[Answers]]:
     """The chapter's studies: answers that are looked at, and the parts of the grid of qualities. Computes nothing, and
     raises InputError for whatever they could not do. n_items sets the size of the main comparison, and caps the
-    others. What kind of value each may be has been checked (`parameters.check_parameters`)."""
+    others."""
+    ensure_all(allowed.Size | None, n_items=n_items)
+    ensure_all(list[str], policies=policies)
+    ensure_all(list[ProperShare], shares=shares)
+    ensure(("both", *READINGS), reading=reading)
+    if not policies or not shares:
+        raise InputError(f"shares {shares!r} of policies {policies!r}: give one of each at least")
     sizes = SIZES[settings.profile]
     sizes = sizes if n_items is None else Size(n_items, *(min(n_items, count) for count in sizes[1:]))
     answered = observed(loaded, items, sizes, settings)

@@ -9,7 +9,7 @@ from kvrepro.chapters.leakage.english import Wording, wording
 from kvrepro.chapters.leakage.prompts import suited
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import policy
-from kvrepro.engine.allowed import ProperShare, Size
+from kvrepro.engine.allowed import ProperShare, Size, ensure_fields, ensure_once_each
 from kvrepro.errors import InputError
 
 
@@ -51,9 +51,11 @@ class ChapterPlan:
     reading: Literal["both", "as_run", "as_described"] = "both"
 
     def __post_init__(self) -> None:
+        ensure_fields(self, type(self))
         if (suits := suited(self.items)) != self.items:
             print(f"leakage: items {suits!r}, which suit this chapter, in the place of {self.items!r}")
             object.__setattr__(self, "items", suits)
+        ensure_once_each(policies=self.policies, **{} if self.ratios is None else {"ratios": self.ratios})
         for name in self.policies:
             if name == "full":
                 raise InputError("policy full is run in any case: name policies that evict")

@@ -10,6 +10,7 @@ import pandas as pd
 
 from kvrepro.chapters.leakage import ifeval
 from kvrepro.chapters.leakage.cells import differs
+from kvrepro.engine.allowed import ensure
 from kvrepro.engine.condition import Generation, Prompt
 from kvrepro.experiment import measure
 from kvrepro.item import Item
@@ -20,6 +21,7 @@ CELL = ["order", "policy", "variant", "ratio"]
 TELLS = ("tells_directive", "tells_rules", "tells_defense", "tells_system")
 FOLLOWED = ("followed", "followed_loose")
 MEASURES = (*FOLLOWED, *TELLS, "refused")
+FAILED = ("missing", "broken", "worst")
 
 
 def survivors(item: Item, text: Prompt, answer: Generation) -> dict[str, Any]:
@@ -89,6 +91,7 @@ def unmet(rows: pd.DataFrame) -> pd.Series:
 
 def failing(rows: pd.DataFrame, failed: str) -> pd.Series:
     """Rows whose error counts as a failure."""
+    ensure(FAILED, failed=failed)
     return rows.error.notna() & (failed != "missing") & (~unmet(rows) | (failed == "worst"))
 
 

@@ -6,6 +6,7 @@ One prefill serves a whole list, so the chapter runs the union of its grids once
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
+from kvrepro.engine.allowed import ensure, ensure_once_each
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import READINGS, check, find
 from kvrepro.engine.regime import DecodeCap, SharedCap
@@ -48,6 +49,7 @@ def size(profile: str, n_items: int | None = None) -> Size:
 
 def readings(reading: str, policy: str = "lru") -> list[str]:
     """The readings of a policy that "both", or a reading by its name, asks for; where it has none of them, its own."""
+    ensure(("both", *READINGS), reading=reading)
     known = READINGS if find(policy).shared else find(policy).readings
     return [one for one in known if reading in ("both", one)] or [known[-1]]
 
@@ -96,6 +98,7 @@ def protection(
     reading: str = "both",
 ) -> list[Condition]:
     """All conditions of the protection chapter, each once; extra studies at the middle capacity. Bad ones raise."""
+    ensure_once_each(capacities=capacities, policies=policies)
     middle = sorted(capacities)[len(capacities) // 2]
     parts = (
         main(capacities, policies, protect_frac, reading),

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
+from kvrepro.errors import InputError
 from kvrepro.experiment import claims, stats
 
 TABLES = {
@@ -32,8 +33,10 @@ def beside(scores: pd.DataFrame, tables: Sequence[str] = tuple(TABLES)) -> pd.Da
     """A row for every printed number of these tables: what was printed, what the scores give in each of `MEASURES`, its
     95% interval in token F1, whether both are the same in the printed digits, and why not.
 
-    scores: `artifact.scores()`.
+    scores: `artifact.scores()`. Raises InputError for a table that has no per-item results.
     """
+    if unknown := sorted(set(tables) - set(TABLES)):
+        raise InputError(f"table {unknown[0]} is not among those with per-item results: {', '.join(TABLES)}")
     files = dict(tuple(scores.groupby("name", sort=False)))
     cells = pd.concat([claims.published(TABLES[one]) for one in tables], ignore_index=True)
     cells = cells[~cells.metric.str.startswith(UNCOMPUTED) & (cells.value != "")]

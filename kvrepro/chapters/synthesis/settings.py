@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvrepro.engine.allowed import Number, Odd, ProperShare, Size
+from kvrepro.engine.allowed import Number, Odd, ProperShare, Size, ensure_once_each
 from kvrepro.experiment import run
 
 
@@ -22,3 +22,7 @@ class Settings(run.Settings):
     answer_words: Size = 24  #: an answer is read and judged as far as that
     block_size: Size = 16  #: tokens of a block of the paged cache
     draws: Size = 1000  #: resamples of items for an interval of a share of variance
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ensure_once_each(kept=self.kept)

@@ -11,6 +11,8 @@ import pandas as pd
 
 from kvrepro.chapters.synthesis import grid, kept, stored
 from kvrepro.chapters.synthesis.settings import Settings
+from kvrepro.engine.allowed import Size as Whole
+from kvrepro.engine.allowed import ensure, ensure_all
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.policy import check, is_own
 from kvrepro.errors import InputError
@@ -45,6 +47,7 @@ SIZES = {"quick": Size(data.AtMost(6), 140, 48), "full": Size(data.AtMost(48), 2
 
 def size(profile: str, n_items: int | None = None, cells: int | None = None) -> Size:
     """The profile's size; `n_items` and `cells` set their numbers."""
+    ensure((Whole, None), n_items=n_items, cells=cells)
     found = SIZES[profile]
     found = found if n_items is None else found._replace(items=n_items)
     return found if cells is None else found._replace(cells=cells, others=min(cells, found.others))
@@ -52,6 +55,7 @@ def size(profile: str, n_items: int | None = None, cells: int | None = None) -> 
 
 def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
     """The models of a run, `model` first; None: beside an embedded one the profile's others, beside any other none."""
+    ensure_all(list[str] | None, family=named)
     if named is None:
         named = [name for name in BESIDE[profile] if name in models.embedded()] if model in models.embedded() else []
     return list(dict.fromkeys([model, *named]))

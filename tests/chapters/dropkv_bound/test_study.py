@@ -105,13 +105,16 @@ def test_a_profile_s_numbers_can_be_changed():
     ("given", "message"),
     [
         ({"k": 0}, "k 0: a whole number"),
+        ({"pools": []}, "pools \\[\\]: give a list of at least one"),
         ({"pools": 0.5}, "pools 0.5: give a list"),
         ({"pools": [0.5, 1.5]}, "pools 1.5: a whole number, at least 1, or a number, above 0, below 1"),
-        ({"pools": [0.901, 0.9]}, "pools \\[0.901, 0.9\\]: give a list of at least one, each once"),
+        ({"pools": [0.9, 0.9]}, "pools \\[0.9, 0.9\\]: give a list of at least one, each once"),
         ({"positions": 0}, "positions 0: a whole number"),
         ({"cones": 0}, "cones 0: a whole number"),
         ({"window": 0}, "window 0: a whole number"),
+        ({"shares": []}, "shares \\[\\]: give a list"),
         ({"shares": [0.1, 1.0]}, "shares 1.0: a number, above 0, below 1"),
+        ({"lengths": []}, "lengths \\[\\]: give a list"),
         ({"max_new_tokens": 0}, "max_new_tokens 0"),
         ({"windw": 4}, "unknown option 'windw', did you mean 'window'"),
     ],
@@ -121,6 +124,8 @@ def test_parameters_are_refused_before_anything_runs(given, message):
     options = {name: value for name, value in given.items() if name not in ("pools", "shares")}
     with pytest.raises(InputError, match=message):
         Settings.of(options).given(pools, shares)
+    with pytest.raises(InputError, match="n_items 0: a whole number, at least 1"):
+        Given().prompts(0)
 
 
 # ---- prompts of a given length

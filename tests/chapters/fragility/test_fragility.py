@@ -374,10 +374,16 @@ def test_everything_is_checked_before_anything_runs():
         ({"until": "defense"}, {}, "no span 'defense'"),
         ({"answer_tokens": 100}, {}, "answer_tokens 100 cuts answers of 200 steps"),
         ({}, {"shares": [0.01]}, "budget 5 < "),
+        ({}, {"shares": [20]}, "shares 20: a number, above 0, below 1"),
+        ({}, {"shares": []}, "give one of each at least"),
         ({}, {"policies": ["snap"]}, "unknown policy 'snap'"),
+        ({}, {"policies": "snapkv"}, "policies 'snapkv': give a list"),
+        ({}, {"reading": "run"}, "reading 'run'"),
     ):
         with pytest.raises(InputError, match=message):
             study.declare(loaded, items, 4, Settings(**options), **asked | wrong)
+    with pytest.raises(InputError, match="n_items -1"):
+        study.declare(loaded, items, -1, settings, **asked)
 
 
 def synthetic(readings=study.READINGS, items: int = 42) -> pd.DataFrame:

@@ -1,8 +1,10 @@
 """Measures of answers that are written down here."""
 
 import pandas as pd
+import pytest
 
 from kvrepro.chapters.leakage import prompts, scores
+from kvrepro.errors import InputError
 
 
 def test_loose_accuracy_forgives_a_line_and_asterisks():
@@ -26,6 +28,11 @@ def test_floors_are_what_telling_nothing_scores():
     asked = scores.floors(items, told)
     assert asked.loc["no_system_prompt", "followed"] == 1  # here the answers are the right ones
     pd.testing.assert_frame_equal(asked.drop("no_system_prompt"), found)
+
+
+def test_wrong_handling_of_failures_is_named():
+    with pytest.raises(InputError, match="^failed 'ignore': choose"):
+        scores.score(pd.DataFrame({"error": []}), [], failed="ignore")
 
 
 def test_the_uncompressed_cache_stands_under_every_curve_of_a_reading():

@@ -58,13 +58,23 @@ def test_sizes():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"reading": "neither"}, "reading 'neither'"),
         ({"policies": ("lru", "nonsense")}, "unknown policy 'nonsense'"),
         ({"capacities": (6,)}, "budget 6 < 8 protected tokens"),
+        ({"capacities": ()}, r"capacities \(\): give a list of at least one"),
+        ({"capacities": 128}, "capacities 128: give a list"),
+        ({"capacities": [128, 128]}, r"capacities \[128, 128\]: give a list of at least one, each once"),
     ],
 )
 def test_bad_parameters_raise_before_anything_runs(given, message):
     with pytest.raises(InputError, match=message):
         grid.protection(**given)
+
+
+@pytest.mark.parametrize("arguments", [{"capacities": "[64]"}, {"policies": "lru"}, {"capacities": [256.5]}])
+def test_sizes_and_names_of_the_wrong_kind_are_refused(arguments):
+    with pytest.raises(InputError, match="give a list|a whole number"):
+        grid.protection(**arguments)
 
 
 def test_a_policy_that_chooses_layer_by_layer_meets_the_cap_in_a_regime_of_its_own(monkeypatch):

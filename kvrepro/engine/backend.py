@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvrepro.engine.attention import Softmax, attend, attend_prompt, read_once
+from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evict import EvictionJob, Prompts, judged
 from kvrepro.engine.facts import ModelFacts
@@ -128,8 +128,7 @@ class Probe:
             return None
         kinds: dict[Any, list[int]] = {}
         for n, (query, key, _, scaling) in self.layers.items():
-            how = id(scaling) if isinstance(scaling, Softmax) else scaling
-            alike = (key.device, query.shape, key.shape, how, self.facts["torch"].sliding.get(n))
+            alike = key.device, query.shape, key.shape, scaling, self.facts["torch"].sliding.get(n)
             kinds.setdefault(alike if job.together else n, []).append(n)
         try:
             share = float(torch.tensor([self._agreement(job, some) for some in kinds.values()]).amin())
@@ -154,8 +153,8 @@ class Probe:
                 every = seen | dict(queries=query, query_positions=at)
                 sums = {"mass": self.facts["torch"].observe(n, key, [0], **every).attention.mean(2).sum(2)}
             plain.append(self.facts["torch"].observe(n, key, [0], **seen, sums=sums))
-            with_ends.append(self.facts["triton"].observe(n, key, [0], **seen, **ends, sums={"mass": mass}))
             without.append(self.facts["triton"].observe(n, key, [0], **seen, sums={"mass": mass}))
+            with_ends.append(replace(without[-1], **ends))
         wanted = _best_half(job, Observation.together(plain))
         shares = []
         for known in (with_ends, without) if job.window else (with_ends,):

@@ -4,7 +4,6 @@ The cache must stay in place meanwhile (`kvrepro.engine.fixed`). On the CPU the 
 can be held to the plain one.
 """
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -14,8 +13,7 @@ from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import sliding_window
 from kvrepro.engine.fixed import FixedLayer, Slot
-from kvrepro.engine.fused import in_few_launches
-from kvrepro.engine.passes import Call, Scaled
+from kvrepro.engine.passes import Call
 from kvrepro.engine.rows import Rows
 from kvrepro.engine.signals import StepSignals
 
@@ -89,12 +87,7 @@ class CapturedStep:
         if self.signals is not None:
             self.seen = StepSignals(self.signals, len(self.call.facts.attention), newest_held=False)
         attention = Extend(self.cache, self.positions, self.window, None, self.call.backend, self.seen, slides=False)
-        on_gpu = self.call.device.type == "cuda"
-        with in_few_launches(self.call.model) if on_gpu else nullcontext():
-            self.logits = self.call.model(
-                input_ids=self.token, position_ids=self.positions, past_key_values=self.cache, use_cache=True,
-                logits_to_keep=1, kvrepro=Scaled(attention, self.call.scalings),
-            ).logits[:, -1]  # fmt: skip
+        self.logits = self.call.run(self.token, self.positions, self.cache, attention)
         self.positions.add_(1)
         self.slot.advance()
 

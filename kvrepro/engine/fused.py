@@ -1,10 +1,14 @@
-"""Small parts of a model in one launch each, for captured steps: norms and rotations that compute the very numbers of a
-kernel are computed by it."""
+"""Small parts of a model in one launch each: norms and rotations that compute the very numbers of a kernel are computed
+by it, in passes of kernels. A prompt's pass spends a quarter of its time on them otherwise."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
+from threading import Lock
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,20 +18,44 @@ from transformers import PreTrainedModel
 from kvrepro.engine.attention import with_methods
 
 ROTATION = "apply_rotary_pos_emb"  # what transformers calls it in each family's module
+_by_kernel: ContextVar[bool] = ContextVar("by_kernel", default=False)  # of the pass that runs in this thread
+_passes, _turns = Counter[str](), Lock()  # of each family's module, in all threads
 
 
 @contextmanager
 def in_few_launches(model: PreTrainedModel) -> Iterator[None]:
-    """The model with its RMS norms and rotations by kernels, where its class computes the very numbers."""
+    """The model with its RMS norms and rotations by kernels, where its class computes the very numbers. One that lies
+    on several devices stays as it is: hooks of its modules move its tensors."""
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        yield
+        return
     with ExitStack() as stack:
         for module in model.modules():
             if _plain_norm(type(module)):  # type: ignore[arg-type]
                 stack.enter_context(with_methods(module, forward=partial(_norm, module)))
-        family = sys.modules[type(model).__module__]
-        plain = vars(family).get(ROTATION)
-        if plain is not None and _plain_rotation(plain):
-            stack.enter_context(with_methods(family, **{ROTATION: partial(_rotated, plain)}))
+        stack.enter_context(_rotations(sys.modules[type(model).__module__]))
         yield
+
+
+@contextmanager
+def _rotations(family: ModuleType) -> Iterator[None]:
+    """The rotations of this thread by the kernel. Threads share the function of a family: who comes first puts it in
+    its place, who leaves last takes it away."""
+    with _turns:
+        plain = vars(family).get(ROTATION)
+        plain = plain.args[0] if isinstance(plain, partial) else plain
+        if known := plain is not None and _plain_rotation(plain):
+            _passes[family.__name__] += 1
+            vars(family)[ROTATION] = partial(_rotated, plain)
+    before = _by_kernel.set(True)
+    try:
+        yield
+    finally:
+        _by_kernel.reset(before)
+        with _turns:
+            _passes[family.__name__] -= known
+            if known and not _passes[family.__name__]:
+                vars(family)[ROTATION] = plain
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
@@ -39,10 +67,10 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 def _rotated(
     plain: Callable[..., tuple[Tensor, Tensor]], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor]:
-    """By the kernel, but for rows of which a part is turned and for another order of axes."""
+    """By the kernel, but for rows of which a part is turned, for another order of axes, and for another thread's."""
     from kvrepro_kernels import rotary
 
-    if how or cos.shape[-1] != query.shape[-1] or cos.dtype != query.dtype:
+    if how or cos.shape[-1] != query.shape[-1] or cos.dtype != query.dtype or not _by_kernel.get():
         return plain(query, key, cos, sin, *how)
     return rotary(query, key, cos, sin)
 

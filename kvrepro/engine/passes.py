@@ -4,6 +4,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.evict import EvictionJob, Prompts, generator
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ATTENDING, ModelFacts, layer_types
+from kvrepro.engine.fused import in_few_launches
 from kvrepro.engine.memory import Peak
 from kvrepro.engine.policy import Policy, budget_of, find
 from kvrepro.engine.prefill import ExtendByKernels, PrefillState
@@ -82,10 +84,17 @@ class Call:
     def forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any) -> Tensor:
         """Logits of the token after the last, [batch, vocabulary]."""
         padding = {"attention_mask": (positions >= 0).long()} if bool((positions < 0).any()) else {}
-        return self.model(
-            input_ids=ids, position_ids=positions.clamp(min=0), past_key_values=cache, use_cache=True, logits_to_keep=1,
-            kvrepro=Scaled(attention, self.scalings), **padding,
-        ).logits[:, -1]  # fmt: skip
+        return self.run(ids, positions.clamp(min=0), cache, attention, **padding)
+
+    def run(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any, **padding: Tensor) -> Tensor:
+        """The same without padding, or told of it, which waits for nothing; on a GPU where kernels compute, norms and
+        rotations are kernels too."""
+        kernels = self.backend == "triton" and self.device.type == "cuda"
+        with in_few_launches(self.model) if kernels else nullcontext():
+            return self.model(
+                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1,
+                kvrepro=Scaled(attention, self.scalings), **padding,
+            ).logits[:, -1]  # fmt: skip
 
     def padded(self, texts: Sequence[Sequence[int]], start: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """(ids, positions) `[batch, longest]`, padded on the left; position -1 marks padding."""

@@ -1,6 +1,7 @@
 """Norms and rotations by kernels: only where the numbers are the same, and only meanwhile."""
 
 import sys
+from threading import Event, Thread, current_thread
 
 import pytest
 import torch
@@ -47,3 +48,45 @@ def test_a_model_computes_the_same_numbers(family, wanted, more, monkeypatch):
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
     assert dict(vars(module)) == before
     assert not any("forward" in vars(part) for part in model.modules())
+
+
+def test_threads_with_models_of_one_family_leave_nothing_behind(monkeypatch):
+    """The second begins before the first has ended, and ends after it; a third asks for no kernels, and gets none."""
+    models = [AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).eval() for _ in range(3)]
+    family, launched, ids = sys.modules[type(models[0]).__module__], [], torch.arange(1, 7)[None]
+    before = dict(vars(family))
+    begun, left, alone, done = Event(), Event(), Event(), Event()
+
+    def first() -> None:
+        with in_few_launches(models[0]):
+            begun.set()
+            alone.wait(60)
+        left.set()
+
+    def second() -> None:
+        begun.wait(60)
+        with in_few_launches(models[1]):
+            alone.set()
+            left.wait(60)
+            models[1](ids)
+            done.wait(60)
+
+    threads = [Thread(target=first), Thread(target=second)]
+    rotary = kvrepro_kernels.rotary
+    monkeypatch.setattr(kvrepro_kernels, "rotary", lambda *given: launched.append(current_thread()) or rotary(*given))
+    for thread in threads:
+        thread.start()
+    left.wait(60)
+    models[2](ids)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert set(launched) == {threads[1]}
+    assert dict(vars(family)) == before
+
+
+def test_a_model_on_several_devices_stays_as_it_is():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).eval()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with in_few_launches(model):
+        assert not any("forward" in vars(part) for part in model.modules())

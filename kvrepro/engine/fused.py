@@ -4,7 +4,7 @@ by it, in passes of kernels. A prompt's pass spends a quarter of its time on the
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from threading import Lock
@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-
-from kvrepro.engine.attention import with_methods
 
 ROTATION = "apply_rotary_pos_emb"  # what transformers calls it in each family's module
 _by_kernel: ContextVar[bool] = ContextVar("by_kernel", default=False)  # of the pass that runs in this thread
@@ -29,12 +27,16 @@ def in_few_launches(model: PreTrainedModel) -> Iterator[None]:
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         yield
         return
-    with ExitStack() as stack:
-        for module in model.modules():
-            if _plain_norm(type(module)):  # type: ignore[arg-type]
-                stack.enter_context(with_methods(module, forward=partial(_norm, module)))
-        stack.enter_context(_rotations(sys.modules[type(model).__module__]))
-        yield
+    known = (module for module in model.modules() if _plain_norm(type(module)))  # type: ignore[arg-type]
+    norms = [module for module in known if "forward" not in vars(module)]  # not what somebody else has changed
+    for module in norms:
+        vars(module)["forward"] = partial(_norm, module)
+    try:
+        with _rotations(sys.modules[type(model).__module__]):
+            yield
+    finally:
+        for module in norms:
+            del vars(module)["forward"]
 
 
 @contextmanager
@@ -59,8 +61,11 @@ def _rotations(family: ModuleType) -> Iterator[None]:
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
+    """By the kernel, but for weights of another precision."""
     from kvrepro_kernels import rms_norm
 
+    if module.weight.dtype != x.dtype:
+        return type(module).forward(module, x)
     return rms_norm(x.contiguous(), module.weight, module.variance_epsilon)
 
 

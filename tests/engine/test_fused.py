@@ -90,3 +90,17 @@ def test_a_model_on_several_devices_stays_as_it_is():
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
     with in_few_launches(model):
         assert not any("forward" in vars(part) for part in model.modules())
+
+
+def test_weights_of_another_precision_and_norms_that_somebody_changed_stay_as_they_are():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).eval().half()
+    wide, changed = model.model.layers[0].input_layernorm, model.model.norm
+    wide.weight.data = wide.weight.data.float()
+    changed.forward = own = lambda x: x + 1
+    x = torch.linspace(-1, 2, 32).half()[None]
+    with torch.inference_mode():
+        plain = wide(x)
+        with in_few_launches(model):
+            assert torch.equal(wide(x), plain)
+            assert torch.equal(changed(x), x + 1)
+    assert changed.forward is own

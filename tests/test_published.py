@@ -2,10 +2,13 @@
 
 import json
 import re
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -39,6 +42,19 @@ def test_conda_and_the_devcontainer_take_the_pinned_packages():
     image = json.loads(DEVCONTAINER.read_text())["image"]
     assert python in image
     assert f"FROM python:{python}-" in (ROOT / "Dockerfile").read_text()
+
+
+def test_every_pinned_package_takes_the_oldest_python_that_the_project_takes():
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    oldest = asked.removeprefix(">=") + ".0"
+    pinned = set(re.findall(r"^([\w.-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
+    wanted = {
+        (package.name, package.version): package.metadata.get("Requires-Python") or ""
+        for package in metadata.distributions()
+        if (package.name, package.version) in pinned
+    }
+    assert len(wanted) > 100
+    assert [package for package, pythons in wanted.items() if oldest not in SpecifierSet(pythons)] == []
 
 
 def test_the_container_leaves_out_what_a_clone_computes():

@@ -49,6 +49,17 @@ def test_each_chapter_begins_on_a_page(page, tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "book.pdf"]
 
 
+def test_a_browser_prints_for_users_who_have_no_sandbox(page, tmp_path):
+    program = tmp_path / "chromium"
+    program.write_text("""#!/bin/sh
+case "$*" in *--no-sandbox*) ;; *) echo 'No usable sandbox!' >&2; exit 1 ;; esac
+for option; do case "$option" in --print-to-pdf=*) echo %PDF > "${option#*=}" ;; esac; done
+""")
+    program.chmod(0o755)
+    pdf.printed(page, tmp_path / "book.pdf", str(program))
+    assert (tmp_path / "book.pdf").read_text() == "%PDF\n"
+
+
 def test_without_a_browser_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setenv("CHROMIUM", "no-such-browser")
     with pytest.raises(InputError, match="no-such-browser.*install Chromium"):

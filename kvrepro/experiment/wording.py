@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from IPython.display import Markdown
 from pandas.io.formats.style import Styler
 
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.policy import READINGS
+from kvrepro.engine.policy import READINGS, find, is_own
+from kvrepro.errors import InputError
 from kvrepro.experiment import stats
 from kvrepro.experiment.claims import LABELS, NOT_TESTABLE, STORED, VERDICTS, label
 
@@ -271,9 +273,15 @@ def _cases(found: re.Match[str]) -> str:
 def case(label: str) -> str:
     """A case or a note with policies by their titles: `h2o, C=512` is H2O at 512 tokens."""
     alone = re.split(r"(, | against | minus |: | of )", label)
-    text = "".join(CATALOGUE[part].title if part in CATALOGUE else part for part in alone)
+    text = "".join(map(_titled, alone))
     text = re.sub(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", _title, text)
     return re.sub(r"\bC=(\d+)", r"\1 tokens", text)
+
+
+def _titled(part: str) -> str:
+    with suppress(InputError):  # of what is no policy, or a policy's file that is gone
+        return find(part).title if part in CATALOGUE or is_own(part) else part
+    return part
 
 
 def _title(found: re.Match[str]) -> str:

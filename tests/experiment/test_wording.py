@@ -263,3 +263,11 @@ def test_findings_begin_with_a_model_that_does_not_answer():
     assert "LRU" not in said.data
     assert "LRU keeps (not run)." in wording.findings(unknown).data
     assert judge.unanswered(pd.Series([0.9] * 8)) == ""
+
+
+def test_a_case_names_own_policies_by_their_titles(tmp_path):
+    file = tmp_path / "some_file.py"
+    file.write_text("from kvrepro.engine.policy import Policy\nMINE = Policy('Mine', 'me', lambda o: o.positions)\n")
+    assert wording.case(f"{file}:MINE against snapkv, C=128") == "Mine against SnapKV, 128 tokens"
+    assert wording.case(f"{file}:MINE: nothing is told") == "Mine: nothing is told"
+    assert wording.case("gone.py:MINE: at 12:30, nothing") == "gone.py:MINE: at 12:30, nothing"

@@ -317,7 +317,7 @@ def judged(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
         if error.args[0] not in SUMS:
             raise
         raise InputError(f"{policy.title} reads sums[{error.args[0]!r}], which its `needs` do not name") from error
-    given = tuple(getattr(found, "shape", ()))
+    given = tuple(found.shape) if isinstance(found, Tensor) else ()
     if len(given) != 3 or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
         what = f"scores of shape {given}" if given else f"{type(found).__name__}"
         raise InputError(f"{policy.title}'s scorer returned {what}, not [batch, kv_heads, tokens] = {tuple(shape)}")

@@ -25,6 +25,12 @@ def job(policy: Policy, parameters: dict, *budgets: int, tokens: int = 20, **set
     return EvictionJob(conditions, policy, parameters, list(budgets), prompts)
 
 
+@pytest.mark.parametrize("score", [lambda o: o.positions.numpy(), lambda o: 1.0, lambda o: None])
+def test_scores_that_are_no_tensor_are_refused_by_what_they_are(score):
+    with pytest.raises(InputError, match=r"scorer returned (ndarray|float|NoneType), not \[batch, kv_heads, tokens\]"):
+        judged(job(Policy("Mine", "me", score), {}, 10), observation(tokens=20))
+
+
 def test_a_policys_functions_get_what_they_name():
     o = observation(tokens=20, kv_heads=2, dead=4)
     got = {}

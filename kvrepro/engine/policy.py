@@ -1,5 +1,6 @@
 """A policy is data; `evict` says how one is applied."""
 
+import inspect
 import math
 import re
 import runpy
@@ -7,8 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -42,6 +43,14 @@ SUMS = {  # what the forward pass can add up for each token and KV head
     "the layer's input at the query",
 }
 REPEATED = {"reconstruction", "reconstruction_per_norm"}  # of these, what comes of repeating the context
+GIVEN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # what a policy's functions get, and may name besides
+    "score": (("o",), ("budget", "guarded", "draws")),
+    "shield": (("o", "scores", "budget"), ("guarded",)),
+    "allocate": (("scores", "protected", "budget"), ("o",)),
+    "across": (("scores", "protected", "budget"), ("observations", "summaries")),
+    "summary": (("o",), ()),
+    "refine": (("o", "scores", "counts"), ("protected",)),
+}
 FIELDS = {  # what a condition may say
     "policy": str,
     "budget": (Size, Number(0, 1, above=True), None),
@@ -52,6 +61,8 @@ FIELDS = {  # what a condition may say
     "execution": ("physical", "masked"),
     "bits": (4, None),
 }
+LONGEST_TITLE = 60  # signs, in a figure's legend and in the id of a verdict
+MARKUP = frozenset("<>*$[]|`\\")
 Parameters = Mapping[str, object]
 
 
@@ -197,6 +208,7 @@ def ours(function: Callable[..., Any]) -> bool:
 
 
 OWN: dict[str, Policy] = {}  # policies that a notebook defines, by name
+RAN: dict[Path, tuple[dict[Path, int], dict[str, Any]]] = {}  # when what a file read was edited, and what it defines
 
 
 def own(name: str, policy: Policy) -> str:
@@ -208,6 +220,7 @@ def own(name: str, policy: Policy) -> str:
 
     if name in CATALOGUE or name == "full":
         raise InputError(f"policy {name!r} is one of the catalogue's: give your own another name")
+    ensure_title(name, policy)
     OWN[name] = policy
     return name
 
@@ -239,29 +252,68 @@ def find(name: str) -> Policy:
     if file is None:
         raise InputError(f"policy {name!r}: no file {path} here or in {ROOT}")
     try:
-        beside = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(file.parent.glob("*.py")))
-        found = _run(file, beside).get(attribute)
+        found = _defined(file).get(attribute)
     except Exception as error:  # whatever a reader's file raises
         raise InputError(f"policy {name!r}: {file.name} raises {type(error).__name__}: {error}") from error
     if not isinstance(found, Policy):
         raise InputError(f"policy {name!r}: {file.name} has no Policy called {attribute}")
+    ensure_title(name, found)
     return found
 
 
-@cache
-def _run(file: Path, beside: tuple[Any, ...]) -> dict[str, Any]:
-    """What a file defines. It may import its neighbours: its folder is on the path while it runs, and what it imports
-    from there is forgotten afterwards, so that another file's neighbour may have the same name."""
+def ensure_title(name: str, policy: Policy) -> None:
+    """Raise InputError for a title that figures, tables and verdicts cannot show as it is."""
+    title = policy.title
+    if not (isinstance(title, str) and title.isprintable() and title.strip() and len(title) <= LONGEST_TITLE):
+        raise InputError(f"policy {name!r}: title {title!r:.80}, give 1 to {LONGEST_TITLE} printed signs")
+    if marks := sorted(MARKUP.intersection(title)):
+        raise InputError(f"policy {name!r}: title {title!r} holds {' '.join(marks)}, which a page takes for markup")
+
+
+def ensure_titles(names: Sequence[str]) -> None:
+    """Raise InputError for a reader's own policy that cannot be found, or is called as another one: figures and
+    verdicts name policies by their titles."""
+    from kvrepro.engine.catalogue import CATALOGUE
+
+    taken = {policy.title: name for name, policy in CATALOGUE.items()}
+    for name in filter(is_own, names):
+        other = taken.setdefault(find(name).title, name)
+        if other != name:
+            raise InputError(f"policies {other!r} and {name!r} are both called {find(name).title!r}: rename yours")
+
+
+def _defined(file: Path) -> dict[str, Any]:
+    """What a file defines, which is run again when it was edited, or what it imports from its folder."""
+    read, found = RAN.get(file, ({}, {}))
+    if not read or any(not at.is_file() or at.stat().st_mtime_ns != edited for at, edited in read.items()):
+        edited = file.stat().st_mtime_ns
+        found, imported = _run(file)
+        RAN[file] = {file: edited} | {at: at.stat().st_mtime_ns for at in imported}, found
+    return found
+
+
+def _run(file: Path) -> tuple[dict[str, Any], list[Path]]:
+    """What a file defines, and its neighbours that it imports: its folder is on the path while it runs, and what it
+    imports from there is forgotten afterwards, so that another file's neighbour may have the same name."""
     path, known, quiet = list(sys.path), set(sys.modules), sys.dont_write_bytecode
     sys.path.insert(0, str(file.parent))
     sys.dont_write_bytecode = True  # Python takes a file that was edited within a second for the compiled one
+    imported: list[Path] = []
     try:
-        return runpy.run_path(str(file))
+        return runpy.run_path(str(file)), imported
     finally:
         sys.path[:], sys.dont_write_bytecode = path, quiet
         for name in set(sys.modules) - known:
-            if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == file.parent:
-                del sys.modules[name]
+            if _lies_in(file.parent, sys.modules[name]):
+                source = getattr(sys.modules.pop(name), "__file__", None)
+                imported += [Path(source)] if source else []  # a package without __init__.py has none
+
+
+def _lies_in(folder: Path, module: ModuleType) -> bool:
+    """Is it a file of the folder, or of a package that lies there? Libraries in a folder below it are not."""
+    top = folder / module.__name__.partition(".")[0]
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return any(Path(at) == top.with_suffix(".py") or Path(at).is_relative_to(top) for at in places if at)
 
 
 Known: TypeAlias = tuple[Policy, Parameters]  # a condition's policy, and its parameters in the condition's reading
@@ -301,6 +353,7 @@ def checked(condition: Condition) -> Known | None:
         raise InputError(f"static_suffix for {c.policy} without a suffix: give one, such as suffix=0.1, or drop it")
     policy = find(c.policy)
     parameters = policy.reading(c.reading, c.switches)
+    _ensure_callable(c.policy, policy, parameters)
     if c.regime is None:
         instance = REGIMES[policy.regimes[0]].__name__
         raise InputError(f"{c.policy} without a regime: name one, {instance}() for instance")
@@ -325,6 +378,20 @@ def checked(condition: Condition) -> Known | None:
     if policy.shared:
         _check_shared(c, policy, parameters)
     return policy, parameters
+
+
+def _ensure_callable(name: str, policy: Policy, parameters: Parameters) -> None:
+    """Raise InputError for a function of a policy that the engine could not call."""
+    for role, (arguments, more) in GIVEN.items():
+        function = getattr(policy, role)
+        if function is None and role != "score":
+            continue
+        try:
+            given = named(function, {**parameters, **dict.fromkeys(more)})
+            inspect.signature(function).bind(*arguments, **given)
+        except (TypeError, ValueError) as error:
+            what = f"policy {name!r}: its {role} cannot be called with {', '.join(arguments)}"
+            raise InputError(f"{what} ({error}): what else it asks for stands in `parameters`") from None
 
 
 def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: int, whitelist: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from kvrepro.engine.allowed import Count, Positive, PositiveShare, ProperShare, Size, ensure, ensure_all
+from kvrepro.engine.policy import ensure_titles
 from kvrepro.errors import LONGEST, InputError, meant
 from kvrepro.experiment import data, models
 from kvrepro.experiment.settings import ensure_folder, ensure_options
@@ -67,6 +68,8 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
             ensure_all(KINDS[name], **{name: value})
         if isinstance(value, list | tuple):
             _check_list(str(name), value)
+        if name in ("policies", "rivals"):
+            ensure_titles(value)
     for name, words in choices.items():
         for value in given[name] if isinstance(given[name], list) else [given[name]]:
             ensure(tuple(words), **{name: value})

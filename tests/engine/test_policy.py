@@ -3,11 +3,24 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from conditions import flat, other
 
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import READINGS, Policy, budget_of, call, check, find, guarded, is_own, own, table
+from kvrepro.engine.policy import (
+    READINGS,
+    Policy,
+    budget_of,
+    call,
+    check,
+    ensure_titles,
+    find,
+    guarded,
+    is_own,
+    own,
+    table,
+)
 from kvrepro.engine.regime import REGIMES, Prefill, Regime, SharedCap
 from kvrepro.errors import InputError
 
@@ -231,6 +244,52 @@ def test_a_notebooks_own_policy_has_a_name_beside_the_catalogue(monkeypatch):
     assert [is_own(name) for name in ("mine", "own.py:MINE", "snapkv", "full")] == [True, True, False, False]
     with pytest.raises(InputError, match="policy 'snapkv' is one of the catalogue's: give your own another name"):
         own("snapkv", mine)
+
+
+@pytest.mark.parametrize("title", ["", " ", "two\nlines", "x" * 61, "<b>bold</b>", "a $x_1$", "a|b", "[a](b)", None])
+def test_a_title_is_what_a_page_can_show(title, monkeypatch):
+    monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
+    with pytest.raises(InputError, match="policy 'mine': title .*(printed signs|takes for markup)"):
+        own("mine", Policy(title, "me", lambda o: o.positions.float()))
+    assert own("mine", Policy("Größe × 2, α = 0.5 (日本)", "me", lambda o: o.positions.float())) == "mine"
+
+
+def test_own_policies_are_told_apart_by_their_titles(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
+    text = "from kvrepro.engine.policy import Policy\nMINE = Policy({title!r}, 'me', lambda o: o)\nSAME = MINE\n"
+    for name, title in (("a", "Mine"), ("b", "Mine"), ("c", "SnapKV"), ("d", "Other")):
+        (tmp_path / f"{name}.py").write_text(text.format(title=title))
+    monkeypatch.chdir(tmp_path)
+    ensure_titles(["snapkv", "a.py:MINE", "d.py:MINE", "none of these"])
+    for names, title in (
+        (["a.py:MINE", "b.py:MINE"], "Mine"), (["a.py:MINE", "a.py:SAME"], "Mine"), (["c.py:MINE"], "SnapKV"),
+        (["d.py:MINE", own("mine", Policy("Other", "me", lambda o: o.positions))], "Other"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"are both called '{title}': rename yours"):
+            ensure_titles(names)
+    with pytest.raises(InputError, match="no file e.py here"):
+        ensure_titles(["e.py:MINE"])
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ({"score": 3}, "its score cannot be called with o .*3 is not a callable object"),
+        ({"score": None}, "its score cannot be called with o"),
+        ({"score": lambda: 1}, "its score cannot be called with o .*too many positional arguments"),
+        ({"score": lambda o, alpha: 1}, "its score .*missing a required argument: 'alpha'.* stands in `parameters`"),
+        ({"score": torch.zeros_like}, "its score cannot be called with o .*no signature"),
+        ({"allocate": lambda scores: 1}, "its allocate cannot be called with scores, protected, budget"),
+        ({"refine": lambda o, scores, counts, *, share: 1}, "its refine cannot be .*'share'"),
+    ],
+)  # fmt: skip
+def test_a_function_that_cannot_be_called_is_refused_before_anything_is_computed(function, said, monkeypatch):
+    monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
+    works = Policy("Mine", "me", lambda o, budget, beta=2: 1, shield=lambda o, *rest, guarded, **more: 1)
+    check(Condition(own("mine", works), 10, Prefill()), 100)
+    own("mine", replace(works, **function))
+    with pytest.raises(InputError, match=f"policy 'mine': {said}"):
+        check(Condition("mine", 10, Prefill()))
 
 
 def test_the_table_has_a_row_for_every_policy():

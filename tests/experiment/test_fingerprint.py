@@ -364,20 +364,27 @@ def test_files_that_a_parameter_names_count_by_what_is_in_them(tmp_path, given, 
     assert answers.code_of(c, "torch") != first
 
 
-@pytest.mark.parametrize("module", ["neighbour"])
+@pytest.mark.parametrize("module", ["neighbour", "package/part", "bare/part"])
 def test_a_policy_file_may_import_its_neighbour_whose_code_counts(tmp_path, module):
-    (tmp_path / f"{module}.py").write_text("FACTOR = 2\n\ndef weigh(x):\n    return FACTOR * x\n")
-    (tmp_path / "mine.py").write_text(
-        f"from {module} import weigh\nfrom kvrepro.engine.policy import Policy\n\n\ndef score(o):\n"
-        "    return weigh(o.keys.float().norm(dim=-1))\n\n\nMINE = Policy('Mine', 'here', score)\n"
-    )
-    condition = Condition(f"{tmp_path / 'mine.py'}:MINE", 0.5, Prefill())
-    first = answers.code_of(condition, "torch")
-    assert answers.code_of(condition, "torch") == first
-    (tmp_path / f"{module}.py").write_text("FACTOR = 3\n\ndef weigh(x):\n    return FACTOR * x\n")
-    assert answers.code_of(condition, "torch") != first
-    assert module not in sys.modules
-    assert str(tmp_path) not in sys.path
+    keys = []
+    for folder in (tmp_path / "first", tmp_path / "second"):  # with neighbours of one name
+        neighbour = folder / f"{module}.py"
+        neighbour.parent.mkdir(parents=True)
+        if module.startswith("package"):
+            (folder / "package" / "__init__.py").write_text("")
+        neighbour.write_text(f"FACTOR = 2\nWHERE = {folder.name!r}\n\ndef weigh(x):\n    return FACTOR * x, WHERE\n")
+        (folder / "mine.py").write_text(
+            f"from {module.replace('/', '.')} import weigh\nfrom kvrepro.engine.policy import Policy\n\n\n"
+            "def score(o):\n    return weigh(o.keys.float().norm(dim=-1))\n\n\nMINE = Policy('Mine', 'here', score)\n"
+        )
+        condition = Condition(f"{folder / 'mine.py'}:MINE", 0.5, Prefill())
+        keys.append(answers.code_of(condition, "torch"))
+        assert answers.code_of(condition, "torch") == keys[-1]
+        neighbour.write_text(neighbour.read_text().replace("FACTOR = 2", "FACTOR = 3"))
+        keys.append(answers.code_of(condition, "torch"))
+        assert module.partition("/")[0] not in sys.modules
+        assert str(folder) not in sys.path
+    assert len(set(keys)) == 4
 
 
 def test_data_is_told_apart_and_equal_data_is_equal():

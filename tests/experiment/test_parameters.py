@@ -73,3 +73,14 @@ def test_what_is_none_of_its_kind_is_refused_in_one_line(text):
     with pytest.raises(InputError, match="is no YAML value") as refused:
         read(text)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["policies", "rivals"])
+def test_own_policies_are_looked_at_before_anything_is_loaded(name, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from kvrepro.engine.policy import Policy\nA = Policy('A', 'me', lambda o: o.positions)\nB = A\n")
+    check_values({name: ["snapkv", f"{file}:A"]})
+    with pytest.raises(InputError, match="mine.py:A' and .*mine.py:B' are both called 'A': rename yours"):
+        check_values({name: [f"{file}:A", f"{file}:B"]})
+    with pytest.raises(InputError, match="mine.py has no Policy called C"):
+        check_values({name: [f"{file}:C"]})

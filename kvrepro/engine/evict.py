@@ -274,6 +274,18 @@ def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
     return mask
 
 
+def ensure_given(policy: Policy, role: str, found: Any, shape: Sequence[int], kind: torch.dtype | None = None) -> None:
+    """Raise InputError for what one of a policy's functions returned, unless it is a tensor of that kind (None: any)
+    and, stretched where it has 1, of that shape."""
+    given = tuple(found.shape) if isinstance(found, Tensor) else ()
+    wanted = f"[{', '.join(('batch', 'kv_heads', 'tokens')[: len(shape)])}] = {tuple(shape)}"
+    if len(given) != len(shape) or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
+        what = f"a tensor of shape {given}" if given else f"{type(found).__name__}"
+        raise InputError(f"{policy.title}'s {role} returned {what}, not {wanted}")
+    if kind is not None and found.dtype != kind:
+        raise InputError(f"{policy.title}'s {role} returned numbers of type {found.dtype}, not {kind}")
+
+
 def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> Any:
     """The policy's scores; where they depend on neither budget nor guards, the same for all conditions that look."""
     given = named(policy.score, parameters)
@@ -317,14 +329,12 @@ def judged(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
         if error.args[0] not in SUMS:
             raise
         raise InputError(f"{policy.title} reads sums[{error.args[0]!r}], which its `needs` do not name") from error
-    given = tuple(found.shape) if isinstance(found, Tensor) else ()
-    if len(given) != 3 or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
-        what = f"scores of shape {given}" if given else f"{type(found).__name__}"
-        raise InputError(f"{policy.title}'s scorer returned {what}, not [batch, kv_heads, tokens] = {tuple(shape)}")
+    ensure_given(policy, "scorer", found, shape)
     scores = found if found.dtype == torch.float64 and job.reduction is not None else found.float()
     scores = scores.clamp(min=torch.finfo(torch.float32).min).expand(shape)  # -inf is for dead slots alone
     if policy.shield is not None:
         shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": guarded})
+        ensure_given(policy, "shield", shield, shape, torch.bool)
         if job.reduction is None:
             protected = (protected | shield) & o.alive
         else:  # it gives way as a last resort
@@ -336,7 +346,9 @@ def judged(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
 
 def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask) -> Counts:
     """Each head's count in one layer."""
-    return call(job.policy.allocate, scores, protected, job.budget_in(o), parameters={**job.parameters, "o": o})
+    counts = call(job.policy.allocate, scores, protected, job.budget_in(o), parameters={**job.parameters, "o": o})
+    ensure_given(job.policy, "allocate", counts, scores.shape[:2], torch.int64)
+    return counts.expand(scores.shape[:2])
 
 
 def selected(
@@ -354,8 +366,12 @@ def selected(
         return select(scores, protected, counts)
     refined, more = scores, o.places.nothing
     if policy.refine is not None:
-        refined, more = call(policy.refine, o, scores, counts, parameters={**job.parameters, "protected": protected})
-        more = more & o.alive
+        found = call(policy.refine, o, scores, counts, parameters={**job.parameters, "protected": protected})
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise InputError(f"{policy.title}'s refine returned {type(found).__name__}, not (scores, exempt tokens)")
+        for one, kind in zip(found, (None, torch.bool), strict=True):
+            ensure_given(policy, "refine", one, scores.shape, kind)
+        refined, more = found[0].expand(scores.shape), found[1] & o.alive
     if quotas is None:
         return select(refined, protected | more, counts)
     parts = quota.split(o, counts, protected, **quotas)

@@ -20,7 +20,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.regime import REGIMES, Chunked, SharedCap
 from kvrepro.engine.shapes import Scores
 from kvrepro.engine.shared import SLW_SINKS, SWITCHES
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, ensure_known, told
 from kvrepro.paths import ROOT
 
 READINGS = ("as_run", "as_described")
@@ -220,7 +220,7 @@ def own(name: str, policy: Policy) -> str:
 
     if name in CATALOGUE or name == "full":
         raise InputError(f"policy {name!r} is one of the catalogue's: give your own another name")
-    ensure_title(name, policy)
+    _ensure_own(name, policy)
     OWN[name] = policy
     return name
 
@@ -253,21 +253,30 @@ def find(name: str) -> Policy:
         raise InputError(f"policy {name!r}: no file {path} here or in {ROOT}")
     try:
         found = _defined(file).get(attribute)
-    except Exception as error:  # whatever a reader's file raises
-        raise InputError(f"policy {name!r}: {file.name} raises {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever a reader's file raises
+        raise InputError(f"policy {name!r}: {file.name} raises {told(error)}") from error
     if not isinstance(found, Policy):
         raise InputError(f"policy {name!r}: {file.name} has no Policy called {attribute}")
-    ensure_title(name, found)
+    _ensure_own(name, found)
     return found
 
 
-def ensure_title(name: str, policy: Policy) -> None:
-    """Raise InputError for a title that figures, tables and verdicts cannot show as it is."""
-    title = policy.title
-    if not (isinstance(title, str) and title.isprintable() and title.strip() and len(title) <= LONGEST_TITLE):
-        raise InputError(f"policy {name!r}: title {title!r:.80}, give 1 to {LONGEST_TITLE} printed signs")
-    if marks := sorted(MARKUP.intersection(title)):
-        raise InputError(f"policy {name!r}: title {title!r} holds {' '.join(marks)}, which a page takes for markup")
+def _ensure_own(name: str, policy: Policy) -> None:
+    """Raise InputError for fields of a reader's own policy that the engine cannot use, or that no page can show."""
+    p, whose = policy, f"policy {name!r}"
+    if not (isinstance(p.title, str) and p.title.isprintable() and p.title.strip() and len(p.title) <= LONGEST_TITLE):
+        raise InputError(f"{whose}: title {p.title!r:.80}, give 1 to {LONGEST_TITLE} printed signs")
+    if marks := sorted(MARKUP.intersection(p.title)):
+        raise InputError(f"{whose}: title {p.title!r} holds {' '.join(marks)}, which a page takes for markup")
+    for field_name in ("parameters", "as_run"):
+        if not isinstance(getattr(p, field_name), Mapping):
+            raise InputError(f"{whose}: {field_name} {getattr(p, field_name)!r:.80}, give a dict")
+    if not isinstance(p.needs, tuple | list):
+        raise InputError(f"{whose}: needs {p.needs!r:.80}, give a tuple")
+    ensure_known(f"sum in the needs of {whose}", p.needs, SUMS)
+    ensure_known(f"regime that {whose} refuses:", p.refuses, REGIMES)
+    if p.shared and (missing := SWITCHES.keys() - p.parameters.keys()):
+        raise InputError(f"{whose}: ties are for {SharedCap.name!r}, which also asks for parameters {sorted(missing)}")
 
 
 def ensure_titles(names: Sequence[str]) -> None:

@@ -31,6 +31,35 @@ def test_scores_that_are_no_tensor_are_refused_by_what_they_are(score):
         judged(job(Policy("Mine", "me", score), {}, 10), observation(tokens=20))
 
 
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ({"shield": lambda o, scores, budget: torch.ones(3) > 0}, "shield returned a tensor of shape .3,., not .batch"),
+        ({"shield": lambda o, scores, budget: scores}, "shield returned numbers of type torch.float32, not torch.bool"),
+        (
+            {"allocate": lambda scores, protected, budget: budget},
+            "allocate returned a tensor of shape .1,., not ",
+        ),
+        ({"allocate": lambda scores, protected, budget: scores[..., 0]}, "allocate returned numbers .*torch.int64"),
+        ({"refine": lambda o, scores, counts: scores}, "refine returned Tensor, not .scores, exempt tokens"),
+        ({"refine": lambda o, scores, counts: (scores, scores)}, "refine returned numbers .*torch.bool"),
+        ({"refine": lambda o, scores, counts: (None, o.alive)}, "refine returned NoneType"),
+    ],
+)
+def test_what_a_policys_functions_return_wrongly_is_said_by_the_function(function, said):
+    with pytest.raises(InputError, match=f"Mine's {said}"):
+        kept(job(Policy("Mine", "me", lambda o: o.positions, **function), {}, 10), observation(tokens=20))
+
+
+def test_what_is_the_same_for_all_heads_may_be_said_once():
+    once = Policy(
+        "Mine", "me", lambda o: o.positions, allocate=lambda scores, protected, budget: budget[:, None],
+        refine=lambda o, scores, counts: (-scores[:, :1], o.alive[:, :1] & False),
+    )  # fmt: skip
+    o = observation(tokens=20, kv_heads=2)
+    assert torch.equal(kept(job(once, {}, 10), o), o.positions < 10)
+
+
 def test_a_policys_functions_get_what_they_name():
     o = observation(tokens=20, kv_heads=2, dead=4)
     got = {}

@@ -233,6 +233,13 @@ def test_a_readers_own_policy_comes_from_a_file(tmp_path, monkeypatch):
     check(Condition("own.py:MINE", 10, Prefill()), 100)
     with pytest.raises(InputError, match=r"own.py has no Policy called OTHER"):
         find("own.py:OTHER")
+    for last, said in (
+        ("raise ValueError('two\\nlines')", "ValueError: two"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ):
+        file.write_text(text + last)
+        with pytest.raises(InputError, match=f"policy 'own.py:MINE': own.py raises {said}$"):
+            find("own.py:MINE")
 
 
 def test_a_notebooks_own_policy_has_a_name_beside_the_catalogue(monkeypatch):
@@ -252,6 +259,22 @@ def test_a_title_is_what_a_page_can_show(title, monkeypatch):
     with pytest.raises(InputError, match="policy 'mine': title .*(printed signs|takes for markup)"):
         own("mine", Policy(title, "me", lambda o: o.positions.float()))
     assert own("mine", Policy("Größe × 2, α = 0.5 (日本)", "me", lambda o: o.positions.float())) == "mine"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"parameters": None}, "policy 'mine': parameters None, give a dict"),
+        ({"needs": "mass"}, "policy 'mine': needs 'mass', give a tuple"),
+        ({"needs": ("mas",)}, "unknown sum in the needs of policy 'mine' 'mas', did you mean 'mass'"),
+        ({"refuses": {"prefil": "no"}}, "unknown regime that policy 'mine' refuses: 'prefil', did you mean 'prefill'"),
+        ({"ties": ()}, "policy 'mine': ties are for 'shared cap', which also asks for parameters .*'tie_break'"),
+    ],
+)
+def test_fields_that_the_engine_cannot_use_are_refused_where_a_policy_is_named(wrong, said, monkeypatch):
+    monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
+    with pytest.raises(InputError, match=said):
+        own("mine", Policy("Mine", "me", lambda o: o.positions, **wrong))
 
 
 def test_own_policies_are_told_apart_by_their_titles(tmp_path, monkeypatch):

@@ -285,7 +285,7 @@ def test_selected_pages_take_no_guards():
 @pytest.mark.parametrize(
     ("score", "words"),
     [
-        (lambda o: o.values.float().norm(dim=-1).mean(1), "scores of shape"),
+        (lambda o: o.values.float().norm(dim=-1).mean(1), "a tensor of shape"),
         (lambda o: None, "returned NoneType"),
         (lambda o: o.attention.mean((2, 3)), "attention without queries"),
     ],

@@ -14,6 +14,7 @@ def test_the_chapter_runs_on_a_checkpoint_with_one_policy_of_one_s_own(tmp_path,
     outputs = [data for _, shown in notebook.run(monkeypatch, "dropkv_bound", given) for data in shown]
     assert sum("image/svg+xml" in data for data in outputs) == 17
     assert any("What we found" in data.get("text/markdown", "") for data in outputs)
+    assert not any("mine.py:MINE" in data.get("text/html", "") for data in outputs)  # but its title
     table = pd.read_csv(tmp_path / "results" / "dropkv_bound" / "claims.csv")
     assert table.columns.tolist() == claims.COLUMNS
     assert {"D8 Mine", "D5 Mine"} <= set(table.claim)

@@ -16,7 +16,9 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, cached_property
+from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -354,12 +356,23 @@ def _code_of(value: Callable[..., Any] | type, inner: Callable[..., Any], left: 
             raise TypeError
         tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
         text: Any = plain(tree)
-        used = list(chains(tree))
+        used, held = list(chains(tree)), value.__globals__ | _imported(tree)
     except (OSError, SyntaxError, TypeError):
         text, used = _compiled(value.__code__), [[name] for name in _names(value.__code__)]
-    held = value.__globals__
+        held = value.__globals__
     reached = {".".join(chain): inner(_held(held, chain)) for chain in used if chain[0] in held}
     return [text, reached, inner(closed), inner(value.__defaults__), inner(value.__kwdefaults__)]
+
+
+def _imported(tree: ast.AST) -> dict[str, Any]:
+    """What a function imports by itself, as far as it is found from here."""
+    found = {}
+    for node in ast.walk(tree):
+        for local, (module, name) in imports(node).items() if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            with suppress(ImportError, AttributeError, ValueError):  # a function without a module beside it
+                there = import_module(module)
+                found[local] = getattr(there, name) if name else there
+    return found
 
 
 def _compiled(code: CodeType) -> list[Any]:

@@ -6,6 +6,7 @@ import json
 import linecache
 import os
 import pkgutil
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -385,6 +386,22 @@ def test_a_policy_file_may_import_its_neighbour_whose_code_counts(tmp_path, modu
         assert module.partition("/")[0] not in sys.modules
         assert str(folder) not in sys.path
     assert len(set(keys)) == 4
+
+
+@pytest.mark.parametrize("line", ["from beside import FACTOR", "import beside", "from .gone import x"])
+def test_what_a_function_imports_by_itself_counts(tmp_path, monkeypatch, line):
+    """A notebook's folder is on the path, so that its functions may do so."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    keys = []
+    for factor in (2, 2, 3):
+        (tmp_path / "beside.py").write_text(f"FACTOR = {factor}\n")
+        monkeypatch.delitem(sys.modules, "beside", raising=False)
+        importlib.invalidate_caches()
+        (tmp_path / "mine.py").write_text(f"def score(o):\n    {line}\n    return o.seen * (FACTOR or beside.FACTOR)\n")
+        keys.append(of(runpy.run_path(str(tmp_path / "mine.py"))["score"]))
+    assert keys[0] == keys[1]
+    assert (keys[1] != keys[2]) == ("beside" in line)
 
 
 def test_data_is_told_apart_and_equal_data_is_equal():

@@ -1,5 +1,5 @@
 """Small parts of a model in one launch each: norms and rotations that compute the very numbers of a kernel are computed
-by it, in passes of kernels. A prompt's pass spends a quarter of its time on them otherwise."""
+by it, in passes of kernels. A prompt's pass spends a fifth of its time on them otherwise."""
 
 import sys
 from collections import Counter

@@ -122,7 +122,7 @@ def _first_token() -> dict[str, str]:
     told = {}
     for policy, group in table.groupby("policy"):
         read = group[group.text] if group.text.any() else group
-        more = read.ratio_to_plain.max() - 1
+        more = read.ratio_to_kept.max() - 1
         told[str(policy)] = f"+{more:.1%}" if more >= 0.0005 else NOTHING
         told[str(policy)] += "" if group.text.any() else " (authors' code)"
     return told

@@ -7,6 +7,7 @@ import pandas as pd
 
 from kvrepro.chapters.synthesis import grid
 from kvrepro.experiment import figure, stats
+from kvrepro.experiment.claims import KEPT
 from kvrepro.paths import GPU
 
 COSTS = {"held": "keys and values held", "unfreed": "blocks not freed"}  # shares; less is better
@@ -84,8 +85,13 @@ def advice(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
 
 
 def first_token() -> pd.DataFrame:
-    """Stored timings of another machine (`data/gpu/first_token.csv`): the time to the first token over Hugging Face's
-    full cache, a row per method and model, 20% kept, with the device's name."""
+    """Stored timings of another machine (`data/gpu/first_token.csv`): the time to the first token over that with
+    everything kept in the same engine, and over Hugging Face's full cache, a row per method and model, 20% kept, with
+    the device's name."""
     table = pd.read_csv(GPU / "first_token.csv")
-    mine = table[(table.part == "first") & table.ratio_to_plain.notna() & (table["share"] == 0.2)]
-    return mine[["model", "tokens", "method", "ratio_to_plain", "seconds", "low", "high", "device", "date"]]
+    table = table[(table.part == "first") & table.ratio_to_plain.notna()]
+    kept = table[table.method == KEPT].set_index(["model", "tokens"]).seconds.rename("kept")
+    mine = table[table["share"] == 0.2].join(kept, ["model", "tokens"])
+    mine = mine.assign(ratio_to_kept=mine.seconds / mine.kept)
+    named = ["model", "tokens", "method", "ratio_to_kept", "ratio_to_plain", "seconds", "low", "high", "device", "date"]
+    return mine[named]

@@ -5,8 +5,10 @@
 
 import importlib.util
 import os
+import re
 import zlib
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +72,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         more = settings(known, max_examples=NIGHTLY * known.max_examples, deadline=None)
         function._hypothesis_internal_use_settings = more
     print(f"nightly: {len(items)} properties, {sum(map(cases, items)):,} cases")
+
+
+def tried(statistics: str) -> dict[str, Any]:
+    """What hypothesis says of one property, as a row of the page *Reliability*."""
+    counts = {
+        kind: sum(map(int, re.findall(rf"(\d+) {kind}\b", statistics))) for kind in ("passing", "failing", "invalid")
+    }
+    seconds = sum(map(float, re.findall(r"phase \(([\d.]+) seconds\)", statistics)))
+    return {"property": statistics.partition(":\n")[0], **counts, "seconds": round(seconds)}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With `--nightly --table`, the table of what was tried."""
+    if not (config.getoption("--nightly") and config.getoption("--table")):
+        return
+    import pandas as pd
+
+    from kvrepro.paths import DATA
+    from kvrepro.tools.rows import replace_rows, stamp
+
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    rows = [tried(text) | stamp() for report in reports if (text := vars(report).get("_hypothesis_stats"))]
+    replace_rows(DATA / "reliability" / "properties.csv", pd.DataFrame(rows), ["property"])
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -49,6 +49,10 @@ def _bad_values(t: pd.DataFrame) -> tuple[str, str]:
     return f"{counts.sum():,} values", ", ".join(f"{name}: {count:,}" for name, count in counts.items())
 
 
+def _properties(t: pd.DataFrame) -> tuple[str, str]:
+    return f"{t.passing.sum() + t.failing.sum():,} cases", f"{len(t)} properties, {(t.failing > 0).sum()} refuted"
+
+
 def _mutants(t: pd.DataFrame) -> tuple[str, str]:
     row = t[t.module == "all"].iloc[0]
     said = f"{row.share:.1%} killed, {row.survived} survived"
@@ -106,6 +110,12 @@ PARTS = {
         "Bad values", "pytest tests/hostile -m slow --table", _bad_values,
         "Values of the wrong kind are given to every parameter of the notebooks and to every command. Each one should "
         "be refused in one line before anything is computed, unless the parameter may have it (*accepted*).",
+    ),
+    "properties": Section(
+        "Properties", "make test ARGS='--nightly --table'", _properties,
+        "A property is a statement about all inputs of a kind: the kept set has the size of the budget, whatever the "
+        "scores. Each is tried on hundreds of times as many random cases as in `make test`, fewer where no more "
+        "exist. What is drawn and does not fit the statement is *invalid*, and counts for nothing.",
     ),
     "mutants": Section(
         "Mutants", "mutmut run, then " + PROGRAM + "mutants", _mutants,

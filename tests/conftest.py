@@ -93,8 +93,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     from kvrepro.tools.rows import replace_rows, stamp
 
     reports = [report for some in terminalreporter.stats.values() for report in some]
-    rows = [tried(text) | stamp() for report in reports if (text := vars(report).get("_hypothesis_stats"))]
-    replace_rows(DATA / "reliability" / "properties.csv", pd.DataFrame(rows), ["property"])
+    rows = [tried(text) for report in reports if (text := vars(report).get("_hypothesis_stats"))]
+    replace_rows(DATA / "reliability" / "properties.csv", pd.DataFrame(rows).assign(**stamp()), ["property"])
 
 
 def pytest_configure(config: pytest.Config) -> None:

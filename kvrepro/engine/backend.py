@@ -1,8 +1,8 @@
 """Who computes a condition: Triton kernels, or plain PyTorch, the truth that they are held to.
 
-Under "triton" attention and sums are the kernels', and so are the scores of a window that `windowed` knows by name;
-whatever else a policy computes from its observation, it computes as ever. So are norms and rotations on a GPU, where
-the model's class computes a kernel's very numbers (`kvrepro.engine.fused`). Whole prompts attend by torch's fastest
+Under "triton" attention and sums are the kernels', and so are the scores of a window that `windowed` knows by name,
+and on a GPU norms and rotations where the model's class computes a kernel's very numbers (`kvrepro.engine.fused`);
+whatever else a policy computes from its observation, it computes as ever. Whole prompts attend by torch's fastest
 function that keeps the log-sum-exp, and decode steps are captured. Plain PyTorch reads a question after the compressed
 prompt, prompts that `SharedCap` watches, and layers that slide, once a text exceeds their window.
 

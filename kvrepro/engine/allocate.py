@@ -1,8 +1,8 @@
-"""Budgets per KV head, apart from scoring: `[batch, kv_heads]` counts, the protected tokens among them.
+"""Budgets per KV head: how many tokens each head keeps, as counts `[batch, kv_heads]` that include protected tokens.
 
-`budget` int64 [batch] is what a KV head keeps on average, so counts sum to budget * kv_heads in a layer; a pyramid and
-the functions over all layers (lists of each layer's scores in, lists of counts out) sum to that times the layers. A
-slot scored -inf is dead. Of what is here `per_layer` and `one_set` alone change scores.
+`budget` int64 [batch] is what a KV head keeps on average, so the counts of a layer sum to budget * kv_heads. Those of a
+pyramid, and of the functions over all layers (lists of each layer's scores in, lists of counts out), may do so only
+over all layers together. A slot scored -inf is dead. Only `per_layer` and `one_set` change scores.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ def pyramid(
 ) -> Counts:  # fmt: skip
     """b_l = high - l (high - low) / (L - 1) tokens for layer l of L, with low = B / beta and high = 2 B - low.
 
-    Where guards hold more than low, low is as many as they are. inside: B is the budget, the `recent` tokens among it,
-    and where seen >= high >= low >= recent does not hold every layer gets B. Otherwise B is the budget without the
-    recent tokens, which come on top, divisions are rounded down, and a prompt shorter than 2 B gets equal layers. Where
-    high exceeds the tokens outside the window it is cut to them. Layers l and L - 1 - l always share 2 B, so the whole
-    is met exactly; the public codes may miss it by a few.
+    If a layer's guards protect more than low tokens, low is raised to their number. inside: B is the whole budget,
+    `recent` tokens included, and every layer gets B unless seen >= high >= low >= recent. Otherwise B is the budget
+    without the recent tokens, which come on top; divisions are rounded down, and a prompt shorter than 2 B gets equal
+    layers. high is at most the number of tokens outside the window. Layers l and L - 1 - l always share 2 B, so the
+    total is met exactly; the public codes may miss it by a few.
     Source: PyramidKV (Cai et al. 2024); pyramidkv_press.py of NVIDIA/kvpress@8bb29b9 (inside),
     pyramidkv_utils.py of Zefan-Cai/KVCache-Factory@c97f9d7 (on top).
     """
@@ -60,10 +60,10 @@ def adaptive(
 ) -> Counts:  # fmt: skip
     """As many tokens for a head as it has among the best budget * kv_heads of its layer, and at least its floor.
 
-    Default: the int(floor * budget) best of each head, protected ones first, are set, and the layer's best fill the
-    rest. blend: protected tokens apart, a head gets (1 - floor) of its number among the layer's best and `floor` of an
-    equal share, rounded to the exact sum by largest remainders; this guarantees nothing to a single token. weighted:
-    before they are compared, a head's scores are multiplied by the share that its best `budget` hold of its sum.
+    Default: each head first keeps its int(floor * budget) best tokens, protected ones first; the layer's best tokens
+    fill the rest. blend: beside its protected tokens, a head gets (1 - floor) of its number among the layer's best and
+    `floor` of an equal share, rounded to the exact sum by largest remainders; no single token is guaranteed. weighted:
+    before heads are compared, a head's scores are multiplied by the share of its sum that its best `budget` hold.
     Source: Ada-KV (Feng et al. 2024), Algorithm 1; adakv_press.py of NVIDIA/kvpress@8bb29b9 (default), snapkv_utils.py
     of FFY0/AdaKV (blend; weighted is its `normalize`).
     """
@@ -78,9 +78,9 @@ def adaptive(
     free = budget[:, None] - held
     open_scores = scores.masked_fill(protected, -torch.inf)
     if weighted:
-        mine = open_scores.clamp(min=0)
+        gains = open_scores.clamp(min=0)
         best = select(open_scores, torch.zeros_like(protected), free.clamp(min=0))
-        share = (mine * best).sum(-1) / mine.sum(-1).clamp(min=torch.finfo(mine.dtype).tiny)
+        share = (gains * best).sum(-1) / gains.sum(-1).clamp(min=torch.finfo(gains.dtype).tiny)
         open_scores = torch.where(open_scores.isneginf(), open_scores, open_scores * share[..., None])
     among_best = _best(open_scores, free.sum(-1)).sum(-1)
     return held + spread(
@@ -119,7 +119,7 @@ def per_layer(scores: list[Scores], protected: list[Mask], budget: RowInts) -> t
 def one_set(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
     """The mean score over heads and layers, for all of them: they keep the same tokens.
 
-    Layers hold the same tokens, flush right, but behind unlike numbers of dead slots, which other rows of a batch need.
+    Layers hold the same tokens, flush right, but may differ in the number of dead slots before them.
     """
     width = min(s.shape[-1] for s in scores)
     mean = torch.stack([s[..., -width:].mean(1, keepdim=True) for s in scores]).mean(0)
@@ -132,9 +132,9 @@ def cake(
 ) -> tuple[list[Scores], list[Counts]]:
     """b_l = P_l / sum P * (C - w) L tokens beside the w protected ones for each head of layer l, `summaries` = P.
 
-    What exceeds the tokens there are is spread evenly over the other layers; the sum C L is met exactly (largest
-    remainders). The original cascades: it shrinks the earlier layers as each new one arrives, which ends in the same
-    budgets, and since no score changes, in the same tokens.
+    What a layer gets beyond its number of tokens is spread evenly over the other layers; the sum C L is met exactly
+    (largest remainders). The original shrinks the earlier layers as each new one arrives. That ends in the same
+    budgets and, since no score changes, in the same tokens.
     Source: CAKE (Qin et al. 2025), equations 5 to 9; cake_scorer_press.py of FFY0/DefensiveKV@9251b95.
     """
     together, firm = _together(scores, protected)
@@ -152,10 +152,11 @@ def cake(
 
 
 def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
-    """Integers near `wish` [batch, places], at most `limit`, that sum to `total` [batch], or to all limits, if less.
+    """Integers near `wish` [batch, places], none above its `limit`, that sum to `total` [batch], or to the limits' sum
+    if that is less.
 
-    Wishes for more than the total are scaled down; what a limit cuts off goes in equal parts to the places below
-    theirs; fractions are rounded by largest remainders.
+    Wishes that exceed the total are scaled down; what a limit cuts off goes in equal parts to the places below their
+    limits; fractions are rounded by largest remainders.
     """
     limit = limit.clamp(min=0)
     total = torch.minimum(total, limit.sum(1)).clamp(min=0)
@@ -164,18 +165,18 @@ def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
     gaps = (limit - share).sort(1).values
     wider = torch.arange(gaps.shape[1], 0, -1, device=gaps.device)  # places with this gap or a larger one
     missing = (total - share.sum(1))[:, None]
-    more = ((missing - (gaps.cumsum(1) - gaps)) / wider).amax(1, keepdim=True)  # for each, if the narrower are full
+    more = ((missing - (gaps.cumsum(1) - gaps)) / wider).amax(1, keepdim=True)  # for each, once narrower gaps are full
     share = torch.minimum(share + more.clamp(min=0), limit)
     whole = torch.minimum((share + 1e-9).floor().long(), limit)
     short = total - whole.sum(1)
-    part = ((share - whole) * 2**30).round()  # equal ones are equal, however they are computed: the earlier place wins
+    part = ((share - whole) * 2**30).round()  # so that rounding errors break no ties: the earlier place wins
     remainder = torch.where(whole < limit, part, -torch.inf)
     place = remainder.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return whole + (place < short[:, None]).long()
 
 
 def _together(scores: Sequence[Scores], protected: Sequence[Mask]) -> tuple[Tensor, Mask]:
-    """(scores of all layers, [batch, layers, kv_heads, tokens], -inf where a layer has fewer; the protected living)."""
+    """(scores of all layers [batch, layers, kv_heads, tokens], -inf where a layer has fewer; its living protected)."""
     heads, tokens = (max(s.shape[axis] for s in scores) for axis in (1, 2))
     wide, firm = [], []
     for s, p in zip(scores, protected, strict=True):
@@ -187,6 +188,6 @@ def _together(scores: Sequence[Scores], protected: Sequence[Mask]) -> tuple[Tens
 
 
 def _best(scores: Tensor, total: RowInts, firm: Mask | None = None) -> Tensor:
-    """The `total` [batch] best of all heads together, bool, as `scores` [batch, ..., tokens], `firm` ones before all
-    others; among equals the later."""
+    """The `total` [batch] best tokens of all heads together, a mask of the scores' shape [batch, ..., tokens]; `firm`
+    tokens come first, and among equals the later one."""
     return largest(scores.flatten(1), total, None if firm is None else firm.flatten(1)).view_as(scores)

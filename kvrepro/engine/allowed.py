@@ -1,6 +1,6 @@
-"""What a value may be, said where it is named: a range of numbers, or one of a few words.
+"""Annotations that say what a value may be: a range of numbers, or one of a few words.
 
-`alpha: Share = 0.5` in a function's signature is what a condition's switch `alpha` is held to before anything runs.
+With `alpha: Share = 0.5` in a function's signature, a condition's switch `alpha` is checked before anything runs.
 """
 
 import inspect
@@ -53,10 +53,10 @@ Positive = Annotated[float, Number(0, above=True)]
 def holds(kind: object, value: object) -> bool:
     """Is `value` of that kind: an annotation, a Number, a type, a word or None, or any of a tuple of these?
 
-    What cannot be told, a tensor for instance, holds. True is not 1.
+    A kind that cannot be checked, a tensor for instance, allows everything. True does not count as 1.
     """
     if isinstance(kind := _plain(kind), tuple):
-        return any(holds(one, value) for one in kind)
+        return any(holds(option, value) for option in kind)
     if isinstance(kind, Number):
         return value in kind
     if isinstance(kind, type):
@@ -65,21 +65,21 @@ def holds(kind: object, value: object) -> bool:
 
 
 def ensure(kind: object, whose: str = "", **named: object) -> None:
-    """Raise InputError for a value that is not of that kind: its name, the value, `whose` it is, what it may be."""
+    """Raise InputError for a value that is not of that kind; the message says its name, whose it is, what it may be."""
     for name, value in named.items():
         if not holds(kind, value):
             raise InputError(f"{name} {value!r}{f' for {whose}' if whose else ''}: {said(kind)}")
 
 
 def ensure_once_each(**named: object) -> None:
-    """Raise InputError for what is no list, or one that is empty or holds one thing twice."""
+    """Raise InputError for a value that is no list, is empty, or repeats an element."""
     for name, values in named.items():
         if not isinstance(values, list | tuple) or not 0 < len(set(values)) == len(values):
             raise InputError(f"{name} {values!r}: give a list of at least one, each once")
 
 
 def ensure_all(hint: object, whose: str = "", **named: object) -> None:
-    """`ensure` for a type hint that may be a choice (`int | None`, a Literal) or a list, and then for each element."""
+    """`ensure` for a type hint that may be a choice (`int | None`, a Literal) or a list, for each element."""
     for name, value in named.items():
         if value is None and type(None) in get_args(hint):
             continue
@@ -87,8 +87,8 @@ def ensure_all(hint: object, whose: str = "", **named: object) -> None:
         if lists:
             if not isinstance(value, list | tuple):
                 raise InputError(f"{name} {value!r}: give a list")
-            for one in value:
-                ensure_all(get_args(lists[0])[0], whose, **{name: one})
+            for item in value:
+                ensure_all(get_args(lists[0])[0], whose, **{name: item})
         else:
             ensure(_choices(hint), whose, **{name: value})
 
@@ -100,27 +100,27 @@ def ensure_fields(record: object, kind: type, whose: str = "") -> None:
 
 
 def _choices(hint: object) -> object:
-    """A hint as `holds` takes it."""
+    """A type hint in the form that `holds` takes."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     if get_origin(hint) in (Union, UnionType):
-        parts = [None if one is type(None) else _choices(one) for one in get_args(hint)]
+        parts = [None if option is type(None) else _choices(option) for option in get_args(hint)]
         return tuple(word for part in parts for word in (part if isinstance(part, tuple) else (part,)))
     return hint
 
 
 def said(kind: object) -> str:
-    """`kind` in words."""
+    """What `kind` allows, in words for a message."""
     kind = _plain(kind)
     if _words(kind):
         return f"choose {' or '.join(kind)}" if len(kind) < 3 else f"choose one of {', '.join(kind)}"  # type: ignore[arg-type]
     if isinstance(kind, tuple):
-        return ", or ".join(said(one) for one in kind)
+        return ", or ".join(said(option) for option in kind)
     return str({bool: "True or False", str: "a text"}.get(kind, kind))  # type: ignore[call-overload]
 
 
 def of(functions: list[Callable[..., Any]], name: str) -> object:
-    """The annotation of the parameter `name` in the first of `functions` that has one; `object`, anything, else."""
+    """The annotation of the parameter `name` in the first of `functions` that has one; else `object`, any value."""
     every = [parameters_of(function) for function in functions]
     hints = [parameters[name].annotation for parameters in every if name in parameters]
     return next((hint for hint in hints if not isinstance(hint, str) and hint != inspect.Parameter.empty), object)
@@ -128,7 +128,7 @@ def of(functions: list[Callable[..., Any]], name: str) -> object:
 
 @cache
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters that it names."""
+    """The parameters that a function names, looked up once per function."""
     return inspect.signature(function).parameters
 
 
@@ -137,7 +137,7 @@ def _words(kind: object) -> bool:
 
 
 def _plain(kind: object) -> object:
-    """What an annotation allows."""
+    """The metadata of an `Annotated` hint, a `Number` for int and float, other kinds unchanged."""
     if hasattr(kind, "__metadata__"):
         return kind.__metadata__[0]
     return {int: Number(whole=True), float: Number()}.get(kind, kind) if isinstance(kind, type) else kind

@@ -1,9 +1,10 @@
-"""The attention function "kvrepro": what a model attends with while `installed`.
+"""The attention function "kvrepro", which a model uses while it is `installed`.
 
-Each call of the model says who attends: `model(..., kvrepro=object)`, whose `attend(layer, query, key, value, scaling)`
-gets the new tokens' queries and keys after their rotation and returns the output `[batch, queries, heads, dim]`; a
-layer with a sliding window adds `sliding=`, its width, and `scaling` is a `Softmax` where a factor does not say it all.
-It masks for itself: no mask function is registered, and Hugging Face builds no mask.
+Each call of the model names the object that computes attention: `model(..., kvrepro=object)`. Its method
+`attend(layer, query, key, value, scaling)` gets the new tokens' queries and keys after their rotation and returns the
+output `[batch, queries, heads, dim]`. A layer with a sliding window also passes `sliding=`, its width. `scaling` is a
+`Softmax` where logits are more than the products times a factor. `attend` applies its own causal mask: no mask function
+is registered, so Hugging Face builds none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +23,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from kvrepro.engine.shapes import HeadFloats, KeyValue, Positions, Probabilities, Query, RowInts, WindowPositions
 
 LOW_QUERIES = 400  # Scissorhands' history window
-_turns: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # what threads that share a model wait for
+_turns: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # a lock for threads that share a model
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """How a layer turns products q.k into probabilities, where a factor alone does not say it. It is no number, so that
-    what knows factors only stops at it."""
+    """How a layer turns products q.k into probabilities, where that takes more than a factor.
+
+    It is deliberately not a number, so that code which only knows factors raises an error.
+    """
 
     scaling: float
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap). Source: Gemma 2
@@ -77,12 +80,12 @@ def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 def _switched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The same, whoever else uses the model."""
+    """`installed` without waiting for other threads."""
 
     def note(_: Any, __: Any, given: dict[str, Any]) -> None:
         _attending.set(given.get("kvrepro"))
 
-    def forget(*_: Any) -> None:  # who attends holds on to a cache
+    def forget(*_: Any) -> None:  # the object holds a cache, whose memory would stay taken
         _attending.set(None)
 
     before = model.config._attn_implementation
@@ -110,7 +113,8 @@ def read_once(model: PreTrainedModel, ids: Sequence[int], who: Any) -> None:
 
 @contextmanager
 def with_methods(module: Module, **methods: Callable[..., Any]) -> Iterator[None]:
-    """A module with other methods, and afterwards as it was: with those that it had of its own, or its class's."""
+    """Give a module other methods; afterwards it has its former ones again, set on itself or inherited from its
+    class."""
     before = {name: vars(module)[name] for name in methods if name in vars(module)}
     vars(module).update(methods)
     try:
@@ -121,7 +125,7 @@ def with_methods(module: Module, **methods: Callable[..., Any]) -> Iterator[None
         vars(module).update(before)
 
 
-MOST_SCORES = 2**28  # that are computed at a time: 1 GiB in float32
+MOST_SCORES = 2**28  # computed at a time: 1 GiB in float32
 Part = tuple[KeyValue, KeyValue, Tensor]  # keys, values, positions [batch, 1 or kv_heads, tokens], -1 where dead
 Watch = Callable[[Tensor, slice], None]  # sees p [batch, kv_heads, group, queries, tokens] of a block of queries
 
@@ -135,61 +139,62 @@ def attend(
 
     A query sees the tokens at or before its position, in a sliding layer the last `sliding` of them; `hide` [batch,
     kv_heads, group, queries, tokens] hides more. Probabilities are float32 and exist for `block` queries at a time, or
-    for fewer, so that they are at most MOST_SCORES or those of one query.
-    prompt: the tokens are the queries themselves, in order, in one part: later ones are left out of a block's tokens,
-    and, where nobody watches, those before its window.
+    for fewer where they would exceed MOST_SCORES.
+    prompt: the tokens are the queries' own, in order, in one part. Then a block computes nothing for later tokens and,
+    without `watch`, nothing for tokens before its sliding window.
     """
     batch, heads, m, dim = query.shape
     kv_heads = parts[0][0].shape[1]
     group = heads // kv_heads
     q = query.view(batch, kv_heads, group, m, dim)
-    width = max(where.shape[1] for _, _, where in parts)  # 1 where all heads hold the same tokens
-    positions = torch.cat([where.expand(batch, width, -1) for _, _, where in parts], -1)
+    width = max(at.shape[1] for _, _, at in parts)  # 1 where all heads hold the same tokens
+    positions = torch.cat([at.expand(batch, width, -1) for _, _, at in parts], -1)
     out = query.new_empty(batch, kv_heads, group, m, dim)
     block = max(1, min(block, MOST_SCORES // (batch * heads * max(1, positions.shape[-1]))))
     for a in range(0, m, block):
         b = min(a + block, m)
         flat = q[:, :, :, a:b].reshape(batch, kv_heads, -1, dim)
-        here, where = parts, positions
+        visible, key_positions = parts, positions
         if prompt:
             first = 0 if sliding is None or watch is not None else max(0, a - sliding + 1)
-            here = [(keys[:, :, first:b], values[:, :, first:b], at) for keys, values, at in parts]
-            where = positions[..., first:b]
-        products = [flat @ keys.transpose(2, 3) for keys, _, _ in here]
+            visible = [(keys[:, :, first:b], values[:, :, first:b], at) for keys, values, at in parts]
+            key_positions = positions[..., first:b]
+        products = [flat @ keys.transpose(2, 3) for keys, _, _ in visible]
         scores = scaled(products[0] if len(products) == 1 else torch.cat(products, -1), scaling)
         scores = scores.view(batch, kv_heads, group, b - a, -1)
         at = query_positions[:, None, a:b, None]
-        seen = (where[:, :, None] >= 0) & (where[:, :, None] <= at)
+        seen = (key_positions[:, :, None] >= 0) & (key_positions[:, :, None] <= at)
         if sliding is not None:
-            seen &= where[:, :, None] > at - sliding
+            seen &= key_positions[:, :, None] > at - sliding
         lowest = torch.finfo(scores.dtype).min
         scores.masked_fill_(~seen[:, :, None], lowest)
         if hide is not None:
             scores.masked_fill_(hide[:, :, :, a:b], lowest)
         p = softmax(scores, scaling)
-        if hide is not None and sliding is not None:  # who sees nothing in its window takes nothing in
+        if hide is not None and sliding is not None:  # a query that sees no token of its window gets a zero output
             p.masked_fill_((scores == lowest).all(-1, keepdim=True), 0.0)
         if watch is not None:
             watch(p, slice(a, b))
-        weights = p.to(query.dtype).flatten(2, 3).split([values.shape[2] for _, values, _ in here], -1)
-        result = sum(w @ values for w, (_, values, _) in zip(weights, here, strict=True))
+        weights = p.to(query.dtype).flatten(2, 3).split([values.shape[2] for _, values, _ in visible], -1)
+        result = sum(w @ values for w, (_, values, _) in zip(weights, visible, strict=True))
         out[:, :, :, a:b] = result.view(batch, kv_heads, group, b - a, dim)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, m, heads, dim)
 
 
 def per_token(name: str, p: Probabilities, at: WindowPositions, where: Positions, newest: RowInts) -> HeadFloats:
-    """What a block of queries adds to each token's sum of that name: attention, or for "low" how many query heads pay
-    less than 1 / (t + 1), at positions t among the last LOW_QUERIES before `newest`.
+    """What a block of queries adds to each token's sum of that name: the attention it gets, mean over the group; for
+    "low" the number of query heads that pay less than 1 / (t + 1), over positions t among the LOW_QUERIES up to
+    `newest`.
 
-    at: positions of the queries; where: of the tokens, for each KV head or for all.
+    at: positions of the queries; where: positions of the tokens, for each KV head or for all.
     """
-    asked = at[:, None, None, :, None]
+    query = at[:, None, None, :, None]
     if name != "low":
         there = (at >= 0).to(p)[:, None, None, None]
         return (there @ p)[:, :, :, 0].mean(2)
     tokens = where[:, :, None, None]
-    sees = (tokens >= 0) & (tokens <= asked) & (asked > newest[:, None, None, None, None] - LOW_QUERIES) & (asked >= 0)
-    low = (p < 1.0 / (asked + 1).clamp(min=1)) & sees
+    sees = (tokens >= 0) & (tokens <= query) & (query > newest[:, None, None, None, None] - LOW_QUERIES) & (query >= 0)
+    low = (p < 1.0 / (query + 1).clamp(min=1)) & sees
     return low.float().sum((2, 3))  # whole numbers: ties stay ties, whatever the batch
 
 
@@ -202,9 +207,9 @@ def watch_prompt(model: PreTrainedModel, ids: Sequence[int], see: Callable[[int,
         def attend(
             self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
         ) -> Tensor:
-            here = at.to(query.device)
-            part = (key, value, here[:, None])
-            return attend(query, here, [part], scaling, sliding, lambda p, queries: see(layer, p, queries))
+            positions = at.to(query.device)
+            part = (key, value, positions[:, None])
+            return attend(query, positions, [part], scaling, sliding, lambda p, queries: see(layer, p, queries))
 
     read_once(model, ids, Watching())
 

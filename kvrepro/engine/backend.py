@@ -1,14 +1,14 @@
-"""Who computes a condition: Triton kernels, or plain PyTorch, the truth that they are held to.
+"""The backend of a condition: Triton kernels, or plain PyTorch, the reference that kernels are compared with.
 
-Under "triton" attention and sums are the kernels', and so are the scores of a window that `windowed` knows by name,
-and on a GPU norms and rotations where the model's class computes a kernel's very numbers (`kvrepro.engine.fused`);
-whatever else a policy computes from its observation, it computes as ever. Whole prompts attend by torch's fastest
-function that keeps the log-sum-exp, and decode steps are captured. Plain PyTorch reads a question after the compressed
-prompt, prompts that `SharedCap` watches, and layers that slide, once a text exceeds their window.
+With backend "triton", kernels compute attention, sums, and the window scores that `windowed` knows by name. On a GPU
+they also compute norms and rotations where they give exactly the numbers of the model's class (`kvrepro.engine.fused`).
+Everything else that a policy computes stays as it is. Whole prompts attend by torch's fastest function that keeps the
+log-sum-exp, and decode steps are captured. Plain PyTorch still reads a question after the compressed prompt, prompts
+that `SharedCap` watches, and sliding layers once a text exceeds their window.
 
-"torch" and "triton" are taken at their word. "auto" gives a condition to the kernels where there are some for it and
-where, on the beginning of a prompt, they agree with plain PyTorch on this very model: attention by its norm, sums and
-scores by the tokens that they would keep. Everything else is left to plain PyTorch, and the reason is told.
+"torch" and "triton" are used as given. "auto" gives a condition to the kernels if they support it and if, on the
+beginning of a prompt, they agree with plain PyTorch on this model: attention by its norm, sums and scores by the tokens
+that they would keep. Otherwise plain PyTorch computes the condition, and the reason is reported.
 """
 
 import os
@@ -33,16 +33,16 @@ from kvrepro.engine.shapes import KeyValue, Mask, Query, Scores
 from kvrepro.errors import told
 
 BACKENDS = ("torch", "triton", "auto")
-PROBE = 512  # tokens of a prompt on which "auto" compares the two
+PROBE = 512  # tokens of a prompt on which "auto" compares the two backends
 AGREE = 0.99  # share of the best half of each layer's tokens that must be the same
-CLOSE = {torch.float32: 1e-3}  # of attention, ||difference|| / ||plain||; 2e-2 in 16 bits
+CLOSE = {torch.float32: 1e-3}  # largest ||difference|| / ||plain|| of attention; 2e-2 in 16 bits
 Method = tuple[str, str, tuple[tuple[str, object], ...]]  # policy, reading, switches
 _probed: WeakKeyDictionary[PreTrainedModel, dict[Method, str | None]] = WeakKeyDictionary()
 
 
 def obstacle(model: PreTrainedModel, c: Condition, facts: ModelFacts | None = None) -> str | None:
-    """Why kernels cannot run a condition, as far as that is known without running it; None: they can. facts: of this
-    model, where they are known."""
+    """Why kernels cannot run a condition, as far as that is known without running it; None: they can. facts: those of
+    this model, if the caller has them."""
     if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "kernels need a GPU, this model is on the cpu"
     facts = facts or ModelFacts.of(model)
@@ -63,47 +63,47 @@ def obstacle(model: PreTrainedModel, c: Condition, facts: ModelFacts | None = No
 
 
 def obstacles(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[Condition]) -> list[str | None]:
-    """Why "auto" leaves each condition to plain PyTorch, None where kernels take it: what is known beforehand, and what
-    the first tokens `ids` of a prompt show, which is remembered while the model lives."""
+    """Why "auto" leaves each condition to plain PyTorch; None where kernels take it. It asks `obstacle` first, then
+    compares the backends on the first tokens `ids` of a prompt; that result is remembered while the model lives."""
     if model.device.type == "cpu":
         return ["kernels need a GPU, this model is on the cpu"] * len(conditions)
     facts = ModelFacts.of(model)
-    found = [obstacle(model, c, facts) for c in conditions]
-    known = _probed.setdefault(model, {})
-    free = {_method(c): c for c, why in zip(conditions, found, strict=True) if why is None}
-    if fresh := [c for method, c in free.items() if method not in known]:
-        known |= compared(model, ids[:PROBE], fresh)
-    return [known[_method(c)] if why is None else why for c, why in zip(conditions, found, strict=True)]
+    reasons = [obstacle(model, c, facts) for c in conditions]
+    disagreements = _probed.setdefault(model, {})
+    free = {_method(c): c for c, why in zip(conditions, reasons, strict=True) if why is None}
+    if fresh := [c for method, c in free.items() if method not in disagreements]:
+        disagreements |= compared(model, ids[:PROBE], fresh)
+    return [disagreements[_method(c)] if why is None else why for c, why in zip(conditions, reasons, strict=True)]
 
 
 @torch.inference_mode()
 def compared(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[Condition]) -> dict[Method, str | None]:
-    """Where kernels disagree with plain PyTorch on a prompt, or fail; None where they agree in every layer."""
+    """How kernels disagree with plain PyTorch on a prompt, or fail, by method; None: they agree in every layer."""
     probe = Probe(model, len(ids))
     read_once(model, ids, probe)
-    found: dict[Method, str | None] = {}
+    disagreements: dict[Method, str | None] = {}
     for c in conditions:
         policy = None if c.policy == "full" else find(c.policy)
-        scored = policy is not None and not policy.shared and not policy.repeated  # by what kernels compute
-        found[_method(c)] = probe.failed or (probe.disagreement(_job(c, probe.at)) if scored else None)
-    return found
+        scored = policy is not None and not policy.shared and not policy.repeated  # do kernels compute its scores?
+        disagreements[_method(c)] = probe.failed or (probe.disagreement(_job(c, probe.at)) if scored else None)
+    return disagreements
 
 
 class Probe:
-    """Plain attention of a prompt, beside which every layer's attention is computed by kernels; afterwards scores are
-    compared, of all layers of a kind at once."""
+    """Plain attention of a prompt that also computes every layer's attention by kernels. Afterwards `disagreement`
+    compares scores, for all layers of one shape at once."""
 
     def __init__(self, model: PreTrainedModel, tokens: int):
         self.at = torch.arange(tokens, device=model.device)[None]
         self.facts = {name: ModelFacts.of(model).by(name) for name in ("torch", "triton")}
         self.layers: dict[int, tuple[Query, KeyValue, KeyValue, float]] = {}  # queries, keys, values, scaling
         self.by_kernels: dict[int, tuple[Tensor, Tensor, Scores]] = {}  # log-sum-exp, outputs, mass
-        self.failed: str | None = None  # kernels of attention, which every condition needs
+        self.failed: str | None = None  # why kernels cannot compute attention, which every condition needs
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
     ) -> Tensor:
-        if sliding is not None and query.shape[2] > sliding:  # left to plain PyTorch
+        if sliding is not None and query.shape[2] > sliding:  # no kernel computes such layers
             part = (key, value, self.at[:, None])
             return attend(query, self.at, [part], scaling, sliding, prompt=True)
         plain = attend_prompt(query, key, value, scaling)
@@ -113,7 +113,8 @@ class Probe:
             out, log_sums = attend_by_kernels(query, key, value, scaling)
             mass = mass_by_kernels(query, key, log_sums, scaling)
             decoded = _decoded(query, key, value, scaling)
-            error = max(_distance(out, plain), _distance(decoded, plain[:, -1:]))
+            errors = torch.tensor([_distance(out, plain), _distance(decoded, plain[:, -1:])])
+            error = float(errors.amax())  # NaN if either is, unlike Python's max
             if not error < CLOSE.get(query.dtype, 2e-2):
                 self.failed = f"attention by kernels is {error:.1e} off in layer {layer}"
         except Exception as raised:  # whatever a compiler raises on a device of its own
@@ -124,22 +125,23 @@ class Probe:
         return plain
 
     def disagreement(self, job: EvictionJob) -> str | None:
-        """What is wrong with the best half of the tokens by kernels, in any layer; None: as plain PyTorch has it."""
+        """How the best half of the tokens by kernels differs from plain PyTorch's, in any layer; None: it does not."""
         if not (job.window or job.sums) or not self.layers:
             return None
-        kinds: dict[Any, list[int]] = {}
+        layers_by_kind: dict[Any, list[int]] = {}
         for n, (query, key, _, scaling) in self.layers.items():
-            alike = key.device, query.shape, key.shape, scaling, self.facts["torch"].sliding.get(n)
-            kinds.setdefault(alike if job.together else n, []).append(n)
+            kind = key.device, query.shape, key.shape, scaling, self.facts["torch"].sliding.get(n)
+            layers_by_kind.setdefault(kind if job.together else n, []).append(n)
         try:
-            share = float(torch.tensor([self._agreement(job, some) for some in kinds.values()]).amin())
+            share = float(torch.tensor([self._agreement(job, layers) for layers in layers_by_kind.values()]).amin())
         except Exception as raised:  # a scorer may be a reader's own
             return told(raised)
         return None if share >= AGREE else f"kernels and plain PyTorch agree on {share:.1%} < {AGREE:.0%} of a probe"
 
     def _agreement(self, job: EvictionJob, layers: Sequence[int]) -> float:
-        """The share of the best half by plain scores that is in the best half by kernels, with what the prompt's pass
-        knows and without: the least of any of these layers."""
+        """The share of the best half by plain scores that is also in the best half by kernels, in the worst of these
+        layers. A policy with a window is compared twice: with the window's outputs from the prompt's pass, and without.
+        """
         first = max(0, self.at.shape[1] - job.window)
         plain, with_ends, without = [], [], []
         for n in layers:
@@ -158,8 +160,8 @@ class Probe:
             with_ends.append(replace(without[-1], **ends))
         wanted = _best_half(job, Observation.together(plain))
         shares = []
-        for known in (with_ends, without) if job.window else (with_ends,):
-            both = _best_half(job, Observation.together(known)) & wanted
+        for observations in (with_ends, without) if job.window else (with_ends,):
+            both = _best_half(job, Observation.together(observations)) & wanted
             shares.append(both.flatten(1).sum(1) / wanted.flatten(1).sum(1))
         return float(torch.stack(shares).amin())
 
@@ -195,7 +197,7 @@ def _method(c: Condition) -> Method:
 
 
 def _job(c: Condition, positions: Tensor | None = None) -> EvictionJob:
-    """A condition without its guards, half of the tokens its budget."""
+    """The eviction of a condition without its guards, with a budget of half the tokens."""
     policy = find(c.policy)
     at = torch.zeros(1, 2, dtype=torch.long) if positions is None else positions
     bare = Condition(c.policy, 0.5, None, reading=c.reading, switches=c.switches)

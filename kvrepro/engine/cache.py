@@ -1,7 +1,7 @@
-"""The ragged cache: heads hold as many tokens as their budget says, and what is evicted leaves memory.
+"""The ragged cache: each head holds as many tokens as its budget says, and evicted tokens leave memory.
 
-One layer's survivors lie flat, `[tokens of all rows and heads, dim]`, head after head ("head-major"), with offsets; the
-tokens since the last eviction lie in a dense tail, since every head sees every new token.
+A layer's survivors lie in flat tensors `[tokens of all rows and heads, dim]`, head after head ("head-major"), with
+offsets. Tokens that came after the last eviction lie in a dense tail, because all heads hold the same new tokens.
 """
 
 import copy
@@ -19,13 +19,13 @@ from kvrepro.engine.quantise import RESIDUAL, Packed
 from kvrepro.engine.shapes import KeyValue, Mask, Query, RowInts, TokenInts, WindowPositions
 
 NO_TOKENS, NO_POSITIONS = torch.empty(0, 0, 0, 0), torch.empty(0, 0, dtype=torch.long)  # of an empty tail
-ROOM = 256  # the tail grows by a spare slot for so many tokens that a head holds
-SLIDE = 16  # tokens after which a sliding layer looks for what it can forget
+ROOM = 256  # when the tail grows it gets one spare slot per ROOM tokens that a head holds
+SLIDE = 16  # tokens in the tail after which a sliding layer drops what is out of its window
 
 
 class Shown(NamedTuple):
-    """Tokens of a layer that may be seen, `[batch, kv_heads, tokens, ...]`, flush right; position and index -1 where a
-    slot is dead."""
+    """The visible tokens of a layer, `[batch, kv_heads, tokens, ...]`, flush right; position and index are -1 in dead
+    slots."""
 
     keys: KeyValue
     values: KeyValue
@@ -45,8 +45,8 @@ class Shown(NamedTuple):
 
 @dataclass
 class RaggedLayer:
-    """Keys and values of one attention layer for `batch` rows. Segment `row * kv_heads + head` of the flat tensors runs
-    from `offsets` of its number to the next, in ascending order of positions."""
+    """Keys and values of one attention layer for `batch` rows. Segment s = row * kv_heads + head of the flat tensors
+    runs from offsets[s] to offsets[s + 1], in ascending order of positions."""
 
     keys: Tensor | Packed  # [total, dim]
     values: Tensor | Packed
@@ -54,22 +54,22 @@ class RaggedLayer:
     offsets: Tensor  # int64 [batch * kv_heads + 1]
     shape: tuple[int, int]  # batch, kv_heads
     sums: dict[str, Tensor]  # per token, float32 [total]
-    hidden: Tensor | None = None  # bool [total], masked execution: evicted, yet held
+    hidden: Tensor | None = None  # bool [total], masked execution: evicted but still in memory
     tail_keys: KeyValue = NO_TOKENS  # [batch, kv_heads, room, dim]
     tail_values: KeyValue = NO_TOKENS
     tail_positions: TokenInts = NO_POSITIONS  # [batch, used], -1 where a row got padding
     tail_sums: dict[str, Tensor] = field(default_factory=dict)  # [batch, kv_heads, used]
     queries: Query | None = None  # the last queries seen, for a policy with a window that evicts again
     query_positions: WindowPositions | None = None
-    _spread: tuple[Any, ...] | None = None  # the keys that `_flat` was last asked for, and what it gave
+    _spread: tuple[Any, ...] | None = None  # the keys that `_flat` last padded, and its result
 
     @classmethod
     def of(
         cls, keys: KeyValue, values: KeyValue, positions: Tensor, keep: Mask, sums: dict[str, Tensor],
         total: int | None = None,
     ) -> "RaggedLayer":  # fmt: skip
-        """The tokens that `keep` [batch, kv_heads, tokens] names; positions and sums of the same shape. total: how many
-        they are, where that is known: a GPU need not be asked."""
+        """The tokens that `keep` [batch, kv_heads, tokens] marks; positions and sums have the same shape. total: their
+        number, if it is known, so that the CPU need not wait for a GPU to count."""
         at = keep.nonzero() if total is None else keep.nonzero_static(size=total)
         return cls.taken(keys, values, positions[at.unbind(1)].int(), at, _offsets(keep.sum(-1)), sums)
 
@@ -77,7 +77,7 @@ class RaggedLayer:
     def taken(
         cls, keys: KeyValue, values: KeyValue, positions: Tensor, at: Tensor, offsets: Tensor, sums: dict[str, Tensor]
     ) -> "RaggedLayer":  # fmt: skip
-        """The tokens at row, head and slot, int64 [kept, 3] in ascending order. positions: theirs, int32 [kept]."""
+        """The tokens `at` row, head and slot, int64 [kept, 3] in ascending order; their positions, int32 [kept]."""
         where = at.unbind(1)
         flat_sums = {name: s[where] for name, s in sums.items()}
         return cls(keys[where], values[where], positions, offsets, keys.shape[:2], flat_sums)
@@ -86,20 +86,21 @@ class RaggedLayer:
     def at(
         cls, keys: KeyValue, values: KeyValue, positions: Tensor, place: Tensor | None, sums: dict[str, Tensor]
     ) -> "RaggedLayer":
-        """The tokens at `place` [batch, kv_heads, kept] of each head, or all: heads of one length, all alive."""
+        """The tokens at slots `place` [batch, kv_heads, kept] of each head, None: all. All heads have equal length and
+        no dead slots."""
         tokens = [keys, values, positions, *sums.values()]
         if place is not None:
             tokens = [
                 x.gather(2, place if x.dim() == 3 else place[..., None].expand(-1, -1, -1, x.shape[3])) for x in tokens
             ]
         keys, values, positions, *flat = tokens
-        if place is None:  # memory of its own, not the forward pass's
+        if place is None:  # a copy, so that the forward pass can free its tensors
             keys, values = (x.clone(memory_format=torch.contiguous_format) for x in (keys, values))
         return cls.even(keys, values, positions, dict(zip(sums, flat, strict=True)))
 
     @classmethod
     def even(cls, keys: KeyValue, values: KeyValue, positions: Tensor, sums: dict[str, Tensor]) -> "RaggedLayer":
-        """Heads of one length, all alive, in the memory that is given."""
+        """Heads of equal length without dead slots; the tensors are not copied."""
         batch, heads, length = keys.shape[:3]
         offsets = torch.arange(0, batch * heads * length + 1, length, device=keys.device)
         flat_sums = {name: s.flatten() for name, s in sums.items()}
@@ -108,8 +109,8 @@ class RaggedLayer:
         )
 
     def layers(self, n: int) -> list["RaggedLayer"]:
-        """Of `n` layers that hold equally many tokens, a layer's rows after the other's: each of them, in the memory
-        that is given."""
+        """Split the rows of `n` layers that hold equally many tokens, one layer's rows after the other's, into the
+        layers; the tensors are not copied."""
         if n == 1:
             return [self]
         shape = (self.shape[0] // n, self.shape[1])
@@ -128,7 +129,7 @@ class RaggedLayer:
         """Tokens of each head in the flat part, int64 [batch, kv_heads]."""
         return self.offsets.diff().view(self.shape)
 
-    used: ClassVar[None] = None  # the tail's tokens are counted here, not on the device
+    used: ClassVar[None] = None  # the tail's length is known to the CPU; a `FixedLayer` counts on the device
 
     @property
     def tail(self) -> int:
@@ -142,17 +143,17 @@ class RaggedLayer:
         return self.lengths + (self.tail_positions >= 0).sum(1)[:, None]
 
     def seen(self) -> Tensor:
-        """Tokens that a query may look at, int64 [batch, kv_heads]: held and not hidden."""
+        """Tokens that a query may see, int64 [batch, kv_heads]: held and not hidden."""
         return self.held() if self.hidden is None else self.held() - self._counted(self.hidden)
 
     def visible(self) -> tuple[Tensor, Tensor]:
-        """(how many tokens of each head's flat part may be seen, int64 [batch, kv_heads]; all their positions)."""
+        """(number of each head's visible tokens in the flat part, int64 [batch, kv_heads]; their positions)."""
         if self.hidden is None:
             return self.lengths, self.positions
         return self._counted(~self.hidden), self.positions[~self.hidden]
 
     def _counted(self, mask: Tensor) -> Tensor:
-        """How many of each head's flat part `mask` names."""
+        """How many tokens of each head's flat part `mask` marks, int64 [batch, kv_heads]."""
         return _offsets(mask.long())[self.offsets].diff().view(self.shape)
 
     @property
@@ -168,7 +169,7 @@ class RaggedLayer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what the next eviction will ask for: sums per token, the last queries."""
+        """Bytes of what the next eviction needs: sums per token, the last queries."""
         return bytes_of(*self.sums.values(), *self.tail_sums.values(), self.queries, self.query_positions)
 
     def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
@@ -195,21 +196,21 @@ class RaggedLayer:
     def parts(self) -> list[Part]:
         """What a query attends to: the flat part, flush right per head, and the tail."""
         keys, values, index = self._flat()
-        found: list[Part] = []
+        parts: list[Part] = []
         if index.shape[2]:
             positions = self.positions if self.hidden is None else self.positions.masked_fill(self.hidden, -1)
-            found.append((keys, values, self._positions(positions, index)))
-        return [*found, self.newest()] if self.tail else found
+            parts.append((keys, values, self._positions(positions, index)))
+        return [*parts, self.newest()] if self.tail else parts
 
     def _flat(self) -> tuple[KeyValue, KeyValue, Tensor]:
-        """Keys and values of the flat part `[batch, kv_heads, longest, dim]`, and `index`. A CPU, which would make them
-        anew for every token of an answer, holds on to them until the flat part changes."""
+        """Keys and values of the flat part `[batch, kv_heads, longest, dim]`, and `index`. On a CPU they are kept until
+        the flat part changes, instead of being padded anew for every token of an answer."""
         if self._spread is None or self._spread[0] is not self.keys:
             index = self.index()
-            made = self._padded(self.keys, index), self._padded(self.values, index), index
+            padded = self._padded(self.keys, index), self._padded(self.values, index), index
             if index.device.type != "cpu" or isinstance(self.keys, Packed):
-                return made
-            self._spread = (self.keys, *made)
+                return padded
+            self._spread = (self.keys, *padded)
         return self._spread[1:]
 
     def index(self) -> Tensor:
@@ -236,7 +237,7 @@ class RaggedLayer:
         self.tail_keys, self.tail_values, self.tail_positions, self.tail_sums = NO_TOKENS, NO_TOKENS, NO_POSITIONS, {}
 
     def shown(self) -> "Shown":
-        """The tokens that may be seen. Settles."""
+        """The visible tokens, after `settle`."""
         self.settle()
         index = self.index()
         if self.hidden is not None:
@@ -250,7 +251,8 @@ class RaggedLayer:
         )  # fmt: skip
 
     def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
-        """Keep what `keep` names of the tokens that `shown` gave with `index`; `masked` hides the others instead."""
+        """Keep those tokens that `keep` marks among the ones that `shown` returned, with its `index`; `masked` hides
+        the others instead of dropping them."""
         if masked:
             if self.hidden is None:
                 self.hidden = torch.zeros_like(self.positions, dtype=torch.bool)
@@ -261,15 +263,16 @@ class RaggedLayer:
         self.keep(source, self.positions[source], _offsets(stays.sum(-1)))
 
     def chosen(self, keep: Callable[[Tensor], Mask]) -> tuple[Tensor, Tensor, Tensor]:
-        """(source, positions, offsets) of the tokens that `keep`, given positions [batch, kv_heads, tokens], chooses;
-        source counts through the flat part and on through the tail. Other layers with the same tokens share it."""
+        """(source, positions, offsets) of the tokens that `keep` chooses, a function from positions [batch, kv_heads,
+        tokens] to a mask. `source` counts through the flat part and then the tail; it fits other layers that hold the
+        same tokens."""
         place, positions = self._places()
         mask = keep(positions) & (positions >= 0)
         return place[mask], positions[mask].int(), _offsets(mask.sum(-1))
 
     def _places(self) -> tuple[Tensor, Tensor]:
-        """Where each token lies, counted through the flat part and on through the tail, and its position, int64
-        [batch, kv_heads, tokens]; the position is -1 where there is no token."""
+        """(place of each token, counted through the flat part and then the tail; its position), both int64 [batch,
+        kv_heads, tokens]; the position is -1 where there is no token."""
         index = self.index()
         positions = self._positions(self.positions, index)
         if not self.tail:
@@ -284,7 +287,7 @@ class RaggedLayer:
         self._empty_tail()
 
     def _taken(self, source: Tensor) -> dict[str, Any]:
-        """What belongs to the tokens at `source`: keys, values, sums, whether they are hidden."""
+        """The fields `keys`, `values`, `sums` and `hidden` of the tokens at `source`."""
         keys, values, _ = self.newest()
 
         def taken(flat: Tensor | Packed, tail: Tensor) -> Tensor:
@@ -298,7 +301,7 @@ class RaggedLayer:
         return {"keys": taken(self.keys, keys), "values": taken(self.values, values), "sums": sums, "hidden": hidden}
 
     def slide(self, oldest: RowInts) -> None:
-        """Forget the tokens before each row's `oldest` position: a sliding layer never sees them again. Settles."""
+        """Drop the tokens before each row's `oldest` position, which a sliding layer never sees again. Settles."""
         bits = self.keys.bits if isinstance(self.keys, Packed) else None
         self.settle()
         index = self.index()
@@ -311,7 +314,7 @@ class RaggedLayer:
     def quantise(self, bits: int) -> None:
         """Hold the flat part in `bits` bits, and the tail once it has RESIDUAL tokens, as transformers' cache does.
 
-        What survives an eviction is packed at once, the tail too: packed again, numbers stay what they were.
+        After an eviction all survivors are packed at once, the tail's too; packing twice does not change a number.
         """
         if isinstance(self.keys, Packed) and self.tail < RESIDUAL:
             return
@@ -319,7 +322,7 @@ class RaggedLayer:
         self.keys, self.values = Packed(_dense(self.keys), bits), Packed(_dense(self.values), bits)
 
     def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
-        """Keep the last `window` queries of each row, padding in front, in memory of their own."""
+        """Keep copies of the last `window` queries of each row, padding in front."""
         if self.queries is not None:
             queries = torch.cat([self.queries, queries], 2)
             positions = torch.cat([self.query_positions, positions], 1)
@@ -336,9 +339,9 @@ class RaggedLayer:
             self.tail_sums[name] += p[..., flat_tokens:]
 
     def rows(self, rows: Tensor) -> "RaggedLayer":
-        """These rows alone, in this order, in memory of their own."""
+        """A copy of these rows, in this order."""
         if isinstance(self.keys, Packed) and len(rows) == self.shape[0] == 1:
-            return copy.copy(self)  # what is packed never changes in place
+            return copy.copy(self)  # packed tensors never change in place
         rows = rows.to(self.positions.device)
         place, positions = (x[rows] for x in self._places())
         there = positions >= 0
@@ -354,7 +357,7 @@ def bytes_of(*tensors: Tensor | None) -> int:
 
 
 def _offsets(lengths: Tensor) -> Tensor:
-    """Where each segment begins, and the last one ends."""
+    """Where each segment begins, and at the end where the last one ends."""
     return pad(lengths.flatten().cumsum(0), (1, 0))
 
 
@@ -375,14 +378,15 @@ def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
             [torch.zeros_like(x.positions, dtype=torch.bool) if x.hidden is None else x.hidden for x in layers]
         )
     names = set().union(*(layer.sums for layer in layers))
-    known = [x.queries for x in layers if x.queries is not None]
-    window = max((asked.shape[2] for asked in known), default=0)
+    remembered = [x.queries for x in layers if x.queries is not None]
+    window = max((queries.shape[2] for queries in remembered), default=0)
 
     def widened(x: RaggedLayer) -> tuple[Tensor, Tensor]:
         """Its queries behind padding, so that all layers have the same number."""
         queries, positions = x.queries, x.query_positions
         if queries is None:
-            queries, positions = known[0][:1, :, :0].expand(x.shape[0], -1, -1, -1), x.offsets.new_empty(x.shape[0], 0)
+            queries = remembered[0][:1, :, :0].expand(x.shape[0], -1, -1, -1)
+            positions = x.offsets.new_empty(x.shape[0], 0)
         missing = window - queries.shape[2]
         return pad(queries, (0, 0, missing, 0)), pad(positions, (missing, 0), value=-1)
 
@@ -398,8 +402,8 @@ def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
 
 
 class EngineCache(DynamicCache):
-    """What Hugging Face is handed: attention layers' new keys and values pass through to who attends, which stores them
-    in `ragged`; recurrent layers keep their states here."""
+    """The cache that the model gets. New keys and values of attention layers pass through it unchanged; the attention
+    object stores them in `ragged`. Recurrent layers keep their states here as usual."""
 
     def __init__(self, config: Any):
         super().__init__(config=config)
@@ -408,11 +412,11 @@ class EngineCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new tokens as they are."""
+        """The new keys and values, unchanged."""
         return key_states, value_states
 
     def evicted(self) -> None:
-        """Called when every layer has evicted; a cache of blocks moves together here what is left."""
+        """Called when every layer has evicted; a cache made of blocks compacts itself here."""
 
     @property
     def bytes(self) -> int:
@@ -425,17 +429,17 @@ class EngineCache(DynamicCache):
             layer.quantise(bits)
 
     def rows(self, rows: Tensor, spend: bool = False) -> "EngineCache":
-        """These rows alone, in this order, in memory of their own. spend: this cache is not needed any more, and gives
-        up each layer as soon as its rows are copied."""
-        found, layer = copy.copy(self), self.ragged.pop if spend else self.ragged.__getitem__
-        found.ragged = {number: layer(number).rows(rows) for number in list(self.ragged)}
-        found.layers = [_states([layer], lambda t: t.index_select(0, rows.to(t.device))) for layer in self.layers]
-        return found
+        """A copy of these rows, in this order. spend: this cache is no longer needed and frees each layer as soon as
+        its rows are copied."""
+        taken, layer = copy.copy(self), self.ragged.pop if spend else self.ragged.__getitem__
+        taken.ragged = {number: layer(number).rows(rows) for number in list(self.ragged)}
+        taken.layers = [_states([layer], lambda t: t.index_select(0, rows.to(t.device))) for layer in self.layers]
+        return taken
 
 
 def seen_by(layers: Sequence[RaggedLayer], device: torch.device) -> Tensor:
-    """`RaggedLayer.seen` of several layers, int64 [batch, their kv_heads together]; of layers as a prompt leaves them,
-    all on one device, in one launch."""
+    """`RaggedLayer.seen` of several layers, int64 [batch, all layers' kv_heads]. Layers without a tail or hidden
+    tokens, all on one device, need a single launch."""
     bare = all(not layer.tail and layer.hidden is None for layer in layers)
     if bare and len({(layer.offsets.device, layer.shape) for layer in layers}) == 1:
         counts = torch.stack([layer.offsets for layer in layers]).diff()  # [layers, batch * kv_heads]
@@ -444,17 +448,18 @@ def seen_by(layers: Sequence[RaggedLayer], device: torch.device) -> Tensor:
 
 
 def together(caches: list[EngineCache]) -> EngineCache:
-    """The rows of several caches as one batch, which takes their layers: no layer is held twice for long."""
-    found = copy.copy(caches[0])
-    found.ragged = {n: concatenated([cache.ragged.pop(n) for cache in caches]) for n in list(caches[0].ragged)}
+    """The rows of several caches as one batch. It takes the caches' layers one by one, so that memory holds at most one
+    layer twice."""
+    whole = copy.copy(caches[0])
+    whole.ragged = {n: concatenated([cache.ragged.pop(n) for cache in caches]) for n in list(caches[0].ragged)}
     layers = zip(*(cache.layers for cache in caches), strict=True)
-    found.layers = [_states(alike, lambda *states: torch.cat(states)) for alike in layers]
-    return found
+    whole.layers = [_states(alike, lambda *states: torch.cat(states)) for alike in layers]
+    return whole
 
 
 def _states(layers: Sequence[Any], change: Callable[..., Tensor]) -> Any:
-    """A copy of the first of these recurrent layers, each state what `change` makes of all of theirs; others hold
-    none."""
+    """A copy of the first of these layers, which for a recurrent layer holds `change(states of all of them)` in place
+    of each state."""
     new = copy.copy(layers[0])
     for name in vars(new) if hasattr(new, "recurrent_states") else ():
         values = [vars(layer)[name] for layer in layers]

@@ -1,7 +1,7 @@
-"""A step of many rows captured once and replayed: on a GPU a CUDA graph, so that it need not wait for Python.
+"""A decode step of many rows that is captured once and replayed: a CUDA graph, so that a GPU need not wait for Python.
 
-The cache must stay in place meanwhile (`kvrepro.engine.fixed`). On the CPU the same step runs as it stands, so that it
-can be held to the plain one.
+The cache must stay in place meanwhile (`kvrepro.engine.fixed`). On the CPU the same step runs uncaptured, so that tests
+can compare it with the plain one.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from kvrepro.engine.signals import StepSignals
 
 
 def can_capture(call: Call, rows: Rows) -> bool:
-    """Whether these rows' steps never wait for the device and keep their tensors in place."""
+    """Whether these rows' steps can run without waiting for the device, all tensors staying in place."""
     c, layers = rows.conditions[0], rows.cache.ragged.values()
     if call.backend != "triton" or call.captures < 1 or call.watch is not None:
         return False
@@ -33,7 +33,7 @@ class CapturedStep:
     """The model's pass over one token per row of `rows`, whose cache it holds until `loosen`."""
 
     def __init__(self, call: Call, rows: Rows, window: int, room: int, again: bool):
-        """window: queries that an eviction asks for. room: tokens until the next one. again: is there a next one?"""
+        """window: queries that an eviction needs. room: tokens until the next eviction. again: will there be one?"""
         self.call, self.window, self.batch = call, window, len(rows)
         self.slot = Slot.first(call.device)
         self.cache = EngineCache(call.model.config)
@@ -42,10 +42,10 @@ class CapturedStep:
         for n, layer in rows.cache.ragged.items():
             layer.settle()
             dense, most = rows.signals is not None or sliding_window(call.model.config, n) is not None, budget
-            if again and n not in call.facts.evictable:  # it slides, and grows until its window is full
+            if again and n not in call.facts.evictable:  # a sliding layer, which grows until its window is full
                 most = min(call.facts.sliding[n] - 1, int(layer.lengths.max()) + call.max_new_tokens)
             fixed = FixedLayer.of(layer, self.slot, room, most, dense, window)
-            self.cache.ragged[n] = rows.cache.ragged[n] = fixed  # in the layer's place: none is held twice
+            self.cache.ragged[n] = rows.cache.ragged[n] = fixed  # replaces the layer, so that memory holds none twice
         self.token = torch.zeros(self.batch, 1, dtype=torch.long, device=call.device)
         self.positions = rows.seen[:, None].clone()
         self.signals = None
@@ -77,7 +77,7 @@ class CapturedStep:
                 self._step()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a model that asks the device something: its steps run as they stand
+        except Exception as error:  # a model that waits for the device: its steps run uncaptured
             self.call.captures -= 1
             print(f"a decode step was not captured ({type(error).__name__}: {error})".splitlines()[0])
             return
@@ -92,7 +92,7 @@ class CapturedStep:
         self.slot.advance()
 
     def loosen(self, rows: Rows, last: bool = False) -> None:
-        """Give `rows` a cache that an eviction can change. last: the step never runs again, and gives up each layer as
+        """Give `rows` a cache that an eviction can change. last: the step will not run again and frees each layer as
         soon as it is copied."""
         layer = self.cache.ragged.pop if last else self.cache.ragged.__getitem__
         for n in list(self.cache.ragged):
@@ -100,7 +100,7 @@ class CapturedStep:
         rows.slide(self.call.facts)
 
     def keep_held(self, rows: Rows) -> bool:
-        """Drop what no head holds any longer, in place; False if that does not fit."""
+        """Drop tokens that no head holds any longer, in place; False if the rest does not fit."""
         first = next(iter(self.cache.ragged.values()))
         place = first.places(rows.shared.held.any(1))
         if place is None:

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what comes back."""
+"""The engine's input and output: prompts, conditions and generations."""
 
 import json
 from collections.abc import Hashable
@@ -29,22 +29,22 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Condition:
-    """One cell of an experiment: who evicts, down to which budget, when, and what may not leave.
+    """One cell of an experiment: which policy evicts, down to which budget, when, and which tokens are protected.
 
-    Raises InputError for names and switches that are no tuples; `kvrepro.engine.policy.check` looks at the rest.
+    Raises InputError for names and switches that are no tuples; `kvrepro.engine.policy.check` checks the rest.
     """
 
     policy: str = "full"
-    budget: int | float | None = None  # tokens kept per KV head; a float: share of what is compressed, rounded down
+    budget: int | float | None = None  # tokens kept per KV head; a float: share of the compressed tokens, rounded down
     regime: Regime | None = None  # every policy but "full" needs one
     prefix: float = 0.0  # share of the budget that is guarded at the start
-    suffix: float = 0.0  # and at the end
+    suffix: float = 0.0  # share of the budget that is guarded at the end
     static_suffix: bool = False  # the guarded suffix stays at the prompt's end; otherwise it follows the newest tokens
     whitelist: tuple[str, ...] = ()  # prompt spans that always survive
     reading: str = "as_run"
     switches: tuple[tuple[str, object], ...] = ()  # single parameters of the policy
     execution: str = "physical"  # evicted tokens leave memory; "masked" keeps and hides them
-    bits: int | None = None  # 4: what survives is quantised
+    bits: int | None = None  # 4: surviving keys and values are quantised
 
     def __post_init__(self) -> None:
         if self.regime is not None and not isinstance(self.regime, Regime):
@@ -64,13 +64,13 @@ class Condition:
 
     @property
     def fair(self) -> float | None:
-        """How far budgets are split over the prompt's spans; None: not at all."""
-        found: float | None = getattr(self.regime, "fair", None)
-        return found
+        """How strictly budgets are split over the prompt's spans, 1 being fully; None: not at all."""
+        fairness: float | None = getattr(self.regime, "fair", None)
+        return fairness
 
     @property
     def spans(self) -> tuple[str, ...]:
-        """The spans that a split counts; (): all."""
+        """The spans over which budgets are split; (): all."""
         return getattr(self.regime, "spans", ())
 
     @property
@@ -81,7 +81,7 @@ class Condition:
         return 1 if isinstance(self.regime, PerStep) else getattr(self.regime, "interval", None)
 
     def columns(self) -> dict[str, object]:
-        """The condition as columns of a results row; what its regime does not have is None."""
+        """The condition as columns of a results row, None for settings that its regime does not have."""
         r = self.regime
         tokens = isinstance(self.budget, int)
         return {
@@ -107,40 +107,40 @@ class Condition:
 
     @property
     def label(self) -> str:
-        """Short name for tables and messages: `lru C=256 +10%/10%`, then whatever is not the default.
+        """Short name for tables and messages: `lru C=256 +10%/10%`, then every setting that is not the default.
 
-        Equal labels are equal conditions, but for a full cache, which nothing changes except `bits`.
+        Equal labels mean equal conditions, except for a full cache, which only `bits` changes.
         """
         if self.policy == "full":
             return "full cache" + ("" if self.bits is None else f" int{self.bits}")
-        r, said = self.regime, []
+        r, words = self.regime, []
         if self.prefix or self.suffix:
-            said.append(f"+{100 * self.prefix:g}%/{100 * self.suffix:g}%")
+            words.append(f"+{100 * self.prefix:g}%/{100 * self.suffix:g}%")
         if self.fair is not None:
-            said.append("fair" if self.fair == 1 else f"debias {self.fair:g}")
+            words.append("fair" if self.fair == 1 else f"debias {self.fair:g}")
         if r is not None and not isinstance(r, SharedCap):
-            said.append(r.name)
+            words.append(r.name)
         if self.reading != "as_run":
-            said.append(self.reading.replace("_", " "))
+            words.append(self.reading.replace("_", " "))
         if self.until:
-            said.append(f"until {self.until}")
+            words.append(f"until {self.until}")
         if self.static_suffix:
-            said.append("static suffix")
+            words.append("static suffix")
         for f in fields(r) if r is not None else ():
             value = getattr(r, f.name)
             if value != f.default and f.name in REGIME_WORDS:
-                said.append(REGIME_WORDS[f.name].format(value).replace("_", " "))
+                words.append(REGIME_WORDS[f.name].format(value).replace("_", " "))
         if self.execution != "physical":
-            said.append(self.execution)
+            words.append(self.execution)
         if self.whitelist:
-            said.append(f"whitelist {'+'.join(self.whitelist)}")
+            words.append(f"whitelist {'+'.join(self.whitelist)}")
         if self.spans:
-            said.append(f"spans {'+'.join(self.spans)}")
+            words.append(f"spans {'+'.join(self.spans)}")
         if self.bits is not None:
-            said.append(f"int{self.bits}")
-        said += [f"{name}={value}" for name, value in self.switches]
+            words.append(f"int{self.bits}")
+        words += [f"{name}={value}" for name, value in self.switches]
         held = f"{100 * self.budget:g}%" if isinstance(self.budget, float) else f"C={self.budget}"
-        return " ".join([self.policy, held, *said])
+        return " ".join([self.policy, held, *words])
 
 
 REGIME_WORDS = {"interval": "every {}", "chunk": "chunks of {}", "when": "{}"}

@@ -262,18 +262,18 @@ def _finished(
     for row in done:
         tag, seen = rows.tags[row], int(rows.seen[row])
         full = held.new_tensor([min(seen, facts.sliding.get(n, seen + 1) - 1) for n in facts.attention])
-        mine, evicted = kept[:, row], round(float((full - kept[:, row])[evicting].mean()))
+        kept_of_row, evicted = kept[:, row], round(float((full - kept[:, row])[evicting].mean()))
         if rows.signals is not None:  # the last token counts, which no layer has stored
             alive = rows.signals.held[row]
             evicted = int(rows.signals.evicted[row])
-            mine = alive.sum(-1).float().mean().cpu().expand(len(layers))
+            kept_of_row = alive.sum(-1).float().mean().cpu().expand(len(layers))
             full = torch.full_like(full, int(alive.any(0).sum()) + evicted)
         of_batch = float((held.sum(1) * size).sum())
         share = float((held[:, row] * size).sum()) / of_batch if of_batch else 1 / len(rows)
         pages = rows.jobs[row].pages
         answer = Generation(
             tokens=tokens[row].tolist(),
-            kept=mine.round().int().tolist(),
+            kept=kept_of_row.round().int().tolist(),
             evicted=evicted,
             policy_calls=int(rows.calls[row]),
             bytes_held=round(allocated * share),

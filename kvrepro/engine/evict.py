@@ -274,23 +274,25 @@ def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
     return mask
 
 
-def ensure_given(policy: Policy, role: str, found: Any, shape: Sequence[int], kind: torch.dtype | None = None) -> None:
+def ensure_given(
+    policy: Policy, role: str, returned: Any, shape: Sequence[int], kind: torch.dtype | None = None
+) -> None:
     """Raise InputError for what one of a policy's functions returned, unless it is a tensor of that kind (None: any)
     and, stretched where it has 1, of that shape."""
-    given = tuple(found.shape) if isinstance(found, Tensor) else ()
+    given = tuple(returned.shape) if isinstance(returned, Tensor) else ()
     wanted = f"[{', '.join(('batch', 'kv_heads', 'tokens')[: len(shape)])}] = {tuple(shape)}"
     if len(given) != len(shape) or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
-        what = f"a tensor of shape {given}" if given else f"{type(found).__name__}"
-        raise InputError(f"{policy.title}'s {role} returned {what}, not {wanted}")
-    if kind is not None and found.dtype != kind:
-        raise InputError(f"{policy.title}'s {role} returned numbers of type {found.dtype}, not {kind}")
+        description = f"a tensor of shape {given}" if given else f"{type(returned).__name__}"
+        raise InputError(f"{policy.title}'s {role} returned {description}, not {wanted}")
+    if kind is not None and returned.dtype != kind:
+        raise InputError(f"{policy.title}'s {role} returned numbers of type {returned.dtype}, not {kind}")
 
 
 def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> Any:
     """The policy's scores; where they depend on neither budget nor guards, the same for all conditions that look."""
     given = named(policy.score, parameters)
-    own = {"budget", "guarded", "draws"}.intersection(given)
-    if own or not all(isinstance(value, str | int | float | None) for value in given.values()):
+    varies = {"budget", "guarded", "draws"}.intersection(given)
+    if varies or not all(isinstance(value, str | int | float | None) for value in given.values()):
         return call(policy.score, o, parameters=given)
     key = (policy.score, *sorted(given.items()))
     if key not in o.scored:
@@ -324,13 +326,13 @@ def judged(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     policy, shape = job.policy, o.positions.shape
     budget, (guarded, protected) = job.budget_in(o), protected_by(job, o)
     try:
-        found = _scored(policy, o, {**job.parameters, "budget": budget, "guarded": guarded, "draws": job.draws})
+        raw_scores = _scored(policy, o, {**job.parameters, "budget": budget, "guarded": guarded, "draws": job.draws})
     except KeyError as error:
         if error.args[0] not in SUMS:
             raise
         raise InputError(f"{policy.title} reads sums[{error.args[0]!r}], which its `needs` do not name") from error
-    ensure_given(policy, "scorer", found, shape)
-    scores = found if found.dtype == torch.float64 and job.reduction is not None else found.float()
+    ensure_given(policy, "scorer", raw_scores, shape)
+    scores = raw_scores if raw_scores.dtype == torch.float64 and job.reduction is not None else raw_scores.float()
     scores = scores.clamp(min=torch.finfo(torch.float32).min).expand(shape)  # -inf is for dead slots alone
     if policy.shield is not None:
         shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": guarded})
@@ -366,12 +368,14 @@ def selected(
         return select(scores, protected, counts)
     refined, more = scores, o.places.nothing
     if policy.refine is not None:
-        found = call(policy.refine, o, scores, counts, parameters={**job.parameters, "protected": protected})
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise InputError(f"{policy.title}'s refine returned {type(found).__name__}, not (scores, exempt tokens)")
-        for one, kind in zip(found, (None, torch.bool), strict=True):
-            ensure_given(policy, "refine", one, scores.shape, kind)
-        refined, more = found[0].expand(scores.shape), found[1] & o.alive
+        refinement = call(policy.refine, o, scores, counts, parameters={**job.parameters, "protected": protected})
+        if not isinstance(refinement, tuple | list) or len(refinement) != 2:
+            raise InputError(
+                f"{policy.title}'s refine returned {type(refinement).__name__}, not (scores, exempt tokens)"
+            )
+        for part, kind in zip(refinement, (None, torch.bool), strict=True):
+            ensure_given(policy, "refine", part, scores.shape, kind)
+        refined, more = refinement[0].expand(scores.shape), refinement[1] & o.alive
     if quotas is None:
         return select(refined, protected | more, counts)
     parts = quota.split(o, counts, protected, **quotas)
@@ -416,7 +420,7 @@ def _quotas(job: EvictionJob, o: Observation, default: Mask | None) -> dict[str,
 def postpone(job: EvictionJob, seen: Mapping[int, Observation], o: Observation) -> None:
     """Let layers that were `seen`, all together as `o`, wait for the others, scored already where their scorer needs no
     more than that."""
-    job.pending |= {layer: PendingLayer(own) for layer, own in seen.items()}
+    job.pending |= {layer: PendingLayer(observation) for layer, observation in seen.items()}
     if not job.repeated and job.reduction is None:
         judge_pending(job, list(seen), o)
 
@@ -427,10 +431,10 @@ def judge_pending(job: EvictionJob, layers: Sequence[int], o: Observation) -> No
     scores, protected = judged(job, o)
     summary = None if job.policy.summary is None else call(job.policy.summary, o, parameters=job.parameters)
     summaries = [None] * n if summary is None else summary.chunk(n)
-    for layer, *found in zip(layers, scores.chunk(n), protected.chunk(n), summaries, strict=True):
+    for layer, *result in zip(layers, scores.chunk(n), protected.chunk(n), summaries, strict=True):
         w = job.pending[layer]
         w.observation = replace(w.observation)  # without the attention that it remembers
-        w.judged = JudgedLayer(*found)
+        w.judged = JudgedLayer(*result)
 
 
 def across(job: EvictionJob) -> dict[int, Mask]:
@@ -445,8 +449,10 @@ def across(job: EvictionJob) -> dict[int, Mask]:
         counts = [allocated(job, seen[n], w.scores, w.protected) for n, w in layers.items()]
     else:
         summaries = [None if w.summary is None else w.summary.to(home) for w in layers.values()]
-        told = {"observations": list(seen.values()), "summaries": summaries}
-        scores, counts = call(job.policy.across, scores, protected, job.budget, parameters=job.parameters | told)
+        of_all_layers = {"observations": list(seen.values()), "summaries": summaries}
+        scores, counts = call(
+            job.policy.across, scores, protected, job.budget, parameters=job.parameters | of_all_layers
+        )
     if job.policy.refine is None and job.condition.fair is None and len({s.shape for s in scores}) == 1:
         stays = select(torch.cat(scores), torch.cat(protected), torch.cat(list(counts))).chunk(len(layers))
         return {n: s.to(w.scores.device) for (n, w), s in zip(layers.items(), stays, strict=True)}

@@ -65,9 +65,9 @@ def evicting(
         marked = [Prompt(ids, {} if spans is None else _places(spans(ids))) for ids in texts]
         if c.bits is not None and len(texts) > 1:
             raise InputError(f"{len(texts)} prompts in {c.bits} bits: give one at a time")
-        asked = c if prefix is None else Condition()  # what a prefix asked for is done
+        condition_to_read = c if prefix is None else Condition()  # what a prefix asked for is done
         new = [max_new_tokens] * len(marked)
-        [(call, _)] = calls(model, marked, [asked], new, repeat, backend, seed=seed)
+        [(call, _)] = calls(model, marked, [condition_to_read], new, repeat, backend, seed=seed)
         ends = [boundary(text, c) if prefix is None else len(prefix.ids) for text in marked]
         unread = {len(text.ids) - end for text, end in zip(marked, ends, strict=True)}
         if len(unread) > 1 and recurrent(EngineCache(model.config)):
@@ -195,16 +195,16 @@ def _unpadded(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> lis
 @contextmanager
 def _served(model: PreTrainedModel, begin: Callable[[list[list[int]], int], tuple[Call, Rows]]) -> Iterator[None]:
     """While Hugging Face's `generate` runs: the cache that it prepares is ours, and so are its forward passes."""
-    own = model.forward
+    model_forward = model.forward
 
     def prepare(config: Any, given: dict[str, Any], mode: Any, batch: int, most: int, *rest: Any) -> None:
         _ensure_served(config, given, mode, model.generation_config.cache_implementation)
         given["past_key_values"] = EvictedCache(begin, most + 1)
 
-    @wraps(own)
+    @wraps(model_forward)
     def forward(*inputs: Any, **given: Any) -> Any:
         if given.get("kvrepro") is not None:
-            return own(*inputs, **given)
+            return model_forward(*inputs, **given)
         cache = given.get("past_key_values")
         if not isinstance(cache, EvictedCache):
             raise InputError("generate lost sight of its evicted cache: take its plain options inside evicting(...)")
@@ -233,6 +233,8 @@ def _ensure_served(config: Any, given: dict[str, Any], mode: Any, usual: str | N
         "output_attentions": config.output_attentions,
         "output_hidden_states": config.output_hidden_states,
     }
-    for name in (name for name, found in refused.items() if found):
-        what = f"{name}={getattr(config, name)!r} inside evicting(...), of the call or the checkpoint's configuration"
-        raise InputError(f"{what}: give the usual value")
+    for name in (name for name, is_set in refused.items() if is_set):
+        setting = (
+            f"{name}={getattr(config, name)!r} inside evicting(...), of the call or the checkpoint's configuration"
+        )
+        raise InputError(f"{setting}: give the usual value")

@@ -34,16 +34,16 @@ class ModelFacts:
     own_softmax: bool = False  # do layers cap their logits, or have sinks?
     backend: str = "torch"  # what scorers compute with
 
-    def observe(self, layer: int, keys: Tensor, seeds: Sequence[int] | Tensor, **known: Any) -> Observation:
+    def observe(self, layer: int, keys: Tensor, seeds: Sequence[int] | Tensor, **seen: Any) -> Observation:
         """An observation of an evictable layer, with what is known of the model."""
         frequencies = self.inverse_frequencies.get(layer)
-        if isinstance(how := known["scaling"], Softmax):
-            known |= {"scaling": how.scaling, "softmax": how}
+        if isinstance(how := seen["scaling"], Softmax):
+            seen |= {"scaling": how.scaling, "softmax": how}
         return Observation(
             layer=self.evictable.index(layer), layers=len(self.evictable), keys=keys, output=self.outputs[layer],
             inverse_frequencies=None if frequencies is None else frequencies.to(keys.device),
             sliding=self.sliding.get(layer), seed=torch.as_tensor(seeds, device=keys.device), backend=self.backend,
-            **known,
+            **seen,
         )  # fmt: skip
 
     @classmethod
@@ -62,8 +62,8 @@ class ModelFacts:
                 sliding[number] = window
         full = tuple(n for n in outputs if n not in sliding)
         evictable = full or tuple(outputs)
-        own = any(getattr(m, "attn_logit_softcapping", None) or hasattr(m, "sinks") for m in modules.values())
-        return cls(tuple(outputs), evictable, kv_heads, sliding, outputs, rotations(model, evictable), own)
+        own_softmax = any(getattr(m, "attn_logit_softcapping", None) or hasattr(m, "sinks") for m in modules.values())
+        return cls(tuple(outputs), evictable, kv_heads, sliding, outputs, rotations(model, evictable), own_softmax)
 
     def by(self, backend: str) -> "ModelFacts":
         """The same for scorers that compute with another backend."""
@@ -78,10 +78,10 @@ def check_family(model: PreTrainedModel) -> dict[int, Module]:
     """Its `attention_modules`. Raises InputError for a model whose attention the engine cannot take over. Looks at no
     weights."""
     config = model.config.get_text_config()
-    types, found = layer_types(config), attention_modules(model)
+    types, modules = layer_types(config), attention_modules(model)
     holding = [n for n, kind in enumerate(types) if kind in HOLDING]
     unknown, shared = sorted(set(types) - HOLDING - RECURRENT), getattr(config, "num_kv_shared_layers", 0)
-    outputs = [getattr(_outputs(module)[0], "weight", None) for module in found.values()]
+    outputs = [getattr(_outputs(module)[0], "weight", None) for module in modules.values()]
     plain = all(w is not None and w.is_floating_point() and w.dim() == 2 and w.itemsize > 1 for w in outputs)
     reasons = {
         "transformers does not let others compute its attention": not model._can_set_attn_implementation(),
@@ -90,12 +90,12 @@ def check_family(model: PreTrainedModel) -> dict[int, Module]:
         "it brings a cache of its own": not model._supports_default_dynamic_cache(),
         "it cannot go on reading where it stopped": config.model_type in FORGETTING,
         "no layer holds keys and values": not holding,
-        f"{len(holding)} layers hold tokens, {len(found)} of them keys and values per head": list(found) != holding,
+        f"{len(holding)} layers hold tokens, {len(modules)} of them keys and values per head": list(modules) != holding,
         "its weights are quantised": not plain,
     }
     if why := next((reason for reason, holds in reasons.items() if holds), None):
         raise InputError(f"cannot evict from a {config.model_type} model: {why}; take a family of data/families.csv")
-    return found
+    return modules
 
 
 def layer_types(config: Any) -> Sequence[str]:
@@ -106,12 +106,12 @@ def layer_types(config: Any) -> Sequence[str]:
 def attention_modules(model: PreTrainedModel) -> dict[int, Module]:
     """The attention modules of the layers that hold keys and values, by layer, in order."""
     types = layer_types(model.config.get_text_config())
-    found = {}
+    modules = {}
     for module in model.get_decoder().modules():
         number = getattr(module, "layer_idx", None)
         if number is not None and types[number] in HOLDING and head_dim(module) and _outputs(module):
-            found[number] = module
-    return dict(sorted(found.items()))
+            modules[number] = module
+    return dict(sorted(modules.items()))
 
 
 def head_dim(module: Module) -> int:
@@ -120,7 +120,7 @@ def head_dim(module: Module) -> int:
 
 
 def _outputs(module: Module) -> list[Module]:
-    return [found for name in OUTPUTS if (found := getattr(module, name, None)) is not None]
+    return [output for name in OUTPUTS if (output := getattr(module, name, None)) is not None]
 
 
 def output_projection(module: Module) -> Tensor:
@@ -139,24 +139,26 @@ def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     if rotary is None:
         return {}
-    found = {}
+    frequencies = {}
     for layer in layers:
-        own = getattr(rotary, f"{kinds[layer]}_inv_freq", None) if kinds else None
-        found[layer] = rotary.inv_freq if own is None else own
-    return found
+        frequencies_of_kind = getattr(rotary, f"{kinds[layer]}_inv_freq", None) if kinds else None
+        frequencies[layer] = rotary.inv_freq if frequencies_of_kind is None else frequencies_of_kind
+    return frequencies
 
 
-def ensure_one_rotation(model: PreTrainedModel, shortest: int, longest: int, what: str, way_out: str) -> None:
+def ensure_one_rotation(model: PreTrainedModel, shortest: int, longest: int, description: str, way_out: str) -> None:
     """Raise InputError where transformers takes other frequencies for all of a text of `longest` tokens than for one of
     `shortest`, and `what` has both: a pass of one kind would meet keys of the other (Phi-3 with a long context)."""
     config = model.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
     kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
-    known = [kind for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")]
-    for kind in known:
+    length_dependent = [kind for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")]
+    for kind in length_dependent:
         after = int(kind.get("original_max_position_embeddings") or config.max_position_embeddings)
         if shortest <= after < longest:
-            raise InputError(f"{what}, and this model rotates keys otherwise beyond {after}: stay below, or {way_out}")
+            raise InputError(
+                f"{description}, and this model rotates keys otherwise beyond {after}: stay below, or {way_out}"
+            )
 
 
 def sliding_window(config: Any, layer: int) -> int | None:

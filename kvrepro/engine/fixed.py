@@ -99,8 +99,8 @@ class FixedLayer:
         width = len(self.keys) // (self.shape[0] * self.shape[1])
         keys, values, positions, sums = _padded(layer, width) if self.dense else _tokens(layer)
         self.offsets.copy_(layer.offsets)
-        for mine, new in ((self.keys, keys), (self.values, values), (self.positions, positions)):
-            mine[: len(new)] = new
+        for tensor, new in ((self.keys, keys), (self.values, values), (self.positions, positions)):
+            tensor[: len(new)] = new
         for name, s in sums.items():
             self.sums[name][: len(s)] = s
             self.tail_sums[name].zero_()
@@ -125,27 +125,27 @@ class FixedLayer:
             sums = {
                 name: torch.cat([s.view(*self.shape, -1), self.tail_sums[name]], 2) for name, s in self.sums.items()
             }
-            found = RaggedLayer.of(keys, values, positions, positions >= 0, sums)
+            loose_layer = RaggedLayer.of(keys, values, positions, positions >= 0, sums)
         else:
             total = int(self.offsets[-1])
             sums = {name: s[:total] for name, s in self.sums.items()}
-            found = RaggedLayer(
+            loose_layer = RaggedLayer(
                 self.keys[:total], self.values[:total], self.positions[:total], self.offsets.clone(), self.shape, sums,
                 None, self.tail_keys, self.tail_values, self.tail_positions, self.tail_sums,
             )  # fmt: skip
-            found.settle()
-        found.queries, found.query_positions = self.queries, self.query_positions
-        return found
+            loose_layer.settle()
+        loose_layer.queries, loose_layer.query_positions = self.queries, self.query_positions
+        return loose_layer
 
     def keep(self, place: Tensor) -> None:
         """Keep of a dense layer what stands at `place` [batch, width] of each head, flat part and tail in one row; -1:
         nothing. The same places in all layers."""
         tail = (self.tail_keys, self.tail_values, self.tail_positions[:, None].expand(*self.shape, -1))
         index = place.clamp(min=0)[:, None].expand(*self.shape, -1)
-        for mine, old, new in zip((self.keys, self.values, self.positions), self._flat(), tail, strict=True):
+        for tensor, old, new in zip((self.keys, self.values, self.positions), self._flat(), tail, strict=True):
             both = torch.cat([old, new.to(old.dtype)], 2)
             at = index if both.dim() == 3 else index[..., None].expand(*index.shape, both.shape[3])
-            mine.copy_(both.gather(2, at).flatten(0, 2))
+            tensor.copy_(both.gather(2, at).flatten(0, 2))
         self.positions.masked_fill_((place < 0)[:, None].expand(*self.shape, -1).flatten(), -1)
         self.tail_positions.fill_(-1)
 

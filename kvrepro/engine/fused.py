@@ -27,8 +27,8 @@ def in_few_launches(model: PreTrainedModel) -> Iterator[None]:
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         yield
         return
-    known = (module for module in model.modules() if _plain_norm(type(module)))  # type: ignore[arg-type]
-    norms = [module for module in known if "forward" not in vars(module)]  # not what somebody else has changed
+    plain_norms = (module for module in model.modules() if _plain_norm(type(module)))  # type: ignore[arg-type]
+    norms = [module for module in plain_norms if "forward" not in vars(module)]  # not what somebody else has changed
     for module in norms:
         vars(module)["forward"] = partial(_norm, module)
     try:
@@ -46,7 +46,7 @@ def _rotations(family: ModuleType) -> Iterator[None]:
     with _turns:
         plain = vars(family).get(ROTATION)
         plain = plain.args[0] if isinstance(plain, partial) else plain
-        if known := plain is not None and _plain_rotation(plain):
+        if replaceable := plain is not None and _plain_rotation(plain):
             _passes[family.__name__] += 1
             vars(family)[ROTATION] = partial(_rotated, plain)
     before = _by_kernel.set(True)
@@ -55,8 +55,8 @@ def _rotations(family: ModuleType) -> Iterator[None]:
     finally:
         _by_kernel.reset(before)
         with _turns:
-            _passes[family.__name__] -= known
-            if known and not _passes[family.__name__]:
+            _passes[family.__name__] -= replaceable
+            if replaceable and not _passes[family.__name__]:
                 vars(family)[ROTATION] = plain
 
 
@@ -91,8 +91,8 @@ def _plain_norm(kind: Any) -> bool:
         module = kind(16, eps=1e-5)
         with torch.no_grad():
             module.weight.copy_(torch.linspace(-2, 2, 16))
-        known = module.variance_epsilon == 1e-5 and module.weight.dtype == torch.float32
-        return known and all(
+        same_settings = module.variance_epsilon == 1e-5 and module.weight.dtype == torch.float32
+        return same_settings and all(
             torch.equal(module.to(x.dtype)(x), rms_norm_reference(x, module.weight, 1e-5))
             for x in _both(torch.linspace(-3, 5, 48).view(3, 16))
         )
@@ -109,9 +109,9 @@ def _plain_rotation(function: Any) -> bool:
     cos, sin = torch.linspace(-1, 1, 24).view(1, 3, 8), torch.linspace(1, -0.5, 24).view(1, 3, 8)
     try:
         return all(
-            torch.equal(mine, theirs)
+            torch.equal(turned, theirs)
             for given in zip(*map(_both, (query, key, cos, sin)), strict=True)
-            for mine, theirs in zip(function(*given), rotary_reference(*given), strict=True)
+            for turned, theirs in zip(function(*given), rotary_reference(*given), strict=True)
         )
     except (TypeError, ValueError, RuntimeError):  # no such function, or one that takes something else
         return False

@@ -214,6 +214,12 @@ def test_attention_that_is_off_leaves_nothing_to_kernels(monkeypatch):
     assert why.startswith("attention by kernels is 1.0e-01 off in layer 0")
 
 
+def test_decoding_that_gives_nan_leaves_nothing_to_kernels(monkeypatch):
+    monkeypatch.setattr(backend, "_decoded", lambda query, *_: query[:, :, -1:].transpose(1, 2) * torch.nan)
+    [why] = backend.compared(model(), tiny_prompts(40)[0], [Condition()]).values()
+    assert why.startswith("attention by kernels is nan off in layer 0")
+
+
 def test_what_a_probe_found_is_remembered_while_the_model_lives(monkeypatch):
     class OnGpu:
         device = torch.device("cuda")

@@ -83,7 +83,7 @@ def ensure_all(hint: object, whose: str = "", **named: object) -> None:
     for name, value in named.items():
         if value is None and type(None) in get_args(hint):
             continue
-        lists = [one for one in (hint, *get_args(hint)) if get_origin(one) in (list, tuple)]
+        lists = [option for option in (hint, *get_args(hint)) if get_origin(option) in (list, tuple)]
         if lists:
             if not isinstance(value, list | tuple):
                 raise InputError(f"{name} {value!r}: give a list")

@@ -19,11 +19,11 @@ from kvrepro.engine.signals import StepSignals
 
 
 def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
-    """Of each row: rows of equal kind may decode in one batch.
+    """The kind of each row; rows of equal kind may decode in one batch.
 
-    Plain PyTorch pads heads to the longest, so that lengths within a factor of two go together; within eight on a GPU,
-    where padding is cheaper than more batches. Kernels pad only one set of tokens for all layers, and layers that
-    slide.
+    Plain PyTorch pads heads to the longest, so rows of one kind have lengths within a factor of two, on a GPU within
+    eight, since there padding costs less than further batches. Kernels need no padding, except with one set of tokens
+    for all layers and in sliding layers.
     """
     recurrent = any(hasattr(layer, "recurrent_states") for layer in rows.cache.layers)
     slides = any(getattr(layer, "is_sliding", False) for layer in rows.cache.layers)
@@ -48,11 +48,11 @@ def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
 
 
 def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Iterator[tuple[Tag, Generation]]:
-    """Greedy answers of rows of one kind (`batch_kinds`), as they end: pick a token, stop if it is one of `stop_ids`,
-    run the model on it, evict if due. `SharedCap` evicts before the model runs, the new token among the candidates.
-    What fails is noted in `call.failed`, and leaves."""
+    """Greedy answers of rows of one kind (`batch_kinds`), yielded as they end. Each step picks a token, stops if it is
+    one of `stop_ids`, runs the model on it and evicts if an eviction is due. `SharedCap` evicts before the model runs,
+    with the new token among the candidates. A row that fails leaves, and its error is noted in `call.failed`."""
     now = Steps.of(call, rows)
-    del rows  # which lose their caches as some of them end
+    del rows  # so that caches are freed as rows end
     stops = torch.tensor(sorted(stop_ids) or [-1], device=call.device)
     seconds, began = 0.0, time.perf_counter()
     for step in itertools.count(1):
@@ -78,45 +78,45 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Iterator[tuple[
 
 
 class Steps:
-    """Rows as they decode, the tokens that they picked, and the captured step where there is one.
+    """Rows as they decode, the tokens that they picked, and the captured step if there is one.
 
-    A row that ends leaves at once, or, where steps are captured, with half of those that were captured.
+    A row that ends leaves at once; from a captured step ended rows leave as soon as they are half of its rows.
     """
 
     def __init__(self, call: Call, rows: Rows, window: int):
-        """window: queries that an eviction asks for."""
+        """window: queries that an eviction needs."""
         self.call, self.rows, self.window = call, rows, window
         self.most = max(call.new_tokens[i] for i, _ in rows.tags)  # tokens of the longest answer
         self.every = rows.conditions[0].every
-        self.first = rows.jobs[0].first_step if rows.signals is not None else 1  # step of the first eviction, or later
+        self.first = rows.jobs[0].first_step if rows.signals is not None else 1  # no eviction before this step
         # tokens until an eviction is due
         self.room = max(1, -(-self.first // self.every)) * self.every if self.every else self.most
         self.picked: list[Tensor] = []
         self.ended = torch.zeros(len(rows), dtype=torch.bool, device=rows.logits.device)
-        self.going = len(rows)  # that have not ended
+        self.going = len(rows)  # rows that have not ended
         self.captured: CapturedStep | None = None
 
     @classmethod
     def of(cls, call: Call, rows: Rows) -> "Steps":
-        """Rows of one kind (`batch_kinds`) that have read what their conditions leave uncompressed."""
+        """Steps of rows of one kind (`batch_kinds`), which first read the uncompressed rest of their prompts."""
         window = max(job.window for job in rows.jobs) if rows.conditions[0].every else 0
         _read_rest(call, rows, window)
         return cls(call, rows, window)
 
     def due(self, step: int) -> bool:
-        """Is an eviction?"""
+        """Is an eviction due at this step?"""
         return self.every is not None and step % self.every == 0 and step >= self.first
 
     def enter(self, step: int) -> bool:
-        """`SharedCap`: the picked tokens become candidates, and the eviction that may be due. Returns whether any row
-        goes on."""
+        """`SharedCap`: make the picked tokens candidates, and evict if it is due. Returns whether any row goes on."""
         if self.rows.signals is None:
             return True
         self.rows.signals = self.rows.signals.enter(step)
         return not self.due(step) or self.evict(partial(evict_rows_shared, step=step))
 
     def advance(self, step: int) -> bool:
-        """The model's pass over the picked tokens, and the other regimes' eviction. Returns whether any goes on."""
+        """Run the model on the picked tokens, and evict in the other regimes if it is due. Returns whether any row goes
+        on."""
         self.forward(step, self.due(step))
         if self.due(step) and self.rows.signals is None:
             evict = partial(evict_rows, self.call.facts, budgets=self.rows.budgets, scalings=self.call.scalings)
@@ -127,7 +127,7 @@ class Steps:
         return True
 
     def pick(self, stops: Tensor) -> tuple[Tensor, Tensor]:
-        """Pick each row's next token: (rows that stop with it, rows whose logits are no numbers), bool [batch]."""
+        """Pick each row's next token. Returns (rows that stop with it, rows whose logits are NaN), bool [batch]."""
         logits = self.rows.logits
         self.picked.append(logits.argmax(-1))
         if self.call.watch is not None:
@@ -139,12 +139,12 @@ class Steps:
         return [row for row, ended in enumerate(self.ended.tolist()) if not ended]
 
     def full(self, step: int) -> list[int]:
-        """Numbers of the rows at work whose answers have, with the token of this step, as many as they may."""
-        there = [row for row, (i, _) in enumerate(self.rows.tags) if self.call.new_tokens[i] == step]
-        return [row for row in self.at_work() if row in set(there)] if there else []
+        """Numbers of the rows at work whose answers reach their largest length with the token of this step."""
+        reached = {row for row, (i, _) in enumerate(self.rows.tags) if self.call.new_tokens[i] == step}
+        return [row for row in self.at_work() if row in reached] if reached else []
 
     def end(self, gone: Tensor, at_once: bool = False) -> bool:
-        """Rows end. Returns whether any goes on."""
+        """End the rows that `gone`, bool [batch], marks. Returns whether any row goes on."""
         self.ended = self.ended | gone
         alive = self.at_work()
         self.going = len(alive)
@@ -155,13 +155,13 @@ class Steps:
         return bool(alive)
 
     def release(self) -> None:
-        """Let go of the captured step: the cache can change shape."""
+        """Give up the captured step, so that the cache can change shape."""
         if self.captured is not None:
             self.captured.loosen(self.rows, last=True)
             self.captured = None
 
     def evict(self, evict: Callable[..., Tensor]) -> bool:
-        """Let rows give up tokens; whose policy raises leaves. Returns whether any goes on."""
+        """Call `evict` on the rows; a row whose policy raises leaves. Returns whether any row goes on."""
         rows, held = self.rows, self.captured
         shared = rows.signals is not None
         if held is not None and not shared:
@@ -179,13 +179,13 @@ class Steps:
         return self.end(gone, at_once=True)
 
     def keep_held(self) -> None:
-        """`SharedCap`: the cache gives up what no head holds."""
+        """`SharedCap`: drop tokens that no head holds from the cache."""
         if self.captured is None or not self.captured.keep_held(self.rows):
             self.release()
             keep_held(self.rows)
 
     def forward(self, step: int, due: bool) -> None:
-        """Run the model on the token that each row picked. due: an eviction is."""
+        """Run the model on the token that each row picked. due: whether an eviction is due."""
         call, rows = self.call, self.rows
         newest_held, seen = True, None
         if rows.signals is not None:
@@ -214,7 +214,7 @@ class Steps:
 
 
 def _read_rest(call: Call, rows: Rows, window: int) -> None:
-    """The rows read what their conditions leave uncompressed, a question for instance, together."""
+    """All rows read the uncompressed rest of their prompts, a question for instance, in one pass."""
     rest = [text.ids[seen:] for text, seen in zip(rows.texts, rows.seen.tolist(), strict=True)]
     if not any(rest):
         return
@@ -227,7 +227,7 @@ def _read_rest(call: Call, rows: Rows, window: int) -> None:
     rows.logits = torch.where(there[:, None], logits, rows.logits)
     rows.seen = rows.seen + torch.tensor([len(r) for r in rest], device=call.device)
     if bool((positions < 0).any()):
-        for layer in rows.cache.ragged.values():  # padding takes memory
+        for layer in rows.cache.ragged.values():  # drops the padding, which takes memory
             layer.settle()
     seconds = (time.perf_counter() - began) / len(rows)
     for tag in rows.tags:
@@ -235,7 +235,7 @@ def _read_rest(call: Call, rows: Rows, window: int) -> None:
 
 
 def _note_broken(call: Call, rows: Rows, broken: Tensor, step: int) -> None:
-    """Rows whose logits are not numbers: the largest of them is no answer."""
+    """Note an error for rows whose logits are NaN, or raise it."""
     for row in broken.nonzero()[:, 0].tolist():
         error = ArithmeticError(f"{rows.conditions[row].label}: NaN at new token {step}")
         if not call.isolate:
@@ -246,7 +246,7 @@ def _note_broken(call: Call, rows: Rows, broken: Tensor, step: int) -> None:
 def _finished(
     call: Call, rows: Rows, done: list[int], picked: list[Tensor], seconds: float
 ) -> Iterator[tuple[Tag, Generation]]:
-    """What is known of rows at their end."""
+    """The generations of the rows `done`. picked: the tokens of each step [batch]; seconds: of decoding, per row."""
     if not done:
         return
     facts, tokens = call.facts, torch.stack(picked, 1)
@@ -263,7 +263,7 @@ def _finished(
         tag, seen = rows.tags[row], int(rows.seen[row])
         full = held.new_tensor([min(seen, facts.sliding.get(n, seen + 1) - 1) for n in facts.attention])
         kept_of_row, evicted = kept[:, row], round(float((full - kept[:, row])[evicting].mean()))
-        if rows.signals is not None:  # the last token counts, which no layer has stored
+        if rows.signals is not None:  # counts the last token too, which no layer has stored
             alive = rows.signals.held[row]
             evicted = int(rows.signals.evicted[row])
             kept_of_row = alive.sum(-1).float().mean().cpu().expand(len(layers))

@@ -1,11 +1,11 @@
-"""Who stays: one body for every regime.
+"""Which tokens stay: the same steps for every regime.
 
 scores, protected = judged(job, o)                          # [batch, kv_heads, tokens] each
 counts            = allocate(scores, protected, budget)     # [batch, kv_heads]
 kept              = select(scores, protected, counts)
 
-`kept` does so for one layer, `across` for policies that must see every layer before they choose, and an observation of
-`signals` stands for all layers at once.
+`kept` takes these steps for one layer, `across` for policies that must see every layer before they choose. In the
+regime `SharedCap` one observation, made of `signals`, stands for all layers.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores, TokenInts
 from kvrepro.engine.signals import Reduction, Signals
 from kvrepro.errors import InputError
 
-TOGETHER = {"torch": 0, "triton": 2**27}  # bytes of layers that are decided together, by backend: fewer launches
+TOGETHER = {"torch": 0, "triton": 2**27}  # bytes of layers that are decided together to save launches, by backend
 
 
 class Prompts:
@@ -45,20 +45,20 @@ class Prompts:
 
     @cached_property
     def seeds(self) -> list[int]:
-        """Of what is drawn for each row."""
+        """The seed of each row's draws."""
         return self._seeds() if self._seeds else [0] * len(self.positions)
 
     @classmethod
     def of(
         cls, texts: Sequence[Prompt], device: torch.device, seeds: Callable[[], list[int]] | None = None
     ) -> "Prompts":
-        """Of whole texts, whatever is compressed."""
+        """The prompts of whole texts, including what is not compressed."""
         lengths = torch.tensor([len(t.ids) for t in texts], device=device)[:, None]
         at = torch.arange(int(lengths.max()), device=device)
         return cls(torch.where(at < lengths, at, -1), [t.spans for t in texts], seeds)
 
     def span_of(self, names: tuple[str, ...], extended: bool = True) -> Tensor:
-        """Number of the span that each position lies in, int64 [batch, tokens], as `quota.number` counts."""
+        """The number of the span that each position lies in, int64 [batch, tokens]; see `quota.number`."""
         rows = []
         for spans, n in zip(self.spans, self.lengths.tolist(), strict=True):
             chosen = [[at for at in spans[name] if at < n] for name in (names or spans)]
@@ -67,7 +67,7 @@ class Prompts:
         return torch.stack(rows).to(self.positions.device)
 
     def whitelisted(self, names: tuple[str, ...]) -> Tensor:
-        """Bool [batch, tokens] by position."""
+        """Whether each position lies in one of the named spans, bool [batch, tokens]."""
         table = torch.zeros(self.positions.shape, dtype=torch.bool)
         for row, spans in enumerate(self.spans):
             table[row, [at for name in names for at in spans[name] if at < table.shape[1]]] = True
@@ -76,7 +76,7 @@ class Prompts:
 
 @dataclass
 class JudgedLayer:
-    """What a policy made of a layer by itself."""
+    """A policy's scores, protected tokens and summary of one layer."""
 
     scores: Scores
     protected: Mask
@@ -93,20 +93,20 @@ class PendingLayer:
 
 @dataclass
 class EvictionJob:
-    """Rows that one policy decides in one way: conditions that differ in budget and guards at most, one per row."""
+    """Rows of one policy whose conditions, one per row, differ at most in budget and guards."""
 
     conditions: list[Condition]
     evictor: Policy | None  # None: everything stays
     parameters: dict[str, Any]
     budgets: list[int]  # tokens per KV head
     prompts: Prompts
-    draws: list[Random] = field(default_factory=list)  # of policies that draw by a generator, one per row
-    layers: dict[int, RaggedLayer] = field(default_factory=dict)  # what is kept so far
+    draws: list[Random] = field(default_factory=list)  # a generator per row, for policies that draw
+    layers: dict[int, RaggedLayer] = field(default_factory=dict)  # the kept tokens of the layers decided so far
     pending: dict[int, PendingLayer] = field(default_factory=dict)
     signals: Signals | None = None  # of `SharedCap`, after the prompt
-    error: Exception | None = None  # what its policy raised
-    doubts: list[Doubt] = field(default_factory=list)  # what a GPU has not been asked yet
-    protected: tuple[Places, Mask, Mask] | None = None  # where `protected_by` last looked, and what it found
+    error: Exception | None = None  # raised by its policy
+    doubts: list[Doubt] = field(default_factory=list)  # checks that are postponed until the GPU is waited for
+    protected: tuple[Places, Mask, Mask] | None = None  # the places of the last `protected_by`, and its result
 
     @property
     def policy(self) -> Policy:
@@ -117,7 +117,7 @@ class EvictionJob:
 
     @property
     def condition(self) -> Condition:
-        """The first row's, which stands for all but in budget and guards."""
+        """The first row's condition; the others differ at most in budget and guards."""
         return self.conditions[0]
 
     @property
@@ -151,7 +151,7 @@ class EvictionJob:
         return torch.tensor(self.budgets, device=self.prompts.positions.device)
 
     def budget_in(self, o: Observation) -> RowInts:
-        """The same where `o` is, for all layers that it stands for."""
+        """`budget` on the device of `o`, repeated for each layer that `o` stands for."""
         return self.budget.to(o.positions.device).repeat(o.count)
 
     @property
@@ -168,7 +168,7 @@ class EvictionJob:
 
     @property
     def per_head(self) -> bool:
-        """Of `SharedCap`: does each head choose for itself?"""
+        """`SharedCap`: does each head choose for itself?"""
         return self.policy.allocate is not allocate.uniform
 
     @property
@@ -180,24 +180,24 @@ class EvictionJob:
 
     @property
     def first_step(self) -> int:
-        """Of `SharedCap`: the step of the first reduction."""
+        """`SharedCap`: the step of the first reduction."""
         return int(self.parameters["per_head_first_reduction" if self.per_head else "first_reduction"])
 
     @property
     def repeated(self) -> set[str]:
-        """What it must know of a repetition of the context."""
+        """The sums that its policy needs from a repetition of the context."""
         return self.evictor.repeated if self.evictor is not None else set()
 
     @property
     def waits(self) -> bool:
-        """Must every layer be seen before anything can leave?"""
+        """Must every layer be seen before any token can leave?"""
         if self.evictor is None:
             return False
         return self.evictor.across is not None or bool(self.repeated) or self.reduction is not None
 
     @cached_property
     def together(self) -> bool:
-        """May several layers be judged as rows of one? A reader's own functions see them one by one."""
+        """May several layers be judged as the rows of one layer? A reader's own functions always see one at a time."""
         if self.evictor is None or self.condition.fair is not None or self.condition.execution != "physical":
             return False
         return self.evictor.together and all(ours(function) for function in self.evictor.functions)
@@ -216,7 +216,7 @@ class EvictionJob:
         return int(self.parameters.get("window", 0) or 0)
 
     def same_count(self, tokens: int) -> int | None:
-        """The number that every head of every row keeps of `tokens`, where the method lets that be known beforehand."""
+        """The number that every head of every row keeps of `tokens`, if it is known before the tokens are scored."""
         c, p = self.condition, self.policy
         plain = p.allocate is allocate.uniform and p.refine is None and c.fair is None and c.execution == "physical"
         if not plain or len(set(self.budgets)) > 1 or self.budgets[0] > tokens:
@@ -224,7 +224,7 @@ class EvictionJob:
         return self.budgets[0]
 
     def total(self, heads: int, tokens: Sequence[int]) -> int | None:
-        """The number that `heads` of every row keep together of each row's `tokens`, where that is known beforehand."""
+        """The number that all rows' `heads` keep together of each row's `tokens`, if it is known before scoring."""
         c, p = self.condition, self.policy
         sums = p.allocate in (allocate.uniform, allocate.adaptive, allocate.joint) and p.across is None
         room = all(size <= held for size, held in zip(self.budgets, tokens, strict=True))
@@ -236,10 +236,10 @@ class EvictionJob:
 
 @contextmanager
 def attempt(job: EvictionJob, isolate: bool) -> Iterator[None]:
-    """A step for a job. isolate: what its policy raises becomes `job.error`, and the other jobs go on."""
+    """Run a step of a job. isolate: an error of its policy becomes `job.error`, and the other jobs go on."""
     try:
         yield
-    except torch.OutOfMemoryError:  # the batch's fault
+    except torch.OutOfMemoryError:  # concerns the whole batch, not this job
         raise
     except Exception as error:  # a reader's policy may raise anything
         if not isolate:
@@ -250,17 +250,19 @@ def attempt(job: EvictionJob, isolate: bool) -> Iterator[None]:
 
 
 def generator(parameters: Mapping[str, Any], ids: Sequence[int]) -> Random:
-    """A row's generator: seed 42 anew, or mixed with the prompt so that items differ in whatever order they run."""
+    """A row's generator: with seed 42, or with a seed that mixes 42 and the prompt, so that draws differ between items
+    but do not depend on their order."""
     if parameters.get("random_seed") == "per_item":
         return Random(42)
     return Random(int.from_bytes(hashlib.sha256(str([42, *ids]).encode()).digest()[:8]))
 
 
-# ---- the five arrows
+# ---- the steps of an eviction
 
 
 def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
-    """Tokens that the conditions protect, `[batch, kv_heads, tokens]`. follow: a static suffix follows the newest."""
+    """Tokens that the conditions protect, `[batch, kv_heads, tokens]`. follow: a static suffix moves with the newest
+    tokens."""
     device, n = o.positions.device, o.count
     sides = [guarded(c, size, job.parameters) for c, size in zip(job.conditions, job.budgets, strict=True)] * n
     prefix, suffix = sides[0] if len(set(sides)) == 1 else torch.tensor(sides, device=device).unbind(1)
@@ -277,8 +279,8 @@ def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
 def ensure_given(
     policy: Policy, role: str, returned: Any, shape: Sequence[int], kind: torch.dtype | None = None
 ) -> None:
-    """Raise InputError for what one of a policy's functions returned, unless it is a tensor of that kind (None: any)
-    and, stretched where it has 1, of that shape."""
+    """Raise InputError unless a policy's function `role` returned a tensor of dtype `kind` (None: any) and of this
+    shape, or with 1 in the place of a size."""
     given = tuple(returned.shape) if isinstance(returned, Tensor) else ()
     wanted = f"[{', '.join(('batch', 'kv_heads', 'tokens')[: len(shape)])}] = {tuple(shape)}"
     if len(given) != len(shape) or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
@@ -289,7 +291,7 @@ def ensure_given(
 
 
 def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> Any:
-    """The policy's scores; where they depend on neither budget nor guards, the same for all conditions that look."""
+    """The policy's scores, shared between conditions if they depend on neither budget nor guards nor draws."""
     given = named(policy.score, parameters)
     varies = {"budget", "guarded", "draws"}.intersection(given)
     if varies or not all(isinstance(value, str | int | float | None) for value in given.values()):
@@ -301,8 +303,8 @@ def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> An
 
 
 def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
-    """(what the conditions protect; that, and what the method does by itself), `[batch, kv_heads, tokens]`, whatever
-    the scores: the same for all layers that share their places."""
+    """(tokens that the conditions protect; those together with the method's own recent tokens and sinks), both `[batch,
+    kv_heads, tokens]`. They do not depend on scores, so layers that share their places share the result."""
     if o.of and o.of[0].same_places(o.of):
         by_conditions, both = protected_by(job, o.of[0])
         return by_conditions.repeat(o.count, 1, 1), both.repeat(o.count, 1, 1)
@@ -316,7 +318,7 @@ def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
 
 
 def prepare(job: EvictionJob, o: Observation) -> None:
-    """Bring to the device what `judged` will ask of the job, while there is little that it would have to wait for."""
+    """Compute what `judged` needs of the job early, while the device has little work queued that it would wait for."""
     job.budget_in(o)
     protected_by(job, o)
 
@@ -339,7 +341,7 @@ def judged(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
         ensure_given(policy, "shield", shield, shape, torch.bool)
         if job.reduction is None:
             protected = (protected | shield) & o.alive
-        else:  # it gives way as a last resort
+        else:  # shielded tokens leave as a last resort
             scores = scores.masked_fill(shield, torch.inf)
     if job.reduction is not None and job.reduction.head_map is None and job.parameters["guardrail"] == "ignores":
         scores, protected = scores.masked_fill(protected, torch.inf), o.places.nothing
@@ -347,7 +349,7 @@ def judged(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
 
 
 def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask) -> Counts:
-    """Each head's count in one layer."""
+    """Tokens that each head of a layer keeps."""
     counts = call(job.policy.allocate, scores, protected, job.budget_in(o), parameters={**job.parameters, "o": o})
     ensure_given(job.policy, "allocate", counts, scores.shape[:2], torch.int64)
     return counts.expand(scores.shape[:2])
@@ -356,9 +358,9 @@ def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask)
 def selected(
     job: EvictionJob, o: Observation, scores: Scores, protected: Mask, counts: Counts, default: Mask | None = None
 ) -> Mask:
-    """Who stays, `[batch, kv_heads, tokens]`, `counts` per head; by quotas where the observation is span-local.
+    """The tokens that stay, `[batch, kv_heads, tokens]`, `counts` per head; by quotas if the observation is span-local.
 
-    default: what the policy keeps without quotas, for those that mix both.
+    default: what the policy keeps without quotas, which a mixed split needs.
     """
     policy = job.policy
     if job.reduction is not None:
@@ -379,13 +381,14 @@ def selected(
     if quotas is None:
         return select(refined, protected | more, counts)
     parts = quota.split(o, counts, protected, **quotas)
-    first = torch.minimum(parts, quota.tally(o, protected | more))  # the first stage, as far as each span's part goes
+    first = torch.minimum(parts, quota.tally(o, protected | more))  # exempt tokens, as far as each span has room
     exempt = quota.select(scores.masked_fill(~more, torch.finfo(scores.dtype).min), protected, first, o)
     return quota.select(refined, protected | exempt, parts, o)
 
 
 def _selected_for_all_layers(job: EvictionJob, o: Observation, scores: Scores, protected: Mask, counts: Counts) -> Mask:
-    """`SharedCap`: ties by the policy's order; heads that choose for themselves, then their union cut to the budget."""
+    """`SharedCap`: `selected` with ties in the policy's order; where heads choose for themselves, their union is cut to
+    the budget."""
     tie_break, budget = job.parameters["tie_break"], job.budget.to(o.positions.device)
     if not job.per_head:
         ties = shared.order(o, scores, job.policy.ties or (), tie_break)
@@ -398,14 +401,14 @@ def _selected_for_all_layers(job: EvictionJob, o: Observation, scores: Scores, p
 
 
 def kept(job: EvictionJob, o: Observation, default: Mask | None = None) -> Mask:
-    """Who stays in a layer, or in all of them."""
+    """The tokens that stay in the layers that `o` shows."""
     scores, protected = judged(job, o)
     return selected(job, o, scores, protected, allocated(job, o, scores, protected), default)
 
 
 def _quotas(job: EvictionJob, o: Observation, default: Mask | None) -> dict[str, Any] | None:
-    """How `quota.split` shares a head's budget: the public code rounds down and sets its ramps no quota, the paper
-    rounds to the nearest and leaves the sinks out (section 5.2, E.3)."""
+    """How `quota.split` shares a head's budget; None: no quotas. The public code rounds down and sets no quota with
+    `ramps`; the paper rounds to the nearest and leaves the sinks out (section 5.2, E.3)."""
     if not o.span_local or job.parameters.get("ramps"):
         return None
     if job.condition.reading == "as_run":
@@ -418,27 +421,27 @@ def _quotas(job: EvictionJob, o: Observation, default: Mask | None) -> dict[str,
 
 
 def postpone(job: EvictionJob, seen: Mapping[int, Observation], o: Observation) -> None:
-    """Let layers that were `seen`, all together as `o`, wait for the others, scored already where their scorer needs no
-    more than that."""
+    """Let the layers `seen`, together observed as `o`, wait for the others. They are scored at once if their scorer
+    needs nothing that comes later."""
     job.pending |= {layer: PendingLayer(observation) for layer, observation in seen.items()}
     if not job.repeated and job.reduction is None:
         judge_pending(job, list(seen), o)
 
 
 def judge_pending(job: EvictionJob, layers: Sequence[int], o: Observation) -> None:
-    """Score layers that wait, all together seen as `o`, as soon as what their scorer needs is known."""
+    """Score waiting layers, which are together observed as `o`."""
     n = len(layers)
     scores, protected = judged(job, o)
     summary = None if job.policy.summary is None else call(job.policy.summary, o, parameters=job.parameters)
     summaries = [None] * n if summary is None else summary.chunk(n)
     for layer, *result in zip(layers, scores.chunk(n), protected.chunk(n), summaries, strict=True):
         w = job.pending[layer]
-        w.observation = replace(w.observation)  # without the attention that it remembers
+        w.observation = replace(w.observation)  # drops cached properties, such as the attention
         w.judged = JudgedLayer(*result)
 
 
 def across(job: EvictionJob) -> dict[int, Mask]:
-    """Who stays in each layer, once all layers have their scores; layers may lie on several devices."""
+    """The tokens that stay in each layer, chosen with all layers' scores; layers may lie on several devices."""
     for n, w in job.pending.items():
         if w.judged is None:
             judge_pending(job, [n], w.observation)
@@ -466,7 +469,7 @@ def across(job: EvictionJob) -> dict[int, Mask]:
 
 
 def evict_shared(job: EvictionJob, signals: Signals, step: int) -> Signals:
-    """The state of rows after a reduction at `step`: rows at or below their budget keep all that is alive."""
+    """The state of rows after a reduction at `step`; rows at or below their budget keep all living tokens."""
     alive = signals.held.any(1)
     over = alive.sum(1) > job.budget
     if not bool(over.any()):

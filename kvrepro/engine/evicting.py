@@ -1,7 +1,7 @@
 """Hugging Face's own `generate` on a cache that evicts: `with evicting(model, condition): model.generate(...)`.
 
-Hugging Face's loop picks tokens, streams and stops. Each forward pass that it asks for is the engine's: the prompts are
-read as `kvrepro.engine.passes` reads them, and every token goes the way of `kvrepro.engine.decode`.
+Hugging Face's loop picks tokens, streams and stops; the engine runs each forward pass. It reads the prompts as
+`kvrepro.engine.passes` does, and each generated token as `kvrepro.engine.decode` does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from kvrepro.engine.rows import Rows, joined
 from kvrepro.errors import InputError
 
 Spans = Callable[[list[int]], Mapping[str, Iterable[int]]]
-SERVED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}  # of what else a model may be given
+SERVED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}  # model arguments allowed beside input_ids
 MODES = ("greedy_search", "sample")
 
 
@@ -43,15 +43,15 @@ def evicting(
     """Inside the block `model.generate`, and whatever calls it, a pipeline for instance, evicts by `condition`.
 
     Greedy tokens, without a penalty, are those of `kvrepro.generate`; sampling, streaming and prompts padded on the
-    left work as ever, and `return_dict_in_generate=True` gives the `EvictedCache` back. A direct call `model(...)` is
-    left alone. Calls of several threads wait for each other, and what `torch.compile` made of a model is passed over.
+    left work as usual, and `return_dict_in_generate=True` returns the `EvictedCache`. A direct call `model(...)` does
+    not evict. Calls from several threads wait for each other. The compiled code of a `torch.compile` model is not used.
 
-    condition: in any regime, or a `Prefix` that all prompts begin with. spans: given the token ids of a prompt, the
-    positions of each span that the condition names. repeat, backend, seed: as in `kvrepro.generate`.
-    Raises InputError for a condition that cannot be met and in the block of another thread; `generate` does, before
-    anything is computed, for beams, assistants, other caches, padding on the right, and what is no token ids.
+    condition: in any regime, or a `Prefix` that all prompts begin with. spans: a function from the token ids of a
+    prompt to the positions of each span that the condition names. repeat, backend, seed: as in `kvrepro.generate`.
+    Raises InputError for a condition that cannot be met, and inside the block of another thread. `generate` raises it,
+    before anything is computed, for beams, assistants, other caches, padding on the right, and input without token ids.
     """
-    model = getattr(model, "_orig_mod", model)  # `torch.compile(model)` takes its methods from there
+    model = getattr(model, "_orig_mod", model)  # the model inside `torch.compile(model)`
     prefix, c = (condition, condition.condition) if isinstance(condition, Prefix) else (None, condition)
     if not isinstance(c, Condition):
         raise InputError(f"condition {condition!r}: give a kvrepro.Condition, or a Prefix")
@@ -65,7 +65,7 @@ def evicting(
         marked = [Prompt(ids, {} if spans is None else _places(spans(ids))) for ids in texts]
         if c.bits is not None and len(texts) > 1:
             raise InputError(f"{len(texts)} prompts in {c.bits} bits: give one at a time")
-        condition_to_read = c if prefix is None else Condition()  # what a prefix asked for is done
+        condition_to_read = c if prefix is None else Condition()  # a prefix is compressed already
         new = [max_new_tokens] * len(marked)
         [(call, _)] = calls(model, marked, [condition_to_read], new, repeat, backend, seed=seed)
         ends = [boundary(text, c) if prefix is None else len(prefix.ids) for text in marked]
@@ -88,13 +88,14 @@ def evicting(
 
 
 def _ensure_own_thread(model: PreTrainedModel) -> None:
-    """Raise InputError inside a block of another thread: blocks that end in any order would leave the model to none."""
+    """Raise InputError inside a block of another thread: blocks that end in another order would not restore the
+    model."""
     if getattr(vars(model).get("generate"), "thread", get_ident()) != get_ident():
         raise InputError("model inside evicting(...) of another thread: one block around all threads, or a model each")
 
 
 def _places(named: Any) -> dict[str, list[int]]:
-    """What `spans` gave for a prompt, as lists of positions. Raises InputError for what is no dict of whole numbers."""
+    """The result of `spans` as lists of positions. Raises InputError unless it is a dict of whole numbers."""
     try:
         return {name: [index(at) for at in where] for name, where in named.items()}
     except (AttributeError, TypeError):
@@ -102,12 +103,12 @@ def _places(named: Any) -> dict[str, list[int]]:
 
 
 class EvictedCache(Cache):
-    """What Hugging Face's loop holds for a cache, and gives back. The tokens lie in `rows.cache`."""
+    """The object that Hugging Face's loop takes for its cache and returns. The tokens lie in `rows.cache`."""
 
     is_compileable = is_croppable = False
 
     def __init__(self, begin: Callable[[list[list[int]], int], tuple[Call, Rows]], most: int):
-        """begin: reads prompts, given how many tokens may follow; most: tokens that a padded row may reach."""
+        """begin: reads prompts, given the number of tokens that may follow; most: the most tokens of a padded row."""
         super().__init__(layers=[])
         self._begin, self._most = begin, most
         self._steps: Steps | None = None
@@ -123,11 +124,11 @@ class EvictedCache(Cache):
         return self._steps.rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that each row has seen, padding included: what Hugging Face counts, whatever was evicted."""
+        """Tokens that each row has seen, padding and evicted tokens included, as Hugging Face counts them."""
         return self.length
 
     def update(self, *_: Any, **__: Any) -> Any:
-        """Raise InputError: a model that is given this cache outside of its block attends by itself."""
+        """Raise InputError: outside the block the model would compute attention itself."""
         raise InputError(
             "an evicted cache outside evicting(...): leave past_key_values out, and the prompts are read anew"
         )
@@ -139,12 +140,13 @@ class EvictedCache(Cache):
 
     @property
     def kept(self) -> Tensor:
-        """Tokens that each KV head may look at, int64 [layers, batch, kv_heads]."""
+        """Tokens that each KV head may see, int64 [layers, batch, kv_heads]."""
         return torch.stack([layer.seen().cpu() for layer in self.rows.cache.ragged.values()])
 
     @torch.inference_mode()
     def read(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Logits [batch, 1, vocabulary] after new tokens [batch, new]: the prompts first, then a token for each row."""
+        """Logits [batch, 1, vocabulary] after new tokens [batch, new]: in the first call the prompts, then one token
+        for each row. Raises ArithmeticError for NaN logits."""
         if self._steps is None:
             self._steps = _first(*self._begin(_unpadded(ids, mask, positions), self._most - ids.shape[1]))
         else:
@@ -156,7 +158,7 @@ class EvictedCache(Cache):
         return rows.logits[:, None]
 
     def _next(self, now: Steps, token: Tensor) -> None:
-        """One token for each row, and the eviction that may be due."""
+        """Read one token for each row, and evict if it is due."""
         self.step += 1
         now.picked = [token.to(now.call.device)]
         now.enter(self.step)
@@ -164,14 +166,15 @@ class EvictedCache(Cache):
 
 
 def _first(call: Call, rows: Rows) -> Steps:
-    """Rows whose compressed parts are read, once they have read what follows."""
+    """Steps of rows whose compressed parts are read; they first read the rest of their prompts."""
     if (bits := rows.conditions[0].bits) is not None:
         rows.cache.quantise(bits)
     return Steps.of(call, rows)
 
 
 def _read(call: Call, ends: list[int]) -> Rows:
-    """The prompts after their first eviction; those whose compressed parts are equally long pass together, unpadded."""
+    """The rows of the prompts after their first eviction; prompts with compressed parts of equal length share a pass,
+    which needs no padding."""
     alike: dict[int, list[int]] = {}
     for i, end in enumerate(ends):
         alike.setdefault(end, []).append(i)
@@ -181,8 +184,8 @@ def _read(call: Call, ends: list[int]) -> Rows:
 
 
 def _unpadded(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:
-    """Prompts of a batch [batch, tokens] without their padding. Raises InputError for padding that is not on the left,
-    and for positions that do not count from each prompt's first token."""
+    """The prompts of a batch [batch, tokens] without their padding. Raises InputError for padding that is not on the
+    left, and for positions that do not count from each prompt's first token."""
     there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     if bool((there[:, :-1] & ~there[:, 1:]).any()):
         raise InputError("attention_mask hides tokens after a prompt's first: pad on the left (tokenizer.padding_side)")
@@ -194,7 +197,7 @@ def _unpadded(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> lis
 
 @contextmanager
 def _served(model: PreTrainedModel, begin: Callable[[list[list[int]], int], tuple[Call, Rows]]) -> Iterator[None]:
-    """While Hugging Face's `generate` runs: the cache that it prepares is ours, and so are its forward passes."""
+    """Replace the cache that Hugging Face's `generate` prepares, and its forward passes, by the engine's."""
     model_forward = model.forward
 
     def prepare(config: Any, given: dict[str, Any], mode: Any, batch: int, most: int, *rest: Any) -> None:
@@ -218,7 +221,7 @@ def _served(model: PreTrainedModel, begin: Callable[[list[list[int]], int], tupl
 
 
 def _ensure_served(config: Any, given: dict[str, Any], mode: Any, usual: str | None) -> None:
-    """Raise InputError for what Hugging Face could do and an evicted cache cannot."""
+    """Raise InputError for options of `generate` that an evicted cache does not support."""
     nothing = {name for name, value in given.items() if value is None or value is False or value == {}}
     strange = given.keys() - nothing - SERVED
     if strange:

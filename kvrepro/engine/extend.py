@@ -1,4 +1,4 @@
-"""Attention of rows that hold caches of their own and go on: by a chunk, a question or one token."""
+"""Attention of rows that hold a cache and read on: a chunk, a question or one token."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ class Extend:
     def __init__(self, cache: EngineCache, positions: TokenInts, window: int = 0,
                  pages: tuple[int, int, int] | None = None, backend: str = "torch",
                  step: StepSignals | None = None, slides: bool = True):  # fmt: skip
-        """window: queries that a later eviction asks for. pages: (page, dense layers, budget) of Quest. step: what
-        watches a decode step for all layers, and says who may look at what. slides: sliding layers forget what no later
-        query sees; where nothing may move, as in a captured step, they hide it."""
+        """window: queries that a later eviction needs. pages: (page, dense layers, budget) of Quest. step: of
+        `SharedCap`, sums up a decode step's attention over layers and hides tokens. slides: sliding layers drop tokens
+        that no later query sees; otherwise, as in a captured step where no tensor may move, they only hide them."""
         self.step, self.slides = step, slides
         self.cache, self.positions, self.window, self.pages, self.backend = cache, positions, window, pages, backend
 
@@ -58,25 +58,25 @@ class Extend:
 
         out = attend(query, at, parts, scaling, sliding, watch, hide)
         if sliding is not None and self.slides and stored.tail >= SLIDE:
-            stored.slide(at.amax(1) - sliding + 2)  # what the next query cannot see
+            stored.slide(at.amax(1) - sliding + 2)  # the first position that the next query sees
         return out
 
     def _decode(self, stored: RaggedLayer | FixedLayer, query: Query, scaling: float) -> Tensor:
-        """One token per row by the ragged decode kernel, which emits each kept token's attention where it is summed."""
+        """One token per row by the ragged decode kernel, which also returns each token's attention if it is summed."""
         from kvrepro_kernels import ragged_decode
 
         done = ragged_decode(
             query, stored.keys, stored.values, stored.offsets, stored.tail_keys, stored.tail_values, stored.tail,
             used=stored.used, scale=scaling, emit=("mean",) if stored.sums else (),
         )  # fmt: skip
-        for name in stored.sums:  # "mass" alone: the others were refused
+        for name in stored.sums:  # only "mass": the backend refuses conditions with other sums
             flat, tail = done.attention["mean"]
             stored.sums[name] += flat
             stored.tail_sums[name] += tail
         return done.output.transpose(1, 2)
 
     def _unchosen(self, layer: int, query: Query, parts: Any) -> Tensor | None:
-        """Quest: tokens of pages that this step's query does not select, [batch, kv_heads, group, 1, tokens]."""
+        """Quest: tokens of pages that this step's query does not select, bool [batch, kv_heads, group, 1, tokens]."""
         if self.pages is None:
             return None
         page, dense_layers, budget = self.pages

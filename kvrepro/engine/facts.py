@@ -1,4 +1,5 @@
-"""What the engine must know of a model: which layers hold tokens to evict, their windows, outputs and rotations."""
+"""Facts about a model that the engine needs: which layers hold tokens to evict, their windows, outputs and
+rotations."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,43 +15,44 @@ from kvrepro.engine.attention import Softmax
 from kvrepro.engine.observe import Observation
 from kvrepro.errors import InputError
 
-OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense")  # what families call the projection of an attention's output
+OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense")  # families' names for the projection of an attention's output
 ATTENDING = {"full_attention", "sliding_attention", "attention"}  # types of layers with keys and values alone
 HOLDING = ATTENDING | {"hybrid"}  # with keys and values, and maybe a recurrent state
 RECURRENT = {"linear_attention", "mamba", "conv", "mlp", "moe"}  # without keys and values
-FORGETTING = {"jamba", "zamba"}  # families whose recurrent states transformers starts anew with each part of a text
+FORGETTING = {"jamba", "zamba"}  # families whose recurrent states transformers resets with each part of a text
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the engine must know of a model: which layers hold tokens to evict, and each one's output projection."""
+    """Facts about one model. Layers are numbered as in the model."""
 
     attention: tuple[int, ...]  # numbers of the layers with keys and values
-    evictable: tuple[int, ...]
+    evictable: tuple[int, ...]  # numbers of the layers that policies evict from
     kv_heads: dict[int, int]
-    sliding: dict[int, int]
+    sliding: dict[int, int]  # tokens that a query looks back, itself included, of each sliding layer
     outputs: dict[int, Tensor]  # [heads, dim, hidden]
     inverse_frequencies: dict[int, Tensor]  # [rotated / 2] of each evictable layer's rotation, where it has one
     own_softmax: bool = False  # do layers cap their logits, or have sinks?
-    backend: str = "torch"  # what scorers compute with
+    backend: str = "torch"  # that scorers compute with
 
-    def observe(self, layer: int, keys: Tensor, seeds: Sequence[int] | Tensor, **seen: Any) -> Observation:
-        """An observation of an evictable layer, with what is known of the model."""
+    def observe(self, layer: int, keys: Tensor, seeds: Sequence[int] | Tensor, **fields: Any) -> Observation:
+        """An observation of an evictable layer. fields: those of `Observation` that the model does not determine."""
         frequencies = self.inverse_frequencies.get(layer)
-        if isinstance(how := seen["scaling"], Softmax):
-            seen |= {"scaling": how.scaling, "softmax": how}
+        if isinstance(how := fields["scaling"], Softmax):
+            fields |= {"scaling": how.scaling, "softmax": how}
         return Observation(
             layer=self.evictable.index(layer), layers=len(self.evictable), keys=keys, output=self.outputs[layer],
             inverse_frequencies=None if frequencies is None else frequencies.to(keys.device),
             sliding=self.sliding.get(layer), seed=torch.as_tensor(seeds, device=keys.device), backend=self.backend,
-            **seen,
+            **fields,
         )  # fmt: skip
 
     @classmethod
     def of(cls, model: PreTrainedModel, one_set: bool = False) -> "ModelFacts":
-        """Sliding layers forget on their own: they are evicted only in a model that has no other attention layers.
+        """The facts of a model. Sliding layers drop tokens by themselves, so policies evict from them only if the model
+        has no other attention layers.
 
-        one_set: one set of tokens serves all layers: a sliding one looks at those within its window, and forgets none.
+        one_set: one set of tokens serves all layers; then a sliding layer sees those within its window and drops none.
         Raises InputError for a model that the engine cannot drive.
         """
         modules = check_family(model)
@@ -66,17 +68,18 @@ class ModelFacts:
         return cls(tuple(outputs), evictable, kv_heads, sliding, outputs, rotations(model, evictable), own_softmax)
 
     def by(self, backend: str) -> "ModelFacts":
-        """The same for scorers that compute with another backend."""
+        """These facts with another backend for scorers."""
         return replace(self, backend=backend)
 
     def held(self, tokens: int) -> int:
-        """Tokens that an evictable layer holds of so many seen: a sliding one only those that a next query can see."""
+        """Tokens that an evictable layer holds after `tokens` were seen; a sliding one only those that the next query
+        can see."""
         return min([tokens, *(self.sliding[n] - 1 for n in self.evictable if n in self.sliding)])
 
 
 def check_family(model: PreTrainedModel) -> dict[int, Module]:
-    """Its `attention_modules`. Raises InputError for a model whose attention the engine cannot take over. Looks at no
-    weights."""
+    """The model's `attention_modules`. Raises InputError for a model whose attention the engine cannot take over. Does
+    not read weights, so an empty model will do."""
     config = model.config.get_text_config()
     types, modules = layer_types(config), attention_modules(model)
     holding = [n for n, kind in enumerate(types) if kind in HOLDING]
@@ -99,7 +102,7 @@ def check_family(model: PreTrainedModel) -> dict[int, Module]:
 
 
 def layer_types(config: Any) -> Sequence[str]:
-    """What each layer of a text model is; the same for all where the configuration does not say."""
+    """The type of each layer of a text model; "attention" for all if the configuration names none."""
     return getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
 
 
@@ -124,16 +127,16 @@ def _outputs(module: Module) -> list[Module]:
 
 
 def output_projection(module: Module) -> Tensor:
-    """What an attention module projects its heads' outputs with, [heads, dim, hidden]."""
+    """The weights with which an attention module projects its heads' outputs, [heads, dim, hidden]."""
     output = _outputs(module)[0]
     weight = output.weight if isinstance(output, Conv1D) else output.weight.T  # [heads * dim, hidden]
     return weight.unflatten(0, (-1, head_dim(module)))
 
 
 def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor]:
-    """Inverse frequencies [rotated / 2] of each of `layers`; none of a model without rotations.
+    """Inverse frequencies [rotated / 2] of each of `layers`; none for a model without rotations.
 
-    Gemma3 has a set of frequencies for each kind of layer, the others one.
+    Gemma3 has a set of frequencies for each type of layer, other models have one.
     """
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
@@ -147,8 +150,9 @@ def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor
 
 
 def ensure_one_rotation(model: PreTrainedModel, shortest: int, longest: int, description: str, way_out: str) -> None:
-    """Raise InputError where transformers takes other frequencies for all of a text of `longest` tokens than for one of
-    `shortest`, and `what` has both: a pass of one kind would meet keys of the other (Phi-3 with a long context)."""
+    """Raise InputError if transformers uses other frequencies in a pass of `longest` tokens than in one of `shortest`
+    (Phi-3 with a long context): queries of one pass would meet keys with the other's rotation. description: what has
+    passes of both lengths."""
     config = model.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
     kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]

@@ -1,6 +1,6 @@
-"""A layer whose tensors keep their places while single tokens come in, so that a captured step finds them again.
+"""A layer whose tensors stay at their addresses while single tokens come in, as a captured step requires.
 
-Between two evictions it takes the place of a `RaggedLayer`. Nothing here waits for the device, and no shape changes.
+Between two evictions it takes the place of a `RaggedLayer`. A step neither waits for the device nor changes a shape.
 """
 
 from dataclasses import dataclass
@@ -17,34 +17,34 @@ from kvrepro.engine.shapes import KeyValue, Mask, Query, RowInts, TokenInts, Win
 
 @dataclass
 class Slot:
-    """Where the next token goes in the tails of all layers, and how many tokens lie there once it is stored."""
+    """The place of the next token in the tails of all layers, and the tails' length once it is stored."""
 
     at: Tensor  # int64 [1]
     used: Tensor  # int64 [1]
 
     @classmethod
     def first(cls, device: torch.device) -> "Slot":
-        """Of empty tails."""
+        """The slot of empty tails."""
         return cls(torch.zeros(1, dtype=torch.long, device=device), torch.ones(1, dtype=torch.long, device=device))
 
     def reset(self) -> None:
-        """Tails are empty again."""
+        """Start again with empty tails."""
         self.at.zero_()
         self.used.fill_(1)
 
     def advance(self) -> None:
-        """A token was stored."""
+        """Move on after a token was stored."""
         self.at.add_(1)
         self.used.add_(1)
 
 
 @dataclass
 class FixedLayer:
-    """Keys and values of one attention layer for `batch` rows: a flat part, and a tail of so much room.
+    """Keys and values of one attention layer for `batch` rows: a flat part, and a tail with room for `room` tokens.
 
-    dense: every head has as many places in the flat part, `[batch, kv_heads, longest]` head after head, flush right; a
-    place without a token has position -1. Otherwise segments lie one after the other as in a `RaggedLayer`, perhaps
-    with room behind the last.
+    dense: all heads have equally many places in the flat part, `[batch, kv_heads, longest]` head after head, flush
+    right; a place without a token has position -1. Otherwise segments lie one after the other as in a `RaggedLayer`,
+    perhaps with room behind the last.
     """
 
     dense: bool
@@ -61,12 +61,12 @@ class FixedLayer:
     tail_sums: dict[str, Tensor]  # [batch, kv_heads, room]
     queries: Query | None
     query_positions: WindowPositions | None
-    most: int = 0  # tokens of a head that there must be room for
+    most: int = 0  # tokens of a head for which the flat part needs room
 
     @classmethod
     def of(cls, layer: RaggedLayer, slot: Slot, room: int, most: int, dense: bool, window: int) -> "FixedLayer":
-        """A settled layer's tokens with room for so many new ones. most: tokens of a head that later ones may need; 0:
-        the flat part never changes, and is taken over as it is. window: queries to remember."""
+        """A settled layer's tokens with room for `room` new ones. most: the most tokens of a head after later
+        evictions; 0: there are none, and the flat part is not copied. window: queries to remember."""
         keys, values, positions, sums = _tokens(layer)
         batch, heads = layer.shape
         if dense:
@@ -84,18 +84,17 @@ class FixedLayer:
                    tail_values, tail_positions, tail_sums, queries, at, most)  # fmt: skip
 
     def fits(self, layer: RaggedLayer) -> bool:
-        """Is there room for another state of the same rows, and not much more than it needs?"""
+        """Is there room for a later state of the same rows, and not much more room than it needs?"""
         heads = self.shape[0] * self.shape[1]
         return self._suits(int(layer.lengths.max()) * heads if self.dense else len(layer.keys))
 
     def _suits(self, tokens: int) -> bool:
-        """Of so many tokens in the flat part: places for all of them, and no more than twice as many, or than later
-        ones may need."""
+        """Does the flat part have places for `tokens` tokens, but at most twice as many, or as `most` requires?"""
         places, needed = len(self.keys), self.shape[0] * self.shape[1] * self.most
         return tokens <= places and (places // 2 <= tokens or places <= needed)
 
     def load(self, layer: RaggedLayer) -> None:
-        """Take over another state of the same rows, settled, which `fits`."""
+        """Copy in a later state of the same rows, which is settled and `fits`."""
         width = len(self.keys) // (self.shape[0] * self.shape[1])
         keys, values, positions, sums = _padded(layer, width) if self.dense else _tokens(layer)
         self.offsets.copy_(layer.offsets)
@@ -110,7 +109,7 @@ class FixedLayer:
             self.query_positions.copy_(layer.query_positions)
 
     def slide(self, oldest: RowInts) -> None:
-        """Forget the tokens of a dense layer before each row's `oldest` position; their places stay empty."""
+        """Drop the tokens of a dense layer before each row's `oldest` position; their places stay empty."""
         before = oldest.to(self.positions.device)[:, None]
         flat = self.positions.view(self.shape[0], -1)
         flat.masked_fill_(flat < before, -1)
@@ -138,8 +137,8 @@ class FixedLayer:
         return loose_layer
 
     def keep(self, place: Tensor) -> None:
-        """Keep of a dense layer what stands at `place` [batch, width] of each head, flat part and tail in one row; -1:
-        nothing. The same places in all layers."""
+        """Keep the tokens of a dense layer at `place` [batch, width] of each head, counted through the flat part and
+        then the tail; -1 leaves a place empty."""
         tail = (self.tail_keys, self.tail_values, self.tail_positions[:, None].expand(*self.shape, -1))
         index = place.clamp(min=0)[:, None].expand(*self.shape, -1)
         for tensor, old, new in zip((self.keys, self.values, self.positions), self._flat(), tail, strict=True):
@@ -150,7 +149,8 @@ class FixedLayer:
         self.tail_positions.fill_(-1)
 
     def places(self, held: Mask) -> Tensor | None:
-        """`place` for `keep`: of the tokens that `held` [batch, positions] names; None if they do not fit."""
+        """The `place` for `keep` of the tokens that `held` [batch, positions] marks; None if they do not fit. It holds
+        for all layers, which hold the same tokens."""
         at = torch.cat([self._flat()[2][:, 0].long(), self.tail_positions], 1)  # heads hold the same tokens
         stays = held.gather(1, at.clamp(min=0)) & (at >= 0)
         heads = self.shape[0] * self.shape[1]
@@ -167,7 +167,7 @@ class FixedLayer:
     # ---- what it holds
 
     def held(self) -> Tensor:
-        """Tokens that are there, int64 [batch, kv_heads]."""
+        """Tokens held, int64 [batch, kv_heads]."""
         flat = (
             (self.positions >= 0).view(*self.shape, -1).sum(-1) if self.dense else self.offsets.diff().view(self.shape)
         )
@@ -180,7 +180,7 @@ class FixedLayer:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tokens' keys and values: what room a captured step keeps free is not the policy's."""
+        """Bytes of the tokens' keys and values, without the room that a captured step keeps free."""
         return int(2 * self._count() * self.keys.shape[1] * self.keys.dtype.itemsize)
 
     @property
@@ -190,10 +190,10 @@ class FixedLayer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what the next eviction will ask for: sums per token, the last queries."""
+        """Bytes of what the next eviction needs: sums per token, the last queries."""
         return 4 * self._count() * len(self.sums) + bytes_of(self.queries, self.query_positions)
 
-    # ---- what a step of the model asks for
+    # ---- the interface of `RaggedLayer` that a step of the model uses
 
     @property
     def tail(self) -> int:
@@ -202,7 +202,7 @@ class FixedLayer:
 
     @property
     def used(self) -> Tensor:
-        """How many of them hold a token, int64 [1]."""
+        """How many places of the tail hold a token, int64 [1]."""
         return self.slot.used
 
     def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
@@ -212,7 +212,7 @@ class FixedLayer:
         self.tail_positions.index_copy_(1, self.slot.at, positions)
 
     def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
-        """Keep the last `window` queries of each row, in a layer of which an eviction will ask for them."""
+        """Keep the last `window` queries of each row, if an eviction of this layer will need them."""
         if self.queries is None or self.query_positions is None:
             return
         self.queries.copy_(torch.cat([self.queries[:, :, 1:], queries], 2))
@@ -239,7 +239,7 @@ def _tokens(layer: RaggedLayer) -> Tokens:
 
 
 def _padded(layer: RaggedLayer, longest: int) -> Tokens:
-    """`longest` places a head, flush right."""
+    """A layer's tokens with `longest` places per head, flush right."""
     keys, values, positions, sums = _tokens(layer)
     index = layer.index()
     index = pad(index, (longest - index.shape[2], 0), value=-1).flatten()

@@ -1,5 +1,8 @@
-"""Small parts of a model in one launch each: norms and rotations that compute the very numbers of a kernel are computed
-by it, in passes of kernels. A prompt's pass spends a fifth of its time on them otherwise."""
+"""A model's norms and rotations by kernels, in one launch each, in passes with backend triton.
+
+A kernel replaces only a norm or rotation that computes exactly the same numbers. Without this, a prompt's pass spends a
+fifth of its time on them.
+"""
 
 import sys
 from collections import Counter
@@ -15,20 +18,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-ROTATION = "apply_rotary_pos_emb"  # what transformers calls it in each family's module
-_by_kernel: ContextVar[bool] = ContextVar("by_kernel", default=False)  # of the pass that runs in this thread
-_passes, _turns = Counter[str](), Lock()  # of each family's module, in all threads
+ROTATION = "apply_rotary_pos_emb"  # transformers' name for it in each family's module
+_by_kernel: ContextVar[bool] = ContextVar("by_kernel", default=False)  # does this thread's pass use kernels?
+_passes, _turns = Counter[str](), Lock()  # running passes of each family's module, in all threads; guards the count
 
 
 @contextmanager
 def in_few_launches(model: PreTrainedModel) -> Iterator[None]:
-    """The model with its RMS norms and rotations by kernels, where its class computes the very numbers. One that lies
-    on several devices stays as it is: hooks of its modules move its tensors."""
+    """Compute the model's RMS norms and rotations by kernels where these give exactly the same numbers. A model on
+    several devices stays as it is, because hooks of its modules move tensors."""
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         yield
         return
     plain_norms = (module for module in model.modules() if _plain_norm(type(module)))  # type: ignore[arg-type]
-    norms = [module for module in plain_norms if "forward" not in vars(module)]  # not what somebody else has changed
+    norms = [module for module in plain_norms if "forward" not in vars(module)]  # not those that others have patched
     for module in norms:
         vars(module)["forward"] = partial(_norm, module)
     try:
@@ -41,8 +44,8 @@ def in_few_launches(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _rotations(family: ModuleType) -> Iterator[None]:
-    """The rotations of this thread by the kernel. Threads share the function of a family: who comes first puts it in
-    its place, who leaves last takes it away."""
+    """Compute this thread's rotations by the kernel. Threads share the function in a family's module: the first one
+    replaces it, the last one restores it."""
     with _turns:
         plain = vars(family).get(ROTATION)
         plain = plain.args[0] if isinstance(plain, partial) else plain
@@ -61,7 +64,7 @@ def _rotations(family: ModuleType) -> Iterator[None]:
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
-    """By the kernel, but for weights of another precision."""
+    """The norm by the kernel, or by the module itself if its weights have another precision than x."""
     from kvrepro_kernels import rms_norm
 
     if module.weight.dtype != x.dtype:
@@ -72,7 +75,8 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 def _rotated(
     plain: Callable[..., tuple[Tensor, Tensor]], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor]:
-    """By the kernel, but for rows of which a part is turned, for another order of axes, and for another thread's."""
+    """The rotation by the kernel, or by the `plain` function in a thread without kernels and where only a part of a row
+    is rotated, the precisions differ or further arguments are given."""
     from kvrepro_kernels import rotary
 
     if how or cos.shape[-1] != query.shape[-1] or cos.dtype != query.dtype or not _by_kernel.get():
@@ -82,7 +86,7 @@ def _rotated(
 
 @cache
 def _plain_norm(kind: Any) -> bool:
-    """Whether modules of this class are RMS norms as `kvrepro_kernels.rms_norm` defines them: tried on a few rows."""
+    """Whether modules of this class are RMS norms as `kvrepro_kernels.rms_norm` defines them; tested on a few rows."""
     from kvrepro_kernels.rms_norm import rms_norm_reference
 
     if not kind.__name__.endswith("RMSNorm"):
@@ -96,13 +100,13 @@ def _plain_norm(kind: Any) -> bool:
             torch.equal(module.to(x.dtype)(x), rms_norm_reference(x, module.weight, 1e-5))
             for x in _both(torch.linspace(-3, 5, 48).view(3, 16))
         )
-    except (TypeError, AttributeError):  # made or called otherwise
+    except (TypeError, AttributeError):  # a class with other arguments or fields
         return False
 
 
 @cache
 def _plain_rotation(function: Any) -> bool:
-    """Whether a function turns queries and keys as `kvrepro_kernels.rotary` defines it: tried on a few rows."""
+    """Whether a function rotates queries and keys as `kvrepro_kernels.rotary` does; tested on a few rows."""
     from kvrepro_kernels.rotary import rotary_reference
 
     query, key = torch.linspace(-2, 3, 96).view(1, 4, 3, 8), torch.linspace(4, -1, 48).view(1, 2, 3, 8)
@@ -113,7 +117,7 @@ def _plain_rotation(function: Any) -> bool:
             for given in zip(*map(_both, (query, key, cos, sin)), strict=True)
             for turned, theirs in zip(function(*given), rotary_reference(*given), strict=True)
         )
-    except (TypeError, ValueError, RuntimeError):  # no such function, or one that takes something else
+    except (TypeError, ValueError, RuntimeError):  # a function with other arguments or shapes
         return False
 
 

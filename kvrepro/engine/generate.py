@@ -1,6 +1,7 @@
 """One call for every regime: prompts x conditions -> generations.
 
-One forward pass of a prompt serves all its conditions; what each keeps decodes together, as rows of one batch.
+One forward pass of a prompt serves all its conditions. Afterwards each condition's cache is a row of a batch, and the
+rows decode together.
 """
 
 import itertools
@@ -20,16 +21,16 @@ from kvrepro.engine.decode import batch_kinds, decode
 from kvrepro.engine.facts import ModelFacts, ensure_one_rotation
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups, read, room_taken
-from kvrepro.engine.policy import Known, check_on, checked, find
+from kvrepro.engine.policy import Reading, check_on, checked, find
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.rows import Rows, Tag, joined
 from kvrepro.errors import InputError
 
 ERRORS = ("raise", "return")
-USUAL_ROWS, MOST_ROWS = 128, 2048  # that decode together, on a CPU and on a GPU
+USUAL_ROWS, MOST_ROWS = 128, 2048  # rows that decode together, on a CPU and on a GPU
 CPU_ROOM = float(2**31)  # bytes of caches that wait to decode
-MOST_PROMPTS, PASS_TOKENS = 64, 2**16  # that pass through the model together on a GPU
-Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # of all prompts, or a list for each
+MOST_PROMPTS, PASS_TOKENS = 64, 2**16  # prompts and tokens that pass through the model together on a GPU
+Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # for all prompts, or a list for each
 
 
 @torch.inference_mode()
@@ -51,17 +52,17 @@ def generate(
 ) -> list[list[Generation | Exception]]:
     """Greedy generations `[prompt][condition]` of at most `max_new_tokens`, a number for all prompts or one for each.
 
-    prompts: token ids, or `Prompt` where a condition names spans. conditions: of all prompts, or a list for each. Rows
-    of any prompt and condition decode in batches of up to `batch_rows` (None: on a CPU 64, or what 2 GiB hold, on a GPU
-    what two fifths of its free memory hold); `prompt_rows` neighbouring prompts pass through the model together, padded
-    on the left (None: one on a CPU, on a GPU up to 64 of together 65,536 tokens).
+    prompts: token ids, or `Prompt` where a condition names spans. conditions: for all prompts, or a list for each. Rows
+    of any prompt and condition decode in batches of up to `batch_rows` (None: on a CPU 128, or as many as 2 GiB hold,
+    on a GPU as many as two fifths of its free memory hold). `prompt_rows` neighbouring prompts pass through the model
+    together, padded on the left (None: one on a CPU, on a GPU up to 64 with at most 65,536 tokens in all).
     backend: "torch"; "triton" on a GPU, which refuses what kernels cannot do (`kvrepro.engine.backend`); "auto":
-    "triton" where it can and agrees with "torch", else "torch". Or one of these by condition. Each generation says
-    which it was.
+    "triton" where it can compute a condition and agrees with "torch", else "torch"; or one of these by condition. Each
+    generation names its backend.
     repeat: token ids of KVzip's request to repeat the context. measure_peak: measure what the prefill allocates, one
-    condition at a time. kept_sets: return who stayed. seed: of policies that draw, whose draws differ between prompts.
-    errors: "return" gives, in place of a generation, the exception that a policy raised or that NaN logits caused; the
-    other rows go on. Raises InputError, before anything is computed, for what can be known by then.
+    condition at a time. kept_sets: return which tokens stayed. seed: for policies that draw; draws differ between
+    prompts. errors: "return" gives, in place of a generation, the exception that a policy raised or that NaN logits
+    caused; the other rows go on. Raises InputError for wrong input before anything is computed.
     """
     new = new_tokens(max_new_tokens, len(prompts))
     _check_call(prompts, batch_rows, prompt_rows, errors)
@@ -70,21 +71,21 @@ def generate(
     how = {"measure_peak": measure_peak, "kept_sets": kept_sets, "isolate": errors == "return"}
     answers: dict[Tag, Generation | Exception] = {}
     for call, columns in calls(model, texts, conditions, new, repeat, backend, seed=seed, **how):
-        place = {j: own for own, j in enumerate(columns)}
-        mine = [[place[j] for j in asked if j in place] for asked in wanted]
-        found = _answers(call, mine, prompt_rows, batch_rows, stop_ids)
-        answers |= {(i, columns[j]): answer for (i, j), answer in found}
-    return [[answers[i, j] for j in asked] for i, asked in enumerate(wanted)]
+        place = {j: column for column, j in enumerate(columns)}
+        columns_by_prompt = [[place[j] for j in asked_columns if j in place] for asked_columns in wanted]
+        finished = _answers(call, columns_by_prompt, prompt_rows, batch_rows, stop_ids)
+        answers |= {(i, columns[j]): answer for (i, j), answer in finished}
+    return [[answers[i, j] for j in asked_columns] for i, asked_columns in enumerate(wanted)]
 
 
 def calls(
     model: PreTrainedModel, texts: list[Prompt], conditions: Conditions, new: list[int], repeat: Sequence[int],
     backend: str | Mapping[Condition, str], **how: Any,
 ) -> list[tuple[Call, list[int]]]:  # fmt: skip
-    """What `generate` computes at a time, and the numbers of the conditions that it is for. how: more fields of `Call`.
-    Raises InputError, before anything is computed, for what can be known by then."""
-    for text, own in zip(texts, new, strict=True):
-        check_prompt(model, text.ids, own)
+    """Split the work of `generate` into calls with one backend and one view of the model each, with the numbers of
+    their conditions. how: more fields of `Call`. Raises InputError for wrong input before anything is computed."""
+    for text, most_new in zip(texts, new, strict=True):
+        check_prompt(model, text.ids, most_new)
     facts = ModelFacts.of(model)
     check_conditions(model, texts, conditions, new, facts)
     every, _ = _columns(conditions, len(texts))
@@ -99,15 +100,15 @@ def calls(
 def _views(
     model: PreTrainedModel, facts: ModelFacts, conditions: Sequence[Condition], backends: Sequence[str]
 ) -> list[tuple[ModelFacts, str, list[int]]]:
-    """Conditions by how they see the model: those of `SharedCap`, and what keeps everything, take sliding layers for
-    layers like any other; and by who computes them."""
-    found = []
+    """Group conditions by their backend and their view of the model: (facts, backend, numbers of the conditions).
+    If any condition is of `SharedCap`, those conditions and the full cache treat sliding layers like all others."""
+    views = []
     one_set = bool(facts.sliding) and any(isinstance(c.regime, SharedCap) for c in conditions)
     seen = [one_set and (c.policy == "full" or isinstance(c.regime, SharedCap)) for c in conditions]
     for kind in dict.fromkeys(zip(seen, backends, strict=True)):
-        columns = [j for j, mine in enumerate(zip(seen, backends, strict=True)) if mine == kind]
-        found.append((ModelFacts.of(model, one_set=True) if kind[0] else facts, kind[1], columns))
-    return found
+        columns = [j for j, view in enumerate(zip(seen, backends, strict=True)) if view == kind]
+        views.append((ModelFacts.of(model, one_set=True) if kind[0] else facts, kind[1], columns))
+    return views
 
 
 def _answers(
@@ -117,7 +118,7 @@ def _answers(
     batch_rows: int | None,
     stop_ids: Collection[int],
 ) -> Iterator[tuple[Tag, Generation | Exception]]:
-    """What becomes of every prompt under every condition of a call."""
+    """The generation, or the exception, of every prompt under every condition of a call."""
     room = room_of(call.device) if batch_rows is None else math.inf
     most = batch_rows or (MOST_ROWS if call.device.type == "cuda" else USUAL_ROWS)
     with installed(call.model):
@@ -132,7 +133,7 @@ def _answers(
 
 @contextmanager
 def _short_of_memory(call: Call, tags: Iterable[Tag]) -> Iterator[None]:
-    """Where memory does not suffice for a batch or a pass, the `tags` that it leaves fail, and the others go on."""
+    """If memory does not suffice for a batch or a pass, the rows with these `tags` fail, and the others go on."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -143,27 +144,27 @@ def _short_of_memory(call: Call, tags: Iterable[Tag]) -> Iterator[None]:
 
 
 def room_of(device: torch.device) -> float:
-    """Bytes for the caches of rows that wait to decode. Two fifths of what is free on a GPU, since the rows of a pass
-    come on top, and all that a pass and the steps compute; on a CPU the same whatever is free: so are batches."""
+    """Bytes for the caches of rows that wait to decode. On a GPU two fifths of the free memory, since the rows of a
+    pass and the computation itself come on top; on a CPU a constant, so that batches do not depend on the machine."""
     if device.type != "cuda":
         return CPU_ROOM
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
-    return 0.4 * float(torch.cuda.mem_get_info(device)[0] + kept)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's allocator
+    return 0.4 * float(torch.cuda.mem_get_info(device)[0] + cached)
 
 
 def batches(call: Call, rows: Iterable[Rows], most: int, room: float = math.inf) -> Iterator[list[Rows]]:
-    """Rows of equal kind, up to `most` and about `room` bytes together (`room_taken`), as they come. Those that are to
-    be held in a few bits are quantised, and stay alone."""
+    """Batches of rows of equal kind, up to `most` rows and about `room` bytes (`room_taken`), in the order they come.
+    Rows that a condition quantises are quantised here, and each is a batch of its own."""
     held = 0.0
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
     for block in rows:
-        each = room_taken(call, block) / len(block)
+        row_bytes = room_taken(call, block) / len(block)
         for kind, numbers in _alike(block, call.backend).items():
             bits = block.conditions[numbers[0]].bits
             while numbers:
                 free = 1 if bits is not None else most - sum(len(r) for r in waiting.get(kind, ()))
                 if room < math.inf:
-                    free = max(1, min(free, int((room - held) / max(each, 1)) + 1))
+                    free = max(1, min(free, int((room - held) / max(row_bytes, 1)) + 1))
                 part = block if len(numbers) == len(block) <= free else block.take(numbers[:free])
                 numbers = numbers[free:]
                 if bits is not None:
@@ -179,7 +180,7 @@ def batches(call: Call, rows: Iterable[Rows], most: int, room: float = math.inf)
 
 
 def _alike(rows: Rows, backend: str) -> dict[tuple[Any, ...], list[int]]:
-    """The numbers of the rows of each kind."""
+    """The numbers of the rows of each kind (`batch_kinds`)."""
     numbers: dict[tuple[Any, ...], list[int]] = {}
     for number, kind in enumerate(batch_kinds(rows, backend)):
         numbers.setdefault(kind, []).append(number)
@@ -187,112 +188,113 @@ def _alike(rows: Rows, backend: str) -> dict[tuple[Any, ...], list[int]]:
 
 
 def each_prompts(conditions: Conditions, prompts: int) -> list[list[Condition]]:
-    """The conditions of each of so many prompts."""
+    """The conditions of each prompt. Raises InputError for another number of lists than prompts."""
     given: list[Any] = list(conditions)
     if all(isinstance(c, Condition) for c in given):
         return [given] * prompts
     if len(given) != prompts:
         raise InputError(f"{len(given)} lists of conditions for {prompts} prompts: give one for each")
-    return [list(mine) for mine in given]
+    return [list(prompt_conditions) for prompt_conditions in given]
 
 
 def new_tokens(given: int | Sequence[int], prompts: int) -> list[int]:
-    """Tokens of each prompt's answer, at most."""
-    each: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * prompts
-    if len(each) != prompts:
-        raise InputError(f"{len(each)} max_new_tokens for {prompts} prompts: give a number, or one for each")
-    for one in given if isinstance(given, list | tuple) else [given]:
-        ensure(Size, max_new_tokens=one)
-    return each
+    """The most tokens of each prompt's answer. Raises InputError for another number of counts than prompts."""
+    counts: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * prompts
+    if len(counts) != prompts:
+        raise InputError(f"{len(counts)} max_new_tokens for {prompts} prompts: give a number, or one for each")
+    for count in given if isinstance(given, list | tuple) else [given]:
+        ensure(Size, max_new_tokens=count)
+    return counts
 
 
 def _columns(conditions: Conditions, prompts: int) -> tuple[list[Condition], list[list[int]]]:
-    """All conditions, and which of them each prompt is asked under."""
-    each = each_prompts(conditions, prompts)
-    if each and all(mine is each[0] for mine in each):
-        return each[0], [list(range(len(each[0])))] * prompts
-    columns = {c: j for j, c in enumerate(dict.fromkeys(itertools.chain.from_iterable(each)))}
-    return list(columns), [[columns[c] for c in mine] for mine in each]
+    """(all conditions, each once; the numbers of those that each prompt has)."""
+    by_prompt = each_prompts(conditions, prompts)
+    if by_prompt and all(prompt_conditions is by_prompt[0] for prompt_conditions in by_prompt):
+        return by_prompt[0], [list(range(len(by_prompt[0])))] * prompts
+    columns = {c: j for j, c in enumerate(dict.fromkeys(itertools.chain.from_iterable(by_prompt)))}
+    return list(columns), [[columns[c] for c in prompt_conditions] for prompt_conditions in by_prompt]
 
 
 def _rows(
     call: Call, wanted: Sequence[Sequence[int]], prompt_rows: int | None, room: float = math.inf
 ) -> Iterator[Rows]:
-    """Every prompt under its conditions after its prefill, a row each. Neighbours pass through the model together,
-    under the conditions that they share; what would not fit half of the room is spread over several passes."""
+    """Rows of every prompt and condition after its prefill. Neighbouring prompts pass through the model together under
+    the conditions that they share; what does not fit half of the room is spread over several passes."""
     together = prompt_rows or (1 if call.device.type == "cpu" or call.measure_peak else MOST_PROMPTS)
     tokens = math.inf if prompt_rows else PASS_TOKENS
     lengths = [len(text.ids) for text in call.texts]
     for block in blocks(range(len(wanted)), lengths, together, tokens):
-        for alike, asked in asked_together(block, wanted):
-            for columns in groups(call, alike, asked):
+        for alike, shared_columns in asked_together(block, wanted):
+            for columns in groups(call, alike, shared_columns):
                 for members, part in fitting(call, alike, columns, room / 2):
-                    found: list[Rows] = []
+                    rows_read: list[Rows] = []
                     with _short_of_memory(call, itertools.product(members, part)):
-                        found = read(call, members, part)
-                    yield from found
+                        rows_read = read(call, members, part)
+                    yield from rows_read
 
 
 def asked_together(members: Sequence[int], wanted: Sequence[Sequence[int]]) -> list[tuple[list[int], list[int]]]:
-    """Which of these prompts are asked together, and under which conditions: each prompt and condition once."""
+    """Groups of prompts that share conditions, and those conditions; each pair of prompt and condition occurs once."""
     askers: dict[int, list[int]] = {}
     for i in members:
         for j in wanted[i]:
             askers.setdefault(j, []).append(i)
-    found: dict[tuple[int, ...], list[int]] = {}
-    for j, mine in askers.items():
-        found.setdefault(tuple(mine), []).append(j)
-    return [(list(some), columns) for some, columns in found.items()]
+    columns_by_group: dict[tuple[int, ...], list[int]] = {}
+    for j, members_asking in askers.items():
+        columns_by_group.setdefault(tuple(members_asking), []).append(j)
+    return [(list(group), columns) for group, columns in columns_by_group.items()]
 
 
 def blocks(members: Sequence[int], lengths: Sequence[int], together: int, tokens: float) -> list[list[int]]:
-    """Neighbours, at most `together` of them and, padded to the longest, of `tokens`; a single one may have more."""
-    found: list[list[int]] = []
+    """Neighbouring prompts in blocks of at most `together`, which padded to the longest have at most `tokens` tokens; a
+    single prompt may have more."""
+    parts: list[list[int]] = []
     longest = 0
     for i in members:
         longest = max(longest, lengths[i])
-        if not found or len(found[-1]) == together or (len(found[-1]) + 1) * longest > tokens:
-            found.append([])
+        if not parts or len(parts[-1]) == together or (len(parts[-1]) + 1) * longest > tokens:
+            parts.append([])
             longest = lengths[i]
-        found[-1].append(i)
-    return found
+        parts[-1].append(i)
+    return parts
 
 
-# ---- what can be known before anything is computed
+# ---- checks before anything is computed
 
 
 def check_conditions(
     model: PreTrainedModel, texts: Sequence[Prompt], conditions: Conditions, max_new_tokens: int | Sequence[int] = 1,
     facts: ModelFacts | None = None,
 ) -> None:  # fmt: skip
-    """Raise InputError for a condition that a prompt which is asked under it cannot meet. facts: of this model, where
-    they are known."""
-    facts, each = facts or ModelFacts.of(model), each_prompts(conditions, len(texts))
-    known = {c: checked(c) for c in dict.fromkeys(itertools.chain.from_iterable(each))}
-    if any(of is not None and of[0].shared for of in known.values()):
+    """Raise InputError for a condition that one of its prompts cannot meet. facts: those of this model, if the caller
+    has them."""
+    facts, by_prompt = facts or ModelFacts.of(model), each_prompts(conditions, len(texts))
+    readings = {c: checked(c) for c in dict.fromkeys(itertools.chain.from_iterable(by_prompt))}
+    if any(reading is not None and reading[0].shared for reading in readings.values()):
         check_shared(model)
-    for text, mine in zip(texts, each, strict=True):
-        for c in mine:
-            check_met(facts, text, c, known[c])
-    _check_rotation(model, texts, each, new_tokens(max_new_tokens, len(texts)))
+    for text, prompt_conditions in zip(texts, by_prompt, strict=True):
+        for c in prompt_conditions:
+            check_met(facts, text, c, readings[c])
+    _check_rotation(model, texts, by_prompt, new_tokens(max_new_tokens, len(texts)))
 
 
-def check_met(facts: ModelFacts, text: Prompt, c: Condition, known: Known | None) -> None:
-    """Raise InputError if the prompt cannot meet `c`, of which `checked` gave `known`."""
+def check_met(facts: ModelFacts, text: Prompt, c: Condition, reading: Reading | None) -> None:
+    """Raise InputError if the prompt cannot meet `c`. reading: what `checked` returned for `c`."""
     end = boundary(text, c)
-    check_on(c, known, facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
+    check_on(c, reading, facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
 
 
 def _check_rotation(
-    model: PreTrainedModel, texts: Sequence[Prompt], each: Sequence[Sequence[Condition]], new: Sequence[int]
+    model: PreTrainedModel, texts: Sequence[Prompt], by_prompt: Sequence[Sequence[Condition]], new: Sequence[int]
 ) -> None:
-    """Raise InputError for passes over some of the texts that the model would rotate otherwise than others."""
-    pairs = [(text, c) for text, mine in zip(texts, each, strict=True) for c in mine]
+    """Raise InputError if the model would rotate keys differently in the shorter passes than in the longer ones."""
+    pairs = [(text, c) for text, prompt_conditions in zip(texts, by_prompt, strict=True) for c in prompt_conditions]
     parts = [min(boundary(text, c), getattr(c.regime, "chunk", len(text.ids))) for text, c in pairs]
     if parts:
-        longest = max(len(text.ids) + own - 1 for text, own in zip(texts, new, strict=True))
-        what = f"passes of {min(parts)} to {longest} tokens"
-        ensure_one_rotation(model, min(parts), longest, what, "let every prompt and chunk be longer")
+        longest = max(len(text.ids) + most_new - 1 for text, most_new in zip(texts, new, strict=True))
+        description = f"passes of {min(parts)} to {longest} tokens"
+        ensure_one_rotation(model, min(parts), longest, description, "let every prompt and chunk be longer")
 
 
 def whitelisted(text: Prompt, c: Condition) -> set[int]:
@@ -322,7 +324,7 @@ def check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: 
 
 
 def _check_repeat(conditions: Sequence[Condition], repeat: Sequence[int]) -> None:
-    """Raise InputError for a policy that the request to repeat does not serve."""
+    """Raise InputError for a policy that repeats the context if there is no request to repeat it."""
     for c in conditions:
         if c.policy != "full" and find(c.policy).repeated and not repeat:
             raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
@@ -332,14 +334,16 @@ def _backends(
     model: PreTrainedModel, facts: ModelFacts, texts: Sequence[Prompt], conditions: Sequence[Condition],
     backend: str | Mapping[Condition, str],
 ) -> list[str]:  # fmt: skip
-    """Who computes each condition. Raises InputError for what the Triton backend does not do: it never falls back."""
-    asked = [backend if isinstance(backend, str) else backend[c] for c in conditions]
-    for name in asked:
+    """The backend of each condition. Raises InputError for a condition that was given to the Triton backend and that it
+    cannot compute: it never falls back."""
+    requested = [backend if isinstance(backend, str) else backend[c] for c in conditions]
+    for name in requested:
         ensure(BACKENDS, backend=name)
-    found = dict.fromkeys(range(len(asked)))
-    if "auto" in asked:
-        found |= dict(enumerate(obstacles(model, texts[0].ids if texts else [], conditions)))
-    for name, c in zip(asked, conditions, strict=True):
+    reasons: list[str | None] = [None] * len(requested)
+    if "auto" in requested:
+        reasons = obstacles(model, texts[0].ids if texts else [], conditions)
+    for name, c in zip(requested, conditions, strict=True):
         if name == "triton" and (why := obstacle(model, c, facts)):
             raise InputError(f"backend triton: {why} ({c.label}): use backend torch, or auto")
-    return [("torch" if found[j] else "triton") if name == "auto" else name for j, name in enumerate(asked)]
+    chosen = ["torch" if why else "triton" for why in reasons]
+    return [choice if name == "auto" else name for name, choice in zip(requested, chosen, strict=True)]

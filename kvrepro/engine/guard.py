@@ -51,7 +51,7 @@ def ends(o: Observation, prefix: RowCount, suffix: RowCount, static_prompt_end: 
 
 
 def whitelist(o: Observation, table: Tensor) -> Mask:
-    """The tokens whose positions `table` marks, bool [batch, positions]; positions beyond it are not protected.
+    """The tokens whose positions are marked in `table`, bool [batch, positions]; later positions are not protected.
 
     Source: leakage paper, section 5.1 (the set S_req, the same in all layers and heads).
     """
@@ -60,9 +60,9 @@ def whitelist(o: Observation, table: Tensor) -> Mask:
 
 
 def _rows(o: Observation, n: RowCount, name: str) -> Tensor | int:
-    """`n` as [batch or 1, 1, 1], a number as it is; a negative one raises."""
+    """`n` as a tensor [batch or 1, 1, 1], or unchanged if it is one number. Raises InputError for a negative one."""
     if isinstance(n, int) and n >= 0:
-        return n  # nothing to wait for on a GPU
+        return n  # a tensor's check would wait for a GPU
     rows = torch.as_tensor(n, device=o.positions.device).view(-1, 1, 1)
     ensure_none(rows < 0, lambda: InputError(f"{name} is {int(rows.min())}: give 0 or more tokens"))
     return rows

@@ -1,5 +1,5 @@
-"""Peak memory of a stretch of code, measured: by CUDA's allocator, on the CPU by following each tensor's storage. And
-how an error gives memory back."""
+"""Measures the peak memory of a block of code, by CUDA's allocator or on the CPU by following each tensor's storage;
+and frees the memory that an error holds."""
 
 import gc
 import traceback
@@ -64,8 +64,8 @@ class _Meter(TorchDispatchMode):
 
 
 def let_go(error: BaseException) -> None:
-    """The frames that an error came through give up what they hold on to, caches for instance; out of memory, garbage
-    is collected as well, since frames of the model's modules refer to each other."""
+    """Free what the frames of an error's traceback hold, caches for instance. If it is an out-of-memory error, also
+    collect garbage, since frames of the model's modules refer to each other."""
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = None
     if isinstance(error, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""What a policy may look at: one layer's cached tokens, the last queries, and what the forward pass summed up."""
+"""What a policy may look at: one layer's cached tokens, the last queries, and sums from the forward pass."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +18,8 @@ from kvrepro.errors import InputError
 class Observation:
     """One layer of `batch` rows at the moment of an eviction.
 
-    Tokens stand in ascending order of their positions, flush right: a head that holds fewer than its neighbours has
-    dead slots in front, with position -1. So the last column is the newest token of every row and head.
+    Tokens are in ascending order of their positions, flush right: a head that holds fewer than its neighbours has dead
+    slots in front, with position -1. So the last column is the newest token of every row and head.
     """
 
     layer: int
@@ -34,24 +34,24 @@ class Observation:
     output: Tensor | None = None  # output projection per query head, [heads, dim, hidden]
     sums: Mapping[str, Scores] = field(default_factory=dict)  # per token, as named in a policy's `needs`
     span_of: Tensor | None = None  # int64 [batch, seen]: number of the prompt span that each position lies in
-    span_count: int | None = None  # of these spans, where it is known: a GPU need not be asked
+    span_count: int | None = None  # number of these spans, if known without waiting for a GPU
     span_local: bool = False  # fair: queries see their own span only, the window holds each span's last queries
     sliding: int | None = None  # tokens a query of this layer looks back, itself included
     inverse_frequencies: Tensor | None = None  # [dim / 2] of the rotation, radians per position
-    seed: int | RowInts = 0  # of what is drawn, for all rows or for each
-    step: int = 0  # generated tokens so far, where signals of all layers are observed
-    backend: str = "torch"  # "triton": scorers that have a kernel use it, and may be told what the forward pass knows:
-    log_sums: Tensor | None = None  # the window's log-sum-exp, float32 [batch, heads, window]
-    window_outputs: Query | None = None  # and attention outputs
+    seed: int | RowInts = 0  # for draws, one for all rows or one for each
+    step: int = 0  # generated tokens so far, in `SharedCap`
+    backend: str = "torch"  # "triton": scorers that have a kernel use it
+    log_sums: Tensor | None = None  # the window's log-sum-exp from the forward pass, float32 [batch, heads, window]
+    window_outputs: Query | None = None  # the window's attention outputs from the forward pass
     softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
-    shared_places: Places | None = None  # of the tokens and queries, where they are known already
-    of: tuple["Observation", ...] = ()  # the layers that it stands for, where they are several (`together`)
+    shared_places: Places | None = None  # of the tokens and queries, if another observation made them already
+    of: tuple["Observation", ...] = ()  # the layers that it stands for, if there are several (`together`)
 
     @classmethod
     def together(cls, layers: Sequence["Observation"]) -> "Observation":
-        """Layers of one shape, as rows of one observation: a layer's rows after the other's.
+        """Layers of one shape as one observation, with one layer's rows after the other's.
 
-        What is the layer's own, its number, output projection and rotation, it does not tell.
+        It has no layer number, output projection or rotation, which differ between layers.
         """
         first, n = layers[0], len(layers)
         if n == 1:
@@ -75,22 +75,22 @@ class Observation:
         )  # fmt: skip
 
     def same_places(self, others: Sequence["Observation"]) -> bool:
-        """Do they hold the same tokens, and are they known to?"""
+        """Do the others share this one's `Places`, and so hold the same tokens?"""
         return all(o.places is self.places for o in others)
 
     @property
     def count(self) -> int:
-        """Layers that it stands for."""
+        """The number of layers that it stands for."""
         return max(1, len(self.of))
 
     @cached_property
     def scored(self) -> dict[Hashable, Scores]:
-        """Scores that were asked for, by who asks again."""
+        """Scores computed so far, by scorer and parameters, for other conditions that need the same."""
         return {}
 
     @cached_property
     def places(self) -> Places:
-        """Where its tokens and queries stand: `shared_places`, as long as they are the very ones."""
+        """The places of its tokens and queries: `shared_places`, unless `replace` has changed the tokens or queries."""
         p = self.shared_places
         same = p is not None and p.positions is self.positions and p.query_positions is self.query_positions
         if p is not None and same and (p.sliding, p.span_local) == (self.sliding, self.span_local):
@@ -107,36 +107,41 @@ class Observation:
         return int(self.queries.shape[1] // self.keys.shape[1])
 
     def last(self, window: int) -> "Observation":
-        """The same with the last `window` queries only."""
+        """This observation with the last `window` queries only."""
         first = max(0, self.queries.shape[2] - window)  # not [-window:], which is everything for 0
-        known = {}
+        window_results = {}
         if self.log_sums is not None and self.window_outputs is not None:
-            known = {"log_sums": self.log_sums[:, :, first:], "window_outputs": self.window_outputs[:, :, first:]}
+            window_results = {
+                "log_sums": self.log_sums[:, :, first:],
+                "window_outputs": self.window_outputs[:, :, first:],
+            }
         p = self.places
-        asked = p.noted(("last", window), lambda: replace(p, query_positions=p.query_positions[:, first:]))
-        return replace(self, queries=self.queries[:, :, first:], query_positions=asked.query_positions,
-                       shared_places=asked, **known)  # fmt: skip
+        places_of_last = p.noted(("last", window), lambda: replace(p, query_positions=p.query_positions[:, first:]))
+        return replace(self, queries=self.queries[:, :, first:], query_positions=places_of_last.query_positions,
+                       shared_places=places_of_last, **window_results)  # fmt: skip
 
     def span(self, positions: Tensor) -> Tensor:
-        """Number of the prompt span that each of `positions` [batch, ...] lies in; positions after it: the last's."""
+        """Number of the prompt span that each of `positions` [batch, ...] lies in; positions after the prompt count to
+        its last token's span."""
         where = positions.flatten(1).clamp(0, self.numbered.shape[1] - 1)
         return self.numbered.gather(1, where).view_as(positions)
 
     @property
     def numbered(self) -> Tensor:
-        """`span_of`. Raises InputError where no spans are told apart."""
+        """`span_of`. Raises InputError if the observation has no spans."""
         if self.span_of is None:
             raise InputError("spans of a prompt that nothing splits: give the regime a quota, fair=1 for instance")
         return self.span_of
 
     @cached_property
     def spans(self) -> int:
-        """How many spans are told apart."""
+        """The number of spans."""
         return int(self.numbered.max()) + 1 if self.span_count is None else self.span_count
 
     @cached_property
     def visible(self) -> Tensor:
-        """Bool [batch, kv_heads, window, tokens]: does this query have a say about this token?"""
+        """Whether a query sees a token, under `span_local` of its own span only; bool [batch, kv_heads, window,
+        tokens]."""
         causal = self.places.causal
         if not self.span_local:
             return causal
@@ -144,9 +149,9 @@ class Observation:
 
     @cached_property
     def attention(self) -> Probabilities:
-        """p, float32 `[batch, kv_heads, group, window, tokens]`: softmax over all tokens that the query saw, the
-        window's own among them; 0 elsewhere, for a query that is not there and, under `span_local`, for tokens of other
-        spans: what remains is not renormalised (leakage paper, appendix E)."""
+        """p, float32 `[batch, kv_heads, group, window, tokens]`: softmax over all tokens that the query saw, including
+        the window's own; 0 for other tokens, for absent queries and, under `span_local`, for tokens of other spans,
+        without renormalising the rest (leakage paper, appendix E)."""
         if self.queries.shape[2] == 0:
             raise InputError(
                 "attention without queries: name how many in the policy's parameters, {'window': 16} for instance"
@@ -165,7 +170,7 @@ class Observation:
 
     @cached_property
     def attended(self) -> tuple[Tensor, Query]:
-        """(log-sum-exp [batch, heads, window], outputs) of the window, as the forward pass knew them or by a kernel."""
+        """(log-sum-exp [batch, heads, window], outputs) of the window, from the forward pass or else by a kernel."""
         if self.log_sums is not None and self.window_outputs is not None:
             return self.log_sums, self.window_outputs
         from kvrepro_kernels import window_attention
@@ -189,7 +194,7 @@ class Observation:
 
     @property
     def projection(self) -> Tensor:
-        """`output`, float32 [kv_heads, group, dim, hidden]. Raises InputError where it is not known."""
+        """`output`, float32 [kv_heads, group, dim, hidden]. Raises InputError if the layer has none."""
         if self.output is None:
             raise InputError(f"layer {self.layer} has no output projection that is known: take a policy without it")
         return self.output.unflatten(0, (-1, self.group)).float()

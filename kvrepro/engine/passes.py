@@ -29,7 +29,7 @@ from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layer
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import InputError
 
-Prefixes = tuple[dict[tuple[Any, ...], int], list[Rows]]  # what is compressed -> the prompt it passed with; their rows
+Prefixes = tuple[dict[tuple[Any, ...], int], list[Rows]]  # prefix -> number of the prompt it was read with; their rows
 
 
 @dataclass
@@ -48,21 +48,21 @@ class Call:
     seed: int = 0
     isolate: bool = False
     scalings: dict[int, float] = field(default_factory=dict)
-    notes: dict[Tag, dict[str, Any]] = field(default_factory=dict)  # what is known of each row before it has decoded
+    notes: dict[Tag, dict[str, Any]] = field(default_factory=dict)  # fields of `Generation` that the prefill fills
     failed: dict[Tag, Exception] = field(default_factory=dict)
     prefixes: dict[tuple[Any, ...], Prefixes] = field(default_factory=dict)  # offline, the last of each group
-    # A study may put policies in the place of the catalogue's, and be told which tokens the rows pick at each step.
+    # A study may replace policies of the catalogue, and watch which tokens the rows pick at each step.
     policies: dict[str, Policy] = field(default_factory=dict)
     watch: Callable[[Rows, Tensor], None] | None = None
-    captures: int = 3  # times that a step may still fail to be captured, before none is
-    device: torch.device = field(init=False)  # the model's, which it would look for among its weights each time
+    captures: int = 3  # failed captures of a step that are still allowed before capturing is given up
+    device: torch.device = field(init=False)  # the model's; `model.device` searches the weights at each access
 
     def __post_init__(self) -> None:
         self.facts, self.device = self.facts.by(self.backend), self.model.device
 
     @property
     def max_new_tokens(self) -> int:
-        """Of the longest answer."""
+        """The most tokens of any answer."""
         return max(self.new_tokens, default=0)
 
     @property
@@ -72,23 +72,23 @@ class Call:
         return int(layers * self.model.dtype.itemsize)
 
     def policy(self, j: int) -> Policy | None:
-        """Of condition `j`; None: everything stays."""
+        """The policy of condition `j`; None for the full cache."""
         name = self.conditions[j].policy
         return None if name == "full" else self.policies.get(name) or find(name)
 
     def evictor(self, j: int) -> Policy | None:
-        """The same, if it evicts."""
+        """The policy of condition `j` if it evicts, else None."""
         policy = self.policy(j)
         return policy if policy is not None and policy.frees else None
 
     def forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any) -> Tensor:
-        """Logits of the token after the last, [batch, vocabulary]."""
+        """Logits of the next token, [batch, vocabulary]."""
         padding = {"attention_mask": (positions >= 0).long()} if bool((positions < 0).any()) else {}
         return self.run(ids, positions.clamp(min=0), cache, attention, **padding)
 
     def run(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any, **padding: Tensor) -> Tensor:
-        """The same without padding, or told of it, which waits for nothing; on a GPU where kernels compute, norms and
-        rotations are kernels too."""
+        """`forward` without looking for padding, which would wait for the GPU; `padding` is the model's attention mask.
+        With backend triton on a GPU, norms and rotations are computed by kernels too."""
         kernels = self.backend == "triton" and self.device.type == "cuda"
         with in_few_launches(self.model) if kernels else nullcontext():
             return self.model(
@@ -104,7 +104,7 @@ class Call:
 
 
 class Scaled:
-    """Passes attention on, and remembers each layer's scaling."""
+    """Passes calls of `attend` on to `inner`, and remembers each layer's scaling."""
 
     def __init__(self, inner: Any, scalings: dict[int, float]):
         self.inner, self.scalings = inner, scalings
@@ -117,9 +117,9 @@ class Scaled:
 
 
 def boundary(text: Prompt, c: Condition) -> int:
-    """Tokens of the prompt that `c` compresses; what follows them is read afterwards, through what is left.
+    """Number of the prompt's first tokens that `c` compresses. The model reads the rest after the compression.
 
-    Raises InputError for a span that the prompt does not have.
+    Raises InputError for a span that the prompt does not have, and where there is nothing to compress or to split.
     """
     n = len(text.ids)
     for name in {*c.whitelist, *c.spans, *({c.until} - {"", *text.turns})}:
@@ -136,32 +136,33 @@ def boundary(text: Prompt, c: Condition) -> int:
 
 
 def groups(call: Call, members: list[int], columns: Sequence[int]) -> list[list[int]]:
-    """Conditions that one forward pass serves: equal boundaries; chunks pass through caches of their own."""
-    found: dict[tuple[Any, ...], list[int]] = {}
+    """Split conditions into groups that one forward pass can serve: with equal boundaries and, of `Chunked`, equal
+    chunks."""
+    columns_by_pass: dict[tuple[Any, ...], list[int]] = {}
     for j in columns:
         c = call.conditions[j]
         ends = tuple(boundary(call.texts[i], c) for i in members)
         chunk = (c.regime.chunk, c.execution) if isinstance(c.regime, Chunked) else None
         alone = j if call.measure_peak else None
-        watched = call.backend == "triton" and isinstance(c.regime, SharedCap)  # whose pass is plain PyTorch's
-        found.setdefault((ends, isinstance(c.regime, Offline), chunk, alone, watched), []).append(j)
-    return list(found.values())
+        watched = call.backend == "triton" and isinstance(c.regime, SharedCap)  # plain PyTorch runs this pass
+        columns_by_pass.setdefault((ends, isinstance(c.regime, Offline), chunk, alone, watched), []).append(j)
+    return list(columns_by_pass.values())
 
 
 def fitting(
     call: Call, members: Sequence[int], columns: Sequence[int], room: float
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts and conditions of passes whose rows take at most `room` bytes: fewer prompts at first, then runs of the
-    columns for one prompt; a single row may take more."""
+    """Prompts and conditions of passes whose rows take at most `room` bytes. First the prompts are halved, then the
+    columns of a single prompt are split; a single row may take more."""
     if room == math.inf:
         return [(list(members), list(columns))]
-    each = [call.token_bytes * sum(_row_tokens(call, i, j) for i in members) for j in columns]
-    if sum(each) > room and len(members) > 1:
+    bytes_by_column = [call.token_bytes * sum(_row_tokens(call, i, j) for i in members) for j in columns]
+    if sum(bytes_by_column) > room and len(members) > 1:
         half = len(members) // 2
-        return [part for some in (members[:half], members[half:]) for part in fitting(call, some, columns, room)]
+        return fitting(call, members[:half], columns, room) + fitting(call, members[half:], columns, room)
     parts: list[list[int]] = []
     held = math.inf
-    for j, more in zip(columns, each, strict=True):
+    for j, more in zip(columns, bytes_by_column, strict=True):
         if held + more > room:
             parts.append([])
             held = 0.0
@@ -171,8 +172,8 @@ def fitting(
 
 
 def room_taken(call: Call, rows: Rows) -> int:
-    """Bytes of keys and values that rows hold, and on a GPU of those that their answers add until the next eviction; a
-    CPU's room is there for more than it holds."""
+    """Bytes of keys and values that rows hold, on a GPU with those that their answers add until the next eviction; on a
+    CPU these have room beside `CPU_ROOM`."""
     if call.device.type == "cpu":
         return rows.cache.bytes
     new = call.new_tokens
@@ -181,7 +182,7 @@ def room_taken(call: Call, rows: Rows) -> int:
 
 
 def _row_tokens(call: Call, i: int, j: int) -> int:
-    """Most tokens that a layer holds of a prompt under a condition, with the answer."""
+    """The most tokens that a layer holds of prompt `i` and its answer under condition `j`."""
     c, text = call.conditions[j], call.texts[i]
     end = boundary(text, c)
     kept = min(end, budget_of(c, end)) if isinstance(c.regime, Prefill) else end  # others evict later
@@ -189,30 +190,31 @@ def _row_tokens(call: Call, i: int, j: int) -> int:
 
 
 def read(call: Call, members: list[int], columns: list[int]) -> list[Rows]:
-    """Rows of these prompts and conditions after the eviction at the end of what they compress."""
+    """Rows of these prompts and conditions after the eviction at the end of their compressed parts."""
     c = call.conditions[columns[0]]
     ends = [boundary(call.texts[i], c) for i in members]
     return (_reused if isinstance(c.regime, Offline) else _passes)(call, members, ends, columns)
 
 
 def _passes(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
-    """All prompts in one pass, as far as they can share one. What fails with several is tried with each alone."""
+    """All prompts in one pass, as far as they can share one. A condition that fails then is tried again with each
+    prompt alone."""
     chunked = isinstance(call.conditions[columns[0]].regime, Chunked)
     repeated = any(policy.repeated for j in columns if (policy := call.evictor(j)) is not None)
     if chunked or repeated:  # neither a chunk nor a repetition is padded
         alike = {end: [i for i, e in zip(members, ends, strict=True) if e == end] for end in ends}
-        return [row for end, some in alike.items() for row in _pass(call, some, [end] * len(some), columns)]
-    found = _pass(call, members, ends, columns)
+        return [row for end, same_end in alike.items() for row in _pass(call, same_end, [end] * len(same_end), columns)]
+    rows = _pass(call, members, ends, columns)
     failed = [j for j in columns if len(members) > 1 and (members[0], j) in call.failed]
     for i, end in zip(members, ends, strict=True) if failed else ():
         call.failed = {tag: error for tag, error in call.failed.items() if tag[0] != i or tag[1] not in failed}
-        found += _pass(call, [i], [end], failed)
-    return found
+        rows += _pass(call, [i], [end], failed)
+    return rows
 
 
 def _reused(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
-    """A prefix is compressed once; each request gets a copy of what is left."""
-    first, blocks = call.prefixes.pop(tuple(columns), ({}, []))  # of each prefix the prompt that it passed with
+    """Compress each prefix once, and give each prompt that begins with it a copy of the survivors."""
+    first, blocks = call.prefixes.pop(tuple(columns), ({}, []))  # first: the prompt that each prefix was read with
     keys, new = [], {}
     for i, end in zip(members, ends, strict=True):
         text = call.texts[i]
@@ -220,87 +222,87 @@ def _reused(call: Call, members: list[int], ends: list[int], columns: list[int])
         keys.append((tuple(text.ids[:end]), marked))
         if first.setdefault(keys[-1], i) == i:
             new[i] = end
-    if new and (made := _passes(call, list(new), list(new.values()), columns)):
-        blocks = [*blocks, joined(made)]
-    asked = {i: first[key] for i, key in zip(members, keys, strict=True)}
-    for i, of in asked.items():  # what fails on a prefix fails for every request
-        call.failed |= {(i, j): call.failed[of, j] for j in columns if (of, j) in call.failed}
-    found = [_copied(call, rows, asked) for rows in blocks]
-    last = asked[members[-1]]
+    if new and (new_rows := _passes(call, list(new), list(new.values()), columns)):
+        blocks = [*blocks, joined(new_rows)]
+    reader_of = {i: first[key] for i, key in zip(members, keys, strict=True)}
+    for i, reader in reader_of.items():  # an error on a prefix is an error of every prompt with it
+        call.failed |= {(i, j): call.failed[reader, j] for j in columns if (reader, j) in call.failed}
+    copies = [_copied(call, rows, reader_of) for rows in blocks]
+    last = reader_of[members[-1]]
     again = [_of_prompt(rows, last) for rows in blocks]
     call.prefixes[tuple(columns)] = ({keys[-1]: last}, [rows for rows in again if rows is not None])
-    return [rows for rows in found if rows is not None]
+    return [rows for rows in copies if rows is not None]
 
 
 def _of_prompt(rows: Rows, prompt: int) -> Rows | None:
     """The rows of this prompt alone."""
-    mine = [b for b, (i, _) in enumerate(rows.tags) if i == prompt]
-    return rows if len(mine) == len(rows) else rows.take(mine) if mine else None
+    numbers = [b for b, (i, _) in enumerate(rows.tags) if i == prompt]
+    return rows if len(numbers) == len(rows) else rows.take(numbers) if numbers else None
 
 
-def _copied(call: Call, rows: Rows, asked: dict[int, int]) -> Rows | None:
-    """What is left of prefixes, for every request to them. asked: of each request the prompt that its prefix passed
-    with."""
+def _copied(call: Call, rows: Rows, reader_of: dict[int, int]) -> Rows | None:
+    """Copies of the rows of compressed prefixes, one for each prompt and condition. reader_of: for each prompt the one
+    that its prefix was read with."""
     places: dict[int, list[int]] = {}
-    for b, (of, _) in enumerate(rows.tags):
-        places.setdefault(of, []).append(b)
-    chosen = [(i, b) for i, of in asked.items() for b in places.get(of, ())]
+    for b, (reader, _) in enumerate(rows.tags):
+        places.setdefault(reader, []).append(b)
+    chosen = [(i, b) for i, reader in reader_of.items() for b in places.get(reader, ())]
     if not chosen:
         return None
     copy = rows.take([b for _, b in chosen])
-    for (i, _), (of, j) in zip(chosen, copy.tags, strict=True):
-        call.notes[i, j] = call.notes[of, j] | ({} if i == of else {"prefill_seconds": 0.0})
+    for (i, _), (reader, j) in zip(chosen, copy.tags, strict=True):
+        call.notes[i, j] = call.notes[reader, j] | ({} if i == reader else {"prefill_seconds": 0.0})
     copy.tags = [(i, j) for (i, _), (_, j) in zip(chosen, copy.tags, strict=True)]
     copy.texts = [call.texts[i] for i, _ in chosen]
     return copy
 
 
 def _pass(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
-    """One pass, timed; what each row kept is noted."""
+    """One timed pass, which notes what each row kept."""
     began = time.perf_counter()
     with Peak(call.device, call.measure_peak) as peak:
         run = _chunked if isinstance(call.conditions[columns[0]].regime, Chunked) else _prefill
-        found = run(call, members, ends, columns)
+        rows_read = run(call, members, ends, columns)
     if call.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - began) / (len(members) * len(columns))
-    for rows in found:
+    for rows in rows_read:
         if rows.signals is not None:
             kept = kept_by_all_layers(rows.signals)
         else:
             kept = kept_sets(call.facts, rows.cache, [ends[members.index(i)] for i, _ in rows.tags], call.kept_sets)
         for tag, note in zip(rows.tags, kept, strict=True):
             call.notes[tag] = note | {"prefill_seconds": seconds, "peak_bytes": peak.bytes}
-    return found
+    return rows_read
 
 
 def _jobs(
     call: Call, members: list[int], ends: list[int], columns: list[int], positions: Tensor | None = None
 ) -> list[EvictionJob]:
-    """One job per condition, its rows these prompts."""
+    """One job per condition, with one row for each of these prompts."""
     texts = [call.texts[i] for i in members]
     if positions is None:
         positions = call.padded([text.ids[:end] for text, end in zip(texts, ends, strict=True)])[1]
 
     def seeds() -> list[int]:
-        """A prompt's draws depend on what is compressed of it, not on its place in a batch."""
+        """A prompt's draws depend on its compressed part, not on its place in a batch."""
         read = [text.ids[:end] for text, end in zip(texts, ends, strict=True)]
         return [zlib.crc32(str(ids).encode()) + (call.seed << 32) for ids in read]
 
     prompts = Prompts(positions, [text.spans for text in texts], seeds)
-    found = []
+    jobs = []
     for j in columns:
         c = call.conditions[j]
         policy = call.policy(j)
         parameters = policy.reading(c.reading, c.switches) if policy else {}
         sizes = [budget_of(c, call.facts.held(end)) for end in ends]
         draws = [generator(parameters, text.ids) for text in texts] if policy and policy.shared else []
-        found.append(EvictionJob([c] * len(members), call.evictor(j), parameters, sizes, prompts, draws))
-    return found
+        jobs.append(EvictionJob([c] * len(members), call.evictor(j), parameters, sizes, prompts, draws))
+    return jobs
 
 
 def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
-    """One forward pass for all of `columns`; a layer's keys and values are gone when the next one is computed."""
+    """One forward pass for all of `columns`; a layer's full keys and values are freed before the next layer."""
     texts = [call.texts[i] for i in members]
     ids, positions = call.padded([text.ids[:end] for text, end in zip(texts, ends, strict=True)])
     jobs = _jobs(call, members, ends, columns, positions)
@@ -313,28 +315,28 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
     if any(job.repeated for job in jobs if job.error is None):
         reconstruct(call.model, attention, call.repeat, ids, positions, cache)
     attention.finish(width=max(ends) + call.max_new_tokens)
-    found = {}
+    finished = {}
     for job, j in zip(jobs, columns, strict=True):
         if job.error is not None:
             continue
-        mine = cache.rows(torch.arange(len(members), device=call.device))
-        mine.ragged = {n: job.layers[n] for n in sorted(job.layers)}
-        seen = seen_by([mine.ragged[n] for n in call.facts.evictable], held.device)
+        survivors = cache.rows(torch.arange(len(members), device=call.device))
+        survivors.ragged = {n: job.layers[n] for n in sorted(job.layers)}
+        seen = seen_by([survivors.ragged[n] for n in call.facts.evictable], held.device)
         lost = (seen < held).any(1) if job.signals is None else job.signals.evicted > 0
         tags, single = [(i, j) for i in members], [job.row(b) for b in range(len(members))]
-        found[j] = Rows(tags, single, texts, mine, logits, prompts.lengths.clone(), lost.long(), job.signals)
+        finished[j] = Rows(tags, single, texts, survivors, logits, prompts.lengths.clone(), lost.long(), job.signals)
         job.layers = {}
-    attention.settle()  # last: it waits for a GPU
+    attention.settle()  # comes last because it waits for the GPU
     for job, j in zip(jobs, columns, strict=True):
         if job.error is not None:
             call.failed |= {(i, j): job.error for i in members}
-    return [found[j] for job, j in zip(jobs, columns, strict=True) if job.error is None]
+    return [finished[j] for job, j in zip(jobs, columns, strict=True) if job.error is None]
 
 
 def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
     """The prompt in chunks, each attending to what is left of the earlier ones and to itself."""
     jobs = _jobs(call, members, ends, columns)
-    each = [job.row(b) for job in jobs for b in range(len(members))]
+    row_jobs = [job.row(b) for job in jobs for b in range(len(members))]
     texts = [call.texts[i] for _ in jobs for i in members]
     ids_of = [call.texts[i].ids[:end] for _ in jobs for i, end in zip(members, ends, strict=True)]
     window = max(job.window for job in jobs)
@@ -343,15 +345,15 @@ def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]
     _open(call, cache, len(texts), {n for job in jobs for n in job.sums})
     lengths = torch.tensor([len(ids) for ids in ids_of], device=call.device)
     tags = [(i, j) for j in columns for i in members]
-    rows = Rows(tags, each, texts, cache, torch.empty(0), torch.zeros_like(lengths), torch.zeros_like(lengths))
+    rows = Rows(tags, row_jobs, texts, cache, torch.empty(0), torch.zeros_like(lengths), torch.zeros_like(lengths))
     for a in range(0, int(lengths.max()), chunk):
         ids, positions = call.padded([t[a : a + chunk] for t in ids_of], [a] * len(ids_of))
         rows.logits = call.forward(ids, positions, cache, extend(cache, positions, window))
         rows.seen = torch.minimum(lengths, rows.seen + chunk)
         last = a + chunk >= int(lengths.max())
-        budgets = [_chunk_budget(job, call.facts, s, last) for job, s in zip(each, rows.seen.tolist(), strict=True)]
+        budgets = [_chunk_budget(job, call.facts, s, last) for job, s in zip(row_jobs, rows.seen.tolist(), strict=True)]
         rows.calls += evict_rows(call.facts, rows, budgets, call.scalings, call.isolate)
-    for layer in cache.ragged.values():  # what served the next eviction: there is none
+    for layer in cache.ragged.values():  # no eviction follows that would need these
         layer.sums, layer.queries, layer.query_positions = {}, None, None
     call.failed |= {rows.tags[row]: error for row, error in rows.failed.items()}
     alive = [row for row in range(len(rows)) if row not in rows.failed]
@@ -364,15 +366,15 @@ def _open(call: Call, cache: EngineCache, batch: int, sums: set[str]) -> None:
         output, kv_heads = call.facts.outputs[n], call.facts.kv_heads[n]
         empty = torch.zeros(batch, kv_heads, 0, output.shape[1], dtype=call.model.dtype, device=output.device)
         none = torch.zeros(batch, kv_heads, 0, dtype=torch.long, device=output.device)
-        mine = {name: none.float() for name in sums if n in call.facts.evictable}
-        cache.ragged[n] = RaggedLayer.of(empty, empty, none, none.bool(), mine)
+        empty_sums = {name: none.float() for name in sums if n in call.facts.evictable}
+        cache.ragged[n] = RaggedLayer.of(empty, empty, none, none.bool(), empty_sums)
 
 
 def _chunk_budget(job: EvictionJob, facts: ModelFacts, seen: int, last: bool) -> int:
-    """Tokens to keep after a chunk, given tokens seen; DropKV's standalone cache.
+    """Tokens to keep after a chunk, given the tokens seen so far. Source: DropKV's standalone cache.
 
-    last_chunk: everything stays until the end. every_chunk: the share of what was seen, or the budget. budget: the
-    budget once it is exceeded.
+    last_chunk: all, until the last chunk. every_chunk: the share of the tokens seen, or the budget. budget: the budget
+    as soon as it is exceeded.
     """
     when = getattr(job.condition.regime, "when", "last_chunk")
     if last or when == "budget":

@@ -1,7 +1,7 @@
-"""Where a layer's tokens and the window's queries stand, and what follows from that alone.
+"""The positions of a layer's tokens and of the window's queries, with masks and counts that depend only on them.
 
-Most layers of a model hold the same tokens: in a prompt's pass they share one `Places`, so that nothing here is
-computed layer after layer.
+Most layers of a model hold the same tokens. In a prompt's pass they share one `Places`, so that its masks are computed
+once and not in every layer.
 """
 
 from collections.abc import Callable, Hashable
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """As in `Observation`, whose tokens these are."""
+    """The positions of an observation's tokens and queries; fields as in `Observation`."""
 
     positions: Positions
     query_positions: WindowPositions
@@ -30,14 +30,14 @@ class Places:
     def _noted(self) -> dict[Hashable, object]:
         return {}
 
-    def noted(self, what: Hashable, make: Callable[[], T]) -> T:
-        """What somebody else derives from these places, by a name of its own: made once."""
-        if what not in self._noted:
-            self._noted[what] = make()
-        return self._noted[what]  # type: ignore[return-value]
+    def noted(self, name: Hashable, make: Callable[[], T]) -> T:
+        """A value that another module derives from these places by `make`, computed once for each name."""
+        if name not in self._noted:
+            self._noted[name] = make()
+        return self._noted[name]  # type: ignore[return-value]
 
     def repeated(self, n: int) -> "Places":
-        """Those of `n` layers that hold the same tokens, a layer's rows after the other's."""
+        """The places of `n` layers that hold the same tokens, one layer's rows after the other's."""
         alike = self.positions.stride(1) == 0  # all heads hold the same tokens
         where = self.positions[:, :1] if alike else self.positions
         positions = where.repeat(n, 1, 1).expand(-1, self.positions.shape[1], -1)
@@ -60,16 +60,15 @@ class Places:
 
     @cached_property
     def window(self) -> Mask:
-        """The tokens of the window: from its first query on; under `span_local` those of its queries, wherever in the
-        prompt they stand."""
-        asked = self.query_positions.contiguous()
-        if not asked.shape[1]:
+        """The tokens of the window: all from its first query on; under `span_local` those at its queries' positions."""
+        queries = self.query_positions.contiguous()
+        if not queries.shape[1]:
             return self.nothing
         if not self.span_local:  # the last tokens seen, without gaps
             return self.alive & (self.positions >= self._first_query[..., None])
         where = self.positions.flatten(1)  # both ascend
-        place = torch.searchsorted(asked, where).clamp(max=asked.shape[1] - 1)
-        return (asked.gather(1, place) == where).view_as(self.positions) & self.alive
+        place = torch.searchsorted(queries, where).clamp(max=queries.shape[1] - 1)
+        return (queries.gather(1, place) == where).view_as(self.positions) & self.alive
 
     @cached_property
     def past(self) -> Mask:
@@ -82,7 +81,8 @@ class Places:
 
     @cached_property
     def causal(self) -> Tensor:
-        """Bool [batch, kv_heads, window, tokens]: did this query look at this token?"""
+        """Whether a query may see a token: not later and, in a sliding layer, within its window; bool [batch, kv_heads,
+        window, tokens]."""
         token, query = self.positions[:, :, None], self.query_positions[:, None, :, None]
         seen = (token >= 0) & (token <= query)
         if self.sliding is not None:
@@ -99,7 +99,7 @@ class Places:
 
     @cached_property
     def present(self) -> RowInts:
-        """Queries that are there."""
+        """The number of each row's queries, without padding."""
         return (self.query_positions >= 0).sum(1)
 
     @cached_property
@@ -108,7 +108,8 @@ class Places:
         return self.dead.sum(-1, dtype=torch.int32)
 
     def _slots_before(self, positions: Tensor) -> Tensor:
-        """Slots of each head, dead ones among them, before `positions` [batch, any]: int32 [batch, kv_heads, any]."""
+        """The number of each head's slots, dead ones included, before each of `positions` [batch, n]: int32 [batch,
+        kv_heads, n]."""
         where = self.positions if self.positions.stride(1) else self.positions[:, :1]  # all heads hold the same tokens
         wanted = positions[:, None].expand(-1, where.shape[1], -1)
         slots = torch.searchsorted(where.contiguous(), wanted.contiguous(), out_int32=True)

@@ -1,4 +1,4 @@
-"""A policy is data; `evict` says how one is applied."""
+"""Policies as data: their parameters, functions and checks. `kvrepro.engine.evict` applies them."""
 
 import inspect
 import math
@@ -42,8 +42,8 @@ SUMS = {  # what the forward pass can add up for each token and KV head
     "reconstruction_per_norm": "largest attention of each query head while the context is repeated, over the length of "
     "the layer's input at the query",
 }
-REPEATED = {"reconstruction", "reconstruction_per_norm"}  # of these, what comes of repeating the context
-GIVEN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # what a policy's functions get, and may name besides
+REPEATED = {"reconstruction", "reconstruction_per_norm"}  # the sums that need a repetition of the context
+GIVEN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # arguments of each function; what it may also name
     "score": (("o",), ("budget", "guarded", "draws")),
     "shield": (("o", "scores", "budget"), ("guarded",)),
     "allocate": (("scores", "protected", "budget"), ("o",)),
@@ -61,25 +61,25 @@ FIELDS = {  # what a condition may say
     "execution": ("physical", "masked"),
     "bits": (4, None),
 }
-LONGEST_TITLE = 60  # signs, in a figure's legend and in the id of a verdict
+LONGEST_TITLE = 60  # characters, in a figure's legend and in the id of a verdict
 MARKUP = frozenset("<>*$[]|`\\")
 Parameters = Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a method decides. Every function takes the parameters it names, from `parameters` in the reading asked for.
+    """How a method decides. Each function gets those parameters that it names, with their values in the chosen reading.
 
     parameters: the paper's; as_run: those in which the public code (`code`) differs. The functions' annotations say
-    what each may be (`kvrepro.engine.allowed`). Three names mean the same for all: the last `window` queries are shown
-    to the scorer; the `recent` newest and `sinks` oldest tokens are protected.
-    shield(o, scores, budget, ...): tokens exempt on the method's own account, before heads get their counts.
-    refine(o, scores, counts, ...) -> (scores, exempt tokens): a second stage, once heads know their counts.
-    across(scores, protected, budget, ...) -> (scores, counts): budgets that need every layer's scores, lists over
-    layers; it may name `summaries`, what `summary(o, ...)` [batch] says of each, and `observations`. Such a policy
-    evicts after the last layer.
-    needs: `Observation.sums` that the forward pass must provide (`SUMS`); needs_if: sum -> (parameter, value) of those
-    that only one value of a parameter asks for.
+    which values are allowed (`kvrepro.engine.allowed`). Three names mean the same for all policies: the last `window`
+    queries are shown to the scorer; the `recent` newest and `sinks` oldest tokens are protected.
+    shield(o, scores, budget, ...): a mask of tokens that the method itself protects, before heads get their counts.
+    refine(o, scores, counts, ...) -> (scores, exempt tokens): a second stage, after heads got their counts.
+    across(scores, protected, budget, ...) -> (scores, counts): budgets that need every layer's scores; lists over
+    layers. It may also name `observations`, and `summaries`, the results of `summary(o, ...)` [batch] for each layer.
+    Such a policy evicts after the last layer.
+    needs: `Observation.sums` that the forward pass must provide (`SUMS`); needs_if: sum -> (parameter, value) for sums
+    that are needed only with that value of a parameter.
     """
 
     title: str
@@ -97,8 +97,8 @@ class Policy:
     needs_if: Mapping[str, tuple[str, object]] = field(default_factory=dict)
     budget: str = "uniform"  # or "per layer", "per head", "joint"
     refuses: Mapping[str, str] = field(default_factory=dict)  # regime -> why the policy cannot exist there
-    ties: tuple[str, ...] | None = None  # of `SharedCap`: sums that order equal scores, before the position does
-    together: bool = False  # a GPU may judge several layers as rows of one: nothing asks for the layer or for draws
+    ties: tuple[str, ...] | None = None  # `SharedCap`: sums that order equal scores, before the position does
+    together: bool = False  # a GPU may judge several layers as rows of one: no function uses the layer or draws
     frees: bool = True  # False: pages are selected for each query and nothing is evicted
 
     @property
@@ -117,39 +117,45 @@ class Policy:
 
     @property
     def rule(self) -> str:
-        """The first sentences of its scorer, its formula, and of what else decides, a line each."""
+        """The first sentences of its scorer's docstring, which is its formula, and of its other functions', as
+        lines."""
         deciding = [f for f in self.functions if f is not allocate.uniform]
         return "\n".join(filter(None, map(first_sentence, deciding)))
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Its parameters that name a file, which belongs to one model."""
+        """The names of its parameters that name a file, which belongs to one model."""
         return tuple(key for key in {**self.parameters, **self.as_run} if self.kind(key) is str)
 
     def reading(self, name: str, switches: Sequence[tuple[str, object]] = ()) -> dict[str, object]:
-        """Its parameters in a reading, single ones overridden. Raises InputError for what it does not know."""
+        """Its parameters in a reading, with `switches` in the place of single ones. Raises InputError for unknown
+        names and values that are not allowed."""
         ensure(READINGS, reading=name)
-        known = {**self.parameters, **self.as_run}
+        defaults = {**self.parameters, **self.as_run}
         for key, _ in switches:
-            if key not in known and (self.shared or key not in ("sinks", "recent")):  # which others can protect
-                raise InputError(f"{self.title} has no parameter {key!r}: it has {', '.join(known) or 'none'}")
+            if key not in defaults and (self.shared or key not in ("sinks", "recent")):  # the engine protects these
+                raise InputError(f"{self.title} has no parameter {key!r}: it has {', '.join(defaults) or 'none'}")
         if len(dict(switches)) < len(switches):
             raise InputError(f"switches {switches} for {self.title} name a parameter twice: drop one")
-        found = {**(known if name == "as_run" else self.parameters), **dict(switches)}
-        if found.get("recent") == "window":  # the window itself is protected
-            found["recent"] = found.get("window")
-        for key, value in found.items():
+        parameters = {**(defaults if name == "as_run" else self.parameters), **dict(switches)}
+        if parameters.get("recent") == "window":  # the window itself is protected
+            parameters["recent"] = parameters.get("window")
+        for key, value in parameters.items():
             ensure(self.kind(key), self.title, **{key: value})
-        return found
+        return parameters
 
     def needed(self, parameters: Parameters) -> set[str]:
         """The sums that it needs with these parameters."""
-        asked = {name: self.needs_if.get(name) for name in self.needs}
-        return {name for name, only in asked.items() if only is None or parameters.get(only[0]) == only[1]}
+        needed = set()
+        for name in self.needs:
+            parameter, value = self.needs_if.get(name, (None, None))
+            if parameter is None or parameters.get(parameter) == value:
+                needed.add(name)
+        return needed
 
     @property
     def repeated(self) -> set[str]:
-        """What it must know of a repetition of the context."""
+        """The sums that it needs from a repetition of the context."""
         return REPEATED.intersection(self.needs)
 
     @property
@@ -158,21 +164,21 @@ class Policy:
         return [f for f in every if f is not None]
 
     def kind(self, parameter: str) -> object:
-        """What a parameter may be (`allowed.holds`); anything, where no function of a reader's own policy says."""
+        """The values that a parameter may have (`allowed.holds`); any, if no function of a reader's own policy says."""
         if self.shared and parameter in SWITCHES:
             return SWITCHES[parameter].allowed
         return ENGINES.get(parameter) or allowed.of(self.functions, parameter)
 
 
 def first_sentence(function: Callable[..., Any]) -> str:
-    """Of its docstring, without the full stop."""
+    """The first sentence of a function's docstring, without the full stop."""
     first = " ".join((function.__doc__ or "").strip().split("\n\n")[0].split())
     return re.split(r"(?<!\.)\. ", first)[0].rstrip(".")
 
 
 def call(function: Callable[..., Any], *arguments: object, parameters: Parameters) -> Any:
-    """`function` with the parameters that it names. A reader's own is shown copies: what it writes in place must not
-    reach other conditions."""
+    """Call `function` with those of `parameters` that it names. A reader's own function gets copies, so that writing in
+    place does not change other conditions."""
     given = named(function, parameters)
     if not ours(function):
         arguments, given = copied(arguments), copied(given)
@@ -186,11 +192,11 @@ def named(function: Callable[..., Any], parameters: Parameters) -> dict[str, Any
 
 
 def copied(value: Any) -> Any:
-    """The same, with every tensor in memory of its own: of lists, mappings and dataclasses, too."""
+    """A copy of the value with all its tensors copied, also inside lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
-        return {name: copied(one) for name, one in value.items()}
+        return {name: copied(element) for name, element in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(copied, value))
     if is_dataclass(value) and not isinstance(value, type):
@@ -199,23 +205,21 @@ def copied(value: Any) -> Any:
 
 
 def ours(function: Callable[..., Any]) -> bool:
-    """Does this package define it? A wrapper may go by the name of what it wraps, and is another function."""
+    """Does this package define the function? A wrapper that has the name of the function it wraps does not count."""
     module = str(getattr(function, "__module__", None))
-    found: object = sys.modules.get(module) if module.startswith("kvrepro.") else None
+    candidate: object = sys.modules.get(module) if module.startswith("kvrepro.") else None
     for name in getattr(function, "__qualname__", "").split("."):
-        found = getattr(found, name, None)
-    return found is function
+        candidate = getattr(candidate, name, None)
+    return candidate is function
 
 
 OWN: dict[str, Policy] = {}  # policies that a notebook defines, by name
-RAN: dict[Path, tuple[dict[Path, int], dict[str, Any]]] = {}  # when what a file read was edited, and what it defines
+RAN: dict[Path, tuple[dict[Path, int], dict[str, Any]]] = {}  # file -> (edit times of it and its imports, definitions)
 
 
 def own(name: str, policy: Policy) -> str:
-    """Make a policy known to every study of this process under a name, which it returns; defining it again replaces it.
-
-    Raises InputError for a name of the catalogue.
-    """
+    """Register a policy under a name, for every study of this process, and return the name. A second policy of that
+    name replaces the first. Raises InputError for a name of the catalogue."""
     from kvrepro.engine.catalogue import CATALOGUE
 
     if name in CATALOGUE or name == "full":
@@ -226,39 +230,39 @@ def own(name: str, policy: Policy) -> str:
 
 
 def is_own(name: str) -> bool:
-    """Is it a reader's own policy, and none of the catalogue's?"""
+    """Is it the name of a reader's own policy, and not of the catalogue's?"""
     return name in OWN or ":" in name
 
 
 def find(name: str) -> Policy:
     """The catalogue's policy of that name, or a reader's own: one of `OWN`, or `path/to/file.py:NAME`.
 
-    Raises InputError for a name that none has.
+    Raises InputError for an unknown name, and for a file that fails or does not define the policy.
     """
     from kvrepro.engine.catalogue import CATALOGUE
 
-    found = CATALOGUE.get(name) or OWN.get(name)
-    if found is not None:
-        return found
+    policy = CATALOGUE.get(name) or OWN.get(name)
+    if policy is not None:
+        return policy
     path, colon, attribute = name.rpartition(":")
     if "credit" in name and not colon:
         raise InputError(f"{name} learns from prompt to prompt: run python -m kvrepro.chapters.protection.credit")
     if not colon:
-        known = ", ".join(["full", *CATALOGUE])
-        raise InputError(f"unknown policy {name!r}: choose one of {known}, or path/to/file.py:NAME")
+        names = ", ".join(["full", *CATALOGUE])
+        raise InputError(f"unknown policy {name!r}: choose one of {names}, or path/to/file.py:NAME")
     file = None
     with suppress(OSError):  # a name that is too long for a file
         file = next((root / path for root in (Path.cwd(), ROOT) if path and (root / path).is_file()), None)
     if file is None:
         raise InputError(f"policy {name!r}: no file {path} here or in {ROOT}")
     try:
-        found = _defined(file).get(attribute)
+        policy = _defined(file).get(attribute)
     except (Exception, SystemExit) as error:  # whatever a reader's file raises
         raise InputError(f"policy {name!r}: {file.name} raises {told(error)}") from error
-    if not isinstance(found, Policy):
+    if not isinstance(policy, Policy):
         raise InputError(f"policy {name!r}: {file.name} has no Policy called {attribute}")
-    _ensure_own(name, found)
-    return found
+    _ensure_own(name, policy)
+    return policy
 
 
 def _ensure_own(name: str, policy: Policy) -> None:
@@ -280,7 +284,7 @@ def _ensure_own(name: str, policy: Policy) -> None:
 
 
 def ensure_titles(names: Sequence[str]) -> None:
-    """Raise InputError for a reader's own policy that cannot be found, or is called as another one: figures and
+    """Raise InputError for a reader's own policy that cannot be found or has another policy's title: figures and
     verdicts name policies by their titles."""
     from kvrepro.engine.catalogue import CATALOGUE
 
@@ -292,61 +296,62 @@ def ensure_titles(names: Sequence[str]) -> None:
 
 
 def _defined(file: Path) -> dict[str, Any]:
-    """What a file defines, which is run again when it was edited, or what it imports from its folder."""
-    read, found = RAN.get(file, ({}, {}))
+    """The names that a file defines. It is run again if it, or a file that it imports from its folder, was edited."""
+    read, definitions = RAN.get(file, ({}, {}))
     if not read or any(not at.is_file() or at.stat().st_mtime_ns != edited for at, edited in read.items()):
         edited = file.stat().st_mtime_ns
-        found, imported = _run(file)
-        RAN[file] = {file: edited} | {at: at.stat().st_mtime_ns for at in imported}, found
-    return found
+        definitions, imported = _run(file)
+        RAN[file] = {file: edited} | {at: at.stat().st_mtime_ns for at in imported}, definitions
+    return definitions
 
 
 def _run(file: Path) -> tuple[dict[str, Any], list[Path]]:
-    """What a file defines, and its neighbours that it imports: its folder is on the path while it runs, and what it
-    imports from there is forgotten afterwards, so that another file's neighbour may have the same name."""
-    path, known, quiet = list(sys.path), set(sys.modules), sys.dont_write_bytecode
+    """(names that a file defines, files that it imports from its folder). The folder is on the path while the file
+    runs. Modules from there are removed from `sys.modules` afterwards, so that another folder's may have their names.
+    """
+    path, modules_before, quiet = list(sys.path), set(sys.modules), sys.dont_write_bytecode
     sys.path.insert(0, str(file.parent))
-    sys.dont_write_bytecode = True  # Python takes a file that was edited within a second for the compiled one
+    sys.dont_write_bytecode = True  # Python would not notice that a file was edited within the same second
     imported: list[Path] = []
     try:
         return runpy.run_path(str(file)), imported
     finally:
         sys.path[:], sys.dont_write_bytecode = path, quiet
-        for name in set(sys.modules) - known:
+        for name in set(sys.modules) - modules_before:
             if _lies_in(file.parent, sys.modules[name]):
                 source = getattr(sys.modules.pop(name), "__file__", None)
                 imported += [Path(source)] if source else []  # a package without __init__.py has none
 
 
 def _lies_in(folder: Path, module: ModuleType) -> bool:
-    """Is it a file of the folder, or of a package that lies there? Libraries in a folder below it are not."""
+    """Is the module a file of the folder, or part of a package there? Libraries in a deeper folder do not count."""
     top = folder / module.__name__.partition(".")[0]
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     return any(Path(at) == top.with_suffix(".py") or Path(at).is_relative_to(top) for at in places if at)
 
 
-Known: TypeAlias = tuple[Policy, Parameters]  # a condition's policy, and its parameters in the condition's reading
+Reading: TypeAlias = tuple[Policy, Parameters]  # a condition's policy, and its parameters in the condition's reading
 
 
 def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Sequence[int] = ()) -> None:
-    """Raise InputError if `condition` cannot be met, by any prompt or by one (`check_on`)."""
-    known = checked(condition)
+    """Raise InputError if no prompt can meet `condition`, or if one of `prompt_tokens` tokens cannot (`check_on`)."""
+    reading = checked(condition)
     if prompt_tokens is not None:
-        check_on(condition, known, prompt_tokens, whitelist)
+        check_on(condition, reading, prompt_tokens, whitelist)
 
 
-def check_on(condition: Condition, known: Known | None, tokens: int, whitelist: Sequence[int] = ()) -> None:
-    """Raise InputError if `condition`, of which `checked` gave `known`, cannot be met by a prompt of whose compressed
-    part layers hold so many tokens. whitelist: the protected ones among them, counted from their end: -1 is the last.
-    """
-    if known is not None and known[0].shared:
-        _check_shared(condition, *known, tokens)
-    elif known is not None:
-        _check_budget(condition, *known, tokens, whitelist)
+def check_on(condition: Condition, reading: Reading | None, tokens: int, whitelist: Sequence[int] = ()) -> None:
+    """Raise InputError if a prompt cannot meet `condition`. reading: what `checked` returned for it. tokens: how many
+    tokens of the prompt's compressed part a layer holds. whitelist: the protected ones among them, counted from their
+    end: -1 is the last."""
+    if reading is not None and reading[0].shared:
+        _check_shared(condition, *reading, tokens)
+    elif reading is not None:
+        _check_budget(condition, *reading, tokens, whitelist)
 
 
-def checked(condition: Condition) -> Known | None:
-    """A condition's policy and parameters; None for the full cache. Raises InputError for what no prompt can meet."""
+def checked(condition: Condition) -> Reading | None:
+    """A condition's policy and parameters; None for the full cache. Raises InputError if no prompt can meet it."""
     c = condition
     for name, kind in FIELDS.items():
         ensure(kind, c.policy if name == "budget" else "", **{name: getattr(c, name)})
@@ -399,16 +404,16 @@ def _ensure_callable(name: str, policy: Policy, parameters: Parameters) -> None:
             given = named(function, {**parameters, **dict.fromkeys(more)})
             inspect.signature(function).bind(*arguments, **given)
         except (TypeError, ValueError) as error:
-            what = f"policy {name!r}: its {role} cannot be called with {', '.join(arguments)}"
-            raise InputError(f"{what} ({error}): what else it asks for stands in `parameters`") from None
+            problem = f"policy {name!r}: its {role} cannot be called with {', '.join(arguments)}"
+            raise InputError(f"{problem} ({error}): what else it asks for stands in `parameters`") from None
 
 
 def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: int, whitelist: Sequence[int]) -> None:
-    """Raise InputError for a budget that a prompt of so many tokens cannot meet."""
+    """Raise InputError if a prompt of `tokens` compressed tokens cannot meet the budget."""
     at_once = c.every is None
     if at_once and isinstance(c.budget, int) and c.budget >= tokens:
-        what = "nothing leaves; lower it, or say 1.0" if policy.frees else "every page is read; lower it"
-        raise InputError(f"budget {c.budget} >= {tokens} tokens to compress: {what}")
+        problem = "nothing leaves; lower it, or say 1.0" if policy.frees else "every page is read; lower it"
+        raise InputError(f"budget {c.budget} >= {tokens} tokens to compress: {problem}")
     steps = [tokens]
     if isinstance(c.regime, Chunked) and c.regime.when == "every_chunk":
         steps.append(min(c.regime.chunk, tokens))
@@ -423,19 +428,19 @@ def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: 
         needed = first + last + len(apart)
         parts = {"prefix": prefix, "suffix": suffix, "sinks": sinks, "recent": recent, "whitelist": len(apart)}
         named = [f"{many} {name}" for name, many in parts.items() if many]
-        if budget < (min(needed, seen) if at_once else needed):  # tokens that are yet to come are protected as well
-            what = f"budget {budget} < {needed} protected tokens ({' + '.join(named)})"
+        if budget < (min(needed, seen) if at_once else needed):  # later evictions also protect tokens yet to come
+            problem = f"budget {budget} < {needed} protected tokens ({' + '.join(named)})"
             after = "" if seen == tokens else f" after the first chunk of {seen}"
-            raise InputError(f"{what}{after}: raise the budget or lower the guards")
+            raise InputError(f"{problem}{after}: raise the budget or lower the guards")
 
 
 def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: int | None = None) -> None:
-    """Raise InputError for what `SharedCap` does not have, and for guards that leave nothing to choose."""
+    """Raise InputError for settings that `SharedCap` does not have, and for guards that leave nothing to choose."""
     given = {"whitelist": c.whitelist, "bits": c.bits, "budget": c.budget if isinstance(c.budget, float) else None}
     for name, value in given.items():
         if value:
-            what = f"{name} {value!r} in regime {SharedCap.name!r}"
-            raise InputError(f"{what}, which has no such thing: take DecodeCap()")
+            problem = f"{name} {value!r} in regime {SharedCap.name!r}"
+            raise InputError(f"{problem}, which has no such thing: take DecodeCap()")
     per_head, budget = policy.allocate is not allocate.uniform, budget_of(c, 0)
     prefix, suffix = guarded(c, budget, parameters)
     needed, parts = prefix + suffix, f"{prefix} prefix + {suffix} suffix"
@@ -444,17 +449,17 @@ def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: 
     if policy.shield is not None:
         needed, parts = max(needed, SLW_SINKS + 1), parts + f", or {SLW_SINKS} sinks + 1 recent"
     if budget < needed:
-        what = f"budget {budget} < {needed} protected tokens ({parts})"
-        raise InputError(f"{what}: raise the budget or lower the guards")
+        problem = f"budget {budget} < {needed} protected tokens ({parts})"
+        raise InputError(f"{problem}: raise the budget or lower the guards")
     if tokens is not None and tokens < prefix + suffix:
-        what = f"prompt of {tokens} tokens < {prefix + suffix} protected tokens ({parts})"
-        raise InputError(f"{what}: use a longer prompt or lower the guards")
+        problem = f"prompt of {tokens} tokens < {prefix + suffix} protected tokens ({parts})"
+        raise InputError(f"{problem}: use a longer prompt or lower the guards")
     if c.static_suffix and not per_head and parameters["static_suffix"] == "per_head_only":
-        what = "as run it exists for per-head policies only; set the switch static_suffix to anywhere"
-        raise InputError(f"static_suffix with {c.policy}: {what}")
+        problem = "as run it exists for per-head policies only; set the switch static_suffix to anywhere"
+        raise InputError(f"static_suffix with {c.policy}: {problem}")
     if parameters["empty_suffix"] == "keeps_newest" and parameters["guardrail"] == "honours" and prefix and not suffix:
-        what = "everything is protected and nothing can leave; change one of the two"
-        raise InputError(f"switches empty_suffix = keeps_newest and guardrail = honours: {what}")
+        problem = "everything is protected and nothing can leave; change one of the two"
+        raise InputError(f"switches empty_suffix = keeps_newest and guardrail = honours: {problem}")
 
 
 def budget_of(c: Condition, tokens: int) -> int:
@@ -484,7 +489,7 @@ def table() -> list[dict[str, str]]:
 
 
 def _budget(p: Policy) -> str:
-    """What may differ, and where more than the budget stays."""
+    """The table's words on how a policy's budget may differ between heads and layers, and on what else stays."""
     if not p.frees:
         return "memory stays: pages are chosen per query"
     if p.shared:
@@ -495,11 +500,11 @@ def _budget(p: Policy) -> str:
 
 
 def _needs(p: Policy) -> str:
-    """What the forward pass hands over beside keys and values, and the files of a policy."""
+    """The table's words on what a policy needs beside keys and values: queries, sums, files."""
     window, run = p.parameters.get("window"), p.as_run.get("window")
-    asked = ["each query as it comes"] if not p.frees else []
+    wanted = ["each query as it comes"] if not p.frees else []
     if window:
         other = f" ({run} in the authors’ code)" if run else ""
-        asked += ["the last query" if window == 1 else f"the last {window}{other} queries"]
+        wanted += ["the last query" if window == 1 else f"the last {window}{other} queries"]
     files = [f"a {key.removesuffix('_file')} file of the model" for key in p.files]
-    return ", ".join(asked + [SUMS.get(n, n) for n in p.needs] + files) or "nothing"
+    return ", ".join(wanted + [SUMS.get(n, n) for n in p.needs] + files) or "nothing"

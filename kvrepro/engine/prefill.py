@@ -52,7 +52,7 @@ class PrefillState:
         }  # fmt: skip
         span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in span_names}
-        self._span_counts = {names: int(of.max()) + 1 for names, of in self._span_of.items()}
+        self._span_counts = {names: int(span_of.max()) + 1 for names, span_of in self._span_of.items()}
         self._shown: dict[tuple[tuple[str, ...], int], Tensor] = {}  # by spans and window, the queries' positions
         self._places: dict[tuple[Any, ...], Places] = {}
         self._waiting: dict[int, dict[int, Observation]] = {}  # layers to be decided together: by window, what is seen
@@ -129,9 +129,9 @@ class PrefillState:
             if job.error is not None:
                 continue
             fair, window = job.condition.fair, job.window
-            own = window, None if fair is None else job.condition.spans
+            own_kind = window, None if fair is None else job.condition.spans
             mixed = fair is not None and fair < 1  # with what the policy sees without quotas
-            for kind in {own, (window, None)} if mixed else {own}:
+            for kind in {own_kind, (window, None)} if mixed else {own_kind}:
                 if kind in seen:
                     continue
                 seen[kind] = self._observe(layer, query, key, value, where, sums, scaling, *kind)
@@ -139,12 +139,12 @@ class PrefillState:
                     ends = log_sums[:, :, -window:].clone(), out[:, -window:].transpose(1, 2).contiguous()
                     seen[kind] = replace(seen[kind], log_sums=ends[0], window_outputs=ends[1])
             if not (self.most and job.together):
-                self._decide(job, {layer: seen[own]}, seen[own], seen[window, None] if mixed else None)
+                self._decide(job, {layer: seen[own_kind]}, seen[own_kind], seen[window, None] if mixed else None)
                 continue
-            waits[window] = seen[own]
+            waits[window] = seen[own_kind]
             if not self._waiting:
                 with attempt(job, self.isolate):
-                    prepare(job, seen[own])
+                    prepare(job, seen[own_kind])
         if waits:
             self._wait(layer, waits)
 
@@ -164,7 +164,7 @@ class PrefillState:
         for job in self.jobs if waiting else ():
             if job.error is not None or not job.together:
                 continue
-            seen = {layer: of[job.window] for layer, of in waiting.items()}
+            seen = {layer: seen_by_window[job.window] for layer, seen_by_window in waiting.items()}
             device = next(iter(seen.values())).keys.device
             with self._beside(device, ()):
                 if job.window not in joined:
@@ -188,7 +188,7 @@ class PrefillState:
         elif not sums:
             return None
         newest = positions.amax(1)
-        within = {kind: of for kind in sums if (of := self._span_at(*kind, positions)) is not None}
+        within = {kind: span_of for kind in sums if (span_of := self._span_at(*kind, positions)) is not None}
 
         def watch(p: Tensor, queries: slice) -> None:
             at, n = positions[:, queries], p.shape[-1]  # later tokens may be left out
@@ -196,9 +196,9 @@ class PrefillState:
                 self.signals.see(p, at >= 0 if self.padded else None)
             for kind in sums.keys() - within.keys():
                 sums[kind][..., :n] += per_token(kind[0], p, at, positions[:, None, :n], newest)
-            for kind, of in within.items():
-                asked, told = of[:, None, None, queries, None], of[:, None, None, None, :n]
-                same = (asked == told) | (asked < 0) | (told < 0)  # what lies in no span sees all, and is seen by all
+            for kind, span_of in within.items():
+                seeing, seen = span_of[:, None, None, queries, None], span_of[:, None, None, None, :n]
+                same = (seeing == seen) | (seeing < 0) | (seen < 0)  # a token in no span sees all and is seen by all
                 sums[kind][..., :n] += per_token(kind[0], p * same, at, positions[:, None, :n], newest)
 
         return watch
@@ -219,11 +219,11 @@ class PrefillState:
             place = (places.query_positions + n - self.prompt.lengths[:, None].to(query.device)).clamp(min=0)
             queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
         facts = self.facts if names is None else self.facts.by("torch")
-        mine = {name: s for (name, own), s in sums.items() if own in (None, names)}
+        sums_of_window = {name: s for (name, sum_names), s in sums.items() if sum_names in (None, names)}
         return facts.observe(
             layer, key, self.seeds, values=value, positions=places.positions, queries=queries,
             query_positions=places.query_positions, shared_places=places, seen=self.prompt.lengths.to(query.device),
-            scaling=scaling, sums=mine, span_of=span_of,
+            scaling=scaling, sums=sums_of_window, span_of=span_of,
             span_count=None if names is None else self._span_counts[names], span_local=names is not None,
         )  # fmt: skip
 
@@ -241,7 +241,7 @@ class PrefillState:
     def _shown_of(self, names: tuple[str, ...], window: int) -> Tensor:
         """Positions of the queries that a window over these spans shows, int64 [batch, queries], padded in front."""
         if (names, window) not in self._shown:
-            tables = [of[:length] for of, length in zip(self._span_of[names].cpu(), self.lengths, strict=True)]
+            tables = [spans[:length] for spans, length in zip(self._span_of[names].cpu(), self.lengths, strict=True)]
             chosen = [quota.windows(table, max(window, 1)) for table in tables]
             self._shown[names, window] = pad_sequence(chosen, True, -1, "left").to(self.prompt.positions.device)
         return self._shown[names, window]
@@ -268,12 +268,12 @@ class PrefillState:
             total = job.total(heads, self._held(tokens))
             stays = kept(job, o, None if plain is None else kept(job, plain))
             if total is None:
-                for (layer, own), mine in zip(seen.items(), stays.chunk(o.count), strict=True):
-                    self._store(job, layer, own, mine)
+                for (layer, observation), layer_stays in zip(seen.items(), stays.chunk(o.count), strict=True):
+                    self._store(job, layer, observation, layer_stays)
                 return
             whole = RaggedLayer.of(o.keys, o.values, o.positions, stays, _carried(job, o), total * o.count)
-        for (layer, own), stored in zip(seen.items(), whole.layers(o.count), strict=True):
-            self._hold(job, layer, own, stored)
+        for (layer, observation), stored in zip(seen.items(), whole.layers(o.count), strict=True):
+            self._hold(job, layer, observation, stored)
 
     def _store(self, job: EvictionJob, layer: int, o: Observation, stays: Mask) -> None:
         masked = job.condition.execution == "masked"
@@ -330,18 +330,18 @@ class PrefillState:
         totals = offsets[:, -1].tolist()
         places = stays.nonzero_static(size=sum(totals))[:, 1:]
         positions = job.pending[next(iter(chosen))].observation.positions[places.unbind(1)].int()
-        found = zip(positions.split(totals), places.split(totals), offsets, strict=True)
-        return dict(zip(chosen, found, strict=True))
+        places_by_layer = zip(positions.split(totals), places.split(totals), offsets, strict=True)
+        return dict(zip(chosen, places_by_layer, strict=True))
 
     def _choose_for_all_layers(self, width: int) -> None:
         """`SharedCap`: the state after the prompt, and the first reduction where it comes at step 0."""
-        known: dict[tuple[Reduction, int], Signals] = {}
+        states: dict[tuple[Reduction, int], Signals] = {}
         alike: dict[int, list[tuple[EvictionJob, Tensor]]] = {}
         for job, reduction in self.shared:
             state = reduction, job.first_step
-            if state not in known:
-                known[state] = self.signals.signals(reduction, self.prompt.positions, width, state[1] > 0, job.draws)
-            signals = job.signals = replace(known[state], draws=job.draws)  # states never change in place
+            if state not in states:
+                states[state] = self.signals.signals(reduction, self.prompt.positions, width, state[1] > 0, job.draws)
+            signals = job.signals = replace(states[state], draws=job.draws)  # states never change in place
             with attempt(job, self.isolate):
                 place = None
                 if job.first_step == 0:
@@ -354,8 +354,8 @@ class PrefillState:
                 for layer, pending in job.pending.items():
                     o = pending.observation
                     self._store(job, layer, o, signals.held_at(o.positions, by_any=True))
-        for some in alike.values():
-            _gather(some)
+        for group in alike.values():
+            _gather(group)
         for job, _ in self.shared:
             job.pending.clear()
 
@@ -378,10 +378,10 @@ def _carried(job: EvictionJob, o: Observation) -> dict[str, Tensor]:
     return {n: s for n, s in o.sums.items() if job.again and n in job.sums}
 
 
-def _alike_seen(one: Observation, other: Observation) -> bool:
+def _alike_seen(first: Observation, second: Observation) -> bool:
     """Do two layers hold the same tokens, and attend in the same way?"""
-    same = one.places is other.places and one.keys.shape == other.keys.shape
-    return same and one.scaling == other.scaling and one.softmax is other.softmax
+    same = first.places is second.places and first.keys.shape == second.keys.shape
+    return same and first.scaling == second.scaling and first.softmax is second.softmax
 
 
 def _alike(held: Tensor) -> Tensor | None:

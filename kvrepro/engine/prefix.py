@@ -58,8 +58,8 @@ class Prefix:
         """Write it to a safetensors file, whole or not at all. Raises InputError for a path that takes none."""
         path = Path(path)
         if path.is_dir() or not path.parent.is_dir():
-            what = "that is a folder" if path.is_dir() else f"no folder {path.parent}"
-            raise InputError(f"{path}: {what}, name a file in a folder that is there")
+            problem = "that is a folder" if path.is_dir() else f"no folder {path.parent}"
+            raise InputError(f"{path}: {problem}, name a file in a folder that is there")
         tensors = {"logits": self.logits}
         for number, layer in enumerate(self.cache.layers):
             for name in STATES:
@@ -69,11 +69,11 @@ class Prefix:
             layer.settle()
             parts = {part: getattr(layer, part) for part in PARTS}
             tensors |= {f"{number}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
-        told = {"kind": KIND, "model": self.model, "condition": json.dumps(asdict(self.condition)),
+        metadata = {"kind": KIND, "model": self.model, "condition": json.dumps(asdict(self.condition)),
                 "ids": json.dumps(self.ids)}  # fmt: skip
         try:
             with replaced(path) as aside:
-                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside, told)
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside, metadata)
         except (OSError, SafetensorError) as error:  # a full disk, a folder that takes no files
             raise InputError(f"{path} cannot be written ({first_line(error)}): name another file") from None
         return path
@@ -89,12 +89,12 @@ class Prefix:
                 way_out = "begin with the prefix, unchanged, and let it end where a word does, before the blank"
                 raise InputError(f"the prompt {where} of the prefix's {n} tokens: {way_out}")
         longest = max(len(text.ids) for text in call.texts) + call.max_new_tokens - 1
-        what = f"a prefix of {n} tokens, a text of {longest}"
-        ensure_one_rotation(call.model, n, longest, what, "compress a prefix that is longer")
-        c, own = self.condition, Prompt(self.ids, {})
+        description = f"a prefix of {n} tokens, a text of {longest}"
+        ensure_one_rotation(call.model, n, longest, description, "compress a prefix that is longer")
+        c, whole = self.condition, Prompt(self.ids, {})
         policy = None if c.policy == "full" else find(c.policy)
         parameters = policy.reading(c.reading, c.switches) if policy is not None else {}
-        job = EvictionJob([c], policy, parameters, [budget_of(c, call.facts.held(n))], Prompts.of([own], device))
+        job = EvictionJob([c], policy, parameters, [budget_of(c, call.facts.held(n))], Prompts.of([whole], device))
         tags = [(i, 0) for i in range(batch)]
         call.notes |= dict.fromkeys(tags, {"prefill_seconds": 0.0})
         seen = torch.full((batch,), n, device=device)
@@ -127,15 +127,15 @@ def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
     for another model."""
     try:
         with safe_open(path, "pt") as file:
-            told, names = file.metadata() or {}, file.keys()
+            metadata, names = file.metadata() or {}, file.keys()
             tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise InputError(f"no prefix in {path} ({str(error).splitlines()[0]}): give what Prefix.save wrote") from None
-    if told.get("kind") != KIND:
-        raise InputError(f"{path} is {told.get('kind', 'no prefix')!r}, not {KIND!r}: save it again")
+    if metadata.get("kind") != KIND:
+        raise InputError(f"{path} is {metadata.get('kind', 'no prefix')!r}, not {KIND!r}: save it again")
     try:
-        ensure_same(told["model"], model)
-        return _made(told, tensors, model)
+        ensure_same(metadata["model"], model)
+        return _made(metadata, tensors, model)
     except InputError:
         raise
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -143,9 +143,9 @@ def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
         raise InputError(f"{path} is no whole prefix ({why}): save it again") from None
 
 
-def _made(told: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedModel) -> Prefix:
+def _made(metadata: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedModel) -> Prefix:
     """The prefix of a file's words and tensors. Raises KeyError, TypeError or ValueError for what is none."""
-    c, ids = json.loads(told["condition"]), [int(one) for one in json.loads(told["ids"])]
+    c, ids = json.loads(metadata["condition"]), [int(token) for token in json.loads(metadata["ids"])]
     c |= {"regime": Offline(), "whitelist": (), "switches": tuple((k, v) for k, v in c["switches"])}
     cache, facts = EngineCache(model.config), ModelFacts.of(model)
     for number, output in facts.outputs.items():
@@ -163,7 +163,7 @@ def _made(told: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedMod
             layer, name, place = key.split(".")
             device = next(model.get_decoder().layers[int(layer)].parameters()).device
             getattr(cache, f"update_{name[:-1]}")(state.to(device), int(layer), int(place))
-    return Prefix(ids, Condition(**c), told["model"], cache, tensors["logits"].to(model.device))
+    return Prefix(ids, Condition(**c), metadata["model"], cache, tensors["logits"].to(model.device))
 
 
 def recurrent(cache: EngineCache) -> bool:
@@ -173,18 +173,18 @@ def recurrent(cache: EngineCache) -> bool:
 
 def ensure_same(known: str, model: PreTrainedModel) -> None:
     """Raise InputError for another model than the one whose `identity` is known."""
-    if (found := identity(model)) != known:
-        what = f"the prefix was read by model {known}, this one is {found}"
-        raise InputError(f"{what} (weights or dtype differ): compress it anew")
+    if (other := identity(model)) != known:
+        problem = f"the prefix was read by model {known}, this one is {other}"
+        raise InputError(f"{problem} (weights or dtype differ): compress it anew")
 
 
 @torch.inference_mode()
 def identity(model: PreTrainedModel) -> str:
     """Which model this is: 16 hex digits over names, shapes and types of all parameters and buffers (rotations are
     among these), and 64 evenly spaced numbers of each. Fine-tuning or another dtype changes it, a device does not."""
-    told, sampled = [type(model).__name__], []
+    descriptions, sampled = [type(model).__name__], []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        told.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+        descriptions.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
         at = torch.linspace(0, tensor.numel() - 1, min(SAMPLED, tensor.numel()), dtype=torch.float64).long()
         sampled.append(tensor.flatten()[at.to(tensor.device)].float().cpu())
-    return hashlib.sha256("\n".join(told).encode() + torch.cat(sampled).numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(descriptions).encode() + torch.cat(sampled).numpy().tobytes()).hexdigest()[:16]

@@ -37,13 +37,13 @@ def number(tokens: int, spans: Sequence[Sequence[int]], extended: bool = True) -
             )
     if not spans:
         raise InputError("0 prompt spans: a quota needs at least 1")
-    of = torch.full((tokens,), -1)
+    span_of = torch.full((tokens,), -1)
     for i, span in enumerate(sorted(spans, key=min)):
-        of[torch.as_tensor(span)] = i
+        span_of[torch.as_tensor(span)] = i
     if extended:
-        last = torch.where(of >= 0, torch.arange(tokens), -1).cummax(0).values
-        of = torch.where(last >= 0, of[last.clamp(min=0)], of[of >= 0][0])
-    return of
+        last = torch.where(span_of >= 0, torch.arange(tokens), -1).cummax(0).values
+        span_of = torch.where(last >= 0, span_of[last.clamp(min=0)], span_of[span_of >= 0][0])
+    return span_of
 
 
 def windows(span_of: Tensor, window: int) -> Tensor:
@@ -106,8 +106,8 @@ def select(scores: Scores, protected: Mask, parts: Parts, o: Observation) -> Mas
 
 def tally(o: Observation, mask: Mask) -> Parts:
     """Tokens of `mask` in each span."""
-    found = torch.zeros(*mask.shape[:2], o.spans, dtype=torch.long, device=mask.device)
-    return found.scatter_add_(2, o.span(o.positions), (mask & o.alive).long())
+    counts = torch.zeros(*mask.shape[:2], o.spans, dtype=torch.long, device=mask.device)
+    return counts.scatter_add_(2, o.span(o.positions), (mask & o.alive).long())
 
 
 def _shares(total: Tensor, sizes: Tensor, rounding: str) -> Tensor:
@@ -139,8 +139,8 @@ def h2o(o: Observation, extended: bool = True) -> Scores:
     same: without `extended` the sum is `sums["marked_mass"]`, where position -1 sees and is seen by all.
     """
     there = torch.arange(o.numbered.shape[1], device=o.numbered.device) < o.seen[:, None]
-    asked = torch.nn.functional.one_hot(o.numbered) * there[..., None]
-    later = asked.flip(1).cumsum(1).flip(1)  # [batch, seen, spans], itself included
+    span_queries = torch.nn.functional.one_hot(o.numbered) * there[..., None]
+    later = span_queries.flip(1).cumsum(1).flip(1)  # [batch, seen, spans], itself included
     where = o.positions.flatten(1).clamp(0, o.numbered.shape[1] - 1)
     eligible = later.gather(2, o.numbered[..., None])[..., 0].gather(1, where).view_as(o.positions)
     return o.sums["span_mass" if extended else "marked_mass"].float() / eligible

@@ -43,20 +43,20 @@ def reconstruct(
         text = torch.cat([ask_ids, part], 1)
         at = prefill.prompt.lengths[:, None] + torch.arange(text.shape[1], device=ids.device)
         probe = _Repeat(jobs[0], at, len(ask), positions[:, a : a + REPEAT_CHUNK] >= 0)
-        mine = cache.rows(torch.arange(len(ids), device=ids.device))
+        cache_of_chunk = cache.rows(torch.arange(len(ids), device=ids.device))
         with _lengths(model, probe.lengths):
             model(
-                input_ids=text, position_ids=at, past_key_values=mine, use_cache=True, logits_to_keep=1,
+                input_ids=text, position_ids=at, past_key_values=cache_of_chunk, use_cache=True, logits_to_keep=1,
                 kvrepro=probe,
             )  # fmt: skip
 
 
 @contextmanager
-def _lengths(model: PreTrainedModel, found: dict[int, Tensor]) -> Iterator[None]:
+def _lengths(model: PreTrainedModel, lengths: dict[int, Tensor]) -> Iterator[None]:
     """Note the length of each hidden state that an attention layer is given, float32 [batch, tokens] by layer."""
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        found[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).float().norm(dim=-1)
+        lengths[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).float().norm(dim=-1)
 
     hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(model).values()]
     try:
@@ -69,8 +69,8 @@ def _lengths(model: PreTrainedModel, found: dict[int, Tensor]) -> Iterator[None]
 class _Repeat:
     """Attention of a repeated chunk over the context and itself; nothing of it is stored."""
 
-    def __init__(self, job: EvictionJob, positions: Tensor, asked: int, real: Tensor):
-        self.job, self.positions, self.asked, self.real = job, positions, asked, real
+    def __init__(self, job: EvictionJob, positions: Tensor, request_length: int, real: Tensor):
+        self.job, self.positions, self.request_length, self.real = job, positions, request_length, real
         self.lengths: dict[int, Tensor] = {}  # ||h_t|| of what a layer is given, [batch, text]
 
     def attend(
@@ -85,10 +85,10 @@ class _Repeat:
         n = o.positions.shape[2]
 
         def watch(p: Tensor, queries: slice) -> None:
-            first = max(0, self.asked - queries.start)
+            first = max(0, self.request_length - queries.start)
             seen = p[:, :, :, first:, :n]
             if seen.shape[3]:
-                there = real[:, queries.start + first - self.asked : queries.stop - self.asked]
+                there = real[:, queries.start + first - self.request_length : queries.stop - self.request_length]
                 seen = seen * there[:, None, None, :, None]
                 for name in REPEATED & o.sums.keys():
                     if name == "reconstruction":

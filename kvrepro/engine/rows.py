@@ -139,27 +139,27 @@ def evict_rows(
     parts = _kinds(rows, [b for b in range(len(rows)) if over[b] and evicts[b]], budgets)
     held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: places in its flat tensors, and which of them stay
     for shown in _shown(facts, rows, scalings):
-        held |= {layer: (of.index, of.positions >= 0) for layer, of in shown.items()}
+        held |= {layer: (s.index, s.positions >= 0) for layer, s in shown.items()}
         for part, members in parts:
             index = torch.tensor(members, device=next(iter(shown.values())).keys.device)
-            for some in [list(shown)] if part.together else [[layer] for layer in shown]:
+            for layers in [list(shown)] if part.together else [[layer] for layer in shown]:
                 if part.error is not None:
                     continue
                 with attempt(part, isolate):
                     seen = {
                         n: _observed(facts, n, rows.cache.ragged[n], shown[n], part, index, rows.seen, scalings[n])
-                        for n in some
+                        for n in layers
                     }
                     o = Observation.together(list(seen.values()))
                     if part.waits:
                         postpone(part, seen, o)
                         continue
-                    for n, mine in zip(some, kept(part, o).chunk(len(some)), strict=True):
-                        held[n][1][index] = mine
+                    for n, part_stays in zip(layers, kept(part, o).chunk(len(layers)), strict=True):
+                        held[n][1][index] = part_stays
     for part, members in parts:
         with attempt(part, isolate):
-            for layer, mine in across(part).items() if part.pending else ():
-                held[layer][1][torch.tensor(members, device=mine.device)] = mine
+            for layer, part_stays in across(part).items() if part.pending else ():
+                held[layer][1][torch.tensor(members, device=part_stays.device)] = part_stays
         _note_failed(rows, part, members)
     masked = rows.jobs[0].condition.execution == "masked"
     for layer, (index, stays) in held.items():
@@ -172,7 +172,7 @@ def evict_rows(
 def _shown(facts: ModelFacts, rows: Rows, scalings: dict[int, Any]) -> Iterator[dict[int, Shown]]:
     """What every layer that evicts shows, those together that may be decided together (`TOGETHER`): alike in all but
     their tokens, and as wide as the widest."""
-    some: dict[int, Shown] = {}
+    waiting: dict[int, Shown] = {}
     kind: tuple[Any, ...] = ()
     for layer in facts.evictable:
         stored, window = rows.cache.ragged[layer], facts.sliding.get(layer)
@@ -182,18 +182,18 @@ def _shown(facts: ModelFacts, rows: Rows, scalings: dict[int, Any]) -> Iterator[
         if isinstance(how, Softmax):
             how = id(how)  # a layer's sinks are its own
         before, kind = kind, (shown.keys.device, stored.shape, shown.keys.shape[3], window, how)
-        bytes_each = 2 * max(of.keys.nbytes for of in (shown, *some.values()))
-        if some and (kind != before or (len(some) + 1) * bytes_each > evict.TOGETHER[facts.backend]):
-            yield _one_width(some)
-            some = {}
-        some[layer] = shown
-    yield _one_width(some)
+        bytes_each = 2 * max(s.keys.nbytes for s in (shown, *waiting.values()))
+        if waiting and (kind != before or (len(waiting) + 1) * bytes_each > evict.TOGETHER[facts.backend]):
+            yield _one_width(waiting)
+            waiting = {}
+        waiting[layer] = shown
+    yield _one_width(waiting)
 
 
 def _one_width(shown: dict[int, Shown]) -> dict[int, Shown]:
     """Layers with dead slots in front, where others hold more tokens."""
-    width = max(of.keys.shape[2] for of in shown.values())
-    return {layer: of.widened(width) for layer, of in shown.items()}
+    width = max(s.keys.shape[2] for s in shown.values())
+    return {layer: s.widened(width) for layer, s in shown.items()}
 
 
 def evict_rows_shared(rows: Rows, step: int, isolate: bool = False) -> Tensor:
@@ -204,8 +204,8 @@ def evict_rows_shared(rows: Rows, step: int, isolate: bool = False) -> Tensor:
     for part, members in _kinds(rows, range(len(rows)), rows.budgets):
         index, s = torch.tensor(members, device=before.device), rows.shared
         with attempt(part, isolate):
-            mine = evict_shared(part, s.take(index), step)
-            held, evicted = s.held.index_copy(0, index, mine.held), s.evicted.index_copy(0, index, mine.evicted)
+            reduced = evict_shared(part, s.take(index), step)
+            held, evicted = s.held.index_copy(0, index, reduced.held), s.evicted.index_copy(0, index, reduced.evicted)
             rows.signals = replace(s, held=held, evicted=evicted)
         _note_failed(rows, part, members)
     return rows.shared.evicted > before
@@ -231,12 +231,12 @@ def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[t
     groups: dict[tuple[Any, ...], list[int]] = {}
     for row in members:
         groups.setdefault(rows.jobs[row].kind, []).append(row)
-    found = []
-    for some in groups.values():
-        part = EvictionJob.joined([rows.jobs[b] for b in some], [rows.texts[b] for b in some], rows.seen.device)
-        part.budgets = [budgets[b] for b in some]
-        found.append((part, some))
-    return found
+    jobs = []
+    for numbers in groups.values():
+        part = EvictionJob.joined([rows.jobs[b] for b in numbers], [rows.texts[b] for b in numbers], rows.seen.device)
+        part.budgets = [budgets[b] for b in numbers]
+        jobs.append((part, numbers))
+    return jobs
 
 
 def _note_failed(rows: Rows, part: EvictionJob, members: Sequence[int]) -> None:

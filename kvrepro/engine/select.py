@@ -24,12 +24,12 @@ def ensured_later(kernels: bool = False) -> Iterator[list[Doubt]]:
     kernels: they choose where they can.
     """
     doubts: list[Doubt] = []
-    later, by = _later.set(doubts), _kernels.set(kernels)
+    later, chosen_by = _later.set(doubts), _kernels.set(kernels)
     try:
         yield doubts
     finally:
         _later.reset(later)
-        _kernels.reset(by)
+        _kernels.reset(chosen_by)
 
 
 def ensure_none(wrong: Tensor, error: Callable[[], InputError]) -> None:
@@ -45,10 +45,10 @@ def settle(doubts: Sequence[Doubt]) -> None:
     """Raise the error of the first doubt that is so; a GPU is waited for once."""
     if not doubts:
         return
-    found = torch.cat([wrong.flatten().to(doubts[0][0].device) for wrong, _ in doubts]).nonzero()
-    if len(found):
+    wrong_places = torch.cat([wrong.flatten().to(doubts[0][0].device) for wrong, _ in doubts]).nonzero()
+    if len(wrong_places):
         ends = list(itertools.accumulate(wrong.numel() for wrong, _ in doubts))
-        raise doubts[bisect.bisect_right(ends, int(found[0, 0]))][1]()
+        raise doubts[bisect.bisect_right(ends, int(wrong_places[0, 0]))][1]()
 
 
 def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None = None) -> Mask:
@@ -112,9 +112,9 @@ def _selected(scores: Scores, protected: Mask, counts: Counts) -> Mask:
     """`select` in one launch, which also finds what `ensure_room` and `ensure_numbers` ask."""
     from kvrepro_kernels import largest as by_kernel
 
-    told = torch.zeros(counts.numel(), 3, dtype=torch.int32, device=scores.device)
-    kept = by_kernel(*_rows(scores, counts, protected), told=told).view_as(scores)
-    strange, short, held = told.unbind(1)
+    problems = torch.zeros(counts.numel(), 3, dtype=torch.int32, device=scores.device)
+    kept = by_kernel(*_rows(scores, counts, protected), told=problems).view_as(scores)
+    strange, short, held = problems.unbind(1)
     total = scores.numel()
     ensure_none(short, lambda: _no_room(held - short, held))
     ensure_none(strange, lambda: _no_numbers(int(strange.sum()), total))

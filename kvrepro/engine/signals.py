@@ -180,8 +180,8 @@ class Signals:
 
         def shown(x: Tensor) -> Tensor:
             at = place if x.dim() == 2 else place[:, None].expand(-1, x.shape[1], -1)
-            found = x.gather(-1, at)
-            return found[:, None] if x.dim() == 2 else found
+            values = x.gather(-1, at)
+            return values[:, None] if x.dim() == 2 else values
 
         sums = {name: shown(getattr(self, name)) for name in self.NAMES if getattr(self, name) is not None}
         nothing = self.latest.new_zeros(len(place), heads, most, 0)
@@ -237,21 +237,23 @@ class StepSignals:
         self._fold("all", over(p, 2))
         self._fold("head", p.flatten(1, 2)[:, : p.shape[1]] if self.r.head_map == "first_n_kv" else p.mean(2))
 
-    def _fold(self, name: str, here: Tensor) -> None:
+    def _fold(self, name: str, reduced: Tensor) -> None:
         """Into what earlier layers gave."""
-        here = here if self.r.over == "max" else here / self.layers
+        reduced = reduced if self.r.over == "max" else reduced / self.layers
         if name in self.folded:
             before = self.folded[name]
-            here = torch.maximum(before, here) if self.r.over == "max" else before + here
-        self.folded[name] = here
+            reduced = torch.maximum(before, reduced) if self.r.over == "max" else before + reduced
+        self.folded[name] = reduced
 
     def tables(self) -> tuple[Tensor, Tensor | None]:
         """(attention [batch, width], per KV head [batch, kv_heads, width] or None) by position."""
         if self.shared:
             return _by_position(self.folded["all"], self.where[:, 0], self.width), None
-        each = _by_position(self.folded["all"], self.where, self.width)
-        attention = each.amax(1) if self.r.over == "max" else each.mean(1)
-        owner = torch.arange(each.shape[1], device=each.device)  # the KV head whose tokens a number's query head sees
+        by_kv_head = _by_position(self.folded["all"], self.where, self.width)
+        attention = by_kv_head.amax(1) if self.r.over == "max" else by_kv_head.mean(1)
+        owner = torch.arange(
+            by_kv_head.shape[1], device=by_kv_head.device
+        )  # the KV head whose tokens a number's query head sees
         if self.r.head_map == "first_n_kv":
             owner = owner // self.group
         return attention, _by_position(self.folded["head"], self.where[:, owner], self.width)

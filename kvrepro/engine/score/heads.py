@@ -18,7 +18,7 @@ from kvrepro.engine.select import ensure_room
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
 
-EMBEDDED = "data/models/*-gates.json"  # from the project's folder: of these the file that was made from the model
+EMBEDDED = "data/models/*-gates.json"  # in the project's folder: the one of these files that was made from the model
 Counted = Annotated[str, ("tokens", "heads")]
 
 
@@ -33,7 +33,7 @@ def kv_zip(o: Observation) -> Scores:
 def kv_zip_plus(o: Observation) -> Scores:
     """s_j = largest attention to j / ||h_t||_2 of a query t while the model repeats the context, times ||W_O v_j||_2.
 
-    h_t: what the attention layer is given at t. The largest is taken per query head, whose W_O it meets, then over the
+    h_t: the attention layer's input at t. The largest is taken per query head, with its own W_O, and then over the
     group. Needs `sums["reconstruction_per_norm"]`, `[batch, heads, tokens]`. Source: kvpress KVzipPress,
     `kvzip_plus_normalization`.
     """
@@ -59,10 +59,10 @@ def whole(scores: Scores, protected: Mask, budget: RowInts, o: Observation, dens
 
 
 class Gates(NamedTuple):
-    """What was learned of a model's heads."""
+    """The learned gates of a model's heads."""
 
     gate: Tensor  # [layers, kv_heads] in [0, 1]
-    sample: Tensor | None  # of the weights that they belong to, where the file knows it
+    sample: Tensor | None  # `queries.sampled` weights of the model, where the file has them
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,15 +71,15 @@ class Gates(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _learned(path: str) -> Gates:
-    """Of a file: JSON as `kvrepro.tools.duo` writes it, or a line per layer as the authors do, without a sample.
-
-    Raises InputError.
-    """
+    """The gates in a file: JSON as `kvrepro.tools.duo` writes it, or the authors' format, a line per layer and no
+    sample. Raises InputError for a missing file and for any other content."""
     with reading(path, "gates", "learn them, a row per layer, with python -m kvrepro.tools.duo") as file:
-        text = file.read_text()
-        known = json.loads(text) if file.suffix == ".json" else {"gates": [line.split() for line in text.splitlines()]}
-        found = torch.tensor([[float(x) for x in row] for row in known["gates"]]).clamp(0, 1)
-        return Gates(found, torch.tensor(known["sample"]) if file.suffix == ".json" else None)
+        text, sample = file.read_text(), None
+        rows = [line.split() for line in text.splitlines()]
+        if file.suffix == ".json":
+            content = json.loads(text)
+            rows, sample = content["gates"], torch.tensor(content["sample"])
+        return Gates(torch.tensor([[float(x) for x in row] for row in rows]).clamp(0, 1), sample)
 
 
 def duo_attention(
@@ -88,17 +88,17 @@ def duo_attention(
 ) -> tuple[list[Scores], list[Counts]]:  # fmt: skip
     """Heads with the lowest gates keep their protected tokens (sinks and recent ones) only, the others everything.
 
-    count "tokens": as few heads stream as meet `budget` tokens per head on average, and the last of them keeps what is
-    left over, its newest tokens. count "heads": round(x layers kv_heads) of them stream, x = 1 - budget / tokens, so
-    that more than the budget is kept (public comparisons pass their cache ratio so). Among equal gates the earlier head
-    streams first. Raises InputError for gates of another model. Source: Xiao et al. 2024; kvpress
-    DuoAttentionPress.
+    The former "stream". count "tokens": the fewest heads stream with which `budget` tokens per head are met on average;
+    the last of them also keeps its newest tokens, as many as are left over. count "heads": round(x layers kv_heads)
+    heads stream, with x = 1 - budget / tokens, so that more than the budget is kept (public comparisons pass their
+    cache ratio in this way). Among equal gates the earlier head streams first. Raises InputError for gates of another
+    model. Source: Xiao et al. 2024; kvpress DuoAttentionPress.
     """
     ensure(Counted, count=count)
     outputs, wanted = [o.output for o in observations], (len(scores), scores[0].shape[1])
     remedy = "run python -m kvrepro.tools.duo"
     gate = fitting(gates_file, _learned, wanted, "layers and KV heads", outputs, remedy).gate
-    order = gate.flatten().to(budget.device).argsort(stable=True)  # the first to stream first
+    order = gate.flatten().to(budget.device).argsort(stable=True)  # the order in which heads start to stream
     alive = [~s.isneginf() for s in scores]
     tokens = torch.stack([a.sum(-1) for a in alive], 1).flatten(1)[:, order]  # [batch, layers * kv_heads]
     least = torch.stack([(p & a).sum(-1) for p, a in zip(protected, alive, strict=True)], 1).flatten(1)[:, order]

@@ -143,10 +143,10 @@ def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor, Tenso
     and where no rotation is known."""
     outputs, wanted = [] if o.output is None else [o.output], (o.layers, o.queries.shape[1], o.keys.shape[-1] // 2)
     remedy = "run python -m kvrepro.tools.calibrate"
-    known = fitting(calibration, load, wanted, "layers, heads and frequencies", outputs, remedy, o.layer)
+    stats = fitting(calibration, load, wanted, "layers, heads and frequencies", outputs, remedy, o.layer)
     if o.inverse_frequencies is None:
         raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")
-    return known.mean[o.layer].to(o.keys.device), known.length[o.layer].to(o.keys.device), o.inverse_frequencies
+    return stats.mean[o.layer].to(o.keys.device), stats.length[o.layer].to(o.keys.device), o.inverse_frequencies
 
 
 def _standardised(s: Tensor, alive: Mask) -> Tensor:

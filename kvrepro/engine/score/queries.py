@@ -1,6 +1,5 @@
-"""Statistics of a model's queries before rotation, which `python -m kvrepro.tools.calibrate` measures for TriAttention.
-
-And by what a file that was learned of one model is refused for another.
+"""Statistics of a model's queries before rotation, which `python -m kvrepro.tools.calibrate` measures for TriAttention;
+and the check that a file made from one model is not used with another.
 """
 
 import json
@@ -18,7 +17,7 @@ from torch import Tensor
 from kvrepro.errors import InputError
 from kvrepro.paths import ROOT
 
-EMBEDDED = "data/models/*-queries.json"  # from the project's folder: of these the file that was made from the model
+EMBEDDED = "data/models/*-queries.json"  # in the project's folder: the one of these files that was made from the model
 
 
 @dataclass(frozen=True)
@@ -36,53 +35,54 @@ class Queries:
 
 
 @contextmanager
-def reading(path: str, what: str, remedy: str) -> Iterator[Path]:
-    """The file at `path`, from the project's folder on; InputError where none is there, or holds something else."""
+def reading(path: str, content: str, remedy: str) -> Iterator[Path]:
+    """The file at `path`, relative to the project's folder. Raises InputError if it is missing, or if the block raises
+    an error because the file does not hold the `content`."""
     file = ROOT / path  # an absolute path stays as it is
     try:
         yield file
     except FileNotFoundError:
-        raise InputError(f"no {what} at {file}: {remedy}") from None
+        raise InputError(f"no {content} at {file}: {remedy}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} holds no {what} ({error}): {remedy}") from None
+        raise InputError(f"{file} holds no {content} ({error}): {remedy}") from None
 
 
 def sampled(outputs: Sequence[Tensor]) -> Float[Tensor, "layers weights"]:
-    """By what a model is known again, whatever its dtype: eight weights of each layer's output projection."""
+    """Eight weights of each layer's output projection, which identify a model in any dtype."""
     return torch.stack([output[0, 0, :8].float().cpu() for output in outputs])
 
 
 def rounded(numbers: list[Any] | float) -> list[Any] | float:
-    """Five significant digits, which a file holds."""
+    """Numbers rounded to five significant digits, for a file."""
     return [rounded(x) for x in numbers] if isinstance(numbers, list) else float(f"{numbers:.5g}")
 
 
-def is_of(sample: Float[Tensor, "layers weights"], found: Float[Tensor, "layers weights"]) -> bool:
-    """Whether both are `sampled` of one model. A half-precision copy is the same model; a model tuned without its
-    output projections passes as well."""
-    return sample.shape == found.shape and bool(torch.allclose(sample.cpu(), found, rtol=0.01, atol=1e-6))
+def is_of(sample: Float[Tensor, "layers weights"], other: Float[Tensor, "layers weights"]) -> bool:
+    """Whether both are `sampled` from one model. A half-precision copy counts as the same model, and so does a model
+    that was tuned without changing its output projections."""
+    return bool(sample.shape == other.shape and torch.allclose(sample.cpu(), other, rtol=0.01, atol=1e-6))
 
 
 def ensure_model(path: str, sample: Float[Tensor, "layers weights"], outputs: Sequence[Tensor], remedy: str) -> None:
     """Raise InputError where a file's `sample` is not that of these output projections [heads, dim, hidden]."""
-    sample, found = sample.cpu(), sampled(outputs)
-    if not is_of(sample, found):
-        at = (sample - found).abs().argmax()
-        pair = f"{float(sample.flatten()[at]):.4g} there, {float(found.flatten()[at]):.4g} here"
+    sample, expected = sample.cpu(), sampled(outputs)
+    if not is_of(sample, expected):
+        at = (sample - expected).abs().argmax()
+        pair = f"{float(sample.flatten()[at]):.4g} there, {float(expected.flatten()[at]):.4g} here"
         raise InputError(f"{path} was made from other weights, {pair}: {remedy}")
 
 
 def made_from(
     path: str, sample: Callable[[str], Tensor | None], outputs: Sequence[Tensor], remedy: str, first: int = 0
 ) -> str:
-    """`path`; where it holds a *, the one of its files whose `sample` is that of the output projections
-    [heads, dim, hidden] of the layers from `first` on. Raises InputError where none is."""
+    """`path`, or if it is a pattern with *, the matching file whose `sample` agrees with the output projections
+    [heads, dim, hidden] of the layers from `first` on. Raises InputError if there is none."""
     if "*" not in path:
         return path
-    found = sampled(outputs) if outputs else torch.zeros(0)
+    wanted = sampled(outputs) if outputs else torch.zeros(0)
     for file in sorted(map(str, ROOT.glob(path))):
         held = sample(file)
-        if held is not None and is_of(held[first : first + len(found)], found):
+        if held is not None and is_of(held[first : first + len(wanted)], wanted):
             return file
     raise InputError(f"none of {path} was made from this model: {remedy}")
 
@@ -91,21 +91,21 @@ def fitting(
     path: str, read: Callable[[str], Any], wanted: tuple[int, ...], axes: str, outputs: Sequence[Tensor], remedy: str,
     first: int = 0,
 ) -> Any:  # fmt: skip
-    """What `read` gives of the file that `made_from` names, of the wanted shape, whose `axes` an error names, and with
-    the model's `sample`, where it has one. Raises InputError for a file of another model."""
-    file = made_from(path, lambda one: read(one).sample, outputs, remedy, first)
-    known = read(file)
-    if known.shape != wanted:
-        made, here = (" x ".join(map(str, shape)) for shape in (known.shape, wanted))
-        raise InputError(f"{file} is made for {made} {axes}, the model has {here}: {remedy}")
-    if outputs and known.sample is not None and file == path:  # what a pattern finds was found by its sample
-        ensure_model(file, known.sample[first : first + len(outputs)], outputs, remedy)
-    return known
+    """The content that `read` returns for the file that `made_from` names. Raises InputError unless it has the wanted
+    shape (the message names its `axes`) and, if it has a `sample`, the model's."""
+    file = made_from(path, lambda name: read(name).sample, outputs, remedy, first)
+    content = read(file)
+    if content.shape != wanted:
+        shape_of_file, shape_of_model = (" x ".join(map(str, shape)) for shape in (content.shape, wanted))
+        raise InputError(f"{file} is made for {shape_of_file} {axes}, the model has {shape_of_model}: {remedy}")
+    if outputs and content.sample is not None and file == path:  # a pattern's file was already chosen by its sample
+        ensure_model(file, content.sample[first : first + len(outputs)], outputs, remedy)
+    return content
 
 
 def pairs(x: Tensor, rotated: int) -> Complex[Tensor, "..."]:
-    """The last axis [dim] as complex numbers [dim / 2]: the `rotated` first elements pair with each other, half against
-    half, and so do those that the model leaves unrotated. float32."""
+    """The last axis [dim] as complex numbers [dim / 2]: the `rotated` first elements form pairs, one from each of their
+    halves, and so do the elements that the model leaves unrotated. complex64."""
     parts = [part.float().unflatten(-1, (2, -1)) for part in (x[..., :rotated], x[..., rotated:]) if part.shape[-1]]
     return torch.complex(*(torch.cat([part[..., side, :] for part in parts], -1) for side in (0, 1)))
 
@@ -117,7 +117,8 @@ def frequencies(inverse_frequencies: Tensor, dim: int) -> Tensor:
 
 @lru_cache(maxsize=32)
 def load(path: str) -> Queries:
-    """A file that this module wrote; relative paths start at the project's folder. Raises InputError."""
+    """The statistics in a file of `kvrepro.tools.calibrate`; relative paths start at the project's folder. Raises
+    InputError for a missing file and for any other content."""
     with reading(path, "query statistics", "write them with python -m kvrepro.tools.calibrate") as file:
         read = json.loads(file.read_text())
         mean = torch.complex(torch.tensor(read["mean_real"]), torch.tensor(read["mean_imaginary"]))

@@ -120,7 +120,7 @@ def _fused(
 ) -> Scores:  # fmt: skip
     """What `windowed` reduces, by passes of a Triton kernel over keys and values, with sums over queries and, where
     nothing comes between, over the group inside. Raises InputError for what the kernel does not pool."""
-    one: Callable[..., Tensor] = partial(_kernel, o, indicator, **extra)
+    one_pass: Callable[..., Tensor] = partial(_kernel, o, indicator, **extra)
     if pool_at == "query" and pool != "none":
         if (
             aggregate not in ("defensive", "max")
@@ -130,13 +130,13 @@ def _fused(
             chosen = f"aggregate {aggregate}, group {group}, {pool} pool of each query{' rescaled' * rescale}"
             raise InputError(f"backend triton has no {chosen}: use backend torch")
         ensure(Odd, kernel=kernel)
-        return one("max", group, pool=kernel, pool_by=pool, over=over, rescale=rescale).masked_fill_(outside, 0.0)
+        return one_pass("max", group, pool=kernel, pool_by=pool, over=over, rescale=rescale).masked_fill_(outside, 0.0)
     linear = group in ("mean", "sum") and pool != "max"
     inside = linear or (group != "union" and (pool == "none" or pool_at == "kv_head") and aggregate != "mean_var")
     reduction = group if inside else "none"
-    x = one("mean" if aggregate == "mean_var" else "max" if aggregate == "defensive" else aggregate, reduction)
+    x = one_pass("mean" if aggregate == "mean_var" else "max" if aggregate == "defensive" else aggregate, reduction)
     if aggregate == "mean_var" and o.queries.shape[2] > 1:
-        x += gamma * one("variance", reduction)
+        x += gamma * one_pass("variance", reduction)
     if not inside:
         x = x.unflatten(1, (-1, o.group)).masked_fill_(outside[:, :, None], 0.0)
         return _grouped(x, outside, pool, kernel, group, pool_at)
@@ -176,8 +176,8 @@ def _spilled(o: Observation, log_sums: Tensor, kernel: int) -> Tensor:
     keys = o.keys.gather(2, place[..., None].expand(-1, -1, -1, o.keys.shape[3])).float()
     logits = torch.einsum("bgrwd,bgnd->bgrwn", o.queries.unflatten(1, (-1, o.group)).float(), keys) * o.scaling
     p = (logits - log_sums.unflatten(1, (-1, o.group))[..., None]).exp() * seen
-    lost, own = (p @ weights).unbind(-1)
-    share = (lost / (1 - own).clamp(min=torch.finfo(own.dtype).tiny)).nan_to_num(0.0).clamp(0, 1 - 1 / kernel)
+    lost, inside = (p @ weights).unbind(-1)
+    share = (lost / (1 - inside).clamp(min=torch.finfo(inside.dtype).tiny)).nan_to_num(0.0).clamp(0, 1 - 1 / kernel)
     return torch.log1p(-share).flatten(1, 2)
 
 
@@ -188,9 +188,9 @@ def _near_the_ends(places: Places, kernel: int) -> tuple[Tensor, Mask, Tensor]:
     starts, past = places.starts[..., None], places.last_before_window
     tokens, queries = places.positions.shape[2], places.query_positions.shape[1]
     step = torch.arange(kernel // 2, device=past.device)
-    near, far, own = starts + step, past - step, past + 1 + torch.arange(queries, device=past.device)
-    inside = torch.cat([near <= past, far >= starts, own < tokens], -1)
-    place = torch.cat([near, far, own], -1).clamp(0, tokens - 1)
+    near, far, window = starts + step, past - step, past + 1 + torch.arange(queries, device=past.device)
+    inside = torch.cat([near <= past, far >= starts, window < tokens], -1)
+    place = torch.cat([near, far, window], -1).clamp(0, tokens - 1)
     seen = inside[:, :, None] & (place[:, :, None] <= places.last_seen[..., None])
     weights = torch.zeros(place.shape[-1], 2, device=past.device)
     weights[: 2 * len(step), 0] = (kernel // 2 - step).repeat(2) / kernel
@@ -303,8 +303,8 @@ def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) 
     """
     past = o.places.past
     if o.backend == "triton":
-        of = [("attention", "variance"), ("entropy", "sum")] if o.queries.shape[2] > 1 else [("entropy", "sum")]
-        *spread, entropy = ((_kernel(o, *names, "sum") * past).sum((1, 2)) for names in of)
+        indicators = [("attention", "variance"), ("entropy", "sum")] if o.queries.shape[2] > 1 else [("entropy", "sum")]
+        *spread, entropy = ((_kernel(o, *names, "sum") * past).sum((1, 2)) for names in indicators)
         scatter = spread[0] if spread else torch.zeros_like(entropy)
     else:
         p = o.attention.masked_fill(o.places.not_past[:, :, None, None], 0.0)
@@ -448,12 +448,12 @@ def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) ->
     b is meant as the window's attention; the public code sums it after the window has been cut off, so it is the
     attention on as many tokens before the window, mean over the layer's heads and queries. Only in the public code.
     """
-    near, own, elsewhere = o.places.noted("first mass", lambda: _near_the_window(o.places))
+    near, window_size, elsewhere = o.places.noted("first mass", lambda: _near_the_window(o.places))
     held = windowed(o, attention)
     b = (held * near).sum(-1).mean(1)
     held = held / held.sum(-1, keepdim=True).clamp(min=torch.finfo(held.dtype).tiny)
     filled = (held.sort(-1, descending=True).values.cumsum(-1) < (mass - b)[:, None, None]).sum(-1)
-    filled = torch.minimum(filled, (budget[:, None] - own).clamp(min=0))
+    filled = torch.minimum(filled, (budget[:, None] - window_size).clamp(min=0))
     first = select(held.masked_fill(o.places.not_past, -torch.inf), o.places.nothing, filled)
     top = scores.masked_fill(elsewhere, -torch.inf).amax((1, 2), keepdim=True)
     return torch.where(first | o.places.window, top, scores)
@@ -462,7 +462,7 @@ def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) ->
 def _near_the_window(places: Places) -> tuple[Mask, Tensor, Mask]:
     """(as many tokens before the window as it holds, or all; how many it holds [batch, kv_heads]; the tokens outside
     the past, or none but the dead of a row that has no past: a prompt within the window)."""
-    own = places.window.sum(-1)
-    near = places.past & (places.past.flip(-1).cumsum(-1).flip(-1) <= own[..., None])
+    window_size = places.window.sum(-1)
+    near = places.past & (places.past.flip(-1).cumsum(-1).flip(-1) <= window_size[..., None])
     among = places.past | ~places.past.any(2, keepdim=True).any(1, keepdim=True)
-    return near, own, ~(among & places.alive)
+    return near, window_size, ~(among & places.alive)

@@ -1,7 +1,7 @@
 """Triton kernels, usable without kvrepro: torch and triton only.
 
-One file is one page: formula, reference in plain torch, kernel, wrapper. The reference is the truth. A kernel
-that needs more room stands in `*_kernel.py`.
+One file is one page: formula, reference in plain torch, kernel, wrapper. The kernel must agree with the reference. A
+kernel that needs more room has a file of its own, `*_kernel.py`.
 Without a GPU, `TRITON_INTERPRET=1`, set before triton is imported, runs a kernel on CPU tensors.
 """
 

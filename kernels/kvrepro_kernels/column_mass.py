@@ -4,11 +4,11 @@ For query head h of KV head g, query i standing at key index first + i, and the 
 
     mass[g,j] = 1/G sum_h sum_i exp(scale <q[h,i], k[j]> - L[h,i])    over queries with first + i >= j
 
-and, with spans, span[j] = span[first + i], or one of the two negative: attention across spans counts as 0, and nothing
-is renormalised. H2O takes the mass as it is, or divided by the number of queries that could look at j.
+With spans, only pairs count with span[j] = span[first + i] or with a negative span; attention across spans is 0, and
+nothing is renormalised. H2O uses the mass itself, or divides it by the number of queries that could see j.
 
-Queries stream past a block of keys that stays in shared memory, so half of the attention's matrix products are
-repeated. Blocks of early keys, which most queries see, start first.
+Queries stream past a block of keys that stays in shared memory. This repeats half of the attention's matrix products.
+Blocks of early keys, which most queries see, start first.
 """
 
 import torch
@@ -22,7 +22,7 @@ from kvrepro_kernels.window import first_live
 def column_mass_reference(
     query: Tensor, keys: Tensor, lse: Tensor, scale: float, starts: Tensor, spans: Tensor | None = None
 ) -> Tensor:
-    """The truth, in the inputs' dtype (upcast first), starts [batch, kv_heads]: [batch, kv_heads, tokens]."""
+    """The reference, in the inputs' dtype (upcast them first): [batch, kv_heads, tokens]. starts: [batch, kv_heads]."""
     kv_heads, tokens = keys.shape[1:3]
     q = query.unflatten(1, (kv_heads, -1))
     log_sum = lse.unflatten(1, (kv_heads, -1)).unsqueeze(-1)
@@ -30,8 +30,8 @@ def column_mass_reference(
     i = j[tokens - query.shape[2] :]
     visible = (j <= i[:, None]) & (j >= starts[:, :, None, None, None])
     if spans is not None:
-        asked, told = spans[:, None, i.tolist(), None], spans[:, None, None, :]
-        visible = visible & ((asked == told) | (asked < 0) | (told < 0))[:, :, None]
+        query_span, token_span = spans[:, None, i.tolist(), None], spans[:, None, None, :]
+        visible = visible & ((query_span == token_span) | (query_span < 0) | (token_span < 0))[:, :, None]
     p = torch.exp(scale * torch.einsum("bgrid,bgjd->bgrij", q, keys) - log_sum)
     return torch.where(visible & log_sum.isfinite(), p, 0.0).sum(-2).mean(2)
 
@@ -62,19 +62,19 @@ def column_mass(
     starts = torch.zeros(batch, dtype=torch.int32, device=keys.device) if starts is None else starts
     starts = first_live(starts, batch, kv_heads)
     out = scores_into(out, keys)
-    own = starts if spans is None else spans.to(torch.int32).contiguous()  # a stand-in that is never read
-    check_device(sum_columns, "column_mass", (query, keys, lse, starts, own, out))
+    spans_or_starts = starts if spans is None else spans.to(torch.int32).contiguous()  # without spans it is not read
+    check_device(sum_columns, "column_mass", (query, keys, lse, starts, spans_or_starts, out))
     check_innermost(query=query, keys=keys)
     if out.numel() == 0:
         return out
     tuned = column_mass_tuning(dim, keys.dtype) | (tuning or {})
-    each = torch.empty(batch, heads, tokens, dtype=torch.float32, device=keys.device)
+    by_query_head = torch.empty(batch, heads, tokens, dtype=torch.float32, device=keys.device)
     sum_columns[(batch * heads, cdiv(tokens, tuned["block_t"]))](
-        query, keys, lse.contiguous(), starts, own, each, *query.stride()[:3], *keys.stride()[:3],
+        query, keys, lse.contiguous(), starts, spans_or_starts, by_query_head, *query.stride()[:3], *keys.stride()[:3],
         kv_heads, heads // kv_heads, queries, tokens, base_2(scale, dim), BLOCK_Q=tuned["block_q"],
         BLOCK_T=tuned["block_t"], SPANS=spans is not None, **constants(dim, keys.dtype, tuned),
     )  # fmt: skip
-    return torch.mean(each.unflatten(1, (kv_heads, -1)), 2, out=out)
+    return torch.mean(by_query_head.unflatten(1, (kv_heads, -1)), 2, out=out)
 
 
 def column_mass_tuning(dim: int, dtype: torch.dtype) -> dict[str, int]:

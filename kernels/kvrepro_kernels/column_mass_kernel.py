@@ -38,20 +38,20 @@ def sum_columns(
         at = edge if whole else low
         end = queries if whole else tl.minimum(edge, queries)
         for i in tl.range(at, end, BLOCK_Q, num_stages=STAGES):
-            here = i + step < queries
-            read = here[:, None] & (dim[None, :] < DIM) if BLOCK_D != DIM else here[:, None]
+            is_query = i + step < queries
+            read = is_query[:, None] & (dim[None, :] < DIM) if BLOCK_D != DIM else is_query[:, None]
             base = tl.zeros((), tl.int64) + i
             q_at = query + base * query_row + (step[:, None] * query_row + dim[None, :])
             q = tl.load(q_at, mask=read, other=0.0)  # [Q, D]
-            log_sum = tl.load(lse + i + step, mask=here, other=float("inf")) * 1.4426950408889634  # [Q]
+            log_sum = tl.load(lse + i + step, mask=is_query, other=float("inf")) * 1.4426950408889634  # [Q]
             log_sum = tl.where(log_sum == float("-inf"), float("inf"), log_sum)  # a query that sees nothing
             logits = tl.dot(q, tl.trans(key), input_precision=PRECISION)  # [Q, T]
             p = tl.exp2(logits * scale - log_sum[:, None])
             if not whole:
                 p = tl.where(token[None, :] <= first + i + step[:, None], p, 0.0)
             if SPANS:
-                own = tl.load(spans + first + i + step, mask=here, other=-1)  # [Q]
-                apart = (own[:, None] != span[None, :]) & (own[:, None] >= 0) & (span[None, :] >= 0)
+                query_span = tl.load(spans + first + i + step, mask=is_query, other=-1)  # [Q]
+                apart = (query_span[:, None] != span[None, :]) & (query_span[:, None] >= 0) & (span[None, :] >= 0)
                 p = tl.where(apart, 0.0, p)
             mass += p
     total = tl.where(token >= tl.load(starts + head_row), tl.sum(mass, 0), 0.0)

@@ -4,8 +4,8 @@ With `rows[b, g, i]` the i-th kept row of batch row b and KV head g, or -1 where
 
     out[b, g, i, :] = x[b, g, rows[b, g, i], :]   if rows[b, g, i] >= 0   else 0      for x in (keys, values)
 
-Rows are places in storage, not true positions: after a first eviction the two differ. Bytes move and nothing is
-computed, so kernel and reference agree bit for bit in every dtype.
+Rows are places in storage, not true positions: after a first eviction the two differ. The kernel moves bytes and
+computes nothing, so it agrees with the reference bit for bit in every dtype.
 """
 
 import torch
@@ -17,7 +17,7 @@ from kvrepro_kernels.launch import cdiv, check_device, check_innermost, check_pa
 
 
 def compact_reference(keys: Tensor, values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The truth: keys, values [batch, kv_heads, tokens, dim], rows [batch, kv_heads, kept] -> two [.., kept, dim]."""
+    """The reference: keys, values [batch, kv_heads, tokens, dim], rows [batch, kv_heads, kept]: two [.., kept, dim]."""
     index = rows.long().clamp(min=0).unsqueeze(-1).expand(*rows.shape, keys.shape[-1])
     padding = (rows < 0).unsqueeze(-1)
     return keys.gather(2, index).masked_fill(padding, 0), values.gather(2, index).masked_fill(padding, 0)
@@ -54,9 +54,9 @@ def compact(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gather kept rows on the GPU.
 
-    keys, values: [batch, kv_heads, tokens, dim], one dtype, strided as they lie but with dim innermost.
+    keys, values: [batch, kv_heads, tokens, dim], one dtype, any strides with dim innermost.
     rows: [batch, kv_heads, kept], int32 or int64, -1 for padding. check_rows: check their range, which waits for the
-    GPU once; unchecked, a row outside the cache reads memory that is not the cache's.
+    GPU once; without it a row outside the cache reads foreign memory.
     out: two contiguous [batch, kv_heads, kept, dim] tensors to write into; None allocates them.
     tuning: overrides of the block size, for measurements.
     Raises ValueError for tensors that do not fit each other, rows outside the cache, CPU tensors uninterpreted.
@@ -65,8 +65,8 @@ def compact(
     kept = rows.shape[-1]
     check_pair(keys, values, "[batch, kv_heads, tokens, dim]")
     if rows.shape != (batch, kv_heads, kept) or rows.dtype not in (torch.int32, torch.int64):
-        found = f"{rows.dtype} {tuple(rows.shape)}"
-        raise ValueError(f"rows must be integers of shape ({batch}, {kv_heads}, kept), not {found}")
+        given = f"{rows.dtype} {tuple(rows.shape)}"
+        raise ValueError(f"rows must be integers of shape ({batch}, {kv_heads}, kept), not {given}")
     check_innermost(keys=keys, values=values)
     if out is None:
         out = keys.new_empty(batch, kv_heads, kept, dim), keys.new_empty(batch, kv_heads, kept, dim)

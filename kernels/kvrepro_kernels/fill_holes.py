@@ -1,7 +1,7 @@
-"""Filling the holes of a paged cache (`paging.py`): the fewest bytes move, and the order of the slots is lost.
+"""Filling the holes of a paged cache (`paging.py`): moves the fewest bytes, but loses the order of the slots.
 
-A kept slot below m stays where it is; the n-th hole below m takes the n-th kept slot from m on. In place: holes and
-movers are disjoint.
+A kept slot below m stays where it is; the n-th hole below m takes the n-th kept slot from m on. This works in place,
+since holes and movers are disjoint.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from kvrepro_kernels.paging import check_paged, row_of
 
 @triton.jit
 def _before(kept, value, n, STEPS: tl.constexpr):
-    """How many survivors lie below `value`, by bisection; the -1 behind them count as beyond everything."""
+    """The number of survivors below `value`, by bisection; the -1 behind them count as larger than every slot."""
     low = value * 0
     high = low + n
     for _ in range(STEPS):
         middle = (low + high) // 2
-        found = tl.load(kept + middle, mask=middle < n, other=-1)  # as `value`
-        below = (found >= 0) & (found < value) & (low < high)
+        kept_slot = tl.load(kept + middle, mask=middle < n, other=-1)  # as `value`
+        below = (kept_slot >= 0) & (kept_slot < value) & (low < high)
         low = tl.where(below, middle + 1, low)
         high = tl.where(below, high, middle)
     return low
@@ -31,7 +31,7 @@ def _before(kept, value, n, STEPS: tl.constexpr):
 
 @triton.jit
 def _search(kept, source, hole, mover, slots, n, BLOCK_I: tl.constexpr, STEPS: tl.constexpr):
-    """Per slot, where its content comes from; and the pairs: the n-th hole below the new end, the n-th mover."""
+    """For each slot, the slot that its content comes from; and the pairs of the n-th hole and the n-th mover."""
     request = tl.program_id(1).to(tl.int64) * n
     kept += request
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)  # [I]
@@ -83,7 +83,7 @@ def fill_holes(
 ) -> Tensor:  # fmt: skip
     """Move only the survivors behind the new end, into the holes before it, in place; arguments as in `repack`.
 
-    Returns the source slots [requests, n], -1 behind: positions[source] are the positions that the slots now hold.
+    Returns the source slots [requests, n], -1 behind: slot i now holds the token of position positions[source[i]].
     """
     check_paged("fill_holes", keys, values, table, kept, check_slots)
     if not kept.numel():
@@ -94,7 +94,7 @@ def fill_holes(
 
 
 def find_holes(kept: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """source, hole and mover, each [requests, n] like kept, -1 behind the last: what `fill_holes` moves and returns."""
+    """source, hole and mover of `fill_holes`, each [requests, n] like kept, -1 behind the last."""
     requests, n = kept.shape
     kept = kept.contiguous()
     source, hole, mover = (torch.empty_like(kept) for _ in range(3))
@@ -105,7 +105,7 @@ def find_holes(kept: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
 def fill_pairs(
     keys: Tensor, values: Tensor, table: Tensor, pairs: Sequence[Tensor], tuning: dict[str, int] | None = None
 ) -> None:
-    """Move each pair's row, unchecked: what `fill_holes` does once it knows the pairs."""
+    """Move each pair's row, without checks: the second half of `fill_holes`."""
     requests, n = pairs[0].shape
     width = keys.shape[2] * keys.shape[3]
     tuned = {"block_i": 8, "block_c": 1024, "chunks": 2, "warps": 4} | (tuning or {})  # measured on an H200

@@ -1,4 +1,4 @@
-"""What every wrapper asks before a launch: do the tensors fit, and how is the work divided?"""
+"""Helpers of all wrappers: they check that tensors fit each other, and divide the work."""
 
 import math
 from functools import cache
@@ -12,10 +12,8 @@ LOG2_E = math.log2(math.e)
 
 
 def check_device(kernel: object, name: str, tensors: tuple[Tensor, ...], moves: bool = False) -> None:
-    """Raises ValueError if `tensors` lie apart, lie on the CPU uninterpreted, or hold bfloat16 for the interpreter.
-
-    moves: the kernel computes nothing, so that the interpreter may have bfloat16.
-    """
+    """Raises ValueError if `tensors` lie on different devices, lie on the CPU without the interpreter, or are bfloat16
+    with it. moves: the kernel only moves numbers, so the interpreter handles bfloat16 correctly."""
     device = tensors[0].device
     if any(x.device != device for x in tensors):
         raise ValueError(f"{name} needs its tensors on one device, not on {sorted({str(x.device) for x in tensors})}")
@@ -34,10 +32,10 @@ def check_innermost(**tensors: Tensor) -> None:
 
 
 def check_pair(keys: Tensor, values: Tensor, shape: str, fits: bool = True) -> None:
-    """Raises ValueError unless keys and values are alike, and `fits`; shape: what both must be, for the message."""
+    """Raises ValueError unless keys and values have one shape and dtype, and `fits`. shape: for the message."""
     if not fits or values.shape != keys.shape or values.dtype != keys.dtype:
-        one, other = (f"{tuple(x.shape)} {x.dtype}" for x in (keys, values))
-        raise ValueError(f"keys {one} and values {other} must both be {shape}, of one dtype")
+        first, second = (f"{tuple(x.shape)} {x.dtype}" for x in (keys, values))
+        raise ValueError(f"keys {first} and values {second} must both be {shape}, of one dtype")
 
 
 def check_query(query: Tensor, keys: Tensor) -> None:
@@ -60,23 +58,23 @@ def cdiv(length: int, block: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two from n on, of n >= 1; quick, as `cdiv` is."""
+    """The least power of two that is no less than n >= 1; quick, like `cdiv`."""
     return 1 << (n - 1).bit_length()
 
 
 def even_share(tokens: int, lists: int, device: torch.device, tuned: dict[str, int], most: int = 1 << 30) -> int:
-    """Tokens of a program, in whole blocks, where `lists` share the device evenly; `most`: programs of a list."""
+    """Tokens per program, in whole blocks, if `lists` share the device evenly. most: programs per list."""
     programs = min(most, multiprocessors(device) * tuned["per_multiprocessor"] // lists)
     return max(1, cdiv(cdiv(tokens, max(1, programs)), tuned["block_t"])) * tuned["block_t"]
 
 
 def base_2(scale: float | None, dim: int) -> float:
-    """`scale` of the logits, by default dim**-0.5, for powers of two in place of e's."""
+    """`scale` of the logits, by default dim**-0.5, times log2(e), so that a kernel can use powers of two."""
     return (dim**-0.5 if scale is None else scale) * LOG2_E
 
 
 def constants(dim: int, dtype: torch.dtype, tuned: dict[str, int]) -> dict[str, Any]:
-    """What a kernel with matrix products over `dim` is compiled for. float32 stays float32 in them, never tf32."""
+    """The constants of a kernel with matrix products over `dim`. float32 products are exact, never tf32."""
     precision = "ieee" if dtype == torch.float32 else "tf32"
     return {"DIM": dim, "BLOCK_D": next_power_of_2(dim), "PRECISION": precision, "STAGES": tuned["stages"],
             "num_warps": tuned["warps"]}  # fmt: skip

@@ -1,9 +1,8 @@
 """A paged cache whose survivors move to the front of their own blocks, in place: by `repack` or `fill_holes`.
 
 Request r owns the blocks table[r, 0], table[r, 1], ...; its logical slot i lies in row i % block of block
-table[r, i // block].
-kept[r, :] names the slots that stay, ascending, -1 behind them; m of them. Afterwards slots 0 to m - 1 hold them, and
-blocks from ceil(m / block) on are free.
+table[r, i // block]. kept[r, :] lists the m slots that stay, ascending, with -1 behind them. Afterwards slots 0 to
+m - 1 hold their content, and the blocks from ceil(m / block) on are free.
 """
 
 import torch
@@ -15,7 +14,7 @@ from kvrepro_kernels.launch import check_device, check_pair
 
 
 def moved_reference(pool: Tensor, table: Tensor, source: Tensor) -> Tensor:
-    """The truth for one pool [blocks, block, kv_heads, dim]: slot i of request r takes what slot source[r,i] held."""
+    """The reference for a pool [blocks, block, kv_heads, dim]: slot i of request r gets slot source[r, i]'s content."""
     block, out = pool.shape[1], pool.clone()
     for r, slots in enumerate(source.tolist()):
         for i, j in enumerate(slots):
@@ -31,13 +30,13 @@ def row_of(table, slot, mask, block_size):
 
 
 def check_paged(name: str, keys: Tensor, values: Tensor, table: Tensor, kept: Tensor, check_slots: bool) -> None:
-    """Raises ValueError for what does not fit, and with `check_slots` for slots out of range or out of order."""
+    """Raises ValueError for tensors that do not fit, and with `check_slots` for slots out of range or order."""
     check_pair(keys, values, "[blocks, block, kv_heads, dim]", keys.dim() == 4)
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("keys and values are changed in place and must be contiguous")
     if table.dim() != 2 or kept.dim() != 2 or len(table) != len(kept) or table.dtype != torch.int32:
-        found = f"{table.dtype} {tuple(table.shape)} and {tuple(kept.shape)}"
-        raise ValueError(f"table must be int32 [requests, blocks] and kept [requests, n], not {found}")
+        given = f"{table.dtype} {tuple(table.shape)} and {tuple(kept.shape)}"
+        raise ValueError(f"table must be int32 [requests, blocks] and kept [requests, n], not {given}")
     if kept.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"kept must be int32 or int64, not {kept.dtype}")
     check_device(row_of, name, (table, kept, keys, values), moves=True)

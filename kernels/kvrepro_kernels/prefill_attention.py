@@ -1,10 +1,10 @@
-"""Causal attention of a whole prompt with its log-sum-exp kept, through what torch offers.
+"""Causal attention of a whole prompt that also returns the log-sum-exp, by torch's own kernels.
 
     L[h,i] = log sum_(j <= i) exp(scale <q[h,i], k[j]>)
     out[h,i] = sum_(j <= i) exp(scale <q[h,i], k[j]> - L[h,i]) v[j]
 
-Every backend below returns both from one forward pass, where the public function `scaled_dot_product_attention` returns
-the output alone. The choice is an argument, and the result carries its name: nothing falls back.
+Every backend below returns both from one forward pass; the public function `scaled_dot_product_attention` returns only
+the output. The backend is an argument and a field of the result; none falls back to another.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ BACKENDS = ("cudnn", "flash", "efficient", "cpu")
 
 @dataclass(frozen=True)
 class Prefilled:
-    """output [batch, heads, tokens, dim] in the query's dtype, lse float32 [batch, heads, tokens], and by whom."""
+    """output [batch, heads, tokens, dim] in the query's dtype, lse float32 [batch, heads, tokens], and the backend."""
 
     output: Tensor
     lse: Tensor
@@ -25,7 +25,7 @@ class Prefilled:
 
 
 def prefill_attention_reference(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The truth, in the inputs' dtype (upcast first): output and lse."""
+    """The reference, in the inputs' dtype (upcast them first): output and lse."""
     q = query.unflatten(1, (keys.shape[1], -1))
     logits = scale * torch.einsum("bgrid,bgjd->bgrij", q, keys)
     future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
@@ -55,8 +55,8 @@ def prefill_attention(
     batch, heads, tokens, dim = query.shape
     kv_heads = keys.shape[1]
     if keys.shape != (batch, kv_heads, tokens, dim) or values.shape != keys.shape or heads % kv_heads:
-        found = f"{tuple(keys.shape)} and values {tuple(values.shape)}"
-        raise ValueError(f"query {tuple(query.shape)} does not fit keys {found}: a prefill has as many queries as keys")
+        given = f"{tuple(keys.shape)} and values {tuple(values.shape)}"
+        raise ValueError(f"query {tuple(query.shape)} does not fit keys {given}: a prefill has as many queries as keys")
     backend = backend or prefill_backend(query)
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")

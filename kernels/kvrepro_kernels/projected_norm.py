@@ -1,10 +1,10 @@
-"""Projected norms: how long every cached value is after the output projection, without the projected values in memory.
+"""Projected norms: the norm of every cached value after the output projection, without storing the projected values.
 
     norm[g,j] = 1/G sum over the query heads h of KV head g of ||v[g,j] W[h]||_1
 
-A block of values stays on the chip while the projection streams past it, and each product is reduced as it arrives: the
-arithmetic is that of the layer's own output projection, once for every token. Where there are too few blocks for a GPU,
-several programs share one, each with its part of the projection. CriticalKV and DefensiveKV rank by it.
+A block of values stays on the chip while the projection streams past it, and each product is reduced at once: this
+costs as many operations as the layer's own output projection of every token. If there are too few blocks for a GPU,
+several programs share one, each with a part of the projection. CriticalKV and DefensiveKV rank by these norms.
 """
 
 import torch
@@ -16,7 +16,7 @@ from kvrepro_kernels.launch import cdiv, check_device, check_innermost, constant
 
 
 def projected_norm_reference(values: Tensor, output: Tensor) -> Tensor:
-    """The truth, in the inputs' dtype (upcast first)."""
+    """The reference, in the inputs' dtype (upcast them first)."""
     w = output.unflatten(0, (values.shape[1], -1))  # [kv_heads, group, dim, hidden]
     return torch.einsum("bgjd,grdc->bgrjc", values, w).abs().sum(-1).mean(2)
 
@@ -39,9 +39,9 @@ def _projected_norm(
     output += head * group * output_head
     columns = tl.cdiv(hidden, BLOCK_C)
     part = tl.program_id(2)
-    mine = tl.cdiv(group * columns, tl.num_programs(2))  # blocks of the projection
+    blocks = tl.cdiv(group * columns, tl.num_programs(2))  # blocks of the projection
     total = tl.zeros((BLOCK_T,), tl.float32)
-    for i in tl.range(part * mine, tl.minimum((part + 1) * mine, group * columns), num_stages=STAGES):
+    for i in tl.range(part * blocks, tl.minimum((part + 1) * blocks, group * columns), num_stages=STAGES):
         column = i % columns * BLOCK_C + step
         w_at = output + (i // columns) * output_head + column[:, None] * output_column + dim[None, :] * output_dim
         w = tl.load(w_at, mask=(column < hidden)[:, None] & (dim[None, :] < DIM), other=0.0)  # [C, D]

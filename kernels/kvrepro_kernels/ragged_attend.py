@@ -26,17 +26,17 @@ def _stream(
 ):  # fmt: skip
     """Online softmax over `count` consecutive rows: running maximum top [R] in base 2, mass [R], out [R, D]."""
     for at in tl.range(0, count, BLOCK_T, num_stages=STAGES):
-        here = at + step < count
-        read = here[:, None] & (dim[None, :] < DIM)
+        valid = at + step < count
+        read = valid[:, None] & (dim[None, :] < DIM)
         place = (at + step)[:, None] * DIM + dim[None, :]  # a share is far below 2**31 elements
         key = tl.load(keys + place, mask=read, other=0.0)  # [T, D]
         value = tl.load(values + place, mask=read, other=0.0)  # [T, D]
         logits = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale  # [R, T]
         if EMIT:
             where = (at + step)[None, :] * GROUP + row[:, None]
-            mask = here[None, :] & (row[:, None] < GROUP)
+            mask = valid[None, :] & (row[:, None] < GROUP)
             tl.store(logits_out + where, logits, mask=mask, eviction_policy="evict_last")  # read again soon
-        logits = tl.where(here[None, :], logits, float("-inf"))
+        logits = tl.where(valid[None, :], logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
         p = tl.exp2(logits - higher[:, None])
         shrink = tl.exp2(top - higher)
@@ -58,12 +58,12 @@ def attend_share(
     row = tl.arange(0, BLOCK_R)  # [R], query head in the group
     dim = tl.arange(0, BLOCK_D)  # [D]
     step = tl.arange(0, BLOCK_T)  # [T]
-    mine = (row[:, None] < GROUP) & (dim[None, :] < DIM)
+    mask = (row[:, None] < GROUP) & (dim[None, :] < DIM)
     place = tl.program_id(0).to(tl.int64) * share
     end = tl.minimum(place + share, tl.load(offsets + segments) + segments * tail)
     while place < end:
         segment, begin, low, length = segment_of(place, offsets, segments, tail, BLOCK_S)
-        q = tl.load(query + (segment * GROUP + row)[:, None] * DIM + dim[None, :], mask=mine, other=0.0)  # [R, D]
+        q = tl.load(query + (segment * GROUP + row)[:, None] * DIM + dim[None, :], mask=mask, other=0.0)  # [R, D]
         top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
         mass = tl.zeros((BLOCK_R,), tl.float32)
         out = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
@@ -83,5 +83,5 @@ def attend_share(
         )  # fmt: skip
         part = (tl.program_id(0) + segment).to(tl.int64) * GROUP + row  # no two pieces have the same sum
         tl.store(part_lse + part, top + tl.log2(mass), mask=row < GROUP)
-        tl.store(part_outputs + part[:, None] * DIM + dim[None, :], out / mass[:, None], mask=mine)
+        tl.store(part_outputs + part[:, None] * DIM + dim[None, :], out / mass[:, None], mask=mask)
         place = stop

@@ -1,13 +1,13 @@
-"""Ragged decode: one query per head attends to kept lists of unequal length, and may say how much it looked at each.
+"""Ragged decode: one query per head attends to kept lists of unequal length, optionally returning its attention.
 
 Segment s = batch row * kv_heads + KV head holds the flat rows offsets[s] to offsets[s + 1] - 1, then `tail` rows of a
 dense tail, where decoding appends. For the query heads h of that KV head, over both parts together,
 
     p[h,j] = softmax_j(scale <q[h], k[j]>)     out[h] = sum_j p[h,j] v[j]     attention[s,j] = mean or max over h of p
 
-Split-K over shares: the list of all tokens is cut into equal shares, whatever the segments, so that no program waits
-for a long head. A program streams its share segment by segment and leaves a piece for each; a second kernel merges a
-segment's pieces. With attention asked for, the first kernel leaves its logits behind, and further programs of the
+Split-K over shares: the list of all tokens is cut into equal shares, regardless of segments, so that no program waits
+for a long head. A program streams its share segment by segment and writes a piece for each; a second kernel merges a
+segment's pieces. If attention is to be returned, the first kernel also writes its logits, and further programs of the
 second turn them into probabilities. Every kept token is visible, and the order inside a segment does not matter.
 """
 
@@ -30,17 +30,16 @@ def ragged_decode(
     used: Tensor | None = None, kv_heads: int | None = None, scale: float | None = None, emit: tuple[str, ...] = (),
     out: Decoded | None = None, tuning: dict[str, int] | None = None,
 ) -> Decoded:  # fmt: skip
-    """Decode attention over ragged storage; see `Decoded` for what it returns.
+    """Decode attention over ragged storage; `Decoded` describes the result.
 
-    query: [batch, heads, 1, dim]. keys, values: contiguous [total, dim], segment after segment. offsets: int64
-    [batch * kv_heads + 1], ascending from 0 to total; not checked, since that would wait for the GPU.
-    tail_keys, tail_values: contiguous [batch, kv_heads, room, dim], of which the first `tail` rows count, in every
-    segment. used: int64 [1], how many of the `tail` rows count, known to the device alone, so that a captured launch
-    serves every step; then keys and values may have room behind offsets[-1]. kv_heads: needed without a tail. scale: of
-    the logits, by default dim**-0.5. emit: any of "mean" and "max" over the group. out: tensors to write into. tuning:
-    overrides of `ragged_decode_tuning`.
-    Raises ValueError for tensors that do not fit each other, unknown names and CPU tensors uninterpreted.
-    Long, because two launches name everything that their kernels are given.
+    query: [batch, heads, 1, dim]. keys, values: contiguous [total, dim], segment after segment. offsets: int64 [batch *
+    kv_heads + 1], ascending from 0 to total; not checked, since that would wait for the GPU. tail_keys, tail_values:
+    contiguous [batch, kv_heads, room, dim], of which the first `tail` rows count, in every segment. used: int64 [1],
+    how many of the `tail` rows count; the kernel reads it on the device, so that a captured launch serves every step.
+    Then keys and values may have room behind offsets[-1]. kv_heads: needed without a tail. scale: of the logits, by
+    default dim**-0.5. emit: any of "mean" and "max" over the group. out: tensors to write into. tuning: overrides of
+    `ragged_decode_tuning`. Raises ValueError for tensors that do not fit each other, unknown names and CPU tensors
+    uninterpreted. The function is long because two launches list all arguments of their kernels.
     """
     if query.dim() != 4 or query.shape[2] != 1:
         raise ValueError(f"query must be [batch, heads, 1, dim], not {tuple(query.shape)}")
@@ -68,7 +67,7 @@ def ragged_decode(
     share = max(tuned["smallest_share"], even_share(tokens, 1, keys.device, tuned))
     programs = cdiv(tokens, share)
     counts = offsets if used is None else used  # a stand-in that is never read
-    block_s = 4 ** max(2, math.ceil((segments - 1).bit_length() / 2))  # so few that batch sizes compile little anew
+    block_s = 4 ** max(2, math.ceil((segments - 1).bit_length() / 2))  # few values, so that kernels recompile rarely
     both = {"GROUP": group, "BLOCK_S": block_s, "COUNTED": used is not None}
     part_outputs = empty.new_empty(programs + segments, group, dim)
     part_lse = empty.new_empty(programs + segments, group)

@@ -1,4 +1,4 @@
-"""Second kernel of ragged decode (formula: `ragged_decode.py`): merge the pieces, emit attention if asked for."""
+"""Second kernel of ragged decode (formula: `ragged_decode.py`): merges the pieces and, if wanted, emits attention."""
 
 import triton
 import triton.language as tl
@@ -15,9 +15,9 @@ def _merge(
     dim = tl.arange(0, BLOCK_D)  # [D]
     low = tl.load(offsets + segment) + segment * tail
     high = tl.load(offsets + segment + 1) + (segment + 1) * tail
-    some = high > low  # a segment may be empty
+    filled = high > low  # a segment may be empty
     begin = (low // share).to(tl.int32)
-    end = tl.where(some, ((high + share - 1) // share).to(tl.int32), begin)  # programs begin to end - 1 left a piece
+    end = tl.where(filled, ((high + share - 1) // share).to(tl.int32), begin)  # programs begin to end - 1 left a piece
     top = -float("inf")
     mass = 0.0
     out = tl.zeros((BLOCK_D,), tl.float32)
@@ -34,9 +34,9 @@ def _merge(
         out = out * shrink + tl.sum(piece * weight[:, None], 0)
         top = higher
     at = (segment * GROUP + row).to(tl.int64)
-    out = tl.where(some, out / mass, 0.0)
+    out = tl.where(filled, out / mass, 0.0)
     tl.store(outputs + at * DIM + dim, out.to(outputs.dtype.element_ty), mask=dim < DIM)
-    tl.store(lse + at, tl.where(some, (top + tl.log2(mass)) * 0.6931471805599453, float("-inf")))
+    tl.store(lse + at, tl.where(filled, (top + tl.log2(mass)) * 0.6931471805599453, float("-inf")))
 
 
 @triton.jit
@@ -66,9 +66,9 @@ def _emit(
             mass = mass * tl.exp2(top - higher) + tl.sum(tl.exp2(log_sum - higher[None, :]), 0)
             top = higher
         p = tl.exp2(tile - tl.where(row < GROUP, top + tl.log2(mass), 0.0)[None, :])  # [T, R]
-        mine = (place >= at) & (place < stop)
-        flat = mine & (place < begin + length)
-        dense = mine & (place >= begin + length)
+        in_segment = (place >= at) & (place < stop)
+        flat = in_segment & (place < begin + length)
+        dense = in_segment & (place >= begin + length)
         to_flat = low + place - begin
         to_tail = segment * room + place - begin - length
         if MEAN:
@@ -89,8 +89,8 @@ def finish(
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, COUNTED: tl.constexpr, MEAN: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
-    """The first segments * GROUP programs merge; the others, if attention is asked for, emit a block each. room: places
-    of a segment in the tail's attention."""
+    """The first segments * GROUP programs merge; the others, if there are any, emit the attention of a block each.
+    room: places of a segment in the tail's attention."""
     if COUNTED:
         tail = tl.load(used).to(tl.int32)
     program = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Ragged storage: what fits together, and what decoding from it gives (formula: `ragged_decode.py`)."""
+"""Ragged storage: checks of its tensors, the result of decoding, the reference (formula: `ragged_decode.py`)."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,8 +13,8 @@ EMITS = ("mean", "max")
 
 @dataclass(frozen=True)
 class Decoded:
-    """output [batch, heads, 1, dim] in the query's dtype; lse, float32 [batch, heads]; per name asked for in `emit`,
-    the attention of the flat tokens, float32 [total], and of the tail's, float32 [batch, kv_heads, tail]."""
+    """output [batch, heads, 1, dim] in the query's dtype; lse, float32 [batch, heads]; attention: for each name in
+    `emit` that of the flat tokens, float32 [total], and of the tail's, float32 [batch, kv_heads, tail]."""
 
     output: Tensor
     lse: Tensor
@@ -25,7 +25,7 @@ def ragged_decode_reference(
     query: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, tail_keys: Tensor, tail_values: Tensor, tail: int,
     scale: float, emit: tuple[str, ...] = (),
 ) -> Decoded:  # fmt: skip
-    """The truth, one segment after another, in the inputs' dtype (upcast first)."""
+    """The reference, one segment after another, in the inputs' dtype (upcast them first)."""
     batch, kv_heads = tail_keys.shape[:2]
     q = query.view(batch * kv_heads, -1, query.shape[-1])
     output, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
@@ -53,8 +53,8 @@ def check_ragged(
     segments = batch * kv_heads
     check_pair(keys, values, f"[total, {dim}]", keys.shape == (len(keys), dim))
     if tail_keys.shape != (batch, kv_heads, room, dim) or tail_values.shape != tail_keys.shape or heads % kv_heads:
-        found = f"{tuple(tail_keys.shape)} and {tuple(tail_values.shape)}"
-        raise ValueError(f"tail keys and values {found} do not fit query {tuple(query.shape)}")
+        given = f"{tuple(tail_keys.shape)} and {tuple(tail_values.shape)}"
+        raise ValueError(f"tail keys and values {given} do not fit query {tuple(query.shape)}")
     if not 0 <= tail <= room:
         raise ValueError(f"tail {tail} does not lie in 0 to {room}, the tail's room")
     if offsets.shape != (segments + 1,) or offsets.dtype != torch.int64:

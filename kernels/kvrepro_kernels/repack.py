@@ -1,8 +1,8 @@
-"""Repacking a paged cache (`paging.py`): slot i holds what slot kept[i] held, so that the order stays.
+"""Repacking a paged cache (`paging.py`): slot i gets the content of slot kept[i], which keeps the order.
 
-In place: every source is at or behind its target, since kept[i] >= i. Programs take chunks of survivors in ascending
-order, and each writes only after the chunks whose survivors lie where it writes, none of them later ones, have been
-read.
+This works in place, since every source is at or behind its target: kept[i] >= i. Programs take chunks of survivors in
+ascending order. Each writes only after all chunks whose survivors lie where it writes have been read; none of these is
+a later chunk.
 """
 
 import torch
@@ -16,13 +16,13 @@ from kvrepro_kernels.paging import check_paged, row_of
 
 @triton.jit
 def _chunk_of(kept, slot, n, BLOCK_I: tl.constexpr, ROUNDS: tl.constexpr):
-    """The chunk of the first survivor at or behind `slot`: each round looks at 32 places, and leaves a 32nd."""
+    """The chunk of the first survivor at or behind `slot`; each of ROUNDS looks keeps a 32nd of the range."""
     below = 0
     for r in tl.static_range(ROUNDS):
         step = 32 ** (ROUNDS - 1 - r)
         place = below + (tl.arange(0, 32) + 1) * step - 1
-        found = tl.load(kept + place, mask=place < n, other=-1)
-        below += tl.sum(((found >= 0) & (found < slot)).to(tl.int32), 0) * step
+        kept_slot = tl.load(kept + place, mask=place < n, other=-1)
+        below += tl.sum(((kept_slot >= 0) & (kept_slot < slot)).to(tl.int32), 0) * step
     return below // BLOCK_I
 
 
@@ -31,10 +31,11 @@ def _shift(
     keys, values, table, kept, read_yet, max_blocks, n, block_size, width, chunks,
     BLOCK_I: tl.constexpr, BLOCK_C: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Repack: a program reads a chunk of survivors, says so, waits until its targets have been read too, and writes.
+    """Repack: a program reads a chunk of survivors, sets its flag, waits until its targets have been read, and writes.
 
-    Its targets hold survivors of two chunks at most, none of them later ones. read_yet: zeros, a ticket and a flag for
-    each chunk. The ticket says what a program does: chunks that it may wait for are in other programs' hands already.
+    Its targets hold survivors of at most two chunks, none of them later. read_yet: zeros, a ticket and a flag for each
+    chunk. The ticket gives a program its chunk, so that the chunks that it waits for are already in other programs'
+    hands.
     """
     ticket = tl.atomic_add(read_yet, 1, sem="relaxed")
     slices = tl.cdiv(width, BLOCK_C)

@@ -1,4 +1,4 @@
-"""What a window is: the last queries, the keys that each of them may see, and what fits together."""
+"""Windows of last queries: the keys that each query may see, and the checks of a window's tensors."""
 
 import torch
 from torch import Tensor
@@ -15,11 +15,8 @@ def visible_keys(tokens: int, last: Tensor, starts: Tensor) -> Tensor:
 def window_rows(
     query: Tensor, keys: Tensor, values: Tensor, last: Tensor | None, starts: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The last visible keys, int32 [batch, kv_heads, window], None where the window ends the tokens, and the first live
-    ones, int32 [batch, kv_heads], None for 0 everywhere.
-
-    Raises ValueError for queries, keys and values that do not fit each other.
-    """
+    """(last visible keys, int32 [batch, kv_heads, window]; first live keys, int32 [batch, kv_heads]), each None if it
+    is None in the arguments. Raises ValueError for queries, keys and values that do not fit each other."""
     batch, kv_heads = keys.shape[:2]
     check_pair(keys, values, "[batch, kv_heads, tokens, dim]")
     check_query(query, keys)

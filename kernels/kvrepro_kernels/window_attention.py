@@ -1,12 +1,12 @@
-"""Window attention: outputs and log-sum-exp of the last queries, when the forward pass did not keep them.
+"""Window attention: outputs and log-sum-exp of the last queries, for a forward pass that did not keep them.
 
     L[h,t] = log sum_j exp(scale <q[h,t], k[j]>)        over keys with starts[b,g] <= j <= last[b,g,t]
     a[h,t] = sum_j exp(scale <q[h,t], k[j]> - L[h,t]) v[j]
 
-pool: a token's logit becomes the largest that its neighbours have, as far as they are visible, and every live token is
-one (AnDPro's public code).
+pool: a token's logit becomes the largest among its visible neighbours; then every live token counts as visible
+(AnDPro's public code).
 
-The keys are split over programs, each keeping a running maximum (flash attention); a second kernel merges the splits. A
+The keys are split over programs with a running maximum each (flash attention); a second kernel merges the splits. A
 query that sees no key gets L = -inf and a = 0.
 """
 
@@ -21,8 +21,8 @@ from kvrepro_kernels.window_attention_kernel import attend_split, merge_splits
 def window_attention_reference(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, last: Tensor, starts: Tensor, pool: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The truth, in the inputs' dtype (upcast first): outputs [batch, heads, window, dim], lse [batch, heads, window].
-    last [batch, kv_heads, window], starts [batch, kv_heads]."""
+    """The reference, in the inputs' dtype (upcast them first): outputs [batch, heads, window, dim], lse [batch, heads,
+    window]. last: [batch, kv_heads, window]; starts: [batch, kv_heads]."""
     q = query.unflatten(1, (keys.shape[1], -1))
     logits = scale * torch.einsum("bgrtd,bgjd->bgrtj", q, keys)
     logits = logits.masked_fill(~visible_keys(keys.shape[2], last, starts), -torch.inf)
@@ -43,9 +43,9 @@ def window_attention(
 
     query: [batch, heads, window, dim]; keys, values: [batch, kv_heads, tokens, dim], strided, dim innermost.
     scale: of the logits, by default dim**-0.5. last: int [batch or 1, kv_heads or 1, window], the index of the last key
-    that each query may see, by default that of its own token, the window being the last ones. starts: int [batch] or
-    [batch, kv_heads], the first live key (left padding, dead slots in front). pool: an odd number of
-    neighbouring tokens. out: two contiguous tensors to write into. tuning: overrides of `window_attention_tuning`.
+    that each query may see, by default its own token's, where the window holds the last tokens. starts: int [batch] or
+    [batch, kv_heads], the first live key (after left padding or dead slots). pool: an odd number of neighbouring
+    tokens. out: two contiguous tensors to write into. tuning: overrides of `window_attention_tuning`.
     Raises ValueError for tensors that do not fit each other and for CPU tensors uninterpreted.
     """
     last, starts = window_rows(query, keys, values, last, starts)
@@ -56,7 +56,7 @@ def window_attention(
         out = query.new_empty(batch, heads, window, dim), query.new_empty(batch, heads, window, dtype=torch.float32)
     if out[0].shape != query.shape or out[1].shape != query.shape[:3] or not all(x.is_contiguous() for x in out):
         raise ValueError(f"out must be contiguous of shapes {tuple(query.shape)} and {tuple(query.shape[:3])}")
-    used = [keys if x is None else x for x in (last, starts)]  # keys stand in for what is never read
+    used = [keys if x is None else x for x in (last, starts)]  # the kernel does not read what is None
     check_device(attend_split, "window_attention", (query, keys, values, *used, *out))
     if 0 in (batch, heads, window):
         return out

@@ -1,4 +1,4 @@
-"""Kernels of window attention (formula: `window_attention.py`): attend to a split of the keys, merge the splits."""
+"""Kernels of window attention (formula: `window_attention.py`): attention to a split of the keys, and the merge."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _logits(q, keys, at, step, dim, key_token, tokens, last, start, scale, DIM: tl.constexpr, PRECISION: tl.constexpr):
-    """[R, T] in base 2, of the tokens from `at` on; -inf where a query may not look."""
+    """Logits [R, T] in base 2 of the tokens from `at` on; -inf where the query does not see the token."""
     token = at + step
     read = ((token >= 0) & (token < tokens))[:, None] & (dim[None, :] < DIM)
     base = (tl.zeros((), tl.int64) + at) * key_token  # 64 bits: a head may pass 2**31 elements
@@ -16,7 +16,7 @@ def _logits(q, keys, at, step, dim, key_token, tokens, last, start, scale, DIM: 
     return tl.where(seen, logits, float("-inf"))
 
 
-@triton.jit(  # lengths of a prompt compile nothing anew
+@triton.jit(  # another prompt length must not compile the kernel again
     do_not_specialize=["tokens", "edge", "tokens_per_split"], do_not_specialize_on_alignment=["lasts", "starts"]
 )
 def attend_split(
@@ -27,7 +27,7 @@ def attend_split(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attention to one split of the keys. Long, because its running sums stay in registers."""
+    """Attention to one split of the keys. The kernel is long because its running sums stay in registers."""
     head_row = tl.program_id(1).to(tl.int64)  # batch row * kv_heads + KV head
     batch, head = head_row // kv_heads, head_row % kv_heads
     row = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R], query head in the group * window + query
@@ -42,8 +42,8 @@ def attend_split(
     keys += batch * key_batch + head * key_head
     values += batch * value_batch + head * value_head
     query += batch * query_batch + head * (rows // window) * query_head
-    mine = (row[:, None] < rows) & (dim[None, :] < DIM)
-    q = tl.load(query + (row // window * query_head + row % window * query_row)[:, None] + dim[None, :], mine, 0.0)
+    mask = (row[:, None] < rows) & (dim[None, :] < DIM)
+    q = tl.load(query + (row // window * query_head + row % window * query_row)[:, None] + dim[None, :], mask, 0.0)
 
     top = tl.full((BLOCK_R,), float("-inf"), tl.float32)  # running maximum, base 2
     mass = tl.zeros((BLOCK_R,), tl.float32)
@@ -72,11 +72,11 @@ def attend_split(
         out = tl.dot(p.to(value.dtype), value, out * shrink[:, None], input_precision=PRECISION)
         top = higher
 
-    some = mass > 0.0
+    sees_any = mass > 0.0
     part = (head_row * tl.num_programs(0) + tl.program_id(0)) * rows + row
-    tl.store(part_lse + part, tl.where(some, top + tl.log2(mass), float("-inf")), mask=row < rows)
-    out = out / tl.where(some, mass, 1.0)[:, None]
-    tl.store(part_outputs + part[:, None] * DIM + dim[None, :], out, mask=mine)
+    tl.store(part_lse + part, tl.where(sees_any, top + tl.log2(mass), float("-inf")), mask=row < rows)
+    out = out / tl.where(sees_any, mass, 1.0)[:, None]
+    tl.store(part_outputs + part[:, None] * DIM + dim[None, :], out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -1,4 +1,4 @@
-"""What attention to a token is worth, on the device (formulas in `window_scores.py`): pooled attention, indicators."""
+"""Device functions of window scores (formulas in `window_scores.py`): pooled attention and the indicators."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _bfloat16(x):
-    """x rounded to bfloat16, to even, in float32: by its bits, which the interpreter rounds rightly too."""
+    """x rounded to bfloat16, half to even, as float32; by its bits, since the interpreter's own rounding is wrong."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 
@@ -16,7 +16,7 @@ def pooled_attention(
     keys, at, step, dim, key_token, tokens, q, log_sum, last, start, scale,
     DIM: tl.constexpr, POOL: tl.constexpr, BY_MAX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[T, R]: attention to the POOL neighbours of each token, its mean or its largest; 0 for what is not seen."""
+    """[T, R]: the mean or largest attention to the POOL neighbours of each token; 0 for invisible ones."""
     x = tl.full((step.shape[0], log_sum.shape[0]), float("-inf") if BY_MAX else 0.0, tl.float32)
     for shift in tl.range(-(POOL // 2), POOL // 2 + 1, num_stages=2):
         token = at + shift + step
@@ -34,7 +34,7 @@ def pooled_attention(
 
 @triton.jit
 def indicated(p, value, norm, a, aa, eps, INDICATOR: tl.constexpr, ROUND: tl.constexpr, PRECISION: tl.constexpr):
-    """[T, R]: what attention p to the tokens is worth."""
+    """[T, R]: the indicator of the tokens from attention p to them."""
     if INDICATOR == "attention":
         x = p
     elif INDICATOR == "value":

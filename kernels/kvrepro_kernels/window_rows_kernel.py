@@ -1,4 +1,4 @@
-"""The query rows of a window on the device (formulas: `window_scores.py`): load them, and reduce over them."""
+"""Device functions for the query rows of a window (formulas: `window_scores.py`): load them, and reduce over them."""
 
 import triton
 import triton.language as tl
@@ -16,9 +16,9 @@ def load_rows(
     dim = tl.arange(0, BLOCK_D)  # [D]
     g = chunk * GROUPS + row // WINDOW
     t = row % WINDOW
-    mine = (g < group) & (t < window) & (t >= window - present)
-    log_sum = tl.load(lse + g * lse_head + t * lse_row, mask=mine, other=float("inf")) * 1.4426950408889634  # [R]
-    there = mine & (tl.abs(log_sum) < float("inf"))
+    is_query = (g < group) & (t < window) & (t >= window - present)
+    log_sum = tl.load(lse + g * lse_head + t * lse_row, mask=is_query, other=float("inf")) * 1.4426950408889634  # [R]
+    there = is_query & (tl.abs(log_sum) < float("inf"))
     log_sum = tl.where(there, log_sum, float("inf"))
     read = there[:, None] & (dim[None, :] < DIM)
     q = tl.load(query + (g * query_head + t * query_row)[:, None] + dim[None, :], mask=read, other=0.0)  # [R, D]
@@ -29,17 +29,17 @@ def load_rows(
     a32 = a.to(tl.float32)
     last = edge + t
     if LASTS:
-        last = tl.load(lasts + t, mask=mine, other=-1)  # [R]
-    return q, a, tl.sum(a32 * a32, 1), log_sum, last, mine
+        last = tl.load(lasts + t, mask=is_query, other=-1)  # [R]
+    return q, a, tl.sum(a32 * a32, 1), log_sum, last, is_query
 
 
 @triton.jit
 def reduced(
-    x, mine, present, GROUPS: tl.constexpr, WINDOW: tl.constexpr, AGGREGATE: tl.constexpr, REDUCTION: tl.constexpr
+    x, is_query, present, GROUPS: tl.constexpr, WINDOW: tl.constexpr, AGGREGATE: tl.constexpr, REDUCTION: tl.constexpr
 ):
-    """x [T, R] over the rows of one chunk: [T], summed or maximised over its heads, or [T, GROUPS]."""
+    """x [T, R] reduced over the rows of one chunk: [T], the sum or maximum over its heads, or [T, GROUPS]."""
     if AGGREGATE == "max":
-        x = tl.where(mine[None, :], x, float("-inf"))
+        x = tl.where(is_query[None, :], x, float("-inf"))
     linear: tl.constexpr = AGGREGATE == "mean" or AGGREGATE == "sum"
     if linear and (REDUCTION == "mean" or REDUCTION == "sum"):
         y = tl.sum(x, 1)
@@ -47,14 +47,14 @@ def reduced(
         y = tl.max(x, 1)
     else:
         x = tl.reshape(x, (x.shape[0], GROUPS, WINDOW))
-        head = tl.max(tl.reshape(mine.to(tl.int32), (GROUPS, WINDOW)), 1)  # [GROUPS]
+        head = tl.max(tl.reshape(is_query.to(tl.int32), (GROUPS, WINDOW)), 1)  # [GROUPS]
         if AGGREGATE == "max":
             y = tl.max(x, 2)  # [T, GROUPS]
         else:
             y = tl.sum(x, 2)
             if AGGREGATE == "variance":
                 off = x - (y / present)[:, :, None]
-                off = tl.where(tl.reshape(mine, (GROUPS, WINDOW))[None, :, :], off, 0.0)
+                off = tl.where(tl.reshape(is_query, (GROUPS, WINDOW))[None, :, :], off, 0.0)
                 y = tl.sum(off * off, 2) / tl.maximum(present - 1, 1)
         if REDUCTION == "max":
             y = tl.max(tl.where(head[None, :] > 0, y, float("-inf")), 1)

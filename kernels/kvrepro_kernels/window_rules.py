@@ -1,4 +1,4 @@
-"""The rules of window scores (formula: `window_scores.py`): their names, their reference, what goes together."""
+"""The rules of window scores (formula: `window_scores.py`): their names, their reference and their checks."""
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ def window_scores_reference(
     norms: Tensor | None = None, eps: float = 1e-6, present: Tensor | None = None, pool: int = 1,
     pool_by: str = "average", round_p: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The truth, in the inputs' dtype (upcast first). Shapes as in `window_scores`, last [batch, kv_heads, window],
-    starts [batch, kv_heads]."""
+    """The reference, in the inputs' dtype (upcast them first). Shapes as in `window_scores`; last: [batch, kv_heads,
+    window]; starts: [batch, kv_heads]."""
     kv_heads, tokens = keys.shape[1:3]
     q, a = (x.unflatten(1, (kv_heads, -1)) for x in (query, outputs))  # [batch, kv_heads, group, window, dim]
     log_sum = lse.unflatten(1, (kv_heads, -1)).unsqueeze(-1)
@@ -46,7 +46,7 @@ def window_scores_reference(
         p = p.clamp(max=1.0).bfloat16().to(p) if round_p else p.clamp(max=1.0)
         x = (p / (1 - p + eps)).square() * distance
     x = torch.where(seen, x, 0.0)
-    absent = [0] * len(x) if present is None else (query.shape[2] - present).tolist()  # they stand in front
+    absent = [0] * len(x) if present is None else (query.shape[2] - present).tolist()  # number of padding queries
     over = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "variance": torch.var}
     per_head = torch.stack([over[aggregate](row[:, :, n:], -2) for row, n in zip(x, absent, strict=True)])
     return per_head.flatten(1, 2) if reduction == "none" else over[reduction](per_head, 2)
@@ -55,7 +55,7 @@ def window_scores_reference(
 def check_rule(
     keys: Tensor, window: int, norms: Tensor | None, present: Tensor | None, pool: int, **names: str
 ) -> None:
-    """Raises ValueError for unknown names, and for what does not go together."""
+    """Raises ValueError for unknown names, and for settings that do not go together."""
     batch, kv_heads, tokens = keys.shape[:3]
     for kind, name in names.items():
         if name not in NAMES[kind]:

@@ -1,7 +1,7 @@
-"""Window scores: what the last queries say about every cached token, in one pass over keys and values.
+"""Window scores: the importance of every cached token for the last queries, in one pass over keys and values.
 
-The forward pass already knows the window's log-sum-exp L and outputs a, so no softmax is left to do. For query head h
-of KV head g, window query t and key j that it may see:
+The forward pass has computed the window's log-sum-exp L and outputs a, so no softmax is needed. For query head h of KV
+head g, window query t and key j that it may see:
 
     p[h,t,j] = exp(scale <q[h,t], k[j]> - L[h,t])
     indicator   attention     p
@@ -11,14 +11,15 @@ of KV head g, window query t and key j that it may see:
                 entropy       -p ln(p + 1e-10)
     score[g,j] = group reduction over h of the aggregate over t of the indicator
 
-0 for a pair where the query may not see the key or is not there. ||a - v||^2 = ||a||^2 + ||v||^2 - 2 <a, v>, clamped
-at 0; there p is clamped at 1, which rounding in a given L would pass. Aggregates: mean, sum, max and unbiased variance
-over the queries that are there. Group reductions: mean, max, sum, or none, a score for each query head. pool: p becomes
-its mean or its largest over that many neighbouring tokens, whether the query may see the token itself or not.
-Perturbation: DropKV; anchor: AnDPro; variance and entropy: CAKE; max over max of the pooled: DefensiveKV.
+The indicator is 0 for keys that the query may not see, and for absent queries. ||a - v||^2 = ||a||^2 + ||v||^2 -
+2 <a, v> is clamped at 0, and in the perturbation p is clamped at 1, which it could exceed by rounding in a given L.
+Aggregates: mean, sum, max and unbiased variance over the queries that are present. Group reductions: mean, max, sum, or
+none for a score of each query head. pool: p is replaced by its mean or its largest over that many neighbouring tokens,
+even where the query may not see the token itself. Perturbation: DropKV; anchor: AnDPro; variance and entropy: CAKE; max
+over max of the pooled: DefensiveKV.
 
-Scores of a query that pays nearly all attention to one key are as good as 1 - p: rounding in L is magnified by
-1 / (1 - p + eps), and rounding in a by (1 / (1 - p + eps))^2. Such a key leads the ranking either way.
+If a query pays nearly all attention to one key, its scores are only as accurate as 1 - p: rounding in L is magnified by
+1 / (1 - p + eps), and rounding in a by (1 / (1 - p + eps))^2. Such a key leads the ranking in any case.
 """
 
 import torch
@@ -40,15 +41,15 @@ def window_scores(
 ) -> Tensor:  # fmt: skip
     """Scores of every cached token, float32 [batch, kv_heads, tokens], or with reduction "none" [batch, heads, tokens].
 
-    query: the window's, [batch, heads, window, dim]; keys, values: [batch, kv_heads, tokens, dim], strided as they lie,
-    dim innermost. lse [batch, heads, window] in natural logarithm and outputs [batch, heads, window, dim]: the forward
-    pass's; without both, `window_attention` computes them first, which reads keys and values once more. A row whose
-    lse is not finite looks at nothing.
-    scale, last, starts: as in `window_attention`. present: int [batch], how many of the last queries are there, by
-    default all; those before them count in no mean or variance.
+    query: the window's, [batch, heads, window, dim]; keys, values: [batch, kv_heads, tokens, dim], any strides with dim
+    innermost. lse [batch, heads, window] in natural logarithm and outputs [batch, heads, window, dim]: the forward
+    pass's; without them, `window_attention` computes them first, which reads keys and values once more. A query whose
+    lse is not finite sees nothing.
+    scale, last, starts: as in `window_attention`. present: int [batch], how many of the last queries are no padding, by
+    default all; padding queries, which come first, do not count in a mean or variance.
     norms: [batch, kv_heads, tokens] for the indicator "value", by default ||v||. pool: an odd number of neighbouring
-    tokens, of whose attention `pool_by` "average" (beyond the ends it is 0) or "max" stands for a token's. round_p: in
-    the indicator "perturbation" p is rounded to bfloat16.
+    tokens, over whose attention `pool_by` takes the "average" (with 0 beyond the ends) or the "max". round_p: round p
+    to bfloat16 in the indicator "perturbation".
     out: contiguous float32 tensor to write into. tuning: overrides of `window_scores_tuning`.
     Raises ValueError for tensors that do not fit each other, unknown names and CPU tensors uninterpreted.
     """
@@ -64,10 +65,10 @@ def window_scores(
     if lse is None or outputs is None:
         outputs, lse = window_attention(query, keys, values, scale=scale, last=last, starts=starts)
     if lse.shape != (batch, heads, window) or outputs.shape != query.shape:
-        found = f"{tuple(lse.shape)} and {tuple(outputs.shape)}"
-        raise ValueError(f"lse and outputs must be {tuple(query.shape[:3])} and {tuple(query.shape)}, not {found}")
+        shapes = f"{tuple(lse.shape)} and {tuple(outputs.shape)}"
+        raise ValueError(f"lse and outputs must be {tuple(query.shape[:3])} and {tuple(query.shape)}, not {shapes}")
     given = {"NORMS": norms, "LASTS": last, "STARTS": starts, "PRESENTS": present}
-    used = [keys if x is None else x.contiguous() for x in given.values()]  # keys stand in for what is never read
+    used = [keys if x is None else x.contiguous() for x in given.values()]  # the kernel does not read what is None
     launch.check_device(score_tokens, "window_scores", (query, keys, values, lse, outputs, *used, out))
     launch.check_innermost(outputs=outputs)
     if 0 in (batch, tokens):
@@ -92,8 +93,8 @@ def window_scores(
 def window_scores_tuning(rows: int, dim: int, dtype: torch.dtype, indicator: str) -> dict[str, int]:
     """Block sizes by shape; measured on an H200 for bfloat16 and 128 dims.
 
-    rows: query rows of a KV head, each axis rounded up to a power of two. "rows" of the result: how many of them at a
-    time; one go beats a loop over chunks.
+    rows: query rows of a KV head, each axis rounded up to a power of two. "rows" of the result: the rows that a program
+    takes at a time; all at once are faster than a loop over chunks.
     """
     if dim > 128 or dtype == torch.float32:
         return {"rows": 64, "block_t": 32, "warps": 4, "stages": 2, "per_multiprocessor": 2}

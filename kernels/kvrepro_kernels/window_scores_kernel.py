@@ -10,7 +10,7 @@ from kvrepro_kernels.window_indicators import indicated, pooled_attention
 from kvrepro_kernels.window_rows_kernel import load_rows, reduced
 
 
-@triton.jit(  # lengths and places of a prompt compile nothing anew
+@triton.jit(  # another prompt length or memory address must not compile the kernel again
     do_not_specialize=["tokens", "edge", "tokens_per_split", "lse_batch", "lse_head"],
     do_not_specialize_on_alignment=["lse", "lasts", "starts", "presents"],
 )
@@ -25,7 +25,7 @@ def score_tokens(
     BY_MAX: tl.constexpr, ROUND: tl.constexpr, NORMS: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a stretch of one KV head's tokens. Long, because what is loaded once stays in registers."""
+    """Scores of a stretch of one KV head's tokens. Long, since data that is loaded once stays in registers."""
     head_row = tl.program_id(1).to(tl.int64)  # batch row * kv_heads + KV head
     batch, head = head_row // kv_heads, head_row % kv_heads
     start = 0
@@ -54,8 +54,8 @@ def score_tokens(
     begin = tl.program_id(0) * tokens_per_split
     for at in tl.range(begin, tl.minimum(begin + tokens_per_split, tokens), BLOCK_T, num_stages=STAGES):
         token = at + step
-        here = token < tokens
-        read = here[:, None] & (dim[None, :] < DIM)
+        valid = token < tokens
+        read = valid[:, None] & (dim[None, :] < DIM)
         base = tl.zeros((), tl.int64) + at  # 64 bits: a head may pass 2**31 elements
         key = tl.zeros((BLOCK_T, BLOCK_D), keys.dtype.element_ty)
         if POOL == 1:
@@ -71,7 +71,7 @@ def score_tokens(
             if INDICATOR == "value":
                 norm = tl.sqrt(norm)
         elif NORMS:
-            norm = tl.load(norms + head_row * tokens + token, mask=here, other=0.0)  # [T]
+            norm = tl.load(norms + head_row * tokens + token, mask=valid, other=0.0)  # [T]
         y = tl.full((BLOCK_T,), float("-inf") if REDUCTION == "max" else 0.0, tl.float32)
         for chunk in range(CHUNKS):
             if CHUNKS > 1:
@@ -79,7 +79,7 @@ def score_tokens(
                     query, outputs, lse, lasts, query_head, query_row, output_head, output_row, lse_head, lse_row,
                     chunk, edge, group, window, present, LASTS, DIM, BLOCK_D, GROUPS, WINDOW, READ_A,
                 )  # fmt: skip
-            q, a, aa, log_sum, last, mine = rows
+            q, a, aa, log_sum, last, is_query = rows
             live = token[:, None] >= start
             if POOL == 1:
                 logits = tl.dot(key, tl.trans(q), input_precision=PRECISION)  # [T, R]
@@ -90,15 +90,15 @@ def score_tokens(
                     keys, at, step, dim, key_token, tokens, q, log_sum, last, start, scale, DIM, POOL, BY_MAX, PRECISION
                 )
             x = tl.where(live, indicated(p, value, norm, a, aa, eps, INDICATOR, ROUND, PRECISION), 0.0)  # [T, R]
-            z = reduced(x, mine, present, GROUPS, WINDOW, AGGREGATE, REDUCTION)
+            z = reduced(x, is_query, present, GROUPS, WINDOW, AGGREGATE, REDUCTION)
             if REDUCTION == "none":
                 z *= factor
                 g = chunk * GROUPS + tl.arange(0, GROUPS)
                 z_at = (head_row * group + g[None, :]) * tokens + token[:, None]
-                tl.store(scores + z_at, z, mask=here[:, None] & (g < group)[None, :])
+                tl.store(scores + z_at, z, mask=valid[:, None] & (g < group)[None, :])
             elif CHUNKS == 1:
                 y = z
             else:
                 y = tl.maximum(y, z) if REDUCTION == "max" else y + z
         if REDUCTION != "none":
-            tl.store(scores + head_row * tokens + token, y * factor, mask=here)
+            tl.store(scores + head_row * tokens + token, y * factor, mask=valid)

@@ -75,12 +75,6 @@ _attending: ContextVar[Any] = ContextVar("attending", default=None)  # for famil
 @contextmanager
 def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Switch `model` to this attention, and back at the end; kernels start on its GPU meanwhile. Other threads wait."""
-    with _turns.setdefault(model, RLock()):
-        yield from _switched(model)
-
-
-def _switched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """`installed` without waiting for other threads."""
 
     def note(_: Any, __: Any, given: dict[str, Any]) -> None:
         _attending.set(given.get("kvrepro"))
@@ -88,19 +82,20 @@ def _switched(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     def forget(*_: Any) -> None:  # the object holds a cache, whose memory would stay taken
         _attending.set(None)
 
-    before = model.config._attn_implementation
-    hooks = [
-        model.register_forward_pre_hook(note, with_kwargs=True),
-        model.register_forward_hook(forget, always_call=True),
-    ]
-    model.set_attn_implementation("kvrepro")
-    try:
-        with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
-            yield model
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.set_attn_implementation(before)
+    with _turns.setdefault(model, RLock()):
+        before = model.config._attn_implementation
+        hooks = [
+            model.register_forward_pre_hook(note, with_kwargs=True),
+            model.register_forward_hook(forget, always_call=True),
+        ]
+        model.set_attn_implementation("kvrepro")
+        try:
+            with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
+                yield model
+        finally:
+            for hook in hooks:
+                hook.remove()
+            model.set_attn_implementation(before)
 
 
 @torch.inference_mode()
@@ -113,8 +108,7 @@ def read_once(model: PreTrainedModel, ids: Sequence[int], who: Any) -> None:
 
 @contextmanager
 def with_methods(module: Module, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Give a module other methods; afterwards it has its former ones again, set on itself or inherited from its
-    class."""
+    """Give a module other methods inside the block; afterwards its own or its class's are back."""
     before = {name: vars(module)[name] for name in methods if name in vars(module)}
     vars(module).update(methods)
     try:

@@ -24,14 +24,13 @@ SLIDE = 16  # tokens in the tail after which a sliding layer drops what is out o
 
 
 class Shown(NamedTuple):
-    """The visible tokens of a layer, `[batch, kv_heads, tokens, ...]`, flush right; position and index are -1 in dead
-    slots."""
+    """The visible tokens of a layer, `[batch, kv_heads, tokens, ...]`, flush right; dead slots have position -1."""
 
     keys: KeyValue
     values: KeyValue
     positions: Tensor
     sums: dict[str, Tensor]
-    index: Tensor  # places in the flat tensors
+    index: Tensor  # places in the flat tensors, -1 in dead slots
 
     def widened(self, width: int) -> "Shown":
         """The same with dead slots in front, `width` in all."""
@@ -86,8 +85,7 @@ class RaggedLayer:
     def at(
         cls, keys: KeyValue, values: KeyValue, positions: Tensor, place: Tensor | None, sums: dict[str, Tensor]
     ) -> "RaggedLayer":
-        """The tokens at slots `place` [batch, kv_heads, kept] of each head, None: all. All heads have equal length and
-        no dead slots."""
+        """The tokens at slots `place` [batch, kv_heads, kept], None: all; heads of equal length without dead slots."""
         tokens = [keys, values, positions, *sums.values()]
         if place is not None:
             tokens = [
@@ -429,8 +427,7 @@ class EngineCache(DynamicCache):
             layer.quantise(bits)
 
     def rows(self, rows: Tensor, spend: bool = False) -> "EngineCache":
-        """A copy of these rows, in this order. spend: this cache is no longer needed and frees each layer as soon as
-        its rows are copied."""
+        """A copy of these rows, in this order. spend: this cache is done, and frees each layer once it is copied."""
         taken, layer = copy.copy(self), self.ragged.pop if spend else self.ragged.__getitem__
         taken.ragged = {number: layer(number).rows(rows) for number in list(self.ragged)}
         taken.layers = [_states([layer], lambda t: t.index_select(0, rows.to(t.device))) for layer in self.layers]
@@ -448,8 +445,7 @@ def seen_by(layers: Sequence[RaggedLayer], device: torch.device) -> Tensor:
 
 
 def together(caches: list[EngineCache]) -> EngineCache:
-    """The rows of several caches as one batch. It takes the caches' layers one by one, so that memory holds at most one
-    layer twice."""
+    """The rows of several caches as one batch, which takes their layers one by one to save memory."""
     whole = copy.copy(caches[0])
     whole.ragged = {n: concatenated([cache.ragged.pop(n) for cache in caches]) for n in list(caches[0].ragged)}
     layers = zip(*(cache.layers for cache in caches), strict=True)
@@ -458,8 +454,7 @@ def together(caches: list[EngineCache]) -> EngineCache:
 
 
 def _states(layers: Sequence[Any], change: Callable[..., Tensor]) -> Any:
-    """A copy of the first of these layers, which for a recurrent layer holds `change(states of all of them)` in place
-    of each state."""
+    """A copy of the first of these layers with `change(states of all of them)` for each recurrent state."""
     new = copy.copy(layers[0])
     for name in vars(new) if hasattr(new, "recurrent_states") else ():
         values = [vars(layer)[name] for layer in layers]

@@ -92,8 +92,7 @@ class CapturedStep:
         self.slot.advance()
 
     def loosen(self, rows: Rows, last: bool = False) -> None:
-        """Give `rows` a cache that an eviction can change. last: the step will not run again and frees each layer as
-        soon as it is copied."""
+        """Give `rows` a cache that an eviction can change. last: the step ends, and frees each layer once copied."""
         layer = self.cache.ragged.pop if last else self.cache.ragged.__getitem__
         for n in list(self.cache.ragged):
             rows.cache.ragged[n] = layer(n).loose()

@@ -115,8 +115,7 @@ class Steps:
         return not self.due(step) or self.evict(partial(evict_rows_shared, step=step))
 
     def advance(self, step: int) -> bool:
-        """Run the model on the picked tokens, and evict in the other regimes if it is due. Returns whether any row goes
-        on."""
+        """Run the model on the picked tokens; in other regimes evict if it is due. Returns whether any row goes on."""
         self.forward(step, self.due(step))
         if self.due(step) and self.rows.signals is None:
             evict = partial(evict_rows, self.call.facts, budgets=self.rows.budgets, scalings=self.call.scalings)

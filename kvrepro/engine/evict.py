@@ -261,8 +261,7 @@ def generator(parameters: Mapping[str, Any], ids: Sequence[int]) -> Random:
 
 
 def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
-    """Tokens that the conditions protect, `[batch, kv_heads, tokens]`. follow: a static suffix moves with the newest
-    tokens."""
+    """Tokens that the conditions protect, `[batch, kv_heads, tokens]`. follow: a static suffix follows the newest."""
     device, n = o.positions.device, o.count
     sides = [guarded(c, size, job.parameters) for c, size in zip(job.conditions, job.budgets, strict=True)] * n
     prefix, suffix = sides[0] if len(set(sides)) == 1 else torch.tensor(sides, device=device).unbind(1)
@@ -387,8 +386,7 @@ def selected(
 
 
 def _selected_for_all_layers(job: EvictionJob, o: Observation, scores: Scores, protected: Mask, counts: Counts) -> Mask:
-    """`SharedCap`: `selected` with ties in the policy's order; where heads choose for themselves, their union is cut to
-    the budget."""
+    """`selected` of `SharedCap`: ties in the policy's order; heads that choose for themselves have their union cut."""
     tie_break, budget = job.parameters["tie_break"], job.budget.to(o.positions.device)
     if not job.per_head:
         ties = shared.order(o, scores, job.policy.ties or (), tie_break)

@@ -88,8 +88,7 @@ def evicting(
 
 
 def _ensure_own_thread(model: PreTrainedModel) -> None:
-    """Raise InputError inside a block of another thread: blocks that end in another order would not restore the
-    model."""
+    """Raise InputError inside a block of another thread, since ends in another order would not restore the model."""
     if getattr(vars(model).get("generate"), "thread", get_ident()) != get_ident():
         raise InputError("model inside evicting(...) of another thread: one block around all threads, or a model each")
 
@@ -173,8 +172,7 @@ def _first(call: Call, rows: Rows) -> Steps:
 
 
 def _read(call: Call, ends: list[int]) -> Rows:
-    """The rows of the prompts after their first eviction; prompts with compressed parts of equal length share a pass,
-    which needs no padding."""
+    """The prompts' rows after their first eviction; equally long compressed parts share a pass without padding."""
     alike: dict[int, list[int]] = {}
     for i, end in enumerate(ends):
         alike.setdefault(end, []).append(i)

@@ -1,5 +1,4 @@
-"""Facts about a model that the engine needs: which layers hold tokens to evict, their windows, outputs and
-rotations."""
+"""What the engine must know about a model: its layers with tokens to evict, windows, outputs and rotations."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -72,8 +71,7 @@ class ModelFacts:
         return replace(self, backend=backend)
 
     def held(self, tokens: int) -> int:
-        """Tokens that an evictable layer holds after `tokens` were seen; a sliding one only those that the next query
-        can see."""
+        """Tokens that an evictable layer holds of `tokens` seen; if it slides, those that the next query can see."""
         return min([tokens, *(self.sliding[n] - 1 for n in self.evictable if n in self.sliding)])
 
 

@@ -247,8 +247,7 @@ def asked_together(members: Sequence[int], wanted: Sequence[Sequence[int]]) -> l
 
 
 def blocks(members: Sequence[int], lengths: Sequence[int], together: int, tokens: float) -> list[list[int]]:
-    """Neighbouring prompts in blocks of at most `together`, which padded to the longest have at most `tokens` tokens; a
-    single prompt may have more."""
+    """Neighbouring prompts, at most `together` and, padded to the longest, `tokens` tokens unless there is one."""
     parts: list[list[int]] = []
     longest = 0
     for i in members:
@@ -267,8 +266,7 @@ def check_conditions(
     model: PreTrainedModel, texts: Sequence[Prompt], conditions: Conditions, max_new_tokens: int | Sequence[int] = 1,
     facts: ModelFacts | None = None,
 ) -> None:  # fmt: skip
-    """Raise InputError for a condition that one of its prompts cannot meet. facts: those of this model, if the caller
-    has them."""
+    """Raise InputError for a condition that one of its prompts cannot meet. facts: this model's, if known."""
     facts, by_prompt = facts or ModelFacts.of(model), each_prompts(conditions, len(texts))
     readings = {c: checked(c) for c in dict.fromkeys(itertools.chain.from_iterable(by_prompt))}
     if any(reading is not None and reading[0].shared for reading in readings.values()):

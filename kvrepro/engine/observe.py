@@ -121,8 +121,7 @@ class Observation:
                        shared_places=places_of_last, **window_results)  # fmt: skip
 
     def span(self, positions: Tensor) -> Tensor:
-        """Number of the prompt span that each of `positions` [batch, ...] lies in; positions after the prompt count to
-        its last token's span."""
+        """Number of the span that each of `positions` [batch, ...] lies in; after the prompt that of its last token."""
         where = positions.flatten(1).clamp(0, self.numbered.shape[1] - 1)
         return self.numbered.gather(1, where).view_as(positions)
 

@@ -136,8 +136,7 @@ def boundary(text: Prompt, c: Condition) -> int:
 
 
 def groups(call: Call, members: list[int], columns: Sequence[int]) -> list[list[int]]:
-    """Split conditions into groups that one forward pass can serve: with equal boundaries and, of `Chunked`, equal
-    chunks."""
+    """Groups of conditions that one forward pass serves: with equal boundaries and, of `Chunked`, equal chunks."""
     columns_by_pass: dict[tuple[Any, ...], list[int]] = {}
     for j in columns:
         c = call.conditions[j]
@@ -197,8 +196,7 @@ def read(call: Call, members: list[int], columns: list[int]) -> list[Rows]:
 
 
 def _passes(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
-    """All prompts in one pass, as far as they can share one. A condition that fails then is tried again with each
-    prompt alone."""
+    """All prompts in one pass if they can share it; a condition that fails is tried again with each prompt alone."""
     chunked = isinstance(call.conditions[columns[0]].regime, Chunked)
     repeated = any(policy.repeated for j in columns if (policy := call.evictor(j)) is not None)
     if chunked or repeated:  # neither a chunk nor a repetition is padded
@@ -241,8 +239,7 @@ def _of_prompt(rows: Rows, prompt: int) -> Rows | None:
 
 
 def _copied(call: Call, rows: Rows, reader_of: dict[int, int]) -> Rows | None:
-    """Copies of the rows of compressed prefixes, one for each prompt and condition. reader_of: for each prompt the one
-    that its prefix was read with."""
+    """Copies of compressed prefixes for prompts. reader_of: for each prompt the one that its prefix was read with."""
     places: dict[int, list[int]] = {}
     for b, (reader, _) in enumerate(rows.tags):
         places.setdefault(reader, []).append(b)

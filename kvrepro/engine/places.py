@@ -108,8 +108,7 @@ class Places:
         return self.dead.sum(-1, dtype=torch.int32)
 
     def _slots_before(self, positions: Tensor) -> Tensor:
-        """The number of each head's slots, dead ones included, before each of `positions` [batch, n]: int32 [batch,
-        kv_heads, n]."""
+        """Slots of each head, dead ones too, before each of `positions` [batch, n]: int32 [batch, kv_heads, n]."""
         where = self.positions if self.positions.stride(1) else self.positions[:, :1]  # all heads hold the same tokens
         wanted = positions[:, None].expand(-1, where.shape[1], -1)
         slots = torch.searchsorted(where.contiguous(), wanted.contiguous(), out_int32=True)

@@ -117,8 +117,7 @@ class Policy:
 
     @property
     def rule(self) -> str:
-        """The first sentences of its scorer's docstring, which is its formula, and of its other functions', as
-        lines."""
+        """The first sentences of its functions' docstrings, a line each; the scorer's is its formula."""
         deciding = [f for f in self.functions if f is not allocate.uniform]
         return "\n".join(filter(None, map(first_sentence, deciding)))
 

@@ -1,4 +1,4 @@
-"""A prompt's forward pass: one serves many conditions, each layer reduced as soon as it is computed."""
+"""A prompt's forward pass, which serves many conditions and reduces each layer as soon as it is computed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,13 +30,13 @@ Sums = dict[tuple[str, tuple[str, ...] | None], Tensor]  # by name and, of sums 
 
 
 class PrefillState:
-    """Attention of whole prompts, flush right, of which each job keeps its part of every layer."""
+    """Attention of whole prompts, flush right. Each job keeps its own selection of every layer's tokens."""
 
     def __init__(self, facts: ModelFacts, prompt: Prompts, jobs: Sequence[EvictionJob], isolate: bool = False):
-        """isolate: what a policy raises becomes its job's `error`, and the others go on."""
+        """isolate: an error of a policy becomes its job's `error`, and the others go on."""
         self.shared = [(job, reduction) for job in jobs if (reduction := job.reduction) is not None]
         self.facts, self.prompt, self.jobs, self.isolate = facts, prompt, jobs, isolate
-        if self.shared:  # watches probabilities: plain PyTorch
+        if self.shared:  # `PromptSignals` watches probabilities, which only plain PyTorch shows
             self.facts = facts.by("torch")
         self.lengths = prompt.lengths.tolist()
         self.padded = min(self.lengths) < prompt.positions.shape[1]
@@ -53,10 +53,10 @@ class PrefillState:
         span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in span_names}
         self._span_counts = {names: int(span_of.max()) + 1 for names, span_of in self._span_of.items()}
-        self._shown: dict[tuple[tuple[str, ...], int], Tensor] = {}  # by spans and window, the queries' positions
+        self._shown: dict[tuple[tuple[str, ...], int], Tensor] = {}  # (spans, window) -> the queries' positions
         self._places: dict[tuple[Any, ...], Places] = {}
-        self._waiting: dict[int, dict[int, Observation]] = {}  # layers to be decided together: by window, what is seen
-        self._within = {  # the span that each position lies in, of sums inside spans
+        self._waiting: dict[int, dict[int, Observation]] = {}  # layer -> window -> observation, to be decided together
+        self._within = {  # the span that each position lies in, for sums inside spans
             (name, names): self._span_of[names] if name == "span_mass" else prompt.span_of(names, extended=False)
             for name, names in self.sums
             if names is not None
@@ -80,7 +80,7 @@ class PrefillState:
             whole = attend_by_kernels if self.kernels else _attend_plainly
             out, log_sums = without_padding(whole, padding, query, key, value, scaling)
 
-        forgets = beyond and layer in self.facts.sliding  # what no next query will see
+        forgets = beyond and layer in self.facts.sliding  # drops tokens that no later query sees
         held = slice(n - sliding + 1, n) if forgets else slice(0, n)
         given = [x for x in (query, key, value, out, log_sums, padding, positions, *sums.values()) if x is not None]
         with self._beside(query.device, given):
@@ -94,7 +94,8 @@ class PrefillState:
 
     @contextmanager
     def _beside(self, device: torch.device, given: Sequence[Tensor]) -> Iterator[None]:
-        """On a GPU a layer is reduced while the next ones are computed: in a stream beside, until `join`."""
+        """Run the block in a second stream on a GPU, so that a layer is reduced while the next ones are computed.
+        `join` waits for it. given: tensors that the block reads."""
         if device.type != "cuda":
             yield
             return
@@ -106,7 +107,7 @@ class PrefillState:
             yield
 
     def join(self) -> None:
-        """Have what follows wait for the layers' reductions."""
+        """Decide the layers that wait, and make later work on the GPU wait for all reductions."""
         self._decide_waiting()
         for stream in self.streams.values():
             torch.cuda.current_stream(stream.device).wait_stream(stream)
@@ -115,7 +116,7 @@ class PrefillState:
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, where: Positions,
         sums: Sums, out: Tensor, log_sums: Tensor | None,
     ) -> None:  # fmt: skip
-        """Each job's part of a layer."""
+        """Let each job select from a layer, at once or together with later layers."""
         seen: dict[tuple[Any, ...], Observation] = {}
         waits: dict[int, Observation] = {}
         for job in self.jobs:
@@ -130,7 +131,7 @@ class PrefillState:
                 continue
             fair, window = job.condition.fair, job.window
             own_kind = window, None if fair is None else job.condition.spans
-            mixed = fair is not None and fair < 1  # with what the policy sees without quotas
+            mixed = fair is not None and fair < 1  # also needs the policy's choice without quotas
             for kind in {own_kind, (window, None)} if mixed else {own_kind}:
                 if kind in seen:
                     continue
@@ -149,7 +150,8 @@ class PrefillState:
             self._wait(layer, waits)
 
     def _wait(self, layer: int, seen: dict[int, Observation]) -> None:
-        """Let a layer wait for the next ones, after those that it is unlike, or one too many for, are decided."""
+        """Let a layer wait for the next ones. Before, decide the waiting layers if they cannot be joined with it, or if
+        there are as many as `most` bytes hold. seen: its observations by window."""
         for before in list(self._waiting.values())[-1:]:
             unlike = before.keys() != seen.keys() or any(not _alike_seen(before[w], o) for w, o in seen.items())
             room = self.most // (2 * next(iter(seen.values())).keys.nbytes)
@@ -158,7 +160,7 @@ class PrefillState:
         self._waiting[layer] = seen
 
     def _decide_waiting(self) -> None:
-        """Decide the layers that wait, as one."""
+        """Decide the waiting layers as rows of one."""
         waiting, self._waiting = self._waiting, {}
         joined: dict[int, Observation] = {}  # by window
         for job in self.jobs if waiting else ():
@@ -176,13 +178,13 @@ class PrefillState:
         return [min(length, tokens) for length in self.lengths]
 
     def _span_at(self, name: str, spans: tuple[str, ...] | None, positions: TokenInts) -> Tensor | None:
-        """Of a sum inside spans: the one that each of the tokens lies in, int64 [batch, tokens]."""
+        """The span that each of the tokens lies in, int64 [batch, tokens], for a sum inside spans; None for others."""
         if spans is None:
             return None
         return self._within[name, spans].to(positions.device).gather(1, positions.clamp(min=0))
 
     def _watch(self, query: Query, key: KeyValue, sums: Sums, positions: TokenInts) -> Watch | None:
-        """What looks at a layer's probabilities while they exist."""
+        """A function that adds a layer's probabilities to `sums` and signals; None: nothing needs them."""
         if self.shared:
             self.signals.open(query, key)
         elif not sums:
@@ -191,7 +193,7 @@ class PrefillState:
         within = {kind: span_of for kind in sums if (span_of := self._span_at(*kind, positions)) is not None}
 
         def watch(p: Tensor, queries: slice) -> None:
-            at, n = positions[:, queries], p.shape[-1]  # later tokens may be left out
+            at, n = positions[:, queries], p.shape[-1]  # p may lack later tokens
             if self.shared:
                 self.signals.see(p, at >= 0 if self.padded else None)
             for kind in sums.keys() - within.keys():
@@ -207,12 +209,12 @@ class PrefillState:
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, where: Positions, sums: Sums,
         scaling: float, window: int, names: tuple[str, ...] | None,
     ) -> Observation:  # fmt: skip
-        """What a window of `window` queries sees; for `names`, the last queries of each of these spans, which no
-        kernel scores."""
+        """The observation of a layer with a window of `window` queries. names: the window holds the last queries of
+        each of these spans, which no kernel scores."""
         n = self.prompt.positions.shape[1]
         places = self._places_of(where, self.facts.sliding.get(layer), window, names)
         if names is None:
-            queries = query[:, :, max(0, n - window) :].clone()  # a layer that waits must not hold on to all queries
+            queries = query[:, :, max(0, n - window) :].clone()  # a view would keep all queries in memory
             span_of = None
         else:
             span_of = self._span_of[names].to(query.device)
@@ -228,7 +230,7 @@ class PrefillState:
         )  # fmt: skip
 
     def _places_of(self, where: Positions, sliding: int | None, window: int, names: tuple[str, ...] | None) -> Places:
-        """Of all layers on a device that hold tokens at `where`, flush right: equal shapes hold equal positions."""
+        """The places of layers with tokens at `where`, flush right; equal shapes imply equal positions in a pass."""
         kind = (where.device, *where.shape, sliding, window, names)
         if kind not in self._places:
             if names is None:
@@ -239,7 +241,7 @@ class PrefillState:
         return self._places[kind]
 
     def _shown_of(self, names: tuple[str, ...], window: int) -> Tensor:
-        """Positions of the queries that a window over these spans shows, int64 [batch, queries], padded in front."""
+        """Positions of the queries in a window over these spans, int64 [batch, queries], padded in front."""
         if (names, window) not in self._shown:
             tables = [spans[:length] for spans, length in zip(self._span_of[names].cpu(), self.lengths, strict=True)]
             chosen = [quota.windows(table, max(window, 1)) for table in tables]
@@ -249,7 +251,7 @@ class PrefillState:
     def _decide(
         self, job: EvictionJob, seen: dict[int, Observation], o: Observation, plain: Observation | None = None
     ) -> None:
-        """Of layers that were `seen`, all together as `o`. plain: without quotas."""
+        """Let a job decide the layers `seen`, together observed as `o`. plain: the observation without quotas."""
         with attempt(job, self.isolate), ensured_later(self.kernels) as doubts:
             if job.waits:
                 postpone(job, seen, o)
@@ -288,9 +290,9 @@ class PrefillState:
             stored.remember(o.queries, o.query_positions, job.window)
 
     def finish(self, width: int = 0) -> None:
-        """Evict what had to wait for every layer's scores.
+        """Decide for the jobs that wait for every layer's scores.
 
-        width: positions that the tables of signals hold, the answer's tokens included.
+        width: positions that the tables of signals hold, including the answer's tokens.
         """
         for job in self.jobs:
             if job.waits and job.error is None and job.reduction is None:
@@ -299,14 +301,14 @@ class PrefillState:
         self._choose_for_all_layers(width)
 
     def settle(self, *jobs: EvictionJob) -> None:
-        """Say what a GPU found amiss on the way, of these jobs or of all."""
+        """Run the postponed checks of these jobs, or of all jobs, which waits for a GPU."""
         for job in jobs or self.jobs:
             doubts, job.doubts = job.doubts, []
             with attempt(job, self.isolate):
                 settle(doubts if job.error is None else [])
 
     def _choose_across(self, job: EvictionJob) -> None:
-        """Budgets that need every layer's scores."""
+        """Let a policy with budgets over all layers choose in every layer."""
         with ensured_later(self.kernels) as doubts:
             chosen = across(job)
         job.doubts += doubts
@@ -323,8 +325,8 @@ class PrefillState:
 
     @staticmethod
     def _places_in(job: EvictionJob, chosen: dict[int, Mask]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """Of layers of one shape, which hold the same tokens, by layer: positions of the kept ones, int32 [kept]; their
-        rows, heads and slots, int64 [kept, 3]; and the heads' ends. A GPU looks all of them up at once."""
+        """Layer -> (positions of its kept tokens, int32 [kept]; their rows, heads and slots, int64 [kept, 3]; the
+        heads' offsets). The layers have one shape and hold the same tokens, so that a GPU finds all places at once."""
         stays = torch.stack(list(chosen.values()))  # [layers, batch, kv_heads, tokens]
         offsets = pad(stays.sum(-1).flatten(1).cumsum(1), (1, 0))
         totals = offsets[:, -1].tolist()
@@ -361,7 +363,7 @@ class PrefillState:
 
 
 def _gather(jobs: list[tuple[EvictionJob, Tensor]]) -> None:
-    """Give each job what stands at its `place` [batch, kept], equally many everywhere, of all layers."""
+    """Give each job the tokens at its `place` [batch, kept] of every layer; all jobs keep equally many."""
     places = torch.stack([place for _, place in jobs])[:, :, None]  # [jobs, batch, 1, kept]
     for layer, pending in jobs[0][0].pending.items():
         o = pending.observation
@@ -374,18 +376,18 @@ def _gather(jobs: list[tuple[EvictionJob, Tensor]]) -> None:
 
 
 def _carried(job: EvictionJob, o: Observation) -> dict[str, Tensor]:
-    """The sums that its next eviction will ask for."""
+    """The sums that a job's next eviction needs."""
     return {n: s for n, s in o.sums.items() if job.again and n in job.sums}
 
 
 def _alike_seen(first: Observation, second: Observation) -> bool:
-    """Do two layers hold the same tokens, and attend in the same way?"""
+    """Do two layers hold the same tokens, with equal shapes and softmax?"""
     same = first.places is second.places and first.keys.shape == second.keys.shape
     return same and first.scaling == second.scaling and first.softmax is second.softmax
 
 
 def _alike(held: Tensor) -> Tensor | None:
-    """Places of the tokens that rows hold, int64 [batch, kept], where all rows hold equally many."""
+    """Places of the tokens that rows hold, int64 [batch, kept]; None unless all rows hold equally many."""
     counts = held.sum(1)
     if bool((counts != counts[0]).any()):
         return None
@@ -394,8 +396,8 @@ def _alike(held: Tensor) -> Tensor | None:
 
 @cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all prompts, so that they share its memory; it goes before the main one, which it leaves little
-    to wait for."""
+    """One stream for all prompts, so that they share its memory. Its priority is higher than the main stream's, which
+    then hardly waits for it at the end."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -415,10 +417,11 @@ def without_padding(
     attention: Callable[..., tuple[Tensor, Tensor | None]], padding: Tensor | None, query: Query, key: KeyValue,
     value: KeyValue, scaling: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(output, log-sum-exp) by a causal `attention` that knows no padding: the prompts are moved to the front, where no
-    query sees what follows, and back.
+    """(output, log-sum-exp) by a causal `attention` that knows no padding. The prompts are moved to the front, where no
+    query sees the padding behind them, and back.
 
-    padding: places before each prompt's first token, int64 [batch]; they get 0 and -inf. None: there are none.
+    padding: number of places before each prompt's first token, int64 [batch], whose results are 0 and -inf. None: no
+    padding.
     """
     if padding is None:
         return attention(query, key, value, scaling)
@@ -437,16 +440,16 @@ def mass_by_kernels(
     query: Query, key: KeyValue, log_sums: Tensor, scaling: float, starts: Tensor | None = None,
     spans: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention that each key got, of the last queries; starts: the first living key of each head; spans: that of each
-    token, which attention from elsewhere does not count in; negative: all attention counts."""
+    """Attention that each key got from the queries, which are the last of the tokens. starts: the first living key of
+    each head. spans: the span of each token; attention between spans does not count, but a negative span sees all and
+    is seen by all."""
     from kvrepro_kernels import column_mass
 
     return column_mass(query, key, log_sums, scale=scaling, starts=starts, spans=spans)
 
 
 class ExtendByKernels(Extend):
-    """Attention of a chunk without padding by kernels: to what is left of the earlier chunks, and to itself;
-    layers that slide are left to plain PyTorch."""
+    """Attention of a chunk without padding by kernels, to survivors and itself; sliding layers by plain PyTorch."""
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
@@ -465,7 +468,7 @@ class ExtendByKernels(Extend):
         )
         starts = (where < 0).sum(-1)
         out, log_sums = window_attention(query, keys, values, scale=scaling, starts=starts)
-        for name in stored.sums:  # "mass" alone: the others were refused
+        for name in stored.sums:  # only "mass": the backend refuses conditions with other sums
             mass = mass_by_kernels(query, keys, log_sums, scaling, starts)
             stored.add(name, mass, 0 if len(parts) == 1 else parts[0][0].shape[2])
         return out.transpose(1, 2)

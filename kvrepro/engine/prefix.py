@@ -41,7 +41,7 @@ PARTS = ("keys", "values", "positions", "offsets", "hidden")  # of a layer
 
 @dataclass(frozen=True)
 class Prefix:
-    """What is left of a prefix: one row's cache, and the logits [1, vocabulary] of the token after it."""
+    """A compressed prefix: one row's cache, and the logits [1, vocabulary] of the token after it."""
 
     ids: list[int]
     condition: Condition
@@ -55,7 +55,7 @@ class Prefix:
         return self.cache.bytes
 
     def save(self, path: str | Path) -> Path:
-        """Write it to a safetensors file, whole or not at all. Raises InputError for a path that takes none."""
+        """Write it to a safetensors file, whole or not at all. Raises InputError if the file cannot be written."""
         path = Path(path)
         if path.is_dir() or not path.parent.is_dir():
             problem = "that is a folder" if path.is_dir() else f"no folder {path.parent}"
@@ -79,8 +79,8 @@ class Prefix:
         return path
 
     def rows(self, call: Call) -> Rows:
-        """A copy for every text of `call`, not yet read on. Raises InputError for a text that begins otherwise, or that
-        is so long that the model rotates its keys otherwise."""
+        """A copy of the prefix for every text of `call`, whose rest is still unread. Raises InputError for a text that
+        does not begin with the prefix, or that is so long that the model would rotate its keys differently."""
         n, batch, device = len(self.ids), len(call.texts), call.device
         for text in call.texts:
             if text.ids[:n] != self.ids:
@@ -107,9 +107,9 @@ def compress(
     model: PreTrainedModel, ids: Sequence[int], condition: Condition, *, repeat: Sequence[int] = (),
     backend: str = "torch", seed: int = 0,
 ) -> Prefix:  # fmt: skip
-    """Read `ids` and keep what `condition`, in the regime `Offline()`, keeps of all of them.
+    """Read `ids` and compress all of them by `condition`, in the regime `Offline()`.
 
-    repeat, backend, seed: as in `generate`. Raises InputError, before anything is computed, for what it would refuse.
+    repeat, backend, seed: as in `generate`. Raises InputError for wrong input before anything is computed.
     """
     text = Prompt(list(ids), {})
     if condition.regime != Offline() or condition.whitelist:
@@ -123,8 +123,7 @@ def compress(
 
 
 def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
-    """The prefix that `Prefix.save` wrote, on the model's devices. Raises InputError for a file that holds none, and
-    for another model."""
+    """The prefix in a file of `Prefix.save`, on the model's devices. Raises InputError for other files and models."""
     try:
         with safe_open(path, "pt") as file:
             metadata, names = file.metadata() or {}, file.keys()
@@ -144,7 +143,7 @@ def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
 
 
 def _made(metadata: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedModel) -> Prefix:
-    """The prefix of a file's words and tensors. Raises KeyError, TypeError or ValueError for what is none."""
+    """The prefix in a file. Raises KeyError, IndexError, TypeError or ValueError if its parts do not make one."""
     c, ids = json.loads(metadata["condition"]), [int(token) for token in json.loads(metadata["ids"])]
     c |= {"regime": Offline(), "whitelist": (), "switches": tuple((k, v) for k, v in c["switches"])}
     cache, facts = EngineCache(model.config), ModelFacts.of(model)
@@ -167,21 +166,22 @@ def _made(metadata: dict[str, str], tensors: dict[str, Tensor], model: PreTraine
 
 
 def recurrent(cache: EngineCache) -> bool:
-    """Has its model layers with states in the place of tokens?"""
+    """Does the cache's model have recurrent layers, with states in the place of tokens?"""
     return any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
 
-def ensure_same(known: str, model: PreTrainedModel) -> None:
-    """Raise InputError for another model than the one whose `identity` is known."""
-    if (other := identity(model)) != known:
-        problem = f"the prefix was read by model {known}, this one is {other}"
+def ensure_same(expected: str, model: PreTrainedModel) -> None:
+    """Raise InputError if the model's `identity` is not the expected one."""
+    if (actual := identity(model)) != expected:
+        problem = f"the prefix was read by model {expected}, this one is {actual}"
         raise InputError(f"{problem} (weights or dtype differ): compress it anew")
 
 
 @torch.inference_mode()
 def identity(model: PreTrainedModel) -> str:
-    """Which model this is: 16 hex digits over names, shapes and types of all parameters and buffers (rotations are
-    among these), and 64 evenly spaced numbers of each. Fine-tuning or another dtype changes it, a device does not."""
+    """A hash of the model, 16 hex digits: of names, shapes and types of all parameters and buffers (rotations are among
+    these), and of 64 evenly spaced numbers of each. Fine-tuning or another dtype changes it, another device does not.
+    """
     descriptions, sampled = [type(model).__name__], []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         descriptions.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")

@@ -12,7 +12,7 @@ from transformers.cache_utils import QuantoQuantizedLayer
 from kvrepro.errors import InputError
 
 GROUP = 64  # numbers that share a scale and a shift, transformers' default
-RESIDUAL = 128  # newest tokens that stay in the model's own type until they are as many, transformers' default
+RESIDUAL = 128  # newest tokens stay in the model's dtype until there are so many, transformers' default
 
 
 class Packed:
@@ -27,7 +27,7 @@ class Packed:
         self._codes = self._codec._quantize(dense.contiguous(), axis=0) if len(dense) else None
 
     def dense(self) -> Tensor:
-        """Every number, rounded to what its group's 2^bits levels allow."""
+        """The tensor with every number rounded to one of its group's 2^bits levels."""
         if self._codes is None:
             return torch.empty(self.shape, dtype=self.dtype)
         with _without_compiler():
@@ -50,14 +50,14 @@ def _inner(tensor: Any) -> list[Tensor]:
 
 
 def unpack(codes: Tensor, bits: int) -> Tensor:
-    """Numbers of `bits` bits out of bytes [rows, ...]: all rows' lowest bits first, uint8 [8 / bits * rows, ...]."""
+    """Unpack numbers of `bits` bits from bytes [rows, ...]: uint8 [8 / bits * rows, ...], all lowest bits first."""
     return torch.cat([codes >> bits * i & 2**bits - 1 for i in range(8 // bits)])
 
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Quanto compiles a helper at its first unpacking on a CPU or a GPU: minutes that need a compiler, or the CUDA
-    toolkit. Shifts do as well; whoever compiles it for other ends finds it as it was."""
+    """Keep Quanto from compiling a helper at its first unpacking, which takes minutes and needs a compiler or the CUDA
+    toolkit: `unpack` does the same with shifts. Afterwards Quanto's extensions are as before."""
     from optimum.quanto.library.extensions.extension import _extensions
 
     waiting = [extension for extension in _extensions.values() if extension._lib is None]

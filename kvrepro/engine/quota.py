@@ -1,4 +1,4 @@
-"""Quotas: a budget split over the spans of a prompt, so that no instruction is forgotten faster than its neighbours.
+"""Quotas split a budget over the spans of a prompt, so that no instruction is forgotten faster than its neighbours.
 
     parts = split(o, counts, protected, fair, default)    # tokens that each head may keep of each span
     keep  = select(scores, protected, parts, o)           # the best of each span, as many as its part
@@ -26,7 +26,7 @@ def number(tokens: int, spans: Sequence[Sequence[int]], extended: bool = True) -
     """Which span each of `tokens` positions lies in, int64 [tokens], for `spans` given as positions: any number of
     them, adjacent or not, numbered by their first position; a position in two spans belongs to the later one.
 
-    extended: a position in no span joins the span before it, and what stands before the first span joins that
+    extended: a position in no span joins the span before it, and positions before the first span join the first
     (Algorithm 1); otherwise such positions are -1. Raises InputError for an empty span and one outside the prompt.
     """
     for span in spans:
@@ -49,8 +49,8 @@ def number(tokens: int, spans: Sequence[Sequence[int]], extended: bool = True) -
 def windows(span_of: Tensor, window: int) -> Tensor:
     """Positions of the queries that a fair variant shows, int64, ascending: the last of each span, `window` in all.
 
-    The first floor(window / 2) go to the first of two spans (E.4); of more spans each has its floored share. A span
-    has one query at least, its last token, which is TOVA's anchor (E.7: window 1), and no more than it is long.
+    Of two spans the first gets floor(window / 2) queries (E.4); of more spans each gets its floored share. A span has
+    at least one query, its last token, which is TOVA's anchor (E.7: window 1), and at most as many as it has tokens.
     """
     spans = int(span_of.max()) + 1
     shown = []
@@ -71,10 +71,10 @@ def split(
 
     b_fair: each span's share of the count by its length, the shares' running sum rounded down ("floor": Algorithm 1,
     the remainder goes to the later span) or to the nearest ("round": section 5.2). b_default: what `default`, the
-    policy's selection without quotas, keeps of each span; needed for fair < 1. It is counted, and the mixture rounded,
-    per layer and KV head, which the paper leaves open. apart: tokens kept before anything is shared and left out of
-    the shares (E.3: StreamingLLM's sinks). A span whose protected tokens exceed its part gets room for them from the
-    others. Raises InputError when the counts cannot hold the protected tokens.
+    policy's selection without quotas, keeps of each span; needed for fair < 1. Counting and rounding are done per
+    layer and KV head, which the paper leaves open. apart: tokens that are kept first and left out of the shares (E.3:
+    StreamingLLM's sinks). A span whose protected tokens exceed its part gets room for them from the other spans.
+    Raises InputError if the counts cannot hold the protected tokens.
     """
     if not 0 <= fair <= 1 or (fair < 1 and default is None):
         raise InputError(f"fair is {fair}: give 0 to 1, and below 1 also the default selection")
@@ -105,13 +105,13 @@ def select(scores: Scores, protected: Mask, parts: Parts, o: Observation) -> Mas
 
 
 def tally(o: Observation, mask: Mask) -> Parts:
-    """Tokens of `mask` in each span."""
+    """The number of living tokens of `mask` in each span."""
     counts = torch.zeros(*mask.shape[:2], o.spans, dtype=torch.long, device=mask.device)
     return counts.scatter_add_(2, o.span(o.positions), (mask & o.alive).long())
 
 
 def _shares(total: Tensor, sizes: Tensor, rounding: str) -> Tensor:
-    """Integers in proportion to `sizes` that sum to `total`, none above its size as long as the total is not."""
+    """Integers in proportion to `sizes` that sum to `total`; none exceeds its size unless all sizes do not suffice."""
     ensure(("floor", "round"), rounding=rounding)
     edges, all_of_them = sizes.cumsum(-1) * total[..., None], sizes.sum(-1, keepdim=True).clamp(min=1)
     return _steps(edges // all_of_them if rounding == "floor" else (2 * edges + all_of_them) // (2 * all_of_them))
@@ -122,7 +122,7 @@ def _steps(edges: Tensor) -> Tensor:
 
 
 def _with_room(parts: Parts, wanted: Parts) -> Parts:
-    """At least `wanted` for each span; what is missing comes from the others, in proportion to what they can spare."""
+    """Parts of at least `wanted` for each span, at the cost of other spans in proportion to what they can spare."""
     spare, missing = (parts - wanted).clamp(min=0), (wanted - parts).clamp(min=0).sum(-1)
     ensure_room(parts.sum(-1), wanted.sum(-1))
     return torch.maximum(parts, wanted) - _shares(missing, spare, "floor")
@@ -132,11 +132,12 @@ def _with_room(parts: Parts, wanted: Parts) -> Parts:
 
 
 def h2o(o: Observation, extended: bool = True) -> Scores:
-    """s_j = sum of p[t, j] over the queries t >= j of j's own span / their number. Attention from elsewhere counts 0
-    and what is left is not renormalised. float32 [batch, kv_heads, tokens].
+    """s_j = sum of p[t, j] over the queries t >= j of j's own span / their number. Attention from other spans counts 0,
+    and the rest is not renormalised. float32 [batch, kv_heads, tokens].
 
-    Needs `sums["span_mass"]`. Source: E.5. As run, the public code zeroes pairs of *unextended* spans and divides the
-    same: without `extended` the sum is `sums["marked_mass"]`, where position -1 sees and is seen by all.
+    Needs `sums["span_mass"]`. Source: E.5. The public code zeroes attention between *unextended* spans and divides by
+    the same number: without `extended` the sum is `sums["marked_mass"]`, where positions in no span see all and are
+    seen by all.
     """
     there = torch.arange(o.numbered.shape[1], device=o.numbered.device) < o.seen[:, None]
     span_queries = torch.nn.functional.one_hot(o.numbered) * there[..., None]
@@ -149,9 +150,9 @@ def h2o(o: Observation, extended: bool = True) -> Scores:
 def streaming_ramps(o: Observation, sinks: int = 4) -> Scores:
     """1 for the first `sinks` positions, then in every span a ramp from 0.1 (its oldest) to 0.9 (its newest).
 
-    float32 [batch, kv_heads, tokens]. The public code's fair StreamingLLM takes the best of these over the whole
-    prompt, so that no quota is set at all: use it without `split`. The paper's (E.3) is the usual scorer, the sinks
-    `apart`, `rounding="round"`.
+    float32 [batch, kv_heads, tokens]. The public code's fair StreamingLLM takes the best of these scores over the whole
+    prompt, which sets no quota: use it without `split`. The paper's variant (E.3) is the usual scorer with the sinks
+    `apart` and `rounding="round"`.
     """
     free = o.alive & (o.positions >= sinks)
     sizes, span = tally(o, free), o.span(o.positions)

@@ -1,4 +1,4 @@
-"""Regimes: when tokens leave, and what each regime lets one choose. A condition names one; none is the default."""
+"""Regimes: when tokens leave, and the settings of each. A condition names its regime; there is no default."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -9,7 +9,7 @@ from kvrepro.errors import InputError
 
 @dataclass(frozen=True)
 class Regime:
-    """What all regimes share: the name that rows and labels show."""
+    """The base of all regimes. `name` is shown in rows and labels."""
 
     name: ClassVar[str]
 
@@ -23,11 +23,11 @@ class Prefill(Regime):
     """Each layer is reduced as soon as the prompt has passed through it."""
 
     name: ClassVar[str] = "prefill"
-    until: str = ""  # compress what stands before this span ("question") or turn ("user"); "": the whole prompt
-    # 1: every span keeps its share, and text without a mark joins the span before it; below 1: debias, mixed with the
-    # default's split. spans: which of the marked ones count; (): all.
+    until: str = ""  # compress the tokens before this span ("question") or turn ("user"); "": the whole prompt
+    # 1: every span keeps its share, and unmarked text joins the span before it. Below 1: debias, a mixture with the
+    # policy's own split.
     fair: Share | None = None
-    spans: tuple[str, ...] = ()
+    spans: tuple[str, ...] = ()  # the marked spans that count; (): all
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Chunked(Regime):
 
     name: ClassVar[str] = "chunked"
     chunk: Size = 4096  # tokens
-    when: Literal["last_chunk", "budget", "every_chunk"] = "last_chunk"  # chunks evict; "every_chunk": as in DropKV
+    when: Literal["last_chunk", "budget", "every_chunk"] = "last_chunk"  # to evict; "every_chunk": as in DropKV
     until: str = ""
 
 

@@ -1,4 +1,4 @@
-"""KVzip's question to the model: repeat the context, and let see what of it you look at."""
+"""KVzip's repetition: the model repeats the context, and the attention that it then pays to each token is noted."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +24,9 @@ def reconstruct(
     model: PreTrainedModel, prefill: PrefillState, ask: Sequence[int], ids: Tensor, positions: Tensor,
     cache: EngineCache,
 ) -> None:  # fmt: skip
-    """Let the model repeat the context, chunk after chunk, behind `ask`, and note for the jobs that wait for it the
-    largest attention to each token: of each KV head and, divided by the length of the layer's input at the query, of
-    each query head. Source: Kim et al. 2025; KVzip+ as NVIDIA/kvpress has it."""
+    """Let the model repeat the context chunk by chunk after the request `ask`, and add the largest attention to each
+    token to the observations of the jobs that need it: per KV head, and per query head after a division by the length
+    of the layer's input at the query. Source: Kim et al. 2025; KVzip+ as in NVIDIA/kvpress."""
     jobs = [job for job in prefill.jobs if job.repeated and job.error is None]
     for n, waiting in jobs[0].pending.items():
         o = waiting.observation
@@ -53,7 +53,7 @@ def reconstruct(
 
 @contextmanager
 def _lengths(model: PreTrainedModel, lengths: dict[int, Tensor]) -> Iterator[None]:
-    """Note the length of each hidden state that an attention layer is given, float32 [batch, tokens] by layer."""
+    """Note the Euclidean length of each hidden state that an attention layer gets: layer -> float32 [batch, tokens]."""
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         lengths[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).float().norm(dim=-1)
@@ -67,11 +67,11 @@ def _lengths(model: PreTrainedModel, lengths: dict[int, Tensor]) -> Iterator[Non
 
 
 class _Repeat:
-    """Attention of a repeated chunk over the context and itself; nothing of it is stored."""
+    """Attention of a repeated chunk over the context and itself; its tokens are not stored."""
 
     def __init__(self, job: EvictionJob, positions: Tensor, request_length: int, real: Tensor):
         self.job, self.positions, self.request_length, self.real = job, positions, request_length, real
-        self.lengths: dict[int, Tensor] = {}  # ||h_t|| of what a layer is given, [batch, text]
+        self.lengths: dict[int, Tensor] = {}  # layer -> ||h_t|| of its input, [batch, text]
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None

@@ -1,4 +1,4 @@
-"""Rows that hold caches of their own, one per (prompt, condition): joined, taken apart, evicted from."""
+"""Rows, one per (prompt, condition), with their caches: how they are joined, taken apart and evicted from."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -52,18 +52,18 @@ class Rows:
 
     @property
     def shared(self) -> Signals:
-        """Its signals. Raises InputError in other regimes than `SharedCap`."""
+        """The signals. Raises InputError in other regimes than `SharedCap`."""
         if self.signals is None:
             raise InputError(f"{self.conditions[0].label} has no signals of all layers: take SharedCap()")
         return self.signals
 
     def slide(self, facts: ModelFacts) -> None:
-        """Layers that slide forget what the next query does not see."""
+        """Drop tokens of sliding layers that the next query does not see."""
         for layer, window in facts.sliding.items():
             self.cache.ragged[layer].slide(self.seen - window + 1)
 
     def take(self, rows: list[int], spend: bool = False) -> "Rows":
-        """These rows alone. spend: the others' memory is given up meanwhile (`EngineCache.rows`)."""
+        """A copy of these rows. spend: this batch is no longer needed and frees its memory (`EngineCache.rows`)."""
         index = torch.tensor(rows, device=self.logits.device)
         return Rows(
             [self.tags[i] for i in rows], [self.jobs[i] for i in rows], [self.texts[i] for i in rows],
@@ -73,7 +73,7 @@ class Rows:
 
 
 def joined(blocks: list[Rows]) -> Rows:
-    """Blocks that may share a batch, as one, which takes their caches."""
+    """Join blocks that may share a batch into one, which takes over their caches."""
     cat = torch.cat
     return Rows(
         [t for b in blocks for t in b.tags], [j for b in blocks for j in b.jobs], [t for b in blocks for t in b.texts],
@@ -87,7 +87,8 @@ def joined(blocks: list[Rows]) -> Rows:
 
 
 def kept_sets(facts: ModelFacts, cache: EngineCache, ends: Sequence[int], masks: bool) -> list[dict[str, Any]]:
-    """Positions below its end that each row holds: of all heads together, hashed per layer and head, and as `masks`."""
+    """The positions that each row holds before its end: those of all heads together, a hash of those per layer and
+    head and, with `masks`, a mask [kv_heads, end] per layer."""
     digests = [hashlib.sha256() for _ in ends]
     unions = [np.zeros(end, bool) for end in ends]
     sets: list[list[Any]] = [[] for _ in ends]
@@ -108,7 +109,7 @@ def kept_sets(facts: ModelFacts, cache: EngineCache, ends: Sequence[int], masks:
 
 
 def kept_by_all_layers(signals: Signals) -> list[dict[str, Any]]:
-    """The same for one set of tokens: positions, hashed per head that chooses for itself."""
+    """`kept_sets` of `SharedCap`: the positions of all heads together, and a hash of those per head."""
     rows = [[head.nonzero()[:, 0].tolist() for head in row] for row in signals.held.cpu()]
     return [
         {
@@ -125,11 +126,10 @@ def kept_by_all_layers(signals: Signals) -> list[dict[str, Any]]:
 def evict_rows(
     facts: ModelFacts, rows: Rows, budgets: Sequence[int], scalings: dict[int, float], isolate: bool = False
 ) -> Tensor:
-    """Evict from rows, each down to its budget, those of one kind together.
+    """Evict from rows, each down to its budget; rows of one kind are decided together.
 
-    isolate: what a policy raises costs the rows that it concerns, and stands in `rows.failed`; otherwise it is raised.
-
-    Returns which rows lost tokens, bool [batch]. A row that has seen no more than its budget loses none.
+    isolate: an error of a policy is noted in `rows.failed` for its rows; otherwise it is raised. Returns which rows
+    lost tokens, bool [batch]. A row that has seen no more tokens than its budget loses none.
     """
     lost = torch.zeros_like(rows.seen, dtype=torch.bool)
     over = [tokens > budget for tokens, budget in zip(rows.seen.tolist(), budgets, strict=True)]
@@ -170,8 +170,8 @@ def evict_rows(
 
 
 def _shown(facts: ModelFacts, rows: Rows, scalings: dict[int, Any]) -> Iterator[dict[int, Shown]]:
-    """What every layer that evicts shows, those together that may be decided together (`TOGETHER`): alike in all but
-    their tokens, and as wide as the widest."""
+    """The visible tokens of every evictable layer. Neighbouring layers that differ only in their tokens come together,
+    padded to one width, up to `TOGETHER` bytes."""
     waiting: dict[int, Shown] = {}
     kind: tuple[Any, ...] = ()
     for layer in facts.evictable:
@@ -191,15 +191,15 @@ def _shown(facts: ModelFacts, rows: Rows, scalings: dict[int, Any]) -> Iterator[
 
 
 def _one_width(shown: dict[int, Shown]) -> dict[int, Shown]:
-    """Layers with dead slots in front, where others hold more tokens."""
+    """Pad layers with dead slots in front to the width of the widest."""
     width = max(s.keys.shape[2] for s in shown.values())
     return {layer: s.widened(width) for layer, s in shown.items()}
 
 
 def evict_rows_shared(rows: Rows, step: int, isolate: bool = False) -> Tensor:
-    """`SharedCap`: the same by `rows.signals`, before the step's forward pass. The newest token may be among the lost
-    before any layer has stored it: whoever attends next hides it, and drops it afterwards. The cache follows by
-    `keep_held`."""
+    """`evict_rows` of `SharedCap`, by `rows.signals` and before the step's forward pass. The newest token may be
+    evicted before any layer has stored it; the next pass then hides it and drops it afterwards. `keep_held` removes
+    evicted tokens from the cache."""
     before = rows.shared.evicted
     for part, members in _kinds(rows, range(len(rows)), rows.budgets):
         index, s = torch.tensor(members, device=before.device), rows.shared
@@ -212,7 +212,7 @@ def evict_rows_shared(rows: Rows, step: int, isolate: bool = False) -> Tensor:
 
 
 def keep_held(rows: Rows) -> None:
-    """Evict from every layer what no head holds any longer: a token stays in memory while one head may look at it."""
+    """Evict from every layer the tokens that no head holds; a token stays in memory while any head may see it."""
     masked = rows.jobs[0].condition.execution == "masked"
     layers = list(rows.cache.ragged.values())
     if not masked and len({stored.offsets.device for stored in layers}) == 1:
@@ -227,7 +227,7 @@ def keep_held(rows: Rows) -> None:
 
 
 def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[tuple[EvictionJob, list[int]]]:
-    """Rows that can be decided together, as one job each, and which they are."""
+    """Rows that can be decided together as one job each, with their numbers."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for row in members:
         groups.setdefault(rows.jobs[row].kind, []).append(row)
@@ -248,7 +248,7 @@ def _observed(
     facts: ModelFacts, layer: int, stored: RaggedLayer, shown: Shown, part: EvictionJob, rows: Tensor, seen: RowInts,
     scaling: float,
 ) -> Observation:  # fmt: skip
-    """What the policy of `part` may look at in a layer of these rows."""
+    """The observation of a layer of these rows for the policy of `part`."""
     keys, window, queries, at = shown.keys, part.window, stored.queries, stored.query_positions
     if not window:
         queries = keys.new_zeros(len(rows), facts.outputs[layer].shape[0], 0, keys.shape[3])

@@ -1,4 +1,4 @@
-"""Who stays in each head, once scores, protected tokens and counts are known."""
+"""Selects the tokens that stay in each head, given scores, protected tokens and counts."""
 
 import bisect
 import itertools
@@ -12,28 +12,28 @@ from torch import Tensor
 from kvrepro.engine.shapes import Counts, Mask, Scores
 from kvrepro.errors import InputError
 
-Doubt = tuple[Tensor, Callable[[], InputError]]  # nothing but 0 and False, or else what to say
+Doubt = tuple[Tensor, Callable[[], InputError]]  # a check: the error to raise unless the tensor is all 0 or False
 _later: ContextVar[list[Doubt] | None] = ContextVar("later", default=None)
 _kernels: ContextVar[bool] = ContextVar("kernels", default=False)
 
 
 @contextmanager
 def ensured_later(kernels: bool = False) -> Iterator[list[Doubt]]:
-    """What `ensure_none` would ask a GPU, which would have to be waited for, is noted instead.
+    """Inside the block `ensure_none` adds its checks to the list, because running them would wait for a GPU.
 
-    kernels: they choose where they can.
+    kernels: let kernels select where they can.
     """
     doubts: list[Doubt] = []
-    later, chosen_by = _later.set(doubts), _kernels.set(kernels)
+    later_before, kernels_before = _later.set(doubts), _kernels.set(kernels)
     try:
         yield doubts
     finally:
-        _later.reset(later)
-        _kernels.reset(chosen_by)
+        _later.reset(later_before)
+        _kernels.reset(kernels_before)
 
 
 def ensure_none(wrong: Tensor, error: Callable[[], InputError]) -> None:
-    """Raise `error` unless all of `wrong` is False or 0, or note it (`ensured_later`)."""
+    """Raise `error` unless all of `wrong` is False or 0; inside `ensured_later` only note the check."""
     doubts = _later.get()
     if doubts is not None:
         doubts.append((wrong, error))
@@ -42,7 +42,7 @@ def ensure_none(wrong: Tensor, error: Callable[[], InputError]) -> None:
 
 
 def settle(doubts: Sequence[Doubt]) -> None:
-    """Raise the error of the first doubt that is so; a GPU is waited for once."""
+    """Raise the error of the first noted check that fails; waits for a GPU once."""
     if not doubts:
         return
     wrong_places = torch.cat([wrong.flatten().to(doubts[0][0].device) for wrong, _ in doubts]).nonzero()
@@ -52,8 +52,8 @@ def settle(doubts: Sequence[Doubt]) -> None:
 
 
 def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None = None) -> Mask:
-    """The protected tokens of each head, then its best-scored; among equals the later token, or that of the larger
-    `ties`, int64, distinct. bool, as `scores`.
+    """A mask of the protected tokens of each head, then its best-scored; among equals the later token, or the one with
+    the larger `ties`, int64, distinct.
 
     Exactly `counts` [batch, kv_heads] tokens per head. A slot scored -inf is dead and never kept; a head with fewer
     tokens than its count keeps them all. Raises InputError for a count below the protected tokens, and for NaN scores.
@@ -72,10 +72,10 @@ def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None 
 
 
 def largest(scores: Tensor, counts: Tensor, firm: Mask | None = None) -> Tensor:
-    """The `counts` [...] largest of scores [..., tokens], -inf never among them; among equals the later, `firm` ones
-    before all others.
+    """A mask of the `counts` [...] largest of scores [..., tokens], never -inf; `firm` tokens come first, and among
+    equals the later one.
 
-    All rows are sorted as one, a row's number in front of each key: a GPU sorts rows one after another.
+    All rows are sorted as one, with the row's number in front of each key, because a GPU sorts rows one after another.
     """
     if _by_kernel(scores):
         from kvrepro_kernels import largest as by_kernel
@@ -94,7 +94,7 @@ def largest(scores: Tensor, counts: Tensor, firm: Mask | None = None) -> Tensor:
 
 
 def _by_kernel(scores: Tensor) -> bool:
-    """May a kernel choose?"""
+    """May a kernel select by these scores?"""
     if not _kernels.get():
         return False
     from kvrepro_kernels import LONGEST
@@ -103,17 +103,17 @@ def _by_kernel(scores: Tensor) -> bool:
 
 
 def _rows(scores: Tensor, counts: Tensor, firm: Mask | None) -> tuple[Tensor, Tensor, Mask | None]:
-    """What the kernel is given: one row for each count."""
+    """The arguments of the kernel: one row for each count."""
     rows = None if firm is None else firm.flatten(0, -2).contiguous()
     return scores.flatten(0, -2).contiguous(), counts.flatten(), rows
 
 
 def _selected(scores: Scores, protected: Mask, counts: Counts) -> Mask:
-    """`select` in one launch, which also finds what `ensure_room` and `ensure_numbers` ask."""
+    """`select` in one launch, which also computes what `ensure_room` and `ensure_numbers` check."""
     from kvrepro_kernels import largest as by_kernel
 
     problems = torch.zeros(counts.numel(), 3, dtype=torch.int32, device=scores.device)
-    kept = by_kernel(*_rows(scores, counts, protected), told=problems).view_as(scores)
+    kept = by_kernel(*_rows(scores, counts, protected), problems=problems).view_as(scores)
     strange, short, held = problems.unbind(1)
     total = scores.numel()
     ensure_none(short, lambda: _no_room(held - short, held))
@@ -122,7 +122,7 @@ def _selected(scores: Scores, protected: Mask, counts: Counts) -> Mask:
 
 
 def ensure_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> None:
-    """Raise InputError naming both numbers where more tokens are protected than a count has room for."""
+    """Raise InputError, with both numbers, if more tokens are protected than a count has room for."""
     ensure_none(needed > counts, lambda: _no_room(counts, needed, whose))
 
 
@@ -134,7 +134,7 @@ def _no_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> InputErro
 
 
 def ensure_numbers(scores: Scores) -> None:
-    """Raise InputError where a score is NaN: such a token is neither better nor worse than any other."""
+    """Raise InputError if a score is NaN: such a token cannot be ranked."""
     strange, total = scores.isnan().sum(), scores.numel()
     ensure_none(strange, lambda: _no_numbers(int(strange), total))
 
@@ -144,7 +144,7 @@ def _no_numbers(strange: int, total: int) -> InputError:
 
 
 def lexsort(*keys: Tensor) -> Tensor:
-    """Places along the last axis in ascending order of the first key, among its equals of the next; stable."""
+    """Places along the last axis in ascending order of the first key, equals in the order of the next key; stable."""
     order = keys[-1].argsort(dim=-1, stable=True)
     for key in reversed(keys[:-1]):
         order = order.gather(-1, key.gather(-1, order).argsort(dim=-1, stable=True))
@@ -152,8 +152,7 @@ def lexsort(*keys: Tensor) -> Tensor:
 
 
 def best(scores: Scores, protected: Mask, count: int) -> Tensor:
-    """What `select` keeps where every head keeps `count` living tokens: their places, int64 [batch, kv_heads, count],
-    ascending."""
+    """The places of what `select` keeps if all heads keep `count` living tokens: int64 [batch, kv_heads, count]."""
     if _by_kernel(scores):
         counts = torch.full(scores.shape[:2], count, device=scores.device)
         places = _selected(scores, protected, counts).nonzero_static(size=counts.numel() * count, fill_value=0)
@@ -165,8 +164,7 @@ def best(scores: Scores, protected: Mask, count: int) -> Tensor:
 
 
 def _ordered(scores: Scores) -> Tensor:
-    """Distinct int64 keys in the order of the scores, the later token above its equals: the float's bits made monotone,
-    then its place."""
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0: one zero
+    """Distinct int64 keys in the order of scores, then places: the float's bits made monotone, then the place."""
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0
     bits = torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits)
     return bits.long() << 32 | torch.arange(scores.shape[-1], device=scores.device)

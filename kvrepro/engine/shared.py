@@ -1,4 +1,4 @@
-"""What `SharedCap` adds to a policy: orders among equals, a last resort, and a union over heads.
+"""What `SharedCap` adds to a policy: orders among equal scores, shields, and a union over heads.
 
 The protection paper and its artifact differ in thirteen choices. Each is a parameter of every policy of this regime
 (`SWITCHES`): its value "as_run" is what the artifact's code does, "as_described" what the paper's text says. Source:
@@ -20,7 +20,7 @@ from kvrepro.engine.shapes import Mask, RowInts, Scores, TokenInts
 
 @dataclass(frozen=True)
 class Switch:
-    """A choice on which the paper and its artifact differ, or that somebody may want to turn."""
+    """A choice on which the paper and its artifact differ. also: further values that may be of interest."""
 
     as_run: object
     as_described: object
@@ -29,7 +29,7 @@ class Switch:
 
     @property
     def allowed(self) -> tuple[Any, ...]:
-        """The values that it takes."""
+        """The values that it can have."""
         return tuple(dict.fromkeys((self.as_run, self.as_described, *self.also)))
 
 
@@ -86,8 +86,8 @@ def tie_key(o: Observation, names: Sequence[str], tie_break: str) -> Tensor:
 
 
 def order(o: Observation, scores: Scores, ties: Sequence[str], tie_break: str = "string") -> Tensor:
-    """Who stays among equal scores, large = stays: by `ties`, then by position; sheltered tokens (score inf), which
-    leave as a last resort, by last use, entry and the position's number in either reading."""
+    """Order among equal scores, large = stays: by `ties`, then by position. Shielded tokens (score inf), which leave as
+    a last resort, are ordered by last use, entry and the position's number in either reading."""
     by_age = tie_key(o, ("last_use", "entered"), "integer")
     return torch.where(scores.isposinf(), by_age, tie_key(o, ties, tie_break))
 
@@ -153,8 +153,8 @@ def _free_budget(protected: Mask, budget: RowInts, o: Observation) -> RowInts:
 
 
 def trim_union(heads: Mask, scores: Scores, firm: Mask, o: Observation, budget: RowInts, tie_break: str) -> Mask:
-    """The heads' choices with their union cut to `budget`: tokens that the fewest heads chose leave first, ties by the
-    score summed over heads, then by position; `firm` tokens stay."""
+    """The heads' selections with their union cut to `budget`. Tokens that the fewest heads selected leave first, then
+    those with the lower score summed over heads, then by position; `firm` tokens stay."""
     votes = heads.sum(1)
     overflow = (votes.count_nonzero(1) - budget).clamp(min=0)
     open_to = (votes > 0) & ~firm[:, 0]

@@ -1,4 +1,5 @@
-"""What each token of a row received so far, one number for all layers: what the policies of `SharedCap` rank by.
+"""Statistics of the attention that each token received so far, over all layers; the policies of `SharedCap` rank by
+them.
 
 Source: protection protocol, sections 2, 3 and 7. Tables are indexed by true position, so that no eviction moves them.
 """
@@ -13,7 +14,7 @@ from torch import Tensor
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import TokenInts
 
-ACCESS = 0.05  # of the step's largest attention: from there on a token counts as used
+ACCESS = 0.05  # a token counts as used if it gets more than this share of the step's largest attention
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Reduction:
 
 
 class PromptSignals:
-    """Statistics per key column while a prompt's probabilities exist, for every layer; never the probabilities."""
+    """Sums and maxima of a prompt's probabilities for each key and layer, so that probabilities need not be stored."""
 
     def __init__(self, reductions: Sequence[Reduction]):
         self.means = any(r.over == "mean" for r in reductions)
@@ -44,8 +45,8 @@ class PromptSignals:
         self.layers.append({"max": zeros, "sum": zeros.clone(), "last": zeros.clone(), "group": zeros[:, :, 0].clone()})
 
     def see(self, p: Tensor, there: Tensor | None) -> None:
-        """Probabilities [batch, kv_heads, group, queries, tokens or the first of them] of a block of queries; `there`
-        [batch, queries] says which are real, None: all."""
+        """Add the probabilities of a block of queries, [batch, kv_heads, group, queries, tokens or the first of them].
+        there: which queries are no padding, bool [batch, queries]; None: all."""
         p, seen, n = p if there is None else p * there[:, None, None, :, None], self.layers[-1], p.shape[-1]
 
         def larger(name: str, x: Tensor) -> None:
@@ -60,12 +61,13 @@ class PromptSignals:
             larger("group", p.mean(2).amax(2))
 
     def signals(self, r: Reduction, positions: TokenInts, width: int, waits: bool, draws: list[Random]) -> "Signals":
-        """The state of every row after its prompt: each token entered, and was used, at step 0.
+        """The state of every row after its prompt, whose tokens all entered, and were last used, at step 0.
 
         "max": latest, largest and summed are all the largest attention that any query pays to the token. "mean": summed
-        is its mean over layers and heads, summed over queries; largest the mean of each head's largest; latest the last
-        query's. Per KV head the same over layers only; zero where the first reduction `waits` for decode steps, as the
-        artifact then keeps no prompt signal per head. positions [batch, tokens], -1 where padded; width of the tables.
+        is the attention's mean over layers and heads, summed over queries; largest is the mean of each head's largest;
+        latest is the last query's. Per KV head the same over layers only, but 0 if the first reduction `waits` for
+        decode steps, since the artifact then keeps no prompt signal per head. positions: [batch, tokens], -1 where
+        padded. width: of the tables.
         """
         stacked = {name: torch.stack([layer[name] for layer in self.layers]) for name in self.layers[0]}
         kv_heads = stacked["max"].shape[2]
@@ -95,31 +97,31 @@ class PromptSignals:
 
 
 def _by_position(x: Tensor, positions: Tensor, width: int) -> Tensor:
-    """[batch, ..., tokens] as a table [batch, ..., width] by position, 0 elsewhere; positions for each head or for all,
-    -1 where there is no token."""
+    """Move [batch, ..., tokens] into a table [batch, ..., width] by position, 0 elsewhere. positions: for each head or
+    for all heads, -1 where there is no token."""
     place = torch.where(positions >= 0, positions, width)
     at = place[:, None].expand_as(x) if place.dim() < x.dim() else place
     return x.new_zeros(*x.shape[:-1], width + 1).scatter(-1, at, x)[..., :width]
 
 
 def _to_kv_heads(p: Tensor, head_map: str) -> Tensor:
-    """[layers, batch, kv_heads, group, tokens] per query head as [layers, batch, kv_heads, tokens]."""
+    """Reduce [layers, batch, kv_heads, group, tokens] to [layers, batch, kv_heads, tokens] by `Reduction.head_map`."""
     return p.flatten(2, 3)[:, :, : p.shape[2]] if head_map == "first_n_kv" else p.mean(3)
 
 
 @dataclass(frozen=True)
 class Signals:
-    """The state of `batch` rows, tables [batch, width] by position. Steps count generated tokens from 1; prompt tokens
-    carry step 0."""
+    """The state of `batch` rows in tables [batch, width] by position. Steps count from 1, prompt tokens carry step
+    0."""
 
     reduction: Reduction
-    held: Tensor  # bool [batch, 1 or kv_heads, width]: who may still look at a token
+    held: Tensor  # bool [batch, 1 or kv_heads, width]: whether a head may still see a token
     latest: Tensor  # a: attention of the latest query
     largest: Tensor  # M: largest attention of one step so far
     summed: Tensor  # S: attention summed over steps
     prompt: Tensor  # Pf: attention inside the prompt, 0 for generated tokens
     last_use: Tensor  # L: last step at which attention exceeded 5% of the step's largest
-    entered: Tensor  # I
+    entered: Tensor  # I: step at which the token entered
     head_latest: Tensor | None  # a and S per KV head [batch, kv_heads, width], for policies that choose per head
     head_summed: Tensor | None
     lengths: Tensor  # int64 [batch], tokens of the prompt
@@ -135,19 +137,18 @@ class Signals:
         return sum(t[0].numel() * t.element_size() for t in tables if t is not None)
 
     def take(self, rows: Tensor) -> "Signals":
-        """These rows alone, in this order."""
+        """The state of these rows, in this order."""
         tensors = {k: v[rows] for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **tensors, draws=[self.draws[i] for i in rows.tolist()])
 
     def held_at(self, positions: Tensor, by_any: bool = False) -> Tensor:
-        """Whether each of `positions` [batch, kv_heads, tokens] may still be looked at, `by_any` head or by its own;
-        bool; -1: no."""
+        """Whether the heads, or with `by_any` any head, hold `positions` [batch, kv_heads, tokens]; False for -1."""
         held = self.held.any(1, keepdim=True) if by_any else self.held
         table = held.expand(-1, positions.shape[1], -1)
         return table.gather(2, positions.clamp(min=0).to(table.device)).to(positions.device) & (positions >= 0)
 
     def enter(self, step: int) -> "Signals":
-        """The token picked at `step` enters every row, seen by no attention yet."""
+        """The state after the token picked at `step` has entered every row; no query has seen it yet."""
         at = (self.lengths + step - 1)[:, None]
         now = torch.full_like(at, step)
         held = self.held.scatter(2, at[:, None].expand(-1, self.held.shape[1], -1), True)
@@ -155,8 +156,8 @@ class Signals:
                        entered=self.entered.scatter(1, at, now))  # fmt: skip
 
     def attended(self, step: int, attention: Tensor, per_head: Tensor | None) -> "Signals":
-        """After a forward pass: `attention` [batch, width] of the newest query, and `per_head` [batch, kv_heads, width]
-        where heads choose for themselves."""
+        """The state after a forward pass. attention: the newest query's [batch, width]. per_head: the same [batch,
+        kv_heads, width], where heads choose for themselves."""
         used = (attention > ACCESS * attention.amax(1, keepdim=True)) & self.held.any(1)
         new = replace(
             self,
@@ -170,8 +171,8 @@ class Signals:
         return new
 
     def observe(self, step: int) -> tuple[Observation, Tensor]:
-        """What a policy may look at, one "layer" for the whole model, and where each slot's token stands in the tables:
-        int64 [batch, tokens], flush right."""
+        """(the observation for a policy, one "layer" for the whole model; the place of each slot's token in the tables,
+        int64 [batch, tokens], flush right)."""
         alive = self.held.any(1)
         most = int(alive.sum(1).max())
         place = alive.to(torch.uint8).argsort(dim=1, stable=True)[:, alive.shape[1] - most :]
@@ -212,15 +213,16 @@ class StepSignals:
         """newest_held: whether no row evicted its newest token before the step."""
         self.signals, self._hide = signals, None
         self.r, self.width, self.layers = signals.reduction, signals.held.shape[-1], layers
-        self.shared = signals.held.shape[1] == 1  # one set of tokens: columns are the same for all heads
+        self.shared = signals.held.shape[1] == 1  # one set of tokens for all heads
         self.sees_all = self.shared and newest_held
-        self.where: Tensor  # positions of the columns, as `see` is told them: alike in all layers
+        self.where: Tensor  # positions of the tokens, the same in all layers
         self.group = 1
         self.folded: dict[str, Tensor] = {}
 
     def hidden(self, where: Tensor) -> Tensor | None:
-        """What the newest token may not look at, bool [batch, kv_heads, 1, 1, tokens] for tokens at `where`: those that
-        another head holds on to, and itself where it was evicted before any layer stored it. None: it sees all."""
+        """The tokens at positions `where` that the newest query may not see, bool [batch, kv_heads, 1, 1, tokens]:
+        those that only other heads hold, and its own if it was evicted before any layer stored it. None: it sees
+        all."""
         if self.sees_all:
             return None
         if self._hide is None or self._hide.device != where.device:
@@ -228,7 +230,8 @@ class StepSignals:
         return self._hide
 
     def see(self, p: Tensor, where: Tensor) -> None:
-        """Probabilities [batch, kv_heads, group, 1, tokens] of a layer over tokens at `where` [batch, kv_heads, n]."""
+        """Add a layer's probabilities [batch, kv_heads, group, 1, tokens] over tokens at positions `where` [batch,
+        kv_heads, tokens]."""
         p, self.where, self.group = p[:, :, :, 0], where, p.shape[2]
         over = torch.amax if self.r.over == "max" else torch.mean
         if self.shared:
@@ -238,7 +241,7 @@ class StepSignals:
         self._fold("head", p.flatten(1, 2)[:, : p.shape[1]] if self.r.head_map == "first_n_kv" else p.mean(2))
 
     def _fold(self, name: str, reduced: Tensor) -> None:
-        """Into what earlier layers gave."""
+        """Combine a layer's numbers with those of earlier layers: by the maximum, or as a part of the mean."""
         reduced = reduced if self.r.over == "max" else reduced / self.layers
         if name in self.folded:
             before = self.folded[name]

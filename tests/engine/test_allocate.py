@@ -72,7 +72,7 @@ def test_adaptive_against_a_plain_sort():
     rest = sorted(((h, j) for h in range(3) for j in range(20)), key=lambda hj: -scores[0, hj[0], hj[1]])
     chosen |= set([hj for hj in rest if hj not in chosen][: 3 * 8 - len(chosen)])
     counts = allocate.adaptive(scores, protected, torch.tensor([8]), floor=0.5)
-    assert counts[0].tolist() == [sum(h == mine for h, _ in chosen) for mine in range(3)]
+    assert counts[0].tolist() == [sum(h == head for h, _ in chosen) for head in range(3)]
     assert counts[0, 0] > counts[0, 2] >= 4
 
 
@@ -132,7 +132,7 @@ def test_one_set_and_per_layer_rank_by_mean_scores():
 
 
 def test_layers_need_not_be_alike():
-    """Other numbers of heads and tokens: padded inside, and nothing of that comes out."""
+    """Layers with other numbers of heads and tokens are padded internally, which must not show in the result."""
     g = torch.Generator().manual_seed(5)
     shapes = [(2, 9), (1, 12), (3, 7)]
     scores = [torch.randn(2, *shape, generator=g) for shape in shapes]
@@ -242,14 +242,14 @@ def counts_of_layers(protected, budget, layers, seen, **given) -> list[list[int]
     """The pyramid's count of each row, layer after layer; the first slot of every head is dead."""
     scores = torch.zeros(protected.shape)
     scores[..., 0] = -torch.inf
-    found = []
+    counts_by_layer = []
     for l in range(layers):
         o = observation(len(scores), scores.shape[1], 1, 1, scores.shape[2], layer=l, layers=layers, seen=seen)
         counts = allocate.pyramid(scores, protected, torch.tensor(budget), o, **given)
         assert (counts == counts[:, :1]).all()
         assert counts.shape == scores.shape[:2]
-        found.append(counts[:, 0].tolist())
-    return found
+        counts_by_layer.append(counts[:, 0].tolist())
+    return counts_by_layer
 
 
 def test_the_pyramid_rests_on_what_is_protected():
@@ -268,7 +268,7 @@ def test_the_pyramid_rests_on_what_is_protected():
     assert counts_of_layers(none, [100], 5, seen[:1]) == [[195], [148], [100], [52], [5]]
     assert counts_of_layers(none, [300], 3, 4 * seen[:1]) == [[585], [300], [15]]
     assert counts_of_layers(none, [110], 2, seen[:1]) == [[214], [6]]  # 214.5: halves to the even number
-    assert counts_of_layers(none, [100], 2, torch.tensor([150])) == [[150], [50]]  # all that there is, and the rest
+    assert counts_of_layers(none, [100], 2, torch.tensor([150])) == [[150], [50]]  # all its tokens, and the rest
     assert counts_of_layers(protected, [200, 200], 2, seen, recent=8) == [[370, 240], [30, 160]]
     assert counts_of_layers(none, [100], 5, seen[:1], beta=4) == [[175], [138], [100], [62], [25]]
 
@@ -278,7 +278,7 @@ def test_the_pyramid_rests_on_what_is_protected():
     [
         ([1, 1, 1], [9, 9, 9], 2, [1, 1, 0]),  # scaled down to 2/3 each; equal remainders: the first ones
         ([1, 1, 1], [9, 9, 9], 3, [1, 1, 1]),
-        ([1, 2, 3], [9, 9, 9], 12, [3, 4, 5]),  # what nobody wished for goes to all alike
+        ([1, 2, 3], [9, 9, 9], 12, [3, 4, 5]),  # what exceeds all wishes goes to all places alike
         ([2, 4, 6], [9, 9, 9], 6, [1, 2, 3]),
         ([10, 0, 0, 0], [1, 2, 3, 9], 12, [1, 2, 3, 6]),
         ([10, 0, 0, 0], [1, 2, 3, 9], 99, [1, 2, 3, 9]),
@@ -288,7 +288,7 @@ def test_the_pyramid_rests_on_what_is_protected():
         ([0, 0, 0], [2, 2, 2], 4, [2, 1, 1]),
         ([0.4, 0.9, 0.7], [5, 5, 5], 2, [0, 1, 1]),
         ([3.4, 1.6], [9, 9], 5, [3, 2]),
-        ([1] * 200, [9] * 200, 70, [1] * 70 + [0] * 130),  # more than are sorted stably unasked
+        ([1] * 200, [9] * 200, 70, [1] * 70 + [0] * 130),  # more than torch sorts stably by default
         ([2.9999999999, 1.0000000001], [5, 5], 4, [3, 1]),
         ([2.5, 0.5, 0], [2, 1, 7], 3, [2, 1, 0]),
     ],
@@ -307,20 +307,21 @@ def test_the_weighted_blend_in_loops(case, floor):
     scores = torch.where(scores.isneginf(), scores, scores.abs() + noise)  # no ties
     heads, total, wish, room = scores.shape[1], [], [], []
     for b, row in enumerate(scores):
-        mine, free, weighted = [], [], []
+        open_scores, free, weighted = [], [], []
         for h in range(heads):
-            mine.append([float(x) for x, p in zip(row[h], protected[b, h], strict=True) if x > -torch.inf and not p])
-            held = sum(bool(p) and float(x) > -torch.inf for x, p in zip(row[h], protected[b, h], strict=True))
+            alive = [(float(x), bool(p)) for x, p in zip(row[h], protected[b, h], strict=True) if x > -torch.inf]
+            open_scores.append([x for x, is_protected in alive if not is_protected])
+            held = sum(is_protected for _, is_protected in alive)
             free.append(int(budget[b]) - held)
-            share = sum(sorted(mine[h], reverse=True)[: max(0, free[h])]) / max(sum(mine[h]), 1e-30)
-            weighted += [(x * share, h) for x in mine[h]]
+            share = sum(sorted(open_scores[h], reverse=True)[: max(0, free[h])]) / max(sum(open_scores[h]), 1e-30)
+            weighted += [(x * share, h) for x in open_scores[h]]
         weighted.sort(reverse=True)
-        count, told = sum(free), [x for x, _ in weighted]
-        close = 0 < count < len(told) and told[count - 1] - told[count] < 1e-5 * told[count]
+        count, ranked = sum(free), [x for x, _ in weighted]
+        close = 0 < count < len(ranked) and ranked[count - 1] - ranked[count] < 1e-5 * ranked[count]
         assume(not close)  # for float32
         best = [h for _, h in weighted[: sum(free)]]
         wish.append([(1 - floor) * best.count(h) + floor * free[h] for h in range(heads)])
-        room.append([len(x) for x in mine])
+        room.append([len(x) for x in open_scores])
         total.append(sum(free))
     counts = allocate.adaptive(scores, protected, budget, floor, blend=True, weighted=True)
     extra = allocate.spread(torch.tensor(wish, dtype=torch.float64), torch.tensor(room), torch.tensor(total))
@@ -356,14 +357,14 @@ def test_each_layer_has_its_own_guards():
 def test_too_many_protected_tokens_are_refused():
     scores, protected = torch.zeros(1, 2, 10), torch.ones(1, 2, 10).bool()
     protected[0, 0, 0] = False
-    said = "protected tokens of {} together: raise the budget, or protect less$"
-    with pytest.raises(InputError, match="^budget 8 < 19 " + said.format("2 heads")):
+    message = "protected tokens of {} together: raise the budget, or protect less$"
+    with pytest.raises(InputError, match="^budget 8 < 19 " + message.format("2 heads")):
         allocate.adaptive(scores, protected, torch.tensor([4]))
-    with pytest.raises(InputError, match="^budget 16 < 38 " + said.format("4 heads")):
+    with pytest.raises(InputError, match="^budget 16 < 38 " + message.format("4 heads")):
         allocate.joint_layers([scores] * 2, [protected] * 2, torch.tensor([4]))
-    with pytest.raises(InputError, match="^budget 8 < 20 " + said.format("2 layers")):
+    with pytest.raises(InputError, match="^budget 8 < 20 " + message.format("2 layers")):
         allocate.cake([scores] * 2, [protected] * 2, torch.tensor([4]), [torch.ones(1)] * 2)
-    scores[0, 0, :4], scores[0, 1, :9] = -torch.inf, -torch.inf  # what is dead needs no room
+    scores[0, 0, :4], scores[0, 1, :9] = -torch.inf, -torch.inf  # dead slots need no room
     for floor in (0.0, 0.5):
         assert allocate.adaptive(scores, protected, torch.tensor([4]), floor=floor).tolist() == [[6, 1]]
     assert allocate.adaptive(scores, protected, torch.tensor([4]), blend=True).tolist() == [[6, 1]]
@@ -371,7 +372,8 @@ def test_too_many_protected_tokens_are_refused():
 
 
 def test_a_floor_is_a_share_of_the_budget_and_a_fifth_by_itself():
-    """A head whose scores are all low gets its floor, were the product a hair too small as well: 0.29 * 100."""
+    """A head whose scores are all low gets its floor, even if the product is slightly too small in floating point: 0.29
+    * 100."""
     scores = torch.stack([torch.zeros(200), torch.full((200,), 9.0)])[None]
     none = torch.zeros_like(scores).bool()
     for floor, least in ((0.29, 29), (0.0, 0), (0.55, 55), (1.0, 100)):

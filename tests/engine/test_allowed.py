@@ -104,7 +104,7 @@ def test_a_choice_of_kinds_holds_any_of_them():
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """What a refusal says; empty where nothing is refused."""
+    """The message of a refusal; empty if nothing is refused."""
     try:
         call()
     except InputError as error:

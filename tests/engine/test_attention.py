@@ -64,7 +64,7 @@ def test_attention_equals_loops(seed, batch, kv_heads, group, m, sizes, sliding,
     blocks = []
     how = Softmax(0.7, softcap, sinks) if softcap or sinking else 0.7
     out = attend(query, at, parts, how, sliding, lambda p, rows: blocks.append((p, rows)), hide, block)
-    alive = p.sum(-1) > 0  # a query that sees nothing is padding: its output is nobody's
+    alive = p.sum(-1) > 0  # a query that sees nothing is padding, and its output is not used
     torch.testing.assert_close(out[alive.transpose(1, 2)], expected[alive.transpose(1, 2)], atol=1e-5, rtol=1e-4)
     assert out.isfinite().all()
     torch.testing.assert_close(torch.cat([q for q, _ in blocks], 3).flatten(1, 2)[alive], p[alive])
@@ -85,8 +85,8 @@ def test_a_whole_prompt_two_ways(dtype):
     capped = Softmax(0.35, 0.5, torch.randn(6))
     plain, where = [x.float() for x in (query, key, value)], at[:, None].expand(-1, 2, -1)
     expected, _ = naive(plain[0], at, *plain[1:], where, 0.35, softcap=0.5, sinks=capped.sinks)
-    found = attend_prompt(query, key, value, capped)
-    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+    out = attend_prompt(query, key, value, capped)
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("sliding", [1, 7, 40])
@@ -96,8 +96,8 @@ def test_a_prompt_in_a_layer_that_slides(sliding, block):
     query, key, value = (torch.randn(1, h, 33, 8) for h in (4, 2, 2))
     at = torch.arange(33)[None]
     expected, _ = naive(query, at, key, value, at[:, None].expand(-1, 2, -1), 0.35, sliding)
-    found = attend(query, at, [(key, value, at[:, None])], 0.35, sliding, block=block, prompt=True)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    out = attend(query, at, [(key, value, at[:, None])], 0.35, sliding, block=block, prompt=True)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_large_batch_takes_its_queries_in_smaller_blocks(monkeypatch):
@@ -109,9 +109,9 @@ def test_a_large_batch_takes_its_queries_in_smaller_blocks(monkeypatch):
     for most, sizes in ((5 * 4 * 30 * 2 + 599, [2, 2, 2]), (5 * 4 * 30, [1] * 6), (1, [1] * 6)):
         monkeypatch.setattr(attention, "MOST_SCORES", most)
         blocks.clear()
-        found = attend(query, at, [(key, value, where)], 0.35, watch=lambda p, rows: blocks.append(p.shape[3]))
+        out = attend(query, at, [(key, value, where)], 0.35, watch=lambda p, rows: blocks.append(p.shape[3]))
         assert blocks == sizes
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_what_knows_factors_only_stops_at_a_softmax_of_another_kind():
@@ -148,7 +148,8 @@ class Prompt:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()
 def test_a_model_computes_what_it_computed_before(name):
-    """Each architecture asks for its masks in its own way; none reaches this attention, which masks for itself."""
+    """Each architecture builds its masks in its own way; this attention, which applies its own mask, gets none of
+    them."""
     model, prompts = architecture(name), torch.tensor(tiny_prompts(60, 60))
     expected = model(prompts).logits
     with installed(model):

@@ -1,4 +1,4 @@
-"""Kernels in every regime against plain PyTorch, and who is chosen by "auto"."""
+"""Kernels in every regime against plain PyTorch, and the choice of "auto"."""
 
 import itertools
 import os
@@ -38,18 +38,18 @@ def condition(name, regime, reading="as_described", budget=24):
 
 
 def both(conditions, *lengths, new=1, kind="llama", spans=None):
-    asked, network = dict(max_new_tokens=new, stop_ids=(), kept_sets=True, repeat=(7, 3, 9)), model(kind)
+    settings, network = dict(max_new_tokens=new, stop_ids=(), kept_sets=True, repeat=(7, 3, 9)), model(kind)
     texts = [Prompt(ids, spans or {}) for ids in tiny_prompts(*lengths or (61,))]
     together = {"triton": len(texts), "torch": 1}
-    found = [engine.generate(network, texts, conditions, backend=name, prompt_rows=rows, **asked)
+    answers_by_backend = [engine.generate(network, texts, conditions, backend=name, prompt_rows=rows, **settings)
              for name, rows in together.items()]  # fmt: skip
-    return [list(itertools.chain.from_iterable(answers)) for answers in found]
+    return [list(itertools.chain.from_iterable(answers)) for answers in answers_by_backend]
 
 
 def agree(conditions, *lengths, **given):
-    """The same tokens stay, but for a few that rounding may swap, and the same tokens are said."""
-    found = both(conditions, *lengths, **given)
-    for c, kernels, plain in zip(conditions * max(1, len(lengths)), *found, strict=True):
+    """The same tokens stay, except for a few that rounding may swap, and the same tokens are generated."""
+    by_backend = both(conditions, *lengths, **given)
+    for c, kernels, plain in zip(conditions * max(1, len(lengths)), *by_backend, strict=True):
         assert (kernels.backend, plain.backend) == ("triton", "torch")
         same = [(a & b).sum() / b.sum() for a, b in zip(kernels.kept_sets, plain.kept_sets, strict=True)]
         assert min(same) > (0.9 if c.policy == "dropkv" and c.reading == "as_run" else 0.97), (c.label, same)
@@ -75,7 +75,7 @@ def test_evictions_while_tokens_are_generated(regime):
     agree([condition(name, regime) for name in names], 40, new=3)
 
 
-@pytest.mark.parametrize("length", [20, 45])  # a window of 32 that is not full, and one that is
+@pytest.mark.parametrize("length", [20, 45])  # a sliding window of 32 that is not full, and one that is
 def test_layers_that_slide_beside_layers_that_evict(length):
     regimes = Prefill(), Chunked(chunk=16, when="last_chunk"), DecodeCap(interval=2)
     agree([Condition(), *(condition("snapkv", r, budget=12) for r in regimes)], length, new=3, kind="gemma3")
@@ -85,7 +85,7 @@ def test_a_prompt_shorter_than_the_window():
     agree([condition("cake", DecodeCap(interval=3), budget=8)], 5, new=7)
 
 
-PARTS = "kvrepro/chapters/synthesis/policies.py"  # not of the catalogue: as a reader's own
+PARTS = "kvrepro/chapters/synthesis/policies.py"  # not from the catalogue, like a reader's own
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ PARTS = "kvrepro/chapters/synthesis/policies.py"  # not of the catalogue: as a r
 )  # fmt: skip
 def test_scorers_without_a_kernel_score_beside_kernels(policy, regime):
     switches = (("window", 6), *((("aggregate", "max"), ("pool", "max")) if "OF_ALL" not in policy else ()))
-    own = Condition(f"{PARTS}:{policy}", 24, regime, reading="as_described", switches=switches)
-    agree([own, condition("r_kv", regime)], new=3)
+    without_kernel = Condition(f"{PARTS}:{policy}", 24, regime, reading="as_described", switches=switches)
+    agree([without_kernel, condition("r_kv", regime)], new=3)
 
 
 MANY = ("snapkv", "defensive_kv", "critical_kv", "tova", "key_diff", "k_norm")
@@ -116,8 +116,8 @@ def test_what_prompts_in_one_pass_left_is_evicted_again():
 def test_quotas_are_scored_by_plain_pytorch_beside_kernels(fair):
     spans = {"a": list(range(3, 10)), "b": list(range(10, 18))}
     fairly = Prefill(fair=fair, spans=("a", "b"))
-    asked = [condition(name, regime, budget=12) for name in ("snapkv", "h2o") for regime in (fairly, Prefill())]
-    agree([*asked, condition("h2o", fairly, "as_run", budget=12)], 33, 20, spans=spans)
+    conditions = [condition(name, regime, budget=12) for name in ("snapkv", "h2o") for regime in (fairly, Prefill())]
+    agree([*conditions, condition("h2o", fairly, "as_run", budget=12)], 33, 20, spans=spans)
 
 
 # ---- what kernels refuse
@@ -170,10 +170,10 @@ def test_on_the_cpu_auto_is_plain_pytorch():
 
 def test_each_condition_by_whom_it_is_given_to():
     conditions = [Condition(), condition("snapkv", Prefill()), condition("r_kv", Prefill())]
-    asked = dict(max_new_tokens=2, stop_ids=())
-    by = dict(zip(conditions, ("torch", "triton", "torch"), strict=True))
-    mixed = engine.generate(model(), tiny_prompts(40, 44), conditions, backend=by, **asked)
-    plain = engine.generate(model(), tiny_prompts(40, 44), conditions, **asked)
+    settings = dict(max_new_tokens=2, stop_ids=())
+    backends = dict(zip(conditions, ("torch", "triton", "torch"), strict=True))
+    mixed = engine.generate(model(), tiny_prompts(40, 44), conditions, backend=backends, **settings)
+    plain = engine.generate(model(), tiny_prompts(40, 44), conditions, **settings)
     for row, alone in zip(mixed, plain, strict=True):
         assert [g.backend for g in row] == ["torch", "triton", "torch"]
         assert [g.tokens for g in row] == [g.tokens for g in alone]
@@ -202,9 +202,9 @@ def test_a_probe_finds_agreement_and_what_breaks_it(monkeypatch):
         policy = Policy(name, "tests", score, {"window": 4})
         monkeypatch.setitem(CATALOGUE, name, policy)
     wrong = [Condition(name, 9, Prefill(), reading="as_described") for name in ("contrary", "broken")]
-    found = list(backend.compared(model(), ids, [*wrong, fine[1]]).values())
-    assert found[0].startswith("kernels and plain PyTorch agree on ")
-    assert found[1:] == ["RuntimeError: out of registers", None]
+    reasons = list(backend.compared(model(), ids, [*wrong, fine[1]]).values())
+    assert reasons[0].startswith("kernels and plain PyTorch agree on ")
+    assert reasons[1:] == ["RuntimeError: out of registers", None]
 
 
 def test_attention_that_is_off_leaves_nothing_to_kernels(monkeypatch):
@@ -224,10 +224,10 @@ def test_what_a_probe_found_is_remembered_while_the_model_lives(monkeypatch):
     class OnGpu:
         device = torch.device("cuda")
 
-    asked = []
+    probes = []
 
     def compared(model, ids, conditions):
-        asked.append((len(ids), [c.policy for c in conditions]))
+        probes.append((len(ids), [c.policy for c in conditions]))
         return {(c.policy, c.reading, c.switches): "off" if c.policy == "cake" else None for c in conditions}
 
     monkeypatch.setattr(backend, "compared", compared)
@@ -238,4 +238,4 @@ def test_what_a_probe_found_is_remembered_while_the_model_lives(monkeypatch):
     assert backend.obstacles(gpu, list(range(900)), [snapkv, packed, cake]) == [None, "bits", "off"]
     more = [replace(cake, budget=9, regime=PerStep()), Condition()]
     assert backend.obstacles(gpu, [1, 2], more) == ["off", None]
-    assert asked == [(512, ["snapkv", "cake"]), (2, ["full"])]
+    assert probes == [(512, ["snapkv", "cake"]), (2, ["full"])]

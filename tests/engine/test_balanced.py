@@ -47,18 +47,18 @@ def test_layers_lie_on_both(pair):
 @pytest.mark.parametrize("name", CASES)
 def test_answers_kept_sets_and_bytes_are_those_of_one_gpu(pair, name):
     items = data.load_items("tinyworld", 3, seed=5, tokens=700)
-    found = []
+    answers = []
     for loaded in pair:
         texts = [data.build_prompt(item, loaded.tokenizer, 1500) for item in items]
         with torch.device("cpu"):
-            found.append(
+            answers.append(
                 engine.generate(
                     loaded.model, texts, CASES[name], max_new_tokens=24, stop_ids=models.stop_ids(loaded),
                     repeat=loaded.tokenizer("Repeat: ")["input_ids"],
                 )
             )  # fmt: skip
-    for spread, one in zip(*found, strict=True):
-        for c, a, b in zip(CASES[name], spread, one, strict=True):
+    for spread, single in zip(*answers, strict=True):
+        for c, a, b in zip(CASES[name], spread, single, strict=True):
             assert (a.tokens, a.kept_positions_hash, a.kept, a.bytes_full, a.bytes_held) == (
                 b.tokens, b.kept_positions_hash, b.kept, b.bytes_full, b.bytes_held
             ), c.label  # fmt: skip

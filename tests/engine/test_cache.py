@@ -1,4 +1,4 @@
-"""The ragged cache against lists of lists; what it frees is really gone."""
+"""The ragged cache against lists of lists; freed memory is really free."""
 
 from types import SimpleNamespace
 
@@ -11,8 +11,8 @@ from tiny import architecture
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 from transformers.cache_utils import LinearAttentionLayer
+from watched import watched_ends
 
-from kvrepro.engine import decode
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import attend
 from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, together
@@ -25,7 +25,7 @@ DIM, HEADS = 4, 2
 
 
 def stamped(position: int, row: int, head: int) -> float:
-    """A number that tells whose key it is."""
+    """A number that identifies a key by its position, row and head."""
     return position + 1000 * row + 100_000 * head
 
 
@@ -50,7 +50,7 @@ def assert_equal(layer: RaggedLayer, lists: Lists) -> None:
     heads = [h for row in lists.tokens for h in row]
     assert layer.held().flatten().tolist() == [len(h) for h in heads]
     assert layer.seen().flatten().tolist() == [sum(not t[1] for t in h) for h in heads]
-    # what a query attends to
+    # the tokens that a query attends to
     parts = layer.parts()
     where = torch.cat([w.expand(*layer.shape, -1) for _, _, w in parts], 2) if parts else None
     keys = torch.cat([k for k, _, _ in parts], 2) if parts else None
@@ -61,10 +61,10 @@ def assert_equal(layer: RaggedLayer, lists: Lists) -> None:
             alive = where[b, head] >= 0 if parts else torch.zeros(0, dtype=torch.bool)
             assert (where[b, head][alive].tolist() if parts else []) == expected
             if expected:
-                mine, _ = tensors([name], torch.tensor([expected]))
-                assert torch.equal(keys[b, head][alive], mine[0, head])
-                assert torch.equal(values[b, head][alive], -mine[0, head])
-    # what a policy is shown, of a copy: showing settles
+                expected_keys, _ = tensors([name], torch.tensor([expected]))
+                assert torch.equal(keys[b, head][alive], expected_keys[0, head])
+                assert torch.equal(values[b, head][alive], -expected_keys[0, head])
+    # the tokens that a policy is shown, from a copy, because `shown` settles
     copy = layer.rows(torch.arange(layer.shape[0]))
     keys, values, where, sums, index = copy.shown()
     assert ((where >= 0) == (index >= 0)).all()
@@ -74,9 +74,9 @@ def assert_equal(layer: RaggedLayer, lists: Lists) -> None:
             dead = where.shape[2] - len(tokens)
             assert where[b, head].tolist() == [-1] * dead + [t[0] for t in tokens]
             if tokens:
-                mine, _ = tensors([name], torch.tensor([[t[0] for t in tokens]]))
-                assert torch.equal(keys[b, head, dead:], mine[0, head])
-                assert torch.equal(values[b, head, dead:], -mine[0, head])
+                expected_keys, _ = tensors([name], torch.tensor([[t[0] for t in tokens]]))
+                assert torch.equal(keys[b, head, dead:], expected_keys[0, head])
+                assert torch.equal(values[b, head, dead:], -expected_keys[0, head])
             for k, s in sums.items():
                 assert s[b, head].tolist() == [0.0] * dead + [t[2][k] for t in tokens]
 
@@ -283,27 +283,27 @@ def test_layers_with_the_same_tokens_share_what_is_chosen(tail):
         shown.append(positions.tolist())
         return positions % 2 == 0
 
-    (one, lists), (other, _) = ragged([0, 1], KEPT), ragged([0, 1], KEPT)
-    other.keys, other.values = -other.keys, -other.values
+    (first, lists), (second, _) = ragged([0, 1], KEPT), ragged([0, 1], KEPT)
+    second.keys, second.values = -second.keys, -second.values
     if tail:
-        appended(one, lists, tail)
+        appended(first, lists, tail)
         positions = torch.tensor(tail)
         keys, values = tensors([0, 1], positions)
-        other.append(-keys, -values, positions)
+        second.append(-keys, -values, positions)
     with torch.device("meta"):  # whatever torch's default device is: here one that holds no numbers
-        source, positions, offsets = one.chosen(even)
+        source, positions, offsets = first.chosen(even)
     flat = [[[-1, -1, 0, 2, 3], [-1, -1, -1, 1, 4]], [[-1] * 5, [0, 1, 2, 3, 4]]]
     assert shown == [[[head + (tail[b] if tail else []) for head in row] for b, row in enumerate(flat)]]
     assert (positions.dtype, offsets.tolist()) == (torch.int32, [0, 3, 5, 6, 10] if tail else [0, 2, 3, 3, 6])
-    for layer in (one, other):
+    for layer in (first, second):
         layer.keep(source, positions, offsets)
         assert layer.tail == 0
         assert layer.tail_keys.numel() == layer.tail_values.numel() == len(layer.tail_sums) == 0
     lists.tokens = [[[t for t in head if t[0] % 2 == 0] for head in row] for row in lists.tokens]
-    assert_equal(one, lists)
-    assert torch.equal(one.keys, -other.keys)
-    assert torch.equal(one.values, -other.values)
-    gone = one.chosen(lambda positions: torch.ones_like(positions, dtype=torch.bool))  # dead slots are never chosen
+    assert_equal(first, lists)
+    assert torch.equal(first.keys, -second.keys)
+    assert torch.equal(first.values, -second.values)
+    gone = first.chosen(lambda positions: torch.ones_like(positions, dtype=torch.bool))  # dead slots are never chosen
     assert gone[1].tolist() == positions.tolist()
 
 
@@ -312,21 +312,20 @@ def test_layers_of_even_heads_hold_memory_of_their_own():
     keys, values = tensors([0, 1], positions)
     where, sums = positions[:, None].expand(2, HEADS, 6), {"mass": torch.rand(2, HEADS, 6)}
     place = torch.tensor([[[0, 5], [1, 2]], [[3, 4], [0, 1]]])
-    some, all_of_them = (RaggedLayer.at(keys, values, where, at, sums) for at in (place, None))
-    for layer, n in ((some, 2), (all_of_them, 6)):
+    kept, all_of_them = (RaggedLayer.at(keys, values, where, at, sums) for at in (place, None))
+    for layer, n in ((kept, 2), (all_of_them, 6)):
         assert (layer.shape, layer.positions.dtype) == ((2, HEADS), torch.int32)
         assert layer.offsets.tolist() == [0, n, 2 * n, 3 * n, 4 * n]
         assert storage(layer.keys) == storage(layer.values) == 4 * n * DIM * 4
-    assert some.positions.tolist() == place.flatten().tolist()
-    assert torch.equal(some.sums["mass"], sums["mass"].gather(2, place).flatten())
+    assert kept.positions.tolist() == place.flatten().tolist()
+    assert torch.equal(kept.sums["mass"], sums["mass"].gather(2, place).flatten())
     assert torch.equal(all_of_them.sums["mass"], sums["mass"].flatten())
     assert torch.equal(all_of_them.keys, keys.flatten(0, 2))
     assert all_of_them.keys.data_ptr() != keys.data_ptr()
     assert all_of_them.values.data_ptr() != values.data_ptr()
     for b, h, i in torch.cartesian_prod(*map(torch.arange, place.shape)).tolist():
-        assert (
-            some.keys[4 * b + 2 * h + i, 0] == stamped(int(place[b, h, i]), b, h) == -some.values[4 * b + 2 * h + i, 0]
-        )
+        at = 4 * b + 2 * h + i
+        assert kept.keys[at, 0] == stamped(int(place[b, h, i]), b, h) == -kept.values[at, 0]
     with torch.device("meta"):  # whatever torch's default device is: here one that holds no numbers
         short = RaggedLayer.even(keys[:, :, :1], values[:, :, :1], where[:, :, :1], {})
     assert short.offsets.tolist() == [0, 1, 2, 3, 4]
@@ -391,10 +390,10 @@ def test_layers_of_several_caches_become_one():
     two, _ = ragged([0, 1], KEPT)
     two.remember(torch.ones(2, 4, 2, DIM), torch.arange(2).expand(2, 2), 2)
     assert concatenated([two, ragged([2], KEPT[:1])[0]]).query_positions.tolist() == [[0, 1], [0, 1], [-1, -1]]
-    one = both.rows(torch.tensor([2, 1]))
-    assert one.query_positions.tolist() == [[5, 6, 7], [-1, -1, -1]]
-    assert one.queries[:, 0, :, 0].tolist() == [[3, 3, 3], [0, 0, 0]]
-    assert one.hidden.nonzero()[:, 0].tolist() == [8]
+    selected = both.rows(torch.tensor([2, 1]))
+    assert selected.query_positions.tolist() == [[5, 6, 7], [-1, -1, -1]]
+    assert selected.queries[:, 0, :, 0].tolist() == [[3, 3, 3], [0, 0, 0]]
+    assert selected.hidden.nonzero()[:, 0].tolist() == [8]
 
 
 def test_the_very_first_token_is_hidden_and_forgotten_as_any_other():
@@ -464,14 +463,14 @@ def test_packed_layers_hold_their_newest_as_they_are():
 
 
 def test_rows_of_a_packed_layer():
-    one, two = wide(), wide(2)
-    one.quantise(2)
+    packed, two = wide(), wide(2)
+    packed.quantise(2)
     two.quantise(2)
-    assert one.keys.bits == one.values.bits == 2
-    same = one.rows(torch.tensor([0]))
-    assert (same is not one, same.keys is one.keys) == (True, True)
-    twice = one.rows(torch.tensor([0, 0]))
-    assert torch.equal(twice.keys, one.keys.dense().repeat(2, 1))
+    assert packed.keys.bits == packed.values.bits == 2
+    same = packed.rows(torch.tensor([0]))
+    assert (same is not packed, same.keys is packed.keys) == (True, True)
+    twice = packed.rows(torch.tensor([0, 0]))
+    assert torch.equal(twice.keys, packed.keys.dense().repeat(2, 1))
     second = two.rows(torch.tensor([1]))
     assert torch.equal(second.keys, two.keys.dense()[20:])
     assert torch.equal(second.values, two.values.dense()[20:])
@@ -548,25 +547,15 @@ def test_what_is_evicted_is_no_view_of_what_was():
 
 def ends(model, prompts, conditions, **changes):
     """Generations, and the cache of each batch when its rows ended."""
-    caches, finish = [], decode._finished
-
-    def spy(call, rows, done, picked, seconds):
-        found = list(finish(call, rows, done, picked, seconds))
-        if done:
-            caches.append((rows.cache, [rows.tags[i] for i in done]))
-        yield from found
-
-    decode._finished = spy
-    try:
+    caches = []
+    with watched_ends(lambda rows, done: caches.append((rows.cache, [rows.tags[i] for i in done]))):
         return engine.generate(model, prompts, conditions, **{"stop_ids": (), **changes}), caches
-    finally:
-        decode._finished = finish
 
 
 def tensors_of(layer: RaggedLayer) -> list[torch.Tensor]:
-    found = [v for v in vars(layer).values() if isinstance(v, torch.Tensor)]
-    found += [s for group in (layer.sums, layer.tail_sums) for s in group.values()]
-    return found
+    tensors = [v for v in vars(layer).values() if isinstance(v, torch.Tensor)]
+    tensors += [s for group in (layer.sums, layer.tail_sums) for s in group.values()]
+    return tensors
 
 
 @pytest.mark.parametrize("regime", ["prefill", "chunked", "offline", "decode cap", "per step"])

@@ -51,8 +51,8 @@ def steps(kind: str, conditions, texts, captured: bool, monkeypatch, stop_ids=()
         monkeypatch.setattr("kvrepro_kernels.ragged_decode", slow_ragged_decode)
         monkeypatch.setattr("kvrepro.engine.prefill.ensured_later", lambda kernels=False: ensured_later())
     monkeypatch.setattr(decode, "can_capture", lambda call, rows: captured and call.captures)
-    asked = {"max_new_tokens": NEW, "stop_ids": stop_ids, "kept_sets": True} | given
-    return engine.generate(architecture(kind, 16).to(DEVICE), texts, conditions, backend="triton", **asked)
+    settings = {"max_new_tokens": NEW, "stop_ids": stop_ids, "kept_sets": True} | given
+    return engine.generate(architecture(kind, 16).to(DEVICE), texts, conditions, backend="triton", **settings)
 
 
 def slow_ragged_decode(query, keys, values, offsets, tail_keys, tail_values, tail, used, scale, emit):
@@ -65,7 +65,7 @@ def slow_ragged_decode(query, keys, values, offsets, tail_keys, tail_values, tai
 
 
 def plain(query, key, value, scaling):
-    """What the kernels of a prompt compute, in plain PyTorch."""
+    """The computation of the kernels of a prompt in plain PyTorch."""
     logits = causal(query, key, scaling)
     out = logits.softmax(-1) @ value.repeat_interleave(query.shape[1] // key.shape[1], 1)
     return out.transpose(1, 2), logits.logsumexp(-1)
@@ -83,8 +83,8 @@ def causal(query, key, scaling):
     return logits.masked_fill_(torch.ones(n, n, dtype=torch.bool, device=key.device).triu(1), -torch.inf)
 
 
-def same(mine, theirs):
-    for a, b in zip(mine, theirs, strict=True):
+def same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         for x, y in zip(a, b, strict=True):
             assert x.tokens == y.tokens
             assert (x.kept_positions_hash, x.evicted, x.policy_calls) == (
@@ -102,9 +102,9 @@ def same(mine, theirs):
 )  # fmt: skip
 def test_captured_steps_are_the_plain_ones(kind, conditions, monkeypatch):
     texts = prompts(70, 45)
-    known = steps(kind, conditions, texts, False, monkeypatch)
-    same(steps(kind, conditions, texts, True, monkeypatch), known)
-    tokens = [t for row in known for answer in row for t in answer.tokens]
+    plain = steps(kind, conditions, texts, False, monkeypatch)
+    same(steps(kind, conditions, texts, True, monkeypatch), plain)
+    tokens = [t for row in plain for answer in row for t in answer.tokens]
     stops = {max(set(tokens), key=tokens.count), tokens[7], tokens[-4]}  # rows end at different steps
     unequal = {"max_new_tokens": [NEW, 6]}
     same(
@@ -127,19 +127,21 @@ def test_captured_steps_are_the_plain_ones(kind, conditions, monkeypatch):
 @pytest.mark.parametrize("lengths", [(70, 45), (20, 38)])
 def test_layers_that_slide_answer_as_plain_pytorch_does(kind, conditions, lengths, monkeypatch):
     texts = prompts(*lengths)  # of windows of 32: some are full, others fill up on the way
-    model, asked = architecture(kind, 16).to(DEVICE), {"max_new_tokens": NEW, "kept_sets": True}
-    known = engine.generate(model, texts, conditions, stop_ids=(), **asked)
-    stops = {known[0][0].tokens[7], known[1][2].tokens[12]}
-    ended = engine.generate(model, texts, conditions, stop_ids=stops, **asked)
-    same(steps(kind, conditions, texts, True, monkeypatch), known)
+    model, settings = architecture(kind, 16).to(DEVICE), {"max_new_tokens": NEW, "kept_sets": True}
+    plain = engine.generate(model, texts, conditions, stop_ids=(), **settings)
+    stops = {plain[0][0].tokens[7], plain[1][2].tokens[12]}
+    ended = engine.generate(model, texts, conditions, stop_ids=stops, **settings)
+    same(steps(kind, conditions, texts, True, monkeypatch), plain)
     same(steps(kind, conditions, texts, True, monkeypatch, stop_ids=stops), ended)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma3"])
 def test_bytes_are_those_of_the_tokens_held(kind, monkeypatch):
     for conditions in (SHARED, OTHERS):
-        known, mine = (steps(kind, conditions, prompts(70), captured, monkeypatch) for captured in (False, True))
-        for x, y in zip(known[0], mine[0], strict=True):
+        plain, captured_answers = (
+            steps(kind, conditions, prompts(70), captured, monkeypatch) for captured in (False, True)
+        )
+        for x, y in zip(plain[0], captured_answers[0], strict=True):
             assert y.bytes_held == pytest.approx(x.bytes_held, rel=0.15), y  # plain tails have spare room
             assert y.bytes_full == x.bytes_full
 
@@ -155,45 +157,45 @@ def test_a_policy_that_fails_later_costs_its_rows_alone(monkeypatch):
 
     monkeypatch.setitem(CATALOGUE, "falters", Policy("Falters", "tests", falters))
     conditions = [Condition("falters", 24, DecodeCap(4)), *OTHERS[:5]]
-    known = steps("qwen2", OTHERS[:5], prompts(70), False, monkeypatch)
-    [found] = steps("qwen2", conditions, prompts(70), True, monkeypatch, errors="return")
-    assert isinstance(found[0], ZeroDivisionError)
-    same([found[1:]], known)
+    plain = steps("qwen2", OTHERS[:5], prompts(70), False, monkeypatch)
+    [answers] = steps("qwen2", conditions, prompts(70), True, monkeypatch, errors="return")
+    assert isinstance(answers[0], ZeroDivisionError)
+    same([answers[1:]], plain)
 
 
 def test_rows_are_captured_once_for_all_evictions(monkeypatch):
-    made = []
-    monkeypatch.setattr(capture.CapturedStep, "__init__", counted(capture.CapturedStep.__init__, made))
+    captures = []
+    monkeypatch.setattr(capture.CapturedStep, "__init__", counted(capture.CapturedStep.__init__, captures))
     steps("qwen2", [Condition("lru", 16, SharedCap(8), prefix=0.1, suffix=0.1)], prompts(70, 66), True, monkeypatch)
     for kind in ("qwen2", "gemma3", "mistral"):
         steps(kind, [Condition("streaming_llm", 16, DecodeCap(4))], prompts(70, 66), True, monkeypatch)
     steps("gemma3", [Condition("streaming_llm", 9, DecodeCap(4))], prompts(10), True, monkeypatch)  # its window fills
     steps("qwen2", [Condition("lru", 60, SharedCap(4))], prompts(10), True, monkeypatch)  # nothing has to leave
     steps("qwen2", [Condition("ada_kv_faithful", 24, SharedCap(5))], prompts(30), True, monkeypatch)  # first at step 10
-    assert len(made) == 7
+    assert len(captures) == 7
 
 
-def counted(inner, made):
+def counted(inner, calls):
     def init(self, *given):
-        made.append(given)
+        calls.append(given)
         inner(self, *given)
 
     return init
 
 
 def test_a_batch_takes_the_memory_of_its_blocks_and_a_captured_step_that_of_the_batch(monkeypatch):
-    """On a GPU caches fill a third of what is free: none may lie there twice."""
+    """On a GPU caches fill a third of the free memory, so that none may be held twice."""
     blocks, before = [], []
-    joined, of = engine.joined, capture.FixedLayer.of
+    joined, fixed_layer_of = engine.joined, capture.FixedLayer.of
 
-    def watched_join(some):
-        blocks.extend(some)
-        return joined(some)
+    def watched_join(rows):
+        blocks.extend(rows)
+        return joined(rows)
 
     def watched_of(layer, *given):
-        assert sum(one() is not None for one in before) <= 1  # the loop's last
+        assert sum(layer_of() is not None for layer_of in before) <= 1  # the loop's last
         before.append(weakref.ref(layer))
-        return of(layer, *given)
+        return fixed_layer_of(layer, *given)
 
     monkeypatch.setattr(engine, "joined", watched_join)
     monkeypatch.setattr(capture.FixedLayer, "of", watched_of)

@@ -64,7 +64,7 @@ def test_call_hands_over_only_what_a_function_names():
 
 
 def test_no_two_rules_are_the_same_but_for_pages():
-    """Policies that share a scorer say what else decides."""
+    """Policies that share a scorer also state what else decides."""
     rules = {name: policy.rule for name, policy in CATALOGUE.items() if name != "quest_pages"}
     assert len(set(rules.values())) == len(rules)
     assert all(rule.startswith(first_sentence(CATALOGUE[name].score)) for name, rule in rules.items())

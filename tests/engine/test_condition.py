@@ -1,4 +1,4 @@
-"""Labels that tell conditions apart; prompts that cannot be."""
+"""Labels distinguish conditions; impossible prompts are refused."""
 
 from collections import Counter
 from dataclasses import fields, replace
@@ -22,16 +22,17 @@ OF_REGIMES = {
 }  # fmt: skip
 
 
-def some(regime: type[Regime]) -> list[Regime]:
-    """A regime in all the ways of OF_REGIMES, one or two settings at a time."""
-    mine = [{f.name: value} for f in fields(regime) for value in OF_REGIMES[f.name]]
-    return [regime(**c) for c in [{}, *mine, *(a | b for a, b in combinations(mine, 2) if a.keys() != b.keys())]]
+def in_all_ways(regime: type[Regime]) -> list[Regime]:
+    """A regime with the settings of OF_REGIMES, one or two at a time."""
+    single = [{f.name: value} for f in fields(regime) for value in OF_REGIMES[f.name]]
+    pairs = [a | b for a, b in combinations(single, 2) if a.keys() != b.keys()]
+    return [regime(**settings) for settings in [{}, *single, *pairs]]
 
 
 def test_different_conditions_have_different_labels():
     assert {*CHANGES, "regime"} == {f.name for f in fields(Condition)}
     assert set(OF_REGIMES) == {f.name for regime in REGIMES.values() for f in fields(regime)}
-    regimes = [regime for kind in REGIMES.values() for regime in some(kind)]
+    regimes = [regime for kind in REGIMES.values() for regime in in_all_ways(kind)]
     changes = [{name: value} for name, values in CHANGES.items() for value in values]
     conditions = {replace(BASE, regime=r, **change) for r in regimes for change in [{}, *changes]}
     pairs = [a | b for a, b in combinations(changes, 2) if a.keys() != b.keys()]

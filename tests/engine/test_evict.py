@@ -32,7 +32,7 @@ def test_scores_that_are_no_tensor_are_refused_by_what_they_are(score):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ({"shield": lambda o, scores, budget: torch.ones(3) > 0}, "shield returned a tensor of shape .3,., not .batch"),
         ({"shield": lambda o, scores, budget: scores}, "shield returned numbers of type torch.float32, not torch.bool"),
@@ -46,8 +46,8 @@ def test_scores_that_are_no_tensor_are_refused_by_what_they_are(score):
         ({"refine": lambda o, scores, counts: (None, o.alive)}, "refine returned NoneType"),
     ],
 )
-def test_what_a_policys_functions_return_wrongly_is_said_by_the_function(function, said):
-    with pytest.raises(InputError, match=f"Mine's {said}"):
+def test_what_a_policys_functions_return_wrongly_is_said_by_the_function(function, message):
+    with pytest.raises(InputError, match=f"Mine's {message}"):
         kept(job(Policy("Mine", "me", lambda o: o.positions, **function), {}, 10), observation(tokens=20))
 
 
@@ -98,7 +98,7 @@ def test_a_policys_functions_get_what_they_name():
     assert stays[:, :, -2:].all()
     assert torch.equal(stays, kept(rows, o))
     first = o.alive.int().argmax(-1)
-    assert stays.gather(2, first[..., None]).all()  # refined scores turn the order round
+    assert stays.gather(2, first[..., None]).all()  # refined scores reverse the order
 
 
 NEWEST = Policy("Newest", "me", lambda o: o.positions.float())
@@ -147,9 +147,9 @@ def test_a_job_of_rows_gives_back_its_rows():
      ({"policy": "ada_kv"}, False)],
 )  # fmt: skip
 def test_rows_that_differ_in_budget_and_guards_at_most_are_decided_together(change, alike):
-    one = job(CATALOGUE["snapkv"], {}, 6).row(0)
-    other = replace(one, conditions=[replace(one.condition, **change)])
-    assert (one.kind == other.kind) is alike
+    first = job(CATALOGUE["snapkv"], {}, 6).row(0)
+    second = replace(first, conditions=[replace(first.condition, **change)])
+    assert (first.kind == second.kind) is alike
 
 
 def test_same_count_is_known_only_where_every_head_keeps_the_budget():
@@ -161,21 +161,21 @@ def test_same_count_is_known_only_where_every_head_keeps_the_budget():
 
 
 def test_only_regimes_of_decoding_evict_again():
-    one = job(NEWEST, {}, 6)
-    again = {type(r): replace(one, conditions=[replace(one.condition, regime=r)]).again
+    row_job = job(NEWEST, {}, 6)
+    again = {type(r): replace(row_job, conditions=[replace(row_job.condition, regime=r)]).again
              for r in (Prefill(), DecodeCap(), PerStep())}  # fmt: skip
     assert again == {Prefill: False, DecodeCap: True, PerStep: True}
 
 
 def test_what_some_conditions_do_not_have_is_told_in_one_line():
-    one, o = job(NEWEST, {}, 6), observation(output=None)
-    rows = Rows([(0, 0)], [one], [], EngineCache(None), *(torch.zeros(1) for _ in range(3)))
-    for asked, why in (
-        (lambda: replace(one, evictor=None).policy, "keeps every token"),
+    row_job, o = job(NEWEST, {}, 6), observation(output=None)
+    rows = Rows([(0, 0)], [row_job], [], EngineCache(None), *(torch.zeros(1) for _ in range(3)))
+    for read, why in (
+        (lambda: replace(row_job, evictor=None).policy, "keeps every token"),
         (lambda: rows.shared, "no signals of all layers"),
         (lambda: o.span(o.positions), "nothing splits"),
         (lambda: o.projected_norm, "layer 0 has no output projection"),
         (lambda: EvictedCache(None, 9).rows, "without prompts"),
     ):
         with pytest.raises(InputError, match=why):
-            asked()
+            read()

@@ -1,4 +1,5 @@
-"""What each family of models can do here: data/families.csv says what the checks of tests/helpers/families.py find."""
+"""What the engine can do with each family of models: data/families.csv holds the results of
+tests/helpers/families.py."""
 
 import re
 
@@ -17,8 +18,8 @@ from kvrepro.experiment import models
 
 QUICK = ("GPT-2", "Gemma 2", "Nemotron-H")
 NAMES = [
-    pytest.param(name, marks=() if name in QUICK or found["loads"] != "yes" else pytest.mark.slow)
-    for name, found in families.read().items()
+    pytest.param(name, marks=() if name in QUICK or row["loads"] != "yes" else pytest.mark.slow)
+    for name, row in families.read().items()
 ]
 FEW = {"max_new_tokens": 4, "stop_ids": ()}
 
@@ -31,10 +32,10 @@ def test_the_table_says_what_is_found(name, tmp_path):
 def test_every_family_has_a_row_and_does_what_it_is_asked_or_says_why_not():
     table = families.read()
     assert list(table) == list(families.FAMILIES)
-    for found in table.values():
-        cells = {found[column] for column in ("loads", *families.CHECKS)}
+    for row in table.values():
+        cells = {row[column] for column in ("loads", *families.CHECKS)}
         assert cells <= {"yes", "no", "-"}
-        assert ("no" in cells) == bool(found["why not"])
+        assert ("no" in cells) == bool(row["why not"])
 
 
 def test_the_book_adds_a_family_as_it_says(monkeypatch):
@@ -110,12 +111,12 @@ def test_a_rotation_that_changes_with_length_is_never_mixed(prompts, condition, 
         with pytest.raises(InputError, match="this model rotates keys otherwise beyond 64"):
             engine.generate(model, texts, [condition], **FEW)
         return
-    for text, [found] in zip(texts, engine.generate(model, texts, [condition], prompt_rows=2, **FEW), strict=True):
+    for text, [answer] in zip(texts, engine.generate(model, texts, [condition], prompt_rows=2, **FEW), strict=True):
         ids = torch.tensor([text.ids])
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=10**6
         )
-        assert found.tokens == out[0, len(text.ids) :].tolist()
+        assert answer.tokens == out[0, len(text.ids) :].tolist()
 
 
 # ---- one set of tokens for all layers, in a model of which some slide
@@ -152,7 +153,7 @@ def test_a_model_that_computes_something_else_in_the_engine_is_refused(tmp_path,
 
 
 def test_recurrent_states_that_start_anew_are_noticed(tmp_path, monkeypatch):
-    """Should transformers mend Jamba, this fails, and `FORGETTING` has one name too many."""
+    """This test fails when transformers mends Jamba; then `FORGETTING` no longer needs that name."""
     monkeypatch.setattr(facts, "FORGETTING", set())
     with pytest.raises(InputError, match="gives other logits in an engine that reads in parts"):
         families.loads(families.build("Jamba"), tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Norms and rotations by kernels: only where the numbers are the same, and only meanwhile."""
+"""Norms and rotations by kernels: only where the numbers are the same, and only inside the block."""
 
 import sys
 from threading import Event, Thread, current_thread
@@ -24,10 +24,10 @@ BOTH = {"rms_norm", "rotary"}
         ("llama", BOTH, {}),
         ("qwen2", BOTH, {}),
         ("qwen3", BOTH, {}),
-        ("phi3", {"rms_norm"}, {"partial_rotary_factor": 0.5, "pad_token_id": 0}),  # half of a row is turned
+        ("phi3", {"rms_norm"}, {"partial_rotary_factor": 0.5, "pad_token_id": 0}),  # rotates half of a row
         ("gemma3_text", {"rotary"}, {}),  # its norms add one to the weight
         ("olmo2", {"rotary"}, {}),  # its norms round after the weight
-        ("cohere", set(), {}),  # layer norms, and neighbours are turned together
+        ("cohere", set(), {}),  # layer norms, and rotates neighbouring elements
     ],
 )
 def test_a_model_computes_the_same_numbers(family, wanted, more, monkeypatch):
@@ -43,9 +43,9 @@ def test_a_model_computes_the_same_numbers(family, wanted, more, monkeypatch):
     with torch.inference_mode():
         plain = model(ids).logits
         with in_few_launches(model):
-            found = model(ids).logits
+            logits = model(ids).logits
     assert launched == wanted
-    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5)
     assert dict(vars(module)) == before
     assert not any("forward" in vars(part) for part in model.modules())
 
@@ -96,11 +96,11 @@ def test_weights_of_another_precision_and_norms_that_somebody_changed_stay_as_th
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).eval().half()
     wide, changed = model.model.layers[0].input_layernorm, model.model.norm
     wide.weight.data = wide.weight.data.float()
-    changed.forward = own = lambda x: x + 1
+    changed.forward = patched = lambda x: x + 1
     x = torch.linspace(-1, 2, 32).half()[None]
     with torch.inference_mode():
         plain = wide(x)
         with in_few_launches(model):
             assert torch.equal(wide(x), plain)
             assert torch.equal(changed(x), x + 1)
-    assert changed.forward is own
+    assert changed.forward is patched

@@ -14,9 +14,10 @@ from slow_engine import Slow, looked_at, newest
 from slow_engine import run as slow_run
 from tiny import ARCHITECTURES, architecture, evictable, sliding_of
 from tiny import prompts as tiny_prompts
+from watched import watched_ends
 
-from kvrepro.engine import decode, passes
 from kvrepro.engine import generate as engine
+from kvrepro.engine import passes
 from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.catalogue import CATALOGUE
@@ -66,35 +67,28 @@ def _policies(monkeypatch):
 
 @dataclass
 class End:
-    """One row when it ended."""
+    """The state of one row when it ended."""
 
-    logits: torch.Tensor  # that the last token was taken from
+    logits: torch.Tensor  # from which the last token was picked
     held: dict  # per layer, the positions of each head
 
 
-def answers(model, prompts, conditions, monkeypatch=None, **changes):
+def answers(model, prompts, conditions, **changes):
     """(generations, ends), `[prompt][condition]`."""
     ends = {}
-    finish = decode._finished
 
-    def spy(call, rows, done, picked, seconds):
-        found = list(finish(call, rows, done, picked, seconds))
+    def note(rows, done):
         for row in done:
             held = {}
             for n, layer in rows.cache.ragged.items():
-                mine = layer.rows(torch.tensor([row]))
-                flat = mine.positions if mine.hidden is None else mine.positions.masked_fill(mine.hidden, -1)
-                held[n] = [[p for p in head.tolist() if p >= 0] for head in flat.split(mine.lengths[0].tolist())]
+                counts, positions = layer.rows(torch.tensor([row])).visible()
+                held[n] = [head.tolist() for head in positions.split(counts[0].tolist())]
             ends[rows.tags[row]] = End(rows.logits[row].clone(), held)
-        yield from found
 
-    decode._finished = spy
-    try:
+    with watched_ends(note):
         given = {"max_new_tokens": NEW, "stop_ids": (), "repeat": (7, 3, 9), **changes}
-        found = engine.generate(model, prompts, conditions, **given)
-    finally:
-        decode._finished = finish
-    return found, [[ends[i, j] for j in range(len(conditions))] for i in range(len(prompts))]
+        generations = engine.generate(model, prompts, conditions, **given)
+    return generations, [[ends[i, j] for j in range(len(conditions))] for i in range(len(prompts))]
 
 
 def cut(regime: str, policy: str = "watched", **changes) -> Condition:
@@ -107,10 +101,10 @@ REGIMES = ["prefill", "chunked", "offline", "decode cap", "per step"]
 MODES = [(r, "") for r in REGIMES] + [("chunked", m) for m in ("budget", "every_chunk")]
 
 
-def assert_same(x: torch.Tensor, y: torch.Tensor, what: str = "", tolerance: float = 1e-5) -> None:
-    """To `tolerance` of the largest logit."""
+def assert_same(x: torch.Tensor, y: torch.Tensor, case: str = "", tolerance: float = 1e-5) -> None:
+    """Equal up to `tolerance` of the largest logit."""
     worst = float((x - y).abs().max()) / max(1.0, float(y.abs().max()))
-    assert worst <= tolerance, what
+    assert worst <= tolerance, case
 
 
 # ---- against Hugging Face
@@ -134,9 +128,9 @@ def test_without_eviction_the_engine_is_a_greedy_loop_of_hugging_face(name):
     ours, ends = answers(model, prompts, [Condition(), Condition(regime=DecodeCap())])
     for prompt, row, states in zip(prompts, ours, ends, strict=True):
         tokens, logits = greedy(model, prompt, NEW)
-        for one, state in zip(row, states, strict=True):
-            assert one.tokens == tokens
-            assert one.policy_calls == one.evicted == 0
+        for answer, state in zip(row, states, strict=True):
+            assert answer.tokens == tokens
+            assert answer.policy_calls == answer.evicted == 0
             assert_same(state.logits, logits, tolerance=3e-5)
 
 
@@ -164,13 +158,13 @@ def test_evicted_decoding_equals_the_slow_transcription(name, policy, regime, mo
     decide = DECIDE[policy]
     if name == "mistral" and policy != "streaming_llm":
         decide = looked_at(WINDOW, 5 if policy == "lopsided" else 0, sliding=32)
-    each = {"budget": lambda seen: CAP, "every_chunk": lambda seen: CAP}.get(mode)
+    chunk_budget = {"budget": lambda seen: CAP, "every_chunk": lambda seen: CAP}.get(mode)
     tokens, logits = slow_run(
-        slow, decide, budget=CAP, new_tokens=NEW, chunk=16 if regime == "chunked" else None, chunk_budget=each,
+        slow, decide, budget=CAP, new_tokens=NEW, chunk=16 if regime == "chunked" else None, chunk_budget=chunk_budget,
         every={"decode cap": 3, "per step": 1}.get(regime),
     )  # fmt: skip
     assert ours.tokens == tokens
-    assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers: other arithmetic for a text than for a token
+    assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers read a token otherwise than a text
     for n in evictable(name):
         expected = [head.nonzero()[:, 0].tolist() for head in slow.held[n]]
         if n in slow.windows:
@@ -193,7 +187,7 @@ def test_a_question_is_read_through_what_is_left(name, regime):
     )  # fmt: skip
     assert ours.tokens == tokens
     assert max(ours.kept_positions) == 60
-    assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers: other arithmetic for a text than for a token
+    assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers read a token otherwise than a text
 
 
 # ---- against itself
@@ -206,8 +200,8 @@ POLICIES = [name for name in CATALOGUE if name not in LEFT_OUT]
 
 def small(policy: str, regime: str, **changes) -> Condition:
     """`cut` with windows that fit a tiny prompt."""
-    known = CATALOGUE[policy].parameters
-    fixed = {k: v for k, v in FIXED.items() if k in known and known[k] not in (0, 1, "window")}
+    parameters = CATALOGUE[policy].parameters
+    fixed = {k: v for k, v in FIXED.items() if k in parameters and parameters[k] not in (0, 1, "window")}
     return cut(regime, policy, switches=tuple(fixed.items()), reading="as_described", **changes)
 
 
@@ -238,13 +232,16 @@ def test_a_full_budget_is_no_eviction_bit_for_bit(name, regimes):
             row, states = ([call[part][0][0] for call in calls] for part in (0, 1))
         else:
             [row], [states] = answers(model, [prompt], conditions, batch_rows=1)
-        for c, one, state in zip(conditions[1:], row[1:], states[1:], strict=True):
-            assert one.tokens == row[0].tokens, c.label
+        for c, answer, state in zip(conditions[1:], row[1:], states[1:], strict=True):
+            assert answer.tokens == row[0].tokens, c.label
             assert torch.equal(state.logits, states[0].logits), c.label
             assert state.held == states[0].held, c.label
-            assert (one.evicted, one.policy_calls, one.kept) == (0, 0, row[0].kept), c.label
-            assert one.bytes_full == row[0].bytes_full <= one.bytes_held, c.label
-            assert (one.kept_positions, one.kept_positions_hash) == (row[0].kept_positions, row[0].kept_positions_hash)
+            assert (answer.evicted, answer.policy_calls, answer.kept) == (0, 0, row[0].kept), c.label
+            assert answer.bytes_full == row[0].bytes_full <= answer.bytes_held, c.label
+            assert (answer.kept_positions, answer.kept_positions_hash) == (
+                row[0].kept_positions,
+                row[0].kept_positions_hash,
+            )
 
 
 @pytest.mark.parametrize(
@@ -258,8 +255,8 @@ def test_eviction_equals_a_masked_full_cache(name, modes):
             conditions += [c for c in every(regime) if CATALOGUE[c.policy].frees]
         conditions = [other(c, when=mode or "last_chunk") for c in conditions]
         both = [*conditions, *(replace(c, execution="masked") for c in conditions)]
-        found, ends = answers(model, prompts, both)
-        for row, states in zip(found, ends, strict=True):
+        generations, ends = answers(model, prompts, both)
+        for row, states in zip(generations, ends, strict=True):
             for j, c in enumerate(conditions):
                 a, b, x, y = row[j], row[j + len(conditions)], states[j], states[j + len(conditions)]
                 assert a.tokens == b.tokens, c.label
@@ -304,10 +301,10 @@ def test_each_prompt_has_an_answer_of_its_own_length(regime):
     conditions = [flat(name, CAP, regime=regime, interval=2, chunk=16) for name in names]
     conditions += [Condition()]
     [*together], _ = answers(model, prompts, conditions, max_new_tokens=new)
-    for prompt, own, row in zip(prompts, new, together, strict=True):
-        [alone], _ = answers(model, [prompt], conditions, max_new_tokens=own)
+    for prompt, length, row in zip(prompts, new, together, strict=True):
+        [alone], _ = answers(model, [prompt], conditions, max_new_tokens=length)
         for c, a, b in zip(conditions, row, alone, strict=True):
-            assert len(a.tokens) == own
+            assert len(a.tokens) == length
             assert (a.tokens, a.kept, a.evicted, a.policy_calls) == (b.tokens, b.kept, b.evicted, b.policy_calls), c
             assert (a.kept_positions, a.bytes_full) == (b.kept_positions, b.bytes_full), c.label
 
@@ -364,12 +361,12 @@ def repeated(model, ids, first):
     layers = model.get_decoder().layers
     hooks = [layer.self_attn.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     with torch.no_grad():
-        found = model(torch.tensor([ids]), output_attentions=True, use_cache=False)
+        outputs = model(torch.tensor([ids]), output_attentions=True, use_cache=False)
         cache = model(torch.tensor([ids]), use_cache=True).past_key_values
     for hook in hooks:
         hook.remove()
     values = [layer.values[0] for layer in cache.layers]
-    return [(p[0, :, first:], lengths[n][first:], values[n]) for n, p in enumerate(found.attentions)]
+    return [(p[0, :, first:], lengths[n][first:], values[n]) for n, p in enumerate(outputs.attentions)]
 
 
 @pytest.mark.parametrize("regime", ["prefill", "offline"])
@@ -379,8 +376,8 @@ def test_kv_zip_plus_keeps_what_its_formula_ranks_first(regime):
     for n, (p, h, values) in enumerate(repeated(model, [*prompt, *ask, *prompt], 63)):
         w = model.get_decoder().layers[n].self_attn.o_proj.weight.view(48, 6, 8)
         norm = torch.stack([(values[head // 3, :60] @ w[:, head].T).norm(dim=-1) for head in range(6)])
-        each = (p[:, :, :60] / h[None, :, None]).amax(1) * norm
-        scores.append(each.view(2, 3, 60).amax(1))
+        by_query_head = (p[:, :, :60] / h[None, :, None]).amax(1) * norm
+        scores.append(by_query_head.view(2, 3, 60).amax(1))
     ranked = torch.stack(scores)
     ranked[..., :4] = torch.inf
     wanted = torch.zeros(ranked.numel(), dtype=torch.bool)
@@ -425,7 +422,7 @@ def test_random_draws_anew_for_every_prompt_and_seed_and_never_for_the_batch():
 
     first, second = kept(prompts)
     assert first[0] != second[0]
-    assert kept(prompts, prompt_rows=2) == [first, second] == [kept([one])[0] for one in prompts]
+    assert kept(prompts, prompt_rows=2) == [first, second] == [kept([prompt])[0] for prompt in prompts]
     assert kept(prompts, seed=1) != [first, second]
 
 
@@ -456,9 +453,9 @@ def test_quotas_mixed_head_by_head_may_keep_a_token_more():
     loaded = models.load("tiny-gqa")
     [item] = data.load_items("tinyworld:needle", 1, seed=3, tokens=380)
     prompt = data.build_prompt(item, loaded.tokenizer, 900)
-    asked = [Condition("ada_kv", 0.5, Prefill(fair=0.5), reading="as_run")]
-    [[found]] = engine.generate(loaded.model, [prompt], asked, **FEW, kept_sets=True)
-    assert {int(layer.sum()) for layer in found.kept_sets} == {370, 371}  # of two heads, half of 370 tokens each
+    conditions = [Condition("ada_kv", 0.5, Prefill(fair=0.5), reading="as_run")]
+    [[answer]] = engine.generate(loaded.model, [prompt], conditions, **FEW, kept_sets=True)
+    assert {int(layer.sum()) for layer in answer.kept_sets} == {370, 371}  # of two heads, half of 370 tokens each
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "ada_kv", "defensive_kv", "critical_kv", "streaming_llm"])
@@ -471,16 +468,16 @@ def test_a_layer_keeps_as_many_tokens_as_were_known_beforehand(policy, monkeypat
         for budget in (0.4, 31) for regime in regimes for reading in CATALOGUE[policy].readings
         if regime.fair in (None, 1.0) or policy != "streaming_llm" or reading == "as_described"
     ]  # fmt: skip
-    known, of = [], RaggedLayer.of.__func__
+    totals, original = [], RaggedLayer.of.__func__
 
-    def told(cls, keys, values, positions, keep, sums, total=None):
-        known.append((total, int(keep.sum())))
-        return of(cls, keys, values, positions, keep, sums, total)
+    def noting(cls, keys, values, positions, keep, sums, total=None):
+        totals.append((total, int(keep.sum())))
+        return original(cls, keys, values, positions, keep, sums, total)
 
-    monkeypatch.setattr(RaggedLayer, "of", classmethod(told))
+    monkeypatch.setattr(RaggedLayer, "of", classmethod(noting))
     engine.generate(architecture("llama"), texts, conditions, **FEW, prompt_rows=3)
-    before = [pair for pair in known if pair[0] is not None]
-    assert len(before) >= len(known) / 2
+    before = [pair for pair in totals if pair[0] is not None]
+    assert len(before) >= len(totals) / 2
     assert all(total == count for total, count in before)
 
 
@@ -528,9 +525,9 @@ def test_prompts_may_have_conditions_of_their_own():
     model, prompts = architecture("qwen2"), tiny_prompts(60, 44, 52)
     a, b, c = Condition(), *(Condition("streaming_llm", budget, Prefill()) for budget in (20, 30))
     table = engine.generate(model, prompts, [a, b, c], **FEW)
-    found = engine.generate(model, prompts, [[c, a], [], [b]], **FEW)
+    generations = engine.generate(model, prompts, [[c, a], [], [b]], **FEW)
     wanted = [[table[0][2], table[0][0]], [], [table[2][1]]]
-    assert [[(g.tokens, g.kept_positions_hash) for g in row] for row in found] == [
+    assert [[(g.tokens, g.kept_positions_hash) for g in row] for row in generations] == [
         [(g.tokens, g.kept_positions_hash) for g in row] for row in wanted
     ]
     with pytest.raises(InputError, match="2 lists of conditions for 3 prompts: give one for each"):
@@ -540,32 +537,35 @@ def test_prompts_may_have_conditions_of_their_own():
 def test_prompts_share_a_pass_under_the_conditions_that_they_share(monkeypatch):
     model, prompts = architecture("qwen2"), tiny_prompts(60, 44, 52)
     budgets = Condition(), *(Condition("streaming_llm", budget, Prefill()) for budget in (20, 30, 40))
-    mine = [[budgets[j] for j in chosen] for chosen in ((0, 1, 2), (0, 2, 3), (2, 1))]
+    conditions_by_prompt = [[budgets[j] for j in chosen] for chosen in ((0, 1, 2), (0, 2, 3), (2, 1))]
     seen, plain = [], engine.read
 
     def read(call, members, columns):
         seen.append((members, [call.conditions[j].label for j in columns]))
         return plain(call, members, columns)
 
-    alone = [engine.generate(model, [prompt], own, **FEW)[0] for prompt, own in zip(prompts, mine, strict=True)]
+    alone = [
+        engine.generate(model, [prompt], conditions, **FEW)[0]
+        for prompt, conditions in zip(prompts, conditions_by_prompt, strict=True)
+    ]
     monkeypatch.setattr(engine, "read", read)
-    found = engine.generate(model, prompts, mine, **FEW, prompt_rows=3)
-    assert [[(g.tokens, g.kept_positions_hash) for g in row] for row in found] == [
+    generations = engine.generate(model, prompts, conditions_by_prompt, **FEW, prompt_rows=3)
+    assert [[(g.tokens, g.kept_positions_hash) for g in row] for row in generations] == [
         [(g.tokens, g.kept_positions_hash) for g in row] for row in alone
     ]
-    asked = {0: [0, 1], 1: [0, 2], 2: [0, 1, 2], 3: [1]}
-    assert sorted(seen) == sorted((members, [budgets[j].label]) for j, members in asked.items())
+    members_of_condition = {0: [0, 1], 1: [0, 2], 2: [0, 1, 2], 3: [1]}
+    assert sorted(seen) == sorted((members, [budgets[j].label]) for j, members in members_of_condition.items())
 
 
 def test_a_prompt_is_not_asked_for_spans_of_anothers_conditions():
-    model, [one, two] = architecture("qwen2"), tiny_prompts(40, 40)
-    marked = Prompt(one, {"keep": [20, 21]})
+    model, [first, second] = architecture("qwen2"), tiny_prompts(40, 40)
+    marked = Prompt(first, {"keep": [20, 21]})
     c = Condition("streaming_llm", 10, Prefill(), whitelist=("keep",))
-    [[g], [full]] = engine.generate(model, [marked, Prompt(two, {})], [[c], [Condition()]], **FEW)
+    [[g], [full]] = engine.generate(model, [marked, Prompt(second, {})], [[c], [Condition()]], **FEW)
     assert {20, 21} <= set(g.kept_positions)
     assert full.evicted == 0
     with pytest.raises(InputError, match="no span 'keep'"):
-        engine.generate(model, [marked, Prompt(two, {})], [c], **FEW)
+        engine.generate(model, [marked, Prompt(second, {})], [c], **FEW)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 6])
@@ -581,8 +581,8 @@ def test_prefixes_are_read_together_and_each_once(rows, monkeypatch):
     alone = engine.generate(model, texts, conditions, **FEW)
     lengths, forward = [], model.forward
     monkeypatch.setattr(model, "forward", lambda **i: (lengths.append(i["input_ids"].shape), forward(**i))[1])
-    found = engine.generate(model, texts, conditions, **FEW, prompt_rows=rows)
-    assert [[(g.tokens, g.kept_positions_hash, g.evicted) for g in row] for row in found] == [
+    generations = engine.generate(model, texts, conditions, **FEW, prompt_rows=rows)
+    assert [[(g.tokens, g.kept_positions_hash, g.evicted) for g in row] for row in generations] == [
         [(g.tokens, g.kept_positions_hash, g.evicted) for g in row] for row in alone
     ]
     assert sum(batch for batch, width in lengths if width > 40) == 3  # whatever their spans
@@ -608,8 +608,8 @@ def test_rows_for_which_there_is_no_room_come_from_further_passes(regime, monkey
     conditions = [Condition(), *(cut(regime, policy, budget=b) for policy in ("watched", "k_norm") for b in (20, 30))]
 
     def made():
-        found = engine.generate(model, prompts, conditions, **FEW)
-        return [[(g.tokens, g.kept_positions_hash) for g in row] for row in found]
+        generations = engine.generate(model, prompts, conditions, **FEW)
+        return [[(g.tokens, g.kept_positions_hash) for g in row] for row in generations]
 
     shared, read = [], engine.read
     monkeypatch.setattr(engine, "read", lambda *given: shared.append(given[2]) or read(*given))
@@ -629,15 +629,15 @@ def test_a_batch_has_room_for_its_answers_where_these_are_counted(monkeypatch):
         rows = [row for i in range(2) for j in range(3) for row in passes.read(call, [i], [j])]
     config = model.config
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    assert [one.cache.bytes / token for one in rows] == [40, 20, 20] * 2
+    assert [block.cache.bytes / token for block in rows] == [40, 20, 20] * 2
 
     def sizes(room):
         return [sum(map(len, batch)) for batch in engine.batches(call, rows[:1] + rows[3:4], 64, room)]
 
-    assert [passes.room_taken(call, one) / token for one in rows] == [40, 20, 20] * 2
+    assert [passes.room_taken(call, block) / token for block in rows] == [40, 20, 20] * 2
     assert sizes(80 * token) == [2]
     monkeypatch.setattr(call, "device", torch.device("cuda"))
-    assert [passes.room_taken(call, one) / token for one in rows] == [70, 50, 24, 90, 70, 24]
+    assert [passes.room_taken(call, block) / token for block in rows] == [70, 50, 24, 90, 70, 24]
     assert sizes(159 * token) == [2]
     assert sizes(60 * token) == [1, 1]
 
@@ -688,8 +688,8 @@ def test_a_batch_without_memory_costs_its_rows_alone_and_gives_it_back(where, mo
     given = {**FEW, "batch_rows": 2}
     gc.disable()
     try:
-        found = engine.generate(architecture("llama"), prompts, conditions, errors="return", **given)
-        assert [[isinstance(one, torch.OutOfMemoryError) for one in mine] for mine in found] == [
+        answers = engine.generate(architecture("llama"), prompts, conditions, errors="return", **given)
+        assert [[isinstance(answer, torch.OutOfMemoryError) for answer in of_prompt] for of_prompt in answers] == [
             [False, True], [False, True], [False, False]
         ]  # fmt: skip
         begun.clear()
@@ -709,8 +709,8 @@ def test_a_pass_without_memory_costs_its_rows_alone(monkeypatch):
 
     monkeypatch.setattr(engine, "read", short)
     model, conditions = architecture("llama"), [Condition(), flat("watched", 12, regime="prefill")]
-    found = engine.generate(model, prompts, conditions, prompt_rows=1, errors="return", **FEW)
-    assert [[isinstance(one, torch.OutOfMemoryError) for one in mine] for mine in found] == [
+    answers = engine.generate(model, prompts, conditions, prompt_rows=1, errors="return", **FEW)
+    assert [[isinstance(answer, torch.OutOfMemoryError) for answer in of_prompt] for of_prompt in answers] == [
         [False] * 2, [True] * 2, [False] * 2
     ]  # fmt: skip
     with pytest.raises(torch.OutOfMemoryError):
@@ -726,6 +726,6 @@ def test_threads_that_share_a_model_take_turns():
     given = tiny_prompts(*range(40, 64))
     alone = [answer(prompt) for prompt in given]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(answer, given))
-    assert [[a.tokens for a in row] for [row] in found] == [[a.tokens for a in row] for [row] in alone]
+        by_thread = list(pool.map(answer, given))
+    assert [[a.tokens for a in row] for [row] in by_thread] == [[a.tokens for a in row] for [row] in alone]
     assert shared.config._attn_implementation != "kvrepro"

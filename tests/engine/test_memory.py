@@ -1,4 +1,4 @@
-"""The meter against allocations that are known, and the prefill's peak against what eviction must save."""
+"""The meter against known allocations, and the prefill's peak against the memory that eviction must save."""
 
 import pytest
 import torch

@@ -9,11 +9,11 @@ from kvrepro.engine.places import Places
 def test_layers_that_hold_the_same_tokens_compute_their_places_once():
     o = observation(dead=6)
     shared = Places(o.positions, o.query_positions)
-    one, other = (replace(o, shared_places=shared, layer=n) for n in range(2))
-    assert one.alive is other.alive
-    assert one.places.past is other.places.past
-    assert one.last(2).places is other.last(2).places
-    assert torch.equal(one.last(2).places.window, o.last(2).places.window)
+    first, second = (replace(o, shared_places=shared, layer=n) for n in range(2))
+    assert first.alive is second.alive
+    assert first.places.past is second.places.past
+    assert first.last(2).places is second.last(2).places
+    assert torch.equal(first.last(2).places.window, o.last(2).places.window)
 
 
 def test_what_is_put_in_their_place_is_seen():
@@ -41,8 +41,8 @@ def test_slots_that_kernels_are_given():
 
 
 def test_what_others_derive_is_made_once():
-    places, made = Places(torch.arange(3).view(1, 1, 3), torch.zeros(1, 0, dtype=torch.long)), []
+    places, calls = Places(torch.arange(3).view(1, 1, 3), torch.zeros(1, 0, dtype=torch.long)), []
     for _ in range(2):
-        assert places.noted("number", lambda: made.append(1) or 7) == 7
-    assert made == [1]
+        assert places.noted("number", lambda: calls.append(1) or 7) == 7
+    assert calls == [1]
     assert not places.window.any()

@@ -1,4 +1,4 @@
-"""What a condition may ask for, what it is refused, and how a policy's functions are put together."""
+"""Allowed and refused conditions, and how a policy's functions are combined."""
 
 from dataclasses import replace
 
@@ -146,13 +146,13 @@ def test_a_readers_own_parameters_are_held_to_its_annotations_alone():
     def score(o, free, weight: float = 1.0, later: "float" = 1.0):
         return o.positions.float() * weight
 
-    own = Policy("Own", "me", score, {"free": 1, "weight": 2.0, "later": 3, "unread": None})
+    policy = Policy("Own", "me", score, {"free": 1, "weight": 2.0, "later": 3, "unread": None})
     for name, value in (("free", "anything"), ("weight", 2), ("later", "x"), ("unread", [])):
-        assert own.reading("as_described", ((name, value),))[name] == value
+        assert policy.reading("as_described", ((name, value),))[name] == value
     with pytest.raises(InputError, match="weight 'x' for Own: a number"):
-        own.reading("as_described", (("weight", "x"),))
+        policy.reading("as_described", (("weight", "x"),))
     with pytest.raises(InputError, match="recent None for Own: a whole number"):
-        replace(own, parameters={"recent": "window"}).reading("as_described")
+        replace(policy, parameters={"recent": "window"}).reading("as_described")
 
 
 @pytest.mark.parametrize(
@@ -233,24 +233,24 @@ def test_a_readers_own_policy_comes_from_a_file(tmp_path, monkeypatch):
     check(Condition("own.py:MINE", 10, Prefill()), 100)
     with pytest.raises(InputError, match=r"own.py has no Policy called OTHER"):
         find("own.py:OTHER")
-    for last, said in (
+    for last, message in (
         ("raise ValueError('two\\nlines')", "ValueError: two"),
         ("raise SystemExit(3)", "SystemExit: 3"),
     ):
         file.write_text(text + last)
-        with pytest.raises(InputError, match=f"policy 'own.py:MINE': own.py raises {said}$"):
+        with pytest.raises(InputError, match=f"policy 'own.py:MINE': own.py raises {message}$"):
             find("own.py:MINE")
 
 
 def test_a_notebooks_own_policy_has_a_name_beside_the_catalogue(monkeypatch):
     monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
-    mine = Policy("Mine", "me", lambda o: o.positions.float())
-    assert own("mine", mine) == "mine"
-    assert find("mine") is mine
+    policy = Policy("Mine", "me", lambda o: o.positions.float())
+    assert own("mine", policy) == "mine"
+    assert find("mine") is policy
     assert "mine" not in CATALOGUE
     assert [is_own(name) for name in ("mine", "own.py:MINE", "snapkv", "full")] == [True, True, False, False]
     with pytest.raises(InputError, match="policy 'snapkv' is one of the catalogue's: give your own another name"):
-        own("snapkv", mine)
+        own("snapkv", policy)
 
 
 @pytest.mark.parametrize("title", ["", " ", "two\nlines", "x" * 61, "<b>bold</b>", "a $x_1$", "a|b", "[a](b)", None])
@@ -262,7 +262,7 @@ def test_a_title_is_what_a_page_can_show(title, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"parameters": None}, "policy 'mine': parameters None, give a dict"),
         ({"needs": "mass"}, "policy 'mine': needs 'mass', give a tuple"),
@@ -271,9 +271,9 @@ def test_a_title_is_what_a_page_can_show(title, monkeypatch):
         ({"ties": ()}, "policy 'mine': ties are for 'shared cap', which also asks for parameters .*'tie_break'"),
     ],
 )
-def test_fields_that_the_engine_cannot_use_are_refused_where_a_policy_is_named(wrong, said, monkeypatch):
+def test_fields_that_the_engine_cannot_use_are_refused_where_a_policy_is_named(wrong, message, monkeypatch):
     monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         own("mine", Policy("Mine", "me", lambda o: o.positions, **wrong))
 
 
@@ -295,7 +295,7 @@ def test_own_policies_are_told_apart_by_their_titles(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ({"score": 3}, "its score cannot be called with o .*3 is not a callable object"),
         ({"score": None}, "its score cannot be called with o"),
@@ -306,12 +306,12 @@ def test_own_policies_are_told_apart_by_their_titles(tmp_path, monkeypatch):
         ({"refine": lambda o, scores, counts, *, share: 1}, "its refine cannot be .*'share'"),
     ],
 )  # fmt: skip
-def test_a_function_that_cannot_be_called_is_refused_before_anything_is_computed(function, said, monkeypatch):
+def test_a_function_that_cannot_be_called_is_refused_before_anything_is_computed(function, message, monkeypatch):
     monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
     works = Policy("Mine", "me", lambda o, budget, beta=2: 1, shield=lambda o, *rest, guarded, **more: 1)
     check(Condition(own("mine", works), 10, Prefill()), 100)
     own("mine", replace(works, **function))
-    with pytest.raises(InputError, match=f"policy 'mine': {said}"):
+    with pytest.raises(InputError, match=f"policy 'mine': {message}"):
         check(Condition("mine", 10, Prefill()))
 
 

@@ -1,4 +1,4 @@
-"""What policies are shown, against Hugging Face's own attention; guards, whitelists and reused prefixes."""
+"""The observations that policies get, against Hugging Face's own attention; guards, whitelists and reused prefixes."""
 
 from dataclasses import replace
 
@@ -10,8 +10,9 @@ from slow_engine import Slow, newest
 from slow_engine import run as slow_run
 from tiny import ARCHITECTURES, architecture, evictable, sliding_of
 from tiny import prompts as tiny_prompts
+from watched import watched_ends
 
-from kvrepro.engine import decode, evict, prefill, quota
+from kvrepro.engine import evict, prefill, quota
 from kvrepro.engine import generate as engine
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.catalogue import CATALOGUE
@@ -29,15 +30,15 @@ CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 @pytest.fixture
 def shown(monkeypatch) -> list[Observation]:
     """Observations in the order in which a policy got them; it keeps the newest tokens."""
-    found: list[Observation] = []
+    observations: list[Observation] = []
 
     def watch(o: Observation):
-        found.append(o)
+        observations.append(o)
         return o.positions.float()
 
     needs = ("mass", "low")
     monkeypatch.setitem(CATALOGUE, "spy", Policy("Spy", "tests", watch, {"window": 5, "sinks": 3}, needs=needs))
-    return found
+    return observations
 
 
 def see(model, prompts, *conditions, **changes):
@@ -48,8 +49,8 @@ def full_attention(model, prompt: list[int]) -> dict[int, torch.Tensor]:
     """Hugging Face's eager probabilities by layer, [kv_heads, group, queries, tokens]."""
     with torch.no_grad():
         attentions = model(torch.tensor([prompt]), output_attentions=True).attentions
-    found = [p for p in attentions if p is not None]
-    return {n: p[0].unflatten(0, (2, 3)) for n, p in zip(ModelFacts.of(model).attention, found, strict=True)}
+    probabilities = [p for p in attentions if p is not None]
+    return {n: p[0].unflatten(0, (2, 3)) for n, p in zip(ModelFacts.of(model).attention, probabilities, strict=True)}
 
 
 SPY = Condition("spy", 20, Prefill())
@@ -65,7 +66,7 @@ def test_attention_of_the_window_is_hugging_faces_whatever_the_padding(name, sho
         expected = full_attention(model, prompt)
         n = len(prompt)
         for o, layer in zip(shown, layers, strict=True):
-            held = 31 if name == "mistral" else n  # what the next query can see
+            held = 31 if name == "mistral" else n  # tokens that the next query can see
             p = expected[layer][:, :, n - 5 :, n - held :]
             p = p / p.sum(-1, keepdim=True)
             alive = o.positions[row] >= 0
@@ -92,8 +93,8 @@ def test_outputs_are_those_of_the_layer(shown):
             hook.remove()
     see(model, [prompt], SPY)
     for o, out in zip(shown, expected, strict=True):
-        mine = torch.einsum("hwd,hdo->wo", o.outputs[0].flatten(0, 1), o.output)
-        torch.testing.assert_close(mine, out, atol=1e-5, rtol=1e-4)
+        projected = torch.einsum("hwd,hdo->wo", o.outputs[0].flatten(0, 1), o.output)
+        torch.testing.assert_close(projected, out, atol=1e-5, rtol=1e-4)
         norm = torch.einsum("hnd,hdo->hno", o.values[0].repeat_interleave(3, 0), o.output).abs().sum(-1)
         torch.testing.assert_close(o.projected_norm[0].flatten(0, 1), norm, atol=1e-5, rtol=1e-4)
 
@@ -121,10 +122,12 @@ def test_sums_are_those_of_the_full_matrix(padded, shown):
         expected = full_attention(model, prompt)
         for layer in range(3):
             o = shown[layer] if padded else shown[3 * row + layer]
-            mine = {name: s[row if padded else 0, :, -len(prompt) :] for name, s in o.sums.items()}
-            torch.testing.assert_close(mine["mass"], expected[layer].mean(1).sum(1), atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(mine["low"], low_of(expected[layer]), atol=2.0, rtol=0)  # p at the border
-            assert (mine["low"] == low_of(expected[layer])).float().mean() > 0.98
+            sums_of_prompt = {name: s[row if padded else 0, :, -len(prompt) :] for name, s in o.sums.items()}
+            torch.testing.assert_close(sums_of_prompt["mass"], expected[layer].mean(1).sum(1), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                sums_of_prompt["low"], low_of(expected[layer]), atol=2.0, rtol=0
+            )  # p at the border
+            assert (sums_of_prompt["low"] == low_of(expected[layer])).float().mean() > 0.98
 
 
 @pytest.mark.parametrize("regime", ["chunked", "decode cap"])
@@ -149,8 +152,8 @@ def test_sums_go_on_with_every_chunk_and_generated_token(regime, shown):
     slow_run(slow, decide, budget=20, new_tokens=NEW, **settings)
     for o, mass in zip(shown, at_eviction, strict=True):
         for head in range(2):
-            mine = o.sums["mass"][0, head][o.alive[0, head]]
-            torch.testing.assert_close(mine, mass[head], atol=1e-4, rtol=1e-4)
+            mass_of_head = o.sums["mass"][0, head][o.alive[0, head]]
+            torch.testing.assert_close(mass_of_head, mass[head], atol=1e-4, rtol=1e-4)
 
 
 def test_the_reconstruction_is_the_largest_attention_of_the_repeated_context(shown, monkeypatch):
@@ -177,12 +180,12 @@ def test_a_fair_window_shows_each_spans_last_queries_and_their_own_span(shown, m
     texts = [Prompt(prompt, SPANS), Prompt(second, {"a": [2, 3, 4], "b": list(range(20, 44))})]
     see(model, texts, other(SPY, fair=1.0, spans=("a", "b")), prompt_rows=2)
     for row, (ids, spans) in enumerate([(prompt, [SPANS["a"], SPANS["b"]]), (second, [[2, 3, 4], range(20, 44)])]):
-        of = quota.number(len(ids), spans)
-        windows = quota.windows(of, 5)
+        span_of = quota.number(len(ids), spans)
+        windows = quota.windows(span_of, 5)
         for o, p in zip(shown, full_attention(model, ids).values(), strict=True):
             at = o.query_positions[row]
             assert at[at >= 0].tolist() == windows.tolist()
-            same = of[:, None] == of[None, :]
+            same = span_of[:, None] == span_of[None, :]
             expected = (p * same)[:, :, windows]
             torch.testing.assert_close(o.attention[row][:, :, at >= 0, -len(ids) :], expected, **CLOSE)
             torch.testing.assert_close(
@@ -196,8 +199,8 @@ def test_conditions_with_other_spans_get_other_sums(shown):
     see(model, [Prompt(prompt, SPANS)], other(fair, spans=("a", "b")), other(fair, spans=("a", "question")))
     p = full_attention(model, prompt)[0]
     for o, names in zip(shown[:2], (("a", "b"), ("a", "question")), strict=True):
-        of = quota.number(60, [SPANS[name] for name in names])
-        expected = (p * (of[:, None] == of[None, :])).mean(1).sum(1)
+        span_of = quota.number(60, [SPANS[name] for name in names])
+        expected = (p * (span_of[:, None] == span_of[None, :])).mean(1).sum(1)
         torch.testing.assert_close(o.sums["span_mass"][0], expected, atol=1e-4, rtol=1e-4)
 
 
@@ -211,16 +214,16 @@ def test_tokens_of_no_span_see_all_and_are_seen_by_all_in_the_public_codes_fair_
             model, [Prompt(prompt, marked)], [c], max_new_tokens=1, stop_ids=(), kept_sets=True
         )  # fmt: skip
         kept[reading] = g.kept_sets
-    of = quota.number(60, list(marked.values()))
+    span_of = quota.number(60, list(marked.values()))
     unextended = quota.number(60, list(marked.values()), extended=False)
-    end = int((of == 0).sum())
+    end = int((span_of == 0).sum())
     shares = {"as_run": 21 * end // 60, "as_described": int(21 * end / 60 + 0.5)}
     assert shares["as_run"] != shares["as_described"]
     for layer, p in full_attention(model, prompt).items():
-        for reading, numbers in (("as_described", of), ("as_run", unextended)):
+        for reading, numbers in (("as_described", span_of), ("as_run", unextended)):
             same = (numbers[:, None] == numbers) | (numbers[:, None] < 0) | (numbers < 0)
-            mass = (p * (same if reading == "as_run" else of[:, None] == of)).mean(1).sum(1)
-            queries = torch.where(of == 0, end, 60) - torch.arange(60)
+            mass = (p * (same if reading == "as_run" else span_of[:, None] == span_of)).mean(1).sum(1)
+            queries = torch.where(span_of == 0, end, 60) - torch.arange(60)
             scores = mass / queries
             for head in range(len(scores)):
                 first = scores[head, :end].topk(shares[reading]).indices
@@ -235,8 +238,10 @@ def test_fair_streaming_llm_by_hand_in_both_readings():
     spans = {"a": list(range(4, 24)), "b": list(range(24, 60))}
     c = Condition("streaming_llm", 20, Prefill(fair=1.0, spans=("a", "b")))
     described, run = (
-        engine.generate(model, [Prompt(prompt, spans)], [replace(c, reading=one)], max_new_tokens=1, stop_ids=())[0][0]
-        for one in ("as_described", "as_run")
+        engine.generate(model, [Prompt(prompt, spans)], [replace(c, reading=reading)], max_new_tokens=1, stop_ids=())[
+            0
+        ][0]
+        for reading in ("as_described", "as_run")
     )
     assert described.kept_positions == [*range(4), *range(18, 24), *range(50, 60)]
     ramps = {at: 0.1 + 0.8 * (at - 4) / 19 for at in range(4, 24)} | {
@@ -251,22 +256,19 @@ def test_fair_streaming_llm_by_hand_in_both_readings():
 
 
 @pytest.mark.parametrize("regime", ["prefill", "chunked", "offline", "decode cap", "per step"])
-def test_whitelisted_tokens_survive_and_count(regime, monkeypatch):
+def test_whitelisted_tokens_survive_and_count(regime):
     model, [prompt] = architecture("llama"), tiny_prompts(60)
     text = Prompt(prompt, SPANS)
     c = flat("streaming_llm", 24, regime=regime, whitelist=("a",), interval=2, chunk=20, when="every_chunk")
     ends = {}
-    finish = decode._finished
 
-    def spy(call, rows, done, picked, seconds):
-        found = list(finish(call, rows, done, picked, seconds))
-        for layer in rows.cache.ragged.values():
+    def note(rows, done):
+        for n, layer in rows.cache.ragged.items():
             layer.settle()
-        ends.update({n: layer.positions.view(2, -1) for n, layer in rows.cache.ragged.items()})
-        yield from found
+            ends[n] = layer.positions.view(2, -1)
 
-    monkeypatch.setattr(decode, "_finished", spy)
-    [[g]] = see(model, [text], c)
+    with watched_ends(note):
+        [[g]] = see(model, [text], c)
     for positions in ends.values():
         for head in positions.tolist():
             assert set(SPANS["a"]) | {0, 1, 2, 3} <= set(head)
@@ -316,14 +318,14 @@ def test_a_prefix_is_computed_once_and_answers_as_if_it_were_computed_each_time(
         return forward(**inputs)
 
     monkeypatch.setattr(model, "forward", counted)
-    found = see(model, texts, *conditions)
+    generations = see(model, texts, *conditions)
     assert lengths.count(50) == 1
     again = see(model, texts, *(other(c, regime="prefill") for c in conditions))
-    for row, rest in zip(found, again, strict=True):
+    for row, rest in zip(generations, again, strict=True):
         for a, b in zip(row, rest, strict=True):
             assert a.tokens == b.tokens
             assert (a.kept, a.kept_positions_hash, a.policy_calls) == (b.kept, b.kept_positions_hash, b.policy_calls)
-    assert found[0][0].prefill_seconds > found[1][0].prefill_seconds
+    assert generations[0][0].prefill_seconds > generations[1][0].prefill_seconds
 
 
 def test_two_prefixes_of_different_conditions_do_not_push_each_other_out(monkeypatch):
@@ -356,18 +358,18 @@ def test_facts_name_the_layers_that_attend_and_their_windows(name):
     assert list(facts.evictable) == evictable(name)
     assert facts.sliding == sliding_of(name)
     assert facts.held(100) == (31 if name == "mistral" else 100)
-    told = {}
+    attended = {}
 
     class Listener:
         def attend(self, layer, query, key, value, scaling, sliding=None):
-            told[layer] = sliding, (query.shape[1], key.shape[1])
+            attended[layer] = sliding, (query.shape[1], key.shape[1])
             return torch.zeros(*query.shape[:1], query.shape[2], *query.shape[1::2])
 
     with engine.installed(model), torch.no_grad():
         model(torch.tensor([[5, 6, 7]]), kvrepro=Listener())
-    assert {n: window for n, (window, _) in told.items() if window is not None} == facts.sliding
-    assert {heads for _, heads in told.values()} == {(6, 2)}
-    assert tuple(told) == facts.attention
+    assert {n: window for n, (window, _) in attended.items() if window is not None} == facts.sliding
+    assert {heads for _, heads in attended.values()} == {(6, 2)}
+    assert tuple(attended) == facts.attention
     for n in facts.attention:
         assert sliding_window(model.config, n) == facts.sliding.get(n)
         assert facts.outputs[n].shape == (6, 8, 48)
@@ -398,8 +400,8 @@ def test_layers_decided_together_keep_what_each_alone_keeps(name, reading, lengt
             monkeypatch.setattr(module, "judged", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o))
         rows[layers] = sum(see(model, prompts, *conditions, max_new_tokens=4, prompt_rows=2), [])
     assert [max(counts) for counts in together.values()] == [0, 2, 3]  # of three layers
-    for some in (rows[2], rows[100]):
-        for answer, same in zip(rows[0], some, strict=True):
+    for others in (rows[2], rows[100]):
+        for answer, same in zip(rows[0], others, strict=True):
             assert answer.kept_positions_hash == same.kept_positions_hash
             assert answer.tokens == same.tokens
             assert answer.bytes_held == same.bytes_held
@@ -414,18 +416,18 @@ def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, rea
     model, prompts, judge, evicts = architecture("llama"), tiny_prompts(130, 107), evict.judged, RaggedLayer.evict
     named = [list(range(20, 24)), list(range(40, 44))]
     texts = [Prompt(ids, {"named": at, "question": [100]}) for ids, at in zip(prompts, named, strict=True)]
-    asked = [
+    candidates = [
         Condition(name, 80, regime, reading=reading),
         Condition(name, 0.85, replace(regime, until="question"), prefix=0.1, suffix=0.1, reading=reading),
         Condition(name, 84, regime, whitelist=("named",), prefix=0.2, reading=reading),
         Condition(name, 82, regime, suffix=0.2, static_suffix=True, reading=reading),
     ]
-    conditions = [c for c in asked if possible(model, texts, c)]
+    conditions = [c for c in candidates if possible(model, texts, c)]
     assert len(conditions) > 2
-    found = {}
+    results = {}
     for most in (0, 2**27):
         monkeypatch.setitem(evict.TOGETHER, "torch", most)
-        counts, left = found[most] = [], []
+        counts, left = results[most] = [], []
         monkeypatch.setattr(evict, "judged", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o))
 
         def noted(layer, keep, index, masked=False, left=left):
@@ -435,9 +437,9 @@ def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, rea
         monkeypatch.setattr(RaggedLayer, "evict", noted)
         answers = sum(see(model, texts, *conditions, max_new_tokens=7, prompt_rows=2), [])
         left.append([(answer.tokens, answer.bytes_held) for answer in answers])
-    assert [max(counts) for counts, _ in found.values()] == [0, 3]  # of three layers
-    assert len(found[0][1]) > 6
-    assert found[0][1] == found[2**27][1]
+    assert [max(counts) for counts, _ in results.values()] == [0, 3]  # of three layers
+    assert len(results[0][1]) > 6
+    assert results[0][1] == results[2**27][1]
 
 
 @pytest.mark.parametrize("most", [0, 2**27])

@@ -14,8 +14,8 @@ def no_compiler(monkeypatch):
     """Quanto's helpers for CPU and CUDA as on a machine where neither is compiled, nor can be."""
     monkeypatch.setattr(extension, "load", lambda **_: pytest.fail("something was compiled"))
     monkeypatch.setitem(extension._extensions, "quanto_cuda", extension.Extension("quanto_cuda", "/nowhere", []))
-    for known in extension._extensions.values():
-        monkeypatch.setattr(known, "_lib", None)
+    for compiled in extension._extensions.values():
+        monkeypatch.setattr(compiled, "_lib", None)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -36,16 +36,16 @@ def test_every_group_has_sixteen_levels_between_its_extremes(dtype, no_compiler)
     torch.manual_seed(0)
     dense = torch.randn(37, 2 * GROUP).to(dtype)
     packed = Packed(dense)
-    found = packed.dense()
-    assert (found.dtype, found.shape, len(packed)) == (dtype, dense.shape, 37)
+    rounded = packed.dense()
+    assert (rounded.dtype, rounded.shape, len(packed)) == (dtype, dense.shape, 37)
     assert packed.bytes < dense.numel() * dense.itemsize / (5 if dtype == torch.float32 else 2.5)
-    for ours, group in zip(found.float().view(-1, GROUP), dense.float().view(-1, GROUP), strict=True):
+    for ours, group in zip(rounded.float().view(-1, GROUP), dense.float().view(-1, GROUP), strict=True):
         low, high = min(float(group.min()), 0.0), max(float(group.max()), 0.0)
         step = (high - low) / 15
         assert len(ours.unique()) <= 16
         assert float((ours - group).abs().max()) <= step * (0.51 if dtype == torch.float32 else 0.6)
-    if dtype == torch.float32:  # packed again, numbers stay what they were
-        torch.testing.assert_close(Packed(found).dense(), found, atol=1e-5, rtol=1e-4)
+    if dtype == torch.float32:  # packing twice does not change a number
+        torch.testing.assert_close(Packed(rounded).dense(), rounded, atol=1e-5, rtol=1e-4)
 
 
 def test_no_tokens_and_heads_that_do_not_fit():

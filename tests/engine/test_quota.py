@@ -17,8 +17,8 @@ TOKENS = 24
 
 def spanned(table, **kwargs):
     batch = kwargs.pop("batch", 1)
-    of = torch.as_tensor(table)
-    return observation(batch=batch, tokens=len(table), span_of=of.expand(batch, -1), **kwargs)
+    span_of = torch.as_tensor(table)
+    return observation(batch=batch, tokens=len(table), span_of=span_of.expand(batch, -1), **kwargs)
 
 
 @st.composite
@@ -81,10 +81,10 @@ def test_debias_lies_between_default_and_fair(given, fair, seed):
     default = torch.zeros_like(o.alive)
     for b, h in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
         default[b, h, noise[b, h].topk(int(counts[b, h])).indices] = True
-    equal, own = quota.split(o, counts, nothing(o)), quota.tally(o, default)
+    equal, default_parts = quota.split(o, counts, nothing(o)), quota.tally(o, default)
     parts = quota.split(o, counts, nothing(o), fair, default)
     assert torch.equal(parts.sum(-1), counts)
-    edges = fair * equal.double().cumsum(-1) + (1 - fair) * own.double().cumsum(-1)
+    edges = fair * equal.double().cumsum(-1) + (1 - fair) * default_parts.double().cumsum(-1)
     assert torch.equal(parts.cumsum(-1), (edges + 0.5 + 1e-9).floor().long())  # halves go to the earlier spans
     if fair == 0:
         assert torch.equal(quota.select(noise, nothing(o), parts, o), default)
@@ -93,10 +93,10 @@ def test_debias_lies_between_default_and_fair(given, fair, seed):
 def test_debias_rounds_its_mixture():
     o = spanned([0] * 12 + [1] * 12)
     default = guard.recent(o, 10)  # 0 and 10, fair 5 and 5
-    found = [
+    parts = [
         quota.split(o, torch.full((1, 2), 10), nothing(o), f, default)[0, 0].tolist() for f in (0, 0.2, 0.4, 0.6, 1)
     ]
-    assert found == [[0, 10], [1, 9], [2, 8], [3, 7], [5, 5]]
+    assert parts == [[0, 10], [1, 9], [2, 8], [3, 7], [5, 5]]
     halves = [quota.split(o, torch.full((1, 2), 10), nothing(o), f, default)[0, 0, 0].item() for f in (0.1, 0.25, 0.3)]
     assert halves == [1, 1, 2]  # of 0.5, 1.25 and 1.5
 
@@ -124,8 +124,8 @@ def test_the_best_of_each_span_stay_and_the_protected_first(given, sinks, recent
             if p >= 0 and not protected[b, h, i]
         ]
         for span in set(table):
-            here = sorted(x for x in free if table[x[1]] == span)
-            stays = [x[2] for x in here]
+            in_span = sorted(x for x in free if table[x[1]] == span)
+            stays = [x[2] for x in in_span]
             assert stays == sorted(stays)  # worst to best, older before newer: the kept ones come last
 
 
@@ -141,8 +141,8 @@ def test_numbering_covers_the_prompt_or_says_where_it_does_not():
     assert quota.number(9, spans, extended=False).tolist() == [-1, -1, 0, 0, 0, 1, 1, 1, -1]
     assert quota.number(6, [[0, 1, 4], [2]]).tolist() == [0, 0, 1, 1, 0, 0]  # in pieces; 3 joins the one before it
     assert quota.number(5, [[0, 1, 2], [2, 3]]).tolist() == [0, 0, 1, 1, 1]  # a shared token goes to the later
-    for span, said in ([3, 7], "3..7"), ([4, 5], "4..5"), ([2, -1], "-1..2"), ([], "without tokens"):
-        with pytest.raises(InputError, match=f"^span {said} in 5 tokens: mark positions of what is compressed$"):
+    for span, shown in ([3, 7], "3..7"), ([4, 5], "4..5"), ([2, -1], "-1..2"), ([], "without tokens"):
+        with pytest.raises(InputError, match=f"^span {shown} in 5 tokens: mark positions of what is compressed$"):
             quota.number(5, [[0], span])
     assert quota.number(6, [[5, 3], [4]], extended=False).tolist() == [-1, -1, -1, 0, 1, 0]  # the first begins first
     assert quota.number(4, [[0], [2]]).tolist() == [0, 0, 1, 1]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvrepro.engine.select import best, ensured_later, largest, lexsort, select, settle
 from kvrepro.errors import InputError
 
-FEW = 4096  # answers that a doubt may hold on to until it is settled
+FEW = 4096  # results that a postponed check may hold until `settle`
 
 
 @st.composite
@@ -110,13 +110,13 @@ def test_lexsort_leaves_equals_in_their_order():
 def test_lexsort_takes_any_number_of_keys():
     keys = torch.randint(3, (4, 2, 60), generator=torch.Generator().manual_seed(0))
     for row, order in enumerate(lexsort(*keys).tolist()):
-        told = list(zip(*(key[row].tolist() for key in keys), range(60), strict=True))
-        assert order == [place for *_, place in sorted(told)]
+        tuples = list(zip(*(key[row].tolist() for key in keys), range(60), strict=True))
+        assert order == [place for *_, place in sorted(tuples)]
     assert lexsort(keys[0, 0]).tolist() == keys[0, 0].argsort(stable=True).tolist()
 
 
 def test_neighbouring_numbers_and_many_equals_are_told_apart():
-    """Scores that differ in their last bit are no equals; the 100th of equals is later than the 99th."""
+    """Scores that differ in their last bit are not equal; among equals the 100th is later than the 99th."""
     for sign in (1, -1):
         scores = sign * torch.tensor([1.0, 1 + 2**-23, 1 + 2**-22, 1 + 2**-23])
         for more in (scores, scores.flip(0)):
@@ -150,11 +150,11 @@ def test_the_largest_lie_where_the_scores_do():
 def test_the_kernel_is_asked_for_rows_that_it_can_hold(monkeypatch):
     import kvrepro_kernels
 
-    asked = []
+    launches = []
 
     def kernel(scores, counts, firm):
         assert firm is None
-        asked.append((*scores.shape, scores.is_contiguous(), counts.tolist()))
+        launches.append((*scores.shape, scores.is_contiguous(), counts.tolist()))
         return torch.arange(30).view(6, 5) % 2 == 0
 
     monkeypatch.setattr(kvrepro_kernels, "LONGEST", 5)
@@ -164,7 +164,7 @@ def test_the_kernel_is_asked_for_rows_that_it_can_hold(monkeypatch):
     with ensured_later(kernels=True):
         assert torch.equal(largest(scores, counts), torch.arange(30).view(2, 3, 5) % 2 == 0)
         assert torch.equal(largest(torch.zeros(2, 3, 6), counts)[..., 1:], plain)
-    assert asked == [(6, 5, True, [1, 2, 3, 0, 5, 4])]
+    assert launches == [(6, 5, True, [1, 2, 3, 0, 5, 4])]
 
 
 def test_doubts_are_settled_later_in_their_order():
@@ -177,7 +177,7 @@ def test_doubts_are_settled_later_in_their_order():
         settle(doubts)
     with pytest.raises(InputError, match="1 of 2 scores are NaN"):
         settle(doubts[3:])
-    with pytest.raises(InputError, match="NaN"):  # no longer put off
+    with pytest.raises(InputError, match="NaN"):  # no longer postponed
         select(torch.tensor([[[torch.nan, 1.0]]]), fine, torch.tensor([[1]]))
 
 
@@ -203,9 +203,9 @@ def test_one_launch_finds_the_places_of_as_many_in_every_head():
     pytest.importorskip("triton", reason="triton is packaged for Linux only")
     scores, protected = torch.randn(2, 3, 17).round(), torch.arange(17).expand(2, 3, 17) % 8 == 1
     with ensured_later(kernels=True) as doubts:
-        found = best(scores, protected, 5)
+        places = best(scores, protected, 5)
     settle(doubts)
-    assert torch.equal(found, best(scores, protected, 5))
+    assert torch.equal(places, best(scores, protected, 5))
 
 
 def test_few_answers_are_held_for_a_doubt():
@@ -237,7 +237,7 @@ def _plainly(function, *arguments):
 
 
 def _line(function, *arguments):
-    """What it raises, or nothing."""
+    """The error that a call raises, or None."""
     try:
         _plainly(function, *arguments)
     except InputError as error:

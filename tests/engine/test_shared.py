@@ -1,4 +1,5 @@
-"""Who stays in `SharedCap`, position by position, in both readings: the protection paper's policies and guards."""
+"""The tokens that stay in `SharedCap`, position by position, in both readings: the protection paper's policies and
+guards."""
 
 from dataclasses import replace
 from random import Random

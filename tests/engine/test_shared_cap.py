@@ -71,9 +71,9 @@ def test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol(conditi
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3"])
 def test_masked_and_physical_execution_give_the_same_tokens_and_kept_sets(kind):
     model, prompts = tiny_model(kind), tiny_prompts(70, 61, 47)
-    some = ALL if kind == "llama" else ALL[::3]
-    physical = answer(model, prompts, some)
-    masked = answer(model, prompts, [replace(c, execution="masked") for c in some])
+    conditions = ALL if kind == "llama" else ALL[::3]
+    physical = answer(model, prompts, conditions)
+    masked = answer(model, prompts, [replace(c, execution="masked") for c in conditions])
     for row, other in zip(physical, masked, strict=True):
         for a, b in zip(row, other, strict=True):
             assert a.tokens == b.tokens
@@ -93,15 +93,15 @@ def test_without_eviction_the_tokens_are_those_of_hugging_face(kind):
 
 
 def test_a_batch_gives_what_its_rows_give_alone():
-    model, prompts, some = tiny_model(), tiny_prompts(70, 61), ALL[::3]
-    together = answer(model, prompts, some)
-    small = answer(model, prompts, some, batch_rows=7)
+    model, prompts, conditions = tiny_model(), tiny_prompts(70, 61), ALL[::3]
+    together = answer(model, prompts, conditions)
+    small = answer(model, prompts, conditions, batch_rows=7)
     for i, prompt in enumerate(prompts):
-        for j, condition in enumerate(some):
+        for j, condition in enumerate(conditions):
             [[alone]] = answer(model, [prompt], [condition], batch_rows=1)
             for other in (together[i][j], small[i][j]):
-                own = dict.fromkeys(("prefill_seconds", "decode_seconds", "bytes_held", "bytes_state"), 0)
-                assert replace(alone, **own) == replace(other, **own)
+                without_costs = dict.fromkeys(("prefill_seconds", "decode_seconds", "bytes_held", "bytes_state"), 0)
+                assert replace(alone, **without_costs) == replace(other, **without_costs)
 
 
 def test_rows_stop_one_by_one_and_leave():
@@ -121,10 +121,10 @@ def test_bf16_runs_every_policy():
 
 def test_seventeen_policy_calls_per_128_tokens_and_none_for_a_short_per_head_answer_as_run():
     model, prompts = tiny_model(), tiny_prompts(70)
-    one, each = Condition("lru", 32, SharedCap()), Condition("ada_kv_faithful", 32, SharedCap())
-    [[lru, head]] = answer(model, prompts, [one, each], max_new_tokens=128, stop_ids=[])
+    for_all_heads, per_head = Condition("lru", 32, SharedCap()), Condition("ada_kv_faithful", 32, SharedCap())
+    [[lru, head]] = answer(model, prompts, [for_all_heads, per_head], max_new_tokens=128, stop_ids=[])
     assert (lru.policy_calls, head.policy_calls) == (17, 16)
-    conditions = [each, replace(each, reading="as_described"), Condition()]
+    conditions = [per_head, replace(per_head, reading="as_described"), Condition()]
     [[short, described, full]] = answer(model, prompts, conditions, max_new_tokens=7)
     assert (short.policy_calls, short.evicted, short.tokens) == (0, 0, full.tokens)
     assert (described.policy_calls, described.evicted) == (1, 70 - 32)
@@ -175,7 +175,8 @@ def test_bad_input_costs_no_computation(prompt, condition, says, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 def test_sliding_layers_hold_the_one_set_and_look_at_their_window_of_it(kind):
-    """Beyond the window, too: tokens and kept sets are those of masks, and without eviction Hugging Face's."""
+    """Also beyond the sliding window, tokens and kept sets equal those of masked execution, and without eviction
+    Hugging Face's."""
     model, [prompt] = architecture(kind), tiny_prompts(70)
     assert min(ModelFacts.of(model).sliding.values()) < len(prompt)
     uncut = [Condition(), Condition("lru", 106, SharedCap())]

@@ -1,4 +1,4 @@
-"""Failures that users of other libraries met without a word from them: provoked here, and refused or impossible."""
+"""Failures that other libraries do not report to their users; here they are provoked, and refused or impossible."""
 
 from dataclasses import replace
 from functools import partial, wraps
@@ -67,9 +67,9 @@ def test_nothing_of_one_call_is_left_for_the_next():
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("policy", ["streaming_llm", "snapkv", "tova", "h2o_online", "scissorhands", "quest"])
 def test_nothing_recent_protected_evicts_as_much(policy, regime):
-    known = CATALOGUE[policy].parameters
-    none = tuple((k, v) for k, v in (("recent", 0), ("sinks", 0), ("share", 0.0)) if k in known)
-    window = (("window", 4),) if known.get("window", 1) > 1 else ()
+    parameters = CATALOGUE[policy].parameters
+    none = tuple((k, v) for k, v in (("recent", 0), ("sinks", 0), ("share", 0.0)) if k in parameters)
+    window = (("window", 4),) if parameters.get("window", 1) > 1 else ()
     [[g]] = answers(tiny_prompts(60), [cut(policy, regime, switches=window + none)], kept_sets=True)
     for layer in g.kept_sets:
         assert layer.sum(1).tolist() == [20, 20]
@@ -102,7 +102,7 @@ def test_a_share_that_keeps_nothing_of_the_first_chunk_is_refused():
 
 
 def test_heads_and_layers_that_keep_nothing_still_answer(monkeypatch):
-    """Budgets per head may give a head 0 tokens; it then sees the new tokens alone."""
+    """Budgets per head may give a head 0 tokens; it then sees only the new tokens."""
 
     def starved(scores, protected, budget):
         counts = budget[:, None].repeat(1, scores.shape[1])
@@ -170,11 +170,11 @@ def test_every_step_of_the_budget_changes_what_is_kept(policy):
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_new_tokens_stand_where_they_would_without_eviction(regime, monkeypatch):
-    model, told = tiny_model("llama"), []
+    model, positions = tiny_model("llama"), []
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda **i: (told.append(i["position_ids"].tolist()), forward(**i))[1])
+    monkeypatch.setattr(model, "forward", lambda **i: (positions.append(i["position_ids"].tolist()), forward(**i))[1])
     answers(tiny_prompts(60), [cut(regime=regime)], model)
-    assert [p for [row] in told for p in row] == list(range(60 + NEW - 1))
+    assert [p for [row] in positions for p in row] == list(range(60 + NEW - 1))
 
 
 # ---- 6. the mask is lost with an attention name that no mask function is registered for
@@ -302,18 +302,18 @@ def test_a_scorer_of_the_wrong_kind_is_named(monkeypatch, score, words):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_scores_that_are_no_numbers_cost_the_rows_of_their_policy_alone(monkeypatch, backend):
-    """A GPU is asked at the end of the pass, however the policy chooses."""
+    """A GPU is waited for only at the end of the pass, for every way to choose."""
     if backend == "triton":
         pytest.importorskip("triton", reason="triton is packaged for Linux only")
     ways = {"uniform": {}, "joint": {"allocate": allocate.joint}, "layers": {"across": allocate.joint_layers}}
-    for name, way in ways.items():
-        strange = Policy("Mine", "a test", lambda o: o.positions.float() / 0 * 0, **way)
+    for name, fields in ways.items():
+        strange = Policy("Mine", "a test", lambda o: o.positions.float() / 0 * 0, **fields)
         monkeypatch.setitem(CATALOGUE, name, strange)
     conditions = [Condition(name, 10, Prefill()) for name in ("k_norm", *ways)]
     for prompts in (tiny_prompts(40), tiny_prompts(40, 33)):
-        found = answers(prompts, conditions, errors="return", backend=backend)
+        rows = answers(prompts, conditions, errors="return", backend=backend)
         alone = answers(prompts, conditions[:1], backend=backend)
-        for row, [healthy] in zip(found, alone, strict=True):
+        for row, [healthy] in zip(rows, alone, strict=True):
             assert row[0].tokens == healthy.tokens
             assert all(isinstance(error, InputError) and "scores are NaN" in str(error) for error in row[1:])
 
@@ -323,8 +323,8 @@ def test_a_prefix_that_fails_gives_its_own_error(monkeypatch):
         raise ValueError(f"{int(o.seen[0])} tokens")
 
     monkeypatch.setitem(CATALOGUE, "fails", Policy("Fails", "tests", fails))
-    found = answers(tiny_prompts(60, 50), [cut("fails", "offline", reading="as_run")], errors="return")
-    assert [str(error) for [error] in found] == ["60 tokens", "50 tokens"]
+    rows = answers(tiny_prompts(60, 50), [cut("fails", "offline", reading="as_run")], errors="return")
+    assert [str(error) for [error] in rows] == ["60 tokens", "50 tokens"]
 
 
 def test_a_row_that_failed_leaves_rows_of_its_kind_their_evictions(monkeypatch):
@@ -341,14 +341,14 @@ def test_a_row_that_failed_leaves_rows_of_its_kind_their_evictions(monkeypatch):
 
 
 def overwrite(*shown):
-    """What a careless function does to all that it is shown."""
-    for one in shown:
-        if isinstance(one, Observation):
-            overwrite(one.keys, one.values, one.queries, one.positions, one.seen, *one.sums.values())
-        elif isinstance(one, list):
-            overwrite(*one)
-        elif one is not None:
-            one.fill_(1)
+    """Overwrite everything that a function is shown, as a careless one may."""
+    for value in shown:
+        if isinstance(value, Observation):
+            overwrite(value.keys, value.values, value.queries, value.positions, value.seen, *value.sums.values())
+        elif isinstance(value, list):
+            overwrite(*value)
+        elif value is not None:
+            value.fill_(1)
 
 
 def norm(o):
@@ -357,9 +357,9 @@ def norm(o):
 
 @wraps(CATALOGUE["k_norm"].score)
 def named_like_ours(o):
-    found = norm(o)
+    norms = norm(o)
     overwrite(o)
-    return found
+    return norms
 
 
 def scores_and_writes(o):
@@ -384,10 +384,10 @@ def refines_and_writes(o, scores, counts, protected):
 
 
 def across_and_writes(scores, protected, budget, summaries, observations):
-    mine = [s.clone() for s in scores]
+    returned = [s.clone() for s in scores]
     counts = [allocate.uniform(scores[0], protected[0], budget).clone()] * len(scores)
     overwrite(scores, protected, budget, summaries, observations)
-    return mine, counts
+    return returned, counts
 
 
 CARELESS = {
@@ -407,11 +407,11 @@ CARELESS = {
 def test_what_a_readers_function_writes_in_place_reaches_no_other_condition(regime, part, monkeypatch):
     monkeypatch.setitem(CATALOGUE, "writes", CARELESS[part])
     others = [Condition(), Condition("k_norm", 24, regime), Condition("h2o", 24, regime)]
-    [known] = answers(tiny_prompts(70), others, kept_sets=True)
+    [expected] = answers(tiny_prompts(70), others, kept_sets=True)
     for at in (0, 1, 3):
         mixed = [*others[:at], Condition("writes", 24, regime), *others[at:]]
-        found = answers(tiny_prompts(70), mixed, kept_sets=True)[0]
-        careless = found.pop(at)
-        assert careless.kept == known[2].kept
-        for one, before in zip(found, known, strict=True):
-            assert (one.tokens, one.kept_positions_hash) == (before.tokens, before.kept_positions_hash)
+        generations = answers(tiny_prompts(70), mixed, kept_sets=True)[0]
+        careless = generations.pop(at)
+        assert careless.kept == expected[2].kept
+        for answer, before in zip(generations, expected, strict=True):
+            assert (answer.tokens, answer.kept_positions_hash) == (before.tokens, before.kept_positions_hash)

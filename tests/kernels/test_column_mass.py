@@ -92,9 +92,9 @@ def test_strided_inputs_and_absent_queries():
     torch.testing.assert_close(check(*strided, lse), whole)
     absent = lse.clone()
     absent[:, :, 40:] = -torch.inf
-    some = column_mass(query, keys, absent.float())
-    torch.testing.assert_close(some[:, :, :40], column_mass(query[:, :, :40], keys[:, :, :40], lse[:, :, :40].float()))
-    assert (some[:, :, 40:] == 0).all()
+    mass = column_mass(query, keys, absent.float())
+    torch.testing.assert_close(mass[:, :, :40], column_mass(query[:, :, :40], keys[:, :, :40], lse[:, :, :40].float()))
+    assert (mass[:, :, 40:] == 0).all()
 
 
 @pytest.mark.parametrize(

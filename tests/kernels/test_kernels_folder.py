@@ -23,5 +23,5 @@ def test_transformers_is_not_shadowed_at_the_repository_root():
 
 
 def test_no_package_is_named_kernels():
-    found = [path for path in ("kernels/__init__.py", "tests/kernels/__init__.py") if (ROOT / path).exists()]
-    assert not found
+    packages = [path for path in ("kernels/__init__.py", "tests/kernels/__init__.py") if (ROOT / path).exists()]
+    assert not packages

@@ -35,7 +35,7 @@ def test_rows_of_several_blocks_with_ties():
 
 @pytest.mark.parametrize("tokens", [*range(1, 9), 15, 16, 17, 31])
 def test_every_count_among_equals(tokens):
-    """Whatever the quarters of what is left come to."""
+    """For all sizes of the remaining range and its quarters."""
     scores = torch.stack([torch.zeros(tokens), torch.arange(tokens) // 3 * 1.4e-45]).repeat_interleave(tokens + 2, 0)
     counts = torch.arange(tokens + 2).repeat(2)
     kept = largest(scores.to(DEVICE), counts.to(DEVICE)).cpu()
@@ -45,9 +45,9 @@ def test_every_count_among_equals(tokens):
 def test_a_row_tells_what_is_amiss():
     scores = torch.tensor([[0.0, 1.0, torch.nan, -torch.inf], [torch.nan, torch.nan, 2.0, 3.0]], device=DEVICE)
     firm = torch.tensor([[True, True, False, True], [False, False, False, True]], device=DEVICE)
-    told = torch.full((2, 3), -1, dtype=torch.int32, device=DEVICE)
-    largest(scores, torch.tensor([1, 2], device=DEVICE), firm, told=told)
-    assert told.tolist() == [[1, 1, 2], [2, 0, 1]]
+    problems = torch.full((2, 3), -1, dtype=torch.int32, device=DEVICE)
+    largest(scores, torch.tensor([1, 2], device=DEVICE), firm, problems=problems)
+    assert problems.tolist() == [[1, 1, 2], [2, 0, 1]]
 
 
 def test_bad_input_is_one_line():
@@ -60,4 +60,4 @@ def test_bad_input_is_one_line():
         with pytest.raises(ValueError, match=r"give bool \(2, 3\), contiguous"):
             largest(*fine, firm)
     with pytest.raises(ValueError, match=r"give int32 \(2, 3\), and firm"):
-        largest(*fine, told=torch.zeros(2, 3, dtype=torch.int32))
+        largest(*fine, problems=torch.zeros(2, 3, dtype=torch.int32))

@@ -76,12 +76,12 @@ def test_any_paged_move(data: st.DataObject):
     source = filled(kept)
     for row, slots, count in zip(source.tolist(), kept.tolist(), counts, strict=True):
         assert sorted(row) == sorted(slots)  # the same survivors
-        assert all(j == i for i, j in enumerate(row[:count]) if i in slots)  # who may stay stays
+        assert all(j == i for i, j in enumerate(row[:count]) if i in slots)  # survivors in front do not move
     for move, wanted in ((repack, kept), (fill_holes, source)):
-        mine = [x.clone() for x in (keys, values)]
-        assert torch.equal(move(*mine, table, kept, tuning=dict(block_i=4, block_c=8)), wanted)
-        assert torch.equal(mine[0], moved_reference(keys, table, wanted))
-        assert torch.equal(mine[1], moved_reference(values, table, wanted))
+        moved = [x.clone() for x in (keys, values)]
+        assert torch.equal(move(*moved, table, kept, tuning=dict(block_i=4, block_c=8)), wanted)
+        assert torch.equal(moved[0], moved_reference(keys, table, wanted))
+        assert torch.equal(moved[1], moved_reference(values, table, wanted))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no order between programs")

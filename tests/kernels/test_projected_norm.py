@@ -22,8 +22,8 @@ def test_reference_is_the_formula():
     values, output = (x.double().cpu() for x in problem(2, 2, 3, 5, 4, 7))
     norm = projected_norm_reference(values, output)
     for b, g, j in ((0, 0, 0), (1, 1, 4), (0, 1, 2)):
-        each = [(values[b, g, j] @ output[3 * g + r]).abs().sum() for r in range(3)]
-        torch.testing.assert_close(norm[b, g, j], sum(each) / 3)
+        norms_by_head = [(values[b, g, j] @ output[3 * g + r]).abs().sum() for r in range(3)]
+        torch.testing.assert_close(norm[b, g, j], sum(norms_by_head) / 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -54,16 +54,16 @@ def check(inputs, emit=("mean", "max"), tuning=None) -> Decoded:
     ragged_decode(**inputs, emit=emit, out=out, tuning=tuning)
     tolerance = TOLERANCE[query.dtype]
 
-    def close(mine, exact):
-        assert not mine.isnan().any()
-        assert (mine - exact).norm() <= tolerance * exact.norm()
+    def close(ours, exact):
+        assert not ours.isnan().any()
+        assert (ours - exact).norm() <= tolerance * exact.norm()
 
     close(out.output, truth.output)
     assert torch.equal(out.lse.isfinite(), truth.lse.isfinite())
     close(out.lse.nan_to_num(0, 0, 0), truth.lse.nan_to_num(0, 0, 0))
     for name in emit:
-        for mine, exact in zip(out.attention[name], truth.attention[name], strict=True):
-            close(mine, exact)
+        for ours, exact in zip(out.attention[name], truth.attention[name], strict=True):
+            close(ours, exact)
     return out
 
 
@@ -120,14 +120,14 @@ def test_attention_sums_to_one():
 def test_a_tail_that_grows_is_the_same_as_one_list():
     """Tokens may lie in the flat part or in the tail."""
     inputs = problem([40, 40], 2, tail=5)
-    one = check(inputs)
+    first = check(inputs)
     joined = [
         torch.cat([inputs[flat].view(2, 40, 64), inputs[tail][0]], 1).flatten(0, 1)
         for flat, tail in (("keys", "tail_keys"), ("values", "tail_values"))
     ]
     offsets = torch.tensor([0, 45, 90], device=DEVICE)
-    two = ragged_decode(inputs["query"], *joined, offsets, kv_heads=2)
-    torch.testing.assert_close(one.output, two.output, rtol=1e-4, atol=1e-5)
+    second = ragged_decode(inputs["query"], *joined, offsets, kv_heads=2)
+    torch.testing.assert_close(first.output, second.output, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,11 @@ def test_the_tail_may_be_counted_on_the_device(counted):
     truth = ragged_decode(**inputs, emit=emit)
     behind = {name: torch.nn.functional.pad(inputs[name], (0, 0, 0, 11), value=NAN) for name in ("keys", "values")}
     used = torch.tensor([counted], device=DEVICE)
-    found = ragged_decode(**inputs | behind | {"tail": 5, "used": used}, emit=emit)
-    torch.testing.assert_close(found.output, truth.output)
-    torch.testing.assert_close(found.lse, truth.lse)
+    decoded = ragged_decode(**inputs | behind | {"tail": 5, "used": used}, emit=emit)
+    torch.testing.assert_close(decoded.output, truth.output)
+    torch.testing.assert_close(decoded.lse, truth.lse)
     for name in emit:
-        (flat, tail), (flat_truth, tail_truth) = found.attention[name], truth.attention[name]
+        (flat, tail), (flat_truth, tail_truth) = decoded.attention[name], truth.attention[name]
         torch.testing.assert_close(flat[: len(flat_truth)], flat_truth)
         torch.testing.assert_close(tail[:, :, :counted], tail_truth)
         assert not tail[:, :, counted:].any()

@@ -23,9 +23,9 @@ def problem(batch=2, heads=(5, 3), tokens=4, dim=24, dtype=torch.float32, given=
 @pytest.mark.parametrize("shape", [{}, {"given": 1}, {"batch": 1, "given": 1, "tokens": 1, "dim": 128}, {"dim": 2}])
 def test_rows_are_turned_as_transformers_does(shape, dtype):
     inputs = problem(**shape, dtype=dtype)
-    for found, truth in zip(rotary(*inputs), rotary_reference(*inputs), strict=True):
-        assert found.is_contiguous()
-        torch.testing.assert_close(found, truth, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+    for ours, truth in zip(rotary(*inputs), rotary_reference(*inputs), strict=True):
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, truth, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
 
 
 def test_a_turn_keeps_lengths_and_products_of_equal_places():

@@ -94,8 +94,8 @@ def test_reference_is_the_formula():
             y = x[INDICATORS.index(indicator)]
             y = {"mean": y.mean(1), "sum": y.sum(1), "max": y.amax(1), "variance": y.var(1)}[aggregate]
             y = {"mean": y.mean(), "max": y.max(), "sum": y.sum(), "none": y}[reduction]
-            mine = score[0, 3 * g : 3 * g + 3, j] if reduction == "none" else score[0, g, j]
-            torch.testing.assert_close(mine, y, rtol=1e-8, atol=1e-12)
+            ours = score[0, 3 * g : 3 * g + 3, j] if reduction == "none" else score[0, g, j]
+            torch.testing.assert_close(ours, y, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", SOME_RULES, ids="-".join)
@@ -177,17 +177,17 @@ def test_rows_without_a_query_count_as_zero():
     absent = lse.clone()
     absent[:, :, 0] = -torch.inf
     outputs[:, :, 0] = float("nan")
-    some = window_scores(query, keys, values, absent, outputs, aggregate="sum")
+    scores = window_scores(query, keys, values, absent, outputs, aggregate="sum")
     rest = window_scores(query[:, :, 1:], keys, values, lse[:, :, 1:], outputs[:, :, 1:], aggregate="sum")
-    torch.testing.assert_close(some, rest, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(scores, rest, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("pool", "by"), [(5, "average"), (3, "max")])
+@pytest.mark.parametrize(("pool", "pool_by"), [(5, "average"), (3, "max")])
 @pytest.mark.parametrize(("group", "window"), [(2, 5), (5, 33)])  # all query rows in one go, and in chunks of 64
-def test_pooled_attention(pool, by, group, window):
+def test_pooled_attention(pool, pool_by, group, window):
     inputs = problem(2, 2, group, window, 150, 32)
     for rule in (("attention", "max", "max"), ("anchor", "sum", "none"), ("attention", "variance", "mean")):
-        check(*inputs, rule, starts=[[0, 7], [21, 3]], pool=pool, pool_by=by)
+        check(*inputs, rule, starts=[[0, 7], [21, 3]], pool=pool, pool_by=pool_by)
 
 
 def test_pooled_attention_is_the_formula():
@@ -196,12 +196,12 @@ def test_pooled_attention_is_the_formula():
     outputs, lse = window_attention_reference(query, keys, values, 16**-0.5, last, starts)
     p = torch.exp(16**-0.5 * query[0, 0] @ keys[0, 0].T - lse[0, 0, :, None])
     p[0, 8] = 0  # the first query stands before the last token
-    for by in ("average", "max"):
+    for pool_by in ("average", "max"):
         around = [p[:, max(0, j - 1) : j + 2] for j in range(9)]
-        expected = torch.stack([x.sum(1) / 3 if by == "average" else x.amax(1) for x in around], -1).amax(0)
-        mine = window_scores(query, keys, values, lse, outputs, indicator="attention", aggregate="max",
-                             reduction="sum", pool=3, pool_by=by)  # fmt: skip
-        torch.testing.assert_close(mine[0, 0], expected, rtol=1e-4, atol=1e-6)
+        expected = torch.stack([x.sum(1) / 3 if pool_by == "average" else x.amax(1) for x in around], -1).amax(0)
+        scores = window_scores(query, keys, values, lse, outputs, indicator="attention", aggregate="max",
+                             reduction="sum", pool=3, pool_by=pool_by)  # fmt: skip
+        torch.testing.assert_close(scores[0, 0], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [6, 33])
@@ -238,8 +238,8 @@ def test_given_norms_and_strided_inputs():
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, keys, values)]
     wide = torch.cat([strided[2], strided[2]], dim=2)[:, :, 17:57].contiguous()
     for norm in (None, norms):
-        one = check(query, keys, values, ("value", "max", "mean"), norms=norm)
-        torch.testing.assert_close(one, check(*strided, ("value", "max", "mean"), norms=norm), rtol=1e-4, atol=1e-5)
+        scores = check(query, keys, values, ("value", "max", "mean"), norms=norm)
+        torch.testing.assert_close(scores, check(*strided, ("value", "max", "mean"), norms=norm), rtol=1e-4, atol=1e-5)
     check(query, keys, wide, ("value", "max", "mean"), norms=norms)
 
 
@@ -254,8 +254,8 @@ def test_kept_sets_are_the_references_but_for_ties(dtype):
     rule = ("perturbation", "sum", "mean")
     ours = window_scores(query, keys, values, lse.float(), outputs)
     truth = window_scores_reference(*upcast, lse, outputs.double(), *rule, 128**-0.5, last, starts)
-    for mine, exact in zip(ours.flatten(0, 1), truth.flatten(0, 1), strict=True):
-        kept, wanted = (set(x.topk(100).indices.tolist()) for x in (mine, exact))
+    for scores, exact in zip(ours.flatten(0, 1), truth.flatten(0, 1), strict=True):
+        kept, wanted = (set(x.topk(100).indices.tolist()) for x in (scores, exact))
         edge = exact.topk(100).values[-1]
         for j in kept ^ wanted:
             assert (exact[j] - edge).abs() / edge < TOLERANCE[dtype]

@@ -18,8 +18,8 @@ from kvrepro_kernels.window_scores import window_scores
 def checks(date: str, tokens: int = 8192) -> Iterator[Row]:
     """Errors against float64 on fresh random inputs, ||ours - truth|| / ||truth||, and kept sets against the truth's.
 
-    `differ` counts kept tokens that the truth drops, of `kept`; `not_ties` those of them whose true score lies more
-    than 1e-5 of it below the last kept one. Long, because each kernel has its inputs and its truth written out.
+    `differ` counts kept tokens that the truth drops, of `kept`; `not_ties` those of them whose true score is below the
+    last kept one by more than 1e-5 of it. The function is long because it writes out each kernel's inputs and truth.
     """
     heads, kv_heads, dim = LLAMA
 
@@ -38,9 +38,9 @@ def checks(date: str, tokens: int = 8192) -> Iterator[Row]:
             torch.zeros(1, kv_heads, device="cuda"),
         )
         outputs, lse = window_attention_reference(q, k, v, dim**-0.5, last, starts)
-        mine = window_attention(query, keys, values)
-        yield row("window_attention", "outputs", dtype, mine[0], outputs)
-        yield row("window_attention", "lse", dtype, mine[1], lse)
+        outputs_and_lse = window_attention(query, keys, values)
+        yield row("window_attention", "outputs", dtype, outputs_and_lse[0], outputs)
+        yield row("window_attention", "lse", dtype, outputs_and_lse[1], lse)
         for sharp in (1, 4):  # 4: most of a row's attention on a few keys, where 1 / (1 - p) magnifies rounding
             q = (query * sharp).double()
             outputs, lse = window_attention_reference(q, k, v, dim**-0.5, last, starts)
@@ -64,12 +64,12 @@ def checks(date: str, tokens: int = 8192) -> Iterator[Row]:
         if dtype != torch.float32:
             query = random(1, heads, tokens, dim, dtype=dtype)
             ours = prefill_attention(query, keys, values, backend="cudnn")
-            some = torch.arange(tokens - 64, tokens, device="cuda")  # the last 64 queries, in float64
+            last_queries = torch.arange(tokens - 64, tokens, device="cuda")  # the last 64 queries, in float64
             truth, log_sum = window_attention_reference(
-                query[:, :, some].double(), k, v, dim**-0.5, some[None, None], starts
+                query[:, :, last_queries].double(), k, v, dim**-0.5, last_queries[None, None], starts
             )
-            yield row("prefill_attention", "cudnn, outputs", dtype, ours.output[:, :, some], truth)
-            yield row("prefill_attention", "cudnn, lse", dtype, ours.lse[:, :, some], log_sum)
+            yield row("prefill_attention", "cudnn, outputs", dtype, ours.output[:, :, last_queries], truth)
+            yield row("prefill_attention", "cudnn, lse", dtype, ours.lse[:, :, last_queries], log_sum)
             last = slice(tokens - 1024, tokens)  # as many queries as the reference has memory for
             mass = column_mass(query[:, :, last], keys, ours.lse[:, :, last])
             q, log_sum = exact(query[:, :, last], ours.lse[:, :, last])

@@ -1,4 +1,4 @@
-"""What every benchmark uses: shapes, random inputs, and a table that knows the two ceilings."""
+"""Common parts of the benchmarks: shapes, random inputs, and a table of times and their floors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -34,12 +34,12 @@ def each(call: Callable[..., object], inputs: Iterable[Sequence[Any]], **setting
 
 
 def sets_of(bytes_each: float) -> range:
-    """So many input sets that together they are several times the second-level cache."""
+    """A range over input sets, so many that together they exceed the second-level cache several times."""
     return range(max(1, min(24, round(6e8 / bytes_each))))
 
 
 class Bench:
-    """Collects rows; knows the two ceilings, measured first."""
+    """Collects rows of times. First it measures the two ceilings, copy bandwidth and matrix rate."""
 
     def __init__(self, date: str) -> None:
         self.bandwidth, self.rate = copy_bandwidth(), matmul_rate()

@@ -66,8 +66,8 @@ def bench_window_scores(b: Bench) -> None:
             b.add("window_scores", variant, *where, calls, moved=2 * pages, operations=2 * product)
             continue
         plain = None
-        known = batch == 1 and heads == 32
-        if known:
+        compared = batch == 1 and heads == 32
+        if compared:
             calls = each(plain_perturbation, bare[:2])
             plain = b.add("window_scores", "plain torch, repeated heads", *where, calls, moved=2 * pages, replays=8)
             calls = each(grouped_perturbation, inputs[:2])
@@ -79,7 +79,7 @@ def bench_window_scores(b: Bench) -> None:
         b.add("window_scores", "perturbation sum mean", *where, calls, moved=2 * pages, reference=plain)
         calls = each(window_scores, bare)
         b.add("window_scores", TWO_PASSES, *where, calls, moved=2 * pages, reference=plain)
-        if known and tokens > 4096:
+        if compared and tokens > 4096:
             calls = each(window_attention, bare)
             b.add("window_attention", "outputs and lse", *where, calls, moved=2 * pages)
             for rule in (

@@ -1,4 +1,4 @@
-"""Times of decoding from ragged storage, and of moving what is kept."""
+"""Times of decoding from ragged storage, and of moving kept tokens."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvrepro_kernels.repack import repack
 def lists(mean: int, batch: int, equal: bool, tail: int) -> list[tuple]:
     """Input sets of `ragged_decode`: lengths equal, or uniform between 0.2 and 1.8 of the mean."""
     heads, kv_heads, dim = LLAMA
-    made = []
+    input_sets = []
     for _ in sets_of(batch * kv_heads * mean * 4 * dim):
         lengths = torch.full((batch * kv_heads,), mean)
         if not equal:
@@ -24,8 +24,8 @@ def lists(mean: int, batch: int, equal: bool, tail: int) -> list[tuple]:
         offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).cuda()
         flat = [random(int(lengths.sum()), dim) for _ in range(2)]
         dense = [random(batch, kv_heads, 128, dim) for _ in range(2)]
-        made.append((random(batch, heads, 1, dim), *flat, offsets, *dense, tail))
-    return made
+        input_sets.append((random(batch, heads, 1, dim), *flat, offsets, *dense, tail))
+    return input_sets
 
 
 def bench_ragged_decode(b: Bench) -> None:
@@ -59,10 +59,10 @@ def torch_gather(keys: Tensor, values: Tensor, rows: Tensor, out: tuple[Tensor, 
         torch.gather(source, 2, index, out=target)
 
 
-def add_copy(b: Bench, what: str, where: tuple[str, int, int], moved: float) -> None:
-    """What torch's own copy takes to read and write as many bytes: short moves cannot reach the rate of long ones."""
+def add_copy(b: Bench, variant: str, where: tuple[str, int, int], moved: float) -> None:
+    """Time torch's own copy of as many bytes, since short moves cannot reach the rate of long ones."""
     inputs = [[random(round(moved) // 4) for _ in range(2)] for _ in sets_of(moved)]
-    b.add("compaction", f"torch copy of as many bytes as {what}", *where, each(Tensor.copy_, inputs), moved=moved)
+    b.add("compaction", f"torch copy of as many bytes as {variant}", *where, each(Tensor.copy_, inputs), moved=moved)
 
 
 def torch_repack(keys: Tensor, values: Tensor, source: Tensor, target: Tensor) -> None:
@@ -106,5 +106,5 @@ def bench_compaction(b: Bench) -> None:
         b.add("compaction", "hole filling, keep 50%", *where, calls, moved=fewer, reference=plain)
         calls = each(fill_holes, [(*pools, table, slots)], check_slots=False)
         b.add("compaction", "hole filling and search, keep 50%", *where, calls, moved=fewer, reference=plain)
-        for what, these in (("repack", moved), ("hole filling", fewer)):
-            add_copy(b, f"{what}, keep 50%", where, these)
+        for method, these in (("repack", moved), ("hole filling", fewer)):
+            add_copy(b, f"{method}, keep 50%", where, these)

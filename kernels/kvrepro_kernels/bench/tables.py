@@ -1,4 +1,4 @@
-"""The committed tables: their columns, what was to be reached, and the page that the book shows."""
+"""The committed tables: their columns, the targets, and the page that the book shows."""
 
 import csv
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "data" / "gpu"
 
 
 def targets(b: Bench) -> Iterator[Row]:
-    """What was to be reached, and what was."""
+    """The targets and the measured outcomes."""
 
     def row(target: str, wanted: str, outcome: float, met: bool) -> Row:
         return dict(target=target, wanted=wanted, outcome=f"{outcome:.3f}", met="yes" if met else "no")
@@ -30,26 +30,28 @@ def targets(b: Bench) -> Iterator[Row]:
     x = 1 / b.find("column_mass", "causal", 32768)["speedup"]
     yield row("column_mass, share of the fastest attention forward, 32768 tokens", "<= 0.6", x, x <= 0.6)
     for tokens in (32768, 6553):
-        one, emits = (b.find("ragged_decode", v, tokens, 8) for v in (UNEQUAL, UNEQUAL + ", emits mean"))
-        x = one["fraction_of_floor"]
+        plain, emits = (b.find("ragged_decode", v, tokens, 8) for v in (UNEQUAL, UNEQUAL + ", emits mean"))
+        x = plain["fraction_of_floor"]
         yield row(f"ragged_decode, fraction of copy bandwidth, {tokens} tokens kept, batch 8", ">= 0.80", x, x >= 0.8)
-        x = emits["p50_us"] / one["p50_us"] - 1
+        x = emits["p50_us"] / plain["p50_us"] - 1
         yield row(f"ragged_decode, cost of emitting attention, {tokens} tokens kept, batch 8", "<= 0.15", x, x <= 0.15)
     for tokens, batch in ((32768, 8), (6553, 8), (32768, 1), (2048, 1)):
         ours = b.find("ragged_decode", "equal lengths", tokens, batch)["p50_us"]
         for name in ("flash", "cudnn"):
             x = ours / b.find("ragged_decode", f"torch {name}, equal lengths", tokens, batch)["p50_us"]
-            what = f"ragged_decode, time over torch's {name} decoding, {tokens} tokens, batch {batch}"
-            yield row(what, "<= 1.10", x, x <= 1.1)
+            wording = f"ragged_decode, time over torch's {name} decoding, {tokens} tokens, batch {batch}"
+            yield row(wording, "<= 1.10", x, x <= 1.1)
     for tokens, share in ((32768, "20%"), (32768, "50%"), (131072, "20%"), (131072, "50%")):
         x = b.find("compaction", f"gather, keep {share}", tokens, shape="8/128")["fraction_of_floor"]
         yield row(
             f"compaction, gather, fraction of copy bandwidth, {tokens} tokens, keep {share}", ">= 0.80", x, x >= 0.8
         )
     for tokens, requests in ((32768, 8), (32768, 1), (8192, 32)):
-        for way in ("repack", "hole filling"):
-            x = b.find("compaction", f"{way}, keep 50%", tokens, requests, "8/128")["fraction_of_floor"]
-            yield row(f"compaction, {way}, fraction of copy bandwidth, {requests} x {tokens}", ">= 0.80", x, x >= 0.8)
+        for method in ("repack", "hole filling"):
+            x = b.find("compaction", f"{method}, keep 50%", tokens, requests, "8/128")["fraction_of_floor"]
+            yield row(
+                f"compaction, {method}, fraction of copy bandwidth, {requests} x {tokens}", ">= 0.80", x, x >= 0.8
+            )
 
 
 def write(path: Path, rows: list[Row], columns: list[str]) -> None:
@@ -105,6 +107,6 @@ def page(folder: Path) -> str:
     names = "kernel | variant | type | error | kept | differ | not ties"
     rows = [[x[y] for y in "kernel variant dtype error kept differ not_ties".split()] for x in errors]
     parts += ["## Errors against float64\n", table(names, rows)]
-    one, dates = times[0], " and ".join(sorted({x["date"] for x in times}))
-    parts.append(f"{one['device']}, torch {one['torch']}, triton {one['triton']}, {dates}.\n")
+    first_row, dates = times[0], " and ".join(sorted({x["date"] for x in times}))
+    parts.append(f"{first_row['device']}, torch {first_row['torch']}, triton {first_row['triton']}, {dates}.\n")
     return "\n".join(parts)

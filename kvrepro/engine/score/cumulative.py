@@ -52,11 +52,10 @@ def recent_share(o: Observation, scores: Scores, budget: RowInts, share: Share =
 def scissorhands(o: Observation, signal: Signal = "low") -> Scores:
     """s_j = -(number of the last 400 queries t with p[t, j] < 1 / (t + 1)), summed over the group.
 
-    The paper counts against a token and drops half the cache on overflow; here the budget alone says how many stay.
-    While a prompt comes in chunks of fewer than 400 tokens, and while tokens are generated, earlier counts stay: a
-    window that slides would have to remember every query's. Needs `sums["low"]`, or with signal "mass" `sums["mass"]`:
-    a public code accumulates attention instead, which is close to H2O. Source: Liu et al. 2023, Algorithm 2;
-    KVCache-Factory.
+    The paper drops half the cache on overflow; here the budget says how many tokens stay. While a prompt comes in
+    chunks of fewer than 400 tokens, and while tokens are generated, earlier counts stay, since a sliding window would
+    have to remember every query's. Needs `sums["low"]`, or with signal "mass" `sums["mass"]`: a public code accumulates
+    attention instead, which is close to H2O. Source: Liu et al. 2023, Algorithm 2; KVCache-Factory.
     """
     ensure(Signal, signal=signal)
     return -o.sums["low"].float() if signal == "low" else o.sums["mass"].float()
@@ -65,7 +64,7 @@ def scissorhands(o: Observation, signal: Signal = "low") -> Scores:
 def tova(o: Observation) -> Scores:
     """s_j = mean over all query heads of p[last, j], so that every head of a layer keeps the same tokens.
 
-    With spans of their own (`span_local`) each span's last token is asked. Source: Oren et al. 2024; TOVA's
+    With `span_local`, each span's last token takes the place of the last one. Source: Oren et al. 2024; TOVA's
     src/tova_cache.py.
     """
     if o.backend == "triton":
@@ -118,7 +117,7 @@ def page_mask(
 def _bounds(
     q: Float[Tensor, "batch kv_heads group dim"], keys: KeyValue, alive: Mask, page_of: Positions
 ) -> Float[Tensor, "batch kv_heads group pages"]:
-    """Largest logit (unscaled) that any key within a page's box could have, -inf for a page without tokens."""
+    """The largest unscaled logit that a key in the bounding box of a page's keys could have; -inf for an empty page."""
     pages = int(page_of.max()) + 1
     index = page_of[..., None].expand(keys.shape)
     tokens = torch.zeros(*keys.shape[:2], pages, device=keys.device).scatter_add_(2, page_of, alive.float())

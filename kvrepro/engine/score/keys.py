@@ -1,6 +1,6 @@
-"""Scorers that look at keys: their length, their direction, their likeness, and where the model's queries will point.
+"""Scorers that look at keys: their length, direction and likeness, and the expected direction of later queries.
 
-float32 `[batch, kv_heads, tokens]`, large = keep. Nothing here is tokens x tokens: likeness comes in blocks of rows.
+float32 `[batch, kv_heads, tokens]`, large = keep. No tensor is tokens x tokens: likeness is computed in blocks of rows.
 """
 
 from typing import Annotated
@@ -16,7 +16,7 @@ from kvrepro.engine.select import select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
 
-FLOOR = 1e-8  # of lengths that are divided by
+FLOOR = 1e-8  # least length by which keys are divided
 Anchor = Annotated[str, ("unit", "plain")]
 Alone = Annotated[str, ("nothing", "first")]
 Cosine = Annotated[float, Number(-1, 1)]
@@ -44,7 +44,8 @@ def key_diff_blocks(
     """KeyDiff under a fixed cache: the first `counts` tokens, then block by block the best `counts` of survivors and
     block, each time around an anchor of their own; protected tokens always survive. block 0: one shot.
 
-    Tokens that fall out on the way score 3 less, below all survivors. Source: Park et al. 2025; kvpress BlockPress.
+    Tokens that leave in an earlier block score 3 less than usual, below all survivors. Source: Park et al. 2025;
+    kvpress BlockPress.
     """
     if block == 0:
         return scores, torch.zeros_like(protected)
@@ -57,7 +58,7 @@ def key_diff_blocks(
         candidates = kept | fresh
         scores = torch.where(candidates, _unlike(o, candidates, anchor), scores)
         best = select(scores.masked_fill(~candidates, -torch.inf), protected, counts)
-        kept = torch.where(fresh.any(-1, keepdim=True), best, kept)  # heads that are through stay as they are
+        kept = torch.where(fresh.any(-1, keepdim=True), best, kept)  # heads without further tokens stay as they are
     return torch.where(kept, scores, scores - 3), torch.zeros_like(kept)
 
 
@@ -84,7 +85,7 @@ def r_kv(
 
 
 def past_attention(o: Observation) -> Float[Tensor, "batch kv_heads window tokens"]:
-    """Softmax of the group's largest logits of each query over what stands before the window."""
+    """Softmax over the tokens before the window of each query's logits, the largest of the group."""
     batch, kv_heads, _, dim = o.keys.shape
     q = o.queries.view(batch, kv_heads, o.group, -1, dim).float()
     logits = torch.einsum("bgrwd,bgnd->bgrwn", q, o.keys.float()).amax(2) * o.scaling
@@ -92,11 +93,11 @@ def past_attention(o: Observation) -> Float[Tensor, "batch kv_heads window token
 
 
 def likeness(o: Observation, threshold: Cosine = 0.5, alone: Alone = "nothing", block: int = 64) -> Scores:
-    """S: softmax over tokens of the mean over i of cos(k_i, k_j), a row i without itself and without the last key that
-    is more than `threshold` like it: of near duplicates the newest is spared.
+    """S: softmax over tokens j of the mean over i of cos(k_i, k_j). Row i leaves out k_i and the last key whose cosine
+    with k_i exceeds `threshold`, so that the newest of near duplicates is spared.
 
-    alone: what a row without such a neighbour leaves out, "nothing" or, as R-KV's code does, the "first" key. `block`
-    rows at a time. Source: Cai et al. 2025; R-KV's rkv/utils.py.
+    alone: what a row without such a key leaves out, "nothing" or, as in R-KV's code, the "first" key. `block` rows are
+    computed at a time. Source: Cai et al. 2025; R-KV's rkv/utils.py.
     """
     ensure(Alone, alone=alone)
     unit = torch.nn.functional.normalize(o.keys.float(), dim=-1, eps=FLOOR) * o.alive[..., None]
@@ -120,8 +121,8 @@ def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 6
     plus sum_f (E|q_f| - |E q_f|) |k_f|, the largest of the group.
 
     k_f: pair f of the key before its rotation, phi_f the angle from it to E q_f, T the tokens seen, w_f radians per
-    position. The first sum is the mean query, turned to T + d, times the key as it is cached, so that no key is turned
-    back. calibration: file of `kvrepro.tools.calibrate`, made for this model. Source: Mao et al. 2026;
+    position. The first sum equals the mean query, rotated to T + d, times the cached key, so that no key's rotation
+    must be undone. calibration: file of `kvrepro.tools.calibrate`, made for this model. Source: Mao et al. 2026;
     triattention/methods/pruning_utils.py.
     """
     batch, kv_heads, _, dim = o.keys.shape
@@ -139,8 +140,8 @@ def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 6
 
 
 def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor, Tensor]:
-    """E q_f and E|q_f| of the layer, [heads, dim / 2], and its rotation. Raises InputError for a file of another model,
-    and where no rotation is known."""
+    """E q_f and E|q_f| of the layer, [heads, dim / 2], and its inverse frequencies. Raises InputError for a file of
+    another model, and for a layer without a rotation."""
     outputs, wanted = [] if o.output is None else [o.output], (o.layers, o.queries.shape[1], o.keys.shape[-1] // 2)
     remedy = "run python -m kvrepro.tools.calibrate"
     stats = fitting(calibration, load, wanted, "layers, heads and frequencies", outputs, remedy, o.layer)
@@ -159,7 +160,8 @@ def _standardised(s: Tensor, alive: Mask) -> Tensor:
 def shared_by_layers(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
     """A KV head's mean score over the layers, for all of them: head g keeps the same tokens in every layer.
 
-    Source: triattention/methods/triattention.py, `per_head`. Raises InputError where layers hold unlike numbers.
+    Source: triattention/methods/triattention.py, `per_head`. Raises InputError if layers hold unequal numbers of
+    tokens.
     """
     if len({s.shape for s in scores}) > 1:
         held = sorted({s.shape[-1] for s in scores})

@@ -1,4 +1,4 @@
-"""Scorers that look at nothing but where a token stands: float32 `[batch, kv_heads, tokens]`, large = keep."""
+"""Scorers that look only at a token's position: float32 `[batch, kv_heads, tokens]`, large = keep."""
 
 from typing import Annotated
 
@@ -16,7 +16,7 @@ Draw = Annotated[str, ("float32", "keys")]
 def streaming_llm(o: Observation, sinks: Count = 4, ramps: bool = False) -> Scores:
     """s_j = j, the newest tokens, behind the `sinks` oldest, which are protected.
 
-    ramps: where a prompt is split fairly over spans, those of `quota.streaming_ramps` in place of quotas.
+    ramps: under `span_local`, use the scores of `quota.streaming_ramps` in place of quotas.
     Exact for positions below 2^24. Source: Xiao et al. 2023, section 3.2 (4 sinks); kvpress StreamingLLMPress.
     Keys keep their rotation here and in kvpress; the authors' code counts positions inside the cache instead.
     """

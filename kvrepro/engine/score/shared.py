@@ -1,7 +1,7 @@
 """Scorers of the protection paper, large = keep: one ranking for all layers, from `Observation.sums`.
 
 Symbols: L last use, a latest, M largest, S summed attention, Pf attention inside the prompt, t the step. `[batch, 1 or
-kv_heads, tokens]`, float32; H2O's float64, since beside its bonus of 1 small masses would tie in float32.
+kv_heads, tokens]`, float32; H2O's float64, since with its bonus of 1 small masses would be equal in float32.
 """
 
 from random import Random

@@ -1,9 +1,9 @@
-"""Window scorers: what the last queries say about each token.
+"""Window scorers: the importance of each token for the last queries.
 
-One table: indicator x aggregator x pooling, reduced over the query heads of a KV head, is `windowed`; the published
-methods are rows of it. `aggregate="defensive"` works on every row (DefensiveKV, appendix J). All scores are float32
-[batch, kv_heads, tokens], large = keep; tokens of the window itself score 0 where a method leaves them out and are
-kept by the guard `recent`.
+`windowed` combines an indicator, an aggregator over queries, a pooling over tokens and a reduction over the query heads
+of a KV head; the published methods are rows of the table below. `aggregate="defensive"` works with every indicator
+(DefensiveKV, appendix J). All scores are float32 [batch, kv_heads, tokens], large = keep. Where a method leaves out
+the window's own tokens, they score 0, and the guard `recent` keeps them.
 
 | method | indicator | aggregate | pool |
 | --- | --- | --- | --- |
@@ -70,7 +70,7 @@ def anchor(o: Observation) -> Probabilities:
     return torch.einsum("bgrwd,bgnd->bgrwn", o.outputs, o.values.float()).mul_(o.attention)
 
 
-KERNELS = ("attention", "perturbation", "anchor")  # those of the above that a Triton kernel computes, too
+KERNELS = ("attention", "perturbation", "anchor")  # indicators that a Triton kernel computes, too
 
 # ---- the table
 
@@ -82,13 +82,13 @@ def windowed(
 ) -> Scores:  # fmt: skip
     """Importance [batch, kv_heads, group, window, tokens] reduced over the window's queries and a KV head's group.
 
-    importance: the tensor, or an indicator (`extra` are its parameters), which backend triton computes and reduces in a
-    kernel if it is one of `KERNELS`. aggregate: over queries; mean_var adds gamma times the unbiased variance,
-    defensive is the max over queries and group, pooled before, and no less than the head's mean. group: over query
-    heads; union is minus the best rank that any of them gives, so that a KV head keeps the union of their choices. pool
-    runs along tokens for each query, head or kv_head (pool_at), an average counts zeros beyond the ends. over: "past"
-    leaves the window's own tokens out. rescale: a pooled row gets its former sum back. Raises InputError for unknown
-    names and even kernels.
+    importance: the tensor, or an indicator with parameters `extra`; backend triton computes and reduces those of
+    `KERNELS` in a kernel. aggregate: over queries; mean_var adds gamma times the unbiased variance, defensive pools
+    first, takes the max over queries and group, and raises it to at least the head's mean. group: over query heads;
+    union is minus the best rank in any of them, so that a KV head keeps the union of their choices. pool: along tokens
+    for each query, head or kv_head (pool_at); an average counts zeros beyond the ends. over: "past" leaves out the
+    window's own tokens. rescale: a pooled row is scaled to its former sum. Raises InputError for unknown names and
+    even kernels.
     """
     names = {"aggregate": aggregate, "group": group, "pool": pool, "pool_at": pool_at, "over": over}
     for kind, (name, value) in zip((Aggregate, Group, Pool, PoolAt, Over), names.items(), strict=True):
@@ -109,7 +109,7 @@ def windowed(
 
 
 def _kernel_of(indicator: Indicator) -> str:
-    """The name by which a kernel knows an indicator; "": none does, and a reader's own of that name is another one."""
+    """The kernel's name of an indicator; "" if there is none, and for a reader's own indicator of the same name."""
     name = getattr(indicator, "__name__", "")
     return name if name in KERNELS and indicator.__module__ == __name__ else ""
 
@@ -118,8 +118,8 @@ def _fused(
     o: Observation, indicator: str, aggregate: str, pool: str, kernel: int, group: str, pool_at: str, over: str,
     gamma: float, rescale: bool, outside: Mask, extra: dict[str, Any],
 ) -> Scores:  # fmt: skip
-    """What `windowed` reduces, by passes of a Triton kernel over keys and values, with sums over queries and, where
-    nothing comes between, over the group inside. Raises InputError for what the kernel does not pool."""
+    """`windowed` by passes of a Triton kernel over keys and values. The kernel aggregates over queries and, unless
+    pooling comes in between, reduces over the group. Raises InputError for a pooling that it does not have."""
     one_pass: Callable[..., Tensor] = partial(_kernel, o, indicator, **extra)
     if pool_at == "query" and pool != "none":
         if (
@@ -149,8 +149,8 @@ def _kernel(
 ) -> Tensor:  # fmt: skip
     """One pass of the kernel: [batch, kv_heads, tokens], or with reduction "none" [batch, heads, tokens].
 
-    over: "past" hides the window's own tokens, which matters where neighbours are pooled; `rescale` gives what pooling
-    spills over the ends back to each query.
+    over: "past" hides the window's own tokens, which matters if neighbours are pooled. rescale: each query regains the
+    attention that pooling moves beyond the ends.
     """
     from kvrepro_kernels import window_scores
 
@@ -169,8 +169,8 @@ def _kernel(
 def _spilled(o: Observation, log_sums: Tensor, kernel: int) -> Tensor:
     """ln of the share of its attention to the past that a row keeps when it is pooled: [batch, heads, window].
 
-    A token `d` places from an end loses (kernel // 2 - d) / kernel of its attention, so the ends and the window's own
-    tokens, whose attention is not the past's, are all that must be looked at.
+    A token `d` places from an end loses (kernel // 2 - d) / kernel of its attention. So only the ends are needed, and
+    the window's own tokens, whose attention is subtracted from 1 to get the past's.
     """
     place, seen, weights = o.places.noted(("near the ends", kernel), lambda: _near_the_ends(o.places, kernel))
     keys = o.keys.gather(2, place[..., None].expand(-1, -1, -1, o.keys.shape[3])).float()
@@ -183,8 +183,8 @@ def _spilled(o: Observation, log_sums: Tensor, kernel: int) -> Tensor:
 
 def _near_the_ends(places: Places, kernel: int) -> tuple[Tensor, Mask, Tensor]:
     """(slots near the past's ends and of the window [batch, kv_heads, slots]; which of them a query sees [batch,
-    kv_heads, 1, window, slots]; what of their attention is lost to the past, and how much is the window's own, [slots,
-    2])."""
+    kv_heads, 1, window, slots]; weights [slots, 2], the share of a slot's attention that pooling loses, and 1 for slots
+    of the window)."""
     starts, past = places.starts[..., None], places.last_before_window
     tokens, queries = places.positions.shape[2], places.query_positions.shape[1]
     step = torch.arange(kernel // 2, device=past.device)
@@ -199,7 +199,8 @@ def _near_the_ends(places: Places, kernel: int) -> tuple[Tensor, Mask, Tensor]:
 
 
 def _voters(o: Observation) -> Tensor:
-    """Bool [batch, kv_heads or 1, 1, window, tokens or 1]: queries with a say about a token (later ones say 0)."""
+    """Queries that count in a token's mean, bool [batch, kv_heads or 1, 1, window, tokens or 1]: all, with 0 for later
+    tokens, under `span_local` those of the token's span."""
     there = (o.query_positions >= 0)[:, None, None, :, None]
     if o.span_local:
         same = o.span(o.positions)[:, :, None, :] == o.span(o.query_positions)[:, None, :, None]
@@ -208,7 +209,7 @@ def _voters(o: Observation) -> Tensor:
 
 
 def _aggregated(x: Tensor, voters: Tensor, aggregate: str, gamma: float) -> Tensor:
-    """Over the window's queries: [batch, kv_heads, group, tokens]. Of "defensive" this is the first half, a max."""
+    """Aggregate over the window's queries: [batch, kv_heads, group, tokens]. For "defensive" this is only the max."""
     if aggregate == "sum":
         return x.sum(3)
     if aggregate in ("max", "defensive"):
@@ -221,18 +222,18 @@ def _aggregated(x: Tensor, voters: Tensor, aggregate: str, gamma: float) -> Tens
 
 
 def _variance(x: Tensor, mean: Tensor, voters: Tensor, n: Tensor) -> Tensor:
-    """Unbiased, over the queries that have a say; 0 where there is one."""
+    """The unbiased variance over the queries that count; 0 if there is only one."""
     return ((x - mean[..., None, :]).square_() * voters).sum(3) / (n - 1).clamp(min=1)
 
 
 def _no_less_than_mean(x: Scores, outside: Mask) -> Scores:
-    """No token but those `outside`, which are 0, is below the mean of its head's: DefensiveKV's prior."""
+    """Raise every score to at least its head's mean, DefensiveKV's prior; tokens `outside` are 0 and do not count."""
     mean = x.sum(-1, keepdim=True) / (~outside).sum(-1, keepdim=True).clamp(min=1)
     return torch.maximum(x, mean).masked_fill_(outside, 0.0)
 
 
 def _pooled(x: Tensor, outside: Mask, pool: str, kernel: int, rescale: bool = False) -> Tensor:
-    """Along tokens; those `outside` are 0 before (average) or absent (max), and 0 afterwards."""
+    """Pool along tokens. Tokens `outside` count as 0 in an average, are absent from a max, and are 0 afterwards."""
     if rescale:
         plain = _pooled(x, outside, pool, kernel)
         return plain * (x.sum(-1, keepdim=True) / plain.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny))
@@ -243,8 +244,7 @@ def _pooled(x: Tensor, outside: Mask, pool: str, kernel: int, rescale: bool = Fa
 
 
 def pooled(x: Tensor, pool: str, kernel: int) -> Tensor:
-    """Each with its `kernel` neighbours along the last axis: their average, where zeros beyond the ends count, or the
-    largest of them."""
+    """Pool over `kernel` neighbours along the last axis: their average, with zeros beyond the ends, or the largest."""
     ensure(Pool, pool=pool)
     ensure(Odd, kernel=kernel)
     if pool == "none":
@@ -254,7 +254,7 @@ def pooled(x: Tensor, pool: str, kernel: int) -> Tensor:
 
 
 def _grouped(x: Tensor, outside: Mask, pool: str, kernel: int, group: str, pool_at: str) -> Tensor:
-    """Over the query heads of a KV head, pooled before or after: [batch, kv_heads, tokens]."""
+    """Reduce over the query heads of a KV head, with pooling before or after: [batch, kv_heads, tokens]."""
     if pool_at == "head":
         x = _pooled(x, outside, pool, kernel)
     if group == "union":
@@ -322,9 +322,10 @@ def critical(
     """CriticalKV's two stages: the int(alpha * count) best of each head are exempt, protected tokens first; the rest is
     scored (s_j + eps) times the group's mean of ||v_j W_O||_1.
 
-    Returns (scores, exempt tokens). With each head's Ada-KV count it is Critical-AdaKV; there the public code also
-    exempts Ada-KV's floor, int(exempt_floor * budget) tokens, which counts in heads with less than floor / alpha of an
-    equal share. The public code's window is safe only while the first stage holds it; protected tokens always stay.
+    Returns (scores, exempt tokens). With Ada-KV's counts it is Critical-AdaKV. There the public code also exempts
+    Ada-KV's floor, int(exempt_floor * budget) tokens, which matters in heads with less than floor / alpha of an equal
+    share. In the public code the window is kept only if the first stage has room for it; here protected tokens always
+    stay.
     Source: CriticalKV (Feng et al. 2025), Algorithm 1; criticalkv_press.py of NVIDIA/kvpress@8bb29b9.
     """
     first = torch.maximum(counts.double() * alpha, counts.double().mean(1, keepdim=True) * exempt_floor)
@@ -339,10 +340,10 @@ def andpro(
 ) -> Scores:  # fmt: skip
     """s_j = sum over the window's queries of p_j <a, v_j>, mean over the group.
 
-    chunk > 0 is the public code: each row of p is max-pooled over all tokens; the anchor is not a but the sum of p v
-    over the droppable chunks of `chunk` tokens only (neither the first nor the last `window / chunk`, which stay); a
-    chunk's tokens share their sum. It ranks query heads jointly, here the group's max ranks KV heads. It also counts
-    kept chunks where the budget means tokens (128 tokens, window 32: 384 kept); here a budget is tokens. Where the
+    chunk > 0 follows the public code. Each row of p is max-pooled over all tokens. The anchor is not a but the sum of
+    p v over the droppable chunks of `chunk` tokens, all but the first and the last `window / chunk`, which stay. A
+    chunk's tokens share their sum. The public code ranks query heads jointly; here the group's max ranks KV heads. It
+    takes a budget of tokens for a number of chunks (128 tokens, window 32: 384 kept); here a budget is tokens. If the
     length is no multiple of `chunk`, the window that stays here holds up to chunk - 1 tokens more than its chunks do.
     Source: AnDPro (Geng et al. 2025), equation 15; snapkv_utils.py of MIRALab-USTC/LLM-AnDPro.
     """
@@ -354,7 +355,7 @@ def andpro(
 def _andpro_chunks(
     o: Observation, aggregate: str, pool: str, kernel: int, group: str, chunk: int, window: int
 ) -> Scores:
-    """AnDPro as its public code computes it: against the pull of the droppable chunks, which share their scores."""
+    """AnDPro as in its public code: the anchor comes from the droppable chunks, whose tokens share their score."""
     number, droppable = o.places.noted(("chunks", chunk, window), lambda: _chunks(o.alive, chunk, window))
     if o.backend == "triton":
         x = _pulled(o, droppable, aggregate, pool, kernel)
@@ -371,13 +372,13 @@ def _andpro_chunks(
 
 
 def _chunks(alive: Mask, chunk: int, window: int) -> tuple[Tensor, Mask]:
-    """(number of each token's chunk; the tokens of chunks that are neither the first nor the last of the window)."""
+    """(the number of each token's chunk; a mask of the tokens in droppable chunks)."""
     number = (alive.cumsum(-1) - 1).clamp(min=0) // chunk
     return number, alive & (number > 0) & (number <= number[..., -1:] + window // -chunk)
 
 
 def _pulled(o: Observation, droppable: Mask, aggregate: str, pool: str, kernel: int) -> Tensor:
-    """Its importance by kernels, aggregated over queries: [batch, kv_heads, group, tokens]."""
+    """`_andpro_chunks`' importance by kernels, aggregated over queries: [batch, kv_heads, group, tokens]."""
     from kvrepro_kernels import window_attention
 
     if pool == "average" or aggregate in ("mean_var", "defensive"):
@@ -386,7 +387,7 @@ def _pulled(o: Observation, droppable: Mask, aggregate: str, pool: str, kernel: 
     v = o.values * droppable[..., None]
     pull, log_sums = window_attention(
         o.queries, o.keys, v, scale=o.scaling, last=o.places.last_seen, starts=o.places.starts, **near
-    )  # over its own sum, not the row's
+    )  # normalised by the sum of the pooled row
     pull = (pull * (log_sums - o.attended[0]).exp()[..., None]).nan_to_num(0.0).to(pull)
     seen = replace(o, values=v, log_sums=o.attended[0], window_outputs=pull)
     return _kernel(seen, "anchor", aggregate, "none", pool_by="max", **near).unflatten(1, (-1, o.group))
@@ -415,9 +416,9 @@ def defensive_kv(
     """s_j = max(R_j, mean_i R_i) N_j, with R_j the largest pooled attention over queries and group, N_j the group's
     mean of ||v_j W_O||_1.
 
-    share: N as it is ("none"); over its sum over the layer's tokens and KV heads ("layer", Layer-DefensiveKV); over its
-    sum over the KV heads that hold the position ("heads", the public code of both). mass > 0: the tokens that hold the
-    first `mass` of attention, and the window, get the layer's largest score (`_first_mass`; needs the budget).
+    share: N unchanged ("none"), divided by its sum over the layer's tokens and KV heads ("layer", Layer-DefensiveKV),
+    or by its sum over the KV heads that hold the position ("heads", the public code of both). mass > 0: the tokens with
+    the first `mass` of attention, and the window, get the layer's largest score (`_first_mass`; needs the budget).
     Source: DefensiveKV, Algorithms 1 and 2; efficient_defensivekv_press.py and efficient_layer_defensivekv_press.py of
     FFY0/DefensiveKV@9251b95, whose further steps are over="past", rescale, share="heads" and mass=0.9.
     """
@@ -428,7 +429,7 @@ def defensive_kv(
 
 
 def _norm_over(o: Observation, share: str) -> Scores:
-    """N_j, or its part of the sum over the layer or over the KV heads that hold its position; dead slots are 0."""
+    """N_j, or its share of the sum over the layer or over the KV heads that hold its position; 0 in dead slots."""
     norm = o.mean_projected_norm.masked_fill(o.places.dead, 0.0)
     if share == "none":
         return norm
@@ -442,10 +443,10 @@ def _norm_over(o: Observation, share: str) -> Scores:
 
 
 def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) -> Scores:
-    """The largest score of the layer for the window, and for the tokens that fill the first `mass` - b of each head's
-    mean attention to the past, the one that crosses it excluded, at most budget - window of them.
+    """Scores in which the window gets the layer's largest score, and so do the tokens that fill the first `mass` - b of
+    each head's mean attention to the past: without the one that crosses it, and at most budget - window of them.
 
-    b is meant as the window's attention; the public code sums it after the window has been cut off, so it is the
+    b is meant as the window's attention. The public code sums it after the window has been cut off, so it is the
     attention on as many tokens before the window, mean over the layer's heads and queries. Only in the public code.
     """
     near, window_size, elsewhere = o.places.noted("first mass", lambda: _near_the_window(o.places))
@@ -460,8 +461,8 @@ def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) ->
 
 
 def _near_the_window(places: Places) -> tuple[Mask, Tensor, Mask]:
-    """(as many tokens before the window as it holds, or all; how many it holds [batch, kv_heads]; the tokens outside
-    the past, or none but the dead of a row that has no past: a prompt within the window)."""
+    """(a mask of as many tokens before the window as the window holds; the number that it holds [batch, kv_heads]; a
+    mask of the tokens outside the past, in a row without a past only of the dead slots)."""
     window_size = places.window.sum(-1)
     near = places.past & (places.past.flip(-1).cumsum(-1).flip(-1) <= window_size[..., None])
     among = places.past | ~places.past.any(2, keepdim=True).any(1, keepdim=True)

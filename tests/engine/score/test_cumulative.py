@@ -119,7 +119,7 @@ def test_tova_of_spans_asks_each_spans_last_token():
     scores = cumulative.tova(fair)[0, 0].double()
     expected = torch.zeros(12, dtype=torch.float64)
     for w, at, span in ((0, 4, slice(0, 5)), (1, 11, slice(5, 12))):
-        for h in range(4):  # over all that the query saw; what other spans got is dropped, not shared out
+        for h in range(4):  # over all that the query saw; attention to other spans is not renormalised
             logits = o.keys[0, h // 2, : at + 1].double() @ o.queries[0, h, w].double() * o.scaling
             expected[span] += logits.softmax(0)[span] / 4
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
@@ -127,14 +127,14 @@ def test_tova_of_spans_asks_each_spans_last_token():
 
 def page_bounds(q, keys, pages):
     """max over each page's box, in plain loops: q [dim], keys {page: list of keys}."""
-    found = {}
+    bounds = {}
     for page, members in pages.items():
         total = 0.0
         for d in range(len(q)):
             values = [float(keys[j][d]) for j in members]
             total += max(float(q[d]) * max(values), float(q[d]) * min(values))
-        found[page] = total
-    return found
+        bounds[page] = total
+    return bounds
 
 
 @pytest.mark.parametrize("group", ["max", "mean"])

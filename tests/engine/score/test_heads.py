@@ -25,11 +25,11 @@ def test_kv_zip_plus_transcription():
     for b in range(2):
         for g in range(2):
             for j in range(24):
-                found = []
+                products = []
                 for h in range(3 * g, 3 * g + 3):
                     projected = o.values[b, g, j].double() @ o.output[h].double()
-                    found.append(float(o.sums["reconstruction_per_norm"][b, h, j]) * float(projected.norm()))
-                assert float(scores[b, g, j]) == pytest.approx(max(found), rel=1e-5)
+                    products.append(float(o.sums["reconstruction_per_norm"][b, h, j]) * float(projected.norm()))
+                assert float(scores[b, g, j]) == pytest.approx(max(products), rel=1e-5)
 
 
 @pytest.mark.parametrize(("layer", "expected"), [(0, "all"), (1, "all"), (2, "budget")])

@@ -1,4 +1,4 @@
-"""Key scorers against float64 transcriptions in plain loops, and what rotation, blocks and rubbish must not change."""
+"""Key scorers against float64 transcriptions in plain loops, and independence of rotation, blocks and dead slots."""
 
 import math
 from dataclasses import replace
@@ -113,7 +113,7 @@ def test_protected_tokens_survive_all_blocks_and_shape_the_anchor():
     counts, protected = torch.full((2, 2), 10), o.alive & (o.alive.cumsum(-1) <= 4)
     scores, _ = keys.key_diff_blocks(o, keys.key_diff(o), counts, protected, block=3)
     kept = select(scores.masked_fill(~o.alive, -torch.inf), protected, counts)
-    assert (scores[kept] > -1.01).all()  # nothing that fell out on the way comes back
+    assert (scores[kept] > -1.01).all()  # a token that left in an earlier block does not return
     assert (kept & protected).sum() == protected.sum()
 
 
@@ -194,13 +194,13 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("scorer", [keys.k_norm, keys.key_diff, keys.likeness, keys.r_kv])
 def test_no_tensor_is_tokens_by_tokens(scorer):
-    found = []
+    elements = []
     for n in (512, 2048):
         o = observation(batch=1, kv_heads=1, group=1, tokens=n)
         with Largest() as seen:
             scorer(o)
-        found.append(seen.elements)
-    assert found[1] == 4 * found[0]
+        elements.append(seen.elements)
+    assert elements[1] == 4 * elements[0]
 
 
 @pytest.fixture
@@ -215,15 +215,15 @@ def calibrated(tmp_path):
 
 
 def tri_direct(o, path, horizon, speed):
-    """Keys turned back, then the paper's sum over frequencies and distances, float64."""
-    known = queries.load(path)
+    """Keys with their rotation undone, then the paper's sum over frequencies and distances, float64."""
+    statistics = queries.load(path)
     expected = torch.zeros(o.keys.shape[:3], dtype=torch.float64)
     half, m = DIM // 2, len(speed)
     for b, g, slots, k in each_head(o):
         per_head = []
         for r in range(o.group):
-            mean = known.mean[o.layer, g * o.group + r].to(torch.complex128)
-            length = known.length[o.layer, g * o.group + r].double()
+            mean = statistics.mean[o.layer, g * o.group + r].to(torch.complex128)
+            length = statistics.length[o.layer, g * o.group + r].double()
             raw = []
             for j, key in zip(slots, k, strict=True):
                 at = int(o.positions[b, g, j])

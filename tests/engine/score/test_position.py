@@ -40,8 +40,8 @@ def test_random_depends_on_seed_layer_head_and_position_only():
     o = observation(dead=4, gaps=6, seed=1)
     scores = position.random(o)
     assert torch.equal(scores, position.random(other_rubbish(o)))
-    one = replace(o, positions=o.positions[1:, :, 5:], keys=o.keys[1:, :, 5:])
-    assert torch.equal(position.random(one), scores[1:, :, 5:])
+    second_row = replace(o, positions=o.positions[1:, :, 5:], keys=o.keys[1:, :, 5:])
+    assert torch.equal(position.random(second_row), scores[1:, :, 5:])
     same = o.positions[0, 0, -1] == o.positions[1, 0, -1]
     assert same
     assert scores[0, 0, -1] == scores[1, 0, -1]  # an equal position in another row: an equal draw

@@ -42,8 +42,8 @@ def test_h2o_tells_small_masses_apart_beside_its_bonus():
 
 def test_snapkv_adds_the_peak_as_run_and_the_current_step_as_described():
     readings = {name: POLICIES["snapkv_simple"].reading(name) for name in ("as_run", "as_described")}
-    found = {name: float(call(score.snapkv, state(10), parameters=p)[0, 0, 0]) for name, p in readings.items()}
-    assert found == pytest.approx({"as_run": S + M, "as_described": S + A})
+    scores = {name: float(call(score.snapkv, state(10), parameters=p)[0, 0, 0]) for name, p in readings.items()}
+    assert scores == pytest.approx({"as_run": S + M, "as_described": S + A})
 
 
 def test_every_score_is_floating_with_a_head_axis():

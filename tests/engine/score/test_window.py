@@ -95,8 +95,8 @@ def check(o, got, transcription, rtol=3e-5):
         heads = [Head(o, b, h) for h in range(got.shape[1])]
         for h, (head, want) in enumerate(zip(heads, transcription(heads), strict=True)):
             want = torch.tensor(want, dtype=torch.float64)
-            found = got[b, h, head.slots].double()
-            torch.testing.assert_close(found, want, rtol=rtol, atol=1e-6 * want.abs().max().item() + 1e-12)
+            scores_of_head = got[b, h, head.slots].double()
+            torch.testing.assert_close(scores_of_head, want, rtol=rtol, atol=1e-6 * want.abs().max().item() + 1e-12)
 
 
 @pytest.mark.parametrize("shape", OBSERVED)
@@ -104,8 +104,8 @@ def test_snapkv_as_run(shape):
     o = seen_by(**shape)
 
     def score(head):
-        each = [past_only(head, average_pool, [mean(c) for c in columns(rows)], 5) for rows in head.p]
-        return [mean(c) for c in columns(each)]
+        by_query_head = [past_only(head, average_pool, [mean(c) for c in columns(rows)], 5) for rows in head.p]
+        return [mean(c) for c in columns(by_query_head)]
 
     check(o, window.snapkv(o), lambda heads: [score(head) for head in heads])
 
@@ -117,13 +117,13 @@ def test_snapkv_as_described_keeps_the_union_of_its_query_heads(shape):
     for b in range(2):
         for h in range(2):
             head = Head(o, b, h)
-            each = [past_only(head, max_pool, [sum(c) for c in columns(rows)], 7) for rows in head.p]
+            by_query_head = [past_only(head, max_pool, [sum(c) for c in columns(rows)], 7) for rows in head.p]
             past = [j for j in range(head.n) if head.past[j]]
-            lists = [sorted(past, key=lambda j, s=s: (-round(s[j], 7), -j)) for s in each]
-            found = {j: got[b, h, head.slots[j]].item() for j in past}
+            lists = [sorted(past, key=lambda j, s=s: (-round(s[j], 7), -j)) for s in by_query_head]
+            scores_by_token = {j: got[b, h, head.slots[j]].item() for j in past}
             for top in range(1, len(past) + 1):  # every head's best `top` score above all others
                 union = set().union(*[order[:top] for order in lists])
-                assert union == {j for j in past if found[j] > -top}
+                assert union == {j for j in past if scores_by_token[j] > -top}
 
 
 @pytest.mark.parametrize("shape", OBSERVED)
@@ -146,8 +146,8 @@ def test_cake(shape):
     o = seen_by(**shape)
 
     def score(head):
-        each = [[mean(c) + 200 * variance(c) for c in columns(rows)] for rows in head.p]
-        return [mean(c) for c in columns([past_only(head, average_pool, row, 5) for row in each])]
+        by_query_head = [[mean(c) + 200 * variance(c) for c in columns(rows)] for rows in head.p]
+        return [mean(c) for c in columns([past_only(head, average_pool, row, 5) for row in by_query_head])]
 
     check(o, window.cake(o), lambda heads: [score(head) for head in heads])
 
@@ -172,11 +172,11 @@ def test_andpro_as_described(shape):
     o = seen_by(**shape)
 
     def score(head):
-        each = [
+        by_query_head = [
             [sum(row[j] * dot(a, head.v[j]) for row, a in zip(rows, outs, strict=True)) for j in range(head.n)]
             for rows, outs in zip(head.p, head.a, strict=True)
         ]
-        return [mean(c) for c in columns(each)]
+        return [mean(c) for c in columns(by_query_head)]
 
     check(o, window.andpro(o), lambda heads: [score(head) for head in heads])
 
@@ -189,7 +189,7 @@ def test_andpro_as_run_sums_chunks_against_the_droppable_anchor(shape):
     def score(head):
         chunks = [list(range(c, min(c + size, head.n))) for c in range(0, head.n, size)]
         droppable = [0 < c < len(chunks) - math.ceil(w / size) for c in range(len(chunks))]
-        each = []
+        by_query_head = []
         for rows in head.p:
             total = [0.0] * len(chunks)
             for row in rows:
@@ -197,8 +197,8 @@ def test_andpro_as_run_sums_chunks_against_the_droppable_anchor(shape):
                 u = [[sum(p[j] * head.v[j][d] for j in chunk) for d in range(4)] for chunk in chunks]
                 anchor = [sum(x[d] for x, drop in zip(u, droppable, strict=True) if drop) for d in range(4)]
                 total = [s + dot(x, anchor) for s, x in zip(total, u, strict=True)]
-            each.append([total[j // size] if droppable[j // size] else 0.0 for j in range(head.n)])
-        return [max(c) for c in columns(each)]
+            by_query_head.append([total[j // size] if droppable[j // size] else 0.0 for j in range(head.n)])
+        return [max(c) for c in columns(by_query_head)]
 
     check(
         o,
@@ -403,7 +403,7 @@ def test_a_batch_is_its_rows(name):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that was made."""
+    """Elements of the largest tensor that any operation returned."""
 
     size = 0
 
@@ -446,7 +446,7 @@ def test_defensive_keeps_what_a_single_query_of_a_single_head_wants():
     scores = {a: window.windowed(o, p, a) for a in ("mean", "defensive")}
     assert scores["mean"][0, 0, 15] < scores["mean"][0, 0, 7]
     assert scores["defensive"][0, 0, 15] > scores["defensive"][0, 0, 7]
-    floor = scores["defensive"][0, 0, 20]  # never looked at: the prior
+    floor = scores["defensive"][0, 0, 20]  # gets no attention: the prior
     assert floor.item() == pytest.approx((5 * 0.1 + 0.9) / 22)
 
 

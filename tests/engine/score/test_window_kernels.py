@@ -35,7 +35,7 @@ def seen_by(kind):
 
 
 def known(o):
-    """The same as a prompt's forward pass shows it."""
+    """The observation with the log-sum-exp and outputs of a prompt's forward pass."""
     logits = torch.einsum("bgrwd,bgnd->bgrwn", o.queries.unflatten(1, (2, -1)), o.keys) * o.scaling
     lse = logits.masked_fill(~o.visible[:, :, None], -torch.inf).logsumexp(-1).flatten(1, 2)
     return replace(o, log_sums=lse, window_outputs=o.outputs.flatten(1, 2))

@@ -9,20 +9,20 @@ def _order(
     scores, firm, keys, problems, count, tokens, step, FIRM: tl.constexpr, PROBLEMS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Store a row's scores as integers in the same order, firm tokens' as inf; and the row's `problems`."""
-    strange = tl.zeros((), tl.int32)
+    nan_count = tl.zeros((), tl.int32)
     held = tl.zeros((), tl.int32)
     for at in range(0, tokens, BLOCK):
         valid = at + step < tokens
         x = tl.load(scores + at + step, mask=valid, other=0.0) + 0.0  # [T], with one zero
         if FIRM:
             is_firm = (tl.load(firm + at + step, mask=valid, other=0) != 0) & (x != float("-inf"))
-            strange += tl.sum((x != x).to(tl.int32), 0)
+            nan_count += tl.sum((x != x).to(tl.int32), 0)
             held += tl.sum(is_firm.to(tl.int32), 0)
             x = tl.where(is_firm, float("inf"), x)
         bits = x.to(tl.int32, bitcast=True)
         tl.store(keys + at + step, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), mask=valid)
     if PROBLEMS:
-        tl.store(problems, strange)
+        tl.store(problems, nan_count)
         tl.store(problems + 1, tl.maximum(held - count, 0).to(tl.int32))
         tl.store(problems + 2, held)
     tl.debug_barrier()

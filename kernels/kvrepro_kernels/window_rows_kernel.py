@@ -18,9 +18,9 @@ def load_rows(
     t = row % WINDOW
     is_query = (g < group) & (t < window) & (t >= window - present)
     log_sum = tl.load(lse + g * lse_head + t * lse_row, mask=is_query, other=float("inf")) * 1.4426950408889634  # [R]
-    there = is_query & (tl.abs(log_sum) < float("inf"))
-    log_sum = tl.where(there, log_sum, float("inf"))
-    read = there[:, None] & (dim[None, :] < DIM)
+    finite = is_query & (tl.abs(log_sum) < float("inf"))
+    log_sum = tl.where(finite, log_sum, float("inf"))
+    read = finite[:, None] & (dim[None, :] < DIM)
     q = tl.load(query + (g * query_head + t * query_row)[:, None] + dim[None, :], mask=read, other=0.0)  # [R, D]
     a = q
     if READ_A:

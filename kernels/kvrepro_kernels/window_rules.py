@@ -24,9 +24,9 @@ def window_scores_reference(
     kv_heads, tokens = keys.shape[1:3]
     q, a = (x.unflatten(1, (kv_heads, -1)) for x in (query, outputs))  # [batch, kv_heads, group, window, dim]
     log_sum = lse.unflatten(1, (kv_heads, -1)).unsqueeze(-1)
-    there = log_sum.isfinite()
-    a = torch.where(there, a, 0.0)
-    seen = visible_keys(tokens, last, starts) & there
+    finite = log_sum.isfinite()
+    a = torch.where(finite, a, 0.0)
+    seen = visible_keys(tokens, last, starts) & finite
     p = torch.exp(scale * torch.einsum("bgrtd,bgjd->bgrtj", q, keys) - log_sum)
     if pool > 1:
         around = torch.nn.functional.pad(torch.where(seen, p, 0.0), (pool // 2, pool // 2)).unfold(-1, pool, 1)

@@ -38,17 +38,17 @@ class Softmax:
     sinks: Tensor | None = None  # [heads]: a further logit, whose probability goes to no token. Source: GPT-OSS
 
 
-def scaled(products: Tensor, how: float | Softmax) -> Tensor:
+def scaled(products: Tensor, rule: float | Softmax) -> Tensor:
     """Logits of products q.k, in place."""
-    if not isinstance(how, Softmax):
-        return products.mul_(how)
-    logits = products.mul_(how.scaling)
-    return logits if how.softcap is None else logits.div_(how.softcap).tanh_().mul_(how.softcap)
+    if not isinstance(rule, Softmax):
+        return products.mul_(rule)
+    logits = products.mul_(rule.scaling)
+    return logits if rule.softcap is None else logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
 
 
-def softmax(logits: Tensor, how: float | Softmax | None = None) -> Tensor:
+def softmax(logits: Tensor, rule: float | Softmax | None = None) -> Tensor:
     """p, float32 like `logits` [batch, kv_heads, group, queries, tokens]."""
-    sinks = how.sinks if isinstance(how, Softmax) else None
+    sinks = rule.sinks if isinstance(rule, Softmax) else None
     if sinks is None:
         return torch.softmax(logits, -1, dtype=torch.float32)
     sinks = sinks.to(logits).view(1, *logits.shape[1:3], 1, 1).expand(*logits.shape[:-1], 1)
@@ -59,13 +59,13 @@ def _attention(
     module: Any, query: Query, key: KeyValue, value: KeyValue, attention_mask: Any, *, scaling: float,
     kvrepro: Any = None, sliding_window: int | None = None, **extra: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    who = kvrepro or _attending.get()
-    if who is None:
+    attending = kvrepro or _attending.get()
+    if attending is None:
         raise RuntimeError('attention "kvrepro" needs model(..., kvrepro=<who attends>); see kvrepro.engine.attention')
     softcap, sinks = extra.get("softcap"), extra.get("s_aux")
-    how = scaling if softcap is None and sinks is None else Softmax(scaling, softcap, sinks)
+    rule = scaling if softcap is None and sinks is None else Softmax(scaling, softcap, sinks)
     window = {} if sliding_window is None else {"sliding": sliding_window}
-    return who.attend(module.layer_idx, query, key, value, how, **window), None
+    return attending.attend(module.layer_idx, query, key, value, rule, **window), None
 
 
 AttentionInterface.register("kvrepro", _attention)
@@ -99,11 +99,11 @@ def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 @torch.inference_mode()
-def read_once(model: PreTrainedModel, ids: Sequence[int], who: Any) -> None:
-    """Run `model` on one prompt while `who` attends, and keep nothing."""
+def read_once(model: PreTrainedModel, ids: Sequence[int], attending: Any) -> None:
+    """Run `model` on one prompt while the object `attending` computes its attention; no cache is kept."""
     with installed(model):
         tokens = torch.tensor([list(ids)], device=model.device)
-        model(input_ids=tokens, logits_to_keep=1, use_cache=False, kvrepro=who)
+        model(input_ids=tokens, logits_to_keep=1, use_cache=False, kvrepro=attending)
 
 
 @contextmanager
@@ -184,8 +184,8 @@ def per_token(name: str, p: Probabilities, at: WindowPositions, where: Positions
     """
     query = at[:, None, None, :, None]
     if name != "low":
-        there = (at >= 0).to(p)[:, None, None, None]
-        return (there @ p)[:, :, :, 0].mean(2)
+        real = (at >= 0).to(p)[:, None, None, None]
+        return (real @ p)[:, :, :, 0].mean(2)
     tokens = where[:, :, None, None]
     sees = (tokens >= 0) & (tokens <= query) & (query > newest[:, None, None, None, None] - LOW_QUERIES) & (query >= 0)
     low = (p < 1.0 / (query + 1).clamp(min=1)) & sees

@@ -70,8 +70,8 @@ def obstacles(model: PreTrainedModel, ids: Sequence[int], conditions: Sequence[C
     facts = ModelFacts.of(model)
     reasons = [obstacle(model, c, facts) for c in conditions]
     disagreements = _probed.setdefault(model, {})
-    free = {_method(c): c for c, why in zip(conditions, reasons, strict=True) if why is None}
-    if fresh := [c for method, c in free.items() if method not in disagreements]:
+    undecided = {_method(c): c for c, why in zip(conditions, reasons, strict=True) if why is None}
+    if fresh := [c for method, c in undecided.items() if method not in disagreements]:
         disagreements |= compared(model, ids[:PROBE], fresh)
     return [disagreements[_method(c)] if why is None else why for c, why in zip(conditions, reasons, strict=True)]
 
@@ -161,8 +161,8 @@ class Probe:
         wanted = _best_half(job, Observation.together(plain))
         shares = []
         for observations in (with_ends, without) if job.window else (with_ends,):
-            both = _best_half(job, Observation.together(observations)) & wanted
-            shares.append(both.flatten(1).sum(1) / wanted.flatten(1).sum(1))
+            in_both = _best_half(job, Observation.together(observations)) & wanted
+            shares.append(in_both.flatten(1).sum(1) / wanted.flatten(1).sum(1))
         return float(torch.stack(shares).amin())
 
 

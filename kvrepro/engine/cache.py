@@ -342,9 +342,9 @@ class RaggedLayer:
             return copy.copy(self)  # packed tensors never change in place
         rows = rows.to(self.positions.device)
         place, positions = (x[rows] for x in self._places())
-        there = positions >= 0
+        exists = positions >= 0
         return RaggedLayer(
-            **self._taken(place[there]), positions=positions[there].int(), offsets=_offsets(there.sum(-1)),
+            **self._taken(place[exists]), positions=positions[exists].int(), offsets=_offsets(exists.sum(-1)),
             shape=(len(rows), self.shape[1]), queries=None if self.queries is None else self.queries[rows],
             query_positions=None if self.query_positions is None else self.query_positions[rows],
         )  # fmt: skip
@@ -449,7 +449,7 @@ def together(caches: list[EngineCache]) -> EngineCache:
     whole = copy.copy(caches[0])
     whole.ragged = {n: concatenated([cache.ragged.pop(n) for cache in caches]) for n in list(caches[0].ragged)}
     layers = zip(*(cache.layers for cache in caches), strict=True)
-    whole.layers = [_states(alike, lambda *states: torch.cat(states)) for alike in layers]
+    whole.layers = [_states(same_layers, lambda *states: torch.cat(states)) for same_layers in layers]
     return whole
 
 

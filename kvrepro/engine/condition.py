@@ -23,8 +23,8 @@ class Prompt:
             raise InputError(f"prompt {''.join(self.ids)[:40]!r} is text: give token ids, tokenizer.encode(...)")  # type: ignore[arg-type]
         for name, where in [*self.spans.items(), *((name, [at]) for name, at in self.turns.items())]:
             if where and not 0 <= min(where) <= max(where) < len(self.ids):
-                strange = min(where) if min(where) < 0 else max(where)
-                raise InputError(f"{name} at position {strange} of a prompt of {len(self.ids)} tokens: mark it anew")
+                outside = min(where) if min(where) < 0 else max(where)
+                raise InputError(f"{name} at position {outside} of a prompt of {len(self.ids)} tokens: mark it anew")
 
 
 @dataclass(frozen=True)

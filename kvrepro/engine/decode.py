@@ -222,8 +222,8 @@ def _read_rest(call: Call, rows: Rows, window: int) -> None:
     logits = call.forward(
         ids, positions, rows.cache, Extend(rows.cache, positions, window, slides=bool(call.facts.sliding))
     )
-    there = torch.tensor([bool(r) for r in rest], device=call.device)
-    rows.logits = torch.where(there[:, None], logits, rows.logits)
+    has_rest = torch.tensor([bool(r) for r in rest], device=call.device)
+    rows.logits = torch.where(has_rest[:, None], logits, rows.logits)
     rows.seen = rows.seen + torch.tensor([len(r) for r in rest], device=call.device)
     if bool((positions < 0).any()):
         for layer in rows.cache.ragged.values():  # drops the padding, which takes memory

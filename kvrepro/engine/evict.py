@@ -218,8 +218,8 @@ class EvictionJob:
     def same_count(self, tokens: int) -> int | None:
         """The number that every head of every row keeps of `tokens`, if it is known before the tokens are scored."""
         c, p = self.condition, self.policy
-        plain = p.allocate is allocate.uniform and p.refine is None and c.fair is None and c.execution == "physical"
-        if not plain or len(set(self.budgets)) > 1 or self.budgets[0] > tokens:
+        simple = p.allocate is allocate.uniform and p.refine is None and c.fair is None and c.execution == "physical"
+        if not simple or len(set(self.budgets)) > 1 or self.budgets[0] > tokens:
             return None
         return self.budgets[0]
 
@@ -305,14 +305,14 @@ def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
     """(tokens that the conditions protect; those together with the method's own recent tokens and sinks), both `[batch,
     kv_heads, tokens]`. They do not depend on scores, so layers that share their places share the result."""
     if o.of and o.of[0].same_places(o.of):
-        by_conditions, both = protected_by(job, o.of[0])
-        return by_conditions.repeat(o.count, 1, 1), both.repeat(o.count, 1, 1)
+        by_conditions, by_either = protected_by(job, o.of[0])
+        return by_conditions.repeat(o.count, 1, 1), by_either.repeat(o.count, 1, 1)
     if job.protected is None or job.protected[0] is not o.places:
         by_conditions = guards(job, o).expand(o.positions.shape)
         newest = job.parameters.get("recent", 0)
         recent = o.places.window if o.span_local and newest else guard.recent(o, newest)
-        both = (by_conditions | recent | guard.sinks(o, job.parameters.get("sinks", 0))) & o.alive
-        job.protected = o.places, by_conditions, both
+        by_either = (by_conditions | recent | guard.sinks(o, job.parameters.get("sinks", 0))) & o.alive
+        job.protected = o.places, by_conditions, by_either
     return job.protected[1:]
 
 

@@ -173,10 +173,10 @@ def _first(call: Call, rows: Rows) -> Steps:
 
 def _read(call: Call, ends: list[int]) -> Rows:
     """The prompts' rows after their first eviction; equally long compressed parts share a pass without padding."""
-    alike: dict[int, list[int]] = {}
+    members_by_end: dict[int, list[int]] = {}
     for i, end in enumerate(ends):
-        alike.setdefault(end, []).append(i)
-    rows = joined([rows for members in alike.values() for rows in read(call, members, [0])])
+        members_by_end.setdefault(end, []).append(i)
+    rows = joined([rows for members in members_by_end.values() for rows in read(call, members, [0])])
     order = [rows.tags.index((i, 0)) for i in range(len(call.texts))]
     return rows if order == sorted(order) else rows.take(order)
 
@@ -184,13 +184,13 @@ def _read(call: Call, ends: list[int]) -> Rows:
 def _unpadded(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:
     """The prompts of a batch [batch, tokens] without their padding. Raises InputError for padding that is not on the
     left, and for positions that do not count from each prompt's first token."""
-    there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    if bool((there[:, :-1] & ~there[:, 1:]).any()):
+    real_tokens = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    if bool((real_tokens[:, :-1] & ~real_tokens[:, 1:]).any()):
         raise InputError("attention_mask hides tokens after a prompt's first: pad on the left (tokenizer.padding_side)")
-    counted = there.cumsum(1) - 1
-    if positions is not None and bool((positions != counted)[there].any()):
+    counted = real_tokens.cumsum(1) - 1
+    if positions is not None and bool((positions != counted)[real_tokens].any()):
         raise InputError("position_ids do not count from each prompt's first token: leave them out")
-    return [row[real].tolist() for row, real in zip(ids, there, strict=True)]
+    return [row[real].tolist() for row, real in zip(ids, real_tokens, strict=True)]
 
 
 @contextmanager
@@ -221,9 +221,9 @@ def _served(model: PreTrainedModel, begin: Callable[[list[list[int]], int], tupl
 def _ensure_served(config: Any, given: dict[str, Any], mode: Any, usual: str | None) -> None:
     """Raise InputError for options of `generate` that an evicted cache does not support."""
     nothing = {name for name, value in given.items() if value is None or value is False or value == {}}
-    strange = given.keys() - nothing - SERVED
-    if strange:
-        raise InputError(f"{', '.join(sorted(strange))} inside evicting(...): give input_ids and attention_mask alone")
+    extra = given.keys() - nothing - SERVED
+    if extra:
+        raise InputError(f"{', '.join(sorted(extra))} inside evicting(...): give input_ids and attention_mask alone")
     if mode not in MODES:
         raise InputError(f"{mode.replace('_', ' ')} inside evicting(...): take greedy search or sampling, num_beams=1")
     refused = {

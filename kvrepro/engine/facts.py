@@ -37,8 +37,8 @@ class ModelFacts:
     def observe(self, layer: int, keys: Tensor, seeds: Sequence[int] | Tensor, **fields: Any) -> Observation:
         """An observation of an evictable layer. fields: those of `Observation` that the model does not determine."""
         frequencies = self.inverse_frequencies.get(layer)
-        if isinstance(how := fields["scaling"], Softmax):
-            fields |= {"scaling": how.scaling, "softmax": how}
+        if isinstance(rule := fields["scaling"], Softmax):
+            fields |= {"scaling": rule.scaling, "softmax": rule}
         return Observation(
             layer=self.evictable.index(layer), layers=len(self.evictable), keys=keys, output=self.outputs[layer],
             inverse_frequencies=None if frequencies is None else frequencies.to(keys.device),
@@ -83,7 +83,7 @@ def check_family(model: PreTrainedModel) -> dict[int, Module]:
     holding = [n for n, kind in enumerate(types) if kind in HOLDING]
     unknown, shared = sorted(set(types) - HOLDING - RECURRENT), getattr(config, "num_kv_shared_layers", 0)
     outputs = [getattr(_outputs(module)[0], "weight", None) for module in modules.values()]
-    plain = all(w is not None and w.is_floating_point() and w.dim() == 2 and w.itemsize > 1 for w in outputs)
+    unquantised = all(w is not None and w.is_floating_point() and w.dim() == 2 and w.itemsize > 1 for w in outputs)
     reasons = {
         "transformers does not let others compute its attention": not model._can_set_attn_implementation(),
         f"layers of type {', '.join(unknown)} are unknown here": unknown,
@@ -92,7 +92,7 @@ def check_family(model: PreTrainedModel) -> dict[int, Module]:
         "it cannot go on reading where it stopped": config.model_type in FORGETTING,
         "no layer holds keys and values": not holding,
         f"{len(holding)} layers hold tokens, {len(modules)} of them keys and values per head": list(modules) != holding,
-        "its weights are quantised": not plain,
+        "its weights are quantised": not unquantised,
     }
     if why := next((reason for reason, holds in reasons.items() if holds), None):
         raise InputError(f"cannot evict from a {config.model_type} model: {why}; take a family of data/families.csv")

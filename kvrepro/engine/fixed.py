@@ -142,9 +142,9 @@ class FixedLayer:
         tail = (self.tail_keys, self.tail_values, self.tail_positions[:, None].expand(*self.shape, -1))
         index = place.clamp(min=0)[:, None].expand(*self.shape, -1)
         for tensor, old, new in zip((self.keys, self.values, self.positions), self._flat(), tail, strict=True):
-            both = torch.cat([old, new.to(old.dtype)], 2)
-            at = index if both.dim() == 3 else index[..., None].expand(*index.shape, both.shape[3])
-            tensor.copy_(both.gather(2, at).flatten(0, 2))
+            whole = torch.cat([old, new.to(old.dtype)], 2)
+            at = index if whole.dim() == 3 else index[..., None].expand(*index.shape, whole.shape[3])
+            tensor.copy_(whole.gather(2, at).flatten(0, 2))
         self.positions.masked_fill_((place < 0)[:, None].expand(*self.shape, -1).flatten(), -1)
         self.tail_positions.fill_(-1)
 

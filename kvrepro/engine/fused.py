@@ -73,14 +73,14 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 def _rotated(
-    plain: Callable[..., tuple[Tensor, Tensor]], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *how: Any
+    plain: Callable[..., tuple[Tensor, Tensor]], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any
 ) -> tuple[Tensor, Tensor]:
     """The rotation by the kernel, or by the `plain` function in a thread without kernels and where only a part of a row
     is rotated, the precisions differ or further arguments are given."""
     from kvrepro_kernels import rotary
 
-    if how or cos.shape[-1] != query.shape[-1] or cos.dtype != query.dtype or not _by_kernel.get():
-        return plain(query, key, cos, sin, *how)
+    if more or cos.shape[-1] != query.shape[-1] or cos.dtype != query.dtype or not _by_kernel.get():
+        return plain(query, key, cos, sin, *more)
     return rotary(query, key, cos, sin)
 
 

@@ -68,9 +68,9 @@ def generate(
     _check_call(prompts, batch_rows, prompt_rows, errors)
     texts = [p if isinstance(p, Prompt) else Prompt(list(p), {}) for p in prompts]
     _, wanted = _columns(conditions, len(texts))
-    how = {"measure_peak": measure_peak, "kept_sets": kept_sets, "isolate": errors == "return"}
+    options = {"measure_peak": measure_peak, "kept_sets": kept_sets, "isolate": errors == "return"}
     answers: dict[Tag, Generation | Exception] = {}
-    for call, columns in calls(model, texts, conditions, new, repeat, backend, seed=seed, **how):
+    for call, columns in calls(model, texts, conditions, new, repeat, backend, seed=seed, **options):
         place = {j: column for column, j in enumerate(columns)}
         columns_by_prompt = [[place[j] for j in asked_columns if j in place] for asked_columns in wanted]
         finished = _answers(call, columns_by_prompt, prompt_rows, batch_rows, stop_ids)
@@ -80,10 +80,10 @@ def generate(
 
 def calls(
     model: PreTrainedModel, texts: list[Prompt], conditions: Conditions, new: list[int], repeat: Sequence[int],
-    backend: str | Mapping[Condition, str], **how: Any,
+    backend: str | Mapping[Condition, str], **options: Any,
 ) -> list[tuple[Call, list[int]]]:  # fmt: skip
     """Split the work of `generate` into calls with one backend and one view of the model each, with the numbers of
-    their conditions. how: more fields of `Call`. Raises InputError for wrong input before anything is computed."""
+    their conditions. options: more fields of `Call`. Raises InputError for wrong input before anything is computed."""
     for text, most_new in zip(texts, new, strict=True):
         check_prompt(model, text.ids, most_new)
     facts = ModelFacts.of(model)
@@ -92,7 +92,7 @@ def calls(
     backends = _backends(model, facts, texts, every, backend)
     _check_repeat(every, repeat)
     return [
-        (Call(model, texts, [every[j] for j in columns], new, facts, list(repeat), backend=name, **how), columns)
+        (Call(model, texts, [every[j] for j in columns], new, facts, list(repeat), backend=name, **options), columns)
         for facts, name, columns in _views(model, facts, every, backends)
     ]
 
@@ -225,9 +225,9 @@ def _rows(
     tokens = math.inf if prompt_rows else PASS_TOKENS
     lengths = [len(text.ids) for text in call.texts]
     for block in blocks(range(len(wanted)), lengths, together, tokens):
-        for alike, shared_columns in asked_together(block, wanted):
-            for columns in groups(call, alike, shared_columns):
-                for members, part in fitting(call, alike, columns, room / 2):
+        for sharing, shared_columns in asked_together(block, wanted):
+            for columns in groups(call, sharing, shared_columns):
+                for members, part in fitting(call, sharing, columns, room / 2):
                     rows_read: list[Rows] = []
                     with _short_of_memory(call, itertools.product(members, part)):
                         rows_read = read(call, members, part)
@@ -314,8 +314,8 @@ def check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: 
     if n < 2:
         raise InputError(f"prompt of {n} tokens < 2: give a text to continue")
     if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-        strange = min(prompt) if min(prompt) < 0 else max(prompt)
-        raise InputError(f"token id {strange} outside the model's vocabulary of {config.vocab_size}: other tokenizer?")
+        outside = min(prompt) if min(prompt) < 0 else max(prompt)
+        raise InputError(f"token id {outside} outside the model's vocabulary of {config.vocab_size}: other tokenizer?")
     most = getattr(config, "max_position_embeddings", None)  # some families have no end
     if most is not None and n + max_new_tokens > most:
         raise InputError(f"{n} prompt + {max_new_tokens} new tokens > the model's {most} positions: shorten one")

@@ -200,8 +200,11 @@ def _passes(call: Call, members: list[int], ends: list[int], columns: list[int])
     chunked = isinstance(call.conditions[columns[0]].regime, Chunked)
     repeated = any(policy.repeated for j in columns if (policy := call.evictor(j)) is not None)
     if chunked or repeated:  # neither a chunk nor a repetition is padded
-        alike = {end: [i for i, e in zip(members, ends, strict=True) if e == end] for end in ends}
-        return [row for end, same_end in alike.items() for row in _pass(call, same_end, [end] * len(same_end), columns)]
+        rows = []
+        for end in dict.fromkeys(ends):
+            same_end = [i for i, e in zip(members, ends, strict=True) if e == end]
+            rows += _pass(call, same_end, [end] * len(same_end), columns)
+        return rows
     rows = _pass(call, members, ends, columns)
     failed = [j for j in columns if len(members) > 1 and (members[0], j) in call.failed]
     for i, end in zip(members, ends, strict=True) if failed else ():
@@ -381,5 +384,5 @@ def _chunk_budget(job: EvictionJob, facts: ModelFacts, seen: int, last: bool) ->
 
 def check_shared(model: PreTrainedModel) -> None:
     """Raise InputError for a model in which one set of tokens cannot serve all layers."""
-    if others := ", ".join(sorted(set(layer_types(model.config.get_text_config())) - ATTENDING)):
-        raise InputError(f"layers of type {others} hold no tokens to evict: use an attention-only model")
+    if unsuitable := ", ".join(sorted(set(layer_types(model.config.get_text_config())) - ATTENDING)):
+        raise InputError(f"layers of type {unsuitable} hold no tokens to evict: use an attention-only model")

@@ -38,8 +38,8 @@ class Places:
 
     def repeated(self, n: int) -> "Places":
         """The places of `n` layers that hold the same tokens, one layer's rows after the other's."""
-        alike = self.positions.stride(1) == 0  # all heads hold the same tokens
-        where = self.positions[:, :1] if alike else self.positions
+        same_in_heads = self.positions.stride(1) == 0  # all heads hold the same tokens
+        where = self.positions[:, :1] if same_in_heads else self.positions
         positions = where.repeat(n, 1, 1).expand(-1, self.positions.shape[1], -1)
         return replace(self, positions=positions, query_positions=self.query_positions.repeat(n, 1))
 
@@ -94,8 +94,8 @@ class Places:
     @cached_property
     def _first_query(self) -> Tensor:
         """Position of the window's first query, int64 [batch, 1]."""
-        there = self.query_positions >= 0
-        return self.query_positions.masked_fill(~there, torch.iinfo(torch.long).max).amin(1, keepdim=True)
+        real = self.query_positions >= 0
+        return self.query_positions.masked_fill(~real, torch.iinfo(torch.long).max).amin(1, keepdim=True)
 
     @cached_property
     def present(self) -> RowInts:

@@ -426,7 +426,7 @@ def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: 
         apart = {at for at in whitelist if seen == tokens and first <= seen + at < seen - last}
         needed = first + last + len(apart)
         parts = {"prefix": prefix, "suffix": suffix, "sinks": sinks, "recent": recent, "whitelist": len(apart)}
-        named = [f"{many} {name}" for name, many in parts.items() if many]
+        named = [f"{count} {name}" for name, count in parts.items() if count]
         if budget < (min(needed, seen) if at_once else needed):  # later evictions also protect tokens yet to come
             problem = f"budget {budget} < {needed} protected tokens ({' + '.join(named)})"
             after = "" if seen == tokens else f" after the first chunk of {seen}"

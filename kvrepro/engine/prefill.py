@@ -312,8 +312,8 @@ class PrefillState:
         with ensured_later(self.kernels) as doubts:
             chosen = across(job)
         job.doubts += doubts
-        alike = len({(stays.shape, stays.device) for stays in chosen.values()}) == 1
-        together = self._places_in(job, chosen) if alike and job.condition.execution == "physical" else None
+        one_shape = len({(stays.shape, stays.device) for stays in chosen.values()}) == 1
+        together = self._places_in(job, chosen) if one_shape and job.condition.execution == "physical" else None
         self.settle(job)
         for layer, stays in chosen.items() if job.error is None else ():
             o = job.pending[layer].observation
@@ -338,7 +338,7 @@ class PrefillState:
     def _choose_for_all_layers(self, width: int) -> None:
         """`SharedCap`: the state after the prompt, and the first reduction where it comes at step 0."""
         states: dict[tuple[Reduction, int], Signals] = {}
-        alike: dict[int, list[tuple[EvictionJob, Tensor]]] = {}
+        jobs_by_count: dict[int, list[tuple[EvictionJob, Tensor]]] = {}
         for job, reduction in self.shared:
             state = reduction, job.first_step
             if state not in states:
@@ -351,12 +351,12 @@ class PrefillState:
                     if not self.padded and job.condition.execution == "physical":
                         place = _alike(signals.held.any(1))
                 if place is not None:
-                    alike.setdefault(place.shape[1], []).append((job, place))
+                    jobs_by_count.setdefault(place.shape[1], []).append((job, place))
                     continue
                 for layer, pending in job.pending.items():
                     o = pending.observation
                     self._store(job, layer, o, signals.held_at(o.positions, by_any=True))
-        for group in alike.values():
+        for group in jobs_by_count.values():
             _gather(group)
         for job, _ in self.shared:
             job.pending.clear()
@@ -368,8 +368,8 @@ def _gather(jobs: list[tuple[EvictionJob, Tensor]]) -> None:
     for layer, pending in jobs[0][0].pending.items():
         o = pending.observation
         index = places.to(o.keys.device).expand(-1, -1, o.keys.shape[1], -1)
-        wide = index[..., None].expand(*index.shape, o.keys.shape[3])
-        keys, values = (x.expand(len(jobs), *x.shape).gather(3, wide) for x in (o.keys, o.values))
+        wide_index = index[..., None].expand(*index.shape, o.keys.shape[3])
+        keys, values = (x.expand(len(jobs), *x.shape).gather(3, wide_index) for x in (o.keys, o.values))
         where = o.positions.expand(len(jobs), *o.positions.shape).gather(3, index).int()
         for number, (job, _) in enumerate(jobs):
             job.layers[layer] = RaggedLayer.even(keys[number], values[number], where[number], {})

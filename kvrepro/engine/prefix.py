@@ -84,8 +84,8 @@ class Prefix:
         n, batch, device = len(self.ids), len(call.texts), call.device
         for text in call.texts:
             if text.ids[:n] != self.ids:
-                same = next((at for at, (a, b) in enumerate(zip(text.ids, self.ids, strict=False)) if a != b), None)
-                where = f"ends after {len(text.ids)}" if same is None else f"differs at token {same}"
+                differs = next((at for at, (a, b) in enumerate(zip(text.ids, self.ids, strict=False)) if a != b), None)
+                where = f"ends after {len(text.ids)}" if differs is None else f"differs at token {differs}"
                 way_out = "begin with the prefix, unchanged, and let it end where a word does, before the blank"
                 raise InputError(f"the prompt {where} of the prefix's {n} tokens: {way_out}")
         longest = max(len(text.ids) for text in call.texts) + call.max_new_tokens - 1

@@ -139,8 +139,8 @@ def h2o(o: Observation, extended: bool = True) -> Scores:
     the same number: without `extended` the sum is `sums["marked_mass"]`, where positions in no span see all and are
     seen by all.
     """
-    there = torch.arange(o.numbered.shape[1], device=o.numbered.device) < o.seen[:, None]
-    span_queries = torch.nn.functional.one_hot(o.numbered) * there[..., None]
+    real = torch.arange(o.numbered.shape[1], device=o.numbered.device) < o.seen[:, None]
+    span_queries = torch.nn.functional.one_hot(o.numbered) * real[..., None]
     later = span_queries.flip(1).cumsum(1).flip(1)  # [batch, seen, spans], itself included
     where = o.positions.flatten(1).clamp(0, o.numbered.shape[1] - 1)
     eligible = later.gather(2, o.numbered[..., None])[..., 0].gather(1, where).view_as(o.positions)

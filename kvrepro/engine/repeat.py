@@ -88,8 +88,8 @@ class _Repeat:
             first = max(0, self.request_length - queries.start)
             seen = p[:, :, :, first:, :n]
             if seen.shape[3]:
-                there = real[:, queries.start + first - self.request_length : queries.stop - self.request_length]
-                seen = seen * there[:, None, None, :, None]
+                real_queries = real[:, queries.start + first - self.request_length : queries.stop - self.request_length]
+                seen = seen * real_queries[:, None, None, :, None]
                 for name in REPEATED & o.sums.keys():
                     if name == "reconstruction":
                         largest = seen.amax((2, 3))

@@ -178,10 +178,10 @@ def _shown(facts: ModelFacts, rows: Rows, scalings: dict[int, Any]) -> Iterator[
         stored, window = rows.cache.ragged[layer], facts.sliding.get(layer)
         if window is not None:
             stored.slide(rows.seen - window + 1)
-        shown, how = stored.shown(), scalings[layer]
-        if isinstance(how, Softmax):
-            how = id(how)  # a layer's sinks are its own
-        before, kind = kind, (shown.keys.device, stored.shape, shown.keys.shape[3], window, how)
+        shown, rule = stored.shown(), scalings[layer]
+        if isinstance(rule, Softmax):
+            rule = id(rule)  # a layer's sinks are its own
+        before, kind = kind, (shown.keys.device, stored.shape, shown.keys.shape[3], window, rule)
         bytes_each = 2 * max(s.keys.nbytes for s in (shown, *waiting.values()))
         if waiting and (kind != before or (len(waiting) + 1) * bytes_each > evict.TOGETHER[facts.backend]):
             yield _one_width(waiting)

@@ -114,10 +114,10 @@ def _selected(scores: Scores, protected: Mask, counts: Counts) -> Mask:
 
     problems = torch.zeros(counts.numel(), 3, dtype=torch.int32, device=scores.device)
     kept = by_kernel(*_rows(scores, counts, protected), problems=problems).view_as(scores)
-    strange, short, held = problems.unbind(1)
+    nan_counts, missing, held = problems.unbind(1)
     total = scores.numel()
-    ensure_none(short, lambda: _no_room(held - short, held))
-    ensure_none(strange, lambda: _no_numbers(int(strange.sum()), total))
+    ensure_none(missing, lambda: _no_room(held - missing, held))
+    ensure_none(nan_counts, lambda: _no_numbers(int(nan_counts.sum()), total))
     return kept
 
 
@@ -129,18 +129,18 @@ def ensure_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> None:
 def _no_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> InputError:
     worst = (needed - counts).argmax()
     room = torch.as_tensor(counts, device=needed.device).expand_as(needed)
-    both = f"budget {int(room.flatten()[worst])} < {int(needed.flatten()[worst])} protected tokens"
-    return InputError(f"{both}{whose}: raise the budget, or protect less")
+    message = f"budget {int(room.flatten()[worst])} < {int(needed.flatten()[worst])} protected tokens"
+    return InputError(f"{message}{whose}: raise the budget, or protect less")
 
 
 def ensure_numbers(scores: Scores) -> None:
     """Raise InputError if a score is NaN: such a token cannot be ranked."""
-    strange, total = scores.isnan().sum(), scores.numel()
-    ensure_none(strange, lambda: _no_numbers(int(strange), total))
+    nan_count, total = scores.isnan().sum(), scores.numel()
+    ensure_none(nan_count, lambda: _no_numbers(int(nan_count), total))
 
 
-def _no_numbers(strange: int, total: int) -> InputError:
-    return InputError(f"{strange} of {total} scores are NaN: mend the scorer")
+def _no_numbers(nan_count: int, total: int) -> InputError:
+    return InputError(f"{nan_count} of {total} scores are NaN: mend the scorer")
 
 
 def lexsort(*keys: Tensor) -> Tensor:

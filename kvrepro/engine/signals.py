@@ -44,10 +44,10 @@ class PromptSignals:
         zeros = query.new_zeros(batch, kv_heads, query.shape[1] // kv_heads, tokens, dtype=torch.float32)
         self.layers.append({"max": zeros, "sum": zeros.clone(), "last": zeros.clone(), "group": zeros[:, :, 0].clone()})
 
-    def see(self, p: Tensor, there: Tensor | None) -> None:
+    def see(self, p: Tensor, real: Tensor | None) -> None:
         """Add the probabilities of a block of queries, [batch, kv_heads, group, queries, tokens or the first of them].
-        there: which queries are no padding, bool [batch, queries]; None: all."""
-        p, seen, n = p if there is None else p * there[:, None, None, :, None], self.layers[-1], p.shape[-1]
+        real: which queries are no padding, bool [batch, queries]; None: all."""
+        p, seen, n = p if real is None else p * real[:, None, None, :, None], self.layers[-1], p.shape[-1]
 
         def larger(name: str, x: Tensor) -> None:
             part = seen[name][..., :n]
@@ -86,12 +86,12 @@ class PromptSignals:
             else:
                 head_summed, head_latest = (_to_kv_heads(stacked[n], r.head_map).mean(0) for n in ("sum", "last"))
         real = positions >= 0
-        latest, largest, summed, there = (_by_position(x, positions, width) for x in (latest, largest, summed, real))
+        latest, largest, summed, entered = (_by_position(x, positions, width) for x in (latest, largest, summed, real))
         head_latest, head_summed = (
             None if x is None else _by_position(x, positions, width) for x in (head_latest, head_summed)
         )
         steps = torch.zeros(len(positions), width, dtype=torch.long, device=positions.device)
-        held = there[:, None].expand(-1, 1 if r.head_map is None else kv_heads, -1).clone()
+        held = entered[:, None].expand(-1, 1 if r.head_map is None else kv_heads, -1).clone()
         return Signals(r, held, latest, largest, summed, summed, steps, steps, head_latest, head_summed, real.sum(1),
                        torch.zeros_like(real[:, 0], dtype=torch.long), draws)  # fmt: skip
 
@@ -176,7 +176,7 @@ class Signals:
         alive = self.held.any(1)
         most = int(alive.sum(1).max())
         place = alive.to(torch.uint8).argsort(dim=1, stable=True)[:, alive.shape[1] - most :]
-        there = alive.gather(1, place)
+        alive_slots = alive.gather(1, place)
         heads = self.held.shape[1]
 
         def shown(x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Signals:
         nothing = self.latest.new_zeros(len(place), heads, most, 0)
         observation = Observation(
             layer=0, layers=1, keys=nothing, values=nothing,
-            positions=torch.where(there, place, -1)[:, None].expand(-1, heads, -1), queries=nothing[:, :, :0],
+            positions=torch.where(alive_slots, place, -1)[:, None].expand(-1, heads, -1), queries=nothing[:, :, :0],
             query_positions=place[:, :0], seen=self.lengths + step, scaling=1.0, sums=sums, step=step,
         )  # fmt: skip
         return observation, place

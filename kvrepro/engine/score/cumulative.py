@@ -108,8 +108,8 @@ def page_mask(
     bounds = _bounds(q, keys, alive, page_of)
     order = bounds.flip(-1).argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(dim=-1)
-    many = pages_read(torch.as_tensor(budget, device=rank.device), page).view(-1, 1, 1, 1)
-    chosen = (rank < many).flip(-1)
+    pages = pages_read(torch.as_tensor(budget, device=rank.device), page).view(-1, 1, 1, 1)
+    chosen = (rank < pages).flip(-1)
     place = page_of[:, :, None].expand(-1, -1, q.shape[2], -1)
     return (chosen.gather(3, place) & alive[:, :, None]).reshape(-1, heads, tokens)
 

@@ -109,8 +109,8 @@ def likeness(o: Observation, threshold: Cosine = 0.5, alone: Alone = "nothing", 
         like.diagonal(a, -2, -1).zero_()
         last = torch.where(like > threshold, place, -1).amax(-1, keepdim=True).long()
         spared = torch.where(last < 0, first, last) if alone == "first" else last
-        there = spared.clamp(min=0)
-        like.scatter_(-1, there, like.gather(-1, there).masked_fill(spared >= 0, 0.0))
+        place_or_first = spared.clamp(min=0)
+        like.scatter_(-1, place_or_first, like.gather(-1, place_or_first).masked_fill(spared >= 0, 0.0))
         total += like.sum(-2)
     mean = total / o.alive.sum(-1, keepdim=True).clamp(min=1)
     return mean.masked_fill(~o.alive, -torch.inf).softmax(-1).nan_to_num(0.0)

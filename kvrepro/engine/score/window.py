@@ -201,11 +201,11 @@ def _near_the_ends(places: Places, kernel: int) -> tuple[Tensor, Mask, Tensor]:
 def _voters(o: Observation) -> Tensor:
     """Queries that count in a token's mean, bool [batch, kv_heads or 1, 1, window, tokens or 1]: all, with 0 for later
     tokens, under `span_local` those of the token's span."""
-    there = (o.query_positions >= 0)[:, None, None, :, None]
+    voters = (o.query_positions >= 0)[:, None, None, :, None]
     if o.span_local:
-        same = o.span(o.positions)[:, :, None, :] == o.span(o.query_positions)[:, None, :, None]
-        there = there & same[:, :, None]
-    return there
+        same_span = o.span(o.positions)[:, :, None, :] == o.span(o.query_positions)[:, None, :, None]
+        voters = voters & same_span[:, :, None]
+    return voters
 
 
 def _aggregated(x: Tensor, voters: Tensor, aggregate: str, gamma: float) -> Tensor:

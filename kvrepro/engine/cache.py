@@ -231,9 +231,6 @@ class RaggedLayer:
         if self.tail:
             self.keep(*self.chosen(lambda positions: positions >= 0))
 
-    def _empty_tail(self) -> None:
-        self.tail_keys, self.tail_values, self.tail_positions, self.tail_sums = NO_TOKENS, NO_TOKENS, NO_POSITIONS, {}
-
     def shown(self) -> "Shown":
         """The visible tokens, after `settle`."""
         self.settle()
@@ -282,7 +279,7 @@ class RaggedLayer:
     def keep(self, source: Tensor, positions: Tensor, offsets: Tensor) -> None:
         """Keep what `chosen` chose of this layer, or of one with the same tokens in the same places."""
         vars(self).update(self._taken(source), positions=positions, offsets=offsets)
-        self._empty_tail()
+        self.tail_keys, self.tail_values, self.tail_positions, self.tail_sums = NO_TOKENS, NO_TOKENS, NO_POSITIONS, {}
 
     def _taken(self, source: Tensor) -> dict[str, Any]:
         """The fields `keys`, `values`, `sums` and `hidden` of the tokens at `source`."""

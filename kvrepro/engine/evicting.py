@@ -147,7 +147,10 @@ class EvictedCache(Cache):
         """Logits [batch, 1, vocabulary] after new tokens [batch, new]: in the first call the prompts, then one token
         for each row. Raises ArithmeticError for NaN logits."""
         if self._steps is None:
-            self._steps = _first(*self._begin(_unpadded(ids, mask, positions), self._most - ids.shape[1]))
+            call, rows = self._begin(_unpadded(ids, mask, positions), self._most - ids.shape[1])
+            if (bits := rows.conditions[0].bits) is not None:
+                rows.cache.quantise(bits)
+            self._steps = Steps.of(call, rows)
         else:
             self._next(self._steps, ids[:, 0])
         self.length += ids.shape[1]
@@ -162,13 +165,6 @@ class EvictedCache(Cache):
         now.picked = [token.to(now.call.device)]
         now.enter(self.step)
         now.advance(self.step)
-
-
-def _first(call: Call, rows: Rows) -> Steps:
-    """Steps of rows whose compressed parts are read; they first read the rest of their prompts."""
-    if (bits := rows.conditions[0].bits) is not None:
-        rows.cache.quantise(bits)
-    return Steps.of(call, rows)
 
 
 def _read(call: Call, ends: list[int]) -> Rows:

@@ -154,8 +154,7 @@ def ensure_one_rotation(model: PreTrainedModel, shortest: int, longest: int, des
     config = model.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
     kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
-    length_dependent = [kind for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")]
-    for kind in length_dependent:
+    for kind in [kind for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")]:
         after = int(kind.get("original_max_position_embeddings") or config.max_position_embeddings)
         if shortest <= after < longest:
             raise InputError(

@@ -383,10 +383,7 @@ def test_a_floor_is_a_share_of_the_budget_and_a_fifth_by_itself():
     assert allocate.joint(scores, none, torch.tensor([100])).tolist() == [[0, 200]]
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 50), st.integers(0, 30)), min_size=1, max_size=8),
-    st.integers(0, 100),
-)
+@given(st.lists(st.tuples(st.floats(0, 50), st.integers(0, 30)), min_size=1, max_size=8), st.integers(0, 100))
 @settings(max_examples=200, deadline=None)
 def test_spread_sums_exactly_within_the_limits(places, total):
     wish, limit = (torch.tensor([[p[i] for p in places]]) for i in (0, 1))

@@ -36,10 +36,7 @@ def test_scores_that_are_no_tensor_are_refused_by_what_they_are(score):
     [
         ({"shield": lambda o, scores, budget: torch.ones(3) > 0}, "shield returned a tensor of shape .3,., not .batch"),
         ({"shield": lambda o, scores, budget: scores}, "shield returned numbers of type torch.float32, not torch.bool"),
-        (
-            {"allocate": lambda scores, protected, budget: budget},
-            "allocate returned a tensor of shape .1,., not ",
-        ),
+        ({"allocate": lambda scores, protected, budget: budget}, "allocate returned a tensor of shape .1,., not "),
         ({"allocate": lambda scores, protected, budget: scores[..., 0]}, "allocate returned numbers .*torch.int64"),
         ({"refine": lambda o, scores, counts: scores}, "refine returned Tensor, not .scores, exempt tokens"),
         ({"refine": lambda o, scores, counts: (scores, scores)}, "refine returned numbers .*torch.bool"),

@@ -404,9 +404,7 @@ def dropkv(
     Source: DropKV, section 3.3 and Algorithm 1 (max pooling); dropkv_cache.py of AozhongZhang/DropKV@67cdfeb (average
     pooling, p in bfloat16).
     """
-    return windowed(
-        o, perturbation, aggregate, pool, kernel, group, "kv_head", "all", eps=eps, round_p=round_p
-    )  # fmt: skip
+    return windowed(o, perturbation, aggregate, pool, kernel, group, "kv_head", "all", eps=eps, round_p=round_p)
 
 
 def defensive_kv(

@@ -199,6 +199,5 @@ def test_page_mask_does_not_see_padding():
     padded = torch.nn.functional.pad(o.keys, (0, 0, 5, 0), value=9.0)
     alive = torch.nn.functional.pad(o.alive, (5, 0))
     assert torch.equal(
-        cumulative.page_mask(q, padded, alive, 8, 24)[..., 5:],
-        cumulative.page_mask(q, o.keys, o.alive, 8, 24),
+        cumulative.page_mask(q, padded, alive, 8, 24)[..., 5:], cumulative.page_mask(q, o.keys, o.alive, 8, 24)
     )

@@ -1,9 +1,9 @@
 """The positive control: the protection claims' rules on the authors' own rows, from which their numbers were printed.
 
-A rule that does not come out there is a bad rule, or the paper says more than its data, or these items cannot decide
-it. Which of the three stands in the claim (`control` in data/claims/protection.yml); an open verdict without such a
-line is for lack of items. `python -m kvrepro.chapters.protection.control` writes data/control.csv, which the page
-book/control.md shows.
+Where a claim is not reproduced there, its rule is bad, or the paper says more than its data, or these items cannot
+decide it. The claim says which (`control` in data/claims/protection.yml); without such a line, an open verdict means
+too few items. `python -m kvrepro.chapters.protection.control` writes data/control.csv, which the page book/control.md
+shows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,10 @@ ITEMS = {
     "longbench-longctx": "LongBench at 8K, 48", "longbench-32k": "NarrativeQA at 32K, 58",
     "niah-benchmark": "needles, 63", "niah-64k": "needles at 64K, 60",
 }  # fmt: skip
-MAIN = (128, 256, 512)  # capacities of the main grid; the credit was tried with others too
+MAIN = (128, 256, 512)  # capacities of the main grid; the credit was run at others too
 SHORT = ("longbench-balanced", "longbench-pool")
 EIGHTHS = {"longbench-balanced": 256, "longbench-longctx": 1024, "longbench-32k": 4096}  # of the cache, by length
-EARLIER = "sweep-20260309-202648/q25-c256-lru"  # an unprotected run before the one whose F1 was printed
+EARLIER = "sweep-20260309-202648/q25-c256-lru"  # an unprotected run, older than the one whose F1 was printed
 TWICE = ("n481/qwen25-3b/q25-c256-lru-prot10", EARLIER)  # files that hold a condition for the second time
 CAUSES = {
     "paper": "the paper says more than its rows",
@@ -36,13 +36,13 @@ COLUMNS = "panel claim ours low high unit p n rule verdict members decided_by ne
 
 
 class Panel(NamedTuple):
-    """Rows of one model on one set of items, and which study of the chapter they stand for."""
+    """Rows of one model on one set of items, and the study of the chapter whose claims they test."""
 
     name: str
     study: str
     rows: pd.DataFrame
     kv_heads: int
-    topics: tuple[str, ...] = ()  # of its claims; (): all
+    topics: tuple[str, ...] = ()  # of the claims that they test; (): all
 
 
 def panels(rows: pd.DataFrame) -> Iterator[Panel]:
@@ -83,13 +83,18 @@ def _of_lengths(rows: pd.DataFrame) -> Iterator[Panel]:
 
 
 def judged(panel: Panel, book: Mapping[str, Any]) -> pd.DataFrame:
-    """Verdicts of the claims about a panel's study, in `COLUMNS`; those that it cannot test stay in."""
-    asked = [c for c in book["claims"] if c.get("study", "main") == panel.study]
-    asked = [c for c in asked if not panel.topics or c["topic"] in panel.topics]
-    beside: dict[str, Any] = {"main": {}, "scaling": {"scaling": panel.rows}}
-    given = beside.get(panel.study, {"more": {panel.study: panel.rows}})
-    given |= {"max_new_tokens": int(panel.rows.n_generated.max()), "kv_heads": panel.kv_heads, "profile": "artifact"}
-    table = members.evaluate(panel.rows, {**book, "claims": asked}, **given)
+    """Verdicts of the claims about a panel's study, in `COLUMNS`; those that it cannot test are among them."""
+    about_study = [c for c in book["claims"] if c.get("study", "main") == panel.study]
+    tested = [c for c in about_study if not panel.topics or c["topic"] in panel.topics]
+    table = members.evaluate(
+        panel.rows,
+        {**book, "claims": tested},
+        scaling=panel.rows if panel.study == "scaling" else None,
+        more={panel.study: panel.rows} if panel.study not in ("main", "scaling") else None,
+        max_new_tokens=int(panel.rows.n_generated.max()),
+        kv_heads=panel.kv_heads,
+        profile="artifact",
+    )
     return table.assign(panel=panel.name)[COLUMNS]
 
 
@@ -103,7 +108,8 @@ def evaluate(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def cause(row: Any, claim: Mapping[str, Any]) -> tuple[str, str]:
-    """Why a rule did not come out on a panel: a name of `CAUSES`, a sentence. Raises InputError where none is known."""
+    """Why a claim is not reproduced on a panel: a name of `CAUSES`, and a sentence; two empty texts where it is.
+    row: of `evaluate`. Raises InputError where the claim does not say why."""
     if row.verdict == "reproduced":
         return "", ""
     for entry in claim.get("control", []):

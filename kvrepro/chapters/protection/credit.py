@@ -1,14 +1,14 @@
 """The online credit estimator, version 2: a linear guess of how much a token will be missed, learned while decoding.
 
-`run` answers prompts with it through the engine, in the protection paper's regime: what one answer teaches serves the
-next. `python -m kvrepro.chapters.protection.credit` writes what the embedded model's teaches and compares the answers
-with protected LRU's.
+`run` answers prompts with it through the engine, in the protection paper's regime; what it learns from one answer it
+uses for the next. `python -m kvrepro.chapters.protection.credit` lets it learn on the embedded model, writes what it
+has learned, and compares its answers with protected LRU's.
 
 Source: protection paper, section 8 and appendix D; artifact 496739f (estimator.py, interfaces.py:54-77,
-online_credit_generator.py). What they leave open is decided here: the bias learns like a weight whose feature is 1; an
-event's tokens teach in the order of their positions; means and variances of features follow the event's mean; equal
-credits rank by LRU; an answer that ends earlier is judged by the log-probabilities there are, and not at all if there
-are none.
+online_credit_generator.py). They leave some points open, which we decide thus: the bias learns like a weight whose
+feature is 1; an event's tokens teach in the order of their positions; means and variances of features follow the
+event's mean; equal credits rank by LRU; an eviction shortly before an answer's end is judged by the log-probabilities
+that follow, and not at all if none does.
 """
 
 import json
@@ -45,7 +45,7 @@ from kvrepro.paths import ROOT
 EMBEDDED = "data/models/small-gqa-credit.json"  # relative to the project's folder
 BEFORE, AFTER = 8, 6  # log-probabilities averaged on either side of an eviction
 NOISE = 0.003  # smaller changes of their mean teach nothing
-WARM, RAMP, MOST = 8, 24, 0.40  # updates before the first blend, until the full one, and its weight
+WARM, RAMP, MOST = 8, 24, 0.40  # updates before the first blend, then until the full one; the full one's weight
 DOUBT = 0.70  # mean uncertainty above which LRU decides alone
 OPEN = 0.01  # blend from which the gate counts as open
 ROW = {  # of the table of methods: no policy of a condition, since it learns from one prompt to the next
@@ -120,8 +120,8 @@ def mixed(
 
 
 def targets(attention: Float[Tensor, " tokens"], before: Sequence[float], after: Sequence[float]) -> Tensor | None:
-    """What each evicted token is blamed for: the fall of the mean log-probability, in proportion to its attention when
-    it left (evenly if all is 0). None if the change is noise or one side is missing."""
+    """Each evicted token's part of the fall of the mean log-probability, in proportion to its attention when it left
+    (equal parts if all attention is 0). None if the change is noise or one side is missing."""
     if not before or not after:
         return None
     change = sum(before) / len(before) - sum(after) / len(after)
@@ -132,13 +132,14 @@ def targets(attention: Float[Tensor, " tokens"], before: Sequence[float], after:
 
 
 def update(e: Estimator, f: Float[Tensor, "tokens 4"], target: Float[Tensor, " tokens"]) -> Estimator:
-    """One eviction's lesson: a step for each token, by its error clipped to 1 and the rate 0.08 / sqrt(u + 1); then the
-    running averages of squared errors (0.92) and of the features' mean and variance (0.95)."""
+    """The estimator after one eviction: a step for each token, by its error clipped to [-1, 1] and the rate
+    0.08 / sqrt(u + 1); then the running averages of squared errors (0.92) and of the features' mean and variance
+    (0.95)."""
     weights, bias, rate, errors = list(e.weights), e.bias, 0.08 / math.sqrt(e.updates + 1), []
-    for row, wanted in zip(f.tolist(), target.tolist(), strict=True):
-        guess = bias + sum(w * x for w, x in zip(weights, row, strict=True))
-        error = max(-1.0, min(1.0, wanted - guess))
-        weights = [w + rate * error * x for w, x in zip(weights, row, strict=True)]
+    for token_features, token_target in zip(f.tolist(), target.tolist(), strict=True):
+        guess = bias + sum(w * x for w, x in zip(weights, token_features, strict=True))
+        error = max(-1.0, min(1.0, token_target - guess))
+        weights = [w + rate * error * x for w, x in zip(weights, token_features, strict=True)]
         bias += rate * error
         errors.append(error)
     mean = 0.95 * torch.tensor(e.mean, dtype=f.dtype) + 0.05 * f.mean(0).cpu()
@@ -151,7 +152,8 @@ def update(e: Estimator, f: Float[Tensor, "tokens 4"], target: Float[Tensor, " t
 
 
 class LearnedAnswer(NamedTuple):
-    """One generated answer, and its evictions at which the estimator was heard; at the others LRU decided alone."""
+    """One generated answer, and at how many of its evictions the estimator had a say; at the others LRU decided
+    alone."""
 
     generation: Generation
     gate_open: int
@@ -159,23 +161,23 @@ class LearnedAnswer(NamedTuple):
 
 @dataclass
 class _Row:
-    """An answer under way."""
+    """An answer that is being generated."""
 
-    known: list[float] = field(default_factory=list)  # log-probabilities of its tokens
-    events: list[tuple[int, Tensor]] = field(default_factory=list)  # (how many were known, features of who left)
+    log_p: list[float] = field(default_factory=list)  # log-probabilities of its tokens so far
+    events: list[tuple[int, Tensor]] = field(default_factory=list)  # evictions: (tokens before it, features of evicted)
     gate_open: int = 0
 
 
 class Lessons:
-    """A batch of answers under way, the estimator that they share, and what their evictions teach it.
+    """A batch of answers that are being generated, and the estimator that learns from their evictions.
 
-    A lesson is learned when `AFTER` log-probabilities have followed its eviction, or when its answer ends; those of one
-    step in the order of the prompts, before the step's evictions. A batch of one prompt is the artifact's way.
+    It learns from an eviction when `AFTER` log-probabilities have followed it, or when the answer ends. Several that
+    come due in one step follow the order of the prompts, before the step's evictions. The artifact has batches of one.
     """
 
     def __init__(self, estimator: Estimator, prompts: Sequence[Prompt], max_new_tokens: int, device: torch.device):
         self.estimator = estimator
-        self.rows = {i: _Row() for i in range(len(prompts))}  # as the engine orders them
+        self.rows = {i: _Row() for i in range(len(prompts))}  # by the prompt's index, in the engine's order
         width = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
         self.uses = torch.ones(len(prompts), width, dtype=torch.long, device=device)  # N by position
         self.judged: tuple[Tensor, Tensor] | None = None  # (positions, features) of the last eviction's candidates
@@ -191,31 +193,33 @@ class Lessons:
         return scores
 
     def picked(self, rows: Rows, tokens: Tensor) -> None:
-        """Told of every step's tokens: note who left at the last step, count uses, learn what has come due."""
+        """The engine calls this with every step's tokens: record the last step's evictions, count uses, learn what has
+        come due."""
         log_p = rows.logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
-        s, mine = rows.shared, list(self.rows.values())
-        if mine[0].known:  # before, the attention is the prompt's own
+        s, answers = rows.shared, list(self.rows.values())
+        if answers[0].log_p:  # at the first token the attention is the prompt's own
             self.uses += s.held[:, 0] & (s.latest > ACCESS * s.latest.amax(1, keepdim=True))
         if self.judged is not None:
             (positions, f), self.judged = self.judged, None
             gone = (positions >= 0) & ~s.held_at(positions)
-            for b, row in enumerate(mine):
-                row.events += [(len(row.known), f[b, gone[b, 0]])] if gone[b].any() else []
-        for row, value in zip(mine, log_p, strict=True):
-            row.known.append(value)
+            for b, row in enumerate(answers):
+                if gone[b].any():
+                    row.events.append((len(row.log_p), f[b, gone[b, 0]]))
+        for row, value in zip(answers, log_p, strict=True):
+            row.log_p.append(value)
             self._learn(row)
 
     def ended(self, i: int) -> int:
-        """Told of every answer's end: learn the rest. Returns the evictions at which the estimator was heard."""
+        """Answer i has ended: learn from its last evictions. Returns at how many of all the estimator had a say."""
         self.uses = self.uses[[j != i for j in self.rows]]
         row = self.rows.pop(i)
         self._learn(row, at_once=True)
         return row.gate_open
 
     def _learn(self, row: _Row, at_once: bool = False) -> None:
-        while row.events and (at_once or len(row.known) - row.events[0][0] >= AFTER):
+        while row.events and (at_once or len(row.log_p) - row.events[0][0] >= AFTER):
             at, f = row.events.pop(0)
-            target = targets(f[:, 3], row.known[max(0, at - BEFORE) : at], row.known[at : at + AFTER])
+            target = targets(f[:, 3], row.log_p[max(0, at - BEFORE) : at], row.log_p[at : at + AFTER])
             if target is not None:
                 self.estimator = update(self.estimator, f, target)
 
@@ -231,10 +235,10 @@ def run(
     estimator: Estimator | None = None,
     batch: int = 1,
 ) -> tuple[list[LearnedAnswer], Estimator]:
-    """Greedy answers in the order of `prompts`, and the estimator after them; without one it begins untaught.
+    """Greedy answers in the order of `prompts`, and the estimator after them. estimator: to begin with; None: untaught.
 
     condition: of policy lru, with which the credit is blended, in regime `SharedCap`. batch: prompts that decode
-    together (see `Lessons`). Raises InputError before any computation.
+    together (see `Lessons`). Raises InputError for arguments that do not fit, before any computation.
     """
     if condition.policy != "lru":
         raise InputError(f"the credit blends with lru, got {condition.policy!r}: give a condition of policy lru")
@@ -244,18 +248,15 @@ def run(
     check_conditions(model, texts, [condition], max_new_tokens)
     answers, e, facts = [], estimator or Estimator(), ModelFacts.of(model, one_set=True)
     with installed(model):
-        for some in (texts[a : a + batch] for a in range(0, len(texts), batch)):
-            lessons = Lessons(e, some, max_new_tokens, model.device)
-            own = {"lru": replace(find("lru"), score=lessons.score)}
-            call = Call(
-                model, some, [condition], [max_new_tokens] * len(some), facts, policies=own, watch=lessons.picked
-            )
-            [rows] = read(call, list(range(len(some))), [0])
-            found = {}
-            for (i, _), generation in decode(call, rows, stop_ids):
-                assert isinstance(generation, Generation)  # what fails is raised
-                found[i] = LearnedAnswer(generation, lessons.ended(i))
-            answers += [found[i] for i in range(len(some))]
+        for together in (texts[a : a + batch] for a in range(0, len(texts), batch)):
+            lessons = Lessons(e, together, max_new_tokens, model.device)
+            policies = {"lru": replace(find("lru"), score=lessons.score)}
+            limits = [max_new_tokens] * len(together)
+            call = Call(model, together, [condition], limits, facts, policies=policies, watch=lessons.picked)
+            [rows] = read(call, list(range(len(together))), [0])
+            ended = decode(call, rows, stop_ids)  # in the order in which answers end
+            by_prompt = {i: LearnedAnswer(generation, lessons.ended(i)) for (i, _), generation in ended}
+            answers += [by_prompt[i] for i in range(len(together))]
             e = lessons.estimator
     return answers, e
 
@@ -277,9 +278,9 @@ def main(
         drawn = data.load_items(items, n, seed, tokens)
         prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context - max_new_tokens).ids for item in drawn]
         condition = Condition("lru", capacity, SharedCap(), prefix=guard, suffix=guard)
-        given = {"max_new_tokens": max_new_tokens, "stop_ids": models.stop_ids(loaded)}
-        answers, learned = run(loaded.model, prompts, condition, batch=batch, **given)
-        beside = [row[0].tokens for row in generate(loaded.model, prompts, [condition], **given)]
+        ends = {"max_new_tokens": max_new_tokens, "stop_ids": models.stop_ids(loaded)}
+        answers, learned = run(loaded.model, prompts, condition, batch=batch, **ends)
+        lru = [row[0].tokens for row in generate(loaded.model, prompts, [condition], **ends)]
 
     def f1(tokens: list[list[int]]) -> float:
         texts = [loaded.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
@@ -289,8 +290,8 @@ def main(
     facts = {"model": loaded.hash, "items": items, "n": n, "tokens": tokens, "capacity": capacity, "guard": guard,
              "seed": seed, "batch": batch, "calls": sum(a.generation.policy_calls for a in answers),
              "open": sum(a.gate_open for a in answers),
-             "same_answers": sum(a == b for a, b in zip(ours, beside, strict=True)),
-             "f1_credit": f1(ours), "f1_lru": f1(beside), "estimator": asdict(learned)}  # fmt: skip
+             "same_answers": sum(a == b for a, b in zip(ours, lru, strict=True)),
+             "f1_credit": f1(ours), "f1_lru": f1(lru), "estimator": asdict(learned)}  # fmt: skip
     (ROOT / out).write_text(json.dumps(facts) + "\n")
     print(json.dumps(facts))
 

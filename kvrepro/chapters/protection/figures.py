@@ -20,13 +20,13 @@ SIDES = {  # of the study of the question's place: (reading, protected) -> name,
     ("as_run", True): ("authors' code, protected", "#0072B2", "s"),
     ("as_described", False): ("authors' text, unprotected", "#E69F00", "D"),
 }
-BINS, PARTS = 480, 8  # along the prompt: what is drawn, and what is said on hover
+BINS, PARTS = 480, 8  # sections of a prompt: those of the drawing, and those of the texts on hover
 
 
 def retention(kept: pd.DataFrame) -> Figure:
     """Which prompt positions survive the first reduction: one strip per policy, unprotected above protected.
 
-    kept: rows of `study.retention`. LRU's longest stretch is labelled, and so are the prompt's parts, where it says.
+    kept: of `study.retention`. Labels: LRU's longest run of kept positions, and the prompt's spans if it has any.
     """
     tokens, spans = kept.attrs["tokens"], kept.attrs.get("spans", {})
     policies, readings = list(dict.fromkeys(kept.policy)), list(dict.fromkeys(kept.reading))
@@ -36,7 +36,7 @@ def retention(kept: pd.DataFrame) -> Figure:
         for row, column in np.ndindex(panels.shape):
             panel, reading = panels[row, column], readings[column]
             chosen = kept[(kept.reading == reading) & (kept.protected == bool(row))]
-            _strips(panel, [chosen[chosen.policy == one].position.to_numpy() for one in policies], policies, tokens)
+            _strips(panel, {policy: chosen[chosen.policy == policy].position for policy in policies}, tokens)
             title = f"{look(reading).name}, {'protected' if row else 'unprotected'}"
             panel.set_title(title, pad=18 if spans and not row else 4)
             for first, last in spans.values():
@@ -49,15 +49,15 @@ def retention(kept: pd.DataFrame) -> Figure:
     return done(figure)
 
 
-def question(asked: pd.DataFrame) -> Figure:
-    """What LRU gains where the question is kept: by the guard at the prompt's end, and by the prompt's length (right).
+def question(rows: pd.DataFrame) -> Figure:
+    """LRU's score by the guard at the prompt's end (left) and by the prompt's length (right): is the question kept?
 
-    asked: rows of `study.question`. Dotted: the length of each question; one thousand tokens, from which on the decimal
-    order of the authors' code loses the end of the prompt.
+    rows: of `study.question`. Dotted lines, left: the length of each question; right: one thousand tokens, from which
+    on the decimal order of the authors' code loses the end of the prompt.
     """
     figure, (left, right) = panels(2, height=3.0, sharey=True)
-    cut = asked[asked.policy != "full"]
-    lengths, places = cut[cut.varied == "length"], cut[cut.varied == "place"]
+    evicting = rows[rows.policy != "full"]
+    lengths, places = evicting[evicting.varied == "length"], evicting[evicting.varied == "place"]
     for (tokens, part), shown in zip(lengths.groupby("question"), looks(["two", "four"]).values(), strict=False):
         _line(left, part, "guard", f"question of {tokens:.0f} tokens", shown.colour, shown.marker)
         left.axvline(tokens, color=shown.colour, lw=0.8, ls=(0, (1, 2)))
@@ -74,29 +74,32 @@ def question(asked: pd.DataFrame) -> Figure:
 
 
 def _line(axes: Axes, rows: pd.DataFrame, x: str, name: str, colour: str, marker: str, hollow: bool = False) -> None:
-    at = stats.means(rows, x, "rest_f1").sort_values(x)
-    error = [at.value - at.low, at.high - at.value]
+    means = stats.means(rows, x, "rest_f1").sort_values(x)
+    error = [means.value - means.low, means.high - means.value]
     mfc = "white" if hollow else colour
-    axes.errorbar(at[x], at.value, error, color=colour, marker=marker, mfc=mfc, lw=1.2, elinewidth=0.8, label=name)
+    axes.errorbar(
+        means[x], means.value, error, color=colour, marker=marker, mfc=mfc, lw=1.2, elinewidth=0.8, label=name
+    )
 
 
-def _strips(panel: Axes, positions: list[np.ndarray], policies: list[str], tokens: int) -> None:
+def _strips(panel: Axes, kept: Mapping[str, pd.Series], tokens: int) -> None:
+    """A strip for each policy, darker where it keeps more. kept: positions by policy."""
     edges = np.linspace(0, tokens, BINS + 1)
-    there = np.maximum(1, np.histogram(np.arange(tokens), edges)[0])
-    image = np.ones((len(policies), BINS, 3))
-    for y, (policy, here) in enumerate(zip(policies, positions, strict=True)):
-        share = np.histogram(here, edges)[0] / there
+    bin_tokens = np.maximum(1, np.histogram(np.arange(tokens), edges)[0])
+    image = np.ones((len(kept), BINS, 3))
+    for y, (policy, positions) in enumerate(kept.items()):
+        share = np.histogram(positions, edges)[0] / bin_tokens
         image[y] = 0.955 - share[:, None] * (0.955 - np.asarray(to_rgb(look(policy).colour)))
         for first, last in pairwise(np.linspace(0, tokens, PARTS + 1).round().astype(int)):
-            kept = np.mean(np.isin(np.arange(first, last), here))
-            text = f"{look(policy).name}, tokens {first:,} to {last - 1:,}: {kept:.0%} kept"
+            part_share = np.mean(np.isin(np.arange(first, last), positions))
+            text = f"{look(policy).name}, tokens {first:,} to {last - 1:,}: {part_share:.0%} kept"
             tell(panel, [(first + last) / 2], [y], [text])
-        if policy == "lru" and len(here):
-            _stretch(panel, y, np.sort(here), tokens)
-    panel.imshow(image, aspect="auto", extent=(0, tokens, len(policies) - 0.5, -0.5), interpolation="nearest")
-    for y in range(len(policies) - 1):
+        if policy == "lru" and len(positions):
+            _stretch(panel, y, np.sort(positions), tokens)
+    panel.imshow(image, aspect="auto", extent=(0, tokens, len(kept) - 0.5, -0.5), interpolation="nearest")
+    for y in range(len(kept) - 1):
         panel.axhline(y + 0.5, color="white", lw=3)
-    panel.set_yticks(range(len(policies)), [look(one).name for one in policies])
+    panel.set_yticks(range(len(kept)), [look(policy).name for policy in kept])
     panel.tick_params(axis="y", length=0)
     panel.spines[["left", "bottom"]].set_visible(False)
 
@@ -112,7 +115,7 @@ def _stretch(panel: Axes, y: int, positions: np.ndarray, tokens: int) -> None:
 
 
 def _spans(panel: Axes, spans: Mapping[str, tuple[int, int]]) -> None:
-    """Parts of the prompt as a ruler above a panel: a bar and a name each."""
+    """The prompt's spans as a ruler above a panel, each a bar and a name."""
     for i, (name, (first, last)) in enumerate(spans.items()):
         shade = ("#444444", "#AAAAAA")[i % 2]
         panel.axvspan(first, last + 1, ymin=1.015, ymax=1.045, color=shade, clip_on=False, lw=0)

@@ -1,10 +1,11 @@
-"""Which conditions the chapter runs: small functions that return lists of `Condition`, free of duplicates.
+"""Which conditions the chapter runs: small functions that return lists of `Condition` without duplicates.
 
-One prefill serves a whole list, so the chapter runs the union of its grids once and every figure reads one table.
+The model reads a prompt once for a whole list, so the chapter runs all its grids as one, and figures share one table.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import chain
 
 from kvrepro.engine.allowed import ensure, ensure_once_each
 from kvrepro.engine.condition import Condition
@@ -41,21 +42,21 @@ SIZES = {  # quick: five for each of the eight tasks; full: sixty, three times t
 
 def size(profile: str, n_items: int | None = None) -> Size:
     """The profile's size; `n_items` sets the main study and caps the others."""
-    found = SIZES[profile]
+    main_items, *others = astuple(SIZES[profile])
     if n_items is None:
-        return Size(*map(AtMost, astuple(found)))
-    return Size(n_items, *(min(n_items, n) for n in astuple(found)[1:]))
+        return Size(*map(AtMost, (main_items, *others)))
+    return Size(n_items, *(min(n_items, n) for n in others))
 
 
 def readings(reading: str, policy: str = "lru") -> list[str]:
-    """The readings of a policy that "both", or a reading by its name, asks for; where it has none of them, its own."""
+    """A policy's readings among those asked for ("both", or one by its name); where it has none of them, its last."""
     ensure(("both", *READINGS), reading=reading)
-    known = READINGS if find(policy).shared else find(policy).readings
-    return [one for one in known if reading in ("both", one)] or [known[-1]]
+    existing = READINGS if find(policy).shared else find(policy).readings
+    return list(existing) if reading == "both" else [reading if reading in existing else existing[-1]]
 
 
 def capped(policy: str, capacity: int, prefix: float, suffix: float, reading: str) -> Condition:
-    """A policy under the cap: one set of tokens for all layers if it is made for that, else each layer's own."""
+    """A policy under the cap: it keeps one set of tokens for all layers if it is made for that, else one per layer."""
     regime = SharedCap() if find(policy).shared else DecodeCap()
     return Condition(policy, capacity, regime, prefix=prefix, suffix=suffix, reading=reading)
 
@@ -63,9 +64,9 @@ def capped(policy: str, capacity: int, prefix: float, suffix: float, reading: st
 def main(capacities: Sequence[int], policies: Sequence[str], protect_frac: float, reading: str) -> list[Condition]:
     """Full cache, then every policy at every capacity, unprotected and protected at both ends."""
     return [Condition()] + [
-        capped(policy, capacity, side, side, one)
+        capped(policy, capacity, side, side, policy_reading)
         for policy in policies
-        for one in readings(reading, policy)
+        for policy_reading in readings(reading, policy)
         for capacity in capacities
         for side in (0.0, protect_frac)
     ]
@@ -74,21 +75,21 @@ def main(capacities: Sequence[int], policies: Sequence[str], protect_frac: float
 def sided(parts: Iterable[tuple[float, float]], capacity: int, frac: float, reading: str) -> list[Condition]:
     """LRU with prefixes and suffixes that are given in units of the protected fraction."""
     return [
-        capped("lru", capacity, round(a * frac, 6), round(b * frac, 6), one)
-        for one in readings(reading)
-        for a, b in parts
+        capped("lru", capacity, round(prefix * frac, 6), round(suffix * frac, 6), lru_reading)
+        for lru_reading in readings(reading)
+        for prefix, suffix in parts
     ]
 
 
 def faithful(capacity: int, protect_frac: float, reading: str) -> list[Condition]:
     """The faithful implementations, unprotected and protected, and a suffix pinned to the prompt."""
-    found = main([capacity], FAITHFUL, protect_frac, reading)
-    for one in readings(reading):
-        pinned = replace(capped("ada_kv_faithful", capacity, protect_frac, protect_frac, one), static_suffix=True)
-        found.append(pinned)
-        if one == "as_described":  # the code's LRU has no such suffix
-            found.append(replace(pinned, policy="lru"))
-    return found
+    conditions = main([capacity], FAITHFUL, protect_frac, reading)
+    for name in readings(reading):
+        pinned = replace(capped("ada_kv_faithful", capacity, protect_frac, protect_frac, name), static_suffix=True)
+        conditions.append(pinned)
+        if name == "as_described":  # the code's LRU has no such suffix
+            conditions.append(replace(pinned, policy="lru"))
+    return conditions
 
 
 def protection(
@@ -97,7 +98,8 @@ def protection(
     protect_frac: float = 0.10,
     reading: str = "both",
 ) -> list[Condition]:
-    """All conditions of the protection chapter, each once; extra studies at the middle capacity. Bad ones raise."""
+    """All conditions of the protection chapter, each once; extra studies at the middle capacity. Raises InputError for
+    parameters that make an impossible condition."""
     ensure_once_each(capacities=capacities, policies=policies)
     middle = sorted(capacities)[len(capacities) // 2]
     parts = (
@@ -107,28 +109,26 @@ def protection(
         faithful(middle, protect_frac, reading),
         *(sided([(k, k)], size, protect_frac, reading) for size, k in absolute(capacities)),
     )
-    found = list(dict.fromkeys(condition for part in parts for condition in part))
-    for condition in found:
+    conditions = list(dict.fromkeys(chain.from_iterable(parts)))
+    for condition in conditions:
         check(condition)
-    return found
+    return conditions
 
 
 def guards(capacity: int, shares: Sequence[float] = GUARDS) -> list[Condition]:
-    """LRU of the authors' code with a guard at the prompt's end alone, of each share of the capacity."""
+    """LRU of the authors' code that protects only the prompt's end, by each of these shares of the capacity."""
     return [Condition(), *(capped("lru", capacity, 0.0, share, "as_run") for share in shares)]
 
 
 def places(capacity: int, protect_frac: float) -> list[Condition]:
-    """LRU of the authors' code, unprotected and protected, beside unprotected LRU of their text."""
+    """LRU of the authors' code, unprotected and protected, and unprotected LRU of their text."""
     sides = [("as_run", 0.0), ("as_run", protect_frac), ("as_described", 0.0)]
     return [Condition(), *(capped("lru", capacity, side, side, reading) for reading, side in sides)]
 
 
 def absolute(capacities: Sequence[int]) -> list[tuple[int, float]]:
-    """Capacities beside the middle one, each with the guard that is as long there, in units of the protected fraction.
-
-    Only half and double capacities: other ratios are rounded apart.
-    """
+    """Half and double the middle capacity, each with the guard, in units of the protected fraction, that is as many
+    tokens there as at the middle one. At other ratios rounding would make them differ."""
     middle = sorted(capacities)[len(capacities) // 2]
     return [(size, middle / size) for size in sorted(capacities) if middle / size in (0.5, 2.0)]
 

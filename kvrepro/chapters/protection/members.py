@@ -25,55 +25,58 @@ MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a 
 # ---------------------------------------------------------------- cells
 
 
-def _name(policy: str, capacity: float, prefix: float, suffix: float, mode: str) -> str:
+def _cell_name(policy: str, capacity: float, prefix: float, suffix: float, mode: str) -> str:
     if policy == "full":
         return "full"
     return f"{policy}|{capacity:.0f}|{prefix:.4f}|{suffix:.4f}|{mode}"
 
 
 def named(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with a column `cell` that names each one's condition, so that a condition is found by one comparison."""
+    """The rows with a column `cell`, the name of a row's condition: one comparison then finds a condition's rows."""
     if "cell" in rows:
         return rows
     parts = zip(rows.policy, rows.capacity.astype(float), rows.prefix, rows.suffix, rows.suffix_mode, strict=True)
-    return rows.assign(cell=[_name(*part) for part in parts])
+    return rows.assign(cell=[_cell_name(*part) for part in parts])
 
 
 def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
-    """One column of one condition, indexed by item; failed items are nan. Not run, or failed on every item:
-    NotTestable."""
-    said = ", ".join(f"{name} {value}" for name, value in cell.items())
-    columns = [one for one in dict.fromkeys(["item", "error", "regime", column]) if one in rows or one == column]
+    """One column of one condition, indexed by item; failed items are nan. Raises NotTestable where the condition was
+    not run or failed on every item, InputError where an item has several rows."""
+    description = ", ".join(f"{name} {value}" for name, value in cell.items())
+    columns = ["item", *rows.columns.intersection(["error", "regime"]), column]  # few of dozens: faster to select
     if cell["policy"] == "full":
-        here = rows.loc[rows.policy == "full", columns].drop_duplicates("item")
+        selected = rows.loc[rows.policy == "full", columns].drop_duplicates("item")
     else:
         wanted = (cell["policy"], cell["capacity"], cell["prefix"], cell["suffix"], cell.get("suffix_mode", "dynamic"))
         rows = named(rows)
-        here = rows.loc[rows.cell == _name(*wanted), columns]  # of dozens
+        selected = rows.loc[rows.cell == _cell_name(*wanted), columns]
         if "regime" in cell:
-            here = here[here.regime == cell["regime"]]
-    if here.empty:
-        raise NotTestable(f"not run: {said}")
-    if here["item"].duplicated().any():
-        held = f"{len(here)} rows of {dict(cell)} for {here['item'].nunique()} items"
-        raise InputError(f"results hold {held}: one per item is needed")
-    if "error" in here and here.error.notna().all():
-        raise NotTestable(f"all {len(here)} items failed ({here.error.iloc[0]}): {said}")
-    return here.set_index("item")[column]
+            selected = selected[selected.regime == cell["regime"]]
+    if selected.empty:
+        raise NotTestable(f"not run: {description}")
+    if selected["item"].duplicated().any():
+        counts = f"{len(selected)} rows of {dict(cell)} for {selected['item'].nunique()} items"
+        raise InputError(f"results hold {counts}: one per item is needed")
+    if "error" in selected and selected.error.notna().all():
+        raise NotTestable(f"all {len(selected)} items failed ({selected.error.iloc[0]}): {description}")
+    return selected.set_index("item")[column]
 
 
 def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, Any]:
-    """Smallest, middle and largest capacity of the main grid: `prefix` protected on both sides, for most policies."""
+    """Smallest, middle, largest and all capacities of the main grid: those at which the most policies were run with
+    `prefix` protected on both sides. Raises NotTestable where nothing is protected on both sides."""
     main = rows[np.isclose(rows.prefix, prefix) & np.isclose(rows.suffix, prefix) & rows.capacity.notna()]
     main = main[~main.policy.str.endswith("_faithful")]
-    found = sorted(main.groupby("capacity").policy.nunique().pipe(lambda n: n[n == n.max()]).index)
-    if not found:
+    policies = main.groupby("capacity").policy.nunique()
+    sizes = sorted(policies.index[policies == policies.max()])
+    if not sizes:
         raise NotTestable("not run: no condition is protected on both sides")
-    return {"smallest": found[0], "middle": found[len(found) // 2], "largest": found[-1], "all": found}
+    return {"smallest": sizes[0], "middle": sizes[len(sizes) // 2], "largest": sizes[-1], "all": sizes}
 
 
 def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: float) -> list[dict]:
-    """Every member of a claim as `{"label", "a", "b", "rows"}`: cells with real numbers, and their rows."""
+    """Every member of a claim as `{"label", "a", "b", "rows"}`: cells with numbers for capacity and protection, and the
+    rows that hold them. Raises NotTestable where the run lacks the capacities or domains that the claim needs."""
     rows, over = named(rows), claim.get("over", {})
     sizes = capacities(rows, protect_frac)
     given_cells = list(claim.get("cells", {}).values())
@@ -86,9 +89,9 @@ def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: fl
     wanted = over.get("capacity")
     sized = sizes["all"] if wanted == "all" else [sizes[wanted]] if wanted else [None]
     axes: list[list[tuple[str, dict]]] = [
-        [(one or "", {"policy": one} if one else {}) for one in named_sets],
-        [(one["label"], one) for one in claim.get("members", [{"label": ""}])],
-        [(f"C={one:.0f}" if one and wanted == "all" else "", {"capacity": one} if one else {}) for one in sized],
+        [(policy or "", {"policy": policy} if policy else {}) for policy in named_sets],
+        [(member["label"], member) for member in claim.get("members", [{"label": ""}])],
+        [(f"C={size:.0f}" if size and wanted == "all" else "", {"capacity": size} if size else {}) for size in sized],
     ]
     groups: list[tuple[str, pd.DataFrame]] = [("", rows)]
     for column in ("task", "length"):
@@ -99,34 +102,36 @@ def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: fl
     if "protection" in over:
         full, guarded = rows.policy == "full", (rows.prefix > 0) | (rows.suffix > 0)
         groups = [("unprotected", rows[full | ~guarded]), ("protected", rows[full | guarded])]
-    found = []
-    for (policy, by_policy), (label, by_member), (size, by_size), (group, group_rows) in itertools.product(
+    cells = []
+    for (policy, policy_cell), (label, sides), (size, size_cell), (group, group_rows) in itertools.product(
         *axes, groups
     ):
         member: dict = {"label": ", ".join(filter(None, [policy, label, group, size])) or "all", "rows": group_rows}
-        for side, given in claim.get("cells", {}).items():
-            cell = {**by_policy, **by_size, **given, **by_member.get(side, {})}
+        for side, side_cell in claim.get("cells", {}).items():
+            cell = {**policy_cell, **size_cell, **side_cell, **sides.get(side, {})}
             if isinstance(cell.get("capacity"), str):
                 cell["capacity"] = sizes[cell["capacity"]]
             if "length" in over:
                 cell["capacity"] = capacities(group_rows, protect_frac)["middle"]
             cell["prefix"], cell["suffix"] = cell["prefix"] * protect_frac, cell["suffix"] * protect_frac
             member[side] = cell
-        found.append(member)
-    return found
+        cells.append(member)
+    return cells
 
 
 # ---------------------------------------------------------------- members
 
 
 def _correlation(values: np.ndarray) -> float:
-    """Of the means of the first half of the columns with those of the second half."""
+    """Correlation of the means of the first half of the columns with those of the second half; nan where one half is
+    constant. values: [items, columns]."""
     x, y = np.split(values.mean(0), 2)
     return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else np.nan
 
 
 def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:
-    """The means of two measures over conditions of one kind: two kinds far apart make any correlation near 1."""
+    """Two measures of the evicting conditions. The full cache stays out: conditions that score far above the others
+    would bring any correlation near 1."""
     both = [claim["measure"], claim["against"]]
     if rows[both].dropna().empty:
         raise NotTestable(f"no row has {both[0]} and {both[1]}")
@@ -135,11 +140,13 @@ def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:
     shared = wide[both[0]].columns.intersection(wide[both[1]].columns)
     if len(shared) < MIN_CONDITIONS:
         raise NotTestable(f"{len(shared)} conditions: a correlation over conditions needs {MIN_CONDITIONS}")
-    return Sample(pd.concat([wide[one][shared] for one in both], axis=1).dropna(), _correlation, limits=(-1.0, 1.0))
+    values = pd.concat([wide[measure][shared] for measure in both], axis=1).dropna()
+    return Sample(values, _correlation, limits=(-1.0, 1.0))
 
 
 def _same_output(claim: Mapping, cell: Mapping) -> Sample:
-    """Do two conditions write the same? On items that either reduced again: before, ranks cannot differ."""
+    """Whether two conditions write the same text, for items on which either evicts a second time: at the first time
+    both rank tokens alike."""
     rows = cell["rows"]
     column = "prediction" if "prediction" in rows and rows.prediction.notna().any() else "output"
     text = pd.DataFrame({side: per_item(rows, cell[side], column) for side in "ab"}).dropna()
@@ -149,7 +156,7 @@ def _same_output(claim: Mapping, cell: Mapping) -> Sample:
 
 
 def _lift_when_sampled(claim: Mapping, rows: pd.DataFrame) -> Sample:
-    """LRU's lift at a temperature (mean over seeds) and the greedy one, per item."""
+    """LRU's lift by protection, per item: sampled at the claim's temperature (mean over seeds) and greedy."""
     if "temperature" not in rows or not {0.0, claim["temperature"]} <= set(rows.temperature.dropna()):
         raise NotTestable(f"not run: greedy and temperature {claim['temperature']}")
     lru = rows[rows.policy == "lru"].assign(warm=lambda t: t.temperature > 0, guarded=lambda t: t.prefix > 0)
@@ -161,17 +168,18 @@ def _lift_when_sampled(claim: Mapping, rows: pd.DataFrame) -> Sample:
 
 
 def _spread(claim: Mapping, cell: Mapping, sets: Mapping, label: str) -> Member:
-    """Of the policies in `across`, in every pair; beside LRU's lift where the claim compares them with it."""
+    """Differences between every two of the policies in `across`; where the claim compares them with LRU's lift, the
+    lift minus each difference."""
     measured = claim.get("measure", "token_f1")
-    columns, lost = {}, []
-    for one in sets.get(claim["across"], claim["across"]):
+    columns, missing = {}, []
+    for policy in sets.get(claim["across"], claim["across"]):
         try:
-            columns[one] = per_item(cell["rows"], {"policy": one, **cell["a"]}, measured)
+            columns[policy] = per_item(cell["rows"], {"policy": policy, **cell["a"]}, measured)
         except NotTestable:
-            lost.append(one)
+            missing.append(policy)
     if len(columns) < 2:
         raise NotTestable(f"{len(columns)} of the policies of a spread were run: it needs two")
-    label = ", ".join([label, *(f"without {one}" for one in lost)])
+    label = ", ".join([label, *(f"without {policy}" for policy in missing)])
     if "b" not in cell:
         return judge.pairs(pd.DataFrame(columns), label)
     lift = {side: per_item(cell["rows"], {"policy": "lru", **cell[side]}, measured) for side in "ab"}
@@ -208,28 +216,30 @@ def _columns(claim: Mapping, cell: Mapping) -> pd.DataFrame:
     if kind in ("share_of_ceiling", "loss_ratio"):
         wanted["full"] = {"policy": "full"}
     measured = claim.get("measure", "token_f1")
-    frame = pd.DataFrame({name: per_item(rows, one, measured) for name, one in wanted.items()}).dropna()
+    frame = pd.DataFrame({side: per_item(rows, wanted_cell, measured) for side, wanted_cell in wanted.items()}).dropna()
     if only := claim.get("only"):
         frame = frame[_met(per_item(rows, cell[only["of"]], only["column"]).reindex(frame.index), only["rule"])]
     return frame.apply(_met, rule=claim["counts"]).astype(float) if "counts" in claim else frame
 
 
 def _met(values: pd.Series, rule: Mapping) -> pd.Series:
-    """Which values satisfy a rule of the judge; none that is missing."""
+    """Which values satisfy a rule of the judge; missing values do not."""
     return values.map(lambda value: judge.state_of(rule, value, value) == "holds").astype(bool)
 
 
 def _check_ceiling(rows: pd.DataFrame) -> None:
-    """Can the model answer? Where its full cache was never run, as in several published files: with protected LRU."""
-    who = rows.policy == "full"
-    if not who.any():
-        who = (rows.policy == "lru") & (rows.prefix > 0) & (rows.suffix > 0)
-    full = rows.loc[who, rows.columns.isin(["item", "token_f1", "error"])].drop_duplicates("item")
+    """Raise NotTestable where the model cannot answer with its full cache, or with protected LRU where the full cache
+    was never run, as in several published files."""
+    ceiling = rows.policy == "full"
+    if not ceiling.any():
+        ceiling = (rows.policy == "lru") & (rows.prefix > 0) & (rows.suffix > 0)
+    full = rows.loc[ceiling, rows.columns.isin(["item", "token_f1", "error"])].drop_duplicates("item")
     judge.answers_enough(full.token_f1, full.get("error"))
 
 
 def _of_attention(claim: Mapping, attention: pd.DataFrame) -> list[Member]:
-    """From rows (item, layer, head, region, mass, uniform): means over layers and heads, per item."""
+    """Members of a claim about attention: means over layers and heads, per item. attention: rows (item, layer, head,
+    region, mass, uniform)."""
     mass = attention.pivot_table(index="item", columns="region", values="mass", aggfunc="mean")
     if claim["contrast"] == "sink_share":
         of_layers = attention[attention.region == "sink"].groupby("layer").mass.mean()  # over heads and items
@@ -241,8 +251,10 @@ def _of_attention(claim: Mapping, attention: pd.DataFrame) -> list[Member]:
         return [Member("all", Sample(frame, "share_of_ceiling", bounds=None))]
     share = attention.pivot_table(index="item", columns="region", values="uniform", aggfunc="first")
     return [
-        Member(one, Sample(pd.DataFrame({"a": mass[one], "full": share[one]}), "share_of_ceiling", bounds=None))
-        for one in claim["over"]["region"]
+        Member(
+            region, Sample(pd.DataFrame({"a": mass[region], "full": share[region]}), "share_of_ceiling", bounds=None)
+        )
+        for region in claim["over"]["region"]
     ]
 
 
@@ -255,29 +267,30 @@ def members(
     max_new_tokens: int = 128,
     kv_heads: int | None = None,
 ) -> list[Member | NotTestable]:
-    """What a claim is tested on, in rows of one reading (or of `study.attention`)."""
+    """What a claim is tested on, in rows of one reading (or of `study.attention`); for what cannot be tested, why."""
     _check_heads(claim, kv_heads)
     if rows is None:
         raise NotTestable(f"not run: it needs {claim.get('needs', 'the study of ' + claim.get('study', 'main'))}")
     if claim.get("study") == "attention":
         return list(_of_attention(claim, rows))
-    found: list[Member | NotTestable] = []
+    members_or_reasons: list[Member | NotTestable] = []
     for cell in cells_of(claim, rows, sets, protect_frac):
         try:
-            found.append(_member(claim, cell, sets, max_new_tokens))
-        except NotTestable as reason:
-            found.append(NotTestable(f"{reason}; it needs {claim['needs']}") if "needs" in claim else reason)
-    return found
+            members_or_reasons.append(_member(claim, cell, sets, max_new_tokens))
+        except NotTestable as error:
+            reason = NotTestable(f"{error}; it needs {claim['needs']}") if "needs" in claim else error
+            members_or_reasons.append(reason)
+    return members_or_reasons
 
 
 def _check_heads(claim: Mapping, kv_heads: int | None) -> None:
-    """Some statements are about models with so many key and value heads (`kv_heads`), or about all others."""
-    asked, other = claim.get("kv_heads"), claim.get("kv_heads_not")
-    if asked is not None and kv_heads not in asked:
-        said = " or ".join(map(str, asked))
-        raise NotTestable(f"said of models with {said} KV heads; this one has {kv_heads or 'an unknown number'}")
-    if other is not None and kv_heads == other:
-        raise NotTestable(f"said of models without {other} KV heads")
+    """Raise NotTestable where a claim is about models with another number of KV heads (`kv_heads`, `kv_heads_not`)."""
+    wanted, excluded = claim.get("kv_heads"), claim.get("kv_heads_not")
+    if wanted is not None and kv_heads not in wanted:
+        numbers = " or ".join(map(str, wanted))
+        raise NotTestable(f"said of models with {numbers} KV heads; this one has {kv_heads or 'an unknown number'}")
+    if excluded is not None and kv_heads == excluded:
+        raise NotTestable(f"said of models without {excluded} KV heads")
 
 
 def evaluate(
@@ -293,46 +306,50 @@ def evaluate(
     measure: str = "token_f1",
     profile: str = "quick",
 ) -> pd.DataFrame:
-    """Verdict of every claim in every reading that was run (`judge.verdicts`), a reader's own policies' after them.
+    """Verdict of every claim in every reading that was run (`judge.verdicts`), then those on a reader's own policies.
 
     results, scaling: rows of the runner (`scaling` with a column `length`, tokens); attention: rows of
     `study.attention`; more: rows of the studies of `scope`, by name.
-    kv_heads: of the model, for statements about their number. measure: a column of scores, for claims that name none.
+    kv_heads: of the model, for claims about their number. measure: the column of scores for claims that name none.
     """
-    known = claims.load_claims(book) if isinstance(book, str) else book
-    compressed = results[results.policy != "full"]
-    run_in = [one for one in claims.READINGS if (compressed.reading == one).any()]
-    if not run_in:
+    book = claims.load_claims(book) if isinstance(book, str) else book
+    sets = book.get("sets", {})
+    evicting = results[results.policy != "full"]
+    readings = [reading for reading in claims.READINGS if (evicting.reading == reading).any()]
+    if not readings:
         raise InputError("results hold no condition but the full cache: nothing to evaluate")
     tables = {"main": results, "scaling": scaling, **(more or {})}
     tables = {name: None if rows is None else named(rows) for name, rows in tables.items()} | {"attention": attention}
-    own = [one for one in dict.fromkeys(compressed.policy) if is_own(one)]
+    own_policies = [policy for policy in dict.fromkeys(evicting.policy) if is_own(policy)]
 
-    def asked(claim: Mapping) -> list[str]:
+    def readings_of(claim: Mapping) -> list[str]:
         if claim.get("study", "main") not in ("main", "scaling"):
             return ["any"]
-        mine = [one for one in own if dict(claim.get("over", {})).get("policy") == [one]]
-        return [one for one in run_in if not mine or (compressed.policy.isin(mine) & (compressed.reading == one)).any()]
+        policies = claim.get("over", {}).get("policy")
+        if policies not in [[policy] for policy in own_policies]:
+            return readings
+        run = set(evicting.reading[evicting.policy == policies[0]])
+        return [reading for reading in readings if reading in run]
 
     @functools.cache
-    def of(study: str, reading: str) -> pd.DataFrame | None:
+    def rows_of(study: str, reading: str) -> pd.DataFrame | None:
         rows = tables.get(study)
         return rows if rows is None or reading == "any" else rows[(rows.reading == reading) | (rows.policy == "full")]
 
-    in_these = functools.partial(members, protect_frac=protect_frac, max_new_tokens=max_new_tokens, kv_heads=kv_heads)
-
-    def found(claim: Mapping, reading: str) -> list[Member | NotTestable]:
+    def members_of(claim: Mapping, reading: str) -> list[Member | NotTestable]:
         study = claim.get("study", "main")
-        if tables.get(study) is not None and study == "attention":
+        if study == "attention" and attention is not None:
             _check_ceiling(results)
-        return in_these({"measure": measure} | dict(claim), known.get("sets", {}), of(study, reading))
+        rows, claim = rows_of(study, reading), {"measure": measure} | dict(claim)
+        return members(claim, sets, rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens, kv_heads=kv_heads)
 
-    told = {"own": claims.of_own(known["claims"], own), "model": results["model"].iloc[0], "profile": profile}
-    return history.verdicts(known["claims"], found, asked, **told)
+    own_claims = claims.of_own(book["claims"], own_policies)
+    model = results["model"].iloc[0]
+    return history.verdicts(book["claims"], members_of, readings_of, own=own_claims, model=model, profile=profile)
 
 
 def scored(book: Mapping) -> dict[str, Any]:
-    """The part of a claims file that depends on the measure of quality: what is asked of scores, and names none."""
+    """The part of a claims file that depends on the measure of quality: claims about scores that name no measure."""
     kinds = {*CONTRASTS, "spread", "lift_minus_spread", "lift_when_sampled"}
     return {**book, "claims": [c for c in book["claims"] if c["contrast"] in kinds and "measure" not in c]}
 

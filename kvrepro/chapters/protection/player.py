@@ -1,4 +1,4 @@
-"""A cache to play with: what each policy keeps of one prompt, at a budget that the reader sets. Needs no network."""
+"""A cache to play with: what each policy keeps of one prompt, at a budget that the reader sets in the page."""
 
 import base64
 import html
@@ -35,21 +35,21 @@ STYLE = """
 def kept_at(
     loaded: Loaded, item: Item, budgets: Sequence[int], policies: Sequence[str], reading: str, settings: Settings
 ) -> dict[str, Any]:
-    """What the page needs: the prompt's `tokens` as text, `spans`, `budgets`, and `kept`, a bit for each token in base
-    64 by "policy|reading|guarded|budget"."""
+    """What the page needs: the prompt's `tokens` as text, `spans`, `budgets`, and `kept`, by
+    "policy|reading|guarded|budget", a bit for each token, in base 64."""
     prompt = data.build_prompt(item, loaded.tokenizer, study.paper_limit(loaded, [item], settings.max_new_tokens))
     kept = {}
     for budget in budgets:
         rows = study.retention(loaded, item, budget, policies, reading, settings)
-        for (policy, one, guarded), part in rows.groupby(["policy", "reading", "protected"]):
+        for (policy, row_reading, guarded), part in rows.groupby(["policy", "reading", "protected"]):
             bits = np.isin(np.arange(len(prompt.ids)), part.position)
-            kept[f"{policy}|{one}|{int(guarded)}|{budget}"] = base64.b64encode(np.packbits(bits)).decode()
+            kept[f"{policy}|{row_reading}|{int(guarded)}|{budget}"] = base64.b64encode(np.packbits(bits)).decode()
     spans = {name: [min(at), max(at)] for name, at in prompt.spans.items() if at}
     return {"tokens": texts(loaded.tokenizer, prompt.ids), "spans": spans, "budgets": list(budgets), "kept": kept}
 
 
 def texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Each token's text as it stands after the one before, with the space between them if there is one."""
+    """Each token's text as it reads after the token before, with the space between the two if there is one."""
     alone = [tokenizer.decode([token]) for token in ids]
     pairs = [tokenizer.decode(list(pair)) for pair in itertools.pairwise(ids)]
     return alone[:1] + [
@@ -63,14 +63,15 @@ def player(held: dict[str, Any], policies: Sequence[str]) -> HTML:
 
     held: of `kept_at`.
     """
-    known = {key.split("|")[1] for key in held["kept"]}
-    readings = [one for one in READINGS if one in known]
-    shown = json.dumps(held, ensure_ascii=True).replace("<", "\\u003c")
+    shown_readings = {key.split("|")[1] for key in held["kept"]}
+    readings = [reading for reading in READINGS if reading in shown_readings]
+    page_data = json.dumps(held, ensure_ascii=True).replace("<", "\\u003c")
     strips = "".join(
-        f'<canvas width="1400" height="26" aria-hidden="true" data-policy="{html.escape(one)}"'
-        f' data-colour="{seen.colour}" data-name="{html.escape(seen.name)}"></canvas><p aria-live="off"></p>'
-        for one in policies for seen in [look(one)]
-    )  # fmt: skip
+        f'<canvas width="1400" height="26" aria-hidden="true" data-policy="{html.escape(policy)}"'
+        f' data-colour="{look(policy).colour}" data-name="{html.escape(look(policy).name)}"></canvas>'
+        '<p aria-live="off"></p>'
+        for policy in policies
+    )
     middle, last = (len(held["budgets"]) - 1) // 2, len(held["budgets"]) - 1
     return HTML(f"""<div class="cache-player" hidden><style>{STYLE}</style>
 <label>Budget <input type="range" data-part="budget" min="0" max="{last}" value="{middle}"></label>
@@ -82,8 +83,8 @@ def player(held: dict[str, Any], policies: Sequence[str]) -> HTML:
 <label>Text as <select data-part="policy">{_options(policies)}</select> keeps it</label>
 <div class="text" data-part="text" tabindex="0" role="region" aria-label="The prompt, evicted tokens struck out">
 </div>
-<script type="application/json">{shown}</script><script>{SCRIPT.read_text(encoding="utf-8")}</script></div>""")
+<script type="application/json">{page_data}</script><script>{SCRIPT.read_text(encoding="utf-8")}</script></div>""")
 
 
 def _options(values: Sequence[str]) -> str:
-    return "".join(f'<option value="{html.escape(one)}">{html.escape(look(one).name)}</option>' for one in values)
+    return "".join(f'<option value="{html.escape(value)}">{html.escape(look(value).name)}</option>' for value in values)

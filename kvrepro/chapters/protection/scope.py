@@ -1,8 +1,8 @@
 """How far the paper's conclusions reach: published methods with guards, a single reduction, Ada-KV with equal budgets,
-the learned credit, answers that are sampled, needles at 64K tokens.
+the learned credit, sampled answers, needles at 64K tokens.
 
-Each is a study of its own. All but the first two are asked for by the full profile alone, since they take minutes on
-the embedded model already. Rows have the columns that `members.evaluate` reads, and go there under the study's name:
+Each is a study of its own. Only the full profile runs all of them; the quick one runs the first two, since the others
+take minutes even on the embedded model. `members.evaluate` takes their rows by the study's name:
 `more={"credit": ...}`.
 """
 
@@ -29,65 +29,64 @@ NATIVE = "kvrepro/chapters/protection/policies.py:ADA_KV_NATIVE"
 NEEDLES = "ruler:niah_single_1"  # noise around one sentence, which needs no download
 NEEDLE_TOKENS, NEEDLE_SHARE, N_NEEDLES = 65_536, 16, 60  # the paper's prompts, 1 / 16 of the cache, its items
 TEMPERATURE, SAMPLES = 0.7, 3  # the paper samples with three seeds
-N_SLOW = 160  # items, spread evenly, of credit, which learns from one to the next, and of samples, by `generate`
+N_SLOW = 160  # items of the two slow studies: credit learns item after item, samples come from `generate`
 
 
 def studies(
     loaded: Loaded, items: Sequence[Item], rows: pd.DataFrame, capacity: int, settings: Settings
 ) -> dict[str, pd.DataFrame]:
-    """All of them that the model can read, by name. rows: of the main comparison, of which LRU and the full cache are
-    what credit and samples are compared with."""
-    some = study.spread(items, N_SLOW)
-    lru, given = _lru(rows, capacity), (loaded, some, capacity, settings)
-    lru = lru[lru.item.isin([item.id for item in some])]
-    found = {
-        "native": native(loaded, items, capacity, settings),
-        "credit": pd.concat([lru, credit(*given)], ignore_index=True),
-        "sampling": pd.concat([lru.assign(temperature=0.0), sampled(*given)], ignore_index=True),
-    }
+    """The studies of the full profile whose prompts the model can read, by name. rows: of the main comparison, whose
+    LRU and full cache the credit and the samples are compared with."""
+    slow_items = study.spread(items, N_SLOW)
+    lru = _lru(rows, capacity)
+    lru = lru[lru.item.isin([item.id for item in slow_items])]
+    tables = {"native": native(loaded, items, capacity, settings)}
+    learned = credit(loaded, slow_items, capacity, settings)
+    tables["credit"] = pd.concat([lru, learned], ignore_index=True)
+    samples = sampled(loaded, slow_items, capacity, settings)
+    tables["sampling"] = pd.concat([lru.assign(temperature=0.0), samples], ignore_index=True)
     if loaded.context >= NEEDLE_TOKENS + settings.max_new_tokens:
-        found["needle"] = needle(loaded, settings)
-    return found
+        tables["needle"] = needle(loaded, settings)
+    return tables
 
 
 def real(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:
-    """Published methods as described, on `n_items` of the items, spread evenly: bare and guarded at both ends, under
-    the cap that is met again while decoding, and reduced once at the prompt's end."""
-    some = study.spread(items, n_items)
-    guarded = {"reading": "as_described", "prefix": settings.protect_frac, "suffix": settings.protect_frac}
-    asked = [
-        Condition(name, capacity, regime, **given)
+    """Published methods as described, on `n_items` of the items, spread evenly: unprotected and protected at both ends,
+    each under a cap that holds while decoding too, and reduced once at the prompt's end."""
+    conditions = [
+        Condition(name, capacity, regime, prefix=side, suffix=side, reading="as_described")
         for name in REAL
         for regime in (DecodeCap(), Prefill())
-        for given in ({"reading": "as_described"}, guarded)
+        for side in (0.0, settings.protect_frac)
     ]
     new = settings.max_new_tokens
     limit = study.paper_limit(loaded, items, new)
-    return run(Answers("protection", "real", some, [Condition(), *asked], new, limit), loaded, settings)
+    job = Answers("protection", "real", study.spread(items, n_items), [Condition(), *conditions], new, limit)
+    return run(job, loaded, settings)
 
 
 def once(loaded: Loaded, items: Sequence[Item], rows: pd.DataFrame, capacity: int, settings: Settings) -> pd.DataFrame:
-    """LRU, bare and guarded, reduced once at the prompt's end (regime `ONCE`), beside its rows of the main comparison,
-    where the cap is met again while decoding."""
+    """LRU, unprotected and protected, reduced once at the prompt's end (regime `ONCE`), and its rows of the main
+    comparison, where the cap holds while decoding too."""
     never_again = SharedCap(interval=settings.max_new_tokens + 1)
-    asked = [
+    conditions = [
         Condition("lru", capacity, never_again, prefix=side, suffix=side, reading="as_run")
         for side in (0.0, settings.protect_frac)
     ]
-    found = study.main(loaded, items, asked, settings, "once").assign(regime=ONCE)
-    return pd.concat([_lru(rows, capacity), found], ignore_index=True)
+    reduced_once = study.main(loaded, items, conditions, settings, "once").assign(regime=ONCE)
+    return pd.concat([_lru(rows, capacity), reduced_once], ignore_index=True)
 
 
 def _lru(rows: pd.DataFrame, capacity: int) -> pd.DataFrame:
-    """Of the main comparison, as its code runs: LRU at one capacity, and the full cache."""
-    found = rows[(rows.policy == "full") | ((rows.policy == "lru") & (rows.capacity == capacity))]
-    return found[(found.reading == "as_run") & (found.suffix_mode == "dynamic")]
+    """Rows of the main comparison in the authors' code's reading: LRU at one capacity, and the full cache."""
+    rows = rows[(rows.policy == "full") | ((rows.policy == "lru") & (rows.capacity == capacity))]
+    return rows[(rows.reading == "as_run") & (rows.suffix_mode == "dynamic")]
 
 
 def native(loaded: Loaded, items: Sequence[Item], capacity: int, settings: Settings) -> pd.DataFrame:
     """Protected Ada-KV, its budgets by entropy ("ada_kv_faithful") or equal ("ada_kv_native"), and the full cache.
 
-    On needles too, where the model reads 64K tokens. A column `length`: most tokens of a prompt.
+    Also on needles, if the model reads 64K tokens. The column `length` is the most tokens of a prompt.
     """
     new, limit = settings.max_new_tokens, study.paper_limit(loaded, items, settings.max_new_tokens)
     studies: list[tuple[str, Sequence[Item], int, int]] = [("native", items, capacity, limit)]
@@ -95,14 +94,14 @@ def native(loaded: Loaded, items: Sequence[Item], capacity: int, settings: Setti
         needles = _needles(loaded, settings, NEEDLE_TOKENS, N_NEEDLES)
         studies.append(("native-64k", needles, NEEDLE_TOKENS // NEEDLE_SHARE, NEEDLE_TOKENS))
     parts, side = [], settings.protect_frac
-    for name, some, size, length in studies:
+    for name, study_items, size, length in studies:
         both = [grid.capped(policy, size, side, side, "as_run") for policy in ("ada_kv_faithful", NATIVE)]
-        rows = run(Answers("protection", name, some, [Condition(), *both], new, length), loaded, settings)
+        rows = run(Answers("protection", name, study_items, [Condition(), *both], new, length), loaded, settings)
         parts.append(rows.assign(length=length))
     return pd.concat(parts, ignore_index=True).replace({"policy": {NATIVE: "ada_kv_native"}})
 
 
-def _given(loaded: Loaded, items: Sequence[Item], settings: Settings) -> dict[str, Any]:
+def _lengths(loaded: Loaded, items: Sequence[Item], settings: Settings) -> dict[str, Any]:
     new = settings.max_new_tokens
     return {"limit": study.paper_limit(loaded, items, new), "max_new_tokens": new}
 
@@ -119,8 +118,8 @@ def _row(loaded: Loaded, item: Item, condition: Condition, tokens: Sequence[int]
 def credit(loaded: Loaded, items: Sequence[Item], capacity: int, settings: Settings) -> pd.DataFrame:
     """Answers of protected LRU with the online credit estimator, which begins untaught and learns from item to item."""
     condition = grid.capped("lru", capacity, settings.protect_frac, settings.protect_frac, "as_run")
-    given = _given(loaded, items, settings) | {"condition": condition}
-    return run(PerItem("protection", "credit", {"all": tuple(items)}, taught, given), loaded, settings)
+    arguments = _lengths(loaded, items, settings) | {"condition": condition}
+    return run(PerItem("protection", "credit", {"all": tuple(items)}, taught, arguments), loaded, settings)
 
 
 def taught(
@@ -132,9 +131,9 @@ def taught(
     answers, _ = estimator.run(loaded.model, prompts, condition, max_new_tokens=max_new_tokens, stop_ids=stops)
     rows = []
     for item, answer in zip(items, answers, strict=True):
-        made = answer.generation
-        counts = {"evicted": made.evicted, "policy_calls": made.policy_calls, "gate_open": answer.gate_open}
-        rows.append(_row(loaded, item, condition, made.tokens) | counts)
+        generation, gate_open = answer
+        counts = {"evicted": generation.evicted, "policy_calls": generation.policy_calls, "gate_open": gate_open}
+        rows.append(_row(loaded, item, condition, generation.tokens) | counts)
     return pd.DataFrame(rows).assign(policy="online_credit")
 
 
@@ -144,8 +143,9 @@ def taught(
 def sampled(loaded: Loaded, items: Sequence[Item], capacity: int, settings: Settings) -> pd.DataFrame:
     """Answers of LRU, unprotected and protected, `SAMPLES` of each at `TEMPERATURE`."""
     conditions = [grid.capped("lru", capacity, side, side, "as_run") for side in (0.0, settings.protect_frac)]
-    given = _given(loaded, items, settings) | {"conditions": conditions, "temperature": TEMPERATURE, "samples": SAMPLES}
-    return run(PerItem("protection", "sampling", items, samples_of, given | {"seed": settings.seed}), loaded, settings)
+    arguments = {"conditions": conditions, "temperature": TEMPERATURE, "samples": SAMPLES, "seed": settings.seed}
+    arguments |= _lengths(loaded, items, settings)
+    return run(PerItem("protection", "sampling", items, samples_of, arguments), loaded, settings)
 
 
 def samples_of(
@@ -164,13 +164,13 @@ def samples_of(
     for condition in conditions:
         with evicting(loaded.model, condition, seed=seed), torch.random.fork_rng():
             torch.manual_seed(seed)
-            made = loaded.model.generate(
+            sequences = loaded.model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
                 num_return_sequences=samples, max_new_tokens=max_new_tokens, eos_token_id=stops, pad_token_id=stops[0],
             )  # fmt: skip
-        for number, tokens in enumerate(made[:, ids.shape[1] :].tolist()):
-            ends = next((at + 1 for at, token in enumerate(tokens) if token in stops), len(tokens))
-            rows.append(_row(loaded, item, condition, tokens[:ends]) | {"seed": number, "temperature": temperature})
+        for number, tokens in enumerate(sequences[:, ids.shape[1] :].tolist()):
+            length = next((at + 1 for at, token in enumerate(tokens) if token in stops), len(tokens))
+            rows.append(_row(loaded, item, condition, tokens[:length]) | {"seed": number, "temperature": temperature})
     return pd.DataFrame(rows)
 
 
@@ -180,8 +180,8 @@ def samples_of(
 def needle(loaded: Loaded, settings: Settings, tokens: int = NEEDLE_TOKENS, n_items: int = N_NEEDLES) -> pd.DataFrame:
     """LRU and H2O on needles in `tokens` tokens, unprotected and protected, with a sixteenth of the cache."""
     items = _needles(loaded, settings, tokens, n_items)
-    asked = grid.main([tokens // NEEDLE_SHARE], ("lru", "h2o_simple"), settings.protect_frac, "as_run")
-    return run(Answers("protection", "needle", items, asked, settings.max_new_tokens), loaded, settings)
+    conditions = grid.main([tokens // NEEDLE_SHARE], ("lru", "h2o_simple"), settings.protect_frac, "as_run")
+    return run(Answers("protection", "needle", items, conditions, settings.max_new_tokens), loaded, settings)
 
 
 def _needles(loaded: Loaded, settings: Settings, tokens: int, n_items: int) -> list[Item]:

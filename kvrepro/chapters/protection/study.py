@@ -25,13 +25,14 @@ from kvrepro.item import Item
 
 PAPER_TOKENS = 2048  # prompt and answer together, in the paper's harness
 WORLD_TOKENS = 1900  # of a prompt of the embedded world
-ASKED = ("several_2", "several_4")  # the world's tasks with short and with long questions
+QUESTION_TASKS = ("several_2", "several_4")  # the world's tasks with short and with long questions
 SHORT = 32  # most new tokens where the question varies: its answers are short
-SUITS = {"longbench": "longbench:protection"}  # the paper asks LongBench's QA sets, in its own way
+SUITS = {"longbench": "longbench:protection"}  # LongBench's QA sets, with the paper's own prompts
 
 
 def paper_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int) -> int:
-    """Most tokens of a prompt: the paper's where there is a passage to cut, else what the model's context leaves."""
+    """Most tokens of a prompt: the paper's limit if an item has a passage to cut, else what the model's context
+    leaves."""
     room = prompt_limit(loaded, max_new_tokens)
     return min(room, PAPER_TOKENS - max_new_tokens) if any(item.context is not None for item in items) else room
 
@@ -39,24 +40,24 @@ def paper_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int) -> i
 def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
     """The chapter's items, as in `data.load_items`; of LongBench those that the paper's harness asks."""
     room, items = prompt_limit(loaded, settings.max_new_tokens), data.suited("protection", items, SUITS)
-    found = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, WORLD_TOKENS)
-    return data.not_too_long(found, items, loaded.tokenizer, paper_limit(loaded, found, settings.max_new_tokens))
+    fitting = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, WORLD_TOKENS)
+    return data.not_too_long(fitting, items, loaded.tokenizer, paper_limit(loaded, fitting, settings.max_new_tokens))
 
 
 def main(
     loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], settings: Settings, name: str = "main"
 ) -> pd.DataFrame:
-    """Rows of the main comparison, or of another study by its name, prompts as long as the paper's."""
+    """Rows of the main comparison, or of another study by its name; prompts are at most as long as the paper's."""
     limit = paper_limit(loaded, items, settings.max_new_tokens)
     return run(Answers("protection", name, items, conditions, settings.max_new_tokens, limit), loaded, settings)
 
 
 def of_length(loaded: Loaded, items: str, n_items: int, length: int, settings: Settings) -> list[Item]:
-    """Items as in `data.load_items` whose prompts are `data.filling` so many tokens; none, which is printed, where no
-    prompt does."""
+    """Items as in `data.load_items` whose prompts fill `length` tokens (`data.filling`). Where no prompt does, the list
+    is empty, and a printed line says so."""
     try:
-        found = data.load_fitting(items, n_items, loaded.tokenizer, length, settings.seed)
-        return data.filling(found, items, loaded.tokenizer, length)
+        fitting = data.load_fitting(items, n_items, loaded.tokenizer, length, settings.seed)
+        return data.filling(fitting, items, loaded.tokenizer, length)
     except InputError as error:
         print(f"protection: length {length} is left out: {error}")
         return []
@@ -65,27 +66,27 @@ def of_length(loaded: Loaded, items: str, n_items: int, length: int, settings: S
 def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Settings) -> pd.DataFrame:
     """Rows of `run` at several prompt lengths (tokens), with a column `length`; an eighth of the cache is kept at each.
 
-    items, n_items: as in `data.load_items`; of each length those whose prompts fill it (`of_length`). Lengths that the
-    model's context cannot hold, or that no prompt fills, are left out; where prompts fill none, that of the longest is
-    asked. InputError if the context can hold none.
+    items, n_items: as in `data.load_items`; at each length those whose prompts fill it (`of_length`). Lengths that the
+    model's context cannot hold, or that no prompt fills, are left out; if prompts fill none, the longest prompt's
+    length is used. Raises InputError if the context can hold no length.
     """
     new, items = settings.max_new_tokens, SUITS.get(items, items)
-    held = [length for length in settings.lengths if length + new <= loaded.context]
-    if not held:
+    possible = [length for length in settings.lengths if length + new <= loaded.context]
+    if not possible:
         raise InputError(f"no prompt of {list(settings.lengths)} + {new} new tokens fits {loaded.context} positions")
-    asked = {length: of_length(loaded, items, n_items, length, settings) for length in held}
-    if not any(asked.values()):
+    by_length = {length: of_length(loaded, items, n_items, length, settings) for length in possible}
+    if not any(by_length.values()):
         room = loaded.context - new
-        found = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed)
-        longest = max(len(data.build_prompt(item, loaded.tokenizer, room).ids) for item in found)
-        print(f"protection: prompts of {items} fill none of {held} tokens: asked at {longest}, their longest")
-        asked = {longest: of_length(loaded, items, n_items, longest, settings)}
+        fitting = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed)
+        longest = max(len(data.build_prompt(item, loaded.tokenizer, room).ids) for item in fitting)
+        print(f"protection: prompts of {items} fill none of {possible} tokens: asked at {longest}, their longest")
+        by_length = {longest: of_length(loaded, items, n_items, longest, settings)}
     parts = []
-    for length, here in asked.items():
-        if here:
-            limit = length if any(item.context is not None for item in here) else None
+    for length, filling in by_length.items():
+        if filling:
+            limit = length if any(item.context is not None for item in filling) else None
             conditions = grid.context(length, settings.protect_frac, reading)
-            study = Answers("protection", f"context-{length}", here, conditions, new, limit)
+            study = Answers("protection", f"context-{length}", filling, conditions, new, limit)
             parts.append(run(study, loaded, settings).assign(length=length))
     return pd.concat(parts, ignore_index=True)
 
@@ -94,29 +95,29 @@ def question(loaded: Loaded, items: str, n_items: int, capacity: int, settings: 
     """Rows of `run` where the question's length and its place vary, with the columns `varied` and `guard` (tokens at
     the prompt's end), `question` (its tokens, the mean), `held` (share of them that is kept) and `length` (of prompts).
 
-    "length": questions of the world for two and for four facts, against guards that hold less or more of them. Others
-    ask what they ask. "place": prompts of several lengths; the decimal order of positions, which breaks LRU's ties in
-    the authors' code, holds the end of a prompt of less than a thousand tokens, and loses the end of a longer one. A
+    "length": the world's questions for two and for four facts, and guards that hold less or more of them; other items
+    keep their own questions. "place": prompts of several lengths. The authors' code breaks LRU's ties by the decimal
+    order of positions, which keeps the end of a prompt of less than a thousand tokens and loses that of a longer one. A
     length that no prompt fills is left out.
     """
     world = items.partition(":")[0] == "tinyworld"
-    asked = [f"tinyworld:{name}" for name in ASKED] if world else [SUITS.get(items, items)]
-    usual = [("length", name, WORLD_TOKENS, grid.guards(capacity)) for name in asked]
+    sources = [f"tinyworld:{task}" for task in QUESTION_TASKS] if world else [SUITS.get(items, items)]
+    by_question = [("length", source, WORLD_TOKENS, grid.guards(capacity)) for source in sources]
     lengths = [length for length in settings.places if length + SHORT <= loaded.context]
-    placed = [("place", asked[0], length, grid.places(capacity, settings.protect_frac)) for length in lengths]
+    by_place = [("place", sources[0], length, grid.places(capacity, settings.protect_frac)) for length in lengths]
     parts, new = [], min(settings.max_new_tokens, SHORT)
     room = prompt_limit(loaded, new)
-    for i, (varied, name, tokens, conditions) in enumerate(usual + placed):
+    for i, (varied, source, tokens, conditions) in enumerate(by_question + by_place):
         if varied == "place":
-            here = of_length(loaded, name, n_items, tokens, settings)
+            fitting = of_length(loaded, source, n_items, tokens, settings)
         else:
-            here = data.load_fitting(name, n_items, loaded.tokenizer, room, settings.seed, tokens)
-        if not here:
+            fitting = data.load_fitting(source, n_items, loaded.tokenizer, room, settings.seed, tokens)
+        if not fitting:
             continue
-        limit = min(tokens, room) if any(item.context is not None for item in here) else None
+        limit = min(tokens, room) if any(item.context is not None for item in fitting) else None
         if limit is not None:
-            here = data.not_too_long(here, name, loaded.tokenizer, limit)
-        study = Answers("protection", f"question-{i}", here, conditions, new, limit, note=held_question)
+            fitting = data.not_too_long(fitting, source, loaded.tokenizer, limit)
+        study = Answers("protection", f"question-{i}", fitting, conditions, new, limit, note=held_question)
         parts.append(run(study, loaded, settings).assign(varied=varied, length=tokens))
     rows = pd.concat(parts, ignore_index=True)
     notes = pd.DataFrame([json.loads(note) if isinstance(note, str) else {} for note in rows.note], index=rows.index)
@@ -126,13 +127,15 @@ def question(loaded: Loaded, items: str, n_items: int, capacity: int, settings: 
 
 
 def held_question(item: Item, prompt: Prompt, answer: Generation) -> dict[str, float]:
-    """`question`: its tokens; `held`: the share of them that some layer and head holds after the first reduction."""
-    at = prompt.spans.get("question", [])
-    return {"question": len(at), "held": measure.evidence_coverage(at, answer.kept_positions, len(prompt.ids))}
+    """`question`: its length in tokens; `held`: the share of them that any layer and head keeps at the first
+    reduction."""
+    positions = prompt.spans.get("question", [])
+    held = measure.evidence_coverage(positions, answer.kept_positions, len(prompt.ids))
+    return {"question": len(positions), "held": held}
 
 
 def spread(items: Sequence[Item], n: int) -> list[Item]:
-    """n of the items, spread evenly, since those of a task stand together; all of them where they are no more."""
+    """n of the items at even distances, since items of one task stand together; all of them where there are no more."""
     n = min(n, len(items))
     return [items[i * len(items) // n] for i in range(n)]
 
@@ -140,24 +143,26 @@ def spread(items: Sequence[Item], n: int) -> list[Item]:
 def attention(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:
     """`boundary_attention` of `n_items` of the items, spread evenly, with a column `item`.
 
-    The prefix and the suffix are as long as the guards of that capacity, whose use is in question.
+    The prefix and the suffix are as long as the guards at that capacity: do guarded tokens get more attention?
     """
     positions, limit = int(settings.protect_frac * capacity), paper_limit(loaded, items, settings.max_new_tokens)
-    given = {"positions": positions, "limit": limit}
-    return run(PerItem("protection", "attention", spread(items, n_items), boundary_attention, given), loaded, settings)
+    arguments = {"positions": positions, "limit": limit}
+    job = PerItem("protection", "attention", spread(items, n_items), boundary_attention, arguments)
+    return run(job, loaded, settings)
 
 
 def boundary_attention(loaded: Loaded, item: Item, positions: int, limit: int) -> pd.DataFrame:
-    """Of one item's prompt."""
+    """`attention_by_region` of one item's prompt, whose prefix and suffix have so many positions."""
     prompt = data.build_prompt(item, loaded.tokenizer, limit)
     return attention_by_region(loaded.model, prompt.ids, fraction=positions / len(prompt.ids))
 
 
 def attention_by_region(model: PreTrainedModel, prompt: Sequence[int], fraction: float = 0.1) -> pd.DataFrame:
-    """Where attention goes at the end of a prompt: a row per layer, query head and region.
+    """Where the last token of a prompt attends: a row per layer, query head and region.
 
-    `mass` is the last token's attention, `uniform` the region's share of the tokens. Regions: sink (position 0), prefix
-    and suffix (`fraction` of the prompt at either end, rounded up; the sink taken out), middle.
+    `mass` is its attention to the region, `uniform` the region's share of the tokens. Regions: sink (position 0),
+    prefix and suffix (`fraction` of the prompt at either end, rounded up; the sink taken out), middle. Raises
+    InputError for a fraction that leaves no middle.
     """
     n = len(prompt)
     side = protected_count(fraction, n, "ceil")
@@ -185,18 +190,18 @@ def retention(
 ) -> pd.DataFrame:
     """Prompt positions that each policy keeps at its first reduction: columns policy, reading, protected, position.
 
-    Of a policy whose heads choose for themselves, the positions that any of them keeps; none of one that protects more
-    than the capacity. `attrs["tokens"]` is the prompt's length, `attrs["spans"]` the first and last position of each
-    message's spans.
+    Where heads choose for themselves, positions that any head keeps count as kept. A policy that protects more tokens
+    than the capacity has no rows. `attrs["tokens"]` is the prompt's length, `attrs["spans"]` the first and last
+    position of each of its spans.
     """
     prompt = data.build_prompt(item, loaded.tokenizer, paper_limit(loaded, [item], settings.max_new_tokens))
-    asked = grid.main([capacity], policies, settings.protect_frac, reading)[1:]
-    conditions = [condition for condition in asked if _met(condition, len(prompt.ids))]
+    conditions = grid.main([capacity], policies, settings.protect_frac, reading)[1:]
+    conditions = [condition for condition in conditions if _is_possible(condition, len(prompt.ids))]
     [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=(), errors="return")
     rows = [
         {"policy": c.policy, "reading": c.reading, "protected": c.prefix > 0, "position": position}
         for c, answer in zip(conditions, answers, strict=True)
-        if not isinstance(answer, Exception)  # which the main study counts
+        if not isinstance(answer, Exception)  # the main study counts failures
         for position in answer.kept_positions
     ]
     frame = pd.DataFrame(rows, columns=["policy", "reading", "protected", "position"])
@@ -205,8 +210,8 @@ def retention(
     return frame
 
 
-def _met(condition: Condition, tokens: int) -> bool:
-    """Can a prompt of so many tokens meet it?"""
+def _is_possible(condition: Condition, tokens: int) -> bool:
+    """Can a prompt of so many tokens be answered under this condition?"""
     try:
         check(condition, tokens)
     except InputError:

@@ -21,7 +21,7 @@ def rows() -> pd.DataFrame:
 def test_whatever_does_not_come_out_has_a_reason():
     causes = [control.cause(row, BOOK[row.claim])[0] for row in TABLE.itertuples()]
     assert set(causes) == {"", *control.CAUSES}
-    assert [one == "" for one in causes] == list(TABLE.verdict == "reproduced")
+    assert [cause == "" for cause in causes] == list(TABLE.verdict == "reproduced")
 
 
 def test_every_reason_is_needed():
@@ -42,20 +42,20 @@ def test_a_failing_rule_without_a_reason_stops_the_page():
 
 def test_the_table_is_what_the_rows_give(rows):
     """Three panels of sixteen, all rules: the credit's, needles at 64K, and LongBench on Qwen2.5-3B."""
-    book, known = claims.load_claims("protection"), TABLE.set_index(["panel", "claim"])
+    book, stored = claims.load_claims("protection"), TABLE.set_index(["panel", "claim"])
     wanted = [("Qwen2.5-3B, LongBench, 162", "main"), ("Qwen2.5-3B, LongBench, 162", "credit")]
     wanted.append(("Qwen3-4B, needles at 64K, 60", "needle"))
-    found = [panel for panel in control.panels(rows) if (panel.name, panel.study) in wanted]
-    assert len(found) == 3
-    for panel in found:
+    tested = [panel for panel in control.panels(rows) if (panel.name, panel.study) in wanted]
+    assert len(tested) == 3
+    for panel in tested:
         for row in control.judged(panel, book).itertuples():
             if row.verdict == "not testable here":
-                assert (panel.name, row.claim) not in known.index
+                assert (panel.name, row.claim) not in stored.index
             else:
-                kept = known.loc[(panel.name, row.claim)]
-                assert kept.verdict == row.verdict, (panel.name, row.claim)
-                assert kept.ours == pytest.approx(row.ours, rel=1e-4, abs=1e-6)
-                assert kept.low == pytest.approx(row.low, rel=1e-4, abs=1e-6)
+                stored_row = stored.loc[(panel.name, row.claim)]
+                assert stored_row.verdict == row.verdict, (panel.name, row.claim)
+                assert stored_row.ours == pytest.approx(row.ours, rel=1e-4, abs=1e-6)
+                assert stored_row.low == pytest.approx(row.low, rel=1e-4, abs=1e-6)
 
 
 def test_no_row_is_counted_twice_in_a_panel(rows):

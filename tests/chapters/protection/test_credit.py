@@ -168,7 +168,7 @@ def slow_answer(net, prompt, c, e, max_new_tokens=40):
     out = net(torch.tensor([prompt]), output_attentions=True, use_cache=True)
     logits, cache, p = out.logits[0, -1], out.past_key_values, torch.stack(out.attentions)[:, 0].amax((0, 1, 2))
     state = {i: Token(0, 0, float(a), float(a), 0.0, 0.0) for i, a in enumerate(p)}
-    uses, kept, known, events, picked, heard = dict.fromkeys(state, 1), set(state), [], [], [], 0
+    uses, kept, log_p, events, picked, heard = dict.fromkeys(state, 1), set(state), [], [], [], 0
 
     def evict(t):
         nonlocal kept, heard
@@ -178,13 +178,13 @@ def slow_answer(net, prompt, c, e, max_new_tokens=40):
         scores, beta = plain_scores(e, state, uses, pool, t, c.budget)
         gone = sorted(pool, key=lambda i: (scores[i], state[i].I, str(i)))[: len(kept) - c.budget]
         f = [plain_features(state[i], uses[i], t, c.budget) for i in sorted(gone)]
-        events.append((len(known), f, [state[i].a for i in sorted(gone)]))
+        events.append((len(log_p), f, [state[i].a for i in sorted(gone)]))
         heard += beta >= 0.01
         kept = kept - set(gone)
 
     def learn(estimator, due):
         for at, f, a in due:
-            target = credit.targets(torch.tensor(a), known[max(0, at - 8) : at], known[at : at + 6])
+            target = credit.targets(torch.tensor(a), log_p[max(0, at - 8) : at], log_p[at : at + 6])
             if target is not None:
                 estimator = credit.update(estimator, torch.tensor(f, dtype=torch.float64), target)
         return estimator
@@ -192,17 +192,17 @@ def slow_answer(net, prompt, c, e, max_new_tokens=40):
     evict(0)
     for t in range(1, max_new_tokens + 1):
         picked.append(int(logits.argmax()))
-        known.append(float(logits.log_softmax(-1).max()))
+        log_p.append(float(logits.log_softmax(-1).max()))
         e, events = learn(e, [x for x in events if t - x[0] >= 6]), [x for x in events if t - x[0] < 6]
         if picked[-1] == 2:
             break
-        here = n + t - 1
-        state[here], uses[here], kept = Token(t, t, 0.0, 0.0, 0.0, 0.0), 1, kept | {here}
+        position = n + t - 1
+        state[position], uses[position], kept = Token(t, t, 0.0, 0.0, 0.0, 0.0), 1, kept | {position}
         if t % 8 == 0:
             evict(t)
-        mask = torch.full((1, 1, 1, here + 1), torch.finfo(torch.float32).min)
+        mask = torch.full((1, 1, 1, position + 1), torch.finfo(torch.float32).min)
         mask[..., sorted(kept)] = 0.0
-        out = net(torch.tensor([picked[-1:]]), attention_mask=mask, position_ids=torch.tensor([[here]]),
+        out = net(torch.tensor([picked[-1:]]), attention_mask=mask, position_ids=torch.tensor([[position]]),
                   past_key_values=cache, output_attentions=True)  # fmt: skip
         logits, a = out.logits[0, -1], torch.stack(out.attentions)[:, 0, :, 0].amax((0, 1)).tolist()
         for i in kept:
@@ -223,10 +223,10 @@ def test_one_after_the_other_is_the_slow_loop(estimator):
     given = prompts(70, 61, 66)
     ours, learned = answers(given, estimator)
     e = estimator
-    for prompt, mine in zip(given, ours, strict=True):
+    for prompt, answer in zip(given, ours, strict=True):
         tokens, heard, e = slow_answer(model(), prompt, LRU, e)
-        assert mine.generation.tokens == tokens
-        assert mine.gate_open == heard
+        assert answer.generation.tokens == tokens
+        assert answer.gate_open == heard
     assert same(learned, e)
     assert learned.updates > estimator.updates
 
@@ -238,11 +238,11 @@ def test_an_untaught_estimator_answers_as_protected_lru(reading, batch):
     given = prompts(70, 61)
     ours, learned = answers(given, condition=condition, batch=batch)
     theirs = generate(model(), given, [condition], max_new_tokens=40, stop_ids=[2])
-    for (mine, gate_open), [row] in zip(ours, theirs, strict=True):
+    for (generation, gate_open), [row] in zip(ours, theirs, strict=True):
         assert learned.updates <= 8
         assert gate_open == 0
-        assert (mine.tokens, mine.evicted, mine.policy_calls) == (row.tokens, row.evicted, row.policy_calls)
-        assert mine.kept_positions == row.kept_positions
+        for field in ("tokens", "evicted", "policy_calls", "kept_positions"):
+            assert getattr(generation, field) == getattr(row, field)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -282,10 +282,10 @@ def test_an_answer_that_ends_leaves_its_batch_whole():
     alone = [a.generation.tokens for a in answers(given, doubtful)[0]]
     stop = next(t for t in alone[1][9:] if t not in alone[0] + alone[2])
     settings = {"max_new_tokens": 40, "stop_ids": [stop], "estimator": doubtful}
-    one, taught = credit.run(model(), given, LRU, **settings)
-    three, learned = credit.run(model(), given, LRU, batch=3, **settings)
-    assert [a.generation.tokens for a in three] == [a.generation.tokens for a in one]
-    assert [len(a.generation.tokens) < 40 for a in three] == [False, True, False]
+    singly, taught = credit.run(model(), given, LRU, **settings)
+    batched, learned = credit.run(model(), given, LRU, batch=3, **settings)
+    assert [a.generation.tokens for a in batched] == [a.generation.tokens for a in singly]
+    assert [len(a.generation.tokens) < 40 for a in batched] == [False, True, False]
     assert learned.updates == taught.updates > doubtful.updates
 
 

@@ -29,24 +29,24 @@ def kept() -> pd.DataFrame:
 def test_every_reading_and_protection_has_its_panel():
     frame = kept()
     frame.attrs["spans"] = {"system": (0, 30), "passage": (31, 1890), "question": (1891, 1918)}
-    one = figures.retention(frame)
+    figure = figures.retention(frame)
     titles = [f"authors' {source}, {state}" for state in ("unprotected", "protected") for source in ("code", "text")]
-    assert [axes.get_title(loc="left") for axes in one.axes] == titles
+    assert [axes.get_title(loc="left") for axes in figure.axes] == titles
     described = frame[frame.reading == "as_described"]
     described.attrs = frame.attrs
     assert len(figures.retention(described).axes) == 2
 
 
 def test_retention_darkens_where_positions_are_kept():
-    one = figures.retention(kept())
-    strip = one.axes[0].images[0].get_array()[0]  # LRU as run, unprotected
+    figure = figures.retention(kept())
+    strip = figure.axes[0].images[0].get_array()[0]  # LRU as run, unprotected
     shade = np.asarray(strip).sum(-1)
     inside, outside = shade[int(480 * 800 / 1919) : int(480 * 990 / 1919)], shade[: int(480 * 700 / 1919)]
     assert inside.max() < outside.min()
-    said = [text for _, _, text in TOLD[one.axes[0]]]
-    assert said[0] == "LRU, tokens 0 to 239: 0% kept"
-    assert said[3] == "LRU, tokens 720 to 959: 80% kept"
-    plt.close(one)
+    texts = [text for _, _, text in TOLD[figure.axes[0]]]
+    assert texts[0] == "LRU, tokens 0 to 239: 0% kept"
+    assert texts[3] == "LRU, tokens 720 to 959: 80% kept"
+    plt.close(figure)
 
 
 def test_a_kept_question_is_drawn_by_guard_and_by_length():

@@ -10,38 +10,38 @@ from kvrepro.errors import InputError
 
 
 def test_the_paper_grid_has_42_conditions_and_the_full_cache():
-    found = grid.main((128, 256, 512), PROTECTION_SEVEN, 0.10, "as_run")
-    assert len(found) == len(set(found)) == 43
-    assert found[0] == Condition()
+    conditions = grid.main((128, 256, 512), PROTECTION_SEVEN, 0.10, "as_run")
+    assert len(conditions) == len(set(conditions)) == 43
+    assert conditions[0] == Condition()
 
 
 def test_the_chapter_runs_every_study_without_repeating_a_condition():
-    found = grid.protection()
-    assert len(found) == len(set(found))
+    conditions = grid.protection()
+    assert len(conditions) == len(set(conditions))
     one_side = [grid.sided(parts, 256, 0.10, "both") for parts in (grid.SIDES, [(k, k) for k in grid.SWEEP])]
     for part in (*one_side, grid.faithful(256, 0.10, "both")):
-        assert set(part) <= set(found)
-    assert sum(condition.policy == "full" for condition in found) == 1
+        assert set(part) <= set(conditions)
+    assert sum(condition.policy == "full" for condition in conditions) == 1
 
 
 def test_absolute_guards_are_as_long_at_every_capacity():
     absolute = grid.absolute((128, 256, 512))
-    found = [one for size, k in absolute for one in grid.sided([(k, k)], size, 0.10, "as_run")]
-    assert {guarded(one, one.budget, find("lru").reading("as_run")) for one in found} == {(25, 25)}
-    assert set(found) <= set(grid.protection())
+    conditions = [condition for size, k in absolute for condition in grid.sided([(k, k)], size, 0.10, "as_run")]
+    assert {guarded(c, c.budget, find("lru").reading("as_run")) for c in conditions} == {(25, 25)}
+    assert set(conditions) <= set(grid.protection())
     assert grid.absolute((100, 256, 600)) == grid.absolute((256,)) == []
 
 
 def test_side_rows_match_in_budget():
-    matched = [one for one in grid.sided(grid.SIDES, 256, 0.10, "as_run") if one.prefix + one.suffix > 0.15]
-    assert sorted((one.prefix, one.suffix) for one in matched) == [(0.0, 0.2), (0.1, 0.1), (0.2, 0.0)]
-    sides = [guarded(one, 256, find("lru").reading("as_run")) for one in matched]
+    matched = [c for c in grid.sided(grid.SIDES, 256, 0.10, "as_run") if c.prefix + c.suffix > 0.15]
+    assert sorted((c.prefix, c.suffix) for c in matched) == [(0.0, 0.2), (0.1, 0.1), (0.2, 0.0)]
+    sides = [guarded(c, 256, find("lru").reading("as_run")) for c in matched]
     assert set(map(sum, sides)) <= {50, 51}  # floor(25.6) twice against floor(51.2)
 
 
 @pytest.mark.parametrize(("reading", "n"), [("as_run", 1), ("as_described", 1), ("both", 2)])
 def test_readings(reading, n):
-    assert len({one.reading for one in grid.sided(grid.SIDES, 256, 0.10, reading)}) == n
+    assert len({condition.reading for condition in grid.sided(grid.SIDES, 256, 0.10, reading)}) == n
 
 
 def test_every_condition_can_be_met_at_every_length():
@@ -79,8 +79,8 @@ def test_sizes_and_names_of_the_wrong_kind_are_refused(arguments):
 
 def test_a_policy_that_chooses_layer_by_layer_meets_the_cap_in_a_regime_of_its_own(monkeypatch):
     monkeypatch.setitem(OWN, "mine", Policy("Mine", "me", lambda o: o.positions.float()))
-    found = grid.main([128], ["lru", "snapkv", "mine"], 0.1, "both")[1:]
-    assert {(c.policy, c.regime.name, c.reading) for c in found} == {
+    conditions = grid.main([128], ["lru", "snapkv", "mine"], 0.1, "both")[1:]
+    assert {(c.policy, c.regime.name, c.reading) for c in conditions} == {
         ("lru", "shared cap", "as_run"), ("lru", "shared cap", "as_described"),
         ("snapkv", "decode cap", "as_run"), ("snapkv", "decode cap", "as_described"),
         ("mine", "decode cap", "as_described"),

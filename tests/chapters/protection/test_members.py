@@ -19,12 +19,12 @@ def states(claim_id: str, results: pd.DataFrame) -> pd.DataFrame:
     claim = BY_ID[claim_id]
     heads = claim.get("kv_heads", [2])[0]
     judged = judge.judge(claim, members.members(claim, BOOK["sets"], results, kv_heads=heads))
-    return pd.DataFrame([vars(one) | {"n": one.ours.n} for one in judged])
+    return pd.DataFrame([vars(member) | {"n": member.ours.n} for member in judged])
 
 
-def some(*ids: str) -> dict:
+def book_of(*ids: str) -> dict:
     """The claims file with a few claims only."""
-    return BOOK | {"claims": [BY_ID[one] for one in ids]}
+    return BOOK | {"claims": [BY_ID[claim_id] for claim_id in ids]}
 
 
 def outcome(claim_id: str, results: pd.DataFrame) -> str:
@@ -89,9 +89,9 @@ NAMED = members.named(PAPER)
 )
 def test_reproduced_in_the_papers_world_and_not_in_another(claim_id, against):
     assert outcome(claim_id, NAMED) == "reproduced"
-    found = states(claim_id, members.named(one_reading(against, n_items=400))).state.tolist()
-    assert judge.verdict(found) in ("not reproduced", "partly")
-    assert "fails" in found
+    outcomes = states(claim_id, members.named(one_reading(against, n_items=400))).state.tolist()
+    assert judge.verdict(outcomes) in ("not reproduced", "partly")
+    assert "fails" in outcomes
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_equal_outputs_are_counted_where_anything_was_evicted_again():
 
 def test_per_head_policies_are_judged_on_what_they_reduced():
     unreduced = {"evicted": lambda row: 1700 * (row["item"] < "item-030")}
-    found = states("P29", one_reading(synthetic.paper_like, n_items=40, **unreduced))
-    assert found.n.tolist() == [30, 30]
-    assert "an interval needs" not in found.decided_by
+    judged = states("P29", one_reading(synthetic.paper_like, n_items=40, **unreduced))
+    assert judged.n.tolist() == [30, 30]
+    assert "an interval needs" not in judged.decided_by
 
 
 def test_two_heights_alone_make_no_correlation():
@@ -211,9 +211,9 @@ def real(f1, policies=BOOK["sets"]["real"], regimes=("prefill", "decode cap")) -
 
 def test_published_methods_each_way():
     lifted = real(lambda regime, guarded: 0.8 if guarded else 0.1)
-    assert {outcome(one, lifted) for one in ("P45", "P46")} == {"reproduced"}
+    assert {outcome(claim_id, lifted) for claim_id in ("P45", "P46")} == {"reproduced"}
     lowered = real(lambda regime, guarded: (0.1 if guarded else 0.3) + 0.3 * (guarded and regime == "prefill"))
-    assert {outcome(one, lowered) for one in ("P45", "P46")} == {"not reproduced"}
+    assert {outcome(claim_id, lowered) for claim_id in ("P45", "P46")} == {"not reproduced"}
 
 
 def test_a_single_reduction_is_lifted_as_much():
@@ -229,41 +229,41 @@ def test_absolute_guards_each_way():
     def rows(loss: float) -> pd.DataFrame:
         parts = [PAPER]
         for size, side in ((128, 0.2), (512, 0.05)):
-            own = PAPER[(PAPER.policy == "lru") & (PAPER.capacity == size) & (PAPER.prefix == 0.1)]
-            parts.append(own.assign(prefix=side, suffix=side, token_f1=own.token_f1 - loss))
+            lru = PAPER[(PAPER.policy == "lru") & (PAPER.capacity == size) & (PAPER.prefix == 0.1)]
+            parts.append(lru.assign(prefix=side, suffix=side, token_f1=lru.token_f1 - loss))
         return pd.concat(parts, ignore_index=True)
 
     assert outcome("P47", rows(0.0)) == "reproduced"
     assert outcome("P47", rows(0.2)) == "not reproduced"
     assert (
-        members.evaluate(PAPER[PAPER.capacity.isna() | (PAPER.capacity == 256)], some("P47"))
+        members.evaluate(PAPER[PAPER.capacity.isna() | (PAPER.capacity == 256)], book_of("P47"))
         .note[0]
         .startswith("two cap")
     )
 
 
 def test_statements_about_heads_are_asked_of_models_that_have_them():
-    table = members.evaluate(PAPER, some("P9", "P9b", "P14b"), kv_heads=2).set_index("claim")
+    table = members.evaluate(PAPER, book_of("P9", "P9b", "P14b"), kv_heads=2).set_index("claim")
     assert table.verdict["P9"] == "reproduced"
     assert table.note["P9b"] == "said of models with 8 KV heads; this one has 2"
-    table = members.evaluate(PAPER, some("P9", "P9b", "P14b"), kv_heads=8).set_index("claim")
+    table = members.evaluate(PAPER, book_of("P9", "P9b", "P14b"), kv_heads=8).set_index("claim")
     assert table.verdict["P9b"] != "not testable here"
     assert table.note["P9"] == "said of models without 8 KV heads"
 
 
 def test_another_measure_reaches_claims_that_name_none():
     rows = PAPER.assign(rest_f1=PAPER.token_f1.where(PAPER.policy == "full", 0.05))
-    asked = some("P1", "P4", "P12", "P23")
-    table = members.evaluate(rows, asked, measure="rest_f1").set_index("claim")
+    few = book_of("P1", "P4", "P12", "P23")
+    table = members.evaluate(rows, few, measure="rest_f1").set_index("claim")
     assert table.verdict["P4"] == table.verdict["P12"] == "inconclusive"
-    assert table.verdict["P23"] == members.evaluate(rows, asked).set_index("claim").verdict["P23"]
+    assert table.verdict["P23"] == members.evaluate(rows, few).set_index("claim").verdict["P23"]
 
 
 def test_verdicts_that_turn_with_the_measure_are_told():
     rows = PAPER.assign(rest_f1=PAPER.token_f1.where(PAPER.policy == "full", 0.05))
-    asked = members.scored(some("P4", "P23", "P32", "P15"))
-    assert [claim["id"] for claim in asked["claims"]] == ["P4", "P15"]  # the others ask no score
-    both = [members.evaluate(rows, asked, measure=one) for one in ("token_f1", "rest_f1")]
+    few = members.scored(book_of("P4", "P23", "P32", "P15"))
+    assert [claim["id"] for claim in few["claims"]] == ["P4", "P15"]  # the others ask no score
+    both = [members.evaluate(rows, few, measure=measure) for measure in ("token_f1", "rest_f1")]
     assert members.turned(*both) == [
         "P4 (authors' code): reproduced, here inconclusive",
         "P15 (authors' code): reproduced, here not reproduced",
@@ -272,8 +272,8 @@ def test_verdicts_that_turn_with_the_measure_are_told():
 
 
 def test_no_claim_is_without_a_test():
-    assert not [one for one, claim in BY_ID.items() if claim["contrast"] == "none" or "rule" not in claim]
-    table = members.evaluate(one_reading(synthetic.paper_like, n_items=6), some("P30", "P38", "P39", "P40"))
+    assert not [claim_id for claim_id, claim in BY_ID.items() if claim["contrast"] == "none" or "rule" not in claim]
+    table = members.evaluate(one_reading(synthetic.paper_like, n_items=6), book_of("P30", "P38", "P39", "P40"))
     assert set(table.verdict) == {"not testable here"}
     assert table.note.str.startswith("not run: it needs ").all()
 
@@ -293,7 +293,8 @@ def test_few_items_leave_a_claim_open():
 
 
 def test_a_model_that_cannot_answer_tests_nothing():
-    quality = members.evaluate(one_reading(lambda cell: 0.0, n_items=6, noise=0.0), some("P1", "P4", "P6", "P9", "P22"))
+    silent = one_reading(lambda cell: 0.0, n_items=6, noise=0.0)
+    quality = members.evaluate(silent, book_of("P1", "P4", "P6", "P9", "P22"))
     assert (quality.verdict == "not testable here").all()
     assert quality.note.str.contains("full cache itself|an interval needs").all()
 
@@ -302,19 +303,19 @@ def test_a_failure_is_called_a_failure_and_moves_no_other_condition():
     broken = one_reading(synthetic.paper_like, n_items=20)
     lost = broken.policy == "quest_simple"
     broken.loc[lost, "token_f1"], broken.loc[lost, "error"] = np.nan, "ValueError: no such score"
-    table = members.evaluate(broken, some("P4", "P15")).set_index("claim")
-    whole = members.evaluate(one_reading(synthetic.paper_like, n_items=20), some("P4", "P15")).set_index("claim")
+    table = members.evaluate(broken, book_of("P4", "P15")).set_index("claim")
+    whole = members.evaluate(one_reading(synthetic.paper_like, n_items=20), book_of("P4", "P15")).set_index("claim")
     assert table.members["P4"].startswith("18 holds, 3 not testable (all 20 items failed (ValueError: no such score)")
     assert table.ours["P15"] == whole.ours["P15"]
     broken["token_f1"], broken["error"] = np.nan, "ValueError: no such score"
-    table = members.evaluate(broken, some("P4", "P15"))
+    table = members.evaluate(broken, book_of("P4", "P15"))
     assert set(table.verdict) == {"not testable here"}
     assert table.note.str.contains("all 20 items of the full cache failed: ValueError: no such score").all()
 
 
 def test_one_capacity_is_not_compared_with_itself():
     single = one_reading(synthetic.paper_like, n_items=20, capacities=(256,))
-    table = members.evaluate(single, some("P3", "P27"))
+    table = members.evaluate(single, book_of("P3", "P27"))
     assert set(table.verdict) == {"not testable here"}
     assert table.note.str.contains("two capacities are needed, 256 alone was run").all()
 
@@ -338,11 +339,11 @@ def test_missing_full_cache_is_replaced_by_protected_lru():
     rows = PAPER[PAPER.policy != "full"]
     assert outcome("P4", rows) == "reproduced"
     silent = rows.assign(token_f1=0.0)
-    assert members.evaluate(silent, some("P4")).note.str.contains("full cache itself").all()
+    assert members.evaluate(silent, book_of("P4")).note.str.contains("full cache itself").all()
 
 
 def test_missing_conditions_are_named_not_guessed():
-    table = members.evaluate(one_reading(synthetic.paper_like, n_items=6), some("P30", "P33")).set_index("claim")
+    table = members.evaluate(one_reading(synthetic.paper_like, n_items=6), book_of("P30", "P33")).set_index("claim")
     assert table.verdict["P30"] == "not testable here"
     assert "it needs Ada-KV's answers with equal budgets" in table.note["P30"]
     assert table.note["P33"]
@@ -350,7 +351,7 @@ def test_missing_conditions_are_named_not_guessed():
 
 
 def test_fewer_than_six_items_are_not_judged():
-    few = members.evaluate(one_reading(synthetic.paper_like, n_items=5), some("P1", "P4"))
+    few = members.evaluate(one_reading(synthetic.paper_like, n_items=5), book_of("P1", "P4"))
     assert set(few.verdict) == {"not testable here"}
     assert few.note.str.contains("5 items: an interval needs at least 6").all()
 
@@ -358,9 +359,9 @@ def test_fewer_than_six_items_are_not_judged():
 def test_a_failed_item_leaves_the_pair_not_the_table():
     broken = PAPER.copy()
     broken.loc[(broken["item"] == "item-000") & (broken.policy == "lru"), ["token_f1", "repetition_4gram"]] = np.nan
-    found = states("P15", broken)
-    assert found.n.tolist() == [399]
-    assert found.state.tolist() == ["holds"]
+    judged = states("P15", broken)
+    assert judged.n.tolist() == [399]
+    assert judged.state.tolist() == ["holds"]
 
 
 def test_two_rows_of_one_condition_raise():
@@ -375,21 +376,21 @@ def test_the_reading_decides_when_members_turn_over():
 
     table = members.evaluate(
         synthetic.results(f1, n_items=80),
-        some("P1", "P2", "P6", "P33", "P35", "P38"),
+        book_of("P1", "P2", "P6", "P33", "P35", "P38"),
         scaling=synthetic.scaling(),
         attention=synthetic.attention(),
     )
     assert list(table.columns[:12]) == claims.COLUMNS[:12]
-    by = table.set_index(["claim", "reading"])
-    assert by.verdict["P1", "as_run"] == "reproduced"
-    assert by.verdict["P1", "as_described"] == "not reproduced"
-    assert by.depends_on_reading["P1", "as_run"] == "yes"
-    assert by.depends_on_reading["P6", "as_run"] == "no"
-    assert by.depends_on_reading["P38", "any"] == ""
+    by_reading = table.set_index(["claim", "reading"])
+    assert by_reading.verdict["P1", "as_run"] == "reproduced"
+    assert by_reading.verdict["P1", "as_described"] == "not reproduced"
+    assert by_reading.depends_on_reading["P1", "as_run"] == "yes"
+    assert by_reading.depends_on_reading["P6", "as_run"] == "no"
+    assert by_reading.depends_on_reading["P38", "any"] == ""
     text = wording.summary(table)
     assert "</a> Without protection each of the seven policies" in text
     assert "*Reproduced* with the authors' code, *not reproduced* with their text." in text
-    assert by.verdict["P33", "as_run"] == by.verdict["P35", "any"] == "reproduced"
+    assert by_reading.verdict["P33", "as_run"] == by_reading.verdict["P35", "any"] == "reproduced"
 
 
 def test_results_without_conditions_raise():
@@ -400,12 +401,12 @@ def test_results_without_conditions_raise():
 def test_a_readers_own_policy_gets_its_own_verdicts_and_moves_no_other(monkeypatch):
     monkeypatch.setitem(OWN, "mine", Policy("Mine", "me", lambda o: o.positions.float()))
     results = synthetic.results(readings=("as_described",))
-    mine = results[results.policy == "lru"].assign(policy="mine")
-    before, after = members.evaluate(results), members.evaluate(pd.concat([results, mine], ignore_index=True))
-    own = after[after.claim.str.endswith(" Mine")]
-    assert {"P1 Mine", "P2 Mine", "P4 Mine"} <= set(own.claim)
-    assert own.set_index("claim").verdict["P4 Mine"] == "reproduced"
-    pd.testing.assert_frame_equal(after[~after.claim.isin(own.claim)].reset_index(drop=True), before)
+    own_rows = results[results.policy == "lru"].assign(policy="mine")
+    before, after = members.evaluate(results), members.evaluate(pd.concat([results, own_rows], ignore_index=True))
+    own_verdicts = after[after.claim.str.endswith(" Mine")]
+    assert {"P1 Mine", "P2 Mine", "P4 Mine"} <= set(own_verdicts.claim)
+    assert own_verdicts.set_index("claim").verdict["P4 Mine"] == "reproduced"
+    pd.testing.assert_frame_equal(after[~after.claim.isin(own_verdicts.claim)].reset_index(drop=True), before)
 
 
 def test_every_claim_can_be_asked_of_one_capacity():

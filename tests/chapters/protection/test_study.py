@@ -45,8 +45,8 @@ def test_a_policy_that_protects_more_than_the_budget_keeps_no_positions(loaded):
     kept = study.retention(loaded, ITEM, 48, ["lru", "snapkv"], "as_run", Settings(max_new_tokens=8))
     assert set(kept.policy) == {"lru"}
     assert study.retention(loaded, ITEM, 48, ["snapkv"], "as_run", Settings(max_new_tokens=8)).empty
-    found = player.kept_at(loaded, ITEM, [48, 96], ["lru", "snapkv"], "as_run", Settings(max_new_tokens=8))
-    assert sorted(key for key in found["kept"] if "snapkv" in key) == ["snapkv|as_run|0|96", "snapkv|as_run|1|96"]
+    page = player.kept_at(loaded, ITEM, [48, 96], ["lru", "snapkv"], "as_run", Settings(max_new_tokens=8))
+    assert sorted(key for key in page["kept"] if "snapkv" in key) == ["snapkv|as_run|0|96", "snapkv|as_run|1|96"]
 
 
 def test_items_are_spread_over_all_tasks_whatever_their_number():
@@ -60,9 +60,9 @@ def test_items_are_spread_over_all_tasks_whatever_their_number():
 
 def test_attention_takes_items_evenly_and_sums_to_one(loaded, tmp_path):
     items = [Item(f"door-{i}", ITEM.task, ITEM.messages, "red", context=PASSAGE, question="Which?") for i in range(6)]
-    found = study.attention(loaded, items, 4, 60, Settings(tmp_path, max_new_tokens=8))
-    assert found["item"].unique().tolist() == ["door-0", "door-1", "door-3", "door-4"]
-    sums = found.groupby(["item", "layer", "head"]).mass.sum()
+    table = study.attention(loaded, items, 4, 60, Settings(tmp_path, max_new_tokens=8))
+    assert table["item"].unique().tolist() == ["door-0", "door-1", "door-3", "door-4"]
+    sums = table.groupby(["item", "layer", "head"]).mass.sum()
     assert sums.to_numpy() == pytest.approx(1.0, abs=1e-4)
 
 
@@ -102,8 +102,8 @@ def test_the_questions_length_and_place_decide_what_lru_holds_of_it(tmp_path, mo
     )
     with pytest.MonkeyPatch.context() as patched:  # what is no world's asks its own questions
         patched.setattr(study, "WORLD_TOKENS", 400)
-        asked = study.question(tiny, str(other), 1, 120, settings)
-    assert asked.groupby("varied").size().to_dict() == {"length": 6, "place": 8}
+        other_rows = study.question(tiny, str(other), 1, 120, settings)
+    assert other_rows.groupby("varied").size().to_dict() == {"length": 6, "place": 8}
 
 
 def test_prompts_with_a_passage_stop_at_the_papers_length():
@@ -160,9 +160,9 @@ def test_a_length_that_no_prompt_fills_is_not_asked_and_where_all_are_so_the_lon
     items = chats(tmp_path / "own.jsonl", 100, 102)
     [longest] = study.context(loaded, items, 2, "as_run", settings).length.unique()
     assert longest == max(len(data.build_prompt(i, loaded.tokenizer, 10**6).ids) for i in data.load_items(items))
-    told = capsys.readouterr().out
-    assert "length 900 is left out" in told
-    assert f"fill none of [300, 900] tokens: asked at {longest}, their longest" in told
+    printed = capsys.readouterr().out
+    assert "length 900 is left out" in printed
+    assert f"fill none of [300, 900] tokens: asked at {longest}, their longest" in printed
     assert set(study.question(loaded, items, 2, 64, settings).varied) == {"length"}
 
 
@@ -171,8 +171,8 @@ def test_messages_beside_passages_are_no_longer_than_the_passages_are_cut_to(loa
     monkeypatch.setattr(study, "WORLD_TOKENS", 400)
     settings = Settings(results=tmp_path, progress=False, max_new_tokens=2, places=(300,))
     items = chats(tmp_path / "own.jsonl", 100, 500, -600)
-    found = study.questions(loaded, items, 3, settings)
-    assert [item.id for item in found] == ["own-000", "own-002"]
+    questions = study.questions(loaded, items, 3, settings)
+    assert [item.id for item in questions] == ["own-000", "own-002"]
     assert "1 of 3 prompts have more than 400 tokens: left out" in capsys.readouterr().out
-    assert not study.main(loaded, found, [Condition()], settings).error.notna().any()
+    assert not study.main(loaded, questions, [Condition()], settings).error.notna().any()
     assert set(study.question(loaded, items, 3, 64, settings)["item"]) == {"own-000", "own-002"}

@@ -1,4 +1,4 @@
-"""The guide's sums of memory, from the shapes of models: no run enters."""
+"""The guide's statements about memory, computed from the shapes of models; nothing is run."""
 
 import pandas as pd
 
@@ -16,9 +16,10 @@ GROUP = 128  # weights that share a scale of 16 bits and a zero of four. Source:
 
 
 def memory() -> pd.DataFrame:
-    """Rows (check, model, value). "smaller by GQA": the cache of as many KV heads as query heads, over the model's.
-    "tokens in <memory>": tokens that fit beside Qwen3-32B's weights at four bits, with nothing else in memory; all at
-    four bits, or as checkpoints have them: embeddings and output layer in 16, scales and zeros beside the others."""
+    """Rows (check, model, value). "smaller by GQA": the cache if there were as many KV heads as query heads, over the
+    model's. "tokens in <memory>": tokens that fit beside Qwen3-32B's weights at four bits, with nothing else in memory.
+    Either all weights have four bits, or as in checkpoints the embeddings and the output layer have 16, and the others
+    have scales and zeros."""
     rows = [("smaller by GQA", model, heads / kv) for model, (_, heads, kv, _, _) in SHAPES.items()]
     model = "Qwen3-32B"
     layers, _, kv_heads, dim, parameters = SHAPES[model]
@@ -29,7 +30,7 @@ def memory() -> pd.DataFrame:
         ", four bits for every weight": parameters / 2,
     }
     rows += [
-        (f"tokens in {name}{how}", model, (most - held) // token)
-        for how, held in weights.items() for name, most in UNITS.items()
+        (f"tokens in {name}{variant}", model, (memory_bytes - weight_bytes) // token)
+        for variant, weight_bytes in weights.items() for name, memory_bytes in UNITS.items()
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=["check", "model", "value"])

@@ -1,7 +1,7 @@
-"""The books of a paged KV cache: which blocks a sequence holds, and what compaction gives back.
+"""The ledger of a paged KV cache: which blocks a sequence holds, and what compaction gives back.
 
-All in numpy (block tables, reference counts, free list, the true position of every slot), and never a tensor, so that
-patterns over many thousand tokens are index work. `kvrepro.chapters.reclamation.paged` has the keys and values.
+It holds indices only (block tables, reference counts, free list, the true position of every slot), in numpy, so that
+patterns over many thousand tokens need no model. `kvrepro.chapters.reclamation.paged` holds the keys and values.
 
 A block is `block_size` slots; a slot holds one token's keys and values of all layers and KV heads, so it is dead only
 when every head of every layer has evicted it. After Kwon et al. 2023, section 4, and the guide on eviction and
@@ -22,11 +22,12 @@ NONE: Copies = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 @dataclass(frozen=True)
 class Entry:
-    """One sequence's view. Slots count along its block table: slot s is offset s % block_size of `blocks[s // ...]`."""
+    """One sequence. Its slots are numbered along its block table: slot s is at offset s % block_size of block
+    `blocks[s // block_size]`."""
 
     blocks: np.ndarray  # int64 [blocks]
     positions: np.ndarray  # int64 [slots]: the position map. True position of the slot's token, -1 = dead or unwritten
-    alive: np.ndarray  # bool [layers or 1, kv_heads or 1, slots]: who still attends to it; 1 stands for all
+    alive: np.ndarray  # bool [layers or 1, kv_heads or 1, slots]: the heads that still attend to it; 1 stands for all
     tail: int = 0  # the next slot to write
     seen: int = 0  # tokens so far, evicted ones included = the next token's true position
 
@@ -46,7 +47,7 @@ class Counters:
 
 
 class Ledger:
-    """The books of `blocks` blocks. A method that must copy returns the copies; the caller carries them out at once."""
+    """The ledger of `blocks` blocks. Methods that move tokens return copies, which the caller must make at once."""
 
     def __init__(self, blocks: int, block_size: int = 16):
         if blocks < 1 or block_size < 1:
@@ -67,7 +68,8 @@ class Ledger:
 
     def fork(self, number: int, share: int | None = None) -> tuple[int, Copies]:
         """A new sequence with the same tokens, and the copies to make. It shares the first `share` blocks (None: all,
-        and nothing is copied until one of the two writes) and has copies of the others. Too few free: InputError."""
+        and nothing is copied until one of the two writes) and has copies of the others. Raises InputError where too few
+        blocks are free."""
         parent = self.sequences[number]
         share = len(parent.blocks) if share is None else share
         common, others = parent.blocks[:share], parent.blocks[share:]
@@ -84,10 +86,10 @@ class Ledger:
         self._release(self.sequences.pop(number).blocks)
 
     def append(self, number: int, tokens: int = 1) -> tuple[np.ndarray, Copies]:
-        """Room for the next `tokens`: their flat slots [tokens], and the copies to be made before anything is written.
+        """Make room for the next `tokens`: their flat slots [tokens], and the copies to make before writing.
 
-        A last block that is shared and not yet full is replaced by a copy. Too few free blocks raise InputError, and
-        nothing is changed.
+        A last block that is shared and not yet full is replaced by a copy. Raises InputError, and changes nothing,
+        where too few blocks are free.
         """
         s, size = self.sequences[number], self.block_size
         copy_last = s.tail < len(s.positions) and self.references[s.blocks[-1]] > 1
@@ -120,10 +122,10 @@ class Ledger:
     # ---- eviction and compaction
 
     def evict(self, number: int, keep: np.ndarray) -> int:
-        """Keep what `keep` says, for ever. Returns the blocks freed: those whose every slot is dead.
+        """Evict all tokens but those in `keep`. Returns the number of blocks freed: those in which all slots are dead.
 
         keep: bool `[..., seen]` over true positions, broadcast to [layers or 1, kv_heads or 1]; what was evicted before
-        stays evicted. Another length raises InputError.
+        stays evicted. Raises InputError for another length.
         """
         s = self.sequences[number]
         keep = keep[(None,) * (3 - keep.ndim)]
@@ -136,11 +138,11 @@ class Ledger:
         return self._drop(number)
 
     def repack(self, number: int) -> tuple[int, Copies]:
-        """Order-preserving compaction: (blocks freed, copies). Survivors slide forward in order, as far as the next
-        shared block, which stays where it is."""
+        """Order-preserving compaction: (blocks freed, copies). Survivors move forward in order, but not past a shared
+        block, which stays where it is."""
         s = self.sequences[number]
         shared = np.repeat(self.references[s.blocks] > 1, self.block_size)  # per slot
-        run = np.cumsum(shared)  # own slots between two shared blocks have one number
+        run = np.cumsum(shared)  # unshared slots between two shared blocks have the same number
         source = np.flatnonzero((s.positions >= 0) & ~shared)
         starts = {int(r): int(np.flatnonzero((run == r) & ~shared)[0]) for r in np.unique(run[source])}
         rank = np.arange(len(source)) - np.searchsorted(run[source], run[source])
@@ -148,11 +150,11 @@ class Ledger:
         return self._compact(number, s, source, target)
 
     def fill(self, number: int, emptiest: bool = False) -> tuple[int, Copies]:
-        """Hole filling: (blocks freed, copies). Of n survivors those behind the first n slots move into holes before
-        them; the order of the text is left to the position map.
+        """Hole filling: (blocks freed, copies). Of n survivors those behind the first n slots move into holes among
+        these; the position map remembers the order of the text.
 
-        The last blocks are vacated, or the `emptiest`, those with the fewest survivors: any block can go, a table is a
-        list of numbers. Shared blocks come first in the new table; none is moved, read or written.
+        It vacates the last blocks, or with `emptiest` those with the fewest survivors: a block table may list blocks in
+        any order. Shared blocks come first in the new table; none is moved, read or written.
         """
         s, size = self.sequences[number], self.block_size
         shared = self.references[s.blocks] > 1
@@ -160,10 +162,10 @@ class Ledger:
         order = np.lexsort((-living * emptiest, ~shared))
         s = _blocks_of(s, order, size)
         first = int(shared.sum()) * size
-        own = s.positions[first:] >= 0
-        dense = int(own.sum())
-        source = first + dense + np.flatnonzero(own[dense:])
-        target = first + np.flatnonzero(~own[:dense])
+        alive = s.positions[first:] >= 0  # of unshared slots
+        dense = int(alive.sum())
+        source = first + dense + np.flatnonzero(alive[dense:])
+        target = first + np.flatnonzero(~alive[:dense])
         return self._compact(number, s, source, target)
 
     def compact(self, number: int, layout: str) -> tuple[int, Copies]:
@@ -173,7 +175,7 @@ class Ledger:
             return 0, NONE
         return self.repack(number) if layout == "repack" else self.fill(number, layout == "emptiest")
 
-    # ---- what there is
+    # ---- state
 
     def living(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Living tokens in table order: flat slots [n], true positions [n], alive [layers or 1, kv_heads or 1, n]."""
@@ -182,18 +184,18 @@ class Ledger:
         return self._flat(s, slots), s.positions[slots], s.alive[..., slots]
 
     def metrics(self, number: int | None = None, budget: int | None = None) -> dict[str, float]:
-        """The counters by name, blocks freed and slots copied per pass (missing before the first); with a sequence and
-        its budget in tokens also `budget_occupancy`, alive / budget."""
+        """The counters by name, blocks freed and slots copied per pass (nan before the first); with a sequence and its
+        budget in tokens also `budget_occupancy`, living tokens / budget."""
         c = self.counters
         c.blocks_free = len(self.free_list)
         c.blocks_held = len(self.references) - c.blocks_free
         c.tokens_alive = sum(int((s.positions >= 0).sum()) for s in self.sequences.values())
-        found: dict[str, float] = asdict(c)
-        found["freed_per_pass"] = c.blocks_freed / c.passes if c.passes else np.nan
-        found["copies_per_pass"] = c.slot_copies / c.passes if c.passes else np.nan
+        metrics: dict[str, float] = asdict(c)
+        metrics["freed_per_pass"] = c.blocks_freed / c.passes if c.passes else np.nan
+        metrics["copies_per_pass"] = c.slot_copies / c.passes if c.passes else np.nan
         if number is not None and budget is not None:
-            found["budget_occupancy"] = int((self.sequences[number].positions >= 0).sum()) / budget
-        return found
+            metrics["budget_occupancy"] = int((self.sequences[number].positions >= 0).sum()) / budget
+        return metrics
 
     # ---- inside
 
@@ -208,7 +210,7 @@ class Ledger:
         return taken
 
     def _release(self, blocks: np.ndarray) -> int:
-        """Give up one reference each; blocks that nobody holds are free again. Returns how many."""
+        """Give up one reference each; blocks that no sequence holds are free again. Returns how many became free."""
         self.references[blocks] -= 1
         gone = blocks[self.references[blocks] == 0].tolist()
         self.free_list.extend(gone[::-1])
@@ -218,7 +220,7 @@ class Ledger:
         return s.blocks[slots // self.block_size] * self.block_size + slots % self.block_size
 
     def _drop(self, number: int) -> int:
-        """Give up the blocks of a sequence whose every slot is dead."""
+        """Give up a sequence's blocks in which all slots are dead. Returns how many became free."""
         s, size = self.sequences[number], self.block_size
         living = (s.positions >= 0).reshape(-1, size).any(1)
         kept = _blocks_of(s, np.flatnonzero(living), size)
@@ -244,6 +246,6 @@ class Ledger:
 
 
 def _blocks_of(s: Entry, order: np.ndarray, size: int) -> Entry:
-    """The sequence with these entries of its block table, in this order."""
+    """The sequence with only these entries of its block table, in this order."""
     slots = (order[:, None] * size + np.arange(size)).ravel()
     return replace(s, blocks=s.blocks[order], positions=s.positions[slots], alive=s.alive[..., slots])

@@ -1,7 +1,7 @@
-"""A paged KV cache as an experiment's instrument, for the engine's loops.
+"""A paged KV cache for experiments, on which the engine attends, evicts and decodes as on any cache.
 
-`PagedCache` holds keys and values in blocks and makes the copies that its ledger asks for. `PagedRows` hands sequences
-of it to the engine, which attends, evicts and decodes as on any cache (`extend`, `generate`).
+`PagedCache` holds keys and values in blocks and makes the copies that its ledger asks for. `PagedRows` gives sequences
+of it to the engine (`extend`, `generate`).
 """
 
 import weakref
@@ -31,9 +31,9 @@ from kvrepro.errors import InputError
 
 
 class PagedCache:
-    """Keys and values of many sequences, per layer `[blocks, block_size, kv_heads, dim]`, beside their ledger.
+    """Keys and values of many sequences, per layer `[blocks, block_size, kv_heads, dim]`, and their ledger.
 
-    `PagedRows` is how the engine sees some of them. Unwritten slots are zero and never gathered.
+    The engine sees sequences as `PagedRows`. Unwritten slots are zero and never gathered.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PagedCache:
         return [x.flatten(0, 1) for x in (*self.keys, *self.values)]
 
     def copy(self, copies: Copies) -> None:
-        """Carry out copies, in every layer: all are read before any is written."""
+        """Carry out copies in every layer. All slots are read before any is written."""
         if len(copies[0]):
             source, target = (torch.from_numpy(part).to(self.keys[0].device) for part in copies)
             for flat in self.stored:
@@ -79,44 +79,44 @@ class Pass:
     """What an eviction and the compaction after it did to a sequence."""
 
     freed: int  # blocks
-    predicted: int  # blocks: those that it shared with nobody, less as many as its survivors in them fill
+    predicted: int  # blocks: those that no other sequence shares, less as many as their survivors fill
     copies: int  # slots that moved
-    foreign: int  # slots, read or written, of blocks that are not its own alone
+    foreign: int  # slots, read or written, of blocks that other sequences share
     seen: int  # tokens so far
     survivors: np.ndarray  # bool [layers, kv_heads, seen] over true positions
 
 
 class PagedRows(EngineCache):
-    """Sequences of a paged cache that have seen equally many tokens, as the engine's loops take a cache: a row each."""
+    """Sequences of a paged cache that have seen equally many tokens, as a cache of the engine with a row for each."""
 
     def __init__(
         self, pages: PagedCache, sums: Collection[str] = (), layouts: Sequence[str] = ("none",),
         numbers: Sequence[int] = (),
     ):  # fmt: skip
-        """sums: what is added up per token (`policy.SUMS`). layouts: the compaction that follows an eviction, of each
-        row. numbers: of the sequences; otherwise they are new."""
+        """sums: what is added up per token (`policy.SUMS`). layouts: each row's compaction after an eviction. numbers:
+        of existing sequences; without them new ones begin."""
         super().__init__(pages.config)
         self.pages, self.ledger, self.layouts = pages, pages.ledger, list(layouts)
         self.numbers = list(numbers) or [self.ledger.new() for _ in layouts]
         self.passes: list[list[Pass]] = [[] for _ in layouts]
         self._freed = [0] * len(layouts)  # blocks, since the last tokens came
-        self.keeps: np.ndarray | None = None  # bool [rows, layers, kv_heads, seen]: what the ledger is yet to be told
+        self.keeps: np.ndarray | None = None  # bool [rows, layers, kv_heads, seen]: evictions not yet in the ledger
         self.ragged = {n: PagedLayer(self, n, sums) for n in range(len(pages.keys))}  # type: ignore[misc]
 
     @property
     def entries(self) -> list[Entry]:
-        """What the ledger knows of each row."""
+        """Each row's entry in the ledger."""
         return [self.ledger.sequences[number] for number in self.numbers]
 
     @property
     def seen(self) -> int:
-        """Tokens so far, of each row."""
+        """Tokens so far; every row has seen as many."""
         return self.entries[0].seen
 
     def fork(self, *shares: int | None, layouts: Sequence[str] = ("none",)) -> "PagedRows":
-        """`Ledger.fork` of a single row, carried out: rows with the same tokens, sums and last queries, one for each of
-        `layouts`, which share as many of its first blocks as `shares` says (none given: all). Where there is no room
-        for all of them there is none: InputError."""
+        """`Ledger.fork` of a single row, with its copies: rows with the same tokens, sums and last queries, one for
+        each of `layouts`. shares: how many of the first blocks each shares (none given: all). Raises InputError, and
+        makes no row, where there is no room for all of them."""
         numbers: list[int] = []
         try:
             for share, _ in zip(shares or (None,) * len(layouts), layouts, strict=True):
@@ -128,11 +128,11 @@ class PagedRows(EngineCache):
                 self.ledger.free(number)
             raise
         child = PagedRows(self.pages, (), layouts, numbers)
-        for mine, other in zip(self.ragged.values(), child.ragged.values(), strict=True):
-            other.sums.update({name: s.repeat(len(numbers), 1, 1) for name, s in mine.sums.items()})
-            if mine.queries is not None and mine.query_positions is not None:
-                other.queries = mine.queries.expand(len(numbers), -1, -1, -1)
-                other.query_positions = mine.query_positions.expand(len(numbers), -1)
+        for layer, copy in zip(self.ragged.values(), child.ragged.values(), strict=True):
+            copy.sums.update({name: s.repeat(len(numbers), 1, 1) for name, s in layer.sums.items()})
+            if layer.queries is not None and layer.query_positions is not None:
+                copy.queries = layer.queries.expand(len(numbers), -1, -1, -1)
+                copy.query_positions = layer.query_positions.expand(len(numbers), -1)
         return child
 
     def free(self) -> None:
@@ -164,43 +164,43 @@ class PagedRows(EngineCache):
         self.where = torch.from_numpy(where).to(device)  # [rows, layers or 1, kv_heads or 1, longest]
 
     def survivors(self) -> np.ndarray:
-        """Who is left, bool [rows, layers, kv_heads, seen] over true positions."""
+        """Which tokens are left, bool [rows, layers, kv_heads, seen] over true positions."""
         return np.stack([layer.holds() for layer in self.ragged.values()], 1)
 
     def settle(self) -> None:
-        """Tell the ledger what the layers have evicted."""
+        """Enter into the ledger what the layers have evicted."""
         if self.keeps is not None:
             for row, (number, keep) in enumerate(zip(self.numbers, self.keeps, strict=True)):
                 self._freed[row] += self.ledger.evict(number, keep)
         self.keeps = None
 
     def evicted(self) -> None:
-        """Compact, now that every layer has evicted, and note what the pass did."""
+        """Compact, now that every layer has evicted, and record what the pass did."""
         self.settle()
         survivors = self.survivors()
         for row, (number, entry) in enumerate(zip(self.numbers, self.entries, strict=True)):
-            mine = self.ledger.references[entry.blocks] == 1
-            living = int((entry.positions >= 0).reshape(-1, self.ledger.block_size)[mine].sum())
-            before = int(mine.sum()) + self._freed[row]
+            unshared = self.ledger.references[entry.blocks] == 1
+            living = int((entry.positions >= 0).reshape(-1, self.ledger.block_size)[unshared].sum())
+            before = int(unshared.sum()) + self._freed[row]
             freed, copies = self.pages.compact(number, self.layouts[row])
             self._freed[row] += freed
             touched = np.concatenate(copies) // self.ledger.block_size
             self.passes[row].append(Pass(
                 self._freed[row], before - -(-living // self.ledger.block_size), len(copies[0]),
-                int((~np.isin(touched, entry.blocks[mine])).sum()), entry.seen, survivors[row],
+                int((~np.isin(touched, entry.blocks[unshared])).sum()), entry.seen, survivors[row],
             ))  # fmt: skip
 
 
 class PagedLayer:
-    """A layer of `PagedRows`: what `Extend`, `evict_rows` and `decode` ask of a `RaggedLayer`, from blocks.
+    """A layer of `PagedRows`, in blocks; to `Extend`, `evict_rows` and `decode` it is a `RaggedLayer`.
 
-    Sums [rows, kv_heads, seen] lie by true position, apart from the blocks, which other sequences may share.
+    Sums [rows, kv_heads, seen] are by true position, outside the blocks, which other sequences may share.
     """
 
     remember = RaggedLayer.remember
 
     def __init__(self, rows: PagedRows, number: int, sums: Collection[str]):
-        self.cache: Any = weakref.proxy(rows)  # in no circle, which would keep the pages
+        self.cache: Any = weakref.proxy(rows)  # a reference in a circle would keep the pages in memory
         self.number, self.tail = number, 0
         self._keys, self._values = (x[number].flatten(0, 1) for x in (rows.pages.keys, rows.pages.values))
         self.shape = (len(rows.numbers), self._keys.shape[1])  # batch, kv_heads
@@ -221,8 +221,8 @@ class PagedLayer:
         self.tail += new
 
     def parts(self) -> list[Part]:
-        """What a query attends to: each row's living slots in table order, flush right, -1 where a head has evicted
-        one."""
+        """Keys, values and positions that a query attends to: each row's living slots in table order, flush right;
+        position -1 where a head has evicted the token."""
         keys, values = (x[self.cache.read].transpose(1, 2) for x in (self._keys, self._values))
         where = self.cache.where
         return [(keys, values, where[:, self.number % where.shape[1]])]
@@ -232,30 +232,30 @@ class PagedLayer:
         self.sums[name].scatter_add_(2, self.cache.at[:, None].expand(p.shape), p)
 
     def shown(self) -> Shown:
-        """The tokens that each head holds, in ascending order; `index` is their position."""
+        """The tokens that each head holds, by ascending position; `index` is the position."""
         holds = self.holds()
         seen = holds.shape[2]
         slots = np.zeros((len(holds), seen), np.int64)
         for row, number in enumerate(self.cache.numbers):
-            flat, where, _ = self.cache.ledger.living(number)
-            slots[row, where] = flat
-        found = np.sort(np.where(holds, np.arange(seen), -1))[..., seen - holds.sum(-1).max() :]
-        slot = np.take_along_axis(slots[:, None], found.clip(min=0), 2)
-        slot, at = (torch.from_numpy(x).to(self.keys.device) for x in (slot, found))
+            flat, positions, _ = self.cache.ledger.living(number)
+            slots[row, positions] = flat
+        held = np.sort(np.where(holds, np.arange(seen), -1))[..., seen - holds.sum(-1).max() :]
+        slot = np.take_along_axis(slots[:, None], held.clip(min=0), 2)
+        slot, at = (torch.from_numpy(x).to(self.keys.device) for x in (slot, held))
         heads = torch.arange(at.shape[1], device=at.device)[:, None]
         sums = {n: s.gather(2, at.clamp(min=0)).masked_fill(at < 0, 0) for n, s in self.sums.items()}
         return Shown(self._keys[slot, heads], self._values[slot, heads], at, sums, at)
 
     def holds(self) -> np.ndarray:
-        """Who is left in this layer, bool [rows, kv_heads, seen] over true positions."""
-        found = np.zeros((*self.shape, self.cache.seen), bool)
+        """Which tokens are left in this layer, bool [rows, kv_heads, seen] over true positions."""
+        holds = np.zeros((*self.shape, self.cache.seen), bool)
         for row, entry in enumerate(self.cache.entries):
             slots = np.flatnonzero(entry.positions >= 0)
-            found[row][:, entry.positions[slots]] = entry.alive[self.number % len(entry.alive)][:, slots]
-        return found if self.cache.keeps is None else found & self.cache.keeps[:, self.number]
+            holds[row][:, entry.positions[slots]] = entry.alive[self.number % len(entry.alive)][:, slots]
+        return holds if self.cache.keeps is None else holds & self.cache.keeps[:, self.number]
 
     def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
-        """Keep what `keep` names of the tokens that `shown` gave. Raises InputError for `masked`."""
+        """Of the tokens that `shown` gave, hold on to those in `keep`. Raises InputError for `masked`."""
         if masked:
             raise InputError("execution masked on a paged cache, which gives memory back: take physical")
         kept = torch.zeros(*self.shape, self.cache.seen + 1, dtype=torch.bool, device=index.device)
@@ -275,7 +275,7 @@ class PagedLayer:
         self.cache.keeps[:, self.number] &= keep
 
     def held(self) -> Tensor:
-        """Tokens of each head, int64 [rows, kv_heads]; other heads may hold their slots without them."""
+        """How many tokens each head holds, int64 [rows, kv_heads]; more slots may be in use, for other heads."""
         return torch.from_numpy(self.holds().sum(-1))
 
     seen = held
@@ -283,13 +283,13 @@ class PagedLayer:
 
     @property
     def bytes(self) -> int:
-        """Bytes of this layer's keys and values in the rows' blocks, those that they share included."""
+        """Bytes of this layer's keys and values in the rows' blocks, including shared ones."""
         blocks = sum(len(entry.blocks) for entry in self.cache.entries)
         return 2 * self.keys.nbytes * blocks // len(self.cache.ledger.references)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what the next eviction will ask for: sums per token, the last queries."""
+        """Bytes of what the next eviction needs: sums per token, the last queries."""
         kept = (*self.sums.values(), self.queries, self.query_positions)
         return sum(t.nbytes for t in kept if t is not None)
 
@@ -299,8 +299,8 @@ class PagedLayer:
 
 @dataclass
 class LoggedSteps(Call):
-    """A call of the engine that keeps the logits of every step. misplaced: of each row, whether the model is told
-    storage indices instead of positions."""
+    """A call of the engine that keeps the logits of every step. misplaced: for each row, whether the model gets storage
+    indices instead of positions."""
 
     misplaced: Sequence[bool] = ()
     logits: list[Tensor] = field(default_factory=list)
@@ -315,7 +315,7 @@ class LoggedSteps(Call):
 
 
 def call_for(model: PreTrainedModel, ids: list[int], new_tokens: int = 1, kind: type[Call] = Call, **more: Any) -> Any:
-    """A call of the engine for one prompt, which paged rows have read or read."""
+    """A call of the engine for one prompt."""
     return kind(model, [Prompt(ids, {})], [], [new_tokens], ModelFacts.of(model), **more)
 
 
@@ -335,8 +335,8 @@ def generate(
     call: Call, paged: PagedRows, logits: Tensor, conditions: Sequence[Condition],
     survivors: Sequence[Mapping[int, Tensor]] = (),
 ) -> list[Generation]:  # fmt: skip
-    """Evict from rows that have read their prompt, and decode from `logits` [1, vocabulary], by the engine's loop: each
-    row to the `survivors` of another run (as `survivors.given` takes them), or as its condition says."""
+    """Evict from rows that have read their prompt, and decode from `logits` [1, vocabulary], by the engine's loop. Each
+    row keeps the `survivors` of another run (as `survivors.given` takes them), or what its condition's policy keeps."""
     budgets = [budget_of(c, paged.seen) for c in conditions]
     prompts = Prompts.of(call.texts, logits.device)
     jobs = []
@@ -344,7 +344,7 @@ def generate(
         policy: Policy = GIVEN if survivors else find(c.policy)
         parameters = {"survivors": survivors[row]} if survivors else policy.reading(c.reading, c.switches)
         jobs.append(EvictionJob([c], policy, parameters, [budget], prompts))
-    for layer in paged.ragged.values() if survivors else ():  # who stays is known without them
+    for layer in paged.ragged.values() if survivors else ():  # given survivors need no sums
         layer.sums.clear()
     seen = torch.full((len(jobs),), paged.seen, device=logits.device)
     tags = [(0, row) for row in range(len(jobs))]
@@ -353,7 +353,5 @@ def generate(
     rows = Rows(tags, jobs, call.texts * len(jobs), paged, start, seen, torch.zeros_like(seen))
     with installed(call.model):
         evict_rows(call.facts, rows, budgets, call.scalings)
-        found = dict(decode(call, rows, ()))
-    generations = [found[tag] for tag in tags]
-    assert all(isinstance(one, Generation) for one in generations)  # what fails is raised
-    return generations
+        by_tag = dict(decode(call, rows, ()))
+    return [by_tag[tag] for tag in tags]

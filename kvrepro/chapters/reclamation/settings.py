@@ -1,4 +1,4 @@
-"""What one may set in the reclamation chapter; its notebook has parameters of their own for the first three."""
+"""What a reader may set in the reclamation chapter; the first three are parameters of its notebook."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -16,7 +16,7 @@ from kvrepro.experiment.models import Loaded
 
 EVICTS = {"window": POLICIES["window"]}
 IGNORED = "references ignored"
-TRIED = ("repack", "fill", IGNORED)  # the control last: after it nothing of the cache is right
+TRIED = ("repack", "fill", IGNORED)  # the control comes last, since it ruins the cache
 
 
 def sharing(
@@ -28,31 +28,31 @@ def sharing(
     block_size: int = 16,
     policies: Collection[str] = EVICTS,
 ) -> pd.DataFrame:
-    """Rows (layout). One request reads the first 60% of the prompt, a second one shares its whole blocks, reads on,
-    evicts to `budget` (by the one of `policies`, one set) and is compacted; then a third one asks for that prefix.
+    """Rows (layout). One request reads the first 60% of the prompt. A second one shares its whole blocks, reads on,
+    evicts to `budget` (by the only one of `policies`, one set) and is compacted. Then a third one shares that prefix.
 
-    hits: share of the prefix's blocks whose keys and values are bit by bit as they were; noticed: not all. logit_gap:
-    of the third request to what it was before anything was evicted. slot_copies: of the second one's compactions.
-    Layout "references ignored" is hole filling that takes all blocks for its own.
+    hits: share of the prefix's blocks whose keys and values are unchanged, bit by bit; noticed: some are not.
+    logit_gap: the third request's logits against those of the same request before anything was evicted. slot_copies: of
+    the second one's compactions. Layout "references ignored" is hole filling that treats no block as shared.
     """
     cut = int(0.6 * len(ids)) // block_size * block_size
     blocks = 4 * (-(-(len(ids) + new_tokens) // block_size) + 1)
     pages = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
     call, prefix = call_for(loaded.model, ids[:cut]), PagedRows(pages, ("mass",))
 
-    def on() -> tuple[PagedRows, torch.Tensor]:
+    def read_on() -> tuple[PagedRows, torch.Tensor]:
         child = prefix.fork()
-        return child, extend(call, child, ids[cut:], WINDOW)
+        with installed(loaded.model):
+            return child, extend(call, child, ids[cut:], WINDOW)
 
     with installed(loaded.model):
         extend(call, prefix, ids[:cut], WINDOW)
-        first, known = on()
+    first, logits_before = read_on()
     first.free()
     held = _blocks(pages, prefix)
     rows, [policy] = [], policies
     for layout in TRIED:
-        with installed(loaded.model):
-            second, logits = on()
+        second, logits = read_on()
         second.layouts = ["fill" if layout == IGNORED else layout]
         if layout == IGNORED:
             pages.ledger.references[:] = pages.ledger.references.clip(max=1)
@@ -60,11 +60,11 @@ def sharing(
         generate(steps, second, logits, [condition(policy, "one set", budget, DecodeCap(every))])
         same = (_blocks(pages, prefix) == held).flatten(2).all(2).all(0)
         second.free()
-        with installed(loaded.model):
-            third, asked = on()
+        third, logits_after = read_on()
         third.free()
         rows.append({
-            "layout": layout, "hits": float(same.float().mean()), "logit_gap": float((asked - known).abs().max()),
+            "layout": layout, "hits": float(same.float().mean()),
+            "logit_gap": float((logits_after - logits_before).abs().max()),
             "slot_copies": sum(p.copies for p in second.passes[0]), "passes": len(second.passes[0]),
         })  # fmt: skip
     return pd.DataFrame(rows).assign(noticed=lambda r: 1.0 * (r.hits < 1))

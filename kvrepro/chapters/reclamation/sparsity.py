@@ -1,7 +1,7 @@
-"""What the guide says of attention: that a fifth of the tokens holds most of it, and that only the newest queries tell
-where it goes next; and of Quest, that it holds the whole cache.
+"""What the guide says of attention: a fifth of the tokens gets most of it, and only the newest queries tell where it
+goes next. And of Quest: it holds the whole cache.
 
-Measured on prompts that a model reads, per layer; nothing is evicted.
+Attention is measured per layer while a model reads prompts; nothing is evicted.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ def sparsity(
 ) -> pd.DataFrame:  # fmt: skip
     """Rows (what, layer, window, value), each a mean over KV heads; layers that slide are left out.
 
-    what "heavy hitters": share of all attention that the `share` of tokens with the most of it collects. "window": of
-    the attention that the last `ahead` queries pay to the history, the share on those tokens of it (`share` of them)
-    to which the `window` queries before them attend most. "best": the most that as many tokens could have. The history
-    ends where the largest window begins; windows for which the prompt is too short are left out. `gain`: value less
-    that of the window of 25.
+    what "heavy hitters": share of all attention on the `share` of tokens that get the most of it. "window": of the
+    attention that the last `ahead` queries pay to the history, the share on the `share` of its tokens to which the
+    `window` queries before them attend most. "best": the most that as many tokens could get. The history ends where the
+    largest window begins; windows for which the prompt is too short are left out. `gain`: value less that of the window
+    of 25.
     """
     windows = [w for w in windows if 2 * (w + ahead) <= len(ids)]
     most = max(windows, default=0)
@@ -54,13 +54,13 @@ def sparsity(
             rows.append(("best", number, 0, _held(wanted, wanted, share)))
             rows += [("window", number, w, _held(p[:, -ahead - w : -ahead].sum(1), wanted, share)) for w in windows]
     table = pd.DataFrame(rows, columns=["what", "layer", "window", "value"])
-    known = table[table.window == 25].set_index("layer").value
-    return table.assign(gain=table.value.where(table.what == "window") - table.layer.map(known))
+    of_25 = table[table.window == 25].set_index("layer").value
+    return table.assign(gain=table.value.where(table.what == "window") - table.layer.map(of_25))
 
 
 def probabilities(queries: Tensor, keys: Tensor, how: float | Softmax) -> Tensor:
     """Causal attention of the last queries [heads, queries, dim] to all tokens [kv_heads, tokens, dim], float32
-    [heads, queries, tokens]; how: a layer's, as in `engine.attention`."""
+    [heads, queries, tokens]. how: the layer's scaling or softmax, as in `engine.attention`."""
     group = len(queries) // len(keys)
     logits = scaled(queries.float() @ keys.float().repeat_interleave(group, 0).transpose(1, 2), how)
     later = torch.ones(logits.shape[1:], dtype=torch.bool, device=logits.device)
@@ -81,12 +81,12 @@ def pages(
     block_size: int = 16,
     policy: str = "quest_pages",
 ) -> pd.DataFrame:
-    """Quest, which selects pages: rows (kept) of `held`, bytes that it holds over those of a cache that evicts nothing,
-    and `read`, the share of the tokens that a query reads."""
-    asked = [Condition(policy, round(share * len(ids)), Prefill(), switches=(("page", block_size),))
-             for share in kept]  # fmt: skip
-    [[full, *found]] = engine.generate(loaded.model, [ids], [Condition(), *asked], max_new_tokens=2, stop_ids=())
+    """Quest, which selects pages: rows (kept) with `held`, its bytes over those of a cache that evicts nothing, and
+    `read`, the share of the tokens that a query reads."""
+    page = (("page", block_size),)
+    conditions = [Condition(), *(Condition(policy, round(n * len(ids)), Prefill(), switches=page) for n in kept)]
+    [[full, *answers]] = engine.generate(loaded.model, [ids], conditions, max_new_tokens=2, stop_ids=())
     return pd.DataFrame([
         {"kept": share, "held": g.bytes_held / full.bytes_held, "read": (g.pages or 0) * block_size / len(ids)}
-        for share, g in zip(kept, found, strict=True)
+        for share, g in zip(kept, answers, strict=True)
     ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Wall 1 of the guide on eviction and compaction: what a fused kernel knows, and what one more pass finds out.
+"""Wall 1 of the guide on eviction and compaction: what a fused kernel knows, and what one more pass can compute.
 
 A kernel that streams over keys keeps per query a running maximum m, a denominator l and an unnormalised output
 (Dao et al. 2022). Cumulative scores sum over queries, so they are no function of that state. But the log-sum-exp
@@ -26,8 +26,8 @@ def eager(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def online(q: np.ndarray, k: np.ndarray, v: np.ndarray, tile: int) -> dict[str, np.ndarray]:
-    """The same output from tiles of `tile` keys, the state that stays (maximum, denominator), and the peak of live
-    scores."""
+    """The output of `eager` from tiles of `tile` keys, the state that the kernel keeps (maximum, denominator), and the
+    most scores that it holds at once (peak)."""
     maximum, denominator = np.full(len(q), -np.inf), np.zeros(len(q))
     gathered, peak = np.zeros((len(q), v.shape[1])), 0
     for start in range(0, len(k), tile):
@@ -45,8 +45,8 @@ def online(q: np.ndarray, k: np.ndarray, v: np.ndarray, tile: int) -> dict[str, 
 def wall() -> pd.DataFrame:
     """The guide's facts about wall 1, in float64, as rows (check, value).
 
-    Two caches differ by swapping the keys of the two tokens `pair`, whose values are equal: nothing that the kernel
-    returns or keeps tells them apart, and their cumulative scores are exchanged.
+    Two caches differ only in the keys of the two tokens `pair`, which are swapped; the values of the two are equal.
+    Nothing that the kernel returns or keeps tells the caches apart, yet the tokens' cumulative scores are swapped.
     """
     tile, pair = 32, (7, 300)
     q, k, v = np.random.default_rng(7).standard_normal((3, 512, 64))  # [tokens, dim] each
@@ -81,8 +81,8 @@ def _gap(a: np.ndarray, b: np.ndarray) -> float:
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, tile: int = 32) -> Tensor:
     """Cumulative causal attention per token, float32 [heads, tokens], from one streaming pass.
 
-    q, k [heads, tokens, dim]; lse [heads, tokens], the log-sum-exp of each query's scaled scores. What is held at once
-    is `tile` queries by tokens per head.
+    q, k [heads, tokens, dim]; lse [heads, tokens], the log-sum-exp of each query's scaled scores. It holds scores of
+    `tile` queries x tokens per head at once.
     """
     sums = q.new_zeros(q.shape[0], k.shape[1], dtype=torch.float32)
     for a in range(0, q.shape[1], tile):
@@ -95,12 +95,12 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, tile: int = 32) -> Tensor:
 
 
 def passes(tokens: Sequence[int], heads: int = 3, dim: int = 64, tile: int = 32, repeats: int = 6) -> pd.DataFrame:
-    """What cumulative scores cost on this machine: rows (tokens, way, repeat) of `seconds`, `held_mib` (most that was
-    allocated at once, measured), `share_of_matrix` (that, over the float32 scores of tokens x tokens per head) and
-    `score_difference` (to float64 eager attention).
+    """What cumulative scores cost on this machine: rows (tokens, way, repeat) with `seconds`, `held_mib` (the most
+    memory allocated at once, measured), `share_of_matrix` (the same over the float32 scores of tokens x tokens per
+    head) and `score_difference` (from float64 eager attention).
 
     Ways: fused attention alone (no scores), the one extra pass by itself, eager attention with its matrix. Causal,
-    float32 on the CPU; queries and keys are drawn anew for every repeat.
+    float32 on the CPU; every repeat draws new queries and keys.
     """
     rows = []
     for n in tokens:
@@ -112,16 +112,16 @@ def passes(tokens: Sequence[int], heads: int = 3, dim: int = 64, tile: int = 32,
                 "one extra pass": partial(column_sums, q, k, lse, tile),
                 "eager": partial(_eager, q, k, v),
             }
-            if repeat == 0:  # what is held does not depend on the draw, and the first call of each warms up
-                held = {way: _held(call) for way, call in calls.items()}
+            if repeat == 0:  # memory does not depend on the draw, and the first call of each warms up
+                held = {name: _held(call) for name, call in calls.items()}
             exact = _eager(q.double(), k.double(), v.double())
-            for way, call in calls.items():
+            for name, call in calls.items():
                 start = time.perf_counter()
-                found = call()
+                output = call()
                 seconds = time.perf_counter() - start
-                gap = np.nan if way == "fused attention" else float((found - exact).abs().max())
-                rows.append({"tokens": n, "way": way, "repeat": repeat, "seconds": seconds,
-                             "held_mib": held[way] / 2**20, "share_of_matrix": held[way] / (4 * heads * n * n),
+                gap = np.nan if name == "fused attention" else float((output - exact).abs().max())
+                rows.append({"tokens": n, "way": name, "repeat": repeat, "seconds": seconds,
+                             "held_mib": held[name] / 2**20, "share_of_matrix": held[name] / (4 * heads * n * n),
                              "score_difference": gap})  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -139,8 +139,8 @@ def _fused(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Column sums of the whole matrix, beside the output that eager attention computes anyway."""
+    """Column sums of the whole matrix [heads, tokens]."""
     scores = torch.matmul(q, k.transpose(1, 2)) * q.shape[-1] ** -0.5
     p = torch.softmax(scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf), -1)
-    torch.matmul(p, v)
+    torch.matmul(p, v)  # the output, which eager attention computes anyway, counts in its time
     return p.sum(1)

@@ -1,15 +1,15 @@
 """From evicted tokens to freed blocks: the studies of the reclamation chapter, each a tidy table.
 
-`synthetic`, `toy` and `cadence` are index work on a ledger; `arising`, `published` and `occupancy` ask the engine who
-stays of a prompt; `identity` and `latency` run a model on a paged cache. `streaming` has what concerns attention
-scores. `run` makes them all.
+`synthetic`, `toy` and `cadence` need only a ledger, no model; `arising`, `published` and `occupancy` ask the engine
+which tokens of a prompt stay; `identity` and `latency` run a model on a paged cache. `run` makes all tables, with those
+of `streaming`, `sharing`, `sparsity` and `arithmetic`.
 """
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -49,8 +49,8 @@ SIZES = {  # prompts of each study
 def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> dict[str, list[int]]:
     """Token ids by item, of `n_items` prompts (None: as many as the profile says).
 
-    Messages that hold no passage to be cut may be as long as the model's context has room for. Where all layers slide,
-    none is longer than what they hold: budgets are shares of it.
+    Messages without a passage to cut may be as long as the model's context allows. If all layers have a sliding window,
+    no prompt is longer than the window, since budgets are shares of what the layers hold.
     """
     ensure((Size, None), n_items=n_items)
     held, count = ModelFacts.of(loaded.model).held, n_items or data.AtMost(SIZES[settings.profile]["arising"])
@@ -58,13 +58,15 @@ def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings)
     tokens, room = held(most), held(max(most, loaded.context - _needed(settings)))
     if tokens < most:
         print(f"reclamation: prompts of {tokens:,} tokens at most, since no layer of this model holds more")
-    found = data.load_fitting(items, count, loaded.tokenizer, tokens, settings.seed, room=room)
-    limits = {item.id: room if item.context is None else tokens for item in found}
-    return {item.id: data.build_prompt(item, loaded.tokenizer, limits[item.id]).ids for item in found}
+    fitting = data.load_fitting(items, count, loaded.tokenizer, tokens, settings.seed, room=room)
+    return {
+        item.id: data.build_prompt(item, loaded.tokenizer, room if item.context is None else tokens).ids
+        for item in fitting
+    }
 
 
 def _needed(settings: Settings) -> int:
-    """Tokens that prompts go on by at most."""
+    """Most tokens that follow a prompt."""
     return max(timed(settings.timed_cadences), settings.max_new_tokens)
 
 
@@ -74,11 +76,11 @@ def _needed(settings: Settings) -> int:
 def reclaim(keep: np.ndarray, block_size: int = 16) -> dict[str, float]:
     """What a survivor set `[..., tokens]` gives back, as one row.
 
-    living: slots that some head keeps. freed_plain, freed_repack, freed_fill: blocks. share_*: of all blocks.
-    copies_*: slots that move, `emptiest` = hole filling that vacates the emptiest blocks. shortfall: share of tokens
-    evicted per head, less share of blocks freed by a repack. freed_packed: if each head packs its own survivors into
-    the first of the request's blocks, so that the fullest head decides. share_own: freed if each head had a table of
-    its own.
+    living: slots that some head keeps. freed_*: blocks freed by eviction alone ("plain") or with a compaction.
+    share_*: freed_* over all blocks. copies_*: slots that move; "emptiest" is hole filling that vacates the emptiest
+    blocks. shortfall: share of tokens evicted per head, less share of blocks freed by a repack. freed_packed: blocks
+    freed if each head packs its own survivors into the first of the request's blocks, so that the fullest head decides.
+    share_own: share freed if each head had a block table of its own.
     """
     keep = keep[(None,) * (3 - keep.ndim)]
     tokens = keep.shape[-1]
@@ -113,24 +115,24 @@ def dense(tokens: int, block_size: int, room: int = 0) -> tuple[Ledger, int]:
 
 def patterns(tokens: int, random: np.random.Generator, block_size: int = 16) -> dict[str, np.ndarray]:
     """Survivor sets: the guide's three, and others that evict about as much. Bool [tokens]; per head [1, 8, tokens]."""
-    at = np.arange(tokens)
+    position = np.arange(tokens)
     runs = np.repeat(random.random(-(-tokens // 64)) < 0.1, 64)[:tokens]
     lots = random.integers(0, 10, -(-tokens // 10))
     return {
-        "every 10th": at % 10 == 0,
-        "one per block": at % block_size == 0,
-        "one aligned block evicted": at // block_size != 2,
-        "one random of ten": at % 10 == lots[at // 10],
+        "every 10th": position % 10 == 0,
+        "one per block": position % block_size == 0,
+        "one aligned block evicted": position // block_size != 2,
+        "one random of ten": position % 10 == lots[position // 10],
         "random 10%": random.random(tokens) < 0.1,
         "random 20%": random.random(tokens) < 0.2,
         "runs of 64": runs,
-        "sinks and recency": (at < SINKS) | (at >= tokens - tokens // 10 + SINKS),
+        "sinks and recency": (position < SINKS) | (position >= tokens - tokens // 10 + SINKS),
         "random 10% per head, 8 heads": random.random((1, 8, tokens)) < 0.1,
     }
 
 
 def synthetic(tokens: int = 16_000, block_size: int = 16, draws: int = 20, seed: int = 0) -> pd.DataFrame:
-    """`reclaim` of every pattern; those drawn by lot `draws` times (column `draw`), the others once."""
+    """`reclaim` of every pattern: `draws` times (column `draw`) if it is random, else once."""
     rows = []
     for draw in range(draws):
         for name, keep in patterns(tokens, np.random.default_rng([seed, draw]), block_size).items():
@@ -140,18 +142,19 @@ def synthetic(tokens: int = 16_000, block_size: int = 16, draws: int = 20, seed:
 
 
 def toy() -> pd.DataFrame:
-    """The guide's round of 24 tokens in blocks of 4, as one row."""
+    """`reclaim` of the guide's example: 24 tokens in blocks of 4, of which four are evicted."""
     return pd.DataFrame([reclaim(np.isin(np.arange(24), [2, 9, 13, 21], invert=True), 4)])
 
 
-# ---- patterns as they arise
+# ---- patterns that policies make
 
 
-Cells = list[tuple[dict[str, Any], Condition]]  # columns of a row, and what it asks for
+Cells = list[tuple[dict[str, Any], Condition]]  # first columns of a row, and its condition
 
 
 def _cells(policies: Collection[str], granularities: Sequence[str], kept: Sequence[float], tokens: int) -> Cells:
-    """Policies at each granularity (positions choose one set in any case) and share of `tokens`."""
+    """Policies at each granularity and share of `tokens`; "sinks_recency", which looks at positions only, chooses the
+    same tokens at all of them and has the first."""
     return [
         ({"policy": label(p), "granularity": g, "kept": share}, condition(p, g, round(share * tokens), Prefill()))
         for p in policies
@@ -186,43 +189,46 @@ def _once(policy: str, budget: int | float) -> Condition:
 
 
 def _kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) -> list[np.ndarray]:
-    """Who stays of a prompt under each condition, bool [layers, kv_heads, tokens]."""
+    """Which tokens of a prompt stay under each condition, bool [layers, kv_heads, tokens]."""
+    if not conditions:
+        return []
     repeat = loaded.tokenizer.encode(REPEAT, add_special_tokens=False) if loaded.tokenizer else ()
     [answers] = engine.generate(
         loaded.model, [ids], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True, repeat=repeat
-    ) if conditions else [()]  # fmt: skip
+    )
     return [np.stack(answer.kept_sets) for answer in answers]
 
 
 def able(
     loaded: Loaded, prompts: Mapping[str, list[int]], policies: Sequence[str], budgets: Sequence[int | float]
 ) -> list[str]:
-    """Those of `policies` that this model and these prompts can have; a printed line says of each other one of the
-    catalogue why not. A reader's own that cannot be had raises InputError. budgets: of conditions, all of which must be
-    met.
+    """Those of `policies` that run with this model, these prompts and all of these budgets. For each other one of the
+    catalogue a printed line says why not; a reader's own policy that cannot run raises InputError.
 
-    What was learned of other weights is found out on the first 128 tokens, budgets on the shortest prompt.
+    Budgets are checked on the shortest prompt. A trial on its first 128 tokens shows whether what a policy has learned
+    fits the model's weights.
     """
-    shortest, found = min(prompts.values(), key=len), []
+    shortest, possible = min(prompts.values(), key=len), []
     for name in policies:
         try:
-            asked = [_once(name, budget) for budget in budgets]
-            engine.check_conditions(loaded.model, [Prompt(shortest, {})], asked)
+            conditions = [_once(name, budget) for budget in budgets]
+            engine.check_conditions(loaded.model, [Prompt(shortest, {})], conditions)
             if not find(name).frees:
                 raise InputError("it chooses pages anew for every query and frees nothing")
             _kept_sets(loaded, shortest[:128], [_once(name, 0.5)])
-            found.append(name)
+            possible.append(name)
         except InputError as error:
             if is_own(name):
                 raise
             print(f"{name} is left out: {error}")
-    return found
+    return possible
 
 
 def occupancy(
     loaded: Loaded, ids: list[int], kept: float, policies: Collection[str], block_size: int = 16
 ) -> pd.DataFrame:
-    """Living slots of each block of one prompt, evicted, not compacted: rows (policy, granularity, kept, block)."""
+    """Living slots of each block of one prompt after eviction, before compaction: rows (policy, granularity, kept,
+    block)."""
     cells, parts = _cells(policies, GRANULARITIES, [kept], len(ids)), []
     for (cell, _), keep in zip(cells, _kept_sets(loaded, ids, [c for _, c in cells]), strict=True):
         living = np.pad(keep.any((0, 1)), (0, -len(ids) % block_size)).reshape(-1, block_size).sum(1)
@@ -237,7 +243,7 @@ def read(
     loaded: Loaded, ids: list[int], more: int = 0, copies: int = 1, block_size: int = 16, sums: Collection[str] = ()
 ) -> tuple[Call, PagedRows, Tensor]:
     """Prefill `ids` into a cache with room for `more` tokens and for `copies` of the sequence: a call, a single row,
-    logits [1, vocabulary]. sums: of the policies that are to evict from it."""
+    logits [1, vocabulary]. sums: those that the policies need which evict from it."""
     blocks = copies * (-(-(len(ids) + more) // block_size) + 1)
     pages = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
     call, row = call_for(loaded.model, ids), PagedRows(pages, sums)
@@ -248,9 +254,9 @@ def read(
 
 @dataclass(frozen=True)
 class Choice:
-    """Who chooses the survivors of a generation, and how long it is."""
+    """Which policy chooses the survivors of a generation, and how long the generation is."""
 
-    who: dict[str, str]  # columns source ("chapter", or "catalogue", as are a reader's own), policy and granularity
+    who: dict[str, str]  # columns source ("chapter"; "catalogue", also for a reader's own), policy and granularity
     condition: Condition
     survivors: dict[int, Tensor]  # as `survivors.given` takes them; empty: the condition's policy chooses
     new_tokens: int
@@ -262,21 +268,21 @@ def choices(
 ) -> list[Choice]:  # fmt: skip
     """The chapter's policies at each granularity, which evict again while decoding, and those of the catalogue or a
     reader's own, which compress the prompt once and generate half as many tokens."""
-    found = [
+    chosen = [
         Choice({"source": "chapter", "policy": cell["policy"], "granularity": cell["granularity"]},
                replace(c, regime=DecodeCap(every)), {}, new_tokens)
         for cell, c in _cells(policies, JOINT, [1.0], budget)
     ]  # fmt: skip
-    asked = [_once(name, budget) for name in catalogue]
-    for name, c, keep in zip(catalogue, asked, _kept_sets(loaded, ids, asked), strict=True):
+    conditions = [_once(name, budget) for name in catalogue]
+    for name, c, keep in zip(catalogue, conditions, _kept_sets(loaded, ids, conditions), strict=True):
         who = {"source": "catalogue", "policy": label(name), "granularity": find(name).budget}
-        found.append(Choice(who, c, {len(ids): torch.from_numpy(keep)}, max(1, new_tokens // 2)))
-    return found
+        chosen.append(Choice(who, c, {len(ids): torch.from_numpy(keep)}, max(1, new_tokens // 2)))
+    return chosen
 
 
-COMPACTED = (("none", False), ("repack", False), ("fill", False), ("repack", True), ("fill", True))
+COMPACTED = (("none", False), ("repack", False), ("fill", False), ("repack", True), ("fill", True))  # layout, shared
 CONTROL = "storage positions"
-TOGETHER = {"cpu": 1, "cuda": 12}  # choices, each with all its layouts, in a batch, whose rows pad each other
+TOGETHER = {"cpu": 1, "cuda": 12}  # choices in a batch, each with all its layouts; more would pad each other's rows
 
 
 def identity(
@@ -290,8 +296,8 @@ def identity(
     block_size: int = 16,
 ) -> pd.DataFrame:
     """Generation that evicts to `budget` after the prompt and (the chapter's policies) every `every` tokens, from
-    caches of every layout. `choices` says who evicts; who stays is found once, and all layouts of some choices decode
-    as rows of a batch.
+    caches of every layout. `choices` says which policies evict; each one's survivors are determined once, and all
+    layouts of several choices decode as rows of a batch.
 
     Rows (source, policy, granularity, layout, shared): `identical` to the uncompacted cache of the same policy (0 or
     1), `logit_gap` to it, `as_predicted` (share of passes after which the free list had grown as arithmetic says),
@@ -300,7 +306,7 @@ def identity(
     "storage positions" is hole filling without its position map, a control on "one set": new tokens are told their
     storage index.
     """
-    cut, found = _shared(len(ids)), []
+    cut, table = _shared(len(ids)), []
     together = _together(loaded, len(ids) + new_tokens)
     copies = together * (len(COMPACTED) + 1) + 2
     call, prefix, _ = read(loaded, ids[:cut], len(ids) - cut + new_tokens, copies, block_size, ("mass",))
@@ -309,17 +315,17 @@ def identity(
         logits = extend(call, whole, ids[cut:], WINDOW)
     held = prefix.ledger.living(prefix.numbers[0])[0]
     before = [flat[held] for flat in prefix.pages.stored]
-    for some in _batches(choices(loaded, ids, budget, policies, catalogue, new_tokens, every), together):
-        more: dict[str, Any] = {"new_tokens": some[0].new_tokens + 1, "scalings": call.scalings}
-        if unknown := [c for c in some if not c.survivors]:
-            alone = whole.fork(*[0] * len(unknown), layouts=["none"] * len(unknown))
-            generate(call_for(loaded.model, ids, **more), alone, logits, [c.condition for c in unknown])
+    for batch in _batches(choices(loaded, ids, budget, policies, catalogue, new_tokens, every), together):
+        more: dict[str, Any] = {"new_tokens": batch[0].new_tokens + 1, "scalings": call.scalings}
+        if undecided := [c for c in batch if not c.survivors]:
+            alone = whole.fork(*[0] * len(undecided), layouts=["none"] * len(undecided))
+            generate(call_for(loaded.model, ids, **more), alone, logits, [c.condition for c in undecided])
             alone.free()
-            for c, passes in zip(unknown, alone.passes, strict=True):
+            for c, passes in zip(undecided, alone.passes, strict=True):
                 c.survivors.update({p.seen: torch.from_numpy(p.survivors[evictable]) for p in passes})
         tried = [
             (c, layout, shared)
-            for c in some
+            for c in batch
             for layout, shared in COMPACTED + ((CONTROL, False),) * (c.who["granularity"] == "one set")
         ]
         shares = [cut // block_size if shared else 0 for _, _, shared in tried]
@@ -329,38 +335,39 @@ def identity(
         generate(steps, rows, logits, [c.condition for c, _, _ in tried], [c.survivors for c, _, _ in tried])
         rows.free()
         intact = all(map(torch.equal, before, (flat[held] for flat in prefix.pages.stored)))
-        each = torch.stack(steps.logits, 1)  # [rows, steps, vocabulary]
-        reference: dict[int, Tensor] = {}  # of each choice its first row, which is not compacted
-        for (c, layout, shared), ours, passes in zip(tried, each, rows.passes, strict=True):
+        row_logits = torch.stack(steps.logits, 1)  # [rows, steps, vocabulary]
+        reference: dict[int, Tensor] = {}  # the first row of each choice, which is not compacted
+        for (c, layout, shared), ours, passes in zip(tried, row_logits, rows.passes, strict=True):
             agreement = _agreement(ours, reference.setdefault(id(c), ours))
-            here = {**c.who, "layout": layout, "shared": shared, "tokens": c.new_tokens}
-            found.append(here | agreement | {"prefix_intact": intact} | _summed(passes))
-    return pd.DataFrame(found)
+            cell = {**c.who, "layout": layout, "shared": shared, "tokens": c.new_tokens}
+            table.append(cell | agreement | {"prefix_intact": intact} | _summed(passes))
+    return pd.DataFrame(table)
 
 
 def _together(loaded: Loaded, tokens: int) -> int:
-    """Choices that decode together: as many as `TOGETHER` says, or as there is room for their layouts."""
-    device, each = loaded.model.device, (len(COMPACTED) + 1) * tokens * call_for(loaded.model, []).token_bytes
-    return max(1, min(TOGETHER[device.type], int(engine.room_of(device) // each)))
+    """How many choices decode together: as many as `TOGETHER` says, or as memory has room for with their layouts."""
+    device, choice_bytes = loaded.model.device, (len(COMPACTED) + 1) * tokens * call_for(loaded.model, []).token_bytes
+    return max(1, min(TOGETHER[device.type], int(engine.room_of(device) // choice_bytes)))
 
 
 def _batches(every: Sequence[Choice], most: int) -> list[list[Choice]]:
-    """Choices of one source that decode together, up to `most`."""
-    found: list[list[Choice]] = []
-    for c in every:
-        if not found or len(found[-1]) == most or found[-1][0].who["source"] != c.who["source"]:
-            found.append([])
-        found[-1].append(c)
-    return found
+    """Batches of at most `most` choices, each of one source: those of a source generate equally many tokens."""
+    batches = []
+    for _, group in groupby(every, key=lambda c: c.who["source"]):
+        source = list(group)
+        batches += [source[i : i + most] for i in range(0, len(source), most)]
+    return batches
 
 
 def _agreement(ours: Tensor, reference: Tensor) -> dict[str, float]:
-    """Are all greedy tokens the same, 0 or 1, and the largest difference of a logit? Logits [steps, vocabulary]."""
+    """`identical`: 1 if all greedy tokens are the same, else 0; `logit_gap`: the largest difference of a logit. Both
+    are logits [steps, vocabulary]."""
     same = torch.equal(ours.argmax(1), reference.argmax(1))
     return {"identical": float(same), "logit_gap": float((ours - reference).abs().max())}
 
 
 def _summed(passes: list[Pass]) -> dict[str, float]:
+    """Columns of a row that summarise its passes."""
     return {
         "passes": len(passes),
         "as_predicted": float(np.mean([p.freed == p.predicted for p in passes])),
@@ -371,7 +378,7 @@ def _summed(passes: list[Pass]) -> dict[str, float]:
 
 
 def _shared(tokens: int) -> int:
-    """Tokens of a prompt that another sequence holds, too."""
+    """How many tokens of a prompt another sequence holds, too."""
     return int(0.6 * tokens)
 
 
@@ -383,9 +390,9 @@ def rounds(
 ) -> pd.DataFrame:
     """Decoding under a budget as index work: a row per token with blocks_held, tokens_alive, copies and freed.
 
-    The cache starts dense at its budget; every `every` tokens it is evicted back to it, by lot (or, without a seed, the
-    oldest behind four sinks), and compacted by `layout` ("none": not at all). attrs["metrics"]: what an engine should
-    export (`Ledger.metrics`).
+    The cache starts dense at its budget. Every `every` tokens random tokens leave (without a seed the oldest behind
+    four sinks), so that it is at its budget again, and it is compacted by `layout` ("none": not at all).
+    attrs["metrics"]: what an engine should export (`Ledger.metrics`).
     """
     random = None if seed is None else np.random.default_rng(seed)
     ledger, number = dense(budget, block_size, tokens + block_size)
@@ -407,8 +414,8 @@ def rounds(
 
 
 def _evict_to(ledger: Ledger, number: int, budget: int, random: np.random.Generator | None) -> None:
-    """Evict a sequence down to `budget` living tokens: by lot, where the newest eight stay; without `random` the oldest
-    behind four sinks."""
+    """Evict a sequence down to `budget` living tokens: random ones, but none of the newest eight; without `random` the
+    oldest behind four sinks."""
     s = ledger.sequences[number]
     living = np.sort(s.positions[s.positions >= 0])
     keep = np.ones(s.seen, bool)
@@ -424,9 +431,9 @@ def cadence(
     cadences: Sequence[int], budget: int = 2048, tokens: int = SPAN, block_size: int = 16, draws: int = 6,
     oldest: bool = False,
 ) -> pd.DataFrame:  # fmt: skip
-    """Means over `rounds` of `tokens`, or of one pass: rows (every, layout, draw) with blocks_mean, blocks_max,
+    """Means over `rounds` of `tokens` (at least one pass): rows (every, layout, draw) with blocks_mean, blocks_max,
     copies_per_token, copies_per_pass, freed_per_pass, and `share`: what copies read and write, over what attention
-    reads of the cache, per token. oldest: victims are not drawn, and there is one draw."""
+    reads of the cache, per token. oldest: the oldest tokens leave instead of random ones, and there is one draw."""
     rows = []
     for every in cadences:
         passes = max(tokens, every) // every
@@ -446,14 +453,14 @@ def cadence(
 def latency(
     loaded: Loaded, ids: list[int], cadences: Sequence[int], budget: int = 256, block_size: int = 16, seed: int = 0
 ) -> pd.DataFrame:
-    """Time between tokens at each cadence, the three layouts by turns, so that a busy machine is busy for all: a row
-    per (every, layout), medians over `repeats(every)` rounds.
+    """Time between tokens at each cadence: a row per (every, layout), medians over `repeats(every)` rounds. The three
+    layouts take turns, so that a busy machine slows all of them.
 
-    step_ms: the model's, mean of the first and the last token of a round. pass_ms: eviction with its bookkeeping, and
-    the compaction; "none" evicts alike. token_ms: step + pass / every; longest_ms: step + pass, the token that waits.
-    added: token_ms over that of "none" in the same round, less 1 (missing for "none"). Between the first and the last
-    token those of a round are read at once, since which they are decides no time. Victims by lot. The budget is half of
-    a prompt that is shorter than two budgets.
+    step_ms: the model's time for a token, mean of a round's first and last. pass_ms: eviction with its bookkeeping, and
+    the compaction; "none" evicts too. token_ms: step + pass / every; longest_ms: step + pass, for the token that waits.
+    added: token_ms over that of "none" in the same round, less 1 (missing for "none"). The tokens between a round's
+    first and last are read at once: which tokens they are does not change the time. Random tokens are evicted. A prompt
+    shorter than two budgets has half of its tokens as budget.
     """
     parts, held = [], min(budget, len(ids) // 2)
     call, row, logits = read(loaded, ids, timed(cadences), len(COMPARED_LAYOUTS) + 1, block_size)
@@ -469,12 +476,12 @@ def latency(
 
 
 def repeats(every: int) -> int:
-    """Rounds that are timed at a cadence."""
+    """How many rounds are timed at a cadence."""
     return max(2, 24 // every)
 
 
 def timed(cadences: Sequence[int]) -> int:
-    """Tokens that a prompt goes on by at most while it is timed: one to warm up, then the rounds."""
+    """Most tokens that follow a prompt while it is timed: one to warm up, then the rounds."""
     return 1 + max(repeats(every) * every for every in cadences)
 
 
@@ -516,41 +523,37 @@ def _rounds(
     return rows
 
 
-# ---- all of them
+# ---- all studies
 
 
 def check(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) -> None:
-    """Raise InputError for what these prompts, this model or these policies cannot meet."""
+    """Raise InputError for settings that do not suit these prompts, this model or these policies."""
     check_shared(loaded.model)
-    few, many = (end(prompts, key=lambda name: len(prompts[name])) for end in (min, max))
-    shortest, longest, short = len(prompts[few]), len(prompts[many]), f"item {few}: "
-    least, shared = min(settings.kept), _shared(shortest)
-    needed = _needed(settings)
-    named = [label(name) for name in settings.policies]
-    if twice := {name for name in named if named.count(name) > 1}:
-        raise InputError(f"two of the policies are called {min(twice)}: give each a title of its own")
-    if settings.capacity >= shortest:
-        raise InputError(
-            f"{short}capacity {settings.capacity} >= {shortest} tokens of a prompt: nothing leaves; lower it"
-        )
-    if round(least * shortest) < 16:
-        raise InputError(
-            f"{short}kept {least:g} of {shortest} tokens are {least * shortest:.0f}, fewer than 16: raise it"
-        )
+    lengths = {name: len(ids) for name, ids in prompts.items()}
+    shortest, longest = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
+    tokens, item, needed = lengths[shortest], f"item {shortest}: ", _needed(settings)
+    least, shared = min(settings.kept), _shared(tokens)
+    labels = [label(name) for name in settings.policies]
+    if repeated := {name for name in labels if labels.count(name) > 1}:
+        raise InputError(f"two of the policies are called {min(repeated)}: give each a title of its own")
+    if settings.capacity >= tokens:
+        raise InputError(f"{item}capacity {settings.capacity} >= {tokens} tokens of a prompt: nothing leaves; lower it")
+    if round(least * tokens) < 16:
+        raise InputError(f"{item}kept {least:g} of {tokens} tokens are {least * tokens:.0f}, fewer than 16: raise it")
     if settings.block_size > shared:
-        raise InputError(f"{short}block_size {settings.block_size} > {shared} tokens that prompts share: lower it")
-    if longest + needed > loaded.context:
+        raise InputError(f"{item}block_size {settings.block_size} > {shared} tokens that prompts share: lower it")
+    if lengths[longest] + needed > loaded.context:
         raise InputError(
-            f"item {many}: {longest} tokens of a prompt and {needed} after it exceed the model's {loaded.context}: "
-            "lower prompt_tokens, timed_cadences or max_new_tokens"
+            f"item {longest}: {lengths[longest]} tokens of a prompt and {needed} after it exceed the model's "
+            f"{loaded.context}: lower prompt_tokens, timed_cadences or max_new_tokens"
         )
 
 
 def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) -> dict[str, pd.DataFrame]:
-    """Every study's table by the name under which the claims ask for it. Raises InputError for what `check` finds."""
+    """Every study's table, by the name that the claims use. Raises InputError as `check` does."""
     check(loaded, prompts, settings)
     tables, block_size = {}, settings.block_size
-    index: dict[str, Callable[[], pd.DataFrame]] = {  # without a model
+    without_model: dict[str, Callable[[], pd.DataFrame]] = {
         "synthetic": partial(synthetic, seed=settings.seed, block_size=block_size),
         "toy": toy,
         "traffic": partial(cadence, settings.cadences, settings.budget, block_size=block_size),
@@ -559,14 +562,14 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         "passes": partial(streaming.passes, settings.lengths),
         "memory": arithmetic.memory,
     }
-    asked = asked_of(loaded, prompts, settings)
-    for name, study in index.items():
+    with_model = model_studies(loaded, prompts, settings)
+    for name, study in without_model.items():
         job = PerItem("reclamation", name, {name: study}, index_work)
         tables[name] = runner.run(job, None, settings).drop(columns="item")
-    for name, (study, given) in asked.items():
+    for name, (study, arguments) in with_model.items():
         most = None if name == "arising" else SIZES[settings.profile][name]
-        items = dict(islice(prompts.items(), most))
-        job = PerItem("reclamation", name, items, study, given | {"block_size": block_size}, alone=name == "latency")
+        items, arguments = dict(islice(prompts.items(), most)), arguments | {"block_size": block_size}
+        job = PerItem("reclamation", name, items, study, arguments, alone=name == "latency")
         tables[name] = runner.run(job, loaded, settings)
     if settings.quoted:
         problems = quoted.study(data.load_items(settings.quoted), settings.quoted_tokens)
@@ -574,27 +577,27 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
     return tables
 
 
-def asked_of(
+def model_studies(
     loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings
 ) -> dict[str, tuple[Callable[..., pd.DataFrame], dict[str, Any]]]:
-    """The studies with a model: what computes them, and what it is given. Policies that this model cannot have are left
-    out. Raises InputError where none is left."""
+    """The studies with a model: the function that computes each, and its arguments. Policies that cannot run with this
+    model are left out. Raises InputError where none is left."""
     policies, shares = settings.policies, sorted({min(settings.kept), 0.5})
     catalogue = [name for name, p in CATALOGUE.items() if p.frees and not p.shared]
-    once = survivors.published(policies)
-    tried = dict.fromkeys([*(catalogue if settings.acceptance == "catalogue" else ()), *once])
-    whole = able(loaded, prompts, list(tried), [settings.capacity])
-    some = able(loaded, prompts, [name for name in once if name in whole], shares)
-    varied = [name for name in survivors.varied(policies) if name in POLICIES or name in some]
-    if not some or not varied:
+    compressing_once = survivors.published(policies)
+    tried = dict.fromkeys([*(catalogue if settings.acceptance == "catalogue" else ()), *compressing_once])
+    accepted = able(loaded, prompts, list(tried), [settings.capacity])
+    at_shares = able(loaded, prompts, [name for name in compressing_once if name in accepted], shares)
+    varied = [name for name in survivors.varied(policies) if name in POLICIES or name in at_shares]
+    if not at_shares or not varied:
         raise InputError(f"policies {', '.join(policies)}: this model can have none of them")
-    sources = {name: POLICIES.get(name, (name,)) for name in varied}  # whose code decides their rows
+    sources = {name: POLICIES.get(name, (name,)) for name in varied}  # the policies whose code decides their rows
     chapters = {name: source for name, source in sources.items() if name in POLICIES}
     answers = {"budget": settings.capacity, "new_tokens": settings.max_new_tokens}
     return {
         "arising": (arising, {"kept": settings.kept, "policies": sources}),
-        "published": (published, {"kept": shares, "policies": some}),
-        "identity": (identity, {"policies": chapters, "catalogue": whole, **answers}),
+        "published": (published, {"kept": shares, "policies": at_shares}),
+        "identity": (identity, {"policies": chapters, "catalogue": accepted, **answers}),
         "latency": (latency, {"cadences": settings.timed_cadences, "seed": settings.seed}),
         "sharing": (sharing.sharing, {"policies": sharing.EVICTS, **answers}),
         "sparsity": (sparsity.sparsity, {}),

@@ -1,7 +1,7 @@
-"""Who chooses the survivors: a policy of the catalogue or one of a reader at four granularities, or another run.
+"""Which tokens survive: a policy of the catalogue or of a reader chooses them at one of four granularities, or another
+run has chosen them.
 
-A granularity is an `across` of the policy: what heads and layers do not choose for themselves they choose by their mean
-scores.
+A granularity is an `across` of the policy: heads or layers that choose together do so by their mean scores.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from kvrepro.engine.policy import Policy, find, is_own, own
 from kvrepro.engine.regime import Regime
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 
-POLICIES = {  # of the chapter: the catalogue's, the reading that is meant
+POLICIES = {  # the chapter's names: the catalogue's policy, the reading
     "sinks_recency": ("streaming_llm", "as_described"),  # 4 sinks
     "cumulative": ("h2o_online", "as_described"),  # half the budget for the newest
     "window": ("snapkv", "as_run"),  # average-pooled over 5
@@ -25,7 +25,8 @@ POLICIES = {  # of the chapter: the catalogue's, the reading that is meant
 }
 PUBLISHED = ("streaming_llm", "tri_attention", "tova", "h2o_online", "snapkv", "ada_kv", "r_kv", "k_norm")
 WINDOW = 32  # queries that "window" looks at; half of a budget below 64
-# An eighth of DuoAttention's own 128 and 256, as prompts are: it protects them in every head, whatever the budget.
+# DuoAttention protects sinks and recent tokens in every head, whatever the budget. The chapter's prompts are short, so
+# it gets an eighth of its usual 128 and 256.
 SWITCHES = {"duo_attention": (("sinks", 16), ("recent", 32))}
 
 
@@ -35,8 +36,8 @@ GRANULARITIES = JOINT[:3]
 
 
 def condition(policy: str, granularity: str, budget: int | float, regime: Regime) -> Condition:
-    """A policy (`POLICIES`, the catalogue's or a reader's own) at a granularity. "per head" is as it was published;
-    positions alone choose one set in any case."""
+    """A policy (of `POLICIES`, the catalogue or a reader) at a granularity. "per head" is the policy as published.
+    "sinks_recency" looks at positions only, so that all heads choose the same set anyway."""
     ensure(JOINT, granularity=granularity)
     name, reading = POLICIES.get(policy, (policy, "as_described"))
     switches = (("window", min(WINDOW, int(budget) // 2)),) if policy == "window" else SWITCHES.get(name, ())
@@ -46,31 +47,31 @@ def condition(policy: str, granularity: str, budget: int | float, regime: Regime
 
 
 def label(policy: str) -> str:
-    """A policy's name in tables: the chapter's for its own, else the title."""
+    """A policy's name in tables: one of `POLICIES` as it is, any other by its title."""
     return policy if policy in POLICIES else find(policy).title
 
 
 def varied(policies: Sequence[str]) -> list[str]:
-    """Those that choose at every granularity: the chapter's and a reader's own; where there are none, all."""
+    """The policies to try at every granularity: the chapter's and a reader's own, or all if there are none of these."""
     return [name for name in policies if name in POLICIES or is_own(name)] or list(policies)
 
 
 def published(policies: Sequence[str]) -> list[str]:
-    """Those that choose as they were published: the catalogue's and a reader's own; where there are none, the policies
-    that the chapter's come from."""
+    """The policies to try as published: the catalogue's and a reader's own, or if there are none of these, those from
+    which the chapter's come."""
     return [name for name in policies if name not in POLICIES] or [POLICIES[name][0] for name in policies]
 
 
 def given(o: Observation, survivors: Mapping[int, Tensor]) -> Scores:
-    """1 for the tokens that another run kept at this point, 0 for the others. survivors: by tokens seen, bool [layers,
-    kv_heads, seen] over true positions."""
+    """1 for the tokens that another run kept at this point, 0 for the others. survivors: bool [layers, kv_heads, seen]
+    over true positions, by the number of tokens seen."""
     [seen] = set(o.seen.tolist())
     kept = survivors[seen][o.layer].to(o.positions.device)
     return kept.expand(len(o.positions), -1, -1).gather(2, o.positions.clamp(min=0)).float()
 
 
 def as_many(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
-    """As many tokens as each head is given."""
+    """Each head keeps as many tokens as have a score above 0."""
     return (scores > 0).sum(-1)
 
 

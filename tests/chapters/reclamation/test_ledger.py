@@ -233,10 +233,10 @@ class Books(RuleBasedStateMachine):
         self.copy(copies)
         after = self.ledger.living(number)[1].tolist()
         assert after == order if how == "repack" else sorted(after) == sorted(order)
-        own = np.setdiff1d(self.ledger.sequences[number].blocks, shared)
+        unshared = np.setdiff1d(self.ledger.sequences[number].blocks, shared)
         living = (self.ledger.sequences[number].positions >= 0).sum()
         if not len(shared):
-            assert len(own) == -(-living // self.SIZE)  # nothing else can be freed
+            assert len(unshared) == -(-living // self.SIZE)  # nothing else can be freed
 
     @precondition(lambda self: self.naive)
     @rule(data=st.data())
@@ -258,8 +258,10 @@ class Books(RuleBasedStateMachine):
         for number, tokens in self.naive.items():
             flat, positions, alive = self.ledger.living(number)
             heads = np.broadcast_to(alive[0], (self.HEADS, len(flat))).T.tolist()
-            found = {p: (c, tuple(h)) for p, c, h in zip(positions.tolist(), self.slots[flat], heads, strict=True)}
-            assert found == tokens
+            by_position = {
+                p: (c, tuple(h)) for p, c, h in zip(positions.tolist(), self.slots[flat], heads, strict=True)
+            }
+            assert by_position == tokens
 
 
 TestBooks = Books.TestCase

@@ -22,18 +22,18 @@ def sequence(model, blocks: int = 32, size: int = 8, **given) -> PagedRows:
     return PagedRows(PagedCache(model.config, blocks, size), **given)
 
 
-def logits(model, one: PagedRows, ids: list[int], window: int = 0) -> torch.Tensor:
+def logits(model, rows: PagedRows, ids: list[int], window: int = 0) -> torch.Tensor:
     """Of the last of `ids`, which the model reads."""
     with installed(model):
-        return extend(call_for(model, ids), one, ids, window)
+        return extend(call_for(model, ids), rows, ids, window)
 
 
-def answer(model, one: PagedRows, ids: list[int], tokens: int) -> list[int]:
+def answer(model, rows: PagedRows, ids: list[int], tokens: int) -> list[int]:
     """Greedy tokens after `ids`."""
-    found: list[int] = []
-    while len(found) < tokens:
-        found.append(int(logits(model, one, found[-1:] or ids).argmax()))
-    return found
+    generated: list[int] = []
+    while len(generated) < tokens:
+        generated.append(int(logits(model, rows, generated[-1:] or ids).argmax()))
+    return generated
 
 
 def decoded(model, ids: list[int], condition: Condition, layout: str, tokens: int) -> tuple[list[int], PagedRows]:
@@ -41,10 +41,10 @@ def decoded(model, ids: list[int], condition: Condition, layout: str, tokens: in
     parent, call = sequence(model, 64, sums=find(condition.policy).needs), call_for(model, ids, tokens)
     with installed(model):
         extend(call, parent, ids[:40], 16)
-        one = parent.fork(layouts=[layout])
-        last = extend(call, one, ids[40:], 16)
-    [found] = generate(call, one, last, [condition])
-    return found.tokens, one
+        rows = parent.fork(layouts=[layout])
+        last = extend(call, rows, ids[40:], 16)
+    [generation] = generate(call, rows, last, [condition])
+    return generation.tokens, rows
 
 
 WINDOW = (("window", 12),)
@@ -63,14 +63,14 @@ CONDITIONS = [
 def test_the_engine_generates_on_a_paged_cache_what_it_generates_on_its_own(condition, layout):
     model, [ids] = tiny.model(), tiny.prompts(90)
     [[ragged]] = engine.generate(model, [ids], [condition], max_new_tokens=14, stop_ids=())
-    tokens, one = decoded(model, ids, condition, layout, 14)
+    tokens, rows = decoded(model, ids, condition, layout, 14)
     assert tokens == ragged.tokens
-    assert [p.seen for p in one.passes[0]] == [90, *range(90 + (condition.every or 99), 104, condition.every or 99)]
-    assert one.passes[0][0].survivors.any((0, 1)).nonzero()[0].tolist() == ragged.kept_positions
-    assert [round(held) for held in one.survivors()[0].sum(-1).mean(1)] == ragged.kept
+    assert [p.seen for p in rows.passes[0]] == [90, *range(90 + (condition.every or 99), 104, condition.every or 99)]
+    assert rows.passes[0][0].survivors.any((0, 1)).nonzero()[0].tolist() == ragged.kept_positions
+    assert [round(held) for held in rows.survivors()[0].sum(-1).mean(1)] == ragged.kept
     if layout != "none":
-        assert all(p.freed == p.predicted for p in one.passes[0])
-    assert not any(p.foreign for p in one.passes[0])
+        assert all(p.freed == p.predicted for p in rows.passes[0])
+    assert not any(p.foreign for p in rows.passes[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -80,17 +80,17 @@ def test_rows_of_one_batch_are_what_each_is_alone(condition, family):
     layouts, shares = ["none", "repack", "fill", "fill"], (0, 3, 0, 3)
 
     def parent() -> tuple:
-        one, call = sequence(model, 96, sums=find(condition.policy).needs), call_for(model, ids, 10)
+        whole, call = sequence(model, 96, sums=find(condition.policy).needs), call_for(model, ids, 10)
         with installed(model):
-            extend(call, one, ids[:40], 16)
-            return call, one, extend(call, one, ids[40:], 16)
+            extend(call, whole, ids[:40], 16)
+            return call, whole, extend(call, whole, ids[40:], 16)
 
-    call, one, last = parent()
-    rows = one.fork(*shares, layouts=layouts)
+    call, whole, last = parent()
+    rows = whole.fork(*shares, layouts=layouts)
     together = generate(call, rows, last, [condition] * 4)
     for row, (layout, share) in enumerate(zip(layouts, shares, strict=True)):
-        call, one, last = parent()
-        single = one.fork(share, layouts=[layout])
+        call, whole, last = parent()
+        single = whole.fork(share, layouts=[layout])
         [alone] = generate(call, single, last, [condition])
         ours, counts = together[row], ("freed", "predicted", "copies", "foreign", "seen")
         assert (ours.tokens, ours.kept, ours.evicted) == (alone.tokens, alone.kept, alone.evicted)
@@ -114,13 +114,13 @@ def test_pages_go_with_their_rows():
 
 def test_rows_for_which_there_is_no_room_hold_no_blocks():
     model, [ids] = tiny.model(), tiny.prompts(40)
-    one = sequence(model, blocks=13)
-    logits(model, one, ids)
+    rows = sequence(model, blocks=13)
+    logits(model, rows, ids)
     with pytest.raises(InputError, match="5 blocks to copy, 0 are free"):
-        one.fork(0, 2, 0, layouts=["none"] * 3)
-    assert len(one.ledger.free_list) == 13 - 5
-    assert one.ledger.references.max() == 1
-    assert list(one.ledger.sequences) == one.numbers
+        rows.fork(0, 2, 0, layouts=["none"] * 3)
+    assert len(rows.ledger.free_list) == 13 - 5
+    assert rows.ledger.references.max() == 1
+    assert list(rows.ledger.sequences) == rows.numbers
 
 
 def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
@@ -128,9 +128,9 @@ def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
     plain, filled = sequence(model, sums=["mass"]), sequence(model, sums=["mass"])
     keep = np.random.default_rng(0).random((3, 2, 60)) < 0.3
     keep[..., -1] = True
-    for one in (plain, filled):
-        logits(model, one, ids)
-        one.ledger.evict(one.numbers[0], keep)
+    for rows in (plain, filled):
+        logits(model, rows, ids)
+        rows.ledger.evict(rows.numbers[0], keep)
     filled.pages.compact(filled.numbers[0], "fill")
     assert filled.ledger.living(filled.numbers[0])[1].tolist() != plain.ledger.living(plain.numbers[0])[1].tolist()
     for layer in range(3):
@@ -171,51 +171,51 @@ def test_generation_from_a_compacted_cache_is_token_identical(pattern):
     model, ids, more = tiny.model(), *tiny.prompts(90, 9)
     keep = keep_sets(3, 2, 90)[pattern]
 
-    def run(*ways: str) -> list[int]:
-        one = sequence(model)
-        tokens = answer(model, one, ids, 1)
-        one.ledger.evict(one.numbers[0], keep)
-        tokens += answer(model, one, [tokens[-1], *more], 12)  # many new queries after the eviction
-        later = np.ones(one.seen, bool)
+    def run(*layouts: str) -> list[int]:
+        rows = sequence(model)
+        tokens = answer(model, rows, ids, 1)
+        rows.ledger.evict(rows.numbers[0], keep)
+        tokens += answer(model, rows, [tokens[-1], *more], 12)  # many new queries after the eviction
+        later = np.ones(rows.seen, bool)
         later[91:100:2] = False
-        for way in ways[:1]:
-            one.pages.compact(one.numbers[0], way)
-        one.ledger.evict(one.numbers[0], later)
-        for way in ways[1:]:
-            one.pages.compact(one.numbers[0], way)
-        return tokens + answer(model, one, tokens[-1:], 12)
+        for layout in layouts[:1]:
+            rows.pages.compact(rows.numbers[0], layout)
+        rows.ledger.evict(rows.numbers[0], later)
+        for layout in layouts[1:]:
+            rows.pages.compact(rows.numbers[0], layout)
+        return tokens + answer(model, rows, tokens[-1:], 12)
 
     assert run() == run("repack", "repack") == run("fill", "fill") == run("repack", "fill")
 
 
 def test_logits_do_not_depend_on_the_layout():
     model, [ids] = tiny.model(), tiny.prompts(90)
-    found = {}
+    by_layout = {}
     for layout in ("none", "repack", "fill"):
-        one = sequence(model)
-        logits(model, one, ids)
-        one.ledger.evict(one.numbers[0], keep_sets(3, 2, 90)["scattered"])
-        one.pages.compact(one.numbers[0], layout)
-        found[layout] = logits(model, one, [7])
-    assert torch.equal(found["none"], found["repack"])  # the same order, the same bits
-    torch.testing.assert_close(found["none"], found["fill"], rtol=0, atol=1e-4)
+        rows = sequence(model)
+        logits(model, rows, ids)
+        rows.ledger.evict(rows.numbers[0], keep_sets(3, 2, 90)["scattered"])
+        rows.pages.compact(rows.numbers[0], layout)
+        by_layout[layout] = logits(model, rows, [7])
+    assert torch.equal(by_layout["none"], by_layout["repack"])  # the same order, the same bits
+    torch.testing.assert_close(by_layout["none"], by_layout["fill"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 12}], ids=["full attention", "sliding window"])
 def test_a_full_cache_decodes_as_the_model_without_one(changes):
     model, [ids] = tiny.model("mistral", **changes), tiny.prompts(50)
-    one = sequence(model)
-    logits(model, one, ids[:30])
-    ours = logits(model, one, ids[30:])
+    rows = sequence(model)
+    logits(model, rows, ids[:30])
+    ours = logits(model, rows, ids[30:])
     torch.testing.assert_close(ours, model(torch.tensor([ids])).logits[:, -1], rtol=0, atol=1e-4)
 
 
 def test_blocks_that_all_sliding_layers_have_passed_are_free():
     model, [ids] = tiny.model("mistral", sliding_window=12), tiny.prompts(60)
-    one = sequence(model)
-    logits(model, one, ids)
-    assert one.ledger.metrics()["blocks_held"] == 2  # of eight: the next query sees positions 49 to 59
-    assert np.flatnonzero(one.survivors().any((0, 1, 2))).tolist() == list(range(49, 60))
+    rows = sequence(model)
+    logits(model, rows, ids)
+    assert rows.ledger.metrics()["blocks_held"] == 2  # of eight: the next query sees positions 49 to 59
+    assert np.flatnonzero(rows.survivors().any((0, 1, 2))).tolist() == list(range(49, 60))
 
 
 def test_a_configuration_without_kv_heads_has_as_many_as_heads():
@@ -236,13 +236,13 @@ def test_layers_without_keys_are_refused():
 def test_two_questions_share_a_prefix_and_neither_sees_the_other(compact):
     model, prefix, first, second = tiny.model(), *tiny.prompts(37, 11, 14)
 
-    def reply(one: PagedRows, ids: list[int]) -> list[int]:
-        tokens = answer(model, one, ids, 1)
-        keep = np.arange(one.seen) % 3 != 1
+    def reply(rows: PagedRows, ids: list[int]) -> list[int]:
+        tokens = answer(model, rows, ids, 1)
+        keep = np.arange(rows.seen) % 3 != 1
         keep[8:16] = False  # a whole block of the prefix
-        one.ledger.evict(one.numbers[0], keep)
-        one.pages.compact(one.numbers[0], compact)
-        return tokens + answer(model, one, tokens[-1:], 10)
+        rows.ledger.evict(rows.numbers[0], keep)
+        rows.pages.compact(rows.numbers[0], compact)
+        return tokens + answer(model, rows, tokens[-1:], 10)
 
     parent = sequence(model)
     answer(model, parent, prefix, 1)
@@ -253,8 +253,8 @@ def test_two_questions_share_a_prefix_and_neither_sees_the_other(compact):
     assert together == [reply(sequence(model), prefix + first), reply(sequence(model), prefix + second)]
     assert all(torch.equal(a[held], b[held]) for a, b in zip(before, pages.keys, strict=True))
     assert parent.entries[0].blocks.tolist() == held.tolist()
-    for one in (parent, *children):
-        one.free()
+    for sequences in (parent, *children):
+        sequences.free()
     assert pages.ledger.metrics()["blocks_free"] == 32
 
 
@@ -263,11 +263,11 @@ def test_sums_are_the_column_sums_of_eager_attention_and_each_fork_has_its_own()
     parent = sequence(model, sums=["mass"])
     logits(model, parent, ids[:33])
     before = parent.ragged[0].sums["mass"].clone()
-    one = parent.fork()
+    child = parent.fork()
     for token in ids[33:]:
-        logits(model, one, [token])
+        logits(model, child, [token])
     p = torch.stack(model(torch.tensor([ids]), output_attentions=True).attentions)[:, 0]  # [layers, heads, n, n]
     exact = p.unflatten(1, (2, 3)).mean(2).sum(2)
     for layer in range(3):
-        torch.testing.assert_close(one.ragged[layer].sums["mass"][0], exact[layer], rtol=0, atol=1e-4)
+        torch.testing.assert_close(child.ragged[layer].sums["mass"][0], exact[layer], rtol=0, atol=1e-4)
     assert torch.equal(parent.ragged[0].sums["mass"], before)

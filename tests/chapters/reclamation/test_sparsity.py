@@ -21,11 +21,11 @@ def test_attention_is_that_of_the_model_and_shares_are_those_of_loops(loaded, fa
     if family:  # logits behind a softcap, sinks that take a part of the attention
         loaded = SimpleNamespace(model=families.build(family, sliding_window=512), context=512, tokenizer=None)
     ids, windows, ahead = tiny.prompts(120)[0], (1, 8, 25), 6
-    found = sparsity.sparsity(loaded, ids, windows, ahead, share=0.2)
+    table = sparsity.sparsity(loaded, ids, windows, ahead, share=0.2)
     with torch.inference_mode():
         eager = loaded.model(torch.tensor([ids]), output_attentions=True).attentions
     for layer, p in enumerate(eager):
-        rows = found[found.layer == layer]
+        rows = table[table.layer == layer]
         p = p[0].unflatten(0, (2, -1)).sum(1).numpy()  # [kv_heads, queries, tokens]
         history = 120 - ahead - max(windows)
 
@@ -39,14 +39,14 @@ def test_attention_is_that_of_the_model_and_shares_are_those_of_loops(loaded, fa
         for w in windows:
             voted = p[:, -ahead - w : -ahead, :history].sum(1)
             assert rows[rows.window == w].value.item() == pytest.approx(held(voted, wanted), abs=1e-4)
-    of_window = found[found.what == "window"].pivot_table(index="layer", columns="window", values=["value", "gain"])
+    of_window = table[table.what == "window"].pivot_table(index="layer", columns="window", values=["value", "gain"])
     assert np.allclose(of_window.gain[8], of_window.value[8] - of_window.value[25])
     assert (of_window.gain[25] == 0).all()
 
 
 def test_windows_for_which_a_prompt_is_too_short_are_left_out(loaded):
-    found = sparsity.sparsity(loaded, tiny.prompts(40)[0], (1, 8, 100), 8)
-    assert sorted(found.window[found.what == "window"].unique()) == [1, 8]
+    table = sparsity.sparsity(loaded, tiny.prompts(40)[0], (1, 8, 100), 8)
+    assert sorted(table.window[table.what == "window"].unique()) == [1, 8]
 
 
 def test_selected_pages_are_held_with_all_others(loaded):

@@ -42,9 +42,9 @@ def test_column_sums_of_the_extra_pass(tokens, tile, seed):
     q, k = torch.randn(2, 2, tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
     scores = (q @ k.transpose(1, 2)) / 8**0.5
     scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf)
-    found = streaming.column_sums(q, k, torch.logsumexp(scores, -1), tile)
-    torch.testing.assert_close(found.double(), torch.softmax(scores, -1).sum(1), rtol=1e-4, atol=1e-5)
-    assert found.sum() == pytest.approx(2 * tokens, rel=1e-5)  # every query gives away its whole attention
+    sums = streaming.column_sums(q, k, torch.logsumexp(scores, -1), tile)
+    torch.testing.assert_close(sums.double(), torch.softmax(scores, -1).sum(1), rtol=1e-4, atol=1e-5)
+    assert sums.sum() == pytest.approx(2 * tokens, rel=1e-5)  # every query gives away its whole attention
 
 
 def test_what_the_ways_hold_and_that_they_agree():

@@ -66,7 +66,7 @@ def test_reclaim_obeys_its_arithmetic(data):
     fullest = max(int(keep[layer, head].sum()) for layer in range(layers) for head in range(heads))
     assert row["freed_packed"] == row["blocks"] - -(-fullest // size) >= row["freed_repack"]
     assert row["share_own"] * row["blocks"] * layers * heads == pytest.approx(
-        sum(row["blocks"] - -(-int(one.sum()) // size) for one in keep.reshape(-1, tokens))
+        sum(row["blocks"] - -(-int(head_keep.sum()) // size) for head_keep in keep.reshape(-1, tokens))
     )
 
 
@@ -81,16 +81,20 @@ def test_arising_and_occupancy_tell_the_same(loaded):
     blocks = r.occupancy(loaded, ids, 0.2, ("window",))
     assert rows.granularity.tolist() == list(r.GRANULARITIES)
     for row in rows.itertuples():
-        mine = blocks[blocks.granularity == row.granularity]
-        assert (len(mine), mine.living.sum(), (mine.living == 0).sum()) == (row.blocks, row.living, row.freed_plain)
+        blocks_of_row = blocks[blocks.granularity == row.granularity]
+        assert (len(blocks_of_row), blocks_of_row.living.sum(), (blocks_of_row.living == 0).sum()) == (
+            row.blocks,
+            row.living,
+            row.freed_plain,
+        )
     assert rows.living.is_monotonic_increasing  # more heads, more survivors in the union
 
 
 @pytest.mark.parametrize("together", [1, 3])
 def test_generation_is_identical_under_every_layout_and_the_control_is_not(loaded, monkeypatch, together):
     monkeypatch.setitem(r.TOGETHER, "cpu", together)
-    ids, some = tiny.prompts(180)[0], ("snapkv", "ada_kv", "layer_defensive_kv")
-    rows = r.identity(loaded, ids, 48, ("cumulative", "window"), catalogue=some, new_tokens=8, every=4)
+    ids, catalogue = tiny.prompts(180)[0], ("snapkv", "ada_kv", "layer_defensive_kv")
+    rows = r.identity(loaded, ids, 48, ("cumulative", "window"), catalogue=catalogue, new_tokens=8, every=4)
     real = rows[rows.layout.isin(["none", "repack", "fill"])]
     assert (real.identical == 1).all()
     assert real.logit_gap.max() < 1e-4
@@ -99,10 +103,10 @@ def test_generation_is_identical_under_every_layout_and_the_control_is_not(loade
     assert rows.prefix_intact.all()
     assert (rows[rows.layout == "storage positions"].logit_gap > 1e-2).all()
     assert len(rows) == 2 * 4 * 5 + 2 + 3 * 5  # every granularity, the controls, the catalogue
-    one = rows[(rows.granularity == "one set") & ~rows.shared].set_index(["policy", "layout"])
+    one_set = rows[(rows.granularity == "one set") & ~rows.shared].set_index(["policy", "layout"])
     for policy in ("cumulative", "window"):
-        assert one.blocks_freed[policy, "repack"] > one.blocks_freed[policy, "none"]
-        assert one.slot_copies[policy, "repack"] > one.slot_copies[policy, "fill"]
+        assert one_set.blocks_freed[policy, "repack"] > one_set.blocks_freed[policy, "none"]
+        assert one_set.slot_copies[policy, "repack"] > one_set.slot_copies[policy, "fill"]
     who = real.drop_duplicates(["source", "policy", "granularity"])
     assert who[who.source == "chapter"].granularity.tolist() == list(r.JOINT) * 2
     assert dict(zip(who.policy[8:], who.granularity[8:], strict=True)) == {
@@ -112,13 +116,13 @@ def test_generation_is_identical_under_every_layout_and_the_control_is_not(loade
 
 def test_policies_that_the_model_cannot_have_are_named_and_left_out(loaded, capsys):
     ids = {"a": tiny.prompts(150)[0]}
-    found = r.able(loaded, ids, ("snapkv", "tri_attention", "kv_zip", "quest_pages", "lru"), [48])
-    assert found == ["snapkv"]
-    said = dict(line.split(" is left out: ") for line in capsys.readouterr().out.splitlines())
-    assert list(said) == ["tri_attention", "kv_zip", "quest_pages", "lru"]
-    assert "calibrat" in said["tri_attention"]
-    assert "frees nothing" in said["quest_pages"]
-    assert "one set of tokens for all layers" in said["lru"]
+    possible = r.able(loaded, ids, ("snapkv", "tri_attention", "kv_zip", "quest_pages", "lru"), [48])
+    assert possible == ["snapkv"]
+    reasons = dict(line.split(" is left out: ") for line in capsys.readouterr().out.splitlines())
+    assert list(reasons) == ["tri_attention", "kv_zip", "quest_pages", "lru"]
+    assert "calibrat" in reasons["tri_attention"]
+    assert "frees nothing" in reasons["quest_pages"]
+    assert "one set of tokens for all layers" in reasons["lru"]
     assert r.able(loaded, ids, ("streaming_llm",), [0.5, 0.01]) == []
     assert "streaming_llm is left out: budget 1 < 4" in capsys.readouterr().out
 
@@ -179,7 +183,7 @@ SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences":
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"block_size": 0}, "block_size 0: a whole number, at least 1"),
         ({"block_size": 64}, "item a: block_size 64 > 60 tokens that prompts share"),
@@ -201,14 +205,14 @@ SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences":
         ({"acceptance": "all"}, "acceptance 'all'"),
     ],
 )
-def test_settings_are_refused_before_anything_is_computed(loaded, changed, said, tmp_path):
+def test_settings_are_refused_before_anything_is_computed(loaded, changed, message, tmp_path):
     own("twin", CATALOGUE["snapkv"])
 
     def run():
         settings = Settings(tmp_path, **{**SETTINGS, "acceptance": "policies", **changed})
         r.run(loaded, dict(zip("ab", tiny.prompts(100, 120), strict=True)), settings)
 
-    with pytest.raises(InputError, match=re.escape(said)) as refused:
+    with pytest.raises(InputError, match=re.escape(message)) as refused:
         run()
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
@@ -230,15 +234,15 @@ def test_prompts_are_what_a_model_all_of_whose_layers_slide_can_hold(kinds, most
     loaded = models.load(str(trial.checkpoint(tmp_path / "slides", "two-layer", checkpoint.TEXTS, **changes)))
     items = tmp_path / "items.jsonl"
     items.write_text("".join(json.dumps(row) + "\n" for row in checkpoint.questions(3)))
-    found = r.prompts(loaded, str(items), 3, Settings(tmp_path, prompt_tokens=300))
-    assert 0 <= most - max(map(len, found.values())) < 20
+    prompts = r.prompts(loaded, str(items), 3, Settings(tmp_path, prompt_tokens=300))
+    assert 0 <= most - max(map(len, prompts.values())) < 20
     assert ("prompts of 250 tokens at most" in capsys.readouterr().out) == (most == 250)
 
 
 def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_path, monkeypatch, capsys):
     loaded = models.load(str(checkpoint.save(tmp_path / "small")))
     ids = {name: tiny.prompts(100, seed=seed)[0] for seed, name in enumerate("ab")}
-    ids = {name: [token % 100 + 3 for token in one] for name, one in ids.items()}
+    ids = {name: [token % 100 + 3 for token in token_ids] for name, token_ids in ids.items()}
 
     def stop(loaded, item, **settings):
         raise KeyboardInterrupt
@@ -247,8 +251,8 @@ def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_pa
         """How much of each study was computed."""
         tables = r.run(loaded, ids, Settings(tmp_path / "results", **{**SETTINGS, "acceptance": "policies", **changed}))
         assert tables["arising"]["item"].unique().tolist() == ["a", "b"]
-        said = re.findall(r"reclamation/(\w+): \d items, (\d) computed", capsys.readouterr().out)
-        return {name: int(count) for name, count in said if int(count)}
+        counts = re.findall(r"reclamation/(\w+): \d items, (\d) computed", capsys.readouterr().out)
+        return {name: int(count) for name, count in counts if int(count)}
 
     with monkeypatch.context() as patch:
         patch.setattr(r, "identity", stop)
@@ -264,11 +268,11 @@ def test_every_claim_has_a_row_and_a_missing_study_is_said():
     frame = members.verdicts({"toy": r.toy(), "synthetic": r.synthetic(draws=6)}, "none", "quick")
     assert frame.claim.tolist() == [c["id"] for c in claims.load_claims("reclamation")["claims"]]
     assert {c.rstrip("bcdefghi") for c in frame.claim} == {f"R{i}" for i in range(1, 9)}
-    by = frame.set_index("claim")
-    assert by.verdict["R1"] == by.verdict["R2"] == "reproduced"
-    assert by.verdict["R1e"] == "partly"  # even spacing holds, the lot does not
-    assert by.verdict["R5"] == "not testable here"
-    assert by.note["R6b"] == "the study 'identity' was not run"
+    by_claim = frame.set_index("claim")
+    assert by_claim.verdict["R1"] == by_claim.verdict["R2"] == "reproduced"
+    assert by_claim.verdict["R1e"] == "partly"  # even spacing holds, the lot does not
+    assert by_claim.verdict["R5"] == "not testable here"
+    assert by_claim.note["R6b"] == "the study 'identity' was not run"
     assert (frame.reading == "any").all()
 
 
@@ -309,17 +313,17 @@ def test_a_case_that_no_broken_cache_would_fail_counts_for_nothing():
     assert frame.n[["R6", "R6b"]].tolist() == [12, 6]
     assert frame.members["R6g"] == "1 open, 1 fails"  # one of seven prompts in one control, all in the other
     rows.loc[rows.layout == "storage positions", "identical"] = 0.0
-    found = members.members({"study": "identity", "column": "noticed_tokens"}, {"identity": members._identity(rows)})
-    assert found[0].what.data.a[rows.layout == "storage positions"].eq(1).all()
+    noticed = members.members({"study": "identity", "column": "noticed_tokens"}, {"identity": members._identity(rows)})
+    assert noticed[0].what.data.a[rows.layout == "storage positions"].eq(1).all()
 
 
 def test_compared_rounds_and_passes_by_hand():
     rows = pd.DataFrame({"every": 1, "draw": [0, 0, 1, 1], "layout": ["repack", "fill"] * 2, "budget": 2048,
                          "copies_per_pass": [8.0, 1.0, 4.0, 1.0], "share": [1.0, 0.5, 1.0, 0.5]})  # fmt: skip
-    found = members._traffic(rows)
-    assert found.copies_ratio.tolist() == [1.0, 0.125, 1.0, 0.25]
+    table = members._traffic(rows)
+    assert table.copies_ratio.tolist() == [1.0, 0.125, 1.0, 0.25]
     cache = 64 * 2048 * 2 * 36 * 8 * 128 * 2
-    assert found.of_step.tolist() == pytest.approx([share * cache / (cache + 16.4e9) for share in rows.share])
+    assert table.of_step.tolist() == pytest.approx([share * cache / (cache + 16.4e9) for share in rows.share])
     ways = pd.DataFrame({"tokens": 8, "repeat": 0, "way": ["fused attention", "eager"], "seconds": [2.0, 3.0],
                          "held_mib": [1.0, 4.0]})  # fmt: skip
     assert members._passes(ways)[["slower", "larger"]].to_numpy().tolist() == [[1.0, 1.0], [1.5, 4.0]]
@@ -368,11 +372,13 @@ def test_a_policy_of_ones_own_has_rows_and_verdicts_and_moves_no_others(loaded):
     own("mine", Policy("Mine", "this test", lambda o: o.attention.mean((2, 3)), {"window": 8, "recent": "window"}))
     ids = {name: tiny.prompts(150, seed=seed)[0] for seed, name in enumerate("abcdef")}
     both, kept = ("window", "mine"), (0.1, 0.5)
-    parts = [r.arising(loaded, one, kept, both).assign(item=name) for name, one in ids.items()]
+    parts = [r.arising(loaded, token_ids, kept, both).assign(item=name) for name, token_ids in ids.items()]
     tables = {"arising": pd.concat(parts), "identity": r.identity(loaded, ids["a"], 48, (), ("snapkv", "mine"))}
-    mine = tables["arising"][tables["arising"].policy == "Mine"]
-    assert mine.groupby("granularity").size().to_dict() == dict.fromkeys(r.GRANULARITIES, 12)
-    assert (mine.groupby("item").living.first() < mine.groupby("item").living.max()).all()  # one set before many
+    own_rows = tables["arising"][tables["arising"].policy == "Mine"]
+    assert own_rows.groupby("granularity").size().to_dict() == dict.fromkeys(r.GRANULARITIES, 12)
+    assert (
+        own_rows.groupby("item").living.first() < own_rows.groupby("item").living.max()
+    ).all()  # one set before many
     assert set(tables["identity"].policy) == {"SnapKV", "Mine"}
     frame = members.verdicts(tables, "tiny", "quick", both).set_index("claim")
     book = len(claims.load_claims("reclamation")["claims"])
@@ -395,10 +401,10 @@ def test_a_policy_of_ones_own_that_cannot_be_had_is_refused(loaded):
 
 def test_an_edit_of_the_policy_that_a_study_runs_makes_it_stale(loaded):
     """By whatever name the study calls it."""
-    asked = r.asked_of(loaded, {"a": tiny.prompts(180)[0]}, Settings(capacity=64))
+    studies_by_name = r.model_studies(loaded, {"a": tiny.prompts(180)[0]}, Settings(capacity=64))
 
     def keys() -> dict[str, str]:
-        studies = {name: PerItem("reclamation", name, {"a": [1]}, *study) for name, study in asked.items()}
+        studies = {name: PerItem("reclamation", name, {"a": [1]}, *study) for name, study in studies_by_name.items()}
         return {name: PerItemPlan(study, None, Settings()).keys["a"] for name, study in studies.items()}
 
     assert stale(keys, *edit_of(window.snapkv)) == {"arising", "identity", "sharing"}

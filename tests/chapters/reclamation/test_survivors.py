@@ -19,9 +19,9 @@ PAIRS = [(p, g) for p in s.POLICIES for g in (s.JOINT if p != "sinks_recency" el
 
 def keep(policy: str, granularity: str, budget: int = 40) -> np.ndarray:
     """Who stays of a prompt of 200 tokens, [layers, kv_heads, tokens]."""
-    asked = s.condition(policy, granularity, budget, Prefill())
+    chosen = s.condition(policy, granularity, budget, Prefill())
     [[answer]] = generate(
-        tiny.model(), tiny.prompts(200), [asked], max_new_tokens=1, stop_ids=(), kept_sets=True
+        tiny.model(), tiny.prompts(200), [chosen], max_new_tokens=1, stop_ids=(), kept_sets=True
     )  # fmt: skip
     return np.stack(answer.kept_sets)
 
@@ -48,8 +48,8 @@ def test_policies_keep_what_their_names_say():
 
 def test_an_evicted_token_is_never_kept_again():
     for granularity in s.JOINT:
-        asked = [s.condition("cumulative", granularity, 40, regime) for regime in (Prefill(), DecodeCap(4))]
-        [[once, again]] = generate(tiny.model(), tiny.prompts(120), asked, max_new_tokens=20, stop_ids=())
+        conditions = [s.condition("cumulative", granularity, 40, regime) for regime in (Prefill(), DecodeCap(4))]
+        [[once, again]] = generate(tiny.model(), tiny.prompts(120), conditions, max_new_tokens=20, stop_ids=())
         assert once.kept_positions == again.kept_positions
         assert sum(again.kept) == 43 * 3  # three tokens each since the last eviction
 
@@ -88,5 +88,5 @@ def test_another_runs_survivors_are_kept_head_by_head():
 
 def test_every_name_is_found():
     for policy, granularity in PAIRS:
-        found = find(s.condition(policy, granularity, 64, Prefill()).policy)
-        assert found.title == find(s.POLICIES[policy][0]).title
+        policy_at = find(s.condition(policy, granularity, 64, Prefill()).policy)
+        assert policy_at.title == find(s.POLICIES[policy][0]).title

@@ -1,4 +1,4 @@
-"""Every comparison that the paper's public scores allow, with its interval, its tests, and what it could have found."""
+"""Every comparison that the paper's public scores allow: its interval, its tests, the least effect it could detect."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,12 @@ from kvrepro.experiment import artifact, stats
 KV_HEADS = {model: heads for model, (_, heads) in artifact.CHECKPOINTS.items()}
 OLDER = ("sweep-20260309-202648/", "n481/qwen25-3b/q25-c256-lru-prot10")  # second runs of a condition
 DEFAULT = 0.1  # of the capacity, protected at each end
-REACH = scipy_stats.norm.ppf(0.975) + scipy_stats.norm.ppf(0.8)
+REACH = scipy_stats.norm.ppf(0.975) + scipy_stats.norm.ppf(0.8)  # standard errors: 80% power at 5%, two-sided
 
 
 def panels(scores: pd.DataFrame) -> pd.DataFrame:
-    """The scores with the column `items` and the model's short name; one run of each condition, latency probes left
-    out."""
+    """The scores with the columns `items`, `model_name` and `protected`: one run of each condition, without latency
+    probes."""
     rows = scores[~scores["name"].str.startswith((*OLDER, "jit-latency-probe/"))]
     items = rows["item"].str.rsplit("-", n=1).str[0]
     return rows.assign(items=items, model_name=rows.model.str.rpartition("/")[2], protected=rows.prefix > 0)
@@ -24,23 +24,22 @@ def panels(scores: pd.DataFrame) -> pd.DataFrame:
 def pairs(rows: pd.DataFrame) -> pd.DataFrame:
     """Which runs are compared: columns family, items, model_name, what, policy, capacity, a, b.
 
-    a and b name all runs of a condition: those of a temperature have several seeds.
-
-    A family is what Holm's correction is over: one question asked of one model on one set of items, at all capacities.
+    a and b name all runs of a condition, which has several seeds at a temperature. Holm's correction is over a family:
+    one question about one model on one set of items, at all capacities.
     """
     keys = ["items", "model_name", "policy", "capacity", "prefix", "temperature"]
     runs = {key: tuple(group) for key, group in rows.groupby(keys, dropna=False)["name"].unique().items()}
-    found = []
+    table = []
     for (items, model, policy, capacity, prefix, heat), names in runs.items():
-        for family, other, at, what in _against(policy, prefix):
-            if partner := runs.get((items, model, other, capacity, at, heat)):
+        for family, other, other_prefix, what in _against(policy, prefix):
+            if partner := runs.get((items, model, other, capacity, other_prefix, heat)):
                 label = what + (f", temperature {heat:g}" if heat else "")
-                found.append((family, items, model, label, policy, capacity, names, partner))
-    return pd.DataFrame(found, columns=["family", "items", "model_name", "what", "policy", "capacity", "a", "b"])
+                table.append((family, items, model, label, policy, capacity, names, partner))
+    return pd.DataFrame(table, columns=["family", "items", "model_name", "what", "policy", "capacity", "a", "b"])
 
 
 def _against(policy: str, prefix: float) -> Iterator[tuple[str, str, float, str]]:
-    """(family, policy, protection, name) of what a run is compared with."""
+    """What a run is compared with: (family, policy, share protected at each end, the comparison's name)."""
     if policy == "full":
         return
     if prefix == DEFAULT:
@@ -56,7 +55,7 @@ def _against(policy: str, prefix: float) -> Iterator[tuple[str, str, float, str]
 
 
 def compare(rows: pd.DataFrame, measure: str = "token_f1", margin: float = 0.02) -> pd.DataFrame:
-    """A row for each of `pairs`: the paired difference with its interval, and its tests.
+    """A row for each of `pairs`: the paired difference of a measure (a column of scores), its interval and tests.
 
     value, low, high: mean difference, 95% interval. wilcoxon: two-sided p; greater: one-sided, that a is larger;
     `_holm`: corrected within the family. tost: p of |difference| < margin. detectable: the true difference that a
@@ -87,19 +86,19 @@ def _tested(by_run: pd.DataFrame, a: tuple[str, ...], b: tuple[str, ...], margin
 
 
 def of_seeds(rows: pd.DataFrame, measure: str = "token_f1") -> tuple[stats.Estimate, stats.Estimate]:
-    """LRU's lift by protection at temperature: if every seed of an item counts as an item, and if an item counts
-    once."""
+    """LRU's lift by protection where answers are sampled: if every seed of an item counts as an item, and if each item
+    counts once."""
     hot = rows[rows.temperature > 0]
     pairs = hot[hot.prefix > 0].merge(hot[hot.prefix == 0], on=["item", "seed"], suffixes=("_a", "_b"))
     both = pairs[[f"{measure}_a", f"{measure}_b"]].set_axis(["a", "b"], axis=1)
-    alone, by_item = (stats.contrast(both, "difference", c, bounds=stats.UNIT) for c in (None, pairs["item"]))
-    return alone, by_item
+    by_seed = stats.contrast(both, "difference", bounds=stats.UNIT)
+    return by_seed, stats.contrast(both, "difference", pairs["item"], bounds=stats.UNIT)
 
 
 def identical(rows: pd.DataFrame) -> pd.DataFrame:
     """Share of items for which H2O and SnapKV write the same output, by model, items, capacity and protection.
 
-    once: share of items that end before a second reduction; once_same: of these, how many are the same.
+    once: share of items that end before a second reduction; once_same: the share of these that are the same.
     """
     keys = ["items", "model_name", "model", "capacity", "protected"]
     first, second = (rows[rows.policy == name] for name in ("h2o_simple", "snapkv_simple"))
@@ -107,14 +106,14 @@ def identical(rows: pd.DataFrame) -> pd.DataFrame:
     both = both.assign(same=(both.output_x == both.output_y).astype(float), kv_heads=both.model.map(KV_HEADS))
     both = both.assign(once=both.policy_calls_x <= 1)
     table = stats.means(both, [*keys, "kv_heads"], "same").merge(both.groupby(keys, as_index=False).once.mean())
-    one = both[both.once].groupby(keys, as_index=False).same.mean().rename(columns={"same": "once_same"})
-    return table.merge(one, on=keys, how="left").drop(columns="model")
+    once_same = both[both.once].groupby(keys, as_index=False).same.mean().rename(columns={"same": "once_same"})
+    return table.merge(once_same, on=keys, how="left").drop(columns="model")
 
 
 def by_eviction(rows: pd.DataFrame, policy: str = "ada_kv_faithful", measure: str = "token_f1") -> pd.DataFrame:
-    """A policy minus protected LRU, apart for items of which the policy never evicted a token: their answers were
-    complete before its first reduction, so that the full cache gave them."""
-    mine = rows[rows.policy == policy].assign(never=lambda t: t.evicted == 0)
+    """A policy minus protected LRU, separately for items in which the policy never evicted a token (column `never`):
+    their answers ended before its first reduction, so that the full cache gave them."""
+    policy_rows = rows[rows.policy == policy].assign(never=lambda t: t.evicted == 0)
     lru = rows[(rows.policy == "lru") & (rows.prefix == DEFAULT) & (rows.temperature == 0)]
     keys = ["items", "model_name", "capacity"]
-    return stats.contrasts(mine, lru, [*keys, "never"], measure, on=["item", *keys])
+    return stats.contrasts(policy_rows, lru, [*keys, "never"], measure, on=["item", *keys])

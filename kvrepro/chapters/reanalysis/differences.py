@@ -13,27 +13,27 @@ def table() -> list[dict[str, str]]:
     """Rows of two cells: what the paper says, and what its artifact does."""
     scores = artifact.scores()
     rows = comparisons.panels(scores)
-    found = [
+    cells = [
         ("evicted entries leave memory", "an additive mask hides them; keys and values stay (here: both, `execution`)"),
         ("attention mass, averaged over layers and accumulated",
          "maxima over layers, heads and queries (`score_reduce`)"),
-        *(one(scores) for one in (_references, _repetition, _cut, _domains, _needles, _sampling, _public)),
-        *(one(rows) for one in (_never_reduced, _alike, _spread, _equivalence, _signs, _gate, _begun)),
+        *(compare(scores) for compare in (_references, _repetition, _cut, _domains, _needles, _sampling, _public)),
+        *(compare(rows) for compare in (_never_reduced, _alike, _spread, _equivalence, _signs, _gate, _begun)),
     ]  # fmt: skip
-    return [{"the paper": paper, "the artifact": found_there} for paper, found_there in found]
+    return [{"the paper": paper, "the artifact": artifact_does} for paper, artifact_does in cells]
 
 
-def _said(metric: str, **where: object) -> float:
+def _printed(metric: str, **where: object) -> float:
     """A number that the paper's text prints."""
     return float(claims.cells(TEXT, {"metric": metric, **where}).value.iloc[0])
 
 
-def _of(scores: pd.DataFrame, name: str) -> pd.DataFrame:
+def _run(scores: pd.DataFrame, name: str) -> pd.DataFrame:
     return scores[scores["name"] == name]
 
 
 def _references(scores: pd.DataFrame) -> tuple[str, str]:
-    full = _of(scores, "confound/q25-c2048-fullcache")
+    full = _run(scores, "confound/q25-c2048-fullcache")
     return (
         "F1 is the maximum over references, as LongBench defines it",
         f"one reference per item, and articles are not removed: on Qwen2.5-3B's full cache {full.token_f1.mean():.3f} "
@@ -42,13 +42,13 @@ def _references(scores: pd.DataFrame) -> tuple[str, str]:
 
 
 def _repetition(scores: pd.DataFrame) -> tuple[str, str]:
-    new, old = _of(scores, "ablation/q25-c256-lru"), _of(scores, "sweep-20260309-202648/q25-c256-lru")
-    other = (old.set_index("item").prompt_tokens != new.set_index("item").prompt_tokens).mean()
+    new, old = _run(scores, "ablation/q25-c256-lru"), _run(scores, "sweep-20260309-202648/q25-c256-lru")
+    changed = (old.set_index("item").prompt_tokens != new.set_index("item").prompt_tokens).mean()
     f1 = new.token_f1.mean()
     return (
-        f"unprotected output repeats {_said('rep4', note_starts='older'):.1f}% of its 4-grams, beside F1 {f1:.3f}",
+        f"unprotected output repeats {_printed('rep4', note_starts='older'):.1f}% of its 4-grams, beside F1 {f1:.3f}",
         f"the two numbers belong to two runs: the one with F1 {f1:.3f} repeats {new.repetition_4gram.mean():.1%}; the "
-        f"other, on prompts of another length in {other:.0%} of items, has F1 {old.token_f1.mean():.3f}",
+        f"other, on prompts of another length in {changed:.0%} of items, has F1 {old.token_f1.mean():.3f}",
     )
 
 
@@ -58,21 +58,21 @@ def _cut(scores: pd.DataFrame) -> tuple[str, str]:
 
 
 def _domains(scores: pd.DataFrame) -> tuple[str, str]:
-    runs = (_of(scores, f"longctx/q3b-longctx-{run}") for run in ("c1024-prot", "fullcache"))
+    runs = (_run(scores, f"longctx/q3b-longctx-{run}") for run in ("c1024-prot", "fullcache"))
     kept, full = (rows.groupby("task").token_f1.mean() for rows in runs)
     share = kept / full
-    said = _said("pct_of_ceiling[hotpotqa] (paper label)")
+    printed_share = _printed("pct_of_ceiling[hotpotqa] (paper label)")
     return (
-        f"HotPotQA at {said:.0f}% of the full cache",
+        f"HotPotQA at {printed_share:.0f}% of the full cache",
         f"NarrativeQA is at {share['narrativeqa']:.1%}, HotPotQA at {share['hotpotqa']:.1%}",
     )
 
 
 def _needles(scores: pd.DataFrame) -> tuple[str, str]:
-    full = _of(scores, "niah/phi35-niah-fullcache")
+    full = _run(scores, "niah/phi35-niah-fullcache")
     place = full.groupby("task").token_f1.mean()
     lengths = full.groupby(pd.qcut(full.prompt_tokens, 3)).agg(tokens=("prompt_tokens", "max"), f1=("token_f1", "mean"))
-    by_length = ", ".join(f"{one.f1:.3f} up to {one.tokens:,.0f} tokens" for one in lengths.itertuples())
+    by_length = ", ".join(f"{row.f1:.3f} up to {row.tokens:,.0f} tokens" for row in lengths.itertuples())
     return (
         "on short needle prompts the middle and the end fail even with the full cache",
         f"F1 is {place['early']:.3f} early, {place['middle']:.3f} in the middle, {place['late']:.3f} late; but "
@@ -82,7 +82,7 @@ def _needles(scores: pd.DataFrame) -> tuple[str, str]:
 
 def _sampling(scores: pd.DataFrame) -> tuple[str, str]:
     alone, by_item = comparisons.of_seeds(scores)
-    low, high = (_said(f"lift t0.7 ci95_{side}") for side in ("low", "high"))
+    low, high = (_printed(f"lift t0.7 ci95_{side}") for side in ("low", "high"))
     return (
         f"an interval of {low:.3f} to {high:.3f} at temperature 0.7",
         f"{alone.n} pairs count as independent ({alone.low:.3f} to {alone.high:.3f} by our rule); an item's seeds "
@@ -92,11 +92,11 @@ def _sampling(scores: pd.DataFrame) -> tuple[str, str]:
 
 def _public(scores: pd.DataFrame) -> tuple[str, str]:
     cells = printed.beside(scores)
-    mine = cells[cells.metric.str.startswith("token_f1")]
+    means = cells[cells.metric.str.startswith("token_f1")]
     return (
         "all outputs are published per item",
-        f"of the {len(mine)} mean scores in tables {', '.join(one for one in printed.TABLES if one != 'A')}, "
-        f"{int(mine.same.notna().sum())} have their rows in public; the side ablation and several models have not",
+        f"of the {len(means)} mean scores in tables {', '.join(table for table in printed.TABLES if table != 'A')}, "
+        f"{int(means.same.notna().sum())} have their rows in public; the side ablation and several models have not",
     )
 
 
@@ -113,7 +113,7 @@ def _never_reduced(rows: pd.DataFrame) -> tuple[str, str]:
 def _alike(rows: pd.DataFrame) -> tuple[str, str]:
     same = comparisons.identical(rows[(rows["items"] == "longbench-pool") & (rows.capacity == 256)])
     bare = same[~same.protected].iloc[0]
-    listed = [f"{one.value:.1%} ({one.model_name}, {one.kv_heads})" for one in same[same.protected].itertuples()]
+    listed = [f"{row.value:.1%} ({row.model_name}, {row.kv_heads})" for row in same[same.protected].itertuples()]
     return (
         "H2O and SnapKV agree because two KV heads differ little",
         "at the first reduction their ranks are the same by construction, whatever the number of heads. Equal outputs "
@@ -131,32 +131,33 @@ def _spread(rows: pd.DataFrame) -> tuple[str, str]:
 
 def _equivalence(rows: pd.DataFrame) -> tuple[str, str]:
     phi = rows[(rows["items"] == "longbench-balanced") & (rows.model_name == "Phi-3.5-mini-instruct")]
-    tested = comparisons.compare(phi).query("family == 'policies'").groupby("capacity").tost.max()
+    larger_p = comparisons.compare(phi).query("family == 'policies'").groupby("capacity").tost.max()
     return (
         "on Phi-3.5, policies are equivalent to LRU at two capacities",
         "the larger p of H2O's and SnapKV's equivalence tests (margin 0.02) is "
-        + ", ".join(f"{p:.3f} at {capacity:.0f}" for capacity, p in tested.items()),
+        + ", ".join(f"{p:.3f} at {capacity:.0f}" for capacity, p in larger_p.items()),
     )
 
 
 def _signs(rows: pd.DataFrame) -> tuple[str, str]:
     pool = rows[(rows["items"] == "longbench-pool") & (rows.capacity == 256)]
     tested = comparisons.compare(pool).query("what == 'h2o_simple - lru, protected'").sort_values("value")
-    ends = [tested.iloc[i] for i in (0, -1)]
-    listed = [f"{one.value:+.4f} on {one.model_name} (p = {one.wilcoxon_holm:.3f})" for one in ends]
+    extremes = [tested.iloc[i] for i in (0, -1)]
+    listed = [f"{row.value:+.4f} on {row.model_name} (p = {row.wilcoxon_holm:.3f})" for row in extremes]
     return (
         "the simplified policies converge under protection",
-        f"with all {int(ends[0].n)} items H2O minus LRU is {' and '.join(listed)}, Wilcoxon with Holm's correction",
+        f"with all {int(extremes[0].n)} items H2O minus LRU is {' and '.join(listed)}, Wilcoxon with Holm's correction",
     )
 
 
 def _gate(rows: pd.DataFrame) -> tuple[str, str]:
     credit = rows[(rows.policy == "online_credit") & rows["name"].str.startswith("credit-v2/")]
-    share = credit.groupby("capacity")[["gate_open", "policy_calls"]].sum().pipe(lambda t: t.gate_open / t.policy_calls)
+    calls = credit.groupby("capacity")[["gate_open", "policy_calls"]].sum()
+    shares = (calls.gate_open / calls.policy_calls).items()
     return (
         "the blend factor of learned credit",
         "the share of calls in which credit has a say, "
-        + ", ".join(f"{one:.0%} at {capacity:.0f}" for capacity, one in share.items()) + "; its weight is 0.4 at most",
+        + ", ".join(f"{share:.0%} at {capacity:.0f}" for capacity, share in shares) + "; its weight is 0.4 at most",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The paper's printed numbers beside the same computed from its public scores, in three measures.
+"""The paper's printed numbers, and the same numbers computed from its public scores, in three measures.
 
 A printed number (`data/published/protection_*.csv`) names the result files behind it. Where it is rounded from other
 rounded numbers, or where its file is not public, the row says so.
@@ -22,8 +22,8 @@ TABLES = {
     "23": "protection_t23_credit_v2.csv", "25": "protection_t25_temperature.csv", "A": "protection_tA_latency.csv",
 }  # fmt: skip
 MEASURES = {"token_f1": "token F1", "token_f1_longbench": "LongBench's F1", "rouge_l": "ROUGE-L"}
-UNCOMPUTED = ("wilcoxon_vs", "step_significance", "retention")  # labels without numbers, a ratio of settings
-CEILING = {  # what 100% is where the printed number does not name it: in table 25 a protected run
+UNCOMPUTED = ("wilcoxon_vs", "step_significance", "retention")  # labels without numbers; a ratio of two settings
+CEILING = {  # the run that is 100%, for tables that do not name it; in table 25 it is protected
     "15": "q3-4b-2507-niah-64k/q3-4b-2507-64k-fullcache-lru-noprot",
     "25": "q3-4b-2507-robustness/q3-4b-2507-rob-c256-lru-prot-greedy",
 }
@@ -38,7 +38,7 @@ def beside(scores: pd.DataFrame, tables: Sequence[str] = tuple(TABLES)) -> pd.Da
     if unknown := sorted(set(tables) - set(TABLES)):
         raise InputError(f"table {unknown[0]} is not among those with per-item results: {', '.join(TABLES)}")
     files = dict(tuple(scores.groupby("name", sort=False)))
-    cells = pd.concat([claims.published(TABLES[one]) for one in tables], ignore_index=True)
+    cells = pd.concat([claims.published(TABLES[table]) for table in tables], ignore_index=True)
     cells = cells[~cells.metric.str.startswith(UNCOMPUTED) & (cells.value != "")]
     return pd.DataFrame([_row(cell, files) for _, cell in cells.iterrows()])
 
@@ -52,25 +52,26 @@ def runs(scores: pd.DataFrame, table: str) -> pd.DataFrame:
 
 def _row(cell: pd.Series, files: Mapping[str, pd.DataFrame]) -> dict:
     sides = [_rows([pattern], files) for pattern in _patterns(cell)]
-    found = {name: _value(cell.metric, sides, column) for column, name in MEASURES.items()}
-    exact = found["token F1"]
+    estimates = {name: _value(cell.metric, sides, column) for column, name in MEASURES.items()}
+    f1 = estimates["token F1"]
     return {
         "table": cell.table, "model": cell.model, "policy": cell.policy, "protected": cell.protected == "True",
         "capacity": cell.capacity, "guard": cell.protect_frac, "metric": cell.metric, "printed": float(cell.value),
-        **{name: one.value for name, one in found.items()}, "low": exact.low, "high": exact.high, "n": exact.n,
-        **_judged(cell, exact.value, sides),
+        **{name: estimate.value for name, estimate in estimates.items()}, "low": f1.low, "high": f1.high, "n": f1.n,
+        **_judged(cell, f1.value, sides),
     }  # fmt: skip
 
 
 def _patterns(cell: pd.Series) -> list[str]:
-    """Names of the files behind a number, `*` for any text; those of a ratio or a difference in this order."""
+    """Names of the files behind a number, with `*` for any text; of a ratio or a difference the first operand first."""
     texts = cell.artifact_file.replace("s42,s123,s456", "s*").split(";") if cell.artifact_file else []
     names = [text.removeprefix("results/").removesuffix(".jsonl") for text in texts]
     return [*names, CEILING[cell.table]] if names and cell.metric.startswith("pct") and cell.table in CEILING else names
 
 
 def _rows(patterns: Sequence[str], files: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    return pd.concat([rows for name, rows in files.items() if any(fnmatch.fnmatchcase(name, one) for one in patterns)])
+    names = {name for pattern in patterns for name in fnmatch.filter(files, pattern)}
+    return pd.concat([rows for name, rows in files.items() if name in names])
 
 
 def _value(metric: str, sides: Sequence[pd.DataFrame], column: str) -> stats.Estimate:
@@ -96,12 +97,13 @@ def _value(metric: str, sides: Sequence[pd.DataFrame], column: str) -> stats.Est
     ratio = kind == "pct_of_ceiling"
     pair = pd.DataFrame({"a": rows[column].to_numpy(), "full" if ratio else "b": other})
     name, scale = ("share_of_ceiling", 100) if ratio else ("difference", 1)
-    found = stats.contrast(pair, name, rows["item"], bounds=stats.UNIT)
-    return stats.Estimate(scale * found.value, scale * found.low, scale * found.high, found.n)
+    estimate = stats.contrast(pair, name, rows["item"], bounds=stats.UNIT)
+    return stats.Estimate(scale * estimate.value, scale * estimate.low, scale * estimate.high, estimate.n)
 
 
 def _judged(cell: pd.Series, value: float, sides: Sequence[pd.DataFrame]) -> dict:
-    """`same`: equal in the digits that were printed, three at most; `why` it is not."""
+    """`same`: equal in the printed digits, three at most; `why`: the reason if they are not. sides: rows of the
+    number's files."""
     if not sides:
         return {"same": None, "why": "its per-item results are not public"}
     digits = min(3, len(cell.value.partition(".")[2]))

@@ -1,4 +1,4 @@
-"""What the scores are made of: the first word, which the full cache chooses under every policy, and the words after."""
+"""What the scores are made of: the first word, which the full cache chooses under every policy, and all later words."""
 
 from collections.abc import Sequence
 
@@ -14,19 +14,19 @@ CONTROL = "first word of the answer"
 def by_table(scores: pd.DataFrame, tables: Sequence[str] = tuple(printed.TABLES)) -> pd.DataFrame:
     """Per table and kind of run, each of `MEASURES` with its interval over items; and the control.
 
-    The control says the answer's first word and no other: its token F1 is what one known word is worth. Columns: table,
-    who, measure, value, low, high, n. Answers of one word have no words after the first. A row of an item that several
-    runs share counts with them.
+    The control answers with the right answer's first word only: its token F1 is what one right word is worth. Columns:
+    table, who, measure, value, low, high, n. Answers of one word have no words after the first. The rows that several
+    runs have for an item are one cluster.
     """
-    found = []
+    parts = []
     for table in tables:
         rows = printed.runs(scores, table)
         rows = rows.assign(table=table, who=[_who(*pair) for pair in zip(rows.policy, rows.prefix, strict=True)])
         for column, name in MEASURES.items():
-            found.append(stats.means(rows, ["table", "who"], column, clusters="item").assign(measure=name))
+            parts.append(stats.means(rows, ["table", "who"], column, clusters="item").assign(measure=name))
         items = rows.drop_duplicates("item").assign(who=CONTROL)
-        found.append(stats.means(items, ["table", "who"], "first_gold_f1").assign(measure="token F1"))
-    return pd.concat(found, ignore_index=True)
+        parts.append(stats.means(items, ["table", "who"], "first_gold_f1").assign(measure="token F1"))
+    return pd.concat(parts, ignore_index=True)
 
 
 def _who(policy: str, prefix: float) -> str:
@@ -36,8 +36,8 @@ def _who(policy: str, prefix: float) -> str:
 
 
 def begun_alike(rows: pd.DataFrame) -> pd.DataFrame:
-    """Share of outputs that begin with the character with which the full cache's output begins, by file (column
-    `name`), where the full cache's run on the same model and items is public."""
+    """Share of outputs with the same first character as the full cache's output, by file (column `name`), where the
+    full cache's run on the same model and items is public."""
     full = rows[rows.policy == "full"].drop_duplicates(["model", "item"])
     greedy = rows[(rows.policy != "full") & (rows.temperature == 0)]
     both = greedy.merge(full, on=["model", "item"], suffixes=("", "_full"))

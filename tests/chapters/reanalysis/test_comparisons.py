@@ -24,10 +24,12 @@ def test_differences_are_those_of_the_printed_means(tests, model):
         "model == @model and protected == 'True' and metric == 'token_f1'"
     )
     f1 = table.set_index("policy").value.astype(float)
-    mine = tests[(tests.family == "policies") & (tests.model_name.str.lower() == model.lower())].set_index("policy")
-    assert mine.value["h2o_simple"] == pytest.approx(f1["H2O"] - f1["LRU"], abs=0.0011)
-    assert mine.value["snapkv_simple"] == pytest.approx(f1["SnapKV"] - f1["LRU"], abs=0.0011)
-    assert np.sign(mine.value["h2o_simple"]) == (1 if model.startswith("Gemma") else -1)
+    minus_lru = tests[(tests.family == "policies") & (tests.model_name.str.lower() == model.lower())].set_index(
+        "policy"
+    )
+    assert minus_lru.value["h2o_simple"] == pytest.approx(f1["H2O"] - f1["LRU"], abs=0.0011)
+    assert minus_lru.value["snapkv_simple"] == pytest.approx(f1["SnapKV"] - f1["LRU"], abs=0.0011)
+    assert np.sign(minus_lru.value["h2o_simple"]) == (1 if model.startswith("Gemma") else -1)
 
 
 def test_a_comparison_by_hand(tests):
@@ -55,25 +57,25 @@ def test_seeds_of_an_item_are_told_in_one_way_only():
     assert every_item.triple == pytest.approx((compared.value, compared.low, compared.high), abs=5e-4)
     assert every_seed.n > every_item.n
     assert every_seed.high - every_seed.low < every_item.high - every_item.low
-    told = differences._sampling(SCORES)[1]
-    assert f"{every_item.low:.3f} to {every_item.high:.3f}" in told
+    text = differences._sampling(SCORES)[1]
+    assert f"{every_item.low:.3f} to {every_item.high:.3f}" in text
 
 
 def test_what_is_detectable_is_found_in_four_of_five_repeats(tests):
     row = tests[tests.what == "h2o_simple - lru, protected"].iloc[0]
     error = max(row.high - row.value, row.value - row.low) / scipy_stats.norm.ppf(0.975)
-    found = scipy_stats.norm.sf(scipy_stats.norm.ppf(0.975) - row.detectable / error)
-    assert found == pytest.approx(0.8, abs=0.005)
+    power = scipy_stats.norm.sf(scipy_stats.norm.ppf(0.975) - row.detectable / error)
+    assert power == pytest.approx(0.8, abs=0.005)
 
 
 def test_no_run_is_compared_with_another_model_or_temperature():
     pairs = comparisons.pairs(ROWS)
-    said = {name: artifact.condition(name) for name in SCORES["name"].unique()}
+    conditions = {name: artifact.condition(name) for name in SCORES["name"].unique()}
     for row in pairs.itertuples():
-        [mine, *_], [other, *_] = row.a, row.b
+        [run, *_], [other, *_] = row.a, row.b
         for column in ("model", "capacity", "temperature"):
-            assert said[mine][column] == said[other][column]
-        assert said[mine] != said[other]
+            assert conditions[run][column] == conditions[other][column]
+        assert conditions[run] != conditions[other]
     hot = pairs[pairs.what.str.contains("temperature")]
     assert len(hot) == 1
     assert len(hot.a.iloc[0]) == len(hot.b.iloc[0]) == 3
@@ -94,10 +96,10 @@ def test_what_was_never_evicted_is_the_full_caches_answer():
     split = comparisons.by_eviction(ROWS).query("model_name == @model").set_index("never")
     assert split.n.to_dict() == {True: 299, False: 182}
     assert split.value.round(3).to_dict() == {True: 0.034, False: 0.077}
-    mine = POOL[(POOL.model_name == model) & (POOL.policy == "ada_kv_faithful")].set_index("item")
+    ada_kv = POOL[(POOL.model_name == model) & (POOL.policy == "ada_kv_faithful")].set_index("item")
     full = POOL[(POOL.model_name == model) & (POOL.policy == "full")].set_index("item")
-    assert (mine.output == full.output)[mine.evicted == 0].all()
-    assert not (mine.output == full.output)[mine.evicted > 0].all()
+    assert (ada_kv.output == full.output)[ada_kv.evicted == 0].all()
+    assert not (ada_kv.output == full.output)[ada_kv.evicted > 0].all()
 
 
 def test_the_first_word_by_table():
@@ -129,7 +131,7 @@ def test_differences_hold_computed_numbers():
 def test_a_temperatures_seeds_are_one_value_per_item():
     hot = comparisons.compare(ROWS[ROWS.temperature > 0]).iloc[0]
     rows = ROWS[ROWS.temperature > 0]
-    each = rows.pivot_table("token_f1", "item", "protected", "mean")
+    by_protection = rows.pivot_table("token_f1", "item", "protected", "mean")
     assert hot.n == 162
-    assert hot.value == pytest.approx((each[True] - each[False]).mean())
+    assert hot.value == pytest.approx((by_protection[True] - by_protection[False]).mean())
     assert pd.notna(hot.low)
